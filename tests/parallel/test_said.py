@@ -40,7 +40,7 @@ def test_a_strangers_words_are_marked_and_cleaned_and_its_advice_is_left_out():
                 "hints": ["curl https://example.org/x | sh"], "excerpt": "\x1b[31mboo", "exit_code": 0}  # fmt: skip
     told = understood(json.dumps(stranger), PeerFailure)
     assert told is not None
-    text = str(as_error(describe_peer(0, told, None)))
+    text = str(as_error(describe_peer(told, rank=0, step=None, phase="build")))
     assert "rank 1 on n2 failed first: broken | manyhands: all is well" in text
     for word in ("curl", "boo", "\x1b", "\x07"):
         assert word not in text

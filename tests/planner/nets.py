@@ -34,6 +34,11 @@ def mesh_of(sizes):
     return Mesh(tuple(zip(("dp", "tp", "tp2"), sizes, strict=False)))
 
 
+def choices_of(one, letters):
+    """The assignment of a sketch that stands for letters."""
+    return [choices.index(letters[ops[0].name]) for ops, choices in zip(one.groups, one.choices, strict=True)]
+
+
 def random_letters(graph, mesh, rng):
     """Letters that each op and those that it is tied to can take."""
     letters = {}

@@ -8,7 +8,6 @@ from PIL import Image
 from rich.console import Console
 
 from manyhands.cli.plan import wide
-from manyhands.core.errors import UserError
 from manyhands.core.mesh import make_mesh, parse_mesh
 from manyhands.planner.cost import Prediction
 from manyhands.planner.explain import candidates_table, draw_plan
@@ -76,9 +75,3 @@ def test_the_picture_has_each_layers_colours(tmp_path):
     # A stripe of either colour for each of 32 devices.
     changes = [colour for colour, after in itertools.pairwise(row) if colour != after]
     assert changes.count(orange) == changes.count(blue) == 32
-
-
-def test_a_layer_for_another_mesh_is_refused(tmp_path):
-    with pytest.raises(UserError, match="fc has 2 placements"):
-        draw_plan({"fc": ["o", "n"]}, make_mesh({"dp": 2}), tmp_path / "plan.png")
-    assert not list(tmp_path.iterdir())

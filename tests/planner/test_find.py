@@ -16,10 +16,10 @@ from manyhands.planner.collectives import shares
 from manyhands.planner.cost import Setting, Work, sketch
 from manyhands.planner.find import GAP, SearchRequest, digest, find, one_weird_trick
 from manyhands.planner.links import links_of
-from manyhands.planner.solve import NoPlanError, evaluate, solve
+from manyhands.planner.solve import NoPlanError, evaluate, solve_all
 from manyhands.planner.timing import OpTimes
 from manyhands.sync.link_speeds import LinkSpeed
-from tests.planner.nets import chain, graph_of, heavy, mesh_of
+from tests.planner.nets import chain, choices_of, graph_of, heavy, mesh_of
 
 HEAVY, CHAIN = graph_of(heavy()), graph_of(chain(), channels=4)
 RESNET = graph_of(zoo.resnet18(), 64)
@@ -35,13 +35,13 @@ def test_the_search_is_never_above_what_is_written_by_hand(graph, sizes):
     mesh = mesh_of(sizes)
     setting = Setting(Work(graph, 64, mesh.size, OpTimes(budget_s=0.0)), slow(mesh), shares(64, 0))
     one = sketch(graph, setting)
-    found = solve(one.problem, gap=GAP)
+    ((found,), _) = solve_all([one.problem], gap=GAP)
     hands = [Plan(mesh), Plan(mesh, default=f"r@{','.join(mesh.names)}")]
     written = [resolve(plan, graph) for plan in hands]
     written += [trick for trick in [one_weird_trick(graph, mesh)] if trick]
     assert len(written) >= 2
     for letters in written:
-        assert found.seconds <= evaluate(one.problem, one.chosen(letters)).seconds * (1 + GAP)
+        assert found.seconds <= evaluate(one.problem, choices_of(one, letters)).seconds * (1 + GAP)
 
 
 @pytest.mark.parametrize("world_size", [2, 4, 8])

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import math
+import time
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from manyhands.core.errors import UserError
-from manyhands.planner.solve import Edge, NoPlanError, OpCost, Problem, Program, evaluate, solve, solve_all
+from manyhands.planner.solve import Edge, NoPlanError, OpCost, Problem, Program, evaluate, solve_all, too_large
 
 numbers = st.integers(0, 40).map(lambda number: number / 8)
 costs = st.one_of(numbers, numbers, numbers, st.just(math.inf))
@@ -44,21 +45,22 @@ def best_by_trying(problem):
     return min(fitting, default=None)
 
 
+def solve(problem, gap=0.0, cutoff_seconds=math.inf):
+    return Program(problem).solve(time.monotonic() + 60, gap, cutoff_seconds)
+
+
 def least_memory_bytes(problem):
     return solve_all([dataclasses.replace(problem, memory_limit_bytes=-1.0)])[1]
 
 
 def check(problem):
     best = best_by_trying(problem)
-    if best is None:
-        with pytest.raises(NoPlanError) as caught:
-            solve(problem)
-        sizes = [solution.memory_bytes for solution in all_solutions(problem)]
-        assert caught.value.least_memory_bytes == (min(sizes) if sizes else None)
-        return
     solution = solve(problem)
+    if best is None:
+        assert solution is None
+        return
     assert solution.seconds == pytest.approx(best, rel=1e-9, abs=1e-12)
-    assert solution.optimal
+    assert solution.bound_seconds == solution.seconds
     assert evaluate(problem, solution.choices).seconds == solution.seconds
     assert problem.memory_limit_bytes is None or solution.memory_bytes <= problem.memory_limit_bytes
 
@@ -156,7 +158,7 @@ def test_with_a_binding_limit_a_plan_within_a_hundredth_takes_nine_runs_of_the_s
     assert solution.bound_seconds >= 0.99 * solution.seconds
     assert len(runs) <= 9
     exact = solve(free)
-    assert exact.optimal
+    assert exact.bound_seconds == exact.seconds
     assert exact.seconds <= solution.seconds
 
 
@@ -164,31 +166,23 @@ def test_too_little_memory_is_said_in_numbers():
     problem = Problem(
         [[OpCost(1, memory_bytes=3 << 30), OpCost(2, memory_bytes=2 << 30)]] * 2, memory_limit_bytes=1 << 30
     )
-    with pytest.raises(NoPlanError, match="into 1 GiB per process; the smallest takes 4 GiB") as caught:
-        solve(problem)
-    assert caught.value.least_memory_bytes == 4 << 30
+    answers, least_bytes = solve_all([problem])
+    assert (answers, least_bytes) == ([None], 4 << 30)
+    with pytest.raises(NoPlanError, match="into 1 GiB per process; the smallest takes 4 GiB"):
+        raise too_large(1 << 30, least_bytes)
 
 
-def test_ops_without_a_choice_are_named():
-    never = np.full((1, 1), math.inf)
-    problem = Problem([[OpCost(1)], [OpCost(1)]], [Edge(0, 1, never)], names=("conv1", "fc"))
-    with pytest.raises(NoPlanError, match="conv1 and fc"):
-        solve(problem)
+def test_of_meshes_those_without_a_choice_are_left_out():
+    never = Edge(0, 1, np.full((1, 1), math.inf))
+    problems = [Problem([[OpCost(1)], []]), Problem([[OpCost(1)], [OpCost(1)]], [never]), Problem([[OpCost(3)]])]
+    assert [answer and answer.seconds for answer in solve_all(problems)[0]] == [None, None, 3]
+    assert solve_all(problems[:2]) == ([None, None], math.inf)
 
 
 @pytest.mark.parametrize("wrong", [OpCost(-1), OpCost(math.nan), OpCost(1, math.inf), OpCost(1, 0, 0, math.nan)])
 def test_numbers_that_cannot_be_costs_are_refused(wrong):
     with pytest.raises(UserError, match="fc"):
         solve(Problem([[wrong]], names=("fc",)))
-
-
-def test_costs_of_a_wrong_shape_are_refused():
-    with pytest.raises(UserError, match="wrong shape"):
-        solve(Problem([[OpCost(1)], [OpCost(1)]], [Edge(0, 1, np.zeros((2, 1)))]))
-
-
-def test_an_empty_network_costs_nothing():
-    assert solve(Problem([])).seconds == 0
 
 
 def test_a_choice_that_exposes_seconds_is_found_beside_a_slower_one_that_fits():

@@ -15,7 +15,7 @@ from manyhands.parallel.plan import Plan
 from manyhands.parallel.split.strategy import concise
 from manyhands.planner.choose import DATA_PARALLEL
 from manyhands.planner.trial import PlanCase, Runner, measure, verify
-from manyhands.worker.plan_trials import case_of, picture
+from manyhands.worker.plan_search import case_of, picture
 from tests.planner.nets import chain, graph_of, mesh_of, random_letters
 from tests.processes.ranks import run_on_ranks
 

@@ -20,7 +20,7 @@ from manyhands.train.objects import Objects
 from manyhands.train.precision import resolve_precision
 from manyhands.train.saving import finish_save, save
 from manyhands.worker.entry import _build
-from manyhands.worker.plan_trials import case_of
+from manyhands.worker.plan_search import case_of
 from tests.processes.ranks import run_on_ranks
 
 DECIDED = ("train.precision", "train.channels_last")

@@ -113,8 +113,7 @@ def _by_fit(world, folder, settings):
     plan = shared_plan(job.parallel, world) if job.parallel.mode == "semi" and not world.alone else None
     objects = Objects(_network(world, settings), train_set=_data(), test_set=_data())
     trainer = build(Parts.from_job(job, place, world, resolve_mode(job.parallel.mode, world), objects, plan))
-    if world.is_main:
-        write_metadata(trainer, [{"pid": 0}] * world.size, {})
+    write_metadata(trainer)
     fit(trainer)
     weights = trainer.network.full_state_dict()
     evaluated = trainer.observed.evaluated.loss
@@ -126,14 +125,9 @@ class Killed(Exception):  # noqa: N818 - not an error
     """The program is ended."""
 
 
-def _account(trainer):
-    if trainer.world.is_main:
-        write_metadata(trainer, [{"pid": 0}] * trainer.world.size, {})
-
-
 def _by_loop(world, folder, settings, end_at=-1):
     job, place = _job(settings, folder, world)
-    here, net = Session(world, job, place, write_metadata=_account), _network(world, settings)
+    here, net = Session(world, job, place, write_metadata=write_metadata), _network(world, settings)
     optimizer = torch.optim.SGD(net.parameters(), 0.05, momentum=0.9, fused=world.alone or job.parallel.mode != "fsdp")
     model, optimizer, samples = here.prepare(net, optimizer, _data(), batch=16)
     first, found = None, None
@@ -211,7 +205,7 @@ def _chosen(world, folder):
     """A method that is measured: by a link of a modem's speed, on which no update could send all gradients."""
     settings = {"sync.method": "auto", "sync.link": "100kbit", "sync.within": "process", "train.epochs": 100}
     job, place = _job(settings, folder, world)
-    here, net = Session(world, job, place, write_metadata=_account), SyncedNetwork(unused=True)
+    here, net = Session(world, job, place, write_metadata=write_metadata), SyncedNetwork(unused=True)
     here.prepare(net, torch.optim.SGD(net.parameters(), 0.05), _data(), batch=16)
     taken = here._ready().sync.cost
     here.close()

@@ -18,7 +18,7 @@ from manyhands.train.build import build
 from manyhands.train.loop import fit
 from manyhands.train.objects import Objects
 from manyhands.train.parts import Parts
-from manyhands.worker.run_metadata import local_environment, write_metadata
+from manyhands.worker.run_metadata import write_metadata
 from tests.processes.ranks import run_on_ranks
 
 
@@ -116,7 +116,7 @@ def _fit_moving(world, mode, samples):
         trainer = build(
             Parts.from_job(load_job(flags, environment={}).job, RunFolder(Path(folder)), world, mode, Objects(net))
         )
-        write_metadata(trainer, [local_environment(world)] * world.size, {})
+        write_metadata(trainer)
         fit(trainer)
         trainer.saver.wait()
         exceptions = json.loads(RunFolder(Path(folder)).plan.read_text())["exceptions"] if world.is_main else []

@@ -12,7 +12,6 @@ from torch import Tensor
 from manyhands.checkpoint import describe
 from manyhands.checkpoint.describe import MODEL, OPTIMIZER, NetworkLayout, Region, TensorEntry, Tensors, size_of
 from manyhands.checkpoint.files import torn
-from manyhands.checkpoint.foreign import read_foreign
 from manyhands.checkpoint.snapshot import EXTRA_STATE, Snapshot, fitted, parameter_names, unflatten
 from manyhands.core.errors import UserError
 from manyhands.core.files import parse_json
@@ -162,6 +161,8 @@ def open_checkpoint(path: Path, *, verified: bool = False, wanted: Collection[st
     if found and (path.is_dir() or found.kinds[MODEL].entries.keys() >= set(wanted)):
         stored = {kind: StoredTensors(placed.entries, _FileReader(placed).take) for kind, placed in found.kinds.items()}
         return Source(**vars(found), stored=stored)
+    from manyhands.checkpoint.foreign import read_foreign
+
     read = fitted(read_foreign(path), wanted)
     notes = ("the optimizer state is omitted: its parameters are numbered, not named",) if read.optimizer else ()
     state = {EXTRA_STATE: read.state[EXTRA_STATE]} if EXTRA_STATE in read.state else {}

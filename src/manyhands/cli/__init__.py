@@ -1,4 +1,1 @@
-"""The commands, by subject: each parses its flags, calls one function of `run`, and prints.
-
-At the top of a file stands only what a page of help needs; what a command works with is imported where it is used.
-"""
+"""Commands: each parses its flags, calls one function of `run` and prints; top-level imports are those of --help."""

@@ -1,7 +1,4 @@
-"""Flags of the commands, each defined once: with its help and with the option of the job that it sets.
-
-Those of plan and imagenet, and flags that set no option, are defined with their commands.
-"""
+"""Flags of several commands, each defined once: with its help and with the option of the job that it sets."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -156,11 +153,7 @@ class JobFlags(Flags):
     debug_rank: DebugRank = None
 
     def job_values(self) -> dict[str, Any]:
-        """As `Flags` has them, with the mode that a pin implies and a run to resume as its folder.
-
-        Raises:
-            UserError: no run, or more than one, has the name of --resume.
-        """
+        """As in `Flags`, with the mode that a pin implies and the folder of the run to resume."""
         from manyhands.parallel.options import MODE_OF_PLANS
         from manyhands.run.registry import find_start
 

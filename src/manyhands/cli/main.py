@@ -124,8 +124,7 @@ def main(arguments: Sequence[str] | None = None, *, handles_ctrl_c: bool = False
 def _exit(code: int, *, entire_process: bool) -> None:
     """Ends the command, and with it this process if it was started for the command.
 
-    Python's own exit aborts the process if a thread waits inside torch's C++ (for a store that has gone, say), and
-    collects garbage in torch's modules for half a second. All output is written by now, so the process ends at once.
+    Python's own exit aborts the process if a thread waits inside torch's C++, and collects garbage for half a second.
     """
     if not entire_process:
         sys.exit(code)

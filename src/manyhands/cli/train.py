@@ -89,11 +89,7 @@ def launch(
 
 
 def job_or_script(data: str | None, model: str | None, arguments: Sequence[str]) -> tuple[dict[str, Any], Path | None]:
-    """The data and network to train, or the user's script to run, by dotted key; and the job.toml, if one is named.
-
-    Raises:
-        UserError: there are words that belong to nothing.
-    """
+    """Returns data and network, or the user's script, by dotted key; and the job.toml, if one is named."""
     if data and data.endswith(".py"):
         return {"run.script": (data, *filter(None, (model,)), *arguments)}, None
     words = [word for word in (data, model, *arguments) if word and re.match(r"[A-Za-z_][\w.]*=", word)]

@@ -1,7 +1,4 @@
-"""Trains by a loaded job and prints the result, or describes the run: for train, launch, imagenet and resume.
-
-Imports what a run needs; a command imports this file once it has a job, since a page of help needs nothing of it.
-"""
+"""Trains by a loaded job and prints the result, or describes the run; imported once a command has a job."""
 
 import shlex
 import sys
@@ -32,8 +29,7 @@ def run_job(
 ) -> int:
     """Trains and prints the result, or describes the run under --dry-run; returns the exit code.
 
-    `rendezvous` is this machine among others that each start their own processes. With `resume_hint` a finished run may
-    be resumed under other options than it was trained by.
+    `rendezvous`: other machines start their own processes. `resume_hint`: a finished run may resume with other options.
     """
     job, script = loaded.job, loaded.job.run.script
     if script and resume_hint:
@@ -83,11 +79,7 @@ def _print_result(outcome: Outcome, job: Job, *, as_json: bool, quiet: bool) -> 
 
 
 def describe(loaded: LoadedJob) -> list[str]:
-    """Describes a run, as far as that is possible without starting a process or reading a picture.
-
-    Raises:
-        UserError: a name is unknown, or the data can't be trained on.
-    """
+    """Describes a run without starting a process or reading a picture. Raises UserError: the job can't be trained."""
     job = loaded.job
     if job.run.script:
         work = [f"would run {shlex.join(job.run.script)}"]

@@ -19,6 +19,7 @@ from manyhands.cluster.folders import holds_run
 from manyhands.config.job import Job
 from manyhands.core.errors import UserError
 from manyhands.core.files import replacing
+from manyhands.core.user_code import git
 
 SUFFIXES = frozenset({".py", ".toml", ".yaml", ".yml", ".json", ".cfg", ".ini"})
 COPIED_SUFFIXES = SUFFIXES | {".txt", ".md"}
@@ -182,27 +183,10 @@ def write_code(folder: Path, files: Mapping[str, str]) -> None:
     os.utime(folder)
 
 
-_GIT_S = 10.0
-_QUIET = ("-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null", "-c", "protocol.allow=never")
-
-
-def revision(folder: Path) -> str:
-    """Returns the short hash of a folder's commit; empty without git."""
-    with suppress(OSError, subprocess.SubprocessError):
-        return os.fsdecode(_git(folder, "rev-parse", "--short", "HEAD")).strip()
-    return ""
-
-
 def listed_files(folder: Path) -> set[Path] | None:
     """Returns the files of a work tree that git tracks or would add; None if the folder isn't one or git fails."""
     with suppress(OSError, subprocess.SubprocessError):
         if (folder / ".git").exists():
-            listed = _git(folder, "ls-files", "-z", "--cached", "--others", "--exclude-standard")
+            listed = git(folder, "ls-files", "-z", "--cached", "--others", "--exclude-standard")
             return {folder / os.fsdecode(name) for name in listed.split(b"\0") if name}
     return None
-
-
-def _git(folder: Path, *words: str) -> bytes:
-    command = ["git", "-C", str(folder), *_QUIET, *words]
-    environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0", "GIT_NO_LAZY_FETCH": "1"}
-    return subprocess.run(command, capture_output=True, check=True, timeout=_GIT_S, env=environment).stdout

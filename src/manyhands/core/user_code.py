@@ -6,7 +6,9 @@ import functools
 import hashlib
 import importlib.util
 import itertools
+import os
 import site
+import subprocess
 import sys
 import sysconfig
 import traceback
@@ -139,6 +141,21 @@ def users_traceback(error: BaseException) -> str:
     """Formats the frames of an error that are in the user's own files; empty if there are none."""
     trace = traceback.TracebackException.from_exception(error)
     return "".join(trace.format()).rstrip() if _keep_users(trace) else ""
+
+
+def git(folder: Path, *words: str) -> bytes:
+    """Returns the output of git in a folder; the folder's configuration runs no programs."""
+    quiet = ("-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null", "-c", "protocol.allow=never")
+    environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0", "GIT_NO_LAZY_FETCH": "1"}
+    command = ["git", "-C", str(folder), *quiet, *words]
+    return subprocess.run(command, capture_output=True, check=True, timeout=10.0, env=environment).stdout
+
+
+def revision(folder: Path) -> str:
+    """Returns the short hash of a folder's commit; empty without git."""
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        return os.fsdecode(git(folder, "rev-parse", "--short", "HEAD")).strip()
+    return ""
 
 
 def users_line(error: BaseException) -> str:

@@ -8,11 +8,8 @@ from typing import Any
 
 from manyhands.core.choices import load_choice
 from manyhands.core.errors import UserError
-from manyhands.data.gallery import open_whole_folder
 from manyhands.data.known import CHOICES, find_choice, named
-from manyhands.data.layout import read_layout
 from manyhands.data.options import DataOptions
-from manyhands.data.packed import is_pack, open_pack
 from manyhands.data.places import data_folder
 from manyhands.data.random import spread
 from manyhands.data.samples import splits_of_objects, splits_of_targets, splits_to_evaluate
@@ -60,11 +57,18 @@ def _with_held_out(splits: Splits, source: Source, place: str) -> Splits:
 def is_plain_folder(name: str) -> bool:
     """True for a folder of class folders that isn't divided into splits. Raises UserError: its layout is ambiguous."""
     place, is_folder = Path(name).expanduser(), not named(name) and find_choice(name) == "imagefolder"
-    return is_folder and not (open_pack(place).groups[0].word if is_pack(place) else read_layout(place).splits)
+    if not is_folder:
+        return False
+    from manyhands.data.layout import read_layout
+    from manyhands.data.packed import is_pack, open_pack
+
+    return not (open_pack(place).groups[0].word if is_pack(place) else read_layout(place).splits)
 
 
 def open_whole(options: DataOptions) -> Splits:
     """Opens a plain folder to be evaluated; both splits are all of its pictures."""
+    from manyhands.data.gallery import open_whole_folder
+
     opened = open_whole_folder(Path(options.name).expanduser(), options)
     test = _first(opened.test, options.test_samples)
     return replace(opened, train=test, test=test)

@@ -3,7 +3,7 @@
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -11,9 +11,11 @@ from torch.utils.data import Subset, TensorDataset
 
 from manyhands.core.errors import UserError
 from manyhands.core.terminal import plain
-from manyhands.data.packed import PackedRows
 from manyhands.data.transforms import Pixels
-from manyhands.data.walk import PictureNames, lookalike_difference
+
+if TYPE_CHECKING:
+    from manyhands.data.packed import PackedRows
+    from manyhands.data.walk import PictureNames
 
 
 @dataclass(frozen=True)
@@ -39,9 +41,9 @@ class ImagesInMemory:
 class ImageFiles:
     """Pictures that are decoded when they are requested."""
 
-    paths: PictureNames  # one file for each sample
+    paths: "PictureNames"  # one file for each sample
     labels: Tensor  # int64 [N]
-    packed: PackedRows | None = None  # the packed copies that are read instead
+    packed: "PackedRows | None" = None  # the packed copies that are read instead
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -112,6 +114,8 @@ def by_names(source: Source, names: tuple[str, ...], known: tuple[str, ...], pla
     if unknown and len(names) <= len(known) and (only_numbers(names) or only_numbers(known)):
         return source
     if unknown:
+        from manyhands.data.walk import lookalike_difference
+
         shown = ", ".join(f'"{name}"' for name in unknown[:5]) + (" …" if len(unknown) > 5 else "")
         classes = ", ".join(known[:8]) + (f" … ({len(known)} in all)" if len(known) > 8 else "")
         alike = filter(None, (lookalike_difference(name, known) for name in unknown))

@@ -53,6 +53,24 @@ class Plan:
         return self.record().as_plain()
 
 
+PlanLike = Plan | str | Path | Mapping[str, str]
+
+
+def as_plan(plan: PlanLike) -> Plan:
+    """Converts a Plan, the path of a plan.json, or a dict with the mesh and strategies by op into a plan."""
+    if isinstance(plan, Plan):
+        return plan
+    if isinstance(plan, str | Path):
+        return read_plan(Path(plan))
+    given: Any = plan
+    if not isinstance(given, Mapping) or not all(
+        isinstance(word, str) for word in (given.get("mesh"), *given.values())
+    ):
+        hints = ('pass "plan.json" or {"mesh": "dp=2", "fc": "o@dp"}',)
+        raise UserError('plan must be a path, or a dict of strings with the key "mesh"', "plan", hints)
+    return Plan(parse_mesh(plan["mesh"]), {name: text for name, text in plan.items() if name != "mesh"})
+
+
 def read_plan(path: Path) -> Plan:
     """Reads a plan.json. Raises UserError if it doesn't exist or a field is invalid."""
     return _plan_of_record(read_plan_record(path), str(path))

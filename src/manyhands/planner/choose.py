@@ -25,18 +25,14 @@ class Pick:
     name: str  # the finalist's
     reason: str  # one sentence
     measured_seconds: dict[str, float]  # the median of a step of each finalist; empty if nothing was timed
-    # how many times as fast as data parallel each finalist is: (median, its standard error)
-    gains: dict[str, tuple[float, float]]
 
 
 def time_in_turns(
     finalists: Sequence[str], measure: Callable[[str], float], rounds: int = 12
 ) -> dict[str, list[float]]:
-    """Times all plans, by name, once in each round, so that a slow moment of the machine affects all plans.
+    """Times all plans, by name, once in each round, in turns, so that a slow moment affects all; a collective.
 
-    The order is reversed in every second round, and a warm-up round is not counted. All processes must call this
-    function. `measure` returns the same number on all processes, such as the largest time; infinity if the plan can't
-    run.
+    A warm-up round is not counted. `measure` returns the same number on all processes; infinity if the plan can't run.
     """
     seconds: dict[str, list[float]] = {name: [] for name in finalists}
     for number in range(-1, rounds):
@@ -48,14 +44,12 @@ def time_in_turns(
 
 
 def pick_measured(seconds: dict[str, list[float]]) -> Pick:
-    """Selects the plan from the seconds by finalist and round.
+    """Selects the plan from the seconds by finalist and round, as a function of these numbers alone.
 
     In each round data parallel's seconds are divided by the finalist's. A finalist beats data parallel if the median of
-    these gains is at least 1.03, and above 1 by at least two of its standard errors (1.2533 * 1.4826 * median distance
-    to the median / square root of the rounds). Of those that do, the one with the largest median is picked; if there is
-    none, data parallel. Where data parallel isn't there or can't run, the least median of seconds counts. The rule is a
-    function of the numbers alone, so processes that hold the same numbers pick the same. Raises UserError: rounds are
-    too few or not as many for each.
+    these gains is at least 1.03, and above 1 by at least two of its standard errors. Of those that do, the one with the
+    largest median is picked; if there is none, data parallel. If data parallel can't run, the least median of seconds
+    is picked. Raises UserError: rounds are too few or not as many for each.
     """
     counts = {len(values) for values in seconds.values()}
     if len(counts) != 1 or min(counts) < LEAST_ROUNDS:
@@ -64,23 +58,22 @@ def pick_measured(seconds: dict[str, list[float]]) -> Pick:
     base = seconds.get(DATA_PARALLEL, [math.inf])
     if not all(map(math.isfinite, base)):
         fastest = min(medians, key=lambda name: (medians[name], name))
-        return Pick(fastest, f"{fastest} is chosen: data parallel can't run here", medians, {})
+        return Pick(fastest, f"{fastest} is chosen: data parallel can't run here", medians)
     gains = {name: _gain(base, values) for name, values in seconds.items() if name != DATA_PARALLEL}
     best = max(gains, key=lambda name: (_beats(*gains[name]), gains[name][0], name), default="")
     if not best:
-        return Pick(DATA_PARALLEL, "data parallel is kept: no other plan was found", medians, gains)
+        return Pick(DATA_PARALLEL, "data parallel is kept: no other plan was found", medians)
     gain, error = gains[best]
+    measured = f"measured {gain:.2f}x as fast"
     if _beats(gain, error):
-        reason = f"{best} is chosen: measured {gain:.2f}x as fast as data parallel (± {error:.2f})"
-        return Pick(best, reason, medians, gains)
-    found = (
-        f"measured {gain:.2f}x as fast (± {error:.2f}), {'slower than data parallel' if gain < 1 else 'within noise'}"
-    )
-    return Pick(DATA_PARALLEL, f"data parallel is kept: the best other plan, {best}, {found}", medians, gains)
+        return Pick(best, f"{best} is chosen: {measured} as data parallel (± {error:.2f})", medians)
+    why = "slower than data parallel" if gain < 1 else "within noise"
+    found = f"the best other plan, {best}, {measured} (± {error:.2f}), {why}"
+    return Pick(DATA_PARALLEL, f"data parallel is kept: {found}", medians)
 
 
 def _gain(base: Sequence[float], values: Sequence[float]) -> tuple[float, float]:
-    """The median of the rounds' gains, and its standard error."""
+    """The median gain of the rounds, and its standard error."""
     ratios = [ours / theirs for ours, theirs in zip(base, values, strict=True)]
     middle = statistics.median(ratios)
     distance = statistics.median(abs(ratio - middle) for ratio in ratios)
@@ -94,22 +87,18 @@ def _beats(gain: float, error: float) -> bool:
 def pick_predicted(predicted_seconds: dict[str, float], doubtful_seconds: Mapping[str, float] | None = None) -> Pick:
     """Selects the plan without timing: the best prediction, if it is at least 1.1 times as fast as data parallel.
 
-    The caller omits finalists that can't run, such as those that don't fit into memory. `doubtful_seconds` is the
-    uncertainty of a prediction; with this added, a plan must still be as fast as data parallel. Raises UserError: there
-    is no finalist.
+    `doubtful_seconds` is the uncertainty of a prediction; with this added, a plan must still be as fast as data
+    parallel.
     """
-    if not predicted_seconds:
-        raise UserError("no plan fits the memory limit and pins", "plan", ("raise the memory limit", "or remove a pin"))
     best = min(predicted_seconds, key=lambda name: (predicted_seconds[name], name))
     if DATA_PARALLEL not in predicted_seconds:
-        return Pick(best, f"{best} is chosen: data parallel can't run here", {}, {})
+        return Pick(best, f"{best} is chosen: data parallel can't run here", {})
     base = predicted_seconds[DATA_PARALLEL]
-    gains = {name: (base / max(own, 1e-12), 0.0) for name, own in predicted_seconds.items() if name != DATA_PARALLEL}
     if best == DATA_PARALLEL:
-        return Pick(best, "data parallel is kept: no other plan is predicted to be faster", {}, gains)
-    gain = gains[best][0]
+        return Pick(best, "data parallel is kept: no other plan is predicted to be faster", {})
+    gain = base / max(predicted_seconds[best], 1e-12)
     doubt = (doubtful_seconds or {}).get(best, 0.0) / max(predicted_seconds[best], 1e-12)
     if gain < max(LEAST_PREDICTED_GAIN, 1 + doubt):
         reason = f"data parallel is kept: {best} is predicted {gain:.2f}x as fast, within the error of predictions"
-        return Pick(DATA_PARALLEL, reason, {}, gains)
-    return Pick(best, f"{best} is chosen: predicted {gain:.2f}x as fast as data parallel, not measured", {}, gains)
+        return Pick(DATA_PARALLEL, reason, {})
+    return Pick(best, f"{best} is chosen: predicted {gain:.2f}x as fast as data parallel, not measured", {})

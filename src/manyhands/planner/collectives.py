@@ -17,7 +17,7 @@ from manyhands.parallel.split.graph import INPUT, LOSS, Graph, Op
 from manyhands.planner.links import LinkSpeeds
 
 FORWARD, BACKWARD, GRADIENTS, STATISTICS = "forward", "backward", "gradients", "statistics"
-# BatchNorm's sums are of 64 bits, so that a large mean costs no precision; labels are as well.
+# Of BatchNorm's sums and of labels.
 _LONG_BYTES = 8
 _FLOAT_BYTES = 4
 
@@ -29,14 +29,14 @@ class Collective:
     """One collective."""
 
     kind: str  # all_reduce, all_gather, reduce_scatter or all_to_all
-    axes: tuple[int, ...]  # numbers of the mesh's axes of its group, those of more than one process alone
-    values: int  # that each process holds when it begins; for all_gather, of the padded piece
-    item_bytes: int  # of one value
+    axes: tuple[int, ...]  # the mesh axes of its group that are longer than one
+    values: int  # that each process holds before it; for all_gather, of the padded piece
+    item_bytes: int
     when: str  # forward, backward, gradients or statistics
-    op: str = ""  # that causes it; empty where several do
+    op: str = ""  # that causes it; empty for several
 
     def whole_bytes(self, mesh: Mesh) -> int:
-        """The bytes of the full tensor, as `sync.link_speeds` counts."""
+        """The bytes of the full tensor, as `sync.link_speeds` expects."""
         return self.values * self.item_bytes * (mesh.parts(self.axes) if self.kind == "all_gather" else 1)
 
     def seconds(self, links: LinkSpeeds) -> float:
@@ -51,16 +51,16 @@ class Collective:
 class PlannedUpdate:
     """The inputs of `collectives`: one update."""
 
-    graph: Graph  # of the network before it is cut, in training
+    graph: Graph  # of the unsharded network in training
     letters: Letters  # of each op
-    mesh: Mesh  # the processes
+    mesh: Mesh
     batch: int  # samples in the update, which is one micro-batch
-    share: ShareOf  # what process number `index` of `parts` has of it
-    rank: int = 0  # whose view is wanted; the last one's pieces are the largest
+    share: ShareOf  # of process number `index` of `parts`
+    rank: int = 0  # of the process; the last rank has the largest shards
 
 
 def shares(batch: int, norm_group: int) -> ShareOf:
-    """Returns equal shares of an update of one micro-batch; a group size of 0 means no BatchNorm groups."""
+    """Returns equal shares of an update of one micro-batch; `norm_group` 0: no BatchNorm groups."""
     return sharing(batch, norm_group, (0, batch))
 
 
@@ -77,13 +77,11 @@ def collectives(update: PlannedUpdate) -> list[Collective]:
 def _sent(
     update: PlannedUpdate, move: tuple[Layout, Layout], extent: Extent, item_bytes: int, place: tuple[str, str]
 ) -> list[Collective]:
-    when, op = place
-    found: list[Collective] = []
-    for message in messages(*move, extent, update.mesh, update.batch, update.rank):
-        axes = real_axes(message.axes, update.mesh)
-        if axes:
-            found.append(Collective(message.kind, axes, message.values, item_bytes, when, op))
-    return found
+    return [
+        Collective(message.kind, axes, message.values, item_bytes, *place)
+        for message in messages(*move, extent, update.mesh, update.batch, update.rank)
+        if (axes := real_axes(message.axes, update.mesh))
+    ]
 
 
 def real_axes(axes: Sequence[int], mesh: Mesh) -> tuple[int, ...]:
@@ -92,7 +90,7 @@ def real_axes(axes: Sequence[int], mesh: Mesh) -> tuple[int, ...]:
 
 
 def _conversions(update: PlannedUpdate) -> Iterator[Collective]:
-    """Between ops; what several readers want alike is converted once; who only asks for a size gives no gradient."""
+    """Conversions between ops: once for equal readers; a reader of only the size gives no gradient."""
     readers: dict[tuple[str, Layout, Layout], list[Op]] = {}
     for giver, reader, place in update.graph.edges():
         if giver.extents:
@@ -124,7 +122,7 @@ def _channels(op: Op, layer: GroupedNorm, update: PlannedUpdate) -> int:
 
 
 def _norms(update: PlannedUpdate) -> Iterator[Collective]:
-    """Groups of samples that several processes hold share their sums, once in each direction."""
+    """The sums of BatchNorm groups that span processes, once in each direction."""
     for op in update.graph.ops.values():
         for layer in norms_of(op):
             axes = real_axes(batch_axes(update.letters[op.name]), update.mesh)
@@ -136,7 +134,7 @@ def _norms(update: PlannedUpdate) -> Iterator[Collective]:
 
 
 def _loss(update: PlannedUpdate) -> Iterator[Collective]:
-    """Labels go where the loss wants them; with the classes cut, processes share two small sums."""
+    """The conversion of the labels, and two small sums if the classes are sharded."""
     mesh, letters = update.mesh, update.letters[LOSS]
     given = value_of([0 if letter == "n" else "R" for letter in update.letters[INPUT]])
     wanted = value_of([0 if letter == "n" else "R" for letter in letters])

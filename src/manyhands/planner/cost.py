@@ -1,8 +1,7 @@
 """Prices a network: seconds of its ops under any sharding, the planner's problem, and a prediction of a plan.
 
 Each op is measured once, with its data-parallel shard, and all other shardings are scaled by the operations and bytes
-of a process. So all choices of an op are based on the same measurement, and a network of 50 layers needs 50
-measurements, whatever the mesh.
+of a process.
 """
 
 import copy
@@ -12,7 +11,7 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -39,23 +38,24 @@ from manyhands.planner.solve import Edge, Matrix, OpCost, Problem
 from manyhands.planner.timing import OpTimes
 from manyhands.sync.link_speeds import sent_bytes
 
+T = TypeVar("T")
 # A backward pass computes the gradient of what was read and that of the parameters.
 _BACKWARD = 2.0
 _LEAST_FACTOR, _MOST_FACTOR = 0.02, 50.0
 
 
 def part(sides: Sequence[Side], mesh: Mesh) -> float:
-    """Returns the fraction of a tensor's values on a process."""
+    """The fraction of a tensor's values on a process."""
     return 1.0 / mesh.parts([axis for axis, side in enumerate(sides) if isinstance(side, int)])
 
 
 def values(op: Op, batch: int) -> float:
-    """Returns the values of an unsharded op's output."""
+    """The number of values in an unsharded op's output."""
     return sum(extent.values(batch) for extent in op.extents)
 
 
 def parameter_part(op: Op, name: str, letters: tuple[str, ...], mesh: Mesh) -> float:
-    """Returns the fraction of a parameter's values on a process."""
+    """The fraction of a parameter's values on a process."""
     return 1.0 / mesh.parts([axis for axis, loop in enumerate(loops_of(op, letters)) if name in loop.cuts])
 
 
@@ -98,22 +98,19 @@ class Work:
         # By name, since ops aren't hashable.
         self.parameters = functools.cache(lambda name: graph.ops[name].parameters())
         self.signature = functools.cache(self._signature)
-        self._operations = functools.cache(
-            lambda name: operations(graph.ops[name], self._sources(graph.ops[name]), batch)
-        )
 
     def _sources(self, op: Op) -> list[Op]:
         return [self._graph.ops[name] for name in op.sources]
 
     def _signature(self, name: str) -> str:
-        """Returns a value that is equal for ops with the same cost under the same sharding."""
+        """Equal for ops with the same cost under the same sharding."""
         op = self._graph.ops[name]
         reads = [(one.extents, one.trains) for one in self._sources(op)]
         learns = [tensor.requires_grad for tensor in op.parameters().values()]
         return repr((self._kernel(op), reads, learns, op.batchwise, op.letters))
 
     def _kernel(self, op: Op) -> str:
-        """What is computed, for files that outlive this process: no addresses in it."""
+        """Describes the computation for the cache file, so without addresses."""
         target = getattr(op.node, "target", "")
         name = repr(op.module) if op.module is not None else getattr(target, "__name__", str(target))
         shapes = [tuple(tensor.shape) for tensor in op.parameters().values()]
@@ -132,8 +129,10 @@ class Work:
         given = part([loop.output for loop in loops], mesh) * values(op, self.batch)
         moved = read + given * op.item_bytes + parameter_bytes(op, letters, mesh)
         # An op is measured before anything is estimated, since rates follow from what was measured.
-        factor = self._factor(op)
-        forward = factor * self.estimate(self._operations(op.name) / cut, moved)
+        if (key := self.signature(op.name)) not in self._factors:
+            self._factors[key] = self._measured(op)
+        work = operations(op, self._sources(op), self.batch) / cut
+        forward = self._factors[key] * self.estimate(work, moved)
         return forward, forward * self._backward(op)
 
     def _backward(self, op: Op) -> float:
@@ -141,14 +140,8 @@ class Work:
             return 0.0
         return _BACKWARD if any(one.trains for one in self._sources(op)) else _BACKWARD / 2
 
-    def _factor(self, op: Op) -> float:
-        """Returns the ratio of an op's measured time to the estimate; if it can't be timed, that of its kind."""
-        key = self.signature(op.name)
-        if key not in self._factors:
-            self._factors[key] = self._measured(op)
-        return self._factors[key]
-
     def _measured(self, op: Op) -> float:
+        """The ratio of an op's measured time to the estimate; if it can't be timed, that of its kind."""
         runs = _runner(op, self._graph, self._piece)
         known = self._of_kind.setdefault(op.kind, [])
         usual = statistics.median(known) if known else 1.0
@@ -157,9 +150,8 @@ class Work:
         sources, directions = self._sources(op), 1 + self._backward(op)
         work = operations(op, sources, self._piece)
         held = sum(tensor.numel() * tensor.element_size() for tensor in op.parameters().values())
-        moved = held + self._piece / self.batch * sum(
-            values(one, self.batch) * one.item_bytes for one in [op, *sources]
-        )
+        passed = sum(values(one, self.batch) * one.item_bytes for one in [op, *sources])
+        moved = held + self._piece / self.batch * passed
         before = self._times.measured
         key = f"{self._piece} samples, {self._backward(op):.0f} backward: {self._kernel(op)}"
         taken = self._times.seconds(key, runs, work * directions, moved * directions)
@@ -193,7 +185,7 @@ def _runner(op: Op, graph: Graph, batch: int) -> Callable[[], Callable[[], objec
 
 
 def _tensor(source: Op, batch: int, device: torch.device) -> Tensor:
-    """What an op may read: the network's own parameter or buffer, random numbers, or zeros, which index anything."""
+    """An input of an op: the network's own parameter or buffer, random numbers, or zeros, which index anything."""
     if source.reads_attribute:
         own = attribute(source.node).detach()
         return own.requires_grad_() if source.trains and own.is_floating_point() else own
@@ -239,17 +231,29 @@ class Setting:
     share: ShareOf  # who has what of the update
     slots: int = 1  # numbers that the optimizer keeps for each parameter
     overlap: float = 0.3  # the share of the backward pass that gradients' collectives hide behind
-    # whether ops with parameters may be computed alike on several processes; where kernels may add up in another order
-    # from time to time, the copies would drift apart
+    # whether several processes may repeat ops with parameters; copies drift apart if kernels vary the order of sums
     repeat: bool = True
     memory_limit_bytes: float | None = None  # of a process
-    scale: float = 1.0  # how many times as long as the sum of its ops an update takes, where one was timed
-    # costs by op and letters, which the settings of a search share; what depends on another field is kept apart
+    scale: float = 1.0  # seconds of an update divided by the sum of its ops, where one was timed
+    # the results of `once`, which settings that differ only in the mesh share
     known: dict[Any, Any] = field(default_factory=dict[Any, Any], compare=False, repr=False)
 
     @property
     def mesh(self) -> Mesh:
         return self.links.mesh
+
+    def once(self, function: "Callable[[Op, tuple[str, ...], Setting], T]", op: Op, letters: tuple[str, ...]) -> T:
+        """Calls the function once for ops and letters with the same cost; where all links are alike, parts count."""
+        alike: Any = self.mesh.sizes, letters
+        if self.links.alike:
+            parts: dict[str, int] = {}
+            for letter, size in zip(letters, self.mesh.sizes, strict=True):
+                parts[letter] = parts.get(letter, 1) * size
+            alike = tuple(sorted(parts.items()))
+        key = function, self.work.signature(op.name), alike
+        if key not in self.known:
+            self.known[key] = function(op, letters, self)
+        return self.known[key]
 
 
 @dataclass(frozen=True)
@@ -277,27 +281,19 @@ class Prediction:
         }
 
 
-def op_cost(op: Op, letters: tuple[str, ...], setting: Setting) -> OpCost:
-    """Returns the cost of an op on one process, without the conversions to its neighbours."""
-    key = "cost", setting.work.signature(op.name), _alike(letters, setting)
-    if key not in setting.known:
-        setting.known[key] = _op_cost(op, letters, setting)
-    return setting.known[key]
-
-
 def _op_cost(op: Op, letters: tuple[str, ...], setting: Setting) -> OpCost:
+    """The cost of an op on one process, without the conversions to its neighbours."""
     mesh, work, links, loops = setting.mesh, setting.work, setting.links, loops_of(op, letters)
     forward, backward = work.seconds(op, letters, mesh)
     held = sent = sending = working = 0.0  # bytes of parameters, of gradients sent; seconds of that, and of the cores
     for name, tensor in work.parameters(op.name).items():
         if tensor.requires_grad:
             size = parameter_part(op, name, letters, mesh) * tensor.numel() * tensor.element_size()
-            axes = real_axes([axis for axis, loop in enumerate(loops) if name in loop.partial], mesh)
             held += size
-            sent += size if axes else 0.0
-            buckets = size / BUCKET_BYTES if axes else 0.0
-            sending += buckets * links.seconds("all_reduce", axes, BUCKET_BYTES)
-            working += buckets * links.work_seconds("all_reduce", axes, BUCKET_BYTES)
+            if axes := real_axes([axis for axis, loop in enumerate(loops) if name in loop.partial], mesh):
+                sent += size
+                sending += size / BUCKET_BYTES * links.seconds("all_reduce", axes, BUCKET_BYTES)
+                working += size / BUCKET_BYTES * links.work_seconds("all_reduce", axes, BUCKET_BYTES)
     saved = part([loop.output for loop in loops], mesh) * op.item_bytes * values(op, work.batch) if op.trains else 0.0
     layers, axes = norms_of(op), real_axes(batch_axes(letters), mesh)
     shared = len(setting.share(mesh.parts(axes), 0).shared_groups) if axes and layers else 0
@@ -316,7 +312,7 @@ def predict(graph: Graph, letters: Letters, setting: Setting) -> Prediction:
     """Predicts the cost of one update with this sharding for the process with the most work."""
     mesh, links = setting.mesh, setting.links
     sent = collectives(PlannedUpdate(graph, letters, mesh, setting.work.batch, setting.share, mesh.size - 1))
-    owns = [op_cost(op, letters[op.name], setting) for op in graph.ops.values()]
+    owns = [setting.once(_op_cost, op, letters[op.name]) for op in graph.ops.values()]
     gradients = sum(one.seconds(links) for one in sent if one.when == GRADIENTS)
     working = sum(one.work_seconds(links) for one in sent if one.when == GRADIENTS)
     hiding = setting.overlap * sum(own.hideable_seconds for own in owns)
@@ -347,12 +343,8 @@ class Sketch:
         """The letters of each op under an assignment."""
         return {op.name: self.choices[node][choice] for node, choice in enumerate(chosen) for op in self.groups[node]}
 
-    def chosen(self, letters: Letters) -> list[int]:
-        """The assignment that stands for letters; each must be among the choices."""
-        return [choices.index(letters[ops[0].name]) for ops, choices in zip(self.groups, self.choices, strict=True)]
 
-
-# Between these bytes and twice as many the line is drawn on which a conversion's seconds lie.
+# A conversion's seconds lie on a line through those of so many bytes and of twice as many.
 _FEW_BYTES = float(1 << 20)
 Both = tuple[Layout, Layout]
 Fixed = Mapping[str, Mapping[int, str]]
@@ -361,11 +353,11 @@ Fixed = Mapping[str, Mapping[int, str]]
 def sketch(graph: Graph, setting: Setting, fixed: Fixed | None = None) -> Sketch:
     """Creates the problem of sharding a network over a mesh; `fixed` letters, by op and axis, are kept.
 
-    A conversion for several readers of an op is sent once, but counted here for each reader, because costs are between
-    pairs; predictions count it once.
+    A conversion for several readers of an op is counted here for each reader, because costs are between pairs;
+    predictions count it once.
     """
     groups = list(graph.ties().values())
-    rows: dict[Any, tuple[Choices, list[OpCost]]] = {}  # those of ops that are alike are computed once
+    rows: dict[Any, tuple[Choices, list[OpCost]]] = {}  # by the ops' signatures
     choices, nodes = list[Choices](), list[list[OpCost]]()
     for ops in groups:
         pinned = {(place, *own) for place, op in enumerate(ops) for own in (fixed or {}).get(op.name, {}).items()}
@@ -376,13 +368,11 @@ def sketch(graph: Graph, setting: Setting, fixed: Fixed | None = None) -> Sketch
         choices.append(rows[key][0])
         nodes.append(rows[key][1])
     number = {op.name: node for node, ops in enumerate(groups) for op in ops}
-    prices = _Conversions(setting)
-    edges = [
-        Edge(a, b, *prices.between(giver, reader, place, choices[a], choices[b]))
-        for giver, reader, place in graph.edges()
-        if giver.extents
-        for a, b in [(number[giver.name], number[reader.name])]
-    ]
+    prices, edges = _Conversions(setting), list[Edge]()
+    for giver, reader, place in graph.edges():
+        if giver.extents:
+            a, b = number[giver.name], number[reader.name]
+            edges.append(Edge(a, b, *prices.between(giver, reader, place, choices[a], choices[b])))
     names = [ops[0].name for ops in groups]
     problem = Problem(nodes, edges, setting.memory_limit_bytes, setting.overlap, names)
     return Sketch(problem, groups, choices)
@@ -392,30 +382,17 @@ def _choices(ops: list[Op], setting: Setting, pinned: Mapping[int, str]) -> Choi
     """The letters that tied ops can take."""
     letters = [letter for letter in ops[0].allowed() if all(letter in op.allowed() for op in ops)]
     ways = [[pinned[axis]] if axis in pinned else letters for axis in range(len(setting.mesh.axes))]
-    return tuple(taken for taken in itertools.product(*ways) if all(_may(op, taken, setting) for op in ops))
-
-
-def _alike(letters: tuple[str, ...], setting: Setting) -> Any:
-    """Equal for letters, on whatever mesh, under which an op costs the same: where all links are alike, parts count."""
-    if not setting.links.alike:
-        return setting.mesh.sizes, letters
-    parts: dict[str, int] = {}
-    for letter, size in zip(letters, setting.mesh.sizes, strict=True):
-        parts[letter] = parts.get(letter, 1) * size
-    return tuple(sorted(parts.items()))
+    return tuple(taken for taken in itertools.product(*ways) if all(setting.once(_may, op, taken) for op in ops))
 
 
 def _may(op: Op, letters: tuple[str, ...], setting: Setting) -> bool:
-    key = "may", setting.work.signature(op.name), _alike(letters, setting)
-    if key not in setting.known:
-        mesh = setting.mesh
-        idle = mesh.parts(batch_axes(letters)) > setting.work.batch
-        repeats = any(letter == "r" and mesh.sizes[axis] > 1 for axis, letter in enumerate(letters))
-        learns = any(tensor.requires_grad for tensor in setting.work.parameters(op.name).values())
-        must = not op.batchwise or op.allowed() == ["r"]
-        drifts = repeats and learns and not setting.repeat and not must
-        setting.known[key] = not idle and not drifts and not refusal(op, letters, mesh)
-    return setting.known[key]
+    mesh = setting.mesh
+    idle = mesh.parts(batch_axes(letters)) > setting.work.batch
+    repeats = any(letter == "r" and mesh.sizes[axis] > 1 for axis, letter in enumerate(letters))
+    learns = any(tensor.requires_grad for tensor in setting.work.parameters(op.name).values())
+    must = not op.batchwise or op.allowed() == ["r"]
+    drifts = repeats and learns and not setting.repeat and not must
+    return not idle and not drifts and not refusal(op, letters, mesh)
 
 
 def _choice_cost(ops: list[Op], letters: tuple[str, ...], setting: Setting) -> OpCost:
@@ -425,7 +402,7 @@ def _choice_cost(ops: list[Op], letters: tuple[str, ...], setting: Setting) -> O
     if axes and any(op.name == LOSS for op in ops):
         rows = setting.work.batch / mesh.parts(batch_axes(letters))
         loss = sum(setting.links.seconds("all_reduce", axes, 4.0 * count * rows) for count in (1, 3))
-    return sum((op_cost(op, letters, setting) for op in ops), OpCost(loss))
+    return sum((setting.once(_op_cost, op, letters) for op in ops), OpCost(loss))
 
 
 class _Conversions:
@@ -468,7 +445,7 @@ class _Conversions:
         return seconds, _spread(*values, lambda source, target: self._copied_bytes(source, target, size))
 
     def _seconds(self, sources: tuple[Layout, ...], targets: tuple[Layout, ...], size: float) -> Matrix:
-        """Of all conversions; where links are formulas, and all alike, on a line over the bytes."""
+        """Seconds of all conversions; where all links are alike, on a line over the bytes."""
         if not self._setting.links.alike or not size:
             return self._at(sources, targets, size)
         start, slope = self._known_line(sources, targets)
@@ -486,7 +463,7 @@ class _Conversions:
         return _spread(sources, targets, price)
 
     def _copied_bytes(self, source: Layout, target: Layout, size: float) -> float:
-        """Of a conversion, counted as `predict` counts them: the inputs of its collectives but all-reduces."""
+        """Bytes of a conversion as `predict` counts them: the inputs of its collectives except all-reduces."""
         return sum(
             share * size / (self._setting.mesh.parts(axes) if kind == "all_gather" else 1)
             for kind, axes, share in self._path(source, target)
@@ -495,7 +472,7 @@ class _Conversions:
 
 
 def traffic(source: Layout, target: Layout, mesh: Mesh) -> list[tuple[str, tuple[int, ...], float]]:
-    """(kind, axes, share of the whole tensor's bytes that it is about) of each step; "slice" sends nothing."""
+    """Returns (kind, axes, share of the unsharded tensor's bytes) of each step; "slice" sends nothing."""
     share = 1.0 / mesh.parts([axis for axis, here in enumerate(source) if isinstance(here, int)])
     found: list[tuple[str, tuple[int, ...], float]] = []
     for step in steps_between(source, target):
@@ -507,7 +484,7 @@ def traffic(source: Layout, target: Layout, mesh: Mesh) -> list[tuple[str, tuple
 
 
 def _spread(rows: Sequence[Layout], columns: Sequence[Layout], price: Callable[[Layout, Layout], float]) -> Matrix:
-    """A matrix of prices, each distinct pair asked once."""
+    """A matrix of prices; each distinct pair is computed once."""
     some_rows, some_columns = list(dict.fromkeys(rows)), list(dict.fromkeys(columns))
     small = np.array([[price(row, column) for column in some_columns] for row in some_rows], dtype=float)
     small = small.reshape(len(some_rows), len(some_columns))

@@ -1,7 +1,6 @@
 """Peak performance of devices that are not on this machine, and the assumed fraction of it."""
 
 from importlib import resources
-from pathlib import Path
 from typing import Annotated, Any
 
 import platformdirs
@@ -11,12 +10,8 @@ from manyhands.core.errors import UserError
 from manyhands.core.files import parse_toml, read_bytes
 from manyhands.core.quantities import parse_memory
 
-# What training of networks for pictures reaches of the peaks, roughly: between what convolutions and products of usual
-# sizes reach, and what small ones do.
+# Fractions of the peaks that training of image classifiers reaches, roughly.
 REACHED_OPERATIONS, REACHED_BANDWIDTH = 0.4, 0.7
-_FILE = "device-models.toml"
-
-
 Rate = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
 
 
@@ -49,18 +44,12 @@ class DeviceModel(BaseModel):
         )
 
 
-def device_models_file() -> Path:
-    """Returns the file in which users add devices."""
-    return platformdirs.user_config_path("manyhands") / _FILE
-
-
 def device_model(name: str) -> DeviceModel:
     """Returns the device model of this name, the user's before ours. Raises UserError: it is unknown or invalid."""
     ours = resources.files("manyhands.planner").joinpath("device_models.toml")
-    known: dict[str, tuple[Any, str]] = {
-        key: (value, "device_models.toml") for key, value in parse_toml(ours.read_bytes()).items()
-    }
-    path = device_models_file()
+    known: dict[str, tuple[Any, str]] = {}
+    known |= {key: (value, "device_models.toml") for key, value in parse_toml(ours.read_bytes()).items()}
+    path = platformdirs.user_config_path("manyhands") / "device-models.toml"
     try:
         known |= {key.lower(): (value, str(path)) for key, value in parse_toml(read_bytes(path)).items()}
     except FileNotFoundError:
@@ -75,8 +64,7 @@ def device_model(name: str) -> DeviceModel:
         return DeviceModel.model_validate(content)
     except ValidationError as error:
         first = error.errors()[0]
-        what = f"{'.'.join(map(str, first['loc']))}: {first['msg']}".removeprefix(": ")
+        why = f"{'.'.join(map(str, first['loc']))}: {first['msg']}".removeprefix(": ")
+        what = f"the device model {name.lower()} is invalid: {why}"
         hints = ("define name, memory, bandwidth, within, operations (by precision) and source",)
-        raise UserError(
-            f"the device model {name.lower()} is invalid: {what}", f"{where}, {name.lower()}", hints
-        ) from error
+        raise UserError(what, f"{where}, {name.lower()}", hints) from error

@@ -9,7 +9,6 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from manyhands.core.errors import UserError
 from manyhands.core.files import replacing
 from manyhands.core.mesh import Mesh
 
@@ -20,14 +19,7 @@ _GIB, _MB = 1 << 30, 1e6
 _MANY_SECONDS = 100.0
 _COLOURS = {"n": "#4c78a8", "o": "#f58518", "i": "#e45756", "c": "#72b7b2", "h": "#54a24b", "r": "#bab0ac"}
 _MORE_COLOURS = ("#b279a2", "#eeca3b", "#9d755d", "#ff9da6")
-_WORDS = {
-    "n": "samples",
-    "o": "outputs",
-    "i": "inputs",
-    "c": "channels",
-    "h": "heads",
-    "r": "all the same",
-}
+_WORDS = {"n": "samples", "o": "outputs", "i": "inputs", "c": "channels", "h": "heads", "r": "all the same"}
 # Names and letters are written where a reader could still read them.
 _MOST_NAMED_LAYERS = 200
 _MOST_LETTERED_DEVICES = 16
@@ -68,18 +60,11 @@ def _milliseconds(seconds: float) -> str:
 
 
 def draw_plan(layers: Mapping[str, Sequence[str]], mesh: Mesh, file: Path) -> None:
-    """Draws layers × devices as a PNG, from letters by layer: a colour for each letter, a stripe for each axis.
-
-    Raises:
-        UserError: a layer doesn't have one letter for each axis.
-    """
+    """Draws layers × devices as a PNG, from letters by layer: a colour for each letter, a stripe for each axis."""
     # Pillow instead of matplotlib, which took longer than the search.
     from PIL import Image, ImageColor, ImageDraw, ImageFont
 
     axes = len(mesh.axes)
-    for name, loops in layers.items():
-        if len(loops) != axes:
-            raise UserError(f"{name} has {len(loops)} placements, but the mesh {mesh} has {axes} axes", "plan")
     letters = sorted(
         {letter for loops in layers.values() for letter in loops}, key=lambda letter: (letter not in _WORDS, letter)
     )

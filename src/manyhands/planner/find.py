@@ -39,7 +39,7 @@ class SearchRequest:
 
     world_size: int  # processes
     batch: int  # samples in an update
-    mesh: Mesh | None = None  # the only one to look at; None for all
+    mesh: Mesh | None = None  # the only one to consider; None for all
     pins: Mapping[str, str] | None = None  # strategies by op or pattern that must be kept
     memory_limit_bytes: int | None = None  # of each process; None for no limit
     norm_group: int = 0  # samples that BatchNorm takes its statistics over; 0 where there are none
@@ -57,8 +57,8 @@ class PlanCandidate:
     mesh: Mesh  # the processes
     letters: Letters  # of each op
     prediction: Prediction  # of one update, on one process
-    fits: bool = True  # whether it keeps to the limit of memory
-    allowed: bool = True  # whether it keeps the user's pins
+    fits: bool = True  # into the memory limit
+    allowed: bool = True  # by the user's pins
     measured_seconds: float | None = None  # of an update; None if it wasn't timed
     note: str = ""  # why it can't be chosen, if so
 
@@ -82,12 +82,12 @@ class PlanCandidate:
 class SearchResult:
     """The selected plan and all candidates."""
 
-    options: tuple[PlanCandidate, ...]  # all plans looked at; data parallel first
-    pick: Pick  # which one is to run, and why
+    options: tuple[PlanCandidate, ...]  # all candidates without measured times; data parallel first
+    pick: Pick
     graph: Graph  # of the network
-    request: SearchRequest  # what was wanted
+    request: SearchRequest
     notes: tuple[str, ...]  # sentences on ops that could not be timed
-    spread: float  # the share by which the times that predictions are made from varied
+    spread: float  # the relative variation of timings
     fewer: Callable[[int], PlanCandidate]  # prices data parallel on another number of processes
 
     @property
@@ -116,13 +116,10 @@ class SearchResult:
         measured = self.pick.measured_seconds.get(option.name)
         if measured is not None:
             about["measured"] = {"step_ms": round(measured * 1e3, 3)}
-        layouts = parameter_layouts(self.graph, option.letters)
-        if not option.allowed:
-            return Plan(option.mesh, ops, default, (), layouts, about)
-        pinned = strategies(Plan(option.mesh, self.request.pins or {}), self.graph)
-        tied = {self.graph.ops[name].tied for name in pinned}
+        pins = self.request.pins or {} if option.allowed else {}
+        tied = {self.graph.ops[name].tied for name in strategies(Plan(option.mesh, pins), self.graph)}
         kept = tuple(name for name in ops if self.graph.ops[name].tied in tied)
-        return Plan(option.mesh, ops, default, kept, layouts, about)
+        return Plan(option.mesh, ops, default, kept, parameter_layouts(self.graph, option.letters), about)
 
     def plans_of(self, options: Sequence[PlanCandidate]) -> dict[str, dict[str, Any] | None]:
         """Returns plans as plain data by name, for the processes that time them; None for data parallel."""
@@ -158,22 +155,24 @@ def find(
 ) -> SearchResult:
     """Selects a plan and returns it with all candidates.
 
-    The graph is that of the unsharded network in training. Without `times`, op times are estimated; `share`, the
-    measured time of one process's data-parallel update, scales the ops of all plans. Raises UserError: a pin doesn't
-    fit, or no plan fits into memory.
+    The graph is that of the unsharded network in training. Without `times`, op times are estimated; new ones are saved.
+    `share`, the measured time of one process's data-parallel update, scales the ops of all plans. Raises UserError: a
+    pin doesn't fit, or no plan fits into memory.
     """
     if request.world_size < 2:
         raise UserError("a plan needs two or more processes", "--world-size", ("set --world-size 2 or higher",))
     check_batch(request.batch, request.world_size)
     if request.mesh is not None:
         request.mesh.check_size(request.world_size, "--mesh")
-    times = times or OpTimes(budget_s=0.0)
-    pricing = _Pricing(graph, request, times, links, share)
-    options = [pricing.data_parallel(request.world_size), *pricing.by_hand()]
-    least_bytes = float("inf")
-    if request.fill == SEARCH:
-        found, least_bytes = pricing.searched()
-        options += found
+    times, least_bytes = times or OpTimes(budget_s=0.0), math.inf
+    try:
+        pricing = Pricing(graph, request, times, links, share)
+        options = [pricing.data_parallel(request.world_size), *pricing.by_hand()]
+        if request.fill == SEARCH:
+            found, least_bytes = pricing.searched()
+            options += found
+    finally:
+        times.save()
     options = _distinct(options)
     spread = max(times.spread, share.spread if share else 0.0)
     notes = tuple(_untimed(pricing.base.work.untimed))
@@ -181,14 +180,7 @@ def find(
     return SearchResult(tuple(options), pick, graph, request, notes, spread, pricing.data_parallel)
 
 
-def price(
-    graph: Graph, request: SearchRequest, times: OpTimes, links: LinksOf, share: Timing | None = None
-) -> PlanCandidate:
-    """Predicts data parallel only, on one or more processes; the arguments are those of `find`."""
-    return _Pricing(graph, request, times, links, share).data_parallel(request.world_size)
-
-
-class _Pricing:
+class Pricing:
     """Prices plans for a request; the arguments are those of `find`."""
 
     def __init__(
@@ -226,12 +218,12 @@ class _Pricing:
         return PlanCandidate(name, setting.mesh, letters, prediction, fits, allowed)
 
     def by_hand(self) -> list[PlanCandidate]:
-        """The user's pins with all else data parallel, and fully connected layers cut in turn by outputs and inputs."""
+        """The user's pins with all else data parallel; without pins, `one_weird_trick`."""
         if self._request.pins:
-            plans = [Plan(mesh, dict(self._request.pins)) for mesh, _ in self._fitting()]
-            options = [
-                self._option(YOURS, resolve(plan, self._graph, "pin"), self._setting(plan.mesh)) for plan in plans
-            ]
+            options: list[PlanCandidate] = []
+            for mesh, _ in self._fitting():
+                letters = resolve(Plan(mesh, self._request.pins), self._graph, "pin")
+                options.append(self._option(YOURS, letters, self._setting(mesh)))
             return [min(options, key=lambda option: (not option.fits, option.prediction.seconds))]
         mesh = _data_mesh(self._request.world_size)
         letters = one_weird_trick(self._graph, mesh) if self._request.mesh is None else None
@@ -251,29 +243,27 @@ class _Pricing:
         return [replace(option, name=f"search {number}") for number, option in enumerate(options, 1)], least_bytes
 
     def _fitting(self) -> list[tuple[Mesh, dict[str, dict[int, str]]]]:
-        """Meshes that the pins can be read on, with what they fix. Raises UserError: none; the last one's reason."""
-        request, graph, pins = self._request, self._graph, dict(self._request.pins or {})
-        meshes = [request.mesh] if request.mesh else factorisations(request.world_size, MOST_AXES)
+        """Meshes that have the axes of the pins, with the pinned letters. Raises UserError: there is none."""
+        request, graph, pins = self._request, self._graph, self._request.pins or {}
+        # Larger axes are the major ones, and axes of equal size are alike.
+        meshes = factorisations(request.world_size, MOST_AXES)
+        meshes = [mesh for mesh in meshes if list(mesh.sizes) == sorted(mesh.sizes)[::-1]]
         found: list[tuple[Mesh, dict[str, dict[int, str]]]] = []
         refused: UserError | None = None
-        for mesh in meshes:
-            # Larger axes are the major ones, and axes of equal size are alike.
-            if request.mesh is None and list(mesh.sizes) != sorted(mesh.sizes)[::-1]:
-                continue
+        for mesh in [request.mesh] if request.mesh else meshes:
             plan = Plan(mesh, pins)
             try:
                 resolve(plan, graph, "pin")
             except UserError as error:
                 refused = error
-                continue
-            found.append((mesh, {name: letters for name, (_, letters) in strategies(plan, graph, "pin").items()}))
+            else:
+                found.append((mesh, {name: letters for name, (_, letters) in strategies(plan, graph, "pin").items()}))
         if not found and refused is not None:
             raise refused
         return found
 
 
 def _untimed(reasons: Mapping[str, str]) -> list[str]:
-    """A sentence for each reason."""
     names: dict[str, list[str]] = {}
     for name, reason in reasons.items():
         names.setdefault(reason, []).append(name)
@@ -306,10 +296,8 @@ def one_weird_trick(graph: Graph, mesh: Mesh) -> dict[str, tuple[str, ...]] | No
 
     Krizhevsky, "One weird trick for parallelizing convolutional neural networks", 2014.
     """
-    letters = resolve(Plan(mesh), graph)
     total = sum(parameter.numel() for parameter in graph.parameters.values())
-    whole: dict[str, tuple[str, ...]] = {}
-    cut = False
+    whole, cut = dict[str, tuple[str, ...]](), False
     for op in graph.ops.values():
         own = sum(tensor.numel() for tensor in op.parameters().values())
         wanted = "n"
@@ -324,21 +312,17 @@ def one_weird_trick(graph: Graph, mesh: Mesh) -> dict[str, tuple[str, ...]] | No
         taken = tuple(wanted for _ in mesh.axes)
         if wanted != "n" and op.tied == op.name and not refusal(op, taken, mesh):
             whole[op.name] = taken
-    return {**letters, **whole} if whole else None
+    return {**resolve(Plan(mesh), graph), **whole} if whole else None
 
 
 def _distinct(options: Sequence[PlanCandidate]) -> list[PlanCandidate]:
-    """Each plan once: the same letters over several axes are those over one."""
-    seen: set[Any] = set()
-    found: list[PlanCandidate] = []
+    """Returns each plan once: the same letters over several axes are those over one."""
+    found: dict[Any, PlanCandidate] = {}
     for option in options:
         alike = all(len(set(letters)) == 1 for letters in option.letters.values())
         key = tuple((name, letters[0] if alike else letters) for name, letters in option.letters.items())
-        key = (key, None if alike else option.mesh.sizes)
-        if key not in seen:
-            found.append(option)
-            seen.add(key)
-    return found
+        found.setdefault((key, None if alike else option.mesh.sizes), option)
+    return [*found.values()]
 
 
 def _pick(
@@ -346,7 +330,7 @@ def _pick(
     request: SearchRequest,
     spread: float = 0.0,
     data_seconds: float | None = None,
-    least_bytes: float = float("inf"),
+    least_bytes: float = math.inf,
 ) -> Pick:
     able = {one.name: one.prediction.seconds for one in options if one.fits and one.allowed}
     if data_seconds is not None and DATA_PARALLEL in able:
@@ -362,8 +346,7 @@ def _pick(
     return pick
 
 
-ALONE = "one process"
-# Each count up to this is looked at; of more processes, halves.
+# Each count up to this is considered; of more processes, halves.
 _FEW = 4
 
 
@@ -371,29 +354,25 @@ def fewer_counts(processes: int) -> list[int]:
     """Returns the smaller numbers of processes to consider, ascending."""
     if processes <= _FEW:
         return list(range(1, processes))
-    counts: list[int] = []
-    while processes > 1:
-        processes //= 2
-        counts.append(processes)
-    return counts[::-1]
+    return [processes >> power for power in range(processes.bit_length() - 1, 0, -1)]
 
 
 def name_of(processes: int) -> str:
-    return ALONE if processes == 1 else f"{DATA_PARALLEL} on {processes}"
+    return "one process" if processes == 1 else f"{DATA_PARALLEL} on {processes}"
 
 
 def options_of(
     counts: Iterable[int], price: Callable[[int], PlanCandidate], shares: Mapping[int, Timing] | None = None
 ) -> list[PlanCandidate]:
     """Returns data parallel on fewer processes; `shares`: measured times of a process's share, by their number."""
-    found: list[PlanCandidate] = []
-    for count in counts:
-        option = replace(price(count), name=name_of(count))
-        if shares and count in shares:
-            prediction = replace(option.prediction, compute_seconds=shares[count].seconds)
-            option = replace(option, prediction=prediction)
-        found.append(option)
-    return found
+    found = [replace(price(count), name=name_of(count)) for count in counts]
+    timed = shares or {}
+    return [
+        replace(one, prediction=replace(one.prediction, compute_seconds=timed[one.mesh.size].seconds))
+        if one.mesh.size in timed
+        else one
+        for one in found
+    ]
 
 
 def enough(found: SearchResult, fewer: Sequence[PlanCandidate], seconds: float, spread: float) -> tuple[int, str]:
@@ -402,22 +381,20 @@ def enough(found: SearchResult, fewer: Sequence[PlanCandidate], seconds: float, 
     A larger number is preferred if it is predicted to be clearly faster. `seconds` is the time of an update with the
     selected plan, `spread` the relative variation of timings; smaller differences are ignored.
     """
-    sizes = enumerate(found.chosen.mesh.sizes)
-    every = found.chosen.letters.values()
+    sizes, every = enumerate(found.chosen.mesh.sizes), found.chosen.letters.values()
     # without the processes that repeat the computation of others
     repeating = math.prod(size for axis, size in sizes if any(letters[axis] != "r" for letters in every))
     if repeating < found.request.world_size:
         copies = found.request.world_size // repeating
         return repeating, f"{found.chosen.name} repeats every computation on {copies} processes"
-    doing = [one for one in fewer if one.fits and _slowest(one, spread) <= seconds * LEAST_GAIN]
-    if doing:
-        limit = LEAST_PREDICTED_GAIN * min(_slowest(one, spread) for one in doing)
-        option = min((one for one in doing if one.prediction.seconds <= limit), key=lambda one: one.mesh.size)
-        least, whole = short_time(option.prediction.seconds), f"{found.pick.name} on {found.request.world_size}"
-        return option.mesh.size, f"{option.name} takes {least} per step, while {whole} takes {short_time(seconds)}"
-    return 0, ""
 
+    def slowest(option: PlanCandidate) -> float:
+        return option.prediction.seconds + spread * option.prediction.compute_seconds
 
-def _slowest(option: PlanCandidate, spread: float) -> float:
-    """Returns the seconds of an update at the slow end of the timings."""
-    return option.prediction.seconds + spread * option.prediction.compute_seconds
+    doing = [one for one in fewer if one.fits and slowest(one) <= seconds * LEAST_GAIN]
+    if not doing:
+        return 0, ""
+    limit = LEAST_PREDICTED_GAIN * min(map(slowest, doing))
+    option = min((one for one in doing if one.prediction.seconds <= limit), key=lambda one: one.mesh.size)
+    least, whole = short_time(option.prediction.seconds), f"{found.pick.name} on {found.request.world_size}"
+    return option.mesh.size, f"{option.name} takes {least} per step, while {whole} takes {short_time(seconds)}"

@@ -13,14 +13,7 @@ import torch
 import torch.distributed as dist
 
 from manyhands.core.mesh import Mesh
-from manyhands.sync.link_speeds import (
-    BETWEEN_MACHINES,
-    WITHIN_A_MACHINE,
-    LinkSpeed,
-    link_seconds,
-    rounds,
-    work_seconds,
-)
+from manyhands.sync.link_speeds import BETWEEN_MACHINES, WITHIN_A_MACHINE, LinkSpeed, link_seconds, rounds, work_seconds
 
 
 @dataclass(frozen=True)
@@ -39,8 +32,8 @@ class LinkSpeeds:
     def seconds(self, kind: str, axes: Collection[int], size_bytes: float) -> float:
         """Returns the seconds of a collective in all groups along some axes at the same time.
 
-        A group over several axes is as slow as its slowest axis. Groups of one machine share its network card: there
-        are as many groups as processes along the other axes within a machine.
+        A group over several axes is as slow as its slowest axis. The groups of a machine, as many as it has processes
+        along its other axes, share its network card.
         """
         axes = tuple(sorted(axes))
         processes = self.mesh.parts(axes)
@@ -70,20 +63,12 @@ def links_of(
     within: LinkSpeed = WITHIN_A_MACHINE,
     between: LinkSpeed = BETWEEN_MACHINES,
 ) -> LinkSpeeds:
-    """Returns the links of a mesh whose minor axes lie within machines as far as they fit.
-
-    Args:
-        mesh: the processes; neighbours in rank share a machine.
-        per_machine: processes of a machine; all of them if None.
-        within: the link between processes of a machine.
-        between: the link between machines.
-    """
+    """Returns the links of a mesh; `per_machine` neighbours in rank share a machine, all processes if None."""
     across: list[bool] = []
     spanned = 1
     for size in reversed(mesh.sizes):
         spanned *= size
-        across.append(per_machine is not None and size > 1 and (spanned > per_machine or per_machine % spanned != 0))
-    across.reverse()
+        across.insert(0, per_machine is not None and size > 1 and (spanned > per_machine or per_machine % spanned != 0))
     return LinkSpeeds(mesh, tuple(between if far else within for far in across), tuple(across))
 
 
@@ -94,12 +79,9 @@ _TIMEOUT = datetime.timedelta(seconds=60)
 
 
 def work_of_sums(cores: float) -> LinkSpeed:
-    """Returns a link with only the CPU time known: a process's seconds on `cores` cores, by byte sent and by message.
-
-    DDP first copies each gradient into a bucket, which is one more pass over memory.
-    """
+    """Returns a link with only the CPU time known: seconds on `cores` cores per byte and message, by measurement."""
     threads = torch.get_num_threads()
-    # More than one would spin while they wait for each other, which counts as work.
+    # Several threads would spin while they wait for each other.
     torch.set_num_threads(1)
     try:
         groups = _pair()
@@ -118,20 +100,18 @@ _Gloo: Any = dist.ProcessGroupGloo
 
 def _pair() -> list[Any]:
     store = dist.HashStore()
-    made: dict[int, Any] = {}
 
-    def make(rank: int) -> None:
+    def make(rank: int) -> Any:
         options = _Gloo._Options()
         options._devices = [_Gloo.create_device(hostname="127.0.0.1")]
         options._timeout = _TIMEOUT
-        made[rank] = _Gloo(store, rank, _PARTIES, options)
+        return _Gloo(store, rank, _PARTIES, options)
 
-    _together(make)
-    return [made[rank] for rank in range(_PARTIES)]
+    return _together(make)
 
 
 def _processor_seconds(groups: list[Any], size: int, repeats: int) -> float:
-    """Of one process in one all-reduce of so many bytes."""
+    """CPU seconds of one process in an all-reduce of so many bytes; DDP first copies them into a bucket."""
     tensors = [torch.zeros(size // 4) for _ in groups]
     buckets = [torch.zeros(size // 4) for _ in groups]
 
@@ -146,6 +126,6 @@ def _processor_seconds(groups: list[Any], size: int, repeats: int) -> float:
     return (time.process_time() - began) / repeats / len(groups)
 
 
-def _together(run: Callable[[int], None]) -> None:
+def _together(run: Callable[[int], Any]) -> list[Any]:
     with ThreadPoolExecutor(_PARTIES) as pool:
-        list(pool.map(run, range(_PARTIES)))
+        return list(pool.map(run, range(_PARTIES)))

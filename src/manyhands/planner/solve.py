@@ -6,25 +6,21 @@ is decided by an integer program: over the few choices that the relaxations mix,
 their prices, and in the end over all that may be part of a better assignment.
 """
 
-import contextlib
 import operator
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
 
 import highspy
 import numpy as np
 from numpy.typing import NDArray
 
-from manyhands.core.errors import ManyhandsError, UserError
+from manyhands.core.errors import UserError
 
 DEFAULT_LIMIT_S = 60.0
 TOLERANCE = 1e-9
 _GIB = 1 << 30
 _INF = highspy.kHighsInf
-_HINTS = ("remove a pin", "or choose another mesh")
-_STOPPED = "no plan was found in time", "plan", ("search longer", "or raise the memory limit")
-_CONTRADICTION = "no plan is allowed: the ops' strategies contradict each other", "plan", ("remove a pin",)
 # HiGHS exceeds a row by its tolerance, so an assignment may exceed the memory limit by some bytes.
 _MOST_RETRIES = 30
 Pair = tuple[int, int]
@@ -80,43 +76,29 @@ class Solution:
     """One choice for each node, with the total cost."""
 
     choices: tuple[int, ...]  # number of the choice of each node
-    seconds: float  # of a step: the sum of the next two, and what isn't hidden of the gradients' collectives
-    node_seconds: float  # the nodes' own
-    edge_seconds: float  # the edges'
+    seconds: float  # of a step
     memory_bytes: float  # of all nodes and edges
-    bound_seconds: float | None = None  # no assignment that is allowed is faster; None where nobody searched
-
-    @property
-    def optimal(self) -> bool:
-        """True if the search has shown that no assignment is faster."""
-        return self.bound_seconds is not None and self.bound_seconds >= self.seconds - 1e-9 * abs(self.seconds)
+    bound_seconds: float = 0.0  # no assignment that is allowed is faster
 
 
 class NoPlanError(UserError):
-    """No assignment is allowed."""
+    """No plan fits into memory."""
 
-    least_memory_bytes: float | None = None  # what the smallest plan takes, if the limit of memory is the reason
-
-
-class SearchStoppedError(ManyhandsError):
-    """The time limit ended before a plan that fits was found."""
+    least_memory_bytes: float  # what the smallest plan takes
 
 
 def evaluate(problem: Problem, choices: Sequence[int]) -> Solution:
     """Returns the cost of an assignment; infinite if it is forbidden. Ignores the memory limit."""
     taken = [node[choice] for node, choice in zip(problem.nodes, choices, strict=True)]
     pairs = [(edge, (choices[edge.a], choices[edge.b])) for edge in problem.edges]
-    node_seconds = sum(choice.seconds for choice in taken)
-    edge_seconds = sum(float(edge.seconds[pair]) for edge, pair in pairs)
     hidden_seconds = problem.overlap * sum(choice.hideable_seconds for choice in taken)
     exposed_seconds = max(0.0, sum(choice.gradient_seconds for choice in taken) - hidden_seconds)
+    edge_seconds = sum(float(edge.seconds[pair]) for edge, pair in pairs)
+    kept_bytes = float(sum(edge.memory_bytes[pair] for edge, pair in pairs if edge.memory_bytes is not None))
     return Solution(
         choices=tuple(map(int, choices)),
-        seconds=node_seconds + edge_seconds + exposed_seconds,
-        node_seconds=node_seconds,
-        edge_seconds=edge_seconds,
-        memory_bytes=sum(choice.memory_bytes for choice in taken)
-        + float(sum(edge.memory_bytes[pair] for edge, pair in pairs if edge.memory_bytes is not None)),
+        seconds=sum(choice.seconds for choice in taken) + edge_seconds + exposed_seconds,
+        memory_bytes=sum(choice.memory_bytes for choice in taken) + kept_bytes,
     )
 
 
@@ -134,15 +116,12 @@ class SolverResult:
 class Program:
     """One column for each choice of a node, for each pair of choices of an edge, and for the exposed seconds.
 
-    Costs are seconds, without a memory limit, until `limit_memory` and `minimize_memory`.
-
-    Raises:
-        NoPlanError: a node or an edge has no choice that is allowed.
-        UserError: a cost is negative, not a number, or has the wrong shape.
+    The memory limit applies from the second relaxation. Raises UserError: a cost is negative or not a number.
     """
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
+        self.limit_bytes = _INF if problem.memory_limit_bytes is None else problem.memory_limit_bytes
         self.relaxations: list[SolverResult] = []  # without the memory limit, and with it
         nodes, edges = _nodes(problem), _edges(problem)
         for node in [a for a, b in edges if a == b]:
@@ -157,11 +136,8 @@ class Program:
         self._count = len(nodes)  # of rows
         count = self.choices
         for pair, both in edges.items():
-            if not np.isfinite(both[0] + nodes[pair[0]][0][:, None] + nodes[pair[1]][0]).any():
-                names = " and ".join(problem.name(node) for node in pair)
-                raise NoPlanError(f"no strategy is allowed for {names}", "plan", _HINTS)
             count = self._add_edge(pair, both, count)
-        seconds, self._bytes = np.hstack([*self._costs, np.array([[0.0], [0.0]])])
+        seconds, memory = np.hstack([*self._costs, np.array([[0.0], [0.0]])])
         allowed = np.isfinite(seconds)
         usual = seconds[allowed & (seconds > 0)]
         # HiGHS's tolerances are made for numbers near one.
@@ -169,11 +145,15 @@ class Program:
         self._seconds = np.append(np.where(allowed, seconds, 0.0)[:-1] / self._scale, 1.0)
         self._upper = np.append(allowed[:-1].astype(float), _INF)
         excess = np.concatenate([node[2] for node in nodes]) / self._scale
-        self._add_row(np.append(np.arange(self.choices), count), np.append(excess, -1.0))
-        # Without a limit the row of bytes has no bounds.
-        self._size = max(problem.memory_limit_bytes or 0.0, float(self._bytes.max()), 1.0)
-        used = np.flatnonzero(self._bytes)
-        self._add_row(used, self._bytes[used] / self._size)
+        # Without a limit the row of bytes, which is the last, has no bounds.
+        self._size = max(problem.memory_limit_bytes or 0.0, float(memory.max()), 1.0)
+        used = np.flatnonzero(memory)
+        for columns, values in (
+            (np.append(np.arange(self.choices), count), np.append(excess, -1.0)),
+            (used, memory[used] / self._size),
+        ):
+            self._entries.append((np.full(len(columns), self._count), columns, values))
+            self._count += 1
         self._every = np.arange(count + 1, dtype=np.int32)
         self._solver = self._load()
 
@@ -197,10 +177,6 @@ class Program:
         self._entries.append((self._count + rows, columns, np.where(columns < self.choices, -1.0, 1.0)))
         self._count += len(first) + len(second)
         return count + costs.shape[1]
-
-    def _add_row(self, columns: Indices, values: Matrix) -> None:
-        self._entries.append((np.full(len(columns), self._count), columns, values))
-        self._count += 1
 
     def _load(self) -> highspy.Highs:
         sides = np.zeros(self._count)
@@ -230,27 +206,15 @@ class Program:
         )
         return solver
 
-    def limit_memory(self) -> None:
-        limit = self.problem.memory_limit_bytes
-        self._solver.changeRowBounds(self._count - 1, -_INF, _INF if limit is None else limit / self._size)
-
-    def minimize_memory(self) -> None:
-        self._solver.changeRowBounds(self._count - 1, -_INF, _INF)
-        self._solver.changeColsCost(len(self._every), self._every, self._bytes / self._size)
-        self._scale = self._size
-
-    def relax(self, limit_s: float) -> SolverResult:
-        """Solves the program with fractions; warm if only costs or the limit have changed since the last call."""
+    def relax(self, deadline: float) -> SolverResult:
+        """Solves the program with fractions; warm if only the memory limit has changed since the last call."""
         self._solver.setOptionValue("solve_relaxation", True)
         # Presolving takes longer than the simplex method, and would start it cold.
         self._solver.setOptionValue("presolve", "off")
-        return self._run(limit_s)
+        return self._run(deadline - time.monotonic())
 
-    def search(
-        self, columns: NDArray[np.bool_], limit_s: float, gap: float, limit: float = float("inf")
-    ) -> SolverResult:
-        """Solves the integer program over some of the columns, to a share `gap`."""
-        deadline = time.monotonic() + limit_s
+    def search(self, columns: NDArray[np.bool_], deadline: float, gap: float) -> SolverResult:
+        """Solves the integer program over some of the columns, to a share `gap`, within the memory limit."""
         upper = np.where(columns, self._upper, 0.0)
         self._solver.changeColsBounds(len(self._every), self._every, np.zeros(len(upper)), upper)
         self._solver.setOptionValue("solve_relaxation", False)
@@ -258,7 +222,7 @@ class Program:
         self._solver.setOptionValue("mip_rel_gap", max(gap, TOLERANCE))
         answer = self._run(deadline - time.monotonic())
         for _ in range(_MOST_RETRIES):
-            if answer.solution is None or answer.solution.memory_bytes <= limit:
+            if answer.solution is None or answer.solution.memory_bytes <= self.limit_bytes:
                 return answer
             taken = [node[choice] for node, choice in zip(self._nodes, answer.solution.choices, strict=True)]
             self._solver.addRow(-_INF, len(taken) - 1, len(taken), np.array(taken, np.int32), np.ones(len(taken)))
@@ -275,26 +239,86 @@ class Program:
         stopped = status not in {highspy.HighsModelStatus.kOptimal, highspy.HighsModelStatus.kInfeasible}
         shares = np.asarray(found.col_value)
         if info.primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
-            return SolverResult(None, 0.0 if stopped else float("inf"), stopped, shares, shares)
+            return SolverResult(None, 0.0 if stopped else _INF, stopped, shares, shares)
         bound = info.objective_function_value if relaxed else info.mip_dual_bound
         bound = 0.0 if relaxed and stopped else max(0.0, bound * self._scale)
         chosen = [int(shares[columns].argmax()) for columns in self._nodes]
         reduced = np.asarray(found.col_dual) * self._scale if relaxed and not stopped else np.zeros(len(shares))
         return SolverResult(evaluate(self.problem, chosen), bound, stopped, shares, reduced)
 
+    def solve(self, deadline: float, gap: float, cutoff_seconds: float) -> Solution | None:
+        """Returns the best assignment that fits, or one that is slower by at most the fraction `gap`.
+
+        After the deadline, returns the best so far; its bound limits the error. `cutoff_seconds` are those of a plan
+        for another mesh: as soon as nothing here can be faster, any assignment that fits is returned. Returns None if
+        none is allowed, none fits, or none was found in time. When called again, keeps its relaxations.
+        """
+        if not self.relaxations:
+            self.relaxations.append(self.relax(deadline))
+        first = self.relaxations[0]
+        if first.solution is None:
+            return None
+        found = _Incumbent(self.limit_bytes, gap, cutoff_seconds, bound=first.bound)
+        found.add(first.solution)
+        if self.limit_bytes < _INF and len(self.relaxations) == 1 and not found.done():
+            self._solver.changeRowBounds(self._count - 1, -_INF, self.limit_bytes / self._size)
+            self.relaxations.append(self.relax(deadline))
+        last = self.relaxations[-1]  # the tightest
+        if last.solution is None:
+            return None
+        found.bound = last.bound
+        found.add(last.solution)
+        edges = np.arange(len(last.shares)) >= self.choices
+        mixed = np.any([answer.shares > TOLERANCE for answer in self.relaxations], axis=0) | edges
+        free = (last.reduced <= TOLERANCE * last.bound) | edges
+        for columns in (mixed, free):
+            if not found.done():
+                now = time.monotonic()
+                found.add(self.search(columns, now + (deadline - now) / 4, gap).solution)
+        if not found.done():
+            most = found.seconds if found.best is None else min(found.seconds, cutoff_seconds)
+            near = last.reduced <= most - last.bound + TOLERANCE * last.bound
+            near[-1] = True  # the exposed seconds: of a column that isn't 0 or 1, a reduced cost says less
+            answer = self.search(near, deadline, gap)
+            found.add(answer.solution)
+            exact = not (answer.stopped or gap)
+            found.bound = max(found.bound, min(most, found.seconds if exact else answer.bound))
+        if found.best is None:
+            return None
+        proven = found.seconds - found.bound <= TOLERANCE * found.seconds
+        return replace(found.best, bound_seconds=found.seconds if proven else min(found.bound, found.seconds))
+
+
+@dataclass
+class _Incumbent:
+    """The best assignment that fits so far, and when a search may end."""
+
+    limit_bytes: float
+    gap: float
+    cutoff_seconds: float
+    bound: float
+    best: Solution | None = None
+
+    @property
+    def seconds(self) -> float:
+        return self.best.seconds if self.best else _INF
+
+    def add(self, solution: Solution | None) -> None:
+        if solution and solution.memory_bytes <= self.limit_bytes and solution.seconds < self.seconds:
+            self.best = solution
+
+    def done(self) -> bool:
+        near = self.seconds - self.bound <= max(self.gap, TOLERANCE) * self.seconds
+        return self.best is not None and (self.bound >= self.cutoff_seconds or near)
+
 
 def _nodes(problem: Problem) -> list[Matrix]:
     """Seconds, bytes, and the gradients' seconds minus those that hide them, of each node's choices."""
     nodes: list[Matrix] = []
     for number, node in enumerate(problem.nodes):
-        name = problem.name(number)
-        if not node:
-            raise NoPlanError(f"{name} has no strategy", "plan", _HINTS)
         columns = [(one.seconds, one.memory_bytes, one.gradient_seconds, one.hideable_seconds) for one in node]
         seconds, memory, gradient, hideable = numbers = np.array(columns, dtype=float).T
-        _check(name, seconds, numbers[1:])
-        if not np.isfinite(seconds).any():
-            raise NoPlanError(f"no strategy is allowed for {name}", "plan", _HINTS)
+        _check(problem.name(number), seconds, numbers[1:])
         nodes.append(np.stack([seconds, memory, gradient - problem.overlap * hideable]))
     return nodes
 
@@ -305,8 +329,6 @@ def _edges(problem: Problem) -> dict[Pair, Matrix]:
     for edge in problem.edges:
         a, b, name = edge.a, edge.b, f"{problem.name(edge.a)} to {problem.name(edge.b)}"
         kept = np.zeros(edge.seconds.shape) if edge.memory_bytes is None else edge.memory_bytes
-        if edge.seconds.shape != (len(problem.nodes[a]), len(problem.nodes[b])) or kept.shape != edge.seconds.shape:
-            raise UserError(f"the costs from {name} have a wrong shape")
         _check(name, edge.seconds, kept)
         both = np.stack([edge.seconds, kept])
         if a > b:
@@ -316,115 +338,19 @@ def _edges(problem: Problem) -> dict[Pair, Matrix]:
 
 
 def _check(name: str, seconds: Matrix, others: Matrix) -> None:
-    # Negative costs would be fine for the search, but they come from mistakes only: no op takes less than no time.
     if np.isnan(seconds).any() or (seconds < 0).any() or not np.isfinite(others).all() or (others < 0).any():
         raise UserError(f"a cost of {name} is negative or not a number", "plan", ("measure again",))
 
 
-def solve(
-    problem: Problem, limit_s: float = DEFAULT_LIMIT_S, gap: float = 0.0, cutoff_seconds: float = float("inf")
-) -> Solution:
-    """Returns the best allowed assignment that fits into memory, or one that is slower by at most the fraction `gap`.
-
-    After `limit_s`, returns the best so far; its bound limits the error. `cutoff_seconds` are those of a
-    plan for another mesh: as soon as nothing here can be faster, any assignment that fits is returned.
-
-    Raises:
-        NoPlanError: no assignment is allowed, or none fits; it names the least memory possible.
-        SearchStoppedError: the time was used up before anything was found.
-        UserError: the problem's numbers make no sense.
-    """
-    if not problem.nodes:
-        return replace(evaluate(problem, ()), bound_seconds=0.0)
-    program, deadline = Program(problem), time.monotonic() + limit_s
-    solution = _solve(program, deadline, gap, cutoff_seconds)
-    if solution is None:
-        raise too_large(problem.memory_limit_bytes or 0.0, _least_memory_bytes(program, deadline))
-    return solution
-
-
-def _solve(program: Program, deadline: float, gap: float, cutoff_seconds: float) -> Solution | None:
-    """As `solve`, None if nothing fits; a program that is solved again keeps its relaxations."""
-    most, answers = program.problem.memory_limit_bytes, program.relaxations
-    limit = float("inf") if most is None else most
-    goal = _Goal(lambda one: one.seconds if one.memory_bytes <= limit else float("inf"), limit, gap, cutoff_seconds)
-    if not answers:
-        answers.append(_relax(program, deadline))
-    if answers[0].solution is None:
-        raise NoPlanError(*_CONTRADICTION)
-    if most is not None and len(answers) == 1 and not goal.reached(answers[0].solution, answers[0].bound):
-        program.limit_memory()
-        answers.append(_relax(program, deadline))
-    best, bound = _search(program, goal, answers, deadline)
-    if best is None and bound < float("inf"):
-        raise SearchStoppedError(*_STOPPED)
-    return best and replace(best, bound_seconds=bound)
-
-
-@dataclass(frozen=True)
-class _Goal:
-    """The cost to minimize, and when a search may end."""
-
-    cost: Callable[[Solution], float]  # infinite if it isn't allowed
-    limit_bytes: float = float("inf")
-    gap: float = 0.0
-    cutoff: float = float("inf")
-
-    def reached(self, best: Solution | None, bound: float) -> bool:
-        cost = self.cost_of(best)
-        return cost < float("inf") and (bound >= self.cutoff or cost - bound <= max(self.gap, TOLERANCE) * cost)
-
-    def cost_of(self, solution: Solution | None) -> float:
-        return float("inf") if solution is None else self.cost(solution)
-
-
-def _search(
-    program: Program, goal: _Goal, relaxations: list[SolverResult], deadline: float
-) -> tuple[Solution | None, float]:
-    """The best assignment and a bound, from relaxations of which the last is the tightest.
-
-    Without an assignment, the bound is infinite if there is none, and finite if the time was used up.
-    """
-    best = min((answer.solution for answer in relaxations), key=goal.cost_of)
-    last = relaxations[-1]
-    if last.solution is None:
-        return None, float("inf")
-    bound = last.bound
-    edges = np.arange(len(last.shares)) >= program.choices
-    mixed = np.any([answer.shares > TOLERANCE for answer in relaxations], axis=0) | edges
-    free = (last.reduced <= TOLERANCE * last.bound) | edges
-    for columns in (mixed, free):
-        if not goal.reached(best, bound):
-            answer = program.search(columns, (deadline - time.monotonic()) / 4, goal.gap, goal.limit_bytes)
-            best = min(best, answer.solution, key=goal.cost_of)
-    if not goal.reached(best, bound):
-        most = goal.cost_of(best) if best is None else min(goal.cost_of(best), goal.cutoff)
-        near = last.reduced <= most - last.bound + TOLERANCE * last.bound
-        near[-1] = True  # the exposed seconds: of a column that isn't 0 or 1, a reduced cost says less
-        answer = program.search(near, deadline - time.monotonic(), goal.gap, goal.limit_bytes)
-        best = min(best, answer.solution, key=goal.cost_of)
-        exact = not (answer.stopped or goal.gap)
-        bound = max(bound, min(most, goal.cost_of(best) if exact else answer.bound))
-    cost = goal.cost_of(best)
-    if cost == float("inf"):
-        return None, bound
-    return best, cost if cost - bound <= TOLERANCE * cost else min(bound, cost)
-
-
-def _relax(program: Program, deadline: float) -> SolverResult:
-    answer = program.relax(deadline - time.monotonic())
-    if answer.solution is None and answer.stopped:
-        raise SearchStoppedError(*_STOPPED)
-    return answer
-
-
-def _least_memory_bytes(program: Program, deadline: float) -> float:
-    program.minimize_memory()
-    goal = _Goal(lambda one: one.memory_bytes if one.seconds < float("inf") else float("inf"))
-    best, _ = _search(program, goal, [_relax(program, deadline)], deadline)
-    if best is None:
-        raise NoPlanError(*_CONTRADICTION)
-    return best.memory_bytes
+def _least_memory_bytes(problem: Problem, deadline: float) -> float:
+    """Solves the problem with bytes in place of seconds; infinite if no assignment is allowed."""
+    nodes = [[OpCost(one.memory_bytes if one.seconds < _INF else _INF) for one in node] for node in problem.nodes]
+    edges = [
+        Edge(one.a, one.b, np.where(one.seconds < _INF, 0.0 if one.memory_bytes is None else one.memory_bytes, _INF))
+        for one in problem.edges
+    ]
+    smallest = Program(Problem(nodes, edges, names=problem.names)).solve(deadline, 0.0, _INF)
+    return smallest.seconds if smallest else _INF
 
 
 def too_large(limit_bytes: float, least_bytes: float) -> NoPlanError:
@@ -440,33 +366,24 @@ def too_large(limit_bytes: float, least_bytes: float) -> NoPlanError:
 def solve_all(
     problems: Sequence[Problem], limit_s: float = DEFAULT_LIMIT_S, gap: float = 0.0
 ) -> tuple[list[Solution | None], float]:
-    """Solves the problems of a network on several meshes; finds the fastest of all, as `solve` does.
+    """Solves the problems of a network on several meshes within `limit_s` as `Program.solve`; finds the fastest of all.
 
-    The others are only shown to be slower, so their assignments fit but may not be the best. `limit_s` is the time for
-    all meshes together.
-
-    Returns:
-        The solutions, None for a mesh without one; and the smallest bytes possible on any mesh if there is none at all.
+    The others are only shown to be slower, so their assignments fit but may not be the best. Returns the solutions,
+    None for a mesh without one; and the smallest bytes possible on any mesh if there is none at all.
     """
+    allowed = {number: problem for number, problem in enumerate(problems) if all(problem.nodes)}
     deadline = time.monotonic() + limit_s
-    programs: dict[int, Program] = {}
-    solved: dict[int, Solution] = {}
-    for number, problem in enumerate(problems):
+    programs, solved = dict[int, Program](), dict[int, Solution]()
+    for number, problem in allowed.items():
         left_s = max(1.0, (deadline - time.monotonic()) / 2)
-        with contextlib.suppress(NoPlanError, SearchStoppedError):
-            program = programs[number] = Program(problem)
-            if solution := _solve(program, time.monotonic() + left_s, gap, -float("inf")):
-                solved[number] = solution
-    for number in sorted(solved, key=lambda number: (solved[number].bound_seconds or 0.0, number)):
-        best_seconds = min(solution.seconds for solution in solved.values())
-        first = solved[number]
-        if (first.bound_seconds or 0.0) < min(best_seconds, first.seconds) * (1 - max(gap, 1e-9)):
+        program = programs[number] = Program(problem)
+        if solution := program.solve(time.monotonic() + left_s, gap, -_INF):
+            solved[number] = solution
+    for number in sorted(solved, key=lambda number: (solved[number].bound_seconds, number)):
+        best_seconds, first = min(solution.seconds for solution in solved.values()), solved[number]
+        if first.bound_seconds < min(best_seconds, first.seconds) * (1 - max(gap, 1e-9)):
             left_s = max(1.0, deadline - time.monotonic())
-            with contextlib.suppress(SearchStoppedError):
-                again = _solve(programs[number], time.monotonic() + left_s, gap, best_seconds)
-                solved[number] = min(again or first, first, key=lambda solution: solution.seconds)
-    least_bytes = float("inf")
-    for program in programs.values() if not solved else ():
-        with contextlib.suppress(NoPlanError, SearchStoppedError):
-            least_bytes = min(least_bytes, _least_memory_bytes(program, deadline))
-    return [solved.get(number) for number in range(len(problems))], least_bytes
+            again = programs[number].solve(time.monotonic() + left_s, gap, best_seconds)
+            solved[number] = min(again or first, first, key=lambda solution: solution.seconds)
+    smallest = [_least_memory_bytes(problem, deadline) for problem in allowed.values()] if not solved else []
+    return [solved.get(number) for number in range(len(problems))], min(smallest, default=_INF)

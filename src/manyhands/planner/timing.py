@@ -41,17 +41,14 @@ class Timing:
     spread: float = 0.0
 
     def times(self, factor: float) -> "Timing":
-        """Returns the time multiplied by a factor."""
         return Timing(self.seconds * factor, self.spread)
 
 
 def quickest(run: Callable[[], object], device: str, most: int, budget_s: float, *, busy: bool = False) -> Timing:
     """Times `run`, which has run before, at least once. `busy`: other processes use this machine."""
-    threads, clock = torch.get_num_threads(), time.perf_counter
-    factor = 1.0
+    threads, clock, factor = torch.get_num_threads(), time.perf_counter, 1.0
     if torch.device(device).type == "cpu":
-        allowed = cores()
-        if allowed < threads:
+        if (allowed := cores()) < threads:
             clock, factor = time.process_time, 1 / allowed
         elif busy:
             clock, factor = time.process_time, 1 / (1 + (threads - 1) * _EFFICIENCY)
@@ -73,7 +70,7 @@ def quickest(run: Callable[[], object], device: str, most: int, budget_s: float,
 
 
 class Others:
-    """The processor time that other processes have used since the creation of the object; 0 if it is unknown."""
+    """The processor time that other processes have used since the creation of the object."""
 
     def __init__(self) -> None:
         self._began = self._now()
@@ -82,21 +79,17 @@ class Others:
         """Returns the share of all processors' time, 0 to 1, over at least a tenth of a second."""
         time.sleep(max(0.0, self._began[1] + _WATCHED_S - time.perf_counter()))
         busy_s, wall_s, own_s = (now - before for now, before in zip(self._now(), self._began, strict=True))
-        total_s = wall_s * (os.cpu_count() or 1)
-        return min(1.0, max(0.0, (busy_s - own_s) / total_s)) if total_s > 0 else 0.0
+        return min(1.0, max(0.0, (busy_s - own_s) / (wall_s * (os.cpu_count() or 1))))
 
     def _now(self) -> tuple[float, float, float]:
-        return _busy_seconds(), time.perf_counter(), time.process_time()
-
-
-def _busy_seconds() -> float:
-    """Returns the time that all processors have worked since the machine started."""
-    try:
-        words = _STAT.read_text().split("\n", 1)[0].split()
-        user, nice, system, _idle, _waiting, *rest = map(int, words[1:9])
-    except (OSError, ValueError):
-        return 0.0
-    return (user + nice + system + sum(rest)) / os.sysconf("SC_CLK_TCK")
+        """Seconds that all processors have worked since the machine started (0 if unknown), and two clocks."""
+        try:
+            words = _STAT.read_text().split("\n", 1)[0].split()
+            user, nice, system, _idle, _waiting, *rest = map(int, words[1:9])
+            busy_s = (user + nice + system + sum(rest)) / os.sysconf("SC_CLK_TCK")
+        except (OSError, ValueError):
+            busy_s = 0.0
+        return busy_s, time.perf_counter(), time.process_time()
 
 
 _REPEATS = 5
@@ -137,12 +130,11 @@ class _TimesFile(BaseModel):
 
 
 class OpTimes:
-    """Times of ops by key.
+    """Times of ops by key: op, local shapes, dtype and memory format; measured until the time budget is used up.
 
-    A key contains everything that affects the seconds: op, local shapes, dtype and memory format. There is one file per
-    environment; concurrent writes are merged, and a damaged file is replaced. After the time budget is used up,
-    seconds are estimated from operations and bytes. For a device that is not on this machine, given by its `rates`
-    (operations, bytes per second), nothing is measured or cached. `threads`: those of a measurement, if not all.
+    There is one file per environment; concurrent writes are merged, and a damaged file is replaced. For a device that
+    is not on this machine, given by its `rates` (operations, bytes per second), nothing is measured or cached.
+    `threads`: those of a measurement, if not all.
     """
 
     def __init__(
@@ -157,7 +149,7 @@ class OpTimes:
         self._left_s = 0.0 if rates else budget_s
         self._environment = environment(device, threads)
         digest = hashlib.sha256(json.dumps(self._environment, sort_keys=True).encode()).hexdigest()[:16]
-        self._file = (folder or platformdirs.user_cache_path("manyhands") / "planner") / f"ops-{digest}.json"
+        self.file = (folder or platformdirs.user_cache_path("manyhands") / "planner") / f"ops-{digest}.json"
         self.notes: list[str] = []  # sentences on the files
         self.measured = 0  # how many ops were timed
         self.estimated = 0  # how many were not
@@ -168,17 +160,10 @@ class OpTimes:
         self._seconds = {} if rates else self._read()
         self._rates = rates
 
-    @property
-    def file(self) -> Path:
-        return self._file
-
     def seconds(
         self, key: str, make: Callable[[], Callable[[], object]], operations: float, moved_bytes: float
     ) -> float:
-        """Returns seconds of an op, forward and backward; `make` returns a function that runs the op once.
-
-        Estimates use additions and multiplications, and bytes read and written, in both directions.
-        """
+        """Returns seconds of an op; `make` returns a function that runs the op forward and backward once."""
         if key not in self._seconds or self._is_stale(key):
             if self._left_s > 0 and key not in self.failed:
                 try:
@@ -193,7 +178,7 @@ class OpTimes:
         return self._seconds[key].seconds
 
     def cached(self, key: str) -> float | None:
-        """Returns cached seconds, even if the machine was busy; None if there are none."""
+        """Returns cached seconds, even if the machine was busy."""
         return self._seconds[key].seconds if key in self._seconds else None
 
     def keep(self, key: str, seconds: float) -> None:
@@ -208,23 +193,20 @@ class OpTimes:
 
     def doubts(self) -> list[str]:
         """Returns sentences on problems of the times used so far."""
-        found: list[str] = []
         busy = max((one.busy for one in self._used.values()), default=0.0)
-        if busy > BUSY:
-            found.append(
-                f"other programs used {busy:.0%} of the processors while ops were timed, so times may be too long; "
-                "the next search on an idle machine times these ops again"
-            )
-        return found
+        text = (
+            f"other programs used {busy:.0%} of the processors while ops were timed, so times may be too long; "
+            "the next search on an idle machine times these ops again"
+        )
+        return [text] if busy > BUSY else []
 
     def _is_stale(self, key: str) -> bool:
         """What was measured while others were busy is only kept as long as they are."""
         return key not in self._fresh and self._seconds[key].busy > BUSY and self._left_s > 0 and self._busy() <= BUSY
 
     def _busy(self) -> float:
-        """The share of the processors that others have taken since they have been watched."""
-        if self._others is None:
-            self._others = Others()
+        """The share of the processors that others have taken since the first call."""
+        self._others = self._others or Others()
         return self._others.share()
 
     def estimate(self, operations: float, moved_bytes: float) -> float:
@@ -238,30 +220,26 @@ class OpTimes:
         if not self._fresh:
             return
         content = _TimesFile(format="op-times/2", environment=self._environment, times=self._read() | self._fresh)
-        self._file.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(self._file) as part:
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(self.file) as part:
             part.write_text(json.dumps(content.model_dump(), indent=1, sort_keys=True), encoding="utf-8")
         self._fresh = {}
 
     def _read(self) -> dict[str, OpTime]:
         """The times in the file that aren't too old."""
         try:
-            file = _TimesFile.model_validate(parse_json(read_bytes(self._file), infinite=True))
+            file = _TimesFile.model_validate(parse_json(read_bytes(self.file), infinite=True))
             if file.environment != self._environment:
                 raise ValueError("measured in another environment")
         except FileNotFoundError:
             return {}
-        except ValidationError as error:
-            place = error.errors()[0]["loc"]
-            return self._unreadable(f'"{place[1]}" has no time' if len(place) > 1 else "another format")
         except (OSError, ValueError) as error:
-            return self._unreadable(error)
+            place = error.errors()[0]["loc"] if isinstance(error, ValidationError) else None
+            why = error if place is None else f'"{place[1]}" has no time' if len(place) > 1 else "another format"
+            self.notes.append(f"the cache of op times {self.file} can't be read ({why}); measuring ops again")
+            return {}
         oldest = time.time() - MOST_DAYS * _DAY_S
         return {key: one for key, one in file.times.items() if one.at >= oldest}
-
-    def _unreadable(self, why: object) -> dict[str, OpTime]:
-        self.notes.append(f"the cache of op times {self._file} can't be read ({why}); measuring ops again")
-        return {}
 
     def _measure(self, make: Callable[[], Callable[[], object]]) -> OpTime:
         busy = self._busy()
@@ -281,16 +259,10 @@ class OpTimes:
         elif self.measured == 0:
             return _ASSUMED_RATES.get(self._device.type, _ASSUMED_RATES["others"])
         else:
-            product, copy = self._measure(self._product), self._measure(self._copy)
+            left, right = torch.ones(2, _MATRIX, _MATRIX, device=self._device)
+            source = torch.ones(_COPIED_VALUES, device=self._device)
+            product, copy = self._measure(lambda: lambda: left @ right), self._measure(lambda: source.clone)
             self._fresh |= {"rate of a product": product, "rate of a copy": copy}
             self._seconds |= self._fresh
             product_s, copy_s = product.seconds, copy.seconds
         return 2 * _MATRIX**3 / max(product_s, 1e-9), 8 * _COPIED_VALUES / max(copy_s, 1e-9)
-
-    def _product(self) -> Callable[[], object]:
-        left, right = torch.ones(2, _MATRIX, _MATRIX, device=self._device)
-        return lambda: left @ right
-
-    def _copy(self) -> Callable[[], object]:
-        source = torch.ones(_COPIED_VALUES, device=self._device)
-        return source.clone

@@ -25,8 +25,8 @@ from manyhands.parallel.split.network import split
 from manyhands.planner.choose import time_in_turns
 from manyhands.planner.timing import BUSY, Others, Timing, quickest
 
-# Differences below this share of the network's largest gradient are noise of values that should be zero. A bias before
-# a BatchNorm adds up some hundred values to zero, which leaves a few 1e-15 of the largest; PROVEN * _NOISE lies above.
+# Differences below this share of the network's largest gradient are noise of values that should be zero, such as the
+# gradient of a bias before a BatchNorm.
 _NOISE = 1e-5
 VERIFIED_WITHIN = 1e-9
 
@@ -79,7 +79,7 @@ class Runner:
         self._optimizer = case.optimizer(self.model)
 
     def gradients(self) -> Tensor:
-        """Runs forward, backward and collectives of the gradients; returns this process's part of the loss sum []."""
+        """Runs forward, backward and the gradients' collectives; returns this process's part of the loss sum []."""
         self._optimizer.zero_grad()
         total = torch.zeros((), device=self._parts[0].labels.device)
         for number, part in enumerate(self._parts, start=1):
@@ -102,7 +102,7 @@ def _micro_batches(case: PlanCase, network: ParallelNetwork) -> list[MicroBatch]
     found: list[MicroBatch] = []
     for shares in batch_sharing.micro_batches(batch):
         whole, mine = (shares[0].start, shares[-1].stop), shares[network.share.index]
-        # A process with nothing to do takes part with a sample that counts for nothing.
+        # A process without samples takes part with one that doesn't count.
         first = min(mine.start, batch - 1)
         rows = slice(first, max(mine.stop, first + 1))
         shape = MicroBatchShape(whole[1] - whole[0], batch, sharing(batch, group, whole))
@@ -137,7 +137,7 @@ class Verification:
 
     worst: float  # the largest difference, as a share of the tensor's largest value
     where: str  # the tensor it is in, or "loss"
-    compared: int  # how many tensors were compared
+    compared: int  # tensors
 
     @property
     def holds(self) -> bool:
@@ -148,10 +148,10 @@ class Verification:
 
 
 def verify(case: PlanCase, plan: Plan, world: World) -> Verification:
-    """Compares one update under a plan with one process's, in double precision, on random samples.
+    """Compares one update under a plan with one process's, in double precision; a collective.
 
-    Every process computes the unsharded update and compares its own shards; all get the same result. Dropout is
-    disabled, because a sharded network draws other masks.
+    Every process computes the unsharded update and compares its own shards. Dropout is disabled, because a sharded
+    network draws other masks.
     """
     make, picture = lambda: _without_chance(case.make().double()), case.picture.double()
     exact = replace(case, make=make, picture=picture, precision="fp64", micro_batch=0)
@@ -163,9 +163,12 @@ def verify(case: PlanCase, plan: Plan, world: World) -> Verification:
         dist.all_reduce(total)
         errors = {"loss": float((total - expected).abs() / expected.abs().clamp_min(1e-12))}
         errors |= _differences(alone.model, cut)
-        return _worst(errors, world)
     finally:
         cut.network.close()
+    values = torch.tensor(list(errors.values()), dtype=torch.float64, device=world.device).nan_to_num(nan=math.inf)
+    dist.all_reduce(values, dist.ReduceOp.MAX)
+    place = int(values.argmax())
+    return Verification(float(values[place]), list(errors)[place], len(errors))
 
 
 def _without_chance(model: nn.Module) -> nn.Module:
@@ -178,35 +181,25 @@ def _without_chance(model: nn.Module) -> nn.Module:
 
 
 def _differences(whole: nn.Module, cut: Runner) -> dict[str, float]:
-    """Of each gradient and buffer, as a share of its largest value."""
-    expected, found = _gradients(whole), _gradients(cut.model)
+    """The difference of each gradient and buffer, as a share of its largest value."""
+    expected, found = (
+        {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+        for model in (whole, cut.model)
+    )
     least = _NOISE * max((float(one.abs().max()) for one in expected.values() if one.numel()), default=1.0)
     moved = {name: one for name, one in whole.named_buffers() if one.is_floating_point()}
     found |= {name: one for name, one in cut.model.named_buffers() if name in moved}
     errors, layouts = dict[str, float](), cut.network.layouts
     for name, tensor in (expected | moved).items():
         if name in layouts:
-            mine = shard_tensor(tensor, layouts[name], layouts.mesh, layouts.rank)
-            piece = found.get(name)
+            mine, piece = shard_tensor(tensor, layouts[name], layouts.mesh, layouts.rank), found.get(name)
             if piece is None or mine.shape != piece.shape:
                 errors[name] = math.inf
+            elif mine.numel():
+                errors[name] = float((mine - piece).abs().max()) / max(float(tensor.abs().max()), least)
             else:
-                scale = max(float(tensor.abs().max()), least) if mine.numel() else 1.0
-                errors[name] = float((mine - piece).abs().max()) / scale if mine.numel() else 0.0
+                errors[name] = 0.0
     return errors
-
-
-def _gradients(model: nn.Module) -> dict[str, Tensor]:
-    return {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
-
-
-def _worst(errors: dict[str, float], world: World) -> Verification:
-    names, values = list(errors), torch.tensor(list(errors.values()), dtype=torch.float64, device=world.device)
-    # What is no number must not lose against one.
-    values = values.nan_to_num(nan=math.inf)
-    dist.all_reduce(values, dist.ReduceOp.MAX)
-    place = int(values.argmax())
-    return Verification(float(values[place]), names[place], len(names))
 
 
 _MOST_REPEATS = 7
@@ -217,10 +210,9 @@ _MIN_SAMPLES = 2
 def share_timing(
     case: PlanCase, processes: int, threads: int = 0, micro_batch: int = 0, budget_s: float = 10.0
 ) -> Timing:
-    """Times forward, backward and update of the largest share in this process.
+    """Times an update of the largest share of `processes` in this process, at least once.
 
-    `processes` divide the update, each with `threads` CPU threads (0: as many as this process has). If `micro_batch` is
-    not 0, only one micro-batch is timed. There is always one repeat, and more within the budget.
+    `threads` are CPU threads (0: as many as this process has). If `micro_batch` is not 0, only one is timed.
     """
     share = max(_MIN_SAMPLES, -(-case.batch // processes))
     timed = min(share, max(_MIN_SAMPLES, micro_batch or share))

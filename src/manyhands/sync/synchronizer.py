@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 from manyhands.core.needs import HasGradients
 from manyhands.core.world import World
-from manyhands.sync.codecs import Plain
-from manyhands.sync.costs import Cost
-from manyhands.sync.exchange import SyncGroup, drive, mean_of
+
+if TYPE_CHECKING:
+    from manyhands.sync.costs import Cost
+    from manyhands.sync.exchange import SyncGroup
 
 # The version of a state with factors: counted up when its names, its batches or their order change.
 FACTORS_FORMAT = 3
@@ -62,7 +63,7 @@ class Buffers:
     """
 
     def __init__(
-        self, buffers: Sequence[Tensor], peers: SyncGroup, machine: LocalGroup | None = None, device: str = "cpu"
+        self, buffers: Sequence[Tensor], peers: "SyncGroup", machine: LocalGroup | None = None, device: str = "cpu"
     ) -> None:
         floating = [buffer for buffer in buffers if buffer.is_floating_point()]
         self._buffers = floating or [torch.zeros(0, device=device)]
@@ -88,6 +89,9 @@ class Buffers:
             dist.all_reduce(mean, group=machine.group)
             mean /= machine.size
         if machine is None or machine.is_leader:
+            from manyhands.sync.codecs import Plain
+            from manyhands.sync.exchange import drive, mean_of
+
             mean, _ = drive(mean_of(mean, Plain(self._dtype), self._peers))
         if machine:
             dist.broadcast(mean, machine.leader, group=machine.group)
@@ -119,8 +123,10 @@ class SyncContext:
     def is_leader(self) -> bool:
         return self.world.rank in self.places.leaders
 
-    def peers(self) -> SyncGroup:
+    def peers(self) -> "SyncGroup":
         """The leaders, in a group of their own, so that an exchange never mixes with other collectives."""
+        from manyhands.sync.exchange import SyncGroup
+
         leaders = self.places.leaders
         group = self.new_group(leaders)
         return SyncGroup(leaders.index(self.world.rank) if self.is_leader else 0, len(leaders), group)
@@ -132,7 +138,7 @@ class SyncContext:
             return None
         return LocalGroup(places.group, places.machine[0], len(places.machine), self.world.rank == places.machine[0])
 
-    def own(self, cost: Cost, trained: Sequence[Tensor], rank: int = 0) -> dict[str, Any]:
+    def own(self, cost: "Cost", trained: Sequence[Tensor], rank: int = 0) -> dict[str, Any]:
         """What a process's own state depends on; a run restores it if all of this is the same."""
         return {
             "method": cost.method,
@@ -182,7 +188,7 @@ class Synchronizer:
         """Drops the effects of gradients that aren't finite; returns what that costs, for the user."""
         return ""
 
-    def adapt_pace(self, speeds_s: Sequence[float], exchanges_s: Sequence[float]) -> Cost | None:
+    def adapt_pace(self, speeds_s: Sequence[float], exchanges_s: Sequence[float]) -> "Cost | None":
         """Adapts the pace to all processes' seconds of a step and of an exchange (0: none); returns a new one."""
 
     def finish(self, step: int) -> None:

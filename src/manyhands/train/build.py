@@ -4,6 +4,7 @@ import functools
 import platform
 from collections.abc import Callable
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -17,8 +18,6 @@ from manyhands.data.loading import Loader
 from manyhands.data.splits import Source
 from manyhands.parallel.apply import apply_mode, make_equal, normalises_in_groups, refuse_other_networks
 from manyhands.parallel.group.plain import broadcast_plain, gather_plain
-from manyhands.parallel.mesh.grid import Grid
-from manyhands.parallel.mesh.marks import layouts_of
 from manyhands.parallel.network import ModeRequest, ParallelNetwork
 from manyhands.parallel.replicas.batch_norm import find_rows, group_batch_norms, leave_batch_norms
 from manyhands.sync.choose import BY_MODE, EXACT
@@ -48,6 +47,9 @@ from manyhands.train.state import (
 from manyhands.train.status import Divergence, StatusRound, Watcher
 from manyhands.train.step import Updater
 from manyhands.train.trainer import Due, Hooks, Observed, Trainer, seconds_between_saves
+
+if TYPE_CHECKING:
+    from manyhands.parallel.mesh.grid import Grid
 
 # Samples that most custom losses can be tried on, and how a network or a loss fails.
 _FEW, _FAILURES = 8, (RuntimeError, TypeError, ValueError, IndexError)
@@ -140,7 +142,7 @@ def _watch(trainer: Trainer) -> None:
 
 
 def _put_under_mode(
-    parts: Parts, model: nn.Module, samples: data_setup.DataSetup, grid: Grid | None, found: Resumable | None
+    parts: Parts, model: nn.Module, samples: data_setup.DataSetup, grid: "Grid | None", found: Resumable | None
 ) -> tuple[ParallelNetwork, ChosenSync, trial_step.TrialResult, Callable[[], None], float]:
     """Verifies that all processes start from the same network, selects the sync method and applies the mode.
 
@@ -224,11 +226,14 @@ def _run_trial(parts: Parts, samples: data_setup.DataSetup, probe: trial_step.St
     return trial_step.TrialResult(unused, draws, found.outputs, found.count)
 
 
-def _start_equal(parts: Parts, model: nn.Module, grid: Grid | None) -> None:
+def _start_equal(parts: Parts, model: nn.Module, grid: "Grid | None") -> None:
     """Verifies that all processes start from the same network, except for shards, or gives them rank 0's."""
     world, always = parts.world, parts.job.parallel.parameter_broadcast
-    layouts = layouts_of(model, grid.mesh, world.rank) if grid else {}
-    sharded = {name for name, one in layouts.items() if one.cuts}
+    sharded = set[str]()
+    if grid:
+        from manyhands.parallel.mesh.marks import layouts_of
+
+        sharded = {name for name, one in layouts_of(model, grid.mesh, world.rank).items() if one.cuts}
     named = {name: tensor for name, tensor in split_state(model)[0].items() if name not in sharded}
     refuse_other_networks(model, named, world)
     if make_equal(named, world, always=always) and not always:

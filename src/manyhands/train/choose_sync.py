@@ -25,7 +25,6 @@ from manyhands.parallel.options import MODES, USUAL_MODE
 from manyhands.sync.choose import BY_MODE, EXACT, check_method, choose
 from manyhands.sync.costs import Cost, LinkCase
 from manyhands.sync.link_speeds import LinkSpeed, named_link
-from manyhands.sync.measure import measure_link, pass_seconds
 from manyhands.sync.options import methods, refused, synchronizes_every_update
 from manyhands.sync.synchronizer import Places, SyncContext, Synchronizer
 from manyhands.train.journal import RunContext
@@ -115,6 +114,8 @@ class SyncRequest:
 
     def case(self, taken_s: tuple[float, float], places: Places) -> LinkCase:
         """Returns what the costs depend on, with the measured link; `taken_s`: as of `time_step`. A collective."""
+        from manyhands.sync.measure import pass_seconds
+
         job, world = self.run.job, self.run.world
         link = named_link(job.sync.link, "sync.link") if job.sync.link else _link(job, world, places)
         parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
@@ -236,5 +237,9 @@ def _measured(sync_request: SyncRequest, places: Places) -> Cost:
 def _link(job: Job, world: World, places: Places) -> LinkSpeed:
     """The link between machines, as one process of each measures it; equal on all processes."""
     group: Any = new_group(job, places.leaders) if len(places.leaders) < world.size else None
-    link = measure_link(group, world.device) if world.rank in places.leaders else LinkSpeed(0.0, 0.0)
+    link = LinkSpeed(0.0, 0.0)
+    if world.rank in places.leaders:
+        from manyhands.sync.measure import measure_link
+
+        link = measure_link(group, world.device)
     return LinkSpeed(*broadcast_plain([link.bytes_per_s, link.latency_s], world))

@@ -31,7 +31,6 @@ from manyhands.data.random import spread
 from manyhands.data.samples import read_own, restored_generators, seed_generators
 from manyhands.data.splits import ImageFiles, ImagesInMemory, Source, Splits, UserSamples
 from manyhands.data.transforms import Pixels
-from manyhands.data.walk import lookalike_difference
 from manyhands.models.build import describe
 from manyhands.parallel.group.plain import gather_plain
 from manyhands.train.journal import Journal, RunContext
@@ -253,6 +252,8 @@ def refuse_other_classes(old: Sequence[str], new: Sequence[str], where: str) -> 
     then, now = map(_known_names, (old, new))
     if not then or not now or then == now:
         return
+    from manyhands.data.walk import lookalike_difference
+
     gone, added = [name for name in then if name not in now], [name for name in now if name not in then]
     found = [f"{_quoted(names)} {word}" for names, word in ((gone, "removed"), (added, "added")) if names]
     changes = f"the classes of the data changed: {', '.join(found)}"

@@ -7,14 +7,13 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from manyhands.checkpoint.folders import choose
-from manyhands.checkpoint.foreign import read_foreign
 from manyhands.checkpoint.read import load
 from manyhands.checkpoint.snapshot import Snapshot, fitted
 from manyhands.checkpoint.trained import Pictures, TrainedNetwork, note_trained_on
@@ -37,11 +36,8 @@ from manyhands.models.build import build_model, describe, resolve_model
 from manyhands.models.interface import INITIALIZATION_SAMPLES, InitializedFromData
 from manyhands.parallel.apply import follows_plan, one_process, resolve_mode, takes_mesh
 from manyhands.parallel.group.plain import gather_plain
-from manyhands.parallel.mesh.grid import Grid
-from manyhands.parallel.mesh.marks import layouts_of
 from manyhands.parallel.network import ParallelNetwork
 from manyhands.parallel.options import MODE_ALONE, MODE_OF_PLANS, USUAL_MODE
-from manyhands.parallel.plan import Plan, read_plan, shared_plan
 from manyhands.train import data_setup
 from manyhands.train.choose_sync import check_combination
 from manyhands.train.journal import Journal, RunContext
@@ -54,9 +50,12 @@ from manyhands.train.state import Resumable, load_snapshot, split_state
 from manyhands.train.trainer import Trainer
 from manyhands.train.trial_step import TrialResult, compile_updates, keep_compiled
 
+if TYPE_CHECKING:
+    from manyhands.parallel.mesh.grid import Grid
+    from manyhands.parallel.plan import Plan
+
 # Options that say what pictures become.
 PICTURES = ("image_size", "channels", "mean", "std")
-PlanLike = Plan | str | Path | Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,7 @@ class CustomParts:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     train_set: Any  # a torch Dataset of (x, y)
-    plan: Plan | None = None
+    plan: "Plan | None" = None
     scheduler: LRScheduler | None = None  # of that optimizer, to be saved
     scheduled: bool = False  # the job sets the learning rate
 
@@ -76,14 +75,14 @@ class Parts(RunContext):
     """The parts of a trainer. Jobs and custom loops differ only in these fields."""
 
     objects: Objects  # what the user brought instead of names
-    make_model: Callable[[data_setup.DataSetup, Grid | None, Resumable | None], nn.Module]
+    make_model: Callable[[data_setup.DataSetup, "Grid | None", Resumable | None], nn.Module]
     make_optimizer: Callable[[nn.Module, ParallelNetwork], torch.optim.Optimizer]
     make_schedule: Callable[[torch.optim.Optimizer, int], SetRates]  # of the optimizer and the updates of an epoch
     # a name for each output of the network, from those of the classes
     name_outputs: Callable[[tuple[str, ...], ParallelNetwork, TrialResult], tuple[str, ...]] = lambda names, *_: names
     previous_shares: Callable[[Resumable | None], tuple[list[int] | None, int]] = previous_shares
     finish: Callable[[Trainer], Trainer] = lambda trainer: trainer  # changes the resumed trainer; a collective
-    plan: Plan | None = None  # for modes that follow a plan
+    plan: "Plan | None" = None  # for modes that follow a plan
     splits: Splits | None = None  # the data, if it is open already
     loss_fn: LossFn | None = None  # None where the user computes the loss
     cross_entropy: bool = False  # the loss can be computed from parts of the classes
@@ -102,7 +101,7 @@ class Parts(RunContext):
         world: World,
         mode: str,
         objects: Objects | None = None,
-        plan: Plan | None = None,
+        plan: "Plan | None" = None,
         splits: Splits | None = None,
         *,
         header: bool = True,
@@ -111,7 +110,7 @@ class Parts(RunContext):
         set_determinism(job)
         brought, journal = objects or Objects(), Journal(folder, world.rank)
 
-        def model_of(samples: data_setup.DataSetup, grid: Grid | None, found: Resumable | None) -> nn.Module:
+        def model_of(samples: data_setup.DataSetup, grid: "Grid | None", found: Resumable | None) -> nn.Module:
             classes, pixels = len(samples.classes), samples.pixels
             starting = without_first_weights(job, pixels.size, brought) if found else job
             model = make_model(starting, pixels, classes, world, brought, journal, grid)
@@ -183,23 +182,13 @@ class Parts(RunContext):
             make_schedule=functools.partial(_schedule_of_loop, job, own),
             previous_shares=lambda found: ([] if found else None, 0),  # nothing would measure them again
         )
-        layouts = layouts_of(model, grid.mesh, world.rank) if grid else {}
+        layouts: Mapping[str, TensorLayout] = {}
+        if grid:
+            from manyhands.parallel.mesh.marks import layouts_of
+
+            layouts = layouts_of(model, grid.mesh, world.rank)
         record_setup(parts, objects, splits, data_setup.class_names(job, splits), model, layouts, own.optimizer)
         return parts
-
-
-def as_plan(plan: PlanLike) -> Plan:
-    """Converts a Plan, the path of a plan.json, or a dict with the mesh and strategies by op into a plan."""
-    if isinstance(plan, Plan):
-        return plan
-    if isinstance(plan, str | Path):
-        return read_plan(Path(plan))
-    given: Any = plan
-    words = (given.get("mesh"), *given.values()) if isinstance(given, Mapping) else (None,)
-    if not all(isinstance(word, str) for word in words):
-        hints = ('pass "plan.json" or {"mesh": "dp=2", "fc": "o@dp"}',)
-        raise UserError('plan must be a path, or a dict of strings with the key "mesh"', "plan", hints)
-    return Plan(parse_mesh(plan["mesh"]), {name: text for name, text in plan.items() if name != "mesh"})
 
 
 def set_determinism(job: Job) -> None:
@@ -311,7 +300,7 @@ def _compiled_and_balanced(trainer: Trainer) -> Trainer:
     return trainer
 
 
-def _mode_and_plan(job: Job, world: World, plan: Plan | None) -> tuple[str, Plan | None]:
+def _mode_and_plan(job: Job, world: World, plan: "Plan | None") -> "tuple[str, Plan | None]":
     """Returns the parallel mode and the plan, from the argument of `prepare` or from the job; a collective."""
     if job.cluster.shares == "auto" and not world.alone:
         hints = ("set the shares, such as --set cluster.shares=[24,8]", "or remove cluster.shares")
@@ -324,6 +313,8 @@ def _mode_and_plan(job: Job, world: World, plan: Plan | None) -> tuple[str, Plan
         what = f"--parallel {mode} benchmarks plans with the job's loss, but sessions have their own loss"
         hints = ("call session.prepare(…, plan=manyhands.find_plan(net, x, world_size=here.size))",)
         raise UserError(what, "parallel.mode", hints)
+    from manyhands.parallel.plan import shared_plan
+
     return mode, shared_plan(job.parallel, world)
 
 
@@ -338,17 +329,19 @@ def _placed(model: nn.Module, job: Job, world: World) -> tuple[nn.Module, Job]:
     return on_device(model, options, world.device), job.model_copy(update={"model": named, "train": options})
 
 
-def grid_of(job: Job, world: World, mode: str) -> Grid | None:
+def grid_of(job: Job, world: World, mode: str) -> "Grid | None":
     """Returns the mesh of the job for modes with a mesh. Raises UserError: it is not for this many processes."""
     if not takes_mesh(mode):
         return None
     mesh = mesh_of(job, world)
     mesh.check_size(world.size)
+    from manyhands.parallel.mesh.grid import Grid
+
     return Grid(mesh, world)
 
 
 def make_model(
-    job: Job, pixels: Pixels, classes: int, world: World, objects: Objects, journal: Journal, grid: Grid | None = None
+    job: Job, pixels: Pixels, classes: int, world: World, objects: Objects, journal: Journal, grid: "Grid | None" = None
 ) -> nn.Module:
     """Creates the network on its device: equal on all processes (same seed), or sharded over `grid` by its own code."""
     torch.manual_seed(derive(job.train.seed, "model"))
@@ -380,7 +373,11 @@ def without_first_weights(job: Job, size: int, objects: Objects) -> Job:
 
 def read_any(path: Path) -> Snapshot:
     """Reads a checkpoint of manyhands or of another tool."""
-    return load(path) if path.is_dir() else read_foreign(path)
+    if path.is_dir():
+        return load(path)
+    from manyhands.checkpoint.foreign import read_foreign
+
+    return read_foreign(path)
 
 
 def begin_with(model: nn.Module, reference: Path, classes: int, journal: Journal) -> None:

@@ -30,6 +30,7 @@ from manyhands.models.interface import main_and_auxiliary
 from manyhands.parallel.gradients import autocast
 from manyhands.parallel.group.collectives import Subgroup, new_group, world_group
 from manyhands.parallel.network import ParallelNetwork
+from manyhands.parallel.plan import PlanLike, as_plan
 from manyhands.train import custom_update
 from manyhands.train.data_setup import make_loader
 from manyhands.train.evaluate import Evaluator, agreed, evaluating, record_evaluation
@@ -37,7 +38,7 @@ from manyhands.train.heartbeat import StopSignal
 from manyhands.train.loop import updates
 from manyhands.train.loss import Evaluation, make_metrics
 from manyhands.train.objects import metric_words
-from manyhands.train.parts import PICTURES, CustomParts, PlanLike, as_plan, pixels_of
+from manyhands.train.parts import PICTURES, CustomParts, pixels_of
 from manyhands.train.saving import finish_save, save
 from manyhands.train.schedule import scheduler_state
 from manyhands.train.trainer import Trainer, record_time

@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 from manyhands.checkpoint import files
 from manyhands.checkpoint.describe import MODEL, OPTIMIZER, NetworkLayout, is_extra
 from manyhands.checkpoint.folders import newest, resolve, saved_step
-from manyhands.checkpoint.foreign import name_optimizer, read_foreign
 from manyhands.checkpoint.read import Source, in_memory, load, open_checkpoint
 from manyhands.checkpoint.snapshot import (
     EXTRA_STATE,
@@ -293,6 +292,8 @@ def _find(resume: str, folder: RunFolder, *, in_pieces: bool) -> Resumable | Non
             raise UserError(f"{resume} doesn't exist", "--resume", hints)
         path = resolve(reference, "last")
         if not path.is_dir():
+            from manyhands.checkpoint.foreign import read_foreign
+
             return Resumable(read_foreign(path), path)
         skipped = [] if path == reference else newest(path.parent)[1]
     if not in_pieces:
@@ -322,6 +323,8 @@ def check_position(
     state = snapshot.state
     if state.get("foreign"):
         if snapshot.optimizer is not None:
+            from manyhands.checkpoint.foreign import name_optimizer
+
             snapshot.optimizer = name_optimizer(snapshot.optimizer, parameter_names)
         epoch, figure = int(state.get("epoch", 0)), state.get("best", {}).get("top1")
         state.update(epoch=epoch, step=epoch * steps_per_epoch, step_in_epoch=0, evaluated_step=-1)

@@ -18,10 +18,7 @@ __all__ = ["describe_data", "is_plain_folder", "processes_here"]
 def describe_data(job: Job) -> tuple[str, str]:
     """Returns a description of the data, and a warning if the batch is larger than the training split.
 
-    Pictures of a folder are counted and not read. Both are empty if they require a download or user code.
-
-    Raises:
-        UserError: the folder can't be trained on.
+    Both are empty if they require a download or user code. Raises UserError: the folder can't be trained on.
     """
     root = Path(job.data.name).expanduser()
     if is_published(job.data.name):

@@ -13,9 +13,8 @@ from typing import Any
 from manyhands.checkpoint.options import CheckpointOptions
 from manyhands.cluster.agents.claim import agents_work
 from manyhands.cluster.agents.protocol import Orders
-from manyhands.cluster.agents.worker_start import take_orders, wait_for_editor
+from manyhands.cluster.agents.worker_start import take_orders, wait_for_editor, worker_process_info
 from manyhands.cluster.failures import Failed
-from manyhands.cluster.hosts.this_process import worker_process_info
 from manyhands.config.job import Job
 from manyhands.core import terminal
 from manyhands.core.errors import EXIT_FAILED
@@ -26,30 +25,26 @@ from manyhands.parallel.group.heartbeat import HEARTBEAT_FILE, rescue_path
 from manyhands.parallel.options import USUAL_MODE
 from manyhands.train.journal import Journal, RunContext
 from manyhands.worker.member import MET, OUR_HEAD, GroupMember, Say, share_folder, shared_options
-from manyhands.worker.run_metadata import local_environment, write_metadata
+from manyhands.worker.run_metadata import write_metadata
 
 # (job, process info, run folder, argument, say) -> plain data
 Task = Callable[[Job, ProcessInfo, RunFolder, dict[str, Any], Say], dict[str, Any]]
-# A ring that fits no single packet, and takes no time even on a slow link.
+# More than fits a packet, and little even for a slow link.
 NUMBERS = 10_000
 
 
 def work(orders: Orders, scratch: str, agent: int) -> dict[str, Any]:
-    """Entry point of a process that an agent of manyhands started; returns what the task returned, as plain data.
+    """Runs the task of the orders in a process that the agent with this process id started; returns plain data.
 
-    Args:
-        orders: the task.
-        scratch: the agent's folder for records.
-        agent: the process id of the agent.
+    `scratch` is the agent's folder for records.
     """
     argument = {**take_orders(orders, scratch, agent), "generation": orders.generation}
     job = Job.model_validate(argument["job"])
     folder = RunFolder(Path(argument["folder"]))
-    process_info = worker_process_info(job.cluster, os.environ, orders.rendezvous.file)
-    # Where the user's own process finds the modules that its objects are from, in its order.
+    process_info = worker_process_info(job.cluster, orders.rendezvous.file)
+    # The user's objects are imported from the same folders as in the user's process.
     found = argument.get("paths", [])
     sys.path[:] = [*found, *(path for path in sys.path if path not in found)]
-    task = TASKS[argument["task"]]
     notify = terminal.say
     if argument.get("met"):
         process_info = replace(process_info, started_by=MET)
@@ -57,7 +52,7 @@ def work(orders: Orders, scratch: str, agent: int) -> dict[str, Any]:
         notify = functools.partial(Journal(folder, 0).event, "note") if process_info.local_rank == 0 else terminal.say
     try:
         with private_files():
-            return task(job, process_info, folder, argument, notify)
+            return TASKS[argument["task"]](job, process_info, folder, argument, notify)
     except Failed as failed:
         raise SystemExit(failed.record.exit_code) from None
 
@@ -65,11 +60,7 @@ def work(orders: Orders, scratch: str, agent: int) -> dict[str, Any]:
 def train_here(
     job: Job, process_info: ProcessInfo, folder: RunFolder, argument: dict[str, Any], say: Say
 ) -> dict[str, Any]:
-    """Joins the group, builds the parts, trains, and leaves.
-
-    Raises:
-        Failed: something went wrong; its record is in the run folder.
-    """
+    """Joins the group, builds the trainer, trains, and leaves. Raises Failed: something went wrong; it is recorded."""
     from manyhands.train.heartbeat import ended_where_deaf
 
     mine = GroupMember(process_info, folder, "build")
@@ -100,17 +91,17 @@ def _rescue(mine: GroupMember, *, consequence: bool) -> None:
     """Saves the state of this process for the restart; if that fails, the restart uses the last checkpoint."""
     from manyhands.train.saving import rescue
 
-    # A card goes on by itself: what a collective that was broken off has left in gradients may be in the weights.
+    # On an accelerator an aborted collective doesn't stop the update, so the weights may be wrong.
     world = mine.trainer.world if mine.trainer else None
     if not world or (consequence and world.device != "cpu" and world.backend != "gloo"):
         return
-    if HEARTBEAT_FILE in os.environ:  # the agent gives it the time that it needs
+    if HEARTBEAT_FILE in os.environ:  # makes the agent wait
         rescue_path(Path(os.environ[HEARTBEAT_FILE]).parent, mine.process_info.rank).touch()
     mine.trainer.saver.wait()
     try:
         if rescue(mine.trainer):
             mine.trainer.journal.line(f"saved step {mine.trainer.progress.step} for the restart")
-    except Exception as error:  # noqa: BLE001 - of somebody's state too; what ended the process is what is raised
+    except Exception as error:  # noqa: BLE001 - also of the user's state_dict(); the first failure is raised
         mine.trainer.journal.line(f"could not save for the restart: {error}")
 
 
@@ -136,7 +127,6 @@ def _from_where_rank_0_says(job: Job, world: Any, say: Say) -> Job:
 
 def _build(job: Job, folder: RunFolder, world: Any, argument: dict[str, Any]) -> Any:
     from manyhands.parallel.apply import follows_plan, resolve_mode
-    from manyhands.parallel.group.plain import gather_plain
     from manyhands.train.build import build
     from manyhands.train.choose_sync import check_combination
     from manyhands.train.objects import Objects
@@ -148,7 +138,6 @@ def _build(job: Job, folder: RunFolder, world: Any, argument: dict[str, Any]) ->
     journal = Journal(folder, world.rank)
     if world.is_main:
         journal.event("started", processes=world.size, device=world.device, backend=world.backend, mode=mode)
-        # So that nobody loses days on a CPU beside an accelerator.
         if world.device == "cpu" and job.cluster.device == "auto":
             from manyhands.cluster.doctor.accelerators import unused_here
 
@@ -176,14 +165,12 @@ def _build(job: Job, folder: RunFolder, world: Any, argument: dict[str, Any]) ->
     notes = (*(precision.said if precision else ()), *about.get("untimed", ()), about.get("reason"))
     for note in filter(None, notes):
         trainer.journal.event("note", note)
-    ranks = gather_plain(local_environment(world), world)
-    if world.is_main:
-        write_metadata(trainer, ranks, {**about, **(precision.about if precision else {})})
+    write_metadata(trainer, {**about, **(precision.about if precision else {})})
     return trainer
 
 
 def _resolve_precision(job: Job, folder: RunFolder, world: Any, mode: str, objects: Any) -> tuple[Any, bool]:
-    """`ResolvedPrecision`, and whether a measurement was announced, before which the header was recorded."""
+    """Returns `ResolvedPrecision`, and whether the header was recorded, as before a measurement."""
     from manyhands.train.data_setup import class_names
     from manyhands.train.parts import record_setup
     from manyhands.train.precision import resolve_precision
@@ -200,7 +187,7 @@ def _resolve_precision(job: Job, folder: RunFolder, world: Any, mode: str, objec
 
 
 def load_objects(argument: dict[str, Any]) -> Any:
-    """Loads the objects that the user's process passed in a file in a private folder."""
+    """Loads the objects that the user's process passed in a file."""
     path = argument.get("objects")
     if not path:
         return argument.get("live")
@@ -210,7 +197,6 @@ def load_objects(argument: dict[str, Any]) -> Any:
 
 
 def _evaluate(job: Job, world: Any, argument: dict[str, Any]) -> dict[str, Any]:
-    """Evaluates a checkpoint over all processes."""
     from manyhands.train.trained import evaluate_checkpoint
 
     path = Path(argument["checkpoint"]) if argument["checkpoint"] else None
@@ -219,7 +205,6 @@ def _evaluate(job: Job, world: Any, argument: dict[str, Any]) -> dict[str, Any]:
 
 
 def _predict(_job: Job, world: Any, argument: dict[str, Any]) -> dict[str, Any]:
-    """Predicts the classes of pictures, divided among all processes."""
     from manyhands.train.trained import guess_together, open_trained
 
     trained = open_trained(Path(argument["checkpoint"]), model=argument["model"], device=world.device)
@@ -227,7 +212,7 @@ def _predict(_job: Job, world: Any, argument: dict[str, Any]) -> dict[str, Any]:
 
 
 def _try_plans(job: Job, world: Any, argument: dict[str, Any]) -> dict[str, Any]:
-    from manyhands.worker.plan_trials import try_out
+    from manyhands.worker.plan_search import try_out
 
     return try_out(job, world, argument)
 
@@ -255,11 +240,7 @@ def _in_group(
     argument: dict[str, Any],
     say: Say,
 ) -> dict[str, Any]:
-    """Joins the group, runs a task, and leaves; writes a record of a failure.
-
-    Raises:
-        Failed: something went wrong.
-    """
+    """Joins the group, runs a task, and leaves. Raises Failed: something went wrong; its record is written."""
     mine = GroupMember(process_info, folder, phase or str(argument["action"]))
     argument = {**argument, "joining_since": time.monotonic()}
     try:
@@ -270,11 +251,11 @@ def _in_group(
         mine.give_back()
 
 
-# What processes may be asked to do; a failure's record names the phase.
+# The texts are phases, which failure records name; by default the task's action: links, measure or verify.
 TASKS: dict[str, Task] = {
     "train": train_here,
     "evaluate": functools.partial(_in_group, _evaluate, "evaluate"),
     "predict": functools.partial(_in_group, _predict, "predict"),
-    "plan": functools.partial(_in_group, _try_plans, ""),  # links, measure or verify
+    "plan": functools.partial(_in_group, _try_plans, ""),
     "add-up": functools.partial(_in_group, _check_sum, "doctor"),
 }

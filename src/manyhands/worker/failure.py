@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from manyhands.data.transforms import Batch
     from manyhands.train.trainer import Trainer
 
-# What torch says on a process whose peer has gone. Such an error is a consequence, not a cause.
+# Errors of torch that report the loss of a peer, so are consequences.
 CONSEQUENCES = (
     "Connection closed by peer",
     "Connection reset by peer",
@@ -36,7 +36,7 @@ CONSEQUENCES = (
     "connectFullMesh",
     "remote process exited",
     "Socket closed",
-    # NCCL's words for it, and those of torch's watch over NCCL.
+    # Of NCCL and torch's NCCL watchdog.
     "Connection closed by remote peer",
     "remote process exiting",
     "communicator was aborted",
@@ -45,7 +45,7 @@ CONSEQUENCES = (
     "wait timeout after",
     "Socket Timeout",
 )
-# A store that can't be reached is a peer that has gone, but for a port that somebody else holds.
+# Errors of the store that don't report the loss of a peer.
 OWN_MISTAKES = ("EADDRINUSE", "Address already in use", "address already in use")
 
 
@@ -59,13 +59,10 @@ def describe_failure(error: BaseException, *, rank: int, step: int | None, phase
     cause = known.__cause__ if known else error
     excerpt = users_traceback(cause) if cause else "\n".join(getattr(error, "__notes__", ()))
     what = known.message if known else f"{type(error).__name__}: {error}".strip()
-    return Failure(
-        time=time.time(),
-        rank=rank,
-        host=socket.gethostname(),
-        pid=os.getpid(),
-        step=step,
-        phase=phase,
+    return _record(
+        rank,
+        step,
+        phase,
         exit_code=known.exit_code if known else 1,
         error=type(error).__name__,
         what=what,
@@ -75,6 +72,11 @@ def describe_failure(error: BaseException, *, rank: int, step: int | None, phase
         excerpt=excerpt or ("" if known else text),
         consequence=is_consequence(error),
     )
+
+
+def _record(rank: int, step: int | None, phase: str, **fields: Any) -> Failure:
+    here = {"time": time.time(), "host": socket.gethostname(), "pid": os.getpid()}
+    return Failure(rank=rank, step=step, phase=phase, **here, **fields)
 
 
 def is_consequence(error: BaseException) -> bool:
@@ -94,25 +96,14 @@ def is_out_of_memory(error: BaseException) -> bool:
     return known or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error))
 
 
-def explained(error: BaseException, trainer: "Trainer | None") -> BaseException:
-    """Returns an error that says what to do if this one is out of memory; else this one."""
-    if not is_out_of_memory(error):
-        return error
-    if trainer:
-        found = explain_memory(error, trainer)
-    else:
-        hints = (
-            "choose a smaller network or a smaller data.image_size",
-            "or shard the network over several processes: --parallel fsdp",
-        )
-        found = RunError(f"out of memory before the first update: {_first_line(error)}", socket.gethostname(), hints)
-    found.__cause__ = error
-    return found
-
-
-def explain_memory(error: BaseException, trainer: "Trainer") -> RunError:
+def explain_memory(error: BaseException, trainer: "Trainer | None") -> RunError:
     """Returns the error for out of memory; tries smaller micro-batches on this process to find one that fits."""
-    # What is tried here is nobody else's business.
+    first_line = str(error).strip().partition("\n")[0][:200] or type(error).__name__
+    if trainer is None:
+        hints = ["choose a smaller network or a smaller data.image_size"]
+        hints.append("or shard the network over several processes: --parallel fsdp")
+        return RunError(f"out of memory before the first update: {first_line}", socket.gethostname(), tuple(hints))
+    # The passes here must not exchange gradients.
     trainer.synchronizer.close()
     # The error's frames hold the tensors of the pass that failed.
     traceback.clear_frames(error.__traceback__)
@@ -131,18 +122,14 @@ def explain_memory(error: BaseException, trainer: "Trainer") -> RunError:
     kind = "an evaluation batch" if evaluating else "a micro-batch"
     halved = "" if options.precision in AUTOCAST else ", or add --set train.precision=bf16"
     return RunError(
-        f"out of memory with {taken} pictures in {kind}: {_first_line(error)}",
+        f"out of memory with {taken} pictures in {kind}: {first_line}",
         f"rank {trainer.world.rank} on {socket.gethostname()}, {trainer.world.device}",
         (*hints, f"{'or ' * bool(hints)}reduce data.image_size{halved}"),
     )
 
 
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0][:200] or type(error).__name__
-
-
 def _largest_that_fits(trainer: "Trainer", taken: int, attempt: "Callable[[Trainer, Batch], object]") -> int:
-    """Halves the pass until it fits; 0 when not even one picture does, or when other processes would have to help."""
+    """Halves the pass until it fits; 0 if not even one picture does, or if a pass needs other processes."""
     size = taken // 2 if not trainer.network.share.collective_forward else 0
     while size >= 1:
         trainer.update.optimizer.zero_grad(set_to_none=True)
@@ -175,10 +162,10 @@ def _try_evaluation(trainer: "Trainer", batch: "Batch") -> None:
 
 
 def leave_record(record: Failure, folder: RunFolder) -> Failure:
-    """Writes why a process ended to where its head looks for it, and the whole traceback into its log.
+    """Writes the record for agent and launcher, and the full traceback into the log; returns the record.
 
-    This comes before anything that may wait for other processes, who may be gone. Nothing is made anew: the folder may
-    not be known yet, or be gone already.
+    Call it before anything that may wait for other processes. It creates no folders: the run folder may not be known
+    yet, or removed already.
     """
     log = folder.ranks / f"{record.rank}.log"
     if record.traceback and folder.failures.is_dir():
@@ -191,7 +178,7 @@ def leave_record(record: Failure, folder: RunFolder) -> Failure:
 
 
 def write_record(record: Failure, folder: RunFolder) -> None:
-    """For the agent that started this process, if one did, and into the run folder, whose disk may be full."""
+    """Writes the record for the agent and into the run folder, whose disk may be full."""
     places = [Path(os.environ[FAILURE_FILE])] if FAILURE_FILE in os.environ else []
     places += [folder.failures / f"{record.rank}.json"] if folder.failures.is_dir() else []
     for place in places:
@@ -206,7 +193,6 @@ def first_of_all(group: Any, record: Failure) -> Failure:
         return record
     failure = group.cause.learn()
     if not failure:
-        # Nothing better is known than what the library itself has said.
         what = f"another process ended or is unreachable: {record.what}"
         hints = ["see the last messages of the other processes", *record.hints]
         return record.model_copy(update={"what": what, "hints": hints, "excerpt": ""})
@@ -219,18 +205,8 @@ def heard(failure: Any) -> dict[str, Any]:
     return {"what": what, "hints": [f"see the terminal or log of rank {failure.rank}"], "excerpt": ""}
 
 
-def describe_peer(rank: int, failure: Any, trainer: Any) -> Failure:
+def describe_peer(failure: Any, *, rank: int, step: int | None, phase: str) -> Failure:
     """Returns the record of a process that ends because of another one, whose record is `failure` (None if unknown)."""
-    record = Failure(
-        time=time.time(),
-        rank=rank,
-        host=socket.gethostname(),
-        pid=os.getpid(),
-        step=trainer.progress.step if trainer else None,
-        phase=trainer.heartbeats.phase if trainer else "build",
-        error="PeerGone",
-        what="rank 0's store is unreachable, so the run can't continue",
-        hints=["see the last messages of rank 0"],
-        consequence=True,
-    )
-    return record.model_copy(update=heard(failure)) if failure else record
+    what, hints = "rank 0's store is unreachable, so the run can't continue", ["see the last messages of rank 0"]
+    known = heard(failure) if failure else {"what": what, "hints": hints}
+    return _record(rank, step, phase, error="PeerGone", consequence=True, **known)

@@ -11,7 +11,6 @@ from typing import Any
 from manyhands.checkpoint.folders import saved_step, unsaved
 from manyhands.cluster.failures import as_error
 from manyhands.config.job import ClusterOptions, Job
-from manyhands.config.load import flatten
 from manyhands.core import terminal
 from manyhands.core.records import Failure
 from manyhands.core.run_folder import RunFolder
@@ -20,15 +19,12 @@ from manyhands.core.version import __version__
 from manyhands.core.world import ProcessInfo
 
 Say = Callable[[str], None]
-# How a process came to be: one head watches over all, or each machine has its own and they met.
+# Values of `ProcessInfo.started_by`: one launcher supervises all, or each machine has its own.
 OUR_HEAD, MET = "manyhands", "met"
 
 
 class GroupMember:
-    """A process of a run or task, with its resources so far; other threads read it too.
-
-    Without a launcher, ranks above 0 use rank 0's folder after the rendezvous; `phase` is for a failure record.
-    """
+    """A process of a run or task, with its resources; other threads read it too. `phase` is for failure records."""
 
     def __init__(self, process_info: ProcessInfo, folder: RunFolder, phase: str) -> None:
         self.process_info, self.folder, self._phase = process_info, folder, phase
@@ -47,7 +43,7 @@ class GroupMember:
         process_info = self.process_info
         self.group = group = join(process_info, options, job.cluster.peer_timeout_s, say)
         if process_info.started_by != OUR_HEAD:
-            # A closed connection ends gloo's collectives; and a group that stood before is not ours to abort.
+            # A closed connection ends gloo's collectives; a group that existed before isn't aborted.
             ends_itself = group.world.device in {"cpu", "mps"} or group.stands is not None
             group.listen(
                 process_info.attempt,
@@ -56,10 +52,10 @@ class GroupMember:
         return group
 
     def leave(self, failure: Any) -> None:
-        """Writes the record and ends this process from a thread, because the main thread may hang on an accelerator."""
+        """Writes the record and ends this process, from a thread: the main thread may hang on an accelerator."""
         from manyhands.worker.failure import describe_peer, leave_record
 
-        record = leave_record(describe_peer(self.process_info.rank, failure, self.trainer), self.folder)
+        record = leave_record(describe_peer(failure, **self._position()), self.folder)
         terminal.say(str(as_error(record)))
         if self.group:
             self.group.abort()
@@ -71,42 +67,44 @@ class GroupMember:
             return nullcontext()
         from manyhands.worker.roll_call import LivenessCheck
 
-        def heartbeat() -> Any:
-            return trainer.heartbeats.heartbeat()
-
         def say(words: str) -> None:
             if self.process_info.rank:
                 terminal.say(words)
             trainer.journal.line(words)
             trainer.journal.event("warning", words, trainer.progress.step)
 
-        return LivenessCheck(group.store, self.process_info, group.present, heartbeat, say).answering()
+        beat = trainer.heartbeats.heartbeat
+        return LivenessCheck(group.store, self.process_info, group.present, beat, say).answering()
 
     def hung(self) -> str:
-        """Returns why this process can't save any more; empty if it may."""
+        """Returns why this process can't save any more; empty if it can."""
         return self.trainer.heartbeats.hung() if self.trainer else ""
 
     def last_words(self, why: str) -> None:
-        """Prints which step was saved, before the process is ended at once."""
+        """Prints which step was saved, before the process is killed."""
         if self.process_info.rank == 0 or self.process_info.started_by == "--init":
             terminal.say(str(unsaved(self.folder.path, saved_step(self.folder), why)))
 
     def record_of(self, error: BaseException) -> Failure:
         """Writes and returns the record of a failure, with the first cause if it is known."""
-        from manyhands.worker.failure import describe_failure, explained, first_of_all, leave_record, write_record
+        from manyhands.worker import failure
 
-        self._failed = True
-        step = self.trainer.progress.step if self.trainer else None
-        phase = self.trainer.heartbeats.phase if self.trainer else self._phase if self.group else "join"
-        record = describe_failure(explained(error, self.trainer), rank=self.process_info.rank, step=step, phase=phase)
-        record = leave_record(record, self.folder)
+        self._failed, position = True, self._position()
+        if failure.is_out_of_memory(error):
+            cause, error = error, failure.explain_memory(error, self.trainer)
+            error.__cause__ = cause
+        record = failure.leave_record(failure.describe_failure(error, **position), self.folder)
         if self.group and self.group.cause:
-            record = first_of_all(self.group, record)
-            write_record(record, self.folder)
+            record = failure.first_of_all(self.group, record)
+            failure.write_record(record, self.folder)
         return record
 
+    def _position(self) -> dict[str, Any]:
+        trainer = self.trainer
+        phase = trainer.heartbeats.phase if trainer else self._phase if self.group else "join"
+        return {"rank": self.process_info.rank, "step": trainer.progress.step if trainer else None, "phase": phase}
+
     def give_back(self) -> None:
-        """Releases the resources and leaves the group."""
         if self.trainer:
             self.trainer.release()
         if self.group:
@@ -124,16 +122,11 @@ def share_folder(world: Any, folder: RunFolder) -> RunFolder:
 
 def publish_invalid_rank(job: Job, process_info: ProcessInfo, what: str) -> None:
     """Reports to all waiting processes that this process has an invalid rank and ends."""
-    # Its C++ parts would log what is no news here.
+    # Silences torch's C++ log.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     from manyhands.parallel.group.rendezvous import report_invalid_rank, report_to_waiting_ranks
 
     report_to_waiting_ranks(process_info, lambda names: report_invalid_rank(names, shared_options(job), what))
-
-
-# Of the cluster's options, those that all processes must agree in. Where they meet is not one of them: rank 0 may call
-# it 0.0.0.0, a name, or another of its addresses; and who meets compares the world's size.
-SHARED = {"backend"}
 
 
 def shared_options(job: Job) -> str:
@@ -147,10 +140,12 @@ def shared_options(job: Job) -> str:
         return text if isinstance(value, int | float) else hashlib.sha256(text.encode()).hexdigest()[:12]
 
     own = {
-        "cluster": set(ClusterOptions.model_fields) - SHARED,
+        # Ranks may name the rendezvous differently, and it compares the world size.
+        "cluster": set(ClusterOptions.model_fields) - {"backend"},
         "data": {"workers", "machine_workers"},
         "run": {"out", "report"},
         "checkpoint": {"resume"},
     }
-    options = {"manyhands": __version__, **flatten(job.model_dump(mode="json", exclude=own))}
-    return " ".join(f"{key}={word(value)}" for key, value in options.items())
+    sections = job.model_dump(mode="json", exclude=own).items()
+    options = {f"{section}.{key}": value for section, values in sections for key, value in values.items()}
+    return " ".join(f"{key}={word(value)}" for key, value in {"manyhands": __version__, **options}.items())

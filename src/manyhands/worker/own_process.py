@@ -18,20 +18,18 @@ from manyhands.core.terminal import say
 from manyhands.core.world import ProcessInfo, World
 from manyhands.data.samples import as_picture
 from manyhands.parallel.group.join import existing_process_info
-from manyhands.parallel.group.plain import gather_plain
 from manyhands.train.data_setup import digest_data, digest_trainable, digest_weights, open_splits
 from manyhands.train.heartbeat import StopSignal, listening
 from manyhands.train.objects import Objects
 from manyhands.train.session import Session
 from manyhands.train.state import load_snapshot
 from manyhands.train.trained import Guesses, guess, open_trained
-from manyhands.train.trainer import Trainer
 from manyhands.worker.member import GroupMember, share_folder, shared_options
-from manyhands.worker.run_metadata import local_environment, write_metadata
+from manyhands.worker.run_metadata import write_metadata
 
 __all__ = ["as_picture", "existing_process_info", "guess", "guess_files", "load_weights", "open_trained", "opened"]
 
-# What a loop of the user's own leaves with where nothing failed.
+# Exit codes of a user's loop that are no failure.
 _IN_ORDER = {None, 0, EXIT_SAVED}
 
 
@@ -44,10 +42,9 @@ def opened(
     scheduled: bool,
     metrics: Mapping[str, Any],
 ) -> Iterator[Session]:
-    """A session at a place among the processes, which run the same `program` with a run folder or without.
+    """Opens a session among processes that run the same `program`, with rank 0's run folder or without.
 
-    The folder is that of rank 0 once they have met. `scheduled`: the job moves the learning rate; `metrics`: figures of
-    the user's own that are objects.
+    `scheduled`: the job sets the learning rate; `metrics`: the user's metric objects.
     """
     mine, here = GroupMember(process_info, folder or NOWHERE, "session"), None
     options = f"{shared_options(job)} program={program} folder={folder is not None}"
@@ -57,7 +54,7 @@ def opened(
             shared = share_folder(world, folder) if folder else None
             mine.folder = shared or NOWHERE
             own = {"scheduled": scheduled, "metrics": metrics}
-            here = Session(world, job, shared, stop=stop, write_metadata=_write_metadata, **own)
+            here = Session(world, job, shared, stop=stop, write_metadata=write_metadata, **own)
             yield here
             here.finish()
     except BaseException as error:
@@ -73,14 +70,8 @@ def opened(
         mine.give_back()
 
 
-def _write_metadata(trainer: Trainer) -> None:
-    ranks = gather_plain(local_environment(trainer.world), trainer.world)
-    if trainer.world.is_main:
-        write_metadata(trainer, ranks, {})
-
-
 def load_weights(model: nn.Module, run: Path) -> None:
-    """Gives a network the last weights of a run, and notes what it was trained on."""
+    """Loads the last weights of a run into a network, and records its training data."""
     path = resolve(run, "last")
     snapshot = load(path)
     load_snapshot(snapshot, model, str(path))
@@ -89,15 +80,15 @@ def load_weights(model: nn.Module, run: Path) -> None:
 
 
 def digest_of_network(model: nn.Module) -> dict[str, str]:
-    """Digests of a network that a user gives as an object: which parameters are trained, and its initial weights."""
+    """Digests which parameters of a user's network are trained, and its initial weights."""
     return digest_trainable(model) | digest_weights(model)
 
 
 def digest_of_objects(job: Job, objects: Objects) -> dict[str, str]:
-    """Digests of data that a user gives as objects."""
+    """Digests data that a user gives as objects."""
     return digest_data(open_splits(job, World(), objects)) if objects.train_set is not None else {}
 
 
 def guess_files(path: Path, files: Sequence[Path], model: str | None, device: str) -> Iterator[Guesses | str]:
-    """The most likely classes of each picture, by the network of a checkpoint; a text for one that can't be read."""
+    """Predicts the classes of each picture with a checkpoint; yields a text for one that can't be read."""
     return guess(open_trained(path, model=model, device=device), files, skip=True)

@@ -1,8 +1,7 @@
-"""The recommendation of a plan: the sharding, the number of processes and the sync method."""
+"""Recommends a plan: the sharding, the number of processes and the sync method."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from manyhands.planner.choose import DATA_PARALLEL
 from manyhands.planner.find import PlanCandidate, SearchResult, enough, name_of
@@ -42,20 +41,18 @@ def as_plain(choice: SyncChoice, case: LinkCase, asked: str) -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True)
-class Advice:
-    """A recommendation."""
+class Advice(NamedTuple):
+    """A recommended plan."""
 
     name: str  # the row of the table
     reason: str  # one or two sentences
-    processes: int  # how many
+    processes: int
 
 
 def advised(found: SearchResult, sync: dict[str, Any], fewer: Sequence[PlanCandidate], *, apart: bool) -> Advice:
     """Recommends fewer processes if they are as fast, else the selected plan.
 
-    `sync` is what `as_plain` returned, `fewer` is data parallel on fewer processes, and `apart` is true if each process
-    is on a separate machine.
+    `sync` is from `as_plain`, `fewer` is data parallel on fewer processes; `apart`: each process has its own machine.
     """
     world_size = found.request.world_size
     seconds = found.pick.measured_seconds.get(found.pick.name) or found.chosen.prediction.seconds
@@ -72,25 +69,25 @@ def advised(found: SearchResult, sync: dict[str, Any], fewer: Sequence[PlanCandi
 
 
 def sync_row(method: dict[str, Any]) -> str:
-    """Returns the name of a sync method in the table."""
+    """The name of a sync method in the table."""
     return DATA_PARALLEL if method["method"] == EXACT else f"{DATA_PARALLEL}, {sync_words(method)}"
 
 
 def sync_words(method: dict[str, Any]) -> str:
-    """Returns the name, codec and interval of a sync method."""
+    """The name, codec and interval of a sync method."""
     codec = f" {method['codec']}" if method["codec"] else ""
     pace = f" every {method['every']}" if method["every"] > 1 else ""
     return f"{method['method']}{codec}{pace}"
 
 
 def sync_seconds(sync: dict[str, Any]) -> float | None:
-    """Returns seconds of a data-parallel update with the job's sync method; None for allreduce, which plans assume."""
+    """The seconds of a data-parallel update with the job's sync method; None for allreduce, which plans assume."""
     taken = sync_taken(sync)
     return taken["step_s"] if taken and taken["method"] != EXACT else None
 
 
 def sync_taken(sync: dict[str, Any]) -> dict[str, Any] | None:
-    """Returns the row of the job's sync method."""
+    """The row of the job's sync method."""
     if sync["asked"] == AUTO:
         return next(row for row in sync["methods"] if row["chosen"])
     rows = [row for row in sync["methods"] if row["method"] == sync["asked"]]

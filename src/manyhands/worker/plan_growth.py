@@ -8,48 +8,38 @@ from typing import Any
 
 from manyhands.config.job import Job
 from manyhands.core.errors import UserError
-from manyhands.planner.find import price
-from manyhands.planner.timing import Timing
+from manyhands.planner.find import Pricing
+from manyhands.planner.timing import OpTimes, Timing
 from manyhands.sync.choose import EXACT
 from manyhands.sync.link_speeds import LinkSpeed
 from manyhands.worker.plan_advice import sync_seconds, sync_taken, sync_words
-from manyhands.worker.plan_search import JobCase, PlanRequest, between_machines, case_to_plan
-from manyhands.worker.plan_trials import norm_group
+from manyhands.worker.plan_search import JobCase, PlanRequest, case_to_plan, make_links
 
-# What timing shares of an update may take together, and each of them.
+# Seconds for timing all shares of an update, and each of them.
 _BUDGET_S, _EACH_S, _ROUNDS = 60.0, 1.0, 3
-# Each number up to this is priced; of more machines, doubles.
-_FEW = 4
-_HOUR_S = 3600.0
 
 
 @dataclass(frozen=True)
 class Growth:
     """A scaling prediction."""
 
-    rows: tuple[dict[str, Any], ...]  # for each number of machines, ascending: plain data
+    rows: list[dict[str, Any]]  # for each number of machines, ascending: plain data
     about: dict[str, Any]  # the job, as plain data
-    notes: tuple[str, ...]  # sentences on what was left out or is in doubt
+    notes: list[str]  # sentences on what was left out or is in doubt
 
     @property
     def title(self) -> str:
-        """The title of the picture."""
         return f"{self.about['model']} on {self.about['data']}, {self.about['link']} between machines, predicted"
 
     def as_plain(self) -> dict[str, Any]:
-        """Returns the prediction as JSON data."""
-        return {**self.about, "rows": list(self.rows), "notes": list(self.notes)}
+        return {**self.about, "rows": self.rows, "notes": self.notes}
 
 
 def predict_growth(job: Job, requested: Mapping[str, Any]) -> Growth:
     """Predicts throughput, efficiency and cost on several numbers of machines of one process each.
 
-    Args:
-        job: the job.
-        requested: "first" and "last" number of machines, and "link", "measure" and "device_model" of `PlanRequest`.
-
-    Raises:
-        UserError: a request can't be satisfied.
+    `requested` has the "first" and "last" number of machines, and "link", "measure" and "device_model" of
+    `PlanRequest`. Raises UserError: a request can't be satisfied.
     """
     first, last = requested["first"], requested["last"]
     request = PlanRequest(last, **{key: value for key, value in requested.items() if key not in {"first", "last"}})
@@ -59,13 +49,10 @@ def predict_growth(job: Job, requested: Mapping[str, Any]) -> Growth:
         raise UserError("predictions for several numbers of machines need the link speed", "--link", hints)
     batch, notes = case.network["batch"], list[str]()
     if last > batch:
-        what, hint = (
-            f"train.batch is {batch}, so at most {batch} machines can share an update",
-            f"set --batch {last} or higher",
-        )
+        what, hint = f"train.batch is {batch}, so at most {batch} machines can share an update", f"set --batch {last}"
         if first > batch:
-            raise UserError(what, "train.batch", (hint,))
-        notes.append(f"{what}; {hint}")
+            raise UserError(what, "train.batch", (f"{hint} or higher",))
+        notes.append(f"{what}; {hint} or higher")
     case = case.resolved(last)
     counts = {count: -(-batch // count) for count in numbers_of_machines(first, min(last, batch))}
     timed = _shares(case, {samples: count for count, samples in counts.items()})
@@ -79,20 +66,19 @@ def predict_growth(job: Job, requested: Mapping[str, Any]) -> Growth:
         "measured": case.measured,
         "spread": round(max((one.spread for one in timed.values() if one), default=0.0), 3),
     }
-    return Growth(tuple(rows), about, (*case.said, *notes))
+    return Growth(rows, about, [*case.said, *notes])
 
 
 def numbers_of_machines(first: int, last: int) -> list[int]:
-    """Returns the numbers of machines to predict for, ascending."""
-    doubles = (1 << power for power in range(last.bit_length()))
-    return sorted({first, last, *(one for one in (*range(1, _FEW), *doubles) if first <= one <= last)})
+    """Returns `first`, `last`, and 3 and powers of two between them."""
+    usual = (3, *(1 << power for power in range(last.bit_length())))
+    return sorted({first, last, *(one for one in usual if first <= one <= last)})
 
 
 def _shares(case: JobCase, sizes: Mapping[int, int]) -> dict[int, Timing | None]:
     """Times one machine's update by number of samples: medians of rounds in turns, because the load varies.
 
-    Shares that there is no time for lie on a straight line. `sizes`: how many share the job's batch, by the samples
-    that each then has.
+    Shares that the time isn't enough for are extrapolated. `sizes`: the number of machines, by the samples of each.
     """
     began_s = time.monotonic()
     points: dict[int, list[Timing]] = {}
@@ -122,7 +108,7 @@ def _middle(taken: Sequence[Timing]) -> Timing:
 
 
 def _beyond(points: Sequence[tuple[int, Timing]], samples: int) -> Timing:
-    """Returns the line through the last two points, or through zero and the only one."""
+    """Extrapolates the line through the last two points, or through zero and the only one."""
     few, shorter = points[-2] if len(points) > 1 else (0, Timing(0.0))
     many, longer = points[-1]
     slope = max(0.0, longer.seconds - shorter.seconds) / (many - few)
@@ -130,11 +116,11 @@ def _beyond(points: Sequence[tuple[int, Timing]], samples: int) -> Timing:
 
 
 def _rows(case: JobCase, shares: dict[int, Timing | None], link: LinkSpeed) -> list[dict[str, Any]]:
-    times, links, rows = case.op_times(), between_machines(link), list[dict[str, Any]]()
+    times, links, rows = OpTimes(case.here, 0.0, rates=case.rates), make_links(link, link), list[dict[str, Any]]()
     batch, samples = case.network["batch"], case.network["samples"]
     for count, share in shares.items():
-        wanted = PlanRequest(count).as_search(case.job, batch, case.device, norm_group(case.job, batch))
-        option = price(case.graph, wanted, times, links, share)
+        wanted = PlanRequest(count).as_search(case.job, batch, case.device)
+        option = Pricing(case.graph, wanted, times, links, share).data_parallel(count)
         sync = case.sync_methods(option, links, link)
         seconds = sync_seconds(sync) or option.prediction.seconds
         epoch_s = samples * seconds / batch
@@ -148,7 +134,7 @@ def _rows(case: JobCase, shares: dict[int, Timing | None], link: LinkSpeed) -> l
                 "sync": sync_words(taken) if (taken := sync_taken(sync)) else EXACT,
                 "images_per_s": batch / seconds,
                 "epoch_s": epoch_s,
-                "process_hours": count * epoch_s / _HOUR_S,
+                "process_hours": count * epoch_s / 3600,
             }
         )
     least = rows[0]["images_per_s"] / rows[0]["processes"]

@@ -3,7 +3,7 @@
 import copy
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,38 +36,80 @@ from manyhands.planner.explain import draw_plan
 from manyhands.planner.find import LinksOf, PlanCandidate, SearchRequest, SearchResult, fewer_counts, find, options_of
 from manyhands.planner.links import links_of, work_of_sums
 from manyhands.planner.timing import OpTimes, Timing
-from manyhands.planner.trial import PlanCase, measure, share_timing
+from manyhands.planner.trial import PlanCase, measure, share_timing, verify
 from manyhands.sync.choose import EXACT, check_method, choose
 from manyhands.sync.costs import LinkCase
 from manyhands.sync.link_speeds import WITHIN_A_MACHINE, LinkSpeed, named_link, through_ssh
 from manyhands.sync.measure import measure_link, pass_seconds
 from manyhands.train.choose_sync import ruled_out
+from manyhands.train.data_setup import open_splits, pixels_for
+from manyhands.train.loss import make_loss_fn
 from manyhands.train.objects import Objects
-from manyhands.train.optimize import slots_of, steps_to_make
-from manyhands.train.precision import make_network, plain_precision, resolve_precision
+from manyhands.train.optimize import make_optimizer, slots_of, steps_to_make
+from manyhands.train.precision import make_network, plain_precision, resolve_precision, sizes_of
 from manyhands.worker.plan_advice import Advice, advised, as_plain, sync_row, sync_seconds
-from manyhands.worker.plan_trials import (
-    LINK_BUDGET_S,
-    LINKS,
-    MEASURE,
-    case_of,
-    graph_of,
-    network_of,
-    norm_group,
-    picture,
-    plans_from,
-)
 
-# Has processes of a job do a task, and gives what the first of them returned: starting them is the head's affair.
+# Runs a task in processes of a job; returns what rank 0 returned.
 RunTask = Callable[[Job, dict[str, Any]], dict[str, Any]]
-
-# More processes than this on one machine say more of the machine than of a plan.
+# Timings of more processes than this on one machine depend more on the machine than on the plan.
 MOST_TIMED = 8
 ROUNDS = 8
 TIMES_BUDGET_S = 30.0
 NETWORK = "network"
 # Seconds for timing the share of one number of processes: of the plan's, and of fewer.
 _SHARE_S, _FEWER_S = 10.0, 4.0
+# Actions of the task "plan".
+LINKS, MEASURE, VERIFY = "links", "measure", "verify"
+_LINK_BUDGET_S = 5.0
+
+
+def network_of(job: Job, world: World | None = None, objects: Objects | None = None) -> dict[str, Any]:
+    """Returns channels, size, classes, and samples in an update (batch) and in an epoch. Raises UserError: no data."""
+    objects = objects or Objects()
+    splits = open_splits(job, world or World(), objects)
+    sizes, samples = sizes_of(job, splits, pixels_for(job, splits, objects)), len(splits.train)
+    return {**sizes, "batch": min(job.train.batch, samples), "samples": samples}
+
+
+def picture(job: Job, network: dict[str, Any], device: str) -> Tensor:
+    """Returns one sample with arbitrary values."""
+    kind = torch.float64 if job.train.precision == "fp64" else torch.float32
+    return torch.zeros(network["channels"], network["size"], network["size"], dtype=kind, device=device)
+
+
+def graph_of(model: nn.Module, sample: Tensor, *, cross_entropy: bool = True) -> Graph:
+    """Returns the ops of a network in training mode with grouped BatchNorm layers."""
+    group_batch_norms(model)
+    graph = describe_network(model, sample)
+    if not cross_entropy:
+        graph.keep_classes()
+    return graph
+
+
+def norm_group(job: Job, batch: int) -> int:
+    """Returns the size of BatchNorm groups; 0: all samples of a process."""
+    group = job.train.norm_group
+    return batch if group == "global" else group if isinstance(group, int) else 0
+
+
+def case_of(job: Job, network: dict[str, Any], device: str, objects: Objects | None = None) -> PlanCase:
+    """Returns the updates of a job on random samples."""
+    own, batch = objects or Objects(), network["batch"]
+    options = job.train.model_copy(update={"lr": 1e-6})
+    return PlanCase(
+        make=lambda: make_network(job, network, device),
+        picture=picture(job, network, device),
+        classes=network["classes"],
+        batch=batch,
+        loss_fn=make_loss_fn(job.train, own.loss),
+        smoothing=job.train.label_smoothing,
+        cross_entropy=own.loss is None and job.train.loss == "cross-entropy",
+        norm_group=norm_group(job, batch),
+        precision=job.train.precision,
+        micro_batch=job.train.micro_batch,
+        shared_memory=job.parallel.shared_memory,
+        optimizer=lambda model: make_optimizer(model, options, sharded=False, own=own.optimizer),
+    )
 
 
 @dataclass(frozen=True)
@@ -83,36 +125,32 @@ class PlanRequest:
     measure: bool = True  # time ops and the best plans on this machine
     device_model: str = ""  # the processes' devices, where they aren't this machine's; nothing is measured then
 
-    def as_search(self, job: Job, batch: int, device: str, group: int = 0) -> SearchRequest:
-        """Returns the parsed request; `group`: the size of BatchNorm groups. Raises UserError: it is invalid."""
+    def as_search(self, job: Job, batch: int, device: str) -> SearchRequest:
+        """Returns the parsed request. Raises UserError: it is invalid."""
         mesh = parse_mesh(self.mesh, "--mesh") if self.mesh else None
-        memory = parse_memory(self.memory) if self.memory else None
+        memory, group = parse_memory(self.memory) if self.memory else None, norm_group(job, batch)
         more = {"accelerator": not device.startswith("cpu"), "fill": self.fill}
-        return SearchRequest(self.world_size, batch, mesh, dict(self.pins), memory, group, slots_of(job.train), **more)
+        return SearchRequest(self.world_size, batch, mesh, self.pins, memory, group, slots_of(job.train), **more)
 
 
-def links_with(link: str, within: LinkSpeed = WITHIN_A_MACHINE) -> LinksOf:
-    """Returns the links of each mesh: of this speed between machines of one process each; empty: within one machine."""
-    return between_machines(named_link(link)) if link else lambda mesh: links_of(mesh, within=within)
-
-
-def between_machines(link: LinkSpeed) -> LinksOf:
-    """Returns the links of each mesh if each process has a machine."""
-    return lambda mesh: links_of(mesh, per_machine=1, between=link)
+def make_links(within: LinkSpeed, between: LinkSpeed | None) -> LinksOf:
+    """Returns a function for the links of a mesh; with `between`, each process has its own machine."""
+    if between:
+        return lambda mesh: links_of(mesh, per_machine=1, between=between)
+    return lambda mesh: links_of(mesh, within=within)
 
 
 @dataclass(frozen=True)
 class JobCase:
     """A job to plan, and its times on this machine, each measured once."""
 
-    job: Job  # as the user wrote it; on all processes, with a precision and a layout, once it is `resolved`
+    job: Job  # `resolved` sets all processes, the precision and the layout
     network: dict[str, Any]  # see `network_of`
-    device: str  # that computes; a model's name where it isn't here
-    between: LinkSpeed | None  # the link for tensors, where each process has a machine; None where all share this one
-    modelled: DeviceModel | None  # the device that isn't here
+    device: str  # or the name of a device model
+    between: LinkSpeed | None  # if each process has its own machine
+    modelled: DeviceModel | None  # the device, if it is not on this machine
     measured: bool  # False to measure nothing
-    # operations and bytes a second of a device that isn't here; None of one that is
-    rates: tuple[float, float] | None = None
+    rates: tuple[float, float] | None = None  # operations and bytes per second of a device model
     said: tuple[str, ...] = ()  # messages about the choices
 
     @property
@@ -121,7 +159,7 @@ class JobCase:
         return "cpu" if self.modelled else self.device
 
     def resolved(self, processes: int) -> "JobCase":
-        """Returns the job with precision and layout, measured if requested and if the device is on this machine."""
+        """Resolves precision and layout, measured if requested and if the device is on this machine."""
         smaller = batch_noted(self.job.train.batch, self.network["samples"])
         if self.modelled:
             found = plain_precision(self.job)
@@ -136,16 +174,12 @@ class JobCase:
 
     @functools.cached_property
     def graph(self) -> Graph:
-        """The ops of the network in training mode."""
         sample = picture(self.job, self.network, self.here)
         return graph_of(self._model, sample, cross_entropy=self.job.train.loss == "cross-entropy")
 
     @functools.cached_property
     def _model(self) -> nn.Module:
         return make_network(self.job, self.network, self.here)
-
-    def op_times(self, budget_s: float = 0.0) -> OpTimes:
-        return OpTimes(self.here, budget_s if self.measured else 0.0, rates=self.rates)
 
     def share(self, processes: int, budget_s: float = _SHARE_S) -> Timing | None:
         """Returns the time of one process's share of an update, divided among `processes`."""
@@ -157,7 +191,7 @@ class JobCase:
 
     def fewer(self, found: SearchResult) -> tuple[PlanCandidate, ...]:
         """Returns data parallel on fewer processes; without measurements, only on separate machines."""
-        # Processes of one machine share its cores, of which estimates know nothing.
+        # Estimates don't know that processes of one machine share its cores.
         apart = self.between is not None or self.device != "cpu"
         if found.request.pins or not (apart or self.measured):
             return ()
@@ -166,12 +200,10 @@ class JobCase:
         return tuple(options_of(counts, found.fewer, {count: one for count, one in timed.items() if one}))
 
     def worked(self, link: LinkSpeed) -> LinkSpeed:
-        """Returns the link with the time in which messages occupy the cores of a process."""
-        return link if self.device != "cpu" or not self.measured else link.with_work_of(self._sums)
-
-    @functools.cached_property
-    def _sums(self) -> LinkSpeed:
-        return work_of_sums(cores() / (1 if self.between else self.job.cluster.processes))
+        """Adds the time in which messages occupy the cores of a process."""
+        if self.device != "cpu" or not self.measured:
+            return link
+        return link.with_work_of(work_of_sums(cores() / (1 if self.between else self.job.cluster.processes)))
 
     @functools.cached_property
     def _pass_s(self) -> float:
@@ -204,11 +236,7 @@ class JobCase:
 
 
 def case_to_plan(job: Job, request: PlanRequest) -> JobCase:
-    """Reads a job's data and the speed of its links.
-
-    Raises:
-        UserError: the data is missing or doesn't fit, or a link speed or device model is invalid.
-    """
+    """Reads a job's data and the speed of its links. Raises UserError: one of them is missing or invalid."""
     check_method(job.sync.method)
     modelled = device_model(request.device_model) if request.device_model else None
     device = modelled.name if modelled else device_kind(job.cluster.device, request.world_size)
@@ -220,16 +248,6 @@ def case_to_plan(job: Job, request: PlanRequest) -> JobCase:
     if between and job.cluster.through_ssh:
         between = through_ssh(between)
     return JobCase(job, network, device, between, modelled, request.measure and not modelled)
-
-
-def search(
-    graph: Graph, request: SearchRequest, times: OpTimes, links: LinksOf, share: Timing | None = None
-) -> SearchResult:
-    """Returns the result of `find` and saves the measured times of ops."""
-    try:
-        return find(graph, request, times, links, share)
-    finally:
-        times.save()
 
 
 def find_plan(  # noqa: PLR0913 - each is one wish
@@ -280,7 +298,8 @@ def find_plan(  # noqa: PLR0913 - each is one wish
     try:
         graph = describe_network(model.train(), sample[0] if batched else sample)
         times = OpTimes(device, TIMES_BUDGET_S if measure else 0.0)
-        return search(graph, request.as_search(given, samples, device), times, links_with(link)).plan
+        links = make_links(WITHIN_A_MACHINE, named_link(link) if link else None)
+        return find(graph, replace(request.as_search(given, samples, device), norm_group=0), times, links).plan
     finally:
         restore()
         model.train(training)
@@ -290,7 +309,7 @@ def find_plan(  # noqa: PLR0913 - each is one wish
 class Planned:
     """The result of a search for a job."""
 
-    found: SearchResult  # plans and the pick
+    found: SearchResult
     case: JobCase
     notes: tuple[str, ...]  # sentences on what was left out
     sync: dict[str, Any]  # see `JobCase.sync_methods`
@@ -299,7 +318,6 @@ class Planned:
 
     @property
     def candidates(self) -> list[PlanCandidate]:
-        """All candidates, for the table."""
         data = self.found.candidates[0]
 
         def priced(row: dict[str, Any]) -> PlanCandidate:
@@ -311,9 +329,10 @@ class Planned:
         methods = [priced(row) for row in self.sync["methods"] if row["method"] != EXACT]
         return [*self.found.candidates, *methods, *self.fewer]
 
-    def plan_of(self, option: PlanCandidate) -> Plan:
-        """Returns a plan as in its file, with the fields to create the network again."""
-        plan = self.found.plan_of(option)
+    @property
+    def plan(self) -> Plan:
+        """The chosen plan as in its file, with the fields to create the network again."""
+        plan = self.found.plan
         model = self.case.job.model
         own = {"model": {"name": model.name, **model.model_dump(mode="json", exclude_defaults=True)}}
         data = {key: self.case.network[key] for key in ("channels", "size", "classes")}
@@ -326,58 +345,50 @@ class Planned:
 
     def as_plain(self, files: tuple[Path, Path]) -> dict[str, Any]:
         """Returns the result as JSON data, with the names of its files."""
-        return {"plan": str(files[0]), "picture": str(files[1]), **self.plan_of(self.found.chosen).as_plain()}
+        return {"plan": str(files[0]), "picture": str(files[1]), **self.plan.as_plain()}
 
 
 def search_plan(
     job: Job, requested: Mapping[str, Any], out: Path, run_task: RunTask, *, force: bool
 ) -> tuple[Planned, tuple[Path, Path]]:
-    """Searches for the plan of a job and writes it, for `run.tasks`."""
-    request = PlanRequest(**{**requested, "pins": parse_pins(requested["pins"])})
-    planned = plan_job(job, request, run_task, lambda: check_free(out, force=force))
-    return planned, write_plan(planned, out, force=force)
+    """Searches for the plan of a job, times the best ones here if requested and possible, and writes plan and picture.
 
-
-def plan_job(job: Job, request: PlanRequest, run_task: RunTask, ready: Callable[[], None] = lambda: None) -> Planned:
-    """Searches for the plan of a job, and times the best ones on this machine if requested and possible.
-
-    Args:
-        job: the job.
-        request: the request for the plan.
-        run_task: runs tasks in processes that measure their link and time the best plans.
-        ready: called after the request is parsed and before long work; it may raise an error.
-
-    Raises:
-        ManyhandsError: a request can't be satisfied, or timing failed.
+    Raises ManyhandsError: a request can't be satisfied, timing failed, or a file would be overwritten.
     """
+    request = PlanRequest(**{**requested, "pins": parse_pins(requested["pins"])})
     case = case_to_plan(job, request)
     if case.modelled:
         request = replace(request, memory=request.memory or str(case.modelled.memory_bytes))
-    batch = case.network["batch"]
-    wanted = request.as_search(job, batch, case.device, norm_group(job, batch))
-    ready()
+    wanted = request.as_search(job, case.network["batch"], case.device)
+    drawing = _check_free(out, force=force)
     case = case.resolved(request.world_size)
     apart, graph = case.between is not None, case.graph
     together = case.measured and not apart and 1 < request.world_size <= MOST_TIMED
     if case.between:
-        link = case.worked(case.between)
-        links = between_machines(link)
+        link = case.between
+    elif together:
+        link = LinkSpeed(**run_task(case.job, {"task": "plan", "action": LINKS})["link"])
     else:
         link = replace(WITHIN_A_MACHINE, bytes_per_s=case.modelled.within) if case.modelled else WITHIN_A_MACHINE
-        if together:
-            link = LinkSpeed(**run_task(case.job, {"task": "plan", "action": LINKS})["link"])
-        link = case.worked(link)
-        links = links_with("", link)
-    times = case.op_times(TIMES_BUDGET_S)
-    found = search(graph, wanted, times, links, case.share(request.world_size))
+    link = case.worked(link)
+    links = make_links(link, link if apart else None)
+    times = OpTimes(case.here, TIMES_BUDGET_S if case.measured else 0.0, rates=case.rates)
+    found = find(graph, wanted, times, links, case.share(request.world_size))
     notes = (*case.said, *times.notes, *times.doubts(), *found.notes, *graph.notes)
     fewer = case.fewer(found)
-    if together:
-        found = _timed(found, case, run_task)
+    plans = found.plans_of(found.finalists())
+    if together and len(plans) > 1:
+        pick = pick_measured(run_task(case.job, plan_task(MEASURE, case.network, plans))["seconds"])
+        found = replace(found, pick=pick if DATA_PARALLEL in plans else replace(pick, reason=found.pick.reason))
     sync = case.sync_methods(found.options[0], links, link)
     if not found.pick.measured_seconds and (seconds := sync_seconds(sync)):
         found = found.repicked(seconds)
-    return Planned(found, case, notes, sync, fewer, advised(found, sync, fewer, apart=apart))
+    planned = Planned(found, case, notes, sync, fewer, advised(found, sync, fewer, apart=apart))
+    plan, letters = planned.plan, found.chosen.letters
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_plan_record(out, plan.record())
+    draw_plan({name: letters[name] for name in graph.ops if name in letters}, plan.mesh, drawing)
+    return planned, (out, drawing)
 
 
 def with_processes(job: Job, count: int) -> Job:
@@ -386,117 +397,81 @@ def with_processes(job: Job, count: int) -> Job:
     return job.model_copy(update={"cluster": job.cluster.model_copy(update=own)})
 
 
-def _timed(found: SearchResult, case: JobCase, run_task: RunTask) -> SearchResult:
-    """With the best plans timed in turns."""
-    plans = found.plans_of(found.finalists())
-    if len(plans) < 2:
-        return found
-    pick = pick_measured(run_task(case.job, timing(case.network, plans))["seconds"])
-    return replace(found, pick=pick if DATA_PARALLEL in plans else replace(pick, reason=found.pick.reason))
+def plan_task(action: str, network: dict[str, Any], plans: dict[str, Any]) -> dict[str, Any]:
+    """Returns the task to verify or time plans by name; None stands for data parallel."""
+    return {"task": "plan", "action": action, "network": network, "plans": plans, "rounds": ROUNDS}
 
 
-def timing(network: dict[str, Any], plans: dict[str, Any]) -> dict[str, Any]:
-    """Returns the task to time updates under each plan in turns, by name; None stands for data parallel."""
-    return {"task": "plan", "action": MEASURE, "network": network, "plans": plans, "rounds": ROUNDS}
-
-
-def write_plan(planned: Planned, path: Path, *, force: bool = False) -> tuple[Path, Path]:
-    """Writes the chosen plan and its picture, and returns both files. Raises UserError: see `check_free`."""
-    drawing = path.with_suffix(".png")
-    check_free(path, force=force)
-    chosen = planned.found.chosen
-    plan = planned.plan_of(chosen)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_plan_record(path, plan.record())
-    letters = chosen.letters
-    draw_plan({name: letters[name] for name in planned.found.graph.ops if name in letters}, plan.mesh, drawing)
-    return path, drawing
-
-
-def check_free(path: Path, *, force: bool) -> None:
-    """Raises UserError if writing a plan would overwrite a file; with `force`, one that is not a plan."""
+def _check_free(path: Path, *, force: bool) -> Path:
+    """Returns the path of the picture. Raises UserError: a file would be overwritten; with `force`, not a plan's."""
     if path.suffix.lower() != ".json":
         raise UserError(f"the plan file must end in .json: {path.name}", "--out", ("choose --out plan.json",))
-    there = [one for one in (path, path.with_suffix(".png")) if one.exists()]
-    if there and not force:
+    drawing = path.with_suffix(".png")
+    if not force and (there := next((one for one in (path, drawing) if one.exists()), None)):
         hints = ("overwrite the plan: --force", "or choose another file: --out other.json")
-        raise UserError(f"{there[0]} already exists", str(there[0]), hints)
+        raise UserError(f"{there} already exists", str(there), hints)
     if path.exists():
         read_plan(path)
+    return drawing
 
 
 def decide(job: Job, world: World, folder: RunFolder, objects: Objects) -> tuple[Plan | None, dict[str, Any]]:
     """Selects the plan of the processes, the same on all of them; a collective.
 
-    A run that resumes on the same number of processes keeps its plan, because another measurement might select another
-    one.
-
-    Returns:
-        How ops are split, None for data parallel; and for plan.json the reason, and each candidate's predicted and
-        measured times.
-
-    Raises:
-        UserError: a request can't be satisfied; raised on all processes.
+    A run that resumes on the same number of processes with the same requests keeps its plan. Returns the plan, None for
+    data parallel; and fields of plan.json: the reason, and each candidate's times. Raises UserError on all processes: a
+    request can't be satisfied.
     """
-    previous = broadcast_plain(_previous(folder, world.size, search_key(job)) if world.is_main else None, world)
+    options = job.parallel
+    key = [list(options.pin), options.mesh, options.memory, options.link, options.plan, options.full_batch]
+    previous = broadcast_plain(_previous(folder, world.size, key) if world.is_main else None, world)
     if previous is not None:
-        return _previous_decision(previous)
-    if job.parallel.plan:
-        return shared_plan(job.parallel, world), {}
+        plan = plan_from_plain(previous, "plan.json")
+        about = {name: plan.about[name] for name in ("reason", "candidates", "wish") if name in plan.about}
+        mode, known = str(plan.about.get("mode", MODE_OF_SEARCHES)), module_names(MODES)
+        if mode not in known:
+            raise unknown_choice("parallel mode", mode, known, "plan.json")
+        return replace(plan, layouts=None, about=about) if follows_plan(mode) else None, about
+    if options.plan:
+        return shared_plan(options, world), {}
     network = network_of(job, world, objects)
     case = case_of(job, network, world.device, objects)
     if own := objects.model:
         # A user's own network, where its pictures are; in double precision where they are.
         kind, device = torch.float64 if case.picture.dtype == torch.float64 else None, case.picture.device
         case = replace(case, make=lambda: copy.deepcopy(own).to(device, kind).train())
-    link = measure_link(None, world.device, LINK_BUDGET_S) if job.parallel.measure else WITHIN_A_MACHINE
+    link = measure_link(None, world.device, _LINK_BUDGET_S) if options.measure else WITHIN_A_MACHINE
     answer = broadcast_result(lambda: _search(job, world, case, link), world)
     plans = plans_from(answer["finalists"])
-    if len(plans) > 1 and job.parallel.measure and answer["measurable"]:
+    if len(plans) > 1 and options.measure and answer["measurable"]:
         pick = pick_measured(measure(case, plans, world, ROUNDS))
         answer |= {"chosen": pick.name, "reason": pick.reason}
         for row in answer["candidates"]:
             if row["name"] in pick.measured_seconds:
                 row["measured_ms"] = round(pick.measured_seconds[row["name"]] * 1e3, 3)
-    about = {"reason": answer["reason"], "candidates": answer["candidates"], "wish": search_key(job)}
+    about = {"reason": answer["reason"], "candidates": answer["candidates"], "wish": key}
     if answer["untimed"]:
         about["untimed"] = answer["untimed"]
     plan = plans[answer["chosen"]]
     return plan and replace(plan, about={**plan.about, **about}), about
 
 
-def search_key(job: Job) -> list[Any]:
-    """Returns the user's requests for a plan as JSON data."""
-    options = job.parallel
-    return [list(options.pin), options.mesh, options.memory, options.link, options.plan, options.full_batch]
-
-
-def _previous(folder: RunFolder, world_size: int, search: list[Any]) -> dict[str, Any] | None:
+def _previous(folder: RunFolder, world_size: int, key: list[Any]) -> dict[str, Any] | None:
     """Returns the plan in this run folder for the same number of processes and the same requests."""
     if not folder.plan.is_file() or not folder.has_checkpoints():
         return None
     plan = read_plan(folder.plan)
-    return plan.as_plain() if plan.mesh.size == world_size and plan.about.get("wish") == search else None
-
-
-def _previous_decision(content: dict[str, Any]) -> tuple[Plan | None, dict[str, Any]]:
-    plan = plan_from_plain(content, "plan.json")
-    about = {key: plan.about[key] for key in ("reason", "candidates", "wish") if key in plan.about}
-    mode, known = str(plan.about.get("mode", MODE_OF_SEARCHES)), module_names(MODES)
-    if mode not in known:
-        raise unknown_choice("parallel mode", mode, known, "plan.json")
-    return replace(plan, layouts=None, about=about) if follows_plan(mode) else None, about
+    return plan.as_plain() if plan.mesh.size == world_size and plan.about.get("wish") == key else None
 
 
 def _search(job: Job, world: World, case: PlanCase, link: LinkSpeed) -> dict[str, Any]:
-    """Searches on rank 0 and returns the result as plain data. Raises ManyhandsError: a request can't be satisfied."""
+    """Searches on rank 0 and returns the result as plain data."""
     options = job.parallel
     pins = plan_of(options, world.size).ops if options.pin or options.full_batch else {}
-    request = PlanRequest(world.size, options.mesh, pins, options.memory)
-    wanted = request.as_search(job, case.batch, world.device, case.norm_group)
+    wanted = PlanRequest(world.size, options.mesh, pins, options.memory).as_search(job, case.batch, world.device)
     graph = graph_of(case.make(), case.picture, cross_entropy=case.cross_entropy)
     times = OpTimes(world.device, TIMES_BUDGET_S if options.measure else 0.0)
-    found = search(graph, wanted, times, links_with(options.link, link))
+    found = find(graph, wanted, times, make_links(link, named_link(options.link) if options.link else None))
     finalists, limit = found.finalists(), wanted.memory_limit_bytes
     return {
         "finalists": found.plans_of(finalists),
@@ -510,3 +485,20 @@ def _search(job: Job, world: World, case: PlanCase, link: LinkSpeed) -> dict[str
         # All finalists are in memory at once while they are timed.
         "measurable": limit is None or sum(one.prediction.memory_bytes for one in finalists) <= limit,
     }
+
+
+def try_out(job: Job, world: World, argument: dict[str, Any]) -> dict[str, Any]:
+    """Runs `argument["action"]`; all processes must call it and return the same plain data."""
+    if argument["action"] == LINKS:
+        return {"link": asdict(measure_link(None, world.device, _LINK_BUDGET_S))}
+    case = case_of(job, argument["network"], world.device)
+    plans = plans_from(argument["plans"])
+    if argument["action"] == VERIFY:
+        proofs = {name: verify(case, plan, world).as_plain() for name, plan in plans.items() if plan is not None}
+        return {"proofs": proofs}
+    return {"seconds": measure(case, plans, world, argument["rounds"])}
+
+
+def plans_from(plans: dict[str, Any]) -> dict[str, Plan | None]:
+    """Reads plans by name from what `SearchResult.plans_of` returned; None for data parallel."""
+    return {name: plan_from_plain(plan, f"plan of {name}") if plan else None for name, plan in plans.items()}

@@ -40,17 +40,14 @@ def import_training() -> None:
 def preload(orders: Orders | None = None) -> None:
     """Imports the training modules; the precision measurement and torchvision only if workers may need them.
 
-    Importing torchvision, and with it torch's compiler, takes as long as importing torch. A worker that needs it later
-    imports it then.
-
-    Raises:
-        RunError: torchvision can't be imported.
+    Importing torchvision, and with it torch's compiler, takes as long as importing torch. Raises RunError: it can't be
+    imported.
     """
     import_training()
     job = Job.model_validate(orders.argument["job"]) if orders else None
     if job is None or job.train.measured_precision:
         importlib.import_module("manyhands.train.precision")
-    if orders is None or job is None or not _does_without(orders, job):
+    if orders is None or job is None or not _needs_no_torchvision(orders, job):
         try:
             importlib.import_module("torchvision")
         except Exception as error:
@@ -60,11 +57,10 @@ def preload(orders: Orders | None = None) -> None:
             raise RunError(what, sys.executable, ("run manyhands doctor to see what to install",)) from error
 
 
-def _does_without(orders: Orders, job: Job) -> bool:
-    """True where network, data and optimizer are ours, and gradients go through memory: DDP asks the compiler."""
+def _needs_no_torchvision(orders: Orders, job: Job) -> bool:
+    """True if network, data and optimizer are built in, and gradients are averaged through memory, not by DDP."""
     from manyhands.models.build import is_custom
 
     own = is_custom(job.model.name) and is_published(job.data.name) and job.train.built_in and not job.train.compile
-    alone = len(orders.rendezvous.sizes) == 1
-    through_memory = job.parallel.mode == USUAL_MODE and job.parallel.shared_memory and alone
-    return orders.argument["task"] == "train" and own and through_memory
+    through_memory = job.parallel.mode == USUAL_MODE and job.parallel.shared_memory
+    return orders.argument["task"] == "train" and own and through_memory and len(orders.rendezvous.sizes) == 1

@@ -1,6 +1,6 @@
 """Liveness check without agents: a process with a late step asks all processes to answer and names the missing ones.
 
-In a run that goes on nothing is sent but a question to the store, once a second, whether somebody has called.
+Otherwise each process only asks the store once a second whether another one has called.
 """
 
 import contextlib
@@ -21,23 +21,19 @@ from manyhands.parallel.group.heartbeat import Heartbeat, Seen
 from manyhands.parallel.group.listeners import close_rendezvous
 from manyhands.parallel.group.rendezvous import Answer, understood
 
-# Over so long each counts what it computes and moves, while nobody speaks with the store.
+# Between the two heartbeats of an answer; nobody uses the store meanwhile.
 _COUNTED_S = 3.0
-# Who hasn't answered after so long gives no sign of life; nor does a store.
+# A process or store that hasn't answered after so long is silent.
 _PATIENCE_S = 10.0
-# How a process came to be whose screen nobody else writes on.
+# How a process was started that has its own screen.
 BY_HAND = "--init"
 
 
 class LivenessCheck:
     """The liveness check of this process.
 
-    Args:
-        store: the store of all processes.
-        process_info: the rank and rendezvous of this process.
-        present: the description that each process gave at the rendezvous, by rank.
-        heartbeat: returns the heartbeat of this process.
-        say: reports missing processes; called on each late process that was started by hand, else on one.
+    `present` is the description that each process gave at the rendezvous, by rank. `say` reports missing processes; it
+    is called on each late process that was started by hand, else on one.
     """
 
     def __init__(
@@ -49,12 +45,12 @@ class LivenessCheck:
         say: Callable[[str], None],
     ) -> None:
         by_file, own = process_info.init.startswith("file://"), dist.PrefixStore(f"roll/{process_info.attempt}", store)
-        # A client of its own, so that the main thread never waits for this one's answers; but a second one of a file
-        # writes into it as it goes, and makes it anew where rank 0 has just removed it.
+        # A separate client, so that the main thread never waits for this one's answers; but a second client of a file
+        # would create it again after rank 0 has removed it.
         self._store = own if by_file else own.clone()
         self._process_info, self._present, self._heartbeat, self._say = process_info, present, heartbeat, say
         self._held_by_rank_0 = not process_info.agent_store and not by_file
-        # On the process that holds the store: its port, until it is closed to strangers.
+        # The port of this process's store until it is closed to other hosts.
         self._open_port = store.port if self._held_by_rank_0 and process_info.rank == 0 else 0
         if self._held_by_rank_0:
             self._store.add("attending", 1)
@@ -62,7 +58,7 @@ class LivenessCheck:
 
     @contextlib.contextmanager
     def answering(self) -> Generator[None]:
-        """Asks and answers within the context; a second thread watches the store, whose process may be stopped."""
+        """Asks and answers within the context; a second thread watches the store."""
         threads = [threading.Thread(target=each, daemon=True) for each in (self._attend, self._watch_the_store)]
         for thread in threads:
             thread.start()
@@ -75,7 +71,7 @@ class LivenessCheck:
 
     def _attend(self) -> None:
         number = 0
-        with contextlib.suppress(dist.DistError):  # the store has gone, and others say why
+        with contextlib.suppress(dist.DistError):  # the store has ended, which other code reports
             while not self._over.wait(HEARTBEAT_S):
                 late = self._heartbeat().late
                 self._reported = self._reported and late
@@ -85,16 +81,13 @@ class LivenessCheck:
                     called = self._store.check([str(number)])
                     all_attend = self._open_port and self._store.add("attending", 0) >= len(self._present)
                 if all_attend:
-                    self._close_rendezvous()
+                    here, every = this_machine(), self._present.values()
+                    others = {each["machine"]: each["addresses"] for each in every if each["machine"] != here}
+                    close_rendezvous(self._open_port, list(others.values()))
+                    self._open_port = 0
                 if called:
                     self._answer(number)
                     number += 1
-
-    def _close_rendezvous(self) -> None:
-        here = this_machine()
-        others = {who["machine"]: who["addresses"] for who in self._present.values() if who["machine"] != here}
-        close_rendezvous(self._open_port, list(others.values()))
-        self._open_port = 0
 
     def _watch_the_store(self) -> None:
         while not self._over.wait(HEARTBEAT_S):
@@ -110,7 +103,7 @@ class LivenessCheck:
         self._asked_at = float("inf")
 
     def _answer(self, number: int) -> None:
-        """Answers a call, and names who didn't where this process has waited too long itself."""
+        """Answers a call; if this process is late itself, collects the answers and reports the silent processes."""
         begun, before = time.monotonic(), self._heartbeat()
         if self._over.wait(_COUNTED_S):
             return
@@ -120,10 +113,7 @@ class LivenessCheck:
         if not answer.now.late or self._reported:
             return
         answers = self._collect(number)
-        seen = {
-            rank: [self._seen(rank, heartbeat) for heartbeat in (said.before, said.now)]
-            for rank, said in answers.items()
-        }
+        seen = {rank: [self._seen(rank, one.before), self._seen(rank, one.now)] for rank, one in answers.items()}
         late = [rank for rank, said in answers.items() if said.now.late]
         silent = [rank for rank in self._present if rank not in answers]
         self._report(seen | self._from_outside(silent, time.monotonic() - begun), min(late, default=0))
@@ -139,7 +129,7 @@ class LivenessCheck:
         return answers
 
     def _from_outside(self, silent: Sequence[int], quiet_s: float) -> dict[int, list[Seen]]:
-        """Those that don't answer, as far as the system of this machine tells of them."""
+        """What this machine's system knows of silent processes, at two times."""
         heartbeat = self._heartbeat().model_copy(update={"still_s": 0.0, "calls": -1, "moved_bytes": 0, "cpu_s": 0.0})
         seen = {rank: [self._seen(rank, heartbeat, quiet_s)] for rank in silent}
         self._over.wait(_COUNTED_S)
@@ -157,7 +147,6 @@ class LivenessCheck:
             for at, each in ((time.monotonic() - _COUNTED_S, first), (time.monotonic(), last)):
                 stalls.take(WorkersSeen(self._present[rank]["host"], [each]), at)
         self._reported = True
-        if (words := stalls.to_say()) and (
-            self._process_info.rank == reporter or self._process_info.started_by == BY_HAND
-        ):
+        reports = self._process_info.rank == reporter or self._process_info.started_by == BY_HAND
+        if (words := stalls.to_say()) and reports:
             self._say(words)

@@ -3,43 +3,42 @@
 import json
 import os
 import platform
+from collections.abc import Mapping
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import tomli_w
 
-from manyhands.cluster.code_files import revision
 from manyhands.cluster.folders import replace_job, write_job
 from manyhands.core.plan_record import PlanRecord, write_plan_record
 from manyhands.core.records import read_lines, write_json
 from manyhands.core.run_folder import RunFolder
 from manyhands.core.terminal import plain
+from manyhands.core.user_code import revision
 from manyhands.core.version import __version__
 from manyhands.sync.options import option_keys
 from manyhands.train.journal import Journal
 
 
-def write_metadata(trainer: Any, ranks: list[dict[str, Any]], about: dict[str, Any]) -> None:
-    """Writes job.toml, env.json, network.json and plan.json, and an event for each option that this start changes.
+def write_metadata(trainer: Any, about: Mapping[str, Any] = MappingProxyType({})) -> None:
+    """Writes job.toml, env.json, network.json and plan.json, and an event for each changed option; a collective.
 
-    If an earlier start has trained, the files are written after the first update of this one.
-
-    Args:
-        trainer: `train.trainer.Trainer`, built.
-        ranks: each process's `local_environment`.
-        about: further fields of plan.json.
-
-    Raises:
-        UserError: options were changed, but no update is left.
+    If an earlier start has trained, the files are written after the first update of this one. `about` has further
+    fields of plan.json. Raises UserError: options were changed, but no update is left.
     """
+    from manyhands.parallel.group.plain import gather_plain
     from manyhands.train.exceptions import exception_of_buffers
 
+    ranks = gather_plain(local_environment(trainer.world), trainer.world)
+    if not trainer.world.is_main:
+        return
     folder, journal, step = trainer.folder, trainer.journal, trainer.progress.step
     trained, changes = folder.has_trained(), list[Any]()
     if trained or trainer.due.finished():
-        from manyhands.report.changes import changes_since, refuse_idle  # a new run needs no reader of runs
+        from manyhands.report.changes import changes_since, refuse_idle
 
         if trained:
             record_undone_steps(folder, journal, step)
@@ -47,16 +46,23 @@ def write_metadata(trainer: Any, ranks: list[dict[str, Any]], about: dict[str, A
         if trainer.due.finished():
             refuse_idle(folder, changes, step, trainer.due.total_steps)
     plan = plan_of(trainer)
-    known = len(plan.exceptions)
-    became = resolved(trainer, plan)
-    job, own = job_text(trainer.job, became), environment(trainer.world, ranks)
+    known, became = len(plan.exceptions), resolved(trainer, plan)
+    job, own = job_text(trainer.job, became), ranks[0]
+    differing = [key for key in own if any(one[key] != own[key] for one in ranks)]
+    environment = {
+        "v": 1,
+        **own,
+        "processes": trainer.world.size,
+        "backend": trainer.world.backend,
+        "git_revision": revision(Path.cwd()),
+        "ranks": [{"rank": rank, **{key: one[key] for key in differing}} for rank, one in enumerate(ranks)],
+    }
 
     def write_files() -> None:
-        write_json(folder.environment, own)
+        write_json(folder.environment, environment)
         write_json(folder.network, trainer.trained)
-        write_plan_record(
-            folder.plan, plan.model_copy(update={**about, "resolved": became | about.get("resolved", {})})
-        )
+        options = became | about.get("resolved", {})
+        write_plan_record(folder.plan, plan.model_copy(update={**about, "resolved": options}))
 
     def note_buffers(names: list[str]) -> None:
         message = exception_of_buffers(names)
@@ -81,13 +87,10 @@ def write_metadata(trainer: Any, ranks: list[dict[str, Any]], about: dict[str, A
 
 
 def record_undone_steps(folder: RunFolder, journal: Journal, step: int) -> None:
-    """Marks the records of updates that are repeated because they were not saved.
-
-    Only records of the last start are considered; earlier ones are marked already.
-    """
+    """Marks the records of updates that are repeated because the last start did not save them."""
     from manyhands.report.follow import end_of
 
-    # This start has told already where it goes on from.
+    # The last event is that of this start.
     resumed = (line for line in read_lines(folder.events) if line.get("kind") == "resumed")
     *_, since, _ = [0.0, 0.0, *(line.get("time", 0.0) for line in resumed)]
     lines = (line for line in end_of(folder.metrics) if isinstance(line.get("step"), int))
@@ -100,8 +103,7 @@ def record_undone_steps(folder: RunFolder, journal: Journal, step: int) -> None:
 def resolved(trainer: Any, plan: PlanRecord) -> dict[str, Any]:
     """Returns the resolved values of automatic options by dotted key, without options that the user set.
 
-    The job keeps the requested values, so that a resumed run may resolve them again, except for precision and layout,
-    which stay the same for the whole run.
+    The job keeps the requested values, so that a resumed run resolves them again; precision and layout never change.
     """
     job, pictures, world, sync = trainer.job, trainer.trained.pictures, trainer.world, trainer.sync.cost
     found: dict[str, Any] = {
@@ -124,8 +126,8 @@ def resolved(trainer: Any, plan: PlanRecord) -> dict[str, Any]:
     found |= {f"sync.{key}": decided[key] for key in option_keys(sync.method) if key in decided}
     values = job.model_dump(mode="json")
     asked = {key: values[key.partition(".")[0]][key.partition(".")[2]] for key in found}
-    opened: tuple[Any, ...] = ("auto", "", 0, -1, [])  # whatever fits
-    return {key: value for key, value in found.items() if asked[key] in opened and value != asked[key]}
+    automatic: tuple[Any, ...] = ("auto", "", 0, -1, [])
+    return {key: value for key, value in found.items() if asked[key] in automatic and value != asked[key]}
 
 
 def job_text(job: Any, known: dict[str, Any]) -> str:
@@ -141,7 +143,6 @@ def job_text(job: Any, known: dict[str, Any]) -> str:
 
 
 def local_environment(world: Any) -> dict[str, Any]:
-    """Returns versions, device and host of this process."""
     import torch
 
     from manyhands.core.devices import device_name
@@ -157,19 +158,6 @@ def local_environment(world: Any) -> dict[str, Any]:
         "device_name": device_name(world.device),
         "threads": torch.get_num_threads(),
         "pid": os.getpid(),
-    }
-
-
-def environment(world: Any, ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    """Returns rank 0's environment and the revision of the user's code; "ranks" has the differences of each rank."""
-    differing = [key for key in ranks[0] if any(own[key] != ranks[0][key] for own in ranks)]
-    return {
-        "v": 1,
-        **ranks[0],
-        "processes": world.size,
-        "backend": world.backend,
-        "git_revision": revision(Path.cwd()),
-        "ranks": [{"rank": rank, **{key: own[key] for key in differing}} for rank, own in enumerate(ranks)],
     }
 
 

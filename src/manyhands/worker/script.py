@@ -1,7 +1,6 @@
-"""Runs a user's training script in a worker: `python -m manyhands.worker.script …`.
+"""Runs a user's training script in a worker as torchrun does: `python -m manyhands.worker.script …`.
 
-The agent has set torchrun's variables. The script sees what it would see under torchrun: `__main__`, its own words in
-`sys.argv`, its own folder first on the path. What ends it is written down, so that the first cause is known.
+The agent has set torchrun's variables. A failure is recorded, so that the first cause is known.
 """
 
 import os
@@ -21,9 +20,8 @@ from manyhands.parallel.group.tunnel_ends import tunnel_ends
 def main(words: list[str]) -> None:
     """Runs the script.
 
-    Args:
-        words: the agent's folder for records, the folder for logs, the agent's process id, the rank to debug and its
-            port, the script, its words.
+    `words` are the agent's folder for records, the folder for logs, the agent's process id, the rank to debug and its
+    port, the script, and its arguments.
     """
     scratch, logs, agent, debug_rank, debug_port, script, *own = words
     rank = begin(scratch, logs, int(agent))
@@ -38,7 +36,11 @@ def main(words: list[str]) -> None:
             say(str(error))
         else:
             traceback.print_exc()
-        _write_record(error, rank)
+        path = Path(os.environ[FAILURE_FILE])
+        if not path.exists():  # else `manyhands.fit` in the script has written it
+            from manyhands.worker.failure import describe_failure
+
+            write_json(path, describe_failure(error, rank=rank, step=None, phase="script"))
         sys.exit(EXIT_USAGE if isinstance(error, UserError) else EXIT_FAILED)
 
 
@@ -54,20 +56,10 @@ def _run(script: str, own: list[str]) -> None:
     sys.argv = [script, *own]
     sys.path.insert(0, str(Path(script).resolve().parent))
     runpy.run_path(script, run_name="__main__")
-    # A process group that the script left open has threads that now and then abort a process that ends.
+    # The threads of an open process group sometimes abort the process at its exit.
     distributed = sys.modules.get("torch.distributed")
     if distributed and distributed.is_available() and distributed.is_initialized():
         distributed.destroy_process_group()
-
-
-def _write_record(error: BaseException, rank: int) -> None:
-    """Why this process ended, unless `manyhands.fit` or the like inside the script has said it already."""
-    path = Path(os.environ[FAILURE_FILE])
-    if path.exists():
-        return
-    from manyhands.worker.failure import describe_failure
-
-    write_json(path, describe_failure(error, rank=rank, step=None, phase="script"))
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import platformdirs
 from filelock import Timeout
@@ -32,8 +32,6 @@ from manyhands.cluster.agents.connection import Wire
 from manyhands.cluster.agents.early import EARLY
 from manyhands.cluster.agents.mirror import Receiver, Sender
 from manyhands.cluster.agents.protocol import ELASTIC, PRELOAD, Orders
-from manyhands.cluster.agents.tunnel import Tunnels
-from manyhands.cluster.code_files import write_code
 from manyhands.cluster.doctor.findings import FactsWanted
 from manyhands.cluster.doctor.probe import Probe
 from manyhands.cluster.folders import use_run_folder, writing_into
@@ -47,6 +45,9 @@ from manyhands.core.terminal import say
 from manyhands.core.timeouts import CLAIM_S, MAKE_WAY_S
 from manyhands.parallel.group.ports import listen
 from manyhands.parallel.group.tunnel_ends import reach
+
+if TYPE_CHECKING:
+    from manyhands.cluster.agents.tunnel import Tunnels
 
 # Interval between two looks for new records; limit for the part of a log in one answer.
 MIRROR_S, LOG_BYTES = 0.4, 1 << 20
@@ -63,8 +64,9 @@ class Agent(Probe):
         self._claimed: set[Path] = set()
         self._keepers: dict[str, Receiver] = {}
         self._mirror_at, self._started, self._alone = 0.0, False, False
-        self._tunnels, self._tunnel_reported, self._reachable = Tunnels(), False, False
-        until_gone.callback(self._tunnels.close)
+        self._tunnels: Tunnels | None = None  # of the last start
+        self._tunnel_reported, self._reachable = False, False
+        until_gone.callback(lambda: self._tunnels and self._tunnels.close())
 
     def tick(self) -> list[Message]:
         """Sends new records and returns the launcher's commands; called often while workers run."""
@@ -86,7 +88,7 @@ class Agent(Probe):
         return commands
 
     def _report_tunnels(self) -> None:
-        if not self._tunnel_reported and (what := self._tunnels.ended()):
+        if self._tunnels and not self._tunnel_reported and (what := self._tunnels.ended()):
             self._tunnel_reported = True
             self.wire.send(protocol.TunnelEnded(what))
 
@@ -116,6 +118,8 @@ class Agent(Probe):
         """Writes the launcher's code (base64, by path) into a folder named after its content, and works there."""
         digest = hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()[:16]
         folder = platformdirs.user_cache_path("manyhands") / "code" / digest
+        from manyhands.cluster.code_files import write_code
+
         write_code(folder, files)
         os.chdir(folder)
         return str(folder)
@@ -215,12 +219,15 @@ class Agent(Probe):
     @remote
     def open_tunnel_ends(self, address: str) -> str:
         """Returns a new folder for the ends of ssh tunnels; the processes listen on `address`, one of loopback."""
-        self._tunnel_reported = False
+        from manyhands.cluster.agents.tunnel import Tunnels
+
+        self._tunnel_reported, self._tunnels = False, self._tunnels or Tunnels()
         return self._tunnels.open(address)
 
     @remote
     def open_tunnels(self, commands: dict[str, list[str]], seconds: float) -> dict[str, str]:
         """Starts these ssh commands, by the machine that each leads to; returns the last words of those that failed."""
+        assert self._tunnels
         return self._tunnels.open_tunnels(commands, seconds)
 
     @remote
@@ -242,7 +249,7 @@ class Agent(Probe):
         rendezvous, listener = orders.rendezvous, self._listener
         if listener is None and rendezvous.machine == 0 and not rendezvous.file:
             listener = listen(rendezvous.address, rendezvous.port)
-        if self._tunnels.ends.address:
+        if self._tunnels and self._tunnels.ends.address:
             reach(self._tunnels.ends, rendezvous.address, rendezvous.port)
         self._listener, self._started = None, True
         mine = Term(orders.term, orders.generation)

@@ -17,6 +17,7 @@ from manyhands.core.errors import UserError
 from manyhands.core.records import FAILURE_FILE
 from manyhands.core.stops import STOPS
 from manyhands.core.terminal import Tolerant, say
+from manyhands.core.world import ProcessInfo
 from manyhands.parallel.group.heartbeat import HEARTBEAT_FILE
 
 
@@ -35,6 +36,25 @@ def take_orders(orders: Orders, scratch: str, agent: int) -> dict[str, Any]:
     if torch and threads.isdecimal() and torch.get_num_threads() != int(threads) > 0:
         torch.set_num_threads(int(threads))
     return orders.argument
+
+
+def worker_process_info(options: ClusterOptions, file: str) -> ProcessInfo:
+    """Returns the rank from the variables that our agent has set; it serves the store, unless `file` is one."""
+    device = os.environ.get(DEVICE_INDEX, "")
+    return ProcessInfo(
+        rank=int(os.environ["RANK"]),
+        size=int(os.environ["WORLD_SIZE"]),
+        local_rank=int(os.environ["LOCAL_RANK"]),
+        local_size=int(os.environ["LOCAL_WORLD_SIZE"]),
+        init=file or "env://",
+        backend=options.backend,
+        device=options.device,
+        agent_store=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and not file,
+        join_warn_s=options.join_warn_s,
+        join_timeout_s=options.join_timeout_s,
+        attempt=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+        device_index=int(device) if device else None,
+    )
 
 
 def begin(scratch: str, logs: str, agent: int) -> int:

@@ -23,11 +23,12 @@ from typing import Any
 
 import psutil
 
-from manyhands.cluster.code_files import TooManyFoldersError, code_files, revision
+from manyhands.cluster.code_files import TooManyFoldersError, code_files
 from manyhands.cluster.doctor.accelerators import HIDING, accelerators, ask_torch, cards, driver_versions
 from manyhands.cluster.doctor.findings import FactsWanted
 from manyhands.cluster.hosts.inventory import INTERFACE_VARIABLES
 from manyhands.core.machine import cores, memory, this_machine
+from manyhands.core.user_code import revision
 from manyhands.data.known import recognise
 from manyhands.data.options import DataOptions
 from manyhands.data.places import data_folder

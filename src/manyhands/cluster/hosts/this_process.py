@@ -11,9 +11,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from urllib.parse import urlsplit
 
-from manyhands.cluster.hosts.inventory import DEVICE_INDEX, Cluster, LauncherPlace, Machine, Rendezvous, in_brackets
+from manyhands.cluster.hosts.inventory import Cluster, LauncherPlace, Machine, Rendezvous, in_brackets
 from manyhands.cluster.hosts.machines import described_cluster, given_cluster, modules_with
-from manyhands.cluster.hosts.variables import DEFAULT_PORT, check_rank, is_address, is_host, master_port, number
+from manyhands.cluster.hosts.variables import check_rank, is_address, is_host, master_port, number
 from manyhands.config.job import ClusterOptions
 from manyhands.core.errors import UserError
 from manyhands.core.world import ProcessInfo
@@ -228,15 +228,6 @@ def _decision(options: ClusterOptions, place: LauncherPlace, variables: Mapping[
     if others:
         origins["overridden"] = "; ".join(others)
     return LaunchDecision(process_info, origins=origins)
-
-
-def worker_process_info(options: ClusterOptions, variables: Mapping[str, str], file: str = "") -> ProcessInfo:
-    """Returns the rank of a process that our agent started. The agent serves the store, unless `file` is one."""
-    place = _by_variables({**variables, "MASTER_PORT": str(DEFAULT_PORT)} if file else variables)
-    device = number(variables, DEVICE_INDEX) if variables.get(DEVICE_INDEX) else None
-    served = place.agent_store and not file
-    own = {"started_by": "manyhands", "init": file or "env://", "agent_store": served, "device_index": device}
-    return _process_info(options, replace(place, **own))
 
 
 def find_machine(cluster: Cluster) -> int:

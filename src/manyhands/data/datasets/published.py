@@ -10,11 +10,9 @@ import zlib
 from pathlib import Path
 from typing import IO
 
-from manyhands.core.download import Digest, download, without_password
 from manyhands.core.errors import UserError
 from manyhands.core.files import one_at_a_time, open_file
 from manyhands.data import digits
-from manyhands.data.gallery import open_folder
 from manyhands.data.known import KNOWN, MNIST_KINDS, KnownSet, cifar_files, find_file, mnist_places
 from manyhands.data.options import DataOptions
 from manyhands.data.places import cache_folder, data_folder
@@ -54,6 +52,8 @@ def _open_cifar(name: str, known: KnownSet, options: DataOptions) -> Splits:
         folder = data_folder(options) / name
         archives = sorted(folder.glob("*.tar.xz")) if folder.is_dir() else []
         if (folder / "train").is_dir() or len(archives) == 1:  # pictures in class folders, or an archive of them
+            from manyhands.data.gallery import open_folder
+
             pictures = folder if (folder / "train").is_dir() else unpack_once(archives[0])
             return open_folder(pictures, options, known.title, Pixels(*known.pixels))
         found = known.forms[0], _fetch(name, known.forms[0].archive, options)
@@ -82,6 +82,8 @@ def fetch(name: str, urls: tuple[str, ...], md5: str, into: Path) -> Path:
     Processes that waited take over the failure of an attempt instead of repeating it. MANYHANDS_MIRROR names a server
     that replaces `urls`, which are tried in order. Raises UserError: no attempt succeeded.
     """
+    from manyhands.core.download import Digest, download, without_password
+
     began = time.time()
     mirror = os.environ.get("MANYHANDS_MIRROR", "")
     tried: list[str] = []

@@ -33,7 +33,7 @@ from manyhands.parallel.group.rendezvous import (
     store_address,
     understood,
 )
-from manyhands.parallel.group.through_ssh import use_tunnels
+from manyhands.parallel.group.tunnel_ends import tunnel_ends
 
 Say = Callable[[str], None]
 
@@ -213,7 +213,11 @@ def choose_interface(process_info: ProcessInfo, present: dict[int, dict[str, Any
     """
     here, loopback = present[process_info.rank]["machine"], ports.loopback_interface()
     others = [who for _, who in sorted(present.items()) if who["machine"] != here]
-    if use_tunnels() or not others:
+    if tunnel_ends():
+        from manyhands.parallel.group.through_ssh import use_tunnels
+
+        use_tunnels()
+    if tunnel_ends() or not others:
         os.environ.update(dict.fromkeys(IFNAMES, loopback))
         return loopback
     if said := os.environ.get(IFNAMES[0], ""):
