@@ -251,7 +251,7 @@ def _prefix(kind):
     pth_tar.write_foreign = lambda path, snapshot, arch, prefix: prefixes.append(prefix)
     pth_tar._identity = lambda path: []
     with tempfile.TemporaryDirectory() as folder:
-        job = SimpleNamespace(checkpoint=SimpleNamespace(pth_tar=folder), model=SimpleNamespace(name="cnn"))
+        job = SimpleNamespace(checkpoint=SimpleNamespace(pth_tar=folder, resume=""), model=SimpleNamespace(name="cnn"))
         run = SimpleNamespace(job=job, world=World(device=f"{kind}:0"), folder=SimpleNamespace(path=Path(folder)))
         pth_tar._write(run, None, False)
     return prefixes

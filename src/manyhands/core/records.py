@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, AliasChoices, BaseModel, ConfigDict, Field
 
 from manyhands.core.errors import UserError
 from manyhands.core.files import MOST_BYTES, append_line, parse_json, write_atomic
@@ -19,7 +19,13 @@ REPLACED = "head-replaced"  # the kind of event of a head whose machines obey an
 FAILURE_FILE = "MANYHANDS_FAILURE_FILE"
 
 
-Figures = dict[Annotated[str, Field(pattern=r"^[^\W\d]\w*$")], float]  # the user's own metrics by name
+def _identifier(name: str) -> str:
+    if not name.isidentifier():
+        raise ValueError("should be a Python identifier")
+    return name
+
+
+Figures = dict[Annotated[str, AfterValidator(_identifier)], float]  # the user's own metrics by name
 
 
 class Record(BaseModel):

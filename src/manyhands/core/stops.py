@@ -1,16 +1,26 @@
 """Signals that ask a run to save and stop."""
 
 import contextlib
+import os
+import select
 import signal
+import threading
+import time
 from collections.abc import Callable, Generator
 from types import FrameType
 from typing import Any
+
+from manyhands.core.errors import EXIT_INTERRUPTED
+from manyhands.core.records import FAILURE_FILE
 
 Handler = Callable[[int, FrameType | None], Any]
 
 # Ctrl-C, the scheduler's end, a closed terminal, and a scheduler's early warning. Not all systems have all.
 STOPS = tuple(signal.Signals[name] for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1") if hasattr(signal, name))
 RECEIVED: list[int] = []  # those that this process has received, in order
+# The main thread handles a signal when it returns from C++; a second signal is given this long.
+_UP_S = 1.5
+_POLL_S = 0.25
 _OPEN: list[Handler] = []  # handlers of the open blocks, innermost last; a block off the main thread has one too
 
 
@@ -62,3 +72,69 @@ def held_back() -> Generator[None]:
         yield
     if received:
         signal.raise_signal(received[0])
+
+
+class StopSignal:
+    """True after a request to stop."""
+
+    def __init__(self) -> None:
+        self.asked = False
+
+    def __bool__(self) -> bool:
+        return self.asked
+
+    def hear(self, number: int, _frame: FrameType | None) -> None:
+        """Signal handler: the first signal requests a save, a second Ctrl-C ends the process at once."""
+        if self.asked and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.asked = True
+
+
+@contextlib.contextmanager
+def listening() -> Generator[StopSignal]:
+    """Installs signal handlers that record requests to stop; does nothing outside the main thread."""
+    stop = StopSignal()
+    with handled(stop.hear) as previous:
+        for number, handler in previous.items():
+            # An agent's worker is ending then; a late request to stop must not kill it.
+            if handler is signal.SIG_DFL and FAILURE_FILE in os.environ:
+                previous[number] = signal.SIG_IGN
+        yield stop
+
+
+@contextlib.contextmanager
+def ended_where_deaf(hung: Callable[[], str], last_words: Callable[[str], None]) -> Generator[None]:
+    """Ends this process at a request to stop even if its main thread hangs; for a worker, its agent does that.
+
+    `hung` returns why no save is possible, or an empty string; `last_words` gets that reason before the process ends.
+    """
+    if FAILURE_FILE in os.environ or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    ours, theirs = os.pipe()
+    os.set_blocking(theirs, False)
+    before, over = signal.set_wakeup_fd(theirs, warn_on_full_buffer=False), threading.Event()
+
+    def watch() -> None:
+        stop_requests, again_at = 0, float("inf")
+        while not over.is_set():
+            if select.select([ours], [], [], _POLL_S)[0]:
+                received = [number for number in os.read(ours, 64) if number in {*STOPS}]
+                stop_requests += len(received)
+                if stop_requests > 1 and signal.SIGINT in received:
+                    again_at = min(again_at, time.monotonic())
+            reason = hung() if stop_requests else ""
+            if (reason or time.monotonic() - again_at > _UP_S) and not over.is_set():
+                last_words(reason)
+                os._exit(EXIT_INTERRUPTED)
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        signal.set_wakeup_fd(before)
+        thread.join()
+        os.close(ours)
+        os.close(theirs)

@@ -23,13 +23,13 @@ from manyhands.core.phases import CLOCK, EVALUATION
 from manyhands.core.quantities import percentage
 from manyhands.core.records import EvaluationDetail, EvaluationMetrics
 from manyhands.core.run_folder import NOWHERE
+from manyhands.core.stops import StopSignal
 from manyhands.core.world import World
 from manyhands.data.loading import Loader
 from manyhands.data.order import dealt_blocks, evaluation_blocks
 from manyhands.models.interface import main_and_auxiliary
 from manyhands.parallel.group.plain import broadcast_plain
 from manyhands.parallel.network import ParallelNetwork
-from manyhands.train.heartbeat import StopSignal
 from manyhands.train.loss import CustomMetric, Evaluation, FigureSums
 from manyhands.train.schedule import CustomScheduler
 from manyhands.train.state import find_state, restore

@@ -1,25 +1,19 @@
-"""Heartbeats of a process, detection of stalls, and requests to stop (Ctrl-C, SIGTERM, or from the launcher)."""
+"""Heartbeats of a process and detection of stalls."""
 
 import contextlib
 import os
-import select
-import signal
 import socket
 import statistics
 import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
 
-from manyhands.core.errors import EXIT_INTERRUPTED
-from manyhands.core.records import FAILURE_FILE
-from manyhands.core.stops import STOPS, handled
 from manyhands.core.timeouts import HEARTBEAT_S, STALL, STALL_S
 from manyhands.parallel.group.heartbeat import HEARTBEAT_FILE, Heartbeat, leave_path
 from manyhands.parallel.group.listeners import connections, listens
@@ -34,9 +28,6 @@ _ACKED_AT, _INFO_BYTES = 120, 136
 _STILL_S = 2.0
 # In a second: more than the keep-alive messages of connections, and more CPU time than waiting takes.
 _MOVES_BYTES, _BUSY_S = 8192, 0.3
-# The main thread handles a signal when it returns from C++; a second signal is given this long.
-_UP_S = 1.5
-_POLL_S = 0.25
 
 
 class HeartbeatWriter:
@@ -158,69 +149,3 @@ def moved_bytes() -> int:
             if len(found) >= _INFO_BYTES:
                 total += sum(struct.unpack_from("=QQ", found, _ACKED_AT))
     return total
-
-
-class StopSignal:
-    """True after a request to stop."""
-
-    def __init__(self) -> None:
-        self.asked = False
-
-    def __bool__(self) -> bool:
-        return self.asked
-
-    def hear(self, number: int, _frame: FrameType | None) -> None:
-        """Signal handler: the first signal requests a save, a second Ctrl-C ends the process at once."""
-        if self.asked and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        self.asked = True
-
-
-@contextlib.contextmanager
-def listening() -> Iterator[StopSignal]:
-    """Installs signal handlers that record requests to stop; does nothing outside the main thread."""
-    stop = StopSignal()
-    with handled(stop.hear) as previous:
-        for number, handler in previous.items():
-            # An agent's worker is ending then; a late request to stop must not kill it.
-            if handler is signal.SIG_DFL and FAILURE_FILE in os.environ:
-                previous[number] = signal.SIG_IGN
-        yield stop
-
-
-@contextlib.contextmanager
-def ended_where_deaf(hung: Callable[[], str], last_words: Callable[[str], None]) -> Generator[None]:
-    """Ends this process at a request to stop even if its main thread hangs; for a worker, its agent does that.
-
-    `hung` returns why no save is possible, or an empty string; `last_words` gets that reason before the process ends.
-    """
-    if FAILURE_FILE in os.environ or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    ours, theirs = os.pipe()
-    os.set_blocking(theirs, False)
-    before, over = signal.set_wakeup_fd(theirs, warn_on_full_buffer=False), threading.Event()
-
-    def watch() -> None:
-        stop_requests, again_at = 0, float("inf")
-        while not over.is_set():
-            if select.select([ours], [], [], _POLL_S)[0]:
-                received = [number for number in os.read(ours, 64) if number in {*STOPS}]
-                stop_requests += len(received)
-                if stop_requests > 1 and signal.SIGINT in received:
-                    again_at = min(again_at, time.monotonic())
-            reason = hung() if stop_requests else ""
-            if (reason or time.monotonic() - again_at > _UP_S) and not over.is_set():
-                last_words(reason)
-                os._exit(EXIT_INTERRUPTED)
-
-    thread = threading.Thread(target=watch, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        signal.set_wakeup_fd(before)
-        thread.join()
-        os.close(ours)
-        os.close(theirs)

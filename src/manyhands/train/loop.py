@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 from manyhands.core.phases import CLOCK, COMPUTE, DATA, OTHER, RECORDS, SAVING
 from manyhands.core.run_folder import NOWHERE
+from manyhands.core.stops import StopSignal, listening
 from manyhands.train.evaluate import Interrupted, evaluate, test_once
 from manyhands.train.feed import UpdateShare
-from manyhands.train.heartbeat import StopSignal, listening
 from manyhands.train.saving import finish_save, save, save_last
 from manyhands.train.status import Status, explain_lost
 from manyhands.train.trainer import Trainer, record_epoch, record_status, record_time
@@ -95,7 +95,7 @@ def attend(trainer: Trainer, stop: StopSignal) -> None:
     if status.stop:
         trainer.journal.event("stopping", "saving", progress.step)
         if not progress.owed:
-            record_epoch(trainer)
+            conclude(trainer, stop)
         save_last(trainer)
         due.stopped = True
     elif due.custom_loop and due.epoch_ends():

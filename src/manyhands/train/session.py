@@ -20,6 +20,7 @@ from manyhands.config.job import Job
 from manyhands.core.errors import EXIT_SAVED, UserError
 from manyhands.core.phases import CLOCK, EVALUATION
 from manyhands.core.run_folder import RunFolder
+from manyhands.core.stops import StopSignal
 from manyhands.core.world import World
 from manyhands.data.loading import Loader
 from manyhands.data.open import resolve_pixels
@@ -34,7 +35,6 @@ from manyhands.parallel.plan import PlanLike, as_plan
 from manyhands.train import custom_update
 from manyhands.train.data_setup import make_loader
 from manyhands.train.evaluate import Evaluator, agreed, evaluating, record_evaluation
-from manyhands.train.heartbeat import StopSignal
 from manyhands.train.loop import updates
 from manyhands.train.loss import Evaluation, make_metrics
 from manyhands.train.objects import metric_words

@@ -20,6 +20,7 @@ from manyhands.core import terminal
 from manyhands.core.errors import EXIT_FAILED
 from manyhands.core.files import private_files
 from manyhands.core.run_folder import RunFolder
+from manyhands.core.stops import ended_where_deaf
 from manyhands.core.world import ProcessInfo
 from manyhands.parallel.group.heartbeat import HEARTBEAT_FILE, rescue_path
 from manyhands.parallel.options import USUAL_MODE
@@ -61,8 +62,6 @@ def train_here(
     job: Job, process_info: ProcessInfo, folder: RunFolder, argument: dict[str, Any], say: Say
 ) -> dict[str, Any]:
     """Joins the group, builds the trainer, trains, and leaves. Raises Failed: something went wrong; it is recorded."""
-    from manyhands.train.heartbeat import ended_where_deaf
-
     mine = GroupMember(process_info, folder, "build")
     with ended_where_deaf(mine.hung, mine.last_words):
         try:

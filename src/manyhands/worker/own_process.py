@@ -14,12 +14,12 @@ from manyhands.cluster.failures import as_error
 from manyhands.config.job import Job
 from manyhands.core.errors import EXIT_SAVED
 from manyhands.core.run_folder import NOWHERE, RunFolder
+from manyhands.core.stops import StopSignal, listening
 from manyhands.core.terminal import say
 from manyhands.core.world import ProcessInfo, World
 from manyhands.data.samples import as_picture
 from manyhands.parallel.group.join import existing_process_info
 from manyhands.train.data_setup import digest_data, digest_trainable, digest_weights, open_splits
-from manyhands.train.heartbeat import StopSignal, listening
 from manyhands.train.objects import Objects
 from manyhands.train.session import Session
 from manyhands.train.state import load_snapshot
