@@ -14,11 +14,12 @@ from PIL import Image
 import manyhands
 from manyhands.cli.main import main
 from manyhands.cluster.agents.ssh import agent_script
-from manyhands.cluster.code_files import listed_files, revision
+from manyhands.cluster.code_files import listed_files
 from manyhands.config.job import ClusterOptions
 from manyhands.config.load import load_job
 from manyhands.core.errors import UserError
 from manyhands.core.run_folder import RunFolder
+from manyhands.core.user_code import revision
 from manyhands.run.folder import announce_reach, announce_resumed
 from manyhands.run.logs import show_logs
 from manyhands.run.registry import remember_reach
