@@ -62,8 +62,8 @@ def data(bad, value=float("nan")):
     return TensorDataset(images, torch.arange(SAMPLES) % 5)
 
 
-def trained(world, mode="data", sync="allreduce", settings=None, bad=(17,), value=float("nan"), spoils=False):
-    """Weights, steps that were left out, and what ended the run."""
+def made(world, place, mode="data", sync="allreduce", settings=None, bad=(17,), value=float("nan"), spoils=False):
+    """A trainer with its records in a folder."""
     torch.manual_seed(0)
     flags = {
         "train.batch": BATCH, "train.epochs": EPOCHS, "train.precision": "fp64", "train.evaluate_every": 0.0,
@@ -71,14 +71,18 @@ def trained(world, mode="data", sync="allreduce", settings=None, bad=(17,), valu
         "run.log_every_s": 0.01, **(settings or {}),
     }  # fmt: skip
     job = load_job(flags, environment={}).job
-    whole = data(bad, value)
+    folder = RunFolder(Path(place))
+    folder.ranks.mkdir()
+    objects = Objects(Net(spoils=spoils).double(), train_set=data(bad, value), test_set=data(()))
+    followed = plan_of(job.parallel, world.size) if follows_plan(mode) else None
+    return build(Parts.from_job(job, folder, world, mode, objects, followed))
+
+
+def trained(world, *how, **others):
+    """Weights, steps that were left out, and what ended the run."""
     with tempfile.TemporaryDirectory() as place:
-        folder = RunFolder(Path(place))
-        folder.ranks.mkdir()
-        objects = Objects(Net(spoils=spoils).double(), train_set=whole, test_set=data(()))
-        followed = plan_of(job.parallel, world.size) if follows_plan(mode) else None
-        trainer = build(Parts.from_job(job, folder, world, mode, objects, followed))
-        said = ""
+        trainer = made(world, place, *how, **others)
+        folder, said = trainer.folder, ""
         try:
             fit(trainer)
         except RunError as error:
@@ -171,3 +175,31 @@ def test_the_first_ends_it_where_that_is_asked_for():
     assert not left_out
     assert "in a row" not in said
     assert "rank 0, step 0, samples " in said
+
+
+def broken_off(world, last):
+    """What an update has changed that ends while its last results are exchanged, and is undone."""
+    with tempfile.TemporaryDirectory() as place:
+        trainer = made(world, place, bad=(), spoils=True)
+        updates, updater = trainer.feed.updates(0, 0), trainer.update
+        updater(next(updates), 0)
+        before = {name: tensor.clone() for name, tensor in trainer.network.model.state_dict().items()}
+
+        def ends(*_):
+            raise ConnectionError("the peer has gone")
+
+        if last == "buffers":
+            updater._share_buffers = ends
+        else:
+            trainer.network.norms.finish_update = ends
+        with pytest.raises(ConnectionError):
+            updater(next(updates), 1)
+        assert not updater.partial_update.in_pieces
+        updater.partial_update.undo()
+        trainer.release()
+        return [n for n, tensor in trainer.network.model.state_dict().items() if not torch.equal(tensor, before[n])]
+
+
+@pytest.mark.parametrize("last", ["buffers", "statistics"])
+def test_an_update_whose_peer_goes_in_its_last_collective_changes_nothing(last):
+    assert run_on_ranks(broken_off, 2, last) == [[], []]

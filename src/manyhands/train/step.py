@@ -154,9 +154,9 @@ class Updater:
         self._in_a_row = 0
         if self.gradients.spoilt is not None:
             self.measured.first_spoilt = _first(self.measured.first_spoilt, self.gradients.spoilt == 0, step)
-        self.gradients.finish_statistics()
         if self._shared_buffers:
-            self._share_buffers()
+            self._share_buffers()  # before BatchNorm's statistics, since only these buffers can be restored
+        self.gradients.finish_statistics()
         self.partial_update.in_pieces = True
         self.gradients.step(self.optimizer)
         self.synchronizer.after_update(step + 1)
