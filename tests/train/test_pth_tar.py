@@ -1,5 +1,7 @@
 """What main.py reads from a file that was written here is what it would have written itself."""
 
+import signal
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,6 +11,11 @@ from manyhands.checkpoint.foreign import read_foreign, write_foreign
 from manyhands.checkpoint.snapshot import Snapshot
 from manyhands.config.load import load_job
 from manyhands.core.errors import UserError
+from manyhands.core.run_folder import RunFolder
+from manyhands.core.world import World
+from manyhands.train.build import build
+from manyhands.train.loop import fit
+from manyhands.train.parts import Parts
 from manyhands.train.pth_tar import as_main, check_same_training
 from manyhands.train.state import Progress
 
@@ -75,3 +82,21 @@ def test_an_old_file_says_less_and_is_taken(tmp_path):
     other = load_job({"model.name": "torchvision:resnet34"}, recipe=RECIPE, environment={}).job
     with pytest.raises(UserError, match="-a resnet18, not resnet34"):
         check_same_training(other, read_foreign(tmp_path / "old.pth.tar"), "old.pth.tar")
+
+
+def test_a_stop_at_the_end_of_an_epoch_without_an_evaluation_writes_the_file_too(tmp_path):
+    flags = {"data.name": "synthetic:24x1x8x8x5", "model.name": "cnn", "train.batch": 6, "train.epochs": 4}
+    flags |= {"train.evaluate_every": 4, "train.schedule": "constant", "checkpoint.pth_tar": str(tmp_path / "main")}
+    job = load_job(flags, environment={}).job
+    trainer = build(Parts.from_job(job, RunFolder(tmp_path), World(), "single"))
+    count = trainer.count_update
+
+    def counted():
+        count()
+        if trainer.progress.step == 8:
+            signal.raise_signal(signal.SIGTERM)
+
+    trainer.count_update = counted
+    assert fit(trainer) == "stopped"
+    trainer.release()
+    assert read_foreign(tmp_path / "main" / "checkpoint.pth.tar").state["epoch"] == 2
