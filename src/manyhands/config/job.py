@@ -225,7 +225,7 @@ class ClusterOptions(Options):
     debug_port: int = option(5678, "port for debugpy on 127.0.0.1", ge=1, le=65535)
 
     def mark_flags(self, names: Iterable[str]) -> None:
-        """Records which options were given by a flag or a Python argument; not part of the stored job."""
+        """Records which options were given by a flag or a Python argument. Job files don't have this record."""
         object.__setattr__(self, "flags", frozenset(names))
 
     @cached_property

@@ -309,7 +309,8 @@ def _hold_out(source: Source, share: float) -> tuple[Source, Source]:
     rest = torch.ones(len(source), dtype=torch.bool)
     rest[kept] = False
     if not rest.any():
-        raise UserError(f"no training sample is left: the data has only {len(source)}", "train", ("give a test set",))
+        what = f"no training sample is left after samples are held out for evaluation: the data has {len(source)}"
+        raise UserError(what, "train", ("give a test set",))
     return take(source, rest.nonzero().flatten()), take(source, kept)
 
 

@@ -107,7 +107,7 @@ def verify_gradients(  # noqa: PLR0913 - few are ever given
         net: the network, or a function of a mesh that returns it (such as the class of the network). A copy also runs
             on a mesh of one process, so `forward` must read the axis sizes at each call, not store them.
         sample: a batch [n, …]. The batch of rank 0 is used, truncated so that processes get equal shares.
-        labels: the labels of the samples, for `loss` or the default, cross-entropy.
+        labels: the labels of the samples, passed to `loss`, or to cross-entropy without a `loss`.
         mesh: the mesh; required if `net` is a function, or a network that holds no Axis.
         loss: a function of (output, labels) that returns the mean loss or one loss per sample. Without labels
             and loss, a fixed weighted sum of all outputs is used, whose gradient does not depend on their values.
