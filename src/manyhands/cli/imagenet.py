@@ -36,8 +36,7 @@ _FLAGS = {
 NODE_BATCH = 256  # main.py's default of -b for each node
 # main.py's --dummy: as many random pictures as ImageNet, without augmentation or normalization.
 DUMMY = {"data.name": "fake-imagenet", "data.augment": "none", "data.mean": (0.0,), "data.std": (1.0,)}
-# The only network of torchvision that needs another picture size; main.py's random pictures don't fit it.
-DUMMY_SIZES = {"inception_v3": 299}
+DUMMY_SIZES = {"inception_v3": 299}  # the only network for pictures of another size, which main.py's --dummy lacks
 
 
 @dataclass(kw_only=True, eq=False, repr=False)

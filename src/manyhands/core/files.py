@@ -261,10 +261,7 @@ def write_atomic(path: Path, text: str, *, durable: bool = False) -> None:
 
 
 def append_line(path: Path, text: str) -> None:
-    """Appends a line, in one write if possible, because other processes may append to the same file.
-
-    Ends an unfinished last line of a killed writer first. Raises OSError if the line isn't written completely.
-    """
+    """Appends a line, if possible in one write (other processes may append), after ending an unfinished line."""
     line = (text + "\n").encode()
     descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
     try:

@@ -12,8 +12,7 @@ from typing import NamedTuple
 import psutil
 
 CGROUPS = Path("/sys/fs/cgroup")
-# Instruction sets for bfloat16, as Linux names them: vectors and matrices on x86, the extension of ARM.
-_BF16 = {"avx512_bf16", "amx_bf16", "bf16"}
+_BF16 = {"avx512_bf16", "amx_bf16", "bf16"}  # Linux's names for bfloat16 instructions: x86 vectors, x86 matrices, ARM
 
 
 def this_machine() -> str:

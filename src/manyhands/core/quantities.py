@@ -32,11 +32,7 @@ def parse_memory(text: str, where: str = "--memory") -> int:
 
 
 def parse_bandwidth(text: str, where: str = "--link") -> float:
-    """Returns the bytes per second of "1gbit", "100 Mbit/s" or "8GB/s".
-
-    Raises:
-        UserError: the text is not a speed, or ambiguous between bits and bytes.
-    """
+    """Returns the bytes per second of "1gbit", "100 Mbit/s" or "8GB/s". Raises UserError for any other text."""
     number, unit = _split(text)
     unit = unit.removesuffix("/s")
     size = _BITS.get(unit.lower().removesuffix("s")) or _BITS.get(unit.lower())

@@ -14,9 +14,8 @@ from manyhands.core.files import MOST_BYTES, append_line, parse_json, write_atom
 VERSION = 1
 MACHINE_LOST = "MachineLost"  # `Failure.error` of a machine that is down or unreachable
 PROCESS_ENDED = "ProcessEnded"  # `Failure.error` of a process that was killed
-REPLACED = "head-replaced"  # the kind of the last event of a launcher that was replaced by another one
-# The environment variable with the path of a worker's `Failure`; not in the run folder, whose disk may be full.
-FAILURE_FILE = "MANYHANDS_FAILURE_FILE"
+REPLACED = "head-replaced"  # the kind of the event of a launcher whose machines obey another launcher
+FAILURE_FILE = "MANYHANDS_FAILURE_FILE"  # variable with the path of a worker's `Failure`, outside the run folder
 
 
 def _identifier(name: str) -> str:

@@ -11,8 +11,7 @@ EVICT_S = 15.0  # a rank whose process is suspended (as its agent sees) is kille
 # TCP retransmits after 12.6 s; the last heartbeat may be one interval older, and busy machines are slow.
 SILENT_S = 16.0
 AWAITED_S = 4.0  # while the user waits for the end of the run, a machine without a message for this long is named
-# The launcher wakes ten times a second; after a longer gap, the launcher was suspended, or its machine slept.
-PAUSED_S = 3.0
+PAUSED_S = 3.0  # the launcher wakes ten times a second; after a longer gap, it or its machine was suspended
 RECONNECT_S = 1.0  # interval between attempts to replace a broken connection to an agent, until SILENT_S is over
 
 # --- Contacting machines ---
@@ -25,8 +24,7 @@ REQUEST_S = 30.0  # answer of an agent to a short request
 PREPARE_S = 300.0  # import of torch from a cold disk
 START_WORKERS_S = 300.0  # used instead of SILENT_S until the workers have started, because they may import torch
 CONTACT_S = 300.0  # all requests to a machine that rejoins or is added, instead of HELLO_S, REQUEST_S and PREPARE_S
-# Pause between contacts with a lost machine: 2 % of the time since the loss, within these limits.
-RETRY_LEAST_S, RETRY_MOST_S = 1.0, 5.0
+RETRY_LEAST_S, RETRY_MOST_S = 1.0, 5.0  # pause between contacts with a lost machine: 2 % of the time since the loss
 COPY_S = 120.0  # copying code or records to a machine over a slow link
 STORE_S, STORE_CONNECT_S = 30.0, 10.0  # opening or checking the store on the first machine
 READ_LOG_S = 20.0  # output of a process on another machine
@@ -46,8 +44,7 @@ LEAVE_OTHERS_S = 6.0
 # After a machine is lost, workers of other machines are killed this much later if the run does not recover, because
 # they may wait without an error. If it recovers, LEAVE_OTHERS_S applies.
 LEAVE_LOST_S = 2.0
-# A save fails if it makes no progress for SAVE_QUIET_S, or takes longer than SAVE_MOST_S.
-SAVE_QUIET_S, SAVE_MOST_S = 30.0, 600.0
+SAVE_QUIET_S, SAVE_MOST_S = 30.0, 600.0  # a save fails without progress for SAVE_QUIET_S, or after SAVE_MOST_S
 STOP_S = 600.0  # agents kill workers this long after a stop request, which may wait for an evaluation and a save
 HUNG_S = 2.0  # a process is recognized as hung this long after a stop request, and all are killed
 KILL_S = 10.0  # agents kill their workers after a second Ctrl-C
@@ -59,10 +56,8 @@ CLAIM_S = 2.0  # a machine waits this long for another one, on the same disk, to
 
 # --- Restarting and taking over ---
 OPEN_FOLDER_S = 30.0  # opening the run folder on a machine
-# A new launcher of a detached run waits this long for the lock of the run folder, and again for the agents to leave.
-MAKE_WAY_S = 90.0
-# The new launcher waits this long for the answers of all machines; each of them waits at most twice MAKE_WAY_S.
-TAKE_OVER_S = 200.0
+MAKE_WAY_S = 90.0  # a new launcher of a detached run waits this long for the run folder's lock, then for the agents
+TAKE_OVER_S = 200.0  # the new launcher waits this long for all machines, each of which waits 2 * MAKE_WAY_S at most
 # A machine that fails again soon is excluded for EXCLUDED_S, doubled with each failure up to EXCLUDED_MOST_S; a lost
 # machine is not contacted during that time.
 EXCLUDED_S, EXCLUDED_MOST_S = 5.0, 60.0

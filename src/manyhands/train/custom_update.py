@@ -120,7 +120,7 @@ class CustomUpdate:
         return detached * counts, counts
 
     def _add_gradients(self, loss: Tensor, share: Tensor | float, *, last: bool) -> None:
-        """Runs backward; for the last micro-batch, completes the update's gradients on all processes, a collective."""
+        """Runs backward; for the last micro-batch, completes the update's gradients on all processes (a collective)."""
         updater, total = self._updater, None
         if last and self._weights:
             with CLOCK.within(COMMUNICATION):
@@ -152,7 +152,7 @@ class CustomUpdate:
         self._added.clear()
 
     def finish(self) -> bool:
-        """Updates the parameters and returns True if all gradients are complete; then a collective."""
+        """If all gradients are complete, updates the parameters and returns True; then a collective."""
         if not self._gradients or self.made:
             return False
         self._refuse_changes()
@@ -236,10 +236,7 @@ class SessionSamples:
 def prepare_trainer(
     job: Job, folder: RunFolder | None, world: World, own: CustomParts
 ) -> tuple[Trainer, dict[str, Any]]:
-    """Builds the trainer and resumes from the newest checkpoint of the run folder; a collective.
-
-    Also returns the session's entry in the checkpoint, empty for a new run.
-    """
+    """Builds or resumes the trainer; also returns the session's entry in the checkpoint, or {}. A collective."""
     saved = dict[str, Any]()
 
     def restore_groups(trainer: Trainer, found: Resumable) -> None:

@@ -61,7 +61,7 @@ class DataSetup:
 
 
 def open_samples(run: RunContext, objects: Objects, outputs: int, splits: Splits | None) -> DataSetup:
-    """Opens the data unless `splits` has it, reports unreadable pictures, checks labels. `outputs`: `class_names`."""
+    """Opens the data unless `splits` has it, checks labels and creates the loaders; `outputs`: see `class_names`."""
     job, world, journal = run.job, run.world, run.journal
     splits = splits or open_splits(job, world, objects)
     record_skipped(splits, journal)
@@ -81,7 +81,7 @@ def open_samples(run: RunContext, objects: Objects, outputs: int, splits: Splits
 
 
 def open_splits(job: Job, world: World, objects: Objects, *, whole: bool = False) -> Splits:
-    """Opens the data, the same on all processes; a collective. `whole`: a folder without splits is both splits."""
+    """Opens the data, the same on all processes; a collective. `whole`: a folder without splits becomes both splits."""
     if objects.targets:
         splits = from_targets(objects.train_set, job.data)
     elif objects.train_set is not None:
@@ -135,7 +135,7 @@ def check_labels(splits: Splits, classes: int) -> None:
 
 
 def missing_classes(splits: Splits) -> Iterator[str]:
-    """Yields a sentence for the training split if it lacks known classes, and for others that lack its classes."""
+    """Yields a sentence for each split without samples of some classes; training needs all, other splits training's."""
     counts = {word: source.labels.bincount() for word, source in splits.named() if source.labels is not None}
     total = max(len(splits.classes), *map(len, counts.values())) if counts else 0
     names = name_outputs(splits.classes, total)
@@ -276,7 +276,7 @@ def _quoted(names: Sequence[str]) -> str:
 
 
 def data_changes(then: TrainedNetwork, now: TrainedNetwork, words: Collection[str] = (), *, contents: bool) -> str:
-    """Names the splits whose labels, length or (with `contents`) samples changed; only those in `words`, if any."""
+    """Returns the splits whose labels, length or (with `contents`) samples changed, only those in `words` if any."""
     found = list[str]()
     for name in then.changed(now.digests):
         word, _, kind = name.rpartition(" ")

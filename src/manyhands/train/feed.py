@@ -18,8 +18,7 @@ from manyhands.data.transforms import Batch
 from manyhands.parallel.network import MicroBatch, MicroBatchShape
 
 COUNTED_AT_ONCE = 1 << 16  # logits that are counted together
-# Packages whose layers use only torch's generators.
-_KNOWN = ("torch.nn.modules.", "torch.nn.parallel.", "manyhands.")
+_KNOWN = ("torch.nn.modules.", "torch.nn.parallel.", "manyhands.")  # packages whose layers use only torch's generators
 
 UpdateShare = list[MicroBatch]  # the micro-batches of this process for one update, at least one
 

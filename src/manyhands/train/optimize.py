@@ -195,7 +195,7 @@ SGD, AdamW = _plain(torch.optim.SGD, _fused_sgd), _plain(torch.optim.AdamW)
 def make_optimizer(
     model: nn.Module, options: TrainOptions, *, sharded: bool, own: MakeOptimizer | None = None
 ) -> torch.optim.Optimizer:
-    """Creates SGD or AdamW, by default without weight decay on biases and norms, or the custom `own` or job's one."""
+    """Creates SGD or AdamW, by default without weight decay on biases and norms, or a custom one (first `own`)."""
     if (make := brought(_WHERE, options.optimizer, own)) is not None:
         if not callable(make):
             hints = ("name a function of the parameters that returns a torch.optim.Optimizer",)
@@ -259,7 +259,7 @@ def _groups(model: nn.Module, options: TrainOptions) -> list[dict[str, object]]:
     weights = [p for p in trainable if p.ndim > 1 or single]
     biases = [p for p in trainable if p.ndim <= 1 and not single]
     groups: list[dict[str, object]] = [{"params": weights, "weight_decay": decay}]
-    # The rate is a factor of the decay in an update.
+    # Divided by the factor, because an update multiplies the decay by the learning rate.
     groups.append({"params": biases, "weight_decay": bias_decay / rate, "lr": options.lr * rate, _OF_LR: rate})
     return [group for group in groups if group["params"]]
 

@@ -137,7 +137,7 @@ def time_variants(trials: Mapping[Any, Trial], device: str) -> tuple[dict[str, f
             except Exception as error:  # noqa: BLE001 - any error of a network without support for it
                 failed[str(variant)] = f"{type(error).__name__}: {error}".partition("\n")[0][:200]
         left = [(str(variant), trial) for variant, trial in trials.items() if str(variant) not in failed]
-        if min(seconds.values(), default=0.0) > _MOST_S:  # the first variant was timed with the initialization
+        if min(seconds.values(), default=0.0) > _MOST_S:  # the first time includes initialization
             left = left[:1]
         began = time.perf_counter()
         for number in range(_MOST_ROUNDS):
@@ -162,8 +162,6 @@ def make_network(job: Job, network: dict[str, Any], device: str) -> nn.Module:
 
 @dataclass(frozen=True)
 class ResolvedPrecision:
-    """A job with resolved precision and layout."""
-
     job: Job
     said: list[str] = field(default_factory=list[str])  # a sentence on each measured option
     about: dict[str, Any] = field(default_factory=dict[str, Any])  # for plan.json: values, and measured seconds
@@ -268,13 +266,11 @@ class Measurement:
         return hashlib.sha256(json.dumps(words, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
     def network(self) -> nn.Module:
-        """Returns a copy of the network."""
         if (own := self.objects.model) is not None:
             return copy.deepcopy(own).to(self.device).train()
         return make_network(self.job, self.sizes, self.device)
 
     def trials(self, model: nn.Module, variants: list[Variant]) -> dict[Variant, Trial]:
-        """Returns the trials of all variants, on one network."""
         job = self.job
         group_batch_norms(model)
         data = job.data.model_copy(update={"workers": 0, "machine_workers": 0})

@@ -20,7 +20,7 @@ WRITTEN = "pth_tar.json"  # in the run folder: size and time of the files that t
 
 
 def write_pth_tar(trainer: Trainer, *, best: bool) -> None:
-    """Writes checkpoint.pth.tar, and model_best.pth.tar if this epoch is the best; a collective if sharded."""
+    """Writes checkpoint.pth.tar, and model_best.pth.tar if this epoch is the best; a collective."""
     progress, is_main = trainer.progress, trainer.world.is_main
     with trainer.paused("save"):
         trainer.synchronizer.average_buffers(progress.step)

@@ -107,7 +107,7 @@ def writers_of(folder: RunFolder, world: World, *, in_pieces: bool) -> dict[int,
     return writers
 
 
-FIRST_S, SHORTEST_S, LONGEST_S = 10.0, 10.0, 1800.0  # the interval before the first measurement, and its bounds
+FIRST_S, SHORTEST_S, LONGEST_S = 10.0, 10.0, 1800.0  # seconds between saves before a save was measured, and the bounds
 SHARE, USUAL_S = 0.01, 60.0  # saves may take this fraction of time, or run once in so many seconds
 # Initially, one failure per machine and day is expected, which saves too often rather than too rarely: Llama 3's
 # machines of 8 GPUs lasted 264 days each (419 failures in 54 days of 16,384 GPUs; arXiv:2407.21783, section 3.3.4).

@@ -30,8 +30,7 @@ from manyhands.train.trial_step import first_samples, now, restored
 
 MACHINES = "machines"  # the default: measure speeds if the machines are of several kinds
 _WHERE, _EQUAL = "cluster.shares", "add --set cluster.shares=equal"
-# A speed is the median of several means, because a CPU quota alternates between full speed and none.
-_WHILE_S, _WHILES = 0.4, 3
+_WHILE_S, _WHILES = 0.4, 3  # a speed is the median of so many means over so many seconds, as CPU quotas are bursts
 _GAIN = 1.05  # smallest speedup that changes shares, as of two processes whose speeds differ by a tenth
 _SELDOM = 50  # measure again at the start of an epoch if that takes at most this fraction of time: 1 / 50
 

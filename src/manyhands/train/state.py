@@ -69,10 +69,7 @@ class Progress:
 def capture(
     network: ParallelNetwork, optimizer: Optimizer, progress: Progress, extra: dict[str, Any], *, keep: bool = True
 ) -> Snapshot:
-    """Copies the state to the CPU; of a network sharded by a plan, this process's shards.
-
-    A collective for sharded networks; processes without `keep` get no tensors.
-    """
+    """Copies the state to the CPU: with a plan, only shards. A collective if sharded; without `keep`, no tensors."""
     tensors, other = split_state(network.model)
     if network.traits.sharded:
         from torch.distributed.checkpoint.state_dict import get_state_dict
@@ -131,7 +128,7 @@ class Resumable:
 def restore(found: Resumable, network: ParallelNetwork, optimizer: Optimizer | None) -> tuple[Progress, str]:
     """Restores a state, under any parallel mode; returns the progress, and the note of `restore_optimizer`.
 
-    Without an optimizer, only the network is restored. Raises UserError: the state belongs to another network.
+    Without an optimizer, only the network is restored. Raises UserError if the state belongs to another network.
     """
     snapshot, source, where = found.snapshot, found.source, str(found.path)
     known = {field.name for field in fields(Progress)}

@@ -103,7 +103,7 @@ class StatusRound:
         self.waiting_s = 0.0
 
     def due(self, step: int, *, force: bool) -> bool:
-        """Returns True at the step that the last round set from sums, and is therefore equal on all processes."""
+        """Returns True from the step on that the last round computed from its sums, which is equal on all processes."""
         return force or step >= self._next_step
 
     def leave_out(self, seconds: float) -> None:
@@ -141,7 +141,7 @@ class StatusRound:
         report_every_s = max(REPORT_S, REPORT_SHARE * (now - self._began))
         report_time = self._world.is_main and now - self._reported > report_every_s
         own = StatusSums(*sums, stop, save, written, report_time, took_s, replaced, more)
-        # Apple's devices know no float64.
+        # mps has no float64.
         kind = torch.float32 if self._world.device == "mps" else torch.float64
         *numbers, _ = vars(own).values()
         vector = torch.tensor([*map(float, numbers), *more], dtype=kind, device=self._world.device)
@@ -296,7 +296,7 @@ _DIVERGED, _ROUNDS = 3.0, 3  # multiple of the first loss, for so many rounds in
 class Divergence:
     """Compares the loss of each record with the first loss, or with the loss of random guesses if that is larger."""
 
-    classes: int  # number of classes
+    classes: int
     _began: float = math.nan
     _high: int = 0
     _reported: bool = False

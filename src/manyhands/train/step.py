@@ -27,7 +27,7 @@ class PartialUpdate:
     """Records what an update changes, to undo it if the update fails, for example after the loss of a peer.
 
     BatchNorm statistics and parameters change only at the end; other buffers may change in every forward pass. While
-    `in_pieces` is True, only some of the parameters may be updated.
+    `in_pieces` is True, some parameters may be updated and others not.
     """
 
     def __init__(self, network: ParallelNetwork) -> None:
@@ -71,11 +71,11 @@ class Updater:
     `loss_fn` is None if the user computes the loss; `set_rates` sets the learning rates for an update, given its index;
     `unused` names parameters that got no gradient in the trial step.
 
-    There are three cases of a non-finite loss or gradient. On a CPU with the job's loss and without fp16, all processes
-    with the same gradients skip the update. On accelerators, fp16's loss scaler or a fused optimizer skips it, and
-    without fp16 the next status round raises RunError. Otherwise this update raises RunError.
+    A non-finite loss or gradient is handled in one of three ways. On a CPU with the job's loss and without fp16, all
+    processes with the same gradients skip the update. With fp16, or with a fused optimizer on an accelerator, the loss
+    scaler or the optimizer skips it, and the next status round raises RunError, unless only an fp16 gradient
+    overflowed. Otherwise the update itself raises RunError.
     """
-
     def __init__(
         self,
         run: RunContext,
@@ -206,7 +206,7 @@ class Updater:
             self.gradients.finish()
 
     def pass_seed(self, step: int, number: int) -> int:
-        """Returns the random seed for a micro-batch, by index in the update, that processes compute together."""
+        """Returns the random seed for micro-batch `number` of an update, which processes compute together."""
         return mix(self._pass_seed ^ (step << 8) ^ number)
 
     def _divisor(self, update: UpdateShare, loss_fn: LossFn) -> float | Tensor:
@@ -273,7 +273,7 @@ class Updater:
         return finite
 
     def _leave_out(self, update: UpdateShare, step: int) -> None:
-        """Skips this update: undoes all but its index; a collective of the processes with the same gradients."""
+        """Skips this update, which still counts as a step; a collective of the processes with the same gradients."""
         self._in_a_row += 1
         last = self._in_a_row if self._in_a_row >= self.options.stop_after_bad else 0
         error = explain_left_out(self, self._bad, update, step, closely=bool(last))

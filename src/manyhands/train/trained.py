@@ -269,7 +269,7 @@ def _subject(
 def _mode_and_plan(job: Job, world: World) -> tuple[str, Plan | None]:
     """Returns the mode to evaluate in, and the job's plan if it is for this number of processes."""
     mode = job.parallel.mode
-    if mode not in module_names(MODES) or not one_process(mode):  # evaluation needs no mode of one process
+    if mode not in module_names(MODES) or not one_process(mode):  # a mode of one process suits any number here
         mode = resolve_mode(mode, world)
     if world.alone or not follows_plan(mode):
         return mode, None

@@ -182,6 +182,7 @@ class Trainer:
             self.journal.event("stall", message, self.progress.step, seconds=seconds)
 
     def verify_replicas(self) -> None:
+        """Checks that unsharded networks are equal on all processes; a collective."""
         if not self.network.traits.sharded and not self.world.alone:
             named = self.synchronizer.replicas(self.network.model)
             check_replicas(named, self.world, self.progress.step, self.network)

@@ -146,7 +146,7 @@ def now(world: World) -> float:
 
 def warm_up(update: Updater, loader: Loader, count: int) -> None:
     """Runs one backward pass, which fixes the order of DDP's buckets in new and resumed runs; a collective."""
-    # The order of a sum changes its last bits with three or more processes. Nothing else changes.
+    # With three or more processes, the order of a sum changes its last bits. Parameters and buffers don't change.
     if update.world.size < 3 or not update.network.traits.orders_sums:
         return
     probe = StepProbe(update.network, update.loss_fn or sum_of_outputs, update.options, update.world)
@@ -213,7 +213,7 @@ class _CompiledCalls:
 
 
 def compile_updates(trainer: Trainer) -> None:
-    """Compiles the passes of an update before training, so that it isn't reported as a stall; a collective."""
+    """Compiles the passes of an update before training, so that compilation isn't reported as a stall; a collective."""
     network, update, feed, release = trainer.network, trainer.update, trainer.feed, trainer.release
     calls, count = _CompiledCalls(network.model, network.norms), min(feed.order.batch, feed.order.length)
     world, began = trainer.world, time.monotonic()

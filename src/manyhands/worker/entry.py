@@ -34,10 +34,7 @@ NUMBERS = 10_000  # more than fits into a packet, and few even for a slow link
 
 
 def work(orders: Orders, scratch: str, agent: int) -> dict[str, Any]:
-    """Runs the task of the orders and returns plain data; called in a process that an agent started.
-
-    `scratch` is the agent's folder for records, `agent` the agent's process id.
-    """
+    """Runs the task of the orders; `agent` is the agent's process id, `scratch` the agent's folder for records."""
     argument = {**take_orders(orders, scratch, agent), "generation": orders.generation}
     job = Job.model_validate(argument["job"])
     folder = RunFolder(Path(argument["folder"]))
@@ -93,7 +90,7 @@ def _rescue(mine: GroupMember, *, consequence: bool) -> None:
     world = mine.trainer.world if mine.trainer else None
     if not world or (consequence and world.device != "cpu" and world.backend != "gloo"):
         return
-    if HEARTBEAT_FILE in os.environ:  # the agent waits for this file's process
+    if HEARTBEAT_FILE in os.environ:  # makes the agent wait for the save
         rescue_path(Path(os.environ[HEARTBEAT_FILE]).parent, mine.process_info.rank).touch()
     mine.trainer.saver.wait()
     try:
@@ -113,7 +110,7 @@ def _join_and_build(mine: GroupMember, job: Job, argument: dict[str, Any], say: 
 
 
 def _from_where_rank_0_says(job: Job, world: Any, say: Say) -> Job:
-    """Returns the job with rank 0's checkpoint.resume, because rank 0 reads the state and broadcasts it."""
+    """Returns the job with rank 0's checkpoint.resume, because rank 0 reads and sends the state; a collective."""
     from manyhands.parallel.group.plain import broadcast_plain
 
     own = job.checkpoint.resume

@@ -19,12 +19,11 @@ from manyhands.core.version import __version__
 from manyhands.core.world import ProcessInfo
 
 Say = Callable[[str], None]
-# Values of `ProcessInfo.started_by`: one launcher supervises all machines, or each machine has a launcher.
-OUR_HEAD, MET = "manyhands", "met"
+OUR_HEAD, MET = "manyhands", "met"  # values of `ProcessInfo.started_by`: one launcher for all machines, or one for each
 
 
 class GroupMember:
-    """A process of a run or task, with its resources; thread-safe for readers. `phase` is for failure records."""
+    """A process of a run or task, with its resources, which other threads read too. `phase` is for failure records."""
 
     def __init__(self, process_info: ProcessInfo, folder: RunFolder, phase: str) -> None:
         self.process_info, self.folder, self._phase = process_info, folder, phase
@@ -43,7 +42,7 @@ class GroupMember:
         process_info = self.process_info
         self.group = group = join(process_info, options, job.cluster.peer_timeout_s, say)
         if process_info.started_by != OUR_HEAD:
-            # A closed connection ends gloo's collectives; a group that this process didn't create isn't aborted.
+            # A closed connection ends gloo's collectives; a group that existed before isn't aborted.
             ends_itself = group.world.device in {"cpu", "mps"} or group.stands is not None
             group.listen(
                 process_info.attempt,

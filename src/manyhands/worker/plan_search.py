@@ -49,15 +49,12 @@ from manyhands.train.optimize import make_optimizer, slots_of, steps_to_make
 from manyhands.train.precision import make_network, plain_precision, resolve_precision, sizes_of
 from manyhands.worker.plan_advice import Advice, advised, as_plain, sync_row, sync_seconds
 
-# Runs a task in a job's processes; returns rank 0's result.
-RunTask = Callable[[Job, dict[str, Any]], dict[str, Any]]
-# Timings of more processes on one machine depend more on the machine than on the plan.
-MOST_TIMED = 8
+RunTask = Callable[[Job, dict[str, Any]], dict[str, Any]]  # runs a task in a job's processes; returns rank 0's result
+MOST_TIMED = 8  # timings of more processes on one machine depend more on the machine than on the plan
 ROUNDS = 8
 TIMES_BUDGET_S = 30.0
 NETWORK = "network"
-# Seconds for timing a process's share of an update, with the plan's number of processes and with fewer.
-_SHARE_S, _FEWER_S = 10.0, 4.0
+_SHARE_S, _FEWER_S = 10.0, 4.0  # seconds for timing one process's share, with the plan's number of processes, and fewer
 LINKS, MEASURE, VERIFY = "links", "measure", "verify"  # actions of the task "plan"
 _LINK_BUDGET_S = 5.0
 
@@ -199,7 +196,7 @@ class JobCase:
         return tuple(options_of(counts, found.fewer, {count: one for count, one in timed.items() if one}))
 
     def worked(self, link: LinkSpeed) -> LinkSpeed:
-        """Adds the CPU time that a process spends on messages."""
+        """Returns the link with the CPU time that messages take on each process."""
         if self.device != "cpu" or not self.measured:
             return link
         return link.with_work_of(work_of_sums(cores() / (1 if self.between else self.job.cluster.processes)))
@@ -211,10 +208,7 @@ class JobCase:
         return pass_seconds(count, self.device) if self.measured else 0.0
 
     def sync_methods(self, data: PlanCandidate, links: LinksOf, link: LinkSpeed) -> dict[str, Any]:
-        """Predicts the cost of all sync methods for data parallel, as JSON data.
-
-        Allreduce has the cost of the plan `data`; `link` is the link between two processes.
-        """
+        """Predicts the cost of each sync method for data parallel, as JSON data; allreduce has the cost of `data`."""
         trained = [one for one in self._model.parameters() if one.requires_grad]
         own, predicted = links(data.mesh), data.prediction
         moved_s = sum(one.seconds(own) for one in predicted.collectives if one.when == STATISTICS)
@@ -464,7 +458,7 @@ def _previous(folder: RunFolder, world_size: int, key: list[Any]) -> dict[str, A
 
 
 def _search(job: Job, world: World, case: PlanCase, link: LinkSpeed) -> dict[str, Any]:
-    """Searches for plans on this process and returns the result as plain data."""
+    """Searches for plans on rank 0 (see `broadcast_result`) and returns the result as plain data."""
     options = job.parallel
     pins = plan_of(options, world.size).ops if options.pin or options.full_batch else {}
     wanted = PlanRequest(world.size, options.mesh, pins, options.memory).as_search(job, case.batch, world.device)

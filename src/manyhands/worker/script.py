@@ -18,11 +18,7 @@ from manyhands.parallel.group.tunnel_ends import tunnel_ends
 
 
 def main(words: list[str]) -> None:
-    """Runs the script; `words` are the command's arguments.
-
-    These are the agent's folder for records, the folder for logs, the agent's process id, the rank to debug and its
-    port, the script, and the script's arguments.
-    """
+    """Runs the script; `words` are the agent's folders, process id and debug options, the script, and its arguments."""
     scratch, logs, agent, debug_rank, debug_port, script, *own = words
     rank = begin(scratch, logs, int(agent))
     try:
