@@ -89,5 +89,5 @@ def processor_of(cpuinfo: str) -> Processor:
     keys = ("model name", "CPU part", "cpu model")
     name = next((values[key] for key in keys if values.get(key)), platform.processor() or platform.machine())
     flags = set(values.get("flags", values.get("Features", "")).split())
-    known = sorted(flags & (_BF16 | {"avx2", "avx512f"}))  # some clouds name all their processors alike
+    known = sorted(flags & (_BF16 | {"avx2", "avx512f"}))  # some clouds use one name for all processors
     return Processor(" ".join([name, *known]), bool(flags & _BF16))

@@ -5,7 +5,7 @@ tests/core/test_timeouts.py checks the inequalities between them. `manyhands exp
 
 # --- Heartbeats and stalls ---
 HEARTBEAT_S = 1.0  # interval of the heartbeats of workers, agents and launchers
-STALL_S, STALL = 30.0, 3.0  # a step is a stall if it takes STALL_S plus STALL times the usual
+STALL_S, STALL = 30.0, 3.0  # a step is a stall if it takes STALL_S plus STALL times the usual seconds
 EVICT_S = 15.0  # a rank whose process is suspended (as its agent sees) is killed after this time, if the run recovers
 # A machine without a message for this long is lost; until then, a broken connection is replaced. After a break of 8 s,
 # TCP retransmits after 12.6 s; the last heartbeat may be one interval older, and busy machines are slow.

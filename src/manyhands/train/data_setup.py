@@ -229,7 +229,7 @@ def digest_trainable(model: nn.Module) -> dict[str, str]:
 
 
 def digest_weights(model: nn.Module) -> dict[str, str]:
-    """Returns a digest of the initial weights; empty without a seed, or if they were trained or loaded here."""
+    """Returns a digest of the initial weights; empty if unseeded, trained here or loaded here."""
     if torch.initial_seed() >= 1 << 32 or noted_trained_on(model) is not None:
         return {}
     try:
@@ -264,7 +264,7 @@ def refuse_other_classes(old: Sequence[str], new: Sequence[str], where: str) -> 
 
 
 def _known_names(names: Sequence[str]) -> list[str]:
-    """Returns the names without those at the end that are only indices of outputs."""
+    """Returns the class names without those at the end that are only output indices."""
     count = len(names)
     while count and names[count - 1] == str(count - 1):
         count -= 1

@@ -30,7 +30,7 @@ class Feed:
     order: Order
     sharing: BatchSharing
     loader: Loader
-    rank: int  # the index of this process among those that divide the samples
+    rank: int  # index of this process among the processes that divide the samples
     augment: str = "none"  # augmentation of pictures
 
     def updates(self, epoch: int, first_step: int) -> Iterator[UpdateShare]:

@@ -15,7 +15,7 @@ from manyhands.train.trainer import Trainer, record_epoch, record_status, record
 
 
 def fit(trainer: Trainer) -> str:
-    """Trains until the job is "finished", or "stopped" by a request and saved; returns that word. A collective."""
+    """Trains to the end of the job or a requested stop; a collective. Returns "finished", or "stopped" after a save."""
     due, progress, balance_shares = trainer.due, trainer.progress, trainer.hooks.balance_shares
     with listening() as stop, trainer.heartbeats.beating():
         start_clocks(trainer)

@@ -162,6 +162,8 @@ def make_network(job: Job, network: dict[str, Any], device: str) -> nn.Module:
 
 @dataclass(frozen=True)
 class ResolvedPrecision:
+    """A job with resolved precision and memory format."""
+
     job: Job
     said: list[str] = field(default_factory=list[str])  # a sentence on each measured option
     about: dict[str, Any] = field(default_factory=dict[str, Any])  # for plan.json: values, and measured seconds

@@ -170,7 +170,7 @@ def _write(trainer: Trainer, snapshot: Snapshot, step: int, best_step: int) -> S
 
 
 def _write_once(trainer: Trainer, snapshot: Snapshot, step: int, best_step: int) -> SaveOutcome:
-    """Writes the checkpoint and deletes superfluous ones; reads nothing that training changes meanwhile."""
+    """Writes the checkpoint and deletes superfluous ones; reads nothing that training, which may continue, changes."""
     folder, network, world, started = trainer.folder.checkpoints, trainer.network, trainer.world, time.perf_counter()
     if network.layouts:
         gather = functools.partial(gather_plain, world=world)
@@ -263,7 +263,7 @@ def _find(trainer: Trainer, checkpoint: Path) -> tuple[Snapshot | None, str]:
 
 
 def _belongs_to(trainer: Trainer) -> list[Any]:
-    """Identifies a checkpoint among those of the same step: checksums of the synchronized network."""
+    """Returns an identity of a checkpoint: the step, and checksums of the synchronized network."""
     with trainer.synchronizer.averaged():
         sums = checksums(list(split_state(trainer.network.model)[0].values())).sum(0).tolist()
     return [trainer.progress.step, *sums]

@@ -340,7 +340,7 @@ def refuse_later_checkpoints(folder: Path, step: int) -> None:
     """Raises UserError if there are checkpoints after `step`, which would be preferred to every new checkpoint."""
     later = [path for path in files.step_folders(folder) if (files.step_of(path) or 0) > step]
     path = newest(folder)[0] if later else None
-    if path in later:  # torn ones are skipped by all readers
+    if path in later:  # readers skip torn checkpoints
         what = f"the run would resume from step {step}, but its folder has a later checkpoint, {path.name}"
         hints = ("resume in another folder: --out NEW --resume CHECKPOINT", "or restore the earlier train.batch")
         raise UserError(what, str(folder), hints)

@@ -44,7 +44,7 @@ class PartialUpdate:
 
     @property
     def buffers(self) -> dict[str, Tensor]:
-        """The network's buffers by name, without those of BatchNorm groups and those that a module has removed."""
+        """The network's buffers by name, except those of BatchNorm groups and buffers that a module has removed."""
         places = self._places.items()
         return {name: one for name, (module, key) in places if (one := module._buffers.get(key)) is not None}
 
@@ -76,6 +76,7 @@ class Updater:
     scaler or the optimizer skips it, and the next status round raises RunError, unless only an fp16 gradient
     overflowed. Otherwise the update itself raises RunError.
     """
+
     def __init__(
         self,
         run: RunContext,
@@ -291,7 +292,7 @@ class Updater:
         CLOCK.to(COMPUTE)
 
     def _finite(self) -> bool:
-        """Returns True if all gradients are finite; a collective on a mesh. A custom loop may replace flat ones."""
+        """Returns True if all gradients are finite, by the flat tensors if there are any; a collective on a mesh."""
         flat = self.gradients.flat if self.loss_fn else []
         finite = bool(flat) and all_finite(flat)
         finite = finite or all_finite([one.grad for one in self.parameters if one.grad is not None])

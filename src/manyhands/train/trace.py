@@ -19,7 +19,7 @@ from manyhands.parallel.group.plain import gather_plain
 from manyhands.train.feed import UpdateShare
 from manyhands.train.trainer import Trainer, record_time
 
-_WARM_UP = 5  # updates before those that are traced
+_WARM_UP = 5  # untraced updates before the traced ones
 _MOST_RANKS = 16  # processes that are shown
 _NUMBERS = 100  # process ids in the trace for each process and its devices
 _KEPT = ("name", "ph", "ts", "dur", "tid", "cat", "id", "bp")

@@ -40,7 +40,7 @@ class Due:
 
     job: Job
     steps_per_epoch: int
-    total_steps: int  # updates of the whole job
+    total_steps: int  # updates of the entire job
     progress: Progress
     custom_loop: bool = False  # the user's own loop ends epochs and evaluates
     stopped: bool = False  # a stop was requested, and all is saved
