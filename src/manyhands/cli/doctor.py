@@ -1,4 +1,4 @@
-"""The commands that look at machines and options: doctor, explain and schema."""
+"""The commands that check machines and options: doctor, explain and schema."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -72,7 +72,7 @@ def _print(diagnosis: "Diagnosis") -> None:
 
 
 def _table(survey: "Survey") -> list[str]:
-    """Speed and latency between each pair of machines, in lines; none where nothing was measured."""
+    """Returns lines with the speed and latency between each pair of machines; empty if nothing was measured."""
     if not survey.mbps:
         return []
     rows = [["Mbit/s (ms)", *(f"to {host}" for host in survey.hosts)]]

@@ -33,7 +33,7 @@ def evaluate(
 
 
 def show_evaluation(found: dict[str, Any], *, as_json: bool) -> None:
-    """Prints the result of an evaluation, for people or as one JSON object."""
+    """Prints the result of an evaluation, as text or as one JSON object."""
     if as_json:
         show_json(found)
         return
@@ -81,5 +81,5 @@ def predict(
 
 
 def line_of(picture: Path, guesses: Sequence[tuple[str, float]]) -> str:
-    """The line about one picture, whose name and classes may hold control characters."""
+    """Returns the line about one picture; removes control characters from the names of picture and classes."""
     return f"{plain(str(picture))}: " + ", ".join(f"{plain(name)} {percentage(share)}%" for name, share in guesses[:3])

@@ -1,4 +1,4 @@
-"""The commands about files on disk: checkpoint, pack and clean."""
+"""The commands for files on disk: checkpoint, pack and clean."""
 
 import shlex
 import time

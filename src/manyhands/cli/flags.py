@@ -1,4 +1,4 @@
-"""Flags of several commands, each defined once: with its help and with the option of the job that it sets."""
+"""Flags of several commands, each defined once, with the help text and the option of the job that the flag sets."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -16,31 +16,31 @@ if TYPE_CHECKING:
 
 
 class Key(str):
-    """The dotted key of the job's option that a flag sets."""
+    """The dotted key of the job option that a flag sets."""
 
 
-def Help(text: str, *names: str) -> Parameter:  # noqa: N802 - stands beside Key
-    """The help of a flag that needs no other setting than its names, by default the argument's name."""
+def Help(text: str, *names: str) -> Parameter:  # noqa: N802 - used like the class Key
+    """Declares a flag with a help text and with names, by default the argument's name."""
     return Parameter(name=names, help=text) if names else Parameter(help=text)
 
 
 def _whole_number(kind: Any, tokens: Sequence[cyclopts.Token]) -> Any:
-    """Refuses `--epochs 1.5`, which cyclopts would round to 2."""
+    """Converts to int. Raises ValueError for `--epochs 1.5`, which cyclopts would round to 2."""
     if any("." in token.value for token in tokens):
         raise ValueError(f'"{tokens[0].value}" is not a whole number')
     return cast(Any, cyclopts.convert(kind, tokens))
 
 
-# The type of every flag that is a whole number: a converter of the application doesn't reach the fields of a dataclass.
+# The type of every flag with an integer: a converter of the application doesn't apply to the fields of a dataclass.
 Int = Annotated[int, Parameter(converter=_whole_number)]
 
 
 def _comma_separated(_kind: Any, tokens: Sequence[cyclopts.Token]) -> list[str] | None:
-    """The machines of `--hosts n1,n2`."""
+    """Splits the machines of `--hosts n1,n2`."""
     return [name for token in tokens if token.value for name in token.value.split(",")] or None
 
 
-# What a command works on.
+# The arguments of commands.
 Data = Annotated[
     str | None,
     Help(
@@ -101,7 +101,7 @@ Hostfile = Annotated[str | None, Help("file with one machine per line, such as n
 Hosts = Annotated[list[str] | None, Parameter(n_tokens=1, converter=_comma_separated), Key("cluster.hosts")]
 Settings = Annotated[list[str] | None, Help("set any option of the job, such as train.momentum=0.8", "--set")]
 
-# How a command answers.
+# The output of commands.
 Json = Annotated[bool, Help("print the result as one JSON object, the last line of stdout", "--json")]
 Quiet = Annotated[bool, Help("print one line about the job and no progress", "-q", "--quiet")]
 
@@ -109,10 +109,10 @@ Quiet = Annotated[bool, Help("print one line about the job and no progress", "-q
 @Parameter(name="*")
 @dataclass(kw_only=True, eq=False, repr=False)
 class Flags:
-    """Flags as fields of a dataclass, of which cyclopts makes a flag each."""
+    """Base class of flags: cyclopts makes a flag of each field of a dataclass."""
 
     def job_values(self) -> dict[str, Any]:
-        """The job's options that the flags set, by dotted key; None for a flag that wasn't given."""
+        """Returns the job options that the flags set, by dotted key; the value is None for a flag that wasn't given."""
         values = {
             key: getattr(self, field.name)
             for field in fields(self)
@@ -124,7 +124,7 @@ class Flags:
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class JobFlags(Flags):
-    """What is trained and how: flags of train, launch and profile."""
+    """The flags of train, launch and profile that set the job."""
 
     recipe: Annotated[str | None, Help("name of a recipe, such as cifar10-fast; default: by data set")] = None
     epochs: Annotated[Int | None, Help("number of epochs"), Key("train.epochs")] = None
@@ -153,7 +153,7 @@ class JobFlags(Flags):
     debug_rank: DebugRank = None
 
     def job_values(self) -> dict[str, Any]:
-        """As in `Flags`, with the mode that a pin implies and the folder of the run to resume."""
+        """Returns the options as `Flags` does, with the mode that a pin implies and the folder of the run to resume."""
         from manyhands.parallel.options import MODE_OF_PLANS
         from manyhands.run.registry import find_start
 
@@ -163,7 +163,7 @@ class JobFlags(Flags):
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class PlaceFlags(Flags):
-    """The place of this process among others: flags of train and explain."""
+    """Rank and rendezvous of this process: flags of train and explain."""
 
     init: Annotated[
         str | None, Help("rendezvous URL: tcp://HOST:PORT, file:///PATH or env://"), Key("cluster.init")
@@ -180,7 +180,7 @@ class PlaceFlags(Flags):
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class RunFlags(Flags):
-    """More options, and what is printed: flags of train, launch, resume and imagenet."""
+    """Further options, and the kind of output: flags of train, launch, resume and imagenet."""
 
     set_: Settings = None
     show_config: Annotated[bool, Help("print each option of the job and the origin of its value, then exit")] = False
@@ -218,7 +218,7 @@ class LaunchFlags(Flags):
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class ResumeFlags(Flags):
-    """What a resumed run does otherwise than before."""
+    """The flags of resume, which change options of the run."""
 
     processes: Annotated[Processes, Help("number of processes on this machine; may differ from before")] = None
     epochs: Annotated[
@@ -246,7 +246,7 @@ class EvaluateFlags(Flags):
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class DoctorFlags(Flags):
-    """The machines that are checked."""
+    """The flags of doctor, which name the machines to check."""
 
     hosts: Annotated[
         Hosts, Help("machines to check: n1,n2,n3; with 4 processes each: n1:4,n2:4; default: this machine")
@@ -261,7 +261,7 @@ class DoctorFlags(Flags):
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class ExplainFlags(PlaceFlags):
-    """The place of this process, and what it would compute on."""
+    """The flags of explain: rank, rendezvous and device of this process."""
 
     device: Device = None
     backend: Backend = None
@@ -269,7 +269,7 @@ class ExplainFlags(PlaceFlags):
 
 
 def settings(words: Sequence[str] | None) -> dict[str, Any]:
-    """`key=value` words as values by dotted key. Raises UserError: a word has no "="."""
+    """Parses `key=value` arguments; returns the values by dotted key. Raises UserError without a "=" and a value."""
     from manyhands.config.load import parse_value
 
     found: dict[str, Any] = {}
@@ -282,13 +282,13 @@ def settings(words: Sequence[str] | None) -> dict[str, Any]:
 
 
 def named(target: str | None, model: str | None) -> tuple[dict[str, Any], Path | None]:
-    """The data set and the network of a command line, by dotted key; and the job.toml in the place of a data set."""
+    """Returns data set and network of a command line by dotted key, and the job.toml given instead of a data set."""
     file = Path(target) if target and target.endswith(".toml") else None
     return {"data.name": None if file else target, "model.name": model}, file
 
 
 def load(values: dict[str, Any], *flags: Flags, file: Path | None = None, recipe: str | None = None) -> "LoadedJob":
-    """Builds the job from a command line: values by dotted key, then flags that were given; the last one wins."""
+    """Builds the job from a command line: values by dotted key, then flags that were given; the last value wins."""
     from manyhands.config.load import load_job
 
     for group in flags:

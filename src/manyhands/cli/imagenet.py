@@ -1,6 +1,6 @@
-"""manyhands imagenet: the flags of pytorch/examples' imagenet main.py, with its meanings.
+"""manyhands imagenet: the flags of pytorch/examples' imagenet main.py, with the same meanings.
 
-`--world-size` and `--rank` count nodes. What the flags leave open is the recipe imagenet-main.
+`--world-size` and `--rank` count nodes. The recipe imagenet-main sets all other options.
 """
 
 import os
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 RECIPE = "imagenet-main"
 NETWORKS = " | ".join(published_names()) or "a torchvision network"
 
-# train's flags and options, and main.py's flags for the same.
+# Flags and options of train in error messages, and main.py's equivalent flags.
 _FLAGS = {
     "--init": "--dist-url",
     "remove --device": "remove --gpu",
@@ -33,17 +33,15 @@ _FLAGS = {
     "cluster.device": "--gpu",
     "cluster.backend": "--dist-backend",
 }
-# main.py's default of -b, which each node has.
-NODE_BATCH = 256
-# main.py's --dummy: as many random pictures as ImageNet has, without augmentation or normalisation.
+NODE_BATCH = 256  # main.py's default of -b for each node
+# main.py's --dummy: as many random pictures as ImageNet, without augmentation or normalization.
 DUMMY = {"data.name": "fake-imagenet", "data.augment": "none", "data.mean": (0.0,), "data.std": (1.0,)}
-# The only network of torchvision that takes pictures of another size; main.py's random ones don't fit it.
-DUMMY_SIZES = {"inception_v3": 299}
+DUMMY_SIZES = {"inception_v3": 299}  # the only network for pictures of another size, which main.py's --dummy lacks
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class ImagenetFlags(Flags):
-    """main.py's flags as they were given; None where one wasn't."""
+    """main.py's flags as given; None for a flag that wasn't given."""
 
     data: Annotated[str | None, Parameter(parse=False)] = None  # the folder with train/ and val/
     arch: Annotated[str | None, Parameter(name=["-a", "--arch"], help=f"{NETWORKS}; default: resnet18")] = None
@@ -88,17 +86,17 @@ class ImagenetFlags(Flags):
 
     @property
     def folder(self) -> str:
-        """The data folder, written so that no name of a data set is meant."""
+        """The data folder, written so that it can't be taken for the name of a data set."""
         folder = self.data or "imagenet"
         return folder if "/" in folder else f"./{folder}"
 
 
 @dataclass(frozen=True)
 class Nodes:
-    """This node among all."""
+    """The nodes of a run, and the rank of this node."""
 
     count: int = 1
-    rank: int = 0  # this node's
+    rank: int = 0  # rank of this node
     url: str = ""  # the rendezvous; empty for one node
 
 
@@ -131,7 +129,7 @@ def imagenet(
             from manyhands.run.tasks import evaluate_job
 
             found = evaluate_job(loaded.job, Path(flags.resume).expanduser() if flags.resume else None)
-            if found and not run.as_json:  # main.py's own line, for scripts that look for it
+            if found and not run.as_json:  # main.py's output line, for scripts that parse it
                 show(f" *   Acc@1 {percentage(found['top1'], 3)} Acc@5 {percentage(found['top5'], 3)}")
             if found:
                 show_evaluation(found, as_json=run.as_json)
@@ -139,7 +137,7 @@ def imagenet(
         from manyhands.cli.training import run_job
 
         rendezvous = None
-        # Several processes on each of several nodes.
+        # Several nodes with several processes each.
         several = nodes.url and flags.multiprocessing_distributed and loaded.job.cluster.device != "cpu"
         if several and not run.dry_run:
             from manyhands.cluster.doctor.accelerators import count_accelerators
@@ -147,7 +145,7 @@ def imagenet(
             rendezvous = rendezvous_of(nodes, count) if (count := count_accelerators()) > 1 else None
         return run_job(loaded, run, rendezvous=rendezvous)
     except ManyhandsError as error:
-        # An error names the flags that were typed here, in place of those that train has for the same.
+        # Errors name main.py's flags in place of train's equivalent flags.
         for ours, theirs in _FLAGS.items():
             error.message, error.where = error.message.replace(ours, theirs), error.where.replace(ours, theirs)
             error.hints = tuple(hint.replace(ours, theirs) for hint in error.hints)
@@ -155,7 +153,7 @@ def imagenet(
 
 
 def _check_files(flags: ImagenetFlags, nodes: Nodes) -> None:
-    """Raises UserError, before anything starts: there is no data folder or no checkpoint."""
+    """Raises UserError before anything starts if the data folder or the checkpoint is missing."""
     folder = Path(flags.folder).expanduser()
     missing = [] if flags.dummy else [str(folder / word) for word in ("train", "val") if not (folder / word).is_dir()]
     if missing:
@@ -166,11 +164,11 @@ def _check_files(flags: ImagenetFlags, nodes: Nodes) -> None:
 
 
 def nodes_of(flags: ImagenetFlags, environment: Mapping[str, str] | None = None) -> Nodes:
-    """This node, by the flags, or the environment with `--dist-url env://`. Raises UserError: they contradict."""
+    """Returns the nodes by the flags or, with `--dist-url env://`, by variables. Raises UserError for conflicts."""
     variables = os.environ if environment is None else environment
     _check_launcher(flags, variables)
     by_environment = (flags.dist_url or "").startswith("env://")
-    # -1 is the default of main.py for both.
+    # main.py's default of both is -1.
     count, rank = (None if number == -1 else number for number in (flags.world_size, flags.rank))
     asked = count is not None or rank is not None
     if by_environment:
@@ -183,7 +181,7 @@ def nodes_of(flags: ImagenetFlags, environment: Mapping[str, str] | None = None)
 
 
 def job_values(flags: ImagenetFlags, nodes: Nodes) -> dict[str, Any]:
-    """The job that the flags mean, by dotted key; None for what they leave open. Raises UserError: they contradict."""
+    """Returns the job options that the flags set, by dotted key; None: not set. Raises UserError for conflicts."""
     _check_together(flags)
     arch = (flags.arch or "").removeprefix("torchvision:")
     # One process on each node, or one for each accelerator of a single node.
@@ -195,7 +193,7 @@ def job_values(flags: ImagenetFlags, nodes: Nodes) -> dict[str, Any]:
         "cluster.device": device,
         **({**DUMMY, "data.image_size": DUMMY_SIZES.get(arch)} if flags.dummy else {"data.name": flags.folder}),
     }
-    # Without --multiprocessing-distributed each of a launcher's processes has -j workers of its own.
+    # Without --multiprocessing-distributed, each of the launcher's processes has -j workers.
     apart = nodes.url == "env://" or not flags.workers
     values["data.workers" if apart else "data.machine_workers"] = flags.workers
     if not nodes.url:
@@ -205,7 +203,7 @@ def job_values(flags: ImagenetFlags, nodes: Nodes) -> dict[str, Any]:
 
 
 def rendezvous_of(nodes: Nodes, processes_per_node: int) -> "Rendezvous":
-    """The rendezvous of this node, with `processes_per_node` on each. Raises UserError: the URL doesn't fit."""
+    """Returns this node's rendezvous with `processes_per_node` processes on each. Raises UserError for another URL."""
     from manyhands.cluster.hosts.inventory import Rendezvous
 
     sizes = (processes_per_node,) * nodes.count
@@ -219,7 +217,7 @@ def rendezvous_of(nodes: Nodes, processes_per_node: int) -> "Rendezvous":
 
 
 def notes(flags: ImagenetFlags, nodes: Nodes) -> list[str]:
-    """Notes for a user of main.py on flags that do less here, or nothing."""
+    """Returns notes on flags that have less effect than in main.py, or none."""
     found: list[str] = []
     if flags.seed is not None:
         found.append(
@@ -232,7 +230,7 @@ def notes(flags: ImagenetFlags, nodes: Nodes) -> list[str]:
 
 
 def _check_launcher(flags: ImagenetFlags, variables: Mapping[str, str]) -> None:
-    """Raises UserError: processes would be started within, or beside, those that torchrun has started."""
+    """Raises UserError if processes would be started in addition to torchrun's."""
     if "TORCHELASTIC_RUN_ID" not in variables and "LOCAL_WORLD_SIZE" not in variables:
         return
     if flags.multiprocessing_distributed:
@@ -260,7 +258,7 @@ def _check_place(count: int | None, rank: int | None) -> None:
 
 
 def _url(flags: ImagenetFlags, variables: Mapping[str, str], *, asked: bool) -> str:
-    """The rendezvous of several nodes, as `--init` has it."""
+    """Returns the rendezvous URL of several nodes for `--init`."""
     url = flags.dist_url or ""
     if not url:
         what = "several nodes need --dist-url: torch does not support the default of main.py, a multicast address"
@@ -280,7 +278,7 @@ def _url(flags: ImagenetFlags, variables: Mapping[str, str], *, asked: bool) -> 
 
 
 def _check_together(flags: ImagenetFlags) -> None:
-    """Raises UserError: main.py would ignore one of two flags silently, or a number is too small."""
+    """Raises UserError if main.py would silently ignore one of two flags, or if a value is too small."""
     by_gpu = flags.gpu is not None
     for one, other, both, reason in (
         ("--gpu", "--multiprocessing-distributed", by_gpu and flags.multiprocessing_distributed,

@@ -1,4 +1,4 @@
-"""The program `manyhands`: runs a command, and turns errors into one screen and an exit code."""
+"""The program `manyhands`: runs a command, and turns errors into at most one screen and an exit code."""
 
 import atexit
 import os
@@ -55,10 +55,10 @@ COMMANDS = {
     "imagenet": ("imagenet", "Train with the flags of main.py, the ImageNet example of PyTorch."),
     "schema": ("doctor", "Print the JSON Schema of job.toml, for editors."),
 }
-# The groups of the commands in --help, each by its first command.
+# The groups of commands in --help, by their first command.
 GROUPS = {"train": "Training and inference", "ps": "Runs", "launch": "Several machines", "plan": "More"}
 
-# Words that other programs have for what ours do.
+# Names of other programs for our commands.
 COMMANDS_ELSEWHERE = {
     "val": "eval RUN", "validate": "eval RUN", "test": "eval RUN", "infer": "predict RUN PICTURES",
     "help": "--help", "list": "ps", "models": "train --help", "version": "--version",
@@ -66,9 +66,9 @@ COMMANDS_ELSEWHERE = {
 
 
 def make_app(command: str = "") -> cyclopts.App:
-    """The application with all its commands; the page of help of `command` shows its function's docstring."""
-    # Two searches of cyclopts take a third of a page's time and find nothing: no flag has its help from a docstring,
-    # or a group of its own.
+    """Returns the application with all commands; the help page of `command` shows the docstring of its function."""
+    # These searches of cyclopts take a third of a help page's time and find nothing, because no flag has a help text in
+    # a docstring, or a group.
     private = cast(Any, _collection)
     private.extract_docstring_help = lambda _function: {}  # pyright: ignore[reportUnknownLambdaType]
     private._resolve_groups_from_callable = lambda *_function, **groups: [*groups.values()]  # pyright: ignore[reportUnknownLambdaType, reportUnknownVariableType]
@@ -84,7 +84,7 @@ def make_app(command: str = "") -> cyclopts.App:
     group: cyclopts.Group | None = None
     for place, (name, (file, explanation)) in enumerate(COMMANDS.items()):
         group = cyclopts.Group(GROUPS[name], sort_key=place) if name in GROUPS else group
-        # By name, so that a command's file is imported only when it is used.
+        # By path, so that the file of a command is imported only when the command runs.
         path = f"manyhands.cli.{file}:{'evaluate' if name == 'eval' else name}"
         app.command(path, name=name, help=None if name == command else explanation, group=group, sort_key=place)
     app["--help"].group = app["--version"].group = cyclopts.Group("Options", sort_key=len(COMMANDS))
@@ -92,7 +92,7 @@ def make_app(command: str = "") -> cyclopts.App:
 
 
 def main(arguments: Sequence[str] | None = None, *, handles_ctrl_c: bool = False) -> None:
-    """Runs one command and exits with its code; `handles_ctrl_c`: Ctrl-C is reported from now on."""
+    """Runs one command and exits with its code; `handles_ctrl_c`: Ctrl-C is reported from here on."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
         if handles_ctrl_c:
@@ -122,34 +122,35 @@ def main(arguments: Sequence[str] | None = None, *, handles_ctrl_c: bool = False
 
 
 def _exit(code: int, *, entire_process: bool) -> None:
-    """Ends the command, and with it this process if it was started for the command.
+    """Ends the command, and also this process if it was started for the command.
 
-    Python's own exit aborts the process if a thread waits inside torch's C++, and collects garbage for half a second.
+    Python's normal exit aborts the process if a thread waits in torch's C++ code, and collects garbage for half a
+    second.
     """
     if not entire_process:
         sys.exit(code)
     end_early()
     if threading.active_count() == 1:
-        atexit._run_exitfuncs()  # pyright: ignore[reportPrivateUsage] - what Python calls as it ends
+        atexit._run_exitfuncs()  # pyright: ignore[reportPrivateUsage] - as Python does at exit
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError):  # reported where it was written
+        with suppress(OSError):  # the failed write was reported
             stream.flush()
     os._exit(code)
 
 
 def _own(given: list[str]) -> list[str]:
-    """The words that are ours; what follows -- is a script's own."""
+    """Returns the arguments before "--", after which the arguments of a script follow."""
     return given[: given.index("--")] if "--" in given else given
 
 
 def _without_local_rank(given: list[str]) -> list[str]:
-    """Removes what torch.distributed.launch puts in front of all words; the environment says the same."""
+    """Removes the argument that torch.distributed.launch adds; the environment contains the same value."""
     own = _own(given)
     return [*(word for word in own if not re.fullmatch(r"--local[-_]rank=\d+", word)), *given[len(own) :]]
 
 
 def _options_by_path(given: list[str]) -> list[str]:
-    """Writes `--train.lr 0.1` and `--train.lr=0.1` as `--set train.lr=0.1`, so that every option has a flag."""
+    """Rewrites `--train.lr 0.1` and `--train.lr=0.1` as `--set train.lr=0.1`, so that every option has a flag."""
     own = _own(given)
     rewritten: list[str] = []
     words = iter(enumerate(own))
@@ -167,7 +168,7 @@ def _options_by_path(given: list[str]) -> list[str]:
 
 
 def _meant(error: cyclopts.CycloptsError, given: list[str]) -> str:
-    """The probable command or option behind an unknown word; empty where there is none."""
+    """Returns a suggestion for an unknown command or option; empty if there is none."""
     if isinstance(error, cyclopts.UnknownCommandError) and given[0] in COMMANDS_ELSEWHERE:
         return f"did you mean manyhands {COMMANDS_ELSEWHERE[given[0]]}?"
     if not isinstance(error, cyclopts.UnknownOptionError):
@@ -187,7 +188,7 @@ def _meant(error: cyclopts.CycloptsError, given: list[str]) -> str:
 
 
 def _show(error: ManyhandsError, *, as_json: bool, most_lines: int = 30) -> None:
-    """Prints one screen: the fact, where, and hints; below it the failing process's traceback, or its last output."""
+    """Prints the error, the location and hints, then the end of the failing process's traceback or output."""
     if as_json:
         content = {"error": error.message, "where": error.where, "do": list(error.hints), "exit_code": error.exit_code}
         with suppress(BrokenPipeError, UnwritableError):
@@ -195,7 +196,7 @@ def _show(error: ManyhandsError, *, as_json: bool, most_lines: int = 30) -> None
     from rich.console import Console
     from rich.text import Text
 
-    # The exit code tells how the command ended where nobody can read it.
+    # If standard error is closed, the exit code still reports the failure.
     console = Console(file=cast(TextIO, Tolerant(sys.stderr)), highlight=False, soft_wrap=True)
     console.print(Text(f"manyhands: {error.message}", style="bold red"))
     if error.where:
@@ -203,7 +204,7 @@ def _show(error: ManyhandsError, *, as_json: bool, most_lines: int = 30) -> None
     for number, line in enumerate(error.hints):
         console.print(Text(f"  {'do:   ' if number == 0 else '      '} {line}", style="green" if number == 0 else ""))
     for note in getattr(error, "__notes__", []):
-        # A traceback's end, where the cause is, without the lines of torch's and our own machinery before it.
+        # The end of a traceback contains the cause; torch's and our frames come before it.
         lines = note.rstrip().splitlines()
         shortened = lines if len(lines) <= most_lines else ["…", *lines[-most_lines:]]
         console.print(Text(plain_lines("\n".join(shortened)), style="dim"))

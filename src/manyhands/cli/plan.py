@@ -24,7 +24,7 @@ _MOST_PROCESSES = 1 << 20
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class PlanFlags(Flags):
-    """The plan that is searched for or shown, and its job."""
+    """The flags of plan: the plan to search for or to show, and its job."""
 
     processes: Annotated[
         str | None,
@@ -60,7 +60,7 @@ class PlanFlags(Flags):
 
     @property
     def to(self) -> Any:
-        """The stream that people read."""
+        """The stream for text output."""
         return sys.stderr if self.as_json else sys.stdout
 
 
@@ -101,7 +101,7 @@ def plan(
 
 
 def _counts(text: str | None) -> tuple[int, int]:
-    """The smallest and the largest number of processes; 0 where none is named."""
+    """Returns the smallest and the largest number of processes, 0 if not given."""
     if text is None:
         return 0, 0
     first, dots, last = text.partition("..")
@@ -136,7 +136,7 @@ def _predict(job: "Job", first: int, last: int, flags: PlanFlags) -> int:
 
 
 def _search(job: "Job", processes: int, flags: PlanFlags, values: dict[str, Any]) -> int:
-    """Finds, writes and explains the best plan; `values` are the job's options by dotted key, for --verify."""
+    """Finds, writes and explains the best plan; `values` are the job options by dotted key, for --verify."""
     from manyhands.planner.explain import candidates_table
     from manyhands.run.tasks import search_plan
 
@@ -172,7 +172,7 @@ def _search(job: "Job", processes: int, flags: PlanFlags, values: dict[str, Any]
 
 
 def wide(file: Any, least: int = _WIDTH) -> "Console":
-    """A console for tables: a terminal that is too narrow wraps their lines, where rich would cut numbers off."""
+    """Returns a console for tables; a narrow terminal wraps lines, because rich would truncate numbers instead."""
     from rich.console import Console
 
     console = Console(file=file, highlight=False)
@@ -180,7 +180,7 @@ def wide(file: Any, least: int = _WIDTH) -> "Console":
 
 
 def _show(path: Path, values: dict[str, Any], flags: PlanFlags) -> int:
-    """Shows a plan; verifies and times it where --verify and --measure ask for that."""
+    """Shows a plan; verifies and times it with --verify and --measure."""
     from manyhands.run.tasks import run_by_agent
     from manyhands.worker.plan_show import show_plan
 
@@ -219,7 +219,7 @@ def _print_plan(shown: "Shown") -> None:
         table.add_column(name, justify="right" if name == "parameters MB" else "left")
     for row in shown.rows:
         size = f"{row.parameter_mb:.2f}" if row.parameter_mb else ""
-        # Text, not strings: a shape's brackets would be read as a style.
+        # As Text, because strings with a shape's brackets would be parsed as styles.
         cells = (row.name, row.kind, row.strategy, row.piece, size, row.collectives)
         table.add_row(*(Text(plain(cell)) for cell in cells))
     wide(sys.stdout).print(table)

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def answer(content: Any, lines: Iterable[str], *, json: bool) -> None:
-    """Prints one JSON object, or lines for people."""
+    """Prints one JSON object, or lines of text."""
     if json:
         show_json(content)
     else:
@@ -18,7 +18,7 @@ def answer(content: Any, lines: Iterable[str], *, json: bool) -> None:
 
 
 def align(rows: Sequence[Sequence[str]], *, left: int | None = None) -> list[str]:
-    """Rows as lines of equal columns, of which the first `left` are aligned left (None: all) and the rest right."""
+    """Formats rows as lines with equal columns; aligns the first `left` columns left (None: all), others right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     sides = ["<" if left is None or place < left else ">" for place in range(len(widths))]
     styles = [f"{side}{width}" for side, width in zip(sides, widths, strict=True)]
@@ -26,7 +26,7 @@ def align(rows: Sequence[Sequence[str]], *, left: int | None = None) -> list[str
 
 
 def size_text(size_bytes: float) -> str:
-    """A size on disk: 512 B, 1.5 kB, 11.2 MB."""
+    """Formats a size on disk: 512 B, 1.5 kB, 11.2 MB."""
     for unit in ("B", "kB", "MB", "GB"):
         if size_bytes < 1000:
             return f"{size_bytes:.0f} {unit}" if unit == "B" else f"{size_bytes:.1f} {unit}"
@@ -35,7 +35,7 @@ def size_text(size_bytes: float) -> str:
 
 
 def print_config(loaded: "LoadedJob") -> int:
-    """Prints every value of the job and its origin, as TOML with comments (`--show-config`)."""
+    """Prints every option of the job with the origin of its value, as TOML with comments (`--show-config`)."""
     from manyhands.config.load import flatten
 
     section = ""

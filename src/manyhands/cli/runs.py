@@ -1,4 +1,4 @@
-"""The commands about runs: ps, logs, why, stop, report and join."""
+"""The commands for runs: ps, logs, why, stop, report and join."""
 
 import time
 from dataclasses import asdict, replace
@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     from manyhands.report.follow import Now
 
 NO_LAUNCHER = "no launcher"
-# The launcher on another machine may be down if it has recorded nothing for longer than this.
-SILENT_S = 60.0
+SILENT_S = 60.0  # a launcher on another machine without a record for so long may be down
 
 
 def ps(*, as_json: Annotated[bool, Help("print one JSON array", "--json")] = False) -> int:
@@ -54,7 +53,7 @@ def _row(record: "Running", now: "Now") -> tuple[str, ...]:
         silent_s = time.time() - now.heard if now.heard else 0.0
         state = f"on {plain(record.host)}" + (f", silent for {duration(silent_s)}" if silent_s > SILENT_S else "")
     try:
-        # Of the last start, where the run folder names them: a machine may have joined, or be lost.
+        # The machines of the last start, if the run folder names them: a machine may have joined, or be lost.
         hosts = [each.host for each in read_places(RunFolder(run))] or record.hosts
     except UserError:
         hosts = record.hosts
@@ -91,7 +90,7 @@ def logs(
     try:
         show_logs(find_run(run), rank, last=last, follow=follow, settings=settings(set_))
     except KeyboardInterrupt:
-        return 0  # the usual way out of -f
+        return 0  # the usual end of -f
     return 0
 
 

@@ -1,4 +1,4 @@
-"""The operating systems that manyhands runs on."""
+"""The operating systems that manyhands supports."""
 
 from importlib.util import find_spec
 
@@ -6,7 +6,7 @@ from manyhands.core.errors import UserError
 
 
 def require_system() -> None:
-    """Raises UserError on a system without the file locks and process groups that a run relies on: Windows."""
+    """Raises UserError on Windows, which lacks the file locks and process groups that a run needs."""
     if find_spec("fcntl") is None:
         what = "manyhands runs on Linux, macOS and WSL2 on Windows, but this Python has no fcntl"
         raise UserError(what, hints=("run wsl --install in PowerShell, then install manyhands inside WSL",))

@@ -50,7 +50,7 @@ def train(
 
 
 def _run(loaded: "LoadedJob", flags: RunFlags, *, resume_hint: bool = False) -> int:
-    """Answers --show-config, or runs the job."""
+    """Prints the options for --show-config, or runs the job."""
     if flags.show_config:
         return print_config(loaded)
     from manyhands.cli.training import run_job
@@ -89,7 +89,7 @@ def launch(
 
 
 def job_or_script(data: str | None, model: str | None, arguments: Sequence[str]) -> tuple[dict[str, Any], Path | None]:
-    """Returns data and network, or the user's script, by dotted key; and the job.toml, if one is named."""
+    """Returns data and network, or the user's script, by dotted key, and the path of the job.toml if given."""
     if data and data.endswith(".py"):
         return {"run.script": (data, *filter(None, (model,)), *arguments)}, None
     words = [word for word in (data, model, *arguments) if word and re.match(r"[A-Za-z_][\w.]*=", word)]

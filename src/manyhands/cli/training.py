@@ -1,4 +1,4 @@
-"""Trains by a loaded job and prints the result, or describes the run; imported once a command has a job."""
+"""Trains a loaded job and prints the result, or describes the run; imported only by commands with a job."""
 
 import shlex
 import sys
@@ -44,10 +44,10 @@ def run_job(
         answer({"dry_run": lines}, lines, json=flags.as_json)
         return 0
     machines = tuple(machines_of(job.cluster))
-    # srun or the like may have given this process its place among them already.
+    # srun or a similar launcher may already have set this process's rank.
     if machines and not place_of(job).process_info:
         announce_reach(loaded)
-        end_early()  # this machine may take no part, and a launcher that is detached is another process
+        end_early()  # this machine may not take part, and a detached launcher is another process
         from manyhands.run.launch import Background, launch
 
         background = Background() if job.cluster.detach else None
@@ -57,13 +57,13 @@ def run_job(
     else:
         outcome = train(job, quiet=flags.quiet, rendezvous=rendezvous)
     if outcome.is_main:
-        with suppress(BrokenPipeError):  # nobody reads the result, and the exit code is the run's own
+        with suppress(BrokenPipeError):  # the reader has ended; the exit code is the run's
             _print_result(outcome, job, as_json=flags.as_json, quiet=flags.quiet)
     return outcome.exit_code
 
 
 def _print_result(outcome: Outcome, job: Job, *, as_json: bool, quiet: bool) -> None:
-    """The result; of a script of the user's its own output is what there is to see."""
+    """Prints the result; of a script, the script's output is the result."""
     if job.run.script and as_json:
         show_json({"run": str(outcome.folder.path), "status": outcome.status, "exit_code": outcome.exit_code})
     elif job.run.script:
@@ -79,7 +79,7 @@ def _print_result(outcome: Outcome, job: Job, *, as_json: bool, quiet: bool) -> 
 
 
 def describe(loaded: LoadedJob) -> list[str]:
-    """Describes a run without starting a process or reading a picture. Raises UserError: the job can't be trained."""
+    """Describes a run without starting a process or reading a picture. Raises UserError if the job can't be trained."""
     job = loaded.job
     if job.run.script:
         work = [f"would run {shlex.join(job.run.script)}"]
@@ -99,7 +99,7 @@ def describe(loaded: LoadedJob) -> list[str]:
 
 
 def _on_machines(machines: Sequence[Machine], options: ClusterOptions) -> tuple[str, list[str]]:
-    """The processes, and the command that starts the agent on each other machine."""
+    """Returns a description of the processes, and the command that starts the agent on each other machine."""
     names = ", ".join(f"{machine.name} ({machine.slots})" if machine.slots else machine.name for machine in machines)
     starts: list[str] = []
     for machine in machines:

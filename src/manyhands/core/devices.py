@@ -9,7 +9,7 @@ from manyhands.core.errors import UserError
 from manyhands.core.files import typed_number
 from manyhands.core.machine import this_processor
 
-# Types of accelerators on which `make test-gpu` has passed. On others only torch's defaults are used, unless the
+# Types of accelerators on which `make test-gpu` has passed; others get only torch's defaults, unless the environment
 # variable names the type (docs/guides/gpu-results.md).
 _PASSED: tuple[str, ...] = ()
 TESTED_DEVICES = (*_PASSED, *os.environ.get("MANYHANDS_TESTED_DEVICES", "").split(","))
@@ -27,7 +27,7 @@ def is_accelerator(device: str | torch.device) -> bool:
 
 
 def is_tested(device: str | torch.device) -> bool:
-    """Returns True for an accelerator on which more than torch's defaults may be used."""
+    """Returns True for an accelerator that may use more than torch's defaults."""
     return is_accelerator(device) and torch.device(device).type in TESTED_DEVICES
 
 
@@ -37,7 +37,7 @@ def device_name(device: str | torch.device) -> str:
 
 
 def device_kind(wanted: str, processes: int) -> str:
-    """Resolves "auto" and "auto:1" to a device type for a number of processes; returns other words unchanged."""
+    """Resolves "auto" and "auto:1" to a device type for a number of processes; returns other values unchanged."""
     if wanted.partition(":")[0] != "auto":
         return wanted
     found = accelerator()
@@ -47,7 +47,7 @@ def device_kind(wanted: str, processes: int) -> str:
 
 
 def require_device(kind: str, *hints: str) -> None:
-    """Raises UserError if this machine lacks a device such as cuda or cuda:1; `hints` precede the usual one."""
+    """Raises UserError if this machine lacks a device such as cuda or cuda:1; `hints` precede the default hint."""
     name, _, number = kind.partition(":")
     if name == "cpu":
         return

@@ -1,4 +1,4 @@
-"""Downloads a file completely or not at all, verifies it, and gives up after seconds without an answer."""
+"""Downloads a file completely or not at all, verifies it, and times out if the server does not answer."""
 
 import base64
 import hashlib
@@ -23,7 +23,7 @@ class Digest(NamedTuple):
 
 
 def download(url: str, into: Path, digest: Digest | None) -> str:
-    """Downloads a file; returns what went wrong. A password in the URL is sent to that server, and never shown."""
+    """Downloads a file; returns an error message or "". A password in the URL is sent only to its server, not shown."""
     try:
         parts = urllib.parse.urlsplit(url)
         user, at, server = parts.netloc.rpartition("@")
@@ -64,7 +64,7 @@ def without_password(url: str) -> str:
 
 
 def _resolves(address: urllib.parse.SplitResult) -> bool:
-    """Resolves the server's name, for a few seconds at most (the system's own limit can be a minute)."""
+    """Returns True if the server's name can be resolved within PATIENCE_S (the system's own limit can be a minute)."""
     if urllib.request.getproxies().get(address.scheme):
         return True
     found: list[bool] = []

@@ -1,10 +1,10 @@
-"""Errors with a message, a place and hints, and the exit codes of the commands."""
+"""Errors with a message, a location and hints, and the exit codes of the commands."""
 
 from dataclasses import dataclass, field
 
 from manyhands.core.terminal import plain
 
-MOST_CHARACTERS, MOST_LINES = 1_200, 30  # limits of one error, which should fit on one screen
+MOST_CHARACTERS, MOST_LINES = 1_200, 30  # limits of one error, so that it fits on one screen
 
 EXIT_OK = 0
 EXIT_FAILED = 1
@@ -51,7 +51,7 @@ def shortened(text: str, most: int = 80) -> str:
 
 
 class UserError(ManyhandsError):
-    """Raised if the user's input is invalid. Nothing was started or changed."""
+    """Raised if the user's input is invalid, before anything is started or changed."""
 
     exit_code = EXIT_USAGE
 
@@ -61,4 +61,4 @@ class RunError(ManyhandsError):
 
 
 class PeerError(RunError):
-    """Processes are missing at rendezvous, or another process has the same rank."""
+    """Raised if processes are missing at rendezvous, or if another process has the same rank."""

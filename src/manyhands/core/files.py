@@ -1,6 +1,6 @@
-"""Reading files from outside as plain data, and writing files atomically, durably and with the right permissions.
+"""Reads foreign files as plain data, and writes files atomically, durably and with the right permissions.
 
-Readers raise `UnreadableError` for content that is too large, too deep, damaged or no plain data, and OSError.
+Readers raise `UnreadableError` for content that is too large, too deep, damaged or not plain data, and OSError.
 """
 
 import contextlib
@@ -20,25 +20,25 @@ from manyhands.core.errors import UserError
 
 MOST_BYTES = 64 * 2**20
 MOST_TOML_BYTES = 2**20
-MOST_TEXT_BYTES = 8 * 2**20  # a host list: a rank table of ten thousand cards is about 2 MiB
+MOST_TEXT_BYTES = 8 * 2**20  # a host list: a rank table of ten thousand devices is about 2 MiB
 _MOST_YAML_BYTES = 128 * 2**10  # the parser is pure Python and takes about a second for this
 _MOST_DIGITS = 40
 
 
 class UnreadableError(ValueError):
-    """A file or text that can't be parsed or exceeds a limit. The message doesn't name the file."""
+    """Raised if a file or text can't be parsed or exceeds a limit. The message doesn't name the file."""
 
     def __init__(self, problem: str, line: int = 0) -> None:
-        self.problem, self.line = problem, line  # the line is 0 where it is unknown
+        self.problem, self.line = problem, line  # 0 if the line is unknown
         super().__init__(f"line {line}: {problem}" if line else problem)
 
 
 class RepeatedNameError(UnreadableError):
-    """An object in a JSON text has the same name twice."""
+    """Raised if an object in a JSON text has the same name twice."""
 
 
 def open_file(path: Path, *, pipes: bool = False) -> IO[bytes]:
-    """Opens a regular file for reading, or with `pipes` a pipe. Sockets and devices could block or never end."""
+    """Opens a regular file for reading; with `pipes`, also a pipe. Refuses sockets and devices, which could block."""
     kind = path.stat().st_mode
     if stat.S_ISREG(kind) or stat.S_ISDIR(kind) or (pipes and stat.S_ISFIFO(kind)):
         return path.open("rb")
@@ -46,7 +46,7 @@ def open_file(path: Path, *, pipes: bool = False) -> IO[bytes]:
 
 
 def read_bytes(path: Path, most_bytes: int = MOST_BYTES, *, pipes: bool = False) -> bytes:
-    """Reads a file. With `pipes`, also a pipe such as the shell makes for `<(COMMAND)`, until its writer closes it."""
+    """Reads a file; with `pipes`, also a pipe, such as the shell's for `<(COMMAND)`, until the writer closes it."""
     with open_file(path, pipes=pipes) as file:
         content = file.read(most_bytes + 1)
     _check_size(content, most_bytes)
@@ -54,7 +54,7 @@ def read_bytes(path: Path, most_bytes: int = MOST_BYTES, *, pipes: bool = False)
 
 
 def read_growing(path: Path, offset: int, most_bytes: int, *, rest: bool = False) -> bytes:
-    """Reads complete lines from byte `offset` on, very long ones in pieces; with `rest` also an unfinished one."""
+    """Reads complete lines from byte `offset` on, very long lines in parts; with `rest`, also an unfinished line."""
     if not path.is_file():
         return b""
     with path.open("rb") as file:
@@ -67,7 +67,7 @@ def read_growing(path: Path, offset: int, most_bytes: int, *, rest: bool = False
 
 
 def decoded(content: bytes) -> str:
-    """Decodes UTF-8, with or without a byte-order mark, or UTF-16 with one. Errors name the line, and perhaps GBK."""
+    """Decodes UTF-8, with or without a byte-order mark, or UTF-16 with one. Errors name the line, and GBK if likely."""
     try:
         return content.decode("utf-16" if content.startswith((b"\xff\xfe", b"\xfe\xff")) else "utf-8-sig")
     except UnicodeDecodeError as error:
@@ -109,7 +109,7 @@ def parse_toml(text: str | bytes) -> dict[str, Any]:
 
 
 def parse_yaml(text: str | bytes) -> tuple[Any, Any]:
-    """Parses YAML without aliases. Returns the plain data and its `yaml.Node`, which has the lines (None if empty)."""
+    """Parses YAML without aliases. Returns the plain data and its `yaml.Node` with line numbers (None if empty)."""
     import yaml
 
     untyped: Any = yaml
@@ -129,7 +129,7 @@ def parse_yaml(text: str | bytes) -> tuple[Any, Any]:
 
 
 def read_object(path: Path) -> dict[str, Any] | None:
-    """Reads the JSON object in one of our own files. Returns None if the file is missing, damaged or anything else."""
+    """Reads a JSON object from a file of manyhands. Returns None if the file is missing, damaged or something else."""
     try:
         content = parse_json(read_bytes(path))
     except (OSError, ValueError):
@@ -138,7 +138,7 @@ def read_object(path: Path) -> dict[str, Any] | None:
 
 
 def typed_number(text: str) -> int | None:
-    """Parses a count or an index typed by a user: 0 and up, in at most 18 digits. Returns None for anything else."""
+    """Parses a count or an index from user input, with at most 18 digits. Returns None for anything else."""
     return int(text) if re.fullmatch("[0-9]{1,18}", text) else None
 
 
@@ -152,12 +152,12 @@ def _parsing(prefix: str = "") -> Generator[None]:
         raise UnreadableError(error.msg[:1].lower() + error.msg[1:], error.lineno) from None
     except RecursionError:
         raise UnreadableError("the nesting is too deep") from None
-    except ValueError as error:  # also a date that doesn't exist and a number of 5,000 digits
+    except ValueError as error:  # also an invalid date, and a number of 5,000 digits
         raise UnreadableError(prefix + str(error).partition("\n")[0]) from None
 
 
 def _short_integer(digits: str) -> int:
-    """Refuses an integer that is too long to be shown or to become a float."""
+    """Parses an integer. Raises UnreadableError if it is too long for a message or a float."""
     if len(digits) > _MOST_DIGITS:
         raise UnreadableError(f"a number has more than {_MOST_DIGITS} digits")
     return int(digits)
@@ -186,12 +186,12 @@ def _check_size(content: str | bytes, most_bytes: int) -> None:
         raise UnreadableError(f"the file exceeds the limit of {limit}")
 
 
-_umasks: list[int] = []  # the umasks to restore, the user's own first
+_umasks: list[int] = []  # the umasks to restore; the first is the user's
 
 
 @contextlib.contextmanager
 def private_files() -> Generator[None]:
-    """Makes new files and folders, also those of processes forked in the block, readable by their owner alone."""
+    """Makes files and folders created in the context, also by forked processes, accessible to their owner only."""
     _umasks.append(os.umask(0o077))
     try:
         yield
@@ -200,18 +200,18 @@ def private_files() -> Generator[None]:
 
 
 def usual_umask() -> int:
-    """Returns the user's own umask, for a process to start; -1 where it is in force."""
+    """Returns the user's umask, to start a process with; -1 if that is already in force."""
     return _umasks[0] if _umasks else -1
 
 
 @contextlib.contextmanager
 def one_at_a_time(path: Path, hints: tuple[str, ...] = ()) -> Generator[None]:
-    """Creates the folder of `path` and holds a lock beside `path`, which the system releases if the process dies.
+    """Creates the folder of `path` and locks a file next to `path`; the system releases the lock if the process dies.
 
-    New files have the user's own umask, because users may share data sets and caches. Raises UserError, with the hints,
-    if the folder can't be written.
+    New files have the user's umask, because users may share data sets and caches. Raises UserError, with the hints, if
+    the folder can't be written.
     """
-    from filelock import FileLock  # not needed to read files, which `--help` does
+    from filelock import FileLock  # not imported by readers of files, such as `--help`
 
     lock = FileLock(path.with_name(f".{path.name}.lock"))
     previous = os.umask(_umasks[0]) if _umasks else None
@@ -232,8 +232,8 @@ def one_at_a_time(path: Path, hints: tuple[str, ...] = ()) -> Generator[None]:
 
 @contextlib.contextmanager
 def temporary(path: Path) -> Generator[Path]:
-    """Yields a name beside `path` to write to; a file of that name is removed after the block."""
-    # Processes on machines that share a disk can have the same id.
+    """Yields a temporary name next to `path`; a file of that name is removed after the context."""
+    # Process ids repeat on machines that share a disk.
     part = path.with_name(f".{path.name}.{os.getpid()}-{os.urandom(4).hex()}.part")
     try:
         yield part
@@ -243,14 +243,14 @@ def temporary(path: Path) -> Generator[Path]:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Generator[Path]:
-    """Yields a name beside `path` to write to, and renames it to `path` after the block unless that raises."""
+    """Yields a temporary name next to `path`, and renames it to `path` after the context unless that raises."""
     with temporary(path) as part:
         yield part
         part.replace(path)
 
 
 def write_atomic(path: Path, text: str, *, durable: bool = False) -> None:
-    """Writes a text and a line end atomically, and makes the folder; `durable` waits for the disk. Raises OSError."""
+    """Writes a text and a line end atomically, and creates the folder; `durable` waits for the disk. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as part:
         part.write_text(text + "\n", encoding="utf-8")
@@ -261,10 +261,7 @@ def write_atomic(path: Path, text: str, *, durable: bool = False) -> None:
 
 
 def append_line(path: Path, text: str) -> None:
-    """Appends a line, in one write if possible, because other processes may append to the same file.
-
-    An unfinished last line, of a writer that was killed, is ended first. Raises OSError: the line isn't complete.
-    """
+    """Appends a line, if possible in one write (other processes may append), after ending an unfinished line."""
     line = (text + "\n").encode()
     descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
     try:
@@ -274,7 +271,7 @@ def append_line(path: Path, text: str) -> None:
         try:
             write_all(descriptor, line)
         except OSError:
-            # Remove the incomplete line, unless another process has written behind it.
+            # Remove the incomplete line, unless another process has appended to it.
             if line.startswith(os.pread(descriptor, len(line), size)):
                 os.ftruncate(descriptor, size)
             raise
@@ -283,7 +280,7 @@ def append_line(path: Path, text: str) -> None:
 
 
 def write_all(descriptor: int, content: bytes) -> None:
-    """Writes all bytes: a single write may be partial on a disk that is nearly full or after a signal."""
+    """Writes all bytes, because one write may be partial on a nearly full disk or after a signal."""
     rest = memoryview(content)
     while rest:
         rest = rest[os.write(descriptor, rest) :]
@@ -303,12 +300,12 @@ def sync(path: Path) -> None:
 
 
 def free_name(folder: Path, stem: str, suffix: str = "", first: int = 1) -> Path:
-    """Returns the first of <stem>-<number><suffix> that doesn't exist in a folder."""
+    """Returns the first path <stem>-<number><suffix> that doesn't exist in a folder."""
     return next(path for number in itertools.count(first) if not (path := folder / f"{stem}-{number}{suffix}").exists())
 
 
 def is_full(path: Path) -> bool:
-    """Returns True if this user has less than 64 KiB of space on the disk of a folder."""
+    """Returns True if this user has less than 64 KiB left on the disk of a folder."""
     try:
         state = os.statvfs(path)
     except OSError:

@@ -1,4 +1,4 @@
-"""What this process's machine has: its identity, processors and memory, within the limits of a container."""
+"""Identity, processors and memory of this machine, within the limits of a container."""
 
 import contextlib
 import functools
@@ -12,12 +12,11 @@ from typing import NamedTuple
 import psutil
 
 CGROUPS = Path("/sys/fs/cgroup")
-# Instruction sets for bfloat16 as Linux names them: vectors and matrices on x86, the extension of ARM.
-_BF16 = {"avx512_bf16", "amx_bf16", "bf16"}
+_BF16 = {"avx512_bf16", "amx_bf16", "bf16"}  # Linux's names for bfloat16 instructions: x86 vectors, x86 matrices, ARM
 
 
 def this_machine() -> str:
-    """Returns a name that is equal for processes that share network and process ids: of one machine or container."""
+    """Returns a name that is equal for processes with the same network and process ids, of one machine or container."""
     parts = [socket.gethostname()]
     for path in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/net", "/proc/self/ns/pid"):
         with contextlib.suppress(OSError):
@@ -26,7 +25,7 @@ def this_machine() -> str:
 
 
 def memory() -> tuple[int, int]:
-    """Returns the bytes of memory, and those that are free or can be freed at once, of this machine or container."""
+    """Returns the total and the available bytes of memory of this machine or container."""
     system = psutil.virtual_memory()
     total, free = system.total, system.available
     with contextlib.suppress(OSError, ValueError):
@@ -44,7 +43,7 @@ def cores() -> float:
 
 
 def _cgroups() -> Iterator[Path]:
-    """Yields the folders of this process's cgroups and their parents; a container sees its own as the root."""
+    """Yields the folders of this process's cgroups and their parents; a container sees its cgroup as the root."""
     lines: list[str] = []
     with contextlib.suppress(OSError):
         lines = Path("/proc/self/cgroup").read_text().splitlines()
@@ -61,7 +60,7 @@ def _cgroups() -> Iterator[Path]:
 def _quota_of(folder: Path) -> float:
     with contextlib.suppress(OSError, ValueError):
         most, period = (folder / "cpu.max").read_text().split()
-        return int(most) / int(period)  # without a quota `most` is the word max
+        return int(most) / int(period)  # without a quota, `most` is "max"
     with contextlib.suppress(OSError, ValueError):
         most = (folder / "cpu.cfs_quota_us").read_text()
         return max(0.0, int(most) / int((folder / "cpu.cfs_period_us").read_text()))
@@ -84,11 +83,11 @@ def this_processor() -> Processor:
 
 
 def processor_of(cpuinfo: str) -> Processor:
-    """Reads the first processor of /proc/cpuinfo, which only Linux has."""
+    """Reads the first processor from the text of /proc/cpuinfo, which is empty on other systems than Linux."""
     rows = [line.partition(":") for line in cpuinfo.partition("\n\n")[0].splitlines()]
     values = {key.strip(): value.strip() for key, _, value in rows}
     keys = ("model name", "CPU part", "cpu model")
     name = next((values[key] for key in keys if values.get(key)), platform.processor() or platform.machine())
     flags = set(values.get("flags", values.get("Features", "")).split())
-    known = sorted(flags & (_BF16 | {"avx2", "avx512f"}))  # some clouds give all their processors the same name
+    known = sorted(flags & (_BF16 | {"avx2", "avx512f"}))  # some clouds use one name for all processors
     return Processor(" ".join([name, *known]), bool(flags & _BF16))

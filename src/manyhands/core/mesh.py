@@ -1,4 +1,4 @@
-"""The mesh: the processes of a run as a grid with named axes, and the layout of sharded tensors on it."""
+"""The mesh, which is a grid of a run's processes with named axes, and the layout of sharded tensors on it."""
 
 import itertools
 import math
@@ -49,7 +49,7 @@ class Mesh:
         return tuple(reversed(places))
 
     def rank(self, coordinates: Iterable[int]) -> int:
-        """Returns the rank with these indices on the axes; the inverse of `coordinates`."""
+        """Returns the rank at the given indices on the axes; the inverse of `coordinates`."""
         number = 0
         for place, size in zip(coordinates, self.sizes, strict=True):
             number = number * size + place
@@ -66,7 +66,7 @@ class Mesh:
         return place
 
     def peers(self, axes: Iterable[int], rank: int) -> list[int]:
-        """Returns `rank` and the ranks that differ from it only in the given axes (indices), in ascending order."""
+        """Returns `rank` and the ranks that differ from it only on the given axes (indices), in ascending order."""
         free, here = set(axes), self.coordinates(rank)
         choices = [range(size) if axis in free else (here[axis],) for axis, size in enumerate(self.sizes)]
         return [self.rank(place) for place in itertools.product(*choices)]
@@ -80,7 +80,7 @@ class Mesh:
 
 
 def parse_mesh(text: str, where: str = "parallel.mesh") -> Mesh:
-    """Parses "dp=2,tp=2". Raises UserError: it is not a list of named sizes."""
+    """Parses "dp=2,tp=2". Raises UserError for other texts."""
     matches = [match for word in text.split(",") if (match := _AXIS.fullmatch(word.strip()))]
     count = text.count(",") + 1
     if len(matches) < count:
@@ -90,7 +90,7 @@ def parse_mesh(text: str, where: str = "parallel.mesh") -> Mesh:
 
 
 def make_mesh(sizes: Mapping[str, Any], where: str = "mesh", count: int | None = None) -> Mesh:
-    """Creates a mesh from axis names and sizes, of which `count` include repeated names. Raises UserError."""
+    """Creates a mesh from sizes by axis name; `count` of axes includes repeated names. Raises UserError."""
     if not 0 < len(sizes) <= MOST_AXES or len(sizes) != (count or len(sizes)):
         hints = ("write a mesh such as dp=2,tp=2",)
         raise UserError("a mesh needs one to three axes with different names", where, hints)
@@ -109,10 +109,10 @@ def make_mesh(sizes: Mapping[str, Any], where: str = "mesh", count: int | None =
 
 
 def bounds(length: int, parts: int) -> list[int]:
-    """Returns the edges [parts + 1] of `parts` pieces of a length; sizes differ by one at most.
+    """Returns the edges [parts + 1] that divide a length into `parts` shards, whose sizes differ by at most one.
 
-    Splitting by a, then each piece by b, gives other pieces than splitting by a·b if the length is no multiple
-    (8 by 3, then by 2: not as by 6), so a dimension that lies over several axes is split once, by all of them.
+    Splitting by a, then each shard by b, differs from splitting by a·b if the length is no multiple (8 by 3, then by 2:
+    not as by 6), so a dimension that is sharded over several axes is split once, by their product.
     """
     return [length * number // parts for number in range(parts + 1)]
 
@@ -142,21 +142,21 @@ Length = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
 
 @dataclass(frozen=True)
 class TensorLayout:
-    """How one tensor of a network, or of its optimizer, is sharded over a mesh."""
+    """How a tensor of a network, or of its optimizer, is sharded over a mesh."""
 
-    shape: tuple[Length, ...]  # of the unsharded tensor
-    # the shape that is sharded: `shape`, or that with dimensions split up, where, say, heads lie within one
+    shape: tuple[Length, ...]  # shape of the unsharded tensor
+    # the shape that is sharded: `shape`, possibly with dimensions split up, such as into heads
     view: tuple[Length, ...]
-    # for each dimension of the view that is sharded: (dimension, numbers of the mesh's axes, ascending)
+    # for each sharded dimension of the view: (dimension, ascending indices of the mesh's axes)
     cuts: tuple[tuple[Length, tuple[Length, ...]], ...] = ()
-    gradient_axes: tuple[Length, ...] = ()  # numbers of the axes over which each process's gradient is a part of a sum
+    gradient_axes: tuple[Length, ...] = ()  # indices of the axes over which the processes' gradients must be summed
 
     @property
     def sharded_axes(self) -> set[int]:
         return {axis for _, axes in self.cuts for axis in axes}
 
     def region(self, mesh: Mesh, rank: int) -> Region:
-        """Returns (start, stop), in each dimension of the view, of the piece that a rank holds."""
+        """Returns (start, stop) of a rank's shard in each dimension of the view."""
         region = [(0, length) for length in self.view]
         for dim, axes in self.cuts:
             edges = bounds(self.view[dim], mesh.parts(axes))
@@ -165,7 +165,7 @@ class TensorLayout:
         return tuple(region)
 
     def local_shape(self, mesh: Mesh, rank: int) -> tuple[int, ...]:
-        """Returns the piece's shape as the network holds it: in the dimensions of `shape`."""
+        """Returns the shape of a rank's shard in the network, which has the dimensions of `shape`."""
         sizes = [stop - start for start, stop in self.region(mesh, rank)]
         groups = split_dimensions(self.shape, self.view)
         if groups is None:
@@ -173,17 +173,17 @@ class TensorLayout:
         return tuple(math.prod(sizes[position] for position in group) for group in groups)
 
     def first_holder(self, mesh: Mesh, rank: int) -> int:
-        """Returns the lowest rank that holds the same piece; it is the one that saves it."""
+        """Returns the lowest rank with the same shard, which saves the shard."""
         sharded = self.sharded_axes
         return mesh.rank(place if axis in sharded else 0 for axis, place in enumerate(mesh.coordinates(rank)))
 
     def pieces(self, mesh: Mesh) -> Iterator[tuple[int, Region]]:
-        """Yields (rank, region) of each different piece, by its first holder; together they are the whole tensor."""
+        """Yields (rank, region) of each different shard, by its first holder; all regions together are the tensor."""
         for first in mesh.peers(self.sharded_axes, 0):
             yield first, self.region(mesh, first)
 
     def nearest(self, mesh: Mesh, near: range) -> dict[int, Region]:
-        """Returns each different piece once, by a rank that holds it: one of `near`, if one of them does."""
+        """Returns the region of each different shard by one of its holders, which is in `near` if possible."""
         free = set(range(len(mesh.axes))) - self.sharded_axes
         found = [(mesh.peers(free, first), region) for first, region in self.pieces(mesh)]
         return {min(holders, key=lambda rank: (rank not in near, rank)): region for holders, region in found}
@@ -200,7 +200,7 @@ def unsharded(shape: tuple[int, ...], gradient_axes: tuple[int, ...] = ()) -> Te
 
 
 def layout_from_plain(content: Any, mesh: Mesh, where: str) -> TensorLayout:
-    """Reads what `as_plain` returned. Raises UserError: it is no layout on this mesh."""
+    """Validates the result of `as_plain`. Raises UserError if it is no layout on this mesh."""
     hints = ("create the plan or checkpoint again",)
     try:
         layout = _LAYOUT.validate_python(content)

@@ -1,4 +1,4 @@
-"""Requirements of sync methods, which parallel modes and jobs meet without naming methods."""
+"""Requirements of sync methods, which parallel modes and jobs fulfil without naming methods."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -12,9 +12,9 @@ if TYPE_CHECKING:
 class Need:
     """A requirement of a sync method."""
 
-    reason: str  # the end of the error message, after the name of the method
-    option: str  # key of the option that decides whether the requirement is met
-    hints: tuple[str, ...] = ()  # hints besides choosing another method
+    reason: str  # the end of an error message that begins with the method's name
+    option: str  # key of the option that decides whether the requirement is fulfilled
+    hints: tuple[str, ...] = ()  # hints in addition to another method
     short: str = ""  # a short form of the reason for tables
 
 
@@ -39,7 +39,7 @@ FINITE_GRADIENTS = Need(
 
 
 class HasGradients(Protocol):
-    """A network whose gradients a sync method can reach, such as any Module of torch."""
+    """A network whose gradients a sync method can access, such as a torch module."""
 
     def named_parameters(self) -> "Iterator[tuple[str, nn.Parameter]]":
         """Yields all parameters, unsharded, with the names of the user's network."""

@@ -1,4 +1,4 @@
-"""The base of every section of a job: strict, frozen, with a description for each field."""
+"""The base class of all sections of a job: strict, frozen, with a description of each field."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class Options(BaseModel):
-    """Options of one part. Unknown keys are refused; values never change after loading."""
+    """A section of a job's options. Unknown keys are refused; values never change after loading."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False,
@@ -15,5 +15,5 @@ class Options(BaseModel):
 
 
 def option(default: Any, meaning: str, **limits: Any) -> Any:
-    """Returns the declaration of an option, whose meaning docs/reference.md shows."""
+    """Declares an option; docs/reference.md shows `meaning`."""
     return Field(default=default, description=meaning, **limits)

@@ -5,16 +5,16 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from time import perf_counter
 
-# The names in the records, by the numbers below.
+# The names in the records, by the indices below.
 PHASES = ("data", "compute", "communication", "update", "evaluation", "saving", "records", "other")
 DATA, COMPUTE, COMMUNICATION, UPDATE, EVALUATION, SAVING, RECORDS, OTHER = range(len(PHASES))
 
 
 class PhaseClock:
-    """A stopwatch that never waits for a device. A change of phase costs a fraction of a microsecond."""
+    """A stopwatch that never waits for a device. A change of phase takes a fraction of a microsecond."""
 
     def __init__(self) -> None:
-        # phase, start and end (`time.perf_counter`) of each span of time; None if they aren't recorded
+        # phase, start and end (`time.perf_counter`) of each span, or None to record no spans
         self.spans: list[tuple[int, float, float]] | None = None
         self._seconds, self._phase = [0.0] * len(PHASES), OTHER
         self._since = self._computed = perf_counter()
@@ -22,7 +22,7 @@ class PhaseClock:
         self.take_queued()
 
     def to(self, phase: int, now: float = 0.0) -> int:
-        """Starts a phase, now or at a given time; returns the previous one."""
+        """Starts a phase, now or at a given time; returns the previous phase."""
         now, before = now or perf_counter(), self._phase
         self._seconds[before] += now - self._since
         if self.spans is not None:
@@ -32,7 +32,7 @@ class PhaseClock:
 
     @contextmanager
     def within(self, phase: int) -> Generator[None]:
-        """Assigns the time of the block to a phase; for work that isn't done in every update."""
+        """Assigns the time of the context to a phase; for work that isn't done in every update."""
         before = self.to(phase)
         try:
             yield
@@ -40,11 +40,11 @@ class PhaseClock:
             self.to(before)
 
     def computed(self, _parameter: object = None) -> None:
-        """Marks that a gradient is computed: the rest of backward may only wait for other processes."""
+        """Records that a gradient was computed: the rest of backward may only wait for other processes."""
         self._computed = perf_counter()
 
     def backward_ends(self) -> None:
-        """Assigns the time since the last `computed` to communication, if that was in this phase."""
+        """Assigns the time since the last `computed` to communication, if `computed` was called in this phase."""
         if self._computed > self._since:
             self.to(self.to(COMMUNICATION, self._computed))
 
@@ -55,11 +55,11 @@ class PhaseClock:
         return taken
 
     def take_queued(self) -> float:
-        """Returns the seconds since the last call that the main thread waited for a processor; 0 if unknown."""
+        """Returns the seconds that the main thread waited for a CPU core since the last call; 0 if unknown."""
         before = self._queued
         with suppress(OSError, ValueError, IndexError):
             self._queued = int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e9
-        return max(0.0, self._queued - before)  # in a fork it begins at zero again
+        return max(0.0, self._queued - before)  # a forked process starts at 0
 
 
 CLOCK = PhaseClock()  # the clock of this process

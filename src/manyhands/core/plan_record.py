@@ -1,4 +1,4 @@
-"""The record in plan.json: how work is split, how that was found, and what a run decided."""
+"""The record in plan.json: how work is divided, how the plan was found, and what a run decided."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,8 +14,7 @@ from manyhands.core.records import write_json
 
 FORMAT = "plan/1"
 _NEW_PLAN = "create a new plan: manyhands plan job.toml"
-# What says who computes and holds what; all else is about it.
-SPLIT = ("format", "mesh", "default", "ops", "pinned", "layouts")
+SPLIT = ("format", "mesh", "default", "ops", "pinned", "layouts")  # fields that define the plan
 
 
 class PlanRecord(BaseModel):
@@ -28,7 +27,7 @@ class PlanRecord(BaseModel):
     ops: dict[str, str] = Field(default={}, description="strategy by op, module path or glob")
     pinned: list[str] = Field(default=[], description="keys of `ops` that the user fixed")
     layouts: dict[str, Any] | None = Field(default=None, description="of sharded tensors; see `layout_from_plain`")
-    # How it was found.
+    # How the plan was found.
     mode: str = Field(default="", description="parallel mode that runs the plan")
     reason: str = ""
     recommended: dict[str, Any] = Field(default={}, description="row of the table, and number of processes")
@@ -41,7 +40,7 @@ class PlanRecord(BaseModel):
     network: dict[str, Any] = Field(default={}, description="model, channels, size and classes")
     sync: dict[str, Any] = Field(default={}, description="sync method, or the costs of all methods")
     notes: list[str] = Field(default=[], description="sentences on ops that are not sharded")
-    # What a run makes of it.
+    # What a run decided.
     batch: int = Field(default=0, description="samples per update")
     shares: list[list[int]] = Field(default=[], description="samples by micro-batch and process")
     passes: int = 0
@@ -63,7 +62,7 @@ class PlanRecord(BaseModel):
         return self.model_dump(exclude_unset=True, exclude=set(SPLIT))
 
     def mesh_and_layouts(self, where: str) -> tuple[Mesh, Mapping[str, TensorLayout]]:
-        """Returns the mesh and the layouts of the sharded tensors. Raises UserError: one of them is invalid."""
+        """Returns the mesh and the layouts of the sharded tensors. Raises UserError if one of them is invalid."""
         mesh = make_mesh(self.mesh, f"{where}, mesh")
         plain = (self.layouts or {}).items()
         return mesh, {name: layout_from_plain(layout, mesh, f"{where}, layouts, {name}") for name, layout in plain}
@@ -74,7 +73,7 @@ def write_plan_record(path: Path, record: PlanRecord) -> None:
 
 
 def read_plan_record(path: Path) -> PlanRecord:
-    """Reads a plan.json. Raises UserError: the file is missing or not a plan; names the field."""
+    """Reads a plan.json. Raises UserError if the file is missing or not a plan; the error names the field."""
     try:
         content = parse_json(read_bytes(path), once_each=True)
     except OSError as error:
@@ -85,7 +84,7 @@ def read_plan_record(path: Path) -> PlanRecord:
 
 
 def parse_plan_record(content: Any, where: str) -> PlanRecord:
-    """Validates what `as_plain` returned, or a user has edited. Raises UserError: it is not a plan; names the field."""
+    """Validates plain data of a plan, which a user may have edited. Raises UserError, naming the field, if invalid."""
     try:
         record = PlanRecord.model_validate(content)
     except ValidationError as error:

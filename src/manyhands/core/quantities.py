@@ -16,13 +16,13 @@ _BITS = {f"{prefix}bit": 1000**power / 8 for power, prefix in enumerate(_PREFIXE
 
 
 def percentage(share: float, digits: int = 1) -> str:
-    """Formats a share in percent, without the sign. Only 1 is 100: 0.9996 is 99.9."""
+    """Formats a fraction in percent, without the sign. Only 1 becomes 100: 0.9996 is 99.9."""
     value = round(100 * share, digits)
     return f"{value if share >= 1 else min(value, 100 - 10**-digits):.{digits}f}"
 
 
 def parse_memory(text: str, where: str = "--memory") -> int:
-    """Returns the bytes of "14GiB", "500 MB" or "1000000". Raises UserError: the text is not a positive amount."""
+    """Returns the bytes of "14GiB", "500 MB" or "1000000". Raises UserError if the text is not a positive amount."""
     number, unit = _split(text)
     size = _BYTES.get(unit.lower() or "b")
     if number <= 0 or size is None:
@@ -32,11 +32,7 @@ def parse_memory(text: str, where: str = "--memory") -> int:
 
 
 def parse_bandwidth(text: str, where: str = "--link") -> float:
-    """Returns the bytes per second of "1gbit", "100 Mbit/s" or "8GB/s".
-
-    Raises:
-        UserError: the text is not a speed, or ambiguous between bits and bytes.
-    """
+    """Returns the bytes per second of "1gbit", "100 Mbit/s" or "8GB/s". Raises UserError for any other text."""
     number, unit = _split(text)
     unit = unit.removesuffix("/s")
     size = _BITS.get(unit.lower().removesuffix("s")) or _BITS.get(unit.lower())
@@ -59,5 +55,5 @@ def short_time(seconds: float) -> str:
 
 def _split(text: str) -> tuple[float, str]:
     text = text.strip()
-    match = _NUMBER.fullmatch(text) if len(text) <= 40 else None  # a float can hold that
+    match = _NUMBER.fullmatch(text) if len(text) <= 40 else None  # limits the value to a float's range
     return (float(match[1]), match[2]) if match else (0.0, "")

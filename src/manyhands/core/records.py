@@ -1,4 +1,4 @@
-"""Records: lines of metrics.jsonl and events.jsonl, and other small files; readers ignore keys that they don't know."""
+"""Records: lines of metrics.jsonl and events.jsonl, and other small files. Readers ignore unknown keys."""
 
 import json
 import platform
@@ -12,11 +12,10 @@ from manyhands.core.errors import UserError
 from manyhands.core.files import MOST_BYTES, append_line, parse_json, write_atomic
 
 VERSION = 1
-MACHINE_LOST = "MachineLost"  # `Failure.error` of a machine that is gone, or that can't be reached
+MACHINE_LOST = "MachineLost"  # `Failure.error` of a machine that is down or unreachable
 PROCESS_ENDED = "ProcessEnded"  # `Failure.error` of a process that was killed
-REPLACED = "head-replaced"  # the kind of event of a head whose machines obey another head
-# The environment variable with the path of a worker's `Failure`, outside the run folder, whose disk may be full.
-FAILURE_FILE = "MANYHANDS_FAILURE_FILE"
+REPLACED = "head-replaced"  # the kind of the event of a launcher whose machines obey another launcher
+FAILURE_FILE = "MANYHANDS_FAILURE_FILE"  # variable with the path of a worker's `Failure`, outside the run folder
 
 
 def _identifier(name: str) -> str:
@@ -29,7 +28,7 @@ Figures = dict[Annotated[str, AfterValidator(_identifier)], float]  # the user's
 
 
 class Record(BaseModel):
-    """The base of all records."""
+    """The base class of all records."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
     v: int = Field(default=VERSION, le=VERSION)
@@ -60,7 +59,7 @@ class StepMetrics(Record):
 
 
 class PhaseMetrics(Record):
-    """Time by phase of each process since the previous record of this kind; see `core/phases.py`."""
+    """The seconds of each process in each phase since the previous record of this kind; see `core/phases.py`."""
 
     kind: Literal["phases"] = "phases"
     epoch: int = Field(ge=1, description="current epoch, counted from 1")
@@ -70,7 +69,7 @@ class PhaseMetrics(Record):
 
 
 class EvaluationMetrics(Record):
-    """The metrics of one evaluation, in which each sample is counted exactly once."""
+    """The metrics of one evaluation, which counts each sample exactly once."""
 
     kind: Literal["evaluation"] = "evaluation"
     epoch: int
@@ -113,7 +112,7 @@ class EvaluationDetail(Record):
 
 
 class Failure(Record):
-    """ranks/failures/<rank>.json: why a process ended, written by this process."""
+    """The content of ranks/failures/<rank>.json: why a process ended, written by that process."""
 
     rank: int
     host: str
@@ -131,7 +130,7 @@ class Failure(Record):
 
 
 class Running(Record):
-    """An active run in the list of the user's runs; `time` is its start."""
+    """An active run in the user's list of runs; `time` is the start of the run."""
 
     pid: int = Field(gt=0, description="process id of the launcher")
     created: float = Field(description="start time of that process, because process ids are reused")
@@ -160,9 +159,9 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yields the complete lines of a .jsonl file as plain objects, except damaged ones.
+    """Yields the complete lines of a .jsonl file as plain objects, without damaged ones, up to a line without an end.
 
-    All that follows a line without an end is skipped. Raises UserError: this user may not read the file.
+    Raises UserError if this user may not read the file.
     """
     if not path.is_file():
         return
@@ -180,7 +179,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def line_object(line: bytes) -> dict[str, Any] | None:
-    """Parses a line of a .jsonl file. Returns None if it is damaged or its time is not a number."""
+    """Parses a line of a .jsonl file. Returns None if the line is damaged or `time` is not a number."""
     try:
         content = parse_json(line)
     except ValueError:

@@ -1,4 +1,4 @@
-"""The run folder: all files of one run, which its processes and commands share; and how the user resumes the run."""
+"""The run folder, which contains all files of a run, and the command that resumes the run."""
 
 import os
 import shlex
@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from manyhands.core.files import parse_toml, read_bytes, read_object
 
-OBJECTS = "objects"  # the name of data that the user's program passes as objects
+OBJECTS = "objects"  # the value of data.name for a data set from the user's program
 _COMMAND, _PROGRAM = "manyhands resume", "the same program with out="
 
 
@@ -45,11 +45,11 @@ class RunFolder:
     pictures = _Path("pictures")  # the figures of the report as PNG
 
     def exists(self) -> bool:
-        """Returns True if the folder holds a run, whose first file is the job."""
+        """Returns True if the folder contains a run; the job is the first file of a run."""
         return self.job.is_file()
 
     def wait_for_link(self) -> None:
-        """Waits up to 5 s for the head to link a moved run folder from its old path; see `run.folder`."""
+        """Waits up to 5 s for the launcher to link the old path of a moved run folder; see `run.folder`."""
         until = time.monotonic() + 5.0
         while not self.exists() and time.monotonic() < until:
             time.sleep(0.05)
@@ -58,15 +58,15 @@ class RunFolder:
         return self.metrics.is_file() and self.metrics.stat().st_size > 0
 
     def has_checkpoints(self) -> bool:
-        """True if there are checkpoints, complete or not."""
+        """Returns True if there are checkpoints, complete or not."""
         return any(self.checkpoints.glob("step-*"))
 
 
-NOWHERE = RunFolder(Path(os.devnull))  # stands for no run folder, or for one that isn't known yet
+NOWHERE = RunFolder(Path(os.devnull))  # no run folder, or an unknown one
 
 
 def in_python(path: Path) -> tuple[str, ...]:
-    """Returns which parts of a run were objects of the user's program: "data", "network", both or none."""
+    """Returns the names of a run's objects from the user's program: "data", "network", both or none."""
     folder, data = RunFolder(path), None
     with suppress(OSError, ValueError):
         data = parse_toml(read_bytes(folder.job)).get("data")
@@ -76,7 +76,7 @@ def in_python(path: Path) -> tuple[str, ...]:
 
 
 def resume_command(path: Path, flags: str = "", settings: str = "") -> str:
-    """Returns what resumes a run; `flags` are for the command, `settings` mean the same in Python."""
+    """Returns the command that resumes a run, with `flags`, or the same in Python, with `settings`."""
     if in_python(path):
         return f"{_PROGRAM}{str(path)!r}{settings and ', '}{settings}"
     return f"{_COMMAND} {shlex.quote(str(path))}{flags and ' '}{flags}"

@@ -1,6 +1,6 @@
 """Temporary folders that are removed with their process, even if it is killed.
 
-The process holds a lock in the folder. Without a holder, the next process that creates such a folder removes it.
+The process locks a file in the folder. The next process that creates such a folder removes those without a lock.
 """
 
 import os
@@ -19,16 +19,16 @@ from manyhands.core.records import FAILURE_FILE
 
 PREFIX = "manyhands-"
 ALIVE = ".alive"
-NEW_S = 60.0  # age from which a folder without a holder is abandoned: the lock is taken after the folder is made
-# Waits for a line or for the end of its writer. Processes that are still ending may create a file meanwhile.
+NEW_S = 60.0  # an unlocked folder of this age is abandoned; a younger one may not be locked yet
+# Waits for a line or for the end of the writing process. Processes that are still ending may create a file meanwhile.
 _SWEEP = 'read -r _; rm -rf -- "$0" || { sleep 1; exec rm -rf -- "$0"; }'
 
 
 @contextmanager
 def scratch(purpose: str, *, swept: bool = False) -> Generator[Path]:
-    """Creates a folder that only this user can read, and removes it after the block.
+    """Creates a folder that only this user can read, and removes it after the context.
 
-    With `swept`, a shell removes the folder as soon as this process is killed. The purpose is a word in its name.
+    With `swept`, a shell removes the folder as soon as this process is killed. `purpose` is part of the folder's name.
     """
     for folder in abandoned():
         shutil.rmtree(folder, ignore_errors=True)
@@ -47,13 +47,13 @@ def scratch(purpose: str, *, swept: bool = False) -> Generator[Path]:
 
 
 def of_this_start() -> Path | None:
-    """Returns the folder shared by the workers of this machine until they end; None without an agent."""
+    """Returns the folder that the workers of this machine share until they end; None without an agent."""
     record = os.environ.get(FAILURE_FILE)
     return Path(record).parent if record else None
 
 
 def abandoned() -> Iterator[Path]:
-    """Yields this user's scratch folders whose process is gone."""
+    """Yields this user's scratch folders whose process has ended."""
     for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         with suppress(OSError, Timeout):
             state = folder.lstat()

@@ -1,4 +1,4 @@
-"""Seeds as a pure function of their purpose, so that no generator state is saved."""
+"""Seeds as a pure function of their purpose, so that no generator state must be saved."""
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -13,7 +13,7 @@ def mix(value: int) -> int:
 
 
 def derive(seed: int, *parts: int | str) -> int:
-    """Derives a seed of 63 bits for one purpose, such as (7, "order", epoch); equal on all machines and Pythons."""
+    """Derives a seed of 63 bits for a purpose, such as (7, "order", epoch); equal on all machines and Pythons."""
     state = mix(seed & _MASK)
     for part in parts:
         if isinstance(part, str):

@@ -15,20 +15,19 @@ from manyhands.core.records import FAILURE_FILE
 
 Handler = Callable[[int, FrameType | None], Any]
 
-# Ctrl-C, the scheduler's end, a closed terminal, and a scheduler's early warning. Not all systems have all.
+# Ctrl-C, a scheduler's end, a closed terminal, and a scheduler's early warning. Some systems lack some of them.
 STOPS = tuple(signal.Signals[name] for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1") if hasattr(signal, name))
-RECEIVED: list[int] = []  # those that this process has received, in order
-# The main thread handles a signal when it returns from C++; a second signal is given this long.
-_UP_S = 1.5
+RECEIVED: list[int] = []  # signals that this process has received, in order
+_UP_S = 1.5  # limit for the main thread to handle a second signal, for which it must return from C++
 _POLL_S = 0.25
-_OPEN: list[Handler] = []  # handlers of the open blocks, innermost last; a block off the main thread has one too
+_OPEN: list[Handler] = []  # handlers of the open contexts, innermost last; also of contexts in other threads
 
 
 @contextlib.contextmanager
 def handled(handler: Handler) -> Generator[dict[signal.Signals, Any]]:
-    """Installs a handler for each of `STOPS`, in the main thread only; gives the earlier ones, and restores them.
+    """Installs a handler for each of `STOPS`, in the main thread only; yields the earlier handlers, and restores them.
 
-    An ignored SIGHUP (`nohup`) stays ignored. Handlers from outside Python stay, since they can't be restored.
+    An ignored SIGHUP (`nohup`) stays ignored. Handlers from outside Python stay, because they can't be restored.
     """
 
     def receive(number: int, frame: FrameType | None) -> Any:
@@ -52,7 +51,7 @@ def handled(handler: Handler) -> Generator[dict[signal.Signals, Any]]:
 
 
 def request_stop() -> bool:
-    """Asks the innermost block for a stop as SIGTERM does, from any thread; False while nothing there could save."""
+    """Requests a stop from the innermost context, as SIGTERM does, from any thread; returns False if it can't save."""
     if not _OPEN or _OPEN[-1] is signal.default_int_handler:
         return False
     _OPEN[-1](signal.SIGTERM, None)
@@ -60,13 +59,13 @@ def request_stop() -> bool:
 
 
 def ended_like_ctrl_c() -> contextlib.AbstractContextManager[object]:
-    """Ends the block with KeyboardInterrupt at each of `STOPS`, so that its cleanup runs."""
+    """Ends the context with KeyboardInterrupt at each of `STOPS`, so that its cleanup runs."""
     return handled(signal.default_int_handler)
 
 
 @contextlib.contextmanager
 def held_back() -> Generator[None]:
-    """Delays stop signals until after the block: an interrupted import of torch cannot be repeated."""
+    """Delays stop signals until after the context, because an interrupted import of torch cannot be repeated."""
     received: list[int] = []
     with handled(lambda number, _frame: received.append(number)):
         yield
@@ -75,7 +74,7 @@ def held_back() -> Generator[None]:
 
 
 class StopSignal:
-    """True after a request to stop."""
+    """A flag that is True after a request to stop."""
 
     def __init__(self) -> None:
         self.asked = False
@@ -92,11 +91,11 @@ class StopSignal:
 
 @contextlib.contextmanager
 def listening() -> Generator[StopSignal]:
-    """Installs signal handlers that record requests to stop; does nothing outside the main thread."""
+    """Records stop signals in the context; does nothing outside the main thread."""
     stop = StopSignal()
     with handled(stop.hear) as previous:
         for number, handler in previous.items():
-            # An agent's worker is ending then; a late request to stop must not kill it.
+            # An agent's worker is ending at that time, and a late request to stop must not kill it.
             if handler is signal.SIG_DFL and FAILURE_FILE in os.environ:
                 previous[number] = signal.SIG_IGN
         yield stop
@@ -104,9 +103,9 @@ def listening() -> Generator[StopSignal]:
 
 @contextlib.contextmanager
 def ended_where_deaf(hung: Callable[[], str], last_words: Callable[[str], None]) -> Generator[None]:
-    """Ends this process at a request to stop even if its main thread hangs; for a worker, its agent does that.
+    """Ends this process at a request to stop even if its main thread hangs; a worker is ended by its agent instead.
 
-    `hung` returns why no save is possible, or an empty string; `last_words` gets that reason before the process ends.
+    `hung` returns why no save is possible, or an empty string; `last_words` is called with that reason before the end.
     """
     if FAILURE_FILE in os.environ or threading.current_thread() is not threading.main_thread():
         yield

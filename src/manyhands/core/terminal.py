@@ -1,4 +1,4 @@
-"""Output to the terminal, all of it through `say`, `show` and `show_json`, without control characters of others."""
+"""Output to the terminal, always through `say`, `show` and `show_json`, which remove control characters."""
 
 import errno
 import json
@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from typing import IO, Any, TextIO
 
-# Escape sequences and control characters; marks that change the direction of text, which can disguise a name; and lone
+# Escape sequences and control characters; marks that change the direction of text, which can disguise a name; lone
 # surrogates, which can't be encoded.
 _SEQUENCE = r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b[\]PX^_][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[ -/]*[0-~]"
 _SINGLE = "\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff"
@@ -24,12 +24,12 @@ def plain(text: str) -> str:
 
 
 def plain_lines(text: str) -> str:
-    """Removes control characters from a text and keeps its lines."""
+    """Removes control characters from a text, except line ends."""
     return "\n".join(_CONTROL.sub("", line) for line in text.splitlines())
 
 
 class UnwritableError(Exception):
-    """The output of a command could not be written, for example because the disk is full."""
+    """Raised if the output of a command can't be written, for example because the disk is full."""
 
 
 def as_json(content: Any) -> str:
@@ -37,14 +37,14 @@ def as_json(content: Any) -> str:
 
 
 def say(text: str, who: str = "manyhands") -> None:
-    """Writes a message to standard error. A closed or full stream is ignored."""
+    """Writes a message to standard error; ignores a closed or full stream."""
     with suppress(OSError):
         sys.stderr.write(f"{who}: {writable(plain_lines(text), sys.stderr)}\n")
         sys.stderr.flush()
 
 
 def show(lines: str | Iterable[str], to: TextIO | None = None) -> None:
-    """Writes a command's output. Raises BrokenPipeError if nobody reads it, UnwritableError if it can't be written."""
+    """Writes a command's output. Raises BrokenPipeError if the reader has ended, UnwritableError for other errors."""
     stream = sys.stdout if to is None else to
     text = "".join(f"{plain_lines(line)}\n" for line in ([lines] if isinstance(lines, str) else lines))
     try:
@@ -61,7 +61,7 @@ def show_json(content: Any) -> None:
 
 
 def writable(text: str, stream: IO[str]) -> str:
-    """Escapes the characters that the encoding of a stream lacks."""
+    """Escapes the characters that a stream can't encode."""
     encoding = getattr(stream, "encoding", None) or "utf-8"
     return text.encode(encoding, "backslashreplace").decode(encoding)
 

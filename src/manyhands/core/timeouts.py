@@ -5,30 +5,26 @@ tests/core/test_timeouts.py checks the inequalities between them. `manyhands exp
 
 # --- Heartbeats and stalls ---
 HEARTBEAT_S = 1.0  # interval of the heartbeats of workers, agents and launchers
-STALL_S, STALL = 30.0, 3.0  # a step that takes STALL_S longer than STALL times the usual is a stall
-# A rank whose process does not run at all (stopped, as its agent sees) is killed after this time, if the run recovers.
-EVICT_S = 15.0
-# A machine without a message for this long is lost; until then a broken connection is replaced. After a break of 8 s
-# TCP retransmits after 12.6 s; the last heartbeat was sent up to an interval before, and busy machines are slow.
+STALL_S, STALL = 30.0, 3.0  # a step is a stall if it takes STALL_S plus STALL times the usual seconds
+EVICT_S = 15.0  # a rank whose process is suspended (as its agent sees) is killed after this time, if the run recovers
+# A machine without a message for this long is lost; until then, a broken connection is replaced. After a break of 8 s,
+# TCP retransmits after 12.6 s; the last heartbeat may be one interval older, and busy machines are slow.
 SILENT_S = 16.0
-AWAITED_S = 4.0  # a machine without a message for this long is named, while the user waits for the end of the run
-# The launcher looks ten times a second; after a longer gap it was itself suspended, or its machine slept.
-PAUSED_S = 3.0
-RECONNECT_S = 1.0  # interval between two attempts to replace a broken connection to an agent, until SILENT_S is over
+AWAITED_S = 4.0  # while the user waits for the end of the run, a machine without a message for this long is named
+PAUSED_S = 3.0  # the launcher wakes ten times a second; after a longer gap, it or its machine was suspended
+RECONNECT_S = 1.0  # interval between attempts to replace a broken connection to an agent, until SILENT_S is over
 
 # --- Contacting machines ---
 # ssh gives up on a machine that does not answer after SSH_CONNECT_S, and on a dead connection after 3 * SSH_ALIVE_S.
 SSH_CONNECT_S, SSH_ALIVE_S = 10, 5
-# First answer of an agent: ssh connects first, and Python starts slowly on a busy machine. Each ssh also takes this
-# machine's processor for a moment, to agree on keys.
+# First answer of an agent: ssh connects first, and Python starts slowly on a busy machine. Each ssh also uses this
+# machine's CPU for a moment, to exchange keys.
 HELLO_S, HELLO_EACH_S = 45.0, 0.2
 REQUEST_S = 30.0  # answer of an agent to a short request
-PREPARE_S = 300.0  # importing torch from a cold disk
-# A machine may be silent for this long, instead of SILENT_S, until its workers have started: they may import torch.
-START_WORKERS_S = 300.0
+PREPARE_S = 300.0  # import of torch from a cold disk
+START_WORKERS_S = 300.0  # used instead of SILENT_S until the workers have started, because they may import torch
 CONTACT_S = 300.0  # all requests to a machine that rejoins or is added, instead of HELLO_S, REQUEST_S and PREPARE_S
-# Pause between two contacts with a lost machine: 2 % of the time since its loss, but within these.
-RETRY_LEAST_S, RETRY_MOST_S = 1.0, 5.0
+RETRY_LEAST_S, RETRY_MOST_S = 1.0, 5.0  # pause between contacts with a lost machine: 2 % of the time since the loss
 COPY_S = 120.0  # copying code or records to a machine over a slow link
 STORE_S, STORE_CONNECT_S = 30.0, 10.0  # opening or checking the store on the first machine
 READ_LOG_S = 20.0  # output of a process on another machine
@@ -41,39 +37,32 @@ SWITCHBOARD_S = 30.0
 OPEN_TUNNELS_S, TUNNEL_ENDS_S = SSH_CONNECT_S + 20.0, 60.0
 
 # --- Stopping, leaving and saving ---
-LEAVE_S = 6.0  # after a worker has failed, the others of its machine are killed this much later, unless they are saving
-# When the workers of one machine failed, those of the other machines are killed this long after their agents' last
+LEAVE_S = 6.0  # after a worker has failed, other workers of the machine are killed this much later, unless they save
+# After the workers of one machine failed, the workers of other machines are killed this long after their agents' last
 # report that they are still saving.
 LEAVE_OTHERS_S = 6.0
-# After a machine is lost, the workers of the others are killed this much later if the run does not recover: they may
-# wait for it without an error. If it recovers, LEAVE_OTHERS_S holds.
+# After a machine is lost, workers of other machines are killed this much later if the run does not recover, because
+# they may wait without an error. If it recovers, LEAVE_OTHERS_S applies.
 LEAVE_LOST_S = 2.0
-# A save without progress for this long is given up, as is one that takes longer than SAVE_MOST_S.
-SAVE_QUIET_S, SAVE_MOST_S = 30.0, 600.0
-# Agents kill workers this long after a requested stop, which may have to wait for an evaluation and a save.
-STOP_S = 600.0
-# A hung process is recognized this long after a stop request, and all are killed; others get the time they need.
-HUNG_S = 2.0
+SAVE_QUIET_S, SAVE_MOST_S = 30.0, 600.0  # a save fails without progress for SAVE_QUIET_S, or after SAVE_MOST_S
+STOP_S = 600.0  # agents kill workers this long after a stop request, which may wait for an evaluation and a save
+HUNG_S = 2.0  # a process is recognized as hung this long after a stop request, and all are killed
 KILL_S = 10.0  # agents kill their workers after a second Ctrl-C
 KILL_RUN_S = 20.0  # `manyhands stop --now` waits this long for a run before it kills the launcher
-# Workers that lost their launcher are killed this long after its last message: ALONE_SAVING_S if they are saving.
+# Workers that lost their launcher are killed this long after its last message; if they are saving, ALONE_SAVING_S.
 ALONE_S, ALONE_SAVING_S = 26.0, 30.0
 LEAVING_S = 10.0  # a new start waits at most this long for each agent of an earlier start whose launcher was killed
-# A machine waits this long for another machine of the run, with which it shares the disk, to claim the run folder.
-CLAIM_S = 2.0
+CLAIM_S = 2.0  # a machine waits this long for another one, on the same disk, to claim the run folder
 
 # --- Restarting and taking over ---
 OPEN_FOLDER_S = 30.0  # opening the run folder on a machine
-# A new launcher of a detached run waits this long for the lock of the run folder, and again for its agents to leave.
-MAKE_WAY_S = 90.0
-# The new launcher waits this long for the answers of all machines, each of which waits twice MAKE_WAY_S at most.
-TAKE_OVER_S = 200.0
+MAKE_WAY_S = 90.0  # a new launcher of a detached run waits this long for the run folder's lock, then for the agents
+TAKE_OVER_S = 200.0  # the new launcher waits this long for all machines, each of which waits 2 * MAKE_WAY_S at most
 # A machine that fails again soon is excluded for EXCLUDED_S, doubled with each failure up to EXCLUDED_MOST_S; a lost
-# machine is not contacted for that long.
+# machine is not contacted during that time.
 EXCLUDED_S, EXCLUDED_MOST_S = 5.0, 60.0
 ALIKE_S = 600.0  # the same error three times (MOST_ALIKE in run/recovery.py) within this time ends the run
-# Estimated duration of a restart; a run that would end sooner is not restarted for a machine that can join.
-RESTART_S = 5.0
+RESTART_S = 5.0  # estimated duration of a restart; a run that would end sooner isn't restarted for a joining machine
 
 
 def time_limits() -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""The user's own code: digests and loading of `file.py:object`, and the user's lines of a traceback."""
+"""The user's code: digests and loading of `file.py:object`, and the user's lines of a traceback."""
 
 import ast
 import contextlib
@@ -30,12 +30,12 @@ def is_object_reference(word: str) -> bool:
 
 
 def code_file(word: str) -> Path | None:
-    """Returns the path in "file.py:object", which may be missing; None for words of another kind."""
+    """Returns the path in "file.py:object", which may be missing; None for other values."""
     return Path(word.rpartition(":")[0]).expanduser().resolve() if is_object_reference(word) else None
 
 
 def code_digests(words: Iterable[str]) -> dict[str, str]:
-    """Returns, by path, the SHA-256 of each readable "file.py:object" and of the local modules that it imports."""
+    """Returns the SHA-256, by path, of each readable "file.py:object" and of the local modules that it imports."""
     found: dict[str, Path] = {}
     for word in words:
         if file := code_file(word):
@@ -66,7 +66,7 @@ def imported_files(file: Path) -> list[Path]:
 
 
 def _module_paths(node: ast.Import | ast.ImportFrom, module: Path, root: Path) -> Iterator[Path]:
-    """Yields the files that an import statement of a module may run, its packages among them."""
+    """Yields the files that an import statement of a module may run, including its packages."""
     names = [name.name for name in node.names]
     level = 0
     if isinstance(node, ast.ImportFrom):
@@ -89,7 +89,7 @@ def refuse_no_code(word: str, where: str) -> None:
 
 
 def load_object(reference: str, where: str) -> Any:
-    """Loads `object` from the user's `file.py:object`, whose folder becomes importable. Raises UserError for none."""
+    """Loads `object` from the user's `file.py:object`, whose folder becomes importable. Raises UserError if missing."""
     refuse_no_code(reference, where)
     path_text, _, name = reference.rpartition(":")
     module = _run_file(Path(path_text).expanduser().resolve(), where)
@@ -101,9 +101,9 @@ def load_object(reference: str, where: str) -> Any:
 
 
 def _make_importable(path: Path) -> None:
-    """Lets a user's file import its neighbours, after the standard library, whose modules new processes need.
+    """Makes neighbours of a user's file importable, after the standard library, whose modules new processes need.
 
-    For a file below the current folder that folder is added too, after all installed packages.
+    The current folder is also added, after all installed packages, if it contains the file.
     """
     if str(path.parent) not in sys.path:
         own = [place for place, entry in enumerate(sys.path) if entry in _STANDARD]
@@ -138,13 +138,13 @@ def _run_file(path: Path, where: str) -> ModuleType:
 
 
 def users_traceback(error: BaseException) -> str:
-    """Formats the frames of an error that are in the user's own files; empty if there are none."""
+    """Formats the frames of an error that are in the user's files; empty if there are none."""
     trace = traceback.TracebackException.from_exception(error)
     return "".join(trace.format()).rstrip() if _keep_users(trace) else ""
 
 
 def git(folder: Path, *words: str) -> bytes:
-    """Returns the output of git in a folder; the folder's configuration runs no programs."""
+    """Returns the output of git in a folder; the folder's configuration can't run programs."""
     quiet = ("-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null", "-c", "protocol.allow=never")
     environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0", "GIT_NO_LAZY_FETCH": "1"}
     command = ["git", "-C", str(folder), *quiet, *words]
@@ -152,14 +152,14 @@ def git(folder: Path, *words: str) -> bytes:
 
 
 def revision(folder: Path) -> str:
-    """Returns the short hash of a folder's commit; empty without git."""
+    """Returns the short hash of a folder's commit; empty if there is none."""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         return os.fsdecode(git(folder, "rev-parse", "--short", "HEAD")).strip()
     return ""
 
 
 def users_line(error: BaseException) -> str:
-    """Returns file:line of the innermost frame in the user's own files, or an empty string."""
+    """Returns file:line of the innermost frame in the user's files, or an empty string."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}"
     mine = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
@@ -167,7 +167,7 @@ def users_line(error: BaseException) -> str:
 
 
 def _keep_users(trace: traceback.TracebackException) -> bool:
-    """Drops all other frames from an error and its causes; returns True if one of the user's is left."""
+    """Drops all frames outside the user's files from an error and its causes; returns True if a frame remains."""
     trace.stack[:] = [frame for frame in trace.stack if _is_users(frame.filename)]
     found = bool(trace.stack) or issubclass(trace.exc_type or object, SyntaxError)
     for before in (trace.__cause__, trace.__context__):
@@ -181,7 +181,7 @@ def _is_users(filename: str) -> bool:
 
 @functools.cache
 def _libraries() -> tuple[str, ...]:
-    """Folders of code that isn't the user's: Python, installed packages, and manyhands."""
+    """Returns the folders of code that isn't the user's: Python, installed packages, and manyhands."""
     paths = sysconfig.get_paths()
     found = {_PACKAGE, *site.getsitepackages(), *(paths[key] for key in ("stdlib", "platstdlib", "purelib", "platlib"))}
     return tuple(f"{path.rstrip('/')}/" for path in sorted(found))

@@ -1,3 +1,3 @@
-"""This package's version, as pyproject.toml has it."""
+"""The package's version, equal to pyproject.toml's."""
 
 __version__ = "0.1.0"

@@ -1,4 +1,1 @@
-"""The training loop of a worker: combines data, model, parallel mode, sync method and checkpoints.
-
-Read `loop.py` first: it is the order of events of a whole run.
-"""
+"""The training loop of a worker: data, model, parallel mode, sync method and checkpoints. Read `loop.py` first."""

@@ -1,4 +1,4 @@
-"""Builds the trainer of a job or of a custom loop from its parts, and resumes it; runs no updates."""
+"""Builds and resumes the trainer of a job or of a custom loop. Runs no updates."""
 
 import functools
 import platform
@@ -51,12 +51,12 @@ from manyhands.train.trainer import Due, Hooks, Observed, Trainer, seconds_betwe
 if TYPE_CHECKING:
     from manyhands.parallel.mesh.grid import Grid
 
-# Samples that most custom losses can be tried on, and how a network or a loss fails.
+# Samples for the trial step of a custom loss, and the exceptions of a network or loss that fails.
 _FEW, _FAILURES = 8, (RuntimeError, TypeError, ValueError, IndexError)
 
 
 def build(parts: Parts) -> Trainer:
-    """Builds the trainer from its parts; a collective. Raises UserError: data, model and job don't fit together."""
+    """Builds the trainer from its parts; a collective. Raises UserError if data, model and job don't match."""
     job, folder, world = parts.job, parts.folder, parts.world
     refuse_uncuttable(parts)
     resume_from, in_pieces = job.checkpoint.resume, parts.plan is not None
@@ -86,7 +86,7 @@ def build(parts: Parts) -> Trainer:
     feed = Feed(order, sharing, samples.train, network.share.index, samples.pixels.augment)
 
     def evaluate_on(loader: Loader, source: Source) -> Callable[..., Evaluation]:
-        """Returns the function that evaluates the network under its mode, with the current shares at each call."""
+        """Returns a function that evaluates the network on all processes, with the shares at the time of the call."""
         evaluator = Evaluator(loader, len(source), len(classes), job, world, network, parts.metrics)
         return lambda asked=None: evaluator(update.gradients.autocast(), asked, feed.sharing.shares)
 
@@ -144,10 +144,10 @@ def _watch(trainer: Trainer) -> None:
 def _put_under_mode(
     parts: Parts, model: nn.Module, samples: data_setup.DataSetup, grid: "Grid | None", found: Resumable | None
 ) -> tuple[ParallelNetwork, ChosenSync, trial_step.TrialResult, Callable[[], None], float]:
-    """Verifies that all processes start from the same network, selects the sync method and applies the mode.
+    """Starts all processes from the same network, selects the sync method and applies the mode; a collective.
 
-    The last two results are a function that restores the network's own BatchNorm layers, and the estimated seconds of
-    an update per sample.
+    Also returns a function that restores the network's own BatchNorm layers, and the estimated seconds per sample of an
+    update.
     """
     world, job = parts.world, parts.job
     _refuse_untrainable(model, world)
@@ -155,7 +155,7 @@ def _put_under_mode(
     picture = data_setup.first_picture(samples.train)
     if parts.plan:
         _start_equal(parts, model, grid)
-        # It may be too large for one process's gradients, so there is no trial step: the mode tries it without them.
+        # The network may be too large for one process's gradients, so the mode tries it without gradients instead.
         own = parts.loss_fn.own if parts.loss_fn else None
         request = ModeRequest(plan=parts.plan, picture=picture, cross_entropy=parts.cross_entropy, loss=own)
         sync, trial = ChosenSync(BY_MODE, Synchronizer(), request), trial_step.TrialResult([], draws=False)
@@ -180,7 +180,7 @@ def _put_under_mode(
 
 
 def _refuse_untrainable(model: nn.Module, world: World) -> None:
-    """Raises UserError on all processes if one has nothing to train, or a complex parameter."""
+    """Raises UserError on all processes if one has no trainable parameter, or a complex one; a collective."""
     trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
     mine = [bool(trained), next((name for name, one in trained.items() if one.is_complex()), "")]
     trains, names = zip(*gather_plain(mine, world), strict=True)
@@ -194,7 +194,7 @@ def _refuse_untrainable(model: nn.Module, world: World) -> None:
 
 
 def _run_trial(parts: Parts, samples: data_setup.DataSetup, probe: trial_step.StepProbe) -> trial_step.TrialResult:
-    """Tries the network on two samples; with a custom loss on eight, if necessary on a micro-batch. A collective."""
+    """Tries the network on two samples; a custom loss on eight and, if it fails, on a micro-batch. A collective."""
     world, train = parts.world, parts.job.train
     count = most = min(2, len(samples.splits.train))
     if parts.loss_fn and parts.loss_fn.own:
@@ -202,7 +202,7 @@ def _run_trial(parts: Parts, samples: data_setup.DataSetup, probe: trial_step.St
         count = min(_FEW, most)
     layers = probe.network.norms.layers
     if parts.loss_fn is None and (world.alone or parts.job.sync.method == EXACT):
-        # A custom loop may call the network in any way, and no more is needed.
+        # A custom loop may call the network in any way; only the rows per sample are needed.
         find_rows(probe.network.model, layers, next(iter(samples.train.batches(0, [torch.arange(count)]))).images)
         return trial_step.TrialResult([], draws=False)
     classes = len(samples.classes) if parts.loss_fn else 0
@@ -227,7 +227,7 @@ def _run_trial(parts: Parts, samples: data_setup.DataSetup, probe: trial_step.St
 
 
 def _start_equal(parts: Parts, model: nn.Module, grid: "Grid | None") -> None:
-    """Verifies that all processes start from the same network, except for shards, or gives them rank 0's."""
+    """Gives all processes rank 0's initial values, except shards; a collective. Raises UserError if names differ."""
     world, always = parts.world, parts.job.parallel.parameter_broadcast
     sharded = set[str]()
     if grid:
@@ -241,7 +241,7 @@ def _start_equal(parts: Parts, model: nn.Module, grid: "Grid | None") -> None:
 
 
 def _resume(trainer: Trainer, found: Resumable) -> None:
-    """Restores the trainer from a checkpoint."""
+    """Restores the trainer from a checkpoint; a collective."""
     names = [name for name, parameter in trainer.network.model.named_parameters() if parameter.requires_grad]
     where, state = str(found.path), found.snapshot.state
     if trainer.job.checkpoint.pth_tar:
@@ -273,12 +273,12 @@ def _resume(trainer: Trainer, found: Resumable) -> None:
 
 
 def _data_changes(trainer: Trainer, found: Resumable) -> str:
-    """Returns a sentence that names the data that changed since the checkpoint was saved; empty if nothing changed."""
-    with suppress(UserError):  # without a readable record nothing can be compared
+    """Returns a sentence about the data that changed since the checkpoint was saved, or an empty string."""
+    with suppress(UserError):  # without a readable record, nothing is compared
         record = find_record(found.path, found.snapshot.state)
-        # Of a folder the contents aren't compared: packing it changes nothing for the run.
+        # A folder's contents aren't compared, because packing the folder would count as a change.
         contents = trainer.job.data.name == OBJECTS
-        words = ("training",) if trainer.due.custom_loop else ()  # its loop chooses what is evaluated
+        words = ("training",) if trainer.due.custom_loop else ()  # a custom loop chooses its evaluation data
         if record and (changes := data_setup.data_changes(record, trainer.trained, words, contents=contents)):
             return f"the data changed since the checkpoint was saved: {changes}"
     return ""

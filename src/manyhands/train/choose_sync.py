@@ -34,7 +34,7 @@ from manyhands.train.status import CommunicationMonitor, Watcher
 def machines_of(world: World) -> list[tuple[int, ...]]:
     """Returns the ranks of each machine, ordered by the first rank; a collective.
 
-    Machines may have the same name (raspberrypi): a second process with the same name and local rank is on another one.
+    Machines may share a name (raspberrypi): a repeated pair of name and local rank belongs to another machine.
     """
     values_by_rank = gather_plain([platform.node(), world.local_size, world.local_rank], world)
     machines: dict[tuple[Any, ...], list[int]] = {}
@@ -51,12 +51,12 @@ def new_group(job: Job, ranks: Sequence[int], backend: str | None = None) -> Any
 
 
 def places_of(world: World, job: Job) -> Places:
-    """Determines the groups that average in every update, and their leaders; a collective."""
+    """Returns the groups of processes that average in every update, and their leaders; a collective."""
     machines, within = machines_of(world), job.sync.within
     single = within == "process" or (within == "auto" and len(machines) == 1)
     if single or len(machines) == world.size:
         return Places(tuple(range(world.size)), (world.rank,))
-    groups = [new_group(job, machine) for machine in machines]  # all processes create all groups in one order
+    groups = [new_group(job, machine) for machine in machines]  # all processes create all groups in the same order
     place = next(place for place, machine in enumerate(machines) if world.rank in machine)
     return Places(tuple(machine[0] for machine in machines), machines[place], groups[place])
 
@@ -67,8 +67,8 @@ def make_synchronizer(
     """Creates the synchronizer of a method for a network that is equal on all processes; a collective."""
     if world.alone:
         return Synchronizer()
-    # Exchanges beside training never have a second communicator of NCCL: threads begin them in another order on each
-    # process, and two communicators whose kernels start in different orders wait for each other for ever.
+    # Background exchanges use gloo instead of a second NCCL communicator: threads start them in a different order on
+    # each process, and NCCL deadlocks if the kernels of two communicators start in different orders.
     beside = "gloo" if "nccl" in world.backend and dist.is_gloo_available() else None
     context = SyncContext(
         world,
@@ -83,7 +83,7 @@ def make_synchronizer(
 
 
 def values_by_rank(synchronizer: Synchronizer, value: Any, world: World) -> dict[int, Any]:
-    """Gathers values by rank from the processes that use the same gradients; a collective of these processes."""
+    """Returns the value of each process that uses the same gradients, by rank; a collective of these processes."""
     if not synchronizer.alone:
         return dict(enumerate(gather_plain(value, world)))
     if (group := synchronizer.group) is None:
@@ -96,24 +96,24 @@ class ChosenSync:
     """The selected sync method and its synchronizer."""
 
     cost: Cost  # the method, its pace, and its predicted cost
-    synchronizer: Synchronizer  # carries it out
-    how: ModeRequest  # what the parallel mode must know of it
-    monitor: Watcher | CommunicationMonitor | None = None  # None on one machine with the mode's own averaging
+    synchronizer: Synchronizer  # carries out the method
+    how: ModeRequest  # the parallel mode's settings, including those of the method
+    monitor: Watcher | CommunicationMonitor | None = None  # None if the mode itself averages on one machine
 
 
 @dataclass(frozen=True)
 class SyncRequest:
-    """The inputs of the selection."""
+    """The inputs of `select_sync`."""
 
     run: RunContext
     model: nn.Module  # the network, equal on all processes
     unused: list[str]  # names of trainable parameters that never get a gradient
-    steps: int  # updates of the whole run
-    previous: Any  # the record in the checkpoint, or None
+    steps: int  # updates of the entire run
+    previous: Any  # the sync record in the checkpoint, or None
     time_step: Callable[[], tuple[float, float]]  # see `trial_step.time_step`
 
     def case(self, taken_s: tuple[float, float], places: Places) -> LinkCase:
-        """Returns what the costs depend on, with the measured link; `taken_s`: as of `time_step`. A collective."""
+        """Measures the link and returns the inputs of the cost model; `taken_s`: see `time_step`. A collective."""
         from manyhands.sync.measure import pass_seconds
 
         job, world = self.run.job, self.run.world
@@ -132,13 +132,13 @@ class SyncRequest:
 
 
 def select_sync(sync_request: SyncRequest, request: ModeRequest) -> ChosenSync:
-    """Selects the sync method, the same on all processes, and adds it to the mode's settings; a collective."""
+    """Selects the sync method for all processes and adds it to the mode's settings; a collective."""
     job, mode, world = sync_request.run.job, sync_request.run.mode, sync_request.run.world
     by_mode, exact = ChosenSync(BY_MODE, Synchronizer(), request), job.sync.method == EXACT
     if world.alone or not leaves_a_choice(mode):
         return by_mode
     if (exact or job.sync.is_auto) and not job.sync.link and len(machines_of(world)) == 1:
-        return by_mode  # processes of one machine talk through its memory
+        return by_mode  # processes of one machine communicate through its memory
     if exact:
         without, compute_s = ruled_out(job, mode), 0.0 if world.device == "cpu" else sync_request.time_step()[0]
         by_mode.monitor = CommunicationMonitor(
@@ -168,19 +168,19 @@ def check_combination(method: str, mode: str) -> None:
 
 
 def _offers(job: Job | None, mode: str) -> set[Need]:
-    """Returns what a job in this mode offers to sync methods; without a job, what the mode offers."""
+    """Returns the needs of sync methods that a mode fulfils, without those that the job rules out."""
     lacking = {OWN_STATISTICS} if job and job.train.norm_group == "global" else set[Need]()
     lacking |= {FINITE_GRADIENTS} if job and job.train.precision == "fp16" else set[Need]()
     return ({*offers_of(mode)} | {OWN_STATISTICS, FINITE_GRADIENTS}) - lacking
 
 
 def leaves_a_choice(mode: str) -> bool:
-    """True for modes with more than one possible sync method."""
+    """Returns True for modes with more than one possible sync method."""
     return any(not refused(name, _offers(None, mode)) for name in methods() if name != EXACT)
 
 
 def _asked(job: Job, mode: str) -> Cost | None:
-    """Returns the job's method, or None to measure. Raises UserError: it contradicts the rest of the job."""
+    """Returns the method that the job names, or None to measure. Raises UserError if other options contradict it."""
     method = job.sync.method
     if method not in methods():
         for name in methods():
@@ -194,16 +194,16 @@ def _asked(job: Job, mode: str) -> Cost | None:
 
 
 def ruled_out(job: Job, mode: str) -> dict[str, str]:
-    """Returns the methods that contradict the job, each with the reason."""
+    """Returns the reason for each sync method that contradicts the job, by method."""
     offers = _offers(job, mode)
     return {name: need.short or need.reason for name in methods() if (need := refused(name, offers))}
 
 
 def kept_cost(kept: Any, job: Job, processes: int, mode: str = USUAL_MODE) -> Cost | None:
-    """Returns the method in the checkpoint's record (unchecked data), unless the job or the processes changed."""
+    """Returns the method recorded in a checkpoint (unchecked data); None if the job or the process count changed."""
     names = {one.name for one in fields(Cost)}
     if not isinstance(kept, dict) or kept.get("processes") != processes or not names <= kept.keys():
-        return None  # an older checkpoint has no complete record
+        return None  # older checkpoints have incomplete records
     try:
         cost = TypeAdapter(Cost).validate_python({name: kept[name] for name in names})
     except ValidationError:
@@ -211,7 +211,7 @@ def kept_cost(kept: Any, job: Job, processes: int, mode: str = USUAL_MODE) -> Co
     options = job.sync
     if cost.method not in methods() or refused(cost.method, _offers(job, mode)):
         return None
-    # allreduce that was never compared with other methods says nothing about the current machines.
+    # A recorded allreduce without a predicted time was never compared with other methods.
     if not (options.is_auto or options.method == cost.method) or (cost.method == EXACT and not cost.step_s):
         return None
     if not (cost.every >= 1 and 0 <= cost.delay <= cost.every):
@@ -220,22 +220,22 @@ def kept_cost(kept: Any, job: Job, processes: int, mode: str = USUAL_MODE) -> Co
 
 
 def _measured(sync_request: SyncRequest, places: Places) -> Cost:
-    """Selects the cheapest method by the measured link and network; a collective."""
+    """Selects the cheapest method from measurements of the link and the network; a collective."""
     options, world = sync_request.run.job.sync, sync_request.run.world
     case = sync_request.case(sync_request.time_step(), places)
     without = ruled_out(sync_request.run.job, sync_request.run.mode)
     choice = choose(case, options, "" if options.is_auto else options.method, without)
-    # One machine's processes have no link, and JSON no infinity.
+    # The speed within one machine is infinite, which JSON can't express.
     speed = case.link.bytes_per_s if math.isfinite(case.link.bytes_per_s) else None
     taken, figures = asdict(choice.chosen), {"latency_s": case.link.latency_s, "step_s": case.step_s}
     figures |= {name: taken[name] for name in ("method", "codec", "every", "delay")}
     sync_request.run.journal.event("sync", choice.reason, 0, bytes_per_s=speed, **figures)
-    # Numbers that are equal are not enough: one process decides.
+    # Rank 0 decides, because the costs may differ in the last bits between processes.
     return Cost(**broadcast_plain(taken, world))
 
 
 def _link(job: Job, world: World, places: Places) -> LinkSpeed:
-    """The link between machines, as one process of each measures it; equal on all processes."""
+    """Returns the speed of the link between machines, measured by one process on each; a collective."""
     group: Any = new_group(job, places.leaders) if len(places.leaders) < world.size else None
     link = LinkSpeed(0.0, 0.0)
     if world.rank in places.leaders:

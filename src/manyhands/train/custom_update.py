@@ -30,13 +30,12 @@ from manyhands.train.state import Resumable
 from manyhands.train.step import Updater
 from manyhands.train.trainer import Trainer
 
-# The key of a checkpoint's state for what a session alone knows.
-SESSION = "session"
+SESSION = "session"  # the key of the session's entry in a checkpoint
 _LOOP = ("for x, y in samples: session.backward(loss_of(model(x), y)); optimizer.step()",)
 
 
 class OutputHook:
-    """Forward hook that passes on the output of a network; does nothing in a copy of the network (a moving average)."""
+    """Forward hook that calls `show` with a network's output; does nothing in a copy (moving average)."""
 
     def __init__(self, show: Callable[[Any], None] | None = None) -> None:
         self._show = show
@@ -58,7 +57,7 @@ class CustomUpdate:
         self._open: tuple[MicroBatch, Tensor, int] | None = None
         self._weights: list[Tensor] = []
         self._output: Tensor | None = None
-        self._gradients = False  # of the last micro-batch are complete
+        self._gradients = False  # the gradients of the last micro-batch are complete
         self.made = False  # the parameters have been updated
         self.at_last = False  # the last micro-batch has been yielded
         self._added: list[tuple[nn.Parameter, Tensor, int]] = []
@@ -80,14 +79,14 @@ class CustomUpdate:
             raise UserError("the loop body didn't call optimizer.step() after the last micro-batch", "samples", _LOOP)
 
     def saw(self, output: Any) -> None:
-        """Stores the output of the network for this micro-batch, to count correct predictions."""
+        """Stores the network's output for this micro-batch, to count correct predictions."""
         self._output = output.detach() if isinstance(output, Tensor) and output.ndim == 2 else None
 
     def take_loss(self, loss: Tensor, weight: Tensor | float | None) -> tuple[Tensor, Tensor]:
-        """Adds the gradients of a micro-batch's mean loss [], weighted by its share of the update.
+        """Adds the gradients of a micro-batch's mean loss [], multiplied by the micro-batch's fraction of the update.
 
-        `weight` is the sum of the samples' weights if the loss is a weighted mean. Returns the sum [] of losses that
-        this process reports, and the weight [] of its samples.
+        `weight` is the sum of the samples' weights if the loss is a weighted mean. Returns the sum [] of the losses
+        that this process reports, and the total weight [] of its samples.
         """
         if not self._open:
             raise UserError("session.backward was called twice for the same samples", "session.backward", _LOOP)
@@ -95,7 +94,7 @@ class CustomUpdate:
         (part, labels, reported), self._open = self._open, None
         self._refuse_changes()
         rows = len(labels) if updater.network.share.together else part.share.count
-        # Apple's devices know no float64.
+        # mps has no float64.
         kind = torch.float32 if loss.device.type == "mps" else torch.float64
         counts = torch.tensor(reported, dtype=kind, device=loss.device)
         share: Tensor | float = rows / part.shape.batch
@@ -121,7 +120,7 @@ class CustomUpdate:
         return detached * counts, counts
 
     def _add_gradients(self, loss: Tensor, share: Tensor | float, *, last: bool) -> None:
-        """Runs backward; after the last micro-batch, completes the gradients of the update on all processes."""
+        """Runs backward; for the last micro-batch, completes the update's gradients on all processes (a collective)."""
         updater, total = self._updater, None
         if last and self._weights:
             with CLOCK.within(COMMUNICATION):
@@ -153,7 +152,7 @@ class CustomUpdate:
         self._added.clear()
 
     def finish(self) -> bool:
-        """Updates the parameters if all gradients are complete; returns True if it did."""
+        """If all gradients are complete, updates the parameters and returns True; then a collective."""
         if not self._gradients or self.made:
             return False
         self._refuse_changes()
@@ -164,7 +163,7 @@ class CustomUpdate:
 
 
 class PreparedOptimizer(torch.optim.Optimizer):
-    """The user's optimizer, with its groups and state, for a loop over micro-batches.
+    """Wraps the user's optimizer, whose groups and state it shares, for a loop over micro-batches.
 
     `step` does nothing before an update's last micro-batch, and `zero_grad` nothing within an unfinished update.
     """
@@ -172,7 +171,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
     def __init__(
         self, inner: torch.optim.Optimizer, finish: Callable[[], object], unfinished: Callable[[], bool]
     ) -> None:
-        # Without torch's constructor: groups and state are the inner optimizer's.
+        # torch's constructor isn't called, because groups and state belong to the inner optimizer.
         self.__dict__.update(_inner=inner, _finish=finish, _unfinished=unfinished)
         self.__dict__.update(state_dict=inner.state_dict, load_state_dict=inner.load_state_dict)
 
@@ -189,7 +188,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
         return repr(self._inner)
 
     @override
-    def step(self, closure: Any = None) -> Any:  # None; torch's own type names a closure's value
+    def step(self, closure: Any = None) -> Any:  # returns None; torch's type is a closure's value
         if closure is not None:
             hints = ("call session.backward(loss), then optimizer.step() without a closure",)
             raise UserError("sessions don't support closures, which compute the loss again", "optimizer.step", hints)
@@ -237,10 +236,7 @@ class SessionSamples:
 def prepare_trainer(
     job: Job, folder: RunFolder | None, world: World, own: CustomParts
 ) -> tuple[Trainer, dict[str, Any]]:
-    """Builds the trainer and resumes from the newest checkpoint of the run folder; a collective.
-
-    Also returns the session's state in the checkpoint, empty for a new run.
-    """
+    """Builds or resumes the trainer; also returns the session's entry in the checkpoint, or {}. A collective."""
     saved = dict[str, Any]()
 
     def restore_groups(trainer: Trainer, found: Resumable) -> None:
@@ -259,7 +255,7 @@ def prepare_trainer(
             with reading_of(str(found.path)):
                 restore_scheduler(own.scheduler, json.loads(state["scheduler"]))
         record = find_record(found.path, found.snapshot.state)
-        changed = broadcast_plain(record.changed(trainer.trained.digests) if record else [], world)  # may hold a rank
+        changed = broadcast_plain(record.changed(trainer.trained.digests) if record else [], world)  # rank 0's
         saved.update({"epochs": trainer.progress.epoch, **state, "changed": changed})
 
     parts = Parts.from_objects(job, folder, world, own)

@@ -1,7 +1,7 @@
-"""The samples of a run: opens the data and checks that all processes see the same; derives pixels, classes, loaders.
+"""The data of a run: opens it, checks that all processes have the same data, and derives pixels, classes and loaders.
 
-Reading all contents would take as long as an epoch, so only a part is compared, spread evenly over the split; a small
-split is compared entirely.
+The check compares samples that are spread evenly over each split, because reading all takes as long as an epoch; a
+small split is compared entirely.
 """
 
 import hashlib
@@ -37,8 +37,8 @@ from manyhands.train.journal import Journal, RunContext
 from manyhands.train.objects import Objects
 
 DTYPES = {"fp64": torch.float64}
-# Bytes of each split that are compared, fewer where all read the same disk; and the samples of a custom data set whose
-# labels, and whose inputs, are compared.
+# Limits of the comparison between processes: bytes of each split, fewer if all processes read the same disk; and the
+# samples of a custom data set whose labels, and whose inputs, are compared.
 MOST_BYTES, MOST_HERE, LABELS, INPUTS = 32 << 20, 2 << 20, 16, 4
 HELD_OUT = "held-out"
 
@@ -52,16 +52,16 @@ class DataSetup:
     classes: tuple[str, ...]
     train: Loader
     test: Loader
-    held_out: Loader | None = None  # of the split that is evaluated once at the end
+    held_out: Loader | None = None  # evaluated once at the end
 
     def close(self) -> None:
-        """Ends the loaders' processes."""
+        """Ends the worker processes of the loaders."""
         for loader in filter(None, (self.train, self.test, self.held_out)):
             loader.close()
 
 
 def open_samples(run: RunContext, objects: Objects, outputs: int, splits: Splits | None) -> DataSetup:
-    """Opens the data unless it is open, reports unreadable pictures, and checks labels; `outputs`: as `class_names`."""
+    """Opens the data unless `splits` has it, checks labels and creates the loaders; `outputs`: see `class_names`."""
     job, world, journal = run.job, run.world, run.journal
     splits = splits or open_splits(job, world, objects)
     record_skipped(splits, journal)
@@ -81,7 +81,7 @@ def open_samples(run: RunContext, objects: Objects, outputs: int, splits: Splits
 
 
 def open_splits(job: Job, world: World, objects: Objects, *, whole: bool = False) -> Splits:
-    """Opens the data, the same on all processes. `whole`: both splits are the entire folder if it has no splits."""
+    """Opens the data, the same on all processes; a collective. `whole`: a folder without splits becomes both splits."""
     if objects.targets:
         splits = from_targets(objects.train_set, job.data)
     elif objects.train_set is not None:
@@ -105,7 +105,7 @@ def pixels_for(job: Job, splits: Splits, objects: Objects) -> Pixels:
 
 
 def class_names(job: Job, splits: Splits, outputs: int = 0) -> tuple[str, ...]:
-    """Returns a name for each output of the network; `outputs` is their number in a foreign checkpoint."""
+    """Returns a name for each output of the network; `outputs` is the count in a foreign checkpoint, 0 if unknown."""
     names = splits.classes
     if not names:
         labels = [source.labels for _, source in splits.named() if source.labels is not None]
@@ -118,7 +118,7 @@ def class_names(job: Job, splits: Splits, outputs: int = 0) -> tuple[str, ...]:
 
 
 def name_outputs(names: tuple[str, ...], outputs: int) -> tuple[str, ...]:
-    """Returns a name for each output: the class names, then the numbers of further outputs."""
+    """Returns a name for each output: the class names, then the indices of further outputs."""
     return names + tuple(str(number) for number in range(len(names), outputs))
 
 
@@ -135,7 +135,7 @@ def check_labels(splits: Splits, classes: int) -> None:
 
 
 def missing_classes(splits: Splits) -> Iterator[str]:
-    """Yields a sentence for each split that lacks classes of the other splits or of the data set's list of names."""
+    """Yields a sentence for each split without samples of some classes; training needs all, other splits training's."""
     counts = {word: source.labels.bincount() for word, source in splits.named() if source.labels is not None}
     total = max(len(splits.classes), *map(len, counts.values())) if counts else 0
     names = name_outputs(splits.classes, total)
@@ -164,7 +164,7 @@ def record_skipped(splits: Splits, journal: Journal) -> None:
 
 
 def check_bad_pictures(bad: Collection[str], samples: int, kind: type[ManyhandsError]) -> None:
-    """Raises a `kind` if more than ten pictures, and more than 0.1 %, can't be read."""
+    """Raises an error of class `kind` if more than ten pictures, and more than 0.1 %, can't be read."""
     most = max(10, samples // 1000)
     if len(bad) > most:  # more means a damaged disk or data set
         hints = (f"repair or remove the pictures (limit: {most} of {samples:,})", "check the disk: dmesg | tail")
@@ -173,15 +173,14 @@ def check_bad_pictures(bad: Collection[str], samples: int, kind: type[ManyhandsE
 
 
 def first_names(names: Sequence[str], most: int) -> str:
-    """Returns the first names, for a message."""
     return ", ".join(names[:most]) + (" …" if len(names) > most else "")
 
 
 def make_loader(job: Job, source: Any, pixels: Pixels, world: World, *, train: bool, classes: int = 0) -> Loader:
-    """Creates a loader that puts samples on this process's device; `classes`: the number of classes if known."""
+    """Creates a loader that puts samples on this process's device; `classes` is 0 if unknown."""
     workers = worker_count(job.data.workers, world.local_size)
     if job.data.workers < 0 and isinstance(source, UserSamples) and world.device == "cpu":
-        workers = 0  # most custom data sets are light, and their objects need not survive in another process
+        workers = 0  # most custom data sets are fast, and some fail in other processes
     elif job.data.machine_workers:
         workers = math.ceil(job.data.machine_workers / world.local_size)
     return open_loader(
@@ -208,7 +207,7 @@ def refuse_other_data(splits: Splits, world: World) -> None:
     if world.alone:
         return
     parts = dict(_parts(splits, elsewhere=world.local_size < world.size))
-    # Other splits, or other kinds of them, have other names, so the names are compared before what they name.
+    # The keys depend on the splits and their kinds, so the keys are compared before the contents.
     parts = {"classes": parts["classes"], "splits and kinds of data": [name.encode() for name in parts], **parts}
     everybody = gather_plain({name: _digest(content).hex() for name, content in parts.items()}, world)
     for name, digest in everybody[0].items():
@@ -230,7 +229,7 @@ def digest_trainable(model: nn.Module) -> dict[str, str]:
 
 
 def digest_weights(model: nn.Module) -> dict[str, str]:
-    """Returns a digest of initial weights; empty without a seed of torch, or if they were trained or loaded here."""
+    """Returns a digest of the initial weights; empty if unseeded, trained here or loaded here."""
     if torch.initial_seed() >= 1 << 32 or noted_trained_on(model) is not None:
         return {}
     try:
@@ -248,7 +247,7 @@ def split_names(splits: Splits) -> Iterator[tuple[str, Source]]:
 
 
 def refuse_other_classes(old: Sequence[str], new: Sequence[str], where: str) -> None:
-    """Raises UserError if the checkpoint's class names or their order changed: outputs would change their meaning."""
+    """Raises UserError if the checkpoint's class names or their order changed, because outputs would change meaning."""
     then, now = map(_known_names, (old, new))
     if not then or not now or then == now:
         return
@@ -265,7 +264,7 @@ def refuse_other_classes(old: Sequence[str], new: Sequence[str], where: str) -> 
 
 
 def _known_names(names: Sequence[str]) -> list[str]:
-    """The names without those at the end that are only numbers of outputs."""
+    """Returns the class names without those at the end that are only output indices."""
     count = len(names)
     while count and names[count - 1] == str(count - 1):
         count -= 1
@@ -277,7 +276,7 @@ def _quoted(names: Sequence[str]) -> str:
 
 
 def data_changes(then: TrainedNetwork, now: TrainedNetwork, words: Collection[str] = (), *, contents: bool) -> str:
-    """Names the splits, of those in `words` if any, whose labels, length or (with `contents`) samples changed."""
+    """Returns the splits whose labels, length or (with `contents`) samples changed, only those in `words` if any."""
     found = list[str]()
     for name in then.changed(now.digests):
         word, _, kind = name.rpartition(" ")
@@ -301,7 +300,7 @@ def _digest(parts: Iterable[bytes]) -> bytes:
 
 
 def _parts(splits: Splits, *, elsewhere: bool) -> Iterator[tuple[str, Iterable[bytes]]]:
-    """What is compared, by its name in an error; `elsewhere`: some processes read other disks."""
+    """Yields the compared contents with their names for errors; `elsewhere`: some processes read other disks."""
     yield "classes", [name.encode(errors="surrogateescape") for name in splits.classes]
     for word, source in split_names(splits):
         labels = [] if source.labels is None else [source.labels.numpy().tobytes()]
@@ -324,13 +323,13 @@ def _contents(source: Source, *, elsewhere: bool) -> Iterable[bytes]:
 
 
 def _of_files(source: ImageFiles) -> Iterator[bytes]:
-    """All sizes, and the contents of some files, from the packed copy if there is one."""
+    """Yields all file sizes, and the contents of some files, from the packed copy if there is one."""
     paths, packed = source.paths, source.packed
     sizes = numpy.fromiter(map(_size, paths), numpy.int64) if packed is None else packed.sizes().astype(numpy.int64)
     yield sizes.tobytes()
     count = max(1, min(len(paths), MOST_BYTES * len(paths) // max(1, int(sizes.sum()))))
     for index in spread(count, len(paths)).tolist():
-        # A file that can't be read is reported when it is needed.
+        # An unreadable file is reported when a batch needs it.
         if 0 < sizes[index] <= MOST_BYTES:
             content = source.content(index)
             yield Path(paths[index]).read_bytes() if content is None else content
@@ -344,7 +343,7 @@ def _size(path: str) -> int:
 
 
 def _rows(tensor: Tensor, most_bytes: int = MOST_BYTES) -> Iterator[bytes]:
-    """A tensor's type and shape, and the bytes of some of its rows."""
+    """Yields a tensor's type and shape, and the bytes of some of its rows."""
     yield f"{tensor.dtype} {list(tensor.shape)}".encode()
     row_bytes = max(1, tensor[0].numel() * tensor.element_size())
     count = max(1, min(len(tensor), most_bytes // row_bytes))
@@ -357,7 +356,7 @@ def _bytes_of(tensor: Tensor) -> bytes:
 
 
 def _of_samples(source: UserSamples) -> Iterator[bytes]:
-    """The labels of some samples; and the x of some, where all of these are equal when they are read twice."""
+    """Yields the labels of some samples, and a few of the inputs if a second read returns the same inputs."""
     inputs, again = list[bytes](), list[bytes]()
     with restored_generators():
         for place, index in enumerate(spread(min(LABELS, len(source)), len(source)).tolist()):
@@ -368,7 +367,7 @@ def _of_samples(source: UserSamples) -> Iterator[bytes]:
                 inputs.append(_bytes_of_any(content))
                 seed_generators(index)
                 again.append(_bytes_of_any(read_own(source, index)[0]))
-    # A generator of the data set's own may well differ from process to process.
+    # A data set with its own random generator may return different inputs on each process.
     yield from inputs if inputs == again else ()
 
 

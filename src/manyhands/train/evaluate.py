@@ -1,7 +1,7 @@
-"""Evaluation: each sample exactly once, with a result that is equal to the last bit for any number of processes.
+"""Evaluation: counts each sample exactly once; the result is equal to the last bit for any number of processes.
 
 The split is divided into blocks of fixed size, which are assigned to processes in proportion to their shares of an
-update. Each block is computed alike on any process, counts are integers, and the losses of blocks are added in order.
+update. A block's result does not depend on the process, counts are integers, and blocks' losses are added in order.
 """
 
 import contextlib
@@ -35,28 +35,25 @@ from manyhands.train.schedule import CustomScheduler
 from manyhands.train.state import find_state, restore
 from manyhands.train.trainer import Trainer
 
-# The approximate interval of checks for a stop, and the most blocks between two of them.
-ASK_S, MOST_BLOCKS = 1.0, 1000
-# Names of the records of the test on held-out samples.
-BEST, LAST = "test-best", "test-last"
+ASK_S, MOST_BLOCKS = 1.0, 1000  # approximate seconds, and the most blocks, between two checks for a stop
+BEST, LAST = "test-best", "test-last"  # the names of the records of the held-out test
 
 
 class Interrupted(Exception):  # noqa: N818 - a request, not an error
-    """Raised if the run is asked to stop during an evaluation."""
+    """Raised on all processes if a stop is requested during an evaluation."""
 
 
 class StopRequest:
-    """Stops all processes at the same block of an evaluation if `asked` returns True on any of them."""
+    """Stops all processes at the same block of an evaluation if `asked` returns True on any process."""
 
     def __init__(self, world: World, asked: Callable[[], object]) -> None:
         self._world, self._asked = world, asked
         self._last, self._next, self._since = 0, 0, time.perf_counter()
 
     def check_stop(self, done: int) -> None:
-        """Must be called before each block, after `done` blocks; a collective about once a second.
+        """Checks for a stop before each block, after `done` blocks; a collective about once a second.
 
-        All processes call it equally often; with different numbers of blocks, at the same fraction. Raises Interrupted
-        on all processes.
+        All processes must call it equally often, at the same fractions of their blocks. Raises Interrupted on all.
         """
         if done < self._next:
             return
@@ -88,11 +85,11 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 class Evaluator:
-    """Evaluates a network on the `length` samples of the test split.
+    """Evaluates a network on the `length` samples of a split.
 
-    The network may have more outputs than `classes`, which count as wrong. The job supplies the number of samples in a
-    block, the views of each picture, whose outputs are averaged, and the loss: the network's output is
-    log-probabilities if train.loss is "nll".
+    The network may have more outputs than `classes`; predictions beyond them are wrong. The job sets the samples per
+    block, the number of views of a picture, whose outputs are averaged, and the loss: with train.loss "nll", the
+    network returns log-probabilities.
     """
 
     def __init__(
@@ -109,7 +106,7 @@ class Evaluator:
         self.loader, self.length, self.classes, self.world = loader, length, classes, world
         self.blocks = evaluation_blocks(length, job.train.evaluate_batch)
         self._network = network
-        # Apple's devices know no float64.
+        # mps has no float64.
         self._precise = torch.float32 if world.device == "mps" else torch.float64
         self._custom = FigureSums(metrics, classes, world.device, self._precise) if metrics else None
 
@@ -119,14 +116,14 @@ class Evaluator:
         asked: Callable[[], object] | None = None,
         shares: Sequence[int] = (),
     ) -> Evaluation:
-        """Evaluates; the network is left in the mode it was in.
+        """Evaluates all samples and restores the network's mode; a collective.
 
-        All processes, or none, give `asked`, which returns True if this process was asked to stop; then Interrupted is
-        raised on all. Blocks are assigned in proportion to `shares` of an update. Raises RunError: the samples counted
-        are not exactly those of the split.
+        `asked` returns True if this process was asked to stop; all processes then raise Interrupted. All of them must
+        pass `asked`, or none. Blocks are assigned in proportion to `shares` of an update. Raises RunError if the
+        counted samples are not exactly those of the split.
         """
         started = time.perf_counter()
-        # If all processes call the network equally often, unequal shares only add calls.
+        # If all processes must call the network equally often, unequal shares would only add calls.
         turns = not shares or self._network.share.collective_forward
         dealt = dealt_blocks(len(self.blocks), (1,) * self.world.size if turns else shares)
         if self._network.share.together:
@@ -137,7 +134,7 @@ class Evaluator:
         return self._sum_up(*counts, started)
 
     def _count(self, dealt: list[list[int]], request: StopRequest | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns true and predicted class [2, length], top-5 hits and samples [2], and sums [k, blocks]."""
+        """Returns true and predicted class [2, length], counts of top-5 hits and samples [2], and sums [k, blocks]."""
         device, width = self.world.device, 1 + (self._custom.width if self._custom else 0)
         pairs = torch.zeros(2, self.length, dtype=torch.int64, device=device)
         tallies = torch.zeros(2, dtype=torch.int64, device=device)
@@ -167,10 +164,10 @@ class Evaluator:
         return logits.log_softmax(1) if self._views > 1 and self._log_probabilities else logits
 
     def _batches(self, numbers: list[int], rounds: int) -> Iterator[tuple[int, bool, Any]]:
-        """Yields this process's blocks: the number, whether it counts, and the samples.
+        """Yields this process's blocks: the index, True if the block counts, and the samples.
 
-        If all processes must call the network equally often, blocks that don't count fill up to `rounds`. On a mesh,
-        each block has the samples that this process's part of the network reads, and rank 0 counts.
+        If all processes must call the network equally often, uncounted blocks fill up to `rounds`. On a mesh, every
+        process yields every block, with the samples that its shard of the network reads, and only rank 0 counts.
         """
         share, mine = self._network.share, [(number, True) for number in numbers]
         if share.together:
@@ -211,7 +208,7 @@ class Evaluator:
 def averaged(model: nn.Module, pictures: Tensor, count: int) -> Tensor:
     """Returns the mean output [n, classes] over `count` views (1, 2 or 6) of pictures [n, channels, height, width].
 
-    The views are the picture, its mirror image, and both shifted by one pixel, with half the weight, as in Jordan 2024
+    The views are the picture, its mirror image, and both shifted by one pixel, at half the weight, as in Jordan 2024
     (arXiv:2404.00498).
     """
     if count == 1:
@@ -230,7 +227,7 @@ def averaged(model: nn.Module, pictures: Tensor, count: int) -> Tensor:
 
 @CLOCK.within(EVALUATION)
 def evaluate(trainer: Trainer, stop: StopSignal) -> bool:
-    """Evaluates on all processes and records the result; returns True if it is the best so far. Raises Interrupted."""
+    """Evaluates and records the result; a collective. Returns True if it is the best so far. Raises Interrupted."""
     trainer.progress.owed = True
     with trainer.paused("evaluate"):
         with agreed(trainer):
@@ -240,14 +237,14 @@ def evaluate(trainer: Trainer, stop: StopSignal) -> bool:
 
 @contextlib.contextmanager
 def agreed(trainer: Trainer) -> Iterator[None]:
-    """Replaces the parameters by the synchronized ones within the context; starts with a collective."""
+    """Replaces parameters and buffers by the synchronized ones in the context; entering it is a collective."""
     trainer.synchronizer.average_buffers(trainer.progress.step)
     with trainer.synchronizer.averaged():
         yield
 
 
 def record_evaluation(trainer: Trainer, found: Evaluation) -> bool:
-    """Records an evaluation of the current network; returns True if it is the best so far."""
+    """Records an evaluation and clears `progress.owed`; returns True if it is the best, which sets `best_step`."""
     progress = trainer.progress
     progress.evaluated_step, progress.owed = progress.step, False
     by = trainer.job.train.best
@@ -274,7 +271,7 @@ def describe(found: Evaluation, trainer: Trainer) -> EvaluationDetail:
 
 @CLOCK.within(EVALUATION)
 def test_once(trainer: Trainer, stop: StopSignal) -> None:
-    """Evaluates the held-out samples, unless these weights were tested before; a collective.
+    """Evaluates the held-out samples with the last and the best weights, unless that was done; a collective.
 
     The network has the last weights afterwards, also if Interrupted is raised.
     """
@@ -299,7 +296,7 @@ def test_once(trainer: Trainer, stop: StopSignal) -> None:
 
 
 def _of_the_best(trainer: Trainer, last: EvaluationDetail, stop: StopSignal) -> EvaluationDetail | None:
-    """Tests the best weights, read from their checkpoint; None if the checkpoint can't be read."""
+    """Tests the best weights from their checkpoint; a collective. Returns None if the checkpoint can't be read."""
     progress, folder = trainer.progress, trainer.folder.checkpoints
     if progress.best_step == progress.step:
         return last
@@ -323,5 +320,5 @@ def _load(trainer: Trainer, step: int) -> int:
     """Loads the weights that were saved at a step, and returns their epoch; a collective."""
     path, in_pieces = trainer.folder.checkpoints / files.step_name(step), bool(trainer.network.layouts)
     found = find_state(str(path), NOWHERE, trainer.world, in_pieces=in_pieces)
-    assert found is not None  # a path is read or refused
+    assert found is not None  # `find_state` reads a path or raises
     return restore(found, trainer.network, None)[0].epoch

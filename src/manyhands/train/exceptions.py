@@ -1,4 +1,4 @@
-"""Sentences for plan.json and the report on what makes a run depend on the number of processes."""
+"""Reasons why a run depends on the number of processes, as sentences for plan.json and the report."""
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -16,7 +16,6 @@ _MASKS = {
 
 
 def exceptions(trainer: Trainer) -> list[str]:
-    """Returns the reasons why this run depends on the number of processes."""
     loss_fn = trainer.update.loss_fn
     found = [loss_fn.dependent if loss_fn else "", *_of_norms(trainer), *_of_draws(trainer)]
     found.append(exception_of(trainer.sync.cost.method))

@@ -1,4 +1,4 @@
-"""The samples of this process for each update, the seeds of its random numbers, and the sums of its measurements."""
+"""The samples of this process for each update, seeds of random numbers, and sums of measurements."""
 
 import math
 import random
@@ -17,9 +17,8 @@ from manyhands.data.order import BatchSharing, Order, sharing
 from manyhands.data.transforms import Batch
 from manyhands.parallel.network import MicroBatch, MicroBatchShape
 
-COUNTED_AT_ONCE = 1 << 16  # logits
-# Packages whose layers use only torch's generators.
-_KNOWN = ("torch.nn.modules.", "torch.nn.parallel.", "manyhands.")
+COUNTED_AT_ONCE = 1 << 16  # logits that are counted together
+_KNOWN = ("torch.nn.modules.", "torch.nn.parallel.", "manyhands.")  # packages whose layers use only torch's generators
 
 UpdateShare = list[MicroBatch]  # the micro-batches of this process for one update, at least one
 
@@ -31,8 +30,8 @@ class Feed:
     order: Order
     sharing: BatchSharing
     loader: Loader
-    rank: int  # the index of this process among those that divide the samples
-    augment: str = "none"  # how pictures are varied
+    rank: int  # index of this process among the processes that divide the samples
+    augment: str = "none"  # augmentation of pictures
 
     def updates(self, epoch: int, first_step: int) -> Iterator[UpdateShare]:
         batches = self.loader.batches(epoch, self._requests(epoch, first_step))
@@ -62,17 +61,17 @@ class Feed:
 
 @dataclass
 class StepSums:
-    """Sums over this process's samples since the last `take`, as tensors on the device, to avoid synchronization."""
+    """Sums over this process's samples since the last `take`; they stay on the device to avoid synchronization."""
 
     loss: Tensor | float = 0.0  # sum of losses
-    samples: int = 0  # samples that count
-    first_bad: Tensor | float = math.inf  # first step whose loss was not finite, infinite if there is none; not reset
-    first_spoilt: Tensor | float = math.inf  # the same of gradients, if the accelerator skipped that update
+    samples: int = 0  # samples that this process reports
+    first_bad: Tensor | float = math.inf  # first step with a non-finite loss; infinite: none; not reset
+    first_spoilt: Tensor | float = math.inf  # first step that the accelerator skipped for its gradients; as above
     _correct: float | Tensor = 0.0
-    _guesses: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # replaced, not cleared: a mark refers to it
+    _guesses: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # replaced, not cleared: marks refer to it
 
     def guess(self, logits: Tensor, labels: Tensor) -> None:
-        """Adds logits [n, C] and labels int64 [n]; small ones are counted together for several micro-batches."""
+        """Adds logits [n, C] and labels int64 [n]; small tensors are counted later, together with further ones."""
         self._guesses.append((logits, labels))
         if len(self._guesses) * logits.numel() >= COUNTED_AT_ONCE:
             self._count()
@@ -81,9 +80,9 @@ class StepSums:
         self._correct = math.nan
 
     def take(self) -> tuple[float, float, int]:
-        """Returns the loss sum, correct and counted samples, and resets them."""
+        """Returns the sum of losses, the correct samples and all samples since the last call, and resets them."""
         self._count()
-        # A bad gradient is reported through the loss.
+        # NaN also reports a non-finite gradient.
         loss = float(self.loss) if float(self.first_spoilt) == math.inf else math.nan
         values = loss, float(self._correct), self.samples
         self.loss, self._correct, self.samples = 0.0, 0.0, 0
@@ -104,7 +103,7 @@ class StepSums:
 
 
 def uses_torch_rng_alone(model: nn.Module) -> bool:
-    """True if a forward pass runs no user code: all layers are from torch or manyhands, without hooks."""
+    """Returns True if a forward pass runs no user code: all layers are from torch or manyhands, without hooks."""
 
     def is_known(layer: nn.Module) -> bool:
         own = vars(layer)
@@ -115,20 +114,20 @@ def uses_torch_rng_alone(model: nn.Module) -> bool:
 
 
 def seed_generators(seed: int, device: str, *, torch_alone: bool = False) -> None:
-    """Seeds the generators of torch and, if user code may use them, of random and numpy; `device` is a device type."""
+    """Seeds the generators of torch and, unless `torch_alone`, of random and numpy; `device` is a device type."""
     if device == "cpu":
         # torch.manual_seed would also store a traceback for each kind of accelerator that isn't in use.
         torch.default_generator.manual_seed(seed)
     else:
         torch.manual_seed(seed)
-    if not torch_alone:  # seeding these costs a small network a fiftieth of its update
+    if not torch_alone:  # seeding these takes 2 % of a small network's update
         random.seed(seed)
         np.random.seed(seed & 0xFFFFFFFF)
 
 
 @contextmanager
 def drawing(seed: int, device: str) -> Iterator[Callable[[], bool]]:
-    """Seeds the generators in this context; yields a function that returns True if a random number was drawn."""
+    """Seeds the generators in the context, then restores them; yields a function that returns True after any draw."""
     before = _states(device)
     seed_generators(seed, device)
     seeded = _states(device)

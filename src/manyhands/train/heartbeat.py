@@ -19,15 +19,11 @@ from manyhands.parallel.group.heartbeat import HEARTBEAT_FILE, Heartbeat, leave_
 from manyhands.parallel.group.listeners import connections, listens
 from manyhands.parallel.replicas.shared_memory import SharedSums
 
-# A stall is reported if it takes this many seconds, and this many times the usual time of an update.
-_CUT_S, _CUT = 3.0, 3.0
+_CUT_S, _CUT = 3.0, 3.0  # a reported stall takes at least so many seconds, and so many times the usual update
 _KEPT, _ENOUGH = 20, 3
-# Where tcpi_bytes_acked and tcpi_bytes_received lie in Linux's struct tcp_info.
-_ACKED_AT, _INFO_BYTES = 120, 136
-# Fields of a heartbeat that cost time are left out after progress within this time.
-_STILL_S = 2.0
-# In a second: more than the keep-alive messages of connections, and more CPU time than waiting takes.
-_MOVES_BYTES, _BUSY_S = 8192, 0.3
+_ACKED_AT, _INFO_BYTES = 120, 136  # in Linux's struct tcp_info: offset of tcpi_bytes_acked, end of tcpi_bytes_received
+_STILL_S = 2.0  # heartbeats have the expensive fields only if progress is older
+_MOVES_BYTES, _BUSY_S = 8192, 0.3  # per second: above keep-alive messages, and above the CPU time of waiting
 
 
 class HeartbeatWriter:
@@ -47,7 +43,7 @@ class HeartbeatWriter:
         """Records an update that began at the last `beat`; returns a message if it took too long."""
         took_s, self._step = time.monotonic() - self._at, step
         message = self.too_long(took_s)
-        # A single stall does not change what is usual.
+        # One stall must not change the usual time.
         self._updates_s.append(min(took_s, _CUT * max(self._usual_s(), _CUT_S)) if message else took_s)
         self.beat()
         return message
@@ -57,7 +53,7 @@ class HeartbeatWriter:
         return stall_message(took_s, self._usual_s(), linked=self.linked) if known and took_s > _CUT_S else ""
 
     def hung(self) -> str:
-        """Returns a message if this process hangs; empty if it may still continue. Takes a second."""
+        """Returns a message if this process hangs, else an empty string. May take a second."""
         stood_s, usual_s = time.monotonic() - self._at, self._usual_s() or self.expected_s
         if stood_s <= STALL_S + STALL * usual_s:
             return ""
@@ -69,7 +65,7 @@ class HeartbeatWriter:
 
     @contextlib.contextmanager
     def beating(self) -> Generator[None]:
-        """Writes heartbeats within the context, for the agent that started this process, if any."""
+        """Writes heartbeats in the context, for the agent that started this process, if there is one."""
         path = os.environ.get(HEARTBEAT_FILE)
         if not path:
             yield
@@ -85,7 +81,7 @@ class HeartbeatWriter:
             thread.join(HEARTBEAT_S)
 
     def heartbeat(self, count: int = 0) -> Heartbeat:
-        """Returns the current heartbeat, without the expensive fields if there was progress a moment ago."""
+        """Returns the current heartbeat, without the expensive fields within `_STILL_S` of progress."""
         still_s = time.monotonic() - self._at
         known = still_s > _STILL_S
         return Heartbeat(
@@ -107,7 +103,7 @@ class HeartbeatWriter:
         while not over.wait(HEARTBEAT_S):
             count += 1
             heartbeat = self.heartbeat(count)
-            with contextlib.suppress(OSError):  # a full disk; the agent sees for itself whether this process runs
+            with contextlib.suppress(OSError):  # a full disk; the agent checks separately that this process runs
                 temporary.write_text(heartbeat.model_dump_json(), encoding="utf-8")
                 temporary.replace(path)
             if leave_path(path.parent).exists():
@@ -116,7 +112,7 @@ class HeartbeatWriter:
 
 
 def shut_connections() -> None:
-    """Shuts down connections, to not wait for lost peers until gloo's timeout; gloo needs its listening sockets."""
+    """Shuts down connections except listening sockets, so that gloo fails at once instead of waiting for lost peers."""
     for _, connection in connections():
         with contextlib.suppress(OSError):
             if not listens(connection):
@@ -124,7 +120,7 @@ def shut_connections() -> None:
 
 
 def stall_message(took_s: float, usual_s: float, *, linked: bool = True) -> str:
-    """Returns the message about a stall, empty if it isn't unusual; `linked`: several machines are involved."""
+    """Returns the message about a stall, empty if the time is usual; `linked`: several machines are involved."""
     if took_s <= max(_CUT_S, _CUT * usual_s):
         return ""
     waited = "the network or another process" if linked else "another process"

@@ -1,4 +1,4 @@
-"""Writes records into the run folder on rank 0, and log lines of each process into its own file."""
+"""Records of a run: rank 0 writes into the run folder, and each process into its own log."""
 
 import functools
 import threading
@@ -16,16 +16,15 @@ from manyhands.core.run_folder import NOWHERE, RunFolder
 from manyhands.core.terminal import say
 from manyhands.core.world import World
 
-# Records that wait for space on a full disk: more than an hour at two per second, in a few megabytes of memory.
-_MOST_WAITING = 10_000
+_MOST_WAITING = 10_000  # records that wait while the disk is full: over an hour at two per second
 _SPOKEN = {"setup", "note", "warning", "resumed", "stall", "sync", "changed", "stopped"}
 
 
 class Journal:
-    """Records the events of a run; with the folder NOWHERE, none.
+    """Records the events of a run; records nothing if the folder is NOWHERE.
 
-    If the disk is full, records wait in memory and are written in order once there is space; of more than ten thousand,
-    the oldest are dropped. `spoken` prints important events, for runs without a screen.
+    While the disk is full, the last ten thousand records wait in memory; they are written in order once there is space.
+    `spoken` prints important events, for runs without a screen.
     """
 
     def __init__(self, folder: RunFolder, rank: int, *, spoken: bool = False) -> None:
@@ -51,12 +50,12 @@ class Journal:
         self.file(functools.partial(write_json, self._folder.evaluations / f"{name}.json", record))
 
     def file(self, write: Callable[[], None]) -> None:
-        """Calls `write` on rank 0, and again when there is space if it raises OSError."""
+        """Calls `write` on rank 0; if it raises OSError, again once there is space."""
         if self._rank == 0:
             self._keep(write)
 
     def _keep(self, write: Callable[[], None]) -> None:
-        """Runs the waiting writes and this one. The first failure prints a message."""
+        """Runs the waiting writes and `write`, in order; prints a message at the first failure."""
         if self._folder is NOWHERE:
             return
         self._waiting.append(write)
@@ -77,7 +76,7 @@ class Journal:
 class RunContext:
     """The job, the processes and the records of a run."""
 
-    job: Job  # what the user asked for
+    job: Job  # the user's options
     folder: RunFolder  # or NOWHERE
     world: World
     journal: Journal

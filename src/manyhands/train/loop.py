@@ -15,13 +15,13 @@ from manyhands.train.trainer import Trainer, record_epoch, record_status, record
 
 
 def fit(trainer: Trainer) -> str:
-    """Trains until the job is complete or a stop is requested; returns "finished", or "stopped" when all is saved."""
+    """Trains to the end of the job or a requested stop; a collective. Returns "finished", or "stopped" after a save."""
     due, progress, balance_shares = trainer.due, trainer.progress, trainer.hooks.balance_shares
     with listening() as stop, trainer.heartbeats.beating():
         start_clocks(trainer)
         try:
             if trainer.job.run.trace_steps:
-                from manyhands.train.trace import trace  # torch's profiler comes with it
+                from manyhands.train.trace import trace  # imports torch's profiler
 
                 trace(trainer, lambda: updates(trainer, stop))
             else:
@@ -52,7 +52,7 @@ def start_clocks(trainer: Trainer) -> None:
 
 
 def updates(trainer: Trainer, stop: StopSignal) -> Iterator[UpdateShare]:
-    """Yields the remaining updates of the current epoch, measures the wait for each, and runs `attend` afterwards."""
+    """Yields the remaining updates of the current epoch, and runs `attend` after each; a collective."""
     due, progress, heartbeats = trainer.due, trainer.progress, trainer.heartbeats
     found = trainer.feed.updates(progress.epoch, progress.step_in_epoch)
     while not due.over():
@@ -66,7 +66,7 @@ def updates(trainer: Trainer, stop: StopSignal) -> Iterator[UpdateShare]:
             CLOCK.to(OTHER)
             started = time.perf_counter()
             record_time(trainer)
-            waited_s = time.perf_counter() - started  # for a process that is stalled
+            waited_s = time.perf_counter() - started  # long if another process is stalled
             trainer.note_stall(heartbeats.too_long(waited_s), waited_s)
             return
         heartbeats.beat()
@@ -82,7 +82,7 @@ def updates(trainer: Trainer, stop: StopSignal) -> Iterator[UpdateShare]:
 
 
 def attend(trainer: Trainer, stop: StopSignal) -> None:
-    """Runs what is due after an update: replica check, status round, evaluation, save; sets `due.stopped`."""
+    """Runs the replica check, status round, evaluation and save that are due; a collective. May set `due.stopped`."""
     due, progress = trainer.due, trainer.progress
     if due.verification():
         trainer.verify_replicas()
@@ -99,13 +99,13 @@ def attend(trainer: Trainer, stop: StopSignal) -> None:
         save_last(trainer)
         due.stopped = True
     elif due.custom_loop and due.epoch_ends():
-        pass  # what the user's own loop does at an epoch's end belongs to what is saved there
+        pass  # the session saves after the loop's own code at the end of the epoch
     elif conclude(trainer, stop) or due.save() or (status.save and trainer.saver.step is None):
         save(trainer)
 
 
 def exchange_status(trainer: Trainer, stop: StopSignal) -> Status:
-    """Runs the status round, records it, and reports slow ranks and stalls; raises RunError for a non-finite loss."""
+    """Runs the status round, records it, slow ranks and stalls; a collective. Raises RunError for a non-finite loss."""
     progress, saver, sync = trainer.progress, trainer.saver, trainer.sync
     status = trainer.status_round.add_up(
         trainer.update.measured,
@@ -128,7 +128,7 @@ def exchange_status(trainer: Trainer, stop: StopSignal) -> Status:
 
 
 def conclude(trainer: Trainer, stop: StopSignal) -> bool:
-    """Runs the evaluation that is owed and what follows an epoch; returns True if the evaluation is the best so far."""
+    """Evaluates if `progress.owed`, and ends an epoch; a collective. Returns True for the best evaluation so far."""
     improved = trainer.progress.owed and evaluate(trainer, stop)
     if trainer.job.checkpoint.pth_tar and trainer.due.epoch_ends():
         from manyhands.train.pth_tar import write_pth_tar
@@ -140,7 +140,7 @@ def conclude(trainer: Trainer, stop: StopSignal) -> bool:
 
 
 def finish(trainer: Trainer, stop: StopSignal) -> None:
-    """Evaluates and saves the last weights unless that was done, and tests on the held-out samples."""
+    """Evaluates and saves the last weights unless that was done, and tests on held-out samples; a collective."""
     progress = trainer.progress
     if progress.evaluated_step != progress.step:
         evaluate(trainer, stop)

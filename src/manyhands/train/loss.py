@@ -1,4 +1,4 @@
-"""The loss and the metrics of a job as sums over samples, which any number of processes can add up.
+"""Loss and metrics of a job as sums over samples, which any number of processes can add up.
 
 With class weights or an ignored class, torch divides the sum of losses by the weights of the labels, so a loss is a sum
 over samples and a divisor. A custom metric is the mean of one value per sample, or an object that computes from sums.
@@ -38,14 +38,14 @@ _TRIED = 8  # random outputs that a metric is tested on
 class LossFn:
     """Computes the sum [] of losses and the logits [n, C] from a network's output and labels int64 [n]."""
 
-    summed: Function  # the same of a tensor of outputs [n, C]
-    weigh: Callable[[Tensor], Tensor] | None = None  # the sum [] of the weights of labels int64 [n]; None: all 1
-    is_sum: bool = False  # the loss of a batch is the sum itself, divided by nothing
-    own: Function | None = None  # the user's function, where it isn't known how it adds up; `verify_loss` tries it
-    dependent: str = ""  # why the loss depends on how a batch is shared; empty if it doesn't, or wasn't tried
+    summed: Function  # returns the sum [] of losses of outputs [n, C] and labels [n]
+    weigh: Callable[[Tensor], Tensor] | None = None  # returns the sum [] of weights of labels int64 [n]; None: all 1
+    is_sum: bool = False  # the loss of a batch is the sum itself, without a divisor
+    own: Function | None = None  # the user's function if it is unknown how it adds up; see `verify_loss`
+    dependent: str = ""  # why the loss depends on the division of a batch; empty: it doesn't, or wasn't tested
 
     def __call__(self, output: Any, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """The sum [] of losses, auxiliary heads' among them, and the logits [n, C]."""
+        """Returns the sum [] of losses, including those of auxiliary heads, and the logits [n, C]."""
         logits, auxiliary = main_and_auxiliary(output)
         loss = self.summed(logits, labels)
         for other, weight in auxiliary:
@@ -65,7 +65,7 @@ def something(weights: Tensor) -> Tensor:
 
 
 def make_loss_fn(options: TrainOptions, own: Function | None = None) -> LossFn:
-    """Creates the loss of a job, or of the function `own`, which returns one value per sample [n] or their mean []."""
+    """Creates the loss of a job or of `own`, a function that returns one value per sample [n] or their mean []."""
     smoothing = options.label_smoothing
     if own is None and options.loss == "cross-entropy":
         return _taken_apart(F.cross_entropy, {"label_smoothing": smoothing})
@@ -92,7 +92,7 @@ def _settings_of(function: Any) -> tuple[Callable[..., Tensor], dict[str, Any]] 
         return F.nll_loss, {name: getattr(function, name) for name in names}
     if isinstance(function, functools.partial) and not function.args:
         function, settings = function.func, dict(function.keywords)
-    # By identity: a callable of the user's own may have no hash.
+    # By identity, because a custom callable may have no hash.
     known = function is F.cross_entropy or function is F.nll_loss
     return (function, settings) if known and not settings.keys() & {"size_average", "reduce"} else None
 
@@ -111,7 +111,7 @@ def _taken_apart(function: Callable[..., Tensor], settings: dict[str, Any]) -> L
         return function(output, labels, weight=beside, reduction="sum", **others)
 
     def weigh(labels: Tensor) -> Tensor:
-        # In double, so that a batch's parts add up to the same however it is shared; Apple's devices have none.
+        # In float64, so that the sum does not depend on the division of a batch; mps has no float64.
         counted, kind = labels != ignored, torch.float32 if labels.device.type == "mps" else torch.float64
         if weight is None:
             return counted.sum().to(kind)
@@ -131,16 +131,14 @@ def _summed(function: Function, output: Tensor, labels: Tensor) -> Tensor:
     raise UserError(f"the loss function returned {given} for {len(labels)} samples", "train.loss", hints)
 
 
-# Values in one tensor of made-up outputs, and part of the largest gradient that is rounding.
-MOST_VALUES, ROUNDING = 1 << 22, 1e-4
-# Shares of a batch that is tried: uneven, and none of one sample alone, which some losses can't take.
-PARTS = (0.15, 0.6)
+MOST_VALUES, ROUNDING = 1 << 22, 1e-4  # values of random outputs; rounding error, in fractions of the largest gradient
+PARTS = (0.15, 0.6)  # where a test batch is divided: unevenly, and no single samples, which some losses refuse
 MEAN, SUM, NEITHER = "mean", "sum", "neither"
 BETTER_LOSS = 'pass torch.nn.CrossEntropyLoss(weight=…) itself, or return one value per sample (reduction="none")'
 
 
 def verify_loss(loss_fn: LossFn, outputs: int, classes: int, world: World, dtype: torch.dtype) -> LossFn:
-    """Checks on rank 0 how a custom loss adds up over samples; adds a sentence for plan.json if it doesn't."""
+    """Tests on rank 0 how a custom loss adds up; sets `dependent` if that is neither a mean nor a sum. A collective."""
     if loss_fn.own is None:
         return loss_fn
     kind, dependent = broadcast_plain(list(_try(loss_fn.own, outputs, classes, world.device, dtype)), world)
@@ -151,7 +149,7 @@ def verify_loss(loss_fn: LossFn, outputs: int, classes: int, world: World, dtype
 
 
 def _try(own: Function, outputs: int, classes: int, device: str, dtype: torch.dtype) -> tuple[str, str]:
-    """Returns how a loss adds up, and a sentence if results depend on the number of processes."""
+    """Returns MEAN, SUM or NEITHER, and a sentence if results depend on the number of processes."""
     rows = max(8, min(2 * classes + 5, MOST_VALUES // outputs))
     failed = ""
     with drawing(derive(0, "loss"), device.partition(":")[0]):
@@ -159,7 +157,7 @@ def _try(own: Function, outputs: int, classes: int, device: str, dtype: torch.dt
         for make in (Tensor.log_softmax, Tensor.softmax):
             found: set[str] = set()
             try:
-                function = copy.deepcopy(own) if isinstance(own, nn.Module) else own  # which a test would change
+                function = copy.deepcopy(own) if isinstance(own, nn.Module) else own  # the test would change it
                 for labels in _labels(classes, rows, generator):
                     values = make(torch.randn(len(labels), outputs, generator=generator), 1)
                     found |= _ways(function, values.to(device, dtype), labels.to(device))
@@ -174,7 +172,7 @@ def _try(own: Function, outputs: int, classes: int, device: str, dtype: torch.dt
 
 
 def _labels(classes: int, rows: int, generator: torch.Generator) -> Iterator[Tensor]:
-    """Yields labels int64 [up to rows] that together contain each class, sorted and shuffled."""
+    """Yields labels int64 [up to rows], sorted and shuffled, that together contain each class."""
     for some in torch.randperm(classes, generator=generator).split(max(2, rows // 2)):
         count = max(8, 2 * len(some))
         twice = some.repeat(-(-count // len(some)))[:count]
@@ -183,7 +181,7 @@ def _labels(classes: int, rows: int, generator: torch.Generator) -> Iterator[Ten
 
 
 def _ways(function: Function, values: Tensor, labels: Tensor) -> set[str]:
-    """Determines how the gradient of a batch follows from those of its parts. Raises ValueError: it can't be tested."""
+    """Returns how a batch's gradient follows from its parts' gradients. Raises ValueError if that can't be tested."""
     whole = _gradient(function, values, labels)
     if not bool(torch.isfinite(whole).all()):
         raise ValueError("the gradient for test outputs is not finite")
@@ -200,7 +198,7 @@ def _ways(function: Function, values: Tensor, labels: Tensor) -> set[str]:
 
 
 def _gradient(function: Function, values: Tensor, labels: Tensor) -> Tensor:
-    """Returns the gradient of the loss [], or of the mean of its values per sample; zero without a gradient."""
+    """Returns the gradient of the loss, averaged if it has one value per sample; zero if it has no gradient."""
     with torch.enable_grad():
         values = values.detach().requires_grad_()
         loss = function(values, labels)
@@ -221,7 +219,7 @@ class CustomMetric:
         return hasattr(self.own, "update") and hasattr(self.own, "compute")
 
     def sums(self, logits: Tensor, labels: Tensor, dtype: torch.dtype) -> Tensor:
-        """Returns the sums [k] of logits [n, C] and labels int64 [n]. Raises UserError: the function returns others."""
+        """Returns the sums [k] for logits [n, C] and labels int64 [n]. Raises UserError for an unsuitable result."""
         value: Any = (self.own.update if self._adds_up else self.own)(logits, labels)
         if self._adds_up:
             if isinstance(value, Tensor):
@@ -239,7 +237,7 @@ class CustomMetric:
         return value.to(dtype).sum()[None]
 
     def number(self, sums: Tensor, count: int) -> float:
-        """Computes the metric from sums [k] over `count` samples. Raises UserError: it is not a number."""
+        """Computes the metric from sums [k] over `count` samples. Raises UserError if the result is not a number."""
         value: Any = self.own.compute(sums) if self._adds_up else sums[0] / count
         try:
             return float(value)
@@ -249,7 +247,7 @@ class CustomMetric:
 
 
 class FigureSums:
-    """The `width` sums of all metrics of an evaluation; each is first tested on random outputs (or a UserError)."""
+    """Computes the sums [width] of an evaluation's metrics. The constructor tests each metric on random outputs."""
 
     def __init__(self, metrics: Sequence[CustomMetric], outputs: int, device: str, dtype: torch.dtype) -> None:
         self._metrics, self._dtype = metrics, dtype
@@ -262,7 +260,7 @@ class FigureSums:
 
     def of(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Returns all sums [width] of logits [n, C] and labels int64 [n]."""
-        # Each gets copies, which it may change.
+        # Each metric gets copies, because it may change them.
         found = [metric.sums(logits.clone(), labels.clone(), self._dtype) for metric in self._metrics]
         for metric, sums, width in zip(self._metrics, found, self._widths, strict=True):
             if len(sums) != width:
@@ -272,7 +270,7 @@ class FigureSums:
         return torch.cat(found)
 
     def figures(self, sums: Tensor, count: int) -> dict[str, float]:
-        """Returns each metric, by name, from the sums [width] over all samples. Raises UserError: one isn't finite."""
+        """Returns each metric by name, from the sums [width] over all samples. Raises UserError if it isn't finite."""
         parts = zip(self._metrics, sums.split(self._widths), strict=True)
         found = {metric.name: metric.number(part, count) for metric, part in parts}
         for name, figure in found.items():
@@ -299,7 +297,7 @@ def _tried(metric: CustomMetric, logits: Tensor, labels: Tensor, dtype: torch.dt
 def make_metrics(
     words: Iterable[str], given: Mapping[str, Any] | None, *, live_only: bool = False
 ) -> tuple[CustomMetric, ...]:
-    """Creates the metrics that a job names; with `live_only`, without Python objects that aren't `given`."""
+    """Creates the metrics that a job names; with `live_only`, without Python objects that aren't in `given`."""
     found: list[CustomMetric] = []
     for word in words:
         kind, _, name = word.rpartition(":")

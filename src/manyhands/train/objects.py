@@ -1,4 +1,4 @@
-"""Python objects passed to `fit()` in place of names. Imports no torch, because the launcher builds it."""
+"""Python objects passed to `fit()` in place of names. Imports no torch, because the launcher uses this file."""
 
 import functools
 import hashlib
@@ -43,23 +43,23 @@ MakeOptimizer = Callable[["list[nn.Parameter]"], "torch.optim.Optimizer"]
 
 @dataclass
 class Objects:
-    """The Python objects of the user; each is optional."""
+    """The user's Python objects; each is optional."""
 
     model: Any = None  # an nn.Module
     train_set: Any = None  # a data set; so are test_set and held_out_set
     test_set: Any = None
     held_out_set: Any = None
-    loss: Callable[..., Any] | None = None  # function (output, labels) of the mean loss or one per sample
+    loss: Callable[..., Any] | None = None  # takes outputs and labels; returns the mean loss or one per sample
     at_epoch_end: AtEpochEnd | None = None  # called on rank 0 after each epoch
-    optimizer: MakeOptimizer | None = None  # makes one of the list of parameters
-    schedule: Callable[..., Any] | None = None  # function of the step, or what makes a torch scheduler of the optimizer
-    metrics: Mapping[str, Any] | None = None  # functions of outputs and labels, or objects that add up, by name
-    targets: bool = False  # the y of train_set are no classes
-    digests: dict[str, str] = field(default_factory=dict[str, str])  # as `digest_objects` returns them
+    optimizer: MakeOptimizer | None = None  # takes the list of parameters
+    schedule: Callable[..., Any] | None = None  # takes the step, or the optimizer and returns a torch scheduler
+    metrics: Mapping[str, Any] | None = None  # by name: functions, or objects with `update` and `compute`
+    targets: bool = False  # the y of train_set are targets, not classes
+    digests: dict[str, str] = field(default_factory=dict[str, str])  # the result of `digest_objects`
 
 
 def metric_words(given: Any) -> tuple[str, ...] | None:
-    """Returns the job values of the metrics argument: a dict of objects, or values as in a job; else a UserError."""
+    """Returns the job's metrics for the argument: a dict of objects, or a job's values. Raises UserError for others."""
     if isinstance(given, Mapping):
         named: Mapping[Any, Any] = given
         for name in named:
@@ -75,7 +75,7 @@ def metric_words(given: Any) -> tuple[str, ...] | None:
 
 
 def digest_objects(**objects: Any) -> dict[str, str]:
-    """Digests of the structure, source and plain attributes of networks and functions, by name."""
+    """Returns digests of networks and functions by name, from their structure, source and plain attributes."""
     texts = {name: "\n".join(_definition(thing)) for name, thing in objects.items() if thing is not None}
     plain = {name: re.sub(r" at 0x[0-9a-f]+", "", text).encode() for name, text in texts.items()}
     return {name: hashlib.sha256(text).hexdigest() for name, text in plain.items()}
@@ -94,7 +94,7 @@ def _definition(thing: Any) -> Iterator[str]:
     modules: Any = getattr(thing, "modules", lambda: () if isinstance(thing, FunctionType | type) else (thing,))
     for number, part in enumerate(modules()):
         held = {name: one for name, one in getattr(part, "__dict__", {}).items() if name != "training"}
-        fixed = str | int | float | tuple | FunctionType  # what lists and dicts hold may change in training
+        fixed = str | int | float | tuple | FunctionType  # the contents of lists and dicts may change in training
         named |= {f"{number}.{name}": one for name, one in held.items() if isinstance(one, fixed)}
         sources += type(part).__mro__
     yield _values(named)
@@ -104,17 +104,17 @@ def _definition(thing: Any) -> Iterator[str]:
 
 
 def _values(named: Mapping[str, Any]) -> str:
-    """Returns plain values as text, the same in each process: the order of a set differs between them."""
+    """Returns plain values as text, the same in each process; sets are sorted, because their order differs."""
     plain = (str, int, float, tuple, list, dict, set, frozenset, FunctionType)
     kept = {name: one for name, one in named.items() if isinstance(one, plain) or type(one).__name__ == "Tensor"}
     return repr({k: sorted(map(repr, one)) if isinstance(one, set | frozenset) else one for k, one in kept.items()})
 
 
 def _source(thing: Any) -> Iterator[str]:
-    """The source of a class or function; where Python has none, as of a class in a notebook, its functions' code."""
+    """Yields the source of a class or function or, if there is none (in a notebook), the bytecode of its functions."""
     try:
         yield (text := inspect.getsource(thing))
-        if isinstance(thing, FunctionType) and text.count("lambda") > 1:  # which of those on a line
+        if isinstance(thing, FunctionType) and text.count("lambda") > 1:  # the column distinguishes them
             yield str(min((column for *_, column, _ in thing.__code__.co_positions() if column), default=0))
     except (OSError, TypeError):
         for one in (thing, *(vars(thing).values() if isinstance(thing, type) else ())):
@@ -124,7 +124,7 @@ def _source(thing: Any) -> Iterator[str]:
 
 
 def brought(key: str, word: str, given: Any) -> Any:
-    """Returns the user's object, `given` or named in `word`; None for a built-in. Raises UserError: it is missing."""
+    """Returns `given`, or the user's object that `word` names; None for a built-in. Raises UserError if missing."""
     if given is not None:
         return given
     if word == OBJECT:

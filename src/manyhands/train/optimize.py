@@ -15,7 +15,7 @@ from manyhands.data.order import Order
 from manyhands.parallel.spread import is_spread, spread_like
 from manyhands.train.objects import MakeOptimizer, brought
 
-# Keys of a parameter group: its learning rate as a fraction of the largest one (custom), as a multiple of train.lr.
+# Keys of a parameter group: the learning rate as a fraction of the largest (custom), or as a multiple of train.lr.
 _OF_PEAK, _OF_LR = "of_peak_lr", "of_lr"
 _WHERE = "train.optimizer"
 # Keys that torch's schedulers add to each group.
@@ -23,7 +23,7 @@ _OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_moment
 
 
 def make_custom(make: MakeOptimizer, model: nn.Module) -> torch.optim.Optimizer:
-    """Creates the custom optimizer of a network's trainable parameters and stores each group's learning rate."""
+    """Creates the custom optimizer for a network's trainable parameters and stores each group's learning rate."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer: Any = make(list(parameters))
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -75,12 +75,12 @@ def is_custom(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def with_own_rate(options: TrainOptions, optimizer: torch.optim.Optimizer) -> TrainOptions:
-    """Returns the options with the peak learning rate of a custom optimizer; unchanged for a built-in one."""
+    """Returns the options with a custom optimizer's peak learning rate; unchanged for a built-in one."""
     return options.model_copy(update={"lr": largest_rate(optimizer)}) if is_custom(optimizer) else options
 
 
 def largest_rate(optimizer: torch.optim.Optimizer) -> float:
-    """Returns the current learning rate of the group with the largest one; for a built-in optimizer, the job's rate."""
+    """Returns the largest learning rate of all groups, without the factor of biases and norms."""
     return max(float(group["lr"]) / group.get(_OF_LR, 1.0) for group in optimizer.param_groups)
 
 
@@ -91,10 +91,10 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 
 
 def restore_optimizer(saved: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
-    """Restores the state of an optimizer by parameter name; state of other parameters is ignored.
+    """Restores the state of an optimizer by parameter name; ignores the state of other parameters.
 
-    State that wasn't saved (of a parameter that was frozen, for example) or belongs to another optimizer is reset; a
-    sentence about the latter is returned. If the network is sharded by a plan, `saved` has shards.
+    Resets state that wasn't saved (of a parameter that was frozen, for example) or that belongs to another optimizer;
+    returns a sentence about the latter. If the network is sharded by a plan, `saved` has shards.
     """
     entries, groups, custom = saved["state"], saved.get("param_groups", []), is_custom(optimizer)
     kind, other_keys = type(optimizer).__name__, set[str]()
@@ -131,7 +131,7 @@ def restore_optimizer(saved: dict[str, Any], model: nn.Module, optimizer: torch.
 
 
 def _placed(value: Any, parameter: Tensor) -> Any:
-    """A copy of a saved tensor, in the layout of its parameter if it has the parameter's shape."""
+    """Copies a saved tensor, in the layout of its parameter if the shapes are equal."""
     if isinstance(value, Tensor) and parameter.ndim and value.shape == parameter.shape:
         if is_spread(parameter):
             return value if is_spread(value) else spread_like(value.to(parameter.device), parameter)
@@ -147,9 +147,9 @@ _WRAPPED = ("add_param_group", "zero_grad", "state_dict", "load_state_dict")
 def _plain(kind: type[Kind], fused: Callable[[Any], bool] = lambda _: False) -> type[Kind]:
     """Returns the optimizer class without torch's wrappers around its methods.
 
-    The wrapper against compilation imports the compiler at the first call, which takes as long as importing torch. The
-    wrapper for hooks and the profiler costs a small network a twentieth of its update; it is used if there are hooks.
-    `fused` makes an update in a faster way and returns True, or returns False.
+    torch's wrapper that prevents compilation imports the compiler at the first call, which takes as long as importing
+    torch. The wrapper for hooks and the profiler takes 5 % of a small network's update; it is used if there are hooks.
+    `fused` returns True if it made the update in a faster way.
     """
     methods: dict[str, Any] = {name: inspect.unwrap(getattr(kind, name)) for name in _WRAPPED}
     update = torch.no_grad()(inspect.unwrap(kind.step))
@@ -161,12 +161,12 @@ def _plain(kind: type[Kind], fused: Callable[[Any], bool] = lambda _: False) -> 
             return hooked(self, *arguments, **named)
         return None if not (arguments or named) and fused(self) else update(self, *arguments, **named)
 
-    vars(step)["hooked"] = True  # else torch wraps it
+    vars(step)["hooked"] = True  # otherwise torch wraps it
     return cast(type[Kind], type(kind.__name__, (kind,), {**methods, "step": step}))
 
 
 def _fused_sgd(optimizer: torch.optim.SGD) -> bool:
-    """Makes an update by torch's kernel without grouping tensors by kind; returns False if it does not apply."""
+    """Updates with torch's fused kernel without grouping tensors by kind; returns False if that isn't possible."""
     calls: list[tuple[list[Tensor], list[Tensor], list[Tensor], dict[str, Any]]] = []
     kinds: set[Any] = set()
     for group in optimizer.param_groups:
@@ -188,17 +188,14 @@ def _fused_sgd(optimizer: torch.optim.SGD) -> bool:
 
 _NO_GRAD = torch.no_grad()
 _SGD_TAKES = ("lr", "momentum", "weight_decay", "dampening", "nesterov", "maximize")
-# Under the names of the classes, so that an optimizer can be pickled.
+# The classes keep torch's names, so that an optimizer can be pickled.
 SGD, AdamW = _plain(torch.optim.SGD, _fused_sgd), _plain(torch.optim.AdamW)
 
 
 def make_optimizer(
     model: nn.Module, options: TrainOptions, *, sharded: bool, own: MakeOptimizer | None = None
 ) -> torch.optim.Optimizer:
-    """Creates SGD or AdamW, by default without weight decay on biases and norms, or the custom optimizer.
-
-    `own` is the custom function from Python, which overrides the job.
-    """
+    """Creates SGD or AdamW, by default without weight decay on biases and norms, or a custom one (first `own`)."""
     if (make := brought(_WHERE, options.optimizer, own)) is not None:
         if not callable(make):
             hints = ("name a function of the parameters that returns a torch.optim.Optimizer",)
@@ -220,8 +217,8 @@ def make_optimizer(
 def start_state(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Tensor]:
     """Returns the optimizer's state of a parameter before the first update.
 
-    torch creates the state in the first step: fused SGD from uninitialized memory, which stays if a loss scaler skips
-    that step, and only for the parameters of this step, so that a parameter that is used later causes an error.
+    torch would create the state in the first step: for fused SGD from uninitialized memory, which stays if a loss
+    scaler skips that step, and without the parameters that get a gradient only later, which would raise an error.
     """
     if isinstance(optimizer, torch.optim.AdamW):
         # torch counts steps on the device if fused, else on the CPU.
@@ -237,7 +234,7 @@ def start_state(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str
 def slots_of(options: TrainOptions) -> int:
     """Returns the number of state values per parameter value; see `start_state`."""
     if options.optimizer != "sgd":
-        return 2  # unknown for a custom optimizer; most have as many as adamw
+        return 2  # unknown for a custom optimizer; most have two, like adamw
     return 1 if options.momentum else 0
 
 
@@ -262,15 +259,15 @@ def _groups(model: nn.Module, options: TrainOptions) -> list[dict[str, object]]:
     weights = [p for p in trainable if p.ndim > 1 or single]
     biases = [p for p in trainable if p.ndim <= 1 and not single]
     groups: list[dict[str, object]] = [{"params": weights, "weight_decay": decay}]
-    # Decay is multiplied by the rate.
+    # Divided by the factor, because an update multiplies the decay by the learning rate.
     groups.append({"params": biases, "weight_decay": bias_decay / rate, "lr": options.lr * rate, _OF_LR: rate})
     return [group for group in groups if group["params"]]
 
 
 def learning_rate(options: TrainOptions, step: int, steps_per_epoch: int) -> float:
-    """Returns the learning rate for update number `step`, counted from 0.
+    """Returns the learning rate for update `step`, counted from 0.
 
-    Source for one-cycle: Smith and Topin 2017, arXiv:1708.07120, without the momentum cycle; for cosine: Loshchilov and
+    Sources: one-cycle is Smith and Topin 2017, arXiv:1708.07120, without the momentum cycle; cosine is Loshchilov and
     Hutter 2016, arXiv:1608.03983, without restarts.
     """
     total = max(1, options.epochs * steps_per_epoch)

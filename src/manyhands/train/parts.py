@@ -1,4 +1,4 @@
-"""The parts that a trainer is built from, for a job or for a custom loop; creates and describes the network."""
+"""The parts that a trainer is built from, for a job or a custom loop; creates and describes the network."""
 
 import dataclasses
 import functools
@@ -54,8 +54,7 @@ if TYPE_CHECKING:
     from manyhands.parallel.mesh.grid import Grid
     from manyhands.parallel.plan import Plan
 
-# Options that say what pictures become.
-PICTURES = ("image_size", "channels", "mean", "std")
+PICTURES = ("image_size", "channels", "mean", "std")  # options of the preprocessing of pictures
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,7 @@ class CustomParts:
     optimizer: torch.optim.Optimizer
     train_set: Any  # a torch Dataset of (x, y)
     plan: "Plan | None" = None
-    scheduler: LRScheduler | None = None  # of that optimizer, to be saved
+    scheduler: LRScheduler | None = None  # a scheduler of `optimizer`, saved in checkpoints
     scheduled: bool = False  # the job sets the learning rate
 
 
@@ -74,20 +73,20 @@ class CustomParts:
 class Parts(RunContext):
     """The parts of a trainer. Jobs and custom loops differ only in these fields."""
 
-    objects: Objects  # what the user brought instead of names
+    objects: Objects  # the user's Python objects
     make_model: Callable[[data_setup.DataSetup, "Grid | None", Resumable | None], nn.Module]
     make_optimizer: Callable[[nn.Module, ParallelNetwork], torch.optim.Optimizer]
-    make_schedule: Callable[[torch.optim.Optimizer, int], SetRates]  # of the optimizer and the updates of an epoch
-    # a name for each output of the network, from those of the classes
+    make_schedule: Callable[[torch.optim.Optimizer, int], SetRates]  # takes the optimizer and the updates per epoch
+    # returns a name for each output of the network, given the class names
     name_outputs: Callable[[tuple[str, ...], ParallelNetwork, TrialResult], tuple[str, ...]] = lambda names, *_: names
     previous_shares: Callable[[Resumable | None], tuple[list[int] | None, int]] = previous_shares
-    finish: Callable[[Trainer], Trainer] = lambda trainer: trainer  # changes the resumed trainer; a collective
+    finish: Callable[[Trainer], Trainer] = lambda trainer: trainer  # completes the resumed trainer; a collective
     plan: "Plan | None" = None  # for modes that follow a plan
     splits: Splits | None = None  # the data, if it is open already
-    loss_fn: LossFn | None = None  # None where the user computes the loss
-    cross_entropy: bool = False  # the loss can be computed from parts of the classes
+    loss_fn: LossFn | None = None  # None if the user computes the loss
+    cross_entropy: bool = False  # the job's loss, which can be computed from shards of the classes
     metrics: Sequence[CustomMetric] = ()
-    header: bool = True  # the setup must be recorded
+    header: bool = True  # the setup is not recorded yet
     custom_loop: bool = False  # the user's loop ends epochs and evaluates
     frozen: Sequence[nn.Module] = ()  # modules that the user keeps in evaluation mode
     before_resume: Callable[[Trainer, Resumable], object] = lambda _trainer, _found: None
@@ -106,7 +105,7 @@ class Parts(RunContext):
         *,
         header: bool = True,
     ) -> "Parts":
-        """Creates the parts of a job, without "auto" values that a measurement resolves, for `fit`."""
+        """Creates the parts of a job for `fit`; options that a measurement resolves must not be "auto"."""
         set_determinism(job)
         brought, journal = objects or Objects(), Journal(folder, world.rank)
 
@@ -146,7 +145,7 @@ class Parts(RunContext):
         mode, plan = _mode_and_plan(job, world, own.plan)
         if job.train.deterministic:
             set_determinism(job)
-        # Layers that the user has frozen, such as a pretrained network's BatchNorm.
+        # Layers that the user keeps in evaluation mode, such as a pretrained network's BatchNorm.
         frozen = [module for module in own.model.modules() if not module.training] if own.model.training else []
         model, job = _placed(own.model, job, world)
         digests = digest_objects(network=model) | data_setup.digest_trainable(model)
@@ -154,7 +153,7 @@ class Parts(RunContext):
         names = {id(parameter): name for name, parameter in model.named_parameters()}
 
         def optimizer_of(model: nn.Module, _network: ParallelNetwork) -> torch.optim.Optimizer:
-            live = dict(own.model.named_parameters())  # as they are under the mode
+            live = dict(own.model.named_parameters())  # the parameters after the mode was applied
             for group in own.optimizer.param_groups:
                 if any(id(parameter) not in names for parameter in group["params"]):
                     hints = ("create the optimizer from model.parameters() before session.prepare",)
@@ -180,7 +179,7 @@ class Parts(RunContext):
             make_model=lambda _samples, _grid, _found: model,
             make_optimizer=optimizer_of,
             make_schedule=functools.partial(_schedule_of_loop, job, own),
-            previous_shares=lambda found: ([] if found else None, 0),  # nothing would measure them again
+            previous_shares=lambda found: ([] if found else None, 0),  # a session doesn't measure shares
         )
         layouts: Mapping[str, TensorLayout] = {}
         if grid:
@@ -253,7 +252,7 @@ def record_setup(
 def _name_outputs(
     journal: Journal, classes: tuple[str, ...], network: ParallelNetwork, trial: TrialResult
 ) -> tuple[str, ...]:
-    """Names each output of a job's network; reports how gradients are averaged, and outputs without a class."""
+    """Returns a name for each output of a job's network; reports how gradients are averaged, and unnamed outputs."""
     outputs = network.traits.outputs
     if outputs and outputs < len(classes):
         hints = (f"add outputs: --set model.num_classes={len(classes)}",)
@@ -270,7 +269,7 @@ def _name_outputs(
 
 
 def _schedule_of_loop(job: Job, own: CustomParts, optimizer: torch.optim.Optimizer, steps_per_epoch: int) -> SetRates:
-    """Returns the function that sets the learning rates of a custom loop; does nothing unless its job sets them."""
+    """Returns the function that sets the learning rates of a custom loop; it does nothing without a job's schedule."""
     if not own.scheduled:
         return lambda _step: None
     set_rates = make_schedule(optimizer, job.train, steps_per_epoch)
@@ -281,11 +280,11 @@ def _schedule_of_loop(job: Job, own: CustomParts, optimizer: torch.optim.Optimiz
 
 
 def _compiled_and_balanced(trainer: Trainer) -> Trainer:
-    """Compiles a job's updates and balances its shares, where it asks for that; a collective."""
+    """Compiles a job's updates and balances its shares if the job asks for it; a collective."""
     world, sharing, wanted = trainer.world, trainer.feed.sharing, trainer.job.cluster.shares
     balance = sharing.processes > 1 and wanted == "auto"
     if sharing.processes > 1 and wanted == MACHINES:
-        # Machines of one kind aren't measured: a passing difference would change the bits from run to run.
+        # Equal machines aren't measured, because random differences would change the last bits from run to run.
         able = trainer.run.mode == USUAL_MODE and not trainer.synchronizer.local_statistics
         if able and world.local_size < world.size:
             kinds = gather_plain(f"{device_name(world.device)}, {cores():.3g} cores", world)
@@ -293,7 +292,7 @@ def _compiled_and_balanced(trainer: Trainer) -> Trainer:
     if balance:
         trainer.hooks.balance_shares = functools.partial(BalancedShares(known=bool(sharing.shares)).balance, trainer)
         trainer.hooks.balance_shares()
-    elif wanted == MACHINES:  # shares that a checkpoint has from other machines
+    elif wanted == MACHINES:  # the checkpoint's shares were measured on other machines
         trainer.feed.sharing = dataclasses.replace(sharing, shares=())
     if trainer.job.train.compile:
         compile_updates(trainer)
@@ -319,7 +318,7 @@ def _mode_and_plan(job: Job, world: World, plan: "Plan | None") -> "tuple[str, P
 
 
 def _placed(model: nn.Module, job: Job, world: World) -> tuple[nn.Module, Job]:
-    """Returns the network on this process's device, and the job with its precision, because nothing is measured."""
+    """Moves the network to this process's device; also returns the job with "auto" precision and layout resolved."""
     options, changes = job.train, dict[str, Any](channels_last=job.train.channels_last is True)
     if options.precision != "fp64" and {parameter.dtype for parameter in model.parameters()} == {torch.float64}:
         changes["precision"] = "fp64"
@@ -330,7 +329,7 @@ def _placed(model: nn.Module, job: Job, world: World) -> tuple[nn.Module, Job]:
 
 
 def grid_of(job: Job, world: World, mode: str) -> "Grid | None":
-    """Returns the mesh of the job for modes with a mesh. Raises UserError: it is not for this many processes."""
+    """Returns the mesh of the job if the mode needs one. Raises UserError if it has another number of processes."""
     if not takes_mesh(mode):
         return None
     mesh = mesh_of(job, world)
@@ -381,7 +380,7 @@ def read_any(path: Path) -> Snapshot:
 
 
 def begin_with(model: nn.Module, reference: Path, classes: int, journal: Journal) -> None:
-    """Loads the weights of a file, a checkpoint or a run; a last layer with another number of classes is not loaded."""
+    """Loads the weights of a file, a checkpoint or a run, except for a last layer with another number of classes."""
     path, passed_over = choose(reference, "best")
     for note in passed_over:
         journal.event("warning", note)
@@ -401,7 +400,7 @@ def begin_with(model: nn.Module, reference: Path, classes: int, journal: Journal
 
 
 def refuse_other_head(snapshot: Snapshot, model: nn.Module, classes: int, where: str) -> None:
-    """Raises UserError for a foreign checkpoint whose last layer doesn't have as many outputs as there are classes."""
+    """Raises UserError if the last layer of a foreign checkpoint has another number of outputs than `classes`."""
     saved, live = fitted(snapshot, model.state_dict()).model, split_state(model)[0]
     if head := _other_head(saved, live, classes):
         outputs = len(saved[head[0]])
@@ -425,7 +424,7 @@ def _other_head(saved: dict[str, Tensor], live: dict[str, Tensor], classes: int)
 def describe_trained(
     run: RunContext, samples: data_setup.DataSetup, classes: tuple[str, ...], objects: Objects
 ) -> TrainedNetwork:
-    """Describes the network and its data beyond the weights, for checkpoints; `classes` names each output."""
+    """Returns the description of network and data that checkpoints contain; `classes` names each output."""
     job, pixels = run.job, samples.pixels
     fields = {name: getattr(pixels, name) for name in ("own", "size", "channels", "mean", "std")}
     pictures = Pictures(resize=pixels.resized_to, **fields)

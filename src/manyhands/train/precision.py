@@ -40,7 +40,7 @@ from manyhands.train.parts import on_device
 from manyhands.train.trial_step import StepProbe
 
 EXACT, HALF = "fp32", "bf16"
-LEAST_GAIN, LEAST_GAIN_OF_LAYOUT = 1.3, 1.05  # least speedups by bf16 and by channels_last
+LEAST_GAIN, LEAST_GAIN_OF_LAYOUT = 1.3, 1.05  # smallest speedups that select bf16 and channels_last
 # Rounds after the first one: at least two, more within 0.4 s; none begins after 2 s.
 _LEAST_ROUNDS, _MOST_ROUNDS, _ENOUGH_S, _MOST_S = 2, 40, 0.4, 2.0
 # Pixels of a measured pass, and limits of its samples: 16 of CIFAR-10, 4 of ImageNet. Larger passes gain more.
@@ -63,21 +63,21 @@ class Variant:
 class KindOfMachine:
     """The measurements of a kind of machine."""
 
-    name: str  # of the processor or card
-    bf16: bool  # it computes that itself
+    name: str  # of the processor or accelerator
+    bf16: bool  # has native bf16
     seconds: Mapping[str, float] = field(default_factory=dict[str, float])  # of forward and backward, by variant
-    failed: Mapping[str, str] = field(default_factory=dict[str, str])  # by variant, why the network can't run so
+    failed: Mapping[str, str] = field(default_factory=dict[str, str])  # the network's error, by variant
 
 
 def variants_of(options: TrainOptions, *, bf16: bool) -> list[Variant]:
-    """Returns the variants to choose from where options are "auto"; `bf16`: all machines support it natively."""
+    """Returns the variants to compare for "auto" options; `bf16`: all machines have native bf16."""
     precisions = [EXACT, *([HALF] if bf16 else [])] if options.precision == "auto" else [options.precision]
     layouts = [False, True] if options.channels_last == "auto" else [options.channels_last]
     return [Variant(precision, layout) for precision in precisions for layout in layouts]
 
 
 def choose_variant(options: TrainOptions, kinds: Sequence[KindOfMachine]) -> tuple[Variant, list[str]]:
-    """Selects the variant for all machines of a run, with a sentence on each automatic option."""
+    """Selects the variant for all machines of a run; also returns a sentence on each automatic option."""
 
     def layout(precision: str) -> tuple[Variant, list[str]]:
         if options.channels_last != "auto":
@@ -96,8 +96,8 @@ def choose_variant(options: TrainOptions, kinds: Sequence[KindOfMachine]) -> tup
 
 
 def _pays(kinds: Sequence[KindOfMachine], before: Variant, after: Variant, least: float) -> tuple[bool, list[str]]:
-    """Returns whether `after` is `least` times as fast as `before` on each kind of machine, and the reason if known."""
-    # A kind that can't run both gains nothing; what all failed at is reported elsewhere.
+    """Returns True if `after` is `least` times as fast as `before` on each kind of machine, and the reason if known."""
+    # A kind of machine that failed at a variant gains nothing; a failure of all variants is reported elsewhere.
     seconds = [(kind.seconds.get(str(before), 0.0), kind.seconds.get(str(after), 0.0)) for kind in kinds]
     gained = min(old / new if old and new else 0.0 for old, new in seconds)
     if gained:
@@ -107,12 +107,12 @@ def _pays(kinds: Sequence[KindOfMachine], before: Variant, after: Variant, least
     return False, [f"the benchmark of {after} failed ({one})" for one in failed[:1]]
 
 
-# One variant of an update, to be timed: a function that puts everything in place, and one that gives the loss [].
+# An update to be timed: a function that prepares the update, and a function that runs it and returns the loss [].
 Trial = tuple[Callable[[], None], Callable[[], torch.Tensor]]
 
 
 def time_variants(trials: Mapping[Any, Trial], device: str) -> tuple[dict[str, float], dict[str, str]]:
-    """Returns (seconds by variant, errors by variant): the fastest of several rounds in turns, on one thread."""
+    """Returns seconds by variant, the fastest of several rounds on one thread, and errors by variant."""
     # Processor time depends neither on the number of processes nor on the load of the machine.
     clock = time.process_time if torch.device(device).type == "cpu" else time.perf_counter
     seconds, failed, threads = dict[str, float](), dict[str, str](), torch.get_num_threads()
@@ -134,10 +134,10 @@ def time_variants(trials: Mapping[Any, Trial], device: str) -> tuple[dict[str, f
                     seconds[str(variant)] = first
                 else:
                     failed[str(variant)] = "the loss is not finite"
-            except Exception as error:  # noqa: BLE001 - whatever a network says of a layout or type it doesn't know
+            except Exception as error:  # noqa: BLE001 - any error of a network without support for it
                 failed[str(variant)] = f"{type(error).__name__}: {error}".partition("\n")[0][:200]
         left = [(str(variant), trial) for variant, trial in trials.items() if str(variant) not in failed]
-        if min(seconds.values(), default=0.0) > _MOST_S:  # the first pass of all sets things up; later ones count
+        if min(seconds.values(), default=0.0) > _MOST_S:  # the first time includes initialization
             left = left[:1]
         began = time.perf_counter()
         for number in range(_MOST_ROUNDS):
@@ -153,7 +153,7 @@ def time_variants(trials: Mapping[Any, Trial], device: str) -> tuple[dict[str, f
 
 
 def make_network(job: Job, network: dict[str, Any], device: str) -> nn.Module:
-    """Creates a job's network in training mode, the same on every process, for data of these channels and classes."""
+    """Creates a job's network in training mode, the same on every process; `network` are the sizes of `sizes_of`."""
     torch.manual_seed(derive(job.train.seed, "model"))
     options = job.model.model_copy(update={"pretrained": False, "weights": ""})
     model = build_model(options, channels=network["channels"], size=network["size"], num_classes=network["classes"])
@@ -162,12 +162,12 @@ def make_network(job: Job, network: dict[str, Any], device: str) -> nn.Module:
 
 @dataclass(frozen=True)
 class ResolvedPrecision:
-    """A job with resolved precision and layout."""
+    """A job with resolved precision and memory format."""
 
     job: Job
-    said: list[str] = field(default_factory=list[str])  # a sentence on each that was measured
+    said: list[str] = field(default_factory=list[str])  # a sentence on each measured option
     about: dict[str, Any] = field(default_factory=dict[str, Any])  # for plan.json: values, and measured seconds
-    splits: Splits | None = None  # the data, where it had to be opened
+    splits: Splits | None = None  # the data, if it was opened
 
 
 def resolve_precision(
@@ -183,9 +183,9 @@ def resolve_precision(
     """Resolves "auto" for precision and layout; a collective.
 
     A resumed run keeps its values, and a run that resumes from another run's checkpoint uses that run's values.
-    Otherwise, each kind of machine is measured once with one process on one thread, so that the number of processes
-    has no influence; results are cached, and without `measure` only cached ones are used. `say` is called with the
-    measurement and a sentence before a measurement.
+    Otherwise, one process of each kind of machine measures once on one thread, so that the number of processes has no
+    influence; results are cached, and without `measure` only cached ones are used. `say` is called with the measurement
+    and a sentence before a measurement.
     """
     previous = broadcast_plain(_previous(folder, job) if world.is_main else None, world) or ["auto", "auto"]
     now = _with(job, *(old if new == "auto" else new for old, new in zip(previous, _values(job), strict=True)))
@@ -234,7 +234,7 @@ def _previous(folder: RunFolder, job: Job) -> list[Any] | None:
         precision, channels_last = (written_values(folder.job).get(key, "auto") for key in MEASURED)
         named = precision in get_args(TrainOptions.model_fields["precision"].annotation)
         return [precision if named else "auto", channels_last if isinstance(channels_last, bool) else "auto"]
-    # What is wrong with a checkpoint is said where it is read.
+    # An unreadable checkpoint is reported when the run loads it.
     with contextlib.suppress(UserError, OSError):
         if resume not in {"auto", "never"} and (path := resolve(Path(resume).expanduser(), "last")).is_dir():
             record = find_record(path, read_plain(path / STATE))
@@ -249,7 +249,7 @@ def sizes_of(job: Job, splits: Splits, pixels: Pixels) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Measurement:
-    """The measured case: a job's network on a device, with the first samples of its data."""
+    """A job's network on a device, with the first samples of the data, to be measured."""
 
     job: Job
     splits: Splits
@@ -268,13 +268,11 @@ class Measurement:
         return hashlib.sha256(json.dumps(words, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
     def network(self) -> nn.Module:
-        """Returns a copy of the network."""
         if (own := self.objects.model) is not None:
             return copy.deepcopy(own).to(self.device).train()
         return make_network(self.job, self.sizes, self.device)
 
     def trials(self, model: nn.Module, variants: list[Variant]) -> dict[Variant, Trial]:
-        """Returns the trials of all variants, on one network."""
         job = self.job
         group_batch_norms(model)
         data = job.data.model_copy(update={"workers": 0, "machine_workers": 0})
@@ -305,7 +303,7 @@ class Measurement:
         return sizes_of(self.job, self.splits, self.pixels)
 
     def count(self) -> int:
-        """Returns the number of samples of a pass, which is independent of the number of processes."""
+        """Returns the number of samples per pass, which is independent of the number of processes."""
         most = max(_MIN, min(_MOST, _PIXELS // max(1, self.pixels.size) ** 2))
         return min(most, self.job.train.batch, len(self.splits.train), self.job.train.micro_batch or most)
 
@@ -332,7 +330,7 @@ def measured(
                 return kind
             say("benchmarking the network in each precision and layout; the results are cached")
             seconds, failed = time_variants(measurement.trials(model, variants), device)
-    except Exception:  # noqa: BLE001 - what is wrong with network or data is said where they are built
+    except Exception:  # noqa: BLE001 - errors of the network or the data are reported when they are built
         return kind
     for name, one in seconds.items():
         times.keep(f"precision {key} {name}", one)

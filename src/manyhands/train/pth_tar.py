@@ -16,12 +16,11 @@ from manyhands.train.state import Progress, capture
 from manyhands.train.trainer import Trainer
 
 CHECKPOINT, BEST = "checkpoint.pth.tar", "model_best.pth.tar"
-# In the run folder: size and time of the files that this run wrote.
-WRITTEN = "pth_tar.json"
+WRITTEN = "pth_tar.json"  # in the run folder: size and time of the files that this run wrote
 
 
 def write_pth_tar(trainer: Trainer, *, best: bool) -> None:
-    """Writes checkpoint.pth.tar, and model_best.pth.tar if this epoch is the best; a collective if sharded."""
+    """Writes checkpoint.pth.tar, and model_best.pth.tar if this epoch is the best; a collective."""
     progress, is_main = trainer.progress, trainer.world.is_main
     with trainer.paused("save"):
         trainer.synchronizer.average_buffers(progress.step)
@@ -37,7 +36,7 @@ def as_main(snapshot: Snapshot, options: TrainOptions, progress: Progress, steps
     assert snapshot.optimizer is not None
     rate = learning_rate(options, progress.step, steps_per_epoch)
     groups = [{**group, "lr": rate, "initial_lr": options.lr} for group in snapshot.optimizer["param_groups"]]
-    for group in groups:  # the choice of kernels belongs to a machine
+    for group in groups:  # kernels are chosen by each machine
         group.update({name: None for name in ("fused", "foreach") if name in group})
     scheduler = {
         "step_size": options.step_epochs,
@@ -52,12 +51,12 @@ def as_main(snapshot: Snapshot, options: TrainOptions, progress: Progress, steps
 
 
 def check_same_training(job: Job, snapshot: Snapshot, where: str) -> None:
-    """Raises UserError if a main.py file was trained with a network or rates other than the job's, which apply here."""
+    """Raises UserError if main.py trained the file with another network or other settings than the job's."""
     if not job.checkpoint.pth_tar or snapshot.state.get("foreign") != "imagenet-main":
         return
     options, group = job.train, (snapshot.optimizer or {}).get("param_groups", [{}])[0]
     scheduler = snapshot.state.get("scheduler", {})
-    # By flag: the value in the file (None in old ones) and the job's.
+    # The value in the file (None in old files) and in the job, by flag.
     settings = {
         "-a": (snapshot.state.get("arch"), job.model.name.removeprefix("torchvision:")),
         "--lr": (next(iter(scheduler.get("base_lrs", [])), group.get("initial_lr")), options.lr),
@@ -81,7 +80,7 @@ def _differ(one: Any, other: Any) -> bool:
 
 
 def _write(trainer: Trainer, snapshot: Snapshot, best: bool) -> None:
-    """Writes the files; those that this run neither wrote nor resumed from are renamed."""
+    """Writes the files; renames existing files that this run neither wrote nor resumed from."""
     folder, arch = Path(trainer.job.checkpoint.pth_tar).expanduser(), trainer.job.model.name
     prefix = "module." if trainer.world.device.startswith("cuda") else ""
     record = trainer.folder.path / WRITTEN

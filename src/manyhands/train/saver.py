@@ -23,24 +23,24 @@ from manyhands.train.journal import Journal
 
 @dataclass(frozen=True)
 class SaveOutcome:
-    """The result of a save."""
+    """The result of a save on one process."""
 
-    error: str = ""  # why nothing was saved; empty if it was
+    error: str = ""  # why nothing was saved; empty after success
     finite: bool = True  # False if nothing was saved because of a NaN or an infinity
-    digests: dict[str, str] = field(default_factory=dict[str, str])  # of the files that hold tensors, by name
+    digests: dict[str, str] = field(default_factory=dict[str, str])  # SHA-256 of the files with tensors, by name
 
 
 class Saver:
-    """Runs one save at a time on a process that writes; the other processes track it."""
+    """Runs one save at a time on a process that writes; other processes only track the save."""
 
     def __init__(self) -> None:
-        self.step: int | None = None  # of the save in progress; equal on all processes
+        self.step: int | None = None  # step of the save in progress; equal on all processes
         self.waited_s = 0.0  # training waited this long for the snapshot
         self.stalled_s = 0.0  # this save has blocked training this long so far
         self.wrote_s = 0.0  # this process wrote this long in the background
         self.has_run = False  # a save of this process found the job file in the run folder
-        self.saves = 0  # that this start has begun
-        # the ranks that write, each with the ranks of its machine: rank 0, and one per disk that isn't shared
+        self.saves = 0  # saves that this start has begun
+        # the ranks that write, each with the ranks of its machine: rank 0, and one for another disk
         self.writers: Mapping[int, range] = {0: range(1)}
         self.interval: SaveInterval | None = None  # on rank 0, unless checkpoint.every sets the time between saves
         self._written: Future[SaveOutcome] | None = None
@@ -66,7 +66,7 @@ class Saver:
             futures.wait([self._written])
 
     def end(self) -> SaveOutcome | None:
-        """Waits and returns the result; None if this process doesn't write. Raises unexpected exceptions."""
+        """Waits and returns the result, or None if this process doesn't write. Raises unexpected exceptions."""
         written, self._written, self.step = self._written, None, None
         return written.result() if written else None
 
@@ -84,9 +84,9 @@ class Saver:
 
 
 def writers_of(folder: RunFolder, world: World, *, in_pieces: bool) -> dict[int, range]:
-    """Returns the ranks that write checkpoints, each with the ranks of its machine, the same everywhere; a collective.
+    """Returns the ranks that write checkpoints, each with the ranks of its machine; a collective.
 
-    These are rank 0 and the first rank of a machine that doesn't see its disk; `in_pieces` needs a shared disk.
+    These are rank 0 and the first rank of a machine that doesn't see rank 0's disk. `in_pieces` needs a shared disk.
     """
     if world.local_size == world.size or in_pieces or folder is NOWHERE:
         return {0: range(world.local_size)}
@@ -107,15 +107,13 @@ def writers_of(folder: RunFolder, world: World, *, in_pieces: bool) -> dict[int,
     return writers
 
 
-# The interval until a save was measured, and its bounds.
-FIRST_S, SHORTEST_S, LONGEST_S = 10.0, 10.0, 1800.0
-# Saves may take this part of the time, or run once in this many seconds, even if failures are rare.
-SHARE, USUAL_S = 0.01, 60.0
+FIRST_S, SHORTEST_S, LONGEST_S = 10.0, 10.0, 1800.0  # seconds between saves before a save was measured, and the bounds
+SHARE, USUAL_S = 0.01, 60.0  # saves may take this fraction of time, or run once in so many seconds
 # Initially, one failure per machine and day is expected, which saves too often rather than too rarely: Llama 3's
 # machines of 8 GPUs lasted 264 days each (419 failures in 54 days of 16,384 GPUs; arXiv:2407.21783, section 3.3.4).
 # This estimate weighs as much as an hour of training.
 EXPECTED_S, WEIGHT_S = 86_400.0, 3600.0
-# Numbers of saves in the median, of status rounds in the usual time of training, and of rounds that are enough for it.
+# Saves in the median, status rounds in the usual training time, and status rounds after which that time is known.
 _SAVES, _ROUNDS, _ENOUGH = 9, 20, 3
 _REPORT_RATIO = 2.0
 _BEGINS, _FAILS = {"first-step", "resumed"}, {"restarted", "failed"}
@@ -140,10 +138,10 @@ def between_failures(failures: int, trained_s: float, machines: int) -> float:
 
 
 def seen_failures(folder: RunFolder) -> tuple[int, float]:
-    """Returns the number of failures in earlier starts of a run, with or without lost work, and seconds of training."""
+    """Returns the number of failures, and the seconds of training, in earlier starts of a run."""
     failures, trained_s, last_s = 0, 0.0, 0.0
     began_s: float | None = None
-    # The current start comes last.
+    # The current start is the last event.
     for line in itertools.chain(read_lines(folder.events), ({"kind": "resumed"},)):
         kind, at_s = line.get("kind"), float(line.get("time", last_s))
         if kind in _ENDS | _BEGINS:
@@ -175,7 +173,7 @@ class SaveInterval:
 
     def saved(self, waited_s: float, wrote_s: float) -> float:
         """Records the times of a save; returns the seconds until the next one."""
-        # A thread delays training at most while it writes.
+        # The writing thread delays training at most while it runs.
         self._saves_s.append(waited_s + min(wrote_s, max(0.0, self._excess_s)))
         self._excess_s = 0.0
         return best_interval(statistics.median(self._saves_s), self._between_failures_s())

@@ -34,7 +34,7 @@ from manyhands.train.trainer import Trainer
 
 @CLOCK.within(SAVING)
 def save(trainer: Trainer) -> None:
-    """Starts writing a checkpoint, in the background where possible; a collective. `finish_save` reports errors."""
+    """Starts writing a checkpoint, in the background if possible; a collective. `finish_save` reports errors."""
     finish_save(trainer)
     network, saver, step, started = trainer.network, trainer.saver, trainer.progress.step, time.perf_counter()
     with trainer.paused("save"):
@@ -61,13 +61,13 @@ def save(trainer: Trainer) -> None:
 def finish_save(trainer: Trainer, *, written: float | None = None) -> None:
     """Waits for the save in progress, if any, and handles its result; a collective.
 
-    After a disk error, the run continues without this checkpoint, with a warning. With `written`, the number of
-    processes that have finished writing, it does not wait.
+    After a disk error, the run continues without this checkpoint, with a warning. `written` is the number of processes
+    that have finished writing: the function returns at once unless all have.
     """
     saver, step, started = trainer.saver, trainer.saver.step, time.perf_counter()
     if step is None or written not in {None, len(saver.writers)}:
         return
-    # If all have written, a wait here is a stall, so the phase stays.
+    # If all processes have written, a wait here is a stall, so the phase stays.
     phase, trainer.heartbeats.phase = trainer.heartbeats.phase, "save" if written is None else trainer.heartbeats.phase
     written_here = saver.end()
     by_rank = gather_plain(written_here and asdict(written_here), trainer.world)
@@ -77,7 +77,7 @@ def finish_save(trainer: Trainer, *, written: float | None = None) -> None:
         raise explain_lost(trainer.network, trainer.world, trainer.update.measured)
     if not outcomes[0].error:
         trainer.progress.saved_step = step
-        if trainer.synchronizer.own:  # states of deleted checkpoints
+        if trainer.synchronizer.own:  # also deletes the states of deleted checkpoints
             _prune(trainer, _rank_states(trainer.folder.checkpoints, trainer.world), trainer.progress.best_step)
     for rank, outcome in outcomes.items():
         if outcome.error:
@@ -86,7 +86,7 @@ def finish_save(trainer: Trainer, *, written: float | None = None) -> None:
     digests = {rank: outcome.digests for rank, outcome in outcomes.items() if not outcome.error}
     for rank, mine in digests.items():
         other = [name for name, digest in digests.get(0, mine).items() if mine.get(name) != digest]
-        if other:  # the check of the replicas names the rank and tensor
+        if other:  # raises RunError with the rank and tensor if the networks differ
             trainer.verify_replicas()
             message = f"the checkpoint copies of ranks 0 and {rank} differ at step {step}: {', '.join(other)}"
             trainer.journal.event("warning", message, step)
@@ -98,20 +98,20 @@ def finish_save(trainer: Trainer, *, written: float | None = None) -> None:
 
 
 def rescue(trainer: Trainer) -> bool:
-    """Saves the last update on this process after another process failed; returns True if it was saved.
+    """Saves the last update on this process alone after another process failed; returns True if it was saved.
 
     All processes have the same network, so the process with the latest update saves for all, and no update is lost.
-    Impossible if the network is sharded, or if processes have state of their own.
+    Impossible if the network is sharded, or if each process has its own synchronization state.
     """
     network, progress = trainer.network, trainer.progress
     incomplete = network.traits.sharded or network.layouts or trainer.synchronizer.own
-    # A torch scheduler makes its step at the beginning of an update.
+    # A torch scheduler is stepped at the beginning of an update.
     partial_update, scheduled = trainer.update.partial_update, isinstance(trainer.update.set_rates, CustomScheduler)
     between = partial_update.in_pieces or (partial_update.begun and scheduled)
     if incomplete or between or not progress.step or trainer.folder is NOWHERE:
         return False
     partial_update.undo()
-    # The failure may have come before the status round that records it.
+    # The status round that sets `owed` may not have run.
     progress.owed |= trainer.due.evaluation() and progress.evaluated_step != progress.step
     folder = trainer.folder.checkpoints
     folder.mkdir(parents=True, exist_ok=True)
@@ -144,7 +144,7 @@ def _plain_state(trainer: Trainer) -> dict[str, Any]:
 
 
 def save_last(trainer: Trainer) -> None:
-    """Saves the end of a run; raises RunError on all processes if that fails."""
+    """Saves the end of a run and waits; a collective. Raises RunError on all processes if that fails."""
     save(trainer)
     finish_save(trainer)
     if trainer.progress.saved_step != trainer.progress.step:
@@ -170,7 +170,7 @@ def _write(trainer: Trainer, snapshot: Snapshot, step: int, best_step: int) -> S
 
 
 def _write_once(trainer: Trainer, snapshot: Snapshot, step: int, best_step: int) -> SaveOutcome:
-    """Writes the checkpoint and deletes superfluous ones; reads nothing that training changes meanwhile."""
+    """Writes the checkpoint and deletes superfluous ones; reads nothing that training, which may continue, changes."""
     folder, network, world, started = trainer.folder.checkpoints, trainer.network, trainer.world, time.perf_counter()
     if network.layouts:
         gather = functools.partial(gather_plain, world=world)
@@ -179,7 +179,7 @@ def _write_once(trainer: Trainer, snapshot: Snapshot, step: int, best_step: int)
         path = CheckpointWriter(folder, group, layout, pieces=trainer.job.checkpoint.pieces).write(step, snapshot)
     else:
         path = commit(folder, step, snapshot)
-    if world.rank not in trainer.saver.writers:  # sent its shards; the checkpoint is on other machines
+    if world.rank not in trainer.saver.writers:  # this process only sent its shards to a writer
         return SaveOutcome()
     _prune(trainer, folder, best_step)
     waited_s, seconds = trainer.saver.waited_s, time.perf_counter() - started
@@ -224,7 +224,7 @@ def save_rank_state(trainer: Trainer) -> None:
 
 
 def load_rank_state(trainer: Trainer, checkpoint: Path) -> None:
-    """Restores the synchronization state of each process after the network, if all find theirs; a collective."""
+    """Restores the synchronization state of each process if every process finds its state; a collective."""
     if not trainer.synchronizer.own:
         return
     trainer.synchronizer.begin()
@@ -263,7 +263,7 @@ def _find(trainer: Trainer, checkpoint: Path) -> tuple[Snapshot | None, str]:
 
 
 def _belongs_to(trainer: Trainer) -> list[Any]:
-    """Identifies a checkpoint among those of the same step: checksums of the synchronized network."""
+    """Returns an identity of a checkpoint: the step, and checksums of the synchronized network."""
     with trainer.synchronizer.averaged():
         sums = checksums(list(split_state(trainer.network.model)[0].values())).sum(0).tolist()
     return [trainer.progress.step, *sums]

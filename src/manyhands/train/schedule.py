@@ -22,7 +22,7 @@ _KINDS: dict[str, Any] = {"list": list, "tuple": tuple, "dict": dict}
 
 
 def scheduler_state(scheduler: LRScheduler) -> dict[str, Any]:
-    """Returns the scheduler's state as JSON data, without functions. Raises UserError: it can't be saved."""
+    """Returns the scheduler's state as JSON data, without functions. Raises UserError for attributes of other types."""
     found = dict[str, Any]()
     for name, value in scheduler.state_dict().items():
         try:
@@ -36,7 +36,7 @@ def scheduler_state(scheduler: LRScheduler) -> dict[str, Any]:
 
 
 def restore_scheduler(scheduler: LRScheduler, state: Mapping[str, Any]) -> None:
-    """Restores a scheduler from the result of `scheduler_state`; any exception: it can't be read (see `reading_of`)."""
+    """Restores a scheduler from `scheduler_state`'s result; any exception means invalid data; see `reading_of`."""
     given = {name: from_plain_data(value) for name, value in state.items()}
     if not isinstance(given.get("last_epoch", 0), int):
         raise ValueError(f"last_epoch is not an integer: {str(given['last_epoch'])[:60]}")
@@ -69,7 +69,7 @@ def as_plain_data(value: Any) -> Any:
 
 
 def from_plain_data(value: Any) -> Any:
-    """The inverse of `as_plain_data`. Raises ValueError, TypeError or KeyError for other data."""
+    """Inverts `as_plain_data`. Raises ValueError, TypeError or KeyError for other data."""
     if isinstance(value, list):
         raise TypeError("unsupported list")
     if not isinstance(value, dict):
@@ -82,15 +82,14 @@ def _is_constant(value: Any) -> bool:
     return callable(value) or isinstance(value, Counter)
 
 
-# Sets the learning rates for an update, by its number, counted from 0.
-SetRates = Callable[[int], None]
+SetRates = Callable[[int], None]  # sets the learning rates for an update, given its index from 0
 _WHERE = "train.schedule"
 
 
 def make_schedule(
     optimizer: torch.optim.Optimizer, options: TrainOptions, steps_per_epoch: int, own: Callable[..., Any] | None = None
 ) -> SetRates:
-    """Creates the function that sets learning rates; a custom one, such as `own`, is tested for the first update."""
+    """Creates the function that sets learning rates; a custom one, such as `own`, is tested on the first update."""
     function, options = brought(_WHERE, options.schedule, own), with_own_rate(options, optimizer)
     if function is None:
         return lambda step: set_learning_rate(optimizer, learning_rate(options, step, steps_per_epoch))
@@ -118,7 +117,7 @@ def make_schedule(
 
 
 def _asked_for(function: Any, total_steps: int, steps_per_epoch: int) -> tuple[bool, dict[str, int]]:
-    """Returns whether a function takes the optimizer, and its further arguments."""
+    """Returns True if a function takes the optimizer instead of the step, and the function's further arguments."""
     of_step = "pass a function of the step: schedule=lambda step: 0.99 ** step"
     if not callable(function):
         of_optimizer = "or of the optimizer: schedule=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 9)"
@@ -141,7 +140,7 @@ def _asked_for(function: Any, total_steps: int, steps_per_epoch: int) -> tuple[b
 
 
 def _part(value: Any, step: int) -> float:
-    """A part of the peak rate, as the user's function gives it."""
+    """Converts the result of the user's function to a fraction of the peak rate. Raises UserError if it is none."""
     try:
         part = float(value)
     except (TypeError, ValueError):
@@ -157,8 +156,9 @@ class CustomScheduler:
     """A torch scheduler, stepped before each update except the first, or after each evaluation if it needs the loss.
 
     A resumed run repeats all steps of torch's own schedulers, so that a longer run has the rates of its new length. The
-    state of ReduceLROnPlateau and of other classes, which may depend on more than the step, is saved; a class that was
-    created differently (for a longer run) repeats all steps too. `waits`: it needs the loss of an evaluation.
+    state of ReduceLROnPlateau and of custom classes, which may depend on more than the step, is saved; if such a
+    scheduler is created with other arguments (for a longer run), its steps are repeated too. `waits`: it needs the
+    loss.
     """
 
     def __init__(self, scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
@@ -179,10 +179,10 @@ class CustomScheduler:
     def __call__(self, step: int) -> None:
         if self.waits:
             return
-        # catch_warnings resets the warnings that were shown once, so it isn't entered in usual steps.
+        # catch_warnings makes torch repeat the warnings of earlier updates, so usual steps don't enter it.
         usual = 0 < self._made == step - 1
         with contextlib.nullcontext() if usual else warnings.catch_warnings():
-            if not usual:  # no update has been made yet in a resumed run, or a loss scaler has skipped the first
+            if not usual:  # a resumed run has made no update yet, or a loss scaler skipped the first
                 warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
             while self._made < step:
                 self._scheduler.step()
@@ -194,13 +194,13 @@ class CustomScheduler:
             self._scheduler.step(loss)
 
     def saved(self) -> str:
-        """Returns its state as JSON data; empty for a scheduler that repeats its steps."""
+        """Returns the state as JSON data; empty for a scheduler whose steps are repeated."""
         if self._as_made is None:
             return ""
         return json.dumps({"kind": self._kind, "made": self._made, "as_made": self._as_made, "now": self._now()})
 
     def resume(self, saved: str, step: int) -> None:
-        """Restores the result of `saved` if it fits a run with `step` updates; any exception: it is invalid."""
+        """Restores the result of `saved` if it fits a run at `step`; any exception means that it is invalid."""
         if (made := self._as_made) is None:
             return
         found = json.loads(saved)
@@ -224,7 +224,7 @@ class CustomScheduler:
 
 
 def _follows_steps(scheduler: Any) -> bool:
-    """True for torch's own schedulers, including all that they contain."""
+    """Returns True for torch's own schedulers, including all that they contain."""
     inner = getattr(scheduler, "_schedulers", ())
     return type(scheduler).__module__.startswith("torch.") and all(map(_follows_steps, inner))
 

@@ -73,9 +73,9 @@ class Session(Subgroup):
         self._scheduler: LRScheduler | None = None
         self._own: custom_update.CustomUpdate | None = None
         self._hook: RemovableHandle | None = None
-        # Epochs that the loop has completed; it has begun the current one; the end of a saved epoch wasn't run yet.
+        # Completed epochs; True within an epoch; True if the code after a saved epoch must still run; changed data.
         self._concluded, self._begun, self._owed, self._changed = 0, False, False, list[str]()
-        # Updates after which the loop ends, if known; and the last one after which all processes had the same network.
+        # The loop's last update, -1 if unknown; the last update after which all processes had the same network.
         self._last_step, self._together_at = -1, 0
         self._loss: list[Tensor] = []
 
@@ -175,7 +175,7 @@ class Session(Subgroup):
     def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yields the remaining micro-batches of this process in the current epoch."""
         trainer = self._ready()
-        if self._owed:  # resumed where only what the loop does at the end of the epoch is left
+        if self._owed:  # resumed at the end of an epoch, where only the loop's own code must run
             self._owed = False
             return
         if self._begun and trainer.progress.step_in_epoch:
@@ -299,7 +299,7 @@ class Session(Subgroup):
         self._trainer = self._hook = None
 
     def _bring_together(self, trainer: Trainer) -> None:
-        """Synchronizes the networks of all processes after the loop's last update; a collective."""
+        """Synchronizes the networks of all processes after the last update; a collective."""
         if trainer.progress.step != self._together_at:
             self._together_at = trainer.progress.step
             trainer.synchronizer.finish(trainer.progress.step)
@@ -309,7 +309,7 @@ class Session(Subgroup):
         if has_targets(data):
             hints = ("add up your own metric with session.all_reduce(sums)",)
             raise UserError("evaluate needs class indices, but y is not a whole number", "session.evaluate", hints)
-        # The data of a network that was trained in this process, else that of the prepared network.
+        # The preprocessing of a network that was trained in this process, else that of the prepared network.
         trained = self._trainer.trained if self._trainer else None
         trained_on = noted_trained_on(model) or (TrainedOn(trained.pictures, trained.classes) if trained else None)
         splits = splits_to_evaluate(data, trained_on.classes if trained_on else ())
@@ -359,7 +359,7 @@ class Session(Subgroup):
         return {custom_update.SESSION: {"epochs": self._concluded, "scheduler": state, "losses": losses}}
 
     def _saved_losses(self, saved: dict[str, Any]) -> list[Tensor]:
-        """Returns this process's part of the losses that were added up when the run was saved."""
+        """Returns this process's loss sums from the checkpoint; rank 0 gets the totals if the process count changed."""
         losses = saved.get("losses", [])
         if len(losses) != self.size:
             losses = [[sum(column) for column in zip(*losses, strict=True)]] if self.is_main and losses else []
@@ -373,12 +373,12 @@ class Session(Subgroup):
         return sum(self._loss, torch.zeros(2, device=self.device)).to(self._precise)
 
     def _break_off(self) -> None:
-        """Starts the next epoch, with its own order, after the loop left one before its end."""
+        """Starts the next epoch after the loop left an epoch before its end."""
         progress = self._ready().progress
         progress.epoch, progress.step_in_epoch = progress.epoch + 1, 0
 
     def _conclude(self) -> None:
-        """Saves once after everything that the loop did at the end of an epoch."""
+        """Saves once after the code that the loop ran at the end of an epoch; a collective."""
         trainer = self._ready()
         self._owed, self._begun = False, False
         if trainer.progress.epoch > self._concluded:

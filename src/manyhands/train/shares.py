@@ -1,4 +1,4 @@
-"""Divides the samples of each update among the processes: equally, as the job says, or by measured speeds."""
+"""Divides the samples of each update among the processes: equally, as the job sets, or by measured speeds."""
 
 import dataclasses
 import heapq
@@ -30,10 +30,9 @@ from manyhands.train.trial_step import first_samples, now, restored
 
 MACHINES = "machines"  # the default: measure speeds if the machines are of several kinds
 _WHERE, _EQUAL = "cluster.shares", "add --set cluster.shares=equal"
-# A speed is the median of three means over some time: a quota lets a process run at full speed and then not at all.
-_WHILE_S, _WHILES = 0.4, 3
-_GAIN = 1.05  # least speedup by other shares, as of two processes whose speeds differ by a tenth
-_SELDOM = 50  # measure again at the start of an epoch if that takes at most one part in so many of the time
+_WHILE_S, _WHILES = 0.4, 3  # a speed is the median of so many means over so many seconds, as CPU quotas are bursts
+_GAIN = 1.05  # smallest speedup that changes shares, as of two processes whose speeds differ by a tenth
+_SELDOM = 50  # measure again at the start of an epoch if that takes at most this fraction of time: 1 / 50
 
 
 def order_and_sharing(
@@ -41,14 +40,14 @@ def order_and_sharing(
 ) -> tuple[Order, BatchSharing]:
     """Determines the samples of each update, and their division among processes.
 
-    `previous` are the shares in the checkpoint, empty if they were equal, None for a new run; `most` is the largest
-    micro-batch at the start of the run, 0 if unknown; `own`: each process trains alone, with its own BatchNorm groups.
+    `previous` are the shares in the checkpoint: empty if they were equal, None for a new run. `most` is the largest
+    micro-batch at the start of the run, 0 if unknown. `own`: each process trains alone, with its own BatchNorm groups.
     """
     job, mode = run.job, run.mode
     options, replicas = job.train, network.share.parts
     check_batch(options.batch, replicas)
     batch, group = min(options.batch, samples), 0
-    # A network without BatchNorm has no groups that a pass would have to hold whole.
+    # Without BatchNorm there are no groups that must fit into a pass.
     layers = any(isinstance(module, GroupedNorm) for module in network.model.modules())
     if options.norm_group != "local" and not own and normalises_in_groups(mode) and layers:
         group = batch if options.norm_group == "global" else options.norm_group
@@ -72,7 +71,7 @@ def order_and_sharing(
 
 
 def _shares(run: RunContext, replicas: int, previous: list[int] | None) -> tuple[int, ...]:
-    """Returns the shares of the job or of the checkpoint, for `replicas` processes; empty for equal shares."""
+    """Returns the shares of the job or of the checkpoint for `replicas` processes; empty for equal shares."""
     job, shares = run.job, run.job.cluster.shares
     if isinstance(shares, str):
         fits = shares != "equal" and previous and len(previous) == replicas
@@ -127,13 +126,13 @@ def refuse_small_micro_batches(order: Order, batch_sharing: BatchSharing, networ
 
 
 class BalancedShares:
-    """Sets the shares at the start of an epoch, the same on all processes; `known`: they were measured before."""
+    """Sets the shares at the start of epochs, the same on all processes; `known`: they were measured before."""
 
     def __init__(self, *, known: bool) -> None:
         self._known, self._set_s, self._took_s = known, time.monotonic(), _WHILE_S * (_WHILES + 1)
 
     def balance(self, trainer: Trainer) -> None:
-        """Measures speeds and sets the shares at the start and at the start of later epochs; a collective."""
+        """Measures speeds and sets the shares, at the start and again at the start of later epochs; a collective."""
         if self._known and trainer.progress.step_in_epoch:
             return
         began_s = time.monotonic()
@@ -143,7 +142,7 @@ class BalancedShares:
         found = balanced(speeds_s, order.batch, sharing.group, gather_plain(_most(trainer), trainer.world))
         slow_s = _longest(speeds_s, trainer.feed.samples_of_each())
         if tuple(found) != sharing.shares and slow_s > _GAIN * _longest(speeds_s, found):
-            # These fit into memory: a resumed run takes as many in one pass.
+            # These shares fit into memory, so each can be one pass, also in a resumed run.
             pieces = dataclasses.replace(sharing, shares=tuple(found)).within(0, min(order.batch, order.length))
             trainer.feed.sharing = pieces
             each, taken = [round(1 / one, 1) for one in speeds_s], trainer.feed.samples_of_each()
@@ -156,10 +155,10 @@ class BalancedShares:
 
 
 def balanced(speeds_s: Sequence[float], batch: int, group: int, most: Sequence[int]) -> list[int]:
-    """Returns each process's samples of a batch so that all finish at about the same time, at least one for each.
+    """Returns each process's samples of a batch, at least one, so that all processes finish at about the same time.
 
-    `speeds_s` are seconds per sample; `group` is the size of BatchNorm groups, which are split only if that saves much
-    time, 0 without groups; `most` are the samples that fit into memory, in all at least the batch.
+    `speeds_s` are seconds per sample. `group` is the size of BatchNorm groups, 0 without groups; they are split only if
+    that saves much time. `most` are the samples that fit into each process's memory, in total at least the batch.
     """
     fine = _dealt(speeds_s, [1] * batch, most)
     if not group:
@@ -167,15 +166,15 @@ def balanced(speeds_s: Sequence[float], batch: int, group: int, most: Sequence[i
     sizes = [stop - start for start, stop in itertools.pairwise(group_edges(batch, group))]
     whole = _dealt(speeds_s, sizes, most) if len(sizes) >= len(speeds_s) else fine
     costs_little = _longest(speeds_s, whole) <= ALIGNED_SHARE_LIMIT * _longest(speeds_s, fine)
-    # Groups differ by one sample, so that a process at its limit may get one more than was counted.
+    # Sizes of groups differ by one sample, so a process at its limit may get one sample too many.
     fits = all(count <= limit for count, limit in zip(whole, most, strict=True))
     return whole if costs_little and fits and sum(whole) == batch else fine
 
 
 def _dealt(speeds_s: Sequence[float], sizes: Sequence[int], most: Sequence[int]) -> list[int]:
-    """Parts of these sizes, each given to the one who would be done with it first; then in the order of ranks."""
+    """Assigns each part to the process that would finish it first; returns samples by rank. `sizes`: of the parts."""
     counts, parts = [0] * len(speeds_s), [0] * len(speeds_s)
-    # The first parts go to processes that have none.
+    # Processes without a part come first.
     waiting = [(0.0, rank) for rank in range(len(speeds_s))]
     for size in sizes:
         while waiting:
@@ -185,7 +184,7 @@ def _dealt(speeds_s: Sequence[float], sizes: Sequence[int], most: Sequence[int])
             counts[rank], parts[rank] = counts[rank] + size, parts[rank] + 1
             heapq.heappush(waiting, (speeds_s[rank] * (counts[rank] + size), rank))
             break
-    # Sizes differ by one at most: which of them each has follows from how many it has.
+    # Parts are handed out in the order of ranks; their sizes differ by one at most.
     dealt = iter(sizes)
     return [sum(next(dealt) for _ in range(count)) for count in parts]
 
@@ -195,7 +194,7 @@ def _longest(speeds_s: Sequence[float], counts: Sequence[int]) -> float:
 
 
 def _seconds_per_sample(trainer: Trainer) -> list[float]:
-    """What each process takes for forward and backward of a sample, all at the same time; a collective."""
+    """Measures each process's seconds per sample for forward and backward, on all at the same time; a collective."""
     update, feed, world = trainer.update, trainer.feed, trainer.world
     equal = -(-feed.order.batch // world.size)
     count = min(equal, feed.sharing.micro_batch or equal)
@@ -210,16 +209,16 @@ def _seconds_per_sample(trainer: Trainer) -> list[float]:
         return (now(world) - began_s) / passes / count
 
     with restored(update.network), torch.random.fork_rng(devices=[]):
-        mean_s(0.0)  # the first time is slower
+        mean_s(0.0)  # the first pass is slower
         dist.barrier()
         own_s = statistics.median(mean_s(_WHILE_S) for _ in range(_WHILES))
     return gather_plain(own_s, world)
 
 
 def _most(trainer: Trainer) -> int:
-    """Samples of an update that fit into this process's memory; with train.micro_batch any number does.
+    """Returns the samples of an update that fit into this process's memory; all of them with train.micro_batch.
 
-    The most memory that this process has ever used stands for an equal share; half of what is free is for more samples.
+    The peak memory use so far counts for an equal share; further samples may use half of the free memory.
     """
     order, world = trainer.feed.order, trainer.world
     if trainer.feed.sharing.micro_batch:
@@ -230,6 +229,6 @@ def _most(trainer: Trainer) -> int:
         free = max(0, card.mem_get_info(world.device)[0] + card.memory_reserved(world.device) - used)
     else:
         used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-        free = memory()[1] // world.local_size  # of what its machine, or its container, has left
+        free = memory()[1] // world.local_size  # a fraction of the free memory of the machine or container
     equal = -(-order.batch // world.size)
     return min(order.batch, equal + int(equal * free / (2 * max(1, used))))

@@ -44,12 +44,12 @@ class Progress:
     step: int = 0  # updates made
     epoch: int = 0  # epochs that are complete
     step_in_epoch: int = 0  # updates made in the current epoch
-    best_figure: float | None = None  # of the best evaluation so far; None before the first
+    best_figure: float | None = None  # value of the best evaluation so far; None before the first
     best_by: str = BY_TOP1  # train.best of that evaluation
-    best_step: int = -1  # of that evaluation, -1 before the first; unknown in foreign checkpoints
-    evaluated_step: int = -1  # of the last evaluation, -1 before the first
-    saved_step: int = 0  # of the newest committed checkpoint, 0 before the first
-    owed: bool = False  # True if an evaluation of this step is due and has not run
+    best_step: int = -1  # step of that evaluation; -1 before the first, and in foreign checkpoints
+    evaluated_step: int = -1  # step of the last evaluation; -1 before the first
+    saved_step: int = 0  # step of the newest committed checkpoint; 0 before the first
+    owed: bool = False  # an evaluation of this step is due and has not run; `record_evaluation` clears it
 
     def improves(self, by: str, figure: float) -> bool:
         """Records an evaluation and returns True if it is the best so far; starts over if train.best has changed."""
@@ -69,10 +69,7 @@ class Progress:
 def capture(
     network: ParallelNetwork, optimizer: Optimizer, progress: Progress, extra: dict[str, Any], *, keep: bool = True
 ) -> Snapshot:
-    """Returns the state on the CPU; for a network sharded by a plan, this process's shards.
-
-    A collective for sharded networks; processes without `keep` get no tensors.
-    """
+    """Copies the state to the CPU: with a plan, only shards. A collective if sharded; without `keep`, no tensors."""
     tensors, other = split_state(network.model)
     if network.traits.sharded:
         from torch.distributed.checkpoint.state_dict import get_state_dict
@@ -100,7 +97,7 @@ def split_state(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def copied(value: Any, *, keep: bool = True) -> Any:
-    """Copies tensors to the CPU. Sharded ones are gathered by a collective; without `keep` this process gets none."""
+    """Copies tensors to the CPU, sharded ones by a collective; without `keep`, returns None in place of tensors."""
     if isinstance(value, Tensor):
         tensor = full_tensor(value.detach())
         return tensor.to("cpu", copy=True) if keep else None
@@ -122,7 +119,7 @@ def named_optimizer(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
 class Resumable:
     """A state to resume from."""
 
-    snapshot: Snapshot  # without tensors if there is a source
+    snapshot: Snapshot  # without tensors if `source` is set
     path: Path
     notes: tuple[str, ...] = ()  # sentences for the user, such as why a newer checkpoint was skipped
     source: Source | None = None  # the checkpoint opened for reading shards
@@ -131,7 +128,7 @@ class Resumable:
 def restore(found: Resumable, network: ParallelNetwork, optimizer: Optimizer | None) -> tuple[Progress, str]:
     """Restores a state, under any parallel mode; returns the progress, and the note of `restore_optimizer`.
 
-    Without an optimizer, only the network is restored. Raises UserError: the state belongs to another network.
+    Without an optimizer, only the network is restored. Raises UserError if the state belongs to another network.
     """
     snapshot, source, where = found.snapshot, found.source, str(found.path)
     known = {field.name for field in fields(Progress)}
@@ -146,7 +143,7 @@ def restore(found: Resumable, network: ParallelNetwork, optimizer: Optimizer | N
         if extra := _known(extra_state(snapshot, where), network.model.state_dict(), snapshot.notes):
             network.model.load_state_dict(extra, strict=False)
         return progress, _restore_shards(opened, network, optimizer)
-    # Optimizer state of manyhands uses the parameters' names.
+    # manyhands stores optimizer state by parameter name, so the names must stay.
     renames = optimizer is None or bool(snapshot.state.get("foreign"))
     if network.traits.sharded:
         from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
@@ -169,9 +166,9 @@ def load_snapshot(snapshot: Snapshot, model: nn.Module, where: str, *, renames: 
 
 
 def fit_snapshot(snapshot: Snapshot, model: nn.Module, where: str, *, renames: bool = True) -> dict[str, Any]:
-    """Returns the state dict for a network; extra state that it lacks is skipped with a note. Raises UserError.
+    """Returns the state dict for a network; skips unknown extra state with a note. Raises UserError for other shapes.
 
-    `renames`: names may differ as in `fit_names`.
+    With `renames`, names may differ as in `fit_names`.
     """
     live = model.state_dict()
     fit = fitted(snapshot, live) if renames else snapshot
@@ -200,7 +197,7 @@ def extra_state(snapshot: Snapshot, where: str) -> dict[str, Any]:
 def check_shapes(
     saved: Mapping[str, tuple[int, ...]], live: Mapping[str, tuple[int, ...]], where: str, names: Sequence[str] = ()
 ) -> None:
-    """Raises UserError with the first differences if saved and live tensors differ; `names` are those in the file."""
+    """Raises UserError with the first differences of saved and live shapes; `names` are the names in the file."""
     problems = [f"{name} is missing in the checkpoint" for name in live if name not in saved]
     problems += [f"{name} is not in the network" for name in saved if name not in live]
     problems += [
@@ -231,17 +228,17 @@ def _restore_shards(source: Source, network: ParallelNetwork, optimizer: Optimiz
 
 
 def find_state(resume: str, folder: RunFolder, world: World, *, in_pieces: bool = False) -> Resumable | None:
-    """Returns the state that a run resumes from, or None for a new run; the same on all processes.
+    """Returns the state that a run resumes from, or None for a new run; the same on all processes. A collective.
 
-    Rank 0 decides. A process on a machine with other files receives the state of rank 0. With `in_pieces`, each process
-    reads its own shards later, if all processes see the checkpoint. `resume` is checkpoint.resume, or a path.
+    Rank 0 decides, and sends its state to processes that see other files. With `in_pieces`, each process reads its own
+    shards later, if all processes see the checkpoint. `resume` is checkpoint.resume, or a path.
     """
     found = None
     # Another machine may lack the files, and receives the state below.
     with contextlib.nullcontext() if world.is_main else contextlib.suppress(UserError):
         found = _find(resume, folder, in_pieces=in_pieces)
     identity = 0
-    if found:  # a hash of the manifest, which has the hash of every file, or of the file
+    if found:  # the hash of the file, or of the manifest, which contains the hash of every file
         with (found.path / files.MANIFEST if found.path.is_dir() else found.path).open("rb") as content:
             identity = int.from_bytes(hashlib.file_digest(content, "sha256").digest()[:7], "big")
     if compare_replicas({"checkpoint": torch.tensor([identity], device=world.device)}, world) is None:
@@ -257,7 +254,7 @@ def _share(found: Resumable | None, world: World) -> Resumable | None:
     if found and world.is_main:
         optimizer = found.snapshot.optimizer
         if optimizer:
-            # Parameters of other tools are numbered, but keys of JSON are strings.
+            # Other tools number the parameters, but JSON keys are strings.
             optimizer = {**optimizer, "state": [[key, entries] for key, entries in optimizer["state"].items()]}
         snapshot = {"model": found.snapshot.model, "optimizer": optimizer, "state": found.snapshot.state}
         tree = {"snapshot": flatten(snapshot, "snapshot", tensors), "path": str(found.path)}
@@ -303,7 +300,7 @@ def _find(resume: str, folder: RunFolder, *, in_pieces: bool) -> Resumable | Non
 
 
 def outputs_of(snapshot: Snapshot) -> int:
-    """Returns the number of outputs in a foreign checkpoint, the length of its last tensor; 0 for manyhands' own."""
+    """Returns the number of outputs in a foreign checkpoint, the length of the last tensor; 0 for other checkpoints."""
     if not snapshot.state.get("foreign") or not snapshot.model:
         return 0
     last = list(snapshot.model.values())[-1]
@@ -319,7 +316,7 @@ def training_digest(job: Job, length: int) -> str:
 def check_position(
     snapshot: Snapshot, digest: str, steps_per_epoch: int, parameter_names: list[str], where: str
 ) -> None:
-    """Moves a foreign checkpoint or a run with another `training_digest` to the start of an epoch, if it is at one."""
+    """Converts the position of a foreign checkpoint or one with another digest. Raises UserError within an epoch."""
     state = snapshot.state
     if state.get("foreign"):
         if snapshot.optimizer is not None:
@@ -343,7 +340,7 @@ def refuse_later_checkpoints(folder: Path, step: int) -> None:
     """Raises UserError if there are checkpoints after `step`, which would be preferred to every new checkpoint."""
     later = [path for path in files.step_folders(folder) if (files.step_of(path) or 0) > step]
     path = newest(folder)[0] if later else None
-    if path in later:  # torn ones are skipped by all readers
+    if path in later:  # readers skip torn checkpoints
         what = f"the run would resume from step {step}, but its folder has a later checkpoint, {path.name}"
         hints = ("resume in another folder: --out NEW --resume CHECKPOINT", "or restore the earlier train.batch")
         raise UserError(what, str(folder), hints)

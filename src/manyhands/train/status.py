@@ -1,7 +1,7 @@
-"""The status round and monitors: slow ranks, stalls, time lost to communication, divergence, non-finite values.
+"""The status round and monitors: slow ranks, stalls, time of communication, divergence, non-finite values.
 
-One small collective about every half second (run.log_every_s) shares measurements and requests to save or stop, so that
-a signal on one process stops all processes at the same step, and the records cover all processes.
+About every half second (run.log_every_s), one small collective sums measurements and requests to save or stop.
+Therefore a signal on one process stops all processes at the same step, and the records cover all processes.
 """
 
 import math
@@ -33,26 +33,24 @@ from manyhands.train.heartbeat import stall_message
 from manyhands.train.journal import Journal
 
 MOST_STEPS = 1000
-# The longest interval on a slow link, since requests to stop and the screen wait for it.
-LONGEST_S = 10.0
-# Seconds by phase are recorded this often in long epochs, and once in a twentieth of the time of long runs.
-REPORT_S, REPORT_SHARE = 30.0, 1 / 20
+LONGEST_S = 10.0  # longest interval on a slow link, because stop requests wait for a round
+REPORT_S, REPORT_SHARE = 30.0, 1 / 20  # seconds between records of phases; in long runs, this fraction of the time
 
 
 @dataclass
 class StatusSums:
-    """Measurements and requests since the last round: of one process, or added up over all."""
+    """Measurements and requests since the last round, of one process or summed over all."""
 
-    loss_sum: float  # of the losses of the samples; not a number after a loss or gradient that wasn't finite
+    loss_sum: float  # sum of the samples' losses; NaN after a non-finite loss or gradient
     correct: float  # samples predicted correctly
     samples: float
     stop: float  # processes that were asked to stop
-    save: float  # above 0 if it is time for a checkpoint
+    save: float  # above 0 if a checkpoint is due
     written: float  # processes that have written their part of the save in progress
-    report_time: float  # above 0 if it is time to record the seconds by phase
+    report_time: float  # above 0 if the seconds by phase must be recorded
     elapsed_s: float
-    replaced: float  # pictures that couldn't be read
-    extra: list[float]  # what the monitor adds up; empty without one
+    replaced: float  # pictures replaced because they couldn't be read
+    extra: list[float]  # further numbers of the monitor; empty without one
 
     @property
     def loss(self) -> float:
@@ -69,9 +67,9 @@ class StatusSums:
 class Status(StatusSums):
     """The result of a status round: the sums over all processes."""
 
-    own: StatusSums  # of this process
+    own: StatusSums  # measurements of this process
     seconds: float  # since the last round, by this process's clock
-    data_share: float  # part of that time that this process waited for data
+    data_share: float  # fraction of that time that this process waited for data
     waited_s: float  # time that this process waited in the round
 
 
@@ -79,7 +77,7 @@ class Status(StatusSums):
 class EpochMean:
     """Loss and accuracy over the samples of one epoch, over all processes."""
 
-    complete: bool = True  # False if the run resumed within the epoch, whose mean is then unknown
+    complete: bool = True  # False if the run resumed within the epoch, which leaves the mean unknown
     loss_sum: float = 0.0
     correct: float = 0.0
     samples: float = 0.0
@@ -93,18 +91,19 @@ class EpochMean:
 class StatusRound:
     """Decides when a status round is due, equally on every process, and runs it.
 
-    `every_s` is the approximate interval; `save_every_s` are seconds between checkpoints by the clock of rank 0; rounds
-    run only at multiples of the step `multiple`, when a slow link is free.
+    `every_s` is the approximate interval; `save_every_s` are the seconds between checkpoints by rank 0's clock. Rounds
+    run only at multiples of `multiple` steps, when a slow link is free.
     """
 
     def __init__(self, world: World, every_s: float, save_every_s: float, multiple: int = 1) -> None:
         self._world, self._every_s, self.save_every_s = world, every_s, save_every_s
         self.multiple = multiple
-        self._last = self.saved_s = self._reported = self._began = time.perf_counter()  # saved_s: of the last save
+        self._last = self.saved_s = self._reported = self._began = time.perf_counter()  # saved_s: time of the last save
         self._next_step, self._last_step = 0, 0
         self.waiting_s = 0.0
 
     def due(self, step: int, *, force: bool) -> bool:
+        """Returns True from the step on that the last round computed from its sums, which is equal on all processes."""
         return force or step >= self._next_step
 
     def leave_out(self, seconds: float) -> None:
@@ -112,7 +111,7 @@ class StatusRound:
         self._last += seconds
 
     def reset(self, step: int) -> None:
-        """Restarts the clock if nothing was measured since the last round."""
+        """Restarts the clock and the count of steps, for example if nothing was measured since the last round."""
         self._last, self._last_step, self.waiting_s = time.perf_counter(), step, 0.0
 
     def add_up(
@@ -127,21 +126,22 @@ class StatusRound:
     ) -> Status:
         """Sums the measurements of all processes; a collective.
 
-        `written`: this process has finished writing the save in progress. `extra` returns more numbers to sum, from the
-        seconds, the steps and the seconds of waiting for data since the last round. `replaced` counts bad pictures.
+        `written`: this process has finished writing the save in progress. `extra` gets the seconds, the steps and the
+        seconds of waiting for data since the last round, and returns more numbers to sum. `replaced` counts unreadable
+        pictures.
         """
         now = time.perf_counter()
         took_s, steps = now - self._last, step - self._last_step
         more = extra(took_s, steps, self.waiting_s) if extra else []
         if self._world.device != "cpu":
-            CLOCK.to(COMPUTE)  # an accelerator finishes its updates before it tells what it measured
+            CLOCK.to(COMPUTE)  # an accelerator must finish its updates first
         sums = measured.take()
         CLOCK.to(RECORDS)
         save = self._world.is_main and now - self.saved_s > self.save_every_s
         report_every_s = max(REPORT_S, REPORT_SHARE * (now - self._began))
         report_time = self._world.is_main and now - self._reported > report_every_s
         own = StatusSums(*sums, stop, save, written, report_time, took_s, replaced, more)
-        # Apple's devices know no float64.
+        # mps has no float64.
         kind = torch.float32 if self._world.device == "mps" else torch.float64
         *numbers, _ = vars(own).values()
         vector = torch.tensor([*map(float, numbers), *more], dtype=kind, device=self._world.device)
@@ -164,15 +164,14 @@ class StatusRound:
         return status
 
 
-# A rank is slow if it takes this many times the median of the others, in this many rounds in a row.
-_SLOW, _TIMES = 1.3, 3
+_SLOW, _TIMES = 1.3, 3  # a slow rank's multiple of the median of other ranks, in so many rounds in a row
 
 
 @dataclass
 class Watcher:
     """Compares the speeds of all processes, reports slow ranks and stalls, and adapts local steps to the link."""
 
-    synchronizer: Synchronizer  # what this process waits for; it measures times
+    synchronizer: Synchronizer  # measures how long this process waits
     cost: Cost  # the method, with its pace
     world: World
     hosts: list[str]  # name of each rank's machine
@@ -183,7 +182,7 @@ class Watcher:
     _stalls_s: list[float] = field(default_factory=list[float], init=False)
 
     def mine(self, seconds: float, steps: int, _waiting_s: float) -> list[float]:
-        """Returns numbers to sum over all processes: the seconds per step and of the last exchange, by rank."""
+        """Returns numbers to sum over all processes: by rank, seconds per step, and seconds of the last exchange."""
         timed = self.synchronizer.timed
         assert timed is not None
         self._stood_s, self._waited_s = timed.waited_s - self._waited_s, timed.waited_s
@@ -192,7 +191,7 @@ class Watcher:
         return [*(step_s * one for one in own), *(timed.exchange_s * one for one in own)]
 
     def observe(self, status: Status, step: int, journal: Journal) -> Cost | None:
-        """Reports stalls and slow ranks; returns the method with its new pace if that changes, on all processes."""
+        """Reports stalls and slow ranks; returns the method if its pace changes, the same on all processes."""
         speeds_s, exchanges_s = status.extra[: self.world.size], status.extra[self.world.size :]
         self._name_a_stall(status.waited_s, step, journal)
         self._name_the_slow(speeds_s, step, journal)
@@ -208,7 +207,7 @@ class Watcher:
     def _name_a_stall(self, waited_s: float, step: int, journal: Journal) -> None:
         """Reports an unusual stall; `waited_s`: the wait of this process in the status round."""
         stood_s = self._stood_s + waited_s
-        # The first time counts how unequally processes have started.
+        # The first wait depends on how unequally the processes started.
         usual_s = statistics.median(self._stalls_s) if self._stalls_s else stood_s
         self._stalls_s = [*self._stalls_s[-4:], stood_s]
         if message := stall_message(stood_s, usual_s, linked=len({*self.hosts}) > 1):
@@ -230,26 +229,25 @@ class Watcher:
             journal.event("slow", message, step, rank=slowest)
 
 
-# A larger share of the time is reported, after a few steps or long ones; the first step starts everything.
+# Communication is reported above this fraction of time, after so many steps or seconds; the first step doesn't count.
 _LONG, _FEW_STEPS, _LONG_S = 1 / 3, 3, 5.0
-# The part of computing in which gradients are ready to be sent: most of the backward pass.
-_BACKWARD = 0.5
+_BACKWARD = 0.5  # fraction of computing in which gradients are ready: most of the backward pass
 
 
 @dataclass
 class CommunicationMonitor:
     """Measures the time that processes wait for each other if gradients are averaged in every update.
 
-    On a CPU, that is the time in which the training thread does not compute. Accelerators compute asynchronously; there
-    the time of an update without communication was measured before.
+    On a CPU, the training thread does not compute while it waits. Accelerators compute asynchronously, so the time of
+    an update without communication is measured before.
     """
 
-    # measures the link, and returns what costs depend on for a step that computes for so many seconds; a collective
+    # measures the link; takes the seconds of computing per step, and returns the inputs of the cost model; a collective
     case: Callable[[float], LinkCase]
     options: SyncOptions
     without: dict[str, str]  # methods that the job rules out, and why
     run: str  # the run folder
-    compute_s: float = 0.0  # of a step, on accelerators; 0 on a CPU
+    compute_s: float = 0.0  # seconds of computing per step on accelerators; 0 on a CPU
     _own_s: float = field(default_factory=time.thread_time, init=False)
     _stood_s: float = field(default=0.0, init=False)
     _all_s: float = field(default=0.0, init=False)
@@ -257,7 +255,7 @@ class CommunicationMonitor:
     _reported: bool = field(default=False, init=False)
 
     def mine(self, seconds: float, steps: int, waiting_s: float) -> list[float]:
-        """Returns numbers to sum over all processes: the seconds of waiting for others, all seconds, and 1."""
+        """Returns numbers to sum over all processes: the seconds of waiting for other processes, all seconds, and 1."""
         before, self._own_s = self._own_s, time.thread_time()
         busy_s = self.compute_s * steps if self.compute_s else self._own_s - before
         return [max(0.0, seconds - busy_s - waiting_s), seconds, 1.0]
@@ -291,15 +289,14 @@ class CommunicationMonitor:
         return f"{message}; --sync auto would take about {chosen.step_s:.3g} s ({words_of(chosen)}): {change}"
 
 
-# Times the first loss, for this many rounds in a row: a high rate's first steps may raise the loss once.
-_DIVERGED, _ROUNDS = 3.0, 3
+_DIVERGED, _ROUNDS = 3.0, 3  # multiple of the first loss, for so many rounds in a row: a high rate may raise it once
 
 
 @dataclass
 class Divergence:
     """Compares the loss of each record with the first loss, or with the loss of random guesses if that is larger."""
 
-    classes: int  # number of classes
+    classes: int
     _began: float = math.nan
     _high: int = 0
     _reported: bool = False
@@ -308,7 +305,7 @@ class Divergence:
         """Returns a warning, once, if the loss stays far above the first loss; else an empty string."""
         if math.isnan(self._began):
             self._began = loss
-        # A resumed run begins with a small loss, which may well grow threefold.
+        # A resumed run begins with a small loss, which may triple without divergence.
         limit = _DIVERGED * max(self._began, math.log(max(2, self.classes)))
         self._high = self._high + 1 if loss > limit else 0
         if self._high < _ROUNDS or self._reported:
@@ -317,7 +314,7 @@ class Divergence:
         return f"training diverges: the loss rose from {self._began:.4g} to {loss:.4g} (do: {ADVICE})"
 
 
-_SHOWN = 8  # samples
+_SHOWN = 8  # samples named in a message
 ADVICE = "reduce train.lr, set train.warmup_epochs = 1, or set train.clip = 1.0"
 HINTS = (ADVICE, "with fp16, use bf16 or fp32 instead")
 INPUT_HINTS = ("check these samples (counted from 0 in the training split) and the code that prepares samples",)
@@ -328,7 +325,7 @@ def explain_loss(
 ) -> RunError:
     """Returns the error for a non-finite loss on this process; `closely` names the first non-finite tensor.
 
-    Only this process calls this function, so a sharded network, which needs other processes, isn't searched.
+    Not a collective, so a sharded network, which needs other processes, isn't searched.
     """
     images, samples = part.inputs, part.samples
     assert samples is not None
@@ -365,7 +362,7 @@ def _first_bad(model: nn.Module, images: Tensor) -> str:
 
 
 def explain_lost(network: ParallelNetwork, world: World, measured: StepSums) -> RunError:
-    """Returns the error for a non-finite value that a periodic check (of losses or checkpoints) found; a collective."""
+    """Returns the error for a non-finite value found by a status round or a save; a collective."""
     mine = [float(measured.first_bad), float(measured.first_spoilt)]
     by_rank: list[list[float]] = gather_plain(mine, world)
     step = min(map(min, by_rank))

@@ -1,4 +1,4 @@
-"""One update: forward, backward, average, update. No input or output."""
+"""One update: forward, backward, averaging, optimizer step. No input or output."""
 
 import functools
 import math
@@ -24,15 +24,15 @@ from manyhands.train.status import HINTS, explain_loss, is_finite, kind_of
 
 
 class PartialUpdate:
-    """Tracks the changes of an update, to undo them if it fails in the middle, such as after the loss of a peer.
+    """Records what an update changes, to undo it if the update fails, for example after the loss of a peer.
 
-    BatchNorm statistics and parameters change only at the end; other buffers may change in every forward. While
-    `in_pieces`, the parameters are neither old nor new.
+    BatchNorm statistics and parameters change only at the end; other buffers may change in every forward pass. While
+    `in_pieces` is True, some parameters may be updated and others not.
     """
 
     def __init__(self, network: ParallelNetwork) -> None:
         grouped = {id(one) for layer in network.norms.layers for one in layer.buffers(recurse=False)}
-        # The module and the key of each: modules may replace a buffer instead of writing into it.
+        # Module and key of each buffer, because modules may replace a buffer instead of writing into it.
         self._places = {
             f"{prefix}.{key}".lstrip("."): (module, key)
             for prefix, module in network.model.named_modules()
@@ -44,7 +44,7 @@ class PartialUpdate:
 
     @property
     def buffers(self) -> dict[str, Tensor]:
-        """The network's buffers by name, without those of BatchNorm groups and those that a module has removed."""
+        """The network's buffers by name, except those of BatchNorm groups and buffers that a module has removed."""
         places = self._places.items()
         return {name: one for name, (module, key) in places if (one := module._buffers.get(key)) is not None}
 
@@ -66,10 +66,15 @@ class PartialUpdate:
 
 
 class Updater:
-    """Runs updates: by a call, or by `begin`, micro-batches of a custom loop (`custom_update.py`) and `finish`.
+    """Makes updates: by a call, or by `begin`, micro-batches of a custom loop (`custom_update.py`) and `finish`.
 
-    The loss is a sum, or None if the user computes it; `set_rates` sets the learning rates for an update, by its
-    number; `unused` names parameters that got no gradient in the trial step.
+    `loss_fn` is None if the user computes the loss; `set_rates` sets the learning rates for an update, given its index;
+    `unused` names parameters that got no gradient in the trial step.
+
+    A non-finite loss or gradient is handled in one of three ways. On a CPU with the job's loss and without fp16, all
+    processes with the same gradients skip the update. With fp16, or with a fused optimizer on an accelerator, the loss
+    scaler or the optimizer skips it, and the next status round raises RunError, unless only an fp16 gradient
+    overflowed. Otherwise the update itself raises RunError.
     """
 
     def __init__(
@@ -114,17 +119,18 @@ class Updater:
         self._torch_alone = by_us and uses_torch_rng_alone(network.model)
         # Accelerators report later, fp16's scaler has its own rules, and a custom loop may read the gradients.
         self._leaves_out = self.device == "cpu" and loss_fn is not None and self.gradients.scaler is None
-        self._bad: MicroBatch | None = None  # with a non-finite loss
+        self._bad: MicroBatch | None = None  # the first micro-batch with a non-finite loss
         self._mark = self.measured.mark()
         self._in_a_row = 0
         self.skipped: list[str] = []  # messages about skipped updates, taken by the caller that reports them
 
     def __call__(self, update: UpdateShare, step: int) -> None:
-        """Makes update number `step`, counted from 0.
+        """Makes update `step`, counted from 0; a collective.
 
-        All processes with the same gradients skip an update whose loss or gradients are not finite. Raises RunError:
-        too many in a row (train.stop_after_bad) are not finite, or the processes can't skip it together; the parameters
-        are those before this update.
+        Calls the synchronizer's `before_update` (which may start an exchange), `before_last_micro_batch`,
+        `on_gradients` and `after_update`, in this order; the last two may be collectives. Raises RunError if an update
+        can't be skipped, or after train.stop_after_bad skipped updates in a row; the parameters are then those before
+        this update.
         """
         self.begin(step)
         self.add_gradients(update, step)
@@ -141,11 +147,11 @@ class Updater:
         self.synchronizer.before_update(step)
 
     def finish(self, update: UpdateShare, step: int) -> None:
-        """Updates the parameters from synchronized gradients; raises RunError as a call does."""
+        """Updates the parameters from synchronized gradients; a collective. Raises RunError as a call does."""
         CLOCK.to(UPDATE)
         for parameter in self._used:
             if parameter.grad is None:
-                # Of a branch that this update did not use: zero, as if another process had used it.
+                # The gradient of an unused branch is zero, as if another process had used the branch.
                 parameter.grad = torch.zeros_like(parameter)
         self.gradients.unscale(self.optimizer)
         if not self._check_and_clip(update, step):
@@ -164,7 +170,7 @@ class Updater:
         CLOCK.to(COMPUTE)
 
     def _share_buffers(self) -> None:
-        """Broadcasts rank 0's buffers, as DDP does, because modules may update them from a process's samples."""
+        """Broadcasts rank 0's buffers, as DDP does, because modules may update them from local data; a collective."""
         named = self.partial_update.buffers
         buffers = [named[name] for name in self._shared_buffers]
         before = [one.reshape(-1).view(torch.uint8) for one in buffers]
@@ -173,7 +179,7 @@ class Updater:
         for number, (bits, value) in enumerate(zip(before, shared.split([len(one) for one in before]), strict=True)):
             differs = (bits != value).any()
             self._differing[number] |= differs
-            # Not read on an accelerator, which would have to finish first. An expanded buffer can't be written to.
+            # On an accelerator, reading `differs` would wait for the device. An expanded buffer can't be written to.
             if shared.device.type == "cpu" and not differs:
                 continue
             buffers[number].copy_(value.clone().view(buffers[number].dtype).view_as(buffers[number]))
@@ -185,7 +191,7 @@ class Updater:
         return [name for name, one in zip(self._shared_buffers, self._differing.tolist(), strict=True) if one]
 
     def add_gradients(self, update: UpdateShare, step: int, *, averages: bool = True) -> None:
-        """Accumulates the gradients of all micro-batches; the mode averages them over processes in the last one."""
+        """Accumulates the gradients of all micro-batches; with `averages`, averages them over processes in the last."""
         assert self.loss_fn is not None
         divisor = self._divisor(update, self.loss_fn)
         # The reported loss is a mean over samples; with unequal weights, the weighted mean of the full batch.
@@ -201,7 +207,7 @@ class Updater:
             self.gradients.finish()
 
     def pass_seed(self, step: int, number: int) -> int:
-        """Returns the random seed for an update's micro-batch that processes compute together."""
+        """Returns the random seed for micro-batch `number` of an update, which processes compute together."""
         return mix(self._pass_seed ^ (step << 8) ^ number)
 
     def _divisor(self, update: UpdateShare, loss_fn: LossFn) -> float | Tensor:
@@ -214,7 +220,7 @@ class Updater:
         return something(self.synchronizer.added_up(mine, self.world) / copies)
 
     def _measure(self, part: MicroBatch, step: int, scale: float | Tensor | None, found: MicroBatchResult) -> bool:
-        """Returns False if the loss is not finite; NaN gradients then inform the other processes."""
+        """Records a result; returns False after a non-finite loss, so that NaN gradients inform the other processes."""
         if found.count:
             self.note(part, step, found.loss if scale is None else found.loss * scale, found.count)
             rows, labels = found.logits.size(0), found.labels
@@ -240,7 +246,7 @@ class Updater:
     def _check_and_clip(self, update: UpdateShare, step: int) -> bool:
         """Clips by the norm of all gradients; returns False if one is not finite and the update must be skipped."""
         checked = self.gradients.scaler is None and self.gradients.spoilt is None
-        # Split networks: local shards are checked before the collective norm. FSDP: only the norm is checked.
+        # Sharded by a plan: local shards are checked before the collective norm. FSDP: only the norm is checked.
         asked, together = self.options.clip or self.network.traits.sharded, self.network.share.together
         if checked and (together or not asked) and not self._is_well(self._finite(), update, step):
             return False
@@ -259,16 +265,16 @@ class Updater:
         return True
 
     def _is_well(self, finite: bool, update: UpdateShare, step: int) -> bool:
-        """Returns True if the update is valid; raises if it is invalid and can't be skipped on all processes."""
+        """Returns True if the update is valid; raises RunError if it is invalid and not all processes can skip it."""
         if not self._leaves_out:
             if not finite:
                 raise explain_gradient(self, update, step, alone=self.network.share.together or self.loss_fn is None)
-        elif finite and self._bad:  # the gradients, which inform the other processes, are finite
+        elif finite and self._bad:  # the gradients are finite, so other processes can't skip the update
             raise explain_loss(self.network, self._bad, self.world, step)
         return finite
 
     def _leave_out(self, update: UpdateShare, step: int) -> None:
-        """Undoes this update except for its number; a collective of the processes that share gradients."""
+        """Skips this update, which still counts as a step; a collective of the processes with the same gradients."""
         self._in_a_row += 1
         last = self._in_a_row if self._in_a_row >= self.options.stop_after_bad else 0
         error = explain_left_out(self, self._bad, update, step, closely=bool(last))
@@ -286,7 +292,7 @@ class Updater:
         CLOCK.to(COMPUTE)
 
     def _finite(self) -> bool:
-        """Returns True if all gradients are finite; checks flat ones, unless a custom loop may have replaced them."""
+        """Returns True if all gradients are finite, by the flat tensors if there are any; a collective on a mesh."""
         flat = self.gradients.flat if self.loss_fn else []
         finite = bool(flat) and all_finite(flat)
         finite = finite or all_finite([one.grad for one in self.parameters if one.grad is not None])
@@ -298,7 +304,7 @@ class Updater:
 
 
 def _first(so_far: Tensor | float, good: Tensor, step: int) -> Tensor:
-    """Returns the first step [] that was not good, on the device; infinite if all were."""
+    """Returns the first step [] that was not `good`, on the device; infinite if there is none."""
     bad = torch.where(good, math.inf, float(step))
     return torch.minimum(bad, so_far if isinstance(so_far, Tensor) else torch.full_like(bad, so_far))
 
@@ -306,7 +312,7 @@ def _first(so_far: Tensor | float, good: Tensor, step: int) -> Tensor:
 def explain_left_out(
     updater: Updater, bad: MicroBatch | None, update: UpdateShare, step: int, *, closely: bool
 ) -> RunError:
-    """Returns the error for a non-finite loss or gradient in an update; a collective of those that share gradients.
+    """Returns the error for a non-finite loss or gradient; a collective of the processes with the same gradients.
 
     `bad` is this process's micro-batch with a non-finite loss; `closely` runs the network again to find the cause.
     """
@@ -323,7 +329,7 @@ def explain_left_out(
 
 
 def explain_gradient(updater: Updater, update: UpdateShare, step: int, *, alone: bool = False) -> RunError:
-    """Returns the error for a non-finite gradient; a collective of those that share gradients, unless `alone`."""
+    """Returns the error for a non-finite gradient; unless `alone`, a collective of processes with equal gradients."""
     if updater.loss_fn and not updater.network.share.together:
         updater.optimizer.zero_grad(set_to_none=True)
         updater.add_gradients(update, step, averages=False)

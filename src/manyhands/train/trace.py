@@ -19,14 +19,14 @@ from manyhands.parallel.group.plain import gather_plain
 from manyhands.train.feed import UpdateShare
 from manyhands.train.trainer import Trainer, record_time
 
-_WARM_UP = 5  # updates before those that are traced
+_WARM_UP = 5  # untraced updates before the traced ones
 _MOST_RANKS = 16  # processes that are shown
-_NUMBERS = 100  # numbers for each process and its devices in the trace
+_NUMBERS = 100  # process ids in the trace for each process and its devices
 _KEPT = ("name", "ph", "ts", "dur", "tid", "cat", "id", "bp")
 
 
 def trace(trainer: Trainer, epoch: Callable[[], Iterator[UpdateShare]]) -> None:
-    """Runs some warm-up updates and run.trace_steps updates; `epoch` yields those of the current epoch."""
+    """Traces run.trace_steps updates after some warm-up updates; `epoch` yields an epoch's updates. A collective."""
     steps, made = trainer.job.run.trace_steps, 0
     CLOCK.spans = []
     plan = schedule(wait=0, warmup=_WARM_UP, active=steps, repeat=1)
@@ -66,7 +66,7 @@ def _own_events(file: Path, rank: int) -> list[dict[str, Any]]:
     kept: list[dict[str, Any]] = []
     for event in content["traceEvents"]:
         if not isinstance(event.get("pid"), int):
-            continue  # a note of the profiler
+            continue  # metadata of the profiler
         pid = first if event["pid"] == os.getpid() else first + 1 + event["pid"]
         plain = {key: event[key] for key in _KEPT if key in event} | {"pid": pid}
         if event["ph"] in "Xsf":

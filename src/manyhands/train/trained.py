@@ -43,17 +43,17 @@ from manyhands.train.state import Resumable, find_state, outputs_of, restore
 
 @dataclass(frozen=True)
 class Subject:
-    """A network of a checkpoint, or of a job, and its input."""
+    """How to build the network of a checkpoint or of a job, and its input."""
 
     job: Job  # with the network that was trained
     pixels: Pixels
-    classes: tuple[str, ...]  # a name for each output that is known
+    classes: tuple[str, ...]  # a name for each known output
     num_classes: int  # the argument of the network's builder
 
     def build(
         self, world: World, objects: Objects, found: Resumable | None, grid: Grid | None, request: ModeRequest | None
     ) -> ParallelNetwork:
-        """Builds the network, entire without a `request`, with the weights of `found` or initial ones; a collective."""
+        """Builds the network, unsharded without a `request`, with `found`'s weights or initial ones; a collective."""
         model = make_model(self.job, self.pixels, self.num_classes, world, objects, Journal(NOWHERE, rank=-1), grid)
         network = apply_mode(self.job.parallel.mode, model, world, request) if request else ParallelNetwork(model)
         if found:
@@ -62,7 +62,7 @@ class Subject:
 
 
 def _grid_of_one(names: Collection[str], world: World) -> Grid:
-    """Returns a mesh with these axes for a process that has the entire network."""
+    """Returns a mesh with these axes, each of size 1, for a process with the unsharded network."""
     return Grid(Mesh(tuple((name, 1) for name in names)), World(device=world.device))
 
 
@@ -136,7 +136,7 @@ class Transform:
         self._normalise: Callable[[Tensor], Tensor] = Normalise(plain, self._device, dtype)
 
     def __call__(self, picture: Any) -> Tensor:
-        """Returns [C, S, S] for a picture; tensors keep their shape. Raises UserError: it can't be converted."""
+        """Returns the input [C, S, S] for a picture; tensors keep their shape. Raises UserError for other objects."""
         named, image = isinstance(picture, str | Path), as_picture(picture)
         if named or image is not None:
             if self._pixels.own:
@@ -169,7 +169,7 @@ def guess(trained: Trained, pictures: Sequence[Any], most: int = 5, *, skip: boo
 
 
 def guess_together(trained: Trained, pictures: Sequence[Any], world: World) -> list[Guesses | str]:
-    """Like `guess` with `skip`, divided among the processes of a group; a collective. Returns all results."""
+    """Returns `guess` with `skip` for all pictures, divided among the processes of a group; a collective."""
     starts = range(0, len(pictures), BLOCK)
     mine = starts[world.rank :: world.size]
     everybody = gather_plain([_block(trained, pictures[at : at + BLOCK], 5, skip=True) for at in mine], world)
@@ -210,10 +210,11 @@ def evaluate_checkpoint(
     given: Collection[str] = (),
     whole: bool = False,
 ) -> dict[str, Any]:
-    """Evaluates a checkpoint, or the job's network without one, on the data of the job, as `as_plain`; a collective.
+    """Evaluates a checkpoint, or without one the job's initial network, on the job's data; a collective.
 
-    Network and preprocessing come from the checkpoint if it records them, except for the options whose keys are in
-    `given`. With `whole`, the data is a plain folder of class folders, all of which is evaluated.
+    Returns the result of `as_plain`. Network and preprocessing come from the checkpoint if it records them, except for
+    the options whose keys are in `given`. With `whole`, the data is a plain folder of class folders, and all of it is
+    evaluated.
     """
     objects = objects or Objects()
     mode, plan = _mode_and_plan(job, world)
@@ -242,9 +243,9 @@ def evaluate_checkpoint(
 def _subject(
     job: Job, found: Resumable | None, world: World, objects: Objects, given: Collection[str], *, whole: bool
 ) -> tuple[Subject, Source]:
-    """Returns the network to evaluate and the samples, whose labels are those of its classes."""
+    """Returns the network to evaluate, and the samples with labels in the order of the network's classes."""
     record = None
-    if found:  # rank 0's record, because other machines needn't have the file
+    if found:  # rank 0's record, because other machines may lack the file
         mine = find_record(found.path, found.snapshot.state) if world.is_main else None
         content = broadcast_plain(mine.model_dump(mode="json") if mine else None, world)
         record = parse_record(content, str(found.path)) if content else None
@@ -268,7 +269,7 @@ def _subject(
 def _mode_and_plan(job: Job, world: World) -> tuple[str, Plan | None]:
     """Returns the mode to evaluate in, and the job's plan if it is for this number of processes."""
     mode = job.parallel.mode
-    if mode not in module_names(MODES) or not one_process(mode):  # any number of processes evaluates what one trained
+    if mode not in module_names(MODES) or not one_process(mode):  # a mode of one process suits any number here
         mode = resolve_mode(mode, world)
     if world.alone or not follows_plan(mode):
         return mode, None

@@ -40,13 +40,13 @@ class Due:
 
     job: Job
     steps_per_epoch: int
-    total_steps: int  # updates of the whole job
+    total_steps: int  # updates of the entire job
     progress: Progress
     custom_loop: bool = False  # the user's own loop ends epochs and evaluates
-    stopped: bool = False  # a stop was requested, and everything is saved
+    stopped: bool = False  # a stop was requested, and all is saved
 
     def finished(self) -> bool:
-        """True if no update is left; a custom loop decides this itself."""
+        """Returns True if no update is left; a custom loop decides this itself."""
         return not self.custom_loop and self.progress.step >= self.total_steps
 
     def over(self) -> bool:
@@ -60,7 +60,7 @@ class Due:
         return self.progress.step == 1 or bool(every and self.progress.step % every == 0)
 
     def evaluation(self) -> bool:
-        """True also after the last update, so that its checkpoint contains the result."""
+        """Returns True also after the last update, so that the last checkpoint contains the result."""
         return not self.custom_loop and (self.finished() or self.evaluation_requested())
 
     def evaluation_requested(self) -> bool:
@@ -68,16 +68,16 @@ class Due:
         return bool(self.job.train.evaluate_every) and self.progress.step % max(1, every) == 0
 
     def line(self) -> bool:
-        """True at the updates with a line according to run.log_steps: the first of an epoch, and every N."""
+        """Returns True at the updates that run.log_steps reports: the first of an epoch, and every N."""
         every = self.job.run.log_steps
         return bool(every) and (self.progress.step - 1) % self.steps_per_epoch % every == 0
 
     def status(self) -> bool:
-        """True where a status round is due whatever the time."""
+        """Returns True if a status round is due at this step whatever the time."""
         return self.progress.step == 1 or self.epoch_ends() or self.evaluation() or self.finished() or self.line()
 
     def save(self) -> bool:
-        """True at the steps of checkpoint.every; a status round decides on saves by time."""
+        """Returns True at the steps of checkpoint.every; for saves by time, a status round decides."""
         return self._save_every > 0 and self.progress.step % self._save_every == 0
 
     @functools.cached_property
@@ -89,12 +89,12 @@ class Due:
 
 @dataclass
 class Observed:
-    """What the records of a run need from one status round to the next."""
+    """State of the records between two status rounds."""
 
     divergence: Divergence
-    bad_pictures: set[str]  # that can't be read, and are skipped or replaced
+    bad_pictures: set[str]  # unreadable pictures, skipped or replaced
     epoch_mean: EpochMean = field(default_factory=EpochMean)  # of the current epoch
-    evaluated: EvaluationMetrics | None = None  # the last evaluation of this session
+    evaluated: EvaluationMetrics | None = None  # the last evaluation of this start
 
 
 @dataclass
@@ -102,9 +102,9 @@ class Hooks:
     """Functions that a trainer calls."""
 
     at_epoch_end: AtEpochEnd | None = None  # the user's function, for rank 0
-    balance_shares: Callable[[], None] | None = None  # called where an epoch begins or is resumed; None: shares stay
+    balance_shares: Callable[[], None] | None = None  # called before each epoch and on resume; None: shares stay
     on_first_update: Callable[[], None] | None = None  # called once, after the first update of this start
-    on_differing_buffers: Callable[[list[str]], None] = lambda _: None  # called with their names
+    on_differing_buffers: Callable[[list[str]], None] = lambda _: None  # called with the buffers' names
     extra_state: Callable[[], dict[str, Any]] = dict  # returns further entries for checkpoints
 
 
@@ -182,6 +182,7 @@ class Trainer:
             self.journal.event("stall", message, self.progress.step, seconds=seconds)
 
     def verify_replicas(self) -> None:
+        """Checks that unsharded networks are equal on all processes; a collective."""
         if not self.network.traits.sharded and not self.world.alone:
             named = self.synchronizer.replicas(self.network.model)
             check_replicas(named, self.world, self.progress.step, self.network)
@@ -263,7 +264,7 @@ def record_time(trainer: Trainer) -> None:
 
 
 def record_replaced(trainer: Trainer) -> None:
-    """Records the pictures that were replaced since the last call; a collective. Raises RunError for too many."""
+    """Records the pictures replaced since the last call; a collective. Raises RunError if there are too many."""
     mine = trainer.feed.loader.replaced
     found = {name for names in gather_plain(mine, trainer.world) for name in names}
     mine.clear()

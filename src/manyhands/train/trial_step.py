@@ -31,12 +31,11 @@ from manyhands.train.feed import drawing
 from manyhands.train.step import Updater
 from manyhands.train.trainer import Trainer
 
-# Samples of a share that are timed, and how often; the first time is slower.
-MOST_TIMED, TIMED = 64, 3
+MOST_TIMED, TIMED = 64, 3  # the most samples of a timed pass; timed passes, of which the first is slower
 
 
 class StepProbe:
-    """Forward and backward passes outside training: of a module on this process alone, or under its parallel mode."""
+    """Runs forward and backward outside training: of a module on this process alone, or under its parallel mode."""
 
     def __init__(
         self, network: nn.Module | ParallelNetwork, loss_fn: LossFn | None, options: TrainOptions, world: World
@@ -58,18 +57,18 @@ class TrialResult:
     """The result of a trial step."""
 
     unused: list[str]  # names of trainable parameters that got no gradient
-    draws: bool  # its training pass or its loss draws random numbers
-    outputs: int = 0  # how many it has, at least one for each class; 0: it wasn't tried
-    count: int = 2  # samples that it was tried on
+    draws: bool  # the training pass or the loss draws random numbers
+    outputs: int = 0  # outputs of the network, at least one for each class; 0 if it wasn't run
+    count: int = 2  # samples of the trial step
 
 
 def run_trial(probe: StepProbe, loader: Loader, classes: int, count: int) -> TrialResult:
-    """Runs the network once on `count` samples on this process alone and restores it; equal on all processes."""
+    """Runs forward and backward on `count` samples, on this process alone, and restores the network."""
     model, batch = probe.network.model, first_samples(loader, count)
     seed, device = derive(probe.options.seed, "rehearse"), batch.labels.device.type
 
     def check(_module: nn.Module, _inputs: Any, output: Any) -> None:
-        # Before the loss: labels beyond the outputs make an accelerator unusable.
+        # Checked before the loss, because labels beyond the outputs make an accelerator unusable.
         main = output[0] if isinstance(output, tuple | list) and output else output
         if isinstance(main, Tensor) and main.ndim == 2 and len(main) == count:
             _check_outputs(main.shape, count, classes)
@@ -79,14 +78,14 @@ def run_trial(probe: StepProbe, loader: Loader, classes: int, count: int) -> Tri
             given = probe.run(batch, lambda found: _check_outputs(found.logits.shape, count, classes))
         trained = {name: one.grad for name, one in model.named_parameters() if one.requires_grad}
         unused = [name for name, gradient in trained.items() if gradient is None]
-        # Without any gradient, the output was of a kind in which no tensors are found.
+        # If no parameter got a gradient, the output is of a type in which tensors aren't found.
         found = TrialResult(unused if len(unused) < len(trained) else [], drawn(), given.logits.shape[1], count)
         set_rows_per_sample(model, seen, batch.images)
         return found
 
 
 def _check_outputs(shape: torch.Size, count: int, classes: int) -> None:
-    """Raises UserError for outputs that aren't one row for each sample with a number for each class."""
+    """Raises UserError unless the outputs have one row per sample and at least one column per class."""
     rows = len(shape) == 2 and shape[0] == count
     if not rows or shape[1] < classes:
         hints = (f"return outputs of shape [{count}, {classes}]", f"or add --set model.num_classes={shape[-1]}")
@@ -112,7 +111,7 @@ def time_sample(model: nn.Module, images: Tensor, world: World) -> float:
 
 
 def time_step(probe: StepProbe, loader: Loader, share: int, world: World) -> tuple[float, float]:
-    """Returns seconds of an update of `share` samples on the slowest process, and of its backward pass."""
+    """Returns the seconds of an update of `share` samples on the slowest process, and of its backward; a collective."""
     count = min(share, MOST_TIMED, probe.options.micro_batch or share)
     batch = first_samples(loader, count)
     trained = [parameter for parameter in probe.network.model.parameters() if parameter.requires_grad]
@@ -146,8 +145,8 @@ def now(world: World) -> float:
 
 
 def warm_up(update: Updater, loader: Loader, count: int) -> None:
-    """Runs one backward pass in DDP, so that its buckets are the same in a new and in a resumed run."""
-    # They are ordered by the first pass. With three or more processes, the order of a sum changes its last bits.
+    """Runs one backward pass, which fixes the order of DDP's buckets in new and resumed runs; a collective."""
+    # With three or more processes, the order of a sum changes its last bits. Parameters and buffers don't change.
     if update.world.size < 3 or not update.network.traits.orders_sums:
         return
     probe = StepProbe(update.network, update.loss_fn or sum_of_outputs, update.options, update.world)
@@ -173,7 +172,7 @@ def first_samples(loader: Loader, count: int) -> Batch:
 
 @contextmanager
 def restored(network: ParallelNetwork) -> Iterator[None]:
-    """Restores the buffers and gradients of a network afterwards."""
+    """Restores the buffers and clears the gradients of a network after the context."""
     model = network.model
     before = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
     try:
@@ -196,7 +195,7 @@ def keep_compiled() -> None:
 
 
 class _CompiledCalls:
-    """Replaces a network's `__call__`: passes are compiled while `learning`; later ones of other sizes run eagerly."""
+    """Replaces a network's `__call__`: compiles passes while `learning`; later passes of other sizes run eagerly."""
 
     def __init__(self, model: nn.Module, norms: NormGroups) -> None:
         keep_compiled()
@@ -214,7 +213,7 @@ class _CompiledCalls:
 
 
 def compile_updates(trainer: Trainer) -> None:
-    """Compiles the passes of an update before training, so that it isn't reported as a stall; a collective."""
+    """Compiles the passes of an update before training, so that compilation isn't reported as a stall; a collective."""
     network, update, feed, release = trainer.network, trainer.update, trainer.feed, trainer.release
     calls, count = _CompiledCalls(network.model, network.norms), min(feed.order.batch, feed.order.length)
     world, began = trainer.world, time.monotonic()

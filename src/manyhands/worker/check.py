@@ -1,4 +1,4 @@
-"""Checks of a job's data and processes before a start, as far as they need torch."""
+"""Checks of a job's data and processes before a start that need torch."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ __all__ = ["describe_data", "is_plain_folder", "processes_here"]
 def describe_data(job: Job) -> tuple[str, str]:
     """Returns a description of the data, and a warning if the batch is larger than the training split.
 
-    Both are empty if they require a download or user code. Raises UserError: the folder can't be trained on.
+    Both are empty if they require a download or user code. Raises UserError if the folder can't be trained on.
     """
     root = Path(job.data.name).expanduser()
     if is_published(job.data.name):
@@ -39,7 +39,7 @@ def describe_data(job: Job) -> tuple[str, str]:
 
 
 def processes_here(job: Job) -> int:
-    """Returns the number of processes to start on this machine if the job doesn't set it."""
-    from manyhands.cluster.agents.elastic import devices_here  # torch's elastic agent comes with it
+    """Returns the number of processes to start on this machine by default."""
+    from manyhands.cluster.agents.elastic import devices_here  # imports torch's elastic agent
 
     return devices_here(job.cluster.device, 1)[1]

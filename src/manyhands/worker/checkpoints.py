@@ -24,7 +24,7 @@ def describe_file(path: Path) -> dict[str, Any]:
 
 
 def merge_file(path: Path, target: Path) -> tuple[str, ...]:
-    """Writes the unsharded checkpoint; returns sentences about omitted content."""
+    """Writes an unsharded checkpoint; returns sentences about omitted content."""
     source = open_checkpoint(path, verified=path.is_dir())
     merge(source, target)
     notes = list(source.notes)

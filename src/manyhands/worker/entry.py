@@ -1,4 +1,4 @@
-"""The entry point of worker processes: join the group, run a task, leave."""
+"""The entry point of worker processes: joins the group, runs a task, and leaves."""
 
 import functools
 import os
@@ -28,17 +28,13 @@ from manyhands.train.journal import Journal, RunContext
 from manyhands.worker.member import MET, OUR_HEAD, GroupMember, Say, share_folder, shared_options
 from manyhands.worker.run_metadata import write_metadata
 
-# (job, process info, run folder, argument, say) -> plain data
+# takes (job, process info, run folder, argument, say); returns plain data
 Task = Callable[[Job, ProcessInfo, RunFolder, dict[str, Any], Say], dict[str, Any]]
-# More than fits a packet, and little even for a slow link.
-NUMBERS = 10_000
+NUMBERS = 10_000  # more than fits into a packet, and few even for a slow link
 
 
 def work(orders: Orders, scratch: str, agent: int) -> dict[str, Any]:
-    """Runs the task of the orders in a process that the agent with this process id started; returns plain data.
-
-    `scratch` is the agent's folder for records.
-    """
+    """Runs the task of the orders; `agent` is the agent's process id, `scratch` the agent's folder for records."""
     argument = {**take_orders(orders, scratch, agent), "generation": orders.generation}
     job = Job.model_validate(argument["job"])
     folder = RunFolder(Path(argument["folder"]))
@@ -61,7 +57,7 @@ def work(orders: Orders, scratch: str, agent: int) -> dict[str, Any]:
 def train_here(
     job: Job, process_info: ProcessInfo, folder: RunFolder, argument: dict[str, Any], say: Say
 ) -> dict[str, Any]:
-    """Joins the group, builds the trainer, trains, and leaves. Raises Failed: something went wrong; it is recorded."""
+    """Joins the group, builds the trainer, trains, and leaves. Raises Failed after it recorded an error."""
     mine = GroupMember(process_info, folder, "build")
     with ended_where_deaf(mine.hung, mine.last_words):
         try:
@@ -90,17 +86,17 @@ def _rescue(mine: GroupMember, *, consequence: bool) -> None:
     """Saves the state of this process for the restart; if that fails, the restart uses the last checkpoint."""
     from manyhands.train.saving import rescue
 
-    # On an accelerator an aborted collective doesn't stop the update, so the weights may be wrong.
+    # On an accelerator, an aborted collective doesn't stop the update, so the parameters may be wrong.
     world = mine.trainer.world if mine.trainer else None
     if not world or (consequence and world.device != "cpu" and world.backend != "gloo"):
         return
-    if HEARTBEAT_FILE in os.environ:  # makes the agent wait
+    if HEARTBEAT_FILE in os.environ:  # makes the agent wait for the save
         rescue_path(Path(os.environ[HEARTBEAT_FILE]).parent, mine.process_info.rank).touch()
     mine.trainer.saver.wait()
     try:
         if rescue(mine.trainer):
             mine.trainer.journal.line(f"saved step {mine.trainer.progress.step} for the restart")
-    except Exception as error:  # noqa: BLE001 - also of the user's state_dict(); the first failure is raised
+    except Exception as error:  # noqa: BLE001 - also from the user's state_dict(); the first failure is raised
         mine.trainer.journal.line(f"could not save for the restart: {error}")
 
 
@@ -114,7 +110,7 @@ def _join_and_build(mine: GroupMember, job: Job, argument: dict[str, Any], say: 
 
 
 def _from_where_rank_0_says(job: Job, world: Any, say: Say) -> Job:
-    """Returns the job with rank 0's checkpoint.resume, because rank 0 reads the state and sends it to the others."""
+    """Returns the job with rank 0's checkpoint.resume, because rank 0 reads and sends the state; a collective."""
     from manyhands.parallel.group.plain import broadcast_plain
 
     own = job.checkpoint.resume
@@ -169,7 +165,7 @@ def _build(job: Job, folder: RunFolder, world: Any, argument: dict[str, Any]) ->
 
 
 def _resolve_precision(job: Job, folder: RunFolder, world: Any, mode: str, objects: Any) -> tuple[Any, bool]:
-    """Returns `ResolvedPrecision`, and whether the header was recorded, as before a measurement."""
+    """Returns `ResolvedPrecision`, and True if the header was recorded, which a measurement does."""
     from manyhands.train.data_setup import class_names
     from manyhands.train.parts import record_setup
     from manyhands.train.precision import resolve_precision
@@ -186,7 +182,7 @@ def _resolve_precision(job: Job, folder: RunFolder, world: Any, mode: str, objec
 
 
 def load_objects(argument: dict[str, Any]) -> Any:
-    """Loads the objects that the user's process passed in a file."""
+    """Loads the objects from the file that the user's process wrote."""
     path = argument.get("objects")
     if not path:
         return argument.get("live")
@@ -239,7 +235,7 @@ def _in_group(
     argument: dict[str, Any],
     say: Say,
 ) -> dict[str, Any]:
-    """Joins the group, runs a task, and leaves. Raises Failed: something went wrong; its record is written."""
+    """Joins the group, runs a task, and leaves. Raises Failed after it recorded an error."""
     mine = GroupMember(process_info, folder, phase or str(argument["action"]))
     argument = {**argument, "joining_since": time.monotonic()}
     try:
@@ -250,7 +246,7 @@ def _in_group(
         mine.give_back()
 
 
-# The texts are phases, which failure records name; by default the task's action: links, measure or verify.
+# The texts are phases in failure records; by default, the phase is the task's action: links, measure or verify.
 TASKS: dict[str, Task] = {
     "train": train_here,
     "evaluate": functools.partial(_in_group, _evaluate, "evaluate"),

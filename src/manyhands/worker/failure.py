@@ -1,4 +1,4 @@
-"""Failure records: the exception that ended a process, a failed peer, the first cause; and advice on memory."""
+"""Failure records: the exception that ended a process, a failed peer, the first cause; and hints on memory."""
 
 import os
 import socket
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from manyhands.data.transforms import Batch
     from manyhands.train.trainer import Trainer
 
-# Errors of torch that report the loss of a peer, so are consequences.
+# Errors of torch that report the loss of a peer, and are therefore consequences.
 CONSEQUENCES = (
     "Connection closed by peer",
     "Connection reset by peer",
@@ -36,7 +36,7 @@ CONSEQUENCES = (
     "connectFullMesh",
     "remote process exited",
     "Socket closed",
-    # Of NCCL and torch's NCCL watchdog.
+    # From NCCL and torch's NCCL watchdog.
     "Connection closed by remote peer",
     "remote process exiting",
     "communicator was aborted",
@@ -45,7 +45,7 @@ CONSEQUENCES = (
     "wait timeout after",
     "Socket Timeout",
 )
-# Errors of the store that don't report the loss of a peer.
+# Errors of the store that are no consequence of a lost peer.
 OWN_MISTAKES = ("EADDRINUSE", "Address already in use", "address already in use")
 
 
@@ -80,32 +80,32 @@ def _record(rank: int, step: int | None, phase: str, **fields: Any) -> Failure:
 
 
 def is_consequence(error: BaseException) -> bool:
-    """True if the error only reports the loss of a peer."""
+    """Returns True if the error only reports the loss of a peer."""
     if isinstance(error, ManyhandsError):
         return False
     said = str(error)
     if isinstance(error, dist.DistNetworkError | dist.DistStoreError):
         return not any(text in said for text in OWN_MISTAKES)
-    # A backend's error may as well be the cause: NCCL's "Duplicate GPU detected" comes as one on every rank.
+    # An error of a backend may also be the cause: NCCL raises "Duplicate GPU detected" on every rank.
     return isinstance(error, RuntimeError) and any(text in said for text in CONSEQUENCES)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """True if a device or the machine was out of memory."""
+    """Returns True if a device or the machine was out of memory."""
     known = isinstance(error, torch.OutOfMemoryError | MemoryError)
     return known or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error))
 
 
 def explain_memory(error: BaseException, trainer: "Trainer | None") -> RunError:
-    """Returns the error for out of memory; tries smaller micro-batches on this process to find one that fits."""
+    """Returns the error for out of memory; tries smaller micro-batches on this process to suggest one that fits."""
     first_line = str(error).strip().partition("\n")[0][:200] or type(error).__name__
     if trainer is None:
         hints = ["choose a smaller network or a smaller data.image_size"]
         hints.append("or shard the network over several processes: --parallel fsdp")
         return RunError(f"out of memory before the first update: {first_line}", socket.gethostname(), tuple(hints))
-    # The passes here must not exchange gradients.
+    # The passes below must not exchange gradients.
     trainer.synchronizer.close()
-    # The error's frames hold the tensors of the pass that failed.
+    # The error's frames keep the tensors of the failed pass in memory.
     traceback.clear_frames(error.__traceback__)
     options, evaluating = trainer.job.train, trainer.heartbeats.phase == "evaluate"
     if evaluating:
@@ -129,7 +129,7 @@ def explain_memory(error: BaseException, trainer: "Trainer | None") -> RunError:
 
 
 def _largest_that_fits(trainer: "Trainer", taken: int, attempt: "Callable[[Trainer, Batch], object]") -> int:
-    """Halves the pass until it fits; 0 if not even one picture does, or if a pass needs other processes."""
+    """Halves the pass until it fits; returns 0 if no pass fits, or if a pass needs other processes."""
     size = taken // 2 if not trainer.network.share.collective_forward else 0
     while size >= 1:
         trainer.update.optimizer.zero_grad(set_to_none=True)
@@ -151,7 +151,7 @@ def _largest_that_fits(trainer: "Trainer", taken: int, attempt: "Callable[[Train
 def _try_update(trainer: "Trainer", batch: "Batch") -> None:
     from manyhands.train.trial_step import StepProbe
 
-    # In another precision other sizes fit.
+    # The size that fits depends on the precision.
     StepProbe(trainer.network.model, trainer.update.loss_fn, trainer.job.train, trainer.world).run(batch)
 
 
@@ -164,8 +164,8 @@ def _try_evaluation(trainer: "Trainer", batch: "Batch") -> None:
 def leave_record(record: Failure, folder: RunFolder) -> Failure:
     """Writes the record for agent and launcher, and the full traceback into the log; returns the record.
 
-    Call it before anything that may wait for other processes. It creates no folders: the run folder may not be known
-    yet, or removed already.
+    Must be called before anything that may wait for other processes. Creates no folders, because the run folder may be
+    unknown yet, or already removed.
     """
     log = folder.ranks / f"{record.rank}.log"
     if record.traceback and folder.failures.is_dir():
@@ -178,7 +178,7 @@ def leave_record(record: Failure, folder: RunFolder) -> Failure:
 
 
 def write_record(record: Failure, folder: RunFolder) -> None:
-    """Writes the record for the agent and into the run folder, whose disk may be full."""
+    """Writes the record for the agent, and into the run folder, whose disk may be full."""
     places = [Path(os.environ[FAILURE_FILE])] if FAILURE_FILE in os.environ else []
     places += [folder.failures / f"{record.rank}.json"] if folder.failures.is_dir() else []
     for place in places:
@@ -187,7 +187,7 @@ def write_record(record: Failure, folder: RunFolder) -> None:
 
 
 def first_of_all(group: Any, record: Failure) -> Failure:
-    """Publishes the first cause to the other processes, or reads it from them if this error is a consequence."""
+    """Publishes this failure as the first cause or, if it is a consequence, adds the published cause to the record."""
     if not record.consequence:
         group.cause.publish(PeerFailure.of(record.rank, record.host, record.what))
         return record
@@ -200,13 +200,13 @@ def first_of_all(group: Any, record: Failure) -> Failure:
 
 
 def heard(failure: Any) -> dict[str, Any]:
-    """Returns the fields of a failure record if another process failed first: its message without its hints."""
+    """Returns the fields of a failure record if another process failed first, with that process's message."""
     what = f"rank {failure.rank} on {failure.host} failed first: {failure.what}"
     return {"what": what, "hints": [f"see the terminal or log of rank {failure.rank}"], "excerpt": ""}
 
 
 def describe_peer(failure: Any, *, rank: int, step: int | None, phase: str) -> Failure:
-    """Returns the record of a process that ends because of another one, whose record is `failure` (None if unknown)."""
+    """Returns the record of a process that ends because another process failed; `failure` is None if unknown."""
     what, hints = "rank 0's store is unreachable, so the run can't continue", ["see the last messages of rank 0"]
     known = heard(failure) if failure else {"what": what, "hints": hints}
     return _record(rank, step, phase, error="PeerGone", consequence=True, **known)

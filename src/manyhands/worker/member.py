@@ -1,4 +1,4 @@
-"""The membership of a process in a run or task: rendezvous, failures of peers, and its own failure record."""
+"""The membership of a process in a run or task: rendezvous, failures of peers, and the process's failure record."""
 
 import hashlib
 import json
@@ -19,12 +19,11 @@ from manyhands.core.version import __version__
 from manyhands.core.world import ProcessInfo
 
 Say = Callable[[str], None]
-# Values of `ProcessInfo.started_by`: one launcher supervises all, or each machine has its own.
-OUR_HEAD, MET = "manyhands", "met"
+OUR_HEAD, MET = "manyhands", "met"  # values of `ProcessInfo.started_by`: one launcher for all machines, or one for each
 
 
 class GroupMember:
-    """A process of a run or task, with its resources; other threads read it too. `phase` is for failure records."""
+    """A process of a run or task, with its resources, which other threads read too. `phase` is for failure records."""
 
     def __init__(self, process_info: ProcessInfo, folder: RunFolder, phase: str) -> None:
         self.process_info, self.folder, self._phase = process_info, folder, phase
@@ -33,7 +32,7 @@ class GroupMember:
         self._failed = False
 
     def join(self, job: Job, options: str, say: Say, *, ends_with_rank_0: bool = True) -> Any:
-        """Joins the process group, on which `options` must be equal.
+        """Joins the process group; `options` must be equal on all processes.
 
         `ends_with_rank_0`: False if rank 0 may finish before this process.
         """
@@ -52,7 +51,7 @@ class GroupMember:
         return group
 
     def leave(self, failure: Any) -> None:
-        """Writes the record and ends this process, from a thread: the main thread may hang on an accelerator."""
+        """Writes the record and ends this process from a thread, because the main thread may hang on an accelerator."""
         from manyhands.worker.failure import describe_peer, leave_record
 
         record = leave_record(describe_peer(failure, **self._position()), self.folder)
@@ -61,7 +60,7 @@ class GroupMember:
             self.group.abort()
 
     def roll_called(self) -> AbstractContextManager[None]:
-        """Starts the liveness check that names missing processes, if no agent does that."""
+        """Starts the liveness check, which reports missing processes, unless an agent does that."""
         group, trainer = self.group, self.trainer
         if group.store is None or self.process_info.started_by in {OUR_HEAD, MET}:
             return nullcontext()
@@ -77,16 +76,16 @@ class GroupMember:
         return LivenessCheck(group.store, self.process_info, group.present, beat, say).answering()
 
     def hung(self) -> str:
-        """Returns why this process can't save any more; empty if it can."""
+        """Returns the reason why this process can't save any more, or an empty string."""
         return self.trainer.heartbeats.hung() if self.trainer else ""
 
     def last_words(self, why: str) -> None:
-        """Prints which step was saved, before the process is killed."""
+        """Prints the last saved step before the process is killed."""
         if self.process_info.rank == 0 or self.process_info.started_by == "--init":
             terminal.say(str(unsaved(self.folder.path, saved_step(self.folder), why)))
 
     def record_of(self, error: BaseException) -> Failure:
-        """Writes and returns the record of a failure, with the first cause if it is known."""
+        """Writes and returns the record of a failure, with the first cause if known."""
         from manyhands.worker import failure
 
         self._failed, position = True, self._position()
@@ -112,7 +111,7 @@ class GroupMember:
 
 
 def share_folder(world: Any, folder: RunFolder) -> RunFolder:
-    """Returns the run folder with rank 0's path, and creates it on every machine."""
+    """Returns the run folder with rank 0's path, and creates it on every machine; a collective."""
     from manyhands.parallel.group.plain import broadcast_plain
 
     folder = RunFolder(Path(broadcast_plain(str(folder.path.absolute()), world)))
@@ -121,7 +120,7 @@ def share_folder(world: Any, folder: RunFolder) -> RunFolder:
 
 
 def publish_invalid_rank(job: Job, process_info: ProcessInfo, what: str) -> None:
-    """Reports to all waiting processes that this process has an invalid rank and ends."""
+    """Reports to all waiting processes that this process ends because its rank is invalid."""
     # Silences torch's C++ log.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     from manyhands.parallel.group.rendezvous import report_invalid_rank, report_to_waiting_ranks
@@ -132,7 +131,7 @@ def publish_invalid_rank(job: Job, process_info: ProcessInfo, what: str) -> None
 def shared_options(job: Job) -> str:
     """Returns the version and the options that must be equal on all processes, such as "train.epochs=3 …".
 
-    Numbers are written in full, other values as digests, because they may be private.
+    Numbers are written as they are, other values as digests, because they may be private.
     """
 
     def word(value: Any) -> str:
@@ -140,7 +139,7 @@ def shared_options(job: Job) -> str:
         return text if isinstance(value, int | float) else hashlib.sha256(text.encode()).hexdigest()[:12]
 
     own = {
-        # Ranks may name the rendezvous differently, and it compares the world size.
+        # Each rank may specify the rendezvous in another way, and the rendezvous compares the world size.
         "cluster": set(ClusterOptions.model_fields) - {"backend"},
         "data": {"workers", "machine_workers"},
         "run": {"out", "report"},

@@ -1,4 +1,4 @@
-"""Sessions and trained networks of the Python interface, in the user's own process."""
+"""Sessions and trained networks of the Python interface, in the user's process."""
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,8 +29,7 @@ from manyhands.worker.run_metadata import write_metadata
 
 __all__ = ["as_picture", "existing_process_info", "guess", "guess_files", "load_weights", "open_trained", "opened"]
 
-# Exit codes of a user's loop that are no failure.
-_IN_ORDER = {None, 0, EXIT_SAVED}
+_IN_ORDER = {None, 0, EXIT_SAVED}  # exit codes of a user's loop that are no failure
 
 
 @contextlib.contextmanager
@@ -42,7 +41,7 @@ def opened(
     scheduled: bool,
     metrics: Mapping[str, Any],
 ) -> Iterator[Session]:
-    """Opens a session among processes that run the same `program`, with rank 0's run folder or without.
+    """Opens a session among processes that run the same `program`, with rank 0's run folder or without one.
 
     `scheduled`: the job sets the learning rate; `metrics`: the user's metric objects.
     """
@@ -71,7 +70,7 @@ def opened(
 
 
 def load_weights(model: nn.Module, run: Path) -> None:
-    """Loads the last weights of a run into a network, and records its training data."""
+    """Loads a run's last weights into a network, and records the network's training data."""
     path = resolve(run, "last")
     snapshot = load(path)
     load_snapshot(snapshot, model, str(path))
@@ -80,15 +79,15 @@ def load_weights(model: nn.Module, run: Path) -> None:
 
 
 def digest_of_network(model: nn.Module) -> dict[str, str]:
-    """Digests which parameters of a user's network are trained, and its initial weights."""
+    """Returns digests of the names of a network's trainable parameters, and of its initial weights."""
     return digest_trainable(model) | digest_weights(model)
 
 
 def digest_of_objects(job: Job, objects: Objects) -> dict[str, str]:
-    """Digests data that a user gives as objects."""
+    """Returns digests of data sets passed as objects; empty without them."""
     return digest_data(open_splits(job, World(), objects)) if objects.train_set is not None else {}
 
 
 def guess_files(path: Path, files: Sequence[Path], model: str | None, device: str) -> Iterator[Guesses | str]:
-    """Predicts the classes of each picture with a checkpoint; yields a text for one that can't be read."""
+    """Predicts the classes of each picture with a checkpoint; yields a message for an unreadable picture."""
     return guess(open_trained(path, model=model, device=device), files, skip=True)

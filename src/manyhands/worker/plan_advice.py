@@ -52,7 +52,7 @@ class Advice(NamedTuple):
 def advised(found: SearchResult, sync: dict[str, Any], fewer: Sequence[PlanCandidate], *, apart: bool) -> Advice:
     """Recommends fewer processes if they are as fast, else the selected plan.
 
-    `sync` is from `as_plain`, `fewer` is data parallel on fewer processes; `apart`: each process has its own machine.
+    `sync` is the result of `as_plain`, `fewer` is data parallel on fewer processes; `apart`: one process per machine.
     """
     world_size = found.request.world_size
     seconds = found.pick.measured_seconds.get(found.pick.name) or found.chosen.prediction.seconds
@@ -69,25 +69,25 @@ def advised(found: SearchResult, sync: dict[str, Any], fewer: Sequence[PlanCandi
 
 
 def sync_row(method: dict[str, Any]) -> str:
-    """The name of a sync method in the table."""
+    """Returns the name of a sync method in the table."""
     return DATA_PARALLEL if method["method"] == EXACT else f"{DATA_PARALLEL}, {sync_words(method)}"
 
 
 def sync_words(method: dict[str, Any]) -> str:
-    """The name, codec and interval of a sync method."""
+    """Returns name, codec and interval of a sync method."""
     codec = f" {method['codec']}" if method["codec"] else ""
     pace = f" every {method['every']}" if method["every"] > 1 else ""
     return f"{method['method']}{codec}{pace}"
 
 
 def sync_seconds(sync: dict[str, Any]) -> float | None:
-    """The seconds of a data-parallel update with the job's sync method; None for allreduce, which plans assume."""
+    """Returns the seconds of a data-parallel update with the job's sync method; None for allreduce."""
     taken = sync_taken(sync)
     return taken["step_s"] if taken and taken["method"] != EXACT else None
 
 
 def sync_taken(sync: dict[str, Any]) -> dict[str, Any] | None:
-    """The row of the job's sync method."""
+    """Returns the row of the job's sync method."""
     if sync["asked"] == AUTO:
         return next(row for row in sync["methods"] if row["chosen"])
     rows = [row for row in sync["methods"] if row["method"] == sync["asked"]]

@@ -15,17 +15,16 @@ from manyhands.sync.link_speeds import LinkSpeed
 from manyhands.worker.plan_advice import sync_seconds, sync_taken, sync_words
 from manyhands.worker.plan_search import JobCase, PlanRequest, case_to_plan, make_links
 
-# Seconds for timing all shares of an update, and each of them.
-_BUDGET_S, _EACH_S, _ROUNDS = 60.0, 1.0, 3
+_BUDGET_S, _EACH_S, _ROUNDS = 60.0, 1.0, 3  # seconds for timing all shares of an update, and for each share; rounds
 
 
 @dataclass(frozen=True)
 class Growth:
     """A scaling prediction."""
 
-    rows: list[dict[str, Any]]  # for each number of machines, ascending: plain data
+    rows: list[dict[str, Any]]  # plain data for each number of machines, ascending
     about: dict[str, Any]  # the job, as plain data
-    notes: list[str]  # sentences on what was left out or is in doubt
+    notes: list[str]  # sentences on omitted or uncertain results
 
     @property
     def title(self) -> str:
@@ -36,10 +35,10 @@ class Growth:
 
 
 def predict_growth(job: Job, requested: Mapping[str, Any]) -> Growth:
-    """Predicts throughput, efficiency and cost on several numbers of machines of one process each.
+    """Predicts throughput, efficiency and cost for several numbers of machines with one process each.
 
-    `requested` has the "first" and "last" number of machines, and "link", "measure" and "device_model" of
-    `PlanRequest`. Raises UserError: a request can't be satisfied.
+    `requested` has the keys "first" and "last" (numbers of machines), and "link", "measure" and "device_model" of
+    `PlanRequest`. Raises UserError if a request can't be satisfied.
     """
     first, last = requested["first"], requested["last"]
     request = PlanRequest(last, **{key: value for key, value in requested.items() if key not in {"first", "last"}})
@@ -76,15 +75,15 @@ def numbers_of_machines(first: int, last: int) -> list[int]:
 
 
 def _shares(case: JobCase, sizes: Mapping[int, int]) -> dict[int, Timing | None]:
-    """Times one machine's update by number of samples: medians of rounds in turns, because the load varies.
+    """Times one machine's update by number of samples: medians of interleaved rounds, because the load varies.
 
-    Shares that the time isn't enough for are extrapolated. `sizes`: the number of machines, by the samples of each.
+    Shares beyond the time limit are extrapolated. `sizes`: the number of machines by samples per machine.
     """
     began_s = time.monotonic()
     points: dict[int, list[Timing]] = {}
     for samples, count in sorted(sizes.items()):
         least = max(points, default=0)
-        # Once to warm up, and once to be timed.
+        # One pass to warm up, and one to be timed.
         expected_s = 2 * samples * points[least][0].seconds / least if least else 0.0
         if time.monotonic() - began_s + expected_s > _BUDGET_S:
             break
@@ -108,7 +107,7 @@ def _middle(taken: Sequence[Timing]) -> Timing:
 
 
 def _beyond(points: Sequence[tuple[int, Timing]], samples: int) -> Timing:
-    """Extrapolates the line through the last two points, or through zero and the only one."""
+    """Extrapolates the line through the last two points, or through zero and a single point."""
     few, shorter = points[-2] if len(points) > 1 else (0, Timing(0.0))
     many, longer = points[-1]
     slope = max(0.0, longer.seconds - shorter.seconds) / (many - few)

@@ -49,22 +49,18 @@ from manyhands.train.optimize import make_optimizer, slots_of, steps_to_make
 from manyhands.train.precision import make_network, plain_precision, resolve_precision, sizes_of
 from manyhands.worker.plan_advice import Advice, advised, as_plain, sync_row, sync_seconds
 
-# Runs a task in processes of a job; returns what rank 0 returned.
-RunTask = Callable[[Job, dict[str, Any]], dict[str, Any]]
-# Timings of more processes than this on one machine depend more on the machine than on the plan.
-MOST_TIMED = 8
+RunTask = Callable[[Job, dict[str, Any]], dict[str, Any]]  # runs a task in a job's processes; returns rank 0's result
+MOST_TIMED = 8  # timings of more processes on one machine depend more on the machine than on the plan
 ROUNDS = 8
 TIMES_BUDGET_S = 30.0
 NETWORK = "network"
-# Seconds for timing the share of one number of processes: of the plan's, and of fewer.
-_SHARE_S, _FEWER_S = 10.0, 4.0
-# Actions of the task "plan".
-LINKS, MEASURE, VERIFY = "links", "measure", "verify"
+_SHARE_S, _FEWER_S = 10.0, 4.0  # seconds for timing one process's share, with the plan's number of processes, and fewer
+LINKS, MEASURE, VERIFY = "links", "measure", "verify"  # actions of the task "plan"
 _LINK_BUDGET_S = 5.0
 
 
 def network_of(job: Job, world: World | None = None, objects: Objects | None = None) -> dict[str, Any]:
-    """Returns channels, size, classes, and samples in an update (batch) and in an epoch. Raises UserError: no data."""
+    """Returns channels, size, classes, and samples per update (batch) and per epoch. Raises UserError without data."""
     objects = objects or Objects()
     splits = open_splits(job, world or World(), objects)
     sizes, samples = sizes_of(job, splits, pixels_for(job, splits, objects)), len(splits.train)
@@ -78,7 +74,7 @@ def picture(job: Job, network: dict[str, Any], device: str) -> Tensor:
 
 
 def graph_of(model: nn.Module, sample: Tensor, *, cross_entropy: bool = True) -> Graph:
-    """Returns the ops of a network in training mode with grouped BatchNorm layers."""
+    """Returns the ops of a network in training mode, with grouped BatchNorm layers."""
     group_batch_norms(model)
     graph = describe_network(model, sample)
     if not cross_entropy:
@@ -87,13 +83,13 @@ def graph_of(model: nn.Module, sample: Tensor, *, cross_entropy: bool = True) ->
 
 
 def norm_group(job: Job, batch: int) -> int:
-    """Returns the size of BatchNorm groups; 0: all samples of a process."""
+    """Returns the size of BatchNorm groups; 0 means all samples of a process."""
     group = job.train.norm_group
     return batch if group == "global" else group if isinstance(group, int) else 0
 
 
 def case_of(job: Job, network: dict[str, Any], device: str, objects: Objects | None = None) -> PlanCase:
-    """Returns the updates of a job on random samples."""
+    """Returns a case that runs updates of a job on random samples."""
     own, batch = objects or Objects(), network["batch"]
     options = job.train.model_copy(update={"lr": 1e-6})
     return PlanCase(
@@ -117,16 +113,16 @@ class PlanRequest:
     """The user's request for a plan, as text."""
 
     world_size: int  # processes
-    mesh: str = ""  # such as dp=2,tp=2; empty for all
+    mesh: str = ""  # such as dp=2,tp=2; empty: all meshes
     pins: Mapping[str, str] = field(default_factory=dict[str, str])  # strategies by op
-    memory: str = ""  # such as 14GiB; empty for no limit
-    link: str = ""  # such as 1gbit, between any two processes; empty for one machine's own
+    memory: str = ""  # memory per process, such as 14GiB; empty: no limit
+    link: str = ""  # between any two processes, such as 1gbit; empty: within one machine
     fill: str = "search"  # "search" or "data", for ops without a pin
     measure: bool = True  # time ops and the best plans on this machine
-    device_model: str = ""  # the processes' devices, where they aren't this machine's; nothing is measured then
+    device_model: str = ""  # the device, if it isn't on this machine; nothing is then measured
 
     def as_search(self, job: Job, batch: int, device: str) -> SearchRequest:
-        """Returns the parsed request. Raises UserError: it is invalid."""
+        """Returns the parsed request. Raises UserError if it is invalid."""
         mesh = parse_mesh(self.mesh, "--mesh") if self.mesh else None
         memory, group = parse_memory(self.memory) if self.memory else None, norm_group(job, batch)
         more = {"accelerator": not device.startswith("cpu"), "fill": self.fill}
@@ -134,7 +130,7 @@ class PlanRequest:
 
 
 def make_links(within: LinkSpeed, between: LinkSpeed | None) -> LinksOf:
-    """Returns a function for the links of a mesh; with `between`, each process has its own machine."""
+    """Returns the function that returns the links of a mesh; with `between`, each process has its own machine."""
     if between:
         return lambda mesh: links_of(mesh, per_machine=1, between=between)
     return lambda mesh: links_of(mesh, within=within)
@@ -142,24 +138,24 @@ def make_links(within: LinkSpeed, between: LinkSpeed | None) -> LinksOf:
 
 @dataclass(frozen=True)
 class JobCase:
-    """A job to plan, and its times on this machine, each measured once."""
+    """A job to plan, and its times on this machine; each time is measured once."""
 
-    job: Job  # `resolved` sets all processes, the precision and the layout
+    job: Job  # the job; `resolved` sets the number of processes, the precision and the layout
     network: dict[str, Any]  # see `network_of`
-    device: str  # or the name of a device model
-    between: LinkSpeed | None  # if each process has its own machine
-    modelled: DeviceModel | None  # the device, if it is not on this machine
+    device: str  # torch's device, or the name of a device model
+    between: LinkSpeed | None  # the link between machines, if each process has its own machine
+    modelled: DeviceModel | None  # the model of a device that isn't on this machine
     measured: bool  # False to measure nothing
     rates: tuple[float, float] | None = None  # operations and bytes per second of a device model
     said: tuple[str, ...] = ()  # messages about the choices
 
     @property
     def here(self) -> str:
-        """The device of the network on this machine."""
+        """The device on this machine that the network is created on."""
         return "cpu" if self.modelled else self.device
 
     def resolved(self, processes: int) -> "JobCase":
-        """Resolves precision and layout, measured if requested and if the device is on this machine."""
+        """Resolves precision and layout, by measurement if requested and if the device is on this machine."""
         smaller = batch_noted(self.job.train.batch, self.network["samples"])
         if self.modelled:
             found = plain_precision(self.job)
@@ -182,7 +178,7 @@ class JobCase:
         return make_network(self.job, self.network, self.here)
 
     def share(self, processes: int, budget_s: float = _SHARE_S) -> Timing | None:
-        """Returns the time of one process's share of an update, divided among `processes`."""
+        """Measures the time of one process's share of an update that is divided among `processes`."""
         if not self.measured:
             return None
         threads = self.job.cluster.threads or (0 if self.between else max(1, torch.get_num_threads() // processes))
@@ -190,8 +186,8 @@ class JobCase:
         return share_timing(case, processes, threads, self.job.train.micro_batch, budget_s)
 
     def fewer(self, found: SearchResult) -> tuple[PlanCandidate, ...]:
-        """Returns data parallel on fewer processes; without measurements, only on separate machines."""
-        # Estimates don't know that processes of one machine share its cores.
+        """Returns data parallel on fewer processes; without measurements, only if these don't share CPU cores."""
+        # Estimates ignore that the processes of one machine share its cores.
         apart = self.between is not None or self.device != "cpu"
         if found.request.pins or not (apart or self.measured):
             return ()
@@ -200,22 +196,19 @@ class JobCase:
         return tuple(options_of(counts, found.fewer, {count: one for count, one in timed.items() if one}))
 
     def worked(self, link: LinkSpeed) -> LinkSpeed:
-        """Adds the time in which messages occupy the cores of a process."""
+        """Returns the link with the CPU time that messages take on each process."""
         if self.device != "cpu" or not self.measured:
             return link
         return link.with_work_of(work_of_sums(cores() / (1 if self.between else self.job.cluster.processes)))
 
     @functools.cached_property
     def _pass_s(self) -> float:
-        """The seconds to add two vectors of all parameters; 0 without measurements."""
+        """The seconds of an addition of two vectors of all parameters; 0 without measurements."""
         count = sum(one.numel() for one in self._model.parameters() if one.requires_grad)
         return pass_seconds(count, self.device) if self.measured else 0.0
 
     def sync_methods(self, data: PlanCandidate, links: LinksOf, link: LinkSpeed) -> dict[str, Any]:
-        """Predicts the cost of sync methods beside the plan `data` for data parallel, as JSON data.
-
-        Allreduce costs what the plan says; `link` is the one between two processes.
-        """
+        """Predicts the cost of each sync method for data parallel, as JSON data; allreduce has the cost of `data`."""
         trained = [one for one in self._model.parameters() if one.requires_grad]
         own, predicted = links(data.mesh), data.prediction
         moved_s = sum(one.seconds(own) for one in predicted.collectives if one.when == STATISTICS)
@@ -236,7 +229,7 @@ class JobCase:
 
 
 def case_to_plan(job: Job, request: PlanRequest) -> JobCase:
-    """Reads a job's data and the speed of its links. Raises UserError: one of them is missing or invalid."""
+    """Reads a job's data and the speed of the links. Raises UserError if one of them is missing or invalid."""
     check_method(job.sync.method)
     modelled = device_model(request.device_model) if request.device_model else None
     device = modelled.name if modelled else device_kind(job.cluster.device, request.world_size)
@@ -311,10 +304,10 @@ class Planned:
 
     found: SearchResult
     case: JobCase
-    notes: tuple[str, ...]  # sentences on what was left out
+    notes: tuple[str, ...]  # sentences on ops that are not sharded or not timed
     sync: dict[str, Any]  # see `JobCase.sync_methods`
     fewer: tuple[PlanCandidate, ...]  # data parallel on fewer processes
-    advice: Advice  # what is recommended, and why
+    advice: Advice  # the recommended plan, with the reason
 
     @property
     def candidates(self) -> list[PlanCandidate]:
@@ -331,7 +324,7 @@ class Planned:
 
     @property
     def plan(self) -> Plan:
-        """The chosen plan as in its file, with the fields to create the network again."""
+        """The chosen plan as written to the file, with the fields to create the network again."""
         plan = self.found.plan
         model = self.case.job.model
         own = {"model": {"name": model.name, **model.model_dump(mode="json", exclude_defaults=True)}}
@@ -344,16 +337,16 @@ class Planned:
         return replace(plan, about={**plan.about, **said, NETWORK: {**own, **data}, "sync": self.sync})
 
     def as_plain(self, files: tuple[Path, Path]) -> dict[str, Any]:
-        """Returns the result as JSON data, with the names of its files."""
+        """Returns the result as JSON data, with the paths of plan and picture."""
         return {"plan": str(files[0]), "picture": str(files[1]), **self.plan.as_plain()}
 
 
 def search_plan(
     job: Job, requested: Mapping[str, Any], out: Path, run_task: RunTask, *, force: bool
 ) -> tuple[Planned, tuple[Path, Path]]:
-    """Searches for the plan of a job, times the best ones here if requested and possible, and writes plan and picture.
+    """Searches for a job's plan, times the best plans here if requested and possible, and writes plan and picture.
 
-    Raises ManyhandsError: a request can't be satisfied, timing failed, or a file would be overwritten.
+    Raises ManyhandsError if a request can't be satisfied, timing failed, or a file would be overwritten.
     """
     request = PlanRequest(**{**requested, "pins": parse_pins(requested["pins"])})
     case = case_to_plan(job, request)
@@ -392,18 +385,18 @@ def search_plan(
 
 
 def with_processes(job: Job, count: int) -> Job:
-    """Returns the job with `processes` processes on this machine."""
+    """Returns the job with `count` processes on this machine."""
     own = {"processes": count, "hosts": (), "hostfile": "", "file": "", "rank_table": "", "init": ""}
     return job.model_copy(update={"cluster": job.cluster.model_copy(update=own)})
 
 
 def plan_task(action: str, network: dict[str, Any], plans: dict[str, Any]) -> dict[str, Any]:
-    """Returns the task to verify or time plans by name; None stands for data parallel."""
+    """Returns the task that verifies or times plans by name; None means data parallel."""
     return {"task": "plan", "action": action, "network": network, "plans": plans, "rounds": ROUNDS}
 
 
 def _check_free(path: Path, *, force: bool) -> Path:
-    """Returns the path of the picture. Raises UserError: a file would be overwritten; with `force`, not a plan's."""
+    """Returns the path of the picture. Raises UserError if a file would be overwritten; `force` allows it for plans."""
     if path.suffix.lower() != ".json":
         raise UserError(f"the plan file must end in .json: {path.name}", "--out", ("choose --out plan.json",))
     drawing = path.with_suffix(".png")
@@ -418,9 +411,9 @@ def _check_free(path: Path, *, force: bool) -> Path:
 def decide(job: Job, world: World, folder: RunFolder, objects: Objects) -> tuple[Plan | None, dict[str, Any]]:
     """Selects the plan of the processes, the same on all of them; a collective.
 
-    A run that resumes on the same number of processes with the same requests keeps its plan. Returns the plan, None for
-    data parallel; and fields of plan.json: the reason, and each candidate's times. Raises UserError on all processes: a
-    request can't be satisfied.
+    A run that resumes with the same number of processes and the same requests keeps its plan. Returns the plan, None
+    for data parallel, and fields of plan.json: the reason, and each candidate's times. Raises UserError on all
+    processes if a request can't be satisfied.
     """
     options = job.parallel
     key = [list(options.pin), options.mesh, options.memory, options.link, options.plan, options.full_batch]
@@ -437,7 +430,7 @@ def decide(job: Job, world: World, folder: RunFolder, objects: Objects) -> tuple
     network = network_of(job, world, objects)
     case = case_of(job, network, world.device, objects)
     if own := objects.model:
-        # A user's own network, where its pictures are; in double precision where they are.
+        # The user's network on the device of the pictures, in double precision if they are.
         kind, device = torch.float64 if case.picture.dtype == torch.float64 else None, case.picture.device
         case = replace(case, make=lambda: copy.deepcopy(own).to(device, kind).train())
     link = measure_link(None, world.device, _LINK_BUDGET_S) if options.measure else WITHIN_A_MACHINE
@@ -457,7 +450,7 @@ def decide(job: Job, world: World, folder: RunFolder, objects: Objects) -> tuple
 
 
 def _previous(folder: RunFolder, world_size: int, key: list[Any]) -> dict[str, Any] | None:
-    """Returns the plan in this run folder for the same number of processes and the same requests."""
+    """Returns the plan in this run folder if it has the same number of processes and the same requests."""
     if not folder.plan.is_file() or not folder.has_checkpoints():
         return None
     plan = read_plan(folder.plan)
@@ -465,7 +458,7 @@ def _previous(folder: RunFolder, world_size: int, key: list[Any]) -> dict[str, A
 
 
 def _search(job: Job, world: World, case: PlanCase, link: LinkSpeed) -> dict[str, Any]:
-    """Searches on rank 0 and returns the result as plain data."""
+    """Searches for plans on rank 0 (see `broadcast_result`) and returns the result as plain data."""
     options = job.parallel
     pins = plan_of(options, world.size).ops if options.pin or options.full_batch else {}
     wanted = PlanRequest(world.size, options.mesh, pins, options.memory).as_search(job, case.batch, world.device)
@@ -482,13 +475,13 @@ def _search(job: Job, world: World, case: PlanCase, link: LinkSpeed) -> dict[str
             for one in found.options
         ],
         "untimed": list(found.notes),
-        # All finalists are in memory at once while they are timed.
+        # All finalists are in memory at the same time while they are timed.
         "measurable": limit is None or sum(one.prediction.memory_bytes for one in finalists) <= limit,
     }
 
 
 def try_out(job: Job, world: World, argument: dict[str, Any]) -> dict[str, Any]:
-    """Runs `argument["action"]`; all processes must call it and return the same plain data."""
+    """Runs `argument["action"]` and returns the same plain data on all processes; a collective."""
     if argument["action"] == LINKS:
         return {"link": asdict(measure_link(None, world.device, _LINK_BUDGET_S))}
     case = case_of(job, argument["network"], world.device)
@@ -500,5 +493,5 @@ def try_out(job: Job, world: World, argument: dict[str, Any]) -> dict[str, Any]:
 
 
 def plans_from(plans: dict[str, Any]) -> dict[str, Plan | None]:
-    """Reads plans by name from what `SearchResult.plans_of` returned; None for data parallel."""
+    """Parses plans by name from the result of `SearchResult.plans_of`; None means data parallel."""
     return {name: plan_from_plain(plan, f"plan of {name}") if plan else None for name, plan in plans.items()}

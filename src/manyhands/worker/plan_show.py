@@ -1,4 +1,4 @@
-"""Shows plan files op by op, and makes the tasks that verify or time them."""
+"""Shows plan files op by op, and creates the tasks that verify or time them."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -28,17 +28,17 @@ class PlanRow:
     kind: str = ""
     strategy: str = ""  # as in plan.json
     piece: str = ""  # the shape of the last process's output
-    parameter_mb: float = 0.0  # of its parameters, on one process
-    collectives: str = ""  # in a few words
+    parameter_mb: float = 0.0  # of the op's parameters, on one process
+    collectives: str = ""  # their count, kind and size
 
 
 @dataclass(frozen=True)
 class Shown:
-    """A plan file with its network."""
+    """A plan file with its network, to be shown."""
 
-    plan: Plan  # as read
-    rows: list[PlanRow]  # of its ops
-    job: Job  # that makes the network
+    plan: Plan  # the plan as read
+    rows: list[PlanRow]  # one per op
+    job: Job  # the job that creates the network
     network: dict[str, Any]  # channels, size, classes and batch
     notes: list[str]  # sentences on parts that stay unsharded
 
@@ -46,11 +46,11 @@ class Shown:
         return {**self.plan.as_plain(), "rows": [asdict(row) for row in self.rows], "notes": self.notes}
 
     def verification(self) -> tuple[Job, dict[str, Any]]:
-        """Returns the job on the plan's processes, and the task to verify the plan against one process."""
+        """Returns the job with the plan's processes, and the task that compares the plan's results with one process."""
         return self._with_task(plan_search.VERIFY, {})
 
     def comparison(self) -> tuple[Job, dict[str, Any]]:
-        """Returns the job, and the task to time the plan and data parallel in turns."""
+        """Returns the job, and the task that times the plan and data parallel in turns."""
         return self._with_task(plan_search.MEASURE, {DATA_PARALLEL: None})
 
     def _with_task(self, action: str, plans: dict[str, Any]) -> tuple[Job, dict[str, Any]]:
@@ -63,7 +63,7 @@ class Shown:
 def show_plan(path: Path, flags: Mapping[str, Any]) -> Shown:
     """Reads a plan and its network; `flags`, job values by dotted key, may name other data or another network.
 
-    Raises UserError: the file is not a plan, or the plan doesn't fit the network.
+    Raises UserError if the file is not a plan, or the plan doesn't match the network.
     """
     plan = read_plan(path)
     job, network = _remade(plan, flags, str(path))
@@ -81,7 +81,7 @@ def show_plan(path: Path, flags: Mapping[str, Any]) -> Shown:
 
 
 def _remade(plan: Plan, flags: Mapping[str, Any], where: str) -> tuple[Job, dict[str, Any]]:
-    """The job and the network of a plan, or of flags."""
+    """Returns the job and the network that the plan describes, or that flags name."""
     given = {key: value for key, value in flags.items() if value is not None}
     if given.get("data.name") or given.get("model.name"):
         job = load_job(given).job
@@ -98,7 +98,7 @@ def _remade(plan: Plan, flags: Mapping[str, Any], where: str) -> tuple[Job, dict
     if min(network.values()) < 1:
         raise UserError("the plan's network has a value below 1", f"{where}, network", ("create a new plan",))
     job = load_job({**model, "train.batch": network["batch"], **given}).job
-    # The digest of the graph detects changes.
+    # The digest of the graph detects changes of the code.
     announce([job.model.name], Path(where), None, "manyhands plan PLAN DATA {}", compared=False)
     return job, network
 
@@ -119,7 +119,7 @@ def _rows(
 
 
 def _words(sent: list[Collective]) -> str:
-    """Describes collectives: "2 all_reduce 0.4 MB"."""
+    """Formats collectives: "2 all_reduce 0.4 MB"."""
     sizes: dict[str, list[int]] = {}
     for one in sent:
         sizes.setdefault(one.kind, []).append(one.values * one.item_bytes)

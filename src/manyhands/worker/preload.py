@@ -1,4 +1,4 @@
-"""Imports what workers need before they are forked, so that they start at once and share its memory."""
+"""Imports the modules of workers before they are forked, so that they start at once and share memory."""
 
 import contextlib
 import importlib
@@ -16,7 +16,7 @@ from manyhands.parallel.options import USUAL_MODE
 
 @contextlib.contextmanager
 def opened_ahead(orders: Orders) -> Generator[None]:
-    """Unpacks the published data set of the workers in a thread that ends with the context."""
+    """Unpacks the workers' published data set in a thread, which ends with the context."""
     job = Job.model_validate(orders.argument["job"])
     named = orders.argument["task"] == "train" and not orders.argument.get("objects")
     if not named or not is_published(job.data.name) or job.data.held_out:
@@ -40,8 +40,8 @@ def import_training() -> None:
 def preload(orders: Orders | None = None) -> None:
     """Imports the training modules; the precision measurement and torchvision only if workers may need them.
 
-    Importing torchvision, and with it torch's compiler, takes as long as importing torch. Raises RunError: it can't be
-    imported.
+    An import of torchvision, and with it torch's compiler, takes as long as an import of torch. Raises RunError if
+    torchvision can't be imported.
     """
     import_training()
     job = Job.model_validate(orders.argument["job"]) if orders else None
@@ -58,7 +58,7 @@ def preload(orders: Orders | None = None) -> None:
 
 
 def _needs_no_torchvision(orders: Orders, job: Job) -> bool:
-    """True if network, data and optimizer are built in, and gradients are averaged through memory, not by DDP."""
+    """Returns True if network, data and optimizer are built in, and gradients are averaged in shared memory."""
     from manyhands.models.build import is_custom
 
     own = is_custom(job.model.name) and is_published(job.data.name) and job.train.built_in and not job.train.compile

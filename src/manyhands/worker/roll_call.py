@@ -1,6 +1,6 @@
-"""Liveness check without agents: a process with a late step asks all processes to answer and names the missing ones.
+"""Liveness check without agents: a process with a late step calls all processes and reports those without an answer.
 
-Otherwise each process only asks the store once a second whether another one has called.
+Otherwise each process only asks the store once a second whether a process has called.
 """
 
 import contextlib
@@ -21,19 +21,16 @@ from manyhands.parallel.group.heartbeat import Heartbeat, Seen
 from manyhands.parallel.group.listeners import close_rendezvous
 from manyhands.parallel.group.rendezvous import Answer, understood
 
-# Between the two heartbeats of an answer; nobody uses the store meanwhile.
-_COUNTED_S = 3.0
-# A process or store that hasn't answered after so long is silent.
-_PATIENCE_S = 10.0
-# How a process was started that has its own screen.
-BY_HAND = "--init"
+_COUNTED_S = 3.0  # between the two heartbeats of an answer, while nobody uses the store
+_PATIENCE_S = 10.0  # a process or store without an answer for so long is silent
+BY_HAND = "--init"  # `started_by` of processes that have their own terminals
 
 
 class LivenessCheck:
     """The liveness check of this process.
 
-    `present` is the description that each process gave at the rendezvous, by rank. `say` reports missing processes; it
-    is called on each late process that was started by hand, else on one.
+    `present` are the descriptions of all processes from the rendezvous, by rank. `say` reports missing processes; it is
+    called on each late process that was started by hand, else on one process.
     """
 
     def __init__(
@@ -45,12 +42,12 @@ class LivenessCheck:
         say: Callable[[str], None],
     ) -> None:
         by_file, own = process_info.init.startswith("file://"), dist.PrefixStore(f"roll/{process_info.attempt}", store)
-        # A separate client, so that the main thread never waits for this one's answers; but a second client of a file
-        # would create it again after rank 0 has removed it.
+        # A separate client, so that the main thread never waits for this thread's answers. A second client of a file
+        # would create the file again after rank 0 has removed it.
         self._store = own if by_file else own.clone()
         self._process_info, self._present, self._heartbeat, self._say = process_info, present, heartbeat, say
         self._held_by_rank_0 = not process_info.agent_store and not by_file
-        # The port of this process's store until it is closed to other hosts.
+        # The port of this process's store, until the store is closed to other hosts.
         self._open_port = store.port if self._held_by_rank_0 and process_info.rank == 0 else 0
         if self._held_by_rank_0:
             self._store.add("attending", 1)
@@ -58,7 +55,7 @@ class LivenessCheck:
 
     @contextlib.contextmanager
     def answering(self) -> Generator[None]:
-        """Asks and answers within the context; a second thread watches the store."""
+        """Calls and answers in the context; a second thread watches the store."""
         threads = [threading.Thread(target=each, daemon=True) for each in (self._attend, self._watch_the_store)]
         for thread in threads:
             thread.start()
@@ -71,7 +68,7 @@ class LivenessCheck:
 
     def _attend(self) -> None:
         number = 0
-        with contextlib.suppress(dist.DistError):  # the store has ended, which other code reports
+        with contextlib.suppress(dist.DistError):  # the store has ended, which is reported elsewhere
             while not self._over.wait(HEARTBEAT_S):
                 late = self._heartbeat().late
                 self._reported = self._reported and late
@@ -103,7 +100,7 @@ class LivenessCheck:
         self._asked_at = float("inf")
 
     def _answer(self, number: int) -> None:
-        """Answers a call; if this process is late itself, collects the answers and reports the silent processes."""
+        """Answers a call; if this process is late too, collects the answers and reports the silent processes."""
         begun, before = time.monotonic(), self._heartbeat()
         if self._over.wait(_COUNTED_S):
             return
@@ -129,7 +126,7 @@ class LivenessCheck:
         return answers
 
     def _from_outside(self, silent: Sequence[int], quiet_s: float) -> dict[int, list[Seen]]:
-        """What this machine's system knows of silent processes, at two times."""
+        """Returns two records, some seconds apart, of each silent process, from this machine's system."""
         heartbeat = self._heartbeat().model_copy(update={"still_s": 0.0, "calls": -1, "moved_bytes": 0, "cpu_s": 0.0})
         seen = {rank: [self._seen(rank, heartbeat, quiet_s)] for rank in silent}
         self._over.wait(_COUNTED_S)

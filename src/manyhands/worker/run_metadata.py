@@ -26,8 +26,8 @@ from manyhands.train.journal import Journal
 def write_metadata(trainer: Any, about: Mapping[str, Any] = MappingProxyType({})) -> None:
     """Writes job.toml, env.json, network.json and plan.json, and an event for each changed option; a collective.
 
-    If an earlier start has trained, the files are written after the first update of this one. `about` has further
-    fields of plan.json. Raises UserError: options were changed, but no update is left.
+    If an earlier start has trained, the files are written after the first update of this start. `about` has further
+    fields of plan.json. Raises UserError if options were changed, but no update remains.
     """
     from manyhands.parallel.group.plain import gather_plain
     from manyhands.train.exceptions import exception_of_buffers
@@ -87,10 +87,10 @@ def write_metadata(trainer: Any, about: Mapping[str, Any] = MappingProxyType({})
 
 
 def record_undone_steps(folder: RunFolder, journal: Journal, step: int) -> None:
-    """Marks the records of updates that are repeated because the last start did not save them."""
+    """Records which updates are repeated because the last start did not save them."""
     from manyhands.report.follow import end_of
 
-    # The last event is that of this start.
+    # The last event is from this start.
     resumed = (line for line in read_lines(folder.events) if line.get("kind") == "resumed")
     *_, since, _ = [0.0, 0.0, *(line.get("time", 0.0) for line in resumed)]
     lines = (line for line in end_of(folder.metrics) if isinstance(line.get("step"), int))
@@ -103,7 +103,7 @@ def record_undone_steps(folder: RunFolder, journal: Journal, step: int) -> None:
 def resolved(trainer: Any, plan: PlanRecord) -> dict[str, Any]:
     """Returns the resolved values of automatic options by dotted key, without options that the user set.
 
-    The job keeps the requested values, so that a resumed run resolves them again; precision and layout never change.
+    The job keeps the requested values, so a resumed run resolves them again; precision and layout never change.
     """
     job, pictures, world, sync = trainer.job, trainer.trained.pictures, trainer.world, trainer.sync.cost
     found: dict[str, Any] = {

@@ -18,11 +18,7 @@ from manyhands.parallel.group.tunnel_ends import tunnel_ends
 
 
 def main(words: list[str]) -> None:
-    """Runs the script.
-
-    `words` are the agent's folder for records, the folder for logs, the agent's process id, the rank to debug and its
-    port, the script, and its arguments.
-    """
+    """Runs the script; `words` are the agent's folders, process id and debug options, the script, and its arguments."""
     scratch, logs, agent, debug_rank, debug_port, script, *own = words
     rank = begin(scratch, logs, int(agent))
     try:
@@ -31,13 +27,13 @@ def main(words: list[str]) -> None:
         _run(script, own)
     except SystemExit:
         raise
-    except BaseException as error:  # noqa: BLE001 - whatever ended the script is its first cause
+    except BaseException as error:  # noqa: BLE001 - whatever ended the script is the first cause
         if isinstance(error, ManyhandsError) and error.__cause__ is None:
             say(str(error))
         else:
             traceback.print_exc()
         path = Path(os.environ[FAILURE_FILE])
-        if not path.exists():  # else `manyhands.fit` in the script has written it
+        if not path.exists():  # else `manyhands.fit` in the script wrote it
             from manyhands.worker.failure import describe_failure
 
             write_json(path, describe_failure(error, rank=rank, step=None, phase="script"))
@@ -56,7 +52,7 @@ def _run(script: str, own: list[str]) -> None:
     sys.argv = [script, *own]
     sys.path.insert(0, str(Path(script).resolve().parent))
     runpy.run_path(script, run_name="__main__")
-    # The threads of an open process group sometimes abort the process at its exit.
+    # The threads of an open process group sometimes abort the process at exit.
     distributed = sys.modules.get("torch.distributed")
     if distributed and distributed.is_available() and distributed.is_initialized():
         distributed.destroy_process_group()
