@@ -390,6 +390,8 @@ def test_a_stop_is_requested_of_the_innermost_block_from_any_thread_and_of_none_
     with ended_like_ctrl_c():
         assert not request_stop()
         with handled(lambda number, _frame: asked.append(number)):
+            with ended_like_ctrl_c():
+                assert not request_stop()
             thread = threading.Thread(target=request_stop)
             thread.start()
             thread.join()

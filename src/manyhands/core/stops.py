@@ -45,7 +45,7 @@ def handled(handler: Handler) -> Generator[dict[signal.Signals, Any]]:
     try:
         yield previous
     finally:
-        _OPEN.remove(handler)
+        del _OPEN[~_OPEN[::-1].index(handler)]  # the innermost, since the same handler may be open twice
         for number, before in previous.items():
             signal.signal(number, before)
 
