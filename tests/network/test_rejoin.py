@@ -18,7 +18,7 @@ from tests.network.test_launch import EXACT, agents, begun, gone, hosts, is_agen
 pytestmark = [pytest.mark.timeout(400), pytest.mark.slow]
 # Long enough for a machine to come back in; it is ended by `stop` once the machine has trained.
 LONG = ["digits", "mlp", "--epochs", "100000", "--set", "train.evaluate_every=1000", *QUICK, *EXACT]
-# Who is cut off notices after 15 s, saves what it can, and is gone after 20; the rest is a busy machine's.
+# Processes that are cut off end within ALONE_S (26 s), after a save; 3 s are for a busy machine.
 CUT_OFF_S = 29
 
 
