@@ -1,1 +1,1 @@
-"""A launcher and the agents of its machines: messages, and how workers are started, supervised and ended."""
+"""Both sides of supervision, launcher and agents: messages, and the start, watch and end of workers."""

@@ -9,14 +9,14 @@ from manyhands.cluster.agents.protocol import WorkersSeen
 from manyhands.core.timeouts import EVICT_S, HEARTBEAT_S
 from manyhands.parallel.group.heartbeat import Seen
 
-# A report of an agent is valid for so long; an agent that reports nothing has workers that are well.
+# An agent's report is valid for this long; agents send none while their workers make progress.
 _HOLDS_S = 3 * HEARTBEAT_S
-# The window of rates; the time without a heartbeat after which a process is silent.
+# Window of the rates; a process without a heartbeat for _QUIET_S is silent.
 _WINDOW_S, _QUIET_S = 6.0, 4.0
-# Heartbeats and the like move fewer bytes; a process that computes uses more of a processor.
+# Heartbeats and similar traffic stay below this rate; a computing process uses more than this share of a CPU.
 _MOVES_BYTES_PER_S, _BUSY = 4096, 0.3
 _NAMED = 4
-# Phases in which rank 0 works for all, however long a disk or a user's function takes.
+# Phases in which all ranks wait for rank 0, however long a disk or a user's function takes.
 _ALONE = ("save", "at_epoch_end")
 
 
@@ -34,19 +34,19 @@ class _Rank:
         return f"rank {self.seen.rank} on {self.host}"
 
     def rates(self) -> tuple[float, float]:
-        """Returns bytes per second, and processors in use."""
+        """Returns the bytes moved per second, and the number of processors in use."""
         (begin, before, spent), (end, after, now) = self.past[0], self.past[-1]
         seconds = max(end - begin, 1e-9)
         return ((after - before) / seconds if before else 0.0), (now - spent) / seconds
 
     @property
     def watched_s(self) -> float:
-        """Duration of the reports that it isn't well; short after a pause of this machine or of the whole run."""
+        """Seconds that the reports about it cover; few after a suspension of this machine or of the entire run."""
         return self.past[-1][0] - self.past[0][0]
 
     @property
     def silent(self) -> bool:
-        """True if it doesn't run at all."""
+        """True if the process doesn't run at all."""
         return self.seen.stopped or (self.seen.quiet_s > _QUIET_S and self.rates()[1] < _BUSY)
 
 
@@ -80,7 +80,7 @@ class Stalls:
         return f"step {late.seen.step + 1} has been stalled for {late.seen.stood_s:.0f} s{usual}; {_why(ranks)}{wake}"
 
     def hung(self) -> str:
-        """Returns why a stop request can't take effect; empty if it can, or if that is unknown."""
+        """Returns why a stop request can't take effect; an empty string if it can, or if that is unknown."""
         ranks = self._known()
         late = any(rank.seen.stood_s > rank.seen.limit_s for rank in ranks)
         # A rank that computes or receives bytes may yet reach the point where stop requests are read.
@@ -88,7 +88,7 @@ class Stalls:
         return _why(ranks) if any(rank.silent for rank in ranks) or (late and not progressing) else ""
 
     def culprit(self) -> tuple[int, str] | None:
-        """Returns the rank that blocks the others for good, with a message; None if that is unknown."""
+        """Returns the rank that blocks the others permanently, and a message; None if no such rank is known."""
         ranks = self._known()
         for rank in ranks:
             if rank.watched_s >= _QUIET_S and rank.silent and rank.seen.quiet_s > EVICT_S:

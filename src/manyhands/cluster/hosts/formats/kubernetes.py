@@ -19,7 +19,7 @@ def manifest(job: Submission) -> str:
     """Returns the YAML text for kubectl; the pods find each other by the variables that Kubeflow sets (PET_…)."""
     command = [word.replace(JOB, job.name) for word in job.command]
     resources: dict[str, Any] = {}
-    if job.accelerators:  # which a container takes as a limit
+    if job.accelerators:  # Kubernetes accepts accelerators only as a limit
         resources["limits"] = {"nvidia.com/gpu": job.accelerators}
     if job.threads:
         resources["requests"] = {"cpu": job.threads * job.processes}
@@ -47,9 +47,9 @@ def manifest(job: Submission) -> str:
 
 
 def from_environment(environment: Mapping[str, str]) -> Cluster | None:
-    """Reads the cluster that PET_* describe, with this machine's place in it; None without PET_NNODES.
+    """Returns the cluster that PET_* describe, with this machine's index; None without PET_NNODES.
 
-    Only the first machine's address is known; the other machines' names are empty. Raises UserError: a wrong value.
+    Only the first machine's address is known; other machines' names are empty. Raises UserError: an invalid value.
     """
     nodes = environment.get("PET_NNODES", "")
     if not nodes:

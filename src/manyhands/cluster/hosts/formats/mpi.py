@@ -11,7 +11,7 @@ from manyhands.core.errors import UserError
 PRECEDENCE = 1
 # Equal for all processes of one mpirun.
 JOB_NAMES = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PBS_JOBID", "LSB_JOBID", "SLURM_JOB_ID")
-# The variables of each kind of MPI with rank, size, local rank and local size, and what passes a variable to processes.
+# Variables of each MPI: rank, size, local rank, local size. Below: commands that pass a variable to processes.
 _FAMILIES = {
     "OpenMPI": (("OMPI_COMM_WORLD_RANK",), ("OMPI_COMM_WORLD_SIZE",),
                 ("OMPI_COMM_WORLD_LOCAL_RANK",), ("OMPI_COMM_WORLD_LOCAL_SIZE",)),
@@ -25,7 +25,7 @@ _PASSING = {"OpenMPI": "mpirun -x MASTER_ADDR=ADDRESS …", "MVAPICH": "mpirun_r
 
 
 def place(environment: Mapping[str, str]) -> LauncherPlace | None:
-    """Returns the rank; None for a single process. Raises UserError: a variable is missing, such as MASTER_ADDR."""
+    """Returns the rank; None for a single process. Raises UserError: a variable such as MASTER_ADDR is missing."""
     family = next((name for name, variables in _FAMILIES.items() if variables[0][0] in environment), "")
     if not family:
         return None
