@@ -73,10 +73,7 @@ class Ending:
 
 
 def first_cause(ending: Ending) -> Failure | None:
-    """Returns the failure that caused the others.
-
-    This is the earliest failure that isn't a consequence, else a lost machine, else a killed process.
-    """
+    """Returns the earliest failure that isn't a consequence, or else a lost machine, or else a killed process."""
     records = sorted(ending.records.values(), key=lambda record: (record.consequence, record.time))
     if ending.evicted:
         rank, why = next(iter(ending.evicted.items()))

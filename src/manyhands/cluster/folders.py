@@ -52,10 +52,7 @@ def write_job(folder: RunFolder, text: str) -> None:
 
 
 def replace_job(folder: RunFolder, text: str) -> None:
-    """Writes the job file; keeps the file of an earlier trained job as job-1.toml … unless only comments differ.
-
-    Raises OSError: the file can't be written; it keeps its content.
-    """
+    """Writes the job file; keeps the file of an earlier trained job as job-1.toml … unless only comments differ."""
     with temporary(folder.job) as part:
         part.write_text(text, encoding="utf-8")
         if folder.has_trained() and folder.job.is_file():

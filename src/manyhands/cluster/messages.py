@@ -105,7 +105,7 @@ class Request(Generic[R]):
 
 
 def call(method: Callable[Concatenate[Any, P], R], /, *args: P.args, **kwargs: P.kwargs) -> Request[R]:
-    """Returns the request that calls a remote method with these arguments."""
+    """Returns the request that calls a remote method with the given arguments."""
     _, *arguments = inspect.signature(method).bind(None, *args, **kwargs).arguments.items()
     return Request(Call(method.__name__, dict(arguments)), method)
 

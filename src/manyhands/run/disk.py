@@ -147,10 +147,7 @@ def request_of(root: Path, target: Path | None, size: int, quality: int) -> Pack
 def pack(
     request: PackRequest, *, processes: int = 0, replaced: bool = False, progress: Callable[[int, int], None]
 ) -> tuple[PackedSet, tuple[str, ...] | None]:
-    """Packs a folder, or resumes packing.
-
-    Returns the pack, and its unreadable pictures (None if the pack was up to date).
-    """
+    """Packs a folder or resumes packing; returns the pack and unreadable pictures (None if it was up to date)."""
     contents = read_contents(request.root)
     if not replaced and is_up_to_date(contents, request):
         return open_pack(request.target), None

@@ -35,8 +35,7 @@ from manyhands.report.read import read_run
 from manyhands.run.registry import RUNS, find_reference, headed_here, registered, remembered_reach
 
 POLL_S = 1.0  # interval between checks of the folder
-# Options whose values may name the user's code, in the order of announcements.
-_MAY_NAME_CODE = (
+_MAY_NAME_CODE = (  # options whose values may name the user's code, in this order
     "model.name", "data.name", "data.held_out", "train.loss", "train.optimizer", "train.schedule", "train.metrics",
 )  # fmt: skip
 
@@ -66,7 +65,7 @@ def run_folder(job: Job) -> Iterator[RunFolder]:
 
 
 def folder_to_be(job: Job) -> Path:
-    """Returns the folder of a new run: run.out, or the first free name of runs/<date>-<data>-<model>, …-2, …"""
+    """Returns the folder of a new run: run.out, or the first free name of runs/<date>-<data>-<model>, …-2 and so on."""
     if job.run.out:
         return Path(job.run.out)
     names = (job.run.script[0], "script") if job.run.script else (job.data.name, job.model.name)
@@ -211,7 +210,7 @@ class FolderWatch:
 
 
 def record_of(checkpoint: Path) -> TrainedNetwork | None:
-    """Returns the record of the network in a checkpoint or its run; None without one. Raises UserError: damaged."""
+    """Returns the record of the network in a checkpoint or its run, if any. Raises UserError: it is damaged."""
     return find_record(checkpoint, read_state(checkpoint) if checkpoint.is_dir() else {})
 
 
@@ -227,7 +226,7 @@ def load_resumed(name: str, flags: Mapping[str, Any]) -> LoadedJob:
 
 
 def announce_resumed(folder: RunFolder, loaded: LoadedJob) -> None:
-    """Announces code that a resumed run executes because its own job.toml names it. Raises UserError: refused."""
+    """Announces code that a resumed run executes because its job.toml names it. Raises UserError to refuse it."""
     keys = {"data": "data.name", "network": "model.name"}
     lost = [what for what in in_python(folder.path) if loaded.origins.get(keys[what]) == str(folder.job)]
     if lost:

@@ -50,10 +50,7 @@ _REQUEST, _JOINED = re.compile(rb"join ([^\n]+)\n"), "joined: "
 def launch(
     job: Job, machines: Sequence[Machine], *, quiet: bool = False, begun: Callable[[Path], None] = lambda _run: None
 ) -> Outcome:
-    """Trains on several machines, the first of which has rank 0.
-
-    Calls `begun` at every tick once the run trains.
-    """
+    """Trains on several machines, the first with rank 0; calls `begun` at every tick once the run trains."""
     refuse_doubles(machines)
     if not job.run.script:
         check_names(job, data=False)
@@ -130,8 +127,7 @@ def _keep_records(watch: Watch, receiver: Receiver, screen: Screen, source: str)
 
 def _prepare(job: Job, membership: Membership, starts: Starts, folder: RunFolder, screen: Screen) -> None:
     machines = membership.machines
-    # Checks come first, so that a user's mistake leaves no folders behind.
-    addresses = check_machines(job, screen.say, machines)
+    addresses = check_machines(job, screen.say, machines)  # first, so that a mistake leaves no folders
     prepare(machines, job.cluster)
     if not addresses:
         _refuse_devices(job, machines)
@@ -196,11 +192,11 @@ def _refuse_lost_checkpoints(job: Job, folder: RunFolder, machines: Machines) ->
 
 @contextmanager
 def join_listener(folder: Path, on_request: Callable[..., None], say: Say) -> Generator[Callable[[], None]]:
-    """Yields a function that accepts requests to join; call it often, it never waits.
+    """Yields a function that accepts requests to join; it never waits, and must be called often.
 
     `on_request` receives a machine and a function to notify it; it raises ManyhandsError to refuse the machine.
     """
-    path, clients = folder / SOCKET, dict[socket.socket, bytes]()  # received bytes
+    path, clients = folder / SOCKET, dict[socket.socket, bytes]()  # bytes received from each client
     with closing(socket.socket(socket.AF_UNIX)) as listener:
         try:
             path.unlink(missing_ok=True)

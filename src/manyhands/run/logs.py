@@ -28,8 +28,7 @@ from manyhands.core.timeouts import READ_LOG_S
 from manyhands.run.registry import head_of, is_running, remembered_reach
 
 POLL_S = 0.2
-# Limits against a damaged machines.json, because the file of each rank is requested.
-MOST_RANKS, MOST_PER_MACHINE = 1_000_000, 4096
+MOST_RANKS, MOST_PER_MACHINE = 1_000_000, 4096  # limits against a damaged machines.json: each rank's file is read
 
 
 class LogPlace(BaseModel):
@@ -100,8 +99,7 @@ def show_logs(folder: RunFolder, rank: int | None, *, last: int, follow: bool, s
             logs = stack.enter_context(_remote_logs(remote, rank, _ssh_options(folder, settings)))
         over = False
         while not over:
-            # Checked before the files are read, so that nothing written before the end is missed.
-            over = not (head and is_running(head))
+            over = not (head and is_running(head))  # before the files are read, to miss nothing
             for each, log in _local_logs(folder).items():
                 if rank in (None, each):
                     logs.setdefault(each, log)
@@ -134,8 +132,7 @@ def _remote_logs(places: Sequence[LogPlace], rank: int | None, options: ClusterO
         yield found
 
 
-# Options of the cluster that are executed, here or on the run's machines.
-EXECUTED = ("ssh", "python", "workdir")
+EXECUTED = ("ssh", "python", "workdir")  # executed here or on the run's machines
 
 
 def _ssh_options(folder: RunFolder, settings: Mapping[str, Any]) -> ClusterOptions:

@@ -35,7 +35,7 @@ _LONGEST = 300
 class Outcome:
     """The result of a run."""
 
-    folder: RunFolder  # the run folder
+    folder: RunFolder
     status: str  # "finished" or "stopped"
     is_main: bool = True  # True on the process that prints messages
 
@@ -48,7 +48,7 @@ class Outcome:
 
 
 def conclude(job: Job, folder: RunFolder, ending: Ending, earlier: int = 0) -> Outcome:
-    """Records the end of a run and writes the report; raises the first cause. `earlier` events precede this launch."""
+    """Records a run's end after `earlier` recorded starts and stops, writes the report, and raises the first cause."""
     if job.run.script and ending.interrupted:
         note(folder, "stopped")
         hints = (f"for its output: manyhands logs {shlex.quote(str(folder.path))}",)
@@ -166,7 +166,7 @@ def note_cause(folder: RunFolder, cause: Failure) -> None:
 
 
 def note_head(job: Job, folder: RunFolder, error: Exception) -> None:
-    """Records a failure of no rank: of an unusable machine, or of the launcher."""
+    """Records a failure that is not a rank's, but a machine's or the launcher's."""
     known = isinstance(error, ManyhandsError)
     what = error.message if known else f"{type(error).__name__}: {error}"
     where, hints = (error.where, [*error.hints]) if known else ("", [])
@@ -180,7 +180,7 @@ def ends_noted(job: Job, folder: RunFolder) -> Generator[None]:
     try:
         yield
     except KeyboardInterrupt as interrupt:
-        # With a second Ctrl-C, the first is its context, and work may be incomplete.
+        # A second Ctrl-C, while the first is handled, has the first as its context.
         raise interrupted(folder, idle=not isinstance(interrupt.__context__, KeyboardInterrupt)) from None
     except Exception as error:
         note_head(job, folder, error)
@@ -198,8 +198,7 @@ class Why:
     """The state of a run and its first cause; fields that are unknown are empty."""
 
     run: str  # the run folder
-    # "running", "finished", "stopped", "interrupted" (unsaved), "failed" or "killed" (without a record)
-    state: str
+    state: str  # running, finished, stopped, interrupted (unsaved), failed or killed (without a record)
     headline: str  # the progress, in a sentence
     cause: str = ""  # the first cause, in a sentence
     rank: int | None = None  # of the first cause; None if it was on no rank, or is unknown
@@ -313,8 +312,7 @@ def _first(run: RunData, event: Event | None) -> Failure:
     same = [one for one in run.failures if event and (one.what, one.rank) == (event.message, event.rank)]
     if same or not event:
         return (same or run.failures)[0]
-    # The rank may have overwritten the launcher's record with its own.
-    lost = re.match(r"(\S+) is lost: ", event.message)
+    lost = re.match(r"(\S+) is lost: ", event.message)  # the file of the rank has the rank's own record
     host = lost[1] if lost else str(event.data.get("host", ""))
     return Failure(
         time=event.time, rank=event.rank, host=host, pid=0, step=event.step,

@@ -240,8 +240,7 @@ def _train(job: Job, objects: Objects, processes: int | None, *, quiet: bool) ->
         raise UserError("fit can't start processes: this process is already in a process group", "fit", hints)
     if existing or not (processes is not None or job.cluster.processes):
         return train_in_process(job, _process_info(job), quiet=quiet, objects=objects)
-    # A launcher's rank and size take precedence over the job's number of processes.
-    elsewhere = place_of(job).process_info is None
+    elsewhere = place_of(job).process_info is None  # a launcher takes precedence over cluster.processes
     outcome = train(job, quiet=quiet, objects=objects)
     if elsewhere and objects.model is not None:
         from manyhands.worker.own_process import load_weights

@@ -23,8 +23,6 @@ from manyhands.run.outcome import note
 MOST_ALIKE = 3  # the same error this often within ALIKE_S would occur again after every restart
 MOST_IN_VAIN = 3  # starts in a row that saved nothing new
 Say = Callable[[str, str], object]  # prints a sentence, with its log level
-
-
 # Prepares the start with this index, which may drop or add machines.
 Prepare = Callable[[Job, int], Mapping[AgentConnection, Orders]]
 

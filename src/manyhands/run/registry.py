@@ -116,8 +116,7 @@ def _listed() -> tuple[list[Running], list[Running]]:
     for path in registry_folder().glob("*.json"):
         if (record := _load(Running, path)) is None:
             continue
-        # A moved run folder has a link at its old path.
-        try:
+        try:  # a moved run folder has a link at its old path
             record = record.model_copy(update={"run": str(Path(record.run).resolve())})
         except (OSError, ValueError):
             continue
@@ -146,7 +145,7 @@ def headed_here(run: Path) -> bool:
 
 
 def is_running(record: Running) -> bool:
-    """Returns True while the record exists and its launcher runs, as is assumed for other machines."""
+    """Returns True while the record exists and its launcher runs; launchers on other machines count as running."""
     return _path(record).is_file() and (not record.here or is_alive(record))
 
 
@@ -170,9 +169,9 @@ def _path(record: Running) -> Path:
 
 
 def find_run(word: str, *, parts: bool = True, active: bool = False) -> RunFolder:
-    """Returns the run of a folder, a name, a part of a name, or "last". Raises UserError: no such run, or several.
+    """Returns the run of a folder, a name, part of a name or "last". Raises UserError: no run matches, or several.
 
-    Without `parts`, `word` must begin the name, because it may also be the name of a data set. With `active`, active
+    Without `parts`, `word` must be the beginning of the name, because it may also be a data set. With `active`, active
     runs are preferred to ended ones.
     """
     working = {Path(record.run): None for records in _listed() for record in records}
@@ -200,7 +199,7 @@ def find_run(word: str, *, parts: bool = True, active: bool = False) -> RunFolde
 
 
 def named_by(word: str, names: Iterable[str], *, parts: bool = True) -> list[str]:
-    """Returns the names equal to a word, else those that begin with it, else (with `parts`) those that contain it."""
+    """Returns the names equal to `word`, or else those that begin with `word`, or else (with `parts`) contain it."""
     matches: list[Callable[[str], bool]] = [word.__eq__, lambda name: name.startswith(word), lambda name: word in name]
     found = ([name for name in sorted(set(names)) if fits(name)] for fits in matches[: 3 if parts else 2])
     return next(filter(None, found), []) if word else []
@@ -258,8 +257,7 @@ def stop_headless(folder: RunFolder, *, now: bool) -> bool:
     say(f"{how} of {run}{'' if now else ' to save and stop'}; the launcher is not on this machine")
     if term != Term():
         raise_term(ranks, Term(term.head + 1))
-    # A suspended agent (SIGSTOP) has not noticed that its launcher is gone; its workers end with it.
-    for pid in agents_here(ranks):
+    for pid in agents_here(ranks):  # a suspended agent doesn't notice the launcher's end; its workers end with it
         with suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGKILL if now else signal.SIGCONT)
     while agents_work(ranks):

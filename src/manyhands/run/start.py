@@ -269,7 +269,7 @@ class Starts(contextlib.ExitStack):
                 link.post(call(Agent.keep_records, folder, pieces))
 
     def finish_copy(self) -> None:
-        """Sends the remaining records and waits until they arrive; the loss of the machine is reported elsewhere."""
+        """Sends the remaining records and waits until they arrive; ignores the loss of the machine."""
         if self._copy:
             link, folder, sender = self._copy
             with contextlib.suppress(RunError):

@@ -104,8 +104,7 @@ def job_of(reference: Path, flags: Mapping[str, Any]) -> Job:
     job = load_job(dict(flags), file=run.job).job
     changes: dict[str, Any] = {
         "cluster": load_job({key: value for key, value in flags.items() if key.startswith("cluster.")}).job.cluster,
-        # The held-out set isn't used here, and may be missing.
-        "data": job.data.model_copy(update={"held_out": ""}),
+        "data": job.data.model_copy(update={"held_out": ""}),  # the held-out set isn't used here, and may be missing
     }
     if job.parallel.searches and run.plan.is_file():  # follow the plan that the run's processes found
         unsharded = read_plan_record(run.plan).mode == USUAL_MODE
@@ -122,7 +121,7 @@ def run_of(reference: Path) -> RunFolder | None:
 
 
 def resolve_checkpoint(reference: Path, which: str) -> Path:
-    """Returns the checkpoint that `reference` means, and prints skipped damaged ones. Raises UserError: none."""
+    """Returns the checkpoint of `reference`, and prints skipped damaged ones. Raises UserError: none is usable."""
     folder = RunFolder(reference)
     if folder.exists() and not folder.has_checkpoints():
         away = next((place for place in read_places(folder) if place.has(0) and not place.local), None)
@@ -169,7 +168,7 @@ def predict_files(
 
 
 def list_pictures(named: Iterable[Path]) -> list[Path]:
-    """Returns named files, and the pictures below named folders, by path. Raises UserError: a picture is missing."""
+    """Returns named files and the pictures below named folders, sorted by path. Raises UserError: none found."""
     from manyhands.data.decode import PICTURE_SUFFIXES
     from manyhands.data.walk import is_junk
 
@@ -213,10 +212,7 @@ def rewrite_checkpoint(reference: Path, target: Path, *, which: str, plan: Path 
 
 
 def _in_group_or_started(job: Job, task: Literal["evaluate", "predict"], argument: dict[str, Any]) -> dict[str, Any]:
-    """Runs a task in the group that a launcher formed (a collective), or else on processes started here.
-
-    Returns the result of the task; an empty dict on ranks other than 0.
-    """
+    """Runs a task in a launcher's group (a collective), or on new processes; returns {} on ranks other than 0."""
     process_info = place_of(job).process_info
     if process_info is None:
         return run_by_agent(job, {"task": task, **argument})
@@ -231,10 +227,7 @@ def _in_group_or_started(job: Job, task: Literal["evaluate", "predict"], argumen
 
 
 def run_by_agent(job: Job, argument: dict[str, Any]) -> dict[str, Any]:
-    """Runs a task on processes of this machine, in a temporary run folder; returns the result of rank 0.
-
-    `argument` is plain data: the key "task", and further arguments of the task.
-    """
+    """Runs the task `argument["task"]` (plain data) on processes of this machine; returns the result of rank 0."""
     with _private_folder() as folder:
         orders = orders_for(job, folder=str(folder.path), rendezvous=Rendezvous((job.cluster.processes,)), **argument)
         with closing(open_here(folder.ranks / "agent.log")) as link:

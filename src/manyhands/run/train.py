@@ -75,8 +75,7 @@ def train(job: Job, *, quiet: bool = False, objects: Any = None, rendezvous: Ren
         more, earlier = {"met": several, **_hand_over(objects, private)}, len(starts_and_stops(folder))
         with ends_noted(job, folder), closing(Screen(folder.path, quiet=quiet)) as screen:
             watch = watch_on(job, folder, screen, quiet=quiet)
-            # With one command per machine no launcher watches all processes: none are restarted or evicted.
-            watch.evicts &= not several
+            watch.evicts &= not several  # no launcher watches all processes: none are restarted or evicted
             agents, there = list[AgentConnection](), str(folder.path.resolve())
 
             def orders(job: Job, number: int) -> dict[AgentConnection, Orders]:
@@ -103,7 +102,8 @@ def trace(job: Job, steps: int, *, quiet: bool) -> Outcome:
 def check_names(job: Job, *, data: bool = True, model: bool = True) -> None:
     """Checks a job's data set, network, mode and method without torch. Raises UserError: one doesn't exist.
 
-    `data` is False for Python objects, and for folders that only another machine may have; `model` for objects.
+    `data` is False for Python objects, and for folders that only another machine may have; `model` is False for Python
+    objects.
     """
     if data:
         find_choice(job.data.name)

@@ -1,1 +1,1 @@
-"""Both sides of supervision, launcher and agents: messages, and the start, watch and end of workers."""
+"""Code of the launcher and of the agents that starts, supervises and ends workers, and the events between them."""

@@ -49,8 +49,7 @@ from manyhands.parallel.group.tunnel_ends import reach
 if TYPE_CHECKING:
     from manyhands.cluster.agents.tunnel import Tunnels
 
-# Interval between two checks for new records; bytes of a log in one answer at most.
-MIRROR_S, LOG_BYTES = 0.4, 1 << 20
+MIRROR_S, LOG_BYTES = 0.4, 1 << 20  # interval of checks for new records; bytes of a log in one answer at most
 
 
 class Agent(Probe):
@@ -106,8 +105,7 @@ class Agent(Probe):
 
         self.wire.remote = remote_launcher
         if remote_launcher and not self._reachable:
-            # If the temporary folder is full or its path too long, a lost connection can't be replaced.
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # without a socket, a lost connection can't be replaced
                 self.wire.send(protocol.Reachable(self.wire.listen(self._until_gone.enter_context(scratch("wire")))))
                 self._reachable = True
         return gather(wanted)
@@ -127,15 +125,11 @@ class Agent(Probe):
     @remote
     @private_files()
     def open_run(self, wanted: protocol.OpenRun) -> protocol.RunOpened:
-        """Creates and locks the run folder here, unless it is the launcher's own folder on a shared disk.
-
-        A folder with checkpoints keeps its run id, which the launcher compares.
-        """
+        """Creates and locks the run folder on this machine, unless it is the launcher's own folder on a shared disk."""
         path = Path(wanted.folder).expanduser().absolute()
         folder, shared = RunFolder(path), (path / "ranks" / wanted.token).is_file()
         term = self._term(folder, wanted.run, Term(wanted.term))
-        # A machine that never had rank 0 has checkpoints, but no job file.
-        if run_id(folder) != wanted.run:
+        if run_id(folder) != wanted.run:  # a machine that never had rank 0 has checkpoints, but no job file
             use_run_folder(path)
         self._sender, found = None, ""
         if not shared and not term > wanted.term > 0:
@@ -143,8 +137,7 @@ class Agent(Probe):
                 found = self._claim(folder, wanted)
             if found is not None and wanted.held is not None:
                 self._sender = Sender(path, wanted.held, output=wanted.output)
-        # After the claim, because workers of an earlier launcher have saved by now. Steps in the records may be saved
-        # on another machine.
+        # After the claim, because earlier workers have saved by now. Records may name steps saved on another machine.
         saved, held = max(saved_steps(folder), default=-1), Receiver(path).held()
         checkpoints, own = folder.has_checkpoints(), path in self._claimed
         return protocol.RunOpened(str(path), shared, checkpoints, found is None, found or "", saved, held, own, term)
@@ -214,7 +207,7 @@ class Agent(Probe):
 
     @remote
     def bind(self, address: str, port: int = 0) -> int:
-        """Listens on one address for the workers of all machines; the store is served there later. Returns the port."""
+        """Listens on one address for all workers; the store is served there later. Returns the port."""
         self._listener = listen(address, port)
         return self._listener.getsockname()[1]
 
@@ -288,8 +281,7 @@ def importing() -> Iterator[None]:
 
 def import_early() -> None:
     """Imports modules for workers, then moves the output to the log that the launcher names, or exits with it."""
-    # A failed import fails again, and is reported, at its first use.
-    with contextlib.suppress(Exception):
+    with contextlib.suppress(Exception):  # a failed import fails again, and is reported, at its first use
         importlib.import_module(ELASTIC)
         importlib.import_module(PRELOAD).import_training()
     path = b""
@@ -314,11 +306,9 @@ def set_threads(threads: int, size: int) -> None:
 
 def serve() -> None:
     """Serves the launcher on standard input and output, until it is gone."""
-    # The launcher handles these signals, and sends commands.
-    for stop in (signal.SIGINT, signal.SIGUSR1):
+    for stop in (signal.SIGINT, signal.SIGUSR1):  # the launcher handles these and sends commands
         signal.signal(stop, signal.SIG_IGN)
-    # Output of libraries must not mix with messages, so it goes to standard error.
-    output = os.dup(1)
+    output = os.dup(1)  # output of libraries must not mix with messages, so it goes to standard error
     os.dup2(2, 1)
     wire = Wire(output)
     with contextlib.ExitStack() as until_gone:
@@ -327,8 +317,7 @@ def serve() -> None:
             number, message = received
             if isinstance(message, Call):  # other messages are commands for workers that have ended
                 wire.send(reply_to(agent, message), number)
-    # Python's regular exit would unload torch slowly, while the user waits.
-    atexit._run_exitfuncs()
+    atexit._run_exitfuncs()  # Python's regular exit would unload torch slowly, while the user waits
     sys.stderr.flush()
     os._exit(0)
 

@@ -102,7 +102,7 @@ def run_id(folder: RunFolder) -> str:
 
 
 def set_run_id(folder: RunFolder, wanted: str = "") -> str:
-    """Writes and returns the id of a run, a new one if none is given."""
+    """Writes and returns the id of a run; a new random id if `wanted` is empty."""
     found = wanted or secrets.token_hex(16)
     write_atomic(folder.ranks / "id", found)
     return found

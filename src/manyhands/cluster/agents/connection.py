@@ -28,11 +28,9 @@ from manyhands.cluster.messages import Lines, Message, Misunderstood, R, Request
 from manyhands.core.errors import RunError, UserError
 from manyhands.core.timeouts import HEARTBEAT_S, RECONNECT_S, SILENT_S
 
-# The module that passes a new connection to an agent, its exit code if the agent has ended, and ssh's exit code for
-# errors.
+# Module that passes a new connection to an agent; its exit code without an agent; ssh's exit code for errors.
 RECONNECT, NO_AGENT, SSH_FAILED = "manyhands.cluster.agents.connection", 3, 255
-# Time limits for ssh's exit code after a loss, and for receiving the streams of a new connection.
-ENDED_S, PASS_ON_S = 0.5, 2.0
+ENDED_S, PASS_ON_S = 0.5, 2.0  # time limits: ssh's exit code after a loss; streams of a new connection
 ENDED_MS = 200  # a lost connection's second direction may end this much later
 # A closed pipe reports POLLHUP; a socket of sshd, closed in one direction, reports POLLRDHUP.
 _ENDED = select.POLLHUP | select.POLLERR | select.POLLNVAL | getattr(select, "POLLRDHUP", 0)
@@ -260,7 +258,6 @@ def answer_to(link: AgentConnection, number: int, request: Request[R]) -> list[R
 
 
 def _error(link: AgentConnection, failed: RequestFailed | str) -> RunError:
-    """Returns the error for a failed request, or for a lost machine."""
     name = link.machine.name
     if isinstance(failed, str):
         return LinkClosed(failed, name, (f"check that {name} is running and reachable: manyhands doctor --hosts …",))

@@ -11,8 +11,7 @@ import subprocess
 import sys
 from collections.abc import Generator, Sequence
 
-# With this argument an agent first imports torch, and then reads the path of its log, up to a NUL, from its input.
-EARLY = "early"
+EARLY = "early"  # argument of an agent that imports torch, and then reads the path of its log from its input
 SAFE = "-P"  # keeps Python from importing from the working folder, where others may write
 AGENT = (SAFE, "-m", "manyhands.cluster.agents.agent")
 # Variables of launchers, whose processes train without an agent.
@@ -20,8 +19,7 @@ _STARTED = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_R
 # Arguments of commands that don't train, or that train in their own process.
 _WITHOUT = ("-h", "--help", "--dry-run", "--show-config", "--init")
 
-# Open files of a command with its agent, and of each worker; the agent hangs if only 18 are allowed.
-FILES, FILES_EACH = 48, 8
+FILES, FILES_EACH = 48, 8  # open files of a command with its agent (18 are too few), and of each worker
 
 _untaken: list["subprocess.Popen[bytes]"] = []
 

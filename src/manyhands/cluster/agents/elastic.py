@@ -47,11 +47,9 @@ from manyhands.parallel.group.join import IFNAMES
 from manyhands.parallel.group.ports import loopback_interface
 
 ASKED = {*STOPS} - {signal.SIGINT}  # signals at which this process stops the workers
-# Intervals: polls, reports that workers still save, and checks for a newer launcher.
-POLL_S, REPORT_S, TERM_S = 0.05, 1.0, 0.5
+POLL_S, REPORT_S, TERM_S = 0.05, 1.0, 0.5  # intervals: polls, reports of leaving workers, checks for a newer launcher
 Tick = Callable[[], list[Message]]
-# Limits (lines, bytes) of the excerpt from the log of a failed worker.
-LAST_WORDS, LAST_BYTES = 8, 1 << 14
+LAST_WORDS, LAST_BYTES = 8, 1 << 14  # limits of the excerpt from the log of a failed worker
 
 
 class _Rendezvous(StaticTCPRendezvous):
@@ -70,8 +68,7 @@ class _Rendezvous(StaticTCPRendezvous):
         return 0
 
 
-# The cast is needed because torch's decorators hide the signatures of the overridden methods.
-class ElasticAgent(cast(Any, LocalElasticAgent)):
+class ElasticAgent(cast(Any, LocalElasticAgent)):  # torch's decorators hide the methods' signatures
     """PyTorch's agent with ranks from a list of sizes, a store on one address, and commands from the launcher."""
 
     def __init__(self, orders: Orders, listener: socket.socket | None, scratch: str, wire: Wire, tick: Tick) -> None:
@@ -101,8 +98,7 @@ class ElasticAgent(cast(Any, LocalElasticAgent)):
         return [Worker(local, rank, rank, size, role_world_size=size) for local, rank in ranks]
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        # Logs continue over all starts of a run.
-        for worker in worker_group.workers:
+        for worker in worker_group.workers:  # logs continue over all starts of a run
             log = Path(self._orders.logs) / f"{worker.global_rank}.log"
             self.log_starts[worker.global_rank] = log.stat().st_size if log.is_file() else 0
         # Signals reach a worker once it has set its handlers, and this process once it knows its workers.
@@ -111,8 +107,7 @@ class ElasticAgent(cast(Any, LocalElasticAgent)):
             started: dict[int, Any] = super()._start_workers(worker_group)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-        # torch waits 30 s for the peers of a failed process, and not every version has a setting for that.
-        close = self._pcontext.close
+        close = self._pcontext.close  # torch waits 30 s for the peers of a failed worker
         self._pcontext.close = lambda death_sig=None, timeout=LEAVE_S: close(death_sig, min(timeout, LEAVE_S))
         if self._listener:
             # The store starts a thread, so it is created after the fork; clients wait in the listener's queue.
@@ -131,7 +126,7 @@ class ElasticAgent(cast(Any, LocalElasticAgent)):
         if len(returned) == len(self._ranks()):
             return self._release(returned)
         for rank, exit_code in self._exit_codes().items():
-            # A worker of ours may be killed after it has returned, but must not exit before, even with code 0.
+            # A task's worker may be killed after it has returned, but must not exit before, even with code 0.
             ended = exit_code if script else exit_code is not None
             if exit_code is not None and ended and rank not in {*self.exits, *returned}:
                 self._report_exit(rank, exit_code)
@@ -163,8 +158,7 @@ class ElasticAgent(cast(Any, LocalElasticAgent)):
 
     def _release(self, returned: dict[int, Any]) -> RunResult:
         """Lets the workers exit after all have returned; workers that don't exit are killed by the elastic agent."""
-        # `Event.set` would wait for each waiting worker, which may have been killed.
-        event: Any = self._pcontext._worker_finished_event
+        event: Any = self._pcontext._worker_finished_event  # `Event.set` waits for workers that may be dead
         event._flag.acquire(False)
         event._flag.release()
         for _ in returned:
@@ -175,7 +169,7 @@ class ElasticAgent(cast(Any, LocalElasticAgent)):
         return RunResult(WorkerState.SUCCEEDED, return_values=returned)
 
     def _give_time(self, returned: Collection[int]) -> bool:
-        """Returns True while workers may save and exit by themselves; then kills them."""
+        """Returns True while workers may save and exit by themselves; afterwards kills them and returns False."""
         codes = self._exit_codes()
         left = {rank: pid for rank, pid in self._pids().items() if codes[rank] is None and rank not in returned}
         if not (left and self._leaving.patient(left, self._heartbeats.usual_s)):
@@ -187,7 +181,6 @@ class ElasticAgent(cast(Any, LocalElasticAgent)):
         return True
 
     def _exit_codes(self) -> dict[int, int | None]:
-        """Returns the exit code of each rank on this machine; None while the worker runs."""
         if self._orders.script:
             codes = [handler.proc.poll() for _, handler in sorted(self._pcontext.subprocess_handlers.items())]
         else:
@@ -228,12 +221,11 @@ class ElasticAgent(cast(Any, LocalElasticAgent)):
             if any(seen and seen.phase == "save" for seen in map(self._heartbeats.last, self._ranks())):
                 alone_s = ALONE_SAVING_S
         if (self._stopping_since and now - self._stopping_since > STOP_S) or (lost_at and now - lost_at > alone_s):
-            # A process that waits for a lost machine reacts to no other signal.
-            self._signal(signal.SIGKILL)
+            self._signal(signal.SIGKILL)  # a process that waits for a lost machine reacts to no other signal
             raise RendezvousGracefulExitError("the workers did not stop in time")
 
     def _launcher_lost_at(self) -> float:
-        """Returns the time of a lost launcher's last message, or when a detached run's was replaced; else 0."""
+        """Returns when a lost launcher sent its last message, or a detached run got a newer launcher; else 0."""
         if not self._orders.term:
             return 0.0 if self._wire.open else self._wire.last_received
         now = time.monotonic()
@@ -335,8 +327,7 @@ def run(orders: Orders, wire: Wire, tick: Tick, listener: socket.socket | None) 
     takes over `listener`.
     """
     logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)
-    # PyTorch's agent would kill the workers at the usual signals, which request a save here.
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # at the usual signals torch would kill the workers
     orders = _resolve_devices(orders, listener)
     held = hold_as_agent(Path(orders.logs), orders.rendezvous.machine, orders.generation)
     with scratch_folder("agent") as scratch, held:

@@ -19,8 +19,7 @@ from manyhands.parallel.group.heartbeat import Heartbeat, Seen, rescue_path
 _WELL_S = 2.0  # a process with more recent progress is well
 # Stands in for the heartbeat of a suspended process that hasn't begun to train.
 _BEFORE_THE_FIRST = Heartbeat(count=0, step=0, phase="build", still_s=0.0, usual_s=0.0)
-# After a failure a process computes for this many update durations, until its next collective fails.
-UPDATES = 2.0
+UPDATES = 2.0  # after a failure a process computes for this many update durations, until its next collective fails
 
 
 def heartbeat_path(scratch: Path, rank: int) -> Path:
@@ -51,7 +50,7 @@ class HeartbeatMonitor:
         return max((heartbeat.usual_s for heartbeat, _ in self._last.values()), default=0.0)
 
     def news(self, *, all_of_them: bool) -> list[Seen]:
-        """Returns all workers, at most once a second, if one makes no progress or `all_of_them`; else nothing."""
+        """Returns all workers' states, at most once a second, if one makes no progress or `all_of_them`; else []."""
         now = time.monotonic()
         if now < self._due:
             return []
@@ -117,7 +116,7 @@ class MemoryKills:
     """Attributes out-of-memory kills to workers that ended by SIGKILL, with the counter of this cgroup (v2)."""
 
     def __init__(self) -> None:
-        self._group = CGROUPS  # correct in a container, whose path on the host differs
+        self._group = CGROUPS  # the root group, as in a container
         with contextlib.suppress(OSError):
             for line in Path("/proc/self/cgroup").read_text().splitlines():
                 group = CGROUPS / line.removeprefix("0::/")

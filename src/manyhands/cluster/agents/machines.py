@@ -26,8 +26,7 @@ from manyhands.core.errors import EXIT_DOCTOR, RunError, UserError
 from manyhands.core.files import usual_umask
 from manyhands.core.stops import ended_like_ctrl_c
 
-# A machine that fails within this many saved updates after it began to take part fails again in a row.
-SOON_UPDATES = 20
+SOON_UPDATES = 20  # failures within this many saved updates after joining are consecutive
 
 
 class MachineState(Enum):
@@ -137,7 +136,7 @@ class Machines:
 
     @property
     def problems(self) -> dict[str, Contact]:
-        """Why machines don't answer, by name."""
+        """The reasons why machines don't answer, by name."""
         return {machine.name: machine.problem for machine in self.all if machine.problem}
 
     def heartbeat(self) -> None:

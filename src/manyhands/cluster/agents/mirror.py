@@ -1,7 +1,4 @@
-"""Copies records and small files of a run from the machine of rank 0 to the launcher, if they share no disk.
-
-Checkpoints are not copied.
-"""
+"""Copies records and small files, but no checkpoints, from the machine of rank 0 to the launcher's folder."""
 
 import contextlib
 import os
@@ -32,7 +29,7 @@ class Sender:
 
     def __init__(self, folder: Path, held: Mapping[str, int], *, output: bool = False, rest: bool = False) -> None:
         self._folder, self._rest = folder, rest
-        # A longer file of the receiver has other records, such as an earlier failure: send the entire file then.
+        # If the receiver's file is longer, it has other records (of an earlier failure): send the entire file.
         sizes = {name: _size(folder / name) for name in ((*GROWING, OUTPUT) if output else GROWING)}
         self._sent = {name: held.get(name, 0) if held.get(name, 0) <= size else 0 for name, size in sizes.items()}
         self._seen: dict[str, tuple[int, int]] = {}
@@ -58,10 +55,7 @@ class Sender:
 
 
 class Receiver:
-    """Writes received records into a run folder of this machine.
-
-    While the disk is full, pieces wait in memory: the run continues, and no records are lost.
-    """
+    """Writes received records into a run folder; while the disk is full, pieces wait in memory."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -63,11 +63,8 @@ class TunnelRoutes:
 def join_through_ssh(machines: Machines, options: ClusterOptions, head: Tunnels) -> TunnelRoutes:
     """Opens ssh tunnels between all pairs of machines; the agents keep the tunnels until the next call.
 
-    `head` are the launcher's own tunnels, which are used if they are needed and the options allow it.
-
-    Raises:
-        NoTunnelError: two machines can't be connected.
-        RunError: a machine is lost, or can't open tunnels.
+    `head` are the launcher's own tunnels, used if they are needed and the options allow it. Raises NoTunnelError: two
+    machines can't be connected. Raises RunError: a machine is lost, or can't open tunnels.
     """
     head.close()
     if (count := len(machines.running)) > MOST_MACHINES:

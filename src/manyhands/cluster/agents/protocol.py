@@ -117,13 +117,13 @@ class RunOpened:
 
     folder: str  # its absolute path
     shared: bool  # True if it is the launcher's own folder, on a shared disk
-    checkpoints: bool  # it has some
+    checkpoints: bool  # True if it has any
     taken: bool = False  # True if another run is active in it
     run: str = ""  # id of the run found in it; empty for none
     saved: int = -1  # the newest saved step; -1 for none
     held: dict[str, int] = field(default_factory=dict[str, int])  # size in bytes of each growing file
     own: bool = False  # True if this machine has locked it
-    term: int = 0  # the highest that is known there
+    term: int = 0  # the highest term known there
 
 
 @dataclass(frozen=True)
@@ -131,9 +131,9 @@ class RunInspected:
     """The state of a run folder on a machine before it is opened."""
 
     run: str  # id of the run; empty for none
-    checkpoints: bool  # it has some
+    checkpoints: bool  # True if it has any
     busy: bool  # True if workers of an earlier start still run
-    term: int = 0  # the highest that is known there
+    term: int = 0  # the highest term known there
 
 
 @dataclass(frozen=True)

@@ -9,15 +9,11 @@ from manyhands.cluster.agents.protocol import WorkersSeen
 from manyhands.core.timeouts import EVICT_S, HEARTBEAT_S
 from manyhands.parallel.group.heartbeat import Seen
 
-# An agent's report is valid for this long; agents send none while their workers make progress.
-_HOLDS_S = 3 * HEARTBEAT_S
-# Window of the rates; a process without a heartbeat for _QUIET_S is silent.
-_WINDOW_S, _QUIET_S = 6.0, 4.0
-# Heartbeats and similar traffic stay below this rate; a computing process uses more than this share of a CPU.
-_MOVES_BYTES_PER_S, _BUSY = 4096, 0.3
+_HOLDS_S = 3 * HEARTBEAT_S  # validity of an agent's report; agents send none while their workers make progress
+_WINDOW_S, _QUIET_S = 6.0, 4.0  # window of the rates; a process without a heartbeat for _QUIET_S is silent
+_MOVES_BYTES_PER_S, _BUSY = 4096, 0.3  # above these rates a process communicates, or computes (share of a CPU)
 _NAMED = 4
-# Phases in which all ranks wait for rank 0, however long a disk or a user's function takes.
-_ALONE = ("save", "at_epoch_end")
+_ALONE = ("save", "at_epoch_end")  # phases in which all ranks wait for rank 0, for as long as it takes
 
 
 @dataclass
@@ -94,8 +90,7 @@ class Stalls:
             if rank.watched_s >= _QUIET_S and rank.silent and rank.seen.quiet_s > EVICT_S:
                 how = "was stopped" if rank.seen.stopped else "did not respond"
                 return rank.seen.rank, f"{rank.name} {how} for {rank.seen.quiet_s:.0f} s and was killed"
-        # A rank that computes is late, not hung; and while bytes move no rank hangs.
-        for rank in [] if _moving(ranks) else _behind(ranks):
+        for rank in [] if _moving(ranks) else _behind(ranks):  # a rank that moves bytes or computes is late, not hung
             late = rank.watched_s >= _QUIET_S and rank.seen.stood_s > 2 * rank.seen.limit_s
             if late and rank.seen.phase not in _ALONE and rank.rates()[1] < _BUSY:
                 how = f"blocked the other ranks for {rank.seen.stood_s:.0f} s ({_doing(rank)})"

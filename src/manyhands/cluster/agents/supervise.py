@@ -75,7 +75,6 @@ class _Head:
         self._looked_at, self._paused_s, self._paused_at = time.monotonic(), 0.0, 0.0
 
     def receive(self, link: AgentConnection) -> None:
-        """Handles the messages of a machine, and its loss."""
         for _, message in link.read():
             self._take(link, message)
         if link.closed and link in self.running:

@@ -30,8 +30,7 @@ from manyhands.core.timeouts import SWITCHBOARD_S, TUNNEL_ASK_S, TUNNEL_CLOSE_S,
 from manyhands.parallel.group.tunnel_ends import TunnelEnds, fits
 
 STANDS = "this tunnel of manyhands stands"  # printed by the remote end of an open tunnel
-# A remote command that ends with its standard input, so that no process outlives its parent; csh accepts it too.
-_STAY = "echo ready; exec cat"
+_STAY = "echo ready; exec cat"  # remote command (also for csh); ends with its standard input, and thus with its parent
 POLL_S = 0.05
 
 

@@ -25,8 +25,7 @@ def take_orders(orders: Orders, scratch: str, agent: int) -> dict[str, Any]:
     """Prepares this process, forked or spawned by the agent, as a worker; returns the argument of its task."""
     for number in (*STOPS, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)
-    # Schedulers send SIGUSR1 to all processes of a job; the agent forwards it as SIGTERM.
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # sent to all processes of a job; the agent forwards it as SIGTERM
     rank = begin(scratch, orders.logs, agent)
     os.environ[HEARTBEAT_FILE] = str(heartbeat_path(Path(scratch), rank))
     if orders.rendezvous.devices:
@@ -65,8 +64,7 @@ def begin(scratch: str, logs: str, agent: int) -> int:
     if os.getppid() != agent:  # the agent has ended already
         os._exit(1)
     os.environ[FAILURE_FILE] = f"{scratch}/{rank}.json"
-    # Both output streams go to the end of one file; standard input is empty.
-    Path(logs).mkdir(parents=True, exist_ok=True)
+    Path(logs).mkdir(parents=True, exist_ok=True)  # output goes to one file; standard input is empty
     output = os.open(f"{logs}/{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     nothing = os.open(os.devnull, os.O_RDONLY)
     sys.stdout.flush()

@@ -13,8 +13,7 @@ from typing import Any
 from manyhands.core.errors import RunError
 
 PATIENCE_S = 8.0
-# Files that name the version of a driver or toolkit, and the pattern of the version.
-DRIVER_FILES = {
+DRIVER_FILES = {  # files with the version of a driver or toolkit, and the pattern of the version
     "nvidia": ("/proc/driver/nvidia/version", r"\b(\d+\.\d+(?:\.\d+)?)\b"),
     "ascend": ("/usr/local/Ascend/driver/version.info", r"(?m)^Version=(\S+)"),
     "cann": ("/usr/local/Ascend/ascend-toolkit/latest/version.cfg", r"\[([\d.]+\w*)"),

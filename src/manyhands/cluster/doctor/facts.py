@@ -33,8 +33,7 @@ from manyhands.data.known import recognise
 from manyhands.data.options import DataOptions
 from manyhands.data.places import data_folder
 
-# Variables that affect how processes connect and how many cores they use.
-VARIABLES = (
+VARIABLES = (  # variables that affect how processes connect and how many cores they use
     *INTERFACE_VARIABLES, "OMP_NUM_THREADS", "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "NCCL_IB_DISABLE",
     *HIDING,
 )  # fmt: skip
@@ -46,8 +45,7 @@ AGENTS = ("manyhands.cluster.agents.agent", "manyhands.cluster.agents.elastic")
 SHM = Path("/dev/shm")
 PACKAGES = ("torch", "torchvision", "numpy", "torch-npu", "mindspore")
 PACKAGE = Path(__file__).parents[2]
-# A folder with more files or folders is not the code of a job.
-MOST_FILES, MOST_FOLDERS = 2000, 5000
+MOST_FILES, MOST_FOLDERS = 2000, 5000  # a folder with more is not the code of a job
 DATA_S = 3.0
 
 

@@ -9,8 +9,7 @@ from manyhands.core.choices import load_choice, module_names
 
 CHECKS = "manyhands.cluster.doctor.checks"
 
-# Plain JSON data about one machine, from `facts.gather`; a fact that couldn't be determined is missing.
-Facts = Mapping[str, Any]
+Facts = Mapping[str, Any]  # JSON data about a machine, from `facts.gather`; an undetermined fact is missing
 Severity = Literal["fail", "warn", "ok"]
 Reached = Literal["ok", "refused", "timeout", "unreachable", "other"]
 Pair = tuple[str, str]
@@ -77,8 +76,7 @@ class Needs:
     download: bool = True  # a missing named data set may be downloaded
     files: tuple[str, ...] = ()  # the user's own files that the job names, by their path in the work folder
     device: str = "auto"  # auto, or torch's name of a device
-    # by host, the command that reaches it from here: the user's ssh, with port and user
-    reach: Mapping[str, str] = field(default_factory=dict)
+    reach: Mapping[str, str] = field(default_factory=dict)  # by host: the ssh command that reaches it from here
 
 
 @dataclass

@@ -30,10 +30,8 @@ TOKEN_BYTES = 16
 ECHO, COUNT = b"E", b"C"
 READY = b"manyhands\n"
 BLOCK_BYTES = 256 * 1024
-# Bytes in flight when the time is up don't count; a small buffer keeps them few on slow links.
-SEND_BUFFER_BYTES = 512 * 1024
-# Share of the time before bytes count, because TCP starts slowly, and rate-limited links with a burst.
-WARM_UP = 0.25
+SEND_BUFFER_BYTES = 512 * 1024  # small, because bytes in flight at the end don't count (slow links)
+WARM_UP = 0.25  # share of the time before bytes count: TCP starts slowly, and rate-limited links with a burst
 PEER_PATIENCE_S, CONNECT_S = 5.0, 3.0
 OPEN_AT_ONCE = 64
 
@@ -80,8 +78,7 @@ def _count(connection: socket.socket, seconds: float) -> tuple[float, float]:
     """Returns the number of bytes received after a warm-up, and the seconds that they took."""
     place, count, since = memoryview(bytearray(BLOCK_BYTES)), 0, 0.0
     start = last = time.monotonic()
-    # On a busy machine the time may be over before anything counts.
-    while last - start < seconds or not count:
+    while last - start < seconds or not count:  # on a busy machine the time may be over before
         if not (received := connection.recv_into(place)):
             break
         last = time.monotonic()
@@ -176,8 +173,7 @@ class Probe:
         return Listener(address, listener.getsockname()[1], token.hex())
 
     def _accept(self, listener: socket.socket, token: bytes, until: float) -> None:
-        # An OSError means that the listener was closed, or that its time is over.
-        with listener, contextlib.suppress(OSError):
+        with listener, contextlib.suppress(OSError):  # closed, or its time is over
             while True:
                 listener.settimeout(max(until - time.monotonic(), 0.001))
                 connection, _ = listener.accept()
@@ -188,8 +184,7 @@ class Probe:
 
     def _serve(self, connection: socket.socket, token: bytes) -> None:
         try:
-            # A peer that disconnects or sends nothing reports the failure itself.
-            with connection, contextlib.suppress(OSError):
+            with connection, contextlib.suppress(OSError):  # the peer reports the failure
                 _answer(connection, token)
         finally:
             self._busy.release()
@@ -248,7 +243,7 @@ class Probe:
         for process in psutil.process_iter(["cmdline"]):
             words = process.info["cmdline"] or []
             if any(re.fullmatch(r"(.*/)?manyhands|manyhands\..*", word, re.DOTALL) for word in words):
-                with contextlib.suppress(psutil.Error):  # it has ended
+                with contextlib.suppress(psutil.Error):  # the process has ended
                     ours |= {each.pid: each for each in (process, *process.children(recursive=True))}
         found: dict[tuple[str, int], OpenPort] = {}
         for pid, process in ours.items():

@@ -25,10 +25,7 @@ AskMachines = Callable[[Mapping[str, Request[Any]], float], Mapping[str, Any]]
 
 
 def take_survey(ask: AskMachines, survey: Survey, *, measure: bool = True) -> None:
-    """Tests the connections between the machines of a survey; with `measure` also their clocks and speed.
-
-    A machine that stops answering is added to the survey's errors and skipped from then on.
-    """
+    """Tests the connections between the machines of a survey; with `measure` also their clocks and speed."""
     surveyor = _Surveyor(ask, survey)
     if measure:
         surveyor.compare_clocks()
@@ -48,7 +45,7 @@ class _Surveyor:
         self._listeners: dict[str, tuple[Listener, ...]] = {}
 
     def ask(self, requests: Mapping[str, Request[R]]) -> dict[str, R]:
-        """Sends requests in parallel, and returns the answers; a machine that fails is recorded and not asked again."""
+        """Sends requests in parallel, returns the answers; a machine that fails is recorded and not asked again."""
         asked = {host: request for host, request in requests.items() if host in self.hosts}
         answers: dict[str, R] = {}
         for host, reply in self._ask(asked, ANSWER_S).items() if asked else ():
@@ -94,10 +91,7 @@ class _Surveyor:
         survey.chosen = choose_addresses({host: narrowed[host] for host in survey.facts}, survey.reach)
 
     def measure_all(self) -> None:
-        """Measures in rounds of disjoint pairs, so that no machine's link carries two measurements at once.
-
-        Slow links are measured again: a briefly busy machine makes a link look slow, but nothing makes it look fast.
-        """
+        """Measures rounds of disjoint pairs; repeats slow ones, as a briefly busy machine makes a link look slow."""
         mbps, usual = self.survey.mbps, 0.0
         for again in (False, True):
             for pairs in rounds(self.hosts, MOST_ROUNDS):

@@ -43,7 +43,7 @@ class LaunchDecision:
 
 
 def participate(options: ClusterOptions, environment: Mapping[str, str] | None = None) -> LaunchDecision:
-    """Decides by flags, then launchers' variables, then cluster files. Raises UserError: they contradict each other."""
+    """Returns the decision by flags, launchers' variables or cluster files. Raises UserError: a contradiction."""
     variables = os.environ if environment is None else environment
     if options.init:
         place = _by_variables(variables) if options.init.startswith("env://") else _by_hand(options)
@@ -58,8 +58,7 @@ def participate(options: ClusterOptions, environment: Mapping[str, str] | None =
         return described(cluster, origin or cluster.source or "environment", options, variables)
     if not options.processes and not (options.hosts or options.hostfile):
         for module in modules_with("alone"):
-            # For example, a job of Slurm has several tasks, but this process was started without srun.
-            if error := module.alone(variables):
+            if error := module.alone(variables):  # such as one task of a Slurm job without srun
                 raise error
     return LaunchDecision(None, options.processes, origins={"processes": "-n" if options.processes else "default"})
 
@@ -92,7 +91,7 @@ def refuse_unfollowed(options: ClusterOptions, found: LaunchDecision) -> None:
 
 
 def _launched(options: ClusterOptions, variables: Mapping[str, str]) -> LaunchDecision | None:
-    """Returns the decision by a launcher's variables; None without such variables."""
+    """Returns the decision from a launcher's variables; None without such variables."""
     # Kubeflow sets RANK to a machine's index, in addition to PET_…; torchrun's own workers have LOCAL_RANK.
     counts_machines = "LOCAL_RANK" not in variables and described_cluster(variables)
     if all(variables.get(name) for name in LAUNCHER_VARIABLES) and not counts_machines:

@@ -14,13 +14,11 @@ from manyhands.cluster.doctor.survey import local_candidates
 
 MIB = 1 << 20
 APART_S, BUSY_SHARE = 1.0, 0.5
-# Data workers pass batches through /dev/shm; without free space there they are killed.
-SHM_LOW, SHM_NONE = 256 * MIB, 32 * MIB
+SHM_LOW, SHM_NONE = 256 * MIB, 32 * MIB  # free bytes in /dev/shm, without which data workers are killed
 FREE_FOR_ONE = 1024 * MIB  # torch alone needs about half
 DISK_LOW, DISK_NONE = 2048 * MIB, 200 * MIB
 _NAMED = 3  # machines that get a command of their own
-# Desktops and monitoring use less than this without slowing a job down.
-MEMORY_SHARE, BUSY_PERCENT = 0.1, 20
+MEMORY_SHARE, BUSY_PERCENT = 0.1, 20  # desktops and monitoring use less without slowing a job down
 _USE = "{kind} {index}: {used_mib} of {memory_mib} MiB, {busy_percent} % busy"
 
 
@@ -38,8 +36,7 @@ def run(survey: Survey) -> Iterator[DoctorFinding]:
             listing = survey.on_host(host, f"ps -fp {jobs[0]['pid']}")
             hints = ("wait for the job, or stop your own: manyhands ps, manyhands stop", f"show the process: {listing}")
             yield DoctorFinding("jobs", "warn", (host,), what, hints, f"jobs:{host}", (f"load:{host}",))
-    # One finding per kind of fact, which usually has the same reason on all machines.
-    missing: dict[str, dict[str, str]] = {}
+    missing: dict[str, dict[str, str]] = {}  # by fact, since the reason is usually the same on all machines
     for host, errors in survey.fact("errors").items():
         for name, error in errors.items():
             if name != "accelerators":  # another check reports failing drivers

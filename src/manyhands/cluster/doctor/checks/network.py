@@ -7,14 +7,11 @@ from manyhands.cluster.doctor.findings import DoctorFinding, Pair, Survey, who
 from manyhands.cluster.doctor.survey import unlikely
 from manyhands.cluster.hosts.inventory import INTERFACE_VARIABLES
 
-# Below this, averaging the gradients of a small network takes longer than its step on an accelerator.
-SLOW_MBPS = 400.0
-# A link slower than the median by ODD_FACTOR delays the others; above ENOUGH_MBPS the CPUs are the limit.
-ODD_FACTOR, ENOUGH_MBPS = 3.0, 2000.0
+SLOW_MBPS = 400.0  # below this, averaging a small network's gradients takes longer than a step on an accelerator
+ODD_FACTOR, ENOUGH_MBPS = 3.0, 2000.0  # slow: below median / ODD_FACTOR; above ENOUGH_MBPS CPUs are the limit
 FAR_MS = 20.0
 RESNET18_BYTES = 46_800_000
-# Results of attempts, the most informative first.
-MEANINGS = {
+MEANINGS = {  # results of attempts, the most informative first
     "refused": "refuses the connection: a firewall rejects it",
     "timeout": "does not respond: a firewall drops the packets, or the route is missing",
     "other": "is answered by another machine or program: the address may be in use twice",
@@ -74,8 +71,7 @@ def _worst(survey: Survey, failing: set[Pair]) -> tuple[str, str, set[Pair]]:
 
 def _unreachable(survey: Survey, host: str, way: str, pairs: list[Pair]) -> DoctorFinding:
     others = [other for other in survey.hosts if other != host and any(other in pair for pair in pairs)]
-    # Attempts to reach the machine are more informative than its own attempts.
-    pairs.sort(key=lambda pair: pair[1] != host)
+    pairs.sort(key=lambda pair: pair[1] != host)  # attempts to reach the machine, which are more informative, first
     attempts = [attempt for pair in pairs for attempt in survey.reach[pair]]
     attempt = min(attempts, key=lambda attempt: [*MEANINGS].index(attempt.result), default=None)
     place = f"{attempt.address} port {attempt.port}" if attempt else "any address"
@@ -114,7 +110,7 @@ def _common_address(survey: Survey) -> Iterator[DoctorFinding]:
 
 
 def _interfaces(survey: Survey) -> Iterator[DoctorFinding]:
-    """Yields problems with the job's interface, with variables that name interfaces, and with the default route."""
+    """Yields problems with the job's interface, with variables that name interfaces, and with default routes."""
     wanted = "" if survey.needs.through_ssh else survey.needs.interface
     interfaces = survey.fact("interfaces") if wanted else {}
     lost = [host for host, found in interfaces.items() if not any(i["name"] == wanted and i["up"] for i in found)]

@@ -4,8 +4,7 @@ from collections.abc import Iterator
 
 from manyhands.cluster.doctor.findings import DoctorFinding, Severity, Survey, odd_ones, who
 
-# The severity of different versions, and their consequence.
-PACKAGES: dict[str, tuple[Severity, str]] = {
+PACKAGES: dict[str, tuple[Severity, str]] = {  # severity and consequence of different versions
     "manyhands": ("fail", "all machines need the same version"),
     "torch": ("fail", "results may differ, and processes may hang"),
     "nccl": ("fail", "NCCL needs the same version on all machines"),

@@ -32,8 +32,7 @@ def manifest(job: Submission) -> str:
         version = "kubeflow.org/v1"
         container = {"name": "pytorch", "image": job.image, "command": command}
         container |= {"resources": resources} if resources else {}
-        # The first machine is the Master, the others are Workers.
-        replicas = {
+        replicas = {  # the first machine is the Master, the others are Workers
             role: {"replicas": count, "restartPolicy": "OnFailure", "template": {"spec": {"containers": [container]}}}
             for role, count in (("Master", 1), ("Worker", job.nodes - 1))
             if count

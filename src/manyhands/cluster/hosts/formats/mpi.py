@@ -7,8 +7,7 @@ from manyhands.cluster.hosts.inventory import LauncherPlace
 from manyhands.cluster.hosts.variables import check_rank, derived_port, first_set, master_address, master_port, number
 from manyhands.core.errors import UserError
 
-# Before Slurm: in a batch job, mpirun's daemons are tasks of srun, and Slurm's variables belong to the daemons.
-PRECEDENCE = 1
+PRECEDENCE = 1  # before Slurm, whose variables belong to mpirun's daemons in a batch job
 # Equal for all processes of one mpirun.
 JOB_NAMES = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PBS_JOBID", "LSB_JOBID", "SLURM_JOB_ID")
 # Variables of each MPI: rank, size, local rank, local size. Below: commands that pass a variable to processes.
@@ -44,8 +43,7 @@ def place(environment: Mapping[str, str]) -> LauncherPlace | None:
         message = f"{family} started processes on several machines without the address of rank 0"
         hints = (f"pass an address of rank 0's machine, usually the first host: {_PASSING[family]}",)
         raise UserError(message, "MASTER_ADDR", hints)
-    # The port comes from the job's name if it has one, so that two jobs on one machine don't connect.
-    job = first_set(environment, JOB_NAMES)
+    job = first_set(environment, JOB_NAMES)  # the port depends on it, so that two jobs don't connect
     port = master_port(environment)
     if job and port[1] == "default":
         port = derived_port(zlib.crc32(environment[job].encode())), f"from {job}"

@@ -30,8 +30,7 @@ Mistake = tuple[Keys, str, *tuple[str, ...]]  # the path of a wrong value, the e
 
 _PLACEHOLDER = re.compile(r"[*<>?…\s]|\.\.\.|^$|(?i:(^|[._-])x{2,}([._-]|$)|^[\dx.]*x[\dx.]*$)")
 _NEW_TABLE = "create a new table from a list of hosts: manyhands explain --cluster HOSTFILE --write table.json"
-# Keys that only tables of other layouts have, with the layout and the hint.
-_OTHER_LAYOUTS = {
+_OTHER_LAYOUTS = {  # keys that only tables of other layouts have, with the layout and the hint
     "group_list": ('the layout of MindSpore before 1.0 ("group_list"); versions 1.0 and 1.2 are supported', _NEW_TABLE),
     "rank_list": ('the layout of version 2.0 ("rank_list"); versions 1.0 and 1.2 are supported', _NEW_TABLE),
     "server_group_list": ("ModelArts' layout, with each server_list inside server_group_list",
@@ -41,8 +40,7 @@ _INITIALIZING = 'its status is "initializing"'
 # Fields that only machines newer than Ascend 910 have, whose NPUs are connected in another way.
 _NEWER = {"device_port", "super_device_id", "backup_device_ip"}
 _UNKNOWN = {"", "reserve"}  # written by tools for an unknown address
-# Fields that must be unique, with the hint for a repeated value.
-_UNIQUE = {
+_UNIQUE = {  # fields that must be unique, with the hint for a repeated value
     "server_id": "list all cards of one machine under one server",
     "device_id": "list each card once; `ls /dev/davinci*` shows the numbers of the cards",
     "device_ip": "take each card's own address from /etc/hccn.conf on the server",

@@ -12,8 +12,7 @@ from manyhands.cluster.hosts.variables import derived_port, first_set, master_ad
 from manyhands.core.errors import EXIT_SAVED, UserError
 from manyhands.core.files import MOST_TEXT_BYTES, decoded, read_bytes
 
-# After MPI: mpirun in a batch job starts its daemons by srun, and Slurm's variables belong to the daemons.
-PRECEDENCE = 2
+PRECEDENCE = 2  # after MPI: in mpirun's batch job, Slurm's variables belong to mpirun's daemons
 # Variables that hide accelerators from a process.
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 NODE_LISTS = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
