@@ -51,7 +51,7 @@ _HEAD_BYTES = 64 << 10
 
 
 class TooManyFoldersError(ValueError):
-    """A folder has more subfolders than the limit of a search."""
+    """A folder has more files or subfolders than the limit of a search."""
 
 
 def code_files(

@@ -1,6 +1,6 @@
 """Messages between a launcher and its agents: dataclasses, each sent as one line of JSON with version and id.
 
-The launcher calls those methods of an agent that are marked `remote`:
+The launcher calls methods of the agent that are marked `remote`:
 
     port = link.ask(call(Agent.bind, "127.0.0.1"), STORE_S)   # an int, as the method's annotation says
 

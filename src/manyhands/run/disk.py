@@ -77,7 +77,7 @@ def find_leftovers(runs: Sequence[str] = ()) -> tuple[list[Leftover], list[str]]
 
 
 def remove(leftovers: Iterable[Leftover], say: Callable[[str], object]) -> bool:
-    """Removes leftovers, reports paths that can't be removed, and returns True if there are none."""
+    """Removes leftovers and reports paths that can't be removed; returns True if all were removed."""
     complete = True
     for path in [path for leftover in leftovers for path in leftover.paths]:
         try:
@@ -92,7 +92,7 @@ def remove(leftovers: Iterable[Leftover], say: Callable[[str], object]) -> bool:
 
 
 def _own(paths: Iterable[Path], *, old: bool = False) -> Iterator[Path]:
-    """Yields the paths that belong to this user; with `old` only those not written for a day."""
+    """Yields the paths that belong to this user; with `old` only paths not written for a day."""
     for path in paths:
         with suppress(OSError):
             state = path.lstat()

@@ -237,7 +237,7 @@ def announce_resumed(folder: RunFolder, loaded: LoadedJob) -> None:
     try:
         record = find_record(folder.checkpoints / "any", {})
     except UserError:
-        record = None  # the run writes a new record, and the announcement names what is unknown
+        record = None  # the resumed run writes a new record
     values = flatten(loaded.job.model_dump())
     for key in _MAY_NAME_CODE:
         if loaded.origins.get(key) == str(folder.job):

@@ -195,7 +195,7 @@ def note(folder: RunFolder, kind: str, message: str = "", **fields: Any) -> None
 
 @dataclass(frozen=True)
 class Why:
-    """The state of a run and its first cause; fields that are unknown are empty."""
+    """The state of a run and the first cause of its end; unknown fields are empty."""
 
     run: str  # the run folder
     state: str  # running, finished, stopped, interrupted (unsaved), failed or killed (without a record)

@@ -143,7 +143,7 @@ class RestartPolicy:
 
 
 def from_outside(cause: Failure | None) -> bool:
-    """True for a fault from outside, such as a lost machine; an error in the program would probably occur again."""
+    """Returns True for a fault from outside, such as a lost machine; an error of the program would probably recur."""
     return cause is not None and cause.error in {MACHINE_LOST, PROCESS_ENDED}
 
 

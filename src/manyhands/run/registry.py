@@ -91,7 +91,7 @@ def remember_reach(run: Path, options: dict[str, str]) -> None:
 
 
 def remembered_reach(run: Path) -> dict[str, str] | None:
-    """Returns what `remember_reach` saved; None if this user hasn't launched the run from here."""
+    """Returns the options that `remember_reach` saved; None if this user hasn't launched the run from here."""
     found = _load(Reach, _reach_path(run))
     return found.options if found else None
 
@@ -199,7 +199,7 @@ def find_run(word: str, *, parts: bool = True, active: bool = False) -> RunFolde
 
 
 def named_by(word: str, names: Iterable[str], *, parts: bool = True) -> list[str]:
-    """Returns the names equal to `word`, or else those that begin with `word`, or else (with `parts`) contain it."""
+    """Returns the names equal to `word`, or else beginning with `word`, or else (with `parts`) containing `word`."""
     matches: list[Callable[[str], bool]] = [word.__eq__, lambda name: name.startswith(word), lambda name: word in name]
     found = ([name for name in sorted(set(names)) if fits(name)] for fits in matches[: 3 if parts else 2])
     return next(filter(None, found), []) if word else []

@@ -175,7 +175,7 @@ class Starts(contextlib.ExitStack):
     def open_folders(self, *, output: bool, records: bool = True, anew: bool = False) -> None:
         """Opens the run folder on every machine. Raises RunError: another launcher has taken over the run.
 
-        With `records`, the first machine sends new records, with `anew` all records, because those here (which are
+        With `records`, the first machine sends new records; with `anew` all records, because the launcher's (which are
         renamed) may differ. With `output`, it also sends the output of rank 0.
         """
         term = self._membership.term

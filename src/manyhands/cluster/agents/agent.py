@@ -53,7 +53,7 @@ MIRROR_S, LOG_BYTES = 0.4, 1 << 20  # interval of checks for new records; bytes 
 
 
 class Agent(Probe):
-    """The methods of this machine that a launcher calls; those marked `remote` are the protocol."""
+    """The methods by which a launcher uses this machine; `remote` marks the methods that it may call."""
 
     def __init__(self, wire: Wire, until_gone: contextlib.ExitStack) -> None:
         super().__init__()

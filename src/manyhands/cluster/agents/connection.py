@@ -60,7 +60,7 @@ class AgentConnection:
         self.unsent = bytearray()  # bytes to send when possible, so that a slow machine does not delay the others
         # starts another ssh that runs Python with these arguments on the machine; None if that is impossible
         self.connect_again: Callable[[Sequence[str]], subprocess.Popen[bytes]] | None = None
-        self.clock_offset_s = 0.0  # how far the machine's clock is ahead of ours
+        self.clock_offset_s = 0.0  # seconds that the machine's clock is ahead of ours
         self._lines, self._socket = Lines(), ""
         self._reconnect_at = 0.0  # time of the next attempt after a loss; 0 if connected
         self._asked, self._log_start, self._heartbeat_at = 0, log_start, 0.0
@@ -390,7 +390,7 @@ class Wire:
             self.open = False
 
     def _reconnect(self, listener: socket.socket) -> None:
-        """Accepts a new connection, and sends again what the launcher has not received."""
+        """Accepts a new connection, and resends messages that the launcher has not received."""
         passed_by, _ = listener.accept()
         passed_by.settimeout(PASS_ON_S)
         with contextlib.suppress(OSError, ValueError):

@@ -80,7 +80,7 @@ class HeartbeatMonitor:
 
 
 class Leaving:
-    """Decides how long workers may run after a failure; those that save, as files in `scratch` show, may run longer."""
+    """Limits the time of workers after a failure; workers with a file in `scratch` are saving, and get more time."""
 
     def __init__(self, scratch: Path) -> None:
         self._scratch, self._since, self.begun = scratch, 0.0, False

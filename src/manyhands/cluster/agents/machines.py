@@ -91,7 +91,7 @@ class RunMachine:
         return min(timeouts.EXCLUDED_MOST_S, timeouts.EXCLUDED_S * 2 ** (self.failures - 2)) if again else 0.0
 
     def lose(self, pause_s: float = 0.0) -> None:
-        """Ends the connection; the next contact follows after `pause_s`, or at once if the machine was requested."""
+        """Ends the connection; the next contact follows after `pause_s`, at least RETRY_LEAST_S unless requested."""
         self._leave(MachineState.LOST)
         self.until = self.since + max(pause_s, 0.0 if self.requested else timeouts.RETRY_LEAST_S)
         self.disconnect()
@@ -114,7 +114,7 @@ class RunMachine:
 
 
 class Machines:
-    """All machines of a run, including lost ones; those that take part are in rank order."""
+    """All machines of a run, including lost ones; machines that take part are in rank order."""
 
     def __init__(self, machines: list[RunMachine]) -> None:
         self.all = machines

@@ -100,7 +100,7 @@ class Receiver:
 
 
 def pieces_of(folder: Path, there: Mapping[str, int]) -> Iterator[list[FilePiece]]:
-    """Yields a run's records as lists of pieces; `there` is each growing file's size (bytes) in the other folder."""
+    """Yields a run's records as lists of pieces; `there` has the receiver's size (bytes) of each growing file."""
     sender = Sender(folder, there, rest=True)
     while pieces := list(sender.news()):
         yield pieces

@@ -149,7 +149,7 @@ class _Opening:
         return self.routes.opened_by.get((one, two)) or self.routes.opened_by.get((two, one), "")
 
     def _login(self, to: str, ours: Mapping[str, str], theirs: Mapping[str, str]) -> list[str]:
-        """Returns the ssh command to a machine; `ours` forwards local sockets to sockets there, `theirs` back."""
+        """Returns the ssh command to a machine; `ours` forwards local sockets to remote ones, `theirs` the reverse."""
         settings = {"ExitOnForwardFailure": "yes", "ControlMaster": "no", "ControlPath": "none", "ForwardAgent": "no",
                     "ForwardX11": "no"}  # fmt: skip
         words = [word for name, value in settings.items() for word in ("-o", f"{name}={value}")]

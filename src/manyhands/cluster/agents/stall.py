@@ -109,7 +109,7 @@ def _moving(ranks: Sequence[_Rank]) -> float:
 
 
 def _why(ranks: Sequence[_Rank]) -> str:
-    """Returns which ranks the others wait for and what they do, or another cause of the stall."""
+    """Returns the ranks that the others wait for and their activity, or another cause of the stall."""
     awaited = sorted((rank for rank in ranks if rank.silent), key=lambda rank: not rank.seen.stopped)
     if not awaited and (rate := _moving(ranks)):
         return f"no process hangs, but the network is slow ({rate / 1e6:.2g} MB/s between the processes)"

@@ -79,7 +79,7 @@ def begin(scratch: str, logs: str, agent: int) -> int:
 
 
 def attach_notice(options: ClusterOptions) -> str:
-    """Returns the message for attaching a debugger: the entry for launch.json, and who can reach the port."""
+    """Returns the message for attaching a debugger: the entry for launch.json, and the exposure of the port."""
     rank, port = options.debug_rank, options.debug_port
     entry = {"name": f"manyhands rank {rank}", "type": "debugpy", "request": "attach",
              "connect": {"host": LOOPBACK, "port": port}, "justMyCode": False}  # fmt: skip

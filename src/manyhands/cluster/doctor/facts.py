@@ -208,7 +208,7 @@ def _version(name: str) -> str:
 
 
 def code(folder: Path) -> dict[str, Any]:
-    """Returns the hashes of each code file and of all, and git's revision; "whole" is false if there are too many."""
+    """Returns hashes of each code file and of all, and git's revision; "whole" is false with too many files."""
     if not folder.is_dir():
         return {"exists": False, "path": str(folder.absolute())}
     files, complete = dict[str, str](), True

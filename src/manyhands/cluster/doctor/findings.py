@@ -81,7 +81,7 @@ class Needs:
 
 @dataclass
 class Survey:
-    """Everything known about the machines, for the checks."""
+    """All data about the machines that the checks use."""
 
     hosts: tuple[str, ...]  # in rank order; a single host means this machine
     facts: dict[str, Facts] = field(default_factory=dict)  # of each machine that answers
@@ -123,7 +123,7 @@ class DoctorFinding:
 
 
 def examine(survey: Survey) -> list[DoctorFinding]:
-    """Runs all checks."""
+    """Runs all checks on a survey; returns one finding for each cause, the worst first."""
     return sort_out([finding for name in module_names(CHECKS) for finding in load_choice(CHECKS, name).run(survey)])
 
 

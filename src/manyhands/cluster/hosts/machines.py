@@ -14,7 +14,7 @@ FORMATS = "manyhands.cluster.hosts.formats"
 
 
 def with_machines(options: ClusterOptions, more: Sequence[Machine]) -> ClusterOptions:
-    """Appends machines to those in cluster.hosts or the hostfile; returns the options unchanged if there are none."""
+    """Appends machines to the job's hosts or hostfile; returns the options unchanged if the job or `more` has none."""
     named, hosts = machines_of(options), list[str]()
     if not (named and more):
         return options

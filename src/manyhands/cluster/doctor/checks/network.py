@@ -142,7 +142,7 @@ def _interfaces(survey: Survey) -> Iterator[DoctorFinding]:
 
 
 def _slow(survey: Survey) -> Iterator[DoctorFinding]:
-    """Yields slow links: one finding if all are slow, one for a machine whose links are all slow, else one per pair."""
+    """Yields slow links: one finding if all are slow, one for a machine slow in one direction, else one per pair."""
     limit = max(SLOW_MBPS, min(statistics.median(survey.mbps.values()) / ODD_FACTOR, ENOUGH_MBPS))
     slow = {pair for pair, mbps in survey.mbps.items() if mbps < limit}
     if len(slow) == len(survey.mbps):
