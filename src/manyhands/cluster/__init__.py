@@ -1,1 +1,1 @@
-"""From machines to started and supervised processes: who they are, whether they are well, what runs on them."""
+"""Finds the machines of a run, examines them, and starts and supervises worker processes on them."""

@@ -1,9 +1,9 @@
-"""The files of a folder that are a job's code, their copies on other machines, and what git knows of the folder.
+"""Finds the code files of a job in a folder, and copies them to other machines.
 
-Code is small text files, without hidden files, environments, run folders, links to files outside the folder, and files
-with passwords or keys.
+Code files are small text files. Hidden files, Python environments, run folders, links to files outside the folder, and
+files with passwords or keys are skipped.
 
-The .git/config of a work tree may be a stranger's and name programs, so git is asked in a way that runs none of them.
+Another user may have written the folder's .git/config, which can name programs; `git` runs none of them.
 """
 
 import base64
@@ -25,7 +25,7 @@ SUFFIXES = frozenset({".py", ".toml", ".yaml", ".yml", ".json", ".cfg", ".ini"})
 COPIED_SUFFIXES = SUFFIXES | {".txt", ".md"}
 LEFT_OUT = frozenset({"runs", "node_modules", "__pycache__", "site-packages"})
 CREDENTIALS, ELSEWHERE = "may contain passwords or keys", "link to files outside the folder"
-# Of one file, since a larger one is data; of the code that a launcher sends; of the code that an agent takes.
+# Limits: one file (larger files are data), the code that a launcher sends, the code that an agent accepts.
 FILE_BYTES, TOTAL_BYTES, CODE_BYTES = 1 << 20, 16 << 20, 32 << 20
 SHOWN = 6  # names in one line
 
@@ -45,13 +45,13 @@ _NAMES = re.compile(
 _WORDS = re.compile(
     rb"-----BEGIN [A-Z ]*PRIVATE KEY-----|aws_secret_access_key|\"type\"\s*:\s*\"service_account\"", re.IGNORECASE
 )
-# Files of tokenizers.
+# Files of tokenizers have these names and hold no access tokens.
 _HARMLESS = {"tokens.txt", "tokens.json", "special_tokens.json", "added_tokens.json", "special_tokens.txt"}
 _HEAD_BYTES = 64 << 10
 
 
 class TooManyFoldersError(ValueError):
-    """A folder has more subfolders than the limit of a search."""
+    """A folder has more files or subfolders than the limit of a search."""
 
 
 def code_files(
@@ -61,10 +61,10 @@ def code_files(
     most_folders: int | None = None,
     leave: Callable[[Path, str], object] = lambda _path, _why: None,
 ) -> Iterator[Path]:
-    """Yields the code below a folder in a fixed order, without following links to folders.
+    """Yields the code files below a folder in a fixed order, without following links to folders.
 
-    `leave` is called for each skipped file, with the reason: CREDENTIALS or ELSEWHERE. Raises TooManyFoldersError:
-    there are more than `most_folders`, after the files of those.
+    Calls `leave` with each file that is skipped for the reason CREDENTIALS or ELSEWHERE. After the files of the first
+    `most_folders` subfolders, raises TooManyFoldersError if there are more.
     """
     top = folder.resolve()
     for count, (place, folders, names) in enumerate(os.walk(folder)):
@@ -83,7 +83,7 @@ def code_files(
             if not why:
                 named = path.suffix in suffixes and not name.startswith(".") and path.is_file()
                 if not named or path.stat().st_size > FILE_BYTES or not os.access(path, os.R_OK):
-                    continue  # no code
+                    continue  # not a code file
                 why = CREDENTIALS if _holds_key(path) else ""
             if why:
                 leave(path, why)
@@ -92,7 +92,7 @@ def code_files(
 
 
 def _reason_to_leave(path: Path, top: Path) -> str:
-    """Returns why a file isn't code, from its name and the target of a link; empty if it may be."""
+    """Returns the reason to skip a file, from its name and the target of a link; an empty string if there is none."""
     if _named_like_credentials(path.name):
         return CREDENTIALS
     if not path.is_symlink():
@@ -115,9 +115,9 @@ def _holds_key(path: Path) -> bool:
 
 
 def copied_code(folder: Path) -> tuple[dict[str, str], list[str]]:
-    """Returns a folder's code by relative path, in base64, and messages about skipped files.
+    """Returns the code files of a folder (base64 by relative path), and messages about skipped files.
 
-    Skips what git ignores, too. Raises UserError: there is too much.
+    Files that git ignores are skipped too. Raises UserError: the code exceeds TOTAL_BYTES.
     """
     found, left, total = dict[str, str](), dict[str, list[str]](), 0
 
@@ -141,7 +141,7 @@ def copied_code(folder: Path) -> tuple[dict[str, str], list[str]]:
 
 
 def with_absolute_paths(job: Job) -> Job:
-    """Returns the job with absolute paths in place of paths from this folder: workers run in another one."""
+    """Returns the job with absolute paths of data and checkpoint, because workers run in the copy of the folder."""
     data, checkpoint = job.data, job.checkpoint
     changed = {
         key: str(Path(path).absolute())
@@ -156,7 +156,7 @@ def with_absolute_paths(job: Job) -> Job:
 
 
 def write_code(folder: Path, files: Mapping[str, str]) -> None:
-    """Writes the files of `copied_code` into a private folder, also those that a job has changed there.
+    """Writes the files of `copied_code` into a private folder, and restores files that a job has changed there.
 
     Raises UserError: a path is outside the folder, a file is incomplete, or the code is too large.
     """
@@ -184,7 +184,7 @@ def write_code(folder: Path, files: Mapping[str, str]) -> None:
 
 
 def listed_files(folder: Path) -> set[Path] | None:
-    """Returns the files of a work tree that git tracks or would add; None if the folder isn't one or git fails."""
+    """Returns the files of a work tree that git tracks or would add; None if the folder has no .git or git fails."""
     with suppress(OSError, subprocess.SubprocessError):
         if (folder / ".git").exists():
             listed = git(folder, "ls-files", "-z", "--cached", "--others", "--exclude-standard")

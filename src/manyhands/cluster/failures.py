@@ -1,4 +1,4 @@
-"""How the processes of a run ended, which failure caused the others, and failures as errors for the user."""
+"""Results of the processes of a run, the first cause of a failure, and errors for the user from failure records."""
 
 import contextlib
 import platform
@@ -12,7 +12,7 @@ from manyhands.core.errors import EXIT_USAGE, ManyhandsError, RunError, UserErro
 from manyhands.core.records import MACHINE_LOST, PROCESS_ENDED, Failure
 
 
-class Failed(Exception):  # noqa: N818 - it carries a failure, it isn't one
+class Failed(Exception):  # noqa: N818 - carries a failure record
     """Ends a process that has written its failure record."""
 
     def __init__(self, record: Failure) -> None:
@@ -21,13 +21,13 @@ class Failed(Exception):  # noqa: N818 - it carries a failure, it isn't one
 
 
 def users_place(record: Failure) -> str:
-    """Returns file:line of the user's own code in a failure; empty without one."""
+    """Returns file:line of the user's code in a failure record; an empty string if there is none."""
     lines = re.findall(r'File "([^"\n]+)", line (\d+)', record.excerpt)
     return ":".join(lines[-1]) if lines else ""
 
 
 def as_error(record: Failure) -> ManyhandsError:
-    """Makes an error for the user, with the lines of the traceback that are in their own files."""
+    """Converts a failure record to an error, with the lines of the traceback that are in the user's files as a note."""
     step = f", step {record.step}" if record.step is not None else ""
     line = users_place(record)
     rank = f"rank {record.rank} on {record.host}{step}{record.phase and f' ({record.phase})'}"
@@ -42,47 +42,44 @@ def as_error(record: Failure) -> ManyhandsError:
     return error
 
 
-# A warning of torch's on networks without reverse look-up of names, which explains the end of no process.
+# torch prints this warning in networks without reverse DNS; it explains no failure.
 _UNRELATED = "hostname of the client socket cannot be retrieved"
 
 
 @dataclass
 class Ending:
-    """How the processes ended; dicts are by rank."""
+    """The results of one start of a run; dicts are by rank, unless noted."""
 
     returned: dict[int, Any] = field(default_factory=dict[int, Any])  # results
     failed: dict[int, int] = field(default_factory=dict[int, int])  # exit codes; -n if signal n killed the process
     records: dict[int, Failure] = field(default_factory=dict[int, Failure])  # written by failed processes
-    words: dict[int, str] = field(default_factory=dict[int, str])  # end of the logs of failed ones without a record
+    words: dict[int, str] = field(default_factory=dict[int, str])  # last log lines of failed processes without a record
     hosts: dict[int, str] = field(default_factory=dict[int, str])  # the machines of failed processes
-    lost: dict[str, str] = field(default_factory=dict[str, str])  # how machines were lost, by their names
-    paused_s: float = 0.0  # for how long the launcher itself was stopped, if machines were lost by that
+    lost: dict[str, str] = field(default_factory=dict[str, str])  # why machines were lost, by host name
+    paused_s: float = 0.0  # seconds that the launcher was suspended, if that lost machines
     cut: str = ""  # the message about a tunnel between machines that has ended
     evicted: dict[int, str] = field(default_factory=dict[int, str])  # why the launcher killed ranks that hung
-    hung: str = ""  # why a stop request had no effect, and the processes were killed
+    hung: str = ""  # why a stop request had no effect, so that the processes were killed
     interrupted: int = 0  # number of stop requests
     replaced: str = ""  # the message about another launcher that the machines obey
-    regrouped: bool = False  # the launcher had the processes save and leave, to start them on other machines
-    broken: str = ""  # the traceback of an agent that failed itself
-    refused: ManyhandsError | None = None  # orders that an agent could not carry out
+    regrouped: bool = False  # the launcher had the processes save and exit, to restart them on other machines
+    broken: str = ""  # the traceback or message of an agent that failed
+    refused: ManyhandsError | None = None  # the error of an agent that could not carry out its orders
 
     @property
     def ok(self) -> bool:
-        """True if every process returned by itself."""
+        """True if processes have returned results and nothing has failed."""
         return bool(self.returned) and not (self.failed or self.broken or self.lost or self.cut or self.refused)
 
 
 def first_cause(ending: Ending) -> Failure | None:
-    """Returns the failure that caused the others.
-
-    The earliest that is no mere consequence; else a machine that was lost; else a process that was killed.
-    """
+    """Returns the earliest failure that isn't a consequence, or else a lost machine, or else a killed process."""
     records = sorted(ending.records.values(), key=lambda record: (record.consequence, record.time))
     if ending.evicted:
         rank, why = next(iter(ending.evicted.items()))
         return _killed(ending, rank, 0, why)
     if records and not records[0].consequence:
-        # All processes may raise the same error, which names the rank that it is about.
+        # Of processes with the same error, prefer the rank that the error names.
         alike = [record for record in records if (record.what, record.where) == (records[0].what, records[0].where)]
         return next((record for record in alike if record.where.startswith(f"rank {record.rank},")), records[0])
     if ending.lost:
@@ -103,7 +100,7 @@ def _lost(host: str, how: str, hints: str = "") -> Failure:
 
 
 def _killed(ending: Ending, rank: int, exit_code: int, why: str = "") -> Failure:
-    """Returns the record of a process that could not write its own."""
+    """Makes a failure record for a process that wrote none."""
     said = "\n".join(line for line in ending.words.get(rank, "").splitlines() if _UNRELATED not in line)
     hints = [f"see the log of this rank: ranks/{rank}.log"]
     if exit_code == -signal.SIGKILL:
@@ -115,7 +112,7 @@ def _killed(ending: Ending, rank: int, exit_code: int, why: str = "") -> Failure
 
 
 def how_it_ended(exit_code: int, *, worker: bool = False) -> str:
-    """Describes the end of a process, or of a worker that returned no result."""
+    """Describes an exit code for the user; a `worker` with exit code 0 has returned no result."""
     with contextlib.suppress(ValueError):
         if exit_code < 0:
             return f"was killed by {signal.Signals(-exit_code).name}"

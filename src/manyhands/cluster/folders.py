@@ -1,4 +1,4 @@
-"""Opening a run folder and replacing its job file."""
+"""Opens a run folder and replaces its job file."""
 
 import contextlib
 import errno
@@ -17,7 +17,7 @@ def holds_run(path: Path) -> bool:
 
 
 def use_run_folder(path: Path) -> RunFolder:
-    """Opens or creates a run folder named by the user. Raises UserError: it isn't writable, or has files but no run."""
+    """Opens or creates a run folder named by the user. Raises UserError: not writable, or it has files but no run."""
     with writing_into(path):
         path.mkdir(parents=True, exist_ok=True)
     folder = RunFolder(path)
@@ -32,7 +32,7 @@ def use_run_folder(path: Path) -> RunFolder:
 
 @contextlib.contextmanager
 def writing_into(path: Path) -> Generator[None]:
-    """Raises UserError in place of an OSError, with the reason why a run folder can't be written."""
+    """Converts an OSError of the block to a UserError with the reason why the run folder can't be written."""
     try:
         yield
     except OSError as error:
@@ -46,16 +46,13 @@ def writing_into(path: Path) -> Generator[None]:
 
 
 def write_job(folder: RunFolder, text: str) -> None:
-    """Does what `replace_job` does. Raises UserError: in place of an OSError."""
+    """Calls `replace_job`. Raises UserError: the file can't be written."""
     with writing_into(folder.path):
         replace_job(folder, text)
 
 
 def replace_job(folder: RunFolder, text: str) -> None:
-    """Writes the job file. An earlier job that was trained is kept as job-1.toml … unless only comments differ.
-
-    Raises OSError: the file can't be written; its earlier content is kept.
-    """
+    """Writes the job file; keeps the file of an earlier trained job as job-1.toml … unless only comments differ."""
     with temporary(folder.job) as part:
         part.write_text(text, encoding="utf-8")
         if folder.has_trained() and folder.job.is_file():

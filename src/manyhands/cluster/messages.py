@@ -1,10 +1,10 @@
-"""Messages between a launcher and its agents: typed values, each one line of JSON with its version and number.
+"""Messages between a launcher and its agents: dataclasses, each sent as one line of JSON with version and id.
 
-The launcher calls methods of an agent, those that are marked `remote`:
+The launcher calls methods of the agent that are marked `remote`:
 
     port = link.ask(call(Agent.bind, "127.0.0.1"), STORE_S)   # an int, as the method's annotation says
 
-The packages that send events define their kinds. Nothing is unpickled, and a value of another type is refused.
+Packages define the classes of the events that they send. Nothing is unpickled; values of a wrong type are refused.
 """
 
 import functools
@@ -21,10 +21,8 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError, create_model
 from manyhands.core.errors import ManyhandsError
 from manyhands.core.files import parse_json
 
-# Both ends must be of one version. It grows with every change of a message.
-VERSION = 10
-# What may stand in one line; a machine's whole code may be in a request, a run's records in an answer.
-LONGEST_LINE = 64 * 1024 * 1024
+VERSION = 10  # of the protocol, equal at both ends; every change of a message increments it
+LONGEST_LINE = 64 * 1024 * 1024  # bytes; a request may contain all code of a job
 
 
 class Message:
@@ -40,27 +38,27 @@ class Message:
 
 @dataclass(frozen=True)
 class Alive(Message):
-    """A heartbeat, which the agent answers with another; `received` acknowledges messages by their number."""
+    """A heartbeat, which the agent answers with a heartbeat; `received` is the number of messages received so far."""
 
     received: int = 0
 
 
 @dataclass(frozen=True)
 class Reconnected(Alive):
-    """The first message over a new connection to the same agent; unacknowledged messages follow."""
+    """The agent's first message over a replaced connection; its unacknowledged messages follow."""
 
 
 @dataclass(frozen=True)
 class Call(Message):
-    """Calls a method of the agent; answered with `CallResult` or `RequestFailed` under the same number."""
+    """Calls a method of the agent; answered with `CallResult` or `RequestFailed` under the same id."""
 
     method: str
-    arguments: dict[str, Any]  # by the names of its parameters
+    arguments: dict[str, Any]  # by parameter name
 
 
 @dataclass(frozen=True)
 class CallResult(Message):
-    """What a method of the agent returned, under the number of its call."""
+    """The return value of a method of the agent, sent with the id of the call."""
 
     value: Any = None
 
@@ -72,12 +70,12 @@ class RequestFailed(Message):
     what: str  # one sentence
     where: str = ""  # empty for the machine itself
     hints: tuple[str, ...] = ()
-    traceback: str = ""  # unless it is a mistake of the user's
+    traceback: str = ""  # empty for a user's mistake
 
 
 @dataclass(frozen=True)
 class Misunderstood(RequestFailed):
-    """The answer to a message of another version, or one that does not fit its type."""
+    """The answer to a message that has another version or a wrong type."""
 
     hints: tuple[str, ...] = ("install the same version of manyhands on all machines",)
 
@@ -96,18 +94,18 @@ def remote(method: M) -> M:
 
 @dataclass(frozen=True)
 class Request(Generic[R]):
-    """A call whose answer has the type that the method's annotation names."""
+    """A call with its method, whose return annotation is the type of the answer."""
 
     call: Call
     method: Callable[..., R]
 
     def result(self, answer: CallResult) -> R:
-        """Returns the answer's value. Raises ValueError: it has another type."""
+        """Returns the value of the answer. Raises ValueError: the value does not have the annotated type."""
         return _checked(self.call.method, _adapter(get_type_hints(self.method)["return"]), answer.value)
 
 
 def call(method: Callable[Concatenate[Any, P], R], /, *args: P.args, **kwargs: P.kwargs) -> Request[R]:
-    """Returns the request that calls a remote method with these arguments."""
+    """Returns the request that calls a remote method with the given arguments."""
     _, *arguments = inspect.signature(method).bind(None, *args, **kwargs).arguments.items()
     return Request(Call(method.__name__, dict(arguments)), method)
 
@@ -129,16 +127,16 @@ def perform(agent: object, call: Call) -> Any:
 
 
 def reply_to(agent: object, call: Call) -> Message:
-    """Calls a remote method of `agent`, and returns its result or how it failed as a message."""
+    """Calls a remote method of `agent`, and returns a message with the result or the error."""
     try:
         result = CallResult(perform(agent, call))
-        encode(result)  # what can't be sent is the call's failure, not the agent's end
+        encode(result)  # a result that can't be encoded fails the call, not the agent
         return result
     except InvalidCallError as error:
         return Misunderstood(f"invalid message: {error}")
     except ManyhandsError as error:
         return RequestFailed(error.message, error.where, error.hints)
-    except Exception as error:  # noqa: BLE001 - the launcher must hear of whatever went wrong
+    except Exception as error:  # noqa: BLE001 - reported to the launcher
         return RequestFailed(f"{type(error).__name__}: {error}", traceback=traceback.format_exc())
 
 
@@ -157,7 +155,7 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 
 
 def _checked(name: str, kind: TypeAdapter[Any], value: Any) -> Any:
-    """Returns a value in its type. Raises ValueError: it does not fit, with the name and the field."""
+    """Converts a value to a type. Raises ValueError with name and field: the value does not fit."""
     try:
         return kind.validate_python(value)
     except ValidationError as error:
@@ -166,14 +164,14 @@ def _checked(name: str, kind: TypeAdapter[Any], value: Any) -> Any:
 
 
 def encode(message: Message, number: int = 0) -> bytes:
-    """Returns a message as a line; an answer has its call's number, an event has 0."""
+    """Returns a message as a line of JSON; `number` is the id of a call and of its answer, 0 for an event."""
     kind = type(message)
     content = {"v": VERSION, "is": kind.__name__, "id": number, "with": _adapter(kind).dump_python(message)}
     return json.dumps(content).encode() + b"\n"
 
 
 def decode(line: bytes) -> tuple[int, Message] | None:
-    """Returns the number and message of a line; `Misunderstood` for invalid ones, None for a login shell's output."""
+    """Returns id and message of a line; `Misunderstood` for an invalid message, None for a login shell's output."""
     try:
         content = parse_json(line, infinite=True)
     except ValueError as error:
@@ -199,19 +197,19 @@ def _typed(content: dict[str, Any]) -> Message:
 
 
 class Lines:
-    """One end of a connection: splits what is received into messages, and keeps what is sent until it is acknowledged.
+    """One end of a connection: splits received bytes into messages, and keeps sent messages until acknowledged.
 
-    Heartbeats acknowledge the other messages, by their number, and are not counted.
+    A heartbeat acknowledges the other messages by their count, and is not counted itself.
     """
 
     def __init__(self) -> None:
-        self.received = self._sent = 0  # numbers of messages
+        self.received = self._sent = 0  # counts of messages
         self._unacknowledged: deque[bytes] = deque()
         self._rest = bytearray()
 
     @property
     def too_long(self) -> bool:
-        """Whether a line is longer than any message."""
+        """True if an incomplete line is longer than any message."""
         return len(self._rest) > LONGEST_LINE
 
     def add(self, message: Message, number: int = 0) -> bytes:
@@ -223,7 +221,7 @@ class Lines:
         return line
 
     def take(self, received: bytes) -> list[tuple[int, Message]]:
-        """Adds bytes; returns the messages that are complete now, each with its number."""
+        """Adds received bytes; returns the messages that they complete, each with its id."""
         self._rest += received
         if b"\n" not in received:
             return []
@@ -238,13 +236,13 @@ class Lines:
         return messages
 
     def acknowledge(self, count: int) -> None:
-        """Drops the messages that the peer has received, `count` of them since the start."""
+        """Drops sent messages that the peer has received: the first `count` since the start."""
         while len(self._unacknowledged) > max(0, self._sent - count):
             self._unacknowledged.popleft()
 
     @property
     def unacknowledged(self) -> bytes:
-        """All lines that may have been lost with the last connection."""
+        """The lines of all messages that may have been lost with the last connection."""
         return b"".join(self._unacknowledged)
 
     def disconnect(self) -> None:

@@ -1,1 +1,1 @@
-"""The head's programs and the Python interface, around the run folder; no module here imports torch at its top."""
+"""The launcher's commands and the Python interface; no module here imports torch when it is imported."""

@@ -1,4 +1,4 @@
-"""Files on the disks of this machine: packed copies of pictures, and leftovers that can be removed."""
+"""Files on this machine's disks: packed copies of pictures, and leftovers that can be removed."""
 
 import os
 import re
@@ -38,19 +38,19 @@ _MADE_BY_US = re.compile(rf"{PREFIX}(agent|doctor|logs|git|probe|objects|private
 
 @dataclass(frozen=True)
 class Leftover:
-    """Files and folders of one kind."""
+    """Files and folders of one kind that can be removed."""
 
     kind: str  # "code", "compiled", "decoded", "unpacked", "parts", "temporary" or "run"
     what: str  # a description for the user
-    paths: tuple[Path, ...]  # to be removed
+    paths: tuple[Path, ...]
     size_bytes: int
 
 
 def find_leftovers(runs: Sequence[str] = ()) -> tuple[list[Leftover], list[str]]:
-    """Finds what can be removed: caches that are made again when needed, leftovers of killed processes, and named runs.
+    """Finds files that can be removed: caches, leftovers of killed processes, and the runs that `runs` names.
 
-    Only files of this user that no process uses; also returns descriptions of files in use. Raises UserError if a name
-    matches no run, or an active one.
+    Returns only files of this user that no process uses, and descriptions of files in use. Raises UserError: a name
+    matches no run, or an active run.
     """
     active = [process for process in psutil.process_iter(["cmdline", "cwd", "uids"]) if _is_ours(process)]
     places = [Path(process.info["cwd"]) for process in active if process.info["cwd"]]
@@ -77,7 +77,7 @@ def find_leftovers(runs: Sequence[str] = ()) -> tuple[list[Leftover], list[str]]
 
 
 def remove(leftovers: Iterable[Leftover], say: Callable[[str], object]) -> bool:
-    """Removes leftovers, names what can't be removed, and returns True if all could."""
+    """Removes leftovers and reports paths that can't be removed; returns True if all were removed."""
     complete = True
     for path in [path for leftover in leftovers for path in leftover.paths]:
         try:
@@ -92,7 +92,7 @@ def remove(leftovers: Iterable[Leftover], say: Callable[[str], object]) -> bool:
 
 
 def _own(paths: Iterable[Path], *, old: bool = False) -> Iterator[Path]:
-    """Yields the paths that belong to this user, with `old` those not written for a day, which have no writer."""
+    """Yields the paths that belong to this user; with `old` only paths not written for a day."""
     for path in paths:
         with suppress(OSError):
             state = path.lstat()
@@ -119,7 +119,7 @@ def _is_ours(process: psutil.Process) -> bool:
 
 
 def _size(path: Path) -> int:
-    """Returns bytes on the disk; links aren't followed."""
+    """Returns the bytes that a file or folder takes on the disk, without following links."""
     with suppress(OSError):
         state = path.lstat()
         own = state.st_blocks * 512
@@ -147,7 +147,7 @@ def request_of(root: Path, target: Path | None, size: int, quality: int) -> Pack
 def pack(
     request: PackRequest, *, processes: int = 0, replaced: bool = False, progress: Callable[[int, int], None]
 ) -> tuple[PackedSet, tuple[str, ...] | None]:
-    """Packs a folder, or resumes that; returns the pack and its unreadable pictures, None if it was up to date."""
+    """Packs a folder or resumes packing; returns the pack and unreadable pictures (None if it was up to date)."""
     contents = read_contents(request.root)
     if not replaced and is_up_to_date(contents, request):
         return open_pack(request.target), None
@@ -157,7 +157,7 @@ def pack(
 
 
 def check_pack(folder: Path, target: Path | None) -> PackedSet:
-    """Reads all of a pack, named itself or by its folder. Raises UserError: there is none, or it was altered."""
+    """Reads an entire pack, given by its path or its source folder. Raises UserError: missing, or altered."""
     place = target or (folder if is_pack(folder) else place_of_pack(folder))
     if not is_pack(place):
         raise UserError(f"there is no packed copy at {place}", str(place), ("run manyhands pack FOLDER",))

@@ -28,8 +28,7 @@ from manyhands.core.errors import EXIT_DOCTOR, EXIT_OK, ManyhandsError
 from manyhands.core.scratch import scratch
 from manyhands.core.user_code import is_object_reference
 
-# The all-reduce test is short, and the machines have just reached each other.
-COLLECTIVE_S = 30.0
+COLLECTIVE_S = 30.0  # the all-reduce test is short, and the machines have just connected
 LISTENING = "for a few seconds, each machine listens on all its addresses; only connections with a token get an answer"
 
 
@@ -42,11 +41,11 @@ class Diagnosis:
 
     @property
     def exit_code(self) -> int:
-        """3 if training would fail."""
+        """3 if training would fail, otherwise 0."""
         return EXIT_DOCTOR if fails(self.findings) else EXIT_OK
 
     def as_json(self) -> dict[str, Any]:
-        """For scripts; without the list of each machine's code files."""
+        """Returns plain data for scripts, without the machines' lists of code files."""
         survey, facts = self.survey, {host: dict(own) for host, own in self.survey.facts.items()}
         for own in facts.values():
             own["code"] = {name: value for name, value in own.get("code", {}).items() if name != "files"}
@@ -67,7 +66,7 @@ def _nested(values: Mapping[tuple[str, str], float]) -> dict[str, dict[str, floa
 
 
 def diagnose(job: Job, say: Callable[[str], object]) -> Diagnosis:
-    """Examines the machines that the job names, or this machine; `say` receives which ports are open meanwhile."""
+    """Examines the machines that the job names, or this machine; `say` receives messages about open ports."""
     machines, wanted = machines_of(job.cluster), facts_wanted(job, torch=job.cluster.device != "cpu")
     if not machines:
         survey = _survey_here(job, wanted)
@@ -82,10 +81,10 @@ def diagnose(job: Job, say: Callable[[str], object]) -> Diagnosis:
 
 @dataclass(frozen=True)
 class Exposure:
-    """Open ports, and who can reach them."""
+    """Open ports, and the hosts that can reach them."""
 
-    now: dict[str, tuple[OpenPort, ...]]  # of manyhands on each machine
-    why_not: dict[str, str]  # of each machine that couldn't be asked, the reason
+    now: dict[str, tuple[OpenPort, ...]]  # open ports of manyhands, by machine
+    why_not: dict[str, str]  # why a machine couldn't be asked, by machine
     then: tuple[str, ...]  # a line for each kind of port that the job would open
 
     def as_json(self) -> dict[str, Any]:
@@ -139,20 +138,20 @@ def _describe(port: OpenPort) -> str:
 
 
 def public_addresses(chosen: Mapping[str, tuple[str, str]]) -> str:
-    """Names the machines that reach each other only at addresses of the Internet; empty if there are none."""
+    """Describes machines that reach each other only at public addresses; an empty string if there are none."""
     public = [f"{name} at {address}" for name, (_, address) in chosen.items() if ip_address(address).is_global]
     return f"only the Internet connects the machines ({', '.join(public)})" if public else ""
 
 
 def facts_wanted(job: Job, *, torch: bool = False) -> FactsWanted:
-    """Returns the facts to ask a machine for; with `torch` including what torch sees of its accelerators."""
+    """Returns the facts to ask a machine for; with `torch` including torch's view of accelerators."""
     workdir = "" if job.cluster.workdir else str(Path.cwd())
     runs = str(Path(job.run.out).parent) if job.run.out else ""
     return FactsWanted(workdir, runs, job.data.name, job.data.dir, torch)
 
 
 def known_of(job: Job, machines: Sequence[Machine], facts: Mapping[str, Any]) -> Survey:
-    """Returns a survey of the machines' facts, without connections between them."""
+    """Returns a survey of the machines' facts, in which no connection has been tested."""
     asked = {machine.name: machine.slots or job.cluster.processes for machine in machines}
     counts = {host: asked.get(host, 0) or len(own.get("accelerators", ())) or 1 for host, own in facts.items()}
     words = (job.data.name, job.data.held_out, job.model.name, *job.train.custom_code)
@@ -186,7 +185,7 @@ def _rendezvous(job: Job) -> tuple[str, int]:
 
 
 def survey_agents(job: Job, agents: Machines, machines: Sequence[Machine], *, measure: bool = True) -> Survey:
-    """Tests connections between the machines that answer; with `measure`, takes seconds for clocks and links' speed."""
+    """Tests connections between machines that answer; with `measure` also clocks and speed, which takes seconds."""
     survey = known_of(job, machines, {machine.name: machine.facts for machine in agents.running})
     take_survey(agents.ask_named, survey, measure=measure)
     survey.errors |= {host: problem for host, problem in agents.problems.items() if host in survey.hosts}
@@ -194,7 +193,7 @@ def survey_agents(job: Job, agents: Machines, machines: Sequence[Machine], *, me
 
 
 def _test_all_reduce(job: Job, agents: Machines, survey: Survey, say: Callable[[str], object]) -> AllReduceTest | None:
-    """Runs an all-reduce with one process on each machine, unless a finding already says that it would fail."""
+    """Runs an all-reduce with one process on each machine, unless findings already predict a failure."""
     if len(survey.hosts) < 2 or survey.errors or set(survey.chosen) != set(survey.hosts) or fails(examine(survey)):
         return None
     with StoreTunnel(job.cluster) as way:
@@ -215,7 +214,7 @@ def _test_all_reduce(job: Job, agents: Machines, survey: Survey, say: Callable[[
 
 
 def _orders(job: Job, agents: Machines, survey: Survey, way: StoreTunnel) -> dict[AgentConnection, Orders]:
-    """Returns orders for one process on each machine, which writes into a temporary folder of its agent."""
+    """Returns orders for one process on each machine, which writes into a temporary folder there."""
     prepare(agents, job.cluster, processes=1)
     for machine in agents.running:
         machine.address = Address(*survey.chosen[machine.name])

@@ -1,4 +1,4 @@
-"""Explains the rank, device and addresses that training would use here, and where each value is from; no torch."""
+"""Explains the rank, device and addresses that training would use here, and the origin of each value; no torch."""
 
 import os
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from manyhands.core.errors import UserError
 from manyhands.core.timeouts import time_limits
 from manyhands.core.world import ProcessInfo
 
-# Options as a `LaunchDecision` names them.
+# Options by flag, as in the origins of a LaunchDecision.
 OPTIONS = {"-n": "processes", "--init": "init", "--rank": "rank", "--world-size": "world_size"}
 SHORT_S = 0.1  # training waits for a cluster file that is still being written; explain reports that it is
 ONE_EACH = "one per accelerator; one without accelerators"
@@ -24,10 +24,10 @@ DEVICE_FILES = {"nvidia[0-9]*": "cuda", "davinci[0-9]*": "npu", "accel/accel[0-9
 
 
 class ExplainedValue(NamedTuple):
-    """One value."""
+    """A value that training would use, with its origin."""
 
     key: str  # its name for scripts
-    value: Any  # None if it is only known later
+    value: Any  # None if it is determined later
     origin: str = ""
     words: str = ""  # the text for people, if it isn't the value itself
 
@@ -37,7 +37,7 @@ class ExplainedValue(NamedTuple):
 
 
 def explained(loaded: LoadedJob, environment: Mapping[str, str] | None = None) -> list[ExplainedValue]:
-    """Returns the values, each after those that it depends on. Raises UserError: training couldn't start."""
+    """Returns the values, each after the values that it depends on. Raises UserError: training couldn't start."""
     variables = os.environ if environment is None else environment
     cluster, origins = loaded.job.cluster, loaded.origins
     found = participate(cluster.model_copy(update={"join_timeout_s": SHORT_S}), variables)
@@ -54,7 +54,7 @@ def explained(loaded: LoadedJob, environment: Mapping[str, str] | None = None) -
             ExplainedValue("master_address", "127.0.0.1", "a single machine"),
             ExplainedValue("master_port", None, "chosen at start", "a free port"),
         ]
-    # An option was given as the flag itself, in a file, or by a variable.
+    # The value of a flag may come from a file or a variable.
     by_option = {flag: origins.get(f"cluster.{name}", "flag") for flag, name in OPTIONS.items()}
     given = {flag: origin for flag, origin in by_option.items() if origin != "flag"}
     rows = [row._replace(origin=given.get(row.origin, row.origin)) for row in rows]
@@ -77,7 +77,7 @@ def write_cluster(loaded: LoadedJob, file: Path, environment: Mapping[str, str] 
     """Writes the job's machines to a new file: a rank table if its name ends in .json, else a hostfile.
 
     Returns notes on values that the format doesn't support. Raises UserError: neither the job nor the environment
-    (PET_*, Slurm) gives machines, the format doesn't support them, or the file exists already.
+    (PET_*, Slurm) gives machines, the format doesn't support them, or the file exists.
     """
     variables = os.environ if environment is None else environment
     at_once = loaded.job.cluster.model_copy(update={"join_timeout_s": SHORT_S})
@@ -92,7 +92,7 @@ def write_cluster(loaded: LoadedJob, file: Path, environment: Mapping[str, str] 
     try:
         text, notes = (rank_table if file.suffix == ".json" else hostfile).write(cluster)
     except UserError as error:
-        error.where = cluster.source  # not a line of the file that isn't written
+        error.where = cluster.source  # the source, because the file isn't written
         raise
     try:
         with file.open("x", encoding="utf-8") as new:

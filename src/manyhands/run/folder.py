@@ -1,4 +1,4 @@
-"""The run folder of a launcher: opened, locked and removed, followed while its run trains, and loaded to resume it."""
+"""Opens, locks and watches the run folder of a launcher, and loads the job of a run to resume."""
 
 import contextlib
 import fcntl
@@ -34,16 +34,15 @@ from manyhands.core.timeouts import MAKE_WAY_S
 from manyhands.report.read import read_run
 from manyhands.run.registry import RUNS, find_reference, headed_here, registered, remembered_reach
 
-POLL_S = 1.0  # between two looks
-# Options whose values may be code of the user's, in this order.
-_MAY_NAME_CODE = (
+POLL_S = 1.0  # interval between checks of the folder
+_MAY_NAME_CODE = (  # options whose values may name the user's code, in this order
     "model.name", "data.name", "data.held_out", "train.loss", "train.optimizer", "train.schedule", "train.metrics",
 )  # fmt: skip
 
 
 @contextlib.contextmanager
 def run_folder(job: Job) -> Iterator[RunFolder]:
-    """Opens the run folder; removes a new one if a user's mistake ends the run before its first update."""
+    """Yields the locked run folder; removes a new folder if a user's mistake ends the run before its first update."""
     base = Path(job.run.out).expanduser() if job.run.out else RUNS
     missing = [place for place in (base, *base.parents) if not place.exists()]
     with private_files():
@@ -66,7 +65,7 @@ def run_folder(job: Job) -> Iterator[RunFolder]:
 
 
 def folder_to_be(job: Job) -> Path:
-    """Returns the folder of a run that starts now: by default the first free one of runs/<date>-<data>-<model>, …-2."""
+    """Returns the folder of a new run: run.out, or the first free name of runs/<date>-<data>-<model>, …-2 and so on."""
     if job.run.out:
         return Path(job.run.out)
     names = (job.run.script[0], "script") if job.run.script else (job.data.name, job.model.name)
@@ -85,17 +84,17 @@ def _open_folder(job: Job) -> tuple[RunFolder, FileLock | None]:
     folder = use_run_folder(Path(job.run.out).expanduser()) if job.run.out else None
     while folder is None:
         path = folder_to_be(job)
-        with writing_into(path), contextlib.suppress(FileExistsError):  # another run has just created it
+        with writing_into(path), contextlib.suppress(FileExistsError):  # another run has just created the folder
             path.mkdir(parents=True)
             folder = RunFolder(path)
     if job.run.out and folder.exists() and job.checkpoint.resume == "never":
         raise UserError(f"{folder.path} already contains a run", "--out", ("use --resume auto", "or use a new --out"))
     with writing_into(folder.path):
-        # `resume --no-detach` takes a detached run over too.
+        # `resume --no-detach` also takes over a detached run.
         detached = "detach" in job.cluster.flags and folder.exists() and read_toml(folder.job).get("cluster", {})
         lock = _lock(folder, takes_over=job.cluster.detach or bool(detached and detached.get("detach")))
     if not folder.exists() or job.run.script:
-        # An earlier run's job file is replaced only once everything is known to fit (see worker/run_metadata.py).
+        # The job file of an earlier run is replaced later, after all checks (see worker/run_metadata.py).
         write_job(folder, tomli_w.dumps(job.model_dump(mode="json")))
     return folder, lock
 
@@ -125,8 +124,9 @@ def _lock(folder: RunFolder, *, takes_over: bool) -> FileLock | None:
 class FolderWatch:
     """Detects that a run folder was renamed or deleted.
 
-    A renamed folder gets a link in its old place, so that all processes write into the new one. A deleted folder is
-    made again with the same small files and the run is asked to stop, so that it saves and can be resumed.
+    A renamed folder gets a symbolic link at its old path, so that all processes write into the renamed folder. A
+    deleted folder is created again with the same small files, and the run is asked to stop, so that it saves and can be
+    resumed.
     """
 
     def __init__(self, path: Path, warn: Callable[[str], object]) -> None:
@@ -150,7 +150,7 @@ class FolderWatch:
         folder = RunFolder(self._path)
         missing = self._missing(folder)
         if missing == [folder.job]:
-            time.sleep(0.05)  # it is missing while it is replaced
+            time.sleep(0.05)  # the file is missing while it is replaced
             missing = self._missing(folder)
         if not {folder.job, folder.ranks} <= set(missing):
             for path in missing:
@@ -170,7 +170,7 @@ class FolderWatch:
             self._make_again(folder)
 
     def _missing(self, folder: RunFolder) -> list[Path]:
-        """Returns files and folders that have disappeared; all of them if the path leads elsewhere."""
+        """Returns the known files and folders that are missing; all if the path leads to another folder."""
         known = [*self._contents, *({folder.job, folder.ranks} - self._contents.keys())]
         here = self._path.exists() and os.path.samestat(self._path.stat(), os.fstat(self._descriptor))
         return [path for path in known if not (here and path.exists())]
@@ -178,7 +178,7 @@ class FolderWatch:
     def _link_to(self, place: Path) -> None:
         if self._path.is_symlink():
             self._path.unlink()
-        elif self._path.exists():  # made again by a process that was saving, or by another run
+        elif self._path.exists():  # created by a process that was saving, or by another run
             self._path.rename(free_name(place, "written-while-moved"))
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._path.symlink_to(place)
@@ -190,7 +190,7 @@ class FolderWatch:
             file.write_bytes(content)
         self._close()
         self._open_folder()
-        if not self._deleted:  # a deletion may take several looks
+        if not self._deleted:  # a deletion may be detected several times
             self._deleted = self._stop_is_due = True
             self._warn(f"{self._name} was deleted: its records and checkpoints are lost. Saving and stopping")
 
@@ -199,7 +199,7 @@ class FolderWatch:
         self._close = weakref.finalize(self, os.close, self._descriptor)
 
     def _new_place(self) -> Path | None:
-        """Returns where the opened folder is now; None if it was deleted or emptied."""
+        """Returns the current path of the opened folder; None if it was deleted or emptied."""
         on_macos: int | None = getattr(fcntl, "F_GETPATH", None)
         if on_macos is not None:
             found = Path(os.fsdecode(fcntl.fcntl(self._descriptor, on_macos, bytes(1024)).rstrip(b"\0")))
@@ -210,12 +210,12 @@ class FolderWatch:
 
 
 def record_of(checkpoint: Path) -> TrainedNetwork | None:
-    """Returns what a checkpoint, or its run, records of the network. Raises UserError: the record is damaged."""
+    """Returns the record of the network in a checkpoint or its run, if any. Raises UserError: it is damaged."""
     return find_record(checkpoint, read_state(checkpoint) if checkpoint.is_dir() else {})
 
 
 def load_resumed(name: str, flags: Mapping[str, Any]) -> LoadedJob:
-    """Loads the job of a run to resume, with changes. Raises UserError: there is no such run, or it is active."""
+    """Loads the job of a run to resume, changed by `flags`. Raises UserError: there is no such run, or it is active."""
     folder = RunFolder(find_reference(name))
     if headed_here(folder.path):
         raise already_running(folder)
@@ -226,7 +226,7 @@ def load_resumed(name: str, flags: Mapping[str, Any]) -> LoadedJob:
 
 
 def announce_resumed(folder: RunFolder, loaded: LoadedJob) -> None:
-    """Announces code that a resumed run executes because its own job.toml names it. Raises UserError to refuse it."""
+    """Announces code that a resumed run executes because its job.toml names it. Raises UserError to refuse it."""
     keys = {"data": "data.name", "network": "model.name"}
     lost = [what for what in in_python(folder.path) if loaded.origins.get(keys[what]) == str(folder.job)]
     if lost:
@@ -237,7 +237,7 @@ def announce_resumed(folder: RunFolder, loaded: LoadedJob) -> None:
     try:
         record = find_record(folder.checkpoints / "any", {})
     except UserError:
-        record = None  # it is written anew, and the announcement says what isn't known
+        record = None  # the resumed run writes a new record
     values = flatten(loaded.job.model_dump())
     for key in _MAY_NAME_CODE:
         if loaded.origins.get(key) == str(folder.job):
@@ -246,7 +246,7 @@ def announce_resumed(folder: RunFolder, loaded: LoadedJob) -> None:
 
 
 def announce_reach(loaded: LoadedJob) -> None:
-    """Announces ssh and Python if a job.toml names them, not the user. Raises UserError: another user wrote it."""
+    """Announces ssh and Python commands that only a job.toml names. Raises UserError: another user wrote the file."""
     standard = ClusterOptions()
     for name in ("ssh", "python"):
         wanted, file = getattr(loaded.job.cluster, name), Path(loaded.origins.get(f"cluster.{name}", ""))

@@ -1,4 +1,4 @@
-"""Launches a job on several machines over ssh and watches them; detaches from the terminal, and takes join requests."""
+"""Launches a job on several machines over ssh and watches them; detaches from the terminal, accepts join requests."""
 
 import os
 import re
@@ -43,14 +43,14 @@ from manyhands.run.start import Starts, check_machines
 from manyhands.run.train import check_names, watch_on
 
 SOCKET, LOG = "head.sock", "head.log"  # in the run folder
-# A request through the socket. The answer begins with JOINED if the machine takes part.
+# A request through the socket, and the start of the answer to a machine that has joined.
 _REQUEST, _JOINED = re.compile(rb"join ([^\n]+)\n"), "joined: "
 
 
 def launch(
     job: Job, machines: Sequence[Machine], *, quiet: bool = False, begun: Callable[[Path], None] = lambda _run: None
 ) -> Outcome:
-    """Trains on several machines, the first of which has rank 0; `begun` is called often, once the run trains."""
+    """Trains on several machines, the first with rank 0; calls `begun` at every tick once the run trains."""
     refuse_doubles(machines)
     if not job.run.script:
         check_names(job, data=False)
@@ -112,7 +112,7 @@ def _require_enough(job: Job, folder: RunFolder, machines: Machines, screen: Scr
 
 
 def _keep_records(watch: Watch, receiver: Receiver, screen: Screen, source: str) -> None:
-    """Writes the records that arrive; after a failure the run continues, and its records stay where they are made."""
+    """Writes received records; after a failure the run continues, and new records stay on the machine of rank 0."""
 
     def keep(piece: FilePiece) -> None:
         try:
@@ -127,8 +127,7 @@ def _keep_records(watch: Watch, receiver: Receiver, screen: Screen, source: str)
 
 def _prepare(job: Job, membership: Membership, starts: Starts, folder: RunFolder, screen: Screen) -> None:
     machines = membership.machines
-    # Checks come first, so that a user's mistake leaves no folders on other machines.
-    addresses = check_machines(job, screen.say, machines)
+    addresses = check_machines(job, screen.say, machines)  # first, so that a mistake leaves no folders
     prepare(machines, job.cluster)
     if not addresses:
         _refuse_devices(job, machines)
@@ -143,7 +142,7 @@ def _prepare(job: Job, membership: Membership, starts: Starts, folder: RunFolder
         for line in left_out:
             screen.say(line)
         others = [machine for machine in machines.running if not machine.agent.here]
-        # Their agents, and so their workers, change to the folder of the code.
+        # Agents, and thus their workers, change to the folder of the code.
         machines.ask(dict.fromkeys(others, call(Agent.take_code, membership.code)), COPY_S)
 
 
@@ -193,11 +192,11 @@ def _refuse_lost_checkpoints(job: Job, folder: RunFolder, machines: Machines) ->
 
 @contextmanager
 def join_listener(folder: Path, on_request: Callable[..., None], say: Say) -> Generator[Callable[[], None]]:
-    """Accepts requests to join during the block, in the function that it gives, which is called often and never waits.
+    """Yields a function that accepts requests to join; it never waits, and must be called often.
 
-    `on_request` receives each machine and whom to notify; it raises ManyhandsError to refuse the machine.
+    `on_request` receives a machine and a function to notify it; it raises ManyhandsError to refuse the machine.
     """
-    path, clients = folder / SOCKET, dict[socket.socket, bytes]()  # what each has sent
+    path, clients = folder / SOCKET, dict[socket.socket, bytes]()  # bytes received from each client
     with closing(socket.socket(socket.AF_UNIX)) as listener:
         try:
             path.unlink(missing_ok=True)
@@ -210,7 +209,7 @@ def join_listener(folder: Path, on_request: Callable[..., None], say: Say) -> Ge
             say(f"manyhands join can't add machines to this run: {error.strerror} ({path})", "WARNING")
 
         def tick() -> None:
-            with suppress(OSError):  # there is no new client, or no more files can be opened now
+            with suppress(OSError):  # no new client, or too many open files
                 while True:
                     client = listener.accept()[0]
                     client.setblocking(False)
@@ -230,7 +229,7 @@ def join_listener(folder: Path, on_request: Callable[..., None], say: Say) -> Ge
 
 def _read(client: socket.socket, clients: dict[socket.socket, bytes], on_request: Callable[..., None]) -> None:
     def notify(text: str, takes_part: bool) -> None:
-        with suppress(OSError):  # the client may have gone
+        with suppress(OSError):  # the client may have exited
             client.sendall((_JOINED * takes_part + text).encode(errors="replace"))
         clients.pop(client, None)
         client.close()
@@ -256,7 +255,7 @@ def _read(client: socket.socket, clients: dict[socket.socket, bytes], on_request
 
 @contextmanager
 def _short(path: Path) -> Generator[str]:
-    """Gives a path of the socket that fits into the system's limit of about a hundred bytes."""
+    """Yields a path of the socket within the system's limit of about 100 bytes."""
     if len(os.fsencode(path)) < 100 or not Path("/proc/self/fd").is_dir():
         yield str(path)
         return
@@ -268,7 +267,7 @@ def _short(path: Path) -> Generator[str]:
 
 
 def join_here(run: str, host: str) -> str:
-    """Asks the launcher of a run, here, to add a machine, and waits for it. Raises ManyhandsError: it can't join."""
+    """Asks the launcher of a run, here, to add `host`, and waits until it joins. Raises ManyhandsError: refused."""
     found = find_run(run, active=True)
     folder = found.path
     if not (folder / SOCKET).exists() and not (head := head_of_active(found)).here:
@@ -290,13 +289,13 @@ def join_here(run: str, host: str) -> str:
 
 
 class Background:
-    """Forks this process: the child, in which `elsewhere` is 0, launches the run; the parent, with its id, waits."""
+    """Forks this process: the child launches the run, the parent waits; `elsewhere` is 0 or the child's process id."""
 
     def __init__(self) -> None:
         self._heard, self._writer = os.pipe()
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
-        # Signals that arrive before `wait` handles them are passed on then.
+        # Blocked signals are delivered once `wait` forwards them.
         self._unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
         self.elsewhere = os.fork()
         if not self.elsewhere:
@@ -307,7 +306,7 @@ class Background:
             signal.pthread_sigmask(signal.SIG_SETMASK, self._unblocked)
 
     def leave(self, run: Path) -> None:
-        """Leaves the terminal: further messages go into the run folder."""
+        """Detaches from the terminal: further messages go to a log in the run folder."""
         if self._left:
             return
         self._left = True
@@ -318,7 +317,7 @@ class Background:
         os.close(self._writer)
 
     def wait(self, *, as_json: bool) -> int:
-        """Waits until the run trains or has ended, and passes signals on to the launcher; returns the exit code."""
+        """Waits until the run trains or has ended, and forwards signals to the launcher; returns the exit code."""
         os.close(self._writer)
         with handled(lambda number, _frame: os.kill(self.elsewhere, number)), os.fdopen(self._heard, "rb") as heard:
             signal.pthread_sigmask(signal.SIG_SETMASK, self._unblocked)

@@ -1,4 +1,4 @@
-"""Shows the output of the processes of a run: files in the run folder, here and on other machines."""
+"""Shows the output of a run's processes, from files in the run folder here and on other machines."""
 
 import shlex
 import time
@@ -28,20 +28,19 @@ from manyhands.core.timeouts import READ_LOG_S
 from manyhands.run.registry import head_of, is_running, remembered_reach
 
 POLL_S = 0.2
-# More than any cluster has; a damaged machines.json may say anything, and each rank is asked for its file.
-MOST_RANKS, MOST_PER_MACHINE = 1_000_000, 4096
+MOST_RANKS, MOST_PER_MACHINE = 1_000_000, 4096  # limits against a damaged machines.json: each rank's file is read
 
 
 class LogPlace(BaseModel):
-    """Where the logs of one machine's processes are."""
+    """The location of the logs of one machine's processes."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
     host: str  # the machine
-    port: int = Field(default=0, ge=0, le=65535)  # of its ssh; 0 for what ssh itself takes
-    # its first rank and how many it has
+    port: int = Field(default=0, ge=0, le=65535)  # of its ssh server; 0 for ssh's default
+    # (first rank, number of ranks)
     ranks: tuple[Annotated[int, Field(ge=0, le=MOST_RANKS)], Annotated[int, Field(ge=0, le=MOST_PER_MACHINE)]]
-    folder: str  # the run folder on it
-    local: bool  # True where that is this machine's disk
+    folder: str  # path of the run folder there
+    local: bool  # True if a disk of this machine has the folder
 
     @property
     def machine(self) -> Machine:
@@ -60,7 +59,7 @@ class Log:
     offset: int = 0  # bytes read so far
 
     def new_lines(self, *, rest: bool = False) -> Iterator[str]:
-        """Yields complete lines written since the last call; with `rest` also a last line without its end."""
+        """Yields complete lines written since the last call; with `rest` also an incomplete last line."""
         while self.link:
             text, offset = self.link.ask(call(Agent.read_log, self.path, self.offset, rest), READ_LOG_S)
             yield from text.splitlines()
@@ -82,10 +81,11 @@ class Log:
 
 
 def show_logs(folder: RunFolder, rank: int | None, *, last: int, follow: bool, settings: Mapping[str, Any]) -> None:
-    """Shows the output of one rank, or of all with the rank before each line; other machines' over ssh.
+    """Shows the output of one rank, or of all (`rank` None) with the rank before each line.
 
-    Shows only the `last` lines of each, all for 0; with `follow` until the run ends. `settings` are the user's options
-    of the cluster. Raises UserError: there is no such rank. Raises RunError: its machine can't be reached.
+    Reads other machines' logs over ssh. Shows the `last` lines of each log (0: all), and with `follow` new lines until
+    the run ends. `settings` are the user's options of the cluster. Raises UserError: there is no such rank. Raises
+    RunError: its machine can't be reached.
     """
     places, known = read_places(folder), _local_logs(folder)
     if rank is not None and known and rank not in known and not any(place.has(rank) for place in places):
@@ -99,8 +99,7 @@ def show_logs(folder: RunFolder, rank: int | None, *, last: int, follow: bool, s
             logs = stack.enter_context(_remote_logs(remote, rank, _ssh_options(folder, settings)))
         over = False
         while not over:
-            # Checked before the files are read, so that nothing written before the end is missed.
-            over = not (head and is_running(head))
+            over = not (head and is_running(head))  # before the files are read, to miss nothing
             for each, log in _local_logs(folder).items():
                 if rank in (None, each):
                     logs.setdefault(each, log)
@@ -117,7 +116,7 @@ def show_logs(folder: RunFolder, rank: int | None, *, last: int, follow: bool, s
 
 @contextmanager
 def _remote_logs(places: Sequence[LogPlace], rank: int | None, options: ClusterOptions) -> Iterator[dict[int, Log]]:
-    """Connects to machines, and gives those of the logs that can be read, by rank."""
+    """Connects to machines, and yields the logs that can be read, by rank."""
     machines, wanted = [place.machine for place in places], FactsWanted(only=("name",))
     with scratch("logs") as private, assembled(machines, options, private, wanted) as agents:
         if rank is not None:
@@ -133,12 +132,11 @@ def _remote_logs(places: Sequence[LogPlace], rank: int | None, options: ClusterO
         yield found
 
 
-# Options of the cluster that are executed, here or on the machines that a run folder names.
-EXECUTED = ("ssh", "python", "workdir")
+EXECUTED = ("ssh", "python", "workdir")  # executed here or on the run's machines
 
 
 def _ssh_options(folder: RunFolder, settings: Mapping[str, Any]) -> ClusterOptions:
-    """Returns how to reach a run's machines; the job.toml, maybe another user's, is printed, but never executed."""
+    """Returns the user's options to reach a run's machines; others in the job.toml are only printed."""
     own = load_job(settings).job.cluster
     given = {key.removeprefix("cluster.") for key in settings}
     remembered = remembered_reach(folder.path) or {}
@@ -157,7 +155,7 @@ def _local_logs(folder: RunFolder) -> dict[int, Log]:
 
 
 def read_places(folder: RunFolder) -> list[LogPlace]:
-    """Reads where a run's machines keep their files; empty if all are here. Raises UserError: it is damaged."""
+    """Reads machines.json, the locations of a run's files; empty without the file. Raises UserError: it is damaged."""
     path = folder.machines
     try:
         return TypeAdapter(list[LogPlace]).validate_python(parse_json(read_bytes(path)))

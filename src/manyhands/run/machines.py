@@ -1,14 +1,14 @@
-"""The membership of a launched run: which machines take part, and which are lost, contacted, ready or excluded.
+"""The membership of a launched run: running, lost, contacted, ready and excluded machines.
 
-The states of a machine change so:
+Changes of the state of a machine:
 
     RUNNING -> LOST         its connection ended or was silent, and could not be replaced
     RUNNING -> READY        excluded for a while: it failed several times in a row, and the run can continue without it
     RUNNING -> READY        another machine was lost while this one joined (run/start.py)
     LOST -> CONTACTING      the pause before the next contact is over
     CONTACTING -> READY     the agent has answered every request
-    CONTACTING -> LOST      no answer, its earlier processes are still ending, or it belongs to another launcher
-    READY -> RUNNING        the next start takes it in, for which the run is restarted if that is worth it
+    CONTACTING -> LOST      no answer, its earlier workers are still exiting, or it belongs to another launcher
+    READY -> RUNNING        the next start includes it; the run is restarted for this if enough updates remain
     READY -> LOST           its connection ended or was silent
     LOST, CONTACTING, READY -> refused      it can't take part, and another attempt would not change that
     RUNNING -> refused                      it has just joined, and the start with it failed before its first update
@@ -36,22 +36,22 @@ from manyhands.core.timeouts import CONTACT_S, RETRY_LEAST_S, RETRY_MOST_S, SILE
 from manyhands.run.doctor import facts_wanted, known_of
 from manyhands.run.recovery import RestartHooks, Say, failed_rank, from_outside, what_failed, worth_a_start
 
-BUSY = "is still ending its earlier processes"  # the agent of a machine that was cut off may still have its processes
+BUSY = "is still ending its earlier processes"  # a disconnected machine may still run its workers
 REPLACED = "another launcher has taken over the run"
 
 
 class RefusedError(ManyhandsError):
-    """This machine can't take part, and trying again would not change that."""
+    """The machine can't take part, and another attempt would not change that."""
 
 
 class Membership(RestartHooks):
-    """The machines of a launched run. No method waits."""
+    """The states of a launched run's machines. No method waits."""
 
     def __init__(self, job: Job, machines: Machines, folder: RunFolder, say: Say) -> None:
         self.machines, self._job, self._folder, self._say = machines, job, folder, say
-        self.code = dict[str, str]()  # files that a machine that joins is given
+        self.code = dict[str, str]()  # code for machines that join, base64 by path
         self.term = term_in(folder.ranks).head if job.cluster.detach else 0  # of this launcher
-        self.replaced_on = ""  # a machine that obeys another launcher
+        self.replaced_on = ""  # name of a machine that obeys another launcher
         self._measured = 0  # bytes of metrics before the current start
         self._refused = dict[str, RunMachine]()
 
@@ -92,17 +92,17 @@ class Membership(RestartHooks):
         return [] if self.trained else [machine.name for machine in self.joined]
 
     def can_join(self) -> list[str]:
-        # None while another contact makes progress, so that one restart serves both.
+        # No machine while another contact progresses, so that one restart serves both.
         soon = any(machine.state is MachineState.CONTACTING and machine.facts for machine in self.machines.all)
         return [] if soon else [machine.name for machine in self.ready][: self.room]
 
     def regroups(self) -> bool:
-        """Whether to restart now, because a machine can join or another launcher has taken over the run."""
+        """Returns True to restart now, because a machine can join or another launcher has taken over the run."""
         joins = not self._job.run.script and self.can_join() and self.trained and worth_a_start(self._folder)
         return bool(joins or self.replaced_on)
 
     def record_start(self, number: int) -> None:
-        """Records that a start begins with the members, in their present order and with their opened folders."""
+        """Records that start `number` begins with the running machines, in their order and with their folders."""
         step = saved_step(self._folder) or 0
         self._measured = _size(self._folder.metrics)
         for position, machine in enumerate(self.machines.running):
@@ -114,7 +114,7 @@ class Membership(RestartHooks):
                 machine.notify = lambda _text, _takes_part: None
 
     def add(self, spec: Machine, notify: Callable[[str, bool], object]) -> None:
-        """Adds a machine that the user requests. Raises UserError: it is part of the run, or there is no room."""
+        """Adds a machine at the user's request. Raises UserError: it belongs to the run, or the run is full."""
         name, wanted = spec.name, f"--elastic {self._job.cluster.elastic}"
         if name in {machine.name for machine in self.machines.running}:
             raise UserError(f"{name} is already part of the run")
@@ -131,9 +131,10 @@ class Membership(RestartHooks):
         self.machines.all.append(machine)
 
     def note_ending(self, ending: Ending) -> None:
-        """Refuses machines with which the start failed; else counts a failure of each that was lost or has failed.
+        """Refuses machines that joined if the start failed; else counts a failure of each lost or failed machine.
 
-        A failed one is excluded for a time that grows, unless it is needed; a lost one is not contacted for that time.
+        A failed machine is excluded for an increasing time, unless it is needed; a lost one is not contacted for that
+        time.
         """
         if self.on_trial() and not ending.regrouped and not from_outside(first_cause(ending)):
             for machine in self.joined:
@@ -151,7 +152,7 @@ class Membership(RestartHooks):
                 machine.exclude(pause_s)
 
     def take_in(self) -> list[RunMachine]:
-        """Marks members whose connection has ended as lost, adds the ready machines at the end, and returns these."""
+        """Marks disconnected members as lost; appends the ready machines to the members, and returns them."""
         for machine in self.machines.running:
             if machine.agent.closed:
                 machine.lose()
@@ -178,7 +179,7 @@ class Membership(RestartHooks):
             machine.notify(f"the run ended before {machine.name} joined", False)
 
     def tick(self) -> None:
-        """Continues the contact with each machine that doesn't take part, without waiting."""
+        """Advances the contact with each machine that doesn't take part, without waiting."""
         steps = {MachineState.LOST: self._open, MachineState.CONTACTING: self._receive, MachineState.READY: self._check}
         for machine in self.machines.waiting:
             try:
@@ -186,7 +187,7 @@ class Membership(RestartHooks):
                     machine.agent.heartbeat()
                     machine.agent.flush()
                 steps[machine.state](machine)
-            except (LinkClosed, OSError):  # also TimeoutError: try again later; or no memory or files here
+            except (LinkClosed, OSError):  # TimeoutError, or no memory or files here: try again later
                 self._give_up(machine)
             except (RefusedError, RunError, UserError) as error:
                 self.refuse(machine, error)
@@ -202,7 +203,7 @@ class Membership(RestartHooks):
         machine.asked = machine.link.post(request), request
 
     def _receive(self, machine: RunMachine) -> None:
-        """Takes the next answer of a machine that is contacted, and sends the next request."""
+        """Handles the next answer of a contacted machine, and sends the next request."""
         assert machine.asked
         assert machine.contact
         answers = answer_to(machine.agent, *machine.asked)
@@ -251,7 +252,7 @@ class Membership(RestartHooks):
         machine.device, machine.processes = found.device, slots or found.count
 
     def _judge(self, machine: RunMachine, facts: Facts) -> None:
-        """Raises RefusedError if training with it would fail, as its facts and those of the members show."""
+        """Raises RefusedError if the facts of the machine and the members predict that training would fail."""
         everyone = [*self.connected, machine]
         known = {one.name: one.facts for one in self.connected} | {machine.name: facts}
         found = examine(known_of(self._job, [one.spec for one in everyone], known))
@@ -259,7 +260,7 @@ class Membership(RestartHooks):
             raise RefusedError(failures[0].what, machine.name, failures[0].hints)
 
     def _give_up(self, machine: RunMachine) -> None:
-        """Contacts a machine again after a pause that grows; one that was just requested and never there is refused."""
+        """Contacts a machine again after an increasing pause; refuses a requested machine that never answered."""
         if machine.requested and machine.link and not machine.facts:
             code, link = machine.link.close(), machine.link
             problem = explain_contact(machine.spec, code, link.log_tail(), self._job.cluster)
@@ -273,7 +274,7 @@ class Membership(RestartHooks):
 
 
 def folder_on(machine: RunMachine, folder: RunFolder) -> str:
-    """Returns the path of the run folder on a machine: as opened there, or as seen from the work folder."""
+    """Returns the path of the run folder on a machine: as opened there before, or relative to the work folder."""
     path = folder.path.absolute()
     return machine.folder or str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 

@@ -1,4 +1,4 @@
-"""How a run ends: the events that its launcher records, the report and exit code; and explanations from its records."""
+"""The end of a run: the launcher's events, report and exit code; and explanations of a run from its records."""
 
 import itertools
 import re
@@ -33,9 +33,9 @@ _LONGEST = 300
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended."""
+    """The result of a run."""
 
-    folder: RunFolder  # the run folder
+    folder: RunFolder
     status: str  # "finished" or "stopped"
     is_main: bool = True  # True on the process that prints messages
 
@@ -48,7 +48,7 @@ class Outcome:
 
 
 def conclude(job: Job, folder: RunFolder, ending: Ending, earlier: int = 0) -> Outcome:
-    """Records how a run ended, after `earlier` starts and stops, and writes the report; raises the first cause."""
+    """Records a run's end after `earlier` recorded starts and stops, writes the report, and raises the first cause."""
     if job.run.script and ending.interrupted:
         note(folder, "stopped")
         hints = (f"for its output: manyhands logs {shlex.quote(str(folder.path))}",)
@@ -76,7 +76,7 @@ def conclude(job: Job, folder: RunFolder, ending: Ending, earlier: int = 0) -> O
 
 def _record_failure(job: Job, folder: RunFolder, ending: Ending) -> ManyhandsError:
     first, codes = ending.interrupted == 1, ending.failed.values()
-    # A stop's own signal ends workers that are still starting; a second stop kills. Both make their peers fail.
+    # A stop signal ends workers that are still starting, a second one kills all. Both make their peers fail.
     unready, killed = first and -signal.SIGTERM in codes, first and -signal.SIGKILL in codes
     follows = unready or ending.interrupted > 1
     records = [record for record in ending.records.values() if not (follows and record.consequence)]
@@ -100,7 +100,7 @@ def failure_of(folder: RunFolder, ending: Ending) -> ManyhandsError:
 
 
 def failure_here(folder: RunFolder, record: Failure) -> ManyhandsError:
-    """Records a failure of this process, which trains itself, and returns it as an error for the user."""
+    """Records a failure of training in this process, and returns it as an error for the user."""
     note_cause(folder, record)
     if record.exit_code == EXIT_INTERRUPTED:
         return interrupted(folder)
@@ -118,7 +118,7 @@ def with_resume_hint(error: ManyhandsError, folder: RunFolder) -> ManyhandsError
 
 
 def report_on(job: Job, folder: RunFolder) -> None:
-    """Writes the report; a failure to draw it, or Ctrl-C, is reported and does not fail the run."""
+    """Writes the report. A failure to draw it, or Ctrl-C, is reported and does not fail the run."""
     if not job.run.report or not folder.metrics.is_file():
         return
     from manyhands.report.page import write_report
@@ -127,7 +127,7 @@ def report_on(job: Job, folder: RunFolder) -> None:
         write_report(folder.path)
     except (OSError, ValueError, RuntimeError) as error:
         say(f"report.html could not be written: {error}")
-    except KeyboardInterrupt:  # the run itself has ended, and its outcome stands
+    except KeyboardInterrupt:  # the run has ended, and its outcome doesn't change
         say(f"report.html is not written; to write the report, run manyhands report {shlex.quote(str(folder.path))}")
 
 
@@ -146,7 +146,7 @@ def starts_and_stops(folder: RunFolder) -> list[dict[str, Any]]:
 
 
 def _stop_saved(folder: RunFolder, earlier: int) -> bool:
-    """Records a stop that has saved: what is killed or lost after the save does not affect the result."""
+    """Returns True, and records the stop, if a stopped run has saved; later kills and losses don't matter."""
     last = [{}, *starts_and_stops(folder)[earlier:]][-1]
     step, saved = last.get("step"), saved_step(folder)
     if last.get("kind") not in {"stopping", "stopped"} or step is None or saved is None or saved < step:
@@ -166,7 +166,7 @@ def note_cause(folder: RunFolder, cause: Failure) -> None:
 
 
 def note_head(job: Job, folder: RunFolder, error: Exception) -> None:
-    """Records a failure that is on no rank: an unusable machine, or the launcher itself."""
+    """Records a failure that is not a rank's, but a machine's or the launcher's."""
     known = isinstance(error, ManyhandsError)
     what = error.message if known else f"{type(error).__name__}: {error}"
     where, hints = (error.where, [*error.hints]) if known else ("", [])
@@ -176,11 +176,11 @@ def note_head(job: Job, folder: RunFolder, error: Exception) -> None:
 
 @contextmanager
 def ends_noted(job: Job, folder: RunFolder) -> Generator[None]:
-    """Records a failure or a stop that ends the block while no process trains. Raises ManyhandsError for a stop."""
+    """Records a failure or a stop that ends the block while no process trains. Raises ManyhandsError after a stop."""
     try:
         yield
     except KeyboardInterrupt as interrupt:
-        # A second one comes while the first still ends what was begun.
+        # A second Ctrl-C, while the first is handled, has the first as its context.
         raise interrupted(folder, idle=not isinstance(interrupt.__context__, KeyboardInterrupt)) from None
     except Exception as error:
         note_head(job, folder, error)
@@ -195,38 +195,37 @@ def note(folder: RunFolder, kind: str, message: str = "", **fields: Any) -> None
 
 @dataclass(frozen=True)
 class Why:
-    """The state of a run and its first cause; unknown fields are empty."""
+    """The state of a run and the first cause of its end; unknown fields are empty."""
 
     run: str  # the run folder
-    # "running", "finished", "stopped", "interrupted" (unsaved), "failed" or "killed" (without a record)
-    state: str
+    state: str  # running, finished, stopped, interrupted (unsaved), failed or killed (without a record)
     headline: str  # the progress, in a sentence
     cause: str = ""  # the first cause, in a sentence
     rank: int | None = None  # of the first cause; None if it was on no rank, or is unknown
-    host: str = ""  # its machine
-    step: int | None = None  # updates made by then
-    phase: str = ""  # of the update
-    file: str = ""  # where it was raised
+    host: str = ""  # machine of the first cause
+    step: int | None = None  # updates made before the first cause
+    phase: str = ""  # phase of the update
+    file: str = ""  # file and line that raised it
     others: str = ""  # what happened to the other processes
     done: list[str] = field(default_factory=list[str])  # what was done automatically, and what else was noticed
     do: list[str] = field(default_factory=list[str])  # what the user can do
     machines: str = ""  # of an active run
 
     def lines(self) -> list[str]:
-        """For people; the first cause comes first."""
+        """Returns the lines for the user; the first cause follows the headline."""
         named = [("why", self.cause), ("others", self.others), ("on", self.machines)]
         rows = [self.headline, *(f"{name}: {text}" for name, text in named if text)]
         return [*rows, *(f"done: {text}" for text in self.done), *(f"do: {text}" for text in self.do)]
 
 
 def why(word: str) -> Why:
-    """Explains the run that a word names. Raises UserError: there is none, or its records can't be read."""
+    """Explains the run that `word` names. Raises UserError: there is no such run, or its records can't be read."""
     run = read_run(find_reference(word))
     return explained(run, head_of(run.folder.path))
 
 
 def explained(run: RunData, head: Running | None = None) -> Why:
-    """Explains a run from its records; `head` is its launcher, if one is active."""
+    """Explains a run from its records; `head` is its launcher, if it is active."""
     state, folder, done = _state(run, head), str(run.folder.path), _done(run)
     after = f"after {duration(summary.seconds(run))} of work, {_place(run)}"
     now, cause, on, do = f"{_place(run)}{_last_record(run)}", "", "", list[str]()
@@ -240,7 +239,7 @@ def explained(run: RunData, head: Running | None = None) -> Why:
         case "running":
             headline = f"{folder} is active, {now}; the launcher is on another machine, or lost"
             do = [f"to save and stop, run on the launching machine: manyhands stop {folder}"]
-            if term_in(run.folder.ranks) != Term():  # it is detached
+            if term_in(run.folder.ranks) != Term():  # the run is detached
                 take_over = f"to take over from a lost launcher: {resume_command(run.folder.path)}"
                 do = [take_over, f"to save and stop: manyhands stop {folder}"]
         case "finished":
@@ -309,12 +308,11 @@ def _state(run: RunData, head: Running | None) -> str:
 
 
 def _first(run: RunData, event: Event | None) -> Failure:
-    """Returns the first cause as the launcher recorded it, or the first failure that is no consequence."""
+    """Returns the first cause as recorded by the launcher, or else the first failure that isn't a consequence."""
     same = [one for one in run.failures if event and (one.what, one.rank) == (event.message, event.rank)]
     if same or not event:
         return (same or run.failures)[0]
-    # The record of that rank's own end may be in place of the launcher's.
-    lost = re.match(r"(\S+) is lost: ", event.message)
+    lost = re.match(r"(\S+) is lost: ", event.message)  # the file of the rank has the rank's own record
     host = lost[1] if lost else str(event.data.get("host", ""))
     return Failure(
         time=event.time, rank=event.rank, host=host, pid=0, step=event.step,
@@ -339,7 +337,7 @@ def _done(run: RunData) -> list[str]:
     found: list[str] = []
     starts = [event for event in run.events if event.kind in {"restarted", "regrouped"}]
     for event in starts[-_SHOWN:]:
-        # The machine as recorded then: ranks may have moved since.
+        # The event has the machine; ranks may have moved since.
         at = f"{event.data['host']}, " if event.data.get("host") else ""
         how = "restarted" if event.kind == "restarted" else "restarted with another machine"
         found.append(f"{how} ({at}{ago(time.time() - event.time)}): {_both_ends(event.message)}")
@@ -361,7 +359,7 @@ def _done(run: RunData) -> list[str]:
 
 
 def _both_ends(text: str) -> str:
-    """Shortens a long text in the middle: the last line of a traceback says most."""
+    """Shortens a long text in the middle, because the last line of a traceback says most."""
     text = plain(text)
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 3]} … {text[-_LONGEST * 2 // 3 :]}"
 
@@ -391,7 +389,7 @@ def _who(failure: Failure) -> str:
 
 
 def _file(failure: Failure) -> str:
-    """Returns the line of the user's code that raised a failure, or the file that it is about."""
+    """Returns the line of the user's code that raised a failure, or the file that the failure names."""
     if line := users_place(failure):
         return plain(line)
     where = failure.where.rpartition(", ")[0] or failure.where

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from manyhands.train.session import Session
     from manyhands.train.trained import Trained
 
-JobLike = Job | str | Path | None  # what every function takes as `job`
+JobLike = Job | str | Path | None  # the argument `job` of each function
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Run:
         return write_report(self.path)
 
 
-_FLAG = re.compile(  # a flag in a hint, with its value: what follows it, unless that is a word of the sentence
+_FLAG = re.compile(  # a flag in a hint and its value, if the next word is no word of the sentence
     r"""(?<![\w-])(?:
         --set\ (?P<quote>['"]?)(?P<key>[\w.]+)=(?P<set>.+?)(?P=quote)(?=[,;:)]?(?:\s|$))
         |-(?P<name>n|-[a-z][\w-]*(?:\.[\w-]+)?)
@@ -100,12 +100,12 @@ _FLAG = re.compile(  # a flag in a hint, with its value: what follows it, unless
     )""",
     re.VERBOSE,
 )
-# Flags whose names are not those of their options.
+# By flag, options that have another name than the flag.
 _OPTIONS = {"n": "processes", "sync": "sync.method", "parallel": "parallel.mode", "data_dir": "data.dir"}
 
 
 def _as_arguments(line: str, bare: str = "=…") -> str:
-    """Returns a hint with arguments for flags, `bare` behind those without a value; command lines stay unchanged."""
+    """Replaces flags in a hint by arguments, with `bare` after flags without a value; command lines stay."""
 
     def argument(flag: re.Match[str]) -> str:
         key = (flag["key"] or flag["name"].removeprefix("-").replace("-", "_")).removeprefix("train.")
@@ -204,7 +204,7 @@ def fit(  # noqa: PLR0913 - all but three are named
     objects.held_out_set = held_out_set
     if named.get("data.name") == OBJECTS:
         objects.train_set, objects.test_set = train_set, test_set
-    elif test_set is not None or held_out_set is not None:  # it would be ignored
+    elif test_set is not None or held_out_set is not None:  # would be ignored
         test = "use the test split of the named data set, or data__validation=0.1 for a part of it"
         held_out = 'pass a name or folder: data__held_out="./folder"'
         word, hint = ("held_out_set", held_out) if test_set is None else ("test_set", test)
@@ -240,8 +240,7 @@ def _train(job: Job, objects: Objects, processes: int | None, *, quiet: bool) ->
         raise UserError("fit can't start processes: this process is already in a process group", "fit", hints)
     if existing or not (processes is not None or job.cluster.processes):
         return train_in_process(job, _process_info(job), quiet=quiet, objects=objects)
-    # A launcher's rank and size take precedence over the job's number of processes.
-    elsewhere = place_of(job).process_info is None
+    elsewhere = place_of(job).process_info is None  # a launcher takes precedence over cluster.processes
     outcome = train(job, quiet=quiet, objects=objects)
     if elsewhere and objects.model is not None:
         from manyhands.worker.own_process import load_weights
@@ -251,20 +250,20 @@ def _train(job: Job, objects: Objects, processes: int | None, *, quiet: bool) ->
 
 
 def _options_of(model: Any) -> dict[str, Any]:
-    """Options that follow from a network, by dotted key. Raises UserError: `model` is no network."""
+    """Returns options that follow from a network, by dotted key. Raises UserError: `model` is no network."""
     if model is None or isinstance(model, str):
         return {"model.name": model}
     if isinstance(model, type) or not hasattr(model, "named_parameters"):
         kind = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
         hints = ("pass a torch.nn.Module, such as nn.Linear(64, 10)",)
         raise UserError(f"model is {kind}, not a network", "model", hints)
-    # A float64 network receives its inputs unchanged, as in a session; one of several types keeps its types.
+    # A float64 network receives its inputs unchanged, as in a session; a network of mixed types keeps its types.
     double = {str(one.dtype) for one in model.parameters()} == {"torch.float64"}
     return {"model.name": type(model).__name__, **({"train.precision": "fp64"} if double else {})}
 
 
 def _flags(settings: dict[str, Any], function: str) -> dict[str, Any]:
-    """Keyword arguments of a function by dotted key: epochs is train.epochs, data__workers is data.workers."""
+    """Returns keyword arguments by dotted key: epochs is train.epochs, data__workers is data.workers."""
     flags: dict[str, Any] = {}
     for name, value in settings.items():
         if "__" in name:
@@ -287,7 +286,7 @@ def _hints_for(name: str, value: Any) -> tuple[str, ...]:
 
 
 def _existing_group(job: Job) -> ProcessInfo | None:
-    """Rank and size in the process group that the script has created; a script without torch has none."""
+    """Returns rank and size in the process group that the script has created; None without a group."""
     if "torch.distributed" not in sys.modules:
         return None
     from manyhands.worker.own_process import existing_process_info
@@ -444,7 +443,7 @@ def _session(job: JobLike, metrics: Any, out: str | Path | None, settings: dict[
         named = {"data.name": OBJECTS, "run.out": str(out) if out else None, "train.metrics": metric_words(metrics)}
         loaded = load_on(job, {**flags, **named})
         resolved = loaded.job
-        # A recipe's values are for what fit makes of its data set.
+        # A recipe's values apply only to fit.
         given = {key for key, origin in loaded.origins.items() if not origin.startswith("recipe")}
         scheduled = "train.schedule" in given
         if scheduled and resolved.train.schedule != "constant" and "train.epochs" not in given:

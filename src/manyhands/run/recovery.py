@@ -20,24 +20,22 @@ from manyhands.report.follow import end_of
 from manyhands.report.read import parse_metrics
 from manyhands.run.outcome import note
 
-MOST_ALIKE = 3  # the same error at the same line so often within ALIKE_S would occur again after every restart
-MOST_IN_VAIN = 3  # starts in a row after which nothing new was saved
+MOST_ALIKE = 3  # the same error this often within ALIKE_S would occur again after every restart
+MOST_IN_VAIN = 3  # starts in a row that saved nothing new
 Say = Callable[[str, str], object]  # prints a sentence, with its log level
-
-
-# Prepares the start with this number, which may drop or add machines.
+# Prepares the start with this index, which may drop or add machines.
 Prepare = Callable[[Job, int], Mapping[AgentConnection, Orders]]
 
 
 class RestartHooks:
-    """Decisions about restarts that depend on the machines; these are the ones for a single machine."""
+    """Decisions about restarts that depend on the machines; this class is for a single machine."""
 
     def too_few(self) -> str:
-        """Returns why the run can't continue on the remaining machines."""
+        """Returns why the run can't continue on the remaining machines, or an empty string."""
         return ""
 
     def on_trial(self) -> list[str]:
-        """Returns the machines that joined with this start, until it has made an update."""
+        """Returns the machines that joined with this start, until the start has made an update."""
         return []
 
     def can_join(self) -> list[str]:
@@ -45,7 +43,7 @@ class RestartHooks:
         return []
 
     def note_ending(self, ending: Ending) -> None:
-        """Notes which machines were lost or have failed, before the next start."""
+        """Records lost and failed machines before the next start."""
 
 
 def run_to_end(job: Job, folder: RunFolder, machines: RestartHooks, orders: Prepare, watch: Watch, say: Say) -> Ending:
@@ -86,7 +84,7 @@ class RestartPolicy:
         self._times: dict[str, list[float]] = {}
 
     def after(self, ending: Ending, machines: RestartHooks) -> Restart | None:
-        """Returns the next restart after a start has ended; None if there is none, after a message with the reason."""
+        """Returns the restart after an ended start; prints the reason and returns None if a restart would not help."""
         self._starts += 1
         if ending.interrupted or not self._recovers:
             return None
@@ -107,7 +105,7 @@ class RestartPolicy:
         return Restart("restarted", cause.what if cause else broken, cause)
 
     def _after_regrouping(self, ending: Ending, machines: RestartHooks) -> Restart | None:
-        """The processes were stopped because a machine can join; they may have finished just then."""
+        """Returns the restart after a stop for a joining machine; None if the run has just finished."""
         if all(value["status"] == "finished" for value in ending.returned.values()):
             return None
         if why := machines.too_few():
@@ -145,12 +143,12 @@ class RestartPolicy:
 
 
 def from_outside(cause: Failure | None) -> bool:
-    """True for a fault from outside, such as a lost machine; an error in the program would probably occur again."""
+    """Returns True for a fault from outside, such as a lost machine; an error of the program would probably recur."""
     return cause is not None and cause.error in {MACHINE_LOST, PROCESS_ENDED}
 
 
 def failed_rank(ending: Ending) -> int | None:
-    """Returns the rank of the failed process; None if a machine is lost, or a tunnel between two has ended."""
+    """Returns the rank of the failed process; None if a machine is lost, or a tunnel between machines has ended."""
     cause = first_cause(ending)
     return None if cause is None or cause.error == MACHINE_LOST else cause.rank
 
@@ -178,12 +176,12 @@ def _raised_at(cause: Failure) -> str:
 
 
 def resumed(job: Job) -> Job:
-    """Returns the job of a later start, which resumes from what an earlier one saved, whatever the user named."""
+    """Returns the job of a later start, which resumes from this run's checkpoints instead of the user's choice."""
     return job.model_copy(update={"checkpoint": job.checkpoint.model_copy(update={"resume": "auto"})})
 
 
 def _note(folder: RunFolder, restart: Restart, number: int, message: str, step: int | None) -> None:
-    """Records a restart, and moves the failed processes' records aside for those of the next start."""
+    """Records a restart, and moves the records of failed processes to a subfolder."""
     cause = restart.cause
     rank, at, host = (cause.rank, cause.time, cause.host) if cause else (0, time.time(), "")
     note(folder, restart.kind, message, time=at, rank=rank, step=step, data={"host": host})

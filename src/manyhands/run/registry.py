@@ -1,4 +1,4 @@
-"""This user's runs: the list of active ones, how their machines are reached, lookup by names, and requests to stop."""
+"""This user's runs: the registry of active runs, ssh options of their machines, lookup by name, stop requests."""
 
 import hashlib
 import os
@@ -32,21 +32,21 @@ R = TypeVar("R", bound=Record)
 
 
 class Reach(Record):
-    """How this user's own command reached the machines of a run."""
+    """The options with which this user reached the machines of a run."""
 
     run: str = Field(description="the run folder, as an absolute path")
     options: dict[str, str] = Field(description="options of the cluster: ssh, python, workdir")
 
 
 def _load(kind: type[R], path: Path) -> R | None:
-    """Reads a record; None if it is gone, damaged, or of a newer version."""
+    """Reads a record; None if it is missing, damaged, or of a newer version."""
     with suppress(UserError):
         return parse(kind, read_object(path) or {}, path)
     return None
 
 
 def _write(path: Path, record: Record, purpose: str) -> None:
-    """Writes a record that only this user can read, or prints why that failed."""
+    """Writes a record that only this user can read; prints a message if that fails."""
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         path.parent.chmod(0o700)
@@ -56,7 +56,7 @@ def _write(path: Path, record: Record, purpose: str) -> None:
 
 
 def registry_folder() -> Path:
-    """Returns the folder of the list; in a home on a shared disk, it has the runs of several machines."""
+    """Returns the folder of the registry; on a shared home, it lists the runs of several machines."""
     return user_state_path("manyhands") / "running"
 
 
@@ -78,7 +78,7 @@ def registered(run: Path, hosts: Iterable[str] = ()) -> Generator[None]:
 def remember_reach(run: Path, options: dict[str, str]) -> None:
     """Saves how the machines of a run are reached, for later commands about the run.
 
-    The run folder has these options too, but somebody else may have written it by then, and they are executed.
+    These options are executed, so they aren't read from the run folder, where another user may have changed them.
     """
     path = _reach_path(run)
     with suppress(OSError):
@@ -91,7 +91,7 @@ def remember_reach(run: Path, options: dict[str, str]) -> None:
 
 
 def remembered_reach(run: Path) -> dict[str, str] | None:
-    """Returns what `remember_reach` saved; None if this user hasn't launched the run from here."""
+    """Returns the options that `remember_reach` saved; None if this user hasn't launched the run from here."""
     found = _load(Reach, _reach_path(run))
     return found.options if found else None
 
@@ -102,12 +102,12 @@ def _reach_path(run: Path) -> Path:
 
 
 def running() -> list[Running]:
-    """Returns the user's runs that have a head, the oldest first. Records of which nothing is left are removed."""
+    """Returns the user's runs that have a launcher, the oldest first. Removes records of runs without processes."""
     return _listed()[0]
 
 
 def headless() -> list[Running]:
-    """Returns the user's runs whose head is gone, and whose processes still work in a folder that is visible here."""
+    """Returns the user's runs without a launcher whose workers still run in a folder that is visible here."""
     return _listed()[1]
 
 
@@ -116,8 +116,7 @@ def _listed() -> tuple[list[Running], list[Running]]:
     for path in registry_folder().glob("*.json"):
         if (record := _load(Running, path)) is None:
             continue
-        # A run folder that was moved has left a link in its old place.
-        try:
+        try:  # a moved run folder has a link at its old path
             record = record.model_copy(update={"run": str(Path(record.run).resolve())})
         except (OSError, ValueError):
             continue
@@ -129,13 +128,13 @@ def _listed() -> tuple[list[Running], list[Running]]:
             with suppress(OSError):
                 path.unlink(missing_ok=True)
     newest = {record.run: record for record in sorted(left, key=lambda record: record.time)}
-    for record in headed:  # another head has replaced it
+    for record in headed:  # another launcher has taken over
         newest.pop(record.run, None)
     return sorted(headed, key=lambda record: record.time), list(newest.values())
 
 
 def head_of(run: Path) -> Running | None:
-    """Returns the head of a run: of several, one here and the newest, as another may be lost with its machine."""
+    """Returns the launcher of a run; prefers one here, then the newest, because another may be lost."""
     heads = [record for record in running() if record.run == str(run.resolve())]
     return max(heads, key=lambda record: (record.here, record.time), default=None)
 
@@ -146,7 +145,7 @@ def headed_here(run: Path) -> bool:
 
 
 def is_running(record: Running) -> bool:
-    """Returns True while the record exists and its head lives; a head on another machine is assumed to live."""
+    """Returns True while the record exists and its launcher runs; launchers on other machines count as running."""
     return _path(record).is_file() and (not record.here or is_alive(record))
 
 
@@ -170,9 +169,9 @@ def _path(record: Running) -> Path:
 
 
 def find_run(word: str, *, parts: bool = True, active: bool = False) -> RunFolder:
-    """Returns the run named by a folder, its name, a part of the name, or "last". Raises UserError: none, or several.
+    """Returns the run of a folder, a name, part of a name or "last". Raises UserError: no run matches, or several.
 
-    Without `parts` the beginning of the name is required, where the word may be a data set's. With `active`, active
+    Without `parts`, `word` must be the beginning of the name, because it may also be a data set. With `active`, active
     runs are preferred to ended ones.
     """
     working = {Path(record.run): None for records in _listed() for record in records}
@@ -200,7 +199,7 @@ def find_run(word: str, *, parts: bool = True, active: bool = False) -> RunFolde
 
 
 def named_by(word: str, names: Iterable[str], *, parts: bool = True) -> list[str]:
-    """Returns the names equal to a word, else those that begin with it, else (with `parts`) those that contain it."""
+    """Returns the names equal to `word`, or else beginning with `word`, or else (with `parts`) containing `word`."""
     matches: list[Callable[[str], bool]] = [word.__eq__, lambda name: name.startswith(word), lambda name: word in name]
     found = ([name for name in sorted(set(names)) if fits(name)] for fits in matches[: 3 if parts else 2])
     return next(filter(None, found), []) if word else []
@@ -215,7 +214,7 @@ def read_named(word: str) -> RunData | None:
 
 
 def find_reference(word: str) -> Path:
-    """Returns a run's folder by any of its names, or a checkpoint or file itself; for the errors see `find_run`."""
+    """Returns `word` if it is an existing path, otherwise the folder of the run that it names (see `find_run`)."""
     place = Path(word).expanduser()
     return place if place.exists() else find_run(word).path
 
@@ -229,7 +228,7 @@ def find_start(word: str | None) -> str | None:
 
 
 def head_of_active(folder: RunFolder) -> Running:
-    """Returns the launcher of a run. Raises UserError for none, which says whether processes train without it."""
+    """Returns the launcher of a run. Raises UserError if there is none, with hints if workers still train."""
     if head := head_of(folder.path):
         return head
     run = shlex.quote(str(folder.path))
@@ -245,9 +244,9 @@ def head_of_active(folder: RunFolder) -> Running:
 
 
 def stop_headless(folder: RunFolder, *, now: bool) -> bool:
-    """Stops a run with processes but no launcher on this machine; returns False for any other run.
+    """Stops a run that has workers, but no launcher on this machine; returns False for any other run.
 
-    All its processes save and exit. With `now`, local processes are killed without saving.
+    The workers save and exit. With `now`, workers on this machine are killed without saving.
     """
     run, ranks, term = folder.path, folder.ranks, term_in(folder.ranks)
     # The launcher of a run that isn't detached may be on another machine, unless it is known to be gone.
@@ -258,8 +257,7 @@ def stop_headless(folder: RunFolder, *, now: bool) -> bool:
     say(f"{how} of {run}{'' if now else ' to save and stop'}; the launcher is not on this machine")
     if term != Term():
         raise_term(ranks, Term(term.head + 1))
-    # A suspended agent (SIGSTOP) has not noticed that its launcher is gone; its workers end with it.
-    for pid in agents_here(ranks):
+    for pid in agents_here(ranks):  # a suspended agent doesn't notice the launcher's end; its workers end with it
         with suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGKILL if now else signal.SIGCONT)
     while agents_work(ranks):
@@ -268,9 +266,9 @@ def stop_headless(folder: RunFolder, *, now: bool) -> bool:
 
 
 def stop_run(record: Running, *, now: bool) -> Event | None:
-    """Asks a run to save and stop, or ends it at once, and waits; returns the event that ended it, if it wrote one.
+    """Asks a run to save and stop, or with `now` ends it at once, and waits; returns the run's last event, if any.
 
-    Raises UserError: its launcher is on another machine. Raises RunError: it could not be ended.
+    Raises UserError: the launcher is on another machine. Raises RunError: the launcher survived SIGKILL.
     """
     if not record.here:
         hints = (f"run this on {record.host}: manyhands stop {shlex.quote(record.name)}",)

@@ -1,4 +1,4 @@
-"""Prepares each start of a launched run: its machines, their run folders, addresses, the store, and their orders."""
+"""Prepares each start of a launched run: machines, run folders, addresses, the store, and orders."""
 
 import contextlib
 import secrets
@@ -40,7 +40,7 @@ from manyhands.run.recovery import Say, resumed
 
 
 class Starts(contextlib.ExitStack):
-    """Prepares each start of a run; closed with the block, like the tunnels that it opens."""
+    """Prepares each start of a run; a context manager that closes the tunnels that it opens."""
 
     def __init__(self, job: Job, membership: Membership, folder: RunFolder, receiver: Receiver, say: Say) -> None:
         super().__init__()
@@ -50,15 +50,15 @@ class Starts(contextlib.ExitStack):
         self._store, self.tunnels = self.enter_context(StoreTunnel(job.cluster)), Tunnels()
         self.callback(self.tunnels.close)
         self._ssh_only = False  # no network connects the machines
-        self._routes: TunnelRoutes | None = None  # of this start, where only ssh connects several machines
-        self._first_saved: int | None = None  # the newest step that was saved before the first start
-        self._copy: tuple[AgentConnection, str, Sender] | None = None  # a second machine for the records
-        self._copy_at = 0.0  # when new records are sent to it
+        self._routes: TunnelRoutes | None = None  # of this start, if only ssh connects its machines
+        self._first_saved: int | None = None  # newest step saved before the first start
+        self._copy: tuple[AgentConnection, str, Sender] | None = None  # to a machine that keeps a copy of the records
+        self._copy_at = 0.0  # time of the next copy
 
     def orders(self, job: Job, number: int) -> dict[AgentConnection, Orders]:
-        """Prepares a start, without machines that are lost meanwhile or can't train with the others; returns orders.
+        """Prepares start `number` without machines that are lost or can't train with the others; returns the orders.
 
-        Raises ManyhandsError: too few are left, or what was trained is on none of them.
+        Raises ManyhandsError: too few machines remain, or none of them has a checkpoint of the run.
         """
         for machine in self._machines.running:
             machine.joined = False
@@ -66,7 +66,7 @@ class Starts(contextlib.ExitStack):
             pass
         running, term = self._machines.running, self._membership.term
         job = job.model_copy(update={"cluster": with_machines(job.cluster, self._membership.added)})
-        if self.saved != self._first_saved:  # also if the records here don't show it yet
+        if self.saved != self._first_saved:  # even if the records here don't show it yet
             job = resumed(job)
         self._membership.record_start(number)
         self._choose_copy()
@@ -89,7 +89,7 @@ class Starts(contextlib.ExitStack):
         return orders
 
     def _gather(self, *, again: bool) -> StorePlaces | None:
-        """Prepares the members for a start; returns None if one of them is lost meanwhile."""
+        """Connects the machines of a start; returns None if one of them is lost meanwhile."""
         try:
             if again:
                 self._take_in()
@@ -134,7 +134,7 @@ class Starts(contextlib.ExitStack):
             self.set_addresses(addresses)
 
     def _opens_on(self, machine: RunMachine) -> bool:
-        """Opens the run folder on a machine that joins; prints the reason if that isn't possible."""
+        """Opens the run folder on a machine that joins; returns False after a failure."""
         try:
             with self._token() as token:
                 request = self._request(machine, token, records=False, output=False)
@@ -150,13 +150,13 @@ class Starts(contextlib.ExitStack):
         return False
 
     def set_addresses(self, addresses: dict[RunMachine, Address]) -> None:
-        """Notes where the machines reach each other; empty if only ssh connects them."""
+        """Sets the machines' addresses for each other; an empty dict means that only ssh connects them."""
         self._ssh_only = not addresses
         for machine, address in addresses.items():
             machine.address = address
 
     def _connect(self) -> StorePlaces:
-        """Opens the tunnels of a start, if only ssh connects its machines, and has the first listen for the store."""
+        """Has the first machine listen for the store; opens tunnels first, if only ssh connects the machines."""
         self._routes = None
         if self._ssh_only:
             for machine in self._machines.running:
@@ -175,8 +175,8 @@ class Starts(contextlib.ExitStack):
     def open_folders(self, *, output: bool, records: bool = True, anew: bool = False) -> None:
         """Opens the run folder on every machine. Raises RunError: another launcher has taken over the run.
 
-        The first machine sends the records if `records`; if `anew`, all of them, since those here (kept aside) may
-        differ; with `output` also what rank 0 prints.
+        With `records`, the first machine sends new records; with `anew` all records, because the launcher's (which are
+        renamed) may differ. With `output`, it also sends the output of rank 0.
         """
         term = self._membership.term
         with self._token() as token:
@@ -197,7 +197,7 @@ class Starts(contextlib.ExitStack):
 
     @contextlib.contextmanager
     def _token(self) -> Iterator[str]:
-        """Gives the name of a file by which machines recognize this process's own run folder."""
+        """Yields the name of a file by which machines recognize the launcher's run folder on a shared disk."""
         token = f".shared-{secrets.token_hex(8)}"
         marker = self._folder.ranks / token
         marker.touch()
@@ -216,7 +216,7 @@ class Starts(contextlib.ExitStack):
         return call(Agent.open_run, OpenRun(place, token, self._holder, run, held, output, term))
 
     def _open_anew(self) -> None:
-        """Opens the folders for another start; the first machine becomes one with the newest checkpoint."""
+        """Opens the folders for another start, and makes a machine with the newest checkpoint the first."""
         self.open_folders(output=self._script, records=False)
         last_step = saved_step(self._folder)
         if self.saved < 0 and last_step is not None and not self._script:
@@ -225,7 +225,7 @@ class Starts(contextlib.ExitStack):
         self.open_folders(output=self._script)
 
     def resume_from_newest(self) -> None:
-        """Gives rank 0 to a machine with the newest checkpoint, when a run is resumed, and that machine all records."""
+        """Gives rank 0 to a machine with the newest checkpoint, and copies records from or to that machine."""
         before, last_step = self._machines.running[0], saved_step(self._folder)
         first = self._newest_first()
         if first is before:
@@ -244,17 +244,17 @@ class Starts(contextlib.ExitStack):
         return self._machines.running[0]
 
     def _give_records(self, machine: RunMachine) -> None:
-        """Sends the records that are here, of the fault and of what came before, to the machine that gets rank 0."""
+        """Sends the records of this run folder to the machine that gets rank 0, unless it shares the folder."""
         if machine.agent.here or machine.run_folder.shared:
             return
-        # What the machine wrote last before it was lost may not have been received.
+        # The last records of a lost machine may not have been received.
         held = {} if machine.records_may_differ else machine.run_folder.held
         for pieces in pieces_of(self._folder.path, held):
             machine.agent.ask(call(Agent.keep_records, machine.run_folder.folder, pieces), COPY_S, self._machines.links)
         machine.records_may_differ = False
 
     def _choose_copy(self) -> None:
-        """Chooses a second machine for the records: without a shared disk, it also holds a copy of each checkpoint."""
+        """Selects a machine for a copy of the records; without a shared disk it also has a copy of each checkpoint."""
         first, *others = self._machines.running
         machine, self._copy = next((machine for machine in others if machine.run_folder.own), None), None
         if machine and (first.run_folder.shared or first.run_folder.own):
@@ -262,14 +262,14 @@ class Starts(contextlib.ExitStack):
             self._copy = machine.agent, machine.run_folder.folder, Sender(self._folder.path, held)
 
     def copy_records(self) -> None:
-        """Sends new records to the second machine at intervals, without waiting."""
+        """Sends new records to the machine with the copy at intervals, without waiting."""
         if self._copy and time.monotonic() >= self._copy_at:
             (link, folder, sender), self._copy_at = self._copy, time.monotonic() + 0.4
             if not link.closed and (pieces := list(sender.news())):
                 link.post(call(Agent.keep_records, folder, pieces))
 
     def finish_copy(self) -> None:
-        """Sends the remaining records and waits until they arrive; a lost machine is reported elsewhere."""
+        """Sends the remaining records and waits until they arrive; ignores the loss of the machine."""
         if self._copy:
             link, folder, sender = self._copy
             with contextlib.suppress(RunError):
@@ -278,9 +278,9 @@ class Starts(contextlib.ExitStack):
 
 
 def check_machines(job: Job, say: Say, machines: Machines) -> dict[RunMachine, Address]:
-    """Runs the doctor's checks without measurements; returns the machines' addresses, none if only ssh connects them.
+    """Runs the doctor's checks without measurements; returns addresses by machine, empty if only ssh connects them.
 
-    Raises RunError: they can't train together.
+    Raises RunError: the machines can't train together.
     """
     running = machines.running
     if len(running) == 1:
@@ -302,7 +302,7 @@ def check_machines(job: Job, say: Say, machines: Machines) -> dict[RunMachine, A
     if public and through_ssh and not job.cluster.through_ssh:
         say(f"{public}: connecting through ssh; to connect unencrypted, use --interface NAME", "INFO")
     for finding in found:
-        # The findings of these checks may have changed by the next minute.
+        # Load and other jobs may change within a minute.
         if finding.severity == "warn" and finding.check not in {"cpu", "jobs"}:
             say(finding.what, "WARNING")
     return {} if through_ssh else {machine: Address(*survey.chosen[machine.name]) for machine in running}

@@ -15,15 +15,15 @@ from manyhands.config.job import KEYS_OF_BUILT_IN_OPTIMIZERS, Job
 from manyhands.config.load import flatten, load_job
 from manyhands.core.errors import RunError, UserError
 
-# Options of the scheduler or of this machine, which are not in the command of the processes.
+# Options of the scheduler or of this machine, which the command of the processes omits.
 NOT_HANDED_ON = ("submit.", "cluster.on", "cluster.processes", "cluster.hosts", "cluster.hostfile", "cluster.ssh")
 
 
 def submit(job: Job, job_file: Path | None, on: str, *, dry_run: bool) -> str:
-    """Submits a job to Slurm or Kubernetes and returns the scheduler's output; with `dry_run` the script or manifest.
+    """Submits a job to Slurm or Kubernetes, and returns the scheduler's output.
 
-    Processes on Slurm read the `job_file` that the user named, too. Raises UserError: an option or the scheduler's
-    program is missing. Raises RunError: the scheduler refused the job.
+    With `dry_run`, only returns the script or manifest. Processes on Slurm also read the user's `job_file`. Raises
+    UserError: an option or the scheduler's program is missing. Raises RunError: the scheduler refused the job.
     """
     if on == "slurm":
         text, program = slurm.script(_for_slurm(job, job_file)), ["sbatch"]
@@ -46,7 +46,7 @@ def submit(job: Job, job_file: Path | None, on: str, *, dry_run: bool) -> str:
 
 
 def _for_slurm(job: Job, job_file: Path | None) -> Submission:
-    """Each requeue of a job writes into the same run folder, so that it resumes."""
+    """Returns the submission; a requeued job writes into the same run folder, and thus resumes."""
     out = job.run.out or f"runs/slurm-{JOB}"
     if job.submit.options and any("\n" in option or not option.startswith("-") for option in job.submit.options):
         hints = ('such as ["--partition=gpu"]',)
@@ -78,7 +78,7 @@ def _submission(job: Job, command: tuple[str, ...]) -> Submission:
     if accelerators and processes != accelerators:
         what = f"each machine has {processes} processes, but {accelerators} accelerators"
         raise UserError(what, "-n and submit.accelerators", ("use one process per accelerator",))
-    # A name that Kubernetes accepts too: small letters, digits and dashes; the time keeps two jobs apart.
+    # A name that Kubernetes accepts too: small letters, digits and dashes; the time makes it unique.
     words = re.sub(r"[^a-z0-9]+", "-", f"{Path(job.data.name).stem}-{job.model.name}".lower()).strip("-")
     return Submission(
         name=f"manyhands-{words}"[:40].strip("-") + f"-{datetime.now():%m%d-%H%M%S}",
@@ -91,7 +91,7 @@ def _submission(job: Job, command: tuple[str, ...]) -> Submission:
 
 
 def _words(job: Job, job_file: Path | None) -> list[str]:
-    """Returns the arguments of `train` for this job: the file or names, and each option that differs from it."""
+    """Returns the arguments of `train` for this job: the file or names, and options with other values."""
     names = {"data.name": job.data.name, "model.name": job.model.name}
     base = load_job({} if job_file else names, file=job_file, environment={}).job
     words = [str(job_file)] if job_file else list(names.values())

@@ -1,7 +1,7 @@
-"""Tasks beside training: evaluate, predict; describe, merge or reshard checkpoints; search a plan, predict scaling.
+"""Tasks besides training: evaluate, predict; describe, merge or reshard checkpoints; search a plan, predict scaling.
 
 A task runs in this process, in the group that a launcher has formed, or on processes started here. `reference` is a run
-folder, a checkpoint, or a .pth.tar, .pth, .pt or .safetensors file; `which` is "best" or "last", for a run folder.
+folder, a checkpoint, or a .pth.tar, .pth, .pt or .safetensors file. `which` is "best" or "last", for a run folder.
 """
 
 import gc
@@ -41,10 +41,10 @@ Guesses = list[tuple[str, float]]
 
 
 def evaluate_run(reference: Path, *, which: str, flags: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Evaluates a checkpoint on the run's evaluation split, or on other data; a plain folder of class folders entirely.
+    """Evaluates a checkpoint on the run's evaluation split, on other data, or on all pictures of a plain folder.
 
-    `flags` are changes to the run's job, by dotted key. Returns checkpoint, data, count, loss, top1, top5, per_class
-    and confusion, as plain data; None on processes other than the first. Raises ManyhandsError: it failed.
+    `flags` are changes to the run's job, by dotted key. Returns plain data: checkpoint, data, count, loss, top1, top5,
+    per_class and confusion; None on ranks other than 0. Raises ManyhandsError: the evaluation failed.
     """
     from manyhands.worker.check import is_plain_folder
 
@@ -62,7 +62,7 @@ def evaluate_run(reference: Path, *, which: str, flags: Mapping[str, Any]) -> di
 
 
 def _announce_code(job: Job, path: Path, given: Collection[str]) -> None:
-    """Announces code that the run's records name; code that the user has named now is not announced."""
+    """Announces code that the run's records name, but the user doesn't name now."""
     record = record_of(path)
     if "model.name" not in given:
         announce([record.name if record else job.model.name], path, record, "manyhands eval RUN DATA {}")
@@ -89,9 +89,9 @@ def evaluate_job(
 
 
 def job_of(reference: Path, flags: Mapping[str, Any]) -> Job:
-    """Returns the job that a checkpoint belongs to, with changes; for a lone file the flags must name the data.
+    """Returns the job of a checkpoint, changed by `flags`, which must name the data of a file outside a run folder.
 
-    Machines and processes are those that the flags name now: the run's own may be out of reach.
+    Machines and processes are taken from the flags only, because the run's machines may be out of reach.
     """
     if not reference.exists():
         hints = ("name a run folder, a checkpoint, or a .pth.tar file",)
@@ -104,8 +104,7 @@ def job_of(reference: Path, flags: Mapping[str, Any]) -> Job:
     job = load_job(dict(flags), file=run.job).job
     changes: dict[str, Any] = {
         "cluster": load_job({key: value for key, value in flags.items() if key.startswith("cluster.")}).job.cluster,
-        # The held-out set is not evaluated here, and may be missing.
-        "data": job.data.model_copy(update={"held_out": ""}),
+        "data": job.data.model_copy(update={"held_out": ""}),  # the held-out set isn't used here, and may be missing
     }
     if job.parallel.searches and run.plan.is_file():  # follow the plan that the run's processes found
         unsharded = read_plan_record(run.plan).mode == USUAL_MODE
@@ -116,13 +115,13 @@ def job_of(reference: Path, flags: Mapping[str, Any]) -> Job:
 
 
 def run_of(reference: Path) -> RunFolder | None:
-    """Returns the run folder at `reference`, or that which contains this checkpoint."""
+    """Returns the run folder at `reference`, or the one that contains this checkpoint; None without a run folder."""
     folders = map(RunFolder, (reference, *reference.absolute().parents[:2]))
     return next((folder for folder in folders if folder.exists()), None)
 
 
 def resolve_checkpoint(reference: Path, which: str) -> Path:
-    """Returns the checkpoint that a reference means; names damaged ones that it skips. Raises UserError for none."""
+    """Returns the checkpoint of `reference`, and prints skipped damaged ones. Raises UserError: none is usable."""
     folder = RunFolder(reference)
     if folder.exists() and not folder.has_checkpoints():
         away = next((place for place in read_places(folder) if place.has(0) and not place.local), None)
@@ -145,11 +144,11 @@ def predict_files(
     processes: int | None = None,
     device: str | None = None,
 ) -> Iterator[tuple[Path, Guesses | str]]:
-    """Yields the most likely classes of each picture, with their probabilities, or why it can't be read.
+    """Yields each picture's path, with its most likely classes and probabilities or with an error message.
 
-    `pictures` are files, and folders whose pictures are all predicted. `model` is the network's name, if the run
-    doesn't record it. Without `processes` this process predicts, or those of a launcher; without `device` the CPU, or
-    what several processes select automatically. Raises UserError: a picture or the network is missing.
+    `pictures` are files and folders. `model` is the name of the network, if the run doesn't record it. Without
+    `processes`, this process predicts, or the processes of a launcher do. Without `device`, one process uses the CPU,
+    and several select a device. Raises UserError: a picture or the network is missing.
     """
     files, path = list_pictures(pictures), resolve_checkpoint(reference, which)
     record = record_of(path)
@@ -169,7 +168,7 @@ def predict_files(
 
 
 def list_pictures(named: Iterable[Path]) -> list[Path]:
-    """Returns the named files, and by name all pictures in named folders, at any depth. Raises UserError for none."""
+    """Returns named files and the pictures below named folders, sorted by path. Raises UserError: none found."""
     from manyhands.data.decode import PICTURE_SUFFIXES
     from manyhands.data.walk import is_junk
 
@@ -200,9 +199,9 @@ def describe_checkpoint(reference: Path, *, which: str) -> dict[str, Any]:
 
 
 def rewrite_checkpoint(reference: Path, target: Path, *, which: str, plan: Path | None = None) -> tuple[str, ...]:
-    """Writes a checkpoint unsharded, as a new folder or one file of weights, or as a folder sharded by a plan.
+    """Writes a checkpoint unsharded (as a new folder or a file of weights), or as a folder sharded by a plan.
 
-    Returns what was left out, as sentences. Raises ManyhandsError: the target exists, or the plan doesn't fit.
+    Returns sentences about omitted content. Raises ManyhandsError: the target exists, or the plan doesn't fit.
     """
     from manyhands.worker.checkpoints import merge_file, read_network_layout, refuse_existing, reshard_file
 
@@ -213,10 +212,7 @@ def rewrite_checkpoint(reference: Path, target: Path, *, which: str, plan: Path 
 
 
 def _in_group_or_started(job: Job, task: Literal["evaluate", "predict"], argument: dict[str, Any]) -> dict[str, Any]:
-    """Runs a worker's task in the group that a launcher formed, else on processes started here; returns its result.
-
-    The result is empty on processes of a group other than the first.
-    """
+    """Runs a task in a launcher's group (a collective), or on new processes; returns {} on ranks other than 0."""
     process_info = place_of(job).process_info
     if process_info is None:
         return run_by_agent(job, {"task": task, **argument})
@@ -231,16 +227,13 @@ def _in_group_or_started(job: Job, task: Literal["evaluate", "predict"], argumen
 
 
 def run_by_agent(job: Job, argument: dict[str, Any]) -> dict[str, Any]:
-    """Runs a worker's task on processes of this machine in a temporary run folder; returns what rank 0 returned.
-
-    `argument` has the key "task", and what the task needs besides the job; plain data.
-    """
+    """Runs the task `argument["task"]` (plain data) on processes of this machine; returns the result of rank 0."""
     with _private_folder() as folder:
         orders = orders_for(job, folder=str(folder.path), rendezvous=Rendezvous((job.cluster.processes,)), **argument)
         with closing(open_here(folder.ranks / "agent.log")) as link:
             ending = supervise_once({link: orders}, Watch())
         if ending.interrupted:
-            raise KeyboardInterrupt  # there is nothing to save, and what a signal ended is no failure
+            raise KeyboardInterrupt  # nothing to save, and the end of a process by the signal is no failure
         if not ending.ok:
             raise failure_of(folder, ending)
         return ending.returned[0]
@@ -256,7 +249,7 @@ def _private_folder() -> Iterator[RunFolder]:
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """A search, and what it imports, make many small objects and keep nearly all."""
+    """Disables garbage collection: a plan search makes many small objects, and keeps nearly all of them."""
     gc.disable()
     try:
         yield
@@ -268,7 +261,7 @@ def _no_garbage_collection() -> Iterator[None]:
 def search_plan(
     job: Job, requested: Mapping[str, Any], out: Path, *, force: bool
 ) -> "tuple[Planned, tuple[Path, Path]]":
-    """Searches the plan for a job and writes it to `out`, with a picture beside it; see `worker.plan_search`."""
+    """Searches the plan for a job and writes it to `out`, with a picture in the same folder."""
     check_names(job)
     from manyhands.worker import plan_search
 
@@ -277,7 +270,7 @@ def search_plan(
 
 @_no_garbage_collection()
 def predict_growth(job: Job, requested: Mapping[str, Any], out: Path | None, *, force: bool) -> "Growth":
-    """Predicts throughput, efficiency and cost of a job on several numbers of machines, and draws them to `out`."""
+    """Predicts throughput, efficiency and cost of a job for several numbers of machines, and draws them to `out`."""
     from manyhands.report.growth import draw_growth, refuse_file
 
     if out is not None:

@@ -1,4 +1,4 @@
-"""Starts a run on this machine, or a user's script, and watches it; or trains in this process as one of a group."""
+"""Starts and watches a run or a user's script on this machine, or trains in this process as one rank of a group."""
 
 import os
 import sys
@@ -45,10 +45,10 @@ _SCRIPT_SECTIONS = ("cluster.", "run.")  # the sections of a job that apply to a
 
 
 def train(job: Job, *, quiet: bool = False, objects: Any = None, rendezvous: Rendezvous | None = None) -> Outcome:
-    """Trains as the job says: starts processes here, or joins a group that a launcher formed.
+    """Trains a job: starts processes on this machine, or joins the group that a launcher formed.
 
-    `objects` are a Python user's `train.objects.Objects`. `rendezvous` is this machine among others that each start
-    their own processes; None: from flags and environment. Raises ManyhandsError: the run failed, with the first cause.
+    `objects` are the `train.objects.Objects` of a Python user. `rendezvous` is set if each machine starts its own
+    processes; None: from flags and environment. Raises ManyhandsError: the first cause of a failure.
     """
     decision = LaunchDecision(None, rendezvous=rendezvous) if rendezvous else place_of(job)
     if job.cluster.detach:
@@ -75,8 +75,7 @@ def train(job: Job, *, quiet: bool = False, objects: Any = None, rendezvous: Ren
         more, earlier = {"met": several, **_hand_over(objects, private)}, len(starts_and_stops(folder))
         with ends_noted(job, folder), closing(Screen(folder.path, quiet=quiet)) as screen:
             watch = watch_on(job, folder, screen, quiet=quiet)
-            # With one command per machine no launcher watches all processes: none are restarted or evicted.
-            watch.evicts &= not several
+            watch.evicts &= not several  # no launcher watches all processes: none are restarted or evicted
             agents, there = list[AgentConnection](), str(folder.path.resolve())
 
             def orders(job: Job, number: int) -> dict[AgentConnection, Orders]:
@@ -101,9 +100,10 @@ def trace(job: Job, steps: int, *, quiet: bool) -> Outcome:
 
 
 def check_names(job: Job, *, data: bool = True, model: bool = True) -> None:
-    """Looks up a job's data set, network, mode and method without importing torch. Raises UserError: one doesn't exist.
+    """Checks a job's data set, network, mode and method without torch. Raises UserError: one doesn't exist.
 
-    `data` is False for objects and for folders that may be on another machine only, `model` for objects.
+    `data` is False for Python objects, and for folders that only another machine may have; `model` is False for Python
+    objects.
     """
     if data:
         find_choice(job.data.name)
@@ -135,7 +135,7 @@ def _refuse_missing(job: Job, objects: Any) -> None:
 
 
 def place_of(job: Job) -> LaunchDecision:
-    """Returns how this process takes part; an invalid rank is published to the waiting processes before this raises."""
+    """Returns the role of this process; reports an invalid rank to the waiting processes before it raises the error."""
     try:
         found = participate(job.cluster)
     except RankOutsideError as outside:
@@ -154,7 +154,7 @@ def place_of(job: Job) -> LaunchDecision:
 
 
 def _among_machines(job: Job, rendezvous: Rendezvous, *, quiet: bool) -> Job:
-    """Returns this machine's part of a job with one command per machine; rank 0's machine keeps the run folder."""
+    """Returns this machine's job if each machine has its own command; rank 0's machine keeps the run folder."""
     if rendezvous.machine:
         out = f"{job.run.out}.node{rendezvous.machine}" if job.run.out else ""
         return job.model_copy(update={"run": job.run.model_copy(update={"out": out, "report": False})})
@@ -167,7 +167,7 @@ def _among_machines(job: Job, rendezvous: Rendezvous, *, quiet: bool) -> Job:
 
 
 def _hand_over(objects: Any, private: Path) -> dict[str, Any]:
-    """Writes the user's live objects to a folder that only this user can read."""
+    """Writes the user's Python objects to a file in a private folder."""
     if objects is None:
         return {}
     import cloudpickle
@@ -197,7 +197,7 @@ def watch_on(job: Job, folder: RunFolder, screen: Screen, *, quiet: bool) -> Wat
 
 
 class ScriptOutput:
-    """Copies the output of a script's rank 0 from its log file to standard output unchanged, from now on."""
+    """Copies new output of a script's rank 0 unchanged from its log file to standard output."""
 
     def __init__(self, log: Path) -> None:
         self._log = log
@@ -226,8 +226,8 @@ def check_script(loaded: LoadedJob) -> None:
 
 
 def train_in_process(job: Job, process_info: ProcessInfo, *, quiet: bool, objects: Any) -> Outcome:
-    """Trains in this process, as one of a group (torchrun, --init) or alone from Python."""
-    # Errors that torch's C++ parts log, with fifty lines of addresses each, are raised as exceptions as well.
+    """Trains in this process, alone or as one rank of a group (torchrun, --init)."""
+    # torch's C++ code logs errors with stack traces of 50 lines, but raises them as exceptions too.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     if process_info.rank:
         # Under a launcher only rank 0 prints.

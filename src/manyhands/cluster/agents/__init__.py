@@ -1,1 +1,1 @@
-"""A launcher and the agents of its machines: messages, and how workers are started, supervised and ended."""
+"""Code of the launcher and of the agents that starts, supervises and ends workers, and the events between them."""

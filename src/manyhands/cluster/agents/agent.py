@@ -1,8 +1,8 @@
-"""The agent's process on each machine, this one too: answers its launcher's requests, and starts the workers.
+"""The agent process of each machine, including the launcher's: answers requests and starts workers.
 
 Started as `python -m manyhands.cluster.agents.agent`, here or over ssh. It receives messages on standard input, which
-the launcher closes when it ends, and sends on standard output. It imports torch only when it starts workers, or where
-it was started before the job was known.
+the launcher closes when it ends, and sends on standard output. It imports torch to start workers, or earlier if it was
+started before the job was known (`early`).
 """
 
 import atexit
@@ -49,12 +49,11 @@ from manyhands.parallel.group.tunnel_ends import reach
 if TYPE_CHECKING:
     from manyhands.cluster.agents.tunnel import Tunnels
 
-# Interval between two looks for new records; limit for the part of a log in one answer.
-MIRROR_S, LOG_BYTES = 0.4, 1 << 20
+MIRROR_S, LOG_BYTES = 0.4, 1 << 20  # interval of checks for new records; bytes of a log in one answer at most
 
 
 class Agent(Probe):
-    """This machine as a launcher uses it: the remote methods are the protocol between them."""
+    """The methods by which a launcher uses this machine; `remote` marks the methods that it may call."""
 
     def __init__(self, wire: Wire, until_gone: contextlib.ExitStack) -> None:
         super().__init__()
@@ -82,7 +81,7 @@ class Agent(Probe):
         self._report_tunnels()
         alone = self.wire.remote and not (self.wire.open and self.wire.connected)
         if alone and not self._alone:
-            with Path(os.devnull).open("wb") as nothing:  # nobody reads the end of the lost connection
+            with Path(os.devnull).open("wb") as nothing:  # nobody reads standard error of the lost connection
                 os.dup2(nothing.fileno(), 2)
         self._alone = alone
         return commands
@@ -93,7 +92,7 @@ class Agent(Probe):
             self.wire.send(protocol.TunnelEnded(what))
 
     def _send_records(self) -> bool:
-        """Sends what is new in the run folder; returns False if there is nothing."""
+        """Sends new records of the run folder; returns False if there are none."""
         pieces = list(self._sender.news()) if self._sender else []
         for piece in pieces:
             self.wire.send(piece)
@@ -101,13 +100,12 @@ class Agent(Probe):
 
     @remote
     def hello(self, wanted: FactsWanted, remote_launcher: bool = False) -> dict[str, Any]:
-        """Returns the facts about this machine. From now on a launcher on another machine that is silent is lost."""
+        """Returns facts about this machine. With `remote_launcher`, a silent launcher counts as lost from now on."""
         from manyhands.cluster.doctor.facts import gather
 
         self.wire.remote = remote_launcher
         if remote_launcher and not self._reachable:
-            # No other connection is possible where the temporary folder is full or its path too long.
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # without a socket, a lost connection can't be replaced
                 self.wire.send(protocol.Reachable(self.wire.listen(self._until_gone.enter_context(scratch("wire")))))
                 self._reachable = True
         return gather(wanted)
@@ -115,7 +113,7 @@ class Agent(Probe):
     @remote
     @private_files()
     def take_code(self, files: dict[str, str]) -> str:
-        """Writes the launcher's code (base64, by path) into a folder named after its content, and works there."""
+        """Writes the job's code (base64 by path) into a folder named by its hash, and changes to that folder."""
         digest = hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()[:16]
         folder = platformdirs.user_cache_path("manyhands") / "code" / digest
         from manyhands.cluster.code_files import write_code
@@ -127,15 +125,11 @@ class Agent(Probe):
     @remote
     @private_files()
     def open_run(self, wanted: protocol.OpenRun) -> protocol.RunOpened:
-        """Makes the run folder here, unless this machine sees the launcher's own, and keeps other runs out of it.
-
-        A folder with checkpoints keeps its id, for the launcher to compare.
-        """
+        """Creates and locks the run folder on this machine, unless it is the launcher's own folder on a shared disk."""
         path = Path(wanted.folder).expanduser().absolute()
         folder, shared = RunFolder(path), (path / "ranks" / wanted.token).is_file()
         term = self._term(folder, wanted.run, Term(wanted.term))
-        # What a machine saved that had not rank 0 lies there without the run's job.
-        if run_id(folder) != wanted.run:
+        if run_id(folder) != wanted.run:  # a machine that never had rank 0 has checkpoints, but no job file
             use_run_folder(path)
         self._sender, found = None, ""
         if not shared and not term > wanted.term > 0:
@@ -143,7 +137,7 @@ class Agent(Probe):
                 found = self._claim(folder, wanted)
             if found is not None and wanted.held is not None:
                 self._sender = Sender(path, wanted.held, output=wanted.output)
-        # A process that made way has saved by now. Steps in the records may be saved on another machine.
+        # After the claim, because earlier workers have saved by now. Records may name steps saved on another machine.
         saved, held = max(saved_steps(folder), default=-1), Receiver(path).held()
         checkpoints, own = folder.has_checkpoints(), path in self._claimed
         return protocol.RunOpened(str(path), shared, checkpoints, found is None, found or "", saved, held, own, term)
@@ -152,9 +146,10 @@ class Agent(Probe):
     def inspect_run(
         self, folder: str, machine: int, generation: int, run: str = "", term: int = 0
     ) -> protocol.RunInspected:
-        """Returns what is in a run folder, and whether the processes of this machine in an earlier start have exited.
+        """Returns the state of a run folder, and whether this machine's workers of an earlier start still run.
 
-        `machine` is the place in that start, `generation` its number. Agents of a lower `term` have their workers exit.
+        `machine` is the index of this machine in that start, `generation` the index of the start. Agents with a lower
+        `term` have their workers exit.
         """
         found = RunFolder(Path(folder).expanduser().absolute())
         highest = self._term(found, run, Term(term, generation + 1))
@@ -162,7 +157,7 @@ class Agent(Probe):
         return protocol.RunInspected(run_id(found), found.has_checkpoints(), busy, highest)
 
     def _term(self, folder: RunFolder, run: str, wanted: Term) -> int:
-        """Returns the highest launcher number of a detached run that is known here, including this launcher's."""
+        """Raises the term of a detached run to the launcher's, and returns the highest term known here."""
         ours = wanted.head and run_id(folder) in ("", run)
         return (raise_term(folder.ranks, wanted) if ours else term_in(folder.ranks)).head
 
@@ -186,13 +181,13 @@ class Agent(Probe):
     @remote
     @private_files()
     def keep_records(self, folder: str, pieces: list[protocol.FilePiece]) -> None:
-        """Writes these pieces of a run's records into its folder, where rank 0 appends to them."""
+        """Writes pieces of a run's records into its folder, where rank 0 will append to them."""
         keeper = self._keepers.setdefault(folder, Receiver(Path(folder)))
         for piece in pieces:
             keeper.take(piece)
 
     def _keep_copy(self, call: Call) -> None:
-        """A run does not end where the copy of its records can't be kept; the next start sends all of them."""
+        """Writes copies of records. After a failure the run continues, and the next start sends all records."""
         try:
             perform(self, call)
         except (OSError, ValueError) as error:
@@ -206,19 +201,19 @@ class Agent(Probe):
 
     @remote
     def read_log(self, path: str, offset: int, rest: bool) -> tuple[str, int]:
-        """Returns the lines of a file from `offset` on, with `rest` also an incomplete last one, and their end."""
+        """Returns a file's lines from byte `offset` on, with `rest` also an incomplete last one, and the new offset."""
         text = read_growing(Path(path).expanduser(), offset, LOG_BYTES, rest=rest)
         return text.decode(errors="replace"), offset + len(text)
 
     @remote
     def bind(self, address: str, port: int = 0) -> int:
-        """Listens for the workers of all machines, on one address; the store is served there later."""
+        """Listens on one address for all workers; the store is served there later. Returns the port."""
         self._listener = listen(address, port)
         return self._listener.getsockname()[1]
 
     @remote
     def open_tunnel_ends(self, address: str) -> str:
-        """Returns a new folder for the ends of ssh tunnels; the processes listen on `address`, one of loopback."""
+        """Returns a new folder for the ends of ssh tunnels; workers listen on `address`, a loopback address."""
         from manyhands.cluster.agents.tunnel import Tunnels
 
         self._tunnel_reported, self._tunnels = False, self._tunnels or Tunnels()
@@ -226,23 +221,23 @@ class Agent(Probe):
 
     @remote
     def open_tunnels(self, commands: dict[str, list[str]], seconds: float) -> dict[str, str]:
-        """Starts these ssh commands, by the machine that each leads to; returns the last words of those that failed."""
+        """Starts ssh commands, by their target machine; returns the last error line of each that failed."""
         assert self._tunnels
         return self._tunnels.open_tunnels(commands, seconds)
 
     @remote
     def prepare(self, size: int, threads: int, device: str) -> protocol.Prepared:
-        """Imports what workers need: `size` of them (0: unknown) with so many threads each (0: an equal share)."""
+        """Imports modules for `size` workers (0: unknown) with `threads` threads each (0: an equal share of cores)."""
         set_threads(threads, size)
         with self.wire.watched(self._until_gone.close), importing():
             return importlib.import_module(ELASTIC).prepare(device)
 
     @remote
     def start_workers(self, orders: Orders) -> None:
-        """Starts workers; sends `WorkersEnded` when all have ended, and returns."""
+        """Runs workers until all have ended, then sends `WorkersEnded` and returns."""
         self.unlisten()
         set_threads(orders.threads, orders.rendezvous.sizes[orders.rendezvous.machine])
-        gc.collect()  # what an earlier start has left, with its open files
+        gc.collect()  # frees objects and open files of an earlier start
         with self.wire.watched(self._until_gone.close), contextlib.nullcontext() if self._started else importing():
             elastic = importlib.import_module(ELASTIC)
             elastic.preload(orders)
@@ -266,10 +261,10 @@ class Agent(Probe):
 
 @contextlib.contextmanager
 def importing() -> Iterator[None]:
-    """Imports torch in the block without garbage collection, and with short spins of its OpenMP threads.
+    """Disables garbage collection in a block that imports torch, and shortens the spins of OpenMP threads.
 
-    Collection takes a quarter of a second and finds nothing; it skips these modules later, too, so that forked workers
-    share their memory. libgomp reads its variable once, and its default of 300,000 spins takes milliseconds.
+    A collection would take 0.25 s and free nothing; later ones skip the imported modules too, so that forked workers
+    share their memory. libgomp reads GOMP_SPINCOUNT once, and its default of 300,000 spins takes milliseconds.
     """
     spins = not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & {*os.environ}
     if spins:
@@ -285,14 +280,13 @@ def importing() -> Iterator[None]:
 
 
 def import_early() -> None:
-    """Imports what workers need, then moves this agent's output to the log that the launcher names, or ends with it."""
-    # An import that fails here fails again where it is used, and is reported there.
-    with contextlib.suppress(Exception):
+    """Imports modules for workers, then moves the output to the log that the launcher names, or exits with it."""
+    with contextlib.suppress(Exception):  # a failed import fails again, and is reported, at its first use
         importlib.import_module(ELASTIC)
         importlib.import_module(PRELOAD).import_training()
     path = b""
     while not path.endswith(b"\0"):
-        if not (read := os.read(0, 1)):  # no more than the path: what follows it are messages
+        if not (read := os.read(0, 1)):  # byte by byte, because messages follow the path
             os._exit(0)
         path += read
     log = os.open(os.fsdecode(path[:-1]), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -305,28 +299,25 @@ def import_early() -> None:
 
 
 def set_threads(threads: int, size: int) -> None:
-    """Sets OpenMP's number of threads, which it reads once, when torch is loaded; does nothing if it isn't known."""
+    """Sets OMP_NUM_THREADS, which OpenMP reads once when torch is loaded; does nothing if the number is unknown."""
     if threads or (size and "OMP_NUM_THREADS" not in os.environ):
         os.environ["OMP_NUM_THREADS"] = str(threads or max(1, int(cores() / size)))
 
 
 def serve() -> None:
     """Serves the launcher on standard input and output, until it is gone."""
-    # The launcher receives them, and sends commands.
-    for stop in (signal.SIGINT, signal.SIGUSR1):
+    for stop in (signal.SIGINT, signal.SIGUSR1):  # the launcher handles these and sends commands
         signal.signal(stop, signal.SIG_IGN)
-    # What libraries print must not come between our lines.
-    output = os.dup(1)
+    output = os.dup(1)  # output of libraries must not mix with messages, so it goes to standard error
     os.dup2(2, 1)
     wire = Wire(output)
     with contextlib.ExitStack() as until_gone:
         agent = Agent(wire, until_gone)
         while received := wire.wait():
             number, message = received
-            if isinstance(message, Call):  # a command came too late: its workers have ended
+            if isinstance(message, Call):  # other messages are commands for workers that have ended
                 wire.send(reply_to(agent, message), number)
-    # Python's own end would take torch down piece by piece, while the user waits for it.
-    atexit._run_exitfuncs()
+    atexit._run_exitfuncs()  # Python's regular exit would unload torch slowly, while the user waits
     sys.stderr.flush()
     os._exit(0)
 

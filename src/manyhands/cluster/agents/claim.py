@@ -1,10 +1,10 @@
 """Ownership of a run folder: a lock while a run is active in it, the run's id, and the term of its launcher.
 
-The folders of one run, on several machines or shared between them, have the same id. The holder of the lock writes
-beside it which start of the run it belongs to.
+All folders of one run, on several machines or on a shared disk, have the same id. The owner of the lock writes the id
+of its launch into the file `holder`.
 
-A machine obeys the launcher with the highest term, which is in the run folder there. Each new launcher of a detached
-run increments the term. Agents of a lower term have their workers save and exit.
+A machine obeys the launcher with the highest term, which is stored in the run folder. Each new launcher of a detached
+run increments the term. Agents with a lower term have their workers save and exit.
 """
 
 import contextlib
@@ -24,15 +24,16 @@ _ID = re.compile("[0-9a-f]{8,64}")
 
 
 def new_holder() -> str:
-    """Makes a name for one start of a run."""
+    """Returns a random id for one launch of a run."""
     return secrets.token_hex(16)
 
 
 def claim(folder: RunFolder, holder: str, patience_s: float = 0.0, leaving_s: float = LEAVING_S) -> FileLock | None:
-    """Takes the lock of a run folder until this process ends; returns None if another machine of this start has it.
+    """Locks a run folder until this process ends; returns None if another machine of the same launch has the lock.
 
-    `holder` is the name of this start. `patience_s` is the limit for another process of this start to write it, or for
-    the lock, `leaving_s` for each agent of an earlier start to leave. Raises Timeout: another run is active there.
+    `holder` is the id of the launch. `patience_s` limits the wait for the lock, or for another process to write the
+    same id; `leaving_s` limits the wait for each agent of an earlier start. Raises Timeout: another run is active in
+    the folder.
     """
     lock = FileLock(folder.ranks / "lock")
     until = time.monotonic() + patience_s
@@ -57,9 +58,9 @@ def claim(folder: RunFolder, holder: str, patience_s: float = 0.0, leaving_s: fl
 
 
 def hold_as_agent(ranks: Path, machine: int, generation: int = 0) -> FileLock:
-    """Returns the lock that an agent holds while its workers run, which may outlive a killed launcher to save.
+    """Returns the lock that an agent holds while its workers run; they may outlive a killed launcher to save.
 
-    Each generation of the run has its own lock: a machine that is cut off may keep its lock on a shared disk.
+    Each start has its own lock, because a disconnected machine may keep its lock on a shared disk.
     """
     ranks.mkdir(parents=True, exist_ok=True)
     # An agent uses the user's umask for data, so the mode is explicit.
@@ -67,19 +68,19 @@ def hold_as_agent(ranks: Path, machine: int, generation: int = 0) -> FileLock:
 
 
 def agent_has_left(ranks: Path, machine: int, generation: int) -> bool:
-    """Returns True once the lock of `hold_as_agent` is free: a machine that is cut off may still train and save."""
+    """Returns True if the lock of `hold_as_agent` is free; a disconnected machine may still train and save."""
     path = ranks / f"agent-{machine}-{generation}.lock"
     return not path.exists() or not _is_held(path)
 
 
 def agents_work(ranks: Path, after: int = -1) -> bool:
-    """Returns True while an agent has workers of the run on this disk, of a generation after `after`."""
+    """Returns True while an agent runs workers of the run on this disk, in a start with an index above `after`."""
     numbered = ((path.stem.rpartition("-")[2], path) for path in ranks.glob("agent-*-*.lock"))
     return any(number.isdecimal() and int(number) > after and _is_held(path) for number, path in numbered)
 
 
 def agents_here(ranks: Path) -> list[int]:
-    """Returns the process ids of this machine's agents with workers of the run; empty where the system has no list."""
+    """Returns the process ids of this machine's agents with workers of the run; empty without /proc/locks."""
     files, rows = {path.stat().st_ino for path in ranks.glob("agent-*-*.lock")}, list[list[str]]()
     with contextlib.suppress(OSError):
         # 1: FLOCK  ADVISORY  WRITE 4711 fe:00:123456 0 EOF
@@ -96,19 +97,19 @@ def _is_held(path: Path) -> bool:
 
 
 def run_id(folder: RunFolder) -> str:
-    """Returns the id of the run in a folder; empty if it has none."""
+    """Returns the id of the run in a folder; an empty string if there is none."""
     return _read(folder.ranks / "id")
 
 
 def set_run_id(folder: RunFolder, wanted: str = "") -> str:
-    """Writes and returns the id of a run, a new one if none is given."""
+    """Writes and returns the id of a run; a new random id if `wanted` is empty."""
     found = wanted or secrets.token_hex(16)
     write_atomic(folder.ranks / "id", found)
     return found
 
 
 def _read(path: Path) -> str:
-    """Reads an id from a file; empty if the file is missing or holds something else."""
+    """Returns the id in a file; an empty string if the file is missing or contains no id."""
     with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
         word = file.read(65).decode("ascii", "replace").strip()
         return word if _ID.fullmatch(word) else ""
@@ -116,7 +117,7 @@ def _read(path: Path) -> str:
 
 
 class Term(NamedTuple):
-    """The term of a launcher, and the number of its start; the higher one is obeyed, (0, 0) is before the first."""
+    """The term of a launcher and the index of its start; the highest is obeyed. (0, 0) precedes the first launcher."""
 
     head: int = 0
     start: int = 0
@@ -131,7 +132,7 @@ def term_in(ranks: Path) -> Term:
 
 
 def raise_term(ranks: Path, wanted: Term) -> Term:
-    """Writes a term unless there is a higher one; returns the highest."""
+    """Writes a term unless the folder has a higher one; returns the higher of both."""
     ranks.mkdir(parents=True, exist_ok=True)
     with private_files(), FileLock(ranks / "term.lock", mode=0o600):
         found = term_in(ranks)

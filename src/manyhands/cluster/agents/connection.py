@@ -1,9 +1,9 @@
 """Both ends of the connection between a launcher and the agent of one machine, over a pipe or over ssh.
 
-The agent answers each call under its number, and reports events under the number 0. No port is opened.
+The agent answers each call with the id of the call, and sends events with id 0. No port is opened.
 
 A lost connection is replaced through a Unix socket: `python -m manyhands.cluster.agents.connection SOCKET RECEIVED`,
-run over ssh, passes its own standard streams to the agent.
+run over ssh, passes its standard streams to the agent.
 """
 
 import contextlib
@@ -28,28 +28,26 @@ from manyhands.cluster.messages import Lines, Message, Misunderstood, R, Request
 from manyhands.core.errors import RunError, UserError
 from manyhands.core.timeouts import HEARTBEAT_S, RECONNECT_S, SILENT_S
 
-# Passes a new connection on to a running agent; its exit code where the agent has ended, and that of a failed ssh.
+# Module that passes a new connection to an agent; its exit code without an agent; ssh's exit code for errors.
 RECONNECT, NO_AGENT, SSH_FAILED = "manyhands.cluster.agents.connection", 3, 255
-# Limits for the exit code of the last connection's ssh, and for receiving the streams of a new connection.
-ENDED_S, PASS_ON_S = 0.5, 2.0
-# The second direction of a lost connection may end a moment after the first.
-ENDED_MS = 200
-# A closed pipe hangs up; of sshd's socket only one direction is closed.
+ENDED_S, PASS_ON_S = 0.5, 2.0  # time limits: ssh's exit code after a loss; streams of a new connection
+ENDED_MS = 200  # a lost connection's second direction may end this much later
+# A closed pipe reports POLLHUP; a socket of sshd, closed in one direction, reports POLLRDHUP.
 _ENDED = select.POLLHUP | select.POLLERR | select.POLLNVAL | getattr(select, "POLLRDHUP", 0)
 
 
-class LinkClosed(RunError):  # noqa: N818 - a state that callers ask for, as often as an error
+class LinkClosed(RunError):  # noqa: N818 - a state that callers check for, not only an error
     """The machine's agent, or the connection to it, has ended."""
 
 
 class MisunderstoodError(RunError):
-    """The agent is of another version."""
+    """The agent has another version of manyhands, or a message was invalid."""
 
 
 class AgentConnection:
-    """The launcher's end. Reconnects where the connection is lost and the agent still runs.
+    """The launcher's end. Reconnects if the connection is lost while the agent still runs.
 
-    `process` is the agent itself, or the ssh that leads to it; its standard error goes to the file `log`.
+    `process` is the agent, or ssh to its machine; the file `log` receives the standard error of this process.
     """
 
     def __init__(
@@ -59,12 +57,12 @@ class AgentConnection:
         self.last_received = time.monotonic()  # time of the last message, or of the loss of a connection
         self.closed = False  # True once nothing more can be received
         self.connected = True  # False from the loss of a connection until the agent answers over another
-        self.unsent = bytearray()  # to send once the machine can take it, so that a slow one does not delay the others
-        # starts another ssh to the machine, with these arguments for Python there; None where nothing can
+        self.unsent = bytearray()  # bytes to send when possible, so that a slow machine does not delay the others
+        # starts another ssh that runs Python with these arguments on the machine; None if that is impossible
         self.connect_again: Callable[[Sequence[str]], subprocess.Popen[bytes]] | None = None
-        self.clock_offset_s = 0.0  # how far the machine's clock is ahead of ours
+        self.clock_offset_s = 0.0  # seconds that the machine's clock is ahead of ours
         self._lines, self._socket = Lines(), ""
-        self._reconnect_at = 0.0  # time of the next attempt, where the last connection was lost
+        self._reconnect_at = 0.0  # time of the next attempt after a loss; 0 if connected
         self._asked, self._log_start, self._heartbeat_at = 0, log_start, 0.0
         self._use(process)
 
@@ -86,7 +84,7 @@ class AgentConnection:
             self.flush()
 
     def heartbeat(self) -> None:
-        """Sends a heartbeat or reconnects, where one is due."""
+        """Sends a heartbeat or reconnects, if either is due."""
         now = time.monotonic()
         if self._reconnect_at and not self.closed and now > self._reconnect_at:
             self._reconnect()
@@ -95,7 +93,7 @@ class AgentConnection:
             self.send(messages.Alive(self._lines.received))
 
     def flush(self) -> None:
-        """Sends as much of `unsent` as the machine can take now."""
+        """Sends as much of `unsent` as possible without waiting."""
         try:
             while self.unsent and not self._input.closed:
                 sent = os.write(self._input.fileno(), self.unsent[: 1 << 16])
@@ -106,7 +104,7 @@ class AgentConnection:
             self.unsent.clear()
 
     def read(self) -> list[tuple[int, Message]]:
-        """Returns the messages received so far with their numbers, without waiting; sets `closed` at the end."""
+        """Returns received messages with their ids, without waiting; sets `closed` if nothing more can arrive."""
         found: list[tuple[int, Message]] = []
         with contextlib.suppress(BlockingIOError):
             while self.readable:
@@ -128,7 +126,7 @@ class AgentConnection:
 
     @property
     def readable(self) -> bool:
-        """Whether there is a connection to read from."""
+        """True if there is a connection to read from."""
         return not (self.closed or self._reconnect_at)
 
     def _disconnect(self) -> None:
@@ -137,7 +135,7 @@ class AgentConnection:
         with contextlib.suppress(subprocess.TimeoutExpired):
             ended = 0 <= self.process.wait(ENDED_S) != SSH_FAILED
         now = time.monotonic()
-        if self.connected:  # an agent that imports torch has been silent until now
+        if self.connected:  # an agent that imported torch was silent until now
             self.last_received = now
         late = now - self.last_received > SILENT_S
         self.closed = ended or late or self._lines.too_long or not (self._socket and self.connect_again)
@@ -158,40 +156,40 @@ class AgentConnection:
         self.closed, self._reconnect_at = False, 0.0
 
     def ask(self, request: Request[R], timeout_s: float, others: Collection["AgentConnection"] = ()) -> R:
-        """Sends a request and waits for its answer. Raises RunError; see `ask_all`."""
+        """Sends a request and returns the answer. Raises RunError; see `ask_all`."""
         (answer,) = ask_all({self: request}, timeout_s, others).values()
         if isinstance(answer, RunError):
             raise answer
         return answer
 
     def post(self, request: Request[Any]) -> int:
-        """Sends a request and returns its number, which the answer repeats."""
+        """Sends a request and returns its id, which the answer repeats."""
         self._asked += 1
         self.send(request.call, self._asked)
         return self._asked
 
     def log_tail(self, last_lines: int = 8) -> str:
-        """Returns the last lines of its standard error."""
+        """Returns the last lines of the process's standard error."""
         with contextlib.suppress(OSError):
             text = self.log.read_bytes()[self._log_start :].decode(errors="replace")
             return "\n".join(text.splitlines()[-last_lines:])
         return ""
 
     def close(self, patience_s: float = 5.0) -> int:
-        """Closes this end, which ends the other; what doesn't end in time is killed. Returns the exit code."""
+        """Closes the connection, which ends the process; kills it after `patience_s`. Returns the exit code."""
         close_all([self], patience_s)
         return self.process.returncode
 
 
 def close_all(links: Collection[AgentConnection], patience_s: float = 5.0) -> None:
-    """Closes connections at once, all together within `patience_s`."""
+    """Closes connections in parallel, within `patience_s` in total."""
     end_processes([link.process for link in links], patience_s)
     for link in links:
         link.closed = True
 
 
 def end_processes(processes: Collection[subprocess.Popen[bytes]], patience_s: float, terminate: bool = False) -> None:
-    """Closes the inputs of processes, which end by that or by SIGTERM; those that don't in time are killed."""
+    """Ends processes by closing their standard input (and by SIGTERM if `terminate`); kills them after `patience_s`."""
     for process in processes:
         assert process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
@@ -212,9 +210,9 @@ def end_processes(processes: Collection[subprocess.Popen[bytes]], patience_s: fl
 def ask_all(
     requests: Mapping[AgentConnection, Request[R]], timeout_s: float, others: Collection[AgentConnection] = ()
 ) -> dict[AgentConnection, R | RunError]:
-    """Asks machines at once, each its own request; `others` receive heartbeats meanwhile, too.
+    """Sends each machine its request, and waits for all answers; `others` receive heartbeats meanwhile.
 
-    Returns the answers, or an error: LinkClosed if a machine is lost or silent, RunError if its request failed.
+    Returns for each machine the answer or an error: LinkClosed if it is lost or silent, RunError if the request failed.
     """
     asked = {link: (link.post(request), request) for link, request in requests.items()}
     answers: dict[AgentConnection, R | RunError] = {}
@@ -231,7 +229,7 @@ def ask_all(
 
 
 def stir(links: Iterable[AgentConnection], patience_s: float) -> list[AgentConnection]:
-    """Waits until a link can be read or written; writes, and returns the links that can be read."""
+    """Waits up to `patience_s` for a connection to be ready; sends unsent bytes, and returns readable connections."""
     with selectors.DefaultSelector() as selector:
         for link in links:
             if link.readable:
@@ -246,7 +244,7 @@ def stir(links: Iterable[AgentConnection], patience_s: float) -> list[AgentConne
 
 
 def answer_to(link: AgentConnection, number: int, request: Request[R]) -> list[R | RunError]:
-    """Returns the answer to a request, or an error, without waiting; an empty list while neither has been received."""
+    """Returns a list with the answer or the error, without waiting; an empty list if neither has arrived."""
     for answered, message in link.read():
         if answered == number and isinstance(message, messages.CallResult):
             try:
@@ -260,7 +258,6 @@ def answer_to(link: AgentConnection, number: int, request: Request[R]) -> list[R
 
 
 def _error(link: AgentConnection, failed: RequestFailed | str) -> RunError:
-    """Returns the error for a failed request, or for a lost machine."""
     name = link.machine.name
     if isinstance(failed, str):
         return LinkClosed(failed, name, (f"check that {name} is running and reachable: manyhands doctor --hosts …",))
@@ -273,35 +270,36 @@ def _error(link: AgentConnection, failed: RequestFailed | str) -> RunError:
 
 
 class Wire:
-    """The agent's end: reads from standard input and writes to `output`. Starts no thread, since workers are forked."""
+    """The agent's end: reads standard input, writes to `output`. Leaves no thread, because workers are forked."""
 
     def __init__(self, output: int) -> None:
         self._output, self._lines = output, Lines()
         self._received: deque[tuple[int, Message]] = deque()
         self._listener: socket.socket | None = None
-        self._passed_by: socket.socket | None = None  # to the process that passed the connection on; ends it
+        self._passed_by: socket.socket | None = None  # closing it ends the process that passed the connection on
         self.open = True  # False once the launcher has closed its end or has been silent for too long
         self.connected = True  # False while a lost connection can be replaced
         self.last_received = time.monotonic()  # time of the last message, or of the loss of a connection
-        self.remote = False  # True where the launcher is on another machine, so that its silence means something
-        self.patient = False  # True where a silent launcher may return, because the run does not depend on it
+        self.remote = False  # True if the launcher is on another machine, so that silence means a loss
+        self.patient = False  # True if the run continues without the launcher, which may return
 
     @property
     def silent(self) -> bool:
-        """True where the launcher has sent nothing for too long; sshd may take hours to notice a dead client."""
+        """True if the launcher has sent nothing for SILENT_S; sshd may take hours to notice a dead client."""
         return self.remote and time.monotonic() - self.last_received > SILENT_S
 
     def _lost(self) -> bool:
-        """Whether a connection that has ended can be replaced: a launcher that leaves closes one direction only."""
+        """Returns True if an ended connection can be replaced; a launcher that exits closes only one direction."""
         poll = select.poll()
         poll.register(self._output, 0)
         return bool(self._listener and self.remote and poll.poll(ENDED_MS))
 
     @contextlib.contextmanager
     def watched(self, clean_up: Callable[[], None]) -> Generator[None]:
-        """Calls `clean_up` and ends this process if the launcher leaves, or does not replace a lost connection.
+        """Calls `clean_up` and ends this process if the launcher exits, or does not replace a lost connection.
 
-        For a block that reads nothing, such as an import of torch. It leaves no thread, so workers can be forked.
+        Use it around a block that reads no messages, such as an import of torch. Its thread ends with the block,
+        because workers are forked later.
         """
         ours, over = socket.socketpair()
 
@@ -327,24 +325,24 @@ class Wire:
                 thread.join()
 
     def listen(self, folder: Path) -> str:
-        """Accepts new connections of the same launcher at a socket in a private folder; returns its path."""
+        """Accepts new connections of the launcher at a socket in a private folder; returns the socket's path."""
         path = str(folder / "agent")
         listener = socket.socket(socket.AF_UNIX)
         listener.bind(path)
         listener.listen()
         self._listener = listener
-        # A worker that held them would keep a connection's process alive, and a dead agent's socket open.
+        # Copies in a forked worker would keep a connection's process alive, and the socket of a dead agent open.
         os.register_at_fork(after_in_child=lambda: [each.close() for each in (listener, self._passed_by) if each])
         return path
 
     def send(self, message: Message, number: int = 0) -> None:
-        """Sends a message; an answer has its request's number. Does nothing once the launcher is gone."""
+        """Sends a message; `number` is the id of the answered request. Does nothing once the launcher is gone."""
         line = self._lines.add(message, number)
         if self.connected:
             self._write(line)
 
     def _write(self, line: bytes) -> None:
-        """Waits until the launcher has taken the line; a remote one that takes nothing for too long is gone."""
+        """Writes a line; a remote launcher that accepts no bytes for SILENT_S counts as gone."""
         data = memoryview(line)
         with contextlib.suppress(BrokenPipeError):
             while data and self.open:
@@ -354,7 +352,7 @@ class Wire:
                     self.open = not self.remote
 
     def wait(self) -> tuple[int, Message] | None:
-        """Returns the next request and its number, or None once the launcher is gone."""
+        """Returns the next request and its id, or None once the launcher is gone."""
         while self.open:
             if self._received:
                 return self._received.popleft()
@@ -386,13 +384,13 @@ class Wire:
                 self.connected, self.open = False, self._lost()
                 if self._passed_by:
                     self._passed_by.close()
-            if self.open:  # nothing was read while this agent imported torch
+            if self.open:  # reset here, because nothing is read during an import of torch
                 self.last_received = time.monotonic()
         if self.silent and not self.patient:
             self.open = False
 
     def _reconnect(self, listener: socket.socket) -> None:
-        """Accepts a new connection, and sends again what the launcher has not received."""
+        """Accepts a new connection, and resends messages that the launcher has not received."""
         passed_by, _ = listener.accept()
         passed_by.settimeout(PASS_ON_S)
         with contextlib.suppress(OSError, ValueError):

@@ -11,32 +11,29 @@ import subprocess
 import sys
 from collections.abc import Generator, Sequence
 
-# With this argument an agent imports first, and then reads the path of its log, up to a NUL, from its input.
-EARLY = "early"
-# Python's option not to import from the working folder, where somebody else may write.
-SAFE = "-P"
+EARLY = "early"  # argument of an agent that imports torch, and then reads the path of its log from its input
+SAFE = "-P"  # keeps Python from importing from the working folder, where others may write
 AGENT = (SAFE, "-m", "manyhands.cluster.agents.agent")
 # Variables of launchers, whose processes train without an agent.
 _STARTED = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
-# Arguments with which this command doesn't train, or in this process.
+# Arguments of commands that don't train, or that train in their own process.
 _WITHOUT = ("-h", "--help", "--dry-run", "--show-config", "--init")
 
-# Open files of a command with its agent, and of each worker; with 18 the agent hangs.
-FILES, FILES_EACH = 48, 8
+FILES, FILES_EACH = 48, 8  # open files of a command with its agent (18 are too few), and of each worker
 
 _untaken: list["subprocess.Popen[bytes]"] = []
 
 
 def start_early(words: Sequence[str]) -> None:
-    """Starts the agent if the arguments look like a run on this machine; an unused one costs a second."""
+    """Starts the agent if the arguments look like a run on this machine; an unused agent costs a second."""
     trains = words[:1] == ["train"] and not any(name in os.environ for name in _STARTED)
     if not trains or any(word.endswith(".py") or word.partition("=")[0] in _WITHOUT for word in words):
         return
     if raise_file_limit(FILES + FILES_EACH) < FILES + FILES_EACH:
         return
     pipe = subprocess.PIPE
-    with contextlib.suppress(OSError), contextlib.ExitStack() as stack:  # the later start reports the error
-        # Its output until it has a log, to which it moves the output.
+    with contextlib.suppress(OSError), contextlib.ExitStack() as stack:  # a later start reports the error
+        # Collects the agent's output until it knows its log, and copies the output there.
         words_fd = os.memfd_create(EARLY) if hasattr(os, "memfd_create") else os.open(os.devnull, os.O_RDWR)
         stack.callback(os.close, words_fd)
         stack.enter_context(usr1_ignored())
@@ -46,7 +43,7 @@ def start_early(words: Sequence[str]) -> None:
 
 
 def raise_file_limit(needed: int) -> int:
-    """Raises this process's limit on open files to `needed` unless the system's is lower; returns what is allowed."""
+    """Raises this process's limit of open files to `needed`; returns the new limit, or a lower hard limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if needed > hard != resource.RLIM_INFINITY:
         return hard
@@ -57,9 +54,9 @@ def raise_file_limit(needed: int) -> int:
 
 @contextlib.contextmanager
 def usr1_ignored() -> Generator[None]:
-    """Processes started in the block ignore SIGUSR1, which a scheduler sends to all processes of a job, ssh too."""
+    """Makes processes started in the block ignore SIGUSR1, which schedulers send to all processes of a job."""
     previous = None
-    with contextlib.suppress(ValueError):  # only the main thread may
+    with contextlib.suppress(ValueError):  # only the main thread may set handlers
         previous = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     try:
         yield
@@ -69,13 +66,13 @@ def usr1_ignored() -> Generator[None]:
 
 
 def take_early() -> "subprocess.Popen[bytes] | None":
-    """Returns the agent, which waits for the path of its log; None if there is none."""
+    """Returns the agent that was started early and waits for the path of its log; None if there is none."""
     early = _untaken.pop() if _untaken else None
     return early if early and early.poll() is None else None
 
 
 def end_early() -> None:
-    """Ends an unused agent."""
+    """Kills the agent that was started early, if it is unused."""
     while _untaken:
         with _untaken.pop() as early:
             early.kill()

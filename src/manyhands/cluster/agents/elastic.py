@@ -1,7 +1,7 @@
 """Runs the workers of this machine under PyTorch's elastic agent, and follows the launcher's commands.
 
-Part of the process of `agent`. Each generation of workers has an elastic agent, a rendezvous and a store of its own.
-The only file of `cluster` that imports torch.
+Runs in the process of `agent`. Each start of workers has a new elastic agent, rendezvous and store. No other module of
+`cluster` imports torch.
 """
 
 import contextlib
@@ -46,17 +46,14 @@ from manyhands.parallel.group.heartbeat import leave_path
 from manyhands.parallel.group.join import IFNAMES
 from manyhands.parallel.group.ports import loopback_interface
 
-# Signals that ask this process to have the workers stop.
-ASKED = {*STOPS} - {signal.SIGINT}
-# Intervals: of polls, of reports that processes are still leaving, and of looks for a later launcher.
-POLL_S, REPORT_S, TERM_S = 0.05, 1.0, 0.5
+ASKED = {*STOPS} - {signal.SIGINT}  # signals at which this process stops the workers
+POLL_S, REPORT_S, TERM_S = 0.05, 1.0, 0.5  # intervals: polls, reports of leaving workers, checks for a newer launcher
 Tick = Callable[[], list[Message]]
-# Lines and bytes that are shown of the log of a killed process.
-LAST_WORDS, LAST_BYTES = 8, 1 << 14
+LAST_WORDS, LAST_BYTES = 8, 1 << 14  # limits of the excerpt from the log of a failed worker
 
 
 class _Rendezvous(StaticTCPRendezvous):
-    """A rendezvous that the launcher has already decided; each poll of the agent handles the launcher's orders."""
+    """A rendezvous with ranks from the launcher; each poll of the elastic agent calls `obey`."""
 
     def __init__(self, place: Rendezvous, obey: Callable[[], None]) -> None:
         super().__init__(place.address, place.port, place.machine, len(place.sizes), "manyhands", timeout=0)
@@ -71,8 +68,7 @@ class _Rendezvous(StaticTCPRendezvous):
         return 0
 
 
-# torch's decorators hide the signatures of what is overridden here.
-class ElasticAgent(cast(Any, LocalElasticAgent)):
+class ElasticAgent(cast(Any, LocalElasticAgent)):  # torch's decorators hide the methods' signatures
     """PyTorch's agent with ranks from a list of sizes, a store on one address, and commands from the launcher."""
 
     def __init__(self, orders: Orders, listener: socket.socket | None, scratch: str, wire: Wire, tick: Tick) -> None:
@@ -91,7 +87,7 @@ class ElasticAgent(cast(Any, LocalElasticAgent)):
             max_restarts=0,
             monitor_interval=POLL_S,
         )
-        # An accelerator's driver must start afresh in each process; CPU workers are forked with all imports done.
+        # Accelerator drivers don't survive a fork; CPU workers are forked after all imports.
         method = "fork" if orders.device == "cpu" else "spawn"
         super().__init__(spec, DefaultLogsSpecs(log_dir=scratch), start_method=method)
 
@@ -102,21 +98,19 @@ class ElasticAgent(cast(Any, LocalElasticAgent)):
         return [Worker(local, rank, rank, size, role_world_size=size) for local, rank in ranks]
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        # A log continues over the starts of a run.
-        for worker in worker_group.workers:
+        for worker in worker_group.workers:  # logs continue over all starts of a run
             log = Path(self._orders.logs) / f"{worker.global_rank}.log"
             self.log_starts[worker.global_rank] = log.stat().st_size if log.is_file() else 0
-        # A worker receives them once its own handlers are set, this process once it knows its workers.
+        # Signals reach a worker once it has set its handlers, and this process once it knows its workers.
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ASKED)
         try:
             started: dict[int, Any] = super()._start_workers(worker_group)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-        # torch waits 30 s for the peers of a failed process, and not every version has a setting for that.
-        close = self._pcontext.close
+        close = self._pcontext.close  # torch waits 30 s for the peers of a failed worker
         self._pcontext.close = lambda death_sig=None, timeout=LEAVE_S: close(death_sig, min(timeout, LEAVE_S))
         if self._listener:
-            # The store has a thread of its own, so it starts after the fork; clients wait in the listener's queue.
+            # The store starts a thread, so it is created after the fork; clients wait in the listener's queue.
             rendezvous, descriptor = self._orders.rendezvous, self._listener.detach()
             address, patience = (rendezvous.address, rendezvous.port), timedelta(seconds=600)
             self._served = TCPStore(*address, None, True, patience, False, master_listen_fd=descriptor)
@@ -132,7 +126,7 @@ class ElasticAgent(cast(Any, LocalElasticAgent)):
         if len(returned) == len(self._ranks()):
             return self._release(returned)
         for rank, exit_code in self._exit_codes().items():
-            # A worker that is killed after it has returned has done its work; one that exits before has not.
+            # A task's worker may be killed after it has returned, but must not exit before, even with code 0.
             ended = exit_code if script else exit_code is not None
             if exit_code is not None and ended and rank not in {*self.exits, *returned}:
                 self._report_exit(rank, exit_code)
@@ -153,7 +147,7 @@ class ElasticAgent(cast(Any, LocalElasticAgent)):
         self._wire.send(protocol.WorkerExited(rank, exit_code, platform.node(), failure))
 
     def _returned(self) -> dict[int, Any]:
-        """Returns the results of the processes, by rank; a process that has returned waits for the others."""
+        """Returns the results of finished workers, by rank; a finished worker waits for the others."""
         if self._orders.script:
             return {}
         values = self._pcontext._return_values
@@ -163,9 +157,8 @@ class ElasticAgent(cast(Any, LocalElasticAgent)):
         return {self._ranks()[number]: value for number, value in values.items()}
 
     def _release(self, returned: dict[int, Any]) -> RunResult:
-        """Lets the processes exit, after all have returned; those that don't are killed when the agent is closed."""
-        # `Event.set` would wait for each sleeper, which may have been killed.
-        event: Any = self._pcontext._worker_finished_event
+        """Lets the workers exit after all have returned; workers that don't exit are killed by the elastic agent."""
+        event: Any = self._pcontext._worker_finished_event  # `Event.set` waits for workers that may be dead
         event._flag.acquire(False)
         event._flag.release()
         for _ in returned:
@@ -176,11 +169,11 @@ class ElasticAgent(cast(Any, LocalElasticAgent)):
         return RunResult(WorkerState.SUCCEEDED, return_values=returned)
 
     def _give_time(self, returned: Collection[int]) -> bool:
-        """Returns True while the processes may leave by themselves, and kills them then."""
+        """Returns True while workers may save and exit by themselves; afterwards kills them and returns False."""
         codes = self._exit_codes()
         left = {rank: pid for rank, pid in self._pids().items() if codes[rank] is None and rank not in returned}
         if not (left and self._leaving.patient(left, self._heartbeats.usual_s)):
-            self._signal(signal.SIGKILL)  # those too that have returned, for which torch would wait
+            self._signal(signal.SIGKILL)  # also finished workers, for which torch would wait
             return False
         if time.monotonic() > self._reported_at + REPORT_S:
             self._reported_at = time.monotonic()
@@ -188,7 +181,6 @@ class ElasticAgent(cast(Any, LocalElasticAgent)):
         return True
 
     def _exit_codes(self) -> dict[int, int | None]:
-        """Returns the exit code of each rank of this machine; None while it runs."""
         if self._orders.script:
             codes = [handler.proc.poll() for _, handler in sorted(self._pcontext.subprocess_handlers.items())]
         else:
@@ -196,10 +188,10 @@ class ElasticAgent(cast(Any, LocalElasticAgent)):
         return dict(zip(self._ranks(), codes, strict=True))
 
     def _exit_barrier(self) -> None:
-        """Does not wait for other machines, as torch does: the launcher waits for all."""
+        """Overrides torch's wait for other machines, because the launcher waits for all."""
 
     def _pids(self) -> dict[int, int]:
-        """Returns the process id of each rank of this machine; empty before they are started."""
+        """Returns the process id of each rank on this machine; an empty dict before the workers are started."""
         return dict(zip(self._ranks(), self._pcontext.pids().values(), strict=False)) if self._pcontext else {}
 
     def _ranks(self) -> list[int]:
@@ -229,12 +221,11 @@ class ElasticAgent(cast(Any, LocalElasticAgent)):
             if any(seen and seen.phase == "save" for seen in map(self._heartbeats.last, self._ranks())):
                 alone_s = ALONE_SAVING_S
         if (self._stopping_since and now - self._stopping_since > STOP_S) or (lost_at and now - lost_at > alone_s):
-            # A process that waits for a lost machine reacts to no other signal.
-            self._signal(signal.SIGKILL)
+            self._signal(signal.SIGKILL)  # a process that waits for a lost machine reacts to no other signal
             raise RendezvousGracefulExitError("the workers did not stop in time")
 
     def _launcher_lost_at(self) -> float:
-        """Returns when a lost launcher sent its last message, or that of a detached run was replaced; else 0."""
+        """Returns when a lost launcher sent its last message, or a detached run got a newer launcher; else 0."""
         if not self._orders.term:
             return 0.0 if self._wire.open else self._wire.last_received
         now = time.monotonic()
@@ -246,7 +237,7 @@ class ElasticAgent(cast(Any, LocalElasticAgent)):
         return self._replaced_at
 
     def ask_to_stop(self, *_signal: Any) -> None:
-        """Has the workers save and leave; the second time changes nothing."""
+        """Has the workers save and exit; does nothing if called again."""
         if not self._stopping_since:
             self._stopping_since = time.monotonic()
             self._signal(signal.SIGTERM)
@@ -254,22 +245,22 @@ class ElasticAgent(cast(Any, LocalElasticAgent)):
     def _signal(self, number: signal.Signals, rank: int | None = None) -> None:
         for each, pid in self._pids().items():
             if rank in (None, each):
-                with contextlib.suppress(ProcessLookupError):  # it has ended already
+                with contextlib.suppress(ProcessLookupError):  # the worker has ended
                     os.kill(pid, number)
 
 
 def _script_words(orders: Orders, scratch: str) -> tuple[str, ...]:
-    """Returns Python's arguments for processes that run a script of the user's; see `worker.script`."""
-    # -P as for the agent itself; the script's own folder is added for it.
+    """Returns Python's arguments for workers that run a user's script; see `worker.script`."""
+    # -P as for the agent; `worker.script` adds the folder of the script to the path.
     cluster = orders.argument["job"]["cluster"]
     debugged = (str(cluster["debug_rank"]), str(cluster["debug_port"]))
     words = ("-u", "-P", "-m", SCRIPT, scratch, orders.logs, str(os.getpid()), *debugged, *orders.script)
-    # torch fills in ${local_rank}, as under torchrun; any other $ is the user's.
+    # torch replaces ${local_rank}, as under torchrun; any other $ stays.
     return tuple(word.replace("$", "$$").replace("$${local_rank}", "${local_rank}") for word in words)
 
 
 def prepare(device: str) -> protocol.Prepared:
-    """Imports what the workers need, and returns the devices that are used."""
+    """Imports the modules that CPU workers need; returns the device type and the number of devices."""
     kind, count = devices_here(device, 1)
     if kind == "cpu":
         importlib.import_module(PRELOAD).preload()
@@ -284,7 +275,7 @@ def devices_here(wanted: str, processes: int) -> tuple[str, int]:
 
 
 def preload(orders: Orders) -> None:
-    """Imports what forked workers need, and opens their data."""
+    """Imports the modules that forked workers need, and opens their data."""
     if not orders.script and devices_here(orders.device, sum(orders.rendezvous.sizes))[0] == "cpu":
         ours = importlib.import_module(PRELOAD)
         with ours.opened_ahead(orders):
@@ -299,7 +290,7 @@ def _resolve_devices(orders: Orders, listener: socket.socket | None) -> Orders:
     threads = orders.threads or max(1, int(cores() / sizes[rendezvous.machine]))
     if orders.threads or "OMP_NUM_THREADS" not in os.environ:
         os.environ["OMP_NUM_THREADS"] = str(threads)
-    # An interface in the environment is meant for several machines; the user's own scripts ask the backends, too.
+    # On one machine, loopback: an interface in the environment is meant for several machines.
     alone = dict.fromkeys(IFNAMES, loopback_interface()) if len(sizes) == 1 else {}
     os.environ.update({**orders.environment, **alone})
     port = listener.getsockname()[1] if listener else rendezvous.port
@@ -321,7 +312,7 @@ def _result(agent: ElasticAgent, result: RunResult | None, scratch: str) -> prot
 
 
 def _last_words(agent: ElasticAgent, rank: int) -> str:
-    """Returns the end of the log of a process, as far as it is of this start."""
+    """Returns the last lines of a worker's log that were written in this start."""
     with contextlib.suppress(OSError), (Path(agent._orders.logs) / f"{rank}.log").open("rb") as log:
         end = log.seek(0, os.SEEK_END)
         log.seek(max(agent.log_starts.get(rank, 0), end - LAST_BYTES))
@@ -330,14 +321,13 @@ def _last_words(agent: ElasticAgent, rank: int) -> str:
 
 
 def run(orders: Orders, wire: Wire, tick: Tick, listener: socket.socket | None) -> protocol.WorkersEnded:
-    """Runs one generation of workers to its end.
+    """Runs the workers of one start until all have ended.
 
     `tick` is called often and returns the launcher's commands since the last call. On the first machine, the store
-    takes over the listener.
+    takes over `listener`.
     """
     logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)
-    # PyTorch's agent would kill the workers at these signals; here they ask for a save first.
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # at the usual signals torch would kill the workers
     orders = _resolve_devices(orders, listener)
     held = hold_as_agent(Path(orders.logs), orders.rendezvous.machine, orders.generation)
     with scratch_folder("agent") as scratch, held:
@@ -348,8 +338,8 @@ def run(orders: Orders, wire: Wire, tick: Tick, listener: socket.socket | None) 
             return _result(agent, cast(RunResult | None, agent.run()), str(scratch))
         except SignalException as error:
             return protocol.WorkersEnded(ended_by=str(error.sigval))
-        except Exception:  # noqa: BLE001 - the launcher must hear of whatever went wrong
+        except Exception:  # noqa: BLE001 - reported to the launcher
             return protocol.WorkersEnded(broken=traceback.format_exc())
         finally:
-            for number in ASKED:  # without a reference to the agent, its store is closed
+            for number in ASKED:  # drops references to the agent, which closes its store
                 signal.signal(number, signal.SIG_IGN)

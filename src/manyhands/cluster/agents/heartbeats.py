@@ -1,4 +1,4 @@
-"""An agent's view of its processes: heartbeats, stopped processes, time to leave, and out-of-memory kills."""
+"""An agent's view of its workers: heartbeats, suspended processes, time to exit, and out-of-memory kills."""
 
 import contextlib
 import platform
@@ -16,12 +16,10 @@ from manyhands.core.records import PROCESS_ENDED, Failure
 from manyhands.core.timeouts import HEARTBEAT_S, LEAVE_S, SAVE_MOST_S, SAVE_QUIET_S
 from manyhands.parallel.group.heartbeat import Heartbeat, Seen, rescue_path
 
-# A process that made progress or sent a heartbeat more recently is well.
-_WELL_S = 2.0
-# Of a stopped process that hasn't begun to train.
+_WELL_S = 2.0  # a process with more recent progress is well
+# Stands in for the heartbeat of a suspended process that hasn't begun to train.
 _BEFORE_THE_FIRST = Heartbeat(count=0, step=0, phase="build", still_s=0.0, usual_s=0.0)
-# A process computes for so many times the duration of an update before its next collective, which fails.
-UPDATES = 2.0
+UPDATES = 2.0  # after a failure a process computes for this many update durations, until its next collective fails
 
 
 def heartbeat_path(scratch: Path, rank: int) -> Path:
@@ -29,7 +27,7 @@ def heartbeat_path(scratch: Path, rank: int) -> Path:
 
 
 def process_state(pid: int) -> dict[str, Any]:
-    """Returns the fields of `Seen` that the operating system reports for a local process; empty without a process."""
+    """Returns the fields of `Seen` that the operating system reports for a local process; empty if it has ended."""
     with contextlib.suppress(psutil.Error):
         process = psutil.Process(pid)
         spent = process.cpu_times()
@@ -39,7 +37,7 @@ def process_state(pid: int) -> dict[str, Any]:
 
 
 class HeartbeatMonitor:
-    """Reads the heartbeats of this machine's processes, whose ids are given by rank, in their folder."""
+    """Reads the heartbeats of this machine's workers in the folder `scratch`; `pids` are process ids by rank."""
 
     def __init__(self, scratch: Path, pids: Mapping[int, int]) -> None:
         self._scratch, self._pids, self._due = scratch, pids, 0.0
@@ -48,11 +46,11 @@ class HeartbeatMonitor:
 
     @property
     def usual_s(self) -> float:
-        """The usual duration of an update; 0 if it isn't known."""
+        """The usual duration of an update in seconds; 0 if unknown."""
         return max((heartbeat.usual_s for heartbeat, _ in self._last.values()), default=0.0)
 
     def news(self, *, all_of_them: bool) -> list[Seen]:
-        """Returns all processes, about once a second, if one of them isn't well or with `all_of_them`; else nothing."""
+        """Returns all workers' states, at most once a second, if one makes no progress or `all_of_them`; else []."""
         now = time.monotonic()
         if now < self._due:
             return []
@@ -76,32 +74,32 @@ class HeartbeatMonitor:
             heartbeat, at = _BEFORE_THE_FIRST, self._stopped.setdefault(rank, now)
         else:
             self._stopped.pop(rank, None)
-            return None  # it hasn't begun to train
+            return None  # the process hasn't begun to train
         known = heartbeat.model_dump() | {"rank": rank, "pid": self._pids[rank], "quiet_s": now - at}
         return Seen(**known | found) if found else None
 
 
 class Leaving:
-    """Gives processes time to leave after a failure: those that save, by files in `scratch`, while they progress."""
+    """Limits the time of workers after a failure; workers with a file in `scratch` are saving, and get more time."""
 
     def __init__(self, scratch: Path) -> None:
         self._scratch, self._since, self.begun = scratch, 0.0, False
         self._progress: dict[int, tuple[object, float]] = {}
 
     def begin(self) -> None:
-        """Notes that a process of the run has failed; the second time changes nothing."""
+        """Records that a process of the run has failed; does nothing if called again."""
         if not self.begun:
             self.begun, self._since = True, time.monotonic()
 
     def patient(self, left: Mapping[int, int], usual_s: float) -> bool:
-        """Returns True while the processes `left` (ids by rank) have time; `usual_s` is the duration of an update."""
+        """Returns True while workers `left` (process ids by rank) have time; `usual_s` is the duration of an update."""
         began_s = time.monotonic() - self._since
         if began_s < LEAVE_S + UPDATES * usual_s:
             return True
         return began_s < SAVE_MOST_S and any(self._saves(rank, pid) for rank, pid in left.items())
 
     def _saves(self, rank: int, pid: int) -> bool:
-        """Returns True if a process saves and makes progress: in CPU time, or in written bytes if they are counted."""
+        """Returns True if a process saves and makes progress: in CPU time, or in written bytes if available."""
         if not rescue_path(self._scratch, rank).exists():
             return False
         done, now = None, time.monotonic()
@@ -115,10 +113,10 @@ class Leaving:
 
 
 class MemoryKills:
-    """Attributes out-of-memory kills to workers that ended by SIGKILL, by the counter of this process's cgroup (v2)."""
+    """Attributes out-of-memory kills to workers that ended by SIGKILL, with the counter of this cgroup (v2)."""
 
     def __init__(self) -> None:
-        self._group = CGROUPS  # also in a container that has another path on the host
+        self._group = CGROUPS  # the root group, as in a container
         with contextlib.suppress(OSError):
             for line in Path("/proc/self/cgroup").read_text().splitlines():
                 group = CGROUPS / line.removeprefix("0::/")
@@ -127,7 +125,7 @@ class MemoryKills:
         self._reported = self._count()
 
     def record(self, rank: int, pid: int, heartbeat: Heartbeat | None) -> Failure | None:
-        """Returns the failure record of a killed worker if the counter has risen; else, or without a counter, None."""
+        """Returns a failure record for a killed worker if the counter has risen; otherwise, or without one, None."""
         if self._count() <= self._reported:
             return None
         self._reported += 1

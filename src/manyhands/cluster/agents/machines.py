@@ -1,4 +1,4 @@
-"""The machines of a run, their states, and the connections to their agents, which are started here."""
+"""The machines of a run with their states, and the start of their agents."""
 
 import os
 import subprocess
@@ -26,22 +26,21 @@ from manyhands.core.errors import EXIT_DOCTOR, RunError, UserError
 from manyhands.core.files import usual_umask
 from manyhands.core.stops import ended_like_ctrl_c
 
-# A machine that fails within so many saved updates after it began to take part was of no use.
-SOON_UPDATES = 20
+SOON_UPDATES = 20  # failures within this many saved updates after joining are consecutive
 
 
 class MachineState(Enum):
     """The state of a machine in a run, and the meaning of `RunMachine.until` in it."""
 
     LOST = "lost"  # no agent answers; until: the next contact
-    CONTACTING = "contacting"  # its agent was started and answers requests; until: the launcher gives up
-    READY = "ready"  # waits for the next start; until: it is excluded from starts before
-    RUNNING = "running"  # takes part; the link itself reconnects for SILENT_S
+    CONTACTING = "contacting"  # its agent was started and answers requests; until: timeout
+    READY = "ready"  # waits for the next start; until: the end of its exclusion
+    RUNNING = "running"  # takes part; a lost connection is replaced within SILENT_S
 
 
 @dataclass(eq=False)
 class RunMachine:
-    """The state of a machine, and of the connection to its agent, over the starts of a run."""
+    """A machine of a run and the connection to its agent, over all starts of the run."""
 
     spec: Machine  # its name, how it is reached, and its slots
     state: MachineState = MachineState.CONTACTING
@@ -54,18 +53,18 @@ class RunMachine:
     processes: int = 0
     address: Address = field(default_factory=lambda: Address("", LOOPBACK))  # where the other machines reach it
     opened_folder: RunOpened | None = None  # the run folder on it, as it was opened last
-    folder: str = ""  # the path of the run folder there, from its first start on
-    position: int = 0  # its place among the machines of the last start that it took part in
-    generation: int = -1  # that start; -1 for none
+    folder: str = ""  # path of the run folder there, known after its first start
+    position: int = 0  # its index among the machines of the last start that it took part in
+    generation: int = -1  # index of that start; -1 for none
     requested: bool = False  # the user waits for it to join
     added: bool = False  # it joined on request of the user
     joined: bool = False  # it joined with the current start
     records_may_differ: bool = False  # its records of the run may differ from the launcher's
-    failures: int = 0  # number of failures since it was last of use
+    failures: int = 0  # failures in a row
     since_step: int | None = None  # the saved step at which it began to take part
     notify: Callable[[str, bool], object] = lambda _text, _joined: None  # receives how the request to add it ended
-    contact: Generator[Request[Any], Any, None] | None = None  # the requests to a machine that is contacted
-    asked: tuple[int, Request[Any]] | None = None  # the number of the request that was sent last, and the request
+    contact: Generator[Request[Any], Any, None] | None = None  # yields the requests before the machine can join
+    asked: tuple[int, Request[Any]] | None = None  # id of the last request, and the request
 
     @property
     def name(self) -> str:
@@ -80,25 +79,25 @@ class RunMachine:
 
     @property
     def run_folder(self) -> RunOpened:
-        """The run folder on it, which must have been opened."""
+        """The run folder on the machine, which must have been opened."""
         assert self.opened_folder
         return self.opened_folder
 
     def count_failure(self, step: int) -> float:
-        """Counts a failure at the saved step `step`; returns for how many seconds to exclude the machine, or 0."""
+        """Counts a failure at saved step `step`; returns the seconds to exclude the machine, 0 for a first failure."""
         useful = self.since_step is not None and step - self.since_step >= SOON_UPDATES
         self.failures, self.since_step = 1 if useful else self.failures + 1, None
         again = self.failures > 1
         return min(timeouts.EXCLUDED_MOST_S, timeouts.EXCLUDED_S * 2 ** (self.failures - 2)) if again else 0.0
 
     def lose(self, pause_s: float = 0.0) -> None:
-        """Ends the connection; the machine is contacted again after the pause, or at once if it was requested."""
+        """Ends the connection; the next contact follows after `pause_s`, at least RETRY_LEAST_S unless requested."""
         self._leave(MachineState.LOST)
         self.until = self.since + max(pause_s, 0.0 if self.requested else timeouts.RETRY_LEAST_S)
         self.disconnect()
 
     def exclude(self, pause_s: float) -> None:
-        """Removes it from the run; it can take part again after the pause."""
+        """Removes the machine from the run until the pause (seconds) is over."""
         self._leave(MachineState.READY)
         self.until = self.since + pause_s
 
@@ -115,7 +114,7 @@ class RunMachine:
 
 
 class Machines:
-    """All machines of a run, lost ones too; those that take part are in the order of their ranks."""
+    """All machines of a run, including lost ones; machines that take part are in rank order."""
 
     def __init__(self, machines: list[RunMachine]) -> None:
         self.all = machines
@@ -127,17 +126,17 @@ class Machines:
 
     @property
     def waiting(self) -> list[RunMachine]:
-        """The machines that don't take part, and may."""
+        """The machines that don't take part now, but may join or rejoin."""
         return [machine for machine in self.all if machine.state is not MachineState.RUNNING]
 
     @property
     def links(self) -> list[AgentConnection]:
-        """The connections of those that take part."""
+        """The connections to the machines that take part."""
         return [machine.agent for machine in self.running]
 
     @property
     def problems(self) -> dict[str, Contact]:
-        """Why machines don't answer, by name."""
+        """The reasons why machines don't answer, by name."""
         return {machine.name: machine.problem for machine in self.all if machine.problem}
 
     def heartbeat(self) -> None:
@@ -146,7 +145,7 @@ class Machines:
             link.heartbeat()
 
     def ask(self, requests: Mapping[RunMachine, Request[R]], timeout_s: float) -> dict[RunMachine, R]:
-        """Asks machines, each its own request. Raises RunError: a machine is lost, or its request failed."""
+        """Sends requests, and returns the answers. Raises RunError: a machine is lost, or a request failed."""
         asked, answers = {machine.agent: machine for machine in requests}, dict[RunMachine, R]()
         found = ask_all({link: requests[machine] for link, machine in asked.items()}, timeout_s, self.links)
         for link, answer in found.items():
@@ -156,11 +155,11 @@ class Machines:
         return answers
 
     def ask_each(self, request: Request[R], timeout_s: float = timeouts.REQUEST_S) -> dict[RunMachine, R]:
-        """Asks every machine that takes part the same."""
+        """Sends the same request to every machine that takes part, and returns the answers."""
         return self.ask(dict.fromkeys(self.running, request), timeout_s)
 
     def ask_named(self, requests: Mapping[str, Request[R]], timeout_s: float) -> dict[str, R | RunError]:
-        """Asks machines by name; returns for each its answer or error."""
+        """Sends requests to machines by name, and returns the answer or error of each."""
         asked = {machine.agent: requests[machine.name] for machine in self.running if machine.name in requests}
         return {link.machine.name: answer for link, answer in ask_all(asked, timeout_s, self.links).items()}
 
@@ -181,10 +180,8 @@ class Machines:
         close_all([machine.link for machine in self.all if machine.link], patience_s)
 
 
-# Two pipes for each machine; one more while it is started, and those of the launcher itself.
-FILES_EACH, OWN_FILES = 2, 200
-# Agents are killed this long after a stop request while no worker runs.
-STOPPED_S = 1.0
+FILES_EACH, OWN_FILES = 2, 200  # pipes for each agent; files of the launcher itself
+STOPPED_S = 1.0  # agents are killed this long after a stop request while no worker runs
 
 
 @contextmanager
@@ -195,9 +192,10 @@ def assembled(
     wanted: FactsWanted,
     on_stop: Callable[[], object] = lambda: None,
 ) -> Iterator[Machines]:
-    """Starts an agent on each machine and asks it for its facts; ends all with the block.
+    """Starts an agent on each machine, and yields the machines with their facts; ends the agents with the block.
 
-    The agents' standard error goes to files in `logs`. `on_stop` is called if the user ends the block, before they end.
+    Files in `logs` receive the agents' standard error. If the user interrupts the block, `on_stop` is called before the
+    agents are ended.
     """
     refuse_doubles(machines)
     allow_open_files(OWN_FILES + FILES_EACH * len(machines))
@@ -224,7 +222,7 @@ def allow_open_files(count: int) -> None:
 
 
 def refuse_doubles(machines: Sequence[Machine]) -> None:
-    """Checks that the names of machines are unique. Raises UserError: a name occurs twice."""
+    """Raises UserError if the name of a machine occurs twice."""
     names = [machine.name for machine in machines]
     twice = sorted({machine.target for machine in machines if names.count(machine.name) > 1})
     if twice:
@@ -233,14 +231,14 @@ def refuse_doubles(machines: Sequence[Machine]) -> None:
 
 
 def open_here(log: Path, machine: Machine | None = None) -> AgentConnection:
-    """Starts an agent on this machine."""
+    """Starts an agent on this machine, or returns the agent that was started early."""
     machine = machine or Machine("localhost")
     early = take_early()
     if early is None or early.stdin is None:
         return _open([sys.executable, *AGENT], machine, log, here=True)
     with log.open("ab") as output:
         log_start = output.tell()
-    with suppress(BrokenPipeError):  # that it has ended shows when it is first asked
+    with suppress(BrokenPipeError):  # the first request reports an agent that has ended
         early.stdin.write(os.fsencode(log.absolute()) + b"\0")
         early.stdin.flush()
     return AgentConnection(machine, early, log, here=True, log_start=log_start)
@@ -255,7 +253,7 @@ def _start(command: list[str], log: Path) -> subprocess.Popen[bytes]:
     pipe, mask = subprocess.PIPE, usual_umask()
     with log.open("ab") as output, usr1_ignored():
         try:
-            # In a session of its own, so that Ctrl-C and the terminal's end reach only the launcher.
+            # In a new session, so that Ctrl-C and the end of the terminal reach only the launcher.
             return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=output, start_new_session=True, umask=mask)
         except OSError as error:
             what = f"{command[0]} can't be started: {error.strerror}"
@@ -263,7 +261,7 @@ def _start(command: list[str], log: Path) -> subprocess.Popen[bytes]:
 
 
 def open_agent(machine: Machine, options: ClusterOptions, logs: Path) -> AgentConnection:
-    """Starts the agent of one machine; the first request shows whether that works."""
+    """Starts the agent of one machine; the first request reports whether that succeeded."""
     if is_here(machine):
         return open_here(logs / "agent.log", machine)
     log = logs / f"agent@{machine.name}.log"
@@ -273,7 +271,7 @@ def open_agent(machine: Machine, options: ClusterOptions, logs: Path) -> AgentCo
 
 
 def _greet(machines: Machines, options: ClusterOptions, wanted: FactsWanted) -> None:
-    """Asks all agents for their facts; machines that answer take part, the others have a `problem`."""
+    """Asks all agents for their facts; machines that answer take part, the others become lost with a `problem`."""
     asked, links = time.time(), {machine.agent: machine for machine in machines.all}
     requests = {link: call(Agent.hello, wanted, not link.here) for link in links}
     answers = ask_all(requests, timeouts.HELLO_S + timeouts.HELLO_EACH_S * len(links))
@@ -294,15 +292,15 @@ def _greet(machines: Machines, options: ClusterOptions, wanted: FactsWanted) -> 
 
 
 def clock_offset(there: float, asked: float) -> float:
-    """Returns for how many seconds a clock is ahead at least, since it was asked at our time `asked`."""
+    """Returns the smallest offset, in seconds, of a clock that read `there` between our time `asked` and now."""
     now = time.time()
     return there - now if there > now else there - asked if there < asked else 0.0
 
 
 def prepare(machines: Machines, options: ClusterOptions, processes: int | None = None) -> None:
-    """Has the machines import torch, and notes the kind of device and the number of processes of each.
+    """Has the machines import torch, and sets the device type and the number of processes of each machine.
 
-    `processes` on each machine; None: as many as its slots, or as it has devices. Raises UserError: it has fewer.
+    `processes` is the number per machine; None: its slots, or one per device. Raises UserError: too few devices.
     """
     sizes = {machine: machine.spec.slots if processes is None else processes for machine in machines.running}
     requests = {machine: call(Agent.prepare, size, options.threads, options.device) for machine, size in sizes.items()}

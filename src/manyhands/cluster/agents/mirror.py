@@ -1,7 +1,4 @@
-"""Copies a run's records from the machine of rank 0 to the launcher's own folder, where they don't share a disk.
-
-Records and small files travel; checkpoints stay where they are written.
-"""
+"""Copies records and small files, but no checkpoints, from the machine of rank 0 to the launcher's folder."""
 
 import contextlib
 import os
@@ -15,36 +12,34 @@ from manyhands.core.files import free_name, read_growing, replacing, write_all
 from manyhands.core.run_folder import RunFolder
 
 GROWING = ("metrics.jsonl", "events.jsonl")
-# The output of rank 0, which is all that a run of the user's own script shows.
-OUTPUT = "ranks/0.log"
+OUTPUT = "ranks/0.log"  # output of rank 0; all that a user's script shows
 JOB = "job.toml"
 WHOLE = (JOB, "plan.json", "env.json", "network.json", "evaluations/best.json", "evaluations/last.json",
          "evaluations/test-best.json", "evaluations/test-last.json")  # fmt: skip
 
-# Larger pieces would delay other messages.
-PIECE_BYTES = 1 << 20
+PIECE_BYTES = 1 << 20  # larger pieces would delay other messages
 
 
 class Sender:
     """Finds new records in the run folder of this machine.
 
-    `held` are the bytes of each growing file that the launcher has. `output`: that of rank 0, too; `rest`: incomplete
-    last lines, too.
+    `held` is the size of each growing file that the receiver has, in bytes. `output` includes the output of rank 0,
+    `rest` includes incomplete last lines.
     """
 
     def __init__(self, folder: Path, held: Mapping[str, int], *, output: bool = False, rest: bool = False) -> None:
         self._folder, self._rest = folder, rest
-        # The launcher may have more, such as how an earlier run failed; then all is sent, or new lines hide it.
+        # If the receiver's file is longer, it has other records (of an earlier failure): send the entire file.
         sizes = {name: _size(folder / name) for name in ((*GROWING, OUTPUT) if output else GROWING)}
         self._sent = {name: held.get(name, 0) if held.get(name, 0) <= size else 0 for name, size in sizes.items()}
         self._seen: dict[str, tuple[int, int]] = {}
 
     def news(self) -> Iterator[FilePiece]:
-        """Yields what has come since the last call: pieces of growing files, and changed small files in full."""
+        """Yields changes since the last call: new parts of growing files, and all of each changed small file."""
         for name, sent in self._sent.items():
             path = self._folder / name
-            offset = sent if sent <= _size(path) else 0  # begun anew
-            # A progress bar ends no line.
+            offset = sent if sent <= _size(path) else 0  # truncated or replaced
+            # Progress bars write incomplete lines.
             text = read_growing(path, offset, PIECE_BYTES, rest=self._rest or name == OUTPUT)
             self._sent[name] = offset + len(text)
             if text:
@@ -60,21 +55,18 @@ class Sender:
 
 
 class Receiver:
-    """Writes records received from rank 0's machine into the launcher's run folder.
-
-    While the disk here is full pieces wait in memory, so that neither the run ends nor records are missing.
-    """
+    """Writes received records into a run folder; while the disk is full, pieces wait in memory."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._waiting: deque[FilePiece] = deque()
 
     def held(self) -> dict[str, int]:
-        """Returns the bytes of each growing file that are here."""
+        """Returns the size in bytes of each growing file; 0 for a missing file."""
         return {name: _size(self._folder / name) for name in (*GROWING, OUTPUT)}
 
     def take(self, piece: FilePiece) -> None:
-        """Writes one piece; one that begins a file anew replaces it, and the older is kept aside."""
+        """Writes one piece; a piece with offset 0 starts a new file, and an existing file is renamed."""
         self._waiting.append(piece)
         with contextlib.suppress(OSError):
             while self._waiting:
@@ -103,19 +95,19 @@ class Receiver:
             with path.open("ab", buffering=0) as file:
                 write_all(file.fileno(), text)
         except OSError:
-            os.truncate(path, offset)  # the next attempt writes all of it
+            os.truncate(path, offset)  # the next attempt writes the entire piece
             raise
 
 
 def pieces_of(folder: Path, there: Mapping[str, int]) -> Iterator[list[FilePiece]]:
-    """Yields the records of a run, some at a time; `there` are the bytes of growing files that another folder has."""
+    """Yields a run's records as lists of pieces; `there` has the receiver's size (bytes) of each growing file."""
     sender = Sender(folder, there, rest=True)
     while pieces := list(sender.news()):
         yield pieces
 
 
 def _coding(name: str) -> tuple[str, str]:
-    """Returns the encoding in which a file's bytes travel: the output of the user's own program may be in any."""
+    """Returns encoding and error handler of a file; the output of a user's program may have any encoding."""
     return ("latin-1", "strict") if name == OUTPUT else ("utf-8", "replace")
 
 

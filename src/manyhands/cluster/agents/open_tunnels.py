@@ -1,11 +1,11 @@
-"""Tunnels between the machines of a run: to the store, and between any two machines that only ssh reaches.
+"""Opens ssh tunnels between the machines of a run: to the store, and between machines that only ssh connects.
 
-The store listens on loopback of the first machine, and ssh leads to it. Where ssh forwards nothing, it listens on the
-first machine's address for the others, as the collectives do.
+The store listens on loopback of the first machine, and ssh forwards ports to it. If ssh servers refuse forwarding, the
+store listens on the first machine's network address, as the collectives do.
 
-Two machines are joined directly where one can log in to the other, else through a relay. Each machine opens its own
-tunnels, so that none ends with the launcher; but where no machine of the run reaches both of two, and the user allows
-it, the launcher's machine is the relay. No key is copied, and no agent forwarded.
+Two machines are connected directly if one can log in to the other, otherwise through a relay. The machines of the run
+open the tunnels, so that these outlive the launcher. Only if no machine of the run reaches both of two machines, and
+the user allows it, the launcher's machine is the relay. No key is copied, and no ssh agent is forwarded.
 """
 
 import contextlib
@@ -36,14 +36,14 @@ Pair = tuple[str, str]
 
 
 class NoTunnelError(UserError):
-    """Two machines don't reach each other, and there is no relay."""
+    """Two machines can't reach each other, and there is no relay."""
 
-    alone = ""  # the machine without which most of them would
+    alone = ""  # the machine that is in most of the unconnected pairs
 
 
 @dataclass
 class TunnelRoutes:
-    """How machines reach each other through ssh; pairs are in the order of ranks."""
+    """Ssh tunnels between machines; the names in a pair are in rank order."""
 
     ends: dict[str, TunnelEnds]  # of each machine, by its name
     opened_by: dict[Pair, str] = field(default_factory=dict[Pair, str])  # the machine that opened a pair's tunnel
@@ -61,13 +61,10 @@ class TunnelRoutes:
 
 
 def join_through_ssh(machines: Machines, options: ClusterOptions, head: Tunnels) -> TunnelRoutes:
-    """Opens ssh tunnels between any two of the machines; their agents hold the tunnels until they are opened anew.
+    """Opens ssh tunnels between all pairs of machines; the agents keep the tunnels until the next call.
 
-    `head` are the launcher's own tunnels, which are used if they are needed and the options allow it.
-
-    Raises:
-        NoTunnelError: two don't reach each other.
-        RunError: a machine is lost, or can't have tunnels.
+    `head` are the launcher's own tunnels, used if they are needed and the options allow it. Raises NoTunnelError: two
+    machines can't be connected. Raises RunError: a machine is lost, or can't open tunnels.
     """
     head.close()
     if (count := len(machines.running)) > MOST_MACHINES:
@@ -91,7 +88,7 @@ class _Opening:
         self._machines, self._options = machines, options
         self.named = {machine.name: machine for machine in machines.running}
         self.errors: dict[Pair, str] = {}
-        # Other runs on the same machines have numbers of their own.
+        # A random network, so that several runs on the same machines use different addresses.
         net = f"127.{random.SystemRandom().randrange(64, 250)}.{random.SystemRandom().randrange(256)}"
         addresses = {machine: f"{net}.{number}" for number, machine in enumerate(machines.running, 1)}
         requests = {machine: call(Agent.open_tunnel_ends, address) for machine, address in addresses.items()}
@@ -99,7 +96,7 @@ class _Opening:
         self.routes = TunnelRoutes({each.name: TunnelEnds(addresses[each], folders[each]) for each in folders})
 
     def straight(self, pairs: Sequence[Pair], *, back: bool = False) -> None:
-        """The first of each pair, or with `back` the second, logs in to the other; both ways lead through that."""
+        """Connects pairs directly: the first machine, or with `back` the second, logs in to the other."""
         logins: dict[Pair, list[str]] = {}
         for one, two in (pair[::-1] if back else pair for pair in pairs):
             here, there = self.routes.ends[one], self.routes.ends[two]
@@ -138,7 +135,7 @@ class _Opening:
             raise RunError(f"can't open an ssh tunnel to {name}: {error}", name, hints)
 
     def _passed_on(self, relays: Mapping[Pair, str], ends: Mapping[str, TunnelEnds]) -> dict[Pair, dict[str, str]]:
-        """Notes the relay of each pair; returns the sockets that lead from each machine to those of its relay."""
+        """Records relays; returns, by machine and relay, the relay's socket behind each socket of the machine."""
         self.routes.through |= relays
         sockets: dict[Pair, dict[str, str]] = defaultdict(dict)
         for pair, relay in relays.items():
@@ -148,22 +145,22 @@ class _Opening:
         return sockets
 
     def _joined(self, one: str, two: str) -> str:
-        """Returns the machine that opened the tunnel between two machines; empty without a tunnel."""
+        """Returns the machine that opened the tunnel between two machines; an empty string without a tunnel."""
         return self.routes.opened_by.get((one, two)) or self.routes.opened_by.get((two, one), "")
 
     def _login(self, to: str, ours: Mapping[str, str], theirs: Mapping[str, str]) -> list[str]:
-        """Returns the ssh command to a machine; `ours` leads from sockets here to others there, `theirs` back."""
+        """Returns the ssh command to a machine; `ours` forwards local sockets to remote ones, `theirs` the reverse."""
         settings = {"ExitOnForwardFailure": "yes", "ControlMaster": "no", "ControlPath": "none", "ForwardAgent": "no",
                     "ForwardX11": "no"}  # fmt: skip
         words = [word for name, value in settings.items() for word in ("-o", f"{name}={value}")]
         words += [word for made, leads in ours.items() for word in ("-L", f"{made}:{leads}")]
         words += [word for made, leads in theirs.items() for word in ("-R", f"{made}:{leads}")]
-        # Only the machine that is meant has that folder; a name may stand for another one there.
+        # Only the intended machine has that folder; the same name may mean another machine there.
         script = f"test -d {shlex.quote(self.routes.ends[to].folder)} && echo {shlex.quote(STANDS)} && exec cat"
         return [*ssh_command(self.named[to].spec, self._options, *words), f"exec sh -c {shlex.quote(script)}"]
 
     def _log_in(self, logins: Mapping[Pair, list[str]]) -> dict[Pair, str]:
-        """Has machines log in to others; returns the error for each pair, empty if there is none."""
+        """Has machines log in to others; returns an error message for each pair, empty after a success."""
         commands: dict[str, dict[str, list[str]]] = defaultdict(dict)
         for (one, two), login in logins.items():
             commands[one][two] = login
@@ -193,21 +190,21 @@ def _some(pairs: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class StorePlaces:
-    """Where each machine's processes find the store of one start."""
+    """The addresses at which each machine's processes reach the store of one start."""
 
     ends: Mapping[RunMachine, tuple[str, int]]  # address and port for each machine
-    why_open: str = ""  # why it doesn't listen on loopback alone; empty where it does
+    why_open: str = ""  # why the store doesn't listen on loopback only; empty if it does
 
 
 class StoreTunnel(contextlib.ExitStack):
-    """Tunnels to the store, made anew for each start of a run; closed with the block."""
+    """Ssh tunnels to the store, opened again for each start of a run; a context manager that closes them."""
 
     def __init__(self, options: ClusterOptions) -> None:
         super().__init__()
         self._options = options
 
     def open(self, machines: Machines) -> StorePlaces:
-        """Has the first machine listen for the store, and the others reach it. Raises RunError: a machine is lost."""
+        """Has the first machine listen for the store, and the others connect to it. Raises RunError: one is lost."""
         self.close()
         first, *others = machines.running
         if not others:
@@ -223,7 +220,7 @@ class StoreTunnel(contextlib.ExitStack):
         folder = self.enter_context(scratch("ssh", swept=True))
         far = [machine.spec for machine in machines.running if not machine.agent.here]
         tunnels = self.enter_context(contextlib.closing(SshTunnels(far, self._options, folder, machines.heartbeat)))
-        # The tunnels are tried, with a listener at the end that knows a token, before the store takes its port.
+        # Test the tunnels with a listener that checks a token, before the store listens on the same port.
         (listener,) = first.agent.ask(call(Agent.listen, (LOOPBACK,), seconds=STORE_S), STORE_S, machines.links)
         store = via = f"{LOOPBACK}:{listener.port}"
         if not first.agent.here:
@@ -240,7 +237,7 @@ class StoreTunnel(contextlib.ExitStack):
             else:
                 port = tunnels.there(machine.name, via)
             ends[machine] = (LOOPBACK, port)
-            # The machine's address for others must lead nowhere.
+            # The forwarded port must not be open on the machine's network address.
             ways = {"loopback": LOOPBACK, "outside": machine.address.address}
             targets = {way: (Listener(address, port, listener.token),) for way, address in ways.items()}
             asked[machine] = call(Agent.connect, targets, STORE_CONNECT_S)
@@ -257,7 +254,7 @@ class StoreTunnel(contextlib.ExitStack):
 
 
 def open_store(machines: Machines, why_open: str = "") -> StorePlaces:
-    """Has the first machine listen for the store at its address for the others."""
+    """Has the first machine listen for the store on its network address."""
     first = machines.running[0]
     address = first.address.address
     port = first.agent.ask(call(Agent.bind, address), STORE_S, machines.links)

@@ -1,7 +1,7 @@
-"""Events between a launcher and its agents, and what the agent's methods take and return.
+"""Events between a launcher and its agents, and the argument and result types of the agent's methods.
 
-A launcher sends `WorkerCommand` while workers run, an agent the other events. Not here: how a message becomes a line
-(`messages`), and what the launcher can call (`Agent`, and its base `Probe`).
+The launcher sends `WorkerCommand` while workers run; agents send all other events. `messages` encodes them. `Agent` and
+its base `Probe` define the methods that the launcher calls.
 """
 
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ from manyhands.parallel.group.heartbeat import Seen
 
 @dataclass(frozen=True)
 class FilePiece(Message):
-    """A piece of a growing file of a run folder from its byte `offset` on, or a small file in full."""
+    """Part of a growing file in a run folder, from byte `offset` on, or all of a small file."""
 
     name: str
     text: str
@@ -27,17 +27,17 @@ class FilePiece(Message):
 class WorkerCommand(Message):
     """A command to the workers of a machine.
 
-    "stop": save and exit. "leave": processes of another machine have failed; save what can be saved, and exit. "free":
-    give up waiting, because a peer is gone and the network has not reported it. "kill": end at once.
+    "stop": save and exit. "leave": workers of another machine have failed; save if possible, and exit. "free": stop
+    waiting for a lost peer, whose loss the network has not reported. "kill": end at once.
     """
 
     what: Literal["stop", "leave", "free", "kill"]
-    rank: int | None = None  # the rank to kill, which hangs; the other ranks see a failed process
+    rank: int | None = None  # for "kill": the hung rank; None for all ranks
 
 
 @dataclass(frozen=True)
 class Reachable(Message):
-    """The socket at which a new connection reaches this agent, should the first one end."""
+    """The path of the Unix socket through which a lost connection to this agent is replaced."""
 
     socket: str
 
@@ -59,7 +59,7 @@ class WorkersStarted(Message):
 
 @dataclass(frozen=True)
 class WorkersSeen(Message):
-    """The state of a machine's processes; sent where one is not well."""
+    """The states of a machine's workers; sent while one makes no progress, or after a stop request."""
 
     host: str
     ranks: list[Seen]
@@ -67,7 +67,7 @@ class WorkersSeen(Message):
 
 @dataclass(frozen=True)
 class WorkerExited(Message):
-    """A process has failed; sent at once, before the other processes of its machine are ended."""
+    """Reports that a worker has failed; sent at once, before the other workers of its machine are ended."""
 
     rank: int
     code: int
@@ -77,93 +77,92 @@ class WorkerExited(Message):
 
 @dataclass(frozen=True)
 class StillLeaving(Message):
-    """Processes of this machine are saving, or about to, after a failure of the run."""
+    """Reports that workers of this machine still save, or may begin to, after a failure of the run."""
 
 
 @dataclass(frozen=True)
 class HeadReplaced(Message):
-    """This agent obeys another launcher, or the run was stopped on this machine: its processes save and exit."""
+    """Reports that another launcher took over, or that the run was stopped here; the workers save and exit."""
 
 
 @dataclass(frozen=True)
 class WorkersEnded(Message):
-    """How a machine's processes ended, by rank: the last event of a start."""
+    """The results of a machine's workers, by rank; the last event of a start."""
 
-    returned: dict[int, Any] = field(default_factory=dict[int, Any])  # what their entry returned
+    returned: dict[int, Any] = field(default_factory=dict[int, Any])  # results of the tasks
     failed: dict[int, int] = field(default_factory=dict[int, int])  # exit codes
-    words: dict[int, str] = field(default_factory=dict[int, str])  # end of the logs of failed ones without a record
+    words: dict[int, str] = field(default_factory=dict[int, str])  # last log lines of failed workers without a record
     host: str = ""  # the machine's own name
-    records: list[Failure] = field(default_factory=list[Failure])  # written by failed ones
-    broken: str = ""  # the agent's own traceback
-    ended_by: str = "the workers did not stop in time"  # why they were ended, where they neither returned nor failed
+    records: list[Failure] = field(default_factory=list[Failure])  # written by failed workers
+    broken: str = ""  # the traceback if the agent itself failed
+    ended_by: str = "the workers did not stop in time"  # why workers were ended that neither returned nor failed
 
 
 @dataclass(frozen=True)
 class OpenRun:
     """A run folder to open on a machine."""
 
-    folder: str  # its path, from the work folder
-    token: str  # a file in its ranks/ by which the launcher's own is recognised
-    holder: str  # the start of a run that claims it
+    folder: str  # absolute path, or relative to the work folder
+    token: str  # name of a file in ranks/ that only the launcher's own folder has
+    holder: str  # id of the launch that claims the folder
     run: str  # the run's id
-    held: dict[str, int] | None = None  # bytes of each growing file that the launcher has; None: it wants no records
-    output: bool = False  # send what rank 0 prints, too
-    term: int = 0  # of the launcher of a detached run; agents of lower terms make way
+    held: dict[str, int] | None = None  # size of each growing file that the launcher has; None: send no records
+    output: bool = False  # also send the output of rank 0
+    term: int = 0  # of the launcher of a detached run; workers of lower terms save and exit
 
 
 @dataclass(frozen=True)
 class RunOpened:
-    """The run folder on a machine."""
+    """The state of a run folder that a machine has opened."""
 
     folder: str  # its absolute path
-    shared: bool  # it is the launcher's own
-    checkpoints: bool  # it has some
-    taken: bool = False  # another run is active in it
-    run: str = ""  # id of the run that it held; empty for none
-    saved: int = -1  # the newest step that is saved there; -1 for none
-    held: dict[str, int] = field(default_factory=dict[str, int])  # bytes of each growing file that are there
-    own: bool = False  # this machine holds it, and no other
-    term: int = 0  # the highest that is known there
+    shared: bool  # True if it is the launcher's own folder, on a shared disk
+    checkpoints: bool  # True if it has any
+    taken: bool = False  # True if another run is active in it
+    run: str = ""  # id of the run found in it; empty for none
+    saved: int = -1  # the newest saved step; -1 for none
+    held: dict[str, int] = field(default_factory=dict[str, int])  # size in bytes of each growing file
+    own: bool = False  # True if this machine has locked it
+    term: int = 0  # the highest term known there
 
 
 @dataclass(frozen=True)
 class RunInspected:
-    """The run folder on a machine before it is opened."""
+    """The state of a run folder on a machine before it is opened."""
 
     run: str  # id of the run; empty for none
-    checkpoints: bool  # it has some
-    busy: bool  # processes of an earlier start are still there
-    term: int = 0  # the highest that is known there
+    checkpoints: bool  # True if it has any
+    busy: bool  # True if workers of an earlier start still run
+    term: int = 0  # the highest term known there
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """The kind of device that is used on a machine, and how many there are; 1 for a CPU."""
+    """The device type that a machine uses, and its number of devices (1 for a CPU)."""
 
     device: str
     count: int
 
 
-# Modules by name, since they lie above this package: what each process runs, which is a task of ours or a script of
-# the user's, and what imports and opens everything that CPU workers need before they are forked.
+# Modules of higher packages, by name: a worker's task, a worker's user script, and the imports that CPU workers need
+# before they are forked.
 WORKER, SCRIPT, PRELOAD = "manyhands.worker.entry", "manyhands.worker.script", "manyhands.worker.preload"
-# Starts and watches them: the only file of the agent's that imports torch.
-ELASTIC = "manyhands.cluster.agents.elastic"
+ELASTIC = "manyhands.cluster.agents.elastic"  # starts and watches workers; imports torch
 
 
 @dataclass(frozen=True)
 class Orders:
-    """One generation of workers on one machine."""
+    """Orders for one start of workers on one machine."""
 
-    argument: dict[str, Any]  # plain data: the task, the job, the run folder there, what the task needs besides
-    logs: str  # folder for each worker's own output, <rank>.log; ranks/ of the run folder
-    rendezvous: Rendezvous  # a size of 0: one process for each accelerator of this machine, or one
+    argument: dict[str, Any]  # plain data: task, job, run folder on the machine, further arguments of the task
+    logs: str  # folder of the workers' output, <rank>.log; ranks/ of the run folder
+    rendezvous: Rendezvous  # a size of 0: one process per accelerator, or one process without accelerators
     device: str = "auto"  # "auto", "cpu" or the kind of accelerator
     threads: int = 0  # CPU threads for each process; 0 divides this machine's cores
     environment: dict[str, str] = field(default_factory=dict[str, str])  # variables for the workers
-    script: tuple[str, ...] = ()  # the user's own training script and its words; empty for a task of ours
-    generation: int = 0  # counts the starts of a run's processes
-    term: int = 0  # of the launcher, without which the processes continue; 0 where they don't
+    script: tuple[str, ...] = ()  # the user's training script and its arguments; empty for manyhands' own tasks
+    generation: int = 0  # index of the start, from 0
+    term: int = 0  # of the launcher, if the workers continue without it (detached run); else 0
 
 
 def orders_for(
@@ -177,7 +176,7 @@ def orders_for(
     generation: int = 0,
     **more: Any,
 ) -> Orders:
-    """Returns the orders for one machine; `folder` is absolute there, and `more` plain data that the task needs."""
+    """Returns orders for one machine; `folder` is an absolute path there, `more` are plain arguments of the task."""
     argument = {"task": task, "job": job.model_dump(mode="json"), "folder": folder, **more}
     script = job.run.script if task == "train" else ()
     device, threads = device or job.cluster.device, job.cluster.threads

@@ -1,4 +1,4 @@
-"""The system's own ssh: the command that starts an agent on another machine, and what its failures mean."""
+"""Commands of the system's ssh: start of an agent on another machine, and explanations of failures."""
 
 import shlex
 import sys
@@ -13,13 +13,12 @@ from manyhands.core.errors import UserError
 from manyhands.core.timeouts import SSH_ALIVE_S, SSH_CONNECT_S
 
 HAS_MANYHANDS = 'import importlib.util as u, sys; sys.exit(not u.find_spec("manyhands"))'
-# The environment of the work folder, which is used if it belongs to this user (`test -O`).
-OWN = ".venv"
+OWN = ".venv"  # the virtual environment in the work folder; used if this user owns it
 NO_PYTHON = "manyhands: no python here has manyhands"
 
 
 def ssh_words(options: ClusterOptions) -> list[str]:
-    """Returns the user's ssh command with options against questions and endless waits. Raises UserError: it is none."""
+    """Returns the user's ssh command with options that prevent prompts and endless waits. Raises UserError: invalid."""
     try:
         words = shlex.split(options.ssh)
     except ValueError as error:
@@ -37,7 +36,7 @@ def agent_command(machine: Machine, options: ClusterOptions, workdir: Path, word
     """Returns the command that starts the agent on another machine, in the same folder as here if it exists there."""
     if machine.host.startswith("-"):
         raise UserError(f'"{machine.host}" is not a host', "cluster.hosts", ("write a name or an address",))
-    # In one line: a csh there, which starts sh, takes no line end between quotes.
+    # On one line, because a login shell such as csh accepts no line break in quotes.
     script = " ".join(agent_script(options, workdir, words).splitlines())
     return [*ssh_command(machine, options), f"exec sh -c {shlex.quote(script)}"]
 
@@ -48,7 +47,7 @@ def ssh_command(machine: Machine, options: ClusterOptions, *words: str) -> list[
 
 
 def port_words(machine: Machine) -> list[str]:
-    """Returns ssh's option for the port; nothing if its own settings have it."""
+    """Returns ssh's option for the port; an empty list if ssh's own settings apply."""
     return ["-p", str(machine.port)] if machine.port else []
 
 
@@ -65,7 +64,7 @@ def copied_by(machine: Machine, folder: str, to: str) -> str:
 
 
 def agent_script(options: ClusterOptions, workdir: Path, words: Sequence[str] = AGENT) -> str:
-    """Returns the script for the other machine's shell: it enters the work folder, finds a Python, and starts it."""
+    """Returns a shell script that enters the work folder, finds a Python with manyhands, and runs it with `words`."""
     given = shlex.join(words)
     if options.workdir:
         enter = f"cd {_quoted(options.workdir)} || exit 126;"
@@ -86,14 +85,14 @@ def agent_script(options: ClusterOptions, workdir: Path, words: Sequence[str] = 
 
 
 def _quoted(path: str) -> str:
-    """Quotes a path for the other machine's shell, where ~/ is the home there."""
+    """Quotes a path for the other machine's shell; ~/ becomes the home folder there."""
     return f'"$HOME"/{shlex.quote(path[2:])}' if path.startswith("~/") else shlex.quote(path)
 
 
 def explain_contact(machine: Machine, exit_code: int | None, said: str, options: ClusterOptions) -> Contact:
-    """Explains why a machine's agent did not answer, from the exit code and the end `said` of the error output of ssh.
+    """Explains why a machine's agent did not answer.
 
-    The exit code is 255 for ssh's own failures, and None while ssh runs.
+    `said` is the end of ssh's standard error. `exit_code` is 255 for ssh's own failures, None while ssh runs.
     """
     name, reach = machine.name, reached_by(machine, options)
     by_hand = f"test the connection: {reach} true"

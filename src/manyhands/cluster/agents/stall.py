@@ -9,15 +9,11 @@ from manyhands.cluster.agents.protocol import WorkersSeen
 from manyhands.core.timeouts import EVICT_S, HEARTBEAT_S
 from manyhands.parallel.group.heartbeat import Seen
 
-# A report of an agent is valid for so long; an agent that reports nothing has workers that are well.
-_HOLDS_S = 3 * HEARTBEAT_S
-# The window of rates; the time without a heartbeat after which a process is silent.
-_WINDOW_S, _QUIET_S = 6.0, 4.0
-# Heartbeats and the like move fewer bytes; a process that computes uses more of a processor.
-_MOVES_BYTES_PER_S, _BUSY = 4096, 0.3
+_HOLDS_S = 3 * HEARTBEAT_S  # validity of an agent's report; agents send none while their workers make progress
+_WINDOW_S, _QUIET_S = 6.0, 4.0  # window of the rates; a process without a heartbeat for _QUIET_S is silent
+_MOVES_BYTES_PER_S, _BUSY = 4096, 0.3  # above these rates a process communicates, or computes (share of a CPU)
 _NAMED = 4
-# Phases in which rank 0 works for all, however long a disk or a user's function takes.
-_ALONE = ("save", "at_epoch_end")
+_ALONE = ("save", "at_epoch_end")  # phases in which all ranks wait for rank 0, for as long as it takes
 
 
 @dataclass
@@ -34,19 +30,19 @@ class _Rank:
         return f"rank {self.seen.rank} on {self.host}"
 
     def rates(self) -> tuple[float, float]:
-        """Returns bytes per second, and processors in use."""
+        """Returns the bytes moved per second, and the number of processors in use."""
         (begin, before, spent), (end, after, now) = self.past[0], self.past[-1]
         seconds = max(end - begin, 1e-9)
         return ((after - before) / seconds if before else 0.0), (now - spent) / seconds
 
     @property
     def watched_s(self) -> float:
-        """Duration of the reports that it isn't well; short after a pause of this machine or of the whole run."""
+        """Seconds that the reports about it cover; few after a suspension of this machine or of the entire run."""
         return self.past[-1][0] - self.past[0][0]
 
     @property
     def silent(self) -> bool:
-        """True if it doesn't run at all."""
+        """True if the process doesn't run at all."""
         return self.seen.stopped or (self.seen.quiet_s > _QUIET_S and self.rates()[1] < _BUSY)
 
 
@@ -80,7 +76,7 @@ class Stalls:
         return f"step {late.seen.step + 1} has been stalled for {late.seen.stood_s:.0f} s{usual}; {_why(ranks)}{wake}"
 
     def hung(self) -> str:
-        """Returns why a stop request can't take effect; empty if it can, or if that is unknown."""
+        """Returns why a stop request can't take effect; an empty string if it can, or if that is unknown."""
         ranks = self._known()
         late = any(rank.seen.stood_s > rank.seen.limit_s for rank in ranks)
         # A rank that computes or receives bytes may yet reach the point where stop requests are read.
@@ -88,14 +84,13 @@ class Stalls:
         return _why(ranks) if any(rank.silent for rank in ranks) or (late and not progressing) else ""
 
     def culprit(self) -> tuple[int, str] | None:
-        """Returns the rank that blocks the others for good, with a message; None if that is unknown."""
+        """Returns the rank that blocks the others permanently, and a message; None if no such rank is known."""
         ranks = self._known()
         for rank in ranks:
             if rank.watched_s >= _QUIET_S and rank.silent and rank.seen.quiet_s > EVICT_S:
                 how = "was stopped" if rank.seen.stopped else "did not respond"
                 return rank.seen.rank, f"{rank.name} {how} for {rank.seen.quiet_s:.0f} s and was killed"
-        # A rank that computes is late, not hung; and while bytes move no rank hangs.
-        for rank in [] if _moving(ranks) else _behind(ranks):
+        for rank in [] if _moving(ranks) else _behind(ranks):  # a rank that moves bytes or computes is late, not hung
             late = rank.watched_s >= _QUIET_S and rank.seen.stood_s > 2 * rank.seen.limit_s
             if late and rank.seen.phase not in _ALONE and rank.rates()[1] < _BUSY:
                 how = f"blocked the other ranks for {rank.seen.stood_s:.0f} s ({_doing(rank)})"
@@ -114,7 +109,7 @@ def _moving(ranks: Sequence[_Rank]) -> float:
 
 
 def _why(ranks: Sequence[_Rank]) -> str:
-    """Returns which ranks the others wait for and what they do, or another cause of the stall."""
+    """Returns the ranks that the others wait for and their activity, or another cause of the stall."""
     awaited = sorted((rank for rank in ranks if rank.silent), key=lambda rank: not rank.seen.stopped)
     if not awaited and (rate := _moving(ranks)):
         return f"no process hangs, but the network is slow ({rate / 1e6:.2g} MB/s between the processes)"

@@ -1,4 +1,4 @@
-"""Supervises the workers of one start from the launcher: forwards Ctrl-C, detects losses, and waits for the end."""
+"""Supervises the workers of one start from the launcher: forwards Ctrl-C, detects losses, waits for the end."""
 
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -21,23 +21,23 @@ POLL_S = 0.1
 
 @dataclass
 class Watch:
-    """What the launcher does during supervision."""
+    """Callbacks and options for the supervision of one start."""
 
     on_tick: Callable[[], None] = lambda: None  # called every POLL_S
     on_stop: Callable[[], None] = lambda: None  # called at the first request to stop
     on_warning: Callable[[str], None] = lambda _text: None  # receives the first failure at once, and why a run stalls
     on_file: Callable[[protocol.FilePiece], None] = lambda _piece: None  # receives the records of another machine
-    stalls: bool = True  # stalls are reported
-    evicts: bool = False  # the run recovers: a process that hangs is killed, and peers of a lost machine save
-    cut: Callable[[], str] = str  # returns why a tunnel of the launcher has ended, or nothing
+    stalls: bool = True  # True: report stalls
+    evicts: bool = False  # True if the run recovers: hung processes are killed, peers of a lost machine save
+    cut: Callable[[], str] = str  # returns why a tunnel of the launcher has ended, or ""
     regroups: Callable[[], bool] = lambda: False  # True, at any tick, has the processes save and exit for a restart
 
 
 def supervise_once(orders: Mapping[AgentConnection, Orders], watch: Watch) -> Ending:
-    """Sends each agent its orders and waits until all workers have ended; agents that remain can take new orders.
+    """Sends each agent its orders and waits until all workers have ended; remaining agents accept new orders.
 
-    The first signal that asks for a stop has the workers save and leave, the second kills them. When one machine's
-    processes fail, or the machine is lost, those of the other machines are ended too.
+    The first stop signal has the workers save and exit, the second kills them. If workers of a machine fail, or the
+    machine is lost, the workers of all other machines are ended too.
     """
     head, signals = _Head(orders, watch), list[int]()
     try:
@@ -75,7 +75,6 @@ class _Head:
         self._looked_at, self._paused_s, self._paused_at = time.monotonic(), 0.0, 0.0
 
     def receive(self, link: AgentConnection) -> None:
-        """Handles the messages of a machine, and its loss."""
         for _, message in link.read():
             self._take(link, message)
         if link.closed and link in self.running:
@@ -106,7 +105,7 @@ class _Head:
                 pass
 
     def obey(self, stop_requests: int) -> None:
-        """Passes on a request to stop, of the user or of a later launcher."""
+        """Forwards a stop request, from the user or from a newer launcher, to the workers."""
         if self.ending.replaced and not (self.ending.interrupted or stop_requests):
             self._asked_elsewhere = 1
         stop_requests += self._asked_elsewhere
@@ -123,14 +122,14 @@ class _Head:
                 link.process.kill()
 
     def regroup(self) -> None:
-        """Has the processes save and exit, unless they are about to exit anyway."""
+        """Has the workers save and exit, if all have started and none is about to exit."""
         if not (self.ending.regrouped or self.ending.interrupted) and self.running == self._started:
             self.ending.regrouped = True
             self._command(protocol.WorkerCommand("stop"))
 
     def look(self) -> None:
-        """Sends heartbeats, and gives up machines that are silent or do not obey."""
-        for link in self._links:  # also those whose processes have ended, which the next start needs
+        """Sends heartbeats, reports stalls, and drops machines that are silent or don't obey."""
+        for link in self._links:  # also machines whose workers have ended, which the next start needs
             if link.connected == (link in self._apart):
                 (self._apart.discard if link.connected else self._apart.add)(link)
                 how = "reconnected to" if link.connected else "lost the connection to"
@@ -157,7 +156,7 @@ class _Head:
                 link.process.kill()
 
     def notice_pause(self) -> None:
-        """Extends the time of the machines if this process was itself suspended."""
+        """Extends the time limits of the machines if this process was suspended."""
         now = time.monotonic()
         paused_s, self._looked_at = now - self._looked_at, now
         if paused_s > timeouts.PAUSED_S:
@@ -169,7 +168,7 @@ class _Head:
         for link in [*self.running]:
             longest_s = timeouts.SILENT_S if link in self._started else timeouts.START_WORKERS_S
             if not link.here and now - link.last_received > longest_s:
-                self.receive(link)  # messages that arrived while this process was stopped
+                self.receive(link)  # messages that arrived while this process was suspended
                 if link in self.running and now - link.last_received > longest_s:
                     self._lose(link, f"no message for {now - link.last_received:.0f} s")
 
@@ -177,7 +176,7 @@ class _Head:
         return [link for link in self.running if not link.here and now - link.last_received > timeouts.AWAITED_S]
 
     def _name_awaited(self, now: float) -> None:
-        """Prints which machines the stop waits for: silent ones, or all that are left after a loss."""
+        """Prints the machines that the stop waits for: silent ones, or all remaining ones after a loss."""
         if self.ending.interrupted != 1:
             return
         silent = self._silent(now) if now - self._asked_at > timeouts.AWAITED_S else []
@@ -195,7 +194,7 @@ class _Head:
         self._kill_at = min(self._kill_at, time.monotonic() + timeouts.LEAVE_LOST_S)
 
     def _evict(self) -> None:
-        """Kills a process that hangs; its peers notice that as any other failure."""
+        """Kills a hung process; its peers handle this like any other failure."""
         rank, why = self._stalls.culprit() or (-1, "")
         if why and rank not in self.ending.evicted:
             self.ending.evicted[rank], self._failure_reported = why, True
@@ -203,7 +202,7 @@ class _Head:
             self._command(protocol.WorkerCommand("kill", rank))
 
     def _report_exit(self, exited: protocol.WorkerExited) -> None:
-        """Prints at once why a process ended, unless that is a consequence of another failure."""
+        """Prints at once why a process ended, unless another failure is the cause."""
         record = exited.record
         later = record is not None and (record.consequence or record.exit_code == EXIT_USAGE)
         if not (self._failure_reported or later or self.ending.interrupted):

@@ -1,7 +1,7 @@
-"""Passes connections on between a machine's processes and the ssh tunnels to other machines; a process of its own.
+"""A process that passes connections between a machine's workers and the ssh tunnels to other machines.
 
 Started as `python -m manyhands.cluster.agents.switchboard ADDRESS FOLDER`; see `parallel.group.tunnel_ends`. Only this
-user can open its sockets, and it connects to no address but the machine's own.
+user can open its sockets, and it connects only to ADDRESS.
 """
 
 import contextlib
@@ -18,12 +18,11 @@ from manyhands.core.terminal import show
 from manyhands.parallel.group.tunnel_ends import TunnelEnds
 
 READY, BUFFER, BACKLOG = "ready", 1 << 18, 1024
-# Pause after a connection that could not be accepted.
-AGAIN_S = 0.1
+AGAIN_S = 0.1  # pause after a connection that could not be accepted
 
 
 class Switchboard:
-    """The connections of one machine."""
+    """Passes on the connections of one machine."""
 
     def __init__(self, ends: TunnelEnds) -> None:
         self._ends = ends
@@ -33,7 +32,7 @@ class Switchboard:
         _serve(_unix_listener(ends.questions), self._answer)
 
     def _come_in(self, tunnel: socket.socket) -> None:
-        """Handles a connection from another machine: the port, then the bytes."""
+        """Handles a connection from another machine, which starts with the port (2 bytes)."""
         port = int.from_bytes(tunnel.recv(2, socket.MSG_WAITALL))
         if not listens_at(self._ends.address, port):
             raise ConnectionRefusedError(f"no process of the run listens on port {port}")
@@ -46,7 +45,7 @@ class Switchboard:
         _splice(connection, tunnel)
 
     def _answer(self, asking: socket.socket) -> None:
-        """Handles a request of a process here: the address and port of another machine's process to reach."""
+        """Handles a request of a local process to reach another machine's process, given by address and port."""
         with asking, asking.makefile("rw") as lines:
             try:
                 self._listen_for(lines.readline(64))
@@ -66,9 +65,9 @@ class Switchboard:
 
 
 def listens_at(address: str, port: int) -> bool:
-    """Returns True if a socket listens at this very address: one on all of the machine's addresses isn't the run's."""
+    """Returns True if a socket listens on exactly this address; sockets on 0.0.0.0 don't belong to the run."""
     table = Path("/proc/net/tcp")
-    if not table.exists():  # no Linux
+    if not table.exists():  # not Linux
         return True
     wanted = f"{int.from_bytes(socket.inet_aton(address), sys.byteorder):08X}:{port:04X}"
     rows = [line.split() for line in table.read_text().splitlines()[1:]]
@@ -83,17 +82,17 @@ def _unix_listener(path: str) -> socket.socket:
 
 
 def _serve(listener: socket.socket, handle: Callable[[socket.socket], None]) -> None:
-    """Handles each connection in a thread of its own."""
+    """Accepts connections in a thread, and handles each in another thread."""
 
     def handled(connection: socket.socket) -> None:
-        with connection, contextlib.suppress(OSError):  # the peer sees it closed
+        with connection, contextlib.suppress(OSError):  # the peer sees the connection end
             handle(connection)
 
     def accept() -> None:
         while True:
             try:
                 connection, _ = listener.accept()
-            except OSError:  # no more files may be open, which passes
+            except OSError:  # too many open files, a temporary error
                 time.sleep(AGAIN_S)
                 continue
             threading.Thread(target=handled, args=(connection,), daemon=True).start()
@@ -114,7 +113,7 @@ def _splice(one: socket.socket, other: socket.socket) -> None:
 
 
 def _copy(source: socket.socket, sink: socket.socket) -> None:
-    """Copies in one direction; after an error at one end both are shut, so that no peer waits."""
+    """Copies in one direction; after an error shuts down both sockets, so that no peer waits."""
     buffer = memoryview(bytearray(BUFFER))
     try:
         while count := source.recv_into(buffer):
@@ -129,5 +128,5 @@ def _copy(source: socket.socket, sink: socket.socket) -> None:
 if __name__ == "__main__":
     Switchboard(TunnelEnds(*sys.argv[1:]))
     show(READY)
-    sys.stdin.read()  # until its owner ends
+    sys.stdin.read()  # until the parent process ends
     os._exit(0)

@@ -1,13 +1,13 @@
-"""Processes that carry ssh tunnels, and the tunnels that they carry.
+"""Ssh tunnels between machines, and the ssh processes that carry them.
 
-    tunnels = SshTunnels(machines, options, folder, lambda: None)   # one connection to each, all begun at once
-    port = tunnels.there("n2", "127.0.0.1:5000")    # who connects to loopback's `port` on n2 comes to 5000 here
-    tunnels.here("n2", f"{folder}/x", "127.0.0.1:7")  # who opens that socket here comes to port 7 of n2's loopback
-    tunnels.close()                                 # no process and no port is left
+    tunnels = SshTunnels(machines, options, folder, lambda: None)  # opens a connection to each machine, in parallel
+    port = tunnels.there("n2", "127.0.0.1:5000")  # forwards `port` on n2's loopback to port 5000 here
+    tunnels.here("n2", f"{folder}/x", "127.0.0.1:7")  # forwards the Unix socket x here to port 7 of n2's loopback
+    tunnels.close()
 
-A place is ADDRESS:PORT, or the path of a Unix socket, which is this user's alone. Each connection is a process of its
-own beside the agent's, so bulk does not delay heartbeats. It ends with the process that started it, even if that is
-killed, once nobody uses what it forwards.
+Each end is ADDRESS:PORT, or the path of a Unix socket that only this user can open. Tunnels don't use the agents' ssh
+processes, so bulk data does not delay heartbeats. After the parent process has ended, even if it was killed, an ssh
+process ends once no forwarded connection is open.
 """
 
 import contextlib
@@ -29,15 +29,13 @@ from manyhands.core.scratch import scratch
 from manyhands.core.timeouts import SWITCHBOARD_S, TUNNEL_ASK_S, TUNNEL_CLOSE_S, TUNNEL_OPEN_S
 from manyhands.parallel.group.tunnel_ends import TunnelEnds, fits
 
-# Written by the other end of an open tunnel.
-STANDS = "this tunnel of manyhands stands"
-# Ends with its standard input, so that nothing stays once its owner is gone; a csh understands it too.
-_STAY = "echo ready; exec cat"
+STANDS = "this tunnel of manyhands stands"  # printed by the remote end of an open tunnel
+_STAY = "echo ready; exec cat"  # remote command (also for csh); ends with its standard input, and thus with its parent
 POLL_S = 0.05
 
 
 class TunnelError(Exception):
-    """There is no tunnel through ssh to a machine, for the reason in the message."""
+    """An ssh tunnel to a machine can't be opened; the message has the reason."""
 
 
 class _Child(subprocess.Popen[bytes]):
@@ -51,7 +49,7 @@ class _Child(subprocess.Popen[bytes]):
         os.set_blocking(self.stdout.fileno(), False)
 
     def pending(self, word: str) -> bool:
-        """Returns False once it is ready, which means that it has written this line, or has ended."""
+        """Returns False once the process has written the line `word`, which means `ready`, or has ended."""
         assert self.stdout
         ended = self.poll() is not None
         with contextlib.suppress(BlockingIOError):
@@ -65,7 +63,7 @@ class _Child(subprocess.Popen[bytes]):
 
 
 class Children:
-    """Processes that write a line once they are ready, and end with their standard input."""
+    """Child processes that print a line once they are ready, and end with their standard input."""
 
     def __init__(self) -> None:
         self._ready: list[_Child] = []
@@ -74,10 +72,10 @@ class Children:
         self, commands: Mapping[str, Sequence[str]], word: str, folder: Path, patience_s: float,
         meanwhile: Callable[[], object] = lambda: None,
     ) -> dict[str, str]:  # fmt: skip
-        """Starts processes and waits until they are ready; returns the last words of those that did not, by name.
+        """Starts processes and waits until they are ready; returns the last error line of each that failed, by name.
 
-        `word` is the line that each writes once it is ready; a login shell may greet first. `folder` is for their
-        standard error. `patience_s` is the limit for all of them; `meanwhile` is called a few times a second.
+        `word` is the line that a ready process prints, possibly after a login shell's output. Files in `folder` receive
+        standard error. `patience_s` limits the wait for all processes, during which `meanwhile` is called every POLL_S.
         """
         started: list[_Child] = []
         until = time.monotonic() + patience_s
@@ -96,20 +94,20 @@ class Children:
         return {child.name: child.last_words() for child in failed}
 
     def ended(self) -> str:
-        """Describes the first child that ended unasked; empty while all run."""
+        """Describes the first child that ended unasked; an empty string while all run."""
         for child in self._ready:
             if (code := child.poll()) is not None:
                 return f"the ssh tunnel to {child.name} ended ({child.last_words() or f'exit code {code}'})"
         return ""
 
     def close(self) -> None:
-        """Ends all."""
+        """Ends all processes."""
         end_processes(self._ready, TUNNEL_CLOSE_S, terminate=True)
         self._ready.clear()
 
 
 class SshTunnels(Children):
-    """Connections over ssh that carry forwards, with sockets in a short private folder. Raises TunnelError."""
+    """Ssh connections with port forwarding; `folder` for their sockets has a short path. Raises TunnelError."""
 
     def __init__(
         self, machines: Sequence[Machine], options: ClusterOptions, folder: Path, meanwhile: Callable[[], object]
@@ -125,18 +123,18 @@ class SshTunnels(Children):
 
     def _command(self, name: str, *words: str) -> list[str]:
         number, machine = self._machines[name]
-        # ssh replaces what follows a % in this path.
+        # ssh expands % in this path.
         return ssh_command(machine, self._options, "-S", f"{self._folder}/{number}".replace("%", "%%"), *words)
 
     def there(self, name: str, to: str) -> int:
-        """Has a free port of the machine's loopback lead to a place here, and returns the port. Raises TunnelError."""
+        """Forwards a free loopback port of the machine to `to` here, and returns the port. Raises TunnelError."""
         said = self._forward(name, "-R", f"{LOOPBACK}:0:{to}").strip()
         if not said.isdecimal():
             raise TunnelError(f"ssh to {name} did not report the forwarded port: {said!r}")
         return int(said)
 
     def here(self, name: str, listen: str, to: str) -> None:
-        """Has a place here lead to one of the machine's, if its ssh server allows it, as the first use shows."""
+        """Forwards `listen` here to `to` on the machine, whose ssh server may refuse connections later."""
         self._forward(name, "-L", f"{listen}:{to}")
 
     def _forward(self, name: str, way: str, what: str) -> str:
@@ -154,16 +152,16 @@ class SshTunnels(Children):
 
 
 class Tunnels(Children):
-    """A machine's own ssh tunnels for one start, and the switchboard that its processes reach them through."""
+    """The ssh tunnels that this machine has opened for one start, and the switchboard that connects workers to them."""
 
-    ends = TunnelEnds("", "")  # where they end on this machine
+    ends = TunnelEnds("", "")  # ends of the tunnels on this machine
 
     def __init__(self) -> None:
         super().__init__()
         self._folder = contextlib.ExitStack()
 
     def open(self, address: str) -> str:
-        """Makes a folder for the tunnels' ends, with a switchboard where this machine's processes have an address."""
+        """Makes and returns a folder for the ends of tunnels; starts a switchboard unless `address` is empty."""
         self.close()
         folder = self._folder.enter_context(scratch("way"))
         if not fits(folder):
@@ -179,11 +177,11 @@ class Tunnels(Children):
     def open_tunnels(
         self, commands: Mapping[str, Sequence[str]], patience_s: float, meanwhile: Callable[[], object] = lambda: None
     ) -> dict[str, str]:
-        """Starts ssh commands that make tunnels; see `Children.start`."""
+        """Starts ssh commands that open tunnels; see `Children.start`."""
         return self.start(commands, STANDS, Path(self.ends.folder), patience_s, meanwhile)
 
     def close(self) -> None:
-        """Ends all, and removes the sockets."""
+        """Ends all processes, and removes the sockets."""
         super().close()
         self._folder.close()
         self.ends = TunnelEnds("", "")

@@ -1,4 +1,4 @@
-"""First steps of a worker, without torch: it dies with its agent, has its own files, and may wait for a debugger."""
+"""First steps of a worker before it uses torch: parent-death signal, output files, and the wait for a debugger."""
 
 import ctypes
 import importlib.util
@@ -22,16 +22,15 @@ from manyhands.parallel.group.heartbeat import HEARTBEAT_FILE
 
 
 def take_orders(orders: Orders, scratch: str, agent: int) -> dict[str, Any]:
-    """Makes this process, which the agent has forked or spawned, one of the run's; returns the task's argument."""
+    """Prepares this process, forked or spawned by the agent, as a worker; returns the argument of its task."""
     for number in (*STOPS, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)
-    # A scheduler sends it to all processes of a job; the agent passes it on as SIGTERM.
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # sent to all processes of a job; the agent forwards it as SIGTERM
     rank = begin(scratch, orders.logs, agent)
     os.environ[HEARTBEAT_FILE] = str(heartbeat_path(Path(scratch), rank))
     if orders.rendezvous.devices:
         os.environ[DEVICE_INDEX] = str(orders.rendezvous.devices[int(os.environ["LOCAL_RANK"])])
-    # torch read another number when the agent imported it, which has not set this one, as threads must not be forked.
+    # A forked worker inherits torch's thread count from the agent, which must not start threads before the fork.
     torch, threads = sys.modules.get("torch"), os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
     if torch and threads.isdecimal() and torch.get_num_threads() != int(threads) > 0:
         torch.set_num_threads(int(threads))
@@ -39,7 +38,7 @@ def take_orders(orders: Orders, scratch: str, agent: int) -> dict[str, Any]:
 
 
 def worker_process_info(options: ClusterOptions, file: str) -> ProcessInfo:
-    """Returns the rank from the variables that our agent has set; it serves the store, unless `file` is one."""
+    """Returns this worker's rank from the agent's variables; `file` is the URL of a file store, if one is used."""
     device = os.environ.get(DEVICE_INDEX, "")
     return ProcessInfo(
         rank=int(os.environ["RANK"]),
@@ -58,15 +57,14 @@ def worker_process_info(options: ClusterOptions, file: str) -> ProcessInfo:
 
 
 def begin(scratch: str, logs: str, agent: int) -> int:
-    """Begins a process that an agent has started, with records in `scratch` and output in `logs`; returns its rank."""
+    """Ties this process to its agent, with failure records in `scratch` and output in `logs`; returns its rank."""
     rank = int(os.environ["RANK"])
     if sys.platform == "linux":  # the kernel ends this process when its agent ends
         ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    if os.getppid() != agent:  # it has ended already
+    if os.getppid() != agent:  # the agent has ended already
         os._exit(1)
     os.environ[FAILURE_FILE] = f"{scratch}/{rank}.json"
-    # Both output streams go to the end of one file; standard input is empty.
-    Path(logs).mkdir(parents=True, exist_ok=True)
+    Path(logs).mkdir(parents=True, exist_ok=True)  # output goes to one file; standard input is empty
     output = os.open(f"{logs}/{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     nothing = os.open(os.devnull, os.O_RDONLY)
     sys.stdout.flush()
@@ -74,14 +72,14 @@ def begin(scratch: str, logs: str, agent: int) -> int:
         os.dup2(descriptor, own)
     os.close(output)
     os.close(nothing)
-    # A log on a full disk loses lines; a library or the user's own code that writes them must not fail by it.
+    # On a full disk log lines are lost, but the code that prints them must not fail.
     sys.stdout, sys.stderr = cast(TextIO, Tolerant(sys.stdout)), cast(TextIO, Tolerant(sys.stderr))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)  # blocked by the agent while it starts its workers
     return rank
 
 
 def attach_notice(options: ClusterOptions) -> str:
-    """Returns the message before an editor attaches: the entry for launch.json, and the exposure of the port."""
+    """Returns the message for attaching a debugger: the entry for launch.json, and the exposure of the port."""
     rank, port = options.debug_rank, options.debug_port
     entry = {"name": f"manyhands rank {rank}", "type": "debugpy", "request": "attach",
              "connect": {"host": LOOPBACK, "port": port}, "justMyCode": False}  # fmt: skip
@@ -95,7 +93,7 @@ def attach_notice(options: ClusterOptions) -> str:
 
 
 def wait_for_editor(rank: int, size: int, options: ClusterOptions) -> None:
-    """On the rank to debug, prints how to attach and waits for an editor; does nothing on the other ranks.
+    """Prints how to attach and waits for an editor on the rank to debug; does nothing on other ranks.
 
     Raises UserError: the run of `size` ranks has no such rank, debugpy is missing, or the port is in use.
     """

@@ -13,13 +13,12 @@ from typing import Any
 from manyhands.core.errors import RunError
 
 PATIENCE_S = 8.0
-# Files that name the version of a driver or toolkit, and the pattern of the version.
-DRIVER_FILES = {
+DRIVER_FILES = {  # files with the version of a driver or toolkit, and the pattern of the version
     "nvidia": ("/proc/driver/nvidia/version", r"\b(\d+\.\d+(?:\.\d+)?)\b"),
     "ascend": ("/usr/local/Ascend/driver/version.info", r"(?m)^Version=(\S+)"),
     "cann": ("/usr/local/Ascend/ascend-toolkit/latest/version.cfg", r"\[([\d.]+\w*)"),
 }
-# Vendors on the PCI bus, and the classes of their computing cards (03xx: display, 12xx: processing accelerator).
+# PCI vendors, and the PCI classes of their accelerators (03xx: display, 12xx: processing accelerator).
 CARDS = {"0x10de": ("NVIDIA", ("0x0300", "0x0302")), "0x1002": ("AMD", ("0x0380", "0x1200")),
          "0x19e5": ("Huawei", ("0x1200",))}  # fmt: skip
 # Variables that hide devices from a process.
@@ -44,9 +43,10 @@ print("manyhands-accelerators", json.dumps(found))
 
 
 def ask_torch() -> dict[str, Any]:
-    """Imports torch in a process of its own. Raises RunError: torch can't be imported.
+    """Imports torch in a new process. Raises RunError: torch can't be imported.
 
-    Returns its version, the "count" of accelerators, "built_for" (CUDA 13.0; empty for CPUs) and what it "said".
+    Returns torch's "version", the "count" of accelerators, "built_for" (such as CUDA 13.0; empty for CPU builds), and
+    "said", the last warning.
     """
     done = subprocess.run([sys.executable, "-P", "-c", _ASK], capture_output=True, text=True, check=False)
     if found := re.search("^manyhands-accelerators (.*)", done.stdout, re.MULTILINE):
@@ -70,7 +70,7 @@ def _text(path: Path) -> str:
 
 
 def cards(bus: Path = Path("/sys/bus/pci/devices")) -> list[dict[str, str]]:
-    """Returns vendor and PCI address of the accelerator cards, with or without a driver."""
+    """Returns vendor and PCI address of each accelerator, with or without a driver."""
     found: list[dict[str, str]] = []
     for device in sorted(bus.iterdir()) if bus.is_dir() else []:
         vendor, classes = CARDS.get(_text(device / "vendor"), ("", ()))
@@ -80,7 +80,7 @@ def cards(bus: Path = Path("/sys/bus/pci/devices")) -> list[dict[str, str]]:
 
 
 def accelerators() -> list[dict[str, Any]]:
-    """Returns each accelerator with its name, memory and processes. Raises RuntimeError: the vendor's tool fails."""
+    """Returns name, memory and processes of each accelerator. Raises RuntimeError: the vendor's tool fails."""
     found: dict[str, dict[str, Any]] = {}
     if shutil.which("nvidia-smi"):
         fields = "index,uuid,name,memory.total,memory.used,utilization.gpu"
@@ -113,9 +113,9 @@ def _number(text: str) -> int:
 
 
 def explain_unused(facts: Mapping[str, Any], host: str) -> tuple[str, tuple[str, ...]] | None:
-    """Explains in one sentence why torch sees no accelerator on a machine that has one, with hints.
+    """Returns a sentence that explains why torch sees no accelerator of a machine, and hints.
 
-    Returns None if torch sees one, if there is none, if the user hid the devices, or if facts are missing.
+    Returns None if torch sees one, if the machine has none, if the user hid the devices, or if facts are missing.
     """
     environment, seen = facts.get("environment", {}), facts.get("torch_devices")
     hidden = any(environment.get(name, "unset").strip() in {"", "-1", "NoDevFiles"} for name in HIDING)

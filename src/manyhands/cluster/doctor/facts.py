@@ -33,8 +33,7 @@ from manyhands.data.known import recognise
 from manyhands.data.options import DataOptions
 from manyhands.data.places import data_folder
 
-# Variables that affect how processes connect and how many cores they use.
-VARIABLES = (
+VARIABLES = (  # variables that affect how processes connect and how many cores they use
     *INTERFACE_VARIABLES, "OMP_NUM_THREADS", "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "NCCL_IB_DISABLE",
     *HIDING,
 )  # fmt: skip
@@ -46,8 +45,7 @@ AGENTS = ("manyhands.cluster.agents.agent", "manyhands.cluster.agents.elastic")
 SHM = Path("/dev/shm")
 PACKAGES = ("torch", "torchvision", "numpy", "torch-npu", "mindspore")
 PACKAGE = Path(__file__).parents[2]
-# A folder with more files is not the code of a job.
-MOST_FILES, MOST_FOLDERS = 2000, 5000
+MOST_FILES, MOST_FOLDERS = 2000, 5000  # a folder with more is not the code of a job
 DATA_S = 3.0
 
 
@@ -83,7 +81,7 @@ def gather(wanted: FactsWanted) -> dict[str, Any]:
 
 
 def _open_files() -> int:
-    import resource  # no such thing on Windows
+    import resource  # missing on Windows
 
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
@@ -98,7 +96,7 @@ def host_name() -> dict[str, Any]:
 
 
 def interfaces() -> list[dict[str, Any]]:
-    """Returns each interface with its addresses, state, speed and largest packet."""
+    """Returns the network interfaces with addresses, state, speed (Mbit/s) and MTU."""
     states, longest = psutil.net_if_stats(), {socket.AF_INET: 32, socket.AF_INET6: 128}
     found: list[dict[str, Any]] = []
     for name, entries in psutil.net_if_addrs().items():
@@ -113,7 +111,7 @@ def interfaces() -> list[dict[str, Any]]:
 
 
 def default_interface() -> str:
-    """Returns the interface of the default route; empty without one."""
+    """Returns the interface of the default route; an empty string if there is none."""
     for family, address in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
         with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect((address, 9))  # sends nothing, but selects the route
@@ -125,7 +123,7 @@ def default_interface() -> str:
 
 
 def firewall_rules() -> list[str]:
-    """Returns the rules that drop or reject packets, which only root can read."""
+    """Returns firewall rules that drop or reject packets; an empty list unless root runs this."""
     if os.name != "posix" or os.geteuid() != 0:
         return []
     rules: list[str] = []
@@ -160,7 +158,7 @@ def other_jobs() -> list[dict[str, Any]]:
     ours = {os.getpid(), *(parent.pid for parent in psutil.Process().parents())}
     for process in psutil.process_iter(["pid", "ppid", "cmdline", "username"]):
         info, words = process.info, process.info["cmdline"] or []
-        # `ssh n2 torchrun …` runs elsewhere, and an editor holds a file that only bears the name.
+        # Only programs count: `ssh n2 torchrun …` runs elsewhere, and an editor may have opened such a file.
         programs = {Path(word).name for word in words[:2]} | {after for dash, after in pairwise(words) if dash == "-m"}
         trains = bool(programs & set(TRAINERS))
         if not trains and programs & set(AGENTS):
@@ -173,20 +171,20 @@ def other_jobs() -> list[dict[str, Any]]:
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions of packages that all machines should have in common; without those not installed."""
+    """Returns the versions of installed packages that should be the same on all machines."""
     found = {"manyhands": sys.modules["manyhands"].__version__, **{name: _version(name) for name in PACKAGES}}
-    for cuda in (11, 12, 13, 14):  # NCCL comes as a package of its own, named after the CUDA that it is for
+    for cuda in (11, 12, 13, 14):  # the name of NCCL's package has its CUDA version
         found["nccl"] = _version(f"nvidia-nccl-cu{cuda}") or found.get("nccl", "")
     return {name: version for name, version in found.items() if version}
 
 
 def torchvision_misfit() -> str:
-    """Returns the import error of a torchvision for another torch; an empty string if it can be imported."""
+    """Returns the import error of a torchvision built for another torch; an empty string if it can be imported."""
     torch, torchvision = _version("torch") or "none", _version("torchvision")
     pins = (metadata.requires("torchvision") or ()) if torchvision else ()
     made_for = next((pin[1] for line in pins if (pin := re.match(r"torch *\(?==([^;,)+ ]+)", line))), "")
     fits = made_for in {"", torch.partition("+")[0]}
-    # Another build is tried too: +cpu beside +cu132, or beside one without such a suffix.
+    # A different build of the right version (+cpu, +cu132 or no suffix) is imported too.
     if not torchvision or (fits and torch.partition("+")[2] == torchvision.partition("+")[2]):
         return ""
     command = [sys.executable, "-P", "-c", "import torchvision"]
@@ -210,7 +208,7 @@ def _version(name: str) -> str:
 
 
 def code(folder: Path) -> dict[str, Any]:
-    """Hashes each file of code and all together, with git's revision; "whole" is false if there are too many files."""
+    """Returns hashes of each code file and of all, and git's revision; "whole" is false with too many files."""
     if not folder.is_dir():
         return {"exists": False, "path": str(folder.absolute())}
     files, complete = dict[str, str](), True
@@ -227,9 +225,9 @@ def code(folder: Path) -> dict[str, Any]:
 
 
 def dataset(name: str, folder: str, workdir: Path) -> dict[str, Any]:
-    """Finds a data set on this machine and hashes its files' names and sizes.
+    """Finds a data set on this machine, and hashes the names and sizes of its files.
 
-    Its kind is none (made, not stored), folder or named; "whole" is false if there was no time to see all files.
+    "kind" is none (generated data), folder or named; "whole" is false if DATA_S was too short to list all files.
     """
     if not name or name in {"digits", "synthetic"} or name.startswith("synthetic:") or ".py:" in name:
         return {"kind": "none"}

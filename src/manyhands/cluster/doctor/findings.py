@@ -1,4 +1,4 @@
-"""The survey of a job's machines, and the findings of all checks on it, one for each cause."""
+"""The survey of a job's machines, and the findings of all checks, one for each cause."""
 
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping
@@ -9,15 +9,14 @@ from manyhands.core.choices import load_choice, module_names
 
 CHECKS = "manyhands.cluster.doctor.checks"
 
-# Plain JSON data about one machine, from `facts.gather`; a fact that couldn't be determined is missing.
-Facts = Mapping[str, Any]
+Facts = Mapping[str, Any]  # JSON data about a machine, from `facts.gather`; an undetermined fact is missing
 Severity = Literal["fail", "warn", "ok"]
 Reached = Literal["ok", "refused", "timeout", "unreachable", "other"]
 Pair = tuple[str, str]
 Value = TypeVar("Value", bound=Hashable)
 
 WORST_FIRST = ("fail", "warn", "ok")
-# The order of equally bad findings: first what must be fixed before the rest can be seen.
+# Order of findings with the same severity: problems that hide others come first.
 ORDER = ("contact", "twice", "reach", "interface", "port", "accelerators", "versions", "data", "code", "memory", "disk",
          "collective", "links", "names", "jobs", "cpu", "clock", "facts")  # fmt: skip
 
@@ -26,12 +25,12 @@ ORDER = ("contact", "twice", "reach", "interface", "port", "accelerators", "vers
 class FactsWanted:
     """The facts that a machine gathers for a job."""
 
-    workdir: str = ""  # of the job; empty for where the agent is
-    runs: str = ""  # folder in which run folders will lie; empty for the usual one
+    workdir: str = ""  # of the job; empty for the agent's working folder
+    runs: str = ""  # parent of the run folders; empty for the default
     data: str = ""  # as the job names it; empty for none
-    data_dir: str = ""  # where the job says that data lies
-    torch: bool = False  # where there is an accelerator torch is asked too, which takes seconds
-    only: tuple[str, ...] = ()  # names of the facts that are wanted; empty for all
+    data_dir: str = ""  # data.dir of the job
+    torch: bool = False  # also ask torch about accelerators, which takes seconds
+    only: tuple[str, ...] = ()  # names of the facts to gather; empty for all
 
 
 @dataclass(frozen=True)
@@ -62,40 +61,39 @@ class AllReduceTest:
     result: Literal["ok", "failed"]
     said: str = ""  # the first cause, if it failed
     seconds: float = 0.0  # for the rendezvous and the all-reduce, without torch's import
-    missing: tuple[str, ...] = ()  # hosts that did not arrive
+    missing: tuple[str, ...] = ()  # hosts that were lost during the test
 
 
 @dataclass(frozen=True)
 class Needs:
     """The job's requirements."""
 
-    processes: Mapping[str, int] = field(default_factory=dict)  # on each host; a host that isn't named runs one
+    processes: Mapping[str, int] = field(default_factory=dict)  # on each host; 1 for a missing host
     threads: int = 0  # of each process; 0: cores divided by processes
-    port: int = 0  # that the job names; 0: any
-    interface: str = ""  # that the job names; empty: found by testing
-    through_ssh: bool = False  # the machines connect through ssh alone
-    download: bool = True  # a named data set may be fetched where it is missing
+    port: int = 0  # of the rendezvous; 0: any
+    interface: str = ""  # as the job names it; empty: found by testing
+    through_ssh: bool = False  # True if the machines connect only through ssh
+    download: bool = True  # a missing named data set may be downloaded
     files: tuple[str, ...] = ()  # the user's own files that the job names, by their path in the work folder
     device: str = "auto"  # auto, or torch's name of a device
-    # host to the command that reaches it from here: the user's ssh, with port and user
-    reach: Mapping[str, str] = field(default_factory=dict)
+    reach: Mapping[str, str] = field(default_factory=dict)  # by host: the ssh command that reaches it from here
 
 
 @dataclass
 class Survey:
-    """Everything known about the machines, for the checks."""
+    """All data about the machines that the checks use."""
 
-    hosts: tuple[str, ...]  # in the order of their ranks; one alone means this machine
+    hosts: tuple[str, ...]  # in rank order; a single host means this machine
     facts: dict[str, Facts] = field(default_factory=dict)  # of each machine that answers
     errors: dict[str, Contact] = field(default_factory=dict)  # for each machine that doesn't answer
-    # (from, to) to the attempts, one for each address of the second machine
+    # by (from, to): one attempt for each address of the second machine
     reach: dict[Pair, tuple[Attempt, ...]] = field(default_factory=dict)
     chosen: dict[str, tuple[str, str]] = field(default_factory=dict)  # each machine's interface and address for others
-    mbps: dict[Pair, float] = field(default_factory=dict)  # (from, to) to the measured bandwidth
-    latency_ms: dict[Pair, float] = field(default_factory=dict)  # (from, to) to a small message's median round trip
-    # offset of each machine's clock from this machine's, and the error of that offset
+    mbps: dict[Pair, float] = field(default_factory=dict)  # by (from, to): measured bandwidth in Mbit/s
+    latency_ms: dict[Pair, float] = field(default_factory=dict)  # by (from, to): median round trip of a small message
+    # seconds that each machine's clock is ahead of this machine's, and the error of that offset
     clock_s: dict[str, tuple[float, float]] = field(default_factory=dict)
-    port_errors: dict[str, str] = field(default_factory=dict)  # why the port that the job names can't be used on a host
+    port_errors: dict[str, str] = field(default_factory=dict)  # why the rendezvous port can't be used on a host
     collective: AllReduceTest | None = None  # None if not all machines could take part
     needs: Needs = field(default_factory=Needs)  # of the job
 
@@ -125,12 +123,12 @@ class DoctorFinding:
 
 
 def examine(survey: Survey) -> list[DoctorFinding]:
-    """Runs all checks."""
+    """Runs all checks on a survey; returns one finding for each cause, the worst first."""
     return sort_out([finding for name in module_names(CHECKS) for finding in load_choice(CHECKS, name).run(survey)])
 
 
 def sort_out(found: list[DoctorFinding]) -> list[DoctorFinding]:
-    """Keeps one finding for each cause and none that another one explains, the worst first."""
+    """Returns one finding for each cause, the worst first, without findings that others explain."""
     explained = {cause for finding in found if finding.severity != "ok" for cause in finding.explains}
     by_cause: dict[str, DoctorFinding] = {}
     order = (*ORDER, *(finding.check for finding in found))  # a new check's findings come last
@@ -146,7 +144,7 @@ def fails(found: list[DoctorFinding]) -> bool:
 
 
 def odd_ones(values: Mapping[str, Value]) -> tuple[Value | None, dict[str, Value]]:
-    """Returns the most common value (of equally common ones, the first host's), and the hosts with other values."""
+    """Returns the most common value (the first host's, if several are equally common), and hosts with other values."""
     common = max(values.values(), key=Counter(values.values()).__getitem__, default=None)
     return common, {host: value for host, value in values.items() if value != common}
 

@@ -1,7 +1,7 @@
-"""Tests of connections between machines: listeners, attempts to reach them, bandwidth, and manyhands' open ports.
+"""Tests of connections between machines: listeners, attempts to connect, bandwidth, and manyhands' open ports.
 
 A listener answers only a peer that knows its token, so that another program, or another machine with the same address,
-is not taken for the intended one. It only counts bytes, and closes itself after a while.
+is not mistaken for it. It only echoes or counts bytes, and closes after a time limit.
 """
 
 import contextlib
@@ -30,10 +30,8 @@ TOKEN_BYTES = 16
 ECHO, COUNT = b"E", b"C"
 READY = b"manyhands\n"
 BLOCK_BYTES = 256 * 1024
-# Bytes in flight when the time is up don't count; a small buffer keeps them few on slow links.
-SEND_BUFFER_BYTES = 512 * 1024
-# The share of a measurement's time before bytes count: connections start slowly, and shaped links with a burst.
-WARM_UP = 0.25
+SEND_BUFFER_BYTES = 512 * 1024  # small, because bytes in flight at the end don't count (slow links)
+WARM_UP = 0.25  # share of the time before bytes count: TCP starts slowly, and rate-limited links with a burst
 PEER_PATIENCE_S, CONNECT_S = 5.0, 3.0
 OPEN_AT_ONCE = 64
 
@@ -80,8 +78,7 @@ def _count(connection: socket.socket, seconds: float) -> tuple[float, float]:
     """Returns the number of bytes received after a warm-up, and the seconds that they took."""
     place, count, since = memoryview(bytearray(BLOCK_BYTES)), 0, 0.0
     start = last = time.monotonic()
-    # On a busy machine the time may be over before anything counts.
-    while last - start < seconds or not count:
+    while last - start < seconds or not count:  # on a busy machine the time may be over before
         if not (received := connection.recv_into(place)):
             break
         last = time.monotonic()
@@ -115,7 +112,7 @@ def _connect(target: Listener, timeout_s: float) -> Attempt:
 
 
 class _OtherError(Exception):
-    """Something answers that doesn't know the token."""
+    """The peer that answers does not know the token."""
 
 
 @contextlib.contextmanager
@@ -142,7 +139,7 @@ def _exactly(connection: socket.socket, count: int) -> bytes:
 
 
 def _lets_in(address: str, port: int) -> bool:
-    own = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(address, address)  # one of the addresses that it stands for
+    own = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(address, address)  # a wildcard includes loopback
     try:
         socket.create_connection((own, port), timeout=0.5).close()
     except OSError:
@@ -151,7 +148,7 @@ def _lets_in(address: str, port: int) -> bool:
 
 
 class Probe:
-    """The calls by which a launcher tests a machine's connections; keeps its listeners between calls."""
+    """Remote methods that test a machine's connections; listeners stay open between calls."""
 
     def __init__(self) -> None:
         self._listening: list[socket.socket] = []
@@ -159,7 +156,7 @@ class Probe:
 
     @remote
     def listen(self, addresses: tuple[str, ...], port: int = 0, seconds: float = 60.0) -> tuple[Listener, ...]:
-        """Listens on exactly these addresses, for so long at most; port 0 is any free one."""
+        """Listens on exactly these addresses for at most `seconds`; port 0 selects a free port."""
         return tuple(self._listen(address, port, time.monotonic() + seconds) for address in addresses)
 
     def _listen(self, address: str, port: int, until: float) -> Listener:
@@ -176,8 +173,7 @@ class Probe:
         return Listener(address, listener.getsockname()[1], token.hex())
 
     def _accept(self, listener: socket.socket, token: bytes, until: float) -> None:
-        # An OSError is the end: the listener was closed, or its time is over.
-        with listener, contextlib.suppress(OSError):
+        with listener, contextlib.suppress(OSError):  # closed, or its time is over
             while True:
                 listener.settimeout(max(until - time.monotonic(), 0.001))
                 connection, _ = listener.accept()
@@ -188,8 +184,7 @@ class Probe:
 
     def _serve(self, connection: socket.socket, token: bytes) -> None:
         try:
-            # A peer that disconnects or never speaks reports the failure itself.
-            with connection, contextlib.suppress(OSError):
+            with connection, contextlib.suppress(OSError):  # the peer reports the failure
                 _answer(connection, token)
         finally:
             self._busy.release()
@@ -199,8 +194,8 @@ class Probe:
         while self._listening:
             listener = self._listening.pop()
             try:
-                # This wakes the thread that waits in accept and then closes the listener. Closing it here instead would
-                # free its number, which that thread may be about to wait for, for another file.
+                # Wakes the thread that waits in accept, which then closes the listener. Closing the listener here would
+                # free its file descriptor for another file, while that thread may still use it.
                 listener.shutdown(socket.SHUT_RDWR)
             except OSError:  # not every system allows it on a listener
                 listener.close()
@@ -209,14 +204,14 @@ class Probe:
     def connect(
         self, targets: dict[str, tuple[Listener, ...]], timeout_s: float = CONNECT_S
     ) -> dict[str, tuple[Attempt, ...]]:
-        """Connects to other machines' listeners, all at once; returns one attempt for each, by machine."""
+        """Connects to other machines' listeners in parallel; returns one attempt for each listener, by machine."""
         with ThreadPoolExecutor(min(sum(map(len, targets.values())), OPEN_AT_ONCE) or 1) as pool:
             tries = {name: pool.map(lambda one: _connect(one, timeout_s), found) for name, found in targets.items()}
             return {name: tuple(attempts) for name, attempts in tries.items()}
 
     @remote
     def measure(self, target: Listener, seconds: float) -> float | None:
-        """Sends to a listener for about so long, as fast as possible; returns Mbit/s, or None if that failed."""
+        """Sends to a listener as fast as possible for about `seconds`; returns Mbit/s, or None if that failed."""
         try:
             with _connected(target, PEER_PATIENCE_S) as connection:
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
@@ -248,11 +243,11 @@ class Probe:
         for process in psutil.process_iter(["cmdline"]):
             words = process.info["cmdline"] or []
             if any(re.fullmatch(r"(.*/)?manyhands|manyhands\..*", word, re.DOTALL) for word in words):
-                with contextlib.suppress(psutil.Error):  # it has ended
+                with contextlib.suppress(psutil.Error):  # the process has ended
                     ours |= {each.pid: each for each in (process, *process.children(recursive=True))}
         found: dict[tuple[str, int], OpenPort] = {}
         for pid, process in ours.items():
-            with contextlib.suppress(psutil.Error):  # it has ended, or is another user's
+            with contextlib.suppress(psutil.Error):  # the process has ended, or is another user's
                 for each in process.net_connections("tcp"):
                     if each.status == psutil.CONN_LISTEN:
                         ip, port = each.laddr.ip, each.laddr.port

@@ -12,24 +12,20 @@ from manyhands.cluster.doctor.probe import Listener, Probe
 from manyhands.cluster.messages import R, Request, call
 from manyhands.core.errors import RunError
 
-# Longer than the slowest measurement.
-ANSWER_S = 30.0
+ANSWER_S = 30.0  # longer than the slowest measurement
 MEASURE_S, LISTEN_S = 0.4, 120.0
-# With many machines not every pair is measured, so that a survey takes seconds; nor does each machine connect to all
-# others, which would be a million connections with a thousand machines.
+# Limits for many machines: rounds that are measured, so that a survey takes seconds, and rounds in which machines
+# connect, because 1000 machines have a million pairs.
 MOST_ROUNDS, MOST_TRIED = 24, 64
 # Prefixes of interfaces inside a machine, and of tunnels.
 VIRTUAL = ("docker", "br-", "veth", "virbr", "cni", "flannel", "cali", "lxc", "lxd", "vmnet", "vboxnet", "podman")
 TUNNELS = ("tun", "tap", "wg", "tailscale", "zt", "utun")
-# Asks several machines at once, by name; returns the answer of each, or the RunError in its place.
+# Sends requests to machines by name, in parallel; returns the answer or the RunError of each.
 AskMachines = Callable[[Mapping[str, Request[Any]], float], Mapping[str, Any]]
 
 
 def take_survey(ask: AskMachines, survey: Survey, *, measure: bool = True) -> None:
-    """Tests the connections between machines whose facts are in a survey; with `measure` their clocks and speed too.
-
-    A machine that stops answering meanwhile is noted among the survey's errors, and left out of the rest.
-    """
+    """Tests the connections between the machines of a survey; with `measure` also their clocks and speed."""
     surveyor = _Surveyor(ask, survey)
     if measure:
         surveyor.compare_clocks()
@@ -49,7 +45,7 @@ class _Surveyor:
         self._listeners: dict[str, tuple[Listener, ...]] = {}
 
     def ask(self, requests: Mapping[str, Request[R]]) -> dict[str, R]:
-        """Asks several machines at once; those that fail are noted, and not asked again."""
+        """Sends requests in parallel, returns the answers; a machine that fails is recorded and not asked again."""
         asked = {host: request for host, request in requests.items() if host in self.hosts}
         answers: dict[str, R] = {}
         for host, reply in self._ask(asked, ANSWER_S).items() if asked else ():
@@ -63,7 +59,7 @@ class _Surveyor:
         return answers
 
     def compare_clocks(self) -> None:
-        """Takes the quickest of a few answers; its duration bounds the error of the offset."""
+        """Measures clock offsets by the fastest of three answers, whose duration bounds the error."""
         for host in list(self.hosts):
             tries: list[tuple[float, float]] = []
             for _ in range(3):
@@ -77,7 +73,7 @@ class _Surveyor:
                 self.survey.clock_s[host] = (offset, uncertain)
 
     def connect_all(self) -> None:
-        """Has each machine listen on its addresses and connect to others', on the job's interface where it has that."""
+        """Has each machine listen on its addresses (of the job's interface, if it has that) and connect to others."""
         wanted, survey = self.survey.needs.interface, self.survey
         narrowed = dict(survey.facts)
         for host, facts in survey.facts.items():
@@ -95,10 +91,7 @@ class _Surveyor:
         survey.chosen = choose_addresses({host: narrowed[host] for host in survey.facts}, survey.reach)
 
     def measure_all(self) -> None:
-        """Measures in rounds of disjoint pairs, so that no machine's link carries two measurements at once.
-
-        Slow links are measured again: a machine that is busy for a moment makes a link look slow, and nothing fast.
-        """
+        """Measures rounds of disjoint pairs; repeats slow ones, as a briefly busy machine makes a link look slow."""
         mbps, usual = self.survey.mbps, 0.0
         for again in (False, True):
             for pairs in rounds(self.hosts, MOST_ROUNDS):
@@ -106,7 +99,7 @@ class _Surveyor:
             usual = statistics.median(mbps.values()) if mbps else 0.0
 
     def _measure(self, pairs: list[Pair]) -> None:
-        """Measures where the first of a pair reached the second: at the chosen address, or at any."""
+        """Measures pairs whose first machine reached the second, at the chosen or else at any reached address."""
         survey, requests = self.survey, dict[str, Request[float | None]]()
         for pair in pairs:
             if reached := [attempt for attempt in survey.reach.get(pair, ()) if attempt.result == "ok"]:
@@ -141,7 +134,7 @@ class _Surveyor:
 
 
 def ways_tried(hosts: Sequence[str]) -> dict[str, list[str]]:
-    """Returns whom each machine tries to reach: all others, or of many some, and the first, which all must reach."""
+    """Returns the machines that each machine connects to: all, or of many some, always including the first."""
     pairs = {pair for pairs in rounds(hosts, MOST_TRIED) for pair in pairs} | {(host, hosts[0]) for host in hosts[1:]}
     found: dict[str, list[str]] = {host: [] for host in hosts}
     for host, other in sorted(pairs):
@@ -157,10 +150,10 @@ class _Candidate(NamedTuple):
 
 
 def choose_addresses(facts: Mapping[str, Facts], reach: Mapping[Pair, Sequence[Attempt]]) -> dict[str, tuple[str, str]]:
-    """Selects each machine's interface and address: one that every machine that tried did reach, if there is one.
+    """Selects each machine's interface and address, which all machines that tried have reached.
 
-    Of several: the same family on all machines (IPv4 first), no container bridges, no tunnels, the subnet that most
-    machines share, private before public, the faster interface.
+    Prefers, in this order: an address family of all machines (IPv4 first), no container bridge or tunnel, the most
+    shared subnet, private addresses, the faster interface. A machine without such an address is missing in the result.
     """
     candidates: dict[str, list[_Candidate]] = {}
     for host in facts:
@@ -182,7 +175,7 @@ def choose_addresses(facts: Mapping[str, Facts], reach: Mapping[Pair, Sequence[A
 
 
 def local_candidates(facts: Facts) -> list[str]:
-    """Returns the addresses at which others might reach a machine: of interfaces that are up, without loopback."""
+    """Returns addresses at which others may reach a machine: of interfaces that are up, without loopback."""
     return [str(candidate.ip) for candidate in _candidates(facts)]
 
 
@@ -202,7 +195,7 @@ def _candidates(facts: Facts) -> Iterator[_Candidate]:
 
 
 def rounds(hosts: Sequence[str], most: int = 0) -> list[list[tuple[str, str]]]:
-    """A tournament of each pair (sender, receiver), in `most` rounds (0: all) of disjoint pairs."""
+    """Returns up to `most` rounds (0: all) of disjoint pairs (sender, receiver), which together cover all pairs."""
     seats: list[str | None] = [*hosts, *([None] if len(hosts) % 2 else [])]
     played: list[list[Pair]] = []
     for _ in range(len(seats) - 1):
@@ -211,5 +204,5 @@ def rounds(hosts: Sequence[str], most: int = 0) -> list[list[tuple[str, str]]]:
         facing = [(seats[place], seats[-1 - place]) for place in range(len(seats) // 2)]
         pairs = [(one, two) for one, two in facing if one is not None and two is not None]
         played += [pairs, [(two, one) for one, two in pairs]] if pairs else []
-        seats = [seats[0], seats[-1], *seats[1:-1]]  # one stays, the others move on
+        seats = [seats[0], seats[-1], *seats[1:-1]]  # the first stays, the others rotate
     return played[:most] if most else played

@@ -7,10 +7,8 @@ from typing import Any
 from manyhands.core.world import ProcessInfo
 
 LOOPBACK = "127.0.0.1"
-# Placeholder in a command for the scheduler's number or name of the job.
-JOB = "@JOB@"
-# Variable with the number of a worker's device.
-DEVICE_INDEX = "MANYHANDS_DEVICE_INDEX"
+JOB = "@JOB@"  # placeholder in a command for the scheduler's id or name of the job
+DEVICE_INDEX = "MANYHANDS_DEVICE_INDEX"  # variable with the index of a worker's device
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME")
 
 
@@ -20,9 +18,8 @@ class Machine:
 
     host: str  # name or address; for ssh it may be user@name
     slots: int = 0  # number of processes; 0 for one per accelerator, or one without accelerators
-    devices: tuple[int, ...] = ()  # numbers of its processes' devices, by rank; empty for 0, 1, 2 …
-    # of its ssh server; 0 for ssh's default. Rented machines behind one address differ by their ports.
-    port: int = 0
+    devices: tuple[int, ...] = ()  # device indices of its processes, by rank; empty for 0, 1, 2 …
+    port: int = 0  # of its ssh server, which differs for machines behind one address; 0 for ssh's default
 
     @property
     def address(self) -> str:
@@ -46,10 +43,10 @@ class Cluster:
     """All machines of a job, in the order of their ranks."""
 
     machines: tuple[Machine, ...]  # the first one has rank 0
-    master_port: int = 0  # of rank 0's store, which listens on the first machine; 0 for one that is free
+    master_port: int = 0  # of rank 0's store, on the first machine; 0 for a free port
     machine: int | None = None  # index of this machine in `machines`; None if the description doesn't have it
     source: str = field(default="", compare=False)  # file or variables that the cluster was read from, for messages
-    # settings of the job in the same file: the line, and the matching option and value, or empty strings
+    # settings of the job in the same file: the line, and the matching option and value, or ""
     requests: tuple[tuple[str, str, str], ...] = field(default=(), compare=False)
 
 
@@ -59,26 +56,26 @@ class LauncherPlace(ProcessInfo):
 
     master_address: str = ""  # of rank 0's store, if `init` is empty
     master_port: int = 0
-    # field name to the variable (or the rule) that its value came from, for `manyhands explain`
+    # by field: the variable or rule that its value came from, for `manyhands explain`
     origins: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     @classmethod
     def of(cls, started_by: str, **values: tuple[Any, str]) -> "LauncherPlace":
-        """Makes a place from each field's value and origin."""
+        """Returns an instance from each field's value and origin."""
         origins = {key.removesuffix("_index"): origin for key, (_, origin) in values.items()}
         return cls(started_by=started_by, origins=origins, **{key: value for key, (value, _) in values.items()})
 
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """This machine's processes among those of all machines."""
+    """The processes of all machines, and the index of this machine."""
 
     sizes: tuple[int, ...]  # processes on each machine, in the order of their ranks
-    machine: int = 0  # this machine's place in `sizes`
+    machine: int = 0  # index of this machine in `sizes`
     address: str = "127.0.0.1"  # where the store listens, on the first machine
     port: int = 0  # of the store; 0 for a free one
-    devices: tuple[int, ...] = ()  # numbers of the devices of this machine's processes; empty for 0, 1, 2 …
-    file: str = ""  # file:///PATH on a disk that all share, in place of a store at an address
+    devices: tuple[int, ...] = ()  # device indices of this machine's processes; empty for 0, 1, 2 …
+    file: str = ""  # file:///PATH of a store on a shared disk, instead of a store at `address`
 
 
 @dataclass(frozen=True)
@@ -89,7 +86,7 @@ class Address:
     address: str  # of that interface
 
     def environment(self) -> dict[str, str]:
-        """Variables that set this interface for the backends."""
+        """Returns the variables that set this interface for the backends."""
         return dict.fromkeys(INTERFACE_VARIABLES, self.interface) if self.interface else {}
 
 
@@ -98,15 +95,15 @@ class Submission:
     """A job for a scheduler."""
 
     name: str  # of the job, in the scheduler's lists
-    command: tuple[str, ...]  # of each process; a word may contain JOB
+    command: tuple[str, ...]  # of each process; an argument may contain JOB
     nodes: int = 1  # machines
     processes: int = 1  # on each machine
     accelerators: int = 0  # on each machine; 0 for none
     threads: int = 0  # CPU cores for each process; 0 for the scheduler's own default
     time_limit: str = ""  # in the scheduler's format; empty for its default
-    options: tuple[str, ...] = ()  # further words for the scheduler, such as "--partition=gpu"
+    options: tuple[str, ...] = ()  # further arguments for the scheduler, such as "--partition=gpu"
     image: str = ""  # the container image
-    kind: str = "TrainJob"  # of Kubernetes' manifest
+    kind: str = "TrainJob"  # of the Kubernetes manifest
     runtime: str = "torch-distributed"  # the training runtime that a TrainJob refers to
     namespace: str = ""  # Kubernetes'; empty for the current one
 

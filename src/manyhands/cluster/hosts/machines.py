@@ -14,7 +14,7 @@ FORMATS = "manyhands.cluster.hosts.formats"
 
 
 def with_machines(options: ClusterOptions, more: Sequence[Machine]) -> ClusterOptions:
-    """Adds machines behind those in hosts or the hostfile; returns the options unchanged without either."""
+    """Appends machines to the job's hosts or hostfile; returns the options unchanged if the job or `more` has none."""
     named, hosts = machines_of(options), list[str]()
     if not (named and more):
         return options
@@ -26,7 +26,7 @@ def with_machines(options: ClusterOptions, more: Sequence[Machine]) -> ClusterOp
 
 
 def machines_of(options: ClusterOptions) -> tuple[Machine, ...]:
-    """Returns the machines in hosts or the hostfile, in the order of ranks. Raises UserError: both, or invalid."""
+    """Returns the machines in cluster.hosts or the hostfile, in rank order. Raises UserError: both, or invalid."""
     if options.hosts and options.hostfile:
         raise UserError("both hosts and a hostfile are given", "cluster.hosts", ("remove --hosts or --hostfile",))
     from manyhands.cluster.hosts.formats import hostfile  # not needed in workers, which import this module
@@ -40,7 +40,7 @@ def machines_of(options: ClusterOptions) -> tuple[Machine, ...]:
 
 
 def given_cluster(options: ClusterOptions, variables: Mapping[str, str]) -> tuple[Cluster, str] | None:
-    """Reads the cluster file that a flag or RANK_TABLE_FILE names. Returns the cluster and its origin."""
+    """Reads the cluster file that a flag or RANK_TABLE_FILE names. Returns the cluster and its origin, or None."""
     variable = variables.get("RANK_TABLE_FILE", "")
     named = {"--rank-table": options.rank_table, "--cluster": options.file, "RANK_TABLE_FILE": variable}
     for origin, path in named.items():
@@ -50,7 +50,7 @@ def given_cluster(options: ClusterOptions, variables: Mapping[str, str]) -> tupl
 
 
 def read_cluster(path: Path, wait_s: float = 0.0) -> Cluster:
-    """Reads a cluster from a file in any known format; waits for one that is still being written. Raises UserError."""
+    """Reads a cluster file in any known format; waits up to `wait_s` for an incomplete one. Raises UserError."""
     text = _read_text(path)
     module = format_of(str(path), text)
     if wait_s and hasattr(module, "wait"):

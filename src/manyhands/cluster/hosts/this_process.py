@@ -1,7 +1,7 @@
-"""Determines how this process takes part: on its own, as a launcher's worker, or with `--init` from the user.
+"""Determines the role of this process: a single process, a launcher's worker, or a rank given with `--init`.
 
-The flags --init, --rank and --world-size win over what torchrun and its like set for each worker, that over other
-launchers' variables, those over descriptions of a cluster, and without any of these manyhands starts the processes.
+The order of precedence is: the flags --init, --rank and --world-size; variables that torchrun and compatible launchers
+set for each worker; other launchers' variables; descriptions of a cluster. Otherwise manyhands starts the processes.
 """
 
 import ipaddress
@@ -19,31 +19,31 @@ from manyhands.core.errors import UserError
 from manyhands.core.world import ProcessInfo
 from manyhands.parallel.group.ports import local_addresses, outer_addresses
 
-# What torchrun, torch.distributed.launch and compatible launchers set for each of their workers.
+# Variables that torchrun, torch.distributed.launch and compatible launchers set for each worker.
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 ANY = {"0.0.0.0", "::"}  # all addresses of a machine
 
 
 class RankOutsideError(UserError):
-    """A rank outside the number of processes. The other ranks may already be waiting at the rendezvous."""
+    """The rank is out of range. The other ranks may already be waiting at the rendezvous."""
 
-    process_info: ProcessInfo  # the requested place, with the address of the other ranks
+    process_info: ProcessInfo  # the requested rank, and the address of the other ranks
 
 
 @dataclass(frozen=True)
 class LaunchDecision:
-    """Which processes this command starts, or which rank it is."""
+    """The processes that this command starts, or the rank of this process."""
 
     process_info: ProcessInfo | None  # this process's rank in an existing group; None if manyhands starts the processes
-    processes: int = 0  # number that manyhands starts on this machine; 0 for one per accelerator
-    rendezvous: Rendezvous | None = None  # with the processes that other machines start; None for this machine alone
-    # variable, flag or file of each value, for `manyhands explain`; "overridden" names what was not followed
+    processes: int = 0  # number to start on this machine; 0 for one per accelerator
+    rendezvous: Rendezvous | None = None  # with other machines, which start their own processes; else None
+    # by value: variable, flag or file, for `manyhands explain`; "overridden" names what was not followed
     origins: Mapping[str, str] = field(default_factory=dict)
     requests: tuple[tuple[str, str, str], ...] = ()  # `Cluster.requests`
 
 
 def participate(options: ClusterOptions, environment: Mapping[str, str] | None = None) -> LaunchDecision:
-    """Reads flags, then launchers' variables, then cluster files. Raises UserError: they contradict each other."""
+    """Returns the decision by flags, launchers' variables or cluster files. Raises UserError: a contradiction."""
     variables = os.environ if environment is None else environment
     if options.init:
         place = _by_variables(variables) if options.init.startswith("env://") else _by_hand(options)
@@ -58,14 +58,13 @@ def participate(options: ClusterOptions, environment: Mapping[str, str] | None =
         return described(cluster, origin or cluster.source or "environment", options, variables)
     if not options.processes and not (options.hosts or options.hostfile):
         for module in modules_with("alone"):
-            # A scheduler's job has several tasks, and this process was started without its launcher.
-            if error := module.alone(variables):
+            if error := module.alone(variables):  # such as one task of a Slurm job without srun
                 raise error
     return LaunchDecision(None, options.processes, origins={"processes": "-n" if options.processes else "default"})
 
 
 def refuse_unfollowed(options: ClusterOptions, found: LaunchDecision) -> None:
-    """Raises UserError where a flag names processes or machines, and a launcher's variables or a file name others."""
+    """Raises UserError if a launcher's variables or a file contradict a flag about processes or machines."""
     member, origins = found.process_info, found.origins
     if member and member.started_by == "--init":
         return
@@ -74,7 +73,7 @@ def refuse_unfollowed(options: ClusterOptions, found: LaunchDecision) -> None:
         here, place = {0, member.local_size}, f"this process has rank {member.rank} of {member.size}"
         words = {"file": "--cluster", "hosts": "--hosts", "hostfile": "--hostfile"}
         words |= {"rank_table": "--rank-table"} if origins["rank"] == "RANK" else {}
-        # Older launchers don't set LOCAL_WORLD_SIZE; LOCAL_RANK is not set where each machine has one process.
+        # Older launchers don't set LOCAL_WORLD_SIZE; LOCAL_RANK may be missing if each machine has one process.
         if origins["local_size"] != "default":
             place += f", and this machine has {member.local_size} process(es)"
         elif origins["local_rank"] != "default":
@@ -92,8 +91,8 @@ def refuse_unfollowed(options: ClusterOptions, found: LaunchDecision) -> None:
 
 
 def _launched(options: ClusterOptions, variables: Mapping[str, str]) -> LaunchDecision | None:
-    """Returns the rank that a launcher's variables give this process; None without such variables."""
-    # Kubeflow sets RANK for each machine, beside PET_… for torchrun; torchrun's own workers have LOCAL_RANK.
+    """Returns the decision from a launcher's variables; None without such variables."""
+    # Kubeflow sets RANK to a machine's index, in addition to PET_…; torchrun's own workers have LOCAL_RANK.
     counts_machines = "LOCAL_RANK" not in variables and described_cluster(variables)
     if all(variables.get(name) for name in LAUNCHER_VARIABLES) and not counts_machines:
         return _decision(options, _by_variables(variables), variables)
@@ -108,7 +107,7 @@ def _launched(options: ClusterOptions, variables: Mapping[str, str]) -> LaunchDe
 
 
 def described(cluster: Cluster, origin: str, options: ClusterOptions, variables: Mapping[str, str]) -> LaunchDecision:
-    """Returns this machine's processes in a cluster file or in PET_*."""
+    """Returns the decision for this machine from a cluster file or PET_*."""
     here = find_machine(cluster)
     own, first, several = cluster.machines[here], cluster.machines[0].address, len(cluster.machines) > 1
     if first and not is_host(first):
@@ -145,7 +144,7 @@ def _by_hand(options: ClusterOptions) -> LauncherPlace:
         hints = ("write a URL such as --init tcp://10.0.0.1:23456",)
         raise UserError(f'"{options.init}" is not a URL: {error}', "--init", hints) from None
     init = options.init
-    if url.scheme == "tcp" and host and port:  # torch.distributed reports what is wrong with another
+    if url.scheme == "tcp" and host and port:  # torch.distributed reports errors in other URLs
         if options.rank > 0 and host in ANY:
             message = f"{host} is a wildcard address; other ranks can't connect to {host}"
             raise UserError(message, "--init", ("write rank 0's address",))
@@ -190,7 +189,7 @@ def _incomplete(problem: str, variables: Mapping[str, str]) -> UserError:
 
 
 def _process_info(options: ClusterOptions, place: LauncherPlace) -> ProcessInfo:
-    """Adds the options of the job to a rank; several machines need an address that all reach."""
+    """Adds the job's options to a rank; with several machines, resolves an address that all machines can reach."""
     init = place.init
     if not init:
         address = place.master_address if place.size == place.local_size else reachable(place.master_address)
@@ -207,7 +206,7 @@ def _process_info(options: ClusterOptions, place: LauncherPlace) -> ProcessInfo:
 
 
 def _decision(options: ClusterOptions, place: LauncherPlace, variables: Mapping[str, str]) -> LaunchDecision:
-    """Records in the origins what else named a place for this process and was not followed."""
+    """Returns the decision for a rank; `origins` names other variables and flags that were not followed."""
     process_info = _process_info(options, place)
     origins, others = {key: value for key, value in place.origins.items() if value}, list[str]()
     for module in modules_with("place"):
@@ -231,7 +230,7 @@ def _decision(options: ClusterOptions, place: LauncherPlace, variables: Mapping[
 
 
 def find_machine(cluster: Cluster) -> int:
-    """Returns this machine's index, as given or by its names and addresses. Raises UserError: none or several fit."""
+    """Returns this machine's index, as given or by names and addresses. Raises UserError: no or several matches."""
     if cluster.machine is not None:
         return cluster.machine
     names, mine = [machine.address for machine in cluster.machines], set(local_addresses())
@@ -268,9 +267,10 @@ def is_local_name(name: str, addresses: Collection[str]) -> bool:
 
 
 def reachable(address: str) -> str:
-    """Replaces a name that resolves to loopback here, as Debian's do, by this machine's address; keeps other hosts.
+    """Returns this machine's address for a name that resolves to loopback here, as on Debian; keeps other hosts.
 
-    Raises UserError: it is a loopback address, or resolves to loopback, and this machine has several addresses or none.
+    Raises UserError: `address` is a loopback address, or resolves to loopback, and this machine has several addresses
+    or none.
     """
     if address in ANY:
         return address

@@ -26,7 +26,7 @@ def is_host(text: str) -> bool:
 
 
 def number(variables: Mapping[str, str], name: str, default: int | None = None) -> int:
-    """Reads a whole number from 0; the default if it is unset or empty. Raises UserError: not a number, or missing."""
+    """Reads an integer from 0; `default` if the variable is unset or empty. Raises UserError: invalid or missing."""
     text = variables.get(name, "").strip()
     if not text and default is not None:
         return default
@@ -37,7 +37,7 @@ def number(variables: Mapping[str, str], name: str, default: int | None = None) 
 
 
 def bounded_number(name: str, text: str, least: int, most: int, where: str, hint: str) -> int:
-    """Reads a number. Raises UserError: not a number, or not from `least` to `most`."""
+    """Parses an integer. Raises UserError: no integer from `least` to `most`."""
     found = typed_number(text)
     if found is None or not least <= found <= most:
         raise UserError(f'{name} is "{text}"; expected a number from {least} to {most}', where, (hint,))
@@ -65,12 +65,12 @@ def master_address(variables: Mapping[str, str], *, alone: bool) -> tuple[str, s
 
 
 def derived_port(job: int) -> int:
-    """Returns a port that the processes of a job derive from its number, and that usually differs between jobs."""
-    return 15000 + job % 10000  # above the well-known ports, below those that systems hand out
+    """Returns a port derived from a job's id: equal in all its processes, and usually different between jobs."""
+    return 15000 + job % 10000  # above the well-known ports, below the ephemeral ones
 
 
 def check_rank(rank: int, size: int, rank_word: str, size_word: str) -> None:
-    """Raises UserError for a rank outside its group. The words name the flags or variables of rank and size."""
+    """Raises UserError if a rank is out of range; the words name the flags or variables of rank and size."""
     if not 0 <= rank < size:
         hint = f"number the ranks from 0 to {size - 1}" if size else f"set {size_word} to the number of processes"
         raise UserError(f"{rank_word} {rank} is out of range for {size_word} {size}", rank_word, (hint,))

@@ -14,13 +14,11 @@ from manyhands.cluster.doctor.survey import local_candidates
 
 MIB = 1 << 20
 APART_S, BUSY_SHARE = 1.0, 0.5
-# Decoding processes hand over batches in /dev/shm; without room there they are killed.
-SHM_LOW, SHM_NONE = 256 * MIB, 32 * MIB
-FREE_FOR_ONE = 1024 * MIB  # torch alone takes about half of it
+SHM_LOW, SHM_NONE = 256 * MIB, 32 * MIB  # free bytes in /dev/shm, without which data workers are killed
+FREE_FOR_ONE = 1024 * MIB  # torch alone needs about half
 DISK_LOW, DISK_NONE = 2048 * MIB, 200 * MIB
 _NAMED = 3  # machines that get a command of their own
-# Desktops and monitoring use a little of an accelerator without slowing a job down.
-MEMORY_SHARE, BUSY_PERCENT = 0.1, 20
+MEMORY_SHARE, BUSY_PERCENT = 0.1, 20  # desktops and monitoring use less without slowing a job down
 _USE = "{kind} {index}: {used_mib} of {memory_mib} MiB, {busy_percent} % busy"
 
 
@@ -38,11 +36,10 @@ def run(survey: Survey) -> Iterator[DoctorFinding]:
             listing = survey.on_host(host, f"ps -fp {jobs[0]['pid']}")
             hints = ("wait for the job, or stop your own: manyhands ps, manyhands stop", f"show the process: {listing}")
             yield DoctorFinding("jobs", "warn", (host,), what, hints, f"jobs:{host}", (f"load:{host}",))
-    # One finding for each kind of fact, since it is likely missing everywhere for one reason.
-    missing: dict[str, dict[str, str]] = {}
+    missing: dict[str, dict[str, str]] = {}  # by fact, since the reason is usually the same on all machines
     for host, errors in survey.fact("errors").items():
         for name, error in errors.items():
-            if name != "accelerators":  # a driver that fails has a check of its own
+            if name != "accelerators":  # another check reports failing drivers
                 missing.setdefault(name, {})[host] = error
     for name, errors in missing.items():
         what = f"can't determine the {name.replace('_', ' ')} of {', '.join(errors)}: {next(iter(errors.values()))}"
@@ -50,7 +47,7 @@ def run(survey: Survey) -> Iterator[DoctorFinding]:
 
 
 def _listed_twice(survey: Survey) -> Iterator[DoctorFinding]:
-    """A machine that is reached by two names would share its cores, devices and folders with itself."""
+    """Yields machines listed under two names, which would share their cores, devices and folders with themselves."""
     names: dict[str, list[str]] = {}
     for host, machine in survey.fact("machine").items():
         names.setdefault(machine, []).append(host)
@@ -62,7 +59,7 @@ def _listed_twice(survey: Survey) -> Iterator[DoctorFinding]:
 
 
 def _names(survey: Survey) -> Iterator[DoctorFinding]:
-    """A host name that resolves to loopback or to another machine; only where there are other machines."""
+    """Yields host names that resolve to loopback or to another machine, if there are several machines."""
     loopback, hint = dict[str, str](), 'for other tools, add to /etc/hosts on {}: "{} {}"'
     hints: dict[str, tuple[str, ...]] = {}
     for host, name in survey.fact("name").items() if len(survey.hosts) > 1 else ():
@@ -81,7 +78,7 @@ def _names(survey: Survey) -> Iterator[DoctorFinding]:
 
 
 def _clocks(survey: Survey) -> Iterator[DoctorFinding]:
-    """Clocks far from the median, beyond what the duration of the question leaves uncertain."""
+    """Yields clocks that differ from the median by more than APART_S plus the error of the measurement."""
     if len(survey.clock_s) < 2:
         return
     middle = statistics.median_low([offset for offset, _ in survey.clock_s.values()])
@@ -159,7 +156,7 @@ def _disk(survey: Survey) -> Iterator[DoctorFinding]:
 
 
 def _accelerators(survey: Survey) -> Iterator[DoctorFinding]:
-    """Broken drivers first; a machine with one has no accelerators to be judged."""
+    """Yields problems with accelerators; a machine with a broken driver gets only that finding."""
     if survey.needs.device == "cpu":
         return
     broken = survey.fact("errors", "accelerators")
@@ -199,7 +196,7 @@ def _too_few(survey: Survey, found: dict[str, list[Any]]) -> Iterator[DoctorFind
 
 
 def _different(survey: Survey, found: dict[str, list[Any]]) -> Iterator[DoctorFinding]:
-    """Machines with and without accelerators can't train together by default; different ones wait for the slowest."""
+    """Yields machines with another device type, which can't train together by default, or another accelerator."""
     kinds = {host: ",".join(sorted({device["kind"] for device in devices})) or "cpu" for host, devices in found.items()}
     common, odd = odd_ones(kinds)
     if odd and survey.needs.device == "auto":

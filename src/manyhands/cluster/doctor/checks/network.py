@@ -7,14 +7,11 @@ from manyhands.cluster.doctor.findings import DoctorFinding, Pair, Survey, who
 from manyhands.cluster.doctor.survey import unlikely
 from manyhands.cluster.hosts.inventory import INTERFACE_VARIABLES
 
-# Below this, averaging the gradients of a small network takes longer than its step on an accelerator.
-SLOW_MBPS = 400.0
-# A link so much slower than the usual one holds up the others; above ENOUGH_MBPS it's the processors that differ.
-ODD_FACTOR, ENOUGH_MBPS = 3.0, 2000.0
+SLOW_MBPS = 400.0  # below this, averaging a small network's gradients takes longer than a step on an accelerator
+ODD_FACTOR, ENOUGH_MBPS = 3.0, 2000.0  # slow: below median / ODD_FACTOR; above ENOUGH_MBPS CPUs are the limit
 FAR_MS = 20.0
 RESNET18_BYTES = 46_800_000
-# Results of attempts, the most informative first.
-MEANINGS = {
+MEANINGS = {  # results of attempts, the most informative first
     "refused": "refuses the connection: a firewall rejects it",
     "timeout": "does not respond: a firewall drops the packets, or the route is missing",
     "other": "is answered by another machine or program: the address may be in use twice",
@@ -23,7 +20,7 @@ MEANINGS = {
 
 
 def run(survey: Survey) -> Iterator[DoctorFinding]:
-    """One finding for a machine that nobody reaches or that reaches nobody; one for each pair beside these."""
+    """Yields findings on connections (one for each machine that explains failures), interfaces, port and speed."""
     failing = {pair for pair, tries in survey.reach.items() if not any(a.result == "ok" for a in tries)}
     if not failing:
         yield from _common_address(survey)
@@ -58,7 +55,7 @@ def run(survey: Survey) -> Iterator[DoctorFinding]:
 
 
 def _worst(survey: Survey, failing: set[Pair]) -> tuple[str, str, set[Pair]]:
-    """Returns the machine that explains most failing pairs: as their target, as their source, or as both."""
+    """Returns the machine that explains most failing pairs, its role ("to", "from" or "both"), and these pairs."""
     candidates: list[tuple[int, int, str, str, set[Pair]]] = []
     for host in survey.hosts:
         to, back = ({pair for pair in failing if pair[side] == host} for side in (1, 0))
@@ -74,8 +71,7 @@ def _worst(survey: Survey, failing: set[Pair]) -> tuple[str, str, set[Pair]]:
 
 def _unreachable(survey: Survey, host: str, way: str, pairs: list[Pair]) -> DoctorFinding:
     others = [other for other in survey.hosts if other != host and any(other in pair for pair in pairs)]
-    # Attempts to reach the machine are more informative than its own attempts.
-    pairs.sort(key=lambda pair: pair[1] != host)
+    pairs.sort(key=lambda pair: pair[1] != host)  # attempts to reach the machine, which are more informative, first
     attempts = [attempt for pair in pairs for attempt in survey.reach[pair]]
     attempt = min(attempts, key=lambda attempt: [*MEANINGS].index(attempt.result), default=None)
     place = f"{attempt.address} port {attempt.port}" if attempt else "any address"
@@ -114,7 +110,7 @@ def _common_address(survey: Survey) -> Iterator[DoctorFinding]:
 
 
 def _interfaces(survey: Survey) -> Iterator[DoctorFinding]:
-    """The job's own interface, then variables, then the default route."""
+    """Yields problems with the job's interface, with variables that name interfaces, and with default routes."""
     wanted = "" if survey.needs.through_ssh else survey.needs.interface
     interfaces = survey.fact("interfaces") if wanted else {}
     lost = [host for host, found in interfaces.items() if not any(i["name"] == wanted and i["up"] for i in found)]
@@ -129,7 +125,7 @@ def _interfaces(survey: Survey) -> Iterator[DoctorFinding]:
         facts = survey.facts.get(host, {})
         for name in INTERFACE_VARIABLES:
             given = facts.get("environment", {}).get(name, "")
-            # NCCL's own rules: ^ leaves out, = is exact, several with commas, otherwise a beginning.
+            # NCCL's syntax: ^ excludes, = matches exactly; otherwise prefixes, separated by commas.
             fits = given.startswith("^") or any(map(chosen.startswith, given.lstrip("=").split(",")))
             if given and not fits:
                 what = f"{name}={given} is set on {host}, but other machines are reachable only on {chosen}"
@@ -146,7 +142,7 @@ def _interfaces(survey: Survey) -> Iterator[DoctorFinding]:
 
 
 def _slow(survey: Survey) -> Iterator[DoctorFinding]:
-    """Blames a machine where all its pairs are slow in one way, otherwise single pairs; all alike is one finding."""
+    """Yields slow links: one finding if all are slow, one for a machine slow in one direction, else one per pair."""
     limit = max(SLOW_MBPS, min(statistics.median(survey.mbps.values()) / ODD_FACTOR, ENOUGH_MBPS))
     slow = {pair for pair, mbps in survey.mbps.items() if mbps < limit}
     if len(slow) == len(survey.mbps):
@@ -167,7 +163,7 @@ def _slow(survey: Survey) -> Iterator[DoctorFinding]:
         uneven = back is not None and back > ODD_FACTOR * there
         word = "asymmetric" if uneven else "slow"
         what = f"the link from {one} to {two} is {word}: {rate(there)}{f' (reverse: {rate(back)})' if back else ''}"
-        # Both ways of one slow link are one finding.
+        # Both directions of one slow link are one finding.
         cause = f"link:{one}:{two}" if uneven else f"link:{':'.join(sorted((one, two)))}"
         yield DoctorFinding("links", "warn", (one, two), what, _consequence(survey, there), cause)
 

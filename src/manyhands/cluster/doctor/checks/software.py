@@ -1,11 +1,10 @@
-"""Software, code and data, which must be on every machine and the same on all."""
+"""Checks that software, code and data exist on all machines and are the same."""
 
 from collections.abc import Iterator
 
 from manyhands.cluster.doctor.findings import DoctorFinding, Severity, Survey, odd_ones, who
 
-# What happens where they differ decides how bad it is.
-PACKAGES: dict[str, tuple[Severity, str]] = {
+PACKAGES: dict[str, tuple[Severity, str]] = {  # severity and consequence of different versions
     "manyhands": ("fail", "all machines need the same version"),
     "torch": ("fail", "results may differ, and processes may hang"),
     "nccl": ("fail", "NCCL needs the same version on all machines"),
@@ -18,7 +17,7 @@ HINTS = ("copy the code with the job: --sync-code", "or update the folders: git 
 
 
 def run(survey: Survey) -> Iterator[DoctorFinding]:
-    """One finding for each program that differs; NCCL comes with torch, so torch explains it."""
+    """Yields findings on data, code and versions; a different torch hides a different NCCL, which comes with torch."""
     yield from _data(survey)
     yield from _code(survey)
     found = [*_on_each_machine(survey), *_packages(survey), *_python_and_drivers(survey)]
@@ -32,7 +31,7 @@ def run(survey: Survey) -> Iterator[DoctorFinding]:
 
 
 def _on_each_machine(survey: Survey) -> Iterator[DoctorFinding]:
-    """A torchvision for another torch, and a missing compiler."""
+    """Yields a torchvision built for another torch, and a missing compiler."""
     for host, misfit in survey.fact("torchvision").items():
         if misfit:
             torch = survey.facts[host].get("versions", {}).get("torch", "").partition("+")[0]
@@ -51,12 +50,12 @@ def _packages(survey: Survey) -> Iterator[DoctorFinding]:
     for name, (severity, why) in PACKAGES.items():
         common, odd = odd_ones({host: own.get(name, "") for host, own in versions.items()})
         if not odd or (not common and name == "nccl"):
-            continue  # machines without accelerators have no NCCL, which is found elsewhere
+            continue  # most machines have no NCCL; another check finds the difference
         others = [host for host in versions if host not in odd]
         shown = (f"{host} has {name} {own}" if own else f"{host} has no {name}" for host, own in odd.items())
         has = f"{who(others)} {'have' if len(others) > 1 else 'has'}"
         package = "torch" if name == "nccl" else name
-        # The part behind + names a build, which pip's usual index doesn't know.
+        # The suffix after + names a build, which is not on PyPI.
         wanted = versions[others[0]].get(package, "").partition("+")[0]
         hints = tuple(_install(survey, host, f"{package}=={wanted}") for host in odd if wanted)
         explains = ("version:nccl", "version:torchvision", "package") if name in {"torch", "manyhands"} else ()
@@ -93,7 +92,7 @@ def _python_and_drivers(survey: Survey) -> Iterator[DoctorFinding]:
 
 
 def _code(survey: Survey) -> Iterator[DoctorFinding]:
-    """Compares the files of the work folder; only a job that uses them fails by their difference."""
+    """Compares the files of the work folders; a difference is a failure only if the job uses these files."""
     needed = bool(survey.needs.files)
     folders = {host: code for host, code in survey.fact("code").items() if "exists" in code}
     missing = [host for host, code in folders.items() if not code["exists"]]
@@ -127,7 +126,7 @@ def _code(survey: Survey) -> Iterator[DoctorFinding]:
 
 
 def _data(survey: Survey) -> Iterator[DoctorFinding]:
-    """Missing first: what isn't there can't differ."""
+    """Yields missing data, or else differences between the machines' data."""
     found = {host: data for host, data in survey.fact("data").items() if data["kind"] != "none"}
     missing = [host for host, data in found.items() if not data["exists"]]
     if missing:

@@ -5,7 +5,7 @@ A module may define:
 - `recognise(path, text) -> bool`: True if the name and the text of a file match the format.
 - `read(text, where) -> Cluster`: parses a file strictly. Raises `UserError` with file, line, field, found and expected.
 - `wait(path, timeout_s) -> str`: waits for a file that another program is writing, and returns its text.
-- `write(cluster) -> (text, notes)`: formats a cluster, with notes on what the format can't hold. Raises `UserError`.
+- `write(cluster) -> (text, notes)`: formats a cluster, with notes on unsupported values. Raises `UserError`.
 - `place(environment) -> LauncherPlace | None`: reads this process's rank and rank 0's address from variables.
 - `PRECEDENCE`: order of the launchers; the lowest number wins. The default is 0.
 - `from_environment(environment) -> Cluster | None`: reads the entire cluster from a launcher's variables.

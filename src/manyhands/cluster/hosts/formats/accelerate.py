@@ -62,7 +62,7 @@ def read(text: str, where: str) -> Cluster:
 
 
 def _devices(values: "_Values", slots: int) -> tuple[int, ...]:
-    """Returns the numbers of this machine's devices, by rank; empty for 0, 1, 2 and so on."""
+    """Returns this machine's device indices, by rank; empty for 0, 1, 2 and so on."""
     text = values.text("gpu_ids").strip()
     if text in {"", "all"}:
         return ()
@@ -77,7 +77,7 @@ def _devices(values: "_Values", slots: int) -> tuple[int, ...]:
 
 
 def _requests(values: "_Values") -> Iterator[tuple[str, str, str]]:
-    """Yields the file's settings of the job: the line, and the matching option and value, or empty strings."""
+    """Yields settings of the job in the file: the line, and the matching option and value, or empty strings."""
     if precision := values.text("mixed_precision") or ("fp16" if values.switch("fp16") else ""):
         ours = PRECISIONS.get(precision, "")
         yield f"mixed_precision: {precision}", "train.precision" if ours else "", ours
@@ -89,7 +89,7 @@ def _requests(values: "_Values") -> Iterator[tuple[str, str, str]]:
 
 
 class _Values:
-    """The file's keys, each with its line."""
+    """The values of the file, with the line of each key."""
 
     def __init__(self, text: str, where: str) -> None:
         self.where, self.lines = where, dict[str, int]()
@@ -128,7 +128,7 @@ class _Values:
     def text(self, key: str) -> str:
         value = self._values.get(key)
         if value is False and key in {"distributed_type", "mixed_precision"}:
-            return "NO" if key == "distributed_type" else "no"  # yaml takes an unquoted no for false
+            return "NO" if key == "distributed_type" else "no"  # YAML reads an unquoted no as false
         return "" if value is None or value == "null" else str(value)
 
     def switch(self, key: str) -> bool:

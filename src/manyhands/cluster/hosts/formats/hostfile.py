@@ -1,8 +1,8 @@
 """Hostfiles: OpenMPI's, Horovod's and DeepSpeed's ("n1 slots=4"), MPICH's ("n1:4"), and lists ("n1:4,user@n2").
 
-A machine without a number has one process for each accelerator, or one without accelerators. As with OpenMPI, a machine
-that is listed again gets more processes: its slots, or one. An ssh port is written as ssh://user@host:port, or as port=
-behind the host. A number behind a colon counts processes; if it may be an ssh port, it is refused with both options.
+A machine without a number runs one process per accelerator, or one process without accelerators. As in OpenMPI, a
+repeated machine adds its slots, or one process. An ssh port is written as ssh://user@host:port, or as port= after the
+host. A number after a colon counts processes; a number that may be an ssh port is refused, with hints for both cases.
 """
 
 import re
@@ -20,13 +20,12 @@ _HOST = re.compile(rf"{_USER}(\[(?P<six>[^\[\]]*)\]|(?P<name>{_NAME}))(:(?P<slot
 _BARE_SIX = re.compile(rf"{_USER}(?P<six>[0-9A-Fa-f:.%]*:[0-9A-Fa-f:.%]*:[0-9A-Za-z:.%_-]*)")
 _SSH = re.compile(rf"ssh://{_USER}(\[(?P<six>[^\[\]]*)\]|(?P<name>{_NAME}))(:(?P<port>[0-9]*))?/?")
 _MOST = {"slots": 1024, "max_slots": 1024, "port": 65535}
-# A larger number behind a colon may be an ssh port.
-_LIKE_A_PORT = 128
+_LIKE_A_PORT = 128  # a larger number after a colon may be an ssh port
 _SSH_PORTS = {22, 222}
 
 
 def recognise(path: str, text: str) -> bool:
-    """Returns True for lines with slots, or for lines of hosts with numbers or in a file with a hostfile's name."""
+    """Returns True for lines with slots, or for lines of hosts if one has a number or the file name has "host"."""
     lines, name = [words for words in map(_words, text.splitlines()) if words], Path(path).name.lower()
     if not lines or lines[0][0].startswith(("{", "[")):
         return False

@@ -19,7 +19,7 @@ def manifest(job: Submission) -> str:
     """Returns the YAML text for kubectl; the pods find each other by the variables that Kubeflow sets (PET_…)."""
     command = [word.replace(JOB, job.name) for word in job.command]
     resources: dict[str, Any] = {}
-    if job.accelerators:  # which a container takes as a limit
+    if job.accelerators:  # Kubernetes accepts accelerators only as a limit
         resources["limits"] = {"nvidia.com/gpu": job.accelerators}
     if job.threads:
         resources["requests"] = {"cpu": job.threads * job.processes}
@@ -32,8 +32,7 @@ def manifest(job: Submission) -> str:
         version = "kubeflow.org/v1"
         container = {"name": "pytorch", "image": job.image, "command": command}
         container |= {"resources": resources} if resources else {}
-        # The first machine is the Master, the others are Workers.
-        replicas = {
+        replicas = {  # the first machine is the Master, the others are Workers
             role: {"replicas": count, "restartPolicy": "OnFailure", "template": {"spec": {"containers": [container]}}}
             for role, count in (("Master", 1), ("Worker", job.nodes - 1))
             if count
@@ -47,9 +46,9 @@ def manifest(job: Submission) -> str:
 
 
 def from_environment(environment: Mapping[str, str]) -> Cluster | None:
-    """Reads the cluster that PET_* describe, with this machine's place in it; None without PET_NNODES.
+    """Returns the cluster that PET_* describe, with this machine's index; None without PET_NNODES.
 
-    Only the first machine's address is known; the other machines' names are empty. Raises UserError: a wrong value.
+    Only the first machine's address is known; other machines' names are empty. Raises UserError: an invalid value.
     """
     nodes = environment.get("PET_NNODES", "")
     if not nodes:

@@ -7,11 +7,10 @@ from manyhands.cluster.hosts.inventory import LauncherPlace
 from manyhands.cluster.hosts.variables import check_rank, derived_port, first_set, master_address, master_port, number
 from manyhands.core.errors import UserError
 
-# Before Slurm: in a batch job, mpirun's daemons are tasks of srun, and Slurm's variables belong to the daemons.
-PRECEDENCE = 1
+PRECEDENCE = 1  # before Slurm, whose variables belong to mpirun's daemons in a batch job
 # Equal for all processes of one mpirun.
 JOB_NAMES = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PBS_JOBID", "LSB_JOBID", "SLURM_JOB_ID")
-# The variables of each kind of MPI with rank, size, local rank and local size, and what passes a variable to processes.
+# Variables of each MPI: rank, size, local rank, local size. Below: commands that pass a variable to processes.
 _FAMILIES = {
     "OpenMPI": (("OMPI_COMM_WORLD_RANK",), ("OMPI_COMM_WORLD_SIZE",),
                 ("OMPI_COMM_WORLD_LOCAL_RANK",), ("OMPI_COMM_WORLD_LOCAL_SIZE",)),
@@ -25,7 +24,7 @@ _PASSING = {"OpenMPI": "mpirun -x MASTER_ADDR=ADDRESS …", "MVAPICH": "mpirun_r
 
 
 def place(environment: Mapping[str, str]) -> LauncherPlace | None:
-    """Returns the rank; None for a single process. Raises UserError: a variable is missing, such as MASTER_ADDR."""
+    """Returns the rank; None for a single process. Raises UserError: a variable such as MASTER_ADDR is missing."""
     family = next((name for name, variables in _FAMILIES.items() if variables[0][0] in environment), "")
     if not family:
         return None
@@ -44,8 +43,7 @@ def place(environment: Mapping[str, str]) -> LauncherPlace | None:
         message = f"{family} started processes on several machines without the address of rank 0"
         hints = (f"pass an address of rank 0's machine, usually the first host: {_PASSING[family]}",)
         raise UserError(message, "MASTER_ADDR", hints)
-    # The port comes from the job's name if it has one, so that two jobs on one machine don't connect.
-    job = first_set(environment, JOB_NAMES)
+    job = first_set(environment, JOB_NAMES)  # the port depends on it, so that two jobs don't connect
     port = master_port(environment)
     if job and port[1] == "default":
         port = derived_port(zlib.crc32(environment[job].encode())), f"from {job}"

@@ -1,7 +1,7 @@
 """Reads and writes Ascend rank tables, versions 1.0 (Ascend 910, A2) and 1.2 (super pods).
 
-The cards of a server become a machine's devices in rank order. If ranks 0, 1, 2 … use cards 0, 1, 2 …, the devices are
-left empty, as in other formats. Unknown fields are ignored, as HCCL does, unless they look like misspelled known ones.
+The NPUs of a server become the devices of a machine, in rank order. If ranks 0, 1, 2 … use NPUs 0, 1, 2 …, the devices
+stay empty, as in other formats. Unknown fields are ignored, as in HCCL, unless they look like misspelled known fields.
 """
 
 import json
@@ -30,19 +30,17 @@ Mistake = tuple[Keys, str, *tuple[str, ...]]  # the path of a wrong value, the e
 
 _PLACEHOLDER = re.compile(r"[*<>?…\s]|\.\.\.|^$|(?i:(^|[._-])x{2,}([._-]|$)|^[\dx.]*x[\dx.]*$)")
 _NEW_TABLE = "create a new table from a list of hosts: manyhands explain --cluster HOSTFILE --write table.json"
-# Keys that only tables of other layouts have, with the layout and the hint.
-_OTHER_LAYOUTS = {
+_OTHER_LAYOUTS = {  # keys that only tables of other layouts have, with the layout and the hint
     "group_list": ('the layout of MindSpore before 1.0 ("group_list"); versions 1.0 and 1.2 are supported', _NEW_TABLE),
     "rank_list": ('the layout of version 2.0 ("rank_list"); versions 1.0 and 1.2 are supported', _NEW_TABLE),
     "server_group_list": ("ModelArts' layout, with each server_list inside server_group_list",
                           'replace "server_group_list" with the "server_list" of one group, next to "status"'),
 }  # fmt: skip
 _INITIALIZING = 'its status is "initializing"'
-# Fields that only machines newer than Ascend 910 have; these connect their cards in another way.
+# Fields that only machines newer than Ascend 910 have, whose NPUs are connected in another way.
 _NEWER = {"device_port", "super_device_id", "backup_device_ip"}
-_UNKNOWN = {"", "reserve"}  # what tools write for an unknown address
-# Fields that no two servers or cards share, with the hint.
-_UNIQUE = {
+_UNKNOWN = {"", "reserve"}  # written by tools for an unknown address
+_UNIQUE = {  # fields that must be unique, with the hint for a repeated value
     "server_id": "list all cards of one machine under one server",
     "device_id": "list each card once; `ls /dev/davinci*` shows the numbers of the cards",
     "device_ip": "take each card's own address from /etc/hccn.conf on the server",
@@ -88,7 +86,7 @@ class _Part(BaseModel):
 
 
 class Device(_Part):
-    """A card; its process has the rank `rank_id`."""
+    """An NPU; its process has the rank `rank_id`."""
 
     device_id: Number
     device_ip: Address = ""
@@ -101,7 +99,7 @@ class Device(_Part):
 
 
 class Server(_Part):
-    """One machine and its cards."""
+    """One machine and its NPUs."""
 
     server_id: Identity
     device: list[Device] = Field(min_length=1)
@@ -114,7 +112,7 @@ class Server(_Part):
 
     @property
     def cards(self) -> tuple[int, ...]:
-        """The numbers of the cards, in the order of their ranks."""
+        """The indices of the NPUs, in rank order."""
         return tuple(int(card.device_id) for card in sorted(self.device, key=lambda card: int(card.rank_id)))
 
     @property
@@ -154,7 +152,7 @@ class RankTable(_Part):
 
     @property
     def cards(self) -> dict[Keys, Device]:
-        """The cards by their paths in the file."""
+        """The NPUs by their paths in the file."""
         servers = enumerate(self.server_list)
         return {("server_list", at, "device", n): card for at, each in servers for n, card in enumerate(each.device)}
 
@@ -174,7 +172,7 @@ def read(text: str, where: str) -> Cluster:
 
 
 def read_table(text: str, where: str) -> RankTable:
-    """Reads a table. Raises UserError with line and field: no JSON, a wrong field, or a broken rule of HCCL."""
+    """Reads a table. Raises UserError with line and field: invalid JSON, a wrong field, or a broken rule of HCCL."""
     text = text.removeprefix("\ufeff")
     try:
         value = parse_json(text, once_each=True)
@@ -199,7 +197,7 @@ def read_table(text: str, where: str) -> RankTable:
     def line_of(path: Keys) -> int:
         return next((lines[path[:end]] for end in range(len(path), -1, -1) if path[:end] in lines), 1)
 
-    # Another version explains all other mistakes.
+    # An unsupported version explains all other mistakes.
     path, message, *hints = min(mistakes, key=lambda mistake: (mistake[0] != ("version",), line_of(mistake[0])))
     place = ": ".join(filter(None, (at_line(where, line_of(path)), _dotted(path))))
     raise UserError(message, place, tuple(hints))
@@ -268,7 +266,7 @@ def _wrong_value(error: dict[str, Any]) -> Mistake:
 
 
 def _broken_lists(table: RankTable) -> Iterator[Mistake]:
-    """Yields a wrong count of servers, unlisted members of super pods, and what two servers or cards share."""
+    """Yields a wrong count of servers, unlisted servers of super pods, and repeated values that must be unique."""
     ids = [server.server_id for server in table.server_list]
     if table.server_count is not None and int(table.server_count) != len(ids):
         counts = f'"{table.server_count}", but server_list has {len(ids)} servers; expected "{len(ids)}"'
@@ -315,7 +313,7 @@ def _broken_ranks(table: RankTable) -> Iterator[Mistake]:
 
 
 def _broken_groups(table: RankTable) -> Iterator[Mistake]:
-    """Yields card groups that HCCL can't form on Ascend 910."""
+    """Yields sets of NPUs that HCCL can't group on Ascend 910."""
     servers, size = table.server_list, sum(len(server.device) for server in table.server_list)
     newer = any(_NEWER & card.model_fields_set for server in servers for card in server.device)
     if newer or table.version == "1.2" or any(server.hardware_type for server in servers):
@@ -362,9 +360,10 @@ def wait(path: Path, timeout_s: float) -> str:
 
 
 def write(cluster: Cluster) -> tuple[str, list[str]]:
-    """Returns a table of version 1.0, and notes on what it can't hold; of one machine with its addresses of cards.
+    """Returns a table of version 1.0, and notes on values that it can't hold.
 
-    Raises UserError: a number of processes is unknown, or the table breaks a rule of HCCL.
+    Adds the NPUs' addresses if there is only one machine. Raises UserError: a number of processes is unknown, or the
+    table breaks a rule of HCCL.
     """
     addresses = read_hccn() if len(cluster.machines) == 1 else {}
     notes = {
@@ -398,13 +397,13 @@ def write(cluster: Cluster) -> tuple[str, list[str]]:
         servers.append({**names, "device": devices, "host_nic_ip": "reserve"})
     table = {"version": "1.0", "server_count": str(len(servers)), "server_list": servers, "status": "completed"}
     text = json.dumps(table, indent=2, ensure_ascii=False)
-    text = re.sub(r"\{[^{}\[\]]*\}", lambda found: " ".join(found[0].split()), text) + "\n"  # one card a line
+    text = re.sub(r"\{[^{}\[\]]*\}", lambda found: " ".join(found[0].split()), text) + "\n"  # one NPU per line
     read(text, "the new rank table")
     return text, [note for note, applies in notes.items() if applies]
 
 
 def read_hccn() -> dict[int, str]:
-    """Reads the cards' addresses from lines such as address_0=192.168.100.101. Raises UserError: an invalid address."""
+    """Reads the NPUs' addresses from lines such as address_0=192.168.100.101. Raises UserError: an invalid address."""
     found: dict[int, str] = {}
     text = HCCN.read_text(encoding="utf-8", errors="replace") if HCCN.exists() else ""
     for at, line in enumerate(text.splitlines(), 1):
@@ -418,7 +417,7 @@ def read_hccn() -> dict[int, str]:
 
 
 def place(environment: Mapping[str, str]) -> LauncherPlace | None:
-    """Returns the rank in RANK_TABLE_FILE and RANK_ID; None without. Raises UserError: they contradict each other."""
+    """Returns the rank by RANK_TABLE_FILE and RANK_ID; None if one is unset. Raises UserError: a contradiction."""
     where = environment.get("RANK_TABLE_FILE", "")
     if not where or not environment.get("RANK_ID"):
         return None

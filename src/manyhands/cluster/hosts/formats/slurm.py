@@ -12,15 +12,12 @@ from manyhands.cluster.hosts.variables import derived_port, first_set, master_ad
 from manyhands.core.errors import EXIT_SAVED, UserError
 from manyhands.core.files import MOST_TEXT_BYTES, decoded, read_bytes
 
-# After MPI: mpirun in a batch job starts its daemons by srun, and Slurm's variables belong to the daemons.
-PRECEDENCE = 2
+PRECEDENCE = 2  # after MPI: in mpirun's batch job, Slurm's variables belong to mpirun's daemons
 # Variables that hide accelerators from a process.
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 NODE_LISTS = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
-# Seconds before the time limit at which a run saves, after its current update.
-SAVE_S = 120
-# More machines than any cluster has; a longer list is a mistake or an attack.
-MOST = 100_000
+SAVE_S = 120  # seconds before the time limit at which a run saves, after its current update
+MOST = 100_000  # more machines than any cluster has; a longer list is a mistake or an attack
 _PART = re.compile(r"(?P<plain>[^\[\],\s]+)|\[(?P<ranges>[^\[\]]*)\]")
 _RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
 _COUNT = re.compile(r"([0-9]{1,18})(?:\(x([0-9]{1,18})\))?")
@@ -37,7 +34,7 @@ def place(environment: Mapping[str, str]) -> LauncherPlace | None:
         here = f"task {rank} of {size}, local task {local_rank} of node {node}"
         hints = ("unset SLURM_* variables that srun did not set",)
         raise UserError(f"Slurm's variables contradict each other: {here}", f"{name}={environment.get(name)}", hints)
-    # Steps of one job may run at the same time, so each has a port of its own.
+    # Steps of one job may run at the same time, so each has its own port.
     step_port = derived_port(number(environment, "SLURM_JOB_ID") + number(environment, "SLURM_STEP_ID", 0))
     return LauncherPlace.of(
         "Slurm", rank=(rank, "SLURM_PROCID"), size=(size, "SLURM_STEP_NUM_TASKS"),
@@ -62,7 +59,7 @@ def alone(environment: Mapping[str, str]) -> UserError | None:
 
 def _in_step(environment: Mapping[str, str]) -> bool:
     """Returns True for a process that srun started; batch scripts have SLURM_PROCID and SLURM_NTASKS too."""
-    # Steps that Slurm opens for itself, such as the shell of an interactive job, have numbers above this one.
+    # Steps that Slurm starts for its own purposes, such as an interactive shell, have ids from 0xFFFFFFF0 on.
     return number(environment, "SLURM_STEP_ID", 0xFFFFFFF0) < 0xFFFFFFF0 and "SLURM_PROCID" in environment
 
 
@@ -93,7 +90,7 @@ def _device(environment: Mapping[str, str], local_size: int) -> tuple[int | None
 
 
 def script(job: Submission) -> str:
-    """Returns the text for sbatch, which starts all processes by srun, saves before the time limit and requeues."""
+    """Returns a script for sbatch that starts all processes by srun, saves before the time limit and requeues."""
     settings = {
         "job-name": job.name, "nodes": job.nodes, "ntasks-per-node": job.processes,
         "gpus-per-task": 1 if job.accelerators else None, "cpus-per-task": job.threads or None,
@@ -148,7 +145,7 @@ def expand_hosts(text: str, where: str) -> list[str]:
         return found
 
     hosts: list[str] = []
-    for entry in re.split(r",(?![^\[]*\])", text.strip()):  # at the commas that no bracket holds
+    for entry in re.split(r",(?![^\[]*\])", text.strip()):  # at commas outside brackets
         parts = [*_PART.finditer(entry)]
         if not entry or "".join(part[0] for part in parts) != entry:
             raise broken(entry or "an empty name")
