@@ -65,7 +65,7 @@ class Subgroup:
 
     @CLOCK.within(COMMUNICATION)
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
-        """Returns the tensor of member `source` on all members. The others pass one of the same shape and dtype."""
+        """Returns the tensor of member `source` on all members. Others pass a tensor of equal shape and dtype."""
         sender, result = self._rank_of(source, "broadcast"), self._own_copy(tensor)
         if self.size > 1:
             dist.broadcast(result, src=sender, group=self._handle)
@@ -115,7 +115,7 @@ class Subgroup:
         return result
 
     def scatter(self, tensors: Tensor, source: int = 0) -> Tensor:
-        """Returns row `rank` of the tensor [size, …] of member `source`; the others pass a tensor of the same shape."""
+        """Returns row `rank` of the tensor [size, …] of member `source`; others pass a tensor of equal shape."""
         self._require_rows(tensors, "scatter")
         return self.broadcast(tensors, source)[self.rank].clone()
 
