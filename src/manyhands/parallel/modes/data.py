@@ -117,7 +117,7 @@ def _why_not(model: nn.Module, world: World, request: ModeRequest) -> str:
 
 
 class _Reach(torch.autograd.Function):
-    """Returns the loss; backward reaches all parameters without gradients, so that DDP doesn't wait for them."""
+    """Returns the loss; its backward marks all parameters as reached, so that DDP doesn't wait for unused ones."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, *parameters: Tensor) -> Tensor:
