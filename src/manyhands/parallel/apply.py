@@ -89,11 +89,7 @@ def _weights(device: torch.device, count: int) -> Tensor:
 def compare_replicas(
     named: dict[str, Tensor], world: World, network: ParallelNetwork | None = None
 ) -> tuple[str, list[int]] | None:
-    """Compares tensors between the processes that should hold equal copies; a collective.
-
-    `named` has the same order on all processes. Returns the name of the first tensor that differs and the ranks whose
-    copies differ from the copy of their first holder, or None.
-    """
+    """Returns the first tensor whose replicas differ, and the ranks of those replicas, or None; a collective."""
     if world.alone or not named:
         return None
     mine = checksums(list(named.values())).to(world.device)

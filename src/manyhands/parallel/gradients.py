@@ -93,8 +93,8 @@ class Gradients:
         """Runs forward and backward of a micro-batch and adds its gradients.
 
         The sum of losses is divided by `divisor`, usually the samples of the update. `last`: backward averages
-        gradients over processes. `on_result` gets the result before backward; if it returns False, gradients become NaN
-        on all processes.
+        gradients over processes. `on_result` gets the result before backward; False from it makes all processes'
+        gradients NaN.
         """
         assert self._loss_fn is not None
         with _AS_IT_IS if last else self.network.traits.no_sync():
@@ -143,8 +143,7 @@ class Gradients:
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
         """Undoes the loss scale; `step` then skips an update with an overflowed gradient on all processes.
 
-        On an accelerator finiteness is checked without a loss scale too; `spoilt` has the result, without
-        synchronization.
+        On an accelerator without a loss scale, `spoilt` records non-finite gradients, without synchronization.
         """
         if self.scaler:
             self.scaler.unscale_(optimizer)
@@ -167,10 +166,7 @@ class Gradients:
         return self.on_card and fused and not self.scaler
 
     def finish_statistics(self) -> None:
-        """Updates BatchNorm's running statistics; a collective if there are any.
-
-        It runs before `step`, so that a process whose peer ends has applied either all of an update or none of it.
-        """
+        """Updates BatchNorm's running statistics, before `step` so that no update is half applied; a collective."""
         self.network.finish_update()
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -178,8 +174,7 @@ class Gradients:
             self.scaler.step(optimizer)
             self.scaler.update()
         elif self.spoilt is not None:
-            # As torch's GradScaler passes it.
-            untyped: Any = optimizer
+            untyped: Any = optimizer  # as torch's GradScaler sets it
             untyped.grad_scale, untyped.found_inf = None, self.spoilt
             optimizer.step()
             del untyped.grad_scale, untyped.found_inf

@@ -54,7 +54,7 @@ def full_batch(inputs: Tensor, labels: Tensor) -> MicroBatch:
 
 @dataclass(frozen=True)
 class DataShare:
-    """How the processes share the samples of a micro-batch or of a block in evaluation."""
+    """This process's share of the samples of a micro-batch, or of a block in evaluation."""
 
     parts: int = 1  # processes that get different samples
     index: int = 0  # this process's index among them
@@ -133,10 +133,7 @@ class ParallelNetwork:
         return part.inputs, part.labels, share.count
 
     def finish_gradients(self) -> list[Tensor]:
-        """Completes the gradients after an update's last backward pass; a collective.
-
-        Returns flat tensors [n] that hold all gradients, or an empty list if there are none.
-        """
+        """Completes an update's gradients; returns flat tensors [n] with all gradients, or no tensor; a collective."""
         return []
 
     def gradient_norm(self) -> Tensor:

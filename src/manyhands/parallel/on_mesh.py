@@ -17,7 +17,7 @@ from manyhands.parallel.network import DataShare, Layouts, MicroBatch, MicroBatc
 class NetworkOnMesh(ParallelNetwork):
     """A network whose processes compute each micro-batch together.
 
-    `layouts` are of each parameter and buffer. `axes` are the indices of the mesh axes that shard the samples of the
+    `layouts` has each parameter and buffer. `axes` are the indices of the mesh axes that shard the samples of the
     input, and of the axes that shard the samples of the loss. An op shards the samples into at most `most_parts`.
     """
 

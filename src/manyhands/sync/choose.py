@@ -15,8 +15,7 @@ BY_MODE = Cost(EXACT, 0.0, 0.0)
 # Acceptable slowdown by a method that changes training less: a share of a step, or seconds of the entire run.
 _LOST_SHARE, _LOST_S = 0.10, 120.0
 _LOST_FOR_ACCURACY = 0.5  # by a method that synchronizes every update, relative to local steps
-# Smaller differences are noise on a busy machine.
-_LOST_STEP_S = 2e-3
+_LOST_STEP_S = 2e-3  # smaller differences are noise on a busy machine
 _ALIKE_SHARE = 0.02
 _DAY_S, _HOUR_S, _MINUTE_S = 86400.0, 3600.0, 60.0
 
@@ -45,8 +44,7 @@ def choose(
     interval lost accuracy in our experiments, so they are chosen only if they save more than a third of the time. Among
     equally fast codecs the first considered wins.
 
-    `only` restricts the choice to one method. `without` maps excluded methods to the reason; it never has the exact
-    one.
+    `only` restricts the choice to one method. `without` maps excluded methods, never the exact one, to the reason.
     """
     out, step_s = without or {}, attrgetter("step_s")
     costs = tuple(

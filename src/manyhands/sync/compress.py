@@ -19,7 +19,7 @@ from manyhands.sync.exchange import ExchangeSteps, Residual, SyncGroup, mean_of
 
 Multiply = Callable[[Tensor, Tensor, Tensor], object]
 
-_EXPLAINED = 1e-6  # largest rest of a column of length one that depends on earlier columns (rounding error)
+_EXPLAINED = 1e-6  # a unit column whose remainder is at most this long depends on earlier columns
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,7 @@ def at_once(left: Tensor, right: Tensor, out: Tensor) -> None:
 
 
 def term_by_term(left: Tensor, right: Tensor, out: Tensor) -> None:
-    """Like `at_once`, but sums in the order of the columns, with equal bits on every machine.
-
-    Products are rounded before they are added, because fused multiply-add isn't available everywhere.
-    """
+    """Like `at_once`, with equal bits on every machine: sums in order, and no fused multiply-add."""
     torch.mul(left[0][:, None], right[0], out=out)
     for one, other in zip(left[1:], right[1:], strict=True):
         out.add_(one[:, None] * other)
@@ -194,8 +191,7 @@ class LowRank:
     ) -> None:
         """Writes the averaged tensors to `slots`, and leaves the residual in `values`, the argument of `begin`.
 
-        `received` are the mean of all peers' `sent` and the rounding error of this process. `between` is called several
-        times, because the computation takes long.
+        `received`: the mean of all peers' `sent`, and this process's rounding error. `between` is called now and then.
         """
         mean, lost = received
         pieces = values.split(self._sizes)

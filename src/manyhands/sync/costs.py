@@ -82,7 +82,7 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Ranks:
-    """How the tensors of a vector are sent: as low-rank factors or uncompressed."""
+    """Selection of the tensors of a vector that are sent as low-rank factors; the others are sent uncompressed."""
 
     matrices: tuple[Matrix, ...]  # tensors that are sent as factors, one of the two in each turn
     rest: tuple[int, ...]  # indices of tensors that are sent uncompressed
@@ -168,8 +168,7 @@ def mean_bytes(count: int, machines: int, each_bytes: float) -> float:
 
 _BUCKET_BYTES = 25 << 20  # of DDP; each bucket adds the latency
 _STATISTIC_BYTES = 8
-# Slowdown if all machines send to all at once; gloo on three machines, 10 to 1000 Mbit/s: 1.1 to 1.5.
-_CROSSING = 1.3
+_CROSSING = 1.3  # slowdown if all send to all at once: 1.1 to 1.5 with gloo on three machines at 10 to 1000 Mbit/s
 _CONTROL_BYTES = 220  # of gloo, to each peer in each collective; measured
 
 

@@ -58,10 +58,7 @@ def drive(steps: ExchangeSteps[T]) -> T:
 
 
 class AsyncExchange(Generic[T]):
-    """An exchange that starts at once and runs in a thread during training; with `beside=False` it completes here.
-
-    `seconds` is the duration; 0 until the end.
-    """
+    """An exchange in a thread during training, or at once unless `beside`; `seconds`: duration, 0 until the end."""
 
     def __init__(self, steps: ExchangeSteps[T], *, beside: bool = True) -> None:
         self._steps, self._began_s, self.seconds = steps, time.perf_counter(), 0.0
@@ -91,8 +88,7 @@ class AsyncExchange(Generic[T]):
     def _continue(self) -> None:
         try:
             while not self._ended.is_set():
-                # Not wait(), which can't be interrupted when the process exits.
-                while not self._work.is_completed():
+                while not self._work.is_completed():  # not wait(), which can't be interrupted when the process exits
                     if self._ended.is_set():
                         return
                     time.sleep(_LOOK_S)
@@ -168,7 +164,7 @@ class Residual:
     sums: Tensor | None  # of the share [n / size] whose mean the process computes for all; None for a single process
 
     def together(self, peers: "SyncGroup") -> Tensor:
-        """Returns both as a residual [n], whose mean over all processes is what the exchanged mean lacks."""
+        """Combines both into one residual [n]; the mean over all processes is the error of the exchanged mean."""
         kept = self.own.clone()
         if self.sums is not None:
             part = kept[peers.rank * self.sums.numel() :][: self.sums.numel()]

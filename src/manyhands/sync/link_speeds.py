@@ -73,10 +73,7 @@ def work_seconds(kind: str, processes: int, size_bytes: float, link: LinkSpeed) 
 
 
 def fitted_link(kind: str, processes: int, points: Points) -> LinkSpeed:
-    """Fits a link to the first and the last of measured points (bytes, seconds).
-
-    If noise makes the last point no slower than the first, all of its time counts for its bytes.
-    """
+    """Fits a link to the first and last measured point (bytes, seconds); the latency is 0 if the last isn't slower."""
     (small, first_s), (large, last_s) = points[0], points[-1]
     messages, share = rounds(kind, processes)
     if messages == 0 or share * large == 0 or last_s <= 0:

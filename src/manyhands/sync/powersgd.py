@@ -32,14 +32,12 @@ _SentBatch = tuple[Tensor, Tensor, Tensor]
 class PowerSgd(Synchronizer):
     """Averages gradients during the backward pass; what the factors lack is sent with the next gradients.
 
-    A batch of gradients is sent as soon as an update's last backward pass has computed it, and the mean replaces it
-    before the optimizer's step. DDP's hook isn't used: with several buckets it starts collectives in different orders
-    on different processes. Sources: Vogels, Karimireddy and Jaggi 2019, arXiv:1905.13727; Zhang et al. 2023,
-    arXiv:2306.08881.
+    A batch of gradients is sent when an update's last backward pass has computed it; the mean replaces it before the
+    optimizer's step. DDP's hook isn't used, because with several buckets processes start collectives in different
+    orders. Sources: Vogels, Karimireddy and Jaggi 2019, arXiv:1905.13727; Zhang et al. 2023, arXiv:2306.08881.
 
-    `parameters` have the same order on all processes, best the order of the forward pass; `rare` parameters may get no
-    gradient on any process. The processes of a `machine` add up their factors before the exchange. The constructor is a
-    collective.
+    `parameters` have the same order on all processes, best that of the forward pass; `rare` ones may get no gradient on
+    any process. The processes of a `machine` add up factors before the exchange. The constructor is a collective.
     """
 
     reduces = False
@@ -193,14 +191,12 @@ class PowerSgd(Synchronizer):
         """Sends the batches of an update as they are completed, and writes their averages."""
         if not self._begun.get():
             raise _ClosedError
-        # During the forward pass.
-        for batch in self._batches:
+        for batch in self._batches:  # during the forward pass
             batch.compressor.prepare()
         relay = CollectiveQueue[_SentBatch](len(self._batches), 2 if self._machine is None else 4)
         for number, batch in enumerate(self._batches):
             while number not in relay.results:
-                # Not get(timeout=…), which may wait forever on a busy machine (CPython 3.11).
-                if relay.in_progress:
+                if relay.in_progress:  # not get(timeout=…), which may wait forever on a busy machine (CPython 3.11)
                     time.sleep(_LOOK_S)
                 self._send(relay, wait=not relay.in_progress)
             # Batches that are completed meanwhile are sent first.

@@ -57,10 +57,7 @@ class LocalGroup:
 
 
 class Buffers:
-    """The buffers of a network, in the same order on all processes, and their mean over all processes.
-
-    `peers` has one process of each machine. `averaged` is the last mean [n].
-    """
+    """The buffers of a network, in the same order on all processes, and their last mean over them, `averaged` [n]."""
 
     def __init__(
         self, buffers: Sequence[Tensor], peers: "SyncGroup", machine: LocalGroup | None = None, device: str = "cpu"

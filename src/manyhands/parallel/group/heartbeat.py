@@ -42,7 +42,7 @@ def leave_path(folder: Path) -> Path:
 
 
 class Seen(Heartbeat):
-    """A heartbeat, with observations of the agent of the machine."""
+    """A heartbeat with the observations of the machine's agent."""
 
     rank: int  # of the process
     pid: int

@@ -135,11 +135,8 @@ def join(process_info: ProcessInfo, digest: str, collective_timeout_s: float, sa
     """Joins the group of processes; a collective.
 
     `digest` describes what must be equal on all processes (versions, job). Collectives fail if a peer doesn't answer
-    for `collective_timeout_s`. `say` prints a line for the user.
-
-    Raises:
-        PeerError: a rank is missing, or rank 0 has ended.
-        UserError: the address can't be used, or a rank is a duplicate or belongs to another job.
+    for `collective_timeout_s`. `say` prints a line for the user. Raises PeerError if a rank is missing, and UserError
+    for an unusable address, a duplicate rank or another job.
     """
     if process_info.started_by == STARTED_BY:
         return _use_existing(process_info, digest, say)
@@ -182,7 +179,6 @@ def join(process_info: ProcessInfo, digest: str, collective_timeout_s: float, sa
 
 
 def _use_existing(process_info: ProcessInfo, digest: str, say: Say) -> Group:
-    """Joins the existing process group of this process."""
     before, store = tuple(groups()), own_use(dist.distributed_c10d._get_default_store(), dist.get_rank())
     present = check_in(store, process_info, digest, say)
     process_info = _among_neighbours(process_info, present)
@@ -209,9 +205,8 @@ def _among_neighbours(process_info: ProcessInfo, present: dict[int, dict[str, An
 def choose_interface(process_info: ProcessInfo, present: dict[int, dict[str, Any]]) -> str:
     """Sets the interface of collectives by environment variables; returns its name for gloo, or an empty string.
 
-    Collectives use loopback on one machine. Between machines they use the interface that the shell's variables name,
-    else the interface towards the other machines. Raises UserError if this machine lacks the interface that the shell
-    names.
+    It is loopback on one machine; else the interface in the shell's variables, or if they are unset the interface
+    towards the other machines. Raises UserError if the shell names an interface that this machine lacks.
     """
     here, loopback = present[process_info.rank]["machine"], ports.loopback_interface()
     others = [who for _, who in sorted(present.items()) if who["machine"] != here]

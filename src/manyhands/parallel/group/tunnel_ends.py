@@ -1,8 +1,7 @@
 """The ends of ssh tunnels on a machine: a folder of Unix sockets, and a loopback address for the machine's processes.
 
-The processes of each machine listen on a loopback address such as 127.84.19.2, different for each machine. After
-`reach`, the address leads to them on other machines too, through the switchboards (`cluster.agents.switchboard`) and
-ssh.
+Each machine's processes listen on their own loopback address, such as 127.84.19.2. After `reach`, other machines can
+connect to this address through the switchboards (`cluster.agents.switchboard`) and ssh.
 """
 
 import os

@@ -57,7 +57,7 @@ class GradientCheck:
     """The result of `verify_gradients`, the same on every process.
 
     Attributes:
-        findings: the mismatches, those of the output first.
+        findings: the mismatches: of the output first, then of gradients.
         worst: the largest deviation of a gradient, relative to the largest value of that gradient.
         compared: the number of parameters compared.
     """

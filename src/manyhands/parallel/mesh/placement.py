@@ -256,7 +256,6 @@ def _reduce_scatter(step: Step, tensor: Tensor, sizes: list[int], grid: _Places)
 
 
 def _padded(tensor: Tensor, dim: int, length: int) -> Tensor:
-    """Pads a dimension with zeros, because collectives need equal lengths."""
     missing = length - tensor.shape[dim]
     if not missing:
         return tensor

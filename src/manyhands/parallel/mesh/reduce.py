@@ -24,10 +24,7 @@ class Bucket:
 
 
 class Reducer:
-    """All-reduces gradients in buckets during backward, in the same order on all processes.
-
-    `parameters` are in the network's order. A gradient is summed over the `gradient_axes` of its layout.
-    """
+    """All-reduces gradients over their layouts' `gradient_axes` during backward, in equal buckets on all processes."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], layouts: Mapping[str, TensorLayout], grid: Grid) -> None:
         self._grid, self._held_back, self._next = grid, False, 0

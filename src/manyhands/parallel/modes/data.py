@@ -130,10 +130,7 @@ class _Reach(torch.autograd.Function):
 
 
 def _reach(parameters: list[nn.Parameter], loss: Tensor) -> Tensor:
-    """Connects the loss to all parameters, so that other processes don't wait for a branch that no local sample takes.
-
-    This is faster than find_unused_parameters, which walks the graph and sends one more message in every update.
-    """
+    """Connects the loss to all parameters, which costs less than find_unused_parameters; see `_Reach`."""
     reached: Any = _Reach.apply(loss, *parameters)
     return reached
 
@@ -148,8 +145,7 @@ class FlatGradients:
         self._parameters, self._sums = parameters, sums
         self.values = torch.zeros(sum(one.numel() for one in parameters), dtype=parameters[0].dtype)
         self._views = _views(parameters, self.values)
-        # Gradients that fit into a slot are copied there directly.
-        self._fits = self.values.nbytes <= sums.slot_bytes
+        self._fits = self.values.nbytes <= sums.slot_bytes  # gradients that fit into a slot are copied there at once
         slots = sums.slots_of(sums.place, self.values) if self._fits else [self.values] * 2
         self._into = [_views(parameters, slot) for slot in slots]
         self._other: list[list[Tensor]] = []

@@ -92,8 +92,7 @@ class GroupedNorm(_BatchNorm):
     groups: NormGroups
     # sums over an update's passes [2 C + 1]: means [C] and unbiased variances [C], times their factors, and the factors
     seen: Tensor | None
-    # input rows per sample, such as flattened tokens; 0: unknown, so that statistics are local
-    rows_per_sample: int
+    rows_per_sample: int  # input rows per sample, such as flattened tokens; 0: unknown, so that statistics are local
 
     def _check_input_dim(self, input: Tensor) -> None:  # noqa: A002 - torch's name
         if input.dim() < 2:
@@ -241,10 +240,7 @@ class GroupedNorm(_BatchNorm):
 
 @functools.lru_cache(maxsize=256)
 def _runs(spans: tuple[Span, ...]) -> tuple[tuple[Run, ...], bool]:
-    """Groups spans of one size that only this process holds into runs; the second result is True if the order is kept.
-
-    Sizes that differ by one alternate, so spans are sorted by size if that is worth the copies.
-    """
+    """Groups unshared spans of one size into runs for one pass; the second result is True if the order is kept."""
 
     def alike(span: Span) -> tuple[int, int]:
         return span.size, span.shared
@@ -255,7 +251,7 @@ def _runs(spans: tuple[Span, ...]) -> tuple[tuple[Run, ...], bool]:
         return tuple(itertools.chain.from_iterable(short))
 
     neighbours, by_size = together(spans), together(sorted(spans, key=alike))
-    # Reordering in forward and backward costs about as much as a group alone.
+    # Sizes that differ by one alternate, so spans are sorted if that saves passes. The copies cost about one pass.
     runs = by_size if len(by_size) + 1 < len(neighbours) else neighbours
     flat = itertools.chain.from_iterable(runs)
     return runs, all(one.stop == other.start for one, other in itertools.pairwise(flat))
@@ -268,8 +264,7 @@ def _reordered(values: Tensor, rows: Tensor) -> Tensor:
     return values.movedim(1, -1).index_select(0, rows).movedim(-1, 1)
 
 
-# Cached for good, because an accelerator waits at each copy from unpinned memory.
-@functools.cache
+@functools.cache  # for good, because an accelerator waits at each copy from unpinned memory
 def _rows(runs: tuple[Run, ...], rows_per_sample: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Returns the order of rows in the runs, and its inverse: int64 [rows] each."""
     samples = torch.cat([torch.arange(span.start, span.stop) for run in runs for span in run])
@@ -329,7 +324,7 @@ def _grouped_class(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def group_batch_norms(model: nn.Module) -> tuple[NormGroups, Callable[[], None]]:
-    """Replaces the classes of BatchNorm layers by grouped ones; returns the groups and a function that restores."""
+    """Replaces the classes of BatchNorm layers by grouped ones; returns the groups and a function that undoes it."""
     groups = NormGroups()
     classes: dict[type[nn.Module], type[nn.Module]] = {}
     changed: list[tuple[nn.Module, type[nn.Module]]] = []

@@ -29,10 +29,7 @@ def computed_dtype(like: Tensor) -> torch.dtype:
 
 
 def moments_of(parts: Sequence[tuple[Tensor, int]], groups: int, channels: int, like: Tensor) -> Tensor:
-    """Returns sums and sums of squares [groups, 2, C] of `parts`: (local values [n, C, ...], index of the group).
-
-    Each process subtracts its local mean before squaring, for precision if the mean is far above the deviation.
-    """
+    """Returns sums and sums of squares [groups, 2, C] of `parts`: (local values [n, C, ...], index of the group)."""
     dtype = accumulator_dtype(like)
     moments = torch.zeros(groups, 2, channels, dtype=dtype, device=like.device)
     for part, place in parts:
@@ -41,7 +38,7 @@ def moments_of(parts: Sequence[tuple[Tensor, int]], groups: int, channels: int, 
         if not count:
             continue
         middle = (_reduced(values, dtype) / count).to(values.dtype)
-        centred = values - per_channel(middle, values)
+        centred = values - per_channel(middle, values)  # for precision if the mean is far above the deviation
         rest, middle = _reduced(centred, dtype)[0], middle[0].to(dtype)
         moments[place, 0] += count * middle + rest
         moments[place, 1] += _reduced(centred.square_(), dtype)[0] + middle * (2 * rest + count * middle)
@@ -73,10 +70,7 @@ def _reduced(values: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _times_plus(values: Tensor, scale: Tensor, shift: Tensor, like: Tensor, *, own: bool) -> Tensor:
-    """Returns [groups, n, C, ...] times scale plus shift, rounded once, in the shape, dtype and layout of `like`.
-
-    Overwrites the values if `own`.
-    """
+    """Returns [groups, n, C, ...] * scale + shift, rounded once, in `like`'s form; overwrites `values` if `own`."""
     # Not a view, because later ops such as activations may change it in place.
     if torch.compiler.is_compiling():  # torch.compile refuses `out`, and fuses this anyway
         return torch.addcmul(shift, values, scale).flatten(0, 1).to(like.dtype).clone()
@@ -101,7 +95,7 @@ class NormPass(torch.autograd.Function):
         ctx: Any, mean: Tensor, inverse: Tensor, counts: Tensor | int, held: Held, weight: Tensor | None,
         bias: Tensor | None, *parts: Tensor,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        """`mean` and `inverse` deviation: [groups, C]; `counts`: values per group and channel, or [groups, 1, 1]."""
+        """`mean` and `inverse` deviation are [groups, C]; `counts`, values per channel, are int or [groups, 1, 1]."""
         ctx.save_for_backward(mean, inverse, weight, bias, *parts)
         ctx.counts, ctx.held = counts, held
         outputs: list[Tensor] = []

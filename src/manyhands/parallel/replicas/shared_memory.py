@@ -231,7 +231,7 @@ def _slots_begin(size: int) -> int:
 
 
 def _offered(size: int, slot_bytes: int) -> tuple[Any, dict[str, Any]]:
-    """Creates shared memory; returns its file, and how other processes open it or the reason why there is none."""
+    """Creates shared memory; returns its file, and either how other processes open it or why there is none."""
     name = _MEMFD + secrets.token_hex(8)
     try:
         file = os.fdopen(os.memfd_create(name), "r+b", buffering=0)

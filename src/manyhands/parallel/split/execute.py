@@ -269,8 +269,7 @@ class SplitNetwork(nn.Module):
 
     def begin_micro_batch(self, shape: MicroBatchShape) -> None:
         self.grid.batch, self.grid.seed = shape.samples, shape.seed
-        # Equal on all processes, for ops that aren't known to draw random numbers.
-        torch.manual_seed(shape.seed)
+        torch.manual_seed(shape.seed)  # equal on all processes, for ops that aren't known to draw random numbers
         for axes, groups in self.norms.items():
             share = shape.share(self.grid.parts(axes), self.grid.place(axes))
             groups.begin_micro_batch(share.spans, share.shared_groups, share.count, shape.batch)

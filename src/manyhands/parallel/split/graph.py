@@ -141,8 +141,7 @@ class _Tracer(fx.Tracer):
         try:
             return super().call_module(m, forward, args, kwargs)
         except Exception as error:  # noqa: BLE001 - whatever a user's forward does with a stand-in for a tensor
-            # Resets the stack of modules, so that only this module stays one op.
-            self.module_stack = stack
+            self.module_stack = stack  # without the modules that fx had entered, so that only this module stays one op
             for node in reversed(list(self.graph.nodes)):
                 if node not in known:
                     self.graph.erase_node(node)
@@ -159,7 +158,7 @@ class _Tracer(fx.Tracer):
 def trace(
     model: nn.Module, leaves: Callable[[nn.Module], bool], inputs: tuple[str, ...] = ("x",)
 ) -> tuple[fx.GraphModule, dict[str, str]]:
-    """Returns the network's graph in its current mode (training or not), and the modules that can't be traced."""
+    """Returns the network's graph in its current mode (training or not), and by path why modules can't be traced."""
     tracer = _Tracer(leaves, inputs)
     try:
         graph = tracer.trace(model)

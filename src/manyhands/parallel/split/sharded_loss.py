@@ -170,8 +170,7 @@ class SplitLoss:
             loss, scores = result
         else:
             given = self._own(output, labels)
-            # A loss that is a sum with all classes is a sum here too.
-            is_sum = getattr(self._loss_fn, "is_sum", False)
+            is_sum = getattr(self._loss_fn, "is_sum", False)  # a sum with all classes is a sum here too
             loss = given.sum() if is_sum else summed_over_samples(given, len(labels))
             scores = shard_scores(output.detach(), labels, classes[0], group)
         return loss, scores, torch.zeros_like(labels)

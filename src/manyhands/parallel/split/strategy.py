@@ -231,7 +231,7 @@ def _pieces_read(op: Op, graph: Graph, letters: list[str], mesh: Mesh) -> list[t
 
 
 def _known(op: Op, letter: str, *, exact: bool) -> str:
-    """Returns the letter, or unless `exact` its equivalent for this op, or an empty string if there is none."""
+    """Returns the letter; unless `exact`, the letter with the same meaning for this op, or an empty string."""
     if exact or letter in op.letters:
         return letter
     return "c" if letter in {"o", "c"} and "c" in op.letters else ""

@@ -189,8 +189,7 @@ def product(op: Op, inputs: list[Op]) -> None:
         rows, columns, outputs, last = 1, 0, {left.name: 0}, last - 1
     terms: dict[str, Side] = {left.name: rows, right.name: summed}
     if bias is not None:
-        # The bias is a term of the sum: complete on one process, zeros on the others.
-        terms[bias.name] = SUM
+        terms[bias.name] = SUM  # the bias is a term of the sum: complete on one process, zeros on the others
         outputs[bias.name] = len(bias.extent.dims) - 1
     op.letters["i"] = Loop(_sides(inputs, terms), SUM, length=left.extent.dims[rows])
     if columns is None or last < 1 or (bias is not None and bias.extent.dims[-1:] != op.extent.dims[-1:]):

@@ -23,14 +23,11 @@ def _axes(letters: tuple[str, ...], letter: str) -> list[int]:
 
 
 class PartialLayer(nn.Module, Generic[Layer]):
-    """Base of layers that compute with a shard; outputs are summed over processes, and only the first adds the bias.
-
-    The layer isn't registered as a submodule, because it already is a submodule of the user's network.
-    """
+    """Base of layers that compute with a shard; outputs are summed over processes, and only the first adds the bias."""
 
     def __init__(self, layer: Layer, first: bool) -> None:
         super().__init__()
-        self._layer = (layer,)
+        self._layer = (layer,)  # not registered as a submodule, because the user's network has it
         # A factor of 0, so that gradients are computed in the same order on all processes.
         self._share = 1.0 if first else 0.0
 
