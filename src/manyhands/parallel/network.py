@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 # (output, labels int64 [n]) -> (sum [] of losses, logits [n, C])
 LossFn = Callable[[Any, Tensor], tuple[Tensor, Tensor]]
-LossFnWithLabels = Callable[[Any, Tensor], tuple[Tensor, Tensor, Tensor]]  # also labels [n]
+LossFnWithLabels = Callable[[Any, Tensor], tuple[Tensor, Tensor, Tensor]]  # also the labels of the logits
 
 
 @dataclass(slots=True)  # not frozen: creation would take three times as long

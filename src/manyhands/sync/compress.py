@@ -131,7 +131,7 @@ class LowRank:
     sent column by column as 4-bit integers, whose rounding errors stay in the residual.
 
     `rank` is the number of columns of a factor, more for small matrices; `seed` must be equal on all processes. `turn`
-    (0 or 1) of vectors that are sent together alternates, so that they don't all send their longer factors at once.
+    (0 or 1) alternates between vectors that are sent together, so that not all send their longer factors at once.
     """
 
     def __init__(
@@ -201,8 +201,7 @@ class LowRank:
             left, right = (known, averaged[number]) if self._sends_right(one) else (averaged[number], known)
             write_product(self.arithmetic.multiply, left, right, slots[one.place])
             between()
-            # The residual of this process's factor, not of the mean: otherwise the distance from the mean would
-            # accumulate.
+            # Not relative to the mean of all factors: the distance from the mean would accumulate.
             left, right = (known, own[number]) if self._sends_right(one) else (own[number], known)
             matrix.addmm_(left.T, right, alpha=-1)
             between()
@@ -278,6 +277,5 @@ def compute_alike(compressors: Sequence[Compressor], peers: SyncGroup, like: Ten
 
 def _random_columns(one: Matrix, turn: int, generator: torch.Generator) -> Tensor:
     """Returns columns of length one for the factor of a turn; see `gram_schmidt`."""
-    # Uniform numbers have equal bits on every processor, unlike normal ones.
-    columns = torch.rand(one.rank, one.length(turn), generator=generator) - 0.5
+    columns = torch.rand(one.rank, one.length(turn), generator=generator) - 0.5  # uniform, as in `compute_alike`
     return columns / lengths_of(columns)

@@ -177,8 +177,8 @@ class SyncMessage:
     """The cost of a message, or of several in sequence."""
 
     sent_bytes: float = 0.0  # bytes that each machine sends
-    seconds: float = 0.0  # until all machines have received it
-    work_s: float = 0.0  # seconds of these in which a machine's cores can't compute
+    seconds: float = 0.0  # until all machines have received the message
+    work_s: float = 0.0  # the part of `seconds` in which a machine's cores can't compute
 
     def __add__(self, other: "SyncMessage") -> "SyncMessage":
         return SyncMessage(self.sent_bytes + other.sent_bytes, self.seconds + other.seconds, self.work_s + other.work_s)

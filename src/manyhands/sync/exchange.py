@@ -30,7 +30,7 @@ ExchangeSteps = Generator[Any, None, T]
 class SyncGroup:
     """The processes that take part in exchanges."""
 
-    rank: int = 0  # this process's index among them
+    rank: int = 0  # this process's index in the group
     size: int = 1  # number of processes
     group: Any = None  # their process group; None: all processes of the run
     sent_bytes: int = 0  # bytes that this process has sent in exchanges

@@ -102,8 +102,7 @@ class PowerSgd(Synchronizer):
         if error:
             raise error
         for parameter in self._rare:
-            # The optimizer skips parameters without gradients; the mean is equal on all processes, so all skip the same
-            # ones.
+            # The optimizer skips parameters without gradients: the same on all processes, because the mean is equal.
             if parameter.grad is not None and not parameter.grad.any():
                 parameter.grad = None
 

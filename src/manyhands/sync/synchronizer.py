@@ -57,7 +57,7 @@ class LocalGroup:
 
 
 class Buffers:
-    """The buffers of a network, in the same order on all processes, and their last mean over them, `averaged` [n]."""
+    """The buffers of a network, in the same order on all processes; `averaged` is their last mean [n]."""
 
     def __init__(
         self, buffers: Sequence[Tensor], peers: "SyncGroup", machine: LocalGroup | None = None, device: str = "cpu"
@@ -167,8 +167,7 @@ class Synchronizer:
     alone = False  # True if processes train separately between exchanges
     local_statistics = False  # True if each process's BatchNorm uses its own samples and keeps its own statistics
     timed: Timed | None = None  # records how long this process has waited for others; None if the mode waits
-    # settings on which each process's own `state` depends (method, codec, leaders …), as JSON data; empty without a
-    # state
+    # settings on which the `state` of each process depends (method, codec, leaders …), as JSON data; empty: no state
     own: Mapping[str, Any] = MappingProxyType({})
 
     def before_update(self, step: int) -> None:

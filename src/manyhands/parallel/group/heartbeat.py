@@ -21,8 +21,8 @@ class Heartbeat(BaseModel):
     step: int  # updates made
     phase: Annotated[str, Field(max_length=100), AfterValidator(plain)]  # current phase: train, data, evaluate, save
     still_s: _Seconds  # seconds since the last progress
-    usual_s: _Seconds  # the median seconds of recent updates; at first, those expected of the network; 0 if unknown
-    calls: int = -1  # collectives of all processes that this process has reached; -1 if unknown
+    usual_s: _Seconds  # median seconds of recent updates; for the first, the expected time of the link; 0 if unknown
+    calls: int = -1  # collectives of the entire run that this process has reached; -1 if unknown
     moved_bytes: int = 0  # sent and received on all connections; 0 if unknown
     cpu_s: _Seconds = 0.0  # CPU time of the process
 
@@ -44,7 +44,7 @@ def leave_path(folder: Path) -> Path:
 class Seen(Heartbeat):
     """A heartbeat with the observations of the machine's agent."""
 
-    rank: int  # of the process
+    rank: int
     pid: int
     quiet_s: float  # since the last heartbeat
     stopped: bool  # True if the process is suspended by SIGSTOP or a debugger

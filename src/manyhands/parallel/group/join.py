@@ -400,7 +400,7 @@ def _device_and_backend(wanted: str) -> tuple[str, str]:
 
 
 def own_use(store: Any, rank: int, attempt: int = 0) -> Any:
-    """Returns the store with a prefix for this run, because other runs in the same processes may use the store too."""
+    """Returns the store with a prefix for this run, because several runs may use one store."""
     uses = store.add(f"manyhands/uses/{attempt}/{rank}", 1)  # all processes count their uses in the same order
     return dist.PrefixStore(f"manyhands/{uses}", store)
 

@@ -21,8 +21,7 @@ class PortTakenError(UserError):
 def listen(host: str, port: int, given_by: str = "--init") -> socket.socket:
     """Listens on one address of this machine only (torch's own store would listen on every interface).
 
-    `given_by` is the flag or variables that set the address. Raises UserError if the address is not this machine's or
-    the port is taken.
+    `given_by` names the source of the address. Raises UserError for another machine's address or a taken port.
     """
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]

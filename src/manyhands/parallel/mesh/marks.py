@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from manyhands.core.errors import UserError
 from manyhands.core.mesh import Mesh, TensorLayout, unsharded
 
-BUFFERS = "cut_buffers"  # the module attribute with marks of buffers, which lose their own attributes in Module.to()
+BUFFERS = "cut_buffers"  # the module attribute with marks of buffers, which lose their own attributes when moved
 _FORMS = (
     'give layerwise_parallel=True, "tp" or ("tp", 1), and shape=(…) of the full tensor',
     "or use tp.shard(full_tensor, dim), which shards and marks a tensor",

@@ -158,8 +158,7 @@ class FlatGradients:
         turn = self._sums.turn
         into = self._into[turn]
         if self._other:
-            # a + b and b + a have equal bits: each of two processes adds the other's values to its own, which are in
-            # its cache.
+            # a + b and b + a have equal bits: each of two processes adds the other's values to its own cached values.
             for one in self._parameters:
                 if one.grad is None:
                     one.grad = torch.zeros_like(one)

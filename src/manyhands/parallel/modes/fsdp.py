@@ -21,7 +21,7 @@ def apply(model: nn.Module, world: World, request: ModeRequest) -> ParallelNetwo
     if world.alone:
         return ParallelNetwork(model)
     for parameter in model.parameters():
-        # fully_shard requires contiguous parameters; with channels_last only the images carry that format through the
+        # fully_shard requires contiguous parameters; under channels_last the images carry the format through the
         # layers.
         parameter.data = parameter.data.contiguous()
     mesh = init_device_mesh(world.device.partition(":")[0], (world.size,), mesh_dim_names=("dp",))

@@ -39,7 +39,7 @@ _MIN_IN_ONE_PASS = 3
 _MOST_VALUES = 1 << 22
 
 
-Run = tuple[Span, ...]  # groups of one size that only this process holds, or one group or the local rows of one group
+Run = tuple[Span, ...]  # unshared groups of one size for one pass, or a single group
 
 
 @dataclass
@@ -90,7 +90,7 @@ class GroupedNorm(_BatchNorm):
     """Normalises over BatchNorm groups in training, and like torch in evaluation."""
 
     groups: NormGroups
-    # sums over an update's passes [2 C + 1]: means [C] and unbiased variances [C], times their factors, and the factors
+    # over an update's passes, the sums [2 C + 1] of factor * mean [C], factor * unbiased variance [C], and factor
     seen: Tensor | None
     rows_per_sample: int  # input rows per sample, such as flattened tokens; 0: unknown, so that statistics are local
 

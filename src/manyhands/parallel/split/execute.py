@@ -154,14 +154,11 @@ def _word(op: Op) -> str:
 
 
 class Builder:
-    """Builds the graph that a process runs: the traced graph, with conversions between different layouts.
-
-    `local` caches the modules that compute ops on shards, by the id of the op's module or node.
-    """
+    """Builds the graph that a process runs: the traced graph, with conversions between different layouts."""
 
     def __init__(self, graph: Graph, letters: Letters, grid: Grid, local: dict[int, nn.Module | None]) -> None:
         self._traced, self._ops, self._letters, self._grid = graph.traced, graph.ops, letters, grid
-        self._local = local
+        self._local = local  # modules that compute ops on shards, by the id of the op's module or node
         self._names = {op.node: op.name for op in graph.ops.values() if op.node is not None}
         self._graph = fx.Graph()
         self._copied: dict[fx.Node, fx.Node] = {}
@@ -241,7 +238,7 @@ class SplitNetwork(nn.Module):
         self._whole = (model,)
         dims = train.ops[train.ops[LOSS].sources[0]].extent.dims
         self.classes = dims[-1] if len(dims) > 1 else 0  # number of classes in the network's output
-        self.draws = any(_draws(op) for op in train.ops.values())  # an op draws random numbers in training
+        self.draws = any(_draws(op) for op in train.ops.values())  # True if an op draws random numbers in training
         self.layouts = parameter_layouts(train, letters)  # by parameter and buffer
         tensors = {name: one for name, one in model.state_dict(keep_vars=True).items() if isinstance(one, Tensor)}
         # The graph reads a shared tensor under only one of its names.

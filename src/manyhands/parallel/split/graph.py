@@ -261,13 +261,10 @@ def tie_all(ops: Mapping[str, Op], pairs: Iterable[tuple[str, str]]) -> None:
 
 
 def whole_or_batch(op: Op, inputs: list[Op]) -> dict[str, Loop | str]:
-    """Returns the placements of any op: replicated (r), and samples sharded (n) unless the op mixes samples.
-
-    Under n, values without samples have the side SPREAD, because their gradients are partial.
-    """
+    """Returns the placements of any op: replicated (r), and samples sharded (n) unless the op mixes samples."""
     parameters = frozenset(op.parameters())
     together = Loop(tuple(WHOLE for _ in inputs), WHOLE)
     if not op.batchwise:
         return {"n": "the op mixes samples (or has no samples in dimension 0)", "r": together}
-    sides: tuple[Side, ...] = tuple(0 if one.batched else SPREAD for one in inputs)
+    sides: tuple[Side, ...] = tuple(0 if one.batched else SPREAD for one in inputs)  # SPREAD: partial gradients
     return {"n": Loop(sides, 0 if op.batched else SPREAD, partial=parameters), "r": together}

@@ -77,8 +77,7 @@ def describe_ops(
 ) -> tuple[dict[str, Op], list[tuple[str, str]]]:
     """Returns the ops of a network or a loss by name, and pairs of ops that must have equal letters.
 
-    `many` and `few` are each node's values for `SAMPLES` and `FEWER` samples. `begin` describes an input; None:
-    samples.
+    `many`, `few`: each node's values for `SAMPLES` and `FEWER` samples. `begin` describes an input; None: samples.
     """
     ops: dict[str, Op] = {INPUT: Op(INPUT, tied=INPUT)}
     ties: list[tuple[str, str]] = []
@@ -141,10 +140,7 @@ def _try(traced: fx.GraphModule, model: nn.Module, picture: Tensor) -> tuple[dic
 
 
 def run_twice(traced: fx.GraphModule, inputs: tuple[Tensor, ...]) -> tuple[dict[fx.Node, Any], dict[fx.Node, Any]]:
-    """Returns each node's value for `SAMPLES` samples and for the last `FEWER` of them, without gradients.
-
-    If both agree, the value for fewer samples is a view of the value for more samples.
-    """
+    """Returns each node's values for `SAMPLES` samples and for the last `FEWER` of them (a view, if both agree)."""
     many, few = _Trial(traced), _Trial(traced)
     many.args_iter, few.args_iter = iter(inputs), iter([_last(one, 1) for one in inputs])
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
