@@ -151,8 +151,7 @@ class ParallelNetwork:
     ) -> tuple[Tensor, Tensor]:
         """Returns the outputs [count, C] and labels [count] of a block of `count` samples; a collective on a mesh.
 
-        `inputs` and `labels` are this process's samples of the block; on a mesh, the samples of `share.of_block`. `run`
-        computes the outputs of a module.
+        `inputs`, `labels`: this process's samples of the block (on a mesh, `share.of_block`). `run` evaluates a module.
         """
         return run(self.model, inputs)[:count], labels
 

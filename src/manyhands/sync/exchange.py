@@ -111,8 +111,8 @@ class AsyncExchange(Generic[T]):
 class CollectiveQueue(Generic[T]):
     """Exchanges in one group whose collectives start in the same order on all processes.
 
-    An exchange has `messages` collectives. The first starts before the last of the exchange added before, so that the
-    link is never idle while data waits. `results` are by index of the exchange.
+    The first of an exchange's `messages` collectives starts before the last of the exchange added before, so that the
+    link is never idle while data waits. `results` are by the index of the exchange.
     """
 
     def __init__(self, conversations: int, messages: int = 2) -> None:

@@ -18,8 +18,8 @@ _VALUE_BYTES = 4
 def measure_link(group: dist.ProcessGroup | None, device: str, budget_s: float = 5.0) -> LinkSpeed:
     """Returns latency and bandwidth for the slowest process, equal on all processes of the group; a collective.
 
-    All-reduces of one value give the latency, of doubling sizes the bandwidth, until one takes long. The last one is
-    repeated, and the faster time counts. A larger size is tried only if the budget has twice the last time left.
+    All-reduces of one value measure the latency; sizes that double until one takes long measure the bandwidth. The last
+    size is repeated, and the faster time counts. A size is tried only if the budget has twice the last time left.
     """
     processes = dist.get_world_size(group) if dist.is_initialized() else 1
     if processes == 1:

@@ -205,8 +205,8 @@ def _among_neighbours(process_info: ProcessInfo, present: dict[int, dict[str, An
 def choose_interface(process_info: ProcessInfo, present: dict[int, dict[str, Any]]) -> str:
     """Sets the interface of collectives by environment variables; returns its name for gloo, or an empty string.
 
-    It is loopback on one machine; else the interface in the shell's variables, or if they are unset the interface
-    towards the other machines. Raises UserError if the shell names an interface that this machine lacks.
+    Collectives use loopback on one machine, else the interface in the shell's variables, else the interface towards the
+    other machines. Raises UserError if the shell names an interface that this machine lacks.
     """
     here, loopback = present[process_info.rank]["machine"], ports.loopback_interface()
     others = [who for _, who in sorted(present.items()) if who["machine"] != here]

@@ -163,8 +163,7 @@ def _store(process_info: ProcessInfo) -> Any:
 def check_in(store: Any, process_info: ProcessInfo, digest: str, say: Say) -> dict[int, dict[str, Any]]:
     """Publishes this process's record in the store and waits for all ranks; returns the records by rank.
 
-    Raises UserError if this rank is taken or a process belongs to another job, and PeerError if a rank is missing or
-    rank 0 has ended.
+    Raises UserError for a taken rank or another job, and PeerError if a rank is missing or rank 0 has ended.
     """
     names = dist.PrefixStore(f"present/{process_info.attempt}", store)
     me = {

@@ -298,8 +298,8 @@ def convert_both(
 ) -> Tensor:
     """Converts this process's shard, differentiably; a collective in forward and in backward.
 
-    `values` are the layouts of the value before and after. `gradients` are the layouts of the gradient that backward
-    returns and of the gradient that backward receives.
+    `values`: layouts of the value before and after. `gradients`: layouts of the gradients that backward returns and
+    gets.
     """
     result: Any = _Conversion.apply(tensor, (*values, *gradients), extent, grid)
     return result

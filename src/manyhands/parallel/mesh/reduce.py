@@ -97,8 +97,7 @@ def bucket_names(
 ) -> list[tuple[tuple[int, ...], list[str]]]:
     """Groups gradients of equal axes and dtype into messages, last layers first, because backward computes them first.
 
-    `pieces` are (name, axes to sum over, dtype, bytes of the local shard) in the network's order. Returns (axes, names)
-    of each message in the order of sending.
+    `pieces`: (name, axes to sum over, dtype, local bytes) in network order. Returns (axes, names) in sending order.
     """
     filling: dict[tuple[tuple[int, ...], torch.dtype], list[str]] = {}
     filled_bytes: dict[tuple[tuple[int, ...], torch.dtype], int] = {}

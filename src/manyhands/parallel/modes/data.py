@@ -51,8 +51,7 @@ class Replica(DistributedDataParallel):
 def apply(model: nn.Module, world: World, request: ModeRequest) -> ParallelNetwork:
     """Wraps the network so that gradients are summed through shared memory or by DDP, if there are other processes.
 
-    DDP's initial broadcast is skipped, because the parameters are equal already; buffers are synchronized in
-    `parallel/replicas/batch_norm.py`.
+    Skips DDP's initial broadcast, because parameters are equal; `replicas/batch_norm.py` synchronizes buffers.
     """
     if world.alone or not any(parameter.requires_grad for parameter in model.parameters()):
         return ParallelNetwork(model, world=world)

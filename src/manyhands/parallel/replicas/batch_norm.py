@@ -73,7 +73,7 @@ class NormGroups:
         CLOCK.to(before)
 
     def finish_update(self, size: int) -> None:
-        """Updates the running statistics of all layers by the groups of `size` processes; one collective."""
+        """Updates all layers' running statistics from the groups of `size` processes; one collective."""
         layers = [layer for layer in self.layers if layer.running_mean is not None]
         if not layers:
             return
