@@ -1,4 +1,4 @@
-"""Finds a parallel mode by its name, and checks that replicas are equal."""
+"""Applies the parallel mode, and compares and equalizes replicas."""
 
 import functools
 from collections.abc import Sequence
@@ -16,13 +16,13 @@ from manyhands.parallel.group.plain import gather_plain
 from manyhands.parallel.network import ModeRequest, ParallelNetwork
 from manyhands.parallel.options import MODE_ALONE, MODES, USUAL_MODE, check_mode
 
-# Values that are widened to 64 bits at a time: what stays in a CPU's cache; more on a card, to start fewer kernels.
+# Values that are converted to int64 at a time: few enough for a CPU's cache; more on an accelerator, for fewer kernels.
 CHECKED_AT_ONCE, CHECKED_ON_CARD = 1 << 15, 1 << 20
 _ODD = 0x9E3779B1
 
 
 def resolve_mode(mode: str, world: World) -> str:
-    """The mode to run; may differ for one process alone. Raises UserError for a mode that can't run here."""
+    """Returns the mode to run, which may differ for a single process. Raises UserError if the mode can't run here."""
     check_mode(mode)
     only = one_process(mode)
     if only and not world.alone:
@@ -32,22 +32,22 @@ def resolve_mode(mode: str, world: World) -> str:
 
 
 def normalises_in_groups(mode: str) -> bool:
-    """True if BatchNorm's groups can be the same at any number of processes."""
+    """Returns True if the mode's BatchNorm groups don't depend on the number of processes."""
     return bool(load_choice(MODES, mode).NORM_GROUPS)
 
 
 def offers_of(mode: str) -> frozenset[Need]:
-    """The needs of sync methods that a mode meets."""
+    """Returns the requirements of sync methods that the mode meets."""
     return load_choice(MODES, mode).OFFERS
 
 
 def one_process(mode: str) -> str:
-    """The description of a mode for one process only; empty for others."""
+    """Returns a short description if the mode supports only one process, else an empty string."""
     return getattr(load_choice(MODES, mode), "ONE_PROCESS", "")
 
 
 def takes_mesh(mode: str) -> bool:
-    """True for modes whose networks shard themselves and are constructed with the mesh."""
+    """Returns True if the mode's network is constructed with the mesh and shards itself."""
     return bool(getattr(load_choice(MODES, mode), "TAKES_MESH", False))
 
 
@@ -63,7 +63,7 @@ def apply_mode(mode: str, model: nn.Module, world: World, request: ModeRequest) 
 
 
 def checksums(tensors: Sequence[Tensor]) -> Tensor:
-    """Two position-dependent sums of the bits of each tensor, int64 [len(tensors), 2]; equal bits give equal sums."""
+    """Returns two sums of the bits of each tensor, plain and weighted by position: int64 [len(tensors), 2]."""
     widths = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     rows = torch.zeros(len(tensors), 2, dtype=torch.int64)
     for row, tensor in enumerate(tensors):
@@ -74,7 +74,7 @@ def checksums(tensors: Sequence[Tensor]) -> Tensor:
         for number, piece in enumerate(words.split(len(weights))):
             bits = piece.to(torch.int64)
             plain = bits.sum()
-            beyond = (2 * number * len(weights) * _ODD + (1 << 63)) % (1 << 64) - (1 << 63)  # as an int64
+            beyond = (2 * number * len(weights) * _ODD + (1 << 63)) % (1 << 64) - (1 << 63)  # wrapped to int64
             sums += torch.stack([plain, (bits * weights[: len(bits)]).sum() + plain * beyond])
         rows[row] = sums.cpu()
     return rows
@@ -82,17 +82,14 @@ def checksums(tensors: Sequence[Tensor]) -> Tensor:
 
 @functools.cache
 def _weights(device: torch.device, count: int) -> Tensor:
-    """Odd weights that differ from place to place: they catch exchanged values as well as changed ones."""
+    """Returns odd factors [count], one for each position, which also detect swapped values."""
     return (2 * torch.arange(count, device=device) + 1) * _ODD
 
 
 def compare_replicas(
     named: dict[str, Tensor], world: World, network: ParallelNetwork | None = None
 ) -> tuple[str, list[int]] | None:
-    """Compares tensors, in one order everywhere, between the processes that should hold the same; a collective.
-
-    Returns the first tensor that differs with the ranks that differ from its first holder, or None.
-    """
+    """Returns the first tensor whose replicas differ, and the ranks of those replicas, or None; a collective."""
     if world.alone or not named:
         return None
     mine = checksums(list(named.values())).to(world.device)
@@ -110,7 +107,7 @@ def compare_replicas(
 
 
 def check_replicas(named: dict[str, Tensor], world: World, step: int, network: ParallelNetwork) -> None:
-    """Raises RunError if replicas differ."""
+    """Raises RunError if replicas differ; a collective."""
     drift = compare_replicas(named, world, network)
     if drift:
         name, ranks = drift
@@ -123,7 +120,7 @@ def check_replicas(named: dict[str, Tensor], world: World, step: int, network: P
 
 
 def make_equal(named: dict[str, Tensor], world: World, *, always: bool = False) -> bool:
-    """Gives every process rank 0's tensors if they differ (or `always`); returns True if they differed."""
+    """Broadcasts rank 0's tensors if they differ between processes (or `always`), and returns True; a collective."""
     equal = not always and compare_replicas(named, world) is None
     if equal or world.alone:
         return False
@@ -133,7 +130,7 @@ def make_equal(named: dict[str, Tensor], world: World, *, always: bool = False) 
 
 
 def refuse_other_networks(model: nn.Module, named: dict[str, Tensor], world: World) -> None:
-    """Raises UserError if a process has or trains other tensors than rank 0: gradients would be mixed up."""
+    """Raises UserError if a process's tensors or frozen parameters differ from rank 0's; a collective."""
     if world.alone:
         return
     frozen = {name for name, one in model.named_parameters(remove_duplicate=False) if not one.requires_grad}

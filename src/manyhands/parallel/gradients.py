@@ -20,19 +20,19 @@ AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def autocast(precision: str, device: str) -> contextlib.AbstractContextManager[object]:
-    """A context in which forward computes in a precision of a job, on a device such as cuda:0."""
+    """Returns a context in which forward computes in a job's precision, on a device such as cuda:0."""
     kind = AUTOCAST.get(precision)
     return torch.autocast(device.partition(":")[0], dtype=kind) if kind else _AS_IT_IS
 
 
-@dataclass(slots=True)  # not frozen, which would take three times as long to make
+@dataclass(slots=True)  # not frozen: creation would take three times as long
 class MicroBatchResult:
     """The result of a forward pass."""
 
     loss: Tensor  # sum [] of this process's losses
     logits: Tensor  # [n, C]
-    labels: Tensor  # int64 [n] of the logits
-    count: int  # samples that this process reports; 0 where others report the same ones
+    labels: Tensor  # int64 [n]
+    count: int  # samples that this process reports; 0 if another process reports them
 
 
 def _nothing(result: MicroBatchResult) -> None: ...
@@ -42,10 +42,10 @@ _AS_IT_IS = contextlib.nullcontext()  # shared, to avoid creating one in every u
 
 
 class Gradients:
-    """Adds up a network's gradients over the micro-batches of an update, in the precision of a job.
+    """Accumulates a network's gradients over the micro-batches of an update, in the precision of a job.
 
-    Without a loss function the user computes the loss. `smoothing` is cross-entropy's, for sharded classes. "fp16"
-    scales losses. Without `mean`, gradients are the sum of all processes' means.
+    Without `loss_fn` the user computes the loss. `smoothing` is the label smoothing of cross-entropy over sharded
+    classes. "fp16" scales losses. If `mean` is false, gradients are the sum of all processes' means.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Gradients:
         self.scaler = torch.amp.GradScaler(world.device.partition(":")[0]) if precision == "fp16" else None
         self.on_card = is_accelerator(world.device)
         self.flat: list[Tensor] = []  # tensors [n] that hold all gradients of the update; see `finish_gradients`
-        self.spoilt: Tensor | None = None  # 1.0 [] where the last update was left out on the card; see `unscale`
+        self.spoilt: Tensor | None = None  # 1.0 [] if the accelerator skipped the last update; see `unscale`
         self._begin, self._goes_with = torch.ones(()), (1.0, torch.float32, torch.device("cpu"))
         self._loss_fn = network.loss_fn(loss_fn, smoothing) if loss_fn else None
         self._scale = network.traits.gradient_scale * (1 if mean else network.share.parts)
@@ -72,12 +72,12 @@ class Gradients:
 
     @contextlib.contextmanager
     def own_forward(self, *, last: bool) -> Iterator[None]:
-        """Around the user's own forward and `backward_of`."""
+        """Returns a context for the user's forward and `backward_of`; `last`: the update's last micro-batch."""
         with _AS_IT_IS if last else self.network.traits.no_sync(), self.autocast():
             yield
 
     def not_forward(self) -> contextlib.AbstractContextManager[object]:
-        """Undoes `autocast` within it, for what isn't a forward pass."""
+        """Returns a context without autocast, for computations outside of the forward pass."""
         if self.precision not in AUTOCAST:
             return contextlib.nullcontext()
         return torch.autocast(self.world.device.partition(":")[0], enabled=False)
@@ -90,11 +90,11 @@ class Gradients:
         last: bool = True,
         on_result: Callable[[MicroBatchResult], bool | None] = _nothing,
     ) -> MicroBatchResult:
-        """Adds a micro-batch's gradients.
+        """Runs forward and backward of a micro-batch and adds its gradients.
 
-        The sum of losses is divided by `divisor`, usually the update's samples. `last`: gradients are averaged over
-        processes as they come. `on_result` gets the result before backward; if it returns False, gradients become NaN
-        on all processes.
+        The sum of losses is divided by `divisor`, usually the samples of the update. `last`: backward averages
+        gradients over processes. `on_result` gets the result before backward; False from it makes all processes'
+        gradients NaN.
         """
         assert self._loss_fn is not None
         with _AS_IT_IS if last else self.network.traits.no_sync():
@@ -103,13 +103,13 @@ class Gradients:
                 loss, logits, labels = self._loss_fn(self.network.call(inputs), labels)
             result = MicroBatchResult(loss.detach(), logits.detach(), labels, count)
             bad = on_result(result) is False
-            # If processes compute a batch together, an empty share takes part in the gradients of the others.
+            # If processes compute a micro-batch together, an empty share adds to the gradients of other processes.
             weight = self._scale / divisor if part.share.count or self.network.share.together else 0.0
             self._backward(loss, math.nan if bad else weight, last=last)
         return result
 
     def backward_of(self, loss: Tensor, weight: float | Tensor = 1.0, *, last: bool = True) -> None:
-        """Backward of a loss [] that the user has computed with `network.call`."""
+        """Runs backward of a loss [] that the user computed with `network.call`."""
         with _AS_IT_IS if last else self.network.traits.no_sync():
             self._backward(loss, self._scale * weight, last=last)
 
@@ -120,30 +120,30 @@ class Gradients:
             loss = loss * (weight.to(loss.dtype) if isinstance(weight, Tensor) else weight)
             (self.scaler.scale(loss) if self.scaler else loss).backward()
         else:
-            # What loss.backward(weight) does, without its checks, which import sympy: a third of a second.
+            # Like loss.backward(weight), without its checks, which import sympy (0.3 s).
             start = weight.to(loss) if isinstance(weight, Tensor) else self._begins_with(loss, weight)
             _engine_run_backward((loss,), (start,), False, False, (), allow_unreachable=True, accumulate_grad=True)
         CLOCK.backward_ends()
 
     def _begins_with(self, loss: Tensor, weight: float) -> Tensor:
-        """A weight as a loss's gradient []; usually that of the last update."""
+        """Returns the factor `weight` as the loss's gradient []; cached, because it rarely changes."""
         goes_with = weight, loss.dtype, loss.device
         if type(loss) is not Tensor:
             return loss.new_full((), weight)
-        if goes_with != self._goes_with or self._begin._version:  # written to by a function of the user's
+        if goes_with != self._goes_with or self._begin._version:  # changed in place by the user's code
             self._goes_with, self._begin = goes_with, loss.new_full((), weight)
         return self._begin
 
     def finish(self) -> None:
-        """Completes the gradients after an update's last micro-batch."""
+        """Completes the gradients after an update's last micro-batch; a collective."""
         before = CLOCK.to(COMMUNICATION)
         self.flat = self.network.finish_gradients()
         CLOCK.to(before)
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
-        """Undoes the loss's scale; `step` skips an update in which a gradient overflowed, on all processes alike.
+        """Undoes the loss scale; `step` then skips an update with an overflowed gradient on all processes.
 
-        On a card, finiteness is checked without a scale too; nothing waits for the card, `spoilt` reports it later.
+        On an accelerator without a loss scale, `spoilt` records non-finite gradients, without synchronization.
         """
         if self.scaler:
             self.scaler.unscale_(optimizer)
@@ -166,10 +166,7 @@ class Gradients:
         return self.on_card and fused and not self.scaler
 
     def finish_statistics(self) -> None:
-        """Updates BatchNorm's running statistics; a collective if there are any.
-
-        It comes before `step`, so that a process whose peer dies has either all of an update or nothing of it.
-        """
+        """Updates BatchNorm's running statistics, before `step` so that no update is half applied; a collective."""
         self.network.finish_update()
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -177,8 +174,7 @@ class Gradients:
             self.scaler.step(optimizer)
             self.scaler.update()
         elif self.spoilt is not None:
-            # As torch's own scaler hands it over.
-            untyped: Any = optimizer
+            untyped: Any = optimizer  # as torch's GradScaler sets it
             untyped.grad_scale, untyped.found_inf = None, self.spoilt
             optimizer.step()
             del untyped.grad_scale, untyped.found_inf
@@ -187,15 +183,15 @@ class Gradients:
 
 
 def all_finite(tensors: Iterable[Tensor]) -> bool:
-    """True if all values are finite, by one sum over each tensor, the cheapest pass over memory."""
+    """Returns True if all values are finite, by one sum over each tensor, the cheapest pass over memory."""
     sums = [tensor.sum() for tensor in tensors]
-    if sums and sums[0].device.type != "cpu":  # a card is waited for once
+    if sums and sums[0].device.type != "cpu":  # one synchronization for all tensors
         return bool(torch.stack([torch.isfinite(one) for one in sums]).all())
     return all(map(math.isfinite, sums))
 
 
 def _spoilt(gradients: Sequence[Tensor], device: str) -> Tensor:
-    """1.0 [] if a value isn't finite, else 0.0; on the device."""
+    """Returns 1.0 [] if a value isn't finite, else 0.0; on the device."""
     found, scale = torch.zeros((), device=device), torch.ones((), device=device)
     for kind in {one.dtype for one in gradients}:
         torch._amp_foreach_non_finite_check_and_unscale_([one for one in gradients if one.dtype == kind], found, scale)
@@ -203,5 +199,5 @@ def _spoilt(gradients: Sequence[Tensor], device: str) -> Tensor:
 
 
 def summed_over_samples(loss: Tensor, count: int) -> Tensor:
-    """The sum [] of a loss over `count` samples; the loss is a value for each [n, …], or their mean []."""
+    """Returns the sum [] of a loss over `count` samples; `loss` is a value for each sample [n, …], or the mean []."""
     return loss * count if loss.ndim == 0 else loss.reshape(count, -1).mean(1).sum()

@@ -19,19 +19,19 @@ if TYPE_CHECKING:
     from manyhands.parallel.mesh.grid import Grid
     from manyhands.parallel.plan import Plan
 
-# From a network's output and labels int64 [n]: the sum [] of losses, and the logits [n, C].
+# (output, labels int64 [n]) -> (sum [] of losses, logits [n, C])
 LossFn = Callable[[Any, Tensor], tuple[Tensor, Tensor]]
 LossFnWithLabels = Callable[[Any, Tensor], tuple[Tensor, Tensor, Tensor]]  # also the labels of the logits
 
 
 @dataclass(slots=True)  # not frozen: creation would take three times as long
 class MicroBatchShape:
-    """A micro-batch over all processes."""
+    """The size of a micro-batch over all processes, and how it is shared."""
 
-    samples: int  # in this micro-batch
-    batch: int  # in the whole update
-    share: Callable[[int, int], Share]  # the share of process `index` of `parts`
-    seed: int = 0  # of the random numbers in ops; equal on all processes
+    samples: int  # samples of this micro-batch
+    batch: int  # samples of the entire update
+    share: Callable[[int, int], Share]  # (parts, index) -> the share of process `index` of `parts`
+    seed: int = 0  # for random numbers in ops; equal on all processes
 
 
 @dataclass(slots=True)  # not frozen: creation would take three times as long
@@ -40,13 +40,13 @@ class MicroBatch:
 
     inputs: Tensor  # [n, …]; if the share is empty, one sample of weight zero
     labels: Tensor  # int64 [n]
-    share: Share  # the samples of the update that these are
+    share: Share  # the position of the samples in the update
     shape: MicroBatchShape  # the micro-batch over all processes
-    samples: Tensor | None = None  # int64 [n], numbers of the samples in the training split, for messages
+    samples: Tensor | None = None  # int64 [n], indices of the samples in the training split, for messages
 
 
 def full_batch(inputs: Tensor, labels: Tensor) -> MicroBatch:
-    """An update of one micro-batch on this process alone, whose samples are one BatchNorm group."""
+    """Returns an update of one micro-batch on one process, whose samples are one BatchNorm group."""
     count = len(labels)
     everything = Share(0, count, (), ())
     return MicroBatch(inputs, labels, everything, MicroBatchShape(count, count, lambda _parts, _index: everything))
@@ -54,7 +54,7 @@ def full_batch(inputs: Tensor, labels: Tensor) -> MicroBatch:
 
 @dataclass(frozen=True)
 class DataShare:
-    """How the processes share the samples of a micro-batch or of a block in evaluation."""
+    """This process's share of the samples of a micro-batch, or of a block in evaluation."""
 
     parts: int = 1  # processes that get different samples
     index: int = 0  # this process's index among them
@@ -84,7 +84,7 @@ class ModeTraits:
     averages: str = ""  # how gradients are averaged, and why, in a sentence; empty if the mode has no choice
     endless: frozenset[str] = frozenset()  # names of buffers that are not finite at the start
     plan: "Plan | None" = None  # the plan by which the network is split
-    outputs: int = 0  # the number of classes that the network returns, if splitting it found that; else 0
+    outputs: int = 0  # the number of classes in the output, if sharding has determined it; else 0
     draws: bool = False  # an op draws random numbers in training
 
 
@@ -97,12 +97,12 @@ class Layouts(dict[str, TensorLayout]):
 
 
 class ParallelNetwork:
-    """A network whose processes each compute their own samples; see `NetworkOnMesh` for the others.
+    """A network whose processes each compute their own samples; see `NetworkOnMesh` for the other kind.
 
     Attributes:
         model: the user's network under its own names, for evaluation and checkpoints.
         call: the module to call in training; its backward averages gradients if the mode does.
-        share: how processes share the samples; by default each process of the world gets different ones.
+        share: how processes share the samples; by default each process gets different samples.
         norms: the groups of the BatchNorm layers, set for each micro-batch.
     """
 
@@ -123,24 +123,17 @@ class ParallelNetwork:
         self.norms = norms_of(model)
 
     def loss_fn(self, loss_fn: LossFn, smoothing: float) -> LossFnWithLabels:  # noqa: ARG002 - for split classes
-        """Returns the loss function for the output of `call` in training; `smoothing` is that of cross-entropy."""
+        """Returns the loss function for `call`'s output in training; `smoothing` is cross-entropy's label smoothing."""
         return lambda output, labels: (*loss_fn(output, labels), labels)
 
     def begin(self, part: MicroBatch) -> tuple[Tensor, Tensor, int]:
-        """Prepares a micro-batch.
-
-        Returns the input of `call`, the labels of its output, and the number of samples whose loss this process
-        reports.
-        """
+        """Returns (input of `call`, labels of its output, number of samples whose loss this process reports)."""
         share = part.share
         self.norms.begin_micro_batch(share.spans, share.shared_groups, share.count, part.shape.batch)
         return part.inputs, part.labels, share.count
 
     def finish_gradients(self) -> list[Tensor]:
-        """Completes the gradients after an update's last backward pass; a collective.
-
-        Returns flat tensors [n] that hold all gradients; empty if they lie elsewhere.
-        """
+        """Completes an update's gradients; returns flat tensors [n] with all gradients, or no tensor; a collective."""
         return []
 
     def gradient_norm(self) -> Tensor:
@@ -156,10 +149,9 @@ class ParallelNetwork:
     def evaluate(
         self, inputs: Tensor, labels: Tensor, count: int, run: Callable[[nn.Module, Tensor], Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """Evaluates a block of `count` samples; a collective on a mesh.
+        """Returns the outputs [count, C] and labels [count] of a block of `count` samples; a collective on a mesh.
 
-        `inputs` and `labels` are this process's samples of the block; on a mesh, those of `share.of_block`. `run`
-        computes the outputs of a module. Returns the outputs [count, C] and labels [count] of the block.
+        `inputs`, `labels`: this process's samples of the block (on a mesh, `share.of_block`). `run` evaluates a module.
         """
         return run(self.model, inputs)[:count], labels
 
@@ -174,7 +166,7 @@ class ParallelNetwork:
 
 @dataclass(frozen=True)
 class ModeRequest:
-    """The inputs of a mode."""
+    """The arguments of a mode's `apply`, besides network and processes."""
 
     unused: bool = False  # some parameters may get no gradient
     cross_entropy: bool = True  # the loss is plain cross-entropy, whose classes can be split

@@ -17,9 +17,8 @@ from manyhands.parallel.network import DataShare, Layouts, MicroBatch, MicroBatc
 class NetworkOnMesh(ParallelNetwork):
     """A network whose processes compute each micro-batch together.
 
-    `layouts` has each parameter and buffer. `axes` are the mesh axes, by index, along which processes get different
-    samples, and those along which they compute the loss of different samples. `most_parts` is the most parts into which
-    an op shards the samples.
+    `layouts` has each parameter and buffer. `axes` are the indices of the mesh axes that shard the samples of the
+    input, and of the axes that shard the samples of the loss. An op shards the samples into at most `most_parts`.
     """
 
     full_outputs = False  # True if evaluation returns the outputs of all samples on each process
@@ -46,17 +45,17 @@ class NetworkOnMesh(ParallelNetwork):
         self._input: Layout = tuple(0 if axis in input_axes else "R" for axis in every)
         self._loss: Layout = tuple(0 if axis in loss_axes else "R" for axis in every)
         self._everywhere: Layout = tuple("R" for _ in every)
-        # Of the processes that compute the loss of the same samples, one reports them.
+        # One of the processes that compute the loss of the same samples reports it.
         self._reports = grid.first([axis for axis in every if axis not in loss_axes])
 
     @abstractmethod
     def begin_micro_batch(self, shape: MicroBatchShape) -> None:
-        """Prepares the network for a micro-batch; all processes call it."""
+        """Prepares the network for a micro-batch, on each process."""
 
     @override
     def begin(self, part: MicroBatch) -> tuple[Tensor, Tensor, int]:
         self.begin_micro_batch(part.shape)
-        # A share without samples is empty here, because it must fit the shards on other processes.
+        # A share without samples stays empty, because it must fit the shards on other processes.
         inputs, labels = part.inputs[: part.share.count], part.labels[: part.share.count]
         labels = self._converted(labels, self._loss, len(labels))
         return inputs, labels, len(labels) if self._reports else 0
@@ -83,7 +82,7 @@ class NetworkOnMesh(ParallelNetwork):
         return outputs[:count], labels[:count]
 
     def _converted(self, rows: Tensor, target: Layout, count: int) -> Tensor:
-        """Converts rows from the layout of the input to another one, for `count` samples over all processes."""
+        """Converts rows from the layout of the input to `target`; all processes together have `count` samples."""
         return convert(rows, self._input, target, Extent((count,), 1), self.grid)
 
     @override

@@ -12,7 +12,7 @@ SEARCH = "search"
 
 
 def check_mode(mode: str) -> None:
-    """Raises UserError where no parallel mode has this name."""
+    """Raises UserError if no parallel mode has this name."""
     if mode not in module_names(MODES):
         raise unknown_choice("parallel mode", mode, module_names(MODES), "parallel.mode")
 

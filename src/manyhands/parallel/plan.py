@@ -1,4 +1,4 @@
-"""A plan: how the ops of a network are sharded on a mesh; plan.json."""
+"""Plans: how the ops of a network are sharded on a mesh, and their file plan.json."""
 
 import re
 from collections.abc import Mapping
@@ -90,7 +90,7 @@ def _plan_of_record(record: PlanRecord, where: str) -> Plan:
 
 
 def parse_pins(words: tuple[str, ...], where: str = "--pin") -> dict[str, str]:
-    """Reads "fc=n@dp o@tp" words. Raises UserError: a word is not of this form."""
+    """Parses pins such as "fc=n@dp o@tp" into strategies by op. Raises UserError for another form."""
     pins: dict[str, str] = {}
     for word in words:
         match = re.fullmatch(r"\s*([^=\s]+)\s*=\s*(\S.*)", word)
@@ -101,7 +101,7 @@ def parse_pins(words: tuple[str, ...], where: str = "--pin") -> dict[str, str]:
 
 
 def plan_of(options: ParallelOptions, world_size: int) -> Plan:
-    """The plan of a job's options: a file with pins over it, or pins alone. Raises UserError if it is invalid."""
+    """Returns the plan of a job: pins combined with a plan file, or pins alone. Raises UserError if it is invalid."""
     pins = parse_pins(options.pin, "parallel.pin")
     plan = read_plan(Path(options.plan).expanduser()) if options.plan else Plan(Mesh((("dp", world_size),)))
     if options.mesh or not options.plan:
@@ -118,5 +118,5 @@ def plan_of(options: ParallelOptions, world_size: int) -> Plan:
 
 
 def shared_plan(options: ParallelOptions, world: World) -> Plan:
-    """Rank 0's `plan_of` on every process, because other machines may lack the file; a collective. Raises UserError."""
+    """Returns rank 0's `plan_of`, because other machines may lack the file; a collective. Raises UserError."""
     return plan_from_plain(broadcast_result(lambda: plan_of(options, world.size).as_plain(), world), "plan")

@@ -1,4 +1,4 @@
-"""torch's DTensors; importing what creates them takes half a second."""
+"""Helpers for torch's DTensors, whose constructors are imported late because that takes half a second."""
 
 from typing import Any
 
@@ -10,12 +10,12 @@ def is_spread(tensor: Any) -> bool:
 
 
 def full_tensor(tensor: Any) -> Any:
-    """The full tensor; a collective for a DTensor."""
+    """Returns the full tensor; a collective for a DTensor."""
     return tensor.full_tensor() if is_spread(tensor) else tensor
 
 
 def spread_like(value: Tensor, parameter: Any) -> Tensor:
-    """Shards a full tensor, which every process holds, like a DTensor; sends nothing."""
+    """Shards a full tensor like the DTensor `parameter`, without communication; all processes must hold the tensor."""
     from torch.distributed.tensor import distribute_tensor
 
     return distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)

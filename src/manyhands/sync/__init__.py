@@ -1,1 +1,1 @@
-"""When data-parallel replicas agree, and what they send."""
+"""Gradient synchronization between data-parallel replicas."""

@@ -1,4 +1,4 @@
-"""Finds a sync method by its name, and chooses one for a link. No torch."""
+"""Selects the sync method for a link. Imports no torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -8,15 +8,14 @@ from manyhands.core.choices import unknown_choice
 from manyhands.sync.costs import Cost, LinkCase
 from manyhands.sync.options import AUTO, SyncOptions, methods, synchronizes_every_update
 
-# What every parallel mode does by itself; plans are priced with it.
+# The method that every parallel mode implements; plan costs assume it.
 EXACT = next(name for name, method in methods().items() if method.EXACT and not method.NEEDS)
 BY_MODE = Cost(EXACT, 0.0, 0.0)
 
-# What may be lost by a method that changes less: a share of a step, or seconds of the whole run.
+# Acceptable slowdown by a method that changes training less: a share of a step, or seconds of the entire run.
 _LOST_SHARE, _LOST_S = 0.10, 120.0
-_LOST_FOR_ACCURACY = 0.5  # for a method that synchronizes every update, beside local steps
-# Nor are differences believed that a busy machine's clock can't tell.
-_LOST_STEP_S = 2e-3
+_LOST_FOR_ACCURACY = 0.5  # by a method that synchronizes every update, relative to local steps
+_LOST_STEP_S = 2e-3  # smaller differences are noise on a busy machine
 _ALIKE_SHARE = 0.02
 _DAY_S, _HOUR_S, _MINUTE_S = 86400.0, 3600.0, 60.0
 
@@ -39,13 +38,13 @@ class SyncChoice:
 def choose(
     case: LinkCase, options: SyncOptions, only: str = "", without: Mapping[str, str] | None = None
 ) -> SyncChoice:
-    """The method that "auto" takes: the first that synchronizes every update and costs little, else a local one.
+    """Selects the method for "auto": the first that synchronizes every update at a small cost, else a local method.
 
-    "Little" is 10 % of a step of the fastest such method, or two minutes of the whole run: exactness is worth that.
-    Methods with an interval lost accuracy in our experiments, so they are taken only where they save more than a third
-    of the time. Among codecs that are equally fast the first considered wins.
+    A small cost is 10 % of a step of the fastest such method, or two minutes of the entire run. Methods with an
+    interval lost accuracy in our experiments, so they are chosen only if they save more than a third of the time. Among
+    equally fast codecs the first considered wins.
 
-    `only` restricts the choice to one method. `without` are excluded methods with the reason; never the exact one.
+    `only` restricts the choice to one method. `without` maps excluded methods, never the exact one, to the reason.
     """
     out, step_s = without or {}, attrgetter("step_s")
     costs = tuple(
@@ -76,7 +75,7 @@ def _near(cost: Cost, best: Cost, case: LinkCase, share: float) -> bool:
 
 
 def words_of(cost: Cost) -> str:
-    """A method in a few words: "local (int4, every 96 steps)"."""
+    """Describes a method briefly: "local (int4, every 96 steps)"."""
     if synchronizes_every_update(cost.method):
         return cost.method
     return f"{cost.method} ({cost.codec}, every {f'{cost.every} steps' if cost.every > 1 else 'step'})"
@@ -94,7 +93,7 @@ def _reason(case: LinkCase, chosen: Cost, best: Cost, exact: Cost) -> str:
 
 
 def days_of(cost: Cost, case: LinkCase) -> float:
-    """Days of all updates, without evaluation and saving."""
+    """Returns the days of all updates, without evaluation and saving."""
     return cost.step_s * case.steps / _DAY_S
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from manyhands.sync.costs import BLOCK, SCALE_BYTES
 
 _SMALLEST = 1e-35  # the smallest divisor
-_BIAS = 136  # makes two numbers from -8 to 7 one byte: 8 + 8 * 16
+_BIAS = 136  # packs two integers from -8 to 7 into one byte: 8 + 8 * 16
 
 
 class Plain:
@@ -36,7 +36,7 @@ class Integers:
         self._most = 2 ** (bits - 1) - 1
 
     def encode(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Rounds to the nearest; a block with an infinity or a NaN becomes NaN."""
+        """Rounds to the nearest integer; a block with an infinity or a NaN becomes NaN."""
         blocks = values.to(torch.float32).unflatten(-1, (-1, self._block))
         # bfloat16 has the range of a float32, and gradients may be small.
         scales = (blocks.abs().amax(-1, keepdim=True) / self._most).to(torch.bfloat16)
@@ -63,12 +63,12 @@ class Integers:
         return whole.unflatten(-1, (-1, self._block)).mul_(factors[..., None]).flatten(-2).to(dtype)
 
 
-# `encode` turns values [..., n], a multiple of BLOCK, into uint8 and rounding errors; `decode` returns [..., n].
+# `encode` converts values [..., n], n a multiple of BLOCK, to uint8 and rounding errors; `decode` returns [..., n].
 Codec = Plain | Integers
 
 
 def codec_named(name: str, dtype: torch.dtype) -> Codec:
-    """The codec none, bf16, int8 or int4 of the options; `dtype` is that of "none"."""
+    """Returns the codec none, bf16, int8 or int4; `dtype` is for "none"."""
     if name == "none":
         return Plain(dtype)
     return Plain(torch.bfloat16) if name == "bf16" else Integers(8 if name == "int8" else 4)

@@ -1,8 +1,8 @@
-"""Compression of vectors: rounded value by value, or as low-rank matrices. Both return a residual.
+"""Compression of vectors, value by value or as low-rank matrices, with a residual.
 
-The mean of the inputs (values plus earlier residuals) is the average plus the mean of the new residuals, so nothing is
-lost, only late. The bits of factors must be equal on all machines, or their networks would drift apart. Libraries are
-fastest and give equal bits on machines of one kind; elsewhere, all processes compute step by step.
+The mean of the inputs (values plus earlier residuals) equals the returned mean plus the mean of the new residuals, so
+values are only delayed. The bits of factors must be equal on all machines, or their networks would drift apart. Library
+functions are fastest and give equal bits on machines of one kind; otherwise all processes use portable functions.
 """
 
 import hashlib
@@ -19,45 +19,41 @@ from manyhands.sync.exchange import ExchangeSteps, Residual, SyncGroup, mean_of
 
 Multiply = Callable[[Tensor, Tensor, Tensor], object]
 
-_EXPLAINED = 1e-6  # rounding error of a column of length one that the earlier ones explain
+_EXPLAINED = 1e-6  # a unit column whose remainder is at most this long depends on earlier columns
 
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """How factors are computed."""
+    """The functions that compute factors."""
 
-    multiply: Multiply  # columns [r, n] times columns [r, m], into [n, m]
-    # factors as columns [r, n], and replacements of zero columns, to orthonormal columns; see `gram_schmidt`
+    multiply: Multiply  # (left [r, n], right [r, m], out [n, m]): writes left.T @ right
+    # (factors [r, n], replacements of zero columns) -> orthonormal columns; see `gram_schmidt`
     orthonormal: Callable[[Sequence[Tensor], Sequence[Tensor]], list[Tensor]]
 
 
 def at_once(left: Tensor, right: Tensor, out: Tensor) -> None:
-    """Columns [r, n] times columns [r, m], into out [n, m]; the order of the terms is the library's."""
+    """Writes left.T @ right, of [r, n] and [r, m], to out [n, m]; the library chooses the order of the sums."""
     torch.mm(left.T, right, out=out)
 
 
 def term_by_term(left: Tensor, right: Tensor, out: Tensor) -> None:
-    """The same in the order of the columns, to the same bits on every machine.
-
-    Products are rounded before they are added: fused multiply-add isn't available everywhere.
-    """
+    """Like `at_once`, with equal bits on every machine: sums in order, and no fused multiply-add."""
     torch.mul(left[0][:, None], right[0], out=out)
     for one, other in zip(left[1:], right[1:], strict=True):
         out.add_(one[:, None] * other)
 
 
 def by_reflections(factors: Sequence[Tensor], first: Sequence[Tensor]) -> list[Tensor]:
-    """Orthonormal columns by Householder's reflections."""
+    """Returns orthonormal columns by Householder reflections; see `gram_schmidt`."""
     live = [torch.where(factor.any(1, keepdim=True), factor, one) for factor, one in zip(factors, first, strict=True)]
     return [torch.linalg.qr(_where_known(factor).T).Q.T.contiguous().to(factor.device) for factor in live]
 
 
 def gram_schmidt(factors: Sequence[Tensor], first: Sequence[Tensor]) -> list[Tensor]:
-    """Orthonormal columns [r, n] that span those of each factor; zeros for a column that the earlier ones explain.
+    """Returns orthonormal columns [r, n] with the span of each factor; zeros for a column that depends on earlier ones.
 
-    A zero column is replaced by that of `first`, or it would stay zero: a matrix that has moved in fewer than r
-    directions leaves such columns. Sums are taken in double precision and rounded, so that all machines get the same
-    bits.
+    A zero column is replaced by a column of `first`, or it would stay zero: a matrix that has changed in fewer than r
+    directions has zero columns. Sums are computed in double precision and rounded, for equal bits on all machines.
     """
     found: list[Tensor] = []
     for factor, one in zip(factors, first, strict=True):
@@ -79,7 +75,7 @@ LIBRARY, PORTABLE = Arithmetic(at_once, by_reflections), Arithmetic(term_by_term
 
 
 def write_product(multiply: Multiply, left: Tensor, right: Tensor, out: Tensor) -> None:
-    """Multiplies into a tensor of n x m values, whatever its type and memory format."""
+    """Writes the product to `out`, a tensor of n x m values of any dtype and memory format."""
     shape = (left.shape[1], right.shape[1])
     if out.is_contiguous() and out.dtype == left.dtype:
         multiply(left, right, out.view(shape))
@@ -90,18 +86,18 @@ def write_product(multiply: Multiply, left: Tensor, right: Tensor, out: Tensor) 
 
 
 def lengths_of(columns: Tensor) -> Tensor:
-    """Lengths of vectors [..., n], as [..., 1]; to the same bits on every machine."""
-    # Roots are no more equal on all processors than sums are.
+    """Returns the lengths of vectors [..., n] as [..., 1], with equal bits on every machine."""
+    # Square roots differ between processors, as sums do, until they are rounded.
     return _rounded(_where_known(columns * columns).sum(-1, keepdim=True, dtype=torch.float64).sqrt(), columns)
 
 
 def _where_known(values: Tensor) -> Tensor:
-    """On a device with double precision and reflections."""
+    """Moves values to the CPU if their device lacks double precision or Householder reflections."""
     return values if values.device.type in {"cpu", "cuda"} else values.cpu()
 
 
 def _rounded(exact: Tensor, like: Tensor) -> Tensor:
-    """To single precision, whatever the type: that is what makes the bits equal."""
+    """Rounds to single precision, whatever the dtype, which makes the bits equal."""
     return exact.to(torch.float32).to(like.device, like.dtype)
 
 
@@ -113,13 +109,13 @@ class Rounded:
         self._sums: Tensor | None = None
 
     def average(self, values: Tensor, peers: SyncGroup) -> ExchangeSteps[tuple[Tensor, Tensor]]:
-        """Exchanges vectors [n]: returns the mean [n] and the residual [n]; that of the sums stays on this process."""
+        """Returns the mean [n] over peers and the residual [n]; the residual of the sums stays in this object."""
         averaged, residual = yield from mean_of(values, self._codec, peers, self._sums)
         self._sums = residual.sums
         return averaged, residual.own
 
     def state(self) -> dict[str, Tensor]:
-        """Returns the residual of this process's part of the sums."""
+        """Returns the residual of the sums that this process computes."""
         return {} if self._sums is None else {"sums": self._sums}
 
     def load(self, state: dict[str, Tensor]) -> None:
@@ -127,15 +123,15 @@ class Rounded:
 
 
 class LowRank:
-    """Sends each matrix as a product of two thin ones, of which one is known everywhere from the turn before.
+    """Sends each matrix as a product of two thin factors, of which one is known on all processes from the turn before.
 
-    Left and right factors take turns, so that two turns make one step of a power iteration, and each takes one
+    Left and right factors alternate, so that two turns make one step of a power iteration, and each turn needs one
     exchange. Sources: Vogels, Karimireddy and Jaggi, "PowerSGD", 2019, arXiv:1905.13727; Zhang et al., "Evaluation and
-    optimization of gradient compression for distributed deep learning" (ACP-SGD), 2023, arXiv:2306.08881. Factors
-    travel column by column as integers of 4 bits, whose rounding errors stay in the residual.
+    optimization of gradient compression for distributed deep learning" (ACP-SGD), 2023, arXiv:2306.08881. Factors are
+    sent column by column as 4-bit integers, whose rounding errors stay in the residual.
 
-    `rank` is the columns of the thin matrices, more for small ones; `seed`, of the first factors, is equal everywhere.
-    `turn` (0 or 1) alternates which of several vectors that are sent together send their longer factors.
+    `rank` is the number of columns of a factor, more for small matrices; `seed` must be equal on all processes. `turn`
+    (0 or 1) alternates between vectors that are sent together, so that not all send their longer factors at once.
     """
 
     def __init__(
@@ -148,18 +144,18 @@ class LowRank:
         *,
         turn: int = 0,
     ) -> None:
-        self.arithmetic: Arithmetic = PORTABLE  # alike on all peers; see `compute_alike`
+        self.arithmetic: Arithmetic = PORTABLE  # equal on all peers; see `compute_alike`
         self.ranks = rank_shapes(shapes, rank)  # how the tensors are sent
         self._sizes = [int(torch.Size(shape).numel()) for shape in shapes]
         self._codec = Integers(FACTOR_BITS, FACTOR_BLOCK)
         generator = torch.Generator().manual_seed(mix(seed))
-        # Columns, here and below: [rank, n] for a factor of [n, rank]; for both kinds of turns, see `gram_schmidt`.
+        # Factors [n, rank] are stored as columns [rank, n]. For even and odd turns, columns that replace zeros.
         self._first = [
             [_random_columns(one, turn, generator).to(device, dtype) for one in self.ranks.matrices] for turn in (0, 1)
         ]
         self._turn = turn
-        self._averaged: list[Tensor] | None = None  # those of this turn, until they are made ready for the next
-        # The factors that are known, those of the turn before, as orthonormal columns.
+        self._averaged: list[Tensor] | None = None  # the factors of this turn, until `prepare`
+        # The factors of the turn before, known on all peers, as orthonormal columns.
         self._known = gram_schmidt(self._first[1 - turn], self._first[1 - turn])
 
     def average(self, values: Tensor, peers: SyncGroup) -> ExchangeSteps[tuple[Tensor, Tensor]]:
@@ -172,7 +168,7 @@ class LowRank:
         return averaged, values
 
     def begin(self, values: Tensor) -> Tensor:
-        """The values to send for values [n]: this turn's factors, and the tensors that are no matrices."""
+        """Returns the values to send for `values` [n]: this turn's factors, and the uncompressed tensors."""
         self.prepare()
         pieces = values.split(self._sizes)
         thin = [
@@ -182,7 +178,7 @@ class LowRank:
         return torch.cat([tensor.reshape(-1) for tensor in (*thin, *(pieces[place] for place in self.ranks.rest))])
 
     def send(self, sent: Tensor, peers: SyncGroup) -> ExchangeSteps[tuple[Tensor, Residual]]:
-        """The mean over all peers of the result of `begin`, and its residual; two messages."""
+        """Returns the mean over all peers of the result of `begin`, and its residual; an exchange of two messages."""
         return (yield from mean_of(sent, self._codec, peers))
 
     def end(
@@ -193,10 +189,9 @@ class LowRank:
         slots: Sequence[Tensor],
         between: Callable[[], object] = lambda: None,
     ) -> None:
-        """Writes the averaged tensors into `slots`, and leaves the residual in the values of `begin`.
+        """Writes the averaged tensors to `slots`, and leaves the residual in `values`, the argument of `begin`.
 
-        `received`: the mean of what all sent, and the rounding error of this process's part. `between` is called now
-        and then, since this takes a while.
+        `received`: the mean of all peers' `sent`, and this process's rounding error. `between` is called now and then.
         """
         mean, lost = received
         pieces = values.split(self._sizes)
@@ -206,7 +201,7 @@ class LowRank:
             left, right = (known, averaged[number]) if self._sends_right(one) else (averaged[number], known)
             write_product(self.arithmetic.multiply, left, right, slots[one.place])
             between()
-            # What its own factor lacks, not what the mean lacks: else the distance from the mean would accumulate.
+            # Not relative to the mean of all factors: the distance from the mean would accumulate.
             left, right = (known, own[number]) if self._sends_right(one) else (own[number], known)
             matrix.addmm_(left.T, right, alpha=-1)
             between()
@@ -216,13 +211,13 @@ class LowRank:
         self._averaged, self._turn = averaged[: len(self._known)], self._turn + 1
 
     def prepare(self) -> None:
-        """Makes the received factors orthonormal for the next turn; `begin` does, if it hasn't been done."""
+        """Orthonormalizes the received factors for the next turn; `begin` calls it if necessary."""
         if self._averaged is not None:
             first = self._first[1 - self._turn % 2]
             self._known, self._averaged = self.arithmetic.orthonormal(self._averaged, first), None
 
     def state(self) -> dict[str, Tensor]:
-        """The known factors, and the turn."""
+        """Returns the known factors and the turn."""
         self.prepare()
         known = {f"known.{number}": factor for number, factor in enumerate(self._known)}
         return {"turn": torch.tensor(self._turn), **known}
@@ -251,12 +246,12 @@ Compressor = Rounded | LowRank
 def compressor_named(
     name: str, shapes: list[tuple[int, ...]], *, rank: int, seed: int, device: str, dtype: torch.dtype
 ) -> Compressor:
-    """The compressor none, bf16, int8, int4 or lowrank of the options, for tensors of these shapes in one vector."""
+    """Returns the compressor none, bf16, int8, int4 or lowrank for tensors of these shapes in one vector."""
     return LowRank(shapes, rank, seed, device, dtype) if name == "lowrank" else Rounded(name, dtype)
 
 
 def compute_alike(compressors: Sequence[Compressor], peers: SyncGroup, like: Tensor) -> None:
-    """Selects the fastest arithmetic with equal bits on all peers, for values like these; a collective."""
+    """Selects the fastest arithmetic with equal bits on all peers, for the dtype and device of `like`; a collective."""
     thin = [one for one in compressors if isinstance(one, LowRank)]
     if not thin:
         return
@@ -281,7 +276,6 @@ def compute_alike(compressors: Sequence[Compressor], peers: SyncGroup, like: Ten
 
 
 def _random_columns(one: Matrix, turn: int, generator: torch.Generator) -> Tensor:
-    """Columns of length one for the factor of a turn; see `gram_schmidt`."""
-    # Uniform numbers, which have the same bits on every processor; normal ones don't.
-    columns = torch.rand(one.rank, one.length(turn), generator=generator) - 0.5
+    """Returns columns of length one for the factor of a turn; see `gram_schmidt`."""
+    columns = torch.rand(one.rank, one.length(turn), generator=generator) - 0.5  # uniform, as in `compute_alike`
     return columns / lengths_of(columns)

@@ -1,4 +1,4 @@
-"""Costs of sync methods: seconds and bytes per step, from link, shapes and step time. No torch."""
+"""Estimated costs of sync methods: seconds and bytes per step. Imports no torch."""
 
 import math
 from collections.abc import Sequence
@@ -15,22 +15,22 @@ _STREAMS, _MEMORY_BYTES_PER_S = 3, 1e10  # a sum reads two vectors and writes on
 
 @dataclass(frozen=True)
 class LinkCase:
-    """The inputs of the costs of synchronization."""
+    """The inputs of a cost estimate."""
 
     shapes: tuple[tuple[int, ...], ...]  # of all trainable parameters
-    item_bytes: int  # of one of their values
-    buffers: int  # values in the network's buffers (BatchNorm's statistics)
-    machines: int  # parties that agree over the link
-    step_s: float  # one update without any agreement
-    backward_s: float  # the part of it in which gradients can be sent already
+    item_bytes: int  # bytes of a parameter's value
+    buffers: int  # number of values in the network's buffers (BatchNorm's statistics)
+    machines: int  # machines that exchange over the link
+    step_s: float  # seconds of one update without synchronization
+    backward_s: float  # the seconds of `step_s` that overlap with sending gradients
     link: LinkSpeed  # between two machines
-    steps: int  # updates of the whole run
-    pass_s: float = 0.0  # one sum of two vectors of all values, the unit of compressing; 0: estimated
-    idle_s: float = 0.0  # the part of `backward_s` in which what compresses has nothing else to do
-    layers_s: float = 0.0  # of layers' own exchanges in every update (BatchNorm's sums)
+    steps: int  # updates of the entire run
+    pass_s: float = 0.0  # seconds of one sum of two vectors of all values, the unit of compression work; 0: estimated
+    idle_s: float = 0.0  # the seconds of `backward_s` in which the cores that compress are idle
+    layers_s: float = 0.0  # seconds of the layers' collectives in every update (BatchNorm's sums)
 
     def compressing_s(self, passes: float) -> float:
-        """Seconds of so many passes over all values in an exchange; 0 on one machine."""
+        """Returns the seconds of `passes` passes over all values, for compression; 0 on one machine."""
         if self.machines == 1:
             return 0.0
         return passes * (self.pass_s or _STREAMS * self.values * self.item_bytes / _MEMORY_BYTES_PER_S)
@@ -44,24 +44,24 @@ class LinkCase:
 class Cost:
     """A variant of a sync method, and its costs."""
 
-    method: str  # its name
-    step_s: float  # one update, agreement included, in the long run
-    sent_bytes: float  # by each machine per update
-    exchange_s: float = 0.0  # one agreement by itself
-    codec: CodecName = "none"  # of `local`
-    every: int = 1  # steps between agreements
-    delay: int = 0  # steps for which an agreement goes on beside training
-    refused: str = ""  # why it is no candidate, though its costs are shown; empty for candidates
+    method: str  # the method's name
+    step_s: float  # average seconds of an update, with synchronization
+    sent_bytes: float  # bytes that each machine sends per update
+    exchange_s: float = 0.0  # seconds of one exchange
+    codec: CodecName = "none"  # of method `local`
+    every: int = 1  # steps between exchanges
+    delay: int = 0  # steps of training during an exchange
+    refused: str = ""  # why it must not be chosen; empty for candidates
 
 
-# Values that share a scale of 16 bits, and the unit in which vectors are divided; 4 bits become 4.0625.
+# Values that share a 16-bit scale (4 bits become 4.0625 bits per value), and the unit in which vectors are divided.
 BLOCK, SCALE_BYTES = 256, 2
-# Bits of a factor's value, and how many values share a scale: few, since columns differ much in size.
+# Bits of a factor's value, and values that share a scale: few, because columns differ much in size.
 FACTOR_BITS, FACTOR_BLOCK = 4, 32
 FACTOR_VALUE_BYTES = FACTOR_BITS / 8 + SCALE_BYTES / FACTOR_BLOCK
-# Smaller tensors go as they are, and factors aren't thinner: that would save nothing beside a message's latency.
+# Smaller tensors are sent uncompressed, and factors have at least this many values: the latency dominates below.
 _MIN_IN_MATRIX, _MIN_IN_FACTOR = 4096, 1536
-# Gradients leave in batches, each so much of what is still to be sent, so that little is left when the last ones come.
+# Gradients are sent in batches, each with this share of the remaining values, so that the last batch is small.
 _SHARE, _MOST, _MIN_VALUES = 0.4, 0.25, 8192
 
 
@@ -69,36 +69,36 @@ _SHARE, _MOST, _MIN_VALUES = 0.4, 0.25, 8192
 class Matrix:
     """A tensor that is sent as a thin factor."""
 
-    place: int  # of the tensor
-    rows: int  # of the matrix that it is taken for
-    columns: int  # likewise
+    place: int  # index of the tensor
+    rows: int  # of the tensor as a matrix
+    columns: int
     rank: int  # columns of its factors
-    first: int  # the factor that goes in the first turn: 0 the left one [rows, rank], 1 the right one [columns, rank]
+    first: int  # the factor that is sent in turn 0: 0 the left one [rows, rank], 1 the right one [columns, rank]
 
     def length(self, turn: int) -> int:
-        """Values in a column of the factor of a turn."""
+        """Returns the number of values in a column of a turn's factor."""
         return self.columns if (self.first + turn) % 2 else self.rows
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """How the tensors of a vector are sent."""
+    """Selection of the tensors of a vector that are sent as low-rank factors; the others are sent uncompressed."""
 
-    matrices: tuple[Matrix, ...]  # those that go as products of two thin matrices, of which one is sent in each turn
-    rest: tuple[int, ...]  # places of those that go as they are
+    matrices: tuple[Matrix, ...]  # tensors that are sent as factors, one of the two in each turn
+    rest: tuple[int, ...]  # indices of tensors that are sent uncompressed
     shapes: tuple[tuple[int, ...], ...]  # of all tensors
 
     def values(self, turn: int) -> int:
-        """Values sent in a turn: one factor of each matrix, and the tensors that are no matrices."""
+        """Returns the number of values sent in a turn: one factor of each matrix, and the uncompressed tensors."""
         thin = sum(matrix.rank * matrix.length(turn) for matrix in self.matrices)
         return thin + sum(math.prod(self.shapes[place]) for place in self.rest)
 
 
 def rank_shapes(shapes: Sequence[tuple[int, ...]], rank: int) -> Ranks:
-    """Sends large tensors as [rows, rank] x [rank, columns] if both together are at most half of it.
+    """Selects tensors to send as [rows, rank] x [rank, columns], if both factors have at most half of their values.
 
-    Halving one side makes the matrix nearly square, since its factors are shortest so; all turns send about equally
-    much. Small matrices have more columns than `rank`, which cost little.
+    A matrix is reshaped until it is nearly square, because its factors are shortest then; all turns send about as many
+    values. A small matrix has factors of more columns than `rank`, which cost little.
     """
     found: list[tuple[int, int, int, int]] = []
     rest: list[int] = []
@@ -111,7 +111,7 @@ def rank_shapes(shapes: Sequence[tuple[int, ...]], rank: int) -> Ranks:
         else:
             found.append((place, rows, columns, min(most, max(rank, 2 * _MIN_IN_FACTOR // (rows + columns)))))
     matrices: list[Matrix] = []
-    ahead = 0  # values by which even turns send more than odd ones
+    ahead = 0  # values that even turns send more than odd turns
     for place, rows, columns, own in sorted(found, key=lambda matrix: -matrix[3] * abs(matrix[1] - matrix[2])):
         first = int((rows > columns) == (ahead > 0))
         ahead += own * (columns - rows if first else rows - columns)
@@ -128,7 +128,7 @@ def _nearly_square(rows: int, columns: int) -> tuple[int, int]:
 
 
 def batches(shapes: Sequence[tuple[int, ...]], rank: int) -> list[list[int]]:
-    """Places of tensors whose gradients leave together, from the last on; shapes in the order of the forward pass."""
+    """Returns the indices of tensors whose gradients are sent together, last first; `shapes` are in forward order."""
     ranks = rank_shapes(shapes, rank)
     sent = {matrix.place: matrix.rank * (matrix.rows + matrix.columns) / 2 for matrix in ranks.matrices}
     sent |= {place: float(math.prod(shapes[place])) for place in ranks.rest}
@@ -152,59 +152,58 @@ class RankOptions(Options):
 
 
 def chunk_values(count: int, machines: int) -> int:
-    """Of `count` values, how many each machine sums for all: equal shares in whole blocks."""
+    """Returns how many of `count` values each machine averages for all: an equal share in complete blocks."""
     return -(-count // (machines * BLOCK)) * BLOCK
 
 
 def value_bytes(codec: str, item_bytes: int) -> float:
-    """Bytes of a value on its way under a codec; "none" keeps `item_bytes`."""
+    """Returns the bytes of a value as a codec sends it; "none" keeps `item_bytes`."""
     return {"none": item_bytes, "bf16": 2, "int8": 1 + SCALE_BYTES / BLOCK, "int4": 0.5 + SCALE_BYTES / BLOCK}[codec]
 
 
 def mean_bytes(count: int, machines: int, each_bytes: float) -> float:
-    """Bytes that a machine sends for the mean of `count` values: parts to their owners, then its own to all."""
+    """Returns the bytes that a machine sends for the mean of `count` values: shares to owners, its own share to all."""
     return 2 * (machines - 1) * chunk_values(count, machines) * each_bytes
 
 
-_BUCKET_BYTES = 25 << 20  # of DDP; each waits for its own first byte
+_BUCKET_BYTES = 25 << 20  # of DDP; each bucket adds the latency
 _STATISTIC_BYTES = 8
-# If all send to all at once: 1.1 to 1.5 was measured with gloo between three machines at 10 to 1000 Mbit/s.
-_CROSSING = 1.3
+_CROSSING = 1.3  # slowdown if all send to all at once: 1.1 to 1.5 with gloo on three machines at 10 to 1000 Mbit/s
 _CONTROL_BYTES = 220  # of gloo, to each peer in each collective; measured
 
 
 @dataclass(frozen=True)
 class SyncMessage:
-    """A message of a machine, or several in sequence."""
+    """The cost of a message, or of several in sequence."""
 
-    sent_bytes: float = 0.0  # by each machine
-    seconds: float = 0.0  # until all have it
-    work_s: float = 0.0  # of these, those in which a machine's cores can't compute
+    sent_bytes: float = 0.0  # bytes that each machine sends
+    seconds: float = 0.0  # until all machines have received the message
+    work_s: float = 0.0  # the part of `seconds` in which a machine's cores can't compute
 
     def __add__(self, other: "SyncMessage") -> "SyncMessage":
         return SyncMessage(self.sent_bytes + other.sent_bytes, self.seconds + other.seconds, self.work_s + other.work_s)
 
     def beside(self, hiding_s: float) -> float:
-        """Seconds by which a step becomes longer, if `hiding_s` of its computation overlap."""
+        """Returns the seconds by which a step becomes longer, if `hiding_s` of its computation overlap."""
         return self.work_s + max(0.0, self.seconds - self.work_s - hiding_s)
 
 
 def gradients(case: LinkCase, item_bytes: int) -> SyncMessage:
-    """DDP's all-reduces of all gradients.
+    """Returns the cost of DDP's all-reduces of all gradients.
 
-    Machines are the parties, since their processes add up first (`modes.data.TwoLevelNetwork`). With bf16 and on
-    accelerators DDP alone does it, and sends half as much again between two machines with two processes each.
+    Machines are the parties, because their processes add up first (`modes.data.TwoLevelNetwork`). With bf16 and on
+    accelerators only DDP adds up, and sends half as much again between two machines with two processes each.
     """
     return _all_reduce(case, case.values * item_bytes, -(-case.values * case.item_bytes // _BUCKET_BYTES))
 
 
 def statistics(case: LinkCase) -> SyncMessage:
-    """One all-reduce of BatchNorm's running statistics per update."""
+    """Returns the cost of one all-reduce of BatchNorm's running statistics per update."""
     return _all_reduce(case, case.buffers * _STATISTIC_BYTES, 1)
 
 
 def mean(case: LinkCase, count: int, each_bytes: float) -> SyncMessage:
-    """The mean of `count` values: parts to their owners, then each owner's mean to all."""
+    """Returns the cost of the mean of `count` values: shares to their owners, then each owner's mean to all."""
     if not count:
         return SyncMessage()
     sent = mean_bytes(count, case.machines, each_bytes) + 2 * (case.machines - 1) * _CONTROL_BYTES
@@ -214,14 +213,14 @@ def mean(case: LinkCase, count: int, each_bytes: float) -> SyncMessage:
 
 
 def low_rank(case: LinkCase, shapes: Sequence[tuple[int, ...]], rank: int) -> SyncMessage:
-    """One thin factor of each matrix, as the mean of two turns."""
+    """Returns the cost of one factor of each matrix, averaged over two turns."""
     ranks = rank_shapes(shapes, rank)
     both = [mean(case, ranks.values(turn), FACTOR_VALUE_BYTES) for turn in (0, 1)]
     return SyncMessage(sum(one.sent_bytes for one in both) / 2, sum(one.seconds for one in both) / 2)
 
 
 def low_rank_batches(case: LinkCase, rank: int) -> list[SyncMessage]:
-    """The same in batches, as they leave during a backward pass."""
+    """Returns the costs of the batches that are sent during a backward pass."""
     places = batches(case.shapes, rank)
     return [low_rank(case, [case.shapes[place] for place in batch], rank) for batch in places]
 

@@ -1,7 +1,7 @@
 """Exchanges between machines during training.
 
-An exchange is a generator: it starts a collective, yields it, and continues when that is done. Each process takes the
-same steps in the same order, so the result doesn't depend on speed.
+An exchange is a generator: it starts a collective, yields the work handle, and resumes when the collective is done. All
+processes take the same steps in the same order, so the result doesn't depend on timing.
 """
 
 import threading
@@ -21,28 +21,28 @@ from manyhands.sync.costs import chunk_values
 
 T = TypeVar("T")
 
-_LOOK_S, _LONGEST_S = 0.002, 60.0  # between two polls of a collective; longest wait for one at the end
+_LOOK_S, _LONGEST_S = 0.002, 60.0  # between two polls of a collective; the longest wait for an exchange at the end
 
 ExchangeSteps = Generator[Any, None, T]
 
 
 @dataclass
 class SyncGroup:
-    """The processes that exchange: one of each party."""
+    """The processes that take part in exchanges."""
 
-    rank: int = 0  # this process's place among them
-    size: int = 1  # how many they are
+    rank: int = 0  # this process's index in the group
+    size: int = 1  # number of processes
     group: Any = None  # their process group; None: all processes of the run
-    sent_bytes: int = 0  # counts what this process has sent in conversations
+    sent_bytes: int = 0  # bytes that this process has sent in exchanges
 
     def exchange(self, parts: Tensor) -> tuple[Tensor, Any]:
-        """Starts sending uint8 [size, n], row r to rank r; returns the received rows and the work."""
+        """Starts an all-to-all of uint8 [size, n], row r to rank r; returns the received rows and the work handle."""
         received = torch.empty_like(parts)
         self.sent_bytes += (self.size - 1) * parts[0].numel()
         return received, dist.all_to_all_single(received, parts, group=self.group, async_op=True)
 
     def gather(self, part: Tensor) -> tuple[Tensor, Any]:
-        """Starts sending uint8 [n] to all; returns the received rows [size, n] and the work."""
+        """Starts an all-gather of uint8 [n]; returns the received rows [size, n] and the work handle."""
         received = part.new_empty(self.size, part.numel())
         self.sent_bytes += (self.size - 1) * part.numel()
         return received, dist.all_gather_into_tensor(received.view(-1), part, group=self.group, async_op=True)
@@ -58,17 +58,14 @@ def drive(steps: ExchangeSteps[T]) -> T:
 
 
 class AsyncExchange(Generic[T]):
-    """An exchange in a thread beside training, which starts at once; with `beside=False` it completes here.
-
-    `seconds` is how long it took; 0 until its end.
-    """
+    """An exchange in a thread during training, or at once unless `beside`; `seconds`: duration, 0 until the end."""
 
     def __init__(self, steps: ExchangeSteps[T], *, beside: bool = True) -> None:
         self._steps, self._began_s, self.seconds = steps, time.perf_counter(), 0.0
         self._results: list[T] = []
         self._error: Exception | None = None
         self._ended = threading.Event()
-        # The first message is computed and sent before training goes on, from values that will change then.
+        # The first message is sent before training continues, because training changes the values.
         self._work = self._next()
         while not beside and not self._ended.is_set():
             self._work.wait()
@@ -77,22 +74,21 @@ class AsyncExchange(Generic[T]):
             threading.Thread(target=self._continue, name="manyhands exchange", daemon=True).start()
 
     def result(self) -> T:
-        """Waits for the end. Raises RuntimeError if a collective failed."""
+        """Waits for the end and returns the result. Raises RuntimeError if a collective failed."""
         self._ended.wait()
         if self._error:
             raise self._error
         return self._results[0]
 
     def close(self) -> None:
-        """Waits for the end, for a while, so that the process group can be released."""
+        """Waits up to 60 s for the end, so that the process group can be released."""
         self._ended.wait(_LONGEST_S)
         self._ended.set()
 
     def _continue(self) -> None:
         try:
             while not self._ended.is_set():
-                # Not wait(), which a process that is on its way out could not interrupt.
-                while not self._work.is_completed():
+                while not self._work.is_completed():  # not wait(), which can't be interrupted when the process exits
                     if self._ended.is_set():
                         return
                     time.sleep(_LOOK_S)
@@ -113,10 +109,10 @@ class AsyncExchange(Generic[T]):
 
 
 class CollectiveQueue(Generic[T]):
-    """Exchanges in one group whose collectives begin in the same order on all processes.
+    """Exchanges in one group whose collectives start in the same order on all processes.
 
-    The first of the `messages` collectives of an exchange comes before the last of the exchange added before it, so
-    that the link is never idle while there is something to send. `results` are by the exchange's number.
+    The first of an exchange's `messages` collectives starts before the last of the exchange added before, so that the
+    link is never idle while data waits. `results` are by the index of the exchange.
     """
 
     def __init__(self, conversations: int, messages: int = 2) -> None:
@@ -136,7 +132,7 @@ class CollectiveQueue(Generic[T]):
         self._conversations.append(steps)
 
     def advance(self) -> None:
-        """Begins each collective whose turn has come; waits for none. Raises RuntimeError if one failed."""
+        """Starts each collective whose turn it is, without waiting. Raises RuntimeError if a collective failed."""
         while self._order and self._moves(self._order[0]):
             self._order.popleft()
         for number in range(len(self._conversations)):
@@ -164,11 +160,11 @@ class CollectiveQueue(Generic[T]):
 class Residual:
     """The rounding errors of a process's values."""
 
-    own: Tensor  # of the values that it brought [n]
-    sums: Tensor | None  # of the part whose mean it computes for all [n / size]; None if it is alone
+    own: Tensor  # of the process's values [n]
+    sums: Tensor | None  # of the share [n / size] whose mean the process computes for all; None for a single process
 
     def together(self, peers: "SyncGroup") -> Tensor:
-        """Both as values yet to be sent [n]: their mean over all processes is what the agreed mean lacks."""
+        """Combines both into one residual [n]; the mean over all processes is the error of the exchanged mean."""
         kept = self.own.clone()
         if self.sums is not None:
             part = kept[peers.rank * self.sums.numel() :][: self.sums.numel()]
@@ -177,10 +173,10 @@ class Residual:
 
 
 def mean_of(values: Tensor, codec: Codec, peers: SyncGroup, sums_before: Tensor | None = None) -> ExchangeSteps[Any]:
-    """The mean over all peers of vectors [n], equal to the last bit everywhere; an exchange.
+    """Averages vectors [n] over all peers, with equal bits on all of them; an exchange.
 
-    Each process sums one part for all and sends the rounded mean to all. `sums_before` is the earlier residual of that
-    part; None for nothing. Returns the mean [n] and the residual.
+    Each process averages one share of the values and sends the rounded result to all. `sums_before` is the earlier
+    residual of this process's share, or None. Returns the mean [n] and the residual.
     """
     count = values.numel()
     if peers.size == 1 or not count:

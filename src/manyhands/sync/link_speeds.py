@@ -18,14 +18,14 @@ class LinkSpeed:
 
     bytes_per_s: float  # in one direction, with long messages
     latency_s: float  # until the first byte of a message arrives
-    work_s_per_byte: float = 0.0  # that the cores of a process are busy with each byte that it sends
-    work_s_per_message: float = 0.0  # that they are busy with each message
+    work_s_per_byte: float = 0.0  # seconds in which a process's cores are busy per byte sent
+    work_s_per_message: float = 0.0  # seconds in which they are busy per message
 
     def with_work_of(self, other: "LinkSpeed") -> "LinkSpeed":
         return replace(self, work_s_per_byte=other.work_s_per_byte, work_s_per_message=other.work_s_per_message)
 
 
-# Processes of one machine exchange tensors through memory; machines are assumed to have Gigabit Ethernet.
+# Tensors pass through memory within a machine; between machines Gigabit Ethernet is assumed.
 WITHIN_A_MACHINE = LinkSpeed(4e9, 20e-6)
 BETWEEN_MACHINES = LinkSpeed(125e6, 100e-6)
 _PAYLOAD = 0.956  # without the headers of Ethernet, IP and TCP: 1448 of 1514 bytes
@@ -34,19 +34,19 @@ _SSH = LinkSpeed(2.2e8, 300e-6)
 
 
 def named_link(text: str, where: str = "--link") -> LinkSpeed:
-    """Returns the link on a line of a nominal speed, such as 10mbit. Raises UserError for another text."""
+    """Returns the link of a nominal bandwidth such as 10mbit. Raises UserError for another text."""
     return LinkSpeed(parse_bandwidth(text, where) * _PAYLOAD, BETWEEN_MACHINES.latency_s)
 
 
 def through_ssh(link: LinkSpeed) -> LinkSpeed:
-    """Returns the link if its traffic is tunnelled through ssh."""
+    """Returns the speed of a link whose traffic is tunnelled through ssh."""
     return replace(link, bytes_per_s=min(link.bytes_per_s, _SSH.bytes_per_s), latency_s=link.latency_s + _SSH.latency_s)
 
 
 def rounds(kind: str, processes: int) -> tuple[int, float]:
     """Returns (sequential messages, bytes that each process sends per byte of the tensor) of a collective.
 
-    The tensor is the unsharded one: what is reduced, gathered or scattered, or the one of a process for all_to_all.
+    The tensor is unsharded: the tensor that is reduced, gathered or scattered; for all_to_all, one process's input.
     """
     ring = processes - 1
     if processes == 1:
@@ -73,10 +73,7 @@ def work_seconds(kind: str, processes: int, size_bytes: float, link: LinkSpeed) 
 
 
 def fitted_link(kind: str, processes: int, points: Points) -> LinkSpeed:
-    """Fits a link to the first and the last of measured points (bytes, seconds).
-
-    If noise makes the last point no slower than the first, all of its time counts for its bytes.
-    """
+    """Fits a link to the first and last measured point (bytes, seconds); the latency is 0 if the last isn't slower."""
     (small, first_s), (large, last_s) = points[0], points[-1]
     messages, share = rounds(kind, processes)
     if messages == 0 or share * large == 0 or last_s <= 0:

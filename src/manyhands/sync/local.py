@@ -1,7 +1,7 @@
-"""Local steps: each machine trains separately, and every few steps the machines average how far they have come.
+"""Local steps: machines train separately, and average their parameter changes every few steps.
 
-Every `every` steps each process sends how far its parameters have moved from the last agreed point, compressed, while
-training continues; `delay` steps later the averaged movement is applied. Compression errors are sent the next time.
+Every `every` steps each machine sends the compressed changes of its parameters since the last average, while training
+continues; `delay` steps later the averaged changes are applied. Compression errors are sent with the next changes.
 Sources: Stich 2018 (arXiv:1805.09767); Douillard et al. 2023, 2025 ("DiLoCo", arXiv:2311.08105; "Streaming DiLoCo",
 arXiv:2501.18512) for the outer momentum and the overlap.
 """
@@ -27,43 +27,43 @@ from manyhands.sync.synchronizer import Buffers, LocalGroup, Synchronizer, add_v
 class Flight:
     """An exchange in progress."""
 
-    since: int  # the step at which it began
-    moved: Tensor  # how far this process had come from the agreed point then [n]
-    residual: Tensor  # of the exchange before, which goes along [n]
-    compressor: dict[str, Tensor]  # the compressor's state before
-    talk: AsyncExchange[tuple[Tensor, Tensor]] | None  # the conversation, on its machine's leader
+    since: int  # the step at which the exchange began
+    moved: Tensor  # this process's changes from the anchor at that step [n]
+    residual: Tensor  # residual of the exchange before, which is sent along [n]
+    compressor: dict[str, Tensor]  # the compressor's state at the start
+    talk: AsyncExchange[tuple[Tensor, Tensor]] | None  # the exchange, on its machine's leader; None elsewhere
 
 
 @dataclass(frozen=True)
 class Pace:
-    """The interval and the outer step of exchanges."""
+    """The interval of exchanges and the outer optimizer's step."""
 
     every: int  # steps from one exchange to the next
-    delay: int = 0  # steps for which an exchange may go on beside training, at most `every`; 0 waits for it
-    lr: float = 1.0  # factor of the agreed movement
-    momentum: float = 0.0  # Nesterov's, of the agreed movements
+    delay: int = 0  # steps of training during an exchange, at most `every`; 0: wait for the exchange
+    lr: float = 1.0  # outer learning rate: factor of the averaged changes
+    momentum: float = 0.0  # outer Nesterov momentum of the averaged changes
 
 
 @dataclass
 class LocalSteps(Synchronizer):
-    """Trains processes, or machines, separately, keeps the agreed point, and averages."""
+    """Trains processes or machines separately, and averages their changes from a common anchor."""
 
     alone = True
     local_statistics = True
 
-    parameters: Sequence[Tensor]  # the trainable ones, in an order that is equal everywhere
-    buffers: Buffers  # of the network; agreed on where an exchange isn't under way
-    peers: SyncGroup  # who agrees: one process of each machine
-    compressor: Compressor  # how the movement is sent
-    pace: Pace  # how often
-    weight: float = 1.0  # of this machine's movement in the mean; the mean of all weights is 1
-    machine: LocalGroup | None = None  # where several processes move together
+    parameters: Sequence[Tensor]  # the trainable ones, in the same order on all processes
+    buffers: Buffers  # of the network; averaged only while no exchange is in progress
+    peers: SyncGroup  # one process of each machine
+    compressor: Compressor  # compresses the changes
+    pace: Pace  # interval and outer step
+    weight: float = 1.0  # factor of this machine's changes in the mean; the mean of all factors is 1
+    machine: LocalGroup | None = None  # the processes of this machine, if several train together
     own: Mapping[str, Any] = field(default_factory=dict)  # see `Synchronizer`
-    # see `Synchronizer.adapt_pace`; None where the pace stays
+    # see `Synchronizer.adapt_pace`; None if the pace is fixed
     adapt: Callable[[Sequence[float], Sequence[float]], Cost | None] | None = None
     rounds: int = field(default=0, init=False)  # exchanges that have been applied
-    waited_s: float = field(default=0.0, init=False)  # time that training stood still for them
-    exchange_s: float = field(default=0.0, init=False)  # how long the last one took
+    waited_s: float = field(default=0.0, init=False)  # seconds that training has waited for exchanges
+    exchange_s: float = field(default=0.0, init=False)  # seconds of the last exchange
 
     def __post_init__(self) -> None:
         self._dtype = dtype_of(self.parameters)
@@ -73,12 +73,12 @@ class LocalSteps(Synchronizer):
         self.begin()
 
     def begin(self) -> None:
-        """Takes the parameters and buffers, which are equal everywhere, as agreed; drops residuals."""
+        """Sets the parameters and buffers, which are equal on all processes, as the anchor; drops residuals."""
         self.anchor = as_vector(self.parameters, self._dtype)
         self.buffers.begin()
         self._residual = torch.zeros_like(self.anchor)
         self._speed = torch.zeros_like(self.anchor if self.pace.momentum else self.anchor[:0])
-        # Memory that is used again and again: asking the system for new pages costs more than the sums.
+        # Reused memory: allocating pages costs more than the sums.
         self._moved, self._spare = torch.empty_like(self.anchor), torch.empty_like(self.anchor)
         self._flight: Flight | None = None
 
@@ -101,7 +101,7 @@ class LocalSteps(Synchronizer):
         return self.adapt(speeds_s, exchanges_s) if self.adapt else None
 
     def finish(self, step: int) -> None:
-        """Ends with all at the agreed point, with everything but compression errors; waits."""
+        """Applies a last exchange and sets all processes' networks to the anchor; a collective."""
         if self._flight:
             self._land()
         self._agree_now(step)
@@ -109,9 +109,9 @@ class LocalSteps(Synchronizer):
         self._write(self.anchor, self.buffers.averaged)
 
     def average_buffers(self, step: int) -> None:
-        """Averages the buffers once in each step, after an exchange in progress; a collective."""
+        """Averages the buffers, once per step, after an exchange in progress; a collective."""
         if self._flight and self._flight.talk:
-            self._flight.talk.result()  # both use one group, in which messages must not meet
+            self._flight.talk.result()  # both use one group, whose messages must not mix
         self.buffers.average(step)
 
     def close(self) -> None:
@@ -122,7 +122,7 @@ class LocalSteps(Synchronizer):
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Writes the agreed parameters and buffers into the network, for evaluation and checkpoints."""
+        """Sets the network to the anchor and the averaged buffers in this context, for evaluation and checkpoints."""
         own = as_vector(self.parameters, self._dtype), self.buffers.own()
         self._write(self.anchor, self.buffers.averaged)
         try:
@@ -149,7 +149,7 @@ class LocalSteps(Synchronizer):
         return tensors, {"rounds": self.rounds, "since": flight.since if flight else -1}
 
     def load(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, int]) -> None:
-        """Restores `state`, once the network is the agreed one; an exchange in progress begins again."""
+        """Restores `state` into a network at the anchor; restarts an exchange that was in progress."""
         self.begin()
         moved = {name: tensor.to(self.anchor.device) for name, tensor in tensors.items()}
         self._write(moved["parameters"], moved["buffers"])
@@ -175,7 +175,7 @@ class LocalSteps(Synchronizer):
         self._flight = Flight(step, moved, self._residual, before, talk)
 
     def _land(self, *, still: bool = False) -> None:
-        """Waits for the exchange and applies it; `still`: this process hasn't moved since it began."""
+        """Waits for the exchange and applies it; `still`: the parameters have not changed since its start."""
         flight = self._flight
         if flight is None:
             return

@@ -16,10 +16,10 @@ _VALUE_BYTES = 4
 
 
 def measure_link(group: dist.ProcessGroup | None, device: str, budget_s: float = 5.0) -> LinkSpeed:
-    """Latency and bandwidth of the slowest process; a collective with the same result on all of the group.
+    """Returns latency and bandwidth for the slowest process, equal on all processes of the group; a collective.
 
-    All-reduces of one value give the latency, of doubling sizes the bandwidth, until one takes long. The last one is
-    repeated, and the faster time counts. A larger size is tried only if twice the last time is left of the budget.
+    All-reduces of one value measure the latency; sizes that double until one takes long measure the bandwidth. The last
+    size is repeated, and the faster time counts. A size is tried only if the budget has twice the last time left.
     """
     processes = dist.get_world_size(group) if dist.is_initialized() else 1
     if processes == 1:
@@ -41,7 +41,7 @@ def _is_left(wanted_s: float, ends_s: float, group: dist.ProcessGroup | None, de
 
 
 def pass_seconds(count: int, device: str) -> float:
-    """Seconds of one sum of two vectors of so many values, the unit of work on vectors."""
+    """Returns the seconds of one sum of two vectors of `count` values, the unit of compression work."""
     one, other, total = (torch.ones(count, device=device) for _ in range(3))
     taken: list[float] = []
     for _ in range(_REPEATS):
@@ -53,9 +53,9 @@ def pass_seconds(count: int, device: str) -> float:
 
 
 def _seconds(count: int, group: dist.ProcessGroup | None, device: str) -> float:
-    """Seconds of one all-reduce, on the slowest process."""
+    """Returns the seconds of one all-reduce on the slowest process; a collective."""
     values = torch.zeros(count, device=device)
-    # All begin together, or the first would count the others' delay.
+    # All processes start together; otherwise the first would measure the delay of the others.
     _largest(0.0, group, device)
     start = time.perf_counter()
     dist.all_reduce(values, group=group)

@@ -1,4 +1,4 @@
-"""Sync methods by name, and the [sync] section of a job: common options and those of each method. No torch."""
+"""Sync methods by name, and the [sync] section of a job: common options and each method's. Imports no torch."""
 
 import functools
 from typing import TYPE_CHECKING, Any, Literal
@@ -15,7 +15,7 @@ _LAST = 1000
 
 @functools.cache
 def methods() -> dict[str, Any]:
-    """The modules of all methods by name, in the order in which `auto` prefers them."""
+    """Returns the modules of all methods by name, in the order in which `auto` prefers them."""
     found = {name: load_choice(METHODS, name) for name in module_names(METHODS)}
     return dict(sorted(found.items(), key=lambda one: getattr(one[1], "PRECEDENCE", _LAST)))
 
@@ -25,7 +25,7 @@ def synchronizes_every_update(name: str) -> bool:
 
 
 def exception_of(name: str) -> str:
-    """How results depend on the number of processes under a method, in a sentence; empty if they don't."""
+    """Returns a sentence on how results depend on the number of processes under a method; empty if they don't."""
     method = methods()[name]
     if method.EXACT:
         return ""
@@ -34,17 +34,17 @@ def exception_of(name: str) -> str:
 
 
 def refused(name: str, offers: "frozenset[Need] | set[Need]") -> Need | None:
-    """The first need of a method that isn't offered; None if it can run."""
+    """Returns the first need of a method that isn't offered; None if the method can run."""
     return missing(methods()[name].NEEDS, offers)
 
 
 def option_keys(name: str) -> list[str]:
-    """The options of a method's own, in the job's section `sync`."""
+    """Returns the names of a method's options in the job's section `sync`."""
     section = getattr(methods()[name], "Options", None)
     return list(section.model_fields) if section else []
 
 
-AUTO = "auto"  # chosen by the link
+AUTO = "auto"  # chosen by network speed
 
 
 _NAMES = f"{AUTO}, {', '.join([*methods()][:-1])} or {[*methods()][-1]}"
@@ -67,7 +67,7 @@ class CommonOptions(Options):
 
 
 def _sections() -> list[type[Options]]:
-    """The options of each method. Raises TypeError if two methods have one name for different options."""
+    """Returns the Options class of each method. Raises TypeError if two methods define an option differently."""
     found: list[type[Options]] = []
     for name, method in methods().items():
         section = getattr(method, "Options", None)
@@ -82,7 +82,7 @@ def _sections() -> list[type[Options]]:
 
 
 if TYPE_CHECKING:
-    SyncOptions = CommonOptions  # a method's own options are nobody else's business
+    SyncOptions = CommonOptions  # other code reads only the common options
 else:
     SyncOptions = create_model(
         "SyncOptions", __base__=(*_sections(), CommonOptions), __doc__=CommonOptions.__doc__, __module__=__name__

@@ -1,4 +1,4 @@
-"""PowerSGD: every process sends thin factors of its gradients in every update, and gets their mean."""
+"""PowerSGD: averages low-rank factors of the gradients in every update."""
 
 import contextlib
 import functools
@@ -25,20 +25,19 @@ _LOOK_S = 1e-3  # between two polls
 _CLOSING_S = 10.0  # longest wait for the thread at the end
 
 
-# what this process sent, its mean over all processes, and the rounding error of this process's part
+# values sent by this process, their mean over all processes, and this process's rounding error
 _SentBatch = tuple[Tensor, Tensor, Tensor]
 
 
 class PowerSgd(Synchronizer):
     """Averages gradients during the backward pass; what the factors lack is sent with the next gradients.
 
-    Batches of gradients are sent as soon as an update's last backward pass has computed them, and are replaced by their
-    mean before the optimizer's step. torch's own hook starts collectives in different orders on different processes if
-    there are several buckets. Sources: Vogels, Karimireddy and Jaggi 2019, arXiv:1905.13727; Zhang et al. 2023,
-    arXiv:2306.08881.
+    A batch of gradients is sent when an update's last backward pass has computed it; the mean replaces it before the
+    optimizer's step. DDP's hook isn't used, because with several buckets processes start collectives in different
+    orders. Sources: Vogels, Karimireddy and Jaggi 2019, arXiv:1905.13727; Zhang et al. 2023, arXiv:2306.08881.
 
-    `parameters` are in the same order on all processes, best that of the forward pass; `rare` ones may get no gradient
-    on any process. The processes of a `machine` add up their factors before the exchange. Creation is a collective.
+    `parameters` have the same order on all processes, best that of the forward pass; `rare` ones may get no gradient on
+    any process. The processes of a `machine` add up factors before the exchange. The constructor is a collective.
     """
 
     reduces = False
@@ -69,11 +68,11 @@ class PowerSgd(Synchronizer):
             compressor = LowRank(sent, rank, mix(seed + number), device, dtype, turn=turn)
             self._batches.append(_Batch([parameters[place] for place in places], compressor, dtype))
         self._first = [batch.compressor.state() for batch in self._batches]
-        # All processes multiply what their machines have agreed on.
+        # Not only peers: all processes multiply the averaged factors.
         everybody = SyncGroup(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else SyncGroup()
         compute_alike([batch.compressor for batch in self._batches], everybody, self._batches[0].residual)
         self._expecting, self._offered = False, 0
-        self._begun: SimpleQueue[bool] = SimpleQueue()  # False: no more updates come
+        self._begun: SimpleQueue[bool] = SimpleQueue()  # False: closed
         self._complete: SimpleQueue[_Batch | None] = SimpleQueue()
         self._ended: SimpleQueue[Exception | None] = SimpleQueue()
         self._hooks = [
@@ -91,7 +90,7 @@ class PowerSgd(Synchronizer):
         self._begun.put(True)
 
     def on_gradients(self) -> None:
-        """Waits until the gradients are the mean; a collective. Raises RuntimeError if a collective fails."""
+        """Waits until the gradients are averaged; a collective. Raises RuntimeError if a collective fails."""
         if not self._expecting:
             self.before_last_micro_batch()
         self._offer(nothing_comes=True)
@@ -103,7 +102,7 @@ class PowerSgd(Synchronizer):
         if error:
             raise error
         for parameter in self._rare:
-            # The optimizer leaves alone what has no gradient; the mean is the same everywhere, so all do likewise.
+            # The optimizer skips parameters without gradients: the same on all processes, because the mean is equal.
             if parameter.grad is not None and not parameter.grad.any():
                 parameter.grad = None
 
@@ -123,7 +122,7 @@ class PowerSgd(Synchronizer):
             batch.compressor.load({name: one.to(batch.residual.device) for name, one in own.items()})
 
     def forget(self) -> str:
-        """Starts again between two updates, without residuals and with the first factors."""
+        """Drops residuals and restores the first factors, between two updates; returns a sentence for the user."""
         for batch, first in zip(self._batches, self._first, strict=True):
             batch.residual.zero_()
             batch.compressor.load(first)
@@ -160,7 +159,7 @@ class PowerSgd(Synchronizer):
 
     def _arrived(self, batch: "_Batch", parameter: Tensor) -> None:
         if not self._expecting:
-            return  # a pass that isn't the last one
+            return  # not the update's last backward pass
         if id(parameter) not in batch.missing:
             what = "a parameter got a gradient twice in one backward pass"
             raise RunError(what, "sync.method", ("use --sync allreduce", "or pass use_reentrant=False to checkpoint()"))
@@ -168,7 +167,7 @@ class PowerSgd(Synchronizer):
         self._offer()
 
     def _offer(self, *, nothing_comes: bool = False) -> None:
-        """Hands on each complete batch, in order; with `nothing_comes` also incomplete ones."""
+        """Queues complete batches, in order; with `nothing_comes` also incomplete ones."""
         while self._offered < len(self._batches):
             batch = self._batches[self._offered]
             if batch.missing and not nothing_comes:
@@ -188,24 +187,22 @@ class PowerSgd(Synchronizer):
             self._ended.put(error)
 
     def _serve_update(self) -> None:
-        """Sends each batch as it comes, and writes the averages as they come."""
+        """Sends the batches of an update as they are completed, and writes their averages."""
         if not self._begun.get():
             raise _ClosedError
-        # While the forward pass goes on.
-        for batch in self._batches:
+        for batch in self._batches:  # during the forward pass
             batch.compressor.prepare()
         relay = CollectiveQueue[_SentBatch](len(self._batches), 2 if self._machine is None else 4)
         for number, batch in enumerate(self._batches):
             while number not in relay.results:
-                # Not get(timeout=…), which may wait forever on a busy machine (CPython 3.11).
-                if relay.in_progress:
+                if relay.in_progress:  # not get(timeout=…), which may wait forever on a busy machine (CPython 3.11)
                     time.sleep(_LOOK_S)
                 self._send(relay, wait=not relay.in_progress)
-            # What comes meanwhile is sent first.
+            # Batches that are completed meanwhile are sent first.
             batch.give(*relay.results[number], lambda: self._send(relay))
 
     def _send(self, relay: CollectiveQueue[_SentBatch], *, wait: bool = False) -> None:
-        """Sends a batch if one has come, or waits for one, and advances the batches in progress."""
+        """Starts to send the next complete batch, if any (or waits for it), and advances the batches in progress."""
         with contextlib.suppress(Empty):
             batch = self._complete.get(block=wait)
             if batch is None:
@@ -222,42 +219,42 @@ class PowerSgd(Synchronizer):
         yield dist.all_reduce(mean, group=machine.group, async_op=True)
         if machine.is_leader and self._peers.size > 1:
             mean, residual = yield from batch.compressor.send(mean, self._peers)
-            lost = residual.together(self._peers) / self._weight  # one process holds it for all of its machine
+            lost = residual.together(self._peers) / self._weight  # the leader keeps it for its machine
         else:
-            yield from (None, None)  # as many messages as the leader has, since their order is by number
+            yield from (None, None)  # as many steps as the leader, on whose number the queue's order depends
         yield dist.broadcast(mean, machine.leader, group=machine.group, async_op=True)
         return sent, mean, lost
 
 
 class _ClosedError(Exception):
-    """No more updates come."""
+    """Raised in the thread when no more updates follow."""
 
 
 class _Batch:
-    """Parameters whose gradients leave together, in this order."""
+    """Parameters whose gradients are sent together, in this order."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], compressor: LowRank, dtype: torch.dtype) -> None:
         self.parameters, self.compressor = list(parameters), compressor
         sizes = [parameter.numel() for parameter in parameters]
-        # what was left out of earlier gradients, and the gradients themselves while they are sent [n]
+        # the residual of earlier gradients, with the gradients added while they are sent [n]
         self.residual = torch.zeros(sum(sizes), dtype=dtype, device=parameters[0].device)
         self._slots = [
             piece.view(parameter.shape) for piece, parameter in zip(self.residual.split(sizes), parameters, strict=True)
         ]
-        # Where the backward pass can add to the residual, averaged gradients need a place of their own.
+        # If backward accumulates gradients in the residual, averaged gradients need separate memory.
         self._averaged = [
             torch.empty_like(slot) if parameter.is_contiguous() and parameter.dtype == dtype else None
             for parameter, slot in zip(parameters, self._slots, strict=True)
         ]
-        self.missing: set[int] = set()  # those that have no gradient of this update yet
+        self.missing: set[int] = set()  # ids of parameters that have no gradient of this update yet
 
     def expect(self) -> None:
-        """Another update begins: the backward pass adds its gradients to the residual, where it can."""
+        """Prepares an update: backward accumulates gradients in the residual, for the parameters that allow it."""
         self.missing = {id(parameter) for parameter in self.parameters}
         for parameter, slot, averaged in zip(self.parameters, self._slots, self._averaged, strict=True):
             if averaged is not None:
                 if parameter.grad is not None:
-                    slot.add_(parameter.grad)  # of earlier passes
+                    slot.add_(parameter.grad)  # of earlier micro-batches
                 parameter.grad = slot
 
     def take(self) -> Tensor:
@@ -266,7 +263,7 @@ class _Batch:
             if averaged is None and parameter.grad is not None:
                 slot.add_(parameter.grad)
             elif parameter.grad is not None and parameter.grad is not slot:
-                slot.copy_(parameter.grad)  # a user's hook has put something in the place of the sum
+                slot.copy_(parameter.grad)  # a user's hook has replaced the gradient
         return self.compressor.begin(self.residual)
 
     def give(self, sent: Tensor, mean: Tensor, lost: Tensor, between: Callable[[], object]) -> None:

@@ -18,17 +18,17 @@ if TYPE_CHECKING:
     from manyhands.sync.costs import Cost
     from manyhands.sync.exchange import SyncGroup
 
-# The version of a state with factors: counted up when its names, its batches or their order change.
+# Version of a saved state with factors: increased when its names, its batches or their order change.
 FACTORS_FORMAT = 3
 
 
 def dtype_of(tensors: Sequence[Tensor]) -> torch.dtype:
-    """The dtype of tensors as one vector: double precision if one of them is, else single."""
+    """Returns float64 if one of the tensors is float64, else float32."""
     return torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
 
 
 def as_vector(tensors: Sequence[Tensor], dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-    """All values in the order of the tensors' indices, whatever their memory format, [n]; a copy, in `out` if given."""
+    """Copies all values into a vector [n] (`out` if given), in the order of indices, whatever the memory format."""
     if not tensors:
         return torch.zeros(0, dtype=dtype)
     return torch.cat([tensor.detach().reshape(-1).to(dtype) for tensor in tensors], out=out)
@@ -48,19 +48,16 @@ def add_vector(vector: Tensor, tensors: Sequence[Tensor]) -> None:
 
 @dataclass(frozen=True)
 class LocalGroup:
-    """Processes that are equal in every step by other means, of which one leads."""
+    """Processes that stay equal in every step by other means; one of them is the leader."""
 
     group: Any  # their process group
-    leader: int  # the rank, among all processes of the run, of the one that leads
-    size: int  # how many they are
-    is_leader: bool  # True on that process
+    leader: int  # the leader's rank in the run
+    size: int  # number of processes
+    is_leader: bool  # True on the leader
 
 
 class Buffers:
-    """The buffers of a network, in an order that is equal everywhere, and their mean over all processes.
-
-    Peers are one process of each machine. `averaged` is the mean [n] of the last agreement.
-    """
+    """The buffers of a network, in the same order on all processes; `averaged` is their last mean [n]."""
 
     def __init__(
         self, buffers: Sequence[Tensor], peers: "SyncGroup", machine: LocalGroup | None = None, device: str = "cpu"
@@ -71,7 +68,7 @@ class Buffers:
         self.begin()
 
     def begin(self) -> None:
-        """Takes the buffers, which are equal everywhere, as agreed."""
+        """Sets `averaged` to the current buffers, which are equal on all processes."""
         self.averaged, self._step = self.own(), -1
 
     def own(self) -> Tensor:
@@ -81,7 +78,7 @@ class Buffers:
         write_vector(values, self._buffers)
 
     def average(self, step: int) -> None:
-        """Averages once in each step; a collective."""
+        """Averages the buffers, once per step; a collective."""
         if step == self._step:
             return
         mean, machine = self.own(), self._machine
@@ -102,29 +99,29 @@ class Buffers:
 class Places:
     """The processes of each machine."""
 
-    leaders: tuple[int, ...]  # ranks of each machine's leader, the process that exchanges for it
-    machine: tuple[int, ...]  # ranks of this process's machine
-    group: Any = None  # of this process's machine, where it has several processes
+    leaders: tuple[int, ...]  # rank of each machine's leader, which exchanges for the machine
+    machine: tuple[int, ...]  # ranks on this machine
+    group: Any = None  # process group of this machine; None for one process
 
 
 @dataclass(frozen=True)
 class SyncContext:
-    """The processes of a run and their setting, for a method's `make`."""
+    """The processes of a run and other arguments of a method's `make`."""
 
     world: World  # all processes
-    places: Places  # which of them belong together
-    new_group: Callable[[Sequence[int]], Any]  # for exchanges between some ranks beside training; a collective
-    from_rank_0: Callable[[float], float]  # rank 0's number, on all processes; a collective
-    seed: int  # equal everywhere
-    unused: Sequence[str] = ()  # names of trainable parameters that got no gradient when the network was tried
-    steps: int = 0  # updates of the whole run
+    places: Places  # the processes by machine
+    new_group: Callable[[Sequence[int]], Any]  # creates a group for exchanges during training; a collective
+    from_rank_0: Callable[[float], float]  # broadcasts rank 0's number; a collective
+    seed: int  # equal on all processes
+    unused: Sequence[str] = ()  # names of trainable parameters without a gradient in the trial step
+    steps: int = 0  # updates of the entire run
 
     @property
     def is_leader(self) -> bool:
         return self.world.rank in self.places.leaders
 
     def peers(self) -> "SyncGroup":
-        """The leaders, in a group of their own, so that an exchange never mixes with other collectives."""
+        """Creates a group of the leaders, separate from the groups of other collectives; a collective."""
         from manyhands.sync.exchange import SyncGroup
 
         leaders = self.places.leaders
@@ -132,14 +129,14 @@ class SyncContext:
         return SyncGroup(leaders.index(self.world.rank) if self.is_leader else 0, len(leaders), group)
 
     def machine(self) -> LocalGroup | None:
-        """This process's machine, if a machine has several processes that go together."""
+        """Returns the processes of this machine, or None if they have no group."""
         places = self.places
         if places.group is None:
             return None
         return LocalGroup(places.group, places.machine[0], len(places.machine), self.world.rank == places.machine[0])
 
     def own(self, cost: "Cost", trained: Sequence[Tensor], rank: int = 0) -> dict[str, Any]:
-        """What a process's own state depends on; a run restores it if all of this is the same."""
+        """Returns the settings on which a process's state depends; a run restores the state only if they are equal."""
         return {
             "method": cost.method,
             "codec": cost.codec,
@@ -155,54 +152,54 @@ def trained_of(network: HasGradients) -> dict[str, nn.Parameter]:
 
 
 class Timed(Protocol):
-    """An exchange whose waiting time is recorded."""
+    """A synchronizer that records its waiting time."""
 
-    waited_s: float  # time that training stood still for others
-    exchange_s: float  # how long the last exchange beside training took; 0 where there is none
+    waited_s: float  # seconds that training has waited for other processes
+    exchange_s: float  # seconds of the last exchange during training; 0 if there is none
 
 
 class Synchronizer:
-    """The sync method as a training step and the loop use it; here for methods that the mode carries out itself."""
+    """The interface of a sync method for the training loop; the base class is for methods that the mode implements."""
 
-    reduces = True  # True when the mode averages gradients
-    group: Any = None  # the processes that it averages them over; None: all
-    hook: Any = None  # what the mode does with gradients instead of a plain mean; None for that
-    alone = False  # True when processes train apart from each other between agreements
+    reduces = True  # True if the mode averages gradients
+    group: Any = None  # the processes over which the mode averages gradients; None: all
+    hook: Any = None  # the communication hook of DDP that replaces the mean; None: mean
+    alone = False  # True if processes train separately between exchanges
     local_statistics = False  # True if each process's BatchNorm uses its own samples and keeps its own statistics
-    timed: Timed | None = None  # tells how long this process has waited for others; None where the mode waits
-    # if each process has a `state` of its own: what it depends on (method, codec, leaders …), as JSON data; else empty
+    timed: Timed | None = None  # records how long this process has waited for others; None if the mode waits
+    # settings on which the `state` of each process depends (method, codec, leaders …), as JSON data; empty: no state
     own: Mapping[str, Any] = MappingProxyType({})
 
     def before_update(self, step: int) -> None:
-        """`step` updates have been made, and everything that follows the last one has been done."""
+        """Called before an update, when `step` updates and the work after them are finished."""
 
     def before_last_micro_batch(self) -> None:
-        """The next backward pass is the update's last one."""
+        """Called before the backward pass of an update's last micro-batch."""
 
     def on_gradients(self) -> None: ...
 
     def after_update(self, step: int) -> None:
-        """`step` updates have been made."""
+        """Called after an update, when `step` updates have been made."""
 
     def forget(self) -> str:
-        """Drops the effects of gradients that aren't finite; returns what that costs, for the user."""
+        """Drops the effects of non-finite gradients on the state; returns the cost as a sentence for the user."""
         return ""
 
     def adapt_pace(self, speeds_s: Sequence[float], exchanges_s: Sequence[float]) -> "Cost | None":
-        """Adapts the pace to all processes' seconds of a step and of an exchange (0: none); returns a new one."""
+        """Adapts the pace to all processes' seconds per step and exchange (0: none); returns the new Cost, or None."""
 
     def finish(self, step: int) -> None:
-        """Leaves all processes with one network, at the end of training; a collective."""
+        """Makes the networks of all processes equal, at the end of training; a collective."""
 
     def average_buffers(self, step: int) -> None:
-        """Prepares `averaged`, once `step` updates have been made; a collective."""
+        """Prepares `averaged`, after `step` updates; a collective."""
 
     def averaged(self) -> AbstractContextManager[None]:
-        """Within it the network is the one that all processes have agreed on."""
+        """Returns a context in which the network has the averaged parameters and buffers."""
         return contextlib.nullcontext()
 
     def added_up(self, value: Tensor, world: World) -> Tensor:
-        """The sum [] of the values of processes with the same gradients, as if all had them; a collective."""
+        """Returns the sum [] of `value` over processes with equal gradients, scaled to all processes; a collective."""
         if world.alone:
             return value
         if not self.alone:
@@ -214,17 +211,17 @@ class Synchronizer:
         return value * (world.size / dist.get_world_size(self.group))
 
     def replicas(self, model: nn.Module) -> dict[str, Tensor]:
-        """The tensors that must be equal on all processes."""
+        """Returns the tensors that must be equal on all processes."""
         return {name: one for name, one in model.state_dict().items() if isinstance(one, Tensor)}
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, int]] | None:
-        """The state of this process alone on which the next updates depend; None if there is none."""
+        """Returns the state of this process alone on which later updates depend; None if there is none."""
         return None
 
     def load(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, int]) -> None: ...
 
     def close(self) -> None:
-        """Ends what is in progress."""
+        """Ends an exchange in progress."""
 
     def begin(self) -> None:
-        """Takes the network, which is equal everywhere, as agreed."""
+        """Starts from the current network, which is equal on all processes."""

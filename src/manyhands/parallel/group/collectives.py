@@ -65,7 +65,7 @@ class Subgroup:
 
     @CLOCK.within(COMMUNICATION)
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
-        """Returns the tensor of member `source` on all members. The others pass one of the same shape and dtype."""
+        """Returns the tensor of member `source` on all members. Others pass a tensor of equal shape and dtype."""
         sender, result = self._rank_of(source, "broadcast"), self._own_copy(tensor)
         if self.size > 1:
             dist.broadcast(result, src=sender, group=self._handle)
@@ -115,7 +115,7 @@ class Subgroup:
         return result
 
     def scatter(self, tensors: Tensor, source: int = 0) -> Tensor:
-        """Returns row `rank` of the tensor [size, …] of member `source`; the others pass a tensor of the same shape."""
+        """Returns row `rank` of the tensor [size, …] of member `source`; others pass a tensor of equal shape."""
         self._require_rows(tensors, "scatter")
         return self.broadcast(tensors, source)[self.rank].clone()
 
@@ -146,7 +146,6 @@ class Subgroup:
             raise UserError(f"{what} needs {self.size} rows, one for each process, but got {rows}", what)
 
     def _rank_of(self, member: int, what: str) -> int:
-        """Returns a member's rank in the run."""
         self._require_member()
         if not 0 <= member < self.size:
             hints = (f"give 0 to {self.size - 1}, the index in ranks {', '.join(map(str, self.ranks))}",)
@@ -169,11 +168,7 @@ def group_timeout(world: World) -> timedelta | None:
 
 
 def new_group(world: World, ranks: Sequence[int]) -> Subgroup:
-    """Creates a subgroup. All processes, members or not, must create the same groups in the same order.
-
-    Raises:
-        UserError: `ranks` are not distinct ranks of the run.
-    """
+    """Creates a subgroup; a collective of all processes, also non-members. Raises UserError for invalid ranks."""
     members = sorted(ranks)
     if not members or len(set(members)) != len(members) or members[0] < 0 or members[-1] >= world.size:
         raise UserError(f"{list(ranks)} are not distinct ranks from 0 to {world.size - 1}", "new_group")

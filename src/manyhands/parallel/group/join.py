@@ -1,6 +1,6 @@
-"""Joins the group of processes: opens the store, names missing ranks, refuses misfits, and leaves properly.
+"""Joins and leaves the group of processes: store, rendezvous, device, backend, and the cause of a failure.
 
-Every start (manyhands' own agent, torchrun, tcp://, file://, the environment) ends here.
+All launchers (manyhands' own agent, torchrun, tcp://, file://, environment variables) lead here.
 """
 
 import contextlib
@@ -37,21 +37,21 @@ from manyhands.parallel.group.tunnel_ends import tunnel_ends
 
 Say = Callable[[str], None]
 
-ANSWER_S = 20.0  # a listener that doesn't answer in time is no store
+ANSWER_S = 20.0  # a listener that doesn't answer within this time is no store
 ABORT_S = 5.0  # aborting a backend may block too
 IFNAMES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # the interfaces that gloo and NCCL listen on
 
 
 LISTEN_S = 0.5
-LEARN_S = 2.0  # how long a process that has lost a peer waits for the reason
-PATIENCE_S = 5.0  # time to exit after a peer's failure that isn't noticed, as with NCCL
+LEARN_S = 2.0  # seconds that a process waits for the cause after it has lost a peer
+PATIENCE_S = 5.0  # seconds to exit after a peer's failure that collectives don't detect, as with NCCL
 
 
 class Cause:
-    """The failure of the first process that failed, shared through the store, which rank 0 holds.
+    """The first failure of a process, shared through the store, which rank 0 holds.
 
-    `leave` ends this process while a collective blocks it; it gets the first cause, or None if the store is gone.
-    Without `leave`, a closed connection ends collectives, as with gloo.
+    `leave` ends this process while a collective blocks it; its argument is the first failure, or None if the store is
+    gone. Without `leave`, closed connections end collectives, as with gloo.
     """
 
     def __init__(self, store: Any, attempt: int, leave: Callable[[PeerFailure | None], None] | None = None) -> None:
@@ -62,11 +62,11 @@ class Cause:
         self._thread.start()
 
     def publish(self, failure: PeerFailure) -> None:
-        """Publishes why this process fails, unless another one has failed before."""
+        """Publishes this process's failure, unless another process has failed before."""
         text = failure.model_dump_json()
         with contextlib.suppress(dist.DistError):
             if not understood(self._store.compare_set("text", "", text), PeerFailure):
-                self._store.set("text", text)  # junk was there
+                self._store.set("text", text)  # replaces an invalid message
 
     def learn(self) -> PeerFailure | None:
         """Returns the first failure, or None if none is published in time."""
@@ -74,7 +74,7 @@ class Cause:
         return self._heard
 
     def close(self, readers: int = 0) -> None:
-        """Stops listening; first waits a few seconds until so many processes have read the cause."""
+        """Stops listening; first waits up to LINGER_S seconds until `readers` processes have read the cause."""
         if readers:
             linger(self._store, "heard", readers)
         self._over.set()
@@ -93,15 +93,15 @@ class Cause:
 
 @dataclass
 class Group:
-    """This process's place and the store that all processes share (None when it is alone)."""
+    """This process's rank and the store that all processes share (None for a single process)."""
 
-    world: World  # its place
-    store: Any = None  # for small words between processes
-    init_file: Path | None = None  # of file://; removed in the end, since it would spoil the next run
-    keeps_store: bool = False  # True on the process that the store goes with
-    cause: Cause | None = None  # hears why another process failed; None until `listen`
-    stands: tuple[Any, ...] | None = None  # the earlier groups of an existing process group; None for our own
-    # what each process said of itself, by rank
+    world: World  # rank, size and device of this process
+    store: Any = None  # for small messages between processes
+    init_file: Path | None = None  # of file://; removed at the end, because the next run could not use it
+    keeps_store: bool = False  # True on the process that holds the store
+    cause: Cause | None = None  # receives another process's failure; None until `listen`
+    stands: tuple[Any, ...] | None = None  # groups that existed before `join`; None if `join` created the default group
+    # each process's record at the rendezvous, by rank
     present: dict[int, dict[str, Any]] = field(default_factory=dict[int, dict[str, Any]])
 
     def listen(self, attempt: int, leave: Callable[[PeerFailure | None], None] | None = None) -> None:
@@ -117,7 +117,7 @@ class Group:
         os._exit(EXIT_FAILED)
 
     def leave(self, *, failed: bool = False) -> None:
-        """Destroys the process group; after a failure, once the other processes have read the cause."""
+        """Destroys the groups created since `join`; after a failure, waits until other processes know the cause."""
         if self.stands is None:
             if dist.is_initialized():
                 dist.destroy_process_group()
@@ -132,13 +132,11 @@ class Group:
 
 
 def join(process_info: ProcessInfo, digest: str, collective_timeout_s: float, say: Say) -> Group:
-    """Joins the group; `digest` is of what must be equal on all processes (versions, job).
+    """Joins the group of processes; a collective.
 
-    A peer that is silent for `collective_timeout_s` is given up. `say` gets lines for the user.
-
-    Raises:
-        PeerError: a rank is missing, a duplicate, or differs.
-        UserError: the address can't be used.
+    `digest` describes what must be equal on all processes (versions, job). Collectives fail if a peer doesn't answer
+    for `collective_timeout_s`. `say` prints a line for the user. Raises PeerError if a rank is missing, and UserError
+    for an unusable address, a duplicate rank or another job.
     """
     if process_info.started_by == STARTED_BY:
         return _use_existing(process_info, digest, say)
@@ -156,7 +154,7 @@ def join(process_info: ProcessInfo, digest: str, collective_timeout_s: float, sa
         if "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(max(1, torch.get_num_threads() // process_info.local_size))
     elif "OMP_NUM_THREADS" not in os.environ and process_info.started_by != "manyhands":
-        # A launcher may have bound each process to some cores already; then these are all that torch counts.
+        # If a launcher has bound this process to some cores, torch counts only these.
         share = (os.cpu_count() or 1) // process_info.local_size
         torch.set_num_threads(max(1, min(torch.get_num_threads(), share)))
     backend = _backend(process_info, device)
@@ -181,7 +179,6 @@ def join(process_info: ProcessInfo, digest: str, collective_timeout_s: float, sa
 
 
 def _use_existing(process_info: ProcessInfo, digest: str, say: Say) -> Group:
-    """Joins the group that this process is in already."""
     before, store = tuple(groups()), own_use(dist.distributed_c10d._get_default_store(), dist.get_rank())
     present = check_in(store, process_info, digest, say)
     process_info = _among_neighbours(process_info, present)
@@ -193,23 +190,23 @@ def _use_existing(process_info: ProcessInfo, digest: str, say: Say) -> Group:
 
 
 def _use(device: str) -> None:
-    """Makes an accelerator the current one, where tensors without an index are allocated."""
+    """Makes an accelerator the current device, where tensors without an index are allocated."""
     if ":" in device and not device.startswith("cpu"):
         torch.accelerator.set_device_index(device)
 
 
 def _among_neighbours(process_info: ProcessInfo, present: dict[int, dict[str, Any]]) -> ProcessInfo:
-    """Sets local rank and size from the machine of each rank, for processes that were started one by one."""
+    """Sets local rank and size from the machines of all ranks, for processes that were started individually."""
     machines = [present[rank]["machine"] for rank in range(process_info.size)]
     here = [rank for rank, machine in enumerate(machines) if machine == machines[process_info.rank]]
     return replace(process_info, local_rank=here.index(process_info.rank), local_size=len(here))
 
 
 def choose_interface(process_info: ProcessInfo, present: dict[int, dict[str, Any]]) -> str:
-    """Has collectives listen on the interface towards the other machines; returns the name for gloo, or "".
+    """Sets the interface of collectives by environment variables; returns its name for gloo, or an empty string.
 
-    The shell's variable counts between machines only: on one machine collectives listen on loopback.
-    Raises UserError if the shell names an interface that this machine doesn't have.
+    Collectives use loopback on one machine, else the interface in the shell's variables, else the interface towards the
+    other machines. Raises UserError if the shell names an interface that this machine lacks.
     """
     here, loopback = present[process_info.rank]["machine"], ports.loopback_interface()
     others = [who for _, who in sorted(present.items()) if who["machine"] != here]
@@ -225,7 +222,7 @@ def choose_interface(process_info: ProcessInfo, present: dict[int, dict[str, Any
     host = urlparse(process_info.init).hostname or os.environ.get("MASTER_ADDR", "")
     name = ports.interface_of(host) if host and host not in {"0.0.0.0", "::"} else ""
     if name in {"", loopback}:
-        # Left to themselves the backends would take what this machine's own name stands for, often loopback.
+        # By default the backends use the address of this machine's name, which is often loopback.
         name = ports.interface_towards(address for who in others for address in who["addresses"])
     if name:
         for variable in IFNAMES:
@@ -234,7 +231,7 @@ def choose_interface(process_info: ProcessInfo, present: dict[int, dict[str, Any
 
 
 def what_listens(process_info: ProcessInfo, interface: str) -> list[str]:
-    """Lines on what this machine's processes and launcher have open to other hosts; none if our head prints them."""
+    """Returns lines on the ports that are open to other hosts; none if the launcher or another process prints them."""
     if process_info.local_rank or process_info.started_by == "manyhands":
         return []
     lines = [] if interface == ports.loopback_interface() else [ports.describe_collectives(interface)]
@@ -244,7 +241,7 @@ def what_listens(process_info: ProcessInfo, interface: str) -> list[str]:
 
 
 def _device(process_info: ProcessInfo) -> str:
-    """This process's device: an accelerator of its own if there is one for each process on this machine."""
+    """Returns this process's device. Raises UserError if this machine has fewer accelerators than processes."""
     kind = device_kind(process_info.device, process_info.size)
     name, _, number = kind.partition(":")
     if name == "cpu":
@@ -298,7 +295,7 @@ def _open_store(process_info: ProcessInfo, digest: str, say: Say) -> Any:
         try:
             listener = ports.listen(host, port, _address_is_from(process_info))
         except ports.PortTakenError:
-            # It may be held by a rank 0 of this very job that waits for the others.
+            # A rank 0 of this job that waits for the other ranks may hold the port.
             report_to_waiting_ranks(process_info, lambda names: report_duplicate_rank(names, process_info, digest))
             raise
         if process_info.started_by != "manyhands":
@@ -317,7 +314,7 @@ def _address_is_from(process_info: ProcessInfo) -> str:
 
 
 def _connect(host: str, port: int, process_info: ProcessInfo) -> Any:
-    """Connects to rank 0's store; torch would wait forever for a listener that accepts and says nothing."""
+    """Connects to rank 0's store; torch alone would wait forever for a listener that never answers."""
     found: list[Any] = []
 
     def connect() -> None:
@@ -380,7 +377,7 @@ INIT = "the process group that was there already"
 
 
 def existing_process_info(device: str, backend: str) -> ProcessInfo | None:
-    """This process's place in an existing group, if any. Raises UserError if another backend is requested."""
+    """Returns this process's rank and size in an existing group, or None. Raises UserError for another backend."""
     if not dist.is_available() or not dist.is_initialized():
         return None
     place, own = _device_and_backend(device)
@@ -392,7 +389,7 @@ def existing_process_info(device: str, backend: str) -> ProcessInfo | None:
 
 
 def _device_and_backend(wanted: str) -> tuple[str, str]:
-    """This process's device, and the group's backend for it; a group of gloo alone means the CPU."""
+    """Returns this process's device and the group's backend for it; a group of gloo alone means the CPU."""
     backends = dict(part.split(":") for part in dist.get_backend_config().split(","))  # such as "cpu:gloo,cuda:nccl"
     kind = accelerator()
     if wanted == "auto" and kind != "cpu" and backends.get(kind, "gloo") != "gloo":
@@ -403,8 +400,8 @@ def _device_and_backend(wanted: str) -> tuple[str, str]:
 
 
 def own_use(store: Any, rank: int, attempt: int = 0) -> Any:
-    """Returns a store that outlives this use of it, with a prefix for this use."""
-    uses = store.add(f"manyhands/uses/{attempt}/{rank}", 1)  # all use the store in one order
+    """Returns the store with a prefix for this run, because several runs may use one store."""
+    uses = store.add(f"manyhands/uses/{attempt}/{rank}", 1)  # all processes count their uses in the same order
     return dist.PrefixStore(f"manyhands/{uses}", store)
 
 

@@ -1,7 +1,7 @@
-"""Stops listening for new processes once all processes of the run have connected.
+"""Stops listening for new connections once all processes of the run have connected.
 
-gloo keeps its port open as long as a group lives, so strangers could fill the process's table of open files. A socket
-filter that lets nothing through ends that: connections stay, new ones get no answer. Only Linux has it.
+gloo listens as long as a group exists, so strangers could exhaust the process's file descriptors. A socket filter that
+passes nothing prevents that: existing connections stay, new ones get no answer. Linux only.
 """
 
 import contextlib
@@ -17,12 +17,12 @@ from manyhands.parallel.group.ports import local_addresses
 from manyhands.parallel.group.tunnel_ends import tunnel_ends
 
 SO_ATTACH_FILTER = 26
-LETS_NOTHING_THROUGH = struct.pack("HBBI", 0x06, 0, 0, 0)  # a filter's one instruction: pass 0 bytes
+LETS_NOTHING_THROUGH = struct.pack("HBBI", 0x06, 0, 0, 0)  # a BPF program of one instruction: pass 0 bytes
 OPEN_FILES = Path("/proc/self/fd")
 
 
 def connections() -> Iterator[tuple[str, socket.socket]]:
-    """Each TCP socket of this process by name; each is a copy that is closed again."""
+    """Yields the name and a duplicate of each TCP socket of this process; the duplicate is closed afterwards."""
     for path in OPEN_FILES.iterdir() if sys.platform == "linux" else ():
         with contextlib.suppress(OSError):  # it was closed meanwhile
             name = str(path.readlink())
@@ -38,14 +38,14 @@ def listens(one: socket.socket) -> bool:
 
 def _refuse(listener: socket.socket) -> None:
     code = ctypes.create_string_buffer(LETS_NOTHING_THROUGH)
-    # In a sandbox that has no filters it stays open, as `doctor --exposure` shows.
+    # In a sandbox without filters the port stays open, as `doctor --exposure` reports.
     with contextlib.suppress(OSError):
         listener.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, struct.pack("HL", 1, ctypes.addressof(code)))
 
 
 @contextlib.contextmanager
 def closed_once_formed(backend: str = "") -> Generator[None]:
-    """Sockets of a gloo group that begin to listen within the block accept nobody after it; NCCL connects later."""
+    """Closes gloo's listening sockets opened within the block, at its end. Skips NCCL, which connects later."""
     later = os.environ.get("TORCH_GLOO_LAZY_INIT", "0") not in {"", "0"}  # connects when first needed
     # Through ssh all groups of a process share one listening socket, on loopback only.
     if "gloo" not in backend or "," in backend or later or tunnel_ends():
@@ -59,10 +59,10 @@ def closed_once_formed(backend: str = "") -> Generator[None]:
 
 
 def close_rendezvous(port: int, machines: Sequence[Collection[str]]) -> None:
-    """Closes the store's port once all have met, on the process that holds the store, and disconnects strangers.
+    """Closes the store's port after the rendezvous, on the process that holds the store, and disconnects strangers.
 
-    `machines` are the addresses of each other machine with processes. If one of them isn't connected (it may be behind
-    another's address), nobody is taken for a stranger.
+    `machines` are the addresses of each other machine. If one of them isn't connected (its connections may come from
+    another address), no connection counts as a stranger's.
     """
     own, theirs = [], []
     for _, one in connections():

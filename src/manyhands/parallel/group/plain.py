@@ -1,4 +1,4 @@
-"""JSON data and tensors between processes. torch's own object collectives pickle, so a peer could run code here."""
+"""Collectives for JSON data and tensors. torch's object collectives unpickle data, so a peer could run code here."""
 
 import json
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from manyhands.core.world import World
 
 
 def broadcast_plain(value: Any, world: World) -> Any:
-    """Rank 0's value (JSON data; an infinite number is allowed), on every process; a collective."""
+    """Returns rank 0's value (JSON data, infinities allowed) on all processes; a collective."""
     if world.alone:
         return value
     content = _encode(value) if world.rank == 0 else torch.empty(0, dtype=torch.uint8)
@@ -26,7 +26,7 @@ def broadcast_plain(value: Any, world: World) -> Any:
 
 
 def broadcast_result(make: Callable[[], Any], world: World) -> Any:
-    """`make()` of rank 0 (JSON data), on every process; a collective. Its ManyhandsError is raised on all."""
+    """Returns rank 0's `make()` (JSON data) on all processes, or raises its ManyhandsError on all; a collective."""
     found: dict[str, Any] = {}
     if world.is_main:
         try:
@@ -42,7 +42,7 @@ def broadcast_result(make: Callable[[], Any], world: World) -> Any:
 
 
 def gather_plain(value: Any, world: World, group: Any = None) -> list[Any]:
-    """Every process's value by rank (by place in a group), on every process; a collective."""
+    """Returns the values of all processes (or of `group`), in the order of ranks, on each of them; a collective."""
     if world.alone:
         return [value]
     content, size = _encode(value), dist.get_world_size(group)
@@ -57,7 +57,7 @@ def gather_plain(value: Any, world: World, group: Any = None) -> list[Any]:
 
 
 def broadcast_tensors(tensors: dict[str, Tensor], world: World) -> dict[str, Tensor]:
-    """Rank 0's CPU tensors by name, one at a time, on every process's CPU; a collective."""
+    """Returns rank 0's CPU tensors by name on the CPU of each process, broadcast one at a time; a collective."""
     if world.alone:
         return tensors
     mine = [[name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for name, tensor in tensors.items()]
@@ -65,7 +65,7 @@ def broadcast_tensors(tensors: dict[str, Tensor], world: World) -> dict[str, Ten
     for name, kind, shape in broadcast_plain(mine, world):
         room = torch.empty(shape, dtype=getattr(torch, kind), device=world.device)
         tensor = tensors[name].to(world.device).contiguous() if world.rank == 0 else room
-        # As bytes, since not every backend carries every type.
+        # Sent as bytes, because not every backend supports every dtype.
         dist.broadcast(tensor.view(-1).view(torch.uint8) if tensor.ndim else tensor[None].view(torch.uint8), src=0)
         received[name] = tensor.cpu()
     return received

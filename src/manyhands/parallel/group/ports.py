@@ -10,7 +10,7 @@ import psutil
 
 from manyhands.core.errors import UserError
 
-# Bridges that containers and virtual machines of this machine talk over; no other machine reaches them.
+# Prefixes of addresses that other machines can't reach: bridges of containers and virtual machines, and link-local.
 INNER_NETWORKS = ("172.17.", "192.168.122.", "169.254.", "fe80:")
 
 
@@ -21,8 +21,7 @@ class PortTakenError(UserError):
 def listen(host: str, port: int, given_by: str = "--init") -> socket.socket:
     """Listens on one address of this machine only (torch's own store would listen on every interface).
 
-    `given_by` names the flag or variables of address and port. Raises UserError if the address is not this machine's or
-    the port is taken.
+    `given_by` names the source of the address. Raises UserError for another machine's address or a taken port.
     """
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -53,7 +52,7 @@ def _cannot_listen(host: str, port: int, error: OSError, given_by: str) -> UserE
 
 
 def holder_of(port: int) -> str:
-    """The process that listens on a port, if this user may see it, or an empty string."""
+    """Describes the process that listens on a port; empty if this user can't see it."""
     try:
         connections = psutil.net_connections("tcp")
     except psutil.AccessDenied:
@@ -69,7 +68,7 @@ def holder_of(port: int) -> str:
 
 
 def _interfaces() -> list[tuple[str, str, str | None]]:
-    """(interface, address, netmask) of each IPv4 and IPv6 address of this machine."""
+    """Returns (interface, address, netmask) of each IPv4 and IPv6 address of this machine."""
     return [
         (name, entry.address.partition("%")[0], entry.netmask)
         for name, entries in psutil.net_if_addrs().items()
@@ -83,23 +82,23 @@ def _interface_with(address: str) -> str:
 
 
 def local_addresses() -> list[str]:
-    """The IPv4 and IPv6 addresses of this machine, loopback last."""
+    """Returns the IPv4 and IPv6 addresses of this machine, loopback last."""
     found = [address for _, address, _ in _interfaces()]
     return sorted(found, key=lambda text: (text.startswith(("127.", "::1")), ":" in text, text))
 
 
 def outer_addresses() -> list[str]:
-    """This machine's addresses that other machines may reach."""
+    """Returns this machine's addresses that other machines may reach."""
     return [one for one in local_addresses() if not _is_loopback(one) and not one.startswith(INNER_NETWORKS)]
 
 
 def loopback_interface() -> str:
-    """The interface with 127.0.0.1: "lo" on Linux, "lo0" on macOS."""
+    """Returns the interface with 127.0.0.1: "lo" on Linux, "lo0" on macOS."""
     return _interface_with("127.0.0.1") or "lo"
 
 
 def interface_of(host: str) -> str:
-    """The interface of the route to `host`, or an empty string."""
+    """Returns the interface of the route to `host`, or an empty string."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -110,7 +109,7 @@ def interface_of(host: str) -> str:
 
 
 def interface_towards(theirs: Iterable[str]) -> str:
-    """The interface in one network with one of these addresses, or else that of the route to one of them."""
+    """Returns the interface in a network with one of these addresses, else the interface of the route to one."""
     wanted = [ipaddress.ip_address(address) for address in theirs]
     mine = set(outer_addresses())
     for name, own, netmask in _interfaces():
@@ -122,7 +121,7 @@ def interface_towards(theirs: Iterable[str]) -> str:
 
 
 def require_interface(names: str, given_by: str) -> None:
-    """Raises UserError for an interface, of several with commas between, that this machine doesn't have."""
+    """Raises UserError if this machine lacks one of the interfaces in `names`, separated by commas."""
     mine = psutil.net_if_addrs()
     for name in names.split(","):
         if name not in mine:
@@ -131,7 +130,7 @@ def require_interface(names: str, given_by: str) -> None:
 
 
 def describe_collectives(interface: str) -> str:
-    """One line: where the collectives of this machine's processes listen, and who can reach them."""
+    """Returns one line: where collectives listen on this machine, and which hosts can connect."""
     entries = _interfaces()
     found = [
         address
@@ -147,7 +146,7 @@ def describe_collectives(interface: str) -> str:
 
 
 def describe_launcher(name: str) -> list[str]:
-    """What the parent process has open to other machines, as far as that can be seen."""
+    """Describes the ports of the parent process that other machines can reach, as far as this user can see them."""
     try:
         connections = psutil.Process(os.getppid()).net_connections("tcp")
     except psutil.Error:
@@ -168,7 +167,7 @@ def _is_loopback(address: str) -> bool:
 
 
 def describe_exposure(host: str, port: int) -> str:
-    """One line: what listens, and who can reach it."""
+    """Returns one line: which hosts can reach the listening port."""
     if host in {"0.0.0.0", "::"}:
         return (
             f"port {port} is open on every interface ({', '.join(local_addresses())}): every host that can connect can "

@@ -1,6 +1,6 @@
-"""Rendezvous: each process writes its name into the store and waits for all others before torch is initialized.
+"""Rendezvous: each process publishes its record in the store and waits for all ranks before torch is initialized.
 
-Any host that reaches the store may write there, so invalid messages are ignored and control characters removed.
+Any host that reaches the store can write to it, so invalid messages are ignored and control characters removed.
 """
 
 import contextlib
@@ -34,10 +34,10 @@ from manyhands.parallel.group.ports import outer_addresses
 
 Say = Callable[[str], None]
 
-# What is shown of another process's options: a number, true or false.
+# Values of another process's options that messages may include: a number, true or false.
 _NUMBER = re.compile(r"-?[0-9][0-9.eE+-]{0,30}|true|false|Infinity")
 
-LINGER_S = 3.0  # how long a process with the store waits, after giving up, for the others to read why
+LINGER_S = 3.0  # seconds that the store's process waits after a failure for other processes to read the cause
 _MOST_BYTES = 1 << 18  # far above any message
 _LONGEST_WHAT = 2000
 
@@ -61,7 +61,7 @@ class _Said(BaseModel):
 
 
 class Present(_Said):
-    """A process at the rendezvous: under present/<attempt>/<rank>."""
+    """The record of a process at the rendezvous, under the key present/<attempt>/<rank>."""
 
     host: _Name
     machine: Annotated[str, Field(max_length=2000)]
@@ -74,7 +74,7 @@ class Present(_Said):
 
 
 class DuplicateRank(_Said):
-    """A rank of two processes, reported by the second one: under present/<attempt>/twice."""
+    """A rank that two processes have, reported by the second one under present/<attempt>/twice."""
 
     rank: _Rank
     host: _Name
@@ -82,7 +82,7 @@ class DuplicateRank(_Said):
 
 
 class InvalidRank(_Said):
-    """A process whose rank is outside the job, reported before it ends: under present/<attempt>/outsider."""
+    """A process with a rank outside the job, reported before it exits under present/<attempt>/outsider."""
 
     host: _Name
     pid: _Pid
@@ -91,7 +91,7 @@ class InvalidRank(_Said):
 
 
 class PeerFailure(_Said):
-    """Why the first process failed: under failure/<attempt>/text."""
+    """The first failure of a process, under failure/<attempt>/text."""
 
     rank: _Rank
     host: _Name
@@ -103,7 +103,7 @@ class PeerFailure(_Said):
 
 
 class Answer(_Said):
-    """A process's heartbeats now and some seconds ago, its answer to a call: under roll/<attempt>/<call>/<rank>."""
+    """A process's answer to a liveness check, two heartbeats: under roll/<attempt>/<call>/<rank>."""
 
     before: Heartbeat
     now: Heartbeat
@@ -116,7 +116,7 @@ def understood(content: bytes | str, kind: type[S]) -> S | None:
     """Parses a message; returns None if it is invalid."""
     if len(content) > _MOST_BYTES:
         return None
-    with contextlib.suppress(ValueError):  # of JSON, of UTF-8, and the validation's own
+    with contextlib.suppress(ValueError):  # from JSON, UTF-8 or the validation
         return kind.model_validate(parse_json(content))
     return None
 
@@ -125,7 +125,7 @@ REPORT_S = 3.0  # a live rank 0 answers within this time
 
 
 def report_to_waiting_ranks(process_info: ProcessInfo, report: Callable[[Any], None]) -> None:
-    """Calls `report` with the store under present/<attempt>, if the store answers in time."""
+    """Calls `report` with the store under present/<attempt>, unless the store doesn't answer within REPORT_S."""
 
     def run() -> None:
         with contextlib.suppress(dist.DistError, ValueError, OSError):
@@ -137,7 +137,7 @@ def report_to_waiting_ranks(process_info: ProcessInfo, report: Callable[[Any], N
 
 
 def store_address(process_info: ProcessInfo) -> tuple[str, int]:
-    """Returns host and port of the store, from --init or the environment; empty and 0 if unknown."""
+    """Returns the store's host and port, from --init or the environment; ("", 0) if unknown."""
     url = urlparse(process_info.init)
     if url.scheme == "tcp":
         return url.hostname or "", url.port or 0
@@ -155,17 +155,15 @@ def _store(process_info: ProcessInfo) -> Any:
             raise OSError(f"no process listens at {path}")
         return dist.FileStore(str(path), process_info.size)
     host, port = store_address(process_info)
-    # If no process listens, torch would try again and again.
+    # Without a listener, torch would retry again and again.
     socket.create_connection((host, port), timeout=REPORT_S).close()
     return dist.TCPStore(host, port, None, False, timedelta(seconds=REPORT_S), False)
 
 
 def check_in(store: Any, process_info: ProcessInfo, digest: str, say: Say) -> dict[int, dict[str, Any]]:
-    """Writes this process's name into the store and waits for all ranks; returns names by rank.
+    """Publishes this process's record in the store and waits for all ranks; returns the records by rank.
 
-    Raises:
-        UserError: this rank is taken, or a process belongs to another job.
-        PeerError: a rank is missing, or rank 0 has ended.
+    Raises UserError for a taken rank or another job, and PeerError if a rank is missing or rank 0 has ended.
     """
     names = dist.PrefixStore(f"present/{process_info.attempt}", store)
     me = {
@@ -183,7 +181,7 @@ def check_in(store: Any, process_info: ProcessInfo, digest: str, say: Say) -> di
         names.add("read", 1)
         for rank, other in present.items():
             _compare(process_info, me, rank, other)
-    except (dist.DistError, ValueError):  # a ValueError where a count in an init file is none
+    except (dist.DistError, ValueError):  # ValueError: a count in an init file is not a number
         what = "the store failed during the rendezvous"
         hints = ("see rank 0's log if rank 0 has ended", "check that no other program writes to the store")
         raise PeerError(what, process_info.init, hints) from None
@@ -198,7 +196,7 @@ def report_duplicate_rank(names: Any, process_info: ProcessInfo, digest: str) ->
     """Reports to the waiting ranks that a second process of their job has this rank."""
     key = str(process_info.rank)
     first = understood(names.get(key), Present) if names.check([key]) else None
-    # One that has just come may not have written its name yet; another job on the same port is no second one.
+    # The first process may not have written its record yet. A process of another job on this port is no duplicate.
     if not first or (first.size, first.digest) == (process_info.size, digest):
         two = DuplicateRank(rank=process_info.rank, host=socket.gethostname(), pid=os.getpid())
         names.set("twice", two.model_dump_json())
@@ -211,7 +209,7 @@ def report_invalid_rank(names: Any, digest: str, what: str) -> None:
 
 
 def _refuse_reported(names: Any, process_info: ProcessInfo, digest: str, present: dict[int, dict[str, Any]]) -> None:
-    """Raises UserError if a duplicate or invalid rank was reported, because then another rank never comes."""
+    """Raises UserError if a duplicate or invalid rank was reported, because another rank is then missing for good."""
     two = understood(names.get("twice"), DuplicateRank) if names.check(["twice"]) else None
     invalid_rank = understood(names.get("outsider"), InvalidRank) if names.check(["outsider"]) else None
     if two and two.rank < process_info.size:
@@ -228,7 +226,7 @@ def _refuse_reported(names: Any, process_info: ProcessInfo, digest: str, present
 
 
 def linger(store: Any, key: str, count: int) -> None:
-    """Waits until `count` processes have added themselves to a key, for a few seconds at most."""
+    """Waits up to LINGER_S seconds until `count` processes have incremented a key."""
     until = time.monotonic() + LINGER_S
     with contextlib.suppress(dist.DistError, RuntimeError):
         while store.add(key, 0) < count and time.monotonic() < until:
@@ -243,7 +241,7 @@ def _wait_for_names(names: Any, process_info: ProcessInfo, digest: str, say: Say
             if rank not in present and names.check([str(rank)]):
                 said = understood(names.get(str(rank)), Present)
                 if not said:
-                    continue  # junk; the process itself, when it comes, writes over it
+                    continue  # invalid; the process with this rank will overwrite it
                 present[rank] = said.model_dump()
                 _refuse_dead(present[rank], rank, process_info)
                 if present[rank]["size"] != process_info.size:
@@ -273,7 +271,7 @@ def _rendezvous_address(process_info: ProcessInfo) -> str:
 
 
 def _refuse_dead(other: dict[str, Any], rank: int, process_info: ProcessInfo) -> None:
-    """An init file may hold the name of a process of an earlier run."""
+    """Raises UserError if an init file has the record of a process that has ended, from an earlier run."""
     here = other["machine"] == this_machine()
     if process_info.init.startswith("file://") and here and not psutil.pid_exists(other["pid"]):
         path = process_info.init.removeprefix("file://")
@@ -292,7 +290,7 @@ def _compare(process_info: ProcessInfo, me: dict[str, Any], rank: int, other: di
 
 
 def _options(here: str, there: str) -> str:
-    """Names the options in which two jobs differ, with their numbers; both texts are from `shared_options`."""
+    """Returns a text with the options that differ between two results of `shared_options`."""
 
     def by_option(text: str) -> dict[str, str]:
         return {key: value for key, _, value in (word.partition("=") for word in text.split())}
@@ -308,10 +306,10 @@ def _options(here: str, there: str) -> str:
 
 
 def _place_taken(names: Any, process_info: ProcessInfo) -> UserError:
-    """Another process has this rank: a second start, or an earlier run's init file."""
+    """Returns the error for a rank that is taken by a second start or by an earlier run's init file."""
     other: Present | None = None
     with contextlib.suppress(RuntimeError, ValueError):
-        # The other may have taken the place a moment ago and not have written its name yet.
+        # The other process may not have written its record yet.
         names.wait([str(process_info.rank)], timedelta(seconds=LINGER_S))
         other = understood(names.get(str(process_info.rank)), Present)
     who = f" by process {other.pid} on {other.host}" if other else ""
@@ -325,7 +323,7 @@ def _place_taken(names: Any, process_info: ProcessInfo) -> UserError:
 
 
 def _ranges(ranks: list[int]) -> str:
-    """[1, 2, 3, 7] as "1-3, 7"."""
+    """Formats [1, 2, 3, 7] as "1-3, 7"."""
     groups = itertools.groupby(enumerate(ranks), lambda pair: pair[1] - pair[0])
     runs = [[rank for _, rank in group] for _, group in groups]
     return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)

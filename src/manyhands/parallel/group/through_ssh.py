@@ -1,6 +1,6 @@
-"""Gloo between machines that are joined through ssh: it listens on their addresses of loopback alone.
+"""Gloo between machines that are connected through ssh: it listens only on loopback addresses of the tunnels.
 
-torch has no public way to choose gloo's address, so its class is replaced. A process has one port for all its groups.
+torch has no public way to choose gloo's address, so its class is replaced. All groups of a process share one port.
 """
 
 from contextlib import suppress
@@ -20,7 +20,7 @@ _Gloo: Any = dist.ProcessGroupGloo  # torch's types lack the class's options and
 
 
 class GlooThroughSsh(_Gloo):
-    """A group whose processes are on machines that are joined through ssh."""
+    """A gloo group of processes on machines that are connected through ssh."""
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, **_: Any) -> None:
         ends = tunnel_ends()
@@ -45,7 +45,7 @@ def _place(said: bytes, rank: int) -> tuple[str, int]:
 
 @cache
 def _device(ends: TunnelEnds) -> tuple[Any, int]:
-    """Gloo's device, and the port that it chose."""
+    """Returns gloo's device and the port that gloo chose."""
     before = _ports(ends.address)
     device = _Gloo.create_device(hostname=ends.address)
     (port,) = _ports(ends.address) - before

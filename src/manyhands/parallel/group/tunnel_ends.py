@@ -1,7 +1,7 @@
 """The ends of ssh tunnels on a machine: a folder of Unix sockets, and a loopback address for the machine's processes.
 
-Each machine's processes listen on a loopback address of their own, such as 127.84.19.2. After `reach`, that address
-leads to them on every other machine, through the switchboards (`cluster.agents.switchboard`) and ssh.
+Each machine's processes listen on their own loopback address, such as 127.84.19.2. After `reach`, other machines can
+connect to this address through the switchboards (`cluster.agents.switchboard`) and ssh.
 """
 
 import os
@@ -13,13 +13,12 @@ from manyhands.core.errors import RunError
 
 VARIABLE = "MANYHANDS_TUNNELS"  # the environment variable with address and folder
 ANSWER_S = 20.0
-# The limit of a Unix socket's path with its final NUL.
-LONGEST_PATH = 104
+LONGEST_PATH = 104  # of a Unix socket, with the final NUL
 
 
 @dataclass(frozen=True)
 class TunnelEnds:
-    """The sockets of one machine."""
+    """The tunnel sockets of one machine."""
 
     address: str  # the loopback address of the machine's processes
     folder: str  # only this user may enter it
@@ -35,7 +34,7 @@ class TunnelEnds:
         return f"{self.folder}/ask"
 
     def towards(self, address: str) -> str:
-        """Returns the socket, made by ssh, that leads to the entrance of the machine with that address."""
+        """Returns the path of the socket, made by ssh, that leads to the entrance of the machine with that address."""
         return f"{self.folder}/to-{address}"
 
     def environment(self) -> dict[str, str]:
@@ -49,7 +48,7 @@ def tunnel_ends() -> TunnelEnds | None:
 
 
 def reach(ends: TunnelEnds, address: str, port: int) -> None:
-    """Makes another machine's port reachable on its loopback address here. Raises RunError if it can't be reached."""
+    """Makes another machine's port reachable on its loopback address here. Raises RunError on failure."""
     if address == ends.address:
         return
     with socket.socket(socket.AF_UNIX) as asked:

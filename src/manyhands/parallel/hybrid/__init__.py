@@ -1,1 +1,1 @@
-"""Networks that their author has sharded."""
+"""Networks that are sharded by hand."""

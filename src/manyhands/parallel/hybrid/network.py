@@ -1,7 +1,7 @@
-"""A network that its author has sharded; only its gradients and BatchNorm statistics are synchronized here.
+"""Networks that are sharded by hand; only gradients and BatchNorm statistics are synchronized here.
 
-A parameter's gradient is summed over the axes that share samples and don't shard the parameter. Over other axes an
-unsharded parameter's gradient is complete already, because the author's `enter` has summed it.
+The gradient of a parameter is summed over the axes that shard the samples and don't shard the parameter. Over other
+axes an unsharded parameter's gradient is already complete, because the network's `enter` has summed it.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ from manyhands.parallel.replicas.batch_norm import GroupedNorm, NormGroups
 
 
 class HybridNetwork(NetworkOnMesh):
-    """A network that its author has sharded; `samples` are the mesh axes, by index, that share the samples."""
+    """A network that is sharded by hand; `samples` are the indices of the mesh axes that shard the samples."""
 
     def __init__(
         self, model: nn.Module, grid: Grid, layouts: dict[str, TensorLayout], samples: tuple[int, ...]
@@ -40,7 +40,7 @@ class HybridNetwork(NetworkOnMesh):
 
     @override
     def begin_micro_batch(self, shape: MicroBatchShape) -> None:
-        """Processes with the same samples draw the same random numbers, as in dropout."""
+        """Sets BatchNorm's groups, and equal random seeds on processes with the same samples."""
         self.grid.batch = shape.samples
         share = shape.share(self.share.parts, self.share.index)
         self.norms.begin_micro_batch(share.spans, share.shared_groups, share.count, shape.batch)
@@ -48,10 +48,9 @@ class HybridNetwork(NetworkOnMesh):
 
 
 def hybrid_network(model: nn.Module, grid: Grid, samples: Sequence[str] | None = None) -> HybridNetwork:
-    """Runs a network that was constructed with this grid; unsharded parameters are equal on all processes.
+    """Wraps a network that was constructed with this grid; unsharded parameters must be equal on all processes.
 
-    `samples` are the axes over which samples are shared; None: all that shard no parameter. Raises UserError if a mark
-    or an axis doesn't fit the mesh.
+    `samples` names the axes that shard the samples; None: all that shard no parameter. Raises UserError for a misfit.
     """
     layouts = layouts_of(model, grid.mesh, grid.world.rank)
     if samples is None:

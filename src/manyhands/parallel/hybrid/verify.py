@@ -1,4 +1,4 @@
-"""Compares the gradients of a network that its author has sharded with those of one process."""
+"""Compares the gradients of a network that is sharded by hand with gradients computed on one process."""
 
 import copy
 import functools
@@ -57,7 +57,7 @@ class GradientCheck:
     """The result of `verify_gradients`, the same on every process.
 
     Attributes:
-        findings: the mismatches, those of the output first.
+        findings: the mismatches: of the output first, then of gradients.
         worst: the largest deviation of a gradient, relative to the largest value of that gradient.
         compared: the number of parameters compared.
     """
@@ -200,7 +200,7 @@ class _Check:
                 return [*found, Finding(name, "cut", (), broadcast_plain(what, self.grid.world), hints)], 0.0
             error, rank = self._compare(output, due_output)
             if error > self.tolerance:
-                # Differences between samples don't have what is added once, such as a bias.
+                # Differences from the mean over samples lack terms that are added once, such as a bias.
                 pairs = [(output, due_output), (output - output.mean(0), due_output - due_output.mean(0))]
                 found.append(self._explain(name, pairs, (), rank))
         largest = max((float(one.abs().max()) for one in due.values() if one.numel()), default=0.0)
@@ -213,7 +213,7 @@ class _Check:
             error, rank = self._compare(total, total_due, negligible)
             worst = max(worst, error)
             if error > self.tolerance:
-                # Before the sum over the samples, axes of equal sizes can be told apart.
+                # Before the sum over the samples, an error differs between axes of equal size.
                 pairs = [(local, _region(due[name], region)), (total, total_due)]
                 found.append(self._explain(name, pairs, layout.sharded_axes, rank))
         return found, worst
@@ -227,7 +227,7 @@ class _Check:
         return tensor
 
     def _load_parameters(self) -> list[Finding]:
-        """Copies the full parameters and buffers to the network on one process."""
+        """Copies the full parameters and buffers to the network on one process; returns findings about them."""
         mesh, rank, found = self.grid.mesh, self.grid.world.rank, list[Finding]()
         local_state = self.network.model.state_dict(keep_vars=True)
         for name, target in self.alone.state_dict(keep_vars=True).items():
@@ -261,7 +261,7 @@ class _Check:
         return found
 
     def _run_alone(self) -> tuple[list[Tensor], dict[str, Tensor]]:
-        """The outputs for this process's rows of the batch, and the gradients of their part of the loss."""
+        """Returns the outputs for this process's rows of the batch, and the gradients of its share of the loss."""
         _begin(self.alone, self.shares, self.count)
         try:
             output = self.alone(self.sample)
@@ -275,7 +275,7 @@ class _Check:
         return [one.detach() for one in _tensors(output)], dict(zip(named, due, strict=True))
 
     def _run_on_mesh(self) -> tuple[list[Tensor], dict[str, Tensor]]:
-        """The outputs for this process's rows, and its gradients before they are summed over the samples' axes."""
+        """Returns the outputs for this process's rows, and its gradients before they are summed over samples."""
         _begin(self.network.model, [slice(0, self.rows.stop - self.rows.start)], self.count)
         output = self.network.model(self.sample[self.rows])
         Gradients(self.network, self.grid.world).backward_of(self._loss(output))
@@ -287,11 +287,11 @@ class _Check:
         return [one.detach() for one in _tensors(output)], raw
 
     def _loss(self, output: Any) -> Tensor:
-        """This process's part of the mean loss."""
+        """Returns this process's share of the mean loss."""
         if self.loss is None:
             parts: list[Tensor] = []
             for one in _tensors(output):
-                generator = torch.Generator().manual_seed(1)  # equal weights on all processes for the same sample
+                generator = torch.Generator().manual_seed(1)  # equal factors on all processes
                 weights = torch.randn(self.count, *one.shape[1:], generator=generator, dtype=torch.float64)
                 parts.append((one * weights[self.rows].to(one)).sum())
             return torch.stack(parts).sum() / self.count
@@ -308,7 +308,7 @@ class _Check:
         return result
 
     def _compare(self, observed: Tensor, expected: Tensor, least: float = 0.0) -> tuple[float, int]:
-        """The largest error on any process, relative to the largest expected value (or `least`); and its rank."""
+        """Returns the largest error relative to the largest expected value (or `least`), and its rank; a collective."""
         error = 0.0
         if not torch.equal(observed, expected) and observed.numel():
             error = float((observed - expected).abs().max())
@@ -318,7 +318,7 @@ class _Check:
         return max(errors) / (max(least, *scales) or 1.0), errors.index(max(errors))
 
     def _explain(self, name: str, pairs: list[tuple[Tensor, Tensor]], sharded: Collection[int], rank: int) -> Finding:
-        """Tries for each set of axes, the smallest first, whether a sum over them is missing or made twice."""
+        """Finds the smallest sets of axes over which a missing or a repeated sum explains an error."""
 
         def equal(observed: Tensor, expected: Tensor) -> bool:
             return self._compare(observed, expected)[0] <= self.tolerance
@@ -331,7 +331,7 @@ class _Check:
                 for over in itertools.combinations(self.axes, count):
                     pieces = [one for one in over if one in sharded]
                     replicas = [one for one in over if one not in sharded]
-                    # A sum over different pieces means nothing. Equal parts of a value are no terms of a forgotten sum.
+                    # Shards can't be summed. If all processes hold an equal fraction of the value, no sum is missing.
                     summable = not pieces and not equal(self.grid.parts(over) * observed, expected)
                     if summable and equal(self._sum(observed, over), expected):
                         found["missing"].append(over)
@@ -365,7 +365,7 @@ class _Check:
 
 
 def _begin(model: nn.Module, shares: list[slice], count: int) -> None:
-    """Makes each share a BatchNorm group of its own, on the mesh and on one process alike."""
+    """Sets one BatchNorm group for each share, on the mesh as well as on one process."""
     pairs = enumerate(shares)
     spans = tuple(Span(number, one.start, one.stop, one.stop - one.start, -1, True) for number, one in pairs)
     for groups in {id(one.groups): one.groups for one in model.modules() if isinstance(one, GroupedNorm)}.values():

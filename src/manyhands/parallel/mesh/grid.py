@@ -44,7 +44,7 @@ class Grid:
         world: rank, size, device and backend of this process.
         coordinates: this process's index on each axis.
         batch: the number of samples in the current micro-batch over all processes; set by the training loop.
-        seed: of the random numbers of ops in the current micro-batch.
+        seed: the seed of the random numbers that ops draw in the current micro-batch.
     """
 
     def __init__(self, mesh: Mesh, world: World) -> None:
@@ -210,8 +210,8 @@ class Axis:
     def all_reduce(self, y: Tensor) -> Tensor:
         """Sums y over the axis: all-reduce in forward, identity in backward.
 
-        All processes have the gradient of the sum, which is also that of each term; an all-reduce in backward would
-        multiply it by `size`.
+        Each process already has the gradient of the sum, which equals the gradient of its term; an all-reduce in
+        backward would multiply it by `size`.
         """
         return self._turn(y, ("P", "R"), ("R", "R"), y.shape)
 
@@ -228,7 +228,7 @@ class Axis:
         return self._turn(x, (dim, "R"), (dim, "R"), shape)
 
     def scatter(self, x: Tensor, dim: int) -> Tensor:
-        """Returns this process's shard of x, which is equal on all: slice in forward, all-gather in backward."""
+        """Returns this process's shard of x, which all processes hold: slice in forward, all-gather in backward."""
         dim = self._dim(x, dim, "scatter")
         return self._turn(x, ("R", dim), ("R", dim), x.shape)
 
@@ -261,7 +261,7 @@ class Axis:
         gradients: "tuple[Placement, Placement]",
         whole: Sequence[int],
     ) -> Tensor:
-        from manyhands.parallel.mesh.placement import Extent, convert_both  # data-parallel training needs none of it
+        from manyhands.parallel.mesh.placement import Extent, convert_both  # not loaded in data-parallel training
 
         def along(placement: "Placement") -> "tuple[Placement, ...]":
             return tuple(placement if axis in self._axes else "R" for axis in range(len(self._grid.mesh.axes)))
@@ -276,7 +276,7 @@ class Axis:
         return dim % tensor.dim()
 
     def _length(self, piece: Tensor, dim: int, length: int | None) -> int:
-        """Returns the full length. All processes raise the same error if the lengths of the shards don't match it."""
+        """Returns the full length of `dim`. Raises UserError if the lengths of the shards don't match it."""
         here = piece.shape[dim]
         if self.size == 1:
             lengths = [here]

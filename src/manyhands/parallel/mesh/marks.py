@@ -1,4 +1,4 @@
-"""Marks on sharded parameters and buffers, and the layouts that follow from them."""
+"""Marks on sharded parameters and buffers, and their conversion to layouts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from manyhands.core.errors import UserError
 from manyhands.core.mesh import Mesh, TensorLayout, unsharded
 
-BUFFERS = "cut_buffers"  # a module's marks of its buffers, which lose attributes when they are moved
+BUFFERS = "cut_buffers"  # the module attribute with marks of buffers, which lose their own attributes when moved
 _FORMS = (
     'give layerwise_parallel=True, "tp" or ("tp", 1), and shape=(…) of the full tensor',
     "or use tp.shard(full_tensor, dim), which shards and marks a tensor",
@@ -19,7 +19,7 @@ _FORMS = (
 
 @dataclass(frozen=True)
 class Mark:
-    """The sharded dimensions and the full shape of a tensor of which this process has a shard."""
+    """The sharded dimensions and the full shape of a sharded tensor."""
 
     cuts: tuple[tuple[int, tuple[str, ...]], ...]  # (dimension, names of mesh axes); no names: all axes but the first
     shape: tuple[int, ...] | None = None  # the full shape; None: the shard's length times the number of processes
@@ -55,7 +55,7 @@ class Parameter(nn.Parameter):
         return made
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        """Does nothing: `__new__` does all."""
+        """Does nothing; `__new__` initializes the parameter."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Parameter":
         if id(self) not in memo:
@@ -95,7 +95,7 @@ def layouts_of(model: nn.Module, mesh: Mesh, rank: int) -> dict[str, TensorLayou
 
 
 def _layout_of(mark: Mark, piece: tuple[int, ...], mesh: Mesh, rank: int, name: str) -> TensorLayout:
-    every = tuple(range(1, len(mesh.axes))) or (0,)  # of a mark without names
+    every = tuple(range(1, len(mesh.axes))) or (0,)  # for a mark that names no axes
     cuts = tuple(sorted((dim, axis_numbers(names, mesh, name) if names else every) for dim, names in mark.cuts))
     parts = {dim: mesh.parts(axes) for dim, axes in cuts}
     shape = mark.shape or tuple(length * parts.get(dim, 1) for dim, length in enumerate(piece))

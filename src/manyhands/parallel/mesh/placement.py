@@ -1,12 +1,11 @@
-"""Placements of tensors along mesh axes, and the collectives that convert one into another.
+"""Placements of tensors along mesh axes, and the collectives that convert one layout into another.
 
-Along one axis a tensor is replicated ("R"), a sum of which each process holds one term ("P"), or sharded in a dimension
-(its number). A layout is a placement for each axis of the mesh, major to minor.
+Along each axis a tensor is replicated ("R"), partial ("P": each process holds one term of a sum) or sharded (the index
+of the sharded dimension). A layout has a placement for each mesh axis, major to minor.
 
-Values and gradients are laid out separately. An op that uses a full input for a part of its work returns a term of that
-input's gradient, so a value and its gradient have one of four sides: a dimension (both sharded), WHOLE (both
-replicated), SPREAD (the value replicated, the gradient a term of a sum) and SUM (the value a term, the gradient
-replicated).
+A value and its gradient have separate placements. A `Side` names one of four pairs: a dimension (both sharded), WHOLE
+(both replicated), SPREAD (value replicated, gradient partial: the op uses the full input for a part of its work) and
+SUM (value partial, gradient replicated).
 """
 
 import itertools
@@ -44,11 +43,11 @@ def gradient_of(sides: Sequence[Side]) -> Layout:
 class Extent:
     """The shape of a full tensor."""
 
-    dims: tuple[int, ...]  # lengths; the first one is of a sample batch where `rows` is set
-    rows: int = 0  # rows of dimension 0 that belong to one sample of the batch; 0 where the tensor doesn't grow with it
+    dims: tuple[int, ...]  # lengths; if `rows` is set, the batch determines dimension 0
+    rows: int = 0  # rows of dimension 0 per sample; 0 if dimension 0 doesn't grow with the batch
 
     def edges(self, dim: int, parts: int, batch: int) -> list[int]:
-        """Where the shards of a dimension begin and end in a pass with `batch` samples."""
+        """Returns the boundaries [parts + 1] of a dimension's shards, for a batch of `batch` samples."""
         if dim == 0 and self.rows:
             return [edge * self.rows for edge in bounds(batch, parts)]
         return bounds(self.dims[dim], parts)
@@ -59,14 +58,14 @@ class Extent:
 
 @dataclass(frozen=True)
 class Step:
-    """One operation on each process's shard of a tensor."""
+    """One operation of a conversion, on this process's shard."""
 
-    # a collective, or slice, pad (the shard among zeros) or keep_first (zeros on all but the first process)
+    # the name of a collective, or slice, pad (zeros around the shard), keep_first (zeros on all but the first process)
     kind: str
-    axes: tuple[int, ...]  # numbers of the mesh's axes it runs along, ascending; several are one group
-    dim: int = 0  # the dimension that is put together or cut; for all_to_all the one that is cut
-    joined: int = 0  # for all_to_all, the dimension that is put together
-    outer: tuple[int, ...] = ()  # axes that cut `dim` already, more major than `axes`
+    axes: tuple[int, ...]  # indices of the mesh axes whose processes form the group, ascending
+    dim: int = 0  # the dimension that is gathered or sharded; for all_to_all the dimension that is sharded
+    joined: int = 0  # for all_to_all, the dimension that is gathered
+    outer: tuple[int, ...] = ()  # axes that already shard `dim`, more major than `axes`
     joined_outer: tuple[int, ...] = ()  # the same for `joined`
 
     @property
@@ -75,9 +74,9 @@ class Step:
 
 
 def steps_between(source: Layout, target: Layout) -> list[Step]:
-    """The steps that turn one layout into another, at most one collective for each dimension and kind.
+    """Returns the steps that convert one layout into another, at most one collective for each dimension and kind.
 
-    A dimension sharded by several axes is nested, major to minor: axes leave from the minor end and are added at it.
+    The axes that shard a dimension are nested, major to minor; axes are removed and added at the minor end.
     """
     current = list(source)
     found: list[Step] = []
@@ -98,13 +97,13 @@ def _cutting(layout: Sequence[Placement], dim: int) -> list[int]:
 
 
 def _kept(current: Sequence[Placement], target: Layout, dim: int) -> int:
-    """How many of the axes that shard a dimension may stay: the common beginning of both lists."""
+    """Returns how many axes keep sharding a dimension: the common prefix of the axes in both layouts."""
     pairs = zip(_cutting(current, dim), _cutting(target, dim), strict=False)
     return len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
 
 
 def _exchanges(current: list[Placement], target: Layout) -> list[Step]:
-    """Axes that move from one dimension to another in an all-to-all, if none is more minor in either."""
+    """Returns an all-to-all for each axis that moves between the minor ends of two dimensions; updates `current`."""
     found: list[Step] = []
     for axis, there in enumerate(target):
         here = current[axis]
@@ -146,17 +145,17 @@ def _additions(current: list[Placement], target: Layout) -> list[Step]:
 
 @dataclass(frozen=True)
 class CollectiveMessage:
-    """One collective as it appears on the wire."""
+    """One collective of a conversion."""
 
-    kind: str  # of collective
-    axes: tuple[int, ...]  # numbers of the mesh's axes of its group
-    values: int  # values of the tensor that each process holds when it begins; for all_gather, of the padded piece
+    kind: str
+    axes: tuple[int, ...]  # indices of the mesh axes of its group
+    values: int  # values in each process's input, padding included
 
 
 def messages(
     source: Layout, target: Layout, extent: Extent, mesh: Mesh, batch: int, rank: int = 0
 ) -> list[CollectiveMessage]:
-    """The collectives of a conversion, with the sizes that `rank` sees."""
+    """Returns the collectives of a conversion, with sizes as on `rank`."""
     sizes = [_piece(extent, mesh, batch, rank, dim, _cutting(source, dim)) for dim in range(len(extent.dims))]
     found: list[CollectiveMessage] = []
     for step in steps_between(source, target):
@@ -186,7 +185,7 @@ def _piece(extent: Extent, mesh: Mesh, batch: int, rank: int, dim: int, axes: Se
 def group_sizes(
     extent: Extent, mesh: Mesh, batch: int, rank: int, dim: int, outer: Sequence[int], axes: Sequence[int]
 ) -> list[int]:
-    """Lengths of the shards of a dimension in a group along `axes`, within the shard of `outer`."""
+    """Returns the lengths of a dimension's shards in a group along `axes`, within the shard of `outer`."""
     parts = mesh.parts(axes)
     edges = extent.edges(dim, mesh.parts(outer) * parts, batch)
     first = mesh.place(outer, rank) * parts
@@ -194,7 +193,7 @@ def group_sizes(
 
 
 class _Places(Protocol):
-    """The part of `grid.Grid` that conversions use."""
+    """The interface of `grid.Grid` that conversions use."""
 
     mesh: Mesh
     world: World
@@ -206,7 +205,7 @@ class _Places(Protocol):
 
 
 def convert(tensor: Tensor, source: Layout, target: Layout, extent: Extent, grid: _Places) -> Tensor:
-    """This process's shard in another layout, of the same dtype; it may be a view; not differentiable."""
+    """Returns this process's shard in another layout, possibly a view; a collective; not differentiable."""
     for step in steps_between(source, target):
         tensor = _take(step, tensor, extent, grid)
     return tensor
@@ -257,7 +256,6 @@ def _reduce_scatter(step: Step, tensor: Tensor, sizes: list[int], grid: _Places)
 
 
 def _padded(tensor: Tensor, dim: int, length: int) -> Tensor:
-    """Pads a dimension with zeros to the equal lengths that collectives need."""
     missing = length - tensor.shape[dim]
     if not missing:
         return tensor
@@ -278,7 +276,7 @@ def _all_to_all(step: Step, tensor: Tensor, cut: list[int], joined: list[int], g
 
 
 class _Conversion(torch.autograd.Function):
-    """A conversion whose backward converts the gradient back, between layouts of its own."""
+    """A conversion whose backward converts the gradient between layouts of its own."""
 
     @staticmethod
     def forward(
@@ -286,7 +284,7 @@ class _Conversion(torch.autograd.Function):
     ) -> Tensor:
         ctx.layouts, ctx.extent, ctx.grid = layouts, extent, grid
         result = convert(tensor, layouts[0], layouts[1], extent, grid)
-        # A view would let an op that works in place change what other ops read.
+        # A view: autograd refuses to change it in place, and other ops may read the same memory.
         return result.view_as(result) if result is tensor else result
 
     @staticmethod
@@ -298,16 +296,17 @@ class _Conversion(torch.autograd.Function):
 def convert_both(
     tensor: Tensor, values: tuple[Layout, Layout], gradients: tuple[Layout, Layout], extent: Extent, grid: _Places
 ) -> Tensor:
-    """A differentiable conversion of this process's shard.
+    """Converts this process's shard, differentiably; a collective in forward and in backward.
 
-    `values` are the value's layouts before and after, `gradients` those of the outgoing and of the incoming gradient.
+    `values`: layouts of the value before and after. `gradients`: layouts of the gradients that backward returns and
+    gets.
     """
     result: Any = _Conversion.apply(tensor, (*values, *gradients), extent, grid)
     return result
 
 
 def gather_full(tensor: Tensor, layout: TensorLayout, grid: _Places) -> Tensor:
-    """The full parameter or buffer [layout.shape] of which this process has a shard; a collective."""
+    """Returns the full parameter or buffer [layout.shape] from all shards; a collective."""
     if not layout.cuts:
         return tensor
     cut = {axis: dim for dim, axes in layout.cuts for axis in axes}

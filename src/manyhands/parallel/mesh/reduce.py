@@ -1,4 +1,4 @@
-"""Sums the gradients of a split network, each parameter's over the axes where it is a term of a sum."""
+"""Sums the gradients of a sharded network over the mesh axes along which they are partial."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from manyhands.core.mesh import Mesh, TensorLayout
 from manyhands.parallel.mesh.grid import Grid
 
-BUCKET_BYTES = 25 * 1024 * 1024  # as DDP: few enough to begin during backward
+BUCKET_BYTES = 25 * 1024 * 1024  # as in DDP: small enough to start during backward
 
 
 class Bucket:
-    """Gradients that go in one message, summed over the mesh axes of these numbers."""
+    """Gradients of one all-reduce over the mesh axes with the indices `axes`."""
 
     def __init__(self, axes: tuple[int, ...], parameters: list[nn.Parameter]) -> None:
         self.axes, self.parameters, self.waiting = axes, parameters, len(parameters)
@@ -24,10 +24,7 @@ class Bucket:
 
 
 class Reducer:
-    """Sends gradients during backward, in buckets of an order that is the same everywhere.
-
-    Parameters come in the network's order; `gradient_axes` of a layout are the axes over which its gradient is summed.
-    """
+    """All-reduces gradients over their layouts' `gradient_axes` during backward, in equal buckets on all processes."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], layouts: Mapping[str, TensorLayout], grid: Grid) -> None:
         self._grid, self._held_back, self._next = grid, False, 0
@@ -46,7 +43,7 @@ class Reducer:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward in this context accumulates gradients on each process alone."""
+        """Accumulates each process's own gradients in backward passes within this context, without communication."""
         self._held_back = True
         try:
             yield
@@ -54,7 +51,7 @@ class Reducer:
             self._held_back = False
 
     def finish(self) -> None:
-        """Sends the rest, waits for all, and writes the sums; after an update's last backward."""
+        """Sends the remaining buckets and writes all sums, after an update's last backward; a collective."""
         while self._next < len(self.buckets):
             self._send()
         for bucket in self.buckets:
@@ -73,7 +70,7 @@ class Reducer:
         if self._held_back:
             return
         self._of[id(parameter)].waiting -= 1
-        # Messages go in the buckets' order on every process, whichever is complete first.
+        # All processes send buckets in this order, even if a later bucket is complete first.
         while self._next < len(self.buckets) and self.buckets[self._next].waiting <= 0:
             self._send()
 
@@ -91,17 +88,16 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
 
 
 def summed_over(layout: TensorLayout, mesh: Mesh) -> tuple[int, ...]:
-    """The axes over which a parameter's gradient must be summed."""
+    """Returns the mesh axes (indices) over which a parameter's gradient must be summed."""
     return tuple(axis for axis in layout.gradient_axes if mesh.sizes[axis] > 1)
 
 
 def bucket_names(
     pieces: Sequence[tuple[str, tuple[int, ...], torch.dtype, int]],
 ) -> list[tuple[tuple[int, ...], list[str]]]:
-    """Groups gradients into messages: of one axis set and dtype, the last layers' first, since they come first.
+    """Groups gradients of equal axes and dtype into messages, last layers first, because backward computes them first.
 
-    From (name, axes to sum over, dtype, bytes of the local shard) in the network's order to (axes, names) of each
-    message, in the order of sending.
+    `pieces`: (name, axes to sum over, dtype, local bytes) in network order. Returns (axes, names) in sending order.
     """
     filling: dict[tuple[tuple[int, ...], torch.dtype], list[str]] = {}
     filled_bytes: dict[tuple[tuple[int, ...], torch.dtype], int] = {}
@@ -119,7 +115,7 @@ def bucket_names(
 
 
 def total_norm(parameters: Mapping[str, nn.Parameter], layouts: Mapping[str, TensorLayout], grid: Grid) -> Tensor:
-    """The 2-norm [] of all gradients of the whole network, the same on every process."""
+    """Returns the 2-norm [] of all gradients of the network, equal on all processes; a collective."""
     squares: dict[tuple[int, ...], list[Tensor]] = {}
     for name, parameter in parameters.items():
         if parameter.grad is not None:

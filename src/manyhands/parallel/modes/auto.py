@@ -1,4 +1,4 @@
-"""Automatic: a search shards each op; where data parallel is fastest, the mode `data` runs instead."""
+"""Automatic mode: a search chooses the sharding of each op, or the mode `data` if data parallel is fastest."""
 
 from manyhands.core.needs import Need
 from manyhands.parallel.split.network import split

@@ -1,6 +1,6 @@
-"""Data parallel: every process holds the whole network and a share of each batch.
+"""Data parallel mode: every process holds the full network and a share of each batch.
 
-DDP averages gradients, or, if all processes compute on CPUs, shared memory within a machine and gloo between machines.
+DDP averages gradients. If all processes compute on CPUs, shared memory within a machine and gloo between machines do.
 """
 
 import functools
@@ -35,7 +35,7 @@ _NO_BUFFERS: dict[str, Any] = {
 
 
 class Replica(DistributedDataParallel):
-    """DDP without the profiler's mark in forward, which costs a small network a twentieth of a step."""
+    """DDP without the profiler range in forward, which takes 5 % of a small network's step."""
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         inputs, kwargs = self._pre_forward(*inputs, **kwargs)
@@ -49,10 +49,9 @@ class Replica(DistributedDataParallel):
 
 
 def apply(model: nn.Module, world: World, request: ModeRequest) -> ParallelNetwork:
-    """Sums gradients through shared memory or by DDP; a network alone stays as it is.
+    """Wraps the network so that gradients are summed through shared memory or by DDP, if there are other processes.
 
-    DDP's initial broadcast is left out, because the parameters have been made equal before; buffers are agreed on in
-    `parallel/replicas/batch_norm.py`.
+    Skips DDP's initial broadcast, because parameters are equal; `replicas/batch_norm.py` synchronizes buffers.
     """
     if world.alone or not any(parameter.requires_grad for parameter in model.parameters()):
         return ParallelNetwork(model, world=world)
@@ -90,7 +89,7 @@ def _by_ddp(model: nn.Module, world: World, request: ModeRequest, why: str) -> P
         find_unused_parameters=request.unused,
         gradient_as_bucket_view=True,
     )
-    if world.device == "cpu":  # accelerators compute later than they are told to
+    if world.device == "cpu":  # accelerators compute asynchronously
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(CLOCK.computed)
@@ -98,14 +97,14 @@ def _by_ddp(model: nn.Module, world: World, request: ModeRequest, why: str) -> P
         wrapped.register_comm_hook(None, request.hook)
     averages = f"gradients are averaged by {world.backend}: {why}"
     traits = ModeTraits(float(world.size), wrapped.no_sync, orders_sums=True, averages=averages)
-    if not request.unused:  # else DDP looks for what a pass didn't use by itself
+    if not request.unused:  # else DDP itself finds parameters without gradients
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         traits.reach_all = functools.partial(_reach, trained)
     return ParallelNetwork(model, wrapped, world, traits)
 
 
 def _why_not(model: nn.Module, world: World, request: ModeRequest) -> str:
-    """Why the job doesn't average through shared memory; empty if it may."""
+    """Returns the reason why gradients can't be averaged through shared memory; empty if they can."""
     reasons = {
         "the gradients are on an accelerator": world.device != "cpu",
         "parallel.shared_memory is false": not request.shared_memory,
@@ -117,7 +116,7 @@ def _why_not(model: nn.Module, world: World, request: ModeRequest) -> str:
 
 
 class _Reach(torch.autograd.Function):
-    """Returns the loss; its backward visits all parameters without gradients, so that DDP doesn't wait for them."""
+    """Returns the loss; its backward marks all parameters as reached, so that DDP doesn't wait for unused ones."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, *parameters: Tensor) -> Tensor:
@@ -130,26 +129,22 @@ class _Reach(torch.autograd.Function):
 
 
 def _reach(parameters: list[nn.Parameter], loss: Tensor) -> Tensor:
-    """Ties the loss to all parameters, so that a branch that no sample of a process takes makes no other process wait.
-
-    That costs less than find_unused_parameters, which walks the graph and sends one more message in every update.
-    """
+    """Connects the loss to all parameters, which costs less than find_unused_parameters; see `_Reach`."""
     reached: Any = _Reach.apply(loss, *parameters)
     return reached
 
 
-_FEW = 16  # up to so many tensors of two processes are added in place
+_FEW = 16  # the most tensors that two processes add in place
 
 
 class FlatGradients:
-    """The gradients of parameters of one dtype. `values` is their sum; empty if it is in backward's own gradients."""
+    """The gradients of parameters of one dtype. `values` [n] is the sum; empty if the parameters hold the sum."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], sums: SharedSums) -> None:
         self._parameters, self._sums = parameters, sums
         self.values = torch.zeros(sum(one.numel() for one in parameters), dtype=parameters[0].dtype)
         self._views = _views(parameters, self.values)
-        # What fits into a slot goes there at once.
-        self._fits = self.values.nbytes <= sums.slot_bytes
+        self._fits = self.values.nbytes <= sums.slot_bytes  # gradients that fit into a slot are copied there at once
         slots = sums.slots_of(sums.place, self.values) if self._fits else [self.values] * 2
         self._into = [_views(parameters, slot) for slot in slots]
         self._other: list[list[Tensor]] = []
@@ -158,11 +153,11 @@ class FlatGradients:
             self.values, self._views = self.values[:0], []
 
     def add_up(self) -> None:
-        """Gives each parameter the sum of all processes' gradients, zeros for a missing one; a collective."""
+        """Sets each parameter's gradient (zeros if missing) to the sum over all processes; a collective."""
         turn = self._sums.turn
         into = self._into[turn]
         if self._other:
-            # a + b is b + a, to the bit: each of two adds the other's to its own, which is still in its cache.
+            # a + b and b + a have equal bits: each of two processes adds the other's values to its own cached values.
             for one in self._parameters:
                 if one.grad is None:
                     one.grad = torch.zeros_like(one)
@@ -189,7 +184,7 @@ def _by_dtype(model: nn.Module) -> list[list[nn.Parameter]]:
 
 
 def _views(parameters: Sequence[nn.Parameter], flat: Tensor) -> list[Tensor]:
-    """Consecutive pieces of the flat [n], each with its parameter's shape and order in memory."""
+    """Returns views of consecutive ranges of `flat` [n], with the shapes and strides of the parameters."""
     pieces = flat.split([one.numel() for one in parameters])
     likes = [torch.empty_like(one, device="meta") for one in parameters]
     return [piece.as_strided(one.size(), one.stride()) for piece, one in zip(pieces, likes, strict=True)]
@@ -222,8 +217,8 @@ class FlatNetwork(ParallelNetwork):
 class TwoLevelNetwork(ParallelNetwork):
     """A replica on one of several machines, whose gradients are summed after an update's last backward pass.
 
-    Each machine sums in shared memory (`sums`; None on a machine with one process), the machines' first ranks all-
-    reduce (`leaders`, their group; None on other ranks), and the result goes back through shared memory.
+    Each machine sums in shared memory (`sums`; None for one process on the machine), the first ranks of the machines
+    all-reduce (`leaders`, their group; None on other ranks), and shared memory returns the result.
     """
 
     def __init__(
@@ -255,7 +250,7 @@ class TwoLevelNetwork(ParallelNetwork):
             if self.sums:
                 self.sums.spread(values)
         except BaseException:
-            if self.sums:  # the other processes of this machine notice it at once
+            if self.sums:  # so that the other processes of this machine fail at once
                 self.sums.close()
             raise
 

@@ -21,7 +21,8 @@ def apply(model: nn.Module, world: World, request: ModeRequest) -> ParallelNetwo
     if world.alone:
         return ParallelNetwork(model)
     for parameter in model.parameters():
-        # fully_shard takes no other layout; under channels_last the pictures alone carry it from layer to layer.
+        # fully_shard requires contiguous parameters; under channels_last the images carry the format through the
+        # layers.
         parameter.data = parameter.data.contiguous()
     mesh = init_device_mesh(world.device.partition(":")[0], (world.size,), mesh_dim_names=("dp",))
     for block in _blocks(model):
@@ -29,7 +30,7 @@ def apply(model: nn.Module, world: World, request: ModeRequest) -> ParallelNetwo
     fully_shard(model, mesh=mesh)
     sharded = cast(FSDPModule, model)
     if not request.unused and hasattr(sharded, "set_reduce_scatter_unused_params"):  # torch 2.15
-        # Else processes whose samples take other branches wait for each other.
+        # Otherwise processes wait for each other if their samples take different branches.
         sharded.set_reduce_scatter_unused_params(True)
 
     @contextlib.contextmanager
@@ -45,7 +46,7 @@ def apply(model: nn.Module, world: World, request: ModeRequest) -> ParallelNetwo
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:
-    """The repeated blocks of a network: members of its Sequentials and ModuleLists that hold parameters."""
+    """Returns the blocks of a network: members of its Sequentials and ModuleLists with children and parameters."""
     blocks: list[nn.Module] = []
     for module in model.modules():
         if isinstance(module, nn.Sequential | nn.ModuleList):

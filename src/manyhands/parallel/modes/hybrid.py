@@ -1,4 +1,4 @@
-"""Hybrid: the network's author shards it by hand (parallel/hybrid/); the mode only sums gradients."""
+"""Hybrid mode: the network is sharded by hand (parallel/hybrid/); the mode only sums gradients."""
 
 from torch import nn
 

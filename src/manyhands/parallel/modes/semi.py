@@ -1,4 +1,4 @@
-"""Semi-automatic: the user pins how some ops are sharded; the conversions between ops follow."""
+"""Semi-automatic mode: the user pins the sharding of some ops; conversions between ops are inserted."""
 
 from manyhands.core.needs import Need
 from manyhands.parallel.split.network import split

@@ -1,10 +1,9 @@
-"""BatchNorm over groups of a fixed number of samples of the global batch, whichever process computes them.
+"""BatchNorm over groups of a fixed number of samples of the global batch, on any number of processes.
 
-torch's BatchNorm takes its statistics over the samples of one process, so a network trains differently on 2 processes
-than on 1. Here the groups of the global batch (data/order.py) don't depend on the number of processes. A group that one
-process holds goes through torch's own kernel, or on an accelerator together with its neighbours through one pass; the
-parts of a group that several processes hold are synchronized. Running statistics move once per update, by the mean over
-the groups.
+torch's BatchNorm computes statistics over one process's samples, so training depends on the number of processes. Here
+the groups of the global batch (data/order.py) don't. A group on one process uses torch's kernel, or on an accelerator
+one pass with neighbouring groups; statistics of a group on several processes are synchronized. Running statistics are
+updated once per update, with the mean over the groups.
 """
 
 import functools
@@ -34,38 +33,38 @@ from manyhands.parallel.replicas.norm_pass import (
     statistics_of,
 )
 
-# A pass over several groups starts some thirty kernels, forward and backward, and a group alone a dozen.
+# One pass over several groups launches about 30 kernels in forward and backward, a single group about 12.
 _MIN_IN_ONE_PASS = 3
-# In larger groups one pass costs more: it moves 52 bytes a value, torch's own 32 (calculated for an H100's memory).
+# For larger groups one pass is slower: it moves 52 bytes per value, torch's kernel 32 (calculated for an H100).
 _MOST_VALUES = 1 << 22
 
 
-Run = tuple[Span, ...]  # groups of one size that this process holds whole; or a single one, or a part of one
+Run = tuple[Span, ...]  # unshared groups of one size for one pass, or a single group
 
 
 @dataclass
 class NormGroups:
     """The BatchNorm groups of the current pass of one network."""
 
-    spans: Sequence[Span] = ()  # of groups that this process holds parts of; empty: its pass is one group
-    shared_sizes: Sequence[int] = ()  # samples in each group that several processes hold
-    weight: float = 1.0  # of this pass's statistics where spans is empty (the process's part of the global batch)
+    spans: Sequence[Span] = ()  # of the groups with samples on this process; empty: the pass is one group
+    shared_sizes: Sequence[int] = ()  # the number of samples of each group that several processes hold
+    weight: float = 1.0  # factor of the pass's statistics if `spans` is empty: this process's share of the global batch
     batch: int = 0  # samples in the global batch
     processes: Any = None  # the process group that shares the samples; None: all processes
-    through_memory: Callable[[Tensor], None] | None = None  # adds flat values [n] up over them, where memory is shared
+    through_memory: Callable[[Tensor], None] | None = None  # sums flat values [n] over them; None: all-reduce
     apart: bool = False  # each process normalises its own samples and keeps its own statistics
     layers: list["GroupedNorm"] = field(default_factory=list)
-    runs: "tuple[Run, ...]" = ()  # `spans`, with those together that go through one pass where one is worth it
+    runs: "tuple[Run, ...]" = ()  # `spans`, grouped by the passes that normalise them
     ordered: bool = True  # the runs are in the spans' order
 
     def begin_micro_batch(self, spans: Sequence[Span], shared_sizes: Sequence[int], count: int, batch: int) -> None:
-        """Describes the next pass: `count` samples here, `batch` in the whole update."""
+        """Sets the groups of the next pass: `count` samples on this process, `batch` in the entire update."""
         self.spans, self.shared_sizes = ((), ()) if self.apart else (spans, shared_sizes)
         self.runs, self.ordered = _runs(tuple(self.spans))
         self.batch, self.weight = batch, count / batch
 
     def add_up(self, values: Tensor) -> None:
-        """Replaces values by their sum over the processes; a collective."""
+        """Replaces values by their sum over `processes`; a collective."""
         before = CLOCK.to(COMMUNICATION)
         if self.through_memory:
             self.through_memory(values.view(-1))
@@ -74,11 +73,11 @@ class NormGroups:
         CLOCK.to(before)
 
     def finish_update(self, size: int) -> None:
-        """Moves the running statistics once, by what the `size` processes saw; one collective for all layers."""
+        """Updates all layers' running statistics from the groups of `size` processes; one collective."""
         layers = [layer for layer in self.layers if layer.running_mean is not None]
         if not layers:
             return
-        # Every process takes part, also one that held no group's beginning: its statistics have weight zero.
+        # A process that holds no group's first sample takes part with zeros.
         flat = torch.cat([layer.take_seen() for layer in layers])
         if size > 1 and not self.apart:
             self.add_up(flat)
@@ -88,13 +87,12 @@ class NormGroups:
 
 
 class GroupedNorm(_BatchNorm):
-    """The training pass of a BatchNorm layer over its groups; evaluation is torch's own."""
+    """Normalises over BatchNorm groups in training, and like torch in evaluation."""
 
     groups: NormGroups
-    # over an update's passes, the weighted means [C] and unbiased variances [C], and the sum of the weights: [2 C + 1]
+    # over an update's passes, the sums [2 C + 1] of factor * mean [C], factor * unbiased variance [C], and factor
     seen: Tensor | None
-    # rows of the input for each sample, such as flattened tokens; 0 if a row's sample is unknown: local statistics
-    rows_per_sample: int
+    rows_per_sample: int  # input rows per sample, such as flattened tokens; 0: unknown, so that statistics are local
 
     def _check_input_dim(self, input: Tensor) -> None:  # noqa: A002 - torch's name
         if input.dim() < 2:
@@ -105,7 +103,7 @@ class GroupedNorm(_BatchNorm):
             return super().forward(input)
         if _is_torchs_own(type(self).__mro__):
             return self.normalise(input)
-        # A class of somebody's own does more than normalise, such as an activation (timm's BatchNormAct2d).
+        # A subclass may do more than normalise, such as apply an activation (timm's BatchNormAct2d).
         tracks, self.track_running_stats = self.track_running_stats, False
         try:
             with _InGroups(self) as ours:
@@ -119,7 +117,7 @@ class GroupedNorm(_BatchNorm):
         return output
 
     def normalise(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
-        """Normalises [N, C, ...] with the statistics of each sample's group, and does nothing else."""
+        """Normalises [N, C, ...] by the statistics of each sample's group; a collective if processes share groups."""
         self._check_input_dim(input)
         if not self.rows_per_sample:
             return self._alone(input, self.groups.weight)
@@ -131,15 +129,15 @@ class GroupedNorm(_BatchNorm):
         return output if rows is None else _reordered(output, rows[1])
 
     def _runs(self, input: Tensor) -> Sequence[Run]:  # noqa: A002
-        """The runs of spans, in the order in which they are normalised."""
+        """Returns the runs of spans in the order in which they are normalised."""
         spans = self.groups.spans
-        # On a processor a kernel for each group is quicker: it starts in no time, and reads what caches hold.
+        # On a CPU a kernel for each group is faster: launches cost nothing, and data stays in the cache.
         if not is_tested(input.device):
             return [(span,) for span in spans]
         values = self.rows_per_sample * _values_per_row(input)
         small = max((span.size for span in spans), default=0) * values * self.num_features <= _MOST_VALUES
-        single = any(span.size * values < 2 for span in spans)  # the way of these needs no statistics
-        # The compiler doesn't follow what is kept, such as another order of rows.
+        single = any(span.size * values < 2 for span in spans)  # `_alone` needs no statistics for these
+        # torch.compile can't trace cached values, such as another order of rows.
         followed = self.groups.ordered or not torch.compiler.is_compiling()
         if single or not small or not followed:
             return [(span,) for span in spans]
@@ -155,7 +153,7 @@ class GroupedNorm(_BatchNorm):
             shared = [(part, run[0]) for part, run in pairs if run[0].shared >= 0]
             together, own = iter(self._together(shared, input)), iter(outputs)
             in_order = [next(own if run[0].shared < 0 else together) for run in runs]
-            # A process without a part still joins the backward pass's collective, by way of an empty tensor.
+            # A process without samples of these groups joins backward's collective through an empty tensor.
             outputs = [*in_order, *own, *together]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
@@ -168,7 +166,7 @@ class GroupedNorm(_BatchNorm):
             raise UserError(what, f"the network: BatchNorm of {self.num_features} channels", hints)
 
     def _held_whole(self, part: Tensor, run: Run) -> Tensor:
-        """Normalises groups of equal size that this process holds: [groups n, C, ...]."""
+        """Normalises a run of groups that only this process holds, of equal size: [groups n, C, ...]."""
         weight = run[0].size / self.groups.batch
         if len(run) == 1:
             return self._alone(part, weight)
@@ -180,9 +178,9 @@ class GroupedNorm(_BatchNorm):
         return NormPass.apply(mean, inverse, count, held, self.weight, self.bias, part)[0]
 
     def _alone(self, part: Tensor, weight: float) -> Tensor:
-        """Normalises a group that this process holds, [n, C, ...], by torch's kernel."""
+        """Normalises a group that only this process holds, [n, C, ...], by torch's kernel."""
         if part.shape[0] * _values_per_row(part) < 2 or weight == 0:
-            # A variance needs two values, so the last sample of an odd batch uses what is known so far.
+            # A variance needs two values, so the last sample of an odd batch uses the running statistics.
             return F.batch_norm(part, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps)
         statistics = torch.zeros(2, self.num_features, dtype=computed_dtype(part), device=part.device)
         output = F.batch_norm(part, statistics[0], statistics[1], self.weight, self.bias, True, 1.0, self.eps)
@@ -190,7 +188,7 @@ class GroupedNorm(_BatchNorm):
         return output
 
     def _together(self, parts: list[tuple[Tensor, Span]], like: Tensor) -> list[Tensor]:
-        """Normalises groups that several processes hold; every process of the pass calls this, also with no part."""
+        """Normalises groups that several processes hold; a collective, also for a process without parts."""
         sizes = self.groups.shared_sizes
         moments = moments_of([(part, span.shared) for part, span in parts], len(sizes), self.num_features, like)
         self.groups.add_up(moments)
@@ -208,14 +206,14 @@ class GroupedNorm(_BatchNorm):
         return list(NormPass.apply(mean, inverse, counts[:, None], held, self.weight, self.bias, *inputs))
 
     def _add(self, statistics: Tensor, weight: float) -> None:
-        """Adds means and unbiased variances of groups, [groups, 2, C], each with this weight, to `seen`."""
+        """Adds the groups' means and unbiased variances, [groups, 2, C], times the factor `weight`, to `seen`."""
         flat = statistics.detach().to(accumulator_dtype(statistics)).flatten(1)
         flat = flat[0] if len(flat) == 1 else flat.sum(0)
         weighted = torch.cat([flat, flat.new_full((1,), len(statistics))]) * weight
         self.seen = weighted if self.seen is None else self.seen + weighted
 
     def take_seen(self) -> Tensor:
-        """What this process saw since the last update, [2 C + 1]; zeros for nothing."""
+        """Returns `seen`, [2 C + 1], and clears it; zeros if it is None."""
         seen, self.seen = self.seen, None
         if seen is not None:
             return seen
@@ -223,18 +221,18 @@ class GroupedNorm(_BatchNorm):
         return torch.zeros(2 * self.num_features + 1, dtype=accumulator_dtype(mean), device=mean.device)
 
     def move_running_statistics(self, total: Tensor) -> None:
-        """Moves running mean and variance towards the mean over all groups; total is [2 C + 1]."""
+        """Moves running mean and variance towards the mean over all groups; `total` [2 C + 1] is the sum of `seen`."""
         if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
             return
         on_cpu = total.device.type == "cpu"
         if on_cpu and total[-1] == 0:
             return
-        # A card isn't asked whether there was anything: it would have to finish first all that it was given.
+        # On an accelerator the check stays on the device, because reading the result would synchronize.
         any_seen = total[-1] != 0
         mean, variance = (total[:-1] / total[-1]).view(2, -1)
         self.num_batches_tracked.add_(any_seen)
         for running, value in ((self.running_mean, mean), (self.running_var, variance)):
-            # A count is too large for what half precision holds.
+            # The count may exceed the range of half precision.
             factor = self.momentum if self.momentum is not None else 1.0 / self.num_batches_tracked.to(value.dtype)
             moved = running.to(value.dtype).lerp(value, factor)
             running.copy_(moved if on_cpu else torch.where(any_seen, moved, running))
@@ -242,10 +240,7 @@ class GroupedNorm(_BatchNorm):
 
 @functools.lru_cache(maxsize=256)
 def _runs(spans: tuple[Span, ...]) -> tuple[tuple[Run, ...], bool]:
-    """Groups spans of one size that a process holds whole, if they are enough for one pass; True if in order.
-
-    Sizes that differ by one take turns, so spans are sorted by size where that is worth the copies.
-    """
+    """Groups unshared spans of one size into runs for one pass; the second result is True if the order is kept."""
 
     def alike(span: Span) -> tuple[int, int]:
         return span.size, span.shared
@@ -256,7 +251,7 @@ def _runs(spans: tuple[Span, ...]) -> tuple[tuple[Run, ...], bool]:
         return tuple(itertools.chain.from_iterable(short))
 
     neighbours, by_size = together(spans), together(sorted(spans, key=alike))
-    # Copies forth and back, forward and backward, cost about what one group alone does.
+    # Sizes that differ by one alternate, so spans are sorted if that saves passes. The copies cost about one pass.
     runs = by_size if len(by_size) + 1 < len(neighbours) else neighbours
     flat = itertools.chain.from_iterable(runs)
     return runs, all(one.stop == other.start for one, other in itertools.pairwise(flat))
@@ -269,10 +264,9 @@ def _reordered(values: Tensor, rows: Tensor) -> Tensor:
     return values.movedim(1, -1).index_select(0, rows).movedim(-1, 1)
 
 
-# What follows is made once and kept for good: a card waits at each copy that isn't pinned.
-@functools.cache
+@functools.cache  # for good, because an accelerator waits at each copy from unpinned memory
 def _rows(runs: tuple[Run, ...], rows_per_sample: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The order in which rows go through the runs, and its inverse: int64 [rows] each."""
+    """Returns the order of rows in the runs, and its inverse: int64 [rows] each."""
     samples = torch.cat([torch.arange(span.start, span.stop) for run in runs for span in run])
     rows = (samples[:, None] * rows_per_sample + torch.arange(rows_per_sample)).flatten()
     return rows.to(device), rows.argsort().to(device)
@@ -284,14 +278,14 @@ def _kept(values: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 
 
 def forget_seen(model: nn.Module) -> None:
-    """Drops the statistics of an update that isn't made."""
+    """Drops the statistics of a skipped update."""
     for layer in model.modules():
         if isinstance(layer, GroupedNorm):
             layer.seen = None
 
 
 class _InGroups(TorchFunctionMode):
-    """Has a layer's own forward normalise over groups where it calls torch's batch_norm."""
+    """Replaces torch's batch_norm within a layer's forward by `GroupedNorm.normalise`."""
 
     def __init__(self, layer: GroupedNorm) -> None:
         super().__init__()
@@ -308,7 +302,7 @@ _TORCHS_OWN = {nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm,
 
 
 def _is_torchs_own(kinds: Sequence[type]) -> bool:
-    """True if the first class of the MRO with a forward of its own, except ours, is torch's."""
+    """Returns True if the first class of the MRO that defines forward, except GroupedNorm, is torch's."""
     return next(kind for kind in kinds if "forward" in vars(kind) and kind is not GroupedNorm) in _TORCHS_OWN
 
 
@@ -320,7 +314,7 @@ def _values_per_row(like: Tensor) -> int:
 
 
 def _grouped_class(kind: type[nn.Module]) -> type[nn.Module]:
-    """A subclass of a BatchNorm class with our training pass, so that isinstance and state_dict stay as they were."""
+    """Returns a subclass of a BatchNorm class and of GroupedNorm; isinstance and state_dict work as before."""
     if issubclass(kind, nn.SyncBatchNorm) and not _is_torchs_own(kind.__mro__):
         what = f"{kind.__name__} is a custom SyncBatchNorm, which can't be replaced"
         hints = ("use plain BatchNorm: statistics already cover groups of the global batch",)
@@ -330,7 +324,7 @@ def _grouped_class(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def group_batch_norms(model: nn.Module) -> tuple[NormGroups, Callable[[], None]]:
-    """Replaces the classes of BatchNorm layers by grouped ones; returns their groups and what restores them."""
+    """Replaces the classes of BatchNorm layers by grouped ones; returns the groups and a function that undoes it."""
     groups = NormGroups()
     classes: dict[type[nn.Module], type[nn.Module]] = {}
     changed: list[tuple[nn.Module, type[nn.Module]]] = []
@@ -352,18 +346,18 @@ def group_batch_norms(model: nn.Module) -> tuple[NormGroups, Callable[[], None]]
 
 
 def leave_batch_norms() -> tuple[NormGroups, Callable[[], None]]:
-    """Leaves BatchNorm layers to torch, for modes whose copies of them could not return their statistics."""
+    """Keeps torch's BatchNorm layers, for modes whose copies of the layers can't return statistics."""
     return NormGroups(), lambda: None
 
 
 def norms_of(model: nn.Module) -> NormGroups:
-    """The groups of a network's layers; a split network has several, so only the layers."""
+    """Returns the NormGroups that all layers of a network share, else a new NormGroups with only the layers."""
     layers = [module for module in model.modules() if isinstance(module, GroupedNorm)]
     alike = bool(layers) and all(layer.groups is layers[0].groups for layer in layers)
     return layers[0].groups if alike else NormGroups(layers=layers)
 
 
-# Usually a row of a layer's input is a sample. Some networks flatten tokens into the first dimension (timm's LeViT).
+# Usually an input row is a sample, but some networks flatten tokens into dimension 0 (timm's LeViT).
 Inputs = dict[GroupedNorm, list[Tensor]]
 
 
@@ -385,7 +379,7 @@ def watching(layers: Sequence[GroupedNorm]) -> Iterator[Inputs]:
 
 
 def find_rows(model: nn.Module, layers: Sequence[GroupedNorm], images: Tensor) -> None:
-    """Sets `rows_per_sample` of the layers by a trial on two samples or more; leaves the network in training."""
+    """Sets `rows_per_sample` of the layers by running two or more samples; leaves the network in training mode."""
     if layers:
         model.eval()
         with torch.no_grad(), watching(layers) as seen:
@@ -394,10 +388,10 @@ def find_rows(model: nn.Module, layers: Sequence[GroupedNorm], images: Tensor) -
 
 
 def set_rows_per_sample(model: nn.Module, seen: Inputs, images: Tensor) -> None:
-    """Sets `rows_per_sample` of the layers that got another number of rows than there were samples.
+    """Sets `rows_per_sample` of the layers whose input had another number of rows than there were samples.
 
-    `seen` are their inputs when the network, in training, ran on the images [n, ...]. For such layers it runs twice in
-    evaluation; it is left in training.
+    `seen` are the layers' inputs when the network ran on the images [n, ...] in training mode. If there are such
+    layers, the network runs twice in evaluation mode, and is left in training mode.
     """
     count = len(images)
     odd = [layer for layer, inputs in seen.items() if any(one.shape[0] != count for one in inputs)]
@@ -422,7 +416,7 @@ def set_rows_per_sample(model: nn.Module, seen: Inputs, images: Tensor) -> None:
 
 
 def _rows_of_each(one: Tensor, two: Tensor, count: int) -> int:
-    """Rows of each sample, from a layer's inputs [n, ...] before and after the last sample changed; 0: unknown."""
+    """Returns the rows per sample, from inputs [n, ...] before and after the last sample changed; 0: unknown."""
     if count < 2 or one.shape != two.shape or one.shape[0] % count:
         return 0
     each = one.shape[0] // count

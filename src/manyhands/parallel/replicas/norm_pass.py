@@ -1,4 +1,4 @@
-"""The forward and backward pass of BatchNorm over several groups, or over parts of groups that processes share."""
+"""The forward and backward pass of BatchNorm over several groups, or over groups that processes share."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,28 +11,25 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Held:
-    """The groups of a pass that a process holds."""
+    """The groups of a pass on this process."""
 
     places: tuple[tuple[int, int], ...]  # (first group, number of equal groups) of each part of the input
-    add_up: Callable[[Tensor], None] | None = None  # sums over processes; None if all groups are whole here
-    eps: float = 0.0  # where it holds them whole
+    add_up: Callable[[Tensor], None] | None = None  # sums over processes; None if no group is shared
+    eps: float = 0.0  # for groups that aren't shared
 
 
 def accumulator_dtype(like: Tensor) -> torch.dtype:
-    """The dtype of sums and of values per channel; Apple's devices have no double precision."""
+    """Returns the dtype of sums and of values per channel; Apple's devices have no double precision."""
     return torch.float32 if like.device.type == "mps" else torch.float64
 
 
 def computed_dtype(like: Tensor) -> torch.dtype:
-    """The dtype of tensors as large as an activation."""
+    """Returns the dtype for tensors with the size of an activation."""
     return like.dtype if like.dtype == torch.float64 else torch.float32
 
 
 def moments_of(parts: Sequence[tuple[Tensor, int]], groups: int, channels: int, like: Tensor) -> Tensor:
-    """Sums and sums of squares of this process's parts [n, C, ...], each with its group's place: [groups, 2, C].
-
-    Each process subtracts its own mean before squaring, so a mean far above the deviation costs no precision.
-    """
+    """Returns sums and sums of squares [groups, 2, C] of `parts`: (local values [n, C, ...], index of the group)."""
     dtype = accumulator_dtype(like)
     moments = torch.zeros(groups, 2, channels, dtype=dtype, device=like.device)
     for part, place in parts:
@@ -41,7 +38,7 @@ def moments_of(parts: Sequence[tuple[Tensor, int]], groups: int, channels: int, 
         if not count:
             continue
         middle = (_reduced(values, dtype) / count).to(values.dtype)
-        centred = values - per_channel(middle, values)
+        centred = values - per_channel(middle, values)  # for precision if the mean is far above the deviation
         rest, middle = _reduced(centred, dtype)[0], middle[0].to(dtype)
         moments[place, 0] += count * middle + rest
         moments[place, 1] += _reduced(centred.square_(), dtype)[0] + middle * (2 * rest + count * middle)
@@ -49,36 +46,33 @@ def moments_of(parts: Sequence[tuple[Tensor, int]], groups: int, channels: int, 
 
 
 def statistics_of(part: Tensor, groups: int) -> tuple[Tensor, Tensor]:
-    """Mean and biased variance of each of the equal groups of [groups n, C, ...]: [groups, C] each."""
+    """Returns mean and biased variance, [groups, C] each, of the equal groups in [groups n, C, ...]."""
     values = in_groups(part.detach().to(computed_dtype(part)), groups)
     variance, mean = torch.var_mean(values, dim=[1, *range(3, values.dim())], correction=0)
     return mean.to(accumulator_dtype(part)), variance.to(accumulator_dtype(part))
 
 
 def in_groups(part: Tensor, groups: int) -> Tensor:
-    """[groups n, C, ...] as [groups, n, C, ...], without a copy."""
+    """Returns [groups n, C, ...] as a view [groups, n, C, ...]."""
     return part.unflatten(0, (groups, part.shape[0] // groups))
 
 
 def per_channel(values: Tensor, like: Tensor) -> Tensor:
-    """Values [groups, C] as [groups, 1, C, ...], to go with an activation."""
+    """Returns values [groups, C] as [groups, 1, C, ...], to broadcast over an activation."""
     return values.view(values.shape[0], 1, -1, *([1] * (like.dim() - 3)))
 
 
 def _reduced(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """The sum of [groups, n, C, ...] over all but groups and channels, [groups, C], over samples in `dtype`."""
+    """Sums [groups, n, C, ...] to [groups, C]; the sum over samples is computed in `dtype`."""
     if values.dim() > 3:
         return values.sum(dim=list(range(3, values.dim()))).sum(1, dtype=dtype)
     return values.sum(1).to(dtype)
 
 
 def _times_plus(values: Tensor, scale: Tensor, shift: Tensor, like: Tensor, *, own: bool) -> Tensor:
-    """[groups, n, C, ...] times scale plus shift, rounded once, as [groups n, C, ...] of the type and layout of `like`.
-
-    The values are overwritten if they are `own`.
-    """
-    # Not a view, since what follows may change it in place, as activations do.
-    if torch.compiler.is_compiling():  # the compiler refuses `out`, and makes one pass of all this anyway
+    """Returns [groups, n, C, ...] * scale + shift, rounded once, in `like`'s form; overwrites `values` if `own`."""
+    # Not a view, because later ops such as activations may change it in place.
+    if torch.compiler.is_compiling():  # torch.compile refuses `out`, and fuses this anyway
         return torch.addcmul(shift, values, scale).flatten(0, 1).to(like.dtype).clone()
     result = torch.empty_like(like)
     into = in_groups(result, len(values))
@@ -90,10 +84,10 @@ def _times_plus(values: Tensor, scale: Tensor, shift: Tensor, like: Tensor, *, o
 
 
 class NormPass(torch.autograd.Function):
-    """Normalises groups whose statistics are known; its backward sums once over the processes that share groups.
+    """Normalises groups with known statistics; backward has one collective if processes share groups.
 
-    A part of a shared group is centred first, so that a large mean costs no precision. Groups that are held whole take
-    one multiply-add, whose error is that of an input rounded once more: torch's on CPUs.
+    Values of a shared group are centred first, so that a large mean costs no precision. Other groups use one
+    multiply-add, as torch does on CPUs, with the error of rounding an input once more.
     """
 
     @staticmethod
@@ -101,7 +95,7 @@ class NormPass(torch.autograd.Function):
         ctx: Any, mean: Tensor, inverse: Tensor, counts: Tensor | int, held: Held, weight: Tensor | None,
         bias: Tensor | None, *parts: Tensor,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        """Args: mean and inverse deviation [groups, C], values of a channel in each group ([groups, 1, 1] or alike)."""
+        """`mean` and `inverse` deviation are [groups, C]; `counts`, values per channel, are int or [groups, 1, 1]."""
         ctx.save_for_backward(mean, inverse, weight, bias, *parts)
         ctx.counts, ctx.held = counts, held
         outputs: list[Tensor] = []
@@ -116,7 +110,7 @@ class NormPass(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradients of weight, bias and parts; a collective where processes share groups."""
+        """Returns the gradients of weight, bias and parts; a collective if processes share groups."""
         mean, inverse, weight, bias, *parts = ctx.saved_tensors
         held: Held = ctx.held
         if torch.is_grad_enabled() and held.add_up is None:
@@ -150,7 +144,7 @@ class NormPass(torch.autograd.Function):
 
 
 def _centred(part: Tensor, mean: Tensor, held: Held) -> tuple[Tensor, Tensor]:
-    """A part as [groups, n, C, ...] minus its rounded mean, and the rest of the mean [groups, C]."""
+    """Returns a part [groups, n, C, ...] minus its rounded mean, if groups are shared, and the rest of the mean."""
     values = in_groups(part, len(mean))
     if held.add_up is None:
         return values, mean
@@ -161,7 +155,7 @@ def _centred(part: Tensor, mean: Tensor, held: Held) -> tuple[Tensor, Tensor]:
 def _differentiable(
     held: Held, weight: Tensor | None, bias: Tensor | None, parts: Sequence[Tensor], gradients: Sequence[Tensor]
 ) -> tuple[Tensor | None, ...]:
-    """The same gradients, differentiable: by torch's own kernel for each group."""
+    """Returns the same gradients, differentiable, by torch's kernel for each group."""
 
     def groups_of(tensors: Sequence[Tensor]) -> list[Tensor]:
         pairs = zip(tensors, held.places, strict=True)

@@ -1,14 +1,14 @@
 """Sums over the processes of one machine through shared memory.
 
-Each process has a slot, and for each other process a semaphore that says "my slot is filled". All add up all slots in
-the order of ranks, so all get the same bits. Two sets of slots take turns: a process that fills a slot again has met
-all others in the sum between, so they have read it.
+Each process has two slots that alternate, and a semaphore for each other process that signals a filled slot. All
+processes add all slots in the order of ranks, so all get equal bits. Before a process fills a slot again, it has waited
+for all others in the sum between, so they have read the slot.
 
-POSIX has sem_post and sem_wait synchronize memory between processes (release and acquire in glibc, on ARM as on x86);
-no plain load or store is used as a flag.
+POSIX requires sem_post and sem_wait to synchronize memory between processes (release and acquire in glibc, on ARM as on
+x86); no plain load or store serves as a flag.
 
-The memory is a memfd, which others open by its number in /proc, so nothing is left after a kill. Each process locks its
-byte of it; the lock ends with the process, so waiting processes notice its death within 50 ms.
+The memory is a memfd, which other processes open through /proc, so a killed run leaves no file. Each process locks its
+byte of the memfd; the lock ends with the process, so waiting processes detect its end within 50 ms.
 """
 
 import contextlib
@@ -30,18 +30,18 @@ from manyhands.core.world import World
 from manyhands.parallel.group.plain import gather_plain
 
 ON_SEVERAL, ALONE = "the processes are on several machines", "no other process uses this machine"
-SLOT_BYTES = 1 << 20  # more gains nothing, and leaves the processor's cache
-# torch copies and adds so many values without other threads, which would take cores from other processes.
+SLOT_BYTES = 1 << 20  # larger slots gain nothing and exceed the CPU's cache
+# torch copies and adds this many values in one thread; more threads would take cores from other processes.
 _ALONE = 1 << 15
-_PATIENCE_S = 1800.0  # torch's default, without a timeout of the job
-_LOOK_NS = 50_000_000  # sleep between checks that the other process lives
-MOST_TRIES = 512  # tries before sleeping, some 200 us; waking takes 30 us and more
+_PATIENCE_S = 1800.0  # torch's default timeout, if the job has none
+_LOOK_NS = 50_000_000  # time between checks that the other process lives
+MOST_TRIES = 512  # polls before sleeping, about 200 us; waking up takes 30 us or more
 _SHORT_S = 0.0005
-_PLACE_BYTES = 64  # a semaphore's slot, a cache line; glibc's take 32 bytes
+_PLACE_BYTES = 64  # per semaphore: a cache line; glibc's semaphore has 32 bytes
 _MEMFD = "manyhands-"
 
-_LIBC = ctypes.CDLL(None)  # lets other threads run while it waits
-_QUICK = ctypes.PyDLL(None)  # doesn't, which costs less
+_LIBC = ctypes.CDLL(None)  # releases the GIL during calls
+_QUICK = ctypes.PyDLL(None)  # keeps the GIL, which is faster
 
 
 class _Timespec(ctypes.Structure):
@@ -49,17 +49,17 @@ class _Timespec(ctypes.Structure):
 
 
 class SharedSums:
-    """This process's end of one sequence of sums; concurrent sequences each need one of their own.
+    """This process's side of a sequence of sums; concurrent sequences each need their own object.
 
     Attributes:
-        slot_bytes: of each process's slot.
-        size: how many processes add up.
-        place: this process's among them.
-        turn: which of a process's slots is filled next.
-        of_all: all processes of the run add up.
+        slot_bytes: the size of each slot.
+        size: the number of processes.
+        place: this process's index among them.
+        turn: the index (0 or 1) of the slots that are filled next.
+        of_all: True if all processes of the run take part.
     """
 
-    begun: ClassVar[int] = 0  # sums of all processes of the run that this one has come to
+    begun: ClassVar[int] = 0  # sums over all processes of the run that this process has started
 
     def __init__(self, file: Any, ranks: list[int], place: int, slot_bytes: int, timeout_s: float) -> None:
         size = len(ranks)
@@ -70,7 +70,7 @@ class SharedSums:
         own, others = memory.data_ptr(), [one for one in range(size) if one != place]
         self._mine = [ctypes.c_void_p(own + _PLACE_BYTES * (place * size + one)) for one in others]
         self._theirs = [(one, ctypes.c_void_p(own + _PLACE_BYTES * (one * size + place))) for one in others]
-        for semaphore in self._mine:  # nobody waits for them before all have said that they are here
+        for semaphore in self._mine:  # no process waits for these before the last collective of `share_within`
             _LIBC.sem_init(semaphore, 1, 0)
         slots = memory[_slots_begin(size) :].view(2, size, slot_bytes)
         self._slots, self._ranks = slots, ranks
@@ -78,20 +78,20 @@ class SharedSums:
         self.of_all = dist.is_initialized() and size == dist.get_world_size()
 
     def slots_of(self, place: int, like: Tensor) -> list[Tensor]:
-        """A process's slots by turn for flat values like `like` [n]; others' are readable after `meet`."""
+        """Returns a process's two slots as flat tensors like `like` [n]; others' slots are readable after `meet`."""
         return [slots[place] for slots in self._slots_for(like)]
 
     def add_up(self, values: Tensor) -> None:
         """Replaces flat values [n] by their sum over all processes; a collective.
 
-        Raises RuntimeError if a process has ended or was silent for too long; the sums can't be used again.
+        Raises RuntimeError if a process has ended or timed out; this object can't be used afterwards.
         """
         for piece in values.split(self.slot_bytes // values.element_size()):
             self.slots_of(self.place, piece)[self.turn].copy_(piece)
             self.add_slots_up(piece)
 
     def add_slots_up(self, total: Tensor) -> None:
-        """Sums this turn's `own_slots` of all processes into the flat total [n]."""
+        """Sums all processes' slots of this turn into `total` [n]; a collective."""
         slots = self._slots_for(total)[self.turn]
         self.meet()
         torch.add(slots[0], slots[1], out=total)
@@ -99,7 +99,7 @@ class SharedSums:
             total.add_(more)
 
     def add_up_for_first(self, values: Tensor) -> None:
-        """As `add_up`, on the process at place 0 only; the others' values stay."""
+        """Like `add_up`, but only the process with index 0 gets the sum; a collective."""
         for piece in values.split(self.slot_bytes // values.element_size()):
             slots = self._slots_for(piece)[self.turn]
             if self.place:
@@ -110,7 +110,7 @@ class SharedSums:
                     total.add_(one)
 
     def spread(self, values: Tensor) -> None:
-        """Replaces flat values [n] by those of the process at place 0; a collective, which raises as `add_up` does."""
+        """Replaces flat values [n] by those of the process with index 0; a collective that raises like `add_up`."""
         for piece in values.split(self.slot_bytes // values.element_size()):
             turn = self.turn
             first = self.slots_of(0, piece)[turn]
@@ -121,7 +121,7 @@ class SharedSums:
                 _copy_alone(piece, first)
 
     def meet(self) -> None:
-        """Waits until all slots of this turn are filled and can be read; raises as `add_up` does."""
+        """Waits until all slots of this turn are filled; a collective that raises like `add_up`."""
         try:
             if self._file.closed:
                 raise RuntimeError("this process has already released the shared memory")
@@ -132,19 +132,19 @@ class SharedSums:
                 if _QUICK.sem_trywait(semaphore):
                     self._wait(place, semaphore)
         except BaseException:
-            self.close()  # out of step from now on, which the others notice
+            self.close()  # no longer in step with other processes, which detect the end
             raise
         self.turn ^= 1
 
     def close(self) -> None:
-        """Leaves; processes that wait for this one notice."""
+        """Releases the lock; processes that wait for this process detect it."""
         self._file.close()
 
     def __deepcopy__(self, memo: object) -> "SharedSums":
         return self
 
     def _slots_for(self, like: Tensor) -> list[list[Tensor]]:
-        """The slots by turn and place, as flat tensors of this type and length."""
+        """Returns the slots by turn and process, as flat tensors of this dtype and length."""
         key = like.dtype, like.numel()
         if key not in self._views:
             self._views[key] = [[slot[: like.nbytes].view(like.dtype) for slot in slots] for slots in self._slots]
@@ -157,7 +157,7 @@ class SharedSums:
                 return
         while not _came(semaphore):
             if self._has_gone(place):
-                if not _QUICK.sem_trywait(semaphore):  # it came, and left then
+                if not _QUICK.sem_trywait(semaphore):  # the process has posted, then ended
                     return
                 raise RuntimeError(f"remote process exited: rank {self._ranks[place]}, which shared this memory")
             if time.monotonic() - began > self._timeout_s:
@@ -179,12 +179,12 @@ def _copy_alone(into: Tensor, values: Tensor) -> None:
 
 
 def tries_after(tries: int, waited_s: float) -> int:
-    """Tries before sleeping, adapted: more if a few more would have sufficed, fewer with more processes than cores."""
+    """Returns the number of polls before sleeping: twice as many after a short wait, half as many after a long one."""
     return min(2 * tries, MOST_TRIES) if waited_s < _SHORT_S else max(tries // 2, 1)
 
 
 def machines_of_group(world: World, group: Any = None) -> list[list[int]] | str:
-    """Ranks that can open each other's memory, by machine; or why none can. A collective."""
+    """Returns the ranks that can share memory, by machine, or the reason why none can; a collective."""
     answers = gather_plain(_machine(), world, group)
     if not any(answers):
         return "this system supports no anonymous shared memory with semaphores"
@@ -197,7 +197,7 @@ def machines_of_group(world: World, group: Any = None) -> list[list[int]] | str:
 def share_within(
     machines: list[list[int]], world: World, group: Any = None, slot_bytes: int = SLOT_BYTES
 ) -> SharedSums | str | None:
-    """The sums of this process's machine, None if it is alone there; or why there are none. A collective of all."""
+    """Returns the sums of this process's machine, None for a single process, or the reason why not; a collective."""
     mine = next(ranks for ranks in machines if world.rank in ranks)
     place, size = mine.index(world.rank), len(mine)
     file, offer = _offered(size, slot_bytes) if size > 1 and place == 0 else (None, {})
@@ -217,7 +217,7 @@ def share_within(
 
 
 def _machine() -> str:
-    """Equal on processes that can open each other's memory by its number; empty if unknown."""
+    """Returns a text that is equal on processes that can open each other's memory; empty if unknown."""
     if not hasattr(os, "memfd_create") or not hasattr(_LIBC, "sem_clockwait"):
         return ""
     with contextlib.suppress(OSError):
@@ -231,7 +231,7 @@ def _slots_begin(size: int) -> int:
 
 
 def _offered(size: int, slot_bytes: int) -> tuple[Any, dict[str, Any]]:
-    """New memory and how others open it, or why there is none."""
+    """Creates shared memory; returns its file, and either how other processes open it or why there is none."""
     name = _MEMFD + secrets.token_hex(8)
     try:
         file = os.fdopen(os.memfd_create(name), "r+b", buffering=0)
@@ -242,16 +242,16 @@ def _offered(size: int, slot_bytes: int) -> tuple[Any, dict[str, Any]]:
 
 
 def _opened(offer: dict[str, Any]) -> Any:
-    """Opens another process's memory. Raises OSError, ValueError."""
+    """Opens another process's memory. Raises OSError or ValueError."""
     path = Path(f"/proc/{offer['pid']}/fd/{offer['file']}")
-    # Looked at before it is opened: it might be anything of anybody's.
+    # Checked before opening, because the descriptor may have become any other file.
     if offer["name"] not in str(path.readlink()):
         raise ValueError(f"{path} is not the shared memory of this run")
     return path.open("r+b", buffering=0)
 
 
 def _came(semaphore: ctypes.c_void_p) -> bool:
-    """Sleeps until another process posts, a signal comes or some time has passed; True for the first."""
+    """Sleeps until another process posts (returns True), a signal arrives or _LOOK_NS have passed (False)."""
     seconds, nanoseconds = divmod(time.monotonic_ns() + _LOOK_NS, 1_000_000_000)
     until = ctypes.byref(_Timespec(seconds, nanoseconds))
     return not _LIBC.sem_clockwait(semaphore, time.CLOCK_MONOTONIC, until)

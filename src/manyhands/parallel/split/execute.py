@@ -37,7 +37,7 @@ def loops_of(op: Op, letters: tuple[str, ...]) -> list[Loop]:
 
 
 def input_layouts(op: Op, letters: tuple[str, ...], place: int) -> tuple[Layout, Layout]:
-    """Returns the layouts in which an op reads one of its sources and returns that source's gradient."""
+    """Returns the layouts in which an op reads its source with index `place` and returns the source's gradient."""
     sides: list[Side] = [loop.inputs[place] for loop in loops_of(op, letters)]
     return value_of(sides), gradient_of(sides)
 
@@ -52,7 +52,7 @@ def batch_axes(letters: tuple[str, ...]) -> tuple[int, ...]:
 
 
 def parameter_layouts(graph: Graph, letters: Letters) -> dict[str, TensorLayout]:
-    """Returns the layout of each parameter and buffer. Raises UserError if two ops shard one differently."""
+    """Returns the layout of each parameter and buffer. Raises UserError if two ops shard a tensor differently."""
     found: dict[str, TensorLayout] = {}
     users: dict[int, tuple[str, TensorLayout]] = {}
     for op in graph.ops.values():
@@ -82,13 +82,13 @@ def shard_tensor(tensor: Tensor, layout: TensorLayout, mesh: Mesh, rank: int) ->
     for dim, (start, stop) in enumerate(layout.region(mesh, rank)):
         piece = piece.narrow(dim, start, stop - start)
     local = piece.reshape(layout.local_shape(mesh, rank))
-    # A view would keep the full tensor, and fused optimizers need the same memory format as the gradients.
+    # A view would keep the full tensor; fused optimizers need the memory format of the gradients.
     last = tensor.ndim == 4 and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=torch.channels_last)
     return local.clone(memory_format=torch.channels_last if last else torch.contiguous_format)
 
 
 def split_network(model: nn.Module, layouts: Mapping[str, TensorLayout], grid: Grid) -> None:
-    """Replaces the values of each parameter and buffer by this process's shard; the objects stay the same."""
+    """Replaces the data of each parameter and buffer by this process's shard; the objects stay the same."""
     done: set[int] = set()
     with torch.no_grad():
         for name, tensor in model.state_dict(keep_vars=True).items():
@@ -100,7 +100,7 @@ def split_network(model: nn.Module, layouts: Mapping[str, TensorLayout], grid: G
 
 
 class Convert(nn.Module):
-    """Converts the output of an op to the layout in which another op reads it; values without tensors stay."""
+    """Converts an op's output to the layout in which another op reads it; values without tensors are unchanged."""
 
     def __init__(
         self, values: tuple[Layout, Layout], gradients: tuple[Layout, Layout], extents: tuple[Extent, ...], grid: Grid
@@ -120,7 +120,7 @@ class Convert(nn.Module):
 
 
 class SeedRng(nn.Module):
-    """Seeds the random numbers of the next op: equal on processes with the same samples, different on others."""
+    """Seeds the random number generators for the next op; only processes with the same samples get equal seeds."""
 
     def __init__(self, number: int, place: int, grid: Grid) -> None:
         super().__init__()
@@ -135,7 +135,7 @@ class SeedRng(nn.Module):
 
 def _draws(op: Op) -> bool:
     if op.module is not None:
-        # `dropout` is attention's, and that of recurrent layers
+        # attention and recurrent layers have the attribute `dropout`
         shares = (one.p if isinstance(one, _DropoutNd) else getattr(one, "dropout", 0) for one in op.module.modules())
         return any(isinstance(share, int | float) and share > 0 for share in shares)
     if op.node is None or not ("dropout" in _word(op) or _drops_samples(op)):
@@ -145,7 +145,7 @@ def _draws(op: Op) -> bool:
 
 
 def _drops_samples(op: Op) -> bool:
-    """True for torchvision's stochastic depth, which drops all channels of a sample or none."""
+    """Returns True for torchvision's stochastic depth, which drops all channels of a sample or none."""
     return _word(op) == "stochastic_depth"
 
 
@@ -154,14 +154,11 @@ def _word(op: Op) -> str:
 
 
 class Builder:
-    """Builds the graph that a process runs: the traced one, with conversions between different layouts.
-
-    `local` caches the modules that compute ops on shards, by the id of the op's module or node.
-    """
+    """Builds the graph that a process runs: the traced graph, with conversions between different layouts."""
 
     def __init__(self, graph: Graph, letters: Letters, grid: Grid, local: dict[int, nn.Module | None]) -> None:
         self._traced, self._ops, self._letters, self._grid = graph.traced, graph.ops, letters, grid
-        self._local = local
+        self._local = local  # modules that compute ops on shards, by the id of the op's module or node
         self._names = {op.node: op.name for op in graph.ops.values() if op.node is not None}
         self._graph = fx.Graph()
         self._copied: dict[fx.Node, fx.Node] = {}
@@ -171,7 +168,7 @@ class Builder:
             getattr(self._root, kind).update(getattr(graph.traced, kind))
 
     def build(self, *, training: bool) -> fx.GraphModule:
-        """Builds the graph; its last conversions are for the loss, or gather the outputs for evaluation."""
+        """Builds the graph, which converts the outputs for the loss, or gathers them for evaluation."""
         loss = self._ops[LOSS]
         for number, node in enumerate(self._traced.graph.nodes):
             if node.op == "placeholder":
@@ -201,7 +198,7 @@ class Builder:
         key = id(op.module if op.module is not None else op.node)
         if key not in self._local:
             rule = rule_of(op)
-            # A rule of the user may be for a class that a built-in one matches as well.
+            # The op may have a user's rule although a built-in rule matches too.
             built_in = op.kind == rule.kind and rule.local is not None
             self._local[key] = rule.local(op, letters, self._grid) if built_in and rule.local else None
         return self._local[key]
@@ -211,7 +208,7 @@ class Builder:
         return self._graph.call_module(name, args, kwargs or {})
 
     def _given(self, source: fx.Node, reader: Op, *, whole_output: bool = False) -> fx.Node:
-        """Returns the source or its conversion, which readers of the same layout share."""
+        """Returns the node for a source, converted to the reader's layout if needed; equal conversions are shared."""
         giver = self._ops[self._names.get(source, INPUT)]
         if not giver.extents:
             return self._copied[source]
@@ -233,22 +230,22 @@ class Builder:
 
 
 class SplitNetwork(nn.Module):
-    """A network that runs under a plan, in training and in evaluation."""
+    """A network that runs under a plan. In training and evaluation, forward is a collective."""
 
     def __init__(self, model: nn.Module, train: Graph, evaluate: Graph, letters: Letters, grid: Grid) -> None:
         super().__init__()
         self.grid, self.letters = grid, letters
         self._whole = (model,)
         dims = train.ops[train.ops[LOSS].sources[0]].extent.dims
-        self.classes = dims[-1] if len(dims) > 1 else 0  # of the network's output
-        self.draws = any(_draws(op) for op in train.ops.values())  # True where some op draws random numbers in training
-        self.layouts = parameter_layouts(train, letters)  # of each parameter and buffer
+        self.classes = dims[-1] if len(dims) > 1 else 0  # number of classes in the network's output
+        self.draws = any(_draws(op) for op in train.ops.values())  # True if an op draws random numbers in training
+        self.layouts = parameter_layouts(train, letters)  # by parameter and buffer
         tensors = {name: one for name, one in model.state_dict(keep_vars=True).items() if isinstance(one, Tensor)}
-        # A tensor of several names is read under one of them.
+        # The graph reads a shared tensor under only one of its names.
         of = {id(tensors[name]): layout for name, layout in self.layouts.items() if name in tensors}
         for name, tensor in tensors.items():
             self.layouts.setdefault(name, of.get(id(tensor), unsharded(tuple(tensor.shape))))
-        self.norms = _assign_norms(train, letters, grid)  # by the axes that shard the samples
+        self.norms = _assign_norms(train, letters, grid)  # groups by the axes that shard the samples
         split_network(model, self.layouts, grid)
         local: dict[int, nn.Module | None] = {}
         self.training_graph = Builder(train, letters, grid, local).build(training=True)
@@ -264,13 +261,12 @@ class SplitNetwork(nn.Module):
         return self
 
     def forward(self, pictures: Tensor) -> Any:
-        """Returns the shard of the outputs that the loss reads in training, and all outputs in evaluation."""
+        """Returns the shard of the outputs that the loss reads in training, and the full outputs in evaluation."""
         return (self.training_graph if self.training else self.evaluation_graph)(pictures)
 
     def begin_micro_batch(self, shape: MicroBatchShape) -> None:
         self.grid.batch, self.grid.seed = shape.samples, shape.seed
-        # Equal on all processes, also for ops that are not known to draw random numbers.
-        torch.manual_seed(shape.seed)
+        torch.manual_seed(shape.seed)  # equal on all processes, for ops that aren't known to draw random numbers
         for axes, groups in self.norms.items():
             share = shape.share(self.grid.parts(axes), self.grid.place(axes))
             groups.begin_micro_batch(share.spans, share.shared_groups, share.count, shape.batch)
@@ -295,7 +291,7 @@ def _assign_norms(graph: Graph, letters: Letters, grid: Grid) -> dict[tuple[int,
                 family = families.setdefault(axes, NormGroups(processes=grid.group(axes) if axes else None))
                 module.groups = family
                 if module is op.module:
-                    # What is traced is tried, so that rows are known; where samples are mixed, statistics are local.
+                    # Tracing has found the rows per sample; after ops that mix samples, statistics are local (0).
                     module.rows_per_sample = graph.ops[op.sources[0]].extent.rows if op.batchwise else 0
                 family.layers.append(module)
     return families

@@ -18,14 +18,14 @@ LOSS = "loss"
 
 @dataclass(frozen=True)
 class Loop:
-    """The placement of an op's inputs and output under one letter, along one axis of the mesh."""
+    """The placement of an op's inputs, output and parameters under one letter, along one mesh axis."""
 
-    inputs: tuple[Side, ...]  # one for each input tensor, in the order of `Op.sources`
+    inputs: tuple[Side, ...]  # of each input tensor, in the order of `Op.sources`
     output: Side
-    # the sharded dimension of each parameter and buffer (of its view in `Op.views`, if there is one)
+    # by parameter or buffer: the sharded dimension (of its view in `Op.views`, if it has one)
     cuts: Mapping[str, int] = field(default_factory=dict)
     partial: frozenset[str] = frozenset()  # parameters whose gradient is a term of a sum
-    length: int = 0  # of the sharded dimension, the largest number of processes; 0 for no limit
+    length: int = 0  # length of the sharded dimension, which limits the number of processes; 0: no limit
     even: bool = False  # the length must be divisible by the number of processes
 
 
@@ -35,18 +35,18 @@ class Op:
 
     name: str  # the module's path, or the path of the module it lies in and the function's name: "layer1.0.add"
     kind: str = "opaque"  # the rule's name: "conv", "linear", "elementwise" …; "opaque" where there is none
-    module: nn.Module | None = None  # the module, for ops that are one
+    module: nn.Module | None = None  # for ops that are modules
     node: fx.Node | None = None  # its node in the traced graph; None for input and loss
-    sources: tuple[str, ...] = ()  # names of the ops whose tensors it reads
-    extents: tuple[Extent, ...] = ()  # of its output tensors, for `SAMPLES` samples; none for sizes and the like
-    dtype: torch.dtype = torch.float32  # of the first of them
-    batched: bool = False  # what it gives grows with the number of samples
-    batchwise: bool = True  # a sample's part of what it gives depends on that sample alone
-    trains: bool = False  # a gradient passes through it
-    feature: int | None = None  # the dimension of what it gives that holds channels or features; None if unknown
-    tied: str = ""  # ops of the same word must take the same letters
-    letters: dict[str, Loop | str] = field(default_factory=dict)  # the meaning of each letter, or why it can't be taken
-    # shapes as which parameters are cut, where not as they are
+    sources: tuple[str, ...] = ()  # names of the ops whose outputs it reads
+    extents: tuple[Extent, ...] = ()  # of the output tensors, for `SAMPLES` samples; empty if the output has no tensor
+    dtype: torch.dtype = torch.float32  # of the first output tensor
+    batched: bool = False  # the output grows with the number of samples
+    batchwise: bool = True  # the rows of a sample in the output depend on that sample alone
+    trains: bool = False  # a gradient passes through the op
+    feature: int | None = None  # the output's dimension that holds channels or features; None if unknown
+    tied: str = ""  # ops with equal `tied` must have equal letters
+    letters: dict[str, Loop | str] = field(default_factory=dict)  # by letter: its placement, or why it is refused
+    # by parameter: the shape in which it is sharded, if that isn't its own shape
     views: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     @property
@@ -67,7 +67,7 @@ class Op:
         return getattr(type(self.module), "forward", None)
 
     def parameters(self) -> dict[str, Tensor]:
-        """Its parameters and buffers by their names within it; one that is read by itself has the name ""."""
+        """Returns the module's parameters and buffers by name, or {"": tensor} if the op reads a tensor directly."""
         if self.module is None:
             return {"": attribute(self.node)} if self.reads_attribute else {}
         return {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
@@ -82,13 +82,13 @@ class Graph:
 
     ops: dict[str, Op]  # by name
     traced: fx.GraphModule  # the traced network
-    samples: int  # how many samples the extents are of
+    samples: int  # the number of samples in the extents
     input_shape: tuple[int, ...]  # of one sample
-    notes: list[str] = field(default_factory=list)  # sentences on parts that stay whole
-    parameters: dict[str, nn.Parameter] = field(default_factory=dict)  # of the network, by name, in its own order
+    notes: list[str] = field(default_factory=list)  # sentences on ops that aren't sharded
+    parameters: dict[str, nn.Parameter] = field(default_factory=dict)  # of the network, by name, in the network's order
 
     def matching(self, pattern: str) -> list[Op]:
-        """Ops whose name a glob matches, or that lie in the module of that name."""
+        """Returns the ops whose name matches a glob, and the ops in the module of that name."""
         return [
             op for op in self.ops.values() if fnmatch.fnmatchcase(op.name, pattern) or op.name.startswith(pattern + ".")
         ]
@@ -97,7 +97,7 @@ class Graph:
         self.ops[LOSS].letters["o"] = reason
 
     def edges(self) -> Iterator[tuple[Op, Op, int]]:
-        """(giver, reader, which of the reader's sources) of each tensor that passes from op to op."""
+        """Yields (source, reader, index in the reader's `sources`) for each output that an op reads."""
         for op in self.ops.values():
             for place, name in enumerate(op.sources):
                 yield self.ops[name], op, place
@@ -141,8 +141,7 @@ class _Tracer(fx.Tracer):
         try:
             return super().call_module(m, forward, args, kwargs)
         except Exception as error:  # noqa: BLE001 - whatever a user's forward does with a stand-in for a tensor
-            # Leaves the modules that fx had entered, so that only this module stays one op.
-            self.module_stack = stack
+            self.module_stack = stack  # without the modules that fx had entered, so that only this module stays one op
             for node in reversed(list(self.graph.nodes)):
                 if node not in known:
                     self.graph.erase_node(node)
@@ -159,7 +158,7 @@ class _Tracer(fx.Tracer):
 def trace(
     model: nn.Module, leaves: Callable[[nn.Module], bool], inputs: tuple[str, ...] = ("x",)
 ) -> tuple[fx.GraphModule, dict[str, str]]:
-    """Returns the network's graph in its current mode (training or not), and the modules that can't be traced."""
+    """Returns the network's graph in its current mode (training or not), and by path why modules can't be traced."""
     tracer = _Tracer(leaves, inputs)
     try:
         graph = tracer.trace(model)
@@ -185,7 +184,7 @@ def _one_op(model: nn.Module, reason: str) -> tuple[fx.GraphModule, dict[str, st
 
 
 def out_of_place(traced: fx.GraphModule) -> None:
-    """Replaces in-place ops, whose input may be shared with other ops or be a view; later readers read the result."""
+    """Replaces in-place ops, because other ops may share their input; later readers read the result."""
     place = {node: number for number, node in enumerate(traced.graph.nodes)}
     for node in traced.graph.nodes:
         if _changes_its_input(traced, node) and isinstance(node.args[0], fx.Node):
@@ -224,7 +223,7 @@ _IN_PLACE: dict[Any, Any] = {
 
 
 def name_nodes(traced: fx.GraphModule) -> dict[fx.Node, str]:
-    """Names each node by its module, equally in training and evaluation: "layer1.0.add"."""
+    """Names each node after its module and function, equally in training and evaluation: "layer1.0.add"."""
     names: dict[fx.Node, str] = {}
     taken: set[str] = set()
     for node in traced.graph.nodes:
@@ -252,7 +251,7 @@ def attribute(node: fx.Node | None) -> Tensor:
 
 
 def tie_all(ops: Mapping[str, Op], pairs: Iterable[tuple[str, str]]) -> None:
-    """Ties ops that must have the same placements, and all ops that are tied to them."""
+    """Ties the ops of each pair, which must have equal placements, and all ops that are tied to them."""
     for first, second in pairs:
         old, new = ops[second].tied, ops[first].tied
         if old != new:
@@ -262,13 +261,10 @@ def tie_all(ops: Mapping[str, Op], pairs: Iterable[tuple[str, str]]) -> None:
 
 
 def whole_or_batch(op: Op, inputs: list[Op]) -> dict[str, Loop | str]:
-    """The placements of any op: replicated, or samples sharded if the op doesn't mix them.
-
-    An op that reads only parameters passes on gradients as terms of a sum.
-    """
+    """Returns the placements of any op: replicated (r), and samples sharded (n) unless the op mixes samples."""
     parameters = frozenset(op.parameters())
     together = Loop(tuple(WHOLE for _ in inputs), WHOLE)
     if not op.batchwise:
         return {"n": "the op mixes samples (or has no samples in dimension 0)", "r": together}
-    sides: tuple[Side, ...] = tuple(0 if one.batched else SPREAD for one in inputs)
+    sides: tuple[Side, ...] = tuple(0 if one.batched else SPREAD for one in inputs)  # SPREAD: partial gradients
     return {"n": Loop(sides, 0 if op.batched else SPREAD, partial=parameters), "r": together}

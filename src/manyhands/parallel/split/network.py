@@ -1,4 +1,4 @@
-"""A network that a plan splits."""
+"""Shards a network by a plan."""
 
 from torch import nn
 from typing_extensions import override
@@ -43,7 +43,7 @@ class PlannedNetwork(NetworkOnMesh):
 
 
 def split(model: nn.Module, world: World, request: ModeRequest) -> PlannedNetwork:
-    """Splits a network, in training mode and equal on all processes, by a plan. Raises UserError if it doesn't fit."""
+    """Shards a network, in training mode and equal on all processes, by a plan; a collective. Raises UserError."""
     plan = request.plan
     if plan is None:
         raise UserError("the plan is missing", "parallel", ('set --pin "fc=n@dp o@tp" or --parallel.plan plan.json',))
@@ -64,7 +64,7 @@ def split(model: nn.Module, world: World, request: ModeRequest) -> PlannedNetwor
 
 
 def _shard_loss(graph: Graph, request: ModeRequest) -> Graph | None:
-    """Returns the graph of the user's loss for split classes; None, with a note, if the loss needs all classes."""
+    """Returns the graph of the user's loss for sharded classes; None, with a note, if the loss needs all classes."""
     if not isinstance(graph.ops[LOSS].letters["o"], Loop):
         return None
     output = graph.ops[graph.ops[LOSS].sources[0]]

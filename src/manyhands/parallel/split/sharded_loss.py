@@ -1,7 +1,7 @@
-"""The loss of a split network, with samples or classes sharded.
+"""The loss of a sharded network, with sharded samples or classes.
 
-A custom loss is traced into small operators, each computed on shards of the classes where it has a rule; sums over the
-classes are terms that are added up, and what has no classes left is replicated.
+A custom loss is traced into operators. Operators with a rule run on shards of the classes: sums over the classes are
+partial and added up; values without a class dimension are replicated.
 """
 
 import operator
@@ -23,7 +23,7 @@ from manyhands.parallel.split.graph import INPUT, LOSS, Graph, Loop, Op
 from manyhands.parallel.split.rules.functions import MAXIMA, largest, reduced
 from manyhands.parallel.split.tracing import FEWER, SAMPLES, describe_ops, run_twice
 
-# Of a network's output [n, C] and labels int64 [n]: a value per sample [n, …], or their mean [].
+# (output [n, C], labels int64 [n]) -> the loss of each sample [n, …], or the mean loss [].
 CustomLoss = Callable[[Tensor, Tensor], Tensor]
 
 WHOLE_CLASSES = "classes are split for cross-entropy and for losses whose operators all have rules"
@@ -39,7 +39,7 @@ class _Traced(nn.Module):
 
 
 def describe_loss(function: CustomLoss, classes: int, dtype: torch.dtype, device: torch.device) -> Graph | str:
-    """A loss over `classes` classes as a graph of ops that can be sharded, or why there is none."""
+    """Returns a loss over `classes` classes as a graph of ops that can be sharded, or the reason why there is none."""
     traced, unseen = graphs.trace(_Traced(function), lambda _: False, ("output", "labels"))
     if unseen:
         return f"{WHOLE_CLASSES}; this loss can't be traced ({next(iter(unseen.values()))})"
@@ -67,7 +67,7 @@ def describe_loss(function: CustomLoss, classes: int, dtype: torch.dtype, device
 
 
 def _begin(given: Op) -> None:
-    """The output's classes are sharded, the labels replicated."""
+    """Allows sharded classes for the output; the labels are replicated."""
     given.letters = {"r": Loop((), WHOLE)}
     if given.name == INPUT:
         given.feature, given.trains = 1, True
@@ -75,7 +75,7 @@ def _begin(given: Op) -> None:
 
 
 def _fold_sizes(traced: fx.GraphModule, many: dict[fx.Node, Any], few: dict[fx.Node, Any]) -> None:
-    """Replaces sizes that don't depend on the samples by constants, since a shard's would differ."""
+    """Replaces sizes that don't depend on the samples by constants, because the sizes of a shard would differ."""
     for node in list(traced.graph.nodes):
         value = many.get(node)
         if type(value) is int and value == few.get(node):
@@ -87,7 +87,7 @@ def _fold_sizes(traced: fx.GraphModule, many: dict[fx.Node, Any], few: dict[fx.N
 
 
 def _name_maxima(traced: fx.GraphModule) -> None:
-    """Replaces maxima over one dimension, of which only the values are used, by `largest`."""
+    """Replaces `torch.max` over one dimension by `largest` if only its values are used."""
     for node in list(traced.graph.nodes):
         if node.target not in {torch.max, "max"} or len(node.args) + len(node.kwargs) < 2:
             continue
@@ -104,7 +104,7 @@ def _name_maxima(traced: fx.GraphModule) -> None:
 
 
 def _let_maxima_be_cut(op: Op, ops: dict[str, Op]) -> None:
-    """A maximum over the classes is taken of each process's own, and of the results."""
+    """Allows a maximum over sharded classes: the maximum of the local maxima of all processes."""
     if op.node is None or op.node.target not in MAXIMA or len(op.sources) != 1:
         return
     source = ops[op.sources[0]]
@@ -113,7 +113,7 @@ def _let_maxima_be_cut(op: Op, ops: dict[str, Op]) -> None:
 
 
 def shard_classes(graph: Graph) -> dict[str, str] | str:
-    """The letter of each op along an axis that shards the classes, or why there is none for one of them."""
+    """Returns each op's letter along an axis that shards the classes, or the reason why an op has none."""
     letters: dict[str, str] = {}
     for op in graph.ops.values():
         loops = [graph.ops[name].letters[letters[name]] for name in op.sources]
@@ -131,7 +131,7 @@ def shard_classes(graph: Graph) -> dict[str, str] | str:
 
 
 def _sharded_loss(graph: Graph, axes: tuple[int, ...], grid: Grid) -> Callable[[Tensor, Tensor], Tensor]:
-    """The loss, the same on all processes, of output [n, c], whose classes the axes shard, and labels [n]."""
+    """Returns the loss of output [n, c], with classes sharded over `axes`, and labels [n]; equal on all processes."""
     chosen = shard_classes(graph)
     assert isinstance(chosen, dict)
     every = range(len(grid.mesh.axes))
@@ -140,10 +140,10 @@ def _sharded_loss(graph: Graph, axes: tuple[int, ...], grid: Grid) -> Callable[[
 
 
 class SplitLoss:
-    """A loss function over a split network's output in training.
+    """The training loss of a sharded network.
 
-    `loss_fn`, of outputs and labels int64 [n], returns the sum [] of losses and the logits [n, C]; it is used for
-    unsharded classes. For sharded ones there are cross-entropy's smoothing, or the graph of a custom loss (`own`).
+    `loss_fn`(outputs, labels int64 [n]) returns the sum [] of losses and the logits [n, C]; it is used for unsharded
+    classes. Sharded classes use cross-entropy with `smoothing`, or `own`, the graph of a custom loss.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class SplitLoss:
         self._own = _sharded_loss(own, self._classes, network.grid) if own and self._classes else None
 
     def __call__(self, output: Any, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The sum [] of this process's losses, and scores [n, …] whose largest is at the label [n] where correct."""
+        """Returns the sum [] of this process's losses, scores [n, …] and labels [n], the indices of correct scores."""
         if not self._classes:
             loss, logits = self._loss_fn(output, labels)
             return loss, logits, labels
@@ -170,15 +170,14 @@ class SplitLoss:
             loss, scores = result
         else:
             given = self._own(output, labels)
-            # A loss that was found to be a sum is one here too.
-            is_sum = getattr(self._loss_fn, "is_sum", False)
+            is_sum = getattr(self._loss_fn, "is_sum", False)  # a sum with all classes is a sum here too
             loss = given.sum() if is_sum else summed_over_samples(given, len(labels))
             scores = shard_scores(output.detach(), labels, classes[0], group)
         return loss, scores, torch.zeros_like(labels)
 
 
 def shard_scores(logits: Tensor, labels: Tensor, first: int, group: Any) -> Tensor:
-    """[n, 2]: the label's logit and the largest one, of classes that several processes hold; two small messages."""
+    """Returns [n, 2]: the label's logit and the largest logit over sharded classes, by two small all-reduces."""
     largest = logits.max(1).values
     dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
     place = labels - first
@@ -190,11 +189,11 @@ def shard_scores(logits: Tensor, labels: Tensor, first: int, group: Any) -> Tens
 
 
 class _ShardedCrossEntropy(torch.autograd.Function):
-    """Cross-entropy over classes that several processes hold shards of, in two small messages, none in backward.
+    """Cross-entropy over sharded classes, with two small all-reduces in forward and none in backward.
 
-    Logits [n, c] are of this process's classes, labels int64 [n] count over all; `classes` are this process's first and
-    the number of all. Returns the sum of losses [], the same on each process, and [n, 2]: the label's logit and the
-    largest.
+    Logits [n, c] are of this process's classes, labels int64 [n] index all classes, and `classes` are (index of this
+    process's first class, number of all classes). Returns the sum of losses [], equal on all processes, and [n, 2]: the
+    label's logit and the largest logit, relative to the largest.
     """
 
     @staticmethod

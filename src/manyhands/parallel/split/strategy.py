@@ -1,10 +1,10 @@
 """Strategies of ops as users write them: "n@dp o@tp", or MindSpore's tuples.
 
-A letter names the dimension that is sharded, before the mesh axes that shard it:
+A strategy has letters for the sharded dimensions, each with the mesh axes that shard it:
 
     n  samples            o  output channels or features     i  input channels or features
     c  channels           h  heads of attention              v  rows of a table
-    r  nothing: every process along the axis does all of it
+    r  nothing: each process along the axis computes all of the op
 """
 
 import ast
@@ -36,10 +36,10 @@ EXAMPLE = "such as n@dp o@tp"
 
 
 def parse_strategy(text: str, mesh: Mesh, where: str) -> dict[int, str]:
-    """Reads "n@dp o@tp": the letter of each axis, by its number. Raises UserError if it doesn't fit the mesh."""
+    """Parses "n@dp o@tp" into letters by axis index. Raises UserError if it doesn't fit the mesh."""
     found: dict[int, str] = {}
     for word in text.split():
-        # A letter alone is meant for all axes.
+        # A letter alone applies to all axes.
         match = _PART.fullmatch(f"{word}@{','.join(mesh.names)}" if len(word) == 1 else word)
         if not match or match[1] not in MEANINGS:
             letters = ", ".join(f"{letter} ({meaning})" for letter, meaning in MEANINGS.items())
@@ -58,7 +58,7 @@ def parse_strategy(text: str, mesh: Mesh, where: str) -> dict[int, str]:
 
 
 def write_strategy(letters: tuple[str, ...], mesh: Mesh) -> str:
-    """The shortest text for the letters of all axes, in the mesh's order: "n@dp,tp"."""
+    """Returns the shortest text for the letters of all axes, in the order of the mesh: "n@dp,tp"."""
     axes: dict[str, list[str]] = {}
     for letter, name in zip(letters, mesh.names, strict=True):
         axes.setdefault(letter, []).append(name)
@@ -66,12 +66,12 @@ def write_strategy(letters: tuple[str, ...], mesh: Mesh) -> str:
 
 
 def is_tuples(text: str) -> bool:
-    """True for MindSpore's form, which begins with a bracket."""
+    """Returns True for MindSpore's form, which begins with a bracket."""
     return text.lstrip()[:1] in {"(", "{", "["}
 
 
 def parse_tuples(text: str, where: str) -> tuple[tuple[int, ...], ...]:
-    """Reads "((1, 1), (1, 2))" or "{(1, 1), (1, 2)}": the pieces of each dimension of each input."""
+    """Parses "((1, 1), (1, 2))" or "{(1, 1), (1, 2)}": the number of shards of each dimension of each input."""
     plain = text.strip()
     if plain.startswith("{"):
         plain = f"({plain[1:-1]},)"
@@ -87,11 +87,10 @@ def parse_tuples(text: str, where: str) -> tuple[tuple[int, ...], ...]:
 
 
 def from_mindspore(kind: str, tuples: tuple[tuple[int, ...], ...], mesh: Mesh, where: str = "pin") -> dict[int, str]:
-    """The letter of each axis, "r" if nothing is sharded, for MindSpore's tuples; axes are found by their sizes.
+    """Returns the letter of each axis index for MindSpore's tuples ("r": unused); axes are found by their sizes.
 
-    A tuple gives the pieces of each dimension of an input; a linear layer's weight is [inputs, outputs], a
-    convolution's [outputs, inputs, height, width]. For other ops than "linear" and "conv" the first input decides.
-    Raises UserError.
+    A tuple has the number of shards of each dimension of an input. A linear layer's weight is [inputs, outputs], a
+    convolution's [outputs, inputs, height, width]. For ops without a weight the first tuple decides. Raises UserError.
     """
     letters: dict[int, str] = {}
     for letter, count in _pieces(kind.lower(), tuples, where).items():
@@ -132,7 +131,7 @@ def _pieces(kind: str, tuples: tuple[tuple[int, ...], ...], where: str) -> dict[
     return {"n": samples, "i": features, "o": weight[outer]}
 
 
-# Of ops whose weight has a tuple of its own: where it has inputs and outputs, and whether pixels follow them.
+# For ops whose weight has a tuple: (dimension of inputs, dimension of outputs, True if height and width follow).
 _WEIGHTED = {
     **dict.fromkeys(("linear", "matmul", "dense"), (0, 1, False)),
     **dict.fromkeys(("conv", "conv1d", "conv2d", "conv3d"), (1, 0, True)),
@@ -140,10 +139,10 @@ _WEIGHTED = {
 
 
 def resolve(plan: Plan, graph: Graph, where: str = "plan") -> dict[str, tuple[str, ...]]:
-    """The letters of each op of a network.
+    """Returns the letters of each op of a network.
 
-    An op that can't follow the default, such as one that mixes samples, is replicated. A pattern for several ops binds
-    those that know its letters; one that names a single op must fit. Raises UserError.
+    An op that can't follow the default, such as an op that mixes samples, is replicated. A pattern that matches several
+    ops applies to the ops that have its letters; a pattern that names one op must fit. Raises UserError.
     """
     default = parse_strategy(plan.fallback, plan.mesh, f"{where}, default")
     said, found = strategies(plan, graph, where), dict[str, tuple[str, ...]]()
@@ -161,14 +160,14 @@ def resolve(plan: Plan, graph: Graph, where: str = "plan") -> dict[str, tuple[st
             chosen[axis][0] if axis in chosen else _default(ops, default.get(axis, "n"))
             for axis in range(len(plan.mesh.axes))
         )
-        for op in sorted(ops, key=lambda op: op.name not in said):  # an error is about an op that the user named
+        for op in sorted(ops, key=lambda op: op.name not in said):  # errors name an op that the user named
             _check(op, letters, plan.mesh, where)
             found[op.name] = letters
     return {name: found[name] for name in graph.ops}
 
 
 def strategies(plan: Plan, graph: Graph, where: str = "plan") -> dict[str, tuple[str, dict[int, str]]]:
-    """By op, the pattern that a plan has for it, and letters by axis. Raises UserError if one doesn't fit."""
+    """Returns (pattern, letters by axis index) for each op that a plan names. Raises UserError for a misfit."""
     said: dict[str, tuple[str, dict[int, str]]] = {}
     for pattern, text in plan.ops.items():
         ops = graph.matching(pattern)
@@ -198,9 +197,9 @@ def _read(text: str, op: Op, graph: Graph, mesh: Mesh, where: str) -> dict[int, 
     tuples = parse_tuples(text, where)
     letters = from_mindspore(op.kind, tuples, mesh, where)
     if op.module is not None and op.kind in {"linear", "conv"}:
-        return letters  # whose own parameters the tuples name, and which have been compared with them
+        return letters  # the tuples include the parameters, and `_pieces` has compared them
     if any(not isinstance(op.letters.get(letter), Loop) for letter in letters.values()):
-        return letters  # which are refused later, with a reason
+        return letters  # refused later, with a reason
     allowed = f"split the op by {', '.join(op.allowed())}, such as n@{mesh.names[0]}"
     read = _pieces_read(op, graph, [letters[axis] for axis in sorted(letters)], mesh)
     if len(tuples) > max(1, len(read)):
@@ -214,7 +213,7 @@ def _read(text: str, op: Op, graph: Graph, mesh: Mesh, where: str) -> dict[int, 
 
 
 def _pieces_read(op: Op, graph: Graph, letters: list[str], mesh: Mesh) -> list[tuple[str, tuple[int, ...]]]:
-    """Each tensor that an op reads under its letters, and into how many pieces its dimensions are sharded."""
+    """Returns (name, shards per dimension) of each tensor that an op reads under its letters."""
     loops = [loop for loop in (op.letters[letter] for letter in letters) if isinstance(loop, Loop)]
 
     def pieces(sides: list[Any], dims: int) -> tuple[int, ...]:
@@ -232,7 +231,7 @@ def _pieces_read(op: Op, graph: Graph, letters: list[str], mesh: Mesh) -> list[t
 
 
 def _known(op: Op, letter: str, *, exact: bool) -> str:
-    """The letter, or for one op of many the one that means the same to it, or none."""
+    """Returns the letter; unless `exact`, the letter with the same meaning for this op, or an empty string."""
     if exact or letter in op.letters:
         return letter
     return "c" if letter in {"o", "c"} and "c" in op.letters else ""
@@ -245,14 +244,14 @@ def _default(ops: list[Op], letter: str) -> str:
 def _check(op: Op, letters: tuple[str, ...], mesh: Mesh, where: str) -> None:
     reason = refusal(op, letters, mesh)
     if reason:
-        # those that the op can take along one of the axes at least
+        # letters that are valid along at least one axis
         fitting = [one for one in op.allowed() if any(not refusal(op, (one,), Mesh((axis,))) for axis in mesh.axes)]
         what = f"{op.name} ({op.kind}) can't be split as {write_strategy(letters, mesh)}: {reason}"
         raise UserError(what, f"{where}, {op.name}", (f"split the op by {', '.join(fitting or ['r'])}",))
 
 
 def refusal(op: Op, letters: tuple[str, ...], mesh: Mesh) -> str:
-    """Why an op can't take these letters; empty if it can."""
+    """Returns the reason why an op can't have these letters; empty if it can."""
     for letter in set(letters):
         loop = op.letters.get(letter)
         if loop is None:
@@ -268,12 +267,12 @@ def refusal(op: Op, letters: tuple[str, ...], mesh: Mesh) -> str:
 
 
 def concise(letters: Mapping[str, tuple[str, ...]], graph: Graph, mesh: Mesh) -> tuple[str, dict[str, str]]:
-    """A default and the exceptions from it, so that a plan stays readable; `resolve` gives the same letters back."""
+    """Returns a default strategy and exceptions by op, as a short plan; `resolve` restores the same letters."""
     default = tuple("n" for _ in mesh.axes)
     exceptions: dict[str, str] = {}
     for ops in graph.ties().values():
         natural = tuple(_default(ops, letter) for letter in default)
-        # A product is named rather than the parameter that it reads.
+        # Names a product rather than the parameter that the product reads.
         first = next((op for op in ops if op.batched), ops[0])
         if letters[first.name] != natural:
             exceptions[first.name] = write_strategy(letters[first.name], mesh)

@@ -16,7 +16,7 @@ from manyhands.parallel.split.rules import OPAQUE, RULES, Describe, Rule, functi
 from manyhands.parallel.split.rules import layers as _layers  # noqa: F401 - registers its rules
 
 SAMPLES, FEWER = 3, 2
-SAME = 1e-3  # batches of other sizes may take kernels with another order of sums
+SAME = 1e-3  # relative tolerance: kernels for other batch sizes may sum in another order
 
 _of_users: dict[type[nn.Module], Describe] = {}
 
@@ -49,9 +49,9 @@ def rule_of(op: Op) -> Rule:
 
 
 def describe_network(model: nn.Module, picture: Tensor) -> Graph:
-    """Returns the network's graph in its current mode; in-place ops become out of place.
+    """Returns the network's graph in its current mode (training or evaluation); in-place ops become out of place.
 
-    `picture` is one sample (of any shape), whose values don't matter. Raises UserError if the network fails on samples.
+    `picture` is one sample of any shape, whose values don't matter. Raises UserError if the network fails on samples.
     """
     traced, unseen = graphs.trace(model, lambda module: type(module) in _of_users or isinstance(module, _BatchNorm))
     names = graphs.name_nodes(traced)
@@ -75,9 +75,9 @@ def describe_ops(
     few: Mapping[fx.Node, Any],
     begin: Callable[[Op], None] | None = None,
 ) -> tuple[dict[str, Op], list[tuple[str, str]]]:
-    """Each node of a network or a loss as an op, by name, and pairs of ops that must take the same letters.
+    """Returns the ops of a network or a loss by name, and pairs of ops that must have equal letters.
 
-    `many` and `few` are each node's values for `SAMPLES` and `FEWER` samples. `begin` describes inputs; None: samples.
+    `many`, `few`: each node's values for `SAMPLES` and `FEWER` samples. `begin` describes an input; None: samples.
     """
     ops: dict[str, Op] = {INPUT: Op(INPUT, tied=INPUT)}
     ties: list[tuple[str, str]] = []
@@ -89,7 +89,7 @@ def describe_ops(
         op.sources = tuple(one.name for one in reads if one.extents)
         op.trains = any(one.trains for one in reads) or any(one.requires_grad for one in op.parameters().values())
         ops[op.name] = op
-        # Readers of the size of a batch or of a tuple must be sharded in the same way.
+        # Ops that read a batch size or a tuple must be sharded like the op that returns it.
         ties += [(one.name, op.name) for one in reads if len(one.extents) > 1 or (one.batched and not one.extents)]
         if node.op == "placeholder":
             (begin or _begin)(op)
@@ -102,7 +102,7 @@ def _begin(samples: Op) -> None:
     samples.letters = {"n": Loop((), 0), "r": Loop((), WHOLE)}
 
 
-# Torch's own layers that work on each row alone, and the dimensions of their input.
+# Layers of torch that compute each row separately, and the number of dimensions of their input.
 _ROW_BY_ROW: dict[type[nn.Module], int] = {nn.Conv1d: 3, nn.Conv2d: 4, nn.Conv3d: 5, nn.Linear: 2}
 
 
@@ -112,7 +112,7 @@ class _Trial(fx.Interpreter):
     _noise = torch.empty(0)
 
     def noise(self, shape: Tensor, device: torch.device) -> Tensor:
-        """Random numbers, drawn once, with another offset for each node so that differences don't vanish."""
+        """Returns random numbers in the shape of `shape`, different for each node, so that differences don't vanish."""
         start, count = len(self.env), shape.numel()
         if len(self._noise) < start + count or self._noise.device != device:
             self._noise = torch.randn(start + 2 * count, device=device)
@@ -140,10 +140,7 @@ def _try(traced: fx.GraphModule, model: nn.Module, picture: Tensor) -> tuple[dic
 
 
 def run_twice(traced: fx.GraphModule, inputs: tuple[Tensor, ...]) -> tuple[dict[fx.Node, Any], dict[fx.Node, Any]]:
-    """Returns the value of each node for `SAMPLES` samples and for the last `FEWER` of them, without gradients.
-
-    If both agree, the value for fewer samples is a view of the other one.
-    """
+    """Returns each node's values for `SAMPLES` samples and for the last `FEWER` of them (a view, if both agree)."""
     many, few = _Trial(traced), _Trial(traced)
     many.args_iter, few.args_iter = iter(inputs), iter([_last(one, 1) for one in inputs])
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
@@ -160,9 +157,9 @@ def run_twice(traced: fx.GraphModule, inputs: tuple[Tensor, ...]) -> tuple[dict[
 
 
 def _given_by_rows(node: fx.Node, many: _Trial, few: _Trial) -> Tensor | None:
-    """The value of a torch node that treats each row alone, for many samples; None for other nodes.
+    """Returns a node's value for many samples if torch computes each row separately; None for other nodes.
 
-    Convolutions, linear layers and BatchNorm return random numbers of the right shape instead, which show equally
+    Convolutions, linear layers and BatchNorm return random numbers of the right shape instead: these also reveal
     whether later nodes mix samples, and neither vanish nor explode.
     """
     reads = [(many.env[one], few.env[one]) for one in node.all_input_nodes]
@@ -206,7 +203,7 @@ def _describe_node(node: fx.Node, names: Mapping[fx.Node, str], many: Any, few: 
 
 
 def _rows(many: Tensor, few: Tensor) -> int:
-    """Rows of dimension 0 for each sample; 0 if it doesn't grow with the samples."""
+    """Returns the rows of dimension 0 per sample; 0 if dimension 0 doesn't grow with the samples."""
     if not many.ndim or many.shape[1:] != few.shape[1:] or many.shape[0] == few.shape[0]:
         return 0
     rows = many.shape[0] // SAMPLES
@@ -214,12 +211,12 @@ def _rows(many: Tensor, few: Tensor) -> int:
 
 
 def _last(many: Tensor, rows: int) -> Tensor:
-    """The rows of the last `FEWER` samples; the first ones are equal under a running sum or a recurrent layer."""
+    """Returns the rows of the last `FEWER` samples; the first are equal under a running sum or a recurrent layer."""
     return many[len(many) - rows * FEWER :]
 
 
 def _is_last(many: Any, few: Any) -> bool:
-    """True if one tensor is a view of the other's last samples."""
+    """Returns True if `few` is a view of the last samples in `many`."""
     if not isinstance(many, Tensor) or not isinstance(few, Tensor) or not many.ndim or not few.numel():
         return False
     last = many[len(many) - len(few) :]
@@ -245,7 +242,7 @@ def _set_letters(op: Op, inputs: list[Op]) -> None:
     if any(one.batched and one.extents for one in inputs) and op.extents and not op.batched:
         op.batchwise = False
     if any(not one.batchwise for one in inputs if one.batched):
-        # What mixes samples gives the same to all of them; after it "a sample's part" has no meaning.
+        # After an op that mixes samples, no row belongs to a single sample.
         op.batchwise = op.batchwise and not op.batched
     if op.module is not None and type(op.module) in _of_users:
         op.kind = type(op.module).__name__
@@ -258,7 +255,7 @@ def _set_letters(op: Op, inputs: list[Op]) -> None:
 
 
 def _refuse_hidden(op: Op) -> None:
-    """Refuses to shard weights that are computed from other tensors, and modules with hooks."""
+    """Refuses to shard parameters that are computed from other tensors, and modules with hooks."""
     module = op.module
     if module is None:
         return
@@ -312,11 +309,11 @@ def _word(op: Op) -> str:
     return type(op.module).__name__ if op.module is not None else getattr(target, "__name__", str(target))
 
 
-# Parameters that several ops share or read have one layout, which must fit all of their readers.
+# A parameter that several ops read has one layout, which must fit all these ops.
 
 
 def sharing(ops: dict[str, Op]) -> list[tuple[str, str]]:
-    """Pairs of ops that use the same parameter or buffer, so have the same placements."""
+    """Returns pairs of ops that use the same parameter or buffer and therefore have equal placements."""
     first: dict[int, str] = {}
     pairs: list[tuple[str, str]] = []
     for op in ops.values():
@@ -328,7 +325,7 @@ def sharing(ops: dict[str, Op]) -> list[tuple[str, str]]:
 
 
 def cut_with_readers(ops: dict[str, Op]) -> list[tuple[str, str]]:
-    """Lets parameters that products read, maybe transposed, be sharded as these need; returns pairs of tied ops."""
+    """Allows sharding of parameters that matrix products read, directly or transposed; returns pairs of tied ops."""
     ties: list[tuple[str, str]] = []
     readers: dict[str, list[tuple[Op, int]]] = {}
     for op in ops.values():
@@ -345,7 +342,7 @@ def cut_with_readers(ops: dict[str, Op]) -> list[tuple[str, str]]:
 
 
 def _may_be_cut(op: Op, ops: dict[str, Op]) -> bool:
-    """True for a parameter, also a transposed one."""
+    """Returns True for a parameter and for a transposed parameter."""
     if op.reads_attribute:
         return isinstance(op.parameters()[""], nn.Parameter)
     source = ops[op.sources[0]] if len(op.sources) == 1 else None
@@ -353,7 +350,7 @@ def _may_be_cut(op: Op, ops: dict[str, Op]) -> bool:
 
 
 def _order(op: Op) -> list[int] | None:
-    """The permutation of a transposed matrix; None for other ops."""
+    """Returns the permutation of a transposed matrix; None for other ops."""
     node, dims = op.node, len(op.extents[0].dims) if len(op.extents) == 1 else 0
     if node is None or dims != 2:
         return None
@@ -366,13 +363,13 @@ def _order(op: Op) -> list[int] | None:
 
 
 def _wants_pieces(reader: Op) -> bool:
-    """True for products that can be sharded, and for transposed parameters that they read."""
+    """Returns True for products that can be sharded, and for transposed parameters that such products read."""
     offered = {"o", "i"} & set(reader.letters)
     return bool(offered) and (reader.kind == "matmul" or _order(reader) is not None)
 
 
 def _as_wanted(op: Op, letter: str, reading: list[tuple[Op, int]]) -> Loop | str:
-    """The placement of a parameter for all of its readers under one letter, or why there is none."""
+    """Returns a parameter's placement that fits all its readers under one letter, or the reason why there is none."""
     sides: set[Side] = set()
     for reader, place in reading:
         loop = reader.letters.get(letter, f"the op has no dimension {letter}")
@@ -387,7 +384,7 @@ def _as_wanted(op: Op, letter: str, reading: list[tuple[Op, int]]) -> Loop | str
     if isinstance(side, int):
         cuts = {"": side} if op.reads_attribute else {}
         return Loop(inputs, side, cuts, length=op.extent.dims[side])
-    # A term of a sum is taken of the whole, and its gradient is the whole one.
+    # A reader takes its term of a sum from the full parameter, whose gradient is then complete.
     return Loop(
         inputs if side != SUM else tuple(WHOLE for _ in inputs),
         WHOLE if side == SUM else SPREAD,
@@ -396,7 +393,7 @@ def _as_wanted(op: Op, letter: str, reading: list[tuple[Op, int]]) -> Loop | str
 
 
 def refuse_two_ways(ops: dict[str, Op]) -> None:
-    """Refuses letters under which two tied ops would shard a shared parameter differently."""
+    """Refuses letters under which two ops would shard a shared parameter differently."""
     users: dict[int, list[tuple[Op, str]]] = {}
     for op in ops.values():
         for name, tensor in op.parameters().items():
@@ -416,7 +413,7 @@ def refuse_two_ways(ops: dict[str, Op]) -> None:
 
 
 def _cut(op: Op, name: str, letter: str) -> Any:
-    """How an op shards a parameter under a letter: the dimension, its view, and whether gradients are summed."""
+    """Returns how an op shards a parameter under a letter: (dimension, view, True if gradients are summed)."""
     loop = op.letters.get(letter)
     if not isinstance(loop, Loop):
         return None
@@ -424,7 +421,7 @@ def _cut(op: Op, name: str, letter: str) -> Any:
 
 
 def cut_alike(training: dict[str, Op], evaluation: dict[str, Op]) -> None:
-    """Refuses letters under which a parameter that ops read directly couldn't be evaluated."""
+    """Refuses letters of training under which evaluation can't read a sharded parameter."""
     for name, op in evaluation.items():
         if op.reads_attribute and name in training:
             for letter, loop in training[name].letters.items():

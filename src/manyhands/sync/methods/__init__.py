@@ -13,7 +13,7 @@ A module may define:
 
 - `Options`: a class with the options of the method, which become part of the section `sync` of the job.
 - `EXCEPTION`: a sentence for plan.json on how results depend on the number of processes, if not `EXACT`.
-- `PRECEDENCE`: `auto` takes the lowest number among methods of about equal speed; by default the highest.
+- `PRECEDENCE`: `auto` prefers the method with the lowest value; a method without a value comes last.
 - `EVERY_UPDATE = False`: processes don't synchronize in every update. The module then defines two more functions:
   `asked(options)` returns the `Cost` with the interval that the options fix, or None if it depends on the link, and
   raises UserError if options contradict each other. `fits(cost, options)` returns True if the options allow the

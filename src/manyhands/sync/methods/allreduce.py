@@ -1,4 +1,4 @@
-"""Every process sends its gradients in every update and gets the mean: DDP's own reducer, in full precision."""
+"""Averages all gradients in every update, in full precision, by the parallel mode's own reducer."""
 
 from typing import TYPE_CHECKING
 
@@ -16,7 +16,7 @@ NEEDS: tuple[Need, ...] = ()
 
 
 def estimate(case: LinkCase, options: Options) -> list[Cost]:  # noqa: ARG001 - as all methods
-    """A ring all-reduce that overlaps the backward pass (Patarasuk and Yuan 2009, doi:10.1016/j.jpdc.2008.09.002)."""
+    """Estimates a ring all-reduce that overlaps backward (Patarasuk and Yuan 2009, doi:10.1016/j.jpdc.2008.09.002)."""
     sent, moved = gradients(case, case.item_bytes), statistics(case)
     step_s = case.step_s + case.layers_s + sent.beside(case.backward_s) + moved.seconds
     whole = sent + moved

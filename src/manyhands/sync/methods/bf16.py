@@ -1,4 +1,4 @@
-"""As allreduce, but gradients travel as bfloat16: half the bytes, with 8 bits of each value's fraction."""
+"""Like allreduce, but sends gradients as bfloat16: half the bytes, with 8 bits of precision."""
 
 from typing import TYPE_CHECKING
 
@@ -15,11 +15,11 @@ EXCEPTION = "Gradients are rounded to bf16 before they are added up (sync.method
 PRECEDENCE = 10
 NEEDS = (WHOLE_GRADIENTS, AVERAGE_HOOK)
 
-_ROUNDING = 0.005  # rounding there and back, as a share of a step
+_ROUNDING = 0.005  # cost of the conversions, as a share of a step
 
 
 def estimate(case: LinkCase, options: Options) -> list[Cost]:  # noqa: ARG001 - as all methods
-    """A ring all-reduce of half the bytes, which overlaps the backward pass."""
+    """Estimates a ring all-reduce of half the bytes, which overlaps the backward pass."""
     sent, moved = gradients(case, 2), statistics(case)
     computed = case.step_s * (1 + _ROUNDING) if case.machines > 1 else case.step_s
     step_s = computed + case.layers_s + sent.beside(case.backward_s) + moved.seconds

@@ -1,4 +1,4 @@
-"""Each machine makes some updates alone, then all average their compressed movements, beside training.
+"""Local steps: machines train separately, and average compressed parameter changes during training.
 
 Sources: Stich, "Local SGD converges fast and communicates little", 2018, arXiv:1805.09767; Douillard et al., "DiLoCo",
 2023, arXiv:2311.08105, and "Streaming DiLoCo", 2025, arXiv:2501.18512.
@@ -26,13 +26,13 @@ PRECEDENCE = 30
 NEEDS = (WHOLE_GRADIENTS, OWN_AVERAGE, OWN_STATISTICS)
 
 _CONSIDERED: tuple[CodecName, ...] = ("lowrank", "int8", "int4")  # in order of preference among equally fast ones
-# Passes over all values, measured for a ResNet-18 on a CPU, where they should take at most this share of training.
+# Compression work in passes over all values (ResNet-18 on a CPU, measured), and its largest share of training.
 PASSES = {"lowrank": 18, "int4": 42, "int8": 40, "bf16": 28, "none": 24}
 _MOST_COMPRESSING = 0.04
 _SLACK, _LATE = 1.3, 1.15  # interval and delay, relative to an exchange's length
 _MIN_STEPS = 4
 _MOST_STEPS, _MIN_ROUNDS = 256, 60  # beyond these, accuracy was lost in our experiments
-# The pace changes by at least this factor and more than a step, after so many exchanges; less is noise.
+# The pace changes only by this factor and more than a step, after this many exchanges; less is noise.
 _CHANGE, _TIMES = 1.5, 3
 
 
@@ -57,7 +57,7 @@ class Options(RankOptions):
 
 
 def asked(options: Options) -> Cost | None:
-    """The pace, if the options fix it. Raises UserError if an exchange would end after the next begins."""
+    """Returns the pace if the options fix it. Raises UserError if an exchange would end after the next begins."""
     if options.delay > options.every > 0:
         hints = (f"use --set sync.delay={options.every} or less",)
         what = f"an exchange every {options.every} steps can't be applied {options.delay} steps late"
@@ -69,7 +69,7 @@ def asked(options: Options) -> Cost | None:
 
 
 def fits(cost: Cost, options: Options) -> bool:
-    """True if the options allow a pace that was decided before."""
+    """Returns True if the options allow the pace of an earlier start."""
     wanted = options.codec in {"auto", cost.codec} and options.every in {0, cost.every}
     return wanted and (options.delay < 0 or min(options.delay, cost.every) == cost.delay)
 
@@ -80,7 +80,7 @@ def estimate(case: LinkCase, options: Options) -> list[Cost]:
 
 
 def make(network: HasGradients, context: "SyncContext", options: Options, cost: Cost) -> "Synchronizer":
-    """Trains processes separately and averages at the pace of `cost`; a collective."""
+    """Creates the synchronizer, with the pace of `cost`; a collective."""
     import torch
 
     from manyhands.sync.compress import compressor_named, compute_alike
@@ -108,7 +108,7 @@ def make(network: HasGradients, context: "SyncContext", options: Options, cost: 
 
 
 def _is_fixed(cost: Cost, options: Options) -> bool:
-    """True if the pace stays: the user has set it, or exchanges are waited for."""
+    """Returns True if the pace is fixed: the user has set it, or training waits for exchanges."""
     return bool(options.every) or not cost.delay
 
 
@@ -119,7 +119,7 @@ def pace_of(cost: Cost, options: Options) -> "Pace":
 
 
 def _cost(case: LinkCase, options: Options, codec: CodecName) -> Cost:
-    # The parameters' movement; BatchNorm's statistics travel with evaluations and checkpoints only.
+    # Only parameters: BatchNorm's statistics are sent at evaluations and checkpoints.
     if codec == "lowrank":
         exchange = low_rank(case, case.shapes, options.rank)
     else:
@@ -134,14 +134,14 @@ def _cost(case: LinkCase, options: Options, codec: CodecName) -> Cost:
 
 
 def fitting_delay(steps_long: float, every: int) -> int:
-    """Steps after which an exchange of so many steps has mostly ended."""
+    """Returns the steps after which an exchange that lasts `steps_long` steps has mostly ended."""
     return min(every, max(1, math.ceil(_LATE * steps_long)))
 
 
 def fitting_steps(steps_long: float, steps: int, compressing: float = 0.0) -> int:
-    """Steps between exchanges of so many steps; fewer where accuracy asks for it.
+    """Returns the steps between exchanges that last `steps_long` steps; fewer if accuracy requires it.
 
-    `steps` are the whole run's; `compressing` is an exchange's own work, in steps.
+    `steps` are the updates of the run; `compressing` is the compression time of an exchange, in steps.
     """
     most = max(1, min(_MOST_STEPS, steps // _MIN_ROUNDS))
     return min(most, max(_MIN_STEPS, math.ceil(_SLACK * steps_long), math.ceil(compressing / _MOST_COMPRESSING)))
@@ -149,13 +149,13 @@ def fitting_steps(steps_long: float, steps: int, compressing: float = 0.0) -> in
 
 @dataclass
 class Pacer:
-    """Adapts local steps to the link."""
+    """Adapts the pace of local steps to measured exchanges."""
 
-    steps: "LocalSteps"  # whose pace it is
-    cost: Cost  # the method with its pace
-    options: Options  # what the user says of it
-    total_steps: int  # updates of the whole run
-    compressing_s: float  # an exchange's own work; equal on all processes, which decide alike
+    steps: "LocalSteps"  # the synchronizer whose pace is adapted
+    cost: Cost  # the method with its current pace
+    options: Options  # the user's options
+    total_steps: int  # updates of the entire run
+    compressing_s: float  # compression time of an exchange; equal on all processes, so that they decide equally
     _lengths: list[float] = field(default_factory=list[float], init=False)
     _rounds: int = field(default=0, init=False)
 
@@ -165,8 +165,8 @@ class Pacer:
         step_s, taken_s = max(*speeds_s, 1e-6), [one for one in exchanges_s if one > 0]
         if self.steps.rounds > self._rounds and taken_s:
             self._rounds = self.steps.rounds
-            # An exchange begins for each process when that one is there. The last to come waits for nobody; by the
-            # others' time a slow process would make exchanges seem long, and the pace ever longer.
+            # Each process measures an exchange from its own start, and the last process to start waits for no other.
+            # With the times of others, a slow process would make exchanges seem long, and the pace ever longer.
             self._lengths = [*self._lengths[-2:], min(taken_s) / step_s]
         if len(self._lengths) < _TIMES or _is_fixed(self.cost, self.options) or not self.steps.idle:
             return None

@@ -1,7 +1,7 @@
-"""Gradients as products of two thin matrices in every update; what is left out is added to the next one.
+"""Averages low-rank factors of the gradients in every update; the residual is added to the next gradients.
 
-Source: Vogels, Karimireddy and Jaggi, "PowerSGD: Practical low-rank gradient compression for distributed
-optimization", 2019, arXiv:1905.13727.
+Source: Vogels, Karimireddy and Jaggi, "PowerSGD: Practical low-rank gradient compression for distributed optimization",
+2019, arXiv:1905.13727.
 """
 
 from typing import TYPE_CHECKING
@@ -26,10 +26,10 @@ class Options(RankOptions):
 
 
 def estimate(case: LinkCase, options: Options) -> list[Cost]:
-    """Batches leave during the backward pass; BatchNorm's statistics with evaluations and checkpoints only."""
+    """Estimates batches that are sent during backward; BatchNorm statistics at evaluations and checkpoints."""
     batches = low_rank_batches(case, options.rank)
     sent = sum(batches, SyncMessage())
-    # The first batch comes a while after the backward pass begins, the last at its end; compression overlaps sending.
+    # The first batch is complete some time after backward begins, the last at its end; compression overlaps sending.
     before_last = 1 - 1 / len(batches)
     compressing_s = case.compressing_s(_PASSES)
     standing_s = compressing_s - min(case.idle_s, compressing_s) * before_last

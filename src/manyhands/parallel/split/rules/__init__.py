@@ -1,7 +1,7 @@
 """The rules by which ops are sharded.
 
-A rule sets `letters`, the dimensions that can be sharded, `feature` and `views` of the ops that it matches. `local(op,
-letters, grid)` returns a module that computes the op on the shards of this process, if the op itself can't.
+A rule sets the attributes `letters`, `feature` and `views` of the ops that it matches. `local(op, letters, grid)`
+returns a module that computes the op on this process's shards, or None if the op itself can.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ Local = Callable[[Op, tuple[str, ...], Grid], nn.Module | None]
 
 @dataclass(frozen=True)
 class Rule:
-    """How a kind of op is sharded."""
+    """The sharding rule of a kind of op."""
 
     kind: str
     matches: Callable[[Op], bool]

@@ -1,4 +1,4 @@
-"""Rules of functions and of layers without parameters: element by element, pooling, products, reductions and so on."""
+"""Rules of functions and of layers without parameters: elementwise ops, pooling, products, reductions."""
 
 import operator
 from collections.abc import Mapping
@@ -17,13 +17,13 @@ from manyhands.parallel.split.rules import rule
 
 
 def _target(op: Op) -> Any:
-    """The function or the name of the method that an op calls; None for others."""
+    """Returns the function, or the name of the method, that an op calls; None for other ops."""
     return op.node.target if op.node is not None and op.node.op in {"call_function", "call_method"} else None
 
 
 @rule("concat", lambda op: _target(op) in {torch.cat, torch.concat, torch.stack})
 def concat(op: Op, inputs: list[Op]) -> None:
-    """n, r. Shards of the parts are no shard of the result, so channels are gathered first."""
+    """Letters: n, r. Channels are gathered first, because shards of the inputs don't form a shard of the result."""
     op.letters = whole_or_batch(op, inputs)
     op.feature = inputs[0].feature
 
@@ -49,17 +49,17 @@ def _is_elementwise(op: Op) -> bool:
     if op.module is not None:
         return isinstance(op.module, MODULES) and op.forward in {kind.forward for kind in MODULES}
     target = _target(op)
-    # torchvision's stochastic depth drops entire samples (or batches), the same in all of their channels.
+    # torchvision's stochastic depth drops entire samples or batches, with all their channels.
     return target in FUNCTIONS or target in METHODS or getattr(target, "__name__", "") == "stochastic_depth"
 
 
 @rule("elementwise", _is_elementwise)
 def elementwise(op: Op, inputs: list[Op]) -> None:
-    """n, c (channels or features), r."""
+    """Letters: n, c (channels or features), r."""
     op.letters = whole_or_batch(op, inputs)
     dims = len(op.extent.dims)
     known = [one.feature for one in inputs if len(one.extent.dims) == dims and one.feature is not None]
-    # With the first dimension grown by several rows a sample, other dimensions are as they were.
+    # Several rows per sample change dimension 0 only.
     if not known or known[0] == 0 or any(feature != known[0] for feature in known):
         return
     op.feature = known[0]
@@ -68,7 +68,7 @@ def elementwise(op: Op, inputs: list[Op]) -> None:
 
 
 def _side(source: Op, op: Op, feature: int) -> Side:
-    """The sharded dimension of a source if the result's feature is sharded: broadcasting aligns the last ones."""
+    """Returns a source's sharded dimension if the result's `feature` is sharded; broadcasting aligns the last ones."""
     dim = feature - (len(op.extent.dims) - len(source.extent.dims))
     if dim < 0 or (source.extent.dims[dim] == 1 and op.extent.dims[feature] > 1):
         return SPREAD
@@ -83,14 +83,14 @@ def _classes(op: Op) -> int:
 
 
 class SomeClasses(nn.Module):
-    """The one-hot columns of this process."""
+    """Computes this process's columns of a one-hot encoding."""
 
     def __init__(self, first: int, count: int) -> None:
         super().__init__()
         self._first, self._count = first, count
 
     def forward(self, numbers: Tensor, *_: Any, **__: Any) -> Tensor:
-        """int64 [n, …] to int64 [n, …, count]."""
+        """Converts classes int64 [n, …] to columns int64 [n, …, count]."""
         own = torch.arange(self._first, self._first + self._count, device=numbers.device)
         return (numbers[..., None] == own).long()
 
@@ -105,7 +105,7 @@ def _some_classes(op: Op, letters: tuple[str, ...], grid: Grid) -> nn.Module | N
 
 @rule("one_hot", lambda op: _target(op) is F.one_hot and _classes(op) > 0, _some_classes)
 def one_hot(op: Op, inputs: list[Op]) -> None:
-    """n, c (classes), r."""
+    """Letters: n, c (classes), r."""
     op.letters = whole_or_batch(op, inputs)
     op.feature = len(op.extent.dims) - 1
     op.letters["c"] = Loop((WHOLE,), op.feature, length=_classes(op))
@@ -125,26 +125,26 @@ POOLING: set[Any] = {
 
 @rule("pool", lambda op: op.forward in {kind.forward for kind in POOLS} or _target(op) in POOLING)
 def pool(op: Op, inputs: list[Op]) -> None:
-    """n, c (channels), r."""
+    """Letters: n, c (channels), r."""
     op.letters = whole_or_batch(op, inputs)
     source, result = inputs[0].extent.dims, op.extent.dims
     if inputs[0].feature != 1 or len(source) < 3 or len(result) < 2 or result[1] % source[1]:
         return
     op.feature = 1
     flattened = result[1] != source[1]
-    # A flattened channel is several features: pieces of equal numbers of channels alone are pieces of features.
+    # A flattened channel is several features, so only equal shards of channels are shards of features.
     op.letters["c"] = Loop((1,), 1, length=source[1], even=flattened)
 
 
-# Products of tensors. One operand holds the samples; the other may too.
+# Matrix products. One operand or both depend on the samples.
 PRODUCTS: set[Any] = {operator.matmul, torch.matmul, torch.mm, torch.bmm, "matmul", "mm", "bmm", "__matmul__"}
 WITH_BIAS: set[Any] = {torch.addmm, "addmm"}
 
 
 def _operands(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None] | None:
-    """The left [..., k] and right tensor [..., k, m] or [k], of `F.linear` [m, k], and the bias [..., m], if any.
+    """Returns the nodes of the left [..., k] and right operand [..., k, m] or [k], and of the bias [..., m] or None.
 
-    Returns None if they aren't given plainly.
+    The right operand of `F.linear` is [m, k]. Returns None for arguments of another form.
     """
     words = {"input": 0, "weight": 1, "bias": 2, "other": 1, "mat2": 1} if node.target not in WITH_BIAS else {}
     given: dict[int, Any] = dict(enumerate(node.args))
@@ -169,7 +169,7 @@ def _is_product(op: Op) -> bool:
 
 @rule("matmul", _is_product)
 def product(op: Op, inputs: list[Op]) -> None:
-    """n, o (columns of the result; rows where the samples are on the right), i (what is summed over), r."""
+    """Letters: n, o (columns of the result, or rows if only the right operand has samples), i (summed dimension), r."""
     op.letters = whole_or_batch(op, inputs)
     found = _operands(op.node) if op.node is not None else None
     by_node = {one.node: one for one in inputs}
@@ -183,14 +183,13 @@ def product(op: Op, inputs: list[Op]) -> None:
             return
         rows, outputs = len(left.extent.dims) - 1, {right.name: columns}
     else:
-        # The samples are on the right, so the left one's rows are the outputs.
+        # Only the right operand has samples, so the rows of the left operand are the outputs.
         if len(left.extent.dims) != 2 or len(right.extent.dims) < 3 or bias is not None:
             return
         rows, columns, outputs, last = 1, 0, {left.name: 0}, last - 1
     terms: dict[str, Side] = {left.name: rows, right.name: summed}
     if bias is not None:
-        # A term of the sum: whole on one process, zeros on the others.
-        terms[bias.name] = SUM
+        terms[bias.name] = SUM  # the bias is a term of the sum: complete on one process, zeros on the others
         outputs[bias.name] = len(bias.extent.dims) - 1
     op.letters["i"] = Loop(_sides(inputs, terms), SUM, length=left.extent.dims[rows])
     if columns is None or last < 1 or (bias is not None and bias.extent.dims[-1:] != op.extent.dims[-1:]):
@@ -200,7 +199,7 @@ def product(op: Op, inputs: list[Op]) -> None:
 
 
 def _dims_of_right(target: Any, right: Op) -> tuple[int, int | None]:
-    """The dimension of the right operand that is summed over, and the one of its columns."""
+    """Returns the right operand's summed dimension and its dimension of columns."""
     dims = len(right.extent.dims)
     if target is F.linear:  # the weight has its outputs first
         return dims - 1, 0 if dims == 2 else None
@@ -208,7 +207,7 @@ def _dims_of_right(target: Any, right: Op) -> tuple[int, int | None]:
 
 
 def _sides(inputs: list[Op], cut: Mapping[str, Side | None]) -> tuple[Side, ...]:
-    """The side of each source, SPREAD if it isn't named."""
+    """Returns the side of each source; SPREAD if `cut` has none."""
     sides: list[Side | None] = [cut.get(one.name) for one in inputs]
     return tuple(SPREAD if side is None else side for side in sides)
 
@@ -218,7 +217,7 @@ MEANS: set[Any] = {torch.mean, "mean"}
 
 
 def largest(values: Tensor, dim: int, keepdim: bool = False) -> Tensor:
-    """torch.max over a dimension without the places: the gradient goes to one of equal values."""
+    """Returns torch.max over a dimension without indices: one of several equal values gets the gradient."""
     return values.max(dim, keepdim).values
 
 
@@ -226,7 +225,7 @@ MAXIMA: set[Any] = {largest}
 
 
 class MeanOfPart(nn.Module):
-    """A term of a mean: the mean of a shard, weighted by its share of the dimension's full length."""
+    """Computes a term of a mean: the mean of a shard times the shard's fraction of the dimension's full length."""
 
     def __init__(self, target: Any, dim: int, length: int) -> None:
         super().__init__()
@@ -240,7 +239,7 @@ class MeanOfPart(nn.Module):
 
 
 class LargestOfParts(nn.Module):
-    """A maximum over a sharded dimension; a collective. One of equal values gets the gradient."""
+    """Computes a maximum over a sharded dimension; a collective. One of several equal values gets the gradient."""
 
     def __init__(self, group: Any, place: int, parts: int) -> None:
         super().__init__()
@@ -284,7 +283,7 @@ _REDUCTIONS = SUMS | MEANS | MAXIMA | {torch.amax, torch.amin, "amax", "amin"}
 
 @rule("reduce", lambda op: _target(op) in _REDUCTIONS, _part_of_reduction)
 def reduction(op: Op, inputs: list[Op]) -> None:
-    """n, c (channels that stay), i (what is summed over), r."""
+    """Letters: n, c (channels that aren't reduced), i (the reduced dimension), r."""
     op.letters = whole_or_batch(op, inputs)
     if len(inputs) != 1 or op.node is None:
         return
@@ -304,7 +303,7 @@ def reduction(op: Op, inputs: list[Op]) -> None:
 
 
 def reduced(op: Op, dims: int) -> set[int] | None:
-    """The dimensions that are reduced, of so many; None if they aren't constant."""
+    """Returns the reduced dimensions of a tensor with `dims` dimensions; None if they aren't constant."""
     if op.node is None:
         return None
     given: Any = op.node.args[1] if len(op.node.args) > 1 else None
@@ -318,7 +317,7 @@ def reduced(op: Op, dims: int) -> set[int] | None:
 
 
 def _order(op: Op, dims: int = 0) -> list[int] | None:
-    """For each dimension of the result, its source dimension; None if that isn't constant."""
+    """Returns the source dimension of each dimension of the result; None if it isn't constant."""
     if op.module is not None:
         return [int(dim) % max(dims, 1) for dim in op.module.dims]  # type: ignore[union-attr, arg-type]
     if op.node is None:
@@ -338,7 +337,7 @@ def _order(op: Op, dims: int = 0) -> list[int] | None:
 
 
 def _is_reordering(op: Op) -> bool:
-    """True for permute and transpose by constant dimensions, as functions, methods, or torchvision's module."""
+    """Returns True for permute and transpose with constant dimensions: functions, methods, or torchvision's module."""
     if op.module is not None:
         return type(op.module).__name__ == "Permute" and hasattr(op.module, "dims")
     return _target(op) in {torch.permute, torch.transpose, "permute", "transpose"} and _order(op) is not None
@@ -346,7 +345,7 @@ def _is_reordering(op: Op) -> bool:
 
 @rule("reorder", _is_reordering)
 def reorder(op: Op, inputs: list[Op]) -> None:
-    """n, c (the channels, wherever they go), r."""
+    """Letters: n, c (the channels, in any dimension), r."""
     op.letters = whole_or_batch(op, inputs)
     order, before = _order(op, len(inputs[0].extent.dims)), inputs[0].feature
     if order is None or before is None or order[0] != 0 or before == 0:

@@ -23,15 +23,12 @@ def _axes(letters: tuple[str, ...], letter: str) -> list[int]:
 
 
 class PartialLayer(nn.Module, Generic[Layer]):
-    """A layer of which this process has a shard; the outputs are summed, and only the first process adds the bias.
-
-    The layer is not registered again: it stays where the user has it.
-    """
+    """Base of layers that compute with a shard; outputs are summed over processes, and only the first adds the bias."""
 
     def __init__(self, layer: Layer, first: bool) -> None:
         super().__init__()
-        self._layer = (layer,)
-        # Multiplied instead of left out, so that gradients come in the same order on all processes.
+        self._layer = (layer,)  # not registered as a submodule, because the user's network has it
+        # A factor of 0, so that gradients are computed in the same order on all processes.
         self._share = 1.0 if first else 0.0
 
     @property
@@ -39,12 +36,12 @@ class PartialLayer(nn.Module, Generic[Layer]):
         return self._layer[0]
 
     def own(self, bias: Tensor | None) -> Tensor | None:
-        """The bias [out] on the first process, zeros on the others."""
+        """Returns the bias [out] on the first process, zeros on the others."""
         return None if bias is None else bias * self._share
 
 
 class SomeHeads(PartialLayer[nn.MultiheadAttention]):
-    """Self-attention of some of the heads: a term of the sum over all heads, [N, L, E]."""
+    """Computes self-attention with this process's heads: a term [N, L, E] of the sum over all heads."""
 
     def forward(self, tokens: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
         layer = self.layer
@@ -64,7 +61,7 @@ def _some_heads(op: Op, letters: tuple[str, ...], grid: Grid) -> nn.Module | Non
 
 @rule("attention", lambda op: op.forward is nn.MultiheadAttention.forward, _some_heads)
 def attention(op: Op, inputs: list[Op]) -> None:
-    """n, h (heads, for self-attention without masks), r."""
+    """Letters: n, h (heads, for self-attention without masks), r."""
     layer = cast(nn.MultiheadAttention, op.module)
     op.feature = 2
     op.letters = whole_or_batch(op, inputs)
@@ -95,9 +92,9 @@ def _why_whole(op: Op, layer: nn.MultiheadAttention) -> str:
 
 @rule("batch_norm", lambda op: isinstance(op.module, _BatchNorm))
 def batch_norm(op: Op, inputs: list[Op]) -> None:
-    """n, c (channels), r. Statistics are those of the job's groups of samples."""
+    """Letters: n, c (channels), r. Statistics are computed over the job's BatchNorm groups."""
     op.feature = 1
-    # Across its groups it keeps samples apart; within them the executor has the processes share statistics.
+    # Samples mix only within BatchNorm groups, whose statistics the executor synchronizes.
     op.batchwise = all(one.batchwise for one in inputs) and bool(op.extent.rows or not op.batched)
     op.letters = whole_or_batch(op, inputs)
     if op.module is not None and op.module.running_mean is None:
@@ -111,7 +108,7 @@ def batch_norm(op: Op, inputs: list[Op]) -> None:
 
 
 class PartialConvolution(PartialLayer[_ConvNd]):
-    """A convolution over a part of the input channels: a term of the sum, [N, C / parts, …] to [N, out, …]."""
+    """Convolves this process's input channels [N, C / parts, …] into a term of the sum [N, out, …]."""
 
     def forward(self, pictures: Tensor) -> Tensor:
         layer = self.layer
@@ -130,7 +127,7 @@ _CONVOLUTIONS = {nn.Conv1d.forward, nn.Conv2d.forward, nn.Conv3d.forward}  # tra
 
 @rule("conv", lambda op: op.forward in _CONVOLUTIONS, _partial_convolution)
 def convolution(op: Op, inputs: list[Op]) -> None:
-    """n, o (output channels), i (input channels), c (groups), r."""
+    """Letters: n, o (output channels), i (input channels), c (groups), r."""
     layer = cast(_ConvNd, op.module)
     op.feature = 1
     op.letters = whole_or_batch(op, inputs)
@@ -142,14 +139,14 @@ def convolution(op: Op, inputs: list[Op]) -> None:
 
 
 class SomeRows(nn.Module):
-    """A part of the table: zeros for numbers whose row another process has."""
+    """Looks up rows in this process's shard of a table; returns zeros for rows of other processes."""
 
     def __init__(self, layer: nn.Embedding, first: int, count: int) -> None:
         super().__init__()
         self._layer, self._first, self._count = (layer,), first, count
 
     def forward(self, numbers: Tensor) -> Tensor:
-        """int64 [N, …] to a term of [N, …, E]."""
+        """Converts indices int64 [N, …] to a term of the sum [N, …, E]."""
         place = numbers - self._first
         here = (place >= 0) & (place < self._count)
         rows = self._layer[0].weight[place.clamp(0, self._count - 1)]
@@ -168,14 +165,14 @@ def _some_rows(op: Op, letters: tuple[str, ...], grid: Grid) -> nn.Module | None
 
 
 def _is_plain_embedding(op: Op) -> bool:
-    """True unless the layer renormalizes its table or scales gradients by frequency."""
+    """Returns True unless the layer renormalizes its table or scales gradients by frequency."""
     layer: Any = op.module
     return op.forward is nn.Embedding.forward and layer.max_norm is None and not layer.scale_grad_by_freq
 
 
 @rule("embedding", _is_plain_embedding, _some_rows)
 def embedding(op: Op, inputs: list[Op]) -> None:
-    """n, o (features of a row), v (rows: the vocabulary), r."""
+    """Letters: n, o (features of a row), v (rows: the vocabulary), r."""
     layer = cast(nn.Embedding, op.module)
     last = len(op.extent.dims) - 1
     op.feature = last
@@ -185,7 +182,7 @@ def embedding(op: Op, inputs: list[Op]) -> None:
 
 
 class PartialLinear(PartialLayer[nn.Linear]):
-    """A layer over a part of the input features: a term of the sum, [N, …, in / parts] to [N, …, out]."""
+    """Applies a layer to this process's input features [N, …, in / parts]; returns a term of the sum [N, …, out]."""
 
     def forward(self, features: Tensor) -> Tensor:
         layer = self.layer
@@ -200,7 +197,7 @@ def _partial_linear(op: Op, letters: tuple[str, ...], grid: Grid) -> nn.Module |
 
 @rule("linear", lambda op: op.forward is nn.Linear.forward, _partial_linear)
 def linear(op: Op, inputs: list[Op]) -> None:
-    """n, o (output features), i (input features), r."""
+    """Letters: n, o (output features), i (input features), r."""
     layer = cast(nn.Linear, op.module)
     last = len(op.extent.dims) - 1
     op.feature = last
@@ -211,7 +208,7 @@ def linear(op: Op, inputs: list[Op]) -> None:
 
 
 def _fewer_groups(op: Op, letters: tuple[str, ...], grid: Grid) -> None:
-    """A GroupNorm of fewer groups, with as many channels in each."""
+    """Changes a GroupNorm to this process's groups; the number of channels per group stays the same."""
     parts = grid.parts(_axes(letters, "c"))
     if parts > 1:
         layer = cast(nn.GroupNorm, op.module)
@@ -221,7 +218,7 @@ def _fewer_groups(op: Op, letters: tuple[str, ...], grid: Grid) -> None:
 
 @rule("norm", lambda op: op.forward in {nn.LayerNorm.forward, nn.GroupNorm.forward}, _fewer_groups)
 def norm(op: Op, inputs: list[Op]) -> None:
-    """n, r; GroupNorm also c (groups of channels)."""
+    """Letters: n, r; GroupNorm also c (groups of channels)."""
     op.letters = whole_or_batch(op, inputs)
     op.feature = inputs[0].feature
     if isinstance(op.module, nn.GroupNorm):
