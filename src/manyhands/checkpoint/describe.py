@@ -229,7 +229,6 @@ def _place_pieces(path: Path, names: dict[str, Any]) -> tuple[Mesh, dict[str, Pl
 
 
 def _place_file(file: Path, wanted: Collection[str] = ()) -> PlacedTensors:
-    """Describes all tensors of one .safetensors file, each unsharded."""
     with safe_open(file, framework="numpy") as opened:  # reads no values; "pt" would import torch
         keys = {name: key for key, name in fit_names(written_order(opened), wanted).items()}
         entries: Tensors = {}
@@ -255,9 +254,9 @@ def written_order(file: Any) -> list[str]:
 def fit_names(saved: Collection[str], wanted: Collection[str]) -> dict[str, str]:
     """Maps the names in a file to the names in a network's state dict, `wanted` (empty: unknown).
 
-    Removes a prefix only if more names match without it: a wrapper's (DDP, torch.compile, …), or a prefix of all names,
-    such as "backbone." or "model.". Skips the counter of an AveragedModel. A tensor without a match keeps its name;
-    extra state is renamed like the tensors.
+    Removes a prefix only if more names match without it: the prefix of a wrapper (DDP, torch.compile, …) or of all
+    names, such as "backbone." or "model.". Skips the counter of an AveragedModel. A tensor without a match keeps its
+    name; extra state is renamed like the tensors.
     """
     found, most = dict[str, str](), -1
     for known in ({name: name for name in wanted}, {_unwrapped(name): name for name in wanted}):

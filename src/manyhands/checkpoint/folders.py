@@ -138,7 +138,7 @@ def choose(reference: Path, which: Literal["best", "last"]) -> tuple[Path, list[
 
 
 def _best(folder: Path, last: Path, passed_over: list[str]) -> Path:
-    """Returns the best checkpoint that `last` records; if that is damaged, an earlier best one, else `last`."""
+    """Returns the best checkpoint that `last` records; if damaged, the newest that was best when saved, else `last`."""
     step = (read_state(last).get("best") or {}).get("step")
     best = last if step is None else folder / files.step_name(step)
     if best == last:

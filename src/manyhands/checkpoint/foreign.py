@@ -126,7 +126,6 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _unloadable(path: Path) -> UserError:
-    """Returns an error that names the objects in a refused pickle, or reports a damaged file."""
     found = names_objects(path)
     if not found:
         return damaged(path)

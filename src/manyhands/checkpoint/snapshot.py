@@ -98,8 +98,8 @@ class Snapshot:
     # torch's get_optimizer_state_dict with full_state_dict
     optimizer: dict[str, Any] | None = None
     state: dict[str, Any] = field(default_factory=dict)  # JSON data: step, epoch, best, scaler, extra_state …
-    endless: frozenset[str] = frozenset()  # tensors with infinite or NaN values initially, such as an attention mask
-    notes: list[str] = field(default_factory=list[str])  # messages about entries that a network doesn't accept
+    endless: frozenset[str] = frozenset()  # buffers with infinite or NaN initial values, such as an attention mask
+    notes: list[str] = field(default_factory=list[str])  # messages about ignored extra state
 
 
 def fitted(snapshot: Snapshot, wanted: Collection[str]) -> Snapshot:

@@ -267,7 +267,7 @@ class ClusterOptions(Options):
     @field_validator("shares", mode="before")
     @classmethod
     def _are_shares(cls, given: object) -> object:
-        """Raises ValueError with one message, where pydantic would report an error for each type of the union."""
+        """Raises ValueError with one message, instead of pydantic's message for each type of the union."""
         if given in ("machines", "equal", "auto"):
             return given
         numbers: list[object] = list(cast(Any, given)) if isinstance(given, list | tuple) else []

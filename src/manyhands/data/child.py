@@ -37,7 +37,7 @@ def begin_worker(_number: int, *, parent: int, follow: bool) -> None:
 
 
 def _answer_with_error(answers: Any, error: Exception, answer: tuple[int, Any]) -> None:
-    """Sends an error in place of an answer that can't be sent; the training process would wait forever."""
+    """Sends an error in place of an answer that can't be sent, for which the training process would wait forever."""
     traceback.print_exc()
     number, content = answer
     if isinstance(content, RunError):

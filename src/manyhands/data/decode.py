@@ -52,7 +52,7 @@ def decode(path: str, channels: int, content: bytes | None = None, scale: int = 
         if scale > 1:
             image.draft(None, (image.width // scale, image.height // scale))
         image.load()
-        with contextlib.suppress(Exception):  # broken EXIF data raises a dozen types; the pixels are intact
+        with contextlib.suppress(Exception):  # broken EXIF data raises a dozen exception types; the pixels are intact
             ImageOps.exif_transpose(image, in_place=True)
         return to_mode(image, channels)
 
@@ -73,7 +73,7 @@ def probe(path: str, content: bytes | None = None) -> PictureHeader:
         plain = False
         # MPO: several pictures in one file, written by some cameras; the first one is used.
         if image.format in ("JPEG", "MPO") and image.mode in ("L", "RGB"):
-            with contextlib.suppress(Exception):  # broken EXIF data raises a dozen types
+            with contextlib.suppress(Exception):  # broken EXIF data raises a dozen exception types
                 plain = image.getexif().get(ExifTags.Base.Orientation, 1) == 1
         return PictureHeader(image.width, image.height, is_grey(image), plain)
 
@@ -91,7 +91,7 @@ def is_readable(path: str, content: bytes) -> bool:
 
 
 def content_of(path: str) -> bytes:
-    """Reads a file's bytes; Pillow would request as many bytes as the header claims."""
+    """Reads all bytes of a file, because Pillow would request as many bytes as the header claims."""
     try:
         with open_file(Path(path)) as file:
             return file.read()
@@ -137,7 +137,7 @@ def to_mode(image: Image.Image, channels: int) -> Image.Image:
     """Converts a loaded picture of any mode to "RGB" (3 channels) or "L" (1).
 
     Transparency is dropped, unless the picture has a single color and its content is in the alpha channel, as in many
-    icons: these are drawn on white, or on black if the color is bright.
+    icons. Such a picture is drawn on white, or on black if its color is bright.
     """
     if image.mode in ("I", "F") or image.mode.startswith("I;16"):
         image = _eight_bits(image)

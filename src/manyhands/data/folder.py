@@ -105,7 +105,7 @@ def _by_folder_inside(listing: Listing, splits: Sequence[str]) -> list[Listing]:
 
 
 def _with_same_classes(parts: list[Listing], least: int = 2) -> tuple[list[Listing], list[str]]:
-    """Returns the listings with the same classes, at least `least`, and messages about classes without pictures."""
+    """Returns the listings with equal classes (at least `least`), and messages about classes without pictures."""
     full = [{part.classes[label] for label in numpy.unique(part.labels)} for part in parts]
     trained = [name for name in parts[0].classes if name in full[0]]
     empty = [name for name in parts[0].classes if name not in full[0]]

@@ -47,7 +47,7 @@ class _DiffersError(Exception):
 
 
 def decode_once(listing: Listing, channels: int, size: int, *, grey_only: bool) -> Decoded | None:
-    """Decodes all pictures once per host; None if one is not size x size, or with `grey_only` not grey."""
+    """Decodes all pictures once per host; None if a picture is not size x size, or not grey with `grey_only`."""
     pixels = cache_folder() / "decoded" / f"{_key(listing, 'pixels', channels, size, grey_only)}.npy"
     file, make = pixels.with_suffix(".json"), lambda: _decode_all(listing, pixels, channels, size, grey_only)
     report = _once(file, lambda report: report["differs"] or pixels.is_file(), make)

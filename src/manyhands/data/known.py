@@ -1,4 +1,4 @@
-"""Known data sets, the names of their published files, and recognition of a folder's set. Imports no torch."""
+"""Known data sets, the names of their published files, and detection of a set in a folder. Imports no torch."""
 
 import gzip
 import zlib
@@ -164,7 +164,7 @@ def find_choice(name: str) -> str:
 
 
 def named(name: str) -> tuple[str, str] | None:
-    """Returns a known set's name and the folder of its files if `name` is a path to them."""
+    """Returns a known set's name and the folder of its files if `name` is a path to the set's files."""
     place = Path(name).expanduser()
     known = recognise(place) if name and name not in KNOWN and place.exists() else ""
     return (known, str(place if place.is_dir() else place.parent)) if known else None

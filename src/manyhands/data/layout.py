@@ -9,7 +9,7 @@ from typing import NoReturn
 from manyhands.core.errors import UserError
 from manyhands.data.walk import folders_in, holds_pictures
 
-# Usual names, which need no message to the user; the first one found is used for a split.
+# Usual names, which need no message to the user; for each split, the first name found is used.
 _EXACT = ("train", "val", "validation", "valid", "test")
 _WORDS = {
     "train": ("train", "training", "trn", "trainval", "训练", "训练集"),

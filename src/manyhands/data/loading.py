@@ -159,7 +159,7 @@ def _on_device(images: Tensor, device: torch.device) -> Tensor:
 
 
 def worker_count(requested: int, processes: int = 1) -> int:
-    """Returns the number of decoding processes for each training process; -1 requests an equal share of the cores."""
+    """Returns the number of decoding processes per training process; -1 requests an equal share of the cores."""
     if requested >= 0:
         return requested
     return max(1, min(_MOST_WORKERS, int(cores()) // max(1, processes)))
@@ -266,7 +266,7 @@ def _identity(answer: Any) -> Any:
 
 
 def looking_ahead(items: Iterable[Taken], begin: Callable[[Taken], Begun]) -> Iterator[Begun]:
-    """Yields `begin(item)` for each item, in order, beginning one item ahead. Earlier results precede an error."""
+    """Yields `begin(item)` for each item, in order, one item ahead. On an error, first yields the earlier results."""
     begun: list[Begun] = []
     try:
         for item in items:

@@ -20,7 +20,7 @@ _AHEAD: dict[tuple[str, str], Splits] = {}  # results of `open_ahead`, by option
 
 
 def open_ahead(options: DataOptions) -> None:
-    """Opens a local data set before processes are forked; the processes report its errors."""
+    """Opens a local data set before processes are forked; ignores errors, which these processes report."""
     with contextlib.suppress(UserError):
         _AHEAD[_key(options)] = open_data(options.model_copy(update={"download": False}))
 

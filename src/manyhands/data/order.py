@@ -1,7 +1,7 @@
-"""The samples of each update, a pure function of seed, epoch and step, and each process's share of them.
+"""The samples of each update, a pure function of seed, epoch and step, and each process's share of the samples.
 
-An epoch is a permutation of the training samples, divided into global batches, these into micro-batches, and these into
-one contiguous share per process. The global batches don't depend on the number of processes.
+An epoch is a permutation of the training samples, divided into global batches. A global batch is divided into
+micro-batches, and a micro-batch into one contiguous share per process.
 """
 
 import bisect
@@ -68,7 +68,7 @@ class BatchSharing:
         return self.micro_batch * self.edges[-1] // max(self.shares, default=1)
 
     def within(self, most: int, count: int) -> "BatchSharing":
-        """Returns a copy with passes of up to `most` samples (0: any) or one group, for updates of up to `count`."""
+        """Returns a copy with passes of up to `most` samples (0: any) or one group, at up to `count` per update."""
         if self.micro_batch or not most:
             return replace(self, most=self.largest_share(count))
         widest = max(last - first for first, last in itertools.pairwise(group_edges(count, self.group)))
@@ -112,7 +112,7 @@ def sharing(count: int, group: int, bounds: tuple[int, int]) -> Callable[[int, i
 
 
 def group_edges(count: int, group: int) -> list[int]:
-    """Returns the bounds of groups of at most `group` samples, equal to within one; 0: groups of one sample."""
+    """Returns the bounds of groups of at most `group` samples, whose sizes differ by at most one; 0: single samples."""
     groups = math.ceil(count / group) if group else count
     return [count * number // groups for number in range(groups + 1)]
 

@@ -24,7 +24,7 @@ def data_folder(options: DataOptions) -> Path:
 
 
 def own_folder(name: str) -> Path:
-    """Creates a cache folder for executable code. Raises UserError: other users can write to it."""
+    """Creates a cache folder for executable code. Raises UserError: other users can write to the folder."""
     folder = Path()
     for base in (cache_folder(), Path(user_cache_dir("manyhands"))):
         folder = base / name

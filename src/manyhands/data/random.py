@@ -30,7 +30,7 @@ def below(drawn: Tensor, limit: int) -> Tensor:
 
 
 def alternate(seed: int, epoch: int, samples: Tensor) -> Tensor:
-    """Returns bool [n]: True for each sample whose turn is in this epoch, which is every second epoch."""
+    """Returns bool [n]: True for samples that have their turn in this epoch; each has it in every second epoch."""
     first = below(bits(mix_tensor(samples ^ derive(seed, "alternate")), 0), 2)
     return (first + epoch) % 2 == 1
 

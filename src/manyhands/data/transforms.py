@@ -135,7 +135,7 @@ class Batch:
 
 
 class SpareMemory:
-    """Reuses the memory of batches without readers: new pages would take half the time of normalizing."""
+    """Reuses memory of batches without references: page faults of new memory take half the time of normalizing."""
 
     def __init__(self) -> None:
         self._held = [numpy.empty(0, numpy.uint8)] * 2
@@ -207,7 +207,7 @@ class Normalise:
 
 
 def crop_box(width: int, height: int, draws: SampleRng) -> tuple[int, int, int, int]:
-    """Draws a box (left, top, right, bottom) of 8 to 100 % of the area and 3:4 to 4:3; centered after ten attempts.
+    """Draws a box (left, top, right, bottom) of 8 to 100 % of the area and 3:4 to 4:3; centered after ten failures.
 
     Source: torchvision's RandomResizedCrop; Szegedy et al. 2014, arXiv:1409.4842.
     """

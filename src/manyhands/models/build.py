@@ -151,7 +151,6 @@ def build_user_model(reference: str, arguments: dict[str, Any], num_classes: int
 
 
 def _mesh_argument(builder: Callable[..., Any], reference: str, arguments: dict[str, Any], mesh: Any) -> dict[str, Any]:
-    """Returns the mesh as an argument if the builder has the parameter and the user hasn't set it."""
     parameter = inspect.signature(builder).parameters.get("mesh")
     if parameter is None or "mesh" in arguments:
         return {}

@@ -23,7 +23,7 @@ def published_names() -> list[str]:
 
 def check_network(wanted: str, *, pretrained: bool) -> None:
     """Checks a network's name, and that requested published weights exist, without importing torch."""
-    from manyhands.core.choices import module_names, read_choice, unknown_choice  # a page of help needs none of this
+    from manyhands.core.choices import module_names, read_choice, unknown_choice  # slow; not needed for --help
     from manyhands.core.user_code import is_object_reference
 
     known, published, prefix = set[str](), set[str](), f"{wanted.partition(':')[0]}:"

@@ -73,7 +73,6 @@ def pick_measured(seconds: dict[str, list[float]]) -> Pick:
 
 
 def _gain(base: Sequence[float], values: Sequence[float]) -> tuple[float, float]:
-    """Returns the median gain over the rounds, and its standard error."""
     ratios = [ours / theirs for ours, theirs in zip(base, values, strict=True)]
     middle = statistics.median(ratios)
     distance = statistics.median(abs(ratio - middle) for ratio in ratios)

@@ -42,7 +42,7 @@ class Collective:
         return links.seconds(self.kind, self.axes, self.whole_bytes(links.mesh))
 
     def work_seconds(self, links: LinkSpeeds) -> float:
-        """Returns the seconds in which the cores can't compute."""
+        """Returns the seconds during which the collective keeps the cores from computing."""
         return links.work_seconds(self.kind, self.axes, self.whole_bytes(links.mesh))
 
 
@@ -59,12 +59,12 @@ class PlannedUpdate:
 
 
 def shares(batch: int, norm_group: int) -> ShareOf:
-    """Returns the equal shares of an update with one micro-batch; `norm_group` 0: no BatchNorm groups."""
+    """Returns a function for equal shares of an update with one micro-batch; `norm_group` 0: no BatchNorm groups."""
     return sharing(batch, norm_group, (0, batch))
 
 
 def data_shares(batch: int, norm_group: int) -> ShareOf:
-    """Returns the shares in the mode `data`, which may be entire BatchNorm groups."""
+    """Returns a function for the shares in the mode `data`, which may be entire BatchNorm groups."""
     return lambda parts, index: BatchSharing(parts, 0, norm_group).micro_batches(batch)[0][index]
 
 

@@ -242,7 +242,7 @@ class Setting:
         return self.links.mesh
 
     def once(self, function: "Callable[[Op, tuple[str, ...], Setting], T]", op: Op, letters: tuple[str, ...]) -> T:
-        """Caches a function of op and letters by cost; if all links are equal, only the parts per letter count."""
+        """Caches a function of op and letters by cost; with equal links, only the parts per letter matter."""
         alike: Any = self.mesh.sizes, letters
         if self.links.alike:
             parts: dict[str, int] = {}
@@ -424,7 +424,6 @@ class _Conversions:
         return self._known_matrices(given, wanted, size, giver.trains and bool(reader.extents or reader.name == LOSS))
 
     def _sides(self, op: Op, taken: Choices, layouts: Callable[[tuple[str, ...]], Both], what: Any) -> tuple[Both, ...]:
-        """Returns the layouts of all choices; ops with equal signatures share them."""
         key = self._setting.work.signature(op.name), op.name == LOSS, taken, what
         if key not in self._layouts:
             self._layouts[key] = tuple(layouts(letters) for letters in taken)

@@ -34,7 +34,7 @@ LinksOf = Callable[[Mesh], LinkSpeeds]
 
 @dataclass(frozen=True)
 class SearchRequest:
-    """The request for a plan."""
+    """The parameters of a plan search."""
 
     world_size: int  # processes
     batch: int  # samples in an update
@@ -125,7 +125,7 @@ class SearchResult:
         return {one.name: None if one.name == DATA_PARALLEL else self.plan_of(one).as_plain() for one in options}
 
     def repicked(self, seconds: float) -> "SearchResult":
-        """Returns the result with other seconds for data parallel, which depend on the sync method."""
+        """Returns the result with another time for data parallel, which depends on the sync method."""
         return replace(self, pick=_pick(self.options, self.request, self.spread, seconds))
 
     def finalists(self, count: int = 3) -> list[PlanCandidate]:

@@ -277,7 +277,7 @@ class Program:
         if not found.done():
             most = found.seconds if found.best is None else min(found.seconds, cutoff_seconds)
             near = last.reduced <= most - last.bound + TOLERANCE * last.bound
-            near[-1] = True  # the exposed seconds: the reduced cost says less, because values may exceed 1
+            near[-1] = True  # the exposed seconds: for values above 1, a reduced cost is no bound
             answer = self.search(near, deadline, gap)
             found.add(answer.solution)
             exact = not (answer.stopped or gap)

@@ -31,7 +31,7 @@ _WATCHED_S = 0.1  # processor times have a resolution of 0.01 s
 
 @dataclass(frozen=True)
 class Timing:
-    """A measured time."""
+    """A measured time, and the variation of the repeats."""
 
     seconds: float  # of the fastest repeat, or the median of CPU times
     # relative difference between the first-quartile repeat (at least the second) and the fastest; 0 for one repeat
@@ -42,7 +42,7 @@ class Timing:
 
 
 def quickest(run: Callable[[], object], device: str, most: int, budget_s: float, *, busy: bool = False) -> Timing:
-    """Times `run`, which must be warmed up, at least once. `busy`: other processes use this machine."""
+    """Times `run` at least once, after the caller has warmed it up. `busy`: other processes use this machine."""
     threads, clock, factor = torch.get_num_threads(), time.perf_counter, 1.0
     if torch.device(device).type == "cpu":
         if (allowed := cores()) < threads:
@@ -130,7 +130,7 @@ class OpTimes:
 
     Each environment has one file; concurrent writes are merged, and a damaged file is replaced. For a device that this
     machine doesn't have, given by its `rates` (operations, bytes per second), nothing is measured or cached. `threads`:
-    those of a measurement; 0: all.
+    CPU threads of a measurement; 0: torch's current setting.
     """
 
     def __init__(

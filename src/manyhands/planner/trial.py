@@ -78,7 +78,7 @@ class Runner:
         self._optimizer = case.optimizer(self.model)
 
     def gradients(self) -> Tensor:
-        """Runs forward, backward and the gradients' collectives; returns this rank's part of the loss sum, []."""
+        """Runs forward, backward and gradient collectives; returns this rank's loss sum, []. A collective."""
         self._optimizer.zero_grad()
         total = torch.zeros((), device=self._parts[0].labels.device)
         for number, part in enumerate(self._parts, start=1):

@@ -78,7 +78,7 @@ def house_style(fonts: Sequence[str] = (_FIRST_FONT,)) -> Iterator[None]:
 
 
 def new_figure(height: float, width: float = 5.0) -> "Figure":
-    """Returns an empty figure without a window, in inches; its text is readable on a phone, too."""
+    """Returns an empty figure of a size in inches, without a window; its text is readable on a phone, too."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")
@@ -159,7 +159,6 @@ def fonts_for(texts: Iterable[str]) -> tuple[list[str], str]:
 
 
 def _installed_fonts() -> list[tuple[str, str]]:
-    """Returns names and files of the installed fonts, the preferred first."""
     from matplotlib import font_manager
 
     manager = font_manager.fontManager

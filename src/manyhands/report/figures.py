@@ -184,7 +184,7 @@ class ClassScore:
 
 @dataclass(frozen=True)
 class Pair:
-    """Samples of one class that were predicted as another."""
+    """The number of samples of one class that were predicted as another class."""
 
     true: str
     guess: str

@@ -112,7 +112,6 @@ def _evaluation(run: RunData, evaluation: Any) -> dict[str, Any] | None:
 
 
 def _facts(run: RunData) -> list[tuple[str, str]]:
-    """Returns names and values of the known figures below the headline."""
     speed, evaluation = summary.images_per_s(run), summary.final_evaluation(run)
     found = {
         "images/s": summary.rate(speed) if speed is not None else "",
@@ -233,7 +232,7 @@ def _svg_text(figure: "Figure", name: str) -> str:
     text = buffer.getvalue()
     text = text[text.index("<svg") :].strip()
     text = re.sub(r"\s*<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
-    # The only rule would apply to the entire page, whose own style contains it.
+    # The element's only style rule would apply to the entire page, whose own style contains the rule.
     text = re.sub(r"<defs>\s*<style.*?</style>\s*</defs>\s*", "", text, count=1, flags=re.DOTALL)
     return re.sub(r"<[^>]*>", lambda tag: _inline_tag(tag.group(), name), text)
 

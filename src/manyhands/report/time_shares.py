@@ -12,7 +12,7 @@ from manyhands.report.read import STARTS, RunData
 from manyhands.sync.options import SyncOptions
 
 _LEAST_SYNC = 1 / 3  # below this share of the time, synchronization is no reason to change the method
-_SLOW = 1.1  # a rank is slow if its work takes more than this multiple of the others' median
+_SLOW = 1.1  # a rank is slow if its work takes more than this multiple of the other ranks' median
 _LEAST_GAIN = 0.05  # a change must save at least this share of the time
 
 Seconds = dict[str, float]  # by phase

@@ -54,7 +54,7 @@ def build(name: str, *, channels: int, size: int, num_classes: int, arguments: d
 
 
 def published_arguments(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Returns arguments for `build` that match `build_pretrained`, where published weights imply some arguments."""
+    """Returns the arguments with which `build` matches `build_pretrained`, whose weights imply some arguments."""
     added: dict[str, Any] = {}
     argument, fixed = _SIZED.get(name.split("_")[0], ("", 0))
     if argument and fixed:
