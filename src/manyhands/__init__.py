@@ -1,11 +1,11 @@
 """manyhands: train an image classifier on one laptop or many machines, with one command.
 
-The names in `__all__` are the public interface. Each is imported on first use, because importing torch is slow.
+`__all__` lists the public interface. Each name is imported on first use, because importing torch is slow.
 """
 
 from manyhands.core.version import __version__ as __version__
 
-# Not typing's own, whose import takes longer than all else that comes before a command heeds Ctrl-C.
+# Not typing.TYPE_CHECKING: importing typing takes longer than all other steps before the command handles Ctrl-C.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any

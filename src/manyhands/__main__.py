@@ -1,10 +1,10 @@
-"""python -m manyhands, which is also how torchrun starts it, and the script `manyhands`."""
+"""Entry point of `python -m manyhands`, torchrun and the script `manyhands`."""
 
 import _signal  # pyright: ignore[reportMissingImports] - what `signal` is made of, without enum
 import sys
 
 HANDLES_CTRL_C = _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler
-# Ctrl-C while the command is imported ends it without a word, since nothing has begun; so this comes before all else.
+# Ctrl-C during the imports ends the command without a traceback; therefore this precedes the other imports.
 if HANDLES_CTRL_C:
     _signal.signal(_signal.SIGINT, _signal.SIG_DFL)
 
@@ -20,8 +20,8 @@ def start() -> None:
 
 
 if __name__ == "__main__":
-    # `python -m` puts the current folder first on the path, where others may be able to write; what of it is the
-    # user's own code is named by its file, and found by that. Nothing that may lie there is imported before.
+    # `python -m` puts the current folder first on sys.path, where other users may be able to write. User code is loaded
+    # by file path and doesn't need that entry. No module that could lie in the folder is imported before this.
     import os
 
     if not sys.flags.safe_path and sys.path and sys.path[0] == os.getcwd():  # noqa: PTH109 - pathlib takes long to import

@@ -1,1 +1,1 @@
-"""Saves and loads a run's state, all or nothing. Only tensors and plain data are read, never pickled objects."""
+"""Saves a run's state atomically and loads it; reads tensors and plain data, never pickled objects."""

@@ -1,4 +1,4 @@
-"""The contents of a checkpoint, read without torch: a folder, unsharded or in pieces, or a .safetensors file."""
+"""Descriptions of checkpoints (folders, unsharded or sharded, and .safetensors files), read without torch."""
 
 import math
 from collections.abc import Collection, Iterator, Mapping
@@ -14,19 +14,19 @@ from manyhands.core.errors import UserError
 from manyhands.core.files import UnreadableError, parse_json
 from manyhands.core.mesh import Mesh, TensorLayout, layout_from_plain, make_mesh, unsharded
 
-# Components of names that DDP, torch.compile, Fabric, FSDP and activation checkpointing add.
+# Name components added by DDP, torch.compile, Fabric, FSDP and activation checkpointing.
 _WRAPPERS = ("module", "_orig_mod", "_forward_module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
-_AVERAGES = "n_averaged"  # the counter of torch.optim.swa_utils.AveragedModel, whose network is its `module`
+_AVERAGES = "n_averaged"  # counter of torch.optim.swa_utils.AveragedModel, which holds the network as `module`
 
 
 class ElementType(NamedTuple):
-    """The type of one value."""
+    """The data type of a tensor's elements."""
 
     name: str  # as in torch: float32
     item_bytes: int
 
 
-# By the names that the .safetensors format gives them.
+# The keys are the type codes of the .safetensors format.
 BY_CODE = {
     "F64": ElementType("float64", 8), "F32": ElementType("float32", 4), "F16": ElementType("float16", 2),
     "BF16": ElementType("bfloat16", 2), "F8_E4M3": ElementType("float8_e4m3fn", 1),
@@ -64,10 +64,10 @@ Tensors = dict[str, TensorEntry]
 
 @dataclass(frozen=True)
 class NetworkLayout:
-    """The sharding of a network."""
+    """The sharding of a network's tensors over a mesh of processes."""
 
-    mesh: Mesh = ALONE  # the processes
-    # of the entries of its state_dict, by name; a missing one is unsharded
+    mesh: Mesh = ALONE
+    # layouts of state_dict entries, by name; an entry without a layout is unsharded
     layouts: Mapping[str, TensorLayout] = field(default_factory=dict[str, TensorLayout])
 
 
@@ -80,7 +80,7 @@ def whole_region(shape: tuple[int, ...]) -> Region:
 
 
 def first_held(tensors: Tensors, mesh: Mesh, rank: int) -> dict[str, Region]:
-    """The pieces that a rank writes: those with values that no lower rank holds."""
+    """Returns the region of each tensor that a rank writes: its non-empty shards that no lower rank holds."""
     return {
         name: region
         for name, described in tensors.items()
@@ -90,12 +90,12 @@ def first_held(tensors: Tensors, mesh: Mesh, rank: int) -> dict[str, Region]:
 
 
 def written_pieces(layout: TensorLayout, mesh: Mesh) -> list[tuple[int, Region]]:
-    """The pieces of a tensor that have values, each with the first rank that holds it."""
+    """Returns the non-empty shards of a tensor, each with the lowest rank that holds the shard."""
     return sorted((rank, region) for rank, region in layout.pieces(mesh) if math.prod(size_of(region)))
 
 
 def describe_pieces(mesh: Mesh, tensors: Mapping[str, Tensors]) -> dict[str, Any]:
-    """The content of pieces.json."""
+    """Returns the content of pieces.json."""
     content: dict[str, Any] = {"mesh": mesh.as_dict()}
     for kind, named in tensors.items():
         content[kind] = {
@@ -113,7 +113,7 @@ def describe_pieces(mesh: Mesh, tensors: Mapping[str, Tensors]) -> dict[str, Any
 
 
 def read_description(content: Any, where: str) -> tuple[Mesh, dict[str, Tensors]]:
-    """Reads the content of pieces.json. Raises UserError: it doesn't match the layouts."""
+    """Parses the content of pieces.json. Raises UserError: the content is invalid or contradicts the layouts."""
     hints = ("use another checkpoint: manyhands did not write this pieces.json",)
     try:
         mesh = make_mesh(content["mesh"], f"{where}: mesh")
@@ -136,27 +136,27 @@ def read_description(content: Any, where: str) -> tuple[Mesh, dict[str, Tensors]
 
 
 class PlacedTensors(NamedTuple):
-    """Tensors in .safetensors files."""
+    """Tensors and their positions in .safetensors files."""
 
     entries: Tensors
-    places: Mapping[str, list[tuple[Path, Region]]]  # the file and the region of each piece, by the tensor's name
-    keys: Mapping[str, str] = {}  # what the files call them, where it isn't their name
+    places: Mapping[str, list[tuple[Path, Region]]]  # file and region of each shard, by tensor name
+    keys: Mapping[str, str] = {}  # keys in the files, by tensor name; by default the name itself
 
 
 @dataclass(frozen=True)
 class Description:
-    """A checkpoint, without its tensors' values."""
+    """The contents of a checkpoint without tensor values."""
 
-    path: Path  # the folder or file
+    path: Path  # folder or file
     form: str  # "whole", "pieces", "safetensors" or "pth"
-    kinds: Mapping[str, PlacedTensors]  # "model" and, if it exists, "optimizer"
-    branches: dict[str, Any] = field(default_factory=dict)  # optimizer state with {"$tensor": name} for tensors
+    kinds: Mapping[str, PlacedTensors]  # keys: "model" and, if it was saved, "optimizer"
+    branches: dict[str, Any] = field(default_factory=dict)  # optimizer state with {"$tensor": name} in place of tensors
     state: dict[str, Any] = field(default_factory=dict)  # step, epoch and so on
     mesh: Mesh | None = None  # None: unsharded
-    notes: tuple[str, ...] = ()  # sentences on what is omitted
+    notes: tuple[str, ...] = ()  # messages about omitted data
 
     def as_plain(self) -> dict[str, Any]:
-        """The contents as JSON data."""
+        """Returns the contents as JSON data."""
         named = {kind: placed.entries for kind, placed in self.kinds.items()}
         axes = self.mesh.names if self.mesh else ()
 
@@ -177,15 +177,15 @@ class Description:
 
 
 def is_pickled(path: Path) -> bool:
-    """True for a .pth.tar, .pth or .pt file, which only torch can read."""
+    """True for any file except .safetensors, such as .pth: only torch can read it."""
     return path.is_file() and not path.name.endswith(".safetensors")
 
 
 def open_description(path: Path, *, verified: bool = False, wanted: Collection[str] = ()) -> Description:
-    """Reads the tensors' descriptions in a checkpoint folder or a .safetensors file.
+    """Reads the description of a checkpoint folder or a .safetensors file.
 
-    `verified`: the folder has just been compared with its manifest. `wanted`: the names that a file's tensors should
-    get; see `fit_names`. Raises UserError: there is no checkpoint, or it is damaged (TornCheckpointError).
+    `verified`: the folder has just been compared with its manifest. `wanted`: the names in the network's state dict, to
+    which `fit_names` maps a file's names. Raises UserError: the checkpoint is missing or damaged (TornCheckpointError).
     """
     if files.is_piece(path):
         what = f"{path.name} contains only one process's shards of a checkpoint"
@@ -229,8 +229,7 @@ def _place_pieces(path: Path, names: dict[str, Any]) -> tuple[Mesh, dict[str, Pl
 
 
 def _place_file(file: Path, wanted: Collection[str] = ()) -> PlacedTensors:
-    """All tensors of one .safetensors file, each unsharded."""
-    with safe_open(file, framework="numpy") as opened:  # no values are read; "pt" would import torch
+    with safe_open(file, framework="numpy") as opened:  # reads no values; "pt" would import torch
         keys = {name: key for key, name in fit_names(written_order(opened), wanted).items()}
         entries: Tensors = {}
         for name, key in keys.items():
@@ -243,7 +242,7 @@ def _place_file(file: Path, wanted: Collection[str] = ()) -> PlacedTensors:
 
 
 def written_order(file: Any) -> list[str]:
-    """The names in an open .safetensors file, in the recorded order, if any. Raises UnreadableError: it is no list."""
+    """Returns the tensor names of a file, in the recorded order, if any. Raises UnreadableError: invalid order."""
     names = list(file.keys())
     order = (file.metadata() or {}).get("order")
     written = parse_json(order) if order is not None else names
@@ -253,11 +252,11 @@ def written_order(file: Any) -> list[str]:
 
 
 def fit_names(saved: Collection[str], wanted: Collection[str]) -> dict[str, str]:
-    """Maps the names in a file to those in a network's state dict, `wanted` (empty: not known).
+    """Maps the names in a file to the names in a network's state dict, `wanted` (empty: unknown).
 
-    A prefix is removed only if more names fit without it: a wrapper's (DDP, torch.compile, …), or one that all names
-    share, such as "backbone." or "model.". The counter of an AveragedModel is left out. A tensor that doesn't fit keeps
-    its name; extra state is renamed along with the tensors.
+    Removes a prefix only if more names match without it: the prefix of a wrapper (DDP, torch.compile, …) or of all
+    names, such as "backbone." or "model.". Skips the counter of an AveragedModel. A tensor without a match keeps its
+    name; extra state is renamed like the tensors.
     """
     found, most = dict[str, str](), -1
     for known in ({name: name for name in wanted}, {_unwrapped(name): name for name in wanted}):
@@ -270,7 +269,7 @@ def fit_names(saved: Collection[str], wanted: Collection[str]) -> dict[str, str]
 
 
 def is_extra(name: str) -> bool:
-    """True if a name in a state dict is that of a module's extra state."""
+    """True for the name of a module's extra state in a state dict."""
     return name.rpartition(".")[2] == "_extra_state"
 
 
@@ -279,7 +278,7 @@ def _unwrapped(name: str) -> str:
 
 
 def _shorter_forms(names: list[str]) -> Iterator[dict[str, str]]:
-    """By full name: the names, those without wrappers, and without one shared first component after the other."""
+    """Yields maps from full to shorter names: unchanged, without wrappers, without each shared first component."""
     yield {name: name for name in names}
     short = {name: _unwrapped(name) for name in names}
     yield short

@@ -1,4 +1,4 @@
-"""The files of a checkpoint folder: names, schemas and digests. No torch."""
+"""Names, schemas and digests of the files in a checkpoint folder. Imports no torch."""
 
 import hashlib
 import json
@@ -21,15 +21,14 @@ OPTIMIZER_PLAN = "optimizer.json"
 STATE = "state.json"
 MANIFEST = "manifest.json"
 PIECES = "pieces.json"
-# Exists only during a save: a process that sees the file shares the disk.
-TOKEN = "shared.token"
+TOKEN = "shared.token"  # exists only during a save, to check that all processes see the same disk
 
 CONTENTS = (MODEL, OPTIMIZER, OPTIMIZER_PLAN, STATE)
 FILES = (*CONTENTS, MANIFEST)
 
 _PIECE = re.compile(r"(model|optimizer)-\d{5}-of-\d{5}\.safetensors")
 _STEP = re.compile(r"step-(\d{8,})")
-_SCRATCH = re.compile(r"\.tmp\w{6}")  # the safetensors library's own, while it writes
+_SCRATCH = re.compile(r"\.tmp\w{6}")  # the safetensors library's temporary files
 _TEMPORARY = re.compile(r"\.tmp-step-\d{8,}-[0-9a-f]{8}")
 
 
@@ -38,13 +37,13 @@ def step_name(step: int) -> str:
 
 
 def step_of(path: Path) -> int | None:
-    """The step in a folder's name, if any."""
+    """Returns the step in a checkpoint folder's name, if any."""
     match = _STEP.fullmatch(path.name)
     return int(match[1]) if match else None
 
 
 def step_folders(folder: Path) -> list[Path]:
-    """Checkpoint folders in `folder`, newest step first, without links."""
+    """Returns the checkpoint folders in `folder`, newest step first, without symbolic links."""
     if not folder.is_dir():
         return []
     found = [(step_of(path), path) for path in folder.iterdir() if path.is_dir() and not path.is_symlink()]
@@ -89,18 +88,18 @@ def json_text(content: dict[str, Any]) -> bytes:
 
 
 def manifest_text(content: dict[str, Any]) -> bytes:
-    """The only valid text of a manifest: its last key is the SHA-256 of the others."""
+    """Returns the only valid text of a manifest; its last key is the SHA-256 of the other keys and values."""
     body = {key: value for key, value in content.items() if key != "sha256"}
     seal = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
     return (json.dumps({**body, "sha256": seal}, indent=1) + "\n").encode()
 
 
-# What Python's float, JavaScript and torch's int64 count exactly; no run makes so many updates.
+# The limit is exact as a Python float, in JavaScript and as int64; no run reaches it.
 _Count = Annotated[int, Field(ge=-1, le=2**53)]
 
 
 def _schema(fields: dict[str, Any], needed: dict[str, Any] | None = None) -> Any:
-    """A model of JSON objects that checks the types of these fields and allows others."""
+    """Returns a pydantic model of JSON objects that checks the types of these fields and allows others."""
     typed: Any = {name: (kind, None) for name, kind in fields.items()}
     typed |= {name: (kind, ...) for name, kind in (needed or {}).items()}
     return create_model("Plain", __config__=ConfigDict(extra="allow", strict=True), **typed)
@@ -122,13 +121,13 @@ _SCHEMAS: dict[str, type[BaseModel]] = {
 
 
 def read_plain(file: Path) -> dict[str, Any]:
-    """Reads a .json file of a checkpoint. Raises OSError; ValueError: it isn't JSON or has a wrong value."""
+    """Reads a .json file of a checkpoint. Raises OSError, or ValueError: the file has invalid JSON or a wrong value."""
     return checked_plain(file.name, read_bytes(file))
 
 
 def checked_plain(name: str, content: bytes) -> dict[str, Any]:
-    """Parses the content of the file `name`. Raises ValueError: it isn't JSON or has a wrong value."""
-    found = parse_json(content, infinite=True)  # the best figure, or a scale, may be infinite
+    """Parses the content of the file `name`. Raises ValueError: the content is invalid JSON or has a wrong value."""
+    found = parse_json(content, infinite=True)  # the best figure or the loss scale may be infinite
     if not isinstance(found, dict):
         raise ValueError(f"{name} is not a JSON object")
     if name in _SCHEMAS:
@@ -142,11 +141,11 @@ def checked_plain(name: str, content: bytes) -> dict[str, Any]:
 
 
 class TornCheckpointError(UserError):
-    """A checkpoint's bytes differ from the committed ones."""
+    """A checkpoint's files are missing, or differ from the manifest."""
 
 
 def verify(path: Path) -> None:
-    """Compares a folder with its manifest. Raises TornCheckpointError, or UserError: a newer version wrote it."""
+    """Compares a folder with its manifest. Raises TornCheckpointError, or UserError: a newer version of the format."""
     for name, entry in read_manifest(path)["files"].items():
         file = path / name
         try:
@@ -161,7 +160,7 @@ def verify(path: Path) -> None:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """Reads and checks the manifest itself; raises the errors of `verify`."""
+    """Reads the manifest and checks it, but not the listed files. Raises the errors of `verify`."""
     file = path / MANIFEST
     if not path.is_dir():
         raise torn(path, "is missing")

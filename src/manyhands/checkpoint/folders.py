@@ -1,6 +1,6 @@
-"""Checkpoint folders: committed by a rename, found, pruned and deleted; the saved steps of a run. No torch.
+"""Commits, finds, prunes and deletes checkpoint folders; finds the saved steps of a run. Imports no torch.
 
-A folder appears complete or not at all; an interrupted save leaves a temporary folder for `sweep`.
+A folder appears complete or not at all. `sweep` removes the temporary folder of an interrupted save.
 """
 
 import fcntl
@@ -20,13 +20,13 @@ from manyhands.core.run_folder import RunFolder, resume_command
 FOREIGN_SUFFIXES = (".pth.tar", ".pth", ".pt", ".tar", ".ckpt", ".safetensors")
 _TRUST = "run this command only if you trust the folder, because the pickle may run code; then use weights.pth"
 Stamp = tuple[tuple[str, int, int, int], ...]
-# What this process wrote or hashed: names, inodes, sizes and times of the files as they were then.
+# Stamps of checkpoints that this process wrote or verified: name, inode, size and time of each file.
 _known_good: dict[Path, Stamp] = {}
 
 
 @contextmanager
 def staging(folder: Path, step: int) -> Iterator[Path]:
-    """A new temporary folder, locked while this process lives, and removed at the end unless it is committed."""
+    """Yields a new temporary folder, locked against `sweep`; removes the folder at the end unless it was committed."""
     path = folder / files.temporary_name(step)
     path.mkdir()
     descriptor = os.open(path, os.O_RDONLY)
@@ -41,7 +41,7 @@ def staging(folder: Path, step: int) -> Iterator[Path]:
 
 
 def commit(staged: Path, target: Path) -> None:
-    """Renames a staged folder, whose files are synced; a damaged folder of that name is renamed before."""
+    """Renames a staged folder, whose files are synced, to `target`; first renames a damaged `target` away."""
     sync(staged)
     if target.exists():
         target.rename(target.with_name(files.temporary_name(files.step_of(target) or 0)))
@@ -50,7 +50,7 @@ def commit(staged: Path, target: Path) -> None:
 
 
 def sweep(path: Path) -> bool:
-    """Removes an interrupted save's folder unless a process still works in it; True if it is gone."""
+    """Removes the folder of an interrupted save unless a process has it locked; returns True if it is gone."""
     with suppress(OSError):
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -62,7 +62,7 @@ def sweep(path: Path) -> bool:
 
 
 def remove(path: Path) -> bool:
-    """Removes a checkpoint, first its name; True if it is gone. Keeps other files, and folders without a manifest."""
+    """Removes a checkpoint; returns True if it is gone. Keeps foreign files, and folders without a manifest."""
     _known_good.pop(path, None)
     if not (path / files.MANIFEST).is_file():
         return False
@@ -77,7 +77,7 @@ def remove(path: Path) -> bool:
 
 
 def remove_files(path: Path) -> bool:
-    """Removes our files, the manifest first, then the folder if it is empty; True if it is gone."""
+    """Removes our files, manifest first, then the folder if it is empty; returns True if the folder is gone."""
     with suppress(OSError):
         (path / files.MANIFEST).unlink(missing_ok=True)
         for entry in list(path.iterdir()):
@@ -88,7 +88,7 @@ def remove_files(path: Path) -> bool:
 
 
 def newest(folder: Path, step_limit: int | None = None) -> tuple[Path | None, list[str]]:
-    """The newest checkpoint up to the limit that verifies, and a sentence for each newer one that doesn't."""
+    """Returns the newest valid checkpoint up to `step_limit`, and a message for each newer one that is damaged."""
     passed_over: list[str] = []
     for path in files.step_folders(folder):
         if step_limit is not None and (files.step_of(path) or 0) > step_limit:
@@ -108,17 +108,17 @@ def resolve(reference: Path, which: Literal["best", "last"]) -> Path:
 
 
 def choose(reference: Path, which: Literal["best", "last"]) -> tuple[Path, list[str]]:
-    """The checkpoint that a user names, and a sentence for each damaged one that was skipped.
+    """Returns the checkpoint that a user names, and a message for each damaged one that was skipped.
 
-    The reference is a run folder, a checkpoints folder, a checkpoint folder or a file of weights. "best" is the best
-    one that the newest sound one records, or if that is damaged the best of the others, or the newest. Raises
-    UserError: there is none, or the named one doesn't verify.
+    `reference`: a run folder, a checkpoints folder, a checkpoint folder or a weights file. "best" selects the best
+    checkpoint according to the newest valid one; if it is damaged, the newest valid checkpoint that was the best when
+    saved, else the newest. Raises UserError: no checkpoint is valid, or the named one is damaged.
     """
     if reference.is_file():
         if not reference.name.endswith(FOREIGN_SUFFIXES):
             raise UserError(f"{reference} is not a checkpoint", hints=(f"suffixes: {', '.join(FOREIGN_SUFFIXES)}",))
         if reference.name in files.CONTENTS and (reference.parent / files.MANIFEST).is_file():
-            verify(reference.parent)  # a file of a checkpoint of ours
+            verify(reference.parent)  # a file of our own checkpoint
         return reference, []
     if not reference.is_dir():
         raise UserError(f"there is no {reference}", hints=("name a run folder, a checkpoint folder or a weights file",))
@@ -138,7 +138,7 @@ def choose(reference: Path, which: Literal["best", "last"]) -> tuple[Path, list[
 
 
 def _best(folder: Path, last: Path, passed_over: list[str]) -> Path:
-    """The best checkpoint that `last` records; if damaged the newest sound one that was the best when it was made."""
+    """Returns the best checkpoint that `last` records; if damaged, the newest that was best when saved, else `last`."""
     step = (read_state(last).get("best") or {}).get("step")
     best = last if step is None else folder / files.step_name(step)
     if best == last:
@@ -160,7 +160,7 @@ def _best(folder: Path, last: Path, passed_over: list[str]) -> Path:
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """A checkpoint's plain data: step, epoch, best and others. Raises TornCheckpointError: it can't be read."""
+    """Reads a checkpoint's plain data: step, epoch, best … Raises TornCheckpointError: the data can't be read."""
     try:
         return read_plain(path / files.STATE)
     except (OSError, ValueError) as error:
@@ -168,7 +168,7 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 def prune(folder: Path, keep: int, best: Path | None) -> list[Path]:
-    """Deletes checkpoints except the newest `keep` that verify, and the best; returns those deleted."""
+    """Deletes interrupted saves, and checkpoints except the newest `keep` valid ones and `best`; returns them."""
     removed: list[Path] = []
     kept = 0
     for path in files.step_folders(folder):
@@ -186,7 +186,7 @@ def remove_step(folder: Path, step: int) -> None:
 
 
 def verifies(path: Path) -> bool:
-    """True for a sound checkpoint; hashed once per process unless a file's inode, size or time changes."""
+    """True for a valid checkpoint. Hashes it once per process unless a file's inode, size or time changes."""
     try:
         stamp = _stamp(path)
         if _known_good.get(path) != stamp:
@@ -213,25 +213,25 @@ def saved_steps(folder: RunFolder) -> list[int]:
 
 
 def saved_step(folder: RunFolder) -> int | None:
-    """Returns the newest step that was saved, here or on the machine of rank 0, if any."""
+    """Returns the newest step saved on this disk, else the newest recorded in the run's events, if any."""
     recorded = [line.get("step") for line in read_lines(folder.events) if line.get("kind") == "saved"]
     steps = saved_steps(folder) or [step for step in recorded if isinstance(step, int)]
     return max(steps, default=None)
 
 
 def kept_step(folder: RunFolder) -> int | None:
-    """Returns the newest step that was saved, if its checkpoint still exists."""
-    elsewhere = False  # on the disk of another machine, that of rank 0
+    """Returns the newest saved step if its checkpoint still exists, here or on the machine of rank 0."""
+    elsewhere = False  # True if rank 0 and its disk are on another machine
     with suppress(OSError, ValueError, LookupError, TypeError):
         elsewhere = not cast(list[dict[str, Any]], parse_json(read_bytes(folder.machines)))[0]["local"]
     return saved_step(folder) if saved_steps(folder) or elsewhere else None
 
 
 def unsaved(run: Path, step: int | None, why: str = "", *, idle: bool = False) -> ManyhandsError:
-    """Makes the error of a run that the user stopped without a save.
+    """Creates the error for a run that the user stopped without a save.
 
-    `step`: the last one that was saved. `why`: the reason of a failed save; empty if the user asked twice. `idle`: no
-    process was training, so that there was nothing to save.
+    `step`: the last saved step. `why`: the reason of a failed save; empty if the user requested the stop twice. `idle`:
+    no process was training, so that there was nothing to save.
     """
     since = f" (could not save: {why})" if why else ""
     if step is None:

@@ -1,4 +1,4 @@
-"""Other tools' files: checkpoints of PyTorch's imagenet main.py, plain state dicts, .safetensors."""
+"""Reads and writes other tools' files: checkpoints of PyTorch's imagenet main.py, state dicts, .safetensors."""
 
 import contextlib
 import io
@@ -22,22 +22,21 @@ from manyhands.core.errors import UserError, shortened
 from manyhands.core.files import replacing
 
 _WRAPPERS = ("state_dict", "model_state_dict", "model")
-_BEST = ("best_acc1", "best_prec1")  # main.py's, since 2019 and before
+_BEST = ("best_acc1", "best_prec1")  # keys of main.py since 2019, and before
 _LIGHTNING = "pytorch-lightning_version"
 _AGAIN = ("write the file again with imagenet main.py, or save only its state_dict",)
 
-_MOST_BYTES, _MOST_STEPS = 32 << 20, 2_000_000  # a network's pickle is far smaller: it has none of the tensors' bytes
-# The tensors and plain data that torch loads.
+_MOST_BYTES, _MOST_STEPS = 32 << 20, 2_000_000  # scan limits; a network's pickle is far smaller without tensors
+# Objects that torch loads with weights_only: tensors and plain data.
 _HARMLESS = re.compile(r"torch\._utils\._rebuild\w+|torch\.(storage\.)?\w+Storage|collections\.OrderedDict")
 
 
 def read_foreign(path: Path) -> Snapshot:
     """Reads another tool's file without running code in it: main.py's .pth.tar, a state dict, or .safetensors.
 
-    `model` has the file's own names; see `fit_names`. `optimizer` is main.py's, its parameters numbered; see
-    `name_optimizer`. `state` has "foreign" ("imagenet-main", "state-dict" or "safetensors"), and of main.py "arch",
-    "epoch", "best" (top1, 0 to 1) and "scheduler". Raises UserError: the file is missing or damaged, or holds code or
-    no weights.
+    `model` has the file's names (see `fit_names`), `optimizer` main.py's parameter numbers (see `name_optimizer`).
+    `state` has "foreign" ("imagenet-main", "state-dict" or "safetensors"), and for main.py "arch", "epoch", "best"
+    (top1, 0 to 1) and "scheduler". Raises UserError: the file is missing or damaged, or contains code or no weights.
     """
     if not path.is_file():
         raise UserError(f"there is no file {path}")
@@ -59,7 +58,7 @@ def read_foreign(path: Path) -> Snapshot:
 
 
 def name_optimizer(optimizer_state: dict[str, Any], parameter_names: list[str]) -> dict[str, Any]:
-    """Converts an optimizer's state dict with numbered parameters, named in order, to `Snapshot.optimizer`'s form."""
+    """Converts an optimizer state dict from parameter numbers to names, in order, as in `Snapshot.optimizer`."""
     groups = optimizer_state["param_groups"]
     numbers = [number for group in groups for number in group["params"]]
     if len(numbers) != len(parameter_names):
@@ -73,16 +72,16 @@ def name_optimizer(optimizer_state: dict[str, Any], parameter_names: list[str]) 
 
 
 def write_foreign(path: Path, snapshot: Snapshot, arch: str, prefix: str = "module.") -> Path:
-    """Writes main.py's checkpoint.pth.tar atomically, so that its --resume continues the run.
+    """Writes main.py's checkpoint.pth.tar atomically; main.py's --resume continues the run.
 
-    main.py has one parameter group: several are merged, with the first one's learning rate and weight decay. The
-    snapshot has an SGD's state; its own `state` may have "epoch", "best" and "scheduler". main.py's names have the
-    prefix "module." on one or more GPUs, none on a CPU. Raises UserError: the snapshot has no optimizer.
+    The snapshot needs the state of SGD; `snapshot.state` may have "epoch", "best" and "scheduler". Parameter groups are
+    merged into one, with the learning rate and weight decay of the first. `prefix`: "module." as main.py writes on
+    GPUs, "" as on a CPU. Raises UserError: the snapshot has no optimizer state.
     """
     if snapshot.optimizer is None:
         raise UserError("the checkpoint has no optimizer state, which main.py needs to resume")
     epoch, other = int(snapshot.state.get("epoch", 0)), unflatten(snapshot.state.get(EXTRA_STATE, {}), {})
-    # By parameter number, counted in the network's order, in one group.
+    # main.py has one parameter group and numbers the parameters in the network's order.
     groups = snapshot.optimizer["param_groups"]
     held = {name for group in groups for name in group["params"]}
     numbers = {name: number for number, name in enumerate(name for name in snapshot.model if name in held)}
@@ -107,12 +106,12 @@ def _read(path: Path) -> dict[str, Any]:
         if path.name.endswith(".safetensors"):
             return dict(read_tensors(path))
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of a pickle protocol that torch itself doesn't write
+            warnings.simplefilter("ignore")  # about pickle protocols that torch itself doesn't write
             content = torch.load(path, weights_only=True, map_location="cpu")
     except pickle.UnpicklingError as error:
         raise _unloadable(path) from error
-    except Exception as error:  # torch's unpickler raises what its parts raise: struct.error, KeyError and others
-        # Beside BadZipFile, damaged names end in a ValueError and unknown versions in a NotImplementedError.
+    except Exception as error:  # torch's unpickler raises struct.error, KeyError and others
+        # Besides BadZipFile: damaged names raise ValueError, unknown ZIP versions NotImplementedError.
         damage, script = (zipfile.BadZipFile, OSError, NotImplementedError, ValueError), False
         with contextlib.suppress(*damage), zipfile.ZipFile(path) as archive:
             script = any(name.endswith("/constants.pkl") for name in archive.namelist())
@@ -127,7 +126,6 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _unloadable(path: Path) -> UserError:
-    """Distinguishes a pickle with objects or code in it from a file that is no pickle."""
     found = names_objects(path)
     if not found:
         return damaged(path)
@@ -142,7 +140,7 @@ def _unloadable(path: Path) -> UserError:
 
 
 def _main_state(content: dict[str, Any], path: Path) -> dict[str, Any]:
-    """main.py's plain values as JSON data; its best_acc1 is a percentage."""
+    """Converts main.py's plain values to JSON data; best_acc1 is a percentage."""
     state: dict[str, Any] = {"foreign": "imagenet-main", "epoch": int(_number(content, "epoch", path))}
     if isinstance(content.get("arch"), str):
         state["arch"] = content["arch"]
@@ -155,7 +153,7 @@ def _main_state(content: dict[str, Any], path: Path) -> dict[str, Any]:
 
 
 def _number(content: dict[str, Any], key: str, path: Path) -> float:
-    """A number of main.py's file; 0 if it is missing."""
+    """Returns a number in main.py's file, 0 if it is missing. Raises UserError: the value is not a number."""
     value = content.get(key, 0)
     if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
         value = value.item()
@@ -183,7 +181,7 @@ def _main_optimizer(content: dict[str, Any], path: Path) -> dict[str, Any] | Non
 
 
 def _step_schedule(saved: Any, epoch: int, group: dict[str, Any]) -> dict[str, Any]:
-    """The saved state if it is a StepLR's, else that of main.py's own at this epoch and learning rate."""
+    """Returns the saved StepLR state, else the state of main.py's scheduler at this epoch and learning rate."""
     if isinstance(saved, dict) and {"step_size", "gamma", "last_epoch"} <= set(saved):
         return saved
     rate = float(group["lr"])
@@ -198,7 +196,7 @@ def _step_schedule(saved: Any, epoch: int, group: dict[str, Any]) -> dict[str, A
 
 
 def names_objects(path: Path) -> list[str]:
-    """Names of the Python objects in a .pth file, beside tensors; "?" for computed names; empty if it is no pickle."""
+    """Returns names of the objects in a .pth file except tensors ("?": computed names); empty if it is no pickle."""
     with contextlib.suppress(ValueError, OSError, KeyError, zipfile.BadZipFile, NotImplementedError, RuntimeError):
         with contextlib.ExitStack() as stack:
             if zipfile.is_zipfile(path):
@@ -212,11 +210,11 @@ def names_objects(path: Path) -> list[str]:
 
 
 def _asked_for(content: bytes) -> Iterator[str]:
-    """Module and name of each object. Raises ValueError: no pickle."""
+    """Yields "module.name" of each object that a pickle refers to. Raises ValueError: no pickle."""
     stream = io.BytesIO(content)
-    for number in range(5):  # torch's older files begin with a magic number, a version and a description of the system
+    for number in range(5):  # older files of torch begin with a magic number, a version and system information
         if number and stream.read(1) not in (b"\x80", b"(", b"c", b"}"):
-            return  # what follows are a file's tensors
+            return  # the bytes of the tensors follow
         stream.seek(-1 if number else 0, io.SEEK_CUR)
         words: list[str] = []
         for step, argument, _ in itertools.islice(pickletools.genops(stream), _MOST_STEPS):

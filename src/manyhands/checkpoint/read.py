@@ -1,4 +1,4 @@
-"""Opens any checkpoint and reads its tensors region by region, in any layout."""
+"""Opens any checkpoint and reads regions of its tensors in any layout."""
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
@@ -23,7 +23,7 @@ def torch_type(kind: describe.ElementType) -> torch.dtype:
 
 
 class StoredTensors:
-    """Tensors by name, in the order of writing; `take(name, region)` reads a region of the stored view each time."""
+    """Named tensors in the order of writing; `take(name, region)` reads a region of the stored view."""
 
     def __init__(self, described: Tensors, take: Callable[[str, Region], Tensor]) -> None:
         self.described, self._take = described, take
@@ -38,7 +38,7 @@ class StoredTensors:
         return torch_type(self.described[name].dtype)
 
     def read(self, name: str, view: tuple[int, ...] | None = None, region: Region | None = None) -> Tensor:
-        """A region of a view in memory of its own; by default all. For another view than the stored one, reads all."""
+        """Reads a region (default: all) of a view into new memory; reads all values if the view isn't stored."""
         stored = self.described[name].layout
         view = stored.shape if view is None else view
         region = describe.whole_region(view) if region is None else region
@@ -49,7 +49,7 @@ class StoredTensors:
         return piece if piece.numel() == everything.numel() else piece.clone(memory_format=torch.contiguous_format)
 
     def piece(self, name: str, layout: TensorLayout, mesh: Mesh, rank: int) -> Tensor:
-        """The piece that a rank holds under a layout, in the network's shape."""
+        """Reads a rank's shard under a layout, in the shape of `TensorLayout.local_shape`."""
         return self.read(name, layout.view, layout.region(mesh, rank)).reshape(layout.local_shape(mesh, rank))
 
 
@@ -72,7 +72,7 @@ class _FileReader:
     def _open(self, file: Path, name: str, there: Region, wanted: Region) -> Tensor:
         expected = self._placed.entries[name].dtype
         try:
-            if file not in self._headers:  # checked and read once, since it may be long
+            if file not in self._headers:  # checked and read once, because a header may be long
                 with safe_open(file, framework="pt", device="cpu"), file.open("rb") as opened:
                     length = int.from_bytes(opened.read(8), "little")
                     self._headers[file] = (8 + length, parse_json(opened.read(length)))
@@ -86,18 +86,18 @@ class _FileReader:
         except (SafetensorError, OSError, RuntimeError, KeyError, ValueError) as error:
             raise torn(file, f"can't be read: {error}") from error
         if first % expected.item_bytes:
-            piece = piece.clone()  # some writers don't align what they write
+            piece = piece.clone()  # some writers don't align tensors
         return piece.view(torch_type(expected)).reshape(found[1])[slices(wanted, there)]
 
 
 def slices(region: Region, within: Region | None = None) -> tuple[slice, ...]:
-    """A region as an index into a tensor that begins where `within` does."""
+    """Converts a region to an index into a tensor that starts at the origin of `within`."""
     origins = [start for start, _ in within] if within else [0] * len(region)
     return tuple(slice(start - origin, stop - origin) for (start, stop), origin in zip(region, origins, strict=True))
 
 
 def entry_of(tensor: Tensor, layout: TensorLayout | None = None) -> TensorEntry:
-    """A tensor's entry, of any type, supported by the file format or not; by default unsharded."""
+    """Describes a tensor, by default as unsharded. The file format needn't support its type."""
     kind = describe.ElementType(str(tensor.dtype).removeprefix("torch."), tensor.dtype.itemsize)
     return TensorEntry(kind, layout or unsharded(tuple(tensor.shape)))
 
@@ -110,7 +110,7 @@ def in_memory(tensors: Mapping[str, Tensor]) -> StoredTensors:
 
 @dataclass(frozen=True)
 class Source(describe.Description):
-    """A checkpoint that is open for reading; of another tool's file `state` has the extra state alone."""
+    """An open checkpoint; for another tool's file, `state` contains only the extra state."""
 
     stored: Mapping[str, StoredTensors] = field(default_factory=dict[str, StoredTensors])  # by kind
 
@@ -123,7 +123,7 @@ class Source(describe.Description):
         return self.stored.get(OPTIMIZER)
 
     def layouts(self, network_layout: NetworkLayout) -> dict[str, dict[str, TensorLayout]]:
-        """Each tensor's layout under another sharding, by kind and name. Raises UserError: it is of another network."""
+        """Returns each tensor's layout under a sharding, by kind and name. Raises UserError: wrong network."""
         given, hints = network_layout.layouts, ("use the plan that was made for this network",)
         if strange := [name for name in given if name not in self.model.described]:
             what = f"the plan shards {strange[0]}, which {self.path.name} lacks"
@@ -141,7 +141,7 @@ class Source(describe.Description):
         return found
 
     def snapshot(self, network_layout: NetworkLayout | None = None, rank: int = 0) -> Snapshot:
-        """Everything unsharded, or the pieces of a rank, in its network's shapes. Raises the error of `layouts`."""
+        """Reads all tensors unsharded, or one rank's shards in their local shapes. Raises the errors of `layouts`."""
         network_layout = network_layout or NetworkLayout()
         layouts = self.layouts(network_layout)
         read = {
@@ -156,7 +156,7 @@ class Source(describe.Description):
 
 
 def open_checkpoint(path: Path, *, verified: bool = False, wanted: Collection[str] = ()) -> Source:
-    """Opens a checkpoint folder or a .pth.tar, .pth, .pt (in memory) or .safetensors file; see `open_description`."""
+    """Opens a checkpoint folder or file (.safetensors, or .pth.tar, .pth, .pt in memory); see `open_description`."""
     found = None if describe.is_pickled(path) else describe.open_description(path, verified=verified, wanted=wanted)
     if found and (path.is_dir() or found.kinds[MODEL].entries.keys() >= set(wanted)):
         stored = {kind: StoredTensors(placed.entries, _FileReader(placed).take) for kind, placed in found.kinds.items()}
@@ -172,5 +172,5 @@ def open_checkpoint(path: Path, *, verified: bool = False, wanted: Collection[st
 
 
 def load(path: Path) -> Snapshot:
-    """Verifies a checkpoint folder, unsharded or in pieces, then reads all of it."""
+    """Verifies a checkpoint folder, sharded or not, then reads all tensors."""
     return open_checkpoint(path).snapshot()

@@ -1,4 +1,4 @@
-"""Changes how a checkpoint is sharded, tensor by tensor, on one process without the network's code."""
+"""Rewrites checkpoints with another sharding, one tensor at a time, in one process and without the network's code."""
 
 import os
 from collections.abc import Callable
@@ -21,7 +21,7 @@ _UNKNOWN = (".tar", ".bin", ".ckpt", ".pkl", ".zip", ".json", ".npz", ".onnx")
 
 
 def read_network_layout(file: Path) -> NetworkLayout:
-    """Reads mesh and layouts of a plan.json. Raises UserError: it has none."""
+    """Reads the mesh and the layouts of a plan.json. Raises UserError: the plan lacks them."""
     record = read_plan_record(file)
     for key in ("mesh", "layouts"):
         if getattr(record, key) is None or key not in record.model_fields_set:
@@ -31,7 +31,7 @@ def read_network_layout(file: Path) -> NetworkLayout:
 
 
 def refuse_existing(target: Path) -> None:
-    """Raises UserError if the target exists, or its parent folder doesn't."""
+    """Raises UserError if the target exists or its parent folder is missing."""
     if os.path.lexists(target):
         raise UserError(f"{target} already exists", str(target), ("choose another name, or remove the target first",))
     if not target.absolute().parent.is_dir():
@@ -40,7 +40,7 @@ def refuse_existing(target: Path) -> None:
 
 
 def reshard(source: Source, target: Path, network_layout: NetworkLayout) -> None:
-    """Writes a new checkpoint folder with another sharding. Raises UserError; SaveError: no room, or the disk fails."""
+    """Writes a checkpoint folder with another sharding. Raises UserError, or SaveError: the disk is full or fails."""
     contents = _contents(source, network_layout)
 
     def write(staged: Path) -> None:
@@ -53,7 +53,7 @@ def reshard(source: Source, target: Path, network_layout: NetworkLayout) -> None
 
 
 def merge(source: Source, target: Path) -> None:
-    """Writes a checkpoint unsharded: to a new folder, or weights alone to a file. Raises the errors of `reshard`."""
+    """Writes an unsharded checkpoint folder, or a file with the weights only. Raises the errors of `reshard`."""
     contents = _contents(source, NetworkLayout())
     if target.name.endswith(_UNKNOWN):
         hints = ("end the name in .safetensors or .pth, or give a checkpoint folder's name without a suffix",)

@@ -1,4 +1,4 @@
-"""The state of a run in memory: tensors and plain data."""
+"""The in-memory state of a run: tensors and plain data."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
@@ -12,22 +12,22 @@ from torch import Tensor
 from manyhands.checkpoint.describe import fit_names, is_extra, written_order
 from manyhands.core.files import UnreadableError
 
-EXTRA_STATE = "extra_state"  # in a snapshot's state: what modules' `get_extra_state` gives
+EXTRA_STATE = "extra_state"  # key of a snapshot's state: the results of modules' `get_extra_state`
 _TENSOR = "$tensor"
 _TUPLE = "$tuple"
 _COUNTER, _MEAN = "num_batches_tracked", "running_mean"  # of BatchNorm
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Reads a .safetensors file in the order in which it was written, each tensor in memory of its own."""
+    """Reads all tensors of a .safetensors file, in the order of writing, into new memory."""
     with safe_open(path, framework="pt", device="cpu") as file:
         return {name: file.get_tensor(name).clone() for name in written_order(file)}
 
 
 def flatten(tree: Any, name: str, tensors: dict[str, Tensor]) -> Any:
-    """Moves the tensors of nested dicts, lists and tuples into `tensors`, named by their path from `name`.
+    """Moves the tensors of nested dicts, lists and tuples into `tensors`, named by their path below `name`.
 
-    Returns JSON data with {"$tensor": name} in place of tensors. Raises TypeError: a value is neither plain nor a
+    Returns JSON data with {"$tensor": name} in place of tensors. Raises TypeError: a value is neither plain data nor a
     tensor.
     """
     if isinstance(tree, Tensor):
@@ -47,7 +47,7 @@ def flatten(tree: Any, name: str, tensors: dict[str, Tensor]) -> Any:
 
 
 def plain_extra_state(state_dict: Mapping[Any, Any]) -> dict[str, Any]:
-    """{"extra_state": {name: JSON data}} of a state dict's entries beside tensors, or {}. Raises TypeError."""
+    """Returns a state dict's extra state as {"extra_state": {name: JSON data}}, or {}. Raises TypeError."""
     found, inner = dict[str, Any](), dict[str, Tensor]()
     for name, value in state_dict.items():
         if not isinstance(name, str) or not (isinstance(value, Tensor) or is_extra(name)):
@@ -65,7 +65,7 @@ def flatten_optimizer(optimizer: dict[str, Any]) -> tuple[dict[str, Any], dict[s
 
 
 def parameter_names(branches: dict[str, Any]) -> dict[str, str]:
-    """The parameter's name for each tensor of a flattened optimizer that belongs to one."""
+    """Maps the names of tensors in a flattened optimizer to the names of their parameters."""
     return {
         value[_TENSOR]: parameter
         for parameter, entries in branches.get("state", {}).items()
@@ -75,7 +75,7 @@ def parameter_names(branches: dict[str, Any]) -> dict[str, str]:
 
 
 def unflatten(tree: Any, tensors: dict[str, Tensor]) -> Any:
-    """The inverse of `flatten`. Raises UnreadableError: a tensor is missing."""
+    """Reverses `flatten`. Raises UnreadableError: a tensor is missing."""
     if isinstance(tree, list):
         return [unflatten(value, tensors) for value in tree]
     if not isinstance(tree, dict):
@@ -93,17 +93,17 @@ def unflatten(tree: Any, tensors: dict[str, Tensor]) -> Any:
 class Snapshot:
     """A run's state at one step, on one process."""
 
-    model: dict[str, Tensor]  # CPU tensors by the names of the network, or of another tool
+    model: dict[str, Tensor]  # CPU tensors by name, as in the network or in another tool's file
     # {"state": {parameter: {key: Tensor or number}}, "param_groups": [{"params": [names], "lr": …}]}, the form of
     # torch's get_optimizer_state_dict with full_state_dict
     optimizer: dict[str, Any] | None = None
     state: dict[str, Any] = field(default_factory=dict)  # JSON data: step, epoch, best, scaler, extra_state …
-    endless: frozenset[str] = frozenset()  # tensors that were not finite initially, such as an attention's mask
-    notes: list[str] = field(default_factory=list[str])  # sentences on what a network doesn't take
+    endless: frozenset[str] = frozenset()  # buffers with infinite or NaN initial values, such as an attention mask
+    notes: list[str] = field(default_factory=list[str])  # messages about ignored extra state
 
 
 def fitted(snapshot: Snapshot, wanted: Collection[str]) -> Snapshot:
-    """The snapshot under a network's names, see `fit_names`; BatchNorm counters (since torch 0.4.1) may be missing."""
+    """Renames tensors to a network's names (`fit_names`); adds BatchNorm counters, absent before torch 0.4.1."""
     extra = snapshot.state.get(EXTRA_STATE, {})
     names = fit_names([*snapshot.model, *extra], wanted)
     model = {names[key]: one for key, one in snapshot.model.items() if key in names}

@@ -1,7 +1,4 @@
-"""The description of a trained network: how to build it, its input, and the meaning of its outputs.
-
-It is network.json in the run folder, and part of the plain state of each checkpoint.
-"""
+"""The description of a trained network, stored as network.json in the run folder and in each checkpoint's state."""
 
 import weakref
 from collections.abc import Mapping
@@ -15,15 +12,15 @@ from manyhands.core.files import parse_json, read_bytes
 
 STATE_KEY, FILE = "trained", "network.json"  # in a checkpoint's state, and in the run folder
 VERSION = 1
-INITIAL_WEIGHTS, TRAINABLE = "initial weights", "trainable parameters"  # names in `TrainedNetwork.digests`
-_TRAINED_ON: dict[int, "TrainedOn"] = {}  # by the network's id: a class may compare or hash its objects by value
+INITIAL_WEIGHTS, TRAINABLE = "initial weights", "trainable parameters"  # keys of `TrainedNetwork.digests`
+_TRAINED_ON: dict[int, "TrainedOn"] = {}  # by id(network): a class may define equality by value
 
 
 class Pictures(BaseModel):
     """The conversion of an image to a tensor.
 
-    The shorter side is resized to `resize` pixels, the center `size` x `size` is cropped, and each channel (of 0 to 1)
-    is normalized by its mean and standard deviation.
+    The shorter side is resized to `resize` pixels, the center `size` x `size` is cropped, and each channel (0 to 1) is
+    normalized by mean and standard deviation.
     """
 
     model_config = ConfigDict(extra="ignore", frozen=True, allow_inf_nan=False)
@@ -45,20 +42,20 @@ class Pictures(BaseModel):
 
 
 def note_trained_on(network: Any, pictures: Pictures, classes: tuple[str, ...]) -> None:
-    """Records, for this process, a network's preprocessing and the names of its outputs."""
+    """Records a network's preprocessing and class names for this process."""
     if id(network) not in _TRAINED_ON:
         weakref.finalize(network, _TRAINED_ON.pop, id(network))
     _TRAINED_ON[id(network)] = TrainedOn(pictures, classes)
 
 
 def noted_trained_on(network: Any) -> "TrainedOn | None":
-    """Returns the record of a network, or of the one that DDP or torch.compile has wrapped in it."""
+    """Returns the record of a network, or of the network inside a DDP or torch.compile wrapper."""
     inner = (network, *(getattr(network, name, None) for name in ("module", "_orig_mod")))
     return next((_TRAINED_ON[id(each)] for each in inner if id(each) in _TRAINED_ON), None)
 
 
 class TrainedOn(NamedTuple):
-    """The data that a network of this process was trained on."""
+    """The data that a network was trained on in this process."""
 
     pictures: Pictures
     classes: tuple[str, ...]  # a name for each output
@@ -84,13 +81,13 @@ class TrainedNetwork(BaseModel):
     samples: dict[str, int] = Field(default={}, description="number of samples of each split, by its name")
 
     def changed(self, now: Mapping[str, str]) -> list[str]:
-        """Returns the names of code, objects and data whose digests are known and have changed."""
+        """Returns the names of code, objects and data whose recorded digest differs from the digest in `now`."""
         then = {**self.code, **self.digests}
         return [name for name, digest in now.items() if then.get(name, digest) != digest]
 
 
 def find_record(checkpoint: Path, state: Mapping[str, Any]) -> TrainedNetwork | None:
-    """Returns the record in a checkpoint's `state`, else the one in its run folder, if any."""
+    """Returns the record in a checkpoint's `state`, else the record in its run folder, if any."""
     if state.get(STATE_KEY) is not None:
         return parse_record(state[STATE_KEY], str(checkpoint))
     for folder in checkpoint.absolute().parents[:2]:
@@ -104,7 +101,7 @@ def find_record(checkpoint: Path, state: Mapping[str, Any]) -> TrainedNetwork | 
 
 
 def parse_record(content: Any, where: str) -> TrainedNetwork:
-    """Validates a record. Raises UserError: it is damaged, or a newer manyhands wrote it."""
+    """Validates a record. Raises UserError: the record is damaged, or a newer manyhands wrote it."""
     version = cast(dict[str, Any], content).get("v") if isinstance(content, dict) else None
     if isinstance(version, int) and version > VERSION:
         hints = ("update manyhands",)

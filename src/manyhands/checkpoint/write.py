@@ -1,7 +1,4 @@
-"""Saves checkpoints: written to a temporary folder, synced to disk, committed by a rename.
-
-All processes of a run save together; a failure on one process is raised on all.
-"""
+"""Saves checkpoints, all processes together: writes a temporary folder, syncs it to disk, commits it by a rename."""
 
 import errno
 import hashlib
@@ -32,7 +29,7 @@ from manyhands.core.mesh import Mesh, unsharded
 
 _MARGIN_BYTES = 64 * 1024
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-Specs = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # type and shape of each tensor of a file, by its key
+Specs = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # type and shape of each tensor of a file, by key
 _CODES = {torch_type(kind): code for code, kind in describe.BY_CODE.items()}
 T = TypeVar("T")
 Files = dict[str, Any]  # entries of the manifest, by name
@@ -44,11 +41,11 @@ class NotFiniteError(RunError):
 
 
 class SaveError(RunError):
-    """The disk is full or failing. Earlier checkpoints are untouched, so training may go on."""
+    """The disk is full or failing. Earlier checkpoints are intact, and training may continue."""
 
 
 def refuse_non_finite(snapshot: Snapshot) -> None:
-    """Raises NotFiniteError for the first tensor of the network with a NaN or infinity that was finite once."""
+    """Raises NotFiniteError for the first tensor with NaN or infinite values that was finite initially."""
     for name, tensor in snapshot.model.items():
         if name in snapshot.endless or not (tensor.is_floating_point() or tensor.is_complex()):
             continue
@@ -60,7 +57,7 @@ def refuse_non_finite(snapshot: Snapshot) -> None:
 
 
 def refuse_too_little_space(folder: Path, size_bytes: int) -> None:
-    """Raises OSError if a folder's disk has no room for tensors of so many bytes."""
+    """Raises OSError if a folder's disk has less free space than `size_bytes` and a margin."""
     needed = size_bytes + _MARGIN_BYTES
     if (free := shutil.disk_usage(folder).free) < needed:
         raise OSError(errno.ENOSPC, f"{needed:,} bytes are needed, {free:,} are free")
@@ -76,10 +73,10 @@ def save_error(folder: Path, error: OSError) -> SaveError:
 
 
 def write_stream(path: Path, specs: Specs, fetch: Callable[[str], Tensor]) -> None:
-    """Writes a .safetensors file in the library's format, one tensor at a time: the file may exceed the memory.
+    """Writes a .safetensors file one tensor at a time, so that the file may exceed the memory.
 
-    The specs are in the order that readers see; tensors are fetched in the file's order. Raises OSError: the disk
-    fails. TypeError: the format lacks a type.
+    `specs` has the order that readers see; `fetch` is called in the order of `in_file_order`. Raises OSError: the disk
+    fails. TypeError: the format doesn't support a type.
     """
     header: dict[str, object] = {"__metadata__": {"order": json.dumps(list(specs))}}
     names, position = in_file_order(specs), 0
@@ -98,20 +95,20 @@ def write_stream(path: Path, specs: Specs, fetch: Callable[[str], Tensor]) -> No
             if (tensor.dtype, tuple(tensor.shape)) != specs[name]:
                 raise TypeError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}, expected {specs[name]}")
             file.write(_as_bytes(tensor).numpy().data)
-            del tensor  # before the next one is assembled
+            del tensor  # frees memory before the next tensor is assembled
 
 
 def in_file_order(specs: Specs) -> list[str]:
-    """The names in a file's order: large elements first, so that each tensor is aligned."""
+    """Returns the names in file order: large elements first, which aligns each tensor."""
     return sorted(specs, key=lambda name: (-specs[name][0].itemsize, name))
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
-    """A tensor's values as bytes on the CPU [bytes]; the same memory if it is dense."""
+    """Returns a tensor's values as uint8 on the CPU [bytes]; shares memory with a contiguous CPU tensor."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
 
 
-# Subclasses first.
+# Subclasses before their bases: the first match is used.
 _ERRORS: dict[str, type[ManyhandsError]] = {
     kind.__name__: kind for kind in (NotFiniteError, SaveError, TornCheckpointError, UserError, RunError)
 }
@@ -119,32 +116,32 @@ _ERRORS: dict[str, type[ManyhandsError]] = {
 
 @dataclass(frozen=True)
 class CheckpointGroup:
-    """The processes that save together."""
+    """The processes that save a checkpoint together."""
 
-    rank: int = 0  # of this process, here and in the mesh
+    rank: int = 0  # rank of this process, in the group and in the mesh
     size: int = 1
-    # returns every process's JSON data by rank, on every process; a collective
+    # returns JSON data of all processes, by rank, on every process; a collective
     gather: Callable[[Any], list[Any]] = lambda value: [value]
-    device: str = "cpu"  # of tensors that are sent
-    # the writers of unsharded tensors, rank 0 first; each with the ranks of its machine, of which it is the first
+    device: str = "cpu"  # device of tensors that are sent
+    # ranks that write unsharded tensors, rank 0 first; each maps to the ranks of its machine, and is the first of them
     writers: Mapping[int, range] = field(default_factory=lambda: {0: range(1)})
 
 
 @dataclass(frozen=True)
 class Contents:
-    """A checkpoint to write; the manifest is its last file."""
+    """The contents of a checkpoint to write."""
 
     step: int
     mesh: Mesh
     tensors: Mapping[str, Tensors]  # by kind ("model", "optimizer") and name, in the order that readers see
     texts: Mapping[str, bytes]  # plain data, by file name
-    fetch: Callable[[str, str, Region], Tensor]  # returns a region of the view of a kind's tensor
+    fetch: Callable[[str, str, Region], Tensor]  # by kind, name and region of the tensor's view
 
     def size_bytes(self, kinds: Collection[str] = describe.KINDS) -> int:
         return sum(one.size_bytes for kind in kinds for one in self.tensors.get(kind, {}).values())
 
     def write_pieces(self, staged: Path, rank: int) -> Files:
-        """Writes the files of one rank; returns their entries in the manifest."""
+        """Writes the shards of one rank; returns the manifest entries of the files."""
         written: Files = {}
         for kind, tensors in self.tensors.items():
             if regions := describe.first_held(tensors, self.mesh, rank):
@@ -162,7 +159,7 @@ class Contents:
         self.finish(staged, written)
 
     def write_file(self, file: Path, kind: str, regions: Mapping[str, Region] | None = None) -> None:
-        """Writes the unsharded tensors of one kind, in their own shapes, or only these regions of their views."""
+        """Writes the unsharded tensors of one kind, in their shapes, or only `regions` of their views."""
         tensors = self.tensors[kind]
         specs = unsharded_specs(tensors)
         if regions is not None:
@@ -175,7 +172,7 @@ class Contents:
         write_stream(file, specs, fetch)
 
     def finish(self, staged: Path, written: Files, *, pieces: bool = False) -> None:
-        """Writes the remaining files; `written` has the entries of all ranks."""
+        """Writes the remaining files, the manifest last. `written`: manifest entries of all ranks' files."""
         entries: Files = {}
         texts = {files.PIECES: files.json_text(describe.describe_pieces(self.mesh, self.tensors))} if pieces else {}
         for name, text in {**texts, **self.texts}.items():
@@ -196,38 +193,37 @@ def unsharded_specs(tensors: Tensors) -> Specs:
 
 
 def _seal(file: Path) -> dict[str, Any]:
-    """Syncs a file; returns its entry in the manifest."""
     sync(file)
     return {"size": file.stat().st_size, "sha256": files.digest(file)}
 
 
 def save(folder: Path, step: int, snapshot: Snapshot) -> Path:
-    """Commits folder/step-NNNNNNNN of an unsharded network; see `CheckpointWriter`."""
+    """Commits folder/step-NNNNNNNN with an unsharded network; see `CheckpointWriter`."""
     return CheckpointWriter(folder, CheckpointGroup(), NetworkLayout()).write(step, snapshot)
 
 
 class CheckpointWriter:
     """Writes the checkpoints of one network, together with the processes that hold its other shards.
 
-    `group`: as many processes as the layout's mesh has. With `pieces` each process writes its own shards, to a disk
-    that all share. Otherwise the group's writers write unsharded tensors, each to a folder of its own, and receive the
-    shards of the others one by one: no process holds more than its own share and one tensor.
+    `group` has the size of the layout's mesh. With `pieces` each process writes its shards to a shared disk. Otherwise
+    each writer in the group writes unsharded tensors to its local folder and receives the other ranks' shards one
+    tensor at a time: a process holds at most its shards and one unsharded tensor.
     """
 
     def __init__(self, folder: Path, group: CheckpointGroup, layout: NetworkLayout, *, pieces: bool = False) -> None:
         self.folder, self.group, self.layout, self.pieces = folder, group, layout, pieces
 
     def write(self, step: int, snapshot: Snapshot) -> Path:
-        """Commits folder/step-NNNNNNNN; a collective. An existing checkpoint of that step is kept if it verifies.
+        """Commits folder/step-NNNNNNNN; a collective. An existing valid checkpoint of that step is kept.
 
         The snapshot has this process's shards, in the shapes of `TensorLayout.local_shape`, and must not change until
-        this returns. With `pieces` its plain data is taken from rank 0.
+        this method returns. With `pieces`, plain data is taken from rank 0.
 
         Raises:
             UserError: with `pieces`, the processes don't share the folder's disk.
-            RunError: a weight is NaN or infinite, or the processes hold different things; nothing is written.
-            SaveError: no room, or a disk fails (with `pieces` any process's, else rank 0's or this one's).
-            TypeError: the state or the optimizer's state is not plain data.
+            RunError: a weight is NaN or infinite, or the ranks have different networks or steps; nothing is written.
+            SaveError: a disk is full or fails (with `pieces` any rank's, else rank 0's or this rank's).
+            TypeError: the state or the optimizer state is not plain data.
         """
         contents = self._describe(step, snapshot)
         target = self.folder / files.step_name(step)
@@ -242,7 +238,7 @@ class CheckpointWriter:
         return target
 
     def _run(self, work: Callable[[], T]) -> list[T]:
-        """All processes' JSON data; a collective. Raises the first failed rank's error, an OSError as SaveError."""
+        """Returns the results of `work` (JSON data) by rank; a collective. Raises the first failed rank's error."""
         error: Exception | None = None
         try:
             answer: dict[str, Any] = {"result": work()}
@@ -264,7 +260,7 @@ class CheckpointWriter:
         raise _ERRORS[kind](what, f"rank {failed}: {where}" if where else f"rank {failed}", tuple(hints)) from error
 
     def _describe(self, step: int, snapshot: Snapshot) -> Contents:
-        """This process's contents, after a check that all processes hold shards of the same network."""
+        """Returns this rank's contents after a check that all ranks save the same network; a collective."""
         made: list[Contents] = []
 
         def digest() -> str:
@@ -286,7 +282,7 @@ class CheckpointWriter:
         return made[0]
 
     def _is_there(self, target: Path, contents: Contents) -> bool:
-        """True on a writer that has the checkpoint already; rank 0, if it hasn't, checks the free space."""
+        """True on a writer that already has a valid checkpoint. Otherwise rank 0 checks the free space."""
         if self.group.rank in self.group.writers and verifies(target):
             return True
         if self.group.rank == 0:
@@ -314,7 +310,7 @@ class CheckpointWriter:
             self._run(finish)
 
     def _shared_folder(self, stack: ExitStack, step: int) -> Path:
-        """A staged folder that every process sees: rank 0 makes it with a token inside, which the others look for."""
+        """Creates a staged folder on rank 0 and checks, by a token, that all ranks see it; a collective."""
 
         def stage() -> list[str]:
             if self.group.rank != 0:
@@ -352,9 +348,9 @@ class CheckpointWriter:
             except OSError as error:
                 if self.group.rank == 0:
                     raise
-                failed.append(error)  # a copy that can't be made costs that copy alone
+                failed.append(error)  # only this writer's copy is missing
             finally:
-                # The others send all the same, also where a writer's disk is full.
+                # The other ranks send all shards, even if a writer's disk is full.
                 for _ in assembled:
                     pass
 
@@ -363,10 +359,10 @@ class CheckpointWriter:
             raise save_error(self.folder, failed[0]) from failed[0]
 
     def _assembled(self, contents: Contents) -> Iterator[Tensor]:
-        """On a writer each unsharded tensor in its view, in file order; on others nothing.
+        """Yields each unsharded tensor in its view, in file order, on writers; yields nothing elsewhere. A collective.
 
-        One writer after the other receives the pieces of its neighbours, or those that its machine lacks. No reference
-        to a tensor is kept while the next one is assembled.
+        The writers take turns to receive shards, from ranks on their machine where possible. No reference to a tensor
+        is kept while the next one is assembled.
         """
         for kind, tensors in contents.tensors.items():
             for name in in_file_order(unsharded_specs(tensors)):
@@ -401,7 +397,7 @@ class CheckpointWriter:
 
 
 def _blocks(region: Region, item_bytes: int) -> Iterator[Region]:
-    """A region in parts that are sent one by one, to need little memory beside the tensor."""
+    """Divides a region into blocks, which are sent one by one to limit the memory."""
     sizes = size_of(region)
     if not sizes:
         yield region
@@ -414,7 +410,7 @@ def _blocks(region: Region, item_bytes: int) -> Iterator[Region]:
 
 
 def held_contents(step: int, snapshot: Snapshot, network_layout: NetworkLayout, rank: int) -> Contents:
-    """A rank's pieces as contents. Raises RunError: layouts don't match the pieces. TypeError: data is not plain."""
+    """Describes a rank's shards. Raises RunError: the shards don't match the layouts. TypeError: data is not plain."""
     _refuse_half_named(snapshot.model, network_layout)
     held: dict[str, Mapping[str, Tensor]] = {MODEL: snapshot.model}
     owners = {name: name for name in snapshot.model}
@@ -444,13 +440,13 @@ def _refuse_half_named(model: Mapping[str, Tensor], network_layout: NetworkLayou
 
 
 def _describe(name: str, tensor: Tensor, owner: str, network_layout: NetworkLayout, rank: int) -> describe.TensorEntry:
-    """A tensor has the layout of the parameter it belongs to if it has that one's shape; else it is unsharded."""
+    """Describes a tensor by its parameter's layout if the shapes match, else as unsharded."""
     shape = tuple(tensor.shape)
     layout = network_layout.layouts.get(owner) or unsharded(shape)
     expected = layout.local_shape(network_layout.mesh, rank)
     if shape == expected:
         return entry_of(tensor, layout)
-    # A count of steps is the same everywhere. Anything else of a sharded parameter could be sharded in any way.
+    # A step count is equal on all ranks. Other state of a sharded parameter could be sharded in any way.
     if name != owner and (tensor.ndim == 0 or not layout.cuts):
         return entry_of(tensor)
     what = f"rank {rank} holds {list(shape)} of {name}, but the layout expects {list(expected)}"

@@ -1,1 +1,1 @@
-"""The job: one typed tree of options, loaded from flags, environment, file and recipe, with origins."""
+"""The job: a typed tree of options, loaded from flags, environment, job.toml, recipe and defaults."""

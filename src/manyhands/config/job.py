@@ -1,4 +1,4 @@
-"""The whole job as one typed tree. Each part's own section lies beside the code that reads it."""
+"""The configuration of a run as a typed tree. Some sections are defined in the packages that use them."""
 
 import re
 from collections.abc import Iterable
@@ -17,18 +17,18 @@ from manyhands.parallel.options import ParallelOptions
 from manyhands.sync.options import SyncOptions
 
 BUILT_IN_OPTIMIZERS = ("sgd", "adamw")
-# Options of the built-in ones; the user's own optimizer sets its own.
+# Options of the built-in optimizers; a custom optimizer sets its own.
 OF_BUILT_IN_OPTIMIZERS = ("lr", "momentum", "nesterov", "betas", "weight_decay", "decay_norm_and_bias", "bias_rate")
 KEYS_OF_BUILT_IN_OPTIMIZERS = tuple(f"train.{name}" for name in OF_BUILT_IN_OPTIMIZERS)
 BUILT_IN_SCHEDULES = ("constant", "step", "cosine", "one-cycle")
-_DEBUG_TIMEOUT_S = 864_000.0  # ten days: longer than anybody debugs, and a time limit that every backend takes
-# Options that a run decides once where they are "auto", by their dotted keys; its job.toml holds the decisions.
+_DEBUG_TIMEOUT_S = 864_000.0  # ten days: longer than a debugging session, and accepted by every backend
+# Options that a run decides once if they are "auto", by dotted key; job.toml records the decisions.
 MEASURED = ("train.precision", "train.channels_last")
-OBJECT = "object"  # the value of an option that was an object in Python; object:NAME for one of several
-# The figures of every evaluation, and which of their values is better.
+OBJECT = "object"  # stored for an option that was an object in Python; object:NAME for one of several
+# Figures of every evaluation, and which of their values is better.
 _BETTER = {"top1": "highest", "top5": "highest", "loss": "lowest"}
 BY_TOP1 = "highest top1"
-# The figures of an evaluation's record, whose names no metric may have.
+# Keys of an evaluation's record, which no metric may use as a name.
 _FIGURES: tuple[str, ...] = ("top1", "top5", "loss", "val_loss", "train_loss", "epoch", "evaluated", "best")
 
 
@@ -174,7 +174,7 @@ class TrainOptions(Options):
 
 
 class ClusterOptions(Options):
-    """Options of the processes and machines of a run, and of their connections."""
+    """Options of the processes, machines and connections of a run."""
 
     processes: int = option(
         0, "processes on this machine; 0: one per accelerator, or one if there is no accelerator", ge=0, le=1024
@@ -225,7 +225,7 @@ class ClusterOptions(Options):
     debug_port: int = option(5678, "port for debugpy on 127.0.0.1", ge=1, le=65535)
 
     def mark_flags(self, names: Iterable[str]) -> None:
-        """Records which options were given by a flag or a Python argument. Job files don't have this record."""
+        """Records which options were set by a flag or a Python argument; the stored job lacks this record."""
         object.__setattr__(self, "flags", frozenset(names))
 
     @cached_property
@@ -251,7 +251,7 @@ class ClusterOptions(Options):
 
     @property
     def machines_wanted(self) -> range:
-        """The numbers of machines on which the run may start or restart."""
+        """The numbers of machines with which the run may start or restart."""
         least, _, most = self.elastic.partition(":")
         return range(int(least) if least.isdecimal() else 1, int(most or 10_000) + 1)
 
@@ -267,7 +267,7 @@ class ClusterOptions(Options):
     @field_validator("shares", mode="before")
     @classmethod
     def _are_shares(cls, given: object) -> object:
-        """Raises ValueError: one sentence, where pydantic has one for each kind."""
+        """Raises ValueError with one message, instead of pydantic's message for each type of the union."""
         if given in ("machines", "equal", "auto"):
             return given
         numbers: list[object] = list(cast(Any, given)) if isinstance(given, list | tuple) else []

@@ -1,7 +1,4 @@
-"""Builds a Job from its five sources and records the source of each value; reports all mistakes at once.
-
-Flags win over the environment, job.toml, the recipe of the data set and network, and the defaults, in this order.
-"""
+"""Builds a Job from its sources, records the source of each value, and reports all invalid values at once."""
 
 import functools
 import json
@@ -25,22 +22,22 @@ from manyhands.core.user_code import is_object_reference
 from manyhands.data.known import named
 
 ENVIRONMENT_PREFIX = "MANYHANDS_"
-# Variables that are not job values: MANYHANDS_DATA says where named data sets lie … An agent sets the last four.
+# Variables that are not job values. Agents set the last four.
 _RESERVED = ("DATA", "CACHE", "MIRROR", "TESTED_DEVICES", "DEVICE_INDEX", "FAILURE_FILE", "HEARTBEAT_FILE", "TUNNELS")
 ENVIRONMENT_RESERVED = {ENVIRONMENT_PREFIX + name for name in _RESERVED}
-# Options that name a file or folder, or may do so.
+# Options whose values are, or may be, paths.
 NAMES_OF_FILES = {
     "data.name", "data.dir", "model.name", "model.weights", "parallel.plan", "cluster.hostfile", "cluster.file",
     "cluster.rank_table", "cluster.workdir", "checkpoint.resume", "checkpoint.pth_tar", "run.out",
 }  # fmt: skip
-Problem = tuple[str, str, str]  # a problem of one value: the fact, where the value is from, and a hint
+Problem = tuple[str, str, str]  # message about one value, source of the value, hint
 _MOST_NAME_BYTES, _MOST_PATH_BYTES = 255, 4_095
 Values = dict[str, Any]
 
-# Sections that may be written as one word: data = "mnist" is data.name = "mnist".
+# Sections with a short form: data = "mnist" means data.name = "mnist".
 ONE_WORD = {"data": "name", "model": "name", "parallel": "mode", "sync": "method"}
 
-# Options under the names that timm, Hugging Face, Ultralytics and torchrun have for them.
+# Names of options in timm, Hugging Face, Ultralytics and torchrun.
 _NAMES_ELSEWHERE = {
     "data.name": "data dataset dataset_name",
     "data.dir": "data_path data_root",
@@ -65,10 +62,10 @@ _ELSEWHERE = {word: key for key, words in _NAMES_ELSEWHERE.items() for word in w
 
 @dataclass(frozen=True)
 class LoadedJob:
-    """A job and where each value came from."""
+    """A job and the source of each value."""
 
-    job: Job  # the checked values
-    origins: dict[str, str]  # dotted key to its source, for values that are not plain defaults
+    job: Job  # validated
+    origins: dict[str, str]  # source by dotted key, for values that are not plain defaults
 
 
 def load_job(
@@ -79,14 +76,14 @@ def load_job(
     environment: Mapping[str, str] | None = None,
     recipe: str = "",
 ) -> LoadedJob:
-    """Builds the job. Raises UserError: values are wrong; all of them are named.
+    """Builds the job. Raises UserError: values are invalid; the error lists all of them.
 
     Args:
-        flags: dotted key to value, as given on the command line or in Python; None values are left out.
+        flags: values from the command line or from Python, by dotted key; None values are skipped.
         file: a job.toml.
-        job: what was given in Python in place of a job.toml; its defaults don't count.
-        environment: MANYHANDS_SECTION__KEY variables; the process's own if None.
-        recipe: name of the recipe; empty for that of the data set.
+        job: a Job from Python in place of a job.toml; only values that were set explicitly count.
+        environment: variables MANYHANDS_SECTION__KEY; None: this process's environment.
+        recipe: name of the recipe; empty: the recipe of the data set.
     """
     layers = [
         (written_values(file) if file else {}, f"{file}" if file else ""),
@@ -98,15 +95,14 @@ def load_job(
     for layer, name in layers:
         _overlay(values, origins, layer, name)
     name = str(values.get("data.name", ""))
-    if not _unusable("data.name", name) and (known := named(name)):  # a path to a known set's published files
+    if not _unusable("data.name", name) and (known := named(name)):  # a path to published files of a known set
         values["data.name"], values["data.dir"] = known
         origins["data.dir"] = origins["data.name"]
     model = str(values.get("model.name", ""))
     recipe, merged = choose_recipe(recipe, str(values.get("data.name", "digits")), model)
     merged_origins = dict.fromkeys(merged, f"recipe {recipe}")
     if values.get("train.loss", "cross-entropy") != "cross-entropy":
-        # A recipe's smoothing is for its own loss.
-        merged.pop("train.label_smoothing", None)
+        merged.pop("train.label_smoothing", None)  # it applies to the recipe's loss only
     if _is_custom(values.get("train.optimizer")):
         _leave_to_own_optimizer(merged, origins)
     if _is_custom(values.get("train.schedule")):
@@ -123,7 +119,7 @@ def _is_custom(value: Any) -> bool:
 
 
 def _leave_to_own_optimizer(recipe: Values, origins: dict[str, str]) -> None:
-    """Drops a recipe's options of the built-in optimizers. Raises UserError: the user sets one, which has no effect."""
+    """Drops a recipe's options of the built-in optimizers. Raises UserError: the user sets one of these options."""
     for name in OF_BUILT_IN_OPTIMIZERS:
         recipe.pop(f"train.{name}", None)
         origin = origins.get(f"train.{name}", "")
@@ -134,7 +130,7 @@ def _leave_to_own_optimizer(recipe: Values, origins: dict[str, str]) -> None:
 
 
 def load_on(base: Job | str | Path | None, flags: Mapping[str, Any]) -> LoadedJob:
-    """Builds a job on a Job, the path of a job.toml, or nothing; `flags` win. Raises UserError: a value is wrong."""
+    """Builds a job from a Job, the path of a job.toml, or None; `flags` win. Raises UserError: a value is invalid."""
     if isinstance(base, str | Path):
         return load_job(flags, file=Path(base).expanduser())
     given: Any = base
@@ -145,17 +141,17 @@ def load_on(base: Job | str | Path | None, flags: Mapping[str, Any]) -> LoadedJo
 
 
 def written_values(file: Path) -> Values:
-    """The values of a job.toml by dotted key, unchecked. Raises UserError: the file is missing, or isn't TOML."""
+    """Returns the values of a job.toml by dotted key, unvalidated. Raises UserError: the file is missing or no TOML."""
     values: Values = {}
     _overlay(values, {}, flatten(read_toml(file)), "")
-    values.pop("train.cuda_graphs", None)  # an option of older versions, as is "auto" for train.compile
+    values.pop("train.cuda_graphs", None)  # an option of older versions, like "auto" for train.compile
     if values.get("train.compile") == "auto":
         values["train.compile"] = False
     return values
 
 
 def _overlay(values: Values, origins: dict[str, str], layer: Values, name: str) -> None:
-    """Lays a layer over the values; a section given as one word means its main key."""
+    """Overwrites values and their origins with a layer; a section in short form sets its main key."""
     for given, value in layer.items():
         key = f"{given}.{ONE_WORD[given]}" if given in ONE_WORD and not isinstance(value, dict) else given
         values[key] = value
@@ -163,7 +159,7 @@ def _overlay(values: Values, origins: dict[str, str], layer: Values, name: str) 
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> Values:
-    """Nested sections to dotted keys; only sections of the job are entered, so that a table value stays whole."""
+    """Flattens sections to dotted keys; a table inside a section stays a dict."""
     flat: Values = {}
     for key, value in tree.items():
         if isinstance(value, Mapping) and not prefix:
@@ -194,7 +190,7 @@ def _from_environment(environment: Mapping[str, str]) -> Values:
 
 
 def parse_value(text: str) -> Any:
-    """A value from a flag or variable: TOML's own syntax where it parses, else the text itself."""
+    """Parses the value of a flag or variable as TOML; returns the text itself if that fails."""
     try:
         return parse_toml(f"value = {text}")["value"]
     except ValueError:
@@ -203,14 +199,14 @@ def parse_value(text: str) -> Any:
 
 @functools.cache
 def known_keys() -> Mapping[str, Any]:
-    """All dotted keys of the job, with the declared types of their values."""
+    """Returns all dotted keys of the job, with the declared types of their values."""
     sections = {name: cast(type[BaseModel], field.annotation).model_fields for name, field in Job.model_fields.items()}
     return {f"{name}.{key}": field.annotation for name, fields in sections.items() for key, field in fields.items()}
 
 
 def _check(values: Values, origins: dict[str, str]) -> Job:
     keys = known_keys()
-    # "flag" alone doesn't say which of many: --train.lr.
+    # Names the flag, such as --train.lr.
     origins = {key: f"flag --{key}" if origin == "flag" else origin for key, origin in origins.items()}
     problems = [_unknown(key, origins) for key in values if key not in keys]
     unusable = {key: why for key, value in values.items() if (why := _unusable(key, value))}
@@ -233,7 +229,7 @@ def _check(values: Values, origins: dict[str, str]) -> Job:
 
 
 def meant_key(word: str) -> str:
-    """The option that a name stands for: its last part, its name in other programs, or one spelled alike; else ""."""
+    """Returns the option meant by a key's last component, another tool's name or a misspelling, else ""."""
     name = word.replace("-", "_").lower()
     last = name.rpartition(".")[2]
     keys = [*known_keys()]
@@ -251,7 +247,7 @@ def _unknown(key: str, origins: dict[str, str]) -> Problem:
 
 
 def _unusable(key: str, value: Any) -> str:
-    """The reason why no path or no job.toml can hold a value; empty for all others."""
+    """Returns why a path or a job.toml can't contain a value, or ""."""
     words = cast(list[Any], value) if isinstance(value, list | tuple) else [value]
     texts = [word for word in words if isinstance(word, str)]
     if any("\0" in text for text in texts):
@@ -266,10 +262,10 @@ def _unusable(key: str, value: Any) -> str:
 
 
 def _explained(error: ValidationError, origins: dict[str, str]) -> list[Problem]:
-    """A problem for each value; pydantic has one for each kind that the value may be of."""
+    """Converts validation errors to one problem per value; pydantic reports one for each type of a union."""
     problems: dict[Any, Problem] = {}
     for number, item in enumerate(error.errors()):
-        # The option; empty for what concerns several sections.
+        # The option's key; empty for an error that concerns several sections.
         key = ".".join(part for part in item["loc"][:2] if isinstance(part, str))
         kinds, words = _kinds(known_keys().get(key))
         kinds = [] if item["type"] == "value_error" else kinds
@@ -285,12 +281,12 @@ def _explained(error: ValidationError, origins: dict[str, str]) -> list[Problem]
 
 
 def is_switch(key: str) -> bool:
-    """True for an option that is true or false; a key without a section is one of train's."""
+    """True for a boolean option; a key without a section belongs to train."""
     return known_keys().get(key if "." in key else f"train.{key}") is bool
 
 
 def _kinds(declared: Any) -> tuple[list[str], list[str]]:
-    """What a value may be that is declared as one of several, else nothing; and the words among all its values."""
+    """Returns descriptions of a union's types (empty for other types), and the string values of all literals."""
     several = get_origin(declared) in (Union, UnionType)
     names = {bool: ["true", "false"], int: ["a whole number"], tuple[int, ...]: ["a list of whole numbers"]}
     kinds, words = list[str](), list[str]()
@@ -302,7 +298,7 @@ def _kinds(declared: Any) -> tuple[list[str], list[str]]:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Reads a TOML file, in UTF-8 with or without a byte-order mark. Raises UserError: it is missing, or isn't TOML."""
+    """Reads a UTF-8 TOML file, with or without byte-order mark. Raises UserError: the file is missing or invalid."""
     try:
         text = decoded(read_bytes(path, MOST_TOML_BYTES, pipes=True))
     except FileNotFoundError:
@@ -324,7 +320,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def _word_and_table(text: str, path: Path) -> UserError | None:
-    """The error for a section that is given both as one word and as a table, which TOML can't hold."""
+    """Returns the error for a section that is given both as a value and as a table, which TOML forbids."""
     for section, main in ONE_WORD.items():
         word = re.search(rf"^[ \t]*{section}[ \t]*=[ \t]*(?P<value>[^\s{{][^\n#]*)", text, re.MULTILINE)
         table = re.search(rf"^[ \t]*(\[[ \t]*{section}[ \t]*[\].]|{section}[ \t]*\.)", text, re.MULTILINE)

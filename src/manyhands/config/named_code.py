@@ -1,4 +1,4 @@
-"""Messages about code that a run folder or a plan, which may be somebody else's, names, before the code runs."""
+"""Announces user code that a run folder or a plan, possibly another user's, names, before the code runs."""
 
 import os
 from collections.abc import Iterable
@@ -13,10 +13,10 @@ from manyhands.core.user_code import code_digests, code_file
 def announce(
     words: Iterable[str], said_by: Path, record: TrainedNetwork | None, instead: str, *, compared: bool = True
 ) -> None:
-    """Prints which code a run is about to execute, and with `compared` whether it has changed since training.
+    """Prints which code a run is about to execute and, with `compared`, whether the code changed since training.
 
-    `said_by` is the folder or file with the names, of which those that aren't code are skipped; `record` has digests of
-    the trained code, and `instead` is how the user names the code. Raises UserError: it is another user's.
+    `words`: option values; values that aren't code are skipped. `said_by`: folder or file with the values. `record`:
+    has digests of the trained code. `instead`: how a user names the code. Raises UserError: another user owns it.
     """
     known = record.code if record else {}
     for word in dict.fromkeys(words):
@@ -34,7 +34,7 @@ def announce(
 
 
 def refuse_other_users(word: str, place: Path, said_by: Path, instead: str) -> None:
-    """Raises UserError if a file or folder that makes `word` run belongs to another user than root."""
+    """Raises UserError if `place`, from which `word` would run, belongs neither to this user nor to root."""
     if place.exists() and (owner := place.stat().st_uid) not in {0, os.geteuid()}:
         what = f"{said_by} requests to run {word}, but {place} belongs to another user (uid {owner})"
         raise UserError(what, str(place), (f"review {word}, then name it explicitly: {instead}",))

@@ -1,1 +1,1 @@
-"""Samples in, pixels out. Knows (rank, size) only as two integers, and nothing of models."""
+"""Data sets, the order of samples, decoding and augmentation. Imports no models and no process groups."""

@@ -1,4 +1,4 @@
-"""How a worker process lives and dies: with its parent, not before."""
+"""Setup of data-loading worker processes, which end with their parent."""
 
 import ctypes
 import os
@@ -17,11 +17,11 @@ _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
 
 
 def begin_worker(_number: int, *, parent: int, follow: bool) -> None:
-    """Sets up a worker process, which ignores stop signals except its parent's SIGTERM, and ends with its parent.
+    """Sets up a worker process that ends with its parent and ignores stop signals, except the parent's SIGTERM.
 
-    Stop signals reach entire process groups, but the parent still saves then and needs its workers. With `follow` the
-    kernel kills this process when the parent's starting thread ends: inherited files and ports would stay open for
-    seconds. Not for a thread that may end before its process.
+    A stop signal reaches the entire process group, but the parent needs its workers until it has saved. With `follow`,
+    the kernel kills this process when the parent's starting thread ends; inherited files and ports would otherwise stay
+    open for seconds. Don't use `follow` in a thread that may end before its process.
     """
     for number in {*STOPS} - {signal.SIGTERM}:
         signal.signal(number, signal.SIG_IGN)
@@ -33,11 +33,11 @@ def begin_worker(_number: int, *, parent: int, follow: bool) -> None:
             if os.getppid() != parent:
                 os._exit(1)
     Queue._on_queue_feeder_error = _answer_with_error  # pyright: ignore[reportAttributeAccessIssue]  # of this process
-    warnings.filterwarnings("ignore", module="PIL")  # of broken EXIF data and the like, once for each worker
+    warnings.filterwarnings("ignore", module="PIL")  # about broken EXIF data and the like, once per worker
 
 
 def _answer_with_error(answers: Any, error: Exception, answer: tuple[int, Any]) -> None:
-    """Sends an error in place of an answer that can't be sent, which the training process would wait for for ever."""
+    """Sends an error in place of an answer that can't be sent, for which the training process would wait forever."""
     traceback.print_exc()
     number, content = answer
     if isinstance(content, RunError):

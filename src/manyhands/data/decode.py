@@ -1,4 +1,4 @@
-"""One picture file of any kind to 8-bit RGB or grey."""
+"""Decodes a picture file of any format to 8-bit RGB or grey."""
 
 import contextlib
 import io
@@ -21,20 +21,20 @@ PICTURE_SUFFIXES = frozenset({
 })  # fmt: skip
 _GREY = frozenset({"1", "L", "LA", "La", "I", "F"})
 _WITH_ALPHA = frozenset({"RGBA", "LA", "PA", "RGBa", "La"})
-_EVEN = 15  # levels by which one color may differ within a picture, because of compression
-_WIDE_PORTABLE = frozenset({"PNG", "PPM"})  # formats whose "I" is 16 bits wide
-_MOST_MEGAPIXELS = 89  # Pillow warns from this size on; such a picture takes 0.7 GB and a second
+_EVEN = 15  # levels by which compression may change a uniform color
+_WIDE_PORTABLE = frozenset({"PNG", "PPM"})  # formats whose mode "I" has 16 bits
+_MOST_MEGAPIXELS = 89  # Pillow's limit for warnings; such a picture needs 0.7 GB and a second
 _BLOCK_ROWS = 256
 _OTHER_TIFF = "a TIFF file needs 1, 3 or 4 channels of 8 bits, or one channel of 16 or 32 bits"
-# The end of an undamaged file, except for a few bytes that some programs add.
+# End markers of undamaged files; some programs add a few bytes after them.
 _ENDS, _NEAR_END = {"JPEG": b"\xff\xd9", "PNG": b"IEND"}, 64
 
-# Pillow logs a line for each TIFF of many channels, before it raises; without a handler logging prints that line.
+# Pillow logs a line for each TIFF of many channels before it raises; without a handler, logging would print it.
 logging.getLogger("PIL").addHandler(logging.NullHandler())
 
 
 class CorruptImageError(UserError):
-    """A file can't be read as a picture."""
+    """A picture file can't be read."""
 
 
 def corrupt(path: str, reason: str) -> CorruptImageError:
@@ -43,43 +43,43 @@ def corrupt(path: str, reason: str) -> CorruptImageError:
 
 
 def decode(path: str, channels: int, content: bytes | None = None, scale: int = 1) -> Image.Image:
-    """Decodes a picture to mode "RGB" (3 channels) or "L" (1), upright and opaque; the first frame of several.
+    """Decodes a picture to mode "RGB" (3 channels) or "L" (1), upright and opaque; the first frame if there are more.
 
-    `content` has its bytes if they are read already. A JPEG may be decoded `scale` (2, 4 or 8) times smaller. Raises
+    `content`: the file's bytes, if already read. `scale`: a JPEG may be decoded 2, 4 or 8 times smaller. Raises
     CorruptImageError: the file is missing, empty, truncated, no picture, or has over 89 megapixels.
     """
     with _opened(path, content_of(path) if content is None else content) as image:
         if scale > 1:
             image.draft(None, (image.width // scale, image.height // scale))
         image.load()
-        with contextlib.suppress(Exception):  # Pillow raises a dozen kinds for broken EXIF data; the pixels are whole
+        with contextlib.suppress(Exception):  # broken EXIF data raises a dozen exception types; the pixels are intact
             ImageOps.exif_transpose(image, in_place=True)
         return to_mode(image, channels)
 
 
 @dataclass(frozen=True)
 class PictureHeader:
-    """The size and kind of a picture, read without its pixels."""
+    """The size and kind of a picture, read without decoding its pixels."""
 
     width: int  # as stored, before a camera's orientation is applied
     height: int
     grey: bool
-    plain_jpeg: bool  # True for a JPEG of grey or RGB that stands upright
+    plain_jpeg: bool  # True for an upright JPEG in grey or RGB
 
 
 def probe(path: str, content: bytes | None = None) -> PictureHeader:
-    """Reads a picture's header. Raises CorruptImageError: it can't be read."""
+    """Reads a picture's header. Raises CorruptImageError: the header can't be read."""
     with _opened(path, content_of(path) if content is None else content) as image:
         plain = False
-        # MPO: several pictures in one file, as some cameras write them; the first counts.
+        # MPO: several pictures in one file, written by some cameras; the first one is used.
         if image.format in ("JPEG", "MPO") and image.mode in ("L", "RGB"):
-            with contextlib.suppress(Exception):  # Pillow raises a dozen kinds for broken EXIF data
+            with contextlib.suppress(Exception):  # broken EXIF data raises a dozen exception types
                 plain = image.getexif().get(ExifTags.Base.Orientation, 1) == 1
         return PictureHeader(image.width, image.height, is_grey(image), plain)
 
 
 def is_readable(path: str, content: bytes) -> bool:
-    """False where a picture can't be read; a JPEG or PNG that ends as one does isn't decoded."""
+    """False if a picture can't be read. A JPEG or PNG with an intact end marker isn't decoded."""
     try:
         with _opened(path, content) as image:
             end = _ENDS.get(image.format or "", b"")
@@ -91,7 +91,7 @@ def is_readable(path: str, content: bytes) -> bool:
 
 
 def content_of(path: str) -> bytes:
-    """Reads a file; Pillow would request as many bytes from it as the header claims."""
+    """Reads all bytes of a file, because Pillow would request as many bytes as the header claims."""
     try:
         with open_file(Path(path)) as file:
             return file.read()
@@ -104,7 +104,7 @@ def content_of(path: str) -> bytes:
 
 @contextlib.contextmanager
 def _opened(path: str, content: bytes) -> Iterator[Image.Image]:
-    """A picture whose header is read; raises CorruptImageError for any error of a decoder, and for large pictures."""
+    """Yields a picture with its header read. Raises CorruptImageError: a decoder fails, or too many pixels."""
     try:
         with Image.open(io.BytesIO(content)) as image:
             if image.width * image.height > _MOST_MEGAPIXELS * 1_000_000:
@@ -136,8 +136,8 @@ def is_grey(image: Image.Image) -> bool:
 def to_mode(image: Image.Image, channels: int) -> Image.Image:
     """Converts a loaded picture of any mode to "RGB" (3 channels) or "L" (1).
 
-    Transparency is dropped, unless the picture has one colour and its content is in the alpha channel, as many icons
-    have: then it is drawn on white, or on black if the colour is bright.
+    Transparency is dropped, unless the picture has a single color and its content is in the alpha channel, as in many
+    icons. Such a picture is drawn on white, or on black if its color is bright.
     """
     if image.mode in ("I", "F") or image.mode.startswith("I;16"):
         image = _eight_bits(image)
@@ -159,10 +159,10 @@ def _without_alpha(image: Image.Image) -> Image.Image:
 
 
 def _eight_bits(image: Image.Image) -> Image.Image:
-    """Scales wide values to 0 … 255 instead of clipping at 255.
+    """Scales wide values to 0 … 255 instead of clipping them at 255.
 
-    16 bits: by 257. 32-bit integers and floats have no agreed range: 0 to 1 (floats), 0 to 255 as they are, 0 to 65,535
-    by 257, else from the picture's minimum to its maximum.
+    16-bit values are divided by 257. 32-bit integers and floats have no agreed range: 0 to 1 (floats) is multiplied by
+    255, 0 to 255 stays, 0 to 65,535 is divided by 257, and any other range is stretched from minimum to maximum.
     """
     values = numpy.nan_to_num(numpy.array(image), copy=False)
     low, high = float(values.min()), float(values.max())
@@ -176,7 +176,7 @@ def _eight_bits(image: Image.Image) -> Image.Image:
     elif low < 0 or high > 255:
         offset, factor = low, 255 / (high - low) if high > low else 0.0
     scaled = numpy.empty(values.shape, numpy.uint8)
-    # In blocks: the whole picture in double precision takes eight bytes a pixel.
+    # In blocks: the entire picture in double precision would need eight bytes per pixel.
     for start in range(0, len(values), _BLOCK_ROWS):
         rows = slice(start, start + _BLOCK_ROWS)
         scaled[rows] = ((values[rows].astype(numpy.float64) - offset) * factor / divisor).round().clip(0, 255)

@@ -1,4 +1,4 @@
-"""Listings of class folders, and their division into training and evaluation."""
+"""Lists class folders, and divides pictures into training and evaluation."""
 
 import hashlib
 import os
@@ -27,11 +27,11 @@ class Listing:
 
     root: Path  # holds the class folders
     classes: tuple[str, ...]  # sorted
-    names: PictureNames  # below root; sorted by class, then by name
+    names: PictureNames  # paths below root, sorted by class, then by name
     labels: numpy.ndarray  # int64 [n]
-    word: str = ""  # the split, such as "train"; empty: the folder isn't divided
-    notes: tuple[str, ...] = ()  # sentences for the user
-    packed: PackedRows | None = None  # the packed copies that are read instead
+    word: str = ""  # the split, such as "train"; empty: the folder has no splits
+    notes: tuple[str, ...] = ()  # messages for the user
+    packed: PackedRows | None = None  # packed copies to read instead of the files
 
     def __len__(self) -> int:
         return len(self.names)
@@ -44,7 +44,7 @@ class Listing:
         return os.path.join(self.root, self.names[index])  # noqa: PTH118 - a million of these
 
     def content(self, index: int) -> bytes | None:
-        """A picture's packed file, if any. Raises UserError: the packed copy was altered."""
+        """Returns a picture's packed file, if any. Raises UserError: the packed copy was altered."""
         return self.packed.content(index) if self.packed else None
 
     def part(self, chosen: Sequence[int] | numpy.ndarray) -> "Listing":
@@ -53,10 +53,10 @@ class Listing:
 
 
 def list_parts(root: Path) -> tuple[Listing, ...]:
-    """Lists the splits of a folder (training, evaluation and, if there is one, the final test), or all of it.
+    """Lists a folder's splits (training, evaluation and, if present, the final test), or the undivided folder.
 
-    All have the same classes: a folder without pictures is a class only if another split has pictures of it. Raises
-    UserError: there are no class folders, fewer than two with pictures, or the training split lacks a class.
+    All listings have the same classes: a folder without pictures is a class only if another split has pictures of it.
+    Raises UserError: there are no class folders, fewer than two have pictures, or the training split lacks a class.
     """
     layout, unused = read_layout(root), Unused()
     unused.add_files(root)
@@ -70,7 +70,7 @@ def list_parts(root: Path) -> tuple[Listing, ...]:
         taken = {os.path.realpath(places[index]) for index in others}.union(*(homes[index] for index in others))
         taken.update(*(entered[index] for index in range(number) if not homes[index] & homes[number]))
         if shared := len(homes[number].intersection(set[Identity]().union(*homes[:number]))):
-            # Class folders are linked on purpose, so they are used.
+            # Such class folders are linked on purpose, and therefore used.
             why = ("training pictures are used for evaluation", "the final test uses pictures of other splits")
             of = f"{layout.splits[0]}/" if number == 1 else "other splits"
             notes.append(f"{layout.splits[number]}/ and {of} share {shared} class folder(s): {why[number - 1]}")
@@ -84,7 +84,7 @@ def list_parts(root: Path) -> tuple[Listing, ...]:
 
 
 def list_whole(root: Path) -> Listing:
-    """The pictures in root's class folders, at any depth. Raises UserError: there is none."""
+    """Lists the pictures in root's class folders, at any depth. Raises UserError: there are none."""
     unused = Unused()
     unused.add_files(root)
     part, _ = _list_classes(root, root, unused, class_identities(root, folders_in(root)))
@@ -93,7 +93,7 @@ def list_whole(root: Path) -> Listing:
 
 
 def _by_folder_inside(listing: Listing, splits: Sequence[str]) -> list[Listing]:
-    """The pictures of each split, which lie in folders inside the class folders, such as cat/train/0.jpg."""
+    """Lists the pictures of each split if class folders hold the splits, such as cat/train/0.jpg."""
     inside = [name.split("/", 2)[1] for name in listing.names]
     kinds = {name: split_kind(name) for name in set(inside)}
     if others := [name for name, kind in kinds.items() if kind not in splits]:
@@ -105,7 +105,7 @@ def _by_folder_inside(listing: Listing, splits: Sequence[str]) -> list[Listing]:
 
 
 def _with_same_classes(parts: list[Listing], least: int = 2) -> tuple[list[Listing], list[str]]:
-    """Gives all listings the same classes, `least` at least; returns them, and notes on classes without pictures."""
+    """Returns the listings with equal classes (at least `least`), and messages about classes without pictures."""
     full = [{part.classes[label] for label in numpy.unique(part.labels)} for part in parts]
     trained = [name for name in parts[0].classes if name in full[0]]
     empty = [name for name in parts[0].classes if name not in full[0]]
@@ -137,7 +137,7 @@ def _with_same_classes(parts: list[Listing], least: int = 2) -> tuple[list[Listi
 
 
 def _list_classes(root: Path, top: Path, unused: Unused, taken: set[Identity]) -> tuple[Listing, set[Identity]]:
-    """Lists one split of the data set in `top`; returns the folders that were entered, too."""
+    """Lists one split of the data set in `top`; also returns the folders that were entered."""
     for above in [place for place in (root, *root.parents) if top in place.parents]:
         unused.add_files(above, f"{above.relative_to(top).as_posix()}/")
     classes = folders_in(root)
@@ -156,7 +156,7 @@ def _list_classes(root: Path, top: Path, unused: Unused, taken: set[Identity]) -
 
 
 def _check_names(root: Path, classes: tuple[str, ...]) -> None:
-    """Refuses names that can't be shown, and two that look the same."""
+    """Raises UserError for names that can't be displayed, and for two names that look the same."""
     encoding = sys.getfilesystemencoding().lower()
     for name in classes:
         raw = os.fsencode(name)
@@ -182,10 +182,10 @@ def _some(names: Sequence[str]) -> str:
 
 
 def split(listing: Listing, share: float) -> tuple[Listing, Listing]:
-    """Splits into training and evaluation, class by class; depends on the file names alone.
+    """Splits a listing class by class into training and evaluation, depending on the file names only.
 
-    Evaluation gets `share` of the pictures, to the nearest integer, and of each class to within one picture. A class of
-    two or more keeps at least one for training.
+    Evaluation receives `share` of all pictures, rounded, and of each class to within one picture. A class with two or
+    more pictures keeps at least one for training.
     """
     names = listing.names.names
     digests = numpy.fromiter((int.from_bytes(hashlib.sha256(name).digest()[:8]) for name in names), numpy.uint64)

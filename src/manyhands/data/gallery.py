@@ -1,7 +1,7 @@
-"""Opens a folder of pictures: equal small ones are decoded once for each host and mapped, others are read as files.
+"""Opens a folder of pictures; small ones of equal size are decoded once per host, others are read as files.
 
-A cache entry is named by the folder's content (names, sizes, times). <key>.npy has the pixels; <key>.json, written
-last, marks them complete and lists the unreadable pictures.
+A cache entry is named by a digest of the folder's content (names, sizes, times). <key>.npy has the pixels; <key>.json,
+written last, marks the pixels as complete and lists the unreadable pictures.
 """
 
 import contextlib
@@ -33,32 +33,32 @@ from manyhands.data.splits import ImageFiles, ImagesInMemory, Source, Splits, de
 from manyhands.data.transforms import Pixels, measured_pixels, photograph_pixels
 from manyhands.data.walk import PictureNames
 
-_FORMAT = 2  # changes with what decoding makes of a picture, too
+_FORMAT = 2  # changes with the result of decoding, too
 _BLOCK = 1024
 _MOST_THREADS = 8
-Decoded = tuple[Tensor, tuple[int, ...]]  # uint8 [N, C, S, S], and the pictures that can't be read, which are black
+Decoded = tuple[Tensor, tuple[int, ...]]  # uint8 [N, C, S, S], and the indices of unreadable pictures, which are black
 _PROBES = 32
 _SMALL = 64
 _USUAL_SIZE = 224
 
 
 class _DiffersError(Exception):
-    """A picture has another size, or colours unlike the set."""
+    """A picture differs from the others in size or in color."""
 
 
 def decode_once(listing: Listing, channels: int, size: int, *, grey_only: bool) -> Decoded | None:
-    """Decodes all pictures, of size x size, once per host; None if one differs in size, or in colour (`grey_only`)."""
+    """Decodes all pictures once per host; None if a picture is not size x size, or not grey with `grey_only`."""
     pixels = cache_folder() / "decoded" / f"{_key(listing, 'pixels', channels, size, grey_only)}.npy"
     file, make = pixels.with_suffix(".json"), lambda: _decode_all(listing, pixels, channels, size, grey_only)
     report = _once(file, lambda report: report["differs"] or pixels.is_file(), make)
     if report["differs"]:
         return None
-    # Copy on write, never written: torch takes no read-only arrays, and the pages stay shared.
+    # Copy-on-write, but never written: torch accepts no read-only arrays, and the pages stay shared.
     return torch.from_numpy(numpy.load(pixels, mmap_mode="c")), tuple(report["corrupt"])
 
 
 def find_corrupt_once(listing: Listing) -> tuple[int, ...]:
-    """Returns the indices of pictures that can't be decoded; each host decodes them once."""
+    """Returns the indices of pictures that can't be decoded; decodes once per host."""
 
     def make() -> dict[str, Any]:
         readable = _in_threads(lambda index: _decoded(listing, index, 3) is not None, len(listing))
@@ -79,7 +79,7 @@ def _once(file: Path, usable: Callable[[dict[str, Any]], bool], make: Callable[[
 
 
 def _decode_all(listing: Listing, target: Path, channels: int, size: int, grey_only: bool) -> dict[str, Any]:
-    """Writes the pixels in order, block by block (a mapped file would kill the process when the disk is full)."""
+    """Writes the pixels block by block: writing to a mapped file would kill the process if the disk is full."""
     corrupt: list[int] = []
 
     def pixels(index: int) -> bytes | None:
@@ -113,7 +113,7 @@ def _decoded(listing: Listing, index: int, channels: int, *, grey_only: bool = F
 
 
 def _in_threads(function: Callable[[int], Any], count: int) -> Iterator[Any]:
-    """Applies a function to 0 … count - 1, in order; Pillow decodes without the GIL."""
+    """Yields function(0) … function(count - 1), computed in threads; Pillow decodes without the GIL."""
     with ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1)) as pool:
         for start in range(0, count, _BLOCK):
             yield from pool.map(function, range(start, min(start + _BLOCK, count)))
@@ -130,7 +130,7 @@ def _key(listing: Listing, *purpose: object) -> str:
 
 
 def open_folder(root: Path, options: DataOptions, title: str = "", usual: Pixels | None = None) -> Splits:
-    """Opens class folders, or train/ and val/ with class folders in them.
+    """Opens class folders, or train/ and val/ that hold class folders.
 
     Square pictures of one size up to 64 stay in memory if they fit `options.memory_limit_mib`. `usual`: the known mean,
     deviation and augmentation of this data. Raises UserError: the folder can't be used.
@@ -145,7 +145,7 @@ def open_folder(root: Path, options: DataOptions, title: str = "", usual: Pixels
 
 
 def open_whole_folder(root: Path, options: DataOptions) -> Splits:
-    """Opens a folder of class folders undivided: both splits are all of it. Raises UserError: it can't be used."""
+    """Opens a folder of class folders undivided: both splits have all pictures. Raises UserError: it can't be used."""
     if is_pack(root):
         (listing, *_), notes = of_pack(root)
     else:
@@ -192,7 +192,7 @@ def _open(listed: Listed, root: Path, options: DataOptions, title: str = "", usu
 
 
 def _look(listing: Listing, channels: int) -> tuple[int, int, bool]:
-    """Reads some headers: the larger side, the channels, and whether they are equal squares of at most 64."""
+    """Reads some headers; returns the largest side, the channels, and True if all are equal squares of at most 64."""
     seen = []
     for index in spread(_PROBES, len(listing)).tolist():
         with contextlib.suppress(CorruptImageError):
@@ -205,7 +205,7 @@ def _look(listing: Listing, channels: int) -> tuple[int, int, bool]:
 
 
 def _in_memory(listings: tuple[Listing, ...], size: int, channels: int, options: DataOptions) -> list[Decoded] | None:
-    """All splits' pixels; None if they don't fit or aren't equal. The colours of one make all RGB."""
+    """Decodes all splits; None if they don't fit or differ in size. One picture in color makes all RGB."""
     total = sum(map(len, listings)) * channels * size * size
     if total > options.memory_limit_mib << 20:
         return None
@@ -217,14 +217,14 @@ def _in_memory(listings: tuple[Listing, ...], size: int, channels: int, options:
             return _in_memory(listings, size, 3, options) if grey_only else None
         if decoded[1] and not options.skip_corrupt:
             bad = decoded[1][0]
-            decode(listing.path(bad), channels, listing.content(bad))  # raises: it couldn't be read before
+            decode(listing.path(bad), channels, listing.content(bad))  # raises the error that made it unreadable
         opened.append(decoded)
     return opened
 
 
 @contextlib.contextmanager
 def _committed(path: Path) -> Generator[Path]:
-    """Does the same as `replacing`, but raises UserError: the file can't be written."""
+    """Wraps `replacing`. Raises UserError: the file can't be written."""
     try:
         with replacing(path) as part:
             yield part

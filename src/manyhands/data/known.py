@@ -1,4 +1,4 @@
-"""The table of known data sets, the names of their published files, and which set a folder holds. Imports no torch."""
+"""Known data sets, the names of their published files, and detection of a set in a folder. Imports no torch."""
 
 import gzip
 import zlib
@@ -14,30 +14,30 @@ CHOICES = "manyhands.data.datasets"
 
 @dataclass(frozen=True)
 class CifarForm:
-    """The files of one published form of CIFAR."""
+    """The files of one published format of CIFAR."""
 
-    folder: str  # what the archive unpacks to
+    folder: str  # folder inside the archive
     archive: str
     train: tuple[str, ...]  # files of the training split, in order
     test: str
     names: str  # file with the class names
-    label_bytes: int = 0  # in front of each binary record; 0 for a pickle
-    key: str = "labels"  # of the labels in a pickle
-    signs: tuple[str, ...] = ()  # files that identify this form; the first of training if empty
+    label_bytes: int = 0  # before each binary record; 0 for a pickle
+    key: str = "labels"  # key of the labels in a pickle
+    signs: tuple[str, ...] = ()  # files that identify this format; empty: the first training file
 
 
 @dataclass(frozen=True)
 class KnownSet:
-    """One data set that a user can name."""
+    """A data set that a user can name."""
 
     title: str
-    classes: tuple[str, ...]  # unless the files have names for them
+    classes: tuple[str, ...]  # used unless the files contain names
     pixels: tuple[int, int, tuple[float, ...], tuple[float, ...], str]  # size, channels, mean, deviation, augmentation
     urls: tuple[str, ...] = ()  # folders on servers, tried in order
     md5: tuple[tuple[str, str], ...] = ()  # files to download, with their checksums
-    forms: tuple[CifarForm, ...] = ()  # empty: four files as MNIST has them
-    folder: str = ""  # of MNIST's files, as torchvision calls it
-    # The first labels of the test split: MNIST's successors took over the names of its files.
+    forms: tuple[CifarForm, ...] = ()  # empty: four files in MNIST's format
+    folder: str = ""  # torchvision's folder for files in MNIST's format
+    # First labels of the test split, to distinguish sets that use MNIST's file names.
     first_labels: tuple[int, ...] = ()
 
 
@@ -109,7 +109,7 @@ _MNIST = {name: known for name, known in KNOWN.items() if known.folder}
 
 
 def recognise(place: Path) -> str:
-    """Returns the known set whose published files a folder holds, or an archive is; empty for anything else."""
+    """Returns the known set whose published files are in a folder, or whose archive `place` is; else ""."""
     if not place.is_dir():
         return next((name for name, forms in _CIFAR.items() if place.name in {form.archive for form in forms}), "")
     found = [name for name in _CIFAR if cifar_files(place, name)]
@@ -132,12 +132,12 @@ def _choice_names() -> dict[str, tuple[str, ...]]:
 
 
 def is_published(name: str) -> bool:
-    """True for a data set that a file of choices names in full: its samples are in memory, or made up."""
+    """True for the exact name of a built-in data set, whose samples are in memory or generated."""
     return any(name in names for names in _choice_names().values())
 
 
 def find_choice(name: str) -> str:
-    """The choice file for a word: by its names, by a prefix that ends in ":", or as an object or a folder."""
+    """Returns the module for a data set's name, a prefix such as "torchvision:", an object or a folder."""
     choices = _choice_names()
     for module, names in choices.items():
         if name in names or name.partition(":")[0] + ":" in names:
@@ -164,14 +164,14 @@ def find_choice(name: str) -> str:
 
 
 def named(name: str) -> tuple[str, str] | None:
-    """A known set's name and the folder of its files if `name` is a path to them."""
+    """Returns a known set's name and the folder of its files if `name` is a path to the set's files."""
     place = Path(name).expanduser()
     known = recognise(place) if name and name not in KNOWN and place.exists() else ""
     return (known, str(place if place.is_dir() else place.parent)) if known else None
 
 
 def cifar_files(folder: Path, name: str) -> tuple[CifarForm, Path] | None:
-    """Finds the files of a named CIFAR at or below a data folder: their form, and their folder or archive."""
+    """Finds the files of a CIFAR set at or below a data folder; returns their format, and their folder or archive."""
     for above in (folder / name, folder):
         for form in KNOWN[name].forms:
             for place in (above / form.folder, above / form.archive):
@@ -183,34 +183,34 @@ def cifar_files(folder: Path, name: str) -> tuple[CifarForm, Path] | None:
 
 
 def mnist_places(folder: Path, name: str) -> list[Path]:
-    """Folders in or below a data folder that may have the files of a named set, the most likely first."""
+    """Returns folders in or below a data folder that may have the files of a set, the most likely first."""
     own, kept = folder / name, KNOWN[name].folder
     below = [own, own / "raw", own / kept / "raw", folder / kept / "raw"]
-    # The data folder itself may be the set's, or that of another set with equal file names.
+    # The data folder itself may have this set's files, or another set's under the same names.
     return below + [place for place in (folder, folder / "raw") if (mnist_name(mnist_files(place)) or name) == name]
 
 
 def mnist_files(place: Path) -> dict[str, Path]:
-    """MNIST's four files by their published names, compressed or not; empty where one is missing."""
+    """Returns MNIST's four files by their published names, compressed or not; empty if one is missing."""
     found = {name: file for name in _MNIST_FILES if (file := find_file(name, [place]))}
     return found if len(found) == len(_MNIST_FILES) else {}
 
 
 def find_file(name: str, places: list[Path]) -> Path | None:
-    """Finds a published file in the first folder that has it, plain or .gz; "x-idx3" may be spelt "x.idx3"."""
+    """Finds a published file in the first folder that has it, with or without .gz, or "x.idx3" for "x-idx3"."""
     plain = name.removesuffix(".gz")
     words = (name, plain, plain.replace("-idx", ".idx"))
     return next((place / word for place in places for word in words if (place / word).is_file()), None)
 
 
 def mnist_name(files: dict[str, Path]) -> str:
-    """Which of the sets with MNIST's file names these are, by the first test labels; empty for none known."""
+    """Returns the set that files with MNIST's names belong to, by the first test labels; "" if unknown."""
     if not files:
         return ""
     path = files["t10k-labels-idx1-ubyte.gz"]
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-            first = tuple(file.read(18)[8:])  # after IDX's header
+            first = tuple(file.read(18)[8:])  # after the IDX header
     except (OSError, EOFError, zlib.error):
         return ""
     return next((name for name, known in _MNIST.items() if known.first_labels == first), "")

@@ -1,4 +1,4 @@
-"""Layout of a folder of pictures: class folders alone, with a folder for each split around them, or within each."""
+"""Recognizes the layout of a folder of pictures: class folders only, or split folders above or inside class folders."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -9,7 +9,7 @@ from typing import NoReturn
 from manyhands.core.errors import UserError
 from manyhands.data.walk import folders_in, holds_pictures
 
-# Usual names, which need no note; of several for one split the first is used.
+# Usual names, which need no message to the user; for each split, the first name found is used.
 _EXACT = ("train", "val", "validation", "valid", "test")
 _WORDS = {
     "train": ("train", "training", "trn", "trainval", "训练", "训练集"),
@@ -28,15 +28,14 @@ _USES = ("training", "evaluation", "the test at the end")
 class FolderLayout:
     """The splits of a folder."""
 
-    # Folders for training, evaluation and the final test. Empty: there are only class folders.
-    splits: tuple[str, ...] = ()
-    inside: bool = False  # each class folder holds folders for the splits; `splits` has short names, such as "train"
-    unused: tuple[str, ...] = ()  # folders
-    notes: tuple[str, ...] = ()  # sentences for the user
+    splits: tuple[str, ...] = ()  # folders for training, evaluation and the final test; empty: class folders only
+    inside: bool = False  # class folders hold the splits; `splits` has short names, such as "train"
+    unused: tuple[str, ...] = ()  # folders that no split uses
+    notes: tuple[str, ...] = ()  # messages for the user
 
 
 def read_layout(root: Path) -> FolderLayout:
-    """Recognizes splits by folder names. Raises UserError: the names allow several readings."""
+    """Recognizes splits by folder names. Raises UserError: the names are ambiguous."""
     folders = folders_in(root)
     kinds = _split_kinds(folders)
     others = [name for name in folders if name not in kinds]
@@ -76,7 +75,7 @@ def read_layout(root: Path) -> FolderLayout:
 
 
 def split_word(path: str) -> str:
-    """The short name of a split's folder: "Training" is "train", "valid" stays."""
+    """Returns the short name of a split's folder: "train" for "Training"; "valid" is unchanged."""
     name = path.rpartition("/")[2]
     return name if name in _EXACT else _parsed(name)[0]
 
@@ -86,7 +85,7 @@ def split_kind(name: str) -> str:
 
 
 def _split_kinds(folders: Iterable[str]) -> dict[str, str]:
-    """The kinds of split in folder names, whose other words must be those of several splits (pets_train, pets_test)."""
+    """Maps folder names to kinds of split; other words must recur in another split (pets_train, pets_test)."""
     parsed = {name: _parsed(name) for name in folders}
     kinds = {rest: {kind for kind, other in parsed.values() if kind and other == rest} for _, rest in parsed.values()}
     common = {rest for rest, found in kinds.items() if "train" in found and len(found) > 1}
@@ -94,7 +93,7 @@ def _split_kinds(folders: Iterable[str]) -> dict[str, str]:
 
 
 def _parsed(name: str) -> tuple[str, tuple[str, ...]]:
-    """The kind of split that a word of a name stands for, if any, and the other words, without usual affixes."""
+    """Returns the kind of split in a name, if any, and the other words, without usual affixes."""
     words = re.findall(r"[^\W\d_]+", re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name).lower())
     words = [joined[1] if (joined := _JOINED.fullmatch(word)) else word for word in words]
     found = sorted({_SPLITS[word] for word in words if word in _SPLITS})
@@ -108,12 +107,12 @@ def _has_classes(folder: Path) -> bool:
 
 
 def _splits_inside(root: Path, classes: Sequence[str]) -> tuple[str, ...]:
-    """The splits that every class folder holds, as in cat/train, cat/test, dog/train, dog/test; else ()."""
+    """Returns the splits that every class folder holds, as in cat/train, cat/test, dog/train, dog/test; else ()."""
     kinds = {name: _split_kinds(folders_in(root / name)) for name in classes}
     found = {kind for inner in kinds.values() for kind in inner.values()}
     if "train" not in found or not found & {"val", "test"}:
         return ()
-    contents: dict[tuple[str, ...], str] = {}  # a class folder for each that there is
+    contents: dict[tuple[str, ...], str] = {}  # an example of a class folder for each content
     for name, inner in kinds.items():
         content = [inner[folder] for folder in inner if inner[folder] != "unlabelled"]
         more = [folder for folder in folders_in(root / name) if inner.get(folder, "unlabelled") == "unlabelled"]
@@ -136,7 +135,7 @@ def _splits_inside(root: Path, classes: Sequence[str]) -> tuple[str, ...]:
 
 
 def _only(root: Path, names: list[str]) -> str:
-    """The folder to use of those for one split, or ""."""
+    """Returns the folder to use for a split, or "". Raises UserError: several names are possible."""
     exact = [name for name in _EXACT if name in names]
     if not exact and len(names) > 1:
         hint = f"rename the right folder to {_parsed(names[0])[0]}, or move the rest elsewhere"
@@ -145,7 +144,7 @@ def _only(root: Path, names: list[str]) -> str:
 
 
 def _nested(root: Path, name: str) -> str:
-    """The folder itself, or the only one in it if that has the same name, as archives are often unpacked."""
+    """Returns the folder, or its only subfolder if both have the same name, as after unpacking an archive."""
     inner = root / name / name
     single = folders_in(root / name) == (name,) and not inner.is_symlink() and bool(folders_in(inner))
     return f"{name}/{name}" if single else name

@@ -1,6 +1,6 @@
-"""Listing of a folder with its packed copy, made by one process of a machine and mapped by the others. No torch.
+"""Lists a folder and its packed copy in one process per machine; the others map the listing. Imports no torch.
 
-The shared listing is in a folder of one start of a run, so that it is never older than the run.
+The shared listing lies in a folder of one start of a run, and is therefore never older than the run.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ from manyhands.data.packed import PackedRows, PackedSet, is_pack, open_pack
 from manyhands.data.walk import PictureNames
 
 Parts = tuple[Listing, ...]
-Listed = tuple[Parts, tuple[str, ...]]  # and notes for the user
+Listed = tuple[Parts, tuple[str, ...]]  # listings, and messages for the user
 _INDEX = "listings.json"
 _requests: Counter[str] = Counter()
 
@@ -43,7 +43,7 @@ def of_pack(folder: Path) -> tuple[Parts, tuple[str, ...]]:
 
 
 def folder_state(listing: Listing) -> tuple[numpy.ndarray, numpy.ndarray]:
-    """The sizes and times of a folder's files, int64 [n] each; -1 for what can't be read."""
+    """Returns sizes and modification times (ns) of a folder's files, int64 [n] each; -1 for unreadable files."""
 
     def state(index: int) -> tuple[int, int]:
         try:
@@ -57,7 +57,7 @@ def folder_state(listing: Listing) -> tuple[numpy.ndarray, numpy.ndarray]:
 
 
 def difference(pack: PackedSet, listings: Sequence[Listing]) -> str:
-    """Differences between the folder and the pack, in words; empty if there are none."""
+    """Describes the differences between a folder and its pack; empty if there are none."""
     groups = {group.word: group for group in pack.groups}
     words = [listing.word for listing in listings]
     if any(listing.classes != pack.classes for listing in listings) or not {*words} <= {*groups}:
@@ -106,7 +106,7 @@ def _notes(pack: PackedSet) -> tuple[str, ...]:
 
 
 def listed_once(root: Path, purpose: str, make: Callable[[], Listed]) -> Listed:
-    """Returns what `make` returns, called once per machine within a run, but anew for a repeated request."""
+    """Calls `make` once per machine and start of a run, and again for a repeated request; returns the result."""
     shared = of_this_start()
     if shared is None:
         return make()
@@ -138,7 +138,7 @@ def _write(folder: Path, root: Path, made: Listed) -> None:
 
 
 def _read(folder: Path, root: Path) -> Listed:
-    """Maps the arrays, copy on write, though they are never written to: torch takes no read-only ones."""
+    """Maps the arrays copy-on-write: nothing writes to them, but torch accepts no read-only arrays."""
     index = parse_json((folder / _INDEX).read_bytes())
     pack = open_pack(place_of_pack(root)) if any(each["columns"] > 2 for each in index["listings"]) else None
     listings: list[Listing] = []

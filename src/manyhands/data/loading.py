@@ -26,11 +26,10 @@ from manyhands.data.splits import ImageFiles, ImagesInMemory, Source
 from manyhands.data.transforms import Batch, Normalise, Pixels, augment, middle, set_channels
 
 _MOST_WORKERS = 8
-# The path of a Unix socket has at most 107 bytes, of which multiprocessing adds 32.
-_LONGEST_SOCKET_FOLDER = 75
-_SHORT = ("/tmp", "/var/tmp", "/dev/shm")  # if TMPDIR is too long
+_LONGEST_SOCKET_FOLDER = 75  # a Unix socket's path has at most 107 bytes, of which multiprocessing adds 32
+_SHORT = ("/tmp", "/var/tmp", "/dev/shm")  # alternatives if TMPDIR is too long
 _AHEAD_REQUESTS = 64
-_AHEAD_BYTES = 512 << 10  # of float32 pixels: leaves most of a core's cache to the network
+_AHEAD_BYTES = 512 << 10  # bytes of float32 pixels, which leave most of a core's cache to the network
 _RESIZED_BYTES = 512 << 20  # a larger set is resized batch by batch
 _BLOCK = 1024
 
@@ -48,12 +47,12 @@ class Loader(ABC):
     def batches(self, epoch: int, requests: Iterable[Tensor]) -> Iterator[Batch]:
         """Yields a batch for each request, an int64 tensor [n] of sample indices, in order.
 
-        Reads ahead. The pixels of a sample depend on seed, epoch and sample alone. Only one iterator may be active.
-        Raises CorruptImageError: a picture can't be read.
+        Reads ahead; only one iterator may be active. A sample's pixels depend only on seed, epoch and sample. Raises
+        CorruptImageError: a picture can't be read.
         """
 
     def close(self) -> None:  # noqa: B027 - most loaders have nothing to end
-        """Ends the worker processes, if there are any."""
+        """Ends the worker processes, if any."""
 
 
 def open_loader(  # noqa: PLR0913 - all but two are named
@@ -69,11 +68,11 @@ def open_loader(  # noqa: PLR0913 - all but two are named
     classes: int = 0,
     replaces: bool = False,
 ) -> Loader:
-    """Creates a loader; reads nothing and starts no process yet.
+    """Creates a loader without reading data or starting processes.
 
     Pictures are normalized in float32 (in float64 for float64), then converted to `dtype`. `workers`: decoding
-    processes for samples that are not in memory; 0: this process, -1: depends on the cores. Labels of the user's own
-    samples must be below `classes` unless that is 0. `replaces`: unreadable training pictures are replaced by others.
+    processes for samples that are not in memory; 0: decode in this process, -1: depends on the cores. `classes`: limit
+    for the labels of user data; 0: unchecked. `replaces`: other pictures replace unreadable training pictures.
     """
     layout = torch.channels_last if channels_last else torch.contiguous_format
     normalise = Normalise(pixels, torch.device(device), dtype, layout)
@@ -87,10 +86,10 @@ def open_loader(  # noqa: PLR0913 - all but two are named
 
 
 class MemoryLoader(Loader):
-    """Serves pictures in memory; a batch is a view of several requests that were processed at once.
+    """Serves pictures in memory; processes several requests at once, and returns views of the result as batches.
 
-    A request of 32 small pictures costs a dozen tensor operations, more time than its pixels need. The values are the
-    same: augmentation is a pure function of the sample, and each pixel is normalized separately.
+    A request of 32 small pictures costs a dozen tensor operations, which take longer than the pixels. Grouping doesn't
+    change the values: augmentation depends on the sample only, and each pixel is normalized separately.
     """
 
     def __init__(self, source: ImagesInMemory, pixels: Pixels, normalise: Normalise, *, train: bool, seed: int) -> None:
@@ -126,7 +125,7 @@ class MemoryLoader(Loader):
             yield from map(Batch, served, copied_to(self._normalise.device, labels).split(sizes), group)
 
     def _gathered(self, group: list[Tensor]) -> tuple[Tensor, Tensor, tuple[list[Tensor], Tensor]]:
-        """Returns uint8 [n, C H W], labels int64 [n], and the requests with their concatenation."""
+        """Returns pictures uint8 [n, C * H * W], labels int64 [n], and the requests with their concatenation."""
         samples = group[0] if len(group) == 1 else torch.cat(group)
         if self._pins:
             samples = samples.pin_memory()
@@ -152,7 +151,7 @@ def _grouped(requests: Iterable[Tensor], samples: int) -> Iterator[list[Tensor]]
 
 
 def _on_device(images: Tensor, device: torch.device) -> Tensor:
-    """Moves the pictures to an accelerator if they take at most half of its free memory."""
+    """Moves the pictures to an accelerator if they need at most half of its free memory."""
     if not is_tested(device):
         return images
     free, _ = torch.get_device_module(device).mem_get_info(device)
@@ -160,14 +159,14 @@ def _on_device(images: Tensor, device: torch.device) -> Tensor:
 
 
 def worker_count(requested: int, processes: int = 1) -> int:
-    """Returns the decoding processes of one training process; -1 requests its share of the cores."""
+    """Returns the number of decoding processes per training process; -1 requests an equal share of the cores."""
     if requested >= 0:
         return requested
     return max(1, min(_MOST_WORKERS, int(cores()) // max(1, processes)))
 
 
 class WorkerLoader(Loader):
-    """Decodes files or reads the user's data set, two requests ahead for each worker process, or in this process."""
+    """Decodes files or reads user data in worker processes, two requests ahead for each worker, or in this process."""
 
     def __init__(self, samples: FileSamples | CustomSamples, normalise: Normalise, workers: int) -> None:
         super().__init__()
@@ -177,7 +176,7 @@ class WorkerLoader(Loader):
         cheap = isinstance(samples, CustomSamples) and samples.cheap
         self._count = 0 if cheap else worker_count(workers)
         self._loader: DataLoader[Any] | None = None
-        self._answers: Any = None  # torch's iterator; owns the processes
+        self._answers: Any = None  # torch's iterator, which owns the processes
 
     def batches(self, epoch: int, requests: Iterable[Tensor]) -> Iterator[Batch]:
         posted = self._requests.begin(epoch, requests)
@@ -191,7 +190,7 @@ class WorkerLoader(Loader):
             yield Batch(self._normalise(images), labels, posted.popleft())
 
     def close(self) -> None:
-        """Ends the worker processes. The garbage collector may end their queues first, and then wait 10 seconds."""
+        """Ends the worker processes now: the garbage collector might end their queues first and wait 10 seconds."""
         end = getattr(self._answers, "_shutdown_workers", None)
         self._answers = self._loader = None
         if end is not None:
@@ -200,7 +199,7 @@ class WorkerLoader(Loader):
     def _from_workers(self) -> Iterator[Answer | ManyhandsError]:
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of fork beside threads, and of more workers than cores
+                warnings.simplefilter("ignore")  # about fork in a process with threads, and more workers than cores
                 self._loader = self._start() if self._loader is None else self._loader
                 self._answers = iter(self._loader)
             yield from self._answers
@@ -228,9 +227,9 @@ class WorkerLoader(Loader):
 
 
 def keep_sockets_of_this_start() -> None:
-    """Puts multiprocessing's sockets into the folder of this start, or into another if its path is too long.
+    """Puts multiprocessing's sockets into the folder of this start, or elsewhere if its path is too long.
 
-    multiprocessing makes its folder when a process first passes a tensor; forked processes inherit this one. Raises
+    multiprocessing creates its folder when a process first sends a tensor; forked processes inherit the folder. Raises
     RunError: no writable folder has a path that is short enough.
     """
     before = tempfile.gettempdir()
@@ -248,10 +247,10 @@ def keep_sockets_of_this_start() -> None:
 
 
 class _Requests:
-    """The batch sampler of torch's loader: the requests of the current epoch."""
+    """The batch sampler of torch's loader; yields the requests of the current epoch."""
 
     def begin(self, epoch: int, requests: Iterable[Tensor]) -> deque[Tensor]:
-        """Takes new requests; returns the queue of those that were passed on."""
+        """Sets the requests; returns a queue of the requests that workers have received."""
         self._epoch, self._requests, self._posted = epoch, requests, deque[Tensor]()
         return self._posted
 
@@ -267,7 +266,7 @@ def _identity(answer: Any) -> Any:
 
 
 def looking_ahead(items: Iterable[Taken], begin: Callable[[Taken], Begun]) -> Iterator[Begun]:
-    """Yields `begin(item)` for each item, in order, and begins one ahead; raises an error in its item's place."""
+    """Yields `begin(item)` for each item, in order, one item ahead. On an error, first yields the earlier results."""
     begun: list[Begun] = []
     try:
         for item in items:
@@ -281,10 +280,10 @@ def looking_ahead(items: Iterable[Taken], begin: Callable[[Taken], Begun]) -> It
 
 
 class CopiesAhead:
-    """Copies batches to an accelerator on a stream of its own, one ahead, to overlap with computing.
+    """Copies batches to an accelerator on a separate stream, one batch ahead, to overlap with computation.
 
     Does nothing without an accelerator on which streams are tested. torch's allocator keeps pinned memory until a copy
-    is done; the copies' memory belongs to their stream, so the allocator is told which stream reads it.
+    is done. The copies' memory belongs to the copy stream; therefore the allocator must know which stream reads it.
     https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-streams
     """
 
@@ -305,9 +304,9 @@ class CopiesAhead:
             yield answer
 
     def _begin(self, answer: Any) -> tuple[Any, Any]:
-        # Some versions of torch's loader turn a tuple into a list when pinning.
+        # Some versions of torch's loader convert a tuple to a list when pinning.
         if not isinstance(answer, tuple | list) or any(values.device.type != "cpu" for values in answer[:2]):
-            return answer, None  # an error, or tensors that the user's data set has put on a device
+            return answer, None  # an error, or tensors that user code has put on a device
         stream: Any = self._stream
         with stream:
             copies = [copied_to(self._device, values) for values in answer[:2]]
@@ -315,7 +314,7 @@ class CopiesAhead:
 
 
 def copied_to(device: torch.device, values: Tensor) -> Tensor:
-    """Copies values to a device from pinned memory, so that the host doesn't wait for an accelerator."""
+    """Copies values to a device through pinned memory, so that the host doesn't wait for an accelerator."""
     if values.device.type == "cpu" and is_accelerator(device) and not (values.is_pinned() and values.is_contiguous()):
         values = values.contiguous().pin_memory()
     return values.to(device, non_blocking=True)

@@ -1,4 +1,4 @@
-"""Opens a data set by its name: two sources of samples."""
+"""Opens data sets by name or from Python objects."""
 
 import contextlib
 import statistics
@@ -16,11 +16,11 @@ from manyhands.data.samples import splits_of_objects, splits_of_targets, splits_
 from manyhands.data.splits import Source, Splits, by_names, take
 from manyhands.data.transforms import Pixels
 
-_AHEAD: dict[tuple[str, str], Splits] = {}  # opened ahead, by options and folder
+_AHEAD: dict[tuple[str, str], Splits] = {}  # results of `open_ahead`, by options and folder
 
 
 def open_ahead(options: DataOptions) -> None:
-    """Opens a local data set for processes to be forked; they report its errors themselves."""
+    """Opens a local data set before processes are forked; ignores errors, which these processes report."""
     with contextlib.suppress(UserError):
         _AHEAD[_key(options)] = open_data(options.model_copy(update={"download": False}))
 
@@ -30,7 +30,7 @@ def _key(options: DataOptions) -> tuple[str, str]:
 
 
 def open_data(options: DataOptions) -> Splits:
-    """Opens the data set that `options.name` names, downloaded or decoded first. Raises UserError: it can't be used."""
+    """Opens the data set `options.name`, downloading it if needed. Raises UserError: the data can't be used."""
     if ahead := _AHEAD.get(_key(options)):
         return ahead
     if known := named(options.name):
@@ -40,7 +40,7 @@ def open_data(options: DataOptions) -> Splits:
 
 
 def with_named_held_out(splits: Splits, options: DataOptions) -> Splits:
-    """Adds the third data set that `options.held_out` names, if any. Raises UserError: it has other classes."""
+    """Adds the data set `options.held_out`, if any, for the final test. Raises UserError: its classes differ."""
     if not options.held_out:
         return splits
     own = options.model_copy(update={"name": options.held_out, "held_out": "", "train_samples": 0, "test_samples": 0})
@@ -55,7 +55,7 @@ def _with_held_out(splits: Splits, source: Source, place: str) -> Splits:
 
 
 def is_plain_folder(name: str) -> bool:
-    """True for a folder of class folders that isn't divided into splits. Raises UserError: its layout is ambiguous."""
+    """True for a folder of class folders without splits. Raises UserError: the layout is ambiguous."""
     place, is_folder = Path(name).expanduser(), not named(name) and find_choice(name) == "imagefolder"
     if not is_folder:
         return False
@@ -66,7 +66,7 @@ def is_plain_folder(name: str) -> bool:
 
 
 def open_whole(options: DataOptions) -> Splits:
-    """Opens a plain folder to be evaluated; both splits are all of its pictures."""
+    """Opens a plain folder for evaluation; both splits have all of its pictures."""
     from manyhands.data.gallery import open_whole_folder
 
     opened = open_whole_folder(Path(options.name).expanduser(), options)
@@ -75,10 +75,10 @@ def open_whole(options: DataOptions) -> Splits:
 
 
 def from_objects(train: Any, test: Any | None, options: DataOptions, held_out: Any | None = None) -> Splits:
-    """Wraps the user's own data sets: torch's Dataset, or anything with a length and an index; see `UserSamples`.
+    """Wraps the user's data sets: torch Datasets, or objects with a length and an index; see `UserSamples`.
 
-    Without `test`, `options.validation` of the training samples are for evaluation; `held_out` is evaluated once, at
-    the end. Raises UserError: an object is no data set, or its samples can't be used.
+    Without `test`, the fraction `options.validation` of the training samples is used for evaluation; `held_out` is
+    evaluated once, at the end. Raises UserError: an object is no data set, or its samples can't be used.
     """
     splits = with_named_held_out(_limited(splits_of_objects(train, test, options), options), options)
     if held_out is None:
@@ -88,14 +88,14 @@ def from_objects(train: Any, test: Any | None, options: DataOptions, held_out: A
 
 
 def from_targets(train: Any, options: DataOptions) -> Splits:
-    """Wraps samples whose y are no classes, for a custom loss; see `UserSamples`."""
+    """Wraps samples whose targets are not classes, for a custom loss; see `UserSamples`."""
     return _limited(splits_of_targets(train), options)
 
 
 def resolve_pixels(
     options: DataOptions, pixels: Pixels, *, model_channels: int | None = None, model_size: int | None = None
 ) -> Pixels:
-    """Selects size, channels, mean, deviation and augmentation: the user's, else the model's, else the data's."""
+    """Selects size, channels, mean, deviation and augmentation from the options, else the model, else the data."""
     channels = options.channels or model_channels or pixels.channels
     size = options.image_size or model_size or pixels.size
     return replace(
@@ -113,7 +113,7 @@ def resolve_pixels(
 
 
 def _limited(splits: Splits, options: DataOptions) -> Splits:
-    """Keeps `train_samples` and `test_samples` of each split, at even intervals."""
+    """Limits the splits to a fixed choice of `train_samples` and `test_samples` samples."""
     train = _first(splits.train, options.train_samples)
     test = _first(splits.test, options.test_samples)
     held_out = _first(splits.held_out, options.test_samples) if splits.held_out is not None else None
@@ -128,7 +128,7 @@ def _first(source: Source, count: int) -> Source:
 
 
 def _per_channel(values: tuple[float, ...], channels: int, where: str) -> tuple[float, ...]:
-    """Fits mean or deviation to the channels: one value is repeated, three become their average for grey."""
+    """Fits a mean or deviation to the channels: one value is repeated, three are averaged for grey."""
     if where == "data.std" and min(values) <= 0:
         raise UserError("a standard deviation must be above zero", where, (f"found {list(values)}",))
     if len(values) == channels:

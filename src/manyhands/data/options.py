@@ -58,5 +58,5 @@ class DataOptions(Options):
     memory_limit_mib: int = option(
         2048, "keep small square pictures (up to 64 pixels) decoded in memory if they need at most this many MiB", ge=0
     )
-    train_samples: int = option(0, "number of training samples to use, taken at even intervals; 0: all", ge=0)
-    test_samples: int = option(0, "number of evaluation samples to use, taken at even intervals; 0: all", ge=0)
+    train_samples: int = option(0, "number of training samples to use, the same random choice each time; 0: all", ge=0)
+    test_samples: int = option(0, "number of evaluation samples to use, the same random choice each time; 0: all", ge=0)

@@ -1,7 +1,7 @@
-"""The samples of each update, a pure function of seed, epoch and step, and the shares of processes.
+"""The samples of each update, a pure function of seed, epoch and step, and each process's share of the samples.
 
-An epoch is one permutation of the training samples, divided into global batches, these into micro-batches, and these
-into one contiguous share per process. Only the shares depend on the number of processes.
+An epoch is a permutation of the training samples, divided into global batches. A global batch is divided into
+micro-batches, and a micro-batch into one contiguous share per process.
 """
 
 import bisect
@@ -19,7 +19,7 @@ from manyhands.core.errors import UserError
 from manyhands.core.seeds import derive
 from manyhands.core.world import Share, Span
 
-ALIGNED_SHARE_LIMIT = 1.15  # the largest share, relative to the fair one, if BatchNorm needs no communication then
+ALIGNED_SHARE_LIMIT = 1.15  # maximum ratio to the fair share if alignment with BatchNorm groups saves communication
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,12 @@ class Order:
         return max(1, self.length // self.batch if self.drop_last else math.ceil(self.length / self.batch))
 
     def permutation(self, epoch: int) -> Tensor:
-        """All samples of an epoch in their order, int64 [length]."""
+        """Returns all samples of an epoch in order, int64 [length]."""
         generator = torch.Generator().manual_seed(derive(self.seed, "order", epoch))
         return torch.randperm(self.length, generator=generator)
 
     def batches(self, epoch: int, first_step: int = 0) -> Iterator[Tensor]:
-        """The epoch's global batches from `first_step` on, each int64 [up to batch]."""
+        """Yields the global batches of an epoch from `first_step` on, int64 [up to `batch`] each."""
         samples = self.permutation(epoch)
         for step in range(first_step, self.steps_per_epoch):
             yield samples[step * self.batch : (step + 1) * self.batch]
@@ -49,14 +49,14 @@ class Order:
 
 @dataclass(frozen=True)
 class BatchSharing:
-    """The division of global batches into micro-batches and each process's share of them."""
+    """The division of global batches into micro-batches, and of micro-batches into shares of the processes."""
 
     processes: int
-    micro_batch: int = 0  # most samples of a process in one micro-batch; 0: no limit
+    micro_batch: int = 0  # maximum samples of a process in one micro-batch; 0: no limit
     group: int = 0  # samples in a BatchNorm group; 0: no groups
-    aligned: bool = True  # of entire groups if possible; False: equal, so that halves are shares of twice the processes
-    shares: tuple[int, ...] = ()  # of the processes, in proportion; empty: equal
-    most: int = 0  # samples of a process in one pass since the run began; 0: unknown
+    aligned: bool = True  # align shares with groups, if possible; False: equal, halved for twice the processes
+    shares: tuple[int, ...] = ()  # relative shares of the processes; empty: equal
+    most: int = 0  # maximum samples of a process in one pass since the run began; 0: unknown
 
     @functools.cached_property
     def edges(self) -> tuple[int, ...]:
@@ -64,11 +64,11 @@ class BatchSharing:
 
     @property
     def largest(self) -> int:
-        """Most samples that fit into one micro-batch of all processes; 0 for no limit."""
+        """The maximum samples in one micro-batch of all processes; 0: no limit."""
         return self.micro_batch * self.edges[-1] // max(self.shares, default=1)
 
     def within(self, most: int, count: int) -> "BatchSharing":
-        """The same with passes of at most `most` samples (0: any), or one group, for updates of at most `count`."""
+        """Returns a copy with passes of up to `most` samples (0: any) or one group, at up to `count` per update."""
         if self.micro_batch or not most:
             return replace(self, most=self.largest_share(count))
         widest = max(last - first for first, last in itertools.pairwise(group_edges(count, self.group)))
@@ -77,17 +77,17 @@ class BatchSharing:
         return replace(self, micro_batch=0 if fits else max(most, needed), most=most)
 
     def largest_share(self, count: int) -> int:
-        """The most samples that a process takes in one pass, in updates of `count` samples."""
+        """Returns the maximum samples of a process in one pass, in updates of `count` samples."""
         return max(share.count for shares in self.micro_batches(count) for share in shares)
 
     def micro_batches(self, count: int) -> tuple[tuple[Share, ...], ...]:
-        """Each process's share of each micro-batch of `count` samples. Raises UserError: a group doesn't fit in."""
+        """Returns each process's share of each micro-batch. Raises UserError: a group exceeds the micro-batch."""
         return _micro_batches(self, count)
 
 
 @functools.lru_cache(maxsize=256)
 def shares_of_micro_batch(count: int, group: int, bounds: tuple[int, int], processes: int) -> tuple[Share, ...]:
-    """Equal shares of the micro-batch within `bounds` of `count` samples, which has groups of `group` (0: none)."""
+    """Returns equal shares of the micro-batch within `bounds` of `count` samples; `group` 0: no BatchNorm groups."""
     return _shares(BatchSharing(processes, 0, group, aligned=False), group_edges(count, group), *bounds)
 
 
@@ -107,12 +107,12 @@ def _micro_batches(batch_sharing: BatchSharing, count: int) -> tuple[tuple[Share
 
 
 def sharing(count: int, group: int, bounds: tuple[int, int]) -> Callable[[int, int], Share]:
-    """Returns the function (processes, index) -> share of such a micro-batch."""
+    """Returns a function (processes, index) -> share of the micro-batch; see `shares_of_micro_batch`."""
     return lambda parts, index: shares_of_micro_batch(count, group, bounds, parts)[index]
 
 
 def group_edges(count: int, group: int) -> list[int]:
-    """Bounds of groups of at most `group` samples, which differ by one at most; of single samples without groups."""
+    """Returns the bounds of groups of at most `group` samples, whose sizes differ by at most one; 0: single samples."""
     groups = math.ceil(count / group) if group else count
     return [count * number // groups for number in range(groups + 1)]
 
@@ -129,7 +129,7 @@ def _shares(batch_sharing: BatchSharing, edges: list[int], start: int, stop: int
 
 
 def _boundaries(edges: list[int], batch_sharing: BatchSharing) -> list[tuple[int, int]]:
-    """Contiguous shares of the requested sizes, or of entire groups if that costs little and no process is idle."""
+    """Returns contiguous shares: entire groups if that costs little and no process is idle, else as requested."""
     first, count, groups, cuts = edges[0], edges[-1] - edges[0], len(edges) - 1, batch_sharing.edges
     fair = list(itertools.pairwise(first + count * cut // cuts[-1] for cut in cuts))
     aligned = list(itertools.pairwise(edges[groups * cut // cuts[-1]] for cut in cuts))
@@ -157,19 +157,19 @@ def _spans(first: int, last: int, edges: list[int], shared: list[int]) -> tuple[
 
 
 def batch_noted(batch: int, length: int) -> str:
-    """A note on a batch larger than the training set; else empty."""
+    """Returns a message if the batch is larger than the training set, else ""."""
     if batch <= length:
         return ""
     return f"each update uses all {length:,} training samples, fewer than the batch of {batch:,}"
 
 
 def evaluation_blocks(length: int, block: int) -> list[range]:
-    """The evaluation split as blocks of fixed size, at any number of processes; the last one is smaller."""
+    """Divides the evaluation split into blocks of `block` samples on any number of ranks; the last may be smaller."""
     return [range(start, min(start + block, length)) for start in range(0, length, block)]
 
 
 def dealt_blocks(count: int, shares: Sequence[int]) -> list[list[int]]:
-    """The numbers of `count` equal blocks for each process: each block to the process that would finish it first."""
+    """Returns block indices for each process: each block goes to the process that would finish it first."""
     dealt: list[list[int]] = [[] for _ in shares]
     waiting = [(1 / share, rank) for rank, share in enumerate(shares)]
     heapq.heapify(waiting)

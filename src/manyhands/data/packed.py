@@ -1,4 +1,4 @@
-"""A packed copy of a folder of pictures: tar files in WebDataset's format, and an index. No torch.
+"""A packed copy of a folder of pictures: tar files in WebDataset's format, and an index. Imports no torch.
 
 pets.pack/
     pack.json           written last: classes, settings, each shard's digest, the digest of the set
@@ -6,8 +6,8 @@ pets.pack/
     folder.npz          sizes and times of the folder's files, to detect changes
     train-000000.tar    000000000.jpg, 000000000.cls, 000000001.jpg …
 
-Rows are in the folder's order; pictures lie in the shards in a random one, whose seed pack.json has. A picture's CRC is
-checked at each read, so that a start needs no digests of everything.
+Rows have the folder's order. The shards hold the pictures in a random order, whose seed is in pack.json. Each read
+checks the picture's CRC; therefore a start needs no digests of all files.
 """
 
 import hashlib
@@ -30,30 +30,30 @@ from manyhands.core.files import open_file, read_object, replacing
 from manyhands.data.walk import PictureNames
 
 FORMAT = 1
-DECODING = 2  # of resized pictures. 1: those with content only in the alpha channel became black
+DECODING = 2  # decoding of resized pictures; 1: content only in the alpha channel became black
 _WITH_ALPHA = (b".png", b".gif", b".webp", b".tif", b".tiff", b".bmp", b".avif", b".jp2")
 HEAD, SAMPLES, STATE = "pack.json", "samples.npz", "folder.npz"
 SHARD_NAME = r"[a-z]+-[0-9]{6,}\.tar"
-# The columns of samples.npz beside the names, and of folder.npz, with numpy's kinds of their numbers.
+# Columns of samples.npz except the names, and of folder.npz, with the kinds of their NumPy types.
 _OF_SAMPLES, _OF_STATE = dict.fromkeys(("label", "shard", "offset", "length", "crc"), "u"), {"bytes": "i", "time": "i"}
-_OPEN_SHARDS = 256  # mapped at once in each process; a mapping holds a descriptor
+_OPEN_SHARDS = 256  # mapped at once in each process; a mapping needs a file descriptor
 
 Columns = dict[str, numpy.ndarray]
 
-# Of zipfile, zlib and numpy, for a damaged .npz.
+# Errors of zipfile, zlib and numpy for a damaged .npz.
 DAMAGED = (ValueError, EOFError, KeyError, TypeError, RuntimeError, MemoryError, zipfile.BadZipFile, zlib.error)
 
 
 class PackedGroup(NamedTuple):
-    """The pictures of one part of a folder, such as train/; rows of the pack that follow each other."""
+    """The pictures of one split of a folder, such as train/, in consecutive rows of the pack."""
 
-    word: Annotated[str, Field(pattern="^[a-z]*$")]  # the part's name; empty where the folder isn't divided
+    word: Annotated[str, Field(pattern="^[a-z]*$")]  # the split's name; empty: the folder has no splits
     start: NonNegativeInt
     stop: NonNegativeInt
 
 
 class ShardEntry(NamedTuple):
-    """One tar file."""
+    """The entry of one tar file in pack.json."""
 
     name: Annotated[str, Field(pattern=f"^{SHARD_NAME}$")]
     samples: NonNegativeInt
@@ -62,19 +62,19 @@ class ShardEntry(NamedTuple):
 
 
 class PackedSet(BaseModel, frozen=True, arbitrary_types_allowed=True):
-    """An open pack: the set's entry in pack.json, and the columns."""
+    """An open pack: the content of pack.json, and the columns."""
 
     folder: Path
     classes: tuple[str, ...]
     groups: tuple[PackedGroup, ...]
     shards: tuple[ShardEntry, ...]
-    size: NonNegativeInt  # of the shorter side at most; 0 if pictures are as they were
-    quality: NonNegativeInt  # of the JPEGs that were made; 0 likewise
+    size: NonNegativeInt  # limit of the shorter side; 0: pictures are unchanged
+    quality: NonNegativeInt  # of resized JPEGs; 0: pictures are unchanged
     decoding: NonNegativeInt = 1
     samples_sha256: str
-    digest: str  # of the set: what is in it, not when and where it was made
+    digest: str  # of the content, not of the time and place of packing
     columns: Columns  # label, shard, offset, length, crc; bytes and time of the folder's files
-    names: PictureNames  # below the group's folder, with "/"
+    names: PictureNames  # paths below the group's folder
 
     def is_consistent(self) -> bool:
         count, bounds = len(self.names), [0, *(group.stop for group in self.groups)]
@@ -88,7 +88,7 @@ class PackedSet(BaseModel, frozen=True, arbitrary_types_allowed=True):
         )  # fmt: skip
 
     def content(self, row: int) -> bytes:
-        """A picture's file. Raises UserError: the shard was altered."""
+        """Returns the bytes of a picture's file. Raises UserError: the shard was altered."""
         shard, offset, length, crc = (int(self.columns[name][row]) for name in ("shard", "offset", "length", "crc"))
         entry = self.shards[shard]
         path = self.folder / entry.name
@@ -102,7 +102,7 @@ class PackedSet(BaseModel, frozen=True, arbitrary_types_allowed=True):
 
     @property
     def outdated(self) -> str:
-        """Why the folder should be packed again, although it hasn't changed; else empty."""
+        """The reason to pack an unchanged folder again, or ""."""
         if not self.size or self.decoding >= DECODING:
             return ""
         blocks = (block.lower() for block in self.names.blocks())
@@ -120,7 +120,7 @@ class PackedSet(BaseModel, frozen=True, arbitrary_types_allowed=True):
 
 @dataclass(frozen=True, eq=False)
 class PackedRows:
-    """Some pictures of a pack, in an order of their own."""
+    """Selected pictures of a pack, in any order."""
 
     pack: PackedSet
     rows: numpy.ndarray  # int64 [n]
@@ -155,7 +155,7 @@ def is_pack(folder: Path) -> bool:
 
 
 def open_pack(folder: Path) -> PackedSet:
-    """Reads the index of a pack. Raises UserError: it was altered, or has an unknown version."""
+    """Reads the index of a pack. Raises UserError: the index was altered, or its version is unknown."""
     head = read_object(folder / HEAD)
     content = head.get("set") if head else None
     if head is None or not isinstance(content, dict) or head.get("digest") != digest_of(content):
@@ -189,7 +189,7 @@ def digest_of(content: Mapping[str, Any]) -> str:
 
 
 def columns_digest(columns: Columns) -> str:
-    """The digest of the values, since a .npz also holds the time at which it was written."""
+    """Returns a digest of the values, because a .npz also contains the time of writing."""
     digest = hashlib.sha256()
     for name in sorted(columns):
         digest.update(f"{name} {columns[name].dtype.str} {columns[name].shape}".encode())
@@ -198,7 +198,7 @@ def columns_digest(columns: Columns) -> str:
 
 
 def read_columns(path: Path) -> Columns:
-    """Raises OSError, ValueError: it can't be read."""
+    """Reads a .npz file. Raises OSError, ValueError: the file can't be read."""
     try:
         with open_file(path) as file:
             found = numpy.load(file, allow_pickle=False)
@@ -217,7 +217,7 @@ def write_columns(path: Path, columns: Columns) -> None:
 
 
 def altered_shards(pack: PackedSet) -> list[str]:
-    """Reads every shard; returns the names of altered ones."""
+    """Reads all shards; returns the names of altered ones."""
     bad: list[str] = []
     for entry in pack.shards:
         digest = ""

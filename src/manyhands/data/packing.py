@@ -1,4 +1,4 @@
-"""Makes a packed copy of a folder with several processes; resumes after an interruption. No torch."""
+"""Packs a folder in several processes; resumes after an interruption. Imports no torch."""
 
 import functools
 import hashlib
@@ -32,7 +32,7 @@ from manyhands.data.packed import HEAD, SAMPLES, STATE, Columns, columns_digest,
 
 _TAR_BLOCK = 512
 _NO_SPACE = ("free disk space and run the same command again", "or choose another folder: --to")
-_TAR_ADDS = 3 * 512 + 256  # per picture: two headers, the label, and the rests of blocks
+_TAR_ADDS = 3 * 512 + 256  # bytes per picture: two headers, the label, and padding
 SHARD_BYTES = 40 << 20  # large sets have shards of 30 to 60 MB
 _SEED = 0
 _BEGUN = "unfinished.json"
@@ -41,7 +41,7 @@ _COLUMN_TYPES = {"shard": numpy.uint32, "offset": numpy.uint64, "length": numpy.
 
 
 class PictureFile(NamedTuple):
-    """A picture to pack."""
+    """A picture file to pack."""
 
     row: int
     path: str
@@ -52,22 +52,22 @@ class PictureFile(NamedTuple):
 
 @dataclass(frozen=True)
 class ShardTask:
-    """The content of one shard."""
+    """The content of one shard to write."""
 
     target: Path
-    first: int  # the number of its first picture among all of its group
+    first: int  # index of the shard's first picture in its group
     members: tuple[PictureFile, ...]
     size: int  # as in `PackRequest`
     quality: int
 
     @property
     def report_file(self) -> Path:
-        """The shard's columns, for the index; exists once the shard is complete."""
+        """The file with the shard's columns for the index; exists once the shard is complete."""
         return self.target.with_name(f".{self.target.name}.npz")
 
 
 def write_shard(task: ShardTask) -> None:
-    """Writes the shard, then its report. Raises UserError: a picture changed, or the disk."""
+    """Writes a shard, then its report. Raises UserError: a picture changed, or the disk is full or fails."""
     try:
         with replacing(task.target) as part:
             columns, size_bytes, digest = _write(task, part)
@@ -82,7 +82,7 @@ def _write(task: ShardTask, part: Path) -> tuple[Columns, int, str]:
     with part.open("w+b") as file:
 
         def add(name: str, content: bytes) -> None:
-            info = tarfile.TarInfo(name)  # without time and user, so that equal pictures make equal shards
+            info = tarfile.TarInfo(name)  # without time and user: equal pictures make equal shards
             info.size, info.mode = len(content), 0o644
             file.write(info.tobuf(tarfile.USTAR_FORMAT) + content + bytes(-len(content) % _TAR_BLOCK))
 
@@ -103,7 +103,7 @@ def _write(task: ShardTask, part: Path) -> tuple[Columns, int, str]:
 
 
 def packed_picture(member: PictureFile, size: int, quality: int) -> tuple[str, bytes, bool]:
-    """The suffix and content of a picture in a pack; False if it is unreadable."""
+    """Returns the suffix and content of a picture in the pack, and False if the picture is unreadable."""
     content = _read(member)
     suffix = Path(member.path).suffix.lower()[1:]
     if not size:
@@ -111,7 +111,7 @@ def packed_picture(member: PictureFile, size: int, quality: int) -> tuple[str, b
     try:
         image = decode(member.path, 3, content)
     except CorruptImageError:
-        return suffix, content, False  # refused or skipped like the folder's own file
+        return suffix, content, False  # refused or skipped later, like the original file
     shorter, made = min(image.size), io.BytesIO()
     if shorter <= size:
         return suffix, content, True
@@ -136,7 +136,7 @@ def _read(member: PictureFile) -> bytes:
 
 
 def written(task: ShardTask) -> Columns | None:
-    """The report of a shard that was written earlier; None if it isn't complete."""
+    """Returns the report of a shard that was written earlier; None if the shard is incomplete."""
     try:
         columns = packed.read_columns(task.report_file)
         whole = task.target.stat().st_size == int(columns["bytes"])
@@ -161,7 +161,7 @@ class _Contents:
     """The pictures to pack, in the folder's order."""
 
     listings: tuple[Listing, ...]
-    labels: numpy.ndarray  # int64 [n], as all of the following
+    labels: numpy.ndarray  # int64 [n], like the next two
     sizes: numpy.ndarray
     times: numpy.ndarray
 
@@ -180,7 +180,7 @@ class _Contents:
 
 
 def read_contents(root: Path) -> _Contents:
-    """Lists a folder as training does. Raises UserError: it can't be used, or a picture is missing."""
+    """Lists a folder as training does. Raises UserError: the folder can't be used, or a picture is missing."""
     listings = list_parts(root)
     states = [folder_state(listing) for listing in listings]
     sizes, times = (numpy.concatenate([state[column] for state in states]) for column in (0, 1))
@@ -193,7 +193,7 @@ def read_contents(root: Path) -> _Contents:
 
 
 def is_up_to_date(contents: _Contents, request: PackRequest) -> bool:
-    """True if the pack exists and matches the folder. Raises UserError: there is a different one."""
+    """True if the pack exists and matches the folder. Raises UserError: the existing pack differs."""
     if not packed.is_pack(request.target):
         return False
     pack = open_pack(request.target)
@@ -212,7 +212,7 @@ def is_up_to_date(contents: _Contents, request: PackRequest) -> bool:
 def make_pack(
     contents: _Contents, request: PackRequest, *, processes: int, replace: bool, progress: Callable[[int, int], None]
 ) -> tuple[packed.PackedSet, tuple[str, ...]]:
-    """Packs the folder, or finishes an interrupted call; returns unreadable paths, too. Raises ManyhandsError."""
+    """Packs a folder, or resumes an interrupted call; also returns unreadable paths. Raises ManyhandsError."""
     target = request.target
     try:
         with one_at_a_time(target / HEAD, ("choose a writable folder: --to",)):
@@ -244,7 +244,7 @@ def _is_ours(path: Path) -> bool:
 
 
 def _begin(contents: _Contents, request: PackRequest) -> list[ShardTask]:
-    """Returns the shards to write; keeps only those that an interrupted call for the same has written."""
+    """Returns the shards to write; deletes shards that an interrupted call with other files or settings wrote."""
     columns = {"labels": contents.labels, "sizes": contents.sizes, "times": contents.times, "names": _names(contents)}
     made = {"format": packed.FORMAT, "size": request.size, "quality": request.quality, "shard": request.shard_bytes}
     made |= {"decoding": packed.DECODING} if request.size else {}
@@ -255,7 +255,7 @@ def _begin(contents: _Contents, request: PackRequest) -> list[ShardTask]:
         for path in (*filter(_is_ours, request.target.glob("*.tar")), *request.target.glob(".*.tar*")):
             path.unlink(missing_ok=True)
         ratio = 1.0
-        if request.size:  # of the resized pictures' bytes to the files', by some pictures spread over the folder
+        if request.size:  # resized bytes / file bytes, estimated from some pictures spread over the folder
             tried = [contents.member(row) for row in sorted(_shuffled(len(contents.sizes), "tried")[:_TRIED])]
             sizes = [len(packed_picture(member, request.size, request.quality)[1]) for member in tried]
             ratio = sum(sizes) / max(1, sum(member.size_bytes for member in tried))
@@ -267,13 +267,13 @@ def _begin(contents: _Contents, request: PackRequest) -> list[ShardTask]:
 
 
 def _names(contents: _Contents) -> numpy.ndarray:
-    """All names, uint8 with a zero byte between them."""
+    """Returns all names, separated by zero bytes, as uint8."""
     text = b"".join(block for listing in contents.listings for block in listing.names.blocks())
     return numpy.frombuffer(text[:-1], numpy.uint8)
 
 
 def _tasks(contents: _Contents, request: PackRequest, ratio: float) -> Iterator[ShardTask]:
-    """Divides each group, in its random order, into shards of about equal size."""
+    """Divides each group, in a random order, into shards of about equal size."""
     for word, start, stop in contents.groups():
         order = start + numpy.array(_shuffled(stop - start, word), numpy.int64)
         upto = numpy.cumsum(contents.sizes[order] * ratio + _TAR_ADDS)
@@ -309,7 +309,7 @@ def _write_all(tasks: Sequence[ShardTask], processes: int) -> Iterator[object]:
 
 
 def _finish(contents: _Contents, request: PackRequest, tasks: Sequence[ShardTask]) -> tuple[str, ...]:
-    """Writes the index, pack.json last, since that completes the pack; returns unreadable pictures."""
+    """Writes the index, and pack.json last to complete the pack; returns unreadable pictures."""
     count, target = len(contents.sizes), request.target
     columns: Columns = {name: numpy.zeros(count, kind) for name, kind in _COLUMN_TYPES.items()}
     columns |= {"label": contents.labels.astype(numpy.uint32), "names": _names(contents)}

@@ -1,8 +1,8 @@
 """Decodes one picture file to uint8 pixels of the requested size, in worker processes.
 
-Equals `transforms` for single pictures of any size, with the same random numbers. simplejpeg decodes plain JPEGs, to
-Pillow's bits in less time; Pillow decodes everything else, and what simplejpeg refuses. A JPEG many times larger than
-needed is scaled down by libjpeg while it is decoded.
+Preprocesses as `transforms` does, with the same random numbers, but single pictures of any size. simplejpeg decodes
+plain JPEGs to the same bits as Pillow, in less time; Pillow decodes the rest. A JPEG that is many times larger than
+needed is scaled down during decoding.
 """
 
 from collections.abc import Callable
@@ -24,14 +24,14 @@ try:
 except ImportError:  # it has no wheel for this system or Python
     decode_jpeg = None
 
-_GAP = 2  # libjpeg scales down to at least this many times the requested size: Pillow's advice for `reducing_gap`
-_MOST_TIMES = 16  # the longest ratio that is resized: a picture of 60,000 x 1 pixels would take gigabytes
+_GAP = 2  # libjpeg scales down to no less than this multiple of the requested size: Pillow's advice for `reducing_gap`
+_MOST_TIMES = 16  # maximum aspect ratio to resize: a picture of 60,000 x 1 pixels would need gigabytes
 
 
 def read_picture(
     path: str, pixels: Pixels, draws: SampleRng | None, content: bytes | None = None, out: Tensor | None = None
 ) -> Tensor:
-    """Reads a picture file, or its `content`, as uint8 [C, S, S], into `out` if given; without draws for evaluation."""
+    """Reads a picture file, or its `content`, as uint8 [C, S, S], into `out` if given. `draws` None: evaluation."""
     content = content_of(path) if content is None else content
     header = probe(path, content)
     scale = _scale(header, pixels, draws)
@@ -43,7 +43,7 @@ def read_picture(
 
 
 def _scale(header: PictureHeader, pixels: Pixels, draws: SampleRng | None) -> int:
-    """How many times smaller a picture may be decoded: 1, 2, 4 or 8."""
+    """Returns the factor by which a picture may be decoded smaller: 1, 2, 4 or 8."""
     shorter, wanted = min(header.width, header.height), pixels.resized_to
     if draws is not None and pixels.augment == "resized-crop-flip":
         wanted = pixels.size
@@ -54,7 +54,7 @@ def _scale(header: PictureHeader, pixels: Pixels, draws: SampleRng | None) -> in
 
 
 def _decode_plain_jpeg(content: bytes, header: PictureHeader, channels: int, scale: int) -> Tensor | None:
-    """Decodes a plain JPEG to uint8 [C or 1, H, W]; None for files that Pillow has to decode."""
+    """Decodes a plain JPEG to uint8 [C or 1, H, W]; returns None for files that Pillow must decode."""
     if decode_jpeg is None or not header.plain_jpeg or (channels == 1 and not header.grey):
         return None
     height, width = -(-header.height // scale), -(-header.width // scale)
@@ -66,7 +66,7 @@ def _decode_plain_jpeg(content: bytes, header: PictureHeader, channels: int, sca
 
 
 def prepare(values: Tensor, pixels: Pixels, draws: SampleRng | None) -> Tensor:
-    """Resizes, crops and mirrors uint8 [c, H, W] to [c, S, S]; without draws as for evaluation."""
+    """Resizes, crops and mirrors uint8 [c, H, W] to [c, S, S]. `draws` None: as for evaluation."""
     if draws is None or pixels.augment == "none":
         return _middle(values, pixels)
     if pixels.augment == "resized-crop-flip":
@@ -89,13 +89,13 @@ def resized(values: Tensor, height: int, width: int) -> Tensor:
 
 
 def to_tensor(image: Image.Image) -> Tensor:
-    """Copies a picture of mode "RGB" or "L" to uint8 [C, H, W], whose channels lie together."""
+    """Copies a picture of mode "RGB" or "L" to uint8 [C, H, W] with interleaved channels."""
     values = numpy.array(image)
     return torch.from_numpy(values[None] if values.ndim == 2 else values.transpose(2, 0, 1))
 
 
 def _middle(values: Tensor, pixels: Pixels) -> Tensor:
-    """Resizes the shorter side and crops the center, of a very long picture without its ends."""
+    """Resizes the shorter side and crops the center; first removes the ends of a very long picture."""
     size, shorter = pixels.size, min(values.shape[1:])
     most = _MOST_TIMES * shorter
     top, left = (max(0, side - most) // 2 for side in values.shape[1:])

@@ -1,4 +1,4 @@
-"""Random numbers as a pure function of (seed, epoch, sample, draw), one at a time (`SampleRng`) or for a batch."""
+"""Random numbers as a pure function of (seed, epoch, sample, draw), for one sample (`SampleRng`) or a batch."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ _FIRST, _SECOND, _GOLDEN = (number - (1 << 64) for number in _CONSTANTS)
 
 
 def mix_tensor(values: Tensor) -> Tensor:
-    """Applies `core.seeds.mix` to each of int64 [n]; 64-bit products wrap as they do there."""
+    """Applies `core.seeds.mix` to each value of int64 [n]; products wrap at 64 bits in both functions."""
     values = values + _GOLDEN
     values = (values ^ _shift(values, 30)) * _FIRST
     values = (values ^ _shift(values, 27)) * _SECOND
@@ -20,28 +20,28 @@ def mix_tensor(values: Tensor) -> Tensor:
 
 
 def bits(states: Tensor, draw: int) -> Tensor:
-    """A draw's 63 random bits for each sample, int64 [n]; `states` are `mix_tensor(samples ^ key of the epoch)`."""
+    """Returns 63 random bits per sample, int64 [n]; `states` are `mix_tensor(samples ^ key of the epoch)`."""
     return _shift(mix_tensor(states ^ draw), 1)
 
 
 def below(drawn: Tensor, limit: int) -> Tensor:
-    """Turns 63 bits each into integers 0 … limit - 1 (limit below 2**31)."""
+    """Converts 63 random bits each to integers from 0 to limit - 1 (limit below 2**31)."""
     return ((drawn >> 31) * limit) >> 32
 
 
 def alternate(seed: int, epoch: int, samples: Tensor) -> Tensor:
-    """Which samples, int64 [n], have their turn in an epoch, each in every second one: bool [n]."""
+    """Returns bool [n]: True for samples that have their turn in this epoch; each has it in every second epoch."""
     first = below(bits(mix_tensor(samples ^ derive(seed, "alternate")), 0), 2)
     return (first + epoch) % 2 == 1
 
 
 @dataclass(frozen=True)
 class SampleRng:
-    """The draws of one sample, in plain Python."""
+    """The random numbers of one sample, in plain Python."""
 
     key: int  # of the epoch
-    sample: int  # the index in the data set
-    turn: bool = False  # in this epoch, as in `alternate`
+    sample: int  # index in the data set
+    turn: bool = False  # True if the sample has its turn in this epoch; see `alternate`
 
     def bits(self, draw: int) -> int:
         return mix(mix(self.key ^ self.sample) ^ draw) >> 1
@@ -59,10 +59,7 @@ def epoch_rng(seed: int, epoch: int, sample: int) -> SampleRng:
 
 
 def spread(count: int, length: int) -> Tensor:
-    """Chooses `count` of `length` samples at even intervals, always the same: sorted int64 [min(count, length)].
-
-    They are the first of one fixed permutation, so a smaller choice is part of every larger one.
-    """
+    """Returns a fixed choice of samples, sorted int64 [min(count, length)]; a larger choice contains a smaller one."""
     order = torch.argsort(mix_tensor(torch.arange(length)), stable=True)
     return order[:count].sort().values
 

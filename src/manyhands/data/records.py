@@ -1,7 +1,7 @@
-"""Strict readers of MNIST's and CIFAR's files: what isn't exactly as published is an error of the user's.
+"""Strict readers of MNIST's and CIFAR's files; a deviation from the published format raises UserError.
 
-IDX (MNIST): two zero bytes, a type (8: bytes), the number of dimensions, each size in four bytes (big end first), then
-the values; a file that ends in .gz is the same, compressed.
+IDX (MNIST): two zero bytes, a type (8: bytes), the number of dimensions, each size in four bytes (big-endian), then the
+values; a file that ends in .gz is the same, compressed.
 CIFAR's binary record: one label byte (CIFAR-100: coarse, then fine), then 3,072 bytes: red, green, blue, row by row.
 CIFAR's Python batch: a pickle of {"data": uint8 [n, 3072], "labels" or "fine_labels": list}.
 
@@ -48,12 +48,12 @@ def _refuse(what: str, place: Path | str) -> NoReturn:
 
 
 def read_idx(path: Path, dimensions: int) -> Tensor:
-    """Reads an IDX file of bytes, plain or .gz: uint8 [N, H, W] for 3 dimensions, [N] for 1."""
+    """Reads an IDX file of bytes, plain or .gz, as uint8 [N, H, W] (3 dimensions) or [N] (1)."""
     try:
         with open_file(path) as stored, gzip.open(stored) if path.suffix == ".gz" else stored as file:
             shape = _read_idx_shape(file, path, dimensions)
             expected, content = math.prod(shape), bytearray()
-            # In blocks: takes memory for what the file has, whatever its header says.
+            # In blocks: needs memory for the file's actual content, whatever its header claims.
             while len(content) <= expected and (block := file.read(min(_BLOCK, expected + 1 - len(content)))):
                 content += block
     except (EOFError, OSError, ValueError, zlib.error) as error:
@@ -89,7 +89,7 @@ def _times(shape: tuple[int, ...]) -> str:
 
 
 def write_idx(path: Path, values: Tensor) -> None:
-    """Writes uint8 values of any shape as an IDX file; compressed, without a date, if its name ends in .gz."""
+    """Writes uint8 values of any shape as an IDX file; compressed, without a date, if the name ends in .gz."""
     header = struct.pack(f">HBB{values.ndim}I", 0, _IDX_BYTES, values.ndim, *values.shape)
     content = header + values.contiguous().numpy().tobytes()
     path.write_bytes(gzip.compress(content, mtime=0) if path.suffix == ".gz" else content)
@@ -104,7 +104,7 @@ def read_mnist_split(images: Path, labels: Path, classes: int) -> ImagesInMemory
 
 
 def read_cifar_files(place: Path, form: CifarForm) -> dict[str, bytes]:
-    """Reads a form's files, by name, from a folder or an archive."""
+    """Reads the files of a CIFAR format from a folder or an archive; returns their contents by name."""
     needed = (*form.train, form.test)
     names = (*needed, form.names)
     found: dict[str, bytes] = {}
@@ -144,7 +144,7 @@ def read_cifar_split(files: dict[str, bytes], names: tuple[str, ...], form: Cifa
 
 
 def read_cifar_names(content: bytes, form: CifarForm) -> tuple[str, ...]:
-    """The class names: one on each line, or in the pickle's "label_names" or "fine_label_names"."""
+    """Returns the class names: one per line, or the pickle's "label_names" or "fine_label_names"."""
     if form.label_bytes:
         return tuple(content.decode("utf-8", "replace").split())
     names = _field(_read_pickle(content, form.names), form.key.removesuffix("s") + "_names", form.names)
@@ -190,7 +190,7 @@ def _field(content: Any, key: str, file: str) -> Any:
 
 
 class _Inert:
-    """Stands for numpy's arrays and types, which crash on some damaged pickles: keeps their arguments and state."""
+    """Replaces numpy's arrays and types, which crash on some damaged pickles; keeps arguments and state."""
 
     def __init__(self, *arguments: object) -> None:
         self.arguments, self.state = arguments, ()
@@ -200,7 +200,7 @@ class _Inert:
 
 
 def _encode(text: str, encoding: str) -> bytes:
-    """Replaces _codecs.encode, which newer writers of old pickles use for bytes."""
+    """Replaces _codecs.encode, which recent writers of old pickle protocols use for bytes."""
     if encoding not in ("latin1", "latin-1"):
         raise pickle.UnpicklingError(f"unknown encoding {encoding!r}")
     return text.encode("latin1")
@@ -216,7 +216,7 @@ _ALLOWED = {
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Imports nothing: the few names that a batch may request are inert classes."""
+    """An unpickler that imports nothing: it maps the few allowed names to inert classes."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _ALLOWED:
@@ -225,7 +225,7 @@ class _PlainUnpickler(pickle.Unpickler):
 
 
 def _read_pickle(content: bytes, file: str) -> Any:
-    """Reads a pickle of plain data and byte arrays; text of Python 2 comes as bytes."""
+    """Reads a pickle of plain data and byte arrays; returns strings of Python 2 as bytes."""
     try:
         return _PlainUnpickler(io.BytesIO(content), encoding="bytes").load()
     except Exception as error:

@@ -1,7 +1,7 @@
-"""Samples that are read when they are requested: pictures in files, and the user's own data sets, wrapped.
+"""Samples that are read on request: pictures in files, and the user's data sets.
 
-The objects here travel to worker processes, and so do errors, as answers: an exception that passes through torch's
-queues loses its fields.
+These objects are sent to worker processes. Errors are returned as answers, because torch's queues drop the fields of
+exceptions that are raised.
 """
 
 import math
@@ -31,28 +31,28 @@ from manyhands.data.transforms import Pixels, measured_pixels, photograph_pixels
 
 _PAIR = ("give (x, y): x as a tensor or a PIL image, y as a whole number",)
 _TARGET = ("give y as numbers or tensors of one shape",)
-Request = tuple[int, list[int]]  # the epoch and the indices
-Answer = tuple[Tensor, Tensor, list[str]]  # images, labels, and unreadable pictures that were replaced
-_MOST_SHOWN = 4  # values of a tensor in an error
-_TRIES = 100  # to replace a picture
+Request = tuple[int, list[int]]  # epoch and sample indices
+Answer = tuple[Tensor, Tensor, list[str]]  # images, labels, and paths of replaced unreadable pictures
+_MOST_SHOWN = 4  # values of a tensor in an error message
+_TRIES = 100  # attempts to replace a picture
 _PROBES = 8
 _SMALL = 64
 
 
 class FileSamples:
-    """Decodes, crops and mirrors pictures in files; `replaces` unreadable training pictures by others."""
+    """Decodes, crops and mirrors pictures in files. `replaces`: other pictures replace unreadable training pictures."""
 
     def __init__(self, source: ImageFiles, pixels: Pixels, *, train: bool, seed: int, replaces: bool = False) -> None:
         self._source, self._pixels, self._train, self._seed = source, pixels, train, seed
         self._replaces = replaces and train
 
     def __getitems__(self, request: Request) -> Answer | ManyhandsError:
-        """Images uint8 [n, C, S, S] and labels int64 [n], or the error."""
+        """Returns images uint8 [n, C, S, S], labels int64 [n] and replaced paths, or the error."""
         epoch, samples = request
         try:
             shape = (len(samples), self._pixels.channels, self._pixels.size, self._pixels.size)
             images = torch.empty(0, dtype=torch.uint8)
-            if get_worker_info() is not None:  # where the asking process sees it too, so that it isn't copied there
+            if get_worker_info() is not None:  # in memory shared with the training process, to avoid a copy
                 images.set_(torch.UntypedStorage._new_shared(math.prod(shape)))
             images = images.resize_(shape)
             shown, replaced = [*samples], list[str]()
@@ -73,7 +73,7 @@ class FileSamples:
         read_picture(self._source.paths[sample], self._pixels, draws, self._source.content(sample), out)
 
     def _replace(self, epoch: int, sample: int, out: Tensor) -> int:
-        """Reads a replacement, the same on every process; returns its index."""
+        """Reads a replacement picture, the same on every process; returns its index."""
         for number in range(_TRIES):
             other = derive(self._seed, "in its place", epoch, sample, number) % len(self._source)
             with suppress(CorruptImageError):
@@ -84,7 +84,7 @@ class FileSamples:
 
 
 class CustomSamples:
-    """Reads the user's data set, with all generators seeded for each sample."""
+    """Reads the user's data set; seeds all generators before each sample."""
 
     def __init__(self, source: UserSamples, pixels: Pixels, *, train: bool, seed: int, classes: int = 0) -> None:
         self._source, self._pixels, self._train, self._seed = source, pixels, train, seed
@@ -99,7 +99,7 @@ class CustomSamples:
         return self._tensors is not None
 
     def __getitems__(self, request: Request) -> Answer | ManyhandsError:
-        """Images [n, …] (uint8 pictures, or the user's own type) and labels int64 [n], or the error."""
+        """Returns images [n, …] (uint8 pictures, or the user's type) and labels int64 [n], or the error."""
         epoch, samples = request
         try:
             if self._tensors is not None and self._tensors[0].is_floating_point():
@@ -111,10 +111,10 @@ class CustomSamples:
             if self._source.targets:
                 return images, as_targets([target for _, target in pairs]), []
             labels = torch.tensor([label for _, label in pairs])
-            # Labels that the data set knows are checked when it is opened.
+            # Labels that the data set knows without reading samples were checked when it was opened.
             return images, check_labels(labels, self._classes, "the data set", samples) if self._classes else labels, []
         except ManyhandsError as error:
-            if (cause := error.__cause__) is not None:  # it is lost on the way, so its traceback goes along
+            if (cause := error.__cause__) is not None:  # the queue drops the cause; a note keeps its traceback
                 error.add_note(users_traceback(cause) or "".join(traceback.format_exception(cause)).rstrip())
             return error
 
@@ -135,7 +135,7 @@ class CustomSamples:
 
 
 def read_own(source: UserSamples, sample: int) -> tuple[Any, Any]:
-    """Reads (x, y) of the user's own data set; y becomes an int unless it is a target."""
+    """Reads (x, y) from the user's data set; converts y to an int unless it is a target."""
     try:
         content = source.dataset[sample]
     except (ManyhandsError, MemoryError):
@@ -165,7 +165,7 @@ def read_own(source: UserSamples, sample: int) -> tuple[Any, Any]:
 
 
 def whole_number(label: Any) -> int | None:
-    """A label as an int, or None if it isn't one whole number."""
+    """Returns a label as an int, or None if it is not a single integer."""
     if isinstance(label, Tensor | numpy.ndarray | numpy.generic) and all(size == 1 for size in label.shape):
         label = label.item()
     return None if isinstance(label, bool) or not isinstance(label, int) else label
@@ -182,7 +182,7 @@ def as_targets(found: list[Any]) -> Tensor:
 
 
 def as_picture(image: Any) -> Image.Image | None:
-    """A PIL image, or 8-bit pixels [H, W], [1 or 3, H, W] (tensor), [H, W, 1 or 3] (array) as one; else None."""
+    """Converts 8-bit pixels [H, W], [1 or 3, H, W] (tensor) or [H, W, 1 or 3] (array) to a PIL image; else None."""
     if isinstance(image, Image.Image):
         return image
     if isinstance(image, Tensor) and image.dtype == torch.uint8 and image.ndim in (2, 3):
@@ -203,7 +203,7 @@ def seed_generators(seed: int) -> None:
 
 @contextmanager
 def restored_generators() -> Iterator[None]:
-    """Restores the three generators, so that reading data never changes a dropout."""
+    """Restores the three generators at the end, so that reading data doesn't change dropout masks."""
     states = torch.get_rng_state(), random.getstate(), numpy.random.get_state()
     try:
         yield
@@ -223,10 +223,10 @@ def _stack(images: list[Tensor], samples: list[int]) -> Tensor:
 
 
 def splits_of_objects(train: Any, test: Any | None, options: DataOptions, title: str = "") -> Splits:
-    """Wraps the user's training and test data; without a test set, a fixed choice of training samples is held out.
+    """Wraps the user's training and test data; without test data, holds out a fixed choice of training samples.
 
     Uint8 tensors in a TensorDataset become pictures in memory. Raises UserError: an object is no data set, is empty, or
-    its samples or labels can't be used.
+    has unusable samples or labels.
     """
     datasets = [train] if test is None else [train, test]
     for word, dataset in zip(("train", "test"), datasets, strict=False):
@@ -250,16 +250,16 @@ def splits_of_objects(train: Any, test: Any | None, options: DataOptions, title:
 
 
 def splits_to_evaluate(dataset: Any, known: tuple[str, ...], place: str = "the data set") -> Splits:
-    """Wraps a data set that is evaluated by a network with the classes `known`; both splits are all of it."""
+    """Wraps a data set for a network with the classes `known`; both splits have all samples."""
     _check_dataset(dataset, place.removeprefix("the ").removesuffix(" set"))
     source = source_to_evaluate(dataset, known_labels(dataset), known, place)
     return Splits(source, source, known, describe(f"your {type(dataset).__name__}", source, source), _pixels(source))
 
 
 def source_to_evaluate(dataset: Any, labels: Tensor | None, known: tuple[str, ...], place: str) -> Source:
-    """A data set with its labels as numbers of the classes `known`, by name if both have names.
+    """Wraps a data set; converts its labels to indices into `known`, by name if both have class names.
 
-    Names aren't compared if the data set has a target_transform, which may have changed the numbers already.
+    Names aren't compared if the data set has a target_transform, which may already have changed the labels.
     """
     names = _classes_of(dataset)
     transformed = getattr(dataset, "target_transform", None) is not None
@@ -269,7 +269,7 @@ def source_to_evaluate(dataset: Any, labels: Tensor | None, known: tuple[str, ..
 
 
 def has_targets(dataset: Any) -> bool:
-    """True if the first sample's y isn't an integer; for a custom loss."""
+    """True if the first sample's y is not an integer, as for a custom loss."""
     _check_dataset(dataset, "train")
     if known_labels(dataset) is not None:
         return False
@@ -304,7 +304,7 @@ def _source(dataset: Any, labels: Tensor | None, classes: int, place: str) -> So
 
 
 def _hold_out(source: Source, share: float) -> tuple[Source, Source]:
-    """Holds out a share of the samples for evaluation, at even intervals."""
+    """Holds out a fixed choice of the samples for evaluation; returns the sources for training and evaluation."""
     kept = spread(max(1, round(len(source) * share)), len(source))
     rest = torch.ones(len(source), dtype=torch.bool)
     rest[kept] = False
@@ -315,7 +315,7 @@ def _hold_out(source: Source, share: float) -> tuple[Source, Source]:
 
 
 def known_labels(dataset: Any) -> Tensor | None:
-    """The labels int64 [N] if the data set has them without reading samples, else None."""
+    """Returns the labels, int64 [N], if the data set has them without reading samples, else None."""
     if isinstance(dataset, Subset):
         labels = known_labels(dataset.dataset)
         return None if labels is None else labels[torch.as_tensor(dataset.indices)]
@@ -337,7 +337,7 @@ def known_labels(dataset: Any) -> Tensor | None:
 
 
 def _classes_of(dataset: Any) -> tuple[str, ...]:
-    """The data set's own class names, or numbers if it has a count; else none."""
+    """Returns the data set's class names, or "0", "1" … if it has only a count, else ()."""
     if isinstance(dataset, Subset):
         return _classes_of(dataset.dataset)
     if isinstance(dataset, ConcatDataset):
@@ -359,7 +359,7 @@ def _counted_classes(found: list[Tensor]) -> tuple[str, ...]:
 
 
 def _pixels(source: Source) -> Pixels:
-    """Reads a few samples: pictures keep a small common size; tensors of numbers are used as they are."""
+    """Reads a few samples. Pictures keep a small common size; tensors of numbers are used unchanged."""
     if isinstance(source, ImagesInMemory):
         return measured_pixels(source.images, "none")
     assert isinstance(source, UserSamples)

@@ -1,4 +1,4 @@
-"""An open data set: its sources of samples, classes and usual pixels."""
+"""An open data set: sources of samples, classes and default preprocessing."""
 
 import textwrap
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ImagesInMemory:
-    """Decoded pictures."""
+    """Decoded pictures in memory."""
 
     images: Tensor  # uint8 [N, C, H, W]; C is 1 or 3
     labels: Tensor  # int64 [N]
@@ -39,30 +39,30 @@ class ImagesInMemory:
 
 @dataclass(frozen=True)
 class ImageFiles:
-    """Pictures that are decoded when they are requested."""
+    """Pictures that are decoded on request."""
 
-    paths: "PictureNames"  # one file for each sample
+    paths: "PictureNames"  # one path per sample
     labels: Tensor  # int64 [N]
-    packed: "PackedRows | None" = None  # the packed copies that are read instead
+    packed: "PackedRows | None" = None  # packed copies to read instead of the files
 
     def __len__(self) -> int:
         return len(self.paths)
 
     def content(self, index: int) -> bytes | None:
-        """A picture's packed file, if any. Raises UserError: the packed copy was altered."""
+        """Returns a picture's packed file, if any. Raises UserError: the packed copy was altered."""
         return self.packed.content(index) if self.packed else None
 
 
 @dataclass(frozen=True)
 class UserSamples:
-    """The user's own map-style data set."""
+    """The user's map-style data set."""
 
     # Returns (x, y). x is a float tensor, used as it is, or a picture: a uint8 tensor [C, H, W] or [H, W], a PIL image,
     # or a uint8 array [H, W] or [H, W, C]. y is an integer, or a target.
     dataset: Any
     labels: Tensor | None = None  # int64 [N]; None: unknown without reading every sample
     targets: bool = False  # y is anything that torch's default_collate accepts, for a custom loss
-    numbers: tuple[int, ...] | None = None  # the class of each y; None: y is the class. `labels` are classes already
+    numbers: tuple[int, ...] | None = None  # class of each value of y; None: y is the class. `labels` are classes
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -81,7 +81,7 @@ class Splits:
     description: str  # such as "digits: 1,437 + 360 pictures"
     pixels: Pixels  # defaults for this data set
     skipped: tuple[str, ...] = ()  # unreadable pictures that were skipped
-    notes: tuple[str, ...] = ()  # sentences for the user
+    notes: tuple[str, ...] = ()  # messages for the user
     packed: str = ""  # the name of the packed copy in use
     held_out: Source | None = None  # evaluated once, after training
 
@@ -95,7 +95,7 @@ def describe(title: str, train: Source, test: Source, place: str = "") -> str:
 
 
 def check_labels(labels: Tensor, classes: int, place: str, samples: Sequence[int] | None = None) -> Tensor:
-    """Integer labels [N] as int64, of all or of some samples. Raises UserError: one is outside 0 … classes - 1."""
+    """Returns integer labels [N] as int64. Raises UserError: a label is outside 0 … classes - 1."""
     labels = labels.to(torch.int64)
     wrong = ((labels < 0) | (labels >= classes)).nonzero()
     if len(wrong):
@@ -107,7 +107,7 @@ def check_labels(labels: Tensor, classes: int, place: str, samples: Sequence[int
 
 
 def by_names(source: Source, names: tuple[str, ...], known: tuple[str, ...], place: str) -> Source:
-    """Maps a source's labels from `names` to `known` by name, if both have names. Raises UserError: unknown names."""
+    """Maps a source's labels from `names` to `known`, if both have names. Raises UserError: a name is unknown."""
     if names == known[: len(names)]:
         return source
     unknown = [name for name in names if name not in known]
@@ -132,7 +132,7 @@ def by_names(source: Source, names: tuple[str, ...], known: tuple[str, ...], pla
 
 
 def only_numbers(names: tuple[str, ...]) -> bool:
-    """True for classes named by their numbers."""
+    """True if the classes are named "0", "1" …."""
     return names == tuple(str(number) for number in range(len(names)))
 
 
@@ -152,7 +152,7 @@ def take(source: Source, samples: Tensor) -> Source:
 
 
 def describe_samples(train: int, test: int | None, classes: Sequence[str], what: str = "pictures") -> str:
-    """The numbers of samples, and the classes, in one line; `test` is None without evaluation."""
+    """Describes the numbers of samples, and the classes, in one line. `test` None: no evaluation."""
     names = textwrap.shorten(", ".join(map(plain, classes)), 72, placeholder=" …")
     evaluated = "" if test is None else f" and {test:,} evaluation"
     return f"{train:,} training{evaluated} {what}" + (f", {len(classes):,} classes: {names}" if classes else "")

@@ -1,4 +1,4 @@
-"""Preprocessing of whole batches of uint8 pictures, on any device.
+"""Preprocessing of batches of uint8 pictures on any device.
 
 Shapes: n pictures, C channels, H rows, W columns, S the requested size.
 """
@@ -17,7 +17,7 @@ from manyhands.core.seeds import derive
 from manyhands.data.random import SampleRng, alternate, below, bits, mix_tensor, spread
 
 DRAW_DOWN, DRAW_RIGHT, DRAW_MIRROR = 0, 1, 2
-_PART = 1 << 17  # values that a core's caches hold with what is made of them
+_PART = 1 << 17  # values per block: a core's caches hold the block and its results
 _LUMA = (0.299, 0.587, 0.114)  # ITU-R BT.601, as Pillow's "L"
 
 _LOG_RATIO = (math.log(3 / 4), math.log(4 / 3))
@@ -32,22 +32,22 @@ class Pixels:
     mean: tuple[float, ...]  # per channel, of pixels in 0 to 1
     std: tuple[float, ...]  # per channel, of pixels in 0 to 1
     augment: str  # "none", "crop", "crop-flip" or "resized-crop-flip"; only training samples are changed
-    resize: int = 0  # the size before an evaluation picture's middle is cut out; 0: what suits the augmentation
-    shift: int = 0  # rows and columns that "crop" shifts by at most; 0: an eighth of them
-    reflects: bool = False  # what a shift brings in is the picture's edge mirrored, not black
-    alternates: bool = False  # a picture is mirrored in every second epoch, not by chance
-    own: bool = False  # True where the user's data set gives numbers, which are used as they are
+    resize: int = 0  # size before an evaluation picture's center is cropped; 0: depends on the augmentation
+    shift: int = 0  # maximum shift by "crop", in rows and columns; 0: an eighth of the size
+    reflects: bool = False  # a shift exposes the mirrored edge instead of black
+    alternates: bool = False  # pictures are mirrored in every second epoch, not at random
+    own: bool = False  # True if the user's data set returns numbers, which are used unchanged
 
     @property
     def resized_to(self) -> int:
-        """The size before an evaluation picture's center is cropped: 256 for 224 if training crops parts, too."""
+        """The size before an evaluation picture's center is cropped: 256 for 224 if training crops at random."""
         if self.resize:
             return self.resize
         return round(self.size * 256 / 224) if self.augment == "resized-crop-flip" else self.size
 
     @property
     def padding(self) -> int:
-        """The largest shift; by default an eighth of the picture, as in the usual CIFAR recipe (4 of 32)."""
+        """The maximum shift; by default an eighth of the size, as is usual for CIFAR (4 of 32)."""
         return self.shift or max(1, round(self.size / 8))
 
     @property
@@ -56,7 +56,7 @@ class Pixels:
 
 
 def padded(images: Tensor, margin: int, *, reflects: bool) -> Tensor:
-    """Widens [..., S, S] by `margin` pixels on each side: black, or the edge mirrored (without its last pixel)."""
+    """Pads [..., S, S] by `margin` pixels on each side: black, or the mirrored edge (without its last pixel)."""
     if not reflects:
         return functional.pad(images, (margin,) * 4)
     size = images.shape[-1]
@@ -67,12 +67,12 @@ def padded(images: Tensor, margin: int, *, reflects: bool) -> Tensor:
 
 @functools.cache
 def _luma(device: torch.device) -> Tensor:
-    """The weights of colours, [1, 3, 1, 1]; cached, since a copy to a card blocks."""
+    """Returns the factors of the colors, [1, 3, 1, 1]; cached, because a copy to an accelerator blocks."""
     return torch.tensor(_LUMA, device=device).view(1, 3, 1, 1)
 
 
 def set_channels(images: Tensor, channels: int) -> Tensor:
-    """Turns uint8 [n, C, H, W] into uint8 [n, channels, H, W]: grey is repeated, colour becomes its luma."""
+    """Converts uint8 [n, C, H, W] to [n, channels, H, W]: grey is repeated, color is converted to luma."""
     if images.shape[1] == channels:
         return images
     if channels == 3:
@@ -81,7 +81,7 @@ def set_channels(images: Tensor, channels: int) -> Tensor:
 
 
 def resize(images: Tensor, height: int, width: int) -> Tensor:
-    """Resizes uint8 [n, C, H, W] to uint8 [n, C, height, width]; bilinear, smoothed where it gets smaller."""
+    """Resizes uint8 [n, C, H, W] to [n, C, height, width] with antialiased bilinear interpolation."""
     if images.shape[2:] == (height, width):
         return images
     resized = functional.interpolate(images.float(), (height, width), mode="bilinear", antialias=True)
@@ -99,9 +99,9 @@ def middle(images: Tensor, pixels: Pixels) -> Tensor:
 
 
 def augment(images: Tensor, pixels: Pixels, seed: int, epoch: int, samples: Tensor) -> Tensor:
-    """Augments training pictures uint8 [n, C, S, S], each by (seed, epoch, sample) alone.
+    """Augments training pictures uint8 [n, C, S, S], each as a function of (seed, epoch, sample).
 
-    For "resized-crop-flip" they may have any height and width. `samples`: their indices, int64 [n] on the CPU.
+    For "resized-crop-flip", pictures may have any height and width. `samples`: indices, int64 [n] on the CPU.
     """
     if pixels.augment == "none":
         return images
@@ -115,7 +115,7 @@ def augment(images: Tensor, pixels: Pixels, seed: int, epoch: int, samples: Tens
         images = torch.cat(parts)
     else:
         size, margin = images.shape[-1], pixels.padding
-        # [n, C, 2 margin + 1, 2 margin + 1, S, S], no copy
+        # a view, [n, C, 2 margin + 1, 2 margin + 1, S, S]
         windows = padded(images, margin, reflects=pixels.reflects).unfold(2, size, 1).unfold(3, size, 1)
         down, right = (below(bits(states, draw), 2 * margin + 1) for draw in (DRAW_DOWN, DRAW_RIGHT))
         images = windows[torch.arange(len(images), device=images.device), :, down, right]
@@ -127,15 +127,15 @@ def augment(images: Tensor, pixels: Pixels, seed: int, epoch: int, samples: Tens
 
 @dataclass
 class Batch:
-    """What one request became."""
+    """The samples of one request, ready for the network."""
 
-    images: Tensor  # normalised, [n, C, S, S] (or the user's own shape [n, …]), on the device
+    images: Tensor  # normalized, [n, C, S, S] (or the user's shape [n, …]), on the device
     labels: Tensor  # int64 [n], on the device
-    samples: Tensor  # int64 [n], the indices that were asked for, on the CPU
+    samples: Tensor  # requested indices, int64 [n], on the CPU
 
 
 class SpareMemory:
-    """Reuses the memory of batches that nothing reads any more: new pages cost half of normalizing."""
+    """Reuses memory of batches without references: page faults of new memory take half the time of normalizing."""
 
     def __init__(self) -> None:
         self._held = [numpy.empty(0, numpy.uint8)] * 2
@@ -145,7 +145,7 @@ class SpareMemory:
         return sys.getrefcount(self._held[place])
 
     def take(self, shape: torch.Size, dtype: torch.dtype, layout: torch.memory_format) -> Tensor:
-        """An uninitialized tensor, whose memory isn't reused while it, or a view of it, exists."""
+        """Returns an uninitialized tensor, whose memory isn't reused while the tensor or a view of it exists."""
         size_bytes = shape.numel() * dtype.itemsize
         for place in range(len(self._held)):
             if self._held[place].nbytes == size_bytes and self._references(place) == self._unread:
@@ -154,7 +154,7 @@ class SpareMemory:
         else:
             memory = numpy.empty(size_bytes, numpy.uint8)
             self._held = [self._held[1], memory]
-        values = torch.from_numpy(memory).view(dtype)  # holds a reference to `memory` as long as the values are there
+        values = torch.from_numpy(memory).view(dtype)  # keeps a reference to `memory` as long as the tensor exists
         if layout == torch.channels_last:
             count, channels, height, width = shape
             return values.view(count, height, width, channels).permute(0, 3, 1, 2)
@@ -162,7 +162,7 @@ class SpareMemory:
 
 
 class Normalise:
-    """Normalizes bytes on its device: (value / 255 - mean) / std, per channel."""
+    """Normalizes uint8 pictures on a device: (value / 255 - mean) / std, per channel."""
 
     def __init__(
         self,
@@ -182,15 +182,15 @@ class Normalise:
     def __call__(self, images: Tensor) -> Tensor:
         """Normalizes uint8 [n, C, S, S]; other types are only converted to `dtype`.
 
-        The product and the sum are rounded separately, since only the vectorized part of a loop would fuse them: the
-        numbers of a picture must not depend on its place in the batch.
+        The product and the sum are rounded separately. Fusing would affect only the vectorized part of a loop, and the
+        values of a picture must not depend on its position in the batch.
         """
         if images.dtype != torch.uint8:
             images = images.to(self._dtype)
             return images.contiguous(memory_format=self._layout) if images.ndim == 4 else images
         if images.device.type != "cpu" or images.numel() <= 5 * _PART:
             return self._scaled(images).to(self._dtype).contiguous(memory_format=self._layout)
-        # As a whole a large batch would go through memory four times.
+        # In blocks: a large batch would otherwise pass through memory four times.
         out = self._spare.take(images.shape, self._dtype, self._layout)
         step = max(1, _PART // images[0].numel())
         for part, own in zip(images.split(step), out.split(step), strict=True):
@@ -201,13 +201,13 @@ class Normalise:
         return out
 
     def _scaled(self, images: Tensor) -> Tensor:
-        # Half the time of `to` for a small batch.
+        # Takes half the time of `to` for a small batch.
         numbers = images.float() if self._work == torch.float32 else images.double()
         return numbers.mul_(self._scale).add_(self._offset)
 
 
 def crop_box(width: int, height: int, draws: SampleRng) -> tuple[int, int, int, int]:
-    """Draws a box (left, top, right, bottom) of 8 to 100 % of the area, 3:4 to 4:3; after ten attempts the center.
+    """Draws a box (left, top, right, bottom) of 8 to 100 % of the area and 3:4 to 4:3; centered after ten failures.
 
     Source: torchvision's RandomResizedCrop; Szegedy et al. 2014, arXiv:1409.4842.
     """
@@ -224,7 +224,7 @@ def crop_box(width: int, height: int, draws: SampleRng) -> tuple[int, int, int, 
 
 
 def measured_pixels(images: Tensor, augment: str) -> Pixels:
-    """Mean and deviation of up to 10,000 of uint8 [N, C, S, S]; exact sums, so the same on every machine."""
+    """Measures mean and deviation of up to 10,000 of uint8 [N, C, S, S]; exact, hence equal on every machine."""
     count, channels, size, _ = images.shape
     sums, squares, values = [0] * channels, [0] * channels, 0
     for block in spread(10_000, count).split(1000):
@@ -239,7 +239,7 @@ def measured_pixels(images: Tensor, augment: str) -> Pixels:
 
 
 def photograph_pixels(size: int, channels: int, augment: str) -> Pixels:
-    """ImageNet's mean and deviation, averaged for grey, for pictures that aren't measured."""
+    """Returns ImageNet's mean and deviation, averaged for grey, for pictures that aren't measured."""
     mean, std = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
     if channels != 3:
         mean, std = ((sum(values) / 3,) * channels for values in (mean, std))

@@ -1,7 +1,7 @@
-"""Names and walk of the files in class folders. No torch.
+"""Names of the files in class folders, and the walk that lists them. Imports no torch.
 
-Names of millions of files are one array, which processes share by mapping a file. Strings take four times as much, and
-reading one copies its page of memory in each process.
+The names of millions of files are one array, which processes share by mapping a file. Python strings would need four
+times the memory, and reading a string would copy its page in each process.
 """
 
 import os
@@ -18,9 +18,9 @@ from manyhands.core.errors import UserError
 from manyhands.data.decode import PICTURE_SUFFIXES
 
 _BLOCK = 1 << 12
-Identity = str  # a folder's real path; not every file system numbers its folders
-# Files and folders of systems and programs, in lower case, which are ignored at every level. Other folders are classes,
-# even those that begin with "__" or "@".
+Identity = str  # a folder's real path, because not every file system has inode numbers
+# Names of files and folders of systems and programs, in lower case, which are ignored at every level. Other folders are
+# classes, even if the name begins with "__" or "@".
 _JUNK = frozenset({
     "__macosx", "__pycache__", "@eadir", "#recycle", "@recycle", "@recently-snapshot", "@tmp", "lost+found",
     "$recycle.bin", "system volume information", "thumbs.db", "ehthumbs.db", "desktop.ini",
@@ -33,7 +33,7 @@ _MOST_KINDS = 20
 
 @dataclass(frozen=True, eq=False)
 class PictureNames:
-    """Paths of pictures below a folder; two are equal if they name the same below it."""
+    """Paths of pictures below a folder; equal if the paths below the folder are equal."""
 
     names: numpy.ndarray  # bytes [n]
     root: str = ""  # the prefix of each path
@@ -61,18 +61,18 @@ class PictureNames:
         return PictureNames(self.names[rows], self.root)
 
     def blocks(self) -> Iterator[bytes]:
-        """All names without the folder, each with a zero byte at its end, in blocks of some thousands."""
+        """Yields all names without the folder, each followed by a zero byte, in blocks of some thousands."""
         for first in range(0, len(self), _BLOCK):
             yield b"".join(name + b"\0" for name in self.names[first : first + _BLOCK].tolist())
 
 
 def plain_form(name: str) -> str:
-    """A name as it looks: Unicode's composed form (NFC), without blanks at the ends."""
+    """Returns a name as it looks: in Unicode's composed form (NFC), without spaces at the ends."""
     return unicodedata.normalize("NFC", name).strip()
 
 
 def lookalike_difference(name: str, known: Iterable[str]) -> str:
-    """The difference between a name and a known one that looks the same; else empty."""
+    """Describes how a name differs from a known name that looks the same; empty if there is none."""
     for other in known:
         if other != name and plain_form(other) == plain_form(name):
             how = "spaces at the start or end" if other.strip() == name.strip() else "Unicode form (such as NFC, NFD)"
@@ -81,12 +81,12 @@ def lookalike_difference(name: str, known: Iterable[str]) -> str:
 
 
 def is_junk(name: str) -> bool:
-    """True for the name of a hidden file or folder, or of one that systems leave behind."""
+    """True for the name of a hidden file or folder, or of a system file such as Thumbs.db."""
     return name.startswith(".") or name.lower() in _JUNK
 
 
 class Unused:
-    """Files and folders of a data set that aren't read: the number of each kind, and an example."""
+    """Counts the unused files and folders of a data set by kind, and keeps an example of each."""
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
@@ -108,7 +108,7 @@ class Unused:
         self._examples[word] = min(path, self._examples.get(word, path))
 
     def add_files(self, folder: Path, prefix: str = "") -> None:
-        """Counts the files beside the class folders in a folder, and junk."""
+        """Counts the files next to the class folders in a folder, and junk."""
         for entry in _entries(folder):
             kind = _kind(entry)
             if kind != "folder" or is_junk(entry.name):
@@ -132,19 +132,19 @@ class Unused:
 
 
 class Walk:
-    """Lists the pictures below the class folders of a split, at any depth; adds everything else to `unused`.
+    """Lists the pictures below the class folders of a split, at any depth; adds all other entries to `unused`.
 
-    Real folders go first. A link to a folder that is part of the set already is not followed: it could be a loop, or
-    give samples another class.
+    Real folders precede links. A link to a folder that is already listed is not followed: the link could be a loop, or
+    assign pictures to a second class.
     """
 
     def __init__(self, root: Path, entered: Iterable[Identity], unused: Unused, prefix: str) -> None:
         self.entered = {os.path.realpath(place) for place in (root.resolve(), *root.resolve().parents)} | set(entered)
-        self._root, self._unused, self._prefix = root, unused, prefix  # from the data set's root to this one
-        self._links: deque[tuple[int, str]] = deque()  # to folders, with the numbers of their classes
+        self._root, self._unused, self._prefix = root, unused, prefix  # prefix: path from the data set's root to `root`
+        self._links: deque[tuple[int, str]] = deque()  # links to folders, with their class indices
 
     def list_classes(self, folders: Sequence[str]) -> list[numpy.ndarray]:
-        """Lists each class folder: sorted paths below the root, with "/". Raises UserError: a folder can't be read."""
+        """Lists the sorted paths in each class folder, below the root. Raises UserError: a folder can't be read."""
         found = [PictureNames.of(sorted(self._enter(number, name))).names for number, name in enumerate(folders)]
         while self._links:
             number, name = self._links.popleft()
@@ -154,7 +154,7 @@ class Walk:
         return found
 
     def _enter(self, number: int, name: str) -> list[str]:
-        """Lists the pictures of one folder and of the real folders below it."""
+        """Lists the pictures of a folder and of the real folders below it; queues links to folders."""
         waiting, links, pictures = [name], list[str](), list[str]()
         while waiting:
             folder = waiting.pop()
@@ -174,7 +174,7 @@ class Walk:
         return pictures
 
     def _is_new(self, name: str) -> bool:
-        """True the first time that a folder is reached; otherwise the link to it is counted as unused."""
+        """True when a folder is reached for the first time; otherwise counts the path as unused."""
         here = os.path.realpath(self._root / name)
         if here in self.entered:
             self._unused.add(self._prefix + name, _LINK)
@@ -195,13 +195,13 @@ def class_identities(root: Path, folders: Sequence[str]) -> set[Identity]:
 
 
 def folders_in(root: Path) -> tuple[str, ...]:
-    """Names of the folders in a folder, links included and junk left out. Raises UserError: it can't be read."""
+    """Returns the names of subfolders, with links, without junk. Raises UserError: the folder can't be read."""
     kinds = [(entry.name, _kind(entry)) for entry in _entries(root)]
     return tuple(sorted(name for name, kind in kinds if kind == "folder" and not is_junk(name)))
 
 
 def holds_pictures(folder: Path, *, deep: bool = True, suffixes: frozenset[str] = PICTURE_SUFFIXES) -> bool:
-    """True if there are pictures in a folder or, with `deep`, below it; follows no links."""
+    """True if a folder contains pictures or, with `deep`, a subfolder does. Doesn't follow links."""
     for _, below, files in os.walk(folder):
         below[:] = [name for name in below if deep and not is_junk(name)]
         if any(Path(name).suffix.lower() in suffixes and not is_junk(name) for name in files):
@@ -219,7 +219,7 @@ def _entries(folder: Path) -> list["os.DirEntry[str]"]:
 
 
 def _kind(entry: "os.DirEntry[str]") -> str:
-    """A "folder", a "file" (also a broken link), or a description: a link to a folder that holds it, or a device."""
+    """Returns "folder", "file" (also for a broken link), or a description of a looping link or a device."""
     try:
         if entry.is_dir():
             place = Path(entry.path)

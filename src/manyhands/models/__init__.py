@@ -1,1 +1,1 @@
-"""Networks for one device. Nothing here knows of ranks."""
+"""Networks for one device, independent of ranks."""

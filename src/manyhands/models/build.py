@@ -1,4 +1,4 @@
-"""Builds a network by name: the user's own object, or one of an architecture file."""
+"""Builds networks by name, from user code or from an architecture module."""
 
 import copy
 import inspect
@@ -15,12 +15,12 @@ from manyhands.models.interface import WHERE, ModelNeeds, refused
 from manyhands.models.options import ModelOptions
 from manyhands.models.published import CHOICES, nothing_published
 
-_LARGE = 64  # smaller pictures are called small
+_LARGE = 64  # pictures up to this size are called small
 _HINTS = ("name a subclass of torch.nn.Module, an instance, or a function that returns an instance",)
 
 
 def describe(options: ModelOptions, size: int) -> ModelNeeds:
-    """Returns the network's requirements of its pictures, before any are loaded. Raises UserError: an unknown name."""
+    """Returns a network's requirements for pictures, before any are loaded. Raises UserError: unknown name."""
     if is_object_reference(options.name):
         return ModelNeeds()
     name, choice = _find(options, size)
@@ -33,12 +33,11 @@ def describe(options: ModelOptions, size: int) -> ModelNeeds:
 
 
 def build_model(options: ModelOptions, *, channels: int, size: int, num_classes: int, mesh: Any = None) -> nn.Module:
-    """Builds the network on torch's default device; its random weights follow torch's global seed.
+    """Builds the network on torch's default device; random weights follow torch's global seed.
 
-    It maps [N, channels, size, size] to [N, num_classes], where `options.num_classes` takes precedence; in training
-    some return auxiliary outputs, too, see `main_and_auxiliary`. The caller loads `options.weights`. `mesh` is for a
-    user's network with a parameter of that name. Raises UserError: an unknown name, a wrong argument, unsuitable
-    pictures or missing weights.
+    The network maps [N, channels, size, size] to [N, num_classes] (`options.num_classes` takes precedence). Some return
+    auxiliary outputs in training; see `main_and_auxiliary`. The caller loads `options.weights`. `mesh` is for a user's
+    network with this parameter. Raises UserError: unknown name, wrong argument, unsuitable pictures or missing weights.
     """
     classes = options.num_classes or num_classes
     if is_object_reference(options.name):
@@ -67,7 +66,7 @@ def is_custom(name: str) -> bool:
 
 
 def resolve_model(options: ModelOptions, size: int) -> ModelOptions:
-    """The same network by a name and arguments that hold for any size of pictures, without published weights."""
+    """Returns options that name the same network for any picture size, without published weights."""
     plain = {"weights": "", "pretrained": False}
     if is_object_reference(options.name):
         return options.model_copy(update=plain)
@@ -77,9 +76,10 @@ def resolve_model(options: ModelOptions, size: int) -> ModelOptions:
 
 
 def _find(options: ModelOptions, size: int) -> tuple[str, ModuleType]:
-    """The architecture file for a name, and the name without the file's prefix.
+    """Returns a network's name without prefix, and its architecture module.
 
-    Without a prefix, files with published weights come first if these are requested, then files for small pictures.
+    Without a prefix, modules with published weights are tried first if weights are requested, then modules for small
+    pictures.
     """
 
     def place(choice: ModuleType) -> tuple[bool, float]:
@@ -122,9 +122,9 @@ def _needs(name: str, choice: ModuleType, options: ModelOptions, size: int) -> M
 def build_user_model(reference: str, arguments: dict[str, Any], num_classes: int, mesh: Any = None) -> nn.Module:
     """Builds the network that `file.py:object` names.
 
-    A class or function is called with the user's arguments, and with num_classes and mesh if it has such parameters. An
-    existing network is copied. Raises UserError: the file or object is missing, raises, refuses an argument, requires a
-    mesh that doesn't exist, or returns no nn.Module.
+    A class or function is called with the user's arguments, and with num_classes and mesh if it has these parameters.
+    An instance is copied. Raises UserError: the file or object is missing, raises, refuses an argument, requires a mesh
+    that doesn't exist, or returns no nn.Module.
     """
     found = load_object(reference, "model.name")
     if isinstance(found, nn.Module):
@@ -151,7 +151,6 @@ def build_user_model(reference: str, arguments: dict[str, Any], num_classes: int
 
 
 def _mesh_argument(builder: Callable[..., Any], reference: str, arguments: dict[str, Any], mesh: Any) -> dict[str, Any]:
-    """The mesh, if the builder has a parameter for it that the user has not given."""
     parameter = inspect.signature(builder).parameters.get("mesh")
     if parameter is None or "mesh" in arguments:
         return {}

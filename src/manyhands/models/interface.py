@@ -1,4 +1,4 @@
-"""What a network needs and returns: its builder's arguments, its pictures, its outputs and initialization."""
+"""The interface of networks: builder arguments, requirements for pictures, outputs, and initialization."""
 
 import inspect
 import re
@@ -18,7 +18,7 @@ INITIALIZATION_SAMPLES = 1_000  # small pictures, which have a million patches
 
 
 def construct(builder: Callable[..., Any], name: str, arguments: dict[str, Any], fixed: dict[str, Any]) -> Any:
-    """builder(**arguments, **fixed), the user's arguments and ours. Raises UserError: one is wrong or missing."""
+    """Calls builder(**arguments, **fixed). Raises UserError: a user's argument is wrong or missing."""
     if taken := sorted(set(arguments) & set(fixed)):
         hints = ("set the classes by model.num_classes, published weights by model.pretrained",)
         raise UserError(f"{name} already gets {taken[0]} from another option", f"{WHERE}.{taken[0]}", hints)
@@ -31,7 +31,7 @@ def construct(builder: Callable[..., Any], name: str, arguments: dict[str, Any],
 
 
 def refused(builder: Callable[..., Any], name: str, arguments: dict[str, Any], error: TypeError) -> UserError:
-    """The error for arguments that a builder doesn't take, with the one that is wrong and those it knows."""
+    """Returns the error for refused arguments, with the wrong argument and those that the builder accepts."""
     if match := _UNEXPECTED.search(str(error)):
         word = match[1] or match[2]
         return UserError(f"{name} takes no argument {word}", f"{WHERE}.{word}", _known(builder, word))
@@ -51,19 +51,19 @@ def _known(builder: Callable[..., Any], word: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class ModelNeeds:
-    """A network's requirements of its pictures."""
+    """A network's requirements for pictures."""
 
     channels: int | None = None  # 1 or 3; None: any number
     size: int | None = None  # required height and width in pixels; None: any
-    notes: list[str] = field(default_factory=list)  # for the user
+    notes: list[str] = field(default_factory=list)  # messages for the user
 
 
 def main_and_auxiliary(output: Any) -> tuple[Tensor, list[tuple[Tensor, float]]]:
-    """A network's logits [N, classes], and those of auxiliary heads, each with its weight in the loss.
+    """Returns a network's logits [N, classes], and the logits of auxiliary heads, each with its factor in the loss.
 
-    A tuple holds the logits first; None among the others is ignored. The weight is 0.3 of several heads (GoogLeNet,
-    Szegedy et al. 2014, arXiv:1409.4842, section 5), 0.4 of a single one (as Inception v3 is usually trained). Raises
-    UserError: the output is something else.
+    The logits come first in a tuple; None among the other items is ignored. The factor is 0.3 for several heads
+    (GoogLeNet, Szegedy et al. 2014, arXiv:1409.4842, section 5), 0.4 for a single one (as Inception v3 is usually
+    trained). Raises UserError: the output has another form.
     """
     if isinstance(output, Tensor) and output.ndim == 2:
         return output, []
@@ -90,8 +90,8 @@ def _shown(output: Any) -> str:
 
 
 class InitializedFromData(nn.Module):
-    """A network that is initialized from pictures before training, unless it begins with saved weights."""
+    """A network that is initialized from pictures before training, unless training starts from saved weights."""
 
     def look(self, pictures: Tensor) -> None:
-        """Takes normalized training pictures [n, C, S, S], not augmented, the same at any number of processes."""
+        """Initializes from normalized, unaugmented training pictures [n, C, S, S], the same on any number of ranks."""
         raise NotImplementedError

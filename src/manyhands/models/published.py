@@ -1,4 +1,4 @@
-"""The names of networks, read from files, since importing torch or torchvision takes too long for `--help`."""
+"""Names of networks, read from source files: importing torch or torchvision is too slow for `--help`."""
 
 import re
 from importlib.util import find_spec
@@ -8,12 +8,12 @@ from manyhands.core.errors import UserError
 
 CHOICES = "manyhands.models.architectures"
 
-# Each is a function below this decorator and others, whose arguments may fill several lines.
+# Each network is a function below this decorator and others, whose arguments may fill several lines.
 _BUILDER = re.compile(r"^@register_model\(\)\n(?:@.*\n(?:[ )].*\n)*)*def (\w+)\(", re.MULTILINE)
 
 
 def published_names() -> list[str]:
-    """What `torchvision.models.list_models(module=torchvision.models)` lists; empty where it isn't installed."""
+    """Returns `torchvision.models.list_models(module=torchvision.models)`, or [] if torchvision isn't installed."""
     found = find_spec("torchvision")
     if found is None or not found.origin:
         return []
@@ -23,7 +23,7 @@ def published_names() -> list[str]:
 
 def check_network(wanted: str, *, pretrained: bool) -> None:
     """Checks a network's name, and that requested published weights exist, without importing torch."""
-    from manyhands.core.choices import module_names, read_choice, unknown_choice  # a page of help needs none of this
+    from manyhands.core.choices import module_names, read_choice, unknown_choice  # slow; not needed for --help
     from manyhands.core.user_code import is_object_reference
 
     known, published, prefix = set[str](), set[str](), f"{wanted.partition(':')[0]}:"
@@ -31,7 +31,7 @@ def check_network(wanted: str, *, pretrained: bool) -> None:
     of_prefix = [choice for choice in choices if choice.get("PREFIX") == prefix]
     for choice in of_prefix or choices:
         names = choice["NAMES"] or (published_names() if choice.get("TORCHVISION") else None)
-        if not names:  # they, or that torchvision isn't installed, are known where the file is imported
+        if not names:  # the later import of the file reports a missing torchvision
             return
         words = {prefix + name if of_prefix else name for name in names}
         known |= words

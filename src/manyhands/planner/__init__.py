@@ -1,1 +1,1 @@
-"""Decides how the work is split, before it starts, and says why."""
+"""Selects a parallel plan before training, and explains the choice."""

@@ -1,4 +1,4 @@
-"""Selects a plan from the best candidates, timed in turns; keeps data parallel unless another is clearly faster."""
+"""Selects a plan from the best candidates by timing; keeps data parallel unless another plan is clearly faster."""
 
 import math
 import statistics
@@ -8,31 +8,31 @@ from dataclasses import dataclass
 from manyhands.core.errors import UserError
 
 DATA_PARALLEL = "data parallel"
-# A gain that a user would not notice isn't worth a plan that is harder to understand.
-LEAST_GAIN = 1.03
-# Predictions are off by more than timings, nearly always too low, and most for plans that talk much.
+LEAST_GAIN = 1.03  # a smaller gain isn't worth a plan that is harder to understand
+# Predictions have larger errors than timings. They are nearly always too low, most for plans with much communication.
 LEAST_PREDICTED_GAIN = 1.1
 LEAST_ROUNDS = 3
 _STANDARD_ERRORS = 2.0
-# The standard error of a median, from the median distance to it, of normally distributed values.
+# Factor from the median distance to the median, for normally distributed values, to the median's standard error.
 _ERROR_OF_MEDIAN = 1.2533 * 1.4826
 
 
 @dataclass(frozen=True)
 class Pick:
-    """The plan that was chosen, and why."""
+    """The selected plan, and the reason."""
 
-    name: str  # the finalist's
+    name: str  # name of the finalist
     reason: str  # one sentence
-    measured_seconds: dict[str, float]  # the median of a step of each finalist; empty if nothing was timed
+    measured_seconds: dict[str, float]  # median seconds of a step, by finalist; empty if nothing was timed
 
 
 def time_in_turns(
     finalists: Sequence[str], measure: Callable[[str], float], rounds: int = 12
 ) -> dict[str, list[float]]:
-    """Times all plans, by name, once in each round, in turns, so that a slow moment affects all; a collective.
+    """Times all plans once in each round, in turns, so that a slow moment affects all plans; a collective.
 
-    A warm-up round is not counted. `measure` returns the same number on all processes; infinity if the plan can't run.
+    A warm-up round is not counted. `measure(name)` returns the same seconds on all processes, infinity if the plan
+    can't run.
     """
     seconds: dict[str, list[float]] = {name: [] for name in finalists}
     for number in range(-1, rounds):
@@ -44,12 +44,12 @@ def time_in_turns(
 
 
 def pick_measured(seconds: dict[str, list[float]]) -> Pick:
-    """Selects the plan from the seconds by finalist and round, as a function of these numbers alone.
+    """Selects a plan from the seconds by finalist and round; a pure function of these numbers.
 
-    In each round data parallel's seconds are divided by the finalist's. A finalist beats data parallel if the median of
-    these gains is at least 1.03, and above 1 by at least two of its standard errors. Of those that do, the one with the
-    largest median is picked; if there is none, data parallel. If data parallel can't run, the least median of seconds
-    is picked. Raises UserError: rounds are too few or not as many for each.
+    A finalist's gain in a round is data parallel's seconds divided by the finalist's. A finalist beats data parallel if
+    its median gain is at least 1.03 and exceeds 1 by at least two standard errors. The largest median gain wins; if no
+    finalist beats data parallel, data parallel is kept. If data parallel can't run, the smallest median time wins.
+    Raises UserError: too few rounds, or unequal numbers of rounds.
     """
     counts = {len(values) for values in seconds.values()}
     if len(counts) != 1 or min(counts) < LEAST_ROUNDS:
@@ -73,7 +73,6 @@ def pick_measured(seconds: dict[str, list[float]]) -> Pick:
 
 
 def _gain(base: Sequence[float], values: Sequence[float]) -> tuple[float, float]:
-    """The median gain of the rounds, and its standard error."""
     ratios = [ours / theirs for ours, theirs in zip(base, values, strict=True)]
     middle = statistics.median(ratios)
     distance = statistics.median(abs(ratio - middle) for ratio in ratios)
@@ -85,10 +84,9 @@ def _beats(gain: float, error: float) -> bool:
 
 
 def pick_predicted(predicted_seconds: dict[str, float], doubtful_seconds: Mapping[str, float] | None = None) -> Pick:
-    """Selects the plan without timing: the best prediction, if it is at least 1.1 times as fast as data parallel.
+    """Selects a plan without timing: the best prediction, if it is at least 1.1 times as fast as data parallel.
 
-    `doubtful_seconds` is the uncertainty of a prediction; with this added, a plan must still be as fast as data
-    parallel.
+    `doubtful_seconds`: uncertainty of each prediction; with it added, a plan must still be as fast as data parallel.
     """
     best = min(predicted_seconds, key=lambda name: (predicted_seconds[name], name))
     if DATA_PARALLEL not in predicted_seconds:

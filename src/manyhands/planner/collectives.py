@@ -1,4 +1,4 @@
-"""Lists every collective of one update of a sharded network, exactly as the executor runs them."""
+"""Lists the collectives of one update of a sharded network, exactly as the executor runs them."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -17,8 +17,7 @@ from manyhands.parallel.split.graph import INPUT, LOSS, Graph, Op
 from manyhands.planner.links import LinkSpeeds
 
 FORWARD, BACKWARD, GRADIENTS, STATISTICS = "forward", "backward", "gradients", "statistics"
-# Of BatchNorm's sums and of labels.
-_LONG_BYTES = 8
+_LONG_BYTES = 8  # size of labels, and of values in BatchNorm's sums
 _FLOAT_BYTES = 4
 
 ShareOf = Callable[[int, int], Share]
@@ -26,46 +25,46 @@ ShareOf = Callable[[int, int], Share]
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective."""
+    """One collective operation, with its size and group."""
 
     kind: str  # all_reduce, all_gather, reduce_scatter or all_to_all
-    axes: tuple[int, ...]  # the mesh axes of its group that are longer than one
-    values: int  # that each process holds before it; for all_gather, of the padded piece
+    axes: tuple[int, ...]  # mesh axes of its group that are longer than one
+    values: int  # count on each process before the operation; for all_gather, of the padded shard
     item_bytes: int
     when: str  # forward, backward, gradients or statistics
-    op: str = ""  # that causes it; empty for several
+    op: str = ""  # the op that causes it; empty: several ops
 
     def whole_bytes(self, mesh: Mesh) -> int:
-        """The bytes of the full tensor, as `sync.link_speeds` expects."""
+        """Returns the bytes of the full tensor, as `sync.link_speeds` expects."""
         return self.values * self.item_bytes * (mesh.parts(self.axes) if self.kind == "all_gather" else 1)
 
     def seconds(self, links: LinkSpeeds) -> float:
         return links.seconds(self.kind, self.axes, self.whole_bytes(links.mesh))
 
     def work_seconds(self, links: LinkSpeeds) -> float:
-        """The seconds in which the cores can't compute."""
+        """Returns the seconds during which the collective keeps the cores from computing."""
         return links.work_seconds(self.kind, self.axes, self.whole_bytes(links.mesh))
 
 
 @dataclass(frozen=True)
 class PlannedUpdate:
-    """The inputs of `collectives`: one update."""
+    """One update, the input of `collectives`."""
 
     graph: Graph  # of the unsharded network in training
-    letters: Letters  # of each op
+    letters: Letters  # placements of each op
     mesh: Mesh
     batch: int  # samples in the update, which is one micro-batch
-    share: ShareOf  # of process number `index` of `parts`
+    share: ShareOf  # (parts, index) -> share of a process
     rank: int = 0  # of the process; the last rank has the largest shards
 
 
 def shares(batch: int, norm_group: int) -> ShareOf:
-    """Returns equal shares of an update of one micro-batch; `norm_group` 0: no BatchNorm groups."""
+    """Returns a function for equal shares of an update with one micro-batch; `norm_group` 0: no BatchNorm groups."""
     return sharing(batch, norm_group, (0, batch))
 
 
 def data_shares(batch: int, norm_group: int) -> ShareOf:
-    """Returns the shares in the mode `data`, which may assign complete BatchNorm groups."""
+    """Returns a function for the shares in the mode `data`, which may be entire BatchNorm groups."""
     return lambda parts, index: BatchSharing(parts, 0, norm_group).micro_batches(batch)[0][index]
 
 
@@ -90,7 +89,7 @@ def real_axes(axes: Sequence[int], mesh: Mesh) -> tuple[int, ...]:
 
 
 def _conversions(update: PlannedUpdate) -> Iterator[Collective]:
-    """Conversions between ops: once for equal readers; a reader of only the size gives no gradient."""
+    """Yields conversions between ops, once for equal readers; an op that reads only the size sends no gradient."""
     readers: dict[tuple[str, Layout, Layout], list[Op]] = {}
     for giver, reader, place in update.graph.edges():
         if giver.extents:
@@ -122,7 +121,7 @@ def _channels(op: Op, layer: GroupedNorm, update: PlannedUpdate) -> int:
 
 
 def _norms(update: PlannedUpdate) -> Iterator[Collective]:
-    """The sums of BatchNorm groups that span processes, once in each direction."""
+    """Yields the all-reduces of BatchNorm groups that span processes, once in each direction."""
     for op in update.graph.ops.values():
         for layer in norms_of(op):
             axes = real_axes(batch_axes(update.letters[op.name]), update.mesh)
@@ -134,7 +133,7 @@ def _norms(update: PlannedUpdate) -> Iterator[Collective]:
 
 
 def _loss(update: PlannedUpdate) -> Iterator[Collective]:
-    """The conversion of the labels, and two small sums if the classes are sharded."""
+    """Yields the conversion of the labels, and two small all-reduces if the classes are sharded."""
     mesh, letters = update.mesh, update.letters[LOSS]
     given = value_of([0 if letter == "n" else "R" for letter in update.letters[INPUT]])
     wanted = value_of([0 if letter == "n" else "R" for letter in letters])
@@ -166,7 +165,7 @@ def _gradients(update: PlannedUpdate) -> Iterator[Collective]:
 
 
 def _statistics(update: PlannedUpdate) -> Iterator[Collective]:
-    """BatchNorm's running statistics: one message for all layers that share samples over the same axes."""
+    """Yields one all-reduce of running statistics for all BatchNorm layers that share samples over the same axes."""
     values: dict[tuple[int, ...], int] = {}
     seen: set[int] = set()
     for op in update.graph.ops.values():

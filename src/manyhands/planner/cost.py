@@ -1,7 +1,7 @@
-"""Prices a network: seconds of its ops under any sharding, the planner's problem, and a prediction of a plan.
+"""Cost model of plans: seconds of ops under any sharding, the solver's problem, and predictions.
 
-Each op is measured once, with its data-parallel shard, and all other shardings are scaled by the operations and bytes
-of a process.
+Each op is measured once, with its data-parallel shard. The time under another sharding is scaled by the operations and
+bytes of a process.
 """
 
 import copy
@@ -39,23 +39,22 @@ from manyhands.planner.timing import OpTimes
 from manyhands.sync.link_speeds import sent_bytes
 
 T = TypeVar("T")
-# A backward pass computes the gradient of what was read and that of the parameters.
-_BACKWARD = 2.0
+_BACKWARD = 2.0  # a backward pass computes the gradients of the inputs and of the parameters
 _LEAST_FACTOR, _MOST_FACTOR = 0.02, 50.0
 
 
 def part(sides: Sequence[Side], mesh: Mesh) -> float:
-    """The fraction of a tensor's values on a process."""
+    """Returns the fraction of a tensor's values on a process."""
     return 1.0 / mesh.parts([axis for axis, side in enumerate(sides) if isinstance(side, int)])
 
 
 def values(op: Op, batch: int) -> float:
-    """The number of values in an unsharded op's output."""
+    """Returns the number of values in an unsharded op's output."""
     return sum(extent.values(batch) for extent in op.extents)
 
 
 def parameter_part(op: Op, name: str, letters: tuple[str, ...], mesh: Mesh) -> float:
-    """The fraction of a parameter's values on a process."""
+    """Returns the fraction of a parameter's values on a process."""
     return 1.0 / mesh.parts([axis for axis, loop in enumerate(loops_of(op, letters)) if name in loop.cuts])
 
 
@@ -68,7 +67,7 @@ def parameter_bytes(op: Op, letters: tuple[str, ...], mesh: Mesh) -> float:
 
 
 def operations(op: Op, sources: list[Op], batch: int) -> float:
-    """Returns the additions and multiplications of the unsharded op in forward."""
+    """Returns the additions and multiplications of an unsharded op in the forward pass."""
     if not op.extents:
         return 0.0
     given = values(op, batch)
@@ -81,7 +80,7 @@ def operations(op: Op, sources: list[Op], batch: int) -> float:
     if op.kind == "attention" and sources:
         tokens, width = sources[0].extent.dims[-2:]
         return given * (8.0 * width + 4.0 * tokens)
-    # A part that nobody looks into is taken for a fully connected layer over all of its parameters.
+    # An op of unknown structure counts as a fully connected layer over all of its parameters.
     return given + 2.0 * batch * sum(tensor.numel() for tensor in weights) if op.kind == Op.kind else float(given)
 
 
@@ -93,9 +92,9 @@ class Work:
         self._graph, self._times, self._piece = graph, times, max(1, batch // processes)
         self._factors: dict[str, float] = {}  # by signature
         self._of_kind: dict[str, list[float]] = {}
-        # ops that failed when they ran by themselves, and so are priced by their size, with the reason
+        # reasons, by op, why it failed when it ran alone; such an op is priced by its size
         self.untimed: dict[str, str] = {}
-        # By name, since ops aren't hashable.
+        # By name, because ops aren't hashable.
         self.parameters = functools.cache(lambda name: graph.ops[name].parameters())
         self.signature = functools.cache(self._signature)
 
@@ -103,14 +102,14 @@ class Work:
         return [self._graph.ops[name] for name in op.sources]
 
     def _signature(self, name: str) -> str:
-        """Equal for ops with the same cost under the same sharding."""
+        """Returns a key that is equal for ops with the same cost under the same sharding."""
         op = self._graph.ops[name]
         reads = [(one.extents, one.trains) for one in self._sources(op)]
         learns = [tensor.requires_grad for tensor in op.parameters().values()]
         return repr((self._kernel(op), reads, learns, op.batchwise, op.letters))
 
     def _kernel(self, op: Op) -> str:
-        """Describes the computation for the cache file, so without addresses."""
+        """Describes the computation for the cache file, without memory addresses."""
         target = getattr(op.node, "target", "")
         name = repr(op.module) if op.module is not None else getattr(target, "__name__", str(target))
         shapes = [tuple(tensor.shape) for tensor in op.parameters().values()]
@@ -118,7 +117,7 @@ class Work:
         return f"{op.kind} {name} {shapes} {reads} {op.dtype}"
 
     def seconds(self, op: Op, letters: tuple[str, ...], mesh: Mesh) -> tuple[float, float]:
-        """Returns seconds of an op's forward and backward on one process in one update."""
+        """Returns the seconds of an op's forward and backward pass on one process in one update."""
         if not op.extents or not op.sources:
             return 0.0, 0.0
         loops = loops_of(op, letters)
@@ -128,7 +127,7 @@ class Work:
             read += part([loop.inputs[place] for loop in loops], mesh) * values(source, self.batch) * source.item_bytes
         given = part([loop.output for loop in loops], mesh) * values(op, self.batch)
         moved = read + given * op.item_bytes + parameter_bytes(op, letters, mesh)
-        # An op is measured before anything is estimated, since rates follow from what was measured.
+        # Measure the op before any estimate, because the rates follow from measurements.
         if (key := self.signature(op.name)) not in self._factors:
             self._factors[key] = self._measured(op)
         work = operations(op, self._sources(op), self.batch) / cut
@@ -141,7 +140,7 @@ class Work:
         return _BACKWARD if any(one.trains for one in self._sources(op)) else _BACKWARD / 2
 
     def _measured(self, op: Op) -> float:
-        """The ratio of an op's measured time to the estimate; if it can't be timed, that of its kind."""
+        """Returns an op's measured time divided by the estimate; its kind's usual ratio if it can't be timed."""
         runs = _runner(op, self._graph, self._piece)
         known = self._of_kind.setdefault(op.kind, [])
         usual = statistics.median(known) if known else 1.0
@@ -165,7 +164,7 @@ class Work:
 
 
 def _runner(op: Op, graph: Graph, batch: int) -> Callable[[], Callable[[], object]] | None:
-    """Returns a maker of a function that runs the op's forward and backward pass once; None if it can't run alone."""
+    """Returns a factory of functions that run an op forward and backward once; None if the op can't run alone."""
     node = op.node
     if node is None or node.op not in {"call_module", "call_function", "call_method"} or op.name == LOSS:
         return None
@@ -185,7 +184,7 @@ def _runner(op: Op, graph: Graph, batch: int) -> Callable[[], Callable[[], objec
 
 
 def _tensor(source: Op, batch: int, device: torch.device) -> Tensor:
-    """An input of an op: the network's own parameter or buffer, random numbers, or zeros, which index anything."""
+    """Creates an input of an op: the network's parameter or buffer, random numbers, or zeros (valid indices)."""
     if source.reads_attribute:
         own = attribute(source.node).detach()
         return own.requires_grad_() if source.trains and own.is_floating_point() else own
@@ -213,7 +212,7 @@ def _once(module: Any, node: fx.Node, args: Any, kwargs: Any, inputs: list[Tenso
 
 
 def piece_shape(op: Op, letters: tuple[str, ...], mesh: Mesh, batch: int) -> list[int]:
-    """Returns the shape of an op's output on the last process, which has the largest shards; [] if it is no tensor."""
+    """Returns the shape of an op's output on the last process, which has the largest shards; [] for no tensor."""
     if not op.extents:
         return []
     sides = [loop.output for loop in loops_of(op, letters)]
@@ -224,18 +223,18 @@ def piece_shape(op: Op, letters: tuple[str, ...], mesh: Mesh, batch: int) -> lis
 
 @dataclass(frozen=True)
 class Setting:
-    """The inputs of costs besides the sharding."""
+    """The inputs of the cost model except the sharding."""
 
     work: Work  # seconds of ops
     links: LinkSpeeds  # seconds of collectives, on a mesh
-    share: ShareOf  # who has what of the update
-    slots: int = 1  # numbers that the optimizer keeps for each parameter
-    overlap: float = 0.3  # the share of the backward pass that gradients' collectives hide behind
-    # whether several processes may repeat ops with parameters; copies drift apart if kernels vary the order of sums
+    share: ShareOf  # samples of each process in an update
+    slots: int = 1  # values that the optimizer keeps for each parameter
+    overlap: float = 0.3  # fraction of the backward pass that can hide gradient collectives
+    # whether processes may repeat ops with parameters; the copies drift apart if kernels vary the order of sums
     repeat: bool = True
-    memory_limit_bytes: float | None = None  # of a process
-    scale: float = 1.0  # seconds of an update divided by the sum of its ops, where one was timed
-    # the results of `once`, which settings that differ only in the mesh share
+    memory_limit_bytes: float | None = None  # per process
+    scale: float = 1.0  # measured seconds of an update divided by the sum of its ops, if one was timed
+    # results of `once`, shared by settings that differ only in the mesh
     known: dict[Any, Any] = field(default_factory=dict[Any, Any], compare=False, repr=False)
 
     @property
@@ -243,7 +242,7 @@ class Setting:
         return self.links.mesh
 
     def once(self, function: "Callable[[Op, tuple[str, ...], Setting], T]", op: Op, letters: tuple[str, ...]) -> T:
-        """Calls the function once for ops and letters with the same cost; where all links are alike, parts count."""
+        """Caches a function of op and letters by cost; with equal links, only the parts per letter matter."""
         alike: Any = self.mesh.sizes, letters
         if self.links.alike:
             parts: dict[str, int] = {}
@@ -258,15 +257,15 @@ class Setting:
 
 @dataclass(frozen=True)
 class Prediction:
-    """The cost of one update for a process; see `explain.PlanCandidate`."""
+    """The predicted cost of one update on a process; see `explain.PlanCandidate`."""
 
     compute_seconds: float  # forward, backward and the optimizer
     communication_seconds: float  # collectives that ops wait for
-    gradient_seconds: float  # gradients' collectives, as far as nothing hides them
-    memory_bytes: float  # the most that a process holds
-    collectives: tuple[Collective, ...]  # all of them
-    sent_bytes: float  # by a process
-    hiding_seconds: float = 0.0  # of computing, behind which gradients' collectives can hide
+    gradient_seconds: float  # gradient collectives that computation doesn't hide
+    memory_bytes: float  # peak of a process
+    collectives: tuple[Collective, ...]
+    sent_bytes: float  # per process
+    hiding_seconds: float = 0.0  # computation that can hide gradient collectives
 
     @property
     def seconds(self) -> float:
@@ -282,10 +281,10 @@ class Prediction:
 
 
 def _op_cost(op: Op, letters: tuple[str, ...], setting: Setting) -> OpCost:
-    """The cost of an op on one process, without the conversions to its neighbours."""
+    """Returns the cost of an op on one process, without conversions between ops."""
     mesh, work, links, loops = setting.mesh, setting.work, setting.links, loops_of(op, letters)
     forward, backward = work.seconds(op, letters, mesh)
-    held = sent = sending = working = 0.0  # bytes of parameters, of gradients sent; seconds of that, and of the cores
+    held = sent = sending = working = 0.0  # parameter bytes, sent gradient bytes; seconds of sending, and of busy cores
     for name, tensor in work.parameters(op.name).items():
         if tensor.requires_grad:
             size = parameter_part(op, name, letters, mesh) * tensor.numel() * tensor.element_size()
@@ -309,7 +308,7 @@ def _op_cost(op: Op, letters: tuple[str, ...], setting: Setting) -> OpCost:
 
 
 def predict(graph: Graph, letters: Letters, setting: Setting) -> Prediction:
-    """Predicts the cost of one update with this sharding for the process with the most work."""
+    """Predicts the cost of one update with this sharding, on the process with the most work."""
     mesh, links = setting.mesh, setting.links
     sent = collectives(PlannedUpdate(graph, letters, mesh, setting.work.batch, setting.share, mesh.size - 1))
     owns = [setting.once(_op_cost, op, letters[op.name]) for op in graph.ops.values()]
@@ -333,27 +332,27 @@ Choices = tuple[tuple[str, ...], ...]
 
 @dataclass(frozen=True)
 class Sketch:
-    """A problem, and the meaning of its choices."""
+    """A solver problem, and the meaning of its choices."""
 
     problem: Problem  # as plain numbers
-    groups: list[list[Op]]  # the ops of each node, which take the same letters
-    choices: list[Choices]  # the letters that each choice of a node stands for
+    groups: list[list[Op]]  # ops of each node, which have the same letters
+    choices: list[Choices]  # letters of each choice of each node
 
     def letters(self, chosen: tuple[int, ...]) -> dict[str, tuple[str, ...]]:
-        """The letters of each op under an assignment."""
+        """Returns the letters of each op under an assignment."""
         return {op.name: self.choices[node][choice] for node, choice in enumerate(chosen) for op in self.groups[node]}
 
 
-# A conversion's seconds lie on a line through those of so many bytes and of twice as many.
+# The seconds of a conversion are linear in its bytes, through the seconds at this many bytes and at twice as many.
 _FEW_BYTES = float(1 << 20)
 Both = tuple[Layout, Layout]
 Fixed = Mapping[str, Mapping[int, str]]
 
 
 def sketch(graph: Graph, setting: Setting, fixed: Fixed | None = None) -> Sketch:
-    """Creates the problem of sharding a network over a mesh; `fixed` letters, by op and axis, are kept.
+    """Creates the problem of sharding a network over a mesh; `fixed` sets letters, by op and axis.
 
-    A conversion for several readers of an op is counted here for each reader, because costs are between pairs;
+    A conversion for several readers of an op counts once for each reader here, because costs are between pairs of ops;
     predictions count it once.
     """
     groups = list(graph.ties().values())
@@ -379,7 +378,6 @@ def sketch(graph: Graph, setting: Setting, fixed: Fixed | None = None) -> Sketch
 
 
 def _choices(ops: list[Op], setting: Setting, pinned: Mapping[int, str]) -> Choices:
-    """The letters that tied ops can take."""
     letters = [letter for letter in ops[0].allowed() if all(letter in op.allowed() for op in ops)]
     ways = [[pinned[axis]] if axis in pinned else letters for axis in range(len(setting.mesh.axes))]
     return tuple(taken for taken in itertools.product(*ways) if all(setting.once(_may, op, taken) for op in ops))
@@ -396,7 +394,7 @@ def _may(op: Op, letters: tuple[str, ...], setting: Setting) -> bool:
 
 
 def _choice_cost(ops: list[Op], letters: tuple[str, ...], setting: Setting) -> OpCost:
-    """The cost of tied ops, with the sums that the loss sends where classes are cut."""
+    """Returns the cost of tied ops, with the loss's all-reduces if classes are sharded."""
     mesh, loss = setting.mesh, 0.0
     axes = real_axes([axis for axis, letter in enumerate(letters) if letter == "o"], mesh)
     if axes and any(op.name == LOSS for op in ops):
@@ -406,7 +404,7 @@ def _choice_cost(ops: list[Op], letters: tuple[str, ...], setting: Setting) -> O
 
 
 class _Conversions:
-    """Seconds and bytes of conversions between all choices of two ops, each distinct matrix computed once."""
+    """Computes seconds and bytes of conversions between all choices of two ops, each distinct matrix once."""
 
     def __init__(self, setting: Setting) -> None:
         self._setting, mesh = setting, setting.mesh
@@ -419,14 +417,13 @@ class _Conversions:
     def between(
         self, giver: Op, reader: Op, place: int, gives: Choices, reads: Choices
     ) -> tuple[Matrix, Matrix | None]:
-        """Seconds of both directions and bytes of the conversion, [choice of giver, choice of reader]."""
+        """Returns the conversion's seconds in both directions and its bytes, [choice of giver, choice of reader]."""
         given = self._sides(giver, gives, lambda letters: output_layouts(giver, letters), "given")
         wanted = self._sides(reader, reads, lambda letters: input_layouts(reader, letters, place), place)
         size = float(giver.item_bytes * values(giver, self._setting.work.batch))
         return self._known_matrices(given, wanted, size, giver.trains and bool(reader.extents or reader.name == LOSS))
 
     def _sides(self, op: Op, taken: Choices, layouts: Callable[[tuple[str, ...]], Both], what: Any) -> tuple[Both, ...]:
-        """The layouts of all choices; ops that are alike share them."""
         key = self._setting.work.signature(op.name), op.name == LOSS, taken, what
         if key not in self._layouts:
             self._layouts[key] = tuple(layouts(letters) for letters in taken)
@@ -445,7 +442,7 @@ class _Conversions:
         return seconds, _spread(*values, lambda source, target: self._copied_bytes(source, target, size))
 
     def _seconds(self, sources: tuple[Layout, ...], targets: tuple[Layout, ...], size: float) -> Matrix:
-        """Seconds of all conversions; where all links are alike, on a line over the bytes."""
+        """Returns the seconds of all conversions; if all links are equal, a linear function of the bytes."""
         if not self._setting.links.alike or not size:
             return self._at(sources, targets, size)
         start, slope = self._known_line(sources, targets)
@@ -463,7 +460,7 @@ class _Conversions:
         return _spread(sources, targets, price)
 
     def _copied_bytes(self, source: Layout, target: Layout, size: float) -> float:
-        """Bytes of a conversion as `predict` counts them: the inputs of its collectives except all-reduces."""
+        """Returns a conversion's bytes as `predict` counts them: inputs of its collectives except all-reduces."""
         return sum(
             share * size / (self._setting.mesh.parts(axes) if kind == "all_gather" else 1)
             for kind, axes, share in self._path(source, target)
@@ -484,7 +481,7 @@ def traffic(source: Layout, target: Layout, mesh: Mesh) -> list[tuple[str, tuple
 
 
 def _spread(rows: Sequence[Layout], columns: Sequence[Layout], price: Callable[[Layout, Layout], float]) -> Matrix:
-    """A matrix of prices; each distinct pair is computed once."""
+    """Returns a matrix of prices; computes each distinct pair once."""
     some_rows, some_columns = list(dict.fromkeys(rows)), list(dict.fromkeys(columns))
     small = np.array([[price(row, column) for column in some_columns] for row in some_rows], dtype=float)
     small = small.reshape(len(some_rows), len(some_columns))

@@ -1,4 +1,4 @@
-"""Peak performance of devices that are not on this machine, and the assumed fraction of it."""
+"""Peak performance of devices that this machine doesn't have, and the assumed fraction of the peak."""
 
 from importlib import resources
 from typing import Annotated, Any
@@ -10,25 +10,25 @@ from manyhands.core.errors import UserError
 from manyhands.core.files import parse_toml, read_bytes
 from manyhands.core.quantities import parse_memory
 
-# Fractions of the peaks that training of image classifiers reaches, roughly.
+# Approximate fractions of the peaks that training of image classifiers reaches.
 REACHED_OPERATIONS, REACHED_BANDWIDTH = 0.4, 0.7
 Rate = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
 
 
 class DeviceModel(BaseModel):
-    """A device as its vendor describes it."""
+    """A device as its vendor specifies it."""
 
     model_config = ConfigDict(coerce_numbers_to_str=True)
 
-    name: str  # in full
+    name: str  # full name
     memory_bytes: Annotated[int, BeforeValidator(lambda text: parse_memory(str(text)))] = Field(alias="memory")
-    bandwidth: Rate  # bytes per second of its memory
-    within: Rate  # bytes per second to a neighbour in the same machine, in one direction
+    bandwidth: Rate  # of its memory, in bytes per second
+    within: Rate  # to a neighbor in the same machine, in bytes per second and direction
     operations: dict[str, Rate]  # per second, by precision
-    source: str  # of these figures
+    source: str  # source of these figures
 
     def rates(self, precision: str) -> tuple[float, float]:
-        """Returns the assumed (operations, bytes) per second. Raises UserError: none for this precision."""
+        """Returns the assumed (operations, bytes) per second. Raises UserError: the precision isn't listed."""
         if precision not in self.operations:
             known = ", ".join(self.operations)
             hint = "add " + " or ".join(f"--set train.precision={one}" for one in self.operations)
@@ -36,7 +36,7 @@ class DeviceModel(BaseModel):
         return REACHED_OPERATIONS * self.operations[precision], REACHED_BANDWIDTH * self.bandwidth
 
     def said(self, precision: str) -> str:
-        """Returns a sentence on the source of predictions."""
+        """Describes the source of predicted times in a sentence."""
         return (
             f"times are estimated for {self.name}, at {REACHED_OPERATIONS:.0%} of "
             f"{self.operations[precision] / 1e12:.4g} TFLOP/s in {precision} and {REACHED_BANDWIDTH:.0%} of "
@@ -45,7 +45,7 @@ class DeviceModel(BaseModel):
 
 
 def device_model(name: str) -> DeviceModel:
-    """Returns the device model of this name, the user's before ours. Raises UserError: it is unknown or invalid."""
+    """Returns a device model by name, the user's before ours. Raises UserError: it is unknown or invalid."""
     ours = resources.files("manyhands.planner").joinpath("device_models.toml")
     known: dict[str, tuple[Any, str]] = {}
     known |= {key: (value, "device_models.toml") for key, value in parse_toml(ours.read_bytes()).items()}

@@ -20,10 +20,10 @@ _MANY_SECONDS = 100.0
 _COLOURS = {"n": "#4c78a8", "o": "#f58518", "i": "#e45756", "c": "#72b7b2", "h": "#54a24b", "r": "#bab0ac"}
 _MORE_COLOURS = ("#b279a2", "#eeca3b", "#9d755d", "#ff9da6")
 _WORDS = {"n": "samples", "o": "outputs", "i": "inputs", "c": "channels", "h": "heads", "r": "all the same"}
-# Names and letters are written where a reader could still read them.
+# Names and letters are drawn only if a reader could read them.
 _MOST_NAMED_LAYERS = 200
 _MOST_LETTERED_DEVICES = 16
-# Pixels: above the cells, of the cells at most, and of the legend.
+# Pixels: height above the cells, maximum width and height of the cells, width of the legend.
 _TOP, _MOST_WIDTH, _MOST_HEIGHT, _LEGEND_WIDTH = 30, 1920, 4500, 150
 
 
@@ -40,7 +40,7 @@ def candidates_table(candidates: "Sequence[PlanCandidate]", chosen: str, more: s
         mark = "→ " if candidate.name == chosen else "  "
         style = "bold" if candidate.name == chosen else "" if candidate.fits and not candidate.note else "dim"
         measured, one = candidate.measured_seconds, candidate.prediction
-        # Text, not a string: a plan's name may hold brackets, which rich would read as a style.
+        # Text, not a string: rich would read brackets in a plan's name as a style.
         table.add_row(
             Text(mark + candidate.name),
             Text(str(candidate.mesh)),
@@ -60,8 +60,8 @@ def _milliseconds(seconds: float) -> str:
 
 
 def draw_plan(layers: Mapping[str, Sequence[str]], mesh: Mesh, file: Path) -> None:
-    """Draws layers × devices as a PNG, from letters by layer: a colour for each letter, a stripe for each axis."""
-    # Pillow instead of matplotlib, which took longer than the search.
+    """Draws layers × devices as a PNG: a color for each letter, a stripe for each mesh axis."""
+    # Pillow, because importing matplotlib takes longer than the search.
     from PIL import Image, ImageColor, ImageDraw, ImageFont
 
     axes = len(mesh.axes)

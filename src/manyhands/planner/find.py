@@ -1,4 +1,4 @@
-"""Finds plans for a network: by search on every mesh, from known patterns, from the user's pins, and data parallel."""
+"""Finds plans for a network: by search on every mesh, from known patterns, with the user's pins, and data parallel."""
 
 import hashlib
 import itertools
@@ -26,27 +26,26 @@ from manyhands.planner.timing import OpTimes, Timing
 YOURS, TRICK = "yours", "one weird trick"
 GAP = 0.001
 MOST_AXES = 3
-# Layers with fewer weights than this share of the network's gain nothing from being cut.
-_LARGE = 0.05
-# The share of a backward pass behind which sending hides, by whether cores compute or send, or do both.
+_LARGE = 0.05  # linear layers with less than this fraction of the network's parameters gain nothing from sharding
+# Fraction of a backward pass that can hide communication: if cores compute or send, and if they do both.
 _OVERLAP_APART, _OVERLAP_TOGETHER = 0.7, 0.3
 LinksOf = Callable[[Mesh], LinkSpeeds]
 
 
 @dataclass(frozen=True)
 class SearchRequest:
-    """The request for a plan."""
+    """The parameters of a plan search."""
 
     world_size: int  # processes
     batch: int  # samples in an update
-    mesh: Mesh | None = None  # the only one to consider; None for all
-    pins: Mapping[str, str] | None = None  # strategies by op or pattern that must be kept
-    memory_limit_bytes: int | None = None  # of each process; None for no limit
-    norm_group: int = 0  # samples that BatchNorm takes its statistics over; 0 where there are none
-    slots: int = 1  # numbers that the optimizer keeps for each parameter
-    accelerator: bool = False  # ops run on accelerators, whose kernels may add up in another order each time
-    fill: str = SEARCH  # "search" for what isn't pinned, or "data" to have it data parallel
-    limit_s: float = 30.0  # for the search
+    mesh: Mesh | None = None  # the only mesh to consider; None: all meshes
+    pins: Mapping[str, str] | None = None  # strategies to keep, by op or pattern
+    memory_limit_bytes: int | None = None  # of each process; None: no limit
+    norm_group: int = 0  # samples in a BatchNorm group; 0: no groups
+    slots: int = 1  # values that the optimizer keeps for each parameter
+    accelerator: bool = False  # ops run on accelerators, whose kernels may vary the order of sums
+    fill: str = SEARCH  # for ops without pins: "search", or "data" for data parallel
+    limit_s: float = 30.0  # time limit of the search
 
 
 @dataclass(frozen=True)
@@ -54,13 +53,13 @@ class PlanCandidate:
     """A plan that the search may select, with its predicted cost."""
 
     name: str  # such as "data parallel", "search 1", "yours"
-    mesh: Mesh  # the processes
-    letters: Letters  # of each op
-    prediction: Prediction  # of one update, on one process
-    fits: bool = True  # into the memory limit
-    allowed: bool = True  # by the user's pins
-    measured_seconds: float | None = None  # of an update; None if it wasn't timed
-    note: str = ""  # why it can't be chosen, if so
+    mesh: Mesh  # mesh of the processes
+    letters: Letters  # placements of each op
+    prediction: Prediction  # of one update on one process
+    fits: bool = True  # fits into the memory limit
+    allowed: bool = True  # matches the user's pins
+    measured_seconds: float | None = None  # of an update; None: not timed
+    note: str = ""  # why the plan can't be selected, if so
 
     def as_plain(self) -> dict[str, Any]:
         milliseconds = {
@@ -86,7 +85,7 @@ class SearchResult:
     pick: Pick
     graph: Graph  # of the network
     request: SearchRequest
-    notes: tuple[str, ...]  # sentences on ops that could not be timed
+    notes: tuple[str, ...]  # messages about ops that could not be timed
     spread: float  # the relative variation of timings
     fewer: Callable[[int], PlanCandidate]  # prices data parallel on another number of processes
 
@@ -104,7 +103,7 @@ class SearchResult:
         return self.plan_of(self.chosen)
 
     def plan_of(self, option: PlanCandidate) -> Plan:
-        """Returns an option as the plan of a plan file."""
+        """Converts a candidate to the plan of a plan file."""
         default, ops = concise(option.letters, self.graph, option.mesh)
         mode = MODE_OF_SEARCHES if self.request.fill == SEARCH else MODE_OF_PLANS
         about: dict[str, Any] = {
@@ -122,15 +121,15 @@ class SearchResult:
         return Plan(option.mesh, ops, default, kept, parameter_layouts(self.graph, option.letters), about)
 
     def plans_of(self, options: Sequence[PlanCandidate]) -> dict[str, dict[str, Any] | None]:
-        """Returns plans as plain data by name, for the processes that time them; None for data parallel."""
+        """Returns plain data of the plans by name, for the processes that time them; None for data parallel."""
         return {one.name: None if one.name == DATA_PARALLEL else self.plan_of(one).as_plain() for one in options}
 
     def repicked(self, seconds: float) -> "SearchResult":
-        """Returns the result with other seconds for data parallel, because of another sync method."""
+        """Returns the result with another time for data parallel, which depends on the sync method."""
         return replace(self, pick=_pick(self.options, self.request, self.spread, seconds))
 
     def finalists(self, count: int = 3) -> list[PlanCandidate]:
-        """Returns the candidates to time: data parallel, the pinned plan, and the best predicted others, each once."""
+        """Returns the candidates to time: data parallel, the pinned plan, and the `count` best predicted others."""
         able = [option for option in self.options if option.fits and option.allowed]
         always = [option for option in able if option.name in {DATA_PARALLEL, YOURS}]
         others = sorted((one for one in able if one not in always), key=lambda one: one.prediction.seconds)
@@ -153,10 +152,10 @@ def find(
     links: LinksOf = links_of,
     share: Timing | None = None,
 ) -> SearchResult:
-    """Selects a plan and returns it with all candidates.
+    """Selects a plan, and returns it with all candidates.
 
-    The graph is that of the unsharded network in training. Without `times`, op times are estimated; new ones are saved.
-    `share`, the measured time of one process's data-parallel update, scales the ops of all plans. Raises UserError: a
+    `graph`: the unsharded network in training. Without `times`, op times are estimated; new measurements are saved.
+    `share`: measured time of one process's data-parallel update, which scales the ops of all plans. Raises UserError: a
     pin doesn't fit, or no plan fits into memory.
     """
     if request.world_size < 2:
@@ -181,14 +180,14 @@ def find(
 
 
 class Pricing:
-    """Prices plans for a request; the arguments are those of `find`."""
+    """Prices plans for a request. The arguments are those of `find`."""
 
     def __init__(
         self, graph: Graph, request: SearchRequest, times: OpTimes, links: LinksOf, share: Timing | None
     ) -> None:
         self._graph, self._request, self._links = graph, request, links
         speeds = links(_data_mesh(request.world_size))
-        # Between processes of one machine without accelerators, sending takes time from computing, known or not.
+        # Within a machine without accelerators, sending takes time from computing, even if the amount is unknown.
         known = all(link.work_s_per_byte for link in speeds.axes)
         apart = request.accelerator or known or any(speeds.across)
         self.base = Setting(
@@ -204,7 +203,7 @@ class Pricing:
             self.base = replace(self.base, scale=share.seconds / compute_s, known={})
 
     def data_parallel(self, processes: int) -> PlanCandidate:
-        """Prices data parallel on a number of processes, whose shares are those of the mode data."""
+        """Prices data parallel on `processes` processes, with the shares of the mode `data`."""
         plan, share = Plan(_data_mesh(processes)), data_shares(self._request.batch, self._request.norm_group)
         setting = replace(self._setting(plan.mesh), share=share, known={})
         return self._option(DATA_PARALLEL, resolve(plan, self._graph, "pin"), setting, allowed=not self._request.pins)
@@ -218,7 +217,7 @@ class Pricing:
         return PlanCandidate(name, setting.mesh, letters, prediction, fits, allowed)
 
     def by_hand(self) -> list[PlanCandidate]:
-        """The user's pins with all else data parallel; without pins, `one_weird_trick`."""
+        """Returns the plan with the user's pins and other ops data parallel; without pins, `one_weird_trick`."""
         if self._request.pins:
             options: list[PlanCandidate] = []
             for mesh, _ in self._fitting():
@@ -230,7 +229,7 @@ class Pricing:
         return [self._option(TRICK, letters, self._setting(mesh))] if letters else []
 
     def searched(self) -> tuple[list[PlanCandidate], float]:
-        """The best plan on each mesh; and the least bytes that a plan takes, where none fits."""
+        """Returns the best plan on each mesh, and the smallest memory of any plan, in bytes, if none fits."""
         settings = [(self._setting(mesh), fixed) for mesh, fixed in self._fitting()]
         sketches = [sketch(self._graph, setting, fixed) for setting, fixed in settings]
         answers, least_bytes = solve_all([one.problem for one in sketches], self._request.limit_s, GAP)
@@ -243,9 +242,9 @@ class Pricing:
         return [replace(option, name=f"search {number}") for number, option in enumerate(options, 1)], least_bytes
 
     def _fitting(self) -> list[tuple[Mesh, dict[str, dict[int, str]]]]:
-        """Meshes that have the axes of the pins, with the pinned letters. Raises UserError: there is none."""
+        """Returns the meshes with the pins' axes, and the pinned letters. Raises UserError: there is no such mesh."""
         request, graph, pins = self._request, self._graph, self._request.pins or {}
-        # Larger axes are the major ones, and axes of equal size are alike.
+        # Larger axes come first; axes of equal size are interchangeable.
         meshes = factorisations(request.world_size, MOST_AXES)
         meshes = [mesh for mesh in meshes if list(mesh.sizes) == sorted(mesh.sizes)[::-1]]
         found: list[tuple[Mesh, dict[str, dict[int, str]]]] = []
@@ -292,7 +291,7 @@ def factorisations(world_size: int, most_axes: int = 2) -> list[Mesh]:
 
 
 def one_weird_trick(graph: Graph, mesh: Mesh) -> dict[str, tuple[str, ...]] | None:
-    """Shards large linear layers by outputs, inputs, outputs …, and the batch elsewhere; None without such layers.
+    """Shards large linear layers by outputs, inputs, outputs …, and other ops by samples; None without large layers.
 
     Krizhevsky, "One weird trick for parallelizing convolutional neural networks", 2014.
     """
@@ -316,7 +315,7 @@ def one_weird_trick(graph: Graph, mesh: Mesh) -> dict[str, tuple[str, ...]] | No
 
 
 def _distinct(options: Sequence[PlanCandidate]) -> list[PlanCandidate]:
-    """Returns each plan once: the same letters over several axes are those over one."""
+    """Returns each plan once: a plan with equal letters over several axes equals the plan over one axis."""
     found: dict[Any, PlanCandidate] = {}
     for option in options:
         alike = all(len(set(letters)) == 1 for letters in option.letters.values())
@@ -346,8 +345,7 @@ def _pick(
     return pick
 
 
-# Each count up to this is considered; of more processes, halves.
-_FEW = 4
+_FEW = 4  # up to this number of processes, every smaller count is considered; above it, only halves
 
 
 def fewer_counts(processes: int) -> list[int]:
@@ -364,7 +362,7 @@ def name_of(processes: int) -> str:
 def options_of(
     counts: Iterable[int], price: Callable[[int], PlanCandidate], shares: Mapping[int, Timing] | None = None
 ) -> list[PlanCandidate]:
-    """Returns data parallel on fewer processes; `shares`: measured times of a process's share, by their number."""
+    """Returns data parallel on fewer processes. `shares`: measured times of one process's share, by process count."""
     found = [replace(price(count), name=name_of(count)) for count in counts]
     timed = shares or {}
     return [
@@ -376,13 +374,13 @@ def options_of(
 
 
 def enough(found: SearchResult, fewer: Sequence[PlanCandidate], seconds: float, spread: float) -> tuple[int, str]:
-    """Returns the smallest number of processes that are as fast as the selected plan, and why; 0 if all are needed.
+    """Returns the smallest number of processes as fast as the selected plan, and the reason; 0 if all are needed.
 
-    A larger number is preferred if it is predicted to be clearly faster. `seconds` is the time of an update with the
-    selected plan, `spread` the relative variation of timings; smaller differences are ignored.
+    A larger number is preferred if it is predicted to be clearly faster. `seconds`: time of an update with the selected
+    plan. `spread`: relative variation of timings; smaller differences are ignored.
     """
     sizes, every = enumerate(found.chosen.mesh.sizes), found.chosen.letters.values()
-    # without the processes that repeat the computation of others
+    # processes that don't repeat the computation of others
     repeating = math.prod(size for axis, size in sizes if any(letters[axis] != "r" for letters in every))
     if repeating < found.request.world_size:
         copies = found.request.world_size // repeating

@@ -1,4 +1,4 @@
-"""Costs of collectives along the axes of a mesh, and the time in which an all-reduce occupies a core."""
+"""Costs of collectives along mesh axes, and the time in which an all-reduce occupies a core."""
 
 import datetime
 import functools
@@ -20,20 +20,20 @@ from manyhands.sync.link_speeds import BETWEEN_MACHINES, WITHIN_A_MACHINE, LinkS
 class LinkSpeeds:
     """The links along the axes of a mesh."""
 
-    mesh: Mesh  # the processes
-    axes: tuple[LinkSpeed, ...]  # the link along each axis
-    across: tuple[bool, ...]  # for each axis, True if it connects machines
+    mesh: Mesh  # mesh of the processes
+    axes: tuple[LinkSpeed, ...]  # link along each axis
+    across: tuple[bool, ...]  # by axis, True if it connects machines
 
     @functools.cached_property
     def alike(self) -> bool:
-        """True if all axes have the same link."""
+        """True if all axes have equal links."""
         return len(set(zip(self.axes, self.across, strict=True))) <= 1
 
     def seconds(self, kind: str, axes: Collection[int], size_bytes: float) -> float:
-        """Returns the seconds of a collective in all groups along some axes at the same time.
+        """Returns the seconds of a collective that runs in all groups along `axes` at the same time.
 
-        A group over several axes is as slow as its slowest axis. The groups of a machine, as many as it has processes
-        along its other axes, share its network card.
+        A group over several axes is as slow as its slowest axis. A machine's network interface is shared by one group
+        for each of the machine's processes along the other axes.
         """
         axes = tuple(sorted(axes))
         processes = self.mesh.parts(axes)
@@ -50,7 +50,7 @@ class LinkSpeeds:
         return slowest
 
     def work_seconds(self, kind: str, axes: Collection[int], size_bytes: float) -> float:
-        """Returns the seconds of a collective in which the cores of a process can't compute."""
+        """Returns the seconds of a collective during which the cores of a process can't compute."""
         processes = self.mesh.parts(axes)
         if processes == 1 or not size_bytes:
             return 0.0
@@ -63,7 +63,7 @@ def links_of(
     within: LinkSpeed = WITHIN_A_MACHINE,
     between: LinkSpeed = BETWEEN_MACHINES,
 ) -> LinkSpeeds:
-    """Returns the links of a mesh; `per_machine` neighbours in rank share a machine, all processes if None."""
+    """Returns the links of a mesh. `per_machine` processes with consecutive ranks share a machine; None: all do."""
     across: list[bool] = []
     spanned = 1
     for size in reversed(mesh.sizes):
@@ -79,10 +79,9 @@ _TIMEOUT = datetime.timedelta(seconds=60)
 
 
 def work_of_sums(cores: float) -> LinkSpeed:
-    """Returns a link with only the CPU time known: seconds on `cores` cores per byte and message, by measurement."""
+    """Returns a link with only the measured CPU time of all-reduces: seconds on `cores` cores per byte and message."""
     threads = torch.get_num_threads()
-    # Several threads would spin while they wait for each other.
-    torch.set_num_threads(1)
+    torch.set_num_threads(1)  # several threads would spin while waiting for each other
     try:
         groups = _pair()
         small_s = statistics.median(_processor_seconds(groups, _SMALL, _REPEATS_SMALL) for _ in range(_ROUNDS))
@@ -94,8 +93,7 @@ def work_of_sums(cores: float) -> LinkSpeed:
     return LinkSpeed(float("inf"), 0.0, by_byte, small_s / messages / cores)
 
 
-# torch's types know neither the options nor the collectives of the class.
-_Gloo: Any = dist.ProcessGroupGloo
+_Gloo: Any = dist.ProcessGroupGloo  # torch's types lack the options and the collectives of this class
 
 
 def _pair() -> list[Any]:
@@ -111,7 +109,7 @@ def _pair() -> list[Any]:
 
 
 def _processor_seconds(groups: list[Any], size: int, repeats: int) -> float:
-    """CPU seconds of one process in an all-reduce of so many bytes; DDP first copies them into a bucket."""
+    """Returns one process's CPU seconds in an all-reduce of `size` bytes, copied into a bucket first, as by DDP."""
     tensors = [torch.zeros(size // 4) for _ in groups]
     buckets = [torch.zeros(size // 4) for _ in groups]
 

@@ -1,9 +1,9 @@
-"""Finds the assignment with the fastest step: nodes with choices, edges with costs between them, a memory limit.
+"""Finds the assignment with the fastest step: nodes with choices, edges with costs of pairs, a memory limit.
 
-The relaxation of the linear program is nearly always integral, and then optimal. If its assignment doesn't fit into
-memory, the warm solver gets the limit as one more row, whose multiplier is the price of a byte. What is fractional then
-is decided by an integer program: over the few choices that the relaxations mix, over those that cost nothing extra at
-their prices, and in the end over all that may be part of a better assignment.
+The linear relaxation is nearly always integral, and therefore optimal. If its assignment exceeds the memory limit, the
+limit is added to the warm solver as a row, whose multiplier is the price of a byte. Integer programs decide what
+remains fractional: over the few choices that the relaxations mix, then over choices with zero reduced cost, and finally
+over all choices that may be part of a better assignment.
 """
 
 import operator
@@ -21,7 +21,7 @@ DEFAULT_LIMIT_S = 60.0
 TOLERANCE = 1e-9
 _GIB = 1 << 30
 _INF = highspy.kHighsInf
-# HiGHS exceeds a row by its tolerance, so an assignment may exceed the memory limit by some bytes.
+# HiGHS satisfies a row up to its tolerance; an assignment may exceed the memory limit by some bytes.
 _MOST_RETRIES = 30
 Pair = tuple[int, int]
 Indices = NDArray[np.intp]
@@ -30,13 +30,13 @@ Matrix = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class OpCost:
-    """The cost of one sharding of an op for each process in a step. Infinite seconds forbid the choice."""
+    """The cost of one sharding of an op, per process and step. Infinite seconds forbid the choice."""
 
-    seconds: float  # computing forward, backward and update, and collectives that nothing hides
-    gradient_seconds: float = 0.0  # collectives that agree on its parameters' gradients
-    hideable_seconds: float = 0.0  # computing in the backward pass that such collectives may hide behind
+    seconds: float  # computation of forward, backward and update, and collectives that nothing hides
+    gradient_seconds: float = 0.0  # collectives for the gradients of its parameters
+    hideable_seconds: float = 0.0  # computation of the backward pass that can hide gradient collectives
     memory_bytes: float = 0.0  # parameters, gradients, optimizer and saved activations
-    compute_seconds: float = 0.0  # of `seconds`, those of computing, for predictions
+    compute_seconds: float = 0.0  # the computation in `seconds`, for predictions
 
     def __add__(self, other: "OpCost") -> "OpCost":
         return OpCost(*map(operator.add, astuple(self), astuple(other)))
@@ -46,26 +46,25 @@ class OpCost:
 class Edge:
     """The costs of pairs of choices of two nodes."""
 
-    a: int  # number of the first node
-    b: int  # number of the second node
-    seconds: Matrix  # [choice of a, choice of b]; infinite entries are forbidden. Equal matrices may be one object.
-    memory_bytes: Matrix | None = None  # likewise; None if nothing is kept
+    a: int  # index of the first node
+    b: int  # index of the second node
+    seconds: Matrix  # [choice of a, choice of b]; infinite: forbidden. Edges may share one matrix object.
+    memory_bytes: Matrix | None = None  # of the same shape; None: no memory
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Select a choice for each node, so that a step is short and fits into memory.
+    """The task to select a choice for each node, so that a step is short and fits into memory.
 
-    The seconds of a step are the sum over nodes and edges, and the part of the gradients' seconds that isn't hidden:
-    max(0, sum of gradient_seconds - overlap * sum of hideable_seconds).
+    The seconds of a step are the sum over nodes and edges, plus the gradients' seconds that aren't hidden: max(0, sum
+    of gradient_seconds - overlap * sum of hideable_seconds).
     """
 
     nodes: Sequence[Sequence[OpCost]]  # the choices of each node
     edges: Sequence[Edge] = ()  # costs between nodes
-    # the most that all nodes and edges together may take; None if there is no limit
-    memory_limit_bytes: float | None = None
-    overlap: float = 0.0  # the share of hideable seconds that gradients' collectives really hide behind, 0 to 1
-    names: Sequence[str] = ()  # of the nodes, as errors say them
+    memory_limit_bytes: float | None = None  # limit for all nodes and edges together; None: no limit
+    overlap: float = 0.0  # fraction of hideable seconds that really hides gradient collectives, 0 to 1
+    names: Sequence[str] = ()  # of the nodes, for errors
 
     def name(self, node: int) -> str:
         return self.names[node] if self.names else f"node {node}"
@@ -73,18 +72,18 @@ class Problem:
 
 @dataclass(frozen=True)
 class Solution:
-    """One choice for each node, with the total cost."""
+    """A choice for each node, with the total cost."""
 
-    choices: tuple[int, ...]  # number of the choice of each node
+    choices: tuple[int, ...]  # index of the choice of each node
     seconds: float  # of a step
     memory_bytes: float  # of all nodes and edges
-    bound_seconds: float = 0.0  # no assignment that is allowed is faster
+    bound_seconds: float = 0.0  # lower bound for all allowed assignments
 
 
 class NoPlanError(UserError):
     """No plan fits into memory."""
 
-    least_memory_bytes: float  # what the smallest plan takes
+    least_memory_bytes: float  # bytes of the smallest plan
 
 
 def evaluate(problem: Problem, choices: Sequence[int]) -> Solution:
@@ -106,46 +105,46 @@ def evaluate(problem: Problem, choices: Sequence[int]) -> Solution:
 class SolverResult:
     """A result of HiGHS."""
 
-    solution: Solution | None  # a relaxation's is rounded, and may be forbidden or too large; None if there is none
-    bound: float  # no assignment costs less
-    stopped: bool  # whether the time limit was reached
-    shares: Matrix  # of each column, 0 to 1
-    reduced: Matrix  # an assignment that takes the column costs at least `bound` plus this
+    solution: Solution | None  # rounded for a relaxation, hence possibly forbidden or too large; None: no solution
+    bound: float  # lower bound of the cost, in seconds
+    stopped: bool  # True if the time limit was reached
+    shares: Matrix  # value of each column, 0 to 1
+    reduced: Matrix  # an assignment with the column costs at least `bound` plus this value
 
 
 class Program:
-    """One column for each choice of a node, for each pair of choices of an edge, and for the exposed seconds.
+    """A program with a column for each choice of a node, each pair of choices of an edge, and the exposed seconds.
 
-    The memory limit applies from the second relaxation. Raises UserError: a cost is negative or not a number.
+    The memory limit applies from the second relaxation on. Raises UserError: a cost is negative or not a number.
     """
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self.limit_bytes = _INF if problem.memory_limit_bytes is None else problem.memory_limit_bytes
-        self.relaxations: list[SolverResult] = []  # without the memory limit, and with it
+        self.relaxations: list[SolverResult] = []  # without the memory limit, then with it
         nodes, edges = _nodes(problem), _edges(problem)
         for node in [a for a, b in edges if a == b]:
             nodes[node][:2] += np.diagonal(edges.pop((node, node)), axis1=1, axis2=2)
         sizes = [node.shape[1] for node in nodes]
-        self.choices = sum(sizes)  # columns of nodes, which come first
+        self.choices = sum(sizes)  # number of columns of nodes, which come first
         self._nodes = np.split(np.arange(self.choices), np.cumsum(sizes)[:-1])
         self._costs = [node[:2] for node in nodes]  # [seconds or bytes, column]
         numbers = np.arange(len(nodes)).repeat(sizes)
         self._entries = [(numbers, np.arange(self.choices), np.ones(self.choices))]  # (row, column, value)
         self._known: dict[bytes, tuple[Indices, Indices, Indices]] = {}
-        self._count = len(nodes)  # of rows
+        self._count = len(nodes)  # number of rows
         count = self.choices
         for pair, both in edges.items():
             count = self._add_edge(pair, both, count)
         seconds, memory = np.hstack([*self._costs, np.array([[0.0], [0.0]])])
         allowed = np.isfinite(seconds)
         usual = seconds[allowed & (seconds > 0)]
-        # HiGHS's tolerances are made for numbers near one.
+        # Scaled, because HiGHS's tolerances assume numbers near one.
         self._scale = float(np.median(usual)) if len(usual) else 1.0
         self._seconds = np.append(np.where(allowed, seconds, 0.0)[:-1] / self._scale, 1.0)
         self._upper = np.append(allowed[:-1].astype(float), _INF)
         excess = np.concatenate([node[2] for node in nodes]) / self._scale
-        # Without a limit the row of bytes, which is the last, has no bounds.
+        # The row of bytes is the last; without a limit, it has no bounds.
         self._size = max(problem.memory_limit_bytes or 0.0, float(memory.max()), 1.0)
         used = np.flatnonzero(memory)
         for columns, values in (
@@ -158,14 +157,14 @@ class Program:
         self._solver = self._load()
 
     def _add_edge(self, pair: Pair, both: Matrix, count: int) -> int:
-        """Adds a column for each pair of classes of choices; choices with the same costs are one class."""
+        """Adds a column for each pair of classes of choices; choices with equal costs form a class."""
         key = repr(both.shape).encode() + both.tobytes()
         if key not in self._known:
             (first, of_first), (second, of_second) = (
                 np.unique(np.hstack(list(side)), axis=0, return_index=True, return_inverse=True)[1:]
                 for side in (both, both.transpose(0, 2, 1))
             )
-            # A row for each class, of its pairs minus its choices.
+            # A row for each class: the sum of its pairs minus the sum of its choices.
             pairs = np.indices((len(first), len(second))).reshape(2, -1)
             rows = [pairs[0], of_first.ravel(), len(first) + pairs[1], len(first) + of_second.ravel()]
             self._known[key] = first, second, np.concatenate(rows)
@@ -187,7 +186,7 @@ class Program:
         solver = highspy.Highs()
         options = {
             "output_flag": False,
-            # No threads of its own: the planner runs in processes that fork and that share few cores.
+            # One thread: the planner runs in processes that fork and share few cores.
             "threads": 1,
             "mip_abs_gap": TOLERANCE,
             "mip_feasibility_tolerance": TOLERANCE,
@@ -202,19 +201,19 @@ class Program:
             *(self._seconds, np.zeros(len(self._every)), self._upper),
             *(np.concatenate([sides[:-2], [-_INF, -_INF]]), np.append(sides[:-1], _INF)),
             *(starts.astype(np.int32), columns[order].astype(np.int32), values[order]),
-            (self._every < self.choices).astype(np.int32),  # 1 for whole numbers
+            (self._every < self.choices).astype(np.int32),  # 1: integer
         )
         return solver
 
     def relax(self, deadline: float) -> SolverResult:
-        """Solves the program with fractions; warm if only the memory limit has changed since the last call."""
+        """Solves the linear relaxation; warm if only the memory limit has changed since the last call."""
         self._solver.setOptionValue("solve_relaxation", True)
-        # Presolving takes longer than the simplex method, and would start it cold.
+        # Presolving takes longer than the simplex method, and prevents a warm start.
         self._solver.setOptionValue("presolve", "off")
         return self._run(deadline - time.monotonic())
 
     def search(self, columns: NDArray[np.bool_], deadline: float, gap: float) -> SolverResult:
-        """Solves the integer program over some of the columns, to a share `gap`, within the memory limit."""
+        """Solves the integer program over some of the columns, to a relative `gap`, within the memory limit."""
         upper = np.where(columns, self._upper, 0.0)
         self._solver.changeColsBounds(len(self._every), self._every, np.zeros(len(upper)), upper)
         self._solver.setOptionValue("solve_relaxation", False)
@@ -230,7 +229,7 @@ class Program:
         return SolverResult(None, 0.0, True, answer.shares, answer.reduced)
 
     def _run(self, limit_s: float) -> SolverResult:
-        # HiGHS counts the time of all its runs together.
+        # HiGHS's time limit covers all of its runs together.
         self._solver.setOptionValue("time_limit", self._solver.getRunTime() + max(1.0, limit_s))
         self._solver.run()
         info, found = self._solver.getInfo(), self._solver.getSolution()
@@ -249,9 +248,9 @@ class Program:
     def solve(self, deadline: float, gap: float, cutoff_seconds: float) -> Solution | None:
         """Returns the best assignment that fits, or one that is slower by at most the fraction `gap`.
 
-        After the deadline, returns the best so far; its bound limits the error. `cutoff_seconds` are those of a plan
-        for another mesh: as soon as nothing here can be faster, any assignment that fits is returned. Returns None if
-        none is allowed, none fits, or none was found in time. When called again, keeps its relaxations.
+        After the deadline, returns the best so far, whose `bound_seconds` limits the error. `cutoff_seconds`: time of a
+        plan on another mesh; once no assignment here can be faster, returns any that fits. Returns None if no
+        assignment is allowed, fits, or was found in time. Repeated calls reuse the relaxations.
         """
         if not self.relaxations:
             self.relaxations.append(self.relax(deadline))
@@ -278,7 +277,7 @@ class Program:
         if not found.done():
             most = found.seconds if found.best is None else min(found.seconds, cutoff_seconds)
             near = last.reduced <= most - last.bound + TOLERANCE * last.bound
-            near[-1] = True  # the exposed seconds: of a column that isn't 0 or 1, a reduced cost says less
+            near[-1] = True  # the exposed seconds: for values above 1, a reduced cost is no bound
             answer = self.search(near, deadline, gap)
             found.add(answer.solution)
             exact = not (answer.stopped or gap)
@@ -291,7 +290,7 @@ class Program:
 
 @dataclass
 class _Incumbent:
-    """The best assignment that fits so far, and when a search may end."""
+    """The best assignment so far that fits, and the criterion for the end of a search."""
 
     limit_bytes: float
     gap: float
@@ -313,7 +312,7 @@ class _Incumbent:
 
 
 def _nodes(problem: Problem) -> list[Matrix]:
-    """Seconds, bytes, and the gradients' seconds minus those that hide them, of each node's choices."""
+    """Returns, for each node, seconds, bytes, and gradient seconds minus hiding seconds of all choices."""
     nodes: list[Matrix] = []
     for number, node in enumerate(problem.nodes):
         columns = [(one.seconds, one.memory_bytes, one.gradient_seconds, one.hideable_seconds) for one in node]
@@ -324,7 +323,7 @@ def _nodes(problem: Problem) -> list[Matrix]:
 
 
 def _edges(problem: Problem) -> dict[Pair, Matrix]:
-    """Seconds and bytes by (a, b) with a <= b, those of parallel edges added up."""
+    """Returns seconds and bytes by (a, b) with a <= b; parallel edges are added up."""
     edges: dict[Pair, Matrix] = {}
     for edge in problem.edges:
         a, b, name = edge.a, edge.b, f"{problem.name(edge.a)} to {problem.name(edge.b)}"
@@ -343,7 +342,7 @@ def _check(name: str, seconds: Matrix, others: Matrix) -> None:
 
 
 def _least_memory_bytes(problem: Problem, deadline: float) -> float:
-    """Solves the problem with bytes in place of seconds; infinite if no assignment is allowed."""
+    """Returns the smallest memory of any assignment, in bytes; infinite if no assignment is allowed."""
     nodes = [[OpCost(one.memory_bytes if one.seconds < _INF else _INF) for one in node] for node in problem.nodes]
     edges = [
         Edge(one.a, one.b, np.where(one.seconds < _INF, 0.0 if one.memory_bytes is None else one.memory_bytes, _INF))
@@ -366,10 +365,10 @@ def too_large(limit_bytes: float, least_bytes: float) -> NoPlanError:
 def solve_all(
     problems: Sequence[Problem], limit_s: float = DEFAULT_LIMIT_S, gap: float = 0.0
 ) -> tuple[list[Solution | None], float]:
-    """Solves the problems of a network on several meshes within `limit_s` as `Program.solve`; finds the fastest of all.
+    """Solves the problems of a network on several meshes within `limit_s`, and finds the fastest of all solutions.
 
-    The others are only shown to be slower, so their assignments fit but may not be the best. Returns the solutions,
-    None for a mesh without one; and the smallest bytes possible on any mesh if there is none at all.
+    The other solutions fit, but are only proven to be slower, not the best on their meshes. Returns a solution or None
+    for each mesh; and, if no mesh has a solution, the smallest memory possible on any mesh in bytes.
     """
     allowed = {number: problem for number, problem in enumerate(problems) if all(problem.nodes)}
     deadline = time.monotonic() + limit_s

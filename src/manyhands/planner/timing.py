@@ -1,8 +1,8 @@
-"""Times code on this device reproducibly: the fastest of several repeats, and their spread.
+"""Times code on this device reproducibly: the fastest of several repeats, and the variation of the repeats.
 
-Other load can only make a repeat slower, so the fastest repeat is used. On a busy CPU that isn't enough, because
-threads wait for each other: there the CPU time of one thread is measured and divided by the future number of threads.
-The same is done under a CPU quota, where a short repeat between two pauses seems faster than continuous work.
+Other load can only slow a repeat down; therefore the fastest repeat is used. On a busy CPU that isn't enough, because
+threads wait for each other: there, the CPU time of one thread is divided by the later number of threads. The same is
+done under a CPU quota, where a short repeat between two pauses seems faster than continuous work.
 """
 
 import hashlib
@@ -23,21 +23,18 @@ from manyhands.core.devices import device_name, wait_for
 from manyhands.core.files import parse_json, read_bytes, replacing
 from manyhands.core.machine import cores
 
-# The machine is busy where others take more than this share of its processors.
-BUSY = 0.15
-# How much of each further thread's time is worth as much as the first one's, roughly.
-_EFFICIENCY = 0.85
+BUSY = 0.15  # the machine is busy if other processes use more than this fraction of its processors
+_EFFICIENCY = 0.85  # approximate benefit of each further thread, relative to the first
 _STAT = Path("/proc/stat")
-# The resolution of processor times is a hundredth of a second.
-_WATCHED_S = 0.1
+_WATCHED_S = 0.1  # processor times have a resolution of 0.01 s
 
 
 @dataclass(frozen=True)
 class Timing:
-    """A measured time."""
+    """A measured time, and the variation of the repeats."""
 
-    seconds: float  # of the quickest repeat, or the median of processor time
-    # the share by which the quickest quarter of the repeats, two at least, differs; 0 of a single one
+    seconds: float  # of the fastest repeat, or the median of CPU times
+    # relative difference between the first-quartile repeat (at least the second) and the fastest; 0 for one repeat
     spread: float = 0.0
 
     def times(self, factor: float) -> "Timing":
@@ -45,7 +42,7 @@ class Timing:
 
 
 def quickest(run: Callable[[], object], device: str, most: int, budget_s: float, *, busy: bool = False) -> Timing:
-    """Times `run`, which has run before, at least once. `busy`: other processes use this machine."""
+    """Times `run` at least once, after the caller has warmed it up. `busy`: other processes use this machine."""
     threads, clock, factor = torch.get_num_threads(), time.perf_counter, 1.0
     if torch.device(device).type == "cpu":
         if (allowed := cores()) < threads:
@@ -64,25 +61,25 @@ def quickest(run: Callable[[], object], device: str, most: int, budget_s: float,
         torch.set_num_threads(threads)
     taken.sort()
     near = taken[min(len(taken) - 1, max(1, len(taken) // 4))]
-    # Waiting isn't in processor time, so what differs there is the work's own.
+    # CPU time excludes waiting; its variation is that of the work itself.
     usual = taken[0] if clock is time.perf_counter else statistics.median(taken)
     return Timing(usual * factor, near / taken[0] - 1 if taken[0] > 0 else 0.0)
 
 
 class Others:
-    """The processor time that other processes have used since the creation of the object."""
+    """The CPU time that other processes have used since this object was created."""
 
     def __init__(self) -> None:
         self._began = self._now()
 
     def share(self) -> float:
-        """Returns the share of all processors' time, 0 to 1, over at least a tenth of a second."""
+        """Returns the used fraction of all processors' time, 0 to 1, over at least a tenth of a second."""
         time.sleep(max(0.0, self._began[1] + _WATCHED_S - time.perf_counter()))
         busy_s, wall_s, own_s = (now - before for now, before in zip(self._now(), self._began, strict=True))
         return min(1.0, max(0.0, (busy_s - own_s) / (wall_s * (os.cpu_count() or 1))))
 
     def _now(self) -> tuple[float, float, float]:
-        """Seconds that all processors have worked since the machine started (0 if unknown), and two clocks."""
+        """Returns all processors' busy seconds since boot (0: unknown), wall time and this process's CPU time."""
         try:
             words = _STAT.read_text().split("\n", 1)[0].split()
             user, nice, system, _idle, _waiting, *rest = map(int, words[1:9])
@@ -94,15 +91,14 @@ class Others:
 
 _REPEATS = 5
 _LONG_S = 0.1
-# Drivers, clocks and libraries change; what is older is measured anew.
-_DAY_S, MOST_DAYS = 86400.0, 30
-# What devices reach in practice, until one has been measured: (operations, bytes) per second.
+_DAY_S, MOST_DAYS = 86400.0, 30  # drivers, clocks and libraries change: older times are measured again
+# (operations, bytes) per second that devices reach in practice, used until a measurement.
 _ASSUMED_RATES = {"cpu": (3e10, 8e9), "mps": (3e12, 1e11), "others": (2e13, 6e11)}
 _MATRIX, _COPIED_VALUES = 384, 1 << 21
 
 
 def environment(device: str, threads: int = 0) -> dict[str, str]:
-    """Returns everything that affects the seconds of an op besides the op itself."""
+    """Returns everything that affects the seconds of an op, except the op itself."""
     return {
         "torch": torch.__version__,
         "device": f"{torch.device(device).type} {device_name(device)}",
@@ -117,10 +113,10 @@ _Number = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
 class OpTime(BaseModel):
     """The cached time of an op."""
 
-    seconds: _Number  # of the quickest repeat, forward and backward
-    spread: _Number = 0.0  # the share by which the quickest quarter of the repeats differs
-    busy: _Number = 0.0  # the share of this machine's processors that others took meanwhile
-    at: _Number = Field(default_factory=time.time)  # when it was measured, seconds since 1970
+    seconds: _Number  # of the fastest repeat, forward and backward
+    spread: _Number = 0.0  # see `Timing.spread`
+    busy: _Number = 0.0  # fraction of this machine's processors that others used meanwhile
+    at: _Number = Field(default_factory=time.time)  # time of the measurement, seconds since 1970
 
 
 class _TimesFile(BaseModel):
@@ -130,11 +126,11 @@ class _TimesFile(BaseModel):
 
 
 class OpTimes:
-    """Times of ops by key: op, local shapes, dtype and memory format; measured until the time budget is used up.
+    """Times of ops by key (op, local shapes, dtype and memory format), measured until the time budget is used up.
 
-    There is one file per environment; concurrent writes are merged, and a damaged file is replaced. For a device that
-    is not on this machine, given by its `rates` (operations, bytes per second), nothing is measured or cached.
-    `threads`: those of a measurement, if not all.
+    Each environment has one file; concurrent writes are merged, and a damaged file is replaced. For a device that this
+    machine doesn't have, given by its `rates` (operations, bytes per second), nothing is measured or cached. `threads`:
+    CPU threads of a measurement; 0: torch's current setting.
     """
 
     def __init__(
@@ -150,10 +146,10 @@ class OpTimes:
         self._environment = environment(device, threads)
         digest = hashlib.sha256(json.dumps(self._environment, sort_keys=True).encode()).hexdigest()[:16]
         self.file = (folder or platformdirs.user_cache_path("manyhands") / "planner") / f"ops-{digest}.json"
-        self.notes: list[str] = []  # sentences on the files
-        self.measured = 0  # how many ops were timed
-        self.estimated = 0  # how many were not
-        self.failed: dict[str, str] = {}  # by key, why an op could not be run alone; its time is estimated then
+        self.notes: list[str] = []  # messages about the files
+        self.measured = 0  # number of ops that were timed
+        self.estimated = 0  # number of ops that were estimated
+        self.failed: dict[str, str] = {}  # by key, why an op could not run alone; its time is estimated
         self._fresh: dict[str, OpTime] = {}
         self._used: dict[str, OpTime] = {}
         self._others: Others | None = None
@@ -163,7 +159,7 @@ class OpTimes:
     def seconds(
         self, key: str, make: Callable[[], Callable[[], object]], operations: float, moved_bytes: float
     ) -> float:
-        """Returns seconds of an op; `make` returns a function that runs the op forward and backward once."""
+        """Returns the seconds of an op; `make` returns a function that runs the op forward and backward once."""
         if key not in self._seconds or self._is_stale(key):
             if self._left_s > 0 and key not in self.failed:
                 try:
@@ -178,7 +174,7 @@ class OpTimes:
         return self._seconds[key].seconds
 
     def cached(self, key: str) -> float | None:
-        """Returns cached seconds, even if the machine was busy."""
+        """Returns cached seconds, even if they were measured on a busy machine."""
         return self._seconds[key].seconds if key in self._seconds else None
 
     def keep(self, key: str, seconds: float) -> None:
@@ -187,12 +183,12 @@ class OpTimes:
 
     @property
     def spread(self) -> float:
-        """The relative spread of the times used so far, weighted by their length."""
+        """The relative variation of the times used so far, weighted by time."""
         whole_s = sum(one.seconds for one in self._used.values())
         return sum(one.seconds * one.spread for one in self._used.values()) / whole_s if whole_s else 0.0
 
     def doubts(self) -> list[str]:
-        """Returns sentences on problems of the times used so far."""
+        """Returns messages about problems of the times used so far."""
         busy = max((one.busy for one in self._used.values()), default=0.0)
         text = (
             f"other programs used {busy:.0%} of the processors while ops were timed, so times may be too long; "
@@ -201,16 +197,16 @@ class OpTimes:
         return [text] if busy > BUSY else []
 
     def _is_stale(self, key: str) -> bool:
-        """What was measured while others were busy is only kept as long as they are."""
+        """True for a time that was measured on a busy machine, if the machine is no longer busy."""
         return key not in self._fresh and self._seconds[key].busy > BUSY and self._left_s > 0 and self._busy() <= BUSY
 
     def _busy(self) -> float:
-        """The share of the processors that others have taken since the first call."""
+        """Returns the fraction of the processors that others have used since the first call."""
         self._others = self._others or Others()
         return self._others.share()
 
     def estimate(self, operations: float, moved_bytes: float) -> float:
-        """Returns the roofline estimate, the longer of computing and memory access, at the measured rates."""
+        """Returns the roofline estimate, the longer of computation and memory access, at the measured rates."""
         if self._rates is None:
             self._rates = self._measured_rates()
         return max(operations / self._rates[0], moved_bytes / self._rates[1])
@@ -226,7 +222,6 @@ class OpTimes:
         self._fresh = {}
 
     def _read(self) -> dict[str, OpTime]:
-        """The times in the file that aren't too old."""
         try:
             file = _TimesFile.model_validate(parse_json(read_bytes(self.file), infinite=True))
             if file.environment != self._environment:
@@ -252,7 +247,7 @@ class OpTimes:
         return OpTime(seconds=found.seconds, spread=found.spread, busy=self._busy())
 
     def _measured_rates(self) -> tuple[float, float]:
-        """Of a matrix product and a copy; assumed ones where there is no budget at all."""
+        """Measures the rates of a matrix product and of a copy; assumes rates if no op was measured."""
         known = [self._seconds.get(key) for key in ("rate of a product", "rate of a copy")]
         if known[0] and known[1]:
             product_s, copy_s = known[0].seconds, known[1].seconds

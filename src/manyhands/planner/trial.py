@@ -1,4 +1,4 @@
-"""Runs plans on several processes: times updates on random samples, or verifies them against one process."""
+"""Runs plans on several processes: times updates on random samples, or compares updates with one process."""
 
 import math
 import time
@@ -25,7 +25,7 @@ from manyhands.parallel.split.network import split
 from manyhands.planner.choose import time_in_turns
 from manyhands.planner.timing import BUSY, Others, Timing, quickest
 
-# Differences below this share of the network's largest gradient are noise of values that should be zero, such as the
+# Smaller differences, relative to the network's largest gradient, are noise of values that should be zero, such as the
 # gradient of a bias before a BatchNorm.
 _NOISE = 1e-5
 VERIFIED_WITHIN = 1e-9
@@ -35,18 +35,17 @@ VERIFIED_WITHIN = 1e-9
 class PlanCase:
     """The inputs of a trial."""
 
-    make: Callable[[], nn.Module]  # a new network in training, the same each time and on each process
+    make: Callable[[], nn.Module]  # returns a new network in training mode, the same each time and on each process
     picture: Tensor  # one sample
-    classes: int  # of the labels
+    classes: int  # number of classes
     batch: int  # samples in an update
-    loss_fn: LossFn  # the loss's sum, and the logits
-    smoothing: float = 0.0  # of labels
-    cross_entropy: bool = True  # the loss function is plain cross-entropy, whose classes can be cut
-    norm_group: int = 0  # samples that BatchNorm takes its statistics over; 0 where there are none
-    precision: str = "fp32"  # of forward, as a job names it
-    micro_batch: int = 0  # most samples that a process takes in one forward and backward; 0 for no limit
-    shared_memory: bool = True  # data parallel may average through it
-    # made for the parameters
+    loss_fn: LossFn  # returns the sum of the loss, and the logits
+    smoothing: float = 0.0  # label smoothing
+    cross_entropy: bool = True  # the loss function is plain cross-entropy, whose classes can be sharded
+    norm_group: int = 0  # samples in a BatchNorm group; 0: no groups
+    precision: str = "fp32"  # of the forward pass, as in train.precision
+    micro_batch: int = 0  # maximum samples of a process in one forward and backward pass; 0: no limit
+    shared_memory: bool = True  # data parallel may average gradients through shared memory
     optimizer: Callable[[nn.Module], torch.optim.Optimizer] = lambda model: torch.optim.SGD(
         model.parameters(), lr=1e-6, momentum=0.9
     )
@@ -60,7 +59,7 @@ class PlanCase:
 
 
 class Runner:
-    """A network under a plan (None: the mode `data`; unsharded on one process), ready for updates."""
+    """A network under a plan, ready for updates. `plan` None: the mode `data`, or unsharded on one process."""
 
     def __init__(self, case: PlanCase, plan: Plan | None, world: World) -> None:
         self.model = case.make().train()
@@ -79,7 +78,7 @@ class Runner:
         self._optimizer = case.optimizer(self.model)
 
     def gradients(self) -> Tensor:
-        """Runs forward, backward and the gradients' collectives; returns this process's part of the loss sum []."""
+        """Runs forward, backward and gradient collectives; returns this rank's loss sum, []. A collective."""
         self._optimizer.zero_grad()
         total = torch.zeros((), device=self._parts[0].labels.device)
         for number, part in enumerate(self._parts, start=1):
@@ -102,8 +101,7 @@ def _micro_batches(case: PlanCase, network: ParallelNetwork) -> list[MicroBatch]
     found: list[MicroBatch] = []
     for shares in batch_sharing.micro_batches(batch):
         whole, mine = (shares[0].start, shares[-1].stop), shares[network.share.index]
-        # A process without samples takes part with one that doesn't count.
-        first = min(mine.start, batch - 1)
+        first = min(mine.start, batch - 1)  # a process without samples computes one sample that doesn't count
         rows = slice(first, max(mine.stop, first + 1))
         shape = MicroBatchShape(whole[1] - whole[0], batch, sharing(batch, group, whole))
         found.append(MicroBatch(samples[rows], labels[rows], mine, shape))
@@ -111,7 +109,7 @@ def _micro_batches(case: PlanCase, network: ParallelNetwork) -> list[MicroBatch]
 
 
 def measure(case: PlanCase, plans: Mapping[str, Plan | None], world: World, rounds: int = 8) -> dict[str, list[float]]:
-    """Times an update under each plan (None: data parallel) by round, on the slowest process; the same on all."""
+    """Returns an update's seconds under each plan (None: data parallel) by round, on the slowest rank; a collective."""
     runners = {name: Runner(case, plan, world) for name, plan in plans.items()}
 
     def slowest(name: str) -> float:
@@ -133,11 +131,11 @@ def measure(case: PlanCase, plans: Mapping[str, Plan | None], world: World, roun
 
 @dataclass(frozen=True)
 class Verification:
-    """The difference between a plan's update and that of one process."""
+    """The difference between an update under a plan and an update on one process."""
 
-    worst: float  # the largest difference, as a share of the tensor's largest value
-    where: str  # the tensor it is in, or "loss"
-    compared: int  # tensors
+    worst: float  # largest difference, relative to the tensor's largest value
+    where: str  # the tensor with that difference, or "loss"
+    compared: int  # number of tensors
 
     @property
     def holds(self) -> bool:
@@ -148,10 +146,10 @@ class Verification:
 
 
 def verify(case: PlanCase, plan: Plan, world: World) -> Verification:
-    """Compares one update under a plan with one process's, in double precision; a collective.
+    """Compares an update under a plan with an unsharded update, in double precision; a collective.
 
-    Every process computes the unsharded update and compares its own shards. Dropout is disabled, because a sharded
-    network draws other masks.
+    Every process computes the unsharded update and compares its shards. Dropout is disabled, because a sharded network
+    draws other masks.
     """
     make, picture = lambda: _without_chance(case.make().double()), case.picture.double()
     exact = replace(case, make=make, picture=picture, precision="fp64", micro_batch=0)
@@ -181,7 +179,7 @@ def _without_chance(model: nn.Module) -> nn.Module:
 
 
 def _differences(whole: nn.Module, cut: Runner) -> dict[str, float]:
-    """The difference of each gradient and buffer, as a share of its largest value."""
+    """Returns the difference of each gradient and buffer, relative to its largest value."""
     expected, found = (
         {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
         for model in (whole, cut.model)
@@ -203,16 +201,15 @@ def _differences(whole: nn.Module, cut: Runner) -> dict[str, float]:
 
 
 _MOST_REPEATS = 7
-# BatchNorm needs two samples for a variance.
-_MIN_SAMPLES = 2
+_MIN_SAMPLES = 2  # BatchNorm needs two samples for a variance
 
 
 def share_timing(
     case: PlanCase, processes: int, threads: int = 0, micro_batch: int = 0, budget_s: float = 10.0
 ) -> Timing:
-    """Times an update of the largest share of `processes` in this process, at least once.
+    """Times an update of the largest of `processes` shares in this process, at least once.
 
-    `threads` are CPU threads (0: as many as this process has). If `micro_batch` is not 0, only one is timed.
+    `threads`: CPU threads (0: unchanged). If `micro_batch` is not 0, one micro-batch is timed and scaled to the share.
     """
     share = max(_MIN_SAMPLES, -(-case.batch // processes))
     timed = min(share, max(_MIN_SAMPLES, micro_batch or share))

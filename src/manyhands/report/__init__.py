@@ -1,1 +1,1 @@
-"""Shows a run: reads run folders only, and never imports torch."""
+"""Displays runs from their run folders. Imports no torch."""

@@ -1,4 +1,4 @@
-"""Differences between a job and the one that a run folder was trained with, and the refusal of those without effect."""
+"""Differences between a job and the job of a run folder; refuses changes that would have no effect."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from manyhands.core.user_code import code_digests
 from manyhands.report.read import read_run
 from manyhands.report.summary import status
 
-_OF_THE_START = {"run.out", "checkpoint.resume"}  # the location of the run, which each start names again
+_OF_THE_START = {"run.out", "checkpoint.resume"}  # the location of the run, which each start sets again
 # Sections that affect the result, and their options that don't.
 _DECIDING = {"data", "model", "train", "parallel", "sync"}
 _NOT_DECIDING = {
@@ -28,10 +28,10 @@ _MOST_SHOWN = 4
 
 
 class Change(NamedTuple):
-    """An option that changed; or code, an object or data."""
+    """A changed option, or changed code, objects or data."""
 
     key: str
-    old: Any  # None except for options
+    old: Any  # None unless the key is an option
     new: Any
 
     @property
@@ -49,7 +49,7 @@ class Change(NamedTuple):
 
 
 def changes_since(folder: RunFolder, job: Job) -> list[Change]:
-    """Options that differ from the folder's job.toml, except those left to the program again. Raises UserError."""
+    """Returns options that differ from the folder's job.toml, except those that are "auto" again. Raises UserError."""
     former = written_values(folder.job) if folder.exists() else {}
     now = flatten(job.model_dump(mode="json")).items()
     known = [Change(key, former[key], value) for key, value in now if key in former and key not in _OF_THE_START]
@@ -59,10 +59,10 @@ def changes_since(folder: RunFolder, job: Job) -> list[Change]:
 def refuse_changes(
     loaded: LoadedJob, *, resume_hint: bool = False, digests: Callable[[], Mapping[str, str]] = dict
 ) -> None:
-    """Refuses to resume a finished run under a changed job, which would train nothing.
+    """Refuses to resume a finished run under a changed job, because this would train nothing.
 
-    With `resume_hint` the user asked to resume, so only changes without effect are refused. `digests` are of code and
-    objects that the job doesn't name. Raises UserError: options, or code files that the job names, changed.
+    `resume_hint`: the user asked to resume; only changes without effect are refused. `digests`: of code and objects
+    that the job doesn't name. Raises UserError: options, or code files that the job names, changed.
     """
     job, folder = loaded.job, RunFolder(Path(loaded.job.run.out).expanduser())
     if not job.run.out or job.checkpoint.resume != "auto" or not folder.exists():
@@ -79,7 +79,7 @@ def refuse_changes(
         changed = record.changed({**code_digests(named), **digests()}) if record else ()
         found = [Change(name, None, None) for name in changed]
     if "checkpoint.resume" in loaded.origins:
-        found = [change for change in found if change.key != INITIAL_WEIGHTS]  # a resumed run has its own
+        found = [change for change in found if change.key != INITIAL_WEIGHTS]  # a resumed run loads its own weights
     if not found:
         return
     if not resume_hint and "checkpoint.resume" not in loaded.origins:
@@ -106,7 +106,7 @@ def refuse_idle(folder: RunFolder, found: list[Change], step: int, total: int) -
 
 
 def _train_longer(folder: RunFolder, job: Job, found: list[Change]) -> list[str]:
-    """A hint with the command that trains a finished run longer with the new options; none for another network."""
+    """Returns a hint with the command that trains a finished run longer; none for another network."""
     if any(change.key.startswith("model.") for change in found):
         return []
     former = written_values(folder.job).get("train.epochs")

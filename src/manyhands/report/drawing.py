@@ -1,4 +1,4 @@
-"""The common style of all pictures: colours, fonts, axes and averaging. matplotlib is loaded on first use."""
+"""The style shared by all pictures: colors, fonts, axes and averaging. Imports matplotlib on first use."""
 
 import logging
 import math
@@ -17,14 +17,13 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Distinguishable with any kind of colour vision, and by their greys in print.
-# Source: Okabe and Ito 2008, Color Universal Design.
+# Distinguishable with any color vision, and as greys in print. Source: Okabe and Ito 2008, Color Universal Design.
 BLUE, VERMILION, GREEN, GREY = "#0072B2", "#D55E00", "#009E73", "#6b7280"
 INK, HAIR = "#1f2933", "#e3e7ec"
 
 _MOST_POINTS = 600  # a page can't show more points; more are averaged
 _FIRST_FONT = "DejaVu Sans"
-# Fonts with Chinese letters, by their names on several systems, that match the first font.
+# Fonts with Chinese characters, by their names on several systems, that match the first font.
 _PREFERRED_FONTS = (
     "Noto Sans CJK SC", "Noto Sans SC", "Source Han Sans SC", "Source Han Sans CN", "Noto Sans CJK JP",
     "WenQuanYi Micro Hei", "WenQuanYi Zen Hei", "PingFang SC", "Hiragino Sans GB", "Heiti SC", "Microsoft YaHei",
@@ -46,14 +45,14 @@ _STYLE: Any = {
     "xtick.color": INK,
     "ytick.color": INK,
     "text.color": INK,
-    # A class may be called "$5": no formulas.
+    # No formulas: a class may be called "$5".
     "text.parse_math": False,
     "axes.formatter.use_mathtext": False,
     "axes.unicode_minus": False,
     "legend.frameon": False,
     "lines.linewidth": 1.8,
     "figure.facecolor": "white",
-    # The browser draws the letters with its own fonts.
+    # Text stays text, which the browser draws with its own fonts.
     "svg.fonttype": "none",
     "svg.hashsalt": "manyhands",
 }
@@ -61,7 +60,7 @@ _STYLE: Any = {
 
 @contextmanager
 def house_style(fonts: Sequence[str] = (_FIRST_FONT,)) -> Iterator[None]:
-    """Applies the style to pictures drawn inside, and silences matplotlib; later `fonts` add letters to the first."""
+    """Applies the style and silences matplotlib; each of `fonts` supplies letters that the earlier ones lack."""
     logger = logging.getLogger("matplotlib")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -69,7 +68,7 @@ def house_style(fonts: Sequence[str] = (_FIRST_FONT,)) -> Iterator[None]:
         import matplotlib as mpl
 
         with warnings.catch_warnings(), mpl.rc_context():
-            mpl.rcdefaults()  # ignores a matplotlibrc in the current folder, which others may have written
+            mpl.rcdefaults()  # ignores a matplotlibrc in the current folder, where others may write
             mpl.rcParams.update(_STYLE)
             mpl.rcParams["font.family"] = list(fonts)
             warnings.filterwarnings("ignore", message=r"Glyph \d+")
@@ -79,21 +78,21 @@ def house_style(fonts: Sequence[str] = (_FIRST_FONT,)) -> Iterator[None]:
 
 
 def new_figure(height: float, width: float = 5.0) -> "Figure":
-    """An empty figure, in inches, that belongs to no window; its letters can be read on a phone too."""
+    """Returns an empty figure of a size in inches, without a window; its text is readable on a phone, too."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")
 
 
 def write_figure(figure: "Figure", file: Path) -> None:
-    """Writes a .png or .svg file; the same figure gives the same bytes."""
+    """Writes a .png or .svg file; equal figures make equal files."""
     kind = file.suffix.lower()[1:]
     with replacing(file) as part:
         figure.savefig(part, format=kind, dpi=150, metadata={"Date" if kind == "svg" else "Software": None})
 
 
 def epochs_axis(axes: "Axes", run: RunData) -> None:
-    """Marks the horizontal axis in epochs, and restarts by dotted lines."""
+    """Labels the horizontal axis in epochs, and marks resumptions by dotted lines."""
     axes.set_xlabel("epoch")
     axes.grid(axis="y")
     length = steps_per_epoch(run) or 1
@@ -106,14 +105,14 @@ def epochs_axis(axes: "Axes", run: RunData) -> None:
 
 
 def log_axis(axes: "Axes", form: str) -> None:
-    """Makes the vertical axis logarithmic, with numbers in `form`, because formulas such as 10^3 are off."""
+    """Makes the vertical axis logarithmic, with numbers formatted by `form`: formulas such as 10^3 are disabled."""
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter(lambda value, _place: format(value, form))
     axes.yaxis.set_minor_formatter(lambda _value, _place: "")
 
 
 def thin(xs: Sequence[float], ys: Sequence[float]) -> tuple[list[float], list[float]]:
-    """Averages equal groups of neighbours so that a page can show the curve."""
+    """Averages equal groups of neighbors, so that a page can show the curve."""
     size = -(-len(xs) // _MOST_POINTS)
     if size <= 1:
         return list(xs), list(ys)
@@ -122,7 +121,7 @@ def thin(xs: Sequence[float], ys: Sequence[float]) -> tuple[list[float], list[fl
 
 
 def smooth(values: Sequence[float], weights: Sequence[float], share: float = 0.04) -> list[float]:
-    """A centred mean over a window of `share` of all values, each weighted by its samples."""
+    """Returns the centered means over a window of `share` of all values, weighted by `weights`."""
     half = max(1, round(len(values) * share / 2)) if len(values) >= 10 else 0
     totals, sums = [0.0], [0.0]
     for value, weight in zip(values, weights, strict=True):
@@ -144,7 +143,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def fonts_for(texts: Iterable[str]) -> tuple[list[str], str]:
-    """Names the fonts that have the letters of `texts`, matplotlib's own first; and the letters that no font has."""
+    """Returns the fonts that have the letters of `texts`, matplotlib's own first, and the letters without a font."""
     from matplotlib import font_manager
 
     missing = {letter for text in texts for letter in text if letter.isprintable() and not letter.isspace()}
@@ -160,14 +159,13 @@ def fonts_for(texts: Iterable[str]) -> tuple[list[str], str]:
 
 
 def _installed_fonts() -> list[tuple[str, str]]:
-    """Names and files of the installed fonts, the preferred first."""
     from matplotlib import font_manager
 
     manager = font_manager.fontManager
     cached = {entry.fname for entry in manager.ttflist}
-    # matplotlib caches its list, which lacks fonts that were installed later.
+    # matplotlib's cached list lacks fonts that were installed later.
     for file in [one for one in font_manager.findSystemFonts() if one not in cached]:
-        with suppress(RuntimeError, OSError, ValueError):  # not a font, or of a kind that can't be drawn with
+        with suppress(RuntimeError, OSError, ValueError):  # not a font, or an unsupported one
             manager.addfont(file)
     named: dict[str, str] = {}
     for entry in manager.ttflist:

@@ -1,4 +1,4 @@
-"""The pictures of a report: training along the run, where the time goes, and which classes are mistaken for which."""
+"""The pictures of a report: training curves, time by phase, and confusion between classes."""
 
 import math
 import statistics
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Colours of Okabe and Ito. Computation is at the bottom, what delays it above.
+# Colors of Okabe and Ito. Computation is at the bottom, its delays are above.
 _PHASE_COLOURS = {
     "compute": BLUE, "update": "#56B4E9", "communication": "#E69F00", "data": VERMILION, "evaluation": GREEN,
     "saving": "#CC79A7", "records": "#F0E442", "other": GREY,
 }  # fmt: skip
 _MOST_BARS = 60
 _LEAST_SHARE = 0.002  # a phase with a smaller share of the time wouldn't be visible
-# The confusion matrix has its counts written in up to the first number of classes, and is drawn up to the second.
+# The confusion matrix shows counts up to the first number of classes, and is drawn up to the second.
 _WITH_COUNTS, _AS_MATRIX = 12, 50
 _WORST_CLASSES, _PAIRS = 20, 30
 
@@ -111,7 +111,7 @@ def throughput(run: RunData) -> "Figure | None":
 
 
 def _along_time(run: RunData, unit_s: float) -> tuple[list[float], list[float], list[float]]:
-    """Times, speeds and percentages of waiting, with a gap after each pause between sessions."""
+    """Returns times, images per second and waiting in percent, with a NaN for each pause between sessions."""
     points: list[tuple[float, float, float]] = []
     last = None
     for step in run.steps:
@@ -128,7 +128,7 @@ def _along_time(run: RunData, unit_s: float) -> tuple[list[float], list[float], 
 
 
 def time_stack(run: RunData) -> "Figure | None":
-    """A bar for each epoch, or the mean of neighbours: its seconds by phase, the mean over processes."""
+    """Draws seconds by phase, averaged over processes, with a bar for each epoch or group of epochs."""
     epochs: dict[int, dict[str, float]] = {}
     for record in run.phases:
         seconds = epochs.setdefault(record.epoch, dict.fromkeys(PHASES, 0.0))
@@ -165,12 +165,12 @@ def time_stack(run: RunData) -> "Figure | None":
 
 @dataclass(frozen=True)
 class ClassScore:
-    """The recognition of one class."""
+    """Prediction counts of one class."""
 
     name: str
     count: int  # samples of the class
-    right: int  # of these, recognised
-    predicted: int  # all samples recognised as this class
+    right: int  # samples of the class that were predicted as the class
+    predicted: int  # all samples predicted as this class
 
     @property
     def recall(self) -> float:
@@ -178,35 +178,35 @@ class ClassScore:
 
     @property
     def precision(self) -> float:
-        """The share of the samples recognised as this class that belongs to it; NaN without such samples."""
+        """The fraction of the samples predicted as this class that belongs to it; NaN without such samples."""
         return self.right / self.predicted if self.predicted else math.nan
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Samples of one class that were recognised as another."""
+    """The number of samples of one class that were predicted as another class."""
 
     true: str
     guess: str
     count: int
-    share: float  # of the class's samples
+    share: float  # fraction of the true class's samples
 
 
 def shown_detail(run: RunData) -> EvaluationDetail | None:
-    """The counts to show: those of the best evaluation, else of the newest."""
+    """Returns the best evaluation with counts, else the newest; None without a confusion matrix."""
     detail = run.best or run.last
     return detail if detail and detail.classes and detail.confusion else None
 
 
 def _names_and_cells(detail: EvaluationDetail) -> tuple[list[str], list[tuple[int, int, int]]]:
-    """Names of the classes, and valid entries of the sparse confusion matrix."""
+    """Returns the classes' names, and the valid (true, predicted, count) of the sparse confusion matrix."""
     size = range(len(detail.classes))
     cells = [(true, guess, count) for true, guess, count in detail.confusion if true in size and guess in size]
     return [plain(name) or f"class {index}" for index, name in enumerate(detail.classes)], cells
 
 
 def class_scores(detail: EvaluationDetail) -> list[ClassScore]:
-    """Every class, the worst first; classes without samples at the end."""
+    """Returns the scores of all classes, the lowest recall first, classes without samples last."""
     names, cells = _names_and_cells(detail)
     count, right, predicted = ([0] * len(names) for _ in range(3))
     for true, guess, number in cells:
@@ -218,7 +218,7 @@ def class_scores(detail: EvaluationDetail) -> list[ClassScore]:
 
 
 def confused_pairs(detail: EvaluationDetail, most: int = _PAIRS) -> list[Pair]:
-    """The most frequent mistakes, by their number and then by their share of the class."""
+    """Returns the most frequent confusions, by count, then by fraction of the class."""
     names, cells = _names_and_cells(detail)
     totals = Counter[int]()
     for true, _, number in cells:
@@ -252,7 +252,7 @@ def _matrix(detail: EvaluationDetail) -> "Figure":
     side = 2.6 + 0.22 * size if size <= _WITH_COUNTS else min(9.5, 4.0 + 0.13 * size)
     figure = new_figure(side, side + 0.6)
     axes = figure.subplots()
-    # From transparent, so that an empty cell has the page's colour.
+    # Starts from transparent, so that an empty cell has the page's color.
     blues = LinearSegmentedColormap.from_list("blues", [BLUE + "00", BLUE + "ff"])
     image = axes.imshow(shares, cmap=blues, vmin=0, vmax=1)
     small = 10 if size <= _WITH_COUNTS else (8.5 if size <= 25 else 7)
@@ -306,7 +306,7 @@ def _bars(names: list[str], values: list[float], notes: list[str], label: str, l
     return figure
 
 
-# File name, title on the page, and the function that draws the picture; it returns None if records are missing.
+# File name, title on the page, and drawing function, which returns None if records are missing.
 PICTURES: tuple[tuple[str, str, "Callable[[RunData], Figure | None]"], ...] = (
     ("curves", "Loss and accuracy", curves),
     ("learning-rate", "Learning rate", learning_rate),

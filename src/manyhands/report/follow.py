@@ -13,7 +13,7 @@ from manyhands.core.run_folder import RunFolder
 from manyhands.report.read import STARTS, parse, parse_metrics
 from manyhands.report.summary import ENDS, place
 
-_END_BYTES = 1 << 16  # the size of a file's end that holds some hundred records
+_END_BYTES = 1 << 16  # size of a file's end that holds some hundred records
 
 
 @dataclass
@@ -24,10 +24,10 @@ class Tail:
     offset: int = 0  # bytes read so far, up to the end of a line
 
     def poll(self) -> list[dict[str, Any]]:
-        """Returns new lines as plain objects. A torn last line is read once it is complete, a damaged one skipped."""
+        """Returns new lines as objects. An incomplete last line is read by a later poll; damaged lines are skipped."""
         try:
             with open_file(self.path) as file:
-                # A file that shrank was written anew.
+                # A file that shrank was rewritten.
                 if file.seek(0, 2) < self.offset:
                     self.offset = 0
                 file.seek(self.offset)
@@ -40,10 +40,10 @@ class Tail:
 
 
 class Follower:
-    """The new records of a run folder in the order of their times."""
+    """Reads the new records of a run folder, ordered by time."""
 
     def __init__(self, path: Path, *, only_new: bool = False) -> None:
-        """Begins at the start of the files, or with `only_new` at their present end."""
+        """Starts at the beginning of the files or, with `only_new`, at their current end."""
         self._folder = RunFolder(path)
         self._metrics, self._events = Tail(self._folder.metrics), Tail(self._folder.events)
         for tail in (self._metrics, self._events) if only_new else ():
@@ -62,15 +62,15 @@ class Now:
     """The progress of an active run."""
 
     state: str  # "starting", "running", "stopping"; or "unknown" if the launcher is on another machine
-    processes: int | None = None  # that train; None while unknown
-    step: StepMetrics | None = None  # the newest record of an update
+    processes: int | None = None  # number of training processes; None: unknown
+    step: StepMetrics | None = None  # newest step record
     top1: float | None = None  # of the newest evaluation
-    end: Event | None = None  # the event that ended the work, if any
+    end: Event | None = None  # event that ended training, if any
     heard: float | None = None  # time of the newest record; None if the run folder isn't visible here
 
 
 def look(record: Running) -> Now:
-    """Reads the progress of a run; takes the same time however long the run has been active."""
+    """Reads the progress of a run, in a time that doesn't grow with the run's length."""
     folder = RunFolder(Path(record.run))
     measured = [found for line in end_of(folder.metrics) if (found := parse_metrics(line, folder))]
     events = [event for line in end_of(folder.events) if (event := parse(Event, line, folder.events))]
@@ -115,7 +115,7 @@ def as_object(record: Running, now: Now) -> dict[str, Any]:
 
 
 def end_of(path: Path) -> list[dict[str, Any]]:
-    """The last records of a file; the first of them may be skipped as torn."""
+    """Returns the last records of a file; the first of them may be skipped as incomplete."""
     with suppress(OSError):
         return Tail(path, max(0, path.stat().st_size - _END_BYTES)).poll()
     return []

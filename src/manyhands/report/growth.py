@@ -1,4 +1,4 @@
-"""Predicted scaling: a table for the terminal, and one picture of throughput, efficiency and cost."""
+"""Predicted scaling: a table for the terminal, and a picture of throughput, efficiency and cost."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,7 +13,7 @@ from manyhands.report.drawing import BLUE, GREEN, GREY, VERMILION, house_style, 
 
 Rows = Sequence[Mapping[str, Any]]
 _ENDINGS = (".svg", ".png")
-_FEW = 7  # the most marks of an axis that don't touch
+_FEW = 7  # maximum number of axis labels that don't overlap
 
 
 def refuse_file(file: Path, *, force: bool) -> None:

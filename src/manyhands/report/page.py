@@ -1,4 +1,4 @@
-"""Writes report.html: one file that needs no network and no script, and its pictures as PNG beside it."""
+"""Writes report.html, which needs no network and no scripts, and its pictures as PNG files."""
 
 import io
 import itertools
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _NO_FONT = "no font on this machine has {}, so the pictures show boxes instead; install a font such as fonts-noto-cjk"
-_ROWS_IN_SIGHT = 20  # longer tables are folded after so many rows
-# Colours of pictures that become variables of the page's style, which has a light and a dark form.
+_ROWS_IN_SIGHT = 20  # longer tables are folded after this many rows
+# Colors of pictures that become variables of the page's style, which has a light and a dark form.
 _PAGE_COLOURS = {INK: "--ink", GREY: "--dim", HAIR: "--hair", "#ffffff": "--sheet"}
 _WARNINGS = ("warning", "stopping", "restarted", "left-out", "replaced", "slow", "stall", "undone")
 _LEVELS = {"failed": "error", **dict.fromkeys(_WARNINGS, "warning")}
 
 
 def write_report(path: Path) -> Path:
-    """Writes the report of the run in `path`, whatever its state, atomically. Raises UserError: there is no run."""
+    """Writes the report of the run in `path` atomically, in any state of the run. Raises UserError: there is no run."""
     run = read_run(path)
     with private_files():
         text = render(run, _draw_pictures(run, run.folder.pictures))
@@ -57,7 +57,7 @@ def _template() -> "Template":
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
-        # Names of classes may hold terminal escapes, and marks that turn the direction of text.
+        # Class names may contain terminal escapes, and characters that change the direction of text.
         finalize=lambda value: plain_lines(value) if type(value) is str else value,
     )
     environment.filters.update(percent=summary.percent, number=summary.number)
@@ -112,7 +112,6 @@ def _evaluation(run: RunData, evaluation: Any) -> dict[str, Any] | None:
 
 
 def _facts(run: RunData) -> list[tuple[str, str]]:
-    """Returns the known figures under the headline: name and value."""
     speed, evaluation = summary.images_per_s(run), summary.final_evaluation(run)
     found = {
         "images/s": summary.rate(speed) if speed is not None else "",
@@ -151,7 +150,7 @@ class _Row(NamedTuple):
 
 
 def _configuration(run: RunData) -> list[tuple[str, list[_Row]]]:
-    """The values of job.toml by section, with their descriptions, and with what automatic options became."""
+    """Returns the values of job.toml by section, with descriptions and the selected values of automatic options."""
     loose = [_Row(name, _shown(value)) for name, value in run.job.items() if not isinstance(value, dict)]
     groups = [("", loose)] if loose else []
     for section, values in run.job.items():
@@ -169,7 +168,7 @@ def _configuration(run: RunData) -> list[tuple[str, list[_Row]]]:
 
 
 def _rows(content: Mapping[str, Any], prefix: str = "") -> list[_Row]:
-    """Nested objects as rows with dotted names; a list of plain values is one row."""
+    """Flattens nested objects to rows with dotted names; a list of plain values is one row."""
     rows: list[_Row] = []
     for key, value in content.items():
         if isinstance(value, list) and any(isinstance(entry, Mapping) for entry in value):
@@ -182,7 +181,7 @@ def _rows(content: Mapping[str, Any], prefix: str = "") -> list[_Row]:
 
 
 def _shown(value: Any) -> str:
-    """A value as job.toml would have it, but without quotes."""
+    """Formats a value as in job.toml, but without quotes."""
     if isinstance(value, str):
         return value or "–"
     if isinstance(value, list):
@@ -193,7 +192,7 @@ def _shown(value: Any) -> str:
 
 
 def _time_line(run: RunData) -> list[dict[str, str]]:
-    """All events, with level "", "warning" or "error"; consecutive saves are one line."""
+    """Returns all events, with level "", "warning" or "error"; consecutive saves become one line."""
     start = run.sessions[0].start if run.sessions else 0.0
     lines: list[dict[str, str]] = []
     for kind, group in itertools.groupby(run.events, lambda event: event.kind):
@@ -211,7 +210,7 @@ def _time_line(run: RunData) -> list[dict[str, str]]:
 
 
 def _draw_pictures(run: RunData, folder: Path) -> dict[str, str]:
-    """Draws the pictures that the run has records for, as PNG and as SVG text by name; sets the run's `unreadable`."""
+    """Draws the pictures that have records, as PNG files and as SVG text by name; sets `run.unreadable`."""
     drawn: dict[str, str] = {}
     folder.mkdir(parents=True, exist_ok=True)
     fonts, run.unreadable = fonts_for(name for detail in (run.best, run.last) if detail for name in detail.classes)
@@ -227,13 +226,13 @@ def _draw_pictures(run: RunData, folder: Path) -> dict[str, str]:
 
 
 def _svg_text(figure: "Figure", name: str) -> str:
-    """A figure as an SVG element that fits into the page and shares no id with another."""
+    """Returns a figure as an SVG element that fits into the page and shares no id with another figure."""
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", metadata={"Date": None})
     text = buffer.getvalue()
     text = text[text.index("<svg") :].strip()
     text = re.sub(r"\s*<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
-    # Its one rule would apply to the entire page, whose own style has it.
+    # The element's only style rule would apply to the entire page, whose own style contains the rule.
     text = re.sub(r"<defs>\s*<style.*?</style>\s*</defs>\s*", "", text, count=1, flags=re.DOTALL)
     return re.sub(r"<[^>]*>", lambda tag: _inline_tag(tag.group(), name), text)
 
@@ -246,7 +245,7 @@ def _inline_tag(tag: str, name: str) -> str:
     tag = re.sub(r'\bid="', f'id="{name}-', tag).replace("url(#", f"url(#{name}-")
     if not tag.startswith("<svg"):
         return tag
-    # As wide as the page allows, but with letters no larger than the page's: 1.45 px for each point.
+    # As wide as the page allows, with letters no larger than the page's: 1.45 px per point.
     width = re.search(r' width="([\d.]+)pt"', tag)
     limit = f' style="max-width:{float(width[1]) * 1.45:.0f}px"' if width else ""
     return re.sub(r' (width|height|version)="[^"]*"', "", tag).replace("<svg", f"<svg{limit}", 1)

@@ -19,9 +19,9 @@ from manyhands.core.plan_record import PlanRecord, read_plan_record
 from manyhands.core.records import EvaluationDetail, EvaluationMetrics, Event, Failure, PhaseMetrics, StepMetrics
 from manyhands.core.run_folder import RunFolder
 
-# Kinds of events that begin a session: the run works without a pause until the next of them.
+# Kinds of events that start a session: the run works without a pause until the next of these events.
 STARTS = frozenset({"started", "resumed", "restarted", "regrouped"})
-# Kinds of events that return to an earlier step; later records written before them no longer count.
+# Kinds of events that return to an earlier step; later steps recorded before the event don't count.
 _RETURNS = frozenset({"resumed", "undone"})
 
 AnyRecord = TypeVar("AnyRecord", bound=records.Record)
@@ -43,30 +43,30 @@ class WorkPeriod(NamedTuple):
 
 @dataclass
 class RunData:
-    """The parsed contents of a run folder; a file that is missing or damaged leaves its field empty."""
+    """The parsed contents of a run folder. A missing or damaged file leaves its field empty."""
 
     folder: RunFolder
     job: dict[str, Any] = field(default_factory=dict)  # job.toml
     environment: dict[str, Any] = field(default_factory=dict)  # env.json
     plan: PlanRecord = field(default_factory=PlanRecord)  # plan.json
-    # Steps rise; a repeated step counts as it was done last. Averaged over neighbours in a long run.
+    # Ascending steps; of a repeated step, the last record counts. In a long run, neighbors are averaged.
     steps: list[StepMetrics] = field(default_factory=list)
-    evaluations: list[EvaluationMetrics] = field(default_factory=list)  # likewise, but never averaged
-    phases: list[PhaseMetrics] = field(default_factory=list)  # in file order, repeated work included
+    evaluations: list[EvaluationMetrics] = field(default_factory=list)  # ascending without repeats, never averaged
+    phases: list[PhaseMetrics] = field(default_factory=list)  # in file order, with repeated work
     events: list[Event] = field(default_factory=list)  # in file order
-    sessions: list[WorkPeriod] = field(default_factory=list)  # repeated work included
+    sessions: list[WorkPeriod] = field(default_factory=list)  # with repeated work
     best: EvaluationDetail | None = None  # counts at the best evaluation
     last: EvaluationDetail | None = None  # counts at the newest evaluation
     tests: dict[str, EvaluationDetail] = field(default_factory=dict)  # on held-out samples, by weights: "best", "last"
     failures: list[Failure] = field(default_factory=list)  # causes before consequences, then by time
-    unreadable: str = ""  # letters of class names that no installed font has; known once the pictures are drawn
+    unreadable: str = ""  # letters of class names without an installed font; known after drawing
 
     def option(self, section: str, key: str, default: Any = "") -> Any:
         values = self.job.get(section)
         return values.get(key, default) if isinstance(values, dict) else default
 
     def counted(self, kind: str) -> list[Event]:
-        """The events of a kind, except those of updates that were undone later."""
+        """Returns the events of a kind, except those of updates that were undone later."""
         kept: list[Event] = []
         for event in self.events:
             if event.kind == kind:
@@ -85,10 +85,10 @@ def read_run(path: Path) -> RunData:
     starts = sorted(event.time for event in events if event.kind in STARTS)
     evaluations: list[EvaluationMetrics] = []
     phases: list[PhaseMetrics] = []
-    spans: dict[int, tuple[float, float]] = {}  # first and last time of a metric, by the number of earlier starts
+    spans: dict[int, tuple[float, float]] = {}  # first and last time of metrics, by the number of earlier starts
 
     def step_records() -> Iterator[StepMetrics]:
-        """Streams metrics.jsonl, which may not fit into memory; collects the rarer records on the way."""
+        """Streams metrics.jsonl, which may not fit into memory; also collects the rarer records."""
         for line in records.read_lines(folder.metrics):
             if line.get("kind") == "phases":
                 phases.extend(filter(None, [parse(PhaseMetrics, line, folder.metrics)]))
@@ -127,7 +127,7 @@ def read_run(path: Path) -> RunData:
 
 
 def sessions(times: Iterable[float], events: Iterable[Event]) -> list[WorkPeriod]:
-    """Divides a run into sessions at the events that begin one; `times` are those of other records."""
+    """Divides a run into sessions at the events that start one. `times`: times of other records."""
     marks = sorted([(time, False) for time in times] + [(event.time, event.kind in STARTS) for event in events])
     found: list[WorkPeriod] = []
     for time, starts in marks:
@@ -139,14 +139,14 @@ def sessions(times: Iterable[float], events: Iterable[Event]) -> list[WorkPeriod
 
 
 def parse_metrics(line: dict[str, Any], folder: RunFolder) -> StepMetrics | EvaluationMetrics | None:
-    """Parses a line of metrics.jsonl. Returns None for a kind of record that this version doesn't know."""
+    """Parses a line of metrics.jsonl. Returns None for an unknown kind of record."""
     if line.get("kind") == "step":
         return parse(StepMetrics, line, folder.metrics)
     return parse(EvaluationMetrics, line, folder.metrics) if line.get("kind") == "evaluation" else None
 
 
 def parse(schema: type[AnyRecord], line: dict[str, Any], file: Path) -> AnyRecord | None:
-    """Parses a record, with null as NaN; None if it is damaged. Raises UserError: a newer manyhands wrote it."""
+    """Parses a record, null as NaN; None if the record is damaged. Raises UserError: a newer manyhands wrote it."""
     version = line.get("v")
     if isinstance(version, int) and version > records.VERSION:
         raise UserError("this run was written by a newer manyhands", str(file), ("update manyhands",))
@@ -167,14 +167,14 @@ def _read_record(schema: type[AnyRecord], file: Path) -> AnyRecord | None:
 def _read_plan(file: Path) -> PlanRecord:
     with suppress(UserError):
         return read_plan_record(file)
-    content = read_object(file) or {}  # what results depend on is shown even if another field is damaged
+    content = read_object(file) or {}  # fields that results depend on are shown even if others are damaged
     with suppress(ValidationError):
         return PlanRecord.model_validate({key: content[key] for key in ("exceptions", "resolved") if key in content})
     return PlanRecord()
 
 
 def no_run(path: Path) -> UserError:
-    """The error for a folder without a run, with the newest runs nearby."""
+    """Returns the error for a folder without a run, with the newest runs nearby."""
     what = f"{path} is not a run folder: job.toml is missing" if path.is_dir() else f"there is no folder {path}"
     near = [str(run) for run in newest_runs((path, path.parent, Path("runs")))]
     hints = ("newest runs: " + ", ".join(near),) if near else ("name a run folder, which manyhands train creates",)
@@ -182,19 +182,19 @@ def no_run(path: Path) -> UserError:
 
 
 def newest_runs(bases: Iterable[Path], listed: Iterable[Path] = (), count: int = 3) -> list[Path]:
-    """Run folders, newest start first: those in the folders `bases`, and those of `listed` that exist."""
+    """Returns run folders, newest start first: those in the folders `bases`, and those of `listed` that exist."""
     files = [*(run / "job.toml" for run in listed), *(file for base in bases for file in base.glob("*/job.toml"))]
     found = {file.resolve(): file for file in files if file.is_file()}
     return [file.parent for file in sorted(found.values(), key=lambda file: -file.stat().st_mtime)[:count]]
 
 
 def without_repeats(measured: Iterable[Measured], events: Iterable[Event], most: int = sys.maxsize) -> list[Measured]:
-    """Removes undone records: those beyond the step that a run returned to. Averages neighbours to stay below `most`.
+    """Removes records beyond a step that the run returned to. Averages neighbors to stay below `most`.
 
-    `most` is even, and smaller than `sys.maxsize` for step records only.
+    `most` must be even, and is less than `sys.maxsize` for step records only.
     """
     returns = sorted((e.time, e.step) for e in events if e.kind in _RETURNS and e.step is not None)
-    kept: list[Measured] = []  # each the average of `size` neighbours
+    kept: list[Measured] = []  # each is the average of `size` neighbors
     newest: list[Measured] = []  # not averaged yet
     size = 1
 
@@ -206,8 +206,7 @@ def without_repeats(measured: Iterable[Measured], events: Iterable[Event], most:
     for record in measured:
         while returns and returns[0][0] <= record.time:
             drop(returns.pop(0)[1] + 1)
-        # Needed for runs without events, and if the clock of another machine is behind.
-        drop(record.step)
+        drop(record.step)  # for runs without events, and if the clock of another machine is behind
         newest.append(record)
         if len(newest) == size:
             kept.append(_average(newest))
@@ -221,7 +220,7 @@ def without_repeats(measured: Iterable[Measured], events: Iterable[Event], most:
 
 
 def _average(records: Sequence[Measured]) -> Measured:
-    """One record for all samples of the given ones, at the step of the last."""
+    """Returns one record for all samples of `records`, at the step of the last."""
     if len(records) == 1:
         return records[0]
     steps = cast(Sequence[StepMetrics], records)

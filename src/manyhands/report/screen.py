@@ -1,4 +1,4 @@
-"""The screen of an active run: a live line on a terminal, drawn without rich's thread, and plain lines elsewhere."""
+"""Displays an active run: a live line on a terminal, drawn without rich's thread, or plain lines elsewhere."""
 
 import os
 import sys
@@ -23,25 +23,25 @@ from manyhands.report import summary
 from manyhands.report.follow import Follower
 from manyhands.report.read import STARTS
 
-_WINDOW_S = 120.0  # the window of the speed that the remaining time is computed from, so that it neither jumps nor lags
-_SILENT_S = 20.0  # after so long without a record, the live line shows its age
+_WINDOW_S = 120.0  # window of the speed for the remaining time, which should neither jump nor lag
+_SILENT_S = 20.0  # after this time without a record, the live line shows the age of the newest
 _BAR_MIN, _BAR_MAX = 8, 24
 _PLAIN_EVERY_S = 30.0
-_DISK_EVERY_S = 5.0  # on a full disk the processes can't record that it is full, so the screen checks
-# The kinds of events that are shown, by level. All others are only in events.jsonl.
+_DISK_EVERY_S = 5.0  # interval of checks for a full disk, which the processes can't record
+# Levels of the events that are displayed. All other events are only in events.jsonl.
 LEVELS = {
     **dict.fromkeys(("changed", "note", "decision", "regrouped", "resumed", "setup", "undone"), "INFO"),
     **dict.fromkeys(("stopping", "stopped", "sync", "tested"), "INFO"),
     **dict.fromkeys(("restarted", "left-out", "replaced", "slow", "stall", "warning"), "WARNING"),
 }
-# Kinds of events that may be recorded before the setup of a start and are shown after it.
+# Kinds of events that are displayed after the setup, even if recorded before.
 _AFTER_SETUP = {"warning", "note", "sync"}
 _STYLES = {"INFO": "", "WARNING": "yellow", "ERROR": "red"}
 
 
 @dataclass
 class ScreenProgress:
-    """What the live line shows of a run."""
+    """The state of a run that the live line shows."""
 
     last: StepMetrics | None = None  # the newest step record
     saved: float | None = None  # time of the newest checkpoint
@@ -65,7 +65,7 @@ class ScreenProgress:
             self.recent.clear()
 
     def left_s(self, now: float) -> float | None:
-        """Seconds to the end at the speed of the last minutes, evaluations included; None at first."""
+        """Returns the seconds to the end at the speed of the last minutes, with evaluations; None at first."""
         if self.last is None or len(self.recent) < 2:
             return None
         (start, first), (end, newest) = self.recent[0], self.recent[-1]
@@ -76,7 +76,7 @@ class ScreenProgress:
 
 
 def live_line(progress: ScreenProgress, now: float, width: int, *, ascii_only: bool = False) -> Text:
-    """One line of at most `width` columns; the least important fields are dropped first."""
+    """Returns a line of at most `width` columns; drops the least important fields first."""
     step = progress.last
     if step is None:
         return Text(("starting ..." if ascii_only else "starting …")[:width], "dim")
@@ -99,7 +99,7 @@ def live_line(progress: ScreenProgress, now: float, width: int, *, ascii_only: b
 
 
 def _fields(progress: ScreenProgress, step: StepMetrics, now: float) -> list[tuple[str, int]]:
-    """The fields after the bar in their order; those with the highest number are dropped first."""
+    """Returns the fields after the bar in order; fields with the highest number are dropped first."""
     silent, left = now - (progress.heard or now), progress.left_s(now)
     heard = f"last record {summary.ago(silent)}" if silent > _SILENT_S else f"{summary.rate(step.images_per_s)} img/s"
     fields = [(f"loss {summary.number(step.loss)}", 0), (f"acc {summary.percent(step.top1)}", 1), (heard, 3)]
@@ -113,7 +113,7 @@ def _fields(progress: ScreenProgress, step: StepMetrics, now: float) -> list[tup
 
 
 def step_line(step: StepMetrics) -> str:
-    """A step for a log, in words of the form key=value."""
+    """Formats a step for a log, as key=value pairs."""
     epoch, done = summary.place(step)
     return (
         f"epoch={epoch} step={done}/{step.steps_per_epoch} loss={step.loss:.3f} acc={percentage(step.top1)} "
@@ -122,7 +122,7 @@ def step_line(step: StepMetrics) -> str:
 
 
 def evaluation_line(record: EvaluationMetrics, last: StepMetrics | None, *, log: bool = False) -> str:
-    """An evaluation for the screen or a log, with the epoch's training loss if it ends an epoch."""
+    """Formats an evaluation for the screen or a log, with the training loss if the evaluation ends an epoch."""
     name = summary.epoch_name(record.step, record.epoch, last.steps_per_epoch if last else 0)
     train_loss = last.epoch_loss if last and last.step == record.step else None
     if log:
@@ -149,7 +149,7 @@ def epoch_line(last: StepMetrics, *, log: bool = False) -> str:
 
 
 class Screen:
-    """Shows new records of a run folder while a run fills it."""
+    """Displays new records of a run folder while the run is active."""
 
     def __init__(
         self,
@@ -160,9 +160,9 @@ class Screen:
         lines: bool = False,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """Begins to follow `folder`, which need not exist yet; `quiet` shows the setup in one line, and warnings.
+        """Follows `folder`, which need not exist yet.
 
-        With `lines`, writes plain lines to a terminal.
+        `quiet`: shows the setup in one line, and warnings. `lines`: writes plain lines even to a terminal.
         """
         output = stream or sys.stderr
         terminal = not lines and output.isatty() and os.environ.get("TERM", "") not in {"dumb", "unknown"}
@@ -171,7 +171,7 @@ class Screen:
         self._follower = Follower(folder, only_new=True)
         self._console = Console(
             file=cast(TextIO, Tolerant(output)),
-            # rich reads NO_COLOR itself. FORCE_COLOR may colour a log, but never moves its cursor.
+            # rich reads NO_COLOR itself. FORCE_COLOR may color a log, but never moves its cursor.
             force_terminal=terminal or bool(os.environ.get("FORCE_COLOR")),
             highlight=False,
             markup=False,
@@ -180,15 +180,15 @@ class Screen:
         )
         self._progress = ScreenProgress()
         self._stopping = False
-        self._shown: set[tuple[str, str]] = set()  # levels and messages, each shown once
-        self._before_setup: list[Event] | None = None  # events of a start whose setup isn't recorded yet
+        self._shown: set[tuple[str, str]] = set()  # levels and messages that were shown
+        self._before_setup: list[Event] | None = None  # events of a start whose setup isn't recorded yet; else None
         self._plain_at = self._disk_at = clock()
         self._disk_full = False
         self._drawn = ""  # the live line
         self._epoch_end: StepMetrics | None = None  # the end of an epoch whose loss isn't shown yet
 
     def update(self) -> None:
-        """Reads new records and shows them. Cheap enough to call a few times a second."""
+        """Displays new records; cheap enough to call a few times a second."""
         try:
             new = self._follower.poll()
         except UserError as error:
@@ -218,7 +218,7 @@ class Screen:
             self.say(step_line(self._progress.last))
 
     def say(self, message: str, level: str = "INFO", *, always: bool = False) -> None:
-        """Shows a line that stays, above the live one. A quiet screen leaves out level INFO, except with `always`."""
+        """Displays a permanent line above the live line. A quiet screen skips level INFO, except with `always`."""
         if self.live:
             self._erase()
             prefix = "" if level == "INFO" else f"{level.lower()}: "
@@ -247,7 +247,7 @@ class Screen:
             self._before_setup.append(event)
             return
         self._stopping |= event.kind == "stopping"
-        # The live line shows saves; the save that Ctrl-C asked for gets a line of its own.
+        # The live line shows saves; a save that Ctrl-C requested gets a separate line.
         if event.kind not in LEVELS and not (event.kind == "saved" and self._stopping):
             return
         at = f" at step {event.step}" if event.step is not None else ""
@@ -283,7 +283,7 @@ class Screen:
         line = live_line(self._progress, self._clock(), width, ascii_only=self._console.options.ascii_only)
         if line.markup == self._drawn:
             return
-        # One write for both, so that nothing flickers.
+        # A single write avoids flicker.
         with self._console:
             self._erase()
             self._console.print(line, end="", no_wrap=True, overflow="crop")

@@ -1,4 +1,4 @@
-"""The result of a run, as lines of text and as an object for --json, and the format of numbers and times in it."""
+"""The result of a run as lines of text and as an object for --json; formats of numbers and times."""
 
 import math
 import statistics
@@ -12,9 +12,9 @@ from manyhands.core.run_folder import resume_command
 from manyhands.core.terminal import plain
 from manyhands.report.read import STARTS, RunData
 
-# Kinds of events that end a session, and the status of the run after each.
+# Kinds of events that end a session, with the status of the run after each.
 ENDS = {"finished": "finished", "stopped": "stopped", "failed": "failed"}
-FEW_CLASSES = 5  # with so few classes, top-5 accuracy is always 100 %
+FEW_CLASSES = 5  # up to this number of classes, top-5 accuracy is always 100 %
 # Shown with the best figure of a run without a held-out set.
 CHOSEN = (
     "the best epoch was selected on these samples; for an independent test, "
@@ -37,20 +37,20 @@ def status(run: RunData) -> str:
 
 
 def best_evaluation(run: RunData) -> EvaluationMetrics | EvaluationDetail | None:
-    """The newest evaluation that was the best when it was made; in older runs that with the highest top-1."""
+    """Returns the newest evaluation marked as best; in older runs, the one with the highest top-1."""
     measured = [evaluation for evaluation in run.evaluations if math.isfinite(evaluation.top1)]
     noted = [evaluation for evaluation in measured if evaluation.best]
     return noted[-1] if noted else max(measured, key=lambda evaluation: evaluation.top1, default=run.best)
 
 
 def best_by(run: RunData) -> str:
-    """The option train.best of the run, such as "lowest loss"; empty for top-1, the default."""
+    """Returns the run's option train.best, such as "lowest loss"; empty for top-1, the default."""
     by = run.option("train", "best")
     return plain(by) if isinstance(by, str) and by != "highest top1" else ""
 
 
 def bad_pictures(run: RunData) -> list[str]:
-    """Names of the unreadable pictures that training replaced by others."""
+    """Returns the names of unreadable pictures that training replaced."""
     return sorted({str(name) for event in run.counted("replaced") for name in event.data.get("pictures", ())})
 
 
@@ -59,7 +59,7 @@ def final_evaluation(run: RunData) -> EvaluationMetrics | EvaluationDetail | Non
 
 
 def images_per_s(run: RunData) -> float | None:
-    """The median over the step records without the first tenth, which includes the warm-up."""
+    """Returns the median over the step records except the first tenth, which includes the warm-up."""
     rates = [step.images_per_s for step in run.steps[len(run.steps) // 10 :] if math.isfinite(step.images_per_s)]
     return statistics.median(rates) if rates else None
 
@@ -69,7 +69,7 @@ def classes_of(evaluation: EvaluationMetrics | EvaluationDetail) -> int:
 
 
 def seconds(run: RunData) -> float:
-    """The time that the run worked, without pauses between sessions."""
+    """Returns the working time of the run, without pauses between sessions."""
     return sum(session.seconds for session in run.sessions)
 
 
@@ -82,7 +82,7 @@ def evaluation_name(run: RunData, evaluation: EvaluationMetrics | EvaluationDeta
 
 
 def result_object(run: RunData) -> dict[str, Any]:
-    """The object of --json, with null for unknown values and in place of NaN."""
+    """Returns the object for --json, with null for unknown values and for NaN."""
     best, final, word = best_evaluation(run), final_evaluation(run), status(run)
     counted = [(record.step, record.epoch) for record in (*run.steps[-1:], *run.evaluations[-1:])]
     step, epoch = max(counted, default=(0, 0))
@@ -151,7 +151,7 @@ def shorten(text: str, width: int) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Two units at most: 8s, 2m05s, 2h11m, 3d04h."""
+    """Formats seconds in at most two units: 8s, 2m05s, 2h11m, 3d04h."""
     if not math.isfinite(seconds):
         return "?"
     rounded = max(0, round(seconds))
@@ -162,14 +162,14 @@ def duration(seconds: float) -> str:
 
 
 def ago(seconds: float) -> str:
-    """One unit: 12s ago, 2m ago, 3h ago."""
+    """Formats seconds in one unit: 12s ago, 2m ago, 3h ago."""
     whole = max(0, int(seconds))
     size, unit = (3600, "h") if whole >= 3600 else (60, "m") if whole >= 60 else (1, "s")
     return f"{whole // size}{unit} ago"
 
 
 def time_unit(seconds: float) -> tuple[str, float]:
-    """The unit of a time axis of this length, and the unit's seconds."""
+    """Returns the unit for a time axis of this length, and the seconds in the unit."""
     if seconds < 300:
         return "s", 1.0
     return ("min", 60.0) if seconds < 3 * 3600 else ("h", 3600.0)
@@ -180,17 +180,17 @@ def percent(share: float) -> str:
 
 
 def top5(share: float, classes: int, form: str) -> str:
-    """A top-5 share in a form such as "top-5 {}  "; empty with few classes. `classes` is 0 where unknown."""
+    """Formats a top-5 share by `form`, such as "top-5 {}  "; empty for few classes. `classes` 0: unknown."""
     return form.format(percent(share)) if not 0 < classes <= FEW_CLASSES else ""
 
 
 def custom_metrics(metrics: Mapping[str, float], form: str) -> str:
-    """The user's own metrics, each in a form such as ", {} {}" of its name and value."""
+    """Formats the user's metrics, name and value, by a `form` such as ", {} {}"."""
     return "".join(form.format(plain(name), number(value)) for name, value in metrics.items())
 
 
 def number(value: float) -> str:
-    """Four figures or so: 1840, 93.4, 2.310, 0.00012."""
+    """Formats a number with about four digits: 1840, 93.4, 2.310, 0.00012."""
     if not math.isfinite(value):
         return "NaN" if math.isnan(value) else ("∞" if value > 0 else "-∞")
     size = abs(value)
@@ -206,7 +206,7 @@ def rate(images_per_s: float) -> str:
 
 
 def moment(time: float) -> str:
-    """A time as 2026-11-20T20:01:07Z, the same on every machine."""
+    """Formats a time in UTC, such as 2026-11-20T20:01:07Z."""
     try:
         return f"{datetime.fromtimestamp(time, UTC):%Y-%m-%dT%H:%M:%SZ}"
     except (OverflowError, OSError, ValueError):
@@ -214,7 +214,7 @@ def moment(time: float) -> str:
 
 
 def place(record: StepMetrics) -> tuple[int, int]:
-    """The current epoch, counted from 1, and the updates made in it."""
+    """Returns the current epoch, counted from 1, and the updates made in it."""
     length = record.steps_per_epoch
     ended = record.step_in_epoch >= length and record.step == record.epoch * length
     if ended or (record.step_in_epoch == 0 and record.epoch > 0):
@@ -223,7 +223,7 @@ def place(record: StepMetrics) -> tuple[int, int]:
 
 
 def epoch_name(step: int, epoch: int, steps_per_epoch: int) -> str:
-    """The number of epochs before an evaluation: 3, or 2.5 in the middle of one."""
+    """Formats the number of epochs before an evaluation: 3, or 2.5 within an epoch."""
     if steps_per_epoch <= 0 or step % steps_per_epoch == 0:
         return str(epoch)
     return f"{epoch + (step % steps_per_epoch) / steps_per_epoch:.1f}"

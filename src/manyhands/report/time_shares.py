@@ -1,4 +1,4 @@
-"""The time that each process of a run spent on each phase, and the change that would help most."""
+"""The time of each process by phase, and the change that would save most time."""
 
 import shlex
 import statistics
@@ -11,22 +11,22 @@ from manyhands.parallel.options import USUAL_MODE
 from manyhands.report.read import STARTS, RunData
 from manyhands.sync.options import SyncOptions
 
-_LEAST_SYNC = 1 / 3  # below this share of the time, synchronization is no reason for another method
-_SLOW = 1.1  # a rank is slow if its own work takes so many times as long as the median of the others
+_LEAST_SYNC = 1 / 3  # below this share of the time, synchronization is no reason to change the method
+_SLOW = 1.1  # a rank is slow if its work takes more than this multiple of the other ranks' median
 _LEAST_GAIN = 0.05  # a change must save at least this share of the time
 
 Seconds = dict[str, float]  # by phase
 
 
 class Improvement(NamedTuple):
-    """A change that a user can make."""
+    """A change that a user can make, with the reason."""
 
-    what: str  # the reason and the change, in a sentence
-    gain: float = 0.0  # the share of the time that it saves at most; 0 if unknown
+    what: str  # the reason and the change, in one sentence
+    gain: float = 0.0  # maximum share of the time that the change saves; 0: unknown
 
 
 def seconds_by_rank(run: RunData) -> list[Seconds]:
-    """The time that each rank spent on each phase, since the number of processes changed last."""
+    """Returns each rank's seconds by phase, since the number of processes last changed."""
     found: list[Seconds] = []
     for record in run.phases:
         ranks = len(next(iter(record.seconds.values()), []))
@@ -39,11 +39,11 @@ def seconds_by_rank(run: RunData) -> list[Seconds]:
 
 
 def samples_of_each(run: RunData) -> list[int]:
-    """Samples of an update that each rank takes now; empty if unknown."""
+    """Returns the samples per update of each rank now; empty if unknown."""
     planned = [sum(passes) for passes in zip(*run.plan.shares, strict=False)]
     taken = planned
     for event in run.events:
-        if event.kind in STARTS:  # plan.json has what the newest start began with
+        if event.kind in STARTS:  # plan.json has the shares of the newest start
             taken = planned
         elif event.kind == "shares" and isinstance(counts := event.data.get("shares"), list):
             taken = counts if counts and all(type(one) is int for one in counts) else taken
@@ -51,7 +51,7 @@ def samples_of_each(run: RunData) -> list[int]:
 
 
 def unequal_line(run: RunData) -> str:
-    """The samples of an update by process, in words; empty if they differ by at most one."""
+    """Describes the samples per update by process; empty if they differ by at most one."""
     shares = samples_of_each(run)
     if not shares or max(shares) - min(shares) <= 1:
         return ""
@@ -68,7 +68,7 @@ def mean_of(ranks: Sequence[Seconds]) -> Seconds:
 
 
 def best_change(run: RunData) -> Improvement | None:
-    """The change that would save most; None without records."""
+    """Returns the change that would save most time; None without records."""
     ranks = seconds_by_rank(run)
     if not any(sum(one.values()) for one in ranks):
         return None
@@ -89,7 +89,7 @@ def change_line(run: RunData) -> str:
 
 
 def slow_rank(run: RunData) -> str:
-    """The rank that is slow over the entire time, and what to do; empty if there is none."""
+    """Describes a rank that is slow over the entire time, and the remedy; empty if no rank is slow."""
     return next((found.what for found in _slow_rank(run, seconds_by_rank(run)) if found.gain > _LEAST_GAIN), "")
 
 
@@ -110,7 +110,7 @@ def _slow_rank(run: RunData, ranks: Sequence[Seconds]) -> list[Improvement]:
 
 
 def _balanced_shares(run: RunData, own_s: Sequence[float]) -> str:
-    """The option that balances shares which were equal so far; empty if they weren't, or can't be changed."""
+    """Returns the option that balances equal shares; empty if the shares differ already or can't be changed."""
     batch = _option(run, "train", "batch", 0)
     open_ = _option(run, "cluster", "shares", "equal") in ("machines", "equal")
     equal = open_ and run.plan.mode == USUAL_MODE and not any(event.kind == "shares" for event in run.events)
@@ -130,12 +130,12 @@ def _host(run: RunData, rank: int) -> str:
 
 
 def _synchronization(run: RunData, ranks: Sequence[Seconds]) -> list[Improvement]:
-    # A process that waits for a CPU core keeps the others waiting, which they count as communication.
+    # A process that waits for a CPU core delays the others, which count the delay as communication.
     total = sum(map(sum, (value for record in run.phases if record.queued_s for value in record.seconds.values())))
     busy = min(1.0, sum(sum(record.queued_s) for record in run.phases) / total) if total else 0.0
     what = f"processes wait for a free CPU core {busy:.0%} of the time: end other programs, or use fewer processes"
     found = [Improvement(what, busy)]
-    # The rank that waits least waits for no other: its communication is synchronization alone.
+    # The rank that waits least waits for no other rank; its communication is synchronization only.
     share = min(shares_of(one)["communication"] for one in ranks) - busy
     usual, apart = SyncOptions().method, any(_host(run, rank) for rank in range(len(ranks)))
     start = f"gradient synchronization takes {share:.0%} of the time: use"
@@ -159,7 +159,7 @@ def _data(run: RunData, mean: Seconds) -> Improvement:
 
 
 def _between_updates(run: RunData, mean: Seconds) -> list[Improvement]:
-    """Changes to work outside of forward and backward passes that can be done half as often."""
+    """Returns changes that halve the frequency of work outside of forward and backward passes."""
     found: list[Improvement] = []
     share, every = mean["evaluation"], _option(run, "train", "evaluate_every", 1.0)
     if isinstance(every, int | float) and every > 0:

@@ -1,7 +1,7 @@
-"""Recipes: settings known to reach good accuracy, one TOML file per data set, by its name, and others by theirs.
+"""Recipes: settings known to reach good accuracy, in TOML files named after data sets, or otherwise.
 
-A section [for."PATTERN"] of a recipe holds what differs for networks whose name, without "torchvision:", fits the
-pattern. `TRANSFORMERS` comes before it in every recipe.
+A section [for."PATTERN"] of a recipe applies to networks whose name, without "torchvision:", matches the pattern.
+`TRANSFORMERS` is applied before these sections in every recipe.
 """
 
 import fnmatch
@@ -13,27 +13,22 @@ from manyhands.core.errors import UserError, shortened
 from manyhands.core.files import parse_toml
 from manyhands.core.user_code import is_object_reference
 
-# For vision transformers in every recipe: with SGD at a convolutional network's rate they don't learn.
+# For vision transformers in every recipe: they don't learn with SGD at a convolutional network's learning rate.
 TRANSFORMERS = {"train.optimizer": "adamw", "train.lr": 5e-4, "train.weight_decay": 0.05}
 
 
 def choose_recipe(name: str, data: str, model: str) -> tuple[str, dict[str, Any]]:
-    """Returns the name of a recipe, and its settings by dotted key.
+    """Returns the name of a recipe, and its settings by dotted key. Raises UserError: no recipe has this name.
 
-    Args:
-        name: the recipe; empty for that of the data set, "objects" for data from the user's code, "folder" for others.
-        data: the data set.
-        model: the network; empty for the recipe's own.
-
-    Raises:
-        UserError: no recipe has this name.
+    `name` empty: the recipe of the data set, else "objects" for data from user code, else "folder". `model` empty: the
+    recipe's network.
     """
     known = sorted(file.name.removesuffix(".toml") for file in files(__name__).iterdir() if file.name.endswith(".toml"))
     if name and name not in known:
         hints = tuple(filter(None, (did_you_mean(name, known), f"choose one of: {', '.join(known)}")))
         raise UserError(f"there is no recipe {shortened(name)}", "--recipe", hints)
     base = "objects" if is_object_reference(data) else data.partition(":")[0]
-    # By name among our own: a path, such as that of a folder of pictures, must not lead to a file beside it.
+    # Only names of our recipes count: a path, such as a folder of pictures, must not select another TOML file.
     name = name or (base if base in known else "folder")
     tree = parse_toml((files(__name__) / f"{name}.toml").read_bytes())
     per_model: dict[str, dict[str, Any]] = tree.pop("for", {})

@@ -1,4 +1,4 @@
-"""Any folder of class folders, with or without train/ and val/; ImageNet's own layout is one."""
+"""Folders of class folders, with or without train/ and val/, such as ImageNet."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""MNIST, Fashion-MNIST, CIFAR-10, CIFAR-100 and the digits: opens their published files, or fetches them."""
+"""Opens or downloads the published files of MNIST, Fashion-MNIST, CIFAR-10, CIFAR-100 and the digits."""
 
 import hashlib
 import lzma
@@ -20,16 +20,16 @@ from manyhands.data.records import read_cifar_files, read_cifar_names, read_cifa
 from manyhands.data.splits import Splits, describe
 from manyhands.data.transforms import Pixels
 
-NAMES = ("cifar10", "cifar100", "mnist", "fashion-mnist", "digits")  # the keys of KNOWN, legible without an import
+NAMES = ("cifar10", "cifar100", "mnist", "fashion-mnist", "digits")  # the keys of KNOWN, readable without an import
 
-# Pictures hardly compress: an archive that unpacks to more than both of these is refused.
+# Pictures hardly compress: an archive that unpacks to more than both limits is refused.
 _LIKELY_BYTES = 1 << 30
 _MOST_COMPRESSION = 100
 _MOST_MEMBERS = 400_000
 
 
 def open(name: str, options: DataOptions) -> Splits:  # noqa: A001
-    """Opens both splits into memory; fetches what is missing. Raises UserError: a file can't be had, or is wrong."""
+    """Opens both splits in memory; downloads missing files. Raises UserError: a file is missing or invalid."""
     known = KNOWN[name]
     if known.forms:
         return _open_cifar(name, known, options)
@@ -51,7 +51,7 @@ def _open_cifar(name: str, known: KnownSet, options: DataOptions) -> Splits:
     if found is None:
         folder = data_folder(options) / name
         archives = sorted(folder.glob("*.tar.xz")) if folder.is_dir() else []
-        if (folder / "train").is_dir() or len(archives) == 1:  # pictures in class folders, or an archive of them
+        if (folder / "train").is_dir() or len(archives) == 1:  # class folders, or an archive of them
             from manyhands.data.gallery import open_folder
 
             pictures = folder if (folder / "train").is_dir() else unpack_once(archives[0])
@@ -77,10 +77,10 @@ def _fetch(name: str, file: str, options: DataOptions) -> Path:
 
 
 def fetch(name: str, urls: tuple[str, ...], md5: str, into: Path) -> Path:
-    """Downloads a file such as "mnist/train-images-idx3-ubyte.gz", unless it exists; one process of a host at a time.
+    """Downloads a file such as "mnist/train-images-idx3-ubyte.gz" unless it exists, one process per host at a time.
 
-    Processes that waited take over the failure of an attempt instead of repeating it. MANYHANDS_MIRROR names a server
-    that replaces `urls`, which are tried in order. Raises UserError: no attempt succeeded.
+    Processes that waited report the failure of an attempt instead of repeating it. MANYHANDS_MIRROR names a server that
+    replaces `urls`, which are tried in order. Raises UserError: no attempt succeeded.
     """
     from manyhands.core.download import Digest, download, without_password
 
@@ -110,7 +110,7 @@ def fetch(name: str, urls: tuple[str, ...], md5: str, into: Path) -> Path:
 
 
 def unpack_once(archive: Path) -> Path:
-    """Unpacks an archive into the host's cache, if needed; returns the folder. Raises UserError: it is damaged."""
+    """Unpacks an archive into the host's cache, if needed; returns the folder. Raises UserError: damaged archive."""
     try:
         state = archive.stat()
     except OSError as error:
@@ -120,7 +120,7 @@ def unpack_once(archive: Path) -> Path:
     with one_at_a_time(target):
         if not target.is_dir():
             part = target.with_name(f"{key}.part")
-            shutil.rmtree(part, ignore_errors=True)  # of a process that died: this one holds the lock
+            shutil.rmtree(part, ignore_errors=True)  # remains of a process that died: this one holds the lock
             try:
                 with open_file(archive) as stored, tarfile.open(fileobj=stored) as file:
                     _extract(file, part, stored)
@@ -134,7 +134,7 @@ def unpack_once(archive: Path) -> Path:
 
 
 def _extract(file: tarfile.TarFile, folder: Path, compressed: IO[bytes]) -> None:
-    """Extracts plain files and folders (tarfile's own filter came with 3.11.4). Raises TarError: there is more."""
+    """Extracts regular files and folders; tarfile's filter needs Python 3.11.4. Raises TarError: anything else."""
     most_bytes = max(_LIKELY_BYTES, os.fstat(compressed.fileno()).st_size * _MOST_COMPRESSION)
     members: list[tarfile.TarInfo] = []
     total = 0
@@ -147,5 +147,5 @@ def _extract(file: tarfile.TarFile, folder: Path, compressed: IO[bytes]) -> None
         if not inside or not (member.isreg() or member.isdir()):
             raise tarfile.TarError(f"{member.name} is not a regular file inside the archive")
         member.mode = 0o755 if member.isdir() else 0o644
-    file.extraction_filter = lambda member, _: member  # newer versions of Python warn where none is chosen
+    file.extraction_filter = lambda member, _: member  # newer versions of Python warn if none is set
     file.extractall(folder, members)

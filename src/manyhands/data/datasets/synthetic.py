@@ -1,9 +1,9 @@
-"""Random pictures, to measure speed and for tests.
+"""Random pictures for speed measurements and tests.
 
-"synthetic", or "synthetic:1000x3x32x32x10": samples x channels x height x width x classes, in memory. The test split
-has a fifth as many. Each class has a pattern under the noise, so that a network learns.
+"synthetic", or "synthetic:1000x3x32x32x10" (samples x channels x height x width x classes): in memory. The test split
+has a fifth of this number of samples. Each class has a pattern under the noise, so that a network can learn.
 
-"fake-imagenet": as many pictures as ImageNet has, generated on request. Labels and pixels are unrelated.
+"fake-imagenet": as many pictures as in ImageNet, generated on request. Labels are unrelated to pixels.
 """
 
 import math
@@ -65,7 +65,7 @@ def _noise(shape: tuple[int, ...], *purpose: str | int, name: str = "synthetic")
 
 @dataclass(frozen=True)
 class _Generated:
-    """Pictures uint8 [3, size, size], the same one for the same index each time."""
+    """Generated pictures, uint8 [3, size, size]; an index always returns the same picture."""
 
     purpose: str  # "train" or "test"
     targets: Tensor  # int64 [N]

@@ -1,4 +1,4 @@
-"""Any classification data set of torchvision: "torchvision:SVHN" stands for torchvision.datasets.SVHN."""
+"""Classification data sets of torchvision: "torchvision:SVHN" means torchvision.datasets.SVHN."""
 
 import inspect
 from typing import Any
@@ -17,7 +17,7 @@ _TEST_WORDS = ("test", "val", "valid")
 
 
 def open(name: str, options: DataOptions) -> Splits:  # noqa: A001
-    """Opens the data set below the data folder, one process of a host at a time. Raises UserError: it isn't there."""
+    """Opens a data set below the data folder, one process per host at a time. Raises UserError: it can't be opened."""
     from torchvision import datasets
 
     word = name.partition(":")[2]

@@ -1,4 +1,4 @@
-"""The user's own function: "file.py:function", which returns (train, test) or Splits."""
+"""Data sets from user code: "file.py:function", which returns (train, test) or Splits."""
 
 from manyhands.core.errors import ManyhandsError, UserError
 from manyhands.core.user_code import load_object, users_line
@@ -10,7 +10,7 @@ NAMES: tuple[str, ...] = ()
 
 
 def open(name: str, options: DataOptions) -> Splits:  # noqa: A001
-    """Calls the function, without arguments. Raises UserError: it isn't there, fails, or gives something else."""
+    """Calls the function without arguments. Raises UserError: it is missing, fails, or returns something else."""
     function = load_object(name, "data.name")
     hints = ("return (train, test): two torch data sets; test may be None",)
     if not callable(function):

@@ -1,1 +1,1 @@
-"""The digits' files and where they come from (SOURCE.md); no code."""
+"""Files of the digits data set; SOURCE.md names their source."""

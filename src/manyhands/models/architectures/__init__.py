@@ -1,1 +1,1 @@
-"""One module per family: `NAMES` has the values of model.name, `build(…)` builds one of them."""
+"""One module per family of networks: `NAMES` has values of model.name, `build(…)` builds a network."""

@@ -1,4 +1,4 @@
-"""A small convolutional network with BatchNorm, quick on a CPU, for pictures of any size from 8 pixels on."""
+"""A small convolutional network with BatchNorm, fast on a CPU, for pictures of at least 8 pixels."""
 
 from typing import Any
 
@@ -20,10 +20,10 @@ def build(name: str, *, channels: int, size: int, num_classes: int, arguments: d
 
 
 def make_cnn(channels: int, size: int, num_classes: int, width: int = 16, dropout: float = 0.0) -> nn.Sequential:
-    """Makes blocks of convolution, BatchNorm, ReLU and halving until the map is 4 pixels or less, and a last one.
+    """Builds convolutions with BatchNorm, ReLU and max-pool until a side has at most 4 pixels, then the last layers.
 
-    The first block has `width` channels; each further one doubles them, up to four times as many. Pictures of less than
-    16 pixels pass a convolution at full size first. Dropout (0 to below 1) is before the last layer.
+    The first block has `width` channels. Each further block doubles the channels, up to four times `width`. Pictures
+    below 16 pixels pass a convolution at full size first. `dropout` (0 to below 1) precedes the last layer.
     """
     if not isinstance(width, int) or isinstance(width, bool) or width < 1:
         raise UserError(f"width is {width!r}, expected a whole number", f"{WHERE}.width")

@@ -1,10 +1,10 @@
-"""A convolutional network that learns small colour pictures in few epochs.
+"""A convolutional network that learns small color pictures in few epochs.
 
-A first layer that whitens 2x2 patches and isn't trained, three groups of two convolutions that begin by passing their
-input on, BatchNorm without scales, and outputs made smaller by a constant.
+The first layer whitens 2x2 patches and isn't trained. Three groups of two convolutions follow, which initially pass
+their inputs on. BatchNorm has no scales, and a constant factor reduces the outputs.
 
-Source: Jordan 2024, arXiv:2404.00498, section 3, after Page 2019, "How to train your ResNet". Without the first layer's
-bias, so that nothing need be computed backwards through it.
+Source: Jordan 2024, arXiv:2404.00498, section 3, after Page 2019, "How to train your ResNet". Here the first layer has
+no bias; therefore no gradient has to pass through it.
 """
 
 from typing import Any
@@ -21,8 +21,8 @@ SMALLEST = 9  # pixels
 _GROUPS = 3
 _AT_ONCE = 50
 _PATCH = 2
-_LEAST_VARIANCE = 5e-4  # of a whitened direction: what is seldom seen isn't blown up beyond that
-_NEW_STATISTICS = 0.4  # their part in BatchNorm's running ones: a run of few updates can't wait for a tenth
+_LEAST_VARIANCE = 5e-4  # of a whitened direction; limits how much rare directions are amplified
+_NEW_STATISTICS = 0.4  # BatchNorm's momentum: the default of 0.1 is too slow for a run of few updates
 
 
 def build(name: str, *, channels: int, size: int, num_classes: int, arguments: dict[str, Any]) -> nn.Module:
@@ -33,11 +33,11 @@ class QuickNet(InitializedFromData):
     """The network.
 
     Args:
-        channels: of a picture.
-        size: of a picture, in pixels.
-        num_classes: outputs.
+        channels: number of channels of a picture.
+        size: side of a picture, in pixels.
+        num_classes: number of outputs.
         widths: channels of the three groups.
-        scale: what the last layer's outputs are multiplied by: the smaller, the slower that layer learns.
+        scale: factor of the last layer's outputs; with a smaller factor, that layer learns more slowly.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class QuickNet(InitializedFromData):
     @override
     @torch.no_grad()
     def look(self, pictures: Tensor) -> None:
-        """Gives each direction of the patches' colours, and its opposite, variance 1 in the first layer."""
+        """Initializes the first layer, whose outputs for each direction of the patches' colors have variance 1."""
         parts = [_patches(part) for part in pictures.split(_AT_ONCE)]
         products, count = sum(part.T @ part for part in parts), sum(len(part) for part in parts)
         variances, directions = torch.linalg.eigh(products / count)
@@ -72,7 +72,7 @@ class QuickNet(InitializedFromData):
 
 
 def _patches(pictures: Tensor) -> Tensor:
-    """Every patch of [n, C, S, S]: float64 [patches, numbers]."""
+    """Returns all patches of [n, C, S, S], float64 [patches, values]."""
     windows = pictures.cpu().double().unfold(2, _PATCH, 1).unfold(3, _PATCH, 1)
     return windows.permute(0, 2, 3, 1, 4, 5).flatten(3).flatten(0, 2)
 
@@ -85,7 +85,7 @@ def _group(inputs: int, outputs: int) -> nn.Sequential:
 
 
 def _convolution(inputs: int, outputs: int) -> nn.Conv2d:
-    """Its first outputs are initially its inputs."""
+    """Creates a convolution whose first outputs initially equal its inputs."""
     layer = nn.Conv2d(inputs, outputs, 3, padding=1, bias=False)
     nn.init.dirac_(layer.weight.detach()[:inputs])
     return layer

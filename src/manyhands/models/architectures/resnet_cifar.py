@@ -1,6 +1,6 @@
-"""torchvision's ResNets with the stem that suits small pictures: a 3x3 convolution and no max-pool.
+"""torchvision's ResNets with a stem for small pictures: a 3x3 convolution and no max-pool.
 
-Source: He et al. 2015, arXiv:1512.03385, section 4.2 (the stem); widths and depths stay those of ImageNet's networks.
+Source: He et al. 2015, arXiv:1512.03385, section 4.2 (the stem); widths and depths are those for ImageNet.
 """
 
 from typing import Any
@@ -9,12 +9,11 @@ from torch import nn
 
 from manyhands.models.interface import ModelNeeds, construct
 
-# On pictures of at most MAX_SIZE pixels, and with PREFIX on any.
+# For pictures of at most MAX_SIZE pixels, and for any size with PREFIX.
 NAMES = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152")
 PREFIX = "cifar:"
 TORCHVISION = True
-# Twice the side is four times the work, and photographs of 64 px are recognised with the original stem as well.
-MAX_SIZE = 32
+MAX_SIZE = 32  # twice the side costs four times the work, and the original stem recognizes photographs of 64 px, too
 DIFFERS = "keeps every pixel (3x3 stem, no max-pool) at about 16 times the cost"
 _STEM_WIDTH = 64
 

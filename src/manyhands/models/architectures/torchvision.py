@@ -1,4 +1,4 @@
-"""Every classification network of torchvision, as it is published there."""
+"""All classification networks of torchvision, as published."""
 
 import pickle
 import re
@@ -20,18 +20,17 @@ NAMES = tuple(published_names())
 PREFIX = "torchvision:"
 TORCHVISION = True
 _PUBLISHED_CLASSES = 1000
-# Networks that take one size only, and the argument that sets it; the auxiliary head of inception_v3 asks for 299.
+# Networks with a fixed size, and the argument that sets it; the auxiliary head of inception_v3 requires 299.
 _SIZED = {"vit": ("image_size", 224), "maxvit": ("input_size", 224), "inception": ("", 299)}
-# Published with the size that they were evaluated at as their smallest; they run on any.
+# Networks whose published minimum is the size of their evaluation; they accept any size.
 _ANY_SIZE = ("swin", "efficientnet_v2")
-# Left out, torchvision warns that its default is about to change.
+# Networks for which torchvision warns, without the argument init_weights, that its default will change.
 _WITH_OPEN_DEFAULT = ("googlenet", "inception_v3")
-# torchvision's file names end in the first digits of their SHA-256.
-_DIGEST = re.compile(r"-([0-9a-f]{8,})\.")
+_DIGEST = re.compile(r"-([0-9a-f]{8,})\.")  # torchvision's file names end in the first digits of the SHA-256
 
 
 def needs(name: str, size: int, arguments: dict[str, Any], pretrained: bool) -> ModelNeeds:
-    """Three channels, and a size if the network has a fixed one or can't take smaller pictures."""
+    """Returns three channels, and a size if the network has a fixed one or the pictures are too small."""
     meta = _published(name).meta
     smallest = max(meta["min_size"])
     argument, fixed = _SIZED.get(name.split("_")[0], ("", 0))
@@ -55,7 +54,7 @@ def build(name: str, *, channels: int, size: int, num_classes: int, arguments: d
 
 
 def published_arguments(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Arguments for `build` to make the network of `build_pretrained`, whose builder sets some because of weights."""
+    """Returns the arguments with which `build` matches `build_pretrained`, whose weights imply some arguments."""
     added: dict[str, Any] = {}
     argument, fixed = _SIZED.get(name.split("_")[0], ("", 0))
     if argument and fixed:
@@ -69,7 +68,7 @@ def published_arguments(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def build_pretrained(name: str, *, num_classes: int, arguments: dict[str, Any]) -> nn.Module:
-    """The network with published weights; other than 1000 classes get new heads. Raises UserError: none to be had."""
+    """Builds a network with published weights; other than 1000 classes get new heads. Raises UserError: no weights."""
     weights = _published(name)
     path = fetch_weights(weights.url)
     try:
@@ -87,14 +86,14 @@ def _published(name: str) -> Any:
 
 
 def _models() -> ModuleType:
-    """Imports torchvision on request: that takes a second."""
+    """Imports torchvision on request, because the import takes a second."""
     from torchvision import models
 
     return models
 
 
 def _replace_heads(model: nn.Module, name: str, num_classes: int) -> None:
-    """Replaces each layer that has ImageNet's 1000 outputs: the head, and auxiliary ones."""
+    """Replaces each layer that has ImageNet's 1000 outputs: the main head and auxiliary heads."""
     heads: dict[str, nn.Module] = {}
     for path, layer in model.named_modules():
         if isinstance(layer, nn.Linear) and layer.out_features == _PUBLISHED_CLASSES:
@@ -109,10 +108,7 @@ def _replace_heads(model: nn.Module, name: str, num_classes: int) -> None:
 
 
 def fetch_weights(url: str) -> Path:
-    """Downloads the file of this address into torch hub's cache, if needed, once per machine, and checks its content.
-
-    Raises UserError: the download failed, or the file holds more than tensors.
-    """
+    """Downloads a file into torch hub's cache, once per machine. Raises UserError: no file, or more than tensors."""
     path = Path(torch.hub.get_dir()) / "checkpoints" / url.rpartition("/")[2]
     hints = (f"download {url}", f"and save the file as {path}", "or remove model.pretrained")
     if not path.is_file():
@@ -123,7 +119,7 @@ def fetch_weights(url: str) -> Path:
                 raise UserError(f"{path.name} can't be downloaded: {problem}", url, hints)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of a pickle protocol that torch itself doesn't write
+            warnings.simplefilter("ignore")  # about pickle protocols that torch itself doesn't write
             torch.load(path, weights_only=True, map_location="cpu")
     except (pickle.UnpicklingError, RuntimeError, OSError, EOFError, ValueError, KeyError) as error:
         raise UserError(f"{path.name} is damaged or holds more than weights", str(path), hints) from error
