@@ -1,11 +1,11 @@
-"""Time limits and intervals of launchers, agents and heartbeats, which depend on one another; in seconds.
+"""Time limits and intervals of launchers, agents and heartbeats, which depend on one another. Names in _S: seconds.
 
 tests/core/test_timeouts.py checks the inequalities between them. `manyhands explain` prints the most important ones.
 """
 
 # --- Heartbeats and stalls ---
 HEARTBEAT_S = 1.0  # interval of the heartbeats of workers, agents and launchers
-STALL_S, STALL = 30.0, 3.0  # a step is a stall if it takes STALL_S plus STALL times the usual seconds
+STALL_S, STALL = 30.0, 3.0  # a step is reported as a stall after STALL_S plus STALL times its usual duration
 EVICT_S = 15.0  # a rank whose process is suspended (as its agent sees) is killed after this time, if the run recovers
 # A machine without a message for this long is lost; until then, a broken connection is replaced. After a break of 8 s,
 # TCP retransmits after 12.6 s; the last heartbeat may be one interval older, and busy machines are slow.
@@ -32,7 +32,7 @@ READ_LOG_S = 20.0  # output of a process on another machine
 # --- Tunnels through ssh ---
 # Login of one tunnel; a request to its ssh; ending all tunnels.
 TUNNEL_OPEN_S, TUNNEL_ASK_S, TUNNEL_CLOSE_S = 20.0, 10.0, 5.0
-SWITCHBOARD_S = 30.0
+SWITCHBOARD_S = 30.0  # start of the process that listens at the addresses of machines that only ssh reaches
 # All tunnels of a start: a login on a busy machine, after the connection; and the ends on each machine.
 OPEN_TUNNELS_S, TUNNEL_ENDS_S = SSH_CONNECT_S + 20.0, 60.0
 
@@ -42,14 +42,16 @@ LEAVE_S = 6.0  # after a worker has failed, other workers of the machine are kil
 # report that they are still saving.
 LEAVE_OTHERS_S = 6.0
 # After a machine is lost, workers of other machines are killed this much later if the run does not recover, because
-# they may wait without an error. If it recovers, LEAVE_OTHERS_S applies.
+# they may wait without an error; if it recovers, LEAVE_OTHERS_S applies. After a tunnel has ended, this limit always
+# applies; a report of a worker that is saving extends it to LEAVE_OTHERS_S.
 LEAVE_LOST_S = 2.0
 SAVE_QUIET_S, SAVE_MOST_S = 30.0, 600.0  # a save fails without progress for SAVE_QUIET_S, or after SAVE_MOST_S
 STOP_S = 600.0  # agents kill workers this long after a stop request, which may wait for an evaluation and a save
 HUNG_S = 2.0  # a process is recognized as hung this long after a stop request, and all are killed
 KILL_S = 10.0  # agents kill their workers after a second Ctrl-C
 KILL_RUN_S = 20.0  # `manyhands stop --now` waits this long for a run before it kills the launcher
-# Workers that lost their launcher are killed this long after its last message; if they are saving, ALONE_SAVING_S.
+# An agent kills its workers this long after the last message of the launcher (SILENT_S and time for a save); if they
+# are still saving, after ALONE_SAVING_S.
 ALONE_S, ALONE_SAVING_S = 26.0, 30.0
 LEAVING_S = 10.0  # a new start waits at most this long for each agent of an earlier start whose launcher was killed
 CLAIM_S = 2.0  # a machine waits this long for another one, on the same disk, to claim the run folder
@@ -61,7 +63,8 @@ TAKE_OVER_S = 200.0  # the new launcher waits this long for all machines, each o
 # A machine that fails again soon is excluded for EXCLUDED_S, doubled with each failure up to EXCLUDED_MOST_S; a lost
 # machine is not contacted during that time.
 EXCLUDED_S, EXCLUDED_MOST_S = 5.0, 60.0
-ALIKE_S = 600.0  # the same error three times (MOST_ALIKE in run/recovery.py) within this time ends the run
+# The same error MOST_ALIKE times within this time ends the run; run/recovery.py has the limits that are counts.
+ALIKE_S = 600.0
 RESTART_S = 5.0  # estimated duration of a restart; a run that would end sooner isn't restarted for a joining machine
 
 

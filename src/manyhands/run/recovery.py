@@ -1,4 +1,11 @@
-"""Restarts the processes of a run after a fault, from the newest checkpoint, unless a restart would not help."""
+"""Restarts the processes of a run after a fault, from the newest checkpoint, unless a restart would not help.
+
+A fault passes through: `supervise_once` (cluster/agents/supervise.py) watches one start, lets workers save, ends them and
+returns an `Ending`; `RestartPolicy.after` decides; `Membership.note_ending` (run/machines.py) updates the machines'
+states; `Starts` (run/start.py) prepares the next start on the machines that are left. Meanwhile `Watch.on_tick` contacts
+lost machines. The launcher commands workers to "stop" (save and exit), "leave" (exit, after a save that has begun),
+"free" (shut the connections to lost peers) or "kill". Time limits are in core/timeouts.py.
+"""
 
 import time
 from collections.abc import Callable, Mapping
