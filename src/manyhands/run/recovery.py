@@ -1,10 +1,9 @@
 """Restarts the processes of a run after a fault, from the newest checkpoint, unless a restart would not help.
 
-A fault passes through: `supervise_once` (cluster/agents/supervise.py) watches one start, lets workers save, ends them and
-returns an `Ending`; `RestartPolicy.after` decides; `Membership.note_ending` (run/machines.py) updates the machines'
-states; `Starts` (run/start.py) prepares the next start on the machines that are left. Meanwhile `Watch.on_tick` contacts
-lost machines. The launcher commands workers to "stop" (save and exit), "leave" (exit, after a save that has begun),
-"free" (shut the connections to lost peers) or "kill". Time limits are in core/timeouts.py.
+The steps after a fault: `supervise_once` (cluster/agents/supervise.py) lets the workers save, ends them by the commands
+of agents/protocol.py and returns an `Ending`; `RestartPolicy.after` decides; `Membership.note_ending` (run/machines.py)
+updates the states of the machines; `Starts` (run/start.py) prepares the next start on the remaining machines. While
+they train, `Watch.on_tick` contacts lost machines. core/timeouts.py has the time limits.
 """
 
 import time
