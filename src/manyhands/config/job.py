@@ -341,5 +341,7 @@ class Job(Options):
                 f"{optimizer} with {schedule}; to disable these files, add --set 'checkpoint.pth_tar=\"\"'"
             )
         if self.checkpoint.pth_tar and self.train.best != BY_TOP1:
-            raise ValueError(f'checkpoint.pth_tar requires train.best = "{BY_TOP1}", as in main.py; remove train.best')
+            raise ValueError(
+                f'checkpoint.pth_tar requires the default train.best = "{BY_TOP1}", as main.py; remove train.best'
+            )
         return self

@@ -66,7 +66,7 @@ NOWHERE = RunFolder(Path(os.devnull))  # no run folder, or an unknown one
 
 
 def in_python(path: Path) -> tuple[str, ...]:
-    """Returns the names of a run's objects from the user's program: "data", "network", both or none."""
+    """Returns which parts of a run are Python objects of the user's program: "data", "network", both or none."""
     folder, data = RunFolder(path), None
     with suppress(OSError, ValueError):
         data = parse_toml(read_bytes(folder.job)).get("data")

@@ -31,7 +31,7 @@ _MOST_TIMES = 16  # maximum aspect ratio to resize: a picture of 60,000 x 1 pixe
 def read_picture(
     path: str, pixels: Pixels, draws: SampleRng | None, content: bytes | None = None, out: Tensor | None = None
 ) -> Tensor:
-    """Reads a picture file, or its `content`, as uint8 [C, S, S], into `out` if given. `draws` None: evaluation."""
+    """Reads a picture file or its `content` as uint8 [C, S, S], into `out` if given; not augmented without `draws`."""
     content = content_of(path) if content is None else content
     header = probe(path, content)
     scale = _scale(header, pixels, draws)

@@ -289,7 +289,7 @@ def join_here(run: str, host: str) -> str:
 
 
 class Background:
-    """Forks this process: the child launches the run, the parent waits; `elsewhere` is 0 or the child's process id."""
+    """Forks this process: the child launches the run, the parent waits. `elsewhere`: the child's id, 0 in the child."""
 
     def __init__(self) -> None:
         self._heard, self._writer = os.pipe()

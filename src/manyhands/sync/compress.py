@@ -123,15 +123,16 @@ class Rounded:
 
 
 class LowRank:
-    """Sends each matrix as a product of two thin factors, of which one is known on all processes from the turn before.
+    """Sends each matrix as a product of two thin factors; one of them is known on all processes from the previous turn.
 
     Left and right factors alternate, so that two turns make one step of a power iteration, and each turn needs one
     exchange. Sources: Vogels, Karimireddy and Jaggi, "PowerSGD", 2019, arXiv:1905.13727; Zhang et al., "Evaluation and
     optimization of gradient compression for distributed deep learning" (ACP-SGD), 2023, arXiv:2306.08881. Factors are
     sent column by column as 4-bit integers, whose rounding errors stay in the residual.
 
-    `rank` is the number of columns of a factor, more for small matrices; `seed` must be equal on all processes. `turn`
-    (0 or 1) alternates between vectors that are sent together, so that not all send their longer factors at once.
+    Factors have `rank` columns, those of small matrices more; `seed` must be equal on all processes. `turn` (0 or 1) is
+    the turn of the first exchange: give vectors that are sent together 0 and 1 alternately, so that not all send their
+    longer factor at once.
     """
 
     def __init__(
@@ -251,7 +252,7 @@ def compressor_named(
 
 
 def compute_alike(compressors: Sequence[Compressor], peers: SyncGroup, like: Tensor) -> None:
-    """Selects the fastest arithmetic with equal bits on all peers, for the dtype and device of `like`; a collective."""
+    """Selects the fastest arithmetic that gives all peers equal bits, for the dtype and device of `like`; a collective."""
     thin = [one for one in compressors if isinstance(one, LowRank)]
     if not thin:
         return

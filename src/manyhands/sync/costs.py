@@ -82,7 +82,7 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Ranks:
-    """Selection of the tensors of a vector that are sent as low-rank factors; the others are sent uncompressed."""
+    """Divides the tensors in a flat buffer into those sent as low-rank factors and those sent uncompressed."""
 
     matrices: tuple[Matrix, ...]  # tensors that are sent as factors, one of the two in each turn
     rest: tuple[int, ...]  # indices of tensors that are sent uncompressed

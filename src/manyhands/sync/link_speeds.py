@@ -77,7 +77,7 @@ def fitted_link(kind: str, processes: int, points: Points) -> LinkSpeed:
     (small, first_s), (large, last_s) = points[0], points[-1]
     messages, share = rounds(kind, processes)
     if messages == 0 or share * large == 0 or last_s <= 0:
-        raise ValueError(f"can't fit a link to {kind} over {processes} processes with {large} bytes")
+        raise ValueError(f"can't compute a link speed from {kind} over {processes} processes with {large} bytes")
     if last_s <= first_s or large <= small:
         return LinkSpeed(share * large / last_s, 0.0)
     bytes_per_s = share * (large - small) / (last_s - first_s)

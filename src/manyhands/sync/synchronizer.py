@@ -48,7 +48,7 @@ def add_vector(vector: Tensor, tensors: Sequence[Tensor]) -> None:
 
 @dataclass(frozen=True)
 class LocalGroup:
-    """Processes that stay equal in every step by other means; one of them is the leader."""
+    """The processes of one machine, which average in every step by themselves; the leader exchanges for all of them."""
 
     group: Any  # their process group
     leader: int  # the leader's rank in the run

@@ -154,7 +154,7 @@ def seen_failures(folder: RunFolder) -> tuple[int, float]:
 
 
 class SaveInterval:
-    """Determines the seconds between checkpoints on rank 0; the folder's events record earlier starts."""
+    """Determines on rank 0 the seconds between checkpoints, from the cost of a save and the rate of failures so far."""
 
     def __init__(self, folder: RunFolder, world: World) -> None:
         self.machines = -(-world.size // max(1, world.local_size))

@@ -75,9 +75,10 @@ def numbers_of_machines(first: int, last: int) -> list[int]:
 
 
 def _shares(case: JobCase, sizes: Mapping[int, int]) -> dict[int, Timing | None]:
-    """Times one machine's update by number of samples: medians of interleaved rounds, because the load varies.
+    """Times an update of one machine for each number of samples per machine, and extrapolates beyond the time limit.
 
-    Shares beyond the time limit are extrapolated. `sizes`: the number of machines by samples per machine.
+    Each time is the median of interleaved rounds, because the load varies. `sizes` maps samples per machine to the
+    number of machines.
     """
     began_s = time.monotonic()
     points: dict[int, list[Timing]] = {}

@@ -54,7 +54,7 @@ def build(name: str, *, channels: int, size: int, num_classes: int, arguments: d
 
 
 def published_arguments(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Returns the arguments with which `build` matches `build_pretrained`, whose weights imply some arguments."""
+    """Adds the arguments that published weights fix, so that `build` makes the architecture of `build_pretrained`."""
     added: dict[str, Any] = {}
     argument, fixed = _SIZED.get(name.split("_")[0], ("", 0))
     if argument and fixed:
