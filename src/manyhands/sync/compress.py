@@ -252,7 +252,7 @@ def compressor_named(
 
 
 def compute_alike(compressors: Sequence[Compressor], peers: SyncGroup, like: Tensor) -> None:
-    """Selects the fastest arithmetic that gives all peers equal bits, for the dtype and device of `like`; a collective."""
+    """Selects the fastest arithmetic with equal bits on all peers, for the dtype and device of `like`; a collective."""
     thin = [one for one in compressors if isinstance(one, LowRank)]
     if not thin:
         return
