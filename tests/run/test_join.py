@@ -58,7 +58,7 @@ def test_who_asks_is_told_once_the_machine_takes_part(folder):
     assert asked == ["ssh://me@n4:31234"]
 
 
-@pytest.mark.parametrize("host", ["n4,n5", "-oProxyCommand=x", "n4;reboot", "", "no more"])
+@pytest.mark.parametrize("host", ["n4,n5", "n4\nn5", "-oProxyCommand=x", "n4;reboot", "", "no more"])
 def test_who_can_not_come_is_refused_in_words(host, folder):
     def admit(machine, notify):
         raise UserError("enough take part")

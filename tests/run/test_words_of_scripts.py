@@ -72,3 +72,21 @@ def test_all_that_rank_0_writes_is_shown_where_the_reader_is_slow(tmp_path, monk
     thread.join()
     os.close(reader)
     assert len(found) == 300_000
+
+
+def test_a_script_that_writes_without_a_pause_holds_nothing_up(tmp_path, monkeypatch):
+    log = tmp_path / "0.log"
+    echo = ScriptOutput(log)
+    log.write_bytes(b"x" * 10)
+    shown = []
+
+    def write(_descriptor, content):
+        assert len(shown) < 5, "it never returns"
+        shown.append(bytes(content))
+        with log.open("ab") as script:
+            script.write(b"y" * 10)
+
+    monkeypatch.setattr("manyhands.run.train.write_all", write)
+    echo.show_new()
+    echo.show_new()
+    assert b"".join(shown) == b"x" * 10 + b"y" * 10

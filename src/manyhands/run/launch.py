@@ -44,7 +44,7 @@ from manyhands.run.train import check_names, watch_on
 
 SOCKET, LOG = "head.sock", "head.log"  # in the run folder
 # A request through the socket, and the start of the answer to a machine that has joined.
-_REQUEST, _JOINED = re.compile(rb"join ([^\n]+)\n"), "joined: "
+_REQUEST, _JOINED = re.compile(rb"join (.+)\n", re.DOTALL), "joined: "
 
 
 def launch(

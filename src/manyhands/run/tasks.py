@@ -250,11 +250,13 @@ def _private_folder() -> Iterator[RunFolder]:
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
     """Disables garbage collection: a plan search makes many small objects, and keeps nearly all of them."""
+    enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        gc.enable()
+        if enabled:
+            gc.enable()
 
 
 @_no_garbage_collection()

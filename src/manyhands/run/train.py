@@ -204,7 +204,8 @@ class ScriptOutput:
         self._shown = log.stat().st_size if log.is_file() else 0
 
     def show_new(self) -> None:
-        while new := read_growing(self._log, self._shown, 1 << 20, rest=True):
+        end = self._log.stat().st_size if self._log.is_file() else 0  # a script may write without a pause
+        while self._shown < end and (new := read_growing(self._log, self._shown, 1 << 20, rest=True)):
             self._shown += len(new)
             sys.stdout.flush()
             write_all(sys.stdout.fileno(), new)

@@ -7,6 +7,7 @@ update. A block's result does not depend on the process, counts are integers, an
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +16,6 @@ import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import Tensor, nn
 
 from manyhands.checkpoint import files
-from manyhands.checkpoint.folders import verifies
 from manyhands.config.job import Job
 from manyhands.core.errors import RunError, UserError
 from manyhands.core.files import read_object
@@ -301,7 +301,7 @@ def _of_the_best(trainer: Trainer, last: EvaluationDetail, stop: StopSignal) -> 
     if progress.best_step == progress.step:
         return last
     paths = [folder / files.step_name(step) for step in (progress.best_step, progress.step)]
-    if progress.best_step < 0 or not broadcast_plain(all(map(verifies, paths)), trainer.world):
+    if progress.best_step < 0 or not broadcast_plain(all(map(_is_valid, paths)), trainer.world):
         step = progress.step
         trainer.journal.event("warning", "the best checkpoint can't be read; the test uses the last weights", step)
         return None
@@ -314,6 +314,15 @@ def _of_the_best(trainer: Trainer, last: EvaluationDetail, stop: StopSignal) -> 
         raise
     _load(trainer, progress.step)
     return found.model_copy(update={"step": progress.best_step, "epoch": epoch})
+
+
+def _is_valid(path: Path) -> bool:
+    """Hashes a checkpoint anew, although this process may have written it: the test must not use a damaged one."""
+    try:
+        files.verify(path)
+    except UserError:
+        return False
+    return True
 
 
 def _load(trainer: Trainer, step: int) -> int:

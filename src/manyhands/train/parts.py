@@ -324,8 +324,9 @@ def _placed(model: nn.Module, job: Job, world: World) -> tuple[nn.Module, Job]:
         changes["precision"] = "fp64"
     elif options.precision == "auto":
         changes["precision"] = "fp32"
-    options, named = options.model_copy(update=changes), job.model.model_copy(update={"name": type(model).__name__})
-    return on_device(model, options, world.device), job.model_copy(update={"model": named, "train": options})
+    named = job.model.model_copy(update={"name": type(model).__name__})
+    changed = job.model_copy(update={"model": named, "train": options.model_copy(update=changes)})
+    return on_device(model, options, world.device), changed
 
 
 def grid_of(job: Job, world: World, mode: str) -> "Grid | None":
@@ -360,8 +361,10 @@ def make_model(
 def on_device(model: nn.Module, options: TrainOptions, device: str) -> nn.Module:
     """Returns the network on a device, in training mode, in the precision and the memory format of the options."""
     model = model.double() if options.precision == "fp64" else model
-    layout = torch.channels_last if options.channels_last is True else torch.preserve_format
-    return model.to(device, memory_format=layout).train()  # pyright: ignore[reportCallIssue] - missing in its types
+    model = model.to(device).train()
+    if options.channels_last is not True:  # lazy layers have no memory format yet
+        return model
+    return model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue] - missing in its types
 
 
 def without_first_weights(job: Job, size: int, objects: Objects) -> Job:

@@ -172,10 +172,10 @@ class Trainer:
 
         After an exception the phase stays, for the failure record.
         """
-        before, began_s, self.heartbeats.phase = self.heartbeats.phase, time.perf_counter(), phase
+        began_s, self.heartbeats.phase = time.perf_counter(), phase
         yield
         self.status_round.leave_out(time.perf_counter() - began_s)
-        self.heartbeats.phase = before
+        self.heartbeats.phase = "train"
 
     def note_stall(self, message: str, seconds: float) -> None:
         if message and not isinstance(self.sync.monitor, Watcher):
@@ -282,4 +282,4 @@ def record_epoch(trainer: Trainer) -> None:
     made = evaluated if evaluated and evaluated.step == progress.step else None
     with trainer.paused("at_epoch_end"):
         trainer.hooks.at_epoch_end(EpochEnd(progress.epoch, progress.step, made, trainer.folder.path.absolute()))
-    trainer.heartbeats.beat()
+        trainer.heartbeats.beat()  # before the phase ends: its time is no stall of training

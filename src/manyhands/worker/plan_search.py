@@ -378,6 +378,7 @@ def search_plan(
         found = found.repicked(seconds)
     planned = Planned(found, case, notes, sync, fewer, advised(found, sync, fewer, apart=apart))
     plan, letters = planned.plan, found.chosen.letters
+    _check_free(out, force=force)  # another search may have ended meanwhile
     out.parent.mkdir(parents=True, exist_ok=True)
     write_plan_record(out, plan.record())
     draw_plan({name: letters[name] for name in graph.ops if name in letters}, plan.mesh, drawing)

@@ -150,9 +150,10 @@ def explain_unused(facts: Mapping[str, Any], host: str) -> tuple[str, tuple[str,
 def unused_here() -> tuple[str, tuple[str, ...]] | None:
     """Runs `explain_unused` on this machine; asks torch only if there is an accelerator."""
     try:
-        working, installed = accelerators(), cards()
+        working = accelerators()
     except (OSError, RuntimeError) as error:
         hints = ("test the driver: nvidia-smi", "reload the driver")
         return f"the accelerators of this machine do not respond: {error}", hints
+    installed = cards()
     facts = {"accelerators": working, "cards": installed, "environment": dict(os.environ)}
     return explain_unused({**facts, "torch_devices": ask_torch() if working or installed else None}, "this machine")

@@ -135,13 +135,18 @@ class SeedRng(nn.Module):
 
 def _draws(op: Op) -> bool:
     if op.module is not None:
-        # attention and recurrent layers have the attribute `dropout`
-        shares = (one.p if isinstance(one, _DropoutNd) else getattr(one, "dropout", 0) for one in op.module.modules())
-        return any(isinstance(share, int | float) and share > 0 for share in shares)
+        return any(map(_is_random, op.module.modules()))
     if op.node is None or not ("dropout" in _word(op) or _drops_samples(op)):
         return False
     share: Any = op.node.kwargs.get("p", op.node.args[1] if len(op.node.args) > 1 else None)
     return bool(share != 0)
+
+
+def _is_random(module: nn.Module) -> bool:
+    if isinstance(module, _DropoutNd):
+        return module.p > 0
+    share = getattr(module, "dropout", 0.0)  # of attention and recurrent layers
+    return isinstance(share, float) and share > 0
 
 
 def _drops_samples(op: Op) -> bool:

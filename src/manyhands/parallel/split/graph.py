@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
 
 from manyhands.parallel.mesh.placement import SPREAD, WHOLE, Extent, Side
 from manyhands.parallel.plan import INPUT
@@ -110,7 +109,11 @@ class Graph:
 
 
 def tensors_of(value: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, list | tuple | dict):  # subclasses too, which torch's pytree doesn't know
+        return [tensor for one in (value.values() if isinstance(value, dict) else value) for tensor in tensors_of(one)]
+    return []
 
 
 class _Tracer(fx.Tracer):
