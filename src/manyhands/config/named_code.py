@@ -5,9 +5,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from manyhands.checkpoint.trained import TrainedNetwork
+from manyhands.core import terminal, user_code
 from manyhands.core.errors import UserError
-from manyhands.core.terminal import say
-from manyhands.core.user_code import code_digests, code_file
 
 
 def announce(
@@ -20,17 +19,17 @@ def announce(
     """
     known = record.code if record else {}
     for word in dict.fromkeys(words):
-        file = code_file(word)
+        file = user_code.code_file(word)
         if file is None or not file.is_file():
             continue
         for place in (said_by, file):
             refuse_other_users(word, place, said_by, instead.format(word))
-        digests = code_digests([word])
+        digests = user_code.code_digests([word])
         unchanged = word in digests and all(known.get(name, digest) == digest for name, digest in digests.items())
         trained = "; unchanged since training" if unchanged else "; CHANGED since training"
         if word not in known:
             trained = "; the version used in training is unknown"
-        say(f"running code from {file}, as {said_by} requests{trained if compared else ''}")
+        terminal.say(f"running code from {file}, as {said_by} requests{trained if compared else ''}")
 
 
 def refuse_other_users(word: str, place: Path, said_by: Path, instead: str) -> None:

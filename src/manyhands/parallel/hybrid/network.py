@@ -11,21 +11,18 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from manyhands.core.mesh import TensorLayout
-from manyhands.core.seeds import mix
+from manyhands.core import mesh, seeds
+from manyhands.parallel import network, on_mesh, plan
 from manyhands.parallel.mesh.grid import Grid
 from manyhands.parallel.mesh.marks import axis_numbers, layouts_of
-from manyhands.parallel.network import MicroBatchShape, ModeTraits
-from manyhands.parallel.on_mesh import NetworkOnMesh
-from manyhands.parallel.plan import Plan
 from manyhands.parallel.replicas.batch_norm import GroupedNorm, NormGroups
 
 
-class HybridNetwork(NetworkOnMesh):
+class HybridNetwork(on_mesh.NetworkOnMesh):
     """A network that is sharded by hand; `samples` are the indices of the mesh axes that shard the samples."""
 
     def __init__(
-        self, model: nn.Module, grid: Grid, layouts: dict[str, TensorLayout], samples: tuple[int, ...]
+        self, model: nn.Module, grid: Grid, layouts: dict[str, mesh.TensorLayout], samples: tuple[int, ...]
     ) -> None:
         self.samples, parts = samples, grid.parts(samples)
         # BatchNorm's groups are shared over the axes of the samples only.
@@ -34,17 +31,17 @@ class HybridNetwork(NetworkOnMesh):
             if isinstance(module, GroupedNorm):
                 module.groups = groups
                 groups.layers.append(module)
-        traits = ModeTraits(plan=Plan(grid.mesh, layouts=layouts))
+        traits = network.ModeTraits(plan=plan.Plan(grid.mesh, layouts=layouts))
         super().__init__(model, model, grid, layouts, (samples, samples), most_parts=parts, traits=traits)
         self.norms = groups
 
     @override
-    def begin_micro_batch(self, shape: MicroBatchShape) -> None:
+    def begin_micro_batch(self, shape: network.MicroBatchShape) -> None:
         """Sets BatchNorm's groups, and equal random seeds on processes with the same samples."""
         self.grid.batch = shape.samples
         share = shape.share(self.share.parts, self.share.index)
         self.norms.begin_micro_batch(share.spans, share.shared_groups, share.count, shape.batch)
-        torch.manual_seed(mix(mix(shape.seed) ^ self.share.index))
+        torch.manual_seed(seeds.mix(seeds.mix(shape.seed) ^ self.share.index))
 
 
 def hybrid_network(model: nn.Module, grid: Grid, samples: Sequence[str] | None = None) -> HybridNetwork:
