@@ -1,10 +1,13 @@
-"""Builds a Job from its sources, records the source of each value, and reports all invalid values at once."""
+"""Builds a Job from its sources, records the source of each value, and reports all invalid values at once.
+
+`announce` reports user code that a run folder or a plan, possibly another user's, names, before the code runs.
+"""
 
 import functools
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import UnionType
@@ -12,6 +15,7 @@ from typing import Any, Literal, Union, cast, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
+from manyhands.checkpoint.trained import TrainedNetwork
 from manyhands.config.job import OBJECT, OF_BUILT_IN_OPTIMIZERS, Job
 from manyhands.config.recipes import choose_recipe
 from manyhands.core import choices, files, user_code
@@ -329,3 +333,33 @@ def _word_and_table(text: str, path: Path) -> UserError | None:
             move = f"write the name into the table: [{section}], and below it {main} = {value}"
             return UserError(what, f"{path}, line {lines[0]}", (move, f"remove line {lines[0]}"))
     return None
+
+
+def announce(
+    words: Iterable[str], said_by: Path, record: TrainedNetwork | None, instead: str, *, compared: bool = True
+) -> None:
+    """Prints which code a run is about to execute and, with `compared`, whether the code changed since training.
+
+    `words`: option values; values that aren't code are skipped. `said_by`: folder or file with the values. `record`:
+    has digests of the trained code. `instead`: how a user names the code. Raises UserError: another user owns it.
+    """
+    known = record.code if record else {}
+    for word in dict.fromkeys(words):
+        file = user_code.code_file(word)
+        if file is None or not file.is_file():
+            continue
+        for place in (said_by, file):
+            refuse_other_users(word, place, said_by, instead.format(word))
+        digests = user_code.code_digests([word])
+        unchanged = word in digests and all(known.get(name, digest) == digest for name, digest in digests.items())
+        trained = "; unchanged since training" if unchanged else "; CHANGED since training"
+        if word not in known:
+            trained = "; the version used in training is unknown"
+        say(f"running code from {file}, as {said_by} requests{trained if compared else ''}")
+
+
+def refuse_other_users(word: str, place: Path, said_by: Path, instead: str) -> None:
+    """Raises UserError if `place`, from which `word` would run, belongs neither to this user nor to root."""
+    if place.exists() and (owner := place.stat().st_uid) not in {0, os.geteuid()}:
+        what = f"{said_by} requests to run {word}, but {place} belongs to another user (uid {owner})"
+        raise UserError(what, str(place), (f"review {word}, then name it explicitly: {instead}",))

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from manyhands.core.mesh import Mesh, TensorLayout, bounds
 from manyhands.core.world import Share, World
 from manyhands.parallel.replicas.batch_norm import norms_of
-from manyhands.parallel.spread import full_tensor
 
 if TYPE_CHECKING:
     from manyhands.parallel.mesh.grid import Grid
@@ -162,6 +161,25 @@ class ParallelNetwork:
 
     def close(self) -> None:
         """Releases process groups, hooks and shared memory."""
+
+
+# torch's DTensors, whose constructors are imported late because that takes half a second.
+
+
+def is_spread(tensor: Any) -> bool:
+    return hasattr(tensor, "full_tensor")
+
+
+def full_tensor(tensor: Any) -> Any:
+    """Returns the full tensor; a collective for a DTensor."""
+    return tensor.full_tensor() if is_spread(tensor) else tensor
+
+
+def spread_like(value: Tensor, parameter: Any) -> Tensor:
+    """Shards a full tensor like the DTensor `parameter`, without communication; all processes must hold the tensor."""
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from manyhands.checkpoint import folders, trained
 from manyhands.cluster.agents.claim import Term, claim, new_holder, raise_term, run_id, set_run_id, term_in
 from manyhands.cluster.folders import holds_run, use_run_folder, write_job, writing_into
 from manyhands.cluster.hosts.machines import machines_of
-from manyhands.config import load, named_code
+from manyhands.config import load
 from manyhands.config.job import ClusterOptions, Job
 from manyhands.core import stops, terminal, timeouts
 from manyhands.core.errors import EXIT_DOCTOR, EXIT_USAGE, ManyhandsError, UserError
@@ -238,7 +238,7 @@ def announce_resumed(folder: RunFolder, loaded: load.LoadedJob) -> None:
     for key in _MAY_NAME_CODE:
         if loaded.origins.get(key) == str(folder.job):
             words = [values[key]] if isinstance(values[key], str) else values[key]
-            named_code.announce(words, folder.path, record, f"--set {key}={{}}")
+            load.announce(words, folder.path, record, f"--set {key}={{}}")
 
 
 def announce_reach(loaded: load.LoadedJob) -> None:
@@ -249,6 +249,6 @@ def announce_reach(loaded: load.LoadedJob) -> None:
         known = {getattr(standard, name), (remembered_reach(file.parent) or {}).get(name)}
         if wanted in known or not file.is_file() or not machines_of(loaded.job.cluster):
             continue
-        named_code.refuse_other_users(shlex.quote(wanted), file, file, f"--set cluster.{name}={shlex.quote(wanted)}")
+        load.refuse_other_users(shlex.quote(wanted), file, file, f"--set cluster.{name}={shlex.quote(wanted)}")
         if RunFolder(file.parent).ranks.is_dir():
             terminal.say(f"connecting to the machines with {shlex.quote(wanted)}, as specified in {file}")

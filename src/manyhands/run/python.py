@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from manyhands.config.job import OBJECT, Job, TrainOptions
-from manyhands.config.load import ONE_WORD, is_switch, known_keys, load_on, meant_key
-from manyhands.config.named_code import announce
+from manyhands.config.load import ONE_WORD, announce, is_switch, known_keys, load_on, meant_key
 from manyhands.core import records, stops
 from manyhands.core.errors import EXIT_SAVED, ManyhandsError, UserError
 from manyhands.core.run_folder import NOWHERE, OBJECTS
@@ -30,10 +29,11 @@ from manyhands.train.objects import Objects, digest_objects, metric_words
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from manyhands.train import optimize, trained
     from manyhands.train.loss import Evaluation
     from manyhands.train.objects import AtEpochEnd
+    from manyhands.train.optimize import MakeOptimizer
     from manyhands.train.session import Session
+    from manyhands.train.trained import Trained
 
 JobLike = Job | str | Path | None  # the argument `job` of each function
 
@@ -137,7 +137,7 @@ def fit(  # noqa: PLR0913 - all but three are named
     held_out_set: Any = None,
     processes: int | None = None,
     loss: "Callable[[Tensor, Tensor], Tensor] | str | None" = None,
-    optimizer: "optimize.MakeOptimizer | str | None" = None,
+    optimizer: "MakeOptimizer | str | None" = None,
     schedule: "Callable[..., Any] | str | None" = None,
     metrics: Mapping[str, Any] | Sequence[str] | None = None,
     at_epoch_end: "AtEpochEnd | None" = None,
@@ -327,7 +327,7 @@ def evaluate(
 @_hints_as_arguments()
 def load(
     run: Run | str | Path, which: str = "best", *, model: "nn.Module | str | None" = None, device: str = "cpu"
-) -> "trained.Trained":
+) -> "Trained":
     """Loads the trained network of a run, ready for inference.
 
         network, transform, classes = manyhands.load("runs/pets")

@@ -18,8 +18,7 @@ from manyhands.cluster.failures import Failed, as_error
 from manyhands.cluster.hosts.inventory import Rendezvous
 from manyhands.cluster.hosts.this_process import participate
 from manyhands.config.job import OBJECT, Job
-from manyhands.config.load import load_job
-from manyhands.config.named_code import announce
+from manyhands.config.load import announce, load_job
 from manyhands.core.errors import UserError
 from manyhands.core.plan_record import read_plan_record
 from manyhands.core.run_folder import OBJECTS, RunFolder
