@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.utils as nn_utils
 from torch import Tensor, nn
 
 from manyhands.core.mesh import Mesh, TensorLayout, bounds
@@ -137,9 +136,8 @@ class ParallelNetwork:
 
     def gradient_norm(self) -> Tensor:
         """Returns the 2-norm [] of all gradients of the network; a collective if processes hold shards."""
-        return full_tensor(
-            nn_utils.get_total_norm([one.grad for one in self.model.parameters() if one.grad is not None])
-        )
+        gradients = [one.grad for one in self.model.parameters() if one.grad is not None]
+        return full_tensor(nn.utils.get_total_norm(gradients))
 
     def finish_update(self) -> None:
         """Updates BatchNorm's running statistics by the samples of all processes; a collective."""

@@ -1,17 +1,18 @@
 """The membership of a launched run: running, lost, contacted, ready and excluded machines.
 
-Changes of the state of a machine:
+A machine in the state RUNNING takes part in the current start; `until` is the deadline of every other state.
 
-    RUNNING -> LOST         its connection ended or was silent, and could not be replaced
-    RUNNING -> READY        excluded for a while: it failed several times in a row, and the run can continue without it
-    RUNNING -> READY        another machine was lost while this one joined (run/start.py)
-    LOST -> CONTACTING      the pause before the next contact is over
-    CONTACTING -> READY     the agent has answered every request
-    CONTACTING -> LOST      no answer, its earlier workers are still exiting, or it belongs to another launcher
-    READY -> RUNNING        the next start includes it; the run is restarted for this if enough updates remain
-    READY -> LOST           its connection ended or was silent
-    LOST, CONTACTING, READY -> refused      it can't take part, and another attempt would not change that
-    RUNNING -> refused                      it has just joined, and the start with it failed before its first update
+    from         to          reason                                                            method
+    RUNNING      LOST        its connection ended or was silent, and could not be replaced     note_ending, take_in
+    RUNNING      READY       it failed repeatedly and isn't needed: excluded for a while       note_ending
+    RUNNING      READY       another machine was lost while it joined                          Starts._take_in
+    RUNNING      refused     it had just joined, and the start failed before its first update  note_ending
+    LOST         CONTACTING  the pause before the next contact is over                         _open
+    CONTACTING   READY       the agent has answered every request                              _receive
+    CONTACTING   LOST        no answer, workers still exiting, or it obeys another launcher    _give_up
+    READY        RUNNING     a start includes it; the run restarts if enough updates remain    take_in
+    READY        LOST        its connection ended or was silent                                _give_up
+    not RUNNING  refused     it can't take part, and another attempt would not change that     tick
 """
 
 import time

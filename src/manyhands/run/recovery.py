@@ -3,7 +3,11 @@
 The steps after a fault: `supervise_once` (cluster/agents/supervise.py) lets the workers save, ends them by the commands
 of agents/protocol.py and returns an `Ending`; `RestartPolicy.after` decides; `Membership.note_ending` (run/machines.py)
 updates the states of the machines; `Starts` (run/start.py) prepares the next start on the remaining machines. While
-they train, `Watch.on_tick` contacts lost machines. core/timeouts.py has the time limits.
+they train, `Watch.regroups` contacts lost machines. core/timeouts.py has the time limits.
+
+A *start* is one launch of the processes on all machines of the run; a restart is another start of the same launcher.
+`number` counts the starts of a launcher from 0. `generation` is the number of the start in an agent's orders, and in
+`RunMachine` of the last start that included the machine. `term` (cluster/agents/claim.py) is the launcher's own number.
 """
 
 import time

@@ -67,7 +67,7 @@ def train(job: Job, *, quiet: bool = False, objects: Any = None, rendezvous: Ren
         more, earlier = {"met": several, **_hand_over(objects, private)}, len(starts_and_stops(folder))
         with ends_noted(job, folder), closing(Screen(folder.path, quiet=quiet)) as screen:
             watch = watch_on(job, folder, screen, quiet=quiet)
-            watch.evicts &= not several  # no launcher watches all processes: none are restarted or evicted
+            watch.recovers &= not several  # no launcher watches all processes: none are restarted
             agents, there = list[connection.AgentConnection](), str(folder.path.resolve())
 
             def orders(job: Job, number: int) -> dict[connection.AgentConnection, protocol.Orders]:
@@ -184,8 +184,8 @@ def watch_on(job: Job, folder: RunFolder, screen: Screen, *, quiet: bool) -> sup
 
     # A script may not save.
     stopping = f"stopping {script[0]}; press Ctrl-C again to kill the script" if script else STOPPING
-    stalls, evicts = not job.cluster.debugging, job.cluster.recovers
-    return supervise.Watch(tick, lambda: screen.say(stopping), warn, stalls=stalls, evicts=evicts)
+    stalls, recovers = not job.cluster.debugging, job.cluster.recovers
+    return supervise.Watch(tick, lambda: screen.say(stopping), warn, stalls=stalls, recovers=recovers)
 
 
 class ScriptOutput:

@@ -182,9 +182,8 @@ class GroupedNorm(_BatchNorm):
     def _together(self, parts: list[tuple[Tensor, Span]], like: Tensor) -> list[Tensor]:
         """Normalises groups that several processes hold; a collective, also for a process without parts."""
         sizes = self.groups.shared_sizes
-        moments = norm_pass.moments_of(
-            [(part, span.shared) for part, span in parts], len(sizes), self.num_features, like
-        )
+        shared = [(part, span.shared) for part, span in parts]
+        moments = norm_pass.moments_of(shared, len(sizes), self.num_features, like)
         self.groups.add_up(moments)
         per_sample = _values_per_row(like) * self.rows_per_sample
         counts = _kept(tuple(sizes), moments.dtype, moments.device)[:, None] * per_sample
