@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
-from manyhands.core import devices, phases
+from manyhands.core import phases
+from manyhands.core.devices import is_tested
 from manyhands.core.errors import UserError
 from manyhands.core.world import Span
 from manyhands.parallel.replicas import norm_pass
@@ -124,7 +125,7 @@ class GroupedNorm(_BatchNorm):
         """Returns the runs of spans in the order in which they are normalised."""
         spans = self.groups.spans
         # On a CPU a kernel for each group is faster: launches cost nothing, and data stays in the cache.
-        if not devices.is_tested(input.device):
+        if not is_tested(input.device):
             return [(span,) for span in spans]
         values = self.rows_per_sample * _values_per_row(input)
         small = max((span.size for span in spans), default=0) * values * self.num_features <= _MOST_VALUES
