@@ -3,7 +3,7 @@
 `__all__` lists the public interface. Each name is imported on first use, because importing torch is slow.
 """
 
-from manyhands.core.version import __version__ as __version__
+__version__ = "0.1.0"
 
 # Not typing.TYPE_CHECKING: importing typing takes longer than all other steps before the command handles Ctrl-C.
 TYPE_CHECKING = False
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from manyhands.data.options import DataOptions
     from manyhands.models.options import ModelOptions
     from manyhands.parallel.group.collectives import Subgroup
-    from manyhands.parallel.hybrid.verify import Finding, GradientCheck, verify_gradients
     from manyhands.parallel.mesh.grid import Axis, Grid, open_mesh
     from manyhands.parallel.mesh.marks import Parameter
     from manyhands.parallel.options import ParallelOptions
     from manyhands.parallel.plan import Plan
     from manyhands.parallel.split.tracing import register_rule
+    from manyhands.parallel.verify import Finding, GradientCheck, verify_gradients
     from manyhands.run.python import Run, evaluate, fit, load, predict, session
     from manyhands.sync.options import SyncOptions
     from manyhands.train.custom_update import SessionSamples
@@ -42,8 +42,8 @@ _HOMES = {
     "Evaluation": "manyhands.train.loss",
     "EvaluationDetail": "manyhands.core.records",
     "EvaluationMetrics": "manyhands.core.records",
-    "Finding": "manyhands.parallel.hybrid.verify",
-    "GradientCheck": "manyhands.parallel.hybrid.verify",
+    "Finding": "manyhands.parallel.verify",
+    "GradientCheck": "manyhands.parallel.verify",
     "Grid": "manyhands.parallel.mesh.grid",
     "Job": "manyhands.config.job",
     "ManyhandsError": "manyhands.core.errors",
@@ -71,7 +71,7 @@ _HOMES = {
     "predict": "manyhands.run.python",
     "register_rule": "manyhands.parallel.split.tracing",
     "session": "manyhands.run.python",
-    "verify_gradients": "manyhands.parallel.hybrid.verify",
+    "verify_gradients": "manyhands.parallel.verify",
 }
 
 __all__ = [

@@ -406,7 +406,7 @@ def test_a_machine_whose_processes_have_ended_is_assured_of_its_head_while_other
     ended = said(tmp_path, WorkersStarted(0, [1]), WorkersEnded(failed={0: -9}, host="n2"))
     links = [spoken_by(tmp_path, "n2", f"{ended}; exec tee {heard}"), spoken_by(tmp_path, "n1", "sleep 4")]
     told = []
-    watch = Watch(evicts=True, on_warning=told.append)
+    watch = Watch(recovers=True, on_warning=told.append)
     ending = supervise_once(dict.fromkeys(links, Orders({}, str(tmp_path), Rendezvous((1, 1)))), watch)
     assert told == [f"n1 is lost: {ending.lost['n1']}; cleaning up"]
     assert ending.failed == {0: -9}

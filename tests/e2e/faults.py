@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from manyhands.checkpoint import write
+from manyhands.checkpoint import folders
 from manyhands.parallel.gradients import Gradients
 from manyhands.parallel.modes import data
 from manyhands.parallel.modes.data import Replica
@@ -106,7 +106,7 @@ around(Gradients, "step", "stepped", after=True)
 around(SharedSums, "_wait", "shared memory", when=lambda *_: STEP[1] == "passes" and not _in_backward())
 around(NormGroups, "add_up", "norm in backward", when=lambda *_: _in_backward())
 around(NormGroups, "add_up", "norm statistics", when=lambda *_: STEP[1] == "update")
-around(write, "commit", "saving")
+around(folders, "commit", "saving")
 around(SyncGroup, "exchange", "thread", after=True, when=_in_a_thread)
 around(SyncGroup, "gather", "thread", after=True, when=_in_a_thread)
 

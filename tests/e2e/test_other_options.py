@@ -22,7 +22,7 @@ from manyhands.checkpoint.write import save
 from manyhands.cli.main import main
 from manyhands.cluster.agents.mirror import Receiver
 from manyhands.cluster.agents.protocol import FilePiece
-from manyhands.config.named_code import announce
+from manyhands.config.load import announce
 from manyhands.core.errors import ManyhandsError, UserError
 from manyhands.core.user_code import code_digests
 from manyhands.run.folder import record_of

@@ -20,7 +20,7 @@ CHOICES = {
 }
 NAMES = {name for names in CHOICES.values() for name in names}
 # The proof of networks that their author has split is of one mode alone, whose network it takes.
-PROOF = ("parallel/hybrid/verify.py",)
+PROOF = ("parallel/verify.py",)
 CONFIG = ("config/", "parallel/options.py", "sync/options.py")
 # These words mean other things too: a section of the job, a machine, whatever device there is, a precision.
 COMMON = {"data", "local", "auto", "bf16"}

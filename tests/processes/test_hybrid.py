@@ -15,10 +15,9 @@ from manyhands.core.mesh import bounds, parse_mesh
 from manyhands.core.world import World
 from manyhands.data.order import shares_of_micro_batch
 from manyhands.parallel.gradients import Gradients
-from manyhands.parallel.hybrid.network import hybrid_network
 from manyhands.parallel.mesh.grid import open_mesh
 from manyhands.parallel.mesh.marks import Parameter, layouts_of
-from manyhands.parallel.modes.hybrid import apply
+from manyhands.parallel.modes.hybrid import apply, hybrid_network
 from manyhands.parallel.network import MicroBatchShape, ModeRequest
 from manyhands.parallel.replicas.batch_norm import group_batch_norms
 from tests.processes.ranks import run_on_ranks

@@ -6,8 +6,8 @@ from torch import nn
 
 from manyhands.core.errors import RunError, UserError
 from manyhands.core.mesh import parse_mesh
-from manyhands.parallel.hybrid.verify import verify_gradients
 from manyhands.parallel.mesh.grid import open_mesh
+from manyhands.parallel.verify import verify_gradients
 from tests.processes.ranks import run_on_ranks
 
 

@@ -31,14 +31,14 @@ def test_letters_that_no_font_has_are_named(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(drawing, "_installed_fonts", list)
     assert fonts_for(["a猫狗a"]) == (["DejaVu Sans"], "狗猫")
     run = complete(tmp_path / "run")
-    read = page.read_run
+    read = page.read.read_run
 
     def names(path):
         found = read(path)
         classes = ["猫", *found.best.classes[1:]]
         return dataclasses.replace(found, best=found.best.model_copy(update={"classes": classes}))
 
-    monkeypatch.setattr(page, "read_run", names)
+    monkeypatch.setattr(page.read, "read_run", names)
     text = write_report(getattr(run, "path", run)).read_text()
     assert "no font on this machine has 猫" in text
     assert "no font on this machine has 猫" in capsys.readouterr().err

@@ -86,7 +86,7 @@ def test_a_script_that_writes_without_a_pause_holds_nothing_up(tmp_path, monkeyp
         with log.open("ab") as script:
             script.write(b"y" * 10)
 
-    monkeypatch.setattr("manyhands.run.train.write_all", write)
+    monkeypatch.setattr("manyhands.core.files.write_all", write)
     echo.show_new()
     echo.show_new()
     assert b"".join(shown) == b"x" * 10 + b"y" * 10

@@ -6,11 +6,7 @@ from pathlib import Path
 
 import torch
 
-from manyhands.checkpoint import files
-from manyhands.checkpoint.describe import KINDS, MODEL, NetworkLayout, Region, TensorEntry
-from manyhands.checkpoint.folders import commit, staging
-from manyhands.checkpoint.read import Source
-from manyhands.checkpoint.snapshot import EXTRA_STATE, unflatten
+from manyhands.checkpoint import describe, files, folders, read, snapshot
 from manyhands.checkpoint.write import Contents, Files, refuse_too_little_space, save_error
 from manyhands.core.errors import UserError
 from manyhands.core.files import replacing, sync
@@ -20,14 +16,14 @@ SAFETENSORS, PICKLED = (".safetensors",), (".pth", ".pt")
 _UNKNOWN = (".tar", ".bin", ".ckpt", ".pkl", ".zip", ".json", ".npz", ".onnx")
 
 
-def read_network_layout(file: Path) -> NetworkLayout:
+def read_network_layout(file: Path) -> describe.NetworkLayout:
     """Reads the mesh and the layouts of a plan.json. Raises UserError: the plan lacks them."""
     record = read_plan_record(file)
     for key in ("mesh", "layouts"):
         if getattr(record, key) is None or key not in record.model_fields_set:
             hints = ('give "mesh": {"dp": 2, "tp": 2} and "layouts": {name: layout}, as in a run\'s plan',)
             raise UserError(f'the plan has no "{key}"', str(file), hints)
-    return NetworkLayout(*record.mesh_and_layouts(str(file)))
+    return describe.NetworkLayout(*record.mesh_and_layouts(str(file)))
 
 
 def refuse_existing(target: Path) -> None:
@@ -39,7 +35,7 @@ def refuse_existing(target: Path) -> None:
         raise UserError(f"there is no folder {parent}", str(target), (f"create the folder: mkdir -p {parent}",))
 
 
-def reshard(source: Source, target: Path, network_layout: NetworkLayout) -> None:
+def reshard(source: read.Source, target: Path, network_layout: describe.NetworkLayout) -> None:
     """Writes a checkpoint folder with another sharding. Raises UserError, or SaveError: the disk is full or fails."""
     contents = _contents(source, network_layout)
 
@@ -52,19 +48,19 @@ def reshard(source: Source, target: Path, network_layout: NetworkLayout) -> None
     _commit(target, contents, write)
 
 
-def merge(source: Source, target: Path) -> None:
+def merge(source: read.Source, target: Path) -> None:
     """Writes an unsharded checkpoint folder, or a file with the weights only. Raises the errors of `reshard`."""
-    contents = _contents(source, NetworkLayout())
+    contents = _contents(source, describe.NetworkLayout())
     if target.name.endswith(_UNKNOWN):
         hints = ("end the name in .safetensors or .pth, or give a checkpoint folder's name without a suffix",)
         raise UserError(f"{target.name} has an unsupported file type", str(target), hints)
 
     def write(part: Path) -> None:
         if target.name.endswith(SAFETENSORS):
-            contents.write_file(part, MODEL)
+            contents.write_file(part, describe.MODEL)
         elif target.name.endswith(PICKLED):
             tensors = {name: source.model.read(name) for name in source.model.names()}
-            torch.save(tensors | unflatten(source.state.get(EXTRA_STATE, {}), {}), part)
+            torch.save(tensors | snapshot.unflatten(source.state.get(snapshot.EXTRA_STATE, {}), {}), part)
         else:
             contents.write_unsharded(part)
 
@@ -75,17 +71,17 @@ def is_single_file(target: Path) -> bool:
     return target.name.endswith(SAFETENSORS + PICKLED)
 
 
-def _contents(source: Source, network_layout: NetworkLayout) -> Contents:
+def _contents(source: read.Source, network_layout: describe.NetworkLayout) -> Contents:
     layouts, kinds = source.layouts(network_layout), source.stored
     tensors = {
-        kind: {name: TensorEntry(entry.dtype, layouts[kind][name]) for name, entry in stored.described.items()}
+        kind: {name: describe.TensorEntry(entry.dtype, layouts[kind][name]) for name, entry in stored.described.items()}
         for kind, stored in kinds.items()
     }
     texts = {files.STATE: files.json_text(source.state)}
     if source.optimizer is not None:
         texts[files.OPTIMIZER_PLAN] = files.json_text(source.branches)
 
-    def fetch(kind: str, name: str, region: Region) -> torch.Tensor:
+    def fetch(kind: str, name: str, region: describe.Region) -> torch.Tensor:
         return kinds[kind].read(name, layouts[kind][name].view, region)
 
     return Contents(int(source.state.get("step", 0)), network_layout.mesh, tensors, texts, fetch)
@@ -95,14 +91,14 @@ def _commit(target: Path, contents: Contents, write: Callable[[Path], None]) -> 
     single, above = is_single_file(target), target.absolute().parent
     refuse_existing(target)
     try:
-        refuse_too_little_space(above, contents.size_bytes([MODEL] if single else KINDS))
-        with replacing(target) if single else staging(above, contents.step) as part:
+        refuse_too_little_space(above, contents.size_bytes([describe.MODEL] if single else describe.KINDS))
+        with replacing(target) if single else folders.staging(above, contents.step) as part:
             write(part)
             if single:
                 sync(part)
             refuse_existing(target)
             if not single:
-                commit(part, target.absolute())
+                folders.commit(part, target.absolute())
         sync(above)
     except OSError as error:
         raise save_error(target, error) from error

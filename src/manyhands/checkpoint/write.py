@@ -17,11 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from manyhands.checkpoint import describe, files
+from manyhands.checkpoint import describe, files, folders, read
 from manyhands.checkpoint.describe import MODEL, OPTIMIZER, NetworkLayout, Region, Tensors, size_of
 from manyhands.checkpoint.files import TornCheckpointError
-from manyhands.checkpoint.folders import commit, remember, staging, verifies
-from manyhands.checkpoint.read import entry_of, slices, torch_type
 from manyhands.checkpoint.snapshot import Snapshot, flatten_optimizer, parameter_names
 from manyhands.core.errors import ManyhandsError, RunError, UserError
 from manyhands.core.files import sync
@@ -30,7 +28,7 @@ from manyhands.core.mesh import Mesh, unsharded
 _MARGIN_BYTES = 64 * 1024
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 Specs = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # type and shape of each tensor of a file, by key
-_CODES = {torch_type(kind): code for code, kind in describe.BY_CODE.items()}
+_CODES = {read.torch_type(kind): code for code, kind in describe.BY_CODE.items()}
 T = TypeVar("T")
 Files = dict[str, Any]  # entries of the manifest, by name
 _BLOCK_BYTES = 4 << 20
@@ -189,7 +187,7 @@ class Contents:
 
 
 def unsharded_specs(tensors: Tensors) -> Specs:
-    return {name: (torch_type(entry.dtype), entry.layout.shape) for name, entry in tensors.items()}
+    return {name: (read.torch_type(entry.dtype), entry.layout.shape) for name, entry in tensors.items()}
 
 
 def _seal(file: Path) -> dict[str, Any]:
@@ -283,7 +281,7 @@ class CheckpointWriter:
 
     def _is_there(self, target: Path, contents: Contents) -> bool:
         """True on a writer that already has a valid checkpoint. Otherwise rank 0 checks the free space."""
-        if self.group.rank in self.group.writers and verifies(target):
+        if self.group.rank in self.group.writers and folders.verifies(target):
             return True
         if self.group.rank == 0:
             self._make_room(contents)
@@ -304,8 +302,8 @@ class CheckpointWriter:
                 if self.group.rank == 0:
                     (staged / files.TOKEN).unlink()
                     contents.finish(staged, {name: entry for one in own for name, entry in one.items()}, pieces=True)
-                    commit(staged, target)
-                    remember(target)
+                    folders.commit(staged, target)
+                    folders.remember(target)
 
             self._run(finish)
 
@@ -315,7 +313,7 @@ class CheckpointWriter:
         def stage() -> list[str]:
             if self.group.rank != 0:
                 return []
-            staged = stack.enter_context(staging(self.folder, step))
+            staged = stack.enter_context(folders.staging(self.folder, step))
             token = os.urandom(16).hex()
             (staged / files.TOKEN).write_text(token)
             return [staged.name, token]
@@ -341,10 +339,10 @@ class CheckpointWriter:
             try:
                 if writes:
                     self._make_room(contents)
-                    with staging(self.folder, contents.step) as staged:
+                    with folders.staging(self.folder, contents.step) as staged:
                         replace(contents, fetch=lambda *_: next(assembled)).write_unsharded(staged)
-                        commit(staged, target)
-                    remember(target)
+                        folders.commit(staged, target)
+                    folders.remember(target)
             except OSError as error:
                 if self.group.rank == 0:
                     raise
@@ -374,25 +372,25 @@ class CheckpointWriter:
                         region = regions[self.group.rank]
                         piece = contents.fetch(kind, name, region)
                         for block in _blocks(region, tensors[name].dtype.item_bytes):
-                            if (values := piece[slices(block, region)]).numel():
+                            if (values := piece[read.slices(block, region)]).numel():
                                 dist.send(_as_bytes(values).to(self.group.device), dst=writer)
 
     def _received(self, contents: Contents, kind: str, name: str, regions: dict[int, Region]) -> Tensor:
         described = contents.tensors[kind][name]
         if not described.layout.cuts and self.group.rank in regions:
             return contents.fetch(kind, name, regions[self.group.rank])
-        dtype = torch_type(described.dtype)
+        dtype = read.torch_type(described.dtype)
         assembled = torch.empty(described.layout.view, dtype=dtype)
         for rank, region in regions.items():
             if rank == self.group.rank:
-                assembled[slices(region)] = contents.fetch(kind, name, region)
+                assembled[read.slices(region)] = contents.fetch(kind, name, region)
                 continue
             for block in _blocks(region, dtype.itemsize):
                 count = math.prod(size_of(block)) * dtype.itemsize
                 buffer = torch.empty(count, dtype=torch.uint8, device=self.group.device)
                 if count:
                     dist.recv(buffer, src=rank)
-                assembled[slices(block)] = buffer.cpu().view(dtype).reshape(size_of(block))
+                assembled[read.slices(block)] = buffer.cpu().view(dtype).reshape(size_of(block))
         return assembled
 
 
@@ -445,10 +443,10 @@ def _describe(name: str, tensor: Tensor, owner: str, network_layout: NetworkLayo
     layout = network_layout.layouts.get(owner) or unsharded(shape)
     expected = layout.local_shape(network_layout.mesh, rank)
     if shape == expected:
-        return entry_of(tensor, layout)
+        return read.entry_of(tensor, layout)
     # A step count is equal on all ranks. Other state of a sharded parameter could be sharded in any way.
     if name != owner and (tensor.ndim == 0 or not layout.cuts):
-        return entry_of(tensor)
+        return read.entry_of(tensor)
     what = f"rank {rank} holds {list(shape)} of {name}, but the layout expects {list(expected)}"
     hints = ("use sgd or adamw, or don't shard: this optimizer's state can't be sharded like the parameters",)
     raise RunError(what, name, hints)

@@ -34,10 +34,9 @@ checkpoint = cyclopts.App(
 @checkpoint.command
 def info(src: Source, /, *, which: Which = "last", as_json: Json = False) -> int:
     """Print the format, step and mesh of a checkpoint, and the shape, dtype, size and sharding of each tensor."""
-    from manyhands.run.registry import find_reference
-    from manyhands.run.tasks import describe_checkpoint
+    from manyhands.run import registry, tasks
 
-    found = describe_checkpoint(find_reference(src), which=which)
+    found = tasks.describe_checkpoint(registry.find_reference(src), which=which)
     if as_json:
         show_json(found)
         return 0
@@ -76,10 +75,9 @@ checkpoint.command(split, name="reshard", help="Reshard a checkpoint for another
 
 
 def _rewrite(src: str, dst: Path, plan: Path | None, which: str) -> int:
-    from manyhands.run.registry import find_reference
-    from manyhands.run.tasks import rewrite_checkpoint
+    from manyhands.run import registry, tasks
 
-    for note in rewrite_checkpoint(find_reference(src), dst, plan=plan, which=which):
+    for note in tasks.rewrite_checkpoint(registry.find_reference(src), dst, plan=plan, which=which):
         say(plain(note), "note")
     say(f"wrote {dst}")
     return 0
@@ -101,11 +99,10 @@ def pack(  # noqa: PLR0913 - one argument for each flag
 
     An interrupted pack resumes.
     """
-    from manyhands.run.disk import check_pack, request_of
-    from manyhands.run.disk import pack as make
+    from manyhands.run import disk
 
     folder, to = folder.expanduser(), to and to.expanduser()
-    request = None if check else request_of(folder, to, size, quality)
+    request = None if check else disk.request_of(folder, to, size, quality)
     began = said = time.perf_counter()
 
     def say_progress(done: int, total: int) -> None:
@@ -116,9 +113,9 @@ def pack(  # noqa: PLR0913 - one argument for each flag
 
     bad = None
     if request:
-        found, bad = make(request, processes=processes, replaced=replace, progress=say_progress)
+        found, bad = disk.pack(request, processes=processes, replaced=replace, progress=say_progress)
     else:
-        found = check_pack(folder, to)
+        found = disk.check_pack(folder, to)
     pictures, shards = len(found.names), len(found.shards)
     of_shards = f"{shards:,} {'shard' if shards == 1 else 'shards'}"
     counts = f"{pictures:,} pictures in {of_shards}, {size_text(found.size_bytes)}"
@@ -147,9 +144,9 @@ def clean(
     as_json: Json = False,
 ) -> int:
     """List old copies, caches and leftovers with their sizes; remove them, and runs given by name, with --yes."""
-    from manyhands.run.disk import find_leftovers, remove
+    from manyhands.run import disk
 
-    found, kept = find_leftovers(runs)
+    found, kept = disk.find_leftovers(runs)
     total = sum(leftover.size_bytes for leftover in found)
     if not as_json:
         for leftover in found:
@@ -157,7 +154,7 @@ def clean(
             show(f"{size_text(leftover.size_bytes):>9}  {count}{leftover.what}")
         for line in kept:
             show(f"     kept  {line}")
-    complete = remove(found, say) if yes else True
+    complete = disk.remove(found, say) if yes else True
     if as_json:
         content = {
             leftover.kind: {"paths": [str(path) for path in leftover.paths], "bytes": leftover.size_bytes}

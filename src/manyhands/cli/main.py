@@ -13,11 +13,11 @@ from typing import Any, TextIO, cast
 import cyclopts
 from cyclopts.argument import _collection  # pyright: ignore[reportPrivateUsage]
 
+from manyhands import __version__
 from manyhands.cli.system import require_system
 from manyhands.cluster.agents.early import end_early
 from manyhands.core.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, ManyhandsError
 from manyhands.core.terminal import Tolerant, UnwritableError, plain_lines, show_json
-from manyhands.core.version import __version__
 
 HELP = """Train an image classifier on one laptop or many machines, with one command.
 

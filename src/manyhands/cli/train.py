@@ -5,22 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from manyhands.cli.flags import (
-    Arguments,
-    Data,
-    Help,
-    Int,
-    JobFlags,
-    LaunchFlags,
-    Model,
-    PlaceFlags,
-    Processes,
-    ResumeFlags,
-    RunFlags,
-    RunName,
-    load,
-    named,
-)
+from manyhands.cli import flags
 from manyhands.cli.printing import align, print_config
 from manyhands.core.errors import UserError
 from manyhands.core.terminal import plain, say, show, show_json
@@ -31,45 +16,45 @@ if TYPE_CHECKING:
 
 
 def train(
-    data: Data = None,
-    model: Model = None,
+    data: flags.Data = None,
+    model: flags.Model = None,
     /,
-    *arguments: Arguments,
-    processes: Processes = None,
-    job: JobFlags = JobFlags(),
-    place: PlaceFlags = PlaceFlags(),
-    run: RunFlags = RunFlags(),
+    *arguments: flags.Arguments,
+    processes: flags.Processes = None,
+    job: flags.JobFlags = flags.JobFlags(),
+    place: flags.PlaceFlags = flags.PlaceFlags(),
+    run: flags.RunFlags = flags.RunFlags(),
 ) -> int:
     """Train a classifier.
 
     Every option of the job is also a flag, such as --train.momentum 0.8; --show-config lists all options.
     """
     values, file = job_or_script(data, model, arguments)
-    loaded = load(values | {"cluster.processes": processes}, job, place, run, file=file, recipe=job.recipe)
+    loaded = flags.load(values | {"cluster.processes": processes}, job, place, run, file=file, recipe=job.recipe)
     return _run(loaded, run)
 
 
-def _run(loaded: "LoadedJob", flags: RunFlags, *, resume_hint: bool = False) -> int:
+def _run(loaded: "LoadedJob", run: flags.RunFlags, *, resume_hint: bool = False) -> int:
     """Prints the options for --show-config, or runs the job."""
-    if flags.show_config:
+    if run.show_config:
         return print_config(loaded)
     from manyhands.cli.training import run_job
 
-    return run_job(loaded, flags, resume_hint=resume_hint)
+    return run_job(loaded, run, resume_hint=resume_hint)
 
 
 def launch(
-    data: Data = None,
-    model: Model = None,
+    data: flags.Data = None,
+    model: flags.Model = None,
     /,
-    *arguments: Arguments,
-    machines: LaunchFlags = LaunchFlags(),
-    job: JobFlags = JobFlags(),
-    run: RunFlags = RunFlags(),
+    *arguments: flags.Arguments,
+    machines: flags.LaunchFlags = flags.LaunchFlags(),
+    job: flags.JobFlags = flags.JobFlags(),
+    run: flags.RunFlags = flags.RunFlags(),
 ) -> int:
     """Train on several machines, started and monitored from here over ssh; or submit the job to a scheduler."""
     values, file = job_or_script(data, model, arguments)
-    loaded = load(values, machines, job, run, file=file, recipe=job.recipe)
+    loaded = flags.load(values, machines, job, run, file=file, recipe=job.recipe)
     cluster, script = loaded.job.cluster, loaded.job.run.script
     if run.show_config:
         return print_config(loaded)
@@ -97,20 +82,22 @@ def job_or_script(data: str | None, model: str | None, arguments: Sequence[str])
         from manyhands.config.load import meant_key
 
         pairs = [word.split("=", 1) for word in words]
-        flags = " ".join(f"--{meant_key(name) or name} {value}" for name, value in pairs)
-        raise UserError("options are flags, not key=value", "command line", (f"write {flags}",))
+        written = " ".join(f"--{meant_key(name) or name} {value}" for name, value in pairs)
+        raise UserError("options are flags, not key=value", "command line", (f"write {written}",))
     if arguments:
         hints = ("pass arguments only to a script of your own: manyhands train train.py -n 2 -- ARGUMENTS",)
         raise UserError(f'unexpected argument "{arguments[0]}"', "command line", hints)
-    return named(data, model)
+    return flags.named(data, model)
 
 
-def resume(name: RunName, /, *, flags: ResumeFlags = ResumeFlags(), run: RunFlags = RunFlags()) -> int:
+def resume(
+    name: flags.RunName, /, *, changes: flags.ResumeFlags = flags.ResumeFlags(), run: flags.RunFlags = flags.RunFlags()
+) -> int:
     """Resume a stopped or failed run at the exact next sample, on any number of processes."""
     from manyhands.run.folder import load_resumed
 
     values = {"cluster.debug_rank": -1}
-    for group in (flags, run):
+    for group in (changes, run):
         values |= {key: value for key, value in group.job_values().items() if value is not None}
     loaded = load_resumed(name, values)
     return _run(loaded, run, resume_hint=True)
@@ -118,15 +105,16 @@ def resume(name: RunName, /, *, flags: ResumeFlags = ResumeFlags(), run: RunFlag
 
 def profile(
     run: Annotated[
-        str | None, Help("a run to analyse (folder, start of its name, or last), or a data set or job.toml to trace")
+        str | None,
+        flags.Help("a run to analyse (folder, start of its name, or last), or a data set or job.toml to trace"),
     ] = None,
-    model: Model = None,
+    model: flags.Model = None,
     /,
     *,
-    steps: Annotated[Int, Help("number of updates to train and trace; unused if RUN is a run")] = 20,
-    processes: Processes = None,
-    job: JobFlags = JobFlags(),
-    output: RunFlags = RunFlags(),
+    steps: Annotated[flags.Int, flags.Help("number of updates to train and trace; unused if RUN is a run")] = 20,
+    processes: flags.Processes = None,
+    job: flags.JobFlags = flags.JobFlags(),
+    output: flags.RunFlags = flags.RunFlags(),
 ) -> int:
     """Show where each process of a run spends its time, and the change that would help most.
 
@@ -142,8 +130,8 @@ def profile(
         return 0
     if steps < 1:
         raise UserError(f"--steps must be 1 or more, found {steps}", "--steps", ("use --steps 20, for example",))
-    values, file = named(run, model)
-    loaded = load(values | {"cluster.processes": processes}, job, output, file=file, recipe=job.recipe)
+    values, file = flags.named(run, model)
+    loaded = flags.load(values | {"cluster.processes": processes}, job, output, file=file, recipe=job.recipe)
     if output.show_config or output.dry_run:
         return _run(loaded, output)
     outcome = trace(loaded.job, steps, quiet=output.quiet)

@@ -8,24 +8,21 @@ from pathlib import Path
 
 from manyhands.cli.flags import RunFlags
 from manyhands.cli.printing import answer
-from manyhands.cluster.agents.early import end_early
-from manyhands.cluster.agents.ssh import agent_script, port_words, ssh_words
-from manyhands.cluster.hosts.inventory import Machine, Rendezvous
+from manyhands.cluster.agents import early, ssh
+from manyhands.cluster.hosts import inventory, this_process
 from manyhands.cluster.hosts.machines import machines_of
-from manyhands.cluster.hosts.this_process import is_here
 from manyhands.config.job import ClusterOptions, Job
 from manyhands.config.load import LoadedJob
 from manyhands.core.errors import UserError
 from manyhands.core.terminal import say, show, show_json
-from manyhands.report.changes import refuse_changes
-from manyhands.report.summary import result_lines, result_object
+from manyhands.report import changes, summary
 from manyhands.run.folder import announce_reach, folder_to_be
 from manyhands.run.outcome import Outcome
 from manyhands.run.train import check_names, check_script, place_of, train
 
 
 def run_job(
-    loaded: LoadedJob, flags: RunFlags, *, rendezvous: Rendezvous | None = None, resume_hint: bool = False
+    loaded: LoadedJob, flags: RunFlags, *, rendezvous: inventory.Rendezvous | None = None, resume_hint: bool = False
 ) -> int:
     """Trains and prints the result, or describes the run under --dry-run; returns the exit code.
 
@@ -38,7 +35,7 @@ def run_job(
     if script:
         check_script(loaded)
     else:
-        refuse_changes(loaded, resume_hint=resume_hint)
+        changes.refuse_changes(loaded, resume_hint=resume_hint)
     if flags.dry_run:
         lines = describe(loaded)
         answer({"dry_run": lines}, lines, json=flags.as_json)
@@ -47,7 +44,7 @@ def run_job(
     # srun or a similar launcher may already have set this process's rank.
     if machines and not place_of(job).process_info:
         announce_reach(loaded)
-        end_early()  # this machine may not take part, and a detached launcher is another process
+        early.end_early()  # this machine may not take part, and a detached launcher is another process
         from manyhands.run.launch import Background, launch
 
         background = Background() if job.cluster.detach else None
@@ -73,9 +70,9 @@ def _print_result(outcome: Outcome, job: Job, *, as_json: bool, quiet: bool) -> 
     else:
         found = outcome.read()
         if not quiet or not as_json:
-            show(result_lines(found), sys.stderr if as_json else sys.stdout)
+            show(summary.result_lines(found), sys.stderr if as_json else sys.stdout)
         if as_json:
-            show_json(result_object(found))
+            show_json(summary.result_object(found))
 
 
 def describe(loaded: LoadedJob) -> list[str]:
@@ -98,14 +95,14 @@ def describe(loaded: LoadedJob) -> list[str]:
     return [*work, f"as {processes}", f"into {folder_to_be(job)}", *starts]
 
 
-def _on_machines(machines: Sequence[Machine], options: ClusterOptions) -> tuple[str, list[str]]:
+def _on_machines(machines: Sequence[inventory.Machine], options: ClusterOptions) -> tuple[str, list[str]]:
     """Returns a description of the processes, and the command that starts the agent on each other machine."""
     names = ", ".join(f"{machine.name} ({machine.slots})" if machine.slots else machine.name for machine in machines)
     starts: list[str] = []
     for machine in machines:
-        words = [shlex.join(ssh_words(options)), *port_words(machine), "--", machine.host, "SCRIPT"]
-        starts.append(f"{machine.name}: {'this machine' if is_here(machine) else ' '.join(words)}")
-    script = agent_script(options, Path.cwd()).splitlines()
+        words = [shlex.join(ssh.ssh_words(options)), *ssh.port_words(machine), "--", machine.host, "SCRIPT"]
+        starts.append(f"{machine.name}: {'this machine' if this_process.is_here(machine) else ' '.join(words)}")
+    script = ssh.agent_script(options, Path.cwd()).splitlines()
     return f"processes on {names}", [*starts, "SCRIPT, run by sh:", *(f"  {line}" for line in script)]
 
 

@@ -8,9 +8,8 @@ from typing import Any, Literal, cast
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from manyhands.checkpoint.options import CheckpointOptions
-from manyhands.core.choices import did_you_mean
+from manyhands.core import choices, user_code
 from manyhands.core.options import Options, option
-from manyhands.core.user_code import is_object_reference
 from manyhands.data.options import DataOptions
 from manyhands.models.options import ModelOptions
 from manyhands.parallel.options import ParallelOptions
@@ -134,8 +133,8 @@ class TrainOptions(Options):
     @classmethod
     def _is_known_or_custom(cls, word: str, info: ValidationInfo) -> str:
         known = BUILT_IN_OPTIMIZERS if info.field_name == "optimizer" else BUILT_IN_SCHEDULES
-        if word not in {*known, OBJECT} and not is_object_reference(word):
-            hint = did_you_mean(word, known)
+        if word not in {*known, OBJECT} and not user_code.is_object_reference(word):
+            hint = choices.did_you_mean(word, known)
             raise ValueError(f"should be {', '.join(known)} or file.py:function{hint and f'; {hint}'}")
         return word
 
@@ -150,7 +149,7 @@ class TrainOptions(Options):
         names = list(_FIGURES)
         for word in words:
             kind, _, name = word.rpartition(":")
-            if not is_object_reference(word) and not (kind == OBJECT and name.isidentifier()):
+            if not user_code.is_object_reference(word) and not (kind == OBJECT and name.isidentifier()):
                 raise ValueError("should be a list of file.py:function")
             if name in names:
                 raise ValueError(f"the name {name} is already in use")

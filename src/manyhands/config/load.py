@@ -1,10 +1,13 @@
-"""Builds a Job from its sources, records the source of each value, and reports all invalid values at once."""
+"""Builds a Job from its sources, records the source of each value, and reports all invalid values at once.
+
+`announce` reports user code that a run folder or a plan, possibly another user's, names, before the code runs.
+"""
 
 import functools
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import UnionType
@@ -12,13 +15,12 @@ from typing import Any, Literal, Union, cast, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
+from manyhands.checkpoint.trained import TrainedNetwork
 from manyhands.config.job import OBJECT, OF_BUILT_IN_OPTIMIZERS, Job
 from manyhands.config.recipes import choose_recipe
-from manyhands.core.choices import did_you_mean, nearest
+from manyhands.core import choices, files, user_code
 from manyhands.core.errors import UserError, shortened
-from manyhands.core.files import MOST_TOML_BYTES, decoded, parse_toml, read_bytes
 from manyhands.core.terminal import say
-from manyhands.core.user_code import is_object_reference
 from manyhands.data.known import named
 
 ENVIRONMENT_PREFIX = "MANYHANDS_"
@@ -115,7 +117,7 @@ def load_job(
 
 
 def _is_custom(value: Any) -> bool:
-    return isinstance(value, str) and (value == OBJECT or is_object_reference(value))
+    return isinstance(value, str) and (value == OBJECT or user_code.is_object_reference(value))
 
 
 def _leave_to_own_optimizer(recipe: Values, origins: dict[str, str]) -> None:
@@ -192,7 +194,7 @@ def _from_environment(environment: Mapping[str, str]) -> Values:
 def parse_value(text: str) -> Any:
     """Parses the value of a flag or variable as TOML; returns the text itself if that fails."""
     try:
-        return parse_toml(f"value = {text}")["value"]
+        return files.parse_toml(f"value = {text}")["value"]
     except ValueError:
         return text
 
@@ -234,7 +236,7 @@ def meant_key(word: str) -> str:
     last = name.rpartition(".")[2]
     keys = [*known_keys()]
     named = _ELSEWHERE | {key.rpartition(".")[2]: key for key in reversed(keys)}
-    near = last if last in named else nearest(name, keys if "." in name else named)
+    near = last if last in named else choices.nearest(name, keys if "." in name else named)
     return named.get(near, near)
 
 
@@ -275,7 +277,7 @@ def _explained(error: ValidationError, origins: dict[str, str]) -> list[Problem]
             message = f"should be {', '.join(kinds[:-1])} or {kinds[-1]}"
         found = "" if isinstance(given, dict) else f", found {shortened(json.dumps(given, default=str))}"
         what = f"{key}{key and ': '}{message[0].lower()}{message[1:]}{found}"
-        hint = did_you_mean(given, words) if isinstance(given, str) else ""
+        hint = choices.did_you_mean(given, words) if isinstance(given, str) else ""
         problems.setdefault(key if kinds else number, (what, origins.get(key, "job"), hint))
     return list(problems.values())
 
@@ -300,7 +302,7 @@ def _kinds(declared: Any) -> tuple[list[str], list[str]]:
 def read_toml(path: Path) -> dict[str, Any]:
     """Reads a UTF-8 TOML file, with or without byte-order mark. Raises UserError: the file is missing or invalid."""
     try:
-        text = decoded(read_bytes(path, MOST_TOML_BYTES, pipes=True))
+        text = files.decoded(files.read_bytes(path, files.MOST_TOML_BYTES, pipes=True))
     except FileNotFoundError:
         raise UserError(f"there is no job file {path}", hints=("name an existing job.toml",)) from None
     except OSError as error:
@@ -313,7 +315,7 @@ def read_toml(path: Path) -> dict[str, Any]:
             hints = ("save the file as UTF-8 in your editor", convert)
         raise UserError(f"{path} can't be read: {error}", str(path), hints) from None
     try:
-        return parse_toml(text)
+        return files.parse_toml(text)
     except ValueError as error:
         hints = ('write values as key = "text" or key = 3',)
         raise _word_and_table(text, path) or UserError(f"{path} is not TOML: {error}", str(path), hints) from None
@@ -331,3 +333,33 @@ def _word_and_table(text: str, path: Path) -> UserError | None:
             move = f"write the name into the table: [{section}], and below it {main} = {value}"
             return UserError(what, f"{path}, line {lines[0]}", (move, f"remove line {lines[0]}"))
     return None
+
+
+def announce(
+    words: Iterable[str], said_by: Path, record: TrainedNetwork | None, instead: str, *, compared: bool = True
+) -> None:
+    """Prints which code a run is about to execute and, with `compared`, whether the code changed since training.
+
+    `words`: option values; values that aren't code are skipped. `said_by`: folder or file with the values. `record`:
+    has digests of the trained code. `instead`: how a user names the code. Raises UserError: another user owns it.
+    """
+    known = record.code if record else {}
+    for word in dict.fromkeys(words):
+        file = user_code.code_file(word)
+        if file is None or not file.is_file():
+            continue
+        for place in (said_by, file):
+            refuse_other_users(word, place, said_by, instead.format(word))
+        digests = user_code.code_digests([word])
+        unchanged = word in digests and all(known.get(name, digest) == digest for name, digest in digests.items())
+        trained = "; unchanged since training" if unchanged else "; CHANGED since training"
+        if word not in known:
+            trained = "; the version used in training is unknown"
+        say(f"running code from {file}, as {said_by} requests{trained if compared else ''}")
+
+
+def refuse_other_users(word: str, place: Path, said_by: Path, instead: str) -> None:
+    """Raises UserError if `place`, from which `word` would run, belongs neither to this user nor to root."""
+    if place.exists() and (owner := place.stat().st_uid) not in {0, os.geteuid()}:
+        what = f"{said_by} requests to run {word}, but {place} belongs to another user (uid {owner})"
+        raise UserError(what, str(place), (f"review {word}, then name it explicitly: {instead}",))

@@ -6,11 +6,9 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from manyhands.core.choices import did_you_mean
+from manyhands.core import choices, files, records
 from manyhands.core.errors import UserError
-from manyhands.core.files import parse_json, read_bytes
 from manyhands.core.mesh import Mesh, TensorLayout, layout_from_plain, make_mesh
-from manyhands.core.records import write_json
 
 FORMAT = "plan/1"
 _NEW_PLAN = "create a new plan: manyhands plan job.toml"
@@ -69,13 +67,13 @@ class PlanRecord(BaseModel):
 
 
 def write_plan_record(path: Path, record: PlanRecord) -> None:
-    write_json(path, record.as_plain())
+    records.write_json(path, record.as_plain())
 
 
 def read_plan_record(path: Path) -> PlanRecord:
     """Reads a plan.json. Raises UserError if the file is missing or not a plan; the error names the field."""
     try:
-        content = parse_json(read_bytes(path), once_each=True)
+        content = files.parse_json(files.read_bytes(path), once_each=True)
     except OSError as error:
         raise UserError(f"the plan can't be read: {error.strerror}", str(path), (_NEW_PLAN,)) from error
     except ValueError as error:
@@ -98,7 +96,7 @@ def parse_plan_record(content: Any, where: str) -> PlanRecord:
     if record.format != FORMAT:
         raise no_plan(where)
     for key in record.model_extra or {}:
-        if hint := did_you_mean(key, SPLIT):
+        if hint := choices.did_you_mean(key, SPLIT):
             raise UserError(f'a plan has no field "{key}"', where, (hint,))
     return record
 

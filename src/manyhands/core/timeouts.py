@@ -5,7 +5,9 @@ tests/core/test_timeouts.py checks the inequalities between them. `manyhands exp
 
 # --- Heartbeats and stalls ---
 HEARTBEAT_S = 1.0  # interval of the heartbeats of workers, agents and launchers
-STALL_S, STALL = 30.0, 3.0  # a step is reported as a stall after STALL_S plus STALL times its usual duration
+# An update is reported as a stall after STALL_S plus STALL_FACTOR times its usual duration: the first covers pauses of
+# any update, such as those of a slow disk, the second covers long updates, whose duration varies more.
+STALL_S, STALL_FACTOR = 30.0, 3.0
 EVICT_S = 15.0  # a rank whose process is suspended (as its agent sees) is killed after this time, if the run recovers
 # A machine without a message for this long is lost; until then, a broken connection is replaced. After a break of 8 s,
 # TCP retransmits after 12.6 s; the last heartbeat may be one interval older, and busy machines are slow.

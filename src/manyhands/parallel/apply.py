@@ -8,9 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from manyhands.core.choices import load_choice
+from manyhands.core import choices, needs
 from manyhands.core.errors import RunError, UserError
-from manyhands.core.needs import Need
 from manyhands.core.world import World
 from manyhands.parallel.group.plain import gather_plain
 from manyhands.parallel.network import ModeRequest, ParallelNetwork
@@ -28,35 +27,35 @@ def resolve_mode(mode: str, world: World) -> str:
     if only and not world.alone:
         hints = (f"use --parallel {USUAL_MODE} for several processes", "or start one process: -n 1")
         raise UserError(f"mode {mode} runs as {only}, but {world.size} processes are running", "parallel.mode", hints)
-    return MODE_ALONE if world.alone and getattr(load_choice(MODES, mode), "NOTHING_ALONE", False) else mode
+    return MODE_ALONE if world.alone and getattr(choices.load_choice(MODES, mode), "NOTHING_ALONE", False) else mode
 
 
 def normalises_in_groups(mode: str) -> bool:
     """Returns True if the mode's BatchNorm groups don't depend on the number of processes."""
-    return bool(load_choice(MODES, mode).NORM_GROUPS)
+    return bool(choices.load_choice(MODES, mode).NORM_GROUPS)
 
 
-def offers_of(mode: str) -> frozenset[Need]:
+def offers_of(mode: str) -> frozenset[needs.Need]:
     """Returns the requirements of sync methods that the mode meets."""
-    return load_choice(MODES, mode).OFFERS
+    return choices.load_choice(MODES, mode).OFFERS
 
 
 def one_process(mode: str) -> str:
     """Returns a short description if the mode supports only one process, else an empty string."""
-    return getattr(load_choice(MODES, mode), "ONE_PROCESS", "")
+    return getattr(choices.load_choice(MODES, mode), "ONE_PROCESS", "")
 
 
 def takes_mesh(mode: str) -> bool:
     """Returns True if the mode's network is constructed with the mesh and shards itself."""
-    return bool(getattr(load_choice(MODES, mode), "TAKES_MESH", False))
+    return bool(getattr(choices.load_choice(MODES, mode), "TAKES_MESH", False))
 
 
 def follows_plan(mode: str) -> bool:
-    return bool(getattr(load_choice(MODES, mode), "FOLLOWS_PLAN", False))
+    return bool(getattr(choices.load_choice(MODES, mode), "FOLLOWS_PLAN", False))
 
 
 def apply_mode(mode: str, model: nn.Module, world: World, request: ModeRequest) -> ParallelNetwork:
-    network: ParallelNetwork = load_choice(MODES, mode).apply(model, world, request)
+    network: ParallelNetwork = choices.load_choice(MODES, mode).apply(model, world, request)
     endless = {name for name, one in model.named_buffers() if not bool(torch.isfinite(one).all())}
     network.traits.endless = frozenset(endless)
     return network

@@ -11,8 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import _engine_run_backward
 
-from manyhands.core.devices import is_accelerator
-from manyhands.core.phases import CLOCK, COMMUNICATION
+from manyhands.core import devices, phases
 from manyhands.core.world import World
 from manyhands.parallel.network import LossFn, MicroBatch, ParallelNetwork
 
@@ -60,7 +59,7 @@ class Gradients:
     ) -> None:
         self.network, self.world, self.precision = network, world, precision
         self.scaler = torch.amp.GradScaler(world.device.partition(":")[0]) if precision == "fp16" else None
-        self.on_card = is_accelerator(world.device)
+        self.on_card = devices.is_accelerator(world.device)
         self.flat: list[Tensor] = []  # tensors [n] that hold all gradients of the update; see `finish_gradients`
         self.spoilt: Tensor | None = None  # 1.0 [] if the accelerator skipped the last update; see `unscale`
         self._begin, self._goes_with = torch.ones(()), (1.0, torch.float32, torch.device("cpu"))
@@ -123,7 +122,7 @@ class Gradients:
             # Like loss.backward(weight), without its checks, which import sympy (0.3 s).
             start = weight.to(loss) if isinstance(weight, Tensor) else self._begins_with(loss, weight)
             _engine_run_backward((loss,), (start,), False, False, (), allow_unreachable=True, accumulate_grad=True)
-        CLOCK.backward_ends()
+        phases.CLOCK.backward_ends()
 
     def _begins_with(self, loss: Tensor, weight: float) -> Tensor:
         """Returns the factor `weight` as the loss's gradient []; cached, because it rarely changes."""
@@ -136,9 +135,9 @@ class Gradients:
 
     def finish(self) -> None:
         """Completes the gradients after an update's last micro-batch; a collective."""
-        before = CLOCK.to(COMMUNICATION)
+        before = phases.CLOCK.to(phases.COMMUNICATION)
         self.flat = self.network.finish_gradients()
-        CLOCK.to(before)
+        phases.CLOCK.to(before)
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
         """Undoes the loss scale; `step` then skips an update with an overflowed gradient on all processes.

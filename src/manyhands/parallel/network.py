@@ -7,13 +7,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.utils as nn_utils
 from torch import Tensor, nn
 
 from manyhands.core.mesh import Mesh, TensorLayout, bounds
 from manyhands.core.world import Share, World
 from manyhands.parallel.replicas.batch_norm import norms_of
-from manyhands.parallel.spread import full_tensor
 
 if TYPE_CHECKING:
     from manyhands.parallel.mesh.grid import Grid
@@ -138,9 +136,8 @@ class ParallelNetwork:
 
     def gradient_norm(self) -> Tensor:
         """Returns the 2-norm [] of all gradients of the network; a collective if processes hold shards."""
-        return full_tensor(
-            nn_utils.get_total_norm([one.grad for one in self.model.parameters() if one.grad is not None])
-        )
+        gradients = [one.grad for one in self.model.parameters() if one.grad is not None]
+        return full_tensor(nn.utils.get_total_norm(gradients))
 
     def finish_update(self) -> None:
         """Updates BatchNorm's running statistics by the samples of all processes; a collective."""
@@ -162,6 +159,25 @@ class ParallelNetwork:
 
     def close(self) -> None:
         """Releases process groups, hooks and shared memory."""
+
+
+# torch's DTensors, whose constructors are imported late because that takes half a second.
+
+
+def is_spread(tensor: Any) -> bool:
+    return hasattr(tensor, "full_tensor")
+
+
+def full_tensor(tensor: Any) -> Any:
+    """Returns the full tensor; a collective for a DTensor."""
+    return tensor.full_tensor() if is_spread(tensor) else tensor
+
+
+def spread_like(value: Tensor, parameter: Any) -> Tensor:
+    """Shards a full tensor like the DTensor `parameter`, without communication; all processes must hold the tensor."""
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from manyhands.core.files import replacing
-from manyhands.report.read import RunData
-from manyhands.report.summary import steps_per_epoch
+from manyhands.report import read, summary
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -91,11 +90,11 @@ def write_figure(figure: "Figure", file: Path) -> None:
         figure.savefig(part, format=kind, dpi=150, metadata={"Date" if kind == "svg" else "Software": None})
 
 
-def epochs_axis(axes: "Axes", run: RunData) -> None:
+def epochs_axis(axes: "Axes", run: read.RunData) -> None:
     """Labels the horizontal axis in epochs, and marks resumptions by dotted lines."""
     axes.set_xlabel("epoch")
     axes.grid(axis="y")
-    length = steps_per_epoch(run) or 1
+    length = summary.steps_per_epoch(run) or 1
     ends = [record.step / length for record in (*run.steps[-1:], *run.evaluations[-1:])]
     if max(ends, default=0.0) > 0:
         axes.set_xlim(0, max(ends) * 1.01)

@@ -7,13 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from manyhands.core.phases import PHASES
-from manyhands.core.quantities import percentage
-from manyhands.core.records import EvaluationDetail
-from manyhands.core.terminal import plain
+from manyhands.core import phases, quantities, records, terminal
+from manyhands.report import read, summary
 from manyhands.report.drawing import BLUE, GREEN, GREY, INK, VERMILION, epochs_axis, log_axis, new_figure, smooth, thin
-from manyhands.report.read import RunData
-from manyhands.report.summary import best_evaluation, images_per_s, percent, rate, shorten, steps_per_epoch, time_unit
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -31,7 +27,7 @@ _WITH_COUNTS, _AS_MATRIX = 12, 50
 _WORST_CLASSES, _PAIRS = 20, 30
 
 
-def curves(run: RunData) -> "Figure | None":
+def curves(run: read.RunData) -> "Figure | None":
     if not run.steps and not run.evaluations:
         return None
     figure = new_figure(6)
@@ -45,16 +41,16 @@ def curves(run: RunData) -> "Figure | None":
     evaluated = [100 * evaluation.top1 for evaluation in run.evaluations]
     _training_and_evaluation(accuracy, run, [100 * step.top1 for step in run.steps], evaluated)
     accuracy.set_title("top-1 accuracy, %")
-    if best := best_evaluation(run):
-        at = best.step / (steps_per_epoch(run) or 1)
+    if best := summary.best_evaluation(run):
+        at = best.step / (summary.steps_per_epoch(run) or 1)
         accuracy.plot(at, 100 * best.top1, "o", markersize=9, fillstyle="none", color=VERMILION, label="best")
     handles, labels = accuracy.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=3)
     return figure
 
 
-def _training_and_evaluation(axes: "Axes", run: RunData, training: list[float], evaluated: list[float]) -> None:
-    length = steps_per_epoch(run) or 1
+def _training_and_evaluation(axes: "Axes", run: read.RunData, training: list[float], evaluated: list[float]) -> None:
+    length = summary.steps_per_epoch(run) or 1
     if training:
         training = [value if math.isfinite(value) else math.nan for value in training]
         epochs = [step.step / length for step in run.steps]
@@ -69,12 +65,12 @@ def _training_and_evaluation(axes: "Axes", run: RunData, training: list[float], 
     epochs_axis(axes, run)
 
 
-def learning_rate(run: RunData) -> "Figure | None":
+def learning_rate(run: read.RunData) -> "Figure | None":
     if not run.steps:
         return None
     figure = new_figure(2.4)
     axes = figure.subplots()
-    length = steps_per_epoch(run) or 1
+    length = summary.steps_per_epoch(run) or 1
     points = thin([step.step / length for step in run.steps], [step.learning_rate for step in run.steps])
     axes.plot(*points, color=GREEN, marker="o" if len(run.steps) == 1 else None)
     axes.set_ylabel("learning rate")
@@ -83,19 +79,19 @@ def learning_rate(run: RunData) -> "Figure | None":
     return figure
 
 
-def throughput(run: RunData) -> "Figure | None":
+def throughput(run: read.RunData) -> "Figure | None":
     if not run.steps:
         return None
-    unit, unit_s = time_unit(sum(session.seconds for session in run.sessions))
+    unit, unit_s = summary.time_unit(sum(session.seconds for session in run.sessions))
     times, speeds, waits = _along_time(run, unit_s)
     shows_waits = any(wait >= 1 for wait in waits)
     figure = new_figure(3.9 if shows_waits else 2.7)
     ratios = (3, 1) if shows_waits else None
     rows = figure.subplots(2 if shows_waits else 1, 1, sharex=True, squeeze=False, height_ratios=ratios)[:, 0]
-    speed, typical = rows[0], images_per_s(run)
+    speed, typical = rows[0], summary.images_per_s(run)
     speed.plot(*thin(times, speeds), color=BLUE, linewidth=1, marker="o" if len(times) == 1 else None)
     if typical is not None:
-        speed.axhline(typical, color=VERMILION, linewidth=1.2, linestyle="--", label=f"median {rate(typical)}")
+        speed.axhline(typical, color=VERMILION, linewidth=1.2, linestyle="--", label=f"median {summary.rate(typical)}")
         speed.legend(loc="lower right")
     speed.set_title("images per second")
     speed.set_ylim(bottom=0)
@@ -110,7 +106,7 @@ def throughput(run: RunData) -> "Figure | None":
     return figure
 
 
-def _along_time(run: RunData, unit_s: float) -> tuple[list[float], list[float], list[float]]:
+def _along_time(run: read.RunData, unit_s: float) -> tuple[list[float], list[float], list[float]]:
     """Returns times, images per second and waiting in percent, with a NaN for each pause between sessions."""
     points: list[tuple[float, float, float]] = []
     last = None
@@ -127,12 +123,12 @@ def _along_time(run: RunData, unit_s: float) -> tuple[list[float], list[float], 
     return times, speeds, waits
 
 
-def time_stack(run: RunData) -> "Figure | None":
+def time_stack(run: read.RunData) -> "Figure | None":
     """Draws seconds by phase, averaged over processes, with a bar for each epoch or group of epochs."""
     epochs: dict[int, dict[str, float]] = {}
     for record in run.phases:
-        seconds = epochs.setdefault(record.epoch, dict.fromkeys(PHASES, 0.0))
-        for phase in PHASES:
+        seconds = epochs.setdefault(record.epoch, dict.fromkeys(phases.PHASES, 0.0))
+        for phase in phases.PHASES:
             seconds[phase] += statistics.fmean(record.seconds.get(phase) or [0.0])
     epochs = {epoch: seconds for epoch, seconds in epochs.items() if sum(seconds.values())}
     if not epochs:
@@ -143,7 +139,7 @@ def time_stack(run: RunData) -> "Figure | None":
     numbers = sorted(epochs)
     bars = [numbers[at : at + size] for at in range(0, len(numbers), size)]
     total = sum(sum(seconds.values()) for seconds in epochs.values())
-    unit, unit_s = time_unit(max(sum(seconds.values()) for seconds in epochs.values()))
+    unit, unit_s = summary.time_unit(max(sum(seconds.values()) for seconds in epochs.values()))
     figure = new_figure(3.6)
     axes = figure.subplots()
     centres, widths = [(bar[0] + bar[-1]) / 2 for bar in bars], [0.8 * len(bar) for bar in bars]
@@ -192,20 +188,20 @@ class Pair:
     share: float  # fraction of the true class's samples
 
 
-def shown_detail(run: RunData) -> EvaluationDetail | None:
+def shown_detail(run: read.RunData) -> records.EvaluationDetail | None:
     """Returns the best evaluation with counts, else the newest; None without a confusion matrix."""
     detail = run.best or run.last
     return detail if detail and detail.classes and detail.confusion else None
 
 
-def _names_and_cells(detail: EvaluationDetail) -> tuple[list[str], list[tuple[int, int, int]]]:
+def _names_and_cells(detail: records.EvaluationDetail) -> tuple[list[str], list[tuple[int, int, int]]]:
     """Returns the classes' names, and the valid (true, predicted, count) of the sparse confusion matrix."""
     size = range(len(detail.classes))
     cells = [(true, guess, count) for true, guess, count in detail.confusion if true in size and guess in size]
-    return [plain(name) or f"class {index}" for index, name in enumerate(detail.classes)], cells
+    return [terminal.plain(name) or f"class {index}" for index, name in enumerate(detail.classes)], cells
 
 
-def class_scores(detail: EvaluationDetail) -> list[ClassScore]:
+def class_scores(detail: records.EvaluationDetail) -> list[ClassScore]:
     """Returns the scores of all classes, the lowest recall first, classes without samples last."""
     names, cells = _names_and_cells(detail)
     count, right, predicted = ([0] * len(names) for _ in range(3))
@@ -217,7 +213,7 @@ def class_scores(detail: EvaluationDetail) -> list[ClassScore]:
     return sorted(scores, key=lambda score: (score.count == 0, score.recall if score.count else 0.0))
 
 
-def confused_pairs(detail: EvaluationDetail, most: int = _PAIRS) -> list[Pair]:
+def confused_pairs(detail: records.EvaluationDetail, most: int = _PAIRS) -> list[Pair]:
     """Returns the most frequent confusions, by count, then by fraction of the class."""
     names, cells = _names_and_cells(detail)
     totals = Counter[int]()
@@ -228,19 +224,19 @@ def confused_pairs(detail: EvaluationDetail, most: int = _PAIRS) -> list[Pair]:
     return sorted(pairs, key=lambda pair: (-pair.count, -pair.share))[:most]
 
 
-def confusion(run: RunData) -> "Figure | None":
+def confusion(run: read.RunData) -> "Figure | None":
     detail = shown_detail(run)
     if detail and len(detail.classes) <= _AS_MATRIX:
         return _matrix(detail)
     pairs = confused_pairs(detail) if detail else []
     if not pairs:
         return None
-    names = [f"{shorten(pair.true, 22)} → {shorten(pair.guess, 22)}" for pair in pairs]
-    notes = [f"{pair.count}  ({percent(pair.share)})" for pair in pairs]
+    names = [f"{summary.shorten(pair.true, 22)} → {summary.shorten(pair.guess, 22)}" for pair in pairs]
+    notes = [f"{pair.count}  ({summary.percent(pair.share)})" for pair in pairs]
     return _bars(names, [float(pair.count) for pair in pairs], notes, "samples (share of the class)")
 
 
-def _matrix(detail: EvaluationDetail) -> "Figure":
+def _matrix(detail: records.EvaluationDetail) -> "Figure":
     from matplotlib.colors import LinearSegmentedColormap
 
     names, cells = _names_and_cells(detail)
@@ -256,7 +252,7 @@ def _matrix(detail: EvaluationDetail) -> "Figure":
     blues = LinearSegmentedColormap.from_list("blues", [BLUE + "00", BLUE + "ff"])
     image = axes.imshow(shares, cmap=blues, vmin=0, vmax=1)
     small = 10 if size <= _WITH_COUNTS else (8.5 if size <= 25 else 7)
-    names = [shorten(name, 18) for name in names]
+    names = [summary.shorten(name, 18) for name in names]
     axes.set_xticks(range(size), names, rotation=90 if max(map(len, names)) > 2 else 0, fontsize=small)
     axes.set_yticks(range(size), names, fontsize=small)
     axes.set(xlabel="recognised as", ylabel="is")
@@ -273,17 +269,17 @@ def _matrix(detail: EvaluationDetail) -> "Figure":
     return figure
 
 
-def per_class(run: RunData) -> "Figure | None":
+def per_class(run: read.RunData) -> "Figure | None":
     detail = shown_detail(run)
     worst = [score for score in class_scores(detail) if score.count][:_WORST_CLASSES] if detail else []
     if not detail or not worst:
         return None
-    names = [shorten(score.name, 26) for score in worst]
-    notes = [f"{percentage(score.recall)}  ({score.right} of {score.count})" for score in worst]
+    names = [summary.shorten(score.name, 26) for score in worst]
+    notes = [f"{quantities.percentage(score.recall)}  ({score.right} of {score.count})" for score in worst]
     figure = _bars(names, [100 * score.recall for score in worst], notes, "recall, %", limit=140)
     axes, top1 = figure.axes[0], detail.top1
     axes.set_xticks(range(0, 101, 20))
-    axes.axvline(100 * top1, color=VERMILION, linewidth=1.2, linestyle="--", label=f"top-1: {percent(top1)}")
+    axes.axvline(100 * top1, color=VERMILION, linewidth=1.2, linestyle="--", label=f"top-1: {summary.percent(top1)}")
     figure.legend(loc="outside lower right")
     return figure
 
@@ -307,7 +303,7 @@ def _bars(names: list[str], values: list[float], notes: list[str], label: str, l
 
 
 # File name, title on the page, and drawing function, which returns None if records are missing.
-PICTURES: tuple[tuple[str, str, "Callable[[RunData], Figure | None]"], ...] = (
+PICTURES: tuple[tuple[str, str, "Callable[[read.RunData], Figure | None]"], ...] = (
     ("curves", "Loss and accuracy", curves),
     ("learning-rate", "Learning rate", learning_rate),
     ("throughput", "Speed", throughput),

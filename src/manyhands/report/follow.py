@@ -10,8 +10,7 @@ from typing import Any
 from manyhands.core.files import open_file, read_object
 from manyhands.core.records import EvaluationMetrics, Event, Running, StepMetrics, line_object
 from manyhands.core.run_folder import RunFolder
-from manyhands.report.read import STARTS, parse, parse_metrics
-from manyhands.report.summary import ENDS, place
+from manyhands.report import read, summary
 
 _END_BYTES = 1 << 16  # size of a file's end that holds some hundred records
 
@@ -52,8 +51,8 @@ class Follower:
 
     def poll(self) -> list[StepMetrics | EvaluationMetrics | Event]:
         new: list[StepMetrics | EvaluationMetrics | Event] = []
-        new += [event for line in self._events.poll() if (event := parse(Event, line, self._folder.events))]
-        new += [record for line in self._metrics.poll() if (record := parse_metrics(line, self._folder))]
+        new += [event for line in self._events.poll() if (event := read.parse(Event, line, self._folder.events))]
+        new += [record for line in self._metrics.poll() if (record := read.parse_metrics(line, self._folder))]
         return sorted(new, key=lambda record: record.time)
 
 
@@ -72,12 +71,12 @@ class Now:
 def look(record: Running) -> Now:
     """Reads the progress of a run, in a time that doesn't grow with the run's length."""
     folder = RunFolder(Path(record.run))
-    measured = [found for line in end_of(folder.metrics) if (found := parse_metrics(line, folder))]
-    events = [event for line in end_of(folder.events) if (event := parse(Event, line, folder.events))]
+    measured = [found for line in end_of(folder.metrics) if (found := read.parse_metrics(line, folder))]
+    events = [event for line in end_of(folder.events) if (event := read.parse(Event, line, folder.events))]
     since = [event for event in events if event.time >= record.time]
     scores = [found.top1 for found in measured if isinstance(found, EvaluationMetrics) and math.isfinite(found.top1)]
-    changes = [event.kind for event in since if event.kind in {"stopping", "stopped", *STARTS}]
-    if changes and changes[-1] not in STARTS:
+    changes = [event.kind for event in since if event.kind in {"stopping", "stopped", *read.STARTS}]
+    if changes and changes[-1] not in read.STARTS:
         state = "stopping"
     else:
         state = "running" if any(found.time >= record.time for found in measured) else "starting"
@@ -89,7 +88,7 @@ def look(record: Running) -> Now:
         processes=environment.get("processes"),
         step=next((found for found in reversed(measured) if isinstance(found, StepMetrics)), None),
         top1=scores[-1] if scores else detail.get("top1"),
-        end=next((event for event in reversed(since) if event.kind in ENDS), None),
+        end=next((event for event in reversed(since) if event.kind in summary.ENDS), None),
         heard=max(found.time for found in (record, *measured[-1:], *events[-1:])) if folder.path.is_dir() else None,
     )
 
@@ -105,7 +104,7 @@ def as_object(record: Running, now: Now) -> dict[str, Any]:
         "processes": now.processes,
         "started": record.time,
         "age_s": max(0.0, time.time() - record.time),
-        "epoch": place(step)[0] if step else None,
+        "epoch": summary.place(step)[0] if step else None,
         "epochs": -(-step.total_steps // step.steps_per_epoch) if step else None,
         "step": step.step if step else None,
         "total_steps": step.total_steps if step else None,

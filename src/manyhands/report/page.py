@@ -13,11 +13,8 @@ from markupsafe import Markup
 from manyhands.config.job import Job
 from manyhands.core.files import private_files, replacing
 from manyhands.core.terminal import plain, plain_lines, say
-from manyhands.report import summary
+from manyhands.report import figures, read, summary, time_shares
 from manyhands.report.drawing import GREY, HAIR, INK, fonts_for, house_style, write_figure
-from manyhands.report.figures import PICTURES, class_scores, confused_pairs, shown_detail
-from manyhands.report.read import RunData, read_run
-from manyhands.report.time_shares import change_line, slow_rank, unequal_line
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -33,7 +30,7 @@ _LEVELS = {"failed": "error", **dict.fromkeys(_WARNINGS, "warning")}
 
 def write_report(path: Path) -> Path:
     """Writes the report of the run in `path` atomically, in any state of the run. Raises UserError: there is no run."""
-    run = read_run(path)
+    run = read.read_run(path)
     with private_files():
         text = render(run, _draw_pictures(run, run.folder.pictures))
         with replacing(run.folder.report) as part:
@@ -43,7 +40,7 @@ def write_report(path: Path) -> Path:
     return run.folder.report
 
 
-def render(run: RunData, pictures: dict[str, str]) -> str:
+def render(run: read.RunData, pictures: dict[str, str]) -> str:
     return _template().render(_content(run, pictures))
 
 
@@ -64,9 +61,9 @@ def _template() -> "Template":
     return environment.get_template("page.html.j2")
 
 
-def _content(run: RunData, pictures: dict[str, str]) -> dict[str, Any]:
-    detail = shown_detail(run)
-    change, slow = change_line(run), slow_rank(run)
+def _content(run: read.RunData, pictures: dict[str, str]) -> dict[str, Any]:
+    detail = figures.shown_detail(run)
+    change, slow = time_shares.change_line(run), time_shares.slow_rank(run)
     return {
         "title": " · ".join(plain(str(run.option(part, "name") or f"unknown {part}")) for part in ("data", "model")),
         "folder": run.folder.path.resolve().name,
@@ -80,12 +77,12 @@ def _content(run: RunData, pictures: dict[str, str]) -> dict[str, Any]:
         "chosen": summary.CHOSEN[0].upper() + summary.CHOSEN[1:],
         "facts": _facts(run),
         "change": change if slow in change else f"{change}; {slow}",
-        "unequal": unequal_line(run),
-        "pictures": {name: (title, Markup(pictures[name])) for name, title, _ in PICTURES if name in pictures},
+        "unequal": time_shares.unequal_line(run),
+        "pictures": {name: (title, Markup(pictures[name])) for name, title, _ in figures.PICTURES if name in pictures},
         "detail": detail,
-        "scores": class_scores(detail) if detail else [],
+        "scores": figures.class_scores(detail) if detail else [],
         "in_sight": _ROWS_IN_SIGHT,
-        "pairs": confused_pairs(detail, _ROWS_IN_SIGHT) if detail else [],
+        "pairs": figures.confused_pairs(detail, _ROWS_IN_SIGHT) if detail else [],
         "configuration": _configuration(run),
         "environment": _rows(run.environment),
         "plan": _rows(run.plan.model_dump(exclude_unset=True, exclude={"exceptions", "resolved"})),
@@ -98,7 +95,7 @@ def _content(run: RunData, pictures: dict[str, str]) -> dict[str, Any]:
     }
 
 
-def _evaluation(run: RunData, evaluation: Any) -> dict[str, Any] | None:
+def _evaluation(run: read.RunData, evaluation: Any) -> dict[str, Any] | None:
     if evaluation is None:
         return None
     few = 0 < summary.classes_of(evaluation) <= summary.FEW_CLASSES
@@ -111,7 +108,7 @@ def _evaluation(run: RunData, evaluation: Any) -> dict[str, Any] | None:
     }
 
 
-def _facts(run: RunData) -> list[tuple[str, str]]:
+def _facts(run: read.RunData) -> list[tuple[str, str]]:
     speed, evaluation = summary.images_per_s(run), summary.final_evaluation(run)
     found = {
         "images/s": summary.rate(speed) if speed is not None else "",
@@ -127,7 +124,7 @@ def _facts(run: RunData) -> list[tuple[str, str]]:
     return [(name, value) for name, value in found.items() if value]
 
 
-def _epochs(run: RunData) -> str:
+def _epochs(run: read.RunData) -> str:
     last = run.steps[-1]
     epoch, done = summary.place(last)
     epochs = max(epoch, -(-last.total_steps // last.steps_per_epoch))
@@ -135,7 +132,7 @@ def _epochs(run: RunData) -> str:
     return f"{reached:.3g} of {epochs}" if last.step < last.total_steps else f"{reached:.3g}"
 
 
-def _first(run: RunData, *keys: str) -> str:
+def _first(run: read.RunData, *keys: str) -> str:
     for source in (run.plan.as_plain(), run.environment):
         for key in keys:
             if source.get(key) and not isinstance(source[key], dict):
@@ -149,7 +146,7 @@ class _Row(NamedTuple):
     meaning: str = ""
 
 
-def _configuration(run: RunData) -> list[tuple[str, list[_Row]]]:
+def _configuration(run: read.RunData) -> list[tuple[str, list[_Row]]]:
     """Returns the values of job.toml by section, with descriptions and the selected values of automatic options."""
     loose = [_Row(name, _shown(value)) for name, value in run.job.items() if not isinstance(value, dict)]
     groups = [("", loose)] if loose else []
@@ -191,7 +188,7 @@ def _shown(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _time_line(run: RunData) -> list[dict[str, str]]:
+def _time_line(run: read.RunData) -> list[dict[str, str]]:
     """Returns all events, with level "", "warning" or "error"; consecutive saves become one line."""
     start = run.sessions[0].start if run.sessions else 0.0
     lines: list[dict[str, str]] = []
@@ -209,13 +206,13 @@ def _time_line(run: RunData) -> list[dict[str, str]]:
     return lines
 
 
-def _draw_pictures(run: RunData, folder: Path) -> dict[str, str]:
+def _draw_pictures(run: read.RunData, folder: Path) -> dict[str, str]:
     """Draws the pictures that have records, as PNG files and as SVG text by name; sets `run.unreadable`."""
     drawn: dict[str, str] = {}
     folder.mkdir(parents=True, exist_ok=True)
     fonts, run.unreadable = fonts_for(name for detail in (run.best, run.last) if detail for name in detail.classes)
     with house_style(fonts):
-        for name, _, draw in PICTURES:
+        for name, _, draw in figures.PICTURES:
             file = folder / f"{name}.png"
             if figure := draw(run):
                 drawn[name] = _svg_text(figure, name)

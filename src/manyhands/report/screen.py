@@ -14,14 +14,11 @@ from rich.control import Control
 from rich.segment import ControlType
 from rich.text import Text
 
+from manyhands.core import files, quantities
 from manyhands.core.errors import UserError
-from manyhands.core.files import is_full
-from manyhands.core.quantities import percentage
 from manyhands.core.records import EvaluationMetrics, Event, StepMetrics
 from manyhands.core.terminal import Tolerant, plain, writable
-from manyhands.report import summary
-from manyhands.report.follow import Follower
-from manyhands.report.read import STARTS
+from manyhands.report import follow, read, summary
 
 _WINDOW_S = 120.0  # window of the speed for the remaining time, which should neither jump nor lag
 _SILENT_S = 20.0  # after this time without a record, the live line shows the age of the newest
@@ -61,7 +58,7 @@ class ScreenProgress:
                 self.recent.popleft()
         elif isinstance(record, Event) and record.kind == "saved":
             self.saved = record.time
-        elif isinstance(record, Event) and record.kind in STARTS:
+        elif isinstance(record, Event) and record.kind in read.STARTS:
             self.recent.clear()
 
     def left_s(self, now: float) -> float | None:
@@ -82,7 +79,7 @@ def live_line(progress: ScreenProgress, now: float, width: int, *, ascii_only: b
         return Text(("starting ..." if ascii_only else "starting …")[:width], "dim")
     epoch, done = summary.place(step)
     epochs, share = max(epoch, -(-step.total_steps // step.steps_per_epoch)), done / step.steps_per_epoch
-    head, shown = f"epoch {epoch}/{epochs} ", f" {percentage(share, 0):>3}%"
+    head, shown = f"epoch {epoch}/{epochs} ", f" {quantities.percentage(share, 0):>3}%"
     fields = _fields(progress, step, now)
     room = width - len(head) - len(shown) - _BAR_MIN
     while fields and sum(len(words) + 2 for words, _ in fields) > room:
@@ -116,7 +113,7 @@ def step_line(step: StepMetrics) -> str:
     """Formats a step for a log, as key=value pairs."""
     epoch, done = summary.place(step)
     return (
-        f"epoch={epoch} step={done}/{step.steps_per_epoch} loss={step.loss:.3f} acc={percentage(step.top1)} "
+        f"epoch={epoch} step={done}/{step.steps_per_epoch} loss={step.loss:.3f} acc={quantities.percentage(step.top1)} "
         f"img_s={summary.rate(step.images_per_s)} data_pct={100 * step.data_share:.0f}"
     )
 
@@ -126,10 +123,10 @@ def evaluation_line(record: EvaluationMetrics, last: StepMetrics | None, *, log:
     name = summary.epoch_name(record.step, record.epoch, last.steps_per_epoch if last else 0)
     train_loss = last.epoch_loss if last and last.step == record.step else None
     if log:
-        fifth = "" if 0 < record.classes <= summary.FEW_CLASSES else f"top5={percentage(record.top5, 2)} "
+        fifth = "" if 0 < record.classes <= summary.FEW_CLASSES else f"top5={quantities.percentage(record.top5, 2)} "
         trained = "" if train_loss is None else f" train_loss={train_loss:.3f}"
         return (
-            f"epoch={name} evaluated={record.count} top1={percentage(record.top1, 2)} {fifth}"
+            f"epoch={name} evaluated={record.count} top1={quantities.percentage(record.top1, 2)} {fifth}"
             f"val_loss={record.loss:.3f}{summary.custom_metrics(record.metrics, ' {}={}')}{trained}"
             + (" best" if record.best else "")
         )
@@ -144,7 +141,7 @@ def evaluation_line(record: EvaluationMetrics, last: StepMetrics | None, *, log:
 def epoch_line(last: StepMetrics, *, log: bool = False) -> str:
     loss, top1 = last.epoch_loss or 0.0, last.epoch_top1 or 0.0
     if log:
-        return f"epoch={last.epoch} train_loss={loss:.3f} train_top1={percentage(top1, 2)}"
+        return f"epoch={last.epoch} train_loss={loss:.3f} train_top1={quantities.percentage(top1, 2)}"
     return f"epoch {last.epoch}: train loss {summary.number(loss)}, train top-1 {summary.percent(top1)}"
 
 
@@ -168,7 +165,7 @@ class Screen:
         terminal = not lines and output.isatty() and os.environ.get("TERM", "") not in {"dumb", "unknown"}
         self.live = terminal and not quiet
         self.folder, self._quiet, self._clock = folder, quiet, clock
-        self._follower = Follower(folder, only_new=True)
+        self._follower = follow.Follower(folder, only_new=True)
         self._console = Console(
             file=cast(TextIO, Tolerant(output)),
             # rich reads NO_COLOR itself. FORCE_COLOR may color a log, but never moves its cursor.
@@ -271,7 +268,7 @@ class Screen:
         if (now := self._clock()) - self._disk_at < _DISK_EVERY_S:
             return
         self._disk_at, before = now, self._disk_full
-        self._disk_full = is_full(self.folder)
+        self._disk_full = files.is_full(self.folder)
         if self._disk_full > before:
             effect = "training continues, but records are delayed and checkpoints are skipped"
             self.say(f"the disk of {self.folder} is full: {effect}", "WARNING")

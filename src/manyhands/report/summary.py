@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
-from manyhands.core.quantities import percentage
+from manyhands.core import quantities, terminal
 from manyhands.core.records import EvaluationDetail, EvaluationMetrics, StepMetrics
 from manyhands.core.run_folder import resume_command
-from manyhands.core.terminal import plain
 from manyhands.report.read import STARTS, RunData
 
 # Kinds of events that end a session, with the status of the run after each.
@@ -46,7 +45,7 @@ def best_evaluation(run: RunData) -> EvaluationMetrics | EvaluationDetail | None
 def best_by(run: RunData) -> str:
     """Returns the run's option train.best, such as "lowest loss"; empty for top-1, the default."""
     by = run.option("train", "best")
-    return plain(by) if isinstance(by, str) and by != "highest top1" else ""
+    return terminal.plain(by) if isinstance(by, str) and by != "highest top1" else ""
 
 
 def bad_pictures(run: RunData) -> list[str]:
@@ -127,7 +126,7 @@ def result_lines(run: RunData) -> list[str]:
     if left_out := run.counted("left-out"):
         lines.append(f"skipped  {len(left_out)} updates with non-finite loss or gradients")
     if bad := bad_pictures(run):
-        lines.append(f"replaced  {len(bad)} pictures that could not be read, such as {plain(bad[0])}")
+        lines.append(f"replaced  {len(bad)} pictures that could not be read, such as {terminal.plain(bad[0])}")
     ends = {"finished": "finished in", "stopped": "stopped after", "failed": "failed after"}
     took = duration(seconds(run)) + (f", {rate(speed)} images/s" if speed is not None else "")
     lines += [f"{ends.get(word, 'trained for')} {took}", f"run    {run.folder.path}"]
@@ -176,7 +175,7 @@ def time_unit(seconds: float) -> tuple[str, float]:
 
 
 def percent(share: float) -> str:
-    return f"{percentage(share)} %" if math.isfinite(share) else "?"
+    return f"{quantities.percentage(share)} %" if math.isfinite(share) else "?"
 
 
 def top5(share: float, classes: int, form: str) -> str:
@@ -186,7 +185,7 @@ def top5(share: float, classes: int, form: str) -> str:
 
 def custom_metrics(metrics: Mapping[str, float], form: str) -> str:
     """Formats the user's metrics, name and value, by a `form` such as ", {} {}"."""
-    return "".join(form.format(plain(name), number(value)) for name, value in metrics.items())
+    return "".join(form.format(terminal.plain(name), number(value)) for name, value in metrics.items())
 
 
 def number(value: float) -> str:

@@ -17,13 +17,11 @@ from filelock import Timeout
 from platformdirs import user_cache_path
 
 from manyhands.cluster.agents.claim import claim, new_holder
+from manyhands.core import machine, stops
 from manyhands.core.errors import UserError
-from manyhands.core.machine import cores
 from manyhands.core.scratch import PREFIX, abandoned
-from manyhands.core.stops import ended_like_ctrl_c
+from manyhands.data import packed, packing
 from manyhands.data.listed import place_of_pack
-from manyhands.data.packed import PackedSet, altered, altered_shards, is_pack, open_pack
-from manyhands.data.packing import PackRequest, is_up_to_date, make_pack, read_contents
 from manyhands.data.places import cache_folder
 from manyhands.run.registry import find_run, running
 
@@ -129,10 +127,10 @@ def _size(path: Path) -> int:
     return 0
 
 
-def request_of(root: Path, target: Path | None, size: int, quality: int) -> PackRequest:
+def request_of(root: Path, target: Path | None, size: int, quality: int) -> packing.PackRequest:
     if not root.is_dir():
         raise UserError(f"there is no folder {root}", str(root), ("name a folder of class folders",))
-    if is_pack(root):
+    if packed.is_pack(root):
         raise UserError(f"{root} is already a packed copy", "", (f"run manyhands train {shlex.quote(str(root))}",))
     if size < 0 or not 0 <= quality <= MOST_QUALITY or (quality and not size):
         hints = (f"use a --size in pixels, such as 256; --quality (1 to {MOST_QUALITY}) requires --size",)
@@ -141,28 +139,28 @@ def request_of(root: Path, target: Path | None, size: int, quality: int) -> Pack
     if target.resolve().is_relative_to(root.resolve()):
         hints = ("name a folder outside with --to, or remove --to",)
         raise UserError("the packed copy would be inside the folder of pictures", str(target), hints)
-    return PackRequest(root, target, size, (quality or USUAL_QUALITY) if size else 0)
+    return packing.PackRequest(root, target, size, (quality or USUAL_QUALITY) if size else 0)
 
 
 def pack(
-    request: PackRequest, *, processes: int = 0, replaced: bool = False, progress: Callable[[int, int], None]
-) -> tuple[PackedSet, tuple[str, ...] | None]:
+    request: packing.PackRequest, *, processes: int = 0, replaced: bool = False, progress: Callable[[int, int], None]
+) -> tuple[packed.PackedSet, tuple[str, ...] | None]:
     """Packs a folder or resumes packing; returns the pack and unreadable pictures (None if it was up to date)."""
-    contents = read_contents(request.root)
-    if not replaced and is_up_to_date(contents, request):
-        return open_pack(request.target), None
-    processes = processes or max(1, int(cores()))
-    with ended_like_ctrl_c():
-        return make_pack(contents, request, processes=processes, replace=replaced, progress=progress)
+    contents = packing.read_contents(request.root)
+    if not replaced and packing.is_up_to_date(contents, request):
+        return packed.open_pack(request.target), None
+    processes = processes or max(1, int(machine.cores()))
+    with stops.ended_like_ctrl_c():
+        return packing.make_pack(contents, request, processes=processes, replace=replaced, progress=progress)
 
 
-def check_pack(folder: Path, target: Path | None) -> PackedSet:
+def check_pack(folder: Path, target: Path | None) -> packed.PackedSet:
     """Reads an entire pack, given by its path or its source folder. Raises UserError: missing, or altered."""
-    place = target or (folder if is_pack(folder) else place_of_pack(folder))
-    if not is_pack(place):
+    place = target or (folder if packed.is_pack(folder) else place_of_pack(folder))
+    if not packed.is_pack(place):
         raise UserError(f"there is no packed copy at {place}", str(place), ("run manyhands pack FOLDER",))
-    pack = open_pack(place)
-    if bad := altered_shards(pack):
+    pack = packed.open_pack(place)
+    if bad := packed.altered_shards(pack):
         more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
-        raise altered(place / bad[0], f"{bad[0]}{more} changed after packing")
+        raise packed.altered(place / bad[0], f"{bad[0]}{more} changed after packing")
     return pack

@@ -8,13 +8,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
 
-from manyhands.cluster.agents.agent import Agent
-from manyhands.cluster.agents.connection import AgentConnection
+from manyhands.cluster.agents import agent, connection, ssh, supervise
 from manyhands.cluster.agents.machines import Machines, assembled, prepare
 from manyhands.cluster.agents.open_tunnels import StoreTunnel
 from manyhands.cluster.agents.protocol import Orders, orders_for
-from manyhands.cluster.agents.ssh import reached_by
-from manyhands.cluster.agents.supervise import Watch, supervise_once
 from manyhands.cluster.doctor.facts import gather
 from manyhands.cluster.doctor.findings import AllReduceTest, DoctorFinding, FactsWanted, Needs, Survey, examine, fails
 from manyhands.cluster.doctor.probe import OpenPort, Probe
@@ -105,7 +102,7 @@ def exposure(job: Job, say: Callable[[str], object]) -> Exposure:
         then = "train, fit and session open ports on loopback only, for users of this machine"
         return Exposure({"this machine": Probe().open_ports()}, {}, (then,))
     with scratch("doctor") as logs, assembled(machines, job.cluster, logs, facts_wanted(job)) as agents:
-        ports = {machine.name: found for machine, found in agents.ask_each(call(Agent.open_ports)).items()}
+        ports = {machine.name: found for machine, found in agents.ask_each(call(agent.Agent.open_ports)).items()}
         if len(machines) > 1:
             say(LISTENING)
         survey = survey_agents(job, agents, machines, measure=False)
@@ -160,7 +157,7 @@ def known_of(job: Job, machines: Sequence[Machine], facts: Mapping[str, Any]) ->
         counts, job.cluster.threads, port=_rendezvous(job)[1], interface=job.cluster.interface,
         through_ssh=job.cluster.through_ssh, device=job.cluster.device, download=job.data.download,
         files=tuple(word.rpartition(":")[0] for word in references),
-        reach={machine.name: reached_by(machine, job.cluster) for machine in machines},
+        reach={machine.name: ssh.reached_by(machine, job.cluster) for machine in machines},
     )  # fmt: skip
     return Survey(tuple(machine.name for machine in machines), dict(facts), needs=needs)
 
@@ -205,7 +202,7 @@ def _test_all_reduce(job: Job, agents: Machines, survey: Survey, say: Callable[[
         store = "" if met.address == LOOPBACK else f"port {met.port} of {met.address} and "
         where = ", ".join(survey.chosen[host][1] for host in survey.hosts)
         say(f"the all-reduce test opens {store}a free port on each of {where}, all without a password")
-        ending = supervise_once(orders, Watch())
+        ending = supervise.supervise_once(orders, supervise.Watch())
     if ending.ok:
         return AllReduceTest("ok", seconds=max(answer["seconds"] for answer in ending.returned.values()))
     cause = first_cause(ending)
@@ -213,16 +210,16 @@ def _test_all_reduce(job: Job, agents: Machines, survey: Survey, say: Callable[[
     return AllReduceTest("failed", said, missing=tuple(ending.lost))
 
 
-def _orders(job: Job, agents: Machines, survey: Survey, way: StoreTunnel) -> dict[AgentConnection, Orders]:
+def _orders(job: Job, agents: Machines, survey: Survey, way: StoreTunnel) -> dict[connection.AgentConnection, Orders]:
     """Returns orders for one process on each machine, which writes into a temporary folder there."""
     prepare(agents, job.cluster, processes=1)
     for machine in agents.running:
         machine.address = Address(*survey.chosen[machine.name])
     places = way.open(agents)
-    folders = agents.ask_each(call(Agent.make_scratch), COLLECTIVE_S)
+    folders = agents.ask_each(call(agent.Agent.make_scratch), COLLECTIVE_S)
     limits = {"join_timeout_s": COLLECTIVE_S, "collective_timeout_s": COLLECTIVE_S, "threads": 1}
     quick = job.model_copy(update={"cluster": job.cluster.model_copy(update=limits)})
-    orders = dict[AgentConnection, Orders]()
+    orders = dict[connection.AgentConnection, Orders]()
     for number, (machine, folder) in enumerate(folders.items()):
         met, variables = Rendezvous((1,) * len(folders), number, *places.ends[machine]), machine.address.environment()
         orders[machine.agent] = orders_for(quick, "add-up", folder, met, device=machine.device, environment=variables)

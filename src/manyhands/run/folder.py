@@ -17,20 +17,16 @@ from typing import Any
 import tomli_w
 from filelock import FileLock, Timeout
 
-from manyhands.checkpoint.folders import read_state
-from manyhands.checkpoint.trained import TrainedNetwork, find_record
+from manyhands.checkpoint import folders, trained
 from manyhands.cluster.agents.claim import Term, claim, new_holder, raise_term, run_id, set_run_id, term_in
 from manyhands.cluster.folders import holds_run, use_run_folder, write_job, writing_into
 from manyhands.cluster.hosts.machines import machines_of
+from manyhands.config import load
 from manyhands.config.job import ClusterOptions, Job
-from manyhands.config.load import LoadedJob, flatten, load_job, read_toml
-from manyhands.config.named_code import announce, refuse_other_users
+from manyhands.core import stops, terminal, timeouts
 from manyhands.core.errors import EXIT_DOCTOR, EXIT_USAGE, ManyhandsError, UserError
 from manyhands.core.files import free_name, private_files
 from manyhands.core.run_folder import RunFolder, in_python, resume_command
-from manyhands.core.stops import ended_like_ctrl_c, request_stop
-from manyhands.core.terminal import say
-from manyhands.core.timeouts import MAKE_WAY_S
 from manyhands.report.read import read_run
 from manyhands.run.registry import RUNS, find_reference, headed_here, registered, remembered_reach
 
@@ -50,7 +46,7 @@ def run_folder(job: Job) -> Iterator[RunFolder]:
         topmost = missing[-1] if missing else None if job.run.out else folder.path
         try:
             names = [machine.name for machine in machines_of(job.cluster)]
-            with registered(folder.path, names), ended_like_ctrl_c():
+            with registered(folder.path, names), stops.ended_like_ctrl_c():
                 yield folder
         except ManyhandsError as error:
             if error.exit_code in {EXIT_USAGE, EXIT_DOCTOR} and topmost and not folder.metrics.exists():
@@ -91,7 +87,7 @@ def _open_folder(job: Job) -> tuple[RunFolder, FileLock | None]:
         raise UserError(f"{folder.path} already contains a run", "--out", ("use --resume auto", "or use a new --out"))
     with writing_into(folder.path):
         # `resume --no-detach` also takes over a detached run.
-        detached = "detach" in job.cluster.flags and folder.exists() and read_toml(folder.job).get("cluster", {})
+        detached = "detach" in job.cluster.flags and folder.exists() and load.read_toml(folder.job).get("cluster", {})
         lock = _lock(folder, takes_over=job.cluster.detach or bool(detached and detached.get("detach")))
     if not folder.exists() or job.run.script:
         # The job file of an earlier run is replaced later, after all checks (see worker/run_metadata.py).
@@ -110,7 +106,7 @@ def _lock(folder: RunFolder, *, takes_over: bool) -> FileLock | None:
     try:
         if takes_over:
             raise_term(folder.ranks, Term(term_in(folder.ranks).head + 1))
-        lock = claim(folder, new_holder(), *((MAKE_WAY_S, MAKE_WAY_S) if takes_over else ()))
+        lock = claim(folder, new_holder(), *((timeouts.MAKE_WAY_S, timeouts.MAKE_WAY_S) if takes_over else ()))
     except Timeout:
         raise already_running(folder, "or choose another --out") from None
     if not run_id(folder):
@@ -143,7 +139,7 @@ class FolderWatch:
         self._look_at = time.monotonic() + POLL_S
         with contextlib.suppress(OSError):
             self._compare()
-        if self._stop_is_due and request_stop():
+        if self._stop_is_due and stops.request_stop():
             self._stop_is_due = False
 
     def _compare(self) -> None:
@@ -209,23 +205,23 @@ class FolderWatch:
         return found if holds and os.path.samestat(found.stat(), os.fstat(self._descriptor)) else None
 
 
-def record_of(checkpoint: Path) -> TrainedNetwork | None:
+def record_of(checkpoint: Path) -> trained.TrainedNetwork | None:
     """Returns the record of the network in a checkpoint or its run, if any. Raises UserError: it is damaged."""
-    return find_record(checkpoint, read_state(checkpoint) if checkpoint.is_dir() else {})
+    return trained.find_record(checkpoint, folders.read_state(checkpoint) if checkpoint.is_dir() else {})
 
 
-def load_resumed(name: str, flags: Mapping[str, Any]) -> LoadedJob:
+def load_resumed(name: str, flags: Mapping[str, Any]) -> load.LoadedJob:
     """Loads the job of a run to resume, changed by `flags`. Raises UserError: there is no such run, or it is active."""
     folder = RunFolder(find_reference(name))
     if headed_here(folder.path):
         raise already_running(folder)
     read_run(folder.path)
-    loaded = load_job({"run.out": str(folder.path), "checkpoint.resume": "auto", **flags}, file=folder.job)
+    loaded = load.load_job({"run.out": str(folder.path), "checkpoint.resume": "auto", **flags}, file=folder.job)
     announce_resumed(folder, loaded)
     return loaded
 
 
-def announce_resumed(folder: RunFolder, loaded: LoadedJob) -> None:
+def announce_resumed(folder: RunFolder, loaded: load.LoadedJob) -> None:
     """Announces code that a resumed run executes because its job.toml names it. Raises UserError to refuse it."""
     keys = {"data": "data.name", "network": "model.name"}
     lost = [what for what in in_python(folder.path) if loaded.origins.get(keys[what]) == str(folder.job)]
@@ -235,17 +231,17 @@ def announce_resumed(folder: RunFolder, loaded: LoadedJob) -> None:
         what = f"this run can be resumed only by the Python program that creates its {' and '.join(lost)}"
         raise UserError(what, str(folder.path), hints)
     try:
-        record = find_record(folder.checkpoints / "any", {})
+        record = trained.find_record(folder.checkpoints / "any", {})
     except UserError:
         record = None  # the resumed run writes a new record
-    values = flatten(loaded.job.model_dump())
+    values = load.flatten(loaded.job.model_dump())
     for key in _MAY_NAME_CODE:
         if loaded.origins.get(key) == str(folder.job):
             words = [values[key]] if isinstance(values[key], str) else values[key]
-            announce(words, folder.path, record, f"--set {key}={{}}")
+            load.announce(words, folder.path, record, f"--set {key}={{}}")
 
 
-def announce_reach(loaded: LoadedJob) -> None:
+def announce_reach(loaded: load.LoadedJob) -> None:
     """Announces ssh and Python commands that only a job.toml names. Raises UserError: another user wrote the file."""
     standard = ClusterOptions()
     for name in ("ssh", "python"):
@@ -253,6 +249,6 @@ def announce_reach(loaded: LoadedJob) -> None:
         known = {getattr(standard, name), (remembered_reach(file.parent) or {}).get(name)}
         if wanted in known or not file.is_file() or not machines_of(loaded.job.cluster):
             continue
-        refuse_other_users(shlex.quote(wanted), file, file, f"--set cluster.{name}={shlex.quote(wanted)}")
+        load.refuse_other_users(shlex.quote(wanted), file, file, f"--set cluster.{name}={shlex.quote(wanted)}")
         if RunFolder(file.parent).ranks.is_dir():
-            say(f"connecting to the machines with {shlex.quote(wanted)}, as specified in {file}")
+            terminal.say(f"connecting to the machines with {shlex.quote(wanted)}, as specified in {file}")

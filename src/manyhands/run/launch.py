@@ -11,35 +11,21 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 
 from manyhands.checkpoint.folders import saved_step
-from manyhands.cluster.agents.agent import Agent
-from manyhands.cluster.agents.claim import run_id
+from manyhands.cluster import code_files, messages
+from manyhands.cluster.agents import agent, claim, mirror, protocol, ssh, supervise, worker_start
 from manyhands.cluster.agents.machines import Machines, assembled, prepare, refuse_doubles
-from manyhands.cluster.agents.mirror import Receiver
-from manyhands.cluster.agents.protocol import FilePiece
-from manyhands.cluster.agents.ssh import copied_by
-from manyhands.cluster.agents.supervise import Watch
-from manyhands.cluster.agents.worker_start import attach_notice
-from manyhands.cluster.code_files import copied_code
 from manyhands.cluster.hosts.formats import hostfile
 from manyhands.cluster.hosts.inventory import Machine
-from manyhands.cluster.messages import call
 from manyhands.config.job import Job
+from manyhands.core import files, records, terminal, timeouts
 from manyhands.core.errors import ManyhandsError, RunError, UserError
-from manyhands.core.files import private_files
-from manyhands.core.records import REPLACED
 from manyhands.core.run_folder import RunFolder, resume_command
 from manyhands.core.stops import STOPS, handled
-from manyhands.core.terminal import show, show_json
-from manyhands.core.timeouts import COPY_S
 from manyhands.report.screen import Screen
-from manyhands.run.doctor import LISTENING, facts_wanted
+from manyhands.run import doctor, logs, recovery, registry, start
 from manyhands.run.folder import run_folder
-from manyhands.run.logs import EXECUTED, read_places
 from manyhands.run.machines import Membership
 from manyhands.run.outcome import Outcome, conclude, ends_noted, note, starts_and_stops
-from manyhands.run.recovery import Say, run_to_end
-from manyhands.run.registry import find_run, head_of_active, remember_reach
-from manyhands.run.start import Starts, check_machines
 from manyhands.run.train import check_names, watch_on
 
 SOCKET, LOG = "head.sock", "head.log"  # in the run folder
@@ -61,20 +47,20 @@ def launch(
         what = "a run with --relay can't be detached, because this machine relays its traffic"
         raise UserError(what, "--detach", ("remove --detach or --relay",))
     with run_folder(job) as folder:
-        receiver, earlier = Receiver(folder.path), len(starts_and_stops(folder))
+        receiver, earlier = mirror.Receiver(folder.path), len(starts_and_stops(folder))
         with ends_noted(job, folder), closing(Screen(folder.path, quiet=quiet, lines=job.cluster.detach)) as screen:
             names = ", ".join(machine.name for machine in machines)
             screen.say(f"connecting to {names} and starting agents; this takes some seconds")
             if job.cluster.debugging:
-                screen.say(attach_notice(job.cluster))
+                screen.say(worker_start.attach_notice(job.cluster))
             if len(machines) > 1 and not job.cluster.through_ssh:
-                screen.say(LISTENING)
-            wanted, on_stop = facts_wanted(job), lambda: screen.say("stopping before training has begun")
+                screen.say(doctor.LISTENING)
+            wanted, on_stop = doctor.facts_wanted(job), lambda: screen.say("stopping before training has begun")
             with assembled(machines, job.cluster, folder.ranks, wanted, on_stop) as found, ExitStack() as stack:
                 _require_enough(job, folder, found, screen)
-                remember_reach(folder.path, {name: str(getattr(job.cluster, name)) for name in EXECUTED})
+                registry.remember_reach(folder.path, {name: str(getattr(job.cluster, name)) for name in logs.EXECUTED})
                 membership = stack.enter_context(closing(Membership(job, found, folder, screen.say)))
-                starts = stack.enter_context(Starts(job, membership, folder, receiver, screen.say))
+                starts = stack.enter_context(start.Starts(job, membership, folder, receiver, screen.say))
                 _prepare(job, membership, starts, folder, screen)
                 watch = watch_on(job, folder, screen, quiet=quiet)
                 show_news = watch.on_tick
@@ -93,10 +79,10 @@ def launch(
 
                 watch.on_tick, watch.regroups, watch.cut = on_tick, regroups, starts.tunnels.ended
                 _keep_records(watch, receiver, screen, found.running[0].name)
-                ending = run_to_end(job, folder, membership, starts.orders, watch, screen.say)
+                ending = recovery.run_to_end(job, folder, membership, starts.orders, watch, screen.say)
                 starts.finish_copy()
                 if ending.replaced:  # further records are in the other launcher's folder
-                    note(folder, REPLACED, ending.replaced, step=saved_step(folder))
+                    note(folder, records.REPLACED, ending.replaced, step=saved_step(folder))
         return conclude(job, folder, ending, earlier)
 
 
@@ -111,10 +97,10 @@ def _require_enough(job: Job, folder: RunFolder, machines: Machines, screen: Scr
             machine.problem = None
 
 
-def _keep_records(watch: Watch, receiver: Receiver, screen: Screen, source: str) -> None:
+def _keep_records(watch: supervise.Watch, receiver: mirror.Receiver, screen: Screen, source: str) -> None:
     """Writes received records; after a failure the run continues, and new records stay on the machine of rank 0."""
 
-    def keep(piece: FilePiece) -> None:
+    def keep(piece: protocol.FilePiece) -> None:
         try:
             receiver.take(piece)
         except (OSError, ValueError) as error:
@@ -125,9 +111,9 @@ def _keep_records(watch: Watch, receiver: Receiver, screen: Screen, source: str)
     watch.on_file = keep
 
 
-def _prepare(job: Job, membership: Membership, starts: Starts, folder: RunFolder, screen: Screen) -> None:
+def _prepare(job: Job, membership: Membership, starts: start.Starts, folder: RunFolder, screen: Screen) -> None:
     machines = membership.machines
-    addresses = check_machines(job, screen.say, machines)  # first, so that a mistake leaves no folders
+    addresses = start.check_machines(job, screen.say, machines)  # first, so that a mistake leaves no folders
     prepare(machines, job.cluster)
     if not addresses:
         _refuse_devices(job, machines)
@@ -138,12 +124,12 @@ def _prepare(job: Job, membership: Membership, starts: Starts, folder: RunFolder
         starts.resume_from_newest()
     _refuse_lost_checkpoints(job, folder, machines)
     if job.cluster.sync_code:
-        membership.code, left_out = copied_code(Path.cwd())
+        membership.code, left_out = code_files.copied_code(Path.cwd())
         for line in left_out:
             screen.say(line)
         others = [machine for machine in machines.running if not machine.agent.here]
         # Agents, and thus their workers, change to the folder of the code.
-        machines.ask(dict.fromkeys(others, call(Agent.take_code, membership.code)), COPY_S)
+        machines.ask(dict.fromkeys(others, messages.call(agent.Agent.take_code, membership.code)), timeouts.COPY_S)
 
 
 def _refuse_devices(job: Job, machines: Machines) -> None:
@@ -171,8 +157,8 @@ def _refuse_another_run(job: Job, folder: RunFolder, machines: Machines) -> None
         if machine.agent.here or answer.shared or not answer.checkpoints:
             continue
         found = answer.run
-        if found and found != run_id(folder):
-            copy = copied_by(machine.spec, place, str(folder.path))
+        if found and found != claim.run_id(folder):
+            copy = ssh.copied_by(machine.spec, place, str(folder.path))
             hints = (another, f"or, to resume that run, copy it to a new folder: {copy}")
             what = f"the folder {place} on {name} belongs to a different run than {folder.path}"
             raise UserError(what, "--out", hints)
@@ -184,14 +170,14 @@ def _refuse_another_run(job: Job, folder: RunFolder, machines: Machines) -> None
 def _refuse_lost_checkpoints(job: Job, folder: RunFolder, machines: Machines) -> None:
     saved, first = saved_step(folder), machines.running[0]
     if saved is not None and job.checkpoint.resume == "auto" and not first.run_folder.checkpoints:
-        had = next((f" on {place.host}" for place in read_places(folder)), "")
+        had = next((f" on {place.host}" for place in logs.read_places(folder)), "")
         what = f"{first.name} has no checkpoint of {folder.path}; the last checkpoint was saved at step {saved}{had}"
         hints = ("list the machine with the checkpoint first", "or copy its run folder to rank 0", "or use a new --out")
         raise UserError(what, f"{first.name}:{first.run_folder.folder}/checkpoints", hints)
 
 
 @contextmanager
-def join_listener(folder: Path, on_request: Callable[..., None], say: Say) -> Generator[Callable[[], None]]:
+def join_listener(folder: Path, on_request: Callable[..., None], say: recovery.Say) -> Generator[Callable[[], None]]:
     """Yields a function that accepts requests to join; it never waits, and must be called often.
 
     `on_request` receives a machine and a function to notify it; it raises ManyhandsError to refuse the machine.
@@ -268,9 +254,9 @@ def _short(path: Path) -> Generator[str]:
 
 def join_here(run: str, host: str) -> str:
     """Asks the launcher of a run, here, to add `host`, and waits until it joins. Raises ManyhandsError: refused."""
-    found = find_run(run, active=True)
+    found = registry.find_run(run, active=True)
     folder = found.path
-    if not (folder / SOCKET).exists() and not (head := head_of_active(found)).here:
+    if not (folder / SOCKET).exists() and not (head := registry.head_of_active(found)).here:
         hints = (f"run this on {head.host}: manyhands join {shlex.quote(run)} --host {host}",)
         raise UserError(f"{head.name} was launched from {head.host}", head.run, hints)
     with socket.socket(socket.AF_UNIX) as head:
@@ -310,7 +296,7 @@ class Background:
         if self._left:
             return
         self._left = True
-        with private_files(), (run / LOG).open("ab") as log:
+        with files.private_files(), (run / LOG).open("ab") as log:
             for number in (1, 2):
                 os.dup2(log.fileno(), number)
         os.write(self._writer, os.fsencode(run))
@@ -325,9 +311,9 @@ class Background:
             if not run.name:
                 return os.waitstatus_to_exitcode(os.waitpid(self.elsewhere, 0)[1]) & 0xFF
         if as_json:
-            show_json({"run": str(run), "status": "running", "pid": self.elsewhere, "log": str(run / LOG)})
+            terminal.show_json({"run": str(run), "status": "running", "pid": self.elsewhere, "log": str(run / LOG)})
         else:
-            show([
+            terminal.show([
                 f"{run} keeps training without this terminal; launcher log: {run / LOG}",
                 f"to stop: manyhands stop {run}",
                 f"to resume on another machine of the run, if this machine is lost: {resume_command(run)}",

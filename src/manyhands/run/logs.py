@@ -11,20 +11,18 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from manyhands.cluster.agents.agent import Agent
-from manyhands.cluster.agents.connection import AgentConnection
+from manyhands.cluster.agents import agent, connection
 from manyhands.cluster.agents.machines import assembled
 from manyhands.cluster.doctor.findings import FactsWanted
 from manyhands.cluster.hosts.inventory import Machine
 from manyhands.cluster.messages import call
 from manyhands.config.job import ClusterOptions
 from manyhands.config.load import load_job, written_values
+from manyhands.core import files, timeouts
 from manyhands.core.errors import UserError
-from manyhands.core.files import open_file, parse_json, read_bytes
 from manyhands.core.run_folder import RunFolder
 from manyhands.core.scratch import scratch
 from manyhands.core.terminal import say, show
-from manyhands.core.timeouts import READ_LOG_S
 from manyhands.run.registry import head_of, is_running, remembered_reach
 
 POLL_S = 0.2
@@ -55,19 +53,19 @@ class Log:
     """The output of one process: a file on this machine, or read through the agent of another one."""
 
     path: str  # of the file, which may not exist yet
-    link: AgentConnection | None = None  # to the agent of its machine; None for this machine
+    link: connection.AgentConnection | None = None  # to the agent of its machine; None for this machine
     offset: int = 0  # bytes read so far
 
     def new_lines(self, *, rest: bool = False) -> Iterator[str]:
         """Yields complete lines written since the last call; with `rest` also an incomplete last line."""
         while self.link:
-            text, offset = self.link.ask(call(Agent.read_log, self.path, self.offset, rest), READ_LOG_S)
+            text, offset = self.link.ask(call(agent.Agent.read_log, self.path, self.offset, rest), timeouts.READ_LOG_S)
             yield from text.splitlines()
             if self.offset == offset:
                 return
             self.offset = offset
         try:
-            with open_file(Path(self.path)) as file:
+            with files.open_file(Path(self.path)) as file:
                 file.seek(self.offset)
                 for line in file:
                     if rest or line.endswith(b"\n"):
@@ -158,7 +156,7 @@ def read_places(folder: RunFolder) -> list[LogPlace]:
     """Reads machines.json, the locations of a run's files; empty without the file. Raises UserError: it is damaged."""
     path = folder.machines
     try:
-        return TypeAdapter(list[LogPlace]).validate_python(parse_json(read_bytes(path)))
+        return TypeAdapter(list[LogPlace]).validate_python(files.parse_json(files.read_bytes(path)))
     except FileNotFoundError:
         return []
     except (OSError, ValueError) as error:

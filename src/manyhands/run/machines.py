@@ -1,17 +1,18 @@
 """The membership of a launched run: running, lost, contacted, ready and excluded machines.
 
-Changes of the state of a machine:
+A machine in the state RUNNING takes part in the current start; `until` is the deadline of every other state.
 
-    RUNNING -> LOST         its connection ended or was silent, and could not be replaced
-    RUNNING -> READY        excluded for a while: it failed several times in a row, and the run can continue without it
-    RUNNING -> READY        another machine was lost while this one joined (run/start.py)
-    LOST -> CONTACTING      the pause before the next contact is over
-    CONTACTING -> READY     the agent has answered every request
-    CONTACTING -> LOST      no answer, its earlier workers are still exiting, or it belongs to another launcher
-    READY -> RUNNING        the next start includes it; the run is restarted for this if enough updates remain
-    READY -> LOST           its connection ended or was silent
-    LOST, CONTACTING, READY -> refused      it can't take part, and another attempt would not change that
-    RUNNING -> refused                      it has just joined, and the start with it failed before its first update
+    from         to          reason                                                            method
+    RUNNING      LOST        its connection ended or was silent, and could not be replaced     note_ending, take_in
+    RUNNING      READY       it failed repeatedly and isn't needed: excluded for a while       note_ending
+    RUNNING      READY       another machine was lost while it joined                          Starts._take_in
+    RUNNING      refused     it had just joined, and the start failed before its first update  note_ending
+    LOST         CONTACTING  the pause before the next contact is over                         _open
+    CONTACTING   READY       the agent has answered every request                              _receive
+    CONTACTING   LOST        no answer, workers still exiting, or it obeys another launcher    _give_up
+    READY        RUNNING     a start includes it; the run restarts if enough updates remain    take_in
+    READY        LOST        its connection ended or was silent                                _give_up
+    not RUNNING  refused     it can't take part, and another attempt would not change that     tick
 """
 
 import time
@@ -20,11 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from manyhands.checkpoint.folders import saved_step
-from manyhands.cluster.agents.agent import Agent
-from manyhands.cluster.agents.claim import run_id, term_in
-from manyhands.cluster.agents.connection import AgentConnection, LinkClosed, answer_to
+from manyhands.cluster.agents import agent, claim, connection, ssh
 from manyhands.cluster.agents.machines import Machines, MachineState, RunMachine, clock_offset, open_agent
-from manyhands.cluster.agents.ssh import explain_contact
 from manyhands.cluster.doctor.findings import Facts, examine
 from manyhands.cluster.failures import Ending, first_cause
 from manyhands.cluster.hosts.inventory import Machine
@@ -50,7 +48,7 @@ class Membership(RestartHooks):
     def __init__(self, job: Job, machines: Machines, folder: RunFolder, say: Say) -> None:
         self.machines, self._job, self._folder, self._say = machines, job, folder, say
         self.code = dict[str, str]()  # code for machines that join, base64 by path
-        self.term = term_in(folder.ranks).head if job.cluster.detach else 0  # of this launcher
+        self.term = claim.term_in(folder.ranks).head if job.cluster.detach else 0  # of this launcher
         self.replaced_on = ""  # name of a machine that obeys another launcher
         self._measured = 0  # bytes of metrics before the current start
         self._refused = dict[str, RunMachine]()
@@ -187,7 +185,7 @@ class Membership(RestartHooks):
                     machine.agent.heartbeat()
                     machine.agent.flush()
                 steps[machine.state](machine)
-            except (LinkClosed, OSError):  # TimeoutError, or no memory or files here: try again later
+            except (connection.LinkClosed, OSError):  # TimeoutError, or no memory or files here: try again later
                 self._give_up(machine)
             except (RefusedError, RunError, UserError) as error:
                 self.refuse(machine, error)
@@ -206,7 +204,7 @@ class Membership(RestartHooks):
         """Handles the next answer of a contacted machine, and sends the next request."""
         assert machine.asked
         assert machine.contact
-        answers = answer_to(machine.agent, *machine.asked)
+        answers = connection.answer_to(machine.agent, *machine.asked)
         if not answers:
             if time.monotonic() > machine.until:
                 raise TimeoutError(f"{machine.name} did not answer within {CONTACT_S:.0f} s")
@@ -226,15 +224,15 @@ class Membership(RestartHooks):
         if link.closed or (not link.here and time.monotonic() - link.last_received > SILENT_S):
             raise TimeoutError(f"{machine.name} was lost again")
 
-    def _contact(self, machine: RunMachine, link: AgentConnection) -> Generator[Request[Any], Any, None]:
+    def _contact(self, machine: RunMachine, link: connection.AgentConnection) -> Generator[Request[Any], Any, None]:
         """Yields the requests to a machine before it can join, and receives their answers."""
-        asked, run = time.time(), run_id(self._folder)
-        facts = yield call(Agent.hello, facts_wanted(self._job), not link.here)
+        asked, run = time.time(), claim.run_id(self._folder)
+        facts = yield call(agent.Agent.hello, facts_wanted(self._job), not link.here)
         link.clock_offset_s = clock_offset(facts.get("time", 0.0), asked)
         self._judge(machine, facts)
         machine.facts = facts
         folder = folder_on(machine, self._folder)
-        seen = yield call(Agent.inspect_run, folder, machine.position, machine.generation, run, self.term)
+        seen = yield call(agent.Agent.inspect_run, folder, machine.position, machine.generation, run, self.term)
         if self.term and seen.run == run and seen.term > self.term:
             self.replaced_on = machine.name
             raise TimeoutError(f"{machine.name} is already used by a newer launcher of this run")
@@ -243,9 +241,9 @@ class Membership(RestartHooks):
         if seen.checkpoints and seen.run != run:
             raise RefusedError(f"its folder {folder} belongs to a different run", hints=("rename the folder",))
         if self.code and not link.here:
-            yield call(Agent.take_code, self.code)
+            yield call(agent.Agent.take_code, self.code)
         slots = machine.spec.slots
-        found = yield call(Agent.prepare, slots, self._job.cluster.threads, self._job.cluster.device)
+        found = yield call(agent.Agent.prepare, slots, self._job.cluster.threads, self._job.cluster.device)
         if slots > found.count and found.device not in {"cpu", "mps"}:
             what = f"{slots} processes are requested, but the machine has {found.count} {found.device} devices"
             raise RefusedError(what)
@@ -263,7 +261,7 @@ class Membership(RestartHooks):
         """Contacts a machine again after an increasing pause; refuses a requested machine that never answered."""
         if machine.requested and machine.link and not machine.facts:
             code, link = machine.link.close(), machine.link
-            problem = explain_contact(machine.spec, code, link.log_tail(), self._job.cluster)
+            problem = ssh.explain_contact(machine.spec, code, link.log_tail(), self._job.cluster)
             self.refuse(machine, RefusedError(problem.what, hints=problem.hints))
             return
         excluded_until = machine.until if machine.state is MachineState.READY else 0.0

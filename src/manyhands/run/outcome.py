@@ -20,12 +20,10 @@ from manyhands.core.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_SAVED, Man
 from manyhands.core.records import MACHINE_LOST, REPLACED, Event, Failure, Running, append, read_lines, write_json
 from manyhands.core.run_folder import RunFolder, names_resume, resume_command
 from manyhands.core.terminal import plain, say
-from manyhands.report import summary
+from manyhands.report import summary, time_shares
 from manyhands.report.read import RunData, read_run
 from manyhands.report.summary import ago, duration
-from manyhands.report.time_shares import slow_rank
-from manyhands.run.logs import read_places
-from manyhands.run.registry import find_reference, head_of
+from manyhands.run import logs, registry
 
 _SHOWN = 3
 _LONGEST = 300
@@ -220,8 +218,8 @@ class Why:
 
 def why(word: str) -> Why:
     """Explains the run that `word` names. Raises UserError: there is no such run, or its records can't be read."""
-    run = read_run(find_reference(word))
-    return explained(run, head_of(run.folder.path))
+    run = read_run(registry.find_reference(word))
+    return explained(run, registry.head_of(run.folder.path))
 
 
 def explained(run: RunData, head: Running | None = None) -> Why:
@@ -234,7 +232,7 @@ def explained(run: RunData, head: Running | None = None) -> Why:
             where = "" if head.here else f" on {head.host}, unless that machine is down"
             do = [f"to see the output of the processes: manyhands logs {folder} --follow"]
             headline = f"{folder} is active{where}, {now}"
-            ranks = [(place.host, place.ranks[0], sum(place.ranks) - 1) for place in read_places(run.folder)]
+            ranks = [(place.host, place.ranks[0], sum(place.ranks) - 1) for place in logs.read_places(run.folder)]
             on = ", ".join(f"{host} (rank{f's {one} to' if one < last else ''} {last})" for host, one, last in ranks)
         case "running":
             headline = f"{folder} is active, {now}; the launcher is on another machine, or lost"
@@ -347,7 +345,7 @@ def _done(run: RunData) -> list[str]:
     for kind, words in (("left-out", "skipped updates"), ("replaced", "replaced pictures")):
         if events := run.counted(kind):
             found.append(f"{len(events)} {words}; the last: {events[-1].message}")
-    found += filter(None, [slow_rank(run)])
+    found += filter(None, [time_shares.slow_rank(run)])
     for kind in ("slow", "stall"):
         alike: dict[str, list[str]] = {}
         for event in run.events:

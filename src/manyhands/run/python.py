@@ -14,18 +14,12 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from manyhands.config.job import OBJECT, Job, TrainOptions
-from manyhands.config.load import ONE_WORD, is_switch, known_keys, load_on, meant_key
-from manyhands.config.named_code import announce
+from manyhands.config.load import ONE_WORD, announce, is_switch, known_keys, load_on, meant_key
+from manyhands.core import records, stops
 from manyhands.core.errors import EXIT_SAVED, ManyhandsError, UserError
-from manyhands.core.records import EvaluationDetail, EvaluationMetrics
 from manyhands.core.run_folder import NOWHERE, OBJECTS
-from manyhands.core.stops import RECEIVED
 from manyhands.core.world import ProcessInfo
-from manyhands.report.changes import refuse_changes
-from manyhands.report.page import write_report
-from manyhands.report.read import read_run
-from manyhands.report.summary import best_evaluation
-from manyhands.report.time_shares import samples_of_each
+from manyhands.report import changes, page, read, summary, time_shares
 from manyhands.run.folder import record_of, run_folder
 from manyhands.run.outcome import Outcome, report_on
 from manyhands.run.tasks import list_pictures, resolve_checkpoint
@@ -59,36 +53,36 @@ class Run:
     model: "nn.Module | None" = field(default=None, repr=False, compare=False)
 
     @property
-    def evaluations(self) -> list[EvaluationMetrics]:
+    def evaluations(self) -> list[records.EvaluationMetrics]:
         """All evaluations, in order."""
-        return read_run(self.path).evaluations
+        return read.read_run(self.path).evaluations
 
     @property
-    def best(self) -> EvaluationMetrics:
+    def best(self) -> records.EvaluationMetrics:
         """The best evaluation according to train.best."""
-        found = best_evaluation(read_run(self.path))
-        return found if isinstance(found, EvaluationMetrics) else self.final  # which raises UserError
+        found = summary.best_evaluation(read.read_run(self.path))
+        return found if isinstance(found, records.EvaluationMetrics) else self.final  # which raises UserError
 
     @property
-    def final(self) -> EvaluationMetrics:
+    def final(self) -> records.EvaluationMetrics:
         """The last evaluation."""
         if not (found := self.evaluations):
             raise UserError("this run has no evaluation yet", str(self.path))
         return found[-1]
 
     @property
-    def test(self) -> EvaluationDetail | None:
+    def test(self) -> records.EvaluationDetail | None:
         """The final test of the best weights; None if the run has no held-out data set."""
-        return read_run(self.path).tests.get("best")
+        return read.read_run(self.path).tests.get("best")
 
     @property
     def shares(self) -> list[int]:
         """The samples per update of each rank at the end of the run."""
-        return samples_of_each(read_run(self.path))
+        return time_shares.samples_of_each(read.read_run(self.path))
 
     def report(self) -> Path:
         """Writes report.html and its pictures, and returns the path of report.html."""
-        return write_report(self.path)
+        return page.write_report(self.path)
 
 
 _FLAG = re.compile(  # a flag in a hint and its value, if the next word is no word of the sentence
@@ -222,11 +216,11 @@ def fit(  # noqa: PLR0913 - all but three are named
 
         return objects.digests | digest_of_objects(loaded.job, objects)
 
-    refuse_changes(loaded, digests=digests)
-    RECEIVED.clear()
+    changes.refuse_changes(loaded, digests=digests)
+    stops.RECEIVED.clear()
     outcome = _train(loaded.job, objects, processes, quiet=quiet)
     if outcome.status == "stopped":
-        if signal.SIGINT in RECEIVED:
+        if signal.SIGINT in stops.RECEIVED:
             raise KeyboardInterrupt(f"saved in {outcome.folder.path}; run the same program again to resume")
         raise SystemExit(EXIT_SAVED)
     return Run(outcome.folder.path, outcome.status, objects.model)

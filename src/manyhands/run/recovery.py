@@ -3,7 +3,11 @@
 The steps after a fault: `supervise_once` (cluster/agents/supervise.py) lets the workers save, ends them by the commands
 of agents/protocol.py and returns an `Ending`; `RestartPolicy.after` decides; `Membership.note_ending` (run/machines.py)
 updates the states of the machines; `Starts` (run/start.py) prepares the next start on the remaining machines. While
-they train, `Watch.on_tick` contacts lost machines. core/timeouts.py has the time limits.
+they train, `Watch.regroups` contacts lost machines. core/timeouts.py has the time limits.
+
+A *start* is one launch of the processes on all machines of the run; a restart is another start of the same launcher.
+`number` counts the starts of a launcher from 0. `generation` is the number of the start in an agent's orders, and in
+`RunMachine` of the last start that included the machine. `term` (cluster/agents/claim.py) is the launcher's own number.
 """
 
 import time
@@ -12,9 +16,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from manyhands.checkpoint.folders import saved_step
-from manyhands.cluster.agents.connection import AgentConnection
+from manyhands.cluster.agents import connection, protocol
 from manyhands.cluster.agents.machines import SOON_UPDATES
-from manyhands.cluster.agents.protocol import Orders
 from manyhands.cluster.agents.supervise import Watch, supervise_once
 from manyhands.cluster.failures import Ending, first_cause
 from manyhands.config.job import Job
@@ -22,15 +25,14 @@ from manyhands.core.errors import EXIT_FAILED, RunError
 from manyhands.core.records import MACHINE_LOST, PROCESS_ENDED, Failure, StepMetrics, read_lines, write_json
 from manyhands.core.run_folder import RunFolder
 from manyhands.core.timeouts import ALIKE_S, RESTART_S
-from manyhands.report.follow import end_of
-from manyhands.report.read import parse_metrics
+from manyhands.report import follow, read
 from manyhands.run.outcome import note
 
 MOST_ALIKE = 3  # the same error this often within ALIKE_S would occur again after every restart
 MOST_IN_VAIN = 3  # starts in a row that saved nothing new
 Say = Callable[[str, str], object]  # prints a sentence, with its log level
 # Prepares the start with this index, which may drop or add machines.
-Prepare = Callable[[Job, int], Mapping[AgentConnection, Orders]]
+Prepare = Callable[[Job, int], Mapping[connection.AgentConnection, protocol.Orders]]
 
 
 class RestartHooks:
@@ -166,7 +168,7 @@ def what_failed(ending: Ending) -> str:
 
 def worth_a_start(folder: RunFolder) -> bool:
     """Returns True if the remaining training, without the current update, takes longer than a restart."""
-    found = [parse_metrics(line, folder) for line in end_of(folder.metrics)]
+    found = [read.parse_metrics(line, folder) for line in follow.end_of(folder.metrics)]
     steps = [one for one in found if isinstance(one, StepMetrics)][-20:]
     if not steps:
         return False

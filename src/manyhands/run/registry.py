@@ -16,15 +16,12 @@ from platformdirs import user_state_path
 from pydantic import Field
 
 from manyhands.cluster.agents.claim import Term, agents_here, agents_work, raise_term, term_in
-from manyhands.core.choices import did_you_mean
+from manyhands.core import choices, terminal, timeouts
 from manyhands.core.errors import RunError, UserError
 from manyhands.core.files import read_object
 from manyhands.core.records import Event, Record, Running, write_json
 from manyhands.core.run_folder import RunFolder, resume_command
-from manyhands.core.terminal import say
-from manyhands.core.timeouts import KILL_RUN_S
-from manyhands.report.follow import look
-from manyhands.report.read import RunData, newest_runs, no_run, parse, read_run
+from manyhands.report import follow, read
 
 RUNS = Path("runs")
 _POLL_S = 0.1
@@ -41,7 +38,7 @@ class Reach(Record):
 def _load(kind: type[R], path: Path) -> R | None:
     """Reads a record; None if it is missing, damaged, or of a newer version."""
     with suppress(UserError):
-        return parse(kind, read_object(path) or {}, path)
+        return read.parse(kind, read_object(path) or {}, path)
     return None
 
 
@@ -52,7 +49,7 @@ def _write(path: Path, record: Record, purpose: str) -> None:
         path.parent.chmod(0o700)
         write_json(path, record)
     except OSError as error:
-        say(f"can't {purpose}: {error}")
+        terminal.say(f"can't {purpose}: {error}")
 
 
 def registry_folder() -> Path:
@@ -179,8 +176,8 @@ def find_run(word: str, *, parts: bool = True, active: bool = False) -> RunFolde
         if word and (folder.exists() or folder.path.resolve() in working):
             return folder
     if word == "last":
-        for newest in newest_runs((RUNS, Path()), list(working), 1):
-            say(f"the last run is {newest}")
+        for newest in read.newest_runs((RUNS, Path()), list(working), 1):
+            terminal.say(f"the last run is {newest}")
             return RunFolder(newest)
     known = {path.resolve(): path for path in (*(job.parent for job in RUNS.glob("*/job.toml")), *working)}.values()
     for paths in (working, known) if active else (known,):
@@ -191,10 +188,10 @@ def find_run(word: str, *, parts: bool = True, active: bool = False) -> RunFolde
         if found:
             return RunFolder(found[0])
     if "/" in word or Path(word).exists():
-        raise no_run(Path(word))
+        raise read.no_run(Path(word))
     names = list(dict.fromkeys(sorted(path.name for path in known)))
     listed = f"runs: {', '.join(names[:8])}" if names else "start a run with manyhands train"
-    hints = (did_you_mean(word, names), listed)
+    hints = (choices.did_you_mean(word, names), listed)
     raise UserError(f'no run is called "{word}"', word or "RUN", tuple(filter(None, hints)))
 
 
@@ -205,12 +202,12 @@ def named_by(word: str, names: Iterable[str], *, parts: bool = True) -> list[str
     return next(filter(None, found), []) if word else []
 
 
-def read_named(word: str) -> RunData | None:
+def read_named(word: str) -> read.RunData | None:
     try:
         folder = find_run(word, parts=False)
     except UserError:
         return None
-    return read_run(folder.path)
+    return read.read_run(folder.path)
 
 
 def find_reference(word: str) -> Path:
@@ -254,7 +251,7 @@ def stop_headless(folder: RunFolder, *, now: bool) -> bool:
     if not known_gone or headed_here(run) or not agents_work(ranks):
         return False
     how = "ending the processes" if now else "asked the processes"
-    say(f"{how} of {run}{'' if now else ' to save and stop'}; the launcher is not on this machine")
+    terminal.say(f"{how} of {run}{'' if now else ' to save and stop'}; the launcher is not on this machine")
     if term != Term():
         raise_term(ranks, Term(term.head + 1))
     for pid in agents_here(ranks):  # a suspended agent doesn't notice the launcher's end; its workers end with it
@@ -275,24 +272,24 @@ def stop_run(record: Running, *, now: bool) -> Event | None:
         raise UserError(f"{record.name} was launched from {record.host}", record.run, hints)
     signal_head(record, signal.SIGTERM)
     if now:
-        say(f"ending {record.name} (pid {record.pid}) without saving")
+        terminal.say(f"ending {record.name} (pid {record.pid}) without saving")
         time.sleep(0.5)  # two signals at once may arrive as one
         signal_head(record, signal.SIGINT)
-        if not _ends_within(KILL_RUN_S, record):
-            say(f"{record.name} did not end within {KILL_RUN_S:.0f} s: killing the run")
+        if not _ends_within(timeouts.KILL_RUN_S, record):
+            terminal.say(f"{record.name} did not end within {timeouts.KILL_RUN_S:.0f} s: killing the run")
             signal_head(record, signal.SIGKILL)
-            if not _ends_within(KILL_RUN_S, record):
+            if not _ends_within(timeouts.KILL_RUN_S, record):
                 raise RunError(f"{record.name} survived SIGKILL", f"pid {record.pid}", (f"run kill -9 {record.pid}",))
-        return look(record).end
-    say(f"asked {record.name} (pid {record.pid}) to save and stop")
+        return follow.look(record).end
+    terminal.say(f"asked {record.name} (pid {record.pid}) to save and stop")
     shown, wait_s = "", 2.0  # a stop that takes longer is explained
     while not _ends_within(wait_s, record):
-        stopping = look(record).state == "stopping"
+        stopping = follow.look(record).state == "stopping"
         words = "waiting for the last checkpoint" if stopping else "waiting for the current update"
         if words != shown:
-            say(f"{words}; use --now to end the run at once")
+            terminal.say(f"{words}; use --now to end the run at once")
         shown, wait_s = words, _POLL_S
-    return look(record).end
+    return follow.look(record).end
 
 
 def _ends_within(limit_s: float, record: Running) -> bool:

@@ -7,21 +7,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from manyhands.checkpoint.folders import saved_step
+from manyhands.cluster.agents import claim, open_tunnels, protocol, tunnel
 from manyhands.cluster.agents.agent import Agent
-from manyhands.cluster.agents.claim import Term, new_holder, raise_term, run_id
 from manyhands.cluster.agents.connection import AgentConnection, LinkClosed
 from manyhands.cluster.agents.machines import Machines, RunMachine
 from manyhands.cluster.agents.mirror import Receiver, Sender, pieces_of
-from manyhands.cluster.agents.open_tunnels import (
-    NoTunnelError,
-    StorePlaces,
-    StoreTunnel,
-    TunnelRoutes,
-    join_through_ssh,
-    open_store,
-)
-from manyhands.cluster.agents.protocol import OpenRun, Orders, RunOpened, orders_for
-from manyhands.cluster.agents.tunnel import Tunnels
 from manyhands.cluster.code_files import with_absolute_paths
 from manyhands.cluster.doctor.findings import examine
 from manyhands.cluster.hosts.inventory import LOOPBACK, Address, Rendezvous
@@ -32,8 +22,7 @@ from manyhands.core.errors import EXIT_DOCTOR, RunError
 from manyhands.core.records import write_json
 from manyhands.core.run_folder import RunFolder
 from manyhands.core.timeouts import COPY_S, OPEN_FOLDER_S, TAKE_OVER_S
-from manyhands.parallel.group.ports import loopback_interface
-from manyhands.parallel.group.tunnel_ends import VARIABLE
+from manyhands.parallel.group import ports, tunnel_ends
 from manyhands.run.doctor import public_addresses, survey_agents
 from manyhands.run.machines import REPLACED, Membership, RefusedError, folder_on
 from manyhands.run.recovery import Say, resumed
@@ -46,16 +35,16 @@ class Starts(contextlib.ExitStack):
         super().__init__()
         self._job, self._membership, self._machines = job, membership, membership.machines
         self._folder, self._receiver, self._say = folder, receiver, say
-        self._script, self._holder = bool(job.run.script), new_holder()
-        self._store, self.tunnels = self.enter_context(StoreTunnel(job.cluster)), Tunnels()
+        self._script, self._holder = bool(job.run.script), claim.new_holder()
+        self._store, self.tunnels = self.enter_context(open_tunnels.StoreTunnel(job.cluster)), tunnel.Tunnels()
         self.callback(self.tunnels.close)
         self._ssh_only = False  # no network connects the machines
-        self._routes: TunnelRoutes | None = None  # of this start, if only ssh connects its machines
+        self._routes: open_tunnels.TunnelRoutes | None = None  # of this start, if only ssh connects its machines
         self._first_saved: int | None = None  # newest step saved before the first start
         self._copy: tuple[AgentConnection, str, Sender] | None = None  # to a machine that keeps a copy of the records
         self._copy_at = 0.0  # time of the next copy
 
-    def orders(self, job: Job, number: int) -> dict[AgentConnection, Orders]:
+    def orders(self, job: Job, number: int) -> dict[AgentConnection, protocol.Orders]:
         """Prepares start `number` without machines that are lost or can't train with the others; returns the orders.
 
         Raises ManyhandsError: too few machines remain, or none of them has a checkpoint of the run.
@@ -72,23 +61,23 @@ class Starts(contextlib.ExitStack):
         self._choose_copy()
         write_places(self._folder, self._machines)
         if term:
-            raise_term(self._folder.ranks, Term(term, number))
+            claim.raise_term(self._folder.ranks, claim.Term(term, number))
         for line in describe(self._machines, places, self._routes):
             self._say(line, "INFO")
         if job.cluster.sync_code:
             job = with_absolute_paths(job)
-        sizes, orders = tuple(machine.processes for machine in running), dict[AgentConnection, Orders]()
+        sizes, orders = tuple(machine.processes for machine in running), dict[AgentConnection, protocol.Orders]()
         for position, machine in enumerate(running):
-            tunnels = self._routes.ends[machine.name].environment() if self._routes else {VARIABLE: ""}
+            tunnels = self._routes.ends[machine.name].environment() if self._routes else {tunnel_ends.VARIABLE: ""}
             rendezvous = Rendezvous(sizes, position, *places.ends[machine], machine.spec.devices)
             environment, there = {**machine.address.environment(), **tunnels}, machine.run_folder.folder
-            order = orders_for(
+            order = protocol.orders_for(
                 job, "train", there, rendezvous, device=machine.device, environment=environment, generation=number
             )
             orders[machine.agent] = replace(order, term=term)
         return orders
 
-    def _gather(self, *, again: bool) -> StorePlaces | None:
+    def _gather(self, *, again: bool) -> open_tunnels.StorePlaces | None:
         """Connects the machines of a start; returns None if one of them is lost meanwhile."""
         try:
             if again:
@@ -97,18 +86,18 @@ class Starts(contextlib.ExitStack):
                     raise RunError(why)
                 self._open_anew()
             return self._connect()
-        except (LinkClosed, NoTunnelError) as error:
+        except (LinkClosed, open_tunnels.NoTunnelError) as error:
             if not again:
                 raise
             # A machine that the others can't reach is treated as lost.
-            name = error.alone if isinstance(error, NoTunnelError) else error.where
+            name = error.alone if isinstance(error, open_tunnels.NoTunnelError) else error.where
             machine = next(machine for machine in self._machines.running if machine.name == name)
             machine.agent.close(0.0)
             if too_few := self._membership.too_few():
                 self._say(f"{error.message}: {too_few}", "INFO")
                 raise
             self._say(f"{error.message}: continuing without {name}", "INFO")
-            if machine.joined and isinstance(error, NoTunnelError):
+            if machine.joined and isinstance(error, open_tunnels.NoTunnelError):
                 self._membership.refuse(machine, error)
             return None
 
@@ -155,7 +144,7 @@ class Starts(contextlib.ExitStack):
         for machine, address in addresses.items():
             machine.address = address
 
-    def _connect(self) -> StorePlaces:
+    def _connect(self) -> open_tunnels.StorePlaces:
         """Has the first machine listen for the store; opens tunnels first, if only ssh connects the machines."""
         self._routes = None
         if self._ssh_only:
@@ -163,10 +152,10 @@ class Starts(contextlib.ExitStack):
                 machine.address = Address("", LOOPBACK)
         if not self._ssh_only or len(self._machines.running) == 1:
             return self._store.open(self._machines)
-        self._routes = join_through_ssh(self._machines, self._job.cluster, self.tunnels)
+        self._routes = open_tunnels.join_through_ssh(self._machines, self._job.cluster, self.tunnels)
         for machine in self._machines.running:
-            machine.address = Address(loopback_interface(), self._routes.ends[machine.name].address)
-        return open_store(self._machines)
+            machine.address = Address(ports.loopback_interface(), self._routes.ends[machine.name].address)
+        return open_tunnels.open_store(self._machines)
 
     @property
     def saved(self) -> int:
@@ -208,12 +197,12 @@ class Starts(contextlib.ExitStack):
 
     def _request(
         self, machine: RunMachine, token: str, *, records: bool, output: bool, anew: bool = False
-    ) -> Request[RunOpened]:
+    ) -> Request[protocol.RunOpened]:
         here = str(self._folder.path.absolute())
         place = here if machine.agent.here else folder_on(machine, self._folder)
         held = None if not records else {} if anew else self._receiver.held()
-        run, term = run_id(self._folder), self._membership.term
-        return call(Agent.open_run, OpenRun(place, token, self._holder, run, held, output, term))
+        run, term = claim.run_id(self._folder), self._membership.term
+        return call(Agent.open_run, protocol.OpenRun(place, token, self._holder, run, held, output, term))
 
     def _open_anew(self) -> None:
         """Opens the folders for another start, and makes a machine with the newest checkpoint the first."""
@@ -308,7 +297,9 @@ def check_machines(job: Job, say: Say, machines: Machines) -> dict[RunMachine, A
     return {} if through_ssh else {machine: Address(*survey.chosen[machine.name]) for machine in running}
 
 
-def describe(machines: Machines, places: StorePlaces, routes: TunnelRoutes | None = None) -> list[str]:
+def describe(
+    machines: Machines, places: open_tunnels.StorePlaces, routes: open_tunnels.TunnelRoutes | None = None
+) -> list[str]:
     """Returns sentences about the machines of a start and their open ports."""
     running = machines.running
     who = [f"{one.name} ({one.processes})" if one.processes > 1 else one.name for one in running]

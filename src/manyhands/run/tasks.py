@@ -12,26 +12,21 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from manyhands.checkpoint.describe import is_pickled, open_description
 from manyhands.checkpoint.folders import choose
-from manyhands.cluster.agents.machines import open_here
+from manyhands.cluster.agents import machines, ssh, supervise
 from manyhands.cluster.agents.protocol import orders_for
-from manyhands.cluster.agents.ssh import copied_by
-from manyhands.cluster.agents.supervise import Watch, supervise_once
 from manyhands.cluster.failures import Failed, as_error
 from manyhands.cluster.hosts.inventory import Rendezvous
 from manyhands.cluster.hosts.this_process import participate
 from manyhands.config.job import OBJECT, Job
-from manyhands.config.load import load_job
-from manyhands.config.named_code import announce
+from manyhands.config.load import announce, load_job
 from manyhands.core.errors import UserError
 from manyhands.core.plan_record import read_plan_record
 from manyhands.core.run_folder import OBJECTS, RunFolder
 from manyhands.core.scratch import scratch
 from manyhands.core.terminal import say
 from manyhands.parallel.options import MODE_OF_PLANS, USUAL_MODE, ParallelOptions
+from manyhands.run import logs, outcome, train
 from manyhands.run.folder import record_of
-from manyhands.run.logs import read_places
-from manyhands.run.outcome import failure_of
-from manyhands.run.train import check_names, place_of
 
 if TYPE_CHECKING:
     from manyhands.worker.plan_growth import Growth
@@ -124,10 +119,10 @@ def resolve_checkpoint(reference: Path, which: str) -> Path:
     """Returns the checkpoint of `reference`, and prints skipped damaged ones. Raises UserError: none is usable."""
     folder = RunFolder(reference)
     if folder.exists() and not folder.has_checkpoints():
-        away = next((place for place in read_places(folder) if place.has(0) and not place.local), None)
+        away = next((place for place in logs.read_places(folder) if place.has(0) and not place.local), None)
         if away:
             what, there = f"the checkpoints of {reference} are on {away.machine.name}", f"{away.folder}/checkpoints"
-            hints = (copied_by(away.machine, there, f"{reference}/"),)
+            hints = (ssh.copied_by(away.machine, there, f"{reference}/"),)
             raise UserError(f"{what}, where rank 0 ran", f"{away.host}:{there}", hints)
     path, passed_over = choose(reference, which)  # pyright: ignore[reportArgumentType]
     for note in passed_over:
@@ -213,7 +208,7 @@ def rewrite_checkpoint(reference: Path, target: Path, *, which: str, plan: Path 
 
 def _in_group_or_started(job: Job, task: Literal["evaluate", "predict"], argument: dict[str, Any]) -> dict[str, Any]:
     """Runs a task in a launcher's group (a collective), or on new processes; returns {} on ranks other than 0."""
-    process_info = place_of(job).process_info
+    process_info = train.place_of(job).process_info
     if process_info is None:
         return run_by_agent(job, {"task": task, **argument})
     from manyhands.worker.entry import TASKS
@@ -230,12 +225,12 @@ def run_by_agent(job: Job, argument: dict[str, Any]) -> dict[str, Any]:
     """Runs the task `argument["task"]` (plain data) on processes of this machine; returns the result of rank 0."""
     with _private_folder() as folder:
         orders = orders_for(job, folder=str(folder.path), rendezvous=Rendezvous((job.cluster.processes,)), **argument)
-        with closing(open_here(folder.ranks / "agent.log")) as link:
-            ending = supervise_once({link: orders}, Watch())
+        with closing(machines.open_here(folder.ranks / "agent.log")) as link:
+            ending = supervise.supervise_once({link: orders}, supervise.Watch())
         if ending.interrupted:
             raise KeyboardInterrupt  # nothing to save, and the end of a process by the signal is no failure
         if not ending.ok:
-            raise failure_of(folder, ending)
+            raise outcome.failure_of(folder, ending)
         return ending.returned[0]
 
 
@@ -264,7 +259,7 @@ def search_plan(
     job: Job, requested: Mapping[str, Any], out: Path, *, force: bool
 ) -> "tuple[Planned, tuple[Path, Path]]":
     """Searches the plan for a job and writes it to `out`, with a picture in the same folder."""
-    check_names(job)
+    train.check_names(job)
     from manyhands.worker import plan_search
 
     return plan_search.search_plan(job, requested, out, run_by_agent, force=force)

@@ -10,25 +10,17 @@ from pathlib import Path
 from typing import Any
 
 from manyhands.checkpoint.folders import resolve
-from manyhands.cluster.agents.connection import AgentConnection, close_all
-from manyhands.cluster.agents.early import FILES, FILES_EACH, end_early, raise_file_limit
-from manyhands.cluster.agents.machines import open_here
-from manyhands.cluster.agents.protocol import Orders, orders_for
-from manyhands.cluster.agents.supervise import Watch, supervise_once
-from manyhands.cluster.agents.worker_start import attach_notice
+from manyhands.cluster.agents import connection, early, machines, protocol, supervise, worker_start
 from manyhands.cluster.failures import Failed, as_error
 from manyhands.cluster.hosts.inventory import Rendezvous
 from manyhands.cluster.hosts.machines import machines_of
 from manyhands.cluster.hosts.this_process import LaunchDecision, RankOutsideError, participate, refuse_unfollowed
 from manyhands.config.job import Job
 from manyhands.config.load import LoadedJob
+from manyhands.core import files, mesh, terminal, user_code
 from manyhands.core.errors import EXIT_INTERRUPTED, UserError
-from manyhands.core.files import private_files, read_growing, write_all
-from manyhands.core.mesh import parse_mesh
 from manyhands.core.run_folder import NOWHERE, OBJECTS, RunFolder
 from manyhands.core.scratch import scratch
-from manyhands.core.terminal import say
-from manyhands.core.user_code import refuse_no_code
 from manyhands.core.world import ProcessInfo, check_batch
 from manyhands.data.known import find_choice
 from manyhands.models.published import check_network
@@ -55,14 +47,14 @@ def train(job: Job, *, quiet: bool = False, objects: Any = None, rendezvous: Ren
         hints = ("use manyhands launch --detach --hosts localhost …", "or remove cluster.detach")
         raise UserError("only manyhands launch can detach a run", "cluster.detach", hints)
     if decision.process_info:
-        end_early()
+        early.end_early()
         return train_in_process(job, decision.process_info, quiet=quiet, objects=objects)
     if job.cluster.debugging:
-        say(attach_notice(job.cluster))
+        terminal.say(worker_start.attach_notice(job.cluster))
     rendezvous = decision.rendezvous or Rendezvous((decision.processes,))
     several = len(rendezvous.sizes) > 1
-    needed = FILES + FILES_EACH * max(1, decision.processes)
-    if (most := raise_file_limit(needed)) < needed:
+    needed = early.FILES + early.FILES_EACH * max(1, decision.processes)
+    if (most := early.raise_file_limit(needed)) < needed:
         hints = (f"raise the limit: ulimit -n {needed}",)
         raise UserError(f"this run opens up to {needed} files per process, but the limit is {most}", "ulimit -n", hints)
     if several:
@@ -75,21 +67,21 @@ def train(job: Job, *, quiet: bool = False, objects: Any = None, rendezvous: Ren
         more, earlier = {"met": several, **_hand_over(objects, private)}, len(starts_and_stops(folder))
         with ends_noted(job, folder), closing(Screen(folder.path, quiet=quiet)) as screen:
             watch = watch_on(job, folder, screen, quiet=quiet)
-            watch.evicts &= not several  # no launcher watches all processes: none are restarted or evicted
-            agents, there = list[AgentConnection](), str(folder.path.resolve())
+            watch.recovers &= not several  # no launcher watches all processes: none are restarted
+            agents, there = list[connection.AgentConnection](), str(folder.path.resolve())
 
-            def orders(job: Job, number: int) -> dict[AgentConnection, Orders]:
+            def orders(job: Job, number: int) -> dict[connection.AgentConnection, protocol.Orders]:
                 if not agents or agents[-1].closed:
-                    agents.append(open_here(folder.ranks / "agent.log"))
-                return {agents[-1]: orders_for(job, "train", there, rendezvous, generation=number, **more)}
+                    agents.append(machines.open_here(folder.ranks / "agent.log"))
+                return {agents[-1]: protocol.orders_for(job, "train", there, rendezvous, generation=number, **more)}
 
             try:
                 if several:
-                    ending = supervise_once(orders(job, 0), watch)
+                    ending = supervise.supervise_once(orders(job, 0), watch)
                 else:
                     ending = run_to_end(job, folder, RestartHooks(), orders, watch, screen.say)
             finally:
-                close_all(agents)
+                connection.close_all(agents)
                 watch.on_tick()
         return replace(conclude(job, folder, ending, earlier), is_main=rendezvous.machine == 0)
 
@@ -113,7 +105,7 @@ def check_names(job: Job, *, data: bool = True, model: bool = True) -> None:
     check_method(job.sync.method)
     count = job.cluster.processes
     if job.parallel.mesh and count and not (job.cluster.hosts or job.cluster.hostfile or job.cluster.world_size):
-        parse_mesh(job.parallel.mesh).check_size(count)
+        mesh.parse_mesh(job.parallel.mesh).check_size(count)
     check_batch(job.train.batch, count)
 
 
@@ -125,9 +117,9 @@ def _refuse_missing(job: Job, objects: Any) -> None:
         how = ("remove --device to detect the accelerator", "or use --device cuda (NVIDIA, AMD), npu, xpu, mps or cpu")
         raise UserError("there is no device type gpu", "cluster.device", how)
     check_names(job, data=job.data.name != OBJECTS, model=getattr(objects, "model", None) is None)
-    refuse_no_code(job.data.name, "data.name")
-    refuse_no_code(job.model.name, "model.name")
-    refuse_no_code(job.train.loss, "train.loss")
+    user_code.refuse_no_code(job.data.name, "data.name")
+    user_code.refuse_no_code(job.model.name, "model.name")
+    user_code.refuse_no_code(job.train.loss, "train.loss")
     weights = Path(job.model.weights).expanduser()
     resumed = job.run.out and RunFolder(Path(job.run.out).expanduser()).has_checkpoints()
     if not (resumed or weights.exists()):
@@ -147,9 +139,9 @@ def place_of(job: Job) -> LaunchDecision:
     for words, option, value in found.requests:
         section, _, name = option.partition(".")
         if not option:
-            say(f"{job.cluster.file}: {words} is not supported and is ignored")
+            terminal.say(f"{job.cluster.file}: {words} is not supported and is ignored")
         elif getattr(getattr(job, section), name) != value:
-            say(f"{job.cluster.file}: {words} is ignored; to apply this setting, add --{option} {value}")
+            terminal.say(f"{job.cluster.file}: {words} is ignored; to apply this setting, add --{option} {value}")
     return found
 
 
@@ -162,7 +154,7 @@ def _among_machines(job: Job, rendezvous: Rendezvous, *, quiet: bool) -> Job:
         # The agent opens the port; here it is only checked before it is announced.
         listen(rendezvous.address, rendezvous.port, "MASTER_ADDR and MASTER_PORT, or the cluster file").close()
         if not quiet:
-            say(describe_exposure(rendezvous.address, rendezvous.port))
+            terminal.say(describe_exposure(rendezvous.address, rendezvous.port))
     return job
 
 
@@ -177,7 +169,7 @@ def _hand_over(objects: Any, private: Path) -> dict[str, Any]:
     return {"objects": str(path), "paths": [entry or str(Path.cwd()) for entry in sys.path]}
 
 
-def watch_on(job: Job, folder: RunFolder, screen: Screen, *, quiet: bool) -> Watch:
+def watch_on(job: Job, folder: RunFolder, screen: Screen, *, quiet: bool) -> supervise.Watch:
     def warn(text: str) -> None:
         screen.say(text, "WARNING")
 
@@ -192,8 +184,8 @@ def watch_on(job: Job, folder: RunFolder, screen: Screen, *, quiet: bool) -> Wat
 
     # A script may not save.
     stopping = f"stopping {script[0]}; press Ctrl-C again to kill the script" if script else STOPPING
-    stalls, evicts = not job.cluster.debugging, job.cluster.recovers
-    return Watch(tick, lambda: screen.say(stopping), warn, stalls=stalls, evicts=evicts)
+    stalls, recovers = not job.cluster.debugging, job.cluster.recovers
+    return supervise.Watch(tick, lambda: screen.say(stopping), warn, stalls=stalls, recovers=recovers)
 
 
 class ScriptOutput:
@@ -205,10 +197,10 @@ class ScriptOutput:
 
     def show_new(self) -> None:
         end = self._log.stat().st_size if self._log.is_file() else 0  # a script may write without a pause
-        while self._shown < end and (new := read_growing(self._log, self._shown, 1 << 20, rest=True)):
+        while self._shown < end and (new := files.read_growing(self._log, self._shown, 1 << 20, rest=True)):
             self._shown += len(new)
             sys.stdout.flush()
-            write_all(sys.stdout.fileno(), new)
+            files.write_all(sys.stdout.fileno(), new)
 
 
 def check_script(loaded: LoadedJob) -> None:
@@ -232,8 +224,8 @@ def train_in_process(job: Job, process_info: ProcessInfo, *, quiet: bool, object
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     if process_info.rank:
         # Under a launcher only rank 0 prints.
-        notify = say if process_info.started_by == "--init" else lambda _text: None
-        with private_files():
+        notify = terminal.say if process_info.started_by == "--init" else lambda _text: None
+        with files.private_files():
             result = _take_part(job, process_info, NOWHERE, objects, notify)
         return Outcome(RunFolder(Path(result["folder"])), result["status"], is_main=False)
     with run_folder(job) as folder:
@@ -248,7 +240,7 @@ def train_in_process(job: Job, process_info: ProcessInfo, *, quiet: bool, object
         thread = threading.Thread(target=draw, daemon=True)
         thread.start()
         try:
-            result = _take_part(job, process_info, folder, objects, say)
+            result = _take_part(job, process_info, folder, objects, terminal.say)
         finally:
             over.set()
             thread.join(5)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from manyhands.core.timeouts import HEARTBEAT_S, STALL, STALL_S
+from manyhands.core.timeouts import HEARTBEAT_S, STALL_FACTOR, STALL_S
 from manyhands.parallel.group.heartbeat import HEARTBEAT_FILE, Heartbeat, leave_path
 from manyhands.parallel.group.listeners import connections, listens
 from manyhands.parallel.replicas.shared_memory import SharedSums
@@ -55,7 +55,7 @@ class HeartbeatWriter:
     def hung(self) -> str:
         """Returns a message if this process hangs, else an empty string. May take a second."""
         stood_s, usual_s = time.monotonic() - self._at, self._usual_s() or self.expected_s
-        if stood_s <= STALL_S + STALL * usual_s:
+        if stood_s <= STALL_S + STALL_FACTOR * usual_s:
             return ""
         before, spent = moved_bytes(), time.process_time()
         time.sleep(HEARTBEAT_S)

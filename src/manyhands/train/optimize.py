@@ -12,7 +12,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from manyhands.config.job import TrainOptions
 from manyhands.core.errors import UserError
 from manyhands.data.order import Order
-from manyhands.parallel.spread import is_spread, spread_like
+from manyhands.parallel.network import is_spread, spread_like
 from manyhands.train.objects import MakeOptimizer, brought
 
 # Keys of a parameter group: the learning rate as a fraction of the largest (custom), or as a multiple of train.lr.

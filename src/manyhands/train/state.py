@@ -32,8 +32,7 @@ from manyhands.core.run_folder import RunFolder
 from manyhands.core.world import World
 from manyhands.parallel.apply import compare_replicas
 from manyhands.parallel.group.plain import broadcast_plain, broadcast_tensors
-from manyhands.parallel.network import ParallelNetwork
-from manyhands.parallel.spread import full_tensor
+from manyhands.parallel.network import ParallelNetwork, full_tensor
 from manyhands.train.optimize import restore_optimizer
 
 

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
+from manyhands import __version__
 from manyhands.checkpoint.folders import saved_step, unsaved
 from manyhands.cluster.failures import as_error
 from manyhands.config.job import ClusterOptions, Job
@@ -15,7 +16,6 @@ from manyhands.core import terminal
 from manyhands.core.records import Failure
 from manyhands.core.run_folder import RunFolder
 from manyhands.core.stops import held_back
-from manyhands.core.version import __version__
 from manyhands.core.world import ProcessInfo
 
 Say = Callable[[str], None]

@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from manyhands.config.job import Job
-from manyhands.config.load import load_job
-from manyhands.config.named_code import announce
+from manyhands.config.load import announce, load_job
 from manyhands.core.errors import UserError
 from manyhands.parallel.plan import Plan, read_plan
 from manyhands.parallel.split.graph import Graph

@@ -12,13 +12,13 @@ from typing import Any
 
 import tomli_w
 
+from manyhands import __version__
 from manyhands.cluster.folders import replace_job, write_job
 from manyhands.core.plan_record import PlanRecord, write_plan_record
 from manyhands.core.records import read_lines, write_json
 from manyhands.core.run_folder import RunFolder
 from manyhands.core.terminal import plain
 from manyhands.core.user_code import revision
-from manyhands.core.version import __version__
 from manyhands.sync.options import option_keys
 from manyhands.train.journal import Journal
 

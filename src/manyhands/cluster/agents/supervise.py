@@ -28,7 +28,7 @@ class Watch:
     on_warning: Callable[[str], None] = lambda _text: None  # receives the first failure at once, and why a run stalls
     on_file: Callable[[protocol.FilePiece], None] = lambda _piece: None  # receives the records of another machine
     stalls: bool = True  # True: report stalls
-    evicts: bool = False  # True if the run recovers: hung processes are killed, peers of a lost machine save
+    recovers: bool = False  # restart after a fault: hung processes are killed, peers of a lost machine save
     cut: Callable[[], str] = str  # returns why a tunnel of the launcher has ended, or ""
     regroups: Callable[[], bool] = lambda: False  # True, at any tick, has the processes save and exit for a restart
 
@@ -88,7 +88,7 @@ class _Head:
                 self._stalls.take(message)
             case protocol.WorkerExited():
                 self._report_exit(message)
-            case protocol.StillLeaving() if self._kill_at < float("inf") and self._watch.evicts:
+            case protocol.StillLeaving() if self._kill_at < float("inf") and self._watch.recovers:
                 self._kill_at = time.monotonic() + timeouts.LEAVE_OTHERS_S
             case protocol.HeadReplaced() if not self.ending.replaced:
                 self.ending.replaced = f"the run was stopped from {link.machine.name} or taken over by another launcher"
@@ -143,7 +143,7 @@ class _Head:
             self._watch.on_warning(why)
         if not self.ending.cut and (why := self._watch.cut()):
             self._cut_off(why)
-        if self._watch.evicts and not self.ending.interrupted:
+        if self._watch.recovers and not self.ending.interrupted:
             self._evict()
         if self.ending.interrupted == 1 and not self.ending.hung and now - self._asked_at > timeouts.HUNG_S:
             self.ending.hung = self._stalls.hung()
@@ -189,7 +189,7 @@ class _Head:
     def _cut_off(self, what: str) -> None:
         """Handles the end of a tunnel between machines: workers that wait for data from it exit."""
         self.ending.cut = self.ending.cut or what
-        if self._watch.evicts:
+        if self._watch.recovers:
             self._command(protocol.WorkerCommand("free"))
         self._kill_at = min(self._kill_at, time.monotonic() + timeouts.LEAVE_LOST_S)
 
@@ -228,7 +228,7 @@ class _Head:
         self.running.discard(link)
         if self.ending.failed or self.ending.broken or self.ending.lost or self.ending.refused:
             patience_s = timeouts.LEAVE_OTHERS_S
-            if self.ending.lost and self._watch.evicts:
+            if self.ending.lost and self._watch.recovers:
                 self._command(protocol.WorkerCommand("free"))
             elif self.ending.lost:
                 patience_s = timeouts.LEAVE_LOST_S

@@ -8,10 +8,9 @@ import fnmatch
 from importlib.resources import files
 from typing import Any
 
-from manyhands.core.choices import did_you_mean
+from manyhands.core import choices, user_code
 from manyhands.core.errors import UserError, shortened
 from manyhands.core.files import parse_toml
-from manyhands.core.user_code import is_object_reference
 
 # For vision transformers in every recipe: they don't learn with SGD at a convolutional network's learning rate.
 TRANSFORMERS = {"train.optimizer": "adamw", "train.lr": 5e-4, "train.weight_decay": 0.05}
@@ -25,9 +24,9 @@ def choose_recipe(name: str, data: str, model: str) -> tuple[str, dict[str, Any]
     """
     known = sorted(file.name.removesuffix(".toml") for file in files(__name__).iterdir() if file.name.endswith(".toml"))
     if name and name not in known:
-        hints = tuple(filter(None, (did_you_mean(name, known), f"choose one of: {', '.join(known)}")))
+        hints = tuple(filter(None, (choices.did_you_mean(name, known), f"choose one of: {', '.join(known)}")))
         raise UserError(f"there is no recipe {shortened(name)}", "--recipe", hints)
-    base = "objects" if is_object_reference(data) else data.partition(":")[0]
+    base = "objects" if user_code.is_object_reference(data) else data.partition(":")[0]
     # Only names of our recipes count: a path, such as a folder of pictures, must not select another TOML file.
     name = name or (base if base in known else "folder")
     tree = parse_toml((files(__name__) / f"{name}.toml").read_bytes())

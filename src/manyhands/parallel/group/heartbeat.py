@@ -6,7 +6,7 @@ from typing import Annotated
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from manyhands.core.terminal import plain
-from manyhands.core.timeouts import STALL, STALL_S
+from manyhands.core.timeouts import STALL_FACTOR, STALL_S
 
 HEARTBEAT_FILE = "MANYHANDS_HEARTBEAT_FILE"  # the environment variable with the path of a worker's `Heartbeat`
 
@@ -29,7 +29,7 @@ class Heartbeat(BaseModel):
     @property
     def limit_s(self) -> float:
         """Seconds without progress that count as a stall."""
-        return STALL_S + STALL * self.usual_s
+        return STALL_S + STALL_FACTOR * self.usual_s
 
     @property
     def late(self) -> bool:

@@ -21,18 +21,7 @@ import torch.distributed as dist
 from manyhands.core.devices import accelerator, device_kind, require_device
 from manyhands.core.errors import EXIT_FAILED, PeerError, UserError
 from manyhands.core.world import ProcessInfo, World
-from manyhands.parallel.group import ports
-from manyhands.parallel.group.listeners import closed_once_formed
-from manyhands.parallel.group.rendezvous import (
-    PeerFailure,
-    check_in,
-    init_path,
-    linger,
-    report_duplicate_rank,
-    report_to_waiting_ranks,
-    store_address,
-    understood,
-)
+from manyhands.parallel.group import listeners, ports, rendezvous
 from manyhands.parallel.group.tunnel_ends import tunnel_ends
 
 Say = Callable[[str], None]
@@ -54,21 +43,23 @@ class Cause:
     gone. Without `leave`, closed connections end collectives, as with gloo.
     """
 
-    def __init__(self, store: Any, attempt: int, leave: Callable[[PeerFailure | None], None] | None = None) -> None:
+    def __init__(
+        self, store: Any, attempt: int, leave: Callable[[rendezvous.PeerFailure | None], None] | None = None
+    ) -> None:
         self._store, self._leave = dist.PrefixStore(f"failure/{attempt}", store), leave
-        self._heard: PeerFailure | None = None
+        self._heard: rendezvous.PeerFailure | None = None
         self._known, self._over = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._listen, daemon=True)
         self._thread.start()
 
-    def publish(self, failure: PeerFailure) -> None:
+    def publish(self, failure: rendezvous.PeerFailure) -> None:
         """Publishes this process's failure, unless another process has failed before."""
         text = failure.model_dump_json()
         with contextlib.suppress(dist.DistError):
-            if not understood(self._store.compare_set("text", "", text), PeerFailure):
+            if not rendezvous.understood(self._store.compare_set("text", "", text), rendezvous.PeerFailure):
                 self._store.set("text", text)  # replaces an invalid message
 
-    def learn(self) -> PeerFailure | None:
+    def learn(self) -> rendezvous.PeerFailure | None:
         """Returns the first failure, or None if none is published in time."""
         self._known.wait(LEARN_S)
         return self._heard
@@ -76,14 +67,16 @@ class Cause:
     def close(self, readers: int = 0) -> None:
         """Stops listening; first waits up to LINGER_S seconds until `readers` processes have read the cause."""
         if readers:
-            linger(self._store, "heard", readers)
+            rendezvous.linger(self._store, "heard", readers)
         self._over.set()
         self._thread.join(LEARN_S)
 
     def _listen(self) -> None:
         with contextlib.suppress(dist.DistError):
             while not self._heard and not self._over.wait(LISTEN_S):
-                if self._store.check(["text"]) and (found := understood(self._store.get("text"), PeerFailure)):
+                if self._store.check(["text"]) and (
+                    found := rendezvous.understood(self._store.get("text"), rendezvous.PeerFailure)
+                ):
                     self._heard = found
                     self._known.set()
                     self._store.add("heard", 1)
@@ -104,7 +97,7 @@ class Group:
     # each process's record at the rendezvous, by rank
     present: dict[int, dict[str, Any]] = field(default_factory=dict[int, dict[str, Any]])
 
-    def listen(self, attempt: int, leave: Callable[[PeerFailure | None], None] | None = None) -> None:
+    def listen(self, attempt: int, leave: Callable[[rendezvous.PeerFailure | None], None] | None = None) -> None:
         """Listens for failures of other processes, for launchers without agents; see `Cause`."""
         if self.store is not None and not self.world.alone:
             self.cause = Cause(self.store, attempt, leave)
@@ -147,7 +140,7 @@ def join(process_info: ProcessInfo, digest: str, collective_timeout_s: float, sa
     store = _open_store(process_info, digest, say)
     if process_info.agent_store:
         store = own_use(store, process_info.rank, process_info.attempt)
-    present = check_in(store, process_info, digest, say)
+    present = rendezvous.check_in(store, process_info, digest, say)
     if process_info.started_by == "--init":
         process_info = _among_neighbours(process_info, present)
         device = _device(process_info)
@@ -160,7 +153,7 @@ def join(process_info: ProcessInfo, digest: str, collective_timeout_s: float, sa
     backend = _backend(process_info, device)
     interface = choose_interface(process_info, present)
     _use(device)
-    with closed_once_formed(backend):
+    with listeners.closed_once_formed(backend):
         dist.init_process_group(
             backend,
             store=dist.PrefixStore(f"group/{process_info.attempt}", store),
@@ -175,12 +168,12 @@ def join(process_info: ProcessInfo, digest: str, collective_timeout_s: float, sa
     if process_info.started_by in {"--init", "met"} and not world.is_main:
         say(f"rank {world.rank} of {world.size} has joined; rank 0 shows the progress")
     keeps_store = process_info.rank == 0 and not process_info.agent_store
-    return Group(world, store, init_path(process_info), keeps_store, present=present)
+    return Group(world, store, rendezvous.init_path(process_info), keeps_store, present=present)
 
 
 def _use_existing(process_info: ProcessInfo, digest: str, say: Say) -> Group:
     before, store = tuple(groups()), own_use(dist.distributed_c10d._get_default_store(), dist.get_rank())
-    present = check_in(store, process_info, digest, say)
+    present = rendezvous.check_in(store, process_info, digest, say)
     process_info = _among_neighbours(process_info, present)
     device = _device(process_info)
     _use(device)
@@ -283,9 +276,9 @@ def _backend(process_info: ProcessInfo, device: str) -> str:
 
 def _open_store(process_info: ProcessInfo, digest: str, say: Say) -> Any:
     timeout = timedelta(seconds=process_info.join_timeout_s)
-    if path := init_path(process_info):
+    if path := rendezvous.init_path(process_info):
         return _file_store(path, process_info)
-    host, port = store_address(process_info)
+    host, port = rendezvous.store_address(process_info)
     if not host or not port:
         tcp = process_info.init.startswith("tcp:")
         what = f'"{process_info.init}" needs an address and a port'
@@ -296,7 +289,9 @@ def _open_store(process_info: ProcessInfo, digest: str, say: Say) -> Any:
             listener = ports.listen(host, port, _address_is_from(process_info))
         except ports.PortTakenError:
             # A rank 0 of this job that waits for the other ranks may hold the port.
-            report_to_waiting_ranks(process_info, lambda names: report_duplicate_rank(names, process_info, digest))
+            rendezvous.report_to_waiting_ranks(
+                process_info, lambda names: rendezvous.report_duplicate_rank(names, process_info, digest)
+            )
             raise
         if process_info.started_by != "manyhands":
             say(ports.describe_exposure(host, port))

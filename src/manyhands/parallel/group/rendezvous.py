@@ -24,13 +24,11 @@ import torch
 import torch.distributed as dist
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
+from manyhands.core import files, terminal
 from manyhands.core.errors import ManyhandsError, PeerError, UserError
-from manyhands.core.files import parse_json
 from manyhands.core.machine import this_machine
-from manyhands.core.terminal import plain
 from manyhands.core.world import ProcessInfo
-from manyhands.parallel.group.heartbeat import Heartbeat
-from manyhands.parallel.group.ports import outer_addresses
+from manyhands.parallel.group import heartbeat, ports
 
 Say = Callable[[str], None]
 
@@ -43,7 +41,7 @@ _LONGEST_WHAT = 2000
 
 
 def _shown(text: str) -> str:
-    return plain(text).strip()
+    return terminal.plain(text).strip()
 
 
 def _address(text: str) -> str:
@@ -105,8 +103,8 @@ class PeerFailure(_Said):
 class Answer(_Said):
     """A process's answer to a liveness check, two heartbeats: under roll/<attempt>/<call>/<rank>."""
 
-    before: Heartbeat
-    now: Heartbeat
+    before: heartbeat.Heartbeat
+    now: heartbeat.Heartbeat
 
 
 S = TypeVar("S", bound=_Said)
@@ -117,7 +115,7 @@ def understood(content: bytes | str, kind: type[S]) -> S | None:
     if len(content) > _MOST_BYTES:
         return None
     with contextlib.suppress(ValueError):  # from JSON, UTF-8 or the validation
-        return kind.model_validate(parse_json(content))
+        return kind.model_validate(files.parse_json(content))
     return None
 
 
@@ -168,7 +166,7 @@ def check_in(store: Any, process_info: ProcessInfo, digest: str, say: Say) -> di
     names = dist.PrefixStore(f"present/{process_info.attempt}", store)
     me = {
         "host": socket.gethostname(), "machine": this_machine(), "pid": os.getpid(),
-        "addresses": outer_addresses(),
+        "addresses": ports.outer_addresses(),
         "size": process_info.size, "digest": digest,
         "torch": torch.__version__, "python": platform.python_version(), "time": time.time(),
     }  # fmt: skip

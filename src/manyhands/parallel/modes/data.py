@@ -14,17 +14,15 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from manyhands.core.needs import AVERAGE_HOOK, OWN_AVERAGE, WHOLE_GRADIENTS
-from manyhands.core.phases import CLOCK
+from manyhands.core import needs, phases
 from manyhands.core.world import World
-from manyhands.parallel.group.collectives import group_timeout
-from manyhands.parallel.group.listeners import closed_once_formed
+from manyhands.parallel.group import collectives, listeners
 from manyhands.parallel.network import ModeRequest, ModeTraits, ParallelNetwork
 from manyhands.parallel.replicas.shared_memory import ALONE, ON_SEVERAL, SharedSums, machines_of_group, share_within
 
 DESCRIPTION = "every process holds the whole network and a share of each batch"
 NORM_GROUPS = True
-OFFERS = frozenset({WHOLE_GRADIENTS, OWN_AVERAGE, AVERAGE_HOOK})
+OFFERS = frozenset({needs.WHOLE_GRADIENTS, needs.OWN_AVERAGE, needs.AVERAGE_HOOK})
 NOTHING_ALONE = True
 
 # torch 2.15 renamed the flag and warns of the old name.
@@ -69,8 +67,8 @@ def apply(model: nn.Module, world: World, request: ModeRequest) -> ParallelNetwo
         return _by_ddp(model, world, request, sums)
     if between:
         ranks = [machine[0] for machine in machines]
-        with closed_once_formed(world.backend):
-            group = dist.new_group(ranks, timeout=group_timeout(world))
+        with listeners.closed_once_formed(world.backend):
+            group = dist.new_group(ranks, timeout=collectives.group_timeout(world))
         averages = "gradients are averaged in two levels: shared memory within machines, gloo between their first ranks"
         leaders = group if world.rank in ranks else None
         return TwoLevelNetwork(model, world, ModeTraits(averages=averages), sums, leaders)
@@ -92,7 +90,7 @@ def _by_ddp(model: nn.Module, world: World, request: ModeRequest, why: str) -> P
     if world.device == "cpu":  # accelerators compute asynchronously
         for parameter in model.parameters():
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(CLOCK.computed)
+                parameter.register_post_accumulate_grad_hook(phases.CLOCK.computed)
     if request.hook:
         wrapped.register_comm_hook(None, request.hook)
     averages = f"gradients are averaged by {world.backend}: {why}"

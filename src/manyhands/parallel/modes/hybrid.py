@@ -1,12 +1,27 @@
-"""Hybrid mode: the network is sharded by hand (parallel/hybrid/); the mode only sums gradients."""
+"""Hybrid mode: the network is sharded by hand; only gradients and BatchNorm statistics are synchronized here.
 
+The gradient of a parameter is summed over the axes that shard the samples and don't shard the parameter. Over other
+axes an unsharded parameter's gradient is already complete, because the network's `enter` has summed it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
 from torch import nn
+from typing_extensions import override
 
 from manyhands.core.errors import UserError
+from manyhands.core.mesh import TensorLayout
 from manyhands.core.needs import Need
+from manyhands.core.seeds import mix
 from manyhands.core.world import World
-from manyhands.parallel.hybrid.network import hybrid_network
-from manyhands.parallel.network import ModeRequest, ParallelNetwork
+from manyhands.parallel.mesh.grid import Grid
+from manyhands.parallel.mesh.marks import axis_numbers, layouts_of
+from manyhands.parallel.network import MicroBatchShape, ModeRequest, ModeTraits, ParallelNetwork
+from manyhands.parallel.on_mesh import NetworkOnMesh
+from manyhands.parallel.plan import Plan
+from manyhands.parallel.replicas.batch_norm import GroupedNorm, NormGroups
 
 DESCRIPTION = "the network's own code splits the network over the axes of a mesh"
 NORM_GROUPS = True
@@ -19,3 +34,47 @@ def apply(model: nn.Module, world: World, request: ModeRequest) -> ParallelNetwo
         hints = ("give --mesh dp=2,tp=2 and a network whose __init__ takes `mesh`",)
         raise UserError("mode hybrid needs a network that was built with a mesh", "parallel.mesh", hints)
     return hybrid_network(model, request.grid, request.samples)
+
+
+class HybridNetwork(NetworkOnMesh):
+    """A network that is sharded by hand; `samples` are the indices of the mesh axes that shard the samples."""
+
+    def __init__(
+        self, model: nn.Module, grid: Grid, layouts: dict[str, TensorLayout], samples: tuple[int, ...]
+    ) -> None:
+        self.samples, parts = samples, grid.parts(samples)
+        # BatchNorm's groups are shared over the axes of the samples only.
+        groups = NormGroups(processes=grid.group(samples) if parts > 1 else None)
+        for module in model.modules():
+            if isinstance(module, GroupedNorm):
+                module.groups = groups
+                groups.layers.append(module)
+        traits = ModeTraits(plan=Plan(grid.mesh, layouts=layouts))
+        super().__init__(model, model, grid, layouts, (samples, samples), most_parts=parts, traits=traits)
+        self.norms = groups
+
+    @override
+    def begin_micro_batch(self, shape: MicroBatchShape) -> None:
+        """Sets BatchNorm's groups, and equal random seeds on processes with the same samples."""
+        self.grid.batch = shape.samples
+        share = shape.share(self.share.parts, self.share.index)
+        self.norms.begin_micro_batch(share.spans, share.shared_groups, share.count, shape.batch)
+        torch.manual_seed(mix(mix(shape.seed) ^ self.share.index))
+
+
+def hybrid_network(model: nn.Module, grid: Grid, samples: Sequence[str] | None = None) -> HybridNetwork:
+    """Wraps a network that was constructed with this grid; unsharded parameters must be equal on all processes.
+
+    `samples` names the axes that shard the samples; None: all that shard no parameter. Raises UserError for a misfit.
+    """
+    layouts = layouts_of(model, grid.mesh, grid.world.rank)
+    if samples is None:
+        cut = {axis for layout in layouts.values() for axis in layout.sharded_axes}
+        axes = tuple(axis for axis in range(len(grid.mesh.axes)) if axis not in cut)
+    else:
+        axes = axis_numbers(samples, grid.mesh, "parallel.samples")
+    for name, parameter in model.state_dict(keep_vars=True).items():
+        if name in layouts and isinstance(parameter, nn.Parameter):
+            over = tuple(axis for axis in axes if axis not in layouts[name].sharded_axes)
+            layouts[name] = replace(layouts[name], gradient_axes=over)
+    return HybridNetwork(model, grid, layouts, axes)

@@ -20,18 +20,11 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
+from manyhands.core import phases
 from manyhands.core.devices import is_tested
 from manyhands.core.errors import UserError
-from manyhands.core.phases import CLOCK, COMMUNICATION
 from manyhands.core.world import Span
-from manyhands.parallel.replicas.norm_pass import (
-    Held,
-    NormPass,
-    accumulator_dtype,
-    computed_dtype,
-    moments_of,
-    statistics_of,
-)
+from manyhands.parallel.replicas import norm_pass
 
 # One pass over several groups launches about 30 kernels in forward and backward, a single group about 12.
 _MIN_IN_ONE_PASS = 3
@@ -65,12 +58,12 @@ class NormGroups:
 
     def add_up(self, values: Tensor) -> None:
         """Replaces values by their sum over `processes`; a collective."""
-        before = CLOCK.to(COMMUNICATION)
+        before = phases.CLOCK.to(phases.COMMUNICATION)
         if self.through_memory:
             self.through_memory(values.view(-1))
         else:
             dist.all_reduce(values, group=self.processes)
-        CLOCK.to(before)
+        phases.CLOCK.to(before)
 
     def finish_update(self, size: int) -> None:
         """Updates all layers' running statistics from the groups of `size` processes; one collective."""
@@ -170,19 +163,19 @@ class GroupedNorm(_BatchNorm):
         weight = run[0].size / self.groups.batch
         if len(run) == 1:
             return self._alone(part, weight)
-        mean, variance = statistics_of(part, len(run))
+        mean, variance = norm_pass.statistics_of(part, len(run))
         count = part.shape[0] // len(run) * _values_per_row(part)
         self._add(torch.stack([mean, variance * (count / (count - 1))], 1), weight)
-        held = Held(((0, len(run)),), eps=self.eps)
+        held = norm_pass.Held(((0, len(run)),), eps=self.eps)
         inverse = torch.rsqrt(variance + self.eps)
-        return NormPass.apply(mean, inverse, count, held, self.weight, self.bias, part)[0]
+        return norm_pass.NormPass.apply(mean, inverse, count, held, self.weight, self.bias, part)[0]
 
     def _alone(self, part: Tensor, weight: float) -> Tensor:
         """Normalises a group that only this process holds, [n, C, ...], by torch's kernel."""
         if part.shape[0] * _values_per_row(part) < 2 or weight == 0:
             # A variance needs two values, so the last sample of an odd batch uses the running statistics.
             return F.batch_norm(part, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps)
-        statistics = torch.zeros(2, self.num_features, dtype=computed_dtype(part), device=part.device)
+        statistics = torch.zeros(2, self.num_features, dtype=norm_pass.computed_dtype(part), device=part.device)
         output = F.batch_norm(part, statistics[0], statistics[1], self.weight, self.bias, True, 1.0, self.eps)
         self._add(statistics[None], weight)
         return output
@@ -190,7 +183,8 @@ class GroupedNorm(_BatchNorm):
     def _together(self, parts: list[tuple[Tensor, Span]], like: Tensor) -> list[Tensor]:
         """Normalises groups that several processes hold; a collective, also for a process without parts."""
         sizes = self.groups.shared_sizes
-        moments = moments_of([(part, span.shared) for part, span in parts], len(sizes), self.num_features, like)
+        shared = [(part, span.shared) for part, span in parts]
+        moments = norm_pass.moments_of(shared, len(sizes), self.num_features, like)
         self.groups.add_up(moments)
         per_sample = _values_per_row(like) * self.rows_per_sample
         counts = _kept(tuple(sizes), moments.dtype, moments.device)[:, None] * per_sample
@@ -201,13 +195,13 @@ class GroupedNorm(_BatchNorm):
                 unbiased = variance[span.shared] * (counts[span.shared] / (counts[span.shared] - 1).clamp_min(1))
                 self._add(torch.stack([mean[span.shared], unbiased])[None], span.size / self.groups.batch)
         inverse = torch.rsqrt(variance + self.eps)
-        held = Held(tuple((span.shared, 1) for _, span in parts) or ((0, 1),), self.groups.add_up)
+        held = norm_pass.Held(tuple((span.shared, 1) for _, span in parts) or ((0, 1),), self.groups.add_up)
         inputs = [part for part, _ in parts] or [like[:0]]
-        return list(NormPass.apply(mean, inverse, counts[:, None], held, self.weight, self.bias, *inputs))
+        return list(norm_pass.NormPass.apply(mean, inverse, counts[:, None], held, self.weight, self.bias, *inputs))
 
     def _add(self, statistics: Tensor, weight: float) -> None:
         """Adds the groups' means and unbiased variances, [groups, 2, C], times the factor `weight`, to `seen`."""
-        flat = statistics.detach().to(accumulator_dtype(statistics)).flatten(1)
+        flat = statistics.detach().to(norm_pass.accumulator_dtype(statistics)).flatten(1)
         flat = flat[0] if len(flat) == 1 else flat.sum(0)
         weighted = torch.cat([flat, flat.new_full((1,), len(statistics))]) * weight
         self.seen = weighted if self.seen is None else self.seen + weighted
@@ -218,7 +212,7 @@ class GroupedNorm(_BatchNorm):
         if seen is not None:
             return seen
         mean = cast(Tensor, self.running_mean)
-        return torch.zeros(2 * self.num_features + 1, dtype=accumulator_dtype(mean), device=mean.device)
+        return torch.zeros(2 * self.num_features + 1, dtype=norm_pass.accumulator_dtype(mean), device=mean.device)
 
     def move_running_statistics(self, total: Tensor) -> None:
         """Moves running mean and variance towards the mean over all groups; `total` [2 C + 1] is the sum of `seen`."""

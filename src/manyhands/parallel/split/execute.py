@@ -13,17 +13,8 @@ from torch.utils import _pytree as pytree
 from manyhands.core.errors import UserError
 from manyhands.core.mesh import Mesh, TensorLayout, bounds, unsharded
 from manyhands.core.seeds import mix
+from manyhands.parallel.mesh import placement
 from manyhands.parallel.mesh.grid import Grid
-from manyhands.parallel.mesh.placement import (
-    Extent,
-    Layout,
-    Side,
-    convert,
-    convert_both,
-    gradient_of,
-    steps_between,
-    value_of,
-)
 from manyhands.parallel.network import MicroBatchShape
 from manyhands.parallel.replicas.batch_norm import GroupedNorm, NormGroups
 from manyhands.parallel.split.graph import INPUT, LOSS, Graph, Loop, Op
@@ -36,15 +27,15 @@ def loops_of(op: Op, letters: tuple[str, ...]) -> list[Loop]:
     return [cast(Loop, op.letters[letter]) for letter in letters]
 
 
-def input_layouts(op: Op, letters: tuple[str, ...], place: int) -> tuple[Layout, Layout]:
+def input_layouts(op: Op, letters: tuple[str, ...], place: int) -> tuple[placement.Layout, placement.Layout]:
     """Returns the layouts in which an op reads its source with index `place` and returns the source's gradient."""
-    sides: list[Side] = [loop.inputs[place] for loop in loops_of(op, letters)]
-    return value_of(sides), gradient_of(sides)
+    sides: list[placement.Side] = [loop.inputs[place] for loop in loops_of(op, letters)]
+    return placement.value_of(sides), placement.gradient_of(sides)
 
 
-def output_layouts(op: Op, letters: tuple[str, ...]) -> tuple[Layout, Layout]:
-    sides: list[Side] = [loop.output for loop in loops_of(op, letters)]
-    return value_of(sides), gradient_of(sides)
+def output_layouts(op: Op, letters: tuple[str, ...]) -> tuple[placement.Layout, placement.Layout]:
+    sides: list[placement.Side] = [loop.output for loop in loops_of(op, letters)]
+    return placement.value_of(sides), placement.gradient_of(sides)
 
 
 def batch_axes(letters: tuple[str, ...]) -> tuple[int, ...]:
@@ -103,7 +94,11 @@ class Convert(nn.Module):
     """Converts an op's output to the layout in which another op reads it; values without tensors are unchanged."""
 
     def __init__(
-        self, values: tuple[Layout, Layout], gradients: tuple[Layout, Layout], extents: tuple[Extent, ...], grid: Grid
+        self,
+        values: tuple[placement.Layout, placement.Layout],
+        gradients: tuple[placement.Layout, placement.Layout],
+        extents: tuple[placement.Extent, ...],
+        grid: Grid,
     ) -> None:
         super().__init__()
         self.values, self.gradients, self.extents, self.grid = values, gradients, extents, grid
@@ -113,8 +108,8 @@ class Convert(nn.Module):
 
         def converted(tensor: Tensor) -> Tensor:
             if torch.is_grad_enabled() and tensor.requires_grad:
-                return convert_both(tensor, self.values, self.gradients, next(extents), self.grid)
-            return convert(tensor, *self.values, next(extents), self.grid)
+                return placement.convert_both(tensor, self.values, self.gradients, next(extents), self.grid)
+            return placement.convert(tensor, *self.values, next(extents), self.grid)
 
         return pytree.tree_map_only(Tensor, converted, value)
 
@@ -219,12 +214,12 @@ class Builder:
             return self._copied[source]
         value, gradient = output_layouts(giver, self._letters[giver.name])
         if whole_output:
-            everywhere: Layout = tuple("R" for _ in value)
+            everywhere: placement.Layout = tuple("R" for _ in value)
             wanted = everywhere, everywhere
         else:
             wanted = input_layouts(reader, self._letters[reader.name], reader.sources.index(giver.name))
-        moves = steps_between(value, wanted[0])
-        back = giver.trains and steps_between(wanted[1], gradient)
+        moves = placement.steps_between(value, wanted[0])
+        back = giver.trains and placement.steps_between(wanted[1], gradient)
         if not moves and not back:
             return self._copied[source]
         key = (source, *wanted)

@@ -10,11 +10,9 @@ from manyhands.parallel.network import LossFn, LossFnWithLabels, MicroBatchShape
 from manyhands.parallel.on_mesh import NetworkOnMesh
 from manyhands.parallel.plan import Plan
 from manyhands.parallel.replicas.batch_norm import group_batch_norms
-from manyhands.parallel.split.execute import SplitNetwork, batch_axes
+from manyhands.parallel.split import execute, strategy, tracing
 from manyhands.parallel.split.graph import INPUT, LOSS, Graph, Loop
 from manyhands.parallel.split.sharded_loss import WHOLE_CLASSES, SplitLoss, describe_loss
-from manyhands.parallel.split.strategy import resolve
-from manyhands.parallel.split.tracing import cut_alike, describe_network
 
 
 class PlannedNetwork(NetworkOnMesh):
@@ -22,10 +20,10 @@ class PlannedNetwork(NetworkOnMesh):
 
     full_outputs = True
 
-    def __init__(self, network: SplitNetwork, loss: Graph | None, traits: ModeTraits) -> None:
+    def __init__(self, network: execute.SplitNetwork, loss: Graph | None, traits: ModeTraits) -> None:
         letters, grid = network.letters, network.grid
-        most = max(grid.parts(batch_axes(one)) for one in letters.values())
-        axes = batch_axes(letters[INPUT]), batch_axes(letters[LOSS])
+        most = max(grid.parts(execute.batch_axes(one)) for one in letters.values())
+        axes = execute.batch_axes(letters[INPUT]), execute.batch_axes(letters[LOSS])
         super().__init__(network.inner, network, grid, network.layouts, axes, most_parts=most, traits=traits)
         self._split, self._sharded_loss = network, loss
 
@@ -49,15 +47,15 @@ def split(model: nn.Module, world: World, request: ModeRequest) -> PlannedNetwor
         raise UserError("the plan is missing", "parallel", ('set --pin "fc=n@dp o@tp" or --parallel.plan plan.json',))
     plan.mesh.check_size(world.size)
     group_batch_norms(model)
-    graph = describe_network(model, request.picture)
+    graph = tracing.describe_network(model, request.picture)
     sharded_loss = None if request.cross_entropy else _shard_loss(graph, request)
     model.eval()
-    evaluated = describe_network(model, request.picture)
+    evaluated = tracing.describe_network(model, request.picture)
     model.train()
-    cut_alike(graph.ops, evaluated.ops)
-    letters = resolve(plan, graph)
+    tracing.cut_alike(graph.ops, evaluated.ops)
+    letters = strategy.resolve(plan, graph)
     rest = {name: ("r",) * len(plan.mesh.axes) for name in evaluated.ops}
-    network = SplitNetwork(model, graph, evaluated, {**rest, **letters}, Grid(plan.mesh, world)).train()
+    network = execute.SplitNetwork(model, graph, evaluated, {**rest, **letters}, Grid(plan.mesh, world)).train()
     about = {**plan.about, "notes": graph.notes}
     found = Plan(plan.mesh, plan.ops, plan.default, plan.pinned, network.layouts, about)
     return PlannedNetwork(network, sharded_loss, ModeTraits(plan=found, outputs=network.classes, draws=network.draws))

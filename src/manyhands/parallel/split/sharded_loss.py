@@ -17,11 +17,10 @@ from manyhands.parallel.gradients import summed_over_samples
 from manyhands.parallel.mesh.grid import Grid
 from manyhands.parallel.mesh.placement import WHOLE
 from manyhands.parallel.network import LossFn
+from manyhands.parallel.split import execute, tracing
 from manyhands.parallel.split import graph as graphs
-from manyhands.parallel.split.execute import Builder, SplitNetwork
 from manyhands.parallel.split.graph import INPUT, LOSS, Graph, Loop, Op
 from manyhands.parallel.split.rules.functions import MAXIMA, largest, reduced
-from manyhands.parallel.split.tracing import FEWER, SAMPLES, describe_ops, run_twice
 
 # (output [n, C], labels int64 [n]) -> the loss of each sample [n, …], or the mean loss [].
 CustomLoss = Callable[[Tensor, Tensor], Tensor]
@@ -44,24 +43,24 @@ def describe_loss(function: CustomLoss, classes: int, dtype: torch.dtype, device
     if unseen:
         return f"{WHOLE_CLASSES}; this loss can't be traced ({next(iter(unseen.values()))})"
     generator = torch.Generator().manual_seed(0)
-    output = torch.randn(SAMPLES, classes, generator=generator).to(device, dtype)
-    labels = torch.randint(classes, (SAMPLES,), generator=generator).to(device)
+    output = torch.randn(tracing.SAMPLES, classes, generator=generator).to(device, dtype)
+    labels = torch.randint(classes, (tracing.SAMPLES,), generator=generator).to(device)
     try:
-        _fold_sizes(traced, *run_twice(traced, (output, labels)))
+        _fold_sizes(traced, *tracing.run_twice(traced, (output, labels)))
         _name_maxima(traced)
-        many, few = run_twice(traced, (output, labels))
+        many, few = tracing.run_twice(traced, (output, labels))
     except Exception as error:  # noqa: BLE001 - whatever a user's loss does with made-up outputs
         why = str(error).partition("\n")[0]
-        return f"{WHOLE_CLASSES}; this loss fails on {FEWER} or {SAMPLES} samples ({why})"
+        return f"{WHOLE_CLASSES}; this loss fails on {tracing.FEWER} or {tracing.SAMPLES} samples ({why})"
     names = graphs.name_nodes(traced)
-    ops, _ = describe_ops(traced, names, many, few, _begin)
+    ops, _ = tracing.describe_ops(traced, names, many, few, _begin)
     result = next(node for node in traced.graph.nodes if node.op == "output").args[0]
     if not isinstance(result, fx.Node) or not ops[names[result]].extents:
         return f"{WHOLE_CLASSES}; this loss returns no tensor"
     ops[LOSS] = Op(LOSS, LOSS, sources=(names[result],), tied=LOSS, letters={"r": Loop((WHOLE,), WHOLE)})
     for op in ops.values():
         _let_maxima_be_cut(op, ops)
-    graph = Graph(ops, traced, SAMPLES, (classes,))
+    graph = Graph(ops, traced, tracing.SAMPLES, (classes,))
     letters = shard_classes(graph)
     return letters if isinstance(letters, str) else graph
 
@@ -136,7 +135,7 @@ def _sharded_loss(graph: Graph, axes: tuple[int, ...], grid: Grid) -> Callable[[
     assert isinstance(chosen, dict)
     every = range(len(grid.mesh.axes))
     letters = {name: tuple(letter if axis in axes else "r" for axis in every) for name, letter in chosen.items()}
-    return Builder(graph, letters, grid, {}).build(training=True)
+    return execute.Builder(graph, letters, grid, {}).build(training=True)
 
 
 class SplitLoss:
@@ -147,7 +146,7 @@ class SplitLoss:
     """
 
     def __init__(
-        self, network: SplitNetwork, loss_fn: LossFn, smoothing: float = 0.0, own: Graph | None = None
+        self, network: execute.SplitNetwork, loss_fn: LossFn, smoothing: float = 0.0, own: Graph | None = None
     ) -> None:
         self._network, self._loss_fn, self._smoothing = network, loss_fn, smoothing
         letters = network.letters[LOSS]

@@ -20,8 +20,8 @@ from manyhands.core.mesh import Mesh, bounds
 from manyhands.core.world import Span, World
 from manyhands.parallel.gradients import Gradients
 from manyhands.parallel.group.plain import broadcast_plain, gather_plain
-from manyhands.parallel.hybrid.network import HybridNetwork, hybrid_network
 from manyhands.parallel.mesh.grid import Axis, Grid
+from manyhands.parallel.modes.hybrid import HybridNetwork, hybrid_network
 from manyhands.parallel.replicas.batch_norm import GroupedNorm, NormGroups, group_batch_norms
 
 Make = Callable[[Grid], nn.Module]

@@ -1,1 +1,0 @@
-"""Networks that are sharded by hand."""
