@@ -50,10 +50,6 @@ _HARMLESS = {"tokens.txt", "tokens.json", "special_tokens.json", "added_tokens.j
 _HEAD_BYTES = 64 << 10
 
 
-class TooManyFoldersError(ValueError):
-    """A folder has more files or subfolders than the limit of a search."""
-
-
 def code_files(
     folder: Path,
     suffixes: frozenset[str] = SUFFIXES,
@@ -64,12 +60,12 @@ def code_files(
     """Yields the code files below a folder in a fixed order, without following links to folders.
 
     Calls `leave` with each file that is skipped for the reason CREDENTIALS or ELSEWHERE. After the files of the first
-    `most_folders` subfolders, raises TooManyFoldersError if there are more.
+    `most_folders` subfolders, raises UserError if there are more.
     """
     top = folder.resolve()
     for count, (place, folders, names) in enumerate(os.walk(folder)):
         if most_folders is not None and count > most_folders:
-            raise TooManyFoldersError
+            raise UserError(f"{folder} has more than {most_folders} subfolders")
         here = Path(place)
         folders[:] = sorted(
             name

@@ -19,7 +19,7 @@ from filelock import FileLock, Timeout
 
 from manyhands.checkpoint.folders import read_state
 from manyhands.checkpoint.trained import TrainedNetwork, find_record
-from manyhands.cluster.agents.claim import Term, claim, new_holder, raise_term, run_id, set_run_id, term_in
+from manyhands.cluster.agents.claim import Term, claim, raise_term, run_id, set_run_id, term_in
 from manyhands.cluster.folders import holds_run, use_run_folder, write_job, writing_into
 from manyhands.cluster.hosts.machines import machines_of
 from manyhands.config.job import ClusterOptions, Job
@@ -110,7 +110,7 @@ def _lock(folder: RunFolder, *, takes_over: bool) -> FileLock | None:
     try:
         if takes_over:
             raise_term(folder.ranks, Term(term_in(folder.ranks).head + 1))
-        lock = claim(folder, new_holder(), *((MAKE_WAY_S, MAKE_WAY_S) if takes_over else ()))
+        lock = claim(folder, "", *((MAKE_WAY_S, MAKE_WAY_S) if takes_over else ()))
     except Timeout:
         raise already_running(folder, "or choose another --out") from None
     if not run_id(folder):

@@ -107,7 +107,7 @@ def _require_enough(job: Job, folder: RunFolder, machines: Machines, screen: Scr
         machines.require_all()
     for machine in machines.waiting:
         if machine.problem:
-            screen.say(f"{machine.problem.what}: continuing without this machine", "WARNING")
+            screen.say(f"{machine.problem.message}: continuing without this machine", "WARNING")
             machine.problem = None
 
 

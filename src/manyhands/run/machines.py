@@ -238,18 +238,14 @@ class Membership(RestartHooks):
         if self.term and seen.run == run and seen.term > self.term:
             self.replaced_on = machine.name
             raise TimeoutError(f"{machine.name} is already used by a newer launcher of this run")
-        if seen.busy:
+        if seen.taken:
             raise TimeoutError(f"{machine.name} {BUSY}")
         if seen.checkpoints and seen.run != run:
             raise RefusedError(f"its folder {folder} belongs to a different run", hints=("rename the folder",))
         if self.code and not link.here:
             yield call(Agent.take_code, self.code)
-        slots = machine.spec.slots
-        found = yield call(Agent.prepare, slots, self._job.cluster.threads, self._job.cluster.device)
-        if slots > found.count and found.device not in {"cpu", "mps"}:
-            what = f"{slots} processes are requested, but the machine has {found.count} {found.device} devices"
-            raise RefusedError(what)
-        machine.device, machine.processes = found.device, slots or found.count
+        options, slots = self._job.cluster, machine.spec.slots
+        machine.use(slots, *(yield call(Agent.prepare, slots, options.threads, options.device)))
 
     def _judge(self, machine: RunMachine, facts: Facts) -> None:
         """Raises RefusedError if the facts of the machine and the members predict that training would fail."""
@@ -264,7 +260,7 @@ class Membership(RestartHooks):
         if machine.requested and machine.link and not machine.facts:
             code, link = machine.link.close(), machine.link
             problem = explain_contact(machine.spec, code, link.log_tail(), self._job.cluster)
-            self.refuse(machine, RefusedError(problem.what, hints=problem.hints))
+            self.refuse(machine, RefusedError(problem.message, hints=problem.hints))
             return
         excluded_until = machine.until if machine.state is MachineState.READY else 0.0
         machine.disconnect()

@@ -8,13 +8,12 @@ from dataclasses import replace
 
 from manyhands.checkpoint.folders import saved_step
 from manyhands.cluster.agents.agent import Agent
-from manyhands.cluster.agents.claim import Term, new_holder, raise_term, run_id
+from manyhands.cluster.agents.claim import Term, raise_term, run_id
 from manyhands.cluster.agents.connection import AgentConnection, LinkClosed
 from manyhands.cluster.agents.machines import Machines, RunMachine
 from manyhands.cluster.agents.mirror import Receiver, Sender, pieces_of
 from manyhands.cluster.agents.open_tunnels import (
     NoTunnelError,
-    StorePlaces,
     StoreTunnel,
     TunnelRoutes,
     join_through_ssh,
@@ -46,7 +45,7 @@ class Starts(contextlib.ExitStack):
         super().__init__()
         self._job, self._membership, self._machines = job, membership, membership.machines
         self._folder, self._receiver, self._say = folder, receiver, say
-        self._script, self._holder = bool(job.run.script), new_holder()
+        self._script, self._holder = bool(job.run.script), secrets.token_hex(16)
         self._store, self.tunnels = self.enter_context(StoreTunnel(job.cluster)), Tunnels()
         self.callback(self.tunnels.close)
         self._ssh_only = False  # no network connects the machines
@@ -62,7 +61,7 @@ class Starts(contextlib.ExitStack):
         """
         for machine in self._machines.running:
             machine.joined = False
-        while (places := self._gather(again=number > 0)) is None:
+        while (why_open := self._gather(again=number > 0)) is None:
             pass
         running, term = self._machines.running, self._membership.term
         job = job.model_copy(update={"cluster": with_machines(job.cluster, self._membership.added)})
@@ -73,14 +72,14 @@ class Starts(contextlib.ExitStack):
         write_places(self._folder, self._machines)
         if term:
             raise_term(self._folder.ranks, Term(term, number))
-        for line in describe(self._machines, places, self._routes):
+        for line in describe(self._machines, why_open, self._routes):
             self._say(line, "INFO")
         if job.cluster.sync_code:
             job = with_absolute_paths(job)
         sizes, orders = tuple(machine.processes for machine in running), dict[AgentConnection, Orders]()
         for position, machine in enumerate(running):
             tunnels = self._routes.ends[machine.name].environment() if self._routes else {VARIABLE: ""}
-            rendezvous = Rendezvous(sizes, position, *places.ends[machine], machine.spec.devices)
+            rendezvous = Rendezvous(sizes, position, *machine.store, machine.spec.devices)
             environment, there = {**machine.address.environment(), **tunnels}, machine.run_folder.folder
             order = orders_for(
                 job, "train", there, rendezvous, device=machine.device, environment=environment, generation=number
@@ -88,8 +87,8 @@ class Starts(contextlib.ExitStack):
             orders[machine.agent] = replace(order, term=term)
         return orders
 
-    def _gather(self, *, again: bool) -> StorePlaces | None:
-        """Connects the machines of a start; returns None if one of them is lost meanwhile."""
+    def _gather(self, *, again: bool) -> str | None:
+        """Connects the machines of a start; see `StoreTunnel.open`. Returns None if one of them is lost meanwhile."""
         try:
             if again:
                 self._take_in()
@@ -155,8 +154,11 @@ class Starts(contextlib.ExitStack):
         for machine, address in addresses.items():
             machine.address = address
 
-    def _connect(self) -> StorePlaces:
-        """Has the first machine listen for the store; opens tunnels first, if only ssh connects the machines."""
+    def _connect(self) -> str:
+        """Has the first machine listen for the store; opens tunnels first, if only ssh connects the machines.
+
+        Returns why the store doesn't listen on loopback only; see `StoreTunnel.open`.
+        """
         self._routes = None
         if self._ssh_only:
             for machine in self._machines.running:
@@ -166,7 +168,8 @@ class Starts(contextlib.ExitStack):
         self._routes = join_through_ssh(self._machines, self._job.cluster, self.tunnels)
         for machine in self._machines.running:
             machine.address = Address(loopback_interface(), self._routes.ends[machine.name].address)
-        return open_store(self._machines)
+        open_store(self._machines)
+        return ""
 
     @property
     def saved(self) -> int:
@@ -308,7 +311,7 @@ def check_machines(job: Job, say: Say, machines: Machines) -> dict[RunMachine, A
     return {} if through_ssh else {machine: Address(*survey.chosen[machine.name]) for machine in running}
 
 
-def describe(machines: Machines, places: StorePlaces, routes: TunnelRoutes | None = None) -> list[str]:
+def describe(machines: Machines, why_open: str, routes: TunnelRoutes | None = None) -> list[str]:
     """Returns sentences about the machines of a start and their open ports."""
     running = machines.running
     who = [f"{one.name} ({one.processes})" if one.processes > 1 else one.name for one in running]
@@ -319,15 +322,15 @@ def describe(machines: Machines, places: StorePlaces, routes: TunnelRoutes | Non
     if routes:
         return [*lines, routes.summary()]
     where = [f"{machine.name} {machine.address.address} ({machine.address.interface})" for machine in running]
-    if places.why_open:
-        address, port = places.ends[running[0]]
+    if why_open:
+        address, port = running[0].store
         lines.append(
-            f"{places.why_open}; so the store listens on {address} port {port}, open without a password to "
+            f"{why_open}; so the store listens on {address} port {port}, open without a password to "
             "every host that reaches the port"
         )
     lines.append(
         f"network: {', '.join(where)}; "
-        f"{'' if places.why_open else 'the store listens on loopback only, through ssh; '}"
+        f"{'' if why_open else 'the store listens on loopback only, through ssh; '}"
         "each process listens on free ports of its machine's address, open without a password to every host that "
         "reaches the ports; gradients are sent unencrypted"
     )

@@ -145,8 +145,8 @@ class Agent(Probe):
     @remote
     def inspect_run(
         self, folder: str, machine: int, generation: int, run: str = "", term: int = 0
-    ) -> protocol.RunInspected:
-        """Returns the state of a run folder, and whether this machine's workers of an earlier start still run.
+    ) -> protocol.RunOpened:
+        """Returns the state of a run folder, "taken" if this machine's workers of an earlier start still run.
 
         `machine` is the index of this machine in that start, `generation` the index of the start. Agents with a lower
         `term` have their workers exit.
@@ -154,7 +154,7 @@ class Agent(Probe):
         found = RunFolder(Path(folder).expanduser().absolute())
         highest = self._term(found, run, Term(term, generation + 1))
         busy = not agent_has_left(found.ranks, machine, generation)
-        return protocol.RunInspected(run_id(found), found.has_checkpoints(), busy, highest)
+        return protocol.RunOpened(folder, False, found.has_checkpoints(), busy, run_id(found), term=highest)
 
     def _term(self, folder: RunFolder, run: str, wanted: Term) -> int:
         """Raises the term of a detached run to the launcher's, and returns the highest term known here."""
@@ -226,8 +226,11 @@ class Agent(Probe):
         return self._tunnels.open_tunnels(commands, seconds)
 
     @remote
-    def prepare(self, size: int, threads: int, device: str) -> protocol.Prepared:
-        """Imports modules for `size` workers (0: unknown) with `threads` threads each (0: an equal share of cores)."""
+    def prepare(self, size: int, threads: int, device: str) -> tuple[str, int]:
+        """Imports modules for `size` workers (0: unknown) with `threads` threads each (0: an equal share of cores).
+
+        Returns the device type that this machine uses, and its number of devices (1 for a CPU).
+        """
         set_threads(threads, size)
         with self.wire.watched(self._until_gone.close), importing():
             return importlib.import_module(ELASTIC).prepare(device)

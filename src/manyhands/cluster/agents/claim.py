@@ -23,19 +23,14 @@ from manyhands.core.timeouts import LEAVING_S
 _ID = re.compile("[0-9a-f]{8,64}")
 
 
-def new_holder() -> str:
-    """Returns a random id for one launch of a run."""
-    return secrets.token_hex(16)
-
-
-def claim(folder: RunFolder, holder: str, patience_s: float = 0.0, leaving_s: float = LEAVING_S) -> FileLock | None:
+def claim(folder: RunFolder, holder: str = "", patience_s: float = 0, leaving_s: float = LEAVING_S) -> FileLock | None:
     """Locks a run folder until this process ends; returns None if another machine of the same launch has the lock.
 
-    `holder` is the id of the launch. `patience_s` limits the wait for the lock, or for another process to write the
-    same id; `leaving_s` limits the wait for each agent of an earlier start. Raises Timeout: another run is active in
-    the folder.
+    `holder` is the id of the launch, random by default. `patience_s` limits the wait for the lock, or for another
+    process to write the same id; `leaving_s` limits the wait for each agent of an earlier start. Raises Timeout:
+    another run is active in the folder.
     """
-    lock = FileLock(folder.ranks / "lock")
+    lock, holder = FileLock(folder.ranks / "lock"), holder or secrets.token_hex(16)
     until = time.monotonic() + patience_s
     while not lock.is_locked:
         try:

@@ -259,12 +259,12 @@ def _script_words(orders: Orders, scratch: str) -> tuple[str, ...]:
     return tuple(word.replace("$", "$$").replace("$${local_rank}", "${local_rank}") for word in words)
 
 
-def prepare(device: str) -> protocol.Prepared:
+def prepare(device: str) -> tuple[str, int]:
     """Imports the modules that CPU workers need; returns the device type and the number of devices."""
     kind, count = devices_here(device, 1)
     if kind == "cpu":
         importlib.import_module(PRELOAD).preload()
-    return protocol.Prepared(kind, count)
+    return kind, count
 
 
 def devices_here(wanted: str, processes: int) -> tuple[str, int]:

@@ -16,7 +16,7 @@ from manyhands.cluster.agents.connection import AgentConnection, LinkClosed, Mis
 from manyhands.cluster.agents.early import AGENT, raise_file_limit, take_early, usr1_ignored
 from manyhands.cluster.agents.protocol import RunOpened
 from manyhands.cluster.agents.ssh import agent_command, explain_contact
-from manyhands.cluster.doctor.findings import Contact, Facts, FactsWanted
+from manyhands.cluster.doctor.findings import Facts, FactsWanted
 from manyhands.cluster.hosts.inventory import LOOPBACK, Address, Machine
 from manyhands.cluster.hosts.this_process import is_here
 from manyhands.cluster.messages import R, Request, call
@@ -47,11 +47,12 @@ class RunMachine:
     until: float = 0.0  # when the state ends, by the monotonic clock; 0 if that is not known
     since: float = field(default_factory=time.monotonic)  # when it was lost, requested or excluded
     link: AgentConnection | None = None
-    problem: Contact | None = None  # why no agent answered
+    problem: RunError | None = None  # why no agent answered
     facts: Facts = field(default_factory=dict[str, Any], repr=False)  # what the agent reported about the machine
     device: str = ""  # the kind of device that is used
     processes: int = 0
     address: Address = field(default_factory=lambda: Address("", LOOPBACK))  # where the other machines reach it
+    store: tuple[str, int] = ("", 0)  # address and port where its processes reach the store of this start
     opened_folder: RunOpened | None = None  # the run folder on it, as it was opened last
     folder: str = ""  # path of the run folder there, known after its first start
     position: int = 0  # its index among the machines of the last start that it took part in
@@ -105,6 +106,17 @@ class RunMachine:
         self.state, self.since, self.since_step = state, time.monotonic(), None
         self.joined, self.records_may_differ = False, True
 
+    def use(self, size: int, device: str, count: int) -> None:
+        """Sets the type of its `count` devices, and the number of processes; `size` 0 is one per device.
+
+        Raises UserError: too few devices.
+        """
+        if size > count and device not in {"cpu", "mps"}:
+            what = f"{self.name} has {count} {device} devices, but {size} processes are requested"
+            hints = (f'write "{self.spec.target} slots={count}"', "or train on the CPU: --device cpu")
+            raise UserError(what, "cluster.hosts", hints)
+        self.device, self.processes = device, size or count
+
     def disconnect(self) -> None:
         """Ends the connection at once."""
         link, self.link, self.facts = self.link, None, {}
@@ -135,7 +147,7 @@ class Machines:
         return [machine.agent for machine in self.running]
 
     @property
-    def problems(self) -> dict[str, Contact]:
+    def problems(self) -> dict[str, RunError]:
         """The reasons why machines don't answer, by name."""
         return {machine.name: machine.problem for machine in self.all if machine.problem}
 
@@ -167,11 +179,10 @@ class Machines:
         """Raises RunError, with hints, if a machine's agent doesn't answer."""
         if not (problems := self.problems):
             return
-        (what, hints), *others = ((contact.what, contact.hints) for contact in problems.values())
+        error, *others = problems.values()
         if others:
-            hints = tuple(f"{contact.what}: {contact.hints[0]}" for contact in problems.values())
-            what = f"{len(problems)} machines can't be used"
-        error = RunError(what, ", ".join(problems), hints)
+            hints = tuple(f"{problem.message}: {problem.hints[0]}" for problem in problems.values())
+            error = RunError(f"{len(problems)} machines can't be used", ", ".join(problems), hints)
         error.exit_code = EXIT_DOCTOR
         raise error
 
@@ -281,7 +292,7 @@ def _greet(machines: Machines, options: ClusterOptions, wanted: FactsWanted) -> 
         if isinstance(answer, LinkClosed):
             machine.problem = explain_contact(machine.spec, link.close(), link.log_tail(), options)
         elif isinstance(answer, MisunderstoodError):
-            machine.problem = Contact("other-version", answer.message, answer.hints)
+            machine.problem = answer
         elif isinstance(answer, RunError):
             raise answer
         else:
@@ -304,10 +315,5 @@ def prepare(machines: Machines, options: ClusterOptions, processes: int | None =
     """
     sizes = {machine: machine.spec.slots if processes is None else processes for machine in machines.running}
     requests = {machine: call(Agent.prepare, size, options.threads, options.device) for machine, size in sizes.items()}
-    for machine, answer in machines.ask(requests, timeouts.PREPARE_S).items():
-        size, device, count = sizes[machine], answer.device, answer.count
-        if size > count and device not in {"cpu", "mps"}:
-            what = f"{machine.name} has {count} {device} devices, but {size} processes are requested"
-            hints = (f'write "{machine.spec.target} slots={count}"', "or train on the CPU: --device cpu")
-            raise UserError(what, "cluster.hosts", hints)
-        machine.device, machine.processes = device, size or count
+    for machine, devices in machines.ask(requests, timeouts.PREPARE_S).items():
+        machine.use(sizes[machine], *devices)

@@ -188,14 +188,6 @@ def _some(pairs: Sequence[str]) -> str:
     return ", ".join(pairs) if len(pairs) <= 6 else f"{', '.join(pairs[:5])} and {len(pairs) - 5} more"
 
 
-@dataclass(frozen=True)
-class StorePlaces:
-    """The addresses at which each machine's processes reach the store of one start."""
-
-    ends: Mapping[RunMachine, tuple[str, int]]  # address and port for each machine
-    why_open: str = ""  # why the store doesn't listen on loopback only; empty if it does
-
-
 class StoreTunnel(contextlib.ExitStack):
     """Ssh tunnels to the store, opened again for each start of a run; a context manager that closes them."""
 
@@ -203,19 +195,25 @@ class StoreTunnel(contextlib.ExitStack):
         super().__init__()
         self._options = options
 
-    def open(self, machines: Machines) -> StorePlaces:
-        """Has the first machine listen for the store, and the others connect to it. Raises RunError: one is lost."""
+    def open(self, machines: Machines) -> str:
+        """Has the first machine listen for the store, and sets `store` of each machine. Raises RunError: one is lost.
+
+        Returns why the store doesn't listen on loopback only; an empty string if it does.
+        """
         self.close()
         first, *others = machines.running
         if not others:
-            return StorePlaces({first: (LOOPBACK, first.agent.ask(call(Agent.bind, LOOPBACK), STORE_S))})
+            first.store = LOOPBACK, first.agent.ask(call(Agent.bind, LOOPBACK), STORE_S)
+            return ""
         try:
-            return StorePlaces(self._through_ssh(machines))
+            self._through_ssh(machines)
         except TunnelError as error:
             self.close()
-            return open_store(machines, str(error))
+            open_store(machines)
+            return str(error)
+        return ""
 
-    def _through_ssh(self, machines: Machines) -> dict[RunMachine, tuple[str, int]]:
+    def _through_ssh(self, machines: Machines) -> None:
         first, *others = machines.running
         folder = self.enter_context(scratch("ssh", swept=True))
         far = [machine.spec for machine in machines.running if not machine.agent.here]
@@ -226,7 +224,7 @@ class StoreTunnel(contextlib.ExitStack):
         if not first.agent.here:
             via = str(folder / "store")
             tunnels.here(first.name, via, store)
-        ends = {first: (LOOPBACK, listener.port)}
+        first.store = LOOPBACK, listener.port
         asked: dict[RunMachine, Request[dict[str, tuple[Attempt, ...]]]] = {}
         for machine in others:
             machines.heartbeat()
@@ -236,7 +234,7 @@ class StoreTunnel(contextlib.ExitStack):
                 tunnels.here(first.name, f"{LOOPBACK}:{port}", store)
             else:
                 port = tunnels.there(machine.name, via)
-            ends[machine] = (LOOPBACK, port)
+            machine.store = LOOPBACK, port
             # The forwarded port must not be open on the machine's network address.
             ways = {"loopback": LOOPBACK, "outside": machine.address.address}
             targets = {way: (Listener(address, port, listener.token),) for way, address in ways.items()}
@@ -250,12 +248,11 @@ class StoreTunnel(contextlib.ExitStack):
                 raise TunnelError(what)
         first.agent.ask(call(Agent.unlisten), STORE_S, machines.links)
         first.agent.ask(call(Agent.bind, LOOPBACK, listener.port), STORE_S, machines.links)
-        return ends
 
 
-def open_store(machines: Machines, why_open: str = "") -> StorePlaces:
+def open_store(machines: Machines) -> None:
     """Has the first machine listen for the store on its network address."""
     first = machines.running[0]
-    address = first.address.address
-    port = first.agent.ask(call(Agent.bind, address), STORE_S, machines.links)
-    return StorePlaces(dict.fromkeys(machines.running, (address, port)), why_open)
+    port = first.agent.ask(call(Agent.bind, first.address.address), STORE_S, machines.links)
+    for machine in machines.running:
+        machine.store = first.address.address, port

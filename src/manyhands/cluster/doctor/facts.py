@@ -17,16 +17,17 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from importlib import metadata
 from ipaddress import ip_address
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from manyhands.cluster.code_files import TooManyFoldersError, code_files
+from manyhands.cluster.code_files import code_files
 from manyhands.cluster.doctor.accelerators import HIDING, accelerators, ask_torch, cards, driver_versions
 from manyhands.cluster.doctor.findings import FactsWanted
 from manyhands.cluster.hosts.inventory import INTERFACE_VARIABLES
+from manyhands.core.errors import UserError
 from manyhands.core.machine import cores, memory, this_machine
 from manyhands.core.user_code import revision
 from manyhands.data.known import recognise
@@ -211,14 +212,11 @@ def code(folder: Path) -> dict[str, Any]:
     """Returns hashes of each code file and of all, and git's revision; "whole" is false with too many files."""
     if not folder.is_dir():
         return {"exists": False, "path": str(folder.absolute())}
-    files, complete = dict[str, str](), True
-    try:
-        for path in code_files(folder, most_folders=MOST_FOLDERS):
-            if len(files) == MOST_FILES:
-                raise TooManyFoldersError
-            files[path.relative_to(folder).as_posix()] = _hash(path)
-    except TooManyFoldersError:
-        complete = False
+    files, complete = dict[str, str](), False
+    with contextlib.suppress(UserError):
+        found = code_files(folder, most_folders=MOST_FOLDERS)
+        files = {path.relative_to(folder).as_posix(): _hash(path) for path in islice(found, MOST_FILES)}
+        complete = next(found, None) is None
     common = _common(f"{name} {digest}" for name, digest in files.items())
     return {"exists": True, "path": str(folder.absolute()), "hash": common, "files": files, "whole": complete,
             "revision": revision(folder)}  # fmt: skip
