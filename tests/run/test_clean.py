@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from manyhands.cli.main import main
-from manyhands.cluster.agents.claim import claim
+from manyhands.cluster.agents.folders import claim
 from manyhands.core.run_folder import RunFolder
 from manyhands.run import disk
 

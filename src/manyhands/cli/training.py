@@ -11,8 +11,7 @@ from manyhands.cli.printing import answer
 from manyhands.cluster.agents.early import end_early
 from manyhands.cluster.agents.ssh import agent_script, port_words, ssh_words
 from manyhands.cluster.hosts.inventory import Machine, Rendezvous
-from manyhands.cluster.hosts.machines import machines_of
-from manyhands.cluster.hosts.this_process import is_here
+from manyhands.cluster.hosts.this_process import is_here, machines_of
 from manyhands.config.job import ClusterOptions, Job
 from manyhands.config.load import LoadedJob
 from manyhands.core.errors import UserError

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 
-from manyhands.cluster.folders import holds_run
 from manyhands.config.job import Job
 from manyhands.core.errors import UserError
 from manyhands.core.files import replacing
@@ -85,6 +84,11 @@ def code_files(
                 leave(path, why)
             else:
                 yield path
+
+
+def holds_run(path: Path) -> bool:
+    """Returns True for a folder of an active or ended run."""
+    return (path / "job.toml").is_file() and (path / "ranks").is_dir()
 
 
 def _reason_to_leave(path: Path, top: Path) -> str:

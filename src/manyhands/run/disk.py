@@ -16,7 +16,7 @@ import psutil
 from filelock import Timeout
 from platformdirs import user_cache_path
 
-from manyhands.cluster.agents.claim import claim
+from manyhands.cluster.agents.folders import claim
 from manyhands.core.errors import UserError
 from manyhands.core.machine import cores
 from manyhands.core.scratch import PREFIX, abandoned

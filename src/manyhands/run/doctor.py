@@ -21,7 +21,7 @@ from manyhands.cluster.doctor.probe import OpenPort, Probe
 from manyhands.cluster.doctor.survey import local_candidates, take_survey
 from manyhands.cluster.failures import first_cause
 from manyhands.cluster.hosts.inventory import LOOPBACK, Address, Machine, Rendezvous
-from manyhands.cluster.hosts.machines import machines_of
+from manyhands.cluster.hosts.this_process import machines_of
 from manyhands.cluster.messages import call
 from manyhands.config.job import Job
 from manyhands.core.errors import EXIT_DOCTOR, EXIT_OK, ManyhandsError

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from manyhands.checkpoint.folders import saved_step
 from manyhands.cluster.agents.agent import Agent
-from manyhands.cluster.agents.claim import run_id
+from manyhands.cluster.agents.folders import run_id
 from manyhands.cluster.agents.machines import Machines, assembled, prepare, refuse_doubles
 from manyhands.cluster.agents.mirror import Receiver
 from manyhands.cluster.agents.protocol import FilePiece

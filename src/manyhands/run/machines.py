@@ -21,8 +21,8 @@ from typing import Any
 
 from manyhands.checkpoint.folders import saved_step
 from manyhands.cluster.agents.agent import Agent
-from manyhands.cluster.agents.claim import run_id, term_in
 from manyhands.cluster.agents.connection import AgentConnection, LinkClosed, answer_to
+from manyhands.cluster.agents.folders import run_id, term_in
 from manyhands.cluster.agents.machines import Machines, MachineState, RunMachine, clock_offset, open_agent
 from manyhands.cluster.agents.ssh import explain_contact
 from manyhands.cluster.doctor.findings import Facts, examine

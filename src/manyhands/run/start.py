@@ -8,8 +8,8 @@ from dataclasses import replace
 
 from manyhands.checkpoint.folders import saved_step
 from manyhands.cluster.agents.agent import Agent
-from manyhands.cluster.agents.claim import Term, raise_term, run_id
 from manyhands.cluster.agents.connection import AgentConnection, LinkClosed
+from manyhands.cluster.agents.folders import Term, raise_term, run_id
 from manyhands.cluster.agents.machines import Machines, RunMachine
 from manyhands.cluster.agents.mirror import Receiver, Sender, pieces_of
 from manyhands.cluster.agents.open_tunnels import (
@@ -24,7 +24,7 @@ from manyhands.cluster.agents.tunnel import Tunnels
 from manyhands.cluster.code_files import with_absolute_paths
 from manyhands.cluster.doctor.findings import examine
 from manyhands.cluster.hosts.inventory import LOOPBACK, Address, Rendezvous
-from manyhands.cluster.hosts.machines import with_machines
+from manyhands.cluster.hosts.this_process import with_machines
 from manyhands.cluster.messages import Request, call
 from manyhands.config.job import Job
 from manyhands.core.errors import EXIT_DOCTOR, RunError

@@ -18,8 +18,13 @@ from manyhands.cluster.agents.supervise import Watch, supervise_once
 from manyhands.cluster.agents.worker_start import attach_notice
 from manyhands.cluster.failures import Failed, as_error
 from manyhands.cluster.hosts.inventory import Rendezvous
-from manyhands.cluster.hosts.machines import machines_of
-from manyhands.cluster.hosts.this_process import LaunchDecision, RankOutsideError, participate, refuse_unfollowed
+from manyhands.cluster.hosts.this_process import (
+    LaunchDecision,
+    RankOutsideError,
+    machines_of,
+    participate,
+    refuse_unfollowed,
+)
 from manyhands.config.job import Job
 from manyhands.config.load import LoadedJob
 from manyhands.core.errors import EXIT_INTERRUPTED, UserError

@@ -12,7 +12,7 @@ from typing import Any
 
 import tomli_w
 
-from manyhands.cluster.folders import replace_job, write_job
+from manyhands.cluster.agents.folders import replace_job, write_job
 from manyhands.core.plan_record import PlanRecord, write_plan_record
 from manyhands.core.records import read_lines, write_json
 from manyhands.core.run_folder import RunFolder

@@ -29,8 +29,8 @@ from torch.distributed.elastic.rendezvous import RendezvousGracefulExitError, Re
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from manyhands.cluster.agents import protocol
-from manyhands.cluster.agents.claim import Term, hold_as_agent, term_in
 from manyhands.cluster.agents.connection import Wire
+from manyhands.cluster.agents.folders import Term, hold_as_agent, term_in
 from manyhands.cluster.agents.heartbeats import HeartbeatMonitor, Leaving, MemoryKills
 from manyhands.cluster.agents.protocol import PRELOAD, SCRIPT, WORKER, Orders
 from manyhands.cluster.hosts.inventory import Rendezvous

@@ -6,8 +6,8 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from manyhands.cluster.agents.folders import replace_job
 from manyhands.cluster.agents.protocol import FilePiece
-from manyhands.cluster.folders import replace_job
 from manyhands.core.files import free_name, read_growing, replacing, write_all
 from manyhands.core.run_folder import RunFolder
 

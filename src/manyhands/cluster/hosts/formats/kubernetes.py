@@ -7,8 +7,7 @@ from typing import Any
 
 import yaml
 
-from manyhands.cluster.hosts.inventory import JOB, Cluster, Machine, Submission
-from manyhands.cluster.hosts.variables import bounded_number
+from manyhands.cluster.hosts.inventory import JOB, Cluster, Machine, Submission, bounded_number
 from manyhands.core.errors import UserError
 
 WHERE = "environment, PET_*"
