@@ -11,7 +11,7 @@ from manyhands.cluster.agents.agent import Agent
 from manyhands.cluster.agents.connection import AgentConnection, LinkClosed
 from manyhands.cluster.agents.folders import Term, raise_term, run_id
 from manyhands.cluster.agents.machines import Machines, RunMachine
-from manyhands.cluster.agents.mirror import Receiver, Sender, pieces_of
+from manyhands.cluster.agents.mirror import Receiver, Sender
 from manyhands.cluster.agents.open_tunnels import (
     NoTunnelError,
     StoreTunnel,
@@ -252,7 +252,8 @@ class Starts(contextlib.ExitStack):
             return
         # The last records of a lost machine may not have been received.
         held = {} if machine.records_may_differ else machine.run_folder.held
-        for pieces in pieces_of(self._folder.path, held):
+        sender = Sender(self._folder.path, held, rest=True)
+        while pieces := list(sender.news()):
             machine.agent.ask(call(Agent.keep_records, machine.run_folder.folder, pieces), COPY_S, self._machines.links)
         machine.records_may_differ = False
 

@@ -221,7 +221,7 @@ class Agent(Probe):
     def open_tunnels(self, commands: dict[str, list[str]], seconds: float) -> dict[str, str]:
         """Starts ssh commands, by their target machine; returns the last error line of each that failed."""
         assert self._tunnels
-        return self._tunnels.open_tunnels(commands, seconds)
+        return self._tunnels.start(commands, seconds)
 
     @remote
     def prepare(self, size: int, threads: int, device: str) -> tuple[str, int]:

@@ -99,13 +99,6 @@ class Receiver:
             raise
 
 
-def pieces_of(folder: Path, there: Mapping[str, int]) -> Iterator[list[FilePiece]]:
-    """Yields a run's records as lists of pieces; `there` has the receiver's size (bytes) of each growing file."""
-    sender = Sender(folder, there, rest=True)
-    while pieces := list(sender.news()):
-        yield pieces
-
-
 def _coding(name: str) -> tuple[str, str]:
     """Returns encoding and error handler of a file; the output of a user's program may have any encoding."""
     return ("latin-1", "strict") if name == OUTPUT else ("utf-8", "replace")

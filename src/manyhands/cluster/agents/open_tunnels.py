@@ -20,7 +20,8 @@ from itertools import combinations
 from manyhands.cluster.agents.agent import Agent
 from manyhands.cluster.agents.machines import Machines, RunMachine
 from manyhands.cluster.agents.ssh import ssh_command
-from manyhands.cluster.agents.tunnel import STANDS, SshTunnels, TunnelError, Tunnels
+from manyhands.cluster.agents.switchboard import READY
+from manyhands.cluster.agents.tunnel import SshTunnels, TunnelError, Tunnels
 from manyhands.cluster.doctor.findings import Attempt
 from manyhands.cluster.doctor.probe import Listener
 from manyhands.cluster.hosts.inventory import LOOPBACK
@@ -130,7 +131,7 @@ class _Opening:
         for (name, _), sockets in self._passed_on(relays, {HEAD: head.ends}).items():
             ends = self.routes.ends[name]
             commands[name] = self._login(name, {head.ends.towards(ends.address): ends.entrance}, sockets)
-        for name, error in head.open_tunnels(commands, OPEN_TUNNELS_S, self._machines.heartbeat).items():
+        for name, error in head.start(commands, OPEN_TUNNELS_S, self._machines.heartbeat).items():
             hints = (f"set AllowStreamLocalForwarding yes in sshd_config on {name}",)
             raise RunError(f"can't open an ssh tunnel to {name}: {error}", name, hints)
 
@@ -156,7 +157,7 @@ class _Opening:
         words += [word for made, leads in ours.items() for word in ("-L", f"{made}:{leads}")]
         words += [word for made, leads in theirs.items() for word in ("-R", f"{made}:{leads}")]
         # Only the intended machine has that folder; the same name may mean another machine there.
-        script = f"test -d {shlex.quote(self.routes.ends[to].folder)} && echo {shlex.quote(STANDS)} && exec cat"
+        script = f"test -d {shlex.quote(self.routes.ends[to].folder)} && echo {shlex.quote(READY)} && exec cat"
         return [*ssh_command(self.named[to].spec, self._options, *words), f"exec sh -c {shlex.quote(script)}"]
 
     def _log_in(self, logins: Mapping[Pair, list[str]]) -> dict[Pair, str]:

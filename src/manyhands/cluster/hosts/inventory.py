@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from manyhands.config.job import SubmitOptions
 from manyhands.core.errors import UserError
 from manyhands.core.files import typed_number
 from manyhands.core.world import ProcessInfo
@@ -100,16 +101,9 @@ class Submission:
 
     name: str  # of the job, in the scheduler's lists
     command: tuple[str, ...]  # of each process; an argument may contain JOB
-    nodes: int = 1  # machines
-    processes: int = 1  # on each machine
-    accelerators: int = 0  # on each machine; 0 for none
-    threads: int = 0  # CPU cores for each process; 0 for the scheduler's own default
-    time_limit: str = ""  # in the scheduler's format; empty for its default
-    options: tuple[str, ...] = ()  # further arguments for the scheduler, such as "--partition=gpu"
-    image: str = ""  # the container image
-    kind: str = "TrainJob"  # of the Kubernetes manifest
-    runtime: str = "torch-distributed"  # the training runtime that a TrainJob refers to
-    namespace: str = ""  # Kubernetes'; empty for the current one
+    wanted: SubmitOptions  # with the number of accelerators on each machine, 0 for none
+    processes: int  # on each machine
+    threads: int  # CPU cores for each process; 0 for the scheduler's own default
 
 
 def in_brackets(address: str) -> str:

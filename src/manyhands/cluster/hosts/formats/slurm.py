@@ -92,13 +92,13 @@ def _device(environment: Mapping[str, str], local_size: int) -> tuple[int | None
 def script(job: inventory.Submission) -> str:
     """Returns a script for sbatch that starts all processes by srun, saves before the time limit and requeues."""
     settings = {
-        "job-name": job.name, "nodes": job.nodes, "ntasks-per-node": job.processes,
-        "gpus-per-task": 1 if job.accelerators else None, "cpus-per-task": job.threads or None,
-        "time": job.time_limit or None, "signal": f"TERM@{SAVE_S}", "output": f"{job.name}-%j.out",
+        "job-name": job.name, "nodes": job.wanted.nodes, "ntasks-per-node": job.processes,
+        "gpus-per-task": 1 if job.wanted.accelerators else None, "cpus-per-task": job.threads or None,
+        "time": job.wanted.time_limit or None, "signal": f"TERM@{SAVE_S}", "output": f"{job.name}-%j.out",
         "open-mode": "append", "requeue": "",
     }  # fmt: skip
     lines = [f"#SBATCH --{key}{f'={value}' if value else ''}" for key, value in settings.items() if value is not None]
-    lines += [f"#SBATCH {option}" for option in job.options]
+    lines += [f"#SBATCH {option}" for option in job.wanted.options]
     command = shlex.join(job.command).replace(inventory.JOB, "$SLURM_JOB_ID")
     return f"""#!/bin/bash
 {chr(10).join(lines)}
