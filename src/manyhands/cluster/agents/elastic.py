@@ -182,17 +182,18 @@ class ElasticAgent(cast(Any, LocalElasticAgent)):  # torch's decorators hide the
 
     def _exit_codes(self) -> dict[int, int | None]:
         if self._orders.script:
-            codes = [handler.proc.poll() for _, handler in sorted(self._pcontext.subprocess_handlers.items())]
+            codes = {number: handler.proc.poll() for number, handler in self._pcontext.subprocess_handlers.items()}
         else:
-            codes = [process.exitcode for process in self._pcontext._pc.processes]
-        return dict(zip(self._ranks(), codes, strict=True))
+            codes = dict(enumerate(process.exitcode for process in self._pcontext._pc.processes))
+        return {rank: codes[number] for number, rank in enumerate(self._ranks())}
 
     def _exit_barrier(self) -> None:
         """Overrides torch's wait for other machines, because the launcher waits for all."""
 
     def _pids(self) -> dict[int, int]:
         """Returns the process id of each rank on this machine; an empty dict before the workers are started."""
-        return dict(zip(self._ranks(), self._pcontext.pids().values(), strict=False)) if self._pcontext else {}
+        pids = self._pcontext.pids() if self._pcontext else {}
+        return {rank: pids[number] for number, rank in enumerate(self._ranks()) if number in pids}
 
     def _ranks(self) -> list[int]:
         return [worker.global_rank for worker in self._worker_group.workers]

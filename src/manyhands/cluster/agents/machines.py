@@ -243,21 +243,18 @@ def refuse_doubles(machines: Sequence[Machine]) -> None:
 
 def open_here(log: Path, machine: Machine | None = None) -> AgentConnection:
     """Starts an agent on this machine, or returns the agent that was started early."""
-    machine = machine or Machine("localhost")
-    early = take_early()
-    if early is None or early.stdin is None:
-        return _open([sys.executable, *AGENT], machine, log, here=True)
-    with log.open("ab") as output:
-        log_start = output.tell()
-    with suppress(BrokenPipeError):  # the first request reports an agent that has ended
-        early.stdin.write(os.fsencode(log.absolute()) + b"\0")
-        early.stdin.flush()
-    return AgentConnection(machine, early, log, here=True, log_start=log_start)
+    log_start, agent = _size(log), take_early()
+    if agent is None:
+        agent = _start([sys.executable, *AGENT], log)
+    elif agent.stdin:
+        with suppress(BrokenPipeError):  # the first request reports an agent that has ended
+            agent.stdin.write(os.fsencode(log.absolute()) + b"\0")
+            agent.stdin.flush()
+    return AgentConnection(machine or Machine("localhost"), agent, log, here=True, log_start=log_start)
 
 
-def _open(command: list[str], machine: Machine, log: Path, *, here: bool) -> AgentConnection:
-    log_start = log.stat().st_size if log.exists() else 0
-    return AgentConnection(machine, _start(command, log), log, here=here, log_start=log_start)
+def _size(log: Path) -> int:
+    return log.stat().st_size if log.exists() else 0
 
 
 def _start(command: list[str], log: Path) -> subprocess.Popen[bytes]:
@@ -276,7 +273,8 @@ def open_agent(machine: Machine, options: ClusterOptions, logs: Path) -> AgentCo
     if is_here(machine):
         return open_here(logs / "agent.log", machine)
     log = logs / f"agent@{machine.name}.log"
-    link = _open(agent_command(machine, options, Path.cwd()), machine, log, here=False)
+    command, log_start = agent_command(machine, options, Path.cwd()), _size(log)
+    link = AgentConnection(machine, _start(command, log), log, here=False, log_start=log_start)
     link.connect_again = lambda words: _start(agent_command(machine, options, Path.cwd(), words), log)
     return link
 

@@ -175,14 +175,12 @@ def _by_variables(variables: Mapping[str, str]) -> inventory.LauncherPlace:
     unknown = "LOCAL_WORLD_SIZE" not in variables and _is_loopback(address)
     if size > local_size and not served and not unknown and (found := reachable(address)) != address:
         init = f"tcp://{inventory.in_brackets(found)}:{port}"
-    keys = ("rank", "size", "local_rank", "local_size", "master_address", "master_port")
-    names = zip(
-        keys, ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"), strict=True
-    )
+    names = {"rank": "RANK", "size": "WORLD_SIZE", "local_rank": "LOCAL_RANK", "local_size": "LOCAL_WORLD_SIZE",
+             "master_address": "MASTER_ADDR", "master_port": "MASTER_PORT"}  # fmt: skip
     return inventory.LauncherPlace(
         number(variables, "RANK"), size, number(variables, "LOCAL_RANK", 0), local_size, init=init, agent_store=served,
         started_by="torchrun" if "TORCHELASTIC_RUN_ID" in variables else "environment",
-        origins={key: name if name in variables else "default" for key, name in names},
+        origins={key: name if name in variables else "default" for key, name in names.items()},
         attempt=number(variables, "TORCHELASTIC_RESTART_COUNT", 0),
     )  # fmt: skip
 
