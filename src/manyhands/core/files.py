@@ -62,6 +62,11 @@ def read_growing(path: Path, offset: int, most_bytes: int, *, rest: bool = False
     return content if rest else lines
 
 
+def size_of(path: Path) -> int:
+    """Returns the size of a file in bytes; 0 if it is missing."""
+    return path.stat().st_size if path.is_file() else 0
+
+
 def decoded(content: bytes) -> str:
     """Decodes UTF-8, with or without a byte-order mark, or UTF-16 with one. Errors name the line, and GBK if likely."""
     try:

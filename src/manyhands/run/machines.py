@@ -31,6 +31,7 @@ from manyhands.cluster.hosts.inventory import Machine
 from manyhands.cluster.messages import Request, call
 from manyhands.config.job import Job
 from manyhands.core.errors import ManyhandsError, RunError, UserError
+from manyhands.core.files import size_of
 from manyhands.core.run_folder import RunFolder
 from manyhands.core.timeouts import CONTACT_S, RETRY_LEAST_S, RETRY_MOST_S, SILENT_S
 from manyhands.run.doctor import facts_wanted, known_of
@@ -74,7 +75,7 @@ class Membership(RestartHooks):
 
     @property
     def trained(self) -> bool:
-        return _size(self._folder.metrics) > self._measured
+        return size_of(self._folder.metrics) > self._measured
 
     @property
     def added(self) -> list[Machine]:
@@ -104,7 +105,7 @@ class Membership(RestartHooks):
     def record_start(self, number: int) -> None:
         """Records that start `number` begins with the running machines, in their order and with their folders."""
         step = saved_step(self._folder) or 0
-        self._measured = _size(self._folder.metrics)
+        self._measured = size_of(self._folder.metrics)
         for position, machine in enumerate(self.machines.running):
             machine.folder, machine.position, machine.generation = machine.run_folder.folder, position, number
             machine.since_step = step if machine.since_step is None else machine.since_step
@@ -273,7 +274,3 @@ def folder_on(machine: RunMachine, folder: RunFolder) -> str:
     """Returns the path of the run folder on a machine: as opened there before, or relative to the work folder."""
     path = folder.path.absolute()
     return machine.folder or str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
-
-
-def _size(path: Path) -> int:
-    return path.stat().st_size if path.is_file() else 0

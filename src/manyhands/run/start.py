@@ -12,13 +12,7 @@ from manyhands.cluster.agents.connection import AgentConnection, LinkClosed
 from manyhands.cluster.agents.folders import Term, raise_term, run_id
 from manyhands.cluster.agents.machines import Machines, RunMachine
 from manyhands.cluster.agents.mirror import Receiver, Sender
-from manyhands.cluster.agents.open_tunnels import (
-    NoTunnelError,
-    StoreTunnel,
-    TunnelRoutes,
-    join_through_ssh,
-    open_store,
-)
+from manyhands.cluster.agents.open_tunnels import NoTunnelError, StoreTunnel, TunnelRoutes, join_through_ssh, open_store
 from manyhands.cluster.agents.protocol import OpenRun, Orders, RunOpened, orders_for
 from manyhands.cluster.agents.tunnel import Tunnels
 from manyhands.cluster.code_files import with_absolute_paths

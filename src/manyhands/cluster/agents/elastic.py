@@ -36,7 +36,7 @@ from manyhands.cluster.agents.protocol import PRELOAD, SCRIPT, WORKER, Orders
 from manyhands.cluster.hosts.inventory import Rendezvous
 from manyhands.cluster.messages import Message
 from manyhands.core.devices import device_kind
-from manyhands.core.files import parse_json
+from manyhands.core.files import parse_json, size_of
 from manyhands.core.machine import cores
 from manyhands.core.records import Failure, write_json
 from manyhands.core.scratch import scratch as scratch_folder
@@ -99,8 +99,7 @@ class ElasticAgent(cast(Any, LocalElasticAgent)):  # torch's decorators hide the
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         for worker in worker_group.workers:  # logs continue over all starts of a run
-            log = Path(self._orders.logs) / f"{worker.global_rank}.log"
-            self.log_starts[worker.global_rank] = log.stat().st_size if log.is_file() else 0
+            self.log_starts[worker.global_rank] = size_of(Path(self._orders.logs) / f"{worker.global_rank}.log")
         # Signals reach a worker once it has set its handlers, and this process once it knows its workers.
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ASKED)
         try:

@@ -23,7 +23,7 @@ from manyhands.cluster.messages import R, Request, call
 from manyhands.config.job import ClusterOptions
 from manyhands.core import timeouts
 from manyhands.core.errors import EXIT_DOCTOR, RunError, UserError
-from manyhands.core.files import usual_umask
+from manyhands.core.files import size_of, usual_umask
 from manyhands.core.stops import ended_like_ctrl_c
 
 SOON_UPDATES = 20  # failures within this many saved updates after joining are consecutive
@@ -243,7 +243,7 @@ def refuse_doubles(machines: Sequence[Machine]) -> None:
 
 def open_here(log: Path, machine: Machine | None = None) -> AgentConnection:
     """Starts an agent on this machine, or returns the agent that was started early."""
-    log_start, agent = _size(log), take_early()
+    log_start, agent = size_of(log), take_early()
     if agent is None:
         agent = _start([sys.executable, *AGENT], log)
     elif agent.stdin:
@@ -251,10 +251,6 @@ def open_here(log: Path, machine: Machine | None = None) -> AgentConnection:
             agent.stdin.write(os.fsencode(log.absolute()) + b"\0")
             agent.stdin.flush()
     return AgentConnection(machine or Machine("localhost"), agent, log, here=True, log_start=log_start)
-
-
-def _size(log: Path) -> int:
-    return log.stat().st_size if log.exists() else 0
 
 
 def _start(command: list[str], log: Path) -> subprocess.Popen[bytes]:
@@ -273,7 +269,7 @@ def open_agent(machine: Machine, options: ClusterOptions, logs: Path) -> AgentCo
     if is_here(machine):
         return open_here(logs / "agent.log", machine)
     log = logs / f"agent@{machine.name}.log"
-    command, log_start = agent_command(machine, options, Path.cwd()), _size(log)
+    command, log_start = agent_command(machine, options, Path.cwd()), size_of(log)
     link = AgentConnection(machine, _start(command, log), log, here=False, log_start=log_start)
     link.connect_again = lambda words: _start(agent_command(machine, options, Path.cwd(), words), log)
     return link
