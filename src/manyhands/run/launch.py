@@ -13,7 +13,7 @@ from pathlib import Path
 from manyhands.checkpoint.folders import saved_step
 from manyhands.cluster.agents.agent import Agent
 from manyhands.cluster.agents.folders import run_id
-from manyhands.cluster.agents.machines import Machines, assembled, prepare, refuse_doubles
+from manyhands.cluster.agents.machines import Machines, assembled, prepare
 from manyhands.cluster.agents.mirror import Receiver
 from manyhands.cluster.agents.protocol import FilePiece
 from manyhands.cluster.agents.ssh import copied_by
@@ -51,7 +51,6 @@ def launch(
     job: Job, machines: Sequence[Machine], *, quiet: bool = False, begun: Callable[[Path], None] = lambda _run: None
 ) -> Outcome:
     """Trains on several machines, the first with rank 0; calls `begun` at every tick once the run trains."""
-    refuse_doubles(machines)
     if not job.run.script:
         check_names(job, data=False)
     if len(machines) not in job.cluster.machines_wanted:

@@ -17,14 +17,9 @@ from manyhands.cluster.agents.protocol import Orders, orders_for
 from manyhands.cluster.agents.supervise import Watch, supervise_once
 from manyhands.cluster.agents.worker_start import attach_notice
 from manyhands.cluster.failures import Failed, as_error
+from manyhands.cluster.hosts import this_process
 from manyhands.cluster.hosts.inventory import Rendezvous
-from manyhands.cluster.hosts.this_process import (
-    LaunchDecision,
-    RankOutsideError,
-    machines_of,
-    participate,
-    refuse_unfollowed,
-)
+from manyhands.cluster.hosts.this_process import LaunchDecision, RankOutsideError, participate, refuse_unfollowed
 from manyhands.config.job import Job
 from manyhands.config.load import LoadedJob
 from manyhands.core.errors import EXIT_INTERRUPTED, UserError
@@ -223,7 +218,7 @@ def check_script(loaded: LoadedJob) -> None:
     if given:
         hints = (f"put options of the script after --: manyhands train {script} -n 2 -- --its-own-option 3",)
         raise UserError(f"{given[0]} has no effect on a script of your own", f"flag --{given[0]}", hints)
-    if not machines_of(job.cluster) and not Path(script).is_file():
+    if not this_process.machines_of(job.cluster) and not Path(script).is_file():
         raise UserError(f"there is no script {script}", str(Path.cwd()), ("write the path relative to this folder",))
     if found := participate(job.cluster).process_info:
         what = f"this process is already rank {found.rank} of {found.size}, as set by {found.started_by}"

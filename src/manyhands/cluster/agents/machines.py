@@ -208,7 +208,6 @@ def assembled(
     Files in `logs` receive the agents' standard error. If the user interrupts the block, `on_stop` is called before the
     agents are ended.
     """
-    refuse_doubles(machines)
     allow_open_files(OWN_FILES + FILES_EACH * len(machines))
     found = Machines([])
     with ended_like_ctrl_c():
@@ -230,15 +229,6 @@ def allow_open_files(count: int) -> None:
     if (most := raise_file_limit(count)) < count:
         what = f"the connections to the machines need {count:,} open files, but the limit for this user is {most:,}"
         raise UserError(what, "cluster.hosts", (f"raise the limit in a root shell: ulimit -Hn {count}",))
-
-
-def refuse_doubles(machines: Sequence[Machine]) -> None:
-    """Raises UserError if the name of a machine occurs twice."""
-    names = [machine.name for machine in machines]
-    twice = sorted({machine.target for machine in machines if names.count(machine.name) > 1})
-    if twice:
-        hints = f'write "{twice[0]} slots=2" for two processes on this machine'
-        raise UserError(f"{', '.join(twice)} is listed twice", "cluster.hosts", (hints,))
 
 
 def open_here(log: Path, machine: Machine | None = None) -> AgentConnection:

@@ -38,9 +38,9 @@ class Machine:
 
     @property
     def target(self) -> str:
-        """The host as users write it, or an ssh address with its port."""
-        user = self.host[: -len(self.address)] if self.address else self.host
-        return f"ssh://{user}{self.name}" if self.port else self.host
+        """The host as users write it in a list, or an ssh address with its port."""
+        user = self.host.removesuffix(self.address)
+        return f"ssh://{user}{self.name}" if self.port else user + in_brackets(self.address)
 
 
 @dataclass(frozen=True)

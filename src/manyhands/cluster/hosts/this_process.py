@@ -315,9 +315,7 @@ def with_machines(options: ClusterOptions, more: Sequence[inventory.Machine]) ->
     if not (named and more):
         return options
     for machine in (*named, *more):
-        user = machine.host[: -len(machine.address)]
-        target = machine.target if machine.port else user + inventory.in_brackets(machine.address)
-        hosts.append(f"{target} slots={machine.slots}" if machine.slots else target)
+        hosts.append(machine.target + (f" slots={machine.slots}" if machine.slots else ""))
     return options.model_copy(update={"hosts": tuple(hosts), "hostfile": ""})
 
 
