@@ -94,9 +94,9 @@ def _open_folder(job: Job) -> tuple[RunFolder, FileLock | None]:
         # `resume --no-detach` also takes over a detached run.
         detached = "detach" in job.cluster.flags and folder.exists() and read_toml(folder.job).get("cluster", {})
         lock = _lock(folder, takes_over=job.cluster.detach or bool(detached and detached.get("detach")))
-    if not folder.exists() or job.run.script:
-        # The job file of an earlier run is replaced later, after all checks (see worker/run_metadata.py).
-        folders.write_job(folder, tomli_w.dumps(job.model_dump(mode="json")))
+        if not folder.exists() or job.run.script:
+            # The job file of an earlier run is replaced later, after all checks (see worker/run_metadata.py).
+            folders.replace_job(folder, tomli_w.dumps(job.model_dump(mode="json")))
     return folder, lock
 
 

@@ -56,12 +56,6 @@ def writing_into(path: Path) -> Generator[None]:
         raise UserError(what, "--out", ("choose another folder: --out DIR",)) from error
 
 
-def write_job(folder: RunFolder, text: str) -> None:
-    """Calls `replace_job`. Raises UserError: the file can't be written."""
-    with writing_into(folder.path):
-        replace_job(folder, text)
-
-
 def replace_job(folder: RunFolder, text: str) -> None:
     """Writes the job file; keeps the file of an earlier trained job as job-1.toml … unless only comments differ."""
     with files.temporary(folder.job) as part:
