@@ -8,8 +8,8 @@ import pytest
 from filelock import Timeout
 
 from manyhands.cluster.agents.agent import Agent
-from manyhands.cluster.agents.claim import agents_work, claim, hold_as_agent, run_id, set_run_id
 from manyhands.cluster.agents.connection import close_all
+from manyhands.cluster.agents.folders import agents_work, claim, hold_as_agent, run_id, set_run_id
 from manyhands.cluster.agents.machines import open_here
 from manyhands.cluster.agents.protocol import OpenRun
 from manyhands.cluster.messages import call
@@ -38,7 +38,7 @@ def test_one_start_at_a_time(folder):
 
 @pytest.mark.slow
 def test_processes_whose_head_was_killed_keep_the_folder_until_they_have_left(folder, monkeypatch):
-    monkeypatch.setattr("manyhands.cluster.agents.claim.LEAVING_S", 0.1)
+    monkeypatch.setattr("manyhands.cluster.agents.folders.LEAVING_S", 0.1)
     with hold_as_agent(folder.ranks, 0):
         with pytest.raises(Timeout):
             claim(folder, HOLDER)
@@ -51,7 +51,7 @@ def test_processes_whose_head_was_killed_keep_the_folder_until_they_have_left(fo
 
 
 def test_the_lock_goes_with_its_process(folder):
-    code = "import sys, pathlib; from manyhands.cluster.agents.claim import *;"
+    code = "import sys, pathlib; from manyhands.cluster.agents.folders import *;"
     code += (
         f" lock = claim(RunFolder(pathlib.Path(sys.argv[1])), '{OTHER}'); print('has it', flush=True); sys.stdin.read()"
     )

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from manyhands.cluster.agents.ssh import copied_by
 from manyhands.cluster.hosts.formats import accelerate, hostfile, kubernetes, rank_table, slurm
 from manyhands.cluster.hosts.inventory import Cluster, Machine
-from manyhands.cluster.hosts.machines import FORMATS, format_of, read_cluster, readable_formats
+from manyhands.cluster.hosts.this_process import FORMATS, format_of, read_cluster, readable_formats
 from manyhands.core.choices import load_choice, module_names
 from manyhands.core.errors import UserError
 

@@ -9,7 +9,7 @@ import tomli_w
 
 from manyhands.cluster.agents.ssh import agent_command, agent_script, copied_by
 from manyhands.cluster.hosts.inventory import Machine
-from manyhands.cluster.hosts.machines import machines_of
+from manyhands.cluster.hosts.this_process import machines_of
 from manyhands.config.job import ClusterOptions, Job
 from manyhands.core.errors import UserError
 from manyhands.core.terminal import plain

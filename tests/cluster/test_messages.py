@@ -30,7 +30,6 @@ from manyhands.cluster.agents.protocol import (
     FilePiece,
     OpenRun,
     Orders,
-    Prepared,
     RunOpened,
     WorkerExited,
     WorkersEnded,
@@ -276,7 +275,7 @@ def test_a_message_that_begins_behind_the_word_of_reconnection_is_complete(line)
 def test_a_connection_that_is_lost_while_the_agent_imports_torch_is_replaced(line):
     agent, before = agent_of(line), line.process
     threading.Timer(0.5, before.kill).start()
-    assert line.ask(call(Agent.prepare, 1, 1, "cpu"), 60) == Prepared("cpu", 1)
+    assert line.ask(call(Agent.prepare, 1, 1, "cpu"), 60) == ("cpu", 1)
     assert line.process is not before
     assert agent.is_running()
 

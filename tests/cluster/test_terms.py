@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from manyhands.cluster.agents.claim import Term, raise_term, term_in
+from manyhands.cluster.agents.folders import Term, raise_term, term_in
 from manyhands.core.scratch import scratch
 
 TERMS = st.builds(Term, st.integers(0, 9), st.integers(0, 9))

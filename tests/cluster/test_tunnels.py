@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from manyhands.cluster.agents.tunnel import STANDS, Tunnels
+from manyhands.cluster.agents.tunnel import READY, Tunnels
 from manyhands.core.errors import RunError
 from manyhands.parallel.group.tunnel_ends import reach
 
@@ -112,7 +112,7 @@ def test_two_tunnels_to_one_machine_are_both_watched_and_ended():
     with contextlib.closing(Tunnels()) as tunnels:
         tunnels.open("")
         for _ in range(2):
-            assert not tunnels.open_tunnels({"n2": ["sh", "-c", f'echo "{STANDS}"; exec cat']}, 10.0)
+            assert not tunnels.start({"n2": ["sh", "-c", f'echo "{READY}"; exec cat']}, 10.0)
         first = min(set(psutil.Process().children()) - before, key=lambda child: child.create_time())
         first.kill()
         until = time.monotonic() + 20
@@ -126,12 +126,10 @@ def test_two_tunnels_to_one_machine_are_both_watched_and_ended():
 def test_a_tunnel_that_ends_is_told_of_and_nothing_is_left():
     tunnels = Tunnels()
     folder = Path(tunnels.open(""))
-    stays = ["sh", "-c", f'echo hello; echo "{STANDS}"; exec cat']
+    stays = ["sh", "-c", f'echo hello; echo "{READY}"; exec cat']
     told = []  # machines would take the silence of a head that waits for its own tunnels for its end
     refused = ["sh", "-c", "echo no such host >&2; exit 255"]
-    failed = tunnels.open_tunnels(
-        {"n2": stays, "n3": refused, "n4": ["cat"]}, 5.0, lambda: told.append(time.monotonic())
-    )
+    failed = tunnels.start({"n2": stays, "n3": refused, "n4": ["cat"]}, 5.0, lambda: told.append(time.monotonic()))
     assert failed == {"n3": "no such host", "n4": ""}
     assert told[-1] - told[0] > 4
     assert not tunnels.ended()

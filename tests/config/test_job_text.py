@@ -3,7 +3,7 @@
 import tomllib
 from pathlib import Path
 
-from manyhands.cluster.folders import replace_job
+from manyhands.cluster.agents.folders import replace_job
 from manyhands.config.job import Job
 from manyhands.core.run_folder import RunFolder
 from manyhands.worker.run_metadata import job_text

@@ -15,7 +15,7 @@ import pytest
 from manyhands.checkpoint.files import checked_plain
 from manyhands.checkpoint.snapshot import unflatten
 from manyhands.cluster.hosts.formats import rank_table
-from manyhands.cluster.hosts.machines import read_cluster
+from manyhands.cluster.hosts.this_process import read_cluster
 from manyhands.config.job import Job
 from manyhands.config.load import load_job
 from manyhands.core import records

@@ -1,6 +1,6 @@
 """A healthy cluster as facts, for tests to plant one fault in."""
 
-from manyhands.cluster.doctor.findings import AllReduceTest, Attempt, Needs, Survey
+from manyhands.cluster.doctor.findings import Attempt, DoctorFinding, Needs, Survey
 from manyhands.cluster.doctor.survey import choose_addresses
 
 GIB = 1 << 30
@@ -59,7 +59,7 @@ def healthy(count=3, needs=None):
     survey.mbps = dict.fromkeys(pairs, 941.0)
     survey.latency_ms = dict.fromkeys(pairs, 0.2)
     survey.clock_s = dict.fromkeys(hosts, (0.001, 0.002))
-    survey.collective = AllReduceTest("ok", seconds=1.0)
+    survey.collective = DoctorFinding("collective", "ok", hosts, "an all-reduce took 1.0 s", cause="collective")
     return survey
 
 

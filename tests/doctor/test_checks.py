@@ -11,9 +11,7 @@ from manyhands.cluster.doctor.findings import (
     CHECKS,
     ORDER,
     WORST_FIRST,
-    AllReduceTest,
     Attempt,
-    Contact,
     DoctorFinding,
     Needs,
     examine,
@@ -22,6 +20,8 @@ from manyhands.cluster.doctor.findings import (
 )
 from manyhands.cluster.doctor.survey import choose_addresses, ways_tried
 from manyhands.core.choices import load_choice, module_names
+from manyhands.core.errors import RunError
+from manyhands.run.doctor import all_reduce_failed
 from tests.doctor.planted import GIB, change, gpu, healthy
 
 MIB = 1 << 20
@@ -218,11 +218,10 @@ def test_a_card_without_a_driver_is_named_with_its_mend():
     assert wrong(survey) == []
 
 
-@pytest.mark.parametrize("kind", ["unreachable", "refused", "auth", "host-key", "no-manyhands"])
-def test_a_machine_that_cannot_be_asked_is_one_finding(kind):
+def test_a_machine_that_cannot_be_asked_is_one_finding():
     survey = without(healthy(), "n2")
-    survey.errors["n2"] = Contact(kind, "n2 can't be reached", ("is it switched on?",))
-    survey.collective = AllReduceTest("failed", "n2 did not come", missing=("n2",))
+    survey.errors["n2"] = RunError("n2 can't be reached", "n2", ("is it switched on?",))
+    survey.collective = all_reduce_failed(survey, "n2 did not come", ("n2",))
     finding = only(survey)
     assert (finding.check, finding.what, finding.hosts) == ("contact", "n2 can't be reached", ("n2",))
 
@@ -245,7 +244,7 @@ def test_a_closed_machine_is_blamed_once(host, result, way):
     for (one, two), (attempt,) in survey.reach.items():
         if (way in {"to", "both"} and two == host) or (way in {"from", "both"} and one == host):
             survey.reach[one, two] = (Attempt(attempt.address, result, port=4711),)
-    survey.collective = AllReduceTest("failed", "timeout")
+    survey.collective = all_reduce_failed(survey, "timeout")
     finding = only(survey)
     assert (finding.check, finding.severity, finding.hosts[0]) == ("reach", "fail", host)
     assert "4711" in finding.what
@@ -337,7 +336,7 @@ def test_clocks_apart(host, by, ahead):
 
 def test_a_collective_that_fails_where_all_else_is_well():
     survey = healthy()
-    survey.collective = AllReduceTest("failed", "gloo: no device", missing=())
+    survey.collective = all_reduce_failed(survey, "gloo: no device")
     assert "gloo: no device" in only(survey).what
 
 

@@ -10,11 +10,12 @@ import pytest
 
 from manyhands.cluster.agents.agent import Agent
 from manyhands.cluster.agents.machines import Machines, MachineState, RunMachine, open_here
-from manyhands.cluster.doctor.findings import Contact, FactsWanted, Survey, examine
+from manyhands.cluster.doctor.findings import FactsWanted, Survey, examine
 from manyhands.cluster.doctor.survey import local_candidates, take_survey
 from manyhands.cluster.hosts.inventory import Machine
 from manyhands.cluster.messages import call
 from manyhands.config.load import load_job
+from manyhands.core.errors import RunError
 from manyhands.run.doctor import diagnose, survey_agents
 
 
@@ -71,7 +72,7 @@ def test_a_machine_that_does_not_take_part_is_no_finding(agents):
     machines = machines_of(agents)
     for machine in machines.all:
         machine.facts = facts[machine.name]
-    machines.all.append(RunMachine(Machine("d"), MachineState.LOST, problem=Contact("other", "d does not answer", ())))
+    machines.all.append(RunMachine(Machine("d"), MachineState.LOST, problem=RunError("d does not answer")))
     job, named = load_job({}, environment={}).job, [machine.spec for machine in machines.running]
     assert not survey_agents(job, machines, named, measure=False).errors
     assert set(survey_agents(job, machines, [*named, Machine("d")], measure=False).errors) == {"d"}

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from manyhands.cli.main import main
-from manyhands.cluster.agents.claim import claim, new_holder
+from manyhands.cluster.agents.folders import claim
 from manyhands.core.run_folder import RunFolder
 from manyhands.run import disk
 
@@ -95,7 +95,7 @@ def test_first_it_is_said_and_then_it_goes(litter, home, capsys):
 
 def test_a_run_goes_only_where_it_is_named_and_never_while_it_goes_on(litter, home, capsys):
     run = home / "work" / "runs" / "first"
-    lock = claim(RunFolder(run), new_holder())
+    lock = claim(RunFolder(run))
     code, _, err = cleaned(capsys, "first", "--yes")
     assert code == 2
     assert "an active run can't be removed" in err

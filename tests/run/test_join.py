@@ -10,7 +10,7 @@ import pytest
 
 from manyhands.cluster.agents.protocol import WorkerCommand
 from manyhands.cluster.hosts.formats import hostfile
-from manyhands.cluster.hosts.machines import machines_of, with_machines
+from manyhands.cluster.hosts.this_process import machines_of, with_machines
 from manyhands.cluster.messages import encode
 from manyhands.config.job import ClusterOptions
 from manyhands.core.errors import RunError, UserError

@@ -5,7 +5,7 @@ import time
 import pytest
 
 from manyhands.cluster.agents.machines import Machines, MachineState, RunMachine
-from manyhands.cluster.agents.protocol import Prepared, RunInspected, RunOpened
+from manyhands.cluster.agents.protocol import RunOpened
 from manyhands.cluster.failures import Ending
 from manyhands.cluster.hosts.inventory import Machine
 from manyhands.cluster.messages import CallResult, RequestFailed
@@ -105,7 +105,7 @@ class Scene:
 
     def ready(self):
         self.contacting()
-        self.answers(FACTS, RunInspected("", checkpoints=False, busy=False), Prepared("cpu", 4))
+        self.answers(FACTS, RunOpened("/runs/n3", False, False, False, ""), ("cpu", 4))
 
     def excluded(self):
         self.n3.failures = 1
@@ -147,15 +147,15 @@ def is_silent(scene):
 
 
 def answers_all(scene):
-    scene.answers(FACTS, RunInspected("", checkpoints=False, busy=False), Prepared("cpu", 4))
+    scene.answers(FACTS, RunOpened("/runs/n3", False, False, False, ""), ("cpu", 4))
 
 
 def is_busy(scene):
-    scene.answers(FACTS, RunInspected("", checkpoints=False, busy=True))
+    scene.answers(FACTS, RunOpened("/runs/n3", False, False, True, ""))
 
 
 def holds_another_run(scene):
-    scene.answers(FACTS, RunInspected("abcdef0123", checkpoints=True, busy=False))
+    scene.answers(FACTS, RunOpened("/runs/n3", False, True, False, "abcdef0123"))
 
 
 def fails_a_request(scene):
@@ -316,7 +316,7 @@ def test_another_launcher_takes_over(tmp_path, monkeypatch):
     scene = Scene(tmp_path / "run", monkeypatch)
     scene.run.term = 3
     scene.contacting()
-    scene.answers(FACTS, RunInspected("", checkpoints=True, busy=False, term=4))
+    scene.answers(FACTS, RunOpened("/runs/n3", False, True, False, "", term=4))
     assert scene.n3.state is MachineState.LOST
     assert scene.run.replaced_on == "n3"
     assert scene.run.regroups()
@@ -348,7 +348,7 @@ def test_an_added_machine_belongs_to_the_job_from_its_first_start_on_even_when_i
     scene.run.add(Machine("n4"), lambda *told: heard.append(told))
     scene.wait(0)
     n4 = scene.machines.all[-1]
-    for value in (FACTS, RunInspected("", checkpoints=False, busy=False), Prepared("cpu", 4)):
+    for value in (FACTS, RunOpened("/runs/n3", False, False, False, ""), ("cpu", 4)):
         assert scene.run.added == []
         n4.link.answer(CallResult(value))
         scene.run.tick()

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manyhands.cli.runs import ps
-from manyhands.cluster.agents.claim import agents_here, hold_as_agent
+from manyhands.cluster.agents.folders import agents_here, hold_as_agent
 from manyhands.core.errors import UserError
 from manyhands.core.records import Event, Running, append, write_json
 from manyhands.core.run_folder import RunFolder

@@ -10,7 +10,7 @@ from manyhands.cli.flags import RunFlags
 from manyhands.cli.printing import answer
 from manyhands.cluster.agents import early, ssh
 from manyhands.cluster.hosts import inventory, this_process
-from manyhands.cluster.hosts.machines import machines_of
+from manyhands.cluster.hosts.this_process import machines_of
 from manyhands.config.job import ClusterOptions, Job
 from manyhands.config.load import LoadedJob
 from manyhands.core.errors import UserError

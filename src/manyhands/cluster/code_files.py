@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 
-from manyhands.cluster.folders import holds_run
 from manyhands.config.job import Job
 from manyhands.core.errors import UserError
 from manyhands.core.files import replacing
@@ -50,10 +49,6 @@ _HARMLESS = {"tokens.txt", "tokens.json", "special_tokens.json", "added_tokens.j
 _HEAD_BYTES = 64 << 10
 
 
-class TooManyFoldersError(ValueError):
-    """A folder has more files or subfolders than the limit of a search."""
-
-
 def code_files(
     folder: Path,
     suffixes: frozenset[str] = SUFFIXES,
@@ -64,12 +59,12 @@ def code_files(
     """Yields the code files below a folder in a fixed order, without following links to folders.
 
     Calls `leave` with each file that is skipped for the reason CREDENTIALS or ELSEWHERE. After the files of the first
-    `most_folders` subfolders, raises TooManyFoldersError if there are more.
+    `most_folders` subfolders, raises UserError if there are more.
     """
     top = folder.resolve()
     for count, (place, folders, names) in enumerate(os.walk(folder)):
         if most_folders is not None and count > most_folders:
-            raise TooManyFoldersError
+            raise UserError(f"{folder} has more than {most_folders} subfolders")
         here = Path(place)
         folders[:] = sorted(
             name
@@ -89,6 +84,11 @@ def code_files(
                 leave(path, why)
             else:
                 yield path
+
+
+def holds_run(path: Path) -> bool:
+    """Returns True for a folder of an active or ended run."""
+    return (path / "job.toml").is_file() and (path / "ranks").is_dir()
 
 
 def _reason_to_leave(path: Path, top: Path) -> str:

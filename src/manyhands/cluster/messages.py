@@ -21,7 +21,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError, create_model
 from manyhands.core.errors import ManyhandsError
 from manyhands.core.files import parse_json
 
-VERSION = 10  # of the protocol, equal at both ends; every change of a message increments it
+VERSION = 11  # of the protocol, equal at both ends; every change of a message increments it
 LONGEST_LINE = 64 * 1024 * 1024  # bytes; a request may contain all code of a job
 
 

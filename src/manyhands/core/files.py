@@ -33,10 +33,6 @@ class UnreadableError(ValueError):
         super().__init__(f"line {line}: {problem}" if line else problem)
 
 
-class RepeatedNameError(UnreadableError):
-    """Raised if an object in a JSON text has the same name twice."""
-
-
 def open_file(path: Path, *, pipes: bool = False) -> IO[bytes]:
     """Opens a regular file for reading; with `pipes`, also a pipe. Refuses sockets and devices, which could block."""
     kind = path.stat().st_mode
@@ -64,6 +60,11 @@ def read_growing(path: Path, offset: int, most_bytes: int, *, rest: bool = False
     if len(content) == most_bytes:
         return lines or content
     return content if rest else lines
+
+
+def size_of(path: Path) -> int:
+    """Returns the size of a file in bytes; 0 if it is missing."""
+    return path.stat().st_size if path.is_file() else 0
 
 
 def decoded(content: bytes) -> str:
@@ -175,7 +176,7 @@ def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     content: dict[str, Any] = {}
     for name, value in pairs:
         if name in content:
-            raise RepeatedNameError(f'"{name}" is given twice in one object')
+            raise UnreadableError(f'"{name}" is given twice in one object, at last as {json.dumps(value)[:80]}')
         content[name] = value
     return content
 

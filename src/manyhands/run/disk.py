@@ -16,7 +16,7 @@ import psutil
 from filelock import Timeout
 from platformdirs import user_cache_path
 
-from manyhands.cluster.agents.claim import claim, new_holder
+from manyhands.cluster.agents.folders import claim
 from manyhands.core import machine, stops
 from manyhands.core.errors import UserError
 from manyhands.core.scratch import PREFIX, abandoned
@@ -101,7 +101,7 @@ def _own(paths: Iterable[Path], *, old: bool = False) -> Iterator[Path]:
 def _run(word: str) -> Path:
     folder = find_run(word, parts=False)
     try:
-        lock = claim(folder, new_holder())
+        lock = claim(folder)
     except Timeout:
         hints = (f"stop the run: manyhands stop {shlex.quote(word)}", "or wait until the run ends")
         raise UserError("an active run can't be removed", str(folder.path), hints) from None

@@ -13,12 +13,12 @@ from manyhands.cluster.agents.machines import Machines, assembled, prepare
 from manyhands.cluster.agents.open_tunnels import StoreTunnel
 from manyhands.cluster.agents.protocol import Orders, orders_for
 from manyhands.cluster.doctor.facts import gather
-from manyhands.cluster.doctor.findings import AllReduceTest, DoctorFinding, FactsWanted, Needs, Survey, examine, fails
+from manyhands.cluster.doctor.findings import DoctorFinding, FactsWanted, Needs, Survey, examine, fails, who
 from manyhands.cluster.doctor.probe import OpenPort, Probe
 from manyhands.cluster.doctor.survey import local_candidates, take_survey
 from manyhands.cluster.failures import first_cause
 from manyhands.cluster.hosts.inventory import LOOPBACK, Address, Machine, Rendezvous
-from manyhands.cluster.hosts.machines import machines_of
+from manyhands.cluster.hosts.this_process import machines_of
 from manyhands.cluster.messages import call
 from manyhands.config.job import Job
 from manyhands.core.errors import EXIT_DOCTOR, EXIT_OK, ManyhandsError
@@ -106,7 +106,7 @@ def exposure(job: Job, say: Callable[[str], object]) -> Exposure:
         if len(machines) > 1:
             say(LISTENING)
         survey = survey_agents(job, agents, machines, measure=False)
-        why_not = {host: contact.what for host, contact in agents.problems.items()}
+        why_not = {host: problem.message for host, problem in agents.problems.items()}
     return Exposure(ports, why_not, tuple(_ports_of_job(job, survey)))
 
 
@@ -189,7 +189,7 @@ def survey_agents(job: Job, agents: Machines, machines: Sequence[Machine], *, me
     return survey
 
 
-def _test_all_reduce(job: Job, agents: Machines, survey: Survey, say: Callable[[str], object]) -> AllReduceTest | None:
+def _test_all_reduce(job: Job, agents: Machines, survey: Survey, say: Callable[[str], object]) -> DoctorFinding | None:
     """Runs an all-reduce with one process on each machine, unless findings already predict a failure."""
     if len(survey.hosts) < 2 or survey.errors or set(survey.chosen) != set(survey.hosts) or fails(examine(survey)):
         return None
@@ -197,17 +197,25 @@ def _test_all_reduce(job: Job, agents: Machines, survey: Survey, say: Callable[[
         try:
             orders = _orders(job, agents, survey, way)
         except ManyhandsError as error:
-            return AllReduceTest("failed", error.message)
+            return all_reduce_failed(survey, error.message)
         met = next(iter(orders.values())).rendezvous
         store = "" if met.address == LOOPBACK else f"port {met.port} of {met.address} and "
         where = ", ".join(survey.chosen[host][1] for host in survey.hosts)
         say(f"the all-reduce test opens {store}a free port on each of {where}, all without a password")
         ending = supervise.supervise_once(orders, supervise.Watch())
     if ending.ok:
-        return AllReduceTest("ok", seconds=max(answer["seconds"] for answer in ending.returned.values()))
+        seconds = max(answer["seconds"] for answer in ending.returned.values())  # without torch's import
+        what = f"an all-reduce over {len(survey.hosts)} machines took {seconds:.1f} s"
+        return DoctorFinding("collective", "ok", survey.hosts, what, cause="collective")
     cause = first_cause(ending)
     said = cause.what if cause else ending.broken.strip().rpartition("\n")[2]
-    return AllReduceTest("failed", said, missing=tuple(ending.lost))
+    return all_reduce_failed(survey, said, tuple(ending.lost))
+
+
+def all_reduce_failed(survey: Survey, said: str, lost: tuple[str, ...] = ()) -> DoctorFinding:
+    what = f"the machines reach each other, but an all-reduce failed: {said}{f'; missing: {who(lost)}' if lost else ''}"
+    hints = ("try gloo: --backend gloo", "with NCCL, set NCCL_DEBUG=INFO on the machines for details")
+    return DoctorFinding("collective", "fail", lost or survey.hosts, what, hints, "collective")
 
 
 def _orders(job: Job, agents: Machines, survey: Survey, way: StoreTunnel) -> dict[connection.AgentConnection, Orders]:
@@ -215,12 +223,12 @@ def _orders(job: Job, agents: Machines, survey: Survey, way: StoreTunnel) -> dic
     prepare(agents, job.cluster, processes=1)
     for machine in agents.running:
         machine.address = Address(*survey.chosen[machine.name])
-    places = way.open(agents)
+    way.open(agents)
     folders = agents.ask_each(call(agent.Agent.make_scratch), COLLECTIVE_S)
     limits = {"join_timeout_s": COLLECTIVE_S, "collective_timeout_s": COLLECTIVE_S, "threads": 1}
     quick = job.model_copy(update={"cluster": job.cluster.model_copy(update=limits)})
     orders = dict[connection.AgentConnection, Orders]()
     for number, (machine, folder) in enumerate(folders.items()):
-        met, variables = Rendezvous((1,) * len(folders), number, *places.ends[machine]), machine.address.environment()
+        met, variables = Rendezvous((1,) * len(folders), number, *machine.store), machine.address.environment()
         orders[machine.agent] = orders_for(quick, "add-up", folder, met, device=machine.device, environment=variables)
     return orders

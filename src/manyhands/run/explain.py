@@ -8,8 +8,7 @@ from urllib.parse import urlparse
 
 from manyhands.cluster.hosts.formats import hostfile, rank_table, slurm
 from manyhands.cluster.hosts.inventory import Cluster, Rendezvous
-from manyhands.cluster.hosts.machines import described_cluster, given_cluster, machines_of
-from manyhands.cluster.hosts.this_process import participate
+from manyhands.cluster.hosts.this_process import described_cluster, given_cluster, machines_of, participate
 from manyhands.config.load import LoadedJob
 from manyhands.core.errors import UserError
 from manyhands.core.timeouts import time_limits

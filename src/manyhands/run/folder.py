@@ -17,10 +17,11 @@ from typing import Any
 import tomli_w
 from filelock import FileLock, Timeout
 
-from manyhands.checkpoint import folders, trained
-from manyhands.cluster.agents.claim import Term, claim, new_holder, raise_term, run_id, set_run_id, term_in
-from manyhands.cluster.folders import holds_run, use_run_folder, write_job, writing_into
-from manyhands.cluster.hosts.machines import machines_of
+from manyhands.checkpoint import trained
+from manyhands.checkpoint.folders import read_state
+from manyhands.cluster.agents import folders
+from manyhands.cluster.code_files import holds_run
+from manyhands.cluster.hosts.this_process import machines_of
 from manyhands.config import load
 from manyhands.config.job import ClusterOptions, Job
 from manyhands.core import stops, terminal, timeouts
@@ -77,21 +78,22 @@ def folder_to_be(job: Job) -> Path:
 
 def _open_folder(job: Job) -> tuple[RunFolder, FileLock | None]:
     """Opens a new or resumed run folder, writes the job into it, and locks it against other runs."""
-    folder = use_run_folder(Path(job.run.out).expanduser()) if job.run.out else None
+    folder = folders.use_run_folder(Path(job.run.out).expanduser()) if job.run.out else None
     while folder is None:
         path = folder_to_be(job)
-        with writing_into(path), contextlib.suppress(FileExistsError):  # another run has just created the folder
+        # Another run may have just created the folder.
+        with folders.writing_into(path), contextlib.suppress(FileExistsError):
             path.mkdir(parents=True)
             folder = RunFolder(path)
     if job.run.out and folder.exists() and job.checkpoint.resume == "never":
         raise UserError(f"{folder.path} already contains a run", "--out", ("use --resume auto", "or use a new --out"))
-    with writing_into(folder.path):
+    with folders.writing_into(folder.path):
         # `resume --no-detach` also takes over a detached run.
         detached = "detach" in job.cluster.flags and folder.exists() and load.read_toml(folder.job).get("cluster", {})
         lock = _lock(folder, takes_over=job.cluster.detach or bool(detached and detached.get("detach")))
-    if not folder.exists() or job.run.script:
-        # The job file of an earlier run is replaced later, after all checks (see worker/run_metadata.py).
-        write_job(folder, tomli_w.dumps(job.model_dump(mode="json")))
+        if not folder.exists() or job.run.script:
+            # The job file of an earlier run is replaced later, after all checks (see worker/run_metadata.py).
+            folders.replace_job(folder, tomli_w.dumps(job.model_dump(mode="json")))
     return folder, lock
 
 
@@ -105,12 +107,12 @@ def _lock(folder: RunFolder, *, takes_over: bool) -> FileLock | None:
     takes_over = takes_over and not headed_here(folder.path)
     try:
         if takes_over:
-            raise_term(folder.ranks, Term(term_in(folder.ranks).head + 1))
-        lock = claim(folder, new_holder(), *((timeouts.MAKE_WAY_S, timeouts.MAKE_WAY_S) if takes_over else ()))
+            folders.raise_term(folder.ranks, folders.Term(folders.term_in(folder.ranks).head + 1))
+        lock = folders.claim(folder, "", *((timeouts.MAKE_WAY_S, timeouts.MAKE_WAY_S) if takes_over else ()))
     except Timeout:
         raise already_running(folder, "or choose another --out") from None
-    if not run_id(folder):
-        set_run_id(folder)
+    if not folders.run_id(folder):
+        folders.set_run_id(folder)
     folder.failures.mkdir(exist_ok=True)
     for stale in folder.failures.glob("*.json"):
         stale.unlink()
@@ -207,7 +209,7 @@ class FolderWatch:
 
 def record_of(checkpoint: Path) -> trained.TrainedNetwork | None:
     """Returns the record of the network in a checkpoint or its run, if any. Raises UserError: it is damaged."""
-    return trained.find_record(checkpoint, folders.read_state(checkpoint) if checkpoint.is_dir() else {})
+    return trained.find_record(checkpoint, read_state(checkpoint) if checkpoint.is_dir() else {})
 
 
 def load_resumed(name: str, flags: Mapping[str, Any]) -> load.LoadedJob:

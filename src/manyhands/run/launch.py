@@ -12,8 +12,8 @@ from pathlib import Path
 
 from manyhands.checkpoint.folders import saved_step
 from manyhands.cluster import code_files, messages
-from manyhands.cluster.agents import agent, claim, mirror, protocol, ssh, supervise, worker_start
-from manyhands.cluster.agents.machines import Machines, assembled, prepare, refuse_doubles
+from manyhands.cluster.agents import agent, folders, mirror, protocol, ssh, supervise, worker_start
+from manyhands.cluster.agents.machines import Machines, assembled, prepare
 from manyhands.cluster.hosts.formats import hostfile
 from manyhands.cluster.hosts.inventory import Machine
 from manyhands.config.job import Job
@@ -37,7 +37,6 @@ def launch(
     job: Job, machines: Sequence[Machine], *, quiet: bool = False, begun: Callable[[Path], None] = lambda _run: None
 ) -> Outcome:
     """Trains on several machines, the first with rank 0; calls `begun` at every tick once the run trains."""
-    refuse_doubles(machines)
     if not job.run.script:
         check_names(job, data=False)
     if len(machines) not in job.cluster.machines_wanted:
@@ -93,7 +92,7 @@ def _require_enough(job: Job, folder: RunFolder, machines: Machines, screen: Scr
         machines.require_all()
     for machine in machines.waiting:
         if machine.problem:
-            screen.say(f"{machine.problem.what}: continuing without this machine", "WARNING")
+            screen.say(f"{machine.problem.message}: continuing without this machine", "WARNING")
             machine.problem = None
 
 
@@ -157,7 +156,7 @@ def _refuse_another_run(job: Job, folder: RunFolder, machines: Machines) -> None
         if machine.agent.here or answer.shared or not answer.checkpoints:
             continue
         found = answer.run
-        if found and found != claim.run_id(folder):
+        if found and found != folders.run_id(folder):
             copy = ssh.copied_by(machine.spec, place, str(folder.path))
             hints = (another, f"or, to resume that run, copy it to a new folder: {copy}")
             what = f"the folder {place} on {name} belongs to a different run than {folder.path}"

@@ -123,7 +123,7 @@ def _remote_logs(places: Sequence[LogPlace], rank: int | None, options: ClusterO
         for place in places:
             ranks, where = range(place.ranks[0], sum(place.ranks)), f"{place.folder}/ranks"
             if contact := agents.problems.get(place.machine.name):
-                say(f"{contact.what}; the logs of ranks {ranks.start} to {ranks.stop - 1} are in {where} there")
+                say(f"{contact.message}; the logs of ranks {ranks.start} to {ranks.stop - 1} are in {where} there")
             else:
                 link = links[place.machine.name]
                 found |= {each: Log(f"{where}/{each}.log", link) for each in ranks if rank in (None, each)}

@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from manyhands.checkpoint.folders import saved_step
-from manyhands.cluster.agents import agent, claim, connection, ssh
+from manyhands.cluster.agents import connection, folders, ssh
+from manyhands.cluster.agents.agent import Agent
 from manyhands.cluster.agents.machines import Machines, MachineState, RunMachine, clock_offset, open_agent
 from manyhands.cluster.doctor.findings import Facts, examine
 from manyhands.cluster.failures import Ending, first_cause
@@ -29,6 +30,7 @@ from manyhands.cluster.hosts.inventory import Machine
 from manyhands.cluster.messages import Request, call
 from manyhands.config.job import Job
 from manyhands.core.errors import ManyhandsError, RunError, UserError
+from manyhands.core.files import size_of
 from manyhands.core.run_folder import RunFolder
 from manyhands.core.timeouts import CONTACT_S, RETRY_LEAST_S, RETRY_MOST_S, SILENT_S
 from manyhands.run.doctor import facts_wanted, known_of
@@ -48,7 +50,7 @@ class Membership(RestartHooks):
     def __init__(self, job: Job, machines: Machines, folder: RunFolder, say: Say) -> None:
         self.machines, self._job, self._folder, self._say = machines, job, folder, say
         self.code = dict[str, str]()  # code for machines that join, base64 by path
-        self.term = claim.term_in(folder.ranks).head if job.cluster.detach else 0  # of this launcher
+        self.term = folders.term_in(folder.ranks).head if job.cluster.detach else 0  # of this launcher
         self.replaced_on = ""  # name of a machine that obeys another launcher
         self._measured = 0  # bytes of metrics before the current start
         self._refused = dict[str, RunMachine]()
@@ -72,7 +74,7 @@ class Membership(RestartHooks):
 
     @property
     def trained(self) -> bool:
-        return _size(self._folder.metrics) > self._measured
+        return size_of(self._folder.metrics) > self._measured
 
     @property
     def added(self) -> list[Machine]:
@@ -102,7 +104,7 @@ class Membership(RestartHooks):
     def record_start(self, number: int) -> None:
         """Records that start `number` begins with the running machines, in their order and with their folders."""
         step = saved_step(self._folder) or 0
-        self._measured = _size(self._folder.metrics)
+        self._measured = size_of(self._folder.metrics)
         for position, machine in enumerate(self.machines.running):
             machine.folder, machine.position, machine.generation = machine.run_folder.folder, position, number
             machine.since_step = step if machine.since_step is None else machine.since_step
@@ -226,28 +228,24 @@ class Membership(RestartHooks):
 
     def _contact(self, machine: RunMachine, link: connection.AgentConnection) -> Generator[Request[Any], Any, None]:
         """Yields the requests to a machine before it can join, and receives their answers."""
-        asked, run = time.time(), claim.run_id(self._folder)
-        facts = yield call(agent.Agent.hello, facts_wanted(self._job), not link.here)
+        asked, run = time.time(), folders.run_id(self._folder)
+        facts = yield call(Agent.hello, facts_wanted(self._job), not link.here)
         link.clock_offset_s = clock_offset(facts.get("time", 0.0), asked)
         self._judge(machine, facts)
         machine.facts = facts
         folder = folder_on(machine, self._folder)
-        seen = yield call(agent.Agent.inspect_run, folder, machine.position, machine.generation, run, self.term)
+        seen = yield call(Agent.inspect_run, folder, machine.position, machine.generation, run, self.term)
         if self.term and seen.run == run and seen.term > self.term:
             self.replaced_on = machine.name
             raise TimeoutError(f"{machine.name} is already used by a newer launcher of this run")
-        if seen.busy:
+        if seen.taken:
             raise TimeoutError(f"{machine.name} {BUSY}")
         if seen.checkpoints and seen.run != run:
             raise RefusedError(f"its folder {folder} belongs to a different run", hints=("rename the folder",))
         if self.code and not link.here:
-            yield call(agent.Agent.take_code, self.code)
-        slots = machine.spec.slots
-        found = yield call(agent.Agent.prepare, slots, self._job.cluster.threads, self._job.cluster.device)
-        if slots > found.count and found.device not in {"cpu", "mps"}:
-            what = f"{slots} processes are requested, but the machine has {found.count} {found.device} devices"
-            raise RefusedError(what)
-        machine.device, machine.processes = found.device, slots or found.count
+            yield call(Agent.take_code, self.code)
+        options, slots = self._job.cluster, machine.spec.slots
+        machine.use(slots, *(yield call(Agent.prepare, slots, options.threads, options.device)))
 
     def _judge(self, machine: RunMachine, facts: Facts) -> None:
         """Raises RefusedError if the facts of the machine and the members predict that training would fail."""
@@ -262,7 +260,7 @@ class Membership(RestartHooks):
         if machine.requested and machine.link and not machine.facts:
             code, link = machine.link.close(), machine.link
             problem = ssh.explain_contact(machine.spec, code, link.log_tail(), self._job.cluster)
-            self.refuse(machine, RefusedError(problem.what, hints=problem.hints))
+            self.refuse(machine, RefusedError(problem.message, hints=problem.hints))
             return
         excluded_until = machine.until if machine.state is MachineState.READY else 0.0
         machine.disconnect()
@@ -275,7 +273,3 @@ def folder_on(machine: RunMachine, folder: RunFolder) -> str:
     """Returns the path of the run folder on a machine: as opened there before, or relative to the work folder."""
     path = folder.path.absolute()
     return machine.folder or str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
-
-
-def _size(path: Path) -> int:
-    return path.stat().st_size if path.is_file() else 0

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from manyhands.checkpoint.folders import kept_step, saved_step, unsaved
-from manyhands.cluster.agents.claim import Term, agents_work, term_in
+from manyhands.cluster.agents.folders import Term, agents_work, term_in
 from manyhands.cluster.failures import Ending, as_error, first_cause, users_place
-from manyhands.cluster.hosts.machines import machines_of
+from manyhands.cluster.hosts.this_process import machines_of
 from manyhands.config.job import Job
 from manyhands.core.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_SAVED, ManyhandsError, RunError, shortened
 from manyhands.core.records import MACHINE_LOST, REPLACED, Event, Failure, Running, append, read_lines, write_json

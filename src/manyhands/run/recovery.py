@@ -7,7 +7,8 @@ they train, `Watch.regroups` contacts lost machines. core/timeouts.py has the ti
 
 A *start* is one launch of the processes on all machines of the run; a restart is another start of the same launcher.
 `number` counts the starts of a launcher from 0. `generation` is the number of the start in an agent's orders, and in
-`RunMachine` of the last start that included the machine. `term` (cluster/agents/claim.py) is the launcher's own number.
+`RunMachine` of the last start that included the machine. `term` (cluster/agents/folders.py) is the launcher's own
+number.
 """
 
 import time

@@ -15,7 +15,7 @@ import psutil
 from platformdirs import user_state_path
 from pydantic import Field
 
-from manyhands.cluster.agents.claim import Term, agents_here, agents_work, raise_term, term_in
+from manyhands.cluster.agents.folders import Term, agents_here, agents_work, raise_term, term_in
 from manyhands.core import choices, terminal, timeouts
 from manyhands.core.errors import RunError, UserError
 from manyhands.core.files import read_object

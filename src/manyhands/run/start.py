@@ -7,15 +7,18 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from manyhands.checkpoint.folders import saved_step
-from manyhands.cluster.agents import claim, open_tunnels, protocol, tunnel
+from manyhands.cluster.agents import folders, open_tunnels, protocol
 from manyhands.cluster.agents.agent import Agent
 from manyhands.cluster.agents.connection import AgentConnection, LinkClosed
+from manyhands.cluster.agents.folders import Term, raise_term
 from manyhands.cluster.agents.machines import Machines, RunMachine
-from manyhands.cluster.agents.mirror import Receiver, Sender, pieces_of
+from manyhands.cluster.agents.mirror import Receiver, Sender
+from manyhands.cluster.agents.open_tunnels import StoreTunnel, TunnelRoutes, open_store
+from manyhands.cluster.agents.tunnel import Tunnels
 from manyhands.cluster.code_files import with_absolute_paths
 from manyhands.cluster.doctor.findings import examine
 from manyhands.cluster.hosts.inventory import LOOPBACK, Address, Rendezvous
-from manyhands.cluster.hosts.machines import with_machines
+from manyhands.cluster.hosts.this_process import with_machines
 from manyhands.cluster.messages import Request, call
 from manyhands.config.job import Job
 from manyhands.core.errors import EXIT_DOCTOR, RunError
@@ -35,8 +38,8 @@ class Starts(contextlib.ExitStack):
         super().__init__()
         self._job, self._membership, self._machines = job, membership, membership.machines
         self._folder, self._receiver, self._say = folder, receiver, say
-        self._script, self._holder = bool(job.run.script), claim.new_holder()
-        self._store, self.tunnels = self.enter_context(open_tunnels.StoreTunnel(job.cluster)), tunnel.Tunnels()
+        self._script, self._holder = bool(job.run.script), secrets.token_hex(16)
+        self._store, self.tunnels = self.enter_context(StoreTunnel(job.cluster)), Tunnels()
         self.callback(self.tunnels.close)
         self._ssh_only = False  # no network connects the machines
         self._routes: open_tunnels.TunnelRoutes | None = None  # of this start, if only ssh connects its machines
@@ -51,7 +54,7 @@ class Starts(contextlib.ExitStack):
         """
         for machine in self._machines.running:
             machine.joined = False
-        while (places := self._gather(again=number > 0)) is None:
+        while (why_open := self._gather(again=number > 0)) is None:
             pass
         running, term = self._machines.running, self._membership.term
         job = job.model_copy(update={"cluster": with_machines(job.cluster, self._membership.added)})
@@ -61,15 +64,15 @@ class Starts(contextlib.ExitStack):
         self._choose_copy()
         write_places(self._folder, self._machines)
         if term:
-            claim.raise_term(self._folder.ranks, claim.Term(term, number))
-        for line in describe(self._machines, places, self._routes):
+            raise_term(self._folder.ranks, Term(term, number))
+        for line in describe(self._machines, why_open, self._routes):
             self._say(line, "INFO")
         if job.cluster.sync_code:
             job = with_absolute_paths(job)
         sizes, orders = tuple(machine.processes for machine in running), dict[AgentConnection, protocol.Orders]()
         for position, machine in enumerate(running):
             tunnels = self._routes.ends[machine.name].environment() if self._routes else {tunnel_ends.VARIABLE: ""}
-            rendezvous = Rendezvous(sizes, position, *places.ends[machine], machine.spec.devices)
+            rendezvous = Rendezvous(sizes, position, *machine.store, machine.spec.devices)
             environment, there = {**machine.address.environment(), **tunnels}, machine.run_folder.folder
             order = protocol.orders_for(
                 job, "train", there, rendezvous, device=machine.device, environment=environment, generation=number
@@ -77,8 +80,8 @@ class Starts(contextlib.ExitStack):
             orders[machine.agent] = replace(order, term=term)
         return orders
 
-    def _gather(self, *, again: bool) -> open_tunnels.StorePlaces | None:
-        """Connects the machines of a start; returns None if one of them is lost meanwhile."""
+    def _gather(self, *, again: bool) -> str | None:
+        """Connects the machines of a start; see `StoreTunnel.open`. Returns None if one of them is lost meanwhile."""
         try:
             if again:
                 self._take_in()
@@ -144,8 +147,11 @@ class Starts(contextlib.ExitStack):
         for machine, address in addresses.items():
             machine.address = address
 
-    def _connect(self) -> open_tunnels.StorePlaces:
-        """Has the first machine listen for the store; opens tunnels first, if only ssh connects the machines."""
+    def _connect(self) -> str:
+        """Has the first machine listen for the store; opens tunnels first, if only ssh connects the machines.
+
+        Returns why the store doesn't listen on loopback only; see `StoreTunnel.open`.
+        """
         self._routes = None
         if self._ssh_only:
             for machine in self._machines.running:
@@ -155,7 +161,8 @@ class Starts(contextlib.ExitStack):
         self._routes = open_tunnels.join_through_ssh(self._machines, self._job.cluster, self.tunnels)
         for machine in self._machines.running:
             machine.address = Address(ports.loopback_interface(), self._routes.ends[machine.name].address)
-        return open_tunnels.open_store(self._machines)
+        open_store(self._machines)
+        return ""
 
     @property
     def saved(self) -> int:
@@ -201,7 +208,7 @@ class Starts(contextlib.ExitStack):
         here = str(self._folder.path.absolute())
         place = here if machine.agent.here else folder_on(machine, self._folder)
         held = None if not records else {} if anew else self._receiver.held()
-        run, term = claim.run_id(self._folder), self._membership.term
+        run, term = folders.run_id(self._folder), self._membership.term
         return call(Agent.open_run, protocol.OpenRun(place, token, self._holder, run, held, output, term))
 
     def _open_anew(self) -> None:
@@ -238,7 +245,8 @@ class Starts(contextlib.ExitStack):
             return
         # The last records of a lost machine may not have been received.
         held = {} if machine.records_may_differ else machine.run_folder.held
-        for pieces in pieces_of(self._folder.path, held):
+        sender = Sender(self._folder.path, held, rest=True)
+        while pieces := list(sender.news()):
             machine.agent.ask(call(Agent.keep_records, machine.run_folder.folder, pieces), COPY_S, self._machines.links)
         machine.records_may_differ = False
 
@@ -297,9 +305,7 @@ def check_machines(job: Job, say: Say, machines: Machines) -> dict[RunMachine, A
     return {} if through_ssh else {machine: Address(*survey.chosen[machine.name]) for machine in running}
 
 
-def describe(
-    machines: Machines, places: open_tunnels.StorePlaces, routes: open_tunnels.TunnelRoutes | None = None
-) -> list[str]:
+def describe(machines: Machines, why_open: str, routes: TunnelRoutes | None = None) -> list[str]:
     """Returns sentences about the machines of a start and their open ports."""
     running = machines.running
     who = [f"{one.name} ({one.processes})" if one.processes > 1 else one.name for one in running]
@@ -310,15 +316,15 @@ def describe(
     if routes:
         return [*lines, routes.summary()]
     where = [f"{machine.name} {machine.address.address} ({machine.address.interface})" for machine in running]
-    if places.why_open:
-        address, port = places.ends[running[0]]
+    if why_open:
+        address, port = running[0].store
         lines.append(
-            f"{places.why_open}; so the store listens on {address} port {port}, open without a password to "
+            f"{why_open}; so the store listens on {address} port {port}, open without a password to "
             "every host that reaches the port"
         )
     lines.append(
         f"network: {', '.join(where)}; "
-        f"{'' if places.why_open else 'the store listens on loopback only, through ssh; '}"
+        f"{'' if why_open else 'the store listens on loopback only, through ssh; '}"
         "each process listens on free ports of its machine's address, open without a password to every host that "
         "reaches the ports; gradients are sent unencrypted"
     )

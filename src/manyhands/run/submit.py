@@ -83,10 +83,9 @@ def _submission(job: Job, command: tuple[str, ...]) -> Submission:
     return Submission(
         name=f"manyhands-{words}"[:40].strip("-") + f"-{datetime.now():%m%d-%H%M%S}",
         command=command,
+        wanted=wanted.model_copy(update={"accelerators": accelerators}),
         processes=processes,
-        accelerators=accelerators,
         threads=cluster.threads,
-        **wanted.model_dump(exclude={"accelerators"}),
     )
 
 

@@ -12,8 +12,8 @@ from typing import Any
 from manyhands.checkpoint.folders import resolve
 from manyhands.cluster.agents import connection, early, machines, protocol, supervise, worker_start
 from manyhands.cluster.failures import Failed, as_error
+from manyhands.cluster.hosts import this_process
 from manyhands.cluster.hosts.inventory import Rendezvous
-from manyhands.cluster.hosts.machines import machines_of
 from manyhands.cluster.hosts.this_process import LaunchDecision, RankOutsideError, participate, refuse_unfollowed
 from manyhands.config.job import Job
 from manyhands.config.load import LoadedJob
@@ -210,7 +210,7 @@ def check_script(loaded: LoadedJob) -> None:
     if given:
         hints = (f"put options of the script after --: manyhands train {script} -n 2 -- --its-own-option 3",)
         raise UserError(f"{given[0]} has no effect on a script of your own", f"flag --{given[0]}", hints)
-    if not machines_of(job.cluster) and not Path(script).is_file():
+    if not this_process.machines_of(job.cluster) and not Path(script).is_file():
         raise UserError(f"there is no script {script}", str(Path.cwd()), ("write the path relative to this folder",))
     if found := participate(job.cluster).process_info:
         what = f"this process is already rank {found.rank} of {found.size}, as set by {found.started_by}"

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from manyhands.checkpoint.options import CheckpointOptions
-from manyhands.cluster.agents.claim import agents_work
+from manyhands.cluster.agents.folders import agents_work
 from manyhands.cluster.agents.protocol import Orders
 from manyhands.cluster.agents.worker_start import take_orders, wait_for_editor, worker_process_info
 from manyhands.cluster.failures import Failed

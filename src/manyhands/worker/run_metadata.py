@@ -13,7 +13,7 @@ from typing import Any
 import tomli_w
 
 from manyhands import __version__
-from manyhands.cluster.folders import replace_job, write_job
+from manyhands.cluster.agents.folders import replace_job, writing_into
 from manyhands.core.plan_record import PlanRecord, write_plan_record
 from manyhands.core.records import read_lines, write_json
 from manyhands.core.run_folder import RunFolder
@@ -81,7 +81,8 @@ def write_metadata(trainer: Any, about: Mapping[str, Any] = MappingProxyType({})
     if trained:
         trainer.hooks.on_first_update = write_on_first_update
     else:
-        write_job(folder, job)
+        with writing_into(folder.path):
+            replace_job(folder, job)
         write_files()
     trainer.hooks.on_differing_buffers = note_buffers
 

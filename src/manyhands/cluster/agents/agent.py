@@ -26,15 +26,13 @@ import platformdirs
 from filelock import Timeout
 
 from manyhands.checkpoint.folders import saved_steps
-from manyhands.cluster.agents import protocol
-from manyhands.cluster.agents.claim import Term, agent_has_left, claim, raise_term, run_id, set_run_id, term_in
+from manyhands.cluster.agents import folders, protocol
 from manyhands.cluster.agents.connection import Wire
 from manyhands.cluster.agents.early import EARLY
 from manyhands.cluster.agents.mirror import Receiver, Sender
 from manyhands.cluster.agents.protocol import ELASTIC, PRELOAD, Orders
 from manyhands.cluster.doctor.findings import FactsWanted
 from manyhands.cluster.doctor.probe import Probe
-from manyhands.cluster.folders import use_run_folder, writing_into
 from manyhands.cluster.messages import Call, Message, perform, remote, reply_to
 from manyhands.core.errors import UserError
 from manyhands.core.files import private_files, read_growing
@@ -128,12 +126,12 @@ class Agent(Probe):
         """Creates and locks the run folder on this machine, unless it is the launcher's own folder on a shared disk."""
         path = Path(wanted.folder).expanduser().absolute()
         folder, shared = RunFolder(path), (path / "ranks" / wanted.token).is_file()
-        term = self._term(folder, wanted.run, Term(wanted.term))
-        if run_id(folder) != wanted.run:  # a machine that never had rank 0 has checkpoints, but no job file
-            use_run_folder(path)
+        term = self._term(folder, wanted.run, folders.Term(wanted.term))
+        if folders.run_id(folder) != wanted.run:  # a machine that never had rank 0 has checkpoints, but no job file
+            folders.use_run_folder(path)
         self._sender, found = None, ""
         if not shared and not term > wanted.term > 0:
-            with writing_into(path):
+            with folders.writing_into(path):
                 found = self._claim(folder, wanted)
             if found is not None and wanted.held is not None:
                 self._sender = Sender(path, wanted.held, output=wanted.output)
@@ -145,35 +143,35 @@ class Agent(Probe):
     @remote
     def inspect_run(
         self, folder: str, machine: int, generation: int, run: str = "", term: int = 0
-    ) -> protocol.RunInspected:
-        """Returns the state of a run folder, and whether this machine's workers of an earlier start still run.
+    ) -> protocol.RunOpened:
+        """Returns the state of a run folder, "taken" if this machine's workers of an earlier start still run.
 
         `machine` is the index of this machine in that start, `generation` the index of the start. Agents with a lower
         `term` have their workers exit.
         """
         found = RunFolder(Path(folder).expanduser().absolute())
-        highest = self._term(found, run, Term(term, generation + 1))
-        busy = not agent_has_left(found.ranks, machine, generation)
-        return protocol.RunInspected(run_id(found), found.has_checkpoints(), busy, highest)
+        highest = self._term(found, run, folders.Term(term, generation + 1))
+        busy = not folders.agent_has_left(found.ranks, machine, generation)
+        return protocol.RunOpened(folder, False, found.has_checkpoints(), busy, folders.run_id(found), term=highest)
 
-    def _term(self, folder: RunFolder, run: str, wanted: Term) -> int:
+    def _term(self, folder: RunFolder, run: str, wanted: folders.Term) -> int:
         """Raises the term of a detached run to the launcher's, and returns the highest term known here."""
-        ours = wanted.head and run_id(folder) in ("", run)
-        return (raise_term(folder.ranks, wanted) if ours else term_in(folder.ranks)).head
+        ours = wanted.head and folders.run_id(folder) in ("", run)
+        return (folders.raise_term(folder.ranks, wanted) if ours else folders.term_in(folder.ranks)).head
 
     def _claim(self, folder: RunFolder, wanted: protocol.OpenRun) -> str | None:
         """Locks the run folder until this agent ends; returns the run's id, or None if the lock is taken."""
         folder.failures.mkdir(parents=True, exist_ok=True)
         try:
-            lock = claim(folder, wanted.holder, *((MAKE_WAY_S, MAKE_WAY_S) if wanted.term else (CLAIM_S,)))
+            lock = folders.claim(folder, wanted.holder, *((MAKE_WAY_S, MAKE_WAY_S) if wanted.term else (CLAIM_S,)))
         except Timeout:
             return None
         if lock:
             self._until_gone.callback(lock.release)
             self._claimed.add(folder.path)
-        found = run_id(folder)
+        found = folders.run_id(folder)
         if found != wanted.run and not (found and folder.has_checkpoints()):
-            set_run_id(folder, wanted.run)
+            folders.set_run_id(folder, wanted.run)
         for stale in folder.failures.glob("*.json"):
             stale.unlink()
         return found
@@ -223,11 +221,14 @@ class Agent(Probe):
     def open_tunnels(self, commands: dict[str, list[str]], seconds: float) -> dict[str, str]:
         """Starts ssh commands, by their target machine; returns the last error line of each that failed."""
         assert self._tunnels
-        return self._tunnels.open_tunnels(commands, seconds)
+        return self._tunnels.start(commands, seconds)
 
     @remote
-    def prepare(self, size: int, threads: int, device: str) -> protocol.Prepared:
-        """Imports modules for `size` workers (0: unknown) with `threads` threads each (0: an equal share of cores)."""
+    def prepare(self, size: int, threads: int, device: str) -> tuple[str, int]:
+        """Imports modules for `size` workers (0: unknown) with `threads` threads each (0: an equal share of cores).
+
+        Returns the device type that this machine uses, and its number of devices (1 for a CPU).
+        """
         set_threads(threads, size)
         with self.wire.watched(self._until_gone.close), importing():
             return importlib.import_module(ELASTIC).prepare(device)
@@ -247,8 +248,8 @@ class Agent(Probe):
         if self._tunnels and self._tunnels.ends.address:
             reach(self._tunnels.ends, rendezvous.address, rendezvous.port)
         self._listener, self._started = None, True
-        mine = Term(orders.term, orders.generation)
-        if orders.term and raise_term(Path(orders.logs), mine) > mine:
+        mine = folders.Term(orders.term, orders.generation)
+        if orders.term and folders.raise_term(Path(orders.logs), mine) > mine:
             raise UserError("another launcher has taken over the run")
         self.wire.patient = orders.term > 0
         ended: protocol.WorkersEnded = elastic.run(orders, self.wire, self.tick, listener)

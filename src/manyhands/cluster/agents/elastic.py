@@ -29,14 +29,14 @@ from torch.distributed.elastic.rendezvous import RendezvousGracefulExitError, Re
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from manyhands.cluster.agents import protocol
-from manyhands.cluster.agents.claim import Term, hold_as_agent, term_in
 from manyhands.cluster.agents.connection import Wire
+from manyhands.cluster.agents.folders import Term, hold_as_agent, term_in
 from manyhands.cluster.agents.heartbeats import HeartbeatMonitor, Leaving, MemoryKills
 from manyhands.cluster.agents.protocol import PRELOAD, SCRIPT, WORKER, Orders
 from manyhands.cluster.hosts.inventory import Rendezvous
 from manyhands.cluster.messages import Message
 from manyhands.core.devices import device_kind
-from manyhands.core.files import parse_json
+from manyhands.core.files import parse_json, size_of
 from manyhands.core.machine import cores
 from manyhands.core.records import Failure, write_json
 from manyhands.core.scratch import scratch as scratch_folder
@@ -99,8 +99,7 @@ class ElasticAgent(cast(Any, LocalElasticAgent)):  # torch's decorators hide the
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         for worker in worker_group.workers:  # logs continue over all starts of a run
-            log = Path(self._orders.logs) / f"{worker.global_rank}.log"
-            self.log_starts[worker.global_rank] = log.stat().st_size if log.is_file() else 0
+            self.log_starts[worker.global_rank] = size_of(Path(self._orders.logs) / f"{worker.global_rank}.log")
         # Signals reach a worker once it has set its handlers, and this process once it knows its workers.
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ASKED)
         try:
@@ -182,17 +181,18 @@ class ElasticAgent(cast(Any, LocalElasticAgent)):  # torch's decorators hide the
 
     def _exit_codes(self) -> dict[int, int | None]:
         if self._orders.script:
-            codes = [handler.proc.poll() for _, handler in sorted(self._pcontext.subprocess_handlers.items())]
+            codes = {number: handler.proc.poll() for number, handler in self._pcontext.subprocess_handlers.items()}
         else:
-            codes = [process.exitcode for process in self._pcontext._pc.processes]
-        return dict(zip(self._ranks(), codes, strict=True))
+            codes = dict(enumerate(process.exitcode for process in self._pcontext._pc.processes))
+        return {rank: codes[number] for number, rank in enumerate(self._ranks())}
 
     def _exit_barrier(self) -> None:
         """Overrides torch's wait for other machines, because the launcher waits for all."""
 
     def _pids(self) -> dict[int, int]:
         """Returns the process id of each rank on this machine; an empty dict before the workers are started."""
-        return dict(zip(self._ranks(), self._pcontext.pids().values(), strict=False)) if self._pcontext else {}
+        pids = self._pcontext.pids() if self._pcontext else {}
+        return {rank: pids[number] for number, rank in enumerate(self._ranks()) if number in pids}
 
     def _ranks(self) -> list[int]:
         return [worker.global_rank for worker in self._worker_group.workers]
@@ -259,12 +259,12 @@ def _script_words(orders: Orders, scratch: str) -> tuple[str, ...]:
     return tuple(word.replace("$", "$$").replace("$${local_rank}", "${local_rank}") for word in words)
 
 
-def prepare(device: str) -> protocol.Prepared:
+def prepare(device: str) -> tuple[str, int]:
     """Imports the modules that CPU workers need; returns the device type and the number of devices."""
     kind, count = devices_here(device, 1)
     if kind == "cpu":
         importlib.import_module(PRELOAD).preload()
-    return protocol.Prepared(kind, count)
+    return kind, count
 
 
 def devices_here(wanted: str, processes: int) -> tuple[str, int]:

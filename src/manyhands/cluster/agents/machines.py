@@ -16,14 +16,14 @@ from manyhands.cluster.agents.connection import AgentConnection, LinkClosed, Mis
 from manyhands.cluster.agents.early import AGENT, raise_file_limit, take_early, usr1_ignored
 from manyhands.cluster.agents.protocol import RunOpened
 from manyhands.cluster.agents.ssh import agent_command, explain_contact
-from manyhands.cluster.doctor.findings import Contact, Facts, FactsWanted
+from manyhands.cluster.doctor.findings import Facts, FactsWanted
 from manyhands.cluster.hosts.inventory import LOOPBACK, Address, Machine
 from manyhands.cluster.hosts.this_process import is_here
 from manyhands.cluster.messages import R, Request, call
 from manyhands.config.job import ClusterOptions
 from manyhands.core import timeouts
 from manyhands.core.errors import EXIT_DOCTOR, RunError, UserError
-from manyhands.core.files import usual_umask
+from manyhands.core.files import size_of, usual_umask
 from manyhands.core.stops import ended_like_ctrl_c
 
 SOON_UPDATES = 20  # failures within this many saved updates after joining are consecutive
@@ -47,11 +47,12 @@ class RunMachine:
     until: float = 0.0  # when the state ends, by the monotonic clock; 0 if that is not known
     since: float = field(default_factory=time.monotonic)  # when it was lost, requested or excluded
     link: AgentConnection | None = None
-    problem: Contact | None = None  # why no agent answered
+    problem: RunError | None = None  # why no agent answered
     facts: Facts = field(default_factory=dict[str, Any], repr=False)  # what the agent reported about the machine
     device: str = ""  # the kind of device that is used
     processes: int = 0
     address: Address = field(default_factory=lambda: Address("", LOOPBACK))  # where the other machines reach it
+    store: tuple[str, int] = ("", 0)  # address and port where its processes reach the store of this start
     opened_folder: RunOpened | None = None  # the run folder on it, as it was opened last
     folder: str = ""  # path of the run folder there, known after its first start
     position: int = 0  # its index among the machines of the last start that it took part in
@@ -105,6 +106,17 @@ class RunMachine:
         self.state, self.since, self.since_step = state, time.monotonic(), None
         self.joined, self.records_may_differ = False, True
 
+    def use(self, size: int, device: str, count: int) -> None:
+        """Sets the type of its `count` devices, and the number of processes; `size` 0 is one per device.
+
+        Raises UserError: too few devices.
+        """
+        if size > count and device not in {"cpu", "mps"}:
+            what = f"{self.name} has {count} {device} devices, but {size} processes are requested"
+            hints = (f'write "{self.spec.target} slots={count}"', "or train on the CPU: --device cpu")
+            raise UserError(what, "cluster.hosts", hints)
+        self.device, self.processes = device, size or count
+
     def disconnect(self) -> None:
         """Ends the connection at once."""
         link, self.link, self.facts = self.link, None, {}
@@ -135,7 +147,7 @@ class Machines:
         return [machine.agent for machine in self.running]
 
     @property
-    def problems(self) -> dict[str, Contact]:
+    def problems(self) -> dict[str, RunError]:
         """The reasons why machines don't answer, by name."""
         return {machine.name: machine.problem for machine in self.all if machine.problem}
 
@@ -167,11 +179,10 @@ class Machines:
         """Raises RunError, with hints, if a machine's agent doesn't answer."""
         if not (problems := self.problems):
             return
-        (what, hints), *others = ((contact.what, contact.hints) for contact in problems.values())
+        error, *others = problems.values()
         if others:
-            hints = tuple(f"{contact.what}: {contact.hints[0]}" for contact in problems.values())
-            what = f"{len(problems)} machines can't be used"
-        error = RunError(what, ", ".join(problems), hints)
+            hints = tuple(f"{problem.message}: {problem.hints[0]}" for problem in problems.values())
+            error = RunError(f"{len(problems)} machines can't be used", ", ".join(problems), hints)
         error.exit_code = EXIT_DOCTOR
         raise error
 
@@ -197,7 +208,6 @@ def assembled(
     Files in `logs` receive the agents' standard error. If the user interrupts the block, `on_stop` is called before the
     agents are ended.
     """
-    refuse_doubles(machines)
     allow_open_files(OWN_FILES + FILES_EACH * len(machines))
     found = Machines([])
     with ended_like_ctrl_c():
@@ -221,32 +231,16 @@ def allow_open_files(count: int) -> None:
         raise UserError(what, "cluster.hosts", (f"raise the limit in a root shell: ulimit -Hn {count}",))
 
 
-def refuse_doubles(machines: Sequence[Machine]) -> None:
-    """Raises UserError if the name of a machine occurs twice."""
-    names = [machine.name for machine in machines]
-    twice = sorted({machine.target for machine in machines if names.count(machine.name) > 1})
-    if twice:
-        hints = f'write "{twice[0]} slots=2" for two processes on this machine'
-        raise UserError(f"{', '.join(twice)} is listed twice", "cluster.hosts", (hints,))
-
-
 def open_here(log: Path, machine: Machine | None = None) -> AgentConnection:
     """Starts an agent on this machine, or returns the agent that was started early."""
-    machine = machine or Machine("localhost")
-    early = take_early()
-    if early is None or early.stdin is None:
-        return _open([sys.executable, *AGENT], machine, log, here=True)
-    with log.open("ab") as output:
-        log_start = output.tell()
-    with suppress(BrokenPipeError):  # the first request reports an agent that has ended
-        early.stdin.write(os.fsencode(log.absolute()) + b"\0")
-        early.stdin.flush()
-    return AgentConnection(machine, early, log, here=True, log_start=log_start)
-
-
-def _open(command: list[str], machine: Machine, log: Path, *, here: bool) -> AgentConnection:
-    log_start = log.stat().st_size if log.exists() else 0
-    return AgentConnection(machine, _start(command, log), log, here=here, log_start=log_start)
+    log_start, agent = size_of(log), take_early()
+    if agent is None:
+        agent = _start([sys.executable, *AGENT], log)
+    elif agent.stdin:
+        with suppress(BrokenPipeError):  # the first request reports an agent that has ended
+            agent.stdin.write(os.fsencode(log.absolute()) + b"\0")
+            agent.stdin.flush()
+    return AgentConnection(machine or Machine("localhost"), agent, log, here=True, log_start=log_start)
 
 
 def _start(command: list[str], log: Path) -> subprocess.Popen[bytes]:
@@ -265,7 +259,8 @@ def open_agent(machine: Machine, options: ClusterOptions, logs: Path) -> AgentCo
     if is_here(machine):
         return open_here(logs / "agent.log", machine)
     log = logs / f"agent@{machine.name}.log"
-    link = _open(agent_command(machine, options, Path.cwd()), machine, log, here=False)
+    command, log_start = agent_command(machine, options, Path.cwd()), size_of(log)
+    link = AgentConnection(machine, _start(command, log), log, here=False, log_start=log_start)
     link.connect_again = lambda words: _start(agent_command(machine, options, Path.cwd(), words), log)
     return link
 
@@ -281,7 +276,7 @@ def _greet(machines: Machines, options: ClusterOptions, wanted: FactsWanted) -> 
         if isinstance(answer, LinkClosed):
             machine.problem = explain_contact(machine.spec, link.close(), link.log_tail(), options)
         elif isinstance(answer, MisunderstoodError):
-            machine.problem = Contact("other-version", answer.message, answer.hints)
+            machine.problem = answer
         elif isinstance(answer, RunError):
             raise answer
         else:
@@ -304,10 +299,5 @@ def prepare(machines: Machines, options: ClusterOptions, processes: int | None =
     """
     sizes = {machine: machine.spec.slots if processes is None else processes for machine in machines.running}
     requests = {machine: call(Agent.prepare, size, options.threads, options.device) for machine, size in sizes.items()}
-    for machine, answer in machines.ask(requests, timeouts.PREPARE_S).items():
-        size, device, count = sizes[machine], answer.device, answer.count
-        if size > count and device not in {"cpu", "mps"}:
-            what = f"{machine.name} has {count} {device} devices, but {size} processes are requested"
-            hints = (f'write "{machine.spec.target} slots={count}"', "or train on the CPU: --device cpu")
-            raise UserError(what, "cluster.hosts", hints)
-        machine.device, machine.processes = device, size or count
+    for machine, devices in machines.ask(requests, timeouts.PREPARE_S).items():
+        machine.use(sizes[machine], *devices)

@@ -6,9 +6,9 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from manyhands.cluster.agents.folders import replace_job
 from manyhands.cluster.agents.protocol import FilePiece
-from manyhands.cluster.folders import replace_job
-from manyhands.core.files import free_name, read_growing, replacing, write_all
+from manyhands.core.files import free_name, read_growing, replacing, size_of, write_all
 from manyhands.core.run_folder import RunFolder
 
 GROWING = ("metrics.jsonl", "events.jsonl")
@@ -30,7 +30,7 @@ class Sender:
     def __init__(self, folder: Path, held: Mapping[str, int], *, output: bool = False, rest: bool = False) -> None:
         self._folder, self._rest = folder, rest
         # If the receiver's file is longer, it has other records (of an earlier failure): send the entire file.
-        sizes = {name: _size(folder / name) for name in ((*GROWING, OUTPUT) if output else GROWING)}
+        sizes = {name: size_of(folder / name) for name in ((*GROWING, OUTPUT) if output else GROWING)}
         self._sent = {name: held.get(name, 0) if held.get(name, 0) <= size else 0 for name, size in sizes.items()}
         self._seen: dict[str, tuple[int, int]] = {}
 
@@ -38,7 +38,7 @@ class Sender:
         """Yields changes since the last call: new parts of growing files, and all of each changed small file."""
         for name, sent in self._sent.items():
             path = self._folder / name
-            offset = sent if sent <= _size(path) else 0  # truncated or replaced
+            offset = sent if sent <= size_of(path) else 0  # truncated or replaced
             # Progress bars write incomplete lines.
             text = read_growing(path, offset, PIECE_BYTES, rest=self._rest or name == OUTPUT)
             self._sent[name] = offset + len(text)
@@ -63,7 +63,7 @@ class Receiver:
 
     def held(self) -> dict[str, int]:
         """Returns the size in bytes of each growing file; 0 for a missing file."""
-        return {name: _size(self._folder / name) for name in (*GROWING, OUTPUT)}
+        return {name: size_of(self._folder / name) for name in (*GROWING, OUTPUT)}
 
     def take(self, piece: FilePiece) -> None:
         """Writes one piece; a piece with offset 0 starts a new file, and an existing file is renamed."""
@@ -86,7 +86,7 @@ class Receiver:
                 part.write_bytes(text)
 
     def _append(self, path: Path, offset: int, text: bytes) -> None:
-        size = _size(path)
+        size = size_of(path)
         if size and offset == 0:
             path.rename(free_name(path.parent, path.stem, path.suffix))
         elif size != offset:
@@ -99,17 +99,6 @@ class Receiver:
             raise
 
 
-def pieces_of(folder: Path, there: Mapping[str, int]) -> Iterator[list[FilePiece]]:
-    """Yields a run's records as lists of pieces; `there` has the receiver's size (bytes) of each growing file."""
-    sender = Sender(folder, there, rest=True)
-    while pieces := list(sender.news()):
-        yield pieces
-
-
 def _coding(name: str) -> tuple[str, str]:
     """Returns encoding and error handler of a file; the output of a user's program may have any encoding."""
     return ("latin-1", "strict") if name == OUTPUT else ("utf-8", "replace")
-
-
-def _size(path: Path) -> int:
-    return path.stat().st_size if path.is_file() else 0

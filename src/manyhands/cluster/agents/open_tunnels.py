@@ -20,7 +20,8 @@ from itertools import combinations
 from manyhands.cluster.agents.agent import Agent
 from manyhands.cluster.agents.machines import Machines, RunMachine
 from manyhands.cluster.agents.ssh import ssh_command
-from manyhands.cluster.agents.tunnel import STANDS, SshTunnels, TunnelError, Tunnels
+from manyhands.cluster.agents.switchboard import READY
+from manyhands.cluster.agents.tunnel import SshTunnels, TunnelError, Tunnels
 from manyhands.cluster.doctor.findings import Attempt
 from manyhands.cluster.doctor.probe import Listener
 from manyhands.cluster.hosts.inventory import LOOPBACK
@@ -130,7 +131,7 @@ class _Opening:
         for (name, _), sockets in self._passed_on(relays, {HEAD: head.ends}).items():
             ends = self.routes.ends[name]
             commands[name] = self._login(name, {head.ends.towards(ends.address): ends.entrance}, sockets)
-        for name, error in head.open_tunnels(commands, OPEN_TUNNELS_S, self._machines.heartbeat).items():
+        for name, error in head.start(commands, OPEN_TUNNELS_S, self._machines.heartbeat).items():
             hints = (f"set AllowStreamLocalForwarding yes in sshd_config on {name}",)
             raise RunError(f"can't open an ssh tunnel to {name}: {error}", name, hints)
 
@@ -156,7 +157,7 @@ class _Opening:
         words += [word for made, leads in ours.items() for word in ("-L", f"{made}:{leads}")]
         words += [word for made, leads in theirs.items() for word in ("-R", f"{made}:{leads}")]
         # Only the intended machine has that folder; the same name may mean another machine there.
-        script = f"test -d {shlex.quote(self.routes.ends[to].folder)} && echo {shlex.quote(STANDS)} && exec cat"
+        script = f"test -d {shlex.quote(self.routes.ends[to].folder)} && echo {shlex.quote(READY)} && exec cat"
         return [*ssh_command(self.named[to].spec, self._options, *words), f"exec sh -c {shlex.quote(script)}"]
 
     def _log_in(self, logins: Mapping[Pair, list[str]]) -> dict[Pair, str]:
@@ -188,14 +189,6 @@ def _some(pairs: Sequence[str]) -> str:
     return ", ".join(pairs) if len(pairs) <= 6 else f"{', '.join(pairs[:5])} and {len(pairs) - 5} more"
 
 
-@dataclass(frozen=True)
-class StorePlaces:
-    """The addresses at which each machine's processes reach the store of one start."""
-
-    ends: Mapping[RunMachine, tuple[str, int]]  # address and port for each machine
-    why_open: str = ""  # why the store doesn't listen on loopback only; empty if it does
-
-
 class StoreTunnel(contextlib.ExitStack):
     """Ssh tunnels to the store, opened again for each start of a run; a context manager that closes them."""
 
@@ -203,19 +196,25 @@ class StoreTunnel(contextlib.ExitStack):
         super().__init__()
         self._options = options
 
-    def open(self, machines: Machines) -> StorePlaces:
-        """Has the first machine listen for the store, and the others connect to it. Raises RunError: one is lost."""
+    def open(self, machines: Machines) -> str:
+        """Has the first machine listen for the store, and sets `store` of each machine. Raises RunError: one is lost.
+
+        Returns why the store doesn't listen on loopback only; an empty string if it does.
+        """
         self.close()
         first, *others = machines.running
         if not others:
-            return StorePlaces({first: (LOOPBACK, first.agent.ask(call(Agent.bind, LOOPBACK), STORE_S))})
+            first.store = LOOPBACK, first.agent.ask(call(Agent.bind, LOOPBACK), STORE_S)
+            return ""
         try:
-            return StorePlaces(self._through_ssh(machines))
+            self._through_ssh(machines)
         except TunnelError as error:
             self.close()
-            return open_store(machines, str(error))
+            open_store(machines)
+            return str(error)
+        return ""
 
-    def _through_ssh(self, machines: Machines) -> dict[RunMachine, tuple[str, int]]:
+    def _through_ssh(self, machines: Machines) -> None:
         first, *others = machines.running
         folder = self.enter_context(scratch("ssh", swept=True))
         far = [machine.spec for machine in machines.running if not machine.agent.here]
@@ -226,7 +225,7 @@ class StoreTunnel(contextlib.ExitStack):
         if not first.agent.here:
             via = str(folder / "store")
             tunnels.here(first.name, via, store)
-        ends = {first: (LOOPBACK, listener.port)}
+        first.store = LOOPBACK, listener.port
         asked: dict[RunMachine, Request[dict[str, tuple[Attempt, ...]]]] = {}
         for machine in others:
             machines.heartbeat()
@@ -236,7 +235,7 @@ class StoreTunnel(contextlib.ExitStack):
                 tunnels.here(first.name, f"{LOOPBACK}:{port}", store)
             else:
                 port = tunnels.there(machine.name, via)
-            ends[machine] = (LOOPBACK, port)
+            machine.store = LOOPBACK, port
             # The forwarded port must not be open on the machine's network address.
             ways = {"loopback": LOOPBACK, "outside": machine.address.address}
             targets = {way: (Listener(address, port, listener.token),) for way, address in ways.items()}
@@ -250,12 +249,11 @@ class StoreTunnel(contextlib.ExitStack):
                 raise TunnelError(what)
         first.agent.ask(call(Agent.unlisten), STORE_S, machines.links)
         first.agent.ask(call(Agent.bind, LOOPBACK, listener.port), STORE_S, machines.links)
-        return ends
 
 
-def open_store(machines: Machines, why_open: str = "") -> StorePlaces:
+def open_store(machines: Machines) -> None:
     """Has the first machine listen for the store on its network address."""
     first = machines.running[0]
-    address = first.address.address
-    port = first.agent.ask(call(Agent.bind, address), STORE_S, machines.links)
-    return StorePlaces(dict.fromkeys(machines.running, (address, port)), why_open)
+    port = first.agent.ask(call(Agent.bind, first.address.address), STORE_S, machines.links)
+    for machine in machines.running:
+        machine.store = first.address.address, port

@@ -113,35 +113,17 @@ class OpenRun:
 
 @dataclass(frozen=True)
 class RunOpened:
-    """The state of a run folder that a machine has opened."""
+    """The state of a run folder on a machine, when it was opened or before."""
 
     folder: str  # its absolute path
     shared: bool  # True if it is the launcher's own folder, on a shared disk
     checkpoints: bool  # True if it has any
-    taken: bool = False  # True if another run is active in it
+    taken: bool = False  # True if another run, or an earlier start of this run, is active in it
     run: str = ""  # id of the run found in it; empty for none
     saved: int = -1  # the newest saved step; -1 for none
     held: dict[str, int] = field(default_factory=dict[str, int])  # size in bytes of each growing file
     own: bool = False  # True if this machine has locked it
     term: int = 0  # the highest term known there
-
-
-@dataclass(frozen=True)
-class RunInspected:
-    """The state of a run folder on a machine before it is opened."""
-
-    run: str  # id of the run; empty for none
-    checkpoints: bool  # True if it has any
-    busy: bool  # True if workers of an earlier start still run
-    term: int = 0  # the highest term known there
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """The device type that a machine uses, and its number of devices (1 for a CPU)."""
-
-    device: str
-    count: int
 
 
 # Modules of higher packages, by name: a worker's task, a worker's user script, and the imports that CPU workers need

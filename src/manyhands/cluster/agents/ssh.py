@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from manyhands.cluster.agents.early import AGENT, SAFE
-from manyhands.cluster.doctor.findings import Contact
 from manyhands.cluster.hosts.inventory import Machine, in_brackets
 from manyhands.config.job import ClusterOptions
-from manyhands.core.errors import UserError
+from manyhands.core.errors import RunError, UserError
 from manyhands.core.timeouts import SSH_ALIVE_S, SSH_CONNECT_S
 
 HAS_MANYHANDS = 'import importlib.util as u, sys; sys.exit(not u.find_spec("manyhands"))'
@@ -89,47 +88,48 @@ def _quoted(path: str) -> str:
     return f'"$HOME"/{shlex.quote(path[2:])}' if path.startswith("~/") else shlex.quote(path)
 
 
-def explain_contact(machine: Machine, exit_code: int | None, said: str, options: ClusterOptions) -> Contact:
+def explain_contact(machine: Machine, exit_code: int | None, said: str, options: ClusterOptions) -> RunError:
     """Explains why a machine's agent did not answer.
 
     `said` is the end of ssh's standard error. `exit_code` is 255 for ssh's own failures, None while ssh runs.
     """
     name, reach = machine.name, reached_by(machine, options)
     by_hand = f"test the connection: {reach} true"
-    for words, kind, what, hints in _meanings(machine, options, reach):
+    for words, what, hint in _meanings(machine, options, reach):
         if any(word in said for word in words):
-            return Contact(kind, what, (hints,) if kind == "no-manyhands" else (hints, by_hand))
+            # Words of Python show that the connection works.
+            return RunError(what, name, (hint,) if NO_PYTHON in words or "ImportError" in words else (hint, by_hand))
     if exit_code == 126 and options.workdir:
-        hints = f"create the folder: {reach} mkdir -p {options.workdir}, or change cluster.workdir"
-        return Contact("no-folder", f"{name} has no folder {options.workdir}", (hints,))
+        hint = f"create the folder: {reach} mkdir -p {options.workdir}, or change cluster.workdir"
+        return RunError(f"{name} has no folder {options.workdir}", name, (hint,))
     if exit_code == 127 and options.python:
-        hints = f"set the path of a Python on {name}: --cluster.python /path/to/{Path(sys.executable).name}"
-        return Contact("no-manyhands", f"{name} has no program {options.python}", (hints,))
+        hint = f"set the path of a Python on {name}: --cluster.python /path/to/{Path(sys.executable).name}"
+        return RunError(f"{name} has no program {options.python}", name, (hint,))
     ended = "" if exit_code is None else f" (exit code {exit_code})"
     last = said.strip().rpartition("\n")[2].strip()
-    return Contact("other", f"the agent on {name} does not respond{ended}{last and f': {last}'}", (by_hand,))
+    return RunError(f"the agent on {name} does not respond{ended}{last and f': {last}'}", name, (by_hand,))
 
 
-def _meanings(machine: Machine, options: ClusterOptions, reach: str) -> list[tuple[tuple[str, ...], str, str, str]]:
+def _meanings(machine: Machine, options: ClusterOptions, reach: str) -> list[tuple[tuple[str, ...], str, str]]:
     name, port = machine.name, " ".join(["", *port_words(machine)])
     known_as = shlex.quote(f"[{machine.address}]:{machine.port}") if machine.port else name
     return [
-        (("Could not resolve hostname", "Name or service not known"), "unknown-host",
+        (("Could not resolve hostname", "Name or service not known"),
          f"{name} can't be resolved to an address",
          f"write the address, or add {name} to ~/.ssh/config or /etc/hosts"),
-        (("REMOTE HOST IDENTIFICATION HAS CHANGED", "Host key verification failed", "host key is known"), "host-key",
+        (("REMOTE HOST IDENTIFICATION HAS CHANGED", "Host key verification failed", "host key is known"),
          f"the ssh host key of {name} is unknown or has changed",
          f"check that {name} is the right machine, then run once: ssh-keygen -R {known_as}; {reach}"),
-        (("Permission denied", "Too many authentication failures"), "auth",
+        (("Permission denied", "Too many authentication failures"),
          f"{name} does not allow ssh logins without a password",
          f"copy your ssh key: ssh-copy-id{port} {machine.host}"),
-        (("Connection refused",), "refused", f"{name} refuses ssh connections",
+        (("Connection refused",), f"{name} refuses ssh connections",
          f"start the ssh server (sudo systemctl start ssh), or set the port: ssh://{machine.host}:PORT"),
-        (("timed out", "No route to host", "Network is unreachable", "Host is down", "not responding"), "unreachable",
+        (("timed out", "No route to host", "Network is unreachable", "Host is down", "not responding"),
          f"{name} can't be reached", f"check that {name} is running, on this network, and has this address"),
-        ((NO_PYTHON, "No module named manyhands", "No module named 'manyhands'"), "no-manyhands",
+        ((NO_PYTHON, "No module named manyhands", "No module named 'manyhands'"),
          f"{name} has no Python with manyhands{f' ({options.python})' if options.python else ''}",
          f"install manyhands on {name}, or set its Python: --cluster.python /path/to/{Path(sys.executable).name}"),
-        (("ModuleNotFoundError", "ImportError"), "no-manyhands", f"manyhands can't be imported on {name}",
+        (("ModuleNotFoundError", "ImportError"), f"manyhands can't be imported on {name}",
          f"log in ({reach}) and reinstall manyhands with its dependencies: pip install -e ."),
     ]  # fmt: skip

@@ -22,6 +22,7 @@ from pathlib import Path
 from manyhands.cluster.agents import switchboard
 from manyhands.cluster.agents.connection import end_processes
 from manyhands.cluster.agents.ssh import ssh_command
+from manyhands.cluster.agents.switchboard import READY
 from manyhands.cluster.hosts.inventory import LOOPBACK, Machine
 from manyhands.config.job import ClusterOptions
 from manyhands.core.errors import RunError
@@ -29,8 +30,8 @@ from manyhands.core.scratch import scratch
 from manyhands.core.timeouts import SWITCHBOARD_S, TUNNEL_ASK_S, TUNNEL_CLOSE_S, TUNNEL_OPEN_S
 from manyhands.parallel.group.tunnel_ends import TunnelEnds, fits
 
-STANDS = "this tunnel of manyhands stands"  # printed by the remote end of an open tunnel
-_STAY = "echo ready; exec cat"  # remote command (also for csh); ends with its standard input, and thus with its parent
+# Remote command (also for csh); ends with its standard input, and thus with its parent.
+_STAY = f"echo {READY}; exec cat"
 POLL_S = 0.05
 
 
@@ -48,13 +49,13 @@ class _Child(subprocess.Popen[bytes]):
         assert self.stdout
         os.set_blocking(self.stdout.fileno(), False)
 
-    def pending(self, word: str) -> bool:
-        """Returns False once the process has written the line `word`, which means `ready`, or has ended."""
+    def pending(self) -> bool:
+        """Returns False once the process is `ready` or has ended."""
         assert self.stdout
         ended = self.poll() is not None
         with contextlib.suppress(BlockingIOError):
             self._written = (self._written + os.read(self.stdout.fileno(), 1 << 16))[-(1 << 16) :]
-        self.ready = self.ready or word.encode() in self._written.splitlines()
+        self.ready = self.ready or READY.encode() in self._written.splitlines()
         return not (self.ready or ended)
 
     def last_words(self) -> str:
@@ -63,26 +64,25 @@ class _Child(subprocess.Popen[bytes]):
 
 
 class Children:
-    """Child processes that print a line once they are ready, and end with their standard input."""
+    """Child processes that print READY, perhaps after a login shell's output, and end with their standard input."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path = Path()) -> None:
+        self.folder = folder  # files in it receive standard error
         self._ready: list[_Child] = []
 
     def start(
-        self, commands: Mapping[str, Sequence[str]], word: str, folder: Path, patience_s: float,
-        meanwhile: Callable[[], object] = lambda: None,
-    ) -> dict[str, str]:  # fmt: skip
+        self, commands: Mapping[str, Sequence[str]], patience_s: float, meanwhile: Callable[[], object] = lambda: None
+    ) -> dict[str, str]:
         """Starts processes and waits until they are ready; returns the last error line of each that failed, by name.
 
-        `word` is the line that a ready process prints, possibly after a login shell's output. Files in `folder` receive
-        standard error. `patience_s` limits the wait for all processes, during which `meanwhile` is called every POLL_S.
+        `patience_s` limits the wait for all processes, during which `meanwhile` is called every POLL_S.
         """
         started: list[_Child] = []
         until = time.monotonic() + patience_s
         try:
             for name, command in commands.items():
-                started.append(_Child(name, command, folder))
-            while sum(child.pending(word) for child in started) and time.monotonic() < until:
+                started.append(_Child(name, command, self.folder))
+            while sum(child.pending() for child in started) and time.monotonic() < until:
                 meanwhile()
                 time.sleep(POLL_S)
         except BaseException:
@@ -112,19 +112,19 @@ class SshTunnels(Children):
     def __init__(
         self, machines: Sequence[Machine], options: ClusterOptions, folder: Path, meanwhile: Callable[[], object]
     ) -> None:
-        super().__init__()
-        self._options, self._folder = options, folder
+        super().__init__(folder)
+        self._options = options
         self._machines = {machine.name: (number, machine) for number, machine in enumerate(machines)}
         own = ("-o", "ControlMaster=yes", "-o", "ControlPersist=no", "-o", "ClearAllForwardings=yes", "-a", "-x")
         commands = {name: [*self._command(name, *own), _STAY] for name in self._machines}
-        for name, said in self.start(commands, "ready", folder, TUNNEL_OPEN_S, meanwhile).items():
+        for name, said in self.start(commands, TUNNEL_OPEN_S, meanwhile).items():
             self.close()
             raise TunnelError(f"can't open a second ssh connection to {name}{said and f': {said}'}")
 
     def _command(self, name: str, *words: str) -> list[str]:
         number, machine = self._machines[name]
         # ssh expands % in this path.
-        return ssh_command(machine, self._options, "-S", f"{self._folder}/{number}".replace("%", "%%"), *words)
+        return ssh_command(machine, self._options, "-S", f"{self.folder}/{number}".replace("%", "%%"), *words)
 
     def there(self, name: str, to: str) -> int:
         """Forwards a free loopback port of the machine to `to` here, and returns the port. Raises TunnelError."""
@@ -158,30 +158,24 @@ class Tunnels(Children):
 
     def __init__(self) -> None:
         super().__init__()
-        self._folder = contextlib.ExitStack()
+        self._until_closed = contextlib.ExitStack()
 
     def open(self, address: str) -> str:
         """Makes and returns a folder for the ends of tunnels; starts a switchboard unless `address` is empty."""
         self.close()
-        folder = self._folder.enter_context(scratch("way"))
+        self.folder = folder = self._until_closed.enter_context(scratch("way"))
         if not fits(folder):
             hints = ("set a shorter path on this machine: export TMPDIR=/tmp",)
             raise RunError(f"the path {folder} is too long for Unix sockets", "TMPDIR", hints)
         self.ends = TunnelEnds(address, str(folder))
         if address:
             words = [sys.executable, "-P", "-m", switchboard.__name__, address, str(folder)]
-            for said in self.start({"the switchboard": words}, switchboard.READY, folder, SWITCHBOARD_S).values():
+            for said in self.start({"the switchboard": words}, SWITCHBOARD_S).values():
                 raise RunError(f"can't start the process for ssh tunnels: {said}")
         return str(folder)
-
-    def open_tunnels(
-        self, commands: Mapping[str, Sequence[str]], patience_s: float, meanwhile: Callable[[], object] = lambda: None
-    ) -> dict[str, str]:
-        """Starts ssh commands that open tunnels; see `Children.start`."""
-        return self.start(commands, STANDS, Path(self.ends.folder), patience_s, meanwhile)
 
     def close(self) -> None:
         """Ends all processes, and removes the sockets."""
         super().close()
-        self._folder.close()
+        self._until_closed.close()
         self.ends = TunnelEnds("", "")

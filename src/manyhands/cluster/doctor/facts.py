@@ -9,6 +9,7 @@ import hashlib
 import os
 import platform
 import re
+import resource
 import shutil
 import socket
 import subprocess
@@ -17,21 +18,23 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from importlib import metadata
 from ipaddress import ip_address
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from manyhands.cluster.code_files import TooManyFoldersError, code_files
+from manyhands.cluster.code_files import code_files
 from manyhands.cluster.doctor.accelerators import HIDING, accelerators, ask_torch, cards, driver_versions
 from manyhands.cluster.doctor.findings import FactsWanted
 from manyhands.cluster.hosts.inventory import INTERFACE_VARIABLES
+from manyhands.core.errors import UserError
 from manyhands.core.machine import cores, memory, this_machine
 from manyhands.core.user_code import revision
 from manyhands.data.known import recognise
 from manyhands.data.options import DataOptions
 from manyhands.data.places import data_folder
+from manyhands.parallel.group.ports import interface_of
 
 VARIABLES = (  # variables that affect how processes connect and how many cores they use
     *INTERFACE_VARIABLES, "OMP_NUM_THREADS", "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "NCCL_IB_DISABLE",
@@ -55,7 +58,8 @@ def gather(wanted: FactsWanted) -> dict[str, Any]:
     errors: dict[str, str] = {}
     facts: dict[str, Any] = {"time": time.time(), "system": platform.system(), "architecture": platform.machine()}
     collectors: dict[str, Callable[[], Any]] = {
-        "name": host_name, "interfaces": interfaces, "default_interface": default_interface, "firewall": firewall_rules,
+        "name": host_name, "interfaces": interfaces, "firewall": firewall_rules,
+        "default_interface": lambda: interface_of("192.0.2.1") or interface_of("2001:db8::1"),
         "python": lambda: {"version": platform.python_version(), "path": sys.executable},
         "versions": versions, "torchvision": torchvision_misfit,
         "compiler": lambda: any(map(shutil.which, filter(None, (os.environ.get("CXX"), "c++", "g++", "clang++")))),
@@ -69,7 +73,8 @@ def gather(wanted: FactsWanted) -> dict[str, Any]:
         "jobs": other_jobs,
         "code": lambda: code(workdir),
         "data": lambda: dataset(wanted.data, wanted.data_dir, workdir),
-        "machine": this_machine, "user": getpass.getuser, "open_files": _open_files,
+        "machine": this_machine, "user": getpass.getuser,
+        "open_files": lambda: resource.getrlimit(resource.RLIMIT_NOFILE)[0],
     }  # fmt: skip
     for name in wanted.only or collectors:
         try:
@@ -78,12 +83,6 @@ def gather(wanted: FactsWanted) -> dict[str, Any]:
             errors[name] = f"{type(error).__name__}: {error}"
     environment = {name: os.environ[name] for name in VARIABLES if name in os.environ}
     return {**facts, "environment": environment, "errors": errors}
-
-
-def _open_files() -> int:
-    import resource  # missing on Windows
-
-    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 def host_name() -> dict[str, Any]:
@@ -108,18 +107,6 @@ def interfaces() -> list[dict[str, Any]]:
         up, _, speed, mtu, *_ = states.get(name, (False, 0, 0, 0))
         found.append({"name": name, "up": up, "speed_mbps": speed, "mtu": mtu, "addresses": addresses})
     return found
-
-
-def default_interface() -> str:
-    """Returns the interface of the default route; an empty string if there is none."""
-    for family, address in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
-        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect((address, 9))  # sends nothing, but selects the route
-            local = probe.getsockname()[0]
-            for name, entries in psutil.net_if_addrs().items():
-                if any(entry.address.partition("%")[0] == local for entry in entries):
-                    return name
-    return ""
 
 
 def firewall_rules() -> list[str]:
@@ -211,14 +198,11 @@ def code(folder: Path) -> dict[str, Any]:
     """Returns hashes of each code file and of all, and git's revision; "whole" is false with too many files."""
     if not folder.is_dir():
         return {"exists": False, "path": str(folder.absolute())}
-    files, complete = dict[str, str](), True
-    try:
-        for path in code_files(folder, most_folders=MOST_FOLDERS):
-            if len(files) == MOST_FILES:
-                raise TooManyFoldersError
-            files[path.relative_to(folder).as_posix()] = _hash(path)
-    except TooManyFoldersError:
-        complete = False
+    files, complete = dict[str, str](), False
+    with contextlib.suppress(UserError):
+        found = code_files(folder, most_folders=MOST_FOLDERS)
+        files = {path.relative_to(folder).as_posix(): _hash(path) for path in islice(found, MOST_FILES)}
+        complete = next(found, None) is None
     common = _common(f"{name} {digest}" for name, digest in files.items())
     return {"exists": True, "path": str(folder.absolute()), "hash": common, "files": files, "whole": complete,
             "revision": revision(folder)}  # fmt: skip

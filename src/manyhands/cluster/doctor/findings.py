@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 from manyhands.core.choices import load_choice, module_names
+from manyhands.core.errors import RunError
 
 CHECKS = "manyhands.cluster.doctor.checks"
 
@@ -46,25 +47,6 @@ class Attempt:
 
 
 @dataclass(frozen=True)
-class Contact:
-    """The reason why a machine can't be used: its agent couldn't be started, or stopped answering."""
-
-    kind: str  # unknown-host, unreachable, refused, host-key, auth, no-manyhands, no-folder, other-version or other
-    what: str  # one sentence
-    hints: tuple[str, ...] = ()  # what to do about it
-
-
-@dataclass(frozen=True)
-class AllReduceTest:
-    """The result of a real all-reduce over all machines."""
-
-    result: Literal["ok", "failed"]
-    said: str = ""  # the first cause, if it failed
-    seconds: float = 0.0  # for the rendezvous and the all-reduce, without torch's import
-    missing: tuple[str, ...] = ()  # hosts that were lost during the test
-
-
-@dataclass(frozen=True)
 class Needs:
     """The job's requirements."""
 
@@ -77,36 +59,6 @@ class Needs:
     files: tuple[str, ...] = ()  # the user's own files that the job names, by their path in the work folder
     device: str = "auto"  # auto, or torch's name of a device
     reach: Mapping[str, str] = field(default_factory=dict)  # by host: the ssh command that reaches it from here
-
-
-@dataclass
-class Survey:
-    """All data about the machines that the checks use."""
-
-    hosts: tuple[str, ...]  # in rank order; a single host means this machine
-    facts: dict[str, Facts] = field(default_factory=dict)  # of each machine that answers
-    errors: dict[str, Contact] = field(default_factory=dict)  # for each machine that doesn't answer
-    # by (from, to): one attempt for each address of the second machine
-    reach: dict[Pair, tuple[Attempt, ...]] = field(default_factory=dict)
-    chosen: dict[str, tuple[str, str]] = field(default_factory=dict)  # each machine's interface and address for others
-    mbps: dict[Pair, float] = field(default_factory=dict)  # by (from, to): measured bandwidth in Mbit/s
-    latency_ms: dict[Pair, float] = field(default_factory=dict)  # by (from, to): median round trip of a small message
-    # seconds that each machine's clock is ahead of this machine's, and the error of that offset
-    clock_s: dict[str, tuple[float, float]] = field(default_factory=dict)
-    port_errors: dict[str, str] = field(default_factory=dict)  # why the rendezvous port can't be used on a host
-    collective: AllReduceTest | None = None  # None if not all machines could take part
-    needs: Needs = field(default_factory=Needs)  # of the job
-
-    def fact(self, *path: str) -> dict[str, Any]:
-        """Returns one fact of each machine that has it, in the order of the hosts."""
-        found: dict[str, Any] = {host: self.facts.get(host) for host in self.hosts}
-        for key in path:
-            found = {host: value.get(key) for host, value in found.items() if isinstance(value, Mapping)}
-        return {host: value for host, value in found.items() if value is not None}
-
-    def on_host(self, host: str, command: str) -> str:
-        """Returns the command line that runs a command on a host from here."""
-        return command if len(self.hosts) == 1 else f"{self.needs.reach.get(host, f'ssh {host}')} {command}"
 
 
 @dataclass(frozen=True)
@@ -122,9 +74,40 @@ class DoctorFinding:
     explains: tuple[str, ...] = ()  # causes that follow from this finding and are hidden
 
 
+@dataclass
+class Survey:
+    """All data about the machines that the checks use."""
+
+    hosts: tuple[str, ...]  # in rank order; a single host means this machine
+    facts: dict[str, Facts] = field(default_factory=dict)  # of each machine that answers
+    errors: dict[str, RunError] = field(default_factory=dict)  # why machines don't answer
+    # by (from, to): one attempt for each address of the second machine
+    reach: dict[Pair, tuple[Attempt, ...]] = field(default_factory=dict)
+    chosen: dict[str, tuple[str, str]] = field(default_factory=dict)  # each machine's interface and address for others
+    mbps: dict[Pair, float] = field(default_factory=dict)  # by (from, to): measured bandwidth in Mbit/s
+    latency_ms: dict[Pair, float] = field(default_factory=dict)  # by (from, to): median round trip of a small message
+    # seconds that each machine's clock is ahead of this machine's, and the error of that offset
+    clock_s: dict[str, tuple[float, float]] = field(default_factory=dict)
+    port_errors: dict[str, str] = field(default_factory=dict)  # why the rendezvous port can't be used on a host
+    collective: DoctorFinding | None = None  # result of a real all-reduce; None if not all machines could take part
+    needs: Needs = field(default_factory=Needs)  # of the job
+
+    def fact(self, *path: str) -> dict[str, Any]:
+        """Returns one fact of each machine that has it, in the order of the hosts."""
+        found: dict[str, Any] = {host: self.facts.get(host) for host in self.hosts}
+        for key in path:
+            found = {host: value.get(key) for host, value in found.items() if isinstance(value, Mapping)}
+        return {host: value for host, value in found.items() if value is not None}
+
+    def on_host(self, host: str, command: str) -> str:
+        """Returns the command line that runs a command on a host from here."""
+        return command if len(self.hosts) == 1 else f"{self.needs.reach.get(host, f'ssh {host}')} {command}"
+
+
 def examine(survey: Survey) -> list[DoctorFinding]:
     """Runs all checks on a survey; returns one finding for each cause, the worst first."""
-    return sort_out([finding for name in module_names(CHECKS) for finding in load_choice(CHECKS, name).run(survey)])
+    found = [finding for name in module_names(CHECKS) for finding in load_choice(CHECKS, name).run(survey)]
+    return sort_out(found + ([survey.collective] if survey.collective else []))
 
 
 def sort_out(found: list[DoctorFinding]) -> list[DoctorFinding]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
 from typing import Any, NamedTuple
 
-from manyhands.cluster.doctor.findings import Attempt, Contact, Facts, Pair, Survey
+from manyhands.cluster.doctor.findings import Attempt, Facts, Pair, Survey
 from manyhands.cluster.doctor.probe import Listener, Probe
 from manyhands.cluster.messages import R, Request, call
 from manyhands.core.errors import RunError
@@ -52,8 +52,8 @@ class _Surveyor:
             if isinstance(reply, RunError):
                 self.hosts.remove(host)
                 self.survey.facts.pop(host, None)
-                what = f"{host} stopped answering: {reply.message}"
-                self.survey.errors[host] = Contact("other", what, reply.hints or ("run the doctor again",))
+                hints = reply.hints or ("run the doctor again",)
+                self.survey.errors[host] = RunError(f"{host} stopped answering: {reply.message}", host, hints)
             else:
                 answers[host] = reply
         return answers

@@ -1,12 +1,17 @@
-"""Types for machines, clusters and ranks, as read from cluster files and launchers' environment variables."""
+"""Types for machines, clusters and ranks, and strict readers of launchers' variables, host names and addresses."""
 
-from collections.abc import Mapping
+import ipaddress
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from manyhands.config.job import SubmitOptions
+from manyhands.core.errors import UserError
+from manyhands.core.files import typed_number
 from manyhands.core.world import ProcessInfo
 
-LOOPBACK = "127.0.0.1"
+LOOPBACK, DEFAULT_PORT = "127.0.0.1", 29500
 JOB = "@JOB@"  # placeholder in a command for the scheduler's id or name of the job
 DEVICE_INDEX = "MANYHANDS_DEVICE_INDEX"  # variable with the index of a worker's device
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME")
@@ -33,9 +38,9 @@ class Machine:
 
     @property
     def target(self) -> str:
-        """The host as users write it, or an ssh address with its port."""
-        user = self.host[: -len(self.address)] if self.address else self.host
-        return f"ssh://{user}{self.name}" if self.port else self.host
+        """The host as users write it in a list, or an ssh address with its port."""
+        user = self.host.removesuffix(self.address)
+        return f"ssh://{user}{self.name}" if self.port else user + in_brackets(self.address)
 
 
 @dataclass(frozen=True)
@@ -72,7 +77,7 @@ class Rendezvous:
 
     sizes: tuple[int, ...]  # processes on each machine, in the order of their ranks
     machine: int = 0  # index of this machine in `sizes`
-    address: str = "127.0.0.1"  # where the store listens, on the first machine
+    address: str = LOOPBACK  # where the store listens, on the first machine
     port: int = 0  # of the store; 0 for a free one
     devices: tuple[int, ...] = ()  # device indices of this machine's processes; empty for 0, 1, 2 …
     file: str = ""  # file:///PATH of a store on a shared disk, instead of a store at `address`
@@ -96,16 +101,9 @@ class Submission:
 
     name: str  # of the job, in the scheduler's lists
     command: tuple[str, ...]  # of each process; an argument may contain JOB
-    nodes: int = 1  # machines
-    processes: int = 1  # on each machine
-    accelerators: int = 0  # on each machine; 0 for none
-    threads: int = 0  # CPU cores for each process; 0 for the scheduler's own default
-    time_limit: str = ""  # in the scheduler's format; empty for its default
-    options: tuple[str, ...] = ()  # further arguments for the scheduler, such as "--partition=gpu"
-    image: str = ""  # the container image
-    kind: str = "TrainJob"  # of the Kubernetes manifest
-    runtime: str = "torch-distributed"  # the training runtime that a TrainJob refers to
-    namespace: str = ""  # Kubernetes'; empty for the current one
+    wanted: SubmitOptions  # with the number of accelerators on each machine, 0 for none
+    processes: int  # on each machine
+    threads: int  # CPU cores for each process; 0 for the scheduler's own default
 
 
 def in_brackets(address: str) -> str:
@@ -114,4 +112,71 @@ def in_brackets(address: str) -> str:
 
 
 def at_line(where: str, line: int) -> str:
-    return f"{where}, line {line}" if where else f"line {line}"
+    """Adds a line to the name of a file; either may be unknown, "" or 0."""
+    return ", ".join(filter(None, (where, f"line {line}" if line else "")))
+
+
+def is_address(text: str) -> bool:
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return True
+
+
+def is_host(text: str) -> bool:
+    """Returns True for a valid host name or IP address."""
+    if is_address(text):  # behind % Python accepts any text as the name of an interface
+        return bool(re.fullmatch(r"[0-9A-Fa-f:.]+(%[A-Za-z0-9_.-]{1,64})?", text))
+    return bool(re.fullmatch(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9_])?\.?", text)) and not text.isdecimal()
+
+
+def number(variables: Mapping[str, str], name: str, default: int | None = None) -> int:
+    """Reads an integer from 0; `default` if the variable is unset or empty. Raises UserError: invalid or missing."""
+    text = variables.get(name, "").strip()
+    if not text and default is not None:
+        return default
+    if (found := typed_number(text)) is None:
+        message = f'{name} is not a number: "{text}"' if text else f"{name} is not set"
+        raise UserError(message, "environment", (f"export {name}=0, 1, 2 …",))
+    return found
+
+
+def bounded_number(name: str, text: str, least: int, most: int, where: str, hint: str) -> int:
+    """Parses an integer. Raises UserError: no integer from `least` to `most`."""
+    found = typed_number(text)
+    if found is None or not least <= found <= most:
+        raise UserError(f'{name} is "{text}"; expected a number from {least} to {most}', where, (hint,))
+    return found
+
+
+def first_set(variables: Mapping[str, str], names: Iterable[str]) -> str:
+    """Returns the name of the first variable that is set, or an empty string."""
+    return next((name for name in names if variables.get(name)), "")
+
+
+def master_port(variables: Mapping[str, str], default: int = DEFAULT_PORT, origin: str = "default") -> tuple[int, str]:
+    """Returns MASTER_PORT or the default, with its origin. Raises UserError: MASTER_PORT is not a port."""
+    text, hint = variables.get("MASTER_PORT", "").strip(), "set a valid port: export MASTER_PORT=29500"
+    if not text:
+        return default, origin
+    return bounded_number("MASTER_PORT", text, 1, 65535, "environment", hint), "MASTER_PORT"
+
+
+def master_address(variables: Mapping[str, str], *, alone: bool) -> tuple[str, str] | None:
+    """Returns MASTER_ADDR, or loopback if all processes are on one machine, with its origin; None otherwise."""
+    if variables.get("MASTER_ADDR"):
+        return variables["MASTER_ADDR"], "MASTER_ADDR"
+    return (LOOPBACK, "all processes are on one machine") if alone else None
+
+
+def derived_port(job: int) -> int:
+    """Returns a port derived from a job's id: equal in all its processes, and usually different between jobs."""
+    return 15000 + job % 10000  # above the well-known ports, below the ephemeral ones
+
+
+def check_rank(rank: int, size: int, rank_word: str, size_word: str) -> None:
+    """Raises UserError if a rank is out of range; the words name the flags or variables of rank and size."""
+    if not 0 <= rank < size:
+        hint = f"number the ranks from 0 to {size - 1}" if size else f"set {size_word} to the number of processes"
+        raise UserError(f"{rank_word} {rank} is out of range for {size_word} {size}", rank_word, (hint,))

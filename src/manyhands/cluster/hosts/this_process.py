@@ -2,25 +2,31 @@
 
 The order of precedence is: the flags --init, --rank and --world-size; variables that torchrun and compatible launchers
 set for each worker; other launchers' variables; descriptions of a cluster. Otherwise manyhands starts the processes.
+
+Below: the machines of a job, from its list of hosts, from files, and from launchers' variables.
 """
 
 import ipaddress
 import os
 import socket
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import ModuleType
 from urllib.parse import urlsplit
 
-from manyhands.cluster.hosts.inventory import Cluster, LauncherPlace, Machine, Rendezvous, in_brackets
-from manyhands.cluster.hosts.machines import described_cluster, given_cluster, modules_with
-from manyhands.cluster.hosts.variables import check_rank, is_address, is_host, master_port, number
+from manyhands.cluster.hosts import inventory
+from manyhands.cluster.hosts.inventory import check_rank, is_address, is_host, master_port, number
 from manyhands.config.job import ClusterOptions
+from manyhands.core.choices import load_choice, module_names
 from manyhands.core.errors import UserError
+from manyhands.core.files import MOST_TEXT_BYTES, decoded, read_bytes
 from manyhands.core.world import ProcessInfo
 from manyhands.parallel.group.ports import local_addresses, outer_addresses
 
 # Variables that torchrun, torch.distributed.launch and compatible launchers set for each worker.
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+FORMATS = "manyhands.cluster.hosts.formats"
 ANY = {"0.0.0.0", "::"}  # all addresses of a machine
 
 
@@ -36,7 +42,7 @@ class LaunchDecision:
 
     process_info: ProcessInfo | None  # this process's rank in an existing group; None if manyhands starts the processes
     processes: int = 0  # number to start on this machine; 0 for one per accelerator
-    rendezvous: Rendezvous | None = None  # with other machines, which start their own processes; else None
+    rendezvous: inventory.Rendezvous | None = None  # with other machines, which start their own processes; else None
     # by value: variable, flag or file, for `manyhands explain`; "overridden" names what was not followed
     origins: Mapping[str, str] = field(default_factory=dict)
     requests: tuple[tuple[str, str, str], ...] = ()  # `Cluster.requests`
@@ -106,7 +112,9 @@ def _launched(options: ClusterOptions, variables: Mapping[str, str]) -> LaunchDe
     return None
 
 
-def described(cluster: Cluster, origin: str, options: ClusterOptions, variables: Mapping[str, str]) -> LaunchDecision:
+def described(
+    cluster: inventory.Cluster, origin: str, options: ClusterOptions, variables: Mapping[str, str]
+) -> LaunchDecision:
     """Returns the decision for this machine from a cluster file or PET_*."""
     here = find_machine(cluster)
     own, first, several = cluster.machines[here], cluster.machines[0].address, len(cluster.machines) > 1
@@ -125,11 +133,11 @@ def described(cluster: Cluster, origin: str, options: ClusterOptions, variables:
         origins["overridden"] = f"-n {options.processes}"
     sizes = tuple(machine.slots or options.processes for machine in cluster.machines)
     alone = not several and own.devices in {(), tuple(range(sizes[here]))}
-    rendezvous = None if alone else Rendezvous(sizes, here, address, port, own.devices)
+    rendezvous = None if alone else inventory.Rendezvous(sizes, here, address, port, own.devices)
     return LaunchDecision(None, sizes[here], rendezvous, origins, cluster.requests)
 
 
-def _by_hand(options: ClusterOptions) -> LauncherPlace:
+def _by_hand(options: ClusterOptions) -> inventory.LauncherPlace:
     if options.processes > 1:
         message = "-n and --init contradict each other: -n starts several processes, and --init joins only one"
         raise UserError(message, "-n", ("remove -n and start each process with its own --rank", "or remove --init"))
@@ -149,15 +157,15 @@ def _by_hand(options: ClusterOptions) -> LauncherPlace:
             message = f"{host} is a wildcard address; other ranks can't connect to {host}"
             raise UserError(message, "--init", ("write rank 0's address",))
         # An explicit loopback address stays: the processes may all be on one machine.
-        init = f"tcp://{in_brackets(host if _is_loopback(host) else reachable(host))}:{port}"
+        init = f"tcp://{inventory.in_brackets(host if _is_loopback(host) else reachable(host))}:{port}"
     origins = {
         "rank": "--rank", "size": "--world-size", "master_address": "--init", "master_port": "--init",
         "local_rank": "determined at rendezvous", "local_size": "determined at rendezvous",
     }  # fmt: skip
-    return LauncherPlace(options.rank, options.world_size, started_by="--init", origins=origins, init=init)
+    return inventory.LauncherPlace(options.rank, options.world_size, started_by="--init", origins=origins, init=init)
 
 
-def _by_variables(variables: Mapping[str, str]) -> LauncherPlace:
+def _by_variables(variables: Mapping[str, str]) -> inventory.LauncherPlace:
     if not all(variables.get(name) for name in LAUNCHER_VARIABLES):
         raise _incomplete("env:// requires", variables)
     size, local_size = number(variables, "WORLD_SIZE"), number(variables, "LOCAL_WORLD_SIZE", 1)
@@ -166,15 +174,13 @@ def _by_variables(variables: Mapping[str, str]) -> LauncherPlace:
     # Without LOCAL_WORLD_SIZE, the processes may all be on one machine and connect over loopback.
     unknown = "LOCAL_WORLD_SIZE" not in variables and _is_loopback(address)
     if size > local_size and not served and not unknown and (found := reachable(address)) != address:
-        init = f"tcp://{in_brackets(found)}:{port}"
-    keys = ("rank", "size", "local_rank", "local_size", "master_address", "master_port")
-    names = zip(
-        keys, ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"), strict=True
-    )
-    return LauncherPlace(
+        init = f"tcp://{inventory.in_brackets(found)}:{port}"
+    names = {"rank": "RANK", "size": "WORLD_SIZE", "local_rank": "LOCAL_RANK", "local_size": "LOCAL_WORLD_SIZE",
+             "master_address": "MASTER_ADDR", "master_port": "MASTER_PORT"}  # fmt: skip
+    return inventory.LauncherPlace(
         number(variables, "RANK"), size, number(variables, "LOCAL_RANK", 0), local_size, init=init, agent_store=served,
         started_by="torchrun" if "TORCHELASTIC_RUN_ID" in variables else "environment",
-        origins={key: name if name in variables else "default" for key, name in names},
+        origins={key: name if name in variables else "default" for key, name in names.items()},
         attempt=number(variables, "TORCHELASTIC_RESTART_COUNT", 0),
     )  # fmt: skip
 
@@ -188,12 +194,12 @@ def _incomplete(problem: str, variables: Mapping[str, str]) -> UserError:
     return UserError(f"{problem} {', '.join(missing)}{found}", "environment", tuple(hints))
 
 
-def _process_info(options: ClusterOptions, place: LauncherPlace) -> ProcessInfo:
+def _process_info(options: ClusterOptions, place: inventory.LauncherPlace) -> ProcessInfo:
     """Adds the job's options to a rank; with several machines, resolves an address that all machines can reach."""
     init = place.init
     if not init:
         address = place.master_address if place.size == place.local_size else reachable(place.master_address)
-        init = f"tcp://{in_brackets(address)}:{place.master_port}"
+        init = f"tcp://{inventory.in_brackets(address)}:{place.master_port}"
     names = ("backend", "device", "join_warn_s", "join_timeout_s")
     process_info = replace(place, init=init, **{name: getattr(options, name) for name in names})
     try:
@@ -205,13 +211,13 @@ def _process_info(options: ClusterOptions, place: LauncherPlace) -> ProcessInfo:
     return process_info
 
 
-def _decision(options: ClusterOptions, place: LauncherPlace, variables: Mapping[str, str]) -> LaunchDecision:
+def _decision(options: ClusterOptions, place: inventory.LauncherPlace, variables: Mapping[str, str]) -> LaunchDecision:
     """Returns the decision for a rank; `origins` names other variables and flags that were not followed."""
     process_info = _process_info(options, place)
     origins, others = {key: value for key, value in place.origins.items() if value}, list[str]()
     for module in modules_with("place"):
         try:
-            other: LauncherPlace | None = module.place(variables)
+            other: inventory.LauncherPlace | None = module.place(variables)
         except UserError:
             continue  # variables of a launcher that is not used may be incomplete
         if other and (other.rank, other.size) != (place.rank, place.size):
@@ -229,7 +235,7 @@ def _decision(options: ClusterOptions, place: LauncherPlace, variables: Mapping[
     return LaunchDecision(process_info, origins=origins)
 
 
-def find_machine(cluster: Cluster) -> int:
+def find_machine(cluster: inventory.Cluster) -> int:
     """Returns this machine's index, as given or by names and addresses. Raises UserError: no or several matches."""
     if cluster.machine is not None:
         return cluster.machine
@@ -248,7 +254,7 @@ def find_machine(cluster: Cluster) -> int:
     raise UserError(f"this machine ({own}) {what}", cluster.source, (hint,))
 
 
-def is_here(machine: Machine) -> bool:
+def is_here(machine: inventory.Machine) -> bool:
     """Returns True if a host that the user names is or resolves to one of this machine's addresses."""
     if "@" in machine.host or machine.port:
         return False  # another user's account, or a container or a tunnel, if it is here at all
@@ -301,3 +307,84 @@ def _resolve(name: str) -> list[str]:
     except (OSError, UnicodeError):
         return []  # only other machines know the name, or it is wrong
     return [str(entry[4][0]).partition("%")[0] for entry in entries]
+
+
+def with_machines(options: ClusterOptions, more: Sequence[inventory.Machine]) -> ClusterOptions:
+    """Appends machines to the job's hosts or hostfile; returns the options unchanged if the job or `more` has none."""
+    named, hosts = machines_of(options), list[str]()
+    if not (named and more):
+        return options
+    for machine in (*named, *more):
+        hosts.append(machine.target + (f" slots={machine.slots}" if machine.slots else ""))
+    return options.model_copy(update={"hosts": tuple(hosts), "hostfile": ""})
+
+
+def machines_of(options: ClusterOptions) -> tuple[inventory.Machine, ...]:
+    """Returns the machines in cluster.hosts or the hostfile, in rank order. Raises UserError: both, or invalid."""
+    if options.hosts and options.hostfile:
+        raise UserError("both hosts and a hostfile are given", "cluster.hosts", ("remove --hosts or --hostfile",))
+    from manyhands.cluster.hosts.formats import hostfile  # not needed in workers, which import this module
+
+    if options.hosts:
+        return hostfile.read_list(",".join(options.hosts), "cluster.hosts").machines
+    if options.hostfile:
+        path = Path(options.hostfile).expanduser()
+        return hostfile.read(_read_text(path), str(path)).machines
+    return ()
+
+
+def given_cluster(options: ClusterOptions, variables: Mapping[str, str]) -> tuple[inventory.Cluster, str] | None:
+    """Reads the cluster file that a flag or RANK_TABLE_FILE names. Returns the cluster and its origin, or None."""
+    variable = variables.get("RANK_TABLE_FILE", "")
+    named = {"--rank-table": options.rank_table, "--cluster": options.file, "RANK_TABLE_FILE": variable}
+    for origin, path in named.items():
+        if path:
+            return read_cluster(Path(path), options.join_timeout_s), f"{origin} {path}"
+    return None
+
+
+def read_cluster(path: Path, wait_s: float = 0.0) -> inventory.Cluster:
+    """Reads a cluster file in any known format; waits up to `wait_s` for an incomplete one. Raises UserError."""
+    text = _read_text(path)
+    module = format_of(str(path), text)
+    if wait_s and hasattr(module, "wait"):
+        text = module.wait(path, wait_s)
+    return module.read(text, str(path))
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return decoded(read_bytes(path, MOST_TEXT_BYTES, pipes=True))
+    except OSError as error:
+        hints = ("check the path and the permissions of the file",)
+        raise UserError(f"{path} can't be read: {error.strerror}", str(path), hints) from None
+    except ValueError as error:
+        hints = (f"use one of the supported formats: {', '.join(readable_formats())}",)
+        raise UserError(f"{path} is not a cluster file: {error}", str(path), hints) from None
+
+
+def format_of(path: str, text: str) -> ModuleType:
+    """Returns the module of the file's format. Raises UserError: the format is unknown."""
+    formats = readable_formats()
+    if found := next((module for module in formats.values() if module.recognise(path, text)), None):
+        return found
+    message = "the cluster file is in an unknown format" if text.strip() else "the cluster file is empty"
+    raise UserError(message, path, (f"use one of the supported formats: {', '.join(formats)}",))
+
+
+def readable_formats() -> dict[str, ModuleType]:
+    """Returns the modules of the formats that files can have, by name."""
+    return {module.__name__.rpartition(".")[2]: module for module in modules_with("recognise")}
+
+
+def modules_with(function: str) -> list[ModuleType]:
+    """Returns the formats that define `function`, by ascending `PRECEDENCE`."""
+    found = (load_choice(FORMATS, name) for name in module_names(FORMATS))
+    defining = (module for module in found if hasattr(module, function))
+    return sorted(defining, key=lambda module: getattr(module, "PRECEDENCE", 0))
+
+
+def described_cluster(variables: Mapping[str, str]) -> inventory.Cluster | None:
+    """Returns the cluster that a launcher's variables describe, such as Kubeflow's PET_*."""
+    clusters = (module.from_environment(variables) for module in modules_with("from_environment"))
+    return next(filter(None, clusters), None)

@@ -23,9 +23,9 @@ _USE = "{kind} {index}: {used_mib} of {memory_mib} MiB, {busy_percent} % busy"
 
 
 def run(survey: Survey) -> Iterator[DoctorFinding]:
-    for host, contact in survey.errors.items():
+    for host, error in survey.errors.items():
         cause = f"contact:{host}"
-        yield DoctorFinding("contact", "fail", (host,), contact.what, contact.hints, cause, ("collective",))
+        yield DoctorFinding("contact", "fail", (host,), error.message, error.hints, cause, ("collective",))
     for check in (_listed_twice, _names, _clocks, _cpu, _memory, _disk, _accelerators):
         yield from check(survey)
     for host, jobs in survey.fact("jobs").items():

@@ -1,4 +1,4 @@
-"""Machines that can't reach each other, unsuitable interfaces, a port in use, a failed all-reduce, and slow links."""
+"""Machines that can't reach each other, unsuitable interfaces, a port in use, and slow links."""
 
 import statistics
 from collections.abc import Iterator
@@ -37,15 +37,6 @@ def run(survey: Survey) -> Iterator[DoctorFinding]:
                  "or end the process that uses the port")  # fmt: skip
         what = f"port {port} of {host} can't be used: {error}"
         yield DoctorFinding("port", "fail", (host,), what, hints, f"port:{host}", ("collective",))
-    tried = survey.collective
-    if tried and tried.result == "ok":
-        what = f"an all-reduce over {len(survey.hosts)} machines took {tried.seconds:.1f} s"
-        yield DoctorFinding("collective", "ok", survey.hosts, what, cause="collective")
-    elif tried:
-        lost = f"; missing: {who(tried.missing)}" if tried.missing else ""
-        what = f"the machines reach each other, but an all-reduce failed: {tried.said}{lost}"
-        hints = ("try gloo: --backend gloo", "with NCCL, set NCCL_DEBUG=INFO on the machines for details")
-        yield DoctorFinding("collective", "fail", tried.missing or survey.hosts, what, hints, "collective")
     links = [*_slow(survey), *_far(survey)] if survey.mbps else []
     yield from links
     if survey.mbps and not links:

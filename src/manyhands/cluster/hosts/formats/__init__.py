@@ -3,7 +3,7 @@
 A module may define:
 
 - `recognise(path, text) -> bool`: True if the name and the text of a file match the format.
-- `read(text, where) -> Cluster`: parses a file strictly. Raises `UserError` with file, line, field, found and expected.
+- `read(text, where) -> Cluster`: parses a file strictly. Raises `UserError` with file, place, found and expected.
 - `wait(path, timeout_s) -> str`: waits for a file that another program is writing, and returns its text.
 - `write(cluster) -> (text, notes)`: formats a cluster, with notes on unsupported values. Raises `UserError`.
 - `place(environment) -> LauncherPlace | None`: reads this process's rank and rank 0's address from variables.

@@ -10,8 +10,7 @@ from typing import Any
 
 import yaml
 
-from manyhands.cluster.hosts.inventory import Cluster, Machine, at_line
-from manyhands.cluster.hosts.variables import is_host
+from manyhands.cluster.hosts.inventory import Cluster, Machine, at_line, is_host
 from manyhands.core.choices import did_you_mean
 from manyhands.core.errors import UserError
 from manyhands.core.files import UnreadableError, parse_yaml
@@ -96,8 +95,8 @@ class _Values:
         try:
             self._values, node = parse_yaml(text)
         except UnreadableError as error:
-            at = at_line(where, error.line) if error.line else where
-            raise UserError(f"the file is not valid YAML: {error.problem}", at, ("correct the file",)) from error
+            message = f"the file is not valid YAML: {error.problem}"
+            raise UserError(message, at_line(where, error.line), ("correct the file",)) from error
         if not isinstance(node, yaml.MappingNode) or not all(isinstance(key, str) for key in self._values):
             hints = ("create a valid file with `accelerate config`",)
             raise UserError("expected lines such as num_processes: 4", where, hints)

@@ -9,8 +9,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-from manyhands.cluster.hosts.inventory import Cluster, Machine, at_line, in_brackets
-from manyhands.cluster.hosts.variables import bounded_number, is_host
+from manyhands.cluster.hosts.inventory import Cluster, Machine, at_line, bounded_number, in_brackets, is_host
 from manyhands.core.choices import did_you_mean
 from manyhands.core.errors import UserError
 

@@ -7,8 +7,7 @@ from typing import Any
 
 import yaml
 
-from manyhands.cluster.hosts.inventory import JOB, Cluster, Machine, Submission
-from manyhands.cluster.hosts.variables import bounded_number
+from manyhands.cluster.hosts.inventory import JOB, Cluster, Machine, Submission, bounded_number
 from manyhands.core.errors import UserError
 
 WHERE = "environment, PET_*"
@@ -17,31 +16,36 @@ _number = partial(bounded_number, where=WHERE, hint="correct this value")
 
 def manifest(job: Submission) -> str:
     """Returns the YAML text for kubectl; the pods find each other by the variables that Kubeflow sets (PET_…)."""
-    command = [word.replace(JOB, job.name) for word in job.command]
+    wanted, command = job.wanted, [word.replace(JOB, job.name) for word in job.command]
     resources: dict[str, Any] = {}
-    if job.accelerators:  # Kubernetes accepts accelerators only as a limit
-        resources["limits"] = {"nvidia.com/gpu": job.accelerators}
+    if wanted.accelerators:  # Kubernetes accepts accelerators only as a limit
+        resources["limits"] = {"nvidia.com/gpu": wanted.accelerators}
     if job.threads:
         resources["requests"] = {"cpu": job.threads * job.processes}
-    if job.kind == "TrainJob":
+    if wanted.kind == "TrainJob":
         version = "trainer.kubeflow.org/v1alpha1"
-        trainer = {"image": job.image, "command": command, "numNodes": job.nodes, "numProcPerNode": job.processes}
+        trainer = {
+            "image": wanted.image,
+            "command": command,
+            "numNodes": wanted.nodes,
+            "numProcPerNode": job.processes,
+        }
         trainer |= {"resourcesPerNode": resources} if resources else {}
-        spec: dict[str, Any] = {"runtimeRef": {"name": job.runtime}, "trainer": trainer}
+        spec: dict[str, Any] = {"runtimeRef": {"name": wanted.runtime}, "trainer": trainer}
     else:
         version = "kubeflow.org/v1"
-        container = {"name": "pytorch", "image": job.image, "command": command}
+        container = {"name": "pytorch", "image": wanted.image, "command": command}
         container |= {"resources": resources} if resources else {}
         replicas = {  # the first machine is the Master, the others are Workers
             role: {"replicas": count, "restartPolicy": "OnFailure", "template": {"spec": {"containers": [container]}}}
-            for role, count in (("Master", 1), ("Worker", job.nodes - 1))
+            for role, count in (("Master", 1), ("Worker", wanted.nodes - 1))
             if count
         }
         # A pod that was moved away resumes from its last checkpoint; a pod that keeps failing is not restarted forever.
         policy = {"cleanPodPolicy": "Running", "backoffLimit": 3}
         spec = {"nprocPerNode": str(job.processes), "runPolicy": policy, "pytorchReplicaSpecs": replicas}
-    metadata = {"name": job.name} | ({"namespace": job.namespace} if job.namespace else {})
-    content = {"apiVersion": version, "kind": job.kind, "metadata": metadata, "spec": spec}
+    metadata = {"name": job.name} | ({"namespace": wanted.namespace} if wanted.namespace else {})
+    content = {"apiVersion": version, "kind": wanted.kind, "metadata": metadata, "spec": spec}
     return yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=120)
 
 

@@ -3,8 +3,8 @@
 import zlib
 from collections.abc import Mapping
 
-from manyhands.cluster.hosts.inventory import LauncherPlace
-from manyhands.cluster.hosts.variables import check_rank, derived_port, first_set, master_address, master_port, number
+from manyhands.cluster.hosts import inventory
+from manyhands.cluster.hosts.inventory import check_rank, derived_port, first_set, master_address, master_port, number
 from manyhands.core.errors import UserError
 
 PRECEDENCE = 1  # before Slurm, whose variables belong to mpirun's daemons in a batch job
@@ -23,7 +23,7 @@ _PASSING = {"OpenMPI": "mpirun -x MASTER_ADDR=ADDRESS …", "MVAPICH": "mpirun_r
             "MPICH": "mpiexec -genv MASTER_ADDR ADDRESS …"}  # fmt: skip
 
 
-def place(environment: Mapping[str, str]) -> LauncherPlace | None:
+def place(environment: Mapping[str, str]) -> inventory.LauncherPlace | None:
     """Returns the rank; None for a single process. Raises UserError: a variable such as MASTER_ADDR is missing."""
     family = next((name for name, variables in _FAMILIES.items() if variables[0][0] in environment), "")
     if not family:
@@ -47,7 +47,7 @@ def place(environment: Mapping[str, str]) -> LauncherPlace | None:
     port = master_port(environment)
     if job and port[1] == "default":
         port = derived_port(zlib.crc32(environment[job].encode())), f"from {job}"
-    return LauncherPlace.of(
+    return inventory.LauncherPlace.of(
         family, rank=(rank, words[0]), size=(size, words[1]), local_rank=(local_rank, words[2]),
         local_size=(local_size, words[3]), master_address=master, master_port=port,
     )  # fmt: skip

@@ -13,14 +13,13 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
-from manyhands.cluster.hosts.inventory import Cluster, LauncherPlace, Machine, at_line
-from manyhands.cluster.hosts.variables import is_address, master_address, master_port, number
+from manyhands.cluster.hosts import inventory
+from manyhands.cluster.hosts.inventory import is_address, master_address, master_port, number
 from manyhands.core.errors import UserError
-from manyhands.core.files import RepeatedNameError, UnreadableError, parse_json, typed_number
+from manyhands.core.files import UnreadableError, parse_json, typed_number
 from manyhands.core.terminal import say
 
 POLL_S = 1.0
@@ -163,26 +162,22 @@ def recognise(path: str, text: str) -> bool:
     return text.lstrip().startswith("{") and bool(named or re.search(r'"(server|rank|group)_list"\s*:', text))
 
 
-def read(text: str, where: str) -> Cluster:
-    machines: list[Machine] = []
+def read(text: str, where: str) -> inventory.Cluster:
+    machines: list[inventory.Machine] = []
     for server in read_table(text, where).by_rank:
         ids, count = server.cards, len(server.device)
-        machines.append(Machine(server.host, count, () if ids == tuple(range(count)) else ids))
-    return Cluster(tuple(machines), source=f"rank table {where}".rstrip())
+        machines.append(inventory.Machine(server.host, count, () if ids == tuple(range(count)) else ids))
+    return inventory.Cluster(tuple(machines), source=f"rank table {where}".rstrip())
 
 
 def read_table(text: str, where: str) -> RankTable:
-    """Reads a table. Raises UserError with line and field: invalid JSON, a wrong field, or a broken rule of HCCL."""
-    text = text.removeprefix("\ufeff")
+    """Reads a table. Raises UserError: invalid JSON, or a field that is wrong or breaks a rule of HCCL, by its path."""
     try:
-        value = parse_json(text, once_each=True)
+        value = parse_json(text.removeprefix("\ufeff"), once_each=True)
     except UnreadableError as error:
-        line, message = error.line or 1, f"the rank table is not valid JSON: {error.problem}"
-        paths, lines = set[Keys](), _lines(text) if isinstance(error, RepeatedNameError) else []
-        if again := next((entry for entry in lines if entry[0] in paths or paths.add(entry[0])), None):
-            line, message = again[1], f"{_dotted(again[0])} is given twice"
-        hints = ("correct the file at this line; JSON allows neither comments nor trailing commas",)
-        raise UserError(message, at_line(where, line), hints) from None
+        hints = ("correct the file; JSON allows neither comments nor trailing commas",)
+        message = f"the rank table is not valid JSON: {error.problem}"
+        raise UserError(message, inventory.at_line(where, error.line), hints) from None
     mistakes = [*islice(_wrong_layout(value), 1)]
     if not mistakes:
         try:
@@ -192,37 +187,14 @@ def read_table(text: str, where: str) -> RankTable:
                 return table
         except ValidationError as error:
             mistakes = [_wrong_value(dict(each)) for each in error.errors()]
-    lines = dict(_lines(text))
-
-    def line_of(path: Keys) -> int:
-        return next((lines[path[:end]] for end in range(len(path), -1, -1) if path[:end] in lines), 1)
-
     # An unsupported version explains all other mistakes.
-    path, message, *hints = min(mistakes, key=lambda mistake: (mistake[0] != ("version",), line_of(mistake[0])))
-    place = ": ".join(filter(None, (at_line(where, line_of(path)), _dotted(path))))
-    raise UserError(message, place, tuple(hints))
+    path, message, *hints = min(mistakes, key=lambda mistake: mistake[0] != ("version",))
+    raise UserError(message, ": ".join(filter(None, (where, _dotted(path)))), tuple(hints))
 
 
 def _dotted(path: Keys) -> str:
     """Formats a path as in server_list[1].device[0].rank_id."""
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".")
-
-
-def _lines(text: str) -> list[tuple[Keys, int]]:
-    """Returns each value's path and line, in the order of the file. The path of a repeated key is listed twice."""
-
-    def below(node: Any, path: Keys) -> Iterator[tuple[Keys, int]]:
-        yield path, node.start_mark.line + 1
-        for index, entry in enumerate(node.value) if isinstance(node, yaml.CollectionNode) else ():
-            key, value = (str(entry[0].value), entry[1]) if isinstance(node, yaml.MappingNode) else (index, entry)
-            yield from below(value, (*path, key))
-
-    loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # JSON is YAML, but for tabs and some escapes
-    composed: Any = yaml
-    try:
-        return [*below(composed.compose(text.replace("\t", " "), Loader=loader), ())]
-    except (yaml.YAMLError, RecursionError):
-        return []
 
 
 def _wrong_layout(value: Any) -> Iterator[Mistake]:
@@ -359,7 +331,7 @@ def wait(path: Path, timeout_s: float) -> str:
     return text
 
 
-def write(cluster: Cluster) -> tuple[str, list[str]]:
+def write(cluster: inventory.Cluster) -> tuple[str, list[str]]:
     """Returns a table of version 1.0, and notes on values that it can't hold.
 
     Adds the NPUs' addresses if there is only one machine. Raises UserError: a number of processes is unknown, or the
@@ -411,12 +383,12 @@ def read_hccn() -> dict[int, str]:
             if not is_address(matched[2]):
                 message = f'address_{matched[1]} is "{matched[2]}"; expected an IP address'
                 hints = ("set the address with hccn_tool, or correct the file",)
-                raise UserError(message, at_line(str(HCCN), at), hints)
+                raise UserError(message, inventory.at_line(str(HCCN), at), hints)
             found[int(matched[1])] = matched[2]
     return found
 
 
-def place(environment: Mapping[str, str]) -> LauncherPlace | None:
+def place(environment: Mapping[str, str]) -> inventory.LauncherPlace | None:
     """Returns the rank by RANK_TABLE_FILE and RANK_ID; None if one is unset. Raises UserError: a contradiction."""
     where = environment.get("RANK_TABLE_FILE", "")
     if not where or not environment.get("RANK_ID"):
@@ -438,7 +410,7 @@ def place(environment: Mapping[str, str]) -> LauncherPlace | None:
             hints = (f"correct {name}, or export the RANK_TABLE_FILE of this job",)
             raise UserError(f"{name} is {found}; expected {words}", f"environment, and {where}", hints)
     table, first = f"rank table {where}", (servers[0].host, f"server_id {servers[0].server_id} of rank 0")
-    return LauncherPlace.of(
+    return inventory.LauncherPlace.of(
         "rank table", rank=(rank, "RANK_ID"), size=(size, table), local_rank=(local_rank, table),
         local_size=(len(server.device), table), device_index=(card, table), master_port=master_port(environment),
         master_address=master_address(environment, alone=len(servers) == 1) or first,

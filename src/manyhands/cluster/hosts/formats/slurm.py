@@ -7,8 +7,8 @@ import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
-from manyhands.cluster.hosts.inventory import JOB, Cluster, LauncherPlace, Machine, Submission
-from manyhands.cluster.hosts.variables import derived_port, first_set, master_address, master_port, number
+from manyhands.cluster.hosts import inventory
+from manyhands.cluster.hosts.inventory import derived_port, first_set, master_address, master_port, number
 from manyhands.core.errors import EXIT_SAVED, UserError
 from manyhands.core.files import MOST_TEXT_BYTES, decoded, read_bytes
 
@@ -23,7 +23,7 @@ _RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
 _COUNT = re.compile(r"([0-9]{1,18})(?:\(x([0-9]{1,18})\))?")
 
 
-def place(environment: Mapping[str, str]) -> LauncherPlace | None:
+def place(environment: Mapping[str, str]) -> inventory.LauncherPlace | None:
     """Returns a task's rank; None for a single task and in a batch script. Raises UserError: variables contradict."""
     if not _in_step(environment) or (size := number(environment, "SLURM_STEP_NUM_TASKS")) == 1:
         return None
@@ -36,7 +36,7 @@ def place(environment: Mapping[str, str]) -> LauncherPlace | None:
         raise UserError(f"Slurm's variables contradict each other: {here}", f"{name}={environment.get(name)}", hints)
     # Steps of one job may run at the same time, so each has its own port.
     step_port = derived_port(number(environment, "SLURM_JOB_ID") + number(environment, "SLURM_STEP_ID", 0))
-    return LauncherPlace.of(
+    return inventory.LauncherPlace.of(
         "Slurm", rank=(rank, "SLURM_PROCID"), size=(size, "SLURM_STEP_NUM_TASKS"),
         local_rank=(local_rank, "SLURM_LOCALID"), local_size=(tasks[node], name),
         master_address=master_address(environment, alone=len(tasks) == 1) or _first_host(environment),
@@ -89,17 +89,17 @@ def _device(environment: Mapping[str, str], local_size: int) -> tuple[int | None
     return (0, f"{name}: this task's own") if here and seen * local_size <= here else (None, "")
 
 
-def script(job: Submission) -> str:
+def script(job: inventory.Submission) -> str:
     """Returns a script for sbatch that starts all processes by srun, saves before the time limit and requeues."""
     settings = {
-        "job-name": job.name, "nodes": job.nodes, "ntasks-per-node": job.processes,
-        "gpus-per-task": 1 if job.accelerators else None, "cpus-per-task": job.threads or None,
-        "time": job.time_limit or None, "signal": f"TERM@{SAVE_S}", "output": f"{job.name}-%j.out",
+        "job-name": job.name, "nodes": job.wanted.nodes, "ntasks-per-node": job.processes,
+        "gpus-per-task": 1 if job.wanted.accelerators else None, "cpus-per-task": job.threads or None,
+        "time": job.wanted.time_limit or None, "signal": f"TERM@{SAVE_S}", "output": f"{job.name}-%j.out",
         "open-mode": "append", "requeue": "",
     }  # fmt: skip
     lines = [f"#SBATCH --{key}{f'={value}' if value else ''}" for key, value in settings.items() if value is not None]
-    lines += [f"#SBATCH {option}" for option in job.options]
-    command = shlex.join(job.command).replace(JOB, "$SLURM_JOB_ID")
+    lines += [f"#SBATCH {option}" for option in job.wanted.options]
+    command = shlex.join(job.command).replace(inventory.JOB, "$SLURM_JOB_ID")
     return f"""#!/bin/bash
 {chr(10).join(lines)}
 
@@ -113,7 +113,7 @@ exit $code
 """
 
 
-def nodes(environment: Mapping[str, str]) -> Cluster | None:
+def nodes(environment: Mapping[str, str]) -> inventory.Cluster | None:
     """Returns the machines of a job or step with their numbers of tasks; None outside a job. Raises UserError."""
     listed = first_set(environment, NODE_LISTS)
     if not listed:
@@ -124,7 +124,7 @@ def nodes(environment: Mapping[str, str]) -> Cluster | None:
     if len(tasks) != len(hosts):
         message = f"{listed} lists {len(hosts)} machines, but {counted} lists tasks for {len(tasks)} machines"
         raise UserError(message, "environment", ("unset SLURM_* variables left over from another job",))
-    return Cluster(tuple(map(Machine, hosts, tasks)), source=listed)
+    return inventory.Cluster(tuple(map(inventory.Machine, hosts, tasks)), source=listed)
 
 
 def expand_hosts(text: str, where: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""Ownership of a run folder: a lock while a run is active in it, the run's id, and the term of its launcher.
+"""A run folder on a machine: opening it, its job file, the lock of an active run, its id and its launcher's term.
 
 All folders of one run, on several machines or on a shared disk, have the same id. The owner of the lock writes the id
 of its launch into the file `holder`.
@@ -8,34 +8,76 @@ run increments the term. Agents with a lower term have their workers save and ex
 """
 
 import contextlib
+import errno
+import os
 import re
 import secrets
 import time
+from collections.abc import Generator
 from pathlib import Path
 from typing import NamedTuple
 
 from filelock import FileLock, Timeout
 
-from manyhands.core.files import private_files, write_atomic
+from manyhands.core import files
+from manyhands.core.errors import UserError
 from manyhands.core.run_folder import RunFolder
 from manyhands.core.timeouts import LEAVING_S
 
 _ID = re.compile("[0-9a-f]{8,64}")
 
 
-def new_holder() -> str:
-    """Returns a random id for one launch of a run."""
-    return secrets.token_hex(16)
+def use_run_folder(path: Path) -> RunFolder:
+    """Opens or creates a run folder named by the user. Raises UserError: not writable, or it has files but no run."""
+    with writing_into(path):
+        path.mkdir(parents=True, exist_ok=True)
+    folder = RunFolder(path)
+    if not folder.exists() and any(entry.name != "ranks" for entry in path.iterdir()):
+        hints = ("choose a new folder or the folder of an earlier run",)
+        raise UserError(f"{path} is not empty and contains no run", "--out", hints)
+    with writing_into(path):
+        if not os.access(path, os.W_OK):
+            raise PermissionError("no permission to write")
+    return folder
 
 
-def claim(folder: RunFolder, holder: str, patience_s: float = 0.0, leaving_s: float = LEAVING_S) -> FileLock | None:
+@contextlib.contextmanager
+def writing_into(path: Path) -> Generator[None]:
+    """Converts an OSError of the block to a UserError with the reason why the run folder can't be written."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in {errno.ENOSPC, errno.EDQUOT}:
+            hints = ("free space on this disk, or choose a folder on another disk: --out DIR",)
+            raise UserError(f"the run folder {path} can't be written: {error.strerror}", str(path), hints) from error
+        what = f"the run folder {path} can't be created: {error.strerror or error}"
+        if path.is_file():
+            what = f"{path} is a file, not a folder"
+        raise UserError(what, "--out", ("choose another folder: --out DIR",)) from error
+
+
+def replace_job(folder: RunFolder, text: str) -> None:
+    """Writes the job file; keeps the file of an earlier trained job as job-1.toml … unless only comments differ."""
+    with files.temporary(folder.job) as part:
+        part.write_text(text, encoding="utf-8")
+        if folder.has_trained() and folder.job.is_file():
+            same = False
+            with contextlib.suppress(ValueError):
+                before = files.decoded(files.read_bytes(folder.job, files.MOST_TOML_BYTES))
+                same = files.parse_toml(before) == files.parse_toml(text)
+            if not same:
+                folder.job.rename(files.free_name(folder.path, "job", ".toml"))
+        part.replace(folder.job)
+
+
+def claim(folder: RunFolder, holder: str = "", patience_s: float = 0, leaving_s: float = LEAVING_S) -> FileLock | None:
     """Locks a run folder until this process ends; returns None if another machine of the same launch has the lock.
 
-    `holder` is the id of the launch. `patience_s` limits the wait for the lock, or for another process to write the
-    same id; `leaving_s` limits the wait for each agent of an earlier start. Raises Timeout: another run is active in
-    the folder.
+    `holder` is the id of the launch, random by default. `patience_s` limits the wait for the lock, or for another
+    process to write the same id; `leaving_s` limits the wait for each agent of an earlier start. Raises Timeout:
+    another run is active in the folder.
     """
-    lock = FileLock(folder.ranks / "lock")
+    lock, holder = FileLock(folder.ranks / "lock"), holder or secrets.token_hex(16)
     until = time.monotonic() + patience_s
     while not lock.is_locked:
         try:
@@ -53,7 +95,7 @@ def claim(folder: RunFolder, holder: str, patience_s: float = 0.0, leaving_s: fl
     except Timeout:
         lock.release()
         raise
-    write_atomic(folder.ranks / "holder", holder)
+    files.write_atomic(folder.ranks / "holder", holder)
     return lock
 
 
@@ -104,7 +146,7 @@ def run_id(folder: RunFolder) -> str:
 def set_run_id(folder: RunFolder, wanted: str = "") -> str:
     """Writes and returns the id of a run; a new random id if `wanted` is empty."""
     found = wanted or secrets.token_hex(16)
-    write_atomic(folder.ranks / "id", found)
+    files.write_atomic(folder.ranks / "id", found)
     return found
 
 
@@ -134,8 +176,8 @@ def term_in(ranks: Path) -> Term:
 def raise_term(ranks: Path, wanted: Term) -> Term:
     """Writes a term unless the folder has a higher one; returns the higher of both."""
     ranks.mkdir(parents=True, exist_ok=True)
-    with private_files(), FileLock(ranks / "term.lock", mode=0o600):
+    with files.private_files(), FileLock(ranks / "term.lock", mode=0o600):
         found = term_in(ranks)
         if wanted > found:
-            write_atomic(ranks / "term", f"{wanted.head} {wanted.start}", durable=True)
+            files.write_atomic(ranks / "term", f"{wanted.head} {wanted.start}", durable=True)
         return max(wanted, found)
