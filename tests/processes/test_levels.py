@@ -140,8 +140,8 @@ def _run_on(world, folder, max_steps):
         Parts.from_job(load_job(flags, environment={}).job, place, world, "data", Objects(network(norm=True)))
     )
     fit(trainer)
-    snapshot = capture(trainer.network, trainer.update.optimizer, trainer.progress, {})
-    trainer.release()
+    snapshot = capture(trainer.network, trainer.updater.optimizer, trainer.progress, {})
+    trainer.resources.close()
     return snapshot.model, trainer.network.traits.averages
 
 

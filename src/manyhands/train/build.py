@@ -3,7 +3,7 @@
 import functools
 import platform
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,11 +27,10 @@ from manyhands.train.choose_sync import ChosenSync, SyncRequest, select_sync
 from manyhands.train.evaluate import Evaluator
 from manyhands.train.feed import Feed
 from manyhands.train.loss import BETTER_LOSS, Evaluation, verify_loss
-from manyhands.train.optimize import steps_to_make, total_steps
+from manyhands.train.optimize import CustomScheduler, reading_of, steps_to_make, total_steps
 from manyhands.train.parts import Parts, describe_trained, grid_of, record_setup, refuse_uncuttable
 from manyhands.train.saver import SaveInterval
 from manyhands.train.saving import load_rank_state
-from manyhands.train.schedule import CustomScheduler, reading_of
 from manyhands.train.shares import order_and_sharing, refuse_small_micro_batches
 from manyhands.train.state import (
     Progress,
@@ -79,8 +78,8 @@ def build(parts: Parts) -> Trainer:
         if loss_fn.dependent:
             parts.journal.event("warning", f"{loss_fn.dependent} (do: {BETTER_LOSS})")
     set_rates, unused = parts.make_schedule(optimizer, order.steps_per_epoch), trial.unused
-    update = Updater(parts, network, optimizer, loss_fn, set_rates, synchronizer=synchronizer, unused=unused)
-    trial_step.warm_up(update, samples.train, min(trial.count, order.length))
+    updater = Updater(parts, network, optimizer, loss_fn, set_rates, synchronizer=synchronizer, unused=unused)
+    trial_step.warm_up(updater, samples.train, min(trial.count, order.length))
     for module in parts.frozen:
         module.training = False
     feed = Feed(order, sharing, samples.train, network.share.index, samples.pixels.augment)
@@ -88,14 +87,11 @@ def build(parts: Parts) -> Trainer:
     def evaluate_on(loader: Loader, source: Source) -> Callable[..., Evaluation]:
         """Returns a function that evaluates the network on all processes, with the shares at the time of the call."""
         evaluator = Evaluator(loader, len(source), len(classes), job, world, network, parts.metrics)
-        return lambda asked=None: evaluator(update.gradients.autocast(), asked, feed.sharing.shares)
+        return lambda asked=None: evaluator(updater.gradients.autocast(), asked, feed.sharing.shares)
 
-    def release() -> None:
-        synchronizer.close()
-        samples.close()
-        network.close()
-        restore_norms()
-
+    resources = ExitStack()  # closed in reverse order
+    for close in (restore_norms, network.close, samples.close, synchronizer.close):
+        resources.callback(close)
     test = None
     if samples.held_out is not None and splits.held_out is not None:
         test = evaluate_on(samples.held_out, splits.held_out)
@@ -106,7 +102,7 @@ def build(parts: Parts) -> Trainer:
         run=parts,
         trained=describe_trained(parts, samples, classes, parts.objects),
         feed=feed,
-        update=update,
+        updater=updater,
         evaluate=evaluate_on(samples.test, splits.test),
         test=test,
         due=Due(job, steps_per_epoch, steps, progress, parts.custom_loop),
@@ -114,7 +110,7 @@ def build(parts: Parts) -> Trainer:
         sync=sync,
         observed=Observed(Divergence(len(classes)), set(splits.skipped)),
         hooks=Hooks(at_epoch_end=parts.objects.at_epoch_end),
-        release=release,
+        resources=resources,
     )
     _watch(trainer)
     if parts.header:
@@ -134,7 +130,7 @@ def build(parts: Parts) -> Trainer:
 def _watch(trainer: Trainer) -> None:
     """Sets up the monitors that need the trainer; a collective."""
     sync, world, folder, job = trainer.sync, trainer.world, trainer.folder, trainer.job
-    if sync.synchronizer.timed is not None:
+    if sync.synchronizer.times_waits:
         sync.monitor = Watcher(sync.synchronizer, sync.cost, world, gather_plain(platform.node(), world))
     trainer.heartbeats.linked = world.local_size < world.size
     if job.checkpoint.every == "auto" and world.is_main and folder is not NOWHERE:
@@ -253,13 +249,13 @@ def _resume(trainer: Trainer, found: Resumable) -> None:
     check_position(found.snapshot, training_digest(trainer.job, order.length), order.steps_per_epoch, names, where)
     if trainer.world.is_main:
         refuse_later_checkpoints(trainer.folder.checkpoints, int(state.get("step", 0)))
-    trainer.due.progress, anew = restore(found, trainer.network, trainer.update.optimizer)
-    if trainer.update.gradients.scaler and "scaler" in state:
-        trainer.update.gradients.scaler.load_state_dict(state["scaler"])
+    trainer.due.progress, anew = restore(found, trainer.network, trainer.updater.optimizer)
+    if trainer.updater.gradients.scaler and "scaler" in state:
+        trainer.updater.gradients.scaler.load_state_dict(state["scaler"])
     load_rank_state(trainer, found.path)
-    if isinstance(trainer.update.set_rates, CustomScheduler) and state.get("schedule"):
+    if isinstance(trainer.updater.set_rates, CustomScheduler) and state.get("schedule"):
         with reading_of(where):
-            trainer.update.set_rates.resume(state["schedule"], trainer.progress.step)
+            trainer.updater.set_rates.resume(state["schedule"], trainer.progress.step)
     step = trainer.progress.step
     for note in (*found.notes, *found.snapshot.notes, *filter(None, [anew, _data_changes(trainer, found)])):
         trainer.journal.event("warning", note, step)

@@ -24,8 +24,8 @@ from manyhands.train.build import build
 from manyhands.train.feed import UpdateShare
 from manyhands.train.loop import start_clocks
 from manyhands.train.loss import something
+from manyhands.train.optimize import CustomScheduler, reading_of, restore_scheduler
 from manyhands.train.parts import CustomParts, Parts
-from manyhands.train.schedule import CustomScheduler, reading_of, restore_scheduler
 from manyhands.train.state import Resumable
 from manyhands.train.step import Updater
 from manyhands.train.trainer import Trainer
@@ -244,7 +244,7 @@ def prepare_trainer(
         if found.source:
             groups = unflatten(found.source.branches.get("param_groups", []), {})
         live = own.optimizer.param_groups
-        if not isinstance(trainer.update.set_rates, CustomScheduler) and len(groups) == len(live):
+        if not isinstance(trainer.updater.set_rates, CustomScheduler) and len(groups) == len(live):
             for group, before in zip(live, groups, strict=True):
                 known = {*group, "initial_lr"} - {"params"}
                 group.update({key: value for key, value in before.items() if key in known})

@@ -31,7 +31,7 @@ from manyhands.models.interface import main_and_auxiliary
 from manyhands.parallel.group.plain import broadcast_plain
 from manyhands.parallel.network import ParallelNetwork
 from manyhands.train.loss import CustomMetric, Evaluation, FigureSums
-from manyhands.train.schedule import CustomScheduler
+from manyhands.train.optimize import CustomScheduler
 from manyhands.train.state import find_state, restore
 from manyhands.train.trainer import Trainer
 
@@ -249,8 +249,8 @@ def record_evaluation(trainer: Trainer, found: Evaluation) -> bool:
     progress.evaluated_step, progress.owed = progress.step, False
     by = trainer.job.train.best
     best = progress.improves(by, found.figure(by.partition(" ")[2]))
-    if isinstance(trainer.update.set_rates, CustomScheduler) and trainer.due.evaluation_requested():
-        trainer.update.set_rates.evaluated(found.loss)
+    if isinstance(trainer.updater.set_rates, CustomScheduler) and trainer.due.evaluation_requested():
+        trainer.updater.set_rates.evaluated(found.loss)
     about = {"best": best, "classes": len(trainer.trained.classes)}
     trainer.observed.evaluated = EvaluationMetrics(**_figures(found, trainer) | about)
     trainer.journal.metrics(trainer.observed.evaluated)

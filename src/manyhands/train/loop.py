@@ -31,7 +31,7 @@ def fit(trainer: Trainer) -> str:
                     if balance_shares:
                         balance_shares()
                     for update in updates(trainer, stop):
-                        trainer.update(update, progress.step)
+                        trainer.updater(update, progress.step)
                         trainer.count_update()
                 if not due.stopped:
                     finish(trainer, stop)
@@ -48,7 +48,7 @@ def start_clocks(trainer: Trainer) -> None:
     """Starts the measurements of a run, which exclude the time before its first update."""
     CLOCK.take()
     trainer.status_round.reset(trainer.progress.step)
-    trainer.observed.epoch_mean.complete = trainer.due.epoch_ends()
+    trainer.observed.complete_epoch = trainer.due.epoch_ends()
 
 
 def updates(trainer: Trainer, stop: StopSignal) -> Iterator[UpdateShare]:
@@ -108,7 +108,7 @@ def exchange_status(trainer: Trainer, stop: StopSignal) -> Status:
     """Runs the status round, records it, slow ranks and stalls; a collective. Raises RunError for a non-finite loss."""
     progress, saver, sync = trainer.progress, trainer.saver, trainer.sync
     status = trainer.status_round.add_up(
-        trainer.update.measured,
+        trainer.updater.measured,
         progress.step,
         stop=bool(stop),
         written=saver.done,
@@ -116,11 +116,9 @@ def exchange_status(trainer: Trainer, stop: StopSignal) -> Status:
         replaced=len(trainer.feed.loader.replaced),
     )
     if not math.isfinite(status.loss):
-        raise explain_lost(trainer.network, trainer.world, trainer.update.measured)
+        raise explain_lost(trainer.network, trainer.world, trainer.updater.measured)
     record_status(trainer, status)
     trainer.note_stall(trainer.heartbeats.too_long(status.waited_s), status.waited_s)
-    if saver.interval:
-        saver.interval.trained(status.seconds, status.samples, saving=saver.step is not None)
     if sync.monitor and (cost := sync.monitor.observe(status, progress.step, trainer.journal)):
         sync.cost, trainer.status_round.multiple = cost, cost.every
     finish_save(trainer, written=status.written)

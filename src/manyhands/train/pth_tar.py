@@ -26,7 +26,7 @@ def write_pth_tar(trainer: Trainer, *, best: bool) -> None:
         trainer.synchronizer.average_buffers(progress.step)
         if trainer.network.traits.sharded or is_main:
             with trainer.synchronizer.averaged():
-                snapshot = capture(trainer.network, trainer.update.optimizer, progress, {}, keep=is_main)
+                snapshot = capture(trainer.network, trainer.updater.optimizer, progress, {}, keep=is_main)
             if is_main:
                 _write(trainer, as_main(snapshot, trainer.job.train, progress, trainer.due.steps_per_epoch), best)
 

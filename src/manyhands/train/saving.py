@@ -24,9 +24,8 @@ from manyhands.core.run_folder import NOWHERE, resume_command
 from manyhands.core.world import World
 from manyhands.parallel.apply import checksums
 from manyhands.parallel.group.plain import gather_plain
-from manyhands.train.optimize import restore_optimizer
+from manyhands.train.optimize import CustomScheduler, restore_optimizer
 from manyhands.train.saver import SaveOutcome
-from manyhands.train.schedule import CustomScheduler
 from manyhands.train.state import capture, named_optimizer, split_state, training_digest
 from manyhands.train.status import explain_lost
 from manyhands.train.trainer import Trainer
@@ -45,7 +44,7 @@ def save(trainer: Trainer) -> None:
         write, background = None, not network.layouts
         if writes or network.share.collective_forward:
             with trainer.synchronizer.averaged():
-                snapshot = capture(network, trainer.update.optimizer, trainer.progress, extra, keep=writes)
+                snapshot = capture(network, trainer.updater.optimizer, trainer.progress, extra, keep=writes)
             background = background and memory()[1] > sum(tensor.nbytes for tensor in snapshot.model.values())
             write = functools.partial(_write, trainer, snapshot, step, trainer.progress.best_step) if writes else None
         saver.saves += 1
@@ -74,7 +73,7 @@ def finish_save(trainer: Trainer, *, written: float | None = None) -> None:
     trainer.heartbeats.phase = phase
     outcomes = {rank: SaveOutcome(**by_rank[rank]) for rank in saver.writers}
     if not all(outcome.finite for outcome in outcomes.values()):
-        raise explain_lost(trainer.network, trainer.world, trainer.update.measured)
+        raise explain_lost(trainer.network, trainer.world, trainer.updater.measured)
     if not outcomes[0].error:
         trainer.progress.saved_step = step
         if trainer.synchronizer.own:  # also deletes the states of deleted checkpoints
@@ -106,7 +105,7 @@ def rescue(trainer: Trainer) -> bool:
     network, progress = trainer.network, trainer.progress
     incomplete = network.traits.sharded or network.layouts or trainer.synchronizer.own
     # A torch scheduler is stepped at the beginning of an update.
-    partial_update, scheduled = trainer.update.partial_update, isinstance(trainer.update.set_rates, CustomScheduler)
+    partial_update, scheduled = trainer.updater.partial_update, isinstance(trainer.updater.set_rates, CustomScheduler)
     between = partial_update.in_pieces or (partial_update.begun and scheduled)
     if incomplete or between or not progress.step or trainer.folder is NOWHERE:
         return False
@@ -115,7 +114,7 @@ def rescue(trainer: Trainer) -> bool:
     progress.owed |= trainer.due.evaluation() and progress.evaluated_step != progress.step
     folder = trainer.folder.checkpoints
     folder.mkdir(parents=True, exist_ok=True)
-    snapshot = capture(network, trainer.update.optimizer, progress, _plain_state(trainer))
+    snapshot = capture(network, trainer.updater.optimizer, progress, _plain_state(trainer))
     with FileLock(trainer.folder.ranks / "rescue.lock", mode=0o600):  # a second process finds the checkpoint
         path = commit(folder, progress.step, snapshot)
     trainer.journal.event("saved", path.name, progress.step)
@@ -136,9 +135,9 @@ def _plain_state(trainer: Trainer) -> dict[str, Any]:
     }
     if trainer.hooks.balance_shares:
         extra["shares"] = list(trainer.feed.sharing.shares) or [1] * trainer.feed.sharing.processes
-    if trainer.update.gradients.scaler:
-        extra["scaler"] = trainer.update.gradients.scaler.state_dict()
-    if isinstance(trainer.update.set_rates, CustomScheduler) and (state := trainer.update.set_rates.saved()):
+    if trainer.updater.gradients.scaler:
+        extra["scaler"] = trainer.updater.gradients.scaler.state_dict()
+    if isinstance(trainer.updater.set_rates, CustomScheduler) and (state := trainer.updater.set_rates.saved()):
         extra["schedule"] = state
     return extra
 
@@ -207,11 +206,11 @@ def save_rank_state(trainer: Trainer) -> None:
     tensors, numbers = mine
     step, folder = trainer.progress.step, _rank_states(trainer.folder.checkpoints, trainer.world)
     state: dict[str, Any] = {"belongs_to": _belongs_to(trainer), "numbers": numbers, "own": trainer.synchronizer.own}
-    if trainer.update.gradients.scaler:
-        state["scaler"] = trainer.update.gradients.scaler.state_dict()
+    if trainer.updater.gradients.scaler:
+        state["scaler"] = trainer.updater.gradients.scaler.state_dict()
     content = {name: tensor.detach().cpu() for name, tensor in tensors.items()}
     endless = frozenset({"buffers"} if trainer.network.traits.endless else set[str]())
-    optimizer = named_optimizer(trainer.network.model, trainer.update.optimizer)
+    optimizer = named_optimizer(trainer.network.model, trainer.updater.optimizer)
     failure = ""
     try:
         remove_step(folder, step)  # of an earlier attempt, whose state may differ
@@ -236,10 +235,10 @@ def load_rank_state(trainer: Trainer, checkpoint: Path) -> None:
         trainer.journal.event("warning", what, step)
         return
     trainer.synchronizer.load(found.model, {key: int(value) for key, value in found.state["numbers"].items()})
-    if reset := restore_optimizer(found.optimizer or {"state": {}}, trainer.network.model, trainer.update.optimizer):
+    if reset := restore_optimizer(found.optimizer or {"state": {}}, trainer.network.model, trainer.updater.optimizer):
         trainer.journal.event("warning", reset, step)
-    if trainer.update.gradients.scaler and "scaler" in found.state:
-        trainer.update.gradients.scaler.load_state_dict(found.state["scaler"])
+    if trainer.updater.gradients.scaler and "scaler" in found.state:
+        trainer.updater.gradients.scaler.load_state_dict(found.state["scaler"])
 
 
 def _find(trainer: Trainer, checkpoint: Path) -> tuple[Snapshot | None, str]:

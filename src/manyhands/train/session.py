@@ -38,9 +38,9 @@ from manyhands.train.evaluate import Evaluator, agreed, evaluating, record_evalu
 from manyhands.train.loop import updates
 from manyhands.train.loss import Evaluation, make_metrics
 from manyhands.train.objects import metric_words
+from manyhands.train.optimize import scheduler_state
 from manyhands.train.parts import PICTURES, CustomParts, pixels_of
 from manyhands.train.saving import finish_save, save
-from manyhands.train.schedule import scheduler_state
 from manyhands.train.trainer import Trainer, record_time
 
 
@@ -183,7 +183,7 @@ class Session(Subgroup):
         self._conclude()
         self._begun = True
         for update in updates(trainer, self._stop):
-            self._own = custom_update.CustomUpdate(trainer.update, update, trainer.progress.step)
+            self._own = custom_update.CustomUpdate(trainer.updater, update, trainer.progress.step)
             try:
                 yield from self._own.micro_batches()
             finally:
@@ -295,7 +295,7 @@ class Session(Subgroup):
             self._hook.remove()
         if self._trainer:
             self._trainer.saver.wait()
-            self._trainer.release()
+            self._trainer.resources.close()
         self._trainer = self._hook = None
 
     def _bring_together(self, trainer: Trainer) -> None:

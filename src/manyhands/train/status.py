@@ -73,21 +73,6 @@ class Status(StatusSums):
     waited_s: float  # time that this process waited in the round
 
 
-@dataclass
-class EpochMean:
-    """Loss and accuracy over the samples of one epoch, over all processes."""
-
-    complete: bool = True  # False if the run resumed within the epoch, which leaves the mean unknown
-    loss_sum: float = 0.0
-    correct: float = 0.0
-    samples: float = 0.0
-
-    def add(self, status: Status) -> None:
-        self.loss_sum += status.loss_sum
-        self.correct += status.correct
-        self.samples += status.samples
-
-
 class StatusRound:
     """Decides when a status round is due, equally on every process, and runs it.
 
@@ -183,12 +168,11 @@ class Watcher:
 
     def mine(self, seconds: float, steps: int, _waiting_s: float) -> list[float]:
         """Returns numbers to sum over all processes: by rank, seconds per step, and seconds of the last exchange."""
-        timed = self.synchronizer.timed
-        assert timed is not None
-        self._stood_s, self._waited_s = timed.waited_s - self._waited_s, timed.waited_s
+        waited_s = self.synchronizer.waited_s
+        self._stood_s, self._waited_s = waited_s - self._waited_s, waited_s
         step_s = (seconds - self._stood_s) / max(1, steps)
         own = [rank == self.world.rank for rank in range(self.world.size)]
-        return [*(step_s * one for one in own), *(timed.exchange_s * one for one in own)]
+        return [*(step_s * one for one in own), *(self.synchronizer.exchange_s * one for one in own)]
 
     def observe(self, status: Status, step: int, journal: Journal) -> Cost | None:
         """Reports stalls and slow ranks; returns the method if its pace changes, the same on all processes."""
