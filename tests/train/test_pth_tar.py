@@ -16,7 +16,7 @@ from manyhands.core.world import World
 from manyhands.train.build import build
 from manyhands.train.loop import fit
 from manyhands.train.parts import Parts
-from manyhands.train.pth_tar import as_main, check_same_training
+from manyhands.train.saving import as_main, check_same_training
 from manyhands.train.state import Progress
 
 RECIPE = "imagenet-main"

@@ -63,9 +63,9 @@ def test_where_auto_would_change_nothing_that_is_said():
 
 def test_standing_still_is_what_neither_computes_nor_waits_for_data():
     one = standing("10mbit")
-    stood_s, all_s, processes = one.mine(10.0, 2, 3.0)
+    stood_s, all_s, processes = one.numbers_to_sum(10.0, 2, 3.0)
     assert (all_s, processes) == (10.0, 1)
     assert 5.0 < stood_s <= 7.0
     one.compute_s = 2.5
-    assert one.mine(10.0, 2, 3.0) == [2.0, 10.0, 1]
-    assert one.mine(1.0, 2, 3.0) == [0.0, 1.0, 1]
+    assert one.numbers_to_sum(10.0, 2, 3.0) == [2.0, 10.0, 1]
+    assert one.numbers_to_sum(1.0, 2, 3.0) == [0.0, 1.0, 1]

@@ -7,12 +7,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
 
 from manyhands.checkpoint.snapshot import unflatten
 from manyhands.checkpoint.trained import find_record
 from manyhands.config.job import Job
+from manyhands.core.devices import precise_dtype
 from manyhands.core.errors import UserError
 from manyhands.core.phases import CLOCK, COMMUNICATION
 from manyhands.core.run_folder import RunFolder
@@ -94,8 +96,7 @@ class CustomUpdate:
         (part, labels, reported), self._open = self._open, None
         self._refuse_changes()
         rows = len(labels) if updater.network.share.together else part.share.count
-        # mps has no float64.
-        kind = torch.float32 if loss.device.type == "mps" else torch.float64
+        kind = precise_dtype(loss.device)
         counts = torch.tensor(reported, dtype=kind, device=loss.device)
         share: Tensor | float = rows / part.shape.batch
         if weight is not None:
@@ -162,15 +163,13 @@ class CustomUpdate:
         return True
 
 
-class PreparedOptimizer(torch.optim.Optimizer):
+class PreparedOptimizer(Optimizer):
     """Wraps the user's optimizer, whose groups and state it shares, for a loop over micro-batches.
 
     `step` does nothing before an update's last micro-batch, and `zero_grad` nothing within an unfinished update.
     """
 
-    def __init__(
-        self, inner: torch.optim.Optimizer, finish: Callable[[], object], unfinished: Callable[[], bool]
-    ) -> None:
+    def __init__(self, inner: Optimizer, finish: Callable[[], object], unfinished: Callable[[], bool]) -> None:
         # torch's constructor isn't called, because groups and state belong to the inner optimizer.
         self.__dict__.update(_inner=inner, _finish=finish, _unfinished=unfinished)
         self.__dict__.update(state_dict=inner.state_dict, load_state_dict=inner.load_state_dict)
@@ -205,7 +204,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
         raise UserError("a prepared optimizer doesn't accept more parameters", "add_param_group", hints)
 
 
-def as_given(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+def as_given(optimizer: Optimizer) -> Optimizer:
     return optimizer.__dict__["_inner"] if isinstance(optimizer, PreparedOptimizer) else optimizer
 
 

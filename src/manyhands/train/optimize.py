@@ -14,6 +14,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
@@ -33,11 +34,11 @@ _PLAIN_KINDS: dict[str, Any] = {"list": list, "tuple": tuple, "dict": dict}
 SetRates = Callable[[int], None]  # sets the learning rates for an update, given its index from 0
 
 
-def make_custom(make: MakeOptimizer, model: nn.Module) -> torch.optim.Optimizer:
+def make_custom(make: MakeOptimizer, model: nn.Module) -> Optimizer:
     """Creates the custom optimizer for a network's trainable parameters and stores each group's learning rate."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer: Any = make(list(parameters))
-    if not isinstance(optimizer, torch.optim.Optimizer):
+    if not isinstance(optimizer, Optimizer):
         hints = ("return a torch.optim.Optimizer, such as lambda parameters: torch.optim.RMSprop(parameters)",)
         raise UserError(f"the optimizer function returned a {type(optimizer).__name__}", _WHERE, hints)
     kind = type(optimizer).__name__
@@ -61,7 +62,7 @@ def make_custom(make: MakeOptimizer, model: nn.Module) -> torch.optim.Optimizer:
     return optimizer
 
 
-def _start_momentum(optimizer: torch.optim.Optimizer) -> None:
+def _start_momentum(optimizer: Optimizer) -> None:
     """Initializes fused SGD's momentum, which torch leaves uninitialized if the first update is skipped."""
     for group in optimizer.param_groups if isinstance(optimizer, torch.optim.SGD) else ():
         if not (group["fused"] and group["momentum"]):
@@ -74,34 +75,29 @@ def _start_momentum(optimizer: torch.optim.Optimizer) -> None:
                 optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 
-def mark_own(optimizer: torch.optim.Optimizer) -> None:
+def mark_own(optimizer: Optimizer) -> None:
     """Marks an optimizer as custom, so that its learning rates are not changed."""
     for group in optimizer.param_groups:
         group[_OF_PEAK] = 1.0
     _start_momentum(optimizer)
 
 
-def is_custom(optimizer: torch.optim.Optimizer) -> bool:
+def is_custom(optimizer: Optimizer) -> bool:
     return _OF_PEAK in optimizer.param_groups[0]
 
 
-def with_own_rate(options: TrainOptions, optimizer: torch.optim.Optimizer) -> TrainOptions:
-    """Returns the options with a custom optimizer's peak learning rate; unchanged for a built-in one."""
-    return options.model_copy(update={"lr": largest_rate(optimizer)}) if is_custom(optimizer) else options
-
-
-def largest_rate(optimizer: torch.optim.Optimizer) -> float:
+def largest_rate(optimizer: Optimizer) -> float:
     """Returns the largest learning rate of all groups, without the factor of biases and norms."""
     return max(float(group["lr"]) / group.get(_OF_LR, 1.0) for group in optimizer.param_groups)
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+def set_learning_rate(optimizer: Optimizer, rate: float) -> None:
     """Sets the learning rate of every group, in the initial proportions."""
     for group in optimizer.param_groups:
         group["lr"] = rate * group.get(_OF_PEAK, 1.0) * group.get(_OF_LR, 1.0)
 
 
-def restore_optimizer(saved: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+def restore_optimizer(saved: dict[str, Any], model: nn.Module, optimizer: Optimizer) -> str:
     """Restores the state of an optimizer by parameter name; ignores the state of other parameters.
 
     Resets state that wasn't saved (of a parameter that was frozen, for example) or that belongs to another optimizer;
@@ -151,7 +147,7 @@ def _placed(value: Any, parameter: Tensor) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
 
 
-Kind = TypeVar("Kind", bound=torch.optim.Optimizer)
+Kind = TypeVar("Kind", bound=Optimizer)
 _WRAPPED = ("add_param_group", "zero_grad", "state_dict", "load_state_dict")
 
 
@@ -164,7 +160,7 @@ def _plain(kind: type[Kind], fused: Callable[[Any], bool] = lambda _: False) -> 
     """
     methods: dict[str, Any] = {name: inspect.unwrap(getattr(kind, name)) for name in _WRAPPED}
     update = torch.no_grad()(inspect.unwrap(kind.step))
-    hooked = torch.optim.Optimizer.profile_hook_step(update)
+    hooked = Optimizer.profile_hook_step(update)
     of_all = (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)
 
     def step(self: Any, *arguments: Any, **named: Any) -> Any:
@@ -205,7 +201,7 @@ SGD, AdamW = _plain(torch.optim.SGD, _fused_sgd), _plain(torch.optim.AdamW)
 
 def make_optimizer(
     model: nn.Module, options: TrainOptions, *, sharded: bool, own: MakeOptimizer | None = None
-) -> torch.optim.Optimizer:
+) -> Optimizer:
     """Creates SGD or AdamW, by default without weight decay on biases and norms, or a custom one (first `own`)."""
     if (make := brought(_WHERE, options.optimizer, own)) is not None:
         if not callable(make):
@@ -216,7 +212,7 @@ def make_optimizer(
     # torch's fused kernels update all tensors in one call; sharded tensors take the ordinary path.
     fused = None if sharded else True
     if options.optimizer == "adamw":
-        optimizer: torch.optim.Optimizer = AdamW(groups, lr=rate, betas=options.betas, fused=fused)
+        optimizer: Optimizer = AdamW(groups, lr=rate, betas=options.betas, fused=fused)
     else:
         optimizer = SGD(groups, lr=rate, momentum=momentum, nesterov=options.nesterov and momentum > 0, fused=fused)
     for group in optimizer.param_groups:
@@ -225,7 +221,7 @@ def make_optimizer(
     return optimizer
 
 
-def start_state(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Tensor]:
+def start_state(optimizer: Optimizer, parameter: Tensor) -> dict[str, Tensor]:
     """Returns the optimizer's state of a parameter before the first update.
 
     torch would create the state in the first step: for fused SGD from uninitialized memory, which stays if a loss
@@ -359,11 +355,11 @@ def _is_constant(value: Any) -> bool:
     return callable(value) or isinstance(value, Counter)
 
 
-def make_schedule(
-    optimizer: torch.optim.Optimizer, options: TrainOptions, steps_per_epoch: int, own: Callable[..., Any] | None = None
-) -> SetRates:
+def make_schedule(optimizer: Optimizer, options: TrainOptions, steps_per_epoch: int, own: Any = None) -> SetRates:
     """Creates the function that sets learning rates; a custom one, such as `own`, is tested on the first update."""
-    function, options = brought(_SCHEDULE, options.schedule, own), with_own_rate(options, optimizer)
+    function = brought(_SCHEDULE, options.schedule, own)
+    if is_custom(optimizer):
+        options = options.model_copy(update={"lr": largest_rate(optimizer)})
     if function is None:
         return lambda step: set_learning_rate(optimizer, learning_rate(options, step, steps_per_epoch))
     of_optimizer, asked = _arguments_of(function, max(1, options.epochs * steps_per_epoch), steps_per_epoch)
@@ -434,7 +430,7 @@ class CustomScheduler:
     loss.
     """
 
-    def __init__(self, scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, scheduler: Any, optimizer: Optimizer) -> None:
         kind = self._kind = type(scheduler).__name__
         if not isinstance(scheduler, LRScheduler):
             hints = ("return a torch.optim.lr_scheduler.LRScheduler of the optimizer",)

@@ -74,8 +74,8 @@ class Parts(RunContext):
 
     objects: Objects  # the user's Python objects
     make_model: Callable[[data_setup.DataSetup, "Grid | None", Resumable | None], nn.Module]
-    make_optimizer: Callable[[nn.Module, ParallelNetwork], Optimizer]
-    make_schedule: Callable[[Optimizer, int], optimize.SetRates]  # takes the optimizer and the updates per epoch
+    make_optimizer: Callable[..., Optimizer]  # takes the network, and as `sharded` whether its tensors are sharded
+    make_schedule: Callable[..., optimize.SetRates]  # takes the optimizer, and as `steps_per_epoch` the updates
     # returns a name for each output of the network, given the class names
     name_outputs: Callable[[tuple[str, ...], ParallelNetwork, TrialResult], tuple[str, ...]] = lambda names, *_: names
     previous_shares: Callable[[Resumable | None], tuple[list[int] | None, int]] = previous_shares
@@ -130,12 +130,8 @@ class Parts(RunContext):
             cross_entropy=brought.loss is None and job.train.loss == "cross-entropy",
             metrics=make_metrics(job.train.metrics, brought.metrics),
             make_model=model_of,
-            make_optimizer=lambda model, network: optimize.make_optimizer(
-                model, job.train, sharded=network.traits.sharded, own=brought.optimizer
-            ),
-            make_schedule=lambda optimizer, steps: optimize.make_schedule(
-                optimizer, job.train, steps, brought.schedule
-            ),
+            make_optimizer=functools.partial(optimize.make_optimizer, options=job.train, own=brought.optimizer),
+            make_schedule=functools.partial(optimize.make_schedule, options=job.train, own=brought.schedule),
             name_outputs=functools.partial(_name_outputs, journal),
             finish=_compiled_and_balanced,
         )
@@ -153,7 +149,7 @@ class Parts(RunContext):
         objects = Objects(model, own.train_set, own.train_set, targets=has_targets(own.train_set), digests=digests)
         names = {id(parameter): name for name, parameter in model.named_parameters()}
 
-        def optimizer_of(model: nn.Module, _network: ParallelNetwork) -> Optimizer:
+        def optimizer_of(model: nn.Module, *, sharded: bool) -> Optimizer:  # noqa: ARG001 - as for a job
             live = dict(own.model.named_parameters())  # the parameters after the mode was applied
             for group in own.optimizer.param_groups:
                 if any(id(parameter) not in names for parameter in group["params"]):
@@ -182,12 +178,8 @@ class Parts(RunContext):
             make_schedule=functools.partial(_schedule_of_loop, job, own),
             previous_shares=lambda found: ([] if found else None, 0),  # a session doesn't measure shares
         )
-        layouts: Mapping[str, TensorLayout] = {}
-        if grid:
-            from manyhands.parallel.mesh.marks import layouts_of
-
-            layouts = layouts_of(model, grid.mesh, world.rank)
-        record_setup(parts, objects, splits, data_setup.class_names(job, splits), model, layouts, own.optimizer)
+        classes, layouts = data_setup.class_names(job, splits), layouts_by_hand(model, grid, world)
+        record_setup(parts, objects, splits, classes, model, layouts, own.optimizer)
         return parts
 
 
@@ -341,6 +333,15 @@ def grid_of(job: Job, world: World, mode: str) -> "Grid | None":
     return Grid(mesh, world)
 
 
+def layouts_by_hand(model: nn.Module, grid: "Grid | None", world: World) -> Mapping[str, TensorLayout]:
+    """Returns the layouts of a network that is sharded over `grid` by its own code; empty without a grid."""
+    if grid is None:
+        return {}
+    from manyhands.parallel.mesh.marks import layouts_of
+
+    return layouts_of(model, grid.mesh, world.rank)
+
+
 def make_model(
     job: Job, pixels: Pixels, classes: int, world: World, objects: Objects, journal: Journal, grid: "Grid | None" = None
 ) -> nn.Module:
@@ -425,17 +426,15 @@ def _other_head(saved: dict[str, Tensor], live: dict[str, Tensor], classes: int)
     return other if len(lengths) == 1 and lengths.pop()[1] == classes else []
 
 
-def describe_trained(
-    run: RunContext, samples: data_setup.DataSetup, classes: tuple[str, ...], objects: Objects
-) -> TrainedNetwork:
+def describe_trained(parts: Parts, samples: data_setup.DataSetup, classes: tuple[str, ...]) -> TrainedNetwork:
     """Returns the description of network and data that checkpoints contain; `classes` names each output."""
-    job, pixels = run.job, samples.pixels
+    job, objects, pixels = parts.job, parts.objects, samples.pixels
     fields = {name: getattr(pixels, name) for name in ("own", "size", "channels", "mean", "std")}
     pictures = Pictures(resize=pixels.resized_to, **fields)
     if objects.model is not None:
         note_trained_on(objects.model, pictures, classes)
     model = job.model if objects.model is not None else resolve_model(job.model, pixels.size)
-    grid = mesh_of(job, run.world) if takes_mesh(run.mode) else None
+    grid = mesh_of(job, parts.world) if takes_mesh(parts.mode) else None
     return TrainedNetwork(
         name=model.name,
         made_in_python=objects.model is not None,

@@ -63,9 +63,7 @@ def order_and_sharing(
         said = f"each process computes an update in {passes} micro-batches of at most {most} samples, "
         said += "the limit from the start of the run"
         if largest > most:
-            said = (
-                f"micro-batches now have up to {largest} samples instead of {most}, because train.norm_group is {group}"
-            )
+            said = f"micro-batches now have up to {largest} samples, not {most}, because train.norm_group is {group}"
         run.journal.event("note", f"{said} (with enough memory, add --set train.micro_batch={batch})", 0)
     return Order(samples, batch, options.seed, options.drop_last), within
 

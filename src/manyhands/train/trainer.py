@@ -17,24 +17,20 @@ from manyhands.core.errors import RunError
 from manyhands.core.phases import CLOCK, PHASES
 from manyhands.core.quantities import percentage
 from manyhands.core.records import EvaluationMetrics, PhaseMetrics, StepMetrics
-from manyhands.core.run_folder import NOWHERE, RunFolder
-from manyhands.core.world import World
+from manyhands.core.run_folder import NOWHERE
 from manyhands.parallel.apply import check_replicas, normalises_in_groups
 from manyhands.parallel.group.plain import gather_plain
-from manyhands.parallel.network import ParallelNetwork
 from manyhands.sync.options import exception_of
-from manyhands.sync.synchronizer import Synchronizer
 from manyhands.train.choose_sync import ChosenSync
 from manyhands.train.data_setup import check_bad_pictures, first_names
 from manyhands.train.feed import Feed
-from manyhands.train.heartbeat import HeartbeatWriter
-from manyhands.train.journal import Journal, RunContext
+from manyhands.train.journal import RunContext
 from manyhands.train.loss import Evaluation
 from manyhands.train.objects import AtEpochEnd, EpochEnd
 from manyhands.train.optimize import largest_rate
 from manyhands.train.saver import FIRST_S, Saver
 from manyhands.train.state import Progress
-from manyhands.train.status import Divergence, Status, StatusRound, Watcher
+from manyhands.train.status import Divergence, HeartbeatWriter, Status, StatusRound, Watcher
 from manyhands.train.step import Updater
 
 
@@ -133,33 +129,14 @@ class Trainer:
     saver: Saver = field(default_factory=Saver)
     heartbeats: HeartbeatWriter = field(default_factory=HeartbeatWriter)
 
-    @property
-    def job(self) -> Job:
-        return self.run.job
-
-    @property
-    def folder(self) -> RunFolder:
-        return self.run.folder
-
-    @property
-    def world(self) -> World:
-        return self.run.world
-
-    @property
-    def journal(self) -> Journal:
-        return self.run.journal
+    def __post_init__(self) -> None:
+        run, updater = self.run, self.updater
+        self.job, self.folder, self.world, self.journal = run.job, run.folder, run.world, run.journal
+        self.network, self.synchronizer = updater.network, updater.synchronizer
 
     @property
     def progress(self) -> Progress:
         return self.due.progress
-
-    @property
-    def network(self) -> ParallelNetwork:
-        return self.updater.network
-
-    @property
-    def synchronizer(self) -> Synchronizer:
-        return self.updater.synchronizer
 
     def count_update(self) -> None:
         for message in self.updater.skipped:
@@ -340,6 +317,5 @@ def _drops(module: nn.Module, kind: str) -> bool:
     words, attributes = _MASKS[kind]
     classes = [one.__name__.lower() for one in type(module).__mro__]
     values = [getattr(module, name, 0.0) for name in attributes]
-    return any(word in name for word in words for name in classes) and any(
-        isinstance(value, int | float) and value > 0 for value in values
-    )
+    draws = any(isinstance(value, int | float) and value > 0 for value in values)
+    return draws and any(word in name for word in words for name in classes)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils import _pytree as pytree
 
+from manyhands.core.devices import precise_dtype
 from manyhands.core.errors import RunError, UserError
 from manyhands.core.mesh import Mesh, bounds
 from manyhands.core.world import Span, World
@@ -146,7 +147,7 @@ def _mesh_of(net: Any) -> Grid:
 
 def _copies(net: nn.Module | Make, grid: Grid) -> tuple[nn.Module, nn.Module]:
     alone = Grid(Mesh(tuple((name, 1) for name in grid.mesh.names)), World(device=grid.world.device))
-    dtype = torch.float32 if grid.world.device.startswith("mps") else torch.float64
+    dtype = precise_dtype(grid.world.device)
 
     def copy_on(place: Grid) -> nn.Module:
         if isinstance(net, nn.Module):

@@ -20,18 +20,11 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
-from manyhands.core.devices import is_tested
+from manyhands.core.devices import is_tested, precise_dtype
 from manyhands.core.errors import UserError
 from manyhands.core.phases import CLOCK, COMMUNICATION
 from manyhands.core.world import Span
-from manyhands.parallel.replicas.norm_pass import (
-    Held,
-    NormPass,
-    accumulator_dtype,
-    computed_dtype,
-    moments_of,
-    statistics_of,
-)
+from manyhands.parallel.replicas.norm_pass import Held, NormPass, computed_dtype, moments_of, statistics_of
 
 # One pass over several groups launches about 30 kernels in forward and backward, a single group about 12.
 _MIN_IN_ONE_PASS = 3
@@ -207,7 +200,7 @@ class GroupedNorm(_BatchNorm):
 
     def _add(self, statistics: Tensor, weight: float) -> None:
         """Adds the groups' means and unbiased variances, [groups, 2, C], times the factor `weight`, to `seen`."""
-        flat = statistics.detach().to(accumulator_dtype(statistics)).flatten(1)
+        flat = statistics.detach().to(precise_dtype(statistics.device)).flatten(1)
         flat = flat[0] if len(flat) == 1 else flat.sum(0)
         weighted = torch.cat([flat, flat.new_full((1,), len(statistics))]) * weight
         self.seen = weighted if self.seen is None else self.seen + weighted
@@ -218,7 +211,7 @@ class GroupedNorm(_BatchNorm):
         if seen is not None:
             return seen
         mean = cast(Tensor, self.running_mean)
-        return torch.zeros(2 * self.num_features + 1, dtype=accumulator_dtype(mean), device=mean.device)
+        return torch.zeros(2 * self.num_features + 1, dtype=precise_dtype(mean.device), device=mean.device)
 
     def move_running_statistics(self, total: Tensor) -> None:
         """Moves running mean and variance towards the mean over all groups; `total` [2 C + 1] is the sum of `seen`."""

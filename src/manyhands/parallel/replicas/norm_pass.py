@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import Tensor
 
+from manyhands.core.devices import precise_dtype
+
 
 @dataclass(frozen=True)
 class Held:
@@ -18,11 +20,6 @@ class Held:
     eps: float = 0.0  # for groups that aren't shared
 
 
-def accumulator_dtype(like: Tensor) -> torch.dtype:
-    """Returns the dtype of sums and of values per channel; Apple's devices have no double precision."""
-    return torch.float32 if like.device.type == "mps" else torch.float64
-
-
 def computed_dtype(like: Tensor) -> torch.dtype:
     """Returns the dtype for tensors with the size of an activation."""
     return like.dtype if like.dtype == torch.float64 else torch.float32
@@ -30,7 +27,7 @@ def computed_dtype(like: Tensor) -> torch.dtype:
 
 def moments_of(parts: Sequence[tuple[Tensor, int]], groups: int, channels: int, like: Tensor) -> Tensor:
     """Returns sums and sums of squares [groups, 2, C] of `parts`: (local values [n, C, ...], index of the group)."""
-    dtype = accumulator_dtype(like)
+    dtype = precise_dtype(like.device)
     moments = torch.zeros(groups, 2, channels, dtype=dtype, device=like.device)
     for part, place in parts:
         values = in_groups(part.detach().to(computed_dtype(part)), 1)
@@ -49,7 +46,7 @@ def statistics_of(part: Tensor, groups: int) -> tuple[Tensor, Tensor]:
     """Returns mean and biased variance, [groups, C] each, of the equal groups in [groups n, C, ...]."""
     values = in_groups(part.detach().to(computed_dtype(part)), groups)
     variance, mean = torch.var_mean(values, dim=[1, *range(3, values.dim())], correction=0)
-    return mean.to(accumulator_dtype(part)), variance.to(accumulator_dtype(part))
+    return mean.to(precise_dtype(part.device)), variance.to(precise_dtype(part.device))
 
 
 def in_groups(part: Tensor, groups: int) -> Tensor:
