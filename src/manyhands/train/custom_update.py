@@ -204,10 +204,6 @@ class PreparedOptimizer(Optimizer):
         raise UserError("a prepared optimizer doesn't accept more parameters", "add_param_group", hints)
 
 
-def as_given(optimizer: Optimizer) -> Optimizer:
-    return optimizer.__dict__["_inner"] if isinstance(optimizer, PreparedOptimizer) else optimizer
-
-
 def postpone_steps(scheduler: LRScheduler, waits: Callable[[], bool]) -> None:
     """Disables a scheduler's `step` while `waits` returns True; the saved state of the scheduler is unchanged."""
     kind = type(scheduler)

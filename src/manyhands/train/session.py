@@ -126,7 +126,8 @@ class Session(Subgroup):
         self.close()
         job = self.job.model_copy(update={"train": self.job.train.model_copy(update={"batch": batch})})
         split = None if plan is None else as_plan(plan)
-        optimizer = custom_update.as_given(optimizer)
+        if isinstance(optimizer, custom_update.PreparedOptimizer):
+            optimizer = optimizer.__dict__["_inner"]
         own = CustomParts(model, optimizer, train_set, split, scheduler, self._scheduled)
         trainer, saved = custom_update.prepare_trainer(job, self._folder, self.world, own)
         self._trainer, self._scheduler, self._loss = trainer, scheduler, self._saved_losses(saved)

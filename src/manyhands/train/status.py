@@ -37,10 +37,9 @@ from manyhands.parallel.network import MicroBatch, ParallelNetwork
 from manyhands.parallel.replicas.shared_memory import SharedSums
 from manyhands.sync.choose import EXACT, choose, words_of
 from manyhands.sync.costs import Cost, LinkCase
-from manyhands.sync.options import SyncOptions
 from manyhands.sync.synchronizer import Synchronizer
 from manyhands.train.feed import StepSums
-from manyhands.train.journal import Journal
+from manyhands.train.journal import Journal, RunContext
 
 MOST_STEPS = 1000
 LONGEST_S = 10.0  # longest interval on a slow link, because stop requests wait for a round
@@ -237,9 +236,8 @@ class CommunicationMonitor:
 
     # measures the link; takes the seconds of computing per step, and returns the inputs of the cost model; a collective
     case: Callable[[float], LinkCase]
-    options: SyncOptions
+    run: RunContext
     without: dict[str, str]  # methods that the job rules out, and why
-    run: str  # the run folder
     compute_s: float = 0.0  # seconds of computing per step on accelerators; 0 on a CPU
     _own_s: float = field(default_factory=time.thread_time, init=False)
     _stood_s: float = field(default=0.0, init=False)
@@ -272,13 +270,14 @@ class CommunicationMonitor:
     def _line(self, share: float, step_s: float) -> str:
         computing_s = (1 - share) * step_s
         case = self.case(computing_s)
-        choice = choose(replace(case, backward_s=_BACKWARD * computing_s), self.options, without=self.without)
+        choice = choose(replace(case, backward_s=_BACKWARD * computing_s), self.run.job.sync, without=self.without)
         chosen = choice.chosen
         message = f"communication between machines takes {share:.0%} of the {step_s:.3g} s per step"
         if chosen.method == EXACT:
             return f"{message}; --sync auto would also choose {EXACT}: {choice.reason}"
-        resume = resume_command(Path(self.run), "--set sync.method=auto", 'sync__method="auto"')
-        change = f"manyhands stop {shlex.quote(self.run)}, then {resume}"
+        folder = self.run.folder.path
+        resume = resume_command(folder, "--set sync.method=auto", 'sync__method="auto"')
+        change = f"manyhands stop {shlex.quote(str(folder))}, then {resume}"
         return f"{message}; --sync auto would take about {chosen.step_s:.3g} s ({words_of(chosen)}): {change}"
 
 

@@ -287,7 +287,7 @@ class Updater:
         self.partial_update.end()
         also = self.synchronizer.forget()
         cost = f" ({also})" if also else ""
-        self.skipped.append(f"update {step + 1} is skipped: {error.message} ({error.where}){cost}")
+        self.skipped.append(f"the update after step {step} is skipped: {error.message} ({error.where}){cost}")
         self.synchronizer.after_update(step + 1)
         CLOCK.to(COMPUTE)
 
