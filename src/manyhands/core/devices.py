@@ -31,11 +31,6 @@ def is_tested(device: str | torch.device) -> bool:
     return is_accelerator(device) and torch.device(device).type in TESTED_DEVICES
 
 
-def precise_dtype(device: str | torch.device) -> torch.dtype:
-    """Returns the dtype of sums on a device: float64, or float32 on mps, which has no float64."""
-    return torch.float32 if torch.device(device).type == "mps" else torch.float64
-
-
 def device_name(device: str | torch.device) -> str:
     """Returns the vendor's name of an accelerator, or of this machine's processor."""
     return torch.get_device_module(device).get_device_name(device) if is_accelerator(device) else this_processor().name

@@ -14,7 +14,6 @@ from typing_extensions import override
 from manyhands.checkpoint.snapshot import unflatten
 from manyhands.checkpoint.trained import find_record
 from manyhands.config.job import Job
-from manyhands.core.devices import precise_dtype
 from manyhands.core.errors import UserError
 from manyhands.core.phases import CLOCK, COMMUNICATION
 from manyhands.core.run_folder import RunFolder
@@ -22,6 +21,7 @@ from manyhands.core.world import World
 from manyhands.data.order import Order
 from manyhands.parallel.group.plain import broadcast_plain
 from manyhands.parallel.network import MicroBatch
+from manyhands.parallel.replicas.norm_pass import precise_dtype
 from manyhands.train.build import build
 from manyhands.train.feed import UpdateShare
 from manyhands.train.loop import start_clocks

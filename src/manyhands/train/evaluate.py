@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from manyhands.checkpoint import files
 from manyhands.config.job import Job
-from manyhands.core.devices import precise_dtype
 from manyhands.core.errors import RunError, UserError
 from manyhands.core.files import read_object
 from manyhands.core.phases import CLOCK, EVALUATION
@@ -32,6 +31,7 @@ from manyhands.data.order import dealt_blocks, evaluation_blocks
 from manyhands.models.interface import main_and_auxiliary
 from manyhands.parallel.group.plain import broadcast_plain
 from manyhands.parallel.network import ParallelNetwork
+from manyhands.parallel.replicas.norm_pass import precise_dtype
 from manyhands.train.loss import CustomMetric, Evaluation, FigureSums
 from manyhands.train.optimize import CustomScheduler
 from manyhands.train.state import find_state, restore

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from manyhands.config.job import OBJECT, TrainOptions
 from manyhands.core.choices import unknown_choice
-from manyhands.core.devices import precise_dtype
 from manyhands.core.errors import UserError
 from manyhands.core.seeds import derive
 from manyhands.core.user_code import load_object, users_line
@@ -27,6 +26,7 @@ from manyhands.core.world import World
 from manyhands.models.interface import main_and_auxiliary
 from manyhands.parallel.gradients import summed_over_samples
 from manyhands.parallel.group.plain import broadcast_plain
+from manyhands.parallel.replicas.norm_pass import precise_dtype
 from manyhands.train.feed import drawing
 from manyhands.train.objects import brought
 

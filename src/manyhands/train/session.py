@@ -17,7 +17,6 @@ from torch.utils.hooks import RemovableHandle
 
 from manyhands.checkpoint.trained import TrainedOn, noted_trained_on
 from manyhands.config.job import Job
-from manyhands.core.devices import precise_dtype
 from manyhands.core.errors import EXIT_SAVED, UserError
 from manyhands.core.phases import CLOCK, EVALUATION
 from manyhands.core.run_folder import RunFolder
@@ -33,6 +32,7 @@ from manyhands.parallel.gradients import autocast
 from manyhands.parallel.group.collectives import Subgroup, new_group, world_group
 from manyhands.parallel.network import ParallelNetwork
 from manyhands.parallel.plan import PlanLike, as_plan
+from manyhands.parallel.replicas.norm_pass import precise_dtype
 from manyhands.train import custom_update
 from manyhands.train.data_setup import first_picture, make_loader
 from manyhands.train.evaluate import Evaluator, agreed, evaluating, record_evaluation

@@ -24,7 +24,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
-from manyhands.core.devices import precise_dtype
 from manyhands.core.errors import RunError
 from manyhands.core.phases import CLOCK, COMMUNICATION, COMPUTE, RECORDS
 from manyhands.core.run_folder import resume_command
@@ -34,6 +33,7 @@ from manyhands.parallel.group.heartbeat import HEARTBEAT_FILE, Heartbeat, leave_
 from manyhands.parallel.group.listeners import connections, listens
 from manyhands.parallel.group.plain import gather_plain
 from manyhands.parallel.network import MicroBatch, ParallelNetwork
+from manyhands.parallel.replicas.norm_pass import precise_dtype
 from manyhands.parallel.replicas.shared_memory import SharedSums
 from manyhands.sync.choose import EXACT, choose, words_of
 from manyhands.sync.costs import Cost, LinkCase

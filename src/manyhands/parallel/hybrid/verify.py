@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils import _pytree as pytree
 
-from manyhands.core.devices import precise_dtype
 from manyhands.core.errors import RunError, UserError
 from manyhands.core.mesh import Mesh, bounds
 from manyhands.core.world import Span, World
@@ -24,6 +23,7 @@ from manyhands.parallel.group.plain import broadcast_plain, gather_plain
 from manyhands.parallel.hybrid.network import HybridNetwork, hybrid_network
 from manyhands.parallel.mesh.grid import Axis, Grid
 from manyhands.parallel.replicas.batch_norm import GroupedNorm, NormGroups, group_batch_norms
+from manyhands.parallel.replicas.norm_pass import precise_dtype
 
 Make = Callable[[Grid], nn.Module]
 Loss = Callable[..., Tensor]

@@ -20,11 +20,18 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
-from manyhands.core.devices import is_tested, precise_dtype
+from manyhands.core.devices import is_tested
 from manyhands.core.errors import UserError
 from manyhands.core.phases import CLOCK, COMMUNICATION
 from manyhands.core.world import Span
-from manyhands.parallel.replicas.norm_pass import Held, NormPass, computed_dtype, moments_of, statistics_of
+from manyhands.parallel.replicas.norm_pass import (
+    Held,
+    NormPass,
+    computed_dtype,
+    moments_of,
+    precise_dtype,
+    statistics_of,
+)
 
 # One pass over several groups launches about 30 kernels in forward and backward, a single group about 12.
 _MIN_IN_ONE_PASS = 3

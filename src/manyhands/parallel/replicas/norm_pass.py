@@ -8,8 +8,6 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import Tensor
 
-from manyhands.core.devices import precise_dtype
-
 
 @dataclass(frozen=True)
 class Held:
@@ -18,6 +16,11 @@ class Held:
     places: tuple[tuple[int, int], ...]  # (first group, number of equal groups) of each part of the input
     add_up: Callable[[Tensor], None] | None = None  # sums over processes; None if no group is shared
     eps: float = 0.0  # for groups that aren't shared
+
+
+def precise_dtype(device: str | torch.device) -> torch.dtype:
+    """Returns the dtype of sums on a device: float64, or float32 on mps, which has no float64."""
+    return torch.float32 if torch.device(device).type == "mps" else torch.float64
 
 
 def computed_dtype(like: Tensor) -> torch.dtype:
