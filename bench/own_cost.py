@@ -55,7 +55,7 @@ def as_a_run(trainer):
     """Updates one by one, with all that goes with them; checkpoints are timed alone."""
     while True:
         for update in updates(trainer, False):
-            trainer.update(update, trainer.progress.step)
+            trainer.updater(update, trainer.progress.step)
             trainer.count_update()
             yield
 
@@ -64,7 +64,7 @@ def without(trainer):
     """The same updates alone: nothing recorded, nothing looked at."""
     for epoch in itertools.count():
         for update in trainer.feed.updates(epoch, 0):
-            trainer.update(update, trainer.progress.step)
+            trainer.updater(update, trainer.progress.step)
             yield
 
 

@@ -12,8 +12,8 @@ from manyhands.cluster.agents.heartbeats import HeartbeatMonitor, heartbeat_path
 from manyhands.cluster.agents.protocol import WorkersSeen
 from manyhands.cluster.agents.stall import Stalls
 from manyhands.parallel.group.heartbeat import HEARTBEAT_FILE, Heartbeat, Seen
-from manyhands.train import heartbeat
-from manyhands.train.heartbeat import HeartbeatWriter
+from manyhands.train import status
+from manyhands.train.status import HeartbeatWriter
 
 
 class Clock:
@@ -112,7 +112,7 @@ def test_who_is_ended_has_been_seen_to_hang_for_some_seconds(rank, wanted, clock
 
 def test_an_update_that_took_much_longer_than_usual_is_told_of(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(heartbeat, "time", clock)
+    monkeypatch.setattr(status, "time", clock)
     one = HeartbeatWriter()
     said = []
     for step, seconds in enumerate([9.0, 0.1, 0.1, 0.1, 8.0, 0.1, 2.9], 1):
@@ -126,7 +126,7 @@ def test_an_update_that_took_much_longer_than_usual_is_told_of(monkeypatch):
 
 
 def test_pulses_of_a_real_process_are_read_and_one_that_is_stopped_is_seen(tmp_path, monkeypatch):
-    monkeypatch.setattr(heartbeat, "HEARTBEAT_S", 0.05)
+    monkeypatch.setattr(status, "HEARTBEAT_S", 0.05)
     monkeypatch.setenv(HEARTBEAT_FILE, str(heartbeat_path(tmp_path, 1)))
     sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     try:

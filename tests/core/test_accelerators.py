@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
+from manyhands.checkpoint import foreign
 from manyhands.cluster.doctor import accelerators
 from manyhands.core import devices
 from manyhands.core.errors import UserError
@@ -35,7 +36,7 @@ from manyhands.parallel.modes import dataparallel
 from manyhands.parallel.network import ModeRequest, ParallelNetwork
 from manyhands.parallel.replicas.batch_norm import group_batch_norms
 from manyhands.planner.timing import environment
-from manyhands.train import pth_tar, shares
+from manyhands.train import saving, shares
 
 TYPES = ["cuda", "npu", "xpu"]
 HELD, RESERVED, FREE = 3000, 2000, 4000
@@ -248,12 +249,12 @@ def _ahead_by_torchs_own_streams():
 
 def _prefix(kind):
     prefixes = []
-    pth_tar.write_foreign = lambda path, snapshot, arch, prefix: prefixes.append(prefix)
-    pth_tar._identity = lambda path: []
+    foreign.write_foreign = lambda path, snapshot, arch, prefix: prefixes.append(prefix)
+    saving._identity = lambda path: []
     with tempfile.TemporaryDirectory() as folder:
         job = SimpleNamespace(checkpoint=SimpleNamespace(pth_tar=folder, resume=""), model=SimpleNamespace(name="cnn"))
         run = SimpleNamespace(job=job, world=World(device=f"{kind}:0"), folder=SimpleNamespace(path=Path(folder)))
-        pth_tar._write(run, None, False)
+        saving._write_pth_tar(run, None, False)
     return prefixes
 
 

@@ -109,7 +109,7 @@ def _trained(world, folder, mode):
         Parts.from_job(load_job(flags, environment={}).job, place, world, "single" if world.alone else mode)
     )
     fit(trainer)
-    trainer.release()
+    trainer.resources.close()
     return {name: found.top1 for name, found in read_run_tests(place).items()} if world.is_main else {}
 
 

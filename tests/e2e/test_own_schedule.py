@@ -20,7 +20,7 @@ from manyhands.checkpoint.read import load
 from manyhands.checkpoint.write import save
 from manyhands.config.job import TrainOptions
 from manyhands.core.errors import UserError
-from manyhands.train.schedule import make_schedule
+from manyhands.train.optimize import make_schedule
 from tests.e2e.command import run
 
 pytestmark = pytest.mark.timeout(300)

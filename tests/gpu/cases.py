@@ -171,7 +171,7 @@ def _trainer(world, folder, make, **settings):
 
 
 def _weights(trainer):
-    found = capture(trainer.network, trainer.update.optimizer, trainer.progress, {}).model
+    found = capture(trainer.network, trainer.updater.optimizer, trainer.progress, {}).model
     return {name: tensor.cpu() for name, tensor in found.items()}
 
 
@@ -182,15 +182,15 @@ def _overflow(world):
         before, scales = None, []
         for number, update in enumerate(trainer.feed.updates(0, 0)):
             skipped, before = model.calls == model.call - 1, _weights(trainer)
-            trainer.update(update, number)
-            scales.append(trainer.update.gradients.scaler.get_scale())
+            trainer.updater(update, number)
+            scales.append(trainer.updater.gradients.scaler.get_scale())
             if skipped:
                 after = _weights(trainer)
                 kept = all(torch.equal(after[name], one) for name, one in before.items() if "running" not in name
                            and "tracked" not in name)  # fmt: skip
-                trainer.release()
+                trainer.resources.close()
                 return kept, scales, after
-        trainer.release()
+        trainer.resources.close()
     raise AssertionError(f"the bad call never came: {model.calls}")
 
 
@@ -217,7 +217,7 @@ def _refused(world):
         except RunError as error:
             told = str(error)
         weights = {name: one.detach().cpu() for name, one in trainer.network.model.named_parameters()}
-        trainer.release()
+        trainer.resources.close()
         return told, weights
 
 
@@ -239,7 +239,7 @@ def half_precisions_learn(device):
             trainer = _trainer(World(device=device), folder, network_of_digits, **settings)
             fit(trainer)
             found[precision] = trainer.evaluate().top1
-            trainer.release()
+            trainer.resources.close()
     assert all(one > 0.75 for one in found.values()), found
     return found
 
@@ -278,7 +278,7 @@ def out_of_memory_says_what_fits(device):
         else:
             raise AssertionError("it fitted")
         assert "train.micro_batch=8" in hints[0], hints
-        trainer.release()
+        trainer.resources.close()
     return {"advice": hints[0]}
 
 
@@ -288,7 +288,7 @@ def _part(world, folder, steps, **settings):
     )
     fit(trainer)
     weights = _weights(trainer)
-    trainer.release()
+    trainer.resources.close()
     return weights
 
 
@@ -413,7 +413,7 @@ def _synced(world, method):
         trainer = _trainer(world, folder, network_of_digits, **settings)
         fit(trainer)
         weights, top1 = _weights(trainer), trainer.evaluate().top1
-        trainer.release()
+        trainer.resources.close()
     return weights, top1
 
 

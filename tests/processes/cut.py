@@ -17,7 +17,7 @@ from manyhands.parallel.network import MicroBatch, MicroBatchShape, ModeRequest
 from manyhands.parallel.on_mesh import NetworkOnMesh
 from manyhands.parallel.plan import Plan
 from manyhands.parallel.split.network import split
-from manyhands.train.loss import BETTER_LOSS, make_loss_fn, verify_loss
+from manyhands.train.loss import BETTER_LOSS, make_loss_fn, something, verify_loss
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -71,7 +71,8 @@ class CutNetwork(nn.Module):
         earlier = [(parameter, parameter.grad) for parameter in self.parameters() if parameter.grad is not None]
         for parameter, _ in earlier:
             parameter.grad = None
-        whole = self._loss_fn.divisor(labels.to(self.world.device))
+        weigh = self._loss_fn.weigh
+        whole = float(len(labels)) if weigh is None else something(weigh(labels.to(self.world.device)))
         found = self._gradients.forward_backward(self._micro_batch(inputs, labels), whole)
         self._gradients.finish()
         self.network.finish_update()

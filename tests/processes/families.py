@@ -94,7 +94,7 @@ def train(world, mode, model, size):
         job = load_job(flags, environment={}).job
         trainer = _build(job, RunFolder(Path(folder)), world, {"live": Objects(model)})
         for update in trainer.feed.updates(0, 0):
-            trainer.update(update, trainer.progress.step)
+            trainer.updater(update, trainer.progress.step)
             trainer.progress.advance(trainer.feed.order.steps_per_epoch)
         network = trainer.network
         if network.layouts:
@@ -104,8 +104,8 @@ def train(world, mode, model, size):
                 for name, one in pieces.items()
             }
         else:
-            found = capture(trainer.network, trainer.update.optimizer, trainer.progress, {}).model
-        trainer.release()
+            found = capture(trainer.network, trainer.updater.optimizer, trainer.progress, {}).model
+        trainer.resources.close()
     return found
 
 

@@ -55,7 +55,7 @@ def _parts(world, network, folder, settings):
 def _updates(parts, count):
     while count:
         for update in parts.feed.updates(parts.progress.epoch, parts.progress.step_in_epoch):
-            parts.update(update, parts.progress.step)
+            parts.updater(update, parts.progress.step)
             parts.progress.advance(parts.feed.order.steps_per_epoch)
             count -= 1
             if not count:
@@ -81,16 +81,16 @@ def _structure(world, mode):
             "parameters": {name: _parameter(one) for name, one in network.call.named_parameters()},
             "feed": (type(parts.feed).__name__, parts.feed.order, parts.feed.sharing, _plain(parts.feed)),
             "loader": _plain(parts.feed.loader),
-            "update": _plain(parts.update),
+            "updater": _plain(parts.updater),
             "optimizer": (
-                type(parts.update.optimizer).__name__,
+                type(parts.updater.optimizer).__name__,
                 [{key: one for key, one in group.items() if key != "params"} for group in
-                 parts.update.optimizer.param_groups],
+                 parts.updater.optimizer.param_groups],
             ),
         }  # fmt: skip
         _updates(parts, 5)
         weights = {name: one.detach().clone() for name, one in network.model.state_dict().items()}
-        parts.release()
+        parts.resources.close()
     return found, weights, plan
 
 
@@ -144,7 +144,7 @@ def _train(world, updates, settings, folder=""):
         if world.is_main:
             saved = load(place / "checkpoints" / f"step-{parts.progress.step:08d}")
             plan = json.loads((place / "plan.json").read_text())
-        parts.release()
+        parts.resources.close()
     return saved, plan, layouts
 
 

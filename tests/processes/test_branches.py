@@ -56,8 +56,8 @@ def _train(world, mode, optimizer):
             Parts.from_job(job, RunFolder(Path(folder)), world, "single" if world.alone else mode, Objects(model))
         )
         fit(trainer)
-        snapshot = capture(trainer.network, trainer.update.optimizer, trainer.progress, {})
-        trainer.release()
+        snapshot = capture(trainer.network, trainer.updater.optimizer, trainer.progress, {})
+        trainer.resources.close()
         return snapshot.model, model.taken
 
 
@@ -104,8 +104,8 @@ def _resume(folder, steps, optimizer, *, frozen=False):
         Parts.from_job(load_job(flags, environment={}).job, RunFolder(folder), World(), "single", Objects(model))
     )
     fit(trainer)
-    trainer.release()
-    return trainer.update.optimizer.state, model
+    trainer.resources.close()
+    return trainer.updater.optimizer.state, model
 
 
 @pytest.mark.parametrize("optimizers", [("sgd", "adamw"), ("adamw", "sgd")])
@@ -154,7 +154,7 @@ def _masked(folder, steps, *, lose=False, method="allreduce", world=None):
     trainer = build(Parts.from_job(load_job(flags, environment={}).job, RunFolder(folder), world, mode, Objects(model)))
     model.lose = lose
     fit(trainer)
-    trainer.release()
+    trainer.resources.close()
     return trainer.progress.step
 
 

@@ -138,5 +138,5 @@ def test_a_mode_that_copies_layers_keeps_torchs_own_batch_norm(tmp_path):
     job = load_job({"data.name": "synthetic:40x1x8x8x5", "train.batch": 8}, environment={}).job
     trainer = build(Parts.from_job(job, RunFolder(tmp_path), World(), "dataparallel", Objects(network)))
     assert type(network[0]) is nn.BatchNorm2d
-    trainer.update(next(trainer.feed.updates(0, 0)), 0)
+    trainer.updater(next(trainer.feed.updates(0, 0)), 0)
     assert network[0].num_batches_tracked == 1

@@ -48,11 +48,11 @@ def _trained(folder, compiled):
         _job(folder, batch=14, compile=compiled), RunFolder(Path(folder)), World(), {"live": Objects(_net())}
     )
     for update in trainer.feed.updates(0, 0):
-        trainer.update(update, trainer.progress.step)
+        trainer.updater(update, trainer.progress.step)
         trainer.count_update()
     trainer.evaluate()
     model = trainer.network.model
-    trainer.release()
+    trainer.resources.close()
     copy.deepcopy(model)(torch.zeros(3, 1, 8, 8))
     return [one.detach().clone() for one in model.state_dict().values()], counters["unique_graphs"] - before
 
@@ -77,8 +77,8 @@ def test_compiled_updates_are_those_of_the_network_and_only_usual_passes_are_com
 def _notes(world, folder):
     Path(folder, "ranks").mkdir(parents=True, exist_ok=True)
     trainer = _build(_job(folder, compile=True), RunFolder(Path(folder)), world, {"live": Objects(_net())})
-    trainer.update(next(trainer.feed.updates(0, 0)), 0)
-    trainer.release()
+    trainer.updater(next(trainer.feed.updates(0, 0)), 0)
+    trainer.resources.close()
 
 
 def test_passes_with_shared_batch_norm_groups_are_not_compiled(tmp_path):

@@ -53,7 +53,7 @@ def _evaluate(world, mode, settings=None):
         network.register_forward_hook(lambda *_: calls.append(0))
         again = trainer.evaluate(lambda: False)
         assert (again.loss, again.count, again.metrics) == (found.loss, found.count, found.metrics)
-        trainer.release()
+        trainer.resources.close()
     return found.count, found.loss, found.top1, found.top5, found.metrics, found.confusion, len(calls)
 
 
@@ -100,7 +100,7 @@ def _stopped(world):
         calls.clear()
         with pytest.raises(evaluate.Interrupted):
             trainer.evaluate(lambda: world.rank == 1 and len(calls) == 4)
-        trainer.release()
+        trainer.resources.close()
     return len(calls)
 
 

@@ -13,9 +13,9 @@ from manyhands.config.load import load_job
 from manyhands.core.run_folder import RunFolder
 from manyhands.core.world import World
 from manyhands.train.build import build
-from manyhands.train.exceptions import exceptions
 from manyhands.train.objects import Objects
 from manyhands.train.parts import Parts
+from manyhands.train.trainer import exceptions
 from tests.processes.ranks import run_on_ranks
 
 
@@ -80,7 +80,7 @@ def _found(world, between=None, mode="single", **settings):
             Parts.from_job(load_job(flags, environment={}).job, RunFolder(Path(folder)), world, mode, objects)
         )
         found = exceptions(trainer)
-        trainer.release()
+        trainer.resources.close()
         return found
 
 

@@ -90,7 +90,7 @@ def trained(world, *how, **others):
         weights = trainer.network.full_state_dict()
         lines = folder.events.read_text().splitlines() if folder.events.exists() else []
         records = folder.metrics.read_text().splitlines() if folder.metrics.exists() else []
-        trainer.release()
+        trainer.resources.close()
     left_out = [event["step"] for event in map(json.loads, lines) if event["kind"] == "left-out"]
     counted = sum(one["samples"] for one in map(json.loads, records) if one["kind"] == "step")
     return weights, left_out, said, counted
@@ -181,7 +181,7 @@ def broken_off(world, last):
     """What an update has changed that ends while its last results are exchanged, and is undone."""
     with tempfile.TemporaryDirectory() as place:
         trainer = made(world, place, bad=(), spoils=True)
-        updates, updater = trainer.feed.updates(0, 0), trainer.update
+        updates, updater = trainer.feed.updates(0, 0), trainer.updater
         updater(next(updates), 0)
         before = {name: tensor.clone() for name, tensor in trainer.network.model.state_dict().items()}
 
@@ -196,7 +196,7 @@ def broken_off(world, last):
             updater(next(updates), 1)
         assert not updater.partial_update.in_pieces
         updater.partial_update.undo()
-        trainer.release()
+        trainer.resources.close()
         return [n for n, tensor in trainer.network.model.state_dict().items() if not torch.equal(tensor, before[n])]
 
 

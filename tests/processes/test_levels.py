@@ -24,11 +24,11 @@ from manyhands.parallel.modes.data import TwoLevelNetwork
 from manyhands.parallel.network import ModeRequest, ParallelNetwork
 from manyhands.parallel.replicas.batch_norm import group_batch_norms
 from manyhands.train.build import build
-from manyhands.train.heartbeat import collectives_begun
 from manyhands.train.loop import fit
 from manyhands.train.objects import Objects
 from manyhands.train.parts import Parts
 from manyhands.train.state import capture
+from manyhands.train.status import collectives_begun
 from manyhands.worker.failure import is_consequence
 from tests.processes.ranks import run_on_ranks
 from tests.processes.updates import network, train
@@ -140,8 +140,8 @@ def _run_on(world, folder, max_steps):
         Parts.from_job(load_job(flags, environment={}).job, place, world, "data", Objects(network(norm=True)))
     )
     fit(trainer)
-    snapshot = capture(trainer.network, trainer.update.optimizer, trainer.progress, {})
-    trainer.release()
+    snapshot = capture(trainer.network, trainer.updater.optimizer, trainer.progress, {})
+    trainer.resources.close()
     return snapshot.model, trainer.network.traits.averages
 
 

@@ -78,7 +78,7 @@ def _decide(world, folder, network=_net, settings=None, updates=1):
     left = updates
     while left:
         for update in parts.feed.updates(parts.progress.epoch, parts.progress.step_in_epoch):
-            parts.update(update, parts.progress.step)
+            parts.updater(update, parts.progress.step)
             parts.count_update()
             left -= 1
             if not left:
@@ -88,11 +88,11 @@ def _decide(world, folder, network=_net, settings=None, updates=1):
         finish_save(parts)
         if world.is_main:
             parts.folder.metrics.write_text("{}\n")
-    parts.release()
+    parts.resources.close()
     train = parts.job.train
     layouts = {one.is_contiguous(memory_format=torch.channels_last) for one in parts.network.model.parameters()
                if one.ndim == 4 and one.shape[1] > 1}  # fmt: skip
-    return train.precision, train.channels_last, parts.update.gradients.precision, layouts
+    return train.precision, train.channels_last, parts.updater.gradients.precision, layouts
 
 
 def _said(folder):

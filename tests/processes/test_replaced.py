@@ -72,7 +72,7 @@ def trained(world, place, how="truncated", count=1, skips=True, workers=0, where
             said = f"{error.message} | {error.where}"
         weights = {name: one.clone() for name, one in trainer.network.full_state_dict().items()}
         lines = folder.events.read_text().splitlines() if folder.events.exists() else []
-        trainer.release()
+        trainer.resources.close()
     events = [event for event in map(json.loads, lines) if event["kind"] == "replaced"]
     return weights, [[Path(one).name for one in event["data"]["pictures"]] for event in events], said
 

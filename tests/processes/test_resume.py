@@ -48,8 +48,8 @@ def _train(world, folder, max_steps, settings, elsewhere=False):
     trainer = build(Parts.from_job(job, RunFolder(place), world, mode, Objects(_network())))
     first = trainer.progress.step
     fit(trainer)
-    snapshot = capture(trainer.network, trainer.update.optimizer, trainer.progress, {})
-    trainer.release()
+    snapshot = capture(trainer.network, trainer.updater.optimizer, trainer.progress, {})
+    trainer.resources.close()
     return first, snapshot.model, (snapshot.optimizer or {}).get("state")
 
 
@@ -210,14 +210,14 @@ def test_an_evaluation_that_a_fault_came_before_is_made_when_the_run_goes_on(tmp
     undisturbed, broken = begun(tmp_path / "whole"), begun(tmp_path / "broken")
     fit(undisturbed)
     for update in broken.feed.updates(0, 0):  # an epoch, and a peer dies before its end is agreed on
-        broken.update(update, broken.progress.step)
+        broken.updater(update, broken.progress.step)
         broken.count_update()
     assert saving.rescue(broken)
     resumed = begun(tmp_path / "broken")
     assert resumed.progress.step == 4
     fit(resumed)
     for trainer in (undisturbed, broken, resumed):
-        trainer.release()
+        trainer.resources.close()
     evaluated = [
         [(line["step"], line["loss"]) for line in read_lines(RunFolder(folder).metrics) if line["kind"] == "evaluation"]
         for folder in (tmp_path / "whole", tmp_path / "broken")
@@ -234,7 +234,7 @@ def _evaluates_before_it_trains(world):
         trainer = build(Parts.from_job(job, RunFolder(Path(folder)), world, "fsdp", Objects(_network())))
         trainer.evaluate(None)
         fit(trainer)
-        trainer.release()
+        trainer.resources.close()
     return trainer.progress.step
 
 

@@ -36,15 +36,15 @@ def _train(world, folder, until):
         for update in trainer.feed.updates(trainer.progress.epoch, trainer.progress.step_in_epoch):
             step = trainer.progress.step
             seen[step] = [part.samples[: part.share.count].tolist() for part in update]
-            trainer.update(update, step)
-            losses[step] = trainer.update.measured.take()[0]
+            trainer.updater(update, step)
+            losses[step] = trainer.updater.measured.take()[0]
             trainer.progress.advance(trainer.feed.order.steps_per_epoch)
             if trainer.progress.step == until:
                 break
     save(trainer)
     finish_save(trainer)
     weights = {name: tensor.clone() for name, tensor in network.state_dict().items()}
-    trainer.release()
+    trainer.resources.close()
     return seen, losses, weights
 
 

@@ -23,7 +23,7 @@ def _overflows(world, mode, pin):
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 6))
     with tempfile.TemporaryDirectory() as folder:
         trainer = _build(load_job(flags, environment={}).job, RunFolder(Path(folder)), world, {"live": Objects(model)})
-        updater, kept, scales = trainer.update, [], []
+        updater, kept, scales = trainer.updater, [], []
         for step, update in enumerate(trainer.feed.updates(0, 0)):
             before = [one.detach().clone() for one in updater.parameters]
             if world.rank == 1 and step == 2:
@@ -33,7 +33,7 @@ def _overflows(world, mode, pin):
             updater(update, step)
             kept.append(all(torch.equal(*pair) for pair in zip(before, updater.parameters, strict=True)))
             scales.append(updater.gradients.scaler.get_scale())
-        trainer.release()
+        trainer.resources.close()
     return kept, scales
 
 

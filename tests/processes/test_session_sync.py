@@ -117,7 +117,7 @@ def _by_fit(world, folder, settings):
     fit(trainer)
     weights = trainer.network.full_state_dict()
     evaluated = trainer.observed.evaluated.loss
-    trainer.release()
+    trainer.resources.close()
     return weights, evaluated, _told(folder) if world.is_main else None
 
 
@@ -239,7 +239,7 @@ def _weighted(world, folder, settings):
     trainer = build(Parts.from_job(job, place, world, resolve_mode("data", world), objects))
     fit(trainer)
     by_fit = trainer.network.full_state_dict()
-    trainer.release()
+    trainer.resources.close()
     here, net = Session(world, *_job(settings, f"{folder}/loop", world)), SyncedNetwork()
     optimizer = torch.optim.SGD(net.parameters(), 0.05, momentum=0.9, fused=True)
     model, optimizer, samples = here.prepare(net, optimizer, _data(), batch=16)

@@ -32,7 +32,7 @@ from manyhands.parallel.replicas.shared_memory import (
     share_within,
     tries_after,
 )
-from manyhands.train.heartbeat import collectives_begun
+from manyhands.train.status import collectives_begun
 from manyhands.worker.failure import is_consequence
 from tests.processes.ranks import run_on_ranks
 

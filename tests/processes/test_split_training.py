@@ -60,9 +60,9 @@ def _train(world, updates, plan, settings, folder="", resume=False):
         losses = []
         while len(losses) < updates:
             for update in trainer.feed.updates(trainer.progress.epoch, trainer.progress.step_in_epoch):
-                trainer.update(update, trainer.progress.step)
+                trainer.updater(update, trainer.progress.step)
                 trainer.progress.advance(trainer.feed.order.steps_per_epoch)
-                losses.append(trainer.update.measured.take()[0])
+                losses.append(trainer.updater.measured.take()[0])
                 if len(losses) == updates:
                     break
         if trainer.network.layouts:
@@ -72,7 +72,7 @@ def _train(world, updates, plan, settings, folder="", resume=False):
         save(trainer)
         finish_save(trainer)
         saved = load(next(iter(run.checkpoints.glob(f"step-{trainer.progress.step:08d}")))) if world.is_main else None
-        trainer.release()
+        trainer.resources.close()
     return losses, saved, (evaluation.confusion, evaluation.loss)
 
 

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from manyhands.core.world import World
 from manyhands.train import evaluate
 from manyhands.train.evaluate import Interrupted, StopRequest
-from manyhands.train.heartbeat import collectives_begun, moved_bytes
+from manyhands.train.status import collectives_begun, moved_bytes
 from tests.processes.ranks import run_on_ranks
 
 

@@ -54,14 +54,14 @@ def _train(world, folder, slow_s, until=UPDATES, **settings):
             trainer.hooks.balance_shares()
         marks.append(trainer.feed.samples_of_each())
         for update in trainer.feed.updates(trainer.progress.epoch, trainer.progress.step_in_epoch):
-            trainer.update(update, trainer.progress.step)
+            trainer.updater(update, trainer.progress.step)
             trainer.progress.advance(trainer.feed.order.steps_per_epoch)
             if trainer.progress.step == until:
                 break
     save(trainer)
     finish_save(trainer)
     weights = {name: tensor.clone() for name, tensor in network.state_dict().items()}
-    trainer.release()
+    trainer.resources.close()
     return first, marks, weights
 
 
@@ -115,7 +115,7 @@ def _slowing(world, folder):
     lazy.seconds = (0.02, 0.002)[world.rank]
     trainer.hooks.balance_shares()
     after = trainer.feed.samples_of_each()
-    trainer.release()
+    trainer.resources.close()
     return before, after
 
 

@@ -11,10 +11,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from manyhands.core.errors import RunError
-from manyhands.sync.codecs import codec_named
 from manyhands.sync.compress import LIBRARY, PORTABLE, compressor_named, compute_alike
 from manyhands.sync.costs import mean_bytes, rank_shapes, value_bytes
-from manyhands.sync.exchange import SyncGroup, drive, mean_of
+from manyhands.sync.exchange import SyncGroup, codec_named, drive, mean_of
 from manyhands.sync.local import LocalSteps, Pace
 from manyhands.sync.powersgd import PowerSgd
 from manyhands.sync.synchronizer import Buffers, LocalGroup

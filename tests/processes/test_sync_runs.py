@@ -87,8 +87,8 @@ def _train(world, folder, max_steps, settings, elsewhere=False, network=_Network
     first = trainer.progress.step
     fit(trainer)
     trainer.verify_replicas()
-    snapshot = capture(trainer.network, trainer.update.optimizer, trainer.progress, {})
-    trainer.release()
+    snapshot = capture(trainer.network, trainer.updater.optimizer, trainer.progress, {})
+    trainer.resources.close()
     return first, snapshot.model
 
 

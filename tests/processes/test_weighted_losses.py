@@ -24,11 +24,11 @@ from manyhands.core.world import World
 from manyhands.parallel.mesh.placement import gather_full
 from manyhands.parallel.plan import Plan, shared_plan
 from manyhands.train.build import build
-from manyhands.train.exceptions import exceptions
 from manyhands.train.loss import make_loss_fn, verify_loss
 from manyhands.train.objects import Objects
 from manyhands.train.parts import Parts
 from manyhands.train.session import Session
+from manyhands.train.trainer import exceptions
 from tests.processes.cut import CutNetwork
 from tests.processes.ranks import run_on_ranks
 
@@ -64,14 +64,14 @@ def _train(world, loss, mode="data", network=None, **settings):
     with tempfile.TemporaryDirectory() as folder:
         trainer = build(Parts.from_job(job, RunFolder(Path(folder)), world, mode, Objects(network, loss=loss), plan))
         update = next(trainer.feed.updates(0, 0))
-        trainer.update.add_gradients(update, 0)
+        trainer.updater.add_gradients(update, 0)
         gradients = [_whole(name, one, trainer.network) for name, one in trainer.network.model.named_parameters()]
-        shown, named = trainer.update.measured.take()[0], exceptions(trainer)
+        shown, named = trainer.updater.measured.take()[0], exceptions(trainer)
         events = Path(folder, "events.jsonl")
         said = [json.loads(line) for line in events.read_text().splitlines()] if events.exists() else []
         warned = [event["message"] for event in said if event["kind"] == "warning"]
         named += [message for message in warned if "have no test sample" not in message]
-        trainer.release()
+        trainer.resources.close()
     return gradients, shown, named, [(each.inputs, each.labels) for each in update]
 
 

@@ -64,7 +64,7 @@ def _fit(world, wrong, accelerator, mode="data", sync="allreduce"):
         trainer = build(Parts.from_job(job, RunFolder(Path(folder)), world, mode, Objects(Net(wrong, world.rank))))
         if accelerator:
             # The path of devices that are not waited for at every step.
-            trainer.update.device, trainer.update.gradients.on_card = "accelerator", True
+            trainer.updater.device, trainer.updater.gradients.on_card = "accelerator", True
         try:
             fit(trainer)
         except RunError as error:

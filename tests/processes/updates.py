@@ -40,13 +40,13 @@ def train(world, updates, mode, norm, settings):
         losses = []
         while len(losses) < updates:
             for update in trainer.feed.updates(trainer.progress.epoch, trainer.progress.step_in_epoch):
-                trainer.update(update, trainer.progress.step)
+                trainer.updater(update, trainer.progress.step)
                 trainer.progress.advance(trainer.feed.order.steps_per_epoch)
-                losses.append(trainer.update.measured.take()[0])
+                losses.append(trainer.updater.measured.take()[0])
                 if len(losses) == updates:
                     break
-        snapshot = capture(trainer.network, trainer.update.optimizer, trainer.progress, {})
+        snapshot = capture(trainer.network, trainer.updater.optimizer, trainer.progress, {})
         evaluation = trainer.evaluate()
-        trainer.release()
+        trainer.resources.close()
     weights = {name: one.cpu() for name, one in snapshot.model.items()}
     return losses, weights, (evaluation.confusion, evaluation.loss)

@@ -5,7 +5,7 @@ import sys
 
 PROGRAM = """
 import socket
-from manyhands.train.heartbeat import shut_connections
+from manyhands.train.status import shut_connections
 listener = socket.create_server(("127.0.0.1", 0))
 near = socket.create_connection(listener.getsockname())
 far, _ = listener.accept()

@@ -49,7 +49,7 @@ def test_the_advice_is_tried_in_the_jobs_precision(tmp_path, precision, fits, ph
     network.fits, trainer.heartbeats.phase = 4, phase
     network.kinds.clear()
     hints = explain_memory(torch.OutOfMemoryError("CUDA out of memory"), trainer).hints
-    trainer.release()
+    trainer.resources.close()
     assert network.kinds == {torch.bfloat16 if precision == "bf16" else torch.float32}
     assert f"_batch={fits}" in hints[0]
     assert ("precision=bf16" in hints[-1]) == (precision == "fp32")

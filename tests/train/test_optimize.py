@@ -10,12 +10,12 @@ from manyhands.config.job import TrainOptions
 from manyhands.train.optimize import (
     largest_rate,
     make_optimizer,
+    make_schedule,
     restore_optimizer,
     slots_of,
     steps_to_make,
     total_steps,
 )
-from manyhands.train.schedule import make_schedule
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from manyhands.core.world import World
 from manyhands.train.build import build
 from manyhands.train.loop import fit
 from manyhands.train.parts import Parts
-from manyhands.train.pth_tar import as_main, check_same_training
+from manyhands.train.saving import as_main, check_same_training
 from manyhands.train.state import Progress
 
 RECIPE = "imagenet-main"
@@ -98,5 +98,5 @@ def test_a_stop_at_the_end_of_an_epoch_without_an_evaluation_writes_the_file_too
 
     trainer.count_update = counted
     assert fit(trainer) == "stopped"
-    trainer.release()
+    trainer.resources.close()
     assert read_foreign(tmp_path / "main" / "checkpoint.pth.tar").state["epoch"] == 2

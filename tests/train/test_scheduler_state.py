@@ -9,7 +9,7 @@ import torch
 from torch.optim import lr_scheduler, swa_utils
 
 from manyhands.core.errors import UserError
-from manyhands.train.schedule import (
+from manyhands.train.optimize import (
     CustomScheduler,
     as_plain_data,
     from_plain_data,

@@ -1,5 +1,6 @@
 """That machines stand still for each other is said once, with the share and what --sync auto would make of it."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,7 @@ from manyhands.sync.options import SyncOptions
 from manyhands.train.status import CommunicationMonitor
 
 SHAPES = tuple(tuple(one.shape) for one in resnet18().parameters())
+RUN = SimpleNamespace(job=SimpleNamespace(sync=SyncOptions()), folder=SimpleNamespace(path=Path("runs/a")))
 
 
 class Journal:
@@ -23,9 +25,8 @@ class Journal:
 
 def standing(link):
     return CommunicationMonitor(
-        lambda computing_s: LinkCase(SHAPES, 4, 9610, 3, computing_s, 0.0, named_link(link), 10_000),
-        SyncOptions(), {}, "runs/a",
-    )  # fmt: skip
+        lambda computing_s: LinkCase(SHAPES, 4, 9610, 3, computing_s, 0.0, named_link(link), 10_000), RUN, {}
+    )
 
 
 def heeded(one, stood_s, step_s, steps, processes=3):
@@ -63,9 +64,9 @@ def test_where_auto_would_change_nothing_that_is_said():
 
 def test_standing_still_is_what_neither_computes_nor_waits_for_data():
     one = standing("10mbit")
-    stood_s, all_s, processes = one.mine(10.0, 2, 3.0)
+    stood_s, all_s, processes = one.numbers_to_sum(10.0, 2, 3.0)
     assert (all_s, processes) == (10.0, 1)
     assert 5.0 < stood_s <= 7.0
     one.compute_s = 2.5
-    assert one.mine(10.0, 2, 3.0) == [2.0, 10.0, 1]
-    assert one.mine(1.0, 2, 3.0) == [0.0, 1.0, 1]
+    assert one.numbers_to_sum(10.0, 2, 3.0) == [2.0, 10.0, 1]
+    assert one.numbers_to_sum(1.0, 2, 3.0) == [0.0, 1.0, 1]

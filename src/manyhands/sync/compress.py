@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from manyhands.core.seeds import mix
-from manyhands.sync.codecs import Integers, codec_named
 from manyhands.sync.costs import FACTOR_BITS, FACTOR_BLOCK, Matrix, rank_shapes
-from manyhands.sync.exchange import ExchangeSteps, Residual, SyncGroup, mean_of
+from manyhands.sync.exchange import ExchangeSteps, Integers, Residual, SyncGroup, codec_named, mean_of
 
 Multiply = Callable[[Tensor, Tensor, Tensor], object]
 

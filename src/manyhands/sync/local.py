@@ -48,8 +48,7 @@ class Pace:
 class LocalSteps(Synchronizer):
     """Trains processes or machines separately, and averages their changes from a common anchor."""
 
-    alone = True
-    local_statistics = True
+    alone = local_statistics = times_waits = True
 
     parameters: Sequence[Tensor]  # the trainable ones, in the same order on all processes
     buffers: Buffers  # of the network; averaged only while no exchange is in progress
@@ -62,12 +61,9 @@ class LocalSteps(Synchronizer):
     # see `Synchronizer.adapt_pace`; None if the pace is fixed
     adapt: Callable[[Sequence[float], Sequence[float]], Cost | None] | None = None
     rounds: int = field(default=0, init=False)  # exchanges that have been applied
-    waited_s: float = field(default=0.0, init=False)  # seconds that training has waited for exchanges
-    exchange_s: float = field(default=0.0, init=False)  # seconds of the last exchange
 
     def __post_init__(self) -> None:
         self._dtype = dtype_of(self.parameters)
-        self.timed = self
         self.group = self.machine.group if self.machine and self.machine.size > 1 else None
         self.reduces = self.group is not None
         self.begin()

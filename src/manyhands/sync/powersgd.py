@@ -41,7 +41,7 @@ class PowerSgd(Synchronizer):
     """
 
     reduces = False
-    local_statistics = True
+    local_statistics = times_waits = True
 
     def __init__(  # noqa: PLR0913 - most are named
         self,
@@ -56,8 +56,7 @@ class PowerSgd(Synchronizer):
         buffers: Buffers | None = None,
         own: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        self.own, self._buffers, self.timed = own, buffers or Buffers([], peers, machine), self
-        self.waited_s, self.exchange_s = 0.0, 0.0  # seconds; no exchange outlasts an update
+        self.own, self._buffers = own, buffers or Buffers([], peers, machine)
         self._peers, self._rare, self._machine = peers, list(rare), machine
         self._weight = peers.size / (processes or peers.size)
         dtype, device = dtype_of(parameters), str(parameters[0].device)

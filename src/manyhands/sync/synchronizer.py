@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -86,8 +86,7 @@ class Buffers:
             dist.all_reduce(mean, group=machine.group)
             mean /= machine.size
         if machine is None or machine.is_leader:
-            from manyhands.sync.codecs import Plain
-            from manyhands.sync.exchange import drive, mean_of
+            from manyhands.sync.exchange import Plain, drive, mean_of
 
             mean, _ = drive(mean_of(mean, Plain(self._dtype), self._peers))
         if machine:
@@ -151,13 +150,6 @@ def trained_of(network: HasGradients) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in network.named_parameters() if parameter.requires_grad}
 
 
-class Timed(Protocol):
-    """A synchronizer that records its waiting time."""
-
-    waited_s: float  # seconds that training has waited for other processes
-    exchange_s: float  # seconds of the last exchange during training; 0 if there is none
-
-
 class Synchronizer:
     """The interface of a sync method for the training loop; the base class is for methods that the mode implements."""
 
@@ -166,7 +158,8 @@ class Synchronizer:
     hook: Any = None  # the communication hook of DDP that replaces the mean; None: mean
     alone = False  # True if processes train separately between exchanges
     local_statistics = False  # True if each process's BatchNorm uses its own samples and keeps its own statistics
-    timed: Timed | None = None  # records how long this process has waited for others; None if the mode waits
+    times_waits = False  # True if `waited_s` is measured; False if the mode waits
+    waited_s, exchange_s = 0.0, 0.0  # training's waits for other processes; the last exchange during training, if any
     # settings on which the `state` of each process depends (method, codec, leaders …), as JSON data; empty: no state
     own: Mapping[str, Any] = MappingProxyType({})
 

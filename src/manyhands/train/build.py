@@ -3,7 +3,7 @@
 import functools
 import platform
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,28 +22,16 @@ from manyhands.parallel.network import ModeRequest, ParallelNetwork
 from manyhands.parallel.replicas.batch_norm import find_rows, group_batch_norms, leave_batch_norms
 from manyhands.sync.choose import BY_MODE, EXACT
 from manyhands.sync.synchronizer import Synchronizer
-from manyhands.train import data_setup, trial_step
+from manyhands.train import data_setup, state, trial_step
 from manyhands.train.choose_sync import ChosenSync, SyncRequest, select_sync
 from manyhands.train.evaluate import Evaluator
 from manyhands.train.feed import Feed
 from manyhands.train.loss import BETTER_LOSS, Evaluation, verify_loss
-from manyhands.train.optimize import steps_to_make, total_steps
-from manyhands.train.parts import Parts, describe_trained, grid_of, record_setup, refuse_uncuttable
+from manyhands.train.optimize import CustomScheduler, reading_of, steps_to_make, total_steps
+from manyhands.train.parts import Parts, describe_trained, grid_of, layouts_by_hand, record_setup, refuse_uncuttable
 from manyhands.train.saver import SaveInterval
-from manyhands.train.saving import load_rank_state
-from manyhands.train.schedule import CustomScheduler, reading_of
+from manyhands.train.saving import check_same_training, load_rank_state
 from manyhands.train.shares import order_and_sharing, refuse_small_micro_batches
-from manyhands.train.state import (
-    Progress,
-    Resumable,
-    check_position,
-    find_state,
-    outputs_of,
-    refuse_later_checkpoints,
-    restore,
-    split_state,
-    training_digest,
-)
 from manyhands.train.status import Divergence, StatusRound, Watcher
 from manyhands.train.step import Updater
 from manyhands.train.trainer import Due, Hooks, Observed, Trainer, seconds_between_saves
@@ -60,8 +48,9 @@ def build(parts: Parts) -> Trainer:
     job, folder, world = parts.job, parts.folder, parts.world
     refuse_uncuttable(parts)
     resume_from, in_pieces = job.checkpoint.resume, parts.plan is not None
-    found = find_state(resume_from, folder, world, in_pieces=in_pieces) if folder is not NOWHERE else None
-    samples = data_setup.open_samples(parts, parts.objects, outputs_of(found.snapshot) if found else 0, parts.splits)
+    found = state.find_state(resume_from, folder, world, in_pieces=in_pieces) if folder is not NOWHERE else None
+    outputs = state.outputs_of(found.snapshot) if found else 0
+    samples = data_setup.open_samples(parts, parts.objects, outputs, parts.splits)
     splits, grid = samples.splits, grid_of(job, world, parts.mode)
     model = parts.make_model(samples, grid, found)
     network, sync, trial, restore_norms, sample_s = _put_under_mode(parts, model, samples, grid, found)
@@ -71,16 +60,16 @@ def build(parts: Parts) -> Trainer:
     own = synchronizer.local_statistics
     order, sharing = order_and_sharing(parts, len(splits.train), network, previous, own=own, most=most)
     refuse_small_micro_batches(order, sharing, network)
-    optimizer = parts.make_optimizer(model, network)
+    optimizer = parts.make_optimizer(model, sharded=network.traits.sharded)
     loss_fn = parts.loss_fn
     if loss_fn:
         dtype = data_setup.DTYPES.get(job.train.precision, torch.float32)
         loss_fn = verify_loss(loss_fn, len(classes), len(samples.classes), world, dtype)
         if loss_fn.dependent:
             parts.journal.event("warning", f"{loss_fn.dependent} (do: {BETTER_LOSS})")
-    set_rates, unused = parts.make_schedule(optimizer, order.steps_per_epoch), trial.unused
-    update = Updater(parts, network, optimizer, loss_fn, set_rates, synchronizer=synchronizer, unused=unused)
-    trial_step.warm_up(update, samples.train, min(trial.count, order.length))
+    set_rates, unused = parts.make_schedule(optimizer, steps_per_epoch=order.steps_per_epoch), trial.unused
+    updater = Updater(parts, network, optimizer, loss_fn, set_rates, synchronizer=synchronizer, unused=unused)
+    trial_step.warm_up(updater, samples.train, min(trial.count, order.length))
     for module in parts.frozen:
         module.training = False
     feed = Feed(order, sharing, samples.train, network.share.index, samples.pixels.augment)
@@ -88,25 +77,22 @@ def build(parts: Parts) -> Trainer:
     def evaluate_on(loader: Loader, source: Source) -> Callable[..., Evaluation]:
         """Returns a function that evaluates the network on all processes, with the shares at the time of the call."""
         evaluator = Evaluator(loader, len(source), len(classes), job, world, network, parts.metrics)
-        return lambda asked=None: evaluator(update.gradients.autocast(), asked, feed.sharing.shares)
+        return lambda asked=None: evaluator(updater.gradients.autocast(), asked, feed.sharing.shares)
 
-    def release() -> None:
-        synchronizer.close()
-        samples.close()
-        network.close()
-        restore_norms()
-
+    resources = ExitStack()  # closed in reverse order
+    for close in (restore_norms, network.close, samples.close, synchronizer.close):
+        resources.callback(close)
     test = None
     if samples.held_out is not None and splits.held_out is not None:
         test = evaluate_on(samples.held_out, splits.held_out)
     epoch, steps_per_epoch = job.train.start_epoch, order.steps_per_epoch
-    progress, steps = Progress(step=epoch * steps_per_epoch, epoch=epoch), total_steps(job.train, steps_per_epoch)
+    progress, steps = state.Progress(step=epoch * steps_per_epoch, epoch=epoch), total_steps(job.train, steps_per_epoch)
     save_every_s = seconds_between_saves(job.checkpoint.every)
     trainer = Trainer(
         run=parts,
-        trained=describe_trained(parts, samples, classes, parts.objects),
+        trained=describe_trained(parts, samples, classes),
         feed=feed,
-        update=update,
+        updater=updater,
         evaluate=evaluate_on(samples.test, splits.test),
         test=test,
         due=Due(job, steps_per_epoch, steps, progress, parts.custom_loop),
@@ -114,9 +100,13 @@ def build(parts: Parts) -> Trainer:
         sync=sync,
         observed=Observed(Divergence(len(classes)), set(splits.skipped)),
         hooks=Hooks(at_epoch_end=parts.objects.at_epoch_end),
-        release=release,
+        resources=resources,
     )
-    _watch(trainer)
+    if synchronizer.times_waits:
+        sync.monitor = Watcher(synchronizer, sync.cost, world, gather_plain(platform.node(), world))
+    trainer.heartbeats.linked = world.local_size < world.size
+    if job.checkpoint.every == "auto" and world.is_main and folder is not NOWHERE:
+        trainer.saver.interval = SaveInterval(folder, world)
     if parts.header:
         record_setup(parts, parts.objects, splits, samples.classes, model, network.layouts, optimizer)
     trainer.heartbeats.expected_s = update_s = sample_s * order.batch / world.size
@@ -131,18 +121,8 @@ def build(parts: Parts) -> Trainer:
     return parts.finish(trainer)
 
 
-def _watch(trainer: Trainer) -> None:
-    """Sets up the monitors that need the trainer; a collective."""
-    sync, world, folder, job = trainer.sync, trainer.world, trainer.folder, trainer.job
-    if sync.synchronizer.timed is not None:
-        sync.monitor = Watcher(sync.synchronizer, sync.cost, world, gather_plain(platform.node(), world))
-    trainer.heartbeats.linked = world.local_size < world.size
-    if job.checkpoint.every == "auto" and world.is_main and folder is not NOWHERE:
-        trainer.saver.interval = SaveInterval(folder, world)
-
-
 def _put_under_mode(
-    parts: Parts, model: nn.Module, samples: data_setup.DataSetup, grid: "Grid | None", found: Resumable | None
+    parts: Parts, model: nn.Module, samples: data_setup.DataSetup, grid: "Grid | None", found: state.Resumable | None
 ) -> tuple[ParallelNetwork, ChosenSync, trial_step.TrialResult, Callable[[], None], float]:
     """Starts all processes from the same network, selects the sync method and applies the mode; a collective.
 
@@ -229,37 +209,31 @@ def _run_trial(parts: Parts, samples: data_setup.DataSetup, probe: trial_step.St
 def _start_equal(parts: Parts, model: nn.Module, grid: "Grid | None") -> None:
     """Gives all processes rank 0's initial values, except shards; a collective. Raises UserError if names differ."""
     world, always = parts.world, parts.job.parallel.parameter_broadcast
-    sharded = set[str]()
-    if grid:
-        from manyhands.parallel.mesh.marks import layouts_of
-
-        sharded = {name for name, one in layouts_of(model, grid.mesh, world.rank).items() if one.cuts}
-    named = {name: tensor for name, tensor in split_state(model)[0].items() if name not in sharded}
+    sharded = {name for name, one in layouts_by_hand(model, grid, world).items() if one.cuts}
+    named = {name: tensor for name, tensor in state.split_state(model)[0].items() if name not in sharded}
     refuse_other_networks(model, named, world)
     if make_equal(named, world, always=always) and not always:
         parts.journal.event("note", "the processes built different networks (missing seed?); all use rank 0's network")
 
 
-def _resume(trainer: Trainer, found: Resumable) -> None:
+def _resume(trainer: Trainer, found: state.Resumable) -> None:
     """Restores the trainer from a checkpoint; a collective."""
     names = [name for name, parameter in trainer.network.model.named_parameters() if parameter.requires_grad]
-    where, state = str(found.path), found.snapshot.state
-    if trainer.job.checkpoint.pth_tar:
-        from manyhands.train.pth_tar import check_same_training
-
-        check_same_training(trainer.job, found.snapshot, where)
-    data_setup.refuse_other_classes(state.get("classes") or (), trainer.trained.classes, where)
+    where, saved = str(found.path), found.snapshot.state
+    check_same_training(trainer.job, found.snapshot, where)
+    data_setup.refuse_other_classes(saved.get("classes") or (), trainer.trained.classes, where)
     order = trainer.feed.order
-    check_position(found.snapshot, training_digest(trainer.job, order.length), order.steps_per_epoch, names, where)
+    digest = state.training_digest(trainer.job, order.length)
+    state.check_position(found.snapshot, digest, order.steps_per_epoch, names, where)
     if trainer.world.is_main:
-        refuse_later_checkpoints(trainer.folder.checkpoints, int(state.get("step", 0)))
-    trainer.due.progress, anew = restore(found, trainer.network, trainer.update.optimizer)
-    if trainer.update.gradients.scaler and "scaler" in state:
-        trainer.update.gradients.scaler.load_state_dict(state["scaler"])
+        state.refuse_later_checkpoints(trainer.folder.checkpoints, int(saved.get("step", 0)))
+    trainer.due.progress, anew = state.restore(found, trainer.network, trainer.updater.optimizer)
+    if trainer.updater.gradients.scaler and "scaler" in saved:
+        trainer.updater.gradients.scaler.load_state_dict(saved["scaler"])
     load_rank_state(trainer, found.path)
-    if isinstance(trainer.update.set_rates, CustomScheduler) and state.get("schedule"):
+    if isinstance(trainer.updater.set_rates, CustomScheduler) and saved.get("schedule"):
         with reading_of(where):
-            trainer.update.set_rates.resume(state["schedule"], trainer.progress.step)
+            trainer.updater.set_rates.resume(saved["schedule"], trainer.progress.step)
     step = trainer.progress.step
     for note in (*found.notes, *found.snapshot.notes, *filter(None, [anew, _data_changes(trainer, found)])):
         trainer.journal.event("warning", note, step)
@@ -272,7 +246,7 @@ def _resume(trainer: Trainer, found: Resumable) -> None:
     trainer.journal.event("resumed", message, step, path=where, processes=trainer.world.size)
 
 
-def _data_changes(trainer: Trainer, found: Resumable) -> str:
+def _data_changes(trainer: Trainer, found: state.Resumable) -> str:
     """Returns a sentence about the data that changed since the checkpoint was saved, or an empty string."""
     with suppress(UserError):  # without a readable record, nothing is compared
         record = find_record(found.path, found.snapshot.state)

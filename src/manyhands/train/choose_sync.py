@@ -142,11 +142,7 @@ def select_sync(sync_request: SyncRequest, request: ModeRequest) -> ChosenSync:
     if exact:
         without, compute_s = ruled_out(job, mode), 0.0 if world.device == "cpu" else sync_request.time_step()[0]
         by_mode.monitor = CommunicationMonitor(
-            lambda step_s: sync_request.case((step_s, 0.0), places_of(world, job)),
-            job.sync,
-            without,
-            str(sync_request.run.folder.path),
-            compute_s,
+            lambda step_s: sync_request.case((step_s, 0.0), places_of(world, job)), sync_request.run, without, compute_s
         )
         return by_mode
     requested = _asked(job, mode)
@@ -208,13 +204,10 @@ def kept_cost(kept: Any, job: Job, processes: int, mode: str = USUAL_MODE) -> Co
         cost = TypeAdapter(Cost).validate_python({name: kept[name] for name in names})
     except ValidationError:
         return None
-    options = job.sync
-    if cost.method not in methods() or refused(cost.method, _offers(job, mode)):
-        return None
+    options, possible = job.sync, cost.method in methods() and not refused(cost.method, _offers(job, mode))
     # A recorded allreduce without a predicted time was never compared with other methods.
-    if not (options.is_auto or options.method == cost.method) or (cost.method == EXACT and not cost.step_s):
-        return None
-    if not (cost.every >= 1 and 0 <= cost.delay <= cost.every):
+    asked = (options.is_auto or options.method == cost.method) and (cost.method != EXACT or cost.step_s)
+    if not (possible and asked and cost.every >= 1 and 0 <= cost.delay <= cost.every):
         return None
     return cost if synchronizes_every_update(cost.method) or methods()[cost.method].fits(cost, options) else None
 

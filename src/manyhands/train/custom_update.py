@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
 
@@ -20,12 +21,13 @@ from manyhands.core.world import World
 from manyhands.data.order import Order
 from manyhands.parallel.group.plain import broadcast_plain
 from manyhands.parallel.network import MicroBatch
+from manyhands.parallel.replicas.norm_pass import precise_dtype
 from manyhands.train.build import build
 from manyhands.train.feed import UpdateShare
 from manyhands.train.loop import start_clocks
 from manyhands.train.loss import something
+from manyhands.train.optimize import CustomScheduler, reading_of, restore_scheduler
 from manyhands.train.parts import CustomParts, Parts
-from manyhands.train.schedule import CustomScheduler, reading_of, restore_scheduler
 from manyhands.train.state import Resumable
 from manyhands.train.step import Updater
 from manyhands.train.trainer import Trainer
@@ -94,8 +96,7 @@ class CustomUpdate:
         (part, labels, reported), self._open = self._open, None
         self._refuse_changes()
         rows = len(labels) if updater.network.share.together else part.share.count
-        # mps has no float64.
-        kind = torch.float32 if loss.device.type == "mps" else torch.float64
+        kind = precise_dtype(loss.device)
         counts = torch.tensor(reported, dtype=kind, device=loss.device)
         share: Tensor | float = rows / part.shape.batch
         if weight is not None:
@@ -162,15 +163,13 @@ class CustomUpdate:
         return True
 
 
-class PreparedOptimizer(torch.optim.Optimizer):
+class PreparedOptimizer(Optimizer):
     """Wraps the user's optimizer, whose groups and state it shares, for a loop over micro-batches.
 
     `step` does nothing before an update's last micro-batch, and `zero_grad` nothing within an unfinished update.
     """
 
-    def __init__(
-        self, inner: torch.optim.Optimizer, finish: Callable[[], object], unfinished: Callable[[], bool]
-    ) -> None:
+    def __init__(self, inner: Optimizer, finish: Callable[[], object], unfinished: Callable[[], bool]) -> None:
         # torch's constructor isn't called, because groups and state belong to the inner optimizer.
         self.__dict__.update(_inner=inner, _finish=finish, _unfinished=unfinished)
         self.__dict__.update(state_dict=inner.state_dict, load_state_dict=inner.load_state_dict)
@@ -203,10 +202,6 @@ class PreparedOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         hints = ("add the parameter group before session.prepare",)
         raise UserError("a prepared optimizer doesn't accept more parameters", "add_param_group", hints)
-
-
-def as_given(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    return optimizer.__dict__["_inner"] if isinstance(optimizer, PreparedOptimizer) else optimizer
 
 
 def postpone_steps(scheduler: LRScheduler, waits: Callable[[], bool]) -> None:
@@ -244,7 +239,7 @@ def prepare_trainer(
         if found.source:
             groups = unflatten(found.source.branches.get("param_groups", []), {})
         live = own.optimizer.param_groups
-        if not isinstance(trainer.update.set_rates, CustomScheduler) and len(groups) == len(live):
+        if not isinstance(trainer.updater.set_rates, CustomScheduler) and len(groups) == len(live):
             for group, before in zip(live, groups, strict=True):
                 known = {*group, "initial_lr"} - {"params"}
                 group.update({key: value for key, value in before.items() if key in known})

@@ -7,6 +7,7 @@ update. A block's result does not depend on the process, counts are integers, an
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,9 @@ from manyhands.data.order import dealt_blocks, evaluation_blocks
 from manyhands.models.interface import main_and_auxiliary
 from manyhands.parallel.group.plain import broadcast_plain
 from manyhands.parallel.network import ParallelNetwork
+from manyhands.parallel.replicas.norm_pass import precise_dtype
 from manyhands.train.loss import CustomMetric, Evaluation, FigureSums
-from manyhands.train.schedule import CustomScheduler
+from manyhands.train.optimize import CustomScheduler
 from manyhands.train.state import find_state, restore
 from manyhands.train.trainer import Trainer
 
@@ -84,6 +86,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = was
 
 
+@dataclass
 class Evaluator:
     """Evaluates a network on the `length` samples of a split.
 
@@ -92,23 +95,19 @@ class Evaluator:
     network returns log-probabilities.
     """
 
-    def __init__(
-        self,
-        loader: Loader,
-        length: int,
-        classes: int,
-        job: Job,
-        world: World,
-        network: ParallelNetwork,
-        metrics: Sequence[CustomMetric],
-    ) -> None:
-        self._views, self._log_probabilities = job.train.evaluate_views, job.train.loss == "nll"
-        self.loader, self.length, self.classes, self.world = loader, length, classes, world
-        self.blocks = evaluation_blocks(length, job.train.evaluate_batch)
-        self._network = network
-        # mps has no float64.
-        self._precise = torch.float32 if world.device == "mps" else torch.float64
-        self._custom = FigureSums(metrics, classes, world.device, self._precise) if metrics else None
+    loader: Loader
+    length: int
+    classes: int
+    job: Job
+    world: World
+    network: ParallelNetwork
+    metrics: Sequence[CustomMetric]
+
+    def __post_init__(self) -> None:
+        options, device = self.job.train, self.world.device
+        self._views, self._log_probabilities = options.evaluate_views, options.loss == "nll"
+        self.blocks, self._precise = evaluation_blocks(self.length, options.evaluate_batch), precise_dtype(device)
+        self._custom = FigureSums(self.metrics, self.classes, device, self._precise) if self.metrics else None
 
     def __call__(
         self,
@@ -124,12 +123,12 @@ class Evaluator:
         """
         started = time.perf_counter()
         # If all processes must call the network equally often, unequal shares would only add calls.
-        turns = not shares or self._network.share.collective_forward
+        turns = not shares or self.network.share.collective_forward
         dealt = dealt_blocks(len(self.blocks), (1,) * self.world.size if turns else shares)
-        if self._network.share.together:
+        if self.network.share.together:
             dealt = [list(range(len(self.blocks)))] * self.world.size
         # Under inference_mode, the tensors that a sharded network creates in its first pass couldn't be trained.
-        with evaluating(self._network.call), torch.no_grad(), autocast:
+        with evaluating(self.network.call), torch.no_grad(), autocast:
             counts = self._count(dealt, StopRequest(self.world, asked) if asked else None)
         return self._sum_up(*counts, started)
 
@@ -146,7 +145,7 @@ class Evaluator:
             if request and place in asks:
                 request.check_stop(asks[place])
             block = self.blocks[number]
-            logits, labels = self._network.evaluate(batch.images, batch.labels, len(block), self._outputs)
+            logits, labels = self.network.evaluate(batch.images, batch.labels, len(block), self._outputs)
             if not counted:
                 continue
             guesses = logits.topk(min(5, logits.shape[1]), dim=1).indices
@@ -169,15 +168,13 @@ class Evaluator:
         If all processes must call the network equally often, uncounted blocks fill up to `rounds`. On a mesh, every
         process yields every block, with the samples that its shard of the network reads, and only rank 0 counts.
         """
-        share, mine = self._network.share, [(number, True) for number in numbers]
+        share, mine = self.network.share, [(number, True) for number in numbers]
         if share.together:
             mine = [(number, self.world.is_main) for number in numbers]
         elif share.collective_forward:
             mine += [(0, False)] * (rounds - len(mine))
         blocks = (self.blocks[number] for number, _ in mine)
-        requests = (
-            torch.tensor(share.of_block(one)) if share.together else torch.arange(one.start, one.stop) for one in blocks
-        )
+        requests = (torch.tensor(share.of_block(one) if share.together else one) for one in blocks)
         for (number, counted), batch in zip(mine, self.loader.batches(0, requests), strict=True):
             yield number, counted, batch
 
@@ -249,8 +246,8 @@ def record_evaluation(trainer: Trainer, found: Evaluation) -> bool:
     progress.evaluated_step, progress.owed = progress.step, False
     by = trainer.job.train.best
     best = progress.improves(by, found.figure(by.partition(" ")[2]))
-    if isinstance(trainer.update.set_rates, CustomScheduler) and trainer.due.evaluation_requested():
-        trainer.update.set_rates.evaluated(found.loss)
+    if isinstance(trainer.updater.set_rates, CustomScheduler) and trainer.due.evaluation_requested():
+        trainer.updater.set_rates.evaluated(found.loss)
     about = {"best": best, "classes": len(trainer.trained.classes)}
     trainer.observed.evaluated = EvaluationMetrics(**_figures(found, trainer) | about)
     trainer.journal.metrics(trainer.observed.evaluated)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from manyhands.core.world import Share
+from manyhands.data import samples as data_samples
 from manyhands.data.loading import Loader
 from manyhands.data.order import BatchSharing, Order, sharing
 from manyhands.data.transforms import Batch
@@ -115,14 +116,12 @@ def uses_torch_rng_alone(model: nn.Module) -> bool:
 
 def seed_generators(seed: int, device: str, *, torch_alone: bool = False) -> None:
     """Seeds the generators of torch and, unless `torch_alone`, of random and numpy; `device` is a device type."""
-    if device == "cpu":
-        # torch.manual_seed would also store a traceback for each kind of accelerator that isn't in use.
+    if device != "cpu":  # otherwise it would also store a traceback for each kind of accelerator that isn't in use
+        torch.manual_seed(seed)
+    if torch_alone:  # seeding the others takes 2 % of a small network's update
         torch.default_generator.manual_seed(seed)
     else:
-        torch.manual_seed(seed)
-    if not torch_alone:  # seeding these takes 2 % of a small network's update
-        random.seed(seed)
-        np.random.seed(seed & 0xFFFFFFFF)
+        data_samples.seed_generators(seed)
 
 
 @contextmanager

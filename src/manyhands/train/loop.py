@@ -9,7 +9,7 @@ from manyhands.core.run_folder import NOWHERE
 from manyhands.core.stops import StopSignal, listening
 from manyhands.train.evaluate import Interrupted, evaluate, test_once
 from manyhands.train.feed import UpdateShare
-from manyhands.train.saving import finish_save, save, save_last
+from manyhands.train.saving import finish_save, save, save_last, write_pth_tar
 from manyhands.train.status import Status, explain_lost
 from manyhands.train.trainer import Trainer, record_epoch, record_status, record_time
 
@@ -31,7 +31,7 @@ def fit(trainer: Trainer) -> str:
                     if balance_shares:
                         balance_shares()
                     for update in updates(trainer, stop):
-                        trainer.update(update, progress.step)
+                        trainer.updater(update, progress.step)
                         trainer.count_update()
                 if not due.stopped:
                     finish(trainer, stop)
@@ -48,7 +48,7 @@ def start_clocks(trainer: Trainer) -> None:
     """Starts the measurements of a run, which exclude the time before its first update."""
     CLOCK.take()
     trainer.status_round.reset(trainer.progress.step)
-    trainer.observed.epoch_mean.complete = trainer.due.epoch_ends()
+    trainer.observed.complete_epoch = trainer.due.epoch_ends()
 
 
 def updates(trainer: Trainer, stop: StopSignal) -> Iterator[UpdateShare]:
@@ -108,19 +108,17 @@ def exchange_status(trainer: Trainer, stop: StopSignal) -> Status:
     """Runs the status round, records it, slow ranks and stalls; a collective. Raises RunError for a non-finite loss."""
     progress, saver, sync = trainer.progress, trainer.saver, trainer.sync
     status = trainer.status_round.add_up(
-        trainer.update.measured,
+        trainer.updater.measured,
         progress.step,
         stop=bool(stop),
         written=saver.done,
-        extra=sync.monitor.mine if sync.monitor else None,
+        extra=sync.monitor.numbers_to_sum if sync.monitor else None,
         replaced=len(trainer.feed.loader.replaced),
     )
     if not math.isfinite(status.loss):
-        raise explain_lost(trainer.network, trainer.world, trainer.update.measured)
+        raise explain_lost(trainer.network, trainer.world, trainer.updater.measured)
     record_status(trainer, status)
     trainer.note_stall(trainer.heartbeats.too_long(status.waited_s), status.waited_s)
-    if saver.interval:
-        saver.interval.trained(status.seconds, status.samples, saving=saver.step is not None)
     if sync.monitor and (cost := sync.monitor.observe(status, progress.step, trainer.journal)):
         sync.cost, trainer.status_round.multiple = cost, cost.every
     finish_save(trainer, written=status.written)
@@ -131,8 +129,6 @@ def conclude(trainer: Trainer, stop: StopSignal) -> bool:
     """Evaluates if `progress.owed`, and ends an epoch; a collective. Returns True for the best evaluation so far."""
     improved = trainer.progress.owed and evaluate(trainer, stop)
     if trainer.job.checkpoint.pth_tar and trainer.due.epoch_ends():
-        from manyhands.train.pth_tar import write_pth_tar
-
         with CLOCK.within(SAVING):
             write_pth_tar(trainer, best=improved)
     record_epoch(trainer)

@@ -26,6 +26,7 @@ from manyhands.core.world import World
 from manyhands.models.interface import main_and_auxiliary
 from manyhands.parallel.gradients import summed_over_samples
 from manyhands.parallel.group.plain import broadcast_plain
+from manyhands.parallel.replicas.norm_pass import precise_dtype
 from manyhands.train.feed import drawing
 from manyhands.train.objects import brought
 
@@ -51,12 +52,6 @@ class LossFn:
         for other, weight in auxiliary:
             loss = loss + weight * self.summed(other, labels)
         return loss, logits
-
-    def divisor(self, labels: Tensor) -> Tensor | float:
-        """Returns the divisor of the sum for a batch with these labels."""
-        if self.is_sum:
-            return 1.0
-        return float(len(labels)) if self.weigh is None else something(self.weigh(labels))
 
 
 def something(weights: Tensor) -> Tensor:
@@ -111,8 +106,8 @@ def _taken_apart(function: Callable[..., Tensor], settings: dict[str, Any]) -> L
         return function(output, labels, weight=beside, reduction="sum", **others)
 
     def weigh(labels: Tensor) -> Tensor:
-        # In float64, so that the sum does not depend on the division of a batch; mps has no float64.
-        counted, kind = labels != ignored, torch.float32 if labels.device.type == "mps" else torch.float64
+        # Precise, so that the sum does not depend on the division of a batch.
+        counted, kind = labels != ignored, precise_dtype(labels.device)
         if weight is None:
             return counted.sum().to(kind)
         return (weight.to(labels.device, kind)[labels.where(counted, 0)] * counted).sum()
@@ -313,9 +308,8 @@ def make_metrics(
                 f"or name the code: --set 'train.metrics=[\"file.py:{name}\"]'",
                 "or resume without metrics: --set 'train.metrics=[]'",
             )
-            raise UserError(
-                f"this run's metric {name} was a Python object, which is not available here", _METRICS, hints
-            )
+            what = f"this run's metric {name} was a Python object, which is not available here"
+            raise UserError(what, _METRICS, hints)
         if not callable(own) and not hasattr(own, "update"):
             hints = ("name a function of outputs and labels that returns one value per sample",)
             raise UserError(f"the metric {name} is a {type(own).__name__}, not a function", _METRICS, hints)

@@ -1,32 +1,44 @@
-"""The optimizer, built-in or custom, and the learning rate as a function of the step."""
+"""The optimizer, built-in or custom, and the learning rates of each update.
 
+Rates follow a built-in schedule, a custom function of the step, or a torch scheduler.
+"""
+
+import contextlib
 import inspect
+import json
 import math
-from collections.abc import Callable
+import warnings
+from collections import Counter
+from collections.abc import Callable, Generator, Mapping
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from manyhands.config.job import TrainOptions
 from manyhands.core.errors import UserError
+from manyhands.core.user_code import users_line
 from manyhands.data.order import Order
 from manyhands.parallel.network import is_spread, spread_like
 from manyhands.train.objects import MakeOptimizer, brought
 
 # Keys of a parameter group: the learning rate as a fraction of the largest (custom), or as a multiple of train.lr.
 _OF_PEAK, _OF_LR = "of_peak_lr", "of_lr"
-_WHERE = "train.optimizer"
+_WHERE, _SCHEDULE = "train.optimizer", "train.schedule"
 # Keys that torch's schedulers add to each group.
 _OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
+_PLAIN_KINDS: dict[str, Any] = {"list": list, "tuple": tuple, "dict": dict}
+SetRates = Callable[[int], None]  # sets the learning rates for an update, given its index from 0
 
 
-def make_custom(make: MakeOptimizer, model: nn.Module) -> torch.optim.Optimizer:
+def make_custom(make: MakeOptimizer, model: nn.Module) -> Optimizer:
     """Creates the custom optimizer for a network's trainable parameters and stores each group's learning rate."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer: Any = make(list(parameters))
-    if not isinstance(optimizer, torch.optim.Optimizer):
+    if not isinstance(optimizer, Optimizer):
         hints = ("return a torch.optim.Optimizer, such as lambda parameters: torch.optim.RMSprop(parameters)",)
         raise UserError(f"the optimizer function returned a {type(optimizer).__name__}", _WHERE, hints)
     kind = type(optimizer).__name__
@@ -50,7 +62,7 @@ def make_custom(make: MakeOptimizer, model: nn.Module) -> torch.optim.Optimizer:
     return optimizer
 
 
-def _start_momentum(optimizer: torch.optim.Optimizer) -> None:
+def _start_momentum(optimizer: Optimizer) -> None:
     """Initializes fused SGD's momentum, which torch leaves uninitialized if the first update is skipped."""
     for group in optimizer.param_groups if isinstance(optimizer, torch.optim.SGD) else ():
         if not (group["fused"] and group["momentum"]):
@@ -63,34 +75,29 @@ def _start_momentum(optimizer: torch.optim.Optimizer) -> None:
                 optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 
-def mark_own(optimizer: torch.optim.Optimizer) -> None:
+def mark_own(optimizer: Optimizer) -> None:
     """Marks an optimizer as custom, so that its learning rates are not changed."""
     for group in optimizer.param_groups:
         group[_OF_PEAK] = 1.0
     _start_momentum(optimizer)
 
 
-def is_custom(optimizer: torch.optim.Optimizer) -> bool:
+def is_custom(optimizer: Optimizer) -> bool:
     return _OF_PEAK in optimizer.param_groups[0]
 
 
-def with_own_rate(options: TrainOptions, optimizer: torch.optim.Optimizer) -> TrainOptions:
-    """Returns the options with a custom optimizer's peak learning rate; unchanged for a built-in one."""
-    return options.model_copy(update={"lr": largest_rate(optimizer)}) if is_custom(optimizer) else options
-
-
-def largest_rate(optimizer: torch.optim.Optimizer) -> float:
+def largest_rate(optimizer: Optimizer) -> float:
     """Returns the largest learning rate of all groups, without the factor of biases and norms."""
     return max(float(group["lr"]) / group.get(_OF_LR, 1.0) for group in optimizer.param_groups)
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+def set_learning_rate(optimizer: Optimizer, rate: float) -> None:
     """Sets the learning rate of every group, in the initial proportions."""
     for group in optimizer.param_groups:
         group["lr"] = rate * group.get(_OF_PEAK, 1.0) * group.get(_OF_LR, 1.0)
 
 
-def restore_optimizer(saved: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+def restore_optimizer(saved: dict[str, Any], model: nn.Module, optimizer: Optimizer) -> str:
     """Restores the state of an optimizer by parameter name; ignores the state of other parameters.
 
     Resets state that wasn't saved (of a parameter that was frozen, for example) or that belongs to another optimizer;
@@ -140,7 +147,7 @@ def _placed(value: Any, parameter: Tensor) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
 
 
-Kind = TypeVar("Kind", bound=torch.optim.Optimizer)
+Kind = TypeVar("Kind", bound=Optimizer)
 _WRAPPED = ("add_param_group", "zero_grad", "state_dict", "load_state_dict")
 
 
@@ -153,7 +160,7 @@ def _plain(kind: type[Kind], fused: Callable[[Any], bool] = lambda _: False) -> 
     """
     methods: dict[str, Any] = {name: inspect.unwrap(getattr(kind, name)) for name in _WRAPPED}
     update = torch.no_grad()(inspect.unwrap(kind.step))
-    hooked = torch.optim.Optimizer.profile_hook_step(update)
+    hooked = Optimizer.profile_hook_step(update)
     of_all = (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)
 
     def step(self: Any, *arguments: Any, **named: Any) -> Any:
@@ -194,7 +201,7 @@ SGD, AdamW = _plain(torch.optim.SGD, _fused_sgd), _plain(torch.optim.AdamW)
 
 def make_optimizer(
     model: nn.Module, options: TrainOptions, *, sharded: bool, own: MakeOptimizer | None = None
-) -> torch.optim.Optimizer:
+) -> Optimizer:
     """Creates SGD or AdamW, by default without weight decay on biases and norms, or a custom one (first `own`)."""
     if (make := brought(_WHERE, options.optimizer, own)) is not None:
         if not callable(make):
@@ -205,7 +212,7 @@ def make_optimizer(
     # torch's fused kernels update all tensors in one call; sharded tensors take the ordinary path.
     fused = None if sharded else True
     if options.optimizer == "adamw":
-        optimizer: torch.optim.Optimizer = AdamW(groups, lr=rate, betas=options.betas, fused=fused)
+        optimizer: Optimizer = AdamW(groups, lr=rate, betas=options.betas, fused=fused)
     else:
         optimizer = SGD(groups, lr=rate, momentum=momentum, nesterov=options.nesterov and momentum > 0, fused=fused)
     for group in optimizer.param_groups:
@@ -214,7 +221,7 @@ def make_optimizer(
     return optimizer
 
 
-def start_state(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Tensor]:
+def start_state(optimizer: Optimizer, parameter: Tensor) -> dict[str, Tensor]:
     """Returns the optimizer's state of a parameter before the first update.
 
     torch would create the state in the first step: for fused SGD from uninitialized memory, which stays if a loss
@@ -285,3 +292,211 @@ def learning_rate(options: TrainOptions, step: int, steps_per_epoch: int) -> flo
     if options.schedule == "step":
         return options.lr * options.step_factor ** (step // steps_per_epoch // options.step_epochs)
     return options.lr
+
+
+def scheduler_state(scheduler: LRScheduler) -> dict[str, Any]:
+    """Returns the scheduler's state as JSON data, without functions. Raises UserError for attributes of other types."""
+    found = dict[str, Any]()
+    for name, value in scheduler.state_dict().items():
+        try:
+            found.update({} if _is_constant(value) else {name: as_plain_data(value)})
+        except TypeError as error:
+            kind = type(scheduler).__name__
+            hints = ("store only numbers, strings, lists and dicts", "or return only those from state_dict")
+            what = f"the attribute {name} of the scheduler {kind} is a {error}, which can't be saved"
+            raise UserError(what, f"{kind}.state_dict", hints) from None
+    return found
+
+
+def restore_scheduler(scheduler: LRScheduler, state: Mapping[str, Any]) -> None:
+    """Restores a scheduler from `scheduler_state`'s result; any exception means invalid data; see `reading_of`."""
+    given = {name: from_plain_data(value) for name, value in state.items()}
+    if not isinstance(given.get("last_epoch", 0), int):
+        raise ValueError(f"last_epoch is not an integer: {str(given['last_epoch'])[:60]}")
+    scheduler.load_state_dict({**scheduler.state_dict(), **given})
+    # Otherwise torch warns that the scheduler's step comes before the optimizer's.
+    scheduler.optimizer.__dict__["_opt_called"] = True
+
+
+@contextlib.contextmanager
+def reading_of(where: str) -> Generator[None]:
+    """Converts exceptions in the context to a UserError about the scheduler's state in the checkpoint `where`."""
+    try:
+        yield
+    except Exception as error:
+        what = f"the scheduler's state in the checkpoint can't be restored: {type(error).__name__}: {error}"
+        hints = ("remove this checkpoint to resume from the previous one", "or start a new run in another folder")
+        raise UserError(what, where, hints) from error
+
+
+def as_plain_data(value: Any) -> Any:
+    """Converts numbers, texts, None, lists, tuples and dicts to JSON data. Raises TypeError with the type's name."""
+    kind = type(value).__name__
+    if type(value) is dict:
+        return {kind: [[as_plain_data(key), as_plain_data(one)] for key, one in value.items() if not _is_constant(one)]}
+    if type(value) in (list, tuple):
+        return {kind: [as_plain_data(one) for one in value]}
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise TypeError(kind)
+
+
+def from_plain_data(value: Any) -> Any:
+    """Inverts `as_plain_data`. Raises ValueError, TypeError or KeyError for other data."""
+    if isinstance(value, list):
+        raise TypeError("unsupported list")
+    if not isinstance(value, dict):
+        return value
+    ((kind, entries),) = value.items()
+    return _PLAIN_KINDS[kind](from_plain_data(one) if kind != "dict" else map(from_plain_data, one) for one in entries)
+
+
+def _is_constant(value: Any) -> bool:
+    return callable(value) or isinstance(value, Counter)
+
+
+def make_schedule(optimizer: Optimizer, options: TrainOptions, steps_per_epoch: int, own: Any = None) -> SetRates:
+    """Creates the function that sets learning rates; a custom one, such as `own`, is tested on the first update."""
+    function = brought(_SCHEDULE, options.schedule, own)
+    if is_custom(optimizer):
+        options = options.model_copy(update={"lr": largest_rate(optimizer)})
+    if function is None:
+        return lambda step: set_learning_rate(optimizer, learning_rate(options, step, steps_per_epoch))
+    of_optimizer, asked = _arguments_of(function, max(1, options.epochs * steps_per_epoch), steps_per_epoch)
+
+    def set_rates(step: int) -> None:
+        set_learning_rate(optimizer, options.lr * _factor(function(step, **asked), step))
+
+    try:
+        if of_optimizer:
+            scheduler = CustomScheduler(function(optimizer, **asked), optimizer)
+            if scheduler.waits and not options.evaluate_every:
+                what = "the schedule needs evaluations, but evaluate_every=0 evaluates only at the end"
+                raise UserError(what, _SCHEDULE, ("set train.evaluate_every to 1, or choose another schedule",))
+            return scheduler
+        set_rates(0)
+    except UserError:
+        raise
+    except Exception as error:
+        given = "with this optimizer" if of_optimizer else "at step 0"
+        what = f"the schedule failed {given}: {type(error).__name__}: {error}"
+        hints = () if of_optimizer else ("for a torch scheduler, name the function's first parameter optimizer",)
+        raise UserError(what, users_line(error) or _SCHEDULE, hints) from error
+    return set_rates
+
+
+def _arguments_of(function: Any, total_steps: int, steps_per_epoch: int) -> tuple[bool, dict[str, int]]:
+    """Returns True if a function takes the optimizer instead of the step, and the function's further arguments."""
+    of_step = "pass a function of the step: schedule=lambda step: 0.99 ** step"
+    if not callable(function):
+        of_optimizer = "or of the optimizer: schedule=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 9)"
+        kind = type(function).__name__
+        raise UserError(f"the schedule is a {kind}, not a function", _SCHEDULE, (of_step, of_optimizer))
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except ValueError:  # some functions in C have no signature
+        return False, {}
+    if not parameters:
+        raise UserError("the schedule takes no argument", _SCHEDULE, (of_step,))
+    first, *others = parameters
+    known = {"total_steps": total_steps, "steps_per_epoch": steps_per_epoch}
+    for one in others:
+        required = one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
+        if required and one.name not in known:
+            hints = ("use only the further parameters total_steps and steps_per_epoch",)
+            raise UserError(f"the schedule function has an unknown parameter: {one.name}", _SCHEDULE, hints)
+    return first.name == "optimizer", {one.name: known[one.name] for one in others if one.name in known}
+
+
+def _factor(value: Any, step: int) -> float:
+    """Converts the result of the user's function to a fraction of the peak rate. Raises UserError if it is none."""
+    try:
+        part = float(value)
+    except (TypeError, ValueError):
+        hints = ("return a number, the factor of the peak learning rate",)
+        raise UserError(f"the schedule returned a {type(value).__name__} at step {step}", _SCHEDULE, hints) from None
+    if not math.isfinite(part) or part < 0:
+        hints = ("return the factor of the peak learning rate, 0 or higher",)
+        raise UserError(f"the schedule returned {part} at step {step}", _SCHEDULE, hints)
+    return part
+
+
+class CustomScheduler:
+    """A torch scheduler, stepped before each update except the first, or after each evaluation if it needs the loss.
+
+    A resumed run repeats all steps of torch's own schedulers, so that a longer run has the rates of its new length. The
+    state of ReduceLROnPlateau and of custom classes, which may depend on more than the step, is saved; if such a
+    scheduler is created with other arguments (for a longer run), its steps are repeated too. `waits`: it needs the
+    loss.
+    """
+
+    def __init__(self, scheduler: Any, optimizer: Optimizer) -> None:
+        kind = self._kind = type(scheduler).__name__
+        if not isinstance(scheduler, LRScheduler):
+            hints = ("return a torch.optim.lr_scheduler.LRScheduler of the optimizer",)
+            raise UserError(f"the schedule function returned a {kind}", _SCHEDULE, hints)
+        if getattr(scheduler, "optimizer", optimizer) is not optimizer:
+            hints = ("create the scheduler from the function's argument",)
+            raise UserError(f"the schedule's {kind} belongs to another optimizer", _SCHEDULE, hints)
+        self.waits = isinstance(scheduler, ReduceLROnPlateau)
+        self._scheduler: Any = scheduler
+        if self.waits and self._scheduler.mode != "min":
+            raise UserError(f'{kind} monitors the loss, but has mode="max"', _SCHEDULE, ('set mode="min"',))
+        self._optimizer, self._made = optimizer, 0
+        self._as_made = self._now() if self.waits or not _follows_steps(scheduler) else None
+
+    def __call__(self, step: int) -> None:
+        if self.waits:
+            return
+        # catch_warnings makes torch repeat the warnings of earlier updates, so usual steps don't enter it.
+        usual = 0 < self._made == step - 1
+        with contextlib.nullcontext() if usual else warnings.catch_warnings():
+            if not usual:  # a resumed run has made no update yet, or a loss scaler skipped the first
+                warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
+            while self._made < step:
+                self._scheduler.step()
+                self._made += 1
+
+    def evaluated(self, loss: float) -> None:
+        """Steps the scheduler with the loss of an evaluation, if it needs the loss."""
+        if self.waits:
+            self._scheduler.step(loss)
+
+    def saved(self) -> str:
+        """Returns the state as JSON data; empty for a scheduler whose steps are repeated."""
+        if self._as_made is None:
+            return ""
+        return json.dumps({"kind": self._kind, "made": self._made, "as_made": self._as_made, "now": self._now()})
+
+    def resume(self, saved: str, step: int) -> None:
+        """Restores the result of `saved` if it fits a run at `step`; any exception means that it is invalid."""
+        if (made := self._as_made) is None:
+            return
+        found = json.loads(saved)
+        before, now = found["as_made"], found["now"]
+        changed = _changed(before["state"], now["state"])
+        alike = all(made["state"].get(name) == one for name, one in before["state"].items() if name not in changed)
+        if found["kind"] != self._kind or not (self.waits or (alike and found["made"] == max(0, step - 1))):
+            return
+        restore_scheduler(self._scheduler, changed)
+        if not self.waits or before["groups"] == made["groups"]:
+            for live, *both in zip(self._optimizer.param_groups, before["groups"], now["groups"], strict=True):
+                live.update({name: from_plain_data(one) for name, one in _changed(*both).items()})
+        self._made = int(found["made"])
+
+    def _now(self) -> dict[str, Any]:
+        groups = [
+            {name: as_plain_data(one) for name, one in group.items() if type(one) in (int, float, tuple)}
+            for group in self._optimizer.param_groups
+        ]
+        return {"state": scheduler_state(self._scheduler), "groups": groups}
+
+
+def _follows_steps(scheduler: Any) -> bool:
+    """Returns True for torch's own schedulers, including all that they contain."""
+    inner = getattr(scheduler, "_schedulers", ())
+    return type(scheduler).__module__.startswith("torch.") and all(map(_follows_steps, inner))
+
+
+def _changed(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+    return {name: one for name, one in now.items() if name not in before or before[name] != one}

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from manyhands.checkpoint.folders import choose
@@ -38,13 +39,11 @@ from manyhands.parallel.apply import follows_plan, one_process, resolve_mode, ta
 from manyhands.parallel.group.plain import gather_plain
 from manyhands.parallel.network import ParallelNetwork
 from manyhands.parallel.options import MODE_ALONE, MODE_OF_PLANS, USUAL_MODE
-from manyhands.train import data_setup
+from manyhands.train import data_setup, optimize
 from manyhands.train.choose_sync import check_combination
 from manyhands.train.journal import Journal, RunContext
 from manyhands.train.loss import CustomMetric, LossFn, make_loss_fn, make_metrics
 from manyhands.train.objects import Objects, digest_objects
-from manyhands.train.optimize import largest_rate, make_custom, make_optimizer, mark_own
-from manyhands.train.schedule import CustomScheduler, SetRates, make_schedule
 from manyhands.train.shares import MACHINES, BalancedShares, previous_shares
 from manyhands.train.state import Resumable, load_snapshot, split_state
 from manyhands.train.trainer import Trainer
@@ -62,7 +61,7 @@ class CustomParts:
     """The objects of a custom loop."""
 
     model: nn.Module
-    optimizer: torch.optim.Optimizer
+    optimizer: Optimizer
     train_set: Any  # a torch Dataset of (x, y)
     plan: "Plan | None" = None
     scheduler: LRScheduler | None = None  # a scheduler of `optimizer`, saved in checkpoints
@@ -75,8 +74,8 @@ class Parts(RunContext):
 
     objects: Objects  # the user's Python objects
     make_model: Callable[[data_setup.DataSetup, "Grid | None", Resumable | None], nn.Module]
-    make_optimizer: Callable[[nn.Module, ParallelNetwork], torch.optim.Optimizer]
-    make_schedule: Callable[[torch.optim.Optimizer, int], SetRates]  # takes the optimizer and the updates per epoch
+    make_optimizer: Callable[..., Optimizer]  # takes the network, and as `sharded` whether its tensors are sharded
+    make_schedule: Callable[..., optimize.SetRates]  # takes the optimizer, and as `steps_per_epoch` the updates
     # returns a name for each output of the network, given the class names
     name_outputs: Callable[[tuple[str, ...], ParallelNetwork, TrialResult], tuple[str, ...]] = lambda names, *_: names
     previous_shares: Callable[[Resumable | None], tuple[list[int] | None, int]] = previous_shares
@@ -131,10 +130,8 @@ class Parts(RunContext):
             cross_entropy=brought.loss is None and job.train.loss == "cross-entropy",
             metrics=make_metrics(job.train.metrics, brought.metrics),
             make_model=model_of,
-            make_optimizer=lambda model, network: make_optimizer(
-                model, job.train, sharded=network.traits.sharded, own=brought.optimizer
-            ),
-            make_schedule=lambda optimizer, steps: make_schedule(optimizer, job.train, steps, brought.schedule),
+            make_optimizer=functools.partial(optimize.make_optimizer, options=job.train, own=brought.optimizer),
+            make_schedule=functools.partial(optimize.make_schedule, options=job.train, own=brought.schedule),
             name_outputs=functools.partial(_name_outputs, journal),
             finish=_compiled_and_balanced,
         )
@@ -152,7 +149,7 @@ class Parts(RunContext):
         objects = Objects(model, own.train_set, own.train_set, targets=has_targets(own.train_set), digests=digests)
         names = {id(parameter): name for name, parameter in model.named_parameters()}
 
-        def optimizer_of(model: nn.Module, _network: ParallelNetwork) -> torch.optim.Optimizer:
+        def optimizer_of(model: nn.Module, *, sharded: bool) -> Optimizer:  # noqa: ARG001 - as for a job
             live = dict(own.model.named_parameters())  # the parameters after the mode was applied
             for group in own.optimizer.param_groups:
                 if any(id(parameter) not in names for parameter in group["params"]):
@@ -164,8 +161,8 @@ class Parts(RunContext):
                 keep_compiled()
                 model.compile()
             if own.scheduled:
-                return make_custom(lambda _: own.optimizer, model)
-            mark_own(own.optimizer)
+                return optimize.make_custom(lambda _: own.optimizer, model)
+            optimize.mark_own(own.optimizer)
             return own.optimizer
 
         splits, grid = data_setup.open_splits(job, world, objects), grid_of(job, world, mode)
@@ -181,12 +178,8 @@ class Parts(RunContext):
             make_schedule=functools.partial(_schedule_of_loop, job, own),
             previous_shares=lambda found: ([] if found else None, 0),  # a session doesn't measure shares
         )
-        layouts: Mapping[str, TensorLayout] = {}
-        if grid:
-            from manyhands.parallel.mesh.marks import layouts_of
-
-            layouts = layouts_of(model, grid.mesh, world.rank)
-        record_setup(parts, objects, splits, data_setup.class_names(job, splits), model, layouts, own.optimizer)
+        classes, layouts = data_setup.class_names(job, splits), layouts_by_hand(model, grid, world)
+        record_setup(parts, objects, splits, classes, model, layouts, own.optimizer)
         return parts
 
 
@@ -223,7 +216,7 @@ def record_setup(
     classes: Sequence[str],
     model: nn.Module,
     layouts: Mapping[str, TensorLayout] = {},
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: Optimizer | None = None,
 ) -> None:
     """Records data, network and training settings in three lines; `layouts` are those of sharded parameters."""
     job, world, custom_loop = run.job, run.world, isinstance(run, Parts) and run.custom_loop
@@ -238,7 +231,7 @@ def record_setup(
     counted = describe_samples(count, tested, classes, "samples" if splits.pixels.own else "pictures")
     kind, rate = plain(options.optimizer), f" at learning rate {options.lr:g}" if options.built_in else ""
     if optimizer and (custom_loop or not options.built_in):
-        kind, rate = type(optimizer).__name__, f" at learning rate {largest_rate(optimizer):g}"
+        kind, rate = type(optimizer).__name__, f" at learning rate {optimize.largest_rate(optimizer):g}"
     epochs = "" if custom_loop else f"epochs {options.epochs}, "
     lines = (
         f"data: {plain(data)}, {counted}",
@@ -268,12 +261,12 @@ def _name_outputs(
     return data_setup.name_outputs(classes, outputs)
 
 
-def _schedule_of_loop(job: Job, own: CustomParts, optimizer: torch.optim.Optimizer, steps_per_epoch: int) -> SetRates:
+def _schedule_of_loop(job: Job, own: CustomParts, optimizer: Optimizer, steps_per_epoch: int) -> optimize.SetRates:
     """Returns the function that sets the learning rates of a custom loop; it does nothing without a job's schedule."""
     if not own.scheduled:
         return lambda _step: None
-    set_rates = make_schedule(optimizer, job.train, steps_per_epoch)
-    if isinstance(set_rates, CustomScheduler) and set_rates.waits:
+    set_rates = optimize.make_schedule(optimizer, job.train, steps_per_epoch)
+    if isinstance(set_rates, optimize.CustomScheduler) and set_rates.waits:
         hints = ("pass the scheduler to session.prepare(…, scheduler=scheduler), and call scheduler.step(loss)",)
         raise UserError("this schedule needs evaluations, which sessions don't run", "train.schedule", hints)
     return set_rates
@@ -338,6 +331,15 @@ def grid_of(job: Job, world: World, mode: str) -> "Grid | None":
     from manyhands.parallel.mesh.grid import Grid
 
     return Grid(mesh, world)
+
+
+def layouts_by_hand(model: nn.Module, grid: "Grid | None", world: World) -> Mapping[str, TensorLayout]:
+    """Returns the layouts of a network that is sharded over `grid` by its own code; empty without a grid."""
+    if grid is None:
+        return {}
+    from manyhands.parallel.mesh.marks import layouts_of
+
+    return layouts_of(model, grid.mesh, world.rank)
 
 
 def make_model(
@@ -424,17 +426,15 @@ def _other_head(saved: dict[str, Tensor], live: dict[str, Tensor], classes: int)
     return other if len(lengths) == 1 and lengths.pop()[1] == classes else []
 
 
-def describe_trained(
-    run: RunContext, samples: data_setup.DataSetup, classes: tuple[str, ...], objects: Objects
-) -> TrainedNetwork:
+def describe_trained(parts: Parts, samples: data_setup.DataSetup, classes: tuple[str, ...]) -> TrainedNetwork:
     """Returns the description of network and data that checkpoints contain; `classes` names each output."""
-    job, pixels = run.job, samples.pixels
+    job, objects, pixels = parts.job, parts.objects, samples.pixels
     fields = {name: getattr(pixels, name) for name in ("own", "size", "channels", "mean", "std")}
     pictures = Pictures(resize=pixels.resized_to, **fields)
     if objects.model is not None:
         note_trained_on(objects.model, pictures, classes)
     model = job.model if objects.model is not None else resolve_model(job.model, pixels.size)
-    grid = mesh_of(job, run.world) if takes_mesh(run.mode) else None
+    grid = mesh_of(job, parts.world) if takes_mesh(parts.mode) else None
     return TrainedNetwork(
         name=model.name,
         made_in_python=objects.model is not None,

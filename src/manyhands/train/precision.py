@@ -198,7 +198,7 @@ def resolve_precision(
     found = None
     if everybody.index(mine) == world.rank and not takes_mesh(mode):
         variants = variants_of(now.train, bf16=all(one.bf16 for one in everybody))
-        found = asdict(measured(measurement, mine, variants, functools.partial(say, measurement) if measure else None))
+        found = asdict(measurement.measured(mine, variants, functools.partial(say, measurement) if measure else None))
     kinds = [KindOfMachine(**one) for one in gather_plain(found, world) if one] or everybody
     taken, said = choose_variant(now.train, kinds)
     resolved = _with(job, taken.precision, taken.channels_last)
@@ -307,32 +307,31 @@ class Measurement:
         most = max(_MIN, min(_MOST, _PIXELS // max(1, self.pixels.size) ** 2))
         return min(most, self.job.train.batch, len(self.splits.train), self.job.train.micro_batch or most)
 
-
-def measured(
-    measurement: Measurement, kind: KindOfMachine, variants: list[Variant], say: Callable[[str], object] | None
-) -> KindOfMachine:
-    """Returns a kind of machine with the seconds of all variants, cached or, with `say`, measured now."""
-    if len(variants) < 2:
-        return kind
-    times, key = OpTimes(measurement.device, 0.0, threads=1), measurement.key()
-    known = {str(one): times.cached(f"precision {key} {one}") for one in variants}
-    if say is None or all(known.values()):
-        return replace(kind, seconds={name: seconds for name, seconds in known.items() if seconds})
-    device = measurement.device
-    try:
-        with drawing(derive(measurement.job.train.seed, "precision"), device.partition(":")[0]):
-            model = measurement.network()
-            numbers = list(model.parameters())
-            if not any(one.ndim == 4 for one in numbers):  # without a convolution no layout pays, nor bf16 if small
-                small = sum(one.numel() for one in numbers) < _SMALL
-                variants = [one for one in variants if one.channels_last == variants[0].channels_last and not small]
-            if len(variants) < 2:
-                return kind
-            say("benchmarking the network in each precision and layout; the results are cached")
-            seconds, failed = time_variants(measurement.trials(model, variants), device)
-    except Exception:  # noqa: BLE001 - errors of the network or the data are reported when they are built
-        return kind
-    for name, one in seconds.items():
-        times.keep(f"precision {key} {name}", one)
-    times.save()
-    return replace(kind, seconds=seconds, failed=failed)
+    def measured(
+        self, kind: KindOfMachine, variants: list[Variant], say: Callable[[str], object] | None
+    ) -> KindOfMachine:
+        """Returns a kind of machine with the seconds of all variants, cached or, with `say`, measured now."""
+        if len(variants) < 2:
+            return kind
+        times, key = OpTimes(self.device, 0.0, threads=1), self.key()
+        known = {str(one): times.cached(f"precision {key} {one}") for one in variants}
+        if say is None or all(known.values()):
+            return replace(kind, seconds={name: seconds for name, seconds in known.items() if seconds})
+        device = self.device
+        try:
+            with drawing(derive(self.job.train.seed, "precision"), device.partition(":")[0]):
+                model = self.network()
+                numbers = list(model.parameters())
+                if not any(one.ndim == 4 for one in numbers):  # without a convolution no layout pays, nor bf16 if small
+                    small = sum(one.numel() for one in numbers) < _SMALL
+                    variants = [one for one in variants if one.channels_last == variants[0].channels_last and not small]
+                if len(variants) < 2:
+                    return kind
+                say("benchmarking the network in each precision and layout; the results are cached")
+                seconds, failed = time_variants(self.trials(model, variants), device)
+        except Exception:  # noqa: BLE001 - errors of the network or the data are reported when they are built
+            return kind
+        for name, one in seconds.items():
+            times.keep(f"precision {key} {name}", one)
+        times.save()
+        return replace(kind, seconds=seconds, failed=failed)

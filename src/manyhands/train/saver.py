@@ -113,9 +113,7 @@ SHARE, USUAL_S = 0.01, 60.0  # saves may take this fraction of time, or run once
 # machines of 8 GPUs lasted 264 days each (419 failures in 54 days of 16,384 GPUs; arXiv:2407.21783, section 3.3.4).
 # This estimate weighs as much as an hour of training.
 EXPECTED_S, WEIGHT_S = 86_400.0, 3600.0
-# Saves in the median, status rounds in the usual training time, and status rounds after which that time is known.
-_SAVES, _ROUNDS, _ENOUGH = 9, 20, 3
-_REPORT_RATIO = 2.0
+_SAVES, _REPORT_RATIO = 9, 2.0  # saves in the median; a change of the interval that is reported
 _BEGINS, _FAILS = {"first-step", "resumed"}, {"restarted", "failed"}
 _ENDS = {*_FAILS, "regrouped", "stopped", "interrupted", "finished"}
 
@@ -159,23 +157,14 @@ class SaveInterval:
     def __init__(self, folder: RunFolder, world: World) -> None:
         self.machines = -(-world.size // max(1, world.local_size))
         self.failures, self._before_s = seen_failures(folder)
-        self._began_s, self._excess_s = time.perf_counter(), 0.0
+        self._on_cpu, self._began_s = world.device == "cpu", time.perf_counter()
         self._reported_s, self._said = 0.0, False
-        self._usual_s: deque[float] = deque(maxlen=_ROUNDS)
         self._saves_s: deque[float] = deque(maxlen=_SAVES)
-
-    def trained(self, seconds: float, samples: float, *, saving: bool) -> None:
-        """Records the training time of some samples, which may be longer during a save."""
-        if samples and not saving:
-            self._usual_s.append(seconds / samples)
-        elif samples and len(self._usual_s) >= _ENOUGH:
-            self._excess_s += seconds - samples * statistics.median(self._usual_s)
 
     def saved(self, waited_s: float, wrote_s: float) -> float:
         """Records the times of a save; returns the seconds until the next one."""
-        # The writing thread delays training at most while it runs.
-        self._saves_s.append(waited_s + min(wrote_s, max(0.0, self._excess_s)))
-        self._excess_s = 0.0
+        # On a CPU, the writing thread may delay training while it runs.
+        self._saves_s.append(waited_s + (wrote_s if self._on_cpu else 0.0))
         return best_interval(statistics.median(self._saves_s), self._between_failures_s())
 
     def record(self, seconds: float, journal: Journal, step: int) -> None:

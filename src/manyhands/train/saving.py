@@ -1,6 +1,11 @@
-"""Saves checkpoints; saves and loads the synchronization state of each rank."""
+"""Saves checkpoints; saves and loads the synchronization state of each rank.
+
+After each epoch also in the format of the ImageNet example main.py (checkpoint.pth_tar), for its --resume.
+"""
 
 import functools
+import math
+import shutil
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -17,17 +22,19 @@ from manyhands.checkpoint.snapshot import Snapshot
 from manyhands.checkpoint.trained import STATE_KEY
 from manyhands.checkpoint.write import CheckpointGroup, CheckpointWriter, SaveError
 from manyhands.checkpoint.write import save as commit
+from manyhands.config.job import Job, TrainOptions
 from manyhands.core.errors import RunError, UserError
+from manyhands.core.files import free_name, read_object, replacing
 from manyhands.core.machine import memory
 from manyhands.core.phases import CLOCK, SAVING
+from manyhands.core.records import write_json
 from manyhands.core.run_folder import NOWHERE, resume_command
 from manyhands.core.world import World
 from manyhands.parallel.apply import checksums
 from manyhands.parallel.group.plain import gather_plain
-from manyhands.train.optimize import restore_optimizer
+from manyhands.train.optimize import CustomScheduler, learning_rate, restore_optimizer
 from manyhands.train.saver import SaveOutcome
-from manyhands.train.schedule import CustomScheduler
-from manyhands.train.state import capture, named_optimizer, split_state, training_digest
+from manyhands.train.state import Progress, capture, named_optimizer, split_state, training_digest
 from manyhands.train.status import explain_lost
 from manyhands.train.trainer import Trainer
 
@@ -45,7 +52,7 @@ def save(trainer: Trainer) -> None:
         write, background = None, not network.layouts
         if writes or network.share.collective_forward:
             with trainer.synchronizer.averaged():
-                snapshot = capture(network, trainer.update.optimizer, trainer.progress, extra, keep=writes)
+                snapshot = capture(network, trainer.updater.optimizer, trainer.progress, extra, keep=writes)
             background = background and memory()[1] > sum(tensor.nbytes for tensor in snapshot.model.values())
             write = functools.partial(_write, trainer, snapshot, step, trainer.progress.best_step) if writes else None
         saver.saves += 1
@@ -74,7 +81,7 @@ def finish_save(trainer: Trainer, *, written: float | None = None) -> None:
     trainer.heartbeats.phase = phase
     outcomes = {rank: SaveOutcome(**by_rank[rank]) for rank in saver.writers}
     if not all(outcome.finite for outcome in outcomes.values()):
-        raise explain_lost(trainer.network, trainer.world, trainer.update.measured)
+        raise explain_lost(trainer.network, trainer.world, trainer.updater.measured)
     if not outcomes[0].error:
         trainer.progress.saved_step = step
         if trainer.synchronizer.own:  # also deletes the states of deleted checkpoints
@@ -106,7 +113,7 @@ def rescue(trainer: Trainer) -> bool:
     network, progress = trainer.network, trainer.progress
     incomplete = network.traits.sharded or network.layouts or trainer.synchronizer.own
     # A torch scheduler is stepped at the beginning of an update.
-    partial_update, scheduled = trainer.update.partial_update, isinstance(trainer.update.set_rates, CustomScheduler)
+    partial_update, scheduled = trainer.updater.partial_update, isinstance(trainer.updater.set_rates, CustomScheduler)
     between = partial_update.in_pieces or (partial_update.begun and scheduled)
     if incomplete or between or not progress.step or trainer.folder is NOWHERE:
         return False
@@ -115,7 +122,7 @@ def rescue(trainer: Trainer) -> bool:
     progress.owed |= trainer.due.evaluation() and progress.evaluated_step != progress.step
     folder = trainer.folder.checkpoints
     folder.mkdir(parents=True, exist_ok=True)
-    snapshot = capture(network, trainer.update.optimizer, progress, _plain_state(trainer))
+    snapshot = capture(network, trainer.updater.optimizer, progress, _plain_state(trainer))
     with FileLock(trainer.folder.ranks / "rescue.lock", mode=0o600):  # a second process finds the checkpoint
         path = commit(folder, progress.step, snapshot)
     trainer.journal.event("saved", path.name, progress.step)
@@ -136,9 +143,9 @@ def _plain_state(trainer: Trainer) -> dict[str, Any]:
     }
     if trainer.hooks.balance_shares:
         extra["shares"] = list(trainer.feed.sharing.shares) or [1] * trainer.feed.sharing.processes
-    if trainer.update.gradients.scaler:
-        extra["scaler"] = trainer.update.gradients.scaler.state_dict()
-    if isinstance(trainer.update.set_rates, CustomScheduler) and (state := trainer.update.set_rates.saved()):
+    if trainer.updater.gradients.scaler:
+        extra["scaler"] = trainer.updater.gradients.scaler.state_dict()
+    if isinstance(trainer.updater.set_rates, CustomScheduler) and (state := trainer.updater.set_rates.saved()):
         extra["schedule"] = state
     return extra
 
@@ -207,11 +214,11 @@ def save_rank_state(trainer: Trainer) -> None:
     tensors, numbers = mine
     step, folder = trainer.progress.step, _rank_states(trainer.folder.checkpoints, trainer.world)
     state: dict[str, Any] = {"belongs_to": _belongs_to(trainer), "numbers": numbers, "own": trainer.synchronizer.own}
-    if trainer.update.gradients.scaler:
-        state["scaler"] = trainer.update.gradients.scaler.state_dict()
+    if trainer.updater.gradients.scaler:
+        state["scaler"] = trainer.updater.gradients.scaler.state_dict()
     content = {name: tensor.detach().cpu() for name, tensor in tensors.items()}
     endless = frozenset({"buffers"} if trainer.network.traits.endless else set[str]())
-    optimizer = named_optimizer(trainer.network.model, trainer.update.optimizer)
+    optimizer = named_optimizer(trainer.network.model, trainer.updater.optimizer)
     failure = ""
     try:
         remove_step(folder, step)  # of an earlier attempt, whose state may differ
@@ -236,10 +243,10 @@ def load_rank_state(trainer: Trainer, checkpoint: Path) -> None:
         trainer.journal.event("warning", what, step)
         return
     trainer.synchronizer.load(found.model, {key: int(value) for key, value in found.state["numbers"].items()})
-    if reset := restore_optimizer(found.optimizer or {"state": {}}, trainer.network.model, trainer.update.optimizer):
+    if reset := restore_optimizer(found.optimizer or {"state": {}}, trainer.network.model, trainer.updater.optimizer):
         trainer.journal.event("warning", reset, step)
-    if trainer.update.gradients.scaler and "scaler" in found.state:
-        trainer.update.gradients.scaler.load_state_dict(found.state["scaler"])
+    if trainer.updater.gradients.scaler and "scaler" in found.state:
+        trainer.updater.gradients.scaler.load_state_dict(found.state["scaler"])
 
 
 def _find(trainer: Trainer, checkpoint: Path) -> tuple[Snapshot | None, str]:
@@ -267,3 +274,101 @@ def _belongs_to(trainer: Trainer) -> list[Any]:
     with trainer.synchronizer.averaged():
         sums = checksums(list(split_state(trainer.network.model)[0].values())).sum(0).tolist()
     return [trainer.progress.step, *sums]
+
+
+CHECKPOINT, BEST = "checkpoint.pth.tar", "model_best.pth.tar"
+WRITTEN = "pth_tar.json"  # in the run folder: size and time of the files that this run wrote
+
+
+def write_pth_tar(trainer: Trainer, *, best: bool) -> None:
+    """Writes checkpoint.pth.tar, and model_best.pth.tar if this epoch is the best; a collective."""
+    progress, is_main = trainer.progress, trainer.world.is_main
+    with trainer.paused("save"):
+        trainer.synchronizer.average_buffers(progress.step)
+        if trainer.network.traits.sharded or is_main:
+            with trainer.synchronizer.averaged():
+                snapshot = capture(trainer.network, trainer.updater.optimizer, progress, {}, keep=is_main)
+            if is_main:
+                snapshot = as_main(snapshot, trainer.job.train, progress, trainer.due.steps_per_epoch)
+                _write_pth_tar(trainer, snapshot, best)
+
+
+def as_main(snapshot: Snapshot, options: TrainOptions, progress: Progress, steps_per_epoch: int) -> Snapshot:
+    """Converts a snapshot to main.py's state after the scheduler's step, with the learning rate of the next epoch."""
+    assert snapshot.optimizer is not None
+    rate = learning_rate(options, progress.step, steps_per_epoch)
+    groups = [{**group, "lr": rate, "initial_lr": options.lr} for group in snapshot.optimizer["param_groups"]]
+    for group in groups:  # kernels are chosen by each machine
+        group.update({name: None for name in ("fused", "foreach") if name in group})
+    scheduler = {
+        "step_size": options.step_epochs,
+        "gamma": options.step_factor if options.schedule == "step" else 1.0,
+        "base_lrs": [options.lr],
+        "last_epoch": progress.epoch,
+        "_step_count": progress.epoch + 1,
+        "_last_lr": [rate],
+    }
+    state = {"epoch": progress.epoch, "best": {"top1": max(0.0, progress.best_figure or 0.0)}, "scheduler": scheduler}
+    return Snapshot(snapshot.model, {**snapshot.optimizer, "param_groups": groups}, {**snapshot.state, **state})
+
+
+def check_same_training(job: Job, snapshot: Snapshot, where: str) -> None:
+    """Raises UserError if main.py trained the file with another network or other settings than the job's."""
+    if not job.checkpoint.pth_tar or snapshot.state.get("foreign") != "imagenet-main":
+        return
+    options, group = job.train, (snapshot.optimizer or {}).get("param_groups", [{}])[0]
+    scheduler = snapshot.state.get("scheduler", {})
+    # The value in the file (None in old files) and in the job, by flag.
+    settings = {
+        "-a": (snapshot.state.get("arch"), job.model.name.removeprefix("torchvision:")),
+        "--lr": (next(iter(scheduler.get("base_lrs", [])), group.get("initial_lr")), options.lr),
+        "--momentum": (group.get("momentum"), options.momentum),
+        "--weight-decay": (group.get("weight_decay"), options.weight_decay),
+        "--train.nesterov": (group.get("nesterov"), options.nesterov),
+        "--train.step-epochs": (scheduler.get("step_size"), options.step_epochs),
+        "--train.step-factor": (scheduler.get("gamma"), options.step_factor),
+    }
+    wrong = {flag: both for flag, both in settings.items() if both[0] is not None and _differ(*both)}
+    if wrong:
+        differing = ", ".join(f"{flag} {value}, not {asked}" for flag, (value, asked) in wrong.items())
+        hints = "resume with " + " ".join(f"{flag} {str(value).lower()}" for flag, (value, _) in wrong.items())
+        what = f"{Path(where).name} was trained with {differing}"
+        raise UserError(what, where, (hints, "or use `manyhands train --resume`"))
+
+
+def _differ(one: Any, other: Any) -> bool:
+    numbers = isinstance(one, float) and isinstance(other, int | float)
+    return not math.isclose(one, other, rel_tol=1e-6) if numbers else bool(one != other)
+
+
+def _write_pth_tar(trainer: Trainer, snapshot: Snapshot, best: bool) -> None:
+    """Writes the files; renames existing files that this run neither wrote nor resumed from."""
+    from manyhands.checkpoint.foreign import write_foreign
+
+    folder, arch = Path(trainer.job.checkpoint.pth_tar).expanduser(), trainer.job.model.name
+    prefix = "module." if trainer.world.device.startswith("cuda") else ""
+    record = trainer.folder.path / WRITTEN
+    written = dict[str, Any](read_object(record) or {})
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in (folder / CHECKPOINT, folder / BEST)[: 1 + best]:
+            resumed = Path(trainer.job.checkpoint.resume).expanduser().resolve() == path.resolve()
+            if path.exists() and not resumed and written.get(str(path.resolve())) != _identity(path):
+                aside = free_name(folder, path.name.removesuffix(".pth.tar"), ".pth.tar")
+                path.rename(aside)
+                trainer.journal.event("note", f"{path.name} existed before this run and was renamed to {aside.name}")
+            if path.name == CHECKPOINT:
+                write_foreign(path, snapshot, arch.removeprefix("torchvision:"), prefix)
+            else:
+                with replacing(path) as part:
+                    shutil.copyfile(folder / CHECKPOINT, part)
+            written[str(path.resolve())] = _identity(path)
+        write_json(record, written)
+    except OSError as error:
+        reason = f"{error.filename or folder}: {error.strerror or error}"
+        trainer.journal.event("warning", f"the .pth.tar files can't be written: {reason}", trainer.progress.step)
+
+
+def _identity(path: Path) -> list[int]:
+    found = path.stat()
+    return [found.st_size, found.st_mtime_ns]

@@ -32,15 +32,16 @@ from manyhands.parallel.gradients import autocast
 from manyhands.parallel.group.collectives import Subgroup, new_group, world_group
 from manyhands.parallel.network import ParallelNetwork
 from manyhands.parallel.plan import PlanLike, as_plan
+from manyhands.parallel.replicas.norm_pass import precise_dtype
 from manyhands.train import custom_update
-from manyhands.train.data_setup import make_loader
+from manyhands.train.data_setup import first_picture, make_loader
 from manyhands.train.evaluate import Evaluator, agreed, evaluating, record_evaluation
 from manyhands.train.loop import updates
 from manyhands.train.loss import Evaluation, make_metrics
 from manyhands.train.objects import metric_words
+from manyhands.train.optimize import scheduler_state
 from manyhands.train.parts import PICTURES, CustomParts, pixels_of
 from manyhands.train.saving import finish_save, save
-from manyhands.train.schedule import scheduler_state
 from manyhands.train.trainer import Trainer, record_time
 
 
@@ -50,6 +51,8 @@ class Session(Subgroup):
     Attributes:
         world: rank, size, device and backend of this process.
         job: the resolved options.
+        device: the device of this process.
+        is_main: True on rank 0.
     """
 
     def __init__(
@@ -65,7 +68,7 @@ class Session(Subgroup):
     ) -> None:
         everybody = world_group(world)
         super().__init__(everybody.ranks, everybody.rank, None)
-        self.world, self.job = world, job
+        self.world, self.job, self.device, self.is_main = world, job, torch.device(world.device), world.is_main
         self._folder, self._scheduled, self._metrics = folder, scheduled, metrics or {}
         self._stop = StopSignal() if stop is None else stop
         self._write_metadata = write_metadata
@@ -78,16 +81,6 @@ class Session(Subgroup):
         # The loop's last update, -1 if unknown; the last update after which all processes had the same network.
         self._last_step, self._together_at = -1, 0
         self._loss: list[Tensor] = []
-
-    @property
-    def device(self) -> torch.device:
-        """The device of this process."""
-        return torch.device(self.world.device)
-
-    @property
-    def is_main(self) -> bool:
-        """True on rank 0."""
-        return self.world.is_main
 
     def new_group(self, ranks: list[int]) -> Subgroup:
         """Creates a subgroup. All processes must create the same groups in the same order."""
@@ -133,7 +126,8 @@ class Session(Subgroup):
         self.close()
         job = self.job.model_copy(update={"train": self.job.train.model_copy(update={"batch": batch})})
         split = None if plan is None else as_plan(plan)
-        optimizer = custom_update.as_given(optimizer)
+        if isinstance(optimizer, custom_update.PreparedOptimizer):
+            optimizer = optimizer.__dict__["_inner"]
         own = CustomParts(model, optimizer, train_set, split, scheduler, self._scheduled)
         trainer, saved = custom_update.prepare_trainer(job, self._folder, self.world, own)
         self._trainer, self._scheduler, self._loss = trainer, scheduler, self._saved_losses(saved)
@@ -148,9 +142,8 @@ class Session(Subgroup):
         if scheduler:
             scheduler_state(scheduler)  # refused before anything is trained
             custom_update.postpone_steps(scheduler, lambda: self._own is not None and not self._own.at_last)
-        prepared = custom_update.PreparedOptimizer(
-            optimizer, functools.partial(self._finish, trainer), self._unfinished
-        )
+        finish = functools.partial(self._finish, trainer)
+        prepared = custom_update.PreparedOptimizer(optimizer, finish, self._unfinished)
         return trainer.network.call, prepared, custom_update.SessionSamples(self.batches, trainer.feed.order)
 
     def epochs(self, count: int) -> Iterator[int]:
@@ -168,8 +161,8 @@ class Session(Subgroup):
         while self._concluded < count:
             epoch = self._concluded
             yield epoch
-            if trainer.progress.epoch == epoch:
-                self._break_off()
+            if trainer.progress.epoch == epoch:  # the loop left the epoch before its end
+                trainer.progress.end_epoch()
             self._conclude()
 
     def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -179,11 +172,11 @@ class Session(Subgroup):
             self._owed = False
             return
         if self._begun and trainer.progress.step_in_epoch:
-            self._break_off()
+            trainer.progress.end_epoch()
         self._conclude()
         self._begun = True
         for update in updates(trainer, self._stop):
-            self._own = custom_update.CustomUpdate(trainer.update, update, trainer.progress.step)
+            self._own = custom_update.CustomUpdate(trainer.updater, update, trainer.progress.step)
             try:
                 yield from self._own.micro_batches()
             finally:
@@ -253,16 +246,13 @@ class Session(Subgroup):
         outputs = classes or network.traits.outputs or self._count_outputs(network, test_set)
         words = dict.fromkeys((*self.job.train.metrics, *(metric_words(metrics) or ())))
         given = {**self._metrics, **(metrics if isinstance(metrics, Mapping) else {})}
-        loader = self._test_loader(test_set, network.model, outputs)
         started = time.perf_counter()
-        try:
+        with contextlib.closing(self._test_loader(test_set, network.model, outputs)) as loader:
             custom = make_metrics(words, given)
             evaluator = Evaluator(loader, len(test_set), outputs, self.job, self.world, network, custom)
             shares = own.feed.sharing.shares if own else ()
             with agreed(trainer) if trainer else contextlib.nullcontext():
                 found = evaluator(autocast(precision, self.world.device), shares=shares)
-        finally:
-            loader.close()
         if trainer and self._folder:
             record_evaluation(trainer, found)
             trainer.status_round.leave_out(time.perf_counter() - started)
@@ -295,7 +285,7 @@ class Session(Subgroup):
             self._hook.remove()
         if self._trainer:
             self._trainer.saver.wait()
-            self._trainer.release()
+            self._trainer.resources.close()
         self._trainer = self._hook = None
 
     def _bring_together(self, trainer: Trainer) -> None:
@@ -328,9 +318,8 @@ class Session(Subgroup):
         return make_loader(job, splits.train, pixels, self.world, train=False, classes=classes)
 
     def _count_outputs(self, network: ParallelNetwork, data: Any) -> int:
-        loader = self._test_loader(data, network.model)
-        images = next(iter(loader.batches(0, [torch.arange(1)]))).images
-        loader.close()
+        with contextlib.closing(self._test_loader(data, network.model)) as loader:
+            images = first_picture(loader)[None]
         evaluated = network.call if network.share.together else network.model
         with evaluating(evaluated), torch.no_grad():
             return main_and_auxiliary(evaluated(images))[0].shape[1]
@@ -363,19 +352,11 @@ class Session(Subgroup):
         losses = saved.get("losses", [])
         if len(losses) != self.size:
             losses = [[sum(column) for column in zip(*losses, strict=True)]] if self.is_main and losses else []
-        return [torch.tensor(one, dtype=self._precise, device=self.device) for one in losses[self.rank :][:1]]
-
-    @property
-    def _precise(self) -> torch.dtype:
-        return torch.float32 if self.world.device == "mps" else torch.float64
+        mine = torch.tensor(losses[self.rank :][:1], dtype=precise_dtype(self.device), device=self.device)
+        return [*mine]
 
     def _loss_sums(self) -> Tensor:
-        return sum(self._loss, torch.zeros(2, device=self.device)).to(self._precise)
-
-    def _break_off(self) -> None:
-        """Starts the next epoch after the loop left an epoch before its end."""
-        progress = self._ready().progress
-        progress.epoch, progress.step_in_epoch = progress.epoch + 1, 0
+        return sum(self._loss, torch.zeros(2, device=self.device)).to(precise_dtype(self.device))
 
     def _conclude(self) -> None:
         """Saves once after the code that the loop ran at the end of an epoch; a collective."""

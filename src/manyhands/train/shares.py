@@ -63,9 +63,7 @@ def order_and_sharing(
         said = f"each process computes an update in {passes} micro-batches of at most {most} samples, "
         said += "the limit from the start of the run"
         if largest > most:
-            said = (
-                f"micro-batches now have up to {largest} samples instead of {most}, because train.norm_group is {group}"
-            )
+            said = f"micro-batches now have up to {largest} samples, not {most}, because train.norm_group is {group}"
         run.journal.event("note", f"{said} (with enough memory, add --set train.micro_batch={batch})", 0)
     return Order(samples, batch, options.seed, options.drop_last), within
 
@@ -195,7 +193,7 @@ def _longest(speeds_s: Sequence[float], counts: Sequence[int]) -> float:
 
 def _seconds_per_sample(trainer: Trainer) -> list[float]:
     """Measures each process's seconds per sample for forward and backward, on all at the same time; a collective."""
-    update, feed, world = trainer.update, trainer.feed, trainer.world
+    updater, feed, world = trainer.updater, trainer.feed, trainer.world
     equal = -(-feed.order.batch // world.size)
     count = min(equal, feed.sharing.micro_batch or equal)
     batch = first_samples(feed.loader, count)
@@ -204,11 +202,11 @@ def _seconds_per_sample(trainer: Trainer) -> list[float]:
     def mean_s(least_s: float) -> float:
         began_s, passes = now(world), 0
         while not passes or now(world) - began_s < least_s:
-            update.gradients.forward_backward(micro_batch, count, last=False)
+            updater.gradients.forward_backward(micro_batch, count, last=False)
             passes += 1
         return (now(world) - began_s) / passes / count
 
-    with restored(update.network), torch.random.fork_rng(devices=[]):
+    with restored(updater.network), torch.random.fork_rng(devices=[]):
         mean_s(0.0)  # the first pass is slower
         dist.barrier()
         own_s = statistics.median(mean_s(_WHILE_S) for _ in range(_WHILES))

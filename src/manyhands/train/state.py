@@ -35,6 +35,8 @@ from manyhands.parallel.group.plain import broadcast_plain, broadcast_tensors
 from manyhands.parallel.network import ParallelNetwork, full_tensor
 from manyhands.train.optimize import restore_optimizer
 
+Shapes = Mapping[str, tuple[int, ...]]  # of tensors, by name
+
 
 @dataclass
 class Progress:
@@ -62,7 +64,10 @@ class Progress:
         self.step += 1
         self.step_in_epoch += 1
         if self.step_in_epoch == steps_per_epoch:
-            self.epoch, self.step_in_epoch = self.epoch + 1, 0
+            self.end_epoch()
+
+    def end_epoch(self) -> None:
+        self.epoch, self.step_in_epoch = self.epoch + 1, 0
 
 
 def capture(
@@ -193,9 +198,7 @@ def extra_state(snapshot: Snapshot, where: str) -> dict[str, Any]:
         raise UserError(f"the checkpoint's extra state can't be read: {error}", where) from error
 
 
-def check_shapes(
-    saved: Mapping[str, tuple[int, ...]], live: Mapping[str, tuple[int, ...]], where: str, names: Sequence[str] = ()
-) -> None:
+def check_shapes(saved: Shapes, live: Shapes, where: str, names: Sequence[str] = ()) -> None:
     """Raises UserError with the first differences of saved and live shapes; `names` are the names in the file."""
     problems = [f"{name} is missing in the checkpoint" for name in live if name not in saved]
     problems += [f"{name} is not in the network" for name in saved if name not in live]
@@ -312,16 +315,14 @@ def training_digest(job: Job, length: int) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def check_position(
-    snapshot: Snapshot, digest: str, steps_per_epoch: int, parameter_names: list[str], where: str
-) -> None:
+def check_position(snapshot: Snapshot, digest: str, steps_per_epoch: int, names: list[str], where: str) -> None:
     """Converts the position of a foreign checkpoint or one with another digest. Raises UserError within an epoch."""
     state = snapshot.state
     if state.get("foreign"):
         if snapshot.optimizer is not None:
             from manyhands.checkpoint.foreign import name_optimizer
 
-            snapshot.optimizer = name_optimizer(snapshot.optimizer, parameter_names)
+            snapshot.optimizer = name_optimizer(snapshot.optimizer, names)
         epoch, figure = int(state.get("epoch", 0)), state.get("best", {}).get("top1")
         state.update(epoch=epoch, step=epoch * steps_per_epoch, step_in_epoch=0, evaluated_step=-1)
         state.update(best_step=-1, best_figure=figure)

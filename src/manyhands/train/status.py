@@ -1,14 +1,20 @@
-"""The status round and monitors: slow ranks, stalls, time of communication, divergence, non-finite values.
+"""The status round, heartbeats, and monitors: slow ranks, stalls, communication, divergence, non-finite values.
 
 About every half second (run.log_every_s), one small collective sums measurements and requests to save or stop.
 Therefore a signal on one process stops all processes at the same step, and the records cover all processes.
 """
 
+import contextlib
 import math
+import os
 import shlex
+import socket
 import statistics
+import struct
+import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -21,16 +27,19 @@ from torch.nn.modules.module import register_module_forward_hook
 from manyhands.core.errors import RunError
 from manyhands.core.phases import CLOCK, COMMUNICATION, COMPUTE, RECORDS
 from manyhands.core.run_folder import resume_command
+from manyhands.core.timeouts import HEARTBEAT_S, STALL_FACTOR, STALL_S
 from manyhands.core.world import World
+from manyhands.parallel.group.heartbeat import HEARTBEAT_FILE, Heartbeat, leave_path
+from manyhands.parallel.group.listeners import connections, listens
 from manyhands.parallel.group.plain import gather_plain
 from manyhands.parallel.network import MicroBatch, ParallelNetwork
+from manyhands.parallel.replicas.norm_pass import precise_dtype
+from manyhands.parallel.replicas.shared_memory import SharedSums
 from manyhands.sync.choose import EXACT, choose, words_of
 from manyhands.sync.costs import Cost, LinkCase
-from manyhands.sync.options import SyncOptions
 from manyhands.sync.synchronizer import Synchronizer
 from manyhands.train.feed import StepSums
-from manyhands.train.heartbeat import stall_message
-from manyhands.train.journal import Journal
+from manyhands.train.journal import Journal, RunContext
 
 MOST_STEPS = 1000
 LONGEST_S = 10.0  # longest interval on a slow link, because stop requests wait for a round
@@ -71,21 +80,6 @@ class Status(StatusSums):
     seconds: float  # since the last round, by this process's clock
     data_share: float  # fraction of that time that this process waited for data
     waited_s: float  # time that this process waited in the round
-
-
-@dataclass
-class EpochMean:
-    """Loss and accuracy over the samples of one epoch, over all processes."""
-
-    complete: bool = True  # False if the run resumed within the epoch, which leaves the mean unknown
-    loss_sum: float = 0.0
-    correct: float = 0.0
-    samples: float = 0.0
-
-    def add(self, status: Status) -> None:
-        self.loss_sum += status.loss_sum
-        self.correct += status.correct
-        self.samples += status.samples
 
 
 class StatusRound:
@@ -141,10 +135,9 @@ class StatusRound:
         report_every_s = max(REPORT_S, REPORT_SHARE * (now - self._began))
         report_time = self._world.is_main and now - self._reported > report_every_s
         own = StatusSums(*sums, stop, save, written, report_time, took_s, replaced, more)
-        # mps has no float64.
-        kind = torch.float32 if self._world.device == "mps" else torch.float64
         *numbers, _ = vars(own).values()
-        vector = torch.tensor([*map(float, numbers), *more], dtype=kind, device=self._world.device)
+        device = self._world.device
+        vector = torch.tensor([*map(float, numbers), *more], dtype=precise_dtype(device), device=device)
         began_s, before = time.perf_counter(), CLOCK.to(COMMUNICATION)
         if not self._world.alone:
             dist.all_reduce(vector)
@@ -181,14 +174,13 @@ class Watcher:
     _stood_s: float = field(default=0.0, init=False)
     _stalls_s: list[float] = field(default_factory=list[float], init=False)
 
-    def mine(self, seconds: float, steps: int, _waiting_s: float) -> list[float]:
+    def numbers_to_sum(self, seconds: float, steps: int, _waiting_s: float) -> list[float]:
         """Returns numbers to sum over all processes: by rank, seconds per step, and seconds of the last exchange."""
-        timed = self.synchronizer.timed
-        assert timed is not None
-        self._stood_s, self._waited_s = timed.waited_s - self._waited_s, timed.waited_s
+        waited_s = self.synchronizer.waited_s
+        self._stood_s, self._waited_s = waited_s - self._waited_s, waited_s
         step_s = (seconds - self._stood_s) / max(1, steps)
         own = [rank == self.world.rank for rank in range(self.world.size)]
-        return [*(step_s * one for one in own), *(timed.exchange_s * one for one in own)]
+        return [*(step_s * one for one in own), *(self.synchronizer.exchange_s * one for one in own)]
 
     def observe(self, status: Status, step: int, journal: Journal) -> Cost | None:
         """Reports stalls and slow ranks; returns the method if its pace changes, the same on all processes."""
@@ -244,9 +236,8 @@ class CommunicationMonitor:
 
     # measures the link; takes the seconds of computing per step, and returns the inputs of the cost model; a collective
     case: Callable[[float], LinkCase]
-    options: SyncOptions
+    run: RunContext
     without: dict[str, str]  # methods that the job rules out, and why
-    run: str  # the run folder
     compute_s: float = 0.0  # seconds of computing per step on accelerators; 0 on a CPU
     _own_s: float = field(default_factory=time.thread_time, init=False)
     _stood_s: float = field(default=0.0, init=False)
@@ -254,7 +245,7 @@ class CommunicationMonitor:
     _first: int = field(default=-1, init=False)
     _reported: bool = field(default=False, init=False)
 
-    def mine(self, seconds: float, steps: int, waiting_s: float) -> list[float]:
+    def numbers_to_sum(self, seconds: float, steps: int, waiting_s: float) -> list[float]:
         """Returns numbers to sum over all processes: the seconds of waiting for other processes, all seconds, and 1."""
         before, self._own_s = self._own_s, time.thread_time()
         busy_s = self.compute_s * steps if self.compute_s else self._own_s - before
@@ -279,14 +270,146 @@ class CommunicationMonitor:
     def _line(self, share: float, step_s: float) -> str:
         computing_s = (1 - share) * step_s
         case = self.case(computing_s)
-        choice = choose(replace(case, backward_s=_BACKWARD * computing_s), self.options, without=self.without)
+        choice = choose(replace(case, backward_s=_BACKWARD * computing_s), self.run.job.sync, without=self.without)
         chosen = choice.chosen
         message = f"communication between machines takes {share:.0%} of the {step_s:.3g} s per step"
         if chosen.method == EXACT:
             return f"{message}; --sync auto would also choose {EXACT}: {choice.reason}"
-        resume = resume_command(Path(self.run), "--set sync.method=auto", 'sync__method="auto"')
-        change = f"manyhands stop {shlex.quote(self.run)}, then {resume}"
+        folder = self.run.folder.path
+        resume = resume_command(folder, "--set sync.method=auto", 'sync__method="auto"')
+        change = f"manyhands stop {shlex.quote(str(folder))}, then {resume}"
         return f"{message}; --sync auto would take about {chosen.step_s:.3g} s ({words_of(chosen)}): {change}"
+
+
+_REPORTED_S, _REPORTED_TIMES = (
+    3.0,
+    3.0,
+)  # a reported stall takes at least so many seconds, and so many times the usual update
+_KEPT, _ENOUGH = 20, 3
+_ACKED_AT, _INFO_BYTES = 120, 136  # in Linux's struct tcp_info: offset of tcpi_bytes_acked, end of tcpi_bytes_received
+_STILL_S = 2.0  # heartbeats have the expensive fields only if progress is older
+_MOVES_BYTES, _BUSY_S = 8192, 0.3  # per second: above keep-alive messages, and above the CPU time of waiting
+
+
+class HeartbeatWriter:
+    """Tracks the progress of this process and writes heartbeats."""
+
+    def __init__(self) -> None:
+        self.expected_s, self.phase = 0.0, "train"  # seconds of the first update (0: unknown); the current activity
+        self.linked = False  # this process communicates with other machines
+        self._updates_s: deque[float] = deque(maxlen=_KEPT)
+        self._at, self._step, self._waiting = time.monotonic(), 0, False
+
+    def beat(self, *, waiting: bool = False) -> None:
+        """Records progress; `waiting`: the process now waits for data."""
+        self._at, self._waiting = time.monotonic(), waiting
+
+    def updated(self, step: int) -> str:
+        """Records an update that began at the last `beat`; returns a message if it took too long."""
+        took_s, self._step = time.monotonic() - self._at, step
+        message = self.too_long(took_s)
+        # One stall must not change the usual time.
+        self._updates_s.append(min(took_s, _REPORTED_TIMES * max(self._usual_s(), _REPORTED_S)) if message else took_s)
+        self.beat()
+        return message
+
+    def too_long(self, took_s: float) -> str:
+        known = len(self._updates_s) >= _ENOUGH
+        return stall_message(took_s, self._usual_s(), linked=self.linked) if known and took_s > _REPORTED_S else ""
+
+    def hung(self) -> str:
+        """Returns a message if this process hangs, else an empty string. May take a second."""
+        stood_s, usual_s = time.monotonic() - self._at, self._usual_s() or self.expected_s
+        if stood_s <= STALL_S + STALL_FACTOR * usual_s:
+            return ""
+        before, spent = moved_bytes(), time.process_time()
+        time.sleep(HEARTBEAT_S)
+        if moved_bytes() - before > _MOVES_BYTES or time.process_time() - spent > _BUSY_S:
+            return ""
+        return f"this process has been waiting for {stood_s:.0f} s without progress"
+
+    @contextlib.contextmanager
+    def beating(self) -> Generator[None]:
+        """Writes heartbeats in the context, for the agent that started this process, if there is one."""
+        path = os.environ.get(HEARTBEAT_FILE)
+        if not path:
+            yield
+            return
+        over = threading.Event()
+        thread = threading.Thread(target=self._write, args=(Path(path), over), daemon=True)
+        self.beat()
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join(HEARTBEAT_S)
+
+    def heartbeat(self, count: int = 0) -> Heartbeat:
+        """Returns the current heartbeat, without the expensive fields within `_STILL_S` of progress."""
+        still_s = time.monotonic() - self._at
+        known = still_s > _STILL_S
+        return Heartbeat(
+            count=count,
+            step=self._step,
+            phase="data" if self._waiting else self.phase,
+            still_s=still_s,
+            usual_s=self._usual_s() or self.expected_s,
+            calls=collectives_begun() if known else -1,
+            moved_bytes=moved_bytes() if known else 0,
+            cpu_s=time.process_time(),
+        )
+
+    def _usual_s(self) -> float:
+        return statistics.median(self._updates_s) if self._updates_s else 0.0
+
+    def _write(self, path: Path, over: threading.Event) -> None:
+        count, temporary = 0, path.with_suffix(".new")
+        while not over.wait(HEARTBEAT_S):
+            count += 1
+            heartbeat = self.heartbeat(count)
+            with contextlib.suppress(OSError):  # a full disk; the agent checks separately that this process runs
+                temporary.write_text(heartbeat.model_dump_json(), encoding="utf-8")
+                temporary.replace(path)
+            if leave_path(path.parent).exists():
+                shut_connections()
+                return
+
+
+def shut_connections() -> None:
+    """Shuts down connections except listening sockets, so that gloo fails at once instead of waiting for lost peers."""
+    for _, connection in connections():
+        with contextlib.suppress(OSError):
+            if not listens(connection):
+                connection.shutdown(socket.SHUT_RDWR)
+
+
+def stall_message(took_s: float, usual_s: float, *, linked: bool = True) -> str:
+    """Returns the message about a stall, empty if the time is usual; `linked`: several machines are involved."""
+    if took_s <= max(_REPORTED_S, _REPORTED_TIMES * usual_s):
+        return ""
+    waited = "the network or another process" if linked else "another process"
+    return f"training stalled for {took_s:.3g} s, waiting for {waited} (usual: {usual_s:.2g} s)"
+
+
+def collectives_begun() -> int:
+    """Returns the number of collectives over all processes that this process started; -1 without a process group."""
+    if not dist.is_initialized():
+        return -1
+    size = dist.get_world_size()
+    groups: list[Any] = list(dist.distributed_c10d._world.pg_map)
+    return SharedSums.begun + sum(group._get_sequence_number_for_group() for group in groups if group.size() == size)
+
+
+def moved_bytes() -> int:
+    """Returns the bytes that the connections of this process have sent (acknowledged) and received; 0 if unknown."""
+    total = 0
+    for _, connection in connections():
+        with contextlib.suppress(OSError, AttributeError):
+            found = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+            if len(found) >= _INFO_BYTES:
+                total += sum(struct.unpack_from("=QQ", found, _ACKED_AT))
+    return total
 
 
 _DIVERGED, _ROUNDS = 3.0, 3  # multiple of the first loss, for so many rounds in a row: a high rate may raise it once
@@ -366,10 +489,9 @@ def explain_lost(network: ParallelNetwork, world: World, measured: StepSums) -> 
     mine = [float(measured.first_bad), float(measured.first_spoilt)]
     by_rank: list[list[float]] = gather_plain(mine, world)
     step = min(map(min, by_rank))
+    endless = network.traits.endless
     named = [(f"parameter {name}", one) for name, one in network.model.named_parameters()]
-    named += [
-        (f"buffer {name}", one) for name, one in network.model.named_buffers() if name not in network.traits.endless
-    ]
+    named += [(f"buffer {name}", one) for name, one in network.model.named_buffers() if name not in endless]
     lost = next((name for name, one in named if not is_finite(one)), "")
     hints = (*HINTS, "resume from the last checkpoint, which was saved before this error")
     if not math.isfinite(step):

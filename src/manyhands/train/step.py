@@ -119,7 +119,7 @@ class Updater:
         self._torch_alone = by_us and uses_torch_rng_alone(network.model)
         # Accelerators report later, fp16's scaler has its own rules, and a custom loop may read the gradients.
         self._leaves_out = self.device == "cpu" and loss_fn is not None and self.gradients.scaler is None
-        self._bad: MicroBatch | None = None  # the first micro-batch with a non-finite loss
+        self.bad: MicroBatch | None = None  # the first micro-batch with a non-finite loss
         self._mark = self.measured.mark()
         self._in_a_row = 0
         self.skipped: list[str] = []  # messages about skipped updates, taken by the caller that reports them
@@ -142,7 +142,7 @@ class Updater:
         self.set_rates(step)
         for parameter in self.parameters:
             parameter.grad = None
-        self._bad, self._mark = None, self.measured.mark()
+        self.bad, self._mark = None, self.measured.mark()
         self.partial_update.begin()
         self.synchronizer.before_update(step)
 
@@ -225,7 +225,7 @@ class Updater:
             self.note(part, step, found.loss if scale is None else found.loss * scale, found.count)
             rows, labels = found.logits.size(0), found.labels
             self.measured.guess(found.logits, labels if rows == labels.size(0) else labels[:rows])
-        return self._bad is None
+        return self.bad is None
 
     def note(self, part: MicroBatch, step: int, loss: Tensor, count: int) -> None:
         """Adds the sum [] of losses of `count` samples to the measurements; raises RunError as `finish` does."""
@@ -235,7 +235,7 @@ class Updater:
             if not math.isfinite(value):
                 if not self._leaves_out:
                     raise explain_loss(self.network, part, self.world, step)
-                self._bad = self._bad or part
+                self.bad = self.bad or part
                 return
             measured.loss += value
         else:
@@ -269,15 +269,15 @@ class Updater:
         if not self._leaves_out:
             if not finite:
                 raise explain_gradient(self, update, step, alone=self.network.share.together or self.loss_fn is None)
-        elif finite and self._bad:  # the gradients are finite, so other processes can't skip the update
-            raise explain_loss(self.network, self._bad, self.world, step)
+        elif finite and self.bad:  # the gradients are finite, so other processes can't skip the update
+            raise explain_loss(self.network, self.bad, self.world, step)
         return finite
 
     def _leave_out(self, update: UpdateShare, step: int) -> None:
         """Skips this update, which still counts as a step; a collective of the processes with the same gradients."""
         self._in_a_row += 1
         last = self._in_a_row if self._in_a_row >= self.options.stop_after_bad else 0
-        error = explain_left_out(self, self._bad, update, step, closely=bool(last))
+        error = explain_left_out(self, update, step, closely=bool(last))
         if last:
             row = f"; the last {last} updates were skipped" if last > 1 else ""
             raise RunError(f"{error.message}{row}", error.where, error.hints)
@@ -287,7 +287,7 @@ class Updater:
         self.partial_update.end()
         also = self.synchronizer.forget()
         cost = f" ({also})" if also else ""
-        self.skipped.append(f"update {step + 1} is skipped: {error.message} ({error.where}){cost}")
+        self.skipped.append(f"the update after step {step} is skipped: {error.message} ({error.where}){cost}")
         self.synchronizer.after_update(step + 1)
         CLOCK.to(COMPUTE)
 
@@ -309,16 +309,14 @@ def _first(so_far: Tensor | float, good: Tensor, step: int) -> Tensor:
     return torch.minimum(bad, so_far if isinstance(so_far, Tensor) else torch.full_like(bad, so_far))
 
 
-def explain_left_out(
-    updater: Updater, bad: MicroBatch | None, update: UpdateShare, step: int, *, closely: bool
-) -> RunError:
+def explain_left_out(updater: Updater, update: UpdateShare, step: int, *, closely: bool) -> RunError:
     """Returns the error for a non-finite loss or gradient; a collective of the processes with the same gradients.
 
-    `bad` is this process's micro-batch with a non-finite loss; `closely` runs the network again to find the cause.
+    `closely` runs the network again to find the cause.
     """
     network, world, mine = updater.network, updater.world, None
-    if bad:
-        found = explain_loss(network, bad, world, step, closely=closely)
+    if updater.bad:
+        found = explain_loss(network, updater.bad, world, step, closely=closely)
         mine = [found.message, found.where, list(found.hints)]
     if losses := [one for one in values_by_rank(updater.synchronizer, mine, world).values() if one]:
         what, where, hints = losses[0]

@@ -34,7 +34,7 @@ def trace(trainer: Trainer, epoch: Callable[[], Iterator[UpdateShare]]) -> None:
         profiler.on_trace_ready = lambda _: profiler.export_chrome_trace(str(folder / "own.json"))
         while made < _WARM_UP + steps and not trainer.due.over():
             for update in epoch():
-                trainer.update(update, trainer.progress.step)
+                trainer.updater(update, trainer.progress.step)
                 trainer.count_update()
                 profiler.step()
                 made += 1

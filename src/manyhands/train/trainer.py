@@ -1,4 +1,4 @@
-"""The objects of a run, what is due at each step, and the records of a run."""
+"""The objects of a run, what is due at each step, the records of a run, and why results depend on its processes."""
 
 import contextlib
 import functools
@@ -8,29 +8,29 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
 from manyhands.checkpoint.trained import TrainedNetwork
 from manyhands.config.job import Job
 from manyhands.core.errors import RunError
 from manyhands.core.phases import CLOCK, PHASES
 from manyhands.core.quantities import percentage
 from manyhands.core.records import EvaluationMetrics, PhaseMetrics, StepMetrics
-from manyhands.core.run_folder import NOWHERE, RunFolder
-from manyhands.core.world import World
-from manyhands.parallel.apply import check_replicas
+from manyhands.core.run_folder import NOWHERE
+from manyhands.parallel.apply import check_replicas, normalises_in_groups
 from manyhands.parallel.group.plain import gather_plain
-from manyhands.parallel.network import ParallelNetwork
-from manyhands.sync.synchronizer import Synchronizer
+from manyhands.sync.options import exception_of
 from manyhands.train.choose_sync import ChosenSync
 from manyhands.train.data_setup import check_bad_pictures, first_names
 from manyhands.train.feed import Feed
-from manyhands.train.heartbeat import HeartbeatWriter
-from manyhands.train.journal import Journal, RunContext
+from manyhands.train.journal import RunContext
 from manyhands.train.loss import Evaluation
 from manyhands.train.objects import AtEpochEnd, EpochEnd
 from manyhands.train.optimize import largest_rate
 from manyhands.train.saver import FIRST_S, Saver
 from manyhands.train.state import Progress
-from manyhands.train.status import Divergence, EpochMean, Status, StatusRound, Watcher
+from manyhands.train.status import Divergence, HeartbeatWriter, Status, StatusRound, Watcher
 from manyhands.train.step import Updater
 
 
@@ -93,7 +93,8 @@ class Observed:
 
     divergence: Divergence
     bad_pictures: set[str]  # unreadable pictures, skipped or replaced
-    epoch_mean: EpochMean = field(default_factory=EpochMean)  # of the current epoch
+    epoch_sums: tuple[float, ...] = (0.0, 0.0, 0.0)  # losses, correct predictions and samples of the current epoch
+    complete_epoch: bool = True  # False if the run resumed within the epoch, which leaves its means unknown
     evaluated: EvaluationMetrics | None = None  # the last evaluation of this start
 
 
@@ -115,7 +116,7 @@ class Trainer:
     run: RunContext
     trained: TrainedNetwork  # classes, input size and preprocessing, stored with the weights
     feed: Feed  # the samples of this process for each update
-    update: Updater
+    updater: Updater
     # evaluates on all processes; takes a function that returns True if this process was asked to stop
     evaluate: Callable[..., Evaluation]
     test: Callable[..., Evaluation] | None  # evaluates the held-out samples; None if there are none
@@ -124,43 +125,24 @@ class Trainer:
     sync: ChosenSync
     observed: Observed
     hooks: Hooks
-    release: Callable[[], None]  # releases worker processes and groups, and restores changed classes
+    resources: contextlib.ExitStack  # ends worker processes and groups, and restores changed classes
     saver: Saver = field(default_factory=Saver)
     heartbeats: HeartbeatWriter = field(default_factory=HeartbeatWriter)
 
-    @property
-    def job(self) -> Job:
-        return self.run.job
-
-    @property
-    def folder(self) -> RunFolder:
-        return self.run.folder
-
-    @property
-    def world(self) -> World:
-        return self.run.world
-
-    @property
-    def journal(self) -> Journal:
-        return self.run.journal
+    def __post_init__(self) -> None:
+        run, updater = self.run, self.updater
+        self.job, self.folder, self.world, self.journal = run.job, run.folder, run.world, run.journal
+        self.network, self.synchronizer = updater.network, updater.synchronizer
 
     @property
     def progress(self) -> Progress:
         return self.due.progress
 
-    @property
-    def network(self) -> ParallelNetwork:
-        return self.update.network
-
-    @property
-    def synchronizer(self) -> Synchronizer:
-        return self.update.synchronizer
-
     def count_update(self) -> None:
-        for message in self.update.skipped:
+        for message in self.updater.skipped:
             self.journal.line(message)
             self.journal.event("left-out", message, self.progress.step + 1)
-        self.update.skipped.clear()
+        self.updater.skipped.clear()
         self.progress.advance(self.due.steps_per_epoch)
         if self.hooks.on_first_update:
             self.hooks.on_first_update()
@@ -201,7 +183,7 @@ def record_status(trainer: Trainer, status: Status) -> None:
     progress, steps_per_epoch = trainer.progress, trainer.feed.order.steps_per_epoch
     if progress.step == 1:
         trainer.journal.event("first-step", step=1)
-    if differing := trainer.update.differing_buffers():
+    if differing := trainer.updater.differing_buffers():
         trainer.hooks.on_differing_buffers(differing)
     if status.replaced:
         record_replaced(trainer)
@@ -211,12 +193,13 @@ def record_status(trainer: Trainer, status: Status) -> None:
         return
     if growing := trainer.observed.divergence.observe(status.loss):
         trainer.journal.event("warning", growing, progress.step)
-    epoch, epoch_loss, epoch_top1 = trainer.observed.epoch_mean, None, None
-    epoch.add(status)
+    observed, epoch_loss, epoch_top1 = trainer.observed, None, None
+    found = status.loss_sum, status.correct, status.samples
+    loss_sum, correct, samples = observed.epoch_sums = tuple(map(sum, zip(observed.epoch_sums, found, strict=True)))
     if trainer.due.epoch_ends():
-        trainer.observed.epoch_mean = EpochMean()
-        if epoch.complete:
-            epoch_loss, epoch_top1 = epoch.loss_sum / epoch.samples, epoch.correct / epoch.samples
+        if observed.complete_epoch:
+            epoch_loss, epoch_top1 = loss_sum / samples, correct / samples
+        observed.epoch_sums, observed.complete_epoch = (0.0, 0.0, 0.0), True
     trainer.journal.metrics(
         StepMetrics(
             time=time.time(),
@@ -227,7 +210,7 @@ def record_status(trainer: Trainer, status: Status) -> None:
             total_steps=trainer.due.total_steps,
             loss=status.loss,
             top1=status.top1,
-            learning_rate=largest_rate(trainer.update.optimizer),
+            learning_rate=largest_rate(trainer.updater.optimizer),
             images_per_s=status.samples / status.seconds,
             samples=round(status.samples),
             data_share=status.data_share,
@@ -283,3 +266,56 @@ def record_epoch(trainer: Trainer) -> None:
     with trainer.paused("at_epoch_end"):
         trainer.hooks.at_epoch_end(EpochEnd(progress.epoch, progress.step, made, trainer.folder.path.absolute()))
         trainer.heartbeats.beat()  # before the phase ends: its time is no stall of training
+
+
+# Kinds of random masks: parts of class names (torchvision, timm, …) and attributes with a probability.
+_MASKS = {
+    "Dropout": (("dropout",), ("p",)),
+    "Stochastic depth": (("stochasticdepth", "droppath", "drop_path"), ("drop_prob", "p")),
+    "Attention dropout": (("attention",), ("dropout", "attention_dropout", "attn_dropout", "dropout_p")),
+}
+
+
+def exceptions(trainer: Trainer) -> list[str]:
+    """Returns why the run depends on the number of processes, as sentences for plan.json and the report."""
+    loss_fn = trainer.updater.loss_fn
+    found = [loss_fn.dependent if loss_fn else "", *_of_norms(trainer), *_of_draws(trainer)]
+    found.append(exception_of(trainer.sync.cost.method))
+    if not trainer.job.parallel.gradients_mean:
+        summed = "Gradients are summed over processes and grow with the number of processes"
+        found.append(f"{summed} (gradients_mean = false).")
+    return list(filter(None, found))
+
+
+def _of_norms(trainer: Trainer) -> list[str]:
+    modules = trainer.network.model.modules()
+    if not any(isinstance(module, _BatchNorm) for module in modules):
+        return []
+    local = trainer.job.train.norm_group == "local" or trainer.synchronizer.local_statistics
+    if local or not normalises_in_groups(trainer.run.mode):
+        return ["BatchNorm computes statistics over each process's own samples (norm_group = local)."]
+    unknown = sum(not layer.rows_per_sample for layer in trainer.network.norms.layers)
+    effect = "so each process computes the statistics of these layers over its own rows."
+    said = f"{unknown} BatchNorm layer(s) normalise rows that can't be assigned to samples, {effect}"
+    return [said] if unknown else []
+
+
+def exception_of_buffers(names: list[str]) -> str:
+    more = f" and {len(names) - 3} more buffers" if len(names) > 3 else ""
+    return f"{', '.join(names[:3])}{more}: each process updates these from its own samples; all use rank 0's values."
+
+
+def _of_draws(trainer: Trainer) -> list[str]:
+    modules = list(trainer.network.model.modules())
+    found = [kind for kind in _MASKS if any(_drops(module, kind) for module in modules)]
+    if not found and trainer.network.traits.draws:
+        return ["The network's random numbers in training depend on the number of processes."]
+    return [f"{kind} masks depend on the number of processes." for kind in found]
+
+
+def _drops(module: nn.Module, kind: str) -> bool:
+    words, attributes = _MASKS[kind]
+    classes = [one.__name__.lower() for one in type(module).__mro__]
+    values = [getattr(module, name, 0.0) for name in attributes]
+    draws = any(isinstance(value, int | float) and value > 0 for value in values)
+    return draws and any(word in name for word in words for name in classes)

@@ -144,13 +144,13 @@ def now(world: World) -> float:
     return time.perf_counter()
 
 
-def warm_up(update: Updater, loader: Loader, count: int) -> None:
+def warm_up(updater: Updater, loader: Loader, count: int) -> None:
     """Runs one backward pass, which fixes the order of DDP's buckets in new and resumed runs; a collective."""
     # With three or more processes, the order of a sum changes its last bits. Parameters and buffers don't change.
-    if update.world.size < 3 or not update.network.traits.orders_sums:
+    if updater.world.size < 3 or not updater.network.traits.orders_sums:
         return
-    probe = StepProbe(update.network, update.loss_fn or sum_of_outputs, update.options, update.world)
-    with restored(update.network), torch.random.fork_rng(devices=[]):
+    probe = StepProbe(updater.network, updater.loss_fn or sum_of_outputs, updater.options, updater.world)
+    with restored(updater.network), torch.random.fork_rng(devices=[]):
         probe.run(first_samples(loader, count))
         probe.gradients.finish()
 
@@ -214,14 +214,14 @@ class _CompiledCalls:
 
 def compile_updates(trainer: Trainer) -> None:
     """Compiles the passes of an update before training, so that compilation isn't reported as a stall; a collective."""
-    network, update, feed, release = trainer.network, trainer.update, trainer.feed, trainer.release
+    network, updater, feed = trainer.network, trainer.updater, trainer.feed
     calls, count = _CompiledCalls(network.model, network.norms), min(feed.order.batch, feed.order.length)
     world, began = trainer.world, time.monotonic()
-    gradients = StepProbe(network, update.loss_fn, update.options, world).gradients
+    gradients = StepProbe(network, updater.loss_fn, updater.options, world).gradients
     message = "compiling the network, which may take some minutes; compiled code is cached for the next run"
     if not network.norms.shared_sizes:
         trainer.journal.event("note", message)
-    seed = derive(update.options.seed, "compile")
+    seed = derive(updater.options.seed, "compile")
     with restored(network), drawing(seed, world.device.partition(":")[0]):
         for shares in feed.sharing.micro_batches(count):
             batch = first_samples(feed.loader, max(1, shares[network.share.index].count))
@@ -231,9 +231,4 @@ def compile_updates(trainer: Trainer) -> None:
     if calls.used:
         message = f"compiled the network in {short_time(time.monotonic() - began)}"
     trainer.journal.event("note", message)
-
-    def release_both() -> None:
-        network.model._compiled_call_impl = None
-        release()
-
-    trainer.release = release_both
+    trainer.resources.callback(setattr, network.model, "_compiled_call_impl", None)

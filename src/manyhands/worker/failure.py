@@ -132,7 +132,7 @@ def _largest_that_fits(trainer: "Trainer", taken: int, attempt: "Callable[[Train
     """Halves the pass until it fits; returns 0 if no pass fits, or if a pass needs other processes."""
     size = taken // 2 if not trainer.network.share.collective_forward else 0
     while size >= 1:
-        trainer.update.optimizer.zero_grad(set_to_none=True)
+        trainer.updater.optimizer.zero_grad(set_to_none=True)
         try:
             samples = torch.arange(size) % trainer.feed.order.length
             attempt(trainer, next(iter(trainer.feed.loader.batches(0, [samples]))))
@@ -144,7 +144,7 @@ def _largest_that_fits(trainer: "Trainer", taken: int, attempt: "Callable[[Train
         else:
             return size
         finally:
-            trainer.update.optimizer.zero_grad(set_to_none=True)
+            trainer.updater.optimizer.zero_grad(set_to_none=True)
     return 0
 
 
@@ -152,12 +152,12 @@ def _try_update(trainer: "Trainer", batch: "Batch") -> None:
     from manyhands.train.trial_step import StepProbe
 
     # The size that fits depends on the precision.
-    StepProbe(trainer.network.model, trainer.update.loss_fn, trainer.job.train, trainer.world).run(batch)
+    StepProbe(trainer.network.model, trainer.updater.loss_fn, trainer.job.train, trainer.world).run(batch)
 
 
 def _try_evaluation(trainer: "Trainer", batch: "Batch") -> None:
     trainer.network.model.eval()
-    with torch.inference_mode(), trainer.update.gradients.autocast():
+    with torch.inference_mode(), trainer.updater.gradients.autocast():
         trainer.network.model(batch.images)
 
 

@@ -105,7 +105,7 @@ class GroupMember:
 
     def give_back(self) -> None:
         if self.trainer:
-            self.trainer.release()
+            self.trainer.resources.close()
         if self.group:
             self.group.leave(failed=self._failed)
 

@@ -32,7 +32,7 @@ def opened_ahead(orders: Orders) -> Generator[None]:
 
 def import_training() -> None:
     """Imports the modules that every training worker needs."""
-    needed = ("train.exceptions", "train.build", "train.loop", "worker.run_metadata", f"parallel.modes.{USUAL_MODE}")
+    needed = ("train.build", "train.loop", "worker.run_metadata", f"parallel.modes.{USUAL_MODE}")
     for name in needed:
         importlib.import_module(f"manyhands.{name}")
 

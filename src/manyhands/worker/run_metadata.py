@@ -30,7 +30,7 @@ def write_metadata(trainer: Any, about: Mapping[str, Any] = MappingProxyType({})
     fields of plan.json. Raises UserError if options were changed, but no update remains.
     """
     from manyhands.parallel.group.plain import gather_plain
-    from manyhands.train.exceptions import exception_of_buffers
+    from manyhands.train.trainer import exception_of_buffers
 
     ranks = gather_plain(local_environment(trainer.world), trainer.world)
     if not trainer.world.is_main:
@@ -164,7 +164,7 @@ def local_environment(world: Any) -> dict[str, Any]:
 
 def plan_of(trainer: Any) -> PlanRecord:
     """Returns the plan, with the reasons why results depend on the number of processes."""
-    from manyhands.train.exceptions import exceptions
+    from manyhands.train.trainer import exceptions
 
     order, sharing, plan = trainer.feed.order, trainer.feed.sharing, trainer.network.traits.plan
     shares = sharing.micro_batches(min(order.batch, order.length))

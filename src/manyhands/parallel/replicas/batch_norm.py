@@ -201,7 +201,7 @@ class GroupedNorm(_BatchNorm):
 
     def _add(self, statistics: Tensor, weight: float) -> None:
         """Adds the groups' means and unbiased variances, [groups, 2, C], times the factor `weight`, to `seen`."""
-        flat = statistics.detach().to(norm_pass.accumulator_dtype(statistics)).flatten(1)
+        flat = statistics.detach().to(norm_pass.precise_dtype(statistics.device)).flatten(1)
         flat = flat[0] if len(flat) == 1 else flat.sum(0)
         weighted = torch.cat([flat, flat.new_full((1,), len(statistics))]) * weight
         self.seen = weighted if self.seen is None else self.seen + weighted
@@ -212,7 +212,7 @@ class GroupedNorm(_BatchNorm):
         if seen is not None:
             return seen
         mean = cast(Tensor, self.running_mean)
-        return torch.zeros(2 * self.num_features + 1, dtype=norm_pass.accumulator_dtype(mean), device=mean.device)
+        return torch.zeros(2 * self.num_features + 1, dtype=norm_pass.precise_dtype(mean.device), device=mean.device)
 
     def move_running_statistics(self, total: Tensor) -> None:
         """Moves running mean and variance towards the mean over all groups; `total` [2 C + 1] is the sum of `seen`."""

@@ -18,9 +18,9 @@ class Held:
     eps: float = 0.0  # for groups that aren't shared
 
 
-def accumulator_dtype(like: Tensor) -> torch.dtype:
-    """Returns the dtype of sums and of values per channel; Apple's devices have no double precision."""
-    return torch.float32 if like.device.type == "mps" else torch.float64
+def precise_dtype(device: str | torch.device) -> torch.dtype:
+    """Returns the dtype of sums on a device: float64, or float32 on mps, which has no float64."""
+    return torch.float32 if torch.device(device).type == "mps" else torch.float64
 
 
 def computed_dtype(like: Tensor) -> torch.dtype:
@@ -30,7 +30,7 @@ def computed_dtype(like: Tensor) -> torch.dtype:
 
 def moments_of(parts: Sequence[tuple[Tensor, int]], groups: int, channels: int, like: Tensor) -> Tensor:
     """Returns sums and sums of squares [groups, 2, C] of `parts`: (local values [n, C, ...], index of the group)."""
-    dtype = accumulator_dtype(like)
+    dtype = precise_dtype(like.device)
     moments = torch.zeros(groups, 2, channels, dtype=dtype, device=like.device)
     for part, place in parts:
         values = in_groups(part.detach().to(computed_dtype(part)), 1)
@@ -49,7 +49,7 @@ def statistics_of(part: Tensor, groups: int) -> tuple[Tensor, Tensor]:
     """Returns mean and biased variance, [groups, C] each, of the equal groups in [groups n, C, ...]."""
     values = in_groups(part.detach().to(computed_dtype(part)), groups)
     variance, mean = torch.var_mean(values, dim=[1, *range(3, values.dim())], correction=0)
-    return mean.to(accumulator_dtype(part)), variance.to(accumulator_dtype(part))
+    return mean.to(precise_dtype(part.device)), variance.to(precise_dtype(part.device))
 
 
 def in_groups(part: Tensor, groups: int) -> Tensor:
