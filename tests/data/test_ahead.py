@@ -9,9 +9,9 @@ from torch.utils.data import TensorDataset
 
 from manyhands.data.decode import CorruptImageError
 from manyhands.data.loading import CopiesAhead, looking_ahead, open_loader
+from manyhands.data.packed import PictureNames
 from manyhands.data.splits import ImageFiles, ImagesInMemory, UserSamples
 from manyhands.data.transforms import Pixels
-from manyhands.data.walk import PictureNames
 
 PIXELS = Pixels(8, 3, (0.5,) * 3, (0.25,) * 3, "crop-flip")
 REQUESTS = [[3, 1, 2], [0], [11, 3], [5, 4, 6, 7, 8]]

@@ -19,8 +19,8 @@ from manyhands.data.folder import Listing, list_parts, split
 from manyhands.data.loading import open_loader
 from manyhands.data.open import is_plain_folder, open_data, resolve_pixels
 from manyhands.data.options import DataOptions
+from manyhands.data.packed import PictureNames
 from manyhands.data.splits import ImageFiles, ImagesInMemory, by_names
-from manyhands.data.walk import PictureNames
 from manyhands.run.tasks import list_pictures
 
 

@@ -22,7 +22,7 @@ from tests.e2e.command import environment, marked, wait_until
 
 from manyhands.core.errors import UserError
 from manyhands.data.decode import CorruptImageError
-from manyhands.data.listed import place_of_pack
+from manyhands.data.folder import place_of_pack
 from manyhands.data.loading import open_loader
 from manyhands.data.open import open_data, open_whole
 from manyhands.data.options import DataOptions
@@ -152,7 +152,7 @@ def test_a_smaller_copy_says_so(tmp_path):
     splits, _ = batches(root)
     assert any("resized pictures" in note for note in splits.notes)
     splits, _ = batches(root, image_size=80)
-    assert splits.train.packed is None
+    assert splits.train.paths.packed is None
     assert any("are too small" in note for note in splits.notes)
 
 
@@ -359,12 +359,12 @@ def test_a_folder_that_has_changed_is_read_itself(tmp_path, number):
     word, change = list(changed_folders(root))[number]
     change()
     splits, _ = batches(root)
-    assert splits.train.packed is None
+    assert splits.train.paths.packed is None
     assert any(word in note and "--replace" in note for note in splits.notes)
     with pytest.raises(UserError, match=word):
         packed(root)
     packed(root, replace=True)
-    assert batches(root)[0].train.packed is not None
+    assert batches(root)[0].train.paths.packed is not None
     same(root, root.with_name("set.pack"))
 
 

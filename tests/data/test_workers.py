@@ -19,9 +19,9 @@ from manyhands.core import machine
 from manyhands.core.errors import RunError, UserError
 from manyhands.data.decode import CorruptImageError
 from manyhands.data.loading import open_loader, worker_count
+from manyhands.data.packed import PictureNames
 from manyhands.data.splits import ImageFiles, UserSamples
 from manyhands.data.transforms import Pixels
-from manyhands.data.walk import PictureNames
 from manyhands.worker.failure import describe_failure
 
 PIXELS = Pixels(8, 3, (0.5,) * 3, (0.25,) * 3, "resized-crop-flip")

@@ -22,8 +22,7 @@ from torch import Tensor
 from manyhands.core.errors import UserError
 from manyhands.core.files import one_at_a_time, read_object, replacing
 from manyhands.data.decode import CorruptImageError, decode, probe
-from manyhands.data.folder import Listing, list_parts, list_whole, split
-from manyhands.data.listed import Listed, folder_state, listed_once, of_pack, with_pack
+from manyhands.data.folder import Listed, Listing, list_parts, listed_once, of_pack, split, with_pack
 from manyhands.data.options import DataOptions
 from manyhands.data.packed import is_pack
 from manyhands.data.pictures import to_tensor
@@ -31,7 +30,6 @@ from manyhands.data.places import cache_folder
 from manyhands.data.random import spread
 from manyhands.data.splits import ImageFiles, ImagesInMemory, Source, Splits, describe
 from manyhands.data.transforms import Pixels, measured_pixels, photograph_pixels
-from manyhands.data.walk import PictureNames
 
 _FORMAT = 2  # changes with the result of decoding, too
 _BLOCK = 1024
@@ -103,7 +101,7 @@ def _decode_all(listing: Listing, target: Path, channels: int, size: int, grey_o
 
 
 def _decoded(listing: Listing, index: int, channels: int, *, grey_only: bool = False) -> Image.Image | None:
-    path, content = listing.path(index), listing.content(index)
+    path, content = listing.names[index], listing.names.content(index)
     try:
         if grey_only and not probe(path, content).grey:
             raise _DiffersError
@@ -121,11 +119,11 @@ def _in_threads(function: Callable[[int], Any], count: int) -> Iterator[Any]:
 
 def _key(listing: Listing, *purpose: object) -> str:
     digest = hashlib.sha256(f"{_FORMAT} {purpose} {listing.root.resolve()}".encode(errors="surrogateescape"))
-    if listing.packed:
-        digest.update(listing.packed.pack.digest.encode() + listing.packed.rows.tobytes())
+    if packed := listing.names.packed:
+        digest.update(packed.pack.digest.encode() + packed.rows.tobytes())
         return digest.hexdigest()[:32]
-    for name, size_bytes, time_ns in zip(listing.names, *folder_state(listing), strict=True):
-        digest.update(f"{name}\0{size_bytes} {time_ns}\n".encode(errors="surrogateescape"))
+    for name, size_bytes, time_ns in zip(listing.names.names.tolist(), *listing.names.file_states(), strict=True):
+        digest.update(name + f"\0{size_bytes} {time_ns}\n".encode())
     return digest.hexdigest()[:32]
 
 
@@ -150,7 +148,7 @@ def open_whole_folder(root: Path, options: DataOptions) -> Splits:
         (listing, *_), notes = of_pack(root)
     else:
         purpose = f"whole {options.model_dump_json()}"
-        (listing,), notes = listed_once(root, purpose, lambda: with_pack(root, (list_whole(root),), options))
+        (listing,), notes = listed_once(root, purpose, lambda: with_pack(root, list_parts(root, whole=True), options))
     opened = _open(((listing, replace(listing, notes=())), notes), root, options)
     text = f"{root.resolve().name}: {len(opened.test):,} pictures, all of {root}"
     return replace(opened, description=text, skipped=tuple(dict.fromkeys(opened.skipped)))
@@ -170,10 +168,10 @@ def _open(listed: Listed, root: Path, options: DataOptions, title: str = "", usu
         read = listing.part(good) if corrupt else listing
         labels = torch.from_numpy(read.labels)
         if images is None:
-            sources.append(ImageFiles(PictureNames(read.names.names, str(read.root)), labels, read.packed))
+            sources.append(ImageFiles(read.names, labels))
         else:
             sources.append(ImagesInMemory(images[good] if corrupt else images, labels))
-        unreadable += map(listing.path, corrupt)
+        unreadable += map(listing.names.__getitem__, corrupt)
     if opened:
         pixels = measured_pixels(opened[0][0], "crop-flip")
     elif size <= _SMALL:
@@ -186,9 +184,19 @@ def _open(listed: Listed, root: Path, options: DataOptions, title: str = "", usu
     notes = (*(note for listing in listings for note in listing.notes), *more)
     held_out = sources[2] if len(sources) > 2 else None
     text += f"; {len(held_out):,} more in {listings[2].folder}/ are held out" if held_out is not None else ""
-    packed = listings[0].packed.pack.folder.name if listings[0].packed else ""
+    packed = listings[0].names.packed
     train, test = sources[:2]
-    return Splits(train, test, listings[0].classes, text, usual or pixels, names, notes, packed, held_out)
+    return Splits(
+        train,
+        test,
+        listings[0].classes,
+        text,
+        usual or pixels,
+        names,
+        notes,
+        packed.pack.folder.name if packed else "",
+        held_out,
+    )
 
 
 def _look(listing: Listing, channels: int) -> tuple[int, int, bool]:
@@ -196,7 +204,7 @@ def _look(listing: Listing, channels: int) -> tuple[int, int, bool]:
     seen = []
     for index in spread(_PROBES, len(listing)).tolist():
         with contextlib.suppress(CorruptImageError):
-            seen.append(probe(listing.path(index), listing.content(index)))
+            seen.append(probe(listing.names[index], listing.names.content(index)))
     if not seen:
         return _USUAL_SIZE, channels or 3, False
     sizes = {side for header in seen for side in (header.width, header.height)}
@@ -217,7 +225,7 @@ def _in_memory(listings: tuple[Listing, ...], size: int, channels: int, options:
             return _in_memory(listings, size, 3, options) if grey_only else None
         if decoded[1] and not options.skip_corrupt:
             bad = decoded[1][0]
-            decode(listing.path(bad), channels, listing.content(bad))  # raises the error that made it unreadable
+            decode(listing.names[bad], channels, listing.names.content(bad))  # raises the error that made it unreadable
         opened.append(decoded)
     return opened
 

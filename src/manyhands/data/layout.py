@@ -77,22 +77,18 @@ def read_layout(root: Path) -> FolderLayout:
 def split_word(path: str) -> str:
     """Returns the short name of a split's folder: "train" for "Training"; "valid" is unchanged."""
     name = path.rpartition("/")[2]
-    return name if name in _EXACT else _parsed(name)[0]
-
-
-def split_kind(name: str) -> str:
-    return _parsed(name)[0]
+    return name if name in _EXACT else parse_split(name)[0]
 
 
 def _split_kinds(folders: Iterable[str]) -> dict[str, str]:
     """Maps folder names to kinds of split; other words must recur in another split (pets_train, pets_test)."""
-    parsed = {name: _parsed(name) for name in folders}
+    parsed = {name: parse_split(name) for name in folders}
     kinds = {rest: {kind for kind, other in parsed.values() if kind and other == rest} for _, rest in parsed.values()}
     common = {rest for rest, found in kinds.items() if "train" in found and len(found) > 1}
     return {name: kind for name, (kind, rest) in parsed.items() if kind and (not rest or rest in common)}
 
 
-def _parsed(name: str) -> tuple[str, tuple[str, ...]]:
+def parse_split(name: str) -> tuple[str, tuple[str, ...]]:
     """Returns the kind of split in a name, if any, and the other words, without usual affixes."""
     words = re.findall(r"[^\W\d_]+", re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name).lower())
     words = [joined[1] if (joined := _JOINED.fullmatch(word)) else word for word in words]
@@ -138,7 +134,7 @@ def _only(root: Path, names: list[str]) -> str:
     """Returns the folder to use for a split, or "". Raises UserError: several names are possible."""
     exact = [name for name in _EXACT if name in names]
     if not exact and len(names) > 1:
-        hint = f"rename the right folder to {_parsed(names[0])[0]}, or move the rest elsewhere"
+        hint = f"rename the right folder to {parse_split(names[0])[0]}, or move the rest elsewhere"
         _refuse(root, f"the folders {_quoted(names)} are for the same split", hint)
     return next(iter(exact + names), "")
 

@@ -26,8 +26,7 @@ from manyhands.core.seeds import derive, mix
 from manyhands.data import packed
 from manyhands.data.child import begin_worker
 from manyhands.data.decode import CorruptImageError, decode, is_grey, is_readable
-from manyhands.data.folder import Listing, list_parts
-from manyhands.data.listed import difference, folder_state
+from manyhands.data.folder import Listing, difference, list_parts
 from manyhands.data.packed import HEAD, SAMPLES, STATE, Columns, columns_digest, digest_of, open_pack, write_columns
 
 _TAR_BLOCK = 512
@@ -167,7 +166,7 @@ class _Contents:
 
     def path(self, row: int) -> str:
         places = zip(self.listings, self.groups(), strict=True)
-        return next(listing.path(row - start) for listing, (_, start, stop) in places if row < stop)
+        return next(listing.names[row - start] for listing, (_, start, stop) in places if row < stop)
 
     def groups(self) -> Iterator[tuple[str, int, int]]:
         start = 0
@@ -182,7 +181,7 @@ class _Contents:
 def read_contents(root: Path) -> _Contents:
     """Lists a folder as training does. Raises UserError: the folder can't be used, or a picture is missing."""
     listings = list_parts(root)
-    states = [folder_state(listing) for listing in listings]
+    states = [listing.names.file_states() for listing in listings]
     sizes, times = (numpy.concatenate([state[column] for state in states]) for column in (0, 1))
     contents = _Contents(listings, numpy.concatenate([listing.labels for listing in listings]), sizes, times)
     if (sizes < 0).any():

@@ -70,7 +70,7 @@ class FileSamples:
 
     def _one(self, epoch: int, sample: int, out: Tensor) -> None:
         draws = epoch_rng(self._seed, epoch, sample) if self._train else None
-        read_picture(self._source.paths[sample], self._pixels, draws, self._source.content(sample), out)
+        read_picture(self._source.paths[sample], self._pixels, draws, self._source.paths.content(sample), out)
 
     def _replace(self, epoch: int, sample: int, out: Tensor) -> int:
         """Reads a replacement picture, the same on every process; returns its index."""

@@ -1,23 +1,18 @@
-"""Names of the files in class folders, and the walk that lists them. Imports no torch.
-
-The names of millions of files are one array, which processes share by mapping a file. Python strings would need four
-times the memory, and reading a string would copy its page in each process.
-"""
+"""The walk that lists the files in class folders. Imports no torch."""
 
 import os
 import stat
 import unicodedata
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy
 
 from manyhands.core.errors import UserError
 from manyhands.data.decode import PICTURE_SUFFIXES
+from manyhands.data.packed import PictureNames
 
-_BLOCK = 1 << 12
 Identity = str  # a folder's real path, because not every file system has inode numbers
 # Names of files and folders of systems and programs, in lower case, which are ignored at every level. Other folders are
 # classes, even if the name begins with "__" or "@".
@@ -29,41 +24,6 @@ UNREAD_SUFFIXES = frozenset({".heic", ".heif", ".jxl", ".svg", ".psd", ".dng", "
 _TABLES = {".csv", ".tsv", ".json", ".xlsx"}
 _LINK, _SPECIAL = "links to folders that are already included", "pipes or devices"
 _MOST_KINDS = 20
-
-
-@dataclass(frozen=True, eq=False)
-class PictureNames:
-    """Paths of pictures below a folder; equal if the paths below the folder are equal."""
-
-    names: numpy.ndarray  # bytes [n]
-    root: str = ""  # the prefix of each path
-
-    @classmethod
-    def of(cls, names: Iterable[str]) -> "PictureNames":
-        return cls(numpy.array([name.encode(errors="surrogateescape") for name in names], numpy.bytes_))
-
-    def __len__(self) -> int:
-        return len(self.names)
-
-    def __getitem__(self, place: int) -> str:
-        return os.path.join(self.root, self.names[place].decode(errors="surrogateescape"))  # noqa: PTH118 - a million
-
-    def __iter__(self) -> Iterator[str]:
-        return map(self.__getitem__, range(len(self)))
-
-    def __eq__(self, other: object) -> bool:
-        return numpy.array_equal(self.names, other.names) if isinstance(other, PictureNames) else NotImplemented
-
-    __hash__ = None  # pyright: ignore[reportAssignmentType]
-
-    def part(self, chosen: slice | Sequence[int] | numpy.ndarray) -> "PictureNames":
-        rows = chosen if isinstance(chosen, slice) else numpy.asarray(chosen, numpy.int64)
-        return PictureNames(self.names[rows], self.root)
-
-    def blocks(self) -> Iterator[bytes]:
-        """Yields all names without the folder, each followed by a zero byte, in blocks of some thousands."""
-        for first in range(0, len(self), _BLOCK):
-            yield b"".join(name + b"\0" for name in self.names[first : first + _BLOCK].tolist())
 
 
 def plain_form(name: str) -> str:
@@ -109,8 +69,7 @@ class Unused:
 
     def add_files(self, folder: Path, prefix: str = "") -> None:
         """Counts the files next to the class folders in a folder, and junk."""
-        for entry in _entries(folder):
-            kind = _kind(entry)
+        for entry, kind in _entries(folder):
             if kind != "folder" or is_junk(entry.name):
                 self.add(prefix + entry.name, kind)
 
@@ -131,56 +90,48 @@ class Unused:
         return tuple(note.encode(errors="surrogateescape").decode(errors="backslashreplace") for note in notes)
 
 
-class Walk:
-    """Lists the pictures below the class folders of a split, at any depth; adds all other entries to `unused`.
+def list_classes(
+    root: Path, classes: Sequence[str], entered: set[Identity], unused: Unused, prefix: str
+) -> list[numpy.ndarray]:
+    """Lists the pictures in each class folder, at any depth, as sorted paths below `root`.
 
-    Real folders precede links. A link to a folder that is already listed is not followed: the link could be a loop, or
-    assign pictures to a second class.
+    Adds folders to `entered`, and all other files to `unused`, as paths that begin with `prefix`. Real folders precede
+    links. A link to an entered folder is not followed: the link could be a loop, or assign pictures to a second class.
+    Raises UserError: a folder can't be read.
     """
 
-    def __init__(self, root: Path, entered: Iterable[Identity], unused: Unused, prefix: str) -> None:
-        self.entered = {os.path.realpath(place) for place in (root.resolve(), *root.resolve().parents)} | set(entered)
-        self._root, self._unused, self._prefix = root, unused, prefix  # prefix: path from the data set's root to `root`
-        self._links: deque[tuple[int, str]] = deque()  # links to folders, with their class indices
+    def is_new(name: str) -> bool:
+        here = os.path.realpath(root / name)
+        if here in entered:
+            unused.add(prefix + name, _LINK)
+            return False
+        entered.add(here)
+        return True
 
-    def list_classes(self, folders: Sequence[str]) -> list[numpy.ndarray]:
-        """Lists the sorted paths in each class folder, below the root. Raises UserError: a folder can't be read."""
-        found = [PictureNames.of(sorted(self._enter(number, name))).names for number, name in enumerate(folders)]
-        while self._links:
-            number, name = self._links.popleft()
-            if self._is_new(name):
-                paths = sorted([*PictureNames(found[number]), *self._enter(number, name)])
-                found[number] = PictureNames.of(paths).names
-        return found
-
-    def _enter(self, number: int, name: str) -> list[str]:
-        """Lists the pictures of a folder and of the real folders below it; queues links to folders."""
-        waiting, links, pictures = [name], list[str](), list[str]()
+    found: dict[int, numpy.ndarray] = {}
+    queue = deque(enumerate(classes))  # class folders, then links to folders below them
+    while queue:
+        number, start = queue.popleft()
+        if number in found and not is_new(start):
+            continue
+        pictures, waiting, links = [*PictureNames(found.get(number, numpy.empty(0)))], [start], list[str]()
         while waiting:
             folder = waiting.pop()
-            for entry in _entries(self._root / folder):
-                name, kind = f"{folder}/{entry.name}", _kind(entry)
+            for entry, kind in _entries(root / folder):
+                name = f"{folder}/{entry.name}"
                 if is_junk(entry.name):
-                    self._unused.add(self._prefix + name, kind)
+                    unused.add(prefix + name, kind)
                 elif kind == "folder" and entry.is_symlink():
                     links.append(name)
                 elif kind == "folder":
-                    waiting += [name] if self._is_new(name) else []
+                    waiting += [name] if is_new(name) else []
                 elif kind == "file" and os.path.splitext(name)[1].lower() in PICTURE_SUFFIXES:  # noqa: PTH122
                     pictures.append(name)
                 else:
-                    self._unused.add(self._prefix + name, kind)
-        self._links += [(number, link) for link in sorted(links)]
-        return pictures
-
-    def _is_new(self, name: str) -> bool:
-        """True when a folder is reached for the first time; otherwise counts the path as unused."""
-        here = os.path.realpath(self._root / name)
-        if here in self.entered:
-            self._unused.add(self._prefix + name, _LINK)
-            return False
-        self.entered.add(here)
-        return True
+                    unused.add(prefix + name, kind)
+        queue += [(number, link) for link in sorted(links)]
+        found[number] = PictureNames.of(sorted(pictures)).names
+    return [found[number] for number in range(len(classes))]
 
 
 def class_identities(root: Path, folders: Sequence[str]) -> set[Identity]:
@@ -196,8 +147,7 @@ def class_identities(root: Path, folders: Sequence[str]) -> set[Identity]:
 
 def folders_in(root: Path) -> tuple[str, ...]:
     """Returns the names of subfolders, with links, without junk. Raises UserError: the folder can't be read."""
-    kinds = [(entry.name, _kind(entry)) for entry in _entries(root)]
-    return tuple(sorted(name for name, kind in kinds if kind == "folder" and not is_junk(name)))
+    return tuple(sorted(entry.name for entry, kind in _entries(root) if kind == "folder" and not is_junk(entry.name)))
 
 
 def holds_pictures(folder: Path, *, deep: bool = True, suffixes: frozenset[str] = PICTURE_SUFFIXES) -> bool:
@@ -209,10 +159,11 @@ def holds_pictures(folder: Path, *, deep: bool = True, suffixes: frozenset[str] 
     return False
 
 
-def _entries(folder: Path) -> list["os.DirEntry[str]"]:
+def _entries(folder: Path) -> list[tuple["os.DirEntry[str]", str]]:
+    """Returns what is in a folder, with the kind of each entry."""
     try:
         with os.scandir(folder) as entries:
-            return list(entries)
+            return [(entry, _kind(entry)) for entry in entries]
     except OSError as error:
         hints = ("make the folder readable, or remove the folder",)
         raise UserError(f"the folder {folder.name} can't be read: {error.strerror}", str(folder), hints) from error

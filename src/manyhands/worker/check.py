@@ -4,9 +4,8 @@ from pathlib import Path
 
 from manyhands.config.job import Job
 from manyhands.core.errors import UserError
-from manyhands.data.folder import list_parts, split
+from manyhands.data.folder import list_parts, of_pack, split
 from manyhands.data.known import is_published
-from manyhands.data.listed import of_pack
 from manyhands.data.open import is_plain_folder, open_data
 from manyhands.data.order import batch_noted
 from manyhands.data.packed import is_pack
