@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
+from tests.data.sets import make, opened, picture
 
 from manyhands.core.errors import UserError
 from manyhands.data import gallery
@@ -22,25 +23,6 @@ from manyhands.data.options import DataOptions
 from manyhands.data.packed import PictureNames
 from manyhands.data.splits import ImageFiles, ImagesInMemory, by_names
 from manyhands.run.tasks import list_pictures
-
-
-def picture(path, size=(8, 8), mode="RGB", seed=None):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    generator = numpy.random.default_rng(abs(hash(path.name)) if seed is None else seed)
-    values = generator.integers(0, 256, (size[1], size[0], 3), dtype=numpy.uint8)
-    Image.fromarray(values).convert(mode).save(path)
-
-
-def make(root, classes=("cat", "dog"), count=10, **options):
-    for label, name in enumerate(classes):
-        for number in range(count):
-            picture(root / name / f"{number:02}.png", seed=label * 1000 + number, **options)
-    return root
-
-
-def opened(root, **options):
-    return open_data(DataOptions(name=str(root), **options))
-
 
 COUNTS = st.lists(st.integers(1, 30), min_size=2, max_size=9)
 

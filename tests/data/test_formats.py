@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.data.sets import write_idx
 
 from manyhands.core.errors import UserError
 from manyhands.data.known import CifarForm
@@ -23,7 +24,6 @@ from manyhands.data.records import (
     read_cifar_split,
     read_idx,
     read_mnist_split,
-    write_idx,
 )
 
 BINARY = CifarForm("bin", "bin.tar.gz", ("a.bin", "b.bin"), "test.bin", "names.txt", label_bytes=1)

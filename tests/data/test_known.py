@@ -9,13 +9,13 @@ import tarfile
 
 import pytest
 import torch
+from tests.data.sets import write_idx
 
 from manyhands.config.load import load_job
 from manyhands.core.errors import UserError
 from manyhands.data.known import find_choice, recognise
 from manyhands.data.open import open_data
 from manyhands.data.options import DataOptions
-from manyhands.data.records import write_idx
 
 MNIST = (7, 2, 1, 0, 4, 1, 4, 9, 5, 9)
 FASHION = (9, 2, 1, 1, 6, 1, 4, 6, 5, 7)
@@ -137,4 +137,4 @@ def test_folders_of_pictures_stay_that(tmp_path):
         (tmp_path / name).mkdir()
         (tmp_path / name / "picture.png").write_bytes(io.BytesIO().getvalue())
     assert recognise(tmp_path) == ""
-    assert find_choice(str(tmp_path)) == "imagefolder"
+    assert find_choice(str(tmp_path)) == "user"

@@ -17,7 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
-from tests.data.test_folder import make, picture
+from tests.data.sets import make, picture
 from tests.e2e.command import environment, marked, wait_until
 
 from manyhands.core.errors import UserError

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manyhands.core.seeds import derive, mix
-from manyhands.data.random import SampleRng, below, bits, mix_tensor, spread
+from manyhands.data.transforms import SampleRng, below, bits, mix_tensor, spread
 
 WORDS = st.integers(-(2**63), 2**63 - 1)
 

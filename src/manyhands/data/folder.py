@@ -11,7 +11,7 @@ import re
 import shlex
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
@@ -275,18 +275,26 @@ def _notes(pack: PackedSet) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def listed_once(root: Path, purpose: str, make: Callable[[], Listed]) -> Listed:
-    """Calls `make` once per machine and start of a run, and again for a repeated request; returns the result."""
+def list_folder(root: Path, options: DataOptions, *, whole: bool = False) -> Listed:
+    """Lists a folder or pack for training, evaluation and, if present, the final test; with `whole`, undivided."""
+    parts, notes = of_pack(root) if is_pack(root) else with_pack(root, list_parts(root, whole=whole), options)
+    if whole:
+        return parts[:1], notes
+    return split(parts[0], options.validation) if len(parts) == 1 else parts, notes
+
+
+def list_once(root: Path, options: DataOptions, *, whole: bool = False) -> Listed:
+    """Calls `list_folder` once per machine and start of a run, and again for a repeated request."""
     shared = of_this_start()
-    if shared is None:
-        return make()
-    key = f"{os.getppid()} {root.resolve()} {purpose}"
+    if shared is None or is_pack(root):
+        return list_folder(root, options, whole=whole)
+    key = f"{os.getppid()} {root.resolve()} {whole} {options.model_dump_json()}"
     _requests[key] += 1
     name = hashlib.sha256(f"{_requests[key]} {key}".encode(errors="surrogateescape")).hexdigest()[:32]
     folder = shared / "listed" / name
     with one_at_a_time(folder):
         if not (folder / _INDEX).is_file():
-            made = make()
+            made = list_folder(root, options, whole=whole)
             try:
                 _write(folder, root, made)
             except OSError as error:

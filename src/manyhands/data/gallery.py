@@ -10,7 +10,6 @@ import json
 import os
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +21,11 @@ from torch import Tensor
 from manyhands.core.errors import UserError
 from manyhands.core.files import one_at_a_time, read_object, replacing
 from manyhands.data.decode import CorruptImageError, decode, probe
-from manyhands.data.folder import Listed, Listing, list_parts, listed_once, of_pack, split, with_pack
-from manyhands.data.options import DataOptions
-from manyhands.data.packed import is_pack
+from manyhands.data.folder import Listing, list_once
+from manyhands.data.options import DataOptions, cache_folder
 from manyhands.data.pictures import to_tensor
-from manyhands.data.places import cache_folder
-from manyhands.data.random import spread
 from manyhands.data.splits import ImageFiles, ImagesInMemory, Source, Splits, describe
-from manyhands.data.transforms import Pixels, measured_pixels, photograph_pixels
+from manyhands.data.transforms import Pixels, measured_pixels, photograph_pixels, spread
 
 _FORMAT = 2  # changes with the result of decoding, too
 _BLOCK = 1024
@@ -127,76 +123,49 @@ def _key(listing: Listing, *purpose: object) -> str:
     return digest.hexdigest()[:32]
 
 
-def open_folder(root: Path, options: DataOptions, title: str = "", usual: Pixels | None = None) -> Splits:
+def open_folder(
+    root: Path, options: DataOptions, title: str = "", usual: Pixels | None = None, *, whole: bool = False
+) -> Splits:
     """Opens class folders, or train/ and val/ that hold class folders.
 
     Square pictures of one size up to 64 stay in memory if they fit `options.memory_limit_mib`. `usual`: the known mean,
-    deviation and augmentation of this data. Raises UserError: the folder can't be used.
+    deviation and augmentation of this data. `whole`: the folder is undivided, and both splits have all pictures. Raises
+    UserError: the folder can't be used.
     """
-
-    def make() -> Listed:
-        parts, notes = of_pack(root) if is_pack(root) else with_pack(root, list_parts(root), options)
-        return split(parts[0], options.validation) if len(parts) == 1 else parts, notes
-
-    listed = make() if is_pack(root) else listed_once(root, options.model_dump_json(), make)
-    return _open(listed, root, options, title, usual)
-
-
-def open_whole_folder(root: Path, options: DataOptions) -> Splits:
-    """Opens a folder of class folders undivided: both splits have all pictures. Raises UserError: it can't be used."""
-    if is_pack(root):
-        (listing, *_), notes = of_pack(root)
-    else:
-        purpose = f"whole {options.model_dump_json()}"
-        (listing,), notes = listed_once(root, purpose, lambda: with_pack(root, list_parts(root, whole=True), options))
-    opened = _open(((listing, replace(listing, notes=())), notes), root, options)
-    text = f"{root.resolve().name}: {len(opened.test):,} pictures, all of {root}"
-    return replace(opened, description=text, skipped=tuple(dict.fromkeys(opened.skipped)))
-
-
-def _open(listed: Listed, root: Path, options: DataOptions, title: str = "", usual: Pixels | None = None) -> Splits:
-    listings, more = listed
+    listings, notes = list_once(root, options, whole=whole)
     size, channels, equal = _look(listings[0], options.channels)
-    opened = _in_memory(listings, size, channels, options) if equal else None
-    sources, unreadable = list[Source](), list[str]()
-    for number, listing in enumerate(listings):
-        if opened:
-            images, corrupt = opened[number]
-        else:
-            images, corrupt = None, find_corrupt_once(listing) if options.skip_corrupt else ()
-        good = numpy.delete(numpy.arange(len(listing)), corrupt)
-        read = listing.part(good) if corrupt else listing
-        labels = torch.from_numpy(read.labels)
-        if images is None:
-            sources.append(ImageFiles(read.names, labels))
-        else:
-            sources.append(ImagesInMemory(images[good] if corrupt else images, labels))
-        unreadable += map(listing.names.__getitem__, corrupt)
-    if opened:
-        pixels = measured_pixels(opened[0][0], "crop-flip")
+    in_memory = _in_memory(listings, size, channels, options) if equal else None
+    if in_memory:
+        pixels = measured_pixels(in_memory[0][0], "crop-flip")
     elif size <= _SMALL:
         pixels = photograph_pixels(size, channels, "crop-flip")
     else:
         pixels = photograph_pixels(_USUAL_SIZE, channels, "resized-crop-flip")
-    names = tuple(unreadable)
-    text = describe(title or root.resolve().name, sources[0], sources[1], str(root))
-    text += f"; {len(names):,} unreadable pictures skipped" if names else ""
-    notes = (*(note for listing in listings for note in listing.notes), *more)
+    opened = [_source(listing, in_memory[n] if in_memory else None, options) for n, listing in enumerate(listings)]
+    sources, unreadable = [source for source, _ in opened], tuple(path for _, paths in opened for path in paths)
+    train, test = sources[0], sources[0 if whole else 1]
     held_out = sources[2] if len(sources) > 2 else None
-    text += f"; {len(held_out):,} more in {listings[2].folder}/ are held out" if held_out is not None else ""
+    if whole:
+        text = f"{root.resolve().name}: {len(train):,} pictures, all of {root}"
+    else:
+        text = describe(title or root.resolve().name, train, test, str(root))
+        text += f"; {len(unreadable):,} unreadable pictures skipped" if unreadable else ""
+        text += f"; {len(held_out):,} more in {listings[2].folder}/ are held out" if held_out is not None else ""
+    notes = (*(note for listing in listings for note in listing.notes), *notes)
     packed = listings[0].names.packed
-    train, test = sources[:2]
-    return Splits(
-        train,
-        test,
-        listings[0].classes,
-        text,
-        usual or pixels,
-        names,
-        notes,
-        packed.pack.folder.name if packed else "",
-        held_out,
-    )
+    pack = packed.pack.folder.name if packed else ""
+    return Splits(train, test, listings[0].classes, text, usual or pixels, unreadable, notes, pack, held_out)
+
+
+def _source(listing: Listing, decoded: Decoded | None, options: DataOptions) -> tuple[Source, list[str]]:
+    """Returns a listing's readable pictures, in memory if decoded, and the paths of the unreadable ones."""
+    images, corrupt = decoded or (None, find_corrupt_once(listing) if options.skip_corrupt else ())
+    good = numpy.delete(numpy.arange(len(listing)), corrupt)
+    read = listing.part(good) if corrupt else listing
+    labels, paths = torch.from_numpy(read.labels), list(map(listing.names.__getitem__, corrupt))
+    if images is None:
+        return ImageFiles(read.names, labels), paths
+    return ImagesInMemory(images[good] if corrupt else images, labels), paths
 
 
 def _look(listing: Listing, channels: int) -> tuple[int, int, bool]:

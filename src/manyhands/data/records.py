@@ -88,13 +88,6 @@ def _times(shape: tuple[int, ...]) -> str:
     return " x ".join(f"{size:,}" for size in shape)
 
 
-def write_idx(path: Path, values: Tensor) -> None:
-    """Writes uint8 values of any shape as an IDX file; compressed, without a date, if the name ends in .gz."""
-    header = struct.pack(f">HBB{values.ndim}I", 0, _IDX_BYTES, values.ndim, *values.shape)
-    content = header + values.contiguous().numpy().tobytes()
-    path.write_bytes(gzip.compress(content, mtime=0) if path.suffix == ".gz" else content)
-
-
 def read_mnist_split(images: Path, labels: Path, classes: int) -> ImagesInMemory:
     pictures, numbers = read_idx(images, 3), read_idx(labels, 1)
     if len(pictures) != len(numbers):

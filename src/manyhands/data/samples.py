@@ -25,9 +25,8 @@ from manyhands.data import splits
 from manyhands.data.decode import CorruptImageError, is_grey, to_mode
 from manyhands.data.options import DataOptions
 from manyhands.data.pictures import prepare, read_picture, to_tensor
-from manyhands.data.random import epoch_rng, spread
 from manyhands.data.splits import ImageFiles, ImagesInMemory, Source, Splits, UserSamples, check_labels, describe, take
-from manyhands.data.transforms import Pixels, measured_pixels, photograph_pixels
+from manyhands.data.transforms import Pixels, epoch_rng, measured_pixels, photograph_pixels, spread
 
 _PAIR = ("give (x, y): x as a tensor or a PIL image, y as a whole number",)
 _TARGET = ("give y as numbers or tensors of one shape",)

@@ -22,9 +22,9 @@ from manyhands.core.machine import cores
 from manyhands.core.scratch import PREFIX, abandoned
 from manyhands.core.stops import ended_like_ctrl_c
 from manyhands.data.folder import place_of_pack
+from manyhands.data.options import cache_folder
 from manyhands.data.packed import PackedSet, altered, altered_shards, is_pack, open_pack
 from manyhands.data.packing import PackRequest, is_up_to_date, make_pack, read_contents
-from manyhands.data.places import cache_folder
 from manyhands.run.registry import find_run, running
 
 USUAL_QUALITY, MOST_QUALITY = 90, 95  # of JPEG

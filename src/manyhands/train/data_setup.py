@@ -26,10 +26,9 @@ from manyhands.data.loading import Loader, open_loader, worker_count
 from manyhands.data.open import from_objects, from_targets, open_data, open_whole, resolve_pixels
 from manyhands.data.order import batch_noted
 from manyhands.data.pictures import decode_jpeg
-from manyhands.data.random import spread
 from manyhands.data.samples import read_own, restored_generators, seed_generators
 from manyhands.data.splits import ImageFiles, ImagesInMemory, Source, Splits, UserSamples
-from manyhands.data.transforms import Pixels
+from manyhands.data.transforms import Pixels, spread
 from manyhands.models.build import describe
 from manyhands.parallel.group.plain import gather_plain
 from manyhands.train.journal import Journal, RunContext

@@ -30,8 +30,7 @@ from manyhands.cluster.hosts.inventory import INTERFACE_VARIABLES
 from manyhands.core.machine import cores, memory, this_machine
 from manyhands.core.user_code import revision
 from manyhands.data.known import recognise
-from manyhands.data.options import DataOptions
-from manyhands.data.places import data_folder
+from manyhands.data.options import DataOptions, data_folder
 
 VARIABLES = (  # variables that affect how processes connect and how many cores they use
     *INTERFACE_VARIABLES, "OMP_NUM_THREADS", "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "NCCL_IB_DISABLE",

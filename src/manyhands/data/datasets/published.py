@@ -14,8 +14,7 @@ from manyhands.core.errors import UserError
 from manyhands.core.files import one_at_a_time, open_file
 from manyhands.data import digits
 from manyhands.data.known import KNOWN, MNIST_KINDS, KnownSet, cifar_files, find_file, mnist_places
-from manyhands.data.options import DataOptions
-from manyhands.data.places import cache_folder, data_folder
+from manyhands.data.options import DataOptions, cache_folder, data_folder
 from manyhands.data.records import read_cifar_files, read_cifar_names, read_cifar_split, read_mnist_split
 from manyhands.data.splits import Splits, describe
 from manyhands.data.transforms import Pixels
