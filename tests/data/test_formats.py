@@ -15,16 +15,16 @@ from hypothesis import strategies as st
 from tests.data.sets import write_idx
 
 from manyhands.core.errors import UserError
-from manyhands.data.known import CifarForm
-from manyhands.data.open import open_data
-from manyhands.data.options import DataOptions
-from manyhands.data.records import (
+from manyhands.data.datasets.published import (
     read_cifar_files,
     read_cifar_names,
     read_cifar_split,
     read_idx,
     read_mnist_split,
 )
+from manyhands.data.known import CifarForm
+from manyhands.data.open import open_data
+from manyhands.data.options import DataOptions
 
 BINARY = CifarForm("bin", "bin.tar.gz", ("a.bin", "b.bin"), "test.bin", "names.txt", label_bytes=1)
 FINE = CifarForm("bin", "bin.tar.gz", ("a.bin",), "test.bin", "names.txt", label_bytes=2)

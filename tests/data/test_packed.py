@@ -160,9 +160,8 @@ def test_a_smaller_copys_jpegs_are_those_that_pillow_makes(tmp_path):
     place, plain = tmp_path / "large.png", io.BytesIO()
     image = Image.effect_noise((900, 640), 80).convert("RGB")
     image.save(place)
-    _, content, _ = packed_picture(
-        PictureFile(0, str(place), 0, place.stat().st_size, place.stat().st_mtime_ns), 256, 90
-    )
+    file = PictureFile(0, str(place), 0, place.stat().st_size, place.stat().st_mtime_ns)
+    _, content, _ = packed_picture(file, PackRequest(tmp_path, tmp_path, 256, 90))
     image.resize((360, 256), Image.Resampling.BILINEAR).save(plain, "JPEG", quality=90)
     assert content == plain.getvalue()
 

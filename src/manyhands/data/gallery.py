@@ -40,36 +40,25 @@ class _DiffersError(Exception):
     """A picture differs from the others in size or in color."""
 
 
-def decode_once(listing: Listing, channels: int, size: int, *, grey_only: bool) -> Decoded | None:
-    """Decodes all pictures once per host; None if a picture is not size x size, or not grey with `grey_only`."""
+def decode_once(listing: Listing, channels: int, size: int = 0, *, grey_only: bool = False) -> Decoded | None:
+    """Decodes all pictures once per host; `size` 0: only to find the unreadable ones.
+
+    Returns None if a picture is not size x size, or not grey with `grey_only`.
+    """
     pixels = cache_folder() / "decoded" / f"{_key(listing, 'pixels', channels, size, grey_only)}.npy"
-    file, make = pixels.with_suffix(".json"), lambda: _decode_all(listing, pixels, channels, size, grey_only)
-    report = _once(file, lambda report: report["differs"] or pixels.is_file(), make)
+    file = pixels.with_suffix(".json")
+    with one_at_a_time(file):
+        report = read_object(file)
+        complete = report and isinstance(report.get("corrupt"), list) and (report.get("differs") or pixels.is_file())
+        if not report or not complete:
+            report = _decode_all(listing, pixels, channels, size, grey_only)
+            with _committed(file) as part:
+                part.write_text(json.dumps(report), encoding="utf-8")
     if report["differs"]:
         return None
     # Copy-on-write, but never written: torch accepts no read-only arrays, and the pages stay shared.
-    return torch.from_numpy(numpy.load(pixels, mmap_mode="c")), tuple(report["corrupt"])
-
-
-def find_corrupt_once(listing: Listing) -> tuple[int, ...]:
-    """Returns the indices of pictures that can't be decoded; decodes once per host."""
-
-    def make() -> dict[str, Any]:
-        readable = _in_threads(lambda index: _decoded(listing, index, 3) is not None, len(listing))
-        return {"corrupt": [index for index, good in enumerate(readable) if not good]}
-
-    file = cache_folder() / "decoded" / f"{_key(listing, 'corrupt')}.json"
-    return tuple(_once(file, lambda _: True, make)["corrupt"])
-
-
-def _once(file: Path, usable: Callable[[dict[str, Any]], bool], make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    with one_at_a_time(file):
-        report = read_object(file)
-        if not report or not isinstance(report.get("corrupt"), list) or not usable(report):
-            report = make()
-            with _committed(file) as part:
-                part.write_text(json.dumps(report), encoding="utf-8")
-    return report
+    images = torch.from_numpy(numpy.load(pixels, mmap_mode="c")) if size else torch.empty(0)
+    return images, tuple(report["corrupt"])
 
 
 def _decode_all(listing: Listing, target: Path, channels: int, size: int, grey_only: bool) -> dict[str, Any]:
@@ -78,9 +67,11 @@ def _decode_all(listing: Listing, target: Path, channels: int, size: int, grey_o
 
     def pixels(index: int) -> bytes | None:
         image = _decoded(listing, index, channels, grey_only=grey_only)
-        if image is not None and image.size != (size, size):
+        if image is None:
+            return None
+        if size and image.size != (size, size):
             raise _DiffersError
-        return None if image is None else to_tensor(image).numpy().tobytes()
+        return to_tensor(image).numpy().tobytes() if size else b""
 
     try:
         with _committed(target) as part, part.open("wb") as file:
@@ -159,7 +150,9 @@ def open_folder(
 
 def _source(listing: Listing, decoded: Decoded | None, options: DataOptions) -> tuple[Source, list[str]]:
     """Returns a listing's readable pictures, in memory if decoded, and the paths of the unreadable ones."""
-    images, corrupt = decoded or (None, find_corrupt_once(listing) if options.skip_corrupt else ())
+    images, corrupt = decoded or (None, ())
+    if decoded is None and options.skip_corrupt:
+        _, corrupt = decode_once(listing, 3) or (None, ())
     good = numpy.delete(numpy.arange(len(listing)), corrupt)
     read = listing.part(good) if corrupt else listing
     labels, paths = torch.from_numpy(read.labels), list(map(listing.names.__getitem__, corrupt))
