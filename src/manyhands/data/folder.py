@@ -21,12 +21,11 @@ import numpy
 from manyhands.core.errors import UserError
 from manyhands.core.files import one_at_a_time, parse_json, write_atomic
 from manyhands.core.scratch import of_this_start
-from manyhands.data import walk
+from manyhands.data import layout as folders
 from manyhands.data.decode import PICTURE_SUFFIXES
-from manyhands.data.layout import FolderLayout, parse_split, read_layout, split_word
+from manyhands.data.layout import FolderLayout, Identity, Unused, folders_in, parse_split, read_layout, split_word
 from manyhands.data.options import DataOptions
 from manyhands.data.packed import PackedRows, PackedSet, PictureNames, is_pack, open_pack
-from manyhands.data.walk import Identity, Unused, folders_in
 
 _MOST_NAMES = 8
 _FORMATS = f"supported formats: {', '.join(sorted(PICTURE_SUFFIXES))}"
@@ -73,7 +72,7 @@ def list_parts(root: Path, *, whole: bool = False) -> Parts:
     for name in layout.unused:
         unused.add(name, "folder")
     places = [root] if layout.inside else [root / path for path in layout.splits] or [root]
-    homes = [walk.class_identities(place, folders_in(place)) for place in places]
+    homes = [folders.class_identities(place, folders_in(place)) for place in places]
     notes, parts, entered = list(layout.notes), list[Listing](), list[set[Identity]]()
     for number, place in enumerate(places):
         others = [index for index in range(len(places)) if index != number]
@@ -115,7 +114,7 @@ def _with_same_classes(parts: list[Listing], least: int) -> tuple[list[Listing],
     for part, there in zip(parts[1:], full[1:], strict=True):
         if unknown := sorted(there - {*parts[0].classes}):
             what = f"{part.folder}/ has class folders that {parts[0].folder}/ lacks ({len(unknown)}): "
-            alike = tuple(filter(None, (walk.lookalike_difference(name, parts[0].classes) for name in unknown)))
+            alike = tuple(filter(None, (folders.lookalike_difference(name, parts[0].classes) for name in unknown)))
             hints = (*alike, f"add training pictures of the classes to {parts[0].folder}/, or remove the folders")
             raise UserError(what + _some(unknown), str(part.root), hints)
         if not there:
@@ -125,7 +124,7 @@ def _with_same_classes(parts: list[Listing], least: int) -> tuple[list[Listing],
     classes = tuple(name for name in parts[0].classes if name in seen)
     unseen = [name for name in empty if name not in seen]
     for name in unseen:
-        if walk.holds_pictures(parts[0].root / name, suffixes=walk.UNREAD_SUFFIXES):
+        if folders.holds_pictures(parts[0].root / name, suffixes=folders.UNREAD_SUFFIXES):
             hints = ("convert the pictures, for example to JPEG", _FORMATS)
             what = f'the class folder "{name}" has only pictures in formats that can\'t be read'
             raise UserError(what, str(parts[0].root / name), hints)
@@ -151,7 +150,7 @@ def _list_classes(root: Path, top: Path, unused: Unused, taken: set[Identity]) -
     _check_names(root, classes)
     prefix = "" if root == top else f"{root.relative_to(top).as_posix()}/"
     entered = taken | {os.path.realpath(place) for place in (top, root.resolve(), *root.resolve().parents)}
-    names = walk.list_classes(root, classes, entered, unused, prefix)
+    names = folders.list_classes(root, classes, entered, unused, prefix)
     labels = numpy.repeat(numpy.arange(len(classes), dtype=numpy.int64), list(map(len, names)))
     return Listing(root, classes, PictureNames(numpy.concatenate(names), str(root)), labels), entered
 
@@ -168,8 +167,8 @@ def _check_names(root: Path, classes: tuple[str, ...]) -> None:
         if text != name and not _NOT_TEXT.search(text):
             hints = ("export PYTHONUTF8=1", "or choose a UTF-8 locale: export LC_ALL=C.UTF-8")
             raise UserError(f"{shown} is UTF-8, but the locale's encoding is {encoding}", str(root), hints)
-    if len({walk.plain_form(name) for name in classes}) < len(classes):
-        alike = next(filter(None, (walk.lookalike_difference(name, classes) for name in classes)))
+    if len({folders.plain_form(name) for name in classes}) < len(classes):
+        alike = next(filter(None, (folders.lookalike_difference(name, classes) for name in classes)))
         hints = ("move the pictures of both folders into one folder",)
         raise UserError(f"two class folders look the same: {alike}", str(root), hints)
 

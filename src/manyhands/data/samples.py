@@ -88,21 +88,16 @@ class CustomSamples:
     def __init__(self, source: UserSamples, pixels: Pixels, *, train: bool, seed: int, classes: int = 0) -> None:
         self._source, self._pixels, self._train, self._seed = source, pixels, train, seed
         self._classes = classes
-        # Plain tensors need no seeds and no loop.
+        # Plain tensors need no seeds and no loop, and a worker process would cost more than it saves.
         plain = type(source.dataset) is TensorDataset and source.numbers is None
-        self._tensors = source.dataset.tensors if plain else None
-
-    @property
-    def cheap(self) -> bool:
-        """True if a worker process would cost more than it saves."""
-        return self._tensors is not None
+        self.tensors = source.dataset.tensors if plain else None
 
     def __getitems__(self, request: Request) -> Answer | ManyhandsError:
         """Returns images [n, …] (uint8 pictures, or the user's type) and labels int64 [n], or the error."""
         epoch, samples = request
         try:
-            if self._tensors is not None and self._tensors[0].is_floating_point():
-                images, labels = (tensor[samples] for tensor in self._tensors[:2])
+            if self.tensors is not None and self.tensors[0].is_floating_point():
+                images, labels = (tensor[samples] for tensor in self.tensors[:2])
                 return images, labels if self._source.targets else labels.to(torch.int64).reshape(-1), []
             with restored_generators():
                 pairs = [self._one(epoch, sample) for sample in samples]

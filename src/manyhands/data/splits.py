@@ -108,7 +108,7 @@ def by_names(source: Source, names: tuple[str, ...], known: tuple[str, ...], pla
     if unknown and len(names) <= len(known) and (only_numbers(names) or only_numbers(known)):
         return source
     if unknown:
-        from manyhands.data.walk import lookalike_difference
+        from manyhands.data.layout import lookalike_difference
 
         shown = ", ".join(f'"{name}"' for name in unknown[:5]) + (" …" if len(unknown) > 5 else "")
         classes = ", ".join(known[:8]) + (f" … ({len(known)} in all)" if len(known) > 8 else "")

@@ -249,7 +249,7 @@ def refuse_other_classes(old: Sequence[str], new: Sequence[str], where: str) -> 
     then, now = map(_known_names, (old, new))
     if not then or not now or then == now:
         return
-    from manyhands.data.walk import lookalike_difference
+    from manyhands.data.layout import lookalike_difference
 
     gone, added = [name for name in then if name not in now], [name for name in now if name not in then]
     found = [f"{_quoted(names)} {word}" for names, word in ((gone, "removed"), (added, "added")) if names]
