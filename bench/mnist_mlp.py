@@ -13,6 +13,7 @@ import os
 import random
 import shutil
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -80,14 +81,14 @@ def prepare(data_dir, scratch):
 
     from manyhands.data.open import open_data
     from manyhands.data.options import DataOptions
-    from manyhands.data.records import write_idx
 
     splits = open_data(DataOptions(name="mnist", dir=data_dir))
     raw = scratch / "MNIST" / "raw"
     raw.mkdir(parents=True)
     for word, split in (("train", splits.train), ("t10k", splits.test)):
-        write_idx(raw / f"{word}-images-idx3-ubyte", split.images[:, 0])
-        write_idx(raw / f"{word}-labels-idx1-ubyte", split.labels.to(torch.uint8))
+        for kind, values in (("images-idx3", split.images[:, 0]), ("labels-idx1", split.labels.to(torch.uint8))):
+            header = struct.pack(f">HBB{values.ndim}I", 0, 8, values.ndim, *values.shape)
+            (raw / f"{word}-{kind}-ubyte").write_bytes(header + values.numpy().tobytes())
 
 
 def run(command, scratch, source=None):

@@ -1,15 +1,15 @@
 """Rebuilds src/manyhands/data/digits/*.gz from the copy that scikit-learn carries.
 
-Run it where scikit-learn is installed: `PYTHONPATH=src python scripts/build_digits.py`. The files come out
+Run it where scikit-learn is installed: `python scripts/build_digits.py`. The files come out
 byte for byte the same each time.
 """
 
+import gzip
+import struct
 from pathlib import Path
 
 import torch
 from sklearn.datasets import load_digits
-
-from manyhands.data.records import write_idx
 
 PLACE = Path(__file__).parent.parent / "src" / "manyhands" / "data" / "digits"
 
@@ -22,8 +22,10 @@ def main() -> None:
     test = torch.arange(len(images)) % 5 == 0
     parts = {"train": ~test, "test": test}
     for name, chosen in parts.items():
-        write_idx(PLACE / f"{name}-images-idx3-ubyte.gz", images[chosen])
-        write_idx(PLACE / f"{name}-labels-idx1-ubyte.gz", labels[chosen])
+        for kind, values in (("images-idx3", images[chosen]), ("labels-idx1", labels[chosen])):
+            header = struct.pack(f">HBB{values.ndim}I", 0, 8, values.ndim, *values.shape)
+            content = gzip.compress(header + values.numpy().tobytes(), mtime=0)  # without a date
+            (PLACE / f"{name}-{kind}-ubyte.gz").write_bytes(content)
         print(name, int(chosen.sum()))
     pixels = images[~test].double() / 255
     print(f"mean {pixels.mean():.4f} std {pixels.std(correction=0):.4f}")

@@ -40,7 +40,7 @@ from manyhands.core.quantities import parse_bandwidth, parse_memory
 from manyhands.core.records import read_lines
 from manyhands.core.run_folder import RunFolder
 from manyhands.core.world import ProcessInfo
-from manyhands.data.records import read_idx
+from manyhands.data.datasets.published import read_idx
 from manyhands.run import train
 from manyhands.run.logs import read_places
 from manyhands.worker import entry

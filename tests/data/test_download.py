@@ -9,6 +9,7 @@ import time
 
 import pytest
 import torch
+from tests.data.sets import write_idx
 
 from manyhands.core.download import download
 from manyhands.core.errors import UserError
@@ -17,7 +18,6 @@ from manyhands.data import known
 from manyhands.data.datasets.published import fetch
 from manyhands.data.open import open_data
 from manyhands.data.options import DataOptions
-from manyhands.data.records import write_idx
 
 CONTENT = bytes(range(256)) * 5000
 MD5 = hashlib.md5(CONTENT).hexdigest()

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
+from tests.data.sets import make, opened, picture
 
 from manyhands.core.errors import UserError
 from manyhands.data import gallery
@@ -19,28 +20,9 @@ from manyhands.data.folder import Listing, list_parts, split
 from manyhands.data.loading import open_loader
 from manyhands.data.open import is_plain_folder, open_data, resolve_pixels
 from manyhands.data.options import DataOptions
+from manyhands.data.packed import PictureNames
 from manyhands.data.splits import ImageFiles, ImagesInMemory, by_names
-from manyhands.data.walk import PictureNames
 from manyhands.run.tasks import list_pictures
-
-
-def picture(path, size=(8, 8), mode="RGB", seed=None):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    generator = numpy.random.default_rng(abs(hash(path.name)) if seed is None else seed)
-    values = generator.integers(0, 256, (size[1], size[0], 3), dtype=numpy.uint8)
-    Image.fromarray(values).convert(mode).save(path)
-
-
-def make(root, classes=("cat", "dog"), count=10, **options):
-    for label, name in enumerate(classes):
-        for number in range(count):
-            picture(root / name / f"{number:02}.png", seed=label * 1000 + number, **options)
-    return root
-
-
-def opened(root, **options):
-    return open_data(DataOptions(name=str(root), **options))
-
 
 COUNTS = st.lists(st.integers(1, 30), min_size=2, max_size=9)
 
@@ -60,27 +42,6 @@ def test_a_split_is_disjoint_complete_and_of_the_names_alone(counts, share):
         kept = (test.labels == label).sum()
         assert count == 1 or count - kept >= 1
         assert abs(kept - count * share) <= 1.001 or kept == count - 1 or sum(counts) * share < 1
-
-
-def test_a_folder_without_val_is_split_alike_each_time(tmp_path):
-    first, second = opened(make(tmp_path / "a")), opened(make(tmp_path / "b"))
-    assert first.classes == ("cat", "dog")
-    assert (len(first.train), len(first.test)) == (18, 2)
-    assert torch.equal(first.test.images, second.test.images)
-    assert sorted(first.test.labels.tolist()) == [0, 1]
-
-
-@pytest.mark.parametrize("word", ["val", "test", "valid", "validation"])
-def test_train_and_val(tmp_path, word):
-    make(tmp_path / "train", count=3)
-    make(tmp_path / word, count=2)
-    splits = opened(tmp_path)
-    assert (len(splits.train), len(splits.test)) == (6, 4)
-    assert splits.description.startswith(f"{tmp_path.name}: 6 + 4 pictures")
-
-
-def test_a_class_may_be_called_train(tmp_path):
-    assert opened(make(tmp_path, classes=("bus", "train"))).classes == ("bus", "train")
 
 
 def test_small_equal_pictures_are_in_memory_and_equal_the_files(tmp_path):
@@ -205,13 +166,6 @@ def test_other_files_and_what_systems_leave_behind_are_counted_and_named(tmp_pat
     assert len(opened(tmp_path, held_out=str(tmp_path)).held_out) == 6  # a set that is evaluated whole
 
 
-def test_pictures_lie_at_any_depth_in_any_spelling(tmp_path):
-    make(tmp_path, count=2)
-    picture(tmp_path / "cat" / "more" / "x.PNG")
-    splits = opened(tmp_path)
-    assert len(splits.train) + len(splits.test) == 5
-
-
 def test_bad_folders_say_what_is_wrong(tmp_path):
     def refuses(word, path=tmp_path):
         with pytest.raises(UserError, match=word) as caught:
@@ -245,36 +199,6 @@ def test_other_splits_may_lack_classes_and_class_folders_may_be_empty(tmp_path):
     picture(tmp_path / "val" / "f" / "0.png")
     with pytest.raises(UserError, match=r"val/ has class folders that train/ lacks \(1\): f"):
         opened(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("train", "test"),
-    [
-        ("Training", "Testing"),
-        ("Train", "Val"),
-        ("seg_train", "seg_test"),
-        ("training_set", "test_set"),
-        ("TrainData", "dev"),
-        ("train2017", "val2017"),
-        ("pets_train", "pets_test"),
-        ("train", "eval"),
-        ("训练集", "测试集"),
-    ],
-)
-def test_splits_in_other_spellings_are_used_and_said(tmp_path, train, test):
-    make(tmp_path / train, count=3)
-    make(tmp_path / test, count=2)
-    picture(tmp_path / "extras" / "0.png")
-    for nested in (False, True):
-        if nested:  # as some archives are unpacked
-            (tmp_path / train).rename(tmp_path / "moved")
-            (tmp_path / train).mkdir()
-            (tmp_path / "moved").rename(tmp_path / train / train)
-        splits = opened(tmp_path)
-        assert (splits.classes, len(splits.train), len(splits.test)) == (("cat", "dog"), 6, 4)
-        if (train, test) != ("train", "val"):
-            assert f"{train}/ is used for training, {test}/ is used for evaluation" in splits.notes
-        assert "extras/" in "\n".join(splits.notes)
 
 
 @pytest.mark.parametrize(
@@ -340,13 +264,6 @@ def test_a_folder_with_splits_inside_its_class_folders_can_be_held_out_by_its_te
     (tmp_path / "other" / "dog").rename(tmp_path / "other" / "train")  # a class of that name
     splits = opened(tmp_path / "other")
     assert (splits.classes, len(splits.train), len(splits.test)) == (("cat", "train"), 6, 6)
-
-
-@pytest.mark.parametrize("name", ["train", "Test", "valid", "eval_set"])
-def test_one_name_of_a_split_among_classes_is_a_class_with_a_note(tmp_path, name):
-    splits = opened(make(tmp_path, classes=("bus", "car", name), count=2))
-    assert set(splits.classes) == {"bus", "car", name}
-    assert f'the folder "{name}" is used as a class, not as a split' in splits.notes
 
 
 def test_names_that_look_the_same_are_told_apart(tmp_path):

@@ -1,21 +1,19 @@
 """A folder that holds a known set's published files is that set, however it is named."""
 
-import gzip
 import io
 import os
 import pickle
-import shutil
-import tarfile
 
+import numpy
 import pytest
 import torch
+from tests.data.sets import write_idx
 
 from manyhands.config.load import load_job
 from manyhands.core.errors import UserError
 from manyhands.data.known import find_choice, recognise
 from manyhands.data.open import open_data
 from manyhands.data.options import DataOptions
-from manyhands.data.records import write_idx
 
 MNIST = (7, 2, 1, 0, 4, 1, 4, 9, 5, 9)
 FASHION = (9, 2, 1, 1, 6, 1, 4, 6, 5, 7)
@@ -33,11 +31,8 @@ def cifar10_bin(folder):
 def cifar10_py(folder):
     folder.mkdir(parents=True)
     for name in [*(f"data_batch_{n}" for n in range(1, 6)), "test_batch"]:
-        content = {b"data": [[label] * 3072 for label in range(10)], b"labels": list(range(10))}
-        import numpy
-
-        content[b"data"] = numpy.array(content[b"data"], dtype=numpy.uint8)
-        (folder / name).write_bytes(pickle.dumps(content, protocol=2))
+        data = numpy.arange(10, dtype=numpy.uint8).repeat(3072).reshape(10, 3072)
+        (folder / name).write_bytes(pickle.dumps({b"data": data, b"labels": list(range(10))}, protocol=2))
     (folder / "batches.meta").write_bytes(pickle.dumps({b"label_names": [b"n%d" % n for n in range(10)]}, protocol=2))
     return folder
 
@@ -54,11 +49,7 @@ def idx(folder, first, *, packed=True):
     labels = torch.tensor([*first, *range(10)], dtype=torch.uint8)
     for part in ("train", "t10k"):
         for kind, values in (("images-idx3", torch.zeros(20, 28, 28, dtype=torch.uint8)), ("labels-idx1", labels)):
-            write_idx(folder / f"{part}-{kind}-ubyte", values)
-            if packed:
-                plain = folder / f"{part}-{kind}-ubyte"
-                plain.with_name(f"{plain.name}.gz").write_bytes(gzip.compress(plain.read_bytes()))
-                plain.unlink()
+            write_idx(folder / f"{part}-{kind}-ubyte{'.gz' if packed else ''}", values)
     return folder
 
 
@@ -83,19 +74,11 @@ def test_a_folder_of_published_files_is_that_set(case, tmp_path):
     for options in (DataOptions(name=str(place)), DataOptions(name=name, dir=str(place), download=False)):
         opened = open_data(options)
         assert len(opened.test) in {10, 20, 100}
+        assert name != "cifar10" or opened.classes[0] in {"aeroplane", "n0"}  # as the files say
     loaded = load_job({"data.name": str(place)}, environment={})
     assert (loaded.job.data.name, loaded.job.data.dir) == (name, str(place))
     assert loaded.origins["data.dir"] == "flag"
     assert loaded.origins["train.epochs"] == f"recipe {name}"
-
-
-def test_cifars_archive_is_the_set_too(tmp_path):
-    folder = cifar10_bin(tmp_path / "cifar-10-batches-bin")
-    with tarfile.open(tmp_path / "cifar-10-binary.tar.gz", "w:gz") as archive:
-        archive.add(folder, folder.name)
-    shutil.rmtree(folder)
-    opened = open_data(DataOptions(name=str(tmp_path / "cifar-10-binary.tar.gz")))
-    assert (len(opened.train), len(opened.test), opened.classes[0]) == (50, 10, "aeroplane")
 
 
 def test_a_part_of_the_files_is_named_and_nothing_fetched(tmp_path):
@@ -137,4 +120,4 @@ def test_folders_of_pictures_stay_that(tmp_path):
         (tmp_path / name).mkdir()
         (tmp_path / name / "picture.png").write_bytes(io.BytesIO().getvalue())
     assert recognise(tmp_path) == ""
-    assert find_choice(str(tmp_path)) == "imagefolder"
+    assert find_choice(str(tmp_path)) == "user"

@@ -15,7 +15,7 @@ from manyhands.core.records import FAILURE_FILE
 from manyhands.core.scratch import of_this_start
 from manyhands.data.open import open_data
 from manyhands.data.options import DataOptions
-from manyhands.data.walk import PictureNames
+from manyhands.data.packed import PictureNames
 
 PATHS = st.lists(st.text(st.characters(exclude_characters="\0"), min_size=1).filter(lambda name: name[0] != "/"))
 # What a process of a run does, as often as a line comes in.

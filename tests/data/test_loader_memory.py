@@ -9,10 +9,9 @@ from torch.nn import functional
 
 from manyhands.data.loading import open_loader
 from manyhands.data.pictures import prepare, to_tensor
-from manyhands.data.random import epoch_rng
 from manyhands.data.samples import as_picture
 from manyhands.data.splits import ImagesInMemory
-from manyhands.data.transforms import Pixels, padded
+from manyhands.data.transforms import Pixels, epoch_rng, padded
 
 COUNT = 40
 AUGMENTS = ("none", "crop", "crop-flip", "resized-crop-flip")

@@ -7,14 +7,13 @@ import numpy
 import pytest
 import torch
 from PIL import Image
+from tests.data.sets import write_idx
 from torch.utils.data import ConcatDataset, IterableDataset, Subset, TensorDataset
 
 from manyhands.core.errors import UserError
-from manyhands.data import places
 from manyhands.data.loading import open_loader
 from manyhands.data.open import from_objects, open_data, resolve_pixels
-from manyhands.data.options import DataOptions
-from manyhands.data.records import write_idx
+from manyhands.data.options import DataOptions, others_move, own_folder
 from manyhands.data.samples import known_labels
 from manyhands.data.splits import ImagesInMemory, UserSamples
 from manyhands.data.transforms import Pixels
@@ -312,7 +311,7 @@ OWN, OTHER = os.getuid(), os.getuid() + 1
     ],
 )
 def test_whose_folder_it_lies_in_and_who_writes_there_counts(mode, user, group, moved):
-    assert places.others_move(os.stat_result((mode, 0, 0, 1, user, group, 0, 0, 0, 0))) == moved
+    assert others_move(os.stat_result((mode, 0, 0, 1, user, group, 0, 0, 0, 0))) == moved
 
 
 @pytest.mark.parametrize("shared", ["cache", "cache/compiled"])
@@ -320,6 +319,31 @@ def test_code_lies_where_nobody_else_can_write(tmp_path, monkeypatch, shared):
     cache, own = tmp_path / "cache", tmp_path / "own"
     monkeypatch.setenv("MANYHANDS_CACHE", str(cache))
     monkeypatch.setenv("XDG_CACHE_HOME", str(own))
-    assert places.own_folder("compiled") == cache / "compiled"
+    assert own_folder("compiled") == cache / "compiled"
     (tmp_path / shared).chmod(0o777)
-    assert places.own_folder("compiled") == own / "manyhands" / "compiled"
+    assert own_folder("compiled") == own / "manyhands" / "compiled"
+
+
+def test_the_real_mnist(real_data):
+    folder = real_data("mnist").parent
+    splits = open_data(DataOptions(name="mnist", dir=str(folder), download=False))
+    assert (len(splits.train), len(splits.test)) == (60_000, 10_000)
+    assert splits.train.labels[:5].tolist() == [5, 0, 4, 1, 9]
+    assert splits.test.labels[:5].tolist() == [7, 2, 1, 0, 4]
+    pixels = splits.train.images.float() / 255
+    assert splits.pixels.mean == (round(float(pixels.mean()), 4),)
+    assert splits.pixels.std == (round(float(pixels.std()), 4),)
+
+
+def test_real_pictures_of_imagenet(real_data):
+    splits = open_data(DataOptions(name=str(real_data("imagenet-sample"))))
+    assert (len(splits.train), len(splits.test), len(splits.classes)) == (90, 10, 100)
+    pixels = resolve_pixels(DataOptions(image_size=64), splits.pixels)
+    for source, train in ((splits.train, True), (splits.test, False)):
+        loader = open_loader(source, pixels, train=train, seed=0, workers=1)
+        requests = torch.arange(len(source)).split(16)
+        images = torch.cat([batch.images for batch in loader.batches(0, requests)])
+        loader.close()
+        assert images.shape == (len(source), 3, 64, 64)
+        assert images.mean().abs() < 0.5
+        assert 0.7 < images.std() < 1.5

@@ -16,8 +16,7 @@ from PIL import Image
 from manyhands.data import pictures
 from manyhands.data.decode import CorruptImageError
 from manyhands.data.pictures import read_picture
-from manyhands.data.random import SampleRng
-from manyhands.data.transforms import DRAW_MIRROR, Pixels, crop_box
+from manyhands.data.transforms import DRAW_MIRROR, Pixels, SampleRng, crop_box
 
 KINDS = ["RGB", "L", "CMYK", "progressive", "keep_rgb", "turned", "png"]
 
@@ -116,7 +115,7 @@ def test_without_simplejpeg_pillow_decodes_and_the_run_says_so(tmp_path):
         sys.modules["simplejpeg"] = None  # importing it fails
         import torch
         from manyhands.data import pictures, splits
-        from manyhands.data.random import SampleRng
+        from manyhands.data.transforms import SampleRng
         from manyhands.data.transforms import Pixels
         from manyhands.train.data_setup import record_skipped
 

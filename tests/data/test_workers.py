@@ -1,3 +1,5 @@
+"""Loaders: worker processes and looking ahead change no batch; what copies do needs a card (tests/gpu)."""
+
 import multiprocessing
 import os
 import random
@@ -12,16 +14,18 @@ import numpy
 import psutil
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from PIL import Image
 from torch.utils.data import Dataset, TensorDataset
 
 from manyhands.core import machine
 from manyhands.core.errors import RunError, UserError
 from manyhands.data.decode import CorruptImageError
-from manyhands.data.loading import open_loader, worker_count
-from manyhands.data.splits import ImageFiles, UserSamples
+from manyhands.data.loading import CopiesAhead, looking_ahead, open_loader, worker_count
+from manyhands.data.packed import PictureNames
+from manyhands.data.splits import ImageFiles, ImagesInMemory, UserSamples
 from manyhands.data.transforms import Pixels
-from manyhands.data.walk import PictureNames
 from manyhands.worker.failure import describe_failure
 
 PIXELS = Pixels(8, 3, (0.5,) * 3, (0.25,) * 3, "resized-crop-flip")
@@ -55,6 +59,99 @@ REQUESTS = [[3, 1, 2], [0], [11, 3], [5, 4, 6, 7, 8]]
 
 def requests():
     return iter([torch.tensor(request) for request in REQUESTS])
+
+
+class PlantedError(Exception):
+    pass
+
+
+class Source:
+    """So many items, then an end, or an error in the place of one; notes what was taken, and that it was closed."""
+
+    def __init__(self, count, fails_at=None):
+        self.count, self.fails_at = count, fails_at
+        self.taken, self.closed, self.error = 0, False, PlantedError()
+
+    def __iter__(self):
+        try:
+            for number in range(self.count):
+                if number == self.fails_at:
+                    raise self.error
+                self.taken += 1
+                yield number
+        finally:
+            self.closed = True
+
+
+@given(st.integers(0, 12))
+def test_all_come_in_order_and_one_is_begun_ahead(count):
+    source = Source(count)
+    given_out = []
+    for begun in looking_ahead(source, lambda number: [number]):
+        given_out += begun
+        assert source.taken == min(count, len(given_out) + 1)
+    assert given_out == list(range(count))
+
+
+@given(st.integers(1, 12), st.data())
+def test_an_error_comes_in_its_items_place(count, data):
+    fails_at = data.draw(st.integers(0, count - 1))
+    in_begin = data.draw(st.booleans())
+    source = Source(count, None if in_begin else fails_at)
+
+    def begin(number):
+        if in_begin and number == fails_at:
+            raise source.error
+        return number
+
+    served = looking_ahead(source, begin)
+    assert [next(served) for _ in range(fails_at)] == list(range(fails_at))
+    with pytest.raises(PlantedError) as caught:
+        next(served)
+    assert caught.value is source.error
+    assert list(served) == []
+
+
+@given(st.integers(1, 12), st.data())
+def test_who_stops_early_ends_the_source(count, data):
+    source = Source(count)
+    served = looking_ahead(source, lambda number: number)
+    for _ in range(data.draw(st.integers(1, count))):
+        next(served)
+    served.close()
+    assert source.closed or source.taken == count
+
+
+def test_on_a_processor_nothing_is_done():
+    answers = [object()]
+    assert CopiesAhead(torch.device("cpu"))(answers) is answers
+
+
+@pytest.fixture(scope="module")
+def sources(files):
+    images = torch.randint(0, 256, (12, 3, 8, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    own = UserSamples(TensorDataset(images.float(), torch.arange(12) % 5))
+    return {"memory": ImagesInMemory(images, torch.arange(12) % 5), "files": files, "own": own}
+
+
+def look_ahead(loader):
+    """Makes a loader look ahead as with a card."""
+    assert isinstance(loader._ahead, CopiesAhead)
+    loader._ahead = lambda answers: looking_ahead(answers, lambda answer: answer)
+
+
+@pytest.mark.parametrize(("kind", "workers"), [("memory", 0), ("files", 0), ("files", 2), ("own", 0)])
+def test_batches_are_what_they_are_without(sources, kind, workers):
+    plain, ahead = (open_loader(sources[kind], PIXELS, train=True, seed=5, workers=workers) for _ in range(2))
+    look_ahead(ahead)
+    for epoch in (0, 1):
+        found = [list(one.batches(epoch, requests())) for one in (plain, ahead)]
+        assert [batch.samples.tolist() for batch in found[1]] == REQUESTS
+        for left, right in zip(*found, strict=True):
+            assert torch.equal(left.images, right.images)
+            assert torch.equal(left.labels, right.labels)
+    plain.close()
+    ahead.close()
 
 
 @pytest.fixture
@@ -141,12 +238,15 @@ def test_a_consumer_may_stop_early(files):
     assert not [worker for worker in workers if worker.is_alive()]
 
 
+@pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_corrupt_picture_is_named_and_the_loader_goes_on(files, workers, tmp_path):
+def test_a_corrupt_picture_is_named_at_its_own_batch_and_the_loader_goes_on(files, workers, ahead, tmp_path):
     bad = tmp_path / "bad.jpg"
     bad.write_bytes(b"\xff\xd8\xff")
     source = ImageFiles(PictureNames.of([*files.paths, str(bad)]), torch.arange(13))
     loader = open_loader(source, PIXELS, train=False, seed=0, workers=workers)
+    if ahead:
+        look_ahead(loader)
     served = loader.batches(0, [torch.tensor([1]), torch.tensor([2, 12]), torch.tensor([3])])
     assert next(served).samples.tolist() == [1]
     with pytest.raises(CorruptImageError) as caught:
@@ -197,14 +297,8 @@ def test_pictures_of_any_kind_become_pixels():
     assert batch.labels.tolist() == [0, 1, 2, 3]
     assert all(torch.allclose(found, wanted, atol=1e-6) for found in batch.images)
     grey = Pixels(8, 1, (0.5,), (0.25,), "none")
-    assert next(
-        open_loader(UserSamples(kinds), grey, train=True, seed=0).batches(0, [torch.arange(4)])
-    ).images.shape == (
-        4,
-        1,
-        8,
-        8,
-    )
+    batch = next(open_loader(UserSamples(kinds), grey, train=True, seed=0).batches(0, [torch.arange(4)]))
+    assert batch.images.shape == (4, 1, 8, 8)
 
 
 def test_plain_tensors_need_no_worker():

@@ -10,7 +10,7 @@ from filelock import FileLock
 from PIL import Image
 
 from manyhands.cli.main import main
-from manyhands.data.records import write_idx
+from tests.data.sets import write_idx
 from tests.e2e.command import NETS, QUICK, assert_one_screen, events, run
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.data.test_folder import make
+from tests.data.sets import make
 from tests.e2e.command import QUICK, final_weights, finish, forked, start
 
 JOB = ["cnn", "--epochs", 1, "--batch", 4, "--device", "cpu", "--data.image-size", 16, *QUICK]

@@ -12,9 +12,9 @@ from manyhands.core.devices import wait_for
 from manyhands.data import loading
 from manyhands.data.loading import CopiesAhead, open_loader
 from manyhands.data.order import BatchSharing
+from manyhands.data.packed import PictureNames
 from manyhands.data.splits import ImageFiles, ImagesInMemory
 from manyhands.data.transforms import Pixels
-from manyhands.data.walk import PictureNames
 from manyhands.parallel.replicas import batch_norm as norm
 from manyhands.parallel.replicas.batch_norm import group_batch_norms
 

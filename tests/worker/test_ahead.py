@@ -12,8 +12,8 @@ from manyhands.config.job import Job
 from manyhands.core.errors import UserError
 from manyhands.data.open import open_data
 from manyhands.data.options import DataOptions
-from manyhands.data.records import write_idx
 from manyhands.worker.preload import opened_ahead
+from tests.data.sets import write_idx
 
 
 def _mnist(place):

@@ -1,8 +1,16 @@
-"""Lists class folders, and divides pictures into training and evaluation."""
+"""Lists class folders or their packed copy, divided into training and evaluation. Imports no torch.
+
+One process per machine lists a folder; the others map the listing. The shared listing lies in a folder of one start of
+a run, and is therefore never older than the run.
+"""
 
 import hashlib
+import json
 import os
+import re
+import shlex
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,14 +19,19 @@ from typing import NoReturn
 import numpy
 
 from manyhands.core.errors import UserError
-from manyhands.data import walk
+from manyhands.core.files import one_at_a_time, parse_json, write_atomic
+from manyhands.core.scratch import of_this_start
+from manyhands.data import layout as folders
 from manyhands.data.decode import PICTURE_SUFFIXES
-from manyhands.data.layout import read_layout, split_kind, split_word
-from manyhands.data.packed import PackedRows
-from manyhands.data.walk import Identity, PictureNames, Unused, class_identities, folders_in
+from manyhands.data.layout import FolderLayout, Identity, Unused, folders_in, parse_split, read_layout, split_word
+from manyhands.data.options import DataOptions
+from manyhands.data.packed import PackedRows, PackedSet, PictureNames, is_pack, open_pack
 
 _MOST_NAMES = 8
 _FORMATS = f"supported formats: {', '.join(sorted(PICTURE_SUFFIXES))}"
+_NOT_TEXT = re.compile("[\udc80-\udcff]")  # bytes of a name that can't be decoded
+_INDEX = "listings.json"
+_requests: Counter[str] = Counter()
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,11 +40,10 @@ class Listing:
 
     root: Path  # holds the class folders
     classes: tuple[str, ...]  # sorted
-    names: PictureNames  # paths below root, sorted by class, then by name
+    names: PictureNames  # below root, sorted by class, then by name
     labels: numpy.ndarray  # int64 [n]
     word: str = ""  # the split, such as "train"; empty: the folder has no splits
     notes: tuple[str, ...] = ()  # messages for the user
-    packed: PackedRows | None = None  # packed copies to read instead of the files
 
     def __len__(self) -> int:
         return len(self.names)
@@ -40,30 +52,27 @@ class Listing:
     def folder(self) -> str:
         return self.root.name if split_word(self.root.name) == self.word else self.word
 
-    def path(self, index: int) -> str:
-        return os.path.join(self.root, self.names[index])  # noqa: PTH118 - a million of these
-
-    def content(self, index: int) -> bytes | None:
-        """Returns a picture's packed file, if any. Raises UserError: the packed copy was altered."""
-        return self.packed.content(index) if self.packed else None
-
     def part(self, chosen: Sequence[int] | numpy.ndarray) -> "Listing":
-        packed = self.packed.part(chosen) if self.packed else None
-        return Listing(self.root, self.classes, self.names.part(chosen), self.labels[chosen], self.word, packed=packed)
+        return Listing(self.root, self.classes, self.names.part(chosen), self.labels[chosen], self.word)
 
 
-def list_parts(root: Path) -> tuple[Listing, ...]:
+Parts = tuple[Listing, ...]
+Listed = tuple[Parts, tuple[str, ...]]  # listings, and messages for the user
+
+
+def list_parts(root: Path, *, whole: bool = False) -> Parts:
     """Lists a folder's splits (training, evaluation and, if present, the final test), or the undivided folder.
 
     All listings have the same classes: a folder without pictures is a class only if another split has pictures of it.
-    Raises UserError: there are no class folders, fewer than two have pictures, or the training split lacks a class.
+    With `whole`, folders with names of splits are classes, too, and one class is enough. Raises UserError: there are no
+    class folders, fewer than two have pictures, or the training split lacks a class.
     """
-    layout, unused = read_layout(root), Unused()
+    layout, unused = FolderLayout() if whole else read_layout(root), Unused()
     unused.add_files(root)
     for name in layout.unused:
         unused.add(name, "folder")
     places = [root] if layout.inside else [root / path for path in layout.splits] or [root]
-    homes = [class_identities(place, folders_in(place)) for place in places]
+    homes = [folders.class_identities(place, folders_in(place)) for place in places]
     notes, parts, entered = list(layout.notes), list[Listing](), list[set[Identity]]()
     for number, place in enumerate(places):
         others = [index for index in range(len(places)) if index != number]
@@ -79,32 +88,23 @@ def list_parts(root: Path) -> tuple[Listing, ...]:
         entered.append(below)
     if layout.inside:
         parts = _by_folder_inside(parts[0], layout.splits)
-    parts, more = _with_same_classes(parts)
+    parts, more = _with_same_classes(parts, least=1 if whole else 2)
     return (replace(parts[0], notes=(*notes, *more, *unused.notes())), *parts[1:])
-
-
-def list_whole(root: Path) -> Listing:
-    """Lists the pictures in root's class folders, at any depth. Raises UserError: there are none."""
-    unused = Unused()
-    unused.add_files(root)
-    part, _ = _list_classes(root, root, unused, class_identities(root, folders_in(root)))
-    (listing,), notes = _with_same_classes([part], least=1)
-    return replace(listing, notes=(*notes, *unused.notes()))
 
 
 def _by_folder_inside(listing: Listing, splits: Sequence[str]) -> list[Listing]:
     """Lists the pictures of each split if class folders hold the splits, such as cat/train/0.jpg."""
-    inside = [name.split("/", 2)[1] for name in listing.names]
-    kinds = {name: split_kind(name) for name in set(inside)}
+    inside = [name.split(b"/", 2)[1] for name in listing.names.names.tolist()]
+    kinds = {name: parse_split(os.fsdecode(name))[0] for name in set(inside)}
     if others := [name for name, kind in kinds.items() if kind not in splits]:
-        what = f'class folders hold splits, but "{others[0]}" also holds pictures'
+        what = f'class folders hold splits, but "{os.fsdecode(others[0])}" also holds pictures'
         hints = ("move or remove folders that are not splits, including links to folders",)
         raise UserError(what, str(listing.root), hints)
     found = numpy.array([splits.index(kinds[name]) for name in inside], numpy.int64)
     return [replace(listing.part(numpy.flatnonzero(found == number)), word=word) for number, word in enumerate(splits)]
 
 
-def _with_same_classes(parts: list[Listing], least: int = 2) -> tuple[list[Listing], list[str]]:
+def _with_same_classes(parts: list[Listing], least: int) -> tuple[list[Listing], list[str]]:
     """Returns the listings with equal classes (at least `least`), and messages about classes without pictures."""
     full = [{part.classes[label] for label in numpy.unique(part.labels)} for part in parts]
     trained = [name for name in parts[0].classes if name in full[0]]
@@ -114,7 +114,7 @@ def _with_same_classes(parts: list[Listing], least: int = 2) -> tuple[list[Listi
     for part, there in zip(parts[1:], full[1:], strict=True):
         if unknown := sorted(there - {*parts[0].classes}):
             what = f"{part.folder}/ has class folders that {parts[0].folder}/ lacks ({len(unknown)}): "
-            alike = tuple(filter(None, (walk.lookalike_difference(name, parts[0].classes) for name in unknown)))
+            alike = tuple(filter(None, (folders.lookalike_difference(name, parts[0].classes) for name in unknown)))
             hints = (*alike, f"add training pictures of the classes to {parts[0].folder}/, or remove the folders")
             raise UserError(what + _some(unknown), str(part.root), hints)
         if not there:
@@ -124,7 +124,7 @@ def _with_same_classes(parts: list[Listing], least: int = 2) -> tuple[list[Listi
     classes = tuple(name for name in parts[0].classes if name in seen)
     unseen = [name for name in empty if name not in seen]
     for name in unseen:
-        if walk.holds_pictures(parts[0].root / name, suffixes=walk.UNREAD_SUFFIXES):
+        if folders.holds_pictures(parts[0].root / name, suffixes=folders.UNREAD_SUFFIXES):
             hints = ("convert the pictures, for example to JPEG", _FORMATS)
             what = f'the class folder "{name}" has only pictures in formats that can\'t be read'
             raise UserError(what, str(parts[0].root / name), hints)
@@ -149,10 +149,10 @@ def _list_classes(root: Path, top: Path, unused: Unused, taken: set[Identity]) -
         raise UserError(f"{root} has no class folders{more}", str(root), hints)
     _check_names(root, classes)
     prefix = "" if root == top else f"{root.relative_to(top).as_posix()}/"
-    found = walk.Walk(root, taken | {os.path.realpath(top)}, unused, prefix)
-    names = found.list_classes(classes)
+    entered = taken | {os.path.realpath(place) for place in (top, root.resolve(), *root.resolve().parents)}
+    names = folders.list_classes(root, classes, entered, unused, prefix)
     labels = numpy.repeat(numpy.arange(len(classes), dtype=numpy.int64), list(map(len, names)))
-    return Listing(root, classes, PictureNames(numpy.concatenate(names)), labels), found.entered
+    return Listing(root, classes, PictureNames(numpy.concatenate(names), str(root)), labels), entered
 
 
 def _check_names(root: Path, classes: tuple[str, ...]) -> None:
@@ -160,19 +160,15 @@ def _check_names(root: Path, classes: tuple[str, ...]) -> None:
     encoding = sys.getfilesystemencoding().lower()
     for name in classes:
         raw = os.fsencode(name)
-        shown = f'the name of the class folder "{repr(raw)[2:-1]}"'
-        try:
-            is_utf8 = raw.decode() == name
-        except UnicodeDecodeError:
-            if any("\udc80" <= letter <= "\udcff" for letter in name):  # bytes that the locale can't decode either
-                hint = f"rename the folder, or convert many: convmv -f gbk -t utf-8 -r --notest {root} (from GBK)"
-                raise UserError(f"{shown} isn't UTF-8", str(root), (hint,)) from None
-        else:
-            if not is_utf8:
-                hints = ("export PYTHONUTF8=1", "or choose a UTF-8 locale: export LC_ALL=C.UTF-8")
-                raise UserError(f"{shown} is UTF-8, but the locale's encoding is {encoding}", str(root), hints)
-    if len({walk.plain_form(name) for name in classes}) < len(classes):
-        alike = next(filter(None, (walk.lookalike_difference(name, classes) for name in classes)))
+        text, shown = raw.decode(errors="surrogateescape"), f'the name of the class folder "{repr(raw)[2:-1]}"'
+        if _NOT_TEXT.search(text) and _NOT_TEXT.search(name):  # the locale can't decode it either
+            hint = f"rename the folder, or convert many: convmv -f gbk -t utf-8 -r --notest {root} (from GBK)"
+            raise UserError(f"{shown} isn't UTF-8", str(root), (hint,))
+        if text != name and not _NOT_TEXT.search(text):
+            hints = ("export PYTHONUTF8=1", "or choose a UTF-8 locale: export LC_ALL=C.UTF-8")
+            raise UserError(f"{shown} is UTF-8, but the locale's encoding is {encoding}", str(root), hints)
+    if len({folders.plain_form(name) for name in classes}) < len(classes):
+        alike = next(filter(None, (folders.lookalike_difference(name, classes) for name in classes)))
         hints = ("move the pictures of both folders into one folder",)
         raise UserError(f"two class folders look the same: {alike}", str(root), hints)
 
@@ -209,3 +205,125 @@ def _refuse_few_classes(root: Path, full: list[str], empty: list[str]) -> NoRetu
     only = f'only one class folder of {root} has pictures, "{full[0]}"; ' if full else ""
     hints = (f"put pictures into {root / empty[0]}", _FORMATS)
     raise UserError(f'{only}the class folder "{empty[0]}" has no pictures', str(root / empty[0]), hints)
+
+
+def place_of_pack(root: Path) -> Path:
+    whole = root.resolve()
+    return whole.with_name(f"{whole.name}.pack")
+
+
+def of_pack(folder: Path) -> Listed:
+    pack = open_pack(folder)
+    listings: list[Listing] = []
+    for word, start, stop in pack.groups:
+        labels, packed = (
+            pack.columns["label"][start:stop].astype(numpy.int64),
+            PackedRows(pack, numpy.arange(start, stop)),
+        )
+        names = PictureNames(pack.names.names[start:stop], str(pack.folder / word), packed)
+        listings.append(Listing(pack.folder / word, pack.classes, names, labels, word))
+    return tuple(listings), _notes(pack)
+
+
+def difference(pack: PackedSet, listings: Sequence[Listing]) -> str:
+    """Describes the differences between a folder and its pack; empty if there are none."""
+    groups = {group.word: group for group in pack.groups}
+    words = [listing.word for listing in listings]
+    if any(listing.classes != pack.classes for listing in listings) or not {*words} <= {*groups}:
+        return "other class folders"
+    added = removed = changed = 0
+    for word, listing in zip(words, listings, strict=True):
+        rows = slice(groups[word].start, groups[word].stop)
+        packed = pack.names.part(rows)
+        if listing.names != packed:
+            here, there = ({*names.names.tolist()} for names in (listing.names, packed))
+            added, removed = added + len(here - there), removed + len(there - here)
+        else:
+            sizes, times = listing.names.file_states()
+            other = (sizes != pack.columns["bytes"][rows]) | (times != pack.columns["time"][rows])
+            changed += int(numpy.count_nonzero(other))
+    counts = ((added, "added"), (removed, "removed"), (changed, "changed"))
+    return ", ".join(f"{count:,} {word}" for count, word in counts if count)
+
+
+def with_pack(root: Path, listings: Parts, options: DataOptions) -> Listed:
+    place = place_of_pack(root)
+    if not options.packed or not is_pack(place):
+        return listings, ()
+    pack = open_pack(place)
+    changed = difference(pack, listings)
+    if changed or pack.outdated:
+        reason = f"the folder has changed ({changed})" if changed else pack.outdated
+        how = f" --size {pack.size} --quality {pack.quality}" if pack.size else ""
+        again = f"update the copy with manyhands pack {shlex.quote(str(root))}{how} --replace"
+        return listings, (f"the packed copy {place.name} is ignored because {reason}; {again}",)
+    if 0 < pack.size < options.image_size:
+        return listings, (f"the packed copy {place.name} is ignored because its pictures are too small ({pack.made})",)
+    rows = {word: PackedRows(pack, numpy.arange(start, stop)) for word, start, stop in pack.groups}
+    found = (replace(listing, names=replace(listing.names, packed=rows[listing.word])) for listing in listings)
+    return tuple(found), _notes(pack)
+
+
+def _notes(pack: PackedSet) -> tuple[str, ...]:
+    if not pack.size:
+        return ()
+    notes = [f"{pack.folder.name} holds resized pictures ({pack.made}), which may change the results"]
+    if pack.outdated:
+        again = f"update the copy with manyhands pack FOLDER --size {pack.size} --quality {pack.quality} --replace"
+        notes.append(f"{pack.folder.name} was packed by an older version: {pack.outdated}; {again}")
+    return tuple(notes)
+
+
+def list_folder(root: Path, options: DataOptions, *, whole: bool = False) -> Listed:
+    """Lists a folder or pack for training, evaluation and, if present, the final test; with `whole`, undivided."""
+    parts, notes = of_pack(root) if is_pack(root) else with_pack(root, list_parts(root, whole=whole), options)
+    if whole:
+        return parts[:1], notes
+    return split(parts[0], options.validation) if len(parts) == 1 else parts, notes
+
+
+def list_once(root: Path, options: DataOptions, *, whole: bool = False) -> Listed:
+    """Calls `list_folder` once per machine and start of a run, and again for a repeated request."""
+    shared = of_this_start()
+    if shared is None or is_pack(root):
+        return list_folder(root, options, whole=whole)
+    key = f"{os.getppid()} {root.resolve()} {whole} {options.model_dump_json()}"
+    _requests[key] += 1
+    name = hashlib.sha256(f"{_requests[key]} {key}".encode(errors="surrogateescape")).hexdigest()[:32]
+    folder = shared / "listed" / name
+    with one_at_a_time(folder):
+        if not (folder / _INDEX).is_file():
+            made = list_folder(root, options, whole=whole)
+            try:
+                _write(folder, root, made)
+            except OSError as error:
+                note = f"{shared.parent} has no room for a shared list of pictures; each process keeps a copy: {error}"
+                return made[0], (*made[1], note)
+    return _read(folder, root)
+
+
+def _write(folder: Path, root: Path, made: Listed) -> None:
+    listings: list[dict[str, object]] = []
+    folder.mkdir(exist_ok=True)
+    for number, listing in enumerate(made[0]):
+        columns = [listing.names.names, listing.labels, *([listing.names.packed.rows] if listing.names.packed else [])]
+        for column, array in enumerate(columns):
+            numpy.save(folder / f"{number}-{column}.npy", array)
+        own = {"root": str(listing.root.relative_to(root)), "classes": listing.classes, "word": listing.word}
+        listings.append({**own, "notes": listing.notes, "columns": len(columns)})
+    write_atomic(folder / _INDEX, json.dumps({"listings": listings, "notes": made[1]}))
+
+
+def _read(folder: Path, root: Path) -> Listed:
+    """Maps the arrays copy-on-write: nothing writes to them, but torch accepts no read-only arrays."""
+    index = parse_json((folder / _INDEX).read_bytes())
+    pack = open_pack(place_of_pack(root)) if any(each["columns"] > 2 for each in index["listings"]) else None
+    listings: list[Listing] = []
+    for number, each in enumerate(index["listings"]):
+        files = [folder / f"{number}-{column}.npy" for column in range(each["columns"])]
+        names, labels, *rows = (numpy.asarray(numpy.load(file, mmap_mode="c")) for file in files)
+        packed = PackedRows(pack, rows[0]) if pack and rows else None
+        place = root / each["root"]
+        own = tuple(each["classes"]), PictureNames(names, str(place), packed), labels, each["word"]
+        listings.append(Listing(place, *own, tuple(each["notes"])))
+    return tuple(listings), tuple(index["notes"])

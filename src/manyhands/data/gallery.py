@@ -10,7 +10,6 @@ import json
 import os
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +21,11 @@ from torch import Tensor
 from manyhands.core.errors import UserError
 from manyhands.core.files import one_at_a_time, read_object, replacing
 from manyhands.data.decode import CorruptImageError, decode, probe
-from manyhands.data.folder import Listing, list_parts, list_whole, split
-from manyhands.data.listed import Listed, folder_state, listed_once, of_pack, with_pack
-from manyhands.data.options import DataOptions
-from manyhands.data.packed import is_pack
+from manyhands.data.folder import Listing, list_once
+from manyhands.data.options import DataOptions, cache_folder
 from manyhands.data.pictures import to_tensor
-from manyhands.data.places import cache_folder
-from manyhands.data.random import spread
 from manyhands.data.splits import ImageFiles, ImagesInMemory, Source, Splits, describe
-from manyhands.data.transforms import Pixels, measured_pixels, photograph_pixels
-from manyhands.data.walk import PictureNames
+from manyhands.data.transforms import Pixels, measured_pixels, photograph_pixels, spread
 
 _FORMAT = 2  # changes with the result of decoding, too
 _BLOCK = 1024
@@ -46,36 +40,25 @@ class _DiffersError(Exception):
     """A picture differs from the others in size or in color."""
 
 
-def decode_once(listing: Listing, channels: int, size: int, *, grey_only: bool) -> Decoded | None:
-    """Decodes all pictures once per host; None if a picture is not size x size, or not grey with `grey_only`."""
+def decode_once(listing: Listing, channels: int, size: int = 0, *, grey_only: bool = False) -> Decoded | None:
+    """Decodes all pictures once per host; `size` 0: only to find the unreadable ones.
+
+    Returns None if a picture is not size x size, or not grey with `grey_only`.
+    """
     pixels = cache_folder() / "decoded" / f"{_key(listing, 'pixels', channels, size, grey_only)}.npy"
-    file, make = pixels.with_suffix(".json"), lambda: _decode_all(listing, pixels, channels, size, grey_only)
-    report = _once(file, lambda report: report["differs"] or pixels.is_file(), make)
+    file = pixels.with_suffix(".json")
+    with one_at_a_time(file):
+        report = read_object(file)
+        complete = report and isinstance(report.get("corrupt"), list) and (report.get("differs") or pixels.is_file())
+        if not report or not complete:
+            report = _decode_all(listing, pixels, channels, size, grey_only)
+            with _committed(file) as part:
+                part.write_text(json.dumps(report), encoding="utf-8")
     if report["differs"]:
         return None
     # Copy-on-write, but never written: torch accepts no read-only arrays, and the pages stay shared.
-    return torch.from_numpy(numpy.load(pixels, mmap_mode="c")), tuple(report["corrupt"])
-
-
-def find_corrupt_once(listing: Listing) -> tuple[int, ...]:
-    """Returns the indices of pictures that can't be decoded; decodes once per host."""
-
-    def make() -> dict[str, Any]:
-        readable = _in_threads(lambda index: _decoded(listing, index, 3) is not None, len(listing))
-        return {"corrupt": [index for index, good in enumerate(readable) if not good]}
-
-    file = cache_folder() / "decoded" / f"{_key(listing, 'corrupt')}.json"
-    return tuple(_once(file, lambda _: True, make)["corrupt"])
-
-
-def _once(file: Path, usable: Callable[[dict[str, Any]], bool], make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    with one_at_a_time(file):
-        report = read_object(file)
-        if not report or not isinstance(report.get("corrupt"), list) or not usable(report):
-            report = make()
-            with _committed(file) as part:
-                part.write_text(json.dumps(report), encoding="utf-8")
-    return report
+    images = torch.from_numpy(numpy.load(pixels, mmap_mode="c")) if size else torch.empty(0)
+    return images, tuple(report["corrupt"])
 
 
 def _decode_all(listing: Listing, target: Path, channels: int, size: int, grey_only: bool) -> dict[str, Any]:
@@ -84,9 +67,11 @@ def _decode_all(listing: Listing, target: Path, channels: int, size: int, grey_o
 
     def pixels(index: int) -> bytes | None:
         image = _decoded(listing, index, channels, grey_only=grey_only)
-        if image is not None and image.size != (size, size):
+        if image is None:
+            return None
+        if size and image.size != (size, size):
             raise _DiffersError
-        return None if image is None else to_tensor(image).numpy().tobytes()
+        return to_tensor(image).numpy().tobytes() if size else b""
 
     try:
         with _committed(target) as part, part.open("wb") as file:
@@ -103,7 +88,7 @@ def _decode_all(listing: Listing, target: Path, channels: int, size: int, grey_o
 
 
 def _decoded(listing: Listing, index: int, channels: int, *, grey_only: bool = False) -> Image.Image | None:
-    path, content = listing.path(index), listing.content(index)
+    path, content = listing.names[index], listing.names.content(index)
     try:
         if grey_only and not probe(path, content).grey:
             raise _DiffersError
@@ -121,74 +106,59 @@ def _in_threads(function: Callable[[int], Any], count: int) -> Iterator[Any]:
 
 def _key(listing: Listing, *purpose: object) -> str:
     digest = hashlib.sha256(f"{_FORMAT} {purpose} {listing.root.resolve()}".encode(errors="surrogateescape"))
-    if listing.packed:
-        digest.update(listing.packed.pack.digest.encode() + listing.packed.rows.tobytes())
+    if packed := listing.names.packed:
+        digest.update(packed.pack.digest.encode() + packed.rows.tobytes())
         return digest.hexdigest()[:32]
-    for name, size_bytes, time_ns in zip(listing.names, *folder_state(listing), strict=True):
-        digest.update(f"{name}\0{size_bytes} {time_ns}\n".encode(errors="surrogateescape"))
+    for name, size_bytes, time_ns in zip(listing.names.names.tolist(), *listing.names.file_states(), strict=True):
+        digest.update(name + f"\0{size_bytes} {time_ns}\n".encode())
     return digest.hexdigest()[:32]
 
 
-def open_folder(root: Path, options: DataOptions, title: str = "", usual: Pixels | None = None) -> Splits:
+def open_folder(
+    root: Path, options: DataOptions, title: str = "", usual: Pixels | None = None, *, whole: bool = False
+) -> Splits:
     """Opens class folders, or train/ and val/ that hold class folders.
 
     Square pictures of one size up to 64 stay in memory if they fit `options.memory_limit_mib`. `usual`: the known mean,
-    deviation and augmentation of this data. Raises UserError: the folder can't be used.
+    deviation and augmentation of this data. `whole`: the folder is undivided, and both splits have all pictures. Raises
+    UserError: the folder can't be used.
     """
-
-    def make() -> Listed:
-        parts, notes = of_pack(root) if is_pack(root) else with_pack(root, list_parts(root), options)
-        return split(parts[0], options.validation) if len(parts) == 1 else parts, notes
-
-    listed = make() if is_pack(root) else listed_once(root, options.model_dump_json(), make)
-    return _open(listed, root, options, title, usual)
-
-
-def open_whole_folder(root: Path, options: DataOptions) -> Splits:
-    """Opens a folder of class folders undivided: both splits have all pictures. Raises UserError: it can't be used."""
-    if is_pack(root):
-        (listing, *_), notes = of_pack(root)
-    else:
-        purpose = f"whole {options.model_dump_json()}"
-        (listing,), notes = listed_once(root, purpose, lambda: with_pack(root, (list_whole(root),), options))
-    opened = _open(((listing, replace(listing, notes=())), notes), root, options)
-    text = f"{root.resolve().name}: {len(opened.test):,} pictures, all of {root}"
-    return replace(opened, description=text, skipped=tuple(dict.fromkeys(opened.skipped)))
-
-
-def _open(listed: Listed, root: Path, options: DataOptions, title: str = "", usual: Pixels | None = None) -> Splits:
-    listings, more = listed
+    listings, notes = list_once(root, options, whole=whole)
     size, channels, equal = _look(listings[0], options.channels)
-    opened = _in_memory(listings, size, channels, options) if equal else None
-    sources, unreadable = list[Source](), list[str]()
-    for number, listing in enumerate(listings):
-        if opened:
-            images, corrupt = opened[number]
-        else:
-            images, corrupt = None, find_corrupt_once(listing) if options.skip_corrupt else ()
-        good = numpy.delete(numpy.arange(len(listing)), corrupt)
-        read = listing.part(good) if corrupt else listing
-        labels = torch.from_numpy(read.labels)
-        if images is None:
-            sources.append(ImageFiles(PictureNames(read.names.names, str(read.root)), labels, read.packed))
-        else:
-            sources.append(ImagesInMemory(images[good] if corrupt else images, labels))
-        unreadable += map(listing.path, corrupt)
-    if opened:
-        pixels = measured_pixels(opened[0][0], "crop-flip")
+    in_memory = _in_memory(listings, size, channels, options) if equal else None
+    if in_memory:
+        pixels = measured_pixels(in_memory[0][0], "crop-flip")
     elif size <= _SMALL:
         pixels = photograph_pixels(size, channels, "crop-flip")
     else:
         pixels = photograph_pixels(_USUAL_SIZE, channels, "resized-crop-flip")
-    names = tuple(unreadable)
-    text = describe(title or root.resolve().name, sources[0], sources[1], str(root))
-    text += f"; {len(names):,} unreadable pictures skipped" if names else ""
-    notes = (*(note for listing in listings for note in listing.notes), *more)
+    opened = [_source(listing, in_memory[n] if in_memory else None, options) for n, listing in enumerate(listings)]
+    sources, unreadable = [source for source, _ in opened], tuple(path for _, paths in opened for path in paths)
+    train, test = sources[0], sources[0 if whole else 1]
     held_out = sources[2] if len(sources) > 2 else None
-    text += f"; {len(held_out):,} more in {listings[2].folder}/ are held out" if held_out is not None else ""
-    packed = listings[0].packed.pack.folder.name if listings[0].packed else ""
-    train, test = sources[:2]
-    return Splits(train, test, listings[0].classes, text, usual or pixels, names, notes, packed, held_out)
+    if whole:
+        text = f"{root.resolve().name}: {len(train):,} pictures, all of {root}"
+    else:
+        text = describe(title or root.resolve().name, train, test, str(root))
+        text += f"; {len(unreadable):,} unreadable pictures skipped" if unreadable else ""
+        text += f"; {len(held_out):,} more in {listings[2].folder}/ are held out" if held_out is not None else ""
+    notes = (*(note for listing in listings for note in listing.notes), *notes)
+    packed = listings[0].names.packed
+    pack = packed.pack.folder.name if packed else ""
+    return Splits(train, test, listings[0].classes, text, usual or pixels, unreadable, notes, pack, held_out)
+
+
+def _source(listing: Listing, decoded: Decoded | None, options: DataOptions) -> tuple[Source, list[str]]:
+    """Returns a listing's readable pictures, in memory if decoded, and the paths of the unreadable ones."""
+    images, corrupt = decoded or (None, ())
+    if decoded is None and options.skip_corrupt:
+        _, corrupt = decode_once(listing, 3) or (None, ())
+    good = numpy.delete(numpy.arange(len(listing)), corrupt)
+    read = listing.part(good) if corrupt else listing
+    labels, paths = torch.from_numpy(read.labels), list(map(listing.names.__getitem__, corrupt))
+    if images is None:
+        return ImageFiles(read.names, labels), paths
+    return ImagesInMemory(images[good] if corrupt else images, labels), paths
 
 
 def _look(listing: Listing, channels: int) -> tuple[int, int, bool]:
@@ -196,7 +166,7 @@ def _look(listing: Listing, channels: int) -> tuple[int, int, bool]:
     seen = []
     for index in spread(_PROBES, len(listing)).tolist():
         with contextlib.suppress(CorruptImageError):
-            seen.append(probe(listing.path(index), listing.content(index)))
+            seen.append(probe(listing.names[index], listing.names.content(index)))
     if not seen:
         return _USUAL_SIZE, channels or 3, False
     sizes = {side for header in seen for side in (header.width, header.height)}
@@ -217,7 +187,7 @@ def _in_memory(listings: tuple[Listing, ...], size: int, channels: int, options:
             return _in_memory(listings, size, 3, options) if grey_only else None
         if decoded[1] and not options.skip_corrupt:
             bad = decoded[1][0]
-            decode(listing.path(bad), channels, listing.content(bad))  # raises the error that made it unreadable
+            decode(listing.names[bad], channels, listing.names.content(bad))  # raises the error that made it unreadable
         opened.append(decoded)
     return opened
 

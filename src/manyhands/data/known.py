@@ -148,7 +148,7 @@ def find_choice(name: str) -> str:
     if known := named(name):
         return find_choice(known[0])
     if place.is_dir():
-        return "imagefolder"
+        return "user"
     if place.is_file() or "/" in name or "." in name:
         folder = "name a folder of class folders, or a folder with train/ and val/"
         own = "a function that returns (train, test): file.py:function"

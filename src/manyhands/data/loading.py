@@ -173,8 +173,8 @@ class WorkerLoader(Loader):
         self._samples, self._normalise = samples, normalise
         self._ahead = CopiesAhead(normalise.device)
         self._requests = _Requests()
-        cheap = isinstance(samples, CustomSamples) and samples.cheap
-        self._count = 0 if cheap else worker_count(workers)
+        plain = isinstance(samples, CustomSamples) and samples.tensors is not None
+        self._count = 0 if plain else worker_count(workers)
         self._loader: DataLoader[Any] | None = None
         self._answers: Any = None  # torch's iterator, which owns the processes
 

@@ -8,13 +8,12 @@ from typing import Any
 
 from manyhands.core.choices import load_choice
 from manyhands.core.errors import UserError
+from manyhands.core.user_code import is_object_reference
 from manyhands.data.known import CHOICES, find_choice, named
-from manyhands.data.options import DataOptions
-from manyhands.data.places import data_folder
-from manyhands.data.random import spread
+from manyhands.data.options import DataOptions, data_folder
 from manyhands.data.samples import splits_of_objects, splits_of_targets, splits_to_evaluate
 from manyhands.data.splits import Source, Splits, by_names, take
-from manyhands.data.transforms import Pixels
+from manyhands.data.transforms import Pixels, spread
 
 _AHEAD: dict[tuple[str, str], Splits] = {}  # results of `open_ahead`, by options and folder
 
@@ -56,20 +55,20 @@ def _with_held_out(splits: Splits, source: Source, place: str) -> Splits:
 
 def is_plain_folder(name: str) -> bool:
     """True for a folder of class folders without splits. Raises UserError: the layout is ambiguous."""
-    place, is_folder = Path(name).expanduser(), not named(name) and find_choice(name) == "imagefolder"
-    if not is_folder:
+    if is_object_reference(name) or named(name) or find_choice(name) != "user":
         return False
     from manyhands.data.layout import read_layout
     from manyhands.data.packed import is_pack, open_pack
 
+    place = Path(name).expanduser()
     return not (open_pack(place).groups[0].word if is_pack(place) else read_layout(place).splits)
 
 
 def open_whole(options: DataOptions) -> Splits:
     """Opens a plain folder for evaluation; both splits have all of its pictures."""
-    from manyhands.data.gallery import open_whole_folder
+    from manyhands.data.gallery import open_folder
 
-    opened = open_whole_folder(Path(options.name).expanduser(), options)
+    opened = open_folder(Path(options.name).expanduser(), options, whole=True)
     test = _first(opened.test, options.test_samples)
     return replace(opened, train=test, test=test)
 

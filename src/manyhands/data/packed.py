@@ -1,4 +1,4 @@
-"""A packed copy of a folder of pictures: tar files in WebDataset's format, and an index. Imports no torch.
+"""Pictures of a folder, and its packed copy: tar files in WebDataset's format, and an index. Imports no torch.
 
 pets.pack/
     pack.json           written last: classes, settings, each shard's digest, the digest of the set
@@ -8,14 +8,18 @@ pets.pack/
 
 Rows have the folder's order. The shards hold the pictures in a random order, whose seed is in pack.json. Each read
 checks the picture's CRC; therefore a start needs no digests of all files.
+
+The names of millions of files are one array, which processes share by mapping a file. Python strings would need four
+times the memory, and reading a string would copy its page in each process.
 """
 
 import hashlib
 import json
 import mmap
+import os
 import zipfile
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
@@ -27,7 +31,6 @@ from pydantic import BaseModel, Field, NonNegativeInt, ValidationError
 
 from manyhands.core.errors import UserError
 from manyhands.core.files import open_file, read_object, replacing
-from manyhands.data.walk import PictureNames
 
 FORMAT = 1
 DECODING = 2  # decoding of resized pictures; 1: content only in the alpha channel became black
@@ -36,12 +39,67 @@ HEAD, SAMPLES, STATE = "pack.json", "samples.npz", "folder.npz"
 SHARD_NAME = r"[a-z]+-[0-9]{6,}\.tar"
 # Columns of samples.npz except the names, and of folder.npz, with the kinds of their NumPy types.
 _OF_SAMPLES, _OF_STATE = dict.fromkeys(("label", "shard", "offset", "length", "crc"), "u"), {"bytes": "i", "time": "i"}
+_BLOCK = 1 << 12
 _OPEN_SHARDS = 256  # mapped at once in each process; a mapping needs a file descriptor
 
 Columns = dict[str, numpy.ndarray]
 
 # Errors of zipfile, zlib and numpy for a damaged .npz.
 DAMAGED = (ValueError, EOFError, KeyError, TypeError, RuntimeError, MemoryError, zipfile.BadZipFile, zlib.error)
+
+
+@dataclass(frozen=True, eq=False)
+class PictureNames:
+    """Paths of pictures below a folder, in files or in a pack; equal if the paths below the folder are equal."""
+
+    names: numpy.ndarray  # bytes [n]
+    root: str = ""  # the prefix of each path
+    packed: "PackedRows | None" = None  # copies to read instead of the files
+
+    @classmethod
+    def of(cls, names: Iterable[str]) -> "PictureNames":
+        return cls(numpy.array([name.encode(errors="surrogateescape") for name in names], numpy.bytes_))
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __getitem__(self, place: int) -> str:
+        return os.path.join(self.root, self.names[place].decode(errors="surrogateescape"))  # noqa: PTH118 - a million
+
+    def __iter__(self) -> Iterator[str]:
+        return map(self.__getitem__, range(len(self)))
+
+    def __eq__(self, other: object) -> bool:
+        return numpy.array_equal(self.names, other.names) if isinstance(other, PictureNames) else NotImplemented
+
+    __hash__ = None  # pyright: ignore[reportAssignmentType]
+
+    def content(self, place: int) -> bytes | None:
+        """Returns a picture's packed file, if any. Raises UserError: the packed copy was altered."""
+        return self.packed.pack.content(int(self.packed.rows[place])) if self.packed else None
+
+    def file_states(self) -> tuple[numpy.ndarray, numpy.ndarray]:
+        """Returns sizes and modification times (ns) of the files, int64 [n] each; -1 for unreadable files."""
+
+        def state(path: str) -> tuple[int, int]:
+            try:
+                found = os.stat(path)  # noqa: PTH116 - a million of these
+            except OSError:
+                return -1, -1
+            return found.st_size, found.st_mtime_ns
+
+        found = numpy.fromiter(map(state, self), numpy.dtype((numpy.int64, 2)))
+        return found[:, 0], found[:, 1]
+
+    def part(self, chosen: slice | Sequence[int] | numpy.ndarray) -> "PictureNames":
+        rows = chosen if isinstance(chosen, slice) else numpy.asarray(chosen, numpy.int64)
+        packed = PackedRows(self.packed.pack, self.packed.rows[rows]) if self.packed else None
+        return PictureNames(self.names[rows], self.root, packed)
+
+    def blocks(self) -> Iterator[bytes]:
+        """Yields all names without the folder, each followed by a zero byte, in blocks of some thousands."""
+        for first in range(0, len(self), _BLOCK):
+            yield b"".join(name + b"\0" for name in self.names[first : first + _BLOCK].tolist())
 
 
 class PackedGroup(NamedTuple):
@@ -118,21 +176,11 @@ class PackedSet(BaseModel, frozen=True, arbitrary_types_allowed=True):
         return f"shorter side {self.size}, quality {self.quality}" if self.size else ""
 
 
-@dataclass(frozen=True, eq=False)
-class PackedRows:
+class PackedRows(NamedTuple):
     """Selected pictures of a pack, in any order."""
 
     pack: PackedSet
     rows: numpy.ndarray  # int64 [n]
-
-    def content(self, index: int) -> bytes:
-        return self.pack.content(int(self.rows[index]))
-
-    def sizes(self) -> numpy.ndarray:
-        return self.pack.columns["length"][self.rows]
-
-    def part(self, chosen: Sequence[int] | numpy.ndarray) -> "PackedRows":
-        return PackedRows(self.pack, self.rows[chosen])
 
 
 def altered(path: Path, reason: str) -> UserError:

@@ -26,8 +26,7 @@ from manyhands.core.seeds import derive, mix
 from manyhands.data import packed
 from manyhands.data.child import begin_worker
 from manyhands.data.decode import CorruptImageError, decode, is_grey, is_readable
-from manyhands.data.folder import Listing, list_parts
-from manyhands.data.listed import difference, folder_state
+from manyhands.data.folder import Listing, difference, list_parts
 from manyhands.data.packed import HEAD, SAMPLES, STATE, Columns, columns_digest, digest_of, open_pack, write_columns
 
 _TAR_BLOCK = 512
@@ -51,14 +50,24 @@ class PictureFile(NamedTuple):
 
 
 @dataclass(frozen=True)
+class PackRequest:
+    """The folder, target and settings of a packed copy."""
+
+    root: Path  # the folder of pictures
+    target: Path
+    size: int = 0  # largest shorter side; 0: unchanged pictures
+    quality: int = 0  # of resized JPEGs
+    shard_bytes: int = SHARD_BYTES
+
+
+@dataclass(frozen=True)
 class ShardTask:
     """The content of one shard to write."""
 
     target: Path
     first: int  # index of the shard's first picture in its group
     members: tuple[PictureFile, ...]
-    size: int  # as in `PackRequest`
-    quality: int
+    request: PackRequest
 
     @property
     def report_file(self) -> Path:
@@ -87,7 +96,7 @@ def _write(task: ShardTask, part: Path) -> tuple[Columns, int, str]:
             file.write(info.tobuf(tarfile.USTAR_FORMAT) + content + bytes(-len(content) % _TAR_BLOCK))
 
         for number, member in enumerate(task.members, task.first):
-            suffix, content, readable = packed_picture(member, task.size, task.quality)
+            suffix, content, readable = packed_picture(member, task.request)
             start = file.tell() + _TAR_BLOCK
             add(f"{number:09}.{suffix}", content)
             add(f"{number:09}.cls", str(member.label).encode())
@@ -102,23 +111,23 @@ def _write(task: ShardTask, part: Path) -> tuple[Columns, int, str]:
     return columns, size_bytes, digest
 
 
-def packed_picture(member: PictureFile, size: int, quality: int) -> tuple[str, bytes, bool]:
+def packed_picture(member: PictureFile, request: PackRequest) -> tuple[str, bytes, bool]:
     """Returns the suffix and content of a picture in the pack, and False if the picture is unreadable."""
     content = _read(member)
     suffix = Path(member.path).suffix.lower()[1:]
-    if not size:
+    if not request.size:
         return suffix, content, is_readable(member.path, content)
     try:
         image = decode(member.path, 3, content)
     except CorruptImageError:
         return suffix, content, False  # refused or skipped later, like the original file
     shorter, made = min(image.size), io.BytesIO()
-    if shorter <= size:
+    if shorter <= request.size:
         return suffix, content, True
     if is_grey(Image.open(io.BytesIO(content))):
         image = image.convert("L")
-    wide, high = (round(side * size / shorter) for side in image.size)
-    image.resize((wide, high), Image.Resampling.BILINEAR).save(made, "JPEG", quality=quality)
+    wide, high = (round(side * request.size / shorter) for side in image.size)
+    image.resize((wide, high), Image.Resampling.BILINEAR).save(made, "JPEG", quality=request.quality)
     return "jpg", made.getvalue(), True
 
 
@@ -146,17 +155,6 @@ def written(task: ShardTask) -> Columns | None:
 
 
 @dataclass(frozen=True)
-class PackRequest:
-    """The folder, target and settings of a packed copy."""
-
-    root: Path  # the folder of pictures
-    target: Path
-    size: int = 0  # largest shorter side; 0: unchanged pictures
-    quality: int = 0  # of resized JPEGs
-    shard_bytes: int = SHARD_BYTES
-
-
-@dataclass(frozen=True)
 class _Contents:
     """The pictures to pack, in the folder's order."""
 
@@ -167,7 +165,7 @@ class _Contents:
 
     def path(self, row: int) -> str:
         places = zip(self.listings, self.groups(), strict=True)
-        return next(listing.path(row - start) for listing, (_, start, stop) in places if row < stop)
+        return next(listing.names[row - start] for listing, (_, start, stop) in places if row < stop)
 
     def groups(self) -> Iterator[tuple[str, int, int]]:
         start = 0
@@ -182,7 +180,7 @@ class _Contents:
 def read_contents(root: Path) -> _Contents:
     """Lists a folder as training does. Raises UserError: the folder can't be used, or a picture is missing."""
     listings = list_parts(root)
-    states = [folder_state(listing) for listing in listings]
+    states = [listing.names.file_states() for listing in listings]
     sizes, times = (numpy.concatenate([state[column] for state in states]) for column in (0, 1))
     contents = _Contents(listings, numpy.concatenate([listing.labels for listing in listings]), sizes, times)
     if (sizes < 0).any():
@@ -257,7 +255,7 @@ def _begin(contents: _Contents, request: PackRequest) -> list[ShardTask]:
         ratio = 1.0
         if request.size:  # resized bytes / file bytes, estimated from some pictures spread over the folder
             tried = [contents.member(row) for row in sorted(_shuffled(len(contents.sizes), "tried")[:_TRIED])]
-            sizes = [len(packed_picture(member, request.size, request.quality)[1]) for member in tried]
+            sizes = [len(packed_picture(member, request)[1]) for member in tried]
             ratio = sum(sizes) / max(1, sum(member.size_bytes for member in tried))
         begun = {"key": key, "ratio": ratio}
         write_atomic(request.target / _BEGUN, json.dumps(begun))
@@ -283,7 +281,7 @@ def _tasks(contents: _Contents, request: PackRequest, ratio: float) -> Iterator[
         for number, rows in enumerate(part for part in numpy.split(order, ends) if len(part)):
             target = request.target / f"{word or 'all'}-{number:06}.tar"
             members = tuple(map(contents.member, rows.tolist()))
-            yield ShardTask(target, first, members, request.size, request.quality)
+            yield ShardTask(target, first, members, request)
             first += len(rows)
 
 

@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from manyhands.data.decode import PictureHeader, content_of, decode, probe
-from manyhands.data.random import SampleRng
-from manyhands.data.transforms import DRAW_DOWN, DRAW_MIRROR, DRAW_RIGHT, Pixels, crop_box, padded
+from manyhands.data.transforms import DRAW_DOWN, DRAW_MIRROR, DRAW_RIGHT, Pixels, SampleRng, crop_box, padded
 
 decode_jpeg: Callable[..., Any] | None
 try:

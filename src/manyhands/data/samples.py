@@ -25,9 +25,8 @@ from manyhands.data import splits
 from manyhands.data.decode import CorruptImageError, is_grey, to_mode
 from manyhands.data.options import DataOptions
 from manyhands.data.pictures import prepare, read_picture, to_tensor
-from manyhands.data.random import epoch_rng, spread
 from manyhands.data.splits import ImageFiles, ImagesInMemory, Source, Splits, UserSamples, check_labels, describe, take
-from manyhands.data.transforms import Pixels, measured_pixels, photograph_pixels
+from manyhands.data.transforms import Pixels, epoch_rng, measured_pixels, photograph_pixels, spread
 
 _PAIR = ("give (x, y): x as a tensor or a PIL image, y as a whole number",)
 _TARGET = ("give y as numbers or tensors of one shape",)
@@ -70,7 +69,7 @@ class FileSamples:
 
     def _one(self, epoch: int, sample: int, out: Tensor) -> None:
         draws = epoch_rng(self._seed, epoch, sample) if self._train else None
-        read_picture(self._source.paths[sample], self._pixels, draws, self._source.content(sample), out)
+        read_picture(self._source.paths[sample], self._pixels, draws, self._source.paths.content(sample), out)
 
     def _replace(self, epoch: int, sample: int, out: Tensor) -> int:
         """Reads a replacement picture, the same on every process; returns its index."""
@@ -89,21 +88,16 @@ class CustomSamples:
     def __init__(self, source: UserSamples, pixels: Pixels, *, train: bool, seed: int, classes: int = 0) -> None:
         self._source, self._pixels, self._train, self._seed = source, pixels, train, seed
         self._classes = classes
-        # Plain tensors need no seeds and no loop.
+        # Plain tensors need no seeds and no loop, and a worker process would cost more than it saves.
         plain = type(source.dataset) is TensorDataset and source.numbers is None
-        self._tensors = source.dataset.tensors if plain else None
-
-    @property
-    def cheap(self) -> bool:
-        """True if a worker process would cost more than it saves."""
-        return self._tensors is not None
+        self.tensors = source.dataset.tensors if plain else None
 
     def __getitems__(self, request: Request) -> Answer | ManyhandsError:
         """Returns images [n, …] (uint8 pictures, or the user's type) and labels int64 [n], or the error."""
         epoch, samples = request
         try:
-            if self._tensors is not None and self._tensors[0].is_floating_point():
-                images, labels = (tensor[samples] for tensor in self._tensors[:2])
+            if self.tensors is not None and self.tensors[0].is_floating_point():
+                images, labels = (tensor[samples] for tensor in self.tensors[:2])
                 return images, labels if self._source.targets else labels.to(torch.int64).reshape(-1), []
             with restored_generators():
                 pairs = [self._one(epoch, sample) for sample in samples]

@@ -14,8 +14,7 @@ from manyhands.core.terminal import plain
 from manyhands.data.transforms import Pixels
 
 if TYPE_CHECKING:
-    from manyhands.data.packed import PackedRows
-    from manyhands.data.walk import PictureNames
+    from manyhands.data.packed import PictureNames
 
 
 @dataclass(frozen=True)
@@ -43,14 +42,9 @@ class ImageFiles:
 
     paths: "PictureNames"  # one path per sample
     labels: Tensor  # int64 [N]
-    packed: "PackedRows | None" = None  # packed copies to read instead of the files
 
     def __len__(self) -> int:
         return len(self.paths)
-
-    def content(self, index: int) -> bytes | None:
-        """Returns a picture's packed file, if any. Raises UserError: the packed copy was altered."""
-        return self.packed.content(index) if self.packed else None
 
 
 @dataclass(frozen=True)
@@ -114,7 +108,7 @@ def by_names(source: Source, names: tuple[str, ...], known: tuple[str, ...], pla
     if unknown and len(names) <= len(known) and (only_numbers(names) or only_numbers(known)):
         return source
     if unknown:
-        from manyhands.data.walk import lookalike_difference
+        from manyhands.data.layout import lookalike_difference
 
         shown = ", ".join(f'"{name}"' for name in unknown[:5]) + (" …" if len(unknown) > 5 else "")
         classes = ", ".join(known[:8]) + (f" … ({len(known)} in all)" if len(known) > 8 else "")
@@ -140,9 +134,7 @@ def take(source: Source, samples: Tensor) -> Source:
     if isinstance(source, ImagesInMemory):
         return ImagesInMemory(source.images[samples], source.labels[samples])
     if isinstance(source, ImageFiles):
-        chosen = samples.tolist()
-        packed = source.packed.part(chosen) if source.packed else None
-        return ImageFiles(source.paths.part(chosen), source.labels[samples], packed)
+        return ImageFiles(source.paths.part(samples.numpy()), source.labels[samples])
     labels = None if source.labels is None else source.labels[samples]
     if type(source.dataset) is TensorDataset:
         part: Any = TensorDataset(*(tensor[samples] for tensor in source.dataset.tensors))

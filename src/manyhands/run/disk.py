@@ -21,8 +21,8 @@ from manyhands.core import machine, stops
 from manyhands.core.errors import UserError
 from manyhands.core.scratch import PREFIX, abandoned
 from manyhands.data import packed, packing
-from manyhands.data.listed import place_of_pack
-from manyhands.data.places import cache_folder
+from manyhands.data.folder import place_of_pack
+from manyhands.data.options import cache_folder
 from manyhands.run.registry import find_run, running
 
 USUAL_QUALITY, MOST_QUALITY = 90, 95  # of JPEG

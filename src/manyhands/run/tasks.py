@@ -165,7 +165,7 @@ def predict_files(
 def list_pictures(named: Iterable[Path]) -> list[Path]:
     """Returns named files and the pictures below named folders, sorted by path. Raises UserError: none found."""
     from manyhands.data.decode import PICTURE_SUFFIXES
-    from manyhands.data.walk import is_junk
+    from manyhands.data.layout import is_junk
 
     found: list[Path] = []
     for path in named:

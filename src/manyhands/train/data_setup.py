@@ -6,7 +6,6 @@ small split is compared entirely.
 
 import hashlib
 import math
-import os
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,10 +26,9 @@ from manyhands.data.loading import Loader, open_loader, worker_count
 from manyhands.data.open import from_objects, from_targets, open_data, open_whole, resolve_pixels
 from manyhands.data.order import batch_noted
 from manyhands.data.pictures import decode_jpeg
-from manyhands.data.random import spread
 from manyhands.data.samples import read_own, restored_generators, seed_generators
 from manyhands.data.splits import ImageFiles, ImagesInMemory, Source, Splits, UserSamples
-from manyhands.data.transforms import Pixels
+from manyhands.data.transforms import Pixels, spread
 from manyhands.models.build import describe
 from manyhands.parallel.group.plain import gather_plain
 from manyhands.train.journal import Journal, RunContext
@@ -251,7 +249,7 @@ def refuse_other_classes(old: Sequence[str], new: Sequence[str], where: str) -> 
     then, now = map(_known_names, (old, new))
     if not then or not now or then == now:
         return
-    from manyhands.data.walk import lookalike_difference
+    from manyhands.data.layout import lookalike_difference
 
     gone, added = [name for name in then if name not in now], [name for name in now if name not in then]
     found = [f"{_quoted(names)} {word}" for names, word in ((gone, "removed"), (added, "added")) if names]
@@ -313,7 +311,7 @@ def _parts(splits: Splits, *, elsewhere: bool) -> Iterator[tuple[str, Iterable[b
 
 def _contents(source: Source, *, elsewhere: bool) -> Iterable[bytes]:
     if isinstance(source, ImageFiles):
-        made = source.packed.pack.made if source.packed else ""
+        made = source.paths.packed.pack.made if source.paths.packed else ""
         return [made.encode(), *(_of_files(source) if elsewhere else [])]
     if isinstance(source, ImagesInMemory):
         return _rows(source.images, MOST_BYTES if elsewhere else MOST_HERE)
@@ -324,22 +322,18 @@ def _contents(source: Source, *, elsewhere: bool) -> Iterable[bytes]:
 
 def _of_files(source: ImageFiles) -> Iterator[bytes]:
     """Yields all file sizes, and the contents of some files, from the packed copy if there is one."""
-    paths, packed = source.paths, source.packed
-    sizes = numpy.fromiter(map(_size, paths), numpy.int64) if packed is None else packed.sizes().astype(numpy.int64)
+    paths = source.paths
+    if paths.packed is None:
+        sizes, _ = paths.file_states()
+    else:
+        sizes = paths.packed.pack.columns["length"][paths.packed.rows].astype(numpy.int64)
     yield sizes.tobytes()
     count = max(1, min(len(paths), MOST_BYTES * len(paths) // max(1, int(sizes.sum()))))
     for index in spread(count, len(paths)).tolist():
         # An unreadable file is reported when a batch needs it.
         if 0 < sizes[index] <= MOST_BYTES:
-            content = source.content(index)
+            content = paths.content(index)
             yield Path(paths[index]).read_bytes() if content is None else content
-
-
-def _size(path: str) -> int:
-    try:
-        return os.stat(path).st_size  # noqa: PTH116 - a million of these
-    except OSError:
-        return -1
 
 
 def _rows(tensor: Tensor, most_bytes: int = MOST_BYTES) -> Iterator[bytes]:

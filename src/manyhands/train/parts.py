@@ -29,10 +29,9 @@ from manyhands.core.terminal import plain
 from manyhands.core.user_code import code_digests
 from manyhands.core.world import World
 from manyhands.data.order import Order
-from manyhands.data.random import spread
 from manyhands.data.samples import has_targets
 from manyhands.data.splits import Splits, describe_samples
-from manyhands.data.transforms import Pixels
+from manyhands.data.transforms import Pixels, spread
 from manyhands.models.build import build_model, describe, resolve_model
 from manyhands.models.interface import INITIALIZATION_SAMPLES, InitializedFromData
 from manyhands.parallel.apply import follows_plan, one_process, resolve_mode, takes_mesh

@@ -21,7 +21,7 @@ from manyhands.core.quantities import short_time
 from manyhands.core.seeds import derive
 from manyhands.core.world import World
 from manyhands.data.loading import Loader
-from manyhands.data.places import own_folder
+from manyhands.data.options import own_folder
 from manyhands.data.transforms import Batch
 from manyhands.parallel.gradients import Gradients, MicroBatchResult
 from manyhands.parallel.group.plain import gather_plain

@@ -4,12 +4,10 @@ from pathlib import Path
 
 from manyhands.config.job import Job
 from manyhands.core.errors import UserError
-from manyhands.data.folder import list_parts, split
+from manyhands.data.folder import list_folder
 from manyhands.data.known import is_published
-from manyhands.data.listed import of_pack
 from manyhands.data.open import is_plain_folder, open_data
 from manyhands.data.order import batch_noted
-from manyhands.data.packed import is_pack
 from manyhands.data.splits import describe_samples
 
 __all__ = ["describe_data", "is_plain_folder", "processes_here"]
@@ -28,8 +26,7 @@ def describe_data(job: Job) -> tuple[str, str]:
             return "", ""  # the data isn't on this machine yet
         samples, evaluated, classes = len(splits.train), len(splits.test), splits.classes
     elif root.is_dir():
-        parts = of_pack(root)[0] if is_pack(root) else list_parts(root)
-        parts = split(parts[0], job.data.validation) if len(parts) == 1 else parts
+        parts, _ = list_folder(root, job.data.model_copy(update={"packed": False}))
         samples, evaluated = (len(part) for part in parts[:2])
         samples = min(samples, job.data.train_samples or samples)
         evaluated, classes = min(evaluated, job.data.test_samples or evaluated), parts[0].classes

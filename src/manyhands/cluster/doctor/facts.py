@@ -32,8 +32,7 @@ from manyhands.core.errors import UserError
 from manyhands.core.machine import cores, memory, this_machine
 from manyhands.core.user_code import revision
 from manyhands.data.known import recognise
-from manyhands.data.options import DataOptions
-from manyhands.data.places import data_folder
+from manyhands.data.options import DataOptions, data_folder
 from manyhands.parallel.group.ports import interface_of
 
 VARIABLES = (  # variables that affect how processes connect and how many cores they use

@@ -16,9 +16,8 @@ from manyhands.core.errors import UserError
 from manyhands.core.files import typed_number
 from manyhands.core.seeds import derive
 from manyhands.data.options import DataOptions
-from manyhands.data.random import mix_tensor
 from manyhands.data.splits import ImagesInMemory, Splits, UserSamples, describe
-from manyhands.data.transforms import Pixels
+from manyhands.data.transforms import Pixels, mix_tensor
 
 NAMES = ("synthetic", "synthetic:", "fake-imagenet")
 _USUAL = "1000x3x32x32x10"

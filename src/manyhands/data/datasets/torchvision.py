@@ -6,8 +6,7 @@ from typing import Any
 from manyhands.core.choices import unknown_choice
 from manyhands.core.errors import UserError
 from manyhands.core.files import one_at_a_time
-from manyhands.data.options import DataOptions
-from manyhands.data.places import data_folder
+from manyhands.data.options import DataOptions, data_folder
 from manyhands.data.samples import splits_of_objects
 from manyhands.data.splits import Splits
 

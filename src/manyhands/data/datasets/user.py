@@ -1,7 +1,10 @@
-"""Data sets from user code: "file.py:function", which returns (train, test) or Splits."""
+"""The user's data: a folder of class folders, or "file.py:function", which returns (train, test) or Splits."""
+
+from pathlib import Path
 
 from manyhands.core.errors import ManyhandsError, UserError
-from manyhands.core.user_code import load_object, users_line
+from manyhands.core.user_code import is_object_reference, load_object, users_line
+from manyhands.data.gallery import open_folder
 from manyhands.data.options import DataOptions
 from manyhands.data.samples import splits_of_objects
 from manyhands.data.splits import Splits
@@ -10,7 +13,9 @@ NAMES: tuple[str, ...] = ()
 
 
 def open(name: str, options: DataOptions) -> Splits:  # noqa: A001
-    """Calls the function without arguments. Raises UserError: it is missing, fails, or returns something else."""
+    """Opens the folder, or calls the function. Raises UserError: it is missing, fails, or returns something else."""
+    if not is_object_reference(name):
+        return open_folder(Path(name).expanduser(), options)
     function = load_object(name, "data.name")
     hints = ("return (train, test): two torch data sets; test may be None",)
     if not callable(function):
