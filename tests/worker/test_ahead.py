@@ -13,7 +13,7 @@ from manyhands.core.errors import UserError
 from manyhands.data.open import open_data
 from manyhands.data.options import DataOptions
 from manyhands.data.records import write_idx
-from manyhands.worker.preload import opened_ahead
+from manyhands.worker.entry import opened_ahead
 
 
 def _mnist(place):

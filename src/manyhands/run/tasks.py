@@ -46,7 +46,7 @@ def evaluate_run(reference: Path, *, which: str, flags: Mapping[str, Any]) -> di
     `flags` are changes to the run's job, by dotted key. Returns plain data: checkpoint, data, count, loss, top1, top5,
     per_class and confusion; None on ranks other than 0. Raises ManyhandsError: the evaluation failed.
     """
-    from manyhands.worker.check import is_plain_folder
+    from manyhands.worker.launcher import is_plain_folder
 
     job, path = job_of(reference, flags), resolve_checkpoint(reference, which)
     given = [key for key, value in flags.items() if value is not None]
@@ -161,10 +161,11 @@ def predict_files(
         found = _in_group_or_started(job, "predict", argument)
         yield from zip(files, found["guesses"], strict=True) if found else ()
     else:
-        from manyhands.worker.own_process import guess_files
+        from manyhands.worker.own_process import guess, open_trained
 
         device = "cpu" if job.cluster.device == "auto" else job.cluster.device
-        yield from zip(files, guess_files(path, files, model, device), strict=True)
+        trained = open_trained(path, model=model, device=device)
+        yield from zip(files, guess(trained, files, skip=True), strict=True)
 
 
 def list_pictures(named: Iterable[Path]) -> list[Path]:
@@ -193,9 +194,9 @@ def describe_checkpoint(reference: Path, *, which: str) -> dict[str, Any]:
     path = resolve_checkpoint(reference, which)
     if not is_pickled(path):
         return open_description(path, verified=path.is_dir()).as_plain()
-    from manyhands.worker.checkpoints import describe_file
+    from manyhands.worker.launcher import open_checkpoint
 
-    return describe_file(path)
+    return open_checkpoint(path).as_plain()
 
 
 def rewrite_checkpoint(reference: Path, target: Path, *, which: str, plan: Path | None = None) -> tuple[str, ...]:
@@ -203,12 +204,11 @@ def rewrite_checkpoint(reference: Path, target: Path, *, which: str, plan: Path 
 
     Returns sentences about omitted content. Raises ManyhandsError: the target exists, or the plan doesn't fit.
     """
-    from manyhands.worker.checkpoints import merge_file, read_network_layout, refuse_existing, reshard_file
+    from manyhands.worker.launcher import reshard, rewrite
 
-    refuse_existing(target)
-    layout = read_network_layout(plan) if plan else None
-    path = resolve_checkpoint(reference, which)
-    return reshard_file(path, target, layout) if layout else merge_file(path, target)
+    reshard.refuse_existing(target)
+    layout = reshard.read_network_layout(plan) if plan else None
+    return rewrite(resolve_checkpoint(reference, which), target, layout)
 
 
 def _in_group_or_started(job: Job, task: Literal["evaluate", "predict"], argument: dict[str, Any]) -> dict[str, Any]:
