@@ -3,7 +3,7 @@
 import hashlib
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -87,7 +87,7 @@ class SearchResult:
     request: SearchRequest
     notes: tuple[str, ...]  # messages about ops that could not be timed
     spread: float  # the relative variation of timings
-    fewer: Callable[[int], PlanCandidate]  # prices data parallel on another number of processes
+    data_parallel: Callable[[int], PlanCandidate]  # prices data parallel on another number of processes
 
     @property
     def chosen(self) -> PlanCandidate:
@@ -127,6 +127,15 @@ class SearchResult:
     def repicked(self, seconds: float) -> "SearchResult":
         """Returns the result with another time for data parallel, which depends on the sync method."""
         return replace(self, pick=_pick(self.options, self.request, self.spread, seconds))
+
+    def fewer(self, shares: Mapping[int, Timing | None]) -> tuple[PlanCandidate, ...]:
+        """Returns data parallel on fewer processes. `shares`: the measured time of one process's share, by count."""
+        found: list[PlanCandidate] = []
+        for count, share in shares.items():
+            one = self.data_parallel(count)
+            predicted = replace(one.prediction, compute_seconds=share.seconds) if share else one.prediction
+            found.append(replace(one, name=name_of(count), prediction=predicted))
+        return tuple(found)
 
     def finalists(self, count: int = 3) -> list[PlanCandidate]:
         """Returns the candidates to time: data parallel, the pinned plan, and the `count` best predicted others."""
@@ -357,20 +366,6 @@ def fewer_counts(processes: int) -> list[int]:
 
 def name_of(processes: int) -> str:
     return "one process" if processes == 1 else f"{DATA_PARALLEL} on {processes}"
-
-
-def options_of(
-    counts: Iterable[int], price: Callable[[int], PlanCandidate], shares: Mapping[int, Timing] | None = None
-) -> list[PlanCandidate]:
-    """Returns data parallel on fewer processes. `shares`: measured times of one process's share, by process count."""
-    found = [replace(price(count), name=name_of(count)) for count in counts]
-    timed = shares or {}
-    return [
-        replace(one, prediction=replace(one.prediction, compute_seconds=timed[one.mesh.size].seconds))
-        if one.mesh.size in timed
-        else one
-        for one in found
-    ]
 
 
 def enough(found: SearchResult, fewer: Sequence[PlanCandidate], seconds: float, spread: float) -> tuple[int, str]:

@@ -8,7 +8,7 @@ import gc
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from manyhands.checkpoint.describe import is_pickled, open_description
 from manyhands.checkpoint.folders import choose
@@ -83,7 +83,7 @@ def evaluate_job(
     `given` are keys of options that the user changed; with `whole` all pictures of a plain folder are evaluated.
     """
     argument = {"checkpoint": str(path.resolve()) if path else "", "given": list(given), "whole": whole}
-    found = _in_group_or_started(job, "evaluate", argument)
+    found = _in_group_or_started(job, {"task": "evaluate", **argument})
     data = job.data.name if whole else f"the evaluation split of {job.data.name}"
     return {"checkpoint": str(path or ""), **found, "data": data} if found else None
 
@@ -157,8 +157,8 @@ def predict_files(
     job = load_job({"cluster.processes": processes, "cluster.device": device}).job
     if (processes or 1) > 1 or participate(job.cluster).process_info:
         named = [str(file.resolve()) for file in files]
-        argument = {"checkpoint": str(path.resolve()), "pictures": named, "model": model}
-        found = _in_group_or_started(job, "predict", argument)
+        argument = {"task": "predict", "checkpoint": str(path.resolve()), "pictures": named, "model": model}
+        found = _in_group_or_started(job, argument)
         yield from zip(files, found["guesses"], strict=True) if found else ()
     else:
         from manyhands.worker.own_process import guess, open_trained
@@ -211,16 +211,16 @@ def rewrite_checkpoint(reference: Path, target: Path, *, which: str, plan: Path 
     return rewrite(resolve_checkpoint(reference, which), target, layout)
 
 
-def _in_group_or_started(job: Job, task: Literal["evaluate", "predict"], argument: dict[str, Any]) -> dict[str, Any]:
+def _in_group_or_started(job: Job, argument: dict[str, Any]) -> dict[str, Any]:
     """Runs a task in a launcher's group (a collective), or on new processes; returns {} on ranks other than 0."""
     process_info = place_of(job).process_info
     if process_info is None:
-        return run_by_agent(job, {"task": task, **argument})
-    from manyhands.worker.entry import TASKS
+        return run_by_agent(job, argument)
+    from manyhands.worker.entry import run_task
 
     with _private_folder() as folder:
         try:
-            found = TASKS[task](job, process_info, folder, argument, say)
+            found = run_task(job, process_info, folder, argument, say)
         except Failed as failed:
             raise as_error(failed.record) from failed.__cause__
     return found if process_info.rank == 0 else {}
@@ -260,9 +260,7 @@ def _no_garbage_collection() -> Iterator[None]:
 
 
 @_no_garbage_collection()
-def search_plan(
-    job: Job, requested: Mapping[str, Any], out: Path, *, force: bool
-) -> "tuple[Planned, tuple[Path, Path]]":
+def search_plan(job: Job, requested: Mapping[str, Any], out: Path, *, force: bool) -> "Planned":
     """Searches the plan for a job and writes it to `out`, with a picture in the same folder."""
     check_names(job)
     from manyhands.worker import plan_search

@@ -31,8 +31,6 @@ from manyhands.train.journal import Journal, RunContext
 from manyhands.worker.member import MET, OUR_HEAD, GroupMember, Say, share_folder, shared_options
 from manyhands.worker.run_metadata import write_metadata
 
-# takes (job, process info, run folder, argument, say); returns plain data
-Task = Callable[[Job, ProcessInfo, RunFolder, dict[str, Any], Say], dict[str, Any]]
 NUMBERS = 10_000  # more than fits into a packet, and few even for a slow link
 
 
@@ -52,7 +50,7 @@ def work(orders: Orders, scratch: str, agent: int) -> dict[str, Any]:
         notify = functools.partial(Journal(folder, 0).event, "note") if process_info.local_rank == 0 else terminal.say
     try:
         with private_files():
-            return TASKS[argument["task"]](job, process_info, folder, argument, notify)
+            return run_task(job, process_info, folder, argument, notify)
     except Failed as failed:
         raise SystemExit(failed.record.exit_code) from None
 
@@ -229,17 +227,23 @@ def _check_sum(_job: Job, world: Any, argument: dict[str, Any]) -> dict[str, Any
     return {"seconds": time.monotonic() - argument["joining_since"]}
 
 
-def _in_group(
-    function: Callable[[Job, Any, dict[str, Any]], dict[str, Any]],
-    phase: str,
-    job: Job,
-    process_info: ProcessInfo,
-    folder: RunFolder,
-    argument: dict[str, Any],
-    say: Say,
+# By task: its function, and the phase in failure records; None: the task's action, links, measure or verify.
+_TASKS: dict[str, tuple[Callable[[Job, Any, dict[str, Any]], dict[str, Any]], str | None]] = {
+    "evaluate": (_evaluate, "evaluate"),
+    "predict": (_predict, "predict"),
+    "plan": (_try_plans, None),
+    "add-up": (_check_sum, "doctor"),
+}
+
+
+def run_task(
+    job: Job, process_info: ProcessInfo, folder: RunFolder, argument: dict[str, Any], say: Say
 ) -> dict[str, Any]:
-    """Joins the group, runs a task, and leaves. Raises Failed after it recorded an error."""
-    mine = GroupMember(process_info, folder, phase or str(argument["action"]))
+    """Joins the group, runs `argument["task"]`, and leaves. Raises Failed after it recorded an error."""
+    if argument["task"] == "train":
+        return train_here(job, process_info, folder, argument, say)
+    function, phase = _TASKS[argument["task"]]
+    mine = GroupMember(process_info, folder, phase or argument["action"])
     argument = {**argument, "joining_since": time.monotonic()}
     try:
         return function(job, mine.join(job, shared_options(job), say).world, argument)
@@ -247,16 +251,6 @@ def _in_group(
         raise Failed(mine.record_of(error)) from error
     finally:
         mine.give_back()
-
-
-# The texts are phases in failure records; by default, the phase is the task's action: links, measure or verify.
-TASKS: dict[str, Task] = {
-    "train": train_here,
-    "evaluate": functools.partial(_in_group, _evaluate, "evaluate"),
-    "predict": functools.partial(_in_group, _predict, "predict"),
-    "plan": functools.partial(_in_group, _try_plans, ""),
-    "add-up": functools.partial(_in_group, _check_sum, "doctor"),
-}
 
 
 @contextmanager

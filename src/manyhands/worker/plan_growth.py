@@ -80,31 +80,26 @@ def _shares(case: JobCase, sizes: Mapping[int, int]) -> dict[int, Timing | None]
     Each time is the median of interleaved rounds, because the load varies. `sizes` maps samples per machine to the
     number of machines.
     """
-    began_s = time.monotonic()
-    points: dict[int, list[Timing]] = {}
+    began_s, points, least = time.monotonic(), dict[int, list[Timing]](), 0
     for samples, count in sorted(sizes.items()):
-        least = max(points, default=0)
         # One pass to warm up, and one to be timed.
         expected_s = 2 * samples * points[least][0].seconds / least if least else 0.0
         if time.monotonic() - began_s + expected_s > _BUDGET_S:
             break
         if (timed := case.share(count, _EACH_S)) is None:
             return dict.fromkeys(sizes)
-        points[samples] = [timed]
+        points[samples], least = [timed], samples
     round_s = time.monotonic() - began_s
-    for number in range(1, _ROUNDS):
-        if (number + 1) * round_s > _BUDGET_S:
-            break
+    for _ in range(1, min(_ROUNDS, int(_BUDGET_S / round_s))):
         for samples, taken in points.items():
             taken.append(case.share(sizes[samples], _EACH_S) or taken[0])
-    known = [(samples, _middle(taken)) for samples, taken in points.items()]
+    known: list[tuple[int, Timing]] = []
+    for samples, taken in points.items():
+        seconds = [one.seconds for one in taken]
+        middle = statistics.median(seconds)
+        varied = (max(seconds) - min(seconds)) / middle
+        known.append((samples, Timing(middle, max(varied, *(one.spread for one in taken)))))
     return {samples: dict(known).get(samples) or _beyond(known, samples) for samples in sizes}
-
-
-def _middle(taken: Sequence[Timing]) -> Timing:
-    seconds = sorted(one.seconds for one in taken)
-    middle = statistics.median(seconds)
-    return Timing(middle, max((seconds[-1] - seconds[0]) / middle, *(one.spread for one in taken)))
 
 
 def _beyond(points: Sequence[tuple[int, Timing]], samples: int) -> Timing:

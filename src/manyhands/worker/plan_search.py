@@ -33,7 +33,7 @@ from manyhands.planner.choose import DATA_PARALLEL, pick_measured
 from manyhands.planner.collectives import STATISTICS
 from manyhands.planner.device_models import DeviceModel, device_model
 from manyhands.planner.explain import draw_plan
-from manyhands.planner.find import LinksOf, PlanCandidate, SearchRequest, SearchResult, fewer_counts, find, options_of
+from manyhands.planner.find import LinksOf, PlanCandidate, SearchRequest, SearchResult, fewer_counts, find
 from manyhands.planner.links import links_of, work_of_sums
 from manyhands.planner.timing import OpTimes, Timing
 from manyhands.planner.trial import PlanCase, measure, share_timing, verify
@@ -67,17 +67,11 @@ def network_of(job: Job, world: World | None = None, objects: Objects | None = N
     return {**sizes, "batch": min(job.train.batch, samples), "samples": samples}
 
 
-def picture(job: Job, network: dict[str, Any], device: str) -> Tensor:
-    """Returns one sample with arbitrary values."""
-    kind = torch.float64 if job.train.precision == "fp64" else torch.float32
-    return torch.zeros(network["channels"], network["size"], network["size"], dtype=kind, device=device)
-
-
-def graph_of(model: nn.Module, sample: Tensor, *, cross_entropy: bool = True) -> Graph:
-    """Returns the ops of a network in training mode, with grouped BatchNorm layers."""
+def graph_of(model: nn.Module, case: PlanCase) -> Graph:
+    """Returns the ops of a case's network in training mode, with grouped BatchNorm layers."""
     group_batch_norms(model)
-    graph = describe_network(model, sample)
-    if not cross_entropy:
+    graph = describe_network(model, case.picture)
+    if not case.cross_entropy:
         graph.keep_classes()
     return graph
 
@@ -90,11 +84,12 @@ def norm_group(job: Job, batch: int) -> int:
 
 def case_of(job: Job, network: dict[str, Any], device: str, objects: Objects | None = None) -> PlanCase:
     """Returns a case that runs updates of a job on random samples."""
-    own, batch = objects or Objects(), network["batch"]
+    own, batch, side = objects or Objects(), network["batch"], network["size"]
     options = job.train.model_copy(update={"lr": 1e-6})
+    kind = torch.float64 if job.train.precision == "fp64" else torch.float32
     return PlanCase(
         make=lambda: make_network(job, network, device),
-        picture=picture(job, network, device),
+        picture=torch.zeros(network["channels"], side, side, dtype=kind, device=device),
         classes=network["classes"],
         batch=batch,
         loss_fn=make_loss_fn(job.train, own.loss),
@@ -170,20 +165,22 @@ class JobCase:
 
     @functools.cached_property
     def graph(self) -> Graph:
-        sample = picture(self.job, self.network, self.here)
-        return graph_of(self._model, sample, cross_entropy=self.job.train.loss == "cross-entropy")
+        return graph_of(self._model, self._case)
 
     @functools.cached_property
     def _model(self) -> nn.Module:
-        return make_network(self.job, self.network, self.here)
+        return self._case.make()
+
+    @functools.cached_property
+    def _case(self) -> PlanCase:
+        return case_of(self.job, self.network, self.here)
 
     def share(self, processes: int, budget_s: float = _SHARE_S) -> Timing | None:
         """Measures the time of one process's share of an update that is divided among `processes`."""
         if not self.measured:
             return None
         threads = self.job.cluster.threads or (0 if self.between else max(1, torch.get_num_threads() // processes))
-        case = case_of(self.job, self.network, self.device)
-        return share_timing(case, processes, threads, self.job.train.micro_batch, budget_s)
+        return share_timing(self._case, processes, threads, budget_s)
 
     def fewer(self, found: SearchResult) -> tuple[PlanCandidate, ...]:
         """Returns data parallel on fewer processes; without measurements, only if these don't share CPU cores."""
@@ -191,9 +188,7 @@ class JobCase:
         apart = self.between is not None or self.device != "cpu"
         if found.request.pins or not (apart or self.measured):
             return ()
-        counts = fewer_counts(found.request.world_size)
-        timed = {count: self.share(count, _FEWER_S) for count in counts}
-        return tuple(options_of(counts, found.fewer, {count: one for count, one in timed.items() if one}))
+        return found.fewer({count: self.share(count, _FEWER_S) for count in fewer_counts(found.request.world_size)})
 
     def worked(self, link: LinkSpeed) -> LinkSpeed:
         """Returns the link with the CPU time that messages take on each process."""
@@ -308,6 +303,7 @@ class Planned:
     sync: dict[str, Any]  # see `JobCase.sync_methods`
     fewer: tuple[PlanCandidate, ...]  # data parallel on fewer processes
     advice: Advice  # the recommended plan, with the reason
+    files: tuple[Path, Path]  # of the plan and of its picture
 
     @property
     def candidates(self) -> list[PlanCandidate]:
@@ -336,14 +332,12 @@ class Planned:
         }
         return replace(plan, about={**plan.about, **said, NETWORK: {**own, **data}, "sync": self.sync})
 
-    def as_plain(self, files: tuple[Path, Path]) -> dict[str, Any]:
+    def as_plain(self) -> dict[str, Any]:
         """Returns the result as JSON data, with the paths of plan and picture."""
-        return {"plan": str(files[0]), "picture": str(files[1]), **self.plan.as_plain()}
+        return {"plan": str(self.files[0]), "picture": str(self.files[1]), **self.plan.as_plain()}
 
 
-def search_plan(
-    job: Job, requested: Mapping[str, Any], out: Path, run_task: RunTask, *, force: bool
-) -> tuple[Planned, tuple[Path, Path]]:
+def search_plan(job: Job, requested: Mapping[str, Any], out: Path, run_task: RunTask, *, force: bool) -> Planned:
     """Searches for a job's plan, times the best plans here if requested and possible, and writes plan and picture.
 
     Raises ManyhandsError if a request can't be satisfied, timing failed, or a file would be overwritten.
@@ -376,13 +370,13 @@ def search_plan(
     sync = case.sync_methods(found.options[0], links, link)
     if not found.pick.measured_seconds and (seconds := sync_seconds(sync)):
         found = found.repicked(seconds)
-    planned = Planned(found, case, notes, sync, fewer, advised(found, sync, fewer, apart=apart))
+    planned = Planned(found, case, notes, sync, fewer, advised(found, sync, fewer, apart=apart), (out, drawing))
     plan, letters = planned.plan, found.chosen.letters
     _check_free(out, force=force)  # another search may have ended meanwhile
     out.parent.mkdir(parents=True, exist_ok=True)
     write_plan_record(out, plan.record())
     draw_plan({name: letters[name] for name in graph.ops if name in letters}, plan.mesh, drawing)
-    return planned, (out, drawing)
+    return planned
 
 
 def with_processes(job: Job, count: int) -> Job:
@@ -463,7 +457,7 @@ def _search(job: Job, world: World, case: PlanCase, link: LinkSpeed) -> dict[str
     options = job.parallel
     pins = plan_of(options, world.size).ops if options.pin or options.full_batch else {}
     wanted = PlanRequest(world.size, options.mesh, pins, options.memory).as_search(job, case.batch, world.device)
-    graph = graph_of(case.make(), case.picture, cross_entropy=case.cross_entropy)
+    graph = graph_of(case.make(), case)
     times = OpTimes(world.device, TIMES_BUDGET_S if options.measure else 0.0)
     found = find(graph, wanted, times, make_links(link, named_link(options.link) if options.link else None))
     finalists, limit = found.finalists(), wanted.memory_limit_bytes
