@@ -10,7 +10,6 @@ from manyhands.config.job import Job
 from manyhands.core.errors import UserError
 from manyhands.planner.find import Pricing
 from manyhands.planner.timing import OpTimes, Timing
-from manyhands.sync.choose import EXACT
 from manyhands.sync.link_speeds import LinkSpeed
 from manyhands.worker.plan_advice import sync_seconds, sync_taken, sync_words
 from manyhands.worker.plan_search import JobCase, PlanRequest, case_to_plan, make_links
@@ -126,7 +125,7 @@ def _rows(case: JobCase, shares: dict[int, Timing | None], link: LinkSpeed) -> l
                 "samples": -(-batch // count),
                 "step_ms": round(seconds * 1e3, 3),
                 "compute_ms": round(option.prediction.compute_seconds * 1e3, 3),
-                "sync": sync_words(taken) if (taken := sync_taken(sync)) else EXACT,
+                "sync": sync_words(sync_taken(sync)),
                 "images_per_s": batch / seconds,
                 "epoch_s": epoch_s,
                 "process_hours": count * epoch_s / 3600,
