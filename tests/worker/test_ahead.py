@@ -13,7 +13,7 @@ from manyhands.core.errors import UserError
 from manyhands.data.open import open_data
 from manyhands.data.options import DataOptions
 from manyhands.data.records import write_idx
-from manyhands.worker.entry import opened_ahead
+from manyhands.worker.entry import preload
 
 
 def _mnist(place):
@@ -26,8 +26,7 @@ def _mnist(place):
 
 def _open_ahead(options, **more):
     job = Job(data=options)
-    with opened_ahead(orders_for(job, "train", "nowhere", Rendezvous((2,)), **more)):
-        pass
+    preload(orders_for(job, "train", "nowhere", Rendezvous((2,)), **more))
 
 
 def _in_a_child(check):

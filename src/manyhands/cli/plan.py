@@ -120,9 +120,9 @@ def _predict(job: "Job", first: int, last: int, flags: PlanFlags) -> int:
     from manyhands.report.growth import growth_table
     from manyhands.run.tasks import predict_growth
 
-    requested = {"first": first, "last": last, "measure": not flags.no_measure}
+    requested = {"world_size": last, "measure": not flags.no_measure}
     requested |= {"link": flags.link or "", "device_model": flags.device_model or ""}
-    growth = predict_growth(job, requested, flags.out, force=flags.force)
+    growth = predict_growth(job, first, requested, flags.out, force=flags.force)
     for note in growth.notes:
         say(note)
     wide(flags.to).print(growth_table(growth.rows))

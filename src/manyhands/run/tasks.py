@@ -269,7 +269,7 @@ def search_plan(job: Job, requested: Mapping[str, Any], out: Path, *, force: boo
 
 
 @_no_garbage_collection()
-def predict_growth(job: Job, requested: Mapping[str, Any], out: Path | None, *, force: bool) -> "Growth":
+def predict_growth(job: Job, first: int, requested: Mapping[str, Any], out: Path | None, *, force: bool) -> "Growth":
     """Predicts throughput, efficiency and cost of a job for several numbers of machines, and draws them to `out`."""
     from manyhands.report.growth import draw_growth, refuse_file
 
@@ -277,7 +277,7 @@ def predict_growth(job: Job, requested: Mapping[str, Any], out: Path | None, *, 
         refuse_file(out, force=force)
     from manyhands.worker import plan_growth
 
-    growth = plan_growth.predict_growth(job, requested)
+    growth = plan_growth.predict_growth(job, first, requested)
     if out is not None:
         draw_growth(growth.rows, growth.title, out)
     return growth

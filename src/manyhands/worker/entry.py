@@ -4,10 +4,10 @@ import functools
 import importlib
 import os
 import sys
-import threading
 import time
-from collections.abc import Callable, Generator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -253,24 +253,6 @@ def run_task(
         mine.give_back()
 
 
-@contextmanager
-def opened_ahead(orders: Orders) -> Generator[None]:
-    """Unpacks the workers' published data set in a thread, which ends with the context."""
-    job = Job.model_validate(orders.argument["job"])
-    named = orders.argument["task"] == "train" and not orders.argument.get("objects")
-    if not named or not is_published(job.data.name) or job.data.held_out:
-        yield
-        return
-    from manyhands.data.open import open_ahead
-
-    thread = threading.Thread(target=open_ahead, args=(job.data,), name="opens the data", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        thread.join()
-
-
 def import_training() -> None:
     """Imports the modules that every training worker needs."""
     needed = ("train.exceptions", "train.build", "train.loop", "worker.run_metadata", f"parallel.modes.{USUAL_MODE}")
@@ -281,21 +263,25 @@ def import_training() -> None:
 def preload(orders: Orders | None = None) -> None:
     """Imports the training modules; the precision measurement and torchvision only if workers may need them.
 
-    An import of torchvision, and with it torch's compiler, takes as long as an import of torch. Raises RunError if
-    torchvision can't be imported.
+    Meanwhile, a thread unpacks the workers' published data set. An import of torchvision, and with it torch's compiler,
+    takes as long as an import of torch. Raises RunError if torchvision can't be imported.
     """
-    import_training()
     job = Job.model_validate(orders.argument["job"]) if orders else None
-    if job is None or job.train.measured_precision:
-        importlib.import_module("manyhands.train.precision")
-    if orders is None or job is None or not _needs_no_torchvision(orders, job):
-        try:
-            importlib.import_module("torchvision")
-        except Exception as error:
-            from manyhands.cluster.doctor.facts import torchvision_misfit
+    with ThreadPoolExecutor(1, "opens the data") as pool:
+        named = orders and orders.argument["task"] == "train" and not orders.argument.get("objects")
+        if job and named and is_published(job.data.name) and not job.data.held_out:
+            pool.submit(importlib.import_module("manyhands.data.open").open_ahead, job.data)
+        import_training()
+        if job is None or job.train.measured_precision:
+            importlib.import_module("manyhands.train.precision")
+        if orders is None or job is None or not _needs_no_torchvision(orders, job):
+            try:
+                importlib.import_module("torchvision")
+            except Exception as error:
+                from manyhands.cluster.doctor.facts import torchvision_misfit
 
-            what = torchvision_misfit() or f"torchvision can't be imported: {type(error).__name__}: {error}"
-            raise RunError(what, sys.executable, ("run manyhands doctor to see what to install",)) from error
+                what = torchvision_misfit() or f"torchvision can't be imported: {type(error).__name__}: {error}"
+                raise RunError(what, sys.executable, ("run manyhands doctor to see what to install",)) from error
 
 
 def _needs_no_torchvision(orders: Orders, job: Job) -> bool:

@@ -12,7 +12,7 @@ from manyhands.planner.find import Pricing
 from manyhands.planner.timing import OpTimes, Timing
 from manyhands.sync.link_speeds import LinkSpeed
 from manyhands.worker.plan_advice import sync_seconds, sync_taken, sync_words
-from manyhands.worker.plan_search import JobCase, PlanRequest, case_to_plan, make_links
+from manyhands.worker.plan_search import JobCase, case_to_plan, make_links, parse_request
 
 _BUDGET_S, _EACH_S, _ROUNDS = 60.0, 1.0, 3  # seconds for timing all shares of an update, and for each share; rounds
 
@@ -33,15 +33,13 @@ class Growth:
         return {**self.about, "rows": self.rows, "notes": self.notes}
 
 
-def predict_growth(job: Job, requested: Mapping[str, Any]) -> Growth:
+def predict_growth(job: Job, first: int, requested: Mapping[str, Any]) -> Growth:
     """Predicts throughput, efficiency and cost for several numbers of machines with one process each.
 
-    `requested` has the keys "first" and "last" (numbers of machines), and "link", "measure" and "device_model" of
-    `PlanRequest`. Raises UserError if a request can't be satisfied.
+    `first` and `requested["world_size"]` are the smallest and the largest number; see `case_to_plan`. Raises UserError
+    if a request can't be satisfied.
     """
-    first, last = requested["first"], requested["last"]
-    request = PlanRequest(last, **{key: value for key, value in requested.items() if key not in {"first", "last"}})
-    case = case_to_plan(job, request)
+    last, case = requested["world_size"], case_to_plan(job, requested)
     if (between := case.between) is None:
         hints = ("set the link speed: --link 1gbit", "or choose one number of processes: -n 4")
         raise UserError("predictions for several numbers of machines need the link speed", "--link", hints)
@@ -60,7 +58,7 @@ def predict_growth(job: Job, requested: Mapping[str, Any]) -> Growth:
         "data": case.job.data.name,
         "precision": case.job.train.precision,
         "device": case.device,
-        "link": request.link or case.job.sync.link,
+        "link": requested["link"] or case.job.sync.link,
         "measured": case.measured,
         "spread": round(max((one.spread for one in timed.values() if one), default=0.0), 3),
     }
@@ -113,7 +111,7 @@ def _rows(case: JobCase, shares: dict[int, Timing | None], link: LinkSpeed) -> l
     times, links, rows = OpTimes(case.here, 0.0, rates=case.rates), make_links(link, link), list[dict[str, Any]]()
     batch, samples = case.network["batch"], case.network["samples"]
     for count, share in shares.items():
-        wanted = PlanRequest(count).as_search(case.job, batch, case.device)
+        wanted = parse_request(case.job, batch, case.device, world_size=count)
         option = Pricing(case.graph, wanted, times, links, share).data_parallel(count)
         sync = case.sync_methods(option, links, link)
         seconds = sync_seconds(sync) or option.prediction.seconds

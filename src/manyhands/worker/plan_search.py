@@ -3,7 +3,7 @@
 import copy
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -103,25 +103,20 @@ def case_of(job: Job, network: dict[str, Any], device: str, objects: Objects | N
     )
 
 
-@dataclass(frozen=True)
-class PlanRequest:
-    """The user's request for a plan, as text."""
+def parse_request(job: Job, batch: int, device: str, *, mesh: str = "", memory: str = "", **more: Any) -> SearchRequest:
+    """Returns the request for a search. Raises UserError if it is invalid.
 
-    world_size: int  # processes
-    mesh: str = ""  # such as dp=2,tp=2; empty: all meshes
-    pins: Mapping[str, str] = field(default_factory=dict[str, str])  # strategies by op
-    memory: str = ""  # memory per process, such as 14GiB; empty: no limit
-    link: str = ""  # between any two processes, such as 1gbit; empty: within one machine
-    fill: str = "search"  # "search" or "data", for ops without a pin
-    measure: bool = True  # time ops and the best plans on this machine
-    device_model: str = ""  # the device, if it isn't on this machine; nothing is then measured
-
-    def as_search(self, job: Job, batch: int, device: str) -> SearchRequest:
-        """Returns the parsed request. Raises UserError if it is invalid."""
-        mesh = parse_mesh(self.mesh, "--mesh") if self.mesh else None
-        memory, group = parse_memory(self.memory) if self.memory else None, norm_group(job, batch)
-        more = {"accelerator": not device.startswith("cpu"), "fill": self.fill}
-        return SearchRequest(self.world_size, batch, mesh, self.pins, memory, group, slots_of(job.train), **more)
+    `mesh`, such as dp=2,tp=2, and `memory` per process, such as 14GiB, may be empty; `more`: fields of SearchRequest.
+    """
+    return SearchRequest(
+        batch=batch,
+        mesh=parse_mesh(mesh, "--mesh") if mesh else None,
+        memory_limit_bytes=parse_memory(memory) if memory else None,
+        norm_group=norm_group(job, batch),
+        slots=slots_of(job.train),
+        accelerator=not device.startswith("cpu"),
+        **more,
+    )
 
 
 def make_links(within: LinkSpeed, between: LinkSpeed | None) -> LinksOf:
@@ -223,19 +218,23 @@ class JobCase:
         return as_plain(choose(case, job.sync, without=ruled_out(job, USUAL_MODE)), case, job.sync.method)
 
 
-def case_to_plan(job: Job, request: PlanRequest) -> JobCase:
-    """Reads a job's data and the speed of the links. Raises UserError if one of them is missing or invalid."""
+def case_to_plan(job: Job, requested: Mapping[str, Any]) -> JobCase:
+    """Reads a job's data and the speed of the links. Raises UserError if one of them is missing or invalid.
+
+    `requested`: world_size; measure (time ops and the best plans on this machine); link (between any two processes,
+    such as 1gbit, or "" within one machine); device_model (if the device isn't on this machine; nothing is measured).
+    """
     check_method(job.sync.method)
-    modelled = device_model(request.device_model) if request.device_model else None
-    device = modelled.name if modelled else device_kind(job.cluster.device, request.world_size)
+    modelled = device_model(requested["device_model"]) if requested["device_model"] else None
+    device = modelled.name if modelled else device_kind(job.cluster.device, requested["world_size"])
     if not modelled:
         require_device(device, "for other devices, estimate with --device-model h100 (a100, 910b, rtx4090 …)")
     network = network_of(job)
-    link, where = (request.link, "--link") if request.link else (job.sync.link, "sync.link")
+    link, where = (requested["link"], "--link") if requested["link"] else (job.sync.link, "sync.link")
     between = named_link(link, where) if link else None
     if between and job.cluster.through_ssh:
         between = through_ssh(between)
-    return JobCase(job, network, device, between, modelled, request.measure and not modelled)
+    return JobCase(job, network, device, between, modelled, requested["measure"] and not modelled)
 
 
 def find_plan(  # noqa: PLR0913 - each is one wish
@@ -279,15 +278,17 @@ def find_plan(  # noqa: PLR0913 - each is one wish
     samples = given.train.batch if job is not None and not batch else samples
     pins = dict(pin) if pin is not None else parse_pins(options.pin)
     memory, link = memory or options.memory, link or options.link
-    request = PlanRequest(world_size, str(mesh or options.mesh), pins, memory, link, "search", measure)
     device = next((str(one.device) for one in model.parameters()), "cpu")
+    limits = {"mesh": str(mesh or options.mesh), "memory": memory}
+    request = parse_request(given, samples, device, **limits, world_size=world_size, pins=pins)
+    request = replace(request, norm_group=0)
     training = model.training
     _, restore = group_batch_norms(model)
     try:
         graph = describe_network(model.train(), sample[0] if batched else sample)
         times = OpTimes(device, TIMES_BUDGET_S if measure else 0.0)
         links = make_links(WITHIN_A_MACHINE, named_link(link) if link else None)
-        return find(graph, replace(request.as_search(given, samples, device), norm_group=0), times, links).plan
+        return find(graph, request, times, links).plan
     finally:
         restore()
         model.train(training)
@@ -340,17 +341,17 @@ class Planned:
 def search_plan(job: Job, requested: Mapping[str, Any], out: Path, run_task: RunTask, *, force: bool) -> Planned:
     """Searches for a job's plan, times the best plans here if requested and possible, and writes plan and picture.
 
-    Raises ManyhandsError if a request can't be satisfied, timing failed, or a file would be overwritten.
+    `requested`: see `case_to_plan`, and mesh, pins, memory and fill ("search" or "data", for ops without a pin). Raises
+    ManyhandsError if a request can't be satisfied, timing failed, or a file would be overwritten.
     """
-    request = PlanRequest(**{**requested, "pins": parse_pins(requested["pins"])})
-    case = case_to_plan(job, request)
-    if case.modelled:
-        request = replace(request, memory=request.memory or str(case.modelled.memory_bytes))
-    wanted = request.as_search(job, case.network["batch"], case.device)
+    world_size, case = requested["world_size"], case_to_plan(job, requested)
+    memory = requested["memory"] or (str(case.modelled.memory_bytes) if case.modelled else "")
+    more = {key: requested[key] for key in ("mesh", "world_size", "fill")} | {"pins": parse_pins(requested["pins"])}
+    wanted = parse_request(job, case.network["batch"], case.device, memory=memory, **more)
     drawing = _check_free(out, force=force)
-    case = case.resolved(request.world_size)
+    case = case.resolved(world_size)
     apart, graph = case.between is not None, case.graph
-    together = case.measured and not apart and 1 < request.world_size <= MOST_TIMED
+    together = case.measured and not apart and 1 < world_size <= MOST_TIMED
     if case.between:
         link = case.between
     elif together:
@@ -360,7 +361,7 @@ def search_plan(job: Job, requested: Mapping[str, Any], out: Path, run_task: Run
     link = case.worked(link)
     links = make_links(link, link if apart else None)
     times = OpTimes(case.here, TIMES_BUDGET_S if case.measured else 0.0, rates=case.rates)
-    found = find(graph, wanted, times, links, case.share(request.world_size))
+    found = find(graph, wanted, times, links, case.share(world_size))
     notes = (*case.said, *times.notes, *times.doubts(), *found.notes, *graph.notes)
     fewer = case.fewer(found)
     plans = found.plans_of(found.finalists())
@@ -456,7 +457,8 @@ def _search(job: Job, world: World, case: PlanCase, link: LinkSpeed) -> dict[str
     """Searches for plans on rank 0 (see `broadcast_result`) and returns the result as plain data."""
     options = job.parallel
     pins = plan_of(options, world.size).ops if options.pin or options.full_batch else {}
-    wanted = PlanRequest(world.size, options.mesh, pins, options.memory).as_search(job, case.batch, world.device)
+    limits = {"mesh": options.mesh, "memory": options.memory}
+    wanted = parse_request(job, case.batch, world.device, **limits, world_size=world.size, pins=pins)
     graph = graph_of(case.make(), case)
     times = OpTimes(world.device, TIMES_BUDGET_S if options.measure else 0.0)
     found = find(graph, wanted, times, make_links(link, named_link(options.link) if options.link else None))

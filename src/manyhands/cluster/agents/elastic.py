@@ -277,9 +277,7 @@ def devices_here(wanted: str, processes: int) -> tuple[str, int]:
 def preload(orders: Orders) -> None:
     """Imports the modules that forked workers need, and opens their data."""
     if not orders.script and devices_here(orders.device, sum(orders.rendezvous.sizes))[0] == "cpu":
-        ours = importlib.import_module(WORKER)
-        with ours.opened_ahead(orders):
-            ours.preload(orders)
+        importlib.import_module(WORKER).preload(orders)
 
 
 def _resolve_devices(orders: Orders, listener: socket.socket | None) -> Orders:
