@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from manyhands.planner.choose import DATA_PARALLEL, pick_predicted
-from manyhands.planner.find import SearchRequest, enough, fewer_counts, find, options_of
+from manyhands.planner.find import SearchRequest, enough, fewer_counts, find
 from manyhands.planner.links import links_of
 from manyhands.planner.timing import Timing
 from manyhands.sync.link_speeds import LinkSpeed, link_seconds, work_seconds
@@ -19,7 +19,7 @@ def links_at(bytes_per_s):
 
 
 def fewest(found, spread=0.0):
-    fewer = options_of(fewer_counts(found.request.world_size), found.fewer)
+    fewer = found.fewer(dict.fromkeys(fewer_counts(found.request.world_size)))
     return enough(found, fewer, found.chosen.prediction.seconds, spread)
 
 
@@ -41,14 +41,14 @@ def test_on_a_fast_link_all_are_needed_and_on_a_slow_one_fewer_do():
     assert fewest(find(CHAIN, SearchRequest(4, 64), links=links_at(1e15)))[0] in {0}
     slow = find(HEAVY, SearchRequest(4, 64), links=links_at(1e4))
     data = replace(slow, pick=replace(slow.pick, name=DATA_PARALLEL))
-    count, why = enough(data, options_of(fewer_counts(4), data.fewer), data.options[0].prediction.seconds, 0.0)
+    count, why = enough(data, data.fewer(dict.fromkeys(fewer_counts(4))), data.options[0].prediction.seconds, 0.0)
     assert (count, "one process" in why) == (1, True)
 
 
 def test_nothing_is_recommended_by_less_than_what_was_timed_varies():
     found = find(HEAVY, SearchRequest(4, 64), links=links_at(1e4))
     found = replace(found, pick=replace(found.pick, name=DATA_PARALLEL))
-    alone = options_of([1], found.fewer)
+    alone = found.fewer({1: None})
     as_fast = alone[0].prediction.seconds
     assert enough(found, alone, as_fast, spread=0.0)[0] == 1
     assert enough(found, alone, as_fast, spread=0.2)[0] == 0
@@ -59,7 +59,7 @@ def test_nothing_is_recommended_by_less_than_what_was_timed_varies():
 def test_of_fewer_processes_a_clearly_faster_number_goes_before_a_smaller_one():
     found = find(HEAVY, SearchRequest(4, 64), links=links_at(1e4))
     found = replace(found, pick=replace(found.pick, name=DATA_PARALLEL))
-    one, two = options_of([1, 2], found.fewer)
+    one, two = found.fewer({1: None, 2: None})
 
     def taken(two_s, spread=0.0):
         pair = [
@@ -80,8 +80,9 @@ def test_a_share_that_was_timed_scales_all_plans_alike():
     assert timed.options[0].prediction.compute_seconds == pytest.approx(7.0)
     assert timed.spread == 0.25
     scale = 7.0 / plain.options[0].prediction.compute_seconds
-    assert timed.fewer(1).prediction.compute_seconds == pytest.approx(scale * plain.fewer(1).prediction.compute_seconds)
-    assert options_of([1], timed.fewer, {1: Timing(20.0)})[0].prediction.compute_seconds == 20.0
+    (scaled,), (estimated,), (own,) = timed.fewer({1: None}), plain.fewer({1: None}), timed.fewer({1: Timing(20.0)})
+    assert scaled.prediction.compute_seconds == pytest.approx(scale * estimated.prediction.compute_seconds)
+    assert own.prediction.compute_seconds == 20.0
 
 
 def test_work_hides_behind_nothing():

@@ -20,12 +20,11 @@ from manyhands.planner.choose import DATA_PARALLEL, LEAST_GAIN, LEAST_PREDICTED_
 from manyhands.planner.collectives import data_shares, shares
 from manyhands.planner.cost import Prediction, Setting, Work, predict, sketch
 from manyhands.planner.links import LinkSpeeds, links_of
-from manyhands.planner.solve import solve_all, too_large
+from manyhands.planner.solve import NoPlanError, solve_all
 from manyhands.planner.timing import OpTimes, Timing
 
 YOURS, TRICK = "yours", "one weird trick"
 GAP = 0.001
-MOST_AXES = 3
 _LARGE = 0.05  # linear layers with less than this fraction of the network's parameters gain nothing from sharding
 # Fraction of a backward pass that can hide communication: if cores compute or send, and if they do both.
 _OVERLAP_APART, _OVERLAP_TOGETHER = 0.7, 0.3
@@ -254,7 +253,7 @@ class Pricing:
         """Returns the meshes with the pins' axes, and the pinned letters. Raises UserError: there is no such mesh."""
         request, graph, pins = self._request, self._graph, self._request.pins or {}
         # Larger axes come first; axes of equal size are interchangeable.
-        meshes = factorisations(request.world_size, MOST_AXES)
+        meshes = factorisations(request.world_size)
         meshes = [mesh for mesh in meshes if list(mesh.sizes) == sorted(mesh.sizes)[::-1]]
         found: list[tuple[Mesh, dict[str, dict[int, str]]]] = []
         refused: UserError | None = None
@@ -286,13 +285,13 @@ def _data_mesh(world_size: int) -> Mesh:
     return Mesh((("dp", world_size),))
 
 
-def factorisations(world_size: int, most_axes: int = 2) -> list[Mesh]:
+def factorisations(world_size: int) -> list[Mesh]:
     """Returns all meshes of `world_size` processes with axes named dp, tp and tp2, each longer than one."""
     names = ("dp", "tp", "tp2")
     divisors = [size for size in range(2, world_size + 1) if world_size % size == 0]
     found = [
         Mesh(tuple(zip(names, sizes, strict=False)))
-        for count in range(1, min(most_axes, len(names)) + 1)
+        for count in range(1, len(names) + 1)
         for sizes in itertools.product(divisors, repeat=count)
         if math.prod(sizes) == world_size
     ]
@@ -345,7 +344,7 @@ def _pick(
         able[DATA_PARALLEL] = data_seconds
     if not able:
         least_bytes = min(least_bytes, *(one.prediction.memory_bytes for one in options))
-        raise too_large(request.memory_limit_bytes or 0, least_bytes)
+        raise NoPlanError(request.memory_limit_bytes or 0, least_bytes)
     doubtful = {one.name: spread * one.prediction.compute_seconds for one in options}
     pick = pick_predicted(able, doubtful)
     if not options[0].allowed:

@@ -217,6 +217,6 @@ def share_timing(case: PlanCase, processes: int, threads: int = 0, budget_s: flo
         runner, others = Runner(replace(case, batch=timed, micro_batch=0), None, World(device=device)), Others()
         runner.update()
         found = quickest(runner.update, device, _MOST_REPEATS, budget_s, busy=others.share() > BUSY)
-        return found.times(share / timed)
+        return Timing(found.seconds * (share / timed), found.spread)
     finally:
         torch.set_num_threads(before)

@@ -346,8 +346,9 @@ def search_plan(job: Job, requested: Mapping[str, Any], out: Path, run_task: Run
     """
     world_size, case = requested["world_size"], case_to_plan(job, requested)
     memory = requested["memory"] or (str(case.modelled.memory_bytes) if case.modelled else "")
-    more = {key: requested[key] for key in ("mesh", "world_size", "fill")} | {"pins": parse_pins(requested["pins"])}
-    wanted = parse_request(job, case.network["batch"], case.device, memory=memory, **more)
+    more: dict[str, Any] = {key: requested[key] for key in ("mesh", "world_size", "fill")}
+    more |= {"memory": memory, "pins": parse_pins(requested["pins"])}
+    wanted = parse_request(job, case.network["batch"], case.device, **more)
     drawing = _check_free(out, force=force)
     case = case.resolved(world_size)
     apart, graph = case.between is not None, case.graph
