@@ -15,7 +15,7 @@ HEAD_KIB = CLASSES * FEATURES * 4 // 1024
 # cut: 3.9 times. Threads' stacks count too, and a machine of many processors has many.
 ALLOWED_KIB = 5 * HEAD_KIB
 IMPORTS = "import torch, torchvision, torch.distributed.elastic.agent.server.local_elastic_agent"
-OURS = "import manyhands.worker.preload as ours; ours.import_training()"
+OURS = "import manyhands.worker.entry as ours; ours.import_training()"
 TOLD = f"{IMPORTS}; {OURS}; print(open('/proc/self/status').read())"
 
 

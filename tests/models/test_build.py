@@ -28,6 +28,7 @@ def test_small_pictures_take_the_cifar_stem_and_say_so():
 def test_the_original_resnet(name: str, size: int):
     assert describe(ModelOptions(name=name), size).notes == []
     assert build(name, size=size).conv1.kernel_size == (7, 7)
+    assert describe(ModelOptions(name="resnet18", pretrained=True), size).channels == 3
 
 
 def test_pictures_of_64_px_keep_the_original_stem_and_the_other_is_priced():
@@ -52,10 +53,6 @@ def test_a_settled_name_means_the_same_network_at_any_size(name: str, size: int)
     assert shapes[0] == shapes[1]
     assert resolve_model(settled, 224).name == settled.name
     assert settled.name in {"cifar:resnet18", "torchvision:resnet18", "cnn"}
-
-
-def test_pretrained_means_the_original():
-    assert describe(ModelOptions(name="resnet18", pretrained=True), 32).channels == 3
 
 
 @pytest.mark.parametrize(
@@ -83,11 +80,21 @@ def test_nothing_is_noted_where_pictures_suit():
     assert (needs.channels, needs.size, needs.notes) == (3, 224, [])
 
 
-def test_pictures_that_do_not_suit_are_refused():
-    with pytest.raises(UserError, match="3 channels, not 1"):
-        build("squeezenet1_1", size=64, channels=1)
-    with pytest.raises(UserError, match="299 px, not 64"):
-        build("inception_v3", size=64)
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        ("squeezenet1_1", {"size": 64, "channels": 1}, "3 channels, not 1"),
+        ("inception_v3", {"size": 64}, "299 px, not 64"),
+        ("renset18", {}, 'did you mean "resnet18"?'),
+        ("torchvision:renset18", {}, 'did you mean "torchvision:resnet18"?'),
+        ("torchvision:mlp", {}, "torchvision:mlp"),
+        ("mlp", {"pretrained": True}, "no published weights"),
+    ],
+)
+def test_what_cannot_be_is_refused(name: str, options: dict, words: str):
+    with pytest.raises(UserError) as caught:
+        build(name, **options)
+    assert words in str(caught.value)
 
 
 def test_the_networks_own_number_of_classes_wins():
@@ -100,18 +107,6 @@ def test_the_mlp_of_the_source_documents():
     assert sum(p.numel() for p in model.parameters()) == 784 * 256 + 256 + 256 * 10 + 10
     deep = build("mlp", arguments={"hidden": 5, "depth": 3, "dropout": 0.5})
     assert [layer.out_features for layer in deep if isinstance(layer, nn.Linear)] == [5, 5, 5, 4]
-
-
-@pytest.mark.parametrize("word", ["renset18", "torchvision:renset18"])
-def test_an_unknown_name_gets_a_suggestion(word: str):
-    with pytest.raises(UserError, match=word) as caught:
-        build(word)
-    assert f'did you mean "{word.replace("renset", "resnet")}"?' in str(caught.value)
-
-
-def test_our_own_networks_are_not_torchvisions():
-    with pytest.raises(UserError, match="torchvision:mlp"):
-        build("torchvision:mlp")
 
 
 @pytest.mark.parametrize(
@@ -201,9 +196,8 @@ def test_what_is_no_network_is_refused(user_file: Path, name: str, arguments: di
 
 
 def test_a_users_network_has_no_published_weights(user_file: Path):
-    for name in (f"{user_file}:Net", "mlp"):
-        with pytest.raises(UserError, match="no published weights"):
-            build(name, pretrained=True)
+    with pytest.raises(UserError, match="no published weights"):
+        build(f"{user_file}:Net", pretrained=True)
 
 
 MESHED = """

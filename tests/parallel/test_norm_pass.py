@@ -44,15 +44,20 @@ class Calls(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def trained(layer, images, group, slope, rows=1):
-    """Output, gradients and what was seen, of a copy of the layer; and the calls that it made."""
-    layer, images = copy.deepcopy(layer), images.clone(memory_format=torch.preserve_format).requires_grad_()
+def grouped(layer, count, group, rows=1):
+    """The groups of the layers in a network, of a micro-batch of `count` samples on one process."""
     groups, _ = group_batch_norms(layer)
     for one in groups.layers:
         one.rows_per_sample = rows
-    count = len(images) // rows
     share = BatchSharing(1, 0, group).micro_batches(count)[0][0]
     groups.begin_micro_batch(share.spans, share.shared_groups, count, count)
+    return groups
+
+
+def trained(layer, images, group, slope, rows=1):
+    """Output, gradients and what was seen, of a copy of the layer; and the calls that it made."""
+    layer, images = copy.deepcopy(layer), images.clone(memory_format=torch.preserve_format).requires_grad_()
+    groups = grouped(layer, len(images) // rows, group, rows)
     with Calls() as calls:
         output = layer(images)
         output.backward(slope)
@@ -220,9 +225,7 @@ def test_gradients_and_their_gradients_are_those_of_the_function(affine):
 def test_frozen_parameters_and_an_input_without_gradient_get_none():
     layer = nn.BatchNorm1d(3).train()
     layer.weight.requires_grad_(False)
-    groups, _ = group_batch_norms(layer)
-    share = BatchSharing(1, 0, 4).micro_batches(12)[0][0]
-    groups.begin_micro_batch(share.spans, share.shared_groups, 12, 12)
+    grouped(layer, 12, 4)
     layer(torch.randn(12, 3)).sin().sum().backward()
     assert layer.weight.grad is None
     assert layer.bias.grad is not None
@@ -283,11 +286,9 @@ def test_compiled_it_is_the_same(count, group):
     found = []
     for compiles in (False, True):
         model, values = copy.deepcopy(layer), images.clone().requires_grad_()
-        groups, _ = group_batch_norms(model)
+        groups = grouped(model, count, group)
         if compiles:
             model.compile(dynamic=False, fullgraph=True)
-        share = BatchSharing(1, 0, group).micro_batches(count)[0][0]
-        groups.begin_micro_batch(share.spans, share.shared_groups, count, count)
         output = model(values)
         output.backward(slope)
         found.append({"output": output.detach(), "input": values.grad, "weight": model[0].weight.grad,
@@ -302,9 +303,7 @@ def test_what_comes_behind_may_change_the_output_in_place():
     found = []
     for inplace in (False, True):
         model = nn.Sequential(copy.deepcopy(layer), nn.ReLU(inplace=inplace))
-        groups, _ = group_batch_norms(model)
-        share = BatchSharing(1, 0, 4).micro_batches(12)[0][0]
-        groups.begin_micro_batch(share.spans, share.shared_groups, 12, 12)
+        grouped(model, 12, 4)
         values = images.double().requires_grad_()
         model(values).backward(slope.double())
         found.append(values.grad)
@@ -315,9 +314,7 @@ def test_what_comes_behind_may_change_the_output_in_place():
 @pytest.mark.parametrize("rows", [99, 101, 103])
 def test_rows_that_are_not_the_samples_are_refused_also_where_they_are_put_in_another_order(rows):
     layer = nn.BatchNorm1d(4).train()
-    groups, _ = group_batch_norms(layer)
-    share = BatchSharing(1, 0, 7).micro_batches(100)[0][0]
-    groups.begin_micro_batch(share.spans, share.shared_groups, 100, 100)
+    groups = grouped(layer, 100, 7)
     assert not groups.ordered
     with pytest.raises(UserError, match=f"has {rows} rows"):
         layer(torch.randn(rows, 4))

@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from manyhands.core.errors import UserError
@@ -24,19 +24,12 @@ def test_all_are_timed_in_turns_and_the_first_round_is_not_counted():
     assert seconds == {"a": [4, 9, 10], "b": [5, 8, 11], "c": [6, 7, 12]}
 
 
-@given(times, st.floats(1.04, 50))
-def test_a_plan_that_is_always_faster_is_chosen_however_the_machine_slows(base, gain):
-    seconds = {DATA_PARALLEL: base, "cut": [value / gain for value in base]}
-    pick = pick_measured(seconds)
-    assert pick.name == "cut"
-    assert float(pick.reason.split("measured ")[1].split("x")[0]) == pytest.approx(gain, abs=0.006)
-
-
-@given(times, st.floats(0.1, 1.02))
-def test_a_plan_that_is_slower_or_hardly_faster_is_not(base, gain):
+@given(times, st.one_of(st.floats(1.04, 50), st.floats(0.1, 1.02)))
+def test_a_plan_that_is_always_clearly_faster_is_chosen_however_the_machine_slows(base, gain):
     pick = pick_measured({DATA_PARALLEL: base, "cut": [value / gain for value in base]})
-    assert pick.name == DATA_PARALLEL
+    assert pick.name == ("cut" if gain > 1.03 else DATA_PARALLEL)
     assert "cut" in pick.reason
+    assert float(pick.reason.split("measured ")[1].split("x")[0]) == pytest.approx(gain, abs=0.006)
 
 
 @given(times, st.permutations(["a", "b", "c"]), st.randoms())
@@ -63,8 +56,10 @@ def test_too_few_rounds_are_refused(seconds):
         pick_measured(seconds)
 
 
-@pytest.mark.parametrize(("seconds", "chosen"), [(0.5, "cut"), (0.95, DATA_PARALLEL), (1.5, DATA_PARALLEL)])
-def test_predictions_must_promise_more(seconds, chosen):
-    pick = pick_predicted({DATA_PARALLEL: 1.0, "cut": seconds})
-    assert pick.name == chosen
+@given(st.floats(0.1, 2), st.floats(0, 1))
+def test_predictions_must_promise_more_than_they_and_timings_vary(seconds, doubtful):
+    slowest = max(1.1 * seconds, seconds + doubtful)
+    assume(abs(slowest - 1) > 1e-9)
+    pick = pick_predicted({DATA_PARALLEL: 1.0, "cut": seconds}, {"cut": doubtful})
+    assert pick.name == ("cut" if slowest < 1 else DATA_PARALLEL)
     assert pick.name in pick.reason

@@ -1,4 +1,7 @@
-"""Finding plans: never above those by hand, within memory, with pins kept, and data parallel where that wins."""
+"""Finding plans: never above those by hand, within memory, with pins kept, and data parallel where that wins.
+
+Fewer processes are recommended where they do as well, and never by less than what was timed varies.
+"""
 
 from dataclasses import replace
 
@@ -14,10 +17,10 @@ from manyhands.parallel.split.strategy import resolve
 from manyhands.planner.choose import DATA_PARALLEL
 from manyhands.planner.collectives import shares
 from manyhands.planner.cost import Setting, Work, sketch
-from manyhands.planner.find import GAP, SearchRequest, digest, find, one_weird_trick
+from manyhands.planner.find import GAP, SearchRequest, digest, enough, fewer_counts, find, one_weird_trick
 from manyhands.planner.links import links_of
 from manyhands.planner.solve import NoPlanError, evaluate, solve_all
-from manyhands.planner.timing import OpTimes
+from manyhands.planner.timing import OpTimes, Timing
 from manyhands.sync.link_speeds import LinkSpeed
 from tests.planner.nets import chain, choices_of, graph_of, heavy, mesh_of
 
@@ -25,8 +28,11 @@ HEAVY, CHAIN = graph_of(heavy()), graph_of(chain(), channels=4)
 RESNET = graph_of(zoo.resnet18(), 64)
 
 
-def slow(mesh):
-    return links_of(mesh, per_machine=1, between=LinkSpeed(12.5e6, 1e-4))
+def links_at(bytes_per_s, latency_s=1e-4, *work_s):
+    return lambda mesh: links_of(mesh, per_machine=1, between=LinkSpeed(bytes_per_s, latency_s, *work_s))
+
+
+slow = links_at(12.5e6)
 
 
 @pytest.mark.parametrize("sizes", [(2,), (4,), (2, 2), (4, 2), (2, 2, 2)])
@@ -166,3 +172,76 @@ def test_finalists_hold_data_parallel_and_the_best():
     assert len(names) == 3
     pinned = find(HEAVY, replace(found.request, pins={"6": "o@tp"}), links=slow)
     assert DATA_PARALLEL not in [option.name for option in pinned.finalists()]
+
+
+def fewest(found, spread=0.0):
+    fewer = found.fewer(dict.fromkeys(fewer_counts(found.request.world_size)))
+    return enough(found, fewer, found.chosen.prediction.seconds, spread)
+
+
+def test_all_are_looked_at_while_they_are_few():
+    assert fewer_counts(2) == [1]
+    assert fewer_counts(4) == [1, 2, 3]
+    assert fewer_counts(12) == [1, 3, 6]
+
+
+def test_a_plan_that_sends_nothing_is_one_machine_s():
+    found = find(CHAIN, SearchRequest(4, 64), links=links_at(1e3))
+    assert found.chosen.prediction.sent_bytes == 0
+    count, why = fewest(found)
+    assert count == 1
+    assert "repeats every computation" in why
+
+
+@pytest.fixture(scope="module")
+def slow_data():
+    """A search for four processes on a slow link, of which data parallel is taken."""
+    found = find(HEAVY, SearchRequest(4, 64), links=links_at(1e4))
+    return replace(found, pick=replace(found.pick, name=DATA_PARALLEL))
+
+
+def test_on_a_fast_link_all_are_needed_and_on_a_slow_one_fewer_do(slow_data):
+    assert fewest(find(CHAIN, SearchRequest(4, 64), links=links_at(1e15)))[0] == 0
+    count, why = fewest(slow_data)
+    assert (count, "one process" in why) == (1, True)
+
+
+def test_nothing_is_recommended_by_less_than_what_was_timed_varies(slow_data):
+    found = slow_data
+    alone = found.fewer({1: None})
+    as_fast = alone[0].prediction.seconds
+    assert enough(found, alone, as_fast, spread=0.0)[0] == 1
+    assert enough(found, alone, as_fast, spread=0.2)[0] == 0
+
+
+def test_of_fewer_processes_a_clearly_faster_number_goes_before_a_smaller_one(slow_data):
+    found = slow_data
+    one, two = found.fewer({1: None, 2: None})
+
+    def taken(two_s, spread=0.0):
+        pair = [
+            replace(option, prediction=replace(one.prediction, compute_seconds=took_s))
+            for option, took_s in ((one, 1.0), (two, two_s))
+        ]
+        return enough(found, pair, 5.0, spread)
+
+    assert taken(0.6)[0] == 2
+    assert taken(0.6)[1].startswith("data parallel on 2 takes 600 ms per step, while data parallel on 4 takes 5 s")
+    assert taken(0.95)[0] == taken(1.2)[0] == 1
+    assert taken(0.8, spread=0.25)[0] == 1
+
+
+def test_a_share_that_was_timed_scales_all_plans_alike():
+    plain = find(CHAIN, SearchRequest(4, 64))
+    timed = find(CHAIN, SearchRequest(4, 64), share=Timing(7.0, 0.25))
+    assert timed.options[0].prediction.compute_seconds == pytest.approx(7.0)
+    assert timed.spread == 0.25
+    scale = 7.0 / plain.options[0].prediction.compute_seconds
+    (scaled,), (estimated,), (own,) = timed.fewer({1: None}), plain.fewer({1: None}), timed.fewer({1: Timing(20.0)})
+    assert scaled.prediction.compute_seconds == pytest.approx(scale * estimated.prediction.compute_seconds)
+    assert own.prediction.compute_seconds == 20.0
+
+
+def test_work_hides_behind_nothing():
+    idle, busy = (find(HEAVY, SearchRequest(2, 4096), links=links_at(1e9, 1e-5, *work)) for work in ((), (1e-9, 1e-6)))
+    assert busy.options[0].prediction.gradient_seconds > idle.options[0].prediction.gradient_seconds

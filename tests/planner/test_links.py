@@ -8,7 +8,7 @@ from manyhands.core.errors import UserError
 from manyhands.core.mesh import make_mesh
 from manyhands.core.quantities import parse_bandwidth, parse_memory, short_time
 from manyhands.planner.links import links_of
-from manyhands.sync.link_speeds import LinkSpeed, fitted_link, link_seconds, sent_bytes, through_ssh
+from manyhands.sync.link_speeds import LinkSpeed, fitted_link, link_seconds, sent_bytes, through_ssh, work_seconds
 
 kinds = st.sampled_from(("all_reduce", "all_gather", "reduce_scatter", "all_to_all"))
 sizes, group = st.integers(1, 1 << 32), st.integers(1, 64)
@@ -48,6 +48,12 @@ def test_a_link_is_found_again_from_its_points(kind, processes, link, small):
     assert found.latency_s == pytest.approx(link.latency_s, rel=1e-3, abs=1e-7)
 
 
+def test_work_is_within_the_time_of_a_collective():
+    free, working = LinkSpeed(1e9, 1e-5), LinkSpeed(1e9, 1e-5, work_s_per_byte=1e-9, work_s_per_message=1e-6)
+    assert work_seconds("all_reduce", 3, 1e8, free) == 0
+    assert 0 < work_seconds("all_reduce", 3, 1e8, working) <= link_seconds("all_reduce", 3, 1e8, working)
+
+
 def test_points_that_fall_give_a_link_without_latency():
     assert fitted_link("all_gather", 2, ((1.0, 3.0), (100.0, 2.0))) == LinkSpeed(25.0, 0.0)
     with pytest.raises(ValueError, match="can't compute a link speed"):
@@ -72,37 +78,34 @@ def test_inner_axes_lie_within_a_machine():
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"),
+    ("parse", "text", "expected"),
     [
-        ("1gbit", 125e6),
-        ("10 mbit", 1.25e6),
-        ("100Mbit/s", 12.5e6),
-        ("100mbits", 12.5e6),
-        ("8GB/s", 8e9),
-        ("1.5GiB/s", 1.5 * 2**30),
+        (parse_bandwidth, "1gbit", 125e6),
+        (parse_bandwidth, "10 mbit", 1.25e6),
+        (parse_bandwidth, "100Mbit/s", 12.5e6),
+        (parse_bandwidth, "100mbits", 12.5e6),
+        (parse_bandwidth, "8GB/s", 8e9),
+        (parse_bandwidth, "1.5GiB/s", 1.5 * 2**30),
+        (parse_memory, "14GiB", 14 << 30),
+        (parse_memory, "500MB", 500_000_000),
+        (parse_memory, "2 kib", 2048),
+        (parse_memory, "77", 77),
     ],
 )
-def test_speeds(text, expected):
-    assert parse_bandwidth(text) == expected
+def test_amounts(parse, text, expected):
+    assert parse(text) == expected
 
 
-@pytest.mark.parametrize("text", ["", "fast", "8gb", "8Gb/s", "0gbit", "-1gbit", "1e9", "12", "1 furlong"])
-def test_speeds_that_are_none(text):
-    with pytest.raises(UserError, match="not a link speed"):
-        parse_bandwidth(text)
+WRONG = {
+    parse_bandwidth: ["", "fast", "8gb", "8Gb/s", "0gbit", "-1gbit", "1e9", "12", "1 furlong"],
+    parse_memory: ["", "much", "0GiB", "-1GiB", "1gbit", "14G"],
+}
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"), [("14GiB", 14 << 30), ("500MB", 500_000_000), ("2 kib", 2048), ("77", 77)]
-)
-def test_memory(text, expected):
-    assert parse_memory(text) == expected
-
-
-@pytest.mark.parametrize("text", ["", "much", "0GiB", "-1GiB", "1gbit", "14G"])
-def test_memory_that_is_none(text):
-    with pytest.raises(UserError, match="not an amount"):
-        parse_memory(text)
+@pytest.mark.parametrize(("parse", "text"), [(parse, text) for parse, texts in WRONG.items() for text in texts])
+def test_amounts_that_are_none(parse, text):
+    with pytest.raises(UserError, match="not a link speed" if parse is parse_bandwidth else "not an amount"):
+        parse(text)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from manyhands.core.errors import UserError
-from manyhands.planner.solve import Edge, NoPlanError, OpCost, Problem, Program, evaluate, solve_all, too_large
+from manyhands.planner.solve import Edge, NoPlanError, OpCost, Problem, Program, evaluate, solve_all
 
 numbers = st.integers(0, 40).map(lambda number: number / 8)
 costs = st.one_of(numbers, numbers, numbers, st.just(math.inf))
@@ -169,7 +169,7 @@ def test_too_little_memory_is_said_in_numbers():
     answers, least_bytes = solve_all([problem])
     assert (answers, least_bytes) == ([None], 4 << 30)
     with pytest.raises(NoPlanError, match="into 1 GiB per process; the smallest takes 4 GiB"):
-        raise too_large(1 << 30, least_bytes)
+        raise NoPlanError(1 << 30, least_bytes)
 
 
 def test_of_meshes_those_without_a_choice_are_left_out():

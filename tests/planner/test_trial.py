@@ -15,7 +15,7 @@ from manyhands.parallel.plan import Plan
 from manyhands.parallel.split.strategy import concise
 from manyhands.planner.choose import DATA_PARALLEL
 from manyhands.planner.trial import PlanCase, Runner, measure, verify
-from manyhands.worker.plan_search import case_of, picture
+from manyhands.worker.plan_search import case_of
 from tests.planner.nets import chain, graph_of, mesh_of, random_letters
 from tests.processes.ranks import run_on_ranks
 
@@ -140,7 +140,8 @@ def test_a_trial_computes_in_the_jobs_precision_and_micro_batches(precision, kin
     }
     job = load_job(flags | {"train.precision": precision}, environment={}).job
     network, seen = {"channels": 3, "size": 2, "classes": 16, "batch": 8}, []
-    case = replace(case_of(job, network, "cpu"), make=lambda: _Watched(seen).to(picture(job, network, "cpu").dtype))
+    case = case_of(job, network, "cpu")
+    case = replace(case, make=lambda: _Watched(seen).to(case.picture.dtype))
     runner = Runner(case, None, World())
     seen.clear()
     runner.update()

@@ -12,7 +12,7 @@ from manyhands.config.job import Job
 from manyhands.core.errors import UserError
 from manyhands.data.open import open_data
 from manyhands.data.options import DataOptions
-from manyhands.worker.preload import opened_ahead
+from manyhands.worker.entry import preload
 from tests.data.sets import write_idx
 
 
@@ -26,8 +26,7 @@ def _mnist(place):
 
 def _open_ahead(options, **more):
     job = Job(data=options)
-    with opened_ahead(orders_for(job, "train", "nowhere", Rendezvous((2,)), **more)):
-        pass
+    preload(orders_for(job, "train", "nowhere", Rendezvous((2,)), **more))
 
 
 def _in_a_child(check):

@@ -120,9 +120,9 @@ def _predict(job: "Job", first: int, last: int, flags: PlanFlags) -> int:
     from manyhands.report.growth import growth_table
     from manyhands.run.tasks import predict_growth
 
-    requested = {"first": first, "last": last, "measure": not flags.no_measure}
+    requested = {"world_size": last, "measure": not flags.no_measure}
     requested |= {"link": flags.link or "", "device_model": flags.device_model or ""}
-    growth = predict_growth(job, requested, flags.out, force=flags.force)
+    growth = predict_growth(job, first, requested, flags.out, force=flags.force)
     for note in growth.notes:
         say(note)
     wide(flags.to).print(growth_table(growth.rows))
@@ -152,7 +152,7 @@ def _search(job: "Job", processes: int, flags: PlanFlags, values: dict[str, Any]
         "device_model": flags.device_model or "",
     }
     out = flags.out or Path("plan.json")
-    planned, files = search_plan(job, requested, out, force=flags.force)
+    planned = search_plan(job, requested, out, force=flags.force)
     found, advice = planned.found, planned.advice
     for note in planned.notes:
         say(note)
@@ -161,9 +161,9 @@ def _search(job: "Job", processes: int, flags: PlanFlags, values: dict[str, Any]
         more.append(f"repeated timings on this machine differ by {found.spread:.0%}")
     show(answer, flags.to)
     wide(flags.to, _TABLE_WIDTH).print(candidates_table(planned.candidates, advice.name, "\n".join(more)))
-    show(f"wrote {files[0]} and {files[1]}", flags.to)
+    show(f"wrote {planned.files[0]} and {planned.files[1]}", flags.to)
     if flags.as_json:
-        show_json(planned.as_plain(files))
+        show_json(planned.as_plain())
     if not flags.verify:
         return EXIT_OK
     from manyhands.worker.plan_show import show_plan
@@ -193,7 +193,7 @@ def _show(path: Path, values: dict[str, Any], flags: PlanFlags) -> int:
     if flags.measure:
         from manyhands.planner.choose import pick_measured
 
-        seconds = run_by_agent(*shown.comparison())["seconds"]
+        seconds = run_by_agent(*shown.task(verify=False))["seconds"]
         for name, times in seconds.items():
             median = f"{statistics.median(times) * 1e3:8.1f} ms"
             show(f"{name:<15} {median} per update, median of {len(times)} rounds", flags.to)
@@ -230,7 +230,7 @@ def _print_plan(shown: "Shown") -> None:
 def _verify(shown: "Shown") -> int:
     from manyhands.run.tasks import run_by_agent
 
-    verification = run_by_agent(*shown.verification())["proofs"]["plan"]
+    verification = run_by_agent(*shown.task(verify=True))["proofs"]["plan"]
     what = f"largest difference {verification['worst']:.1e} of the largest value, in {verification['where']}"
     words = "computes the same as one process" if verification["holds"] else "DOES NOT compute the same as one process"
     how = f"({verification['compared']} tensors, float64)"

@@ -82,7 +82,7 @@ def describe(loaded: LoadedJob) -> list[str]:
         work = [f"would run {shlex.join(job.run.script)}"]
     else:
         check_names(job)
-        from manyhands.worker.check import describe_data
+        from manyhands.worker.launcher import describe_data
 
         data, too_large = describe_data(job)
         if too_large:
@@ -113,7 +113,7 @@ def _on_this_machine(job: Job) -> str:
         return f"rank {found.rank} of {found.size}, {by}"
     count = place.processes
     if not count and not job.run.script:
-        from manyhands.worker.check import processes_here
+        from manyhands.worker.launcher import processes_here
 
         count = processes_here(job)
     processes = f"{count} process{'es' if count > 1 else ''}" if count else "one process, or one per accelerator"

@@ -418,15 +418,17 @@ class _Conversions:
         self, giver: Op, reader: Op, place: int, gives: Choices, reads: Choices
     ) -> tuple[Matrix, Matrix | None]:
         """Returns the conversion's seconds in both directions and its bytes, [choice of giver, choice of reader]."""
-        given = self._sides(giver, gives, lambda letters: output_layouts(giver, letters), "given")
-        wanted = self._sides(reader, reads, lambda letters: input_layouts(reader, letters, place), place)
+        given, wanted = self._layouts_of(giver, gives), self._layouts_of(reader, reads, place)
         size = float(giver.item_bytes * values(giver, self._setting.work.batch))
         return self._known_matrices(given, wanted, size, giver.trains and bool(reader.extents or reader.name == LOSS))
 
-    def _sides(self, op: Op, taken: Choices, layouts: Callable[[tuple[str, ...]], Both], what: Any) -> tuple[Both, ...]:
-        key = self._setting.work.signature(op.name), op.name == LOSS, taken, what
+    def _layouts_of(self, op: Op, taken: Choices, place: int | None = None) -> tuple[Both, ...]:
+        """Returns value's and gradient's layout of an op's output, or of the input at `place`, for each choice."""
+        key = self._setting.work.signature(op.name), op.name == LOSS, taken, place
         if key not in self._layouts:
-            self._layouts[key] = tuple(layouts(letters) for letters in taken)
+            self._layouts[key] = tuple(
+                output_layouts(op, letters) if place is None else input_layouts(op, letters, place) for letters in taken
+            )
         return self._layouts[key]
 
     def _matrices(

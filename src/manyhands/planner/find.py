@@ -3,7 +3,7 @@
 import hashlib
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,12 +20,11 @@ from manyhands.planner.choose import DATA_PARALLEL, LEAST_GAIN, LEAST_PREDICTED_
 from manyhands.planner.collectives import data_shares, shares
 from manyhands.planner.cost import Prediction, Setting, Work, predict, sketch
 from manyhands.planner.links import LinkSpeeds, links_of
-from manyhands.planner.solve import solve_all, too_large
+from manyhands.planner.solve import NoPlanError, solve_all
 from manyhands.planner.timing import OpTimes, Timing
 
 YOURS, TRICK = "yours", "one weird trick"
 GAP = 0.001
-MOST_AXES = 3
 _LARGE = 0.05  # linear layers with less than this fraction of the network's parameters gain nothing from sharding
 # Fraction of a backward pass that can hide communication: if cores compute or send, and if they do both.
 _OVERLAP_APART, _OVERLAP_TOGETHER = 0.7, 0.3
@@ -87,7 +86,7 @@ class SearchResult:
     request: SearchRequest
     notes: tuple[str, ...]  # messages about ops that could not be timed
     spread: float  # the relative variation of timings
-    fewer: Callable[[int], PlanCandidate]  # prices data parallel on another number of processes
+    data_parallel: Callable[[int], PlanCandidate]  # prices data parallel on another number of processes
 
     @property
     def chosen(self) -> PlanCandidate:
@@ -127,6 +126,15 @@ class SearchResult:
     def repicked(self, seconds: float) -> "SearchResult":
         """Returns the result with another time for data parallel, which depends on the sync method."""
         return replace(self, pick=_pick(self.options, self.request, self.spread, seconds))
+
+    def fewer(self, shares: Mapping[int, Timing | None]) -> tuple[PlanCandidate, ...]:
+        """Returns data parallel on fewer processes. `shares`: the measured time of one process's share, by count."""
+        found: list[PlanCandidate] = []
+        for count, share in shares.items():
+            one = self.data_parallel(count)
+            predicted = replace(one.prediction, compute_seconds=share.seconds) if share else one.prediction
+            found.append(replace(one, name=name_of(count), prediction=predicted))
+        return tuple(found)
 
     def finalists(self, count: int = 3) -> list[PlanCandidate]:
         """Returns the candidates to time: data parallel, the pinned plan, and the `count` best predicted others."""
@@ -245,7 +253,7 @@ class Pricing:
         """Returns the meshes with the pins' axes, and the pinned letters. Raises UserError: there is no such mesh."""
         request, graph, pins = self._request, self._graph, self._request.pins or {}
         # Larger axes come first; axes of equal size are interchangeable.
-        meshes = factorisations(request.world_size, MOST_AXES)
+        meshes = factorisations(request.world_size)
         meshes = [mesh for mesh in meshes if list(mesh.sizes) == sorted(mesh.sizes)[::-1]]
         found: list[tuple[Mesh, dict[str, dict[int, str]]]] = []
         refused: UserError | None = None
@@ -277,13 +285,13 @@ def _data_mesh(world_size: int) -> Mesh:
     return Mesh((("dp", world_size),))
 
 
-def factorisations(world_size: int, most_axes: int = 2) -> list[Mesh]:
+def factorisations(world_size: int) -> list[Mesh]:
     """Returns all meshes of `world_size` processes with axes named dp, tp and tp2, each longer than one."""
     names = ("dp", "tp", "tp2")
     divisors = [size for size in range(2, world_size + 1) if world_size % size == 0]
     found = [
         Mesh(tuple(zip(names, sizes, strict=False)))
-        for count in range(1, min(most_axes, len(names)) + 1)
+        for count in range(1, len(names) + 1)
         for sizes in itertools.product(divisors, repeat=count)
         if math.prod(sizes) == world_size
     ]
@@ -336,7 +344,7 @@ def _pick(
         able[DATA_PARALLEL] = data_seconds
     if not able:
         least_bytes = min(least_bytes, *(one.prediction.memory_bytes for one in options))
-        raise too_large(request.memory_limit_bytes or 0, least_bytes)
+        raise NoPlanError(request.memory_limit_bytes or 0, least_bytes)
     doubtful = {one.name: spread * one.prediction.compute_seconds for one in options}
     pick = pick_predicted(able, doubtful)
     if not options[0].allowed:
@@ -357,20 +365,6 @@ def fewer_counts(processes: int) -> list[int]:
 
 def name_of(processes: int) -> str:
     return "one process" if processes == 1 else f"{DATA_PARALLEL} on {processes}"
-
-
-def options_of(
-    counts: Iterable[int], price: Callable[[int], PlanCandidate], shares: Mapping[int, Timing] | None = None
-) -> list[PlanCandidate]:
-    """Returns data parallel on fewer processes. `shares`: measured times of one process's share, by process count."""
-    found = [replace(price(count), name=name_of(count)) for count in counts]
-    timed = shares or {}
-    return [
-        replace(one, prediction=replace(one.prediction, compute_seconds=timed[one.mesh.size].seconds))
-        if one.mesh.size in timed
-        else one
-        for one in found
-    ]
 
 
 def enough(found: SearchResult, fewer: Sequence[PlanCandidate], seconds: float, spread: float) -> tuple[int, str]:

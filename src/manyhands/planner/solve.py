@@ -83,7 +83,11 @@ class Solution:
 class NoPlanError(UserError):
     """No plan fits into memory."""
 
-    least_memory_bytes: float  # bytes of the smallest plan
+    def __init__(self, limit_bytes: float, least_bytes: float) -> None:
+        limit, least = f"{limit_bytes / _GIB:.4g} GiB", f"{least_bytes / _GIB:.4g} GiB"
+        hints = ("raise the memory limit", "use more processes", "or reduce the batch")
+        super().__init__(f"no plan fits into {limit} per process; the smallest takes {least}", "--memory", hints)
+        self.least_memory_bytes = least_bytes
 
 
 def evaluate(problem: Problem, choices: Sequence[int]) -> Solution:
@@ -350,16 +354,6 @@ def _least_memory_bytes(problem: Problem, deadline: float) -> float:
     ]
     smallest = Program(Problem(nodes, edges, names=problem.names)).solve(deadline, 0.0, _INF)
     return smallest.seconds if smallest else _INF
-
-
-def too_large(limit_bytes: float, least_bytes: float) -> NoPlanError:
-    error = NoPlanError(
-        f"no plan fits into {limit_bytes / _GIB:.4g} GiB per process; the smallest takes {least_bytes / _GIB:.4g} GiB",
-        "--memory",
-        ("raise the memory limit", "use more processes", "or reduce the batch"),
-    )
-    error.least_memory_bytes = least_bytes
-    return error
 
 
 def solve_all(

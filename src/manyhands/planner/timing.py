@@ -37,9 +37,6 @@ class Timing:
     # relative difference between the first-quartile repeat (at least the second) and the fastest; 0 for one repeat
     spread: float = 0.0
 
-    def times(self, factor: float) -> "Timing":
-        return Timing(self.seconds * factor, self.spread)
-
 
 def quickest(run: Callable[[], object], device: str, most: int, budget_s: float, *, busy: bool = False) -> Timing:
     """Times `run` at least once, after the caller has warmed it up. `busy`: other processes use this machine."""

@@ -204,21 +204,19 @@ _MOST_REPEATS = 7
 _MIN_SAMPLES = 2  # BatchNorm needs two samples for a variance
 
 
-def share_timing(
-    case: PlanCase, processes: int, threads: int = 0, micro_batch: int = 0, budget_s: float = 10.0
-) -> Timing:
+def share_timing(case: PlanCase, processes: int, threads: int = 0, budget_s: float = 10.0) -> Timing:
     """Times an update of the largest of `processes` shares in this process, at least once.
 
-    `threads`: CPU threads (0: unchanged). If `micro_batch` is not 0, one micro-batch is timed and scaled to the share.
+    `threads`: CPU threads (0: unchanged). If the case has micro-batches, one is timed and scaled to the share.
     """
     share = max(_MIN_SAMPLES, -(-case.batch // processes))
-    timed = min(share, max(_MIN_SAMPLES, micro_batch or share))
+    timed = min(share, max(_MIN_SAMPLES, case.micro_batch or share))
     device, before = str(case.picture.device), torch.get_num_threads()
     torch.set_num_threads(threads or before)
     try:
         runner, others = Runner(replace(case, batch=timed, micro_batch=0), None, World(device=device)), Others()
         runner.update()
         found = quickest(runner.update, device, _MOST_REPEATS, budget_s, busy=others.share() > BUSY)
-        return found.times(share / timed)
+        return Timing(found.seconds * (share / timed), found.spread)
     finally:
         torch.set_num_threads(before)

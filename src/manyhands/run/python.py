@@ -207,9 +207,9 @@ def fit(  # noqa: PLR0913 - all but three are named
     measured = {f"metric {name}": one for name, one in (objects.metrics or {}).items()}
     objects.digests = digest_objects(**live, network=objects.model, loss_weights=tuple(buffers()), **measured)
     if objects.model is not None:
-        from manyhands.worker.own_process import digest_of_network
+        from manyhands.worker.own_process import digest_trainable, digest_weights
 
-        objects.digests |= digest_of_network(objects.model)
+        objects.digests |= digest_trainable(objects.model) | digest_weights(objects.model)
 
     def digests() -> dict[str, str]:
         from manyhands.worker.own_process import digest_of_objects

@@ -8,7 +8,7 @@ import gc
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from manyhands.checkpoint.describe import is_pickled, open_description
 from manyhands.checkpoint.folders import choose
@@ -41,7 +41,7 @@ def evaluate_run(reference: Path, *, which: str, flags: Mapping[str, Any]) -> di
     `flags` are changes to the run's job, by dotted key. Returns plain data: checkpoint, data, count, loss, top1, top5,
     per_class and confusion; None on ranks other than 0. Raises ManyhandsError: the evaluation failed.
     """
-    from manyhands.worker.check import is_plain_folder
+    from manyhands.worker.launcher import is_plain_folder
 
     job, path = job_of(reference, flags), resolve_checkpoint(reference, which)
     given = [key for key, value in flags.items() if value is not None]
@@ -78,7 +78,7 @@ def evaluate_job(
     `given` are keys of options that the user changed; with `whole` all pictures of a plain folder are evaluated.
     """
     argument = {"checkpoint": str(path.resolve()) if path else "", "given": list(given), "whole": whole}
-    found = _in_group_or_started(job, "evaluate", argument)
+    found = _in_group_or_started(job, {"task": "evaluate", **argument})
     data = job.data.name if whole else f"the evaluation split of {job.data.name}"
     return {"checkpoint": str(path or ""), **found, "data": data} if found else None
 
@@ -152,14 +152,15 @@ def predict_files(
     job = load_job({"cluster.processes": processes, "cluster.device": device}).job
     if (processes or 1) > 1 or participate(job.cluster).process_info:
         named = [str(file.resolve()) for file in files]
-        argument = {"checkpoint": str(path.resolve()), "pictures": named, "model": model}
-        found = _in_group_or_started(job, "predict", argument)
+        argument = {"task": "predict", "checkpoint": str(path.resolve()), "pictures": named, "model": model}
+        found = _in_group_or_started(job, argument)
         yield from zip(files, found["guesses"], strict=True) if found else ()
     else:
-        from manyhands.worker.own_process import guess_files
+        from manyhands.worker.own_process import guess, open_trained
 
         device = "cpu" if job.cluster.device == "auto" else job.cluster.device
-        yield from zip(files, guess_files(path, files, model, device), strict=True)
+        trained = open_trained(path, model=model, device=device)
+        yield from zip(files, guess(trained, files, skip=True), strict=True)
 
 
 def list_pictures(named: Iterable[Path]) -> list[Path]:
@@ -188,9 +189,9 @@ def describe_checkpoint(reference: Path, *, which: str) -> dict[str, Any]:
     path = resolve_checkpoint(reference, which)
     if not is_pickled(path):
         return open_description(path, verified=path.is_dir()).as_plain()
-    from manyhands.worker.checkpoints import describe_file
+    from manyhands.worker.launcher import open_checkpoint
 
-    return describe_file(path)
+    return open_checkpoint(path).as_plain()
 
 
 def rewrite_checkpoint(reference: Path, target: Path, *, which: str, plan: Path | None = None) -> tuple[str, ...]:
@@ -198,24 +199,23 @@ def rewrite_checkpoint(reference: Path, target: Path, *, which: str, plan: Path 
 
     Returns sentences about omitted content. Raises ManyhandsError: the target exists, or the plan doesn't fit.
     """
-    from manyhands.worker.checkpoints import merge_file, read_network_layout, refuse_existing, reshard_file
+    from manyhands.worker.launcher import reshard, rewrite
 
-    refuse_existing(target)
-    layout = read_network_layout(plan) if plan else None
-    path = resolve_checkpoint(reference, which)
-    return reshard_file(path, target, layout) if layout else merge_file(path, target)
+    reshard.refuse_existing(target)
+    layout = reshard.read_network_layout(plan) if plan else None
+    return rewrite(resolve_checkpoint(reference, which), target, layout)
 
 
-def _in_group_or_started(job: Job, task: Literal["evaluate", "predict"], argument: dict[str, Any]) -> dict[str, Any]:
+def _in_group_or_started(job: Job, argument: dict[str, Any]) -> dict[str, Any]:
     """Runs a task in a launcher's group (a collective), or on new processes; returns {} on ranks other than 0."""
     process_info = train.place_of(job).process_info
     if process_info is None:
-        return run_by_agent(job, {"task": task, **argument})
-    from manyhands.worker.entry import TASKS
+        return run_by_agent(job, argument)
+    from manyhands.worker.entry import run_task
 
     with _private_folder() as folder:
         try:
-            found = TASKS[task](job, process_info, folder, argument, say)
+            found = run_task(job, process_info, folder, argument, say)
         except Failed as failed:
             raise as_error(failed.record) from failed.__cause__
     return found if process_info.rank == 0 else {}
@@ -255,9 +255,7 @@ def _no_garbage_collection() -> Iterator[None]:
 
 
 @_no_garbage_collection()
-def search_plan(
-    job: Job, requested: Mapping[str, Any], out: Path, *, force: bool
-) -> "tuple[Planned, tuple[Path, Path]]":
+def search_plan(job: Job, requested: Mapping[str, Any], out: Path, *, force: bool) -> "Planned":
     """Searches the plan for a job and writes it to `out`, with a picture in the same folder."""
     train.check_names(job)
     from manyhands.worker import plan_search
@@ -266,7 +264,7 @@ def search_plan(
 
 
 @_no_garbage_collection()
-def predict_growth(job: Job, requested: Mapping[str, Any], out: Path | None, *, force: bool) -> "Growth":
+def predict_growth(job: Job, first: int, requested: Mapping[str, Any], out: Path | None, *, force: bool) -> "Growth":
     """Predicts throughput, efficiency and cost of a job for several numbers of machines, and draws them to `out`."""
     from manyhands.report.growth import draw_growth, refuse_file
 
@@ -274,7 +272,7 @@ def predict_growth(job: Job, requested: Mapping[str, Any], out: Path | None, *, 
         refuse_file(out, force=force)
     from manyhands.worker import plan_growth
 
-    growth = plan_growth.predict_growth(job, requested)
+    growth = plan_growth.predict_growth(job, first, requested)
     if out is not None:
         draw_growth(growth.rows, growth.title, out)
     return growth

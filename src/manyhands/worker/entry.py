@@ -1,10 +1,12 @@
-"""The entry point of worker processes: joins the group, runs a task, and leaves."""
+"""The entry point of worker processes: joins the group, runs a task, and leaves; and imports before the fork."""
 
 import functools
+import importlib
 import os
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -17,19 +19,18 @@ from manyhands.cluster.agents.worker_start import take_orders, wait_for_editor, 
 from manyhands.cluster.failures import Failed
 from manyhands.config.job import Job
 from manyhands.core import terminal
-from manyhands.core.errors import EXIT_FAILED
+from manyhands.core.errors import EXIT_FAILED, RunError
 from manyhands.core.files import private_files
 from manyhands.core.run_folder import RunFolder
 from manyhands.core.stops import ended_where_deaf
 from manyhands.core.world import ProcessInfo
+from manyhands.data.known import is_published
 from manyhands.parallel.group.heartbeat import HEARTBEAT_FILE, rescue_path
 from manyhands.parallel.options import USUAL_MODE
 from manyhands.train.journal import Journal, RunContext
 from manyhands.worker.member import MET, OUR_HEAD, GroupMember, Say, share_folder, shared_options
 from manyhands.worker.run_metadata import write_metadata
 
-# takes (job, process info, run folder, argument, say); returns plain data
-Task = Callable[[Job, ProcessInfo, RunFolder, dict[str, Any], Say], dict[str, Any]]
 NUMBERS = 10_000  # more than fits into a packet, and few even for a slow link
 
 
@@ -49,7 +50,7 @@ def work(orders: Orders, scratch: str, agent: int) -> dict[str, Any]:
         notify = functools.partial(Journal(folder, 0).event, "note") if process_info.local_rank == 0 else terminal.say
     try:
         with private_files():
-            return TASKS[argument["task"]](job, process_info, folder, argument, notify)
+            return run_task(job, process_info, folder, argument, notify)
     except Failed as failed:
         raise SystemExit(failed.record.exit_code) from None
 
@@ -226,17 +227,23 @@ def _check_sum(_job: Job, world: Any, argument: dict[str, Any]) -> dict[str, Any
     return {"seconds": time.monotonic() - argument["joining_since"]}
 
 
-def _in_group(
-    function: Callable[[Job, Any, dict[str, Any]], dict[str, Any]],
-    phase: str,
-    job: Job,
-    process_info: ProcessInfo,
-    folder: RunFolder,
-    argument: dict[str, Any],
-    say: Say,
+# By task: its function, and the phase in failure records; None: the task's action, links, measure or verify.
+_TASKS: dict[str, tuple[Callable[[Job, Any, dict[str, Any]], dict[str, Any]], str | None]] = {
+    "evaluate": (_evaluate, "evaluate"),
+    "predict": (_predict, "predict"),
+    "plan": (_try_plans, None),
+    "add-up": (_check_sum, "doctor"),
+}
+
+
+def run_task(
+    job: Job, process_info: ProcessInfo, folder: RunFolder, argument: dict[str, Any], say: Say
 ) -> dict[str, Any]:
-    """Joins the group, runs a task, and leaves. Raises Failed after it recorded an error."""
-    mine = GroupMember(process_info, folder, phase or str(argument["action"]))
+    """Joins the group, runs `argument["task"]`, and leaves. Raises Failed after it recorded an error."""
+    if argument["task"] == "train":
+        return train_here(job, process_info, folder, argument, say)
+    function, phase = _TASKS[argument["task"]]
+    mine = GroupMember(process_info, folder, phase or argument["action"])
     argument = {**argument, "joining_since": time.monotonic()}
     try:
         return function(job, mine.join(job, shared_options(job), say).world, argument)
@@ -246,11 +253,41 @@ def _in_group(
         mine.give_back()
 
 
-# The texts are phases in failure records; by default, the phase is the task's action: links, measure or verify.
-TASKS: dict[str, Task] = {
-    "train": train_here,
-    "evaluate": functools.partial(_in_group, _evaluate, "evaluate"),
-    "predict": functools.partial(_in_group, _predict, "predict"),
-    "plan": functools.partial(_in_group, _try_plans, ""),
-    "add-up": functools.partial(_in_group, _check_sum, "doctor"),
-}
+def import_training() -> None:
+    """Imports the modules that every training worker needs."""
+    needed = ("train.build", "train.loop", "worker.run_metadata", f"parallel.modes.{USUAL_MODE}")
+    for name in needed:
+        importlib.import_module(f"manyhands.{name}")
+
+
+def preload(orders: Orders | None = None) -> None:
+    """Imports the training modules; the precision measurement and torchvision only if workers may need them.
+
+    Meanwhile, a thread unpacks the workers' published data set. An import of torchvision, and with it torch's compiler,
+    takes as long as an import of torch. Raises RunError if torchvision can't be imported.
+    """
+    job = Job.model_validate(orders.argument["job"]) if orders else None
+    with ThreadPoolExecutor(1, "opens the data") as pool:
+        named = orders and orders.argument["task"] == "train" and not orders.argument.get("objects")
+        if job and named and is_published(job.data.name) and not job.data.held_out:
+            pool.submit(importlib.import_module("manyhands.data.open").open_ahead, job.data)
+        import_training()
+        if job is None or job.train.measured_precision:
+            importlib.import_module("manyhands.train.precision")
+        if orders is None or job is None or not _needs_no_torchvision(orders, job):
+            try:
+                importlib.import_module("torchvision")
+            except Exception as error:
+                from manyhands.cluster.doctor.facts import torchvision_misfit
+
+                what = torchvision_misfit() or f"torchvision can't be imported: {type(error).__name__}: {error}"
+                raise RunError(what, sys.executable, ("run manyhands doctor to see what to install",)) from error
+
+
+def _needs_no_torchvision(orders: Orders, job: Job) -> bool:
+    """Returns True if network, data and optimizer are built in, and gradients are averaged in shared memory."""
+    from manyhands.models.build import is_custom
+
+    own = is_custom(job.model.name) and is_published(job.data.name) and job.train.built_in and not job.train.compile
+    through_memory = job.parallel.mode == USUAL_MODE and job.parallel.shared_memory
+    return orders.argument["task"] == "train" and own and through_memory and len(orders.rendezvous.sizes) == 1

@@ -4,7 +4,6 @@ import os
 import socket
 import time
 import traceback
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +19,6 @@ from manyhands.parallel.gradients import AUTOCAST
 from manyhands.parallel.group.rendezvous import PeerFailure
 
 if TYPE_CHECKING:
-    from manyhands.data.transforms import Batch
     from manyhands.train.trainer import Trainer
 
 # Errors of torch that report the loss of a peer, and are therefore consequences.
@@ -110,12 +108,12 @@ def explain_memory(error: BaseException, trainer: "Trainer | None") -> RunError:
     options, evaluating = trainer.job.train, trainer.heartbeats.phase == "evaluate"
     if evaluating:
         taken = options.evaluate_batch
-        fits = _largest_that_fits(trainer, taken, _try_evaluation)
+        fits = _largest_that_fits(trainer, taken, evaluating=True)
         hints = [f"reduce the batch: --set train.evaluate_batch={fits}"] if fits else []
     else:
         share = max(trainer.feed.samples_of_each())
         taken = min(options.micro_batch or share, share)
-        fits = _largest_that_fits(trainer, taken, _try_update)
+        fits = _largest_that_fits(trainer, taken, evaluating=False)
         hints = [f"add --set train.micro_batch={fits}; the global batch stays {options.batch}"] if fits else []
         if fits and trainer.network.norms.layers and isinstance(options.norm_group, int) and fits < options.norm_group:
             hints.append(f"also add --set train.norm_group={max(2, fits)}: a BatchNorm group must fit a micro-batch")
@@ -128,14 +126,22 @@ def explain_memory(error: BaseException, trainer: "Trainer | None") -> RunError:
     )
 
 
-def _largest_that_fits(trainer: "Trainer", taken: int, attempt: "Callable[[Trainer, Batch], object]") -> int:
+def _largest_that_fits(trainer: "Trainer", taken: int, *, evaluating: bool) -> int:
     """Halves the pass until it fits; returns 0 if no pass fits, or if a pass needs other processes."""
-    size = taken // 2 if not trainer.network.share.collective_forward else 0
+    from manyhands.train.trial_step import StepProbe
+
+    model, size = trainer.network.model, taken // 2 if not trainer.network.share.collective_forward else 0
     while size >= 1:
         trainer.updater.optimizer.zero_grad(set_to_none=True)
         try:
             samples = torch.arange(size) % trainer.feed.order.length
-            attempt(trainer, next(iter(trainer.feed.loader.batches(0, [samples]))))
+            batch = next(iter(trainer.feed.loader.batches(0, [samples])))
+            if evaluating:
+                model.eval()
+                with torch.inference_mode(), trainer.updater.gradients.autocast():
+                    model(batch.images)
+            else:  # the size that fits depends on the precision
+                StepProbe(model, trainer.updater.loss_fn, trainer.job.train, trainer.world).run(batch)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 return 0
@@ -146,19 +152,6 @@ def _largest_that_fits(trainer: "Trainer", taken: int, attempt: "Callable[[Train
         finally:
             trainer.updater.optimizer.zero_grad(set_to_none=True)
     return 0
-
-
-def _try_update(trainer: "Trainer", batch: "Batch") -> None:
-    from manyhands.train.trial_step import StepProbe
-
-    # The size that fits depends on the precision.
-    StepProbe(trainer.network.model, trainer.updater.loss_fn, trainer.job.train, trainer.world).run(batch)
-
-
-def _try_evaluation(trainer: "Trainer", batch: "Batch") -> None:
-    trainer.network.model.eval()
-    with torch.inference_mode(), trainer.updater.gradients.autocast():
-        trainer.network.model(batch.images)
 
 
 def leave_record(record: Failure, folder: RunFolder) -> Failure:

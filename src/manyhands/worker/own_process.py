@@ -1,7 +1,7 @@
 """Sessions and trained networks of the Python interface, in the user's process."""
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +23,12 @@ from manyhands.train.data_setup import digest_data, digest_trainable, digest_wei
 from manyhands.train.objects import Objects
 from manyhands.train.session import Session
 from manyhands.train.state import load_snapshot
-from manyhands.train.trained import Guesses, guess, open_trained
+from manyhands.train.trained import guess, open_trained
 from manyhands.worker.member import GroupMember, share_folder, shared_options
 from manyhands.worker.run_metadata import write_metadata
 
-__all__ = ["as_picture", "existing_process_info", "guess", "guess_files", "load_weights", "open_trained", "opened"]
+__all__ = ["as_picture", "digest_of_objects", "digest_trainable", "digest_weights", "existing_process_info"]
+__all__ += ["guess", "load_weights", "open_trained", "opened"]
 
 _IN_ORDER = {None, 0, EXIT_SAVED}  # exit codes of a user's loop that are no failure
 
@@ -78,16 +79,6 @@ def load_weights(model: nn.Module, run: Path) -> None:
         note_trained_on(model, record.pictures, record.classes)
 
 
-def digest_of_network(model: nn.Module) -> dict[str, str]:
-    """Returns digests of the names of a network's trainable parameters, and of its initial weights."""
-    return digest_trainable(model) | digest_weights(model)
-
-
 def digest_of_objects(job: Job, objects: Objects) -> dict[str, str]:
     """Returns digests of data sets passed as objects; empty without them."""
     return digest_data(open_splits(job, World(), objects)) if objects.train_set is not None else {}
-
-
-def guess_files(path: Path, files: Sequence[Path], model: str | None, device: str) -> Iterator[Guesses | str]:
-    """Predicts the classes of each picture with a checkpoint; yields a message for an unreadable picture."""
-    return guess(open_trained(path, model=model, device=device), files, skip=True)

@@ -10,10 +10,9 @@ from manyhands.config.job import Job
 from manyhands.core.errors import UserError
 from manyhands.planner.find import Pricing
 from manyhands.planner.timing import OpTimes, Timing
-from manyhands.sync.choose import EXACT
 from manyhands.sync.link_speeds import LinkSpeed
 from manyhands.worker.plan_advice import sync_seconds, sync_taken, sync_words
-from manyhands.worker.plan_search import JobCase, PlanRequest, case_to_plan, make_links
+from manyhands.worker.plan_search import JobCase, case_to_plan, make_links, parse_request
 
 _BUDGET_S, _EACH_S, _ROUNDS = 60.0, 1.0, 3  # seconds for timing all shares of an update, and for each share; rounds
 
@@ -34,15 +33,13 @@ class Growth:
         return {**self.about, "rows": self.rows, "notes": self.notes}
 
 
-def predict_growth(job: Job, requested: Mapping[str, Any]) -> Growth:
+def predict_growth(job: Job, first: int, requested: Mapping[str, Any]) -> Growth:
     """Predicts throughput, efficiency and cost for several numbers of machines with one process each.
 
-    `requested` has the keys "first" and "last" (numbers of machines), and "link", "measure" and "device_model" of
-    `PlanRequest`. Raises UserError if a request can't be satisfied.
+    `first` and `requested["world_size"]` are the smallest and the largest number; see `case_to_plan`. Raises UserError
+    if a request can't be satisfied.
     """
-    first, last = requested["first"], requested["last"]
-    request = PlanRequest(last, **{key: value for key, value in requested.items() if key not in {"first", "last"}})
-    case = case_to_plan(job, request)
+    last, case = requested["world_size"], case_to_plan(job, requested)
     if (between := case.between) is None:
         hints = ("set the link speed: --link 1gbit", "or choose one number of processes: -n 4")
         raise UserError("predictions for several numbers of machines need the link speed", "--link", hints)
@@ -61,7 +58,7 @@ def predict_growth(job: Job, requested: Mapping[str, Any]) -> Growth:
         "data": case.job.data.name,
         "precision": case.job.train.precision,
         "device": case.device,
-        "link": request.link or case.job.sync.link,
+        "link": requested["link"] or case.job.sync.link,
         "measured": case.measured,
         "spread": round(max((one.spread for one in timed.values() if one), default=0.0), 3),
     }
@@ -80,31 +77,26 @@ def _shares(case: JobCase, sizes: Mapping[int, int]) -> dict[int, Timing | None]
     Each time is the median of interleaved rounds, because the load varies. `sizes` maps samples per machine to the
     number of machines.
     """
-    began_s = time.monotonic()
-    points: dict[int, list[Timing]] = {}
+    began_s, points, least = time.monotonic(), dict[int, list[Timing]](), 0
     for samples, count in sorted(sizes.items()):
-        least = max(points, default=0)
         # One pass to warm up, and one to be timed.
         expected_s = 2 * samples * points[least][0].seconds / least if least else 0.0
         if time.monotonic() - began_s + expected_s > _BUDGET_S:
             break
         if (timed := case.share(count, _EACH_S)) is None:
             return dict.fromkeys(sizes)
-        points[samples] = [timed]
+        points[samples], least = [timed], samples
     round_s = time.monotonic() - began_s
-    for number in range(1, _ROUNDS):
-        if (number + 1) * round_s > _BUDGET_S:
-            break
+    for _ in range(1, min(_ROUNDS, int(_BUDGET_S / round_s))):
         for samples, taken in points.items():
             taken.append(case.share(sizes[samples], _EACH_S) or taken[0])
-    known = [(samples, _middle(taken)) for samples, taken in points.items()]
+    known: list[tuple[int, Timing]] = []
+    for samples, taken in points.items():
+        seconds = [one.seconds for one in taken]
+        middle = statistics.median(seconds)
+        varied = (max(seconds) - min(seconds)) / middle
+        known.append((samples, Timing(middle, max(varied, *(one.spread for one in taken)))))
     return {samples: dict(known).get(samples) or _beyond(known, samples) for samples in sizes}
-
-
-def _middle(taken: Sequence[Timing]) -> Timing:
-    seconds = sorted(one.seconds for one in taken)
-    middle = statistics.median(seconds)
-    return Timing(middle, max((seconds[-1] - seconds[0]) / middle, *(one.spread for one in taken)))
 
 
 def _beyond(points: Sequence[tuple[int, Timing]], samples: int) -> Timing:
@@ -119,7 +111,7 @@ def _rows(case: JobCase, shares: dict[int, Timing | None], link: LinkSpeed) -> l
     times, links, rows = OpTimes(case.here, 0.0, rates=case.rates), make_links(link, link), list[dict[str, Any]]()
     batch, samples = case.network["batch"], case.network["samples"]
     for count, share in shares.items():
-        wanted = PlanRequest(count).as_search(case.job, batch, case.device)
+        wanted = parse_request(case.job, batch, case.device, world_size=count)
         option = Pricing(case.graph, wanted, times, links, share).data_parallel(count)
         sync = case.sync_methods(option, links, link)
         seconds = sync_seconds(sync) or option.prediction.seconds
@@ -131,7 +123,7 @@ def _rows(case: JobCase, shares: dict[int, Timing | None], link: LinkSpeed) -> l
                 "samples": -(-batch // count),
                 "step_ms": round(seconds * 1e3, 3),
                 "compute_ms": round(option.prediction.compute_seconds * 1e3, 3),
-                "sync": sync_words(taken) if (taken := sync_taken(sync)) else EXACT,
+                "sync": sync_words(sync_taken(sync)),
                 "images_per_s": batch / seconds,
                 "epoch_s": epoch_s,
                 "process_hours": count * epoch_s / 3600,

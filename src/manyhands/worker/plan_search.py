@@ -3,7 +3,7 @@
 import copy
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from manyhands.planner.choose import DATA_PARALLEL, pick_measured
 from manyhands.planner.collectives import STATISTICS
 from manyhands.planner.device_models import DeviceModel, device_model
 from manyhands.planner.explain import draw_plan
-from manyhands.planner.find import LinksOf, PlanCandidate, SearchRequest, SearchResult, fewer_counts, find, options_of
+from manyhands.planner.find import LinksOf, PlanCandidate, SearchRequest, SearchResult, fewer_counts, find
 from manyhands.planner.links import links_of, work_of_sums
 from manyhands.planner.timing import OpTimes, Timing
 from manyhands.planner.trial import PlanCase, measure, share_timing, verify
@@ -67,17 +67,11 @@ def network_of(job: Job, world: World | None = None, objects: Objects | None = N
     return {**sizes, "batch": min(job.train.batch, samples), "samples": samples}
 
 
-def picture(job: Job, network: dict[str, Any], device: str) -> Tensor:
-    """Returns one sample with arbitrary values."""
-    kind = torch.float64 if job.train.precision == "fp64" else torch.float32
-    return torch.zeros(network["channels"], network["size"], network["size"], dtype=kind, device=device)
-
-
-def graph_of(model: nn.Module, sample: Tensor, *, cross_entropy: bool = True) -> Graph:
-    """Returns the ops of a network in training mode, with grouped BatchNorm layers."""
+def graph_of(model: nn.Module, case: PlanCase) -> Graph:
+    """Returns the ops of a case's network in training mode, with grouped BatchNorm layers."""
     group_batch_norms(model)
-    graph = describe_network(model, sample)
-    if not cross_entropy:
+    graph = describe_network(model, case.picture)
+    if not case.cross_entropy:
         graph.keep_classes()
     return graph
 
@@ -90,11 +84,12 @@ def norm_group(job: Job, batch: int) -> int:
 
 def case_of(job: Job, network: dict[str, Any], device: str, objects: Objects | None = None) -> PlanCase:
     """Returns a case that runs updates of a job on random samples."""
-    own, batch = objects or Objects(), network["batch"]
+    own, batch, side = objects or Objects(), network["batch"], network["size"]
     options = job.train.model_copy(update={"lr": 1e-6})
+    kind = torch.float64 if job.train.precision == "fp64" else torch.float32
     return PlanCase(
         make=lambda: make_network(job, network, device),
-        picture=picture(job, network, device),
+        picture=torch.zeros(network["channels"], side, side, dtype=kind, device=device),
         classes=network["classes"],
         batch=batch,
         loss_fn=make_loss_fn(job.train, own.loss),
@@ -108,25 +103,20 @@ def case_of(job: Job, network: dict[str, Any], device: str, objects: Objects | N
     )
 
 
-@dataclass(frozen=True)
-class PlanRequest:
-    """The user's request for a plan, as text."""
+def parse_request(job: Job, batch: int, device: str, *, mesh: str = "", memory: str = "", **more: Any) -> SearchRequest:
+    """Returns the request for a search. Raises UserError if it is invalid.
 
-    world_size: int  # processes
-    mesh: str = ""  # such as dp=2,tp=2; empty: all meshes
-    pins: Mapping[str, str] = field(default_factory=dict[str, str])  # strategies by op
-    memory: str = ""  # memory per process, such as 14GiB; empty: no limit
-    link: str = ""  # between any two processes, such as 1gbit; empty: within one machine
-    fill: str = "search"  # "search" or "data", for ops without a pin
-    measure: bool = True  # time ops and the best plans on this machine
-    device_model: str = ""  # the device, if it isn't on this machine; nothing is then measured
-
-    def as_search(self, job: Job, batch: int, device: str) -> SearchRequest:
-        """Returns the parsed request. Raises UserError if it is invalid."""
-        mesh = parse_mesh(self.mesh, "--mesh") if self.mesh else None
-        memory, group = parse_memory(self.memory) if self.memory else None, norm_group(job, batch)
-        more = {"accelerator": not device.startswith("cpu"), "fill": self.fill}
-        return SearchRequest(self.world_size, batch, mesh, self.pins, memory, group, slots_of(job.train), **more)
+    `mesh`, such as dp=2,tp=2, and `memory` per process, such as 14GiB, may be empty; `more`: fields of SearchRequest.
+    """
+    return SearchRequest(
+        batch=batch,
+        mesh=parse_mesh(mesh, "--mesh") if mesh else None,
+        memory_limit_bytes=parse_memory(memory) if memory else None,
+        norm_group=norm_group(job, batch),
+        slots=slots_of(job.train),
+        accelerator=not device.startswith("cpu"),
+        **more,
+    )
 
 
 def make_links(within: LinkSpeed, between: LinkSpeed | None) -> LinksOf:
@@ -170,20 +160,22 @@ class JobCase:
 
     @functools.cached_property
     def graph(self) -> Graph:
-        sample = picture(self.job, self.network, self.here)
-        return graph_of(self._model, sample, cross_entropy=self.job.train.loss == "cross-entropy")
+        return graph_of(self._model, self._case)
 
     @functools.cached_property
     def _model(self) -> nn.Module:
-        return make_network(self.job, self.network, self.here)
+        return self._case.make()
+
+    @functools.cached_property
+    def _case(self) -> PlanCase:
+        return case_of(self.job, self.network, self.here)
 
     def share(self, processes: int, budget_s: float = _SHARE_S) -> Timing | None:
         """Measures the time of one process's share of an update that is divided among `processes`."""
         if not self.measured:
             return None
         threads = self.job.cluster.threads or (0 if self.between else max(1, torch.get_num_threads() // processes))
-        case = case_of(self.job, self.network, self.device)
-        return share_timing(case, processes, threads, self.job.train.micro_batch, budget_s)
+        return share_timing(self._case, processes, threads, budget_s)
 
     def fewer(self, found: SearchResult) -> tuple[PlanCandidate, ...]:
         """Returns data parallel on fewer processes; without measurements, only if these don't share CPU cores."""
@@ -191,9 +183,7 @@ class JobCase:
         apart = self.between is not None or self.device != "cpu"
         if found.request.pins or not (apart or self.measured):
             return ()
-        counts = fewer_counts(found.request.world_size)
-        timed = {count: self.share(count, _FEWER_S) for count in counts}
-        return tuple(options_of(counts, found.fewer, {count: one for count, one in timed.items() if one}))
+        return found.fewer({count: self.share(count, _FEWER_S) for count in fewer_counts(found.request.world_size)})
 
     def worked(self, link: LinkSpeed) -> LinkSpeed:
         """Returns the link with the CPU time that messages take on each process."""
@@ -228,19 +218,23 @@ class JobCase:
         return as_plain(choose(case, job.sync, without=ruled_out(job, USUAL_MODE)), case, job.sync.method)
 
 
-def case_to_plan(job: Job, request: PlanRequest) -> JobCase:
-    """Reads a job's data and the speed of the links. Raises UserError if one of them is missing or invalid."""
+def case_to_plan(job: Job, requested: Mapping[str, Any]) -> JobCase:
+    """Reads a job's data and the speed of the links. Raises UserError if one of them is missing or invalid.
+
+    `requested`: world_size; measure (time ops and the best plans on this machine); link (between any two processes,
+    such as 1gbit, or "" within one machine); device_model (if the device isn't on this machine; nothing is measured).
+    """
     check_method(job.sync.method)
-    modelled = device_model(request.device_model) if request.device_model else None
-    device = modelled.name if modelled else device_kind(job.cluster.device, request.world_size)
+    modelled = device_model(requested["device_model"]) if requested["device_model"] else None
+    device = modelled.name if modelled else device_kind(job.cluster.device, requested["world_size"])
     if not modelled:
         require_device(device, "for other devices, estimate with --device-model h100 (a100, 910b, rtx4090 …)")
     network = network_of(job)
-    link, where = (request.link, "--link") if request.link else (job.sync.link, "sync.link")
+    link, where = (requested["link"], "--link") if requested["link"] else (job.sync.link, "sync.link")
     between = named_link(link, where) if link else None
     if between and job.cluster.through_ssh:
         between = through_ssh(between)
-    return JobCase(job, network, device, between, modelled, request.measure and not modelled)
+    return JobCase(job, network, device, between, modelled, requested["measure"] and not modelled)
 
 
 def find_plan(  # noqa: PLR0913 - each is one wish
@@ -284,15 +278,17 @@ def find_plan(  # noqa: PLR0913 - each is one wish
     samples = given.train.batch if job is not None and not batch else samples
     pins = dict(pin) if pin is not None else parse_pins(options.pin)
     memory, link = memory or options.memory, link or options.link
-    request = PlanRequest(world_size, str(mesh or options.mesh), pins, memory, link, "search", measure)
     device = next((str(one.device) for one in model.parameters()), "cpu")
+    limits = {"mesh": str(mesh or options.mesh), "memory": memory}
+    request = parse_request(given, samples, device, **limits, world_size=world_size, pins=pins)
+    request = replace(request, norm_group=0)
     training = model.training
     _, restore = group_batch_norms(model)
     try:
         graph = describe_network(model.train(), sample[0] if batched else sample)
         times = OpTimes(device, TIMES_BUDGET_S if measure else 0.0)
         links = make_links(WITHIN_A_MACHINE, named_link(link) if link else None)
-        return find(graph, replace(request.as_search(given, samples, device), norm_group=0), times, links).plan
+        return find(graph, request, times, links).plan
     finally:
         restore()
         model.train(training)
@@ -308,6 +304,7 @@ class Planned:
     sync: dict[str, Any]  # see `JobCase.sync_methods`
     fewer: tuple[PlanCandidate, ...]  # data parallel on fewer processes
     advice: Advice  # the recommended plan, with the reason
+    files: tuple[Path, Path]  # of the plan and of its picture
 
     @property
     def candidates(self) -> list[PlanCandidate]:
@@ -336,27 +333,26 @@ class Planned:
         }
         return replace(plan, about={**plan.about, **said, NETWORK: {**own, **data}, "sync": self.sync})
 
-    def as_plain(self, files: tuple[Path, Path]) -> dict[str, Any]:
+    def as_plain(self) -> dict[str, Any]:
         """Returns the result as JSON data, with the paths of plan and picture."""
-        return {"plan": str(files[0]), "picture": str(files[1]), **self.plan.as_plain()}
+        return {"plan": str(self.files[0]), "picture": str(self.files[1]), **self.plan.as_plain()}
 
 
-def search_plan(
-    job: Job, requested: Mapping[str, Any], out: Path, run_task: RunTask, *, force: bool
-) -> tuple[Planned, tuple[Path, Path]]:
+def search_plan(job: Job, requested: Mapping[str, Any], out: Path, run_task: RunTask, *, force: bool) -> Planned:
     """Searches for a job's plan, times the best plans here if requested and possible, and writes plan and picture.
 
-    Raises ManyhandsError if a request can't be satisfied, timing failed, or a file would be overwritten.
+    `requested`: see `case_to_plan`, and mesh, pins, memory and fill ("search" or "data", for ops without a pin). Raises
+    ManyhandsError if a request can't be satisfied, timing failed, or a file would be overwritten.
     """
-    request = PlanRequest(**{**requested, "pins": parse_pins(requested["pins"])})
-    case = case_to_plan(job, request)
-    if case.modelled:
-        request = replace(request, memory=request.memory or str(case.modelled.memory_bytes))
-    wanted = request.as_search(job, case.network["batch"], case.device)
+    world_size, case = requested["world_size"], case_to_plan(job, requested)
+    memory = requested["memory"] or (str(case.modelled.memory_bytes) if case.modelled else "")
+    more: dict[str, Any] = {key: requested[key] for key in ("mesh", "world_size", "fill")}
+    more |= {"memory": memory, "pins": parse_pins(requested["pins"])}
+    wanted = parse_request(job, case.network["batch"], case.device, **more)
     drawing = _check_free(out, force=force)
-    case = case.resolved(request.world_size)
+    case = case.resolved(world_size)
     apart, graph = case.between is not None, case.graph
-    together = case.measured and not apart and 1 < request.world_size <= MOST_TIMED
+    together = case.measured and not apart and 1 < world_size <= MOST_TIMED
     if case.between:
         link = case.between
     elif together:
@@ -366,7 +362,7 @@ def search_plan(
     link = case.worked(link)
     links = make_links(link, link if apart else None)
     times = OpTimes(case.here, TIMES_BUDGET_S if case.measured else 0.0, rates=case.rates)
-    found = find(graph, wanted, times, links, case.share(request.world_size))
+    found = find(graph, wanted, times, links, case.share(world_size))
     notes = (*case.said, *times.notes, *times.doubts(), *found.notes, *graph.notes)
     fewer = case.fewer(found)
     plans = found.plans_of(found.finalists())
@@ -376,13 +372,13 @@ def search_plan(
     sync = case.sync_methods(found.options[0], links, link)
     if not found.pick.measured_seconds and (seconds := sync_seconds(sync)):
         found = found.repicked(seconds)
-    planned = Planned(found, case, notes, sync, fewer, advised(found, sync, fewer, apart=apart))
+    planned = Planned(found, case, notes, sync, fewer, advised(found, sync, fewer, apart=apart), (out, drawing))
     plan, letters = planned.plan, found.chosen.letters
     _check_free(out, force=force)  # another search may have ended meanwhile
     out.parent.mkdir(parents=True, exist_ok=True)
     write_plan_record(out, plan.record())
     draw_plan({name: letters[name] for name in graph.ops if name in letters}, plan.mesh, drawing)
-    return planned, (out, drawing)
+    return planned
 
 
 def with_processes(job: Job, count: int) -> Job:
@@ -462,8 +458,9 @@ def _search(job: Job, world: World, case: PlanCase, link: LinkSpeed) -> dict[str
     """Searches for plans on rank 0 (see `broadcast_result`) and returns the result as plain data."""
     options = job.parallel
     pins = plan_of(options, world.size).ops if options.pin or options.full_batch else {}
-    wanted = PlanRequest(world.size, options.mesh, pins, options.memory).as_search(job, case.batch, world.device)
-    graph = graph_of(case.make(), case.picture, cross_entropy=case.cross_entropy)
+    limits = {"mesh": options.mesh, "memory": options.memory}
+    wanted = parse_request(job, case.batch, world.device, **limits, world_size=world.size, pins=pins)
+    graph = graph_of(case.make(), case)
     times = OpTimes(world.device, TIMES_BUDGET_S if options.measure else 0.0)
     found = find(graph, wanted, times, make_links(link, named_link(options.link) if options.link else None))
     finalists, limit = found.finalists(), wanted.memory_limit_bytes

@@ -1,7 +1,7 @@
 """Shows plan files op by op, and creates the tasks that verify or time them."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ from manyhands.planner.choose import DATA_PARALLEL
 from manyhands.planner.collectives import GRADIENTS, STATISTICS, Collective, PlannedUpdate, collectives, shares
 from manyhands.planner.cost import parameter_bytes, piece_shape
 from manyhands.planner.find import digest
-from manyhands.train.precision import make_network
 from manyhands.worker import plan_search
 
 
@@ -44,17 +43,14 @@ class Shown:
     def as_plain(self) -> dict[str, Any]:
         return {**self.plan.as_plain(), "rows": [asdict(row) for row in self.rows], "notes": self.notes}
 
-    def verification(self) -> tuple[Job, dict[str, Any]]:
-        """Returns the job with the plan's processes, and the task that compares the plan's results with one process."""
-        return self._with_task(plan_search.VERIFY, {})
+    def task(self, *, verify: bool) -> tuple[Job, dict[str, Any]]:
+        """Returns the job with the plan's processes, and a task that runs the plan.
 
-    def comparison(self) -> tuple[Job, dict[str, Any]]:
-        """Returns the job, and the task that times the plan and data parallel in turns."""
-        return self._with_task(plan_search.MEASURE, {DATA_PARALLEL: None})
-
-    def _with_task(self, action: str, plans: dict[str, Any]) -> tuple[Job, dict[str, Any]]:
+        The task compares the plan's results with one process, or times the plan and data parallel in turns.
+        """
         content = self.plan.as_plain()
         plan = {key: content[key] for key in ("format", "mesh", "default", "ops")}  # layouts follow from these
+        action, plans = (plan_search.VERIFY, {}) if verify else (plan_search.MEASURE, {DATA_PARALLEL: None})
         job = plan_search.with_processes(self.job, self.plan.mesh.size)
         return job, plan_search.plan_task(action, self.network, {**plans, "plan": plan})
 
@@ -66,13 +62,14 @@ def show_plan(path: Path, flags: Mapping[str, Any]) -> Shown:
     """
     plan = read_plan(path)
     job, network = _remade(plan, flags, str(path))
-    graph = plan_search.graph_of(make_network(job, network, "cpu"), plan_search.picture(job, network, "cpu"))
+    case = plan_search.case_of(job, network, "cpu")
+    graph = plan_search.graph_of(case.make(), replace(case, cross_entropy=True))
     letters, notes = resolve(plan, graph, str(path)), list(graph.notes)
     known = plan.about.get("graph", {})
     if isinstance(known, dict) and known.get("sha") not in {None, digest(graph)}:
         notes.append("the network changed after the plan was made; the plan's strategies still apply")
     batch = network["batch"]
-    share = shares(batch, plan_search.norm_group(job, batch))
+    share = shares(batch, case.norm_group)
     sent: dict[str, list[Collective]] = {}
     for one in collectives(PlannedUpdate(graph, letters, plan.mesh, batch, share, plan.mesh.size - 1)):
         sent.setdefault(one.op or one.when, []).append(one)

@@ -30,7 +30,7 @@ from manyhands.cluster.agents import folders, protocol
 from manyhands.cluster.agents.connection import Wire
 from manyhands.cluster.agents.early import EARLY
 from manyhands.cluster.agents.mirror import Receiver, Sender
-from manyhands.cluster.agents.protocol import ELASTIC, PRELOAD, Orders
+from manyhands.cluster.agents.protocol import ELASTIC, WORKER, Orders
 from manyhands.cluster.doctor.findings import FactsWanted
 from manyhands.cluster.doctor.probe import Probe
 from manyhands.cluster.messages import Call, Message, perform, remote, reply_to
@@ -284,7 +284,7 @@ def import_early() -> None:
     """Imports modules for workers, then moves the output to the log that the launcher names, or exits with it."""
     with contextlib.suppress(Exception):  # a failed import fails again, and is reported, at its first use
         importlib.import_module(ELASTIC)
-        importlib.import_module(PRELOAD).import_training()
+        importlib.import_module(WORKER).import_training()
     path = b""
     while not path.endswith(b"\0"):
         if not (read := os.read(0, 1)):  # byte by byte, because messages follow the path

@@ -32,7 +32,7 @@ from manyhands.cluster.agents import protocol
 from manyhands.cluster.agents.connection import Wire
 from manyhands.cluster.agents.folders import Term, hold_as_agent, term_in
 from manyhands.cluster.agents.heartbeats import HeartbeatMonitor, Leaving, MemoryKills
-from manyhands.cluster.agents.protocol import PRELOAD, SCRIPT, WORKER, Orders
+from manyhands.cluster.agents.protocol import SCRIPT, WORKER, Orders
 from manyhands.cluster.hosts.inventory import Rendezvous
 from manyhands.cluster.messages import Message
 from manyhands.core.devices import device_kind
@@ -263,7 +263,7 @@ def prepare(device: str) -> tuple[str, int]:
     """Imports the modules that CPU workers need; returns the device type and the number of devices."""
     kind, count = devices_here(device, 1)
     if kind == "cpu":
-        importlib.import_module(PRELOAD).preload()
+        importlib.import_module(WORKER).preload()
     return kind, count
 
 
@@ -277,9 +277,7 @@ def devices_here(wanted: str, processes: int) -> tuple[str, int]:
 def preload(orders: Orders) -> None:
     """Imports the modules that forked workers need, and opens their data."""
     if not orders.script and devices_here(orders.device, sum(orders.rendezvous.sizes))[0] == "cpu":
-        ours = importlib.import_module(PRELOAD)
-        with ours.opened_ahead(orders):
-            ours.preload(orders)
+        importlib.import_module(WORKER).preload(orders)
 
 
 def _resolve_devices(orders: Orders, listener: socket.socket | None) -> Orders:

@@ -128,7 +128,7 @@ class RunOpened:
 
 # Modules of higher packages, by name: a worker's task, a worker's user script, and the imports that CPU workers need
 # before they are forked.
-WORKER, SCRIPT, PRELOAD = "manyhands.worker.entry", "manyhands.worker.script", "manyhands.worker.preload"
+WORKER, SCRIPT = "manyhands.worker.entry", "manyhands.worker.script"
 ELASTIC = "manyhands.cluster.agents.elastic"  # starts and watches workers; imports torch
 
 

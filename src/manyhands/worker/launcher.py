@@ -1,7 +1,11 @@
-"""Checks of a job's data and processes before a start that need torch."""
+"""What the launcher's own process does with torch: checks of a job before a start, and rewriting checkpoints."""
 
 from pathlib import Path
 
+from manyhands.checkpoint import reshard
+from manyhands.checkpoint.describe import NetworkLayout
+from manyhands.checkpoint.read import open_checkpoint
+from manyhands.checkpoint.snapshot import EXTRA_STATE
 from manyhands.config.job import Job
 from manyhands.core.errors import UserError
 from manyhands.data.folder import list_folder
@@ -10,7 +14,7 @@ from manyhands.data.open import is_plain_folder, open_data
 from manyhands.data.order import batch_noted
 from manyhands.data.splits import describe_samples
 
-__all__ = ["describe_data", "is_plain_folder", "processes_here"]
+__all__ = ["describe_data", "is_plain_folder", "open_checkpoint", "processes_here", "reshard", "rewrite"]
 
 
 def describe_data(job: Job) -> tuple[str, str]:
@@ -40,3 +44,20 @@ def processes_here(job: Job) -> int:
     from manyhands.cluster.agents.elastic import devices_here  # imports torch's elastic agent
 
     return devices_here(job.cluster.device, 1)[1]
+
+
+def rewrite(path: Path, target: Path, layout: NetworkLayout | None) -> tuple[str, ...]:
+    """Writes a checkpoint folder with another sharding, or unsharded; returns sentences about omitted content."""
+    source = open_checkpoint(path, verified=path.is_dir(), wanted=layout.layouts if layout else ())
+    if layout:
+        reshard.reshard(source, target, layout)
+        return source.notes
+    reshard.merge(source, target)
+    notes = list(source.notes)
+    if source.optimizer is not None and reshard.is_single_file(target):
+        notes.append("the optimizer state is omitted: the file holds only weights")
+    if EXTRA_STATE in source.state and target.name.endswith(reshard.SAFETENSORS):
+        notes.append(
+            "the modules' extra state is omitted: .safetensors files hold only tensors (do: choose a .pth file)"
+        )
+    return tuple(notes)

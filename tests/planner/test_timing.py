@@ -1,13 +1,15 @@
-"""Times of ops: measured once, kept, and estimated where the budget is used up."""
+"""Times of ops, measured once, kept, and estimated where the budget is used up; and of a share of an update."""
 
 import json
 import time
 
 import pytest
 import torch
+from torch import nn
 
 from manyhands.planner import timing
 from manyhands.planner.timing import MOST_DAYS, OpTimes, Others, quickest
+from manyhands.planner.trial import PlanCase, share_timing
 
 
 @pytest.fixture(autouse=True)
@@ -89,17 +91,6 @@ def test_a_broken_file_is_noted_and_begun_anew(tmp_path, broken):
     assert OpTimes(folder=tmp_path).notes == []
 
 
-@pytest.mark.parametrize("value", ["fast", -1, None, True, float("nan")])
-def test_times_that_are_none_are_not_used(tmp_path, value):
-    op, times = Op(), OpTimes(folder=tmp_path)
-    times.seconds("a", op.make, 1, 1)
-    times.save()
-    content = json.loads(times.file.read_text())
-    content["times"]["a"]["seconds"] = value
-    times.file.write_text(json.dumps(content))
-    assert '"a" has no time' in OpTimes(folder=tmp_path).notes[0]
-
-
 def _kept(folder, **changed):
     """A file with one op that was measured, but for what is changed."""
     op, times = Op(), OpTimes(folder=folder)
@@ -108,6 +99,12 @@ def _kept(folder, **changed):
     content = json.loads(times.file.read_text())
     content["times"]["a"] |= {"seconds": 7.0, "spread": 0.25, "busy": 0.0, "at": time.time(), **changed}
     times.file.write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize("value", ["fast", -1, None, True, float("nan")])
+def test_times_that_are_none_are_not_used(tmp_path, value):
+    _kept(tmp_path, seconds=value)
+    assert '"a" has no time' in OpTimes(folder=tmp_path).notes[0]
 
 
 def test_old_times_are_measured_anew(tmp_path):
@@ -152,3 +149,40 @@ def test_on_a_busy_machine_processor_time_counts_on_one_thread(busy):
     assert (found.seconds < 0.01) == busy
     assert set(seen) == {1 if busy else before}
     assert torch.get_num_threads() == before
+
+
+class _Watched(nn.Module):
+    """Remembers how many samples it was given, and on how many threads."""
+
+    def __init__(self, seen):
+        super().__init__()
+        self.linear = nn.Linear(12, 5)
+        self.seen = seen
+
+    def forward(self, pictures):
+        self.seen.append((len(pictures), torch.get_num_threads()))
+        return self.linear(pictures.flatten(1))
+
+
+def _case(seen, batch, micro_batch=0):
+    def loss_fn(logits, labels):
+        return nn.functional.cross_entropy(logits, labels, reduction="sum"), logits
+
+    return PlanCase(lambda: _Watched(seen), torch.zeros(3, 2, 2), 5, batch, loss_fn, micro_batch=micro_batch)
+
+
+@pytest.mark.parametrize(
+    ("batch", "processes", "micro_batch", "passed"),
+    [(24, 3, 0, 8), (25, 3, 0, 9), (24, 3, 4, 4), (24, 3, 100, 8), (3, 3, 0, 2)],
+)
+def test_the_largest_share_is_timed_or_one_pass_of_it(batch, processes, micro_batch, passed):
+    seen, before = [], torch.get_num_threads()
+    assert share_timing(_case(seen, batch, micro_batch), processes, before + 1).seconds > 0
+    assert set(seen) == {(passed, before + 1)}
+    assert torch.get_num_threads() == before
+
+
+def test_without_a_budget_it_is_timed_once():
+    seen = []
+    share_timing(_case(seen, 8), 2, budget_s=0.0)
+    assert len(seen) == 2
