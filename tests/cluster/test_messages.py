@@ -25,7 +25,7 @@ from manyhands.cluster.agents.connection import (
     stir,
 )
 from manyhands.cluster.agents.early import AGENT
-from manyhands.cluster.agents.machines import _open, _start, open_here
+from manyhands.cluster.agents.machines import _start, open_here
 from manyhands.cluster.agents.protocol import (
     FilePiece,
     OpenRun,
@@ -189,7 +189,8 @@ def test_an_agent_refuses_what_it_cannot_understand_and_goes_on(tmp_path):
 def test_an_agent_of_another_version_is_told_from_one_that_is_not_there(tmp_path):
     said = '{"kind": "error", "id": 1, "what": "do"}'
     other = f"import sys; sys.stdin.readline(); print({said!r}, flush=True); input()"
-    connection: AgentConnection = _open([sys.executable, "-c", other], Machine("n2"), tmp_path / "log", here=False)
+    log = tmp_path / "log"
+    connection = AgentConnection(Machine("n2"), _start([sys.executable, "-c", other], log), log, here=False)
     try:
         with pytest.raises(MisunderstoodError, match=rf"n2: .* version unknown, expected {VERSION}"):
             connection.ask(HELLO, 30)
