@@ -89,7 +89,9 @@ def forked(*arguments, cwd=None, **variables):
 @functools.cache
 def _import_all():
     """Imports once what each fork, its agent and its workers would import."""
-    names = "cli.train run.train worker.entry models.build models.architectures.mlp data.datasets.published train.precision"
+    names = (
+        "cli.train run.train worker.entry models.build models.architectures.mlp data.datasets.published train.precision"
+    )
     for name in (ELASTIC, "torchvision", *(f"manyhands.{each}" for each in names.split())):
         importlib.import_module(name)
     import_training()
@@ -107,8 +109,8 @@ class _ForkedAgents(subprocess.Popen):
 def _end_with(call, variables):
     """Runs a function in a fork, which ends with it.
 
-    The fork closes what the tests' own process has open, subprocess's pipe among it. A test in this process may have had
-    multiprocessing start its tracker, whose pipe is closed here too.
+    The fork closes what the tests' own process has open, subprocess's pipe among it, and that of multiprocessing's
+    tracker, which a test in this process may have had started.
     """
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))
     vars(resource_tracker._resource_tracker).update(_fd=None, _pid=None)
@@ -117,7 +119,8 @@ def _end_with(call, variables):
     warnings.resetwarnings()
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # as any Python does, and subprocess undoes
     subprocess.Popen = _ForkedAgents
-    sys.stdin, sys.stdout, sys.stderr = (open(number, mode, 1, closefd=False) for number, mode in enumerate("rww"))
+    streams = (open(number, mode, 1, closefd=False) for number, mode in enumerate("rww"))  # noqa: SIM115
+    sys.stdin, sys.stdout, sys.stderr = streams
     code = 1
     try:
         call()
@@ -178,6 +181,11 @@ def inside(*arguments):
     return Ended(ended.value.code or 0, *(stream.buffer.getvalue().decode() for stream in (out, err)))
 
 
+def alone(*arguments):
+    """Trains within this process, as the only one of a group."""
+    return inside(*arguments, *QUICK, "--init", f"file://{Path.cwd()}/meet", "--world-size", 1, "--rank", 0)
+
+
 def words(given):
     """What is typed, as a list of words: text has spaces between them, lists and paths are taken as they are."""
     for each in given:
@@ -190,7 +198,7 @@ def words(given):
 def done(*given, by=forked, code=0, **others):
     """Runs a command to the end that is expected of it."""
     ended = by(*words(given), **others)
-    ended = ended if by is inside else finish(ended)
+    ended = ended if isinstance(ended, Ended) else finish(ended)
     assert ended.code == code, ended.err
     return ended
 

@@ -12,7 +12,7 @@ import manyhands
 from manyhands.core.errors import UserError
 from manyhands.report.read import read_run
 from manyhands.report.summary import result_lines
-from tests.e2e.command import run
+from tests.e2e.command import done, read
 
 pytestmark = pytest.mark.timeout(300)
 IMAGES = torch.rand(50, 1, 8, 8, generator=torch.Generator().manual_seed(1))
@@ -86,7 +86,7 @@ def test_the_best_epoch_is_the_best_by_the_figure_that_is_named(best, tmp_path):
     assert name != "size" or wanted == (0 if way == "lowest" else 3)
     assert told.best == told.evaluations[wanted]
     assert told.test.step == told.best.step
-    found = json.loads((told.path / "evaluations" / "best.json").read_text())
+    found = read(told.path, "evaluations/best.json")
     assert (found["step"], found["metrics"]) == (told.best.step, told.best.metrics)
     kept = manyhands.evaluate(manyhands.load(told).network, DATA, metrics={"size": size})
     assert kept.metrics["size"] == pytest.approx(told.best.metrics["size"], rel=1e-6)
@@ -161,35 +161,31 @@ lr = 1e-6
 def test_a_job_names_files_of_the_users_and_every_command_shows_the_figures():
     Path("own.py").write_text(OWN)
     Path("job.toml").write_text(JOB)
-    ended = run("train", "job.toml", "--out", "two", "-n", 2, "--set", "run.report=false", "--json")
-    assert ended.code == 0, ended.err
+    ended = done("train job.toml --out two -n 2 --set run.report=false --json")
     final = manyhands.Run(Path("two"), "finished").final
     assert final.metrics["plain_loss"] == pytest.approx(final.loss, rel=1e-6)
     assert final.top1 < final.metrics["top3"] < final.top5
     assert json.loads(ended.out)["final_metrics"] == final.metrics
     assert f"top3={final.metrics['top3']:.3f}" in ended.err
-    assert {"own.py:top3", "own.py:plain_loss"} <= json.loads(Path("two/network.json").read_text())["code"].keys()
+    assert {"own.py:top3", "own.py:plain_loss"} <= read("two/network.json")["code"].keys()
     Path("own.py").write_text(OWN.replace("topk(3", "topk(2"))
-    again = run("eval", "two", "--json")
+    again = done("eval two --json")
     assert "own.py, as" in again.err
     assert "CHANGED since training" in again.err
     found = json.loads(again.out)
     assert found["metrics"]["top3"] < final.metrics["top3"]
-    assert f"plain_loss {found['loss']:.3f}" in run("eval", "two").out
+    assert f"plain_loss {found['loss']:.3f}" in done("eval two").out
 
 
 @pytest.mark.slow
 def test_a_run_whose_metric_was_an_object_says_so():
     told = manyhands.fit("mlp", "synthetic:60x1x8x8x10", metrics={"third": top3}, out="run", **OPTIONS)
-    refused = run("resume", told.path, "--epochs", 2)
-    assert refused.code == 2
+    refused = done("resume", told.path, "--epochs 2", code=2)
     assert "this run's metric third was a Python object" in refused.err
-    shown = run("eval", told.path)
-    assert shown.code == 0, shown.err
+    shown = done("eval", told.path)
     assert "skipping the metric third, which was a Python object" in shown.err
     Path("own.py").write_text(OWN)
-    more = run("resume", told.path, "--epochs", 2, "--set", 'train.metrics=["own.py:top3"]')
-    assert more.code == 0, more.err
+    done("resume", told.path, '--epochs 2 --set train.metrics=["own.py:top3"]')
     assert manyhands.Run(told.path, "finished").final.metrics.keys() == {"top3"}
 
 

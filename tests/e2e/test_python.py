@@ -19,7 +19,8 @@ import manyhands
 from manyhands.core.errors import ManyhandsError, RunError, UserError
 from manyhands.run.python import _as_arguments
 from tests.e2e import nets
-from tests.e2e.command import environment, events, run
+from tests.e2e.command import done, environment, events, processes_of, start
+from tests.e2e.nets import tiny
 
 pytestmark = pytest.mark.timeout(300)
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -82,20 +83,12 @@ if int(os.environ.get("RANK", "0")) == 0:
 @pytest.mark.parametrize("how", ["alone", "processes", "torchrun"])
 def test_fit_from_a_script(how):
     Path("own.py").write_text(SCRIPT)
-    arguments = ["own.py", *(["2"] if how == "processes" else [])]
-    ended = run(*arguments, program=TORCHRUN if how == "torchrun" else ())
-    assert ended.code == 0, ended.err
+    ended = done("own.py", "2" * (how == "processes"), program=TORCHRUN if how == "torchrun" else (), by=start)
     told = json.loads(ended.out)
     assert told == {**told, "count": 60, "status": "finished", "changed": True}
     assert told["best"] > 0.9
     assert told["right"] > 90
-    processes = json.loads(Path("run/env.json").read_text())["processes"]
-    assert processes == (1 if how == "alone" else 2)
-
-
-def tiny(count=40):
-    images = torch.rand(count, 1, 8, 8, generator=torch.Generator().manual_seed(1))
-    return TensorDataset(images, torch.arange(count) % 10)
+    assert processes_of("run") == (1 if how == "alone" else 2)
 
 
 QUIET = {"quiet": True, "run__report": False, "out": "run"}
@@ -406,21 +399,14 @@ def test_cells_of_a_notebook_train_in_processes_of_their_own():
     assert Path("ends.txt").read_text().splitlines() == ["1 40", "2 40"]
 
 
-def test_a_network_with_too_few_outputs():
-    with pytest.raises(UserError, match=r"the network's output has the shape \[2, 3\] for 2 pictures and 10 classes"):
-        manyhands.fit(nets.Net(num_classes=3), tiny(), **QUIET)
-
-
-def test_evaluate_needs_no_run():
-    found = manyhands.evaluate(nets.Net(), tiny(33))
-    assert found.count == 33
-    assert found.confusion.sum() == 33
-
-
-def test_float_samples_are_evaluated_unchanged():
+def test_evaluate_needs_no_run_and_leaves_float_samples_unchanged():
     net, (images, labels) = nets.Net(), (tiny(33).tensors)
     loss = torch.nn.functional.cross_entropy(net.eval()(images), labels).item()
-    assert manyhands.evaluate(net, tiny(33)).loss == pytest.approx(loss, rel=1e-5)
+    found = manyhands.evaluate(net, tiny(33))
+    assert found.loss == pytest.approx(loss, rel=1e-5)
+    assert found.count == found.confusion.sum() == 33
+    one_class = TensorDataset(images, torch.zeros(33, dtype=torch.int64))
+    assert manyhands.evaluate(net, one_class).count == 33
 
 
 def shades(count, dark):
@@ -486,44 +472,12 @@ def test_evaluation_follows_the_names_of_classes(processes):
         assert [here.evaluate(each, back).top1 for each in (model, copy.deepcopy(net))] == [1, 1]
 
 
-def test_evaluation_of_one_class_needs_no_other():
-    one = TensorDataset(torch.rand(12, 1, 8, 8), torch.zeros(12, dtype=torch.int64))
-    assert manyhands.evaluate(nets.Net(), one).count == 12
-
-
 def test_evaluation_of_pictures_whose_normalization_is_unknown_is_refused():
     net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 2))
     with pytest.raises(UserError, match=r"pictures are unknown[\s\S]*evaluate\(run, test_set\)"):
         manyhands.evaluate(net, BRIGHT)
     job = manyhands.Job(data={"mean": [0.4], "std": [0.1]})
     assert manyhands.evaluate(net, BRIGHT, job=job).count == 101
-
-
-LOOP = """
-import json
-import torch
-import torch.nn.functional as F
-from torch import nn
-from torch.utils.data import TensorDataset
-import manyhands
-
-torch.manual_seed(2)
-images = torch.randn(41, 5, dtype=torch.float64)
-data = TensorDataset(images, (images[:, 0] > 0).long())
-net = nn.Linear(5, 2).double()
-with manyhands.session() as s:
-    model, optimizer, batches = s.prepare(net, torch.optim.SGD(net.parameters(), 0.2), data, batch=8)
-    for epoch in s.epochs(3):
-        for x, y in batches:
-            s.backward(F.cross_entropy(model(x), y))
-            optimizer.step()
-            optimizer.zero_grad()
-    found = s.evaluate(model, data)
-    total = s.all_reduce(torch.tensor([1.0]))
-    if s.is_main:
-        print(json.dumps({"size": s.size, "total": total.item(), "loss": found.loss,
-                          "weights": net.weight.flatten().tolist()}))
-"""
 
 
 TWICE = """
@@ -544,16 +498,4 @@ for lr in (0.1, 0.2):
 @pytest.mark.slow
 def test_one_launch_holds_several_runs():
     Path("twice.py").write_text(TWICE)
-    ended = run("twice.py", program=TORCHRUN)
-    assert (ended.code, ended.out) == (0, "finished\nfinished\n"), ended.err
-
-
-@pytest.mark.slow
-def test_an_own_loop_alone_and_under_torchrun():
-    Path("loop.py").write_text(LOOP)
-    ended = [run("loop.py", program=program) for program in ((), TORCHRUN)]
-    assert [each.code for each in ended] == [0, 0], [each.err for each in ended]
-    one, two = (json.loads(each.out) for each in ended)
-    assert (one["size"], two["size"], two["total"]) == (1, 2, 2.0)
-    assert two["loss"] == pytest.approx(one["loss"], rel=1e-9)
-    assert two["weights"] == pytest.approx(one["weights"], rel=1e-9)
+    assert done("twice.py", program=TORCHRUN, by=start).out == "finished\nfinished\n"
