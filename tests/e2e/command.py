@@ -117,6 +117,8 @@ def _end_with(call, variables):
     os.environ.clear()
     os.environ.update(variables)
     warnings.resetwarnings()
+    for category in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
+        warnings.simplefilter("ignore", category)
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # as any Python does, and subprocess undoes
     subprocess.Popen = _ForkedAgents
     streams = (open(number, mode, 1, closefd=False) for number, mode in enumerate("rww"))  # noqa: SIM115

@@ -92,7 +92,6 @@ CASES = [
     (other_folder, "digits --out letters", ["letters is not empty and contains no run"]),
     (None, "digits --resume old/run", ["old/run doesn't exist"]),
     (None, "digits resnt18 --out a/b/c", ["resnt18"]),
-    (lambda: Path("mine").mkdir(), "digits resnt18 --out mine", ["resnt18"]),
 ]
 
 
@@ -103,6 +102,12 @@ def test_a_mistake_gets_one_screen_and_leaves_everything_as_it_was(prepare, line
     before = everything()
     refused("train", line, by=alone, says=says)
     assert everything() == before
+
+
+def test_an_existing_empty_folder_stays():
+    Path("mine").mkdir()
+    refused("train digits resnt18 --out mine", by=alone)
+    assert Path("mine").is_dir()
 
 
 def test_a_switch_by_its_path_needs_no_value():

@@ -297,3 +297,10 @@ def test_003_each_card_of_a_table_holds_its_part(mode, cards, cifar, here):
     plan = read("run/plan.json")
     assert (plan["mode"], plan["mesh"]) == (mode, {"dp": cards})
     assert processes_of("run") == cards
+
+
+@pytest.mark.slow
+def test_003_pictures_of_224_pixels(cifar):
+    few = FEW.replace("--batch 8", "--batch 2 --data.image-size 224")
+    done(f"train -n 2 cifar10 resnet50 {few} {MODES['semi']} --out run", MANYHANDS_DATA=str(cifar))
+    assert processes_of("run") == 2

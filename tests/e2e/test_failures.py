@@ -298,17 +298,6 @@ def test_a_run_that_was_killed_from_outside_has_no_record_of_an_end(here):
     assert f"done: steps {saved + 1} to {before} were not saved and are repeated" in why()
 
 
-@pytest.mark.slow
-def test_a_second_ctrl_c_is_told_as_such(here):
-    process = begun(f"train digits {NETS}:Sleepy -n 2", LONG)
-    wait_until(_steps, process)
-    process.send_signal(signal.SIGINT)
-    wait_until(lambda: "Ctrl-C again" in process.stderr.readline(), process)
-    process.send_signal(signal.SIGINT)
-    finish(process)
-    named("run was ended at once", "why: stopped ")
-
-
 def test_a_start_that_fails_before_any_process_is_told(here):
     """What was said on the screen then is told later, too: here of what the agent imports before it forks."""
     (here / "broken").mkdir()

@@ -16,7 +16,6 @@ from tests.e2e.command import NETS, QUICK, done, finish, free_port, processes_of
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 TORCHRUN = "-m torch.distributed.run --standalone --nproc-per-node 2"
 LAUNCH = "-m torch.distributed.launch --nproc-per-node 2"
-PROGRAMS = pytest.mark.parametrize("program", [TORCHRUN, LAUNCH, f"{LAUNCH} --use-env"])
 
 
 def launched(program, *given, **expected):
@@ -24,7 +23,7 @@ def launched(program, *given, **expected):
     return done(*given, program=f"{program} {port}".split(), by=start, **expected)
 
 
-@PROGRAMS
+@pytest.mark.parametrize("program", [TORCHRUN, LAUNCH, f"{LAUNCH} --use-env"])
 def test_two_processes_are_one_run(program):
     ended = launched(program, "-m manyhands train digits mlp --epochs 2 --out run --json", QUICK)
     (line,) = ended.out.splitlines()
@@ -58,7 +57,7 @@ sys.stdout.write(f"{run.status} {run.best.top1}\\n")
 """
 
 
-@PROGRAMS
+@pytest.mark.parametrize("program", [TORCHRUN, LAUNCH])
 def test_every_process_of_a_fit_has_the_run(program):
     Path("own.py").write_text(OWN)
     first, second = sorted(launched(program, "own.py").out.splitlines())
