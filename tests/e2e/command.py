@@ -19,7 +19,6 @@ from multiprocessing import resource_tracker
 from pathlib import Path
 
 import psutil
-import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -178,9 +177,13 @@ def run(*arguments, **others):
 def inside(*arguments):
     """Runs a command to its end within this process."""
     out, err = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True) for _ in range(2))
-    with pytest.raises(SystemExit) as ended, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        main([*map(str, arguments)])
-    return Ended(ended.value.code or 0, *(stream.buffer.getvalue().decode() for stream in (out, err)))
+    code = 0
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            main([*map(str, arguments)])
+        except SystemExit as ended:
+            code = ended.code or 0
+    return Ended(code, *(stream.buffer.getvalue().decode() for stream in (out, err)))
 
 
 def alone(*arguments):

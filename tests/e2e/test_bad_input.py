@@ -10,7 +10,7 @@ from filelock import FileLock
 from PIL import Image
 
 from manyhands.data.records import write_idx
-from tests.e2e.command import NETS, QUICK, alone, done, events, messages, refused, start
+from tests.e2e.command import NETS, QUICK, alone, done, events, inside, messages, refused, start
 
 
 def everything():
@@ -113,7 +113,7 @@ def test_an_existing_empty_folder_stays():
 def test_a_switch_by_its_path_needs_no_value():
     corrupt_picture()
     done("train pets mlp --epochs 1 --data.skip-corrupt --data.validation 0.4", by=alone)
-    dry = done("train digits mlp --data.skip-corrupt -n 2 --train.lr 0.5 --dry-run")
+    dry = done("train digits mlp --data.skip-corrupt -n 2 --train.lr 0.5 --dry-run", by=inside)
     assert "2 processes" in dry.out
 
 
