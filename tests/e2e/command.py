@@ -17,6 +17,7 @@ import warnings
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from pathlib import Path
+from unittest import mock
 
 import psutil
 import torch
@@ -101,6 +102,7 @@ class _ForkedAgents(subprocess.Popen):
 
     def __init__(self, command, *arguments, **options):
         if [*command] == [sys.executable, *AGENT]:
+            _import_all()
             options["preexec_fn"] = functools.partial(_end_with, serve, dict(os.environ))
         super().__init__(command, *arguments, **options)
 
@@ -175,10 +177,11 @@ def run(*arguments, **others):
 
 
 def inside(*arguments):
-    """Runs a command to its end within this process."""
+    """Runs a command to its end within this process; agents are forks of it."""
     out, err = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True) for _ in range(2))
     code = 0
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+    forks = mock.patch("subprocess.Popen", _ForkedAgents)
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), forks:
         try:
             main([*map(str, arguments)])
         except SystemExit as ended:

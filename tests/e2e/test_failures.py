@@ -73,7 +73,7 @@ def failed(fault, *more):
 
 
 def test_too_small_a_batch_leaves_no_folder():
-    refused("train digits mlp --batch 1 -n 2", LONG, says="set --batch 2 or higher", by=inside)
+    refused("train digits mlp --batch 1 -n 2", LONG, says="set --batch 2 or higher", by=forked)
     assert not Path("runs").exists()
 
 

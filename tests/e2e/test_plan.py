@@ -14,7 +14,7 @@ from manyhands.planner.timing import Timing
 from manyhands.run.python import Run
 from manyhands.worker.plan_growth import _beyond, numbers_of_machines
 from tests.e2e import nets
-from tests.e2e.command import QUICK, done, events, final_weights, inside, read, refused
+from tests.e2e.command import QUICK, done, events, final_weights, forked, inside, read, refused
 
 CNN = "plan synthetic:64x3x16x16x10 cnn --batch 32 --no-measure -n"
 MEASURED = "plan synthetic:64x3x16x16x10 cnn --batch 32 -n"
@@ -280,4 +280,4 @@ def test_a_run_with_unequal_shares_is_the_undisturbed_run(here):
     ],
 )
 def test_shares_that_can_not_be_are_refused(shares, more, says):
-    refused(SHARED, f"run -n 2 --set cluster.shares={shares}", more, says=says, by=inside)
+    refused(SHARED, f"run -n 2 --set cluster.shares={shares}", more, says=says, by=forked)
