@@ -2,6 +2,8 @@
 
 import contextlib
 import functools
+import importlib
+import io
 import json
 import os
 import re
@@ -15,18 +17,24 @@ import warnings
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from pathlib import Path
+from unittest import mock
 
 import psutil
 import torch
+from manyhands.worker.preload import import_training
 from safetensors.torch import load_file
 
 from manyhands.cli.main import main
+from manyhands.cluster.agents.agent import serve
+from manyhands.cluster.agents.early import AGENT
+from manyhands.cluster.agents.protocol import ELASTIC
 
 NETS = Path(__file__).with_name("nets.py")
 # Nothing here waits so long unless it hangs.
 PATIENCE_S = 240
 # The precision is named: networks that fail or wait at a certain pass count those of a measurement too.
-QUICK = ["--set", "run.report=false", "--set", "train.channels_last=false", "--set", "train.precision=fp32"]
+QUICKLY = "--set run.report=false --set train.channels_last=false --set train.precision=fp32"
+QUICK = QUICKLY.split()
 
 
 @dataclass
@@ -61,12 +69,15 @@ def start(*arguments, program=("-m", "manyhands"), cwd=None, to=subprocess.PIPE,
 def forked(*arguments, cwd=None, **variables):
     """Starts `manyhands …` in a fork of this process, which has imported torch already: a tenth of what a start takes.
 
-    Its folder, environment, streams, signals and exit code are real; that the command can start is for others to show.
+    Its folder, environment, streams, signals and exit code are real, and its agents are forks too; that the command and
+    its agents can start is for others to show.
     """
+    _import_all()
+    call = functools.partial(main, [*map(str, arguments)])
     return subprocess.Popen(
         ["never executed"],
         executable=sys.executable,
-        preexec_fn=functools.partial(_call_main, [*map(str, arguments)], environment(**variables)),
+        preexec_fn=functools.partial(_end_with, call, environment(**variables)),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         stdin=subprocess.DEVNULL,
@@ -75,20 +86,47 @@ def forked(*arguments, cwd=None, **variables):
     )
 
 
-def _call_main(arguments, variables):
-    """In the fork, which ends here. It closes what the tests' own process has open, subprocess's pipe among it.
+@functools.cache
+def _import_all():
+    """Imports once what each fork, its agent and its workers would import."""
+    names = (
+        "cli.train run.train worker.entry models.build models.architectures.mlp data.datasets.published train.precision"
+    )
+    for name in (ELASTIC, "torchvision", *(f"manyhands.{each}" for each in names.split())):
+        importlib.import_module(name)
+    import_training()
 
-    A test in this process may have had multiprocessing start its tracker, whose pipe is closed here too.
+
+class _ForkedAgents(subprocess.Popen):
+    """Forks agents of this machine in place of starting them."""
+
+    def __init__(self, command, *arguments, **options):
+        if [*command] == [sys.executable, *AGENT]:
+            _import_all()
+            options["preexec_fn"] = functools.partial(_end_with, serve, dict(os.environ))
+        super().__init__(command, *arguments, **options)
+
+
+def _end_with(call, variables):
+    """Runs a function in a fork, which ends with it.
+
+    The fork closes what the tests' own process has open, subprocess's pipe among it, and that of multiprocessing's
+    tracker, which a test in this process may have had started.
     """
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))
     vars(resource_tracker._resource_tracker).update(_fd=None, _pid=None)
     os.environ.clear()
     os.environ.update(variables)
     warnings.resetwarnings()
-    sys.stdin, sys.stdout, sys.stderr = map(os.fdopen, (0, 1, 2), "rww", (1, 1, 1))
+    for category in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
+        warnings.simplefilter("ignore", category)
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # as any Python does, and subprocess undoes
+    subprocess.Popen = _ForkedAgents
+    streams = (open(number, mode, 1, closefd=False) for number, mode in enumerate("rww"))  # noqa: SIM115
+    sys.stdin, sys.stdout, sys.stderr = streams
     code = 1
     try:
-        main(arguments)
+        call()
     except SystemExit as ended:
         code = ended.code or 0
     except BaseException:
@@ -134,8 +172,52 @@ def finish(process):
 
 
 def run(*arguments, **others):
-    """Runs a command to its end."""
+    """Runs a command to its end, in a Python of its own."""
     return finish(start(*arguments, **others))
+
+
+def inside(*arguments):
+    """Runs a command to its end within this process; agents are forks of it."""
+    out, err = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True) for _ in range(2))
+    code = 0
+    forks = mock.patch("subprocess.Popen", _ForkedAgents)
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), forks:
+        try:
+            main([*map(str, arguments)])
+        except SystemExit as ended:
+            code = ended.code or 0
+    return Ended(code, *(stream.buffer.getvalue().decode() for stream in (out, err)))
+
+
+def alone(*arguments):
+    """Trains within this process, as the only one of a group."""
+    return inside(*arguments, *QUICK, "--init", f"file://{Path.cwd()}/meet", "--world-size", 1, "--rank", 0)
+
+
+def words(given):
+    """What is typed, as a list of words: text has spaces between them, lists and paths are taken as they are."""
+    for each in given:
+        if isinstance(each, str):
+            yield from each.split()
+        else:
+            yield from map(str, each if isinstance(each, list | tuple) else [each])
+
+
+def done(*given, by=forked, code=0, **others):
+    """Runs a command to the end that is expected of it."""
+    ended = by(*words(given), **others)
+    ended = ended if isinstance(ended, Ended) else finish(ended)
+    assert ended.code == code, ended.err
+    return ended
+
+
+def refused(*given, says=(), by=inside, code=2, where=True, **others):
+    """Runs a command that is refused in one screen, which has these words; gives the screen."""
+    err = done(*given, by=by, code=code, **others).err
+    assert_one_screen(err, where=where)
+    for text in [says] if isinstance(says, str) else says:
+        assert text in err, err
+    return err
 
 
 def end(process):
@@ -146,6 +228,11 @@ def end(process):
                 child.kill()
     process.kill()
     process.communicate()
+
+
+def training(*given, by=forked, **others):
+    """A command that is ended with the block, as `running`; its words as for `done`."""
+    return running(*words(given), by=by, **others)
 
 
 @contextlib.contextmanager
@@ -180,22 +267,40 @@ def free_port():
         return probe.getsockname()[1]
 
 
-def events(folder, kind=None):
+def events(folder, kind=None, file="events.jsonl"):
     """The run's events so far."""
-    path = Path(folder) / "events.jsonl"
-    if not path.is_file():
-        return []
-    lines = path.read_text().split("\n")[:-1]
+    path = Path(folder) / file
+    lines = path.read_text().split("\n")[:-1] if path.is_file() else []
     found = [json.loads(line) for line in lines]
     return [event for event in found if kind in (None, event["kind"])]
 
 
+def metrics(folder, kind="step"):
+    """The run's records of steps or of evaluations so far."""
+    return events(folder, kind, "metrics.jsonl")
+
+
+def messages(folder, kind):
+    """What the run's events of a kind say."""
+    return [event["message"] for event in events(folder, kind)]
+
+
+def read(*names):
+    """The content of a JSON file."""
+    return json.loads(Path(*names).read_text())
+
+
+def processes_of(folder):
+    """How many processes a run had."""
+    return read(folder, "env.json")["processes"]
+
+
 def marked(text):
-    """Processes with a text in their command line or environment: those that a run started, directly or not."""
+    """Processes with a text in their folder, command line or environment: those that a run started, directly or not."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            words = " ".join([*process.cmdline(), *process.environ().values()])
+            words = " ".join([process.cwd(), *process.cmdline(), *process.environ().values()])
             if text in words and process.pid != os.getpid() and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
     return found

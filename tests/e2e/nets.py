@@ -1,5 +1,6 @@
 """A user's networks, each with a fault: named on the command line as nets.py:NAME."""
 
+import itertools
 import os
 import signal
 import time
@@ -8,11 +9,18 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.data import TensorDataset
 
 
 def rank():
     """However this process got its place."""
     return dist.get_rank() if dist.is_initialized() else 0
+
+
+def tiny(count=40, labels=10):
+    """A few small pictures of noise."""
+    images = torch.rand(count, 1, 8, 8, generator=torch.Generator().manual_seed(1))
+    return TensorDataset(images, torch.arange(count) % labels)
 
 
 class Net(nn.Module):
@@ -174,3 +182,16 @@ class Bulky(Net):
         if not self.training:
             return output
         return output + 1e-12 * output[:, :1].expand(-1, 1 << 20).sin().mean(1, keepdim=True)
+
+
+class Talks(nn.Sequential):
+    """Speaks in each pass, on the process that it is on."""
+
+    def __init__(self, num_classes):
+        super().__init__(nn.Flatten(), nn.Linear(64, num_classes))
+        self.passes = itertools.count()
+
+    def forward(self, images):
+        time.sleep(0.01)
+        print(f"pass {next(self.passes)} of {os.environ.get('RANK', 'alone')}", flush=True)
+        return super().forward(images)

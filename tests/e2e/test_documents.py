@@ -9,24 +9,24 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
-import torch
 
 from tests.e2e.command import (
     QUICK,
     assert_equal_weights,
-    assert_one_screen,
-    end,
+    done,
     final_weights,
     finish,
     free_port,
-    run,
+    processes_of,
+    read,
+    refused,
     shell,
     start,
+    training,
     wait_until,
 )
 
 pytestmark = pytest.mark.timeout(300)
-DIGITS = "digits mlp --epochs 1 --out run"
 
 
 def typed(line, **variables):
@@ -36,54 +36,11 @@ def typed(line, **variables):
     return ended
 
 
-def processes_of(folder):
-    return json.loads((Path(folder) / "env.json").read_text())["processes"]
-
-
-def explained(ended):
-    """What `explain --json` said, by the ranks of the processes that said it."""
-    found = [json.loads(line) for line in ended.out.splitlines() if line.startswith("{")]
-    return {each["rank"]["value"]: each for each in found}
-
-
-# Document 002: several processes on one machine.
-
-
 @pytest.mark.slow
-def test_002_torchrun_on_one_machine(here):
-    launch = "torchrun --standalone --nnodes=1 --nproc_per_node=2"
-    found = explained(typed(f"{launch} -m manyhands explain --json"))
-    assert sorted(found) == [0, 1]
-    assert {each["world_size"]["value"] for each in found.values()} == {2}
-    typed(f"{launch} -m manyhands train {DIGITS}")
-    assert processes_of("run") == 2
-
-
-@pytest.mark.slow
-def test_002_the_readers_own_script_under_torch_distributed_launch(here):
-    """The older of both launchers passes --local-rank to the script."""
-    (here / "train.py").write_text(
-        "import argparse\n"
-        "import torch\n"
-        "import manyhands\n"
-        "parser = argparse.ArgumentParser()\n"
-        "parser.add_argument('--local_rank', '--local-rank', type=int)\n"
-        "given = parser.parse_args()\n"
-        "net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))\n"
-        "run = manyhands.fit(net, 'digits', epochs=1, out='run', quiet=True)\n"
-        "print(given.local_rank, run.status, flush=True)\n"
-    )
-    launch = f"python -m torch.distributed.launch --nproc_per_node=2 --master_port={free_port()}"
-    ended = typed(f"{launch} train.py")
-    assert sorted(ended.out.splitlines()) == ["0 finished", "1 finished"]
-    assert processes_of("run") == 2
-
-
-@pytest.mark.slow
-def test_002_going_on_from_a_checkpoint(here):
-    typed(f"manyhands train -n 2 {DIGITS}")
-    typed("manyhands train -n 2 digits mlp --epochs 2 --out more --resume run")
-    typed("manyhands resume run --epochs 2 -n 2")
+def test_002_going_on_from_a_checkpoint():
+    done("train -n 2 digits mlp --epochs 1 --out run", QUICK)
+    done("train -n 2 digits mlp --epochs 2 --out more --resume run", QUICK)
+    done("resume run --epochs 2 -n 2")
     assert_equal_weights(final_weights("run"), final_weights("more"))
 
 
@@ -181,21 +138,17 @@ def held_at(port, file, line, process):
     return editor
 
 
-def debugged(here, *words, file, line, holds_s):
+def debugged(line, file, at, holds_s):
     """Runs a command with rank 1 under the debugger, holds that rank for so long, and gives how the command ended."""
     pytest.importorskip("debugpy", reason="would have held rank 1 with debugpy, which is not installed")
     port = free_port()
-    process = start("train", *words, "-n", "2", "--debug-rank", "1", "--cluster.debug-port", port)
-    try:
-        editor = held_at(port, here / file, line, process)
+    with training("train", line, f"--out run -n 2 --debug-rank 1 --cluster.debug-port {port}", by=start) as process:
+        editor = held_at(port, Path(file).absolute(), at, process)
         time.sleep(holds_s)
         assert process.poll() is None
         editor.answer("disconnect", terminateDebuggee=False)
         editor.close()
         ended = finish(process)
-    finally:
-        if process.poll() is None:
-            end(process)
     assert ended.code == 0, ended.err
     entry = json.loads(ended.err[ended.err.index("{") : ended.err.index("\n}") + 2])
     assert entry["request"] == "attach"
@@ -205,48 +158,31 @@ def debugged(here, *words, file, line, holds_s):
 
 
 @pytest.mark.slow
-def test_002_one_rank_is_held_by_the_debugger_for_longer_than_collectives_wait(here):
-    (here / "mine.py").write_text(NET)
-    limits = ["--cluster.collective-timeout-s", "3", "--cluster.elastic", "off", "--device", "cpu"]
-    ended = debugged(
-        here,
-        "digits",
-        "mine.py:net",
-        "--epochs",
-        "1",
-        "--out",
-        "run",
-        *QUICK,
-        *limits,
-        file="mine.py",
-        line=6,
-        holds_s=8,
-    )
+def test_002_one_rank_is_held_by_the_debugger_for_longer_than_collectives_wait():
+    Path("mine.py").write_text(NET)
+    limits = "--cluster.collective-timeout-s 3 --cluster.elastic off --device cpu --epochs 1"
+    ended = debugged(f"digits mine.py:net {limits} {' '.join(QUICK)}", "mine.py", 6, holds_s=8)
     assert processes_of("run") == 2
     assert "waiting for rank" not in ended.err
 
 
 @pytest.mark.slow
-def test_002_a_script_of_the_users_is_held_too(here):
-    (here / "train.py").write_text(SCRIPT)
-    ended = debugged(here, "train.py", "--out", "run", file="train.py", line=4, holds_s=0)
-    assert "rank 0" in ended.out + ended.err + (here / "run" / "ranks" / "0.log").read_text()
+def test_002_a_script_of_the_users_is_held_too():
+    Path("train.py").write_text(SCRIPT)
+    ended = debugged("train.py", "train.py", 4, holds_s=0)
+    assert "rank 0" in ended.out + ended.err + Path("run/ranks/0.log").read_text()
 
 
 @pytest.mark.slow
-def test_002_a_rank_that_cannot_be_debugged_is_refused(here):
+def test_002_a_port_of_the_debugger_that_is_taken_is_refused():
     pytest.importorskip("debugpy", reason="would have started rank 1 under debugpy, which is not installed")
-    command = ("train", "digits", "mlp", "-n", "2", "--device", "cpu", "--epochs", "1", *QUICK, "--out")
-    ended = run(*command, "one", "--debug-rank", "2")
-    assert ended.code == 2
-    assert "there is no rank 2 to debug: the ranks are 0 … 1" in ended.err
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        ended = run(*command, "two", "--debug-rank", "1", "--cluster.debug-port", taken.getsockname()[1])
-    assert ended.code == 2
-    assert "choose another port: --cluster.debug-port" in ended.err
+        port = taken.getsockname()[1]
+        job = f"train digits mlp -n 2 --device cpu --debug-rank 1 --cluster.debug-port {port}"
+        refused(job, QUICK, says="choose another port: --cluster.debug-port")
 
 
-# Document 003: a rank table's cards on one machine, started by a loop; gradients added up; ways to be parallel.
+# Document 003: a rank table's cards on one machine, started by a loop; ways to be parallel.
 
 
 def table_of(cards, address="10.0.0.1"):
@@ -299,34 +235,14 @@ wait
 def test_003_run_sh_starts_each_card_in_a_folder_of_its_own(here):
     (here / "rank_table_2pcs.json").write_text(table_of((0, 1)))
     (here / "run.sh").write_text(RUN.replace("PORT", str(free_port())))
-    ended = typed("bash run.sh digits 2")
-    assert ended.out == "training success\n"
+    assert typed("bash run.sh digits 2").out == "training success\n"
     for rank in (0, 1):
-        found = json.loads((here / f"device{rank}" / f"explain{rank}.log").read_text())
+        found = read(f"device{rank}/explain{rank}.log")
         assert [found[key]["value"] for key in ("rank", "local_rank", "world_size")] == [rank, rank, 2]
         assert found["rank"]["from"] == "RANK_ID"
         assert found["master_address"]["value"] == "127.0.0.1"
     assert processes_of("device0/run") == 2
     assert not (here / "device1" / "run").exists()
-
-
-def test_003_a_card_that_the_table_does_not_have(here):
-    (here / "rank_table_2pcs.json").write_text(table_of((0, 1)))
-    named = {"RANK_TABLE_FILE": "rank_table_2pcs.json", "RANK_SIZE": "2", "RANK_ID": "1", "DEVICE_ID": "5"}
-    ended = finish(shell(f"manyhands train {DIGITS}", **named))
-    assert ended.code == 2
-    assert_one_screen(ended.err)
-    assert "DEVICE_ID is 5; expected 1, the card of rank 1 in the table" in ended.err
-
-
-@pytest.mark.slow
-def test_003_gradients_added_up_over_passes_are_those_of_the_whole_batch(here):
-    line = "manyhands train -n 2 digits mlp --epochs 1 --train.precision fp64"
-    typed(f"{line} --out whole")
-    typed(f"{line} --out parts --train.micro-batch 16")
-    whole, parts = final_weights("whole"), final_weights("parts")
-    for name, tensor in whole.items():
-        torch.testing.assert_close(parts[name], tensor, rtol=1e-9, atol=1e-12)
 
 
 @pytest.fixture
@@ -360,14 +276,13 @@ FEW = "--batch 8 --train.max-steps 2 --train.evaluate-every 0 --data.test-sample
 )
 def test_003_resnet50_on_cifar10s_binary_files(mode, pieces, cifar, here):
     """Each way to be parallel, saved whole or in pieces, and gone on with in another way on one process."""
-    line = f"manyhands train -n 2 cifar10 resnet50 {FEW} {MODES[mode]} {'--checkpoint.pieces' * pieces} --out run"
-    typed(line, MANYHANDS_DATA=str(cifar))
-    plan = json.loads((here / "run" / "plan.json").read_text())
+    line = f"train -n 2 cifar10 resnet50 {FEW} {MODES[mode]} {'--checkpoint.pieces' * pieces} --out run"
+    done(line, MANYHANDS_DATA=str(cifar))
     # For a network like this one the search comes back with data parallel.
-    assert plan["mode"] == ("data" if mode == "auto" else mode)
+    assert read("run/plan.json")["mode"] == ("data" if mode == "auto" else mode)
     assert processes_of("run") == 2
     assert (here / "run" / "checkpoints" / "step-00000002" / "pieces.json").exists() == pieces
-    typed("manyhands resume run -n 1 --set train.max_steps=3 --parallel.mode data", MANYHANDS_DATA=str(cifar))
+    done("resume run -n 1 --set train.max_steps=3 --parallel.mode data", MANYHANDS_DATA=str(cifar))
     assert (here / "run" / "checkpoints" / "step-00000003").is_dir()
 
 
@@ -377,15 +292,15 @@ def test_003_resnet50_on_cifar10s_binary_files(mode, pieces, cifar, here):
 def test_003_each_card_of_a_table_holds_its_part(mode, cards, cifar, here):
     name = f"rank_table_{cards}pcs.json"
     (here / name).write_text(table_of(range(cards), "127.0.0.1"))
-    line = f"manyhands train cifar10 resnet50 {FEW} --device cpu --rank-table {name} {MODES[mode]} --out run"
-    typed(line, MANYHANDS_DATA=str(cifar))
-    plan = json.loads((here / "run" / "plan.json").read_text())
+    line = f"train cifar10 resnet50 {FEW} --device cpu --rank-table {name} {MODES[mode]} --out run"
+    done(line, MANYHANDS_DATA=str(cifar))
+    plan = read("run/plan.json")
     assert (plan["mode"], plan["mesh"]) == (mode, {"dp": cards})
     assert processes_of("run") == cards
 
 
 @pytest.mark.slow
-def test_003_pictures_of_224_pixels(cifar, here):
+def test_003_pictures_of_224_pixels(cifar):
     few = FEW.replace("--batch 8", "--batch 2 --data.image-size 224")
-    typed(f"manyhands train -n 2 cifar10 resnet50 {few} {MODES['semi']} --out run", MANYHANDS_DATA=str(cifar))
+    done(f"train -n 2 cifar10 resnet50 {few} {MODES['semi']} --out run", MANYHANDS_DATA=str(cifar))
     assert processes_of("run") == 2

@@ -1,108 +1,170 @@
-"""Runs that fail: the first cause, on the right rank, with the user's own lines and nobody else's."""
+"""Runs that fail: the first cause, on the right rank, with the user's own lines alone; `why` says it later."""
 
 import json
+import math
 import os
 import re
-import subprocess
+import signal
 from pathlib import Path
 
+import psutil
 import pytest
 
 import manyhands
-from manyhands.core.errors import UserError
+from manyhands.config.load import load_job
+from manyhands.core.errors import RunError, UserError
+from manyhands.core.records import read_lines
+from manyhands.core.run_folder import RunFolder
 from manyhands.report import summary
 from manyhands.report.read import read_run
-from tests.e2e.command import NETS, QUICK, assert_one_screen, events, final_weights, finish, run, start
+from manyhands.run.outcome import note_head
+from tests.e2e.command import (
+    NETS,
+    QUICKLY,
+    assert_one_screen,
+    done,
+    events,
+    final_weights,
+    finish,
+    forked,
+    inside,
+    messages,
+    read,
+    refused,
+    start,
+    training,
+    wait_until,
+    words,
+)
 
 pytestmark = pytest.mark.timeout(300)
-LONG = [*QUICK, "--epochs", "3"]
+LONG = f"{QUICKLY} --epochs 3 --out run"
+ENDLESS = f"train synthetic:1000x1x8x8x10 mlp --batch 50 --epochs 2000 --out run {QUICKLY}"
+CONSEQUENCES = ("closed by peer", "reset by peer", "Timed out", "recvBytes", "gloo")
+
+
+def why(*flags):
+    return done("why run", *flags, by=inside).out
+
+
+def named(*causes):
+    """What `why` says: the words are in the first five lines, and no consequence passes for a cause."""
+    headline = why()
+    first = "\n".join(headline.splitlines()[:5])
+    for cause in causes:
+        assert re.search(cause, first), headline
+    assert not any(word in headline for word in CONSEQUENCES), headline
+    return headline
+
+
+def begun(*given):
+    return forked(*words(given))
+
+
+def failed(fault, *more):
+    """A run on two processes whose network fails."""
+    ended = done(f"train digits {NETS}:{fault} -n 2", *more, LONG, code=1)
+    assert_one_screen(ended.err)
+    assert not any(word in ended.err for word in CONSEQUENCES), ended.err
+    found = json.loads(why("--json"))
+    assert found["state"] == "failed"
+    assert found["host"]
+    return ended.err, found["rank"]
 
 
 def test_too_small_a_batch_leaves_no_folder():
-    ended = run("train", "digits", "mlp", "--batch", "1", "-n", "2", *LONG)
-    assert ended.code == 2, ended.err
-    assert_one_screen(ended.err)
-    assert "set --batch 2 or higher" in ended.err
+    refused("train digits mlp --batch 1 -n 2", LONG, says="set --batch 2 or higher", by=forked)
     assert not Path("runs").exists()
 
 
-@pytest.mark.slow
-def test_a_module_that_raises_on_one_rank():
-    ended = run("train", "digits", f"{NETS}:Raises", "-n", "2", "--out", "run", *LONG)
-    assert ended.code == 1, ended.err
-    assert_one_screen(ended.err)
-    assert 'KeyError: "the user\'s own mistake"' in ended.err
-    assert "rank 1 on" in ended.err
-    assert "nets.py" in ended.err
-    assert "in act" in ended.err
-    for word in ("closed by peer", "Timed out", "reset by peer"):
-        assert word not in ended.err, ended.err
+def test_an_error_that_comes_every_time_is_of_one_rank_and_ends_the_run_after_the_second():
+    err, rank = failed("Raises")
+    assert rank == 1
+    for text in ('KeyError: "the user\'s own mistake"', "rank 1 on", "nets.py", "in act"):
+        assert text in err, err
     assert "torch/nn/modules" in Path("run/ranks/1.log").read_text()
-    (failed,) = events("run", "failed")
-    assert failed["rank"] == 1
+    assert [event["rank"] for event in events("run", "failed")] == [1]
+    named("run failed after", r"why: rank 1 on \S+ at step \d+ \(train\): KeyError", r"nets\.py:\d+")
+    assert len(events("run", "restarted")) == 1
+    told, _, screen = err.partition("manyhands: ")
+    assert "the same error twice within 20 updates" in told
+    assert screen.count("Traceback") == 1
+    assert Path("run/ranks/failures/start-0/1.json").exists()
 
 
 @pytest.mark.slow
 def test_a_process_that_leaves_without_a_word():
-    ended = run("train", "digits", f"{NETS}:Leaves", "-n", "2", "--out", "run", *LONG)
-    assert ended.code == 1
-    assert_one_screen(ended.err)
-    assert "rank 1 ended with exit code 3" in ended.err
-    assert "about to leave" in ended.err
+    err, rank = failed("Leaves")
+    assert rank == 1
+    assert "rank 1 ended with exit code 3" in err
+    assert "about to leave" in err
     assert Path("run/ranks/failures/1.json").exists()
+    named("run failed after", r"why: rank 1 on \S+ .*ended with exit code 3")
 
 
 def test_a_loss_that_is_not_a_number_names_rank_step_and_tensor():
-    ended = run("train", "digits", f"{NETS}:NotANumber", "-n", "2", "--out", "run", *LONG)
-    assert ended.code == 1
-    assert_one_screen(ended.err)
-    assert "the output of the network is NaN" in ended.err
-    assert "rank 1, step 7" in ended.err
+    err, _ = failed("NotANumber")
+    assert "the output of the network is NaN" in err
+    assert "rank 1, step 7" in err
     # The two before it cost nothing but themselves.
     assert [one["step"] for one in events("run", "left-out")] == [6, 7]
     assert not events("run", "restarted")
     # What was trained before is saved, and is well.
     assert all(tensor.isfinite().all() for tensor in final_weights("run").values())
+    cause = r"why: rank \d .*the loss is not finite: the output of the network is NaN"
+    named("run failed after", cause, "the last 3")
 
 
 @pytest.mark.slow
 def test_out_of_memory_says_what_fits_and_that_is_right():
-    ended = run("train", "digits", f"{NETS}:Hungry", "-n", "2", "--batch", "128", "--out", "run", *LONG)
-    assert ended.code == 1
-    assert_one_screen(ended.err)
-    assert "\nmanyhands: out of memory with 64 pictures in a micro-batch: CUDA out of memory" in ended.err
-    assert ended.err.index("manyhands: out of memory") < ended.err.index("Traceback")
-    assert "add --set train.micro_batch=16; the global batch stays 128" in ended.err
-    assert "--set train.norm_group=16" in ended.err
-    fitting = ["--set", "train.micro_batch=16", "--set", "train.norm_group=16", "--set", "train.evaluate_batch=128"]
-    ended = run("train", "digits", f"{NETS}:Hungry", "-n", "2", "--batch", "128", "--out", "run2", *LONG, *fitting)
-    assert ended.code == 0, ended.err
+    err, _ = failed("Hungry", "--batch 128")
+    assert "\nmanyhands: out of memory with 64 pictures in a micro-batch: CUDA out of memory" in err
+    assert err.index("manyhands: out of memory") < err.index("Traceback")
+    assert "add --set train.micro_batch=16; the global batch stays 128" in err
+    assert "--set train.norm_group=16" in err
+    named("run failed after", r"64 pictures in a micro-batch", "do: add --set train.micro_batch=16")
+    fitting = "--set train.micro_batch=16 --set train.norm_group=16 --set train.evaluate_batch=128"
+    done(f"train digits {NETS}:Hungry -n 2 --batch 128 --epochs 3 {QUICKLY} --out run2", fitting)
 
 
-@pytest.fixture
-def small_disk(tmp_path):
-    """A disk of 1 MiB."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(place)]
-    if os.name != "posix" or os.geteuid() or subprocess.run(command, capture_output=True, check=False).returncode:
-        pytest.skip("mounting a small disk needs root")
-    yield place
-    subprocess.run(["umount", "-l", str(place)], check=True)
+# Of many samples, so that what is recorded of each epoch doesn't fill the disk by itself.
+UNTIL_FULL = f"train synthetic:60000x1x8x8x10 mlp --epochs 100000 --set train.evaluate_every=0 {QUICKLY}"
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_over_a_full_disk_and_its_records_are_whole_afterwards(small_disk, fill):
+    folder = small_disk / "run"
+    with training(UNTIL_FULL, "--set checkpoint.every=20steps -n 1 --out", folder) as process:
+        wait_until(lambda: events(folder, "saved"), process)
+        filler = fill(small_disk)
+        for line in process.stderr:
+            if "is full: training continues" in line:
+                break
+        filler.unlink()
+        wait_until(lambda: "was not saved at step" in str(events(folder, "warning")), process)
+        step = events(folder, "warning")[0]["step"]
+        wait_until(lambda: events(folder, "saved")[-1]["step"] > step, process)
+        process.terminate()
+        ended = finish(process)
+    assert ended.code == 75, ended.err
+    assert events(folder, "stopped")[-1]["step"] == events(folder, "saved")[-1]["step"]
 
 
 @pytest.mark.slow
 def test_a_full_disk_costs_the_checkpoints_and_not_the_run(small_disk):
-    big = ["--set", "model.arguments={hidden = 4000}"]
-    ended = run("train", "digits", "mlp", "--out", small_disk / "run", *LONG, *big)
+    big = [*LONG.split()[:-1], small_disk / "run", "--set", "model.arguments={hidden=16000}"]
+    ended = done("train digits mlp", big, code=1)
     # It trained to its end, and says that the end could not be kept.
-    assert ended.code == 1, ended.err
     assert "step 69 could not be saved" in ended.err
     assert ended.err.count("evaluated=360") == 3
     assert "the disk is full" in ended.err
-    warnings = [event["message"] for event in events(small_disk / "run", "warning")]
-    assert any("the checkpoint was not saved at step" in text for text in warnings)
+    assert any("the checkpoint was not saved at step" in text for text in messages(small_disk / "run", "warning"))
     assert not list((small_disk / "run" / "checkpoints").glob("*"))
+
+
+def test_a_start_on_a_full_disk_is_one_screen(small_disk, fill):
+    fill(small_disk)
+    refused(UNTIL_FULL, "--out", small_disk / "run", says="No space left")
 
 
 LOOP = """
@@ -127,24 +189,21 @@ with manyhands.session(**json.loads(sys.argv[1])) as here:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("processes", "kept"), [(2, {"out": "run", "run__report": False}), pytest.param(3, {}, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("processes", "kept"), [(2, {"out": "run", "run__report": False}), (3, {})])
 def test_in_a_loop_of_ones_own_all_say_the_first_cause(processes, kept, tmp_path):
     Path("loop.py").write_text(LOOP)
-    place = {"cluster__init": f"file://{tmp_path}/meet", "cluster__world_size": processes}
-    words = [json.dumps({**place, **kept, "cluster__rank": rank}) for rank in range(processes)]
-    ended = [finish(one) for one in [start("loop.py", word, program=()) for word in words]]
+    place = {"cluster__init": f"file://{tmp_path}/meet", "cluster__world_size": processes, **kept}
+    places = [json.dumps({**place, "cluster__rank": rank}) for rank in range(processes)]
+    ended = [finish(one) for one in [start("loop.py", each, program=()) for each in places]]
     assert [one.code for one in ended] == [1] * processes
     *others, failed = [one.err for one in ended]
     assert 'raise KeyError("the user\'s own mistake")' in failed
     assert "RunError" not in failed
     for told in others:
         assert re.search(rf"RunError: rank {processes - 1} on \S+ failed first: KeyError: \"the user's", told)
-        assert "gloo" not in told
-        assert "closed by peer" not in told
+        assert not any(word in told for word in CONSEQUENCES)
     if kept:
-        failures = [json.loads(Path(f"run/ranks/failures/{rank}.json").read_text()) for rank in range(processes)]
+        failures = [read(f"run/ranks/failures/{rank}.json") for rank in range(processes)]
         assert [one["consequence"] for one in failures] == [True] * (processes - 1) + [False]
         assert summary.status(read_run(Path("run"))) == "failed"
 
@@ -152,8 +211,7 @@ def test_in_a_loop_of_ones_own_all_say_the_first_cause(processes, kept, tmp_path
 @pytest.mark.slow
 def test_a_loop_of_ones_own_that_an_agent_has_started_says_it_too():
     Path("loop.py").write_text(LOOP)
-    ended = run("train", "loop.py", "-n", 2, "--", "{}")
-    assert ended.code == 1
+    ended = done("train loop.py -n 2 -- {}", code=1)
     assert_one_screen(ended.err)
     assert 'manyhands: KeyError: "the user\'s own mistake"' in ended.err
     assert "rank 1 on" in ended.err
@@ -164,3 +222,151 @@ def test_a_session_without_with_is_refused():
         manyhands.session().prepare(None, None, None, batch=1)
     assert refused.value.where == "session.prepare"
     assert refused.value.hints == ("open it: with manyhands.session() as here: …",)
+
+
+@pytest.mark.slow
+def test_a_run_that_goes_on_that_was_stopped_and_that_finished(here):
+    process = begun(ENDLESS, "-n 2")
+    wait_until(_steps, process)
+    headline = named(r"run is active, at step \d+ of 40000; last record \d+s ago")
+    assert "why:" not in headline
+    process.send_signal(signal.SIGINT)
+    finish(process)
+    named(
+        r"run stopped after .* at step \d+ of 40000; everything is saved",
+        "why: the run was asked to",
+        "manyhands resume run",
+    )
+    assert json.loads(why("--json"))["state"] == "stopped"
+
+
+@pytest.mark.slow
+def test_a_run_that_started_again_three_times_names_each(here):
+    process = begun(ENDLESS, "-n 2")
+    for number in range(3):
+        wait_until(_steps, process)
+        before = _steps()
+        (agent,) = psutil.Process(process.pid).children()
+        wait_until(lambda agent=agent: len(agent.children()) == 2, process)
+        max(agent.children(), key=lambda one: one.pid).kill()
+        wait_until(lambda number=number: len(events("run", "restarted")) > number, process)
+        wait_until(lambda before=before: _steps() > before, process)
+    named(r"run is active", r"done: restarted")
+    assert why().count("done: restarted (") == 3
+    process.send_signal(signal.SIGINT)
+    finish(process)
+
+
+def _steps():
+    return max(_all_steps(), default=0)
+
+
+def _all_steps():
+    # Without a line that is being written.
+    return [line["step"] for line in read_lines(Path("run/metrics.jsonl"))]
+
+
+@pytest.mark.slow
+def test_a_run_that_was_killed_from_outside_has_no_record_of_an_end(here):
+    process = begun(ENDLESS, "-n 2")
+    # Epochs that are better than all before are saved too, at the beginning.
+    wait_until(
+        lambda: _steps() > 40 + max((event["step"] for event in events("run", "saved")), default=math.inf), process
+    )
+    everybody = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+    for one in everybody:
+        one.suspend()
+    for one in everybody:
+        one.kill()
+    finish(process)
+    psutil.wait_procs(everybody, timeout=60)  # the system takes a while to end a large process
+    named(r"run ended without a record", "why: no process recorded a reason")
+    assert "do: resume from step" in why()
+    # Gone on with, what was done after the last save is marked as undone, and nobody counts it.
+    saved, before = max(event["step"] for event in events("run", "saved")), _steps()
+    process = begun("resume run")
+    wait_until(lambda: events("run", "undone"), process)
+    wait_until(lambda: any(line > before for line in _all_steps()), process)
+    process.send_signal(signal.SIGINT)
+    finish(process)
+    (undone,) = events("run", "undone")
+    assert (undone["step"], undone["data"]) == (saved, {"first": saved + 1, "last": before})
+    counted = [record.step for record in read_run(Path("run")).steps]
+    assert len(set(_all_steps())) < len(_all_steps()) or saved + 1 == before
+    assert counted == sorted(set(counted))
+    named("run stopped after")
+    assert f"done: steps {saved + 1} to {before} were not saved and are repeated" in why()
+
+
+def test_a_start_that_fails_before_any_process_is_told(here):
+    """What was said on the screen then is told later, too: here of what the agent imports before it forks."""
+    (here / "broken").mkdir()
+    Path("broken/safetensors.py").write_text("raise ImportError('spoilt since')\n")
+    done(f"train digits {NETS}:Net -n 2", LONG, by=start, PYTHONPATH="broken", code=1)
+    headline = named("run failed after", "why: the agent .*spoilt since", "do: ")
+    assert max(map(len, headline.splitlines())) < 500
+    found = json.loads(why("--json"))
+    assert (found["state"], found["rank"]) == ("failed", None)
+
+
+@pytest.mark.slow
+def test_a_machine_that_cannot_be_reached_is_named(here):
+    process = begun(ENDLESS)
+    wait_until(_steps, process)
+    process.send_signal(signal.SIGINT)
+    assert finish(process).code == 75
+    done('resume run --set cluster.hosts=["n7"] --set cluster.ssh=/bin/false', code=3)
+    named(
+        r"run failed after .* at step \d+ of",
+        "why: .* on n7",
+        "do: test the connection",
+        r"do: resume from step \d+: manyhands resume run",
+    )
+    found = json.loads(why("--json"))
+    assert (found["host"], found["rank"]) == ("n7", None)
+
+
+@pytest.mark.slow
+def test_a_finished_run_that_could_not_be_begun_again_stays_finished(here):
+    done("train digits mlp", LONG)
+    note_head(load_job({"data.name": "digits"}).job, RunFolder(Path("run")), RunError("the agent on", "n7"))
+    named("run finished after")
+
+
+# The command itself, which its agent and workers follow into a cgroup.
+IN_GROUP = """
+import os, sys
+from pathlib import Path
+(Path(os.environ["FAULT_GROUP"]) / "cgroup.procs").write_text(str(os.getpid()))
+from manyhands.cli.main import main
+main(sys.argv[1:])
+"""
+
+
+@pytest.fixture
+def little_memory():
+    """A cgroup (version 2) whose processes may have 4 GiB together."""
+    group = Path(f"/sys/fs/cgroup/manyhands-test-{os.getpid()}")
+    try:
+        group.mkdir()
+    except OSError as error:
+        pytest.skip(f"no cgroup can be made: {error}")
+    try:
+        if not (group / "memory.max").exists():
+            pytest.skip("needs a cgroup of version 2 that limits memory")
+        (group / "memory.max").write_text(str(4 << 30))
+        if (group / "memory.swap.max").exists():
+            (group / "memory.swap.max").write_text("0")
+        yield group
+        wait_until(lambda: not (group / "cgroup.procs").read_text())
+    finally:
+        group.rmdir()
+
+
+@pytest.mark.slow
+def test_a_process_that_is_killed_for_memory_is_reported_as_such(little_memory, here):
+    job = f"train synthetic:1000x1x8x8x10 {NETS}:Starved --batch 50 --epochs 3 -n 2 --out run {QUICKLY}"
+    fault = {"FAULT_MARKER": str(here / "marker"), "FAULT_GROUP": str(little_memory)}
+    done(job, program=("-c", IN_GROUP), **fault, by=start)
+    named(r"rank 1 was killed by the kernel, out of memory \(limit 4,096 MiB\): restarting from step")
+    assert "or reduce train.micro_batch" in read("run/ranks/failures/start-0/1.json")["hints"]

@@ -1,11 +1,17 @@
-"""The process that a user starts never loads torch; those that train are others."""
+"""A command that a user starts: it loads no torch, its agent is started early, and all import what they need alone."""
 
+import contextlib
+import errno
 import json
+import re
+import signal
 
+import psutil
 import pytest
 
+from manyhands.cluster.agents.early import EARLY, start_early, take_early
 from manyhands.core.errors import EXIT_SAVED
-from tests.e2e.command import QUICK, end, finish, run, start, wait_until
+from tests.e2e.command import QUICKLY, done, end, finish, read, start, training, wait_until
 
 # Leaves with the command's own code, or in a traceback where the head has loaded torch.
 HEAD = """
@@ -16,44 +22,136 @@ try:
 finally:
     assert "torch" not in sys.modules
 """
-JOB = ("digits", "mlp", *QUICK, "--device", "cpu")
-SHORT = (*JOB, "--epochs", "1", "--set", "train.max_steps=3", "--out", "runs/one")
+JOB = f"digits mlp {QUICKLY} --device cpu"
+SHORT = f"{JOB} --epochs 1 --set train.max_steps=3"
 
 
-def head(*arguments):
-    ended = run(*arguments, program=("-c", HEAD))
-    assert ended.code == 0, (arguments, ended)
-    return ended.out
-
-
-@pytest.mark.slow
-def test_of_a_run_on_machines():
-    head("launch", "--hosts", "127.0.0.1:1", *SHORT)
+def head(*given):
+    return done(*given, program=("-c", HEAD), by=start).out
 
 
 @pytest.mark.slow
-def test_of_a_run_and_of_what_reads_it(here):
-    head("train", "-n", "1", *SHORT)
+def test_of_a_run_on_machines_and_of_what_reads_it(here):
+    head("launch --hosts 127.0.0.1:1", SHORT)
+    head("train -n 1", SHORT, "--out runs/one")
     (here / "hosts").write_text("n1 slots=2\nn2 slots=2\n")
-    head("explain", "--cluster", "hosts", "--write", "again")
-    head("report", "runs/one")
-    head("logs", "runs/one")
-    head("explain", "runs/one/job.toml")
-    whole = json.loads(head("checkpoint", "info", "runs/one", "--json"))
+    head("explain --cluster hosts --write again")
+    for command in ("report runs/one", "logs runs/one", "explain runs/one/job.toml"):
+        head(command)
+    whole = json.loads(head("checkpoint info runs/one --json"))
     assert whole["format"] == "whole"
     assert {entry["dtype"] for entry in whole["model"].values()} == {"float32"}
     [weights] = here.glob("runs/one/checkpoints/*/model.safetensors")
-    alone = json.loads(head("checkpoint", "info", weights, "--json"))
-    assert alone["model"] == whole["model"]
+    assert json.loads(head("checkpoint info --json", weights))["model"] == whole["model"]
 
 
 @pytest.mark.slow
-def test_of_a_run_that_goes_on_and_of_what_stops_it(here):
-    process = start("train", *JOB, "--epochs", "1000000", "--out", "runs/long", program=("-c", HEAD))
-    try:
+def test_of_a_run_that_goes_on_and_of_what_stops_it():
+    with training("train", JOB, "--epochs 1000000 --out runs/long", by=start, program=("-c", HEAD)) as process:
         wait_until(lambda: "step" in head("ps"), process)
-        head("logs", "runs/long")
-        head("stop", "runs/long")
+        head("logs runs/long")
+        head("stop runs/long")
         assert finish(process).code == EXIT_SAVED
-    finally:
-        end(process)
+
+
+# Each takes as long as torch itself, or a third of that.
+SLOW = {"torchvision.models", "torch._dynamo", "torch._inductor", "torch.distributed.tensor", "sympy"}
+
+
+def imported_by(line, folder):
+    """What the agent and the processes of a run import, by log; Python writes it there."""
+    done(line, "--set train.max_steps=3 --out run", by=start, PYTHONPROFILEIMPORTTIME="1")
+    logs = {path.name: path.read_text() for path in (folder / "run" / "ranks").glob("*.log")}
+    return {name: set(re.findall(r"^import time:.*\| +(\S+)$", text, re.MULTILINE)) for name, text in logs.items()}
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", pytest.param("adamw", marks=pytest.mark.slow)])
+def test_a_network_and_data_of_ours_need_neither_torchvision_nor_the_compiler(here, optimizer):
+    imported = imported_by(f"train digits mlp -n 2 --set train.optimizer={optimizer}", here)
+    assert imported.keys() == {"agent.log", "0.log", "1.log"}
+    assert "torch" in imported["agent.log"]
+    assert not {f"{name}: {slow}" for name, modules in imported.items() for slow in modules & SLOW}
+
+
+@pytest.mark.slow
+def test_what_the_processes_of_torchvisions_networks_need_is_imported_before_they_are_forked(here):
+    imported = imported_by("train synthetic:64x3x32x32x4 resnet18 -n 2 --batch 8", here)
+    assert {"torchvision.models", "torch._dynamo"} <= imported["agent.log"]
+    assert not {"torchvision.models", "torch._dynamo"} & (imported["0.log"] | imported["1.log"])
+
+
+# A command that goes on once a file is there, after it has started its agent.
+WAITS = """
+import os, runpy, sys, time
+class Waits:
+    def find_spec(self, name, *_):
+        while name == "cyclopts" and not os.path.exists("go"):
+            time.sleep(0.05)
+sys.meta_path.insert(0, Waits())
+runpy.run_module("manyhands", run_name="__main__")
+"""
+
+
+def early(process):
+    """The agents that a command has started before it knew its job."""
+    found = []
+    for one in psutil.Process(process.pid).children():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found += [one] if one.cmdline()[-1:] == [EARLY] else []
+    return found
+
+
+def begun(*words):
+    """A command that waits, and its agent."""
+    process = start("train", *SHORT.split(), *words, program=("-c", WAITS))
+    (agent,) = wait_until(lambda: early(process), process)
+    return process, agent
+
+
+@pytest.mark.slow
+def test_an_early_agents_workers_have_the_threads_that_the_job_asks_for():
+    """Though it has imported torch before it hears of them."""
+    with training("train", SHORT, "--set cluster.threads=2 --out run", by=start) as process:
+        wait_until(lambda: early(process), process)
+        assert finish(process).code == 0
+    assert read("run/env.json")["threads"] == 2
+
+
+@pytest.mark.slow
+def test_an_early_agent_ends_where_a_job_is_wrong_or_its_head_is_killed(here):
+    wrong, agent = begun("--set", "train.lr=-1")
+    killed, other = begun("--out", "killed")
+    killed.send_signal(signal.SIGKILL)
+    (here / "go").touch()
+    assert finish(wrong).code == 2
+    assert finish(killed).code == -signal.SIGKILL
+    wait_until(lambda: not (agent.is_running() or other.is_running()))
+
+
+def test_an_early_agent_is_not_kept_where_only_other_machines_take_part(here):
+    """It would hold what it has imported for as long as they train."""
+    away, agent = begun("--cluster.hosts", '["elsewhere"]', "--cluster.ssh", "sh -c 'sleep 300'", "--out", "run")
+    (here / "go").touch()
+    wait_until(lambda: not agent.is_running(), away)
+    assert away.poll() is None
+    end(away)
+
+
+def test_where_an_early_agent_cannot_be_started_the_job_is_read_all_the_same(monkeypatch):
+    def no_memory(*_, **__):
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr("subprocess.Popen", no_memory)
+    start_early(["train", "digits"])
+    assert take_early() is None
+
+
+def test_where_nothing_of_ours_trains_here_there_is_no_early_agent(monkeypatch):
+    def refuse(*_, **__):
+        raise AssertionError("an agent was started")
+
+    monkeypatch.setattr("subprocess.Popen", refuse)
+    for words in (["train", "--help"], ["train", "digits", "--dry-run"], ["train", "mine.py", "-n", "2"], ["ps"], []):
+        start_early(words)
+    monkeypatch.setenv("RANK", "0")
+    start_early(["train", "digits"])

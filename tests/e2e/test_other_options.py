@@ -15,11 +15,12 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import TensorDataset
 
 import manyhands
 from manyhands.checkpoint.snapshot import Snapshot
 from manyhands.checkpoint.write import save
-from manyhands.cli.main import main
 from manyhands.cluster.agents.mirror import Receiver
 from manyhands.cluster.agents.protocol import FilePiece
 from manyhands.config.load import announce
@@ -28,15 +29,15 @@ from manyhands.core.user_code import code_digests
 from manyhands.run.folder import record_of
 from manyhands.train.objects import digest_objects as digest
 from tests.docs.pages import ROOT
-from tests.e2e.command import assert_one_screen, events, run
-from tests.e2e.test_bad_input import call
+from tests.e2e.command import alone, done, events, forked, inside, messages, read, refused
 
 RUN = Path("run")
 FIT = {"out": RUN, "epochs": 1, "batch": 20, "lr": 0.1, "quiet": True, "run__report": False}
+DATA = "synthetic:60x1x8x8x3"
 
 
 def fit(**changes):
-    return manyhands.fit("mlp", "synthetic:60x1x8x8x3", **{**FIT, **changes})
+    return manyhands.fit("mlp", DATA, **{**FIT, **changes})
 
 
 @pytest.fixture
@@ -48,8 +49,8 @@ def job(name="job.toml"):
     return tomllib.loads((RUN / name).read_text())
 
 
-def contents():
-    return {path: path.read_bytes() for path in RUN.rglob("*") if path.is_file()}
+def contents(suffix=""):
+    return {path: path.read_bytes() for path in RUN.rglob(f"*{suffix}") if path.is_file()}
 
 
 @pytest.mark.parametrize(
@@ -73,10 +74,10 @@ def test_a_finished_run_is_not_relabelled(changes, told, finished):
     assert fit().status == "finished"
 
 
-class Small(torch.nn.Module):
+class Small(nn.Module):
     def __init__(self, scale=1.0):
         super().__init__()
-        self.scale, self.layers = scale, torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(36, 2))
+        self.scale, self.layers = scale, nn.Sequential(nn.Flatten(), nn.Linear(36, 2))
 
     def forward(self, x):
         return self.scale * self.layers(x)
@@ -90,13 +91,28 @@ class Other(Small):
 Other.__name__ = "Small"
 
 
+def seeded(seed=0, frozen=False):
+    torch.manual_seed(seed)
+    model = Small()
+    model.layers[1].bias.requires_grad_(not frozen)
+    return model
+
+
 def samples(count=60, sign=1, flipped=0):
     images = sign * torch.rand(count, 1, 6, 6, generator=torch.Generator().manual_seed(0))
-    return torch.utils.data.TensorDataset(images, (torch.arange(count) + flipped) % 2)
+    return TensorDataset(images, (torch.arange(count) + flipped) % 2)
 
 
 def weighted(first):
-    return lambda output, labels: torch.nn.functional.cross_entropy(output, labels, weight=torch.tensor([first, 1.0]))
+    return lambda output, labels: cross_entropy(output, labels, weight=torch.tensor([first, 1.0]))
+
+
+def right(output, labels):
+    return output.argmax(1) == labels
+
+
+def wrong(output, labels):
+    return output.argmax(1) != labels
 
 
 def of_objects(model=None, train_set=None, test_set=None, **changes):
@@ -130,23 +146,9 @@ def test_a_finished_run_of_other_objects_is_not_returned(changes, told):
     assert contents() == before
     with pytest.raises(UserError, match=f"the changes would have no effect: {told}"):
         of_objects(**changes, checkpoint__resume="auto")
-    assert of_objects(**changes, epochs=2, checkpoint__resume="auto").status == "finished"
-    assert of_objects(**changes, epochs=2).status == "finished"
-
-
-def seeded(seed=0, frozen=False):
-    torch.manual_seed(seed)
-    model = Small()
-    model.layers[1].bias.requires_grad_(not frozen)
-    return model
-
-
-def right(output, labels):
-    return output.argmax(1) == labels
-
-
-def wrong(output, labels):
-    return output.argmax(1) != labels
+    if "loss" in changes:  # it may train longer
+        assert of_objects(**changes, epochs=2, checkpoint__resume="auto").status == "finished"
+        assert of_objects(**changes, epochs=2).status == "finished"
 
 
 @pytest.mark.parametrize(
@@ -174,63 +176,49 @@ def test_a_finished_run_with_other_weights_or_metrics_is_not_returned(first, cha
         assert again(**changes, checkpoint__resume="auto").status == "finished"
 
 
-def test_a_finished_run_is_returned_for_weights_that_it_trained_or_that_are_random():
+def test_a_finished_run_is_returned_for_weights_that_it_trained_that_are_random_or_that_no_digest_tells():
     model = seeded()
     of_objects(model)
     assert of_objects(model).status == "finished"
     torch.seed()
     assert of_objects(Small()).status == "finished"
-
-
-def test_a_record_without_digests_of_weights_refuses_nothing():
-    of_objects(seeded())
-    file = RUN / "network.json"
-    record = json.loads(file.read_text())
+    record = read(RUN, "network.json")
     for name in ("initial weights", "trainable parameters", "held-out data"):
         del record["digests"][name]
-    file.write_text(json.dumps(record))
+    (RUN / "network.json").write_text(json.dumps(record))
     assert of_objects(seeded(1, frozen=True)).status == "finished"
 
 
-@pytest.mark.parametrize("helper", ["hp.py", "parts/__init__.py", "parts/more.py"])
-def test_a_finished_run_of_a_changed_helper_module_is_not_returned(helper, capsys):
+CODE = {
+    "c.py": "from torch import nn\nimport hp\nnet = nn.Sequential(nn.Flatten(), nn.Linear(64, hp.OUTPUTS))\n",
+    "hp.py": "from parts.more import OUTPUTS\nimport torch\n",
+    "parts/__init__.py": "from . import more\n",
+    "parts/more.py": "OUTPUTS = 3\n",
+}
+
+
+def test_a_finished_run_of_changed_code_is_not_returned(capsys):
     Path("code/parts").mkdir(parents=True)
-    Path("code/hp.py").write_text("from parts.more import OUTPUTS\nimport torch\n")
-    Path("code/parts/__init__.py").write_text("from . import more\n")
-    Path("code/parts/more.py").write_text("OUTPUTS = 3\n")
-    Path("code/unused.py").write_text("")
-    net = "from torch import nn\nimport hp\nnet = nn.Sequential(nn.Flatten(), nn.Linear(64, hp.OUTPUTS))\n"
-    Path("code/c.py").write_text(net)
-    assert set(code_digests(["code/c.py:net"])) == {
-        "code/c.py:net", "code/hp.py", "code/parts/__init__.py", "code/parts/more.py",
-    }  # fmt: skip
-    words = ["train", "synthetic:60x1x8x8x3", "code/c.py:net", "--epochs", "1", "--batch", "20", "--out", RUN]
-    assert call(capsys, *words)[0] == 0
-    assert call(capsys, *words)[0] == 0
-    with Path("code", helper).open("a") as file:
-        file.write("# changed\n")
-    code, err = call(capsys, *words)
-    assert code == 2
-    assert f"code/{helper} changed" in err
-    announce(["code/c.py:net"], RUN, record_of(RUN / "checkpoints/any"), "{}")
-    assert "CHANGED since training" in capsys.readouterr().err
+    for name, text in {**CODE, "unused.py": ""}.items():
+        Path("code", name).write_text(text)
+    assert set(code_digests(["code/c.py:net"])) == {"code/c.py:net", *(f"code/{name}" for name in [*CODE][1:])}
+    train = f"train {DATA} code/c.py:net --epochs 1 --batch 20 --out run"
+    for _ in range(2):
+        done(train, by=alone)
+    for name, text in CODE.items():
+        Path("code", name).write_text(f"{text}# changed\n")
+        changed = "code/c.py:net changed" if name == "c.py" else f"code/{name} changed"
+        refused(train, by=alone, says=(changed, "manyhands resume run --epochs 2", "--out run-2"))
+        announce(["code/c.py:net"], RUN, record_of(RUN / "checkpoints/any"), "{}")
+        assert "CHANGED since training" in capsys.readouterr().err
+        Path("code", name).write_text(text)
 
 
-def test_an_unfinished_run_goes_on_with_changed_objects():
-    def failing(end):
-        raise RuntimeError(str(end.epoch))
-
-    with pytest.raises(ManyhandsError):
-        of_objects(epochs=2, at_epoch_end=failing)
-    assert of_objects(Small(2.0), epochs=2).status == "finished"
-
-
-class Named(torch.utils.data.TensorDataset):
+class Named(TensorDataset):
     """A data set with class names."""
 
-    def __init__(self, labels, classes, images=None):
-        given = torch.linspace(-1, 1, 40).repeat_interleave(36).view(40, 1, 6, 6) if images is None else images
-        super().__init__(given, labels)
+    def __init__(self, labels, classes):
+        super().__init__(torch.linspace(-1, 1, 40).repeat_interleave(36).view(40, 1, 6, 6), labels)
         self.classes, self.targets = classes, labels
 
 
@@ -242,8 +230,9 @@ def interrupted(train_set, **changes):
         of_objects(train_set=train_set, epochs=2, at_epoch_end=failing, **changes)
 
 
-def warnings():
-    return [event["message"] for event in events(RUN, "warning")]
+def test_an_unfinished_run_goes_on_with_changed_objects():
+    interrupted(samples())
+    assert of_objects(Small(2.0), epochs=2).status == "finished"
 
 
 HALVES = (torch.arange(40) >= 20).long()
@@ -257,48 +246,37 @@ HALVES = (torch.arange(40) >= 20).long()
         (["cafe\u0301", "dog"], 'the classes of the data changed: "cat" removed, "cafe\u0301" added'),
     ],
 )
-@pytest.mark.parametrize("epochs", [2, 1])
-def test_a_run_is_not_resumed_with_other_class_names(epochs, names, told):
-    if epochs == 2:
-        interrupted(Named(HALVES, ["cat", "dog"]), test_set=Named(HALVES, ["cat", "dog"]))
-    else:
-        of_objects(train_set=Named(HALVES, ["cat", "dog"]), test_set=Named(HALVES, ["cat", "dog"]))
-    before = contents()
+@pytest.mark.parametrize("begin", [interrupted, of_objects])
+def test_a_run_is_not_resumed_with_other_class_names(begin, names, told):
+    begin(train_set=Named(HALVES, ["cat", "dog"]), test_set=Named(HALVES, ["cat", "dog"]))
+    before = contents(".safetensors")
     other = {"train_set": Named(HALVES, names), "test_set": Named(HALVES, names)}
     with pytest.raises(UserError) as raised:
         of_objects(**other, epochs=2, checkpoint__resume="auto")
     assert told in raised.value.message
     assert raised.value.hints[0] == "undo the change of the class names"
     assert 'out="NEW"' in raised.value.hints[1]
-    assert {path: content for path, content in contents().items() if path.suffix == ".safetensors"} == {
-        path: content for path, content in before.items() if path.suffix == ".safetensors"
-    }
+    assert contents(".safetensors") == before
     # Numbers are no names.
     assert of_objects(train_set=samples(40), epochs=2, checkpoint__resume="auto").status == "finished"
 
 
-def test_a_renamed_class_folder_refuses_the_resume(capsys):
+def test_a_renamed_class_folder_refuses_the_resume():
+    def pictures(name, count, level):
+        Path("pets", name).mkdir(parents=True, exist_ok=True)
+        for number in range(count):
+            Image.new("RGB", (6, 6), (level, level, number)).save(Path("pets", name, f"{number}.png"))
+
     for level, name in enumerate(("ant", "bee", "cow")):
-        picture_files(Path("pets") / name, 6, 60 * level)
-    words = ["pets", "mlp", "--batch", "5", "--data.image-size", "6", "--out", RUN]
-    assert call(capsys, "train", *words, "--epochs", "1")[0] == 0
+        pictures(name, 6, 60 * level)
+    train = "train pets mlp --batch 5 --data.image-size 6 --out run --epochs"
+    done(train, 1, by=alone)
     Path("pets/ant").rename("pets/zebra")
-    code, err = call(capsys, "train", *words, "--epochs", "2", "--resume", "auto")
-    assert code == 2
-    assert_one_screen(err)
-    assert '"ant" removed, "zebra" added' in err
-    assert "--out NEW" in err
+    refused(train, 2, "--resume auto", by=alone, says=('"ant" removed, "zebra" added', "--out NEW"))
     Path("pets/zebra").rename("pets/ant")
-    picture_files(Path("pets/ant"), 10, 0)
-    code, err = call(capsys, "train", *words, "--epochs", "2", "--resume", "auto", "-q")
-    assert code == 0
-    assert "the data changed since the checkpoint was saved: training data (20 samples, was 16)" in err
-
-
-def picture_files(folder, count, level):
-    folder.mkdir(parents=True, exist_ok=True)
-    for number in range(count):
-        Image.new("RGB", (6, 6), (level, level, number)).save(folder / f"{number}.png")
+    pictures("ant", 10, 0)
+    ended = done(train, 2, "--resume auto -q", by=alone)
+    assert "the data changed since the checkpoint was saved: training data (20 samples, was 16)" in ended.err
 
 
 @pytest.mark.parametrize(
@@ -312,67 +290,38 @@ def picture_files(folder, count, level):
 )
 def test_an_unfinished_run_says_which_data_changed(changes, told, capsys):
     interrupted(samples())
-    assert not any("the data changed" in line for line in warnings())
+    assert not any("the data changed" in line for line in messages(RUN, "warning"))
     of_objects(**changes, epochs=2)
-    found = [line for line in warnings() if line.startswith("the data changed since the checkpoint was saved: ")]
-    assert len(found) == 1
-    assert told in found[0]
-    assert found[0] in capsys.readouterr().err
+    (found,) = (line for line in messages(RUN, "warning") if line.startswith("the data changed since the checkpoint"))
+    assert told in found
+    assert found in capsys.readouterr().err
+
+
+def in_a_session(model, train_set, epochs=1):
+    with manyhands.session(out=RUN) as here:
+        call, optimizer, batches = here.prepare(model, torch.optim.SGD(model.parameters(), 0.1), train_set, batch=20)
+        for _ in here.epochs(epochs):
+            for x, y in batches:
+                here.backward(cross_entropy(call(x), y))
+                optimizer.step()
+                optimizer.zero_grad()
 
 
 def test_a_session_is_not_resumed_with_other_class_names(capsys):
-    def train(train_set, epochs):
-        with manyhands.session(out=RUN) as here:
-            model = Small()
-            call, optimizer, batches = here.prepare(
-                model, torch.optim.SGD(model.parameters(), 0.1), train_set, batch=20
-            )
-            for _ in here.epochs(epochs):
-                for x, y in batches:
-                    here.backward(torch.nn.functional.cross_entropy(call(x), y))
-                    optimizer.step()
-
-    train(Named(HALVES, ["cat", "dog"]), 1)
+    in_a_session(Small(), Named(HALVES, ["cat", "dog"]))
     with pytest.raises(UserError, match="the order of the classes changed"):
-        train(Named(HALVES, ["dog", "cat"]), 2)
-    train(Named(1 - HALVES, ["cat", "dog"]), 2)
-    assert (
-        "the data changed since the checkpoint was saved: training data (labels), training samples\n"
-        in capsys.readouterr().err
-    )
-
-
-def test_a_finished_run_of_another_file_of_code_is_not_returned(capsys):
-    code = "from torch import nn\nnet = nn.Sequential(nn.Flatten(), nn.Linear(64, 9), nn.{}(), nn.Linear(9, 3))\n"
-    Path("c.py").write_text(code.format("Tanh"))
-    words = ["train", "synthetic:60x1x8x8x3", "c.py:net", "--epochs", "1", "--batch", "20", "--lr", "0.1", "--out", RUN]
-    manyhands.fit("c.py:net", "synthetic:60x1x8x8x3", **FIT)
-    Path("c.py").write_text(code.format("Sigmoid"))
-    code, err = call(capsys, *words)
-    assert code == 2
-    assert_one_screen(err)
-    assert "c.py:net changed" in err
-    assert "manyhands resume run --epochs 2" in err
-    assert "--out run-2" in err
+        in_a_session(Small(), Named(HALVES, ["dog", "cat"]), 2)
+    in_a_session(Small(), Named(1 - HALVES, ["cat", "dog"]), 2)
+    told = "the data changed since the checkpoint was saved: training data (labels), training samples\n"
+    assert told in capsys.readouterr().err
 
 
 def test_a_finished_session_of_another_network_is_not_returned():
-    def train(model, epochs=1):
-        with manyhands.session(out=RUN) as here:
-            call, optimizer, batches = here.prepare(
-                model, torch.optim.SGD(model.parameters(), 0.1), samples(), batch=20
-            )
-            for _ in here.epochs(epochs):
-                for x, y in batches:
-                    here.backward(torch.nn.functional.cross_entropy(call(x), y))
-                    optimizer.step()
-                    optimizer.zero_grad()
-
-    train(Small())
-    train(Small())
+    for _ in range(2):
+        in_a_session(Small(), samples())
     with pytest.raises(UserError, match="network changed"):
-        train(Small(2.0))
-    train(Small(2.0), epochs=2)
+        in_a_session(Small(2.0), samples())
+    in_a_session(Small(2.0), samples(), epochs=2)
 
 
 def test_a_run_whose_checkpoints_are_gone_does_not_begin_anew(finished):
@@ -383,81 +332,51 @@ def test_a_run_whose_checkpoints_are_gone_does_not_begin_anew(finished):
     assert (RUN / "metrics.jsonl").read_bytes() == metrics
 
 
-def test_resume_takes_a_short_name(capsys):
+def test_every_command_that_takes_a_run_takes_a_part_of_its_name():
     fit(out=Path("runs/first"), epochs=3)
-    with pytest.raises(SystemExit) as ended:
-        main(["resume", "fir", "--epochs", "1"])
-    err = capsys.readouterr().err
-    assert ended.value.code == 2
-    assert_one_screen(err)
-    assert "this run has made 9 updates" in err
-    assert "where: runs/first" in err
+    for line, code, shown in (
+        ("why irs", 0, "runs/first finished"),
+        ("why last", 0, "runs/first finished"),
+        ("why first", 0, "runs/first finished"),
+        ("report irs", 0, "runs/first/report.html"),
+        ("logs irs", 0, "step=1/9"),
+        ("eval irs", 0, "runs/first/checkpoints/step-0000000"),
+        ("checkpoint info irs", 0, "runs/first/checkpoints/step-0000000"),
+        ("stop irs", 2, "where: runs/first"),
+        ("resume irs --set train.lr=0.01", 2, "where: runs/first"),
+    ):
+        said = done(line, by=forked if "eval" in line else inside, code=code)
+        assert shown in said.out + said.err
+    refused("resume fir --epochs 1", says=("this run has made 9 updates", "where: runs/first"))
 
 
-@pytest.mark.parametrize("name", ["irs", "last", "first"])
-@pytest.mark.parametrize(
-    ("words", "code", "shown"),
-    [
-        (["why"], 0, "runs/first finished"),
-        (["report"], 0, "runs/first/report.html"),
-        (["logs"], 0, "step=1/3"),
-        (["eval"], 0, "runs/first/checkpoints/step-00000003"),
-        (["checkpoint", "info"], 0, "runs/first/checkpoints/step-00000003"),
-        (["stop"], 2, "where: runs/first"),
-        (["resume"], 2, "where: runs/first"),
-    ],
-)
-def test_every_command_that_takes_a_run_takes_a_part_of_its_name(words, code, shown, name, capsys):
-    fit(out=Path("runs/first"))
-    with pytest.raises(SystemExit) as ended:
-        main([*words, name, *(["--set", "train.lr=0.01"] if words == ["resume"] else [])])
-    said = capsys.readouterr()
-    assert (ended.value.code or 0) == code, said.err
-    assert shown in said.out + said.err
-
-
-def test_train_refuses_it_with_the_two_commands(finished, capsys):
-    words = ["synthetic:60x1x8x8x3", "mlp", "--epochs", "1", "--batch", "20", "--out", RUN]
-    code, err = call(capsys, "train", *words, "--lr", "0.01")
-    assert code == 2
-    assert_one_screen(err)
-    assert "manyhands resume run --epochs 2 --set train.lr=0.01" in err
-    with pytest.raises(SystemExit) as ended:
-        main(["resume", str(RUN), "--set", "train.lr=0.01"])
-    err = capsys.readouterr().err
-    assert ended.value.code == 2
-    assert_one_screen(err)
-    assert "train longer" in err
+def test_train_refuses_it_with_the_two_commands(finished):
+    train = f"train {DATA} mlp --epochs 1 --batch 20 --out run --lr 0.01"
+    refused(train, by=alone, says="manyhands resume run --epochs 2 --set train.lr=0.01")
+    refused("resume run --set train.lr=0.01", says="train longer")
     assert job()["train"]["lr"] == 0.1
     assert len(events(RUN, "started")) == 1
 
 
 @pytest.mark.slow
 def test_what_only_a_program_has_goes_on_by_that_program():
-    manyhands.fit(torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10)), "digits", epochs=1, out="run")
+    manyhands.fit(nn.Sequential(nn.Flatten(), nn.Linear(64, 10)), "digits", epochs=1, out="run")
     before = Path("run/events.jsonl").read_bytes()
-    refused = run("resume", "run")
-    assert refused.code == 2
-    assert_one_screen(refused.err)
-    assert "this run can be resumed only by the Python program that creates its network\n" in refused.err
-    assert "to resume, run the same program with out='run'\n" in refused.err
+    program = "this run can be resumed only by the Python program that creates its network\n"
+    refused("resume run", says=(program, "to resume, run the same program with out='run'\n"))
     assert Path("run/events.jsonl").read_bytes() == before
-    assert "manyhands resume" not in run("stop", "run").err
+    assert "manyhands resume" not in done("stop run", code=2).err
     Path("net.py").write_text("from torch import nn\nnet = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))\n")
-    assert run("resume", "run", "--epochs", "2", "--set", "model.name=net.py:net").code == 0
+    done("resume run --epochs 2 --set model.name=net.py:net")
 
 
 @pytest.mark.slow
 def test_what_resume_changes_is_told_and_the_former_job_is_kept(finished):
-    ended = run("resume", RUN, "--epochs", "2", "--set", "train.lr=0.01", "--set", "checkpoint.keep=3")
-    assert ended.code == 0, ended.err
+    ended = done("resume run --epochs 2 --set train.lr=0.01 --set checkpoint.keep=3")
     changed = {event["data"]["option"]: event for event in events(RUN, "changed")}
     for option, old, new in [("train.lr", 0.1, 0.01), ("train.epochs", 1, 2), ("checkpoint.keep", 2, 3)]:
-        assert (changed[option]["step"], changed[option]["data"]["old"], changed[option]["data"]["new"]) == (
-            3,
-            old,
-            new,
-        )
+        data = changed[option]["data"]
+        assert (changed[option]["step"], data["old"], data["new"]) == (3, old, new)
     assert "train.lr is 0.01, and was 0.1 (from step 3)" in ended.err
     assert job("job-1.toml")["train"]["lr"] == 0.1
     assert job()["train"]["lr"] == 0.01
@@ -467,19 +386,13 @@ def test_the_job_changes_only_once_a_step_was_trained_under_it(finished):
     def failing(output, labels):
         if output.requires_grad and len(labels) == 20:
             raise RuntimeError("never a step")
-        return manyhands_loss(output, labels)
+        return cross_entropy(output, labels)
 
     before = {name: (RUN / name).read_bytes() for name in ("job.toml", "plan.json", "env.json")}
     with pytest.raises(ManyhandsError, match="never a step"):
         fit(epochs=2, lr=0.01, checkpoint__resume="auto", loss=failing)
     assert {name: (RUN / name).read_bytes() for name in before} == before
     assert not events(RUN, "changed")
-
-
-def manyhands_loss(output, labels):
-    from torch.nn.functional import cross_entropy
-
-    return cross_entropy(output, labels)
 
 
 def test_an_unfinished_run_goes_on_under_other_options(finished):
@@ -492,25 +405,22 @@ def test_an_unfinished_run_goes_on_under_other_options(finished):
 
 def test_the_heads_copy_keeps_the_former_job_too(tmp_path):
     receiver = Receiver(tmp_path)
-    receiver.take(FilePiece("job.toml", "[train]\nlr = 0.1\n"))
-    receiver.take(FilePiece("job.toml", "[train]\nlr = 0.2\n"))
+    for lr in (0.1, 0.2):
+        receiver.take(FilePiece("job.toml", f"[train]\nlr = {lr}\n"))
     assert not (tmp_path / "job-1.toml").exists()
     receiver.take(FilePiece("metrics.jsonl", "{}\n"))
     receiver.take(FilePiece("job.toml", "[train]\nlr = 0.3\n"))
     assert (tmp_path / "job-1.toml").read_text() == "[train]\nlr = 0.2\n"
 
 
-def test_merge_takes_the_best_of_a_run_by_its_short_name(tmp_path, capsys):
+def test_merge_takes_the_best_of_a_run_by_its_short_name():
     for step in (5, 8):
         state = {"step": step, "best": {"step": 5, "top1": 0.9}}
         save(Path("runs/pets/checkpoints"), step, Snapshot({"weight": torch.full((2,), float(step))}, None, state))
     Path("runs/pets/job.toml").touch()
-    for words, step in ([], 5), (["--which", "last"], 8):
-        target = f"{step}.safetensors"
-        with pytest.raises(SystemExit) as ended:
-            main(["checkpoint", "merge", "pe", target, *words])
-        assert not ended.value.code, capsys.readouterr().err
-        assert load_file(target)["weight"].tolist() == [step, step]
+    for which, step in ("", 5), ("--which last", 8):
+        done(f"checkpoint merge pe {step}.safetensors", which, by=inside)
+        assert load_file(f"{step}.safetensors")["weight"].tolist() == [step, step]
 
 
 class Focal:
@@ -545,11 +455,8 @@ def test_digests_of_objects_tell_changes_alone():
         exec(f"class Net(nn.Module):\n    def forward(self, x):\n        return {body}\n", names)
         nets.append(digest(network=names["Net"]()))
     assert nets[0] != nets[1]
+    # No process sorts a set's words alike.
     program = "import tests.e2e.test_other_options as t; print(t.digest(loss=t._in_words))"
-    texts = {
-        subprocess.run(
-            [sys.executable, "-c", program], cwd=ROOT, env={**os.environ, "PYTHONHASHSEED": seed}, check=True, stdout=-1
-        ).stdout
-        for seed in ("1", "2", "3")
-    }
-    assert len(texts) == 1
+    seeded = [{**os.environ, "PYTHONHASHSEED": seed} for seed in ("1", "2")]
+    outputs = {subprocess.check_output([sys.executable, "-c", program], cwd=ROOT, env=each) for each in seeded}
+    assert len(outputs) == 1

@@ -24,7 +24,7 @@ from manyhands.run.folder import announce_reach, announce_resumed
 from manyhands.run.logs import show_logs
 from manyhands.run.registry import remember_reach
 from manyhands.run.tasks import evaluate_run, predict_files
-from tests.e2e.command import QUICK, environment, finish, run, start
+from tests.e2e.command import QUICK, done, environment, start
 
 MODULES = ("manyhands", "torch", "json", "multiprocessing", "typing", "dill", "matplotlib")
 
@@ -41,8 +41,7 @@ def planted(here):
 @pytest.mark.slow
 def test_modules_of_the_current_folder_are_not_imported(planted):
     program = ("-P", "-m", "manyhands")
-    ended = finish(start("train", "digits", "mlp", "-n", 2, "--epochs", 1, "--out", "r", program=program))
-    assert ended.code == 0, ended.err
+    done("train digits mlp -n 2 --epochs 1 --out r", program=program, by=start)
     assert not planted.exists(), planted.read_text()
 
 
@@ -50,8 +49,7 @@ def test_modules_of_the_current_folder_are_not_imported(planted):
 def test_python_dash_m_takes_the_package_alone_from_there(here):
     (here / "torch.py").write_text("raise SystemExit(9)")
     (here / "pydantic.py").write_text("raise SystemExit(9)")
-    ended = run("train", "digits", "mlp", "--dry-run")
-    assert ended.code == 0, ended.err
+    done("train digits mlp --dry-run", by=start)
 
 
 def test_an_agent_that_ssh_starts_takes_nothing_from_its_work_folder(planted, here):
@@ -86,8 +84,7 @@ def test_the_users_own_files_find_what_lies_beside_them_and_in_the_current_folde
         "from torch import nn\nfrom layers import WIDTH\n\n\ndef make(num_classes):\n"
         "    return nn.Sequential(nn.Flatten(), nn.LazyLinear(WIDTH), nn.ReLU(), nn.Linear(WIDTH, num_classes))\n"
     )
-    ended = run("train", "digits", "nets/mine.py:make", "--epochs", 1, *QUICK, program=("-P", "-m", "manyhands"))
-    assert ended.code == 0, ended.err
+    done("train digits nets/mine.py:make --epochs 1", QUICK, program=("-P", "-m", "manyhands"), by=start)
 
 
 def test_a_recipe_comes_with_the_program_and_never_from_beside_the_data(here):
@@ -223,11 +220,9 @@ def test_code_that_a_run_names_is_told_with_whether_it_is_what_it_was(run_with_c
     forget(here)
     manyhands.load(run_with_code, model="net.py:make")
     assert not capsys.readouterr().err
-    ended = run("eval", "run")
-    assert ended.code == 0, ended.err
+    ended = done("eval run")
     assert "CHANGED since training" in ended.err
-    ended = run("resume", "run", "--epochs", 2)
-    assert ended.code == 0, ended.err
+    ended = done("resume run --epochs 2")
     assert f"running code from {here}/net.py, as run requests; CHANGED since training" in ended.err
 
 
@@ -256,15 +251,13 @@ def test_another_users_folder_does_not_choose_the_code_that_runs(run_with_code, 
 @pytest.mark.slow
 def test_code_that_a_plan_names_is_told_and_another_users_plan_does_not_choose_it(here):
     (here / "net.py").write_text(NETWORK)
-    assert run("plan", "synthetic:30x1x4x4x3", "net.py:make", "-n", 2, "--no-measure").code == 0
-    shown = run("plan", "plan.json")
-    assert shown.code == 0, shown.err
+    done("plan synthetic:30x1x4x4x3 net.py:make -n 2 --no-measure")
+    shown = done("plan plan.json")
     assert f"running code from {here}/net.py, as plan.json requests" in shown.err
     if os.getuid():
         pytest.skip("NOT SHOWN what another user's plan may do: only root can make one")
     (here / "ran").unlink()
     os.chown(here / "plan.json", 12345, 12345)
-    refused = run("plan", "plan.json")
-    assert refused.code == 2
+    refused = done("plan plan.json", code=2)
     assert "plan.json requests to run net.py:make, but plan.json belongs to another user (uid 12345)" in refused.err
     assert not (here / "ran").exists()

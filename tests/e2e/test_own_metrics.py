@@ -12,12 +12,13 @@ import manyhands
 from manyhands.core.errors import UserError
 from manyhands.report.read import read_run
 from manyhands.report.summary import result_lines
-from tests.e2e.command import run
+from tests.e2e.command import done, read
 
 pytestmark = pytest.mark.timeout(300)
 IMAGES = torch.rand(50, 1, 8, 8, generator=torch.Generator().manual_seed(1))
 DATA = TensorDataset(IMAGES, torch.arange(50) % 10)
-OPTIONS = {"batch": 25, "epochs": 1, "quiet": True, "run__report": False, "evaluate_batch": 7}
+QUIET = {"quiet": True, "run__report": False, "out": "run"}
+OPTIONS = {"batch": 25, "epochs": 1, "evaluate_batch": 7, **QUIET}
 
 
 def network():
@@ -46,9 +47,9 @@ def of_the_whole_set(net):
 
 
 @pytest.mark.slow
-def test_it_is_that_of_the_whole_set_in_what_fit_and_evaluate_give_and_on_the_page(tmp_path):
+def test_it_is_that_of_the_whole_set_in_what_fit_and_evaluate_give_and_on_the_page():
     net, own = network(), {"third": top3, "recall": MacroRecall()}
-    told = manyhands.fit(net, DATA, DATA, metrics=own, held_out_set=DATA, out=tmp_path / "run", **OPTIONS)
+    told = manyhands.fit(net, DATA, DATA, metrics=own, held_out_set=DATA, **OPTIONS)
     wanted = {name: pytest.approx(float(value)) for name, value in of_the_whole_set(net).items()}
     assert told.final.metrics == wanted
     assert told.test.metrics == wanted
@@ -75,10 +76,10 @@ def silent():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("best", [pytest.param("highest top1", marks=pytest.mark.slow), "lowest size", "highest size"])
-def test_the_best_epoch_is_the_best_by_the_figure_that_is_named(best, tmp_path):
+def test_the_best_epoch_is_the_best_by_the_figure_that_is_named(best):
     def trained(out, **more):
-        options = {"quiet": True, "run__report": False, "checkpoint__resume": "auto", "best": best} | GROWING | more
-        return manyhands.fit(silent(), DATA, DATA, held_out_set=DATA, out=tmp_path / out, **options)
+        options = {**QUIET, "out": out, "checkpoint__resume": "auto", "best": best} | GROWING | more
+        return manyhands.fit(silent(), DATA, DATA, held_out_set=DATA, **options)
 
     told, way, name = trained("whole"), *best.split()
     figures = [one.metrics.get(name, getattr(one, name, None)) for one in told.evaluations]
@@ -86,7 +87,7 @@ def test_the_best_epoch_is_the_best_by_the_figure_that_is_named(best, tmp_path):
     assert name != "size" or wanted == (0 if way == "lowest" else 3)
     assert told.best == told.evaluations[wanted]
     assert told.test.step == told.best.step
-    found = json.loads((told.path / "evaluations" / "best.json").read_text())
+    found = read(told.path, "evaluations/best.json")
     assert (found["step"], found["metrics"]) == (told.best.step, told.best.metrics)
     kept = manyhands.evaluate(manyhands.load(told).network, DATA, metrics={"size": size})
     assert kept.metrics["size"] == pytest.approx(told.best.metrics["size"], rel=1e-6)
@@ -98,27 +99,27 @@ def test_the_best_epoch_is_the_best_by_the_figure_that_is_named(best, tmp_path):
     assert (parted.best.step, parted.best.metrics) == (told.best.step, told.best.metrics)
 
 
-def test_another_figure_may_decide_from_a_resume_on(tmp_path):
-    options = {"quiet": True, "run__report": False, "out": tmp_path / "run", "checkpoint__resume": "auto"} | GROWING
+def test_another_figure_may_decide_from_a_resume_on():
+    options = {**QUIET, "checkpoint__resume": "auto"} | GROWING
     manyhands.fit(silent(), DATA, DATA, **options | {"epochs": 2, "best": "lowest size"})
     told = manyhands.fit(silent(), DATA, DATA, **options | {"best": "highest size"})
     assert told.best.step == told.final.step
     assert read_run(told.path).best.step == told.final.step
 
 
-def test_it_is_the_best_in_a_loop_of_ones_own_too(tmp_path):
+def test_it_is_the_best_in_a_loop_of_ones_own_too():
     net = silent()
-    with manyhands.session(out=tmp_path / "run", best="lowest size", metrics={"size": size}) as here:
+    with manyhands.session(out="run", best="lowest size", metrics={"size": size}) as here:
         model, optimizer, batches = here.prepare(net, torch.optim.SGD(net.parameters(), 0.05), DATA, batch=25)
         for _ in here.epochs(3):
             for x, y in batches:
                 here.backward(nn.functional.cross_entropy(model(x), y))
                 optimizer.step()
             here.evaluate(model, DATA, metrics={"third": top3})
-    told = manyhands.Run(tmp_path / "run", "finished")
+    told = manyhands.Run(Path("run"), "finished")
     assert [record.best for record in told.evaluations] == [True, False, False]
     assert told.best.metrics.keys() == {"size", "third"}
-    assert (tmp_path / "run" / "checkpoints" / "step-00000002").is_dir()
+    assert Path("run/checkpoints/step-00000002").is_dir()
 
 
 @pytest.mark.parametrize(
@@ -161,35 +162,31 @@ lr = 1e-6
 def test_a_job_names_files_of_the_users_and_every_command_shows_the_figures():
     Path("own.py").write_text(OWN)
     Path("job.toml").write_text(JOB)
-    ended = run("train", "job.toml", "--out", "two", "-n", 2, "--set", "run.report=false", "--json")
-    assert ended.code == 0, ended.err
+    ended = done("train job.toml --out two -n 2 --set run.report=false --json")
     final = manyhands.Run(Path("two"), "finished").final
     assert final.metrics["plain_loss"] == pytest.approx(final.loss, rel=1e-6)
     assert final.top1 < final.metrics["top3"] < final.top5
     assert json.loads(ended.out)["final_metrics"] == final.metrics
     assert f"top3={final.metrics['top3']:.3f}" in ended.err
-    assert {"own.py:top3", "own.py:plain_loss"} <= json.loads(Path("two/network.json").read_text())["code"].keys()
+    assert {"own.py:top3", "own.py:plain_loss"} <= read("two/network.json")["code"].keys()
     Path("own.py").write_text(OWN.replace("topk(3", "topk(2"))
-    again = run("eval", "two", "--json")
+    again = done("eval two --json")
     assert "own.py, as" in again.err
     assert "CHANGED since training" in again.err
     found = json.loads(again.out)
     assert found["metrics"]["top3"] < final.metrics["top3"]
-    assert f"plain_loss {found['loss']:.3f}" in run("eval", "two").out
+    assert f"plain_loss {found['loss']:.3f}" in done("eval two").out
 
 
 @pytest.mark.slow
 def test_a_run_whose_metric_was_an_object_says_so():
-    told = manyhands.fit("mlp", "synthetic:60x1x8x8x10", metrics={"third": top3}, out="run", **OPTIONS)
-    refused = run("resume", told.path, "--epochs", 2)
-    assert refused.code == 2
+    told = manyhands.fit("mlp", "synthetic:60x1x8x8x10", metrics={"third": top3}, **OPTIONS)
+    refused = done("resume", told.path, "--epochs 2", code=2)
     assert "this run's metric third was a Python object" in refused.err
-    shown = run("eval", told.path)
-    assert shown.code == 0, shown.err
+    shown = done("eval", told.path)
     assert "skipping the metric third, which was a Python object" in shown.err
     Path("own.py").write_text(OWN)
-    more = run("resume", told.path, "--epochs", 2, "--set", 'train.metrics=["own.py:top3"]')
-    assert more.code == 0, more.err
+    done("resume", told.path, '--epochs 2 --set train.metrics=["own.py:top3"]')
     assert manyhands.Run(told.path, "finished").final.metrics.keys() == {"top3"}
 
 
@@ -230,9 +227,9 @@ class NothingToDivideBy:
         return right / count
 
 
-def test_figures_of_any_word_s_name_are_kept_and_read(tmp_path):
+def test_figures_of_any_word_s_name_are_kept_and_read():
     own = {"paral·lel": top3, "精度": top3, "of_class_9": NothingToDivideBy()}
-    told = manyhands.fit(network(), DATA, DATA, metrics=own, out=tmp_path / "run", **OPTIONS)
+    told = manyhands.fit(network(), DATA, DATA, metrics=own, **OPTIONS)
     assert manyhands.Run(told.path, "finished").final.metrics.keys() == own.keys()
 
 
@@ -250,10 +247,10 @@ def test_what_a_metric_writes_into_its_inputs_is_not_for_the_next():
 
 
 @pytest.mark.parametrize("metric", [FailsAtTheEnd(), NoNumber()])
-def test_a_figure_that_cannot_be_made_is_refused_before_anything_is_trained(metric, tmp_path):
+def test_a_figure_that_cannot_be_made_is_refused_before_anything_is_trained(metric):
     with pytest.raises(UserError, match=r"the metric last (failed on outputs|returned a Tensor)"):
-        manyhands.fit(network(), DATA, DATA, metrics={"last": metric}, out=tmp_path / "run", **OPTIONS)
-    metrics = tmp_path / "run" / "metrics.jsonl"
+        manyhands.fit(network(), DATA, DATA, metrics={"last": metric}, **OPTIONS)
+    metrics = Path("run/metrics.jsonl")
     assert not metrics.exists() or not metrics.read_text()
 
 
@@ -280,7 +277,7 @@ def test_a_figure_that_cannot_be_made_is_refused_before_anything_is_trained(metr
         (top3, "metrics is a function, not a dict"),
     ],
 )
-def test_what_is_no_metric_is_refused(metrics, text, tmp_path):
+def test_what_is_no_metric_is_refused(metrics, text):
     Path("own.py").write_text(OWN)
     with pytest.raises(UserError, match=text):
-        manyhands.fit(network(), DATA, DATA, metrics=metrics, out=tmp_path / "run", **OPTIONS)
+        manyhands.fit(network(), DATA, DATA, metrics=metrics, **OPTIONS)

@@ -7,22 +7,18 @@ import torch
 from PIL import Image
 
 from tests.data.sets import make
-from tests.e2e.command import QUICK, final_weights, finish, forked, start
+from tests.e2e.command import QUICKLY, done, final_weights, forked, start
 
-JOB = ["cnn", "--epochs", 1, "--batch", 4, "--device", "cpu", "--data.image-size", 16, *QUICK]
+JOB = ["cnn", *f"--epochs 1 --batch 4 --device cpu --data.image-size 16 {QUICKLY}".split()]
 
 
-def did(command, *arguments, **others):
+def did(command, *given, **others):
     # Packing starts processes, which a fork of the tests' own process may not be able to.
-    by = start if command == "pack" else forked
-    ended = finish(by(command, *arguments, **others))
-    assert ended.code == 0, ended.err
-    return ended
+    return done(command, *given, by=start if command == "pack" else forked, **others)
 
 
-def refused(*arguments, **others):
-    ended = finish(forked(*arguments, **others))
-    assert ended.code == 2, ended.err
+def refused(*given, **others):
+    ended = done(*given, code=2, **others)
     assert "Traceback" not in ended.err
     assert len(ended.err.splitlines()) < 8
     return ended.err

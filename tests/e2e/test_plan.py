@@ -1,115 +1,94 @@
-"""manyhands plan: searched, written, shown, proven and timed; nothing of the user's is overwritten."""
+"""manyhands plan, for one number of machines and over a range: searched, written, shown, verified and timed.
+
+Nothing of the user's is overwritten. All but the last ones in this process.
+"""
 
 import json
+import math
 import re
+from xml.etree import ElementTree
 
 import pytest
 
-from manyhands.cli.main import main
+from manyhands.planner.timing import Timing
+from manyhands.run.python import Run
+from manyhands.worker.plan_growth import _beyond, numbers_of_machines
 from tests.e2e import nets
-from tests.e2e.command import QUICK, Ended, assert_one_screen, finish, forked, run
+from tests.e2e.command import QUICK, done, events, final_weights, forked, inside, read, refused
 
-JOB = ("synthetic:64x3x16x16x10", "cnn", "--batch", "32", "-n", "2")
-
-
-@pytest.fixture
-def plan(capsys):
-    """Runs `manyhands plan …` within this process, since each of its own would import torch anew."""
-
-    def typed(*words):
-        with pytest.raises(SystemExit) as ended:
-            main(["plan", *map(str, words)])
-        said = capsys.readouterr()
-        return Ended(ended.value.code, said.out, said.err)
-
-    return typed
+CNN = "plan synthetic:64x3x16x16x10 cnn --batch 32 --no-measure -n"
+MEASURED = "plan synthetic:64x3x16x16x10 cnn --batch 32 -n"
+SLOW = "plan synthetic:6400x3x16x16x10 cnn --batch 32 -n 3 --set train.epochs=40 --no-measure"
 
 
-def test_offline_a_table_a_plan_and_a_picture(plan, here):
-    ended = plan(*JOB, "--no-measure")
-    assert ended.code == 0, ended.err
+def plan(*given):
+    """What `manyhands plan …` says."""
+    return done(*given, by=inside)
+
+
+def planned(*given):
+    """What `manyhands plan … --json` says."""
+    return json.loads(plan(*given, "--json").out)
+
+
+def test_offline_a_table_a_plan_and_a_picture(here):
+    ended = plan(CNN, 2)
     assert "data parallel" in ended.out
     assert "is kept" in ended.out or "is chosen" in ended.out
-    content = json.loads((here / "plan.json").read_text())
-    assert content["format"] == "plan/1"
-    assert content["mesh"] == {"dp": 2}
+    content = read("plan.json")
+    assert (content["format"], content["mesh"]) == ("plan/1", {"dp": 2})
     assert content["reason"] in " ".join(ended.out.split())
     assert (here / "plan.png").read_bytes().startswith(b"\x89PNG")
-    shown = plan("plan.json")
-    assert shown.code == 0, shown.err
-    assert content["reason"] in shown.out
-    assert "gradients" in shown.out
+    shown = plan("plan plan.json").out
+    assert content["reason"] in shown
+    assert "gradients" in shown
 
 
-def test_the_answer_is_the_first_line_and_the_table_fits_100_columns(plan, here):
-    ended = plan("synthetic:64x1x8x8x10", "cnn", "-n", "4", "--link", "10mbit", "--no-measure")
-    answer, *table = ended.out.splitlines()
+def test_the_answer_is_the_first_line_the_table_fits_and_where_nothing_is_sent_one_machine_does():
+    job = "plan synthetic:64x1x8x8x10 cnn -n 4 --link 10mbit --no-measure"
+    answer, *table = plan(job).out.splitlines()
     assert answer.startswith("use one machine: ")
-    assert answer.split("\n")[0] == json.loads((here / "plan.json").read_text())["reason"].splitlines()[0]
+    assert answer == read("plan.json")["reason"].splitlines()[0]
     assert max(map(len, table)) <= 100
     assert sum("→" in line for line in table) == 1
+    assert planned(job, "--force")["recommended"] == {"plan": "one process", "processes": 1}
 
 
-def test_pins_and_meshes_are_kept_and_shown(plan, here):
-    ended = plan(*JOB[:-1], 4, "--mesh", "dp=2,tp=2", "--pin", "13=n@dp o@tp", "--no-measure", "--json")
-    assert ended.code == 0, ended.err
-    content = json.loads(ended.out)
+def test_pins_and_meshes_are_kept_and_shown():
+    content = planned(CNN, "4 --mesh dp=2,tp=2 --pin", ["13=n@dp o@tp"])
     assert content["ops"]["13"] == "n@dp o@tp"
     assert content["pinned"] == ["13"]
-    rows = {row["name"]: row for row in json.loads(plan("plan.json", "--json").out)["rows"]}
-    assert rows["13"]["strategy"] == "n@dp o@tp"
-    assert rows["13"]["piece"] == "[16, 5]"
+    rows = {row["name"]: row for row in planned("plan plan.json")["rows"]}
+    assert (rows["13"]["strategy"], rows["13"]["piece"]) == ("n@dp o@tp", "[16, 5]")
 
 
-def test_a_slow_link_shows_what_agreeing_costs(plan, here):
-    job = ("synthetic:6400x3x16x16x10", "cnn", "--batch", "32", "-n", "3", "--set", "train.epochs=40")
-    ended = plan(*job, "--link", "1mbit", "--no-measure", "--json")
-    assert ended.code == 0, ended.err
-    sync = json.loads((here / "plan.json").read_text())["sync"]
+def test_a_slow_link_shows_what_agreeing_costs():
+    ended = plan(SLOW, "--link 1mbit --json")
+    sync = read("plan.json")["sync"]
     assert json.loads(ended.out)["sync"] == sync
     assert (sync["machines"], sync["steps"]) == (3, 40 * 200)
     assert {row["method"] for row in sync["methods"]} == {"allreduce", "bf16", "powersgd", "local"}
-    (chosen,) = (row for row in sync["methods"] if row["chosen"])
-    assert chosen["method"] == "local"
+    assert [row["method"] for row in sync["methods"] if row["chosen"]] == ["local"]
     assert f"--sync auto would choose another method: {sync['reason']}" in " ".join(ended.err.split())
-    asked = plan(*job, "--link", "1mbit", "--no-measure", "--sync", "auto", "--out", "asked.json")
-    assert asked.code == 0, asked.err
+    asked = plan(SLOW, "--link 1mbit --sync auto --out asked.json")
     (arrow,) = (line for line in asked.out.splitlines() if "→" in line)
     assert "local" in arrow
-    shown = plan("plan.json")
-    assert shown.code == 0, shown.err
-    assert "use one machine" in shown.out
-    fast = plan(*job, "--no-measure", "--out", "fast.json", "--set", "sync.link=100gbit")
-    assert fast.code == 0, fast.err
-    methods = json.loads((here / "fast.json").read_text())["sync"]["methods"]
-    assert [row["method"] for row in methods if row["chosen"]] == ["allreduce"]
+    assert "use one machine" in plan("plan plan.json").out
+    plan(SLOW, "--out fast.json --set sync.link=100gbit")
+    assert [row["method"] for row in read("fast.json")["sync"]["methods"] if row["chosen"]] == ["allreduce"]
 
 
-def test_machines_that_only_ssh_reaches_have_a_slower_link(plan, here):
-    job = ("synthetic:6400x3x16x16x10", "cnn", "--batch", "32", "-n", "3", "--link", "1gbit", "--no-measure", "--json")
-    direct = plan(*job)
-    assert direct.code == 0, direct.err
-    tunnel = plan(*job, "--set", "cluster.interface=ssh", "--out", "tunnel.json")
-    assert tunnel.code == 0, tunnel.err
+def test_machines_that_only_ssh_reaches_have_a_slower_link():
+    direct = planned(SLOW, "--link 1gbit")
+    tunnel = planned(SLOW, "--link 1gbit --set cluster.interface=ssh --out tunnel.json")
     (fast,), (slow,) = (
-        [row["step_ms"] for row in json.loads(ended.out)["candidates"] if row["name"] == "data parallel"]
-        for ended in (direct, tunnel)
+        [row["step_ms"] for row in found["candidates"] if row["name"] == "data parallel"] for found in (direct, tunnel)
     )
     assert slow > fast
 
 
-def test_with_a_link_the_share_of_a_step_is_timed_here(plan, here):
-    ended = plan(*JOB, "--link", "10mbit", "--set", "train.max_steps=7")
-    assert ended.code == 0, ended.err
-    sync = json.loads((here / "plan.json").read_text())["sync"]
-    assert sync["steps"] == 7
-    assert 0 < sync["compute_s"] < 60
-    assert "allreduce" in sync["reason"]
-
-
-def test_one_table_prices_an_update_once_and_recommends_one_row(plan, here):
-    ended = plan(*JOB, "--link", "10mbit", "--no-measure", "--json")
-    assert ended.code == 0, ended.err
+def test_one_table_prices_an_update_once_and_recommends_one_row():
+    ended = plan(CNN, "2 --link 10mbit --json")
     (arrow,) = (line for line in ended.err.splitlines() if "→" in line)
     content = json.loads(ended.out)
     (exact,) = (row for row in content["sync"]["methods"] if row["method"] == "allreduce")
@@ -119,138 +98,186 @@ def test_one_table_prices_an_update_once_and_recommends_one_row(plan, here):
     assert content["recommended"]["plan"] in arrow
 
 
-def test_where_a_plan_sends_nothing_one_machine_does(plan, here):
-    ended = plan("synthetic:64x1x8x8x10", "cnn", "-n", "4", "--link", "10mbit", "--no-measure", "--json")
-    assert ended.code == 0, ended.err
-    content = json.loads(ended.out)
-    assert content["reason"].startswith("use one machine")
-    assert content["recommended"] == {"plan": "one process", "processes": 1}
+def test_shares_of_a_step_are_timed_here():
+    plan(MEASURED, "2 --link 10mbit --set train.max_steps=7")
+    sync = read("plan.json")["sync"]
+    assert sync["steps"] == 7
+    assert 0 < sync["compute_s"] < 60
+    assert "allreduce" in sync["reason"]
+    found = planned(MEASURED, "1..2 --link 10mbit")
+    assert found["rows"][0]["compute_ms"] > 0
+    assert found["measured"]
 
 
-def test_devices_that_are_not_here_are_estimated_and_it_is_said(plan, here):
-    ended = plan(*JOB, "--device-model", "a100")
-    assert ended.code == 0, ended.err
-    assert "estimated for NVIDIA A100" in ended.err
-    for words, said in (
-        (("--device-model", "abacus"), "h100"),
-        (("--device-model", "t4", "--set", "train.precision=bf16"), "fp16"),
-    ):
-        ended = plan(*JOB, *words, "--out", "other.json")
-        assert ended.code == 2
-        assert_one_screen(ended.err)
-        assert said in ended.err
+def test_devices_that_are_not_here_are_estimated_and_it_is_said():
+    assert "estimated for NVIDIA A100" in plan(MEASURED, "2 --device-model a100").err
 
 
-@pytest.mark.parametrize("device", ["gpu", "h100", "cuda:99"])
-@pytest.mark.parametrize("count", ["2", "1..4"])
-def test_a_device_that_is_not_here_is_refused_with_the_option_that_estimates_it(plan, here, device, count):
-    ended = plan(*JOB[:-1], count, "--link", "1gbit", "--device", device)
-    assert ended.code == 2
-    assert_one_screen(ended.err)
-    assert f"this machine has no {device.partition(':')[0]} device" in ended.err
-    if device != "cuda:99":
-        assert "--device-model h100" in ended.err
+def rows_of(*given):
+    return planned(CNN, *given)["rows"]
 
 
-def test_a_pin_that_does_not_fit_is_answered_with_the_op_that_it_names(plan, here):
-    ended = plan("digits", f"{nets.__file__}:OneNumber", "-n", "2", "--no-measure", "--pin", "matmul=h@dp")
-    assert ended.code == 2
-    assert "matmul (matmul) can't be split as h@dp: the op has no dimension h" in ended.err
-    assert "split the op by n, r, i, o" in ended.err
+def test_numbers_of_machines_up_to_the_batch_and_what_they_cost(here):
+    ended = plan(CNN, "1..1024 --link 1gbit --json")
+    rows = json.loads(ended.out)["rows"]
+    assert [row["processes"] for row in rows] == [1, 2, 3, 4, 8, 16, 32]
+    assert "at most 32 machines can share an update" in ended.err
+    assert "efficiency" in ended.err, "the table goes where JSON doesn't"
+    assert not list(here.iterdir()), "nobody named a file"
+    for row in rows:
+        assert row["samples"] == math.ceil(32 / row["processes"])
+        assert row["images_per_s"] == pytest.approx(32e3 / row["step_ms"], rel=1e-2)
+        assert row["epoch_s"] * row["images_per_s"] == pytest.approx(64)
+        assert row["process_hours"] * 3600 == pytest.approx(row["processes"] * row["epoch_s"])
+        assert row["efficiency"] == pytest.approx(row["images_per_s"] / rows[0]["images_per_s"] / row["processes"])
+    # A row is what a plan for so many says.
+    (data,) = (one for one in planned(CNN, "4 --link 1gbit")["candidates"] if one["name"] == "data parallel")
+    assert (rows[3]["processes"], rows[3]["sync"]) == (4, "allreduce")
+    assert rows[3]["step_ms"] == pytest.approx(data["step_ms"], rel=1e-3)
+
+
+def test_on_a_slow_link_another_way_is_faster():
+    slow = "1..4 --link 1mbit --set train.epochs=400"
+    usual, chosen = rows_of(slow), rows_of(slow, "--sync auto")
+    assert {row["sync"] for row in usual} == {"allreduce"}
+    assert chosen[-1]["sync"] != "allreduce"
+    assert chosen[-1]["step_ms"] < usual[-1]["step_ms"]
+
+
+def test_the_picture_is_one_file_that_needs_no_other(here):
+    words = (CNN, "1..16 --link 1gbit --out deep/growth.svg")
+    plan(*words)
+    text = (here / "deep" / "growth.svg").read_text()
+    assert ElementTree.fromstring(text).tag.endswith("svg")
+    assert "images per second" in text
+    assert 'href="http' not in text
+    refused(*words, says="already exists")
+    plan(*words, "--force")
+
+
+def test_what_is_there_is_not_overwritten_and_other_mistakes_are_told_before(here):
+    (here / "plan.png").write_text("mine")
+    refused(CNN, 2, says="already exists")
+    (here / "plan.json").write_text('{"mine": 1}')
+    refused(CNN, "2 --force")
+    assert (here / "plan.json").read_text() == '{"mine": 1}'
+    assert (here / "plan.png").read_text() == "mine"
+    for words, says in (("--sync fast", "sync"), ("--link fast", "speed"), ("--memory much", "amount")):
+        assert "already exists" not in refused(CNN, 2, words, says=says, where=False)
+    for force in ("", "--force"):
+        plan(CNN, "2 --out other.json", force)
+
+
+ABSENT = [("gpu", "--device-model h100"), ("h100", "--device-model h100"), ("cuda:99", "")]
+MISTAKES = [
+    (MEASURED, "2 --device-model abacus", "h100"),
+    (MEASURED, "2 --device-model t4 --set train.precision=bf16", "fp16"),
+    *(
+        (MEASURED, f"{count} --link 1gbit --device {device}", f"this machine has no {device.split(':')[0]} device")
+        for device, _ in ABSENT
+        for count in ("2", "1..4")
+    ),
+    *((MEASURED, f"2 --link 1gbit --device {device}", hint) for device, hint in ABSENT),
+    *((CNN, f"2 {words}", "") for words in ("--mesh dp=3", "--mesh dp", "--pin nothing=n@dp", "--pin n@dp")),
+    *((CNN, f"2 {words}", "") for words in ("--memory much", "--memory 1kB", "--link fast", "--out plan.txt")),
+    *((CNN, words, "") for words in ("2 --set sync.link=fast", "2 --measure", "1", "4 --batch 2")),
+    ("plan", "no-such-plan.json", ""),
+    ("plan", "digits mlp third", ""),
+    ("plan", f"digits {nets.__file__}:OneNumber -n 2 --no-measure --pin matmul=h@dp", "has no dimension h"),
+    (CNN, "4..1", "is not a number of processes"),
+    (CNN, "many", "is not a number of processes"),
+    (CNN, "1..8", "need the link speed"),
+    (CNN, "1..8 --link 1gbit --mesh dp=2", "--mesh needs one number"),
+    (CNN, "1..8 --link 1gbit --out plan.json", "must be a .svg or .png file"),
+    (CNN, "64..128 --link 1gbit", "at most 32 machines"),
+]
+
+
+@pytest.mark.parametrize(("command", "words", "says"), MISTAKES, ids=[words for _, words, _ in MISTAKES])
+def test_a_mistake_is_one_screen(command, words, says, here):
+    assert says in " ".join(refused(command, words, where=bool(says)).split())
+    assert not (here / "plan.json").exists()
+
+
+NO_PLANS = ["", "[]", '{"format": "plan/1"}', '{"format": "plan/1", "mesh": {"dp": 2}, "network": 3, "graph": 4}',
+            '{"format": "plan/1", "mesh": {"dp": 2}}',
+            '{"format": "plan/1", "mesh": {"dp": 2}, "network": {"channels": "x"}, "graph": {"samples": 3}}',
+            ]  # fmt: skip
+
+
+@pytest.mark.parametrize("content", NO_PLANS)
+def test_what_is_no_plan_or_says_nothing_of_its_network_is_refused(content, here):
+    (here / "mine.json").write_text(content)
+    refused("plan mine.json")
+
+
+def test_counts_end_where_the_range_ends():
+    assert numbers_of_machines(1, 600) == [1, 2, 3, 4, 8, 16, 32, 64, 128, 256, 512, 600]
+    assert numbers_of_machines(3, 5) == [3, 4, 5]
+    assert numbers_of_machines(7, 7) == [7]
+
+
+def test_shares_too_long_to_time_lie_on_the_line_of_the_last_two():
+    assert _beyond([(4, Timing(2.0))], 8).seconds == 4
+    assert _beyond([(2, Timing(9.0)), (4, Timing(2.0)), (8, Timing(3.0))], 16).seconds == 5
+    assert _beyond([(4, Timing(3.0)), (8, Timing(2.0))], 16).seconds == 2, "noise makes no share shorter than a smaller"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("split", [[], ["--parallel", "semi", "--pin", "matmul=((1,1),(1,2))"]])
-def test_one_number_for_each_sample_is_said_as_it_is(here, split):
-    ended = finish(forked("train", "digits", f"{nets.__file__}:OneNumber", "-n", "2", *split, *QUICK))
-    assert ended.code == 2
+def test_one_number_for_each_sample_is_said_as_it_is(split):
+    ended = done(f"train digits {nets.__file__}:OneNumber -n 2", split, QUICK, code=2)
     assert re.search(r"the network's forward returns a tensor \[\d+\]\n", ended.err)
     assert "[N, classes]" in ended.err
 
 
-def test_other_mistakes_are_told_before_the_file_that_is_there(plan, here):
-    assert plan(*JOB, "--no-measure").code == 0
-    for words, said in ((("--sync", "fast"), "sync"), (("--link", "fast"), "speed"), (("--memory", "much"), "amount")):
-        ended = plan(*JOB, "--no-measure", *words)
-        assert ended.code == 2
-        assert said in ended.err
-        assert "already exists" not in ended.err
-    assert "already exists" in plan(*JOB, "--no-measure").err
-
-
-def test_what_is_there_is_not_overwritten(plan, here):
-    (here / "plan.png").write_text("mine")
-    ended = plan(*JOB, "--no-measure")
-    assert ended.code == 2
-    assert_one_screen(ended.err)
-    (here / "plan.json").write_text('{"mine": 1}')
-    ended = plan(*JOB, "--no-measure", "--force")
-    assert ended.code == 2
-    assert_one_screen(ended.err)
-    assert (here / "plan.json").read_text() == '{"mine": 1}'
-    assert (here / "plan.png").read_text() == "mine"
-    other = plan(*JOB, "--no-measure", "--out", "other.json")
-    assert other.code == 0, other.err
-    again = plan(*JOB, "--no-measure", "--out", "other.json", "--force")
-    assert again.code == 0, again.err
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        (*JOB, "--mesh", "dp=3"),
-        (*JOB, "--mesh", "dp"),
-        (*JOB, "--pin", "nothing=n@dp"),
-        (*JOB, "--pin", "n@dp"),
-        (*JOB, "--memory", "much"),
-        (*JOB, "--memory", "1kB"),
-        (*JOB, "--link", "fast"),
-        (*JOB, "--set", "sync.link=fast"),
-        (*JOB, "--out", "plan.txt"),
-        (*JOB, "--measure"),
-        (*JOB, "-n", "1"),
-        (*JOB[:2], "--batch", "2", "-n", "4"),
-        ("no-such-plan.json",),
-        ("digits", "mlp", "third"),
-    ],
-)
-def test_a_mistake_is_one_screen(plan, here, words):
-    ended = plan(*words, "--no-measure") if words[0].startswith("synth") else plan(*words)
-    assert ended.code == 2
-    assert_one_screen(ended.err, where=False)
-    assert not (here / "plan.json").exists()
-
-
-@pytest.mark.parametrize(
-    "content", ["", "[]", '{"format": "plan/1"}', '{"format": "plan/1", "mesh": {"dp": 2}}',
-                '{"format": "plan/1", "mesh": {"dp": 2}, "network": {"channels": "x"}, "graph": {"samples": 3}}',
-                '{"format": "plan/1", "mesh": {"dp": 2}, "network": 3, "graph": 4}'],
-)  # fmt: skip
-def test_what_is_no_plan_or_says_nothing_of_its_network_is_refused(plan, here, content):
-    (here / "mine.json").write_text(content)
-    ended = plan("mine.json")
-    assert ended.code == 2
-    assert_one_screen(ended.err)
-
-
-# Each starts processes that import torch, up to three times.
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_measured_then_proven(here):
-    ended = run("plan", *JOB, "--verify")
-    assert ended.code == 0, ended.err
+def test_measured_then_verified(here):
+    ended = done(MEASURED, "2 --verify")
     assert "measured" in ended.out
     assert "computes the same" in ended.err
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(400)
-def test_a_plan_by_hand_is_proven_and_timed(plan, here):
-    assert plan(*JOB, "--no-measure").code == 0
-    content = json.loads((here / "plan.json").read_text())
-    (here / "plan.json").write_text(json.dumps({**content, "ops": {"loss": "r@dp", "4": "o@dp"}}))
-    ended = run("plan", "plan.json", "--verify", "--measure")
-    assert ended.code == 0, ended.err
+    # So is a plan by hand, which is timed too.
+    (here / "plan.json").write_text(json.dumps({**read("plan.json"), "ops": {"loss": "r@dp", "4": "o@dp"}}))
+    ended = done("plan plan.json --verify --measure")
     assert "computes the same" in ended.err
     assert "data parallel" in ended.out
     assert "ms per update" in ended.out
+
+
+SHARED = f"train digits mlp --batch 32 --epochs 1 {' '.join(QUICK[:-1])} train.precision=fp64 --out"
+
+
+@pytest.mark.slow
+def test_a_run_with_unequal_shares_is_the_undisturbed_run(here):
+    done(SHARED, "uneven -n 2 --set cluster.shares=[24,8]")
+    done(SHARED, "alone")
+    assert read("uneven/plan.json")["shares"] == [[24, 8]]
+    (told,) = events("uneven", "shares")
+    assert told["data"]["shares"] == [24, 8]
+    assert told["message"] == "shares of the batch of 32 samples, by process: 24, 8"
+    assert told["message"] in done("profile uneven", by=inside).out
+    shares = json.loads(done("profile uneven --json", by=inside).out)["shares"]
+    assert shares == Run(here / "uneven", "finished").shares == [24, 8]
+    wanted, got = final_weights("alone"), final_weights("uneven")
+    assert all((got[name] - wanted[name]).abs().max() <= 1e-9 for name in wanted)
+    ended = done("resume uneven -n 3 --epochs 2", QUICK)
+    assert "cluster.shares has 2 number(s) for 3 processes; using equal shares" in ended.err
+    assert read("uneven/plan.json")["shares"] == [[10, 11, 11]]
+
+
+@pytest.mark.parametrize(
+    ("shares", "more", "says"),
+    [
+        ("[24,9]", "", "the sum of cluster.shares [24, 9] is 33, but train.batch is 32"),
+        ("[32]", "", "cluster.shares has 1 number(s) for 2 processes"),
+        ("[32,0]", "", "cluster.shares: should be machines, equal, auto, or a list of one whole number"),
+        ("fast", "", 'found "fast"'),
+        pytest.param("[24,8]", "--sync local", "normalises each process's own", marks=pytest.mark.slow),
+        pytest.param("[24,8]", "--parallel semi", "--parallel semi splits each batch", marks=pytest.mark.slow),
+        pytest.param("auto", "--parallel fsdp", "their speed can't be measured", marks=pytest.mark.slow),
+        pytest.param("auto", "--parallel semi", "--parallel semi splits each batch", marks=pytest.mark.slow),
+    ],
+)
+def test_shares_that_can_not_be_are_refused(shares, more, says):
+    refused(SHARED, f"run -n 2 --set cluster.shares={shares}", more, says=says, by=forked)

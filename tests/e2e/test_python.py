@@ -19,7 +19,8 @@ import manyhands
 from manyhands.core.errors import ManyhandsError, RunError, UserError
 from manyhands.run.python import _as_arguments
 from tests.e2e import nets
-from tests.e2e.command import environment, events, run
+from tests.e2e.command import done, environment, events, processes_of, start
+from tests.e2e.nets import tiny
 
 pytestmark = pytest.mark.timeout(300)
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -82,20 +83,12 @@ if int(os.environ.get("RANK", "0")) == 0:
 @pytest.mark.parametrize("how", ["alone", "processes", "torchrun"])
 def test_fit_from_a_script(how):
     Path("own.py").write_text(SCRIPT)
-    arguments = ["own.py", *(["2"] if how == "processes" else [])]
-    ended = run(*arguments, program=TORCHRUN if how == "torchrun" else ())
-    assert ended.code == 0, ended.err
+    ended = done("own.py", "2" * (how == "processes"), program=TORCHRUN if how == "torchrun" else (), by=start)
     told = json.loads(ended.out)
     assert told == {**told, "count": 60, "status": "finished", "changed": True}
     assert told["best"] > 0.9
     assert told["right"] > 90
-    processes = json.loads(Path("run/env.json").read_text())["processes"]
-    assert processes == (1 if how == "alone" else 2)
-
-
-def tiny(count=40):
-    images = torch.rand(count, 1, 8, 8, generator=torch.Generator().manual_seed(1))
-    return TensorDataset(images, torch.arange(count) % 10)
+    assert processes_of("run") == (1 if how == "alone" else 2)
 
 
 QUIET = {"quiet": True, "run__report": False, "out": "run"}
@@ -177,20 +170,26 @@ def test_a_loss_of_more_than_two_samples_is_tried_on_more():
         manyhands.fit(nets.Net(), tiny(), loss=of_four, epochs=1, batch=3, **{**QUIET, "out": "other"})
 
 
-class Mixed(torch.nn.Module):
-    """A float32 layer, and a float64 scale."""
+# A float32 layer, and a float64 scale.
+MIXED = """
+import torch
+from torch import nn
 
-    def __init__(self):
-        super().__init__()
-        self.fc = torch.nn.Linear(64, 10)
-        self.scale = torch.nn.Parameter(torch.ones(1, dtype=torch.float64))
 
+class Mixed(nn.Sequential):
     def forward(self, x):
-        return self.fc(x.flatten(1)) * self.scale
+        return super().forward(x) * self.scale
+
+
+net = Mixed(nn.Flatten(), nn.Linear(64, 10))
+net.scale = nn.Parameter(torch.ones((), dtype=torch.double))
+double = nn.Sequential(nn.Flatten(), nn.Linear(64, 10)).double()
+"""
 
 
 def test_a_network_of_several_types_keeps_them():
-    network = Mixed()
+    exec(MIXED, made := {})
+    network = made["net"]
     manyhands.fit(network, tiny(), epochs=1, batch=20, **QUIET)
     assert [one.dtype for one in network.parameters()] == [torch.float64, torch.float32, torch.float32]
     with manyhands.session() as here:
@@ -199,7 +198,6 @@ def test_a_network_of_several_types_keeps_them():
         for images, labels in batches:
             here.backward(torch.nn.functional.cross_entropy(model(images), labels))
             optimizer.step()
-            optimizer.zero_grad()
 
 
 @pytest.mark.parametrize("settings", [{}, {"precision": "fp32"}])
@@ -214,17 +212,11 @@ def test_a_network_of_float64_computes_in_float64(settings):
     images, labels = tiny().tensors
     manyhands.fit(Seeing().double(), TensorDataset(images.double(), labels), epochs=1, batch=20, **settings, **QUIET)
     assert seen == {torch.float64}
-    Path("double.py").write_text(
-        "from torch import nn\nnet = nn.Sequential(nn.Flatten(), nn.Linear(64, 10)).double()\n"
-    )
+    Path("own.py").write_text(MIXED)
+    options = {"epochs": 1, "batch": 20, "precision": "fp32", **QUIET}
     with pytest.raises(UserError, match=r"the network is float64, but train.precision is fp32"):
-        manyhands.fit("double.py:net", tiny(), epochs=1, batch=20, precision="fp32", **{**QUIET, "out": "other"})
-    Path("mixed.py").write_text(
-        "import torch\nfrom torch import nn\n\nclass Mixed(nn.Sequential):\n"
-        "    def forward(self, x):\n        return super().forward(x) * self.scale\n\n"
-        "net = Mixed(nn.Flatten(), nn.Linear(64, 10))\nnet.scale = nn.Parameter(torch.ones((), dtype=torch.double))\n"
-    )
-    manyhands.fit("mixed.py:net", tiny(), epochs=1, batch=20, precision="fp32", **{**QUIET, "out": "mixed"})
+        manyhands.fit("own.py:double", tiny(), **{**options, "out": "other"})
+    manyhands.fit("own.py:net", tiny(), **{**options, "out": "mixed"})
     assert manyhands.predict("mixed", [images[0]])
 
 
@@ -281,21 +273,6 @@ def test_a_job_goes_to_evaluate_session_and_find_plan():
     assert manyhands.find_plan(nets.Net(), torch.rand(1, 8, 8), job=job).mesh.size == 2
 
 
-def test_a_session_moves_the_learning_rate_where_it_knows_how_long():
-    with pytest.raises(manyhands.UserError, match="session has a schedule, but no number of epochs"):
-        manyhands.session(schedule="cosine").__enter__()
-    for settings, rates in (({}, {0.5}), ({"schedule": "step", "step_epochs": 1, "epochs": 2}, {0.5, 0.05})):
-        net, found = nets.Net(), set()
-        with manyhands.session(**settings) as here:
-            model, optimizer, batches = here.prepare(net, torch.optim.SGD(net.parameters(), 0.5), tiny(), batch=20)
-            for _ in here.epochs(2):
-                for x, y in batches:
-                    here.backward(torch.nn.functional.cross_entropy(model(x), y))
-                    optimizer.step()
-                    found.add(round(optimizer.param_groups[0]["lr"], 6))
-        assert found == rates
-
-
 @pytest.mark.parametrize(
     ("call", "text"),
     [
@@ -304,6 +281,8 @@ def test_a_session_moves_the_learning_rate_where_it_knows_how_long():
         (lambda: manyhands.fit(nets.Net(), None, **QUIET), "fit was called without a training set"),
         (lambda: manyhands.fit("mlp", "digits", tiny(), **QUIET), "test_set needs a train_set that is a Dataset"),
         (lambda: manyhands.evaluate(nets.Net(), tiny(), batch=0), "train.evaluate_batch"),
+        (lambda: manyhands.session(schedule="cosine").__enter__(), "session has a schedule, but no number of epochs"),
+        (lambda: manyhands.fit(nets.Net(), tiny(), at_epoch_end=3, **QUIET), "at_epoch_end is not a function"),
     ],
 )
 def test_a_wrong_job_or_set_is_refused(call, text):
@@ -335,8 +314,6 @@ def test_what_at_epoch_end_raises_ends_the_run_as_its_first_cause():
         manyhands.fit(nets.Net(), tiny(), epochs=9, batch=20, at_epoch_end=fail, **QUIET)
     assert isinstance(raised.value.__cause__, KeyError)
     assert any("in fail" in note for note in raised.value.__notes__)
-    with pytest.raises(UserError, match="at_epoch_end is not a function"):
-        manyhands.fit(nets.Net(), tiny(), at_epoch_end=3, **QUIET)
 
 
 # As a notebook runs its cells: in a `__main__` without a file, a class that is written anew, functions and a closure.
@@ -406,21 +383,14 @@ def test_cells_of_a_notebook_train_in_processes_of_their_own():
     assert Path("ends.txt").read_text().splitlines() == ["1 40", "2 40"]
 
 
-def test_a_network_with_too_few_outputs():
-    with pytest.raises(UserError, match=r"the network's output has the shape \[2, 3\] for 2 pictures and 10 classes"):
-        manyhands.fit(nets.Net(num_classes=3), tiny(), **QUIET)
-
-
-def test_evaluate_needs_no_run():
-    found = manyhands.evaluate(nets.Net(), tiny(33))
-    assert found.count == 33
-    assert found.confusion.sum() == 33
-
-
-def test_float_samples_are_evaluated_unchanged():
+def test_evaluate_needs_no_run_and_leaves_float_samples_unchanged():
     net, (images, labels) = nets.Net(), (tiny(33).tensors)
     loss = torch.nn.functional.cross_entropy(net.eval()(images), labels).item()
-    assert manyhands.evaluate(net, tiny(33)).loss == pytest.approx(loss, rel=1e-5)
+    found = manyhands.evaluate(net, tiny(33))
+    assert found.loss == pytest.approx(loss, rel=1e-5)
+    assert found.count == found.confusion.sum() == 33
+    one_class = TensorDataset(images, torch.zeros(33, dtype=torch.int64))
+    assert manyhands.evaluate(net, one_class).count == 33
 
 
 def shades(count, dark):
@@ -486,44 +456,12 @@ def test_evaluation_follows_the_names_of_classes(processes):
         assert [here.evaluate(each, back).top1 for each in (model, copy.deepcopy(net))] == [1, 1]
 
 
-def test_evaluation_of_one_class_needs_no_other():
-    one = TensorDataset(torch.rand(12, 1, 8, 8), torch.zeros(12, dtype=torch.int64))
-    assert manyhands.evaluate(nets.Net(), one).count == 12
-
-
 def test_evaluation_of_pictures_whose_normalization_is_unknown_is_refused():
     net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 2))
     with pytest.raises(UserError, match=r"pictures are unknown[\s\S]*evaluate\(run, test_set\)"):
         manyhands.evaluate(net, BRIGHT)
     job = manyhands.Job(data={"mean": [0.4], "std": [0.1]})
     assert manyhands.evaluate(net, BRIGHT, job=job).count == 101
-
-
-LOOP = """
-import json
-import torch
-import torch.nn.functional as F
-from torch import nn
-from torch.utils.data import TensorDataset
-import manyhands
-
-torch.manual_seed(2)
-images = torch.randn(41, 5, dtype=torch.float64)
-data = TensorDataset(images, (images[:, 0] > 0).long())
-net = nn.Linear(5, 2).double()
-with manyhands.session() as s:
-    model, optimizer, batches = s.prepare(net, torch.optim.SGD(net.parameters(), 0.2), data, batch=8)
-    for epoch in s.epochs(3):
-        for x, y in batches:
-            s.backward(F.cross_entropy(model(x), y))
-            optimizer.step()
-            optimizer.zero_grad()
-    found = s.evaluate(model, data)
-    total = s.all_reduce(torch.tensor([1.0]))
-    if s.is_main:
-        print(json.dumps({"size": s.size, "total": total.item(), "loss": found.loss,
-                          "weights": net.weight.flatten().tolist()}))
-"""
 
 
 TWICE = """
@@ -544,16 +482,4 @@ for lr in (0.1, 0.2):
 @pytest.mark.slow
 def test_one_launch_holds_several_runs():
     Path("twice.py").write_text(TWICE)
-    ended = run("twice.py", program=TORCHRUN)
-    assert (ended.code, ended.out) == (0, "finished\nfinished\n"), ended.err
-
-
-@pytest.mark.slow
-def test_an_own_loop_alone_and_under_torchrun():
-    Path("loop.py").write_text(LOOP)
-    ended = [run("loop.py", program=program) for program in ((), TORCHRUN)]
-    assert [each.code for each in ended] == [0, 0], [each.err for each in ended]
-    one, two = (json.loads(each.out) for each in ended)
-    assert (one["size"], two["size"], two["total"]) == (1, 2, 2.0)
-    assert two["loss"] == pytest.approx(one["loss"], rel=1e-9)
-    assert two["weights"] == pytest.approx(one["weights"], rel=1e-9)
+    assert done("twice.py", program=TORCHRUN, by=start).out == "finished\nfinished\n"

@@ -1,4 +1,4 @@
-"""The user's own training script, started by our agents as torchrun would start it."""
+"""The user's own training script, started by our agents as torchrun would start it, and in a group of its own."""
 
 import json
 import signal
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.command import assert_one_screen, finish, run, start, wait_until
+from tests.e2e.command import done, finish, forked, inside, processes_of, refused, start, training, wait_until
 
 SCRIPT = """\
 import argparse
@@ -35,15 +35,63 @@ total = torch.ones(1)
 dist.all_reduce(total)
 print("sum", total.item())
 """
+# What a script's own group is worth to it: before, between and after fit, evaluate and session.
+GROUP = """\
+import sys
+
+import torch
+import torch.distributed as dist
+
+import manyhands
+
+dist.init_process_group(*sys.argv[1:])
+group, store = dist.group.WORLD, dist.distributed_c10d._get_default_store()
+store.set("own", "word")
 
 
-@pytest.fixture
-def here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "own").mkdir()
-    (tmp_path / "own" / "train.py").write_text(SCRIPT)
-    (tmp_path / "own" / "beside.py").write_text("WORD = 'found'\n")
-    return tmp_path
+def stands():
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    assert total.item() == dist.get_world_size()
+    assert dist.group.WORLD is group
+    assert dist.distributed_c10d._get_default_store() is store
+    assert store.get("own") == b"word"
+    assert len(dist.distributed_c10d._world.pg_map) == 1
+
+
+torch.manual_seed(0)
+body = [torch.nn.Flatten(), torch.nn.Linear(64, 32), torch.nn.BatchNorm1d(32)]
+net = torch.nn.Sequential(*body, torch.nn.Linear(32, 10))
+for out in ("first", "second"):
+    run = manyhands.fit(net, "digits", epochs=1, out=out, quiet=True, run__report=False, sync__method="bf16")
+    stands()
+images, labels = torch.randn(40, 64), torch.arange(40) % 10
+samples = torch.utils.data.TensorDataset(images, labels)
+found = manyhands.evaluate(net, samples)
+stands()
+with manyhands.session() as here:
+    assert (here.rank, here.size) == (dist.get_rank(), dist.get_world_size())
+    pair = here.new_group(list(range(here.size)))
+stands()
+for mistake, words in (({"batch": 8, "no_such": 1}, "no_such"), ({"processes": 2}, "already in a process group")):
+    try:
+        manyhands.fit(net, samples, **mistake)
+    except manyhands.ManyhandsError as error:
+        assert words in str(error)
+        stands()
+    else:
+        raise AssertionError
+print(dist.get_rank(), run.status, found.count, flush=True)
+dist.destroy_process_group()
+"""
+
+
+@pytest.fixture(autouse=True)
+def scripts(here):
+    Path("own").mkdir()
+    Path("own/train.py").write_text(SCRIPT)
+    Path("own/beside.py").write_text("WORD = 'found'\n")
+    Path("group.py").write_text(GROUP)
 
 
 def log(rank, folder="run"):
@@ -51,12 +99,10 @@ def log(rank, folder="run"):
 
 
 @pytest.mark.slow
-def test_a_script_runs_as_under_torchrun(here):
+def test_a_script_runs_as_under_torchrun():
     words = ["--", "--fail=-1", "--", "a b", "${local_rank}", "$$1", "--train.lr"]
     # As clusters' shells do; on one machine nobody else is to be reached.
-    named = {"GLOO_SOCKET_IFNAME": "eth7"}
-    ended = run("train", "own/train.py", "-n", "2", "--out", "run", "--json", *words, **named)
-    assert ended.code == 0, ended.err
+    ended = done("train own/train.py -n 2 --out run --json", words, by=start, GLOO_SOCKET_IFNAME="eth7")
     first = "__main__ found 0 0 2 a b 0 $$1 --train.lr\nsum 2.0\n"
     assert log(0) == first
     assert log(1) == "__main__ found 1 1 2 a b 1 $$1 --train.lr\nsum 2.0\n"
@@ -65,9 +111,8 @@ def test_a_script_runs_as_under_torchrun(here):
 
 
 @pytest.mark.slow
-def test_the_first_cause_is_told(here):
-    ended = run("train", "own/train.py", "-n", "2", "--out", "run", "-q", "--", "--fail", "1")
-    assert ended.code == 1
+def test_the_first_cause_is_told():
+    ended = done("train own/train.py -n 2 --out run -q -- --fail 1", by=start, code=1)
     assert "manyhands: ValueError: the loss is gone" in ended.err
     assert "where: rank 1 on" in ended.err
     assert 'raise ValueError("the loss is gone")' in ended.err
@@ -76,48 +121,45 @@ def test_the_first_cause_is_told(here):
 
 
 @pytest.mark.slow
-def test_what_the_script_itself_refuses_is_in_its_log_and_told(here):
-    ended = run("train", "own/train.py", "-n", "1", "--out", "run", "--", "--nonsense")
-    assert ended.code == 1
+def test_what_the_script_itself_refuses_is_in_its_log_and_told():
+    ended = done("train own/train.py -n 1 --out run -- --nonsense", by=start, code=1)
     assert "rank 0 ended with exit code 2" in ended.err
     assert "unrecognized arguments: --nonsense" in ended.err
 
 
-@pytest.mark.slow
-def test_a_debug_rank_beyond_the_last_is_refused(here):
-    ended = run("train", here / "own" / "train.py", "-n", "2", "--debug-rank", "2")
-    assert ended.code == 2
-    assert "there is no rank 2 to debug: the ranks are 0 … 1" in ended.err
-
-
-def test_ctrl_c_ends_all_of_it(here):
-    process = start("train", "own/train.py", "-n", "2", "--out", "run", "--", "--sleep")
-    wait_until(lambda: all(Path(f"run/ranks/{rank}.log").is_file() and log(rank) for rank in (0, 1)), process)
-    process.send_signal(signal.SIGINT)
-    ended = finish(process)
+def test_ctrl_c_ends_all_of_it():
+    with training("train own/train.py -n 2 --out run -- --sleep") as process:
+        wait_until(lambda: all(Path(f"run/ranks/{rank}.log").is_file() and log(rank) for rank in (0, 1)), process)
+        process.send_signal(signal.SIGINT)
+        ended = finish(process)
     assert ended.code == 130, ended.err
     assert "own/train.py was stopped" in ended.err
 
 
 @pytest.mark.parametrize(
-    ("words", "what"),
+    ("line", "says"),
     [
-        (["launch", "own/train.py", "--on", "slurm"], "a script of your own can't be submitted to slurm"),
-        (["own/none.py"], "there is no script own/none.py"),
-        (["own/train.py", "--epochs", "3"], "train.epochs has no effect on a script of your own"),
-        (["digits", "mlp", "more"], 'unexpected argument "more"'),
+        ("launch own/train.py --on slurm", "a script of your own can't be submitted to slurm"),
+        ("train own/none.py", "there is no script own/none.py"),
+        ("train own/train.py --epochs 3", "train.epochs has no effect on a script of your own"),
+        ("train own/train.py -n 2 --debug-rank 2", "there is no rank 2 to debug: the ranks are 0 … 1"),
+        ("train digits mlp more", 'unexpected argument "more"'),
     ],
 )
-def test_mistakes_are_one_screen(here, words, what):
-    ended = run(*([] if words[0] == "launch" else ["train"]), *words)
-    assert ended.code == 2
-    assert what in ended.err
-    assert_one_screen(ended.err)
+def test_mistakes_are_one_screen(line, says):
+    refused(line, says=says, by=forked if "--debug-rank" in line else inside)
     assert not Path("runs").exists()
 
 
-def test_under_a_launcher_the_script_itself_is_to_be_started(here):
+def test_under_a_launcher_the_script_itself_is_to_be_started():
     variables = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "LOCAL_RANK": "0"}
-    ended = run("train", "own/train.py", **variables)
-    assert "this process is already rank 0 of 2" in ended.err
-    assert_one_screen(ended.err)
+    refused("train own/train.py", says="this process is already rank 0 of 2", **{"by": start, **variables})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("processes", "backend"), [(2, "gloo"), (1, "")])
+def test_a_scripts_own_group_is_used_and_stays(processes, backend):
+    done("train group.py -n", processes, "--out run --", backend, by=start)
+    for rank in range(processes):
+        assert log(rank).endswith(f"{rank} finished 40\n")
+    assert processes_of("first") == processes

@@ -1,4 +1,4 @@
-"""What a run has learnt is used by itself: without its data, its published weights, or the program that made it."""
+"""What a run has learnt is used without its data or the program that made it, and evaluated on what was held out."""
 
 import json
 import shutil
@@ -9,17 +9,25 @@ import pytest
 import torch
 from PIL import Image
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 from torchvision import models
 
 import manyhands
-from manyhands.cli.main import main
+from manyhands.config.load import load_job
 from manyhands.core.errors import UserError
+from manyhands.core.run_folder import RunFolder
 from manyhands.core.world import World
 from manyhands.data.open import is_plain_folder
+from manyhands.report.page import write_report
 from manyhands.report.read import read_run
+from manyhands.report.summary import result_lines, result_object
 from manyhands.run.tasks import evaluate_run, job_of, predict_files, resolve_checkpoint
+from manyhands.train import loop
+from manyhands.train.build import build
+from manyhands.train.parts import Parts
 from manyhands.train.trained import evaluate_checkpoint
+from tests.e2e.command import done, events, inside, messages, read
+from tests.processes.ranks import run_on_ranks
 
 QUIET = {"quiet": True, "run__report": False}
 LEVELS = {"cat": 60, "dog": 130, "owl": 200}
@@ -98,34 +106,24 @@ def test_the_folder_that_is_named_is_evaluated_whole_and_by_names(trained, tmp_p
     files = sorted((tmp_path / "some").rglob("*.png"))
     assert round(found["top1"] * 18) == right(manyhands.predict(run, files), files)
     assert {row["name"] for row in found["per_class"]} == {"dog", "owl"}
-
-
-def test_a_class_that_the_run_does_not_know_is_refused(trained, tmp_path):
-    run, val = trained
-    shutil.copytree(val / "dog", tmp_path / "other" / "wolf")
+    (tmp_path / "some" / "dog").rename(tmp_path / "some" / "wolf")
     with pytest.raises(UserError, match='the run has no class "wolf"'):
-        evaluated(run, tmp_path / "other")
+        evaluated(run, tmp_path / "some")
 
 
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_pictures_that_can_not_be_read_are_listed_after_all_others(trained, tmp_path, capsys, processes):
+def test_pictures_that_can_not_be_read_are_listed_after_all_others(trained, tmp_path, processes):
     run, val = trained
     shutil.copytree(val, tmp_path / "new")
-    bad = [tmp_path / "new" / place for place in ("cat/0.png", "owl/4.png", "owl/5.png")]
+    bad = [str(tmp_path / "new" / place) for place in ("cat/0.png", "owl/4.png", "owl/5.png")]
     for file in bad:
-        file.write_bytes(b"no picture")
-    words = ["predict", str(run.path), str(tmp_path / "new"), "-n", str(processes)]
-    for more in ([], ["--json"]):
-        with pytest.raises(SystemExit) as ended:
-            main([*words, *more])
-        assert ended.value.code == 1
-        said = capsys.readouterr()
+        Path(file).write_bytes(b"no picture")
+    for more, count in ("", 24), ("--json", 27):
+        said = done("predict", run.path, tmp_path / "new", "-n", processes, more, by=inside, code=1)
         listed = said.err[said.err.index("pictures that can't be read: 3") :].splitlines()[1:]
-        assert [line.partition(": ")[0].strip() for line in listed] == list(map(str, bad))
-        lines = said.out.splitlines()
-        assert len(lines) == (27 if more else 24)
-    errors = {found["picture"] for found in map(json.loads, lines) if "error" in found}
-    assert errors == set(map(str, bad))
+        assert [line.partition(": ")[0].strip() for line in listed] == bad
+        assert len(said.out.splitlines()) == count
+    assert [found["picture"] for found in map(json.loads, said.out.splitlines()) if "error" in found] == bad
     with pytest.raises(UserError, match=r"the picture 0\.png can't be read") as refused:
         manyhands.predict(run, [tmp_path / "new"])
     assert refused.value.hints[1].startswith("or skip unreadable pictures in training")
@@ -147,9 +145,9 @@ def test_prediction_over_processes_is_the_same(trained):
 
 
 class Threshold(nn.Module):
-    def __init__(self, outputs=2):
+    def __init__(self):
         super().__init__()
-        self.layers = nn.Sequential(nn.Flatten(), nn.Linear(16, outputs))
+        self.layers = nn.Sequential(nn.Flatten(), nn.Linear(16, 2))
 
     def forward(self, numbers):
         return self.layers(numbers)
@@ -207,7 +205,7 @@ def test_weights_of_other_classes_give_the_body_and_the_last_layer_is_new(tmp_pa
         more = manyhands.fit(
             "cnn", colours(2, 8), colours(2, 8), out=tmp_path / str(number), model__weights=str(weights), **options
         )
-        told = [event.message for event in read_run(more.path).events if event.kind == "note"]
+        told = messages(more.path, "note")
         assert any(" not loaded: " in text and "has 3 classes, not 2" in text for text in told), told
         first, *_ = body
         assert torch.allclose(manyhands.load(more).network.state_dict()[first], body[first], atol=1e-6)
@@ -219,3 +217,174 @@ def test_weights_of_other_classes_give_the_body_and_the_last_layer_is_new(tmp_pa
             "cnn", colours(2, 8), out=tmp_path / "y", checkpoint__resume=str(tmp_path / "three.pth"), **options
         )
     assert "model__weights=" in raised.value.hints[0]
+
+
+FIT = {"epochs": 3, "batch": 10, "lr": 0.3, "data__image_size": 12, **QUIET}
+
+
+def evaluated_alone(run, folder, which):
+    network, transform, classes = manyhands.load(run, which)
+    files = sorted(Path(folder).rglob("*.png"))
+    hits = [classes[network(transform(file)[None]).argmax()] == file.parent.name for file in files]
+    return sum(hits) / len(hits), len(hits)
+
+
+@pytest.mark.slow
+def test_a_test_folder_beside_train_and_val_is_evaluated_at_the_end(here):
+    data = pictures(here / "pets", {"train": 20, "val": 4, "test": 9})
+    run = manyhands.fit("mlp", str(data), out="run", **FIT)
+    for which in ("best", "last"):
+        found = read(run.path, "evaluations", f"test-{which}.json")
+        share, count = evaluated_alone(run.path, data / "test", which)
+        assert (found["count"], found["top1"]) == (count, pytest.approx(share))
+    assert run.test.count == 9 * len(LEVELS)
+    assert run.best.count == run.final.count == 4 * len(LEVELS)
+    (told,) = events("run", "tested")
+    assert "held-out samples" in told["message"]
+    record = read_run(run.path)
+    assert any(line.startswith("test  top-1") for line in result_lines(record))
+    assert result_object(record)["test_top1"] == run.test.top1
+    page = write_report(run.path).read_text()
+    assert "test top-1, best weights" in page
+    assert "selected on these samples" not in page
+    # Once: what is done for these weights isn't done again.
+    manyhands.fit("mlp", str(data), out="run", **FIT)
+    assert len(events("run", "tested")) == 1
+
+
+def test_the_network_has_its_last_weights_again_afterwards(here):
+    chance = torch.Generator().manual_seed(0)
+    sets = [TensorDataset(torch.rand(30, 1, 4, 4, generator=chance), torch.arange(30) % 3) for _ in range(3)]
+    network = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(16, 3))
+    options = {**FIT, "epochs": 9, "batch": 5, "lr": 3.0}
+    run = manyhands.fit(network, sets[0], sets[1], held_out_set=sets[2], out="run", **options)
+    assert run.best.step != run.final.step
+    assert run.test.step == run.best.step
+    last = manyhands.load(run.path, "last", model=torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(16, 3)))
+    assert torch.equal(last.network[1].weight, network[1].weight)
+    images, labels = sets[2].tensors
+    final = read_run(run.path).tests["last"]
+    assert final.top1 == pytest.approx(float((network(images).argmax(1) == labels).double().mean()))
+
+
+def test_without_one_the_best_figure_is_said_to_be_chosen_by(here):
+    run = manyhands.fit("mlp", "synthetic:60x1x8x8x3", out="run", **{**FIT, "data__image_size": 8})
+    assert run.test is None
+    assert any("selected on these samples" in line for line in result_lines(read_run(run.path)))
+    assert result_object(read_run(run.path))["test_top1"] is None
+    assert "selected on these samples" in write_report(run.path).read_text()
+
+
+def test_a_third_data_set_may_be_named(here):
+    data = pictures(here / "pets", {"train": 20, "val": 4})
+    pictures(here / "more", {"new": 5})
+    run = manyhands.fit("mlp", str(data), out="run", data__held_out="more/new", **FIT)
+    assert run.test.count == 5 * len(LEVELS)
+
+
+def test_a_test_folder_without_labels_is_said(here):
+    data = pictures(here / "pets", {"train": 20, "val": 4})
+    (data / "test").mkdir()
+    (data / "test" / "a.png").write_bytes(next((data / "val" / "dog").iterdir()).read_bytes())
+    run = manyhands.fit("mlp", str(data), out="run", **FIT)
+    assert run.test is None
+    assert any("test/ is not evaluated" in message for message in messages("run", "warning"))
+
+
+def _trained(world, folder, mode):
+    flags = {
+        "data.name": "synthetic:60x1x8x8x3", "data.held_out": "synthetic:70x1x8x8x3", "model.name": "mlp",
+        "train.epochs": 4, "train.batch": 12, "train.lr": 1.0, "train.precision": "fp64", "train.channels_last": False,
+    }  # fmt: skip
+    place = RunFolder(Path(folder))
+    place.ranks.mkdir(parents=True, exist_ok=True)
+    mode = "single" if world.alone else mode
+    trainer = build(Parts.from_job(load_job(flags, environment={}).job, place, world, mode))
+    loop.fit(trainer)
+    trainer.release()
+    place.job.touch()
+    return {name: found.top1 for name, found in read_run(place.path).tests.items()} if world.is_main else {}
+
+
+@pytest.mark.parametrize("mode", ["data", "fsdp"])
+def test_the_test_is_the_same_over_processes(mode, tmp_path):
+    alone = run_on_ranks(_trained, 1, str(tmp_path / "one"), mode)[0]
+    together = run_on_ranks(_trained, 2, str(tmp_path / "two"), mode)[0]
+    assert set(alone) == {"best", "last"}
+    assert together == alone
+
+
+OUT = {"out": "run", "batch": 8, **QUIET}
+
+
+class Fixed(nn.Module):
+    """Gives one output the highest score, whatever the picture."""
+
+    def __init__(self, outputs, favourite):
+        super().__init__()
+        self.scores = nn.Parameter(torch.zeros(outputs))
+        self.register_buffer("lead", nn.functional.one_hot(torch.tensor(favourite), outputs) * 100.0)
+
+    def forward(self, images):
+        return (self.scores + self.lead).expand(len(images), -1)
+
+
+def tens(count=20):
+    return TensorDataset(torch.rand(count, 1, 4, 4), torch.arange(count) % 10)
+
+
+def test_a_guess_beyond_the_classes_is_a_wrong_one():
+    run = manyhands.fit(Fixed(1000, 874), tens(), tens(), epochs=1, **OUT)
+    assert run.final.top1 == 0
+    detail = read_run(run.path).last
+    assert len(detail.classes) == 1000
+    assert {guess for _, guess, _ in detail.confusion} == {874}
+    assert any("1,000 outputs for 10 classes" in note for note in messages(run.path, "note"))
+    with manyhands.session() as here:
+        found = here.evaluate(Fixed(50, 30), tens(), classes=10)
+    assert found.top1 == 0
+    assert found.confusion.shape == (31, 31)
+    assert found.confusion[:, 30].sum() == 20
+    with pytest.raises(UserError, match="the label of sample 5 is 5, but there are 5 classes"):
+        manyhands.evaluate(Fixed(5, 0), tens())
+
+
+class Secret(Dataset):
+    """Doesn't say its labels before a sample is read; one is beyond the classes."""
+
+    classes = ("cat", "dog")
+
+    def __init__(self, wrong, count=40):
+        self.wrong, self.count = wrong, count
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, index):
+        return torch.rand(1, 4, 4), self.wrong if index == 13 else index % 2
+
+
+@pytest.mark.parametrize("wrong", [7, -1])
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_a_label_that_only_its_sample_tells_is_checked(wrong, split):
+    sets = [Secret(wrong if word == split else 0) for word in ("train", "test")]
+    with pytest.raises(UserError, match=f"the label of sample 13 is {wrong}, but there are 2 classes"):
+        manyhands.fit(Fixed(1000, 0), *sets, epochs=1, **OUT)
+
+
+@pytest.mark.parametrize(("outputs", "first"), [(2, 1), (1, 0)])
+@pytest.mark.parametrize("loss", [None, lambda output, labels: nn.functional.cross_entropy(output, labels) * 2])
+def test_labels_beyond_the_outputs_are_refused_before_training(outputs, first, loss):
+    data = TensorDataset(torch.rand(20, 1, 4, 4), first + (torch.arange(20) + 1) % 2)
+    shown = rf"the shape \[\d, {outputs}\] for \d pictures and {2 + first} classes"
+    with pytest.raises(UserError, match=shown) as raised:
+        manyhands.fit(Fixed(outputs, 0), data, epochs=1, loss=loss, **OUT)
+    assert ("or number the labels from 0 to 1" in raised.value.hints) == (outputs == 2)
+
+
+def test_swapped_samples_are_described_in_a_few_words():
+    swapped = TensorDataset(torch.arange(20) % 2, torch.rand(20, 1, 16, 16))
+    with pytest.raises(UserError, match=r"sample 0 is of shape \[1, 16, 16\] and type float32, not a") as raised:
+        manyhands.fit(Fixed(2, 0), swapped, epochs=1, **OUT)
+    assert raised.value.hints == ("return (x, y): the label comes second",)
+    assert len(str(raised.value)) < 300

@@ -1,0 +1,386 @@
+"""An optimizer and a schedule of the user's own: exact, saved, resumed, recorded with their file, or refused."""
+
+import collections
+import copy
+import dataclasses
+import functools
+import shutil
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from manyhands.train.schedule import make_schedule
+from torch import nn
+from torch.optim import lr_scheduler
+from torch.utils.data import TensorDataset
+
+import manyhands
+from manyhands.checkpoint.read import load
+from manyhands.checkpoint.write import save
+from manyhands.config.job import TrainOptions
+from manyhands.core.errors import UserError
+from tests.e2e.command import done, inside, metrics, read
+
+pytestmark = pytest.mark.timeout(300)
+IMAGES = torch.rand(24, 1, 8, 8, generator=torch.Generator().manual_seed(1))
+DATA = TensorDataset(IMAGES, torch.arange(24) % 10)
+# A batch is all of the data, so that its order doesn't matter: six updates.
+OPTIONS = {"batch": 24, "epochs": 6, "quiet": True, "run__report": False, "run__log_every_s": 1e-3,
+           "precision": "fp64"}  # fmt: skip
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 12), nn.Tanh(), nn.Linear(12, 10))
+
+
+def fit(model, out="run", **options):
+    return manyhands.fit(model, DATA, DATA, out=out, **{**OPTIONS, **options})
+
+
+def own_sgd(parameters):
+    first, *others = parameters
+    return torch.optim.SGD([{"params": others}, {"params": [first], "lr": 0.2}], lr=0.1, momentum=0.9)
+
+
+def two_rates(parameters):
+    first, *others = parameters
+    return torch.optim.RMSprop([{"params": others}, {"params": [first], "lr": 0.004}], lr=0.001, momentum=0.5)
+
+
+def by_name(step, total_steps, steps_per_epoch=0):
+    assert steps_per_epoch == 1
+    return 1 - step / total_steps
+
+
+class ByTheWeights(lr_scheduler.LRScheduler):
+    """Rates that depend on more than the step: on all that the network has been so far."""
+
+    def __init__(self, optimizer):
+        self.sizes = []
+        super().__init__(optimizer)
+
+    def get_lr(self):
+        self.sizes.append(float(self.optimizer.param_groups[0]["params"][0].detach().abs().mean()))
+        return [rate / (1 + 10 * sum(self.sizes)) for rate in self.base_lrs]
+
+
+def plateau(optimizer):
+    return lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=1, threshold=0.05)
+
+
+def of_others(optimizer):
+    parts = [lr_scheduler.ConstantLR(optimizer), lr_scheduler.MultiStepLR(optimizer, [1, 2])]
+    return lr_scheduler.SequentialLR(optimizer, parts, [2])
+
+
+def cosine(optimizer, total_steps):
+    return lr_scheduler.CosineAnnealingLR(optimizer, total_steps)
+
+
+ONE_CYCLE = functools.partial(lr_scheduler.OneCycleLR, max_lr=0.3)
+# Each with the plain loop's scheduler.
+OWN = {
+    "an optimizer": (lambda parameters: torch.optim.NAdam(parameters, lr=0.01), "constant", None),
+    "amsgrad": (lambda parameters: torch.optim.Adam(parameters, lr=0.003, amsgrad=True), "constant", None),
+    "two rates": (two_rates, "constant", None),
+    "fused": (lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, fused=True), "constant", None),
+    "by the step": (own_sgd, lambda step: 0.5**step, lambda o: lr_scheduler.LambdaLR(o, lambda step: 0.5**step)),
+    "total steps": (own_sgd, by_name, lambda o: lr_scheduler.LambdaLR(o, lambda step: 1 - step / 6)),
+    "cosine": (own_sgd, cosine, lambda o: cosine(o, 6)),
+    "moves momentum too": (own_sgd, ONE_CYCLE, functools.partial(ONE_CYCLE, total_steps=6)),
+    "more than the step": (own_sgd, ByTheWeights, ByTheWeights),
+    "of others": (own_sgd, of_others, of_others),
+    "by the loss": (own_sgd, plateau, plateau),
+}
+
+
+def rates(path):
+    return {line["step"]: line["learning_rate"] for line in metrics(path)}
+
+
+@pytest.mark.parametrize(("optimizer", "schedule", "torchs"), OWN.values(), ids=OWN.keys())
+def test_it_makes_the_updates_of_a_plain_loop_shows_its_rates_and_goes_on_exactly(optimizer, schedule, torchs):
+    plain, whole, parted = (copy.deepcopy(network()).double() for _ in range(3))
+    own = optimizer(list(plain.parameters()))
+    scheduler, wanted = torchs(own) if torchs else None, {}
+    for step in range(6):
+        wanted[step + 1] = max(group["lr"] for group in own.param_groups)
+        own.zero_grad()
+        nn.functional.cross_entropy(plain(IMAGES.double()), DATA.tensors[1]).backward()
+        own.step()
+        if scheduler.__class__ is lr_scheduler.ReduceLROnPlateau:
+            scheduler.step(nn.functional.cross_entropy(plain(IMAGES.double()), DATA.tensors[1]).item())
+        elif scheduler:
+            scheduler.step()
+    ours = {"optimizer": optimizer, "schedule": schedule}
+    shown = rates(fit(whole, "whole", **ours).path)
+    for name, tensor in plain.state_dict().items():
+        torch.testing.assert_close(whole.state_dict()[name], tensor, rtol=1e-9, atol=1e-12)
+    assert shown == pytest.approx({step: wanted[step] for step in shown})
+    assert {1, 6} <= shown.keys()
+    for steps in (3, 0):
+        fit(parted, "parted", checkpoint__resume="auto", max_steps=steps, **ours)
+    assert "is reset" not in Path("parted/events.jsonl").read_text()
+    assert all(torch.equal(parted.state_dict()[name], tensor) for name, tensor in whole.state_dict().items())
+    assert rates("parted") == {step: pytest.approx(wanted[step], rel=1e-12) for step in range(1, 7)}
+
+
+class Times(nn.Module):
+    """Of outputs so large that the loss scaler leaves the first update out."""
+
+    def forward(self, x):
+        return 60 * x
+
+
+def fused(parameters, **options):
+    return torch.optim.SGD(parameters, lr=1e-4, momentum=0.9, fused=True, **options)
+
+
+def test_a_first_update_that_is_skipped_leaves_no_uninitialized_momentum():
+    # Deterministic algorithms fill uninitialized memory with NaN.
+    options = {"precision": "fp16", "deterministic": True}
+    scaled = nn.Sequential(*network(), Times())
+    assert fit(scaled, optimizer=fused, schedule="constant", **options).final.loss < 100
+    with manyhands.session(**options) as here:
+        given = nn.Sequential(*network(), Times())
+        model, optimizer, batches = here.prepare(given, fused(given.parameters()), DATA, batch=24)
+        for _ in here.epochs(6):
+            for x, y in batches:
+                optimizer.zero_grad()
+                here.backward(nn.functional.cross_entropy(model(x), y))
+                optimizer.step()
+    assert all(torch.equal(one, scaled.state_dict()[name]) for name, one in given.state_dict().items())
+
+
+class Dropped(nn.Module):
+    """LayerDrop: the second layer takes part from the second training pass on."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.passes = nn.Linear(64, 10), nn.Linear(64, 10), 0
+
+    def forward(self, x):
+        self.passes += self.training
+        return self.first(x.flatten(1)) + (self.second(x.flatten(1)) if self.passes > 3 else 0)
+
+
+def test_a_layer_that_takes_part_later_has_its_momentum():
+    assert fit(Dropped(), optimizer=fused, precision="fp32").final.loss < 100
+    with pytest.raises(UserError, match="fused SGD with dampening"):
+        fit(network(), "other", optimizer=functools.partial(fused, dampening=0.5), precision="fp32")
+
+
+def test_a_loss_may_be_named_as_a_job_names_it():
+    Path("own.py").write_text("def loss(output, labels):\n    return output.exp().sum(1)\n")
+    fit(network(), loss="own.py:loss", epochs=1)
+    assert "own.py:loss" in read("run/network.json")["code"]
+    with pytest.raises(UserError, match='no loss is called "nil"'):
+        fit(network(), "nil", loss="nil")
+
+
+def test_an_evaluation_where_a_run_was_cut_within_an_epoch_moves_no_rate():
+    def impatient(optimizer):
+        return lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=1, threshold=1.0)
+
+    options = {"batch": 8, "optimizer": own_sgd, "schedule": impatient}
+    fit(network(), "whole", **options)
+    for steps in (4, 8, 0):
+        fit(network(), "parted", checkpoint__resume="auto", max_steps=steps, **options)
+    wanted, shown = rates("whole"), rates("parted")
+    common = wanted.keys() & shown.keys()
+    assert {1, 6, 9, 12, 15, 18} <= common  # ends of epochs are always there
+    assert {step: shown[step] for step in common} == {step: wanted[step] for step in common}
+    assert wanted[18] < wanted[1]
+
+
+@pytest.mark.parametrize("of", [by_name, cosine])
+def test_a_longer_run_has_the_rates_of_its_new_length(of):
+    for epochs in (3, 6):
+        fit(network(), optimizer=own_sgd, schedule=of, checkpoint__resume="auto", epochs=epochs)
+    fit(network(), "whole", optimizer=own_sgd, schedule=of)
+    wanted, shown = rates("whole"), rates("run")
+    assert [shown[step] for step in (4, 5, 6)] == pytest.approx([wanted[step] for step in (4, 5, 6)])
+
+
+def test_another_schedule_may_take_over_and_another_optimizer_starts_anew_and_that_is_said():
+    again = {"optimizer": own_sgd, "checkpoint__resume": "auto"}
+    fit(network(), schedule=ONE_CYCLE, max_steps=3, **again)
+    fit(network(), schedule="constant", **again)
+    assert "is reset" not in Path("run/events.jsonl").read_text()
+    assert rates("run")[6] == 0.2
+    fit(network(), epochs=7, schedule="constant", **{**again, "optimizer": two_rates})
+    assert "the state of RMSprop is reset" in Path("run/events.jsonl").read_text()
+
+
+def session(out):
+    here = network()
+    with manyhands.session(out=out) as s:
+        sgd = torch.optim.SGD(here.parameters(), 0.1)
+        model, optimizer, batches = s.prepare(here, sgd, DATA, batch=24, scheduler=lr_scheduler.StepLR(sgd, 1))
+        for _epoch in s.epochs(1):
+            for x, y in batches:
+                s.backward(nn.functional.cross_entropy(model(x), y))
+                optimizer.step()
+
+
+def fitted(out):
+    fit(network(), out, epochs=1, checkpoint__resume="auto", optimizer=own_sgd, schedule=plateau)
+
+
+OTHER_TEXTS = ["x", "null", "3", "[]", '{"last_epoch": "x"}', '{"dict": []}']
+
+
+@pytest.mark.parametrize(
+    ("train", "changes"),
+    [
+        (fitted, [{"schedule": text} for text in OTHER_TEXTS]),
+        pytest.param(session, [{"session": {"scheduler": text}} for text in OTHER_TEXTS], marks=pytest.mark.slow),
+    ],
+)
+def test_a_scheduler_s_state_that_nobody_saved_is_refused_with_its_checkpoint(train, changes, tmp_path):
+    train(tmp_path)
+    (path,) = (tmp_path / "checkpoints").glob("step-*")
+    good = load(path)
+    for change in changes:
+        shutil.rmtree(path)
+        save(path.parent, 1, dataclasses.replace(good, state={**good.state, **change}))
+        with pytest.raises(UserError, match="the scheduler's state in the checkpoint can't be restored") as caught:
+            train(tmp_path)
+        assert caught.value.where == str(path)
+
+
+FILE = """
+import torch
+
+
+def optimizer(parameters):
+    return torch.optim.RMSprop(parameters, lr=0.002, momentum=0.9)
+
+
+def half(step, total_steps):
+    return 1.0 if 2 * step < total_steps else 0.1
+
+
+def make(optimizer, steps_per_epoch):
+    return torch.optim.lr_scheduler.StepLR(optimizer, steps_per_epoch)
+
+
+RATE = 0.1
+"""
+SMALL = "train synthetic:60x1x8x8x3 mlp --epochs 2 --batch 20 --set run.report=false --set run.log_every_s=0.001 --set"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("option", ["train.optimizer=own.py:optimizer", "train.schedule=own.py:make --lr 0.04"])
+def test_a_file_of_the_users_trains_several_processes_and_goes_on_at_another_number(option):
+    Path("own.py").write_text(FILE)
+    losses = []
+    for name, mode in (("one", "-n 1"), ("two", "-n 2 --parallel fsdp" if "schedule" in option else "-n 2")):
+        done(SMALL, option, "--out", name, mode)
+        losses.append(manyhands.Run(Path(name), "finished").final.loss)
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    assert option.split()[0].split("=")[1] in read("two/network.json")["code"]
+    more = done("resume two -n 1 --epochs 3")
+    assert "own.py, as two" in more.err
+    assert "CHANGED" not in more.err
+    assert "is reset" not in Path("two/events.jsonl").read_text()
+    if "schedule" in option:
+        shown = rates("two")
+        assert [shown[step] for step in (1, 6, 9)] == pytest.approx([0.04, 0.004, 0.0004])
+    Path("own.py").write_text(FILE.replace("0.1", "0.2"))
+    assert "CHANGED since training" in done("resume two -n 1 --epochs 4").err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("option", ["loss", "schedule"])
+def test_a_run_of_an_object_does_not_go_on_with_another(option):
+    given = {"loss": lambda output, labels: output[:, 0] ** 2, "schedule": lambda step: 0.5}
+    options = {**OPTIONS, "epochs": 1, option: given[option]}
+    manyhands.fit("mlp", "synthetic:60x1x8x8x3", out="run", **options)
+    assert f"this run's {option} was a Python object" in done("resume run --epochs 2", code=2).err
+    Path("own.py").write_text(FILE)
+    if option == "schedule":
+        done("resume run --epochs 2 --set train.schedule=own.py:half")
+
+
+class Keeps(lr_scheduler.ConstantLR):
+    def __init__(self, optimizer):
+        super().__init__(optimizer)
+        self.seen = collections.deque([1])
+
+
+def other():
+    return torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], 1.0)
+
+
+BASE = manyhands.Job(train=manyhands.TrainOptions(lr=0.3))
+NO_OPTIMIZER = [
+    (lambda parameters: 3, "returned a int"),
+    (torch.optim.SGD(network().parameters(), 0.1), "the optimizer is a SGD, not a function"),
+    ("own.py:RATE", "own.py:RATE is a float, not a function"),
+    (torch.optim.LBFGS, "LBFGS needs a closure"),
+    (lambda _: other(), "isn't a trainable parameter"),
+    (lambda own: torch.optim.SGD(own[-1:], 0.1), "doesn't have the trainable parameter .*"),
+    (lambda own: torch.optim.SGD(own, lr=0.0), "no usable learning rate"),
+    ("sdg", 'did you mean "sgd"'),
+    ("own.py:missing", "own.py has no object missing"),
+    ("object", "was a Python object"),
+]
+NO_SCHEDULE = [
+    (0.5, "the schedule is a float, not a function"),
+    (lr_scheduler.StepLR(own_sgd(network().parameters()), 3), "the schedule is a StepLR, not a"),
+    ("own.py:RATE", "the schedule is a float, not a function"),
+    ("own.py:missing", "own.py has no object missing"),
+    ("cosin", 'did you mean "cosine"'),
+    ("object", "was a Python object"),
+    (lambda step, epochs: 1.0, "the schedule function has an unknown parameter: epochs"),
+    (lambda: 1.0, "the schedule takes no argument"),
+    (lambda step: "high", "the schedule returned a str at step 0"),
+    (lambda step: None, "the schedule returned a NoneType at step 0"),
+    (lambda step: -0.1, "the schedule returned -0.1 at step 0"),
+    (lambda step: float("nan") if step == 2 else 1.0, "the schedule returned nan at step 2"),
+    (lambda o: lr_scheduler.StepLR(o, 3), "the schedule failed at step 0: TypeError"),
+    (functools.partial(lr_scheduler.ReduceLROnPlateau, mode="max"), "monitors the loss, but has mode="),
+    (Keeps, "the attribute seen of the scheduler Keeps is a deque, which can't be saved"),
+    (lr_scheduler.StepLR, "the schedule function has an unknown parameter: step_size"),
+    (lambda optimizer: lr_scheduler.StepLR(optimizer), "the schedule failed with this optimizer: T"),
+    (lambda optimizer: lr_scheduler.StepLR(other(), 3), "the schedule's StepLR belongs to another optimizer"),
+    (max, "the schedule failed at step 0: TypeError"),
+    (lambda optimizer: 3, "the schedule function returned a int"),
+]
+REFUSED = [
+    *(({"optimizer": given}, text) for given, text in NO_OPTIMIZER),
+    *(({"schedule": given}, text) for given, text in NO_SCHEDULE),
+    ({"optimizer": torch.optim.RMSprop, "job": BASE}, "train.lr applies to sgd and adamw"),
+    ({"optimizer": torch.optim.RMSprop, "lr": 0.1}, "train.lr applies to sgd and adamw"),
+    ({"schedule": lr_scheduler.ReduceLROnPlateau, "evaluate_every": 0}, "the schedule needs evaluations"),
+    ({"schedule": lambda step: 1.0, "warmup_epochs": 1.0}, "a schedule of your own includes its own warm-up"),
+]
+
+
+@pytest.mark.parametrize(("settings", "text"), REFUSED, ids=[text[:50] for _, text in REFUSED])
+def test_what_is_none_is_refused(settings, text):
+    Path("own.py").write_text(FILE)
+    with pytest.raises(UserError, match=text):
+        fit(network(), **{"precision": "fp32", **settings})
+
+
+def test_what_python_warns_of_once_is_not_said_at_every_update():
+    optimizer = own_sgd(network().parameters())
+    set_rates = make_schedule(optimizer, TrainOptions(), 5, lambda optimizer: lr_scheduler.StepLR(optimizer, 2))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("default")
+        for step in range(20):
+            set_rates(step)
+            optimizer.step()
+            warnings.warn("the user's own", stacklevel=1)
+    assert 1 <= len(told) <= 3
+    assert {str(one.message) for one in told} == {"the user's own"}
+
+
+def test_a_recipe_s_warm_up_gives_way():
+    Path("own.py").write_text(FILE)
+    shown = done("train folder:x --show-config --set train.schedule=own.py:half", by=inside)
+    assert "warmup_epochs = 0.0" in shown.out
