@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from manyhands.train.schedule import make_schedule
 from torch import nn
 from torch.optim import lr_scheduler
 from torch.utils.data import TensorDataset
@@ -20,6 +19,7 @@ from manyhands.checkpoint.read import load
 from manyhands.checkpoint.write import save
 from manyhands.config.job import TrainOptions
 from manyhands.core.errors import UserError
+from manyhands.train.optimize import make_schedule
 from tests.e2e.command import done, inside, metrics, read
 
 pytestmark = pytest.mark.timeout(300)

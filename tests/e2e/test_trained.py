@@ -301,7 +301,7 @@ def _trained(world, folder, mode):
     mode = "single" if world.alone else mode
     trainer = build(Parts.from_job(load_job(flags, environment={}).job, place, world, mode))
     loop.fit(trainer)
-    trainer.release()
+    trainer.resources.close()
     place.job.touch()
     return {name: found.top1 for name, found in read_run(place.path).tests.items()} if world.is_main else {}
 
