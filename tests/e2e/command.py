@@ -21,13 +21,13 @@ from unittest import mock
 
 import psutil
 import torch
-from manyhands.worker.preload import import_training
 from safetensors.torch import load_file
 
 from manyhands.cli.main import main
 from manyhands.cluster.agents.agent import serve
 from manyhands.cluster.agents.early import AGENT
 from manyhands.cluster.agents.protocol import ELASTIC
+from manyhands.worker.entry import import_training
 
 NETS = Path(__file__).with_name("nets.py")
 # Nothing here waits so long unless it hangs.
