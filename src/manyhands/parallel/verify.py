@@ -23,7 +23,6 @@ from manyhands.parallel.group.plain import broadcast_plain, gather_plain
 from manyhands.parallel.mesh.grid import Axis, Grid
 from manyhands.parallel.modes.hybrid import HybridNetwork, hybrid_network
 from manyhands.parallel.replicas.batch_norm import GroupedNorm, NormGroups, group_batch_norms
-from manyhands.parallel.replicas.norm_pass import precise_dtype
 
 Make = Callable[[Grid], nn.Module]
 Loss = Callable[..., Tensor]
@@ -147,7 +146,7 @@ def _mesh_of(net: Any) -> Grid:
 
 def _copies(net: nn.Module | Make, grid: Grid) -> tuple[nn.Module, nn.Module]:
     alone = Grid(Mesh(tuple((name, 1) for name in grid.mesh.names)), World(device=grid.world.device))
-    dtype = precise_dtype(grid.world.device)
+    dtype = torch.float32 if grid.world.device.startswith("mps") else torch.float64
 
     def copy_on(place: Grid) -> nn.Module:
         if isinstance(net, nn.Module):
