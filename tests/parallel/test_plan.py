@@ -72,9 +72,13 @@ NAMES = st.text(alphabet="abc.*01", min_size=1, max_size=8)
     MESHES,
     st.dictionaries(NAMES, st.sampled_from(["n@dp", "o@dp", "((1, 1), (1, 2))"])),
     st.lists(NAMES, max_size=3),
-    st.dictionaries(
-        st.sampled_from(["reason", "predicted", "somebody's own"]),
-        NAMES | st.integers() | st.dictionaries(NAMES, st.integers()),
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "reason": NAMES,
+            "predicted": st.dictionaries(NAMES, st.integers()),
+            "somebody's own": st.integers(),
+        },
     ),
 )
 def test_a_plan_comes_back_as_it_was_written(tmp_path_factory, mesh, ops, pinned, about):
