@@ -298,7 +298,7 @@ def test_an_unfinished_run_says_which_data_changed(changes, told, capsys):
 
 
 def in_a_session(model, train_set, epochs=1):
-    with manyhands.session(out=RUN) as here:
+    with manyhands.session(out=RUN, run__report=False) as here:
         call, optimizer, batches = here.prepare(model, torch.optim.SGD(model.parameters(), 0.1), train_set, batch=20)
         for _ in here.epochs(epochs):
             for x, y in batches:

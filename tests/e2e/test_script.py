@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.command import done, finish, forked, inside, processes_of, refused, start, training, wait_until
+from tests.e2e.command import done, finish, processes_of, refused, start, training, wait_until
 
 SCRIPT = """\
 import argparse
@@ -127,6 +127,12 @@ def test_what_the_script_itself_refuses_is_in_its_log_and_told():
     assert "unrecognized arguments: --nonsense" in ended.err
 
 
+@pytest.mark.slow
+def test_a_debug_rank_beyond_the_last_is_refused():
+    ended = done("train own/train.py -n 2 --debug-rank 2", code=2)
+    assert "there is no rank 2 to debug: the ranks are 0 … 1" in ended.err
+
+
 def test_ctrl_c_ends_all_of_it():
     with training("train own/train.py -n 2 --out run -- --sleep") as process:
         wait_until(lambda: all(Path(f"run/ranks/{rank}.log").is_file() and log(rank) for rank in (0, 1)), process)
@@ -142,12 +148,11 @@ def test_ctrl_c_ends_all_of_it():
         ("launch own/train.py --on slurm", "a script of your own can't be submitted to slurm"),
         ("train own/none.py", "there is no script own/none.py"),
         ("train own/train.py --epochs 3", "train.epochs has no effect on a script of your own"),
-        ("train own/train.py -n 2 --debug-rank 2", "there is no rank 2 to debug: the ranks are 0 … 1"),
         ("train digits mlp more", 'unexpected argument "more"'),
     ],
 )
 def test_mistakes_are_one_screen(line, says):
-    refused(line, says=says, by=forked if "--debug-rank" in line else inside)
+    refused(line, says=says)
     assert not Path("runs").exists()
 
 

@@ -26,7 +26,7 @@ from manyhands.train import loop
 from manyhands.train.build import build
 from manyhands.train.parts import Parts
 from manyhands.train.trained import evaluate_checkpoint
-from tests.e2e.command import done, events, inside, messages, read
+from tests.e2e.command import done, events, forked, inside, messages, read
 from tests.processes.ranks import run_on_ranks
 
 QUIET = {"quiet": True, "run__report": False}
@@ -119,7 +119,8 @@ def test_pictures_that_can_not_be_read_are_listed_after_all_others(trained, tmp_
     for file in bad:
         Path(file).write_bytes(b"no picture")
     for more, count in ("", 24), ("--json", 27):
-        said = done("predict", run.path, tmp_path / "new", "-n", processes, more, by=inside, code=1)
+        by = inside if processes == 1 else forked
+        said = done("predict", run.path, tmp_path / "new", "-n", processes, more, by=by, code=1)
         listed = said.err[said.err.index("pictures that can't be read: 3") :].splitlines()[1:]
         assert [line.partition(": ")[0].strip() for line in listed] == bad
         assert len(said.out.splitlines()) == count
