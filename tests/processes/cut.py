@@ -73,6 +73,8 @@ class CutNetwork(nn.Module):
             parameter.grad = None
         weigh = self._loss_fn.weigh
         whole = float(len(labels)) if weigh is None else something(weigh(labels.to(self.world.device)))
+        if self._loss_fn.is_sum:
+            whole = 1.0
         found = self._gradients.forward_backward(self._micro_batch(inputs, labels), whole)
         self._gradients.finish()
         self.network.finish_update()

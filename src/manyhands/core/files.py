@@ -176,7 +176,9 @@ def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     content: dict[str, Any] = {}
     for name, value in pairs:
         if name in content:
-            raise UnreadableError(f'"{name}" is given twice in one object, at last as {json.dumps(value)[:80]}')
+            raise UnreadableError(
+                f'"{name}" is given twice in one object, the second value is {json.dumps(value)[:80]}'
+            )
         content[name] = value
     return content
 

@@ -95,9 +95,9 @@ def list_parts(root: Path, *, whole: bool = False) -> Parts:
 def _by_folder_inside(listing: Listing, splits: Sequence[str]) -> list[Listing]:
     """Lists the pictures of each split if class folders hold the splits, such as cat/train/0.jpg."""
     inside = [name.split(b"/", 2)[1] for name in listing.names.names.tolist()]
-    kinds = {name: parse_split(os.fsdecode(name))[0] for name in set(inside)}
+    kinds = {name: parse_split(name.decode(errors="surrogateescape"))[0] for name in set(inside)}
     if others := [name for name, kind in kinds.items() if kind not in splits]:
-        what = f'class folders hold splits, but "{os.fsdecode(others[0])}" also holds pictures'
+        what = f'class folders hold splits, but "{others[0].decode(errors="surrogateescape")}" also holds pictures'
         hints = ("move or remove folders that are not splits, including links to folders",)
         raise UserError(what, str(listing.root), hints)
     found = numpy.array([splits.index(kinds[name]) for name in inside], numpy.int64)

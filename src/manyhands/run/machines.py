@@ -168,7 +168,8 @@ class Membership(RestartHooks):
         machine.lose()
         machine.added = machine.requested = False
         self._refused[machine.name] = machine
-        hints = f" ({'; or '.join(error.hints)})" if error.hints else ""
+        ways = (hint.removeprefix("or ") for hint in error.hints)
+        hints = f" ({'; or '.join(ways)})" if error.hints else ""
         text = f"{machine.name} can't join: {error.message}{hints}"
         self._say(text, "WARNING")
         machine.notify(text, False)

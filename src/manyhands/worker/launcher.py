@@ -1,4 +1,4 @@
-"""What the launcher's own process does with torch: checks of a job before a start, and rewriting checkpoints."""
+"""Tasks that need torch and run in the launcher's own process: checks of options, and rewriting of checkpoints."""
 
 from pathlib import Path
 

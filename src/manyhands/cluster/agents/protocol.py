@@ -126,8 +126,7 @@ class RunOpened:
     term: int = 0  # the highest term known there
 
 
-# Modules of higher packages, by name: a worker's task, a worker's user script, and the imports that CPU workers need
-# before they are forked.
+# Modules of higher packages, by name: a worker's task with the imports before the fork, and a worker's user script.
 WORKER, SCRIPT = "manyhands.worker.entry", "manyhands.worker.script"
 ELASTIC = "manyhands.cluster.agents.elastic"  # starts and watches workers; imports torch
 
