@@ -168,7 +168,7 @@ def _case(seen, batch, micro_batch=0):
     def loss_fn(logits, labels):
         return nn.functional.cross_entropy(logits, labels, reduction="sum"), logits
 
-    return PlanCase(lambda: _Watched(seen), torch.zeros(3, 2, 2), 5, batch, loss_fn, micro_batch=micro_batch)
+    return PlanCase(lambda: _Watched(seen), torch.zeros(3, 2, 2), 5, batch, lambda: loss_fn, micro_batch=micro_batch)
 
 
 @pytest.mark.parametrize(

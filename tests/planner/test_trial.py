@@ -53,7 +53,7 @@ MAKERS = {"tokens": (_tokens, 3), "chain": (chain, 4), "resnet18": (_resnet, 3)}
 
 def _case(name, make=None):
     made, channels = MAKERS[name]
-    return PlanCase(make or made, torch.zeros(channels, 32, 32), 16, BATCH, _loss_fn, norm_group=5)
+    return PlanCase(make or made, torch.zeros(channels, 32, 32), 16, BATCH, lambda: _loss_fn, norm_group=5)
 
 
 def _random_plan(name, sizes, seed):

@@ -39,7 +39,7 @@ class PlanCase:
     picture: Tensor  # one sample
     classes: int  # number of classes
     batch: int  # samples in an update
-    loss_fn: LossFn  # returns the sum of the loss, and the logits
+    loss: Callable[[], LossFn]  # returns the loss function: the sum of the loss, and the logits
     smoothing: float = 0.0  # label smoothing
     cross_entropy: bool = True  # the loss function is plain cross-entropy, whose classes can be sharded
     norm_group: int = 0  # samples in a BatchNorm group; 0: no groups
@@ -72,7 +72,7 @@ class Runner:
             data_parallel = ModeRequest(shared_memory=case.shared_memory)
             self.network = apply_mode(resolve_mode(USUAL_MODE, world), self.model, world, data_parallel)
         self._gradients = Gradients(
-            self.network, world, case.loss_fn, smoothing=case.smoothing, precision=case.precision
+            self.network, world, case.loss(), smoothing=case.smoothing, precision=case.precision
         )
         self._batch, self._parts = case.batch, _micro_batches(case, self.network)
         self._optimizer = case.optimizer(self.model)

@@ -92,7 +92,7 @@ def case_of(job: Job, network: dict[str, Any], device: str, objects: Objects | N
         picture=torch.zeros(network["channels"], side, side, dtype=kind, device=device),
         classes=network["classes"],
         batch=batch,
-        loss_fn=make_loss_fn(job.train, own.loss),
+        loss=lambda: make_loss_fn(job.train, own.loss),
         smoothing=job.train.label_smoothing,
         cross_entropy=own.loss is None and job.train.loss == "cross-entropy",
         norm_group=norm_group(job, batch),

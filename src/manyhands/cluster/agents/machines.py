@@ -237,6 +237,7 @@ def open_here(log: Path, machine: Machine | None = None) -> AgentConnection:
     if agent is None:
         agent = _start([sys.executable, *AGENT], log)
     elif agent.stdin:
+        log.touch(mode=0o600)  # fails here, with its reason, where the agent couldn't write
         with suppress(BrokenPipeError):  # the first request reports an agent that has ended
             agent.stdin.write(os.fsencode(log.absolute()) + b"\0")
             agent.stdin.flush()
