@@ -1,5 +1,6 @@
 """Known data sets, the names of their published files, and detection of a set in a folder. Imports no torch."""
 
+import functools
 import gzip
 import zlib
 from dataclasses import dataclass
@@ -126,6 +127,8 @@ def recognise(place: Path) -> str:
     return found[0] if found else ""
 
 
+@functools.cache  # some releases of Python 3.11 and 3.12 fail if two threads build syntax trees at once
+@functools.cache  # some releases of Python 3.11 and 3.12 fail if two threads build syntax trees at once
 def _choice_names() -> dict[str, tuple[str, ...]]:
     found = {module: read_choice(CHOICES, module).get("NAMES") for module in module_names(CHOICES)}
     return {word: load_choice(CHOICES, word).NAMES if names is None else names for word, names in found.items()}

@@ -175,7 +175,7 @@ def read_table(text: str, where: str) -> RankTable:
     try:
         value = parse_json(text.removeprefix("\ufeff"), once_each=True)
     except UnreadableError as error:
-        hints = ("correct the file; JSON allows neither comments nor trailing commas",)
+        hints = ("correct the file; JSON allows no comments, no trailing commas and no key twice in an object",)
         message = f"the rank table is not valid JSON: {error.problem}"
         raise UserError(message, inventory.at_line(where, error.line), hints) from None
     mistakes = [*islice(_wrong_layout(value), 1)]
