@@ -33,7 +33,6 @@ def evaluate(
 
 
 def show_evaluation(found: dict[str, Any], *, as_json: bool) -> None:
-    """Prints the result of an evaluation, as text or as one JSON object."""
     if as_json:
         show_json(found)
         return

@@ -126,11 +126,11 @@ def pack(  # noqa: PLR0913 - one argument for each flag
         how = " is up to date" if bad is None else f", in {time.perf_counter() - began:.1f} s"
         lines = [f"{counts}: {found.folder}{how}"]
         if bad:
-            lines += [
-                f"{len(bad):,} of {pictures:,} pictures can't be read: "
-                f"{', '.join(bad[:3])}{' …' if len(bad) > 3 else ''}",
-                "repair or remove these pictures and pack again, or train with --data.skip-corrupt to skip them",
-            ]
+            some = f"{', '.join(bad[:3])}{' …' if len(bad) > 3 else ''}"
+            lines.append(f"{len(bad):,} of {pictures:,} pictures can't be read: {some}")
+            lines.append(
+                "repair or remove these pictures and pack again, or train with --data.skip-corrupt to skip them"
+            )
         lines.append(f"to train on the copy: manyhands train {shlex.quote(str(folder if to is None else to))}")
     else:
         lines = [f"{found.folder} is intact: {counts}"]

@@ -258,7 +258,6 @@ def _check_place(count: int | None, rank: int | None) -> None:
 
 
 def _url(flags: ImagenetFlags, variables: Mapping[str, str], *, asked: bool) -> str:
-    """Returns the rendezvous URL of several nodes for `--init`."""
     url = flags.dist_url or ""
     if not url:
         what = "several nodes need --dist-url: torch does not support the default of main.py, a multicast address"

@@ -60,7 +60,6 @@ class PlanFlags(Flags):
 
     @property
     def to(self) -> Any:
-        """The stream for text output."""
         return sys.stderr if self.as_json else sys.stdout
 
 
@@ -180,7 +179,6 @@ def wide(file: Any, least: int = _WIDTH) -> "Console":
 
 
 def _show(path: Path, values: dict[str, Any], flags: PlanFlags) -> int:
-    """Shows a plan; verifies and times it with --verify and --measure."""
     from manyhands.run.tasks import run_by_agent
     from manyhands.worker.plan_show import show_plan
 

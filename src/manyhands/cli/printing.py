@@ -10,7 +10,6 @@ if TYPE_CHECKING:
 
 
 def answer(content: Any, lines: Iterable[str], *, json: bool) -> None:
-    """Prints one JSON object, or lines of text."""
     if json:
         show_json(content)
     else:

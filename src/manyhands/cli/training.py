@@ -10,7 +10,6 @@ from manyhands.cli.flags import RunFlags
 from manyhands.cli.printing import answer
 from manyhands.cluster.agents import early, ssh
 from manyhands.cluster.hosts import inventory, this_process
-from manyhands.cluster.hosts.this_process import machines_of
 from manyhands.config.job import ClusterOptions, Job
 from manyhands.config.load import LoadedJob
 from manyhands.core.errors import UserError
@@ -40,7 +39,7 @@ def run_job(
         lines = describe(loaded)
         answer({"dry_run": lines}, lines, json=flags.as_json)
         return 0
-    machines = tuple(machines_of(job.cluster))
+    machines = tuple(this_process.machines_of(job.cluster))
     # srun or a similar launcher may already have set this process's rank.
     if machines and not place_of(job).process_info:
         announce_reach(loaded)
@@ -90,7 +89,7 @@ def describe(loaded: LoadedJob) -> list[str]:
         rate = f" with a peak lr of {job.train.lr}" if job.train.built_in else ""
         epochs = f"{job.train.epochs} epochs, {job.train.batch} samples per update, {job.train.optimizer}{rate}"
         work = [f"would train {job.model.name} on {job.data.name}: {epochs}", *([f"with {data}"] if data else [])]
-    machines = machines_of(job.cluster)
+    machines = this_process.machines_of(job.cluster)
     processes, starts = _on_machines(machines, job.cluster) if machines else (_on_this_machine(job), [])
     return [*work, f"as {processes}", f"into {folder_to_be(job)}", *starts]
 

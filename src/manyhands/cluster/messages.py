@@ -181,19 +181,15 @@ def decode(line: bytes) -> tuple[int, Message] | None:
         return None
     number = found if isinstance(found := content.get("id"), int) else 0
     try:
-        return number, _typed(content)
+        if content.get("v") != VERSION:
+            raise ValueError(f"protocol version {content.get('v', 'unknown')}, expected {VERSION}")
+        name = content.get("is")
+        kind = Message.kinds.get(name) if isinstance(name, str) else None
+        if not is_dataclass(kind):
+            raise ValueError(f"unknown message type {name!r}")
+        return number, _checked(str(name), _adapter(kind), content.get("with"))
     except ValueError as error:
         return number, Misunderstood(f"invalid message: {error}")
-
-
-def _typed(content: dict[str, Any]) -> Message:
-    if content.get("v") != VERSION:
-        raise ValueError(f"protocol version {content.get('v', 'unknown')}, expected {VERSION}")
-    name = content.get("is")
-    kind = Message.kinds.get(name) if isinstance(name, str) else None
-    if not is_dataclass(kind):
-        raise ValueError(f"unknown message type {name!r}")
-    return _checked(str(name), _adapter(kind), content.get("with"))
 
 
 class Lines:

@@ -26,16 +26,12 @@ AVERAGE_HOOK = Need("needs a hook that this mode's gradient averaging lacks", MO
 # Offered by jobs.
 OWN_STATISTICS = Need(
     "doesn't support train.norm_group=global, because each process normalises its own samples",
-    "train.norm_group",
-    ("remove train.norm_group",),
-    "not with a global norm_group",
-)
+    "train.norm_group", ("remove train.norm_group",), "not with a global norm_group",
+)  # fmt: skip
 FINITE_GRADIENTS = Need(
     "doesn't support fp16, because fp16 gradients may overflow",
-    "sync.method",
-    ("set --train.precision bf16",),
-    "not with fp16",
-)
+    "sync.method", ("set --train.precision bf16",), "not with fp16",
+)  # fmt: skip
 
 
 class HasGradients(Protocol):

@@ -29,32 +29,16 @@ _PREFERRED_FONTS = (
     "SimHei", "Droid Sans Fallback", "Arial Unicode MS",
 )  # fmt: skip
 _STYLE: Any = {
-    "font.size": 10,
-    "axes.titlesize": 11,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "axes.labelcolor": INK,
-    "axes.edgecolor": GREY,
-    "axes.linewidth": 0.8,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.axisbelow": True,
-    "grid.color": HAIR,
-    "grid.linewidth": 0.8,
-    "xtick.color": INK,
-    "ytick.color": INK,
-    "text.color": INK,
-    # No formulas: a class may be called "$5".
-    "text.parse_math": False,
-    "axes.formatter.use_mathtext": False,
-    "axes.unicode_minus": False,
-    "legend.frameon": False,
-    "lines.linewidth": 1.8,
+    "font.size": 10, "axes.titlesize": 11, "axes.titleweight": "bold", "axes.titlelocation": "left",
+    "axes.labelcolor": INK, "axes.edgecolor": GREY, "axes.linewidth": 0.8, "axes.axisbelow": True,
+    "axes.spines.top": False, "axes.spines.right": False, "grid.color": HAIR, "grid.linewidth": 0.8,
+    "xtick.color": INK, "ytick.color": INK, "text.color": INK, "legend.frameon": False, "lines.linewidth": 1.8,
     "figure.facecolor": "white",
+    # No formulas: a class may be called "$5".
+    "text.parse_math": False, "axes.formatter.use_mathtext": False, "axes.unicode_minus": False,
     # Text stays text, which the browser draws with its own fonts.
-    "svg.fonttype": "none",
-    "svg.hashsalt": "manyhands",
-}
+    "svg.fonttype": "none", "svg.hashsalt": "manyhands",
+}  # fmt: skip
 
 
 @contextmanager

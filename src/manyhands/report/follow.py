@@ -96,21 +96,13 @@ def look(record: Running) -> Now:
 def as_object(record: Running, now: Now) -> dict[str, Any]:
     step = now.step
     return {
-        "run": record.run,
-        "state": now.state,
-        "pid": record.pid,
-        "host": record.host,
-        "hosts": record.hosts,
-        "processes": now.processes,
-        "started": record.time,
-        "age_s": max(0.0, time.time() - record.time),
+        "run": record.run, "state": now.state, "pid": record.pid, "host": record.host, "hosts": record.hosts,
+        "processes": now.processes, "started": record.time, "age_s": max(0.0, time.time() - record.time),
         "epoch": summary.place(step)[0] if step else None,
         "epochs": -(-step.total_steps // step.steps_per_epoch) if step else None,
-        "step": step.step if step else None,
-        "total_steps": step.total_steps if step else None,
-        "top1": now.top1,
-        "command": record.command,
-    }
+        "step": step.step if step else None, "total_steps": step.total_steps if step else None,
+        "top1": now.top1, "command": record.command,
+    }  # fmt: skip
 
 
 def end_of(path: Path) -> list[dict[str, Any]]:

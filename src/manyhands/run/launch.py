@@ -17,10 +17,9 @@ from manyhands.cluster.agents.machines import Machines, assembled, prepare
 from manyhands.cluster.hosts.formats import hostfile
 from manyhands.cluster.hosts.inventory import Machine
 from manyhands.config.job import Job
-from manyhands.core import files, records, terminal, timeouts
+from manyhands.core import files, records, stops, terminal, timeouts
 from manyhands.core.errors import ManyhandsError, RunError, UserError
 from manyhands.core.run_folder import RunFolder, resume_command
-from manyhands.core.stops import STOPS, handled
 from manyhands.report.screen import Screen
 from manyhands.run import doctor, logs, recovery, registry, start
 from manyhands.run.folder import run_folder
@@ -117,7 +116,7 @@ def _prepare(job: Job, membership: Membership, starts: start.Starts, folder: Run
     if not addresses:
         _refuse_devices(job, machines)
     starts.set_addresses(addresses)
-    starts.open_folders(output=bool(job.run.script))
+    starts.open_folders()
     _refuse_another_run(job, folder, machines)
     if job.checkpoint.resume == "auto" and not job.run.script:
         starts.resume_from_newest()
@@ -136,12 +135,9 @@ def _refuse_devices(job: Job, machines: Machines) -> None:
     others = sorted({machine.device for machine in machines.running} - {"cpu"})
     if others and job.cluster.backend != "gloo":
         what = f"only ssh connects these machines, and collectives of {', '.join(others)} devices can't go through ssh"
-        hints = (
-            "use --backend gloo, which copies through CPU memory",
-            "or --device cpu",
-            "or put the machines into one network",
-            "or name a trusted network with public addresses: --interface NAME",
-        )
+        hints = ("use --backend gloo, which copies through CPU memory", "or --device cpu",
+                 "or put the machines into one network",
+                 "or name a trusted network with public addresses: --interface NAME")  # fmt: skip
         raise UserError(what, "cluster.backend", hints)
 
 
@@ -281,7 +277,7 @@ class Background:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         # Blocked signals are delivered once `wait` forwards them.
-        self._unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
+        self._unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, stops.STOPS)
         self.elsewhere = os.fork()
         if not self.elsewhere:
             os.setsid()  # Ctrl-C and the end of the terminal don't reach this process
@@ -304,7 +300,7 @@ class Background:
     def wait(self, *, as_json: bool) -> int:
         """Waits until the run trains or has ended, and forwards signals to the launcher; returns the exit code."""
         os.close(self._writer)
-        with handled(lambda number, _frame: os.kill(self.elsewhere, number)), os.fdopen(self._heard, "rb") as heard:
+        with stops.handled(lambda number, _: os.kill(self.elsewhere, number)), os.fdopen(self._heard, "rb") as heard:
             signal.pthread_sigmask(signal.SIG_SETMASK, self._unblocked)
             run = Path(os.fsdecode(heard.read()))
             if not run.name:

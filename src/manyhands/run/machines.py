@@ -1,6 +1,6 @@
 """The membership of a launched run: running, lost, contacted, ready and excluded machines.
 
-A machine in the state RUNNING takes part in the current start; `until` is the deadline of every other state.
+A machine in the state RUNNING takes part in the current start. Every other state ends at the time `until`.
 
     from         to          reason                                                            method
     RUNNING      LOST        its connection ended or was silent, and could not be replaced     note_ending, take_in
@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from manyhands.checkpoint.folders import saved_step
-from manyhands.cluster.agents import connection, folders, ssh
-from manyhands.cluster.agents.agent import Agent
+from manyhands.cluster.agents import agent, connection, folders, ssh
 from manyhands.cluster.agents.machines import Machines, MachineState, RunMachine, clock_offset, open_agent
 from manyhands.cluster.doctor.findings import Facts, examine
 from manyhands.cluster.failures import Ending, first_cause
@@ -230,12 +229,12 @@ class Membership(RestartHooks):
     def _contact(self, machine: RunMachine, link: connection.AgentConnection) -> Generator[Request[Any], Any, None]:
         """Yields the requests to a machine before it can join, and receives their answers."""
         asked, run = time.time(), folders.run_id(self._folder)
-        facts = yield call(Agent.hello, facts_wanted(self._job), not link.here)
+        facts = yield call(agent.Agent.hello, facts_wanted(self._job), not link.here)
         link.clock_offset_s = clock_offset(facts.get("time", 0.0), asked)
         self._judge(machine, facts)
         machine.facts = facts
         folder = folder_on(machine, self._folder)
-        seen = yield call(Agent.inspect_run, folder, machine.position, machine.generation, run, self.term)
+        seen = yield call(agent.Agent.inspect_run, folder, machine.position, machine.generation, run, self.term)
         if self.term and seen.run == run and seen.term > self.term:
             self.replaced_on = machine.name
             raise TimeoutError(f"{machine.name} is already used by a newer launcher of this run")
@@ -244,9 +243,9 @@ class Membership(RestartHooks):
         if seen.checkpoints and seen.run != run:
             raise RefusedError(f"its folder {folder} belongs to a different run", hints=("rename the folder",))
         if self.code and not link.here:
-            yield call(Agent.take_code, self.code)
+            yield call(agent.Agent.take_code, self.code)
         options, slots = self._job.cluster, machine.spec.slots
-        machine.use(slots, *(yield call(Agent.prepare, slots, options.threads, options.device)))
+        machine.use(slots, *(yield call(agent.Agent.prepare, slots, options.threads, options.device)))
 
     def _judge(self, machine: RunMachine, facts: Facts) -> None:
         """Raises RefusedError if the facts of the machine and the members predict that training would fail."""

@@ -22,7 +22,6 @@ from manyhands.core.run_folder import RunFolder, names_resume, resume_command
 from manyhands.core.terminal import plain, say
 from manyhands.report import summary, time_shares
 from manyhands.report.read import RunData, read_run
-from manyhands.report.summary import ago, duration
 from manyhands.run import logs, registry
 
 _SHOWN = 3
@@ -225,7 +224,7 @@ def why(word: str) -> Why:
 def explained(run: RunData, head: Running | None = None) -> Why:
     """Explains a run from its records; `head` is its launcher, if it is active."""
     state, folder, done = _state(run, head), str(run.folder.path), _done(run)
-    after = f"after {duration(summary.seconds(run))} of work, {_place(run)}"
+    after = f"after {summary.duration(summary.seconds(run))} of work, {_place(run)}"
     now, cause, on, do = f"{_place(run)}{_last_record(run)}", "", "", list[str]()
     match state:
         case "running" if head:
@@ -338,7 +337,7 @@ def _done(run: RunData) -> list[str]:
         # The event has the machine; ranks may have moved since.
         at = f"{event.data['host']}, " if event.data.get("host") else ""
         how = "restarted" if event.kind == "restarted" else "restarted with another machine"
-        found.append(f"{how} ({at}{ago(time.time() - event.time)}): {_both_ends(event.message)}")
+        found.append(f"{how} ({at}{summary.ago(time.time() - event.time)}): {_both_ends(event.message)}")
     if len(starts) > _SHOWN:
         found.insert(0, f"{len(starts)} restarts in all; the last {_SHOWN}:")
     found += [event.message for event in run.events if event.kind == "undone"][-_SHOWN:]
@@ -377,7 +376,7 @@ def _place(run: RunData) -> str:
 
 def _last_record(run: RunData) -> str:
     times = [record.time for record in (*run.steps[-1:], *run.evaluations[-1:], *run.events[-1:])]
-    return f"; last record {ago(time.time() - max(times))}" if times else ""
+    return f"; last record {summary.ago(time.time() - max(times))}" if times else ""
 
 
 def _who(failure: Failure) -> str:

@@ -7,14 +7,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from manyhands.checkpoint.folders import saved_step
-from manyhands.cluster.agents import folders, open_tunnels, protocol
+from manyhands.cluster.agents import folders, open_tunnels, protocol, tunnel
 from manyhands.cluster.agents.agent import Agent
 from manyhands.cluster.agents.connection import AgentConnection, LinkClosed
-from manyhands.cluster.agents.folders import Term, raise_term
 from manyhands.cluster.agents.machines import Machines, RunMachine
 from manyhands.cluster.agents.mirror import Receiver, Sender
-from manyhands.cluster.agents.open_tunnels import StoreTunnel, TunnelRoutes, open_store
-from manyhands.cluster.agents.tunnel import Tunnels
 from manyhands.cluster.code_files import with_absolute_paths
 from manyhands.cluster.doctor.findings import examine
 from manyhands.cluster.hosts.inventory import LOOPBACK, Address, Rendezvous
@@ -39,7 +36,7 @@ class Starts(contextlib.ExitStack):
         self._job, self._membership, self._machines = job, membership, membership.machines
         self._folder, self._receiver, self._say = folder, receiver, say
         self._script, self._holder = bool(job.run.script), secrets.token_hex(16)
-        self._store, self.tunnels = self.enter_context(StoreTunnel(job.cluster)), Tunnels()
+        self._store, self.tunnels = self.enter_context(open_tunnels.StoreTunnel(job.cluster)), tunnel.Tunnels()
         self.callback(self.tunnels.close)
         self._ssh_only = False  # no network connects the machines
         self._routes: open_tunnels.TunnelRoutes | None = None  # of this start, if only ssh connects its machines
@@ -64,7 +61,7 @@ class Starts(contextlib.ExitStack):
         self._choose_copy()
         write_places(self._folder, self._machines)
         if term:
-            raise_term(self._folder.ranks, Term(term, number))
+            folders.raise_term(self._folder.ranks, folders.Term(term, number))
         for line in describe(self._machines, why_open, self._routes):
             self._say(line, "INFO")
         if job.cluster.sync_code:
@@ -129,7 +126,7 @@ class Starts(contextlib.ExitStack):
         """Opens the run folder on a machine that joins; returns False after a failure."""
         try:
             with self._token() as token:
-                request = self._request(machine, token, records=False, output=False)
+                request = self._request(machine, token, records=False)
                 machine.opened_folder = machine.agent.ask(request, OPEN_FOLDER_S, self._machines.links)
             if machine.opened_folder.taken:
                 raise RefusedError(f"a run is active in {machine.opened_folder.folder} on that machine")
@@ -161,23 +158,23 @@ class Starts(contextlib.ExitStack):
         self._routes = open_tunnels.join_through_ssh(self._machines, self._job.cluster, self.tunnels)
         for machine in self._machines.running:
             machine.address = Address(ports.loopback_interface(), self._routes.ends[machine.name].address)
-        open_store(self._machines)
+        open_tunnels.open_store(self._machines)
         return ""
 
     @property
     def saved(self) -> int:
         return max(machine.run_folder.saved for machine in self._machines.running)
 
-    def open_folders(self, *, output: bool, records: bool = True, anew: bool = False) -> None:
+    def open_folders(self, *, records: bool = True, anew: bool = False) -> None:
         """Opens the run folder on every machine. Raises RunError: another launcher has taken over the run.
 
         With `records`, the first machine sends new records; with `anew` all records, because the launcher's (which are
-        renamed) may differ. With `output`, it also sends the output of rank 0.
+        renamed) may differ. In a run of a user's script, it also sends the output of rank 0.
         """
         term = self._membership.term
         with self._token() as token:
             requests = {
-                machine: self._request(machine, token, records=records and not number, output=output, anew=anew)
+                machine: self._request(machine, token, records=records and not number, anew=anew)
                 for number, machine in enumerate(self._machines.running)
             }
             for machine, answer in self._machines.ask(requests, TAKE_OVER_S if term else OPEN_FOLDER_S).items():
@@ -187,7 +184,7 @@ class Starts(contextlib.ExitStack):
             if self._first_saved is not None:
                 raise RunError(REPLACED)
             self._membership.term = highest + 1
-            self.open_folders(output=output, records=records, anew=anew)
+            self.open_folders(records=records, anew=anew)
         elif self._first_saved is None:
             self._first_saved = self.saved
 
@@ -203,22 +200,22 @@ class Starts(contextlib.ExitStack):
             marker.unlink()
 
     def _request(
-        self, machine: RunMachine, token: str, *, records: bool, output: bool, anew: bool = False
+        self, machine: RunMachine, token: str, *, records: bool, anew: bool = False
     ) -> Request[protocol.RunOpened]:
         here = str(self._folder.path.absolute())
         place = here if machine.agent.here else folder_on(machine, self._folder)
         held = None if not records else {} if anew else self._receiver.held()
         run, term = folders.run_id(self._folder), self._membership.term
-        return call(Agent.open_run, protocol.OpenRun(place, token, self._holder, run, held, output, term))
+        return call(Agent.open_run, protocol.OpenRun(place, token, self._holder, run, held, self._script, term))
 
     def _open_anew(self) -> None:
         """Opens the folders for another start, and makes a machine with the newest checkpoint the first."""
-        self.open_folders(output=self._script, records=False)
+        self.open_folders(records=False)
         last_step = saved_step(self._folder)
         if self.saved < 0 and last_step is not None and not self._script:
             raise RunError(f"no remaining machine has a checkpoint; the last one was saved at step {last_step}")
         self._give_records(self._newest_first())
-        self.open_folders(output=self._script)
+        self.open_folders()
 
     def resume_from_newest(self) -> None:
         """Gives rank 0 to a machine with the newest checkpoint, and copies records from or to that machine."""
@@ -231,7 +228,7 @@ class Starts(contextlib.ExitStack):
         behind = last_step is None or last_step < step
         if not behind:
             self._give_records(first)
-        self.open_folders(output=False, anew=behind)
+        self.open_folders(anew=behind)
 
     def _newest_first(self) -> RunMachine:
         """Moves the machines with the newest checkpoint to the front, and returns the first."""
@@ -305,8 +302,7 @@ def check_machines(job: Job, say: Say, machines: Machines) -> dict[RunMachine, A
     return {} if through_ssh else {machine: Address(*survey.chosen[machine.name]) for machine in running}
 
 
-def describe(machines: Machines, why_open: str, routes: TunnelRoutes | None = None) -> list[str]:
-    """Returns sentences about the machines of a start and their open ports."""
+def describe(machines: Machines, why_open: str, routes: open_tunnels.TunnelRoutes | None = None) -> list[str]:
     running = machines.running
     who = [f"{one.name} ({one.processes})" if one.processes > 1 else one.name for one in running]
     total = sum(machine.processes for machine in running)
@@ -318,17 +314,11 @@ def describe(machines: Machines, why_open: str, routes: TunnelRoutes | None = No
     where = [f"{machine.name} {machine.address.address} ({machine.address.interface})" for machine in running]
     if why_open:
         address, port = running[0].store
-        lines.append(
-            f"{why_open}; so the store listens on {address} port {port}, open without a password to "
-            "every host that reaches the port"
-        )
-    lines.append(
-        f"network: {', '.join(where)}; "
-        f"{'' if why_open else 'the store listens on loopback only, through ssh; '}"
-        "each process listens on free ports of its machine's address, open without a password to every host that "
-        "reaches the ports; gradients are sent unencrypted"
-    )
-    return lines
+        store = f"{why_open}; so the store listens on {address} port {port}"
+        lines.append(f"{store}, open without a password to every host that reaches the port")
+    store = "" if why_open else "the store listens on loopback only, through ssh; "
+    each = "each process listens on free ports of its machine's address, open without a password to every host that "
+    return [*lines, f"network: {', '.join(where)}; {store}{each}reaches the ports; gradients are sent unencrypted"]
 
 
 def write_places(folder: RunFolder, machines: Machines) -> None:

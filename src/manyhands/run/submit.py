@@ -80,13 +80,9 @@ def _submission(job: Job, command: tuple[str, ...]) -> Submission:
         raise UserError(what, "-n and submit.accelerators", ("use one process per accelerator",))
     # A name that Kubernetes accepts too: small letters, digits and dashes; the time makes it unique.
     words = re.sub(r"[^a-z0-9]+", "-", f"{Path(job.data.name).stem}-{job.model.name}".lower()).strip("-")
-    return Submission(
-        name=f"manyhands-{words}"[:40].strip("-") + f"-{datetime.now():%m%d-%H%M%S}",
-        command=command,
-        wanted=wanted.model_copy(update={"accelerators": accelerators}),
-        processes=processes,
-        threads=cluster.threads,
-    )
+    name = f"manyhands-{words}"[:40].strip("-") + f"-{datetime.now():%m%d-%H%M%S}"
+    wanted = wanted.model_copy(update={"accelerators": accelerators})
+    return Submission(name, command, wanted, processes, cluster.threads)
 
 
 def _words(job: Job, job_file: Path | None) -> list[str]:

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from manyhands.checkpoint.describe import is_pickled, open_description
 from manyhands.checkpoint.folders import choose
-from manyhands.cluster.agents import machines, ssh, supervise
-from manyhands.cluster.agents.protocol import orders_for
+from manyhands.cluster.agents import machines, protocol, ssh, supervise
 from manyhands.cluster.failures import Failed, as_error
 from manyhands.cluster.hosts.inventory import Rendezvous
 from manyhands.cluster.hosts.this_process import participate
@@ -224,7 +223,8 @@ def _in_group_or_started(job: Job, argument: dict[str, Any]) -> dict[str, Any]:
 def run_by_agent(job: Job, argument: dict[str, Any]) -> dict[str, Any]:
     """Runs the task `argument["task"]` (plain data) on processes of this machine; returns the result of rank 0."""
     with _private_folder() as folder:
-        orders = orders_for(job, folder=str(folder.path), rendezvous=Rendezvous((job.cluster.processes,)), **argument)
+        here = Rendezvous((job.cluster.processes,))
+        orders = protocol.orders_for(job, folder=str(folder.path), rendezvous=here, **argument)
         with closing(machines.open_here(folder.ranks / "agent.log")) as link:
             ending = supervise.supervise_once({link: orders}, supervise.Watch())
         if ending.interrupted:

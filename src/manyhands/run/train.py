@@ -14,7 +14,6 @@ from manyhands.cluster.agents import connection, early, machines, protocol, supe
 from manyhands.cluster.failures import Failed, as_error
 from manyhands.cluster.hosts import this_process
 from manyhands.cluster.hosts.inventory import Rendezvous
-from manyhands.cluster.hosts.this_process import LaunchDecision, RankOutsideError, participate, refuse_unfollowed
 from manyhands.config.job import Job
 from manyhands.config.load import LoadedJob
 from manyhands.core import files, mesh, terminal, user_code
@@ -42,7 +41,7 @@ def train(job: Job, *, quiet: bool = False, objects: Any = None, rendezvous: Ren
     `objects` are the `train.objects.Objects` of a Python user. `rendezvous` is set if each machine starts its own
     processes; None: from flags and environment. Raises ManyhandsError: the first cause of a failure.
     """
-    decision = LaunchDecision(None, rendezvous=rendezvous) if rendezvous else place_of(job)
+    decision = this_process.LaunchDecision(None, rendezvous=rendezvous) if rendezvous else place_of(job)
     if job.cluster.detach:
         hints = ("use manyhands launch --detach --hosts localhost …", "or remove cluster.detach")
         raise UserError("only manyhands launch can detach a run", "cluster.detach", hints)
@@ -126,16 +125,16 @@ def _refuse_missing(job: Job, objects: Any) -> None:
         resolve(weights, "best")
 
 
-def place_of(job: Job) -> LaunchDecision:
+def place_of(job: Job) -> this_process.LaunchDecision:
     """Returns the role of this process; reports an invalid rank to the waiting processes before it raises the error."""
     try:
-        found = participate(job.cluster)
-    except RankOutsideError as outside:
+        found = this_process.participate(job.cluster)
+    except this_process.RankOutsideError as outside:
         from manyhands.worker.member import publish_invalid_rank
 
         publish_invalid_rank(job, outside.process_info, outside.message)
         raise
-    refuse_unfollowed(job.cluster, found)
+    this_process.refuse_unfollowed(job.cluster, found)
     for words, option, value in found.requests:
         section, _, name = option.partition(".")
         if not option:
@@ -212,7 +211,7 @@ def check_script(loaded: LoadedJob) -> None:
         raise UserError(f"{given[0]} has no effect on a script of your own", f"flag --{given[0]}", hints)
     if not this_process.machines_of(job.cluster) and not Path(script).is_file():
         raise UserError(f"there is no script {script}", str(Path.cwd()), ("write the path relative to this folder",))
-    if found := participate(job.cluster).process_info:
+    if found := this_process.participate(job.cluster).process_info:
         what = f"this process is already rank {found.rank} of {found.size}, as set by {found.started_by}"
         hints = (f"start {script} without manyhands", f"or without a launcher: manyhands train {script} -n 2")
         raise UserError(what, script, hints)

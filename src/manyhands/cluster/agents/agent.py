@@ -30,7 +30,6 @@ from manyhands.cluster.agents import folders, protocol
 from manyhands.cluster.agents.connection import Wire
 from manyhands.cluster.agents.early import EARLY
 from manyhands.cluster.agents.mirror import Receiver, Sender
-from manyhands.cluster.agents.protocol import ELASTIC, WORKER, Orders
 from manyhands.cluster.doctor.findings import FactsWanted
 from manyhands.cluster.doctor.probe import Probe
 from manyhands.cluster.messages import Call, Message, perform, remote, reply_to
@@ -231,16 +230,16 @@ class Agent(Probe):
         """
         set_threads(threads, size)
         with self.wire.watched(self._until_gone.close), importing():
-            return importlib.import_module(ELASTIC).prepare(device)
+            return importlib.import_module(protocol.ELASTIC).prepare(device)
 
     @remote
-    def start_workers(self, orders: Orders) -> None:
+    def start_workers(self, orders: protocol.Orders) -> None:
         """Runs workers until all have ended, then sends `WorkersEnded` and returns."""
         self.unlisten()
         set_threads(orders.threads, orders.rendezvous.sizes[orders.rendezvous.machine])
         gc.collect()  # frees objects and open files of an earlier start
         with self.wire.watched(self._until_gone.close), contextlib.nullcontext() if self._started else importing():
-            elastic = importlib.import_module(ELASTIC)
+            elastic = importlib.import_module(protocol.ELASTIC)
             elastic.preload(orders)
         rendezvous, listener = orders.rendezvous, self._listener
         if listener is None and rendezvous.machine == 0 and not rendezvous.file:
@@ -283,8 +282,8 @@ def importing() -> Iterator[None]:
 def import_early() -> None:
     """Imports modules for workers, then moves the output to the log that the launcher names, or exits with it."""
     with contextlib.suppress(Exception):  # a failed import fails again, and is reported, at its first use
-        importlib.import_module(ELASTIC)
-        importlib.import_module(WORKER).import_training()
+        importlib.import_module(protocol.ELASTIC)
+        importlib.import_module(protocol.WORKER).import_training()
     path = b""
     while not path.endswith(b"\0"):
         if not (read := os.read(0, 1)):  # byte by byte, because messages follow the path

@@ -126,7 +126,6 @@ class AgentConnection:
 
     @property
     def readable(self) -> bool:
-        """True if there is a connection to read from."""
         return not (self.closed or self._reconnect_at)
 
     def _disconnect(self) -> None:

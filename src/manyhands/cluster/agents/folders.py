@@ -166,7 +166,6 @@ class Term(NamedTuple):
 
 
 def term_in(ranks: Path) -> Term:
-    """Returns the term in the folder ranks/ of a run."""
     with contextlib.suppress(OSError, ValueError):
         head, start = map(int, (ranks / "term").read_text("ascii").split())
         return Term(head, start)

@@ -11,11 +11,10 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from manyhands.cluster.agents import protocol, ssh
 from manyhands.cluster.agents.agent import Agent
 from manyhands.cluster.agents.connection import AgentConnection, LinkClosed, MisunderstoodError, ask_all, close_all
 from manyhands.cluster.agents.early import AGENT, raise_file_limit, take_early, usr1_ignored
-from manyhands.cluster.agents.protocol import RunOpened
-from manyhands.cluster.agents.ssh import agent_command, explain_contact
 from manyhands.cluster.doctor.findings import Facts, FactsWanted
 from manyhands.cluster.hosts.inventory import LOOPBACK, Address, Machine
 from manyhands.cluster.hosts.this_process import is_here
@@ -53,7 +52,7 @@ class RunMachine:
     processes: int = 0
     address: Address = field(default_factory=lambda: Address("", LOOPBACK))  # where the other machines reach it
     store: tuple[str, int] = ("", 0)  # address and port where its processes reach the store of this start
-    opened_folder: RunOpened | None = None  # the run folder on it, as it was opened last
+    opened_folder: protocol.RunOpened | None = None  # the run folder on it, as it was opened last
     folder: str = ""  # path of the run folder there, known after its first start
     position: int = 0  # its index among the machines of the last start that it took part in
     generation: int = -1  # index of that start; -1 for none
@@ -79,7 +78,7 @@ class RunMachine:
         return self.link
 
     @property
-    def run_folder(self) -> RunOpened:
+    def run_folder(self) -> protocol.RunOpened:
         """The run folder on the machine, which must have been opened."""
         assert self.opened_folder
         return self.opened_folder
@@ -118,7 +117,6 @@ class RunMachine:
         self.device, self.processes = device, size or count
 
     def disconnect(self) -> None:
-        """Ends the connection at once."""
         link, self.link, self.facts = self.link, None, {}
         self.contact = self.asked = None
         if link:
@@ -133,7 +131,6 @@ class Machines:
 
     @property
     def running(self) -> list[RunMachine]:
-        """The machines that take part."""
         return [machine for machine in self.all if machine.state is MachineState.RUNNING]
 
     @property
@@ -143,16 +140,13 @@ class Machines:
 
     @property
     def links(self) -> list[AgentConnection]:
-        """The connections to the machines that take part."""
         return [machine.agent for machine in self.running]
 
     @property
     def problems(self) -> dict[str, RunError]:
-        """The reasons why machines don't answer, by name."""
         return {machine.name: machine.problem for machine in self.all if machine.problem}
 
     def heartbeat(self) -> None:
-        """Sends a heartbeat to each machine that takes part, if one is due."""
         for link in self.links:
             link.heartbeat()
 
@@ -187,7 +181,6 @@ class Machines:
         raise error
 
     def close(self, patience_s: float = 5.0) -> None:
-        """Closes all connections."""
         close_all([machine.link for machine in self.all if machine.link], patience_s)
 
 
@@ -260,9 +253,9 @@ def open_agent(machine: Machine, options: ClusterOptions, logs: Path) -> AgentCo
     if is_here(machine):
         return open_here(logs / "agent.log", machine)
     log = logs / f"agent@{machine.name}.log"
-    command, log_start = agent_command(machine, options, Path.cwd()), size_of(log)
+    command, log_start = ssh.agent_command(machine, options, Path.cwd()), size_of(log)
     link = AgentConnection(machine, _start(command, log), log, here=False, log_start=log_start)
-    link.connect_again = lambda words: _start(agent_command(machine, options, Path.cwd(), words), log)
+    link.connect_again = lambda words: _start(ssh.agent_command(machine, options, Path.cwd(), words), log)
     return link
 
 
@@ -275,7 +268,7 @@ def _greet(machines: Machines, options: ClusterOptions, wanted: FactsWanted) -> 
     for link, machine in links.items():
         answer = answers[link]
         if isinstance(answer, LinkClosed):
-            machine.problem = explain_contact(machine.spec, link.close(), link.log_tail(), options)
+            machine.problem = ssh.explain_contact(machine.spec, link.close(), link.log_tail(), options)
         elif isinstance(answer, MisunderstoodError):
             machine.problem = answer
         elif isinstance(answer, RunError):

@@ -51,7 +51,6 @@ class TunnelRoutes:
     through: dict[Pair, str] = field(default_factory=dict[Pair, str])  # the relay of a pair
 
     def summary(self) -> str:
-        """Describes the tunnels for the user."""
         by_relay: dict[str, list[str]] = defaultdict(list)
         for pair, relay in self.through.items():
             by_relay[relay].append("–".join(pair))

@@ -113,7 +113,7 @@ class OpenRun:
 
 @dataclass(frozen=True)
 class RunOpened:
-    """The state of a run folder on a machine, when it was opened or before."""
+    """The state of a run folder on a machine, as `Agent.open_run` or `Agent.inspect_run` found it."""
 
     folder: str  # its absolute path
     shared: bool  # True if it is the launcher's own folder, on a shared disk

@@ -8,7 +8,6 @@ from typing import Any
 from manyhands.cluster.agents import protocol
 from manyhands.cluster.agents.agent import Agent
 from manyhands.cluster.agents.connection import AgentConnection, close_all, stir
-from manyhands.cluster.agents.protocol import Orders
 from manyhands.cluster.agents.stall import Stalls
 from manyhands.cluster.failures import Ending, how_it_ended
 from manyhands.cluster.messages import Message, Misunderstood, RequestFailed, call
@@ -33,7 +32,7 @@ class Watch:
     regroups: Callable[[], bool] = lambda: False  # True, at any tick, has the processes save and exit for a restart
 
 
-def supervise_once(orders: Mapping[AgentConnection, Orders], watch: Watch) -> Ending:
+def supervise_once(orders: Mapping[AgentConnection, protocol.Orders], watch: Watch) -> Ending:
     """Sends each agent its orders and waits until all workers have ended; remaining agents accept new orders.
 
     The first stop signal has the workers save and exit, the second kills them. If workers of a machine fail, or the

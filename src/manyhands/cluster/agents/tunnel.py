@@ -22,7 +22,6 @@ from pathlib import Path
 from manyhands.cluster.agents import switchboard
 from manyhands.cluster.agents.connection import end_processes
 from manyhands.cluster.agents.ssh import ssh_command
-from manyhands.cluster.agents.switchboard import READY
 from manyhands.cluster.hosts.inventory import LOOPBACK, Machine
 from manyhands.config.job import ClusterOptions
 from manyhands.core.errors import RunError
@@ -31,7 +30,7 @@ from manyhands.core.timeouts import SWITCHBOARD_S, TUNNEL_ASK_S, TUNNEL_CLOSE_S,
 from manyhands.parallel.group.tunnel_ends import TunnelEnds, fits
 
 # Remote command (also for csh); ends with its standard input, and thus with its parent.
-_STAY = f"echo {READY}; exec cat"
+_STAY = f"echo {switchboard.READY}; exec cat"
 POLL_S = 0.05
 
 
@@ -55,7 +54,7 @@ class _Child(subprocess.Popen[bytes]):
         ended = self.poll() is not None
         with contextlib.suppress(BlockingIOError):
             self._written = (self._written + os.read(self.stdout.fileno(), 1 << 16))[-(1 << 16) :]
-        self.ready = self.ready or READY.encode() in self._written.splitlines()
+        self.ready = self.ready or switchboard.READY.encode() in self._written.splitlines()
         return not (self.ready or ended)
 
     def last_words(self) -> str:
@@ -101,7 +100,6 @@ class Children:
         return ""
 
     def close(self) -> None:
-        """Ends all processes."""
         end_processes(self._ready, TUNNEL_CLOSE_S, terminate=True)
         self._ready.clear()
 
@@ -175,7 +173,6 @@ class Tunnels(Children):
         return str(folder)
 
     def close(self) -> None:
-        """Ends all processes, and removes the sockets."""
         super().close()
         self._until_closed.close()
         self.ends = TunnelEnds("", "")

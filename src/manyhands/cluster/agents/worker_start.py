@@ -39,21 +39,15 @@ def take_orders(orders: Orders, scratch: str, agent: int) -> dict[str, Any]:
 
 def worker_process_info(options: ClusterOptions, file: str) -> ProcessInfo:
     """Returns this worker's rank from the agent's variables; `file` is the URL of a file store, if one is used."""
-    device = os.environ.get(DEVICE_INDEX, "")
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    rank, size, local_rank, local_size = (int(os.environ[name]) for name in names)
+    served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and not file
+    attempt, device = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")), os.environ.get(DEVICE_INDEX, "")
     return ProcessInfo(
-        rank=int(os.environ["RANK"]),
-        size=int(os.environ["WORLD_SIZE"]),
-        local_rank=int(os.environ["LOCAL_RANK"]),
-        local_size=int(os.environ["LOCAL_WORLD_SIZE"]),
-        init=file or "env://",
-        backend=options.backend,
-        device=options.device,
-        agent_store=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and not file,
-        join_warn_s=options.join_warn_s,
-        join_timeout_s=options.join_timeout_s,
-        attempt=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+        rank, size, local_rank, local_size, file or "env://", options.backend, options.device, agent_store=served,
+        join_warn_s=options.join_warn_s, join_timeout_s=options.join_timeout_s, attempt=attempt,
         device_index=int(device) if device else None,
-    )
+    )  # fmt: skip
 
 
 def begin(scratch: str, logs: str, agent: int) -> int:

@@ -3,7 +3,7 @@
 The order of precedence is: the flags --init, --rank and --world-size; variables that torchrun and compatible launchers
 set for each worker; other launchers' variables; descriptions of a cluster. Otherwise manyhands starts the processes.
 
-Below: the machines of a job, from its list of hosts, from files, and from launchers' variables.
+Also reads the machines of a job: from its list of hosts, from files, and from launchers' variables.
 """
 
 import ipaddress
@@ -16,7 +16,6 @@ from types import ModuleType
 from urllib.parse import urlsplit
 
 from manyhands.cluster.hosts import inventory
-from manyhands.cluster.hosts.inventory import check_rank, is_address, is_host, master_port, number
 from manyhands.config.job import ClusterOptions
 from manyhands.core.choices import load_choice, module_names
 from manyhands.core.errors import UserError
@@ -107,7 +106,7 @@ def _launched(options: ClusterOptions, variables: Mapping[str, str]) -> LaunchDe
     for module in modules_with("place"):
         if place := module.place(variables):
             return _decision(options, place, variables)
-    if not counts_machines and (variables.get("RANK") or number(variables, "WORLD_SIZE", 1) > 1):
+    if not counts_machines and (variables.get("RANK") or inventory.number(variables, "WORLD_SIZE", 1) > 1):
         raise _incomplete("the launcher did not set", variables)
     return None
 
@@ -118,12 +117,12 @@ def described(
     """Returns the decision for this machine from a cluster file or PET_*."""
     here = find_machine(cluster)
     own, first, several = cluster.machines[here], cluster.machines[0].address, len(cluster.machines) > 1
-    if first and not is_host(first):
+    if first and not inventory.is_host(first):
         message = f'"{first}" is not a host name or an IP address'
         raise UserError(message, origin, ("write the name or the address of rank 0's machine, such as 10.0.0.1",))
     address = reachable(first) if several else "127.0.0.1"
     given = (cluster.master_port, origin) if cluster.master_port else None
-    port, port_origin = given or master_port(variables)
+    port, port_origin = given or inventory.master_port(variables)
     origins = {
         "machine": origin if cluster.machine is not None else "this machine's names and addresses", "size": origin,
         "processes": "-n" if options.processes and not own.slots else origin, "device": origin if own.devices else "",
@@ -168,8 +167,8 @@ def _by_hand(options: ClusterOptions) -> inventory.LauncherPlace:
 def _by_variables(variables: Mapping[str, str]) -> inventory.LauncherPlace:
     if not all(variables.get(name) for name in LAUNCHER_VARIABLES):
         raise _incomplete("env:// requires", variables)
-    size, local_size = number(variables, "WORLD_SIZE"), number(variables, "LOCAL_WORLD_SIZE", 1)
-    address, (port, _), init = variables["MASTER_ADDR"], master_port(variables), "env://"
+    size, local_size = inventory.number(variables, "WORLD_SIZE"), inventory.number(variables, "LOCAL_WORLD_SIZE", 1)
+    address, (port, _), init = variables["MASTER_ADDR"], inventory.master_port(variables), "env://"
     served = variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     # Without LOCAL_WORLD_SIZE, the processes may all be on one machine and connect over loopback.
     unknown = "LOCAL_WORLD_SIZE" not in variables and _is_loopback(address)
@@ -178,10 +177,10 @@ def _by_variables(variables: Mapping[str, str]) -> inventory.LauncherPlace:
     names = {"rank": "RANK", "size": "WORLD_SIZE", "local_rank": "LOCAL_RANK", "local_size": "LOCAL_WORLD_SIZE",
              "master_address": "MASTER_ADDR", "master_port": "MASTER_PORT"}  # fmt: skip
     return inventory.LauncherPlace(
-        number(variables, "RANK"), size, number(variables, "LOCAL_RANK", 0), local_size, init=init, agent_store=served,
-        started_by="torchrun" if "TORCHELASTIC_RUN_ID" in variables else "environment",
+        inventory.number(variables, "RANK"), size, inventory.number(variables, "LOCAL_RANK", 0), local_size,
+        init=init, agent_store=served, started_by="torchrun" if "TORCHELASTIC_RUN_ID" in variables else "environment",
         origins={key: name if name in variables else "default" for key, name in names.items()},
-        attempt=number(variables, "TORCHELASTIC_RESTART_COUNT", 0),
+        attempt=inventory.number(variables, "TORCHELASTIC_RESTART_COUNT", 0),
     )  # fmt: skip
 
 
@@ -203,7 +202,7 @@ def _process_info(options: ClusterOptions, place: inventory.LauncherPlace) -> Pr
     names = ("backend", "device", "join_warn_s", "join_timeout_s")
     process_info = replace(place, init=init, **{name: getattr(options, name) for name in names})
     try:
-        check_rank(place.rank, place.size, *(place.origins.get(key, key) for key in ("rank", "size")))
+        inventory.check_rank(place.rank, place.size, *(place.origins.get(key, key) for key in ("rank", "size")))
     except UserError as error:
         outside = RankOutsideError(error.message, error.where, error.hints)
         outside.process_info = process_info
@@ -264,7 +263,7 @@ def is_here(machine: inventory.Machine) -> bool:
 
 def is_local_name(name: str, addresses: Collection[str]) -> bool:
     """Returns True for this machine's addresses and names that are known without a name server."""
-    if is_address(name):
+    if inventory.is_address(name):
         return name in addresses
     mine = socket.gethostname().lower()
     if "." in name and "." in mine:
@@ -284,7 +283,7 @@ def reachable(address: str) -> str:
         message = f"the processes are on several machines, but {address} is a loopback address"
         hints = ("set MASTER_ADDR to an address of rank 0's machine that all machines can reach",)
         raise UserError(message, "MASTER_ADDR", hints)
-    found = [] if is_address(address) else _resolve(address)
+    found = [] if inventory.is_address(address) else _resolve(address)
     if not (found and all(map(_is_loopback, found))):
         return address
     candidates = [found for found in outer_addresses() if ":" not in found] or outer_addresses()
@@ -298,7 +297,7 @@ def reachable(address: str) -> str:
 
 
 def _is_loopback(address: str) -> bool:
-    return address == "localhost" or (is_address(address) and ipaddress.ip_address(address).is_loopback)
+    return address == "localhost" or (inventory.is_address(address) and ipaddress.ip_address(address).is_loopback)
 
 
 def _resolve(name: str) -> list[str]:

@@ -191,5 +191,4 @@ def _consequence(survey: Survey, mbps: float) -> tuple[str, ...]:
 
 
 def rate(mbps: float) -> str:
-    """Formats a rate with its unit."""
     return f"{mbps / 1000:.1f} Gbit/s" if mbps >= 1000 else f"{mbps:.3g} Mbit/s"

@@ -24,12 +24,7 @@ def manifest(job: Submission) -> str:
         resources["requests"] = {"cpu": job.threads * job.processes}
     if wanted.kind == "TrainJob":
         version = "trainer.kubeflow.org/v1alpha1"
-        trainer = {
-            "image": wanted.image,
-            "command": command,
-            "numNodes": wanted.nodes,
-            "numProcPerNode": job.processes,
-        }
+        trainer = {"image": wanted.image, "command": command, "numNodes": wanted.nodes, "numProcPerNode": job.processes}
         trainer |= {"resourcesPerNode": resources} if resources else {}
         spec: dict[str, Any] = {"runtimeRef": {"name": wanted.runtime}, "trainer": trainer}
     else:

@@ -4,7 +4,6 @@ import zlib
 from collections.abc import Mapping
 
 from manyhands.cluster.hosts import inventory
-from manyhands.cluster.hosts.inventory import check_rank, derived_port, first_set, master_address, master_port, number
 from manyhands.core.errors import UserError
 
 PRECEDENCE = 1  # before Slurm, whose variables belong to mpirun's daemons in a batch job
@@ -28,25 +27,25 @@ def place(environment: Mapping[str, str]) -> inventory.LauncherPlace | None:
     family = next((name for name, variables in _FAMILIES.items() if variables[0][0] in environment), "")
     if not family:
         return None
-    words = [first_set(environment, choices) or choices[0] for choices in _FAMILIES[family]]
+    words = [inventory.first_set(environment, choices) or choices[0] for choices in _FAMILIES[family]]
     here = environment[words[0]], environment.get(words[1])
     # srun sets PMI's variables too; Slurm's own variables have more information.
     by_srun = family == "MPICH" and not environment.get(words[2])
     slurm = environment.get("SLURM_PROCID"), environment.get("SLURM_STEP_NUM_TASKS")
-    if number(environment, words[1]) == 1 or (by_srun and slurm == here):
+    if inventory.number(environment, words[1]) == 1 or (by_srun and slurm == here):
         return None
-    rank, size, local_rank, local_size = (number(environment, word) for word in words)
-    check_rank(rank, size, *words[:2])
-    check_rank(local_rank, local_size, *words[2:])
-    master = master_address(environment, alone=size == local_size)
+    rank, size, local_rank, local_size = (inventory.number(environment, word) for word in words)
+    inventory.check_rank(rank, size, *words[:2])
+    inventory.check_rank(local_rank, local_size, *words[2:])
+    master = inventory.master_address(environment, alone=size == local_size)
     if not master:
         message = f"{family} started processes on several machines without the address of rank 0"
         hints = (f"pass an address of rank 0's machine, usually the first host: {_PASSING[family]}",)
         raise UserError(message, "MASTER_ADDR", hints)
-    job = first_set(environment, JOB_NAMES)  # the port depends on it, so that two jobs don't connect
-    port = master_port(environment)
+    job = inventory.first_set(environment, JOB_NAMES)  # the port depends on it, so that two jobs don't connect
+    port = inventory.master_port(environment)
     if job and port[1] == "default":
-        port = derived_port(zlib.crc32(environment[job].encode())), f"from {job}"
+        port = inventory.derived_port(zlib.crc32(environment[job].encode())), f"from {job}"
     return inventory.LauncherPlace.of(
         family, rank=(rank, words[0]), size=(size, words[1]), local_rank=(local_rank, words[2]),
         local_size=(local_size, words[3]), master_address=master, master_port=port,

@@ -17,7 +17,6 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from pydantic_core import PydanticCustomError
 
 from manyhands.cluster.hosts import inventory
-from manyhands.cluster.hosts.inventory import is_address, master_address, master_port, number
 from manyhands.core.errors import UserError
 from manyhands.core.files import UnreadableError, parse_json, typed_number
 from manyhands.core.terminal import say
@@ -61,7 +60,7 @@ Port = Annotated[str, _rule(lambda word: 0 < (typed_number(word) or 0) < 65536, 
 Address = Annotated[
     str,
     _rule(lambda word: word in _UNKNOWN or not _PLACEHOLDER.search(word), _NO_PLACEHOLDER),
-    _rule(lambda word: word in _UNKNOWN or is_address(word), "an IP address"),
+    _rule(lambda word: word in _UNKNOWN or inventory.is_address(word), "an IP address"),
 ]
 Identity = Annotated[
     str,
@@ -118,7 +117,7 @@ class Server(_Part):
     def host(self) -> str:
         """The first IP address of the server in the table, or its `server_id` if there is none."""
         given = (self.container_ip, self.pod_ip, self.server_id, self.server_ip, self.host_ip)
-        return next((name for name in given if name and is_address(name)), self.server_id)
+        return next((name for name in given if name and inventory.is_address(name)), self.server_id)
 
 
 class _PodServer(_Part):
@@ -346,7 +345,7 @@ def write(cluster: inventory.Cluster) -> tuple[str, list[str]]:
     }
     hosts = [machine.address for machine in cluster.machines]
     in_order = hosts == sorted(hosts)  # else IP addresses have the IDs node_0, node_1 …
-    if not (in_order or all(map(is_address, hosts))):
+    if not (in_order or all(map(inventory.is_address, hosts))):
         message = f"HCCL requires machines in the text order of their names: {', '.join(sorted(hosts))}"
         hints = ("list the machines in this order (n10 comes before n9)", "or list IP addresses instead of names")
         raise UserError(message, cluster.source, hints)
@@ -380,7 +379,7 @@ def read_hccn() -> dict[int, str]:
     text = HCCN.read_text(encoding="utf-8", errors="replace") if HCCN.exists() else ""
     for at, line in enumerate(text.splitlines(), 1):
         if matched := re.fullmatch(r"\s*address_(\d+)\s*=\s*(\S*)\s*", line):
-            if not is_address(matched[2]):
+            if not inventory.is_address(matched[2]):
                 message = f'address_{matched[1]} is "{matched[2]}"; expected an IP address'
                 hints = ("set the address with hccn_tool, or correct the file",)
                 raise UserError(message, inventory.at_line(str(HCCN), at), hints)
@@ -398,7 +397,7 @@ def place(environment: Mapping[str, str]) -> inventory.LauncherPlace | None:
         raise UserError(f"there is no file {where}", "RANK_TABLE_FILE", ("export the path of the rank table",))
     servers = read_table(path.read_text(encoding="utf-8", errors="replace"), where).by_rank
     cards = [(server, local_rank, card) for server in servers for local_rank, card in enumerate(server.cards)]
-    size, rank = len(cards), number(environment, "RANK_ID")
+    size, rank = len(cards), inventory.number(environment, "RANK_ID")
     server, local_rank, card = cards[min(rank, size - 1)]
     expected = {
         "RANK_ID": (range(size), f"0 … {size - 1}, the ranks in the table"),
@@ -406,12 +405,13 @@ def place(environment: Mapping[str, str]) -> inventory.LauncherPlace | None:
         "DEVICE_ID": ([card], f"{card}, the card of rank {rank} in the table"),
     }
     for name, (fitting, words) in expected.items():
-        if (found := number(environment, name, fitting[0])) not in fitting:
+        if (found := inventory.number(environment, name, fitting[0])) not in fitting:
             hints = (f"correct {name}, or export the RANK_TABLE_FILE of this job",)
             raise UserError(f"{name} is {found}; expected {words}", f"environment, and {where}", hints)
     table, first = f"rank table {where}", (servers[0].host, f"server_id {servers[0].server_id} of rank 0")
     return inventory.LauncherPlace.of(
         "rank table", rank=(rank, "RANK_ID"), size=(size, table), local_rank=(local_rank, table),
-        local_size=(len(server.device), table), device_index=(card, table), master_port=master_port(environment),
-        master_address=master_address(environment, alone=len(servers) == 1) or first,
+        local_size=(len(server.device), table), device_index=(card, table),
+        master_address=inventory.master_address(environment, alone=len(servers) == 1) or first,
+        master_port=inventory.master_port(environment),
     )  # fmt: skip
