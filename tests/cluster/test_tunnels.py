@@ -13,7 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from manyhands.cluster.agents.tunnel import READY, Tunnels
+from manyhands.cluster.agents.switchboard import READY
+from manyhands.cluster.agents.tunnel import Tunnels
 from manyhands.core.errors import RunError
 from manyhands.parallel.group.tunnel_ends import reach
 
