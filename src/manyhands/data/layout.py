@@ -1,7 +1,4 @@
-"""Folders of pictures: which names are splits, above or inside class folders, and the walk that lists files.
-
-Imports no torch.
-"""
+"""Recognizes the splits of a folder of pictures by name, and lists its class folders' pictures. Imports no torch."""
 
 import os
 import re

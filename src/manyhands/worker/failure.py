@@ -23,26 +23,13 @@ if TYPE_CHECKING:
 
 # Errors of torch that report the loss of a peer, and are therefore consequences.
 CONSEQUENCES = (
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Connection refused",
-    "Broken pipe",
-    "Timed out waiting",
-    "Application timeout caused pair closure",
-    "recvBytes failed",
-    "failed to recv",
-    "connectFullMesh",
-    "remote process exited",
-    "Socket closed",
+    "Connection closed by peer", "Connection reset by peer", "Connection refused", "Broken pipe", "Timed out waiting",
+    "Application timeout caused pair closure", "recvBytes failed", "failed to recv", "connectFullMesh",
+    "remote process exited", "Socket closed",
     # From NCCL and torch's NCCL watchdog.
-    "Connection closed by remote peer",
-    "remote process exiting",
-    "communicator was aborted",
-    "collective operation timeout",
-    "operations have failed or timed out",
-    "wait timeout after",
-    "Socket Timeout",
-)
+    "Connection closed by remote peer", "remote process exiting", "communicator was aborted", "wait timeout after",
+    "collective operation timeout", "operations have failed or timed out", "Socket Timeout",
+)  # fmt: skip
 # Errors of the store that are no consequence of a lost peer.
 OWN_MISTAKES = ("EADDRINUSE", "Address already in use", "address already in use")
 
