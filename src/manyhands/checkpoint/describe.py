@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 from safetensors import SafetensorError, safe_open
 
 from manyhands.checkpoint import files
-from manyhands.checkpoint.files import damaged, read_manifest, read_plain, torn, verify
 from manyhands.core.errors import UserError
 from manyhands.core.files import UnreadableError, parse_json
 from manyhands.core.mesh import Mesh, TensorLayout, layout_from_plain, make_mesh, unsharded
@@ -156,7 +155,6 @@ class Description:
     notes: tuple[str, ...] = ()  # messages about omitted data
 
     def as_plain(self) -> dict[str, Any]:
-        """Returns the contents as JSON data."""
         named = {kind: placed.entries for kind, placed in self.kinds.items()}
         axes = self.mesh.names if self.mesh else ()
 
@@ -194,27 +192,27 @@ def open_description(path: Path, *, verified: bool = False, wanted: Collection[s
         try:
             return Description(path, "safetensors", {MODEL: _place_file(path, wanted)})
         except (SafetensorError, OSError, ValueError) as error:
-            raise damaged(path) from error
+            raise files.damaged(path) from error
     if not verified:
-        verify(path)
-    names = read_manifest(path)["files"]
+        files.verify(path)
+    names = files.read_manifest(path)["files"]
     try:
-        state, branches = read_plain(path / files.STATE), {}
+        state, branches = files.read_plain(path / files.STATE), {}
         if files.OPTIMIZER_PLAN in names:
-            branches = read_plain(path / files.OPTIMIZER_PLAN)
+            branches = files.read_plain(path / files.OPTIMIZER_PLAN)
         if files.PIECES in names:
             mesh, kinds = _place_pieces(path, names)
         else:
             present = {kind: name for kind, name in UNSHARDED_FILES.items() if name in names}
             mesh, kinds = None, {kind: _place_file(path / name) for kind, name in present.items()}
     except (SafetensorError, OSError, ValueError) as error:
-        raise torn(path, f"has unreadable content: {error}") from error
+        raise files.torn(path, f"has unreadable content: {error}") from error
     return Description(path, "whole" if mesh is None else "pieces", kinds, branches, state, mesh)
 
 
 def _place_pieces(path: Path, names: dict[str, Any]) -> tuple[Mesh, dict[str, PlacedTensors]]:
     file = path / files.PIECES
-    mesh, kinds = read_description(read_plain(file), str(file))
+    mesh, kinds = read_description(files.read_plain(file), str(file))
     placed: dict[str, PlacedTensors] = {}
     for kind, tensors in kinds.items():
         places: dict[str, list[tuple[Path, Region]]] = {name: [] for name in tensors}
@@ -222,7 +220,7 @@ def _place_pieces(path: Path, names: dict[str, Any]) -> tuple[Mesh, dict[str, Pl
             for rank, region in written_pieces(entry.layout, mesh):
                 piece = path / files.piece_name(kind, rank, mesh.size)
                 if piece.name not in names:
-                    raise torn(piece, "is missing from the manifest")
+                    raise files.torn(piece, "is missing from the manifest")
                 places[name].append((piece, region))
         placed[kind] = PlacedTensors(tensors, places)
     return mesh, placed

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from manyhands.checkpoint import files
-from manyhands.checkpoint.files import read_plain, torn, verify
 from manyhands.core.errors import EXIT_INTERRUPTED, EXIT_SAVED, ManyhandsError, UserError
 from manyhands.core.files import parse_json, read_bytes, sync
 from manyhands.core.records import read_lines
@@ -87,14 +86,12 @@ def remove_files(path: Path) -> bool:
     return not path.exists()
 
 
-def newest(folder: Path, step_limit: int | None = None) -> tuple[Path | None, list[str]]:
-    """Returns the newest valid checkpoint up to `step_limit`, and a message for each newer one that is damaged."""
+def newest(folder: Path) -> tuple[Path | None, list[str]]:
+    """Returns the newest valid checkpoint, and a message for each newer one that is damaged."""
     passed_over: list[str] = []
     for path in files.step_folders(folder):
-        if step_limit is not None and (files.step_of(path) or 0) > step_limit:
-            continue
         try:
-            verify(path)
+            files.verify(path)
             read_state(path)
         except UserError as error:
             passed_over.append(f"{path.name} was skipped: {error.message}")
@@ -118,12 +115,12 @@ def choose(reference: Path, which: Literal["best", "last"]) -> tuple[Path, list[
         if not reference.name.endswith(FOREIGN_SUFFIXES):
             raise UserError(f"{reference} is not a checkpoint", hints=(f"suffixes: {', '.join(FOREIGN_SUFFIXES)}",))
         if reference.name in files.CONTENTS and (reference.parent / files.MANIFEST).is_file():
-            verify(reference.parent)  # a file of our own checkpoint
+            files.verify(reference.parent)  # a file of our own checkpoint
         return reference, []
     if not reference.is_dir():
         raise UserError(f"there is no {reference}", hints=("name a run folder, a checkpoint folder or a weights file",))
     if (reference / files.MANIFEST).exists() or files.step_of(reference) is not None:
-        verify(reference)
+        files.verify(reference)
         return reference, []
     folder = reference / "checkpoints" if (reference / "checkpoints").is_dir() else reference
     last, passed_over = newest(folder)
@@ -144,13 +141,13 @@ def _best(folder: Path, last: Path, passed_over: list[str]) -> Path:
     if best == last:
         return last
     try:
-        verify(best)
+        files.verify(best)
         return best
     except UserError as error:
         passed_over.append(f"the best checkpoint, {best.name}, was skipped: {error.message}")
     for path in files.step_folders(folder):
         try:
-            verify(path)
+            files.verify(path)
             best = read_state(path).get("best") or {}
         except UserError:
             continue
@@ -162,9 +159,9 @@ def _best(folder: Path, last: Path, passed_over: list[str]) -> Path:
 def read_state(path: Path) -> dict[str, Any]:
     """Reads a checkpoint's plain data: step, epoch, best … Raises TornCheckpointError: the data can't be read."""
     try:
-        return read_plain(path / files.STATE)
+        return files.read_plain(path / files.STATE)
     except (OSError, ValueError) as error:
-        raise torn(path, f"has unreadable content: {error}") from error
+        raise files.torn(path, f"has unreadable content: {error}") from error
 
 
 def prune(folder: Path, keep: int, best: Path | None) -> list[Path]:
@@ -190,7 +187,7 @@ def verifies(path: Path) -> bool:
     try:
         stamp = _stamp(path)
         if _known_good.get(path) != stamp:
-            verify(path)
+            files.verify(path)
             _known_good[path] = stamp
     except (UserError, OSError):
         _known_good.pop(path, None)

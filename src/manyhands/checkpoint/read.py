@@ -12,7 +12,7 @@ from torch import Tensor
 from manyhands.checkpoint import describe
 from manyhands.checkpoint.describe import MODEL, OPTIMIZER, NetworkLayout, Region, TensorEntry, Tensors, size_of
 from manyhands.checkpoint.files import torn
-from manyhands.checkpoint.snapshot import EXTRA_STATE, Snapshot, fitted, parameter_names, unflatten
+from manyhands.checkpoint.snapshot import EXTRA_STATE, Snapshot, fitted, flatten_optimizer, parameter_names, unflatten
 from manyhands.core.errors import UserError
 from manyhands.core.files import parse_json
 from manyhands.core.mesh import Mesh, TensorLayout, unsharded
@@ -169,6 +169,12 @@ def open_checkpoint(path: Path, *, verified: bool = False, wanted: Collection[st
     model, form = in_memory(read.model), "safetensors" if found else "pth"
     kinds = {MODEL: describe.PlacedTensors(model.described, {})}
     return Source(path, form, kinds, {}, state, None, notes, {MODEL: model})
+
+
+def from_snapshot(snapshot: Snapshot) -> Source:
+    branches, tensors = flatten_optimizer(snapshot.optimizer or {})
+    stored = {MODEL: in_memory(snapshot.model)} | ({OPTIMIZER: in_memory(tensors)} if snapshot.optimizer else {})
+    return Source(Path(), "whole", {}, branches, snapshot.state, stored=stored)
 
 
 def load(path: Path) -> Snapshot:

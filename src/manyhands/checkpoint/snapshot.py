@@ -27,8 +27,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 def flatten(tree: Any, name: str, tensors: dict[str, Tensor]) -> Any:
     """Moves the tensors of nested dicts, lists and tuples into `tensors`, named by their path below `name`.
 
-    Returns JSON data with {"$tensor": name} in place of tensors. Raises TypeError: a value is neither plain data nor a
-    tensor.
+    Returns JSON data with {"$tensor": name} in place of tensors. Raises TypeError for values of other types.
     """
     if isinstance(tree, Tensor):
         key = name if name not in tensors else f"{name}#{len(tensors)}"

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from manyhands.checkpoint import describe, files, folders, read
 from manyhands.checkpoint.describe import MODEL, OPTIMIZER, NetworkLayout, Region, Tensors, size_of
-from manyhands.checkpoint.files import TornCheckpointError
 from manyhands.checkpoint.snapshot import Snapshot, flatten_optimizer, parameter_names
 from manyhands.core.errors import ManyhandsError, RunError, UserError
 from manyhands.core.files import sync
@@ -108,7 +107,7 @@ def _as_bytes(tensor: Tensor) -> Tensor:
 
 # Subclasses before their bases: the first match is used.
 _ERRORS: dict[str, type[ManyhandsError]] = {
-    kind.__name__: kind for kind in (NotFiniteError, SaveError, TornCheckpointError, UserError, RunError)
+    kind.__name__: kind for kind in (NotFiniteError, SaveError, files.TornCheckpointError, UserError, RunError)
 }
 
 

@@ -216,10 +216,8 @@ def of_pack(folder: Path) -> Listed:
     pack = open_pack(folder)
     listings: list[Listing] = []
     for word, start, stop in pack.groups:
-        labels, packed = (
-            pack.columns["label"][start:stop].astype(numpy.int64),
-            PackedRows(pack, numpy.arange(start, stop)),
-        )
+        labels = pack.columns["label"][start:stop].astype(numpy.int64)
+        packed = PackedRows(pack, numpy.arange(start, stop))
         names = PictureNames(pack.names.names[start:stop], str(pack.folder / word), packed)
         listings.append(Listing(pack.folder / word, pack.classes, names, labels, word))
     return tuple(listings), _notes(pack)

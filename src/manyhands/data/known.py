@@ -128,7 +128,6 @@ def recognise(place: Path) -> str:
 
 
 @functools.cache  # some releases of Python 3.11 and 3.12 fail if two threads build syntax trees at once
-@functools.cache  # some releases of Python 3.11 and 3.12 fail if two threads build syntax trees at once
 def _choice_names() -> dict[str, tuple[str, ...]]:
     found = {module: read_choice(CHOICES, module).get("NAMES") for module in module_names(CHOICES)}
     return {word: load_choice(CHOICES, word).NAMES if names is None else names for word, names in found.items()}

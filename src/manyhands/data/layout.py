@@ -1,7 +1,4 @@
-"""Folders of pictures: which names are splits, above or inside class folders, and the walk that lists files.
-
-Imports no torch.
-"""
+"""Recognizes the splits of a folder of pictures by name, and lists its class folders' pictures. Imports no torch."""
 
 import os
 import re
@@ -174,9 +171,8 @@ def _refuse_splits_as_classes(root: Path, kinds: dict[str, str], others: list[st
         rename = f"rename folders that are classes, such as {names[0]} to class-{names[0]}"
         what = f"the folders {_quoted(names)} have names of splits, but hold no class folders"
         _refuse(root, what, _SORT.format(names[0]), rename)
-    if (len(names) > 1 or (names and folders_in(root / names[0]))) and not any(
-        holds_pictures(root / name) for name in others
-    ):
+    splits = len(names) > 1 or (names and folders_in(root / names[0]))
+    if splits and not any(holds_pictures(root / name) for name in others):
         hint = f"name the folder of class folders: {root / names[0]}"
         _refuse(root, f"there is {_quoted(names)}, but no training split", hint, 'or add a folder named "train"')
 

@@ -78,8 +78,7 @@ def resolve_model(options: ModelOptions, size: int) -> ModelOptions:
 def _find(options: ModelOptions, size: int) -> tuple[str, ModuleType]:
     """Returns a network's name without prefix, and its architecture module.
 
-    Without a prefix, modules with published weights are tried first if weights are requested, then modules for small
-    pictures.
+    Without a prefix, modules with published weights come first if weights are requested, else those for small pictures.
     """
 
     def place(choice: ModuleType) -> tuple[bool, float]:

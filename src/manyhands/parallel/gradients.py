@@ -34,9 +34,6 @@ class MicroBatchResult:
     count: int  # samples that this process reports; 0 if another process reports them
 
 
-def _nothing(result: MicroBatchResult) -> None: ...
-
-
 _AS_IT_IS = contextlib.nullcontext()  # shared, to avoid creating one in every update
 
 
@@ -87,7 +84,7 @@ class Gradients:
         divisor: float | Tensor,
         *,
         last: bool = True,
-        on_result: Callable[[MicroBatchResult], bool | None] = _nothing,
+        on_result: Callable[[MicroBatchResult], bool | None] = lambda _: None,
     ) -> MicroBatchResult:
         """Runs forward and backward of a micro-batch and adds its gradients.
 

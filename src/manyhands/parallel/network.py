@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -74,7 +73,7 @@ class ModeTraits:
     # factor of (this process's sum of losses / global batch): the number of processes for modes that average gradients
     gradient_scale: float = 1.0
     # a context in which backward accumulates gradients without averaging them
-    no_sync: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
+    no_sync: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
     # connects the loss of an update's last micro-batch to all parameters, also unused ones; None: not needed
     reach_all: Callable[[Tensor], Tensor] | None = None
     sharded: bool = False  # parameters are torch's DTensors

@@ -26,13 +26,10 @@ class Pick:
     measured_seconds: dict[str, float]  # median seconds of a step, by finalist; empty if nothing was timed
 
 
-def time_in_turns(
-    finalists: Sequence[str], measure: Callable[[str], float], rounds: int = 12
-) -> dict[str, list[float]]:
+def time_in_turns(finalists: Sequence[str], measure: Callable[[str], float], rounds: int) -> dict[str, list[float]]:
     """Times all plans once in each round, in turns, so that a slow moment affects all plans; a collective.
 
-    A warm-up round is not counted. `measure(name)` returns the same seconds on all processes, infinity if the plan
-    can't run.
+    A warm-up round is not counted. `measure(name)` returns the same seconds on all processes; infinity: it can't run.
     """
     seconds: dict[str, list[float]] = {name: [] for name in finalists}
     for number in range(-1, rounds):

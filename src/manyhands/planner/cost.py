@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, fx
 
 from manyhands.core.mesh import Mesh
+from manyhands.core.world import Share
 from manyhands.parallel.mesh.placement import Layout, Side, steps_between
 from manyhands.parallel.mesh.reduce import BUCKET_BYTES
 from manyhands.parallel.split.execute import Letters, batch_axes, input_layouts, loops_of, output_layouts
@@ -28,7 +29,6 @@ from manyhands.planner.collectives import (
     GRADIENTS,
     Collective,
     PlannedUpdate,
-    ShareOf,
     collectives,
     norms_of,
     real_axes,
@@ -227,7 +227,7 @@ class Setting:
 
     work: Work  # seconds of ops
     links: LinkSpeeds  # seconds of collectives, on a mesh
-    share: ShareOf  # samples of each process in an update
+    share: Callable[[int, int], Share]  # see `PlannedUpdate.share`
     slots: int = 1  # values that the optimizer keeps for each parameter
     overlap: float = 0.3  # fraction of the backward pass that can hide gradient collectives
     # whether processes may repeat ops with parameters; the copies drift apart if kernels vary the order of sums

@@ -188,9 +188,9 @@ def describe_checkpoint(reference: Path, *, which: str) -> dict[str, Any]:
     path = resolve_checkpoint(reference, which)
     if not is_pickled(path):
         return open_description(path, verified=path.is_dir()).as_plain()
-    from manyhands.worker.launcher import open_checkpoint
+    from manyhands.worker.launcher import describe_pickled
 
-    return open_checkpoint(path).as_plain()
+    return describe_pickled(path)
 
 
 def rewrite_checkpoint(reference: Path, target: Path, *, which: str, plan: Path | None = None) -> tuple[str, ...]:
@@ -198,11 +198,9 @@ def rewrite_checkpoint(reference: Path, target: Path, *, which: str, plan: Path 
 
     Returns sentences about omitted content. Raises ManyhandsError: the target exists, or the plan doesn't fit.
     """
-    from manyhands.worker.launcher import reshard, rewrite
+    from manyhands.worker.launcher import rewrite
 
-    reshard.refuse_existing(target)
-    layout = reshard.read_network_layout(plan) if plan else None
-    return rewrite(resolve_checkpoint(reference, which), target, layout)
+    return rewrite(lambda: resolve_checkpoint(reference, which), target, plan)
 
 
 def _in_group_or_started(job: Job, argument: dict[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -187,7 +186,7 @@ class Synchronizer:
     def average_buffers(self, step: int) -> None:
         """Prepares `averaged`, after `step` updates; a collective."""
 
-    def averaged(self) -> AbstractContextManager[None]:
+    def averaged(self) -> contextlib.AbstractContextManager[None]:
         """Returns a context in which the network has the averaged parameters and buffers."""
         return contextlib.nullcontext()
 

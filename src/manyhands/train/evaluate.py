@@ -5,6 +5,7 @@ update. A block's result does not depend on the process, counts are integers, an
 """
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -245,7 +246,8 @@ def record_evaluation(trainer: Trainer, found: Evaluation) -> bool:
     progress = trainer.progress
     progress.evaluated_step, progress.owed = progress.step, False
     by = trainer.job.train.best
-    best = progress.improves(by, found.figure(by.partition(" ")[2]))
+    # Accuracies of a network with NaN outputs are meaningless.
+    best = not math.isnan(found.loss) and progress.improves(by, found.figure(by.partition(" ")[2]))
     if isinstance(trainer.updater.set_rates, CustomScheduler) and trainer.due.evaluation_requested():
         trainer.updater.set_rates.evaluated(found.loss)
     about = {"best": best, "classes": len(trainer.trained.classes)}

@@ -426,8 +426,7 @@ class CustomScheduler:
 
     A resumed run repeats all steps of torch's own schedulers, so that a longer run has the rates of its new length. The
     state of ReduceLROnPlateau and of custom classes, which may depend on more than the step, is saved; if such a
-    scheduler is created with other arguments (for a longer run), its steps are repeated too. `waits`: it needs the
-    loss.
+    scheduler is created with other arguments (for a longer run), its steps are repeated too.
     """
 
     def __init__(self, scheduler: Any, optimizer: Optimizer) -> None:
@@ -438,7 +437,7 @@ class CustomScheduler:
         if getattr(scheduler, "optimizer", optimizer) is not optimizer:
             hints = ("create the scheduler from the function's argument",)
             raise UserError(f"the schedule's {kind} belongs to another optimizer", _SCHEDULE, hints)
-        self.waits = isinstance(scheduler, ReduceLROnPlateau)
+        self.waits = isinstance(scheduler, ReduceLROnPlateau)  # needs the loss
         self._scheduler: Any = scheduler
         if self.waits and self._scheduler.mode != "min":
             raise UserError(f'{kind} monitors the loss, but has mode="max"', _SCHEDULE, ('set mode="min"',))

@@ -1,11 +1,10 @@
 """The parts that a trainer is built from, for a job or a custom loop; creates and describes the network."""
 
-import dataclasses
 import functools
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -73,8 +72,8 @@ class Parts(RunContext):
 
     objects: Objects  # the user's Python objects
     make_model: Callable[[data_setup.DataSetup, "Grid | None", Resumable | None], nn.Module]
-    make_optimizer: Callable[..., Optimizer]  # takes the network, and as `sharded` whether its tensors are sharded
-    make_schedule: Callable[..., optimize.SetRates]  # takes the optimizer, and as `steps_per_epoch` the updates
+    make_optimizer: Callable[..., Optimizer]  # takes the network, and `sharded`: its tensors are sharded
+    make_schedule: Callable[..., optimize.SetRates]  # takes the optimizer, and `steps_per_epoch`
     # returns a name for each output of the network, given the class names
     name_outputs: Callable[[tuple[str, ...], ParallelNetwork, TrialResult], tuple[str, ...]] = lambda names, *_: names
     previous_shares: Callable[[Resumable | None], tuple[list[int] | None, int]] = previous_shares
@@ -285,7 +284,7 @@ def _compiled_and_balanced(trainer: Trainer) -> Trainer:
         trainer.hooks.balance_shares = functools.partial(BalancedShares(known=bool(sharing.shares)).balance, trainer)
         trainer.hooks.balance_shares()
     elif wanted == MACHINES:  # the checkpoint's shares were measured on other machines
-        trainer.feed.sharing = dataclasses.replace(sharing, shares=())
+        trainer.feed.sharing = replace(sharing, shares=())
     if trainer.job.train.compile:
         compile_updates(trainer)
     return trainer

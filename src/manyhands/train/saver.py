@@ -9,8 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from concurrent import futures
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 
 from manyhands.checkpoint.write import NotFiniteError, SaveError
@@ -63,7 +62,7 @@ class Saver:
 
     def wait(self) -> None:
         if self._written:
-            futures.wait([self._written])
+            wait([self._written])
 
     def end(self) -> SaveOutcome | None:
         """Waits and returns the result, or None if this process doesn't write. Raises unexpected exceptions."""

@@ -13,9 +13,8 @@ from typing import Any
 
 from filelock import FileLock
 
-from manyhands.checkpoint import files
 from manyhands.checkpoint.describe import NetworkLayout
-from manyhands.checkpoint.files import TornCheckpointError, read_manifest
+from manyhands.checkpoint.files import MODEL, OPTIMIZER, TornCheckpointError, read_manifest
 from manyhands.checkpoint.folders import prune, remove_step
 from manyhands.checkpoint.read import load
 from manyhands.checkpoint.snapshot import Snapshot
@@ -193,7 +192,7 @@ def _write_once(trainer: Trainer, snapshot: Snapshot, step: int, best_step: int)
     trainer.journal.event("saved", path.name, step, seconds=seconds, waited=waited_s)
     entries = read_manifest(path)["files"]
     # With some sync methods, each process has its own optimizer state.
-    compared = (files.MODEL,) if trainer.synchronizer.own else (files.MODEL, files.OPTIMIZER)
+    compared = (MODEL,) if trainer.synchronizer.own else (MODEL, OPTIMIZER)
     return SaveOutcome(digests={name: entries[name]["sha256"] for name in compared if name in entries})
 
 

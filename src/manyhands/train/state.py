@@ -14,18 +14,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from manyhands.checkpoint import files
-from manyhands.checkpoint.describe import MODEL, OPTIMIZER, NetworkLayout, is_extra
+from manyhands.checkpoint.describe import OPTIMIZER, NetworkLayout, is_extra
 from manyhands.checkpoint.folders import newest, resolve, saved_step
-from manyhands.checkpoint.read import Source, in_memory, load, open_checkpoint
-from manyhands.checkpoint.snapshot import (
-    EXTRA_STATE,
-    Snapshot,
-    fitted,
-    flatten,
-    flatten_optimizer,
-    plain_extra_state,
-    unflatten,
-)
+from manyhands.checkpoint.read import Source, from_snapshot, load, open_checkpoint
+from manyhands.checkpoint.snapshot import EXTRA_STATE, Snapshot, fitted, flatten, plain_extra_state, unflatten
 from manyhands.config.job import BY_TOP1, Job
 from manyhands.core.errors import UserError
 from manyhands.core.run_folder import RunFolder
@@ -140,9 +132,7 @@ def restore(found: Resumable, network: ParallelNetwork, optimizer: Optimizer | N
     if network.layouts:
         live = {name: layout.shape for name, layout in network.layouts.items()}
         snapshot = snapshot if source else fitted(snapshot, live)
-        branches, tensors = flatten_optimizer(snapshot.optimizer or {})
-        stored = {MODEL: in_memory(snapshot.model)} | ({OPTIMIZER: in_memory(tensors)} if snapshot.optimizer else {})
-        opened = source or Source(Path(), "whole", {}, branches, snapshot.state, stored=stored)
+        opened = source or from_snapshot(snapshot)
         check_shapes({name: opened.model.shape(name) for name in opened.model.names()}, live, where)
         if extra := _known(extra_state(snapshot, where), network.model.state_dict(), snapshot.notes):
             network.model.load_state_dict(extra, strict=False)

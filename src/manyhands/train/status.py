@@ -121,8 +121,7 @@ class StatusRound:
         """Sums the measurements of all processes; a collective.
 
         `written`: this process has finished writing the save in progress. `extra` gets the seconds, the steps and the
-        seconds of waiting for data since the last round, and returns more numbers to sum. `replaced` counts unreadable
-        pictures.
+        seconds of waiting for data since the last round, and returns more numbers to sum. `replaced`: bad pictures.
         """
         now = time.perf_counter()
         took_s, steps = now - self._last, step - self._last_step
@@ -281,10 +280,8 @@ class CommunicationMonitor:
         return f"{message}; --sync auto would take about {chosen.step_s:.3g} s ({words_of(chosen)}): {change}"
 
 
-_REPORTED_S, _REPORTED_TIMES = (
-    3.0,
-    3.0,
-)  # a reported stall takes at least so many seconds, and so many times the usual update
+# A reported stall takes at least so many seconds, and so many times the usual update.
+_REPORTED_S, _REPORTED_TIMES = 3.0, 3.0
 _KEPT, _ENOUGH = 20, 3
 _ACKED_AT, _INFO_BYTES = 120, 136  # in Linux's struct tcp_info: offset of tcpi_bytes_acked, end of tcpi_bytes_received
 _STILL_S = 2.0  # heartbeats have the expensive fields only if progress is older

@@ -213,8 +213,7 @@ def evaluate_checkpoint(
     """Evaluates a checkpoint, or without one the job's initial network, on the job's data; a collective.
 
     Returns the result of `as_plain`. Network and preprocessing come from the checkpoint if it records them, except for
-    the options whose keys are in `given`. With `whole`, the data is a plain folder of class folders, and all of it is
-    evaluated.
+    the options whose keys are in `given`. With `whole`, the data is a plain folder of class folders, used completely.
     """
     objects = objects or Objects()
     mode, plan = _mode_and_plan(job, world)
@@ -279,7 +278,6 @@ def _mode_and_plan(job: Job, world: World) -> tuple[str, Plan | None]:
 
 
 def as_plain(found: Evaluation, classes: tuple[str, ...]) -> dict[str, Any]:
-    """Returns an evaluation as JSON data."""
     classes = data_setup.name_outputs(classes, found.classes)
     totals, right = [0] * len(classes), [0] * len(classes)
     cells: list[list[int]] = found.cells.tolist()

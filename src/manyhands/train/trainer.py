@@ -1,4 +1,4 @@
-"""The objects of a run, what is due at each step, the records of a run, and why results depend on its processes."""
+"""The trainer: a run's objects, its evaluations and saves that are due, its records, and exceptions to the contract."""
 
 import contextlib
 import functools
@@ -277,7 +277,7 @@ _MASKS = {
 
 
 def exceptions(trainer: Trainer) -> list[str]:
-    """Returns why the run depends on the number of processes, as sentences for plan.json and the report."""
+    """Returns sentences for plan.json and the report: the reasons why results depend on the number of processes."""
     loss_fn = trainer.updater.loss_fn
     found = [loss_fn.dependent if loss_fn else "", *_of_norms(trainer), *_of_draws(trainer)]
     found.append(exception_of(trainer.sync.cost.method))

@@ -23,26 +23,13 @@ if TYPE_CHECKING:
 
 # Errors of torch that report the loss of a peer, and are therefore consequences.
 CONSEQUENCES = (
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Connection refused",
-    "Broken pipe",
-    "Timed out waiting",
-    "Application timeout caused pair closure",
-    "recvBytes failed",
-    "failed to recv",
-    "connectFullMesh",
-    "remote process exited",
-    "Socket closed",
+    "Connection closed by peer", "Connection reset by peer", "Connection refused", "Broken pipe", "Timed out waiting",
+    "Application timeout caused pair closure", "recvBytes failed", "failed to recv", "connectFullMesh",
+    "remote process exited", "Socket closed",
     # From NCCL and torch's NCCL watchdog.
-    "Connection closed by remote peer",
-    "remote process exiting",
-    "communicator was aborted",
-    "collective operation timeout",
-    "operations have failed or timed out",
-    "wait timeout after",
-    "Socket Timeout",
-)
+    "Connection closed by remote peer", "remote process exiting", "communicator was aborted", "wait timeout after",
+    "collective operation timeout", "operations have failed or timed out", "Socket Timeout",
+)  # fmt: skip
 # Errors of the store that are no consequence of a lost peer.
 OWN_MISTAKES = ("EADDRINUSE", "Address already in use", "address already in use")
 
@@ -56,19 +43,18 @@ def describe_failure(error: BaseException, *, rank: int, step: int | None, phase
     text = "".join(traceback.format_exception(error))
     cause = known.__cause__ if known else error
     excerpt = users_traceback(cause) if cause else "\n".join(getattr(error, "__notes__", ()))
-    what = known.message if known else f"{type(error).__name__}: {error}".strip()
+    own: dict[str, Any] = {"what": f"{type(error).__name__}: {error}".strip()}
+    if known:
+        own = {"what": known.message, "where": known.where, "hints": list(known.hints), "exit_code": known.exit_code}
     return _record(
         rank,
         step,
         phase,
-        exit_code=known.exit_code if known else 1,
         error=type(error).__name__,
-        what=what,
-        where=known.where if known else "",
-        hints=list(known.hints) if known else [],
         traceback="" if known and known.__cause__ is None else text,
         excerpt=excerpt or ("" if known else text),
         consequence=is_consequence(error),
+        **own,
     )
 
 

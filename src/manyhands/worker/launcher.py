@@ -1,11 +1,9 @@
 """Tasks that need torch and run in the launcher's own process: checks of options, and rewriting of checkpoints."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from manyhands.checkpoint import reshard
-from manyhands.checkpoint.describe import NetworkLayout
-from manyhands.checkpoint.read import open_checkpoint
-from manyhands.checkpoint.snapshot import EXTRA_STATE
 from manyhands.config.job import Job
 from manyhands.core.errors import UserError
 from manyhands.data.folder import list_folder
@@ -14,7 +12,7 @@ from manyhands.data.open import is_plain_folder, open_data
 from manyhands.data.order import batch_noted
 from manyhands.data.splits import describe_samples
 
-__all__ = ["describe_data", "is_plain_folder", "open_checkpoint", "processes_here", "reshard", "rewrite"]
+__all__ = ["describe_data", "describe_pickled", "is_plain_folder", "processes_here", "rewrite"]
 
 
 def describe_data(job: Job) -> tuple[str, str]:
@@ -46,8 +44,21 @@ def processes_here(job: Job) -> int:
     return devices_here(job.cluster.device, 1)[1]
 
 
-def rewrite(path: Path, target: Path, layout: NetworkLayout | None) -> tuple[str, ...]:
-    """Writes a checkpoint folder with another sharding, or unsharded; returns sentences about omitted content."""
+def describe_pickled(path: Path) -> dict[str, Any]:
+    from manyhands.checkpoint.read import open_checkpoint
+
+    return open_checkpoint(path).as_plain()
+
+
+def rewrite(find: Callable[[], Path], target: Path, plan: Path | None) -> tuple[str, ...]:
+    """Writes the checkpoint that `find` returns, sharded by a plan or unsharded; returns notes on omitted content."""
+    from manyhands.checkpoint import reshard
+    from manyhands.checkpoint.read import open_checkpoint
+    from manyhands.checkpoint.snapshot import EXTRA_STATE
+
+    reshard.refuse_existing(target)
+    layout = reshard.read_network_layout(plan) if plan else None
+    path = find()
     source = open_checkpoint(path, verified=path.is_dir(), wanted=layout.layouts if layout else ())
     if layout:
         reshard.reshard(source, target, layout)
@@ -57,7 +68,6 @@ def rewrite(path: Path, target: Path, layout: NetworkLayout | None) -> tuple[str
     if source.optimizer is not None and reshard.is_single_file(target):
         notes.append("the optimizer state is omitted: the file holds only weights")
     if EXTRA_STATE in source.state and target.name.endswith(reshard.SAFETENSORS):
-        notes.append(
-            "the modules' extra state is omitted: .safetensors files hold only tensors (do: choose a .pth file)"
-        )
+        why = ".safetensors files hold only tensors (do: choose a .pth file)"
+        notes.append(f"the modules' extra state is omitted: {why}")
     return tuple(notes)

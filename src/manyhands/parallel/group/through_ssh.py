@@ -10,7 +10,6 @@ from typing import Any, cast
 
 import psutil
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from manyhands.core.errors import PeerError
 from manyhands.core.files import typed_number
@@ -61,5 +60,5 @@ def use_tunnels() -> bool:
     """Routes groups created from now on through ssh, if this run has tunnels; returns True if it has."""
     if tunnel_ends() is None:
         return False
-    cast(Any, distributed_c10d).ProcessGroupGloo = GlooThroughSsh
+    cast(Any, dist.distributed_c10d).ProcessGroupGloo = GlooThroughSsh
     return True

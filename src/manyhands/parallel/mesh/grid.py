@@ -156,8 +156,7 @@ class Axis:
         """Returns this process's shard of a tensor as a Parameter.
 
         All processes must pass the same full tensor (use the same seed). A parameter that is sharded over another axis
-        can be sharded again in another dimension. Raises UserError if `dim` does not exist, is sharded already or is
-        too short.
+        can be sharded again in another dimension. Raises UserError if `dim` is missing, sharded already or too short.
         """
         piece, mark = self._piece(tensor, dim, getattr(tensor, "mark", None))
         made = Parameter(piece, tensor.requires_grad or not isinstance(tensor, nn.Parameter))

@@ -298,8 +298,7 @@ def convert_both(
 ) -> Tensor:
     """Converts this process's shard, differentiably; a collective in forward and in backward.
 
-    `values`: layouts of the value before and after. `gradients`: layouts of the gradients that backward returns and
-    gets.
+    `values`: layouts of the value before and after. `gradients`: layouts of what backward returns and gets.
     """
     result: Any = _Conversion.apply(tensor, (*values, *gradients), extent, grid)
     return result

@@ -21,6 +21,7 @@ from manyhands.parallel.split.graph import INPUT, LOSS, Graph, Loop, Op
 from manyhands.parallel.split.tracing import rule_of
 
 Letters = Mapping[str, tuple[str, ...]]
+_DEPTH = "stochastic_depth"  # torchvision's function, which drops all channels of a sample or none
 
 
 def loops_of(op: Op, letters: tuple[str, ...]) -> list[Loop]:
@@ -131,7 +132,7 @@ class SeedRng(nn.Module):
 def _draws(op: Op) -> bool:
     if op.module is not None:
         return any(map(_is_random, op.module.modules()))
-    if op.node is None or not ("dropout" in _word(op) or _drops_samples(op)):
+    if op.node is None or not ("dropout" in _word(op) or _word(op) == _DEPTH):
         return False
     share: Any = op.node.kwargs.get("p", op.node.args[1] if len(op.node.args) > 1 else None)
     return bool(share != 0)
@@ -142,11 +143,6 @@ def _is_random(module: nn.Module) -> bool:
         return module.p > 0
     share = getattr(module, "dropout", 0.0)  # of attention and recurrent layers
     return isinstance(share, float) and share > 0
-
-
-def _drops_samples(op: Op) -> bool:
-    """Returns True for torchvision's stochastic depth, which drops all channels of a sample or none."""
-    return _word(op) == "stochastic_depth"
 
 
 def _word(op: Op) -> str:
@@ -186,7 +182,7 @@ class Builder:
         args = fx.map_arg(node.args, lambda source: self._given(source, op))
         kwargs = fx.map_arg(node.kwargs, lambda source: self._given(source, op))
         if training and (_draws(op) or (op.kind == "opaque" and bool(op.extents) and not op.reads_attribute)):
-            alike = {"r", "c"} if _drops_samples(op) else {"r"}
+            alike = {"r", "c"} if _word(op) == _DEPTH else {"r"}
             axes = tuple(axis for axis, letter in enumerate(letters) if letter not in alike)
             self._call(f"draws_{number}", SeedRng(number, self._grid.place(axes), self._grid), ())
         local = self._local_module(op, letters) if node.op.startswith("call_") else None

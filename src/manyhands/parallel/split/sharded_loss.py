@@ -18,8 +18,7 @@ from manyhands.parallel.mesh.grid import Grid
 from manyhands.parallel.mesh.placement import WHOLE
 from manyhands.parallel.network import LossFn
 from manyhands.parallel.split import execute, tracing
-from manyhands.parallel.split import graph as graphs
-from manyhands.parallel.split.graph import INPUT, LOSS, Graph, Loop, Op
+from manyhands.parallel.split.graph import INPUT, LOSS, Graph, Loop, Op, name_nodes, trace
 from manyhands.parallel.split.rules.functions import MAXIMA, largest, reduced
 
 # (output [n, C], labels int64 [n]) -> the loss of each sample [n, …], or the mean loss [].
@@ -39,7 +38,7 @@ class _Traced(nn.Module):
 
 def describe_loss(function: CustomLoss, classes: int, dtype: torch.dtype, device: torch.device) -> Graph | str:
     """Returns a loss over `classes` classes as a graph of ops that can be sharded, or the reason why there is none."""
-    traced, unseen = graphs.trace(_Traced(function), lambda _: False, ("output", "labels"))
+    traced, unseen = trace(_Traced(function), lambda _: False, ("output", "labels"))
     if unseen:
         return f"{WHOLE_CLASSES}; this loss can't be traced ({next(iter(unseen.values()))})"
     generator = torch.Generator().manual_seed(0)
@@ -52,7 +51,7 @@ def describe_loss(function: CustomLoss, classes: int, dtype: torch.dtype, device
     except Exception as error:  # noqa: BLE001 - whatever a user's loss does with made-up outputs
         why = str(error).partition("\n")[0]
         return f"{WHOLE_CLASSES}; this loss fails on {tracing.FEWER} or {tracing.SAMPLES} samples ({why})"
-    names = graphs.name_nodes(traced)
+    names = name_nodes(traced)
     ops, _ = tracing.describe_ops(traced, names, many, few, _begin)
     result = next(node for node in traced.graph.nodes if node.op == "output").args[0]
     if not isinstance(result, fx.Node) or not ops[names[result]].extents:

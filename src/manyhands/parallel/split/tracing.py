@@ -10,8 +10,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from manyhands.core.errors import UserError
 from manyhands.parallel.mesh.placement import SPREAD, SUM, WHOLE, Extent, Side
-from manyhands.parallel.split import graph as graphs
-from manyhands.parallel.split.graph import INPUT, LOSS, Graph, Loop, Op
+from manyhands.parallel.split.graph import INPUT, LOSS, Graph, Loop, Op, name_nodes, tensors_of, tie_all, trace
 from manyhands.parallel.split.rules import OPAQUE, RULES, Describe, Rule, functions
 from manyhands.parallel.split.rules import layers as _layers  # noqa: F401 - registers its rules
 
@@ -53,15 +52,15 @@ def describe_network(model: nn.Module, picture: Tensor) -> Graph:
 
     `picture` is one sample of any shape, whose values don't matter. Raises UserError if the network fails on samples.
     """
-    traced, unseen = graphs.trace(model, lambda module: type(module) in _of_users or isinstance(module, _BatchNorm))
-    names = graphs.name_nodes(traced)
+    traced, unseen = trace(model, lambda module: type(module) in _of_users or isinstance(module, _BatchNorm))
+    names = name_nodes(traced)
     many, few = _try(traced, model, picture)
     ops, ties = describe_ops(traced, names, many, few)
     graph = Graph(ops, traced, SAMPLES, tuple(picture.shape))
     _add_loss(graph, traced, names)
     ties += cut_with_readers(ops)
     shared = sharing(ops)
-    graphs.tie_all(ops, [*ties, *shared])
+    tie_all(ops, [*ties, *shared])
     refuse_two_ways(ops)
     graph.notes = _notes(graph, unseen)
     graph.parameters = dict(model.named_parameters())
@@ -187,7 +186,7 @@ def _describe_node(node: fx.Node, names: Mapping[fx.Node, str], many: Any, few: 
     name = names[node]
     graph_module = node.graph.owning_module
     module = graph_module.get_submodule(str(node.target)) if node.op == "call_module" and graph_module else None
-    tensors, fewer = graphs.tensors_of(many), graphs.tensors_of(few)
+    tensors, fewer = tensors_of(many), tensors_of(few)
     op = Op(name, module=module, node=node, tied=name)
     if not tensors:
         op.batched = isinstance(many, int | float | tuple | list) and bool(many != few)
