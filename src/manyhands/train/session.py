@@ -41,7 +41,7 @@ from manyhands.train.loss import Evaluation, make_metrics
 from manyhands.train.objects import metric_words
 from manyhands.train.optimize import scheduler_state
 from manyhands.train.parts import PICTURES, CustomParts, pixels_of
-from manyhands.train.saving import finish_save, save
+from manyhands.train.saving import finish_save, save, save_last
 from manyhands.train.trainer import Trainer, record_time
 
 
@@ -265,7 +265,10 @@ class Session(Subgroup):
             return trainer.network.full_state_dict()
 
     def finish(self) -> None:
-        """Synchronizes the model and saves a checkpoint. Runs on all processes at the end of the `with` block."""
+        """Synchronizes the model and saves a checkpoint. Runs on all processes at the end of the `with` block.
+
+        Raises RunError if the checkpoint can't be written.
+        """
         trainer = self._trainer
         if not trainer or self._owed:
             return
@@ -274,8 +277,7 @@ class Session(Subgroup):
             self._conclude()
             finish_save(trainer)
             if trainer.progress.step != trainer.progress.saved_step:
-                save(trainer)
-                finish_save(trainer)
+                save_last(trainer)
             record_time(trainer)
             trainer.journal.event("finished", step=trainer.progress.step)
 

@@ -48,12 +48,11 @@ class NormGroups:
     apart: bool = False  # each process normalises its own samples and keeps its own statistics
     layers: list["GroupedNorm"] = field(default_factory=list)
     runs: "tuple[Run, ...]" = ()  # `spans`, grouped by the passes that normalise them
-    ordered: bool = True  # the runs are in the spans' order
 
     def begin_micro_batch(self, spans: Sequence[Span], shared_sizes: Sequence[int], count: int, batch: int) -> None:
         """Sets the groups of the next pass: `count` samples on this process, `batch` in the entire update."""
         self.spans, self.shared_sizes = ((), ()) if self.apart else (spans, shared_sizes)
-        self.runs, self.ordered = _runs(tuple(self.spans))
+        self.runs = _runs(tuple(self.spans))
         self.batch, self.weight = batch, count / batch
 
     def add_up(self, values: Tensor) -> None:
@@ -115,11 +114,7 @@ class GroupedNorm(_BatchNorm):
         if not self.rows_per_sample:
             return self._alone(input, self.groups.weight)
         self._check_rows(input)
-        runs = self._runs(input)
-        ordered = runs is not self.groups.runs or self.groups.ordered
-        rows = None if ordered else _rows(self.groups.runs, self.rows_per_sample, input.device)
-        output = self._of_runs(input if rows is None else _reordered(input, rows[0]), runs)
-        return output if rows is None else _reordered(output, rows[1])
+        return self._of_runs(input, self._runs(input))
 
     def _runs(self, input: Tensor) -> Sequence[Run]:  # noqa: A002
         """Returns the runs of spans in the order in which they are normalised."""
@@ -130,11 +125,7 @@ class GroupedNorm(_BatchNorm):
         values = self.rows_per_sample * _values_per_row(input)
         small = max((span.size for span in spans), default=0) * values * self.num_features <= _MOST_VALUES
         single = any(span.size * values < 2 for span in spans)  # `_alone` needs no statistics for these
-        # torch.compile can't trace cached values, such as another order of rows.
-        followed = self.groups.ordered or not torch.compiler.is_compiling()
-        if single or not small or not followed:
-            return [(span,) for span in spans]
-        return self.groups.runs
+        return self.groups.runs if small and not single else [(span,) for span in spans]
 
     def _of_runs(self, input: Tensor, runs: Sequence[Run]) -> Tensor:  # noqa: A002
         lengths = [sum(span.stop - span.start for span in run) * self.rows_per_sample for run in runs]
@@ -233,37 +224,11 @@ class GroupedNorm(_BatchNorm):
 
 
 @functools.lru_cache(maxsize=256)
-def _runs(spans: tuple[Span, ...]) -> tuple[tuple[Run, ...], bool]:
-    """Groups unshared spans of one size into runs for one pass; the second result is True if the order is kept."""
-
-    def alike(span: Span) -> tuple[int, int]:
-        return span.size, span.shared
-
-    def together(ordered: Sequence[Span]) -> tuple[Run, ...]:
-        runs = [tuple(run) for _, run in itertools.groupby(ordered, alike)]
-        short = [[(span,) for span in run] if len(run) < _MIN_IN_ONE_PASS else [run] for run in runs]
-        return tuple(itertools.chain.from_iterable(short))
-
-    neighbours, by_size = together(spans), together(sorted(spans, key=alike))
-    # Sizes that differ by one alternate, so spans are sorted if that saves passes. The copies cost about one pass.
-    runs = by_size if len(by_size) + 1 < len(neighbours) else neighbours
-    flat = itertools.chain.from_iterable(runs)
-    return runs, all(one.stop == other.start for one, other in itertools.pairwise(flat))
-
-
-def _reordered(values: Tensor, rows: Tensor) -> Tensor:
-    """Reorders the rows of [rows, C, ...] and keeps the memory format, which index_select alone loses."""
-    if values.is_contiguous():
-        return values.index_select(0, rows)
-    return values.movedim(1, -1).index_select(0, rows).movedim(-1, 1)
-
-
-@functools.cache  # for good, because an accelerator waits at each copy from unpinned memory
-def _rows(runs: tuple[Run, ...], rows_per_sample: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Returns the order of rows in the runs, and its inverse: int64 [rows] each."""
-    samples = torch.cat([torch.arange(span.start, span.stop) for run in runs for span in run])
-    rows = (samples[:, None] * rows_per_sample + torch.arange(rows_per_sample)).flatten()
-    return rows.to(device), rows.argsort().to(device)
+def _runs(spans: tuple[Span, ...]) -> tuple[Run, ...]:
+    """Groups neighbouring unshared spans of one size into runs for one pass."""
+    runs = [tuple(run) for _, run in itertools.groupby(spans, lambda span: (span.size, span.shared))]
+    short = [[(span,) for span in run] if len(run) < _MIN_IN_ONE_PASS else [run] for run in runs]
+    return tuple(itertools.chain.from_iterable(short))
 
 
 @functools.cache
