@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import gc
 import importlib
 import io
 import json
@@ -111,8 +112,10 @@ def _end_with(call, variables):
     """Runs a function in a fork, which ends with it.
 
     The fork closes what the tests' own process has open, subprocess's pipe among it, and that of multiprocessing's
-    tracker, which a test in this process may have had started.
+    tracker, which a test in this process may have had started. It collects no garbage of that process: the threads of a
+    process group that a test has left don't exist here, and joining them would abort.
     """
+    gc.freeze()
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))
     vars(resource_tracker._resource_tracker).update(_fd=None, _pid=None)
     os.environ.clear()

@@ -17,7 +17,7 @@ from manyhands.parallel.replicas.batch_norm import group_batch_norms
 from manyhands.parallel.split.execute import SplitNetwork
 from manyhands.parallel.split.network import PlannedNetwork
 from manyhands.parallel.split.tracing import describe_network
-from manyhands.planner.collectives import PlannedUpdate, collectives, shares
+from manyhands.planner.collectives import PlannedUpdate, shares
 from tests.planner.nets import mesh_of, random_letters
 from tests.processes.ranks import run_on_ranks
 
@@ -97,7 +97,7 @@ def _update(world, name, mesh, batch, norm_group, seed):
     for one in evaluate.ops:
         letters.setdefault(one, tuple("r" for _ in mesh.axes))
     share = shares(batch, norm_group)
-    predicted = collectives(PlannedUpdate(train, letters, mesh, batch, share, world.rank))
+    predicted = PlannedUpdate(train, letters, mesh, batch, share, world.rank).collectives()
     split = SplitNetwork(model, train, evaluate, letters, Grid(mesh, world)).train()
     network = PlannedNetwork(split, None, ModeTraits())
     mine = share(network.share.parts, network.share.index)

@@ -9,8 +9,8 @@ import threading
 import warnings
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeVar
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,9 +32,6 @@ _AHEAD_REQUESTS = 64
 _AHEAD_BYTES = 512 << 10  # bytes of float32 pixels, which leave most of a core's cache to the network
 _RESIZED_BYTES = 512 << 20  # a larger set is resized batch by batch
 _BLOCK = 1024
-
-Taken = TypeVar("Taken")
-Begun = TypeVar("Begun")
 
 
 class Loader(ABC):
@@ -108,12 +105,11 @@ class MemoryLoader(Loader):
         # Copies from unpinned memory wait for all earlier work of the device.
         self._pins = is_accelerator(normalise.device)
         self._copied = self._pins and images.device.type == "cpu"
-        self._ahead = CopiesAhead(normalise.device if self._copied else torch.device("cpu"))
         self._ahead_samples = max(1, _AHEAD_BYTES // (4 * pixels.channels * pixels.size**2))
 
     def batches(self, epoch: int, requests: Iterable[Tensor]) -> Iterator[Batch]:
         gathered = map(self._gathered, _grouped(iter(requests), self._ahead_samples))
-        for images, labels, (group, samples) in self._ahead(gathered):
+        for images, labels, (group, samples) in gathered:
             sizes = [len(request) for request in group]
             images = copied_to(self._normalise.device, images).view(-1, *self._shape)
             images = set_channels(images, self._pixels.channels)
@@ -171,7 +167,6 @@ class WorkerLoader(Loader):
     def __init__(self, samples: FileSamples | CustomSamples, normalise: Normalise, workers: int) -> None:
         super().__init__()
         self._samples, self._normalise = samples, normalise
-        self._ahead = CopiesAhead(normalise.device)
         self._requests = _Requests()
         plain = isinstance(samples, CustomSamples) and samples.tensors is not None
         self._count = 0 if plain else worker_count(workers)
@@ -181,7 +176,7 @@ class WorkerLoader(Loader):
     def batches(self, epoch: int, requests: Iterable[Tensor]) -> Iterator[Batch]:
         posted = self._requests.begin(epoch, requests)
         answers = self._from_workers() if self._count else map(self._samples.__getitems__, self._requests)
-        for answer in self._ahead(answers):
+        for answer in answers:
             if isinstance(answer, ManyhandsError):
                 self.close()
                 raise answer
@@ -263,54 +258,6 @@ class _Requests:
 
 def _identity(answer: Any) -> Any:
     return answer
-
-
-def looking_ahead(items: Iterable[Taken], begin: Callable[[Taken], Begun]) -> Iterator[Begun]:
-    """Yields `begin(item)` for each item, in order, one item ahead. On an error, first yields the earlier results."""
-    begun: list[Begun] = []
-    try:
-        for item in items:
-            begun.append(begin(item))
-            if len(begun) > 1:
-                yield begun.pop(0)
-    except Exception:
-        yield from begun
-        raise
-    yield from begun
-
-
-class CopiesAhead:
-    """Copies batches to an accelerator on a separate stream, one batch ahead, to overlap with computation.
-
-    Does nothing without an accelerator on which streams are tested. torch's allocator keeps pinned memory until a copy
-    is done. The copies' memory belongs to the copy stream; therefore the allocator must know which stream reads it.
-    https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-streams
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = torch.Stream(device) if is_tested(device) else None
-
-    def __call__(self, answers: Iterable[Any]) -> Iterable[Any]:
-        return answers if self._stream is None else self._copied(answers)
-
-    def _copied(self, answers: Iterable[Any]) -> Iterator[Any]:
-        for answer, done in looking_ahead(answers, self._begin):
-            if done is not None:
-                reading = torch.accelerator.current_stream(self._device)
-                reading.wait_event(done)
-                for copy in answer[:2]:
-                    copy.record_stream(reading)
-            yield answer
-
-    def _begin(self, answer: Any) -> tuple[Any, Any]:
-        # Some versions of torch's loader convert a tuple to a list when pinning.
-        if not isinstance(answer, tuple | list) or any(values.device.type != "cpu" for values in answer[:2]):
-            return answer, None  # an error, or tensors that user code has put on a device
-        stream: Any = self._stream
-        with stream:
-            copies = [copied_to(self._device, values) for values in answer[:2]]
-        return (*copies, answer[2]), stream.record_event()
 
 
 def copied_to(device: torch.device, values: Tensor) -> Tensor:

@@ -48,7 +48,7 @@ class Collective:
 
 @dataclass(frozen=True)
 class PlannedUpdate:
-    """One update, the input of `collectives`."""
+    """One update of a sharded network."""
 
     graph: Graph  # of the unsharded network in training
     letters: Letters  # placements of each op
@@ -56,6 +56,10 @@ class PlannedUpdate:
     batch: int  # samples in the update, which is one micro-batch
     share: ShareOf  # (parts, index) -> share of a process
     rank: int = 0  # of the process; the last rank has the largest shards
+
+    def collectives(self) -> list[Collective]:
+        """Returns all collectives of the update: network, loss, gradients and BatchNorm statistics."""
+        return [*_conversions(self), *_norms(self), *_loss(self), *_gradients(self), *_statistics(self)]
 
 
 def shares(batch: int, norm_group: int) -> ShareOf:
@@ -66,11 +70,6 @@ def shares(batch: int, norm_group: int) -> ShareOf:
 def data_shares(batch: int, norm_group: int) -> ShareOf:
     """Returns a function for the shares in the mode `data`, which may be entire BatchNorm groups."""
     return lambda parts, index: BatchSharing(parts, 0, norm_group).micro_batches(batch)[0][index]
-
-
-def collectives(update: PlannedUpdate) -> list[Collective]:
-    """Returns all collectives of one update: network, loss, gradients and BatchNorm statistics."""
-    return [*_conversions(update), *_norms(update), *_loss(update), *_gradients(update), *_statistics(update)]
 
 
 def _sent(

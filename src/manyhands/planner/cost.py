@@ -24,15 +24,7 @@ from manyhands.parallel.mesh.reduce import BUCKET_BYTES
 from manyhands.parallel.split.execute import Letters, batch_axes, input_layouts, loops_of, output_layouts
 from manyhands.parallel.split.graph import LOSS, Graph, Loop, Op, attribute
 from manyhands.parallel.split.strategy import refusal
-from manyhands.planner.collectives import (
-    FORWARD,
-    GRADIENTS,
-    Collective,
-    PlannedUpdate,
-    collectives,
-    norms_of,
-    real_axes,
-)
+from manyhands.planner.collectives import FORWARD, GRADIENTS, Collective, PlannedUpdate, norms_of, real_axes
 from manyhands.planner.links import LinkSpeeds
 from manyhands.planner.solve import Edge, Matrix, OpCost, Problem
 from manyhands.planner.timing import OpTimes
@@ -310,7 +302,7 @@ def _op_cost(op: Op, letters: tuple[str, ...], setting: Setting) -> OpCost:
 def predict(graph: Graph, letters: Letters, setting: Setting) -> Prediction:
     """Predicts the cost of one update with this sharding, on the process with the most work."""
     mesh, links = setting.mesh, setting.links
-    sent = collectives(PlannedUpdate(graph, letters, mesh, setting.work.batch, setting.share, mesh.size - 1))
+    sent = PlannedUpdate(graph, letters, mesh, setting.work.batch, setting.share, mesh.size - 1).collectives()
     owns = [setting.once(_op_cost, op, letters[op.name]) for op in graph.ops.values()]
     gradients = sum(one.seconds(links) for one in sent if one.when == GRADIENTS)
     working = sum(one.work_seconds(links) for one in sent if one.when == GRADIENTS)

@@ -12,7 +12,7 @@ from manyhands.parallel.plan import Plan, read_plan
 from manyhands.parallel.split.graph import Graph
 from manyhands.parallel.split.strategy import parse_strategy, resolve, write_strategy
 from manyhands.planner.choose import DATA_PARALLEL
-from manyhands.planner.collectives import GRADIENTS, STATISTICS, Collective, PlannedUpdate, collectives, shares
+from manyhands.planner.collectives import GRADIENTS, STATISTICS, Collective, PlannedUpdate, shares
 from manyhands.planner.cost import parameter_bytes, piece_shape
 from manyhands.planner.find import digest
 from manyhands.worker import plan_search
@@ -71,7 +71,7 @@ def show_plan(path: Path, flags: Mapping[str, Any]) -> Shown:
     batch = network["batch"]
     share = shares(batch, case.norm_group)
     sent: dict[str, list[Collective]] = {}
-    for one in collectives(PlannedUpdate(graph, letters, plan.mesh, batch, share, plan.mesh.size - 1)):
+    for one in PlannedUpdate(graph, letters, plan.mesh, batch, share, plan.mesh.size - 1).collectives():
         sent.setdefault(one.op or one.when, []).append(one)
     return Shown(plan, _rows(plan, graph, letters, batch, sent), job, network, notes)
 
