@@ -7,7 +7,7 @@ import numpy
 import pytest
 import torch
 from PIL import Image
-from tests.data.sets import write_idx
+from tests.data.sets import make, write_mnist
 from torch.utils.data import ConcatDataset, IterableDataset, Subset, TensorDataset
 
 from manyhands.core.errors import UserError
@@ -71,10 +71,7 @@ def test_limits_are_spread_and_nested():
 
 def test_a_limit_on_samples_to_evaluate_is_one_on_those_kept_for_the_end_too(tmp_path):
     for split, count in (("train", 5), ("val", 2), ("test", 5)):
-        for name in ("cat", "dog"):
-            (tmp_path / split / name).mkdir(parents=True)
-            for number in range(count):
-                Image.new("L", (4, 4), number).save(tmp_path / split / name / f"{number}.png")
+        make(tmp_path / split, count=count)
     found = open_data(DataOptions(name=str(tmp_path), test_samples=6))
     assert (len(found.train), len(found.test), len(found.held_out)) == (10, 4, 6)
 
@@ -273,11 +270,7 @@ def test_the_users_own_function(tmp_path):
 
 
 def test_torchvision_s_data_sets(tmp_path):
-    raw = tmp_path / "MNIST" / "raw"
-    raw.mkdir(parents=True)
-    for part, count in (("train", 12), ("t10k", 4)):
-        write_idx(raw / f"{part}-images-idx3-ubyte", torch.ones(count, 28, 28, dtype=torch.uint8))
-        write_idx(raw / f"{part}-labels-idx1-ubyte", torch.arange(count, dtype=torch.uint8) % 10)
+    write_mnist(tmp_path / "MNIST" / "raw", (12, 4), suffix="")
     splits = open_data(DataOptions(name="torchvision:MNIST", dir=str(tmp_path), download=False))
     assert (len(splits.train), len(splits.test), len(splits.classes)) == (12, 4, 10)
     assert (splits.pixels.size, splits.pixels.channels) == (28, 1)
