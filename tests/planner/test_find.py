@@ -151,8 +151,6 @@ def test_another_network_has_another_digest():
 def test_from_python():
     model = heavy().eval()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    import torch
-
     plan = manyhands.find_plan(
         model, torch.zeros(64, 3, 32, 32), world_size=4, mesh="dp=2,tp=2", link="100mbit", pin={"6": "n@dp o@tp"}
     )
