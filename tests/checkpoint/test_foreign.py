@@ -196,8 +196,6 @@ def test_weights_from_before_torch_counted_batches_are_split(tmp_path: Path, suf
 
 
 class NotStrict(nn.Linear):
-    """A network whose `load_state_dict` takes no `strict`."""
-
     def load_state_dict(self, state_dict):
         return super().load_state_dict(state_dict)
 
@@ -210,8 +208,6 @@ def test_a_network_with_a_load_state_dict_of_its_own_is_called_as_plainly_as_pos
 
 
 class Remembers(nn.Linear):
-    """Whose state is more than tensors."""
-
     def __init__(self):
         super().__init__(2, 2)
         self.scales = {"largest": float("inf"), "shape": (1, 2), "names": ["a", None]}
@@ -251,8 +247,6 @@ def test_extra_state_gets_its_name_with_the_weights_and_one_that_the_network_lac
 
 
 class Notes(Journal):
-    """Keeps what it is told."""
-
     def __init__(self, *arguments):
         super().__init__(*arguments)
         self.notes = []

@@ -166,7 +166,6 @@ def test_other_splits_may_lack_classes_and_class_folders_may_be_empty(tmp_path):
 
 
 def folders_of(root, words, count=1):
-    """Folders with pictures in them, from words."""
     for word in words.split():
         for number in range(count):
             picture(root / word / f"{number}.png")
@@ -374,7 +373,6 @@ for _ in sys.stdin:
 
 
 def linked(root, classes, count):
-    """A folder of hard links to one picture."""
     root.mkdir()
     Image.new("RGB", (80, 70)).save(root / "one.jpg")
     for label in range(classes):

@@ -41,7 +41,6 @@ def values(*shape, seed=0):
 
 @pytest.fixture
 def path(tmp_path_factory):
-    """A file's path without an ending."""
     return tmp_path_factory.mktemp("idx") / "x"
 
 

@@ -56,7 +56,6 @@ REQUESTS = st.lists(st.lists(st.integers(0, COUNT - 1), min_size=1, max_size=9),
 @given(REQUESTS, st.sampled_from(AUGMENTS))
 @settings(max_examples=60, deadline=None)
 def test_a_sample_is_the_same_in_any_company(requests, augment):
-    """Bit for bit, whatever the batch, its size and its order."""
     serve = loader(augment)
     alone = [batch.images[0] for batch in serve.batches(2, torch.arange(COUNT).split(1))]
     batches = list(serve.batches(2, map(torch.tensor, requests)))

@@ -245,7 +245,6 @@ def encrypted(folder):
 
 
 def alter_bytes(file, place):
-    """Changes a bit in a file."""
     content = bytearray(file.read_bytes())
     content[place(content)] ^= 1
     file.write_bytes(content)
@@ -366,7 +365,6 @@ def test_a_pack_is_never_overwritten_silently(tmp_path):
 
 
 def test_files_of_others_stay_where_they_are(tmp_path):
-    """Making a pack anew removes its own shards, and nothing else that ends in .tar."""
     root = make(tmp_path / "set", count=5, size=(90, 70))
     pack = packed(root)
     (pack.folder / "backup.tar").write_text("dear")

@@ -24,8 +24,6 @@ MESHES = st.sampled_from([SQUARE, Mesh((("dp", 2),)), Mesh((("dp", 3),)), Mesh((
 
 
 class Net(nn.Module):
-    """A little of everything, and a layer that is used twice."""
-
     def __init__(self):
         super().__init__()
         self.stem = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())
