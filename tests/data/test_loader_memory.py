@@ -14,17 +14,7 @@ from manyhands.data.loading import open_loader
 from manyhands.data.pictures import prepare, to_tensor
 from manyhands.data.samples import as_picture
 from manyhands.data.splits import ImagesInMemory
-from manyhands.data.transforms import (
-    Normalise,
-    Pixels,
-    SampleRng,
-    below,
-    bits,
-    epoch_rng,
-    mix_tensor,
-    padded,
-    spread,
-)
+from manyhands.data.transforms import Normalise, Pixels, SampleRng, below, bits, epoch_rng, mix_tensor, padded, spread
 
 COUNT = 40
 AUGMENTS = ("none", "crop", "crop-flip", "resized-crop-flip")

@@ -72,11 +72,7 @@ NAMES = st.text(alphabet="abc.*01", min_size=1, max_size=8)
     st.lists(NAMES, max_size=3),
     st.fixed_dictionaries(
         {},
-        optional={
-            "reason": NAMES,
-            "predicted": st.dictionaries(NAMES, st.integers()),
-            "somebody's own": st.integers(),
-        },
+        optional={"reason": NAMES, "predicted": st.dictionaries(NAMES, st.integers()), "somebody's own": st.integers()},
     ),
 )
 def test_a_plan_comes_back_as_it_was_written(tmp_path_factory, mesh, ops, pinned, about):
