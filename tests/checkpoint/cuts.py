@@ -34,7 +34,6 @@ def random_tensor(shape, kind, seed):
 
 @st.composite
 def networks(draw):
-    """Whole tensors by name."""
     shapes = draw(st.lists(st.lists(st.integers(0, 7), max_size=3).map(tuple), min_size=1, max_size=4))
     kinds = draw(st.lists(st.sampled_from(KINDS), min_size=len(shapes), max_size=len(shapes)))
     return {f"t{n}/é": random_tensor(shape, kinds[n], n) for n, shape in enumerate(shapes)}
@@ -56,7 +55,6 @@ def layouts(draw, shape, mesh):
 
 @st.composite
 def cuts(draw, shapes):
-    """A mesh, and a layout of some of the tensors."""
     mesh = draw(st.sampled_from(MESHES))
     named = {name: draw(layouts(shape, mesh)) for name, shape in shapes.items() if draw(st.integers(0, 4))}
     return NetworkLayout(mesh, named)
@@ -109,7 +107,6 @@ def save_one_by_one(folder, snapshot, cut):
 
 
 def assert_same(one, other):
-    """Two snapshots, to the last bit."""
     assert list(one.model) == list(other.model)
     assert one.state == other.state
     pairs = [(one.model[name], other.model[name]) for name in one.model]
@@ -129,5 +126,4 @@ def assert_same(one, other):
 
 
 def bits(tensor):
-    """A tensor's bytes."""
     return bytes(tensor.contiguous().reshape(-1).view(torch.uint8).numpy()) if math.prod(tensor.shape) else b""

@@ -37,7 +37,6 @@ TP2 = Mesh((("tp", 2),))
 
 @st.composite
 def journeys(draw):
-    """A network and two ways to cut it."""
     network = draw(networks())
     shapes = {name: tuple(tensor.shape) for name, tensor in network.items()}
     return network, draw(cuts(shapes)), draw(cuts(shapes))
@@ -137,7 +136,6 @@ def test_a_streamed_file_is_what_the_library_writes(network, tmp_path_factory):
 
 @pytest.fixture
 def in_pieces(tmp_path):
-    """A saved network, the cut, and its folder."""
     whole = with_optimizer({"fc.weight": torch.randn(5, 3), "fc.bias": torch.randn(5), "count": torch.tensor(4)})
     network_layout = NetworkLayout(TP2, {"fc.weight": TensorLayout((5, 3), (5, 3), ((0, (0,)),))})
     return whole, network_layout, save_one_by_one(tmp_path / "run", whole, network_layout)

@@ -2,22 +2,11 @@ import os
 from pathlib import Path
 
 import pytest
-import torch
 
 
 @pytest.fixture(autouse=True)
-def own_cache(tmp_path_factory, monkeypatch):
-    """Every test has a cache of its own, and no data folder from outside."""
-    folder = tmp_path_factory.mktemp("cache")
-    monkeypatch.setenv("MANYHANDS_CACHE", str(folder))
-    for name in ("MANYHANDS_DATA", "MANYHANDS_MIRROR"):
-        monkeypatch.delenv(name, raising=False)
-    return folder
-
-
-@pytest.fixture(autouse=True, scope="session")
-def one_thread():
-    torch.set_num_threads(1)
+def no_mirror(monkeypatch):
+    monkeypatch.delenv("MANYHANDS_MIRROR", raising=False)
 
 
 @pytest.fixture(scope="session")

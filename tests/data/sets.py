@@ -4,6 +4,7 @@ import gzip
 import struct
 
 import numpy
+import torch
 from PIL import Image
 
 from manyhands.data.open import open_data
@@ -34,3 +35,13 @@ def write_idx(path, values):
         struct.pack(f">HBB{values.ndim}I", 0, 8, values.ndim, *values.shape) + values.contiguous().numpy().tobytes()
     )
     path.write_bytes(gzip.compress(content, mtime=0) if path.suffix == ".gz" else content)
+
+
+def write_mnist(folder, counts=(20, 10), labels=None, suffix=".gz"):
+    """Writes MNIST's four files; labels count from 0 to 9 again and again, if none are given."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for part, count in zip(("train", "t10k"), counts, strict=True):
+        values = torch.arange(count) % 10 if labels is None else torch.tensor(labels)
+        write_idx(folder / f"{part}-images-idx3-ubyte{suffix}", torch.zeros(count, 28, 28, dtype=torch.uint8))
+        write_idx(folder / f"{part}-labels-idx1-ubyte{suffix}", values.to(torch.uint8))
+    return folder

@@ -1,9 +1,12 @@
+"""Folders of pictures: divided, listed, corrupt, linked, and refused; listings of millions are shared."""
+
 import multiprocessing
 import os
 import shutil
 import subprocess
 import sys
 import tarfile
+import tracemalloc
 
 import numpy
 import pytest
@@ -14,6 +17,8 @@ from PIL import Image
 from tests.data.sets import make, opened, picture
 
 from manyhands.core.errors import UserError
+from manyhands.core.records import FAILURE_FILE
+from manyhands.core.scratch import of_this_start
 from manyhands.data import gallery
 from manyhands.data.decode import CorruptImageError, decode
 from manyhands.data.folder import Listing, list_parts, split
@@ -44,22 +49,6 @@ def test_a_split_is_disjoint_complete_and_of_the_names_alone(counts, share):
         assert abs(kept - count * share) <= 1.001 or kept == count - 1 or sum(counts) * share < 1
 
 
-def test_small_equal_pictures_are_in_memory_and_equal_the_files(tmp_path):
-    """Pixels, order and augmentation don't depend on the way they took."""
-    make(tmp_path, count=6)
-    memory, files = opened(tmp_path), opened(tmp_path, memory_limit_mib=0)
-    assert isinstance(memory.train, ImagesInMemory)
-    assert isinstance(files.train, ImageFiles)
-    assert memory.train.labels.tolist() == files.train.labels.tolist()
-    for augment in ("none", "crop", "crop-flip"):
-        pixels = resolve_pixels(DataOptions(augment=augment), memory.pixels)
-        batches = [
-            next(open_loader(splits.train, pixels, train=True, seed=1).batches(3, [torch.arange(10)]))
-            for splits in (memory, files)
-        ]
-        assert torch.equal(batches[0].images, batches[1].images)
-
-
 def test_a_second_opening_decodes_nothing(tmp_path, monkeypatch):
     make(tmp_path)
     first = opened(tmp_path)
@@ -73,26 +62,19 @@ def test_a_second_opening_decodes_nothing(tmp_path, monkeypatch):
     )
 
 
-def test_one_different_size_makes_them_files(tmp_path):
-    make(tmp_path, count=40)
-    picture(tmp_path / "cat" / "17.png", size=(9, 8))
-    splits = opened(tmp_path)
+def test_small_equal_pictures_are_in_memory_grey_until_a_colour_appears_and_others_are_files(tmp_path):
+    make(tmp_path / "small", count=40, mode="L")
+    assert opened(tmp_path / "small").train.images.shape[1] == 1
+    assert opened(tmp_path / "small", channels=3).train.images.shape[1] == 3
+    picture(tmp_path / "small" / "cat" / "17.png")
+    splits = opened(tmp_path / "small")
+    assert splits.train.images.shape[1] == splits.pixels.channels == 3
+    picture(tmp_path / "small" / "cat" / "17.png", size=(9, 8))
+    splits = opened(tmp_path / "small")
     assert isinstance(splits.train, ImageFiles)
     assert splits.pixels.augment == "crop-flip"
     assert splits.pixels.size <= 9
-
-
-def test_grey_sets_stay_grey_until_a_colour_appears(tmp_path):
-    make(tmp_path, count=40, mode="L")
-    assert opened(tmp_path).train.images.shape[1] == 1
-    assert opened(tmp_path, channels=3).train.images.shape[1] == 3
-    picture(tmp_path / "cat" / "17.png")
-    splits = opened(tmp_path)
-    assert splits.train.images.shape[1] == splits.pixels.channels == 3
-
-
-def test_large_pictures_are_files(tmp_path):
-    splits = opened(make(tmp_path, count=3, size=(90, 70)))
+    splits = opened(make(tmp_path / "large", count=3, size=(90, 70)))
     assert isinstance(splits.train, ImageFiles)
     assert (splits.pixels.size, splits.pixels.augment) == (224, "resized-crop-flip")
     pixels = resolve_pixels(DataOptions(image_size=20), splits.pixels)
@@ -110,8 +92,7 @@ def read_all(root, **options):
 @pytest.mark.parametrize("broken_link", [False, True])
 @pytest.mark.parametrize("limit", [0, 2048])
 def test_corrupt_pictures_are_errors_or_left_out_and_named(tmp_path, limit, broken_link):
-    make(tmp_path, count=10)
-    bad = tmp_path / "cat" / "04.png"
+    bad = make(tmp_path, count=10) / "cat" / "04.png"
     content = bad.read_bytes()
     bad.unlink()
     if broken_link:
@@ -119,51 +100,34 @@ def test_corrupt_pictures_are_errors_or_left_out_and_named(tmp_path, limit, brok
     else:
         bad.write_bytes(content[:60])
     options = {"memory_limit_mib": limit}
-    with pytest.raises(CorruptImageError, match=r"04\.png"):
-        read_all(tmp_path, **options)
-    for _ in range(2):  # found, and found in the cache
-        splits = opened(tmp_path, skip_corrupt=True, **options)
-        assert splits.skipped == (str(bad),)
-        assert len(splits.train) + len(splits.test) == 19
-        assert "1 unreadable pictures skipped" in splits.description
-    with pytest.raises(CorruptImageError):  # what was left out before is an error again
-        read_all(tmp_path, **options)
+    # Found, and found in the cache; what was left out before is an error again.
+    for skips in (False, True, True, False):
+        if skips:
+            splits = opened(tmp_path, skip_corrupt=True, **options)
+            assert splits.skipped == (str(bad),)
+            assert len(splits.train) + len(splits.test) == 19
+            assert "1 unreadable pictures skipped" in splits.description
+        else:
+            with pytest.raises(CorruptImageError, match=r"04\.png"):
+                read_all(tmp_path, **options)
 
 
-def test_other_files_and_what_systems_leave_behind_are_counted_and_named(tmp_path):
-    """A Synology's thumbnails are no class and no samples; a class may have any other name."""
-    make(tmp_path, classes=("__background__", "@home", "cat"), count=2)
-    for place in (tmp_path, tmp_path / "cat"):
-        for name in ("@eaDir", "__MACOSX", "__pycache__", "#recycle", ".ipynb_checkpoints"):
-            picture(place / name / "cat" / "thumb.png")
-    (tmp_path / "cat" / "Thumbs.db").write_text("x")
-    (tmp_path / "cat" / "._1.png").write_text("x")
-    for number in range(30):
-        (tmp_path / "cat" / f"{number}.HEIC").write_text("x")
-    (tmp_path / "labels.csv").write_text("x")
+def test_formats_that_cannot_be_read_and_tables_are_named_and_what_systems_leave_behind_is_no_picture(tmp_path):
+    make(tmp_path, classes=("@home", "cat"), count=2)
+    picture(tmp_path / "cat" / "@eaDir" / "cat" / "thumb.png")
     picture(tmp_path / "loose.png")
+    for name in ("cat/0.HEIC", "cat/._1.png", "labels.csv"):
+        (tmp_path / name).write_text("x")
     splits = opened(tmp_path)
-    assert splits.classes == ("@home", "__background__", "cat")
-    assert len(splits.train) + len(splits.test) == 6
     said = "\n".join(splits.notes)
-    for words in (
-        "unused files and folders (44)",
-        "30 .heic",
-        "2 @eaDir/",
-        "2 .ipynb_checkpoints/",
-        "cat/Thumbs.db",
-        "loose.png",
-    ):
-        assert words in said
     assert ".csv files are not read: the folder of a picture is its class" in said
     assert ".heic pictures can't be read: convert the pictures" in said
+    assert len(list_pictures([tmp_path])) == 5  # what `predict` takes: all but what systems leave behind
+    assert len(opened(tmp_path, held_out=str(tmp_path)).held_out) == 4  # a set that is evaluated whole
     (tmp_path / "phone").mkdir()
     (tmp_path / "phone" / "0.heic").touch()
     with pytest.raises(UserError, match='"phone" has only pictures in formats'):
         opened(tmp_path)
-    shutil.rmtree(tmp_path / "phone")
-    assert len(list_pictures([tmp_path])) == 7  # what `predict` takes: all but what systems leave behind
-    assert len(opened(tmp_path, held_out=str(tmp_path)).held_out) == 6  # a set that is evaluated whole
 
 
 def test_bad_folders_say_what_is_wrong(tmp_path):
@@ -201,6 +165,13 @@ def test_other_splits_may_lack_classes_and_class_folders_may_be_empty(tmp_path):
         opened(tmp_path)
 
 
+def folders_of(root, words, count=1):
+    for word in words.split():
+        for number in range(count):
+            picture(root / word / f"{number}.png")
+    return root
+
+
 @pytest.mark.parametrize(
     ("folders", "word"),
     [
@@ -226,32 +197,24 @@ def test_other_splits_may_lack_classes_and_class_folders_may_be_empty(tmp_path):
     ],
 )
 def test_splits_that_allow_several_readings_are_refused(tmp_path, folders, word):
-    for folder in folders.split():
-        picture(tmp_path / folder / "0.png")
     with pytest.raises(UserError, match=word) as caught:
-        opened(tmp_path)
+        opened(folders_of(tmp_path, folders))
     assert caught.value.hints
 
 
 @pytest.mark.parametrize("folders", ["cat/train dog/train", "cat/bus cat/train dog/rail", "cat/test dog/val"])
 def test_folders_inside_class_folders_are_no_splits_unless_some_are_for_training_and_others_are_not(tmp_path, folders):
-    for folder in folders.split():
-        picture(tmp_path / folder / "0.png")
-        picture(tmp_path / folder / "1.png")
-    splits = opened(tmp_path)
+    splits = opened(folders_of(tmp_path, folders, 2))
     assert (splits.classes, splits.notes) == (("cat", "dog"), ())
     assert len(splits.train) + len(splits.test) == 2 * len(folders.split())
 
 
 def test_splits_inside_class_folders_with_linked_pictures_beside_them_are_refused(tmp_path):
-    for name in ("cat/train", "cat/test", "dog/train", "dog/test", "set/elsewhere"):
-        root = tmp_path if name.startswith("set") else tmp_path / "pets"
-        (root / name).mkdir(parents=True)
-        Image.new("RGB", (4, 4)).save(root / name / "0.png")
-    (tmp_path / "pets" / "cat" / "extra").mkdir()
-    (tmp_path / "pets" / "cat" / "extra" / "link").symlink_to(tmp_path / "set" / "elsewhere")
+    pets = folders_of(tmp_path, "pets/cat/train pets/cat/test pets/dog/train pets/dog/test set/elsewhere") / "pets"
+    (pets / "cat" / "extra").mkdir()
+    (pets / "cat" / "extra" / "link").symlink_to(tmp_path / "set" / "elsewhere")
     with pytest.raises(UserError, match='but "extra" also holds pictures'):
-        list_parts(tmp_path / "pets")
+        list_parts(pets)
 
 
 def test_a_folder_with_splits_inside_its_class_folders_can_be_held_out_by_its_test_split(tmp_path):
@@ -395,3 +358,109 @@ def test_a_class_folder_whose_name_is_not_utf8_is_refused_and_a_picture_of_such_
     (tmp_path / "cat").rename(tmp_path / "caf\udce9")
     with pytest.raises(UserError, match=r'class folder "caf\\xe9" isn\'t UTF-8'):
         opened(tmp_path)
+
+
+PATHS = st.lists(st.text(st.characters(exclude_characters="\0"), min_size=1).filter(lambda name: name[0] != "/"))
+# What a process of a run does, as often as a line comes in.
+CHILD = """
+import sys
+from manyhands.data.open import open_data
+from manyhands.data.options import DataOptions
+for _ in sys.stdin:
+    train = open_data(DataOptions(name=sys.argv[1], memory_limit_mib=0)).train
+    print(len(train), train.labels.sum().item(), "listed" in open("/proc/self/maps").read(), flush=True)
+"""
+
+
+def linked(root, classes, count):
+    root.mkdir()
+    Image.new("RGB", (80, 70)).save(root / "one.jpg")
+    for label in range(classes):
+        (root / f"n{label:08}").mkdir()
+        for number in range(count):
+            os.link(root / "one.jpg", root / f"n{label:08}" / f"n{label:08}_{number}.jpg")
+    return root
+
+
+@given(PATHS, st.data())
+def test_names_are_what_a_tuple_of_them_is(paths, data):
+    paths = [os.fsdecode(path.encode(errors="replace")) for path in paths]
+    names = PictureNames.of(paths)
+    assert (len(names), list(names), list(reversed(names))) == (len(paths), paths, paths[::-1])
+    chosen = data.draw(st.lists(st.integers(0, len(paths) - 1)) if paths else st.just([]))
+    part, again = names.part(chosen), [paths[index] for index in chosen]
+    assert list(part) == again
+    assert list(part.part(slice(1, None, 2))) == again[1::2]
+    assert part == PictureNames.of(again)
+    assert (part == names) == (again == paths)
+    assert b"".join(part.blocks()) == b"".join(os.fsencode(name) + b"\0" for name in again)
+    assert list(PictureNames(part.names, "a/b")) == [os.path.join("a/b", name) for name in again]  # noqa: PTH118
+    with pytest.raises(IndexError):
+        names[len(paths)]
+
+
+def test_names_that_are_no_text_are_kept():
+    names = PictureNames.of(["a/\udce9.jpg", "a/猫\n.jpg"])
+    assert list(names) == ["a/\udce9.jpg", "a/猫\n.jpg"]
+
+
+def test_a_picture_takes_some_dozens_of_bytes(tmp_path):
+    """Held: its name (30 bytes), where that ends, its label, which part it is of; while it is listed, twice that."""
+    pictures = 30_000
+    linked(tmp_path / "set", 10, pictures // 10)
+    options = DataOptions(name=str(tmp_path / "set"))
+    open_data(options)
+    tracemalloc.start()
+    before, _ = tracemalloc.get_traced_memory()
+    splits = open_data(options)
+    after, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(splits.train) + len(splits.test) == pictures
+    assert (after - before) / pictures < 80
+    assert (peak - before) / pictures < 240
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_processes_of_one_start_map_one_listing_though_the_folder_changes(tmp_path):
+    root, shared = linked(tmp_path / "set", 2, 10), tmp_path / "start"
+    children = []
+    for rank in range(2):
+        (shared / "ranks").mkdir(parents=True, exist_ok=True)
+        environment = {**os.environ, FAILURE_FILE: str(shared / f"{rank}.json")}
+        command = [sys.executable, "-c", CHILD, str(root)]
+        children.append(
+            subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        )
+
+    def opened(child):
+        child.stdin.write("\n")
+        child.stdin.flush()
+        return child.stdout.readline().split()
+
+    first = opened(children[0])
+    for number in range(40):
+        os.link(root / "one.jpg", root / "n00000001" / f"more-{number}.jpg")
+    assert first == opened(children[1]) == ["18", "9", "True"]
+    assert opened(children[0]) == opened(children[1]) != first  # asked again, it is listed again
+    for child in children:
+        child.communicate()
+        assert child.returncode == 0
+
+
+def test_without_a_start_of_ours_there_is_nothing_to_share(monkeypatch):
+    monkeypatch.delenv(FAILURE_FILE, raising=False)
+    assert of_this_start() is None
+
+
+def test_a_full_disk_leaves_each_process_its_own_listing(tmp_path, monkeypatch):
+    root = linked(tmp_path / "set", 2, 10)
+    monkeypatch.setenv(FAILURE_FILE, str(tmp_path / "start" / "0.json"))
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(numpy, "save", full)
+    opened = open_data(DataOptions(name=str(root), memory_limit_mib=0))
+    assert len(opened.train) == 18
+    assert "no room" in opened.notes[-1]

@@ -1,8 +1,10 @@
-"""IDX and CIFAR files: what was written is read; anything else is the user's error, never another one."""
+"""Published files: what was written is read; any other content is the user's error, never another one."""
 
 import gzip
 import io
+import os
 import pickle
+import shutil
 import struct
 import tarfile
 import tracemalloc
@@ -12,8 +14,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.data.sets import write_idx
+from tests.data.sets import write_idx, write_mnist
 
+from manyhands.config.load import load_job
 from manyhands.core.errors import UserError
 from manyhands.data.datasets.published import (
     read_cifar_files,
@@ -22,7 +25,7 @@ from manyhands.data.datasets.published import (
     read_idx,
     read_mnist_split,
 )
-from manyhands.data.known import CifarForm
+from manyhands.data.known import CifarForm, find_choice, recognise
 from manyhands.data.open import open_data
 from manyhands.data.options import DataOptions
 
@@ -36,44 +39,51 @@ def values(*shape, seed=0):
     return torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
 
 
+@pytest.fixture
+def path(tmp_path_factory):
+    return tmp_path_factory.mktemp("idx") / "x"
+
+
+def zipped(path, packed):
+    return path.with_suffix(".gz") if packed else path
+
+
 @given(st.lists(st.integers(1, 6), min_size=3, max_size=3), st.booleans(), st.integers(0, 99))
-@settings(max_examples=40, deadline=None)
-def test_idx_round_trip(tmp_path_factory, shape, packed, seed):
-    path = tmp_path_factory.mktemp("idx") / ("x.gz" if packed else "x")
-    write_idx(path, values(*shape, seed=seed))
-    assert torch.equal(read_idx(path, 3), values(*shape, seed=seed))
+@settings(max_examples=40)
+def test_idx_round_trip(path, shape, packed, seed):
+    write_idx(zipped(path, packed), values(*shape, seed=seed))
+    assert torch.equal(read_idx(zipped(path, packed), 3), values(*shape, seed=seed))
 
 
 @pytest.mark.parametrize("packed", [True, False])
-def test_idx_cut_anywhere_is_the_users_error(tmp_path, packed):
-    path = tmp_path / ("x.gz" if packed else "x")
-    write_idx(path, values(3, 4, 4))
-    whole = path.read_bytes()
+def test_idx_cut_anywhere_is_the_users_error(path, packed):
+    file = zipped(path, packed)
+    write_idx(file, values(3, 4, 4))
+    whole = file.read_bytes()
     for length in range(len(whole)):
-        path.write_bytes(whole[:length])
+        file.write_bytes(whole[:length])
         with pytest.raises(UserError, match="x"):
-            read_idx(path, 3)
+            read_idx(file, 3)
 
 
 @given(st.binary(max_size=80), st.booleans())
-@settings(max_examples=150, deadline=None)
-def test_any_bytes_are_read_or_are_the_users_error(tmp_path_factory, content, packed):
-    path = tmp_path_factory.mktemp("idx") / ("x.gz" if packed else "x")
-    path.write_bytes(content)
+@settings(max_examples=150)
+def test_any_bytes_are_read_or_are_the_users_error(path, content, packed):
+    zipped(path, packed).write_bytes(content)
     with pytest.raises(UserError):
-        read_idx(path, 3)
+        read_idx(zipped(path, packed), 3)
 
 
 @given(st.integers(0, 63), st.integers(0, 255))
-@settings(max_examples=100, deadline=None)
-def test_a_changed_byte_never_ends_in_another_error(tmp_path_factory, place, byte):
-    path = tmp_path_factory.mktemp("idx") / "x.gz"
-    write_idx(path, values(3, 4, 4))
-    content = bytearray(path.read_bytes())
+@settings(max_examples=100)
+def test_a_changed_byte_never_ends_in_another_error(path, place, byte):
+    file = zipped(path, packed=True)
+    write_idx(file, values(3, 4, 4))
+    content = bytearray(file.read_bytes())
     content[place] = byte
-    path.write_bytes(content)
+    file.write_bytes(content)
     try:
-        read = read_idx(path, 3)
+        read = read_idx(file, 3)
     except UserError:
         return
     assert torch.equal(read, values(3, 4, 4))  # only the gzip header's date and the like may differ
@@ -103,30 +113,28 @@ def records(labels, seed=0):
     return b"".join(bytes(label) + picture.tobytes() for label, picture in zip(labels, pictures, strict=True))
 
 
+def read_cifar(content, form=BINARY, classes=10):
+    """Reads one file, called a."""
+    return read_cifar_split({"a": content}, ("a",), form, classes)
+
+
 def test_cifar_records_round_trip():
     files = {"a.bin": records([(1,), (2,)]), "b.bin": records([(9,)], seed=1)}
     split = read_cifar_split(files, ("a.bin", "b.bin"), BINARY, 10)
     assert split.labels.tolist() == [1, 2, 9]
     assert torch.equal(split.images.view(3, -1), torch.cat([values(2, 3072), values(1, 3072, seed=1)]))
-    fine = read_cifar_split({"a.bin": records([(3, 77)])}, ("a.bin",), FINE, 100)
-    assert fine.labels.tolist() == [77]
+    assert read_cifar(records([(3, 77)]), FINE, 100).labels.tolist() == [77]
 
 
 @given(st.integers(0, 2 * 3073 + 5))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_cut_cifar_records_are_the_users_error(length):
     content = (records([(1,), (2,)]) + b"12345")[:length]
     if length and length % 3073 == 0:
-        assert len(read_cifar_split({"a.bin": content}, ("a.bin",), BINARY, 10)) == length // 3073
+        assert len(read_cifar(content)) == length // 3073
     else:
-        with pytest.raises(UserError, match=r"a\.bin: expected whole records of 3,073 bytes"):
-            read_cifar_split({"a.bin": content}, ("a.bin",), BINARY, 10)
-
-
-def test_a_cifar_label_out_of_range_names_file_and_sample():
-    with pytest.raises(UserError, match="sample 1 is 10") as caught:
-        read_cifar_split({"a.bin": records([(1,), (10,)])}, ("a.bin",), BINARY, 10)
-    assert caught.value.where == "a.bin"
+        with pytest.raises(UserError, match=r"a: expected whole records of 3,073 bytes"):
+            read_cifar(content)
 
 
 def batch(protocol=2, **change):
@@ -136,7 +144,7 @@ def batch(protocol=2, **change):
 
 @pytest.mark.parametrize("protocol", [2, 3, 4])
 def test_cifar_pickles_are_read(protocol):
-    split = read_cifar_split({"a": batch(protocol)}, ("a",), PYTHON, 10)
+    split = read_cifar(batch(protocol), PYTHON)
     assert split.labels.tolist() == [3, 4]
     assert torch.equal(split.images.view(2, -1), values(2, 3072))
     meta = pickle.dumps({"label_names": ["cat", "dog"]}, protocol=protocol)
@@ -152,21 +160,20 @@ def test_a_pickle_of_python_2_is_read():
         b"(K\x03U\x01|NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tb\x89T\x00\x0c\x00\x00" + content + b"tb"
     )
     old = b"\x80\x02}(U\x04data" + array + b"U\x06labels](K\x05eu."
-    split = read_cifar_split({"a": old}, ("a",), PYTHON, 10)
+    split = read_cifar(old, PYTHON)
     assert split.labels.tolist() == [5]
     assert split.images.flatten().numpy().tobytes() == content
 
 
 @given(st.integers(0, 7000), st.integers(0, 255))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_a_torn_or_changed_pickle_is_the_users_error(place, byte):
-    whole = bytearray(batch())
-    torn, changed = whole[: place % len(whole)], whole
-    changed[place % len(whole)] = byte
+    changed = bytearray(batch())
     with pytest.raises(UserError):
-        read_cifar_split({"a": bytes(torn)}, ("a",), PYTHON, 10)
+        read_cifar(bytes(changed[: place % len(changed)]), PYTHON)
+    changed[place % len(changed)] = byte
     try:
-        split = read_cifar_split({"a": bytes(changed)}, ("a",), PYTHON, 10)
+        split = read_cifar(bytes(changed), PYTHON)
     except UserError:
         return
     assert split.images.shape == (2, 3, 32, 32)
@@ -180,66 +187,39 @@ class _Evil:
 @pytest.mark.parametrize("evil", [_Evil(), {"data": _Evil()}, pytest.approx, numpy.float64(1), io.BytesIO(b"")])
 def test_a_pickle_with_code_is_refused(evil, capsys):
     with pytest.raises(UserError, match=r"not allowed|not a pickle of plain data"):
-        read_cifar_split({"a": pickle.dumps(evil, protocol=2)}, ("a",), PYTHON, 10)
+        read_cifar(pickle.dumps(evil, protocol=2), PYTHON)
     assert capsys.readouterr().out == ""
 
 
+ARRAY = r"\[n, 3,072\]|not allowed|not a pickle of plain data"
+
+
 @pytest.mark.parametrize(
-    "array",
+    ("content", "sentence"),
     [
-        numpy.zeros((2, 3072)),
-        numpy.zeros((2, 3072), "i1"),
-        numpy.array([["a"] * 3072, [{}] * 3072], dtype=object),
-        numpy.asfortranarray(numpy.zeros((2, 3072), "u1")),
-        numpy.zeros((2, 3, 1024), "u1"),
-        numpy.zeros((2, 3071), "u1"),
-        numpy.zeros((0, 3072), "u1"),
+        (batch(data=numpy.zeros((2, 3072))), ARRAY),
+        (batch(data=numpy.zeros((2, 3072), "i1")), ARRAY),
+        (batch(data=numpy.array([["a"] * 3072, [{}] * 3072], dtype=object)), ARRAY),
+        (batch(data=numpy.asfortranarray(numpy.zeros((2, 3072), "u1"))), ARRAY),
+        (batch(data=numpy.zeros((2, 3, 1024), "u1")), ARRAY),
+        (batch(data=numpy.zeros((2, 3071), "u1")), ARRAY),
+        (batch(data=numpy.zeros((0, 3072), "u1")), ARRAY),
+        (batch(labels=[1]), "2 pictures, but 1 labels"),
+        (batch(labels="ab"), "list of whole numbers"),
+        (batch(data=[1]), '"data"'),
+        (batch(labels=[3, 10]), "sample 1 is 10"),
+        (pickle.dumps([1]), 'has no "data"'),
     ],
 )
-def test_only_arrays_of_bytes_are_read(array):
-    with pytest.raises(UserError, match=r"\[n, 3,072\]|not allowed|not a pickle of plain data"):
-        read_cifar_split({"a": batch(data=array)}, ("a",), PYTHON, 10)
+def test_a_pickle_of_other_content_is_refused(content, sentence):
+    with pytest.raises(UserError, match=sentence):
+        read_cifar(content, PYTHON)
 
 
-def test_wrong_fields_are_named():
-    for change, word in (
-        ({"labels": [1]}, "2 pictures, but 1 labels"),
-        ({"labels": "ab"}, "list of whole numbers"),
-        ({"data": [1]}, '"data"'),
-    ):
-        with pytest.raises(UserError, match=word):
-            read_cifar_split({"a": batch(**change)}, ("a",), PYTHON, 10)
-    with pytest.raises(UserError, match='has no "data"'):
-        read_cifar_split({"a": pickle.dumps([1])}, ("a",), CifarForm("", "", ("a",), "", ""), 10)
-
-
-def cifar_folder(base):
-    folder = base / "cifar10" / "cifar-10-batches-bin"
-    folder.mkdir(parents=True)
-    for number in range(1, 6):
-        (folder / f"data_batch_{number}.bin").write_bytes(records([(number,), (0,)], seed=number))
-    (folder / "test_batch.bin").write_bytes(records([(7,)], seed=9))
-    return folder
-
-
-def test_cifar_opens_from_a_folder_and_from_its_archive(tmp_path):
-    folder = cifar_folder(tmp_path)
-    options = DataOptions(name="cifar10", dir=str(tmp_path), download=False)
-    splits = open_data(options)
-    assert (len(splits.train), len(splits.test)) == (10, 1)
-    assert splits.classes[3] == "cat"
-    archive = folder.parent / "cifar-10-binary.tar.gz"
-    with tarfile.open(archive, "w:gz") as file:
-        file.add(folder, folder.name)
-    for path in folder.iterdir():
-        path.unlink()
-    folder.rmdir()
-    for again in (open_data(options), open_data(DataOptions(name=str(archive)))):
-        assert torch.equal(again.train.images, splits.train.images)
-        assert torch.equal(again.test.images, splits.test.images)
-    archive.write_bytes(archive.read_bytes()[:-2000])
-    with pytest.raises(UserError, match="can't be read"):
-        open_data(options)
+def test_a_cifar_label_out_of_range_names_file_and_sample():
+    with pytest.raises(UserError, match="sample 1 is 10") as caught:
+        read_cifar(records([(1,), (10,)]))
+    assert caught.value.where == "a"
 
 
 def test_the_digits_are_whole():
@@ -253,11 +233,8 @@ def test_the_digits_are_whole():
 
 @pytest.mark.parametrize("layout", ["mnist", "mnist/raw", "MNIST/raw", "mnist/MNIST/raw"])
 def test_mnist_is_found_in_its_usual_places(tmp_path, layout):
-    folder = tmp_path / layout
-    folder.mkdir(parents=True)
-    for part, number in (("train", 6), ("t10k", 2)):
-        write_idx(folder / f"{part}-images-idx3-ubyte.gz", values(number, 28, 28))
-        write_idx(folder / f"{part}-labels.idx1-ubyte", torch.arange(number, dtype=torch.uint8))
+    for path in [*write_mnist(tmp_path / layout, (6, 2), suffix="").glob("*-labels-*")]:
+        path.rename(path.with_name(path.name.replace("-idx1", ".idx1")))
     splits = open_data(DataOptions(name="mnist", dir=str(tmp_path), download=False))
     assert splits.train.labels.tolist() == [0, 1, 2, 3, 4, 5]
     assert splits.description.startswith("MNIST: 6 + 2 pictures")
@@ -282,3 +259,126 @@ def test_a_cifar_file_of_another_size_is_refused_before_it_is_read(tmp_path):
             file.truncate(1 << 30)  # a hole, which takes no room on the disk
     with pytest.raises(UserError, match=r"a\.bin has 1,073,741,824 bytes"):
         read_cifar_files(tmp_path, layout)
+
+
+# A folder that holds a known set's published files is that set, however it is named.
+MNIST = (7, 2, 1, 0, 4, 1, 4, 9, 5, 9)
+FASHION = (9, 2, 1, 1, 6, 1, 4, 6, 5, 7)
+
+
+def cifar10_bin(folder):
+    folder.mkdir(parents=True)
+    for number, name in enumerate([*(f"data_batch_{n}.bin" for n in range(1, 6)), "test_batch.bin"]):
+        pixels = [bytes([label]) + bytes([number * 16 + label]) * 3072 for label in range(10)]
+        (folder / name).write_bytes(b"".join(pixels))
+    (folder / "batches.meta.txt").write_text("\n".join(["aeroplane", *map(str, range(1, 10))]))
+    return folder
+
+
+def cifar10_py(folder):
+    folder.mkdir(parents=True)
+    for name in [*(f"data_batch_{n}" for n in range(1, 6)), "test_batch"]:
+        data = numpy.arange(10, dtype=numpy.uint8).repeat(3072).reshape(10, 3072)
+        (folder / name).write_bytes(pickle.dumps({b"data": data, b"labels": list(range(10))}, protocol=2))
+    (folder / "batches.meta").write_bytes(pickle.dumps({b"label_names": [b"n%d" % n for n in range(10)]}, protocol=2))
+    return folder
+
+
+def cifar100_bin(folder):
+    folder.mkdir(parents=True)
+    for name in ("train.bin", "test.bin"):
+        (folder / name).write_bytes(b"".join(bytes([0, label]) + bytes(3072) for label in range(100)))
+    return folder
+
+
+def test_cifar_opens_from_a_folder_and_from_its_archive(tmp_path):
+    folder = cifar10_bin(tmp_path / "cifar10" / "cifar-10-batches-bin")
+    (folder / "batches.meta.txt").unlink()
+    options = DataOptions(name="cifar10", dir=str(tmp_path), download=False)
+    splits = open_data(options)
+    assert (len(splits.train), len(splits.test)) == (50, 10)
+    assert splits.classes[3] == "cat"
+    archive = folder.parent / "cifar-10-binary.tar.gz"
+    with tarfile.open(archive, "w:gz") as file:
+        file.add(folder, folder.name)
+    shutil.rmtree(folder)
+    for again in (open_data(options), open_data(DataOptions(name=str(archive)))):
+        assert torch.equal(again.train.images, splits.train.images)
+        assert torch.equal(again.test.images, splits.test.images)
+    archive.write_bytes(archive.read_bytes()[:-100])
+    with pytest.raises(UserError, match="can't be read"):
+        open_data(options)
+
+
+def idx(folder, first, suffix=".gz"):
+    return write_mnist(folder, (20, 20), (*first, *range(10)), suffix)
+
+
+CASES = {
+    "cifar10 binary": ("cifar10", lambda at: cifar10_bin(at / "cifar-10-batches-bin")),
+    "cifar10 under another name": ("cifar10", lambda at: cifar10_bin(at / "pictures")),
+    "cifar10 python": ("cifar10", lambda at: cifar10_py(at / "cifar-10-batches-py")),
+    "cifar10 in the folder of torchvision": ("cifar10", lambda at: cifar10_py(at / "cifar-10-batches-py").parent),
+    "cifar100 binary": ("cifar100", lambda at: cifar100_bin(at / "cifar-100-binary")),
+    "mnist packed": ("mnist", lambda at: idx(at / "files", MNIST)),
+    "mnist in the folder of torchvision": ("mnist", lambda at: idx(at / "MNIST" / "raw", MNIST, "").parent),
+    "mnist above it": ("mnist", lambda at: idx(at / "MNIST" / "raw", MNIST, "").parents[1]),
+    "fashion-mnist": ("fashion-mnist", lambda at: idx(at / "files", FASHION)),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_folder_of_published_files_is_that_set(case, tmp_path):
+    name, make = CASES[case]
+    place = make(tmp_path / "data")
+    os.utime(tmp_path)
+    for options in (DataOptions(name=str(place)), DataOptions(name=name, dir=str(place), download=False)):
+        opened = open_data(options)
+        assert len(opened.test) in {10, 20, 100}
+        assert name != "cifar10" or opened.classes[0] in {"aeroplane", "n0"}  # as the files say
+    loaded = load_job({"data.name": str(place)}, environment={})
+    assert (loaded.job.data.name, loaded.job.data.dir) == (name, str(place))
+    assert loaded.origins["data.dir"] == "flag"
+    assert loaded.origins["train.epochs"] == f"recipe {name}"
+
+
+def test_a_part_of_the_files_is_named_and_nothing_fetched(tmp_path):
+    (cifar10_bin(tmp_path / "bin") / "data_batch_3.bin").unlink()
+    for options in (DataOptions(name=str(tmp_path / "bin")), DataOptions(name="cifar10", dir=str(tmp_path / "bin"))):
+        with pytest.raises(UserError, match=r"has no data_batch_3\.bin"):
+            open_data(options)
+
+
+def test_what_could_be_several_sets_is_asked_about(tmp_path):
+    cifar10_bin(tmp_path / "cifar-10-batches-bin")
+    idx(tmp_path / "MNIST" / "raw", MNIST)
+    with pytest.raises(UserError, match="several data sets: cifar10 and mnist") as caught:
+        recognise(tmp_path)
+    assert caught.value.hints == (
+        f"choose cifar10: cifar10 --data-dir {tmp_path}",
+        f"choose mnist: mnist --data-dir {tmp_path}",
+    )
+
+
+def test_another_set_with_mnists_names_is_not_taken_for_it(tmp_path):
+    idx(tmp_path / "kuzushiji", range(10))
+    with pytest.raises(UserError, match="neither MNIST nor Fashion-MNIST"):
+        recognise(tmp_path / "kuzushiji")
+    idx(tmp_path / "fashion", FASHION)
+    with pytest.raises(UserError, match="mnist has no train-images"):
+        open_data(DataOptions(name="mnist", dir=str(tmp_path / "fashion"), download=False))
+
+
+def test_a_sets_own_name_is_no_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    idx(tmp_path / "cifar10", FASHION)
+    loaded = load_job({"data.name": "cifar10", "data.dir": "elsewhere"}, environment={})
+    assert (loaded.job.data.name, loaded.job.data.dir) == ("cifar10", "elsewhere")
+
+
+def test_folders_of_pictures_stay_that(tmp_path):
+    for name in ("mnist", "cifar10", "train"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "picture.png").write_bytes(io.BytesIO().getvalue())
+    assert recognise(tmp_path) == ""
+    assert find_choice(str(tmp_path)) == "user"

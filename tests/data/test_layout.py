@@ -86,13 +86,16 @@ class Made:
         (place / "loose.jpg").touch()
         self.unused[self.path(place / "loose.jpg")] = ".jpg outside the class folders"
 
+    def put_elsewhere(self, number: int) -> Path:
+        (self.outside / str(number)).mkdir()
+        (self.outside / str(number) / "x.webp").touch()
+        return self.outside / str(number)
+
     def put_link(self, place: Path, split: str, label: str, kind: str) -> None:
         """Adds a link: to a folder of pictures elsewhere, to this folder's own, to a picture, or to nothing."""
         number = next(NUMBERS)
         if kind == "elsewhere":
-            (self.outside / str(number)).mkdir()
-            (self.outside / str(number) / "x.webp").touch()
-            (place / f"link{number}").symlink_to(self.outside / str(number))
+            (place / f"link{number}").symlink_to(self.put_elsewhere(number))
             self.used[split].add((label, str(place / f"link{number}" / "x.webp")))
         elif kind == "loop":
             (place / f"link{number}").symlink_to(self.root)
@@ -120,15 +123,13 @@ class Made:
         number = next(NUMBERS)
         link = place / f"linked{number}"
         if target == "elsewhere":
-            (self.outside / str(number)).mkdir()
-            (self.outside / str(number) / "x.webp").touch()
+            self.put_elsewhere(number)
             self.used[split].add((link.name, str(link / "x.webp")))
         else:
             self.unused[self.path(link)] = "links to folders that are already included"
         link.symlink_to({"elsewhere": self.outside / str(number), "itself": place, "above": self.root.parent}[target])
 
     def move_away(self, split: Path) -> None:
-        """Leaves a link in the place of a split."""
         split.rename(self.outside / split.name)
         split.symlink_to(self.outside / split.name)
 
@@ -191,7 +192,6 @@ def put_there(made: Made, plan, strange, links, loose, extras, above_links, more
 
 
 def put_around(made: Made, first, has_splits: bool, target: str, more) -> None:
-    """Adds links to folders and empty folders; the first split becomes a link."""
     split, (place, _) = first
     if place.endswith("*") and "elsewhere" in more:
         made.put_class(made.root / place.removesuffix("*"), split, "elsewhere")

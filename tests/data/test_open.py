@@ -7,7 +7,7 @@ import numpy
 import pytest
 import torch
 from PIL import Image
-from tests.data.sets import write_idx
+from tests.data.sets import make, write_mnist
 from torch.utils.data import ConcatDataset, IterableDataset, Subset, TensorDataset
 
 from manyhands.core.errors import UserError
@@ -34,29 +34,34 @@ def test_options_win_then_the_model_then_the_data():
 
 
 @pytest.mark.parametrize(
-    ("options", "word"),
+    ("call", "sentence"),
     [
-        ({"mean": (0.1, 0.2)}, "2 values were given for 3 channels"),
-        ({"std": (0.1, 0.0, 0.1)}, "must be above zero"),
-        ({"mean": (0.1, 0.2, 0.3, 0.4), "channels": 1}, "4 values were given for 1 channels"),
+        (lambda: resolve_pixels(DataOptions(mean=(0.1, 0.2)), PIXELS), "2 values were given for 3 channels"),
+        (lambda: resolve_pixels(DataOptions(std=(0.1, 0.0, 0.1)), PIXELS), "must be above zero"),
+        (
+            lambda: resolve_pixels(DataOptions(mean=(0.1,) * 4, channels=1), PIXELS),
+            "4 values were given for 1 channels",
+        ),
+        (lambda: open_data(DataOptions(name="mnits")), '(?s)no data set is called "mnits".*did you mean "mnist"?'),
+        (lambda: open_data(DataOptions(name="./none")), "there is no folder"),
+        (lambda: open_data(DataOptions(name="a/b")), "there is no folder"),
+        (lambda: open_data(DataOptions(name="pets.d")), "there is no folder"),
+        (lambda: open_data(DataOptions(name="torchvision:MNITS")), "no torchvision data set"),
+        (lambda: open_data(DataOptions(name="synthetic:1x2")), "not a synthetic data set"),
+        (lambda: from_objects(Stream(), None, PLAIN), "not a map-style data set"),
+        (lambda: from_objects("words", None, PLAIN), "not a map-style data set"),
+        (lambda: from_objects(tensors(0), None, PLAIN), "the train set is empty"),
+        (lambda: from_objects(tensors(), tensors(0), PLAIN), "the test set is empty"),
+        (lambda: from_objects(tensors(classes=1), None, PLAIN), "only one class"),
+        (lambda: from_objects(tensors(1, classes=2), None, PLAIN), "one class"),
+        (lambda: from_objects(labelled(0, -1, 1), None, PLAIN), "the label of sample 1 is -1"),
+        (lambda: from_objects(labelled(0, -1, 0), None, PLAIN), "the label of sample 1 is -1"),
+        (lambda: from_objects(tensors(), labelled(0, 1, -1), PLAIN), "the label of sample 2 is -1"),
     ],
 )
-def test_mean_and_deviation_must_fit(options, word):
-    with pytest.raises(UserError, match=word):
-        resolve_pixels(DataOptions(**options), PIXELS)
-
-
-def test_unknown_words_get_a_suggestion():
-    with pytest.raises(UserError, match='no data set is called "mnits"') as caught:
-        open_data(DataOptions(name="mnits"))
-    assert 'did you mean "mnist"?' in caught.value.hints
-    for name in ("./none", "a/b", "pets.d"):
-        with pytest.raises(UserError, match="there is no folder"):
-            open_data(DataOptions(name=name))
-    with pytest.raises(UserError, match="no torchvision data set"):
-        open_data(DataOptions(name="torchvision:MNITS"))
-    with pytest.raises(UserError, match="not a synthetic data set"):
-        open_data(DataOptions(name="synthetic:1x2"))
+def test_what_cannot_be_opened_is_refused(call, sentence):
+    with pytest.raises(UserError, match=sentence):
+        call()
 
 
 def test_limits_are_spread_and_nested():
@@ -71,10 +76,7 @@ def test_limits_are_spread_and_nested():
 
 def test_a_limit_on_samples_to_evaluate_is_one_on_those_kept_for_the_end_too(tmp_path):
     for split, count in (("train", 5), ("val", 2), ("test", 5)):
-        for name in ("cat", "dog"):
-            (tmp_path / split / name).mkdir(parents=True)
-            for number in range(count):
-                Image.new("L", (4, 4), number).save(tmp_path / split / name / f"{number}.png")
+        make(tmp_path / split, count=count)
     found = open_data(DataOptions(name=str(tmp_path), test_samples=6))
     assert (len(found.train), len(found.test), len(found.held_out)) == (10, 4, 6)
 
@@ -89,6 +91,15 @@ def test_synthetic_pictures_are_always_the_same():
 def tensors(count=20, dtype=torch.uint8, classes=4):
     images = torch.arange(count * 3 * 5 * 5).view(count, 3, 5, 5).remainder(251).to(dtype)
     return TensorDataset(images, torch.arange(count) % classes)
+
+
+def labelled(*labels):
+    return TensorDataset(torch.zeros(len(labels), 1), torch.tensor(labels))
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter([])
 
 
 def test_bytes_in_tensors_go_to_memory():
@@ -142,11 +153,20 @@ class Pictures:
         return self.image, index % 3
 
 
-def test_classes_are_found():
-    assert from_objects(Pictures(), None, PLAIN).classes == ("0", "1", "2")
-    assert from_objects(Pictures(classes=["a", "b", "c"]), None, PLAIN).classes == ("a", "b", "c")
-    assert from_objects(Subset(Pictures(classes=["a", "b", "c"]), [1, 2, 3]), None, PLAIN).classes == ("a", "b", "c")
-    assert from_objects(Pictures(num_classes=4), None, PLAIN).classes == ("0", "1", "2", "3")
+ABC = ["a", "b", "c"]
+
+
+@pytest.mark.parametrize(
+    ("data", "classes"),
+    [
+        (Pictures(), "012"),
+        (Pictures(classes=ABC), "abc"),
+        (Subset(Pictures(classes=ABC), [1, 2, 3]), "abc"),
+        (Pictures(num_classes=4), "0123"),
+    ],
+)
+def test_classes_are_found(data, classes):
+    assert from_objects(data, None, PLAIN).classes == tuple(classes)
 
 
 def served(source):
@@ -198,35 +218,10 @@ def test_labels_are_known_without_reading():
     assert known_labels(both).tolist() == [0, 1, 2, *numbers]
 
 
-def test_the_size_of_pictures_is_looked_up():
-    assert from_objects(Pictures((9, 9), "L"), None, PLAIN).pixels.size == 9
-    assert from_objects(Pictures((9, 9), "L"), None, PLAIN).pixels.channels == 1
-    assert from_objects(Pictures((9, 7)), None, PLAIN).pixels.size == 9
-    assert from_objects(Pictures((90, 70)), None, PLAIN).pixels.size == 224
-
-
-class Stream(IterableDataset):
-    def __iter__(self):
-        return iter([])
-
-
-@pytest.mark.parametrize(
-    ("train", "test", "word"),
-    [
-        (Stream(), None, "not a map-style data set"),
-        ("words", None, "not a map-style data set"),
-        (tensors(0), None, "the train set is empty"),
-        (tensors(), tensors(0), "the test set is empty"),
-        (tensors(classes=1), None, "only one class"),
-        (TensorDataset(torch.zeros(3, 1), torch.tensor([0, -1, 1])), None, "the label of sample 1 is -1"),
-        (TensorDataset(torch.zeros(3, 1), torch.tensor([0, -1, 0])), None, "the label of sample 1 is -1"),
-        (tensors(), TensorDataset(torch.zeros(3, 1), torch.tensor([0, 1, -1])), "the label of sample 2 is -1"),
-        (tensors(1, classes=2), None, "one class"),
-    ],
-)
-def test_objects_that_can_t_be_used_are_refused(train, test, word):
-    with pytest.raises(UserError, match=word):
-        from_objects(train, test, PLAIN)
+@pytest.mark.parametrize(("shape", "mode", "size"), [((9, 9), "L", 9), ((9, 7), "RGB", 9), ((90, 70), "RGB", 224)])
+def test_the_size_of_pictures_is_looked_up(shape, mode, size):
+    pixels = from_objects(Pictures(shape, mode), None, PLAIN).pixels
+    assert (pixels.size, pixels.channels) == (size, len(mode))
 
 
 MADE = """
@@ -255,29 +250,21 @@ MADE = """
 def test_the_users_own_function(tmp_path):
     path = tmp_path / "made_for_tests.py"
     path.write_text(textwrap.dedent(MADE))
-
-    def opened(word):
-        return open_data(DataOptions(name=f"{path}:{word}"))
-
-    assert len(opened("pair").train) == 5
-    assert opened("pair").description == f"{path}:pair: 5 + 1 pictures"
-    assert len(opened("splits").train) == 10
-    for word, text in (
+    pair, splits = (open_data(DataOptions(name=f"{path}:{word}")) for word in ("pair", "splits"))
+    assert (len(pair.train), len(splits.train)) == (5, 10)
+    assert pair.description == f"{path}:pair: 5 + 1 pictures"
+    for word, sentence in (
         ("fails", "failed: ZeroDivisionError: division by zero"),
         ("single", "returned a int, not a pair"),
         ("value", "is a int, not a function"),
         ("pairs", "has no object pairs"),
     ):
-        with pytest.raises(UserError, match=text):
-            opened(word)
+        with pytest.raises(UserError, match=sentence):
+            open_data(DataOptions(name=f"{path}:{word}"))
 
 
 def test_torchvision_s_data_sets(tmp_path):
-    raw = tmp_path / "MNIST" / "raw"
-    raw.mkdir(parents=True)
-    for part, count in (("train", 12), ("t10k", 4)):
-        write_idx(raw / f"{part}-images-idx3-ubyte", torch.ones(count, 28, 28, dtype=torch.uint8))
-        write_idx(raw / f"{part}-labels-idx1-ubyte", torch.arange(count, dtype=torch.uint8) % 10)
+    write_mnist(tmp_path / "MNIST" / "raw", (12, 4), suffix="")
     splits = open_data(DataOptions(name="torchvision:MNIST", dir=str(tmp_path), download=False))
     assert (len(splits.train), len(splits.test), len(splits.classes)) == (12, 4, 10)
     assert (splits.pixels.size, splits.pixels.channels) == (28, 1)

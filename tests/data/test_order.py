@@ -125,13 +125,20 @@ def test_evaluation_blocks_hold_each_sample_once(length, block):
     assert [sample for part in evaluation_blocks(length, block) for sample in part] == list(range(length))
 
 
-def test_whole_groups_are_dealt_out_where_that_costs_little():
-    (shares,) = BatchSharing(3, 0, 32).micro_batches(256)
-    assert [share.count for share in shares] == [64, 96, 96]
-    assert not shares[0].shared_groups
-    (shares,) = BatchSharing(3, 0, 32).micro_batches(128)
-    assert [share.count for share in shares] == [42, 43, 43]
-    assert shares[0].shared_groups
+@pytest.mark.parametrize(
+    ("processes", "group", "wanted", "count", "dealt", "shared"),
+    [
+        (3, 32, (), 256, [64, 96, 96], False),
+        (3, 32, (), 128, [42, 43, 43], True),
+        (2, 8, (24, 8), 32, [24, 8], False),
+        (2, 8, (25, 7), 32, [24, 8], False),
+        (2, 16, (24, 8), 32, [24, 8], True),
+    ],
+)
+def test_whole_groups_are_dealt_out_where_that_costs_little(processes, group, wanted, count, dealt, shared):
+    (shares,) = BatchSharing(processes, 0, group, shares=wanted).micro_batches(count)
+    assert [share.count for share in shares] == dealt
+    assert bool(shares[0].shared_groups) == shared
 
 
 @given(wanted_shares.filter(bool))
@@ -144,17 +151,6 @@ def test_a_batch_that_shares_add_up_to_is_shared_out_as_they_say(wanted):
 def test_equal_shares_are_those_of_nobody_who_said_anything(count, size, micro, group, one):
     said = _micro_batches(count, BatchSharing(size, micro, group, shares=(one,) * size))
     assert said == _micro_batches(count, BatchSharing(size, micro, group))
-
-
-def test_unequal_shares_are_whole_groups_where_that_costs_little():
-    (shares,) = BatchSharing(2, 0, 8, shares=(24, 8)).micro_batches(32)
-    assert [share.count for share in shares] == [24, 8]
-    assert not shares[0].shared_groups
-    (shares,) = BatchSharing(2, 0, 8, shares=(25, 7)).micro_batches(32)
-    assert [share.count for share in shares] == [24, 8]
-    (shares,) = BatchSharing(2, 0, 16, shares=(24, 8)).micro_batches(32)
-    assert [share.count for share in shares] == [24, 8]
-    assert shares[0].shared_groups
 
 
 def test_a_group_larger_than_a_pass_is_refused():

@@ -24,11 +24,11 @@ from manyhands.core.errors import UserError
 from manyhands.data.decode import CorruptImageError
 from manyhands.data.folder import place_of_pack
 from manyhands.data.loading import open_loader
-from manyhands.data.open import open_data, open_whole
+from manyhands.data.open import open_data, open_whole, resolve_pixels
 from manyhands.data.options import DataOptions
 from manyhands.data.packed import PackedSet, columns_digest, digest_of, open_pack, read_columns, write_columns
 from manyhands.data.packing import PackRequest, PictureFile, make_pack, packed_picture, read_contents
-from manyhands.data.splits import ImageFiles, ImagesInMemory
+from manyhands.data.splits import ImagesInMemory
 
 NAMES = ["猫", "собака", "cat 2", "a.b", "train"]
 
@@ -39,22 +39,24 @@ def packed(root, *, replace=False, processes=1, **options):
     return make_pack(read_contents(root), request, processes=processes, replace=replace, progress=lambda *_: None)[0]
 
 
-def batches(name, *, train=True, **options):
-    """A batch of each split, the paths below the data's own folder, and the labels."""
+def batches(name, pixels=None, *, train=True, **options):
+    """What is opened, and a batch of each split with its labels."""
     splits = open_data(DataOptions(name=str(name), **options))
+    pixels = pixels or splits.pixels
     found = []
     for _, source in splits.named():
         requests = [torch.arange(len(source)).flip(0)]
-        batch = next(open_loader(source, splits.pixels, train=train, seed=3).batches(2, requests))
+        batch = next(open_loader(source, pixels, train=train, seed=3).batches(2, requests))
         found += [batch.images, batch.labels]
     return splits, found
 
 
-def same(name, other, **options):
-    (one, first), (two, second) = batches(name, **options), batches(other, **options)
-    assert one.classes == two.classes
-    assert len(first) == len(second)
-    assert all(map(torch.equal, first, second))
+def assert_same(*opened):
+    (first, expected), *others = opened
+    for splits, found in others:
+        assert splits.classes == first.classes
+        assert len(found) == len(expected)
+        assert all(map(torch.equal, found, expected))
 
 
 SHAPES = st.fixed_dictionaries(
@@ -71,8 +73,8 @@ SHAPES = st.fixed_dictionaries(
 
 
 @settings(max_examples=12)
-@given(SHAPES)
-def test_a_folder_its_pack_and_the_pack_alone_give_the_same(shape):
+@given(SHAPES, st.sampled_from(["none", "crop", "crop-flip"]))
+def test_a_folder_its_pack_memory_and_files_give_the_same_batches(shape, augment):
     with tempfile.TemporaryDirectory() as place:
         root = Path(place) / "宠物"
         for part in shape["parts"]:
@@ -83,16 +85,24 @@ def test_a_folder_its_pack_and_the_pack_alone_give_the_same(shape):
                     picture(path, (shape["side"], shape["side"]), seed=label * 100 + number)
         pack = packed(root, shard_bytes=shape["shard_bytes"])
         assert {name for group in pack.groups for name in pack.names.part(slice(group.start, group.stop))}
-        splits, _ = batches(root)
-        assert splits.packed == "宠物.pack"
-        folder, expected = batches(root, packed=False)
-        assert not folder.packed
-        for name in (root, pack.folder):
-            assert all(map(torch.equal, batches(name)[1], expected))
+        plain, in_memory = open_data(DataOptions(name=str(root), packed=False)).pixels, shape["side"] == 8
+        pixels = resolve_pixels(DataOptions(augment=augment), plain) if in_memory else plain
+        opened = [
+            batches(name, pixels, memory_limit_mib=limit, packed=uses)
+            for limit in (2048, 0)
+            for name, uses in ((root, False), (root, True), (pack.folder, True))
+        ]
+        assert [splits.packed for splits, _ in opened[:2]] == ["", "宠物.pack"]
+        assert [isinstance(splits.train, ImagesInMemory) for splits, _ in opened] == [in_memory] * 3 + [False] * 3
+        assert [len({splits.pixels for splits, _ in some}) for some in (opened[:3], opened[3:])] == [1, 1]
+        few = [batches(name, pixels, packed=name is not root, train_samples=3) for name in (root, pack.folder)]
+        assert_same(*few)
+        if shape["parts"] == ("",):
+            whole = [open_whole(DataOptions(name=str(name), packed=name is not root)) for name in (root, pack.folder)]
+            assert torch.equal(whole[0].test.labels, whole[1].test.labels)
+            assert not in_memory or torch.equal(whole[0].test.images, whole[1].test.images)
         shutil.rmtree(root)
-        alone, found = batches(pack.folder)
-        assert all(map(torch.equal, found, expected))
-        assert alone.classes == folder.classes
+        assert_same(*opened, batches(pack.folder, pixels))
 
 
 def test_shards_are_what_webdataset_reads(tmp_path):
@@ -126,23 +136,6 @@ def test_the_digest_is_of_what_is_in_it_not_of_when_or_by_whom(tmp_path):
     assert len({shard.sha256 for shard in first.shards}) > 1
     picture(one / "cat/00.png", seed=5555)
     assert packed(one, shard_bytes=3000, replace=True).digest != first.digest
-
-
-def test_small_pictures_of_a_pack_are_in_memory(tmp_path):
-    pack = packed(make(tmp_path / "set"))
-    shutil.rmtree(tmp_path / "set")
-    splits, _ = batches(pack.folder)
-    assert isinstance(splits.train, ImagesInMemory)
-    assert isinstance(batches(pack.folder, memory_limit_mib=0)[0].train, ImageFiles)
-    same(pack.folder, pack.folder, train_samples=3)
-
-
-def test_a_pack_can_be_evaluated_whole(tmp_path):
-    root = make(tmp_path / "set", count=3)
-    pack = packed(root)
-    found = [open_whole(DataOptions(name=str(name), packed=name is not root)).test for name in (root, pack.folder)]
-    assert torch.equal(found[0].images, found[1].images)
-    assert torch.equal(found[0].labels, found[1].labels)
 
 
 def test_a_smaller_copy_says_so(tmp_path):
@@ -203,8 +196,7 @@ def test_a_smaller_copy_of_before_pictures_were_drawn_by_their_alpha_channel_is_
 def test_pictures_that_are_small_already_stay_as_they_are(tmp_path):
     root = make(tmp_path / "set", count=4, size=(120, 90))
     packed(root, size=90, quality=50)
-    (_, found), (_, expected) = batches(root), batches(root, packed=False)
-    assert all(map(torch.equal, found, expected))
+    assert_same(batches(root), batches(root, packed=False))
 
 
 @pytest.mark.parametrize("size", [0, 16])
@@ -249,34 +241,27 @@ def as_one_array(folder):
 
 def encrypted(folder):
     """As zipfile understands the flag of the first column."""
-    content = (folder / "folder.npz").read_bytes()
-    at = content.index(b"PK\x01\x02") + 8
-    (folder / "folder.npz").write_bytes(content[:at] + b"\x01" + content[at + 1 :])
+    alter_bytes(folder / "folder.npz", lambda content: content.index(b"PK\x01\x02") + 8)
 
 
-def pipe(folder):
-    (folder / "samples.npz").unlink()
-    os.mkfifo(folder / "samples.npz")
+def alter_bytes(file, place):
+    content = bytearray(file.read_bytes())
+    content[place(content)] ^= 1
+    file.write_bytes(content)
 
 
-def pipe_for_pictures(folder):
-    shard = next(folder.glob("*.tar"))
-    shard.unlink()
-    os.mkfifo(shard)
+def pipe_instead(pattern):
+    def alter(folder):
+        file = next(folder.glob(pattern))
+        file.unlink()
+        os.mkfifo(file)
 
-
-def flipped(folder):
-    """Changes a bit of the head."""
-    content = bytearray((folder / "pack.json").read_bytes())
-    content[200] ^= 1
-    (folder / "pack.json").write_bytes(content)
+    return alter
 
 
 def flipped_picture(folder):
-    shard, offset = next(folder.glob("*.tar")), int(read_columns(folder / "samples.npz")["offset"][0])
-    content = bytearray(shard.read_bytes())
-    content[offset + 300] ^= 1
-    shard.write_bytes(content)
+    offset = int(read_columns(folder / "samples.npz")["offset"][0])
+    alter_bytes(next(folder.glob("*.tar")), lambda _: offset + 300)
 
 
 def cut_short(folder):
@@ -286,7 +271,7 @@ def cut_short(folder):
 
 ZEROS = numpy.zeros(12, numpy.uint32)
 ALTERED = [
-    flipped,
+    lambda folder: alter_bytes(folder / "pack.json", lambda _: 200),
     flipped_picture,
     cut_short,
     lambda folder: next(folder.glob("*.tar")).unlink(),
@@ -313,8 +298,8 @@ ALTERED = [
     with_other_columns("folder.npz", bytes=numpy.zeros((12, 12), numpy.int64)),
     as_one_array,
     encrypted,
-    pipe,
-    pipe_for_pictures,
+    pipe_instead("samples.npz"),
+    pipe_instead("*.tar"),
 ]
 
 
@@ -336,23 +321,22 @@ def test_columns_beside_those_that_are_known_change_nothing(tmp_path):
     root = make(tmp_path / "set", count=6, size=(90, 70))
     pack = packed(root)
     with_other_columns("folder.npz", label=ZEROS, offset=ZEROS)(pack.folder)
-    same(root, root, packed=True)
-    assert batches(root)[0].train.labels.unique().numel() == 2
+    assert_same(batches(root, packed=False), batches(root, packed=True))
 
 
-def changed_folders(root):
-    yield "1 added", lambda: picture(root / "cat/new.png", (90, 70))
-    yield "1 removed", (root / "dog/01.png").unlink
-    yield "1 changed", lambda: picture(root / "dog/02.png", (90, 70), seed=99)
-    yield "other class folders", lambda: picture(root / "emu/1.png", (90, 70))
-
-
-@pytest.mark.parametrize("number", range(4))
-def test_a_folder_that_has_changed_is_read_itself(tmp_path, number):
+@pytest.mark.parametrize(
+    ("word", "change"),
+    [
+        ("1 added", lambda root: picture(root / "cat/new.png", (90, 70))),
+        ("1 removed", lambda root: (root / "dog/01.png").unlink()),
+        ("1 changed", lambda root: picture(root / "dog/02.png", (90, 70), seed=99)),
+        ("other class folders", lambda root: picture(root / "emu/1.png", (90, 70))),
+    ],
+)
+def test_a_folder_that_has_changed_is_read_itself(tmp_path, word, change):
     root = make(tmp_path / "set", count=5, size=(90, 70))
     packed(root)
-    word, change = list(changed_folders(root))[number]
-    change()
+    change(root)
     splits, _ = batches(root)
     assert splits.train.paths.packed is None
     assert any(word in note and "--replace" in note for note in splits.notes)
@@ -360,7 +344,7 @@ def test_a_folder_that_has_changed_is_read_itself(tmp_path, number):
         packed(root)
     packed(root, replace=True)
     assert batches(root)[0].train.paths.packed is not None
-    same(root, root.with_name("set.pack"))
+    assert_same(batches(root, packed=False), batches(root.with_name("set.pack")))
 
 
 def test_a_pack_is_never_overwritten_silently(tmp_path):
@@ -381,7 +365,6 @@ def test_a_pack_is_never_overwritten_silently(tmp_path):
 
 
 def test_files_of_others_stay_where_they_are(tmp_path):
-    """Making a pack anew removes its own shards, and nothing else that ends in .tar."""
     root = make(tmp_path / "set", count=5, size=(90, 70))
     pack = packed(root)
     (pack.folder / "backup.tar").write_text("dear")
@@ -443,7 +426,7 @@ def test_a_kill_in_the_middle_and_then_it_goes_on(tmp_path):
     assert {path.name for path in pack.iterdir() if path.suffix != ".tar"} == {
         "pack.json", "samples.npz", "folder.npz", ".pack.json.lock"
     }  # fmt: skip
-    same(root, pack)
+    assert_same(batches(root, packed=False), batches(pack))
     shutil.copytree(root, tmp_path / "again" / "set")
     assert packed(tmp_path / "again" / "set").digest == open_pack(pack).digest
 
@@ -458,4 +441,4 @@ def test_an_unfinished_pack_of_a_folder_that_changed_begins_anew(tmp_path):
     picture(root / "cat/03.png", (40, 30), seed=4242)
     assert isinstance(packed(root), PackedSet)
     assert not stale.exists()
-    same(root, pack.folder)
+    assert_same(batches(root, packed=False), batches(pack.folder))

@@ -83,20 +83,8 @@ class Source:
             self.closed = True
 
 
-@given(st.integers(0, 12))
-def test_all_come_in_order_and_one_is_begun_ahead(count):
-    source = Source(count)
-    given_out = []
-    for begun in looking_ahead(source, lambda number: [number]):
-        given_out += begun
-        assert source.taken == min(count, len(given_out) + 1)
-    assert given_out == list(range(count))
-
-
-@given(st.integers(1, 12), st.data())
-def test_an_error_comes_in_its_items_place(count, data):
-    fails_at = data.draw(st.integers(0, count - 1))
-    in_begin = data.draw(st.booleans())
+@given(st.integers(0, 12), st.integers(0, 12), st.booleans(), st.integers(1, 12))
+def test_items_come_in_order_one_is_begun_ahead_and_an_error_comes_in_its_place(count, fails_at, in_begin, stops_at):
     source = Source(count, None if in_begin else fails_at)
 
     def begin(number):
@@ -104,22 +92,19 @@ def test_an_error_comes_in_its_items_place(count, data):
             raise source.error
         return number
 
-    served = looking_ahead(source, begin)
-    assert [next(served) for _ in range(fails_at)] == list(range(fails_at))
-    with pytest.raises(PlantedError) as caught:
-        next(served)
-    assert caught.value is source.error
+    served, sound = looking_ahead(source, begin), min(count, fails_at)
+    for number in range(min(sound, stops_at)):
+        assert next(served) == number
+        assert source.taken == min(count if in_begin else sound, number + 2)
+    if stops_at < sound:
+        served.close()
+        assert source.closed or source.taken == count
+        return
+    if fails_at < count:
+        with pytest.raises(PlantedError) as caught:
+            next(served)
+        assert caught.value is source.error
     assert list(served) == []
-
-
-@given(st.integers(1, 12), st.data())
-def test_who_stops_early_ends_the_source(count, data):
-    source = Source(count)
-    served = looking_ahead(source, lambda number: number)
-    for _ in range(data.draw(st.integers(1, count))):
-        next(served)
-    served.close()
-    assert source.closed or source.taken == count
 
 
 def test_on_a_processor_nothing_is_done():
@@ -130,28 +115,15 @@ def test_on_a_processor_nothing_is_done():
 @pytest.fixture(scope="module")
 def sources(files):
     images = torch.randint(0, 256, (12, 3, 8, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    own = UserSamples(TensorDataset(images.float(), torch.arange(12) % 5))
-    return {"memory": ImagesInMemory(images, torch.arange(12) % 5), "files": files, "own": own}
+    labels = torch.arange(12) % 5
+    plain = UserSamples(TensorDataset(images.float(), labels))
+    return {"memory": ImagesInMemory(images, labels), "files": files, "plain": plain, "own": UserSamples(Chancy())}
 
 
 def look_ahead(loader):
     """Makes a loader look ahead as with a card."""
     assert isinstance(loader._ahead, CopiesAhead)
     loader._ahead = lambda answers: looking_ahead(answers, lambda answer: answer)
-
-
-@pytest.mark.parametrize(("kind", "workers"), [("memory", 0), ("files", 0), ("files", 2), ("own", 0)])
-def test_batches_are_what_they_are_without(sources, kind, workers):
-    plain, ahead = (open_loader(sources[kind], PIXELS, train=True, seed=5, workers=workers) for _ in range(2))
-    look_ahead(ahead)
-    for epoch in (0, 1):
-        found = [list(one.batches(epoch, requests())) for one in (plain, ahead)]
-        assert [batch.samples.tolist() for batch in found[1]] == REQUESTS
-        for left, right in zip(*found, strict=True):
-            assert torch.equal(left.images, right.images)
-            assert torch.equal(left.labels, right.labels)
-    plain.close()
-    ahead.close()
 
 
 @pytest.fixture
@@ -183,51 +155,50 @@ def test_an_answer_that_can_not_be_sent_ends_the_run_with_its_cause(a_long_tempo
         list(loader.batches(0, requests()))
 
 
-@pytest.mark.parametrize("kind", ["files", "own"])
-def test_workers_give_what_one_process_gives(files, kind):
-    source = files if kind == "files" else UserSamples(Chancy())
-    alone = open_loader(source, PIXELS, train=True, seed=5, workers=0)
-    many = open_loader(source, PIXELS, train=True, seed=5, workers=2)
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "workers"), [("memory", 0), ("files", 0), ("files", 2), ("plain", 0), ("own", 0), ("own", 2)]
+)
+def test_a_sample_is_the_same_alone_and_in_any_batch_by_workers_or_ahead(sources, kind, workers, ahead):
+    here, loader = (open_loader(sources[kind], PIXELS, train=True, seed=5, workers=count) for count in (0, workers))
+    if ahead:
+        look_ahead(loader)
     order = torch.randperm(12, generator=torch.Generator().manual_seed(1))
+    epochs = []
     for epoch in (4, 2):
-        one = list(alone.batches(epoch, requests()))
-        two = list(many.batches(epoch, requests()))
-        assert [batch.samples.tolist() for batch in two] == REQUESTS
-        for left, right in zip(one, two, strict=True):
-            assert torch.equal(left.images, right.images)
-            assert left.labels.tolist() == right.labels.tolist()
-        single = {int(b.samples): b.images[0] for b in many.batches(epoch, order.split(1))}
-        for batch in one:
-            assert torch.equal(batch.images, torch.stack([single[sample] for sample in batch.samples.tolist()]))
-    first, second = (next(alone.batches(epoch, [order])).images for epoch in (0, 1))
-    assert not torch.equal(first, second)
-    many.close()
+        alone = {int(batch.samples): batch for batch in loader.batches(epoch, order.split(1))}
+        for one in (here, loader):
+            batches = list(one.batches(epoch, requests()))
+            assert [batch.samples.tolist() for batch in batches] == REQUESTS
+            for batch in batches:
+                parts = [alone[sample] for sample in batch.samples.tolist()]
+                assert torch.equal(batch.images, torch.cat([part.images for part in parts]))
+                assert torch.equal(batch.labels, torch.cat([part.labels for part in parts]))
+        epochs.append(torch.cat([batch.images for batch in batches]))
+    assert torch.equal(*epochs) == (kind == "plain")
+    loader.close()
 
 
 def test_reading_here_leaves_the_generators_alone():
-    torch.manual_seed(1)
-    random.seed(1)
-    numpy.random.seed(1)
-    wanted = torch.rand(3), random.random(), numpy.random.rand()
-    torch.manual_seed(1)
-    random.seed(1)
-    numpy.random.seed(1)
-    list(open_loader(UserSamples(Chancy()), PIXELS, train=True, seed=5).batches(0, requests()))
-    found = torch.rand(3), random.random(), numpy.random.rand()
-    assert torch.equal(found[0], wanted[0])
-    assert found[1:] == wanted[1:]
+    found = []
+    for reads in (False, True):
+        for seed in (torch.manual_seed, random.seed, numpy.random.seed):
+            seed(1)
+        if reads:
+            list(open_loader(UserSamples(Chancy()), PIXELS, train=True, seed=5).batches(0, requests()))
+        found.append((torch.rand(3).tolist(), random.random(), numpy.random.rand()))
+    assert found[0] == found[1]
 
 
 def test_a_consumer_may_stop_early(files):
     before = {*multiprocessing.active_children()}
     loader = open_loader(files, PIXELS, train=True, seed=5, workers=2)
     endless = (torch.tensor([number % 12]) for number in range(10**9))
-    for batch in loader.batches(0, endless):
-        assert batch.samples.tolist() == [0]
-        break
-    again = list(loader.batches(1, requests()))
+    assert next(loader.batches(0, endless)).samples.tolist() == [0]
+    again, alone = (
+        list(one.batches(1, requests())) for one in (loader, open_loader(files, PIXELS, train=True, seed=5))
+    )
     assert [batch.samples.tolist() for batch in again] == REQUESTS
-    alone = list(open_loader(files, PIXELS, train=True, seed=5).batches(1, requests()))
     assert all(torch.equal(left.images, right.images) for left, right in zip(again, alone, strict=True))
     next(loader.batches(2, requests()))
     workers = {*multiprocessing.active_children()} - before
@@ -235,7 +206,7 @@ def test_a_consumer_may_stop_early(files):
     loader.close()
     for worker in workers:
         worker.join(60)
-    assert not [worker for worker in workers if worker.is_alive()]
+        assert not worker.is_alive()
 
 
 @pytest.mark.parametrize("ahead", [False, True])
@@ -347,34 +318,19 @@ PARENT = """
 """
 
 
-def start_parent():
-    parent = subprocess.Popen([sys.executable, "-c", textwrap.dedent(PARENT)], stdout=subprocess.PIPE, text=True)
-    assert parent.stdout.readline() == "ready\n"
-    workers = psutil.Process(parent.pid).children(recursive=True)
-    assert len(workers) >= 2
-    return parent, workers
-
-
-def test_workers_end_with_their_parent():
-    parent, workers = start_parent()
-    parent.kill()
-    parent.wait()
-    parent.stdout.close()
-    _, alive = psutil.wait_procs(workers, timeout=10)
-    assert not alive
-
-
-@pytest.mark.slow
-def test_a_stop_signal_to_all_leaves_the_workers_to_their_parent():
-    parent, workers = start_parent()
-    for worker in workers:
-        os.kill(worker.pid, signal.SIGINT)
-        os.kill(worker.pid, signal.SIGTERM)
-    time.sleep(0.5)
-    assert all(worker.is_running() for worker in workers)
-    parent.kill()
-    parent.wait()
-    parent.stdout.close()
+@pytest.mark.parametrize("signalled", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_workers_end_with_their_parent_and_not_by_a_stop_signal_to_all(signalled):
+    with subprocess.Popen([sys.executable, "-c", textwrap.dedent(PARENT)], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout.readline() == "ready\n"
+        workers = psutil.Process(parent.pid).children(recursive=True)
+        assert len(workers) >= 2
+        if signalled:
+            for worker in workers:
+                os.kill(worker.pid, signal.SIGINT)
+                os.kill(worker.pid, signal.SIGTERM)
+            time.sleep(0.5)
+            assert all(worker.is_running() for worker in workers)
+        parent.kill()
     assert not psutil.wait_procs(workers, timeout=10)[1]
 
 

@@ -1,11 +1,16 @@
+"""Networks by name, with their arguments, and what their outputs are."""
+
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+from torchvision.models import GoogLeNetOutputs, InceptionOutputs
 
 from manyhands.core.errors import UserError
+from manyhands.models.architectures.quicknet import QuickNet
 from manyhands.models.build import build_model, describe, resolve_model
+from manyhands.models.interface import main_and_auxiliary
 from manyhands.models.options import ModelOptions
 
 
@@ -13,30 +18,31 @@ def build(name: str, *, size: int = 8, channels: int = 3, **options) -> nn.Modul
     return build_model(ModelOptions(name=name, **options), channels=channels, size=size, num_classes=4)
 
 
-def test_small_pictures_take_the_cifar_stem_and_say_so():
-    needs = describe(ModelOptions(name="resnet18"), 32)
-    assert (needs.channels, needs.size) == (None, None)
-    (note,) = needs.notes
-    assert note.startswith("resnet18 with the CIFAR stem (3x3, no max-pool) because pictures are 32 px")
-    assert note.endswith("torchvision:resnet18 is the original")
-    assert build("resnet18", size=32, channels=1).conv1.kernel_size == (3, 3)
+def refusal(name, **options):
+    with pytest.raises(UserError) as caught:
+        build(name, **options)
+    return str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("name", "size"), [("resnet18", 65), ("torchvision:resnet18", 32), ("torchvision:resnet18", 64)]
-)
-def test_the_original_resnet(name: str, size: int):
-    assert describe(ModelOptions(name=name), size).notes == []
-    assert build(name, size=size).conv1.kernel_size == (7, 7)
-    assert describe(ModelOptions(name="resnet18", pretrained=True), size).channels == 3
-
-
-def test_pictures_of_64_px_keep_the_original_stem_and_the_other_is_priced():
-    (note,) = describe(ModelOptions(name="resnet18"), 64).notes
-    assert "cifar:resnet18 keeps every pixel (3x3 stem, no max-pool) at about 16 times the cost" in note
-    assert build("resnet18", size=64).conv1.kernel_size == (7, 7)
-    assert build("cifar:resnet18", size=64).conv1.kernel_size == (3, 3)
-    assert describe(ModelOptions(name="resnet18", pretrained=True), 64).notes == []
+    ("name", "size", "kernel", "words"),
+    [
+        ("resnet18", 32, 3, ["resnet18 with the CIFAR stem (3x3, no max-pool) because pictures are 32 px",
+                             "torchvision:resnet18 is the original"]),
+        ("resnet18", 64, 7, ["cifar:resnet18 keeps every pixel (3x3 stem, no max-pool) at about 16 times the cost"]),
+        ("cifar:resnet18", 64, 3, ["resnet18 with the CIFAR stem (3x3, no max-pool) because pictures are 64 px"]),
+        ("resnet18", 65, 7, []),
+        ("torchvision:resnet18", 32, 7, []),
+        ("torchvision:resnet18", 64, 7, []),
+    ],
+)  # fmt: skip
+def test_the_stem_of_resnets_suits_the_pictures_and_another_choice_is_noted(name, size, kernel, words):
+    needs = describe(ModelOptions(name=name), size)
+    assert (needs.channels, needs.size, len(needs.notes)) == (3 * (kernel == 7) or None, None, bool(words))
+    assert [word for word in words if word not in needs.notes[0]] == []
+    assert build(name, size=size, channels=3 if kernel == 7 else 1).conv1.kernel_size == (kernel, kernel)
+    pretrained = describe(ModelOptions(name="resnet18", pretrained=True), size)
+    assert (pretrained.channels, pretrained.notes) == (3, [])
 
 
 @pytest.mark.parametrize("size", [32, 64])
@@ -66,18 +72,14 @@ def test_a_settled_name_means_the_same_network_at_any_size(name: str, size: int)
         ("alexnet", {}, 64, None),
         ("swin_t", {}, 32, None),
         ("mlp", {}, 3, None),
+        ("vit_b_16", {}, 224, 224),
         ("cnn", {}, 5, 8),
     ],
 )
 def test_sizes_that_networks_ask_for(name: str, arguments: dict, size: int, expected: int | None):
     needs = describe(ModelOptions(name=name, arguments=arguments), size)
     assert needs.size == expected
-    assert bool(needs.notes) == (expected is not None)
-
-
-def test_nothing_is_noted_where_pictures_suit():
-    needs = describe(ModelOptions(name="vit_b_16"), 224)
-    assert (needs.channels, needs.size, needs.notes) == (3, 224, [])
+    assert bool(needs.notes) == (expected not in (None, size))
 
 
 @pytest.mark.parametrize(
@@ -91,14 +93,8 @@ def test_nothing_is_noted_where_pictures_suit():
         ("mlp", {"pretrained": True}, "no published weights"),
     ],
 )
-def test_what_cannot_be_is_refused(name: str, options: dict, words: str):
-    with pytest.raises(UserError) as caught:
-        build(name, **options)
-    assert words in str(caught.value)
-
-
-def test_the_networks_own_number_of_classes_wins():
-    assert build("mlp", num_classes=9)(torch.zeros(1, 3, 8, 8)).shape == (1, 9)
+def test_what_cannot_be_is_refused(name, options, words):
+    assert words in refusal(name, **options)
 
 
 def test_the_mlp_of_the_source_documents():
@@ -107,6 +103,7 @@ def test_the_mlp_of_the_source_documents():
     assert sum(p.numel() for p in model.parameters()) == 784 * 256 + 256 + 256 * 10 + 10
     deep = build("mlp", arguments={"hidden": 5, "depth": 3, "dropout": 0.5})
     assert [layer.out_features for layer in deep if isinstance(layer, nn.Linear)] == [5, 5, 5, 4]
+    assert build("mlp", num_classes=9)(torch.zeros(1, 3, 8, 8)).shape == (1, 9)
 
 
 @pytest.mark.parametrize(
@@ -176,28 +173,23 @@ def test_a_users_function_and_network(user_file: Path):
 
 
 @pytest.mark.parametrize(
-    ("name", "arguments", "message"),
+    ("name", "options", "message"),
     [
         ("Nt", {}, 'did you mean "Net"'),
-        ("Net", {"hiden": 1}, "hiden"),
-        ("Plain", {"hiden": 1}, "hiden"),
+        ("Net", {"arguments": {"hiden": 1}}, "hiden"),
+        ("Net", {"pretrained": True}, "no published weights"),
+        ("Plain", {"arguments": {"hiden": 1}}, "hiden"),
         ("make", {}, "hidden"),
-        ("made", {"hidden": 1}, "takes no arguments"),
+        ("made", {"arguments": {"hidden": 1}}, "takes no arguments"),
         ("nothing", {}, "returned a int"),
         ("number", {}, "is a int"),
         ("broken", {}, "failed: TypeError"),
     ],
 )
-def test_what_is_no_network_is_refused(user_file: Path, name: str, arguments: dict, message: str):
-    with pytest.raises(UserError) as caught:
-        build(f"{user_file}:{name}", arguments=arguments)
-    assert message in str(caught.value)
-    assert len(str(caught.value).splitlines()) < 8
-
-
-def test_a_users_network_has_no_published_weights(user_file: Path):
-    with pytest.raises(UserError, match="no published weights"):
-        build(f"{user_file}:Net", pretrained=True)
+def test_what_is_no_network_is_refused(user_file, name, options, message):
+    said = refusal(f"{user_file}:{name}", **options)
+    assert message in said
+    assert len(said.splitlines()) < 8
 
 
 MESHED = """
@@ -228,3 +220,71 @@ def test_a_users_network_gets_the_mesh(tmp_path: Path):
     assert mesh_of("Needs", None, {"mesh": "own"}) == mesh_of("Needs", mesh, {"mesh": "own"}) == "own"
     with pytest.raises(UserError, match="Needs requires a mesh, but this parallel mode has none"):
         mesh_of("Needs", None)
+
+
+ONE, TWO, THREE = torch.zeros(2, 3), torch.ones(2, 3), torch.full((2, 3), 2.0)
+
+
+@pytest.mark.parametrize(
+    ("output", "weights"),
+    [
+        (ONE, []),
+        (GoogLeNetOutputs(ONE, TWO, THREE), [0.3, 0.3]),
+        (GoogLeNetOutputs(ONE, None, None), []),
+        (InceptionOutputs(ONE, TWO), [0.4]),
+        ((ONE, TWO), [0.4]),
+        ([ONE], []),
+    ],
+)
+def test_the_first_output_is_the_main_one(output: object, weights: list[float]):
+    main, heads = main_and_auxiliary(output)
+    assert main is ONE
+    assert [weight for _, weight in heads] == weights
+
+
+@pytest.mark.parametrize(
+    ("output", "shown"),
+    [
+        (None, "nothing"),
+        ({"logits": ONE}, r"a dict of logits: a tensor \[2, 3\]"),
+        ((), "a tuple"),
+        ((None, ONE), r"a tuple of nothing, a tensor \[2, 3\]"),
+        ((ONE, "x"), r"a tuple of a tensor \[2, 3\], a str"),
+        (3.0, "a float"),
+        ((ONE, torch.zeros(2, 64, 7, 7)), r"a tuple of a tensor \[2, 3\], a tensor \[2, 64, 7, 7\]"),
+        ((ONE, torch.zeros(2)), r"a tuple of a tensor \[2, 3\], a tensor \[2\]"),
+        (torch.zeros(2, 3, 7, 7), r"a tensor \[2, 3, 7, 7\]"),
+    ],
+)
+def test_anything_else_is_refused_with_what_it_is(output: object, shown: str):
+    with pytest.raises(UserError, match=f"forward returns {shown}\n") as raised:
+        main_and_auxiliary(output)
+    assert "[N, classes]" in raised.value.hints[0]
+
+
+def quicknet(**arguments):
+    torch.manual_seed(1)
+    return build_model(ModelOptions(name="quicknet", arguments=arguments), channels=3, size=32, num_classes=10)
+
+
+def test_the_first_layer_whitens_patches_and_has_the_opposites():
+    net = quicknet()
+    assert isinstance(net, QuickNet)
+    smooth = torch.nn.functional.avg_pool2d(
+        torch.rand(200, 3, 34, 34, generator=torch.Generator().manual_seed(2)), 3, 1
+    )
+    pictures = 20 * (smooth - smooth.mean())
+    net.look(pictures)
+    found = net.whiten(pictures).transpose(0, 1).flatten(1).double()
+    covariance = found @ found.T / found.shape[1]
+    one = torch.eye(12, dtype=torch.float64)
+    torch.testing.assert_close(
+        covariance, torch.cat([torch.cat([one, -one]), torch.cat([-one, one])], 1), atol=0.01, rtol=0
+    )
+    assert not net.whiten.weight.requires_grad
+
+
+def test_it_has_the_widths_that_are_asked_for():
+    assert quicknet(widths=[8, 16, 24]).head.weight.shape == (10, 24)
+    with pytest.raises(UserError, match="three whole numbers"):
+        quicknet(widths=[8, 16])

@@ -16,7 +16,8 @@ OWN = [
     *[("quicknet", channels, size) for channels in (1, 3) for size in (9, 28, 32)],
     *[(name, channels, 32) for name in ("resnet18", "resnet50") for channels in (1, 3)],
 ]
-SMALL_ZOO = [("squeezenet1_1", 64), ("mobilenet_v3_small", 64), ("shufflenet_v2_x0_5", 64), ("googlenet", 64)]
+SMALL_ZOO = [(name, 3, 64) for name in ("squeezenet1_1", "mobilenet_v3_small", "shufflenet_v2_x0_5", "googlenet")]
+FEW = {"vit_b_16", "alexnet", "inception_v3", "swin_t", "regnet_y_400mf", "vgg11"}
 
 
 def build(name: str, channels: int, size: int) -> nn.Module:
@@ -36,9 +37,14 @@ def check_law(model: nn.Module, channels: int, size: int, kind: torch.dtype = to
         assert model.eval()(pictures).shape == (2, CLASSES)
 
 
-@pytest.mark.parametrize("kind", [torch.float32, torch.float64])
-@pytest.mark.parametrize(("name", "channels", "size"), OWN)
-def test_own_architectures(name: str, channels: int, size: int, kind: torch.dtype):
+@pytest.mark.parametrize(
+    ("name", "channels", "size", "kind"),
+    [
+        *[(*each, kind) for each in OWN for kind in (torch.float32, torch.float64)],
+        *[(*each, torch.float32) for each in SMALL_ZOO],
+    ],
+)
+def test_own_architectures_and_small_networks_of_the_zoo(name: str, channels: int, size: int, kind: torch.dtype):
     check_law(build(name, channels, size).to(kind), channels, size, kind)
 
 
@@ -54,11 +60,6 @@ def test_the_deeper_cifar_resnets(name: str):
         check_law(build(name, 3, 32), 3, 32)
 
 
-@pytest.mark.parametrize(("name", "size"), SMALL_ZOO)
-def test_small_networks_of_the_zoo(name: str, size: int):
-    check_law(build(name, 3, size), 3, size)
-
-
 @pytest.mark.slow
 def test_inception_with_its_auxiliary_head():
     model = build("inception_v3", 3, 299)
@@ -70,14 +71,11 @@ def smallest_size(name: str) -> int:
     return describe(ModelOptions(name=name), 64).size or 64
 
 
-@pytest.mark.parametrize("name", ["vit_b_16", "alexnet", "inception_v3", "swin_t", "regnet_y_400mf", "vgg11"])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[] if name in FEW else pytest.mark.slow) for name in models.list_models(module=models)],
+)
 def test_the_zoo_by_its_shapes(meta, name: str):
-    check_law(build(f"torchvision:{name}", 3, smallest_size(name)), 3, smallest_size(name))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", models.list_models(module=models))
-def test_all_of_the_zoo_by_its_shapes(meta, name: str):
     check_law(build(f"torchvision:{name}", 3, smallest_size(name)), 3, smallest_size(name))
 
 

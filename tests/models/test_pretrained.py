@@ -33,6 +33,10 @@ def build(name: str, num_classes: int = 1000, size: int = 64) -> nn.Module:
     return build_model(ModelOptions(name=name, pretrained=True), channels=3, size=size, num_classes=num_classes)
 
 
+def network_of_zoo(name: str) -> nn.Module:
+    return models.get_model(name, **({"init_weights": False} if name in {"googlenet", "inception_v3"} else {}))
+
+
 def test_weights_on_disk_are_used(cache: Path):
     published = models.squeezenet1_1()
     torch.save(published.state_dict(), cache / SQUEEZENET)
@@ -44,16 +48,6 @@ def test_weights_on_disk_are_used(cache: Path):
     assert other(torch.rand(2, 3, 64, 64)).shape == (2, 7)
 
 
-@pytest.mark.parametrize(
-    ("name", "size"), [("mobilenet_v3_small", 64), ("shufflenet_v2_x0_5", 64), ("googlenet", 64), ("densenet121", 64)]
-)
-def test_heads_are_replaced(cache: Path, name: str, size: int):
-    options = {"init_weights": False} if name == "googlenet" else {}
-    network = models.get_model(name, **options)
-    torch.save(network.state_dict(), cache / models.get_model_weights(name)["DEFAULT"].url.rpartition("/")[2])
-    assert build(name, 7, size)(torch.rand(2, 3, size, size)).shape == (2, 7)
-
-
 KINDS = [
     "alexnet", "convnext_tiny", "efficientnet_b0", "inception_v3", "maxvit_t", "mnasnet0_5", "mobilenet_v2",
     "regnet_y_400mf", "resnet50", "resnext50_32x4d", "swin_t", "swin_v2_t", "vgg11", "vit_b_32", "wide_resnet50_2",
@@ -62,7 +56,7 @@ KINDS = [
 
 @pytest.mark.parametrize("name", KINDS)
 def test_every_kind_has_a_head_to_replace(meta, name: str):
-    model = models.get_model(name, **({"init_weights": False} if name == "inception_v3" else {}))
+    model = network_of_zoo(name)
     zoo._replace_heads(model, name, 7)
     assert all(1000 not in (getattr(x, "out_features", 0), getattr(x, "out_channels", 0)) for x in model.modules())
     assert [layer for layer in model.modules() if isinstance(layer, nn.Linear)][-1].out_features == 7
@@ -156,18 +150,25 @@ def test_without_a_network_it_says_soon_what_to_put_where(cache: Path, monkeypat
     assert f"save the file as {cache / 'net-01234567.pth'}" in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["googlenet", "inception_v3", "vit_b_32", "maxvit_t", "resnet18", "squeezenet1_1"])
-def test_the_network_of_published_weights_is_made_without_them(cache: Path, monkeypatch, name: str):
+@pytest.mark.parametrize(
+    "name",
+    [
+        "googlenet", "inception_v3", "vit_b_32", "maxvit_t", "resnet18", "squeezenet1_1", "mobilenet_v3_small",
+        "shufflenet_v2_x0_5", "densenet121",
+    ],
+)  # fmt: skip
+def test_heads_are_replaced_and_the_network_is_made_again_without_the_published_weights(cache: Path, monkeypatch, name):
     monkeypatch.setattr(download.urllib.request, "urlopen", None)  # nothing may be fetched for the second one
-    options = {"init_weights": False} if name in {"googlenet", "inception_v3"} else {}
-    weights = models.get_model(name, **options).state_dict()
-    url = models.get_model_weights(name)["DEFAULT"].url
-    torch.save(weights, cache / url.rpartition("/")[2])
+    weights = network_of_zoo(name).state_dict()
+    file = cache / models.get_model_weights(name)["DEFAULT"].url.rpartition("/")[2]
+    torch.save(weights, file)
     asked = ModelOptions(name=name, pretrained=True)
-    first = build_model(asked, channels=3, size=describe(asked, 64).size or 64, num_classes=7)
-    settled = resolve_model(asked, 64)
-    (cache / url.rpartition("/")[2]).unlink()
+    size = describe(asked, 64).size or 64
+    first, settled = build(name, 7, size), resolve_model(asked, 64)
+    file.unlink()
     again = build_model(settled, channels=3, size=describe(settled, 64).size or 64, num_classes=7)
     assert {k: v.shape for k, v in first.state_dict().items()} == {k: v.shape for k, v in again.state_dict().items()}
     assert getattr(first, "transform_input", None) == getattr(again, "transform_input", None)
     assert not settled.pretrained
+    with torch.no_grad():
+        assert first.eval()(torch.rand(2, 3, size, size)).shape == (2, 7)

@@ -90,15 +90,9 @@ class _OneShare:
     count = SAMPLES
 
 
-@pytest.mark.parametrize("name", FEW)
-def test_a_few_networks(name):
-    check(name)
-
-
-@pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", FAMILIES)
-def test_one_of_each_family(name):
+@pytest.mark.parametrize("name", [*FEW, *(pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES)])
+def test_a_network_gives_under_a_plan_for_one_process_what_it_gives_by_itself(name):
     check(name)
 
 
@@ -126,6 +120,9 @@ def test_notes_say_what_stays_whole():
     assert "odd is not split" in text
     assert "mean" in text
     assert graph.ops["odd"].kind == "opaque"
+    text = "\n".join(describe_network(_build("shufflenet_v2_x0_5")[0], torch.zeros(3, 64, 64)).notes)
+    assert "chunk" in text
+    assert "shard only the batch" in text
 
 
 def test_what_lies_around_a_part_that_cant_be_looked_into_is_looked_into():
@@ -133,10 +130,3 @@ def test_what_lies_around_a_part_that_cant_be_looked_into_is_looked_into():
     graph = describe_network(model, torch.zeros(4))
     assert {"0.0", "0.1.0", "0.1.1", "1"} <= set(graph.ops)
     assert next(note for note in graph.notes if "tracing fails" in note).startswith("0.1.0 is not split")
-
-
-def test_notes_name_ops_without_a_rule():
-    model, _ = _build("shufflenet_v2_x0_5")
-    text = "\n".join(describe_network(model, torch.zeros(3, 64, 64)).notes)
-    assert "chunk" in text
-    assert "shard only the batch" in text

@@ -24,8 +24,6 @@ MESHES = st.sampled_from([SQUARE, Mesh((("dp", 2),)), Mesh((("dp", 3),)), Mesh((
 
 
 class Net(nn.Module):
-    """A little of everything, and a layer that is used twice."""
-
     def __init__(self):
         super().__init__()
         self.stem = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())
@@ -74,11 +72,7 @@ NAMES = st.text(alphabet="abc.*01", min_size=1, max_size=8)
     st.lists(NAMES, max_size=3),
     st.fixed_dictionaries(
         {},
-        optional={
-            "reason": NAMES,
-            "predicted": st.dictionaries(NAMES, st.integers()),
-            "somebody's own": st.integers(),
-        },
+        optional={"reason": NAMES, "predicted": st.dictionaries(NAMES, st.integers()), "somebody's own": st.integers()},
     ),
 )
 def test_a_plan_comes_back_as_it_was_written(tmp_path_factory, mesh, ops, pinned, about):

@@ -4,6 +4,7 @@ import json
 import os
 import socket
 import threading
+from contextlib import closing
 from datetime import timedelta
 
 import pytest
@@ -52,15 +53,11 @@ def test_junk_in_the_place_of_the_first_cause_neither_ends_the_listener_nor_hide
     monkeypatch.setattr(group, "LEARN_S", 5.0)
     store = dist.HashStore()
     dist.PrefixStore("failure/0", store).set("text", b"\xff junk")
-    one, other = Cause(store, 0), Cause(store, 0)
-    try:
+    with closing(Cause(store, 0)) as one, closing(Cause(store, 0)) as other:
         one.publish(PeerFailure.of(1, "n2", "w" * 5000))
         learnt = other.learn()
-        assert learnt is not None
-        assert learnt.what == "w" * 2000
-    finally:
-        one.close()
-        other.close()
+    assert learnt is not None
+    assert learnt.what == "w" * 2000
 
 
 def rendezvous(size, rank, store, ended):

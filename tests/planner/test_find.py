@@ -1,14 +1,16 @@
-"""Finding plans: never above those by hand, within memory, with pins kept, and data parallel where that wins.
+"""Finding plans: never above those by hand, within memory, with pins kept, and data parallel where that wins."""
 
-Fewer processes are recommended where they do as well, and never by less than what was timed varies.
-"""
-
+import tomllib
 from dataclasses import replace
+from importlib import resources
 
+import platformdirs
 import pytest
+import torch
 import torchvision.models as zoo
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 import manyhands
 from manyhands.core.errors import UserError
@@ -17,6 +19,7 @@ from manyhands.parallel.split.strategy import resolve
 from manyhands.planner.choose import DATA_PARALLEL
 from manyhands.planner.collectives import shares
 from manyhands.planner.cost import Setting, Work, sketch
+from manyhands.planner.device_models import REACHED_OPERATIONS, device_model
 from manyhands.planner.find import GAP, SearchRequest, digest, enough, fewer_counts, find, one_weird_trick
 from manyhands.planner.links import links_of
 from manyhands.planner.solve import NoPlanError, evaluate, solve_all
@@ -148,8 +151,6 @@ def test_another_network_has_another_digest():
 def test_from_python():
     model = heavy().eval()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    import torch
-
     plan = manyhands.find_plan(
         model, torch.zeros(64, 3, 32, 32), world_size=4, mesh="dp=2,tp=2", link="100mbit", pin={"6": "n@dp o@tp"}
     )
@@ -245,3 +246,107 @@ def test_a_share_that_was_timed_scales_all_plans_alike():
 def test_work_hides_behind_nothing():
     idle, busy = (find(HEAVY, SearchRequest(2, 4096), links=links_at(1e9, 1e-5, *work)) for work in ((), (1e-9, 1e-6)))
     assert busy.options[0].prediction.gradient_seconds > idle.options[0].prediction.gradient_seconds
+
+
+OURS = tomllib.loads(resources.files("manyhands.planner").joinpath("device_models.toml").read_text(encoding="utf-8"))
+CHAIN = graph_of(chain(), channels=4)
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    monkeypatch.setattr(platformdirs, "user_config_path", lambda name: tmp_path)
+    return tmp_path / "device-models.toml"
+
+
+@pytest.mark.parametrize("name", sorted(OURS))
+def test_each_of_ours_is_whole_and_has_a_source(own, name):
+    found = device_model(name.upper())
+    assert found.source
+    assert found.memory_bytes >= 16e9
+    for precision, rate in found.operations.items():
+        assert found.rates(precision)[0] == pytest.approx(REACHED_OPERATIONS * rate)
+        assert found.source in found.said(precision)
+        assert "estimated" in found.said(precision)
+    assert {"h100", "a100", "910b", "rtx4090"} <= set(OURS)
+
+
+def test_users_add_their_own(own):
+    own.write_text(
+        '[mine]\nname = "My own"\nmemory = "8GB"\nbandwidth = 1e11\nwithin = 1e10\n'
+        'operations = { fp32 = 1e13 }\nsource = "measured"\n',
+        encoding="utf-8",
+    )
+    assert device_model("mine").name == "My own"
+    assert device_model("h100").name == "NVIDIA H100 SXM"
+    with pytest.raises(UserError, match="only for fp32, not bf16"):
+        device_model("mine").rates("bf16")
+
+
+@pytest.mark.parametrize("content", ["[mine", "[mine]\nname = 3", "[mine]\nmemory = '8GB'", "mine = 3"])
+def test_a_wrong_file_and_an_unknown_name_are_told(own, content):
+    own.write_text(content, encoding="utf-8")
+    with pytest.raises(UserError, match=r"device-models\.toml|mine") as error:
+        device_model("mine")
+    assert str(own) in f"{error.value.where} {error.value.message}"
+    own.unlink()
+    with pytest.raises(UserError, match="h1000") as error:
+        device_model("h1000")
+    assert "h100" in " ".join(error.value.hints)
+
+
+def test_a_faster_device_makes_shorter_steps_and_nothing_is_measured(own, tmp_path):
+    slow, fast = (
+        find(
+            CHAIN,
+            SearchRequest(2, 64, accelerator=True),
+            OpTimes(folder=tmp_path, rates=device_model(name).rates("fp32")),
+        )
+        for name in ("t4", "h100")
+    )
+    assert fast.options[0].prediction.compute_seconds < slow.options[0].prediction.compute_seconds
+    assert not list(tmp_path.glob("ops-*"))
+
+
+class WithIndices(nn.Module):
+    """A table of positions [tokens, tokens] picks biases, as in Swin; a mask is inverted; forward takes more words."""
+
+    def __init__(self):
+        super().__init__()
+        self.biases = nn.Parameter(torch.zeros(7))
+        self.register_buffer("positions", torch.arange(16).reshape(4, 4) % 7)
+        self.register_buffer("mask", torch.tensor([True, False, True, True]))
+        self.last = nn.Linear(4, 3)
+
+    def forward(self, x, mask=None, scale: float = 2.0):
+        x = x.mean((2, 3)) * scale if mask is None else x * mask
+        x = x + self.biases[self.positions].sum(0)
+        return self.last(x * (~self.mask).float())
+
+
+class Draws(nn.Module):
+    """Draws in place, which a made-up input that wants a gradient doesn't take."""
+
+    def __init__(self):
+        super().__init__()
+        self.last = nn.Linear(4, 3)
+
+    def forward(self, x):
+        x = self.last(x.mean((2, 3)))
+        return x * x.new_empty(x.shape[0], 1).bernoulli_(1.0)
+
+
+def test_buffers_are_read_as_they_are_and_further_arguments_keep_their_defaults(tmp_path):
+    graph = graph_of(WithIndices(), size=8, channels=4)
+    assert [op.name for op in graph.ops.values() if op.name.startswith("input")] == ["input"]
+    found = find(graph, SearchRequest(2, 8), OpTimes(folder=tmp_path))
+    assert found.notes == ()
+
+
+def test_an_op_that_can_not_be_timed_is_priced_by_its_size_and_named(tmp_path):
+    times = OpTimes(folder=tmp_path)
+    found = find(graph_of(Draws(), size=8, channels=4), SearchRequest(2, 8), times)
+    (note,) = found.notes
+    assert note.startswith("bernoulli can't be timed; the cost is estimated from the size (RuntimeError: ")
+    assert (len(times.failed), times.estimated) == (1, 1)
+    times.save()
+    assert all("bernoulli" not in line for line in times.file.read_text().splitlines())

@@ -92,7 +92,6 @@ def test_a_broken_file_is_noted_and_begun_anew(tmp_path, broken):
 
 
 def _kept(folder, **changed):
-    """A file with one op that was measured, but for what is changed."""
     op, times = Op(), OpTimes(folder=folder)
     times.seconds("a", op.make, 1, 1)
     times.save()

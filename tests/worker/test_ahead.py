@@ -4,7 +4,6 @@ import os
 import shutil
 
 import pytest
-import torch
 
 from manyhands.cluster.agents.protocol import orders_for
 from manyhands.cluster.hosts.inventory import Rendezvous
@@ -13,15 +12,11 @@ from manyhands.core.errors import UserError
 from manyhands.data.open import open_data
 from manyhands.data.options import DataOptions
 from manyhands.worker.entry import preload
-from tests.data.sets import write_idx
+from tests.data.sets import write_mnist
 
 
 def _mnist(place):
-    for part, count in (("train", 20), ("t10k", 10)):
-        (place / "mnist").mkdir(parents=True, exist_ok=True)
-        write_idx(place / f"mnist/{part}-images-idx3-ubyte.gz", torch.ones(count, 28, 28, dtype=torch.uint8))
-        write_idx(place / f"mnist/{part}-labels-idx1-ubyte.gz", torch.arange(count, dtype=torch.uint8) % 10)
-    return place
+    return write_mnist(place / "mnist").parent
 
 
 def _open_ahead(options, **more):

@@ -2,6 +2,7 @@
 
 import json
 import threading
+from contextlib import closing
 
 import pytest
 import torch.distributed as dist
@@ -70,11 +71,8 @@ def soon(monkeypatch):
 
 
 def test_where_nothing_better_is_learnt_the_librarys_words_stay(soon):
-    listening = Cause(dist.HashStore(), 0)
-    try:
+    with closing(Cause(dist.HashStore(), 0)) as listening:
         record = first_of_all(_Group(listening), failure(dist.DistBackendError(GONE)))
-    finally:
-        listening.close()
     assert "ncclRemoteError" in record.what
     assert record.what.startswith("another process ended")
 
@@ -82,13 +80,9 @@ def test_where_nothing_better_is_learnt_the_librarys_words_stay(soon):
 def test_a_causes_words_reach_the_others(soon, monkeypatch):
     monkeypatch.setattr(group, "LEARN_S", 10)
     store = dist.HashStore()
-    one, other = Cause(store, 0), Cause(store, 0)
-    try:
+    with closing(Cause(store, 0)) as one, closing(Cause(store, 0)) as other:
         first_of_all(_Group(one), failure(dist.DistBackendError(DUPLICATE), rank=1))
         record = first_of_all(_Group(other), failure(dist.DistBackendError(GONE)))
-    finally:
-        one.close()
-        other.close()
     assert "rank 1 on" in record.what
     assert "Duplicate GPU detected" in record.what
 
@@ -101,16 +95,13 @@ def test_an_accelerators_process_that_waits_for_ever_is_ended_by_its_listener(so
         heard.append(told)
         left.set()
 
-    waiting, failing = Cause(store, 0, leave), Cause(store, 0)
-    failing.publish(PeerFailure.of(1, "n2", "KeyError: mine"))
-    assert left.wait(10)
-    assert heard[0].rank == 1
-    # One that ends by itself in time is left alone.
-    leaving = Cause(dist.HashStore(), 0, leave)
-    leaving.close()
-    assert len(heard) == 1
-    waiting.close()
-    failing.close()
+    with closing(Cause(store, 0, leave)), closing(Cause(store, 0)) as failing:
+        failing.publish(PeerFailure.of(1, "n2", "KeyError: mine"))
+        assert left.wait(10)
+        assert heard[0].rank == 1
+        # One that ends by itself in time is left alone.
+        Cause(dist.HashStore(), 0, leave).close()
+        assert len(heard) == 1
 
 
 def test_the_record_is_written_before_the_group_is_left(monkeypatch, tmp_path):
@@ -154,13 +145,9 @@ def test_on_an_accelerator_the_listener_writes_the_record_and_aborts(started_by,
     monkeypatch.setattr(entry, "_build", lambda *_: None)
     mine = GroupMember(ProcessInfo(rank=1, size=2, device="cuda", started_by=started_by), folder, "build")
     entry._join_and_build(mine, load_job({"model.name": "mlp"}, environment={}).job, {}, print)
-    failing = Cause(store, 0)
-    try:
+    with closing(waiting.cause), closing(Cause(store, 0)) as failing:
         failing.publish(PeerFailure.of(0, "n1", "KeyError: mine"))
         assert ended.wait(20)
-    finally:
-        failing.close()
-        waiting.cause.close()
     record = json.loads((folder.failures / "1.json").read_text())
     assert record["consequence"]
     assert "rank 0 on n1 failed first: KeyError: mine" in record["what"]

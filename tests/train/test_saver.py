@@ -1,16 +1,21 @@
-"""Saves come as often as what they hold up and how often a run fails make best."""
+"""Saves: how often they come, and that what is written beside training is of the moment when it was asked for."""
 
 import json
 import math
+import threading
 import time
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
+from manyhands.checkpoint.write import SaveError
 from manyhands.core.records import read_lines
 from manyhands.core.run_folder import RunFolder
 from manyhands.core.world import World
+from manyhands.parallel.network import ParallelNetwork
 from manyhands.train.journal import Journal
 from manyhands.train.saver import (
     EXPECTED_S,
@@ -19,10 +24,13 @@ from manyhands.train.saver import (
     SHORTEST_S,
     USUAL_S,
     SaveInterval,
+    SaveOutcome,
+    Saver,
     best_interval,
     between_failures,
     seen_failures,
 )
+from manyhands.train.state import Progress, capture, copied
 
 SAVE_S = st.floats(0, 1e5)
 FAILS_S = st.floats(0.1, 1e8)
@@ -87,9 +95,6 @@ def test_a_save_costs_what_training_waits_for_and_on_a_cpu_what_it_writes_beside
     for device, cost_s in (("cpu", 0.7), ("cuda:0", 0.5)):
         found = SaveInterval(failed, World(device=device)).saved(0.5, 0.2)
         assert found == pytest.approx(math.sqrt(2 * cost_s * expected), rel=1e-2)
-
-
-def test_a_save_that_costs_little_is_made_each_minute(tmp_path):
     assert SaveInterval(_diary(tmp_path), World()).saved(0.3, 0) == USUAL_S
 
 
@@ -113,3 +118,75 @@ def test_it_is_recorded_at_once_and_said_once_it_has_an_effect(tmp_path, monkeyp
     lines = list(read_lines(folder.events))
     assert [line["kind"] for line in lines] == ["interval", "note", "interval"]
     assert f"a checkpoint every {seconds:.0f} s" in lines[1]["message"]
+
+
+PATIENCE_S = 60
+
+
+def test_training_goes_on_while_it_is_written_and_hears_how_it_ended():
+    saver, may = Saver(), threading.Event()
+
+    def write():
+        assert may.wait(PATIENCE_S)
+        return SaveOutcome(digests={"model": "7"})
+
+    saver.begin(7, write)
+    assert (saver.step, saver.done) == (7, False)
+    may.set()
+    assert saver.end() == SaveOutcome(digests={"model": "7"})
+    assert saver.step is None
+    saver.begin(8, None)  # a process that writes nothing
+    assert (saver.step, saver.done) == (8, False)
+    assert saver.end() is None
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_a_full_disk_is_an_outcome_and_anything_else_is_raised(background):
+    saver = Saver()
+
+    def fail(error):
+        raise error
+
+    for step, error in enumerate((SaveError("the disk is full"), TypeError("not plain data"))):
+        saver.begin(step, lambda error=error: fail(error), background=background)
+        saver.wait()
+        assert saver.done
+        if step:
+            with pytest.raises(TypeError, match="not plain data"):
+                saver.end()
+        else:
+            assert saver.end() == SaveOutcome("the disk is full")
+        assert saver.step is None
+
+
+def test_what_training_changes_afterwards_is_not_in_the_copy():
+    network = nn.Linear(2, 1)
+    optimizer = torch.optim.LBFGS(network.parameters(), max_iter=3)
+
+    def loss():
+        optimizer.zero_grad()
+        value = (network(torch.ones(4, 2)) - 3).square().sum()
+        value.backward()
+        return value
+
+    optimizer.step(loss)
+    told = {"rates": [1, 2]}
+    before = capture(ParallelNetwork(network), optimizer, Progress(step=1), told)
+    texts = str(before)
+    optimizer.step(loss)
+    optimizer.param_groups[0]["lr"] = 0.5
+    told["rates"].append(3)
+    assert str(before) == texts
+    assert str(capture(ParallelNetwork(network), optimizer, Progress(step=1), told)) != texts
+
+
+def test_who_keeps_a_copy_has_each_tensor_and_who_does_not_has_none():
+    """As FSDP gives it: weights, and beside them the very count that Adam keeps on the CPU."""
+    count, weights = torch.tensor(3.0), torch.ones(2)
+    given = ({"weight": weights}, {"state": {"weight": {"step": count}}})
+    found = copied(given)
+    for live in (count, weights):
+        live += 1
+    assert found[1]["state"]["weight"]["step"] == 3
+    assert found[0]["weight"].tolist() == [1, 1]
+    assert copied(given, keep=False) == ({"weight": None}, {"state": {"weight": {"step": None}}})

@@ -1,0 +1,111 @@
+"""What is watched beside training: a loss that diverges, time spent in communication, connections to end."""
+
+import math
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from torchvision.models import resnet18
+
+from manyhands.sync.costs import LinkCase
+from manyhands.sync.link_speeds import named_link
+from manyhands.sync.options import SyncOptions
+from manyhands.train.status import CommunicationMonitor, Divergence
+
+
+@pytest.mark.parametrize(
+    ("classes", "losses", "places"),
+    [
+        (10, (2.3, 2.0, 1.5, 9.0, 1.4, 8.0, 1.3), []),  # thrown up for once
+        (10, (0.01, 0.05, 0.04, 0.06, 0.05), []),  # a run that goes on
+        (10, (2.3, 6.8, 6.8, 6.8, 6.8), []),
+        (10, (900.0, 1500.0, 2000.0, 2500.0, 2600.0), []),  # a loss of one's own
+        (10, (2.3, 8.0, 9.0, 30.0, 40.0, 1e6), [3]),
+        (10, (2.3, 8.0, math.inf, 1e30, 40.0), [3]),
+        (1000, (6.9, 21.0, 22.0, 23.0), [3]),
+    ],
+)
+def test_what_diverges_is_reported_once_and_what_is_usual_not(classes, losses, places):
+    watch = Divergence(classes)
+    assert [place for place, loss in enumerate(losses) if watch.observe(loss)] == places
+
+
+SHAPES = tuple(tuple(one.shape) for one in resnet18().parameters())
+RUN = SimpleNamespace(job=SimpleNamespace(sync=SyncOptions()), folder=SimpleNamespace(path=Path("runs/a")))
+
+
+class Journal:
+    def __init__(self):
+        self.said = []
+
+    def event(self, kind, text, step, **figures):
+        self.said.append((kind, text, step, figures))
+
+
+def standing(link):
+    return CommunicationMonitor(
+        lambda computing_s: LinkCase(SHAPES, 4, 9610, 3, computing_s, 0.0, named_link(link), 10_000), RUN, {}
+    )
+
+
+def reported(link, stood_s, step_s, steps, processes=3):
+    one, journal = standing(link), Journal()
+    for step in range(1, steps + 1):
+        status = SimpleNamespace(extra=[processes * stood_s, processes * step_s, processes])
+        one.observe(status, step, journal)
+    return journal.said
+
+
+@pytest.mark.parametrize(
+    ("link", "stood_s", "step_s", "at", "words"),
+    [
+        ("10mbit", 54.0, 55.0, 2, ["98% of the 55 s per step", "powersgd", "resume runs/a --set sync.method=auto"]),
+        (
+            "100mbit",
+            0.9,
+            1.0,
+            4,
+            ["90% of the 1 s per step", "manyhands resume"],
+        ),  # short steps are watched for a while
+        ("100gbit", 0.9, 1.0, 4, ["--sync auto would also choose allreduce"]),
+    ],
+)
+def test_communication_is_reported_once_with_its_share_and_what_auto_would_change(link, stood_s, step_s, at, words):
+    ((kind, text, step, figures),) = reported(link, stood_s, step_s, 9)
+    assert (kind, step) == ("sync", at)
+    assert figures["share"] == pytest.approx(stood_s / step_s)
+    assert [word for word in words if word not in text] == []
+    assert ("resume" in text) == (link != "100gbit")
+
+
+def test_a_third_of_the_time_and_less_goes_unsaid():
+    assert reported("10mbit", 0.33, 1.0, 50) == []
+
+
+def test_standing_still_is_what_neither_computes_nor_waits_for_data():
+    one = standing("10mbit")
+    stood_s, all_s, processes = one.numbers_to_sum(10.0, 2, 3.0)
+    assert (all_s, processes) == (10.0, 1)
+    assert 5.0 < stood_s <= 7.0
+    one.compute_s = 2.5
+    assert one.numbers_to_sum(10.0, 2, 3.0) == [2.0, 10.0, 1]
+    assert one.numbers_to_sum(1.0, 2, 3.0) == [0.0, 1.0, 1]
+
+
+PROGRAM = """
+import socket
+from manyhands.train.status import shut_connections
+listener = socket.create_server(("127.0.0.1", 0))
+near = socket.create_connection(listener.getsockname())
+far, _ = listener.accept()
+shut_connections()
+assert near.recv(1) == far.recv(1) == b"", "who waits for another hears nothing"
+socket.create_connection(listener.getsockname()).close()
+listener.accept()  # gloo ends the whole process where this fails
+"""
+
+
+def test_connections_end_and_what_listens_goes_on():
+    subprocess.run([sys.executable, "-c", PROGRAM], check=True, timeout=120)
