@@ -28,7 +28,7 @@ from tests.e2e.command import QUICK, end, events, start, wait_until
 from tests.faults import goals_script
 from tests.faults.soak import last_step, workers
 from tests.network.lab import Lab
-from tests.network.test_launch import hosts, is_agent
+from tests.network.runs import hosts, is_agent
 
 # Who has not gone on by then never does, for this table.
 NEVER_S = 120
