@@ -180,17 +180,17 @@ def scene(tmp_path, monkeypatch):
         ("running", "closes", MachineState.RUNNING, None),  # what supervises the start says so
         ("running", "next_start", MachineState.RUNNING, None),
         ("lost", RETRY_LEAST_S / 2, MachineState.LOST, RETRY_LEAST_S / 2),
-        ("lost", float(RETRY_LEAST_S), MachineState.CONTACTING, CONTACT_S),
+        ("lost", RETRY_LEAST_S, MachineState.CONTACTING, CONTACT_S),
         ("lost", "next_start", MachineState.LOST, RETRY_LEAST_S),
         ("contacting", CONTACT_S / 2, MachineState.CONTACTING, CONTACT_S / 2),
-        ("contacting", float(CONTACT_S + 1), MachineState.LOST, RETRY_MOST_S),
+        ("contacting", CONTACT_S + 1, MachineState.LOST, RETRY_MOST_S),
         ("contacting", "answers_all", MachineState.READY, None),
         ("contacting", "closes", MachineState.LOST, RETRY_LEAST_S),
         ("contacting", "is_busy", MachineState.LOST, RETRY_LEAST_S),
         ("contacting", "holds_another_run", "refused", None),
         ("contacting", "fails_a_request", "refused", None),
         ("contacting", "next_start", MachineState.CONTACTING, CONTACT_S),
-        ("ready", float(SILENT_S - 1), MachineState.READY, None),
+        ("ready", SILENT_S - 1, MachineState.READY, None),
         ("ready", "is_silent", MachineState.LOST, RETRY_LEAST_S),
         ("ready", "closes", MachineState.LOST, RETRY_LEAST_S),
         ("ready", "next_start", MachineState.RUNNING, None),
@@ -204,7 +204,7 @@ def scene(tmp_path, monkeypatch):
 )
 def test_an_event_in_a_state(state, event, then, until_s, scene):
     getattr(scene, state)()
-    scene.wait(event) if isinstance(event, float) else getattr(scene, event)()
+    getattr(scene, event)() if isinstance(event, str) else scene.wait(event)  # so many seconds
     if then == "refused":
         assert scene.n3 not in scene.machines.all
         assert scene.said[-1][0].startswith("n3 can't join: ")
