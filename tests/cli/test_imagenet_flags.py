@@ -6,16 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manyhands.cli.imagenet import (
-    RECIPE,
-    ImagenetFlags,
-    Nodes,
-    imagenet,
-    job_values,
-    nodes_of,
-    notes,
-    rendezvous_of,
-)
+from manyhands.cli.imagenet import RECIPE, Nodes, imagenet, job_values, nodes_of, notes, rendezvous_of
+from manyhands.cli.imagenet import ImagenetFlags as Flags
 from manyhands.cli.main import main, make_app
 from manyhands.cluster.hosts.inventory import Rendezvous
 from manyhands.config.load import load_job
@@ -27,25 +19,17 @@ from manyhands.models.published import published_names
 URL = "tcp://10.0.0.1:8090"
 # Every flag of main.py in all its spellings, with a value, the field it belongs to and what is expected there.
 KNOWN = [
-    ("-a resnet50", "arch", "resnet50"),
-    ("--arch resnet50", "arch", "resnet50"),
-    ("-j 2", "workers", 2),
-    ("-j2", "workers", 2),
-    ("--workers 2", "workers", 2),
+    ("-a resnet50 | --arch resnet50", "arch", "resnet50"),
+    ("-j 2 | -j2 | --workers 2", "workers", 2),
     ("--epochs 30", "epochs", 30),
     ("--start-epoch 3", "start_epoch", 3),
-    ("-b 64", "batch_size", 64),
-    ("--batch-size 64", "batch_size", 64),
-    ("--lr 0.2", "lr", 0.2),
-    ("--learning-rate 0.2", "lr", 0.2),
+    ("-b 64 | --batch-size 64", "batch_size", 64),
+    ("--lr 0.2 | --learning-rate 0.2", "lr", 0.2),
     ("--momentum 0.8", "momentum", 0.8),
-    ("--wd 0.01", "weight_decay", 0.01),
-    ("--weight-decay 1e-2", "weight_decay", 0.01),
-    ("-p 20", "print_freq", 20),
-    ("--print-freq 20", "print_freq", 20),
+    ("--wd 0.01 | --weight-decay 1e-2", "weight_decay", 0.01),
+    ("-p 20 | --print-freq 20", "print_freq", 20),
     ("--resume checkpoint.pth.tar", "resume", "checkpoint.pth.tar"),
-    ("-e", "evaluate", True),
-    ("--evaluate", "evaluate", True),
+    ("-e | --evaluate", "evaluate", True),
     ("--pretrained", "pretrained", True),
     ("--world-size 3", "world_size", 3),
     ("--world-size -1", "world_size", -1),
@@ -63,20 +47,21 @@ KNOWN = [
 
 
 def changed(flags):
-    return {name: value for name, value in vars(flags).items() if value != getattr(ImagenetFlags(), name)}
+    return {name: value for name, value in vars(flags).items() if value != getattr(Flags(), name)}
 
 
-@pytest.mark.parametrize(("words", "field", "value"), KNOWN, ids=[words for words, _, _ in KNOWN])
-def test_every_flag_is_known(words, field, value):
-    command, bound, _ = make_app().parse_args(["imagenet", *words.split()], exit_on_error=False, print_error=False)
-    assert command is imagenet
-    found = dict(bound.arguments)
-    flags = found.pop("flags", ImagenetFlags())
-    assert {**changed(flags), **found} == {field: value}
+@pytest.mark.parametrize(("spellings", "field", "value"), KNOWN, ids=[words for words, _, _ in KNOWN])
+def test_every_flag_is_known(spellings, field, value):
+    for words in spellings.split("|"):
+        command, bound, _ = make_app().parse_args(["imagenet", *words.split()], exit_on_error=False, print_error=False)
+        assert command is imagenet
+        found = dict(bound.arguments)
+        flags = found.pop("flags", Flags())
+        assert {**changed(flags), **found} == {field: value}
 
 
 def test_every_field_has_a_flag():
-    assert {field for _, field, _ in KNOWN} == set(vars(ImagenetFlags()))
+    assert {field for _, field, _ in KNOWN} == set(vars(Flags()))
 
 
 def job_of(flags, environment=None):
@@ -85,7 +70,7 @@ def job_of(flags, environment=None):
 
 
 def test_without_flags_it_is_main_py():
-    job = job_of(ImagenetFlags())
+    job = job_of(Flags())
     train = job.train
     assert (train.epochs, train.batch, train.optimizer, train.lr, train.momentum) == (90, 256, "sgd", 0.1, 0.9)
     assert (train.nesterov, train.weight_decay, train.decay_norm_and_bias) == (False, 1e-4, True)
@@ -109,25 +94,25 @@ def test_the_help_names_all_networks_of_torchvision(capsys):
 
 
 def test_made_pictures_fit_a_network_of_another_size():
-    values = job_values(ImagenetFlags(arch="inception_v3", dummy=True), nodes_of(ImagenetFlags()))
+    values = job_values(Flags(arch="inception_v3", dummy=True), nodes_of(Flags()))
     assert values["data.image_size"] == 299
     picture, _ = open_fake("fake-imagenet", DataOptions(image_size=299)).test.dataset[0]
     assert picture.shape == (3, 299, 299)
-    assert job_values(ImagenetFlags(arch="resnet18", dummy=True), nodes_of(ImagenetFlags()))["data.image_size"] is None
+    assert job_values(Flags(arch="resnet18", dummy=True), nodes_of(Flags()))["data.image_size"] is None
 
 
 @pytest.mark.parametrize("arch", ["vit_b_16", "convnext_tiny", "swin_t"])
 def test_the_recipe_is_the_same_for_every_network(arch):
-    assert job_of(ImagenetFlags(arch=arch)).train == job_of(ImagenetFlags()).train
+    assert job_of(Flags(arch=arch)).train == job_of(Flags()).train
 
 
 def test_a_folder_is_never_taken_for_a_data_sets_name():
-    assert job_of(ImagenetFlags(data="mnist")).data.name == "./mnist"
-    assert job_of(ImagenetFlags(data="/data/imagenet")).data.name == "/data/imagenet"
+    assert job_of(Flags(data="mnist")).data.name == "./mnist"
+    assert job_of(Flags(data="/data/imagenet")).data.name == "/data/imagenet"
 
 
 def test_flags_reach_the_job():
-    flags = ImagenetFlags(
+    flags = Flags(
         arch="resnet50", workers=6, epochs=5, start_epoch=2, lr=0.3, momentum=0.5, weight_decay=0.0, print_freq=7,
         seed=11, dist_backend="gloo", no_accel=True, pretrained=True,
     )  # fmt: skip
@@ -136,10 +121,10 @@ def test_flags_reach_the_job():
     assert (job.train.epochs, job.train.start_epoch, job.train.lr, job.train.momentum) == (5, 2, 0.3, 0.5)
     assert (job.train.weight_decay, job.train.seed, job.run.log_steps) == (0.0, 11, 7)
     assert (job.cluster.backend, job.cluster.device) == ("gloo", "cpu")
-    assert job_of(ImagenetFlags(workers=0)).data.workers == 0
-    assert job_of(ImagenetFlags(gpu=2)).cluster.device == "auto:2"
-    assert job_of(ImagenetFlags(gpu=2)).cluster.processes == 1
-    assert job_of(ImagenetFlags(dummy=True)).data.name == "fake-imagenet"
+    assert job_of(Flags(workers=0)).data.workers == 0
+    assert job_of(Flags(gpu=2)).cluster.device == "auto:2"
+    assert job_of(Flags(gpu=2)).cluster.processes == 1
+    assert job_of(Flags(dummy=True)).data.name == "fake-imagenet"
 
 
 @given(
@@ -148,9 +133,8 @@ def test_flags_reach_the_job():
 )  # fmt: skip
 def test_nodes_and_processes_are_counted_as_there(count, batch, share, own, many):
     rank = min(count - 1, int(share * count))
-    flags = ImagenetFlags(
-        world_size=count, rank=rank, batch_size=batch, dist_url=URL, multiprocessing_distributed=many, no_accel=True
-    )
+    place = {"world_size": count, "rank": rank, "dist_url": URL}
+    flags = Flags(**place, batch_size=batch, multiprocessing_distributed=many, no_accel=True)
     job = job_of(flags)
     assert job.train.batch == batch * count
     assert (job.cluster.init, job.cluster.world_size, job.cluster.rank) == (URL, count, rank)
@@ -163,21 +147,21 @@ def test_nodes_and_processes_are_counted_as_there(count, batch, share, own, many
 
 @pytest.mark.parametrize("url", ["tcp://[fd00::1]:8090", "tcp://n1:8090/", "tcp://10.0.0.1:8090"])
 def test_addresses_of_any_kind(url):
-    rendezvous = rendezvous_of(nodes_of(ImagenetFlags(world_size=2, rank=1, dist_url=url), {}), 4)
+    rendezvous = rendezvous_of(nodes_of(Flags(world_size=2, rank=1, dist_url=url), {}), 4)
     assert rendezvous.port == 8090
     assert rendezvous.address in {"fd00::1", "n1", "10.0.0.1"}
 
 
 def test_one_node_needs_no_address_and_says_so():
     for flags in (
-        ImagenetFlags(world_size=1, rank=0, multiprocessing_distributed=True, dist_url=URL),
-        ImagenetFlags(dist_url=URL),
+        Flags(world_size=1, rank=0, multiprocessing_distributed=True, dist_url=URL),
+        Flags(dist_url=URL),
     ):
         nodes = nodes_of(flags, {})
         assert nodes == Nodes(1, 0, "")
         assert "loopback" in notes(flags, nodes)[0]
         assert job_values(flags, nodes)["train.batch"] == 256
-    assert notes(ImagenetFlags(), Nodes()) == []
+    assert notes(Flags(), Nodes()) == []
 
 
 TORCHRUN = {
@@ -188,50 +172,44 @@ BY_HAND = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "fd00::1", "MASTER_POR
 
 
 def test_the_environment_counts_processes_under_torchrun_and_nodes_by_hand():
-    flags = ImagenetFlags(dist_url="env://", batch_size=10, workers=3)
+    flags = Flags(dist_url="env://", batch_size=10, workers=3)
     assert nodes_of(flags, TORCHRUN) == Nodes(4, 3, "env://")
     job = job_of(flags, TORCHRUN)
     assert (job.train.batch, job.cluster.init, job.data.workers, job.data.machine_workers) == (40, "env://", 3, 0)
-    several = ImagenetFlags(dist_url="env://", multiprocessing_distributed=True)
+    several = Flags(dist_url="env://", multiprocessing_distributed=True)
     assert nodes_of(several, BY_HAND) == Nodes(2, 1, "tcp://[fd00::1]:29500")
     assert rendezvous_of(nodes_of(several, BY_HAND), 8) == Rendezvous((8, 8), 1, "fd00::1", 29500)
-    assert nodes_of(ImagenetFlags(dist_url="env://", world_size=3, rank=0), BY_HAND) == Nodes(
-        3, 0, "tcp://[fd00::1]:29500"
-    )
+    three = Flags(dist_url="env://", world_size=3, rank=0)
+    assert nodes_of(three, BY_HAND) == Nodes(3, 0, "tcp://[fd00::1]:29500")
 
 
 @pytest.mark.parametrize(
     ("flags", "environment", "where", "says"),
     [
-        (ImagenetFlags(world_size=3, dist_url=URL), {}, "--rank", "needs --rank"),
-        (ImagenetFlags(rank=1), {}, "--rank", "needs --world-size"),
-        (ImagenetFlags(world_size=0), {}, "--world-size", "found 0"),
-        (ImagenetFlags(world_size=-2), {}, "--world-size", "found -2"),
-        (ImagenetFlags(world_size=2, rank=2, dist_url=URL), {}, "--rank", "outside 0 … 1"),
-        (ImagenetFlags(world_size=1, rank=1), {}, "--rank", "outside 0 … 0"),
-        (ImagenetFlags(world_size=2, rank=0), {}, "--dist-url", "multicast"),
-        (ImagenetFlags(world_size=2, rank=0, dist_url="10.0.0.1:8090"), {}, "--dist-url", "10.0.0.1:8090"),
-        (ImagenetFlags(world_size=2, rank=0, dist_url="tcp://10.0.0.1"), {}, "--dist-url", "not a rendezvous URL"),
-        (ImagenetFlags(dist_url="env://"), {}, "environment", "WORLD_SIZE"),
-        (ImagenetFlags(dist_url="env://"), {"WORLD_SIZE": "two", "RANK": "0"}, "environment", '"two"'),
-        (ImagenetFlags(dist_url="env://", world_size=2, rank=0), {}, "environment", "MASTER_ADDR and MASTER_PORT"),
-        (ImagenetFlags(), TORCHRUN, "--dist-url", "torchrun"),
-        (
-            ImagenetFlags(dist_url="env://", multiprocessing_distributed=True),
-            TORCHRUN,
-            "--multiprocessing-d",
-            "torchrun",
-        ),
-        (ImagenetFlags(gpu=0, multiprocessing_distributed=True), {}, "--gpu", "contradict"),
-        (ImagenetFlags(gpu=0, no_accel=True), {}, "--gpu", "contradict"),
-        (ImagenetFlags(resume="x", start_epoch=3), {}, "--resume", "contradict"),
-        (ImagenetFlags(resume="x", pretrained=True), {}, "--resume", "contradict"),
-        (ImagenetFlags(dummy=True, data="x"), {}, "--dummy", "contradict"),
-        (ImagenetFlags(print_freq=0), {}, "-p", "found 0"),
-        (ImagenetFlags(workers=-1), {}, "-j", "found -1"),
-        (ImagenetFlags(batch_size=0), {}, "-b", "found 0"),
-        (ImagenetFlags(gpu=-1), {}, "--gpu", "found -1"),
-        (ImagenetFlags(start_epoch=91), {}, "job", "greater than epochs 90"),
+        (Flags(world_size=3, dist_url=URL), {}, "--rank", "needs --rank"),
+        (Flags(rank=1), {}, "--rank", "needs --world-size"),
+        (Flags(world_size=0), {}, "--world-size", "found 0"),
+        (Flags(world_size=-2), {}, "--world-size", "found -2"),
+        (Flags(world_size=2, rank=2, dist_url=URL), {}, "--rank", "outside 0 … 1"),
+        (Flags(world_size=1, rank=1), {}, "--rank", "outside 0 … 0"),
+        (Flags(world_size=2, rank=0), {}, "--dist-url", "multicast"),
+        (Flags(world_size=2, rank=0, dist_url="10.0.0.1:8090"), {}, "--dist-url", "10.0.0.1:8090"),
+        (Flags(world_size=2, rank=0, dist_url="tcp://10.0.0.1"), {}, "--dist-url", "not a rendezvous URL"),
+        (Flags(dist_url="env://"), {}, "environment", "WORLD_SIZE"),
+        (Flags(dist_url="env://"), {"WORLD_SIZE": "two", "RANK": "0"}, "environment", '"two"'),
+        (Flags(dist_url="env://", world_size=2, rank=0), {}, "environment", "MASTER_ADDR and MASTER_PORT"),
+        (Flags(), TORCHRUN, "--dist-url", "torchrun"),
+        (Flags(dist_url="env://", multiprocessing_distributed=True), TORCHRUN, "--multiprocessing-d", "torchrun"),
+        (Flags(gpu=0, multiprocessing_distributed=True), {}, "--gpu", "contradict"),
+        (Flags(gpu=0, no_accel=True), {}, "--gpu", "contradict"),
+        (Flags(resume="x", start_epoch=3), {}, "--resume", "contradict"),
+        (Flags(resume="x", pretrained=True), {}, "--resume", "contradict"),
+        (Flags(dummy=True, data="x"), {}, "--dummy", "contradict"),
+        (Flags(print_freq=0), {}, "-p", "found 0"),
+        (Flags(workers=-1), {}, "-j", "found -1"),
+        (Flags(batch_size=0), {}, "-b", "found 0"),
+        (Flags(gpu=-1), {}, "--gpu", "found -1"),
+        (Flags(start_epoch=91), {}, "job", "greater than epochs 90"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused(flags, environment, where, says):
@@ -243,7 +221,7 @@ def test_what_cannot_be_honoured_is_refused(flags, environment, where, says):
 
 
 def test_several_processes_on_each_node_meet_by_a_file_too():
-    flags = ImagenetFlags(world_size=2, rank=1, dist_url="file:///mnt/meet")
+    flags = Flags(world_size=2, rank=1, dist_url="file:///mnt/meet")
     assert rendezvous_of(nodes_of(flags, {}), 4) == Rendezvous((4, 4), 1, file="file:///mnt/meet")
     with pytest.raises(UserError, match="need a tcp:// or file:// URL"):
         rendezvous_of(Nodes(), 4)

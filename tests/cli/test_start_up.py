@@ -26,15 +26,20 @@ LIGHT = {
     "unknown to launch": COMMAND.format(["launch", "digits", "renset18", "--hosts", "localhost"]),
     "unknown to plan": COMMAND.format(["plan", "digts"]),
     "doctor": COMMAND.format(["doctor"]),
-    "package": "import manyhands, manyhands.run.train, manyhands.report.page",
+    "package": "import manyhands, manyhands.run.train, manyhands.report.page, manyhands.cluster.doctor.probe",
     "launcher": "import manyhands.cluster.hosts.this_process; from manyhands.cluster.agents import machines, supervise",
 }
+
+
+def python(*words, **options):
+    """Runs a Python of its own to its end."""
+    return subprocess.run([sys.executable, *words], **{"capture_output": True, **options}, text=True, check=False)
 
 
 @pytest.mark.parametrize("what", LIGHT)
 def test_torch_is_not_imported(what, tmp_path):
     code = LIGHT[what] + "\nimport sys\nassert 'torch' not in sys.modules and 'matplotlib' not in sys.modules"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path)
+    done = python("-c", code, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
 
 
@@ -69,16 +74,14 @@ assert "torch" not in sys.modules
 def test_what_is_missing_is_found_before_torch_is_imported(tmp_path):
     for name in ("data.csv", "d.yaml"):
         (tmp_path / name).touch()
-    code = REFUSED.format(list(MISSING.values()))
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path)
+    done = python("-c", REFUSED.format(list(MISSING.values())), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert all(what in done.stderr for what in MISSING), done.stderr
     assert not (tmp_path / "runs").exists()
 
 
 def test_a_command_that_imports_torch_ends_without_a_word_of_others():
-    words = [sys.executable, "-m", "manyhands", "train", "digits", "mlp", "--dry-run"]
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    done = python("-m", "manyhands", "train", "digits", "mlp", "--dry-run")
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -95,14 +98,14 @@ runpy.run_module("manyhands", run_name="__main__")
 
 
 def test_ctrl_c_before_anything_has_begun_ends_without_a_word():
-    done = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, check=False)
+    done = python("-c", INTERRUPTED)
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
 
 
 def test_little_is_imported_before_ctrl_c_is_heeded():
     """What is imported by then, a traceback tells of if Ctrl-C comes in its midst."""
     code = "import sys; before = set(sys.modules); import manyhands.__main__; print(*sorted({*sys.modules} - before))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = python("-c", code)
     own = {"manyhands", "manyhands.__main__"}
     assert set(done.stdout.split()) <= own, done.stderr
 
@@ -129,8 +132,8 @@ def test_no_processes_are_none(words, capsys):
 
 def test_what_could_not_be_written_is_a_failure():
     with Path("/dev/full").open("w") as full:
-        words = [sys.executable, "-m", "manyhands", "train", "--show-config"]
-        done = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+        pipes = {"capture_output": False, "stdout": full, "stderr": subprocess.PIPE}
+        done = python("-m", "manyhands", "train", "--show-config", **pipes)
     assert done.returncode == 1
     assert done.stderr.startswith("manyhands: the output can't be written: No space left on device\n")
 
@@ -157,7 +160,7 @@ for page in pages:
 
 
 def test_help_needs_no_package_but_those_that_print_it():
-    done = subprocess.run([sys.executable, "-c", HELP], capture_output=True, text=True, check=False)
+    done = python("-c", HELP)
     assert (done.stdout, done.stderr) == ("", "")
 
 

@@ -1,4 +1,4 @@
-"""A run folder belongs to one run at a time, on whichever machine it lies; who shares it says so."""
+"""A run folder belongs to one run at a time, on whichever machine it lies, and its newest launcher is obeyed."""
 
 import os
 import subprocess
@@ -6,14 +6,26 @@ import sys
 
 import pytest
 from filelock import Timeout
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from manyhands.cluster.agents.agent import Agent
 from manyhands.cluster.agents.connection import close_all
-from manyhands.cluster.agents.folders import agents_work, claim, hold_as_agent, run_id, set_run_id
+from manyhands.cluster.agents.folders import (
+    Term,
+    agents_work,
+    claim,
+    hold_as_agent,
+    raise_term,
+    run_id,
+    set_run_id,
+    term_in,
+)
 from manyhands.cluster.agents.machines import open_here
 from manyhands.cluster.agents.protocol import OpenRun
 from manyhands.cluster.messages import call
 from manyhands.core.run_folder import RunFolder
+from manyhands.core.scratch import scratch
 
 HOLDER, OTHER = "a" * 32, "b" * 32
 
@@ -51,10 +63,8 @@ def test_processes_whose_head_was_killed_keep_the_folder_until_they_have_left(fo
 
 
 def test_the_lock_goes_with_its_process(folder):
-    code = "import sys, pathlib; from manyhands.cluster.agents.folders import *;"
-    code += (
-        f" lock = claim(RunFolder(pathlib.Path(sys.argv[1])), '{OTHER}'); print('has it', flush=True); sys.stdin.read()"
-    )
+    code = "import sys, pathlib; from manyhands.cluster.agents.folders import *; "
+    code += f"lock = claim(RunFolder(pathlib.Path(sys.argv[1])), '{OTHER}'); print('has it', flush=True); input()"
     command = [sys.executable, "-c", code, str(folder.path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == "has it\n"
@@ -110,3 +120,24 @@ def test_who_was_cut_off_knows_that_a_later_start_is_at_work(folder):
             assert agents_work(folder.ranks, 0)
             assert not agents_work(folder.ranks, 1)
     assert not agents_work(folder.ranks, 0)  # what an earlier run of the folder has left says nothing
+
+
+TERMS = st.builds(Term, st.integers(0, 9), st.integers(0, 9))
+
+
+@settings(max_examples=20)
+@given(st.lists(TERMS, max_size=8))
+def test_the_highest_stands(wanted):
+    with scratch("terms") as folder:
+        assert term_in(folder / "ranks") == Term()
+        for number, term in enumerate(wanted):
+            assert raise_term(folder / "ranks", term) == max(wanted[: number + 1])
+        assert term_in(folder / "ranks") == max([Term(), *wanted])
+
+
+def test_what_is_no_term_is_as_none(tmp_path):
+    for text in ("", "1", "1 2 3", "x y", "\xff"):
+        (tmp_path / "term").write_text(text)
+        assert term_in(tmp_path) == Term()
+    assert raise_term(tmp_path, Term(1)) == Term(1)
+    assert (tmp_path / "term").stat().st_mode & 0o777 == 0o600

@@ -45,20 +45,15 @@ def test_who_saves_and_gets_on_with_it_is_waited_for(program, saves, stays, tmp_
         process.wait()
 
 
-def test_who_computes_an_update_is_given_the_time_for_it(tmp_path, monkeypatch):
+@pytest.mark.parametrize("saves", [False, True])
+def test_who_computes_an_update_is_given_the_time_for_it_and_no_save_goes_on_for_ever(saves, tmp_path, monkeypatch):
     monkeypatch.setattr(heartbeats, "LEAVE_S", 0.0)
+    if saves:
+        monkeypatch.setattr(heartbeats, "SAVE_MOST_S", 0.0)
+        rescue_path(tmp_path, 0).touch()
     those = Leaving(tmp_path)
     those.begin()
     assert those.patient({0: 1}, 60.0)
-    assert not those.patient({0: 1}, 0.0)
-
-
-def test_no_save_goes_on_for_ever(tmp_path, monkeypatch):
-    monkeypatch.setattr(heartbeats, "LEAVE_S", 0.0)
-    monkeypatch.setattr(heartbeats, "SAVE_MOST_S", 0.0)
-    rescue_path(tmp_path, 0).touch()
-    those = Leaving(tmp_path)
-    those.begin()
     assert not those.patient({0: 1}, 0.0)
 
 
@@ -88,6 +83,9 @@ def workers_of_the_test(orders, scratch, agent_pid):
     return {"status": "stopped", "rank": rank}
 
 
+RETURNED = {rank: {"status": "stopped", "rank": rank} for rank in (0, 1)}
+
+
 def run_with(head, tmp_path, monkeypatch, **more):
     monkeypatch.setattr(elastic, "WORKER", __name__)
     monkeypatch.setattr(sys.modules[__name__], "work", workers_of_the_test, raising=False)
@@ -96,10 +94,9 @@ def run_with(head, tmp_path, monkeypatch, **more):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         rendezvous = Rendezvous((2,), 0, "127.0.0.1", listener.getsockname()[1])
         before = {number: signal.getsignal(number) for number in elastic.ASKED}
+        orders = Orders(argument, str(tmp_path / "ranks"), rendezvous, "cpu", 1)
         try:
-            return elastic.run(
-                Orders(argument, str(tmp_path / "ranks"), rendezvous, "cpu", 1), head, head.tick, listener
-            )
+            return elastic.run(orders, head, head.tick, listener)
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
@@ -116,7 +113,7 @@ def test_processes_that_have_returned_end_though_another_machine_has_failed(tmp_
         return [WorkerCommand("leave")]
 
     ended = run_with(Head(tick), tmp_path, monkeypatch)
-    assert ended.returned == {rank: {"status": "stopped", "rank": rank} for rank in (0, 1)}
+    assert ended.returned == RETURNED
     assert not ended.failed
     assert not ended.broken
 
@@ -137,7 +134,7 @@ def test_a_process_that_is_killed_after_it_has_returned_has_done_its_work(tmp_pa
     head = Head(tick)
     began = time.monotonic()
     ended = run_with(head, tmp_path, monkeypatch)
-    assert ended.returned == {rank: {"status": "stopped", "rank": rank} for rank in (0, 1)}
+    assert ended.returned == RETURNED
     assert not ended.failed
     assert time.monotonic() - began < 30
 
@@ -156,12 +153,13 @@ def test_a_process_that_exits_without_a_result_has_failed_though_its_code_is_0(t
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("when", ["_assign_worker_ranks", "_start_workers"])
 def test_a_stop_while_the_workers_are_started_reaches_them(when, tmp_path, monkeypatch):
-    start = getattr(LocalElasticAgent if when == "_start_workers" else elastic.ElasticAgent, when)
+    agent = LocalElasticAgent if when == "_start_workers" else elastic.ElasticAgent
+    start = getattr(agent, when)
 
     def stopped(*arguments):
         os.kill(os.getpid(), signal.SIGTERM)
         return start(*arguments)
 
-    monkeypatch.setattr(LocalElasticAgent if when == "_start_workers" else elastic.ElasticAgent, when, stopped)
+    monkeypatch.setattr(agent, when, stopped)
     ended = run_with(Head(list), tmp_path, monkeypatch, waits=True)
     assert set(ended.failed.values()) == {-signal.SIGTERM}

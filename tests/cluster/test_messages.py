@@ -16,24 +16,10 @@ import psutil
 import pytest
 
 from manyhands.cluster.agents.agent import Agent
-from manyhands.cluster.agents.connection import (
-    AgentConnection,
-    LinkClosed,
-    MisunderstoodError,
-    Wire,
-    close_all,
-    stir,
-)
+from manyhands.cluster.agents.connection import AgentConnection, LinkClosed, MisunderstoodError, Wire, close_all, stir
 from manyhands.cluster.agents.early import AGENT
 from manyhands.cluster.agents.machines import _start, open_here
-from manyhands.cluster.agents.protocol import (
-    FilePiece,
-    OpenRun,
-    Orders,
-    RunOpened,
-    WorkerExited,
-    WorkersEnded,
-)
+from manyhands.cluster.agents.protocol import FilePiece, OpenRun, Orders, RunOpened, WorkerExited, WorkersEnded
 from manyhands.cluster.doctor.findings import Attempt, FactsWanted
 from manyhands.cluster.doctor.probe import Listener
 from manyhands.cluster.hosts.inventory import Machine, Rendezvous
@@ -173,17 +159,20 @@ def test_names_are_unique_though_only_they_travel():
     assert sorted(Message.kinds) == sorted(kind.__name__ for kind in all_below(Message)[1:])
 
 
-def test_an_agent_refuses_what_it_cannot_understand_and_goes_on(tmp_path):
+@pytest.fixture
+def agent_here(tmp_path):
     connection = open_here(tmp_path / "agent.log")
-    try:
-        connection.unsent += encode(Alive()).replace(f'"v": {VERSION}'.encode(), b'"v": 0')
-        with pytest.raises(MisunderstoodError, match="localhost: invalid message: protocol version 0"):
-            connection.ask(HELLO, 30)
-        with pytest.raises(MisunderstoodError, match="localhost: invalid message: unknown method 'tick'"):
-            connection.ask(Request(Call("tick", {}), Agent.unlisten), 30)
-        assert connection.ask(call(Agent.hello, FactsWanted(only=("cores",))), 30)["cores"] >= 1
-    finally:
-        close_all([connection])
+    yield connection
+    close_all([connection])
+
+
+def test_an_agent_refuses_what_it_cannot_understand_and_goes_on(agent_here):
+    agent_here.unsent += encode(Alive()).replace(f'"v": {VERSION}'.encode(), b'"v": 0')
+    with pytest.raises(MisunderstoodError, match="localhost: invalid message: protocol version 0"):
+        agent_here.ask(HELLO, 30)
+    with pytest.raises(MisunderstoodError, match="localhost: invalid message: unknown method 'tick'"):
+        agent_here.ask(Request(Call("tick", {}), Agent.unlisten), 30)
+    assert agent_here.ask(call(Agent.hello, FactsWanted(only=("cores",))), 30)["cores"] >= 1
 
 
 def test_an_agent_of_another_version_is_told_from_one_that_is_not_there(tmp_path):
@@ -293,20 +282,16 @@ def test_a_forked_worker_holds_no_socket_of_its_agents_connection(tmp_path):
         each.close()
 
 
-def test_a_checkpoint_that_is_only_in_the_records_is_not_on_the_machine(tmp_path):
+def test_a_checkpoint_that_is_only_in_the_records_is_not_on_the_machine(agent_here, tmp_path):
     """Its records may be copies of another machine's."""
     folder = RunFolder(tmp_path / "run")
     folder.path.mkdir()
     folder.job.write_text("")
     append(folder.events, Event(time=1.0, kind="saved", step=40))
-    connection = open_here(tmp_path / "agent.log")
-    try:
-        found = [connection.ask(call(Agent.open_run, OpenRun(str(folder.path), "t", "h", "id")), 30).saved]
-        (folder.checkpoints / "step-00000030").mkdir(parents=True)
-        found += [connection.ask(call(Agent.open_run, OpenRun(str(folder.path), "t", "h", "id")), 30).saved]
-    finally:
-        close_all([connection])
-    assert found == [-1, 30]
+    opened = call(Agent.open_run, OpenRun(str(folder.path), "t", "h", "id"))
+    assert agent_here.ask(opened, 30).saved == -1
+    (folder.checkpoints / "step-00000030").mkdir(parents=True)
+    assert agent_here.ask(opened, 30).saved == 30
 
 
 def test_an_agent_that_has_ended_is_not_waited_for(line):

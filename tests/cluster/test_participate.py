@@ -9,14 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manyhands.cluster.hosts.formats import mpi, slurm
-from manyhands.cluster.hosts.inventory import Cluster, Machine
-from manyhands.cluster.hosts.this_process import (
-    described,
-    find_machine,
-    is_local_name,
-    participate,
-    reachable,
-)
+from manyhands.cluster.hosts.inventory import Cluster, Machine, Rendezvous
+from manyhands.cluster.hosts.this_process import described, find_machine, is_local_name, participate, reachable
 from manyhands.config.job import ClusterOptions
 from manyhands.config.load import load_job
 from manyhands.core.errors import UserError
@@ -228,13 +222,7 @@ def test_a_described_machine_meets_the_others():
     cluster = Cluster((Machine("192.0.2.77", 2), Machine(HERE, 3, (4, 5, 6))), master_port=2222)
     found = described(cluster, "--cluster x", ClusterOptions(processes=9), {})
     rendezvous, origins = found.rendezvous, found.origins
-    assert (rendezvous.sizes, rendezvous.machine, rendezvous.address, rendezvous.port) == (
-        (2, 3),
-        1,
-        "192.0.2.77",
-        2222,
-    )
-    assert rendezvous.devices == (4, 5, 6)
+    assert rendezvous == Rendezvous((2, 3), 1, "192.0.2.77", 2222, (4, 5, 6))
     assert origins["overridden"] == "-n 9"
     unsized = Cluster((Machine("192.0.2.77"), Machine(HERE)))
     rendezvous = described(unsized, "x", ClusterOptions(processes=2), {"MASTER_PORT": "77"}).rendezvous

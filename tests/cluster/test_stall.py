@@ -1,6 +1,5 @@
 """Who hangs, told from the processes' pulses: in the user's words, once, and only where something does."""
 
-import subprocess
 import sys
 import time
 
@@ -14,6 +13,7 @@ from manyhands.cluster.agents.stall import Stalls
 from manyhands.parallel.group.heartbeat import HEARTBEAT_FILE, Heartbeat, Seen
 from manyhands.train import status
 from manyhands.train.status import HeartbeatWriter
+from tests.e2e.command import wait_until
 
 
 class Clock:
@@ -125,41 +125,39 @@ def test_an_update_that_took_much_longer_than_usual_is_told_of(monkeypatch):
     assert "waiting for the network or another process" in one.too_long(8.0)
 
 
-def test_pulses_of_a_real_process_are_read_and_one_that_is_stopped_is_seen(tmp_path, monkeypatch):
+@pytest.fixture
+def sleeper():
+    """A process that the test may stop."""
+    process = psutil.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+def stop(process):
+    process.suspend()
+    while process.status() != psutil.STATUS_STOPPED:
+        time.sleep(0.01)
+
+
+def test_pulses_of_a_real_process_are_read_and_one_that_is_stopped_is_seen(sleeper, tmp_path, monkeypatch):
     monkeypatch.setattr(status, "HEARTBEAT_S", 0.05)
     monkeypatch.setenv(HEARTBEAT_FILE, str(heartbeat_path(tmp_path, 1)))
-    sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    try:
-        pulses = HeartbeatMonitor(tmp_path, {1: sleeper.pid})
-        assert pulses.news(all_of_them=True) == []
-        one = HeartbeatWriter()
-        one.phase = "save"
-        with one.beating():
-            until = time.monotonic() + 20
-            while not heartbeat_path(tmp_path, 1).is_file() and time.monotonic() < until:
-                time.sleep(0.01)
-        assert Heartbeat.model_validate_json(heartbeat_path(tmp_path, 1).read_bytes()).phase == "save"
-        psutil.Process(sleeper.pid).suspend()
-        while psutil.Process(sleeper.pid).status() != psutil.STATUS_STOPPED:
-            time.sleep(0.01)
-        pulses = HeartbeatMonitor(tmp_path, {1: sleeper.pid})
-        (found,) = pulses.news(all_of_them=False)
-        assert (found.rank, found.pid, found.stopped) == (1, sleeper.pid, True)
-        assert pulses.news(all_of_them=True) == []  # about once a second
-    finally:
-        sleeper.kill()
-        sleeper.wait()
+    assert HeartbeatMonitor(tmp_path, {1: sleeper.pid}).news(all_of_them=True) == []
+    one = HeartbeatWriter()
+    one.phase = "save"
+    with one.beating():
+        wait_until(heartbeat_path(tmp_path, 1).is_file)
+    assert Heartbeat.model_validate_json(heartbeat_path(tmp_path, 1).read_bytes()).phase == "save"
+    stop(sleeper)
+    pulses = HeartbeatMonitor(tmp_path, {1: sleeper.pid})
+    (found,) = pulses.news(all_of_them=False)
+    assert (found.rank, found.pid, found.stopped) == (1, sleeper.pid, True)
+    assert pulses.news(all_of_them=True) == []  # about once a second
 
 
-def test_a_process_that_is_stopped_before_its_first_pulse_is_seen(tmp_path):
-    sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    try:
-        assert HeartbeatMonitor(tmp_path, {1: sleeper.pid}).news(all_of_them=True) == []
-        psutil.Process(sleeper.pid).suspend()
-        while psutil.Process(sleeper.pid).status() != psutil.STATUS_STOPPED:
-            time.sleep(0.01)
-        (found,) = HeartbeatMonitor(tmp_path, {1: sleeper.pid}).news(all_of_them=False)
-        assert (found.rank, found.phase, found.stopped) == (1, "build", True)
-    finally:
-        sleeper.kill()
-        sleeper.wait()
+def test_a_process_that_is_stopped_before_its_first_pulse_is_seen(sleeper, tmp_path):
+    assert HeartbeatMonitor(tmp_path, {1: sleeper.pid}).news(all_of_them=True) == []
+    stop(sleeper)
+    (found,) = HeartbeatMonitor(tmp_path, {1: sleeper.pid}).news(all_of_them=False)
+    assert (found.rank, found.phase, found.stopped) == (1, "build", True)

@@ -1,4 +1,4 @@
-"""Switchboards with links in the place of ssh's forwards: what goes in at one comes out at the right place."""
+"""Switchboards and tunnels, with commands of our own in the place of ssh: what goes in comes out where it should."""
 
 import contextlib
 import os
@@ -13,10 +13,14 @@ from pathlib import Path
 import psutil
 import pytest
 
+from manyhands.cluster.agents import tunnel
 from manyhands.cluster.agents.switchboard import READY
-from manyhands.cluster.agents.tunnel import Tunnels
+from manyhands.cluster.agents.tunnel import SshTunnels, Tunnels
+from manyhands.cluster.hosts.inventory import Machine
+from manyhands.config.job import ClusterOptions
 from manyhands.core.errors import RunError
 from manyhands.parallel.group.tunnel_ends import reach
+from tests.e2e.command import wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has all of 127.0.0.0/8 on loopback")
 
@@ -28,6 +32,14 @@ def ends():
     with contextlib.closing(Tunnels()) as tunnels:
         tunnels.open(ONE)
         yield tunnels.ends
+
+
+def sent_in(ends, port, sent):
+    """What comes back on a connection from another machine that names a port."""
+    with socket.socket(socket.AF_UNIX) as tunnel:
+        tunnel.settimeout(60)
+        tunnel.connect(ends.entrance)
+        return exchange(tunnel, port.to_bytes(2) + sent)
 
 
 def echo_backwards(listener):
@@ -52,11 +64,9 @@ def exchange(connection, sent):
 
 def test_what_comes_from_another_machine_goes_to_the_port_that_it_names(ends):
     sent = os.urandom(5_000_000)
-    with socket.create_server((ONE, 0)) as listener, socket.socket(socket.AF_UNIX) as tunnel:
+    with socket.create_server((ONE, 0)) as listener:
         echo_backwards(listener)
-        tunnel.settimeout(60)
-        tunnel.connect(ends.entrance)
-        assert exchange(tunnel, listener.getsockname()[1].to_bytes(2) + sent) == sent[::-1]
+        assert sent_in(ends, listener.getsockname()[1], sent) == sent[::-1]
 
 
 def test_what_listens_on_every_address_of_a_machine_is_not_reached_from_another(ends):
@@ -79,11 +89,9 @@ def test_more_connections_than_files_may_be_open_close_the_door_only_for_a_while
             held.enter_context(socket.socket(socket.AF_UNIX)).connect(ends.entrance)
         time.sleep(1)
     resource.prlimit(board.pid, resource.RLIMIT_NOFILE, usual)
-    with socket.create_server((ONE, 0)) as listener, socket.socket(socket.AF_UNIX) as tunnel:
+    with socket.create_server((ONE, 0)) as listener:
         echo_backwards(listener)
-        tunnel.settimeout(60)
-        tunnel.connect(ends.entrance)
-        assert exchange(tunnel, listener.getsockname()[1].to_bytes(2) + b"abc") == b"cba"
+        assert sent_in(ends, listener.getsockname()[1], b"abc") == b"cba"
 
 
 def test_what_goes_to_another_machines_address_enters_its_tunnel_behind_the_port(ends):
@@ -116,10 +124,7 @@ def test_two_tunnels_to_one_machine_are_both_watched_and_ended():
             assert not tunnels.start({"n2": ["sh", "-c", f'echo "{READY}"; exec cat']}, 10.0)
         first = min(set(psutil.Process().children()) - before, key=lambda child: child.create_time())
         first.kill()
-        until = time.monotonic() + 20
-        while not tunnels.ended() and time.monotonic() < until:
-            time.sleep(0.01)
-        assert "the ssh tunnel to n2 ended" in tunnels.ended()
+        assert "the ssh tunnel to n2 ended" in wait_until(tunnels.ended)
     assert set(psutil.Process().children()) == before
 
 
@@ -136,10 +141,20 @@ def test_a_tunnel_that_ends_is_told_of_and_nothing_is_left():
     assert not tunnels.ended()
     (child,) = psutil.Process().children()
     child.send_signal(signal.SIGKILL)
-    until = time.monotonic() + 20
-    while not (told := tunnels.ended()) and time.monotonic() < until:
-        time.sleep(0.01)
-    assert "the ssh tunnel to n2 ended" in told
+    assert "the ssh tunnel to n2 ended" in wait_until(tunnels.ended)
     tunnels.close()
     assert not folder.exists()
     assert not psutil.Process().children()
+
+
+def test_a_connection_that_does_not_end_when_it_is_told_to_is_killed(tmp_path, monkeypatch):
+    deaf = tmp_path / "ssh"
+    deaf.write_text(f"#!/bin/sh\ntrap '' TERM\necho {READY}\nwhile :; do sleep 0.1; done\n")
+    deaf.chmod(0o700)
+    monkeypatch.setattr(tunnel, "TUNNEL_CLOSE_S", 0.3)
+    before = set(psutil.Process().children())
+    tunnels = SshTunnels([Machine("n1"), Machine("n2")], ClusterOptions(ssh=str(deaf)), tmp_path, lambda: None)
+    began = time.monotonic()
+    tunnels.close()
+    assert time.monotonic() - began < 10
+    assert set(psutil.Process().children()) == before

@@ -1,5 +1,6 @@
 """Loading a job: precedence, origins, and all mistakes at once."""
 
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manyhands.cli.main import main
+from manyhands.cluster.agents.folders import replace_job
 from manyhands.cluster.hosts.inventory import DEVICE_INDEX
 from manyhands.config import recipes
 from manyhands.config.job import Job
@@ -16,8 +18,10 @@ from manyhands.config.recipes import choose_recipe
 from manyhands.core.choices import did_you_mean
 from manyhands.core.errors import UserError
 from manyhands.core.records import FAILURE_FILE
+from manyhands.core.run_folder import RunFolder
 from manyhands.parallel.group.heartbeat import HEARTBEAT_FILE
 from manyhands.parallel.group.tunnel_ends import VARIABLE
+from manyhands.worker.run_metadata import job_text
 
 
 def _job_file(tmp_path, text):
@@ -44,14 +48,8 @@ def test_all_mistakes_are_told_at_once_with_their_places(tmp_path):
     with pytest.raises(UserError) as caught:
         load_job({"train.lr": "fast"}, file=path, environment={})
     text = str(caught.value)
-    for part in (
-        "5 values",
-        'did you mean "train.epochs"?',
-        "train.batch",
-        'did you mean "sgd"?',
-        "nonsense.a",
-        "train.lr",
-    ):
+    for part in ("5 values", 'did you mean "train.epochs"?', "train.batch", 'did you mean "sgd"?', "nonsense.a",
+                 "train.lr"):  # fmt: skip
         assert part in text
     assert text.count(str(path)) == 4
     assert caught.value.exit_code == 2
@@ -83,8 +81,7 @@ def test_what_is_not_toml_is_a_users_mistake(tmp_path, text):
 
 
 def test_a_job_file_of_an_older_version_loads(tmp_path):
-    path = tmp_path / "job.toml"
-    path.write_text('[train]\nepochs = 3\ncompile = "auto"\ncuda_graphs = "auto"\n')
+    path = _job_file(tmp_path, '[train]\nepochs = 3\ncompile = "auto"\ncuda_graphs = "auto"\n')
     train = load_job({}, file=path, environment={}).job.train
     assert (train.epochs, train.compile) == (3, False)
 
@@ -112,12 +109,9 @@ def test_flattening_loses_nothing(tree):
 
 
 def test_every_option_says_what_it_is():
-    unexplained = []
-    for key in known_keys():
-        section, _, name = key.partition(".")
-        field = Job.model_fields[section].annotation.model_fields[name]
-        if not field.description:
-            unexplained.append(key)
+    sections = {name: field.annotation.model_fields for name, field in Job.model_fields.items()}
+    named = {key: key.partition(".") for key in known_keys()}
+    unexplained = [key for key, (section, _, name) in named.items() if not sections[section][name].description]
     obvious = {"train.epochs", "train.optimizer", "train.weight_decay", "train.schedule", "train.label_smoothing",
                "train.precision", "train.channels_last", "train.seed"}  # fmt: skip
     assert set(unexplained) <= obvious
@@ -248,3 +242,22 @@ def test_keys_in_another_section_or_of_other_programs_are_answered_with_ours(tmp
 )
 def test_case_and_hyphens_hide_no_data_set(word, meant):
     assert did_you_mean(word, ["mnist", "fashion-mnist", "cifar10", "digits"]) == f'did you mean "{meant}"?'
+
+
+def test_what_was_chosen_stands_behind_what_was_asked_for():
+    job = Job()
+    text = job_text(job, {"data.augment": "crop-flip", "data.mean": [0.13], "data.image_size": 28})
+    assert 'augment = "auto"  # here: "crop-flip"' in text
+    assert "mean = []  # here: [0.13]" in text
+    assert "image_size = 0  # here: 28" in text
+    assert Job.model_validate(tomllib.loads(text)) == job
+
+
+def test_a_job_that_differs_in_comments_alone_is_not_kept_twice(tmp_path: Path):
+    folder = RunFolder(tmp_path)
+    folder.metrics.write_text("{}\n")
+    for text in ("a = 1\n", "a = 1  # here: 2\n"):
+        replace_job(folder, text)
+    assert not (tmp_path / "job-1.toml").exists()
+    replace_job(folder, "a = 3\n")
+    assert (tmp_path / "job-1.toml").read_text() == "a = 1  # here: 2\n"

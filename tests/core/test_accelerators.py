@@ -295,29 +295,27 @@ def test_what_is_not_torchs_default_is_off_until_a_type_is_tested(kind, tested):
     assert on(kind, tested)(_beyond_defaults) == wanted
 
 
+SOURCES = {
+    "a set in memory": ImagesInMemory(IMAGES, LABELS),
+    "samples that are made": UserSamples(list(zip(IMAGES.float(), LABELS.tolist(), strict=True))),
+}
+
+
 @pytest.mark.parametrize("kind", TYPES)
 @pytest.mark.parametrize("tested", [False, True])
-def test_a_set_in_memory_is_served_through_pinned_memory(kind, tested):
-    source = ImagesInMemory(IMAGES, LABELS)
-    plain = open_loader(source, PIXELS, train=True, seed=5).batches(1, map(torch.tensor, REQUESTS))
-    served, copied = on(kind, tested)(_served, source, 0)
+@pytest.mark.parametrize(
+    ("name", "workers"), [("a set in memory", 0), ("samples that are made", 0), ("samples that are made", 2)]
+)
+def test_batches_are_served_through_pinned_memory(kind, tested, name, workers):
+    plain = open_loader(SOURCES[name], PIXELS, train=True, seed=5).batches(1, map(torch.tensor, REQUESTS))
+    served, copied = on(kind, tested)(_served, SOURCES[name], workers)
     assert served == [(one.images.tolist(), one.labels.tolist(), one.samples.tolist()) for one in plain]
     assert copied["pinned"]
     assert copied["non-blocking"]
-    assert {copied[name] > 0 for name in ("ahead", "waits", "recorded", "streams")} == {tested}
-
-
-@pytest.mark.parametrize("kind", TYPES)
-@pytest.mark.parametrize(("tested", "workers"), [(False, 0), (False, 2), (True, 0), (True, 2)])
-def test_samples_that_are_made_are_served_through_pinned_memory(kind, tested, workers):
-    source = UserSamples(list(zip(IMAGES.float(), LABELS.tolist(), strict=True)))
-    plain = open_loader(source, PIXELS, train=True, seed=5).batches(1, map(torch.tensor, REQUESTS))
-    served, copied = on(kind, tested)(_served, source, workers)
-    assert served == [(one.images.tolist(), one.labels.tolist(), one.samples.tolist()) for one in plain]
-    assert copied["pinned"]
-    assert copied["non-blocking"]
-    assert copied["ahead"] == (2 * len(REQUESTS) if tested else 0)
-    assert (copied["streams"], copied["waits"]) == ((1, len(REQUESTS)) if tested else (0, 0))
+    assert {copied[about] > 0 for about in ("ahead", "waits", "recorded", "streams")} == {tested}
+    if name == "samples that are made":
+        assert copied["ahead"] == (2 * len(REQUESTS) if tested else 0)
+        assert (copied["streams"], copied["waits"]) == ((1, len(REQUESTS)) if tested else (0, 0))
 
 
 def test_torchs_own_streams_take_what_copies_ahead_ask():
@@ -344,6 +342,32 @@ def test_no_type_is_tested_and_a_variable_may_say_otherwise(monkeypatch):
     assert not devices.is_tested("cuda")
     code = "from manyhands.core.devices import *; print([one for one in ('cuda', 'xpu', 'cpu') if is_tested(one)])"
     monkeypatch.setenv("MANYHANDS_TESTED_DEVICES", "xpu,cpu")
-    assert (
-        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "['xpu']\n"
-    )
+    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "['xpu']\n"
+
+
+@pytest.mark.parametrize(
+    ("found", "wanted", "processes", "meant"),
+    [
+        (None, "auto", 2, "cpu"),
+        ("cuda", "auto", 2, "cuda"),
+        ("cuda", "cuda:1", 1, "cuda:1"),
+        ("cuda", "cpu", 2, "cpu"),
+        ("mps", "auto", 1, "mps"),
+        ("mps", "auto", 2, "cpu"),
+        ("mps", "mps", 2, "mps"),
+        ("npu", "auto:1", 1, "npu:1"),
+        (None, "auto:1", 1, "auto:1"),
+    ],
+)
+def test_a_job_s_word_for_a_device(monkeypatch, found, wanted, processes, meant):
+    answer = found and SimpleNamespace(type=found)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: answer)
+    assert devices.device_kind(wanted, processes) == meant
+
+
+@pytest.mark.parametrize(("device", "waits"), [("cpu", 0), ("cpu:0", 0), ("cuda:1", 1), (torch.device("cuda", 1), 1)])
+def test_only_an_accelerator_is_waited_for(monkeypatch, device, waits):
+    waited = []
+    monkeypatch.setattr(torch.accelerator, "synchronize", waited.append)
+    devices.wait_for(device)
+    assert len(waited) == waits

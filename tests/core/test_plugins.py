@@ -18,13 +18,8 @@ def test_a_users_file_never_stands_in_for_a_library_module(tmp_path):
     assert sys.modules["random"] is random
     assert load_object(f"{tmp_path}/random.py:made", "model.name") is made
     # Nor in a process that starts anew with the same path, as those that prepare pictures do.
-    told = subprocess.run(
-        [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}; import random; print(random.Random)"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert "random.Random" in told.stdout
+    code = f"import sys; sys.path[:] = {sys.path!r}; import random; print(random.Random)"
+    assert "random.Random" in subprocess.check_output([sys.executable, "-c", code], text=True)
 
 
 def test_two_files_of_one_name_are_two_modules(tmp_path):

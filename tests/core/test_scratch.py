@@ -23,9 +23,8 @@ def temporary(tmp_path, monkeypatch):
 
 def child(code):
     """A process that says so when it is ready."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ
-    )
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    process = subprocess.Popen([sys.executable, "-c", code], env=os.environ, **pipes)
     assert process.stdout.readline() == "ready\n"
     return process
 

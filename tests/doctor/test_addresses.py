@@ -1,4 +1,4 @@
-"""Each machine gets an address that all the others did reach, whatever else it has."""
+"""Which ways are tried and measured, and which address each machine gets: one that all the others did reach."""
 
 import ipaddress
 
@@ -6,16 +6,23 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from manyhands.cluster.doctor.findings import Attempt
-from manyhands.cluster.doctor.survey import choose_addresses, local_candidates, unlikely
+from manyhands.cluster.doctor.survey import (
+    MOST_ROUNDS,
+    MOST_TRIED,
+    choose_addresses,
+    local_candidates,
+    rounds,
+    unlikely,
+    ways_tried,
+)
 
 NAMES = ("eth0", "eno1", "enp3s0", "docker0", "br-1a2b", "wg0", "tailscale0", "virbr0", "ib0", "lo")
 HOSTS = ("a", "b", "c", "d")
 
 
 def interface(name, *addresses, up=True, speed=0):
-    entries = [
-        dict(zip(("address", "prefix"), (a.split("/")[0], int(a.split("/")[1])), strict=True)) for a in addresses
-    ]
+    split = (each.split("/") for each in addresses)
+    entries = [{"address": address, "prefix": int(prefix)} for address, prefix in split]
     return {"name": name, "up": up, "speed_mbps": speed, "addresses": entries}
 
 
@@ -25,18 +32,15 @@ addresses = st.one_of(
     st.builds("fd00:{:x}::{:x}/64".format, st.integers(0, 1), st.integers(1, 254)),
     st.sampled_from(["127.0.0.1/8", "::1/128", "fe80::1/64"]),
 )
-interfaces = st.lists(
-    st.builds(
-        interface,
-        st.sampled_from(NAMES),
-        addresses,
-        addresses,
-        up=st.booleans(),
-        speed=st.sampled_from([0, 1000, 10_000]),
-    ),
-    max_size=4,
-    unique_by=lambda made: made["name"],
-)
+speeds = st.sampled_from([0, 1000, 10_000])
+made = st.builds(interface, st.sampled_from(NAMES), addresses, addresses, up=st.booleans(), speed=speeds)
+interfaces = st.lists(made, max_size=4, unique_by=lambda one: one["name"])
+
+
+def reached(facts, result=lambda: "ok"):
+    """For each ordered pair what became of the attempts at each address."""
+    pairs = [(one, two) for one in facts for two in facts if one != two]
+    return {pair: tuple(Attempt(address, result()) for address in local_candidates(facts[pair[1]])) for pair in pairs}
 
 
 @st.composite
@@ -44,13 +48,7 @@ def clusters(draw):
     """Facts, and for each ordered pair what became of each attempt."""
     facts = {host: {"interfaces": draw(interfaces)} for host in HOSTS[: draw(st.integers(1, 4))]}
     results = st.sampled_from(["ok", "ok", "ok", "refused", "timeout", "other"])
-    reach = {
-        (one, two): tuple(Attempt(address, draw(results)) for address in local_candidates(facts[two]))
-        for one in facts
-        for two in facts
-        if one != two
-    }
-    return facts, reach
+    return facts, reached(facts, lambda: draw(results))
 
 
 def reached_by_all(facts, reach, host):
@@ -102,20 +100,11 @@ def test_ipv4_where_all_have_it_and_containers_bridges_only_where_nothing_else_w
         assert unlikely(name) == min(map(unlikely, working))
 
 
-def everyone_reaches(facts):
-    return {
-        (one, two): tuple(Attempt(address, "ok") for address in local_candidates(facts[two]))
-        for one in facts
-        for two in facts
-        if one != two
-    }
-
-
 def test_the_subnet_that_all_share_wins_over_a_faster_interface_of_one():
     shared = {host: interface("eth0", f"10.0.0.{number}/24") for number, host in enumerate("abc", 1)}
     facts = {host: {"interfaces": [shared[host]]} for host in "abc"}
     facts["b"] = {"interfaces": [interface("eth1", "10.9.0.1/24", speed=100_000), shared["b"]]}
-    assert choose_addresses(facts, everyone_reaches(facts)) == {
+    assert choose_addresses(facts, reached(facts)) == {
         "a": ("eth0", "10.0.0.1"), "b": ("eth0", "10.0.0.2"), "c": ("eth0", "10.0.0.3"),
     }  # fmt: skip
 
@@ -123,4 +112,40 @@ def test_the_subnet_that_all_share_wins_over_a_faster_interface_of_one():
 def test_private_before_public():
     facts = {h: {"interfaces": [interface("eth0", f"8.8.8.{n}/24"), interface("eth1", f"10.0.0.{n}/24")]}
              for n, h in enumerate("ab", 1)}  # fmt: skip
-    assert {name for name, _ in choose_addresses(facts, everyone_reaches(facts)).values()} == {"eth1"}
+    assert {name for name, _ in choose_addresses(facts, reached(facts)).values()} == {"eth1"}
+
+
+hosts = st.integers(0, 20).map(lambda count: [f"n{number}" for number in range(count)])
+
+
+@given(hosts)
+def test_each_ordered_pair_meets_once(names):
+    met = [pair for pairs in rounds(names) for pair in pairs]
+    assert sorted(met) == sorted((one, two) for one in names for two in names if one != two)
+
+
+@given(hosts, st.integers(0, 8))
+def test_nobody_is_in_two_pairs_of_a_round_and_rounds_are_few(names, most):
+    played = rounds(names, most)
+    assert len(played) <= (most or 2 * len(names))
+    for pairs in played:
+        seated = [name for pair in pairs for name in pair]
+        assert pairs
+        assert len(seated) == len(set(seated))
+
+
+@given(st.integers(1, 300))
+def test_machines_try_all_others_or_of_many_some_and_the_first(count):
+    """A thousand machines don't try a million ways; what is measured was tried; what holds all together is."""
+    names = [f"n{number}" for number in range(count)]
+    tried = ways_tried(names)
+    pairs = {(host, other) for host, others in tried.items() for other in others}
+    assert list(tried) == names
+    assert all(len(others) == len(set(others) - {host}) for host, others in tried.items())
+    assert all(len(others) <= min(count - 1, MOST_TRIED) for others in tried.values())
+    assert {(host, names[0]) for host in names[1:]} <= pairs
+    assert {pair for pairs in rounds(names, MOST_ROUNDS) for pair in pairs} <= pairs
+    reached = {name: sum(other == name for _, other in pairs) for name in names}
+    assert all(times >= min(count - 1, MOST_TRIED // 2 - 1) for times in reached.values())
+    if count <= MOST_TRIED // 2:
+        assert len(pairs) == count * (count - 1)

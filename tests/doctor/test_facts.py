@@ -36,36 +36,33 @@ def test_facts_are_json_and_true_of_this_machine(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_torch_is_not_imported_for_them():
-    program = (
-        "import sys; from manyhands.cluster.doctor.facts import FactsWanted, gather; gather(FactsWanted()); "
-        "import manyhands.cluster.doctor.probe; "
-        "assert not {'torch', 'matplotlib'} & set(sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", program], check=True)
-
-
-def test_a_fact_that_cannot_be_found_is_told_and_hides_no_other(monkeypatch, tmp_path):
-    tool = tmp_path / "nvidia-smi"
-    tool.write_text("#!/bin/sh\necho 'Failed to initialize NVML: Driver/library version mismatch'\nexit 18\n")
-    tool.chmod(0o755)
+@pytest.fixture
+def nvidia(tmp_path, monkeypatch):
+    """Puts a shell script in the place of NVIDIA's tool."""
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+
+    def put(script):
+        tool = tmp_path / "nvidia-smi"
+        tool.write_text(f"#!/bin/sh\n{script}\n")
+        tool.chmod(0o755)
+        return tool
+
+    return put
+
+
+def test_a_fact_that_cannot_be_found_is_told_and_hides_no_other(nvidia):
+    nvidia("echo 'Failed to initialize NVML: Driver/library version mismatch'\nexit 18")
     facts = gather(FactsWanted())
     assert "version mismatch" in facts["errors"]["accelerators"]
     assert facts["cores"]
 
 
-def test_what_nvidias_tool_says_is_read(monkeypatch, tmp_path):
+def test_what_nvidias_tool_says_is_read(nvidia):
     """In the form that is asked of it: of two devices the first is in use, the second doesn't tell its load."""
-    tool = tmp_path / "nvidia-smi"
-    tool.write_text(
-        "#!/bin/sh\ncase $1 in\n"
-        "--query-gpu=*) echo '0, GPU-a1, NVIDIA H200, 143771, 90001, 98'\n"
-        "echo '1, GPU-b2, NVIDIA H200, 143771, 4, [N/A]';;\n"
-        "*) echo 'GPU-a1, 4711, 90000, python, with a comma';;\nesac\n"
+    nvidia(
+        "case $1 in\n--query-gpu=*) echo '0, GPU-a1, NVIDIA H200, 143771, 90001, 98'\n"
+        "echo '1, GPU-b2, NVIDIA H200, 143771, 4, [N/A]';;\n*) echo 'GPU-a1, 4711, 90000, python, with a comma';;\nesac"
     )
-    tool.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     one, two = gather(FactsWanted())["accelerators"]
     assert (one["name"], one["used_mib"], one["busy_percent"]) == ("NVIDIA H200", 90001, 98)
     assert one["processes"] == [{"pid": 4711, "used_mib": 90000, "name": "python, with a comma"}]
@@ -89,11 +86,8 @@ def test_cards_are_found_on_the_pci_bus_whether_or_not_a_driver_works(tmp_path):
     assert cards(tmp_path / "none") == []
 
 
-def test_torch_is_asked_only_where_there_is_a_card_and_somebody_wants_it(monkeypatch, tmp_path):
-    tool = tmp_path / "nvidia-smi"
-    tool.write_text("#!/bin/sh\ncase $1 in --query-gpu=*) echo '0, GPU-a1, NVIDIA A100, 81920, 4, 0';; esac\n")
-    tool.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+def test_torch_is_asked_only_where_there_is_a_card_and_somebody_wants_it(nvidia):
+    tool = nvidia("case $1 in --query-gpu=*) echo '0, GPU-a1, NVIDIA A100, 81920, 4, 0';; esac")
     facts = gather(FactsWanted(torch=True, only=CARDS))
     seen = facts["torch_devices"]
     assert set(seen) == {"count", "built_for", "version", "said"}
@@ -126,10 +120,8 @@ def test_two_folders_have_one_fingerprint_exactly_if_their_code_is_equal(tmp_pat
 
 def test_results_environments_and_hidden_files_are_no_code(tmp_path):
     before = code(write(tmp_path, {"net.py": b"1"}))
-    write(
-        tmp_path,
-        {"runs/a.py": b"", ".git/b.py": b"", "env/pyvenv.cfg": b"", "env/c.py": b"", "picture.png": b"", ".d.py": b""},
-    )
+    none = ("runs/a.py", ".git/b.py", "env/pyvenv.cfg", "env/c.py", "picture.png", ".d.py")
+    write(tmp_path, dict.fromkeys(none, b""))
     assert code(tmp_path) == before
     assert code(tmp_path / "nowhere")["exists"] is False
 
@@ -145,11 +137,8 @@ def test_data_is_known_by_names_and_sizes(tmp_path_factory, one, two):
 
 
 def test_named_data_is_looked_for_where_it_would_lie(tmp_path):
-    assert dataset("mnist", str(tmp_path), tmp_path) == {
-        "kind": "named",
-        "path": str(tmp_path / "mnist"),
-        "exists": False,
-    }
+    absent = {"kind": "named", "path": str(tmp_path / "mnist"), "exists": False}
+    assert dataset("mnist", str(tmp_path), tmp_path) == absent
     write(tmp_path, {"MNIST/raw/x.gz": b"12"})
     assert dataset("mnist", str(tmp_path), tmp_path)["files"] == 1
     assert dataset("./pets", "", tmp_path)["exists"] is False
@@ -178,9 +167,8 @@ def test_a_torchvision_made_for_another_torch_is_found_and_is_one_screen(tmp_pat
     package.mkdir()
     told.mkdir()
     (package / "__init__.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')\n")
-    (told / "METADATA").write_text(
-        "Metadata-Version: 2.1\nName: torchvision\nVersion: 0.1.0\nRequires-Dist: torch==2.1.0\n"
-    )
+    metadata = "Metadata-Version: 2.1\nName: torchvision\nVersion: 0.1.0\nRequires-Dist: torch==2.1.0\n"
+    (told / "METADATA").write_text(metadata)
     said = ("torchvision 0.1.0 is for torch 2.1.0", "operator torchvision::nms does not exist")
     examined = run("doctor", PYTHONPATH=str(tmp_path))
     assert examined.code == EXIT_DOCTOR, examined
@@ -202,10 +190,8 @@ def test_a_torchvision_of_another_build_is_tried(tmp_path, monkeypatch):
     monkeypatch.setattr(fact_module.metadata, "requires", lambda _name: ["torch==2.15.0"])
     (tmp_path / "torchvision.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    assert (
-        "torchvision 0.30.0 is a different build and can't be imported with torch 2.15.0+cpu"
-        in fact_module.torchvision_misfit()
-    )
+    said = "torchvision 0.30.0 is a different build and can't be imported with torch 2.15.0+cpu"
+    assert said in fact_module.torchvision_misfit()
     of["torch"] = "2.15.0"
     assert fact_module.torchvision_misfit() == ""
 

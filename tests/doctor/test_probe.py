@@ -1,7 +1,10 @@
 """Probes over real sockets: who is reached, who is not, and nothing stays open."""
 
+import json
 import re
 import socket
+import subprocess
+import sys
 import threading
 from dataclasses import replace
 
@@ -9,7 +12,7 @@ import pytest
 
 from manyhands.cluster.doctor.probe import Listener, Probe
 from manyhands.cluster.messages import CallResult, call, decode, encode, perform
-from tests.e2e.command import wait_until
+from tests.e2e.command import run, wait_until
 
 
 @pytest.fixture
@@ -97,3 +100,34 @@ def test_an_address_that_is_not_ours_and_a_port_that_is_taken_are_said(probe):
     assert listen(probe, "192.0.2.1").error
     told = listen(probe, port=listen(probe).port)
     assert re.search("in use, by .*(python|pytest)", told.error)
+
+
+LISTENS = """
+import socket
+one = socket.create_server(("127.0.0.1", 0))
+print(one.getsockname()[1], flush=True)
+input()
+"""
+
+
+def listening(*words):
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    return subprocess.Popen([sys.executable, "-c", LISTENS, *words], **pipes)
+
+
+def test_only_what_processes_of_manyhands_listen_on_is_named():
+    with listening("manyhands.worker.entry") as ours, listening("another") as theirs, socket.create_server(("", 0)):
+        port, other = int(ours.stdout.readline()), int(theirs.stdout.readline())
+        found = {each.port: each for each in Probe().open_ports()}
+        assert (found[port].address, found[port].lets_in, found[port].pid) == ("127.0.0.1", True, ours.pid)
+        assert other not in found
+        ours.communicate("")
+        theirs.communicate("")
+
+
+def test_without_hosts_a_job_opens_loopback_alone():
+    told = run("doctor", "--exposure", "--json")
+    assert told.code == 0, told.err
+    assert json.loads(told.out)["then"] == [
+        "train, fit and session open ports on loopback only, for users of this machine"
+    ]

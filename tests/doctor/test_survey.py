@@ -3,8 +3,6 @@
 import json
 import os
 import socket
-import subprocess
-import sys
 
 import pytest
 
@@ -17,6 +15,7 @@ from manyhands.cluster.messages import call
 from manyhands.config.load import load_job
 from manyhands.core.errors import RunError
 from manyhands.run.doctor import diagnose, survey_agents
+from tests.e2e.command import run
 
 
 @pytest.fixture
@@ -78,15 +77,8 @@ def test_a_machine_that_does_not_take_part_is_no_finding(agents):
     assert set(survey_agents(job, machines, [*named, Machine("d")], measure=False).errors) == {"d"}
 
 
-def command(*arguments, cwd, **environment):
-    return subprocess.run(
-        [sys.executable, "-m", "manyhands", "doctor", *arguments],
-        capture_output=True, text=True, cwd=cwd, env=os.environ | environment, timeout=60, check=False,
-    )  # fmt: skip
-
-
 def test_this_machine_alone(tmp_path):
-    told = json.loads(command("digits", "mlp", "--json", cwd=tmp_path).stdout)
+    told = json.loads(run("doctor", "digits", "mlp", "--json", cwd=tmp_path).out)
     assert told["hosts"] == list(told["facts"])
     assert not told["fails"]
     assert list(tmp_path.iterdir()) == []
@@ -100,23 +92,21 @@ def test_all_files_of_the_users_own_that_a_job_names_are_looked_for():
 
 
 def test_data_that_is_not_there_fails_and_is_told_on_the_screen(tmp_path):
-    done = command("./pets", "mlp", cwd=tmp_path)
-    assert done.returncode == 3
-    assert f"the data {tmp_path / 'pets'} is missing" in done.stdout
-    assert "would fail" in done.stdout.splitlines()[-1]
+    done = run("doctor", "./pets", "mlp", cwd=tmp_path)
+    assert done.code == 3
+    assert f"the data {tmp_path / 'pets'} is missing" in done.out
+    assert "would fail" in done.out.splitlines()[-1]
 
 
 def test_a_port_that_somebody_holds_is_told_with_the_holder(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as holder:
         port = holder.getsockname()[1]
-        done = command("digits", "--set", f"cluster.init=tcp://127.0.0.1:{port}", cwd=tmp_path)
-    assert done.returncode == 3
-    assert f"port {port}" in done.stdout
-    assert str(os.getpid()) in done.stdout
-    assert "already in use" in done.stdout
+        done = run("doctor", "digits", "--set", f"cluster.init=tcp://127.0.0.1:{port}", cwd=tmp_path)
+    assert done.code == 3
+    assert all(words in done.out for words in (f"port {port}", str(os.getpid()), "already in use"))
 
 
 def test_a_mistake_in_the_command_is_a_mistake(tmp_path):
-    done = command("--set", "train.epoch=3", cwd=tmp_path)
-    assert done.returncode == 2
-    assert "train.epochs" in done.stderr
+    done = run("doctor", "--set", "train.epoch=3", cwd=tmp_path)
+    assert done.code == 2
+    assert "train.epochs" in done.err

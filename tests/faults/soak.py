@@ -25,9 +25,9 @@ import psutil
 
 from manyhands.core.errors import EXIT_INTERRUPTED, EXIT_SAVED
 from manyhands.core.records import read_lines
-from tests.e2e.command import events, final_weights, running, start, wait_until
+from tests.e2e.command import QUICK, events, final_weights, running, start, wait_until
 from tests.network.lab import Lab
-from tests.network.test_launch import EXACT, QUICK, begun, gone, hosts
+from tests.network.runs import EXACT, begun, gone, hosts
 
 # By rounding in double precision, without momentum.
 ROUNDING = 1e-6

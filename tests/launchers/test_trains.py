@@ -1,11 +1,12 @@
-"""The digits on two processes, under each launcher as its users start it: one run, one result."""
+"""The digits on two processes, under each launcher and each description of machines: one run, one result."""
 
-import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from PIL import Image
 from manyhands.config.load import load_job
 from manyhands.core.errors import EXIT_SAVED
 from manyhands.run.submit import submit
-from tests.e2e.command import QUICK, environment, events, finish, wait_until
+from tests.e2e.command import QUICK, environment, events, finish, free_port, processes_of, read, wait_until
 from tests.launchers.slurm import script_output
 
 pytestmark = pytest.mark.timeout(300)
@@ -24,18 +25,16 @@ JOB = ["train", "digits", "mlp", "--epochs", "1", "--out", "run", "--device", "c
 
 def run_to_end(command, **variables):
     """Runs a launcher as a user would."""
-    return subprocess.run(
-        command, env=environment(**variables), capture_output=True, text=True, timeout=240, check=False
-    )
+    variables = environment(**variables)
+    return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=240, check=False)
 
 
 def assert_one_run_of_two(ended, folder):
     """Two processes, one result, and one process that spoke."""
     assert ended.returncode == 0, ended.stderr + ended.stdout
-    assert json.loads((folder / "run" / "env.json").read_text())["processes"] == 2
+    assert processes_of(folder / "run") == 2
     assert ended.stdout.count("best and final") == 1
-    events = [json.loads(line) for line in (folder / "run" / "events.jsonl").read_text().splitlines()]
-    assert [event["kind"] for event in events].count("finished") == 1
+    assert len(events(folder / "run", "finished")) == 1
 
 
 @pytest.mark.slow
@@ -66,20 +65,15 @@ def test_accelerate_launch(here):
 
 
 @pytest.mark.slow
-def test_a_batch_script_with_srun(slurm, here):
+@pytest.mark.parametrize("by", ["srun ", ""])
+def test_a_batch_script_needs_srun_and_is_told(by, slurm, here):
     command = " ".join([*MANYHANDS, *JOB])
-    (here / "job.sh").write_text(f"#!/bin/bash\n#SBATCH -n 2\n#SBATCH -o said.out\nsrun {command}\n")
+    (here / "job.sh").write_text(f"#!/bin/bash\n#SBATCH -n 2\n#SBATCH -o said.out\n{by}{command}\n")
     done = slurm.run("sbatch", "--wait", "job.sh", env=environment())
-    done.stdout = script_output(here)
-    assert_one_run_of_two(done, here)
-
-
-@pytest.mark.slow
-def test_a_batch_script_without_srun_is_told(slurm, here):
-    command = " ".join([*MANYHANDS, *JOB])
-    (here / "job.sh").write_text(f"#!/bin/bash\n#SBATCH -n 2\n#SBATCH -o said.out\n{command}\n")
-    done = slurm.run("sbatch", "--wait", "job.sh", env=environment())
-    said = script_output(here)
+    said = done.stdout = script_output(here)
+    if by:
+        assert_one_run_of_two(done, here)
+        return
     assert done.returncode == 2, said
     assert "has 2 tasks, but only one runs without srun" in said
     assert "srun manyhands train" in said
@@ -99,7 +93,7 @@ def test_explain_under_srun(slurm, tmp_path):
     # A file for each task: srun breaks long lines when it joins the tasks' output.
     output = ["--output", f"{tmp_path}/%t.json"]
     slurm.run("srun", "-n", "2", *output, *MANYHANDS, "explain", "--device", "cpu", "--json", env=environment())
-    told = {number: json.loads((tmp_path / f"{number}.json").read_text()) for number in (0, 1)}
+    told = {number: read(tmp_path, f"{number}.json") for number in (0, 1)}
     assert {number: told[number]["rank"]["value"] for number in told} == {0: 0, 1: 1}
     assert told[1]["rank"]["from"] == "SLURM_PROCID"
     assert told[0]["master_address"]["value"] == "127.0.0.1"
@@ -117,18 +111,11 @@ def test_sbatch_takes_the_script(slurm):
 @pytest.mark.slow
 def test_a_submitted_job_saves_when_told_and_goes_on(slurm, here, monkeypatch):
     """The signal that Slurm sends before the time limit, sent by hand; the second turn ends the run."""
-    for name, value in {
-        **slurm.environment,
-        "PATH": f"{Path(sys.executable).parent}:{slurm.environment['PATH']}",
-    }.items():
+    path = f"{Path(sys.executable).parent}:{slurm.environment['PATH']}"
+    for name, value in {**slurm.environment, "PATH": path}.items():
         monkeypatch.setenv(name, value)
-    flags = {
-        "cluster.processes": 2,
-        "cluster.device": "cpu",
-        "train.epochs": 20,
-        "run.report": False,
-        "model.name": "cnn",
-    }
+    flags = {"cluster.processes": 2, "cluster.device": "cpu", "train.epochs": 20, "run.report": False}
+    flags["model.name"] = "cnn"
     said = submit(load_job(flags, environment={}).job, None, "slurm", dry_run=False)
     number = said.split()[-1]
     folder = here / "runs" / f"slurm-{number}"
@@ -151,9 +138,8 @@ def test_srun_ends_with_the_code_for_another_turn_where_slurm_asks_by_sigusr1(sl
     job = ["train", "pictures", "mlp", "--data.image-size", "10", "--batch", "4", "--epochs", "100000", "--out", "run"]
     decoding = ["--device", "cpu", "--lr", "1e-6", "--data.workers", "1", "--set", "data.memory_limit_mib=0", *QUICK]
     command = ["srun", "-n", "2", *MANYHANDS, *job, *decoding]
-    process = subprocess.Popen(
-        command, env=environment(**slurm.environment), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(command, env=environment(**slurm.environment), **pipes)
     try:
         wait_until(lambda: events("run", "first-step"), process)
         asked = time.time()
@@ -165,3 +151,40 @@ def test_srun_ends_with_the_code_for_another_turn_where_slurm_asks_by_sigusr1(sl
     (stopped,), saved = events("run", "stopped"), events("run", "saved")[-1]
     assert saved["step"] == stopped["step"]
     print(f"saved {saved['time'] - asked:.2f} s after it was asked to")
+
+
+ACCELERATE = "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_CPU\nnum_machines: 1\nnum_processes: 2\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "content"), [("accelerate.yaml", ACCELERATE), ("hosts", "localhost slots=2\n")])
+def test_a_file_of_this_machine_starts_its_processes(here, name, content):
+    (here / name).write_text(content)
+    assert_one_run_of_two(run_to_end([*MANYHANDS, *JOB, "--cluster", name]), here)
+
+
+@pytest.mark.slow
+def test_two_pods_of_kubeflow_are_one_run(here):
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # connecting sends nothing; it chooses an interface
+        try:
+            probe.connect(("192.0.2.1", 9))
+        except OSError as error:
+            pytest.skip(f"this machine has no address but its loopback ({error})")
+        address, _ = probe.getsockname()
+    place = {"PET_NNODES": "2", "PET_MASTER_ADDR": address, "PET_MASTER_PORT": str(free_port())}
+    place["GLOO_SOCKET_IFNAME"] = ""
+    with ThreadPoolExecutor() as pool:
+        pods = [pool.submit(run_to_end, [*MANYHANDS, *JOB], **place, PET_NODE_RANK=str(rank)) for rank in range(2)]
+    worker = pods[1].result()
+    assert worker.returncode == 0, worker.stderr
+    assert_one_run_of_two(pods[0].result(), here)
+
+
+@pytest.mark.parametrize(("system", "sign"), [("slurm", "#SBATCH --nodes"), ("kubernetes", "kind: TrainJob")])
+def test_a_dry_run_prints_what_would_be_submitted(here, system, sign):
+    (here / "job.toml").write_text(
+        '[data]\nname = "digits"\n[model]\nname = "mlp"\n[submit]\nimage = "registry/image:1"\n'
+    )
+    ended = run_to_end([*MANYHANDS, "launch", "job.toml", "--on", system, "--out", "/data/runs/first", "--dry-run"])
+    assert ended.returncode == 0, ended.stderr
+    assert sign in ended.stdout

@@ -1,8 +1,12 @@
 """Hosts for tests; where none can be made the tests are skipped with the reason."""
 
+import os
+from pathlib import Path
+
 import pytest
 
 from tests.network.lab import Lab, why_not
+from tests.network.runs import PLACE
 
 REASON = why_not()
 
@@ -22,8 +26,30 @@ def lab():
         yield made
 
 
-@pytest.fixture(scope="module")
-def calm_lab():
-    """Three hosts that a module's tests share and don't change."""
-    with Lab(hosts=3) as made:
-        yield made
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """The launcher's folder, which the hosts see too."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def apart(lab, here):
+    """Hosts each of which has a disk of its own at one place."""
+    PLACE.mkdir(parents=True, exist_ok=True)
+    for host in lab.hosts:
+        lab.start(host, prepare=f"mount -t tmpfs none {PLACE}")
+    return lab
+
+
+@pytest.fixture
+def real_data():
+    """Finds a folder of real data, or skips with the name of what it would have read."""
+    base = Path(os.environ.get("MANYHANDS_TEST_DATA") or Path(__file__).parents[3] / "shared" / "data")
+
+    def find(name):
+        if not (base / name).is_dir():
+            pytest.skip(f"would have read {base / name} (MANYHANDS_TEST_DATA names another folder)")
+        return base / name
+
+    return find

@@ -207,10 +207,6 @@ class Lab:
         """How many frames have left a host; what its kernel hands on as one counts as one."""
         return self._count(host, "rx_packets")
 
-    def received_bytes(self, host):
-        """What has arrived at a host, frames included."""
-        return self._count(host, "tx_bytes")
-
     def close(self):
         """Ends every process in every host and takes all away; may be called twice."""
         if self.prefix:

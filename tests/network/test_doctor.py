@@ -4,11 +4,11 @@ import contextlib
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
+from tests.e2e.command import wait_until
 from tests.network.lab import Lab
 
 
@@ -48,23 +48,16 @@ def failing(told):
 
 def no_traces(lab):
     """No process but sshd stays on a host, and no file of the doctor's; both may take a moment to go."""
-    wait_until_empty(lambda: [words for words in commands(lab) if "sshd" not in words])
+    wait_until(lambda: not [words for words in commands(lab) if "sshd" not in words], patience=60)
     # Doctors of tests that run at the same time have folders of their own.
     there = set(Path("/tmp").glob("manyhands-doctor-*"))
-    wait_until_empty(lambda: there & set(Path("/tmp").glob("manyhands-doctor-*")))
+    wait_until(lambda: not there & set(Path("/tmp").glob("manyhands-doctor-*")), patience=60)
 
 
 def commands(lab):
     for pid in (pid for host in lab.hosts for pid in lab.processes(host)):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             yield Path(f"/proc/{pid}/cmdline").read_text()
-
-
-def wait_until_empty(look):
-    deadline = time.monotonic() + 60
-    while found := look():
-        assert time.monotonic() < deadline, found
-        time.sleep(0.2)
 
 
 @pytest.mark.slow

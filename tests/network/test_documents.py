@@ -1,7 +1,6 @@
 """Documents 000, 002, 003 and 004 on the machines that they are about: each host runs what a reader types there."""
 
 import json
-import os
 import re
 import subprocess
 from pathlib import Path
@@ -9,30 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.e2e.command import assert_one_screen, end, events, finish, typed
+from tests.e2e.command import assert_one_screen, end, events, finish, metrics, processes_of, typed
 from tests.network.lab import SOURCE
 
 pytestmark = pytest.mark.timeout(400)
 DIGITS = "digits mlp --epochs 1 --out run"
-
-
-@pytest.fixture
-def here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-@pytest.fixture
-def real_data():
-    """Finds a folder of real data, or skips with the name of what it would have read."""
-    base = Path(os.environ.get("MANYHANDS_TEST_DATA") or Path(__file__).parents[3] / "shared" / "data")
-
-    def find(name):
-        if not (base / name).is_dir():
-            pytest.skip(f"would have read {base / name} (MANYHANDS_TEST_DATA names another folder)")
-        return base / name
-
-    return find
 
 
 @pytest.fixture
@@ -88,12 +68,7 @@ def values(explained, *keys):
 
 
 def evaluation(folder):
-    lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if line["kind"] == "evaluation"][-1]
-
-
-def processes_of(folder):
-    return json.loads((Path(folder) / "env.json").read_text())["processes"]
+    return metrics(folder, "evaluation")[-1]
 
 
 # Document 000: two machines with one GPU each, MNIST.

@@ -3,10 +3,9 @@
 import time
 
 import pytest
-import torch
 
-from tests.e2e.command import events, final_weights, finish, run, running, wait_until
-from tests.network.test_launch import EXACT, QUICK, begun, gone, here, hosts  # noqa: F401 - a fixture
+from tests.e2e.command import QUICK, events, finish, running, wait_until
+from tests.network.runs import EXACT, assert_same_updates, begun, gone, hosts, undisturbed
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.slow]
 JOB = ["digits", "mlp", "--epochs", "200", "--set", "train.evaluate_every=100", *QUICK, *EXACT]
@@ -21,20 +20,16 @@ time.time = lambda: real() + (60 * (int(real()) % 2) if by == "jumps" else float
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """The weights of the undisturbed run."""
-    folder = tmp_path_factory.mktemp("whole") / "run"
-    ended = run("train", *JOB, "--out", folder)
-    assert ended.code == 0, ended.err
-    return final_weights(folder)
+    return undisturbed(*JOB, out=tmp_path_factory.mktemp("whole") / "run")
 
 
 def assert_undisturbed(ended, whole):
     assert ended.code == 0, ended.err
     assert not events("run", "restarted")
-    for name, tensor in final_weights("run").items():
-        torch.testing.assert_close(tensor, whole[name], rtol=1e-9, atol=1e-12)
+    assert_same_updates("run", whole)
 
 
-def test_a_short_cut_is_ridden_through(lab, here, whole):  # noqa: F811 - the fixture
+def test_a_short_cut_is_ridden_through(lab, here, whole):
     with running("launch", *JOB, *hosts(lab), "--out", "run") as process:
         wait_until(begun(), process)
         lab.down(2)
@@ -46,7 +41,7 @@ def test_a_short_cut_is_ridden_through(lab, here, whole):  # noqa: F811 - the fi
     gone(lab)
 
 
-def test_clocks_that_are_apart_do_no_harm(lab, here, whole):  # noqa: F811 - the fixture
+def test_clocks_that_are_apart_do_no_harm(lab, here, whole):
     (here / "clock").mkdir()
     (here / "clock/sitecustomize.py").write_text(CLOCK)
     path = f"{here / 'clock'}:{lab.environment['PYTHONPATH']}"

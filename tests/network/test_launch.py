@@ -6,12 +6,10 @@ import os
 import shutil
 import signal
 import tempfile
-import time
 from pathlib import Path
 
 import psutil
 import pytest
-import torch
 
 from tests.e2e.command import (
     NETS,
@@ -21,11 +19,26 @@ from tests.e2e.command import (
     events,
     final_weights,
     finish,
+    metrics,
+    read,
     run,
     running,
     wait_until,
 )
 from tests.network.lab import Lab
+from tests.network.runs import (
+    ENDLESS,
+    EXACT,
+    SHORT,
+    agents,
+    assert_same_updates,
+    begun,
+    gone,
+    hosts,
+    machines,
+    strike,
+    undisturbed,
+)
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -34,58 +47,8 @@ def SLOW(*values):  # noqa: N802 - it stands where a mark would
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
-SHORT = ["digits", "mlp", "--epochs", "2", *QUICK]
-ENDLESS = ["digits", "mlp", "--epochs", "100000", "--set", "train.evaluate_every=1000", *QUICK]
-# After whatever happens nothing may be left on any machine for longer.
-GONE_S = 30
-
-
-@pytest.fixture
-def here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-def hosts(lab, *slots):
-    names = [f"{lab.name(host)}:{count}" for host, count in zip(lab.hosts, slots, strict=False)] or lab.names
-    return ["--hosts", ",".join(names), "--cluster.ssh", lab.ssh]
-
-
-def agents(lab, among=()):
-    """Processes of ours in any host, or in these."""
-    found = []
-    for host in among or lab.hosts:
-        for pid in lab.processes(host):
-            with contextlib.suppress(psutil.Error):
-                process = psutil.Process(pid)
-                words = " ".join(process.cmdline())
-                if "manyhands" in words and "sshd" not in words and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(words)
-    return found
-
-
-def is_agent(process):
-    """The one that sshd started, not the workers that it forked."""
-    return "manyhands.cluster.agents.agent" in process.cmdline() and process.parent().name() == "sshd"
-
-
-def begun(folder="run", kind="metrics"):
-    """True once the run has made updates (or saved)."""
-    path = Path(folder) / "metrics.jsonl"
-    return lambda: path.is_file() and '"kind":"step"' in path.read_text() if kind == "metrics" else events(folder, kind)
-
-
 def last_evaluation(folder):
-    records = map(json.loads, Path(folder, "metrics.jsonl").read_text().splitlines())
-    return [record for record in records if record["kind"] == "evaluation"][-1]
-
-
-def gone(lab, process=None):
-    """Waits until no host has a process of ours; the limit is part of what is promised."""
-    until = time.monotonic() + GONE_S
-    while left := agents(lab):
-        assert time.monotonic() < until, left
-        time.sleep(0.1)
+    return metrics(folder, "evaluation")[-1]
 
 
 @pytest.mark.slow
@@ -99,12 +62,11 @@ def test_three_hosts_do_what_three_processes_here_do(lab, here):
         assert f"n{host} {lab.address(host)} (eth0)" in ended.err
     assert "each process listens on free ports of its machine's address" in ended.err
     assert "unencrypted" in ended.err
-    assert [entry["ranks"] for entry in json.loads(Path("far/machines.json").read_text())] == [[0, 1], [1, 1], [2, 1]]
-    averages = json.loads(Path("far/plan.json").read_text())["averages"]
+    assert [entry["ranks"] for entry in read("far", "machines.json")] == [[0, 1], [1, 1], [2, 1]]
+    averages = read("far", "plan.json")["averages"]
     assert averages == "gradients are averaged by gloo: the processes are on several machines"
     # Shared memory adds three numbers up in another order.
-    assert run("train", *SHORT, "-n", "3", "--out", "near", "--set", "parallel.shared_memory=false").code == 0
-    assert_equal_weights(final_weights("far"), final_weights("near"))
+    assert_equal_weights(final_weights("far"), undisturbed(*SHORT, "-n", "3", "--set", "parallel.shared_memory=false"))
     gone(lab)
 
 
@@ -115,32 +77,22 @@ def test_two_processes_on_each_of_two_hosts_do_what_one_does(lab, here):
     assert ended.code == 0, ended.err
     (told,) = events("far", "averaging")
     assert told["message"].startswith("gradients are averaged in two levels")
-    assert json.loads(Path("far/plan.json").read_text())["averages"] == told["message"]
+    assert read("far", "plan.json")["averages"] == told["message"]
     resumed = run("resume", "far", "--set", "train.max_steps=0")
     assert resumed.code == 0, resumed.err
     assert events("far", "averaging")[-1]["message"] == told["message"]
-    assert run("train", *job, "-n", "1", "--out", "near").code == 0
-    near = final_weights("near")
-    for name, tensor in final_weights("far").items():
-        torch.testing.assert_close(tensor, near[name], rtol=1e-9, atol=1e-12)
+    assert_same_updates("far", undisturbed(*job, "-n", "1"))
     gone(lab)
 
 
 @pytest.mark.slow
 def test_mnist_on_three_hosts(lab, here, real_data):
-    ended = run("launch", "mnist", "mlp", "--epochs", "2", *QUICK, *hosts(lab), "--out", "run", "--data.dir", real_data)
+    job = ["mnist", "mlp", "--epochs", "2", *QUICK, "--data.dir", real_data("mnist").parent]
+    ended = run("launch", *job, *hosts(lab), "--out", "run")
     assert ended.code == 0, ended.err
     last = last_evaluation("run")
     assert last["count"] == 10_000
     assert last["top1"] > 0.95
-
-
-@pytest.fixture
-def real_data():
-    folder = os.environ.get("MANYHANDS_LAB_DATA") or str(Path(__file__).parents[3] / "shared" / "data")
-    if not (Path(folder) / "mnist").is_dir():
-        pytest.skip(f"MNIST is not in {folder}")
-    return folder
 
 
 def lose_checkpoints(lab, host, place):
@@ -197,7 +149,7 @@ def test_unequal_machines_without_a_shared_disk(lab, here):
     assert second.code == 0, second.err
     assert [event["step"] for event in events("run", "resumed")] == [30]
     # Gradients that several machines average are added up in another order than those of one.
-    assert run("train", *SHORT, "-n", "3", "--out", "whole", *by_gloo).code == 0
+    undisturbed(*SHORT, "-n", "3", *by_gloo)
     for name in ("metrics", "events"):
         assert Path(f"run/{name}.jsonl").read_text().count("\n") > 3
     evaluated = last_evaluation("run")
@@ -261,16 +213,12 @@ def test_machines_hear_of_a_stop_while_they_import_torch(lab, here):
     gone(lab)
 
 
-# In double precision, and without momentum, which lets rounding grow.
-EXACT = ["--set", "train.precision=fp64", "--set", "train.momentum=0", "--set", "train.nesterov=false"]
-
-
 @pytest.mark.parametrize(("how", "host"), [SLOW("kill", 1), SLOW("down", 2)])
 def test_a_run_goes_on_with_the_machines_that_are_left(how, host, lab, here):
     job = ["digits", "mlp", "--epochs", "100", "--set", "train.evaluate_every=50", *QUICK, *EXACT]
     with running("launch", *job, "--set", "checkpoint.every=100steps", *hosts(lab), "--out", "run") as process:
         wait_until(begun(kind="saved"), process)
-        {"kill": lab.kill, "down": lab.down}[how](host)
+        strike(lab, host, how)
         ended = finish(process)
         gone(lab)
     assert ended.code == 0, ended.err
@@ -278,11 +226,8 @@ def test_a_run_goes_on_with_the_machines_that_are_left(how, host, lab, here):
     (again,) = events("run", "restarted")
     (resumed,) = events("run", "resumed")
     assert again["step"] == resumed["step"]
-    assert len(json.loads(Path("run/machines.json").read_text())) == 2
-    whole = run("train", *job, "--out", "whole")
-    assert whole.code == 0, whole.err
-    for name, tensor in final_weights("run").items():
-        torch.testing.assert_close(tensor, final_weights("whole")[name], rtol=1e-9, atol=1e-12)
+    assert len(machines()) == 2
+    assert_same_updates("run", undisturbed(*job))
 
 
 @pytest.mark.parametrize(("rank", "way"), [SLOW(3, ()), SLOW(0, ("--interface", "ssh"))], ids=["plain", "through ssh"])
@@ -293,15 +238,13 @@ def test_a_killed_process_among_two_on_each_host_is_heard_of_by_all(rank, way, l
         "launch", *job, "--set", "checkpoint.every=100steps", *hosts(lab, 2, 2), *way, "--out", "run"
     ) as process:
         wait_until(begun(kind="saved"), process)
-        os.kill(json.loads(Path("run/env.json").read_text())["ranks"][rank]["pid"], signal.SIGKILL)
+        os.kill(read("run", "env.json")["ranks"][rank]["pid"], signal.SIGKILL)
         ended = finish(process)
         gone(lab)
     assert ended.code == 0, ended.err
     assert len(events("run", "restarted")) == 1
     assert len(events("run", "averaging")) == 2
-    assert run("train", *job, "--out", "whole").code == 0
-    for name, tensor in final_weights("run").items():
-        torch.testing.assert_close(tensor, final_weights("whole")[name], rtol=1e-9, atol=1e-12)
+    assert_same_updates("run", undisturbed(*job))
 
 
 @pytest.mark.parametrize("how", [SLOW("kill"), SLOW("down"), SLOW("agent")])
@@ -309,21 +252,16 @@ def test_a_lost_machine_is_named_and_the_run_goes_on_later(how, lab, here):
     job = [*ENDLESS, "--set", "checkpoint.every=20steps", *hosts(lab), "--elastic", "off"]
     with running("launch", *job, "--out", "run") as process:
         wait_until(begun(kind="saved"), process)
-        if how == "agent":
-            (agent,) = [pid for pid in lab.processes(3) if is_agent(psutil.Process(pid))]
-            os.kill(agent, signal.SIGKILL)
-        else:
-            {"kill": lab.kill, "down": lab.down}[how](3)
+        strike(lab, 3, how)
         ended = finish(process)
         gone(lab)
     assert ended.code == 1
     assert "n3 is lost" in ended.err
     assert "manyhands resume run" in ended.err
     assert_one_screen(ended.err)
-    if how == "down":
+    if how != "agent":
         lab.up(3)
     if how == "kill":
-        lab.up(3)
         lab.start(3)
     saved = events("run", "saved")[-1]["step"]
     again = run("resume", "run", "--set", f"train.max_steps={saved + 30}")
@@ -349,7 +287,7 @@ def test_ssh_on_ports_of_their_own(lab, here):
     ended = run("launch", *job, "--hosts", f"ssh://root@{lab.address(1)}:31234,box", "--out", "run")
     assert ended.code == 0, ended.err
     assert f"2 processes on {lab.address(1)}:31234, box" in ended.err
-    assert [entry["port"] for entry in json.loads(Path("run/machines.json").read_text())] == [31234, 0]
+    assert [entry["port"] for entry in read("run", "machines.json")] == [31234, 0]
 
 
 @pytest.mark.slow
@@ -377,7 +315,7 @@ def test_one_of_the_hosts_launches(lab, here):
     command = [lab.python, "-m", "manyhands", "launch", *SHORT, *hosts(lab), "--out", "run"]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src"), "OMP_NUM_THREADS": "1"}
     lab.run(2, command, env=environment)
-    assert [entry["here"] for entry in json.loads(Path("run/machines.json").read_text())] == [False, True, False]
+    assert [entry["here"] for entry in read("run", "machines.json")] == [False, True, False]
 
 
 @pytest.mark.slow
@@ -447,8 +385,6 @@ def test_a_machine_that_cannot_take_part_is_named_before_anything_starts(fault, 
         known.write_text("\n".join([lines[0], lines[1].replace(lines[1].split()[-1], lines[0].split()[-1]), lines[2]]))
     elif fault == "program":
         given = [*given[:2], "--cluster.ssh", "ssh-of-mine"]
-    elif fault == "file":
-        pass  # nowhere
     elif fault == "unknown":
         given[1] += ",nowhere"
     elif fault == "python":
@@ -456,7 +392,7 @@ def test_a_machine_that_cannot_take_part_is_named_before_anything_starts(fault, 
         bare.write_text('#!/bin/sh\nexec env -u PYTHONPATH /usr/bin/python3 -S "$@"\n')
         bare.chmod(0o755)
         given = ["--hosts", "n1", *given[2:], "--cluster.python", bare]
-    else:
+    elif fault == "firewall":
         given += ["--interface", "eth0"]  # where none is named, they are joined through ssh
         accepted = f"ip saddr {lab.address(254)} accept; ct state established,related accept"
         lab.nft(2, f"table inet t {{ chain c {{ type filter hook input priority 0; {accepted}; drop; }}; }}\n")
@@ -466,4 +402,44 @@ def test_a_machine_that_cannot_take_part_is_named_before_anything_starts(fault, 
     assert_one_screen(ended.err)
     for words in wanted:
         assert words in ended.err
+    gone(lab)
+
+
+OWN_SCRIPT = """\
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+total = torch.tensor([float(rank)])
+dist.all_reduce(total)
+print(os.uname().nodename, os.environ["RANK"], os.environ["GROUP_RANK"], *sys.argv[1:], int(total), flush=True)
+if sys.argv[1:] == ["fail"] and rank == 2:
+    raise ValueError("no more pictures")
+dist.barrier()
+"""
+
+
+@pytest.mark.slow
+def test_three_hosts_run_the_script(lab, here):
+    (here / "train.py").write_text(OWN_SCRIPT)
+    ended = run("launch", "train.py", *hosts(lab), "--out", "run", "--", "--lr", "0.1")
+    assert ended.code == 0, ended.err
+    # n1 is another machine than the head: what rank 0 writes comes from there.
+    assert ended.out.splitlines()[-1] == "n1 0 0 --lr 0.1 3"
+    logs = run("logs", "run")
+    assert "n3 2 2 --lr 0.1 3" in logs.out, logs
+    gone(lab)
+
+
+@pytest.mark.slow
+def test_the_first_cause_on_another_machine_is_told(lab, here):
+    (here / "train.py").write_text(OWN_SCRIPT)
+    ended = run("launch", "train.py", *hosts(lab), "--sync-code", "--out", "run", "--", "fail")
+    assert ended.code == 1
+    assert "manyhands: ValueError: no more pictures" in ended.err
+    assert "where: rank 2 on n3" in ended.err
     gone(lab)

@@ -1,6 +1,5 @@
 """Machines that come back to a run of three hosts, or are added to it: what it learns is what it would have learnt."""
 
-import json
 import os
 import signal
 import subprocess
@@ -9,40 +8,27 @@ from pathlib import Path
 
 import psutil
 import pytest
-import torch
 
 from manyhands.config.load import load_job
-from tests.e2e.command import QUICK, assert_one_screen, events, final_weights, finish, run, running, wait_until
-from tests.network.test_launch import EXACT, agents, begun, gone, hosts, is_agent
+from tests.e2e.command import assert_one_screen, events, finish, run, running, wait_until
+from tests.network.runs import (
+    LONG,
+    agents,
+    assert_same_updates,
+    begun,
+    gone,
+    hosts,
+    machines,
+    steps,
+    strike,
+    trained_on,
+    trains_on,
+    undisturbed,
+)
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.slow]
-# Long enough for a machine to come back in; it is ended by `stop` once the machine has trained.
-LONG = ["digits", "mlp", "--epochs", "100000", "--set", "train.evaluate_every=1000", *QUICK, *EXACT]
 # Processes that are cut off end within ALONE_S (26 s), after a save; 3 s are for a busy machine.
 CUT_OFF_S = 29
-
-
-@pytest.fixture
-def here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-def machines(folder="run"):
-    return [entry["host"] for entry in json.loads(Path(folder, "machines.json").read_text())]
-
-
-def steps(folder="run"):
-    path = Path(folder) / "metrics.jsonl"
-    lines = path.read_text().split("\n")[:-1] if path.is_file() else []
-    return [record["step"] for record in map(json.loads, lines) if record["kind"] == "step"]
-
-
-def trained_on(count, process):
-    """Waits until the run has made updates in a start with so many machines."""
-    wait_until(lambda: events("run", "resumed") and len(machines()) == count, process)
-    before = len(steps())
-    wait_until(lambda: len(steps()) > before + 2, process)
 
 
 def ended_as_undisturbed(process, folder="run"):
@@ -51,11 +37,7 @@ def ended_as_undisturbed(process, folder="run"):
     ended = finish(process)
     assert ended.code == 75, ended.err
     last = events("run", "stopped")[-1]["step"]
-    whole = run("train", *LONG, "--set", f"train.max_steps={last}", "--out", "whole")
-    assert whole.code == 0, whole.err
-    theirs = final_weights("whole")
-    for name, tensor in final_weights(folder).items():
-        torch.testing.assert_close(tensor, theirs[name], rtol=1e-9, atol=1e-12)
+    assert_same_updates(folder, undisturbed(*LONG, "--set", f"train.max_steps={last}"))
     # Each update that counts was made once: a record's step is beyond the one before it.
     made = steps()
     assert made == sorted(set(made)), made
@@ -66,11 +48,8 @@ def ended_as_undisturbed(process, folder="run"):
 def test_a_machine_that_comes_back_takes_part_again(how, lab, here):
     with running("launch", *LONG, "--set", "checkpoint.every=100steps", *hosts(lab), "--out", "run") as process:
         wait_until(begun(kind="saved"), process)
-        if how == "agent":
-            (agent,) = [pid for pid in lab.processes(3) if is_agent(psutil.Process(pid))]
-            os.kill(agent, signal.SIGKILL)
-        else:
-            {"kill": lab.kill, "down": lab.down}[how](3)
+        strike(lab, 3, how)
+        if how != "agent":
             wait_until(lambda: len(machines()) == 2, process)
             lab.up(3)
         if how == "kill":
@@ -102,8 +81,7 @@ def test_the_end_of_a_connection_is_not_the_end_of_a_machine(count, host, end, l
         for pid in ended:
             os.kill(pid, signal.SIGKILL)
         time.sleep(CUT_OFF_S)  # who was cut off has gone by then
-        before = len(steps())
-        wait_until(lambda: len(steps()) > before + 2, process)
+        trains_on(steps, process)
         assert "run" in run("ps").out.split()
         assert "is active" in run("why", "run").out
         told = ended_as_undisturbed(process).err
@@ -139,8 +117,7 @@ def test_the_first_machine_is_cut_off_and_comes_back_and_goes_on_alone_in_the_en
         for host in (2, 3):
             lab.kill(host)
         wait_until(lambda: machines() == ["n1"], process)
-        before = len(steps())
-        wait_until(lambda: len(steps()) > before + 2, process)
+        trains_on(steps, process)
         ended_as_undisturbed(process, f"/proc/{lab._servers[1].pid}/root/{place}/run")
     gone(lab)
     place.rmdir()

@@ -11,30 +11,14 @@ from pathlib import Path
 
 import psutil
 import pytest
-import torch
 
 from manyhands.checkpoint.folders import newest
 from manyhands.checkpoint.read import load
-from tests.e2e.command import QUICK, events, final_weights, finish, run, running, wait_until
-from tests.network.test_launch import EXACT, gone, is_agent
+from tests.e2e.command import QUICK, events, finish, running, wait_until
+from tests.network.runs import EXACT, PLACE, assert_same_updates, gone, hosts, is_agent, undisturbed
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.slow]
 JOB = ["digits", "mlp", "--epochs", "60", "--set", "train.evaluate_every=50", *QUICK, *EXACT]
-PLACE = Path("/srv/manyhands-replicas")
-
-
-@pytest.fixture
-def apart(lab, tmp_path, monkeypatch):
-    """Hosts each of which has a disk of its own at one place."""
-    monkeypatch.chdir(tmp_path)
-    PLACE.mkdir(parents=True, exist_ok=True)
-    for host in lab.hosts:
-        lab.start(host, prepare=f"mount -t tmpfs none {PLACE}")
-    return lab
-
-
-def hosts(lab):
-    return ["--hosts", ",".join(lab.names), "--cluster.ssh", lab.ssh, "--cluster.workdir", PLACE]
 
 
 def typed(lab, host, *words):
@@ -65,13 +49,6 @@ def fetch(lab, host):
     return Path(f"of-n{host}")
 
 
-def as_undisturbed(folder, *job):
-    whole = run("train", *(job or JOB), "--out", "whole")
-    assert whole.code == 0, whole.err
-    for name, tensor in final_weights(folder).items():
-        torch.testing.assert_close(tensor, final_weights("whole")[name], rtol=1e-9, atol=1e-12)
-
-
 def workers(lab, host):
     found = []
     for pid in lab.processes(host):
@@ -87,7 +64,7 @@ def workers(lab, host):
 )
 def test_a_run_whose_first_machine_dies_with_its_disk_goes_on_from_the_copy(mode, apart):
     job = [*JOB, "--parallel", *mode, "--set", "checkpoint.every=100steps"]
-    with running("launch", *job, *hosts(apart), "--out", "run") as process:
+    with running("launch", *job, *hosts(apart, where=PLACE), "--out", "run") as process:
         wait_until(lambda: len(events("run", "saved")) > 1 and saved_on(apart, 2), process)
         for pid in [*workers(apart, 2), *workers(apart, 3)]:  # so that nobody can save what it has in memory
             os.kill(pid, signal.SIGKILL)
@@ -99,11 +76,11 @@ def test_a_run_whose_first_machine_dies_with_its_disk_goes_on_from_the_copy(mode
     resumed = events("run", "resumed")
     assert resumed
     assert all(event["step"] >= 100 for event in resumed)
-    as_undisturbed(fetch(apart, 2))
+    assert_same_updates(fetch(apart, 2), undisturbed(*JOB))
 
 
 def test_who_lost_the_head_and_the_first_machine_resumes_from_the_second(apart):
-    job = [*JOB, "--set", "checkpoint.every=100steps", *hosts(apart), "--out", "run"]
+    job = [*JOB, "--set", "checkpoint.every=100steps", *hosts(apart, where=PLACE), "--out", "run"]
     head = subprocess.Popen(typed(apart, 1, "launch", *job), stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     try:
         wait_until(lambda: saved_on(apart, 2), head)
@@ -124,5 +101,5 @@ def test_who_lost_the_head_and_the_first_machine_resumes_from_the_second(apart):
     before.rename("before")
     after = fetch(apart, 2)
     assert events(after, "resumed")[-1]["step"] == step
-    as_undisturbed(after)
+    assert_same_updates(after, undisturbed(*JOB))
     gone(apart)

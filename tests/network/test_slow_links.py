@@ -1,13 +1,10 @@
 """Slow links: what local steps and compressed gradients send, links that fail, and a process that dies."""
 
 import contextlib
-import json
 import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
@@ -28,6 +25,7 @@ from tests.e2e.command import (
     wait_until,
 )
 from tests.network.lab import SOURCE, Lab
+from tests.network.runs import steps
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
 MACHINES = 3
@@ -80,30 +78,14 @@ def slow_lab():
 
 
 @pytest.fixture
-def here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("net.py").write_text(NETWORK)
-    return tmp_path
-
-
-@dataclass
-class Started:
-    """The processes of a run, one on each host."""
-
-    processes: list
-    folder: Path
-
-    def finish(self):
-        """Waits until all have ended."""
-        return [
-            Ended(process.returncode, *said)
-            for process, said in [(process, process.communicate(timeout=300)) for process in self.processes]
-        ]
+def here(here):
+    (here / "net.py").write_text(NETWORK)
+    return here
 
 
 @contextlib.contextmanager
 def training(lab, out, *more, job=JOB):
-    """A run on all hosts, that meets by hand; it is ended with the block if it hasn't ended before."""
+    """The processes of a run on all hosts, that meets by hand; they are ended with the block if they haven't before."""
     init = f"tcp://{lab.address(1)}:{free_port()}"
     command = [sys.executable, "-m", "manyhands", "train", *job, *more, "--out", out, "--init", init]
     processes = [
@@ -115,7 +97,7 @@ def training(lab, out, *more, job=JOB):
         for host in lab.hosts
     ]  # fmt: skip
     try:
-        yield Started(processes, Path(out))
+        yield processes
     finally:
         for process in processes:
             if process.poll() is None:
@@ -124,11 +106,18 @@ def training(lab, out, *more, job=JOB):
 
 def train(lab, out, *more):
     """A run to its good end."""
-    with training(lab, out, *more) as run:
-        assert_well(run.finish())
+    with training(lab, out, *more) as processes:
+        assert_well(processes)
 
 
-def assert_well(ended):
+def finish(process):
+    """Longer than other commands are waited for: what it sends is slow."""
+    said = process.communicate(timeout=300)
+    return Ended(process.returncode, *said)
+
+
+def assert_well(processes):
+    ended = [finish(process) for process in processes]
     assert [one.code for one in ended] == [0] * MACHINES, "\n".join(one.err for one in ended)
 
 
@@ -168,26 +157,26 @@ def test_what_is_sent_is_what_was_estimated(sync, slow_lab, here):
 @both
 def test_links_that_fail_for_a_while_do_not_end_a_run(sync, slow_lab, here):
     steps = ["--train.epochs", 1000, "--train.max_steps", 600, *sync]
-    with training(slow_lab, "run", *steps) as run:
-        wait_until(lambda: events("run", "first-step"), run.processes[0])
-        wait_until(lambda: _steps_made(run.folder) >= 48, run.processes[0])
+    with training(slow_lab, "run", *steps) as processes:
+        wait_until(lambda: events("run", "first-step"), processes[0])
+        wait_until(lambda: _steps_made("run") >= 48, processes[0])
         slow_lab.down(3)
         # The cable is out for so long.
         time.sleep(8)
         slow_lab.up(3)
         slow_lab.rate(2, "1mbit")
-        slowed = _steps_made(run.folder)
-        wait_until(lambda: _steps_made(run.folder) >= slowed + 48, run.processes[0])
+        slowed = _steps_made("run")
+        wait_until(lambda: _steps_made("run") >= slowed + 48, processes[0])
         slow_lab.rate(2, "10mbit")
-        assert_well(run.finish())
+        assert_well(processes)
     assert_equal_replicas("run")
     # Eight seconds of no cable, most of which training stood still.
     assert max(event["data"]["seconds"] for event in events("run", "stall")) > 4
 
 
 def test_by_default_a_line_says_what_agreeing_takes_and_what_to_do(slow_lab, here):
-    with training(slow_lab, "run", "--train.epochs", 1000, "--checkpoint.every", "never") as run:
-        wait_until(lambda: events("run", "sync"), run.processes[0], patience=120)
+    with training(slow_lab, "run", "--train.epochs", 1000, "--checkpoint.every", "never") as processes:
+        wait_until(lambda: events("run", "sync"), processes[0], patience=120)
     (told,) = events("run", "sync")
     assert told["data"]["share"] > 0.8
     assert "--sync auto would take about" in told["message"]
@@ -199,14 +188,14 @@ def test_the_pace_follows_a_link(slow_lab, here):
     steps = ["--train.epochs", 2000, *local("int4"), "--checkpoint.every", "never"]
     # A step long enough that exchanges are far from as rare as they may become, on fast machines too.
     job = ["synthetic:9600x3x32x32x10", "net.py:Net", "--batch", "480", "--train.evaluate_every", "0"]
-    with training(slow_lab, "run", *steps, job=job) as run:
-        wait_until(lambda: events("run", "first-step"), run.processes[0])
+    with training(slow_lab, "run", *steps, job=job) as processes:
+        wait_until(lambda: events("run", "first-step"), processes[0])
         before = _paces("run")[0]
         for rate, sign in (("1mbit", 1), ("100mbit", -1)):
             for host in slow_lab.hosts:
                 slow_lab.rate(host, rate)
             changed = lambda sign=sign, before=before: sign * (_paces("run")[-1] - before) > 0  # noqa: E731
-            wait_until(changed, run.processes[0], patience=240)
+            wait_until(changed, processes[0], patience=240)
             before = _paces("run")[-1]
 
 
@@ -217,10 +206,7 @@ def _paces(out):
 
 def _steps_made(folder):
     """As far as it is recorded."""
-    metrics = folder / "metrics.jsonl"
-    lines = metrics.read_text().splitlines() if metrics.is_file() else []
-    steps = [json.loads(line)["step"] for line in lines if line.endswith("}")]
-    return steps[-1] if steps else 0
+    return max(steps(folder), default=0)
 
 
 @both
@@ -229,10 +215,10 @@ def test_after_a_kill_a_resumed_run_comes_to_the_same_bits(sync, slow_lab, here)
     steps += ["--checkpoint.every", "60steps"]
     train(slow_lab, "whole", *steps)
     assert_equal_replicas("whole")
-    with training(slow_lab, "run", *steps) as run:
-        wait_until(lambda: events("run", "saved"), run.processes[0])
-        run.processes[2].kill()
-        ended = run.finish()
+    with training(slow_lab, "run", *steps) as processes:
+        wait_until(lambda: events("run", "saved"), processes[0])
+        processes[2].kill()
+        ended = [finish(process) for process in processes]
     assert [one.code for one in ended] == [1, 1, -signal.SIGKILL], "\n".join(one.err for one in ended)
     for one in ended[:2]:
         assert_one_screen(one.err)

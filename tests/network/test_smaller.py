@@ -1,6 +1,5 @@
 """A run on three hosts that loses one goes on under each way of sharing the work, and is itself again with three."""
 
-import json
 import os
 import signal
 from pathlib import Path
@@ -8,25 +7,24 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.e2e.command import NETS, QUICK, events, final_weights, finish, run, running, wait_until
+from tests.e2e.command import NETS, QUICK, events, final_weights, finish, messages, running, wait_until
 from tests.e2e.test_hard_places import assert_alike
-from tests.network.test_launch import EXACT, GONE_S, begun, gone, hosts, is_agent
-from tests.network.test_rejoin import LONG, trained_on
+from tests.network.runs import (
+    EXACT,
+    GONE_S,
+    LONG,
+    begun,
+    gone,
+    hosts,
+    kill_agent,
+    machines,
+    steps,
+    trained_on,
+    undisturbed,
+)
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.slow]
 JOB = ["digits", "mlp", "--batch", "60", *QUICK, *EXACT, "--set", "checkpoint.every=20steps"]
-
-
-@pytest.fixture
-def here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-def end_agent(lab, host):
-    """Kills a host's agent, with which its processes end."""
-    (agent,) = [pid for pid in lab.processes(host) if is_agent(psutil.Process(pid))]
-    os.kill(agent, signal.SIGKILL)
 
 
 def lose_one(lab, here, *options):
@@ -34,22 +32,20 @@ def lose_one(lab, here, *options):
     job = [*JOB, "--epochs", "12", *options]
     with running("launch", *job, *hosts(lab), "--out", "run") as process:
         wait_until(begun(kind="saved"), process)
-        end_agent(lab, 2)
+        kill_agent(lab, 2)
         _, err = process.communicate(timeout=300)
         assert process.returncode == 0, err
         gone(lab)
     (again,), (resumed,) = events("run", "restarted"), events("run", "resumed")
     assert again["step"] == resumed["step"]
-    assert len(json.loads((here / "run/machines.json").read_text())) == 2
+    assert len(machines()) == 2
     return err
 
 
 @pytest.mark.parametrize("mode", [["fsdp"], ["semi"], ["auto"]])
 def test_a_new_plan_goes_on_from_the_last_checkpoint(mode, lab, here):
     lose_one(lab, here, "--parallel", *mode)
-    whole = run("train", *JOB, "--epochs", "12", "--out", "whole")
-    assert whole.code == 0, whole.err
-    assert_alike(final_weights("run"), final_weights("whole"))
+    assert_alike(final_weights("run"), undisturbed(*JOB, "--epochs", "12"))
 
 
 @pytest.mark.parametrize("method", [["powersgd", "--set", "sync.rank=2"], ["local", "--set", "sync.every=8"]])
@@ -58,7 +54,7 @@ def test_what_a_lost_host_held_back_is_said_and_the_run_goes_on_with_it_again(me
     job = [*LONG, "--set", "checkpoint.every=100steps", "--sync", *method]
     with running("launch", *job, *hosts(lab), "--out", "run") as process:
         wait_until(begun(kind="saved"), process)
-        end_agent(lab, 2)
+        kill_agent(lab, 2)
         wait_until(lambda: events("run", "regrouped"), process)
         trained_on(3, process)
         process.send_signal(signal.SIGINT)
@@ -66,10 +62,8 @@ def test_what_a_lost_host_held_back_is_said_and_the_run_goes_on_with_it_again(me
         assert ended.code == 75, ended.err
         gone(lab)
     assert [event["data"]["processes"] for event in events("run", "started")] == [3, 2, 3]
-    said = [event["message"] for event in events("run", "warning")]
-    assert (
-        len([words for words in said if words.startswith("resuming without the synchronization state of rank ")]) == 2
-    ), said
+    said = messages("run", "warning")
+    assert sum(words.startswith("resuming without the synchronization state of rank ") for words in said) == 2, said
 
 
 CGROUP = Path("/sys/fs/cgroup/memory")
@@ -93,33 +87,20 @@ def few_bytes(lab):
 def test_one_host_of_three_goes_on_where_a_whole_batch_would_not_fit_into_its_memory(lab, few_bytes, here):
     """Each of three takes 8 samples; the last one has no memory for 24."""
     job = ["synthetic:4800x1x8x8x10", f"{NETS}:Bulky", "--batch", "24", "--epochs", "1", *QUICK, *EXACT]
-    limits = [
-        "--set",
-        "train.norm_group=8",
-        "--set",
-        "checkpoint.every=3steps",
-        "--set",
-        "train.max_steps=10",
-        "--set",
-        "train.evaluate_batch=8",
-    ]
+    limits = ["--set", "train.norm_group=8", "--set", "checkpoint.every=3steps"]
+    limits += ["--set", "train.max_steps=10", "--set", "train.evaluate_batch=8"]
     with running("launch", *job, *limits, *hosts(lab), "--out", "run") as process:
         wait_until(begun(kind="saved"), process)
         used = int((few_bytes / "memory.max_usage_in_bytes").read_text())
         (few_bytes / "memory.limit_in_bytes").write_text(str(used + (100 << 20)))
         for host in (2, 3):
-            end_agent(lab, host)
+            kill_agent(lab, host)
         _, err = process.communicate(timeout=300)
         assert process.returncode == 0, err
-    assert (
-        "each process computes an update in 3 micro-batches of at most 8 samples, the limit from the start of the run"
-        in err
-    )
+    assert "computes an update in 3 micro-batches of at most 8 samples, the limit from the start of the run" in err
     # The others may be back before the end.
     assert 1 in [event["data"]["processes"] for event in events("run", "started")]
-    whole = run("train", *job, *limits, "--out", "whole")
-    assert whole.code == 0, whole.err
-    assert_alike(final_weights("run"), final_weights("whole"))
+    assert_alike(final_weights("run"), undisturbed(*job, *limits))
 
 
 def test_a_host_that_stood_still_and_wakes_writes_nothing_and_ends(lab, here):
@@ -138,13 +119,9 @@ def test_a_host_that_stood_still_and_wakes_writes_nothing_and_ends(lab, here):
         assert process.returncode == 0, err
     assert "WARNING n1 is lost: no message for" in err
     assert not list(here.glob("run/ranks/failures/*.json"))
-    lines = [json.loads(line) for line in (here / "run/metrics.jsonl").read_text().splitlines()]
-    steps = [line["step"] for line in lines if line["kind"] == "step"]
-    assert steps == sorted(set(steps))
+    assert steps() == sorted(set(steps()))
     # The host is taken up again, perhaps after the last update, which is saved before and after that.
     saved = [event["step"] for event in events("run", "saved")]
     assert saved[:-1] == sorted(set(saved[:-1]))
     assert saved[-1] >= saved[-2]
-    whole = run("train", *job, "--out", "whole")
-    assert whole.code == 0, whole.err
-    assert_alike(final_weights("run"), final_weights("whole"))
+    assert_alike(final_weights("run"), undisturbed(*job))

@@ -10,20 +10,17 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.e2e.command import QUICK, assert_equal_weights, events, final_weights, finish, run, running, wait_until
+from tests.e2e.command import assert_equal_weights, events, final_weights, finish, run, running, wait_until
 from tests.network.lab import Lab
-from tests.network.test_launch import ENDLESS, EXACT, begun, gone
+from tests.network.runs import ENDLESS, LONG, SHORT, begun, gone, undisturbed
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 PORT = 31234
-SHORT = ["digits", "mlp", "--epochs", "2", *QUICK]
 
 
-@pytest.fixture
-def here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+# What three processes here do that average by gloo, as those of several machines do.
+ALONE = ["-n", "3", "--set", "parallel.shared_memory=false"]
 
 
 @pytest.fixture(scope="module")
@@ -52,10 +49,7 @@ def hosts(lab):
 @pytest.fixture(scope="module")
 def near(tmp_path_factory):
     """An ordinary run's weights."""
-    folder = tmp_path_factory.mktemp("near")
-    ended = run("train", *SHORT, "-n", "3", "--out", "near", "--set", "parallel.shared_memory=false", cwd=folder)
-    assert ended.code == 0, ended.err
-    return final_weights(folder / "near")
+    return undisturbed(*SHORT, *ALONE, out=tmp_path_factory.mktemp("near") / "near")
 
 
 def nothing_left(lab):
@@ -117,7 +111,7 @@ def test_a_machine_of_the_run_passes_on_and_a_lost_tunnel_is_dug_anew(rented, he
     let_in(rented, 2, [254, 1, 3])
     let_in(rented, 3, [254])
     steps = ["--set", "train.max_steps=200", "--set", "checkpoint.every=50steps"]
-    with running("launch", *ENDLESS, *EXACT, *steps, *hosts(rented), "--out", "far") as process:
+    with running("launch", *LONG, *steps, *hosts(rented), "--out", "far") as process:
         wait_until(begun("far"), process)
         os.kill(tunnels(rented, 1)[0], signal.SIGKILL)
         ended = finish(process)
@@ -126,9 +120,7 @@ def test_a_machine_of_the_run_passes_on_and_a_lost_tunnel_is_dug_anew(rented, he
     assert len(events("far", "restarted")) == 1, ended.err
     assert "tunnel" in events("far", "restarted")[0]["message"]
     nothing_left(rented)
-    alone = ["-n", "3", "--out", "near", "--set", "parallel.shared_memory=false"]
-    assert run("train", *ENDLESS, *EXACT, *steps, *alone).code == 0
-    assert_equal_weights(final_weights("far"), final_weights("near"))
+    assert_equal_weights(final_weights("far"), undisturbed(*LONG, *steps, *ALONE))
 
 
 def test_a_head_that_is_killed_leaves_no_tunnel(rented, here):

@@ -10,12 +10,10 @@ import pytest
 
 from tests.e2e.command import events, finish, run, running, typed, wait_until
 from tests.network.lab import SOURCE
+from tests.network.runs import ENDLESS, SHORT, begun, gone, hosts, steps, trained_on
 from tests.network.stranger import FORGED
-from tests.network.test_launch import ENDLESS, SHORT, begun, gone, here, hosts
-from tests.network.test_rejoin import trained_on
 
 pytestmark = pytest.mark.timeout(300)
-__all__ = ["here"]
 STRANGER = Path(__file__).with_name("stranger.py")
 
 
@@ -89,11 +87,6 @@ def test_the_head_may_be_any_of_the_machines(lab, here, names):
     gone(lab)
 
 
-def steps(folder):
-    metrics = Path(folder) / "metrics.jsonl"
-    return metrics.read_text().count('"kind":"step"') if metrics.is_file() else 0
-
-
 def attacked(lab, here, *targets):
     """What of two hosts lets a stranger on the third in; everything that listens there is tried at each address."""
     places = []
@@ -105,8 +98,8 @@ def attacked(lab, here, *targets):
 
 
 def still_trains(here, process):
-    before = steps("run")
-    wait_until(lambda: steps("run") > before + 10, process)
+    before = len(steps())
+    wait_until(lambda: len(steps()) > before + 10, process)
     assert not (here / "executed").exists()
     assert not list(events("run", "restarted"))
 

@@ -1,12 +1,7 @@
-"""Makes run folders as a training run would leave them, for the tests and for looking at the report.
+"""Makes records and run folders as a training run would leave them."""
 
-python tests/report/fake_run.py FOLDER [--classes 10] [--epochs 30] [--live SECONDS]
-"""
-
-import argparse
 import math
 import random
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -28,6 +23,13 @@ from manyhands.core.run_folder import RunFolder
 
 START = 1_795_000_000.0
 DIGITS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
+
+
+def step_record(step, time=1.0, **more):
+    """Of one update among a thousand, in epochs of ten."""
+    usual = {"epoch": step // 10, "step_in_epoch": step % 10, "steps_per_epoch": 10, "total_steps": 1000, "loss": 1.0,
+             "top1": 0.5, "learning_rate": 0.1, "images_per_s": 100, "samples": 8}  # fmt: skip
+    return StepMetrics(**{"time": time, "step": step, **usual, **more})
 
 
 @dataclass
@@ -55,26 +57,12 @@ class FakeRun:
             {"data": {"name": "cifar10"}, "model": {"name": "resnet18"}, "train": {"epochs": self.epochs, **train}}
         )
         self.folder.job.write_text(tomli_w.dumps(job.model_dump(mode="json", exclude_none=True)), encoding="utf-8")
-        write_json(
-            self.folder.environment,
-            {
-                "python": "3.11.7",
-                "torch": "2.15.0",
-                "hosts": [{"name": "n1", "devices": ["NVIDIA H200"]}, {"name": "n2", "devices": ["NVIDIA H200"]}],
-                "git": {"revision": "4ed6c3a", "dirty": False},
-            },
-        )
-        write_json(
-            self.folder.plan,
-            {
-                "mode": "data",
-                "processes": 2,
-                "device": "cuda",
-                "micro_batch": 64,
-                "accumulate": 1,
-                "exceptions": ["norm_group = local: the result depends on the number of processes."],
-            },
-        )
+        hosts = [{"name": name, "devices": ["NVIDIA H200"]} for name in ("n1", "n2")]
+        software = {"python": "3.11.7", "torch": "2.15.0", "git": {"revision": "4ed6c3a", "dirty": False}}
+        write_json(self.folder.environment, {**software, "hosts": hosts})
+        plan = {"mode": "data", "processes": 2, "device": "cuda", "micro_batch": 64, "accumulate": 1}
+        exceptions = ["norm_group = local: the result depends on the number of processes."]
+        write_json(self.folder.plan, {**plan, "exceptions": exceptions})
         self.event("started", message="2 processes on n1, n2")
         return self
 
@@ -86,25 +74,23 @@ class FakeRun:
         self.time += self.record_every * (0.07 if self.random.random() < 0.95 else 0.2)
         part = step / (self.epochs * self.steps_per_epoch)
         noise = self.random.gauss(0, 0.08)
-        append(
-            self.folder.metrics,
-            StepMetrics(
-                time=self.time,
-                epoch=step // self.steps_per_epoch,
-                step=step,
-                step_in_epoch=step % self.steps_per_epoch,
-                steps_per_epoch=self.steps_per_epoch,
-                total_steps=self.epochs * self.steps_per_epoch,
-                loss=2.2 * math.exp(-3 * part) + 0.15 + abs(noise) * 1.2,
-                top1=max(0.0, min(1.0, 0.95 - 0.8 * math.exp(-4 * part) + noise / 2)),
-                learning_rate=0.1 * min(1, part * 20) * (0.5 + 0.5 * math.cos(math.pi * part)),
-                images_per_s=1840 + self.random.gauss(0, 60) - (600 if self.random.random() < 0.03 else 0),
-                samples=self.record_every * 128,
-                data_share=max(0.0, self.random.gauss(0.15, 0.04)),
-                saved_step=self.saved,
-                **more,
-            ),
+        record = step_record(
+            step,
+            self.time,
+            epoch=step // self.steps_per_epoch,
+            step_in_epoch=step % self.steps_per_epoch,
+            steps_per_epoch=self.steps_per_epoch,
+            total_steps=self.epochs * self.steps_per_epoch,
+            loss=2.2 * math.exp(-3 * part) + 0.15 + abs(noise) * 1.2,
+            top1=max(0.0, min(1.0, 0.95 - 0.8 * math.exp(-4 * part) + noise / 2)),
+            learning_rate=0.1 * min(1, part * 20) * (0.5 + 0.5 * math.cos(math.pi * part)),
+            images_per_s=1840 + self.random.gauss(0, 60) - (600 if self.random.random() < 0.03 else 0),
+            samples=self.record_every * 128,
+            data_share=max(0.0, self.random.gauss(0.15, 0.04)),
+            saved_step=self.saved,
+            **more,
         )
+        append(self.folder.metrics, record)
 
     def save(self, step):
         self.saved = step
@@ -118,20 +104,8 @@ class FakeRun:
         detail = self.detail(step, right)
         best = detail.top1 > self.best
         self.best = max(self.best, detail.top1)
-        append(
-            self.folder.metrics,
-            EvaluationMetrics(
-                time=self.time,
-                epoch=step // self.steps_per_epoch,
-                step=step,
-                count=detail.count,
-                loss=detail.loss,
-                top1=detail.top1,
-                top5=detail.top5,
-                best=best,
-                seconds=1.5,
-            ),
-        )
+        figures = {name: getattr(detail, name) for name in ("time", "epoch", "step", "count", "loss", "top1", "top5")}
+        append(self.folder.metrics, EvaluationMetrics(**figures, best=best, seconds=1.5))
         write_json(self.folder.evaluations / "last.json", detail)
         if best:
             write_json(self.folder.evaluations / "best.json", detail)
@@ -192,23 +166,13 @@ class FakeRun:
 
     def fail(self, rank=1, *, consequence=False, step=None):
         self.time += 1
-        write_json(
-            self.folder.failures / f"{rank}.json",
-            Failure(
-                time=self.time,
-                rank=rank,
-                host="n2",
-                pid=4121,
-                step=step,
-                phase="train",
-                error="OutOfMemoryError",
-                what="n2's GPU 0 is full at 128 images (23.1 of 24 GB)",
-                where="rank 1, step 1234",
-                hints=["--set train.micro_batch=96; the global batch stays 256"],
-                traceback='Traceback (most recent call last):\n  File "net.py", line 12, in forward\nOutOfMemoryError',
-                consequence=consequence,
-            ),
-        )
+        failure = Failure(
+            time=self.time, rank=rank, host="n2", pid=4121, step=step, phase="train", error="OutOfMemoryError",
+            what="n2's GPU 0 is full at 128 images (23.1 of 24 GB)", where="rank 1, step 1234",
+            hints=["--set train.micro_batch=96; the global batch stays 256"], consequence=consequence,
+            traceback='Traceback (most recent call last):\n  File "net.py", line 12, in forward\nOutOfMemoryError',
+        )  # fmt: skip
+        write_json(self.folder.failures / f"{rank}.json", failure)
         return self
 
 
@@ -221,44 +185,3 @@ def complete(path, **settings):
     run.resume(total * 40 // 100 // run.steps_per_epoch * run.steps_per_epoch)
     run.train(total * 40 // 100 // run.steps_per_epoch * run.steps_per_epoch)
     return run.finish()
-
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--classes", type=int, default=10)
-    parser.add_argument("--epochs", type=int, default=30)
-    parser.add_argument("--live", type=float, default=0.0, help="show a screen and write for so many seconds")
-    arguments = parser.parse_args()
-    names = DIGITS if arguments.classes == 10 else [f"class {n:03d} 类别" for n in range(arguments.classes)]
-    if not arguments.live:
-        complete(arguments.folder, classes=names, epochs=arguments.epochs)
-        return
-    play(FakeRun(arguments.folder, classes=names, epochs=arguments.epochs), arguments.live)
-
-
-def play(run, seconds):
-    """Writes a run in real time before a screen."""
-    from manyhands.report.screen import Screen
-
-    with Screen(run.path) as screen:
-        run.time = time.time()
-        run.begin()
-        started = time.monotonic()
-        step = 0
-        while time.monotonic() - started < seconds:
-            time.sleep(0.1)
-            step += run.record_every
-            run.train(step - run.record_every, step)
-            run.time = time.time()
-            if step == 300:
-                run.event("warning", message="n2 waits 34 % of its time for data: raise data.workers")
-            screen.update()
-        run.event("stopping", message="Ctrl-C: saving, then stopping")
-        screen.update()
-        run.save(step)
-        run.event("stopped", message=f"saved at step {step}; go on with manyhands resume")
-
-
-if __name__ == "__main__":
-    main()

@@ -7,7 +7,7 @@ import re
 import tracemalloc
 
 import pytest
-from fake_run import FakeRun, complete
+from fake_run import FakeRun, complete, step_record
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,23 +18,6 @@ from manyhands.report.follow import Follower, Tail
 from manyhands.report.read import read_run, sessions, without_repeats
 from manyhands.run.outcome import explained
 from manyhands.train.saver import seen_failures
-
-
-def step(number, time, loss=1.0):
-    return StepMetrics(
-        time=time,
-        epoch=number // 10,
-        step=number,
-        step_in_epoch=number % 10,
-        steps_per_epoch=10,
-        total_steps=1000,
-        loss=loss,
-        top1=0.5,
-        learning_rate=0.1,
-        images_per_s=100,
-        samples=8,
-    )
-
 
 # Each session begins at or before what the one before it reached, and makes so many records.
 PLANS = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 15)), min_size=1, max_size=5)
@@ -50,7 +33,7 @@ def test_the_later_record_wins(plan):
         expected = {number: loss for number, loss in expected.items() if number <= begin}
         for number in range(begin + 1, begin + count + 1):
             time += 1
-            records.append(step(number, time, loss=time))
+            records.append(step_record(number, time, loss=time))
             expected[number] = time
         reached = begin + count
     kept = without_repeats(records, events)
@@ -71,7 +54,7 @@ def test_what_was_undone_is_counted_by_nobody(tmp_path):
 
 @given(PLANS)
 def test_steps_rise_even_where_no_event_tells_of_a_restart(plan):
-    records = [step(begin + number, 0.0) for begin, count in plan for number in range(count)]
+    records = [step_record(begin + number, 0.0) for begin, count in plan for number in range(count)]
     kept = [record.step for record in without_repeats(records, [])]
     assert kept == sorted(set(kept))
     assert kept[-1:] == [records[-1].step] if records else kept == []
@@ -87,22 +70,10 @@ def test_a_torn_file_gives_its_whole_lines(tmp_path_factory, cut, junk):
     assert len(read.steps) + len(read.evaluations) == sum(line.endswith(b"}") for line in text.split(b"\n"))
 
 
-@given(content=st.binary(max_size=200))
-def test_no_bytes_break_the_reader(tmp_path_factory, content):
-    folder = RunFolder(tmp_path_factory.mktemp("run"))
-    folder.evaluations.mkdir()
-    folder.failures.mkdir(parents=True)
-    for file in (folder.job, folder.plan, folder.environment, folder.metrics, folder.events):
-        file.write_bytes(content)
-    (folder.evaluations / "best.json").write_bytes(content)
-    (folder.failures / "0.json").write_bytes(content)
-    assert read_run(folder.path).steps == []
-
-
 def test_nan_survives_json(tmp_path):
     run = FakeRun(tmp_path).begin()
     with run.folder.metrics.open("w") as file:
-        file.write(step(1, 1.0, loss=math.nan).model_dump_json() + "\n")
+        file.write(step_record(1, 1.0, loss=math.nan).model_dump_json() + "\n")
     assert math.isnan(read_run(tmp_path).steps[0].loss)
 
 
@@ -199,7 +170,7 @@ def test_exceptions_are_told_even_of_a_plan_that_is_damaged_elsewhere(tmp_path):
 )
 def test_thinned_records_are_few_and_tell_the_same_of_all_samples(found, most):
     records = [
-        step(number, float(number)).model_copy(update={"samples": samples, "loss": loss, "images_per_s": rate})
+        step_record(number, float(number)).model_copy(update={"samples": samples, "loss": loss, "images_per_s": rate})
         for number, (samples, loss, rate) in enumerate(found, 1)
     ]
     thinned = without_repeats(records, [], most)
@@ -219,7 +190,7 @@ def test_thinned_records_are_few_and_tell_the_same_of_all_samples(found, most):
 @given(PLANS)
 def test_a_run_that_goes_on_is_thinned_to_what_it_did_last(plan):
     """Nothing that was forgotten is left: all samples are of steps up to the last, at most once."""
-    records = [step(begin + number, 0.0) for begin, count in plan for number in range(count)]
+    records = [step_record(begin + number, 0.0) for begin, count in plan for number in range(count)]
     thinned = without_repeats(records, [], 4)
     whole = without_repeats(records, [])
     assert [record.step for record in thinned[-1:]] == [record.step for record in whole[-1:]]

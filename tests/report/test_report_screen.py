@@ -39,16 +39,24 @@ def _plain_environment(monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
 
 
-def watched(path, stream, *, last=250, **options):
-    """A run of some steps before a screen, with one update for each 50 steps."""
+BOTH = pytest.mark.parametrize("stream", [io.StringIO, Terminal])
+
+
+def on_screen(path, stream, **options):
+    """A run that has begun, and a screen of it."""
     run = FakeRun(path)
     screen = Screen(path, stream=stream, clock=lambda: run.time, **options)
-    run.begin()
+    return run.begin(), screen
+
+
+def watched(path, stream, *, last=250, **options):
+    """A run of some steps before a screen, with one update for each 50 steps."""
+    run, screen = on_screen(path, stream, **options)
     for first in range(0, last, 50):
         run.train(first, first + 50)
         screen.update()
-    run.event("warning", message="disk is \x1b[31mnearly\x1b[0m full\r\nfree some")
-    run.event("warning", message="disk is \x1b[31mnearly\x1b[0m full\r\nfree some")
+    for _ in range(2):
+        run.event("warning", message="disk is \x1b[31mnearly\x1b[0m full\r\nfree some")
     screen.update()
     screen.close()
     return stream.getvalue()
@@ -75,12 +83,10 @@ def test_a_log_speaks_every_half_minute(tmp_path):
     assert stream.getvalue().count("img_s=") == 3
 
 
-@pytest.mark.parametrize("stream", [io.StringIO, Terminal])
+@BOTH
 def test_the_training_loss_of_each_epoch_is_told_once(tmp_path, stream):
     """With the evaluation where one follows, else in a line of its own."""
-    run, stream = FakeRun(tmp_path), stream()
-    screen = Screen(tmp_path, stream=stream, clock=lambda: run.time)
-    run.begin()
+    run, screen = on_screen(tmp_path, stream := stream())
     run.step(100, epoch_loss=1.25, epoch_top1=0.5)
     screen.update()
     run.evaluate(100)
@@ -129,41 +135,29 @@ def test_quiet_leaves_warnings(tmp_path):
 SETUP = "data: digits, 10 classes: 0, 1\nnetwork: mlp, 5 parameters\ntraining: batch 64, processes 2, device cpu"
 
 
-@pytest.mark.parametrize("stream", [io.StringIO, Terminal])
-def test_the_setup_is_shown_in_three_lines_and_once(tmp_path, stream):
-    run, stream = FakeRun(tmp_path), stream()
-    screen = Screen(tmp_path, stream=stream)
-    run.begin()
+@BOTH
+@pytest.mark.parametrize("quiet", [False, True])
+def test_the_setup_is_shown_once_in_three_lines_or_in_one(tmp_path, stream, quiet):
+    run, screen = on_screen(tmp_path, stream := stream(), quiet=quiet)
     for _ in range(2):  # the second comes from a restart
         run.event("setup", message=SETUP)
         screen.update()
     screen.close()
+    if quiet:
+        (line,) = stream.getvalue().splitlines()
+        assert SETUP.replace("\n", " | ") in line
+        return
+    parts = SETUP.split("\n")
     shown = plain(stream.getvalue().replace("\x1b[2K", "").replace("\r", ""))
-    assert [shown.count(line) for line in SETUP.split("\n")] == [1, 1, 1]
-    lines = [
-        line for line in re.split(r"[\r\n]+", stream.getvalue()) if any(part in line for part in SETUP.split("\n"))
-    ]
-    assert len(lines) == 3
-
-
-@pytest.mark.parametrize("stream", [io.StringIO, Terminal])
-def test_quiet_shows_the_setup_in_one_line_and_once(tmp_path, stream):
-    run, stream = FakeRun(tmp_path), stream()
-    screen = Screen(tmp_path, stream=stream, quiet=True)
-    run.begin()
-    for _ in range(2):
-        run.event("setup", message=SETUP)
-        screen.update()
-    screen.close()
-    (line,) = stream.getvalue().splitlines()
-    assert SETUP.replace("\n", " | ") in line
+    assert [shown.count(part) for part in parts] == [1, 1, 1]
+    lines = re.split(r"[\r\n]+", stream.getvalue())
+    assert len([line for line in lines if any(part in line for part in parts)]) == 3
 
 
 @pytest.mark.parametrize("quiet", [False, True])
 def test_the_setup_comes_before_the_warnings_of_a_start(tmp_path, quiet):
-    run, stream = FakeRun(tmp_path), io.StringIO()
-    screen = Screen(tmp_path, stream=stream, quiet=quiet)
-    run.begin().event("warning", message="labels.csv isn't read")
+    run, screen = on_screen(tmp_path, stream := io.StringIO(), quiet=quiet)
+    run.event("warning", message="labels.csv isn't read")
     screen.update()
     assert stream.getvalue() == ""
     run.event("setup", message=SETUP)
@@ -176,9 +170,8 @@ def test_the_setup_comes_before_the_warnings_of_a_start(tmp_path, quiet):
 
 
 def test_the_warnings_of_a_start_that_fails_are_shown(tmp_path):
-    run, stream = FakeRun(tmp_path), io.StringIO()
-    screen = Screen(tmp_path, stream=stream)
-    run.begin().event("warning", message="labels.csv isn't read")
+    run, screen = on_screen(tmp_path, stream := io.StringIO())
+    run.event("warning", message="labels.csv isn't read")
     screen.close()
     assert stream.getvalue().endswith("WARNING labels.csv isn't read\n")
 
@@ -191,9 +184,7 @@ def test_an_earlier_session_is_not_told_again(tmp_path):
 
 
 def test_saving_on_a_stop_is_told(tmp_path):
-    stream = io.StringIO()
-    screen = Screen(tmp_path, stream=stream)
-    run = FakeRun(tmp_path).begin()
+    run, screen = on_screen(tmp_path, stream := io.StringIO())
     run.save(100)
     run.event("stopping", message="Ctrl-C: saving")
     run.save(150)
@@ -205,8 +196,8 @@ def test_saving_on_a_stop_is_told(tmp_path):
 def test_a_narrow_encoding_is_no_obstacle(tmp_path):
     buffer = io.BytesIO()
     stream = io.TextIOWrapper(buffer, encoding="ascii", errors="strict", write_through=True)
-    screen = Screen(tmp_path, stream=stream)
-    FakeRun(tmp_path).begin().event("note", message="数据集在内存里")
+    run, screen = on_screen(tmp_path, stream)
+    run.event("note", message="数据集在内存里")
     screen.close()
     assert rb"\u6570" in buffer.getvalue()
 
@@ -242,13 +233,6 @@ def test_what_matters_most_stays_longest(steps):
     assert "epoch 5/30" in shown[120]
 
 
-@given(st.text(max_size=80))
-def test_plain_text_commands_nothing(text):
-    shown = plain(text)
-    assert not re.search(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]", shown)
-    assert plain(shown) == shown
-
-
 @given(st.text(max_size=60), st.integers(3, 30))
 def test_shortened_text_is_short(text, width):
     assert len(shorten(text, width)) == min(len(text), width)
@@ -276,18 +260,15 @@ def test_a_figure_just_below_all_is_nowhere_shown_as_all(tmp_path, right):
     run = FakeRun(tmp_path).begin()
     run.train(0, 100)
     run.evaluate(100)
-    evaluation = read_run(tmp_path).evaluations[-1].model_copy(update={"top1": right / 10000, "top5": right / 10000})
-    step = (
-        read_run(tmp_path)
-        .steps[-1]
-        .model_copy(update={"top1": right / 10000, "epoch_top1": right / 10000, "epoch_loss": 0.5})
-    )
+    read, share = read_run(tmp_path), right / 10000
+    evaluation = read.evaluations[-1].model_copy(update={"top1": share, "top5": share})
+    step = read.steps[-1].model_copy(update={"top1": share, "epoch_top1": share, "epoch_loss": 0.5})
     progress = ScreenProgress()
     progress.take(step)
     shown = [
         evaluation_line(evaluation, None), evaluation_line(evaluation, None, log=True),
         epoch_line(step), epoch_line(step, log=True),
         step_line(step), live_line(progress, step.time, 300).plain.partition("acc")[2],
-        line_of(tmp_path, [("a", right / 10000)]),
+        line_of(tmp_path, [("a", share)]),
     ]  # fmt: skip
     assert [bool(re.search(r"\b100(\.0+)?\b", line.replace("100/100", ""))) for line in shown] == [right == 10000] * 7

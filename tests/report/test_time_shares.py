@@ -61,8 +61,16 @@ def test_the_change_that_saves_most_is_named(tmp_path, ranks, words, gain):
 
 def on_two_machines(path):
     run = FakeRun(path).begin()
-    text = run.folder.environment.read_text()
-    run.folder.environment.write_text(text.replace('"python"', '"ranks": [{"host": "n1"}, {"host": "n2"}], "python"'))
+    told = json.loads(run.folder.environment.read_text())
+    run.folder.environment.write_text(json.dumps({**told, "ranks": [{"host": "n1"}, {"host": "n2"}]}))
+    return run
+
+
+def with_option(run, before, after):
+    """Another value in the run's job."""
+    text = run.folder.job.read_text()
+    assert before in text
+    run.folder.job.write_text(text.replace(before, after))
     return run
 
 
@@ -92,22 +100,19 @@ def test_a_folder_is_to_be_packed_unless_it_is(tmp_path, packed):
     pets.mkdir()
     if packed:
         (tmp_path / "my pets.pack").mkdir()
-    run = FakeRun(tmp_path / "run").begin()
-    run.folder.job.write_text(run.folder.job.read_text().replace('"cifar10"', f'"{pets}"'))
+    run = with_option(FakeRun(tmp_path / "run").begin(), '"cifar10"', f'"{pets}"')
     tell(run, {"compute": 50, "data": 50})
     assert (f"manyhands pack '{pets}'" in best_change(read_run(run.path)).what) != packed
 
 
 def test_without_workers_data_wants_them(tmp_path):
-    run = FakeRun(tmp_path).begin()
-    run.folder.job.write_text(run.folder.job.read_text().replace("\nworkers = -1", "\nworkers = 0"))
+    run = with_option(FakeRun(tmp_path).begin(), "\nworkers = -1", "\nworkers = 0")
     tell(run, {"compute": 50, "data": 50})
     assert "data.workers=-1" in best_change(read_run(tmp_path)).what
 
 
 def test_another_method_that_agrees_long_wants_larger_batches(tmp_path):
-    run = FakeRun(tmp_path).begin(batch=64)
-    run.folder.job.write_text(run.folder.job.read_text().replace('"allreduce"', '"powersgd"'))
+    run = with_option(FakeRun(tmp_path).begin(batch=64), '"allreduce"', '"powersgd"')
     tell(run, *[{"compute": 50, "communication": 50}] * 2)
     assert "use --batch 128 to halve the number of updates" in best_change(read_run(tmp_path)).what
 
@@ -132,8 +137,7 @@ def test_whatever_was_measured_the_gain_is_a_share(tmp_path_factory, ranks):
 
 
 def test_a_rank_that_has_its_share_already_is_left_alone(tmp_path):
-    run = FakeRun(tmp_path).begin(batch=64)
-    run.folder.job.write_text(run.folder.job.read_text().replace('shares = "machines"', "shares = [48, 16]"))
+    run = with_option(FakeRun(tmp_path).begin(batch=64), 'shares = "machines"', "shares = [48, 16]")
     tell(run, {"compute": 50, "communication": 50}, {"compute": 100})
     assert best_change(read_run(tmp_path)).what.endswith("stop other programs on its machine, or remove the machine")
 

@@ -58,29 +58,24 @@ def test_what_is_not_followed_is_told():
     assert "-n 4" in told(WORKER, cluster__processes=4)["not_followed"].value
 
 
-@pytest.mark.parametrize("init", ["tcp://10.0.0.1:5", "file:///tmp/x"])
-def test_the_command_prints_a_table_or_json(init, capsys):
-    arguments = ["explain", "--init", init, "--world-size", "2", "--rank", "0"]
-    with pytest.raises(SystemExit) as ended:
-        main(arguments)
-    assert ended.value.code == 0
-    table = capsys.readouterr().out
-    assert "world size" in table
-    assert "--world-size" in table
-    with pytest.raises(SystemExit):
-        main([*arguments, "--json"])
-    content = json.loads(capsys.readouterr().out)
-    assert content["rank"] == {"value": 0, "from": "--rank"}
-
-
-HOSTS = "n1 slots=8\nann@n2 slots=8 port=2222\n"
-
-
 def _explain(arguments, capsys):
     with pytest.raises(SystemExit) as ended:
         main(["explain", *arguments])
     printed = capsys.readouterr()
     return ended.value.code, printed.out, printed.err
+
+
+@pytest.mark.parametrize("init", ["tcp://10.0.0.1:5", "file:///tmp/x"])
+def test_the_command_prints_a_table_or_json(init, capsys):
+    arguments = ["--init", init, "--world-size", "2", "--rank", "0"]
+    code, table, _ = _explain(arguments, capsys)
+    assert code == 0
+    assert "world size" in table
+    assert "--world-size" in table
+    assert json.loads(_explain([*arguments, "--json"], capsys)[1])["rank"] == {"value": 0, "from": "--rank"}
+
+
+HOSTS = "n1 slots=8\nann@n2 slots=8 port=2222\n"
 
 
 @pytest.fixture

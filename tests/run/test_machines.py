@@ -11,11 +11,12 @@ from manyhands.cluster.hosts.inventory import Machine
 from manyhands.cluster.messages import CallResult, RequestFailed
 from manyhands.config.load import load_job
 from manyhands.core.errors import UserError
-from manyhands.core.records import StepMetrics, append
+from manyhands.core.records import append
 from manyhands.core.run_folder import RunFolder
 from manyhands.core.timeouts import CONTACT_S, EXCLUDED_S, RETRY_LEAST_S, RETRY_MOST_S, SILENT_S
 from manyhands.run import machines as module
 from manyhands.run.machines import Membership
+from tests.report.fake_run import step_record
 
 FACTS = {"name": "n3"}
 
@@ -53,8 +54,7 @@ class FakeLink:
 
 
 class Clock:
-    def __init__(self):
-        self.now = 1000.0
+    now = 1000.0
 
     def __call__(self):
         return self.now
@@ -78,14 +78,8 @@ class Scene:
 
     def machine(self, name):
         opened = RunOpened(f"/runs/{name}", shared=False, checkpoints=True, own=True)
-        return RunMachine(
-            Machine(name),
-            MachineState.RUNNING,
-            link=FakeLink(name),
-            facts=dict(FACTS),
-            processes=2,
-            opened_folder=opened,
-        )
+        has = {"facts": dict(FACTS), "processes": 2, "opened_folder": opened}
+        return RunMachine(Machine(name), MachineState.RUNNING, link=FakeLink(name), **has)
 
     def open(self, machine, *_):
         self.opened.append(machine.name)
@@ -105,11 +99,10 @@ class Scene:
 
     def ready(self):
         self.contacting()
-        self.answers(FACTS, RunOpened("/runs/n3", False, False, False, ""), ("cpu", 4))
+        self.answers_all()
 
     def excluded(self):
-        self.n3.failures = 1
-        self.run.note_ending(Ending(failed={4: -9}))
+        self.fails_again()
 
     def running_on_trial(self):
         self.ready()
@@ -125,11 +118,51 @@ class Scene:
             self.n3.link.answer(value if isinstance(value, RequestFailed) else CallResult(value))
             self.run.tick()
 
+    def adds_n4(self):
+        """What its user hears of it."""
+        heard = []
+        self.run.add(Machine("n4"), lambda *told: heard.append(told))
+        self.wait(0)
+        return heard
+
     def trains(self):
-        append(self.folder.metrics, StepMetrics(
-            time=1.0, epoch=0, step=1, step_in_epoch=1, steps_per_epoch=9, total_steps=999,
-            loss=1.0, top1=0.5, learning_rate=0.1, images_per_s=9.0, samples=9,
-        ))  # fmt: skip
+        append(self.folder.metrics, step_record(1))
+
+    def closes(self):
+        self.n3.link.closed = True
+        self.run.tick()
+
+    def is_silent(self):
+        self.wait(SILENT_S + 1)
+
+    def answers_all(self):
+        self.answers(FACTS, RunOpened("/runs/n3", False, False, False, ""), ("cpu", 4))
+
+    def is_busy(self):
+        self.answers(FACTS, RunOpened("/runs/n3", False, False, True, ""))
+
+    def holds_another_run(self):
+        self.answers(FACTS, RunOpened("/runs/n3", False, True, False, "abcdef0123"))
+
+    def fails_a_request(self):
+        self.answers(RequestFailed("no torch here"))
+
+    def fails(self):
+        self.run.note_ending(Ending(failed={4: -9}))
+
+    def fails_again(self):
+        self.n3.failures = 1
+        self.fails()
+
+    def is_lost_again(self):
+        self.n3.failures = 1
+        self.lost()
+
+    def raises_on_trial(self):
+        self.run.note_ending(Ending(refused=UserError("that is too much for n3")))
+
+    def next_start(self):
+        self.run.take_in()
 
 
 @pytest.fixture
@@ -137,101 +170,41 @@ def scene(tmp_path, monkeypatch):
     return Scene(tmp_path / "run", monkeypatch)
 
 
-def closes(scene):
-    scene.n3.link.closed = True
-    scene.run.tick()
-
-
-def is_silent(scene):
-    scene.wait(SILENT_S + 1)
-
-
-def answers_all(scene):
-    scene.answers(FACTS, RunOpened("/runs/n3", False, False, False, ""), ("cpu", 4))
-
-
-def is_busy(scene):
-    scene.answers(FACTS, RunOpened("/runs/n3", False, False, True, ""))
-
-
-def holds_another_run(scene):
-    scene.answers(FACTS, RunOpened("/runs/n3", False, True, False, "abcdef0123"))
-
-
-def fails_a_request(scene):
-    scene.answers(RequestFailed("no torch here"))
-
-
-def fails_with_a_process(scene):
-    scene.run.note_ending(Ending(failed={4: -9}))
-
-
-def fails_again_with_a_process(scene):
-    scene.n3.failures = 1
-    scene.run.note_ending(Ending(failed={4: -9}))
-
-
-def is_lost(scene):
-    scene.n3.link.closed = True
-    scene.run.note_ending(Ending(lost={"n3": "no message for 16 s"}))
-
-
-def is_lost_again(scene):
-    scene.n3.failures = 1
-    is_lost(scene)
-
-
-def raises_on_trial(scene):
-    scene.run.note_ending(Ending(refused=UserError("that is too much for n3")))
-
-
-def waits(seconds):
-    def event(scene):
-        scene.wait(seconds)
-
-    event.__name__ = f"waits_{seconds:g}_s"
-    return event
-
-
-def next_start(scene):
-    scene.run.take_in()
-
-
 @pytest.mark.parametrize(
     ("state", "event", "then", "until_s"),
     [
-        ("running", fails_with_a_process, MachineState.RUNNING, None),
-        ("running", fails_again_with_a_process, MachineState.READY, EXCLUDED_S),
-        ("running", is_lost, MachineState.LOST, RETRY_LEAST_S),
-        ("running", is_lost_again, MachineState.LOST, EXCLUDED_S),
-        ("running", closes, MachineState.RUNNING, None),  # what supervises the start says so
-        ("running", next_start, MachineState.RUNNING, None),
-        ("lost", waits(RETRY_LEAST_S / 2), MachineState.LOST, RETRY_LEAST_S / 2),
-        ("lost", waits(RETRY_LEAST_S), MachineState.CONTACTING, CONTACT_S),
-        ("lost", next_start, MachineState.LOST, RETRY_LEAST_S),
-        ("contacting", waits(CONTACT_S / 2), MachineState.CONTACTING, CONTACT_S / 2),
-        ("contacting", waits(CONTACT_S + 1), MachineState.LOST, RETRY_MOST_S),
-        ("contacting", answers_all, MachineState.READY, None),
-        ("contacting", closes, MachineState.LOST, RETRY_LEAST_S),
-        ("contacting", is_busy, MachineState.LOST, RETRY_LEAST_S),
-        ("contacting", holds_another_run, "refused", None),
-        ("contacting", fails_a_request, "refused", None),
-        ("contacting", next_start, MachineState.CONTACTING, CONTACT_S),
-        ("ready", waits(SILENT_S - 1), MachineState.READY, None),
-        ("ready", is_silent, MachineState.LOST, RETRY_LEAST_S),
-        ("ready", closes, MachineState.LOST, RETRY_LEAST_S),
-        ("ready", next_start, MachineState.RUNNING, None),
-        ("excluded", waits(EXCLUDED_S / 2), MachineState.READY, EXCLUDED_S / 2),
-        ("excluded", closes, MachineState.LOST, EXCLUDED_S),
-        ("excluded", next_start, MachineState.READY, EXCLUDED_S),
-        ("running_on_trial", is_lost, MachineState.LOST, EXCLUDED_S),  # it was lost before
-        ("running_on_trial", fails_with_a_process, MachineState.READY, EXCLUDED_S),
-        ("running_on_trial", raises_on_trial, "refused", None),
+        ("running", "fails", MachineState.RUNNING, None),
+        ("running", "fails_again", MachineState.READY, EXCLUDED_S),
+        ("running", "lost", MachineState.LOST, RETRY_LEAST_S),
+        ("running", "is_lost_again", MachineState.LOST, EXCLUDED_S),
+        ("running", "closes", MachineState.RUNNING, None),  # what supervises the start says so
+        ("running", "next_start", MachineState.RUNNING, None),
+        ("lost", RETRY_LEAST_S / 2, MachineState.LOST, RETRY_LEAST_S / 2),
+        ("lost", RETRY_LEAST_S, MachineState.CONTACTING, CONTACT_S),
+        ("lost", "next_start", MachineState.LOST, RETRY_LEAST_S),
+        ("contacting", CONTACT_S / 2, MachineState.CONTACTING, CONTACT_S / 2),
+        ("contacting", CONTACT_S + 1, MachineState.LOST, RETRY_MOST_S),
+        ("contacting", "answers_all", MachineState.READY, None),
+        ("contacting", "closes", MachineState.LOST, RETRY_LEAST_S),
+        ("contacting", "is_busy", MachineState.LOST, RETRY_LEAST_S),
+        ("contacting", "holds_another_run", "refused", None),
+        ("contacting", "fails_a_request", "refused", None),
+        ("contacting", "next_start", MachineState.CONTACTING, CONTACT_S),
+        ("ready", SILENT_S - 1, MachineState.READY, None),
+        ("ready", "is_silent", MachineState.LOST, RETRY_LEAST_S),
+        ("ready", "closes", MachineState.LOST, RETRY_LEAST_S),
+        ("ready", "next_start", MachineState.RUNNING, None),
+        ("excluded", EXCLUDED_S / 2, MachineState.READY, EXCLUDED_S / 2),
+        ("excluded", "closes", MachineState.LOST, EXCLUDED_S),
+        ("excluded", "next_start", MachineState.READY, EXCLUDED_S),
+        ("running_on_trial", "lost", MachineState.LOST, EXCLUDED_S),  # it was lost before
+        ("running_on_trial", "fails", MachineState.READY, EXCLUDED_S),
+        ("running_on_trial", "raises_on_trial", "refused", None),
     ],
 )
 def test_an_event_in_a_state(state, event, then, until_s, scene):
     getattr(scene, state)()
-    event(scene)
+    getattr(scene, event)() if isinstance(event, str) else scene.wait(event)  # so many seconds
     if then == "refused":
         assert scene.n3 not in scene.machines.all
         assert scene.said[-1][0].startswith("n3 can't join: ")
@@ -251,7 +224,7 @@ def test_a_machine_that_returns_has_the_last_ranks_and_records_may_differ(scene)
     assert scene.n3.records_may_differ
     scene.run.record_start(1)
     scene.wait(RETRY_LEAST_S)
-    answers_all(scene)
+    scene.answers_all()
     scene.n1.link.closed = True
     assert scene.run.take_in() == [scene.n3]
     assert [machine.name for machine in scene.machines.running] == ["n2", "n3"]
@@ -266,7 +239,7 @@ def test_the_pause_between_contacts_grows_with_the_time_that_a_machine_is_lost(s
     pauses = []
     for _ in range(200):
         scene.wait(max(0.0, scene.n3.until - scene.clock.now))
-        closes(scene)
+        scene.closes()
         pauses.append(scene.n3.until - scene.clock.now)
     assert pauses == sorted(pauses)
     assert (pauses[0], pauses[-1]) == (RETRY_LEAST_S, RETRY_MOST_S)
@@ -308,7 +281,7 @@ def test_what_fails_once_a_machine_on_trial_has_trained_is_not_its_fault(scene):
     assert scene.run.on_trial() == ["n3"]
     scene.trains()
     assert scene.run.on_trial() == []
-    raises_on_trial(scene)
+    scene.raises_on_trial()
     assert scene.n3 in scene.machines.running
 
 
@@ -344,9 +317,7 @@ def test_a_machine_that_the_user_adds(scene):
 
 
 def test_an_added_machine_belongs_to_the_job_from_its_first_start_on_even_when_it_is_lost(scene):
-    heard = []
-    scene.run.add(Machine("n4"), lambda *told: heard.append(told))
-    scene.wait(0)
+    heard = scene.adds_n4()
     n4 = scene.machines.all[-1]
     for value in (FACTS, RunOpened("/runs/n3", False, False, False, ""), ("cpu", 4)):
         assert scene.run.added == []
@@ -364,9 +335,7 @@ def test_an_added_machine_belongs_to_the_job_from_its_first_start_on_even_when_i
 
 
 def test_who_waits_at_the_end_hears_that_the_run_has_ended(scene):
-    heard = []
-    scene.run.add(Machine("n4"), lambda *told: heard.append(told))
-    scene.wait(0)
+    heard = scene.adds_n4()
     scene.run.close()
     assert heard == [("the run ended before n4 joined", False)]
     assert scene.machines.all[-1].link is None
@@ -374,7 +343,7 @@ def test_who_waits_at_the_end_hears_that_the_run_has_ended(scene):
 
 def test_a_refused_machine_that_is_added_again_keeps_what_is_known_of_it(scene):
     scene.contacting()
-    fails_a_request(scene)
+    scene.fails_a_request()
     assert scene.n3 not in scene.machines.all
     scene.run.add(Machine("n3"), lambda *_: None)
     assert scene.machines.all[-1] is scene.n3

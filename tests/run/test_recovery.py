@@ -10,7 +10,7 @@ from manyhands.cluster.failures import Ending
 from manyhands.cluster.hosts.inventory import Machine
 from manyhands.config.load import load_job
 from manyhands.core.errors import UserError
-from manyhands.core.records import PROCESS_ENDED, Failure, StepMetrics, append, read_lines
+from manyhands.core.records import PROCESS_ENDED, Failure, append, read_lines
 from manyhands.core.run_folder import RunFolder
 from manyhands.run import recovery
 from manyhands.run.launch import launch
@@ -23,6 +23,7 @@ from manyhands.run.recovery import (
     run_to_end,
     worth_a_start,
 )
+from tests.report.fake_run import step_record
 
 
 @pytest.fixture
@@ -118,13 +119,7 @@ def test_a_start_for_a_machine_that_comes_is_no_fault(folder):
 def test_nobody_is_taken_up_for_the_last_seconds_of_a_run_nor_for_an_update_that_goes_on(step, each_s, worth, folder):
     assert not worth_a_start(folder)
     for done in range(step - 3, step + 1):
-        append(
-            folder.metrics,
-            StepMetrics(
-                time=done * each_s, epoch=0, step=done, step_in_epoch=done, steps_per_epoch=100, total_steps=100,
-                loss=1.0, top1=0.5, learning_rate=0.1, images_per_s=9.0, samples=9,
-            ),
-        )  # fmt: skip
+        append(folder.metrics, step_record(done, done * each_s, total_steps=100))
     assert worth_a_start(folder) == worth
 
 
@@ -161,10 +156,7 @@ def test_the_same_error_at_the_same_line_three_times_ends_the_run(failures, ends
     decides = policy(folder)
     for number, (at, line, error, rank) in enumerate(failures):
         step = 100 * (number + 1)
-        append(folder.metrics, StepMetrics(
-            time=time.time() + 9, epoch=0, step=step, step_in_epoch=1, steps_per_epoch=9, total_steps=999,
-            loss=1.0, top1=0.5, learning_rate=0.1, images_per_s=9.0, samples=9,
-        ))  # fmt: skip
+        append(folder.metrics, step_record(step, time.time() + 9))
         (folder.checkpoints / f"step-{step:08}").mkdir()
         why = decides.count_fault(failure(at, line, step, error, rank))
         assert bool(why) == (number == ends_at)

@@ -46,15 +46,9 @@ def find_running(word):
 
 def record(run, *, pid=None, created=None, host=None, command=("x",)):
     me = psutil.Process()
-    return Running(
-        time=time.time(),
-        pid=pid or me.pid,
-        created=me.create_time() if created is None else created,
-        host=host or platform.node(),
-        run=str(run),
-        hosts=["n1"],
-        command=list(command),
-    )
+    created = me.create_time() if created is None else created
+    place = {"host": host or platform.node(), "pid": pid or me.pid, "created": created}
+    return Running(time=time.time(), run=str(run), hosts=["n1"], command=list(command), **place)
 
 
 def put(entry):
@@ -104,11 +98,8 @@ def test_machines_that_are_listed_are_those_of_the_last_start(tmp_path, capsys):
     with registered(run, ["n1", "n2"]):
         assert ps() == 0
         assert "n1,n2" in capsys.readouterr().out
-        places = [
-            {"host": host, "ranks": [number, 1], "folder": "run", "local": False}
-            for number, host in enumerate(["n1", "n3"])
-        ]
-        RunFolder(run).machines.write_text(json.dumps(places))
+        about = {"ranks": [0, 1], "folder": "run", "local": False}
+        RunFolder(run).machines.write_text(json.dumps([{"host": host, **about} for host in ("n1", "n3")]))
         assert ps() == 0
         assert "n1,n3" in capsys.readouterr().out
 
@@ -245,11 +236,8 @@ def test_words_that_mean_no_run_or_several_are_refused(tmp_path):
     with pytest.raises(UserError, match="matches 2 runs"):
         find_running("digits")
     assert find_running("digits-m").name == "digits-mlp"
-    ended = tmp_path / "ended"
-    ended.mkdir()
-    (ended / "job.toml").touch()
     with pytest.raises(UserError, match="is not active"):
-        find_running(str(ended))
+        find_running(str(ended(tmp_path / "ended", 1000)))
 
 
 def test_the_head_of_a_run_is_the_one_here_and_a_run_that_works_comes_before_ended_ones(tmp_path, monkeypatch):
@@ -266,9 +254,7 @@ def test_the_head_of_a_run_is_the_one_here_and_a_run_that_works_comes_before_end
 
 def test_commands_for_any_run_and_for_one_that_goes_on_know_the_same_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    ended = tmp_path / "runs" / "ended"
-    ended.mkdir(parents=True)
-    (ended / "job.toml").touch()
+    ended(tmp_path / "runs" / "ended", 1000)
     put(record(tmp_path / "digits-cnn"))
     told = []
     for find in (find_run, find_running):

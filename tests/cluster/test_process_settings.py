@@ -1,0 +1,78 @@
+"""What processes of manyhands set for themselves: garbage, OpenMP's threads, open files."""
+
+import gc
+import os
+import subprocess
+import sys
+
+import pytest
+
+from manyhands.cluster.agents.agent import importing
+
+
+@pytest.fixture(autouse=True)
+def _as_before():
+    yield
+    gc.enable()
+    gc.unfreeze()
+
+
+def test_what_was_imported_is_left_to_be_shared():
+    before = gc.get_freeze_count()
+    with importing():
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    assert gc.get_freeze_count() > before
+
+
+def test_garbage_is_looked_for_again_after_a_mistake():
+    with pytest.raises(ImportError), importing():
+        raise ImportError
+    assert gc.isenabled()
+
+
+SCRIPT = """
+import os
+from manyhands.cluster.agents.agent import importing
+with importing():
+    import torch
+print(os.environ.get("GOMP_SPINCOUNT"))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="torch has another OpenMP there")
+@pytest.mark.parametrize(
+    ("own", "told", "left"),
+    [({}, "GOMP_SPINCOUNT = '3000'", "None"), ({"GOMP_SPINCOUNT": "77"}, "GOMP_SPINCOUNT = '77'", "77")],
+)
+def test_torch_is_loaded_with_short_spins_unless_the_user_says_otherwise(own, told, left):
+    before = {name: value for name, value in os.environ.items() if name not in {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}}
+    variables = {**before, "OMP_DISPLAY_ENV": "verbose", **own}  # has it say what it takes
+    ended = subprocess.run([sys.executable, "-c", SCRIPT], env=variables, capture_output=True, text=True, check=True)
+    assert told in ended.stderr
+    assert ended.stdout.split() == [left]
+
+
+RAISED = """
+import resource
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, {hard}))
+from manyhands.cluster.agents.machines import allow_open_files
+from manyhands.core.errors import UserError
+try:
+    allow_open_files(200)
+except UserError as error:
+    print(error.message)
+print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+"""
+
+
+@pytest.mark.parametrize(
+    ("hard", "said"),
+    [
+        (400, ["200"]),
+        (100, ["the connections to the machines need 200 open files, but the limit for this user is 100", "64"]),
+    ],
+)
+def test_as_many_files_as_the_machines_need_may_be_open_or_it_is_said(hard, said):
+    done = subprocess.run([sys.executable, "-c", RAISED.format(hard=hard)], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == said
