@@ -1,7 +1,6 @@
 """The law of the house: N processes make the same updates as one, also on several machines and under any plan."""
 
 import functools
-import platform
 import tempfile
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from manyhands.core.errors import UserError
 from manyhands.core.world import World
 from manyhands.parallel.apply import check_replicas
 from manyhands.train.saving import finish_save, save
-from tests.processes.ranks import run_on_ranks
+from tests.processes.ranks import put_on_machines, run_on_ranks
 from tests.processes.updates import (
     BATCH,
     EXACT,
@@ -38,8 +37,7 @@ def _alone(updates, norm, settings):
 def _train_all(world, updates, mode, norm, cases, machines=()):
     """Each case's updates; `machines`: ranks of those that this process is to believe in."""
     if machines:
-        place = next(place for place, ranks in enumerate(machines) if world.rank in ranks)
-        platform.node = lambda: f"machine {place}"
+        put_on_machines(machines, world)
     return [train(world, updates, mode, norm, settings) for settings in cases]
 
 
