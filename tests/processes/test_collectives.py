@@ -86,7 +86,9 @@ TENSORS = {
     "flags": torch.tensor([True, False]),
     "nothing": torch.zeros(0, 4),
 }
-ERRORS = [kind and kind("the plan is damaged", "plan.json", ("choose another",)) for kind in (UserError, RunError, None)]
+ERRORS = [
+    kind and kind("the plan is damaged", "plan.json", ("choose another",)) for kind in (UserError, RunError, None)
+]
 
 
 def _plain_data(world):

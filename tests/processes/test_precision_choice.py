@@ -136,7 +136,9 @@ def test_what_is_kept_decides_and_is_not_measured_again(tmp_path, own_cache):
             assert found[:3] == (*taken, taken[0])
             written, plan = written_values(folder / "job.toml"), json.loads((folder / "plan.json").read_text())
             assert tuple(written[key] for key in DECIDED) == taken
-            assert tuple(plan["resolved"][key] for key in DECIDED) == taken == (plan["precision"], plan["channels_last"])
+            assert (
+                tuple(plan["resolved"][key] for key in DECIDED) == taken == (plan["precision"], plan["channels_last"])
+            )
             assert len(_said(folder)) == 2
         assert file.read_text() == before
 
