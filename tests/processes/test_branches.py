@@ -126,7 +126,9 @@ class Masked(nn.Module):
 def _masked(world, folder, steps, *, lose=False):
     """`steps` of local steps, which on one process are plain ones."""
     flags = {**FEW, "train.max_steps": steps, "sync.every": 2, "sync.codec": "int8"}
-    with built(world, model := Masked(), {**flags, "sync.method": "allreduce" if world.alone else "local"}, folder) as t:
+    with built(
+        world, model := Masked(), {**flags, "sync.method": "allreduce" if world.alone else "local"}, folder
+    ) as t:
         model.lose = lose
         fit(t)
     return t.progress.step
