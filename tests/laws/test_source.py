@@ -108,7 +108,30 @@ def test_the_interface_of_a_parallel_network_is_small():
 # What a folder of choices asks of each of its files has one name in all of them.
 OF_A_CONTRACT = {"Options"}
 # What a docstring may consist of beside the name and still say nothing.
-EMPTY = {*"a an the this that its it is of as in and likewise same see too also".split(" ")}
+EMPTY = {
+    *("a", "an", "the", "this", "that", "its", "it", "is", "of", "as", "in", "and"),
+    *("likewise", "same", "see", "too", "also"),
+}
+    *[
+        "a",
+        "an",
+        "the",
+        "this",
+        "that",
+        "its",
+        "it",
+        "is",
+        "of",
+        "as",
+        "in",
+        "and",
+        "likewise",
+        "same",
+        "see",
+        "too",
+        "also",
+    ]
+}
 NAMED = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 

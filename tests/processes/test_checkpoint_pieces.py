@@ -1,4 +1,4 @@
-"""What split networks save together: bit-equal from any split and number of processes to any other, or a clear refusal."""
+"""What split networks save together: bit-equal from any layout and number to any other, or a clear refusal."""
 
 import functools
 import os
@@ -113,7 +113,7 @@ def test_from_every_layout_and_number_to_every_other(tmp_path):
 
 
 def _try(how, world, folder, *, snapshot=None, limit_bytes=None, layout=None):
-    """What a process got: a path, or the error's class and text. The limit of its files is a disk that is full for it."""
+    """What a process got: a path, or the error's class and text; a limit of its files is a disk that is full for it."""
     layout = layout or layouts_for(world.size)[0]
     hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     if limit_bytes is not None:
@@ -201,7 +201,7 @@ def test_without_a_shared_disk_pieces_are_refused_and_whole_is_saved(tmp_path):
 
 
 def _on_two_disks(world, folder, *cases):
-    """Saves step 5 under every layout, on a disk of each process's own; where `full` is given, one's is full at first."""
+    """Saves step 5 under every layout, on a disk of each process's own; that of rank `full` is full at first."""
     got = []
     for case, (writers, full) in enumerate(cases):
         for number, layout in enumerate(layouts_for(world.size)):

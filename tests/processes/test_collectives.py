@@ -1,4 +1,4 @@
-"""Collectives give the same values whatever the memory layout, plain data arrives as it was sent, replicas are compared."""
+"""Collectives give the same values in any memory layout, and plain data arrives as it was sent."""
 
 import dataclasses
 import math

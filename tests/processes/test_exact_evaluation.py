@@ -116,7 +116,7 @@ def _stopped_at(world, *cases):
         evaluate.ASK_S, done = every_s, 0
         request = StopRequest(world, lambda culprit=culprit: world.rank == culprit and done > 5)  # noqa: B023
         try:
-            for done in range(40):  # noqa: B007
+            for done in range(40):
                 request.check_stop(done)
             found.append(None)
         except Interrupted:

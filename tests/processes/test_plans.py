@@ -1,4 +1,4 @@
-"""Any plan gives one process's losses, gradients and states: of well-known networks, of what splits badly, of own losses.
+"""Any plan gives one process's losses and gradients: for known networks, what splits badly, and own losses.
 
 More random plans were run once: the table is in docs/experiments/parallel.md.
 """

@@ -130,7 +130,7 @@ def test_a_killed_run_resumes_to_the_same_bits_and_all_processes_end_with_one_ne
         assert before[2] == after[2]
         assert not machines or after[2].startswith("gradients are averaged in two levels")
         assert_alike(after[1], before[1])
-        if not name == "sharded":
+        if name != "sharded":
             assert_alike(after[1], {key: one for key, one in whole[0][1].items() if " " not in key or not methods})
     found, initial = whole[0][1], _make(settings).state_dict()
     for part in ("frozen.weight", "unused.weight") if methods else ():

@@ -1,6 +1,7 @@
 """The user's own loop: a plain loop's updates at any number of processes, resumed to the bit, whatever it trains."""
 
 import contextlib
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,7 +58,7 @@ def weights_of(net):
 def layers(*lengths):
     """Linear layers, with others in between so that they are called 0, 2, 4, …"""
     torch.manual_seed(1)
-    made = [each for pair in zip(lengths, lengths[1:], strict=False) for each in (nn.Linear(*pair), nn.Tanh())]
+    made = [each for pair in itertools.pairwise(lengths) for each in (nn.Linear(*pair), nn.Tanh())]
     return nn.Sequential(*made[:-1]).double()
 
 
@@ -189,7 +190,7 @@ CASES = {
         *((name, {}) for name in OBJECTS),
         ("BatchNorm", IN_PARTS),
         ("BatchNorm", {"cluster.shares": [12, 4]}),
-        *(("three columns", {}, {"mesh": "a=2", "0": f"{first}@a", "2": f"{last}@a"}) for first, last in ("nn", "oi", "on")),
+        *(("three columns", {}, {"mesh": "a=2", "0": f"{one}@a", "2": f"{two}@a"}) for one, two in ("nn", "oi", "on")),
         *(("classes", {**parts}, {"mesh": "dp=2", **plan}) for parts in ({}, IN_PARTS)
           for plan in ({"0": "o@dp"}, {"2": "o@dp", "loss": "r@dp", "input": "n@dp"})),
     ],
@@ -245,9 +246,8 @@ def test_no_share_of_right_guesses_is_said_of_targets(tmp_path):
 @pytest.mark.parametrize("y", [lambda _: "far", lambda value: torch.zeros(1 + (value > 0)), lambda _: {"a": 1.0}])
 def test_what_makes_no_tensor_is_refused(y):
     net, refused = nn.Linear(5, 1).double(), r"^the targets y can't be collated|^the target y is a (str|dict)"
-    with pytest.raises(UserError, match=refused), manyhands.session() as here:
-        _, _, batches = here.prepare(net, torch.optim.SGD(net.parameters(), 0.2), Curve(y), batch=BATCH)
-        next(iter(batches))
+    with manyhands.session() as here, pytest.raises(UserError, match=refused):
+        next(iter(here.prepare(net, torch.optim.SGD(net.parameters(), 0.2), Curve(y), batch=BATCH)[2]))
 
 
 def _shaped_by_the_loop(world):

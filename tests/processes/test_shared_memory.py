@@ -1,4 +1,4 @@
-"""Sums through memory, of one machine and of several: right to the bit, beside each other, and a lost peer is noticed."""
+"""Sums through memory, on one machine and on several: right to the bit, and a lost peer is noticed."""
 
 import contextlib
 import copy
@@ -317,25 +317,26 @@ def test_other_gradients_are_averaged_by_the_backend_which_says_why():
 
 
 def _until_one_ends(folder, rank, machines, victim, how):
-    """Adds up, or on several machines trains, for ever; `victim` ends in its 51st turn. What the others hear is noted."""
+    """Adds up, or on several machines trains, for ever; `victim` ends in turn 50. What the others hear is noted."""
     size, patience_s = _size(machines), 4.0 if how == "stops" else 60.0
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", size), rank=rank, world_size=size)
     world = World(rank, size, rank, size, "cpu", "gloo", patience_s)
     put_on_machines(machines, world)
     if len(machines) == 1:
         ends = _opened(world)
-        turn_of = functools.partial(ends.add_up, torch.ones(100))
+        act = functools.partial(ends.add_up, torch.ones(100))
     else:
         model = nn.Sequential(nn.Linear(300, 600), nn.Linear(600, 600), nn.Linear(600, 3))
         ends = data.apply(model, world, ModeRequest())
         assert isinstance(ends, TwoLevelNetwork)
 
-        def turn_of():
+        def act():
             ends.call(torch.ones(2, 300)).sum().backward()
             ends.finish_gradients()
 
     place = folder / str(rank)
-    with pytest.raises(RuntimeError) as raised:
+
+    def act_for_ever():
         for turn in range(1_000_000):
             place.write_text(f"{turn} {time.monotonic()}")
             if rank == victim and turn == 50:
@@ -343,7 +344,10 @@ def _until_one_ends(folder, rank, machines, victim, how):
                     ends.close()
                     time.sleep(60)
                 os.kill(os.getpid(), signal.SIGKILL if how == "is killed" else signal.SIGSTOP)
-            turn_of()
+            act()
+
+    with pytest.raises(RuntimeError) as raised:
+        act_for_ever()
     assert is_consequence(raised.value), raised.value
     with place.open("a") as file:
         file.write(f" {time.monotonic()} {raised.value}")

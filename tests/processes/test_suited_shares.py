@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import time
+
 import pytest
 import torch
 from torch import nn

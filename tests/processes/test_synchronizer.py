@@ -81,6 +81,12 @@ def test_each_machine_has_a_leader_and_every_process_counts_alike():
             assert torch.allclose(mean, torch.full((3, 3), 2.5), rtol=0.05)
 
 
+def _update(synchronizer):
+    synchronizer.before_update(1)
+    synchronizer.on_gradients()
+    synchronizer.after_update(2)
+
+
 def _silent(world, costs):
     """Rank 1 lives, and says nothing."""
     for cost in costs:
@@ -88,9 +94,7 @@ def _silent(world, costs):
         synchronizer = make_synchronizer(cost, job, nn.Linear(4, 4), [], world, places_of(world, job))
         if world.rank == 0:
             with pytest.raises(RuntimeError, match=r"(?i)time"):
-                synchronizer.before_update(1)
-                synchronizer.on_gradients()
-                synchronizer.after_update(2)
+                _update(synchronizer)
         dist.barrier()
     return True
 
