@@ -112,26 +112,6 @@ EMPTY = {
     *("a", "an", "the", "this", "that", "its", "it", "is", "of", "as", "in", "and"),
     *("likewise", "same", "see", "too", "also"),
 }
-    *[
-        "a",
-        "an",
-        "the",
-        "this",
-        "that",
-        "its",
-        "it",
-        "is",
-        "of",
-        "as",
-        "in",
-        "and",
-        "likewise",
-        "same",
-        "see",
-        "too",
-        "also",
-    ]
-}
 NAMED = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 

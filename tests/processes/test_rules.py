@@ -260,12 +260,6 @@ def test_each_letter_gives_what_one_process_gives(kind, mesh):
     _check(_cases(kind, Mesh(MESHES[mesh]), RULES[kind]))
 
 
-@pytest.mark.parametrize("kind", ["conv", "linear", "batch_norm", "elementwise", "attention"])
-@pytest.mark.slow
-def test_two_letters_for_one_op(kind):
-    _check(_cases(kind, Mesh(MESHES["2x2"]), RULES[kind][:1]))
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("kind", RULES)
