@@ -92,8 +92,12 @@ def _opened(world, settings, folder):
 
 
 def _recorded(folder):
+    """What plan.json says, and the loss of each epoch as it was recorded."""
     record = json.loads((Path(folder) / "plan.json").read_text())
-    return {key: record.get(key) for key in ("exceptions", "sync", "mode", "shares", "averages", "layouts")}
+    metrics = map(json.loads, (Path(folder) / "metrics.jsonl").read_text().splitlines())
+    losses = [(one["step"], one["epoch_loss"]) for one in metrics if one.get("epoch_loss") is not None]
+    keys = ("exceptions", "sync", "mode", "shares", "averages", "layouts")
+    return {key: record.get(key) for key in keys}, losses
 
 
 def _by_fit(world, folder, settings):
@@ -154,6 +158,7 @@ def test_a_loop_makes_fits_updates_under_each_method_and_resumes_to_the_same_bit
         assert_alike(own, weights)
         assert own_evaluated == evaluated
         assert own_recorded == recorded
+        assert recorded is None or [step for step, _ in recorded[1]] == [3, 6, 9]
         assert again[0] == 5
         assert_alike(again[1], own)
 
