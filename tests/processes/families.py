@@ -2,24 +2,18 @@
 
 import copy
 import math
-import tempfile
 import time
 import warnings
-from pathlib import Path
 
 import torch
 from torchvision import models
 
-from manyhands.config.load import load_job
-from manyhands.core.run_folder import RunFolder
 from manyhands.core.world import World
 from manyhands.parallel.mesh.placement import gather_full
 from manyhands.planner.choose import LEAST_ROUNDS
 from manyhands.planner.find import SearchResult
-from manyhands.train.objects import Objects
-from manyhands.train.state import capture
 from manyhands.worker import plan_search
-from manyhands.worker.entry import _build
+from tests.processes.updates import EXACT, built, captured, updates
 
 # One of each family of torchvision's; their larger relatives are made of the same ops.
 TORCHVISION = (
@@ -85,17 +79,13 @@ def train(world, mode, model, size):
     world = World() if mode == "single" else world
     flags = {
         "data.name": f"synthetic:{2 * BATCH}x3x{size}x{size}x{CLASSES}", "train.batch": BATCH, "train.epochs": 1,
-        "train.lr": 0.001, "train.evaluate_every": 0.0,
-        "train.precision": "fp64", "train.channels_last": False, "parallel.mode": mode,
+        "train.lr": 0.001, **EXACT, "parallel.mode": mode,
         "data.workers": 0, "train.norm_group": BATCH, "run.report": False,
         "parallel.pin": ("loss=o@dp",) if mode == "semi" else (),
     }  # fmt: skip
-    with tempfile.TemporaryDirectory() as folder:
-        job = load_job(flags, environment={}).job
-        trainer = _build(job, RunFolder(Path(folder)), world, {"live": Objects(model)})
-        for update in trainer.feed.updates(0, 0):
-            trainer.updater(update, trainer.progress.step)
-            trainer.progress.advance(trainer.feed.order.steps_per_epoch)
+    with built(world, model, flags, as_worker=True) as trainer:
+        for _ in updates(trainer, STEPS):
+            pass
         network = trainer.network
         if network.layouts:
             pieces = trainer.network.model.state_dict()
@@ -104,8 +94,7 @@ def train(world, mode, model, size):
                 for name, one in pieces.items()
             }
         else:
-            found = capture(trainer.network, trainer.updater.optimizer, trainer.progress, {}).model
-        trainer.resources.close()
+            found = captured(trainer).model
     return found
 
 

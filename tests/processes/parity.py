@@ -2,6 +2,7 @@
 
 import copy
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -12,7 +13,8 @@ from torchvision.models.convnext import CNBlockConfig
 from torchvision.models.efficientnet import _efficientnet_conf
 from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
 
-from manyhands.core.mesh import Mesh
+from manyhands.config.job import TrainOptions
+from manyhands.core.mesh import Mesh, bounds
 from manyhands.data.order import shares_of_micro_batch
 from manyhands.parallel.gradients import Gradients
 from manyhands.parallel.network import MicroBatch, MicroBatchShape, ModeRequest
@@ -22,7 +24,7 @@ from manyhands.parallel.split.execute import shard_tensor
 from manyhands.parallel.split.network import split
 from manyhands.parallel.split.strategy import concise, refusal
 from manyhands.parallel.split.tracing import describe_network
-from tests.processes.cut import own_rows
+from manyhands.train.loss import make_loss_fn, verify_loss
 from tests.processes.ranks import run_on_ranks
 
 CLASSES = 7
@@ -89,12 +91,16 @@ BATCH = 8
 
 @dataclass
 class Truth:
-    """What one process computes: loss, gradients and state of each update, and evaluation's output after the last."""
+    """What one process computes: loss, gradients and state of each update, and evaluation's output after the last.
+
+    `loss` is the user's own, of (output, labels): a value for each sample or their mean; None is cross-entropy.
+    """
 
     model: nn.Module
     pictures: torch.Tensor
     labels: torch.Tensor
     group: int
+    loss: Callable | None = None
     losses: list[float] = field(default_factory=list)
     gradients: list[dict[str, torch.Tensor]] = field(default_factory=list)
     states: list[dict[str, torch.Tensor]] = field(default_factory=list)
@@ -116,10 +122,6 @@ class Found:
     last: tuple[float, str]
 
 
-def _loss_fn(output, labels):
-    return F.cross_entropy(output, labels, reduction="sum"), output
-
-
 def _optimizer(model):
     return torch.optim.SGD(model.parameters(), lr=0.002, momentum=0.9)
 
@@ -137,21 +139,22 @@ def truth(name, updates=1, dtype=torch.float64, group=BATCH, disturbance=0.0):
     return truth_of(model, (pictures * (1 + disturbance * noise)).to(dtype), updates, group, dtype)
 
 
-def truth_of(model, pictures, updates=1, group=BATCH, dtype=torch.float64):
-    """The same for any network and pictures [n, …] (or whole numbers)."""
+def truth_of(model, pictures, updates=1, group=BATCH, dtype=torch.float64, *, loss=None, classes=CLASSES, labels=None):
+    """The same for any network, pictures [n, …] (or whole numbers) and loss."""
     count = len(pictures)
     model = model.to(dtype).train()
-    labels = torch.randint(0, CLASSES, (count,), generator=torch.Generator().manual_seed(4))
-    found = Truth(copy.deepcopy(model), pictures, labels, group)
+    if labels is None:
+        labels = torch.randint(0, classes, (count,), generator=torch.Generator().manual_seed(4))
+    found = Truth(copy.deepcopy(model), pictures, labels, group, loss)
     groups, _ = group_batch_norms(model)
     optimizer = _optimizer(model)
     for _ in range(updates):
         optimizer.zero_grad()
         (share,) = shares_of_micro_batch(count, group, (0, count), 1)
         groups.begin_micro_batch(share.spans, share.shared_groups, count, count)
-        loss, _ = _loss_fn(model(pictures), found.labels)
-        (loss / count).backward()
-        _note(found, loss.item(), model, optimizer, lambda: groups.finish_update(1))
+        mean = (loss or F.cross_entropy)(model(pictures), found.labels).mean()
+        mean.backward()
+        _note(found, mean.item(), model, optimizer, lambda: groups.finish_update(1))
     found.output = _evaluate(model, pictures)
     return found
 
@@ -195,7 +198,9 @@ def random_plan(model, picture, mesh, seed):
 def _errors(world, cases):
     found = []
     for label, truth, plan in cases:
-        network = split(copy.deepcopy(truth.model), world, ModeRequest(plan=plan, picture=truth.pictures[0]))
+        own = {"cross_entropy": truth.loss is None, "loss": truth.loss}
+        request = ModeRequest(plan=plan, picture=truth.pictures[0], **own)
+        network = split(copy.deepcopy(truth.model), world, request)
         mine = _follow(network, truth)
         found.append(Found(label, *_compare_ends(mine, truth, network)))
         network.close()
@@ -215,8 +220,15 @@ def _compare_ends(mine, truth, network):
 
 def _follow(network, truth):
     optimizer, count = _optimizer(network.model), len(truth.pictures)
-    gradients = Gradients(network, network.grid.world, _loss_fn)
-    mine = own_rows(network, torch.arange(count))
+    loss_fn, world = make_loss_fn(TrainOptions(label_smoothing=0.0), truth.loss), network.grid.world
+    if network.loss_axes and network.traits.outputs:
+        outputs = network.traits.outputs
+        loss_fn = verify_loss(loss_fn, outputs, outputs, world, truth.pictures.dtype)
+        assert not loss_fn.dependent
+    gradients = Gradients(network, world, loss_fn)
+    network.grid.batch = count
+    edges, place = bounds(count, network.share.parts), network.share.index
+    mine = slice(edges[place], edges[place + 1])
     found = Truth(network.model, truth.pictures[mine], truth.labels[mine], truth.group)
     share = _share(truth, network.share.parts, network.share.index)
     shape = MicroBatchShape(count, count, lambda parts, index: _share(truth, parts, index))
@@ -226,7 +238,7 @@ def _follow(network, truth):
         gradients.finish()
         total = result.loss.clone() * (1.0 if result.count else 0.0)
         torch.distributed.all_reduce(total)
-        _note(found, total.item(), network.model, optimizer, network.finish_update)
+        _note(found, total.item() / count, network.model, optimizer, network.finish_update)
     found.output = _evaluate(network.call, found.pictures)
     return found
 

@@ -1,7 +1,10 @@
 """Runs a function on several real processes, with gloo unless told otherwise, and brings back what each returned."""
 
+import functools
+import importlib
 import os
 import pickle
+import platform
 import tempfile
 import traceback
 from pathlib import Path
@@ -10,7 +13,23 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from manyhands.core.choices import module_names
 from manyhands.core.world import World
+
+# What torch's wrappers, optimizers and checkpoints import when they are first used, and what we do.
+IMPORTED_LATE = (
+    "torch._dynamo", "torch.distributed.checkpoint.state_dict", "torch.distributed.elastic.agent.server",
+    "torch.distributed.algorithms.ddp_comm_hooks.default_hooks", "manyhands.data.datasets.synthetic",
+    "manyhands.parallel.split.network", "manyhands.sync.local", "manyhands.sync.powersgd", "manyhands.sync.measure",
+)  # fmt: skip
+
+
+@functools.cache
+def _import_late():
+    """Imports it once, so that not every forked process does so by itself, which takes seconds of each."""
+    modes = "manyhands.parallel.modes"
+    for name in (*IMPORTED_LATE, *(f"{modes}.{mode}" for mode in module_names(modes))):
+        importlib.import_module(name)
 
 
 def _child(rank, size, function, arguments, folder, device, backend):
@@ -32,6 +51,12 @@ def _child(rank, size, function, arguments, folder, device, backend):
         dist.destroy_process_group()
 
 
+def put_on_machines(machines, world):
+    """Has this process believe that it is on one of several machines, which are given by their ranks."""
+    place = next(place for place, ranks in enumerate(machines) if world.rank in ranks)
+    platform.node = lambda: f"machine {place}"
+
+
 def run_on_ranks(function, size, *arguments, start="fork", device="cpu", backend="gloo"):
     """function(world, *arguments) on `size` processes; a list of what they returned, by rank.
 
@@ -40,6 +65,8 @@ def run_on_ranks(function, size, *arguments, start="fork", device="cpu", backend
     """
     if size == 1:
         return [function(World(device=device), *arguments)]
+    if start == "fork":
+        _import_late()
     with tempfile.TemporaryDirectory() as folder:
         try:
             given = (size, function, arguments, folder, device, backend)

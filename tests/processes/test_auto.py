@@ -1,31 +1,25 @@
 """The mode auto: data parallel is the very same objects, a split trains the same, and a run keeps its plan."""
 
 import json
-import tempfile
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from manyhands.checkpoint.read import load
-from manyhands.config.load import load_job
-from manyhands.core.run_folder import RunFolder
-from manyhands.train.objects import Objects
-from manyhands.train.saving import finish_save, save
-from manyhands.worker.entry import _build
 from tests.processes.ranks import run_on_ranks
-from tests.processes.test_split_training import _same
+from tests.processes.test_parity import assert_same_saved, train_and_save
+from tests.processes.updates import EXACT, assert_alike, built, make_updates
 
-# Less than the whole network takes, so that its layers must be cut; without it they need not.
-TIGHT = {"parallel.memory": "3MiB"}
+AUTO = {"parallel.mode": "auto", "parallel.measure": False}
+# Less than the whole network takes, so that its layers must be split; without it they need not.
+TIGHT = {**AUTO, "parallel.memory": "3MiB"}
 PLAIN = (bool, int, float, str, type(None))
 
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path, monkeypatch):
     """What was measured on this machine before decides nothing here."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 def _heavy():
@@ -33,73 +27,49 @@ def _heavy():
 
 
 def _light():
-    """Much work for few weights: nothing is gained by cutting them."""
+    """Much work for few weights: nothing is gained by splitting them."""
     return nn.Sequential(
         *(nn.Conv2d(1, 64, 3, padding=1), nn.BatchNorm2d(64), nn.ReLU(), nn.Conv2d(64, 64, 3, padding=1), nn.ReLU()),
         *(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 5)),
     )
 
 
-def _parts(world, network, folder, settings):
+def _structure(world, folder, mode):
+    """All that could tell two modes apart, as plain data, and the weights after some updates."""
     torch.manual_seed(3)
     flags = {
-        "data.name": "synthetic:103x1x8x8x5", "train.batch": 29, "train.epochs": 50, "train.lr": 0.05,
-        "train.evaluate_every": 0.0, "train.weight_decay": 1e-3,
-        "train.precision": "fp64", "train.channels_last": False, "parallel.mode": "auto",
-        "parallel.measure": False, **settings,
+        "data.name": "synthetic:103x1x8x8x5", "train.batch": 29, "train.epochs": 50, **EXACT, **AUTO,
+        "parallel.mode": mode,
     }  # fmt: skip
-    run = RunFolder(Path(folder))
-    return _build(load_job(flags, environment={}).job, run, world, {"live": Objects(network())})
-
-
-def _updates(parts, count):
-    while count:
-        for update in parts.feed.updates(parts.progress.epoch, parts.progress.step_in_epoch):
-            parts.updater(update, parts.progress.step)
-            parts.progress.advance(parts.feed.order.steps_per_epoch)
-            count -= 1
-            if not count:
-                return
-
-
-def _structure(world, mode):
-    """All that could tell two modes apart, as plain data, and the weights after some updates."""
-    with tempfile.TemporaryDirectory() as folder:
-        parts = _parts(world, _light, folder, {"parallel.mode": mode})
-        plan = json.loads((Path(folder) / "plan.json").read_text()) if world.is_main else {}
-        network = parts.network
+    with built(world, _light(), flags, folder, as_worker=True) as trainer:
+        network, updater, feed = trainer.network, trainer.updater, trainer.feed
+        groups = [
+            {key: one for key, one in group.items() if key != "params"} for group in updater.optimizer.param_groups
+        ]
         found = {
-            "mode": parts.run.mode,
-            "network": {
-                **_plain(network),
-                "postpone_steps": network.traits.no_sync.__qualname__,
-                "layouts": dict(network.layouts),
-            },
+            "mode": trainer.run.mode,
+            "network": _plain(network),
+            "postpone_steps": network.traits.no_sync.__qualname__,
+            "layouts": dict(network.layouts),
             "whole": network.call is network.model,
             "wrapper": _plain(network.call),
             "modules": {name: _module(module) for name, module in network.call.named_modules()},
             "parameters": {name: _parameter(one) for name, one in network.call.named_parameters()},
-            "feed": (type(parts.feed).__name__, parts.feed.order, parts.feed.sharing, _plain(parts.feed)),
-            "loader": _plain(parts.feed.loader),
-            "updater": _plain(parts.updater),
-            "optimizer": (
-                type(parts.updater.optimizer).__name__,
-                [{key: one for key, one in group.items() if key != "params"} for group in
-                 parts.updater.optimizer.param_groups],
-            ),
-        }  # fmt: skip
-        _updates(parts, 5)
-        weights = {name: one.detach().clone() for name, one in network.model.state_dict().items()}
-        parts.resources.close()
-    return found, weights, plan
+            "feed": (type(feed).__name__, feed.order, feed.sharing, _plain(feed)),
+            "loader": _plain(feed.loader),
+            "updater": _plain(updater),
+            "optimizer": (type(updater.optimizer).__name__, groups),
+        }
+        make_updates(trainer, 5)
+        return found, {name: one.detach().clone() for name, one in network.model.state_dict().items()}
 
 
 def _plain(thing):
     """Its class, and those of its attributes that are plain data; of others, their classes."""
-    attributes = dict(vars(thing))
+    attributes = vars(thing).items()
     return {
         "class": type(thing).__qualname__,
-        **{name: one if isinstance(one, PLAIN) else type(one).__qualname__ for name, one in attributes.items()},
+        **{name: one if isinstance(one, PLAIN) else type(one).__qualname__ for name, one in attributes},
     }
 
 
@@ -117,80 +87,94 @@ def _parameter(parameter):
     return type(parameter).__name__, tuple(parameter.shape), parameter.requires_grad, *map(len, hooks)
 
 
-def test_auto_that_keeps_data_parallel_runs_the_very_same_objects():
-    auto = run_on_ranks(_structure, 2, "auto")
-    data = run_on_ranks(_structure, 2, "data")
-    assert auto[0][2]["mode"] == "data"
-    assert "data parallel is kept" in auto[0][2]["reason"]
-    for (found, weights, _), (wanted, expected, _) in zip(auto, data, strict=True):
-        assert not found["network"]["layouts"]
+def test_auto_that_keeps_data_parallel_runs_the_very_same_objects(tmp_path):
+    auto, data = (run_on_ranks(_structure, 2, tmp_path / mode, mode) for mode in ("auto", "data"))
+    plan = json.loads((tmp_path / "auto" / "plan.json").read_text())
+    assert plan["mode"] == "data"
+    assert "data parallel is kept" in plan["reason"]
+    for (found, weights), (wanted, expected) in zip(auto, data, strict=True):
+        assert not found["layouts"]
         assert found["network"]["class"] == "FlatNetwork"
         for part, content in wanted.items():
             assert found[part] == content, part
-        for name, tensor in expected.items():
-            assert torch.equal(weights[name], tensor), name
+        assert_alike(weights, expected)
 
 
-def _train(world, updates, settings, folder=""):
-    """A run's letters by op (none for data parallel), what it saved, and what its plan.json says."""
-    with tempfile.TemporaryDirectory() as temporary:
-        place = Path(folder or temporary)
-        parts = _parts(world, _heavy, place, settings)
-        layouts = dict(parts.network.layouts)
-        _updates(parts, updates)
-        save(parts)
-        finish_save(parts)
-        saved = plan = None
-        if world.is_main:
-            saved = load(place / "checkpoints" / f"step-{parts.progress.step:08d}")
-            plan = json.loads((place / "plan.json").read_text())
-        parts.resources.close()
-    return saved, plan, layouts
+def _train(world, folder, until, *cases):
+    """Losses, checkpoint, evaluation and layouts of each case."""
+    return [train_and_save(world, _heavy, until, case, folder / str(n), as_worker=True) for n, case in enumerate(cases)]
+
+
+def _alone(folder, until):
+    return run_on_ranks(_train, 1, folder / "alone", until, {"parallel.mode": "single"})[0][0][1]
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("settings", [TIGHT, {**TIGHT, "parallel.measure": True}], ids=["predicted", "measured"])
-def test_auto_trains_to_the_weights_of_one_process(size, settings):
-    alone = run_on_ranks(_train, 1, 6, {})[0]
-    several = run_on_ranks(_train, size, 6, settings)
-    assert any(layout.cuts for layout in several[0][2].values())
-    assert several[0][1]["mode"] == "auto"
-    _same(several[0][0], alone[0])
-
-
-def _chosen(plan):
-    return {key: plan.get(key) for key in ("mode", "mesh", "ops", "default", "reason", "candidates")}
+def test_auto_trains_to_the_weights_of_one_process(size, tmp_path):
+    """By predicted costs, and by measured ones."""
+    cases = TIGHT, {**TIGHT, "parallel.measure": True}
+    saved = _alone(tmp_path, 6)
+    for number, found in enumerate(run_on_ranks(_train, size, tmp_path, 6, *cases)[0]):
+        assert any(layout.cuts for layout in found[3].values())
+        assert json.loads((tmp_path / str(number) / "plan.json").read_text())["mode"] == "auto"
+        assert_same_saved(found[1], saved)
 
 
 @pytest.mark.slow
-def test_a_run_that_goes_on_keeps_its_plan_for_the_same_wishes():
-    other = {"parallel.link": "1mbit"}
-    undisturbed = run_on_ranks(_train, 1, 7, {})[0]
-    with tempfile.TemporaryDirectory() as folder:
-        begun = run_on_ranks(_train, 2, 4, TIGHT, folder)[0]
-        file = Path(folder) / "plan.json"
-        content = json.loads(file.read_text())
-        # A search would find a reason of its own.
-        file.write_text(json.dumps({**content, "reason": "this plan was kept"}))
-        resumed = run_on_ranks(_train, 2, 3, {**TIGHT, "checkpoint.resume": "auto"}, folder)[0]
-        changed = run_on_ranks(_train, 2, 1, {**other, "checkpoint.resume": "auto"}, folder)[0]
-    assert resumed[1]["reason"] == "this plan was kept"
-    assert resumed[2] == begun[2]
-    _same(resumed[0], undisturbed[0])
+def test_a_run_that_resumes_keeps_its_plan_for_the_same_request(tmp_path):
+    saved, file = _alone(tmp_path, 7), tmp_path / "0" / "plan.json"
+    begun = run_on_ranks(_train, 2, tmp_path, 4, TIGHT)[0][0]
+    # A search would find a reason of its own.
+    file.write_text(json.dumps({**json.loads(file.read_text()), "reason": "this plan was kept"}))
+    resumed = run_on_ranks(_train, 2, tmp_path, 7, {**TIGHT, "checkpoint.resume": "auto"})[0][0]
+    assert json.loads(file.read_text())["reason"] == "this plan was kept"
+    assert resumed[3] == begun[3]
+    assert_same_saved(resumed[1], saved)
     # Where sending is all that costs, every process computes everything.
-    assert changed[1]["reason"] != "this plan was kept"
-    assert changed[2] != begun[2]
+    other = {**AUTO, "parallel.link": "1mbit", "checkpoint.resume": "auto"}
+    changed = run_on_ranks(_train, 2, tmp_path, 8, other)[0][0]
+    assert json.loads(file.read_text())["reason"] != "this plan was kept"
+    assert changed[3] != begun[3]
 
 
-@pytest.mark.parametrize(("letter", "cuts"), [("n", ()), ("i", ((1, (0,)),))])
-def test_semi_with_a_search_respects_pins(letter, cuts):
-    settings = {"parallel.mode": "semi", "parallel.fill": "search", **TIGHT}
-    free = run_on_ranks(_train, 2, 6, settings)[0]
-    pinned = run_on_ranks(_train, 2, 6, {**settings, "parallel.pin": (f"1={letter}@dp",)})[0]
-    alone = run_on_ranks(_train, 1, 6, {"parallel.mode": "single"})[0]
-    assert free[2]["1.weight"].cuts == ((0, (0,)),)
-    assert pinned[2]["1.weight"].cuts == cuts
-    # What isn't pinned is searched: the large layer must be cut to fit.
-    assert pinned[2]["3.weight"].cuts
-    for saved, _, _ in (free, pinned):
-        _same(saved, alone[0])
+def test_semi_with_a_search_respects_pins(tmp_path):
+    settings = {**TIGHT, "parallel.mode": "semi", "parallel.fill": "search"}
+    pinned = [{**settings, "parallel.pin": (f"1={letter}@dp",)} for letter in "ni"]
+    free, *others = run_on_ranks(_train, 2, tmp_path, 6, settings, *pinned)[0]
+    assert free[3]["1.weight"].cuts == ((0, (0,)),)
+    for found, cuts in zip(others, ((), ((1, (0,)),)), strict=True):
+        assert found[3]["1.weight"].cuts == cuts
+        # What isn't pinned is searched: the large layer must be split to fit.
+        assert found[3]["3.weight"].cuts
+    saved = _alone(tmp_path, 6)
+    for found in (free, *others):
+        assert_same_saved(found[1], saved)
+
+
+def _overflows(world):
+    """fp16 with a layer in pieces: whether an update changed nothing, and the scale after it, for each update."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 6))
+    flags = {
+        "data.name": "synthetic:40x1x8x8x6", "train.batch": 8, "train.precision": "fp16", "parallel.mode": "semi",
+        "parallel.pin": ("1=o@dp",),
+    }  # fmt: skip
+    with built(world, model, flags) as trainer:
+        updater, kept, scales = trainer.updater, [], []
+        for step, update in enumerate(trainer.feed.updates(0, 0)):
+            before = [one.detach().clone() for one in updater.parameters]
+            if world.rank == 1:
+                updater.synchronizer.on_gradients = lambda step=step: (
+                    updater.parameters[0].grad.fill_(float("inf")) if step == 2 else None
+                )
+            updater(update, step)
+            kept.append(all(torch.equal(*pair) for pair in zip(before, updater.parameters, strict=True)))
+            scales.append(updater.gradients.scaler.get_scale())
+    return kept, scales
+
+
+def test_an_overflow_in_one_processs_piece_is_skipped_by_all():
+    for kept, scales in run_on_ranks(_overflows, 2):
+        assert kept[2]
+        assert not kept[3]
+        assert scales[2] == scales[1] / 2

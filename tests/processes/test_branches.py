@@ -1,25 +1,18 @@
 """Networks of which some updates use a part only, and optimizers that start, skip and change."""
 
 import json
-import tempfile
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 from manyhands.config.job import TrainOptions
-from manyhands.config.load import load_job
 from manyhands.core.errors import RunError
-from manyhands.core.run_folder import RunFolder
 from manyhands.core.world import World
-from manyhands.train.build import build
 from manyhands.train.loop import fit
-from manyhands.train.objects import Objects
 from manyhands.train.optimize import make_optimizer
-from manyhands.train.parts import Parts
-from manyhands.train.state import capture
 from tests.processes.ranks import run_on_ranks
+from tests.processes.updates import EXACT, assert_alike, built, captured
 
 
 class Branches(nn.Module):
@@ -43,33 +36,24 @@ class Branches(nn.Module):
         return self.head(values)
 
 
+FEW = {"data.name": "synthetic:48x1x8x8x5", "train.batch": 6}
+
+
 def _train(world, mode, optimizer):
-    flags = {
-        "data.name": "synthetic:48x1x8x8x5", "train.batch": 6, "train.epochs": 1,
-        "train.precision": "fp64", "train.channels_last": False,
-        "train.optimizer": optimizer, "train.evaluate_every": 0,
-    }  # fmt: skip
-    job = load_job(flags, environment={}).job
-    with tempfile.TemporaryDirectory() as folder:
-        model = Branches(left_out=(1, 3))
-        trainer = build(
-            Parts.from_job(job, RunFolder(Path(folder)), world, "single" if world.alone else mode, Objects(model))
-        )
+    flags = {**FEW, **EXACT, "train.epochs": 1, "train.optimizer": optimizer, "parallel.mode": mode}
+    with built(world, model := Branches(left_out=(1, 3)), flags) as trainer:
         fit(trainer)
-        snapshot = capture(trainer.network, trainer.updater.optimizer, trainer.progress, {})
-        trainer.resources.close()
-        return snapshot.model, model.taken
+        return captured(trainer).model, model.taken
 
 
 @pytest.mark.parametrize(("mode", "optimizer"), [("data", "sgd"), ("fsdp", "adamw")])
 def test_branches_that_some_processes_or_updates_leave_out_train_as_on_one_process(mode, optimizer):
-    alone, _ = run_on_ranks(_train, 1, mode, optimizer)[0]
+    alone, _ = _train(World(), mode, optimizer)
     answers = run_on_ranks(_train, 2, mode, optimizer)
     assert answers[0][1] != answers[1][1]  # they took the branch in different updates
     assert answers[0][0].keys() == alone.keys()
     for found, _ in answers:
-        for name, tensor in found.items():  # under fsdp rank 0 alone gets them
-            torch.testing.assert_close(tensor, alone[name], rtol=1e-9, atol=1e-9, msg=name)
+        assert_alike(found, {name: alone[name] for name in found}, 1e-9)  # under fsdp rank 0 alone gets them
 
 
 def test_an_update_that_the_loss_scaler_skips_leaves_no_trace():
@@ -94,17 +78,11 @@ def test_an_update_that_the_loss_scaler_skips_leaves_no_trace():
 
 
 def _resume(folder, steps, optimizer, *, frozen=False):
-    flags = {
-        "data.name": "synthetic:48x1x8x8x5", "train.batch": 6, "train.max_steps": steps, "train.optimizer": optimizer,
-        "train.lr": 0.001,
-    }  # fmt: skip
     model = Branches()
     model.body.requires_grad_(not frozen)
-    trainer = build(
-        Parts.from_job(load_job(flags, environment={}).job, RunFolder(folder), World(), "single", Objects(model))
-    )
-    fit(trainer)
-    trainer.resources.close()
+    flags = {**FEW, "train.max_steps": steps, "train.optimizer": optimizer, "train.lr": 0.001}
+    with built(World(), model, flags, folder) as trainer:
+        fit(trainer)
     return trainer.updater.optimizer.state, model
 
 
@@ -145,30 +123,24 @@ class Masked(nn.Module):
         return self.head((rows @ rows.transpose(1, 2) + self.mask).softmax(2).mean(1))
 
 
-def _masked(folder, steps, *, lose=False, method="allreduce", world=None):
-    flags = {"data.name": "synthetic:48x1x8x8x5", "train.batch": 6, "train.max_steps": steps, "sync.method": method}
-    flags |= {"sync.every": 2, "sync.codec": "int8"}
-    model = Masked()
-    world = world or World()
-    mode = "single" if world.alone else "data"
-    trainer = build(Parts.from_job(load_job(flags, environment={}).job, RunFolder(folder), world, mode, Objects(model)))
-    model.lose = lose
-    fit(trainer)
-    trainer.resources.close()
-    return trainer.progress.step
+def _masked(world, folder, steps, *, lose=False):
+    """`steps` of local steps, which on one process are plain ones."""
+    flags = {**FEW, "train.max_steps": steps, "sync.every": 2, "sync.codec": "int8"}
+    with built(
+        world, model := Masked(), {**flags, "sync.method": "allreduce" if world.alone else "local"}, folder
+    ) as t:
+        model.lose = lose
+        fit(t)
+    return t.progress.step
 
 
 def test_a_mask_of_infinities_is_saved_and_what_was_lost_on_the_way_is_not(tmp_path):
-    assert _masked(tmp_path / "run", 2) == 2
-    assert _masked(tmp_path / "run", 4) == 4
+    assert _masked(World(), tmp_path / "run", 2) == 2
+    assert _masked(World(), tmp_path / "run", 4) == 4
     with pytest.raises(RunError, match="buffer seen is not finite, although every loss was finite"):
-        _masked(tmp_path / "lost", 2, lose=True)
-
-
-def _masked_apart(world, folder):
-    return _masked(Path(folder), 4, method="local", world=world)
+        _masked(World(), tmp_path / "lost", 2, lose=True)
 
 
 def test_processes_that_train_apart_save_their_masks_too(tmp_path):
-    assert run_on_ranks(_masked_apart, 2, str(tmp_path)) == [4, 4]
+    assert run_on_ranks(_masked, 2, tmp_path, 4) == [4, 4]
     assert "could not save" not in (tmp_path / "events.jsonl").read_text()

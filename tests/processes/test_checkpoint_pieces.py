@@ -1,4 +1,4 @@
-"""What cut networks save together: bit-equal from any cut and number of processes to any other, or a clear refusal."""
+"""What split networks save together: bit-equal from any layout and number to any other, or a clear refusal."""
 
 import functools
 import os
@@ -40,8 +40,8 @@ def whole_snapshot(step=5):
     return Snapshot(model, snapshot.optimizer, {"step": step, "best": {"step": step}})
 
 
-def cut_of(sizes, turn):
-    """A cut over a mesh of some sizes; `turn` deals the axes to other dimensions."""
+def layout_of(sizes, turn):
+    """A layout over a mesh of some sizes; `turn` deals the axes to other dimensions."""
     mesh = Mesh(tuple(zip("abc", sizes, strict=False)))
     layouts = {}
     for number, (name, (shape, _, view)) in enumerate(SHAPES.items()):
@@ -54,47 +54,47 @@ def cut_of(sizes, turn):
     return NetworkLayout(mesh, layouts)
 
 
-def cuts_for(size):
-    return [cut_of(sizes, turn) for sizes in SIZES[size] for turn in (0, 1)]
+def layouts_for(size):
+    return [layout_of(sizes, turn) for sizes in SIZES[size] for turn in (0, 1)]
 
 
 def peers_of(world):
     return CheckpointGroup(world.rank, world.size, functools.partial(gather_plain, world=world))
 
 
-def save_pieces(folder, step, snapshot, cut, peers):
-    return CheckpointWriter(folder, peers, cut, pieces=True).write(step, snapshot)
+def save_pieces(folder, step, snapshot, layout, peers):
+    return CheckpointWriter(folder, peers, layout, pieces=True).write(step, snapshot)
 
 
-def save_full(folder, step, snapshot, cut, peers):
-    return CheckpointWriter(folder, peers, cut).write(step, snapshot)
+def save_full(folder, step, snapshot, layout, peers):
+    return CheckpointWriter(folder, peers, layout).write(step, snapshot)
+
+
+def _mine(world, layout):
+    """A rank's pieces; the state is rank 0's to know."""
+    mine = local(whole_snapshot(), layout, world.rank)
+    return mine if world.rank == 0 else Snapshot(mine.model, mine.optimizer, {})
 
 
 def _save_all(world, folder):
     return [
-        str(how(Path(folder) / f"{how.__name__}-{number}", 5, _mine(world, cut), cut, peers_of(world)))
-        for number, cut in enumerate(cuts_for(world.size))
+        str(how(folder / f"{how.__name__}-{number}", 5, _mine(world, layout), layout, peers_of(world)))
+        for number, layout in enumerate(layouts_for(world.size))
         for how in (save_pieces, save_full)
     ]
-
-
-def _mine(world, cut):
-    """A rank's pieces; the state is rank 0's to know."""
-    mine = local(whole_snapshot(), cut, world.rank)
-    return mine if world.rank == 0 else Snapshot(mine.model, mine.optimizer, {})
 
 
 def _load_all(world, paths):
     for path in paths:
         source = open_checkpoint(Path(path))
-        for cut in cuts_for(world.size):
-            assert_same(source.snapshot(cut, world.rank), local(whole_snapshot(), cut, world.rank))
+        for layout in layouts_for(world.size):
+            assert_same(source.snapshot(layout, world.rank), local(whole_snapshot(), layout, world.rank))
     return len(paths)
 
 
 @pytest.mark.slow
-def test_from_every_cut_and_number_to_every_other(tmp_path):
-    paths = [path for size in SIZES for path in run_on_ranks(_save_all, size, str(tmp_path / str(size)))[0]]
+def test_from_every_layout_and_number_to_every_other(tmp_path):
+    paths = [path for size in SIZES for path in run_on_ranks(_save_all, size, tmp_path / str(size))[0]]
     assert len(paths) == 28
     existing = save(tmp_path / "alone", 5, whole_snapshot())
     for path in map(Path, paths):
@@ -112,43 +112,18 @@ def test_from_every_cut_and_number_to_every_other(tmp_path):
         assert run_on_ranks(_load_all, size, paths) == [len(paths)] * size
 
 
-def _try(how, world, folder, *, snapshot=None, limit_bytes=None, cut=None):
-    """What a process got: a path, or the error's class, text and whether the disk was left clean."""
-    cut = cut or cuts_for(world.size)[0]
+def _try(how, world, folder, *, snapshot=None, limit_bytes=None, layout=None):
+    """What a process got: a path, or the error's class and text; a limit of its files is a disk that is full for it."""
+    layout = layout or layouts_for(world.size)[0]
     hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     if limit_bytes is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, hard[1]))
     try:
-        return str(how(folder, 5, snapshot or local(whole_snapshot(), cut, world.rank), cut, peers_of(world)))
+        return str(how(folder, 5, snapshot or local(whole_snapshot(), layout, world.rank), layout, peers_of(world)))
     except (ManyhandsError, TypeError) as error:
         return type(error).__name__, str(error)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, hard)
-
-
-def _full_disk(world, folder, how, bad):
-    limit = 100 if world.rank == bad else None
-    failed = _try(how, world, Path(folder), limit_bytes=limit)
-    return failed, _try(how, world, Path(folder))
-
-
-@pytest.mark.parametrize(("how", "bad"), [(save_pieces, 1), (save_pieces, 0), (save_full, 0)])
-def test_a_full_disk_on_one_process_costs_the_checkpoint_alone(tmp_path, how, bad):
-    """The limit of a process's files is a disk that is full for it alone; what is saved next is sound."""
-    for (kind, text), path in run_on_ranks(_full_disk, 3, str(tmp_path), how, bad):
-        assert kind == SaveError.__name__
-        assert "training can continue" in text
-        assert_same(load(Path(path)), whole_snapshot())
-    assert [entry.name for entry in tmp_path.iterdir()] == ["step-00000005"]
-
-
-def _spoilt(world, folder, how, spoil):
-    cut = cuts_for(world.size)[0]
-    mine = local(whole_snapshot(), cut, world.rank)
-    if world.rank == 1:
-        spoil(mine)
-    failed = _try(how, world, Path(folder), snapshot=mine)
-    return failed, _try(how, world, Path(folder))
 
 
 def _not_finite(snapshot):
@@ -167,32 +142,57 @@ def _another_shape(snapshot):
     snapshot.model["conv.weight"] = torch.zeros(1)
 
 
-@pytest.mark.parametrize("how", [save_pieces, save_full])
-@pytest.mark.parametrize(
-    ("spoil", "said"),
-    [
-        (_not_finite, "conv.weight has 1 of"),
-        (_another_type, "different networks"),
-        (_not_plain, "not JSON serializable"),
-        (_another_shape, "but the layout expects"),
-    ],
-)
-def test_what_is_wrong_on_one_process_is_said_on_all_and_nothing_is_written(tmp_path, how, spoil, said):
-    for (_, text), path in run_on_ranks(_spoilt, 2, str(tmp_path), how, spoil):
-        assert said in text
-        assert path.endswith("step-00000005")
-    assert [entry.name for entry in tmp_path.iterdir()] == ["step-00000005"]
+SPOILT = {
+    _not_finite: "conv.weight has 1 of",
+    _another_type: "different networks",
+    _not_plain: "not JSON serializable",
+    _another_shape: "but the layout expects",
+}
+
+
+def _journeys(world, folder):
+    """What goes wrong, and that the next attempt is sound: by what was tried, both answers.
+
+    A disk that is full for one process; a rank whose snapshot is spoilt; another mesh.
+    """
+    found = {}
+    for how, bad in ((save_pieces, 1), (save_pieces, 0), (save_full, 0)):
+        place = folder / f"full {how.__name__} {bad}"
+        failed = _try(how, world, place, limit_bytes=100 if world.rank == bad else None)
+        found[place.name] = failed, "training can continue", _try(how, world, place)
+    for how in (save_pieces, save_full):
+        for spoil, said in SPOILT.items():
+            place = folder / f"{how.__name__} {spoil.__name__}"
+            mine = local(whole_snapshot(), layouts_for(world.size)[0], world.rank)
+            if world.rank == 1:
+                spoil(mine)
+            failed = _try(how, world, place, snapshot=mine)
+            found[place.name] = failed, said, _try(how, world, place)
+    place = folder / "mesh"
+    failed = _try(save_pieces, world, place, layout=layout_of((4,), 0))
+    found["mesh"] = failed, "a=4", _try(save_pieces, world, place)
+    return found
+
+
+def test_what_is_wrong_on_one_process_is_said_on_all_and_what_is_saved_next_is_sound(tmp_path):
+    for found in run_on_ranks(_journeys, 3, tmp_path):
+        for name, ((kind, text), said, path) in found.items():
+            assert said in text, name
+            assert kind == SaveError.__name__ or not name.startswith("full"), name
+            assert_same(load(Path(path)), whole_snapshot())
+            assert [entry.name for entry in (tmp_path / name).iterdir()] == ["step-00000005"], name
+        assert found["mesh"][0][0] == "RunError"
 
 
 def _elsewhere(world, folder):
-    own = Path(folder) / str(world.rank)
+    own = folder / str(world.rank)
     own.mkdir()
     pieces = _try(save_pieces, world, own)
     return pieces, _try(save_full, world, own)
 
 
 def test_without_a_shared_disk_pieces_are_refused_and_whole_is_saved(tmp_path):
-    for (kind, text), _ in run_on_ranks(_elsewhere, 3, str(tmp_path)):
+    for (kind, text), _ in run_on_ranks(_elsewhere, 3, tmp_path):
         assert kind == "UserError"
         assert "rank 1 can't see rank 0's checkpoint folder" in text
         assert "save without checkpoint.pieces" in text
@@ -200,46 +200,44 @@ def test_without_a_shared_disk_pieces_are_refused_and_whole_is_saved(tmp_path):
     assert [len(list((tmp_path / str(rank)).iterdir())) for rank in range(3)] == [1, 0, 0]
 
 
-def _on_two_disks(world, folder, writers, full):
-    """Saves step 5 under every cut, on a disk of each process's own; where `full` is given, one's is full at first."""
+def _on_two_disks(world, folder, *cases):
+    """Saves step 5 under every layout, on a disk of each process's own; that of rank `full` is full at first."""
     got = []
-    for number, cut in enumerate(cuts_for(world.size)):
-        own = Path(folder) / str(number) / str(world.rank)
+    for case, (writers, full) in enumerate(cases):
+        for number, layout in enumerate(layouts_for(world.size)):
 
-        def how(folder, step, snapshot, cut, peers):
-            return save_full(folder, step, snapshot, cut, replace(peers, writers=writers))
+            def how(folder, step, snapshot, layout, peers, writers=writers):
+                return save_full(folder, step, snapshot, layout, replace(peers, writers=writers))
 
-        limit = 100 if world.rank == full else None
-        got.append((_try(how, world, own, cut=cut, limit_bytes=limit), _try(how, world, own, cut=cut)))
+            own, limit = folder / str(case) / str(number) / str(world.rank), 100 if world.rank == full else None
+            first = _try(how, world, own, layout=layout, limit_bytes=limit)
+            got.append((case, own, first, _try(how, world, own, layout=layout)))
     return got
 
 
-@pytest.mark.parametrize("writers", [{0: range(2), 2: range(2, 4)}, {0: range(1), 1: range(1, 4)}])
-def test_machines_that_share_no_disk_both_have_all(tmp_path, writers):
-    run_on_ranks(_on_two_disks, 4, str(tmp_path), writers, None)
-    for number in range(len(cuts_for(4))):
-        for rank in range(4):
-            if rank in writers:
-                assert_same(load(tmp_path / f"{number}/{rank}/step-00000005"), whole_snapshot())
-            else:
-                assert not (tmp_path / f"{number}/{rank}").exists()
+def test_machines_that_share_no_disk_both_have_all(tmp_path):
+    cases = [{0: range(2), 2: range(2, 4)}, {0: range(1), 1: range(1, 4)}]
+    for rank, got in enumerate(run_on_ranks(_on_two_disks, 4, tmp_path, *((writers, None) for writers in cases))):
+        for case, own, *_ in got:
+            assert own.exists() == (rank in cases[case])
+            if rank in cases[case]:
+                assert_same(load(own / "step-00000005"), whole_snapshot())
 
 
-@pytest.mark.parametrize("full", [0, 1])
-def test_a_full_disk_on_one_of_two_machines(tmp_path, full):
+def test_a_full_disk_on_one_of_two_machines(tmp_path):
     """The first one's costs the checkpoint, the second one's its copy alone; what is saved next is on both."""
-    answers = run_on_ranks(_on_two_disks, 2, str(tmp_path), {0: range(1), 1: range(1, 2)}, full)
-    for rank, got in enumerate(answers):
-        for number, (first, second) in enumerate(got):
+    writers = {0: range(1), 1: range(1, 2)}
+    for rank, got in enumerate(run_on_ranks(_on_two_disks, 2, tmp_path, (writers, 0), (writers, 1))):
+        for full, own, first, second in got:
             assert isinstance(first, str) == (full == 1 and rank == 0)
             assert isinstance(first, str) or first[0] == SaveError.__name__
             assert_same(load(Path(second)), whole_snapshot())
-            assert [entry.name for entry in (tmp_path / f"{number}/{rank}").iterdir()] == ["step-00000005"]
+            assert [entry.name for entry in own.iterdir()] == ["step-00000005"]
 
 
 def _open(world, path):
     try:
-        open_checkpoint(Path(path))
+        open_checkpoint(path)
     except ManyhandsError as error:
         return type(error).__name__, str(error)
     return None
@@ -248,42 +246,42 @@ def _open(world, path):
 @pytest.mark.slow
 def test_a_torn_piece_is_named_on_every_process(tmp_path):
     """Whichever process it falls to, and whatever is wrong with it."""
-    path = Path(run_on_ranks(_save_all, 3, str(tmp_path))[0][0])
+    path = Path(run_on_ranks(_save_all, 3, tmp_path)[0][0])
     for file in path.iterdir():
         content = file.read_bytes()
         for spoil in (content[:-1] + bytes([content[-1] ^ 1]), None):
             file.unlink() if spoil is None else file.write_bytes(spoil)
-            answers = run_on_ranks(_open, 3, str(path))
+            answers = run_on_ranks(_open, 3, path)
             assert [kind for kind, _ in answers] == ["TornCheckpointError"] * 3
             assert all(file.name in text for _, text in answers)
             file.write_bytes(content)
-    assert run_on_ranks(_open, 3, str(path)) == [None] * 3
-    assert [kind for kind, _ in run_on_ranks(_open, 2, str(tmp_path / "nowhere"))] == ["TornCheckpointError"] * 2
+    assert run_on_ranks(_open, 3, path) == [None] * 3
+    assert [kind for kind, _ in run_on_ranks(_open, 2, tmp_path / "nowhere")] == ["TornCheckpointError"] * 2
 
 
 def _twice(world, folder):
-    first = _try(save_pieces, world, Path(folder))
-    inode = (Path(first) / "manifest.json").stat().st_ino
-    again = _try(save_pieces, world, Path(folder))
-    same = (Path(again) / "manifest.json").stat().st_ino == inode
+    first = Path(_try(save_pieces, world, folder))
+    inode = (first / "manifest.json").stat().st_ino
+    again = Path(_try(save_pieces, world, folder))
+    same = (again / "manifest.json").stat().st_ino == inode
     peers_of(world).gather("looked")
     if world.rank == 0:
-        (Path(first) / "model-00001-of-00002.safetensors").write_bytes(b"torn")
+        (first / "model-00001-of-00002.safetensors").write_bytes(b"torn")
     peers_of(world).gather("torn")
-    _try(save_pieces, world, Path(folder))
+    _try(save_pieces, world, folder)
     return same
 
 
 def test_a_step_that_is_there_is_left_and_a_torn_one_replaced(tmp_path):
-    assert run_on_ranks(_twice, 2, str(tmp_path)) == [True, True]
+    assert run_on_ranks(_twice, 2, tmp_path) == [True, True]
     assert_same(load(tmp_path / "step-00000005"), whole_snapshot())
 
 
 def _dying(world, folder, how, moment):
     """Saves step 5; then rank 1 ends in the middle of saving step 6, at its so-many-th word with the others."""
-    cut = cuts_for(world.size)[0]
-    mine = local(whole_snapshot(), cut, world.rank)
-    how(Path(folder), 5, mine, cut, peers_of(world))
+    layout = layouts_for(world.size)[0]
+    mine = local(whole_snapshot(), layout, world.rank)
+    how(folder, 5, mine, layout, peers_of(world))
     words = []
 
     def gather(value):
@@ -292,7 +290,7 @@ def _dying(world, folder, how, moment):
             os._exit(3)
         return gather_plain(value, world)
 
-    how(Path(folder), 6, mine, cut, CheckpointGroup(world.rank, world.size, gather))
+    how(folder, 6, mine, layout, CheckpointGroup(world.rank, world.size, gather))
 
 
 @pytest.mark.parametrize(("how", "moments"), [(save_pieces, range(1, 6)), (save_full, range(1, 4))])
@@ -300,7 +298,7 @@ def test_a_process_that_dies_leaves_the_older_checkpoint(tmp_path, how, moments)
     for moment in moments:
         folder = tmp_path / str(moment)
         with pytest.raises(AssertionError):
-            run_on_ranks(_dying, 3, str(folder), how, moment)
+            run_on_ranks(_dying, 3, folder, how, moment)
         path, passed_over = newest(folder)
         assert passed_over == []
         assert_same(load(path), whole_snapshot())
@@ -308,13 +306,3 @@ def test_a_process_that_dies_leaves_the_older_checkpoint(tmp_path, how, moments)
         assert path.name == "step-00000005" or moment == max(moments)
         prune(folder, 2, None)
         assert all(files.step_of(entry) for entry in folder.iterdir())
-
-
-def _wrong_mesh(world, folder):
-    return _try(save_pieces, world, Path(folder), cut=cut_of((4,), 0))
-
-
-def test_a_mesh_of_another_size_is_refused(tmp_path):
-    for kind, text in run_on_ranks(_wrong_mesh, 2, str(tmp_path)):
-        assert kind == "RunError"
-        assert "a=4" in text

@@ -59,10 +59,22 @@ def _masks(world, kind, strategy, axes=MESH, seed=3):
     return found
 
 
-@pytest.mark.parametrize("strategy", ["n@dp,tp", "n@dp c@tp", "c@dp,tp", "n@dp r@tp", "r@dp c@tp"])
-@pytest.mark.parametrize("kind", DROPS)
-def test_masks(kind, strategy):
-    by_rank = run_on_ranks(_masks, Mesh(MESH).size, kind, strategy)
+STRATEGIES = ["n@dp,tp", "n@dp c@tp", "c@dp,tp", "n@dp r@tp", "r@dp c@tp"]
+CASES = [(kind, strategy) for kind in DROPS for strategy in STRATEGIES]
+
+
+def _all_masks(world):
+    return {case: _masks(world, *case) for case in CASES}
+
+
+@pytest.fixture(scope="module")
+def masks():
+    return run_on_ranks(_all_masks, Mesh(MESH).size)
+
+
+@pytest.mark.parametrize(("kind", "strategy"), CASES)
+def test_masks(kind, strategy, masks):
+    by_rank = [found[kind, strategy] for found in masks]
     first, second = by_rank[0]
     # What all of them put together is one tensor, so replicas drew alike.
     for masks in by_rank:

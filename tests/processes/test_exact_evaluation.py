@@ -1,19 +1,17 @@
-"""Each sample counts once on any number of processes, and the result is the same to the last bit."""
-
-import tempfile
-from pathlib import Path
+"""Each sample counts once on any number of processes, to the last bit; a stop comes to all at the same block."""
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from manyhands.config.load import load_job
-from manyhands.core.run_folder import RunFolder
+from manyhands.core.world import World
 from manyhands.train import evaluate
-from manyhands.train.build import build
-from manyhands.train.objects import Objects, metric_words
-from manyhands.train.parts import Parts
+from manyhands.train.evaluate import Interrupted, StopRequest
+from manyhands.train.objects import metric_words
+from manyhands.train.status import collectives_begun, moved_bytes
 from tests.processes.ranks import run_on_ranks
+from tests.processes.updates import built
 
 COUNT = 10_007
 
@@ -40,69 +38,118 @@ class _Spread:
 METRICS = {"third": _top3, "custom_loss": _own_loss, "spread": _Spread()}
 
 
-def _evaluate(world, mode, settings=None):
-    torch.manual_seed(5)
-    network = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 7))
-    flags = {"data.name": f"synthetic:{5 * COUNT}x1x6x6x7", "parallel.mode": mode, "model.num_classes": 7}
-    flags |= {"train.metrics": metric_words(METRICS), **(settings or {})}
-    job = load_job(flags, environment={}).job
-    with tempfile.TemporaryDirectory() as folder:
-        trainer = build(Parts.from_job(job, RunFolder(Path(folder)), world, mode, Objects(network, metrics=METRICS)))
-        found, calls = trainer.evaluate(), []
-        # Once more, where a stop may be asked for: what is asked when, and how often, decides nothing.
-        network.register_forward_hook(lambda *_: calls.append(0))
-        again = trainer.evaluate(lambda: False)
-        assert (again.loss, again.count, again.metrics) == (found.loss, found.count, found.metrics)
-        trainer.resources.close()
-    return found.count, found.loss, found.top1, found.top5, found.metrics, found.confusion, len(calls)
+def _evaluate(world, *cases):
+    """For each case: count, loss, shares of right guesses, metrics; the confusion; calls of the network."""
+    found = []
+    for settings in cases:
+        torch.manual_seed(5)
+        network = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 7))
+        flags = {"data.name": f"synthetic:{5 * COUNT}x1x6x6x7", "model.num_classes": 7}
+        with built(world, network, {**flags, "train.metrics": metric_words(METRICS), **settings}, metrics=METRICS) as t:
+            one, calls = t.evaluate(), []
+            # Once more, where a stop may be asked for: what is asked when, and how often, decides nothing.
+            network.register_forward_hook(lambda *_, calls=calls: calls.append(0))
+            again = t.evaluate(lambda: False)
+        assert (again.loss, again.count, again.metrics) == (one.loss, one.count, one.metrics)
+        found.append(((one.count, one.loss, one.top1, one.top5, one.metrics), one.confusion, len(calls)))
+    return found
 
 
-@pytest.mark.parametrize(("size", "mode"), [(2, "data"), (3, "data"), (3, "fsdp")])
-def test_several_processes_count_as_one_does(size, mode):
-    (wanted,) = run_on_ranks(_evaluate, 1, "single")
-    assert wanted[0] == COUNT
-    assert int(wanted[5].sum()) == COUNT
-    for found in run_on_ranks(_evaluate, size, mode):
-        assert torch.equal(found[5], wanted[5])
-        assert found[:5] == wanted[:5]
-    assert wanted[4]["custom_loss"] == pytest.approx(wanted[1], rel=1e-6)
-    assert wanted[2] < wanted[4]["third"] < wanted[3]
+FSDP = {"parallel.mode": "fsdp"}
 
 
-@pytest.mark.parametrize(
-    ("shares", "mode", "settings", "calls"),
-    [
-        ((48, 16), "data", {}, (30, 10)),
-        ((16, 1, 47), "data", {"train.evaluate_views": 2}, (10, 0, 30)),
+def _shares(*shares):
+    return {"train.batch": 64, "cluster.shares": shares}
+
+
+# By number of processes: how they evaluate, and how often each calls the network.
+CASES = {
+    2: [({}, None), (_shares(48, 16), (30, 10)), ({**_shares(48, 16), **FSDP}, (20, 20))],
+    3: [
+        ({}, None),
+        (FSDP, None),
+        ({**_shares(16, 1, 47), "train.evaluate_views": 2}, (20, 0, 60)),
         # Fewer blocks than processes, and a slow one first.
-        ((2, 31, 31), "data", {"train.evaluate_batch": 6000}, (0, 1, 1)),
-        # All call equally often.
-        ((48, 16), "fsdp", {}, (20, 20)),
+        ({**_shares(2, 31, 31), "train.evaluate_batch": 6000}, (0, 1, 1)),
     ],
-)
-def test_who_takes_more_of_an_update_evaluates_more_and_counts_as_one_does(shares, mode, settings, calls):
-    (wanted,) = run_on_ranks(_evaluate, 1, "single", settings)
-    found = run_on_ranks(_evaluate, len(shares), mode, {**settings, "train.batch": 64, "cluster.shares": list(shares)})
-    for one in found:
-        assert torch.equal(one[5], wanted[5])
-        assert one[:5] == wanted[:5]
-    assert tuple(one[6] // settings.get("train.evaluate_views", 1) for one in found) == calls
+}
+
+
+@pytest.mark.parametrize("size", CASES)
+def test_several_processes_count_as_one_does(size):
+    """Also where who takes more of an update evaluates more; those that must call equally often do."""
+    settings = [case for case, _ in CASES[size]]
+    alone = [{key: one for key, one in case.items() if key.startswith("train.evaluate")} for case in settings]
+    wanted = _evaluate(World(), *alone)
+    ranks = run_on_ranks(_evaluate, size, *settings)
+    for (_, calls), (figures, confusion, _), *found in zip(CASES[size], wanted, *ranks, strict=True):
+        for one in found:
+            assert one[0] == figures
+            assert torch.equal(one[1], confusion)
+        assert calls in (None, tuple(one[2] for one in found))
+    count, loss, top1, top5, metrics = wanted[0][0]
+    assert count == int(wanted[0][1].sum()) == COUNT
+    assert metrics["custom_loss"] == pytest.approx(loss, rel=1e-6)
+    assert top1 < metrics["third"] < top5
 
 
 def _stopped(world):
     evaluate.ASK_S = 1e-9
     calls, network = [], nn.Sequential(nn.Flatten(), nn.Linear(36, 7))
     network.register_forward_hook(lambda *_: calls.append(0))
-    flags = {"data.name": f"synthetic:{5 * COUNT}x1x6x6x7", "model.num_classes": 7, "train.batch": 64}
-    job = load_job({**flags, "cluster.shares": [48, 16]}, environment={}).job
-    with tempfile.TemporaryDirectory() as folder:
-        trainer = build(Parts.from_job(job, RunFolder(Path(folder)), world, "data", Objects(network)))
+    flags = {"data.name": f"synthetic:{5 * COUNT}x1x6x6x7", "model.num_classes": 7, **_shares(48, 16)}
+    with built(world, network, flags) as trainer:
         calls.clear()
-        with pytest.raises(evaluate.Interrupted):
+        with pytest.raises(Interrupted):
             trainer.evaluate(lambda: world.rank == 1 and len(calls) == 4)
-        trainer.resources.close()
     return len(calls)
 
 
 def test_a_stop_comes_to_all_at_the_same_part_of_their_blocks():
     assert run_on_ranks(_stopped, 2) == [12, 4]
+
+
+def _stopped_at(world, *cases):
+    """Where an evaluation of 40 blocks ends, for each (rank that is asked to stop, seconds between questions)."""
+    found = []
+    for culprit, every_s in cases:
+        evaluate.ASK_S, done = every_s, 0
+        request = StopRequest(world, lambda culprit=culprit: world.rank == culprit and done > 5)  # noqa: B023
+        try:
+            for done in range(40):
+                request.check_stop(done)
+            found.append(None)
+        except Interrupted:
+            found.append(done)
+    return found
+
+
+def test_one_was_asked_and_all_stop():
+    (often, seldom, nobody), other = run_on_ranks(_stopped_at, 2, (1, 1e-9), (1, 1e-3), (None, 1e-9))
+    assert other == [often, seldom, nobody]
+    assert often is not None
+    assert nobody is None
+    assert _stopped_at(World(), (0, 1e-9)) == [6]
+
+
+def test_blocks_that_seem_to_take_no_time_are_not_handed_over_all_at_once(monkeypatch):
+    monkeypatch.setattr(evaluate, "ASK_S", 1e9)
+    asked = []
+    request = StopRequest(World(), lambda: asked.append(done))
+    for done in range(40):
+        request.check_stop(done)
+    assert asked == [0, 1, 3, 7, 15, 31]
+
+
+def _seen_by(world):
+    before = collectives_begun(), moved_bytes()
+    for _ in range(3):
+        dist.all_reduce(torch.ones(100_000))
+    return collectives_begun() - before[0], moved_bytes() - before[1]
+
+
+def test_who_came_to_how_many_collectives_and_what_moved_is_known():
+    for calls, moved in run_on_ranks(_seen_by, 2):
+        assert calls == 3
+        # Where the system tells: what was received at least.
+        assert moved == 0 or moved > 3 * 100_000

@@ -1,22 +1,15 @@
 """plan.json names everything that makes a run depend on the number of processes, and nothing else."""
 
-import tempfile
-from pathlib import Path
-
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import nn
 from torchvision.ops import StochasticDepth
 
-from manyhands.config.load import load_job
-from manyhands.core.run_folder import RunFolder
 from manyhands.core.world import World
-from manyhands.train.build import build
-from manyhands.train.objects import Objects
-from manyhands.train.parts import Parts
 from manyhands.train.trainer import exceptions
 from tests.processes.ranks import run_on_ranks
+from tests.processes.updates import built
 
 
 class Net(nn.Module):
@@ -72,16 +65,10 @@ def _encoder(share):
     return nn.TransformerEncoderLayer(8, 2, 8, dropout=share, batch_first=True)
 
 
-def _found(world, between=None, mode="single", **settings):
+def _found(world, between=None, **settings):
     flags = {"data.name": "synthetic:20x1x8x8x5", "train.batch": 8, **settings}
-    with tempfile.TemporaryDirectory() as folder:
-        objects = Objects(Net(between or nn.Identity()))
-        trainer = build(
-            Parts.from_job(load_job(flags, environment={}).job, RunFolder(Path(folder)), world, mode, objects)
-        )
-        found = exceptions(trainer)
-        trainer.resources.close()
-        return found
+    with built(world, Net(between or nn.Identity()), flags) as trainer:
+        return exceptions(trainer)
 
 
 CASES = [
@@ -104,8 +91,7 @@ def test_what_draws_or_mixes_is_named_where_it_does(make, wanted):
 
 
 def _of_agreeing(world):
-    settings = {"sync.method": "bf16", "parallel.gradients_mean": "false"}
-    return _found(world, None, "data", **settings)
+    return _found(world, **{"sync.method": "bf16", "parallel.gradients_mean": "false"})
 
 
 def test_rounded_and_added_gradients_are_named():

@@ -21,6 +21,7 @@ from manyhands.parallel.modes.hybrid import apply, hybrid_network
 from manyhands.parallel.network import MicroBatchShape, ModeRequest
 from manyhands.parallel.replicas.batch_norm import group_batch_norms
 from tests.processes.ranks import run_on_ranks
+from tests.processes.updates import assert_alike
 
 MESHES = [("tp=2", "tp"), ("tp=3", "tp"), ("dp=2,tp=2", "tp"), ("dp=2,tp=2", "dp"), ("a=2,b=2", "a,b"), ("tp=1", "tp")]
 # Whether what a method takes, and the gradient of what it gives, are equal on all processes along the axis. A number
@@ -243,23 +244,28 @@ def _put_together(mesh, results, place):
 
 
 MAKES = [Of003, Marked003, Pair, Pieces]
-RUNS = [(make, *run) for make in MAKES for run in (("tp=2", None), ("tp=3", None), ("dp=2,tp=2", None))]
+
+
+def _all_trained(world, makes, mesh, samples):
+    return [_trained(world, make, mesh, samples, 4) for make in makes]
 
 
 # Where `True` stands for an axis, it is not the first one of two.
-@pytest.mark.parametrize(("make", "mesh", "samples"), [*RUNS, (Pair, "tp=2,dp=2", ["dp"])])
-def test_as_many_processes_as_you_like_train_as_one(make, mesh, samples):
-    alone = run_on_ranks(_trained, 1, make, ",".join(f"{name}=1" for name in parse_mesh(mesh).names), None, 4)[0]
-    size = parse_mesh(mesh).size
-    several = run_on_ranks(_trained, size, make, mesh, samples, 4)
-    losses = [sum(one) for one in zip(*(result[0] for result in several), strict=True)]
-    assert losses == pytest.approx(alone[0], rel=1e-12)
-    for result in several:
-        assert result[1] == pytest.approx(alone[1], rel=1e-12)
-    for place in (2, 3):
-        for name, whole in _put_together(parse_mesh(mesh), several, place).items():
-            scale = max(float(alone[place][name].abs().max()), 1e-3)
-            assert float((whole - alone[place][name]).abs().max()) <= 1e-12 * scale, name
+@pytest.mark.parametrize(
+    ("mesh", "makes", "samples"),
+    [*((mesh, MAKES, None) for mesh in ("tp=2", "tp=3", "dp=2,tp=2")), ("tp=2,dp=2", [Pair], ["dp"])],
+)
+def test_as_many_processes_as_you_like_train_as_one(mesh, makes, samples):
+    parsed = parse_mesh(mesh)
+    ones = _all_trained(World(), makes, ",".join(f"{name}=1" for name in parsed.names), None)
+    for alone, *several in zip(ones, *run_on_ranks(_all_trained, parsed.size, makes, mesh, samples), strict=True):
+        losses = [sum(one) for one in zip(*(result[0] for result in several), strict=True)]
+        assert losses == pytest.approx(alone[0], rel=1e-12)
+        for result in several:
+            assert result[1] == pytest.approx(alone[1], rel=1e-12)
+        for place in (2, 3):
+            whole = _put_together(parsed, several, place)
+            assert_alike(whole, {name: alone[place][name] for name in whole}, 1e-12, least=1e-3)
 
 
 def _grid(mesh, rank=0):
@@ -330,21 +336,13 @@ def test_a_piece_of_another_length_is_refused():
         layouts_of(module, parse_mesh("tp=2"), 0)
 
 
-def _gathers_wrong_pieces(world):
-    tp = open_mesh("tp=2", world).axis("tp")
-    with pytest.raises(UserError, match=r"shards have lengths \[1, 4\]"):
-        tp.gather(torch.zeros(4 if world.rank else 1), 0)
-
-
-def test_all_processes_refuse_pieces_that_are_no_cut():
-    run_on_ranks(_gathers_wrong_pieces, 2)
-
-
 def _without_marks(world):
     grid = open_mesh("dp=2,tp=2", world)
+    with pytest.raises(UserError, match=r"shards have lengths \[1, 4\]"):  # on all processes
+        grid.axis("tp").gather(torch.zeros(4 if grid.axis("tp").rank else 1), 0)
     network = hybrid_network(nn.Linear(3, 2), grid)
     return network.samples, network.grid.parts(network.samples), {one.gradient_axes for one in network.layouts.values()}
 
 
-def test_a_network_without_marks_is_data_parallel_over_all():
+def test_a_network_without_marks_is_data_parallel_over_all_and_pieces_that_are_no_shards_are_refused():
     assert run_on_ranks(_without_marks, 4) == [((0, 1), 4, {(0, 1)})] * 4

@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from manyhands.core.errors import UserError
+from manyhands.core.world import World
 from manyhands.data.order import BatchSharing
 from manyhands.parallel.replicas import batch_norm as norm
 from manyhands.parallel.replicas.batch_norm import group_batch_norms, set_rows_per_sample, watching
@@ -74,57 +75,53 @@ def _pass(world, count, group, micro):
     return gradients, [buffer.clone() for buffer in model.buffers()]
 
 
+# By number of processes: samples, of a group, and of a micro-batch (0: all).
+PASSES = {
+    2: [(37, 8, 0), (1, 4, 0)],
+    3: [(37, 8, 0), (20, 64, 0), (40, 8, 6)],
+    4: [(37, 8, 0), (3, 2, 0), (33, 16, 4)],
+}
+# As on an accelerator a pass takes several groups; with 3 processes some are whole on one, and others shared.
+IN_ONE_PASS = {1: [(40, 4, 0)], 2: [(40, 4, 0), (37, 3, 0)], 3: [(40, 4, 0)]}
+
+
+def _passes(world, cases):
+    return [_pass(world, *case) for case in cases]
+
+
 @pytest.mark.parametrize(
-    ("size", "count", "group", "micro"),
-    [
-        (2, 37, 8, 0),
-        (3, 37, 8, 0),
-        (4, 37, 8, 0),
-        (3, 20, 64, 0),
-        (4, 3, 2, 0),
-        (3, 40, 8, 6),
-        (4, 33, 16, 4),
-        (2, 1, 4, 0),
-    ],
+    ("several", "size"), [(cases is IN_ONE_PASS, n) for cases in (PASSES, IN_ONE_PASS) for n in cases]
 )
-def test_same_gradients_and_statistics_at_any_number_of_processes(size, count, group, micro):
-    wanted_gradients, wanted_buffers = _pass_alone(count, group)
-    for gradients, buffers in run_on_ranks(_pass, size, count, group, micro):
-        for got, wanted in zip(gradients, wanted_gradients, strict=True):
-            torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-12)
-        for got, wanted in zip(buffers, wanted_buffers, strict=True):
-            torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-12)
-
-
-@pytest.mark.parametrize(("size", "count", "group"), [(1, 40, 4), (2, 40, 4), (3, 40, 4), (2, 37, 3)])
-def test_the_same_where_a_pass_takes_several_groups(size, count, group, monkeypatch):
-    """As on an accelerator; with 3 processes some groups are whole on one, and others shared."""
-    wanted_gradients, wanted_buffers = _pass_alone(count, group)
-    monkeypatch.setattr(norm, "is_tested", lambda device: True)
-    for gradients, buffers in run_on_ranks(_pass, size, count, group, 0):
-        for got, wanted in zip([*gradients, *buffers], [*wanted_gradients, *wanted_buffers], strict=True):
-            torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-12)
-
-
-def _pass_alone(count, group):
-    return run_on_ranks(_pass, 1, count, group, 0)[0]
+def test_same_gradients_and_statistics_at_any_number_of_processes(several, size, monkeypatch):
+    cases = (IN_ONE_PASS if several else PASSES)[size]
+    alone = [_pass(World(), count, group, 0) for count, group, _ in cases]
+    if several:
+        monkeypatch.setattr(norm, "is_tested", lambda device: True)
+    for found in run_on_ranks(_passes, size, cases):
+        for (gradients, buffers), (wanted, wanted_buffers) in zip(found, alone, strict=True):
+            torch.testing.assert_close(gradients, wanted, rtol=1e-10, atol=1e-12)
+            torch.testing.assert_close(buffers, wanted_buffers, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("kind", [Activated, nn.BatchNorm2d])
-def test_one_group_of_a_class_of_somebodys_own_is_that_class(kind):
+def test_one_group_is_torchs_own_batch_norm_or_that_of_somebodys_own_class(kind):
     torch.manual_seed(0)
     alone = kind(3).double().train()
     ours = copy.deepcopy(alone)
     groups, restore = group_batch_norms(ours)
-    groups.begin_micro_batch((), (), 8, 8)
+    share = BatchSharing(1, 0, 8).micro_batches(8)[0][0]
+    groups.begin_micro_batch(share.spans, share.shared_groups, 8, 8)
     images = torch.randn(8, 3, 4, 4, dtype=torch.float64)
-    for layer in (alone, ours):
-        layer(images).sin().sum().backward()
+    outputs = [layer(images) for layer in (alone, ours)]
+    assert torch.equal(*outputs)
+    for output in outputs:
+        output.sin().sum().backward()
     groups.finish_update(1)
     torch.testing.assert_close(ours.weight.grad, alone.weight.grad)
     for name, buffer in alone.named_buffers():
         torch.testing.assert_close(dict(ours.named_buffers())[name], buffer)
     torch.testing.assert_close(ours.eval()(images), alone.eval()(images))
+    assert int(ours.num_batches_tracked) == 1
     restore()
     assert type(ours) is kind
 
@@ -135,22 +132,6 @@ def test_a_class_that_normalises_by_itself_is_named():
     groups.begin_micro_batch((), (), 8, 8)
     with pytest.raises(UserError, match="ByHand is a subclass of BatchNorm"):
         layer(torch.randn(8, 3, 4, 4))
-
-
-def test_one_group_is_torchs_own_batch_norm():
-    torch.manual_seed(0)
-    ours, theirs = nn.BatchNorm2d(5), nn.BatchNorm2d(5)
-    groups, restore = group_batch_norms(ours)
-    images = torch.randn(16, 5, 4, 4)
-    share = BatchSharing(1, 0, 16).micro_batches(16)[0][0]
-    groups.begin_micro_batch(share.spans, share.shared_groups, 16, 16)
-    assert torch.equal(ours(images), theirs(images))
-    groups.finish_update(1)
-    torch.testing.assert_close(ours.running_mean, theirs.running_mean)
-    torch.testing.assert_close(ours.running_var, theirs.running_var)
-    assert int(ours.num_batches_tracked) == 1
-    restore()
-    assert type(ours) is nn.BatchNorm2d
 
 
 def test_rows_whose_samples_are_not_known_are_normalised_where_they_are():

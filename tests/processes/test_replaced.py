@@ -1,7 +1,6 @@
 """A picture that goes bad during a run: replaced alike at any number of processes, counted, and refused if many do."""
 
 import json
-import tempfile
 from pathlib import Path
 
 import numpy
@@ -9,17 +8,12 @@ import pytest
 import torch
 from PIL import Image
 
-from manyhands.config.load import load_job
 from manyhands.core.errors import ManyhandsError
-from manyhands.core.run_folder import RunFolder
 from manyhands.core.world import World
 from manyhands.data.decode import CorruptImageError
-from manyhands.train.build import build
 from manyhands.train.loop import fit
-from manyhands.train.objects import Objects
-from manyhands.train.parts import Parts
 from tests.processes.ranks import run_on_ranks
-from tests.processes.updates import network
+from tests.processes.updates import EXACT, built, network
 
 EACH = 24
 
@@ -48,18 +42,12 @@ def _spoil(root, how, count):
 def trained(world, place, how="truncated", count=1, skips=True, workers=0, where="train"):
     """Weights, the names of replaced pictures, and what ended the run; pictures go bad once all is built."""
     flags = {
-        "data.name": str(place), "train.batch": 12, "train.epochs": 2, "train.precision": "fp64",
+        "data.name": str(place), "train.batch": 12, "train.epochs": 2, **EXACT,
         "data.image_size": 8, "data.channels": 1, "model.num_classes": 5, "data.skip_corrupt": skips,
-        "data.workers": workers, "train.channels_last": False, "train.evaluate_every": 0.0, "train.norm_group": 6,
-        "data.memory_limit_mib": 0,
+        "data.workers": workers, "train.norm_group": 6, "data.memory_limit_mib": 0,
     }  # fmt: skip
-    job = load_job(flags, environment={}).job
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = RunFolder(Path(temporary))
-        folder.ranks.mkdir()
-        mode = "single" if world.alone else "data"
-        torch.manual_seed(3)
-        trainer = build(Parts.from_job(job, folder, world, mode, Objects(network(True))))
+    torch.manual_seed(3)
+    with built(world, network(True), flags) as trainer:
         if world.is_main and where == "train":
             _spoil(place, how, count)
         elif world.is_main:
@@ -71,8 +59,8 @@ def trained(world, place, how="truncated", count=1, skips=True, workers=0, where
         except ManyhandsError as error:
             said = f"{error.message} | {error.where}"
         weights = {name: one.clone() for name, one in trainer.network.full_state_dict().items()}
-        lines = folder.events.read_text().splitlines() if folder.events.exists() else []
-        trainer.resources.close()
+        events = trainer.folder.events
+        lines = events.read_text().splitlines() if events.exists() else []
     events = [event for event in map(json.loads, lines) if event["kind"] == "replaced"]
     return weights, [[Path(one).name for one in event["data"]["pictures"]] for event in events], said
 

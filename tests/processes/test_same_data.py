@@ -16,22 +16,34 @@ from manyhands.train.objects import Objects
 from tests.processes.ranks import run_on_ranks
 
 
-def _told(world, train, test, settings, machines):
-    """What opening the data says on this process; `machines`: each process reads disks of its own."""
-    if machines:
-        world = replace(world, local_rank=0, local_size=1)
-    job = load_job({"data.name": "objects", **settings(world.rank)}, environment={}).job
-    try:
-        open_splits(job, world, Objects(train_set=train and train(world.rank), test_set=test and test(world.rank)))
-    except UserError as error:
-        return error.message
-    return ""
+def _said_all(world, *cases):
+    """What opening the data of each case says on this process: of training and test sets, and the job's settings.
+
+    With `machines`, each process reads disks of its own.
+    """
+    said = []
+    for train, test, settings, machines in cases:
+        here = replace(world, local_rank=0, local_size=1) if machines else world
+        job = load_job({"data.name": "objects", **settings(world.rank)}, environment={}).job
+        objects = Objects(train_set=train and train(world.rank), test_set=test and test(world.rank))
+        try:
+            open_splits(job, here, objects)
+            said.append("")
+        except UserError as error:
+            said.append(error.message)
+    return said
 
 
-def told(train=None, test=None, settings=lambda rank: {}, machines=True):
-    found = set(run_on_ranks(_told, 2, train, test, settings, machines))
-    assert len(found) == 1
-    return found.pop()
+def said_of(*cases):
+    """What both processes say of each case."""
+    first, second = run_on_ranks(_said_all, 2, *cases)
+    assert first == second
+    return first
+
+
+def folders(one, other):
+    """Two machines' folders."""
+    return None, None, lambda rank: {"data.name": str(other if rank else one)}, True
 
 
 def make_folder(root, size):
@@ -57,31 +69,29 @@ def swapped(root):
     Image.new("RGB", (size, size), (4, 0, 0)).save(root / "dog/05.bmp")
 
 
-@pytest.mark.parametrize("size", [8, 80], ids=["in memory", "in files"])
-@pytest.mark.parametrize(("change", "word"), [(nothing, ""), (renamed, "pictures"), (swapped, "pictures")])
-def test_folders_of_two_machines(tmp_path, size, change, word):
-    make_folder(tmp_path / "one", size)
-    shutil.copytree(tmp_path / "one", tmp_path / "other")
-    change(tmp_path / "other")
-    said = told(settings=lambda rank: {"data.name": str(tmp_path / ("other" if rank else "one"))})
-    assert (word in said) if word else said == "", said
+SPLITS = "rank 1 has different splits and kinds of data than rank 0"
 
 
-@pytest.mark.parametrize("size", [8, 80], ids=["in memory", "in files"])
-def test_a_machine_without_the_test_split(tmp_path, size):
-    for word in ("train", "val", "test"):
-        make_folder(tmp_path / "one" / word, size)
-    shutil.copytree(tmp_path / "one", tmp_path / "other")
-    shutil.rmtree(tmp_path / "other/test")
-    said = told(settings=lambda rank: {"data.name": str(tmp_path / ("other" if rank else "one"))})
-    assert said == "rank 1 has different splits and kinds of data than rank 0"
-
-
-def test_a_machine_with_files_where_another_has_pixels(tmp_path):
-    make_folder(tmp_path / "one", 8)
-    make_folder(tmp_path / "other", 80)
-    said = told(settings=lambda rank: {"data.name": str(tmp_path / ("other" if rank else "one"))})
-    assert said == "rank 1 has different splits and kinds of data than rank 0"
+def test_folders_of_two_machines(tmp_path):
+    """In memory, and in files: the same, with a change, without the test split; and one of each."""
+    cases = []
+    for size in (8, 80):
+        make_folder(one := tmp_path / f"{size}", size)
+        for change in (nothing, renamed, swapped):
+            change(other := shutil.copytree(one, tmp_path / f"{size} {change.__name__}"))
+            cases.append(folders(one, other))
+        for word in ("train", "val", "test"):
+            make_folder(tmp_path / f"splits {size}" / word, size)
+        less = shutil.copytree(tmp_path / f"splits {size}", tmp_path / f"less {size}")
+        shutil.rmtree(less / "test")
+        cases.append(folders(tmp_path / f"splits {size}", less))
+    *said, mixed = said_of(*cases, folders(tmp_path / "8", tmp_path / "80"))
+    assert mixed == SPLITS
+    for same, renames, swaps, splits in (said[:4], said[4:]):
+        assert same == ""
+        assert "pictures" in renames
+        assert "pictures" in swaps
+        assert splits == SPLITS
 
 
 def _tensors(rank, *, x=0, y=0):
@@ -109,19 +119,19 @@ class Own(Dataset):
         return torch.full((1, 4, 4), index + drawn + self.x * self.rank), (index + self.label * self.rank) % 3
 
 
+SETS = [
+    (_tensors, ""),
+    (lambda rank: _tensors(rank, x=1), "rank 1 has different training samples than rank 0"),
+    (lambda rank: _tensors(rank, y=-1), "rank 1 has different training data than rank 0"),
+    (Own, ""),
+    (lambda rank: Own(rank, own_generator=True), ""),
+    (lambda rank: Own(rank, x=1), "rank 1 has different training samples than rank 0"),
+    (lambda rank: Own(rank, label=1), "rank 1 has different training samples than rank 0"),
+    (lambda rank: Own(rank, label=1, named=False), "rank 1 has different training data than rank 0"),
+]
+
+
 @pytest.mark.parametrize("machines", [False, True])
-@pytest.mark.parametrize(
-    ("train", "said"),
-    [
-        (_tensors, ""),
-        (lambda rank: _tensors(rank, x=1), "rank 1 has different training samples than rank 0"),
-        (lambda rank: _tensors(rank, y=-1), "rank 1 has different training data than rank 0"),
-        (Own, ""),
-        (lambda rank: Own(rank, own_generator=True), ""),
-        (lambda rank: Own(rank, x=1), "rank 1 has different training samples than rank 0"),
-        (lambda rank: Own(rank, label=1), "rank 1 has different training samples than rank 0"),
-        (lambda rank: Own(rank, label=1, named=False), "rank 1 has different training data than rank 0"),
-    ],
-)
-def test_data_sets_of_ones_own(train, said, machines):
-    assert told(train, lambda rank: _tensors(0), machines=machines) == said
+def test_data_sets_of_ones_own(machines):
+    cases = [(train, lambda rank: _tensors(0), lambda rank: {}, machines) for train, _ in SETS]
+    assert said_of(*cases) == [said for _, said in SETS]

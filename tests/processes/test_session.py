@@ -1,405 +1,326 @@
-"""The user's own loop: collectives, subgroups, and the same updates on any number of processes."""
+"""The user's own loop: a plain loop's updates at any number of processes, resumed to the bit, whatever it trains."""
 
 import contextlib
-import tempfile
-import time
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import nn
-from torch.utils.data import ConcatDataset, TensorDataset
+from torch.utils.data import Dataset, TensorDataset, default_collate
 
+import manyhands
 from manyhands.config.load import load_job
 from manyhands.core.errors import UserError
 from manyhands.core.run_folder import RunFolder
 from manyhands.core.world import World
+from manyhands.report.read import read_run
 from manyhands.train.session import Session
 from tests.processes.ranks import run_on_ranks
 
+# 53 samples in batches of 16 are 4 updates an epoch.
+COUNT, BATCH = 53, 16
 
-def _session(world, folder=None, **settings):
+
+@contextlib.contextmanager
+def opened(world, folder=None, **settings):
+    """A session under the options of a job."""
     flags = {"data.name": "objects", "train.norm_group": 4, **settings}
     kept = folder and RunFolder(Path(folder))
     if kept:
         kept.failures.mkdir(parents=True, exist_ok=True)
-    return Session(world, load_job(flags, environment={}).job, kept, scheduled="train.schedule" in settings)
+    here = Session(world, load_job(flags, environment={}).job, kept, scheduled="train.schedule" in settings)
+    with contextlib.closing(here):
+        yield here
 
 
-def _collectives(world):
-    s = _session(world)
-    mine = torch.tensor([float(s.rank), 1.0])
-    assert s.all_reduce(mine).tolist() == [3.0, 3.0]
-    assert s.all_reduce(mine, "mean").tolist() == [1.0, 1.0]
-    assert s.all_reduce(mine, "max").tolist() == [2.0, 1.0]
-    assert s.all_gather(mine)[:, 0].tolist() == [0.0, 1.0, 2.0]
-    assert s.broadcast(mine, source=2).tolist() == [2.0, 1.0]
-    rows = torch.arange(6.0).view(3, 2)
-    assert s.scatter(rows, source=1).tolist() == rows[s.rank].tolist()
-    assert s.reduce_scatter(rows).tolist() == (3 * rows[s.rank]).tolist()
-    assert mine.tolist() == [float(s.rank), 1.0]
-    s.barrier()
-    pair, other = s.new_group([0, 2]), s.new_group([1])
-    if s.rank == 1:
-        assert other.all_reduce(mine).tolist() == mine.tolist()
-        with pytest.raises(UserError, match="not one of ranks 0, 2"):
-            pair.all_reduce(mine)
-    else:
-        assert pair.all_reduce(mine).tolist() == [2.0, 2.0]
-        assert pair.rank == (0 if s.rank == 0 else 1)
-    with pytest.raises(UserError, match="distinct ranks"):
-        s.new_group([0, 3])
-    return s.rank, s.size, s.is_main
-
-
-def test_collectives_and_subgroups_of_three():
-    assert run_on_ranks(_collectives, 3) == [(0, 3, True), (1, 3, False), (2, 3, False)]
-
-
-def _data(double=True):
-    generator = torch.Generator().manual_seed(1)
-    images = torch.randn(53, 1, 6, 6, dtype=torch.float64, generator=generator)
+def pictures(*, double=True):
+    images = torch.randn(COUNT, 1, 6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     labels = (images.sum((1, 2, 3)) > 0).long() + (images[:, 0, 0, 0] > 1).long()
     return TensorDataset(images if double else images.float(), labels)
 
 
-def _network(dropout=0.0):
+def convolution(dropout=0.0):
     torch.manual_seed(1)
     return nn.Sequential(
         nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Dropout(dropout), nn.Linear(64, 3)
     )
 
 
-def _weights(net):
+def weights_of(net):
     return {name: tensor.detach().clone() for name, tensor in net.state_dict().items()}
 
 
-def _own_loop(world, settings):
-    s, net, data = _session(world, **settings), _network().double(), _data()
-    optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
-    model, optimizer, batches = s.prepare(net, optimizer, data, batch=17)
-    losses, seen = [], []
-    for _ in s.epochs(3):
-        model.train()
-        for x, y in batches:
-            optimizer.zero_grad()
-            s.backward(F.cross_entropy(model(x), y))
-            optimizer.step()
-            seen.append(len(x))
-        losses.append(s.mean_loss())
-    found = s.evaluate(model, data)
-    s.close()
-    return _weights(net), losses, (found.loss, found.count, found.top1), max(seen)
+def layers(*lengths):
+    """Linear layers, with others in between so that they are called 0, 2, 4, …"""
+    torch.manual_seed(1)
+    made = [each for pair in itertools.pairwise(lengths) for each in (nn.Linear(*pair), nn.Tanh())]
+    return nn.Sequential(*made[:-1]).double()
+
+
+def values():
+    return torch.randn(COUNT, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+
+
+class Curve(Dataset):
+    """Gives y as a number of Python's or numpy's, or as an array."""
+
+    def __init__(self, kind):
+        self.kind = kind
+
+    def __len__(self):
+        return COUNT
+
+    def __getitem__(self, index):
+        x = values()[index]
+        return x, self.kind(float(x.sum()))
+
+
+CLASS_WEIGHTS = torch.tensor([5.0, 0.1, 1.0], dtype=torch.float64)
+
+
+@dataclass
+class Objects:
+    """What a user trains: a data set, a network, the mean loss of (output, y), and what its samples count for."""
+
+    data: Callable[[], Dataset]
+    network: Callable[[], nn.Module]
+    loss: Callable = lambda output, y: F.mse_loss(output.view_as(y), y.double())
+    weigh: Callable | None = None
+
+
+def _columns(count):
+    return TensorDataset(values(), values()[:, :count].cumsum(1).sin())
+
+
+OBJECTS = {
+    "one column": Objects(lambda: _columns(1), lambda: layers(5, 7, 1)),
+    "three columns": Objects(lambda: _columns(3), lambda: layers(5, 7, 3)),
+    "numbers": Objects(lambda: Curve(float), lambda: layers(5, 7, 1)),
+    "arrays": Objects(lambda: Curve(lambda value: numpy.array([value, -value])), lambda: layers(5, 7, 2)),
+    "several classes at once": Objects(
+        lambda: TensorDataset(values(), (values()[:, :3] > 0).long()), lambda: layers(5, 7, 3)
+    ),
+    "classes": Objects(
+        lambda: TensorDataset(pictures()[:][0].flatten(1), pictures()[:][1]),
+        lambda: layers(36, 12, 3), F.cross_entropy,
+    ),
+    "weighted": Objects(
+        lambda: TensorDataset(pictures()[:][0].flatten(1), pictures()[:][1]), lambda: layers(36, 3),
+        nn.CrossEntropyLoss(weight=CLASS_WEIGHTS), lambda y: CLASS_WEIGHTS[y].sum(),
+    ),
+    "BatchNorm": Objects(pictures, lambda: convolution().double(), F.cross_entropy),
+}  # fmt: skip
+HAS_CLASSES = {"classes", "weighted", "BatchNorm"}
+
+
+def _trained(world, name, settings, plan=None):
+    """Weights, each epoch's mean loss, an evaluation (loss, count and top1, if y are classes), and all batches."""
+    objects, seen, losses = OBJECTS[name], [], []
+    data, net = objects.data(), objects.network()
+    with opened(world, **settings) as here:
+        optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
+        model, optimizer, batches = here.prepare(net, optimizer, data, batch=BATCH, plan=plan)
+        for _ in here.epochs(3):
+            model.train()
+            for x, y in batches:
+                optimizer.zero_grad()
+                here.backward(objects.loss(model(x), y), *([objects.weigh(y)] if objects.weigh else []))
+                optimizer.step()
+                seen.append((x, y))
+            losses.append(here.mean_loss())
+        evaluated = ()
+        if name in HAS_CLASSES:
+            found = here.evaluate(model, data)
+            evaluated = found.loss, found.count, found.top1
+            with pytest.raises(UserError, match="label") if world.alone else contextlib.nullcontext():
+                here.evaluate(model, data, classes=1 if world.alone else 0)
+        elif world.alone:
+            with pytest.raises(UserError, match="y is not a whole number"):
+                here.evaluate(model, data)
+        return here.full_state_dict(), losses, evaluated, seen
+
+
+def _all(world, cases):
+    return [_trained(world, *case) for case in cases]
 
 
 @pytest.fixture(scope="module")
 def alone():
-    return _own_loop(World(), {})
+    return {name: _trained(World(), name, {}) for name in OBJECTS}
 
 
-def _assert_alike(found, wanted, tolerance=1e-9):
+def assert_close(found, wanted, tolerance=1e-9):
     for name, tensor in wanted.items():
         torch.testing.assert_close(found[name], tensor, rtol=tolerance, atol=tolerance / 1000)
 
 
-@pytest.mark.parametrize(
-    ("size", "settings"),
-    [
-        (1, {"train.micro_batch": 5}),
-        (2, {}),
-        (2, {"train.micro_batch": 4}),
-        (3, {}),
-        (3, {"train.micro_batch": 4}),
-        (2, {"cluster.shares": [13, 4]}),
-    ],
-    ids=["1 in parts", "2", "2 in parts", "3", "3 in parts", "2 unequally"],
-)
-def test_an_own_loop_makes_the_same_updates(alone, size, settings):
-    weights, losses, evaluated, _ = alone
-    assert evaluated[1] == 53
-    assert losses[-1] < losses[0] < 1.2
-    for found in run_on_ranks(_own_loop, size, settings):
-        _assert_alike(found[0], weights)
-        assert found[1] == pytest.approx(losses, rel=1e-9)
-        assert found[2] == pytest.approx(evaluated, rel=1e-9)
-        assert found[3] <= settings.get("train.micro_batch", 17)
-
-
-def test_a_session_refuses_measured_shares(alone):
-    with pytest.raises(UserError, match="not available in a session"):
-        _own_loop(World(0, 2, 0, 2), {"cluster.shares": "auto"})
-    _assert_alike(_own_loop(World(), {"cluster.shares": "auto"})[0], alone[0])
-
-
-def _split_loop(world, ops, mesh, micro_batch):
-    s, net, data = _session(world, **{"train.norm_group": "global", "train.micro_batch": micro_batch}), _net2(), _data()
-    plan = None if world.alone else {"mesh": mesh, **ops}
+@pytest.mark.parametrize("name", [name for name in OBJECTS if name != "BatchNorm"])
+def test_one_process_makes_the_plain_loops_updates_of_the_ys_of_its_xs(alone, name):
+    weights, losses, _, seen = alone[name]
+    objects = OBJECTS[name]
+    net, sums = objects.network(), []
     optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
-    model, optimizer, batches = s.prepare(net, optimizer, data, batch=16, plan=plan)
-    losses = []
-    for _ in s.epochs(2):
-        for x, y in batches:
-            optimizer.zero_grad()
-            s.backward(F.cross_entropy(model(x), y))
-            optimizer.step()
-        losses.append(s.mean_loss())
-    found, weights = s.evaluate(model, data), s.full_state_dict()
-    with pytest.raises(UserError, match="label") if world.alone else contextlib.nullcontext():
-        s.evaluate(model, data, classes=1 if world.alone else 0)
-    s.close()
-    return weights, losses, found.loss
+    for x, y in seen:
+        optimizer.zero_grad()
+        loss = objects.loss(net(x), y)
+        loss.backward()
+        optimizer.step()
+        count = float(objects.weigh(y)) if objects.weigh else len(x)
+        sums.append((loss.item() * count, count))
+    assert_close(weights, net.state_dict())
+    assert losses[-1] < losses[0]
+    epochs = [list(zip(*sums[first : first + 4], strict=True)) for first in (0, 4, 8)]
+    assert losses == pytest.approx([sum(each) / sum(counts) for each, counts in epochs], rel=1e-6)
+    data = objects.data()
+    known = {tuple(x.tolist()): default_collate([y])[0] for x, y in (data[index] for index in range(COUNT))}
+    assert len(seen) == 12
+    for x, y in seen:
+        assert all(torch.equal(known[tuple(row.tolist())], own) for row, own in zip(x, y, strict=True))
 
 
-def _net2():
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Flatten(), nn.Linear(36, 12), nn.ReLU(), nn.Linear(12, 3)).double()
-
-
-@pytest.mark.parametrize(
-    ("size", "mesh", "ops"),
-    [
-        (2, "dp=2", {"1": "o@dp"}),
-        (3, "dp=3", {"1": "o@dp", "3": "i@dp", "loss": "r@dp"}),
-        (2, "dp=2", {"3": "o@dp", "loss": "r@dp", "input": "n@dp"}),
+IN_PARTS = {"train.micro_batch": 4}
+CASES = {
+    1: [("BatchNorm", {"train.micro_batch": 5}), ("weighted", IN_PARTS)],
+    2: [
+        *((name, {}) for name in OBJECTS),
+        ("BatchNorm", IN_PARTS),
+        ("BatchNorm", {"cluster.shares": [12, 4]}),
+        *(("three columns", {}, {"mesh": "a=2", "0": f"{one}@a", "2": f"{two}@a"}) for one, two in ("nn", "oi", "on")),
+        *(("classes", {**parts}, {"mesh": "dp=2", **plan}) for parts in ({}, IN_PARTS)
+          for plan in ({"0": "o@dp"}, {"2": "o@dp", "loss": "r@dp", "input": "n@dp"})),
     ],
-)
-def test_a_split_network_is_trained_by_the_users_loop(size, mesh, ops):
-    ((weights, losses, evaluated),) = run_on_ranks(_split_loop, 1, ops, mesh, 0)
-    for micro_batch in (0, 4):
-        for found in run_on_ranks(_split_loop, size, ops, mesh, micro_batch):
-            _assert_alike(found[0], weights)
-            assert found[1] == pytest.approx(losses, rel=1e-9)
-            assert found[2] == pytest.approx(evaluated, rel=1e-9)
+    3: [
+        *((name, {"train.micro_batch": 5}) for name in OBJECTS),
+        ("BatchNorm", {}),
+        ("weighted", {}),
+        *(("classes", parts, {"mesh": "dp=3", "0": "o@dp", "2": "i@dp", "loss": "r@dp"}) for parts in ({}, IN_PARTS)),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("size", CASES)
+def test_several_processes_or_parts_make_the_same_updates(alone, size):
+    for case, *several in zip(CASES[size], *run_on_ranks(_all, size, CASES[size]), strict=True):
+        weights, losses, evaluated, _ = alone[case[0]]
+        for found in several:
+            assert_close(found[0], weights)
+            assert found[1] == pytest.approx(losses, rel=1e-9), case
+            assert found[2] == pytest.approx(evaluated, rel=1e-9), case
+            most = case[1].get("train.micro_batch", BATCH)
+            assert len(case) == 3 or max(len(x) for x, _ in found[3]) <= most
 
 
 def _refused(world):
     with pytest.raises(UserError, match="loss") as caught:
-        _split_loop(world, {"3": "o@dp", "loss": "o@dp"}, "dp=2", 0)
+        _trained(world, "classes", {}, {"mesh": "dp=2", "2": "o@dp", "loss": "o@dp"})
     return caught.value.message
 
 
-def test_classes_of_a_loss_that_the_user_computes_are_not_cut():
+def test_classes_of_a_loss_that_the_user_computes_are_not_split():
     assert len(set(run_on_ranks(_refused, 2))) == 1
 
 
-def _counted(world, clip, groups):
-    """A plain loop that looks at what its optimizer and scheduler do within an update of several micro-batches."""
-    s, net = _session(world, **{"train.micro_batch": 4, "train.clip": clip}), _network().double()
-    sgd = torch.optim.SGD(net.parameters(), 0.5)
-    scheduler = torch.optim.lr_scheduler.StepLR(sgd, 2)
-    model, optimizer, batches = s.prepare(net, sgd, _data(), batch=17, scheduler=scheduler)
-    steps, rates, moved = 0, [], []
-    for _ in s.epochs(1):
+def test_a_session_refuses_measured_shares(alone):
+    with pytest.raises(UserError, match="not available in a session"):
+        _trained(World(0, 2, 0, 2), "BatchNorm", {"cluster.shares": "auto"})
+    assert_close(_trained(World(), "BatchNorm", {"cluster.shares": "auto"})[0], alone["BatchNorm"][0])
+
+
+def test_no_share_of_right_guesses_is_said_of_targets(tmp_path):
+    net = layers(5, 3)
+    with manyhands.session(out=tmp_path / "run", run__report=False) as here:
+        model, optimizer, batches = here.prepare(
+            net, torch.optim.SGD(net.parameters(), 0.2), _columns(3), batch=BATCH
+        )  # fmt: skip
         for x, y in batches:
-            before = _weights(net)
-            s.backward(F.cross_entropy(model(x), y))
-            optimizer.zero_grad()
+            here.backward(F.mse_loss(model(x), y))
             optimizer.step()
-            scheduler.step()
-            steps += 1
-            change = [
-                (before[n] - p.detach()) / rates[-1] if rates else before[n] - p for n, p in net.named_parameters()
-            ]
-            moved.append(float(torch.cat([one.detach().flatten() for one in change]).norm()))
-            rates.append(optimizer.param_groups[0]["lr"])
-    s.close()
-    return steps, scheduler.last_epoch, rates[-1], [one for one in moved if one > 0]
+    assert all(step.top1 != step.top1 for step in read_run(tmp_path / "run").steps)
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_within_an_update_nothing_is_stepped_or_zeroed(size):
-    for steps, epochs, rate, moved in run_on_ranks(_counted, size, 1e-3, None):
-        assert steps > 4
-        assert len(moved) == epochs == 4
-        assert rate == pytest.approx(0.5 * 0.1**2)
-        assert all(norm <= 1.01e-3 for norm in moved)
+@pytest.mark.parametrize("y", [lambda _: "far", lambda value: torch.zeros(1 + (value > 0)), lambda _: {"a": 1.0}])
+def test_what_makes_no_tensor_is_refused(y):
+    net, refused = nn.Linear(5, 1).double(), r"^the targets y can't be collated|^the target y is a (str|dict)"
+    with manyhands.session() as here, pytest.raises(UserError, match=refused):
+        next(iter(here.prepare(net, torch.optim.SGD(net.parameters(), 0.2), Curve(y), batch=BATCH)[2]))
 
 
-def _scheduled(world, own):
-    """The job's schedule, and the same one as torch has it."""
-    s = _session(world, **({} if own else {"train.schedule": "step", "train.step_epochs": 1, "train.epochs": 3}))
-    net = _network().double()
-    optimizer = torch.optim.SGD(net.parameters(), 0.1)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.1) if own else None
-    model, optimizer, batches = s.prepare(net, optimizer, _data(), batch=17, scheduler=scheduler)
-    for _ in s.epochs(3):
-        for x, y in batches:
-            s.backward(F.cross_entropy(model(x), y))
+def _shaped_by_the_loop(world):
+    """The loop flattens what the network itself couldn't take."""
+    net, data = layers(36, 3), pictures()
+    with opened(world, **{"train.precision": "fp64"}) as here:
+        model, optimizer, samples = here.prepare(net, torch.optim.SGD(net.parameters(), 0.1), data, batch=16)
+        for x, y in samples:
+            here.backward(F.cross_entropy(model(x.flatten(1)), y))
             optimizer.step()
-        if scheduler:
-            scheduler.step()
-    s.close()
-    return _weights(net)
+        return here.mean_loss()
 
 
-def test_the_jobs_schedule_is_the_users_own():
-    _assert_alike(_scheduled(World(), own=False), _scheduled(World(), own=True))
+def test_a_loop_may_shape_its_samples_on_three_processes():
+    (alone,), several = run_on_ranks(_shaped_by_the_loop, 1), run_on_ranks(_shaped_by_the_loop, 3)
+    assert several == pytest.approx([alone] * 3, rel=1e-9)
 
 
-def _precise(world, precision):
-    s, net = _session(world, **{"train.precision": precision, "train.micro_batch": 5}), _network()
-    model, optimizer, batches = s.prepare(net, torch.optim.SGD(net.parameters(), 0.1), _data(double=False), batch=17)
-    kinds, losses = set(), []
-    for _ in s.epochs(3):
-        for x, y in batches:
-            output = model(x)
-            kinds.add(output.dtype)
-            s.backward(F.cross_entropy(output, y))
-            assert all(
-                parameter.grad is None or parameter.grad.dtype == torch.float32 for parameter in net.parameters()
-            )
-            optimizer.step()
-            assert (x[:1, 0] @ x[:1, 0].mT).dtype == kinds.copy().pop()
-        losses.append(s.mean_loss())
-    assert (x[:1, 0] @ x[:1, 0].mT).dtype == torch.float32
-    s.close()
-    return kinds, losses
-
-
-@pytest.mark.parametrize(("precision", "kind"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
-def test_the_users_forward_runs_in_the_jobs_precision(precision, kind):
-    for kinds, losses in run_on_ranks(_precise, 2, precision):
-        assert kinds == {kind}
-        assert losses[-1] < losses[0]
-
-
-# 53 samples in batches of 17 are 4 updates an epoch.
 class Ended(Exception):  # noqa: N818 - not an error
     """The program is ended."""
 
 
+# Where a loop ends, and the epoch and step at which it begins again.
+ENDS = {"within": (1, 6), "at its end": (1, 4), "after its end": (2, 8)}
+
+
 def _kept_loop(world, folder, end, settings):
     """Trains for 3 epochs with its own scheduler; saves after update 6 and ends at one of three places."""
-    s, net = _session(world, folder, **settings), _network(dropout=0.2)
-    optimizer = torch.optim.AdamW(net.parameters(), 0.01)
-    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 2], 0.5)
-    model, optimizer, batches = s.prepare(net, optimizer, _data(double=False), batch=17, scheduler=scheduler)
-    first, updates = None, s._ready().progress
-    try:
-        for epoch in s.epochs(3):
+    settings = {"checkpoint.every": "never" if end == "within" else "4steps", **settings}
+    net = convolution(dropout=0.2)
+    with opened(world, folder, **settings) as here, contextlib.suppress(Ended):
+        optimizer = torch.optim.AdamW(net.parameters(), 0.01)
+        scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 2], 0.5)
+        data = pictures(double=False)
+        model, optimizer, batches = here.prepare(net, optimizer, data, batch=BATCH, scheduler=scheduler)
+        first, updates = None, here._ready().progress
+        for epoch in here.epochs(3):
+            if end == "now":
+                raise Ended
             first = (epoch, updates.step) if first is None else first
             for x, y in batches:
-                s.backward(F.cross_entropy(model(x), y))
+                here.backward(F.cross_entropy(model(x), y))
                 optimizer.step()
-                if updates.step == 6 and end == "within" and not s._unfinished():
-                    s.save()
+                if updates.step == 6 and end == "within" and not here._unfinished():
+                    here.save()
                     raise Ended
             if (epoch, end) == (1, "at its end"):
                 raise Ended
             scheduler.step()
-            s.evaluate(model, _data(double=False))
-            if (epoch, end) == (1, "after its end"):
-                end = "now"
-            elif end == "now":
-                raise Ended
-    except Ended:
-        pass
-    s.close()
-    return first, _weights(net), optimizer.state_dict(), scheduler.state_dict()
+            here.evaluate(model, data)
+            end = "now" if (epoch, end) == (1, "after its end") else end
+    return first, weights_of(net), optimizer.state_dict(), scheduler.state_dict()
 
 
-@pytest.mark.parametrize("end", ["within", pytest.param("at its end", marks=pytest.mark.slow), "after its end"])
+def _kept_loops(world, folder, ends, settings):
+    """By the folder's name."""
+    return {name: _kept_loop(world, Path(folder, name), end, settings) for name, end in ends.items()}
+
+
 @pytest.mark.parametrize(
     ("size", "settings"),
     [(1, {"train.micro_batch": 5}), (2, {}), (3, {"train.precision": "fp16"}), (2, {"parallel.mode": "fsdp"})],
     ids=["1 in parts", "2", "3 fp16", "fsdp"],
 )
-def test_a_loop_goes_on_to_the_same_bits(size, settings, end):
-    settings = {"checkpoint.every": "never" if end == "within" else "4steps", **settings}
-    with tempfile.TemporaryDirectory() as whole, tempfile.TemporaryDirectory() as broken:
-        undisturbed = run_on_ranks(_kept_loop, size, whole, "", settings)
-        run_on_ranks(_kept_loop, size, broken, end, settings)
-        resumed = run_on_ranks(_kept_loop, size, broken, "", settings)
-    for before, after in zip(undisturbed, resumed, strict=True):
+def test_a_loop_resumes_to_the_same_bits(size, settings, tmp_path):
+    undisturbed = run_on_ranks(_kept_loops, size, tmp_path, {"whole": "", **{end: end for end in ENDS}}, settings)
+    resumed = run_on_ranks(_kept_loops, size, tmp_path, dict.fromkeys(ENDS, ""), settings)
+    for rank, found in enumerate(resumed):
+        before = undisturbed[rank]["whole"]
         assert before[0] == (0, 0)
-        assert after[0] == {"within": (1, 6), "at its end": (1, 4), "after its end": (2, 8)}[end]
-        for name, wanted in before[1].items():
-            torch.testing.assert_close(after[1][name], wanted, rtol=0, atol=0)
-        assert after[3] == before[3]
-        assert after[2]["param_groups"] == before[2]["param_groups"]
-
-
-def _left_early(world, counted):
-    """A loop that leaves each epoch after two updates; with `epochs`, or with a count of its own."""
-    s, net = _session(world), _network().double()
-    model, optimizer, batches = s.prepare(net, torch.optim.SGD(net.parameters(), 0.1), _data(), batch=17)
-    assert len(batches) == 4
-    epochs, seen = [], []
-    for epoch in s.epochs(3) if counted else range(3):
-        epochs.append(epoch)
-        for number, (x, y) in enumerate(batches):
-            s.backward(F.cross_entropy(model(x), y))
-            optimizer.step()
-            if not number:
-                seen.append(s.all_reduce(x.sum()).item())
-            if number == 1:
-                break
-    s.close()
-    return epochs, seen
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_who_leaves_an_epoch_early_goes_on_with_the_next(size):
-    found = [result for counted in (True, False) for result in run_on_ranks(_left_early, size, counted)]
-    assert all(epochs == [0, 1, 2] for epochs, _ in found)
-    assert all(seen == found[0][1] for _, seen in found)
-    assert len(set(found[0][1])) == 3
-
-
-def test_a_loop_of_ones_own_says_first_what_is_trained_on(capsys):
-    s, net, samples = _session(World()), _network(), len(_data())
-    s.prepare(net, torch.optim.SGD(net.parameters(), 0.1), _data(), batch=samples + 1)
-    s.close()
-    data, network, training, warning = capsys.readouterr().err.splitlines()[:4]
-    assert data.startswith(f"manyhands: data: TensorDataset, {samples} training samples, ")
-    assert network == f"network: Sequential, {sum(one.numel() for one in net.parameters()):,} parameters"
-    assert training.endswith(f"batch {samples}, SGD at learning rate 0.1, processes 1, device cpu")
-    assert warning == (
-        f"manyhands: each update uses all {samples} training samples, fewer than the batch of {samples + 1}"
-    )
-
-
-class Slow(nn.Module):
-    """Takes a fifth of a second at each call."""
-
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x, scale=None):
-        time.sleep(0.2)
-        return self.inner(x) if scale is None else self.inner(x) * scale
-
-
-def test_a_loop_of_ones_own_says_first_how_long_an_epoch_is_expected_to_take(capsys):
-    data = ConcatDataset([_data()] * 20)
-    s, net = _session(World()), Slow(_network())
-    modes = [each.training for each in net.modules()]
-    s.prepare(net, torch.optim.SGD(net.parameters(), 0.1), data, batch=17)
-    s.close()
-    assert "expected time: " in capsys.readouterr().err
-    assert [each.training for each in net.modules()] == modes
-
-
-def test_a_plain_mistake_is_said_in_words():
-    s, net = _session(World()), _network().double()
-    with pytest.raises(UserError, match=r"session\.prepare was not called"):
-        s.backward(torch.zeros(()))
-    model, optimizer, batches = s.prepare(net, torch.optim.SGD(net.parameters(), 0.1), _data(), batch=17)
-    with pytest.raises(UserError, match="outside the loop"):
-        optimizer.step()
-    with pytest.raises(UserError, match="no run folder"):
-        s.save()
-    with pytest.raises(UserError, match=r"didn't call session\.backward"):
-        list(batches)
-    samples = iter(batches)
-    x, y = next(samples)
-    s.backward(F.cross_entropy(model(x), y))
-    with pytest.raises(UserError, match="twice"):
-        s.backward(F.cross_entropy(model(x), y))
-    with pytest.raises(UserError, match=r"didn't call optimizer.step\(\)"):
-        next(samples)
-    other = torch.optim.SGD(_network().parameters(), 0.1)
-    with pytest.raises(UserError, match="don't belong to the network"):
-        s.prepare(net, other, _data(), batch=17)
+        for end, after in found.items():
+            assert after[0] == ENDS[end]
+            for name, wanted in before[1].items():
+                torch.testing.assert_close(after[1][name], wanted, rtol=0, atol=0)
+            assert after[3] == before[3]
+            assert after[2]["param_groups"] == before[2]["param_groups"]

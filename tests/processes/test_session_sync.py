@@ -1,5 +1,6 @@
-"""A loop of the user's own under each sync method and mode: `fit`'s updates to the bit, and going on likewise."""
+"""A loop of the user's own under each sync method and mode: `fit`'s updates to the bit, and resuming likewise."""
 
+import contextlib
 import json
 from pathlib import Path
 
@@ -12,17 +13,13 @@ from torch.utils.data import TensorDataset
 from manyhands.config.load import load_job
 from manyhands.core.errors import UserError
 from manyhands.core.run_folder import RunFolder
-from manyhands.parallel.apply import resolve_mode
 from manyhands.parallel.mesh.grid import open_mesh
-from manyhands.parallel.plan import shared_plan
 from manyhands.sync.options import methods
-from manyhands.train.build import build
 from manyhands.train.loop import fit
-from manyhands.train.objects import Objects
-from manyhands.train.parts import Parts
 from manyhands.train.session import Session
 from manyhands.worker.run_metadata import write_metadata
 from tests.processes.ranks import run_on_ranks
+from tests.processes.updates import EXACT, SyncedNetwork, assert_alike, built
 
 # 48 samples in batches of 16 are 3 updates an epoch; the mean loss of a share is exact parts of the batch's then.
 EPOCHS, STEPS = 3, 9
@@ -48,22 +45,6 @@ CASES = [
 ]
 
 
-class SyncedNetwork(nn.Module):
-    """With BatchNorm, dropout, a matrix that goes as factors, and, if asked to, a layer that is never used."""
-
-    def __init__(self, *, unused=False):
-        super().__init__()
-        torch.manual_seed(3)
-        self.body = nn.Sequential(
-            nn.Conv2d(1, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU(), nn.Flatten(), nn.Dropout(0.2),
-            nn.Linear(384, 12), nn.Linear(12, 5),
-        )  # fmt: skip
-        self.unused = nn.Linear(2, 2) if unused else None
-
-    def forward(self, pictures):
-        return self.body(pictures)
-
-
 class HalvedNetwork(nn.Module):
     """Split by hand over the axis tp."""
 
@@ -82,7 +63,7 @@ def _network(world, settings):
     if settings.get("parallel.mode") == "hybrid":
         return HalvedNetwork(open_mesh(f"tp={world.size}", world))
     # What isn't used is known where the network is tried first, which the exact method doesn't ask for.
-    return SyncedNetwork(unused=settings.get("sync.method", "allreduce") != "allreduce")
+    return SyncedNetwork(idle=settings.get("sync.method", "allreduce") != "allreduce")
 
 
 def _data():
@@ -91,34 +72,42 @@ def _data():
     return TensorDataset(images, torch.randint(0, 5, (48,), generator=generator))
 
 
-def _job(settings, folder, world):
-    flags = {
+def _flags(settings, world):
+    return {
         "data.name": "objects", "train.batch": 16, "train.epochs": EPOCHS, "train.lr": 0.05, "train.momentum": 0.9,
         "train.nesterov": False, "train.weight_decay": 0.0, "train.schedule": "constant", "train.warmup_epochs": 0,
-        "train.label_smoothing": 0.0, "train.norm_group": "local", "checkpoint.every": "4steps", "checkpoint.keep": 9,
-        "run.out": folder, "parallel.mesh": f"tp={world.size}" if "hybrid" in settings.values() else "", **settings,
+        "train.label_smoothing": 0.0, "train.norm_group": "local", "train.evaluate_every": 1,
+        "checkpoint.every": "4steps", "checkpoint.keep": 9,
+        "parallel.mesh": f"tp={world.size}" if "hybrid" in settings.values() else "", **settings,
     }  # fmt: skip
+
+
+@contextlib.contextmanager
+def _opened(world, settings, folder):
     place = RunFolder(Path(folder))
     place.failures.mkdir(parents=True, exist_ok=True)
-    return load_job(flags, environment={}).job, place
+    job = load_job({**_flags(settings, world), "run.out": str(folder)}, environment={}).job
+    with contextlib.closing(Session(world, job, place, write_metadata=write_metadata)) as here:
+        yield here
 
 
-def _told(folder):
+def _recorded(folder):
+    """What plan.json says, and the loss of each epoch as it was recorded."""
     record = json.loads((Path(folder) / "plan.json").read_text())
-    return {key: record.get(key) for key in ("exceptions", "sync", "mode", "shares", "averages", "layouts")}
+    metrics = map(json.loads, (Path(folder) / "metrics.jsonl").read_text().splitlines())
+    losses = [(one["step"], one["epoch_loss"]) for one in metrics if one.get("epoch_loss") is not None]
+    keys = ("exceptions", "sync", "mode", "shares", "averages", "layouts")
+    return {key: record.get(key) for key in keys}, losses
 
 
 def _by_fit(world, folder, settings):
-    job, place = _job(settings, folder, world)
-    plan = shared_plan(job.parallel, world) if job.parallel.mode == "semi" and not world.alone else None
-    objects = Objects(_network(world, settings), train_set=_data(), test_set=_data())
-    trainer = build(Parts.from_job(job, place, world, resolve_mode(job.parallel.mode, world), objects, plan))
-    write_metadata(trainer)
-    fit(trainer)
-    weights = trainer.network.full_state_dict()
-    evaluated = trainer.observed.evaluated.loss
-    trainer.resources.close()
-    return weights, evaluated, _told(folder) if world.is_main else None
+    flags = {**_flags(settings, world), "run.out": str(folder)}
+    samples = {"train_set": _data(), "test_set": _data()}
+    with built(world, _network(world, settings), flags, folder, **samples) as trainer:
+        write_metadata(trainer)
+        fit(trainer)
+        weights = trainer.network.full_state_dict()
+        return weights, trainer.observed.evaluated.loss, _recorded(folder) if world.is_main else None
 
 
 class Killed(Exception):  # noqa: N818 - not an error
@@ -126,16 +115,18 @@ class Killed(Exception):  # noqa: N818 - not an error
 
 
 def _by_loop(world, folder, settings, end_at=-1):
-    job, place = _job(settings, folder, world)
-    here, net = Session(world, job, place, write_metadata=write_metadata), _network(world, settings)
-    optimizer = torch.optim.SGD(net.parameters(), 0.05, momentum=0.9, fused=world.alone or job.parallel.mode != "fsdp")
-    model, optimizer, samples = here.prepare(net, optimizer, _data(), batch=16)
-    first, found = None, None
-    try:
+    """The step at which the loop begins, weights, an evaluation's loss and what plan.json says; or it is killed."""
+    net, job_mode, parts = _network(world, settings), settings.get("parallel.mode"), "train.micro_batch" in settings
+    first = None
+    with _opened(world, settings, folder) as here, contextlib.suppress(Killed):
+        fused = world.alone or job_mode != "fsdp"
+        trained = [one for one in net.parameters() if one.requires_grad]
+        optimizer = torch.optim.SGD(trained, 0.05, momentum=0.9, fused=fused)
+        model, optimizer, samples = here.prepare(net, optimizer, _data(), batch=16)
         for _ in here.epochs(EPOCHS):
             for x, y in samples:
                 first = here._ready().progress.step if first is None else first
-                net.zero_grad() if not job.train.micro_batch else optimizer.zero_grad()
+                optimizer.zero_grad() if parts else net.zero_grad()
                 here.backward(F.cross_entropy(model(x), y))
                 optimizer.step()
                 if here._ready().progress.step == end_at and not here._unfinished():
@@ -143,82 +134,75 @@ def _by_loop(world, folder, settings, end_at=-1):
                     raise Killed
             found = here.evaluate(model, _data())
         here.finish()
-    except Killed:
-        here.close()
-        return first, None, None, None
-    weights = here.full_state_dict()
-    here._ready().verify_replicas()
-    here.close()
-    own = (
-        {name: one.detach().clone() for name, one in net.state_dict().items()}
-        if "parallel.mode" not in settings
-        else {}
-    )
-    assert all(torch.equal(own[name], weights[name]) for name in own)
-    return first, weights, found.loss, _told(folder) if world.is_main else None
+        weights = here.full_state_dict()
+        here._ready().verify_replicas()
+        if not job_mode:
+            assert_alike(dict(net.state_dict()), {name: weights[name] for name in net.state_dict()})
+        return first, weights, found.loss, _recorded(folder) if world.is_main else None
 
 
-def _same(one, other):
-    return [name for name in one if not torch.equal(one[name], other[name])]
+def _by_fit_and_loop(world, folder, settings):
+    found = _by_fit(world, folder / "fit", settings), _by_loop(world, folder / "loop", settings)
+    _by_loop(world, folder / "killed", settings, 5)
+    return found
 
 
 @pytest.mark.parametrize(("name", "size"), CASES)
-def test_a_loop_makes_fits_updates_under_each_method_and_goes_on_to_the_same_bits(name, size, tmp_path):
+def test_a_loop_makes_fits_updates_under_each_method_and_resumes_to_the_same_bits(name, size, tmp_path):
     settings = {**METHODS, **MORE}[name]
-    by_fit = run_on_ranks(_by_fit, size, str(tmp_path / "fit"), settings)
-    by_loop = run_on_ranks(_by_loop, size, str(tmp_path / "loop"), settings)
-    for (weights, evaluated, told), (_, own, own_evaluated, own_told) in zip(by_fit, by_loop, strict=True):
-        assert _same(weights, own) == []
+    both = run_on_ranks(_by_fit_and_loop, size, tmp_path, settings)
+    resumed = run_on_ranks(_by_loop, size, tmp_path / "killed", settings)
+    for ((weights, evaluated, recorded), (_, own, own_evaluated, own_recorded)), again in zip(
+        both, resumed, strict=True
+    ):
+        assert_alike(own, weights)
         assert own_evaluated == evaluated
-        assert own_told == told
-    run_on_ranks(_by_loop, size, str(tmp_path / "killed"), settings, 5)
-    for whole, again in zip(by_loop, run_on_ranks(_by_loop, size, str(tmp_path / "killed"), settings), strict=True):
+        assert own_recorded == recorded
+        assert recorded is None or [step for step, _ in recorded[1]] == [3, 6, 9]
         assert again[0] == 5
-        assert _same(whole[1], again[1]) == []
+        assert_alike(again[1], own)
 
 
-def _refused(world, settings, match, network=SyncedNetwork):
-    job = load_job({"data.name": "objects", **settings}, environment={}).job
-    here, net = Session(world, job), network()
-    with pytest.raises(UserError, match=match) as caught:
-        here.prepare(net, torch.optim.SGD(net.parameters(), 0.1), _data(), batch=16)
-    return [caught.value.message, *caught.value.hints]
+def _refused(world, cases):
+    found = []
+    for settings, network, match, _ in cases:
+        here, net = Session(world, load_job({"data.name": "objects", **settings}, environment={}).job), network()
+        with pytest.raises(UserError, match=match) as caught:
+            here.prepare(net, torch.optim.SGD(net.parameters(), 0.1), _data(), batch=16)
+        found.append([caught.value.message, *caught.value.hints])
+    return found
 
 
-@pytest.mark.parametrize(
-    ("settings", "network", "match", "line"),
-    [
+def test_what_a_loop_cannot_have_is_refused_with_the_line_that_does_it():
+    cases = [
         ({"parallel.mode": "auto"}, SyncedNetwork, "sessions have their own loss", "find_plan"),
         ({"sync.method": "powersgd", "parallel.mode": "fsdp"}, SyncedNetwork, "fsdp can't be combined", "--parallel"),
         ({"sync.method": "powersgd", "train.precision": "fp16"}, SyncedNetwork, "doesn't support fp16", "bf16"),
         ({"sync.method": "bf16"}, lambda: nn.Linear(64, 5), "failed on the two test samples", "model"),
-    ],
-    ids=["auto", "mode", "precision", "shape"],
-)
-def test_what_a_loop_cannot_have_is_refused_with_the_line_that_does_it(settings, network, match, line):
-    said = run_on_ranks(_refused, 2, settings, match, network)
-    assert said[0] == said[1]
-    assert line in said[0][-1] or line in said[0][1]
+    ]
+    first, second = run_on_ranks(_refused, 2, cases)
+    assert first == second
+    for (*_, line), said in zip(cases, first, strict=True):
+        assert line in said[-1] or line in said[1]
 
 
 def _chosen(world, folder):
     """A method that is measured: by a link of a modem's speed, on which no update could send all gradients."""
     settings = {"sync.method": "auto", "sync.link": "100kbit", "sync.within": "process", "train.epochs": 100}
-    job, place = _job(settings, folder, world)
-    here, net = Session(world, job, place, write_metadata=write_metadata), SyncedNetwork(unused=True)
-    here.prepare(net, torch.optim.SGD(net.parameters(), 0.05), _data(), batch=16)
-    taken = here._ready().sync.cost
-    here.close()
+    net = SyncedNetwork(idle=True)
+    with _opened(world, settings, folder) as here:
+        here.prepare(net, torch.optim.SGD(net.parameters(), 0.05), _data(), batch=16)
+        taken = here._ready().sync.cost
     return taken.method, taken.codec, taken.every
 
 
 def test_a_method_that_is_measured_is_one_for_all_and_kept(tmp_path):
-    first = run_on_ranks(_chosen, 2, str(tmp_path))
-    assert first[0] == first[1]
-    assert first[0][0] != "allreduce"
-    told = json.loads((tmp_path / "plan.json").read_text())
-    assert told["sync"]["method"] == first[0][0]
-    assert told["exceptions"][-1].startswith(("Local steps", "Compressed gradients", "Gradients are rounded"))
+    first, second = run_on_ranks(_chosen, 2, tmp_path)
+    assert first == second
+    assert first[0] != "allreduce"
+    recorded = json.loads((tmp_path / "plan.json").read_text())
+    assert recorded["sync"]["method"] == first[0]
+    assert recorded["exceptions"][-1].startswith(("Local steps", "Compressed gradients", "Gradients are rounded"))
 
 
 CLASS_WEIGHTS = torch.tensor([5.0, 0.1, 1.0, 2.0, 0.5], dtype=torch.float64)
@@ -230,50 +214,28 @@ WEIGHTED = {
 }
 
 
-def _weighted(world, folder, settings):
-    """The weights after updates of weighted means, by `fit`'s loss and by the user's own."""
-    settings = {**settings, "train.precision": "fp64", "train.channels_last": False, "train.epochs": 1}
-    job, place = _job(settings, f"{folder}/fit", world)
-    loss = nn.CrossEntropyLoss(weight=CLASS_WEIGHTS)
-    objects = Objects(SyncedNetwork(), train_set=_data(), test_set=_data(), loss=loss)
-    trainer = build(Parts.from_job(job, place, world, resolve_mode("data", world), objects))
-    fit(trainer)
-    by_fit = trainer.network.full_state_dict()
-    trainer.resources.close()
-    here, net = Session(world, *_job(settings, f"{folder}/loop", world)), SyncedNetwork()
-    optimizer = torch.optim.SGD(net.parameters(), 0.05, momentum=0.9, fused=True)
-    model, optimizer, samples = here.prepare(net, optimizer, _data(), batch=16)
-    for _ in here.epochs(1):
-        for x, y in samples:
-            here.backward(loss(model(x), y), CLASS_WEIGHTS[y].sum())
-            optimizer.step()
-    weights = here.full_state_dict()
-    here.close()
-    return by_fit, weights
+def _weighted(world, folder):
+    """The weights after updates of weighted means, by `fit`'s loss and by the user's own, under each method."""
+    loss, found = nn.CrossEntropyLoss(weight=CLASS_WEIGHTS), {}
+    for name, method in WEIGHTED.items():
+        settings = {**method, **EXACT, "train.epochs": 1}
+        samples = {"train_set": _data(), "test_set": _data(), "loss": loss}
+        with built(world, SyncedNetwork(), _flags(settings, world), folder / f"{name} fit", **samples) as trainer:
+            fit(trainer)
+            by_fit = trainer.network.full_state_dict()
+        net = SyncedNetwork()
+        with _opened(world, settings, folder / f"{name} loop") as here:
+            optimizer = torch.optim.SGD(net.parameters(), 0.05, momentum=0.9, fused=True)
+            model, optimizer, samples = here.prepare(net, optimizer, _data(), batch=16)
+            for _ in here.epochs(1):
+                for x, y in samples:
+                    here.backward(loss(model(x), y), CLASS_WEIGHTS[y].sum())
+                    optimizer.step()
+            found[name] = by_fit, here.full_state_dict()
+    return found
 
 
-@pytest.mark.parametrize("name", WEIGHTED)
-def test_weighted_means_are_divided_before_gradients_leave(name, tmp_path):
-    for by_fit, weights in run_on_ranks(_weighted, 2, str(tmp_path), WEIGHTED[name]):
-        torch.testing.assert_close(weights, by_fit, rtol=1e-9, atol=1e-12)
-
-
-def _shaped_by_the_loop(world):
-    flags = {"data.name": "objects", "train.precision": "fp64"}
-    here, net = Session(world, load_job(flags, environment={}).job), nn.Linear(64, 5)
-    data = TensorDataset(_data().tensors[0].double(), _data().tensors[1])
-    model, optimizer, samples = here.prepare(net, torch.optim.SGD(net.parameters(), 0.1), data, batch=16)
-    for x, y in samples:
-        here.backward(F.cross_entropy(model(x.flatten(1)), y))
-        optimizer.step()
-    loss = here.mean_loss()
-    here.close()
-    return loss
-
-
-def test_a_loop_may_shape_its_samples_on_three_processes():
-    wanted = []
-    for size in (1, 3):
-        torch.manual_seed(3)
-        wanted += run_on_ranks(_shaped_by_the_loop, size)
-    assert wanted == pytest.approx([wanted[0]] * 4, rel=1e-9)
+def test_weighted_means_are_divided_before_gradients_leave(tmp_path):
+    for found in run_on_ranks(_weighted, 2, tmp_path):
+        for by_fit, weights in found.values():
+            torch.testing.assert_close(weights, by_fit, rtol=1e-9, atol=1e-12)

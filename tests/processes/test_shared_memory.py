@@ -1,6 +1,8 @@
-"""Sums through memory: right whatever is added up, right beside each other, heard of where a process ends."""
+"""Sums through memory, on one machine and on several: right to the bit, and a lost peer is noticed."""
 
+import contextlib
 import copy
+import functools
 import multiprocessing
 import os
 import platform
@@ -20,7 +22,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from manyhands.core.world import World
 from manyhands.data.order import BatchSharing
 from manyhands.parallel.modes import data
-from manyhands.parallel.modes.data import FlatNetwork
+from manyhands.parallel.modes.data import FlatNetwork, TwoLevelNetwork
 from manyhands.parallel.network import ModeRequest, ModeTraits, ParallelNetwork
 from manyhands.parallel.replicas.batch_norm import group_batch_norms
 from manyhands.parallel.replicas.shared_memory import (
@@ -34,10 +36,17 @@ from manyhands.parallel.replicas.shared_memory import (
 )
 from manyhands.train.status import collectives_begun
 from manyhands.worker.failure import is_consequence
-from tests.processes.ranks import run_on_ranks
+from tests.processes.ranks import put_on_machines, run_on_ranks
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="this system has no memory without a name")
+SLOW = pytest.mark.slow
 KINDS = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64)
+ONE_OF_2, ONE_OF_3, ALL_APART = [[0, 1]], [[0, 1, 2]], [[0], [1], [2]]
+TWO_AND_TWO, TWO_AND_ONE, DEALT_IN_TURNS = [[0, 1], [2, 3]], [[0, 1], [2]], [[0, 2], [1, 3]]
+
+
+def _size(machines):
+    return sum(map(len, machines))
 
 
 def test_who_was_far_once_and_comes_near_again_is_tried_for_again():
@@ -89,11 +98,6 @@ def _any_values(world):
         channel.close()
 
 
-@pytest.mark.parametrize("size", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
-def test_any_values_are_added_up_in_the_order_of_ranks_to_the_last_bit(size):
-    run_on_ranks(_any_values, size)
-
-
 def _several_at_once(world):
     group = dist.new_group(list(range(world.size)))
     channels = [_opened(world), _opened(world, group), _opened(world, slot_bytes=4096)]
@@ -122,9 +126,34 @@ def _several_at_once(world):
     return wrong
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_several_sums_at_once_do_not_meet(size):
-    assert run_on_ranks(_several_at_once, size) == [[]] * size
+def _add_up(world):
+    _any_values(world)
+    return _several_at_once(world)
+
+
+@pytest.mark.parametrize("size", [2, 3, pytest.param(4, marks=SLOW)])
+def test_any_values_are_added_up_in_the_order_of_ranks_to_the_last_bit_also_several_at_once(size):
+    assert run_on_ranks(_add_up, size) == [[]] * size
+
+
+def _crowded(world):
+    """Four processes on two cores; while one is away for 2 s, the others compute nothing."""
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])
+    sums = _opened(world)
+    for turn in range(200):
+        values = _values(turn, world.rank, 500)
+        sums.add_up(values)
+        assert torch.equal(values, _in_order(turn, world.size, 500))
+    before = time.process_time()
+    if world.rank == 0:
+        time.sleep(2)
+    sums.add_up(torch.ones(3))
+    sums.close()
+    return time.process_time() - before
+
+
+def test_those_who_wait_leave_the_processors_to_others():
+    assert max(run_on_ranks(_crowded, 4)) < 1
 
 
 def _some_elsewhere(world):
@@ -147,84 +176,10 @@ def test_processes_of_several_machines_do_without():
         assert found == (why, why if rank > 1 else "")
 
 
-def _crowded(world):
-    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])
-    sums = _opened(world)
-    for turn in range(200):
-        values = _values(turn, world.rank, 500)
-        sums.add_up(values)
-        assert torch.equal(values, _in_order(turn, world.size, 500))
-    before = time.process_time()
-    if world.rank == 0:
-        time.sleep(2)
-    sums.add_up(torch.ones(3))
-    sums.close()
-    return time.process_time() - before
-
-
-def test_those_who_wait_leave_the_processors_to_others():
-    """Four processes on two cores; while one is away for 2 s, the others compute nothing."""
-    assert max(run_on_ranks(_crowded, 4)) < 1
-
-
-def _add_up_for_ever(sums, rank, how, place):
-    for turn in range(1_000_000):
-        place.write_text(f"{turn} {time.monotonic()}")
-        if rank == 1 and turn == 50:
-            if how == "raises":
-                sums.close()
-                time.sleep(60)
-            os.kill(os.getpid(), signal.SIGKILL if how == "is killed" else signal.SIGSTOP)
-        sums.add_up(torch.ones(100))
-
-
-def _until_one_ends(folder, rank, size, how):
-    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", size), rank=rank, world_size=size)
-    sums = _opened(World(rank, size, rank, size, "cpu", "gloo", 3.0 if how == "stops" else 0.0))
-    place = folder / str(rank)
-    with pytest.raises(RuntimeError) as raised:
-        _add_up_for_ever(sums, rank, how, place)
-    assert is_consequence(raised.value)
-    with place.open("a") as file:
-        file.write(f" {time.monotonic()} {raised.value}")
-    with pytest.raises(RuntimeError, match="already released"):
-        sums.add_up(torch.ones(100))
-
-
-@pytest.mark.parametrize(
-    ("how", "wanted"),
-    [
-        ("is killed", "remote process exited: rank 1"),
-        ("raises", "remote process exited: rank 1"),
-        ("stops", "Timed out waiting for rank 1"),
-    ],
-)
-def test_a_process_that_ends_in_the_middle_is_heard_of(how, wanted, tmp_path):
-    before = set(Path("/dev/shm").glob("*manyhands*"))
-    context = multiprocessing.get_context("fork")
-    children = [context.Process(target=_until_one_ends, args=(tmp_path, rank, 3, how)) for rank in range(3)]
-    for child in children:
-        child.start()
-    for child in (children[0], children[2]):
-        child.join(120)
-    children[1].kill()
-    children[1].join()
-    assert (children[0].exitcode, children[2].exitcode) == (0, 0)
-    ended = float((tmp_path / "1").read_text().split()[1])
-    heard = [(tmp_path / str(rank)).read_text().split(" ", 3) for rank in (0, 2)]
-    for turn, _, at, said in heard:
-        # All hear it in the same sum; a silent one is given time, one that has gone none.
-        assert int(turn) == 50
-        assert wanted in said or "remote process exited" in said
-        assert float(at) - ended < 30
-    assert any(wanted in said for *_, said in heard)
-    assert set(Path("/dev/shm").glob("*manyhands*")) <= before
-
-
-def _network():
+def _of_two_types():
+    """Parameters in two types and in channels-last, a frozen one, and one that a process alone uses."""
     torch.manual_seed(1)
-    layers = [nn.Conv2d(3, 5, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(5 * 16, 7)]
-    network = nn.Sequential(*layers)
+    network = nn.Sequential(nn.Conv2d(3, 5, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(5 * 16, 7))
     network[0].to(memory_format=torch.channels_last)
     network[3].bias.data = network[3].bias.data.double()
     network.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
@@ -232,103 +187,210 @@ def _network():
     return network
 
 
-def _forward(network, pictures):
+def _backward(network, rank, seed):
+    pictures = _values(seed, rank, 2 * 3 * 16).view(2, 3, 4, 4)
     hidden = network[2](network[1](network[0](pictures)))
-    return hidden @ network[3].weight.T + network[3].bias.float()
+    loss = (hidden @ network[3].weight.T + network[3].bias.float()).square().sum()
+    (loss + network.spare.sum() if rank == 1 else loss).backward()
 
 
-def _gradients(world, slot_bytes):
-    """Of two micro-batches in a row, of which one process alone uses `spare`; for two updates."""
-    model = _network()
-    sums = _opened(world, slot_bytes=slot_bytes)
-    network = FlatNetwork(model, world, ModeTraits(), sums)
+def _gradients(world):
+    """Of two micro-batches in a row, for two updates, through slots that are small and large."""
     found = []
-    for update in range(2):
-        model.zero_grad()
-        for part in range(2):
-            pictures = _values(10 * update + part, world.rank, 2 * 3 * 16).view(2, 3, 4, 4)
-            loss = _forward(model, pictures).square().sum()
-            (loss + model.spare.sum() if world.rank == 1 else loss).backward()
-        flat = network.finish_gradients()
-        direct = world.size == 2  # of the small tensors at least
-        assert [one.dtype for one in flat] == ([] if direct else [torch.float32, torch.float64])
-        assert model[0].weight.grad.stride() == model[0].weight.stride()
-        found.append({name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None})
-    network.close()
+    for slot_bytes in (64, SLOT_BYTES):
+        model = _of_two_types()
+        network = FlatNetwork(model, world, ModeTraits(), _opened(world, slot_bytes=slot_bytes))
+        for update in range(2):
+            model.zero_grad()
+            for part in range(2):
+                _backward(model, world.rank, 10 * update + part)
+            flat = network.finish_gradients()
+            direct = world.size == 2  # of the small tensors at least
+            assert [one.dtype for one in flat] == ([] if direct else [torch.float32, torch.float64])
+            assert model[0].weight.grad.stride() == model[0].weight.stride()
+            found.append({name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None})
+        network.close()
     return found
 
 
 @pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("slot_bytes", [64, SLOT_BYTES])
-def test_flat_gradients_are_those_of_one_process(slot_bytes, size):
-    several = run_on_ranks(_gradients, size, slot_bytes)
-    model = _network()
+def test_flat_gradients_are_those_of_one_process(size):
+    several, model, wanted = run_on_ranks(_gradients, size), _of_two_types(), []
     for update in range(2):
         model.zero_grad()
-        for part in range(2):
+        for seed in (10 * update, 10 * update + 1):
             for rank in range(size):
-                pictures = _values(10 * update + part, rank, 2 * 3 * 16).view(2, 3, 4, 4)
-                loss = _forward(model, pictures).square().sum()
-                (loss + model.spare.sum() if rank == 1 else loss).backward()
-        for found in several:
-            for name, one in model.named_parameters():
-                assert (one.grad is None) == (name not in found[update]), name
-                if one.grad is not None:
-                    torch.testing.assert_close(found[update][name], one.grad, rtol=1e-5, atol=1e-3)
-                    assert torch.equal(found[update][name], several[0][update][name])
+                _backward(model, rank, seed)
+        wanted.append({name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None})
+    for found in several:
+        for number, gradients in enumerate(found):
+            torch.testing.assert_close(gradients, wanted[number % 2], rtol=1e-5, atol=1e-3)
+            torch.testing.assert_close(gradients, several[0][number], rtol=0, atol=0)
 
 
-def _normalised(world, shared_memory):
-    """Two updates of a network whose BatchNorm's only group lies on all processes; and how often gloo was asked."""
+def _normed():
     torch.manual_seed(1)
-    model = nn.Sequential(nn.Conv2d(3, 5, 3), nn.BatchNorm2d(5), nn.ReLU(), nn.Flatten(), nn.Linear(20, 7))
-    group_batch_norms(model)
-    network = data.apply(model, world, ModeRequest(shared_memory=shared_memory))
-    before, count = collectives_begun() - SharedSums.begun, 4 * world.size
+    layers = [nn.Conv2d(3, 5, 3), nn.BatchNorm2d(5), nn.ReLU(), nn.Flatten(), nn.Linear(20, 7)]
+    network = nn.Sequential(*layers).double()
+    network.spare = nn.Parameter(torch.ones(4, dtype=torch.float64))
+    group_batch_norms(network)
+    return network
+
+
+def _two_updates(network, size, rank, count=12):
+    """Gradients of two updates of two micro-batches, whose `count` samples each are one group of BatchNorm; buffers."""
+    found = []
     for update in range(2):
-        model.zero_grad()
-        shares = BatchSharing(world.size, 0, count).micro_batches(count)[0]
-        mine = shares[world.rank]
-        network.norms.begin_micro_batch(mine.spans, mine.shared_groups, mine.count, count)
-        pictures = _values(update, world.rank, mine.count * 48).view(mine.count, 3, 4, 4)
-        network.call(pictures).square().sum().backward()
+        network.model.zero_grad()
+        for part in range(2):
+            mine = BatchSharing(size, 0, count).micro_batches(count)[0][rank]
+            network.norms.begin_micro_batch(mine.spans, mine.shared_groups, mine.count, 2 * count)
+            pictures = _values(2 * update + part, 0, count * 48, torch.float64).view(count, 3, 4, 4)
+            with network.traits.no_sync() if part == 0 else contextlib.nullcontext():
+                # One process alone uses `spare`.
+                spare = network.model.spare.sum() if rank == size - 1 else 0
+                loss = network.call(pictures[mine.start : mine.stop]).square().sum() + spare
+                if part and network.traits.reach_all:
+                    loss = network.traits.reach_all(loss)
+                (loss * network.traits.gradient_scale).backward()
         network.finish_gradients()
         network.finish_update()
-    asked = collectives_begun() - SharedSums.begun - before
-    assert copy.deepcopy(model)[1].groups.layers
+        found.append({name: one.grad.clone() for name, one in network.model.named_parameters()})
+    return found, dict(network.model.named_buffers())
+
+
+def _updated(world, machines):
+    """What two updates give, and how many collectives they took: all of them, and those that memory can't do."""
+    put_on_machines(machines, world)
+    network = data.apply(_normed(), world, ModeRequest())
+    assert isinstance(network, FlatNetwork if len(machines) == 1 else TwoLevelNetwork)
+    before, through_memory = collectives_begun(), SharedSums.begun
+    found = _two_updates(network, world.size, world.rank)
+    begun, through_memory = collectives_begun() - before, SharedSums.begun - through_memory
+    assert copy.deepcopy(network.model)[1].groups.layers
     network.close()
-    return asked, dict(model.named_buffers()), {name: one.grad for name, one in model.named_parameters()}
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_batch_norms_sums_go_through_memory_too(size):
-    through, by_gloo = run_on_ranks(_normalised, size, True), run_on_ranks(_normalised, size, False)
-    for (asked, buffers, gradients), (_, other_buffers, others) in zip(through, by_gloo, strict=True):
-        assert asked == 0
-        torch.testing.assert_close(buffers, other_buffers)
-        torch.testing.assert_close(buffers, through[0][1], rtol=0, atol=0)
-        # DDP gives the mean where memory gives the sum.
-        wanted = {name: one * size for name, one in others.items()}
-        torch.testing.assert_close(gradients, wanted, rtol=1e-4, atol=1e-2)
-        torch.testing.assert_close(gradients, through[0][2], rtol=0, atol=0)
-
-
-def _how(world, request, sparse=False):
-    network = data.apply(nn.Embedding(4, 2, sparse=True) if sparse else _network(), world, request)
-    network.close()
-    return type(network), network.traits.averages
+    return found, begun, begun - through_memory
 
 
 @pytest.mark.parametrize(
-    ("request_", "sparse", "why"),
+    "machines",
+    [ONE_OF_2, ONE_OF_3, TWO_AND_ONE, *(pytest.param(one, marks=SLOW) for one in (TWO_AND_TWO, DEALT_IN_TURNS))],
+)
+def test_gradients_are_those_of_one_process_beside_batch_norms_sums(machines):
+    """Micro-batches are added up, a parameter is used by one process alone, and BatchNorm's sums go on meanwhile."""
+    several = run_on_ranks(_updated, _size(machines), machines)
+    gradients, buffers = _two_updates(ParallelNetwork(_normed()), 1, 0)
+    for (found, own_buffers), begun, by_gloo in several:
+        torch.testing.assert_close(found, gradients, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(own_buffers, buffers, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close((found, own_buffers), several[0][0], rtol=0, atol=0)
+        # Who hangs is told from how many collectives each process has come to.
+        assert begun == several[0][1] > 0
+        assert len(machines) > 1 or by_gloo == 0, "BatchNorm's sums go through memory too"
+
+
+REASONS = [
+    (ModeRequest(shared_memory=False), False, "parallel.shared_memory is false"),
+    (ModeRequest(hook=bf16_compress_hook), False, "the sync method transforms"),
+    (ModeRequest(unused=True), False, "some parameters get no gradient"),
+    (ModeRequest(), True, "some gradients are sparse"),
+]
+
+
+def _how(world, cases):
+    found = []
+    for machines, request, sparse, _ in cases:
+        put_on_machines(machines, world)
+        network = data.apply(nn.Embedding(4, 2, sparse=True) if sparse else nn.Linear(3, 2), world, request)
+        network.close()
+        found.append((type(network), network.traits.averages))
+    return found
+
+
+def test_other_gradients_are_averaged_by_the_backend_which_says_why():
+    cases = [(machines, *reason) for machines in (ONE_OF_3, TWO_AND_ONE) for reason in REASONS]
+    cases.append((ALL_APART, ModeRequest(), False, "the processes are on several"))
+    for found in run_on_ranks(_how, 3, cases):
+        for (*_, why), (kind, said) in zip(cases, found, strict=True):
+            assert kind is ParallelNetwork
+            assert f"averaged by gloo: {why}" in said
+
+
+def _until_one_ends(folder, rank, machines, victim, how):
+    """Adds up, or on several machines trains, for ever; `victim` ends in turn 50. What the others hear is noted."""
+    size, patience_s = _size(machines), 4.0 if how == "stops" else 60.0
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", size), rank=rank, world_size=size)
+    world = World(rank, size, rank, size, "cpu", "gloo", patience_s)
+    put_on_machines(machines, world)
+    if len(machines) == 1:
+        ends = _opened(world)
+        act = functools.partial(ends.add_up, torch.ones(100))
+    else:
+        model = nn.Sequential(nn.Linear(300, 600), nn.Linear(600, 600), nn.Linear(600, 3))
+        ends = data.apply(model, world, ModeRequest())
+        assert isinstance(ends, TwoLevelNetwork)
+
+        def act():
+            ends.call(torch.ones(2, 300)).sum().backward()
+            ends.finish_gradients()
+
+    place = folder / str(rank)
+
+    def act_for_ever():
+        for turn in range(1_000_000):
+            place.write_text(f"{turn} {time.monotonic()}")
+            if rank == victim and turn == 50:
+                if how == "raises":
+                    ends.close()
+                    time.sleep(60)
+                os.kill(os.getpid(), signal.SIGKILL if how == "is killed" else signal.SIGSTOP)
+            act()
+
+    with pytest.raises(RuntimeError) as raised:
+        act_for_ever()
+    assert is_consequence(raised.value), raised.value
+    with place.open("a") as file:
+        file.write(f" {time.monotonic()} {raised.value}")
+    if len(machines) == 1:
+        with pytest.raises(RuntimeError, match="already released"):
+            ends.add_up(torch.ones(100))
+    os._exit(7)  # as a worker leaves whose peer has gone
+
+
+@pytest.mark.parametrize(
+    ("machines", "victim", "how", "wanted"),
     [
-        (ModeRequest(shared_memory=False), False, "parallel.shared_memory is false"),
-        (ModeRequest(hook=bf16_compress_hook), False, "the sync method transforms"),
-        (ModeRequest(unused=True), False, "some parameters get no gradient"),
-        (ModeRequest(), True, "some gradients are sparse"),
+        (ONE_OF_3, 1, "is killed", "remote process exited: rank 1"),
+        (ONE_OF_3, 1, "raises", "remote process exited: rank 1"),
+        (ONE_OF_3, 1, "stops", "Timed out waiting for rank 1"),
+        (TWO_AND_ONE, 1, "is killed", ""),
+        *[pytest.param(TWO_AND_TWO, victim, "is killed", "", marks=SLOW) for victim in range(4)],
+        pytest.param(TWO_AND_ONE, 2, "is killed", "", marks=SLOW),
+        pytest.param(TWO_AND_TWO, 1, "raises", "", marks=SLOW),
+        pytest.param(TWO_AND_TWO, 3, "stops", "", marks=SLOW),
+        pytest.param(TWO_AND_TWO, 0, "stops", "", marks=SLOW),
     ],
 )
-def test_what_does_not_suit_goes_by_the_backend_and_says_why(request_, sparse, why):
-    for kind, said in run_on_ranks(_how, 2, request_, sparse):
-        assert kind is ParallelNetwork
-        assert f"averaged by gloo: {why}" in said
+def test_a_process_that_ends_in_the_middle_is_heard_of_on_every_machine(machines, victim, how, wanted, tmp_path):
+    before, context = set(Path("/dev/shm").iterdir()), multiprocessing.get_context("fork")
+    children = [
+        context.Process(target=_until_one_ends, args=(tmp_path, rank, machines, victim, how))
+        for rank in range(_size(machines))
+    ]
+    for child in children:
+        child.start()
+    others = [rank for rank in range(len(children)) if rank != victim]
+    for rank in others:
+        children[rank].join(120)
+    children[victim].kill()
+    children[victim].join()
+    assert [children[rank].exitcode for rank in others] == [7] * len(others)
+    assert {one for one in set(Path("/dev/shm").iterdir()) - before if "manyhands" in one.name} == set()
+    ended = float((tmp_path / str(victim)).read_text().split()[1])
+    heard = [(tmp_path / str(rank)).read_text().split(" ", 3) for rank in others]
+    for turn, _, at, said in heard:
+        # All hear it in the same turn; a silent one is given time, one that has gone none.
+        assert int(turn) == 50
+        assert float(at) - ended < 30
+        assert len(machines) > 1 or wanted in said or "remote process exited" in said
+    assert any(wanted in said for *_, said in heard)

@@ -3,20 +3,15 @@
 import dataclasses
 import os
 import time
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from manyhands.config.load import load_job
-from manyhands.core.run_folder import RunFolder
 from manyhands.train import shares
-from manyhands.train.build import build
-from manyhands.train.objects import Objects
-from manyhands.train.parts import Parts
 from manyhands.train.saving import finish_save, save
 from tests.processes.ranks import run_on_ranks
+from tests.processes.updates import built, updates
 
 SAMPLES, BATCH, UPDATES = 90, 32, 20
 
@@ -35,7 +30,7 @@ class SlowForItsSamples(nn.Module):
 
 
 def _train(world, folder, slow_s, until=UPDATES, **settings):
-    """From the folder's checkpoint, if it has one, to a step: what was taken at each start, events and weights."""
+    """From the folder's checkpoint, if it has one, to a step: what was taken at the start, and the weights."""
     torch.manual_seed(3)
     lazy = SlowForItsSamples(slow_s[world.rank] if not world.alone else 0.0)
     network = nn.Sequential(lazy, nn.Conv2d(1, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Flatten(), nn.Linear(6 * 36, 5))
@@ -43,26 +38,16 @@ def _train(world, folder, slow_s, until=UPDATES, **settings):
         "data.name": f"synthetic:{SAMPLES}x1x8x8x5", "train.batch": BATCH, "train.epochs": 50, "model.num_classes": 5,
         "train.precision": "fp64", "train.norm_group": 4, "cluster.shares": "auto", **settings,
     }  # fmt: skip
-    mode = "single" if world.alone else "data"
-    Path(folder).mkdir(exist_ok=True)
-    trainer = build(
-        Parts.from_job(load_job(flags, environment={}).job, RunFolder(Path(folder)), world, mode, Objects(network))
-    )
-    first, marks = trainer.feed.samples_of_each(), []
-    while trainer.progress.step < until:
-        if trainer.hooks.balance_shares:
-            trainer.hooks.balance_shares()
-        marks.append(trainer.feed.samples_of_each())
-        for update in trainer.feed.updates(trainer.progress.epoch, trainer.progress.step_in_epoch):
-            trainer.updater(update, trainer.progress.step)
-            trainer.progress.advance(trainer.feed.order.steps_per_epoch)
-            if trainer.progress.step == until:
-                break
-    save(trainer)
-    finish_save(trainer)
-    weights = {name: tensor.clone() for name, tensor in network.state_dict().items()}
-    trainer.resources.close()
-    return first, marks, weights
+    with built(world, network, flags, folder) as trainer:
+        first, per_epoch = trainer.feed.samples_of_each(), trainer.feed.order.steps_per_epoch
+        while trainer.progress.step < until:
+            if trainer.hooks.balance_shares:
+                trainer.hooks.balance_shares()
+            for _ in updates(trainer, min(until, trainer.progress.step - trainer.progress.step_in_epoch + per_epoch)):
+                pass
+        save(trainer)
+        finish_save(trainer)
+        return first, {name: tensor.clone() for name, tensor in network.state_dict().items()}
 
 
 @pytest.mark.slow
@@ -75,8 +60,8 @@ def test_who_is_slow_takes_less_and_the_updates_stay_the_same(tmp_path):
     assert sum(taken) == BATCH
     assert taken[0] >= 2 * taken[1]
     for one in found:
-        for name, wanted in alone[2].items():
-            torch.testing.assert_close(one[2][name], wanted, rtol=1e-9, atol=1e-12)
+        for name, wanted in alone[1].items():
+            torch.testing.assert_close(one[1][name], wanted, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.slow
@@ -107,16 +92,11 @@ def _slowing(world, folder):
     network = nn.Sequential(lazy, nn.Flatten(), nn.Linear(64, 5))
     flags = {"data.name": f"synthetic:{SAMPLES}x1x8x8x5", "train.batch": BATCH, "cluster.shares": "auto",
              "model.num_classes": 5}  # fmt: skip
-    Path(folder).mkdir(exist_ok=True)
-    trainer = build(
-        Parts.from_job(load_job(flags, environment={}).job, RunFolder(Path(folder)), world, "data", Objects(network))
-    )
-    before = trainer.feed.samples_of_each()
-    lazy.seconds = (0.02, 0.002)[world.rank]
-    trainer.hooks.balance_shares()
-    after = trainer.feed.samples_of_each()
-    trainer.resources.close()
-    return before, after
+    with built(world, network, flags, folder) as trainer:
+        before = trainer.feed.samples_of_each()
+        lazy.seconds = (0.02, 0.002)[world.rank]
+        trainer.hooks.balance_shares()
+        return before, trainer.feed.samples_of_each()
 
 
 def _on_machines(world, folder, kinds, until, settings):
@@ -124,8 +104,7 @@ def _on_machines(world, folder, kinds, until, settings):
     if kinds[world.rank]:
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:1])
     there = dataclasses.replace(world, local_rank=0, local_size=1)
-    found = _train(there, folder, (0.002, 0.02), until, **{"cluster.shares": "machines", **settings})
-    return found[0], found[2]
+    return _train(there, folder, (0.002, 0.02), until, **{"cluster.shares": "machines", **settings})
 
 
 several_cores = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="a machine of one core has no kinds")
@@ -139,7 +118,7 @@ def test_by_default_machines_of_several_kinds_are_measured_and_the_updates_stay_
     assert taken == other
     assert taken[0] >= 2 * taken[1]
     for _, weights in found:
-        for name, wanted in alone[2].items():
+        for name, wanted in alone[1].items():
             torch.testing.assert_close(weights[name], wanted, rtol=1e-9, atol=1e-12)
     # On machines of one kind the same run goes on with equal shares, whatever is kept.
     again = run_on_ranks(_on_machines, 2, str(tmp_path / "two"), (False, False), UPDATES + 2, {})

@@ -19,9 +19,6 @@ from manyhands.sync.powersgd import PowerSgd
 from manyhands.sync.synchronizer import Buffers, LocalGroup
 from tests.processes.ranks import run_on_ranks
 
-# Torch imports much with its first optimizer; here once, so that not every process that is forked does so.
-torch.optim.SGD([torch.zeros(1)], lr=0.1)
-
 NAMES = ("none", "bf16", "int8", "int4", "lowrank")
 # Two are large enough to go as factors, two aren't.
 SHAPES = [(64, 16, 3, 3), (40,), (90, 50), (7, 3)]
@@ -55,11 +52,20 @@ def _mean(world, name, count):
     return mean, (mean + kept - _sum(values) / world.size).abs().sum().item(), peers.sent_bytes
 
 
+def _for_each(world, function, cases):
+    """What a function returns for each case, on these processes."""
+    return [function(world, *case) for case in cases]
+
+
+def _on_ranks(size, function, cases):
+    """Each case, with what all processes have returned for it."""
+    return list(zip(cases, zip(*run_on_ranks(_for_each, size, function, cases), strict=True), strict=True))
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", NAMES[:4])
-def test_a_mean_and_what_was_kept_back_are_all_that_went_in(name, size):
-    for count in (0, 1, 255, 1000):
-        answers = run_on_ranks(_mean, size, name, count)
+def test_a_mean_and_what_was_kept_back_are_all_that_went_in(size):
+    cases = [(name, count) for name in NAMES[:4] for count in (0, 1, 255, 1000)]
+    for (name, count), answers in _on_ranks(size, _mean, cases):
         for mean, lost, sent_bytes in answers:
             assert torch.equal(mean, answers[0][0])
             assert lost < 1e-10
@@ -85,13 +91,12 @@ def _rounds(world, name):
 
 
 @pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("name", NAMES)
-def test_nothing_is_lost_over_several_exchanges(name, size):
-    answers = run_on_ranks(_rounds, size, name)
-    for mean, lost, missing in answers:
-        assert torch.equal(mean, answers[0][0])
-        assert lost < 1e-10
-        assert (missing < 1e-10) == (name == "none"), "this codec rounds, or it doesn't"
+def test_nothing_is_lost_over_several_exchanges(size):
+    for (name,), answers in _on_ranks(size, _rounds, [(name,) for name in NAMES]):
+        for mean, lost, missing in answers:
+            assert torch.equal(mean, answers[0][0])
+            assert lost < 1e-10
+            assert (missing < 1e-10) == (name == "none"), "this codec rounds, or it doesn't"
 
 
 def _broken(world, name, value):
@@ -103,10 +108,9 @@ def _broken(world, name, value):
     return bool(mean.isfinite().all())
 
 
-@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
-@pytest.mark.parametrize("name", NAMES)
-def test_what_is_no_number_stays_none_on_all_processes(name, value):
-    assert run_on_ranks(_broken, 2, name, value) == [False, False]
+def test_what_is_no_number_stays_none_on_all_processes():
+    cases = [(name, value) for name in NAMES for value in (float("inf"), float("-inf"), float("nan"))]
+    assert [case for case, finite in _on_ranks(2, _broken, cases) if any(finite)] == []
 
 
 def _late(world, alike):
@@ -128,11 +132,11 @@ def _late(world, alike):
     return nothing.abs().max().item(), missing
 
 
-@pytest.mark.parametrize("alike", [False, True])
-def test_low_rank_forgets_no_direction_for_good(alike):
-    for nothing, missing in run_on_ranks(_late, 2, alike):
-        assert nothing == 0
-        assert missing[-1] < missing[0] / 4, "what is held goes out in the end"
+def test_low_rank_forgets_no_direction_for_good():
+    for _, answers in _on_ranks(2, _late, [(False,), (True,)]):
+        for nothing, missing in answers:
+            assert nothing == 0
+            assert missing[-1] < missing[0] / 4, "what is held goes out in the end"
 
 
 class _Network(nn.Module):
@@ -211,26 +215,21 @@ def _finished(world, name, pace):
         between = {name: tensor.clone() for name, tensor in trainer.network.state_dict().items()}
     own = _everything(trainer)
     trainer.sync.finish(11)
-    return (
-        between,
-        own,
-        _everything(trainer),
-        trainer.network.first.weight.is_contiguous(memory_format=torch.channels_last),
-    )
+    assert trainer.network.first.weight.is_contiguous(memory_format=torch.channels_last)
+    return between, own, _everything(trainer)
 
 
-@pytest.mark.parametrize("pace", [Pace(4), Pace(4, 2, momentum=0.5), Pace(3, 3, momentum=0.5)], ids=str)
-@pytest.mark.parametrize("name", NAMES)
-def test_the_agreed_network_is_equal_everywhere_and_the_last_one_is_all_there_is(name, pace):
-    answers = run_on_ranks(_finished, 3, name, pace)
-    for between, own, last, channels_last in answers:
-        assert channels_last
-        assert _same(between, answers[0][0])
-        assert _same(last, answers[0][2])
-        assert not _same(between, last)
-        assert not pace.delay or not _same({"x": own["last.weight"]}, {"x": between["last.weight"]})
-    if pace.delay:
-        assert not _same(answers[0][1], answers[1][1]), "processes move by themselves in between"
+def test_the_agreed_network_is_equal_everywhere_and_the_last_one_is_all_there_is():
+    paces = Pace(4), Pace(4, 2, momentum=0.5), Pace(3, 3, momentum=0.5)
+    cases = [(name, pace) for name in NAMES for pace in paces]
+    for (_, pace), answers in _on_ranks(3, _finished, cases):
+        for between, own, last in answers:
+            assert _same(between, answers[0][0])
+            assert _same(last, answers[0][2])
+            assert not _same(between, last)
+            assert not pace.delay or not _same({"x": own["last.weight"]}, {"x": between["last.weight"]})
+        if pace.delay:
+            assert not _same(answers[0][1], answers[1][1]), "processes move by themselves in between"
 
 
 def _again(world, name, pace, stop):
@@ -255,10 +254,10 @@ def _again(world, name, pace, stop):
     return _same(_everything(whole), _everything(other)) and whole.sync.rounds == other.sync.rounds
 
 
-@pytest.mark.parametrize("stop", [4, 5, 6, 7, 8])
-@pytest.mark.parametrize("name", ["int4", "lowrank"])
-def test_going_on_from_any_step_gives_the_same_bits(name, stop):
-    assert all(run_on_ranks(_again, 2, name, Pace(4, 3, momentum=0.5), stop))
+def test_resuming_at_any_step_gives_the_same_bits():
+    pace = Pace(4, 3, momentum=0.5)
+    cases = [(name, pace, stop) for name in ("int4", "lowrank") for stop in (4, 5, 6, 7, 8)]
+    assert [case for case, same in _on_ranks(2, _again, cases) if not all(same)] == []
 
 
 def _two_machines(world):
@@ -267,24 +266,19 @@ def _two_machines(world):
     leaders = dist.new_group([0, 2])
     place = world.rank // 2
     machine = LocalGroup(groups[place], 2 * place, 2, world.rank % 2 == 0)
-    one = type(world)(place, 2)
-    trainer = _Trainer(one, "int8", Pace(4, 2, momentum=0.5), machine=machine, peers=SyncGroup(place, 2, leaders))
+    return _after_ten(type(world)(place, 2), machine=machine, peers=SyncGroup(place, 2, leaders))
+
+
+def _after_ten(world, **groups):
+    trainer = _Trainer(world, "int8", Pace(4, 2, momentum=0.5), **groups)
     trainer.train(0, 10)
     trainer.sync.finish(10)
     return _everything(trainer)
 
 
 def test_machines_of_two_processes_agree_as_two_processes_would():
-    four = run_on_ranks(_two_machines, 4)
-    two = run_on_ranks(_finished_after_ten, 2)
-    assert all(_same(one, two[0]) for one in four)
-
-
-def _finished_after_ten(world):
-    trainer = _Trainer(world, "int8", Pace(4, 2, momentum=0.5))
-    trainer.train(0, 10)
-    trainer.sync.finish(10)
-    return _everything(trainer)
+    two = run_on_ranks(_after_ten, 2)
+    assert all(_same(one, two[0]) for one in run_on_ranks(_two_machines, 4))
 
 
 class _Deep(nn.Module):
@@ -362,14 +356,13 @@ def _power(world, beside, passes, machines=False):
     (1, 1, False), (2, 3, False), (3, 1, False), (3, 1, True), pytest.param(4, 3, True, marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_gradients_of_low_rank_are_equal_everywhere_and_nothing_is_lost(size, passes, machines):
-    answers = run_on_ranks(_power, size, True, passes, machines)
+    (_, answers), (_, waited_for) = _on_ranks(size, _power, [(True, passes, machines), (False, passes, machines)])
     for came_out, batches, lost, missing in answers:
         assert batches > 2
         assert not any(name.startswith("unused") for name in came_out)
         assert _same(came_out, answers[0][0])
         assert lost < 1e-10
         assert missing > 1e-6, "a low rank leaves something out"
-    waited_for = run_on_ranks(_power, size, False, passes, machines)
     assert _same(answers[0][0], waited_for[0][0]), "what goes on beside the backward pass changes no bit"
 
 
@@ -413,9 +406,8 @@ def _replaced(world, replaces):
 
 
 def test_a_hook_may_put_another_tensor_in_the_place_of_a_gradient():
-    for (one, residual), (other, also) in zip(
-        run_on_ranks(_replaced, 2, True), run_on_ranks(_replaced, 2, False), strict=True
-    ):
+    (_, replaced), (_, written) = _on_ranks(2, _replaced, [(True,), (False,)])
+    for (one, residual), (other, also) in zip(replaced, written, strict=True):
         assert torch.equal(one, other)
         assert torch.equal(residual, also)
 
@@ -470,9 +462,8 @@ def _power_again(world, stop):
     return all(_same(one, two) for one, two in zip(whole, again, strict=True))
 
 
-@pytest.mark.parametrize("stop", [0, 1, 4])
-def test_what_is_held_of_several_batches_goes_on_to_the_same_bits(stop):
-    assert run_on_ranks(_power_again, 2, stop) == [True, True]
+def test_what_is_held_of_several_batches_goes_on_to_the_same_bits():
+    assert all(all(same) for _, same in _on_ranks(2, _power_again, [(0,), (1,), (4,)]))
 
 
 def _averaged(world):

@@ -1,6 +1,7 @@
-"""Who agrees with whom, under any way of dealing ranks to machines; and what keeps local steps in time."""
+"""Which processes agree with each other, over which link, and what keeps local steps in time."""
 
 import json
+import math
 import platform
 import time
 from dataclasses import replace
@@ -9,91 +10,75 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from manyhands.config.job import ClusterOptions, Job
+from manyhands.core.errors import UserError
 from manyhands.core.run_folder import RunFolder
 from manyhands.core.world import World
 from manyhands.sync.compress import compressor_named
 from manyhands.sync.costs import Cost
 from manyhands.sync.exchange import SyncGroup
+from manyhands.sync.link_speeds import link_seconds
 from manyhands.sync.local import LocalSteps
+from manyhands.sync.measure import measure_link
 from manyhands.sync.methods.local import Pacer, pace_of
 from manyhands.sync.options import SyncOptions
 from manyhands.sync.synchronizer import Buffers
 from manyhands.train import status
 from manyhands.train.choose_sync import make_synchronizer, places_of
 from manyhands.train.journal import Journal
+from manyhands.train.loop import fit
 from manyhands.train.status import LONGEST_S, StatusRound, Watcher
 from manyhands.train.step import StepSums
+from manyhands.train.trial_step import TIMED
 from tests.processes.ranks import run_on_ranks
+from tests.processes.updates import SyncedNetwork, assert_alike, built, captured
 
-# By rank: (name of its machine, processes there, its local rank there).
+# By rank: (name of its machine, processes there, its local rank there); and the ranks of each machine.
 DEALT = {
-    "blocks": [("a", 2, 0), ("a", 2, 1), ("b", 2, 0), ("b", 2, 1)],
-    "turns": [("a", 2, 0), ("b", 2, 0), ("a", 2, 1), ("b", 2, 1)],
-    "uneven": [("b", 1, 0), ("a", 3, 0), ("a", 3, 1), ("a", 3, 2)],
-    "uneven turns": [("a", 3, 0), ("b", 1, 0), ("a", 3, 1), ("a", 3, 2)],
-    "one name": [("x", 2, 0), ("x", 2, 1), ("x", 2, 0), ("x", 2, 1)],
-    "one machine": [("a", 4, 0), ("a", 4, 1), ("a", 4, 2), ("a", 4, 3)],
-    "one each": [("x", 1, 0), ("x", 1, 0), ("x", 1, 0), ("x", 1, 0)],
+    "blocks": ([("a", 2, 0), ("a", 2, 1), ("b", 2, 0), ("b", 2, 1)], [(0, 1), (2, 3)]),
+    "turns": ([("a", 2, 0), ("b", 2, 0), ("a", 2, 1), ("b", 2, 1)], [(0, 2), (1, 3)]),
+    "uneven": ([("b", 1, 0), ("a", 3, 0), ("a", 3, 1), ("a", 3, 2)], [(0,), (1, 2, 3)]),
+    "uneven turns": ([("a", 3, 0), ("b", 1, 0), ("a", 3, 1), ("a", 3, 2)], [(0, 2, 3), (1,)]),
+    "one name": ([("x", 2, 0), ("x", 2, 1), ("x", 2, 0), ("x", 2, 1)], [(0, 1), (2, 3)]),
+    "one machine": ([("a", 4, 0), ("a", 4, 1), ("a", 4, 2), ("a", 4, 3)], [(0,), (1,), (2,), (3,)]),
+    "one each": ([("x", 1, 0), ("x", 1, 0), ("x", 1, 0), ("x", 1, 0)], [(0,), (1,), (2,), (3,)]),
 }
-MACHINES = {
-    "blocks": [(0, 1), (2, 3)],
-    "turns": [(0, 2), (1, 3)],
-    "uneven": [(0,), (1, 2, 3)],
-    "uneven turns": [(0, 2, 3), (1,)],
-    "one name": [(0, 1), (2, 3)],
-    "one machine": [(0,), (1,), (2,), (3,)],
-    "one each": [(0,), (1,), (2,), (3,)],
-}
+POWERSGD = Cost("powersgd", 0.0, 0.0)
 
 
-def _places(world, dealt):
-    name, size, local_rank = dealt[world.rank]
-    platform.node = lambda: name  # of this process alone
-    places = places_of(replace(world, local_rank=local_rank, local_size=size), Job())
-    dist.barrier()  # who is done waits for those that are still joining their group
-    return places.leaders, places.machine, dist.get_process_group_ranks(places.group) if places.group else None
-
-
-@pytest.mark.parametrize("name", DEALT)
-def test_each_machine_has_its_own_processes_and_one_that_speaks(name):
-    machines = MACHINES[name]
-    for rank, (leaders, machine, group) in enumerate(run_on_ranks(_places, 4, DEALT[name])):
-        assert leaders == tuple(one[0] for one in machines)
-        assert machine == next(one for one in machines if rank in one)
-        assert group is None or tuple(group) == machine
-        assert (group is None) == (len(machines) == 4)
-
-
-def _agreed(world, dealt, cost):
-    """The gradient that all agree on, and the mean of all their own."""
-    name, size, local_rank = dealt[world.rank]
-    platform.node = lambda: name
-    job = Job(sync=SyncOptions(method=cost.method))
-    places = places_of(replace(world, local_rank=local_rank, local_size=size), job)
-    network = torch.nn.Linear(3, 3)  # too small for factors, so that only 4 bits round
-    with torch.no_grad():
+def _dealt(world):
+    """For each way of dealing: the leaders, this process's machine and group, and the mean gradient under powersgd."""
+    found, job = {}, Job(sync=SyncOptions(method="powersgd"))
+    for name, (dealt, _) in DEALT.items():
+        host, size, local_rank = dealt[world.rank]
+        platform.node = lambda host=host: host  # of this process alone
+        places = places_of(replace(world, local_rank=local_rank, local_size=size), job)
+        network = nn.Linear(3, 3)  # too small for factors, so that only 4 bits round
         for parameter in network.parameters():
-            parameter.zero_()
-    synchronizer = make_synchronizer(cost, job, network, [], world, places)
-    synchronizer.before_update(0)
-    synchronizer.before_last_micro_batch()
-    own = torch.full((3,), float(world.rank + 1))
-    network(own).sum().backward()
-    synchronizer.on_gradients()
-    found = network.weight.grad.clone()
-    synchronizer.close()
-    dist.barrier()
-    return found, torch.full((3, 3), (world.size + 1) / 2)
+            nn.init.zeros_(parameter)
+        synchronizer = make_synchronizer(POWERSGD, job, network, [], world, places)
+        synchronizer.before_update(0)
+        synchronizer.before_last_micro_batch()
+        network(torch.full((3,), float(world.rank + 1))).sum().backward()
+        synchronizer.on_gradients()
+        group = tuple(dist.get_process_group_ranks(places.group)) if places.group else None
+        found[name] = places.leaders, places.machine, group, network.weight.grad.clone()
+        synchronizer.close()
+        dist.barrier()  # who is done waits for those that are still joining their group
+    return found
 
 
-@pytest.mark.parametrize("name", ["blocks", "turns", "uneven", "uneven turns", "one each"])
-def test_every_process_counts_alike_however_many_its_machine_has(name):
-    answers = run_on_ranks(_agreed, 4, DEALT[name], Cost("powersgd", 0.0, 0.0))
-    for found, mean in answers:
-        assert torch.equal(found, answers[0][0])
-        assert torch.allclose(found, mean, rtol=0.05)
+def test_each_machine_has_a_leader_and_every_process_counts_alike():
+    answers = run_on_ranks(_dealt, 4)
+    for name, (_, machines) in DEALT.items():
+        for rank, (leaders, machine, group, mean) in enumerate(answer[name] for answer in answers):
+            assert leaders == tuple(one[0] for one in machines)
+            assert machine == next(one for one in machines if rank in one)
+            assert group == (None if len(machines) == 4 else machine)
+            assert torch.equal(mean, answers[0][name][3])
+            assert torch.allclose(mean, torch.full((3, 3), 2.5), rtol=0.05)
 
 
 def _update(synchronizer):
@@ -102,35 +87,135 @@ def _update(synchronizer):
     synchronizer.after_update(2)
 
 
-def _silent(world, cost):
+def _silent(world, costs):
     """Rank 1 lives, and says nothing."""
-    job = Job(cluster=ClusterOptions(collective_timeout_s=1.0), sync=SyncOptions(method=cost.method))
-    network = torch.nn.Linear(4, 4)
-    synchronizer = make_synchronizer(cost, job, network, [], world, places_of(world, job))
-    if world.rank == 0:
-        with pytest.raises(RuntimeError, match=r"(?i)time"):
-            _update(synchronizer)
-    dist.barrier()
+    for cost in costs:
+        job = Job(cluster=ClusterOptions(collective_timeout_s=1.0), sync=SyncOptions(method=cost.method))
+        synchronizer = make_synchronizer(cost, job, nn.Linear(4, 4), [], world, places_of(world, job))
+        if world.rank == 0:
+            with pytest.raises(RuntimeError, match=r"(?i)time"):
+                _update(synchronizer)
+        dist.barrier()
     return True
 
 
-@pytest.mark.parametrize("cost", [
-    Cost("powersgd", 0.0, 0.0), Cost("local", 0.0, 0.0, every=1, delay=1), Cost("local", 0.0, 0.0, every=1),
-], ids=str)  # fmt: skip
-def test_a_silent_peer_is_given_up_when_the_job_says_so(cost):
-    assert all(run_on_ranks(_silent, 2, cost))
+def test_a_silent_peer_is_given_up_when_the_job_says_so():
+    local = [Cost("local", 0.0, 0.0, every=1, delay=delay) for delay in (1, 0)]
+    assert all(run_on_ranks(_silent, 2, [POWERSGD, *local]))
 
 
 def _where(world):
     """Without BatchNorm, on an accelerator; "meta" stands for one that isn't here."""
     place, cost = replace(world, device="meta"), Cost("local", 0.0, 0.0, every=1)
-    network = torch.nn.Linear(4, 4, device="meta")
+    network = nn.Linear(4, 4, device="meta")
     synchronizer = make_synchronizer(cost, Job(), network, [], place, places_of(world, Job()))
     return [synchronizer.anchor.device.type, synchronizer.buffers.averaged.device.type]
 
 
 def test_what_is_agreed_on_lies_on_the_device_also_without_any_buffer():
     assert run_on_ranks(_where, 2) == [["meta", "meta"]] * 2
+
+
+def _measured(world):
+    """By budget: the link of all, and of a pair of them."""
+    pair = dist.new_group([0, 1])
+    return {
+        budget_s: (
+            measure_link(pair, world.device, budget_s) if world.rank < 2 else None,
+            measure_link(None, world.device, budget_s),
+        )
+        for budget_s in (1.0, 0.0)
+    }
+
+
+def test_all_processes_get_the_same_link_and_a_small_budget_ends_the_measurement():
+    outcomes = run_on_ranks(_measured, 3)
+    for budget_s in (1.0, 0.0):
+        assert len({outcome[budget_s][1] for outcome in outcomes}) == 1
+        assert outcomes[0][budget_s][0] == outcomes[1][budget_s][0]
+        assert link_seconds("all_reduce", 3, 1 << 20, outcomes[0][budget_s][1]) > 0
+    for link in outcomes[0][1.0]:
+        # Between a slow modem and a machine's own memory.
+        assert 1e4 < link.bytes_per_s < 1e12
+        assert 0 <= link.latency_s < 1
+    alone = measure_link(None, "cpu")
+    assert alone.bytes_per_s == math.inf
+    assert link_seconds("all_reduce", 2, 1 << 30, alone) == 0
+
+
+class _Rare(SyncedNetwork):
+    """Uses a part of itself for larger batches than the trial's alone."""
+
+    def __init__(self):
+        super().__init__(idle=True)
+        self.rare = nn.Linear(5, 5)
+
+    def forward(self, pictures):
+        output = self.body(pictures)
+        return output + self.rare(output) if self.training and len(pictures) > 2 else output
+
+
+class _Overflowing(SyncedNetwork):
+    """Its gradients overflow while it is tried and timed, as they may in fp16; not in training."""
+
+    def __init__(self):
+        super().__init__(idle=True)
+        self.tries = 1 + TIMED
+
+    def forward(self, pictures):
+        output = super().forward(pictures)
+        if self.training and self.tries:
+            self.tries -= 1
+            output.register_hook(lambda gradient: gradient * float("inf"))
+        return output
+
+
+def _train(world, folder, make, *cases):
+    """The weights after updates under each case's settings."""
+    found = []
+    for number, settings in enumerate(cases):
+        flags = {"data.name": "synthetic:103x1x8x8x5", "train.batch": 29, "train.max_steps": 13, **settings}
+        with built(world, make(), flags, folder / str(number)) as trainer:
+            fit(trainer)
+            trainer.verify_replicas()
+            found.append(captured(trainer).model)
+    return found
+
+
+LOCAL = {"sync.method": "local", "sync.every": 3, "sync.delay": 2, "sync.codec": "int4"}
+
+
+def test_what_the_trial_did_not_use_is_agreed_on_when_it_is_used(tmp_path):
+    cases = LOCAL, {"sync.method": "powersgd", "sync.rank": 1}, {"sync.method": "bf16"}
+    for one, other in zip(*run_on_ranks(_train, 2, tmp_path, _Rare, *cases), strict=True):
+        assert not torch.equal(one["rare.weight"].float(), _Rare().state_dict()["rare.weight"])
+        assert_alike(other, one)
+
+
+def test_what_is_not_said_is_measured_and_the_network_is_left_as_it_was(tmp_path):
+    settings = {"sync.method": "local", "train.micro_batch": 5}
+    (one,), (other,) = run_on_ranks(_train, 2, tmp_path, _Overflowing, settings)
+    assert_alike(other, one)
+    assert all(tensor.isfinite().all() for tensor in one.values())
+    events = map(json.loads, (tmp_path / "0" / "events.jsonl").read_text().splitlines())
+    (event,) = [event for event in events if event["kind"] == "sync"]
+    assert event["data"]["method"] == "local"
+    assert event["data"]["step_s"] > 0
+
+
+def _refused(world, folder):
+    for settings in (
+        {"sync.method": "powersgd", "train.precision": "fp16"},
+        {"sync.method": "local", "train.norm_group": "global"},
+        {"sync.method": "local", "sync.every": 2, "sync.delay": 3},
+    ):
+        with pytest.raises(UserError):
+            _train(world, folder, SyncedNetwork, settings)
+    return True
+
+
+def test_what_does_not_go_together_is_refused(tmp_path):
+    assert run_on_ranks(_refused, 2, tmp_path) == [True, True]
 
 
 class _Paced:
@@ -140,22 +225,23 @@ class _Paced:
         folder.mkdir(exist_ok=True)
         self.folder, options = RunFolder(folder), SyncOptions(method="local", codec="int4", **said)
         self.journal, cost = Journal(self.folder, 0), Cost("local", 0.1, 1.0, 0.5, "int4", *now)
-        tensors = [torch.zeros(4)]
         compressor = compressor_named("int4", [(4,)], rank=1, seed=0, device="cpu", dtype=torch.float32)
-        self.steps = LocalSteps(tensors, Buffers([], SyncGroup()), SyncGroup(), compressor, pace_of(cost, options))
+        buffers, pace = Buffers([], SyncGroup()), pace_of(cost, options)
+        self.steps = LocalSteps([torch.zeros(4)], buffers, SyncGroup(), compressor, pace)
         hosts = [f"host-{rank}" for rank in range(size)]
         self.steps.adapt = Pacer(self.steps, cost, options, total_steps, compressing_s=0.0)
         self.watcher = Watcher(self.steps, cost, World(0, size), hosts)
 
-    def agree(self, exchange_s, *others_s):
-        """One exchange, which takes longer by the clock of who must wait in it for the slowest."""
-        slowest_s, pace, size = max(0.1, *others_s, 0.1), self.steps.pace, self.watcher.world.size
-        waits_s = [pace.every * (slowest_s - step_s) for step_s in (0.1, *others_s)]
-        self.steps.rounds, self.steps.exchange_s = self.steps.rounds + 1, exchange_s + waits_s[0]
-        told = self.watcher.numbers_to_sum(1.0, 10, 0.0)
-        for rank, step_s in enumerate(others_s, 1):
-            told[rank], told[size + rank] = step_s, exchange_s + waits_s[rank]
-        self.watcher.observe(SimpleNamespace(extra=told, waited_s=0.0), self.steps.rounds, self.journal)
+    def agree(self, exchange_s, *others_s, times=1):
+        """Exchanges, which take longer by the clock of a process that must wait in them for the slowest."""
+        for _ in range(times):
+            slowest_s, pace, size = max(0.1, *others_s, 0.1), self.steps.pace, self.watcher.world.size
+            waits_s = [pace.every * (slowest_s - step_s) for step_s in (0.1, *others_s)]
+            self.steps.rounds, self.steps.exchange_s = self.steps.rounds + 1, exchange_s + waits_s[0]
+            told = self.watcher.numbers_to_sum(1.0, 10, 0.0)
+            for rank, step_s in enumerate(others_s, 1):
+                told[rank], told[size + rank] = step_s, exchange_s + waits_s[rank]
+            self.watcher.observe(SimpleNamespace(extra=told, waited_s=0.0), self.steps.rounds, self.journal)
         return self.steps.pace.every, self.steps.pace.delay
 
     def said(self, kind):
@@ -166,26 +252,17 @@ class _Paced:
 def test_the_pace_follows_the_link(tmp_path):
     paced = _Paced(tmp_path / "run", (7, 6))
     assert {paced.agree(0.5) for _ in range(5)} == {(7, 6)}
-    assert [paced.agree(5.0) for _ in range(5)][-1] == (65, 58)
+    assert paced.agree(5.0, times=5) == (65, 58)
     assert len(paced.said("sync")) == 1
-
-
-def test_a_slow_process_makes_no_exchange_seem_long(tmp_path):
-    paced = _Paced(tmp_path / "run", (7, 6))
-    assert [paced.agree(0.5, 0.2) for _ in range(12)][-1] == (4, 3)
-
-
-def test_the_delay_follows_the_link_where_a_short_run_allows_no_more_steps(tmp_path):
-    paced = _Paced(tmp_path / "run", (14, 3), total_steps=14 * 60)
-    assert [paced.agree(1.1) for _ in range(5)][-1] == (14, 13)
-    assert [paced.agree(0.25) for _ in range(5)][-1] == (4, 3)
-
-
-def test_what_a_user_says_of_the_pace_is_kept(tmp_path):
-    often = _Paced(tmp_path / "every", (7, 6), every=7)
-    assert [often.agree(5.0) for _ in range(5)][-1] == (7, 6)
-    late = _Paced(tmp_path / "delay", (7, 2), delay=2)
-    assert [late.agree(5.0) for _ in range(5)][-1] == (65, 2)
+    # A slow process makes no exchange seem long.
+    assert _Paced(tmp_path / "slow", (7, 6)).agree(0.5, 0.2, times=12) == (4, 3)
+    # The delay follows the link where a short run allows no more steps.
+    short = _Paced(tmp_path / "short", (14, 3), total_steps=14 * 60)
+    assert short.agree(1.1, times=5) == (14, 13)
+    assert short.agree(0.25, times=5) == (4, 3)
+    # What a user says of the pace is kept.
+    assert _Paced(tmp_path / "every", (7, 6), every=7).agree(5.0, times=5) == (7, 6)
+    assert _Paced(tmp_path / "delay", (7, 2), delay=2).agree(5.0, times=5) == (65, 2)
 
 
 @pytest.mark.parametrize(("others_s", "named"), [
@@ -196,18 +273,17 @@ def test_what_a_user_says_of_the_pace_is_kept(tmp_path):
 ])  # fmt: skip
 def test_who_is_slow_is_named_once(others_s, named, tmp_path):
     paced = _Paced(tmp_path / "run", (7, 6), size=1 + len(others_s))
-    for _ in range(6):
-        paced.agree(0.5, *others_s)
+    paced.agree(0.5, *others_s, times=6)
     said = paced.said("slow")
     assert len(said) == bool(named)
     assert all(named in message for message in said)
 
 
-def test_standing_still_is_told_of_unless_it_is_usual(tmp_path):
+def test_a_stall_is_reported_unless_it_is_usual(tmp_path):
     paced = _Paced(tmp_path / "run", (7, 6))
     for stood_s in (9.0, 0.1, 0.2, 0.1, 8.0, 0.1, *[5.0] * 6):
         paced.watcher.observe(SimpleNamespace(extra=[0.1] * 4, waited_s=stood_s), 1, paced.journal)
-    # Not the start; the cut, and the first ones of a link that stays as slow.
+    # Not the start; the broken link, and the first ones of a link that stays as slow.
     assert [message.split(" s,")[0].split()[-1] for message in paced.said("stall")] == ["8", "5", "5"]
 
 
@@ -222,7 +298,7 @@ def test_a_slow_link_is_waited_for_but_not_for_minutes():
     assert status_round.due(100_002 + round(LONGEST_S / 0.05), force=False)
 
 
-def _told(world):
+def _reported(world):
     status.REPORT_S = 1.0
     status_round = StatusRound(world, 0.5, float("inf"))
     found = []
@@ -232,5 +308,5 @@ def _told(world):
     return found
 
 
-def test_all_hear_at_once_that_time_is_to_be_told():
-    assert run_on_ranks(_told, 2) == [[False, True, False]] * 2
+def test_all_hear_at_once_that_time_is_to_be_reported():
+    assert run_on_ranks(_reported, 2) == [[False, True, False]] * 2

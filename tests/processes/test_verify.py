@@ -85,36 +85,38 @@ def _check(world, mesh, fault, as_function, labels):
     return [(one.name, one.cause, one.axes) for one in result.findings], str(result), result.worst, result.compared
 
 
-def _everywhere(mesh, fault, *, as_function=False, labels=False):
-    results = run_on_ranks(_check, parse_mesh(mesh).size, mesh, fault, as_function, labels)
-    assert all(result == results[0] for result in results)
-    return results[0]
-
-
-@pytest.mark.parametrize("labels", [False, True])
-@pytest.mark.parametrize("as_function", [False, True])
-@pytest.mark.parametrize("mesh", ["tp=1", "tp=2", "tp=3", "dp=2", "dp=2,tp=2", "tp=2,dp=2"])
-def test_what_is_right_is_found_right(mesh, as_function, labels):
-    mesh = mesh if "tp" in mesh else f"{mesh},tp=1"
-    findings, _, worst, compared = _everywhere(mesh, "", as_function=as_function, labels=labels)
-    assert findings == []
-    assert worst < 1e-8
-    assert compared == 8
+def _check_all(world, mesh, faults):
+    """What is found of a right network, which is given in four ways, and of each fault."""
+    ways = [(as_function, labels) for as_function in (False, True) for labels in (False, True)]
+    right = [_check(world, mesh, "", as_function, labels) for as_function, labels in ways]
+    return right, {fault: _check(world, mesh, fault, False, False) for fault in faults}
 
 
 @pytest.mark.parametrize(
-    ("mesh", "fault"),
-    [("tp=2", fault) for fault in FAULTS]
-    + [pytest.param("dp=2,tp=2", fault, marks=pytest.mark.slow) for fault in FAULTS]
-    + [("dp=2,tp=2", fault) for fault in WRONG_AXIS],
+    ("mesh", "faults"),
+    [
+        ("tp=1", []),
+        ("tp=2", list(FAULTS)),
+        ("tp=3", []),
+        ("dp=2,tp=1", []),
+        ("dp=2,tp=2", list(WRONG_AXIS)),
+        ("tp=2,dp=2", []),
+        pytest.param("dp=2,tp=2", list(FAULTS), marks=pytest.mark.slow),
+    ],
 )
-def test_a_fault_is_named(mesh, fault):
-    cause, axes, names = {**FAULTS, **WRONG_AXIS}[fault]
-    findings, text, *_ = _everywhere(mesh, fault)
-    named = {name for name, found, over in findings if (found, over) == (cause, axes)}
-    # The gradient of a bias before BatchNorm is zero, so nothing can be wrong with it.
-    assert named | {"first.bias"} == names | {"first.bias"}, text
-    assert {name for name, *_ in findings} == named, text
+def test_what_is_right_is_found_right_and_a_fault_is_named(mesh, faults):
+    (right, wrong), *others = run_on_ranks(_check_all, parse_mesh(mesh).size, mesh, faults)
+    assert all(other == (right, wrong) for other in others)
+    for findings, _, worst, compared in right:
+        assert findings == []
+        assert worst < 1e-8
+        assert compared == 8
+    for fault, (findings, text, *_) in wrong.items():
+        cause, axes, names = {**FAULTS, **WRONG_AXIS}[fault]
+        named = {name for name, found, over in findings if (found, over) == (cause, axes)}
+        # The gradient of a bias before BatchNorm is zero, so nothing can be wrong with it.
+        assert named | {"first.bias"} == names | {"first.bias"}, text
+        assert {name for name, *_ in findings} == named, text
 
 
 class Of003(nn.Module):
@@ -189,13 +191,14 @@ def test_003_and_others():
         assert found["left"]
 
 
-@pytest.mark.parametrize(("sample", "words"), [(1, "can.t be divided among"), (0, "can.t be divided among")])
-def test_too_few_samples_are_refused(sample, words):
-    def run(world):
-        with pytest.raises(UserError, match=words):
-            verify_gradients(nn.Linear(3, 2), torch.rand(sample, 3), mesh=open_mesh("dp=2", world))
+def _too_few(world):
+    for samples in (1, 0):
+        with pytest.raises(UserError, match=r"can.t be divided among"):
+            verify_gradients(nn.Linear(3, 2), torch.rand(samples, 3), mesh=open_mesh("dp=2", world))
 
-    run_on_ranks(run, 2)
+
+def test_too_few_samples_are_refused():
+    run_on_ranks(_too_few, 2)
 
 
 def test_a_network_without_a_mesh_is_refused():

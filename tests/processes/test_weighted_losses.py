@@ -3,34 +3,23 @@
 import copy
 import functools
 import json
-import tempfile
 import threading
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils.data import TensorDataset
 
 from manyhands.config.job import TrainOptions
-from manyhands.config.load import load_job
 from manyhands.core.errors import UserError
-from manyhands.core.mesh import parse_mesh
-from manyhands.core.run_folder import RunFolder
 from manyhands.core.world import World
 from manyhands.parallel.mesh.placement import gather_full
-from manyhands.parallel.plan import Plan, shared_plan
-from manyhands.train.build import build
 from manyhands.train.loss import make_loss_fn, verify_loss
-from manyhands.train.objects import Objects
-from manyhands.train.parts import Parts
-from manyhands.train.session import Session
 from manyhands.train.trainer import exceptions
-from tests.processes.cut import CutNetwork
 from tests.processes.ranks import run_on_ranks
+from tests.processes.updates import built
 
 WEIGHTS = torch.tensor([5.0, 0.1, 1.0, 2.0, 0.5])
 LOSSES = {
@@ -52,26 +41,21 @@ def _network():
     return nn.Sequential(nn.Flatten(), nn.Linear(16, 5), nn.LogSoftmax(1))
 
 
-def _train(world, loss, mode="data", network=None, **settings):
-    """The gradient after one update of 13 samples, and what was shown as their loss."""
+def _train(world, loss, network=None, **settings):
+    """The gradient after one update of 13 samples, what was shown as their loss, and what is said of it."""
     flags = {
         "data.name": "synthetic:13x1x4x4x5", "train.batch": 13, "train.precision": "fp32", "train.channels_last": False,
-        "parallel.mode": mode, "model.num_classes": 5, **settings,
+        "model.num_classes": 5, **settings,
     }  # fmt: skip
-    network = network or _network()
-    job = load_job(flags, environment={}).job
-    plan = shared_plan(job.parallel, world) if mode == "semi" else None
-    with tempfile.TemporaryDirectory() as folder:
-        trainer = build(Parts.from_job(job, RunFolder(Path(folder)), world, mode, Objects(network, loss=loss), plan))
+    with built(world, network or _network(), flags, loss=loss) as trainer:
         update = next(trainer.feed.updates(0, 0))
         trainer.updater.add_gradients(update, 0)
         gradients = [_whole(name, one, trainer.network) for name, one in trainer.network.model.named_parameters()]
         shown, named = trainer.updater.measured.take()[0], exceptions(trainer)
-        events = Path(folder, "events.jsonl")
+        events = trainer.folder.events
         said = [json.loads(line) for line in events.read_text().splitlines()] if events.exists() else []
         warned = [event["message"] for event in said if event["kind"] == "warning"]
         named += [message for message in warned if "have no test sample" not in message]
-        trainer.resources.close()
     return gradients, shown, named, [(each.inputs, each.labels) for each in update]
 
 
@@ -96,7 +80,7 @@ def _all(world, names, settings):
 
 @pytest.fixture(scope="module")
 def whole():
-    return {name: _train(World(), loss, "single") for name, loss in LOSSES.items()}
+    return {name: _train(World(), loss) for name, loss in LOSSES.items()}
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -112,8 +96,8 @@ def test_one_process_has_torchs_own_gradient(whole, name):
         (1, {"train.micro_batch": 2}),
         (3, {}),
         (3, {"train.micro_batch": 2}),
-        (2, {"mode": "fsdp"}),
-        (2, {"mode": "semi", "parallel.pin": ["1=o@dp"]}),
+        (2, {"parallel.mode": "fsdp"}),
+        (2, {"parallel.mode": "semi", "parallel.pin": ["1=o@dp"]}),
     ],
     ids=["micro-batches", "processes", "both", "fsdp", "semi"],
 )
@@ -141,7 +125,7 @@ def _small(output, labels):
 def _cut_classes(world):
     torch.manual_seed(1)
     network = nn.Sequential(nn.Flatten(), nn.Linear(16, 5))
-    mode = {"mode": "single"} if world.alone else {"mode": "semi", "parallel.pin": ["1=o@dp", "loss=o@dp"]}
+    mode = {} if world.alone else {"parallel.mode": "semi", "parallel.pin": ["1=o@dp", "loss=o@dp"]}
     losses = (lambda o, t: _small(o, t).sum(), lambda o, t: _small(o, t).mean(), _small)
     return [_train(world, loss, **mode, network=copy.deepcopy(network))[:2] for loss in losses]
 
@@ -161,46 +145,6 @@ def test_under_local_steps_a_process_weighs_its_own_samples():
         torch.testing.assert_close(gradients, _torchs_own(LOSSES["weight"], micro_batches))
 
 
-def _cut(world, name):
-    torch.manual_seed(2)
-    pictures, labels = torch.randn(13, 1, 4, 4), torch.arange(13) % 5
-    mesh = Plan(parse_mesh(f"dp={world.size}"), {"1": "o@dp"})
-    model = CutNetwork(_network(), mesh, pictures[0], world, LOSSES[name])
-    loss = model.backward(pictures, labels)
-    gradients = [_whole(key, one, model.network) for key, one in model.inner.named_parameters()]
-    return loss, gradients, [(pictures, labels)]
-
-
-@pytest.mark.parametrize("name", ["all", "sum", "own sum"])
-def test_a_network_that_its_user_cuts_has_the_same_gradient(name):
-    for loss, gradients, full_batch in run_on_ranks(_cut, 2, name):
-        torch.testing.assert_close(gradients, _torchs_own(LOSSES[name], full_batch))
-        assert loss == pytest.approx(LOSSES[name](_network()(full_batch[0][0]), full_batch[0][1]).item())
-
-
-def _loop(world, micro_batch):
-    """A loop of one's own, which says what its samples count for."""
-    settings = {"data.name": "objects", "train.micro_batch": micro_batch}
-    here = Session(world, load_job(settings, environment={}).job)
-    pictures, labels = torch.randn(13, 1, 4, 4, generator=torch.Generator().manual_seed(2)), torch.arange(13) % 5
-    network, gradients = _network(), []
-    model, optimizer, samples = here.prepare(
-        network, torch.optim.SGD(network.parameters()), TensorDataset(pictures, labels), batch=13
-    )
-    for x, y in samples:
-        here.backward(LOSSES["weight"](model(x), y), WEIGHTS[y].sum())
-        gradients = [parameter.grad.clone() for parameter in network.parameters()]
-        optimizer.step()
-    return here.mean_loss(), gradients, [(pictures, labels)]
-
-
-@pytest.mark.parametrize(("size", "micro_batch"), [(1, 0), (1, 4), (3, 0), (3, 2)])
-def test_a_loop_of_ones_own_says_what_its_samples_count_for(size, micro_batch):
-    for loss, gradients, full_batch in run_on_ranks(_loop, size, micro_batch):
-        torch.testing.assert_close(gradients, _torchs_own(LOSSES["weight"], full_batch))
-        assert loss == pytest.approx(LOSSES["weight"](_network()(full_batch[0][0]), full_batch[0][1]).item(), rel=1e-6)
-
-
 NOT_SUMS = {
     "weights hidden in a function": lambda output, labels: F.cross_entropy(output, labels, weight=WEIGHTS),
     "a class left out": lambda output, labels: F.cross_entropy(output, labels, ignore_index=4),
@@ -213,7 +157,7 @@ NOT_SUMS = {
 
 @pytest.mark.parametrize("name", NOT_SUMS)
 def test_a_loss_that_does_not_add_up_is_named(name):
-    _, _, (named, warned), _ = _train(World(), NOT_SUMS[name], "single")
+    _, _, (named, warned), _ = _train(World(), NOT_SUMS[name])
     assert "is not the mean of its samples' losses" in named
     assert "CrossEntropyLoss(weight=…) itself" in warned
 
@@ -281,7 +225,7 @@ def test_what_cannot_be_tried_is_named_with_its_words():
 
 
 def test_a_batch_of_ignored_samples_moves_nothing():
-    gradients, _, _, _ = _train(World(), nn.CrossEntropyLoss(weight=torch.zeros(5)), "single")
+    gradients, _, _, _ = _train(World(), nn.CrossEntropyLoss(weight=torch.zeros(5)))
     assert all(not gradient.any() for gradient in gradients)
 
 
@@ -295,4 +239,4 @@ def test_a_batch_of_ignored_samples_moves_nothing():
 )
 def test_what_is_no_loss_is_said_in_a_line(loss, words):
     with pytest.raises(UserError, match=words):
-        _train(World(), loss, "single")
+        _train(World(), loss)

@@ -1,8 +1,7 @@
-"""What must not go unnoticed: replicas that drift apart, numbers that are lost."""
+"""What must not go unnoticed: lost numbers, of which all processes leave out the update, and replicas that drift."""
 
 import json
 import tempfile
-from pathlib import Path
 
 import pytest
 import torch
@@ -10,79 +9,266 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import manyhands
-from manyhands.config.load import load_job
 from manyhands.core.errors import RunError, UserError
-from manyhands.core.run_folder import RunFolder
 from manyhands.core.world import World
-from manyhands.train.build import build
 from manyhands.train.loop import fit
-from manyhands.train.objects import Objects
-from manyhands.train.parts import Parts
 from manyhands.worker.run_metadata import write_metadata
 from tests.processes.ranks import run_on_ranks
+from tests.processes.updates import EXACT, assert_alike, built
+
+SAMPLES, BATCH, EPOCHS = 60, 12, 4
+PER_EPOCH = SAMPLES // BATCH
 
 
-class Net(nn.Module):
-    """A network that does something wrong on one rank from its fourth training pass on."""
+class InfiniteGradient(torch.autograd.Function):
+    """Gives what it takes, and an infinite gradient if it is to spoil it."""
+
+    @staticmethod
+    def forward(ctx, values, spoils):
+        ctx.spoils = spoils
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * (float("inf") if ctx.spoils else 1.0), None
+
+
+class Normed(nn.Module):
+    """BatchNorm, and a buffer of its own that every forward in training moves; bright pictures spoil the gradient."""
+
+    def __init__(self, *, spoils):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten())
+        self.head, self.spoils = nn.Linear(4 * 64, 5), spoils
+        self.register_buffer("passes", torch.zeros(()))
+        self.double()
+
+    def forward(self, images):
+        if self.training and self.spoils:
+            self.passes += 1
+        found = self.head(self.body(images))
+        return InfiniteGradient.apply(found, bool((images.flatten(1)[:, 0] > 50).any())) if self.spoils else found
+
+
+def _pictures(bad=(), value=float("nan")):
+    """Some samples' first pixel is no number, or one that spoils gradients."""
+    images = torch.rand(SAMPLES, 1, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    for sample in bad:
+        images[sample, 0, 0, 0] = value
+    return TensorDataset(images, torch.arange(SAMPLES) % 5)
+
+
+def _made(world, folder, settings, bad=(17,), value=float("nan"), spoils=False):
+    flags = {
+        "train.batch": BATCH, "train.epochs": EPOCHS, **EXACT, "sync.every": 2, "sync.codec": "none",
+        "run.log_every_s": 0.01, **settings,
+    }  # fmt: skip
+    return built(
+        *(world, Normed(spoils=spoils), flags, folder), train_set=_pictures(bad, value), test_set=_pictures()
+    )  # fmt: skip
+
+
+def _trained(world, *cases, **others):
+    """Of each case: weights, steps that were left out, what ended the run, and how many samples were counted."""
+    found = []
+    for settings in cases:
+        with tempfile.TemporaryDirectory() as folder, _made(world, folder, settings, **others) as trainer:
+            said = ""
+            try:
+                fit(trainer)
+            except RunError as error:
+                said = f"{error.message} | {error.where}"
+            weights = {name: one.clone() for name, one in trainer.network.full_state_dict().items()}
+            events, metrics = _lines(trainer.folder.events), _lines(trainer.folder.metrics)
+        left_out = [event["step"] for event in events if event["kind"] == "left-out"]
+        found.append((weights, left_out, said, sum(one["samples"] for one in metrics if one["kind"] == "step")))
+    return found
+
+
+def _lines(file):
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+WAYS = {
+    "through memory": {},
+    "by gloo": {"parallel.shared_memory": False},
+    "in several passes": {"train.micro_batch": 2, "train.norm_group": 2},
+    "clipped": {"train.clip": 0.5},
+    "fsdp": {"parallel.mode": "fsdp"},
+    "split by samples": {"parallel.mode": "semi", "parallel.pin": ("*=n@dp",)},
+    "split by outputs": {"parallel.mode": "semi", "parallel.pin": ("head=o@dp", "loss=o@dp")},
+}
+
+
+def test_each_epochs_bad_update_is_left_out_alike_in_every_mode():
+    alone = [{key: one for key, one in way.items() if not key.startswith("parallel.")} for way in WAYS.values()]
+    truths, ranks = _trained(World(), *alone), run_on_ranks(_trained, 2, *WAYS.values())
+    for way, (truth, left_out, said, counted), *found in zip(WAYS, truths, *ranks, strict=True):
+        assert not said
+        assert len(left_out) == EPOCHS
+        assert counted == EPOCHS * (SAMPLES - BATCH)
+        assert all(one.isfinite().all() for one in truth.values())
+        assert (found[0][1], found[0][3]) == (left_out, counted), way
+        for weights, _, ended, _ in found:
+            assert not ended
+            assert_alike(weights, {name: truth[name] for name in weights}, 1e-9, least=1e-3)
+
+
+def _spoilt(world, *cases):
+    return _trained(world, *cases, value=100.0, spoils=True)
+
+
+def test_a_gradient_that_is_lost_is_heard_of_by_all():
+    ((truth, left_out, said, _),) = _spoilt(World(), {})
+    assert not said
+    assert len(left_out) == EPOCHS
+    # The buffer that every forward moves hasn't moved in an update that was left out.
+    assert truth.pop("passes") < EPOCHS * PER_EPOCH + 4
+    for results in zip(*run_on_ranks(_spoilt, 2, {}, {"parallel.mode": "fsdp"}), strict=True):
+        assert results[0][1] == left_out
+        for weights, _, ended, _ in results:
+            assert not ended
+            assert_alike(weights, {name: one for name, one in truth.items() if name in weights}, 1e-9, least=1e-3)
+
+
+def test_no_sync_method_carries_it_on():
+    methods = [{"sync.method": method} for method in ("powersgd", "local", "bf16")]
+    for results in zip(*run_on_ranks(_trained, 2, *methods), strict=True):
+        for weights, _, ended, _ in results:
+            assert not ended
+            assert all(one.isfinite().all() for one in weights.values())
+            assert_alike(weights, results[0][0])
+
+
+def test_an_update_left_out_changes_nothing_at_all():
+    """The first one of a run that ends there: the weights are those that it began with."""
+    ((before, *_),) = _trained(World(), {"train.max_steps": 1, "train.lr": 1e-300}, bad=())
+    ((after, left_out, _, counted),) = _trained(World(), {"train.max_steps": 1}, bad=range(SAMPLES))
+    assert (left_out, counted) == ([1], 0)
+    assert torch.equal(before["head.weight"], after["head.weight"])
+    assert not after["body.1.num_batches_tracked"]
+
+
+def _all_bad(world, settings):
+    return _trained(world, settings, bad=range(SAMPLES))[0]
+
+
+def test_the_third_in_a_row_ends_the_run_with_the_last_good_weights_or_the_first_where_that_is_asked_for():
+    for weights, left_out, said, _ in run_on_ranks(_all_bad, 2, {}):
+        assert left_out in ([1, 2], [])
+        assert "the input pictures contain NaN" in said
+        assert "the last 3 updates were skipped | rank 0, step 2, samples " in said
+        assert all(one.isfinite().all() for one in weights.values())
+    _, left_out, said, _ = _all_bad(World(), {"train.stop_after_bad": 1})
+    assert not left_out
+    assert "in a row" not in said
+    assert "rank 0, step 0, samples " in said
+
+
+def _broken_off(world, last):
+    """What an update has changed that ends while its last results are exchanged, and is undone."""
+    with _made(world, "", {}, bad=(), spoils=True) as trainer:
+        updates, updater = trainer.feed.updates(0, 0), trainer.updater
+        updater(next(updates), 0)
+        before = {name: tensor.clone() for name, tensor in trainer.network.model.state_dict().items()}
+
+        def ends(*_):
+            raise ConnectionError("the peer has gone")
+
+        if last == "buffers":
+            updater._share_buffers = ends
+        else:
+            trainer.network.norms.finish_update = ends
+        with pytest.raises(ConnectionError):
+            updater(next(updates), 1)
+        assert not updater.partial_update.in_pieces
+        updater.partial_update.undo()
+        return [n for n, tensor in trainer.network.model.state_dict().items() if not torch.equal(tensor, before[n])]
+
+
+@pytest.mark.parametrize("last", ["buffers", "statistics"])
+def test_an_update_whose_peer_goes_in_its_last_collective_changes_nothing(last):
+    assert run_on_ranks(_broken_off, 2, last) == [[], []]
+
+
+class Wrong(nn.Module):
+    """Does something wrong on one rank from its fourth training pass on."""
 
     def __init__(self, wrong, rank):
         super().__init__()
+        torch.manual_seed(0)
         self.linear = nn.Linear(64, 5)
         self.wrong, self.rank, self.passes = wrong, rank, 0
 
     def forward(self, images):
         outputs = self.linear(images.flatten(1))
         self.passes += self.training
-        if self.passes >= 4 and self.rank == 1:
-            if self.wrong == "drift":
-                self.linear.bias.data += 1
-            elif self.wrong == "loss":
-                outputs = outputs * float("nan")
-            elif self.wrong == "gradient":
-                outputs = _InfiniteGradient.apply(outputs)
-        return outputs
+        if self.passes < 4 or self.rank != 1:
+            return outputs
+        if self.wrong == "drift":
+            self.linear.bias.data += 1
+        return InfiniteGradient.apply(outputs * (float("nan") if self.wrong == "loss" else 1), self.wrong == "gradient")
 
 
-class _InfiniteGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, values):
-        return values.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient * float("inf")
-
-
-def _fit(world, wrong, accelerator, mode="data", sync="allreduce"):
+def _fit(world, wrong, accelerator=False, mode="data", sync="allreduce", rank=None):
+    """What ended the run, and where."""
     flags = {
         "data.name": "synthetic:40x1x8x8x5", "train.batch": 8, "train.epochs": 3, "train.audit_every": 5,
         "checkpoint.every": "2steps", "sync.method": sync, "sync.every": 2, "sync.codec": "none",
+        "parallel.mode": mode, "train.evaluate_every": 1,
     }  # fmt: skip
-    job = load_job(flags, environment={}).job
-    with tempfile.TemporaryDirectory() as folder:
-        torch.manual_seed(0)
-        trainer = build(Parts.from_job(job, RunFolder(Path(folder)), world, mode, Objects(Net(wrong, world.rank))))
+    with built(world, Wrong(wrong, world.rank if rank is None else rank), flags) as trainer:
         if accelerator:
             # The path of devices that are not waited for at every step.
             trainer.updater.device, trainer.updater.gradients.on_card = "accelerator", True
+        before = [one.detach().clone() for one in trainer.network.model.parameters()]
         try:
             fit(trainer)
         except RunError as error:
-            # The update that would have spoilt them was not made.
-            assert all(torch.isfinite(one).all() for one in trainer.network.model.parameters())
+            # The update that would have spoilt them was not made, and earlier ones were.
+            parameters = list(trainer.network.model.parameters())
+            assert all(torch.isfinite(one).all() for one in parameters)
+            assert mode == "fsdp" or not torch.equal(before[0], parameters[0])
             return error.message, error.where
-        finally:
-            trainer.saver.wait()  # as an entry does, before the folder goes
-        return "", ""
+        except RuntimeError as error:
+            return "", str(error)
+    return "", ""
 
 
-def test_a_drifted_replica_is_named_with_its_tensor():
-    for what, where in run_on_ranks(_fit, 3, "drift", False):
-        assert "drifted apart: linear.bias" in what
-        assert where == "rank 1, linear.bias"
+@pytest.mark.parametrize(
+    ("size", "how", "what", "where"),
+    [
+        (3, ("drift",), "drifted apart: linear.bias", "rank 1, linear.bias"),
+        # One pass comes before the first step: the trial. Of three bad updates in a row the last one ends the run.
+        (3, ("gradient",), "the gradient of linear.", "rank 1, step 4"),
+        (2, ("loss", True), "the loss is not finite", "rank 1, step 2"),
+        # An accelerator leaves out the update, and tells of it later.
+        (2, ("gradient", True), "a gradient is not finite", "rank 0, step 2"),
+        (2, ("loss", False, "fsdp"), "the loss is not finite; the last 3 updates were skipped", "rank 1, step 4, "),
+    ],
+)
+def test_what_goes_wrong_on_one_process_is_named_by_all(size, how, what, where):
+    for message, place in run_on_ranks(_fit, size, *how):
+        assert what in message
+        assert place.startswith(where) if where.endswith(" ") else place == where
 
 
-class _Centred(nn.Module):
+@pytest.mark.timeout(60)
+def test_a_process_that_trains_by_itself_reports_a_lost_gradient_alone():
+    # Rank 0 trains on, and would be waited for as long as collectives may take.
+    what, where = run_on_ranks(_fit, 2, "gradient", False, "data", "local")[1]
+    assert "the gradient of linear." in what
+    assert where.startswith("rank 1, step ")
+
+
+@pytest.mark.parametrize("wrong", ["loss", "gradient"])
+def test_one_process_alone(wrong):
+    message, _ = _fit(World(), wrong, mode="single", rank=1)
+    assert "not finite" in message or "gradient of linear" in message
+
+
+class Centred(nn.Module):
     """Keeps a mean of its own samples; starts late to write into one buffer and to replace another."""
 
     def __init__(self):
@@ -106,26 +292,21 @@ class _Centred(nn.Module):
         return values - self.mean
 
 
-def _fit_moving(world, mode, samples):
-    flags = {"data.name": f"synthetic:{samples}x1x8x8x5", "train.batch": 9, "train.epochs": 2, "train.audit_every": 1}
+def _fit_moving(world, mode):
+    flags = {"data.name": "synthetic:40x1x8x8x5", "train.batch": 9, "train.epochs": 2, "train.audit_every": 1}
     net = nn.Sequential(
-        nn.Conv2d(1, 4, 3), nn.InstanceNorm2d(4, track_running_stats=True), _Centred(), nn.Flatten(), nn.Linear(144, 5)
+        nn.Conv2d(1, 4, 3), nn.InstanceNorm2d(4, track_running_stats=True), Centred(), nn.Flatten(), nn.Linear(144, 5)
     )
-    with tempfile.TemporaryDirectory() as folder:
-        RunFolder(Path(folder)).ranks.mkdir()
-        trainer = build(
-            Parts.from_job(load_job(flags, environment={}).job, RunFolder(Path(folder)), world, mode, Objects(net))
-        )
+    with built(world, net, {**flags, "parallel.mode": mode}) as trainer:
         write_metadata(trainer)
         fit(trainer)
-        trainer.saver.wait()
-        exceptions = json.loads(RunFolder(Path(folder)).plan.read_text())["exceptions"] if world.is_main else []
+        exceptions = json.loads(trainer.folder.plan.read_text())["exceptions"] if world.is_main else []
     return {name: one.tolist() for name, one in net.named_buffers()}, exceptions
 
 
 @pytest.mark.parametrize("mode", ["data", "fsdp"])
 def test_buffers_that_each_process_moves_by_its_own_samples_are_kept_equal_and_named(mode):
-    (first, exceptions), (second, _) = run_on_ranks(_fit_moving, 2, mode, 40)
+    (first, exceptions), (second, _) = run_on_ranks(_fit_moving, 2, mode)
     assert first == second
     assert first["2.seen"] > 0
     assert first["2.replaced"] != [0]
@@ -134,15 +315,7 @@ def test_buffers_that_each_process_moves_by_its_own_samples_are_kept_equal_and_n
 
 
 def test_one_process_alone_names_no_buffers():
-    assert run_on_ranks(_fit_moving, 1, "single", 40)[0][1] == []
-
-
-def test_a_gradient_that_is_not_finite_names_rank_step_and_tensor():
-    for what, where in run_on_ranks(_fit, 3, "gradient", False):
-        assert "the gradient of linear." in what
-        # One pass comes before the first step: the rehearsal. The one that settles DDP's buckets isn't needed here.
-        # Of three bad updates in a row the last one ends the run.
-        assert where == "rank 1, step 4"
+    assert _fit_moving(World(), "single")[1] == []
 
 
 def test_samples_that_hold_nan_are_named_and_no_option_is_blamed(tmp_path):
@@ -158,7 +331,7 @@ def test_samples_that_hold_nan_are_named_and_no_option_is_blamed(tmp_path):
     assert not any("train." in line for line in caught.value.hints)
 
 
-class _Spectral(nn.Module):
+class Spectral(nn.Module):
     """Multiplies frequencies."""
 
     def __init__(self, weight):
@@ -170,138 +343,74 @@ class _Spectral(nn.Module):
         return self.linear(torch.fft.irfft2(torch.fft.rfft2(images[:, 0]) * weight, s=(8, 8)).flatten(1))
 
 
+FEW = {"data.name": "synthetic:40x1x8x8x5", "train.batch": 8, "train.epochs": 1}
+
+
+def _linear():
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 5))
+
+
 @pytest.mark.parametrize(
-    ("net", "told"),
+    ("net", "said"),
     [
-        (nn.Sequential(nn.Flatten(), nn.Linear(64, 5)).requires_grad_(False), "no trainable parameters"),
+        (_linear().requires_grad_(False), "no trainable parameters"),
         (nn.Flatten(), "no trainable parameters"),
-        (_Spectral(torch.ones(8, 5, dtype=torch.cfloat)), "the parameter weight is complex"),
+        (Spectral(torch.ones(8, 5, dtype=torch.cfloat)), "the parameter weight is complex"),
     ],
 )
-def test_what_can_not_be_trained_is_refused_in_one_sentence(net, told, tmp_path):
-    job = load_job({"data.name": "synthetic:40x1x8x8x5", "train.batch": 8}, environment={}).job
-    with pytest.raises(UserError, match=told):
-        build(Parts.from_job(job, RunFolder(tmp_path), World(), "single", Objects(net)))
+def test_what_can_not_be_trained_is_refused_in_one_sentence(net, said):
+    with pytest.raises(UserError, match=said), built(World(), net, FEW):
+        pass
+
+
+def test_what_the_refusal_of_complex_parameters_advises_trains():
+    net = Spectral(torch.view_as_real(torch.ones(8, 5, dtype=torch.cfloat)).clone())
+    before = net.weight.detach().clone()
+    with built(World(), net, FEW) as trainer:
+        fit(trainer)
+    assert not torch.equal(before, net.weight)
 
 
 def _build_frozen(world):
     """Of two processes one has nothing to train, as a piece of a network on a mesh may."""
-    net = nn.Sequential(nn.Flatten(), nn.Linear(64, 5)).requires_grad_(world.is_main)
-    job = load_job({"data.name": "synthetic:40x1x8x8x5", "train.batch": 8}, environment={}).job
-    with tempfile.TemporaryDirectory() as folder, pytest.raises(UserError) as caught:
-        build(Parts.from_job(job, RunFolder(Path(folder)), world, "hybrid", Objects(net)))
+    net = _linear().requires_grad_(world.is_main)
+    with pytest.raises(UserError) as caught, built(world, net, FEW, mode="hybrid"):
+        pass
     return caught.value.message
 
 
 def test_all_processes_refuse_a_network_of_which_one_has_nothing_to_train():
-    told = "the network has no trainable parameters on rank 1"
-    assert run_on_ranks(_build_frozen, 2) == [told, told]
+    assert run_on_ranks(_build_frozen, 2) == ["the network has no trainable parameters on rank 1"] * 2
 
 
-def _largest_losses(output, labels):
-    return nn.functional.cross_entropy(output, labels, reduction="none").topk(4).values.mean()
+class Counting(nn.Module):
+    """Notes how many samples it is given; may have no memory for any."""
 
-
-class _OutOfMemory(nn.Linear):
-    """Has no memory for any number of samples, and notes these numbers."""
-
-    def __init__(self):
-        super().__init__(64, 5)
-        self.tried = []
+    def __init__(self, *, full=False):
+        super().__init__()
+        self.inner, self.full, self.tried = _linear(), full, []
 
     def forward(self, images):
         self.tried.append(len(images))
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        if self.full:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return self.inner(images)
 
 
-class _Counting(nn.Sequential):
-    """Notes how many samples it is given."""
-
-    def __init__(self):
-        super().__init__(nn.Flatten(), nn.Linear(64, 5))
-        self.tried = []
-
-    def forward(self, images):
-        self.tried.append(len(images))
-        return super().forward(images)
+def _largest(count):
+    return lambda output, labels: (
+        nn.functional.cross_entropy(output, labels, reduction="none").topk(count).values.mean()
+    )
 
 
 @pytest.mark.parametrize(("needed", "tried"), [(4, [8]), (9, [8, 36])])
-def test_a_custom_loss_is_tried_on_a_few_samples_and_on_a_whole_share_only_where_it_needs_more(needed, tried, tmp_path):
-    def loss(output, labels):
-        return nn.functional.cross_entropy(output, labels, reduction="none").topk(needed).values.mean()
-
-    net = _Counting()
-    job = load_job({"data.name": "synthetic:40x1x8x8x5", "train.batch": 36}, environment={}).job
-    build(Parts.from_job(job, RunFolder(tmp_path), World(), "single", Objects(net, loss=loss)))
-    assert net.tried == [*tried, 2, 2]  # the time that an update takes is estimated from two passes
+def test_a_custom_loss_is_tried_on_a_few_samples_and_on_a_whole_share_only_where_it_needs_more(needed, tried):
+    with built(World(), net := Counting(), {**FEW, "train.batch": 36}, loss=_largest(needed)):
+        assert net.tried == [*tried, 2, 2]  # the time that an update takes is estimated from two passes
 
 
-def test_a_trial_that_runs_out_of_memory_is_not_tried_with_more_samples(tmp_path):
-    net = _OutOfMemory()
-    job = load_job({"data.name": "synthetic:40x1x8x8x5", "train.batch": 36}, environment={}).job
-    with pytest.raises(torch.OutOfMemoryError):
-        build(Parts.from_job(job, RunFolder(tmp_path), World(), "single", Objects(net, loss=_largest_losses)))
+def test_a_trial_that_runs_out_of_memory_is_not_tried_with_more_samples():
+    net, flags = Counting(full=True), {**FEW, "train.batch": 36}
+    with pytest.raises(torch.OutOfMemoryError), built(World(), net, flags, loss=_largest(4)):
+        pass
     assert net.tried == [8]
-
-
-def test_what_the_refusal_of_complex_parameters_advises_trains(tmp_path):
-    net = _Spectral(torch.view_as_real(torch.ones(8, 5, dtype=torch.cfloat)).clone())
-    job = load_job({"data.name": "synthetic:40x1x8x8x5", "train.batch": 8, "train.epochs": 1}, environment={}).job
-    trainer = build(Parts.from_job(job, RunFolder(tmp_path), World(), "single", Objects(net)))
-    before = net.weight.detach().clone()
-    fit(trainer)
-    trainer.saver.wait()
-    assert not torch.equal(before, net.weight)
-
-
-def test_lost_numbers_on_an_accelerator_stop_all_processes():
-    for what, where in run_on_ranks(_fit, 2, "loss", True):
-        assert what == "the loss is not finite"
-        # One pass comes before the first step: the rehearsal.
-        assert where == "rank 1, step 2"
-
-
-def test_an_accelerator_leaves_out_an_update_with_a_lost_gradient_and_tells_of_it_later():
-    for what, where in run_on_ranks(_fit, 2, "gradient", True):
-        assert what == "a gradient is not finite"
-        assert where == "rank 0, step 2"
-
-
-def test_where_processes_hold_pieces_all_hear_of_a_lost_loss():
-    for what, where in run_on_ranks(_fit, 2, "loss", False, "fsdp"):
-        assert what == "the loss is not finite; the last 3 updates were skipped"
-        assert where.startswith("rank 1, step 4, samples ")
-
-
-def _first_words(world, wrong, mode, sync):
-    try:
-        return _fit(world, wrong, False, mode, sync)
-    except RuntimeError as error:
-        return "", str(error)
-
-
-@pytest.mark.timeout(60)
-def test_a_process_that_trains_by_itself_tells_of_a_lost_gradient_alone():
-    # Rank 0 trains on, and would be waited for as long as collectives may take.
-    what, where = run_on_ranks(_first_words, 2, "gradient", "data", "local")[1]
-    assert "the gradient of linear." in what
-    assert where.startswith("rank 1, step ")
-
-
-@pytest.mark.parametrize("wrong", ["loss", "gradient"])
-def test_one_process_alone(wrong):
-    class Always(Net):
-        def __init__(self, wrong):
-            super().__init__(wrong, 1)
-
-    job = load_job({"data.name": "synthetic:40x1x8x8x5", "train.batch": 8}, environment={}).job
-    with tempfile.TemporaryDirectory() as folder:
-        trainer = build(Parts.from_job(job, RunFolder(Path(folder)), World(), "single", Objects(Always(wrong))))
-        before = [p.detach().clone() for p in trainer.network.model.parameters()]
-        with pytest.raises(RunError) as caught:
-            fit(trainer)
-        assert "not finite" in caught.value.message or "gradient of linear" in caught.value.message
-        # The update that would have spoilt them was not made.
-        assert all(torch.isfinite(p).all() for p in trainer.network.model.parameters())
-        assert not torch.equal(before[0], next(trainer.network.model.parameters()))

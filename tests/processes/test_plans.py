@@ -1,0 +1,243 @@
+"""Any plan gives one process's losses and gradients: for known networks, what splits badly, and own losses.
+
+More random plans were run once: the table is in docs/experiments/parallel.md.
+"""
+
+import functools
+import operator
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812 - the field's name for it
+from torch import nn
+
+from manyhands.core.errors import UserError
+from manyhands.core.mesh import parse_mesh
+from manyhands.parallel.plan import Plan
+from tests.processes.parity import NETWORKS, errors, errors_of, truth_of
+from tests.processes.ranks import run_on_ranks
+
+TWO, FOUR = (("dp", 2),), (("dp", 4),)
+SQUARE, CUBE = (("dp", 2), ("tp", 2)), (("dp", 2), ("tp", 2), ("tp2", 2))
+QUICK = ("vgg", "vit", "resnet18")
+FAST = [(name, TWO, 1) for name in QUICK] + [("vgg", SQUARE, 3), ("vgg", CUBE, 1), ("vit", FOUR, 1)]
+FAST += [("vit", SQUARE, 1), ("resnet18", SQUARE, 1)]
+SLOW = [(name, TWO, 1) for name in NETWORKS if name not in QUICK]
+SLOW += [(name, mesh, 3) for name in ("vgg", "vit") for mesh in (TWO, FOUR, SQUARE)]
+SLOW += [("resnet18", TWO, 3), ("resnet18", SQUARE, 3), ("efficientnet_b0", TWO, 3), ("convnext", SQUARE, 3)]
+
+
+def _name(value):
+    return "x".join(str(size) for _, size in value) if isinstance(value, tuple) else str(value)
+
+
+def check(found, tolerance):
+    for one in found:
+        for error, what in (one.first, one.last):
+            assert error <= tolerance, f"{one.label}: {what} is off by {error:.1e}"
+
+
+@pytest.mark.parametrize(("name", "axes", "plans"), FAST, ids=_name)
+def test_random_plans_make_the_updates_of_one_process(name, axes, plans):
+    check(errors(name, axes, range(plans), updates=2), 1e-9)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("name", "axes", "plans"), SLOW, ids=_name)
+def test_more_random_plans_make_five_updates_of_one_process(name, axes, plans):
+    check(errors(name, axes, range(100, 100 + plans), updates=5), 1e-9)
+
+
+def test_groups_of_batch_norm_may_be_smaller_than_the_batch():
+    check(errors("vgg", SQUARE, range(10, 14), updates=2, group=4), 1e-9)
+
+
+@pytest.mark.parametrize(("name", "axes"), [("vgg", SQUARE), ("vit", SQUARE), ("resnet18", TWO)], ids=_name)
+@pytest.mark.slow
+def test_random_plans_in_single_precision(name, axes):
+    check(errors(name, axes, range(20, 22), dtype=torch.float32), 1e-4)
+
+
+class Layers(nn.Module):
+    """Two layers; the function says what is done with them: of the module and x."""
+
+    def __init__(self, forward):
+        super().__init__()
+        self.a, self.b, self.forward_of = nn.Linear(12, 8), nn.Linear(8, 4), forward
+
+    def forward(self, x):
+        return self.forward_of(self, x)
+
+
+def _in_place(self, x):
+    x = self.a(x)
+    x.relu_()
+    return self.b(x)
+
+
+def _in_place_by_function(self, x):
+    x = self.a(x)
+    F.relu(x, inplace=True)
+    return self.b(x)
+
+
+def _by_count(self, x):
+    # Evaluation may take any number of samples.
+    return self.b(self.a(x) * (1 / x.shape[0]) / x.size(0) ** 0.5) if self.training else self.b(self.a(x))
+
+
+def _functional(self, x):
+    hidden = F.linear(torch.relu(F.linear(x, self.a.weight, self.a.bias)), self.b.weight, self.b.bias)
+    return hidden + self.b(torch.relu(self.a(x)))
+
+
+def _read_otherwise(self, x):
+    return self.b(torch.relu(self.a(x))) + (x @ self.a.weight.T) @ (2 * self.b.weight.T)
+
+
+class Remembers(Layers):
+    def __init__(self):
+        super().__init__(lambda self, x: self.b(torch.relu(self.a(x))))
+        self.register_buffer("m", torch.zeros(()), persistent=False)
+
+    def forward(self, x):
+        self.m = 0.9 * self.m + 0.1
+        return super().forward(x)
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(12, 12, bias=False), nn.Linear(12, 12, bias=False), nn.Linear(12, 4)
+        self.b.weight = self.a.weight
+
+    def forward(self, x):
+        return self.c(torch.relu(self.b(torch.relu(self.a(x)))))
+
+
+def _squares(output, labels):
+    return ((output - F.one_hot(labels, 4)) ** 2).mean()
+
+
+# What splits badly unless one takes care: statements in place, numbers of the batch, shared weights, own losses.
+HAZARDS = {
+    "in place": (lambda: Layers(_in_place), [{"a": "o@dp"}, {}]),
+    "in place by function": (lambda: Layers(_in_place_by_function), [{"b": "i@dp"}]),
+    "by count": (lambda: Layers(_by_count), [{}, {"b": "r@dp"}]),
+    "tied": (Tied, [{"a": "o@dp"}, {"a": "i@dp", "c": "o@dp"}]),
+    "functional": (lambda: Layers(_functional), [{}, {"a": "o@dp"}, {"linear": "o@dp", "b": "o@dp"}]),
+    "remembers": (Remembers, [{}]),
+    "own loss": (lambda: Layers(_in_place), [{"b": "o@dp"}, {"b": "o@dp", "loss": "o@dp"}]),
+}
+
+
+def _truth(make, shape, classes, loss=None, samples=6, labels=None):
+    torch.manual_seed(0)
+    model = make().double()
+    x = torch.randn(samples, *shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return truth_of(model, x, 1, samples, loss=loss, classes=classes, labels=labels)
+
+
+def test_what_splits_badly_gives_one_processs_loss_and_gradients():
+    cases = []
+    for name, (make, plans) in HAZARDS.items():
+        truth = _truth(make, (12,), 4, _squares if name == "own loss" else None)
+        cases += [(f"{name} {ops}", truth, Plan(parse_mesh("dp=2"), ops)) for ops in plans]
+    check(errors_of(cases), 1e-12)
+
+
+def expanded(logit, label):
+    """Cross-entropy as the formula says it, in small operators."""
+    logit_max = torch.max(logit, -1, keepdim=True)[0]
+    exp = torch.exp(torch.sub(logit, logit_max))
+    exp_sum = torch.sum(exp, -1, keepdim=True)
+    softmax_result = torch.div(exp, exp_sum)
+    label = F.one_hot(label, logit.shape[1])
+    softmax_result_log = torch.log(softmax_result)
+    loss = torch.sum(torch.mul(softmax_result_log, label), -1)
+    loss = torch.mul(torch.tensor(-1.0), loss)
+    return torch.mean(loss, -1)
+
+
+def by_methods(output, labels):
+    """The same in methods, a value for each sample."""
+    shifted = output - output.max(dim=1, keepdim=True).values
+    logarithms = shifted - shifted.exp().sum(dim=1, keepdim=True).log()
+    return -(logarithms * F.one_hot(labels, num_classes=output.size(1)).float()).sum(1)
+
+
+def squares(output, labels):
+    return ((output - F.one_hot(labels, 7)) ** 2).mean()
+
+
+def above_the_largest(output, labels):
+    """Whose gradient goes through the maximum."""
+    return (output.max(1)[0] * 2 - (output * F.one_hot(labels, 7)).sum(1)).mean()
+
+
+LOSSES = (expanded, by_methods, squares, above_the_largest)
+PLANS = {"dp=2": {"loss": "o@dp"}, "dp=3": {"2": "o@dp", "loss": "o@dp"}, "dp=2,tp=2": {"loss": "n@dp o@tp"}}
+
+
+def _classifier():
+    return nn.Sequential(nn.Linear(6, 9), nn.ReLU(), nn.Linear(9, 7))
+
+
+@pytest.mark.parametrize("mesh", PLANS)
+def test_own_losses_in_small_operators_with_the_classes_split_are_those_of_one_process(mesh):
+    plan = Plan(parse_mesh(mesh), PLANS[mesh])
+    cases = [(loss.__name__, _truth(_classifier, (6,), 7, loss, samples=5), plan) for loss in LOSSES]
+    check(errors_of(cases), 1e-12)
+
+
+@pytest.mark.parametrize(
+    ("truth", "ops", "words"),
+    [
+        (
+            functools.partial(_truth, _classifier, (6,), 7, lambda o, labels: F.cross_entropy(o.cumsum(1), labels)),
+            {"loss": "o@dp"}, ["cumsum of this loss has no rule"],
+        ),
+        # A parameter that is read in another way too.
+        (
+            functools.partial(_truth, lambda: Layers(_read_otherwise), (12,), 4),
+            {"b": "o@dp"}, ["can't be split", "would split differently"],
+        ),
+    ],
+)  # fmt: skip
+def test_what_has_no_rule_is_refused_by_name(truth, ops, words):
+    with pytest.raises(AssertionError) as refused:
+        errors_of([("", truth(), Plan(parse_mesh("dp=2"), ops))])
+    assert UserError.__name__ in str(refused.value)
+    assert all(str(refused.value).count(word) >= 2 for word in words), "on both processes"
+
+
+class SemiAutoParallelNet(nn.Module):
+    """A product with a parameter of its own, and a sum."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(512, 128))
+
+    def forward(self, x):
+        return operator.matmul(x, self.weight).sum(-1, keepdim=True)
+
+
+def test_a_product_with_a_parameter_is_split_as_its_pin_says():
+    truth = _truth(
+        SemiAutoParallelNet, (512,), 1, lambda output, labels: (output[:, 0] - labels).square().mean(), 4,
+        labels=torch.arange(4),
+    )  # fmt: skip
+    plan = Plan(parse_mesh("dp=2"), {"matmul": "{(1, 1),(1, 2)}"})
+    check(errors_of([("", truth, plan)]), 1e-12)
+    assert run_on_ranks(_layout, 2, truth, plan) == [((512, 64), ((1, (0,)),))] * 2
+
+
+def _layout(world, truth, plan):
+    from manyhands.parallel.network import ModeRequest
+    from manyhands.parallel.split.network import split
+
+    request = ModeRequest(plan=plan, picture=truth.pictures[0], cross_entropy=False, loss=truth.loss)
+    network = split(truth.model, world, request)
+    network.close()
+    return tuple(truth.model.weight.shape), network.layouts["weight"].cuts
