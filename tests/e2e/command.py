@@ -24,6 +24,7 @@ import psutil
 import torch
 from safetensors.torch import load_file
 
+import manyhands
 from manyhands.cli.main import main
 from manyhands.cluster.agents.agent import serve
 from manyhands.cluster.agents.early import AGENT
@@ -33,9 +34,13 @@ from manyhands.worker.entry import import_training
 NETS = Path(__file__).with_name("nets.py")
 # Nothing here waits so long unless it hangs.
 PATIENCE_S = 240
+PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL, "text": True}
 # The precision is named: networks that fail or wait at a certain pass count those of a measurement too.
 QUICKLY = "--set run.report=false --set train.channels_last=false --set train.precision=fp32"
 QUICK = QUICKLY.split()
+# Programs of torch that start processes: the second one passes --local-rank to the script.
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+LAUNCH = ["-m", "torch.distributed.launch", "--nproc-per-node", "2"]
 
 
 @dataclass
@@ -56,15 +61,8 @@ def environment(**more):
 
 def start(*arguments, program=("-m", "manyhands"), cwd=None, to=subprocess.PIPE, **variables):
     """Starts `python -m manyhands …`; its standard error is not to be filled beyond a pipe's size."""
-    return subprocess.Popen(
-        [sys.executable, *program, *map(str, arguments)],
-        stdout=to,
-        stderr=to,
-        stdin=subprocess.DEVNULL,
-        text=True,
-        cwd=cwd,
-        env=environment(**variables),
-    )
+    line, streams = [sys.executable, *program, *map(str, arguments)], {**PIPES, "stdout": to, "stderr": to}
+    return subprocess.Popen(line, cwd=cwd, env=environment(**variables), **streams)
 
 
 def forked(*arguments, cwd=None, **variables):
@@ -74,26 +72,15 @@ def forked(*arguments, cwd=None, **variables):
     its agents can start is for others to show.
     """
     _import_all()
-    call = functools.partial(main, [*map(str, arguments)])
-    return subprocess.Popen(
-        ["never executed"],
-        executable=sys.executable,
-        preexec_fn=functools.partial(_end_with, call, environment(**variables)),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        stdin=subprocess.DEVNULL,
-        text=True,
-        cwd=cwd,
-    )
+    call = functools.partial(_end_with, functools.partial(main, [*map(str, arguments)]), environment(**variables))
+    return subprocess.Popen(["never executed"], executable=sys.executable, preexec_fn=call, cwd=cwd, **PIPES)
 
 
 @functools.cache
 def _import_all():
     """Imports once what each fork, its agent and its workers would import."""
-    names = (
-        "cli.train run.train worker.entry models.build models.architectures.mlp data.datasets.published train.precision"
-    )
-    for name in (ELASTIC, "torchvision", *(f"manyhands.{each}" for each in names.split())):
+    ours = "cli.train run.train worker.entry models.build models.architectures.mlp data.datasets.published"
+    for name in (ELASTIC, "torchvision", *(f"manyhands.{each}" for each in f"{ours} train.precision".split())):
         importlib.import_module(name)
     import_training()
 
@@ -112,8 +99,8 @@ def _end_with(call, variables):
     """Runs a function in a fork, which ends with it.
 
     The fork closes what the tests' own process has open, subprocess's pipe among it, and that of multiprocessing's
-    tracker, which a test in this process may have had started. It collects no garbage of that process: the threads of a
-    process group that a test has left don't exist here, and joining them would abort.
+    tracker, which a test in this process may have had started. What earlier tests left is not collected in the fork: a
+    process group's threads are not there, and a mapped tensor can't be without its file.
     """
     gc.freeze()
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))
@@ -153,25 +140,31 @@ def typed(**more):
 
 def shell(line, cwd=None, **variables):
     """Starts a line as it is typed in a terminal."""
-    return subprocess.Popen(
-        ["bash", "-c", line],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        stdin=subprocess.DEVNULL,
-        text=True,
-        cwd=cwd,
-        env=typed(**variables),
-    )
+    return subprocess.Popen(["bash", "-c", line], cwd=cwd, env=typed(**variables), **PIPES)
 
 
-def finish(process):
-    """Waits for a command's end."""
+def finish(process, code=None, says=()):
+    """Waits for a command's end, which has this exit code, and these words on standard error."""
     try:
         out, err = process.communicate(timeout=PATIENCE_S)
     except subprocess.TimeoutExpired:
         end(process)
         raise
-    return Ended(process.returncode, out, err)
+    return checked(Ended(process.returncode, out, err), code, says)
+
+
+def checked(ended, code=None, says=()):
+    """What has ended with this exit code, and said these words on standard error."""
+    assert code in (None, ended.code), ended.err
+    for text in [says] if isinstance(says, str) else says:
+        assert text in ended.err, ended.err
+    return ended
+
+
+def stop(process, number=signal.SIGTERM, code=75, says=()):
+    """The end of a command that is sent a signal."""
+    process.send_signal(number)
+    return finish(process, code, says)
 
 
 def run(*arguments, **others):
@@ -192,6 +185,11 @@ def inside(*arguments):
     return Ended(code, *(stream.buffer.getvalue().decode() for stream in (out, err)))
 
 
+def fit(*given, **options):
+    """Trains in this process as a Python program does, for an epoch."""
+    return manyhands.fit(*given, **{"quiet": True, "run__report": False, "out": "run", "epochs": 1, **options})
+
+
 def alone(*arguments):
     """Trains within this process, as the only one of a group."""
     return inside(*arguments, *QUICK, "--init", f"file://{Path.cwd()}/meet", "--world-size", 1, "--rank", 0)
@@ -206,20 +204,21 @@ def words(given):
             yield from map(str, each if isinstance(each, list | tuple) else [each])
 
 
-def done(*given, by=forked, code=0, **others):
+def begin(*given, by=forked, **others):
+    """Starts a command, or runs it where that is how."""
+    return by(*words(given), **others)
+
+
+def done(*given, by=forked, code=0, says=(), **others):
     """Runs a command to the end that is expected of it."""
-    ended = by(*words(given), **others)
-    ended = ended if isinstance(ended, Ended) else finish(ended)
-    assert ended.code == code, ended.err
-    return ended
+    ended = begin(*given, by=by, **others)
+    return checked(ended, code, says) if isinstance(ended, Ended) else finish(ended, code, says)
 
 
 def refused(*given, says=(), by=inside, code=2, where=True, **others):
     """Runs a command that is refused in one screen, which has these words; gives the screen."""
-    err = done(*given, by=by, code=code, **others).err
+    err = done(*given, by=by, code=code, says=says, **others).err
     assert_one_screen(err, where=where)
-    for text in [says] if isinstance(says, str) else says:
-        assert text in err, err
     return err
 
 

@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -23,17 +24,17 @@ from manyhands.parallel.replicas.shared_memory import SharedSums
 from manyhands.sync.exchange import SyncGroup
 from manyhands.train.step import Updater
 
-STEP = [0, ""]  # updates made so far, and what this one is at
+AT = SimpleNamespace(step=0, part="")  # updates made so far, and what this one is at
 
 
 def act(place):
     """Does what the environment says, where this is the place, and the first time."""
-    if os.environ.get("FAULT_AT") != place or STEP[0] < int(os.environ["FAULT_STEP"]):
+    if os.environ.get("FAULT_AT") != place or AT.step < int(os.environ["FAULT_STEP"]):
         return
     marker = Path(os.environ["FAULT_MARKER"])
     if not dist.is_initialized() or dist.get_rank() != int(os.environ["FAULT_RANK"]) or marker.exists():
         return
-    marker.with_suffix(".new").write_text(f"{time.time()} {STEP[0]} {os.getpid()} {threading.current_thread().name}")
+    marker.with_suffix(".new").write_text(f"{time.time()} {AT.step} {os.getpid()} {threading.current_thread().name}")
     marker.with_suffix(".new").rename(marker)
     os.kill(os.getpid(), getattr(signal, os.environ["FAULT_HOW"]))
 
@@ -49,40 +50,40 @@ def take_time():
         time.sleep(0.2)
 
 
-def around(owner, name, place, *, after=False, when=lambda *_: True):
-    """Has the fault come before, or after, each call of a function."""
+def wrap(owner, name, *, before=None, after=None):
+    """Has something called before or after each call of a function, with the same arguments."""
     whole = getattr(owner, name)
 
     def call(*arguments, **named):
-        if not after and when(*arguments):
-            act(place)
+        if before:
+            before(*arguments)
         result = whole(*arguments, **named)
-        if after and when(*arguments):
-            act(place)
-        if place == "saving":
-            take_time()
+        if after:
+            after(*arguments)
         return result
 
     setattr(owner, name, call)
 
 
-def noting(name, found):
-    """Has everybody know how far the run is."""
-    whole = getattr(Updater, name)
-
-    def call(self, *arguments, **named):
-        STEP[:] = [arguments[-1], found]
-        return whole(self, *arguments, **named)
-
-    setattr(Updater, name, call)
-
-
-def _in_backward():
+def in_backward():
     return torch._C._current_graph_task_id() != -1
 
 
-def _in_a_thread(*_):
-    return threading.current_thread() is not threading.main_thread()
+def wait_for_sums(*_):
+    if AT.part == "passes" and not in_backward():
+        act("shared memory")
+
+
+def add_up(*_):
+    if in_backward():
+        act("norm in backward")
+    elif AT.part == "update":
+        act("norm statistics")
+
+
+def exchanged(*_):
+    if threading.current_thread() is not threading.main_thread():
+        act("thread")
 
 
 def _mean(_, bucket):
@@ -100,15 +101,14 @@ class _Replica(Replica):
 
 if os.environ.get("FAULT_AT") == "all-reduce":
     data.Replica = _Replica
-noting("begin", "passes")
-noting("finish", "update")
-around(Gradients, "step", "stepped", after=True)
-around(SharedSums, "_wait", "shared memory", when=lambda *_: STEP[1] == "passes" and not _in_backward())
-around(NormGroups, "add_up", "norm in backward", when=lambda *_: _in_backward())
-around(NormGroups, "add_up", "norm statistics", when=lambda *_: STEP[1] == "update")
-around(folders, "commit", "saving")
-around(SyncGroup, "exchange", "thread", after=True, when=_in_a_thread)
-around(SyncGroup, "gather", "thread", after=True, when=_in_a_thread)
+wrap(Updater, "begin", before=lambda *given: vars(AT).update(step=given[-1], part="passes"))
+wrap(Updater, "finish", before=lambda *given: vars(AT).update(step=given[-1], part="update"))
+wrap(Gradients, "step", after=lambda *_: act("stepped"))
+wrap(SharedSums, "_wait", before=wait_for_sums)
+wrap(NormGroups, "add_up", before=add_up)
+wrap(folders, "commit", before=lambda *_: act("saving"), after=lambda *_: take_time())
+wrap(SyncGroup, "exchange", after=exchanged)
+wrap(SyncGroup, "gather", after=exchanged)
 
 
 class _Hit(torch.autograd.Function):

@@ -56,60 +56,56 @@ class OneNumber(nn.Module):
 
 
 class Raises(Net):
-    """On rank 1 alone."""
+    """On rank 1 alone, from its seventh call on."""
+
+    who = 1
 
     def act(self):
-        if rank() == 1 and self.calls > 6:
-            raise KeyError("the user's own mistake")
+        if rank() == self.who and self.calls > 6:
+            self.fail()
+
+    def fail(self):
+        raise KeyError("the user's own mistake")
 
 
-class RaisesOnce(Net):
-    """On rank 1, at a call that the environment gives, before the first restart only."""
-
-    def act(self):
-        marker = Path(os.environ["FAULT_MARKER"])
-        if rank() == 1 and self.calls == int(os.environ["FAULT_CALL"]) and not marker.exists():
-            marker.touch()
-            raise KeyError("the user's own mistake")
-
-
-class RaisesOnRank0(Net):
+class RaisesOnRank0(Raises):
     """On rank 0 alone."""
 
-    def act(self):
-        if rank() == 0 and self.calls > 6:
-            raise KeyError("the user's own mistake")
+    who = 0
 
 
-class Leaves(Net):
-    """Without a word, on rank 1 alone."""
+class Leaves(Raises):
+    """Without a word."""
 
-    def act(self):
-        if rank() == 1 and self.calls > 6:
-            print("about to leave", flush=True)
-            os._exit(3)
+    def fail(self):
+        print("about to leave", flush=True)
+        os._exit(3)
 
 
-class Killed(Net):
-    """Once, on rank 1, at a step that the environment says."""
+class RaisesOnce(Raises):
+    """At a call that the environment gives, before the first restart only."""
 
     def act(self):
         marker = Path(os.environ["FAULT_MARKER"])
         if rank() == 1 and self.calls == int(os.environ["FAULT_CALL"]) and not marker.exists():
             marker.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
+            self.fail()
 
 
-class Starved(Net):
-    """Once, on rank 1: allocates until the kernel kills it."""
+class Killed(RaisesOnce):
+    """By SIGKILL, once."""
 
-    def act(self):
-        marker = Path(os.environ["FAULT_MARKER"])
-        if rank() == 1 and self.calls == 12 and not marker.exists():
-            marker.touch()
-            taken = []
-            while True:
-                taken.append(bytearray(os.urandom(1 << 20)))
+    def fail(self):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Starved(RaisesOnce):
+    """Allocates until the kernel kills it, once."""
+
+    def fail(self):
+        taken = []
+        while True:
+            taken.append(bytearray(os.urandom(1 << 20)))
 
 
 class NotANumber(Net):

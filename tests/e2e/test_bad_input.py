@@ -3,14 +3,11 @@
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from filelock import FileLock
-from PIL import Image
 
-from tests.data.sets import write_idx
-from tests.e2e.command import NETS, QUICK, alone, done, events, inside, messages, refused, start
+from tests.data.sets import make, write_idx
+from tests.e2e.command import NETS, QUICK, alone, done, events, forked, inside, messages, refused, start
 
 
 def everything():
@@ -18,18 +15,13 @@ def everything():
     return {path for path in Path().rglob("*") if "__pycache__" not in path.parts}
 
 
-def pictures(folder, count, text="png"):
-    folder.mkdir(parents=True)
-    numbers = np.random.default_rng(count)
-    for number in range(count):
-        pixels = numbers.integers(0, 255, (10, 10, 3), dtype=np.uint8)
-        Image.fromarray(pixels).save(folder / f"{number}.{text}")
+def pictures(root, *classes, count=12):
+    make(Path(root), classes, count, size=(10, 10))
 
 
 def corrupt_picture():
-    for name in ("cats", "dogs"):
-        pictures(Path("pets", name), 12)
-    path = Path("pets/dogs/2.png")
+    pictures("pets", "cats", "dogs")
+    path = Path("pets/dogs/02.png")
     path.write_bytes(path.read_bytes()[:50])
 
 
@@ -72,8 +64,8 @@ CASES = [
     (None, "digits --train.lrr 3", ['did you mean "train.lr"?']),
     (None, "digits --set train.batch=many", ["train.batch", "many"]),
     (None, "digits --recipe cifar10-fats --dry-run", ["there is no recipe cifar10-fats", '"cifar10-fast"?']),
-    (lambda: pictures(Path("pets/cats"), 4), "pets mlp", ["only one class folder"]),
-    (corrupt_picture, "pets mlp", ["2.png", "pets/dogs/2.png", "skip-corrupt"]),
+    (lambda: pictures("pets", "cats"), "pets mlp", ["only one class folder"]),
+    (corrupt_picture, "pets mlp", ["pets/dogs/02.png", "skip-corrupt"]),
     (
         truncated_idx,
         "mnist mlp --data-dir sets",
@@ -161,27 +153,43 @@ def test_a_run_with_torn_checkpoints_alone_is_not_begun_anew(trained):
     assert all(path.is_dir() for path in checkpoints)
 
 
-def test_two_runs_never_share_a_folder():
-    Path("run/ranks").mkdir(parents=True)
-    with FileLock("run/ranks/lock"):
-        refused("train digits mlp --out run", by=alone, says="a run is active in")
-    assert not Path("run/job.toml").exists()
+TWICE = (
+    "localhost and 127.0.0.1 are the same machine",
+    'do:    list the machine once, with 2 processes: "localhost slots=2"',
+)
+DETACHED = "digits mlp --detach --hosts 127.0.0.1:2"
 
 
-def test_what_no_machine_could_do_is_told_before_anything_starts():
-    twice = "localhost and 127.0.0.1 are the same machine"
-    once = 'do:    list the machine once, with 2 processes: "localhost slots=2"'
-    refused("launch digits mlp --hosts localhost,127.0.0.1 --out run", code=3, says=(twice, once))
-    assert not Path("run").exists()
-    for mesh, told in ("tp=4", "is for 4 processes, but the run has 2"), ("tp=1000000000", "is not a mesh"):
-        refused(f"train digits mlp --mesh {mesh} -n 2 --dry-run", says=told)
+@pytest.mark.parametrize(
+    ("line", "code", "says"),
+    [
+        ("launch digits mlp --hosts localhost,127.0.0.1 --out run", 3, TWICE),
+        ("train digits mlp --mesh tp=4 -n 2 --dry-run", 2, "is for 4 processes, but the run has 2"),
+        ("train digits mlp --mesh tp=1000000000 -n 2 --dry-run", 2, "is not a mesh"),
+        ("train digits mlp --cluster.detach=true", 2, "only manyhands launch can detach a run"),
+        (f"launch {DETACHED} --relay", 2, "a run with --relay can't be detached"),
+        ("train digits mlp --batch 1 -n 2", 2, "set --batch 2 or higher"),
+        ("train digits mlp more", 2, 'unexpected argument "more"'),
+        ("launch train.py --on slurm", 2, "a script of your own can't be submitted to slurm"),
+        ("train none.py", 2, "there is no script none.py"),
+        ("train train.py --epochs 3", 2, "train.epochs has no effect on a script of your own"),
+    ],
+)
+def test_what_no_machine_could_do_is_told_before_anything_starts(line, code, says):
+    Path("train.py").write_text("print('started')")
+    refused(line, code=code, says=says, by=forked if "--detach" in line else inside)
+    assert everything() == {Path("train.py")}
+
+
+def test_what_trained_on_this_machine_alone_is_not_detached():
+    done("train digits mlp --epochs 1 --out run", QUICK)
+    refused("resume run --epochs 2 --detach", says="only manyhands launch", where=False)
 
 
 @pytest.mark.slow
 def test_names_with_shell_commands_stay_names():
     trick = "$(touch executed)"
-    for name in (trick, "`touch executed`", "; touch executed;"):
-        pictures(Path(trick) / name, 8)
+    pictures(trick, trick, "`touch executed`", "; touch executed;", count=8)
     job = [trick, "mlp", "--epochs", 1, "--batch", 4]
     done("train", job, ["--out", f"run {trick}"], "-n 2 --set train.channels_last=false", by=start)
     assert trick in Path(f"run {trick}/report.html").read_text(encoding="utf-8")

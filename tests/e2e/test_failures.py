@@ -11,30 +11,27 @@ import psutil
 import pytest
 
 import manyhands
-from manyhands.config.load import load_job
-from manyhands.core.errors import RunError, UserError
+from manyhands.core.errors import UserError
 from manyhands.core.records import read_lines
-from manyhands.core.run_folder import RunFolder
 from manyhands.report import summary
 from manyhands.report.read import read_run
-from manyhands.run.outcome import note_head
 from tests.e2e.command import (
     NETS,
     QUICKLY,
     assert_one_screen,
+    begin,
     done,
     events,
     final_weights,
     finish,
-    forked,
     inside,
     messages,
     read,
     refused,
     start,
+    stop,
     training,
     wait_until,
-    words,
 )
 
 pytestmark = pytest.mark.timeout(300)
@@ -57,10 +54,6 @@ def named(*causes):
     return headline
 
 
-def begun(*given):
-    return forked(*words(given))
-
-
 def failed(fault, *more):
     """A run on two processes whose network fails."""
     ended = done(f"train digits {NETS}:{fault} -n 2", *more, LONG, code=1)
@@ -70,11 +63,6 @@ def failed(fault, *more):
     assert found["state"] == "failed"
     assert found["host"]
     return ended.err, found["rank"]
-
-
-def test_too_small_a_batch_leaves_no_folder():
-    refused("train digits mlp --batch 1 -n 2", LONG, says="set --batch 2 or higher", by=forked)
-    assert not Path("runs").exists()
 
 
 def test_an_error_that_comes_every_time_is_of_one_rank_and_ends_the_run_after_the_second():
@@ -144,9 +132,7 @@ def test_a_run_goes_on_over_a_full_disk_and_its_records_are_whole_afterwards(sma
         wait_until(lambda: "was not saved at step" in str(events(folder, "warning")), process)
         step = events(folder, "warning")[0]["step"]
         wait_until(lambda: events(folder, "saved")[-1]["step"] > step, process)
-        process.terminate()
-        ended = finish(process)
-    assert ended.code == 75, ended.err
+        stop(process)
     assert events(folder, "stopped")[-1]["step"] == events(folder, "saved")[-1]["step"]
 
 
@@ -224,25 +210,37 @@ def test_a_session_without_with_is_refused():
     assert refused.value.hints == ("open it: with manyhands.session() as here: …",)
 
 
+# A machine that ssh does not reach.
+AWAY = 'resume run --set cluster.hosts=["n7"] --set cluster.ssh=/bin/false'
+
+
 @pytest.mark.slow
-def test_a_run_that_goes_on_that_was_stopped_and_that_finished(here):
-    process = begun(ENDLESS, "-n 2")
+def test_a_run_that_goes_on_that_was_stopped_and_whose_machine_cannot_be_reached(here):
+    process = begin(ENDLESS, "-n 2")
     wait_until(_steps, process)
     headline = named(r"run is active, at step \d+ of 40000; last record \d+s ago")
     assert "why:" not in headline
-    process.send_signal(signal.SIGINT)
-    finish(process)
-    named(
-        r"run stopped after .* at step \d+ of 40000; everything is saved",
-        "why: the run was asked to",
-        "manyhands resume run",
-    )
+    stop(process, signal.SIGINT)
+    stopped = r"run stopped after .* at step \d+ of 40000; everything is saved"
+    named(stopped, "why: the run was asked to", "manyhands resume run")
     assert json.loads(why("--json"))["state"] == "stopped"
+    done(AWAY, code=3)
+    failed = r"run failed after .* at step \d+ of"
+    named(failed, "why: .* on n7", "do: test the connection", r"do: resume from step \d+: manyhands resume run")
+    found = json.loads(why("--json"))
+    assert (found["host"], found["rank"]) == ("n7", None)
+
+
+@pytest.mark.slow
+def test_a_finished_run_whose_machine_cannot_be_reached_later_stays_finished(here):
+    done("train digits mlp", LONG)
+    done(AWAY, "--epochs 9", code=3)
+    named("run finished after")
 
 
 @pytest.mark.slow
 def test_a_run_that_started_again_three_times_names_each(here):
-    process = begun(ENDLESS, "-n 2")
+    process = begin(ENDLESS, "-n 2")
     for number in range(3):
         wait_until(_steps, process)
         before = _steps()
@@ -261,6 +259,10 @@ def _steps():
     return max(_all_steps(), default=0)
 
 
+def _saved():
+    return [event["step"] for event in events("run", "saved")]
+
+
 def _all_steps():
     # Without a line that is being written.
     return [line["step"] for line in read_lines(Path("run/metrics.jsonl"))]
@@ -268,11 +270,9 @@ def _all_steps():
 
 @pytest.mark.slow
 def test_a_run_that_was_killed_from_outside_has_no_record_of_an_end(here):
-    process = begun(ENDLESS, "-n 2")
+    process = begin(ENDLESS, "-n 2")
     # Epochs that are better than all before are saved too, at the beginning.
-    wait_until(
-        lambda: _steps() > 40 + max((event["step"] for event in events("run", "saved")), default=math.inf), process
-    )
+    wait_until(lambda: _steps() > 40 + max(_saved(), default=math.inf), process)
     everybody = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
     for one in everybody:
         one.suspend()
@@ -283,8 +283,8 @@ def test_a_run_that_was_killed_from_outside_has_no_record_of_an_end(here):
     named(r"run ended without a record", "why: no process recorded a reason")
     assert "do: resume from step" in why()
     # Gone on with, what was done after the last save is marked as undone, and nobody counts it.
-    saved, before = max(event["step"] for event in events("run", "saved")), _steps()
-    process = begun("resume run")
+    saved, before = max(_saved()), _steps()
+    process = begin("resume run")
     wait_until(lambda: events("run", "undone"), process)
     wait_until(lambda: any(line > before for line in _all_steps()), process)
     process.send_signal(signal.SIGINT)
@@ -307,30 +307,6 @@ def test_a_start_that_fails_before_any_process_is_told(here):
     assert max(map(len, headline.splitlines())) < 500
     found = json.loads(why("--json"))
     assert (found["state"], found["rank"]) == ("failed", None)
-
-
-@pytest.mark.slow
-def test_a_machine_that_cannot_be_reached_is_named(here):
-    process = begun(ENDLESS)
-    wait_until(_steps, process)
-    process.send_signal(signal.SIGINT)
-    assert finish(process).code == 75
-    done('resume run --set cluster.hosts=["n7"] --set cluster.ssh=/bin/false', code=3)
-    named(
-        r"run failed after .* at step \d+ of",
-        "why: .* on n7",
-        "do: test the connection",
-        r"do: resume from step \d+: manyhands resume run",
-    )
-    found = json.loads(why("--json"))
-    assert (found["host"], found["rank"]) == ("n7", None)
-
-
-@pytest.mark.slow
-def test_a_finished_run_that_could_not_be_begun_again_stays_finished(here):
-    done("train digits mlp", LONG)
-    note_head(load_job({"data.name": "digits"}).job, RunFolder(Path("run")), RunError("the agent on", "n7"))
-    named("run finished after")
 
 
 # The command itself, which its agent and workers follow into a cgroup.
@@ -366,7 +342,7 @@ def little_memory():
 @pytest.mark.slow
 def test_a_process_that_is_killed_for_memory_is_reported_as_such(little_memory, here):
     job = f"train synthetic:1000x1x8x8x10 {NETS}:Starved --batch 50 --epochs 3 -n 2 --out run {QUICKLY}"
-    fault = {"FAULT_MARKER": str(here / "marker"), "FAULT_GROUP": str(little_memory)}
+    fault = {"FAULT_MARKER": str(here / "marker"), "FAULT_CALL": "12", "FAULT_GROUP": str(little_memory)}
     done(job, program=("-c", IN_GROUP), **fault, by=start)
     named(r"rank 1 was killed by the kernel, out of memory \(limit 4,096 MiB\): restarting from step")
     assert "or reduce train.micro_batch" in read("run/ranks/failures/start-0/1.json")["hints"]

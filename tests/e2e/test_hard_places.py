@@ -1,4 +1,4 @@
-"""A process that fails at the worst moment costs one update at most, and leaves nothing behind."""
+"""A run that a fault hits goes on: at most one update is lost, the weights are the same, and nothing is left behind."""
 
 import contextlib
 import os
@@ -7,26 +7,32 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import psutil
 import pytest
 
 from manyhands.core.errors import EXIT_SAVED
+from manyhands.train.saver import best_interval
+from tests.data.sets import make
 from tests.e2e.command import (
+    NETS,
     QUICKLY,
+    assert_equal_weights,
     assert_one_screen,
+    begin,
     done,
     events,
     final_weights,
     finish,
-    forked,
+    inside,
     marked,
+    start,
+    stop,
     training,
     wait_until,
-    words,
 )
-from tests.e2e.test_bad_input import pictures
 
 pytestmark = pytest.mark.timeout(300)
 FAULTS = Path(__file__).with_name("faults.py")
@@ -93,34 +99,25 @@ def test_a_save_that_takes_long_and_gets_on_is_waited_for(here):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("place", "options"), [("backward", ""), ("backward", GLOO), ("saving", OFTEN)])
-def test_a_process_that_stands_still_writes_nothing_later(place, options, here, whole):
-    again, resumed, made = fault_in(here, place, options, 0, how="SIGSTOP")
-    assert "and was killed" in again["message"]
-    assert resumed["step"] >= made - 1
-    assert_alike(final_weights("run"), whole(options))
-
-
-@pytest.mark.slow
-def test_processes_that_stand_still_elsewhere_write_nothing_later_either(here, whole):
+@pytest.mark.parametrize(
+    "places",
+    [
+        [("backward", "", 0), ("backward", GLOO, 0), ("saving", OFTEN, 0)],
+        [("all-reduce", GLOO, 1), ("norm in backward", GLOO, 1), ("stepped", "", 1)],
+        [("evaluation", EVALUATES, 0), ("thread", POWERSGD, 1)],
+    ],
+)
+def test_a_process_that_stands_still_is_killed_and_writes_nothing_later(places, here, whole):
     """Runs beside each other: nearly all of their time is a wait for a sign of life."""
-    places = {
-        "all-reduce": (GLOO, 1),
-        "norm in backward": (GLOO, 1),
-        "stepped": ("", 1),
-        "evaluation": (EVALUATES, 0),
-        "thread": (POWERSGD, 1),
-    }
-    started = {
-        place: begin_fault(here / place, place, options, rank, how="SIGSTOP")
-        for place, (options, rank) in places.items()
-    }
-    ended = {place: finish(process) for place, process in started.items()}
-    for place, (options, _) in places.items():
-        again, resumed, made = found_after(here / place, ended[place])
-        assert "and was killed" in again["message"], place
-        assert resumed["step"] >= made - 1, place
-        assert_alike(final_weights(here / place / "run"), whole(options))
+    folders = [here / str(number) for number in range(len(places))]
+    started = [begin_fault(folder, *each, how="SIGSTOP") for folder, each in zip(folders, places, strict=True)]
+    for folder, process, (_, options, rank) in zip(folders, started, places, strict=True):
+        ended = finish(process)
+        again, resumed, made = found_after(folder, ended)
+        assert re.match(rf"rank {rank} on \S+ was stopped for \d+ s and was killed: restarting from", again["message"])
+        assert f"WARNING {again['message']}" in ended.err
+        assert resumed["step"] >= made - 1
+        assert_alike(final_weights(folder / "run"), whole(options))
 
 
 def fault_in(here, place, options, rank, **more):
@@ -131,9 +128,7 @@ def fault_in(here, place, options, rank, **more):
 def begin_fault(here, place, options, rank, *, how="SIGKILL", **more):
     fault = {"FAULT_AT": place, "FAULT_RANK": str(rank), "FAULT_STEP": "7", "FAULT_HOW": how}
     here.mkdir(exist_ok=True)
-    return forked(
-        *words([JOB, options, "-n 2 --out", here / "run"]), FAULT_MARKER=str(here / "marker"), **fault, **more
-    )
+    return begin(JOB, options, "-n 2 --out", here / "run", FAULT_MARKER=str(here / "marker"), **fault, **more)
 
 
 def found_after(here, ended):
@@ -171,34 +166,41 @@ def test_of_several_heads_at_once_one_is_obeyed(again):
         assert_one_screen(refused.err)
 
 
+def workers_of(process):
+    """The processes that train, in the order of their start."""
+    (agent,) = psutil.Process(process.pid).children()
+    return sorted(agent.children(), key=lambda one: one.pid)
+
+
 @pytest.mark.slow
-def test_loader_processes_of_earlier_starts_leave_nothing(here):
+def test_loader_processes_of_earlier_starts_leave_nothing(here, request):
     """MANYHANDS_TEST_KILLS=50 for the whole of it."""
     kills = int(os.environ.get("MANYHANDS_TEST_KILLS", "6"))
-    pictures(here / "pictures/a", 40)
-    pictures(here / "pictures/b", 41)
+    temporary = Path(tempfile.mkdtemp())  # short: sockets lie there
+    request.addfinalizer(lambda: shutil.rmtree(temporary))
+    make(here / "pictures", ("a", "b"), 40, size=(10, 10))
     job = "train pictures mlp --data.image-size 10 --batch 4 --epochs 100000 --out run --lr 1e-6 -n 2"
     decoding = f"--data.workers 2 --set data.memory_limit_mib=0 {QUICKLY}"
     trained, pids, open_files = Path("run/metrics.jsonl"), set(), []
-    with training(job, decoding) as process:
+    with training(job, decoding, by=start, TMPDIR=str(temporary)) as process:
         for number in range(kills):
             wait_until(lambda at=number: len(events("run", "resumed")) == at, process)
             size = trained.stat().st_size if trained.exists() else 0
             wait_until(lambda before=size: trained.exists() and trained.stat().st_size > before, process)
+            wait_until(lambda: list(temporary.rglob("pymp-*")), process)
             (agent,) = psutil.Process(process.pid).children()
             ours = agent.children(recursive=True)
             assert len(ours) <= 2 + 2 * 2 * 2  # two that train, and of each two that decode for that, and to evaluate
             pids |= {one.pid for one in ours}
             open_files.append(agent.num_fds())
-            sorted(agent.children(), key=lambda one: one.pid)[number % 2].kill()
+            workers_of(process)[number % 2].kill()
             wait_until(lambda those=ours: not any(one.is_running() for one in those), process)
         wait_until(lambda: len(events("run", "resumed")) == kills, process)
-        process.send_signal(signal.SIGTERM)
-        ended = finish(process)
-    assert ended.code == EXIT_SAVED, ended.err
+        stop(process)
     assert max(open_files) <= open_files[0] + 20, open_files  # a start has some twenty
     shared = [one.name for one in Path("/dev/shm").iterdir() if pids & set(map(int, re.findall(r"\d+", one.name)))]
     assert not shared
+    assert not list(temporary.glob("[!t]*"))
     assert not marked(str(here))
 
 
@@ -218,9 +220,7 @@ def test_a_run_folder_moved_or_deleted_while_training_costs_no_update(every, wha
         else:
             # As rm -rf: what can't be removed, since a save adds files meanwhile, is passed over.
             shutil.rmtree(here / "run", ignore_errors=True)
-        ended = finish(process)
-    assert ended.code == EXIT_SAVED, ended.err
-    assert f"run was {what}" in ended.err
+        ended = finish(process, code=EXIT_SAVED, says=f"run was {what}")
     assert "no checkpoint at step" not in ended.err
     step = events(here / "run", "stopped")[-1]["step"]
     done(f"resume run --set train.max_steps={step + 1}")
@@ -238,3 +238,91 @@ def test_too_few_open_files_are_said_in_one_sentence_or_the_limit_is_raised(hard
     if hard:
         assert_one_screen(ended.stderr)
         assert "but the limit is 18" in ended.stderr
+
+
+THOUSAND = "train synthetic:1000x1x8x8x10"
+ONCE = f"{THOUSAND} {NETS}:Killed --batch 50 --epochs 2 {QUICKLY} -n"
+LATER = f"{THOUSAND} mlp --batch 50 --epochs 20 {QUICKLY} --out run"
+
+
+@pytest.fixture
+def fault(here):
+    """What the environment says of a fault that comes once."""
+    return {"FAULT_MARKER": str(here / "marker"), "FAULT_CALL": "13"}
+
+
+def recovered(job, processes, fault):
+    """A run that the fault hits: all but one had made the update before, and nothing is trained twice."""
+    ended = done(job, processes, "--out run", **fault)
+    (again,), (resumed,) = events("run", "restarted"), events("run", "resumed")
+    assert resumed["step"] == again["step"] > 7
+    done(job, processes, "--out whole", **fault)
+    assert not events("whole", "restarted")
+    assert_equal_weights(final_weights("run"), final_weights("whole"))
+    return ended, again
+
+
+@pytest.mark.parametrize("processes", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_a_killed_process_is_replaced_and_costs_no_update(processes, here, fault):
+    ended, _ = recovered(ONCE, processes, fault)
+    assert "WARNING rank 1 was killed by SIGKILL: restarting from step" in ended.err
+    assert not marked(str(here))
+    # How often to save is weighed anew after the kill.
+    weighed, quiet = (events(name, "interval")[-1]["data"] for name in ("run", "whole"))
+    assert (weighed["failures"], quiet["failures"]) == (1, 0)
+    assert weighed["between_failures_s"] < quiet["between_failures_s"] / 10
+    best = best_interval(weighed["save_s"], weighed["between_failures_s"])
+    assert weighed["seconds"] == pytest.approx(best, rel=0.01)
+    told, *_, last = done("why run", by=inside).out.partition("done: ")
+    assert told.startswith("run finished after")
+    assert "why:" not in told
+    assert re.match(r"restarted .*rank 1 was killed by SIGKILL: restarting from step", last)
+
+
+# The head itself, which hears a stop just when a fault has ended its processes and it is about to start others.
+STOPPED_BETWEEN = """
+import os, signal, sys
+from manyhands.cli.main import main
+from manyhands.run.recovery import RestartPolicy
+after = RestartPolicy.after
+RestartPolicy.after = lambda *given: (restart := after(*given)) and (os.kill(os.getpid(), signal.SIGINT) or restart)
+main(sys.argv[1:])
+"""
+
+
+@pytest.mark.slow
+def test_a_stop_between_two_starts_says_where_the_run_goes_on(here, fault):
+    stopped = done(ONCE, "2 --out run", program=("-c", STOPPED_BETWEEN), by=start, code=75, **fault)
+    assert "stopped while no process was training; the last checkpoint is step" in stopped.err
+    assert ": manyhands resume run" in stopped.err
+    ended, cause, *_ = done("why ./run", by=inside).out.splitlines()
+    assert "run stopped after" in ended
+    assert "why: stopped while no process was training" in cause
+    assert not marked(str(here))
+
+
+@pytest.mark.slow
+def test_an_exception_that_occurs_once_is_reported_and_costs_no_update(fault):
+    _, again = recovered(ONCE.replace("Killed", "RaisesOnce"), 2, fault)
+    assert "KeyError" in again["message"]
+
+
+@pytest.mark.slow
+def test_what_fails_before_its_first_update_is_not_tried_again():
+    done(f"train digits {NETS}:Missing -n 2 --out run", QUICKLY, code=2)
+    assert not events("run", "restarted")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("who", ["the only process", "the agent"])
+def test_what_is_killed_is_replaced_and_goes_on_from_what_was_saved(who):
+    with training(LATER, "--set checkpoint.every=10steps -n", 1 if who == "the only process" else 2) as process:
+        wait_until(lambda: events("run", "saved"), process)
+        before = workers_of(process)
+        (before[0] if who == "the only process" else before[0].parent()).kill()
+        ended = finish(process, code=0)
+    (resumed,) = events("run", "resumed")
+    assert resumed["step"] >= 10
+    if who == "the agent":
+        assert "the agent that watches the processes failed: the agent was killed by SIGKILL: restarting" in ended.err
+    assert not any(one.is_running() for one in before)

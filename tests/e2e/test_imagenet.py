@@ -1,16 +1,14 @@
 """imagenet main.py's command lines, on one node and on several, and the files that it leaves in the current folder."""
 
 import json
-import os
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
 from PIL import Image
 
 from manyhands.checkpoint.foreign import read_foreign
-from tests.e2e.command import done, environment, events, finish, forked, free_port, metrics, refused, start, words
+from tests.e2e.command import begin, done, events, finish, free_port, metrics, refused, start
 
 pytestmark = pytest.mark.timeout(600)
 NET = "-a shufflenet_v2_x0_5 -j 1 --set run.report=false"
@@ -84,14 +82,14 @@ def test_one_node_writes_goes_on_and_evaluates(images, here):
     refused(EXACT, "-b 8 --epochs 4", RESUMED, says="was trained with --lr 0.02, not 0.0005")
 
 
-def on_nodes(here, count, *given, by=forked, **others):
+def on_nodes(here, count, *given, **others):
     """The same command on so many nodes, each in a folder of its own; node 0's first."""
     place = f"--dist-url tcp://127.0.0.1:{free_port()} --dist-backend gloo --multiprocessing-distributed"
     started = []
     for rank in range(count):
         folder = here / f"node-{rank}"
         folder.mkdir(exist_ok=True)
-        started.append(by(*words([*given, place, "--world-size", count, "--rank", rank]), cwd=folder, **others))
+        started.append(begin(*given, place, "--world-size", count, "--rank", rank, cwd=folder, **others))
     ended = [finish(process) for process in started]
     assert [each.code for each in ended] == [0] * count, "\n".join(each.err for each in ended)
     return ended
@@ -175,21 +173,3 @@ NO_GPU = pytest.mark.skipif(torch.accelerator.is_available(), reason="would have
 def test_mistakes_are_one_screen_in_main_pys_flags_and_leave_nothing(line, says, images, here):
     assert "--device" not in refused("imagenet", line, says=says)
     assert {path.name for path in here.iterdir()} == {"images"}
-
-
-@pytest.mark.slow
-def test_three_nodes_on_imagenets_own_pictures(here):
-    """Document 004's command line, on as many nodes."""
-    base = Path(environment().get("MANYHANDS_TEST_DATA", "") or Path(__file__).parents[3] / "shared" / "data")
-    sample = base / "imagenet-sample"
-    if not sample.is_dir():
-        pytest.skip(f"would have read {sample} (MANYHANDS_TEST_DATA names another folder)")
-    for split in ("train", "val"):
-        for folder in sorted(path for path in sample.iterdir() if path.is_dir())[:12]:
-            (here / "images" / split).mkdir(parents=True, exist_ok=True)
-            (here / "images" / split / folder.name).symlink_to(folder)
-    job = f"imagenet {os.path.relpath(here / 'images', here / 'node-0')} -a resnet18 -j 2 --epochs 1 -b 2"
-    first, *others = on_nodes(here, 3, job, "--set run.report=false")
-    assert "evaluated=12 " in first.err
-    assert not any(each.out for each in others)
-    assert read_foreign(here / "node-0" / "checkpoint.pth.tar").state["epoch"] == 1

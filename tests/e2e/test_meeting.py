@@ -1,9 +1,13 @@
-"""Processes that meet by hand: who is missing, there twice, of another job, or not ours at all is named."""
+"""Processes started by hand or by other launchers meet; who is missing, there twice or not ours is named."""
 
 import contextlib
+import importlib.util
 import json
 import os
+import signal
 import socket
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -11,23 +15,29 @@ import torch.distributed as dist
 
 from manyhands.config.load import load_job
 from manyhands.parallel.group import rendezvous as meet
+from manyhands.report.read import read_run
 from manyhands.worker.member import shared_options
 from tests.e2e.command import (
+    LAUNCH,
     NETS,
+    QUICK,
     QUICKLY,
+    TORCHRUN,
     assert_one_screen,
     done,
     events,
     finish,
     forked,
     free_port,
+    processes_of,
+    read,
     refused,
     start,
     training,
     wait_until,
 )
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(400)
 SOON = f"train digits mlp --set cluster.join_warn_s=1 --set cluster.join_timeout_s=4 --epochs 2 {QUICKLY}"
 # For those who must wait for slow starters.
 LATE = f"--set cluster.join_warn_s=100 --set cluster.join_timeout_s=200 --epochs 2 {QUICKLY}"
@@ -44,6 +54,14 @@ def by_hand(address, size, rank, more="", model="mlp"):
 def together(*lines, by=forked):
     """Commands that run at the same time, to their ends."""
     return [finish(process) for process in [by(*line.split()) for line in lines]]
+
+
+def assert_refused(ended, *says, code=2, most=15):
+    """Each of several commands ends in one screen that has these words."""
+    for each in ended:
+        assert each.code == code, each.err
+        assert_one_screen(each.err, most=most)
+        assert all(text in each.err for text in says), each.err
 
 
 def local():
@@ -110,9 +128,7 @@ def test_one_rank_twice():
         processes = [stack.enter_context(training(by_hand(address, 3, rank))) for rank in (0, 1, 1)]
         wait_until(lambda: any(process.poll() is not None for process in processes[1:]))
         ended = {process.pid: finish(process) for process in processes}
-    for each in ended.values():
-        assert each.code == 2, each.err
-        assert_one_screen(each.err)
+    assert_refused(ended.values())
     # Rank 2 would never come, which is said at once: by the second one of rank 1, and to all that wait.
     (refused,) = [pid for pid, each in ended.items() if "rank 1 is taken by process" in each.err]
     told = [each.err for pid, each in ended.items() if pid != refused]
@@ -143,10 +159,7 @@ def test_a_rank_outside_ends_all_that_wait(kind):
         wait_until(lambda: names.check(["0"]) and names.check(["2"]), two)
         outside = done(by_hand(address, 3, 5), code=2)
         ended = [finish(process) for process in (zero, two)]
-    for each in (outside, *ended):
-        assert each.code == 2, each.err
-        assert_one_screen(each.err)
-        assert "--rank 5 is out of range for --world-size 3" in each.err
+    assert_refused((outside, *ended), "--rank 5 is out of range for --world-size 3")
     assert all("can't join: " in each.err for each in ended)
 
 
@@ -158,10 +171,7 @@ def test_world_sizes_or_jobs_that_differ(differs):
     else:
         lines = [by_hand(address, 2, rank, f"--lr {0.5 + rank}") for rank in (0, 1)]
         says = "differ in the job (flags or job.toml): train.lr ("
-    for ended in together(*lines):
-        assert ended.code == 2, ended.err
-        assert_one_screen(ended.err)
-        assert says in ended.err
+    assert_refused(together(*lines), says)
     assert not any(Path().iterdir())
 
 
@@ -181,12 +191,9 @@ def test_options_that_differ_are_named_with_their_numbers():
 def test_every_process_hears_the_first_cause(culprit):
     address, model = local(), f"{NETS}:Raises{'OnRank0' if culprit == 0 else ''}"
     ended = together(*(by_hand(address, 2, rank, model=model) for rank in (0, 1)))
-    for rank, each in enumerate(ended):
-        assert each.code == 1, each.err
-        assert_one_screen(each.err, most=20)
-        assert 'KeyError: "the user\'s own mistake"' in each.err
-        assert ("failed first" in each.err) == (rank != culprit)
-        assert "closed by peer" not in each.err
+    assert_refused(ended, 'KeyError: "the user\'s own mistake"', code=1, most=20)
+    assert ["failed first" in each.err for each in ended] == [rank != culprit for rank in (0, 1)]
+    assert not any("closed by peer" in each.err for each in ended)
 
 
 def test_two_by_hand_train_and_tidy_up():
@@ -208,3 +215,133 @@ def test_what_rank_0_resumes_counts_for_all():
     assert "--resume no/such/run of rank 1 is ignored: all ranks use rank 0's --resume first" in ended[1].err
     (resumed,) = events("more", "resumed")
     assert resumed["step"] == 23
+
+
+def launched(program, *given, **expected):
+    port = [] if program == TORCHRUN else ["--master-port", str(free_port())]
+    return done(*given, program=[*program, *port], by=start, **expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", [TORCHRUN, LAUNCH, [*LAUNCH, "--use-env"]])
+def test_two_processes_are_one_run(program):
+    ended = launched(program, "-m manyhands train digits mlp --epochs 2 --out run --json", QUICK)
+    (line,) = ended.out.splitlines()
+    assert json.loads(line)["run"].endswith("run")
+    assert processes_of("run") == 2
+    assert ended.err.count("evaluated=360") == 2
+    assert ended.err.count("itself listens on every interface, port ") == 1
+    (line,) = launched(program, "-m manyhands eval run --json").out.splitlines()
+    assert json.loads(line)["count"] == 360
+
+
+@pytest.mark.slow
+def test_a_failure_under_torchrun_is_told():
+    ended = launched(TORCHRUN, f"-m manyhands train digits {NETS}:Raises --out run", QUICK, code=1)
+    assert 'KeyError: "the user\'s own mistake"' in ended.err
+    assert "manyhands: " in ended.err
+    assert Path("run/ranks/failures/1.json").exists()
+
+
+# What `manyhands imagenet --multiprocessing-distributed --dist-url file://…` does on a node where it finds two
+# accelerators; here they are processes.
+NODE = """
+import sys
+
+from manyhands.cli.imagenet import ImagenetFlags, nodes_of, rendezvous_of
+from manyhands.config.load import load_job
+from manyhands.core.errors import ManyhandsError
+from manyhands.run.train import train
+
+if __name__ == "__main__":
+    node, url, epochs = sys.argv[1:]
+    values = {"data.name": "digits", "model.name": "mlp", "train.epochs": int(epochs), "train.batch": 64,
+              "run.out": "run", "run.report": False, "cluster.device": "cpu", "data.workers": 0}
+    flags = ImagenetFlags(world_size=2, rank=int(node), dist_url=url, multiprocessing_distributed=True)
+    try:
+        rendezvous = rendezvous_of(nodes_of(flags, {}), 2)
+        sys.exit(train(load_job(values, environment={}).job, rendezvous=rendezvous).exit_code)
+    except ManyhandsError as error:
+        sys.exit(str(error))
+"""
+
+
+def begun(here, epochs=1):
+    return [start(node, f"file://{here}/meet", epochs, program=("-c", NODE)) for node in (0, 1)]
+
+
+@pytest.mark.slow
+def test_two_nodes_of_two_processes_meet_by_a_file_and_train_as_one(here):
+    for each in [finish(by) for by in begun(here)]:
+        assert each.code == 0, each.err
+    assert processes_of("run") == 4
+    assert read_run(here / "run").evaluations[-1].top1 > 0.5
+    assert not (here / "meet").exists()
+
+
+@pytest.mark.slow
+def test_a_process_that_was_stopped_for_a_while_goes_on_where_nobody_could_start_it_again(here):
+    nodes = begun(here, epochs=200)
+    wait_until((here / "run" / "metrics.jsonl").is_file, nodes[0])
+    time.sleep(4)  # who hasn't been seen to train isn't ended
+    stopped = read("run/env.json")["ranks"][1]["pid"]
+    os.kill(stopped, signal.SIGSTOP)
+    time.sleep(22)  # a run that starts its processes again would have ended it after 15
+    os.kill(stopped, signal.SIGCONT)
+    for each in [finish(by) for by in nodes]:
+        assert each.code == 0, each.err
+
+
+# Inside Ray Train's TorchTrainer, with a real Ray: its process group is used and stays.
+TRAINER = """\
+import sys
+
+import ray
+from ray.train import RunConfig, ScalingConfig
+from ray.train.torch import TorchTrainer
+
+def train(config):
+    import torch
+    import torch.distributed as dist
+
+    import manyhands
+
+    group, store = dist.group.WORLD, dist.distributed_c10d._get_default_store()
+    run = manyhands.fit("mlp", "digits", epochs=1, out=config["out"], run__report=False)
+    net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
+    samples = torch.utils.data.TensorDataset(torch.randn(40, 64), torch.arange(40) % 10)
+    assert manyhands.evaluate(net, samples).count == 40
+    with manyhands.session() as here:
+        assert (here.rank, here.size) == (ray.train.get_context().get_world_rank(), 2)
+    assert dist.group.WORLD is group
+    assert dist.distributed_c10d._get_default_store() is store
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    with open(f"{config['out']}-{dist.get_rank()}.txt", "w") as file:
+        file.write(f"{total.item()} {run.status}")
+
+ray.init(num_cpus=2, include_dashboard=False, _temp_dir=sys.argv[2])
+trainer = TorchTrainer(
+    train,
+    train_loop_config={"out": sys.argv[1]},
+    scaling_config=ScalingConfig(num_workers=2),
+    run_config=RunConfig(storage_path=sys.argv[1] + "-ray"),
+)
+trainer.fit()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    any(importlib.util.find_spec(name) is None for name in ("ray", "pandas", "pyarrow")),
+    reason='NOT SHOWN inside Ray Train: pip install "ray[train]"',
+)
+def test_torch_trainers_processes_train_together(tmp_path, tmp_path_factory):
+    Path("trainer.py").write_text(TRAINER)
+    # Ray's sockets lie there, and their paths are limited to 107 characters.
+    short = Path(tmp_path_factory.getbasetemp()).parent / "ray"
+    own = {"HOME": str(tmp_path), "RAY_AUTH_MODE": "disabled", "RAY_TRAIN_V2_ENABLED": "1"}
+    own["PYTHONPATH"] = os.pathsep.join(sys.path)  # Ray's workers are started elsewhere
+    done(tmp_path / "run", short, program=("trainer.py",), by=start, **own)
+    assert [Path(f"run-{rank}.txt").read_text() for rank in (0, 1)] == ["2.0 finished"] * 2
+    assert processes_of("run") == 2

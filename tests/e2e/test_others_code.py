@@ -1,7 +1,5 @@
 """A folder that others may write to: nothing of it runs because a command was given there."""
 
-import contextlib
-import io
 import json
 import os
 import re
@@ -12,7 +10,6 @@ import pytest
 from PIL import Image
 
 import manyhands
-from manyhands.cli.main import main
 from manyhands.cluster.agents.ssh import agent_script
 from manyhands.cluster.code_files import listed_files
 from manyhands.config.job import ClusterOptions
@@ -21,11 +18,11 @@ from manyhands.core.errors import UserError
 from manyhands.core.run_folder import RunFolder
 from manyhands.core.user_code import revision
 from manyhands.run.folder import announce_reach, announce_resumed
-from manyhands.run.logs import show_logs
 from manyhands.run.registry import remember_reach
 from manyhands.run.tasks import evaluate_run, predict_files
-from tests.e2e.command import QUICK, done, environment, start
+from tests.e2e.command import QUICK, done, environment, fit, inside, start
 
+OTHERS = pytest.mark.skipif(os.getuid() != 0, reason="NOT SHOWN what another user's folder may do: only root makes one")
 MODULES = ("manyhands", "torch", "json", "multiprocessing", "typing", "dill", "matplotlib")
 
 
@@ -38,17 +35,25 @@ def planted(here):
     return mark
 
 
+def given_away(*paths):
+    """Makes files and folders another user's."""
+    for path in paths:
+        os.chown(path, 12345, 12345)
+
+
+SAFE = ("-P", "-m", "manyhands")
+
+
 @pytest.mark.slow
 def test_modules_of_the_current_folder_are_not_imported(planted):
-    program = ("-P", "-m", "manyhands")
-    done("train digits mlp -n 2 --epochs 1 --out r", program=program, by=start)
+    done("train digits mlp -n 2 --epochs 1 --out r", program=SAFE, by=start)
     assert not planted.exists(), planted.read_text()
 
 
 @pytest.mark.slow
 def test_python_dash_m_takes_the_package_alone_from_there(here):
-    (here / "torch.py").write_text("raise SystemExit(9)")
-    (here / "pydantic.py").write_text("raise SystemExit(9)")
+    for name in ("torch.py", "pydantic.py"):
+        (here / name).write_text("raise SystemExit(9)")
     done("train digits mlp --dry-run", by=start)
 
 
@@ -80,11 +85,11 @@ def test_the_users_own_files_find_what_lies_beside_them_and_in_the_current_folde
     (here / "common.py").write_text("WIDTH = 8\n")
     (here / "nets").mkdir()
     (here / "nets" / "layers.py").write_text("from common import WIDTH\n")
+    network = "nn.Sequential(nn.Flatten(), nn.LazyLinear(WIDTH), nn.ReLU(), nn.Linear(WIDTH, num_classes))"
     (here / "nets" / "mine.py").write_text(
-        "from torch import nn\nfrom layers import WIDTH\n\n\ndef make(num_classes):\n"
-        "    return nn.Sequential(nn.Flatten(), nn.LazyLinear(WIDTH), nn.ReLU(), nn.Linear(WIDTH, num_classes))\n"
+        f"from torch import nn\nfrom layers import WIDTH\nmake = lambda num_classes: {network}\n"
     )
-    done("train digits nets/mine.py:make --epochs 1", QUICK, program=("-P", "-m", "manyhands"), by=start)
+    done("train digits nets/mine.py:make --epochs 1", QUICK, program=SAFE, by=start)
 
 
 def test_a_recipe_comes_with_the_program_and_never_from_beside_the_data(here):
@@ -129,18 +134,16 @@ def strange_run(here):
     return folder
 
 
-def shown_logs(folder, **settings):
-    told = io.StringIO()
-    with contextlib.redirect_stdout(told), contextlib.redirect_stderr(told):
-        show_logs(folder, None, last=0, follow=False, settings=settings)
-    return told.getvalue()
+def logs(*settings):
+    ended = done("logs run", *settings, by=inside)
+    return ended.out + ended.err
 
 
 def test_logs_never_execute_what_a_run_folder_says(strange_run, here):
-    said = shown_logs(strange_run, **{"cluster.ssh": "false"})
+    said = logs("--set cluster.ssh=/bin/false")
     assert "ignoring cluster.python of the run folder; to use this value, add --set cluster.python=/x/evil" in said
     assert "cluster.ssh," not in said
-    said = shown_logs(strange_run, **{"cluster.python": "python3", "cluster.workdir": "/"})
+    said = logs("--set cluster.python=python3 --set cluster.workdir=/")
     assert "ignoring cluster.ssh of" in said
     assert not (here / "mark").exists()
 
@@ -150,31 +153,26 @@ def test_logs_reach_machines_as_this_users_launch_did(strange_run, here):
     program.write_text(f"#!/bin/sh\ntouch {here}/mine\nexit 255\n")
     program.chmod(0o755)
     remember_reach(strange_run.path, {"ssh": str(program), "python": "", "workdir": ""})
-    shown_logs(strange_run)
+    logs()
     assert (here / "mine").exists()
     assert not (here / "mark").exists()
 
 
-@pytest.mark.parametrize("command", [["resume", "run"], ["doctor", "run/job.toml"], ["train", "run/job.toml"]])
-def test_another_users_job_file_does_not_choose_how_machines_are_reached(strange_run, here, command, capsys):
-    if os.getuid():
-        pytest.skip("NOT SHOWN what another user's folder may do: only root can make one")
+@OTHERS
+@pytest.mark.parametrize("line", ["resume run", "doctor run/job.toml", "train run/job.toml"])
+def test_another_users_job_file_does_not_choose_how_machines_are_reached(strange_run, here, line, capsys):
     strange_run.job.write_text(
         f'[cluster]\nssh = "touch {here}/mark; :"\nhosts = ["192.0.2.1"]\n'
         "[data]\nname='digits'\n[model]\nname='mlp'\n"
     )
-    for path in (strange_run.path, *strange_run.path.rglob("*")):
-        os.chown(path, 12345, 12345)
-    with pytest.raises(SystemExit) as ended:
-        main(command)
-    assert ended.value.code == 2
-    assert "run/job.toml belongs to another user (uid 12345)" in " ".join(capsys.readouterr().err.split())
+    given_away(strange_run.path, *strange_run.path.rglob("*"))
+    err = done(line, by=inside, code=2).err
+    assert "run/job.toml belongs to another user (uid 12345)" in " ".join(err.split())
     assert not (here / "mark").exists()
     os.chown(strange_run.job, 0, 0)
-    job = load_job({}, file=strange_run.job)
-    announce_reach(job)
+    announce_reach(load_job({}, file=strange_run.job))
     assert f"touch {here}/mark; :', as specified in {strange_run.job}" in capsys.readouterr().err
-    os.chown(strange_run.job, 12345, 12345)
+    given_away(strange_run.job)
     announce_reach(load_job({"cluster.ssh": "ssh"}, file=strange_run.job))
 
 
@@ -186,7 +184,6 @@ from torch import nn
 with Path("ran").open("a") as file:
     file.write("x")
 
-
 def make(num_classes):
     return nn.Sequential(nn.Flatten(), nn.Linear(16, num_classes))
 """
@@ -196,9 +193,7 @@ def make(num_classes):
 def run_with_code(here):
     """A run whose network is in a file of code; what that file has written is gone again."""
     (here / "net.py").write_text(NETWORK)
-    run = manyhands.fit(
-        "net.py:make", "synthetic:30x1x4x4x3", epochs=1, out=here / "run", quiet=True, run__report=False
-    )
+    run = fit("net.py:make", "synthetic:30x1x4x4x3", out=here / "run")
     forget(here)
     return run.path
 
@@ -220,29 +215,25 @@ def test_code_that_a_run_names_is_told_with_whether_it_is_what_it_was(run_with_c
     forget(here)
     manyhands.load(run_with_code, model="net.py:make")
     assert not capsys.readouterr().err
-    ended = done("eval run")
-    assert "CHANGED since training" in ended.err
-    ended = done("resume run --epochs 2")
-    assert f"running code from {here}/net.py, as run requests; CHANGED since training" in ended.err
+    done("eval run", says="CHANGED since training")
+    told = f"running code from {here}/net.py, as run requests; CHANGED since training"
+    assert told in done("resume run --epochs 2").err
 
 
-def test_another_users_folder_does_not_choose_the_code_that_runs(run_with_code, here, capsys):
-    if os.getuid():
-        pytest.skip("NOT SHOWN what another user's folder may do: only root can make one")
-    (picture,) = (here / "a.png",)
+@OTHERS
+def test_another_users_folder_does_not_choose_the_code_that_runs(run_with_code, here):
+    picture = here / "a.png"
     Image.new("L", (4, 4)).save(picture)
-    for path in (run_with_code, *run_with_code.rglob("*")):
-        os.chown(path, 12345, 12345)
+    given_away(run_with_code, *run_with_code.rglob("*"))
     calls = (
         lambda: list(predict_files(run_with_code, [picture])),
         lambda: manyhands.load(run_with_code),
         lambda: evaluate_run(run_with_code, which="best", flags={}),
         lambda: announce_resumed(RunFolder(run_with_code), load_job({}, file=run_with_code / "job.toml")),
     )
+    refusal = r"requests to run net\.py:make, but .* belongs to another user \(uid 12345\)"
     for call in calls:
-        with pytest.raises(
-            UserError, match=r"requests to run net\.py:make, but .* belongs to another user \(uid 12345\)"
-        ):
+        with pytest.raises(UserError, match=refusal):
             call()
     assert not (here / "ran").exists()
     assert list(predict_files(run_with_code, [picture], model="net.py:make"))
@@ -252,12 +243,11 @@ def test_another_users_folder_does_not_choose_the_code_that_runs(run_with_code, 
 def test_code_that_a_plan_names_is_told_and_another_users_plan_does_not_choose_it(here):
     (here / "net.py").write_text(NETWORK)
     done("plan synthetic:30x1x4x4x3 net.py:make -n 2 --no-measure")
-    shown = done("plan plan.json")
-    assert f"running code from {here}/net.py, as plan.json requests" in shown.err
+    done("plan plan.json", says=f"running code from {here}/net.py, as plan.json requests")
     if os.getuid():
         pytest.skip("NOT SHOWN what another user's plan may do: only root can make one")
     (here / "ran").unlink()
-    os.chown(here / "plan.json", 12345, 12345)
-    refused = done("plan plan.json", code=2)
-    assert "plan.json requests to run net.py:make, but plan.json belongs to another user (uid 12345)" in refused.err
+    given_away(here / "plan.json")
+    err = done("plan plan.json", code=2).err
+    assert "plan.json requests to run net.py:make, but plan.json belongs to another user (uid 12345)" in err
     assert not (here / "ran").exists()

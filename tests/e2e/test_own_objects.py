@@ -1,9 +1,10 @@
-"""An optimizer and a schedule of the user's own: exact, saved, resumed, recorded with their file, or refused."""
+"""An optimizer, a schedule, metrics of the user's own: exact, saved, resumed, recorded with their file, or refused."""
 
 import collections
 import copy
 import dataclasses
 import functools
+import json
 import shutil
 import warnings
 from pathlib import Path
@@ -19,14 +20,17 @@ from manyhands.checkpoint.read import load
 from manyhands.checkpoint.write import save
 from manyhands.config.job import TrainOptions
 from manyhands.core.errors import UserError
+from manyhands.report.read import read_run
+from manyhands.report.summary import result_lines
 from manyhands.train.optimize import make_schedule
 from tests.e2e.command import done, inside, metrics, read
 
 pytestmark = pytest.mark.timeout(300)
-IMAGES = torch.rand(24, 1, 8, 8, generator=torch.Generator().manual_seed(1))
-DATA = TensorDataset(IMAGES, torch.arange(24) % 10)
+IMAGES = torch.rand(50, 1, 8, 8, generator=torch.Generator().manual_seed(1))
+LABELS = torch.arange(50) % 10
+DATA = TensorDataset(IMAGES, LABELS)
 # A batch is all of the data, so that its order doesn't matter: six updates.
-OPTIONS = {"batch": 24, "epochs": 6, "quiet": True, "run__report": False, "run__log_every_s": 1e-3,
+OPTIONS = {"batch": 50, "epochs": 6, "quiet": True, "run__report": False, "run__log_every_s": 1e-3,
            "precision": "fp64"}  # fmt: skip
 
 
@@ -108,10 +112,10 @@ def test_it_makes_the_updates_of_a_plain_loop_shows_its_rates_and_goes_on_exactl
     for step in range(6):
         wanted[step + 1] = max(group["lr"] for group in own.param_groups)
         own.zero_grad()
-        nn.functional.cross_entropy(plain(IMAGES.double()), DATA.tensors[1]).backward()
+        nn.functional.cross_entropy(plain(IMAGES.double()), LABELS).backward()
         own.step()
         if scheduler.__class__ is lr_scheduler.ReduceLROnPlateau:
-            scheduler.step(nn.functional.cross_entropy(plain(IMAGES.double()), DATA.tensors[1]).item())
+            scheduler.step(nn.functional.cross_entropy(plain(IMAGES.double()), LABELS).item())
         elif scheduler:
             scheduler.step()
     ours = {"optimizer": optimizer, "schedule": schedule}
@@ -145,7 +149,7 @@ def test_a_first_update_that_is_skipped_leaves_no_uninitialized_momentum():
     assert fit(scaled, optimizer=fused, schedule="constant", **options).final.loss < 100
     with manyhands.session(**options) as here:
         given = nn.Sequential(*network(), Times())
-        model, optimizer, batches = here.prepare(given, fused(given.parameters()), DATA, batch=24)
+        model, optimizer, batches = here.prepare(given, fused(given.parameters()), DATA, batch=50)
         for _ in here.epochs(6):
             for x, y in batches:
                 optimizer.zero_grad()
@@ -184,7 +188,7 @@ def test_an_evaluation_where_a_run_was_cut_within_an_epoch_moves_no_rate():
     def impatient(optimizer):
         return lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=1, threshold=1.0)
 
-    options = {"batch": 8, "optimizer": own_sgd, "schedule": impatient}
+    options = {"batch": 17, "optimizer": own_sgd, "schedule": impatient}
     fit(network(), "whole", **options)
     for steps in (4, 8, 0):
         fit(network(), "parted", checkpoint__resume="auto", max_steps=steps, **options)
@@ -218,7 +222,7 @@ def session(out):
     here = network()
     with manyhands.session(out=out) as s:
         sgd = torch.optim.SGD(here.parameters(), 0.1)
-        model, optimizer, batches = s.prepare(here, sgd, DATA, batch=24, scheduler=lr_scheduler.StepLR(sgd, 1))
+        model, optimizer, batches = s.prepare(here, sgd, DATA, batch=50, scheduler=lr_scheduler.StepLR(sgd, 1))
         for _epoch in s.epochs(1):
             for x, y in batches:
                 s.backward(nn.functional.cross_entropy(model(x), y))
@@ -229,43 +233,122 @@ def fitted(out):
     fit(network(), out, epochs=1, checkpoint__resume="auto", optimizer=own_sgd, schedule=plateau)
 
 
-OTHER_TEXTS = ["x", "null", "3", "[]", '{"last_epoch": "x"}', '{"dict": []}']
-
-
-@pytest.mark.parametrize(
-    ("train", "changes"),
-    [
-        (fitted, [{"schedule": text} for text in OTHER_TEXTS]),
-        pytest.param(session, [{"session": {"scheduler": text}} for text in OTHER_TEXTS], marks=pytest.mark.slow),
-    ],
-)
-def test_a_scheduler_s_state_that_nobody_saved_is_refused_with_its_checkpoint(train, changes, tmp_path):
+@pytest.mark.parametrize("train", [fitted, pytest.param(session, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("text", ["x", "3", '{"last_epoch": "x"}'])
+def test_a_scheduler_s_state_that_nobody_saved_is_refused_with_its_checkpoint(train, text, tmp_path):
     train(tmp_path)
     (path,) = (tmp_path / "checkpoints").glob("step-*")
-    good = load(path)
-    for change in changes:
-        shutil.rmtree(path)
-        save(path.parent, 1, dataclasses.replace(good, state={**good.state, **change}))
-        with pytest.raises(UserError, match="the scheduler's state in the checkpoint can't be restored") as caught:
-            train(tmp_path)
-        assert caught.value.where == str(path)
+    good, change = load(path), {"schedule": text} if train is fitted else {"session": {"scheduler": text}}
+    shutil.rmtree(path)
+    save(path.parent, 1, dataclasses.replace(good, state={**good.state, **change}))
+    with pytest.raises(UserError, match="the scheduler's state in the checkpoint can't be restored") as caught:
+        train(tmp_path)
+    assert caught.value.where == str(path)
+
+
+def top3(outputs, labels):
+    return (outputs.topk(3, 1).indices == labels[:, None]).any(1)
+
+
+class MacroRecall:
+    def update(self, outputs, labels):
+        right = labels[outputs.argmax(1) == labels]
+        return torch.stack([right.bincount(minlength=10), labels.bincount(minlength=10)])
+
+    def compute(self, sums):
+        right, all_of_them = sums.view(2, 10)
+        return (right / all_of_them).nan_to_num().mean()
+
+
+@pytest.mark.slow
+def test_a_metric_is_that_of_the_whole_set_in_what_fit_and_evaluate_give_and_on_the_page():
+    net, own = network(), {"third": top3, "recall": MacroRecall()}
+    told = fit(net, metrics=own, held_out_set=DATA, epochs=1, batch=25, evaluate_batch=7, precision="fp32")
+    outputs = net(IMAGES)
+    recalls = [(outputs.argmax(1) == LABELS)[number == LABELS].double().mean() for number in range(10)]
+    whole = {"third": top3(outputs, LABELS).double().mean(), "recall": sum(recalls) / 10}
+    wanted = {name: pytest.approx(float(value)) for name, value in whole.items()}
+    assert told.final.metrics == told.test.metrics == manyhands.evaluate(net, DATA, metrics=own).metrics == wanted
+    page = told.report().read_text()
+    assert all(figure in page for figure in ("best third", "best recall", "test recall, best weights"))
+
+
+def size(outputs, _labels):
+    """Grows while the network learns, so that its lowest is the first epoch's."""
+    return outputs.abs().mean(1)
+
+
+GROWING = {"batch": 25, "epochs": 4, "lr": 0.05, "schedule": "constant", "metrics": {"size": size},
+           "precision": "fp32", "checkpoint__resume": "auto"}  # fmt: skip
+
+
+def silent():
+    net = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+    nn.init.zeros_(net[1].weight)
+    nn.init.zeros_(net[1].bias)
+    return net
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("best", [pytest.param("highest top1", marks=pytest.mark.slow), "lowest size", "highest size"])
+def test_the_best_epoch_is_the_best_by_the_figure_that_is_named(best):
+    options = {**GROWING, "best": best, "held_out_set": DATA}
+    told, way, name = fit(silent(), "whole", **options), *best.split()
+    figures = [one.metrics.get(name, getattr(one, name, None)) for one in told.evaluations]
+    wanted = figures.index((max if way == "highest" else min)(figures))
+    assert name != "size" or wanted == (0 if way == "lowest" else 3)
+    assert told.best == told.evaluations[wanted]
+    assert told.test.step == told.best.step
+    found = read(told.path, "evaluations/best.json")
+    assert (found["step"], found["metrics"]) == (told.best.step, told.best.metrics)
+    kept = manyhands.evaluate(manyhands.load(told).network, DATA, metrics={"size": size})
+    assert kept.metrics["size"] == pytest.approx(told.best.metrics["size"], rel=1e-6)
+    text = "\n".join(result_lines(read_run(told.path)))
+    assert ("best (lowest size)  top-1" in text) == (best == "lowest size")
+    assert (f"top-1 at the {best}, epoch" in told.report().read_text()) == (name != "top1")
+    for epochs in (2, 4):
+        parted = fit(silent(), "parted", **{**options, "epochs": epochs})
+    assert (parted.best.step, parted.best.metrics) == (told.best.step, told.best.metrics)
+
+
+def test_another_figure_may_decide_from_a_resume_on():
+    fit(silent(), **{**GROWING, "epochs": 2, "best": "lowest size"})
+    told = fit(silent(), **GROWING, best="highest size")
+    assert told.best.step == told.final.step == read_run(told.path).best.step
+
+
+def test_it_is_the_best_in_a_loop_of_ones_own_too():
+    net = silent()
+    with manyhands.session(out="run", best="lowest size", metrics={"size": size}) as here:
+        model, optimizer, batches = here.prepare(net, torch.optim.SGD(net.parameters(), 0.05), DATA, batch=25)
+        for _ in here.epochs(3):
+            for x, y in batches:
+                here.backward(nn.functional.cross_entropy(model(x), y))
+                optimizer.step()
+            here.evaluate(model, DATA, metrics={"third": top3})
+    told = manyhands.Run(Path("run"), "finished")
+    assert [record.best for record in told.evaluations] == [True, False, False]
+    assert told.best.metrics.keys() == {"size", "third"}
+    assert Path("run/checkpoints/step-00000002").is_dir()
 
 
 FILE = """
 import torch
 
-
 def optimizer(parameters):
     return torch.optim.RMSprop(parameters, lr=0.002, momentum=0.9)
-
 
 def half(step, total_steps):
     return 1.0 if 2 * step < total_steps else 0.1
 
-
 def make(optimizer, steps_per_epoch):
     return torch.optim.lr_scheduler.StepLR(optimizer, steps_per_epoch)
 
+def top3(outputs, labels):
+    return (outputs.topk(3, 1).indices == labels[:, None]).any(1)
+
+def plain_loss(outputs, labels):
+    return torch.nn.functional.cross_entropy(outputs, labels, reduction="none")
 
 RATE = 0.1
 """
@@ -282,27 +365,98 @@ def test_a_file_of_the_users_trains_several_processes_and_goes_on_at_another_num
         losses.append(manyhands.Run(Path(name), "finished").final.loss)
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
     assert option.split()[0].split("=")[1] in read("two/network.json")["code"]
-    more = done("resume two -n 1 --epochs 3")
-    assert "own.py, as two" in more.err
+    more = done("resume two -n 1 --epochs 3", says="own.py, as two")
     assert "CHANGED" not in more.err
     assert "is reset" not in Path("two/events.jsonl").read_text()
     if "schedule" in option:
         shown = rates("two")
         assert [shown[step] for step in (1, 6, 9)] == pytest.approx([0.04, 0.004, 0.0004])
     Path("own.py").write_text(FILE.replace("0.1", "0.2"))
-    assert "CHANGED since training" in done("resume two -n 1 --epochs 4").err
+    done("resume two -n 1 --epochs 4", says="CHANGED since training")
+
+
+JOB = """
+data = "synthetic:205x1x8x8x7"
+model = "mlp"
+[train]
+metrics = ["own.py:top3", "own.py:plain_loss"]
+epochs = 1
+batch = 20
+evaluate_batch = 3
+lr = 1e-6
+"""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("option", ["loss", "schedule"])
-def test_a_run_of_an_object_does_not_go_on_with_another(option):
-    given = {"loss": lambda output, labels: output[:, 0] ** 2, "schedule": lambda step: 0.5}
-    options = {**OPTIONS, "epochs": 1, option: given[option]}
-    manyhands.fit("mlp", "synthetic:60x1x8x8x3", out="run", **options)
-    assert f"this run's {option} was a Python object" in done("resume run --epochs 2", code=2).err
+def test_a_job_names_files_of_the_users_and_every_command_shows_the_figures():
     Path("own.py").write_text(FILE)
-    if option == "schedule":
-        done("resume run --epochs 2 --set train.schedule=own.py:half")
+    Path("job.toml").write_text(JOB)
+    ended = done("train job.toml --out two -n 2 --set run.report=false --json")
+    final = manyhands.Run(Path("two"), "finished").final
+    assert final.metrics["plain_loss"] == pytest.approx(final.loss, rel=1e-6)
+    assert final.top1 < final.metrics["top3"] < final.top5
+    assert json.loads(ended.out)["final_metrics"] == final.metrics
+    assert f"top3={final.metrics['top3']:.3f}" in ended.err
+    assert {"own.py:top3", "own.py:plain_loss"} <= read("two/network.json")["code"].keys()
+    Path("own.py").write_text(FILE.replace("topk(3", "topk(2"))
+    again = done("eval two --json", says=("own.py, as", "CHANGED since training"))
+    found = json.loads(again.out)
+    assert found["metrics"]["top3"] < final.metrics["top3"]
+    assert f"plain_loss {found['loss']:.3f}" in done("eval two").out
+
+
+NAMED = [
+    ("loss", lambda output, labels: output[:, 0] ** 2, ""),
+    ("schedule", lambda step: 0.5, "train.schedule=own.py:half"),
+    ("metrics", {"third": top3}, 'train.metrics=["own.py:top3"]'),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("option", "given", "named"), NAMED, ids=[option for option, *_ in NAMED])
+def test_a_run_of_an_object_goes_on_with_what_is_named_alone(option, given, named):
+    told = manyhands.fit("mlp", "synthetic:60x1x8x8x10", out="run", **{**OPTIONS, "epochs": 1, option: given})
+    what = "metric third" if option == "metrics" else option
+    done("resume run --epochs 2", code=2, says=f"this run's {what} was a Python object")
+    Path("own.py").write_text(FILE)
+    if option == "metrics":
+        done("eval run", says="skipping the metric third, which was a Python object")
+    if named:
+        done("resume run --epochs 2 --set", named)
+        metric = {"top3"} if option == "metrics" else set()
+        assert manyhands.Run(told.path, "finished").final.metrics.keys() == metric
+
+
+class Metric:
+    def __init__(self, update, compute):
+        self.update, self.compute = update, compute
+
+
+RECALL = MacroRecall()
+# A share of the samples of class 9, of which there is none among eight that are made up.
+NINTHS = Metric(
+    lambda outputs, labels: torch.stack([(outputs.argmax(1)[labels == 9] == 9).sum(), (labels == 9).sum()]),
+    lambda sums: sums[0].item() / sums[1].item(),
+)
+
+
+def test_figures_of_any_word_s_name_are_kept_and_read():
+    own = {"paral·lel": top3, "精度": top3, "of_class_9": NINTHS}
+    told = fit(network(), metrics=own, epochs=1)
+    assert manyhands.Run(told.path, "finished").final.metrics.keys() == own.keys()
+
+
+def test_what_a_metric_writes_into_its_inputs_is_not_for_the_next():
+    def spoils(outputs, labels):
+        right = outputs.argmax(1) == labels
+        outputs.zero_()
+        labels.fill_(1)
+        return right
+
+    net = network()
+    alone = manyhands.evaluate(net, DATA, metrics={"third": top3})
+    beside = manyhands.evaluate(net, DATA, metrics={"first": spoils, "third": top3})
+    assert beside.metrics == {"first": beside.top1, "third": alone.metrics["third"]}
 
 
 class Keeps(lr_scheduler.ConstantLR):
@@ -350,6 +504,33 @@ NO_SCHEDULE = [
     (max, "the schedule failed at step 0: TypeError"),
     (lambda optimizer: 3, "the schedule function returned a int"),
 ]
+NO_METRIC = [
+    ({"mean": lambda outputs, labels: outputs.mean()}, r"the metric mean returned a tensor \[\] for 8 samples"),
+    ({"number": lambda outputs, labels: 0.5}, "the metric number returned a float"),
+    ({"more": lambda outputs, labels: outputs}, r"the metric more returned a tensor \[8, 10\]"),
+    ({"third": lambda outputs: outputs}, "the metric third failed on outputs .*: TypeError"),
+    ({"nan": lambda outputs, labels: labels / 0}, "the metric nan is inf|the metric nan is nan"),
+    ({"state": Metric(lambda outputs, labels: None, lambda: 0)}, "update of the metric state returned a NoneType"),
+    (
+        {"widths": Metric(lambda outputs, labels: labels, torch.sum)},
+        "update of the metric widths returned 7 sums, but 8 in an earlier call",
+    ),
+    ({"kind": MacroRecall}, "the metric kind is a class"),
+    ({"three": 3}, "the metric three is a int, not a function"),
+    ({"top5": top3}, "the name top5 is already in use"),
+    ({"a b": top3}, "'a b' is not a valid name for a metric"),
+    ({"top-3": top3}, "'top-3' is not a valid name for a metric"),
+    ({3: top3}, "3 is not a valid name for a metric"),
+    (["own.py:top3", "own.py:top3"], "the name top3 is already in use"),
+    ("own.py:top4", "own.py has no object top4"),
+    ("own.py:RATE", "the metric RATE is a float, not a function"),
+    (["top3"], "should be a list of file.py:function"),
+    (top3, "metrics is a function, not a dict"),
+    ({"last": Metric(RECALL.update, lambda sums: sums.no_such())}, "the metric last failed on outputs"),
+    ({"last": Metric(RECALL.update, lambda sums: sums)}, "the metric last returned a Tensor"),
+]
+BEST = "best should be one of: highest top1, .*, lowest size"
+NO_BEST = ["top1", "lowest top1", "highest loss", "highest third", "lowest", "", "highest  top1"]
 REFUSED = [
     *(({"optimizer": given}, text) for given, text in NO_OPTIMIZER),
     *(({"schedule": given}, text) for given, text in NO_SCHEDULE),
@@ -357,6 +538,8 @@ REFUSED = [
     ({"optimizer": torch.optim.RMSprop, "lr": 0.1}, "train.lr applies to sgd and adamw"),
     ({"schedule": lr_scheduler.ReduceLROnPlateau, "evaluate_every": 0}, "the schedule needs evaluations"),
     ({"schedule": lambda step: 1.0, "warmup_epochs": 1.0}, "a schedule of your own includes its own warm-up"),
+    *(({"metrics": given, "evaluate_batch": 7}, text) for given, text in NO_METRIC),
+    *(({"best": best, "metrics": {"size": size}}, f'{BEST}; found "{best}"') for best in NO_BEST),
 ]
 
 
@@ -365,6 +548,8 @@ def test_what_is_none_is_refused(settings, text):
     Path("own.py").write_text(FILE)
     with pytest.raises(UserError, match=text):
         fit(network(), **{"precision": "fp32", **settings})
+    # A figure that can't be made of sums isn't found out by an evaluation.
+    assert not ("the metric last" in text and metrics("run"))
 
 
 def test_what_python_warns_of_once_is_not_said_at_every_update():

@@ -3,6 +3,7 @@
 import copy
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -19,13 +20,23 @@ import manyhands
 from manyhands.core.errors import ManyhandsError, RunError, UserError
 from manyhands.run.python import _as_arguments
 from tests.e2e import nets
-from tests.e2e.command import done, environment, events, processes_of, start
+from tests.e2e.command import (
+    LAUNCH,
+    TORCHRUN,
+    done,
+    environment,
+    events,
+    fit,
+    free_port,
+    processes_of,
+    start,
+)
 from tests.e2e.nets import tiny
 
 pytestmark = pytest.mark.timeout(300)
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
-# Without `if __name__ == "__main__"`, with a network and a data set of its own, a lambda and a closure in it.
+# As a file, or as a notebook runs its cells: without `if __name__ == "__main__"`, with a network and a data set of its
+# own, a class that is written anew, functions, lambdas and a closure.
 SCRIPT = """
 import json
 import os
@@ -36,10 +47,8 @@ from torch import nn
 
 import manyhands
 
-
 def shifted_by(amount):
     return lambda x: x + amount
-
 
 class Dots(torch.utils.data.Dataset):
     classes = ("few", "many")
@@ -55,6 +64,8 @@ class Dots(torch.utils.data.Dataset):
         label = index % 2
         return self.transform((noise > (0.8, 0.3)[label]).float()), label
 
+class Counter(nn.Module):
+    pass
 
 class Counter(nn.Module):
     def __init__(self):
@@ -62,61 +73,75 @@ class Counter(nn.Module):
         self.layers = nn.Sequential(nn.Flatten(), nn.Linear(36, 2))
 
     def forward(self, x):
-        return self.layers(x)
+        return self.layers(scaled(x))
 
+def scaled(x):
+    return x * FACTOR
 
-processes = int(sys.argv[1]) if len(sys.argv) > 1 else None
+FACTOR = 2.0
+
+def note(end):
+    with open("ends.txt", "a") as file:
+        print(end.epoch, end.evaluation.count, file=file)
+
+processes = int(os.environ["PROCESSES"]) if "PROCESSES" in os.environ else None
 torch.manual_seed(0)
 net = Counter()
 before = net.layers[1].weight.detach().clone()
 data = Dots(200, shifted_by(-0.5))
 run = manyhands.fit(net, data, Dots(60, shifted_by(-0.5)), epochs=3, batch=20, lr=0.1, processes=processes, out="run",
-                    quiet=True, run__report=False)
+                    quiet=True, run__report=False, at_epoch_end=note,
+                    loss=lambda output, labels: nn.functional.cross_entropy(output, labels, reduction="none"))
 right = sum(int(net(x[None]).argmax()) == y for x, y in (data[i] for i in range(100)))
-if int(os.environ.get("RANK", "0")) == 0:
-    print(json.dumps({"best": run.best.top1, "count": run.final.count, "status": run.status,
-                      "changed": not torch.equal(before, net.layers[1].weight), "right": right}))
+told = {"best": run.best.top1, "count": run.final.count, "status": run.status, "right": right,
+        "changed": not torch.equal(before, net.layers[1].weight), "all": manyhands.evaluate(run.model, data).count}
+sys.stdout.write(f"{json.dumps(told)}\\n")
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["alone", "processes", "torchrun"])
+@pytest.mark.parametrize("how", ["alone", "processes", "cells", "torchrun", "launch"])
 def test_fit_from_a_script(how):
+    """Every process of it has the run."""
     Path("own.py").write_text(SCRIPT)
-    ended = done("own.py", "2" * (how == "processes"), program=TORCHRUN if how == "torchrun" else (), by=start)
-    told = json.loads(ended.out)
-    assert told == {**told, "count": 60, "status": "finished", "changed": True}
-    assert told["best"] > 0.9
-    assert told["right"] > 90
+    place = {"PROCESSES": "2"} if how in {"processes", "cells"} else {}
+    if how == "cells":
+        line, variables = [sys.executable, "-"], environment(**place)
+        out = subprocess.run(line, input=SCRIPT, stdout=subprocess.PIPE, text=True, check=True, env=variables).stdout
+    else:
+        program = {"torchrun": TORCHRUN, "launch": [*LAUNCH, "--master-port", str(free_port())]}.get(how, ())
+        out = done("own.py", program=program, by=start, **place).out
+    first, *others = [json.loads(line) for line in out.splitlines()]
+    assert others == [first] * (how in {"torchrun", "launch"})
+    assert first == {**first, "count": 60, "status": "finished", "changed": True, "all": 200}
+    assert first["best"] > 0.9
+    assert first["right"] > 90
+    assert Path("ends.txt").read_text().splitlines() == ["1 60", "2 60", "3 60"]
     assert processes_of("run") == (1 if how == "alone" else 2)
 
 
-QUIET = {"quiet": True, "run__report": False, "out": "run"}
+def fail(end):
+    raise KeyError(f"the user's own mistake after epoch {end.epoch}")
 
 
-def test_fit_raises_the_first_cause():
-    with pytest.raises(RunError, match="the user's own mistake") as raised:
-        manyhands.fit(nets.RaisesOnRank0(), tiny(400), epochs=9, batch=20, **QUIET)
+@pytest.mark.parametrize(
+    ("network", "options", "words", "frame"),
+    [
+        (nets.RaisesOnRank0, {}, "the user's own mistake", "in act"),
+        (nets.Net, {"at_epoch_end": fail}, "the user's own mistake after epoch 1", "in fail"),
+    ],
+)
+def test_fit_raises_the_first_cause(network, options, words, frame):
+    with pytest.raises(RunError, match=words) as raised:
+        fit(network(), tiny(400), epochs=9, batch=20, **options)
     assert isinstance(raised.value.__cause__, KeyError)
+    assert any(frame in note for note in raised.value.__notes__)
 
 
 def test_out_of_memory_in_an_evaluation_says_what_fits():
     with pytest.raises(RunError, match="out of memory with 256 pictures in an evaluation batch") as raised:
-        manyhands.fit(nets.Hungry(), tiny(), tiny(300), epochs=1, batch=20, **QUIET)
+        fit(nets.Hungry(), tiny(), tiny(300), batch=20)
     assert raised.value.hints[0] == "reduce the batch: evaluate_batch=128"
-
-
-@pytest.mark.parametrize("model", [torch.nn.Linear, lambda: nets.Net(), 3])
-def test_what_is_no_network_is_refused(model):
-    for call in (lambda: manyhands.fit(model, tiny(), **QUIET), lambda: manyhands.evaluate(model, tiny())):
-        with pytest.raises(UserError, match=r"model is .*, not a network"):
-            call()
-
-
-def test_hints_of_fit_are_arguments():
-    with pytest.raises(UserError, match=r"has the shape \[2, 4\]") as raised:
-        manyhands.fit(nets.Net(num_classes=4), tiny(), **QUIET)
-    assert raised.value.hints[1] == "or add model__num_classes=4"
 
 
 @pytest.mark.parametrize(
@@ -155,19 +180,9 @@ def test_messages_that_begin_with_a_flag_name_its_argument(monkeypatch):
     for name, value in place.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match=r"^processes=2 contradicts RANK, WORLD_SIZE") as raised:
-        manyhands.fit("mlp", "digits", processes=2, **QUIET)
+        fit("mlp", "digits", processes=2)
     assert raised.value.hints[0] == "remove processes=2"
     assert not Path("run").exists()
-
-
-def of_four(output, labels):
-    return torch.nn.functional.cross_entropy(output, labels, reduction="none").topk(4).values.mean()
-
-
-def test_a_loss_of_more_than_two_samples_is_tried_on_more():
-    assert manyhands.fit(nets.Net(), tiny(), loss=of_four, epochs=1, batch=20, **QUIET).status == "finished"
-    with pytest.raises(RunError, match="selected index k out of range"):
-        manyhands.fit(nets.Net(), tiny(), loss=of_four, epochs=1, batch=3, **{**QUIET, "out": "other"})
 
 
 # A float32 layer, and a float64 scale.
@@ -175,11 +190,9 @@ MIXED = """
 import torch
 from torch import nn
 
-
 class Mixed(nn.Sequential):
     def forward(self, x):
         return super().forward(x) * self.scale
-
 
 net = Mixed(nn.Flatten(), nn.Linear(64, 10))
 net.scale = nn.Parameter(torch.ones((), dtype=torch.double))
@@ -190,7 +203,7 @@ double = nn.Sequential(nn.Flatten(), nn.Linear(64, 10)).double()
 def test_a_network_of_several_types_keeps_them():
     exec(MIXED, made := {})
     network = made["net"]
-    manyhands.fit(network, tiny(), epochs=1, batch=20, **QUIET)
+    fit(network, tiny(), batch=20)
     assert [one.dtype for one in network.parameters()] == [torch.float64, torch.float32, torch.float32]
     with manyhands.session() as here:
         optimizer = torch.optim.SGD(network.parameters(), 0.1)
@@ -210,13 +223,12 @@ def test_a_network_of_float64_computes_in_float64(settings):
             return super().forward(x)
 
     images, labels = tiny().tensors
-    manyhands.fit(Seeing().double(), TensorDataset(images.double(), labels), epochs=1, batch=20, **settings, **QUIET)
+    fit(Seeing().double(), TensorDataset(images.double(), labels), batch=20, **settings)
     assert seen == {torch.float64}
     Path("own.py").write_text(MIXED)
-    options = {"epochs": 1, "batch": 20, "precision": "fp32", **QUIET}
     with pytest.raises(UserError, match=r"the network is float64, but train.precision is fp32"):
-        manyhands.fit("own.py:double", tiny(), **{**options, "out": "other"})
-    manyhands.fit("own.py:net", tiny(), **{**options, "out": "mixed"})
+        fit("own.py:double", tiny(), batch=20, precision="fp32", out="other")
+    fit("own.py:net", tiny(), batch=20, precision="fp32", out="mixed")
     assert manyhands.predict("mixed", [images[0]])
 
 
@@ -224,31 +236,10 @@ def test_a_network_of_float64_computes_in_float64(settings):
 def test_fit_with_processes_raises_the_first_cause(monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path, str(Path(__file__).parents[2])])
     with pytest.raises(RunError, match="the user's own mistake") as raised:
-        manyhands.fit(nets.Raises(), tiny(400), epochs=9, batch=20, processes=2, **QUIET)
+        fit(nets.Raises(), tiny(400), epochs=9, batch=20, processes=2)
     assert raised.value.where.startswith("rank 1 on ")
     assert "nets.py:" in raised.value.where
     assert any("in act" in note for note in raised.value.__notes__)
-
-
-@pytest.mark.parametrize(
-    ("settings", "text"),
-    [
-        ({"epoch": 3}, "fit has no argument epoch"),
-        ({"workers": 2}, r"fit has no argument workers[\s\S]*processes=2"),
-        ({"batch": 0}, "train.batch"),
-        ({"data__worker": 3}, "data.worker"),
-        ({"epochs": "x"}, r"train.epochs: .*\n  where: argument epochs"),
-        ({"learning_rate": 0.1}, r"fit has no argument learning_rate[\s\S]*did you mean lr\?"),
-        ({"parallel": "fsdp"}, r"fit has no argument parallel[\s\S]*did you mean parallel__mode\?"),
-        ({"name": "first"}, r"fit has no argument name[\s\S]*pass the network and the data to fit\(model, train_set\)"),
-        ({"output_dir": "run"}, r"fit has no argument output_dir[\s\S]*did you mean out\?"),
-    ],
-)
-def test_fit_refuses_a_mistake(settings, text):
-    with pytest.raises(UserError, match=text) as raised:
-        manyhands.fit(nets.Net(), tiny(), **{**QUIET, **settings})
-    assert isinstance(raised.value, ManyhandsError)
-    assert not Path("run").exists()
 
 
 def test_a_job_is_a_base_that_arguments_win_over(tmp_path):
@@ -262,7 +253,7 @@ def test_a_job_is_a_base_that_arguments_win_over(tmp_path):
     assert tomllib.loads((again.path / "job.toml").read_text())["train"] == used
     assert again.evaluations[-1].loss == run.evaluations[-1].loss
     Path("names.toml").write_text('data = "synthetic:60x1x8x8x3"\nmodel = "mlp"\n[train]\nepochs = 1\n')
-    assert manyhands.fit(job="names.toml", **{**QUIET, "out": "names"}).final.count == 12
+    assert fit(job="names.toml", out="names").final.count == 12
 
 
 def test_a_job_goes_to_evaluate_session_and_find_plan():
@@ -273,21 +264,42 @@ def test_a_job_goes_to_evaluate_session_and_find_plan():
     assert manyhands.find_plan(nets.Net(), torch.rand(1, 8, 8), job=job).mesh.size == 2
 
 
-@pytest.mark.parametrize(
-    ("call", "text"),
-    [
-        (lambda: manyhands.fit(nets.Net(), tiny(), job={"train": {}}, **QUIET), "job is a dict, neither a Job"),
-        (lambda: manyhands.fit(nets.Net(), tiny(), job="no.toml", **QUIET), "there is no job file no.toml"),
-        (lambda: manyhands.fit(nets.Net(), None, **QUIET), "fit was called without a training set"),
-        (lambda: manyhands.fit("mlp", "digits", tiny(), **QUIET), "test_set needs a train_set that is a Dataset"),
-        (lambda: manyhands.evaluate(nets.Net(), tiny(), batch=0), "train.evaluate_batch"),
-        (lambda: manyhands.session(schedule="cosine").__enter__(), "session has a schedule, but no number of epochs"),
-        (lambda: manyhands.fit(nets.Net(), tiny(), at_epoch_end=3, **QUIET), "at_epoch_end is not a function"),
-    ],
-)
-def test_a_wrong_job_or_set_is_refused(call, text):
-    with pytest.raises(UserError, match=text):
+def fitted(**options):
+    return fit(nets.Net(), tiny(), **options)
+
+
+REFUSED = [
+    (lambda: fitted(epoch=3), "fit has no argument epoch"),
+    (lambda: fitted(workers=2), r"fit has no argument workers[\s\S]*processes=2"),
+    (lambda: fitted(batch=0), "train.batch"),
+    (lambda: fitted(data__worker=3), "data.worker"),
+    (lambda: fitted(epochs="x"), r"train.epochs: .*\n  where: argument epochs"),
+    (lambda: fitted(learning_rate=0.1), r"fit has no argument learning_rate[\s\S]*did you mean lr\?"),
+    (lambda: fitted(parallel="fsdp"), r"fit has no argument parallel[\s\S]*did you mean parallel__mode\?"),
+    (lambda: fitted(name="first"), r"no argument name[\s\S]*pass the network and the data to fit\(model, train_set\)"),
+    (lambda: fitted(output_dir="run"), r"fit has no argument output_dir[\s\S]*did you mean out\?"),
+    (lambda: fitted(job={"train": {}}), "job is a dict, neither a Job"),
+    (lambda: fitted(job="no.toml"), "there is no job file no.toml"),
+    (lambda: fit(nets.Net(), None), "fit was called without a training set"),
+    (lambda: fit("mlp", "digits", tiny()), "test_set needs a train_set that is a Dataset"),
+    (lambda: fitted(at_epoch_end=3), "at_epoch_end is not a function"),
+    (lambda: fit(nets.Net(num_classes=4), tiny()), r"the shape \[2, 4\][\s\S]*\n.* or add model__num_classes=4"),
+    (lambda: manyhands.evaluate(nets.Net(), tiny(), batch=0), "train.evaluate_batch"),
+    (lambda: manyhands.session(schedule="cosine").__enter__(), "session has a schedule, but no number of epochs"),
+    *(
+        (lambda call=call, model=model: call(model, tiny()), "model is .*, not a network")
+        for call in (fit, manyhands.evaluate)
+        for model in (torch.nn.Linear, lambda: nets.Net(), 3)
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "text"), REFUSED, ids=[text for _, text in REFUSED])
+def test_a_mistake_is_refused(call, text):
+    with pytest.raises(UserError) as raised:
         call()
+    assert isinstance(raised.value, ManyhandsError)
+    assert re.search(text, str(raised.value))
     assert not Path("run").exists()
 
 
@@ -295,9 +307,9 @@ def test_at_epoch_end_sees_each_epoch_and_changes_nothing():
     seen = []
     torch.manual_seed(0)
     net = nets.Net()
-    options = {**QUIET, "epochs": 3, "batch": 20, "evaluate_every": 2}
-    plain = manyhands.fit(copy.deepcopy(net), tiny(), tiny(), **{**options, "out": "plain"})
-    manyhands.fit(net, tiny(), tiny(), at_epoch_end=lambda end: seen.append((end, torch.rand(3))), **options)
+    options = {"epochs": 3, "batch": 20, "evaluate_every": 2}
+    plain = fit(copy.deepcopy(net), tiny(), tiny(), out="plain", **options)
+    fit(net, tiny(), tiny(), at_epoch_end=lambda end: seen.append((end, torch.rand(3))), **options)
     assert [(end.epoch, end.step) for end, _ in seen] == [(1, 2), (2, 4), (3, 6)]
     assert [end.evaluation and end.evaluation.step for end, _ in seen] == [None, 4, 6]
     assert [end.evaluation.loss for end, _ in seen[1:]] == [one.loss for one in plain.evaluations]
@@ -306,17 +318,6 @@ def test_at_epoch_end_sees_each_epoch_and_changes_nothing():
         seen[0][0].epoch = 9
 
 
-def test_what_at_epoch_end_raises_ends_the_run_as_its_first_cause():
-    def fail(end):
-        raise KeyError(f"the user's own mistake after epoch {end.epoch}")
-
-    with pytest.raises(RunError, match="the user's own mistake after epoch 1") as raised:
-        manyhands.fit(nets.Net(), tiny(), epochs=9, batch=20, at_epoch_end=fail, **QUIET)
-    assert isinstance(raised.value.__cause__, KeyError)
-    assert any("in fail" in note for note in raised.value.__notes__)
-
-
-# As a notebook runs its cells: in a `__main__` without a file, a class that is written anew, functions and a closure.
 @pytest.mark.parametrize("processes", [None, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("number", "raised"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
 def test_a_stop_saves_and_ends_the_script_too(number, raised, processes, monkeypatch):
@@ -330,57 +331,12 @@ def test_a_stop_saves_and_ends_the_script_too(number, raised, processes, monkeyp
     threading.Thread(target=stop, daemon=True).start()
     net = nets.Net()
     with pytest.raises(raised) as ended:
-        manyhands.fit(net, tiny(), epochs=100_000, batch=20, processes=processes, **QUIET)
+        fit(net, tiny(), epochs=100_000, batch=20, processes=processes)
     assert raised is KeyboardInterrupt or ended.value.code == 75
     (stopped,), saved = events("run", "stopped"), events("run", "saved")[-1]
     assert stopped["step"] == saved["step"]
     weights = manyhands.load("run", "last", model=nets.Net()).network.state_dict()
     assert all(torch.equal(weights[name], one) for name, one in net.state_dict().items())
-
-
-CELLS = """
-import torch
-from torch import nn
-from torch.utils.data import TensorDataset
-import manyhands
-
-class Net(nn.Module):
-    pass
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
-
-    def forward(self, x):
-        return self.layers(scaled(x))
-
-def scaled(x):
-    return x * FACTOR
-
-FACTOR = 2.0
-
-def note(end):
-    with open("ends.txt", "a") as file:
-        print(end.epoch, end.evaluation.count, file=file)
-
-images = torch.rand(40, 1, 8, 8, generator=torch.Generator().manual_seed(1))
-data = TensorDataset(images, torch.arange(40) % 10)
-run = manyhands.fit(Net(), data, data, epochs=2, batch=20, processes=2, out="run", quiet=True, run__report=False,
-                    loss=lambda output, labels: nn.functional.cross_entropy(output, labels, reduction="none"),
-                    at_epoch_end=note)
-print(run.status, manyhands.evaluate(run.model, data).count)
-"""
-
-
-@pytest.mark.slow
-def test_cells_of_a_notebook_train_in_processes_of_their_own():
-    ended = subprocess.run(
-        [sys.executable, "-"], input=CELLS, capture_output=True, text=True, check=False, env=environment(), timeout=200
-    )
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.split() == ["finished", "40"]
-    assert Path("ends.txt").read_text().splitlines() == ["1 40", "2 40"]
 
 
 def test_evaluate_needs_no_run_and_leaves_float_samples_unchanged():
@@ -408,7 +364,7 @@ BRIGHT = shades(101, 1)
 def test_evaluation_normalizes_as_the_training_did(processes, tmp_path):
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 2))
-    run = manyhands.fit(net, shades(200, 100), epochs=5, batch=20, lr=0.1, processes=processes, **QUIET)
+    run = fit(net, shades(200, 100), epochs=5, batch=20, lr=0.1, processes=processes)
     loaded = manyhands.load(run.path, model=copy.deepcopy(net)).network
     assert run.final.top1 == 1
     assert [manyhands.evaluate(each, BRIGHT).top1 for each in (net, run, loaded)] == [1, 1, 1]
@@ -442,12 +398,10 @@ def test_evaluation_follows_the_names_of_classes(processes):
         return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(36, 2))
 
     net, there, back = made(), Shades(["dark", "bright"]), Shades(["bright", "dark"])
-    fitted = manyhands.fit(
-        net, there, back, held_out_set=back, epochs=3, batch=10, lr=0.1, processes=processes, **QUIET
-    )
-    assert (fitted.final.top1, fitted.test.top1) == (1, 1)
-    loaded = manyhands.load(fitted.path, model=made()).network
-    for each in (net, fitted, loaded):
+    run = fit(net, there, back, held_out_set=back, epochs=3, batch=10, lr=0.1, processes=processes)
+    assert (run.final.top1, run.test.top1) == (1, 1)
+    loaded = manyhands.load(run.path, model=made()).network
+    for each in (net, run, loaded):
         assert [manyhands.evaluate(each, data).top1 for data in (there, back, Shades(["dark"]))] == [1, 1, 1]
         with pytest.raises(UserError, match='the run has no class "cat", "dog"'):
             manyhands.evaluate(each, Shades(["dark", "bright"], ["cat", "dog"]))

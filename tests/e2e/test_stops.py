@@ -1,7 +1,8 @@
-"""Stops of every kind: what is saved, what is left behind, and that a run goes on exactly where it was."""
+"""Stops of every kind: what is saved and left behind, where a run goes on; and runs that outlive their launcher."""
 
 import contextlib
 import fcntl
+import json
 import os
 import re
 import signal
@@ -20,6 +21,7 @@ from manyhands.core.terminal import say, show
 from tests.e2e.command import (
     NETS,
     QUICKLY,
+    TORCHRUN,
     assert_equal_weights,
     assert_one_screen,
     done,
@@ -30,18 +32,30 @@ from tests.e2e.command import (
     free_port,
     inside,
     marked,
+    metrics,
     read,
+    refused,
     start,
+    stop,
     training,
     wait_until,
 )
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.usefixtures("ends")]
 # Longer than any test waits.
 LONG = f"--epochs 100000 --batch 64 {QUICKLY} --out run"
 ENDLESS = f"train synthetic:4000x1x8x8x10 {NETS}:Net {LONG}"
 SLEEPY = f"train synthetic:4000x1x8x8x10 {NETS}:Sleepy {LONG}"
 SAVING = "--set checkpoint.every=20steps --set train.evaluate_every=1000"
+
+
+@pytest.fixture
+def ends(here):
+    """Ends what a test leaves."""
+    yield
+    for process in marked(str(here)):
+        with contextlib.suppress(psutil.Error):
+            process.kill()
 
 
 def begun(folder="run"):
@@ -50,14 +64,6 @@ def begun(folder="run"):
 
 def family(process):
     return [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
-
-
-def stopped(process, number=signal.SIGTERM, code=75):
-    """The end of a command that is sent a signal."""
-    process.send_signal(number)
-    ended = finish(process)
-    assert ended.code == code, ended.err
-    return ended
 
 
 def last(kind, folder="run"):
@@ -81,8 +87,7 @@ def test_a_stop_saves_and_says_so(number, here):
     with training(ENDLESS, "-n 2", **names) as process:
         wait_until(begun(), process)
         sockets = [each for member in family(process) for each in member.net_connections("inet")]
-        ended = stopped(process, number)
-    assert "stopped and saved at step" in ended.err
+        stop(process, number, says="stopped and saved at step")
     (event,) = events("run", "stopped")
     step = event["step"]
     assert last("saved") == step
@@ -106,7 +111,7 @@ def test_a_stop_in_an_evaluation_saves_and_the_evaluation_is_made_when_the_run_g
     job = f"train synthetic:4000x1x8x8x10 {NETS}:SlowToEvaluate --epochs 2 --batch 400 -n 2 --out run {QUICKLY}"
     with training(job, "--set train.evaluate_batch=8") as process:
         wait_until((here / "evaluating").exists, process)
-        ended = stopped(process)
+        ended = stop(process)
     assert last("stopped") == last("saved") == 10
     assert "evaluated=" not in ended.err
 
@@ -117,7 +122,7 @@ def test_a_stop_in_an_evaluation_saves_and_the_evaluation_is_made_when_the_run_g
     (here / "evaluating").unlink()
     with training("eval run") as process:
         wait_until((here / "evaluating").exists, process)
-        ended = stopped(process, signal.SIGINT, code=130)
+        ended = stop(process, signal.SIGINT, code=130)
     assert ended.err.endswith("\nstopped\n")
     assert "killed" not in ended.err
 
@@ -139,7 +144,7 @@ def test_a_short_stall_is_an_event_and_a_hung_run_ends_soon_with_the_step_that_w
         assert healed, events("run", "stall")
         assert "training stalled for" in healed["message"]
         worker.suspend()
-        ended = stopped(process, code=130)
+        ended = stop(process, code=130)
     assert f"(process {worker.pid} is stopped)" in ended.err
     assert f"the last checkpoint is step {last('saved')}" in ended.err
     assert f"resume from step {last('saved')}: manyhands resume run" in ended.err
@@ -149,7 +154,7 @@ def test_a_short_stall_is_an_event_and_a_hung_run_ends_soon_with_the_step_that_w
 def test_a_launch_that_is_stopped_while_it_prepares_says_so_and_ends(here):
     with training(ENDLESS.replace("train", "launch", 1), "--hosts localhost:2", by=start) as process:
         wait_until((here / "run" / "ranks" / "agent.log").exists, process)
-        ended = stopped(process, code=130)
+        ended = stop(process, code=130)
     assert "stopping before training has begun" in ended.err
     assert "stopped before anything was saved" in ended.err
     assert "resume" not in ended.err
@@ -172,8 +177,7 @@ def test_a_process_by_hand_that_is_stopped_while_it_imports_torch_says_so(number
     place = {**PLACE, "MASTER_PORT": str(free_port())} if by_variables else {}
     with training(ENDLESS, flags, by=start, **place) as process:
         wait_until(lambda: any("libtorch" in one.path for one in psutil.Process(process.pid).memory_maps()), process)
-        ended = stopped(process, number, code=130)
-    assert "stopped before anything was saved" in ended.err
+        ended = stop(process, number, code=130, says="stopped before anything was saved")
     assert "Traceback" not in ended.err
     assert_one_screen(ended.err, where=False)
 
@@ -188,12 +192,9 @@ def test_a_process_by_hand_that_waits_for_a_hung_one_ends_at_the_second_interrup
         time.sleep(1)
         process.send_signal(signal.SIGINT)
         time.sleep(1)
-        ended = stopped(process, signal.SIGINT, code=130)
+        ended = stop(process, signal.SIGINT, code=130)
     assert f"the last checkpoint is step {last('saved')}" in ended.err
     assert f"resume from step {last('saved')}" in ended.err
-
-
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", "-m", "manyhands"]
 
 
 def process_of(rank):
@@ -209,7 +210,7 @@ def told(pattern, path, process):
 @pytest.mark.parametrize(("rank", "written"), [(0, "run/ranks/1.log"), (2, "run/events.jsonl")])
 def test_under_torchrun_one_of_the_others_names_a_stopped_process(rank, written, here):
     """The first of those that wait, for their screen is one."""
-    with training(ENDLESS, by=start, program=TORCHRUN) as process:
+    with training(ENDLESS, by=start, program=[*TORCHRUN[:-1], "3", "-m", "manyhands"]) as process:
         wait_until(begun(), process)
         hung = process_of(rank)
         hung.suspend()
@@ -249,7 +250,7 @@ def test_a_second_interrupt_kills(here):
         process.send_signal(signal.SIGINT)
         # The agent passes the first one on before the second comes.
         wait_until((here / "asked").exists, process)
-        ended = stopped(process, signal.SIGINT, code=130)
+        ended = stop(process, signal.SIGINT, code=130)
     assert_one_screen(ended.err, where=False)
     assert ended.err.count("stopping after the current update") == 1
     assert "stopped before anything was saved" in ended.err
@@ -262,7 +263,7 @@ def test_a_second_interrupt_kills(here):
 @pytest.mark.parametrize("who", ["launcher", "agent"])
 @pytest.mark.slow
 def test_nothing_outlives_the_launcher_or_the_agent(who, here):
-    with training(ENDLESS, "-n 2 --elastic off", by=start) as process:
+    with training(ENDLESS, "-n 2", "--elastic off" * (who == "agent"), by=start) as process:
         wait_until(begun(), process)
         members = family(process)
         (agent,) = (each for each in members if "manyhands.cluster.agents.agent" in " ".join(each.cmdline()[:4]) and
@@ -273,6 +274,7 @@ def test_nothing_outlives_the_launcher_or_the_agent(who, here):
         psutil.wait_procs(members[1:], timeout=120)
         assert not [each for each in members[1:] if each.is_running()]
     assert not marked(str(here))
+    assert json.loads(done("ps --json", by=inside).out) == []
     if who == "agent":
         assert ended.code == 1
         assert_one_screen(ended.err)
@@ -336,3 +338,95 @@ def test_a_run_whose_reader_is_gone_saves_and_leaves_as_at_any_stop(closes, here
         process.terminate()
     assert process.wait(60) == 75
     assert last("saved") == last("stopped")
+
+
+JOB = f"digits mlp --epochs 100000 --set train.evaluate_every=1000 {QUICKLY}"
+WHERE = "--hosts 127.0.0.1:2 --out run"
+
+
+def detached(*given):
+    """The process that goes on once a command has ended."""
+    return json.loads(done(*given, "--detach --json", by=start).out)["pid"]
+
+
+def trains_on(process=None, steps=5):
+    before = len(metrics("run"))
+    wait_until(lambda: len(metrics("run")) > before + steps, process)
+
+
+@pytest.mark.slow
+def test_it_trains_on_without_its_head_and_obeys_a_stop(here):
+    head = detached("launch", JOB, WHERE)
+    assert os.getsid(head) == head  # so that no terminal's end comes to it
+    assert metrics("run")
+    agents = psutil.Process(head).children()
+    assert "--out" not in refused("resume run", says="a run is active")
+    os.kill(head, signal.SIGKILL)
+    trains_on(steps=20)
+    assert "manyhands resume run" in done("stop run").out
+    assert events("run", "stopped")
+    psutil.wait_procs(agents, timeout=60)
+    assert not marked(str(here))
+
+
+@pytest.mark.slow
+def test_a_run_whose_agent_stands_still_and_whose_command_was_killed_is_listed_and_stopped(here):
+    with training("train", JOB, "-n 2 --out run", by=start) as process:
+        wait_until(lambda: metrics("run"), process)
+        (agent,) = [one for one in psutil.Process(process.pid).children() if "agents.agent" in " ".join(one.cmdline())]
+        agent.suspend()
+        process.kill()
+        finish(process)
+    assert "no launcher" in done("ps", by=inside).out
+    assert "is active" in done("why run", by=inside).out
+    assert "run has ended here; the last checkpoint" in done("stop run").out
+    wait_until(lambda: not marked(str(here)))
+    assert done("why run", by=inside).out.startswith("run stopped after")
+    assert done("ps", by=inside).out == "no run is active\n"
+
+
+@pytest.mark.slow
+def test_a_run_is_gone_on_with_detached(here):
+    done("launch", JOB, WHERE, "--set train.max_steps=20", by=start)
+    detached("resume run --set train.max_steps=0")
+    done("stop run")
+    wait_until(lambda: not marked(str(here)))
+
+
+@pytest.mark.slow
+def test_a_detached_run_without_its_head_is_taken_over_by_a_command_that_waits(here):
+    head = detached("launch", JOB, WHERE)
+    refused("resume run --no-detach", says="a run is active")
+    os.kill(head, signal.SIGKILL)
+    wait_until(lambda: events("run", "saved") or len(metrics("run")) > 20)
+    with training("resume run --no-detach", by=start) as again:
+        wait_until(lambda: events("run", "resumed"), again)
+        trains_on(again)
+        stop(again)
+    assert not marked(str(here))
+
+
+def test_what_fails_before_it_trains_is_said_on_the_terminal(here):
+    refused("launch", here / "nothing", "mlp --detach", WHERE, QUICKLY, by=start)
+    with training("launch --detach", JOB, WHERE, by=start) as process:
+        wait_until(lambda: (here / "run" / "job.toml").is_file(), process)
+        process.send_signal(signal.SIGINT)
+        assert finish(process).code in {75, 130}
+    wait_until(lambda: not marked(str(here)))
+
+
+# Ctrl-C comes between the two, when the command has become two processes.
+AT_ONCE = """
+import os, signal, time
+from manyhands.run.launch import Background
+signal.signal(signal.SIGTERM, lambda *_: os._exit(75 if os.getsid(0) == os.getpid() else 1))
+background = Background()
+if background.elsewhere:
+    os.kill(os.getpid(), signal.SIGTERM)
+    os._exit(background.wait(as_json=False))
+time.sleep(60)
+"""
+
+
+def test_a_stop_at_once_reaches_the_process_that_goes_on():
+    done(program=("-c", AT_ONCE), by=start, code=75)

@@ -13,23 +13,13 @@ from torch.utils.data import Dataset, TensorDataset
 from torchvision import models
 
 import manyhands
-from manyhands.config.load import load_job
 from manyhands.core.errors import UserError
-from manyhands.core.run_folder import RunFolder
-from manyhands.core.world import World
-from manyhands.data.open import is_plain_folder
 from manyhands.report.page import write_report
 from manyhands.report.read import read_run
 from manyhands.report.summary import result_lines, result_object
-from manyhands.run.tasks import evaluate_run, job_of, predict_files, resolve_checkpoint
-from manyhands.train import loop
-from manyhands.train.build import build
-from manyhands.train.parts import Parts
-from manyhands.train.trained import evaluate_checkpoint
-from tests.e2e.command import done, events, forked, inside, messages, read
-from tests.processes.ranks import run_on_ranks
+from manyhands.run.tasks import evaluate_run, predict_files
+from tests.e2e.command import done, events, fit, forked, inside, messages, read, refused
 
-QUIET = {"quiet": True, "run__report": False}
 LEVELS = {"cat": 60, "dog": 130, "owl": 200}
 
 
@@ -50,7 +40,7 @@ def trained(tmp_path_factory):
     """A run on a folder of pictures that is gone since; its own validation pictures lie elsewhere."""
     place = tmp_path_factory.mktemp("trained")
     data = pictures(place / "pets", {"train": 20, "val": 9})
-    run = manyhands.fit("mlp", str(data), out=place / "run", epochs=3, batch=10, data__image_size=12, **QUIET)
+    run = fit("mlp", str(data), out=place / "run", epochs=3, batch=10, data__image_size=12)
     shutil.move(data, place / "away")
     return run, place / "away" / "val"
 
@@ -88,27 +78,17 @@ def test_a_copied_run_gives_its_network_back(trained, tmp_path):
     assert torch.equal(manyhands.load(alone).network(image[None]), manyhands.load(copy, "last").network(image[None]))
 
 
-def evaluated(run, folder):
-    """What `manyhands eval RUN FOLDER` does, in this process."""
-    flags = {"data.name": str(folder)}
-    checkpoint = resolve_checkpoint(run.path, "best")
-    return evaluate_checkpoint(
-        job_of(run.path, flags), checkpoint, World(), given=flags, whole=is_plain_folder(str(folder))
-    )
-
-
 def test_the_folder_that_is_named_is_evaluated_whole_and_by_names(trained, tmp_path):
     run, val = trained
     for name in ("dog", "owl"):
         shutil.copytree(val / name, tmp_path / "some" / name)
-    found = evaluated(run, tmp_path / "some")
+    found = json.loads(done("eval", run.path, tmp_path / "some", "--json", by=inside).out)
     assert found["count"] == 18
     files = sorted((tmp_path / "some").rglob("*.png"))
     assert round(found["top1"] * 18) == right(manyhands.predict(run, files), files)
     assert {row["name"] for row in found["per_class"]} == {"dog", "owl"}
     (tmp_path / "some" / "dog").rename(tmp_path / "some" / "wolf")
-    with pytest.raises(UserError, match='the run has no class "wolf"'):
-        evaluated(run, tmp_path / "some")
+    refused("eval", run.path, tmp_path / "some", says='the run has no class "wolf"')
 
 
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
@@ -125,24 +105,16 @@ def test_pictures_that_can_not_be_read_are_listed_after_all_others(trained, tmp_
         assert [line.partition(": ")[0].strip() for line in listed] == bad
         assert len(said.out.splitlines()) == count
     assert [found["picture"] for found in map(json.loads, said.out.splitlines()) if "error" in found] == bad
-    with pytest.raises(UserError, match=r"the picture 0\.png can't be read") as refused:
+    if processes == 2:
+        assert said.out == done("predict", run.path, tmp_path / "new", more, by=inside, code=1).out
+    with pytest.raises(UserError, match=r"the picture 0\.png can't be read") as caught:
         manyhands.predict(run, [tmp_path / "new"])
-    assert refused.value.hints[1].startswith("or skip unreadable pictures in training")
+    assert caught.value.hints[1].startswith("or skip unreadable pictures in training")
 
 
-@pytest.mark.parametrize("device", ["gpu", "h100", "cuda:99"])
-def test_a_device_that_is_not_here_computes_no_prediction(trained, device):
+def test_a_device_that_is_not_here_computes_no_prediction(trained):
     run, val = trained
-    with pytest.raises(UserError, match=f"this machine has no {device.partition(':')[0]}"):
-        list(predict_files(run.path, [val], device=device))
-
-
-@pytest.mark.slow
-def test_prediction_over_processes_is_the_same(trained):
-    run, val = trained
-    one, two = (list(predict_files(run.path, [val], processes=count)) for count in (1, 2))
-    assert len(one) == 27
-    assert [[path, [tuple(guess) for guess in guesses]] for path, guesses in two] == [list(pair) for pair in one]
+    refused("predict", run.path, val, "--device h100", says="this machine has no h100")
 
 
 class Threshold(nn.Module):
@@ -162,7 +134,7 @@ def numbers(count=60):
 
 def test_numbers_of_ones_own_data_set_are_not_normalised_again(tmp_path):
     data = numbers()
-    run = manyhands.fit(Threshold(), data, data, epochs=30, batch=10, lr=0.2, out=tmp_path / "run", **QUIET)
+    run = fit(Threshold(), data, data, epochs=30, batch=10, lr=0.2)
     assert run.best.top1 == 1
     guesses = manyhands.predict(run, [data[number][0] for number in range(60)])
     assert [int(found[0][0]) for found in guesses] == data.tensors[1].tolist()
@@ -187,57 +159,47 @@ def test_a_run_from_published_weights_needs_them_no_more(tmp_path, monkeypatch):
     file = tmp_path / "home" / "hub" / "checkpoints" / "squeezenet1_1-b8a52dc0.pth"
     file.parent.mkdir(parents=True)
     torch.save(models.squeezenet1_1().state_dict(), file)
-    options = {"out": tmp_path / "run", "batch": 6, "model__pretrained": True, "lr": 1e-4, **QUIET}
-    run = manyhands.fit("squeezenet1_1", colours(), colours(), epochs=1, **options)
+    options = {"batch": 6, "model__pretrained": True, "lr": 1e-4}
+    run = fit("squeezenet1_1", colours(), colours(), **options)
     file.unlink()
     monkeypatch.setenv("MANYHANDS_MIRROR", "http://127.0.0.1:9")  # nothing may be fetched
     assert len(manyhands.load(run).classes) == 3
-    again = manyhands.fit("squeezenet1_1", colours(), colours(), epochs=2, checkpoint__resume="auto", **options)
+    again = fit("squeezenet1_1", colours(), colours(), epochs=2, checkpoint__resume="auto", **options)
     assert again.final.step == 4
 
 
 @pytest.mark.slow
 def test_weights_of_other_classes_give_the_body_and_the_last_layer_is_new(tmp_path):
-    run = manyhands.fit("cnn", colours(size=8), colours(size=8), epochs=1, batch=6, out=tmp_path / "three", **QUIET)
-    body = manyhands.load(run, "best").network.state_dict()
-    options = {"batch": 6, "epochs": 1, "lr": 1e-12, "weight_decay": 0.0, **QUIET}
-    for number, weights in enumerate([run.path, tmp_path / "three.pth"]):
-        torch.save(body, tmp_path / "three.pth")
-        more = manyhands.fit(
-            "cnn", colours(2, 8), colours(2, 8), out=tmp_path / str(number), model__weights=str(weights), **options
-        )
+    run = fit("cnn", colours(size=8), colours(size=8), batch=6, out="three")
+    body, two = manyhands.load(run, "best").network.state_dict(), (colours(2, 8), colours(2, 8))
+    torch.save(body, "three.pth")
+    options = {"batch": 6, "lr": 1e-12, "weight_decay": 0.0}
+    for number, weights in enumerate((run.path, "three.pth")):
+        more = fit("cnn", *two, out=str(number), model__weights=str(weights), **options)
         told = messages(more.path, "note")
         assert any(" not loaded: " in text and "has 3 classes, not 2" in text for text in told), told
         first, *_ = body
         assert torch.allclose(manyhands.load(more).network.state_dict()[first], body[first], atol=1e-6)
     with pytest.raises(UserError, match="the checkpoint belongs to another network") as raised:
-        manyhands.fit("mlp", colours(2, 8), out=tmp_path / "x", model__weights=str(run.path), **options)
+        fit("mlp", two[0], out="x", model__weights=str(run.path), **options)
     assert "--out" not in " ".join(raised.value.hints)
     with pytest.raises(UserError, match="has 3 outputs, but the data has 2 classes") as raised:
-        manyhands.fit(
-            "cnn", colours(2, 8), out=tmp_path / "y", checkpoint__resume=str(tmp_path / "three.pth"), **options
-        )
+        fit("cnn", two[0], out="y", checkpoint__resume="three.pth", **options)
     assert "model__weights=" in raised.value.hints[0]
 
 
-FIT = {"epochs": 3, "batch": 10, "lr": 0.3, "data__image_size": 12, **QUIET}
-
-
-def evaluated_alone(run, folder, which):
-    network, transform, classes = manyhands.load(run, which)
-    files = sorted(Path(folder).rglob("*.png"))
-    hits = [classes[network(transform(file)[None]).argmax()] == file.parent.name for file in files]
-    return sum(hits) / len(hits), len(hits)
+FIT = {"epochs": 3, "batch": 10, "lr": 0.3, "data__image_size": 12}
 
 
 @pytest.mark.slow
 def test_a_test_folder_beside_train_and_val_is_evaluated_at_the_end(here):
     data = pictures(here / "pets", {"train": 20, "val": 4, "test": 9})
-    run = manyhands.fit("mlp", str(data), out="run", **FIT)
+    run = fit("mlp", str(data), **FIT)
+    files = sorted((data / "test").rglob("*.png"))
     for which in ("best", "last"):
         found = read(run.path, "evaluations", f"test-{which}.json")
-        share, count = evaluated_alone(run.path, data / "test", which)
-        assert (found["count"], found["top1"]) == (count, pytest.approx(share))
+        hits = right(manyhands.predict(run.path, files, which=which), files)
+        assert (found["count"], found["top1"]) == (len(files), pytest.approx(hits / len(files)))
     assert run.test.count == 9 * len(LEVELS)
     assert run.best.count == run.final.count == 4 * len(LEVELS)
     (told,) = events("run", "tested")
@@ -249,7 +211,7 @@ def test_a_test_folder_beside_train_and_val_is_evaluated_at_the_end(here):
     assert "test top-1, best weights" in page
     assert "selected on these samples" not in page
     # Once: what is done for these weights isn't done again.
-    manyhands.fit("mlp", str(data), out="run", **FIT)
+    fit("mlp", str(data), **FIT)
     assert len(events("run", "tested")) == 1
 
 
@@ -258,7 +220,7 @@ def test_the_network_has_its_last_weights_again_afterwards(here):
     sets = [TensorDataset(torch.rand(30, 1, 4, 4, generator=chance), torch.arange(30) % 3) for _ in range(3)]
     network = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(16, 3))
     options = {**FIT, "epochs": 9, "batch": 5, "lr": 3.0}
-    run = manyhands.fit(network, sets[0], sets[1], held_out_set=sets[2], out="run", **options)
+    run = fit(network, sets[0], sets[1], held_out_set=sets[2], **options)
     assert run.best.step != run.final.step
     assert run.test.step == run.best.step
     last = manyhands.load(run.path, "last", model=torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(16, 3)))
@@ -269,7 +231,7 @@ def test_the_network_has_its_last_weights_again_afterwards(here):
 
 
 def test_without_one_the_best_figure_is_said_to_be_chosen_by(here):
-    run = manyhands.fit("mlp", "synthetic:60x1x8x8x3", out="run", **{**FIT, "data__image_size": 8})
+    run = fit("mlp", "synthetic:60x1x8x8x3", **{**FIT, "data__image_size": 8})
     assert run.test is None
     assert any("selected on these samples" in line for line in result_lines(read_run(run.path)))
     assert result_object(read_run(run.path))["test_top1"] is None
@@ -279,7 +241,7 @@ def test_without_one_the_best_figure_is_said_to_be_chosen_by(here):
 def test_a_third_data_set_may_be_named(here):
     data = pictures(here / "pets", {"train": 20, "val": 4})
     pictures(here / "more", {"new": 5})
-    run = manyhands.fit("mlp", str(data), out="run", data__held_out="more/new", **FIT)
+    run = fit("mlp", str(data), data__held_out="more/new", **FIT)
     assert run.test.count == 5 * len(LEVELS)
 
 
@@ -287,35 +249,21 @@ def test_a_test_folder_without_labels_is_said(here):
     data = pictures(here / "pets", {"train": 20, "val": 4})
     (data / "test").mkdir()
     (data / "test" / "a.png").write_bytes(next((data / "val" / "dog").iterdir()).read_bytes())
-    run = manyhands.fit("mlp", str(data), out="run", **FIT)
+    run = fit("mlp", str(data), **FIT)
     assert run.test is None
     assert any("test/ is not evaluated" in message for message in messages("run", "warning"))
 
 
-def _trained(world, folder, mode):
-    flags = {
-        "data.name": "synthetic:60x1x8x8x3", "data.held_out": "synthetic:70x1x8x8x3", "model.name": "mlp",
-        "train.epochs": 4, "train.batch": 12, "train.lr": 1.0, "train.precision": "fp64", "train.channels_last": False,
-    }  # fmt: skip
-    place = RunFolder(Path(folder))
-    place.ranks.mkdir(parents=True, exist_ok=True)
-    mode = "single" if world.alone else mode
-    trainer = build(Parts.from_job(load_job(flags, environment={}).job, place, world, mode))
-    loop.fit(trainer)
-    trainer.resources.close()
-    place.job.touch()
-    return {name: found.top1 for name, found in read_run(place.path).tests.items()} if world.is_main else {}
-
-
 @pytest.mark.parametrize("mode", ["data", "fsdp"])
-def test_the_test_is_the_same_over_processes(mode, tmp_path):
-    alone = run_on_ranks(_trained, 1, str(tmp_path / "one"), mode)[0]
-    together = run_on_ranks(_trained, 2, str(tmp_path / "two"), mode)[0]
+def test_the_test_is_the_same_over_processes(mode):
+    job = "train synthetic:60x1x8x8x3 mlp --set data.held_out=synthetic:70x1x8x8x3 --epochs 4 --batch 12 --lr 1.0"
+    for processes in ("-n 1", f"-n 2 --parallel {mode}"):
+        done(job, processes, "--train.precision fp64 --train.channels-last false --out", f"run{processes[3]}")
+    alone, together = (
+        {name: found.top1 for name, found in read_run(Path(f"run{count}")).tests.items()} for count in (1, 2)
+    )
     assert set(alone) == {"best", "last"}
     assert together == alone
-
-
-OUT = {"out": "run", "batch": 8, **QUIET}
 
 
 class Fixed(nn.Module):
@@ -335,7 +283,7 @@ def tens(count=20):
 
 
 def test_a_guess_beyond_the_classes_is_a_wrong_one():
-    run = manyhands.fit(Fixed(1000, 874), tens(), tens(), epochs=1, **OUT)
+    run = fit(Fixed(1000, 874), tens(), tens(), batch=8)
     assert run.final.top1 == 0
     detail = read_run(run.path).last
     assert len(detail.classes) == 1000
@@ -370,7 +318,7 @@ class Secret(Dataset):
 def test_a_label_that_only_its_sample_tells_is_checked(wrong, split):
     sets = [Secret(wrong if word == split else 0) for word in ("train", "test")]
     with pytest.raises(UserError, match=f"the label of sample 13 is {wrong}, but there are 2 classes"):
-        manyhands.fit(Fixed(1000, 0), *sets, epochs=1, **OUT)
+        fit(Fixed(1000, 0), *sets, batch=8)
 
 
 @pytest.mark.parametrize(("outputs", "first"), [(2, 1), (1, 0)])
@@ -379,13 +327,13 @@ def test_labels_beyond_the_outputs_are_refused_before_training(outputs, first, l
     data = TensorDataset(torch.rand(20, 1, 4, 4), first + (torch.arange(20) + 1) % 2)
     shown = rf"the shape \[\d, {outputs}\] for \d pictures and {2 + first} classes"
     with pytest.raises(UserError, match=shown) as raised:
-        manyhands.fit(Fixed(outputs, 0), data, epochs=1, loss=loss, **OUT)
+        fit(Fixed(outputs, 0), data, loss=loss, batch=8)
     assert ("or number the labels from 0 to 1" in raised.value.hints) == (outputs == 2)
 
 
 def test_swapped_samples_are_described_in_a_few_words():
     swapped = TensorDataset(torch.arange(20) % 2, torch.rand(20, 1, 16, 16))
     with pytest.raises(UserError, match=r"sample 0 is of shape \[1, 16, 16\] and type float32, not a") as raised:
-        manyhands.fit(Fixed(2, 0), swapped, epochs=1, **OUT)
+        fit(Fixed(2, 0), swapped, batch=8)
     assert raised.value.hints == ("return (x, y): the label comes second",)
     assert len(str(raised.value)) < 300

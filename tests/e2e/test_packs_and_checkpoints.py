@@ -1,29 +1,32 @@
-"""manyhands checkpoint info, merge, split, reshard, on files of a real run; and what earlier versions have written.
+"""manyhands pack, and checkpoint info, merge, split, reshard on files of a real run; what earlier versions wrote.
 
 older.tar.xz was written before identifiers were renamed, by `train digits net.py:Net -n 2 --batch 64`: two runs of 20
 updates, data parallel (whole/) and local steps (local/); and a plan for two processes and a pack of 12 pictures.
 """
 
+import functools
 import json
 import tarfile
 from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file
 
 from manyhands.checkpoint.read import load
 from manyhands.core.mesh import TensorLayout
 from manyhands.core.records import Failure
 from tests.checkpoint.cuts import assert_same
-from tests.e2e.command import QUICK, assert_equal_weights, done, final_weights, inside, metrics, refused, start
+from tests.data.sets import make
+from tests.e2e.command import QUICKLY, assert_equal_weights, done, final_weights, inside, metrics, refused, start
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """A run folder of one short training."""
     folder = tmp_path_factory.mktemp("trained")
-    done("train synthetic:64x1x8x8x5 mlp --epochs 1 --out run", QUICK, cwd=folder)
+    done("train synthetic:64x1x8x8x5 mlp --epochs 1 --out run", QUICKLY, cwd=folder)
     return folder / "run"
 
 
@@ -59,16 +62,16 @@ def test_there_and_back(trained):
         assert f"wrote {line.split()[2]}" in ended.err
     for name in ("pieces", "three", "whole"):
         assert_same(load(Path(name)), wanted)
-    assert_equal_weights(load_file("w.safetensors"), wanted.model)
-    assert_equal_weights(torch.load("w.pth", weights_only=True), wanted.model)
-    assert_equal_weights(load(Path("weights")).model, wanted.model)
+    alone = load_file("w.safetensors"), torch.load("w.pth", weights_only=True), load(Path("weights")).model
+    for weights in alone:
+        assert_equal_weights(weights, wanted.model)
 
     found = json.loads(checkpoint("info pieces --json").out)
     assert (found["format"], found["mesh"], found["step"]) == ("pieces", {"dp": 2, "tp": 2}, wanted.state["step"])
     assert {name: entry["shape"] for name, entry in found["model"].items()} == shapes
     matrix = next(name for name, shape in shapes.items() if len(shape) == 2)
-    assert found["model"][matrix]["cuts"] == {"0": ["tp"]}
-    assert found["optimizer"][f"state/{matrix}/momentum_buffer"]["cuts"] == {"0": ["tp"]}
+    for entry in (found["model"][matrix], found["optimizer"][f"state/{matrix}/momentum_buffer"]):
+        assert entry["cuts"] == {"0": ["tp"]}
     assert found["size_bytes"]["model"] == sum(tensor.nbytes for tensor in wanted.model.values())
     for name in ("pieces", "whole", "w.safetensors", "w.pth"):
         shown = checkpoint("info", name).out
@@ -81,12 +84,10 @@ def test_there_and_back(trained):
     assert losses[0] == losses[1]
 
 
-def test_an_evaluation_that_the_agent_refuses_says_why(trained, tmp_path):
-    (tmp_path / "torchvision").mkdir()
-    (tmp_path / "torchvision" / "__init__.py").write_text("raise RuntimeError('of another build')")
-    ended = done("eval", trained, by=start, PYTHONPATH=str(tmp_path), code=2)
+def test_an_evaluation_that_the_agent_refuses_says_why(trained, here):
+    (here / "torchvision.py").write_text("raise RuntimeError('of another build')")
+    ended = done("eval", trained, by=start, PYTHONPATH=str(here), code=2, says="manyhands doctor")
     assert ended.err.startswith("manyhands: torchvision can't be imported: RuntimeError: of another build\n")
-    assert "manyhands doctor" in ended.err
 
 
 NOWHERE = '{"mesh": {"tp": 2}, "layouts": {"nowhere": {"shape": [2], "view": [2], "cuts": []}}}'
@@ -117,7 +118,7 @@ def older(here):
         archive.extractall(here, filter="data")
 
 
-OLDER_JOB = f"train digits net.py:Net -n 2 --batch 64 --device cpu {' '.join(QUICK)}"
+OLDER_JOB = f"train digits net.py:Net -n 2 --batch 64 --device cpu {QUICKLY}"
 
 
 @pytest.mark.slow
@@ -143,3 +144,85 @@ def test_an_older_failure_record_is_read():
     place = {"time": 1.0, "rank": 0, "host": "n1", "pid": 7}
     record = {**place, "error": "ValueError", "what": "no", "mend": ["try again"]}
     assert Failure.model_validate(record).hints == ["try again"]
+
+
+JOB = ["cnn", *f"--epochs 1 --batch 4 --device cpu --data.image-size 16 {QUICKLY}".split()]
+# Packing starts processes, which a fork of the tests' own process may not be able to.
+pack = functools.partial(done, "pack", by=start)
+pack_refused = functools.partial(refused, "pack", by=start, where=False)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for part, count in (("train", 8), ("val", 3)):
+        make(tmp_path / "宠物" / part, classes=("猫", "狗"), count=count, size=(90, 70))
+    return tmp_path / "宠物"
+
+
+@pytest.mark.slow
+def test_training_takes_the_packed_copy_and_ends_with_the_same_weights(folder, tmp_path):
+    done("train", folder, JOB, "--out", tmp_path / "from-folder", "-n 2")
+    told = json.loads(pack(folder, "--json").out.splitlines()[-1])
+    copy = folder.with_name("宠物.pack")
+    assert (told["pictures"], told["made"], told["pack"]) == (22, True, str(copy))
+    ended = done("train", folder, JOB, "--out", tmp_path / "from-pack", "-n 2")
+    assert "reading pictures from the packed copy 宠物.pack" in ended.err
+    folder.rename(tmp_path / "away")
+    done("train", copy, JOB, "--out", tmp_path / "from-pack-alone", "-n 1")
+    expected = final_weights(tmp_path / "from-folder")
+    for name in ("from-pack", "from-pack-alone"):
+        found = final_weights(tmp_path / name)
+        assert all(torch.allclose(found[key], expected[key], atol=1e-6) for key in expected)
+
+
+@pytest.mark.slow
+def test_an_altered_shard_ends_training_with_one_screen(folder):
+    assert "is up to date" not in pack(folder).out
+    assert "is up to date" in pack(folder).out
+    assert "is intact: 22 pictures in 2 shards" in pack(folder, "--check").out
+    shard = folder.with_name("宠物.pack") / "train-000000.tar"
+    content = shard.read_bytes()
+    shard.write_bytes(content[: len(content) // 2] + b"\0" * (len(content) - len(content) // 2))
+    pack_refused(folder, "--check", says="the packed copy was altered")
+    said = ("the packed copy was altered", "--replace", str(shard))
+    refused("train", folder, JOB, says=said, by=start, cwd=folder.parent)
+
+
+@pytest.mark.slow
+def test_a_packed_copy_is_not_overwritten_and_another_is_made_by_the_line_that_is_proposed(folder, tmp_path):
+    place = folder.rename(tmp_path / "my pets")
+    pack(place, "--size 20")
+    pack_refused(place, says="a packed copy with other settings exists")
+    done("train", place, JOB, cwd=tmp_path, says="holds resized pictures (shorter side 20, quality 90)")
+    pack(place, "--size 20 --quality 80 --replace --processes 2")
+    pack(place, "--to", tmp_path / "elsewhere")
+    Image.new("RGB", (90, 70)).save(place / "train/猫/new.png")
+    pack_refused(place, "--to", tmp_path / "elsewhere", says="1 added")
+    # As a shell takes it.
+    line = f"manyhands pack '{place}' --size 20 --quality 80 --replace"
+    assert line in " ".join(done("train", place, JOB, cwd=tmp_path).err.split())
+
+
+def test_a_pack_alone_is_checked_too(folder):
+    pack(folder, "--size 20")
+    copy = folder.with_name("宠物.pack")
+    folder.rename(folder.with_name("away"))
+    assert "is intact: 22 pictures" in pack(copy, "--check").out
+    (copy / "val-000000.tar").write_bytes(b"")
+    pack_refused(copy, "--check", says="val-000000.tar changed after packing")
+
+
+def test_what_cannot_be_packed_or_written_is_said(folder, tmp_path):
+    for given, says in (
+        ([tmp_path / "none"], "there is no folder"),
+        ([folder, "--quality 90"], "--size 0 with --quality 90 is not valid"),
+        ([folder, "--size 20 --quality 99"], "is not valid"),
+        ([folder, "--to", folder / "pack"], "would be inside the folder"),
+        ([folder, "--check"], "no packed copy"),
+    ):
+        pack_refused(*given, says=says)
+    (tmp_path / "file").touch()
+    for place in (tmp_path / "file", tmp_path / "file" / "below"):
+        assert "--data-dir" not in pack_refused(folder, "--to", place, says=("can't be written", "--to"))
+    (folder / "train/猫/gone.png").symlink_to("nowhere.png")
+    pack_refused(folder, says="gone.png")
