@@ -17,7 +17,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
-from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from manyhands.checkpoint import foreign
 from manyhands.cluster.doctor import accelerators
@@ -26,7 +25,7 @@ from manyhands.core.errors import UserError
 from manyhands.core.machine import this_processor
 from manyhands.core.world import ProcessInfo, World
 from manyhands.data import loading
-from manyhands.data.loading import CopiesAhead, open_loader
+from manyhands.data.loading import open_loader
 from manyhands.data.order import BatchSharing
 from manyhands.data.splits import ImagesInMemory, UserSamples
 from manyhands.data.transforms import Pixels
@@ -46,39 +45,16 @@ LABELS = torch.arange(12) % 5
 REQUESTS = [[3, 1, 2], [0], [11, 3], [5, 4, 6, 7, 8]]
 
 
-class Stream:
-    """A stream, and the event at its end; notes in `current` which one is in use."""
-
-    own, usual, current = (), None, None
-
-    def __init__(self, device):
-        self.device, self.waited = torch.device(device), 0
-        Stream.own = (*Stream.own, self)
-
-    def __enter__(self):
-        Stream.current = self
-
-    def __exit__(self, *_):
-        Stream.current = Stream.usual
-
-    def record_event(self):
-        return self
-
-    def wait_event(self, event):
-        self.waited += 1
-
-
 class Copies:
-    """The copies to a device of this type: whether each came from pinned memory, and on a stream of our own."""
+    """The copies to a device of this type: whether each came from pinned memory, and without waiting."""
 
     def __init__(self, kind):
-        self.kind, self.made, self.recorded = kind, [], 0
+        self.kind, self.made = kind, []
         to, empty = torch.Tensor.to, torch.empty
 
         def to_device(values, *arguments, **named):
             if arguments and torch.device(self.kind).type == getattr(arguments[0], "type", ""):
-                own = Stream.current is not Stream.usual
-                self.made.append((values.is_pinned(), named.get("non_blocking", False), own))
+                self.made.append((values.is_pinned(), named.get("non_blocking", False)))
                 return to(values.clone(), *arguments[1:])
             return to(values, *arguments, **named)
 
@@ -89,7 +65,6 @@ class Copies:
 
         torch.Tensor.to, torch.Tensor.pin_memory = to_device, pinned
         torch.Tensor.is_pinned = lambda values: getattr(values, "pinned", False)
-        torch.Tensor.record_stream = lambda values, stream: setattr(self, "recorded", self.recorded + 1)
         torch.empty = lambda *shape, pin_memory=False, **named: (
             pinned(empty(*shape, **named)) if pin_memory else empty(*shape, **named)
         )
@@ -119,10 +94,6 @@ def become(kind, tested, cards=2):
     )
     torch.accelerator.device_count = module.device_count
     torch.accelerator.is_available = module.is_available
-    torch.accelerator.current_stream = lambda device: Stream.usual
-    Stream.usual = Stream.current = Stream(kind)
-    Stream.own = ()
-    torch.Stream = Stream
     devices.TESTED_DEVICES = (kind,) if tested else ()
 
 
@@ -227,24 +198,7 @@ def _served(kind, source, workers):
     batches = list(loader.batches(1, map(torch.tensor, REQUESTS)))
     loader.close()
     found = [(batch.images.tolist(), batch.labels.tolist(), batch.samples.tolist()) for batch in batches]
-    return found, {
-        "pinned": all(pinned for pinned, _, _ in copies.made),
-        "non-blocking": all(later for _, later, _ in copies.made),
-        "ahead": sum(own for _, _, own in copies.made),
-        "streams": len(Stream.own), "waits": Stream.usual.waited, "recorded": copies.recorded,
-    }  # fmt: skip
-
-
-def _ahead_by_torchs_own_streams():
-    """Copies ahead by `torch.Stream` and `torch.Event` of a backend in Python; tensors stay where they are."""
-    module = SimpleNamespace(is_available=lambda: True, device_count=lambda: 1, _is_in_bad_fork=lambda: False)
-    _setup_privateuseone_for_python_backend("npu", module)
-    devices.TESTED_DEVICES = ("npu",)
-    copies, ahead = Copies("npu"), CopiesAhead(torch.device("npu"))
-    answers = [(IMAGES[number : number + 2], LABELS[number : number + 2], number) for number in range(0, 12, 2)]
-    served = list(ahead([*answers, "an error"]))
-    same = all(torch.equal(one[0], other[0]) for one, other in zip(served, answers, strict=False))
-    return [type(ahead._stream), same, served[-1], len(copies.made), copies.recorded]
+    return found, copies.made
 
 
 def _prefix(kind):
@@ -310,16 +264,7 @@ def test_batches_are_served_through_pinned_memory(kind, tested, name, workers):
     plain = open_loader(SOURCES[name], PIXELS, train=True, seed=5).batches(1, map(torch.tensor, REQUESTS))
     served, copied = on(kind, tested)(_served, SOURCES[name], workers)
     assert served == [(one.images.tolist(), one.labels.tolist(), one.samples.tolist()) for one in plain]
-    assert copied["pinned"]
-    assert copied["non-blocking"]
-    assert {copied[about] > 0 for about in ("ahead", "waits", "recorded", "streams")} == {tested}
-    if name == "samples that are made":
-        assert copied["ahead"] == (2 * len(REQUESTS) if tested else 0)
-        assert (copied["streams"], copied["waits"]) == ((1, len(REQUESTS)) if tested else (0, 0))
-
-
-def test_torchs_own_streams_take_what_copies_ahead_ask():
-    assert forked(_ahead_by_torchs_own_streams) == [torch.Stream, True, "an error", 12, 12]
+    assert {*copied} == {(True, True)}
 
 
 def test_main_py_s_file_has_main_py_s_names():
@@ -328,7 +273,7 @@ def test_main_py_s_file_has_main_py_s_names():
 
 
 @pytest.mark.parametrize("kind", ["cpu", "mps"])
-def test_a_processor_and_apples_gpu_have_no_streams_of_ours(kind, monkeypatch):
+def test_a_processor_and_apples_gpu_are_no_accelerators_of_ours(kind, monkeypatch):
     monkeypatch.setattr(devices, "TESTED_DEVICES", (kind,))
     assert not devices.is_accelerator(kind)
     assert not devices.is_tested(kind)

@@ -14,15 +14,13 @@ import numpy
 import psutil
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from PIL import Image
 from torch.utils.data import Dataset, TensorDataset
 
 from manyhands.core import machine
 from manyhands.core.errors import RunError, UserError
 from manyhands.data.decode import CorruptImageError
-from manyhands.data.loading import CopiesAhead, looking_ahead, open_loader, worker_count
+from manyhands.data.loading import open_loader, worker_count
 from manyhands.data.packed import PictureNames
 from manyhands.data.splits import ImageFiles, ImagesInMemory, UserSamples
 from manyhands.data.transforms import Pixels
@@ -61,69 +59,12 @@ def requests():
     return iter([torch.tensor(request) for request in REQUESTS])
 
 
-class PlantedError(Exception):
-    pass
-
-
-class Source:
-    """So many items, then an end, or an error in the place of one; notes what was taken, and that it was closed."""
-
-    def __init__(self, count, fails_at=None):
-        self.count, self.fails_at = count, fails_at
-        self.taken, self.closed, self.error = 0, False, PlantedError()
-
-    def __iter__(self):
-        try:
-            for number in range(self.count):
-                if number == self.fails_at:
-                    raise self.error
-                self.taken += 1
-                yield number
-        finally:
-            self.closed = True
-
-
-@given(st.integers(0, 12), st.integers(0, 12), st.booleans(), st.integers(1, 12))
-def test_items_come_in_order_one_is_begun_ahead_and_an_error_comes_in_its_place(count, fails_at, in_begin, stops_at):
-    source = Source(count, None if in_begin else fails_at)
-
-    def begin(number):
-        if in_begin and number == fails_at:
-            raise source.error
-        return number
-
-    served, sound = looking_ahead(source, begin), min(count, fails_at)
-    for number in range(min(sound, stops_at)):
-        assert next(served) == number
-        assert source.taken == min(count if in_begin else sound, number + 2)
-    if stops_at < sound:
-        served.close()
-        assert source.closed or source.taken == count
-        return
-    if fails_at < count:
-        with pytest.raises(PlantedError) as caught:
-            next(served)
-        assert caught.value is source.error
-    assert list(served) == []
-
-
-def test_on_a_processor_nothing_is_done():
-    answers = [object()]
-    assert CopiesAhead(torch.device("cpu"))(answers) is answers
-
-
 @pytest.fixture(scope="module")
 def sources(files):
     images = torch.randint(0, 256, (12, 3, 8, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     labels = torch.arange(12) % 5
     plain = UserSamples(TensorDataset(images.float(), labels))
     return {"memory": ImagesInMemory(images, labels), "files": files, "plain": plain, "own": UserSamples(Chancy())}
-
-
-def look_ahead(loader):
-    """Makes a loader look ahead as with a card."""
-    assert isinstance(loader._ahead, CopiesAhead)
-    loader._ahead = lambda answers: looking_ahead(answers, lambda answer: answer)
 
 
 @pytest.fixture
@@ -155,14 +96,11 @@ def test_an_answer_that_can_not_be_sent_ends_the_run_with_its_cause(a_long_tempo
         list(loader.batches(0, requests()))
 
 
-@pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize(
     ("kind", "workers"), [("memory", 0), ("files", 0), ("files", 2), ("plain", 0), ("own", 0), ("own", 2)]
 )
-def test_a_sample_is_the_same_alone_and_in_any_batch_by_workers_or_ahead(sources, kind, workers, ahead):
+def test_a_sample_is_the_same_alone_and_in_any_batch_by_workers(sources, kind, workers):
     here, loader = (open_loader(sources[kind], PIXELS, train=True, seed=5, workers=count) for count in (0, workers))
-    if ahead:
-        look_ahead(loader)
     order = torch.randperm(12, generator=torch.Generator().manual_seed(1))
     epochs = []
     for epoch in (4, 2):
@@ -209,15 +147,12 @@ def test_a_consumer_may_stop_early(files):
         assert not worker.is_alive()
 
 
-@pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_corrupt_picture_is_named_at_its_own_batch_and_the_loader_goes_on(files, workers, ahead, tmp_path):
+def test_a_corrupt_picture_is_named_at_its_own_batch_and_the_loader_goes_on(files, workers, tmp_path):
     bad = tmp_path / "bad.jpg"
     bad.write_bytes(b"\xff\xd8\xff")
     source = ImageFiles(PictureNames.of([*files.paths, str(bad)]), torch.arange(13))
     loader = open_loader(source, PIXELS, train=False, seed=0, workers=workers)
-    if ahead:
-        look_ahead(loader)
     served = loader.batches(0, [torch.tensor([1]), torch.tensor([2, 12]), torch.tensor([3])])
     assert next(served).samples.tolist() == [1]
     with pytest.raises(CorruptImageError) as caught:

@@ -28,12 +28,12 @@ from manyhands.train.state import capture
 from manyhands.worker.failure import explain_memory
 from tests.e2e import command
 from tests.gpu.case import Skip, Unproven
-from tests.gpu.paths import copies_ahead_change_no_batch, groups_in_one_pass_are_what_each_is_alone
+from tests.gpu.paths import groups_in_one_pass_are_what_each_is_alone
 from tests.processes.families import compare_all
 from tests.processes.ranks import run_on_ranks
 from tests.processes.updates import network, train
 
-__all__ = ["copies_ahead_change_no_batch", "groups_in_one_pass_are_what_each_is_alone"]  # others', run from here
+__all__ = ["groups_in_one_pass_are_what_each_is_alone"]  # from another file, run from here
 
 QUIET = ["--set", "run.report=false"]
 TIGHT, LOOSE = 1e-9, 2e-4

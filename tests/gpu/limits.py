@@ -5,7 +5,6 @@ LIMITS = {
     "two_processes_make_the_updates_of_one": 60,
     "the_card_computes_what_the_processor_does": 45,
     "groups_in_one_pass_are_what_each_is_alone": 45,
-    "copies_ahead_change_no_batch": 45,
     "fp16_skips_alike_and_goes_on": 45,
     "a_bad_gradient_spoils_no_weight": 45,
     "half_precisions_learn": 45,

@@ -2,19 +2,12 @@
 
 import contextlib
 import time
-from pathlib import Path
 
 import torch
-from PIL import Image
 from torch import nn
 
 from manyhands.core.devices import wait_for
-from manyhands.data import loading
-from manyhands.data.loading import CopiesAhead, open_loader
 from manyhands.data.order import BatchSharing
-from manyhands.data.packed import PictureNames
-from manyhands.data.splits import ImageFiles, ImagesInMemory
-from manyhands.data.transforms import Pixels
 from manyhands.parallel.replicas import batch_norm as norm
 from manyhands.parallel.replicas.batch_norm import group_batch_norms
 
@@ -102,58 +95,3 @@ def groups_in_one_pass_are_what_each_is_alone(device):
                     )
                     micros[name.replace("torch.", "")] = round(1e6 * seconds)
     return {"worst": worst, "microseconds": micros}
-
-
-def _pictures(count, size):
-    generator = torch.Generator().manual_seed(0)
-    images = torch.randint(0, 256, (count, 3, size, size), dtype=torch.uint8, generator=generator)
-    folder = Path("pictures")
-    folder.mkdir()
-    paths = [str(folder / f"{number}.png") for number in range(count)]
-    for path, image in zip(paths, images, strict=True):
-        Image.fromarray(image.permute(1, 2, 0).numpy()).save(path)
-    labels = torch.arange(count) % 7
-    return {"memory": ImagesInMemory(images, labels), "folder": ImageFiles(PictureNames.of(paths), labels)}
-
-
-def _served(source, pixels, device, requests, *, ahead):
-    """Sums of every batch's pictures [n] and labels, made on the device behind work that keeps it busy; seconds."""
-    loader = open_loader(source, pixels, train=True, seed=1, device=device, workers=2)
-    assert (loader._ahead._stream is None) == (device == "cpu"), "copies ahead are off"
-    if not ahead:
-        loader._ahead = CopiesAhead(torch.device("cpu"))
-    busy = torch.rand(2048 if device != "cpu" else 64, device=device).diag()
-    weights = torch.arange(3 * pixels.size**2, device=device, dtype=torch.float64)
-    found = []
-    wait_for(device)
-    began = time.perf_counter()
-    for batch in loader.batches(1, requests):
-        for _ in range(8):
-            busy = busy @ busy  # what was copied too early, or too late, would be seen behind this
-        found.append(((batch.images.double().flatten(1) * weights).sum(1) + 0 * busy.sum(), batch.labels.clone()))
-        del batch
-    wait_for(device)
-    seconds = time.perf_counter() - began
-    loader.close()
-    return [tuple(one.cpu() for one in pair) for pair in found], seconds
-
-
-def copies_ahead_change_no_batch(device):
-    """Of a folder and of a set in memory that isn't on the card; and how long an epoch takes with and without."""
-    kept, loading._on_device = loading._on_device, lambda images, device: images
-    pixels = Pixels(64, 3, (0.5,) * 3, (0.25,) * 3, "crop-flip")
-    requests = torch.randperm(480, generator=torch.Generator().manual_seed(2)).split(48)
-    seconds = {}
-    try:
-        for name, source in _pictures(480, 64).items():
-            for _ in range(2):  # the first one warms up
-                found = {}
-                for ahead in (False, True):
-                    what = f"{name}, {'ahead' if ahead else 'when needed'}"
-                    found[ahead], seconds[what] = _served(source, pixels, device, requests, ahead=ahead)
-                for batch, (one, other) in enumerate(zip(found[False], found[True], strict=True)):
-                    assert torch.equal(one[0], other[0]), f"{name}: pictures of batch {batch} differ"
-                    assert torch.equal(one[1], other[1]), f"{name}: labels of batch {batch} differ"
-    finally:
-        loading._on_device = kept
-    return {"seconds": seconds}
