@@ -99,6 +99,7 @@ def test_a_folder_its_pack_memory_and_files_give_the_same_batches(shape, augment
         assert_same(*few)
         if shape["parts"] == ("",):
             whole = [open_whole(DataOptions(name=str(name), packed=name is not root)) for name in (root, pack.folder)]
+            assert len(whole[0].test) == shape["count"] * len(shape["classes"])
             assert torch.equal(whole[0].test.labels, whole[1].test.labels)
             assert not in_memory or torch.equal(whole[0].test.images, whole[1].test.images)
         shutil.rmtree(root)
