@@ -150,7 +150,7 @@ class Updater:
         """Updates the parameters from synchronized gradients; a collective. Raises RunError as a call does."""
         CLOCK.to(UPDATE)
         for parameter in self._used:
-            if parameter.grad is None:
+            if parameter.grad is None and parameter.requires_grad:  # weight decay would move a frozen one
                 # The gradient of an unused branch is zero, as if another process had used the branch.
                 parameter.grad = torch.zeros_like(parameter)
         self.gradients.unscale(self.optimizer)
