@@ -41,7 +41,8 @@ class Editor:
     """As much of the debug adapter protocol as VS Code needs to attach and to hold a program at a line."""
 
     def __init__(self, port):
-        self._stream = socket.create_connection(("127.0.0.1", port), timeout=120).makefile("rwb")
+        self._connection = socket.create_connection(("127.0.0.1", port), timeout=120)
+        self._stream = self._connection.makefile("rwb")
         self._sent = 0
         self._waiting = []
 
@@ -64,6 +65,10 @@ class Editor:
 
     def answer(self, command, **arguments):
         return self.hear(**self.ask(command, **arguments))
+
+    def close(self):
+        self._stream.close()
+        self._connection.close()
 
     def _messages(self):
         """Those that came before, then each that comes."""
@@ -118,6 +123,7 @@ def debugged(line, file, at, holds_s):
         time.sleep(holds_s)
         assert process.poll() is None
         editor.answer("disconnect", terminateDebuggee=False)
+        editor.close()
         ended = finish(process, code=0)
     entry = json.loads(ended.err[ended.err.index("{") : ended.err.index("\n}") + 2])
     assert (entry["request"], entry["connect"]) == ("attach", {"host": "127.0.0.1", "port": port})
