@@ -182,6 +182,22 @@ def test_frozen_layers_stay_frozen():
         assert_close(weights, end)
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_weight_decay_moves_no_frozen_parameter(fused):
+    net = convolution()
+    net[0].requires_grad_(False)
+    start = weights_of(net)
+    with manyhands.session(norm_group=4) as here:
+        optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9, weight_decay=0.1, fused=fused)
+        model, optimizer, batches = here.prepare(net, optimizer, pictures(double=False), batch=16)
+        for x, y in batches:
+            here.backward(F.cross_entropy(model(x), y))
+            optimizer.step()
+    moved = {name for name, one in weights_of(net).items() if not torch.equal(one, start[name])}
+    assert moved
+    assert not moved & {"0.weight", "0.bias"}
+
+
 def _left_early(world):
     """A loop that leaves each epoch after two updates; with `epochs`, and with a count of its own."""
     found = []
