@@ -128,7 +128,7 @@ def test_prune_keeps_the_newest_and_the_best_of_what_verifies(tmp_path: Path, sn
 
 def test_prune_hashes_each_checkpoint_once(tmp_path: Path, snapshot: Snapshot, monkeypatch: pytest.MonkeyPatch):
     hashed = []
-    monkeypatch.setattr(folders, "verify", hashed.append)
+    monkeypatch.setattr(files, "verify", hashed.append)
     for step in range(5):
         save(tmp_path, step, snapshot)
         prune(tmp_path, 2, None)
