@@ -15,7 +15,10 @@ from manyhands.train.trainer import Trainer, record_epoch, record_status, record
 
 
 def fit(trainer: Trainer) -> str:
-    """Trains to the end of the job or a requested stop; a collective. Returns "finished", or "stopped" after a save."""
+    """Trains to the end of the job or a requested stop; a collective. Returns "finished", or "stopped" after a save.
+
+    With run.trace_steps, only traces a few updates, without the last evaluation and save.
+    """
     due, progress, balance_shares = trainer.due, trainer.progress, trainer.hooks.balance_shares
     with listening() as stop, trainer.heartbeats.beating():
         start_clocks(trainer)
@@ -52,7 +55,7 @@ def start_clocks(trainer: Trainer) -> None:
 
 
 def updates(trainer: Trainer, stop: StopSignal) -> Iterator[UpdateShare]:
-    """Yields the remaining updates of the current epoch, and runs `attend` after each; a collective."""
+    """Yields the current epoch's remaining updates; with a run folder, runs `attend` after each. A collective."""
     due, progress, heartbeats = trainer.due, trainer.progress, trainer.heartbeats
     found = trainer.feed.updates(progress.epoch, progress.step_in_epoch)
     while not due.over():
@@ -126,7 +129,7 @@ def exchange_status(trainer: Trainer, stop: StopSignal) -> Status:
 
 
 def conclude(trainer: Trainer, stop: StopSignal) -> bool:
-    """Evaluates if `progress.owed`, and ends an epoch; a collective. Returns True for the best evaluation so far."""
+    """Evaluates if `progress.owed`, and ends an epoch's records; a collective. Returns True for the best evaluation."""
     improved = trainer.progress.owed and evaluate(trainer, stop)
     if trainer.job.checkpoint.pth_tar and trainer.due.epoch_ends():
         with CLOCK.within(SAVING):
@@ -136,7 +139,7 @@ def conclude(trainer: Trainer, stop: StopSignal) -> bool:
 
 
 def finish(trainer: Trainer, stop: StopSignal) -> None:
-    """Evaluates and saves the last weights unless that was done, and tests on held-out samples; a collective."""
+    """Evaluates and saves the last weights unless this start has, and tests on held-out samples; a collective."""
     progress = trainer.progress
     if progress.evaluated_step != progress.step:
         evaluate(trainer, stop)

@@ -39,7 +39,7 @@ class Saver:
         self.wrote_s = 0.0  # this process wrote this long in the background
         self.has_run = False  # a save of this process found the job file in the run folder
         self.saves = 0  # saves that this start has begun
-        # the ranks that write, each with the ranks of its machine: rank 0, and one for another disk
+        # the ranks that write, each with the ranks of its machine: rank 0, and one for another disk; see `writers_of`
         self.writers: Mapping[int, range] = {0: range(1)}
         self.interval: SaveInterval | None = None  # on rank 0, unless checkpoint.every sets the time between saves
         self._written: Future[SaveOutcome] | None = None

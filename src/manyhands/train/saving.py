@@ -40,7 +40,10 @@ from manyhands.train.trainer import Trainer
 
 @CLOCK.within(SAVING)
 def save(trainer: Trainer) -> None:
-    """Starts writing a checkpoint, in the background if possible; a collective. `finish_save` reports errors."""
+    """Starts writing a checkpoint, in the background if possible, after the previous one; a collective.
+
+    `finish_save` reports errors.
+    """
     finish_save(trainer)
     network, saver, step, started = trainer.network, trainer.saver, trainer.progress.step, time.perf_counter()
     with trainer.paused("save"):
@@ -106,7 +109,7 @@ def finish_save(trainer: Trainer, *, written: float | None = None) -> None:
 def rescue(trainer: Trainer) -> bool:
     """Saves the last update on this process alone after another process failed; returns True if it was saved.
 
-    All processes have the same network, so the process with the latest update saves for all, and no update is lost.
+    All processes have the same network, so each saves its last update, and the newest one is resumed: none is lost.
     Impossible if the network is sharded, or if each process has its own synchronization state.
     """
     network, progress = trainer.network, trainer.progress

@@ -63,7 +63,7 @@ class StatusSums:
 
     @property
     def loss(self) -> float:
-        """The mean loss; 0 without samples."""
+        """The mean loss; 0 without samples, NaN after a non-finite value."""
         return self.loss_sum / max(1, self.samples)
 
     @property
@@ -86,7 +86,7 @@ class StatusRound:
     """Decides when a status round is due, equally on every process, and runs it.
 
     `every_s` is the approximate interval; `save_every_s` are the seconds between checkpoints by rank 0's clock. Rounds
-    run only at multiples of `multiple` steps, when a slow link is free.
+    that aren't forced run at multiples of `multiple` steps, when a slow link is free, or after LONGEST_S.
     """
 
     def __init__(self, world: World, every_s: float, save_every_s: float, multiple: int = 1) -> None:
@@ -97,7 +97,7 @@ class StatusRound:
         self.waiting_s = 0.0
 
     def due(self, step: int, *, force: bool) -> bool:
-        """Returns True from the step on that the last round computed from its sums, which is equal on all processes."""
+        """Returns True if forced, or from the step that the last round chose by its sums: equal on all processes."""
         return force or step >= self._next_step
 
     def leave_out(self, seconds: float) -> None:

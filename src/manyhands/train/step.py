@@ -147,11 +147,11 @@ class Updater:
         self.synchronizer.before_update(step)
 
     def finish(self, update: UpdateShare, step: int) -> None:
-        """Updates the parameters from synchronized gradients; a collective. Raises RunError as a call does."""
+        """Updates the parameters from the complete gradients; a collective. Raises RunError as a call does."""
         CLOCK.to(UPDATE)
         for parameter in self._used:
             if parameter.grad is None and parameter.requires_grad:  # weight decay would move a frozen one
-                # The gradient of an unused branch is zero, as if another process had used the branch.
+                # The gradient of an unused branch is zero, as DDP has it if another process used the branch.
                 parameter.grad = torch.zeros_like(parameter)
         self.gradients.unscale(self.optimizer)
         if not self._check_and_clip(update, step):
@@ -228,7 +228,7 @@ class Updater:
         return self.bad is None
 
     def note(self, part: MicroBatch, step: int, loss: Tensor, count: int) -> None:
-        """Adds the sum [] of losses of `count` samples to the measurements; raises RunError as `finish` does."""
+        """Adds the sum [] of losses of `count` samples to the measurements. Raises RunError: the sum is not finite."""
         measured = self.measured
         if self.device == "cpu":
             value = loss.item()

@@ -189,7 +189,9 @@ def record_status(trainer: Trainer, status: Status) -> None:
         record_replaced(trainer)
     if status.report_time:
         record_time(trainer)
-    if not status.samples:
+    if not status.samples:  # all updates since the last round were skipped
+        if trainer.due.epoch_ends():
+            trainer.observed.epoch_sums = 0.0, 0.0, 0.0
         return
     if growing := trainer.observed.divergence.observe(status.loss):
         trainer.journal.event("warning", growing, progress.step)
