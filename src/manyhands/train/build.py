@@ -126,7 +126,7 @@ def _put_under_mode(
 ) -> tuple[ParallelNetwork, ChosenSync, trial_step.TrialResult, Callable[[], None], float]:
     """Starts all processes from the same network, selects the sync method and applies the mode; a collective.
 
-    Also returns a function that restores the network's own BatchNorm layers, and an update's estimated s per sample.
+    Also returns a function that restores the network's own BatchNorm layers, and the seconds per sample of an update.
     """
     world, job = parts.world, parts.job
     _refuse_untrainable(model, world)

@@ -1,4 +1,4 @@
-"""The trainer: a run's objects, its evaluations and saves that are due, its records, and exceptions to the contract."""
+"""The trainer: a run's objects, what is due at each step, its records, and why results depend on its processes."""
 
 import contextlib
 import functools
@@ -191,7 +191,7 @@ def record_status(trainer: Trainer, status: Status) -> None:
         record_time(trainer)
     if not status.samples:  # all updates since the last round were skipped
         if trainer.due.epoch_ends():
-            trainer.observed.epoch_sums = 0.0, 0.0, 0.0
+            trainer.observed.epoch_sums, trainer.observed.complete_epoch = (0.0, 0.0, 0.0), True
         return
     if growing := trainer.observed.divergence.observe(status.loss):
         trainer.journal.event("warning", growing, progress.step)
