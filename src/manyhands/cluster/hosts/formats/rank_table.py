@@ -35,8 +35,6 @@ _OTHER_LAYOUTS = {  # keys that only tables of other layouts have, with the layo
                           'replace "server_group_list" with the "server_list" of one group, next to "status"'),
 }  # fmt: skip
 _INITIALIZING = 'its status is "initializing"'
-# Fields that only machines newer than Ascend 910 have, whose NPUs are connected in another way.
-_NEWER = {"device_port", "super_device_id", "backup_device_ip"}
 _UNKNOWN = {"", "reserve"}  # written by tools for an unknown address
 _UNIQUE = {  # fields that must be unique, with the hint for a repeated value
     "server_id": "list all cards of one machine under one server",
@@ -181,7 +179,7 @@ def read_table(text: str, where: str) -> RankTable:
     if not mistakes:
         try:
             table = RankTable.model_validate(value)
-            mistakes = [*islice(chain(_broken_lists(table), _broken_ranks(table), _broken_groups(table)), 1)]
+            mistakes = [*islice(chain(_broken_lists(table), _broken_ranks(table)), 1)]
             if not mistakes:
                 return table
         except ValidationError as error:
@@ -281,30 +279,6 @@ def _broken_ranks(table: RankTable) -> Iterator[Mistake]:
                 span = f'expected {wanted[0]} … {wanted[-1]} on server "{name}", because {before}'
                 yield ("server_list", at, "device", index, "rank_id"), f'rank_id is "{card.rank_id}"; {span}', hint
         before = f'ranks follow the text order of server_id and "{name}" comes first'
-
-
-def _broken_groups(table: RankTable) -> Iterator[Mistake]:
-    """Yields sets of NPUs that HCCL can't group on Ascend 910."""
-    servers, size = table.server_list, sum(len(server.device) for server in table.server_list)
-    newer = any(_NEWER & card.model_fields_set for server in servers for card in server.device)
-    if newer or table.version == "1.2" or any(server.hardware_type for server in servers):
-        return
-    other = 'for servers newer than Ascend 910, add the type next to server_id, such as "hardware_type": "800T-A2"'
-    for at, server in enumerate(servers):
-        path, cards = ("server_list", at, "device"), sorted(server.cards)
-        listed = ", ".join(map(str, cards))
-        if len(cards) not in (1, 2, 4, 8):
-            message = f"the server has {len(cards)} cards; HCCL supports 1, 2, 4 or 8 cards on one server"
-            yield path, message, "list 1, 2, 4 or 8 cards", other
-        if cards[-1] > 7:
-            message = f"the server has cards {listed}; expected device_id from 0 to 7"
-            yield path, message, "correct the device_id", other
-        if len(cards) in (2, 4) and cards[0] < 4 <= cards[-1]:
-            message = f"cards {listed} are on both rings; HCCL can group {len(cards)} cards within 0-3 or within 4-7"
-            yield path, message, f"choose {len(cards)} cards of one ring", other
-    if len(servers) > 1 and size % 8:
-        message = f"the table has {size} cards on {len(servers)} servers; HCCL supports 8, 16, 24 … on several servers"
-        yield ("server_list",), message, "list a multiple of 8 cards, or only one server", other
 
 
 def wait(path: Path, timeout_s: float) -> str:
