@@ -104,7 +104,6 @@ class Server(_Part):
     container_ip: Address | None = None
     pod_ip: Address | None = None
     server_ip: Address | None = None
-    hardware_type: str | None = None
 
     @property
     def cards(self) -> tuple[int, ...]:
@@ -135,12 +134,6 @@ class RankTable(_Part):
     server_list: list[Server] = Field(min_length=1)
     status: Literal["completed"]
     super_pod_list: list[_SuperPod] | None = None
-    board_id: str | None = None
-    chip_info: str | None = None
-    deploy_mode: str | None = None
-    para_plane_nic_location: str | None = None
-    para_plane_nic_name: list[str] | None = None
-    para_plane_nic_num: str | None = None
 
     @property
     def by_rank(self) -> list[Server]:
