@@ -150,6 +150,25 @@ def test_an_update_left_out_changes_nothing_at_all():
     assert not after["body.1.num_batches_tracked"]
 
 
+def test_an_epochs_mean_loss_is_that_of_its_own_updates_if_the_last_one_is_left_out():
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        _made(World(), folder, {"run.log_every_s": 1e-9}, bad=(42,)) as trainer,
+    ):
+        fit(trainer)
+        left_out = [event["step"] for event in _lines(trainer.folder.events) if event["kind"] == "left-out"]
+        records = [one for one in _lines(trainer.folder.metrics) if one["kind"] == "step"]
+    assert left_out == [5, 10, 11, 20]
+    means = 0
+    for epoch in range(EPOCHS):
+        own = [one for one in records if (one["step"] - 1) // PER_EPOCH == epoch]
+        for mean in [one["epoch_loss"] for one in own if one["epoch_loss"] is not None]:
+            total = sum(one["loss"] * one["samples"] for one in own)
+            assert mean == pytest.approx(total / sum(one["samples"] for one in own))
+            means += 1
+    assert means == sum(step * PER_EPOCH not in left_out for step in range(1, EPOCHS + 1))
+
+
 def _all_bad(world, settings):
     return _trained(world, settings, bad=range(SAMPLES))[0]
 
