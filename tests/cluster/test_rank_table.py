@@ -17,7 +17,6 @@ from manyhands.core.errors import UserError
 
 PROPERTY = settings(max_examples=60, deadline=None)
 TABLES = Path(__file__).with_name("rank_tables")
-TEN = ("10.0.0.1", "10.0.0.2")
 
 
 def _table(name):
@@ -86,35 +85,6 @@ def test_a_wrong_table_is_refused_with_the_path_of_its_field(name):
 def test_a_table_with_tabs_and_a_mark_of_byte_order_is_read():
     text = _table("wrong_rank_double").replace("    ", "\t").replace('"device_id":"', '"device_id" : "')
     assert _refused("\ufeff" + text).where == _refused(_table("wrong_rank_double")).where
-
-
-PRINTED = {"8": (1, 8), "16": (2, 8), "2": (1, 2)}
-
-
-def _as_printed(servers, cards, names):
-    """A table as the MindSpore tutorial prints it: its layout, and its placeholders for server_id."""
-    blocks = []
-    for server in range(servers):
-        lines = [
-            f'{{"device_id": "{card}","device_ip": "192.{card % 4 + 1}.27.{6 + card // 4 + 2 * server}",'
-            f'"rank_id": "{card + cards * server}"}}'
-            for card in range(cards)
-        ]
-        devices = ",\n".join(lines)
-        blocks.append(f'{{\n"server_id": "{names[server]}",\n"device": [\n{devices}],\n"host_nic_ip": "reserve"\n}}')
-    listed = ",\n".join(blocks)
-    head = f'"version": "1.0",\n"server_count": "{servers}"'
-    return f'{{\n{head},\n"server_list": [\n{listed}\n],\n"status": "completed"\n}}'
-
-
-@pytest.mark.parametrize("pieces", PRINTED)
-def test_the_tutorials_tables_want_real_addresses(pieces):
-    servers, cards = PRINTED[pieces]
-    error = _refused(_as_printed(servers, cards, ["10.*.*.*"] * 2))
-    assert "placeholder" in error.message
-    assert error.where == "table.json: server_list[0].server_id"
-    cluster = rank_table.read(_as_printed(servers, cards, TEN), "")
-    assert cluster.machines == tuple(Machine(name, cards) for name in TEN[:servers])
 
 
 @pytest.mark.parametrize(

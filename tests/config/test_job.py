@@ -68,18 +68,6 @@ def test_a_value_that_may_be_of_several_kinds_is_one_mistake(key, given, may_be)
     assert f'{key}: should be {may_be}, found "{given}"' in str(caught.value)
 
 
-def test_a_section_may_be_one_word(tmp_path):
-    loaded = load_job({}, file=_job_file(tmp_path, 'data = "mnist"\nmodel = "cnn"\n'), environment={})
-    assert (loaded.job.data.name, loaded.job.model.name) == ("mnist", "cnn")
-    assert loaded.origins["train.epochs"] == "recipe mnist"
-
-
-@pytest.mark.parametrize("text", ["epochs = ", "\x00", "a = 1\na = 2"])
-def test_what_is_not_toml_is_a_users_mistake(tmp_path, text):
-    with pytest.raises(UserError, match=r"is not TOML|values"):
-        load_job({}, file=_job_file(tmp_path, text), environment={})
-
-
 def test_a_job_file_of_an_older_version_loads(tmp_path):
     path = _job_file(tmp_path, '[train]\nepochs = 3\ncompile = "auto"\ncuda_graphs = "auto"\n')
     train = load_job({}, file=path, environment={}).job.train
@@ -151,14 +139,6 @@ def test_any_other_variable_with_our_prefix_is_a_warning_but_for_our_own(capsys)
     assert not capsys.readouterr().err
 
 
-@pytest.mark.parametrize("flags", [["--epochs", "1.5"], ["--batch=63.6"], ["-n", "1.2"], ["--seed", "0.9"]])
-def test_a_fraction_where_a_whole_number_belongs_is_not_rounded(capsys, flags):
-    with pytest.raises(SystemExit) as ended:
-        main(["train", "digits", "mlp", "--dry-run", *flags])
-    assert ended.value.code == 2
-    assert "is not a whole number" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("recipe", sorted(file.stem for file in Path(recipes.__file__).parent.glob("*.toml")))
 @pytest.mark.parametrize("network", ["vit_b_16", "vit_tiny", "torchvision:vit_l_32"])
 def test_every_recipe_trains_a_vision_transformer_by_adamw(recipe, network):
@@ -206,6 +186,7 @@ def refused(capsys, *words):
         (["infer", "x"], "manyhands predict"),
         (["models"], "manyhands train --help"),
         (["help"], "manyhands --help"),
+        (["doctor", "--set", "train.epoch=3"], "train.epochs"),
     ],
 )  # fmt: skip
 def test_the_words_of_other_programs_are_answered_with_ours(capsys, words, meant):

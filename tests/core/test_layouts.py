@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manyhands.core.errors import UserError
-from manyhands.core.mesh import Mesh, TensorLayout, bounds, layout_from_plain, split_dimensions, unsharded
+from manyhands.core.mesh import Mesh, TensorLayout, bounds, layout_from_plain, split_dimensions
 from tests.checkpoint.cuts import MESHES, layouts
 
 
@@ -84,7 +84,3 @@ def test_what_is_no_layout_on_the_mesh_is_refused(change):
     with pytest.raises(UserError) as caught:
         layout_from_plain({**plain, **change}, mesh, "plan.json: w")
     assert caught.value.where == "plan.json: w"
-
-
-def test_whole_is_not_cut():
-    assert unsharded((2, 3)).local_shape(Mesh((("dp", 3),)), 1) == (2, 3)

@@ -49,8 +49,3 @@ def test_retries_and_exclusions_grow():
     assert limits.RECONNECT_S < limits.SILENT_S
     assert limits.RETRY_LEAST_S < limits.RETRY_MOST_S < limits.SILENT_S
     assert limits.EXCLUDED_S < limits.EXCLUDED_MOST_S < limits.ALIKE_S
-
-
-def test_time_limits_are_listed_by_name():
-    assert limits.time_limits()["silent"] == limits.SILENT_S
-    assert len(limits.time_limits()) > 30

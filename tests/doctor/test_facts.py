@@ -208,7 +208,3 @@ def test_a_torch_of_any_build_needs_no_torchvision(monkeypatch):
 
 def torch_version():
     return importlib.metadata.version("torch").partition("+")[0]
-
-
-def test_the_hash_is_of_the_whole_package():
-    assert fact_module.PACKAGE.name == "manyhands"

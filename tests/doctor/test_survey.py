@@ -104,9 +104,3 @@ def test_a_port_that_somebody_holds_is_told_with_the_holder(tmp_path):
         done = run("doctor", "digits", "--set", f"cluster.init=tcp://127.0.0.1:{port}", cwd=tmp_path)
     assert done.code == 3
     assert all(words in done.out for words in (f"port {port}", str(os.getpid()), "already in use"))
-
-
-def test_a_mistake_in_the_command_is_a_mistake(tmp_path):
-    done = run("doctor", "--set", "train.epoch=3", cwd=tmp_path)
-    assert done.code == 2
-    assert "train.epochs" in done.err

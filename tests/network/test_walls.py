@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.command import events, finish, run, running, typed, wait_until
+from tests.e2e.command import events, finish, read, run, running, typed, wait_until
 from tests.network.lab import SOURCE
 from tests.network.runs import ENDLESS, SHORT, begun, gone, hosts, steps, trained_on
 from tests.network.stranger import FORGED
@@ -84,6 +84,7 @@ def test_the_head_may_be_any_of_the_machines(lab, here, names):
     command = [lab.python, "-m", "manyhands", "launch", *SHORT, "--hosts", names, "--cluster.ssh", lab.ssh]
     said = lab.run(1, [*command, "--out", here / "run", "--json"], cwd=here)
     assert json.loads(said)["status"] == "finished"
+    assert [entry["here"] for entry in read("run", "machines.json")] == [name == "n1" for name in names.split(",")]
     gone(lab)
 
 

@@ -116,14 +116,6 @@ def test_charts_fit_a_phone_and_take_the_page_s_colours(tmp_path):
     assert "fill: #ffffff" in charts  # counts on dark cells
 
 
-def test_what_happened_comes_before_the_plan_and_a_class_has_a_recall(shown):
-    titles = ["Training", "Classes", "What happened", "How the work was split", "Configuration", "Environment"]
-    assert [title for title in re.findall("<h2>(.*?)</h2>", shown) if title in titles] == titles
-    assert '<th scope="col">recall</th>' in shown
-    assert '<th scope="col">accuracy</th>' not in shown
-    assert "Recall by class" in shown
-
-
 def test_the_same_files_give_the_same_page(finished):
     files = [finished / "report.html", finished / "pictures" / "curves.png"]
     before = [file.read_bytes() for file in files]
@@ -147,7 +139,7 @@ def test_a_run_that_only_began(tmp_path):
 
 def test_a_failed_run_shows_the_first_cause(tmp_path):
     run = FakeRun(tmp_path).begin().train(0, 60)
-    run.fail(1, step=60).fail(0, consequence=True)
+    run.fail(0, consequence=True).fail(1, step=60)
     page = write_report(tmp_path).read_text(encoding="utf-8")
     structure(page)
     assert "Failure: rank 1 on n2" in page
@@ -167,16 +159,6 @@ def test_stopped_and_then_resumed(tmp_path):
     assert result_object(read_run(tmp_path))["status"] == "stopped"
     run.resume(100).train(100)
     assert result_object(read_run(tmp_path))["status"] == "finished", "all steps are done"
-
-
-def test_nan_is_null_for_machines(tmp_path):
-    run = FakeRun(tmp_path).begin().train(0, 100)
-    text = run.folder.metrics.read_text()
-    run.folder.metrics.write_text(re.sub(r'"loss":[\d.]+', '"loss":null', text))
-    result = result_object(read_run(tmp_path))
-    assert result["final_loss"] is None
-    json.dumps(result, allow_nan=False)
-    structure(write_report(tmp_path).read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize("count", [1, 13, 51])
@@ -256,6 +238,7 @@ SPOILT = {
     ),
     "no evaluation": ("metrics", lambda text: re.sub("(?m)^.*evaluation.*\n", "", text)),
     "an infinite share": ("metrics", lambda text: text.replace('"data_share":', '"data_share":1e999, "x":')),
+    "losses that are no numbers": ("metrics", lambda text: re.sub(r'"loss":[\d.]+', '"loss":null', text)),
     "a pipe": ("events", None),
 }  # fmt: skip
 

@@ -119,12 +119,6 @@ def test_a_resumed_run_is_whole(tmp_path):
     assert run.last is not None
 
 
-def test_failures_begin_with_the_cause(tmp_path):
-    run = FakeRun(tmp_path).begin()
-    run.fail(0, consequence=True).fail(3)
-    assert [failure.rank for failure in read_run(tmp_path).failures] == [3, 0]
-
-
 @given(st.lists(st.tuples(st.floats(0, 1e6), st.sampled_from(["started", "resumed", "saved"])), max_size=20))
 def test_sessions_cover_no_more_than_the_run(entries):
     found = sessions([], [Event(time=time, kind=kind) for time, kind in entries])

@@ -359,17 +359,6 @@ def test_a_run_folder_that_is_deleted_is_made_again_and_the_run_is_asked_once_to
     assert folder.failures.is_dir()
 
 
-@pytest.mark.parametrize("name", ["job.toml", "plan.json", "ranks"])
-def test_one_missing_file_of_a_run_folder_does_not_end_the_run(watched, name):
-    folder, look = watched
-    path = folder.path / name
-    path.rmdir() if name == "ranks" and not (folder.failures.rmdir()) else path.unlink()
-    with handled(lambda *_: pytest.fail("asked to stop")):
-        assert [f"{name} was deleted" in said for said in look()] == [True]
-        assert folder.exists()
-        assert look() == []
-
-
 def test_a_stop_is_requested_of_the_innermost_block_from_any_thread_and_of_none_that_could_not_save():
     asked = []
     assert not request_stop()
