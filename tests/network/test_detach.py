@@ -1,19 +1,122 @@
-"""A detached run on three hosts that share no disk: it goes on without its head, and obeys the newest."""
+"""Runs on three hosts that share no disk: two hosts hold each checkpoint, and a detached run needs no launcher."""
 
 import contextlib
 import json
+import os
+import shlex
 import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
 
+from manyhands.checkpoint.folders import newest
+from manyhands.checkpoint.read import load
 from manyhands.core.timeouts import SILENT_S
-from tests.e2e.command import events, run, wait_until
-from tests.network.runs import LONG, PLACE, assert_same_updates, gone, hosts, machines, steps, trains_on, undisturbed
-from tests.network.test_replicas import fetch, on, shell
+from tests.e2e.command import QUICK, events, finish, run, running, wait_until
+from tests.network.runs import (
+    EXACT,
+    LONG,
+    PLACE,
+    assert_same_updates,
+    gone,
+    hosts,
+    is_agent,
+    machines,
+    steps,
+    trains_on,
+    undisturbed,
+)
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.slow]
+JOB = ["digits", "mlp", "--epochs", "60", "--set", "train.evaluate_every=50", *QUICK, *EXACT]
+
+
+def typed(lab, host, *words):
+    """The command for what a user types on a host, in the work folder."""
+    line = shlex.join([sys.executable, "-m", "manyhands", *map(str, words)])
+    return [*shlex.split(lab.ssh), lab.name(host), f"cd {PLACE} && exec {line}"]
+
+
+def on(lab, host, *words):
+    return subprocess.run(typed(lab, host, *words), capture_output=True, text=True, timeout=300, check=False)
+
+
+def shell(lab, host, line):
+    done = subprocess.run([*shlex.split(lab.ssh), lab.name(host), line], capture_output=True, text=True, timeout=60)
+    return done.stdout
+
+
+def saved_on(lab, host):
+    """Steps of the checkpoints that a host's own disk holds."""
+    found = shell(lab, host, f"ls {PLACE}/run/checkpoints").split()
+    return [int(name.removeprefix("step-")) for name in found if name.startswith("step-")]
+
+
+def fetch(lab, host):
+    """What a host's own disk holds of the run, brought here."""
+    copy = ["scp", "-Oqr", *shlex.split(lab.ssh)[1:], f"{lab.name(host)}:{PLACE}/run", f"of-n{host}"]
+    subprocess.run(copy, check=True, timeout=60)
+    return Path(f"of-n{host}")
+
+
+def workers(lab, host):
+    found = []
+    for pid in lab.processes(host):
+        with contextlib.suppress(psutil.Error):
+            process = psutil.Process(pid)
+            if is_agent(process.parent()):
+                found.append(pid)
+    return found
+
+
+@pytest.mark.parametrize(
+    "mode", [["data"], ["fsdp"], ["semi", "--pin", "1=o@dp", "--pin", "3=i@dp"]], ids=lambda mode: mode[0]
+)
+def test_a_run_whose_first_machine_dies_with_its_disk_goes_on_from_the_copy(mode, apart):
+    job = [*JOB, "--parallel", *mode, "--set", "checkpoint.every=100steps"]
+    with running("launch", *job, *hosts(apart, where=PLACE), "--out", "run") as process:
+        wait_until(lambda: len(events("run", "saved")) > 1 and saved_on(apart, 2), process)
+        for pid in [*workers(apart, 2), *workers(apart, 3)]:  # so that nobody can save what it has in memory
+            os.kill(pid, signal.SIGKILL)
+        apart.kill(1)
+        ended = finish(process)
+        gone(apart)
+    assert ended.code == 0, ended.err
+    assert "each checkpoint is saved on both n1 and n2, because they don't share a disk" in ended.err
+    resumed = events("run", "resumed")
+    assert resumed
+    assert all(event["step"] >= 100 for event in resumed)
+    assert_same_updates(fetch(apart, 2), undisturbed(*JOB))
+
+
+def test_who_lost_the_head_and_the_first_machine_resumes_from_the_second(apart):
+    job = [*JOB, "--set", "checkpoint.every=100steps", *hosts(apart, where=PLACE), "--out", "run"]
+    head = subprocess.Popen(typed(apart, 1, "launch", *job), stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    try:
+        wait_until(lambda: saved_on(apart, 2), head)
+        apart.kill(1)
+        wait_until(lambda: not workers(apart, 2) + workers(apart, 3), head)
+    finally:
+        head.kill()
+        head.wait()
+    before = fetch(apart, 2)
+    assert (before / "job.toml").is_file()
+    assert (before / "plan.json").is_file()
+    step = json.loads((newest(before / "checkpoints")[0] / "state.json").read_text())["step"]
+    assert load(newest(before / "checkpoints")[0]).state["step"] == step
+    again = on(apart, 2, "resume", "run")
+    assert again.returncode == 0, again.stderr
+    assert "n1" in again.stderr
+    assert "continuing without this machine" in again.stderr
+    before.rename("before")
+    after = fetch(apart, 2)
+    assert events(after, "resumed")[-1]["step"] == step
+    assert_same_updates(after, undisturbed(*JOB))
+    gone(apart)
 
 
 def first_trains_on(lab):

@@ -110,27 +110,6 @@ def test_000_two_machines_train_mnist_with_the_documents_network(
     assert "rank 1 of 2 has joined; rank 0 shows the progress" in two.err
 
 
-def test_000_explain_says_who_each_machine_is(lab, type_on):
-    for rank, address in ((0, "0.0.0.0"), (1, lab.address(1))):
-        line = f"manyhands explain --init tcp://{address}:23456 --world-size 2 --rank {rank} --json"
-        ended = finish(type_on(1 + rank, line))
-        assert ended.code == 0, ended.err
-        (found,) = told(ended)
-        assert values(found, "rank", "world_size", "master_address", "master_port") == [rank, 2, address, 23456]
-        assert [found[key]["from"] for key in ("rank", "world_size", "master_address")] == [
-            "--rank", "--world-size", "--init",
-        ]  # fmt: skip
-
-
-def test_000_rank_1_is_told_that_0000_is_no_address(lab, type_on):
-    """The address that the document has rank 0 use, typed on both."""
-    for command in ("explain", "train mnist mlp"):
-        ended = finish(type_on(2, f"manyhands {command} --init tcp://0.0.0.0:23456 --world-size 2 --rank 1"))
-        assert ended.code == 2
-        assert_one_screen(ended.err)
-        assert "other ranks can't connect to 0.0.0.0" in ended.err
-
-
 # Document 002: torch.distributed.launch on two machines, and init_method's three kinds of address.
 
 
@@ -205,22 +184,15 @@ def table_of(addresses, cards, *, newer=False):
 
 @pytest.mark.slow
 def test_003_the_same_command_on_two_servers_of_a_table(lab, type_everywhere, here):
-    (here / "table.json").write_text(table_of([lab.address(1), lab.address(2)], 1, newer=True))
+    """With 16 cards, as in the document."""
+    (here / "table.json").write_text(table_of([lab.address(1), lab.address(2)], 8))
     explained = type_everywhere(2, "manyhands explain --rank-table ../table.json --json")
     for k, ended in enumerate(explained):
         (found,) = told(ended)
-        assert values(found, "machine", "ranks", "world_size", "master_address") == [k, [k, k], 2, lab.address(1)]
+        ranks = [8 * k, 8 * k + 7]
+        assert values(found, "machine", "ranks", "world_size", "master_address") == [k, ranks, 16, lab.address(1)]
         assert found["world_size"]["from"] == "--rank-table ../table.json"
-    type_everywhere(2, f"manyhands train {DIGITS} --rank-table ../table.json")
-    assert processes_of("n1/run") == 2
-
-
-@pytest.mark.slow
-def test_003_sixteen_cards_on_two_servers(lab, type_everywhere, here):
-    (here / "rank_table_16pcs.json").write_text(table_of([lab.address(1), lab.address(2)], 8))
-    type_everywhere(
-        2, f"manyhands train {DIGITS} --train.max-steps 3 --device cpu --rank-table ../rank_table_16pcs.json"
-    )
+    type_everywhere(2, f"manyhands train {DIGITS} --train.max-steps 3 --device cpu --rank-table ../table.json")
     assert processes_of("n1/run") == 16
 
 
@@ -269,15 +241,6 @@ def test_003_run_cluster_sh_on_two_servers(lab, type_on, here):
         assert values(found, "rank", "local_rank", "world_size") == [rank, rank % 2, 4]
         assert found["rank"]["from"] == "RANK_ID"
     assert processes_of("n1/device_0/run") == 4
-
-
-def test_003_the_table_as_it_is_printed_is_refused(lab, type_on, here):
-    (here / "rank_table_16pcs.json").write_text(table_of(["10.*.*.*", "10.*.*.*"], 8))
-    ended = finish(type_on(1, f"manyhands train {DIGITS} --rank-table ../rank_table_16pcs.json"))
-    assert ended.code == 2
-    assert_one_screen(ended.err)
-    assert "10.*.*.*" in ended.err
-    assert "where: ../rank_table_16pcs.json: server_list[0].server_id" in ended.err, ended.err
 
 
 # Document 004: imagenet main.py on three nodes.
