@@ -141,29 +141,26 @@ def test_mpi_over_several_machines_needs_an_address(environment):
 
 
 def test_slurms_own_pmi_leaves_it_to_slurm():
-    found, _ = member(step(PMI_RANK="3", PMI_SIZE="4"))
-    assert found.started_by == "Slurm"
+    assert member(step(PMI_RANK="3", PMI_SIZE="4"))[0].started_by == "Slurm"
 
 
-def test_mpirun_inside_a_batch_job_is_mpi():
-    daemon = step(0, (1, 1), SLURM_PROCID="0")
-    found, origins = member({**daemon, **OPENMPI})
-    assert (found.started_by, found.rank) == ("OpenMPI", 1)
-    assert "SLURM_PROCID 0" in origins["overridden"]
+FLAGS = {"init": "tcp://10.0.0.1:5", "rank": 0, "world_size": 2}
 
 
-def test_workers_variables_win_over_launchers_and_both_are_told():
-    found, origins = member({**step(), **WORKER}, processes=2)
-    assert (found.rank, found.size, found.init) == (1, 3, "env://")
-    assert "SLURM_PROCID 3" in origins["overridden"]
-    assert "-n 2" in origins["overridden"]
-
-
-def test_flags_win_over_all():
-    found, origins = member({**step(), **WORKER}, init="tcp://10.0.0.1:5", rank=0, world_size=2)
-    assert (found.rank, found.size, found.init) == (0, 2, "tcp://10.0.0.1:5")
-    assert "SLURM_PROCID 3" in origins["overridden"]
-    assert "RANK 1" in origins["overridden"]
+@pytest.mark.parametrize(
+    ("environment", "options", "place", "init", "overridden"),
+    [
+        ({**step(0, (1, 1)), **OPENMPI}, {}, (1, 2), "tcp://127.0.0.1:", ["SLURM_PROCID 0"]),
+        ({**step(), **WORKER}, {"processes": 2}, (1, 3), "env://", ["SLURM_PROCID 3", "-n 2"]),
+        ({**step(), **WORKER}, FLAGS, (0, 2), "tcp://10.0.0.1:5", ["SLURM_PROCID 3", "RANK 1"]),
+    ],
+    ids=["mpirun in a batch job", "a worker's variables", "flags"],
+)
+def test_the_innermost_launcher_counts_and_the_others_are_named(environment, options, place, init, overridden):
+    found, origins = member(environment, **options)
+    assert (found.rank, found.size) == place
+    assert found.init.startswith(init)
+    assert all(words in origins["overridden"] for words in overridden)
 
 
 def test_masters_variables_alone_are_no_launcher():

@@ -17,15 +17,12 @@ def _as_before():
     gc.unfreeze()
 
 
-def test_what_was_imported_is_left_to_be_shared():
+def test_garbage_is_not_collected_during_imports_and_what_was_imported_is_left_to_be_shared():
     before = gc.get_freeze_count()
     with importing():
         assert not gc.isenabled()
     assert gc.isenabled()
     assert gc.get_freeze_count() > before
-
-
-def test_garbage_is_looked_for_again_after_a_mistake():
     with pytest.raises(ImportError), importing():
         raise ImportError
     assert gc.isenabled()

@@ -256,18 +256,6 @@ def test_rules_of_a_firewall_are_cited():
     assert "tcp dport 1024-65535 drop" in only(survey).hints[0]
 
 
-def test_machines_without_an_address_that_all_reach():
-    survey = healthy()
-    del survey.chosen["n2"]
-    assert "n2 has no address" in only(survey).what
-
-
-def test_an_interface_that_a_machine_does_not_have():
-    finding = only(healthy(needs=Needs(interface="ib0")))
-    assert "the interface ib0 is missing" in finding.what
-    assert finding.severity == "fail"
-
-
 def test_a_port_that_is_taken():
     survey = healthy(needs=Needs(port=29500))
     survey.port_errors["n1"] = "Address already in use, by python (process 7)"
@@ -321,14 +309,19 @@ def test_clocks_apart(host, by, ahead):
     assert wrong(survey) == []
 
 
-def test_a_collective_that_fails_where_all_else_is_well():
-    survey = healthy()
-    survey.collective = all_reduce_failed(survey, "gloo: no device")
-    assert "gloo: no device" in only(survey).what
-
-
-def test_too_many_threads():
-    assert "4 × 4 on the 8 cores of n1" in only(healthy(needs=Needs(processes={"n1": 4}, threads=4))).what
+@pytest.mark.parametrize(
+    ("needs", "plant", "severity", "words"),
+    [
+        (Needs(), lambda survey: survey.chosen.pop("n2"), "fail", "n2 has no address"),
+        (Needs(interface="ib0"), str, "fail", "the interface ib0 is missing"),
+        (Needs(), lambda one: setattr(one, "collective", all_reduce_failed(one, "no device")), "fail", "no device"),
+        (Needs(processes={"n1": 4}, threads=4), str, "warn", "4 × 4 on the 8 cores of n1"),
+    ],
+)
+def test_one_fault_of_the_survey_or_the_job_is_the_only_finding(needs, plant, severity, words):
+    plant(survey := healthy(needs=needs))
+    assert only(survey).severity == severity
+    assert words in only(survey).what
 
 
 @pytest.mark.parametrize("name", module_names(findings.CHECKS))

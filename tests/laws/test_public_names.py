@@ -69,7 +69,7 @@ def test_what_is_returned_is_typed_and_exported(name, function):
     assert ours <= NAMES | BEHIND
 
 
-@pytest.mark.parametrize("name", ["Job", "TrainOptions", "EvaluationMetrics", "UserError", "Mesh"])
-def test_what_needs_no_torch_does_not_load_it(name):
-    code = f"import sys, manyhands; manyhands.{name}; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True)
+def test_what_needs_no_torch_does_not_load_it():
+    names = ["Job", "TrainOptions", "EvaluationMetrics", "UserError", "Mesh"]
+    code = f"import sys, manyhands\nfor name in {names}:\n    assert getattr(manyhands, name)"
+    subprocess.run([sys.executable, "-c", f"{code} and 'torch' not in sys.modules, name"], check=True)

@@ -105,16 +105,20 @@ def test_a_folder_is_to_be_packed_unless_it_is(tmp_path, packed):
     assert (f"manyhands pack '{pets}'" in best_change(read_run(run.path)).what) != packed
 
 
-def test_without_workers_data_wants_them(tmp_path):
-    run = with_option(FakeRun(tmp_path).begin(), "\nworkers = -1", "\nworkers = 0")
-    tell(run, {"compute": 50, "data": 50})
-    assert "data.workers=-1" in best_change(read_run(tmp_path)).what
+SLOW_RANK = [{"compute": 50, "communication": 50}, {"compute": 100}]
 
 
-def test_another_method_that_agrees_long_wants_larger_batches(tmp_path):
-    run = with_option(FakeRun(tmp_path).begin(batch=64), '"allreduce"', '"powersgd"')
-    tell(run, *[{"compute": 50, "communication": 50}] * 2)
-    assert "use --batch 128 to halve the number of updates" in best_change(read_run(tmp_path)).what
+@pytest.mark.parametrize(
+    ("before", "after", "ranks", "words"),
+    [
+        ("\nworkers = -1", "\nworkers = 0", [{"compute": 50, "data": 50}], "data.workers=-1"),
+        ('"allreduce"', '"powersgd"', SLOW_RANK[:1] * 2, "use --batch 128 to halve the number of updates"),
+        ('shares = "machines"', "shares = [48, 16]", SLOW_RANK, "programs on its machine, or remove the machine"),
+    ],
+)
+def test_the_change_depends_on_an_option_of_the_job(before, after, ranks, words, tmp_path):
+    tell(with_option(FakeRun(tmp_path).begin(batch=64), before, after), *ranks)
+    assert words in best_change(read_run(tmp_path)).what
 
 
 def test_records_add_up_since_the_number_of_processes_is_as_it_is(tmp_path):
@@ -134,12 +138,6 @@ def test_whatever_was_measured_the_gain_is_a_share(tmp_path_factory, ranks):
         assert 0 <= found.gain <= 1
         assert found.what
     assert all(sum(shares_of(one).values()) == pytest.approx(1) for one in named if sum(one.values()))
-
-
-def test_a_rank_that_has_its_share_already_is_left_alone(tmp_path):
-    run = with_option(FakeRun(tmp_path).begin(batch=64), 'shares = "machines"', "shares = [48, 16]")
-    tell(run, {"compute": 50, "communication": 50}, {"compute": 100})
-    assert best_change(read_run(tmp_path)).what.endswith("stop other programs on its machine, or remove the machine")
 
 
 @given(st.lists(st.floats(0.1, 1e4), min_size=2, max_size=8), st.integers(8, 4096))

@@ -236,8 +236,6 @@ def test_words_that_mean_no_run_or_several_are_refused(tmp_path):
     with pytest.raises(UserError, match="matches 2 runs"):
         find_running("digits")
     assert find_running("digits-m").name == "digits-mlp"
-    with pytest.raises(UserError, match="is not active"):
-        find_running(str(ended(tmp_path / "ended", 1000)))
 
 
 def test_the_head_of_a_run_is_the_one_here_and_a_run_that_works_comes_before_ended_ones(tmp_path, monkeypatch):
