@@ -140,6 +140,7 @@ def test_a_run_that_only_began(tmp_path):
 def test_a_failed_run_shows_the_first_cause(tmp_path):
     run = FakeRun(tmp_path).begin().train(0, 60)
     run.fail(0, consequence=True).fail(1, step=60)
+    assert [failure.rank for failure in read_run(tmp_path).failures] == [1, 0]
     page = write_report(tmp_path).read_text(encoding="utf-8")
     structure(page)
     assert "Failure: rank 1 on n2" in page
