@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from manyhands.checkpoint import files
 from manyhands.checkpoint.files import TornCheckpointError, verify
-from manyhands.checkpoint.folders import choose, newest, resolve
+from manyhands.checkpoint.folders import choose, resolve
 from manyhands.checkpoint.read import load
 from manyhands.checkpoint.snapshot import Snapshot
 from manyhands.checkpoint.write import save
@@ -63,16 +63,6 @@ def test_a_newer_format_asks_for_a_newer_manyhands(tmp_path: Path, snapshot: Sna
     with pytest.raises(UserError, match="newer manyhands") as caught:
         load(path)
     assert "7.0" in str(caught.value)
-
-
-def test_newest_steps_back_and_says_why(tmp_path: Path, snapshot: Snapshot):
-    paths = [save(tmp_path, step, snapshot) for step in (1, 2, 3)]
-    assert newest(tmp_path) == (paths[2], [])
-    (paths[2] / "model.safetensors").unlink()
-    found, sentences = newest(tmp_path)
-    assert found == paths[1]
-    assert sentences == ["step-00000003 was skipped: model.safetensors is missing"]
-    assert newest(tmp_path / "nowhere") == (None, [])
 
 
 def test_resolve_takes_what_users_have(tmp_path: Path, snapshot: Snapshot):

@@ -171,8 +171,3 @@ def test_each_block_is_dealt_once_and_none_would_be_done_sooner_elsewhere(count,
     assert all(mine == sorted(mine) for mine in dealt)
     longest = max(Fraction(len(mine), share) for mine, share in zip(dealt, shares, strict=True))
     assert all(Fraction(len(mine) + 1, share) >= longest for mine, share in zip(dealt, shares, strict=True))
-
-
-def test_three_times_as_fast_takes_three_times_as_many_blocks_of_an_evaluation():
-    assert dealt_blocks(8, (24, 8)) == [[0, 1, 2, 4, 5, 6], [3, 7]]
-    assert dealt_blocks(2, (24, 8)) == [[0, 1], []]

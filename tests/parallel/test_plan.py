@@ -96,11 +96,6 @@ def test_the_last_pattern_wins_and_globs_bind_those_who_know_the_letter():
     assert letters["input"] == ("n", "n")
 
 
-def test_an_op_is_named_by_mindspores_tuples():
-    assert resolve(Plan(SQUARE, {"fc": "((2, 1), (1, 2))"}), GRAPH)["fc"] == ("n", "o")
-    assert resolve(Plan(SQUARE, {"stem.0": "((1, 1, 1, 1), (2, 1, 1, 1))"}), GRAPH)["stem.0"] == ("o", "r")
-
-
 @pytest.mark.parametrize(
     ("mesh", "ops", "names"),
     [
@@ -203,9 +198,6 @@ def test_a_plan_edited_wrongly_is_named(tmp_path, text, names):
     said = _fails(lambda: read_plan(path))
     assert names in said
     assert str(path) in said
-
-
-def test_a_missing_plan_is_named(tmp_path):
     assert str(tmp_path / "no.json") in _fails(lambda: read_plan(tmp_path / "no.json"))
 
 
