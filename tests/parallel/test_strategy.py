@@ -53,23 +53,6 @@ def test_anything_is_read_or_refused(text):
 
 
 @pytest.mark.parametrize(
-    ("text", "names"),
-    [
-        ("", "empty"),
-        ("x@dp", '"x@dp" is not a part'),
-        ("n@dp o@zz", "the axis zz"),
-        ("n@dp o@dp", "the axis dp twice"),
-        ("n@dp,dp", "the axis dp twice"),
-    ],
-)
-def test_a_wrong_strategy_is_named(text, names):
-    with pytest.raises(UserError) as caught:
-        parse_strategy(text, SQUARE, "plan.json, fc")
-    assert names in str(caught.value)
-    assert "plan.json, fc" in str(caught.value)
-
-
-@pytest.mark.parametrize(
     ("kind", "text", "wanted"),
     [
         ("MatMul", "((1, 1), (1, 2))", "o@dp r@tp"),
@@ -91,31 +74,43 @@ def test_mindspores_tuples(kind, text, wanted):
     assert from_mindspore(kind, parse_tuples(text, "pin"), SQUARE) == parse_strategy(wanted, SQUARE, "pin")
 
 
+def tuples_of(kind):
+    return lambda text: from_mindspore(kind, parse_tuples(text, "plan.json, fc"), SQUARE)
+
+
+def strategy(text):
+    return parse_strategy(text, SQUARE, "plan.json, fc")
+
+
 @pytest.mark.parametrize(
-    ("kind", "text", "names"),
+    ("read", "text", "names"),
     [
-        ("linear", "((1, 2), (1, 1))", "split into 2 parts, but the weight's into 1"),
-        ("linear", "((3, 1), (1, 1))", "3 pieces"),
-        ("conv", "((1, 1, 2, 1), (1, 1, 1, 1))", "height and width"),
-        ("conv", "((1, 2, 1, 1), (1, 1, 1, 1))", "split into 2 parts, but the weight's into 1"),
-        ("pool", "((1, 1, 2, 1),)", "only samples and channels"),
-        ("linear", "((2, 1), (1, 2), (3,))", "the bias as ((3,),)"),
-        ("linear", "((2, 1),)", "a tuple of 2 numbers for the weight"),
-        ("conv", "((2, 1, 1, 1), (1, 2))", "a tuple of 4 numbers for the weight"),
+        (strategy, "", "empty"),
+        (strategy, "x@dp", '"x@dp" is not a part'),
+        (strategy, "n@dp o@zz", "the axis zz"),
+        (strategy, "n@dp o@dp", "the axis dp twice"),
+        (strategy, "n@dp,dp", "the axis dp twice"),
+        (tuples_of("linear"), "((1, 2), (1, 1))", "split into 2 parts, but the weight's into 1"),
+        (tuples_of("linear"), "((3, 1), (1, 1))", "3 pieces"),
+        (tuples_of("conv"), "((1, 1, 2, 1), (1, 1, 1, 1))", "height and width"),
+        (tuples_of("conv"), "((1, 2, 1, 1), (1, 1, 1, 1))", "split into 2 parts, but the weight's into 1"),
+        (tuples_of("pool"), "((1, 1, 2, 1),)", "only samples and channels"),
+        (tuples_of("linear"), "((2, 1), (1, 2), (3,))", "the bias as ((3,),)"),
+        (tuples_of("linear"), "((2, 1),)", "a tuple of 2 numbers for the weight"),
+        (tuples_of("conv"), "((2, 1, 1, 1), (1, 2))", "a tuple of 4 numbers for the weight"),
+        *[
+            (tuples_of("linear"), text, "is not a strategy")
+            for text in (
+                "((0, 1), (1, 2))", "((1, 1), (1, 2)", "(1, 2)", "{}", "()", "((1.5, 1),)", "((a,),)", "((),)"
+            )
+        ],
     ],
-)
-def test_tuples_that_do_not_fit_are_named(kind, text, names):
+)  # fmt: skip
+def test_a_wrong_strategy_is_named(read, text, names):
     with pytest.raises(UserError) as caught:
-        from_mindspore(kind, parse_tuples(text, "pin"), SQUARE)
+        read(text)
     assert names in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    "text", ["((0, 1), (1, 2))", "((1, 1), (1, 2)", "(1, 2)", "{}", "()", "((1.5, 1),)", "((a,),)", "((),)"]
-)
-def test_what_is_no_tuples_is_named(text):
-    with pytest.raises(UserError, match="is not a strategy"):
-        parse_tuples(text, "pin")
+    assert read is not strategy or "plan.json, fc" in str(caught.value)
 
 
 @given(st.integers(2, 24), st.data())

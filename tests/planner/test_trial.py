@@ -1,5 +1,6 @@
 """Plans on real processes: what is found computes the same as one process, and a wrong network is caught by name."""
 
+import itertools
 import random
 from dataclasses import replace
 
@@ -82,7 +83,7 @@ def test_any_plan_computes_what_one_process_does(name, sizes):
         assert proof.worst > 0
 
 
-def _verify_changed(world):
+def _verify_changed_and_measure(world):
     made = iter(range(100))
 
     def make():
@@ -92,23 +93,16 @@ def _verify_changed(world):
                 model[7].bias += 1e-3
         return model
 
-    return verify(_case("chain", make), Plan(mesh_of((2,))), world)
+    plans = {DATA_PARALLEL: None, "cut": _random_plan("chain", (2,), 1)}
+    return verify(_case("chain", make), Plan(mesh_of((2,))), world), measure(_case("chain"), plans, world, rounds=3)
 
 
-def test_what_is_not_the_same_is_named():
-    for proof in run_on_ranks(_verify_changed, 2):
+def test_what_is_not_the_same_is_named_and_all_processes_get_the_same_seconds():
+    proofs, (one, other) = zip(*run_on_ranks(_verify_changed_and_measure, 2), strict=True)
+    for proof in proofs:
         assert not proof.holds
         assert proof.where != ""
         assert proof.worst > 1e-9
-
-
-def _measure(world):
-    plans = {DATA_PARALLEL: None, "cut": _random_plan("chain", (2,), 1)}
-    return measure(_case("chain"), plans, world, rounds=3)
-
-
-def test_all_processes_get_the_same_seconds():
-    one, other = run_on_ranks(_measure, 2)
     assert one == other
     assert set(one) == {DATA_PARALLEL, "cut"}
     assert all(len(values) == 3 and min(values) > 0 for values in one.values())
@@ -149,10 +143,10 @@ def test_a_trial_computes_in_the_jobs_precision_and_micro_batches(precision, kin
     assert all(torch.isfinite(parameter).all() for parameter in runner.model.parameters())
 
 
-def _micro_batches(world, plan):
-    """The gradients under a plan, with and without micro-batches; each process's own pieces."""
+def _micro_batches(world):
+    """The gradients under either plan, with and without micro-batches; each process's own pieces."""
     found = []
-    for size in (0, 2):
+    for plan, size in itertools.product([None, Plan(mesh_of((2,)))], (0, 2)):
         case = replace(_case("chain", lambda: chain().double()), norm_group=2, micro_batch=size)
         runner = Runner(replace(case, picture=case.picture.double(), precision="fp64"), plan, world)
         loss = runner.gradients()
@@ -161,7 +155,7 @@ def _micro_batches(world, plan):
     return found
 
 
-@pytest.mark.parametrize("plan", [None, Plan(mesh_of((2,)))], ids=["data", "split"])
-def test_micro_batches_of_a_trial_have_the_whole_updates_gradients(plan):
-    for whole, parts in run_on_ranks(_micro_batches, 2, plan):
-        torch.testing.assert_close(parts[1:], whole[1:], rtol=1e-9, atol=1e-12)
+def test_micro_batches_of_a_trial_have_the_whole_updates_gradients():
+    for data, data_parts, split, split_parts in run_on_ranks(_micro_batches, 2):
+        for whole, parts in ((data, data_parts), (split, split_parts)):
+            torch.testing.assert_close(parts[1:], whole[1:], rtol=1e-9, atol=1e-12)
