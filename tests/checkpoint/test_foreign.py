@@ -169,18 +169,30 @@ def test_names_below_a_module_of_that_name_stay_also_through_merge_and_split(tmp
         assert name in open_checkpoint(tmp_path / name).model.names()
 
 
-def test_names_that_do_not_fit_are_shown_as_the_file_has_them(tmp_path: Path):
-    torch.save(
-        {f"module.encoder.{name}": one for name, one in nn.Linear(2, 3).state_dict().items()}, tmp_path / "w.pth"
-    )
-    with pytest.raises(UserError, match=r"names in the file: module\.encoder\.weight, module\.encoder\.bias"):
-        fit_snapshot(read_foreign(tmp_path / "w.pth"), network(), "here")
-
-
-def test_layers_with_equal_ends_of_names_are_not_taken_for_each_other():
-    one, other = nn.ModuleDict({"head": nn.Linear(2, 3)}), nn.ModuleDict({"tail": nn.Linear(2, 3)})
-    with pytest.raises(UserError, match="belongs to another network"):
-        fit_snapshot(Snapshot(dict(one.state_dict())), other, "here")
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (
+            lambda file: fit_snapshot(read_foreign(file), network(), "here"),
+            r"names in the file: module\.encoder\.weight, module\.encoder\.bias",
+        ),
+        (
+            lambda _: fit_snapshot(
+                Snapshot(prefixed("head.", nn.Linear(2, 3).state_dict())), nn.ModuleDict({"tail": nn.Linear(2, 3)}), ""
+            ),
+            "belongs to another network",  # though the names end alike
+        ),
+        (
+            lambda _: name_optimizer(sgd(network()).state_dict(), ["a", "b"]),
+            "has 6 parameters, this network has 2",
+        ),
+        (lambda file: write_foreign(file, Snapshot({"w": torch.ones(1)}), "resnet18"), "optimizer"),
+    ],
+)
+def test_another_networks_content_is_refused(tmp_path: Path, call, sentence: str):
+    torch.save(prefixed("module.encoder.", nn.Linear(2, 3).state_dict()), tmp_path / "w.pth")
+    with pytest.raises(UserError, match=sentence):
+        call(tmp_path / "w.pth")
 
 
 @pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
@@ -252,12 +264,6 @@ class Notes(Journal):
 
     def event(self, kind, message="", step=None, **_data):
         self.notes.append(message)
-
-
-def test_an_optimizer_of_another_network_is_refused():
-    saved = sgd(network()).state_dict()
-    with pytest.raises(UserError, match="has 6 parameters, this network has 2"):
-        name_optimizer(saved, ["a", "b"])
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning", "ignore:TypedStorage:UserWarning")
@@ -386,8 +392,3 @@ def test_what_we_write_main_py_can_load(tmp_path: Path, prefix: str):
     for (_, one), (_, two) in zip(model.named_parameters(), again.named_parameters(), strict=True):
         assert torch.equal(optimizer.state[one]["momentum_buffer"], other.state[two]["momentum_buffer"])
     step(again, other)
-
-
-def test_main_py_needs_an_optimizer(tmp_path: Path):
-    with pytest.raises(UserError, match="optimizer"):
-        write_foreign(tmp_path / "a.pth.tar", Snapshot({"w": torch.ones(1)}), "resnet18")

@@ -21,6 +21,8 @@ TAKE_ALL = {"single", "data"}
 
 @pytest.mark.parametrize("mode", module_names(MODES))
 def test_each_combination_is_taken_or_refused_by_name(mode):
+    check_combination("auto", mode)
+    assert leaves_a_choice(mode) == (mode in TAKE_ALL)
     for method in module_names(METHODS):
         if mode in TAKE_ALL or method == EXACT:
             check_combination(method, mode)
@@ -38,12 +40,6 @@ def test_words_that_name_nothing_are_refused_with_a_suggestion():
     assert 'did you mean "data"?' in caught.value.hints
     with pytest.raises(UserError, match="single runs as one process"):
         resolve_mode("single", World(0, 2))
-
-
-@pytest.mark.parametrize("mode", module_names(MODES))
-def test_auto_goes_with_every_mode_and_leaves_no_choice_where_there_is_none(mode):
-    check_combination("auto", mode)
-    assert leaves_a_choice(mode) == (mode in TAKE_ALL)
 
 
 def test_a_refusal_names_a_mode_that_takes_the_method():
