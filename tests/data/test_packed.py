@@ -240,11 +240,6 @@ def as_one_array(folder):
         numpy.save(file, numpy.zeros(3))
 
 
-def encrypted(folder):
-    """As zipfile understands the flag of the first column."""
-    alter_bytes(folder / "folder.npz", lambda content: content.index(b"PK\x01\x02") + 8)
-
-
 def alter_bytes(file, place):
     content = bytearray(file.read_bytes())
     content[place(content)] ^= 1
@@ -260,21 +255,13 @@ def pipe_instead(pattern):
     return alter
 
 
-def flipped_picture(folder):
-    offset = int(read_columns(folder / "samples.npz")["offset"][0])
-    alter_bytes(next(folder.glob("*.tar")), lambda _: offset + 300)
-
-
-def cut_short(folder):
-    shard = next(folder.glob("*.tar"))
-    shard.write_bytes(shard.read_bytes()[:-1000])
-
-
 ZEROS = numpy.zeros(12, numpy.uint32)
 ALTERED = [
     lambda folder: alter_bytes(folder / "pack.json", lambda _: 200),
-    flipped_picture,
-    cut_short,
+    lambda folder: alter_bytes(
+        next(folder.glob("*.tar")), lambda _: int(read_columns(folder / "samples.npz")["offset"][0]) + 300
+    ),
+    lambda folder: os.truncate(shard := next(folder.glob("*.tar")), shard.stat().st_size - 1000),
     lambda folder: next(folder.glob("*.tar")).unlink(),
     lambda folder: (folder / "samples.npz").write_bytes(b""),
     lambda folder: (folder / "folder.npz").unlink(),
@@ -298,7 +285,8 @@ ALTERED = [
     with_other_columns("folder.npz", time=None),
     with_other_columns("folder.npz", bytes=numpy.zeros((12, 12), numpy.int64)),
     as_one_array,
-    encrypted,
+    # zipfile takes this flag for encryption.
+    lambda folder: alter_bytes(folder / "folder.npz", lambda content: content.index(b"PK\x01\x02") + 8),
     pipe_instead("samples.npz"),
     pipe_instead("*.tar"),
 ]

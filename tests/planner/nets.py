@@ -26,6 +26,10 @@ def heavy():
     )  # fmt: skip
 
 
+def loss_fn_of_sums(output, labels):
+    return nn.functional.cross_entropy(output, labels, reduction="sum"), output
+
+
 def graph_of(model, size=32, channels=3):
     return describe_network(model.train(), torch.zeros(channels, size, size))
 

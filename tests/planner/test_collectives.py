@@ -18,7 +18,7 @@ from manyhands.parallel.split.execute import SplitNetwork
 from manyhands.parallel.split.network import PlannedNetwork
 from manyhands.parallel.split.tracing import describe_network
 from manyhands.planner.collectives import PlannedUpdate, shares
-from tests.planner.nets import mesh_of, random_letters
+from tests.planner.nets import loss_fn_of_sums, mesh_of, random_letters
 from tests.processes.ranks import run_on_ranks
 
 KINDS = {
@@ -80,10 +80,6 @@ class Recorder(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _loss_fn(output, labels):
-    return F.cross_entropy(output, labels, reduction="sum"), output
-
-
 def _update(world, name, mesh, batch, norm_group, seed):
     """(what was predicted, what was sent) of one update under random letters."""
     model = make_net(name).train()
@@ -105,7 +101,7 @@ def _update(world, name, mesh, batch, norm_group, seed):
     recorder = Recorder()
     with recorder:
         inputs, labels, _ = network.begin(MicroBatch(inputs, labels, mine, MicroBatchShape(batch, batch, share)))
-        total, _, _ = network.loss_fn(_loss_fn, 0.0)(network.call(inputs), labels)
+        total, _, _ = network.loss_fn(loss_fn_of_sums, 0.0)(network.call(inputs), labels)
         (total / batch).backward()
         network.finish_gradients()
         network.finish_update()

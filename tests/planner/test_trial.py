@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch.nn.functional as F  # noqa: N812
 import torchvision.models as zoo
 from torch import nn
 
@@ -17,14 +16,10 @@ from manyhands.parallel.split.strategy import concise
 from manyhands.planner.choose import DATA_PARALLEL
 from manyhands.planner.trial import PlanCase, Runner, measure, verify
 from manyhands.worker.plan_search import case_of
-from tests.planner.nets import chain, graph_of, mesh_of, random_letters
+from tests.planner.nets import chain, graph_of, loss_fn_of_sums, mesh_of, random_letters
 from tests.processes.ranks import run_on_ranks
 
 BATCH = 9
-
-
-def _loss_fn(output, labels):
-    return F.cross_entropy(output, labels, reduction="sum"), output
 
 
 def _resnet():
@@ -54,7 +49,7 @@ MAKERS = {"tokens": (_tokens, 3), "chain": (chain, 4), "resnet18": (_resnet, 3)}
 
 def _case(name, make=None):
     made, channels = MAKERS[name]
-    return PlanCase(make or made, torch.zeros(channels, 32, 32), 16, BATCH, lambda: _loss_fn, norm_group=5)
+    return PlanCase(make or made, torch.zeros(channels, 32, 32), 16, BATCH, lambda: loss_fn_of_sums, norm_group=5)
 
 
 def _random_plan(name, sizes, seed):
