@@ -1,14 +1,17 @@
 """imagenet main.py's command lines, on one node and on several, and the files that it leaves in the current folder."""
 
 import json
+import os
 import shutil
+import signal
+import time
 
 import pytest
 import torch
 from PIL import Image
 
 from manyhands.checkpoint.foreign import read_foreign
-from tests.e2e.command import begin, done, events, finish, free_port, metrics, refused, start
+from tests.e2e.command import begin, done, finish, free_port, metrics, read, refused, start, wait_until
 
 pytestmark = pytest.mark.timeout(600)
 NET = "-a shufflenet_v2_x0_5 -j 1 --set run.report=false"
@@ -82,16 +85,12 @@ def test_one_node_writes_goes_on_and_evaluates(images, here):
     refused(EXACT, "-b 8 --epochs 4", RESUMED, says="was trained with --lr 0.02, not 0.0005")
 
 
-def on_nodes(here, count, *given, **others):
-    """The same command on so many nodes, each in a folder of its own; node 0's first."""
-    place = f"--dist-url tcp://127.0.0.1:{free_port()} --dist-backend gloo --multiprocessing-distributed"
-    started = []
-    for rank in range(count):
-        folder = here / f"node-{rank}"
-        folder.mkdir(exist_ok=True)
-        started.append(begin(*given, place, "--world-size", count, "--rank", rank, cwd=folder, **others))
+def on_nodes(here, *given):
+    """The same command on two nodes, each in a folder of its own; node 0's first."""
+    place = f"--dist-url tcp://127.0.0.1:{free_port()} --dist-backend gloo --multiprocessing-distributed --world-size 2"
+    started = [begin(*given, place, "--rank", rank, cwd=here / f"node-{rank}") for rank in (0, 1)]
     ended = [finish(process) for process in started]
-    assert [each.code for each in ended] == [0] * count, "\n".join(each.err for each in ended)
+    assert [each.code for each in ended] == [0, 0], "\n".join(each.err for each in ended)
     return ended
 
 
@@ -102,11 +101,28 @@ MADE = f"imagenet --dummy {NET} -b 4"
 
 
 @pytest.mark.slow
-def test_two_nodes_start_two_processes_each(here):
-    job = f"{MADE} --epochs 1 --data.train-samples 16 --data.test-samples 8 --data.image-size 32"
-    on_nodes(here, 2, job, by=start, program=("-c", TWO_EACH))
-    (started,) = events(next((here / "node-0" / "runs").iterdir()), "started")
-    assert started["data"]["processes"] == 4
+def test_two_nodes_start_two_processes_each_and_nothing_ends_one_that_is_stopped_for_a_while(here):
+    """No launcher could restart it; one that could would have ended it after 15 s."""
+    job = f"{MADE} --epochs 10000 --data.train-samples 16 --data.test-samples 8 --data.image-size 32 --out run"
+    run, place = here / "node-0" / "run", f"--dist-url file://{here}/meet --multiprocessing-distributed --world-size 2"
+    for rank in (0, 1):
+        (here / f"node-{rank}").mkdir()
+    nodes = [
+        begin(job, place, "--rank", rank, by=start, program=("-c", TWO_EACH), cwd=here / f"node-{rank}")
+        for rank in (0, 1)
+    ]
+    wait_until(lambda: metrics(run), nodes[0])
+    time.sleep(4)  # a process that has not been seen to train is not ended
+    (ranks, trained) = read(run, "env.json")["ranks"], len(metrics(run))
+    assert len(ranks) == 4
+    os.kill(ranks[1]["pid"], signal.SIGSTOP)
+    time.sleep(22)
+    os.kill(ranks[1]["pid"], signal.SIGCONT)
+    wait_until(lambda: len(metrics(run)) > trained + 10, nodes[0])
+    for node in nodes:
+        node.terminate()
+    assert [finish(node).code for node in nodes] == [75, 75]
+    assert not (here / "meet").exists()
 
 
 @pytest.fixture
@@ -129,7 +145,7 @@ def assert_same_training(here):
 
 @pytest.mark.slow
 def test_two_nodes_make_one_node_of_twice_the_batch_go_on_and_evaluate_as_one(nodes, here):
-    on_nodes(here, 2, EXACT, "-b 4 --epochs 2 --out run")
+    on_nodes(here, EXACT, "-b 4 --epochs 2 --out run")
     done(EXACT, "-b 8 --epochs 2 --out run")
     files = {path.name for path in (here / "node-0").iterdir()}
     assert files == {"images", "run", "checkpoint.pth.tar", "model_best.pth.tar"}
@@ -139,10 +155,10 @@ def test_two_nodes_make_one_node_of_twice_the_batch_go_on_and_evaluate_as_one(no
     assert_same_training(here)
     # Node 1 has no file, and is given the first one's.
     shutil.copyfile("checkpoint.pth.tar", here / "node-0" / "checkpoint.pth.tar")
-    both = on_nodes(here, 2, EXACT, "-e", RESUMED)
+    both = on_nodes(here, EXACT, "-e", RESUMED)
     assert acc(both[0]) == acc(done(EXACT, "-e", RESUMED))
     assert not both[1].out
-    on_nodes(here, 2, EXACT, "-b 4 --epochs 3 --out more", RESUMED)
+    on_nodes(here, EXACT, "-b 4 --epochs 3 --out more", RESUMED)
     done(EXACT, "-b 8 --epochs 3 --out more", RESUMED)
     assert_same_training(here)
 
