@@ -74,14 +74,6 @@ class RaisesOnRank0(Raises):
     who = 0
 
 
-class Leaves(Raises):
-    """Without a word."""
-
-    def fail(self):
-        print("about to leave", flush=True)
-        os._exit(3)
-
-
 class RaisesOnce(Raises):
     """At a call that the environment gives, before the first restart only."""
 

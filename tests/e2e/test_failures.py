@@ -10,8 +10,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-import manyhands
-from manyhands.core.errors import UserError
 from manyhands.core.records import read_lines
 from manyhands.report import summary
 from manyhands.report.read import read_run
@@ -25,7 +23,6 @@ from tests.e2e.command import (
     final_weights,
     finish,
     inside,
-    messages,
     read,
     refused,
     start,
@@ -80,16 +77,6 @@ def test_an_error_that_comes_every_time_is_of_one_rank_and_ends_the_run_after_th
     assert Path("run/ranks/failures/start-0/1.json").exists()
 
 
-@pytest.mark.slow
-def test_a_process_that_leaves_without_a_word():
-    err, rank = failed("Leaves")
-    assert rank == 1
-    assert "rank 1 ended with exit code 3" in err
-    assert "about to leave" in err
-    assert Path("run/ranks/failures/1.json").exists()
-    named("run failed after", r"why: rank 1 on \S+ .*ended with exit code 3")
-
-
 def test_a_loss_that_is_not_a_number_names_rank_step_and_tensor():
     err, _ = failed("NotANumber")
     assert "the output of the network is NaN" in err
@@ -134,18 +121,6 @@ def test_a_run_goes_on_over_a_full_disk_and_its_records_are_whole_afterwards(sma
         wait_until(lambda: events(folder, "saved")[-1]["step"] > step, process)
         stop(process)
     assert events(folder, "stopped")[-1]["step"] == events(folder, "saved")[-1]["step"]
-
-
-@pytest.mark.slow
-def test_a_full_disk_costs_the_checkpoints_and_not_the_run(small_disk):
-    big = [*LONG.split()[:-1], small_disk / "run", "--set", "model.arguments={hidden=16000}"]
-    ended = done("train digits mlp", big, code=1)
-    # It trained to its end, and says that the end could not be kept.
-    assert "step 69 could not be saved" in ended.err
-    assert ended.err.count("evaluated=360") == 3
-    assert "the disk is full" in ended.err
-    assert any("the checkpoint was not saved at step" in text for text in messages(small_disk / "run", "warning"))
-    assert not list((small_disk / "run" / "checkpoints").glob("*"))
 
 
 def test_a_start_on_a_full_disk_is_one_screen(small_disk, fill):
@@ -194,28 +169,12 @@ def test_in_a_loop_of_ones_own_all_say_the_first_cause(processes, kept, tmp_path
         assert summary.status(read_run(Path("run"))) == "failed"
 
 
-@pytest.mark.slow
-def test_a_loop_of_ones_own_that_an_agent_has_started_says_it_too():
-    Path("loop.py").write_text(LOOP)
-    ended = done("train loop.py -n 2 -- {}", code=1)
-    assert_one_screen(ended.err)
-    assert 'manyhands: KeyError: "the user\'s own mistake"' in ended.err
-    assert "rank 1 on" in ended.err
-
-
-def test_a_session_without_with_is_refused():
-    with pytest.raises(UserError, match="the session is not open") as refused:
-        manyhands.session().prepare(None, None, None, batch=1)
-    assert refused.value.where == "session.prepare"
-    assert refused.value.hints == ("open it: with manyhands.session() as here: …",)
-
-
 # A machine that ssh does not reach.
 AWAY = 'resume run --set cluster.hosts=["n7"] --set cluster.ssh=/bin/false'
 
 
 @pytest.mark.slow
-def test_a_run_that_goes_on_that_was_stopped_and_whose_machine_cannot_be_reached(here):
+def test_the_states_of_a_run_that_is_active_stopped_cut_off_and_finished(here):
     process = begin(ENDLESS, "-n 2")
     wait_until(_steps, process)
     headline = named(r"run is active, at step \d+ of 40000; last record \d+s ago")
@@ -229,30 +188,9 @@ def test_a_run_that_goes_on_that_was_stopped_and_whose_machine_cannot_be_reached
     named(failed, "why: .* on n7", "do: test the connection", r"do: resume from step \d+: manyhands resume run")
     found = json.loads(why("--json"))
     assert (found["host"], found["rank"]) == ("n7", None)
-
-
-@pytest.mark.slow
-def test_a_finished_run_whose_machine_cannot_be_reached_later_stays_finished(here):
-    done("train digits mlp", LONG)
-    done(AWAY, "--epochs 9", code=3)
+    done("resume run --set train.max_steps=1000")
+    done(AWAY, "--set train.max_steps=2000", code=3)
     named("run finished after")
-
-
-@pytest.mark.slow
-def test_a_run_that_started_again_three_times_names_each(here):
-    process = begin(ENDLESS, "-n 2")
-    for number in range(3):
-        wait_until(_steps, process)
-        before = _steps()
-        (agent,) = psutil.Process(process.pid).children()
-        wait_until(lambda agent=agent: len(agent.children()) == 2, process)
-        max(agent.children(), key=lambda one: one.pid).kill()
-        wait_until(lambda number=number: len(events("run", "restarted")) > number, process)
-        wait_until(lambda before=before: _steps() > before, process)
-    named(r"run is active", r"done: restarted")
-    assert why().count("done: restarted (") == 3
-    process.send_signal(signal.SIGINT)
-    finish(process)
 
 
 def _steps():

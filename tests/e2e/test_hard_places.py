@@ -196,6 +196,9 @@ def test_loader_processes_of_earlier_starts_leave_nothing(here, request):
             workers_of(process)[number % 2].kill()
             wait_until(lambda those=ours: not any(one.is_running() for one in those), process)
         wait_until(lambda: len(events("run", "resumed")) == kills, process)
+        why = done("why run", by=inside).out
+        assert f"done: {kills} restarts in all; the last 3:" in why
+        assert why.count("done: restarted (") == 3
         stop(process)
     assert max(open_files) <= open_files[0] + 20, open_files  # a start has some twenty
     shared = [one.name for one in Path("/dev/shm").iterdir() if pids & set(map(int, re.findall(r"\d+", one.name)))]

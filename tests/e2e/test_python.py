@@ -285,6 +285,7 @@ REFUSED = [
     (lambda: fitted(at_epoch_end=3), "at_epoch_end is not a function"),
     (lambda: fit(nets.Net(num_classes=4), tiny()), r"the shape \[2, 4\][\s\S]*\n.* or add model__num_classes=4"),
     (lambda: manyhands.evaluate(nets.Net(), tiny(), batch=0), "train.evaluate_batch"),
+    (lambda: manyhands.session().prepare(None, None, None, batch=1), r"not open[\s\S]*open it: with manyhands.session"),
     (lambda: manyhands.session(schedule="cosine").__enter__(), "session has a schedule, but no number of epochs"),
     *(
         (lambda call=call, model=model: call(model, tiny()), "model is .*, not a network")
