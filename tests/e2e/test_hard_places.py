@@ -208,8 +208,7 @@ def test_loader_processes_of_earlier_starts_leave_nothing(here, request):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", ["moved", "deleted"])
-@pytest.mark.parametrize("every", ["1steps", "20steps"])
+@pytest.mark.parametrize(("every", "what"), [("1steps", "deleted"), ("20steps", "moved")])
 def test_a_run_folder_moved_or_deleted_while_training_costs_no_update(every, what, here):
     job = "train synthetic:60000x1x8x8x10 mlp --epochs 100000 -n 1 --out run"
     with training(job, QUICKLY, f"--set checkpoint.every={every}") as process:
