@@ -282,6 +282,7 @@ REFUSED = [
     (lambda: fitted(job="no.toml"), "there is no job file no.toml"),
     (lambda: fit(nets.Net(), None), "fit was called without a training set"),
     (lambda: fit("mlp", "digits", tiny()), "test_set needs a train_set that is a Dataset"),
+    (lambda: fit(nets.OneNumber(), tiny()), r"forward returns a tensor \[\d+\]\n[\s\S]*\[N, classes\]"),
     (lambda: fitted(at_epoch_end=3), "at_epoch_end is not a function"),
     (lambda: fit(nets.Net(num_classes=4), tiny()), r"the shape \[2, 4\][\s\S]*\n.* or add model__num_classes=4"),
     (lambda: manyhands.evaluate(nets.Net(), tiny(), batch=0), "train.evaluate_batch"),
