@@ -1,4 +1,4 @@
-"""Plain PyTorch scripts beside what they are in a session: few lines differ, losses don't, and they go on."""
+"""Plain PyTorch scripts beside what they are in a session: few lines differ, losses don't, and they resume."""
 
 import contextlib
 import difflib
@@ -19,7 +19,7 @@ from manyhands.data.order import Order
 from tests.processes.ranks import run_on_ranks
 
 SCRIPTS = Path(__file__).parents[1] / "scripts_of_users"
-NAMES = sorted(path.stem for path in SCRIPTS.glob("*.py") if not path.stem.endswith("_moved"))
+NAMES = sorted(path.stem for path in SCRIPTS.glob("*.py"))
 MOST_LINES = 6
 # bfloat16 has three digits, and where a sum is cut decides the last one.
 TOLERANCE = dict.fromkeys(NAMES, 1e-09) | {"half_precision": 1e-2}
@@ -47,6 +47,13 @@ class InOurOrder(DataLoader):
             super().__init__(dataset, batch_sampler=_OurOrder(len(dataset), batch_size))
         else:
             super().__init__(dataset, batch_size=batch_size)
+
+
+def _parts(name):
+    """The two scripts in a file, which share what comes before their loops: the plain one, and in a session."""
+    head, loops = (SCRIPTS / f"{name}.py").read_text().split("# Plain\n")
+    plain, moved = loops.split("# In a session\n")
+    return head.replace("import manyhands\n", "") + plain, head + moved
 
 
 def _printed(path):
@@ -85,7 +92,7 @@ def _run_all(world, names, where):
     os.environ.update(variables)
     try:
         for name in names:
-            path = SCRIPTS / f"{name}_moved.py"
+            path = Path(where, f"{name}.py")
             for place in ("whole", "broken"):
                 Path(where, name, place).mkdir(parents=True, exist_ok=True)
             with contextlib.chdir(Path(where, name, "whole")):
@@ -102,6 +109,8 @@ def _run_all(world, names, where):
 
 def _on_ranks(size):
     with tempfile.TemporaryDirectory() as where:
+        for name in NAMES:
+            Path(where, f"{name}.py").write_text(_parts(name)[1])
         return run_on_ranks(_run_all, size, NAMES, where)
 
 
@@ -114,13 +123,10 @@ def _numbers(lines):
     return [float(word) for line in lines for word in line]
 
 
-def _lines(name):
-    return [line.strip() for line in (SCRIPTS / f"{name}.py").read_text().splitlines() if line.strip()]
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_few_lines_differ(name):
-    changed = [line for line in difflib.ndiff(_lines(name), _lines(f"{name}_moved")) if line.startswith("+ ")]
+    plain, moved = ([line.strip() for line in part.splitlines() if line.strip()] for part in _parts(name))
+    changed = [line for line in difflib.ndiff(plain, moved) if line.startswith("+ ")]
     assert len(NAMES) == 10
     assert 0 < len(changed) <= MOST_LINES, changed
 
@@ -130,7 +136,8 @@ def test_few_lines_differ(name):
 def test_losses_are_the_plain_script_s_on_any_number_of_processes(name, at_sizes, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.utils.data, "DataLoader", InOurOrder)
-    plain, _ = _printed(SCRIPTS / f"{name}.py")
+    Path("plain.py").write_text(_parts(name)[0])
+    plain, _ = _printed("plain.py")
     assert len(plain) >= 3
     for results in at_sizes.values():
         (lines, code), _, _ = results[0][name]

@@ -2,6 +2,7 @@
 
 import os
 
+import manyhands
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -10,12 +11,14 @@ torch.manual_seed(5)
 x = torch.randn(120, 10, dtype=torch.float64)
 y = (x[:, 0] > 0).long() + 2 * (x[:, 1] > 0).long()
 train_set, val_set = TensorDataset(x[:84], y[:84]), TensorDataset(x[84:], y[84:])
-train_loader = torch.utils.data.DataLoader(train_set, batch_size=16, shuffle=True)
-val_loader = torch.utils.data.DataLoader(val_set, batch_size=16)
 model = nn.Sequential(nn.Linear(10, 20), nn.BatchNorm1d(20), nn.ReLU(), nn.Linear(20, 4)).double()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
 scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.1)
 criterion = nn.CrossEntropyLoss()
+
+# Plain
+train_loader = torch.utils.data.DataLoader(train_set, batch_size=16, shuffle=True)
+val_loader = torch.utils.data.DataLoader(val_set, batch_size=16)
 start, best = 0, 0.0
 if os.path.exists("checkpoint.pth"):
     saved = torch.load("checkpoint.pth")
@@ -42,3 +45,16 @@ for epoch in range(start, 4):
         torch.save(model.state_dict(), "best.pth")
     states = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict()}
     torch.save({"epoch": epoch + 1, "best": best, **states}, "checkpoint.pth")
+
+# In a session
+with manyhands.session(norm_group="global", out="runs/own") as here:
+    model, optimizer, train_loader = here.prepare(model, optimizer, train_set, batch=16, scheduler=scheduler)
+    for epoch in here.epochs(4):
+        model.train()
+        for images, target in train_loader:
+            loss = criterion(model(images), target)
+            optimizer.zero_grad()
+            here.backward(loss)
+            optimizer.step()
+        scheduler.step()
+        here.print(epoch, here.mean_loss(), here.evaluate(model, val_set).top1)

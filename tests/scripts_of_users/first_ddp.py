@@ -1,5 +1,6 @@
 """A network as a class, told its loss after each epoch."""
 
+import manyhands
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -15,24 +16,34 @@ class TwoLayers(nn.Module):
         return self.out(torch.relu(self.hidden(x.flatten(1))))
 
 
-def main():
-    torch.manual_seed(2)
-    x = torch.randn(80, 1, 5, 5, dtype=torch.float64)
-    train_set = TensorDataset(x, x.flatten(1)[:, :4].argmax(1))
-    loader = torch.utils.data.DataLoader(train_set, batch_size=20, shuffle=True)
-    model = TwoLayers().double()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
-    loss_fn = nn.CrossEntropyLoss()
-    for epoch in range(3):
+torch.manual_seed(2)
+x = torch.randn(80, 1, 5, 5, dtype=torch.float64)
+train_set = TensorDataset(x, x.flatten(1)[:, :4].argmax(1))
+model = TwoLayers().double()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+loss_fn = nn.CrossEntropyLoss()
+
+# Plain
+loader = torch.utils.data.DataLoader(train_set, batch_size=20, shuffle=True)
+for epoch in range(3):
+    model.train()
+    losses = []
+    for data, target in loader:
+        optimizer.zero_grad()
+        loss = loss_fn(model(data), target)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    print(epoch, sum(losses) / len(losses))
+
+# In a session
+with manyhands.session(out="runs/own") as here:
+    model, optimizer, loader = here.prepare(model, optimizer, train_set, batch=20)
+    for epoch in here.epochs(3):
         model.train()
-        losses = []
         for data, target in loader:
             optimizer.zero_grad()
             loss = loss_fn(model(data), target)
-            loss.backward()
+            here.backward(loss)
             optimizer.step()
-            losses.append(loss.item())
-        print(epoch, sum(losses) / len(losses))
-
-
-main()
+        here.print(epoch, here.mean_loss())
