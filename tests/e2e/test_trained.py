@@ -238,13 +238,6 @@ def test_without_one_the_best_figure_is_said_to_be_chosen_by(here):
     assert "selected on these samples" in write_report(run.path).read_text()
 
 
-def test_a_third_data_set_may_be_named(here):
-    data = pictures(here / "pets", {"train": 20, "val": 4})
-    pictures(here / "more", {"new": 5})
-    run = fit("mlp", str(data), data__held_out="more/new", **FIT)
-    assert run.test.count == 5 * len(LEVELS)
-
-
 def test_a_test_folder_without_labels_is_said(here):
     data = pictures(here / "pets", {"train": 20, "val": 4})
     (data / "test").mkdir()
@@ -254,10 +247,9 @@ def test_a_test_folder_without_labels_is_said(here):
     assert any("test/ is not evaluated" in message for message in messages("run", "warning"))
 
 
-@pytest.mark.parametrize("mode", ["data", "fsdp"])
-def test_the_test_is_the_same_over_processes(mode):
+def test_the_test_is_the_same_over_processes():
     job = "train synthetic:60x1x8x8x3 mlp --set data.held_out=synthetic:70x1x8x8x3 --epochs 4 --batch 12 --lr 1.0"
-    for processes in ("-n 1", f"-n 2 --parallel {mode}"):
+    for processes in ("-n 1", "-n 2 --parallel fsdp"):
         done(job, processes, "--train.precision fp64 --train.channels-last false --out", f"run{processes[3]}")
     alone, together = (
         {name: found.top1 for name, found in read_run(Path(f"run{count}")).tests.items()} for count in (1, 2)

@@ -188,12 +188,6 @@ def test_who_waits_and_who_is_waited_for(shared):
     assert 0 < told["change"]["gain"] <= 1
 
 
-def test_a_profile_of_nothing_says_so(here):
-    (here / "ranks").mkdir()
-    (here / "job.toml").touch()
-    assert "has no time records yet" in shown("profile .")
-
-
 @pytest.mark.slow
 def test_a_trace_has_all_processes_phases_and_operations():
     done("profile digits mlp -n 2 --steps 3 --out traced --device cpu")
@@ -275,17 +269,13 @@ class Slow(nn.Module):
         return self.fc(x.flatten(1))
 
 
-@pytest.mark.parametrize(
-    "options", [{}, pytest.param({"processes": 2, "parallel__mode": "semi"}, marks=pytest.mark.slow)]
-)
-def test_a_slow_network_is_announced_with_the_time_of_an_epoch_before_its_first_update(options):
-    fit(Slow(), tiny(1000), batch=30, train__max_steps=1, **options)
+def test_a_slow_network_is_announced_with_the_time_of_an_epoch_before_its_first_update():
+    fit(Slow(), tiny(1000), batch=30, train__max_steps=1)
     (note,) = [event for event in events("run", "note") if "expected time" in event["message"]]
     assert note["time"] < events("run", "first-step")[0]["time"]
     update, epoch = re.fullmatch(r"expected time: ([\d.]+) s per update, (\d+) min per epoch", note["message"]).groups()
-    if not options:
-        assert 3 <= float(update) < 10
-        assert 1 <= int(epoch) < 6
+    assert 3 <= float(update) < 10
+    assert 1 <= int(epoch) < 6
 
 
 def test_what_is_trained_on_is_said_before_anything_is_timed(monkeypatch, tmp_path):
@@ -343,12 +333,11 @@ def test_what_data_lack_is_a_warning_with_quiet_too(sets, options, warning, caps
     assert warning in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("quiet", [False, True])
-def test_a_log_names_what_is_not_read_of_a_folder(quiet, capsys):
+def test_a_log_names_what_is_not_read_of_a_folder(capsys):
     pets()
     for place in ("cat/1.heic", "cat/2.heic", "dog/1.HEIC", "labels.csv", "@eaDir"):
         Path("pets", place).touch()
-    fit("mlp", "pets", batch=4, quiet=quiet)
+    fit("mlp", "pets", batch=4)
     log = capsys.readouterr().err
     assert "WARNING unused files and folders (5): 3 .heic (such as cat/1.heic), labels.csv, @eaDir" in log
     assert "WARNING .csv files are not read" in log
