@@ -234,11 +234,12 @@ def fitted(out):
 
 
 @pytest.mark.parametrize("train", [fitted, pytest.param(session, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("text", ["x", "3", '{"last_epoch": "x"}'])
-def test_a_scheduler_s_state_that_nobody_saved_is_refused_with_its_checkpoint(train, text, tmp_path):
+def test_a_scheduler_s_state_that_nobody_saved_is_refused_with_its_checkpoint(train, tmp_path):
+    """tests/train/test_scheduler_state.py tries other states."""
     train(tmp_path)
     (path,) = (tmp_path / "checkpoints").glob("step-*")
-    good, change = load(path), {"schedule": text} if train is fitted else {"session": {"scheduler": text}}
+    good, text = load(path), '{"last_epoch": "x"}'
+    change = {"schedule": text} if train is fitted else {"session": {"scheduler": text}}
     shutil.rmtree(path)
     save(path.parent, 1, dataclasses.replace(good, state={**good.state, **change}))
     with pytest.raises(UserError, match="the scheduler's state in the checkpoint can't be restored") as caught:
@@ -290,14 +291,13 @@ def silent():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("best", [pytest.param("highest top1", marks=pytest.mark.slow), "lowest size", "highest size"])
+@pytest.mark.parametrize("best", ["lowest size", "highest size"])
 def test_the_best_epoch_is_the_best_by_the_figure_that_is_named(best):
     options = {**GROWING, "best": best, "held_out_set": DATA}
-    told, way, name = fit(silent(), "whole", **options), *best.split()
-    figures = [one.metrics.get(name, getattr(one, name, None)) for one in told.evaluations]
-    wanted = figures.index((max if way == "highest" else min)(figures))
-    assert name != "size" or wanted == (0 if way == "lowest" else 3)
-    assert told.best == told.evaluations[wanted]
+    told = fit(silent(), "whole", **options)
+    figures = [one.metrics["size"] for one in told.evaluations]
+    assert figures == sorted(figures)
+    assert told.best == told.evaluations[0 if best == "lowest size" else 3]
     assert told.test.step == told.best.step
     found = read(told.path, "evaluations/best.json")
     assert (found["step"], found["metrics"]) == (told.best.step, told.best.metrics)
@@ -305,7 +305,7 @@ def test_the_best_epoch_is_the_best_by_the_figure_that_is_named(best):
     assert kept.metrics["size"] == pytest.approx(told.best.metrics["size"], rel=1e-6)
     text = "\n".join(result_lines(read_run(told.path)))
     assert ("best (lowest size)  top-1" in text) == (best == "lowest size")
-    assert (f"top-1 at the {best}, epoch" in told.report().read_text()) == (name != "top1")
+    assert f"top-1 at the {best}, epoch" in told.report().read_text()
     for epochs in (2, 4):
         parted = fit(silent(), "parted", **{**options, "epochs": epochs})
     assert (parted.best.step, parted.best.metrics) == (told.best.step, told.best.metrics)
@@ -479,20 +479,16 @@ NO_OPTIMIZER = [
     (lambda own: torch.optim.SGD(own[-1:], 0.1), "doesn't have the trainable parameter .*"),
     (lambda own: torch.optim.SGD(own, lr=0.0), "no usable learning rate"),
     ("sdg", 'did you mean "sgd"'),
-    ("own.py:missing", "own.py has no object missing"),
-    ("object", "was a Python object"),
 ]
 NO_SCHEDULE = [
     (0.5, "the schedule is a float, not a function"),
     (lr_scheduler.StepLR(own_sgd(network().parameters()), 3), "the schedule is a StepLR, not a"),
     ("own.py:RATE", "the schedule is a float, not a function"),
-    ("own.py:missing", "own.py has no object missing"),
     ("cosin", 'did you mean "cosine"'),
     ("object", "was a Python object"),
     (lambda step, epochs: 1.0, "the schedule function has an unknown parameter: epochs"),
     (lambda: 1.0, "the schedule takes no argument"),
     (lambda step: "high", "the schedule returned a str at step 0"),
-    (lambda step: None, "the schedule returned a NoneType at step 0"),
     (lambda step: -0.1, "the schedule returned -0.1 at step 0"),
     (lambda step: float("nan") if step == 2 else 1.0, "the schedule returned nan at step 2"),
     (lambda o: lr_scheduler.StepLR(o, 3), "the schedule failed at step 0: TypeError"),
@@ -501,7 +497,6 @@ NO_SCHEDULE = [
     (lr_scheduler.StepLR, "the schedule function has an unknown parameter: step_size"),
     (lambda optimizer: lr_scheduler.StepLR(optimizer), "the schedule failed with this optimizer: T"),
     (lambda optimizer: lr_scheduler.StepLR(other(), 3), "the schedule's StepLR belongs to another optimizer"),
-    (max, "the schedule failed at step 0: TypeError"),
     (lambda optimizer: 3, "the schedule function returned a int"),
 ]
 NO_METRIC = [
@@ -519,10 +514,8 @@ NO_METRIC = [
     ({"three": 3}, "the metric three is a int, not a function"),
     ({"top5": top3}, "the name top5 is already in use"),
     ({"a b": top3}, "'a b' is not a valid name for a metric"),
-    ({"top-3": top3}, "'top-3' is not a valid name for a metric"),
     ({3: top3}, "3 is not a valid name for a metric"),
     (["own.py:top3", "own.py:top3"], "the name top3 is already in use"),
-    ("own.py:top4", "own.py has no object top4"),
     ("own.py:RATE", "the metric RATE is a float, not a function"),
     (["top3"], "should be a list of file.py:function"),
     (top3, "metrics is a function, not a dict"),

@@ -21,13 +21,11 @@ from manyhands.core.errors import ManyhandsError, RunError, UserError
 from manyhands.run.python import _as_arguments
 from tests.e2e import nets
 from tests.e2e.command import (
-    LAUNCH,
     TORCHRUN,
     done,
     environment,
     events,
     fit,
-    free_port,
     processes_of,
     start,
 )
@@ -100,7 +98,7 @@ sys.stdout.write(f"{json.dumps(told)}\\n")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["alone", "processes", "cells", "torchrun", "launch"])
+@pytest.mark.parametrize("how", ["alone", "processes", "cells", "torchrun"])
 def test_fit_from_a_script(how):
     """Every process of it has the run."""
     Path("own.py").write_text(SCRIPT)
@@ -109,10 +107,9 @@ def test_fit_from_a_script(how):
         line, variables = [sys.executable, "-"], environment(**place)
         out = subprocess.run(line, input=SCRIPT, stdout=subprocess.PIPE, text=True, check=True, env=variables).stdout
     else:
-        program = {"torchrun": TORCHRUN, "launch": [*LAUNCH, "--master-port", str(free_port())]}.get(how, ())
-        out = done("own.py", program=program, by=start, **place).out
+        out = done("own.py", program=TORCHRUN if how == "torchrun" else (), by=start, **place).out
     first, *others = [json.loads(line) for line in out.splitlines()]
-    assert others == [first] * (how in {"torchrun", "launch"})
+    assert others == [first] * (how == "torchrun")
     assert first == {**first, "count": 60, "status": "finished", "changed": True, "all": 200}
     assert first["best"] > 0.9
     assert first["right"] > 90

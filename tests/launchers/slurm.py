@@ -6,7 +6,6 @@ import signal
 import socket
 import subprocess
 import time
-from pathlib import Path
 
 import psutil
 
@@ -148,8 +147,3 @@ def _wait(condition, otherwise):
         if time.monotonic() > until:
             raise NoSlurm(otherwise)
         time.sleep(0.1)
-
-
-def script_output(folder: Path) -> str:
-    """What batch jobs wrote in a folder."""
-    return "\n".join(path.read_text() for path in sorted(folder.glob("*.out")))

@@ -15,8 +15,18 @@ from PIL import Image
 from manyhands.config.load import load_job
 from manyhands.core.errors import EXIT_SAVED
 from manyhands.run.submit import submit
-from tests.e2e.command import QUICK, environment, events, finish, free_port, processes_of, read, wait_until
-from tests.launchers.slurm import script_output
+from tests.e2e.command import (
+    QUICK,
+    done,
+    environment,
+    events,
+    finish,
+    free_port,
+    inside,
+    processes_of,
+    read,
+    wait_until,
+)
 
 pytestmark = pytest.mark.timeout(300)
 MANYHANDS = [sys.executable, "-m", "manyhands"]
@@ -35,12 +45,6 @@ def assert_one_run_of_two(ended, folder):
     assert processes_of(folder / "run") == 2
     assert ended.stdout.count("best and final") == 1
     assert len(events(folder / "run", "finished")) == 1
-
-
-@pytest.mark.slow
-def test_srun(slurm, here):
-    ended = run_to_end(["srun", "-n", "2", *MANYHANDS, *JOB], **slurm.environment)
-    assert_one_run_of_two(ended, here)
 
 
 @pytest.mark.slow
@@ -65,28 +69,25 @@ def test_accelerate_launch(here):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("by", ["srun ", ""])
-def test_a_batch_script_needs_srun_and_is_told(by, slurm, here):
+def test_a_batch_script_needs_srun(slurm, here):
     command = " ".join([*MANYHANDS, *JOB])
-    (here / "job.sh").write_text(f"#!/bin/bash\n#SBATCH -n 2\n#SBATCH -o said.out\n{by}{command}\n")
-    done = slurm.run("sbatch", "--wait", "job.sh", env=environment())
-    said = done.stdout = script_output(here)
-    if by:
-        assert_one_run_of_two(done, here)
-        return
-    assert done.returncode == 2, said
-    assert "has 2 tasks, but only one runs without srun" in said
-    assert "srun manyhands train" in said
-    assert not (here / "run").exists()
+    lines = [f"{command} 2>without.out; echo $? >>without.out", "[ ! -e run ] || exit 9", f"srun {command}"]
+    (here / "job.sh").write_text("\n".join(["#!/bin/bash", "#SBATCH -n 2", "#SBATCH -o said.out", *lines]))
+    ended = slurm.run("sbatch", "--wait", "job.sh", env=environment())
+    ended.stdout = (here / "said.out").read_text()
+    assert_one_run_of_two(ended, here)
+    without = (here / "without.out").read_text()
+    assert without.endswith("\n2\n")
+    assert "has 2 tasks, but only one runs without srun" in without
+    assert "srun manyhands train" in without
 
 
 @pytest.mark.slow
-def test_the_shell_of_salloc_is_told_too(slurm, here):
-    done = slurm.run("salloc", "-n", "2", *MANYHANDS, "explain", env=environment())
-    assert done.returncode == 2
-    assert "only one runs without srun" in done.stderr
-    done = slurm.run("salloc", "-n", "2", *MANYHANDS, "explain", "-n", "1", env=environment())
-    assert done.returncode == 0, done.stderr
+def test_the_shell_of_salloc_needs_srun(slurm):
+    for more, code in ([], 2), (["-n", "1"], 0):
+        ended = slurm.run("salloc", "-n", "2", *MANYHANDS, "explain", *more, env=environment())
+        assert ended.returncode == code, ended.stderr
+        assert ("only one runs without srun" in ended.stderr) == (code == 2)
 
 
 def test_explain_under_srun(slurm, tmp_path):
@@ -185,6 +186,4 @@ def test_a_dry_run_prints_what_would_be_submitted(here, system, sign):
     (here / "job.toml").write_text(
         '[data]\nname = "digits"\n[model]\nname = "mlp"\n[submit]\nimage = "registry/image:1"\n'
     )
-    ended = run_to_end([*MANYHANDS, "launch", "job.toml", "--on", system, "--out", "/data/runs/first", "--dry-run"])
-    assert ended.returncode == 0, ended.stderr
-    assert sign in ended.stdout
+    assert sign in done("launch job.toml --on", system, "--out /data/runs/first --dry-run", by=inside).out
