@@ -8,7 +8,7 @@
 The last line is JSON; --json FILE keeps it. Ends with 1 where a promise doesn't hold.
 """
 
-import argparse
+import functools
 import json
 import os
 import random
@@ -26,6 +26,7 @@ import psutil
 from manyhands.core.errors import EXIT_INTERRUPTED, EXIT_SAVED
 from manyhands.core.records import read_lines
 from tests.e2e.command import QUICK, events, final_weights, running, start, wait_until
+from tests.faults.soak_saves import arguments, report
 from tests.network.lab import Lab
 from tests.network.runs import EXACT, begun, gone, hosts
 
@@ -281,9 +282,7 @@ def place():
 
 def main():
     """Does one of the three, and says so."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("kills", "faults", "launches"))
-    parser.add_argument("--count", type=int, default=50)
+    parser = arguments(__doc__, "kills", "faults", "launches", count=50)
     parser.add_argument("--within", type=float, default=12.0, help="of launches: seconds until the latest end")
     parser.add_argument("--training", type=float, default=0.5, help="of launches: the share that is let train first")
     parser.add_argument("--every", type=float, help="of faults (60) and kills (by steps): seconds between two")
@@ -292,30 +291,19 @@ def main():
     parser.add_argument("--data", default="mnist")
     parser.add_argument("--epochs", type=int, default=100)
     parser.add_argument("--mixed", action="store_true", help="stops and cuts among the kills")
-    parser.add_argument("--seed", type=int, default=7)
-    parser.add_argument("--json", type=Path)
     given = parser.parse_args()
+    words = job(given.data, given.epochs if given.what == "kills" else 100_000)
     with place() as (lab, folder):
         for host in lab.hosts if given.rate else ():
             lab.rate(host, given.rate)
         if given.what == "kills":
             kinds = ("kill", "stop", "cut") if given.mixed else ("kill",)
-            words = job(given.data, given.epochs)
-            drawn = {"kinds": kinds, "share": given.every or True}
-            found = kills(lab, folder, count=given.count, words=words, seed=given.seed, **drawn)
+            do = functools.partial(kills, count=given.count, kinds=kinds, share=given.every or True)
         elif given.what == "faults":
-            words = job(given.data, 100_000)
-            drawn = {"every_s": given.every or 60, "seed": given.seed}
-            found = faults(lab, folder, minutes=given.minutes, words=words, **drawn)
+            do = functools.partial(faults, minutes=given.minutes, every_s=given.every or 60)
         else:
-            words = job(given.data, 100_000)
-            drawn = {"seed": given.seed, "within_s": given.within, "training": given.training}
-            found = launches(lab, folder, count=given.count, words=words, **drawn)
-    said = json.dumps({"what": given.what, "seed": given.seed, **found})
-    print(said)
-    if given.json:
-        given.json.write_text(said + "\n")
-    return int(not found["holds"])
+            do = functools.partial(launches, count=given.count, within_s=given.within, training=given.training)
+        return report(given, do(lab, folder, words=words, seed=given.seed))
 
 
 if __name__ == "__main__":

@@ -179,24 +179,32 @@ def loads(path, file):
     return True
 
 
-def main():
-    """Does one of the two, and says so."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("kills", "alterations"))
-    parser.add_argument("--count", type=int, default=200)
+def arguments(description, *what, count):
+    """A parser of the arguments that both scripts have."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=what)
+    parser.add_argument("--count", type=int, default=count)
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--json", type=Path)
-    given = parser.parse_args()
+    return parser
+
+
+def report(given, found):
+    """Prints and keeps what was found; the exit code."""
+    text = json.dumps({"what": given.what, "seed": given.seed, **found})
+    print(text)
+    if given.json:
+        given.json.write_text(text + "\n")
+    return int(not found["holds"])
+
+
+def main():
+    """Does one of the two, and says so."""
+    given = arguments(__doc__, "kills", "alterations", count=200).parse_args()
     torch.set_num_threads(1)  # a process with more of torch's own can't be forked
     with tempfile.TemporaryDirectory(prefix="manyhands-saves-") as folder:
-        found = {"kills": kills, "alterations": alterations}[given.what](
-            Path(folder), count=given.count, seed=given.seed
-        )
-    said = json.dumps({"what": given.what, "seed": given.seed, **found})
-    print(said)
-    if given.json:
-        given.json.write_text(said + "\n")
-    return int(not found["holds"])
+        do = kills if given.what == "kills" else alterations
+        return report(given, do(Path(folder), count=given.count, seed=given.seed))
 
 
 if __name__ == "__main__":
