@@ -8,9 +8,9 @@ import time
 
 import pytest
 import torch
-from PIL import Image
 
 from manyhands.checkpoint.foreign import read_foreign
+from tests.data.sets import make
 from tests.e2e.command import begin, done, finish, free_port, metrics, read, refused, start, wait_until
 
 pytestmark = pytest.mark.timeout(600)
@@ -24,16 +24,9 @@ CLASSES, TRAIN, VAL = 3, 8, 4
 
 @pytest.fixture
 def images(here):
-    """A folder in ImageNet's layout, of pictures that differ in colour; not square, as photographs are."""
-    generator = torch.Generator().manual_seed(0)
+    """A folder in ImageNet's layout; the pictures are not square, as photographs are."""
     for split, count in (("train", TRAIN), ("val", VAL)):
-        for label in range(CLASSES):
-            folder = here / "images" / split / f"n0{label}"
-            folder.mkdir(parents=True)
-            for number in range(count):
-                picture = torch.randint(0, 120, (48, 64, 3), generator=generator, dtype=torch.uint8)
-                picture[:, :, label] += 120
-                Image.fromarray(picture.numpy()).save(folder / f"{number}.png")
+        make(here / "images" / split, [f"n0{label}" for label in range(CLASSES)], count, size=(64, 48))
     return here / "images"
 
 

@@ -203,15 +203,13 @@ def told(pattern, path, process):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("rank", "written"), [(0, "run/ranks/1.log"), (2, "run/events.jsonl")])
-def test_under_torchrun_one_of_the_others_names_a_stopped_process(rank, written, here):
-    """The first of those that wait, for their screen is one."""
+def test_under_torchrun_the_first_of_the_others_names_a_stopped_process_on_the_screen_that_they_share(here):
     with training(ENDLESS, by=start, program=[*TORCHRUN[:-1], "3", "-m", "manyhands"]) as process:
         wait_until(begun(), process)
-        hung = process_of(rank)
+        hung = process_of(0)
         hung.suspend()
-        words = rf"waiting for rank {rank} on \S+ \(process {hung.pid} is stopped\); .*: kill -CONT {hung.pid}"
-        told(rf"step \d+ has been stalled for \d+ s.*{words}", written, process)
+        words = rf"waiting for rank 0 on \S+ \(process {hung.pid} is stopped\); .*: kill -CONT {hung.pid}"
+        told(rf"step \d+ has been stalled for \d+ s.*{words}", "run/ranks/1.log", process)
         hung.resume()
         process.send_signal(signal.SIGTERM)
         ended = finish(process)

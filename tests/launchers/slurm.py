@@ -9,6 +9,8 @@ import time
 
 import psutil
 
+from tests.e2e.command import free_port
+
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scontrol")
 # Debian keeps the daemons where only root looks.
 PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"
@@ -73,7 +75,7 @@ class Slurm:
         for name in ("state", "spool"):
             (self.folder / name).mkdir()
         values = {"host": socket.gethostname().partition(".")[0], "folder": self.folder}
-        values |= {"controller_port": _free_port(), "node_port": _free_port()}
+        values |= {"controller_port": free_port(), "node_port": free_port()}
         (self.folder / "slurm.conf").write_text(CONFIGURATION.format(**values))
         (self.folder / "cgroup.conf").write_text("CgroupPlugin=autodetect\n")
         key = self.folder / "munge.key"
@@ -134,11 +136,6 @@ class Slurm:
         for step in psutil.process_iter(["name", "environ"]):
             if step.info["name"] == "slurmstepd" and str(self.folder) in str(step.info["environ"]):
                 step.kill()
-
-
-def _free_port():
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return probe.getsockname()[1]
 
 
 def _wait(condition, otherwise):

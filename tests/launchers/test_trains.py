@@ -10,11 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from PIL import Image
 
 from manyhands.config.load import load_job
 from manyhands.core.errors import EXIT_SAVED
 from manyhands.run.submit import submit
+from tests.data.sets import make
 from tests.e2e.command import (
     QUICK,
     done,
@@ -132,10 +132,7 @@ def test_a_submitted_job_saves_when_told_and_goes_on(slurm, here, monkeypatch):
 @pytest.mark.slow
 def test_srun_ends_with_the_code_for_another_turn_where_slurm_asks_by_sigusr1(slurm, here):
     """As `#SBATCH --signal=USR1@60` does: each process of the step hears it, those that decode pictures too."""
-    for number in range(40):
-        path = here / "pictures" / "ab"[number % 2] / f"{number}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        Image.new("RGB", (10, 10), (number, 0, 0)).save(path)
+    make(here / "pictures", count=20, size=(10, 10))
     job = ["train", "pictures", "mlp", "--data.image-size", "10", "--batch", "4", "--epochs", "100000", "--out", "run"]
     decoding = ["--device", "cpu", "--lr", "1e-6", "--data.workers", "1", "--set", "data.memory_limit_mib=0", *QUICK]
     command = ["srun", "-n", "2", *MANYHANDS, *job, *decoding]
