@@ -230,21 +230,16 @@ def test_the_network_has_its_last_weights_again_afterwards(here):
     assert final.top1 == pytest.approx(float((network(images).argmax(1) == labels).double().mean()))
 
 
-def test_without_one_the_best_figure_is_said_to_be_chosen_by(here):
-    run = fit("mlp", "synthetic:60x1x8x8x3", **{**FIT, "data__image_size": 8})
-    assert run.test is None
-    assert any("selected on these samples" in line for line in result_lines(read_run(run.path)))
-    assert result_object(read_run(run.path))["test_top1"] is None
-    assert "selected on these samples" in write_report(run.path).read_text()
-
-
-def test_a_test_folder_without_labels_is_said(here):
+def test_without_labels_a_test_folder_is_not_evaluated_and_the_best_figure_is_said_to_be_chosen_by(here):
     data = pictures(here / "pets", {"train": 20, "val": 4})
     (data / "test").mkdir()
     (data / "test" / "a.png").write_bytes(next((data / "val" / "dog").iterdir()).read_bytes())
     run = fit("mlp", str(data), **FIT)
     assert run.test is None
     assert any("test/ is not evaluated" in message for message in messages("run", "warning"))
+    assert any("selected on these samples" in line for line in result_lines(read_run(run.path)))
+    assert result_object(read_run(run.path))["test_top1"] is None
+    assert "selected on these samples" in write_report(run.path).read_text()
 
 
 def test_the_test_is_the_same_over_processes():
