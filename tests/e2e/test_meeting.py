@@ -131,6 +131,18 @@ def test_one_rank_twice():
     assert all(f"rank 1 was given twice: to process {refused} on" in err for err in told)
 
 
+def test_a_rank_outside_ends_those_that_wait():
+    """They would wait for rank 1 in vain; tests/parallel/test_said.py has who else is told."""
+    address = f"file://{Path.cwd()}/meet"
+    with training(by_hand(address, 2, 0)) as zero:
+        names = dist.PrefixStore("present/0", dist.FileStore(f"{Path.cwd()}/meet"))
+        wait_until(lambda: names.check(["0"]), zero)
+        outside = done(by_hand(address, 2, 5), code=2)
+        ended = finish(zero)
+    assert_refused((outside, ended), "--rank 5 is out of range for --world-size 2")
+    assert "can't join: " in ended.err
+
+
 @pytest.mark.parametrize("differs", ["size", pytest.param("job", marks=pytest.mark.slow)])
 def test_world_sizes_or_jobs_that_differ(differs):
     address = local()

@@ -107,6 +107,10 @@ def test_numbers_of_machines_up_to_the_batch_and_what_they_cost(here):
     (data,) = (one for one in planned(CNN, "4 --link 1gbit")["candidates"] if one["name"] == "data parallel")
     assert (rows[3]["processes"], rows[3]["sync"]) == (4, "allreduce")
     assert rows[3]["step_ms"] == pytest.approx(data["step_ms"], rel=1e-3)
+    slow = "3..4 --link 1mbit --set train.epochs=400"
+    (*_, usual), (*_, chosen) = (planned(CNN, slow, more)["rows"] for more in ("", "--sync auto"))
+    assert (usual["sync"] == "allreduce") > (chosen["sync"] == "allreduce")
+    assert chosen["step_ms"] < usual["step_ms"]
 
 
 def test_the_picture_is_one_file_that_needs_no_other(here):

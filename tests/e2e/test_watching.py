@@ -188,6 +188,12 @@ def test_who_waits_and_who_is_waited_for(shared):
     assert 0 < told["change"]["gain"] <= 1
 
 
+def test_a_profile_of_nothing_says_so(here):
+    (here / "ranks").mkdir()
+    (here / "job.toml").touch()
+    assert "has no time records yet" in shown("profile .")
+
+
 @pytest.mark.slow
 def test_a_trace_has_all_processes_phases_and_operations():
     done("profile digits mlp -n 2 --steps 3 --out traced --device cpu")
