@@ -28,6 +28,10 @@ def syntax_error():
     Path("wrong.py").write_text("import torch\n\ndef make(:\n    pass\n")
 
 
+def data_that_fails():
+    Path("mine.py").write_text("def raises():\n    raise ConnectionError('the database is down')\n")
+
+
 def other_folder():
     Path("letters").mkdir()
     Path("letters/diary.txt").write_text("dear diary")
@@ -42,6 +46,7 @@ CASES = [
     (None, "digits mlp --set model.num_classes=4", ["10 classes"]),
     (syntax_error, "digits wrong.py:make", ["wrong.py:3", "def make(:", "SyntaxError"]),
     (None, f"digits {NETS}:broken", ["nets.py:", "the weights are elsewhere"]),
+    (data_that_fails, "mine.py:raises mlp", ["mine.py:2", "the database is down"]),
     (None, "digits --out /proc/nowhere", ["/proc/nowhere", "can't be created"]),
     (syntax_error, "digits --out wrong.py", ["wrong.py is a file"]),
     (other_folder, "digits --out letters", ["letters is not empty and contains no run"]),
