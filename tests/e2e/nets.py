@@ -183,3 +183,10 @@ class Talks(nn.Sequential):
         time.sleep(0.01)
         print(f"pass {next(self.passes)} of {os.environ.get('RANK', 'alone')}", flush=True)
         return super().forward(images)
+
+
+WORDS = {"one", "two", "three", "four"}
+
+
+def in_words(output, labels):
+    return output.sum() * len(WORDS)

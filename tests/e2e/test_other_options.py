@@ -30,6 +30,7 @@ from manyhands.train.objects import digest_objects as digest
 from tests.data.sets import make
 from tests.docs.pages import ROOT
 from tests.e2e.command import alone, done, events, forked, inside, messages, read, refused
+from tests.e2e.nets import in_words
 
 RUN = Path("run")
 FIT = {"out": RUN, "epochs": 1, "batch": 20, "lr": 0.1, "quiet": True, "run__report": False}
@@ -216,11 +217,6 @@ def interrupted(train_set, **changes):
         of_objects(train_set=train_set, epochs=2, at_epoch_end=failing, **changes)
 
 
-def test_an_unfinished_run_goes_on_with_changed_objects():
-    interrupted(samples())
-    assert of_objects(lambda: Small(2.0), epochs=2).status == "finished"
-
-
 HALVES = (torch.arange(40) >= 20).long()
 
 
@@ -262,16 +258,16 @@ def test_a_renamed_class_folder_refuses_the_resume():
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"train_set": samples(flipped=1)}, "training data (labels)"),
+        ({"model": lambda: Small(2.0), "train_set": samples(flipped=1)}, "training data (labels)"),
         ({"train_set": samples(120)}, "training data (120 samples, was 60)"),
         ({"test_set": samples(20, sign=-1)}, "test samples"),
         ({"held_out_set": samples(10)}, "held-out data (10 samples, was 0)"),
     ],
 )
-def test_an_unfinished_run_says_which_data_changed(changes, told, capsys):
+def test_an_unfinished_run_resumes_with_changed_objects_and_says_which_data_changed(changes, told, capsys):
     interrupted(samples())
     assert not any("the data changed" in line for line in messages(RUN, "warning"))
-    of_objects(**changes, epochs=2)
+    assert of_objects(**changes, epochs=2).status == "finished"
     (found,) = (line for line in messages(RUN, "warning") if line.startswith("the data changed since the checkpoint"))
     assert told in found
     assert found in capsys.readouterr().err
@@ -415,17 +411,10 @@ def _weighed(output, labels, weight=1.0):
     return output.sum() * weight
 
 
-WORDS = {"one", "two", "three", "four"}
-
-
-def _in_words(output, labels):
-    return output.sum() * len(WORDS)
-
-
 def test_digests_of_objects_tell_changes_alone():
     assert digest(loss=Focal(1)) == digest(loss=Focal(1)) != digest(loss=Focal(5))
     assert digest(loss=functools.partial(_weighed, weight=2)) != digest(loss=functools.partial(_weighed, weight=3))
-    assert digest(loss=functools.partial(_weighed)) != digest(loss=functools.partial(_in_words))
+    assert digest(loss=functools.partial(_weighed)) != digest(loss=functools.partial(in_words))
     first, second = lambda output, labels: output.sum(), lambda output, labels: output.mean()
     assert digest(loss=first) != digest(loss=second)
     # As in a notebook, whose classes have no source that Python finds.
@@ -436,7 +425,8 @@ def test_digests_of_objects_tell_changes_alone():
         nets.append(digest(network=names["Net"]()))
     assert nets[0] != nets[1]
     # No process sorts a set's words alike.
-    program = "import tests.e2e.test_other_options as t; print(t.digest(loss=t._in_words))"
+    imports = "from manyhands.train.objects import digest_objects as digest; from tests.e2e.nets import in_words"
+    program = f"{imports}; print(digest(loss=in_words))"
     seeded = [{**os.environ, "PYTHONHASHSEED": seed} for seed in ("1", "2")]
     outputs = {subprocess.check_output([sys.executable, "-c", program], cwd=ROOT, env=each) for each in seeded}
     assert len(outputs) == 1
