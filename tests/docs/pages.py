@@ -14,16 +14,10 @@ _CONTINUED = re.compile(r"\\\n\s*")
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block.
+    """A fenced block."""
 
-    Attributes:
-        mark: the comment before it, such as "test", "test: together" or "file: data.py"; empty if there is none.
-        language: the word behind the fence.
-        text: what is in it.
-    """
-
-    mark: str
-    language: str
+    mark: str  # the comment before it, such as "test", "test: together" or "file: data.py"; empty if there is none
+    language: str  # the word behind the fence
     text: str
 
     @property

@@ -483,7 +483,6 @@ NO_OPTIMIZER = [
 NO_SCHEDULE = [
     (0.5, "the schedule is a float, not a function"),
     (lr_scheduler.StepLR(own_sgd(network().parameters()), 3), "the schedule is a StepLR, not a"),
-    ("own.py:RATE", "the schedule is a float, not a function"),
     ("cosin", 'did you mean "cosine"'),
     ("object", "was a Python object"),
     (lambda step, epochs: 1.0, "the schedule function has an unknown parameter: epochs"),
@@ -516,7 +515,6 @@ NO_METRIC = [
     ({"a b": top3}, "'a b' is not a valid name for a metric"),
     ({3: top3}, "3 is not a valid name for a metric"),
     (["own.py:top3", "own.py:top3"], "the name top3 is already in use"),
-    ("own.py:RATE", "the metric RATE is a float, not a function"),
     (["top3"], "should be a list of file.py:function"),
     (top3, "metrics is a function, not a dict"),
     ({"last": Metric(RECALL.update, lambda sums: sums.no_such())}, "the metric last failed on outputs"),

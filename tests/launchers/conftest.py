@@ -5,13 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.e2e.conftest import here as here
 from tests.launchers.slurm import NoSlurm, Slurm
-
-
-@pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
 
 
 @pytest.fixture(scope="module")
