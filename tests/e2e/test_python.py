@@ -344,11 +344,14 @@ def test_evaluate_needs_no_run_and_leaves_float_samples_unchanged():
     assert manyhands.evaluate(net, one_class).count == 33
 
 
-def shades(count, dark):
+def shades(count, dark, names=("dark", "bright")):
     """Pictures uint8 of two classes, dark and bright; so many of the dark ones."""
-    labels = (torch.arange(count) >= dark).long()
+    bright = (torch.arange(count) >= dark).long()
     images = torch.randint(0, 60, (count, 1, 8, 8), generator=torch.Generator().manual_seed(3)) + 70
-    return TensorDataset((images + labels.view(-1, 1, 1, 1) * 40).to(torch.uint8), labels)
+    labels = bright if names[0] == "dark" else 1 - bright
+    data = TensorDataset((images + bright.view(-1, 1, 1, 1) * 40).to(torch.uint8), labels)
+    data.classes = list(names)
+    return data
 
 
 # Its own mean would make dark pictures of half of the bright ones.
@@ -356,53 +359,25 @@ BRIGHT = shades(101, 1)
 
 
 @pytest.mark.parametrize("processes", [None, pytest.param(2, marks=pytest.mark.slow)])
-def test_evaluation_normalizes_as_the_training_did(processes, tmp_path):
-    torch.manual_seed(0)
-    net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 2))
-    run = fit(net, shades(200, 100), epochs=5, batch=20, lr=0.1, processes=processes)
-    loaded = manyhands.load(run.path, model=copy.deepcopy(net)).network
-    assert run.final.top1 == 1
-    assert [manyhands.evaluate(each, BRIGHT).top1 for each in (net, run, loaded)] == [1, 1, 1]
+def test_evaluation_normalizes_as_the_training_did_and_follows_the_names_of_classes(processes):
+    def made():
+        torch.manual_seed(0)
+        return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 2))
+
+    net, there, back, strange = made(), shades(200, 100), shades(60, 30, ("bright", "dark")), shades(40, 20)
+    strange.classes = ["cat", "dog"]
+    run = fit(net, there, back, held_out_set=back, epochs=5, batch=20, lr=0.1, processes=processes)
+    assert (run.final.top1, run.test.top1) == (1, 1)
+    for each in (net, run, manyhands.load(run.path, model=made()).network):
+        assert [manyhands.evaluate(each, data).top1 for data in (BRIGHT, back, shades(40, 40, ("dark",)))] == [1, 1, 1]
+        with pytest.raises(UserError, match='the run has no class "cat", "dog"'):
+            manyhands.evaluate(each, strange)
     assert manyhands.evaluate(net, TensorDataset(torch.zeros(3, 1, 8, 8), torch.arange(3) % 2)).count == 3
     with manyhands.session() as here:
         fresh = copy.deepcopy(net)
-        given = torch.optim.SGD(fresh.parameters(), 0.1)
-        model, _, _ = here.prepare(fresh, given, shades(200, 100), batch=20)
-        assert [here.evaluate(each, BRIGHT).top1 for each in (model, copy.deepcopy(net))] == [1, 1]
-
-
-class Shades(torch.utils.data.Dataset):
-    """Dark and bright pictures with class names."""
-
-    def __init__(self, names, classes=None, count=40):
-        self.names, self.classes, self.count = names, classes or names, count
-
-    def __len__(self):
-        return self.count
-
-    def __getitem__(self, index):
-        name = ("dark", "bright")[index % 2] if len(self.names) > 1 else self.names[0]
-        noise = torch.rand(1, 6, 6, generator=torch.Generator().manual_seed(index))
-        return noise - (1.0 if name == "dark" else 0.0), self.names.index(name)
-
-
-@pytest.mark.parametrize("processes", [None, pytest.param(2, marks=pytest.mark.slow)])
-def test_evaluation_follows_the_names_of_classes(processes):
-    def made():
-        torch.manual_seed(0)
-        return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(36, 2))
-
-    net, there, back = made(), Shades(["dark", "bright"]), Shades(["bright", "dark"])
-    run = fit(net, there, back, held_out_set=back, epochs=3, batch=10, lr=0.1, processes=processes)
-    assert (run.final.top1, run.test.top1) == (1, 1)
-    loaded = manyhands.load(run.path, model=made()).network
-    for each in (net, run, loaded):
-        assert [manyhands.evaluate(each, data).top1 for data in (there, back, Shades(["dark"]))] == [1, 1, 1]
-        with pytest.raises(UserError, match='the run has no class "cat", "dog"'):
-            manyhands.evaluate(each, Shades(["dark", "bright"], ["cat", "dog"]))
-    with manyhands.session() as here:
-        model, _, _ = here.prepare(net, torch.optim.SGD(net.parameters(), 0.1), there, batch=10)
-        assert [here.evaluate(each, back).top1 for each in (model, copy.deepcopy(net))] == [1, 1]
+        model, _, _ = here.prepare(fresh, torch.optim.SGD(fresh.parameters(), 0.1), there, batch=20)
+        found = [here.evaluate(each, data).top1 for each in (model, copy.deepcopy(net)) for data in (BRIGHT, back)]
+    assert found == [1, 1, 1, 1]
 
 
 def test_evaluation_of_pictures_whose_normalization_is_unknown_is_refused():
