@@ -117,13 +117,8 @@ def test_a_device_that_is_not_here_computes_no_prediction(trained):
     refused("predict", run.path, val, "--device h100", says="this machine has no h100")
 
 
-class Threshold(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.Sequential(nn.Flatten(), nn.Linear(16, 2))
-
-    def forward(self, numbers):
-        return self.layers(numbers)
+def threshold():
+    return nn.Sequential(nn.Flatten(), nn.Linear(16, 2))
 
 
 def numbers(count=60):
@@ -134,17 +129,17 @@ def numbers(count=60):
 
 def test_numbers_of_ones_own_data_set_are_not_normalised_again(tmp_path):
     data = numbers()
-    run = fit(Threshold(), data, data, epochs=30, batch=10, lr=0.2)
+    run = fit(threshold(), data, data, epochs=30, batch=10, lr=0.2)
     assert run.best.top1 == 1
     guesses = manyhands.predict(run, [data[number][0] for number in range(60)])
     assert [int(found[0][0]) for found in guesses] == data.tensors[1].tolist()
     Image.new("L", (4, 4), 200).save(tmp_path / "grey.png")
     with pytest.raises(UserError, match="a picture file can't be converted"):
         manyhands.predict(run, [tmp_path / "grey.png"])
-    with pytest.raises(UserError, match="Threshold was a Python object"):
+    with pytest.raises(UserError, match="Sequential was a Python object"):
         manyhands.load(run.path)
-    network = manyhands.load(run.path, model=Threshold()).network
-    assert torch.equal(network.layers[1].weight, manyhands.load(run).network.layers[1].weight)
+    network = manyhands.load(run.path, model=threshold()).network
+    assert torch.equal(network[1].weight, manyhands.load(run).network[1].weight)
     with pytest.raises(UserError, match="data of this run was a Python object"):
         evaluate_run(run.path, which="best", flags={})
 

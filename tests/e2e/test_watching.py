@@ -229,17 +229,22 @@ def pets():
     make(Path("pets"), ("dog",), 3)
 
 
-class Unhurried(nets.Net):
-    """Takes a fiftieth of a second at each call."""
+class Slow(nn.Module):
+    """Takes so many seconds at each call, and more at the first."""
 
-    def act(self):
-        until = time.perf_counter() + 0.02
-        while time.perf_counter() < until:
-            continue
+    def __init__(self, seconds, first=0.0):
+        super().__init__()
+        self.fc = nn.Linear(64, 10)
+        self.seconds, self.more = seconds, first
+
+    def forward(self, x):
+        time.sleep(self.seconds + self.more)
+        self.more = 0.0
+        return self.fc(x.flatten(1))
 
 
 def test_saves_between_two_records_leave_the_time_of_training_as_it_was():
-    fit(Unhurried(), tiny(200), batch=20, checkpoint__every="1steps", run__log_every_s=60)
+    fit(Slow(0.02), tiny(200), batch=20, checkpoint__every="1steps", run__log_every_s=60)
     steps = metrics("run")
     assert sum(line["samples"] for line in steps) == 180
     for line in steps:
@@ -261,22 +266,8 @@ def test_a_run_says_first_what_is_trained_on_what(capfd):
     assert all(f"<div>{line}</div>" in page.partition("<dl>")[0] for line in setup.split("\n"))
 
 
-class Slow(nn.Module):
-    """Takes a tenth of a second at each call, and two seconds at the first."""
-
-    def __init__(self):
-        super().__init__()
-        self.fc = nn.Linear(64, 10)
-        self.calls = 0
-
-    def forward(self, x):
-        self.calls += 1
-        time.sleep(2 if self.calls == 1 else 0.1)
-        return self.fc(x.flatten(1))
-
-
 def test_a_slow_network_is_announced_with_the_time_of_an_epoch_before_its_first_update():
-    fit(Slow(), tiny(1000), batch=30, train__max_steps=1)
+    fit(Slow(0.1, first=2.0), tiny(1000), batch=30, train__max_steps=1)
     (note,) = [event for event in events("run", "note") if "expected time" in event["message"]]
     assert note["time"] < events("run", "first-step")[0]["time"]
     update, epoch = re.fullmatch(r"expected time: ([\d.]+) s per update, (\d+) min per epoch", note["message"]).groups()
