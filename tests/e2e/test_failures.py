@@ -25,6 +25,7 @@ from tests.e2e.command import (
     inside,
     read,
     refused,
+    shell,
     start,
     stop,
     training,
@@ -234,16 +235,6 @@ def test_a_start_that_fails_before_any_process_is_told(here):
     assert (found["state"], found["rank"]) == ("failed", None)
 
 
-# The command itself, which its agent and workers follow into a cgroup.
-IN_GROUP = """
-import os, sys
-from pathlib import Path
-(Path(os.environ["FAULT_GROUP"]) / "cgroup.procs").write_text(str(os.getpid()))
-from manyhands.cli.main import main
-main(sys.argv[1:])
-"""
-
-
 @pytest.fixture
 def little_memory():
     """A cgroup (version 2) whose processes may have 4 GiB together."""
@@ -267,7 +258,8 @@ def little_memory():
 @pytest.mark.slow
 def test_a_process_that_is_killed_for_memory_is_reported_as_such(little_memory, here):
     job = f"train synthetic:1000x1x8x8x10 {NETS}:Starved --batch 50 --epochs 3 -n 2 --out run {QUICKLY}"
-    fault = {"FAULT_MARKER": str(here / "marker"), "FAULT_CALL": "12", "FAULT_GROUP": str(little_memory)}
-    done(job, program=("-c", IN_GROUP), **fault, by=start)
+    # Agent and workers follow the command into the cgroup.
+    line = f"echo $$ >{little_memory}/cgroup.procs && exec manyhands {job}"
+    finish(shell(line, FAULT_MARKER=str(here / "marker"), FAULT_CALL="12"), code=0)
     named(r"rank 1 was killed by the kernel, out of memory \(limit 4,096 MiB\): restarting from step")
     assert "or reduce train.micro_batch" in read("run/ranks/failures/start-0/1.json")["hints"]
