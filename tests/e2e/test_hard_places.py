@@ -5,8 +5,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -28,6 +26,7 @@ from tests.e2e.command import (
     finish,
     inside,
     marked,
+    shell,
     start,
     stop,
     training,
@@ -230,11 +229,8 @@ def test_a_run_folder_moved_or_deleted_while_training_costs_no_update(every, wha
 
 def test_too_few_open_files_are_refused_in_one_sentence():
     """tests/cluster/test_process_settings.py has limits that can be raised."""
-    command = f"ulimit -n 18; exec {sys.executable} -m manyhands train digits mlp --epochs 1 -n 1 {QUICKLY}"
-    ended = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False, timeout=120)
-    assert ended.returncode == 2, ended.stderr
-    assert_one_screen(ended.stderr)
-    assert "but the limit is 18" in ended.stderr
+    line = f"ulimit -n 18; exec manyhands train digits mlp --epochs 1 -n 1 {QUICKLY}"
+    assert_one_screen(finish(shell(line), code=2, says="but the limit is 18").err)
 
 
 THOUSAND = "train synthetic:1000x1x8x8x10"
