@@ -98,12 +98,15 @@ class _ForkedAgents(subprocess.Popen):
 def _end_with(call, variables):
     """Runs a function in a fork, which ends with it.
 
-    The fork closes what the tests' own process has open, subprocess's pipe among it, and that of multiprocessing's
-    tracker, which a test in this process may have had started. What earlier tests left is not collected in the fork: a
-    process group's threads are not there, and a mapped tensor can't be without its file.
+    What the tests' own process has open leads nowhere in the fork, subprocess's pipe among it, and that of
+    multiprocessing's tracker, which a test in this process may have had started. Closed, the numbers would be those of
+    the fork's own files, and an object of the tests that ends there would close them once more. What earlier tests left
+    is not collected in the fork: a process group's threads are not there, and a mapped tensor can't be without its file.
     """
     gc.freeze()
-    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for number in {int(path.name) for path in Path("/proc/self/fd").iterdir()} - {0, 1, 2, nowhere}:
+        os.dup2(nowhere, number, inheritable=False)
     vars(resource_tracker._resource_tracker).update(_fd=None, _pid=None)
     os.environ.clear()
     os.environ.update(variables)
