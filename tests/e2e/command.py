@@ -101,7 +101,7 @@ def _end_with(call, variables):
     What the tests' own process has open leads nowhere in the fork, subprocess's pipe among it, and that of
     multiprocessing's tracker, which a test in this process may have had started. Closed, the numbers would be those of
     the fork's own files, and an object of the tests that ends there would close them once more. What earlier tests left
-    is not collected in the fork: a process group's threads are not there, and a mapped tensor can't be without its file.
+    is not collected in the fork: a process group's threads are not there, nor the file of a mapped tensor.
     """
     gc.freeze()
     nowhere = os.open(os.devnull, os.O_RDWR)
