@@ -125,7 +125,7 @@ def test_machines_of_the_environment_are_written(hosts, capsys, monkeypatch):
 def test_what_cannot_be_written_is_one_screen(arguments, said, hosts, capsys):
     (hosts / "empty").write_text("")
     (hosts / "unsized").write_text("n1\nn2:4\n")
-    (hosts / "odd").write_text("10.0.0.1:2\n10.0.0.2:3\n")
+    (hosts / "odd").write_text("n9:2\nn10:2\n")
     code, out, err = _explain(arguments, capsys)
     assert (code, out) == (2, "")
     assert said in err
