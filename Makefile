@@ -27,7 +27,7 @@ test test-slow test-all: export PYTHONDONTWRITEBYTECODE :=
 test: $(READY)
 	$(BIN)/python -m pytest -m "not slow" --timeout 300 -n 2 --dist worksteal
 
-# The slow ones wait more than they compute: two at once leave a third of two cores idle.
+# The slow ones wait more than they compute: three at once still leave a sixth of two cores idle.
 test-slow: $(READY)
 	$(BIN)/python -m pytest -m slow --timeout 600 -n 3 --dist worksteal
 

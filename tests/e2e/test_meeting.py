@@ -132,7 +132,7 @@ def test_one_rank_twice():
 
 
 def test_a_rank_outside_ends_those_that_wait():
-    """They would wait for rank 1 in vain; tests/parallel/test_said.py has who else is told."""
+    """They would wait for rank 1 in vain; tests/parallel/test_said.py has what the others report."""
     address = f"file://{Path.cwd()}/meet"
     with training(by_hand(address, 2, 0)) as zero:
         names = dist.PrefixStore("present/0", dist.FileStore(f"{Path.cwd()}/meet"))

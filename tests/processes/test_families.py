@@ -1,4 +1,4 @@
-"""One network of each family, and eight of timm's, in every mode: two updates of two processes are those of one."""
+"""Ten of torchvision's networks and eight of timm's in every mode: two updates of two processes are those of one."""
 
 import pytest
 
