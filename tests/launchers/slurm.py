@@ -22,7 +22,7 @@ SlurmUser=root
 SlurmctldPort={controller_port}
 SlurmdPort={node_port}
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge.socket,cred_expire=3
+AuthInfo=socket={folder}/munge.socket,cred_expire=5
 CredType=cred/munge
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool
