@@ -16,6 +16,7 @@ import pytest
 
 from manyhands.cli.main import main, make_app
 from tests.docs.pages import ROOT, all_pages, blocks, chinese_of, commands, english_pages, links, table_commands
+from tests.nursery import forked_agents
 
 SECONDS = 250
 
@@ -51,19 +52,20 @@ def _run_marked(page, folder, *, slow):
         if kind == "file":
             (folder / words).write_text(block.text, encoding="utf-8")
         elif kind == "test" and ("slow" in words) == slow:
-            _run(block.lines, folder, together="together" in words)
+            _run(block.lines, folder, {} if page.parent == ROOT else forked_agents(), together="together" in words)
 
 
-def _run(lines, folder, *, together):
-    """Runs shell lines as a reader would, with this Python's own programs."""
+def _run(lines, folder, variables, *, together):
+    """Runs shell lines as a reader would, with this Python's own programs; the guides' agents are forks."""
     programs = Path(sys.executable).parent
     environment = {
         **os.environ,
+        **variables,
         "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
         "MANYHANDS_CLUSTER__DEVICE": "cpu",
         "MANYHANDS_RUN__REPORT": "false",  # its pictures take a second each time; fit.py draws one
     }
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), environment.get("PYTHONPATH", "")])
     waiting = []
     for number, line in enumerate(lines):
         with (folder / f"output-{number}").open("w+b") as output:

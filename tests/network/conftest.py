@@ -22,7 +22,7 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture
 def lab():
     """Three hosts of the test's own, with links as fast as they go."""
-    with Lab(hosts=3) as made:
+    with Lab(hosts=3, forks=True) as made:
         yield made
 
 

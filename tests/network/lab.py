@@ -21,6 +21,8 @@ from pathlib import Path
 
 import psutil
 
+from tests.nursery import forked_agents
+
 SOURCE = Path(__file__).parents[2] / "src"
 TOOLS = ("ip", "tc", "nft", "ssh", "sshd", "ssh-keygen", "unshare")
 SBIN = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -56,14 +58,15 @@ class Lab:
         rate: of each host's link, both ways, in tc's words ("10mbit"); None: as fast as it goes.
         ipv6_only: no host has an IPv4 address.
         environment: more variables for sessions over ssh.
+        forks: agents of manyhands are forks of one process that has imported torch (see tests.nursery).
     """
 
-    def __init__(self, hosts=3, rate=None, *, ipv6_only=False, environment=None):
+    def __init__(self, hosts=3, rate=None, *, ipv6_only=False, environment=None, forks=False):
         self.hosts = range(1, hosts + 1)
         self.python = sys.executable
         self.first_rate = rate
         self.ipv6_only = ipv6_only
-        self.environment = {**_session_environment(), **(environment or {})}
+        self.environment = {**_session_environment(), **(forked_agents() if forks else {}), **(environment or {})}
         self.folder = Path()
         self.prefix = ""
         self._servers = {}
@@ -170,6 +173,10 @@ class Lab:
     def up(self, host):
         """Puts it back in."""
         _run("ip", "link", "set", self._veth(host), "up")
+
+    def end_sshd(self, host):
+        """Nobody can connect to a host any more; who is connected stays so."""
+        self._servers[host].terminate()
 
     def kill(self, host):
         """A machine dies: its cable first, so that nobody hears of it, then all that runs on it."""

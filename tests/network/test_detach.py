@@ -16,7 +16,7 @@ import pytest
 from manyhands.checkpoint.folders import newest
 from manyhands.checkpoint.read import load
 from manyhands.core.timeouts import SILENT_S
-from tests.e2e.command import QUICK, events, finish, run, running, wait_until
+from tests.e2e.command import QUICK, events, finish, wait_until
 from tests.network.runs import (
     EXACT,
     LONG,
@@ -26,6 +26,8 @@ from tests.network.runs import (
     hosts,
     is_agent,
     machines,
+    run,
+    running,
     steps,
     trains_on,
     undisturbed,

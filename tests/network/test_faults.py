@@ -4,8 +4,8 @@ import time
 
 import pytest
 
-from tests.e2e.command import QUICK, events, finish, running, wait_until
-from tests.network.runs import EXACT, assert_same_updates, begun, gone, hosts, undisturbed
+from tests.e2e.command import QUICK, events, finish, wait_until
+from tests.network.runs import EXACT, assert_same_updates, begun, gone, hosts, running, undisturbed
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.slow]
 JOB = ["digits", "mlp", "--epochs", "200", "--set", "train.evaluate_every=100", *QUICK, *EXACT]

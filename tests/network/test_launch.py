@@ -20,8 +20,6 @@ from tests.e2e.command import (
     finish,
     metrics,
     read,
-    run,
-    running,
     wait_until,
 )
 from tests.network.lab import Lab
@@ -35,6 +33,8 @@ from tests.network.runs import (
     gone,
     hosts,
     machines,
+    run,
+    running,
     strike,
     undisturbed,
 )

@@ -10,9 +10,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.e2e.command import assert_equal_weights, events, final_weights, finish, run, running, wait_until
+from tests.e2e.command import assert_equal_weights, events, final_weights, finish, wait_until
 from tests.network.lab import Lab
-from tests.network.runs import ENDLESS, LONG, SHORT, begun, gone, undisturbed
+from tests.network.runs import ENDLESS, LONG, SHORT, begun, gone, run, running, undisturbed
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.command import events, finish, read, run, running, typed, wait_until
+from tests.e2e.command import events, finish, read, typed, wait_until
 from tests.network.lab import SOURCE
-from tests.network.runs import ENDLESS, SHORT, begun, gone, hosts, steps, trained_on
+from tests.network.runs import ENDLESS, SHORT, begun, gone, hosts, run, running, steps, trained_on
 from tests.network.stranger import FORGED
 
 pytestmark = pytest.mark.timeout(300)
