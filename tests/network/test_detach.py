@@ -34,7 +34,7 @@ from tests.network.runs import (
 )
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.slow]
-JOB = ["digits", "mlp", "--epochs", "60", "--set", "train.evaluate_every=50", *QUICK, *EXACT]
+JOB = ["digits", "mlp", "--epochs", "30", "--set", "train.evaluate_every=30", *QUICK, *EXACT]
 
 
 def typed(lab, host, *words):
@@ -79,7 +79,7 @@ def workers(lab, host):
     "mode", [["data"], ["fsdp"], ["semi", "--pin", "1=o@dp", "--pin", "3=i@dp"]], ids=lambda mode: mode[0]
 )
 def test_a_run_whose_first_machine_dies_with_its_disk_goes_on_from_the_copy(mode, apart):
-    job = [*JOB, "--parallel", *mode, "--set", "checkpoint.every=100steps"]
+    job = [*JOB, "--parallel", *mode, "--set", "checkpoint.every=40steps"]
     with running("launch", *job, *hosts(apart, where=PLACE), "--out", "run") as process:
         wait_until(lambda: len(events("run", "saved")) > 1 and saved_on(apart, 2), process)
         for pid in [*workers(apart, 2), *workers(apart, 3)]:  # so that nobody can save what it has in memory
@@ -91,12 +91,12 @@ def test_a_run_whose_first_machine_dies_with_its_disk_goes_on_from_the_copy(mode
     assert "each checkpoint is saved on both n1 and n2, because they don't share a disk" in ended.err
     resumed = events("run", "resumed")
     assert resumed
-    assert all(event["step"] >= 100 for event in resumed)
+    assert all(event["step"] >= 40 for event in resumed)
     assert_same_updates(fetch(apart, 2), undisturbed(*JOB))
 
 
 def test_who_lost_the_head_and_the_first_machine_resumes_from_the_second(apart):
-    job = [*JOB, "--set", "checkpoint.every=100steps", *hosts(apart, where=PLACE), "--out", "run"]
+    job = [*JOB, "--set", "checkpoint.every=40steps", *hosts(apart, where=PLACE), "--out", "run"]
     head = subprocess.Popen(typed(apart, 1, "launch", *job), stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     try:
         wait_until(lambda: saved_on(apart, 2), head)

@@ -205,7 +205,7 @@ def test_only_the_collective_finds_a_torch_that_is_broken(lab, here, tmp_path, p
 
 @pytest.mark.slow
 def test_hosts_without_ipv4(here):
-    with Lab(hosts=2, ipv6_only=True) as lab:
+    with Lab(hosts=2, ipv6_only=True, forks=True) as lab:
         told = doctor(lab, "digits", "mlp", hosts="n1,n2", code=0)
         assert told["addresses"]["n2"] == {"interface": "eth0", "address": lab.address(2)}
         assert [f["severity"] for f in told["findings"] if f["check"] == "collective"] == ["ok"]

@@ -8,7 +8,7 @@ from tests.e2e.command import QUICK, events, finish, wait_until
 from tests.network.runs import EXACT, assert_same_updates, begun, gone, hosts, running, undisturbed
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.slow]
-JOB = ["digits", "mlp", "--epochs", "200", "--set", "train.evaluate_every=100", *QUICK, *EXACT]
+JOB = ["digits", "mlp", "--epochs", "60", "--set", "train.evaluate_every=60", *QUICK, *EXACT]
 # Each process of a host sees this time, ahead or behind; n3's jumps to and fro.
 CLOCK = """
 import os, time

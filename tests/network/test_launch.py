@@ -204,8 +204,8 @@ def test_machines_hear_of_a_stop_while_they_import_torch(lab, here):
 
 @pytest.mark.parametrize(("how", "host"), [SLOW("kill", 1), SLOW("down", 2)])
 def test_a_run_goes_on_with_the_machines_that_are_left(how, host, lab, here):
-    job = ["digits", "mlp", "--epochs", "100", "--set", "train.evaluate_every=50", *QUICK, *EXACT]
-    with running("launch", *job, "--set", "checkpoint.every=100steps", *hosts(lab), "--out", "run") as process:
+    job = ["digits", "mlp", "--epochs", "40", "--set", "train.evaluate_every=40", *QUICK, *EXACT]
+    with running("launch", *job, "--set", "checkpoint.every=40steps", *hosts(lab), "--out", "run") as process:
         wait_until(begun(kind="saved"), process)
         strike(lab, host, how)
         ended = finish(process)
@@ -222,9 +222,9 @@ def test_a_run_goes_on_with_the_machines_that_are_left(how, host, lab, here):
 @pytest.mark.parametrize(("rank", "way"), [SLOW(3, ()), SLOW(0, ("--interface", "ssh"))], ids=["plain", "through ssh"])
 def test_a_killed_process_among_two_on_each_host_is_heard_of_by_all(rank, way, lab, here):
     """Also where only ssh joins the hosts; from its last whole update on the run makes the updates of one process."""
-    job = ["digits", "mlp", "--epochs", "100", "--set", "train.evaluate_every=50", *QUICK, *EXACT]
+    job = ["digits", "mlp", "--epochs", "40", "--set", "train.evaluate_every=40", *QUICK, *EXACT]
     with running(
-        "launch", *job, "--set", "checkpoint.every=100steps", *hosts(lab, 2, 2), *way, "--out", "run"
+        "launch", *job, "--set", "checkpoint.every=40steps", *hosts(lab, 2, 2), *way, "--out", "run"
     ) as process:
         wait_until(begun(kind="saved"), process)
         os.kill(read("run", "env.json")["ranks"][rank]["pid"], signal.SIGKILL)
@@ -293,7 +293,7 @@ def test_misleading_names_and_interfaces_do_no_harm(lab, here):
 
 @pytest.mark.slow
 def test_a_network_of_ipv6_alone(here):
-    with Lab(hosts=2, ipv6_only=True) as lab:
+    with Lab(hosts=2, ipv6_only=True, forks=True) as lab:
         ended = run("launch", *SHORT, *hosts(lab), "--out", "run")
         assert ended.code == 0, ended.err
         assert lab.address(1) in ended.err

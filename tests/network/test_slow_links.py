@@ -73,7 +73,7 @@ both = pytest.mark.parametrize("sync", [local("int4", 24), GRADIENTS], ids=["loc
 
 @pytest.fixture
 def slow_lab():
-    with Lab(hosts=MACHINES, rate="10mbit") as made:
+    with Lab(hosts=MACHINES, rate="10mbit", forks=True) as made:
         yield made
 
 
