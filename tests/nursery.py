@@ -1,4 +1,4 @@
-"""Forks the agents that a test has started: one process has imported torch for all of them, so that none has to.
+"""Forks the agents and commands that a test starts: one process has imported torch for all of them.
 
 Each fork enters the namespaces of the process that asked for it (forks/sitecustomize.py), and has its folder, variables
 and streams.
@@ -36,13 +36,13 @@ def forked_agents():
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.nursery", "manyhands.cluster.agents.agent", str(listener.fileno())],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=[listener.fileno()], cwd=Path(__file__).parents[1],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "FATAL"},  # as commands set it
     )  # fmt: skip
     listener.close()
     assert process.stdout.readline() == READY
     atexit.register(process.kill)
     paths = os.pathsep.join([str(FORKS), str(SOURCE)])
-    return {"PYTHONPATH": paths, "MANYHANDS_TEST_NURSERY": str(folder / "socket")}
+    return {"PYTHONPATH": paths, "TEST_NURSERY": str(folder / "socket")}
 
 
 def serve_forks(listener):
@@ -59,6 +59,7 @@ def serve_forks(listener):
                 asking, _ = listener.accept()
                 child = _fork(asking)
                 living[child] = asking
+                asking.send(f"{child:8}".encode())
                 selector.register(asking, selectors.EVENT_READ, ("gone", child))
                 selector.register(os.pidfd_open(child), selectors.EVENT_READ, ("ended", child))
             elif what == "ended":
@@ -75,7 +76,7 @@ def serve_forks(listener):
 
 
 def _fork(asking):
-    """Forks an agent in the place of the process that asks; returns its process id."""
+    """Forks an agent or a command in the place of the process that asks; returns its process id."""
     said, numbers, _, _ = socket.recv_fds(asking, BYTES, 3)
     while not said.endswith(b"\0\0"):
         said += asking.recv(BYTES)
@@ -99,15 +100,34 @@ def _become(asking, place, numbers):
         os.dup2(number, target)
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))
     os.setsid()
-    folder, early, *variables = place
+    folder, what, count, *rest = place
+    words, variables = rest[: int(count)], rest[int(count) :]
     os.environ.clear()
     os.environ.update(each.split("=", 1) for each in variables)
     os.chdir(folder)
     platform._uname_cache = None  # a host of a lab has a name of its own
+    _serve(words) if what == "agent" else _command(words)
+
+
+def _serve(words):
     agent = importlib.import_module("manyhands.cluster.agents.agent")
-    if early == agent.EARLY:
+    if agent.EARLY in words:
         agent.import_early()
     agent.serve()
+
+
+def _command(words):
+    sys.stdin, sys.stdout, sys.stderr = (open(number, mode, 1, closefd=False) for number, mode in enumerate("rww"))  # noqa: SIM115
+    code = 0
+    atexit._clear()  # what the nursery's modules have registered
+    try:
+        importlib.import_module("manyhands.cli.main").main(words)
+    except SystemExit as ended:
+        code = ended.code or 0
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _namespace(pid, name):
@@ -120,7 +140,8 @@ def main():
 
     importlib.import_module(ELASTIC)
     import_training()
-    for name in ("torchvision", "manyhands.train.precision", "manyhands.cluster.doctor.facts"):
+    ours = "cli.main cli.train run.train train.precision cluster.doctor.facts models.build"
+    for name in ("torchvision", *(f"manyhands.{each}" for each in ours.split())):
         importlib.import_module(name)
     os.write(1, READY)
     serve_forks(socket.socket(fileno=int(sys.argv[2])))

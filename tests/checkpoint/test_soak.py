@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("what", "count"), [("kills", 50), ("alterations", 200)])
+@pytest.mark.parametrize(("what", "count"), [("kills", 20), ("alterations", 100)])
 def test_what_is_torn_or_altered_is_never_loaded(what, count):
     seed = str(random.randrange(10**6))
     command = [sys.executable, "-m", "tests.faults.soak_saves", what, "--count", str(count), "--seed", seed]

@@ -123,7 +123,7 @@ def test_last_words_are_of_this_start(tmp_path):
 @pytest.mark.timeout(300)
 def test_a_stop_at_any_moment_of_the_start_is_no_failure(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for tenths in range(1, 40, 6):
+    for tenths in range(1, 40, 9):
         with running("train", "digits", "mlp", "--epochs", "100000", "-n", "2", "--out", f"run{tenths}") as process:
             wait_until(Path(f"run{tenths}", "ranks").exists, process)
             time.sleep(tenths / 10)

@@ -24,8 +24,9 @@ from tests.e2e.command import (
     typed,
     wait_until,
 )
-from tests.network.lab import SOURCE, Lab
+from tests.network.lab import Lab
 from tests.network.runs import steps
+from tests.nursery import forked_agents
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
 MACHINES = 3
@@ -91,7 +92,7 @@ def training(lab, out, *more, job=JOB):
     processes = [
         lab.exec(
             host, [*command, "--world-size", MACHINES, "--rank", host - 1], text=True,
-            env=typed(PYTHONPATH=str(SOURCE), LEFT=f"{out}-{host - 1}.safetensors"),
+            env=typed(**forked_agents(), LEFT=f"{out}-{host - 1}.safetensors"),
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )
         for host in lab.hosts
