@@ -189,8 +189,9 @@ def inside(*arguments):
 
 
 def fit(*given, **options):
-    """Trains in this process as a Python program does, for an epoch."""
-    return manyhands.fit(*given, **{"quiet": True, "run__report": False, "out": "run", "epochs": 1, **options})
+    """Trains in this process as a Python program does, for an epoch; agents are forks of it."""
+    with mock.patch("subprocess.Popen", _ForkedAgents):
+        return manyhands.fit(*given, **{"quiet": True, "run__report": False, "out": "run", "epochs": 1, **options})
 
 
 def alone(*arguments):

@@ -94,27 +94,35 @@ right = sum(int(net(x[None]).argmax()) == y for x, y in (data[i] for i in range(
 told = {"best": run.best.top1, "count": run.final.count, "status": run.status, "right": right,
         "changed": not torch.equal(before, net.layers[1].weight), "all": manyhands.evaluate(run.model, data).count}
 sys.stdout.write(f"{json.dumps(told)}\\n")
+# One launch holds several runs.
+torch.manual_seed(0)
+samples = torch.utils.data.TensorDataset(torch.randn(16, 5), torch.arange(16) % 2)
+for lr in (0.1, 0.2):
+    with manyhands.session() as here:
+        here.barrier()
+    again = manyhands.fit(nn.Linear(5, 2), samples, batch=8, lr=lr, epochs=1, quiet=True, run__report=False)
+    here.print(json.dumps(again.status))
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["alone", "processes", "cells", "torchrun"])
+@pytest.mark.parametrize("how", ["cells", "torchrun"])
 def test_fit_from_a_script(how):
     """Every process of it has the run."""
     Path("own.py").write_text(SCRIPT)
-    place = {"PROCESSES": "2"} if how in {"processes", "cells"} else {}
     if how == "cells":
-        line, variables = [sys.executable, "-"], environment(**place)
+        line, variables = [sys.executable, "-"], environment(PROCESSES="2")
         out = subprocess.run(line, input=SCRIPT, stdout=subprocess.PIPE, text=True, check=True, env=variables).stdout
     else:
-        out = done("own.py", program=TORCHRUN if how == "torchrun" else (), by=start, **place).out
-    first, *others = [json.loads(line) for line in out.splitlines()]
-    assert others == [first] * (how == "torchrun")
-    assert first == {**first, "count": 60, "status": "finished", "changed": True, "all": 200}
-    assert first["best"] > 0.9
-    assert first["right"] > 90
+        out = done("own.py", program=TORCHRUN, by=start).out
+    *others, told, once, twice = [json.loads(line) for line in sorted(out.splitlines(), reverse=True)]
+    assert once == twice == "finished"
+    assert others == [told] * (how == "torchrun")
+    assert told == {**told, "count": 60, "status": "finished", "changed": True, "all": 200}
+    assert told["best"] > 0.9
+    assert told["right"] > 90
     assert Path("ends.txt").read_text().splitlines() == ["1 60", "2 60", "3 60"]
-    assert processes_of("run") == (1 if how == "alone" else 2)
+    assert processes_of("run") == 2
 
 
 def fail(end):
@@ -313,8 +321,14 @@ def test_at_epoch_end_sees_each_epoch_and_changes_nothing():
         seen[0][0].epoch = 9
 
 
-@pytest.mark.parametrize("processes", [None, pytest.param(2, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("number", "raised"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
+@pytest.mark.parametrize(
+    ("number", "raised", "processes"),
+    [
+        (signal.SIGINT, KeyboardInterrupt, None),
+        (signal.SIGTERM, SystemExit, None),
+        pytest.param(signal.SIGTERM, SystemExit, 2, marks=pytest.mark.slow),
+    ],
+)
 def test_a_stop_saves_and_ends_the_script_too(number, raised, processes, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path, str(Path(__file__).parents[2])])
 
@@ -386,24 +400,3 @@ def test_evaluation_of_pictures_whose_normalization_is_unknown_is_refused():
         manyhands.evaluate(net, BRIGHT)
     job = manyhands.Job(data={"mean": [0.4], "std": [0.1]})
     assert manyhands.evaluate(net, BRIGHT, job=job).count == 101
-
-
-TWICE = """
-import torch
-from torch.utils.data import TensorDataset
-import manyhands
-
-torch.manual_seed(0)
-data = TensorDataset(torch.randn(16, 5), torch.arange(16) % 2)
-for lr in (0.1, 0.2):
-    with manyhands.session() as s:
-        s.barrier()
-    run = manyhands.fit(torch.nn.Linear(5, 2), data, batch=8, lr=lr, epochs=1, quiet=True, run__report=False)
-    s.print(run.status)
-"""
-
-
-@pytest.mark.slow
-def test_one_launch_holds_several_runs():
-    Path("twice.py").write_text(TWICE)
-    assert done("twice.py", program=TORCHRUN, by=start).out == "finished\nfinished\n"
