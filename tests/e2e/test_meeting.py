@@ -47,9 +47,9 @@ def by_hand(address, size, rank, more="", model="mlp"):
     return f"train digits {model} {LATE} {place(address, size, rank)} {more}"
 
 
-def together(*lines, by=forked):
+def together(*lines):
     """Commands that run at the same time, to their ends."""
-    return [finish(process) for process in [by(*line.split()) for line in lines]]
+    return [finish(process) for process in [forked(*line.split()) for line in lines]]
 
 
 def assert_refused(ended, *says, code=2, most=15):
@@ -177,7 +177,7 @@ def test_every_process_reports_the_first_cause():
 
 def test_two_by_hand_train_and_tidy_up():
     rendezvous = Path.cwd() / "meet"
-    first, second = together(*(by_hand(f"file://{rendezvous}", 2, rank, "--out run") for rank in (0, 1)), by=start)
+    first, second = together(*(by_hand(f"file://{rendezvous}", 2, rank, "--out run") for rank in (0, 1)))
     assert (first.code, second.code) == (0, 0), (first.err, second.err)
     assert "top-1" in first.out
     assert second.out == ""
@@ -196,21 +196,17 @@ def test_what_rank_0_resumes_counts_for_all():
     assert resumed["step"] == 23
 
 
-def launched(program, *given, **expected):
-    port = [] if program == TORCHRUN else ["--master-port", str(free_port())]
-    return done(*given, program=[*program, *port], by=start, **expected)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("program", [TORCHRUN, LAUNCH, [*LAUNCH, "--use-env"]])
-def test_two_processes_are_one_run(program):
-    ended = launched(program, "-m manyhands train digits mlp --epochs 2 --out run --json", QUICK)
+def test_two_processes_of_torchs_launchers_are_one_run():
+    """The first launcher passes --local-rank."""
+    line = "-m manyhands train digits mlp --epochs 2 --out run --json"
+    ended = done(line, QUICK, program=[*LAUNCH, "--master-port", str(free_port())], by=start)
     (line,) = ended.out.splitlines()
     assert json.loads(line)["run"].endswith("run")
     assert processes_of("run") == 2
     assert ended.err.count("evaluated=360") == 2
     assert ended.err.count("itself listens on every interface, port ") == 1
-    (line,) = launched(program, "-m manyhands eval run --json").out.splitlines()
+    (line,) = done("-m manyhands eval run --json", program=TORCHRUN, by=start).out.splitlines()
     assert json.loads(line)["count"] == 360
 
 
