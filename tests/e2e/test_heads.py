@@ -16,9 +16,9 @@ from tests.e2e.command import QUICKLY, done, end, finish, read, start, training,
 # Leaves with the command's own code, or in a traceback where the head has loaded torch.
 HEAD = """
 import sys
-from manyhands.cli.main import main
+from manyhands.__main__ import start
 try:
-    main(sys.argv[1:])
+    start()
 finally:
     assert "torch" not in sys.modules
 """
@@ -31,27 +31,27 @@ def head(*given):
 
 
 @pytest.mark.slow
-def test_of_a_run_on_machines_and_of_what_reads_it(here):
+def test_of_runs_and_of_what_reads_lists_and_stops_them(here):
+    """The early agent of the second one has imported torch before it hears of the threads."""
     head("launch --hosts 127.0.0.1:1", SHORT)
-    head("train -n 1", SHORT, "--out runs/one")
     (here / "hosts").write_text("n1 slots=2\nn2 slots=2\n")
     head("explain --cluster hosts --write again")
+    with training(
+        "train", JOB, "--epochs 1000000 --set cluster.threads=2 --out runs/one", by=start, program=("-c", HEAD)
+    ) as process:
+        wait_until(lambda: early(process), process)
+        wait_until(lambda: "step" in head("ps"), process)
+        head("logs runs/one")
+        head("stop runs/one")
+        finish(process, code=EXIT_SAVED)
+    assert read("runs/one/env.json")["threads"] == 2
     for command in ("report runs/one", "logs runs/one", "explain runs/one/job.toml"):
         head(command)
     whole = json.loads(head("checkpoint info runs/one --json"))
     assert whole["format"] == "whole"
     assert {entry["dtype"] for entry in whole["model"].values()} == {"float32"}
-    [weights] = here.glob("runs/one/checkpoints/*/model.safetensors")
+    weights = max(here.glob("runs/one/checkpoints/*/model.safetensors"))
     assert json.loads(head("checkpoint info --json", weights))["model"] == whole["model"]
-
-
-@pytest.mark.slow
-def test_of_a_run_that_goes_on_and_of_what_stops_it():
-    with training("train", JOB, "--epochs 1000000 --out runs/long", by=start, program=("-c", HEAD)) as process:
-        wait_until(lambda: "step" in head("ps"), process)
-        head("logs runs/long")
-        head("stop runs/long")
-        finish(process, code=EXIT_SAVED)
 
 
 # Each takes as long as torch itself, or a third of that.
@@ -106,15 +106,6 @@ def begun(*words):
     process = start("train", *SHORT.split(), *words, program=("-c", WAITS))
     (agent,) = wait_until(lambda: early(process), process)
     return process, agent
-
-
-@pytest.mark.slow
-def test_an_early_agents_workers_have_the_threads_that_the_job_asks_for():
-    """Though it has imported torch before it hears of them."""
-    with training("train", SHORT, "--set cluster.threads=2 --out run", by=start) as process:
-        wait_until(lambda: early(process), process)
-        finish(process, code=0)
-    assert read("run/env.json")["threads"] == 2
 
 
 @pytest.mark.slow
