@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.data.sets import make
-from tests.e2e.command import NETS, QUICK, alone, done, events, forked, inside, messages, refused, start
+from tests.e2e.command import NETS, QUICK, alone, done, events, forked, inside, messages, refused
 
 
 def everything():
@@ -157,7 +157,7 @@ def test_names_with_shell_commands_stay_names():
     trick = "$(touch executed)"
     pictures(trick, trick, "`touch executed`", "; touch executed;", count=8)
     job = [trick, "mlp", "--epochs", 1, "--batch", 4]
-    done("train", job, ["--out", f"run {trick}"], "-n 2 --set train.channels_last=false", by=start)
+    done("train", job, ["--out", f"run {trick}"], "-n 2 --set train.channels_last=false")
     assert trick in Path(f"run {trick}/report.html").read_text(encoding="utf-8")
-    done("launch", job[:4], [f"--hosts=-oProxyCommand={trick}"], by=start, code=2)
+    done("launch", job[:4], [f"--hosts=-oProxyCommand={trick}"], code=2)
     assert not list(Path().rglob("executed"))

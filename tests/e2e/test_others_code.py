@@ -89,7 +89,7 @@ def test_the_users_own_files_find_what_lies_beside_them_and_in_the_current_folde
     (here / "nets" / "mine.py").write_text(
         f"from torch import nn\nfrom layers import WIDTH\nmake = lambda num_classes: {network}\n"
     )
-    done("train digits nets/mine.py:make --epochs 1", QUICK, program=SAFE, by=start)
+    done("train digits nets/mine.py:make --epochs 1", QUICK)
 
 
 def test_a_recipe_comes_with_the_program_and_never_from_beside_the_data(here):
