@@ -25,7 +25,6 @@ from tests.e2e.command import (
     events,
     finish,
     fit,
-    free_port,
     inside,
     marked,
     messages,
@@ -120,18 +119,6 @@ def test_stop_now_ends_a_run_that_does_not_listen(here):
         assert "manyhands resume" not in ended.out
         finish(process, code=130)
     wait_until(lambda: not marked(str(here)))
-
-
-@pytest.mark.slow
-def test_a_run_met_by_hand_is_listed_once_and_stopped_by_its_first_process(here):
-    place = f"--init tcp://127.0.0.1:{free_port()} --world-size 2 --rank"
-    with training(ENDLESS, "run", place, 0) as first, training(ENDLESS, "other", place, 1) as second:
-        wait_until(lambda: metrics("run"), first)
-        (told,) = json.loads(shown("ps --json"))
-        assert (told["pid"], told["processes"]) == (first.pid, 2)
-        done("logs run")
-        done("stop run")
-        assert finish(first).code == finish(second).code == 75
 
 
 @pytest.mark.slow
