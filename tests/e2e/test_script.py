@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.command import done, processes_of, refused, start, stop, training, wait_until
+from tests.e2e.command import done, forked, processes_of, refused, stop, training, wait_until
 
 SCRIPT = """\
 import argparse
@@ -14,21 +14,23 @@ import os
 import sys
 import time
 
-import torch
-import torch.distributed as dist
-
-import beside
-
 parser = argparse.ArgumentParser()
 parser.add_argument("--fail", type=int, default=-1)
 parser.add_argument("--sleep", action="store_true")
 parser.add_argument("words", nargs="*")
 given = parser.parse_args()
+if given.sleep:
+    print("asleep", flush=True)
+    time.sleep(600)
+
+import torch
+import torch.distributed as dist
+
+import beside
+
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 print(__name__, beside.WORD, rank, os.environ["LOCAL_RANK"], os.environ["WORLD_SIZE"], *given.words)
-if given.sleep:
-    time.sleep(600)
 if rank == given.fail:
     raise ValueError("the loss is gone")
 total = torch.ones(1)
@@ -100,7 +102,7 @@ def log(rank, folder="run"):
 def test_a_script_runs_as_under_torchrun():
     words = ["--", "--fail=-1", "--", "a b", "${local_rank}", "$$1", "--train.lr"]
     # As clusters' shells do; on one machine nobody else is to be reached.
-    ended = done("train own/train.py -n 2 --out run --json", words, by=start, GLOO_SOCKET_IFNAME="eth7")
+    ended = done("train own/train.py -n 2 --out run --json", words, GLOO_SOCKET_IFNAME="eth7")
     first = "__main__ found 0 0 2 a b 0 $$1 --train.lr\nsum 2.0\n"
     assert log(0) == first
     assert log(1) == "__main__ found 1 1 2 a b 1 $$1 --train.lr\nsum 2.0\n"
@@ -110,13 +112,13 @@ def test_a_script_runs_as_under_torchrun():
 
 @pytest.mark.slow
 def test_the_first_cause_and_what_is_refused_are_told():
-    ended = done("train own/train.py -n 2 --out run -q -- --fail 1", by=start, code=1)
+    ended = done("train own/train.py -n 2 --out run -q -- --fail 1", code=1)
     for text in ("manyhands: ValueError: the loss is gone", "where: rank 1 on", 'raise ValueError("the loss is gone")'):
         assert text in ended.err
     assert "worker/script" not in ended.err
     assert "Traceback" in log(1)
     # What the script itself refuses is in its log.
-    ended = done("train own/train.py -n 1 --out other -- --nonsense", by=start, code=1)
+    ended = done("train own/train.py -n 1 --out other -- --nonsense", code=1)
     assert "rank 0 ended with exit code 2" in ended.err
     assert "unrecognized arguments: --nonsense" in ended.err
     done("train own/train.py -n 2 --debug-rank 2", code=2, says="there is no rank 2 to debug: the ranks are 0 … 1")
@@ -130,13 +132,13 @@ def test_ctrl_c_ends_all_of_it():
 
 def test_under_a_launcher_the_script_itself_is_to_be_started():
     variables = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "LOCAL_RANK": "0"}
-    refused("train own/train.py", says="this process is already rank 0 of 2", **{"by": start, **variables})
+    refused("train own/train.py", says="this process is already rank 0 of 2", by=forked, **variables)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("processes", "backend"), [(2, "gloo"), (1, "")])
 def test_a_scripts_own_group_is_used_and_stays(processes, backend):
-    done("train group.py -n", processes, "--out run --", backend, by=start)
+    done("train group.py -n", processes, "--out run --", backend)
     for rank in range(processes):
         assert log(rank).endswith(f"{rank} finished 40\n")
     assert processes_of("first") == processes
