@@ -85,19 +85,13 @@ def test_an_evaluation_that_the_agent_refuses_says_why(trained, here):
     assert ended.err.startswith("manyhands: torchvision can't be imported: RuntimeError: of another build\n")
 
 
-NOWHERE = '{"mesh": {"tp": 2}, "layouts": {"nowhere": {"shape": [2], "view": [2], "cuts": []}}}'
-
-
 def test_mistakes_are_one_screen_and_nothing_is_lost(trained, here):
-    files = {"mine.pth": "mine", "plan.json": NOWHERE, "none.json": "{}", "noise.safetensors": "noise" * 100}
+    """tests/checkpoint/test_pieces.py has others."""
+    files = {"mine.pth": "mine", "none.json": "{}", "noise.safetensors": "noise" * 100}
     for name, text in files.items():
         Path(name).write_text(text)
     for line, says in (
         (f"merge {trained} mine.pth", "already exists"),
-        (f"merge {trained} {trained}", "already exists"),
-        (f"merge {trained} a.pth.tar", "unsupported file type"),
-        (f"merge {trained} no/a.pth", "no folder"),
-        (f"split {trained} a --plan plan.json", "nowhere"),
         (f"reshard {trained} a --plan none.json", 'no "mesh"'),
         (f"split {trained} a --plan gone.json", "can't be read"),
         ("info noise.safetensors", "damaged"),
@@ -155,8 +149,8 @@ def folder(tmp_path):
 
 
 @pytest.mark.slow
-def test_training_takes_the_packed_copy_and_ends_with_the_same_weights(folder, tmp_path):
-    done("train", folder, JOB, "--out", tmp_path / "from-folder", "-n 2")
+def test_training_takes_the_packed_copy_and_ends_with_the_same_weights_without_the_folder(folder, tmp_path):
+    """tests/data/test_packed.py compares batches of folder and copy."""
     told = json.loads(pack(folder, "--json").out.splitlines()[-1])
     copy = folder.with_name("宠物.pack")
     assert (told["pictures"], told["made"], told["pack"]) == (22, True, str(copy))
@@ -164,10 +158,8 @@ def test_training_takes_the_packed_copy_and_ends_with_the_same_weights(folder, t
     assert "reading pictures from the packed copy 宠物.pack" in ended.err
     folder.rename(tmp_path / "away")
     done("train", copy, JOB, "--out", tmp_path / "from-pack-alone", "-n 1")
-    expected = final_weights(tmp_path / "from-folder")
-    for name in ("from-pack", "from-pack-alone"):
-        found = final_weights(tmp_path / name)
-        assert all(torch.allclose(found[key], expected[key], atol=1e-6) for key in expected)
+    expected, found = final_weights(tmp_path / "from-pack"), final_weights(tmp_path / "from-pack-alone")
+    assert all(torch.allclose(found[key], expected[key], atol=1e-6) for key in expected)
 
 
 @pytest.mark.slow
@@ -180,7 +172,7 @@ def test_an_altered_shard_ends_training_with_one_screen(folder):
     shard.write_bytes(content[: len(content) // 2] + b"\0" * (len(content) - len(content) // 2))
     pack_refused(folder, "--check", says="the packed copy was altered")
     said = ("the packed copy was altered", "--replace", str(shard))
-    refused("train", folder, JOB, says=said, by=start, cwd=folder.parent)
+    refused("train", folder, JOB, says=said)
 
 
 @pytest.mark.slow
