@@ -227,7 +227,6 @@ def test_a_run_with_unequal_shares_shows_them_and_resumes_with_equal_ones_at_ano
         pytest.param("[24,8]", "--sync local", "normalises each process's own", marks=pytest.mark.slow),
         pytest.param("[24,8]", "--parallel semi", "--parallel semi splits each batch", marks=pytest.mark.slow),
         pytest.param("auto", "--parallel fsdp", "their speed can't be measured", marks=pytest.mark.slow),
-        pytest.param("auto", "--parallel semi", "--parallel semi splits each batch", marks=pytest.mark.slow),
     ],
 )
 def test_shares_that_can_not_be_are_refused(shares, more, says):
