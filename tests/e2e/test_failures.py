@@ -1,15 +1,20 @@
 """Runs that fail: the first cause, on the right rank, with the user's own lines alone; `why` says it later."""
 
 import json
-import math
+import multiprocessing
 import os
 import re
 import signal
+import sys
 from pathlib import Path
 
 import psutil
 import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
 
+import manyhands
 from manyhands.core.records import read_lines
 from manyhands.report import summary
 from manyhands.report.read import read_run
@@ -100,7 +105,7 @@ def test_out_of_memory_says_what_fits_and_that_is_right():
     assert "--set train.norm_group=16" in err
     named("run failed after", r"64 pictures in a micro-batch", "do: add --set train.micro_batch=16")
     fitting = "--set train.micro_batch=16 --set train.norm_group=16 --set train.evaluate_batch=128"
-    done(f"train digits {NETS}:Hungry -n 2 --batch 128 --epochs 3 {QUICKLY} --out run2", fitting)
+    done(f"train digits {NETS}:Hungry -n 2 --batch 128 --epochs 1 {QUICKLY} --out run2", fitting)
 
 
 # Of many samples, so that what is recorded of each epoch doesn't fill the disk by itself.
@@ -129,36 +134,32 @@ def test_a_start_on_a_full_disk_is_one_screen(small_disk, fill):
     refused(UNTIL_FULL, "--out", small_disk / "run", says="No space left")
 
 
-LOOP = """
-import json
-import sys
-import torch
-from torch import nn
-from torch.utils.data import TensorDataset
-import manyhands
-
-data = TensorDataset(torch.zeros(24, 5), torch.arange(24) % 2)
-net = nn.Linear(5, 2)
-with manyhands.session(**json.loads(sys.argv[1])) as here:
-    model, optimizer, batches = here.prepare(net, torch.optim.SGD(net.parameters(), 0.2), data, batch=6)
-    for epoch in here.epochs(2):
-        for step, (x, y) in enumerate(batches):
-            if (epoch, step, here.rank) == (1, 2, here.size - 1):
-                raise KeyError("the user's own mistake")
-            here.backward(nn.functional.cross_entropy(model(x), y))
-            optimizer.step()
-"""
+def loop(options, processes):
+    sys.stderr = Path(f"{options['cluster__rank']}.err").open("w")  # noqa: SIM115
+    os.dup2(sys.stderr.fileno(), 2)
+    data = TensorDataset(torch.zeros(24, 5), torch.arange(24) % 2)
+    net = nn.Linear(5, 2)
+    with manyhands.session(**options, cluster__world_size=processes, cluster__init=f"file://{Path.cwd()}/meet") as here:
+        model, optimizer, batches = here.prepare(net, torch.optim.SGD(net.parameters(), 0.2), data, batch=6)
+        for epoch in here.epochs(2):
+            for step, (x, y) in enumerate(batches):
+                if (epoch, step, here.rank) == (1, 2, here.size - 1):
+                    raise KeyError("the user's own mistake")
+                here.backward(nn.functional.cross_entropy(model(x), y))
+                optimizer.step()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("processes", "kept"), [(2, {"out": "run", "run__report": False}), (3, {})])
-def test_in_a_loop_of_ones_own_all_say_the_first_cause(processes, kept, tmp_path):
-    Path("loop.py").write_text(LOOP)
-    place = {"cluster__init": f"file://{tmp_path}/meet", "cluster__world_size": processes, **kept}
-    places = [json.dumps({**place, "cluster__rank": rank}) for rank in range(processes)]
-    ended = [finish(one) for one in [start("loop.py", each, program=()) for each in places]]
-    assert [one.code for one in ended] == [1] * processes
-    *others, failed = [one.err for one in ended]
+def test_in_a_loop_of_ones_own_all_say_the_first_cause(processes, kept):
+    fork = multiprocessing.get_context("fork").Process
+    started = [fork(target=loop, args=({**kept, "cluster__rank": rank}, processes)) for rank in range(processes)]
+    for one in started:
+        one.start()
+    for one in started:
+        one.join()
+    assert [one.exitcode for one in started] == [1] * processes
+    *others, failed = [Path(f"{rank}.err").read_text() for rank in range(processes)]
     assert 'raise KeyError("the user\'s own mistake")' in failed
     assert "RunError" not in failed
     for told in others:
@@ -175,7 +176,7 @@ AWAY = 'resume run --set cluster.hosts=["n7"] --set cluster.ssh=/bin/false'
 
 
 @pytest.mark.slow
-def test_the_states_of_a_run_that_is_active_stopped_cut_off_and_finished(here):
+def test_the_states_of_a_run_that_is_active_stopped_cut_off_killed_from_outside_and_finished(here):
     process = begin(ENDLESS, "-n 2")
     wait_until(_steps, process)
     headline = named(r"run is active, at step \d+ of 40000; last record \d+s ago")
@@ -189,25 +190,10 @@ def test_the_states_of_a_run_that_is_active_stopped_cut_off_and_finished(here):
     named(failed, "why: .* on n7", "do: test the connection", r"do: resume from step \d+: manyhands resume run")
     found = json.loads(why("--json"))
     assert (found["host"], found["rank"]) == ("n7", None)
-    done("resume run --set train.max_steps=1000")
-    done(AWAY, "--set train.max_steps=2000", code=3)
-    named("run finished after")
 
-
-def _steps():
-    # Without a line that is being written.
-    return max((line["step"] for line in read_lines(Path("run/metrics.jsonl"))), default=0)
-
-
-def _saved():
-    return [event["step"] for event in events("run", "saved")]
-
-
-@pytest.mark.slow
-def test_a_run_that_was_killed_from_outside_has_no_record_of_an_end(here):
-    process = begin(ENDLESS, "-n 2")
+    process = begin("resume run")
     # Epochs that are better than all before are saved too, at the beginning.
-    wait_until(lambda: _steps() > 40 + max(_saved(), default=math.inf), process)
+    wait_until(lambda: events("run", "resumed") and _steps() > 40 + max(_saved()), process)
     everybody = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
     for one in everybody:
         one.suspend()
@@ -222,6 +208,17 @@ def test_a_run_that_was_killed_from_outside_has_no_record_of_an_end(here):
     (undone,) = events("run", "undone")
     assert (undone["step"], undone["data"]) == (saved, {"first": saved + 1, "last": before})
     assert f"done: steps {saved + 1} to {before} were not saved and are repeated" in why()
+    done(AWAY, f"--set train.max_steps={before + 40}", code=3)
+    named("run finished after")
+
+
+def _steps():
+    # Without a line that is being written.
+    return max((line["step"] for line in read_lines(Path("run/metrics.jsonl"))), default=0)
+
+
+def _saved():
+    return [event["step"] for event in events("run", "saved")]
 
 
 def test_a_start_that_fails_before_any_process_is_told(here):
