@@ -330,13 +330,13 @@ def test_train_refuses_it_with_the_two_commands(finished):
 
 @pytest.mark.slow
 def test_what_only_a_program_has_goes_on_by_that_program():
-    manyhands.fit(nn.Sequential(nn.Flatten(), nn.Linear(64, 10)), "digits", epochs=1, out="run")
+    manyhands.fit(nn.Sequential(nn.Flatten(), nn.Linear(64, 3)), DATA, **{**FIT, "precision": "fp32"})
     before = Path("run/events.jsonl").read_bytes()
     program = "this run can be resumed only by the Python program that creates its network\n"
     refused("resume run", says=(program, "to resume, run the same program with out='run'\n"))
     assert Path("run/events.jsonl").read_bytes() == before
     assert "manyhands resume" not in done("stop run", code=2).err
-    Path("net.py").write_text("from torch import nn\nnet = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))\n")
+    Path("net.py").write_text("from torch import nn\nnet = nn.Sequential(nn.Flatten(), nn.Linear(64, 3))\n")
     done("resume run --epochs 2 --set model.name=net.py:net")
 
 
