@@ -26,7 +26,8 @@ def home(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", None)
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
-    ours, mine = disk._is_ours, lambda: {child.pid for child in psutil.Process().children()}
+    ours, before = disk._is_ours, psutil.Process().children()
+    mine = lambda: {child.pid for child in psutil.Process().children() if child not in before}  # noqa: E731
     monkeypatch.setattr(disk, "_is_ours", lambda process: process.pid in mine() and ours(process))
     yield tmp_path
     tempfile.tempdir = None
