@@ -37,13 +37,12 @@ MORE = {
     "semi": {"parallel.mode": "semi", "parallel.pin": ["body.5=o@dp", "loss=n@dp"]},
     "hybrid": {"parallel.mode": "hybrid"},
 }
-QUICK_CASES = {*METHODS, "in parts", "semi", "hybrid"}
-CASES = [
-    pytest.param(name, size, marks=[] if size == 2 and name in QUICK_CASES else pytest.mark.slow)
-    for name in [*METHODS, *MORE]
-    for size in (1, 2, 3)
-    if (name, size) != ("semi", 1)  # one process has nothing to split
-]
+# By number of processes: each method and option at one of several; one process has no one to agree with.
+CASES = {
+    1: ["allreduce", "local", "in parts", "hybrid"],
+    2: ["allreduce", "bf16", "local", "in parts", "semi", "hybrid"],
+    3: ["powersgd", "no overlap", "clipped", "scaled", "rounded", "sums", "fsdp"],
+}
 
 
 class HalvedNetwork(nn.Module):
@@ -142,30 +141,38 @@ def _by_loop(world, folder, settings, end_at=-1):
         return first, weights, found.loss, _recorded(folder) if world.is_main else None
 
 
-def _by_fit_and_loop(world, folder, settings):
-    found = _by_fit(world, folder / "fit", settings), _by_loop(world, folder / "loop", settings)
-    _by_loop(world, folder / "killed", settings, 5)
+def _by_fit_and_loop(world, folder, names):
+    found = []
+    for name in names:
+        place, settings = folder / name, {**METHODS, **MORE}[name]
+        found.append((_by_fit(world, place / "fit", settings), _by_loop(world, place / "loop", settings)))
+        _by_loop(world, place / "killed", settings, 5)
     return found
 
 
-@pytest.mark.parametrize(("name", "size"), CASES)
-def test_a_loop_makes_fits_updates_under_each_method_and_resumes_to_the_same_bits(name, size, tmp_path):
-    settings = {**METHODS, **MORE}[name]
-    both = run_on_ranks(_by_fit_and_loop, size, tmp_path, settings)
-    resumed = run_on_ranks(_by_loop, size, tmp_path / "killed", settings)
-    for ((weights, evaluated, recorded), (_, own, own_evaluated, own_recorded)), again in zip(
-        both, resumed, strict=True
-    ):
-        assert_alike(own, weights)
-        assert own_evaluated == evaluated
-        if recorded:
-            (of_plan, losses), (own_of_plan, own_losses) = recorded, own_recorded
-            assert own_of_plan == of_plan
-            assert [*losses] == [3, 6, 9]
-            # A loop reports the mean of each share, `fit` the samples' sum, so that thirds are rounded.
-            assert own_losses == pytest.approx(losses, rel=1e-6)
-        assert again[0] == 5
-        assert_alike(again[1], own)
+def _resumed(world, folder, names):
+    return [_by_loop(world, folder / name / "killed", {**METHODS, **MORE}[name]) for name in names]
+
+
+@pytest.mark.parametrize("size", [2, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 3))])
+def test_a_loop_makes_fits_updates_under_each_method_and_resumes_to_the_same_bits(size, tmp_path):
+    assert {name for names in CASES.values() for name in names} == {*METHODS, *MORE}
+    both = run_on_ranks(_by_fit_and_loop, size, tmp_path, CASES[size])
+    resumed = run_on_ranks(_resumed, size, tmp_path, CASES[size])
+    for of_rank, resumed_of_rank in zip(both, resumed, strict=True):
+        for name, (by_fit, by_loop), again in zip(CASES[size], of_rank, resumed_of_rank, strict=True):
+            weights, evaluated, recorded = by_fit
+            _, own, own_evaluated, own_recorded = by_loop
+            assert_alike(own, weights)
+            assert own_evaluated == evaluated, name
+            if recorded:
+                (of_plan, losses), (own_of_plan, own_losses) = recorded, own_recorded
+                assert own_of_plan == of_plan, name
+                assert [*losses] == [3, 6, 9], name
+                # A loop reports the mean of each share, `fit` the samples' sum, so that thirds are rounded.
+                assert own_losses == pytest.approx(losses, rel=1e-6), name
+            assert again[0] == 5, name
+            assert_alike(again[1], own)
 
 
 def _refused(world, cases):
@@ -212,7 +219,6 @@ def test_a_method_that_is_measured_is_one_for_all_and_kept(tmp_path):
 
 CLASS_WEIGHTS = torch.tensor([5.0, 0.1, 1.0, 2.0, 0.5], dtype=torch.float64)
 WEIGHTED = {
-    "powersgd": METHODS["powersgd"],
     "powersgd in parts": {**METHODS["powersgd"], "train.micro_batch": 3},
     "bf16 in parts": {**METHODS["bf16"], "train.micro_batch": 3},
     "local in parts": {**METHODS["local"], "train.micro_batch": 3},
