@@ -70,34 +70,32 @@ SETTINGS = {
 }
 # Of 29: much to one, little to another; also cut into passes, and in groups that several processes hold.
 UNEQUAL = {2: [22, 7], 3: [20, 1, 8], 4: [3, 17, 5, 4]}
-SIZES = [2, 3, pytest.param(4, marks=pytest.mark.slow)]
+# Each setting at two processes, and those that depend on who has which samples at more.
+BY_SIZE = {2: list(SETTINGS), 3: ["accumulation", "large-groups", "backend"], 4: ["plain", "large-groups"]}
+UNEQUAL_BY_SIZE = {2: ["plain", "backend"], 3: ["accumulation", "large-groups"], 4: ["accumulation"]}
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("norm", [False, True], ids=["no-norm", "norm"])
-def test_twenty_updates_in_double_precision(size, norm):
-    _compare(size, 20, "data", norm, [{**GROUPS, **settings} for settings in SETTINGS.values()], 1e-9)
+@pytest.mark.parametrize("size", BY_SIZE)
+def test_twenty_updates_in_double_precision(size):
+    _compare(size, 20, "data", True, [{**GROUPS, **SETTINGS[name]} for name in BY_SIZE[size]], 1e-9)
 
 
 @pytest.mark.parametrize("size", UNEQUAL)
 def test_unequal_shares_make_the_same_updates(size):
-    names = ("plain", "accumulation", "large-groups", "backend")
-    cases = [{**GROUPS, **SETTINGS[name], "cluster.shares": UNEQUAL[size]} for name in names]
+    cases = [{**GROUPS, **SETTINGS[name], "cluster.shares": UNEQUAL[size]} for name in UNEQUAL_BY_SIZE[size]]
     _compare(size, 20, "data", True, cases, 1e-9)
 
 
 def test_more_of_three_processes():
-    """Groups over the whole batch, as torch's synchronised BatchNorm has them; one update in single precision."""
+    """Groups over the whole batch, as torch's synchronised BatchNorm has them; none; an update in single precision."""
     _compare(3, 20, "data", True, [{**EXACT, "train.norm_group": "global"}], 1e-9)
-    single = [{**GROUPS, "train.precision": "fp32"}]
-    for size in (2, 3, 4):
-        _compare(size, 1, "data", True, single, 1e-4)
+    _compare(3, 20, "data", False, [{**EXACT, "train.micro_batch": 4}], 1e-9)
+    _compare(3, 1, "data", True, [{**GROUPS, "train.precision": "fp32"}], 1e-4)
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_sharded_parameters_make_the_same_updates(size):
-    """Also with unequal shares."""
-    _compare(size, 20, "fsdp", True, [GROUPS, {**GROUPS, "cluster.shares": UNEQUAL[size]}], 1e-9)
+@pytest.mark.parametrize(("size", "shares"), [(2, {"cluster.shares": UNEQUAL[2]}), (3, {})])
+def test_sharded_parameters_make_the_same_updates(size, shares):
+    _compare(size, 20, "fsdp", True, [{**GROUPS, **shares}], 1e-9)
 
 
 def test_what_goes_with_two_processes():
@@ -109,10 +107,8 @@ def test_what_goes_with_two_processes():
     _compare(2, 1, "data", True, [{**GROUPS, "cluster.shares": UNEQUAL[2], "sync.method": "bf16"}], 1e-2)
 
 
-@pytest.mark.parametrize("machines", [[[0, 1], [2]], pytest.param([[0, 1], [2, 3]], marks=pytest.mark.slow)])
-def test_processes_on_several_machines_make_the_updates_of_one(machines):
-    cases = [GROUPS, {**GROUPS, "train.micro_batch": 4}]
-    _compare(sum(map(len, machines)), 8, "data", True, cases, 1e-9, machines)
+def test_processes_on_several_machines_make_the_updates_of_one():
+    _compare(3, 8, "data", True, [GROUPS, {**GROUPS, "train.micro_batch": 4}], 1e-9, [[0, 1], [2]])
 
 
 def _by_method(world, cases):
@@ -143,7 +139,7 @@ def test_local_steps_that_are_averaged_each_time_are_plain_data_parallel():
             torch.testing.assert_close(found[name], one, rtol=1e-9, atol=1e-12, msg=name)
 
 
-# Networks that are split by a plan.
+# Networks that are split by a plan, and the settings that each is trained under.
 PLANS = {
     "outputs": (2, "", ("0=o@dp", "1=c@dp", "8=o@dp", "loss=o@dp")),
     "inputs": (3, "", ("4=i@dp", "8=i@dp")),
@@ -151,6 +147,10 @@ PLANS = {
     "crossed": (4, "dp=2,tp=2", ("0=o@dp n@tp", "4=n@dp,tp", "5=c@dp,tp", "loss=n@dp o@tp")),
     "samples": (2, "", ("*=n@dp",)),
 }
+SETTINGS_OF_PLANS = {
+    "outputs": ["plain", "clip"], "inputs": ["plain", "adamw"], "two-axes": ["accumulation", "full-batch"],
+    "crossed": ["accumulation", "clip"], "samples": ["adamw"],
+}  # fmt: skip
 WITH_PLANS = {
     "plain": {},
     "accumulation": {"train.micro_batch": 8},
@@ -202,11 +202,7 @@ def _unsplit(until, setting):
     return run_on_ranks(_train_plan, 1, until, "", [WITH_PLANS[setting]])[0][0]
 
 
-@pytest.mark.parametrize(
-    ("plan", "settings"),
-    [(plan, list(WITH_PLANS) if plan == "two-axes" else ["plain"]) for plan in PLANS]
-    + [pytest.param(plan, list(WITH_PLANS)[1:], marks=pytest.mark.slow) for plan in PLANS if plan != "two-axes"],
-)
+@pytest.mark.parametrize(("plan", "settings"), SETTINGS_OF_PLANS.items())
 def test_a_split_network_makes_the_updates_of_one_process(plan, settings):
     ranks = run_on_ranks(_train_plan, PLANS[plan][0], 6, plan, [WITH_PLANS[name] for name in settings])
     for name, *several in zip(settings, *ranks, strict=True):
@@ -219,8 +215,9 @@ def test_a_split_network_makes_the_updates_of_one_process(plan, settings):
             assert result[2][1] == pytest.approx(evaluated[1], rel=1e-9)
 
 
-@pytest.mark.parametrize("pieces", [False, True], ids=["whole", "pieces"])
-@pytest.mark.parametrize(("first", "second"), [("outputs", "two-axes"), ("crossed", ""), ("", "inputs")])
+@pytest.mark.parametrize(
+    ("first", "second", "pieces"), [("outputs", "two-axes", True), ("crossed", "", True), ("", "inputs", False)]
+)
 def test_a_run_resumes_under_another_plan(first, second, pieces, tmp_path):
     settings = {"checkpoint.pieces": pieces}
     _, saved, evaluated, _ = _unsplit(8, "plain")
