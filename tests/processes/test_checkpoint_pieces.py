@@ -22,7 +22,7 @@ from manyhands.parallel.group.plain import gather_plain
 from tests.checkpoint.cuts import assert_same, bits, local, random_tensor, with_optimizer
 from tests.processes.ranks import run_on_ranks
 
-SIZES = {1: [(1,)], 2: [(2,), (1, 2)], 3: [(3,)], 4: [(4,), (2, 2), (1, 2, 2)]}
+SIZES = {1: [(1,)], 2: [(2,)], 3: [(3,)], 4: [(1, 2, 2)]}
 SHAPES = {
     "conv.weight": ((7, 5, 3, 3), torch.float32, None),
     "attention.in_proj": ((3 * 5 * 2, 4), torch.float64, (3, 5, 2, 4)),
@@ -95,7 +95,7 @@ def _load_all(world, paths):
 @pytest.mark.slow
 def test_from_every_layout_and_number_to_every_other(tmp_path):
     paths = [path for size in SIZES for path in run_on_ranks(_save_all, size, tmp_path / str(size))[0]]
-    assert len(paths) == 28
+    assert len(paths) == 16
     existing = save(tmp_path / "alone", 5, whole_snapshot())
     for path in map(Path, paths):
         verify(path)
@@ -235,7 +235,8 @@ def test_a_full_disk_on_one_of_two_machines(tmp_path):
             assert [entry.name for entry in own.iterdir()] == ["step-00000005"]
 
 
-def _open(world, path):
+def _opened(world, path):
+    """What each process says of a checkpoint."""
     try:
         open_checkpoint(path)
     except ManyhandsError as error:
@@ -243,20 +244,34 @@ def _open(world, path):
     return None
 
 
+def _torn(world, folder):
+    """What is said of a checkpoint of which a file is changed or missing, by file and fault, and of the sound one."""
+    path, peers = Path(_try(save_pieces, world, folder)), peers_of(world)
+    found, contents = [], {file: file.read_bytes() for file in sorted(path.iterdir())}
+    for file, content in contents.items():
+        for spoilt in (content[:-1] + bytes([content[-1] ^ 1]), None):
+            peers.gather("read")
+            if world.is_main:
+                file.unlink() if spoilt is None else file.write_bytes(spoilt)
+            peers.gather("torn")
+            found.append((file.name, _opened(world, path)))
+            peers.gather("opened")
+            if world.is_main:
+                file.write_bytes(content)
+    peers.gather("restored")
+    return found, _opened(world, path), _opened(world, folder / "nowhere")
+
+
 @pytest.mark.slow
 def test_a_torn_piece_is_named_on_every_process(tmp_path):
     """Whichever process it falls to, and whatever is wrong with it."""
-    path = Path(run_on_ranks(_save_all, 3, tmp_path)[0][0])
-    for file in path.iterdir():
-        content = file.read_bytes()
-        for spoil in (content[:-1] + bytes([content[-1] ^ 1]), None):
-            file.unlink() if spoil is None else file.write_bytes(spoil)
-            answers = run_on_ranks(_open, 3, path)
-            assert [kind for kind, _ in answers] == ["TornCheckpointError"] * 3
-            assert all(file.name in text for _, text in answers)
-            file.write_bytes(content)
-    assert run_on_ranks(_open, 3, path) == [None] * 3
-    assert [kind for kind, _ in run_on_ranks(_open, 2, tmp_path / "nowhere")] == ["TornCheckpointError"] * 2
+    for found, sound, nothing in run_on_ranks(_torn, 3, tmp_path):
+        assert len(found) >= 2 * 3
+        for name, (kind, text) in found:
+            assert kind == "TornCheckpointError", name
+            assert name in text
+        assert sound is None
+        assert nothing[0] == "TornCheckpointError"
 
 
 def _twice(world, folder):
