@@ -78,11 +78,11 @@ def _pass(world, count, group, micro):
 # By number of processes: samples, of a group, and of a micro-batch (0: all).
 PASSES = {
     2: [(37, 8, 0), (1, 4, 0)],
-    3: [(37, 8, 0), (20, 64, 0), (40, 8, 6)],
-    4: [(37, 8, 0), (3, 2, 0), (33, 16, 4)],
+    3: [(20, 64, 0), (40, 8, 6)],
+    4: [(3, 2, 0), (33, 16, 4)],
 }
 # As on an accelerator a pass takes several groups; with 3 processes some are whole on one, and others shared.
-IN_ONE_PASS = {1: [(40, 4, 0)], 2: [(40, 4, 0), (37, 3, 0)], 3: [(40, 4, 0)]}
+IN_ONE_PASS = {2: [(37, 3, 0)], 3: [(40, 4, 0)]}
 
 
 def _passes(world, cases):

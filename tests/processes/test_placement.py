@@ -20,13 +20,7 @@ from manyhands.parallel.mesh.placement import (
 )
 from tests.processes.ranks import run_on_ranks
 
-MESHES = [
-    (("dp", 2),),
-    (("dp", 4),),
-    (("dp", 2), ("tp", 2)),
-    (("dp", 3), ("tp", 2)),
-    (("dp", 2), ("one", 1), ("tp", 2)),
-]
+MESHES = [(("dp", 4),), (("dp", 3), ("tp", 2)), (("dp", 2), ("one", 1), ("tp", 2))]
 TRIALS = 25
 SENT = {
     "allreduce_": "all_reduce",

@@ -99,9 +99,8 @@ def _check_all(world, mesh, faults):
         ("tp=2", list(FAULTS)),
         ("tp=3", []),
         ("dp=2,tp=1", []),
-        ("dp=2,tp=2", list(WRONG_AXIS)),
+        ("dp=2,tp=2", [*WRONG_AXIS, "no enter", "reduce twice", "bias inside"]),
         ("tp=2,dp=2", []),
-        pytest.param("dp=2,tp=2", list(FAULTS), marks=pytest.mark.slow),
     ],
 )
 def test_what_is_right_is_found_right_and_a_fault_is_named(mesh, faults):
