@@ -139,12 +139,11 @@ def truth(name, updates=1, dtype=torch.float64, group=BATCH, disturbance=0.0):
     return truth_of(model, (pictures * (1 + disturbance * noise)).to(dtype), updates, group, dtype)
 
 
-def truth_of(model, pictures, updates=1, group=BATCH, dtype=torch.float64, *, loss=None, classes=CLASSES, labels=None):
+def truth_of(model, pictures, updates=1, group=BATCH, dtype=torch.float64, *, loss=None, classes=CLASSES):
     """The same for any network, pictures [n, …] (or whole numbers) and loss."""
     count = len(pictures)
     model = model.to(dtype).train()
-    if labels is None:
-        labels = torch.randint(0, classes, (count,), generator=torch.Generator().manual_seed(4))
+    labels = torch.randint(0, classes, (count,), generator=torch.Generator().manual_seed(4))
     found = Truth(copy.deepcopy(model), pictures, labels, group, loss)
     groups, _ = group_batch_norms(model)
     optimizer = _optimizer(model)

@@ -4,7 +4,6 @@ More random plans were run once: the table is in docs/experiments/parallel.md.
 """
 
 import functools
-import operator
 
 import pytest
 import torch
@@ -15,16 +14,13 @@ from manyhands.core.errors import UserError
 from manyhands.core.mesh import parse_mesh
 from manyhands.parallel.plan import Plan
 from tests.processes.parity import NETWORKS, errors, errors_of, truth_of
-from tests.processes.ranks import run_on_ranks
 
 TWO, FOUR = (("dp", 2),), (("dp", 4),)
 SQUARE, CUBE = (("dp", 2), ("tp", 2)), (("dp", 2), ("tp", 2), ("tp2", 2))
-QUICK = ("vgg", "vit", "resnet18")
-FAST = [(name, TWO, 1) for name in QUICK] + [("vgg", SQUARE, 3), ("vgg", CUBE, 1), ("vit", FOUR, 1)]
-FAST += [("vit", SQUARE, 1), ("resnet18", SQUARE, 1)]
-SLOW = [(name, TWO, 1) for name in NETWORKS if name not in QUICK]
-SLOW += [(name, mesh, 3) for name in ("vgg", "vit") for mesh in (TWO, FOUR, SQUARE)]
-SLOW += [("resnet18", TWO, 3), ("resnet18", SQUARE, 3), ("efficientnet_b0", TWO, 3), ("convnext", SQUARE, 3)]
+# Each network once and each mesh with one network at least.
+FAST = [("resnet18", TWO, 1), ("vgg", SQUARE, 2), ("vit", FOUR, 1)]
+SLOW = [("resnet50", TWO, 1), ("mobilenet_v3", TWO, 1), ("efficientnet_b0", TWO, 2), ("convnext", SQUARE, 1)]
+SLOW += [("densenet", TWO, 1), ("resnet18", SQUARE, 1), ("vit", SQUARE, 3), ("vgg", FOUR, 2), ("vgg", CUBE, 2)]
 
 
 def _name(value):
@@ -46,14 +42,15 @@ def test_random_plans_make_the_updates_of_one_process(name, axes, plans):
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("name", "axes", "plans"), SLOW, ids=_name)
 def test_more_random_plans_make_five_updates_of_one_process(name, axes, plans):
+    assert {name for name, *_ in [*FAST, *SLOW]} == set(NETWORKS)
     check(errors(name, axes, range(100, 100 + plans), updates=5), 1e-9)
 
 
 def test_groups_of_batch_norm_may_be_smaller_than_the_batch():
-    check(errors("vgg", SQUARE, range(10, 14), updates=2, group=4), 1e-9)
+    check(errors("vgg", SQUARE, range(10, 12), updates=2, group=4), 1e-9)
 
 
-@pytest.mark.parametrize(("name", "axes"), [("vgg", SQUARE), ("vit", SQUARE), ("resnet18", TWO)], ids=_name)
+@pytest.mark.parametrize(("name", "axes"), [("vgg", TWO), ("vit", SQUARE)], ids=_name)
 @pytest.mark.slow
 def test_random_plans_in_single_precision(name, axes):
     check(errors(name, axes, range(20, 22), dtype=torch.float32), 1e-4)
@@ -132,11 +129,11 @@ HAZARDS = {
 }
 
 
-def _truth(make, shape, classes, loss=None, samples=6, labels=None):
+def _truth(make, shape, classes, loss=None, samples=6):
     torch.manual_seed(0)
     model = make().double()
     x = torch.randn(samples, *shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    return truth_of(model, x, 1, samples, loss=loss, classes=classes, labels=labels)
+    return truth_of(model, x, 1, samples, loss=loss, classes=classes)
 
 
 def test_what_splits_badly_gives_one_processs_loss_and_gradients():
@@ -210,34 +207,3 @@ def test_what_has_no_rule_is_refused_by_name(truth, ops, words):
         errors_of([("", truth(), Plan(parse_mesh("dp=2"), ops))])
     assert UserError.__name__ in str(refused.value)
     assert all(str(refused.value).count(word) >= 2 for word in words), "on both processes"
-
-
-class SemiAutoParallelNet(nn.Module):
-    """A product with a parameter of its own, and a sum."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.rand(512, 128))
-
-    def forward(self, x):
-        return operator.matmul(x, self.weight).sum(-1, keepdim=True)
-
-
-def test_a_product_with_a_parameter_is_split_as_its_pin_says():
-    truth = _truth(
-        SemiAutoParallelNet, (512,), 1, lambda output, labels: (output[:, 0] - labels).square().mean(), 4,
-        labels=torch.arange(4),
-    )  # fmt: skip
-    plan = Plan(parse_mesh("dp=2"), {"matmul": "{(1, 1),(1, 2)}"})
-    check(errors_of([("", truth, plan)]), 1e-12)
-    assert run_on_ranks(_layout, 2, truth, plan) == [((512, 64), ((1, (0,)),))] * 2
-
-
-def _layout(world, truth, plan):
-    from manyhands.parallel.network import ModeRequest
-    from manyhands.parallel.split.network import split
-
-    request = ModeRequest(plan=plan, picture=truth.pictures[0], cross_entropy=False, loss=truth.loss)
-    network = split(truth.model, world, request)
-    network.close()
-    return tuple(truth.model.weight.shape), network.layouts["weight"].cuts
