@@ -86,16 +86,14 @@ def _resume(folder, steps, optimizer, *, frozen=False):
     return trainer.updater.optimizer.state, model
 
 
-@pytest.mark.parametrize("optimizers", [("sgd", "adamw"), ("adamw", "sgd")])
-def test_another_optimizer_starts_anew_and_that_is_said(optimizers, tmp_path):
-    _resume(tmp_path, 2, optimizers[0])
-    state, model = _resume(tmp_path, 4, optimizers[1])
-    keys = {"sgd": {"momentum_buffer"}, "adamw": {"step", "exp_avg", "exp_avg_sq"}}
-    assert state[model.head.weight].keys() == keys[optimizers[1]]
+def test_another_optimizer_starts_anew_and_that_is_said(tmp_path):
+    _resume(tmp_path, 2, "sgd")
+    state, model = _resume(tmp_path, 4, "adamw")
+    assert state[model.head.weight].keys() == {"step", "exp_avg", "exp_avg_sq"}
     events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     [said] = [event["message"] for event in events if "is reset" in event["message"]]
-    assert said.startswith(f"the state of {optimizers[1]} is reset")
-    assert min(keys[optimizers[0]]) in said
+    assert said.startswith("the state of adamw is reset")
+    assert "momentum_buffer" in said
 
 
 def test_what_was_frozen_trains_once_it_is_no_longer(tmp_path):

@@ -30,13 +30,10 @@ def pictures(root):
 
 def _spoil(root, how, count):
     for path in sorted((root / "train").rglob("*.png"))[3 : 3 + count]:
-        content = {"truncated": path.read_bytes()[:60], "empty": b"", "fake": b"no picture" * 50}
         if how == "gone":
             path.unlink()
-        elif how == "huge":
-            Image.new("1", (20_000, 10_000)).save(path)
         else:
-            path.write_bytes(content[how])
+            path.write_bytes(path.read_bytes()[:60] if how == "truncated" else b"")
 
 
 def trained(world, place, how="truncated", count=1, skips=True, workers=0, where="train"):
@@ -65,7 +62,7 @@ def trained(world, place, how="truncated", count=1, skips=True, workers=0, where
     return weights, [[Path(one).name for one in event["data"]["pictures"]] for event in events], said
 
 
-@pytest.mark.parametrize("how", ["truncated", "empty", "fake", "huge", "gone"])
+@pytest.mark.parametrize("how", ["truncated", "gone"])
 def test_another_takes_its_place_alike_at_any_number_of_processes(how, tmp_path):
     pictures(tmp_path / "one")
     truth, named, said = trained(World(), tmp_path / "one", how)

@@ -185,7 +185,11 @@ def test_the_third_in_a_row_ends_the_run_with_the_last_good_weights_or_the_first
     assert "rank 0, step 0, samples " in said
 
 
-def _broken_off(world, last):
+def _broken_off(world):
+    return [_break_off(world, last) for last in ("buffers", "statistics")]
+
+
+def _break_off(world, last):
     """What an update has changed that ends while its last results are exchanged, and is undone."""
     with _made(world, "", {}, bad=(), spoils=True) as trainer:
         updates, updater = trainer.feed.updates(0, 0), trainer.updater
@@ -206,9 +210,8 @@ def _broken_off(world, last):
         return [n for n, tensor in trainer.network.model.state_dict().items() if not torch.equal(tensor, before[n])]
 
 
-@pytest.mark.parametrize("last", ["buffers", "statistics"])
-def test_an_update_whose_peer_goes_in_its_last_collective_changes_nothing(last):
-    assert run_on_ranks(_broken_off, 2, last) == [[], []]
+def test_an_update_whose_peer_goes_in_its_last_collective_changes_nothing():
+    assert run_on_ranks(_broken_off, 2) == [[[], []]] * 2
 
 
 class Wrong(nn.Module):
@@ -281,10 +284,9 @@ def test_a_process_that_trains_by_itself_reports_a_lost_gradient_alone():
     assert where.startswith("rank 1, step ")
 
 
-@pytest.mark.parametrize("wrong", ["loss", "gradient"])
-def test_one_process_alone(wrong):
-    message, _ = _fit(World(), wrong, mode="single", rank=1)
-    assert "not finite" in message or "gradient of linear" in message
+def test_one_process_alone():
+    message, _ = _fit(World(), "gradient", mode="single", rank=1)
+    assert "gradient of linear" in message
 
 
 class Centred(nn.Module):
