@@ -109,29 +109,6 @@ def test_a_stop_comes_to_all_at_the_same_part_of_their_blocks():
     assert run_on_ranks(_stopped, 2) == [12, 4]
 
 
-def _stopped_at(world, *cases):
-    """Where an evaluation of 40 blocks ends, for each (rank that is asked to stop, seconds between questions)."""
-    found = []
-    for culprit, every_s in cases:
-        evaluate.ASK_S, done = every_s, 0
-        request = StopRequest(world, lambda culprit=culprit: world.rank == culprit and done > 5)  # noqa: B023
-        try:
-            for done in range(40):
-                request.check_stop(done)
-            found.append(None)
-        except Interrupted:
-            found.append(done)
-    return found
-
-
-def test_one_was_asked_and_all_stop():
-    (often, seldom, nobody), other = run_on_ranks(_stopped_at, 2, (1, 1e-9), (1, 1e-3), (None, 1e-9))
-    assert other == [often, seldom, nobody]
-    assert often is not None
-    assert nobody is None
-    assert _stopped_at(World(), (0, 1e-9)) == [6]
-
-
 def test_blocks_that_seem_to_take_no_time_are_not_handed_over_all_at_once(monkeypatch):
     monkeypatch.setattr(evaluate, "ASK_S", 1e9)
     asked = []

@@ -93,13 +93,12 @@ def test_one_process_has_torchs_own_gradient(whole, name):
 @pytest.mark.parametrize(
     ("size", "settings"),
     [
-        (1, {"train.micro_batch": 2}),
         (3, {}),
         (3, {"train.micro_batch": 2}),
         (2, {"parallel.mode": "fsdp"}),
         (2, {"parallel.mode": "semi", "parallel.pin": ["1=o@dp"]}),
     ],
-    ids=["micro-batches", "processes", "both", "fsdp", "semi"],
+    ids=["processes", "both", "fsdp", "semi"],
 )
 def test_however_a_batch_is_shared_the_gradient_is_the_same(whole, size, settings):
     ranks = run_on_ranks(_all, size, list(LOSSES), settings)
