@@ -15,21 +15,16 @@ from manyhands.planner.find import SearchResult
 from manyhands.worker import plan_search
 from tests.processes.updates import EXACT, built, captured, updates
 
-# One of each family of torchvision's; their larger and earlier relatives are made of the same ops.
-TORCHVISION = (
-    "alexnet", "efficientnet_b0", "maxvit_t", "mnasnet0_5", "mobilenet_v3_large", "regnet_y_400mf",
-    "resnet18", "squeezenet1_0", "swin_t", "vit_of_two_layers",
-)  # fmt: skip
-# Tokens as rows, index buffers, keyword arguments, activations in BatchNorm, code that can't be traced, GroupNorm,
-# LayerNorm over channels, attention over channels.
+# Of each kind of op that no smaller network of test_plans has: grouped convolutions, windows, attention over grids.
+TORCHVISION = ("efficientnet_b0", "maxvit_t", "regnet_y_400mf", "squeezenet1_0", "swin_t", "vit_of_two_layers")
+# Tokens as rows, index buffers, keyword arguments, code that can't be traced, GroupNorm, LayerNorm and attention over
+# channels.
 TIMM = (
-    "timm:levit_128s", "timm:efficientformerv2_s0", "timm:vit_tiny_patch16_224", "timm:tf_efficientnet_lite0",
-    "timm:mobilevit_xxs", "timm:poolformer_s12", "timm:convnext_atto", "timm:edgenext_xx_small",
+    "timm:levit_128s", "timm:efficientformerv2_s0", "timm:vit_tiny_patch16_224", "timm:mobilevit_xxs",
+    "timm:poolformer_s12", "timm:edgenext_xx_small",
 )  # fmt: skip
 MODES = ("single", "data", "fsdp", "semi", "auto")
 CLASSES, BATCH, STEPS = 5, 4, 2
-# The smallest pictures that each takes, where that isn't 64 pixels.
-SIZES = {"inception_v3": 299, "alexnet": 64}
 # Names that timm's networks call what they draw with: shares of values, branches and positions that are dropped.
 SHARES = ("p", "dropout", "attention_dropout", "drop_prob", "attn_drop_rate", "attn_drop_p", "drop_rate")
 
@@ -41,27 +36,18 @@ def build(name):
         return _of_timm(name.removeprefix("timm:"))
     if name == "vit_of_two_layers":  # searching and trying vit_b_32's plans takes 7 GB a process
         return models.VisionTransformer(32, 8, 2, 2, 32, 64, num_classes=CLASSES), 32
-    size, how = SIZES.get(name, 64), {}
-    if name.startswith("vit"):
-        size = 28 if name.endswith("14") else 32
-        how = {"image_size": size}
-    if name in {"googlenet", "inception_v3"}:
-        how = {"init_weights": False, "aux_logits": True}
     if name == "maxvit_t":
-        return models.MaxVit((size, size), 8, 2, [8, 16], [1, 1], 4, 0.0, num_classes=CLASSES), size
-    return models.get_model(name, weights=None, num_classes=CLASSES, **how), size
+        return models.MaxVit((64, 64), 8, 2, [8, 16], [1, 1], 4, 0.0, num_classes=CLASSES), 64
+    return models.get_model(name, weights=None, num_classes=CLASSES), 64
 
 
 def _of_timm(name):
     import timm
 
+    if name.startswith("vit_"):  # is built for any size
+        return timm.create_model(name, num_classes=CLASSES, img_size=64), 64
     wanted = timm.get_pretrained_cfg(name)
-    size = (wanted.input_size[-1] if wanted else 224) if wanted is None or wanted.fixed_input_size else 64
-    if name.startswith(("vit_", "deit", "beit", "swin", "eva")):
-        # Such networks are built for any size.
-        smaller = 64 if "patch16" in name or "patch4" in name else size
-        return timm.create_model(name, num_classes=CLASSES, img_size=smaller), smaller
-    return timm.create_model(name, num_classes=CLASSES), size
+    return timm.create_model(name, num_classes=CLASSES), wanted.input_size[-1] if wanted.fixed_input_size else 64
 
 
 def without_draws(model):
