@@ -40,8 +40,8 @@ MORE = {
 # By number of processes: each method and option at one of several; one process has no one to agree with.
 CASES = {
     1: ["allreduce", "local", "in parts", "hybrid"],
-    2: ["allreduce", "bf16", "local", "in parts", "semi", "hybrid"],
-    3: ["powersgd", "no overlap", "clipped", "scaled", "rounded", "sums", "fsdp"],
+    2: ["allreduce", "local", "in parts", "hybrid"],
+    3: ["bf16", "powersgd", "no overlap", "clipped", "scaled", "rounded", "sums", "fsdp", "semi"],
 }
 
 
