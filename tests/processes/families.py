@@ -44,7 +44,7 @@ def build(name):
 def _of_timm(name):
     import timm
 
-    if name.startswith("vit_"):  # is built for any size
+    if name.startswith(("vit_", "levit_")):  # are built for any size
         return timm.create_model(name, num_classes=CLASSES, img_size=64), 64
     wanted = timm.get_pretrained_cfg(name)
     return timm.create_model(name, num_classes=CLASSES), wanted.input_size[-1] if wanted.fixed_input_size else 64
