@@ -152,6 +152,8 @@ def test_a_machine_that_is_dead_when_the_user_stops_is_named_and_a_second_wish_e
     assert said == "waiting for n2 (no response); press Ctrl-C again to stop at once"
     assert AWAITED_S < after_s < SILENT_S
     assert time.monotonic() - began < after_s + KILL_S
+    process.kill()
+    close_all([link])
 
 
 def spoken_by(tmp_path, name, script):
