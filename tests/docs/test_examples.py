@@ -16,7 +16,7 @@ import pytest
 
 from manyhands.cli.main import main, make_app
 from tests.docs.pages import ROOT, all_pages, blocks, chinese_of, commands, english_pages, links, table_commands
-from tests.nursery import forked_agents
+from tests.fork_server import forked_agents
 
 SECONDS = 250
 

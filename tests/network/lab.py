@@ -21,7 +21,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.nursery import forked_agents
+from tests.fork_server import forked_agents
 
 SOURCE = Path(__file__).parents[2] / "src"
 TOOLS = ("ip", "tc", "nft", "ssh", "sshd", "ssh-keygen", "unshare")
@@ -58,7 +58,7 @@ class Lab:
         rate: of each host's link, both ways, in tc's words ("10mbit"); None: as fast as it goes.
         ipv6_only: no host has an IPv4 address.
         environment: more variables for sessions over ssh.
-        forks: agents of manyhands are forks of one process that has imported torch (see tests.nursery).
+        forks: agents of manyhands are forks of one process that has imported torch (see tests.fork_server).
     """
 
     def __init__(self, hosts=3, rate=None, *, ipv6_only=False, environment=None, forks=False):

@@ -51,7 +51,7 @@ def agents(lab, among=()):
 
 
 def is_agent(process):
-    """The one that the nursery forked into a host, not the workers that it forked there."""
+    """The one that the fork server forked into a host, not the workers that it forked there."""
     if "manyhands.cluster.agents.agent" not in process.cmdline():
         return False
     here, above = (Path(f"/proc/{pid}/ns/net").readlink() for pid in (process.pid, process.ppid()))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.e2e.command import assert_one_screen, end, events, finish, metrics, processes_of, typed
-from tests.nursery import forked_agents
+from tests.fork_server import forked_agents
 
 pytestmark = pytest.mark.timeout(400)
 DIGITS = "digits mlp --epochs 1 --out run"

@@ -24,9 +24,9 @@ from tests.e2e.command import (
     typed,
     wait_until,
 )
+from tests.fork_server import forked_agents
 from tests.network.lab import Lab
 from tests.network.runs import steps
-from tests.nursery import forked_agents
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
 MACHINES = 3

@@ -28,13 +28,13 @@ BYTES, READY = 1 << 20, b"ready\n"
 
 @functools.cache
 def forked_agents():
-    """Starts this process's nursery, which ends with it; the variables with which agents are forks of it."""
-    folder = Path(tempfile.mkdtemp(prefix="manyhands-nursery-"))
+    """Starts this process's fork server, which ends with it; the variables with which agents are forks of it."""
+    folder = Path(tempfile.mkdtemp(prefix="manyhands-fork-server-"))
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(str(folder / "socket"))
     listener.listen(64)
     process = subprocess.Popen(
-        [sys.executable, "-m", "tests.nursery", "manyhands.cluster.agents.agent", str(listener.fileno())],
+        [sys.executable, "-m", "tests.fork_server", "manyhands.cluster.agents.agent", str(listener.fileno())],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=[listener.fileno()], cwd=Path(__file__).parents[1],
         env={**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "FATAL"},  # as commands set it
     )  # fmt: skip
@@ -42,7 +42,7 @@ def forked_agents():
     assert process.stdout.readline() == READY
     atexit.register(process.kill)
     paths = os.pathsep.join([str(FORKS), str(SOURCE)])
-    return {"PYTHONPATH": paths, "TEST_NURSERY": str(folder / "socket")}
+    return {"PYTHONPATH": paths, "TEST_FORK_SERVER": str(folder / "socket")}
 
 
 def serve_forks(listener):
@@ -119,7 +119,7 @@ def _serve(words):
 def _command(words):
     sys.stdin, sys.stdout, sys.stderr = (open(number, mode, 1, closefd=False) for number, mode in enumerate("rww"))  # noqa: SIM115
     code = 0
-    atexit._clear()  # what the nursery's modules have registered
+    atexit._clear()  # what the fork server's modules have registered
     try:
         importlib.import_module("manyhands.cli.main").main(words)
     except SystemExit as ended:
