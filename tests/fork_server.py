@@ -12,6 +12,7 @@ import importlib
 import os
 import platform
 import selectors
+import shutil
 import signal
 import socket
 import struct
@@ -27,8 +28,8 @@ BYTES, READY = 1 << 20, b"ready\n"
 
 
 @functools.cache
-def forked_agents():
-    """Starts this process's fork server, which ends with it; the variables with which agents are forks of it."""
+def fork_variables():
+    """Starts this process's fork server, which ends with it; the variables that make agents and commands its forks."""
     folder = Path(tempfile.mkdtemp(prefix="manyhands-fork-server-"))
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(str(folder / "socket"))
@@ -41,12 +42,13 @@ def forked_agents():
     listener.close()
     assert process.stdout.readline() == READY
     atexit.register(process.kill)
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     paths = os.pathsep.join([str(FORKS), str(SOURCE)])
     return {"PYTHONPATH": paths, "TEST_FORK_SERVER": str(folder / "socket")}
 
 
 def serve_forks(listener):
-    """Forks agents until the process that started this one has ended."""
+    """Forks until the process that started this one has ended."""
     selector, living = selectors.DefaultSelector(), {}
     selector.register(sys.stdin, selectors.EVENT_READ, ("end", 0))
     selector.register(listener, selectors.EVENT_READ, ("asked", 0))
@@ -57,9 +59,12 @@ def serve_forks(listener):
                 return
             if what == "asked":
                 asking, _ = listener.accept()
-                child = _fork(asking)
+                if not (child := _fork(asking)):
+                    asking.close()
+                    continue
                 living[child] = asking
-                asking.send(f"{child:8}".encode())
+                with contextlib.suppress(OSError):  # killed meanwhile, which the selector says next
+                    asking.send(f"{child:8}".encode())
                 selector.register(asking, selectors.EVENT_READ, ("gone", child))
                 selector.register(os.pidfd_open(child), selectors.EVENT_READ, ("ended", child))
             elif what == "ended":
@@ -76,14 +81,14 @@ def serve_forks(listener):
 
 
 def _fork(asking):
-    """Forks an agent or a command in the place of the process that asks; returns its process id."""
+    """Forks an agent or a command in the place of the process that asks; its process id, 0 if that was killed."""
     said, numbers, _, _ = socket.recv_fds(asking, BYTES, 3)
-    while not said.endswith(b"\0\0"):
-        said += asking.recv(BYTES)
-    if child := os.fork():
+    while not said.endswith(b"\0\0") and (more := asking.recv(BYTES)):
+        said += more
+    if child := os.fork() if said.endswith(b"\0\0") else -1:
         for number in numbers:
             os.close(number)
-        return child
+        return max(child, 0)
     try:
         _become(asking, said[:-2].decode(errors="surrogateescape").split("\0"), numbers)
     except Exception:  # noqa: BLE001 - the fork is to end here, whatever it is

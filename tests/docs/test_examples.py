@@ -16,7 +16,7 @@ import pytest
 
 from manyhands.cli.main import main, make_app
 from tests.docs.pages import ROOT, all_pages, blocks, chinese_of, commands, english_pages, links, table_commands
-from tests.fork_server import forked_agents
+from tests.fork_server import fork_variables
 
 SECONDS = 250
 
@@ -52,11 +52,11 @@ def _run_marked(page, folder, *, slow):
         if kind == "file":
             (folder / words).write_text(block.text, encoding="utf-8")
         elif kind == "test" and ("slow" in words) == slow:
-            _run(block.lines, folder, {} if page.parent == ROOT else forked_agents(), together="together" in words)
+            _run(block.lines, folder, {} if page.parent == ROOT else fork_variables(), together="together" in words)
 
 
 def _run(lines, folder, variables, *, together):
-    """Runs shell lines as a reader would, with this Python's own programs; the guides' agents are forks."""
+    """Runs shell lines as a reader would, with this Python's own programs; the guides' commands are forks."""
     programs = Path(sys.executable).parent
     environment = {
         **os.environ,

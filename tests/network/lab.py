@@ -21,7 +21,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.fork_server import forked_agents
+from tests.fork_server import fork_variables
 
 SOURCE = Path(__file__).parents[2] / "src"
 TOOLS = ("ip", "tc", "nft", "ssh", "sshd", "ssh-keygen", "unshare")
@@ -66,7 +66,7 @@ class Lab:
         self.python = sys.executable
         self.first_rate = rate
         self.ipv6_only = ipv6_only
-        self.environment = {**_session_environment(), **(forked_agents() if forks else {}), **(environment or {})}
+        self.environment = {**_session_environment(), **(fork_variables() if forks else {}), **(environment or {})}
         self.folder = Path()
         self.prefix = ""
         self._servers = {}

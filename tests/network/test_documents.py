@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.e2e.command import assert_one_screen, end, events, finish, metrics, processes_of, typed
-from tests.fork_server import forked_agents
+from tests.fork_server import fork_variables
 
 pytestmark = pytest.mark.timeout(400)
 DIGITS = "digits mlp --epochs 1 --out run"
@@ -25,7 +25,7 @@ def type_on(lab, here):
         folder.mkdir(exist_ok=True)
         more = {name: str(value) for name, value in variables.items()}
         process = lab.exec(
-            host, ["bash", "-c", line], cwd=folder, env=typed(**forked_agents(), **more), text=True,
+            host, ["bash", "-c", line], cwd=folder, env=typed(**fork_variables(), **more), text=True,
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip
         started.append(process)

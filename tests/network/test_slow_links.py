@@ -24,7 +24,7 @@ from tests.e2e.command import (
     typed,
     wait_until,
 )
-from tests.fork_server import forked_agents
+from tests.fork_server import fork_variables
 from tests.network.lab import Lab
 from tests.network.runs import steps
 
@@ -92,7 +92,7 @@ def training(lab, out, *more, job=JOB):
     processes = [
         lab.exec(
             host, [*command, "--world-size", MACHINES, "--rank", host - 1], text=True,
-            env=typed(**forked_agents(), LEFT=f"{out}-{host - 1}.safetensors"),
+            env=typed(**fork_variables(), LEFT=f"{out}-{host - 1}.safetensors"),
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )
         for host in lab.hosts
