@@ -1,4 +1,4 @@
-"""A run folder and another job: what is finished isn't relabelled, and what changes is told. All in this process."""
+"""A run folder and another job: what is finished isn't relabelled, and what changes is named. All in this process."""
 
 import functools
 import json
@@ -56,7 +56,7 @@ def contents(suffix=""):
 
 def test_a_finished_run_is_not_relabelled(finished):
     before = contents()
-    for changes, told in (
+    for changes, message in (
         ({"lr": 0.01}, "train.lr is 0.01, and was 0.1"),
         ({"epochs": 2}, "train.epochs is 2, and was 1"),
         ({"schedule": "constant"}, 'train.schedule is "constant", and was "cosine"'),
@@ -64,7 +64,7 @@ def test_a_finished_run_is_not_relabelled(finished):
     ):
         with pytest.raises(UserError) as raised:
             fit(**changes)
-        assert told in raised.value.message
+        assert message in raised.value.message
         longer, another = raised.value.hints
         assert "manyhands resume run --epochs 2" in longer
         assert 'out="run-2"' in another
@@ -119,7 +119,7 @@ def of_objects(model=seeded, train_set=None, test_set=None, **changes):
 
 
 @pytest.mark.parametrize(
-    ("first", "changes", "told"),
+    ("first", "changes", "message"),
     [
         ({}, {"model": lambda: Small(2.0)}, "network changed"),
         ({}, {"model": Other}, "network changed"),
@@ -136,24 +136,24 @@ def of_objects(model=seeded, train_set=None, test_set=None, **changes):
         ({"held_out_set": samples(10)}, {"held_out_set": samples(10, flipped=1)}, "held-out data changed"),
     ],
 )
-def test_a_finished_run_of_other_objects_is_not_returned(first, changes, told):
+def test_a_finished_run_of_other_objects_is_not_returned(first, changes, message):
     of_objects(**first)
     assert of_objects(**first).status == "finished"
     before, other = contents(), {**first, **changes}
     with pytest.raises(UserError) as raised:
         of_objects(**other)
-    assert told in raised.value.message
-    assert "held-out" not in told or "test" not in raised.value.message.replace(str(RUN.resolve()), "")
+    assert message in raised.value.message
+    assert "held-out" not in message or "test" not in raised.value.message.replace(str(RUN.resolve()), "")
     assert raised.value.where == "out"
     longer, another, *more = raised.value.hints
     assert 'fit(…, epochs=2, checkpoint__resume="auto")' in longer
     assert another == 'to train from scratch, use out="run-2"'
     assert contents() == before
-    if told == "initial weights changed":
+    if message == "initial weights changed":
         assert more == ['to return the finished run, pass checkpoint__resume="auto"']
         assert of_objects(**other, checkpoint__resume="auto").status == "finished"
         return
-    with pytest.raises(UserError, match=re.escape(f"the changes would have no effect: {told}")):
+    with pytest.raises(UserError, match=re.escape(f"the changes would have no effect: {message}")):
         of_objects(**other, checkpoint__resume="auto")
     if "loss" in changes:  # it may train longer
         assert of_objects(**other, epochs=2, checkpoint__resume="auto").status == "finished"
@@ -221,7 +221,7 @@ HALVES = (torch.arange(40) >= 20).long()
 def test_a_run_is_not_resumed_with_other_class_names(begin):
     begin(train_set=Named(HALVES, ["cat", "dog"]), test_set=Named(HALVES, ["cat", "dog"]))
     before = contents(".safetensors")
-    for names, told in (
+    for names, message in (
         (["dog", "cat"], 'the order of the classes changed from "cat", "dog" to "dog", "cat"'),
         (["cat", "owl"], 'the classes of the data changed: "dog" removed, "owl" added'),
         (["cafe\u0301", "dog"], 'the classes of the data changed: "cat" removed, "cafe\u0301" added'),
@@ -229,7 +229,7 @@ def test_a_run_is_not_resumed_with_other_class_names(begin):
         other = {"train_set": Named(HALVES, names), "test_set": Named(HALVES, names)}
         with pytest.raises(UserError) as raised:
             of_objects(**other, epochs=2, checkpoint__resume="auto")
-        assert told in raised.value.message
+        assert message in raised.value.message
         assert raised.value.hints[0] == "undo the change of the class names"
         assert 'out="NEW"' in raised.value.hints[1]
         assert contents(".safetensors") == before
@@ -250,7 +250,7 @@ def test_a_renamed_class_folder_refuses_the_resume():
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"model": lambda: Small(2.0), "train_set": samples(flipped=1)}, "training data (labels)"),
         ({"train_set": samples(120)}, "training data (120 samples, was 60)"),
@@ -258,12 +258,12 @@ def test_a_renamed_class_folder_refuses_the_resume():
         ({"held_out_set": samples(10)}, "held-out data (10 samples, was 0)"),
     ],
 )
-def test_an_unfinished_run_resumes_with_changed_objects_and_says_which_data_changed(changes, told, capsys):
+def test_an_unfinished_run_resumes_with_changed_objects_and_says_which_data_changed(changes, message, capsys):
     interrupted(samples())
     assert not any("the data changed" in line for line in messages(RUN, "warning"))
     assert of_objects(**changes, epochs=2).status == "finished"
     (found,) = (line for line in messages(RUN, "warning") if line.startswith("the data changed since the checkpoint"))
-    assert told in found
+    assert message in found
     assert found in capsys.readouterr().err
 
 
@@ -282,8 +282,8 @@ def test_a_session_is_not_resumed_with_other_class_names(capsys):
     with pytest.raises(UserError, match="the order of the classes changed"):
         in_a_session(Small(), Named(HALVES, ["dog", "cat"]), 2)
     in_a_session(Small(), Named(1 - HALVES, ["cat", "dog"]), 2)
-    told = "the data changed since the checkpoint was saved: training data (labels), training samples\n"
-    assert told in capsys.readouterr().err
+    message = "the data changed since the checkpoint was saved: training data (labels), training samples\n"
+    assert message in capsys.readouterr().err
 
 
 def test_a_finished_session_of_another_network_is_not_returned():

@@ -265,13 +265,13 @@ class MacroRecall:
 @pytest.mark.slow
 def test_a_metric_is_that_of_the_whole_set_in_what_fit_and_evaluate_give_and_on_the_page():
     net, own = network(), {"third": top3, "recall": MacroRecall()}
-    told = fit(net, metrics=own, held_out_set=DATA, epochs=1, batch=25, evaluate_batch=7, precision="fp32")
+    result = fit(net, metrics=own, held_out_set=DATA, epochs=1, batch=25, evaluate_batch=7, precision="fp32")
     outputs = net(IMAGES)
     recalls = [(outputs.argmax(1) == LABELS)[number == LABELS].double().mean() for number in range(10)]
     whole = {"third": top3(outputs, LABELS).double().mean(), "recall": sum(recalls) / 10}
     wanted = {name: pytest.approx(float(value)) for name, value in whole.items()}
-    assert told.final.metrics == told.test.metrics == manyhands.evaluate(net, DATA, metrics=own).metrics == wanted
-    page = told.report().read_text()
+    assert result.final.metrics == result.test.metrics == manyhands.evaluate(net, DATA, metrics=own).metrics == wanted
+    page = result.report().read_text()
     assert all(figure in page for figure in ("best third", "best recall", "test recall, best weights"))
 
 
@@ -294,27 +294,27 @@ def silent():
 @pytest.mark.slow
 def test_the_best_epoch_is_the_best_by_the_figure_that_is_named():
     options = {**GROWING, "best": "lowest size", "held_out_set": DATA}
-    told = fit(silent(), "whole", **options)
-    figures = [one.metrics["size"] for one in told.evaluations]
+    result = fit(silent(), "whole", **options)
+    figures = [one.metrics["size"] for one in result.evaluations]
     assert figures == sorted(figures)
-    assert told.best == told.evaluations[0]
-    assert told.test.step == told.best.step
-    found = read(told.path, "evaluations/best.json")
-    assert (found["step"], found["metrics"]) == (told.best.step, told.best.metrics)
-    kept = manyhands.evaluate(manyhands.load(told).network, DATA, metrics={"size": size})
-    assert kept.metrics["size"] == pytest.approx(told.best.metrics["size"], rel=1e-6)
-    text = "\n".join(result_lines(read_run(told.path)))
+    assert result.best == result.evaluations[0]
+    assert result.test.step == result.best.step
+    found = read(result.path, "evaluations/best.json")
+    assert (found["step"], found["metrics"]) == (result.best.step, result.best.metrics)
+    kept = manyhands.evaluate(manyhands.load(result).network, DATA, metrics={"size": size})
+    assert kept.metrics["size"] == pytest.approx(result.best.metrics["size"], rel=1e-6)
+    text = "\n".join(result_lines(read_run(result.path)))
     assert "best (lowest size)  top-1" in text
-    assert "top-1 at the lowest size, epoch" in told.report().read_text()
+    assert "top-1 at the lowest size, epoch" in result.report().read_text()
     for epochs in (2, 4):
         parted = fit(silent(), "parted", **{**options, "epochs": epochs})
-    assert (parted.best.step, parted.best.metrics) == (told.best.step, told.best.metrics)
+    assert (parted.best.step, parted.best.metrics) == (result.best.step, result.best.metrics)
 
 
 def test_another_figure_may_decide_from_a_resume_on():
     fit(silent(), **{**GROWING, "epochs": 2, "best": "lowest size"})
-    told = fit(silent(), **GROWING, best="highest size")
-    assert told.best.step == told.final.step == read_run(told.path).best.step
+    result = fit(silent(), **GROWING, best="highest size")
+    assert result.best.step == result.final.step == read_run(result.path).best.step
 
 
 def test_it_is_the_best_in_a_loop_of_ones_own_too():
@@ -326,9 +326,9 @@ def test_it_is_the_best_in_a_loop_of_ones_own_too():
                 here.backward(nn.functional.cross_entropy(model(x), y))
                 optimizer.step()
             here.evaluate(model, DATA, metrics={"third": top3})
-    told = manyhands.Run(Path("run"), "finished")
-    assert [record.best for record in told.evaluations] == [True, False, False]
-    assert told.best.metrics.keys() == {"size", "third"}
+    result = manyhands.Run(Path("run"), "finished")
+    assert [record.best for record in result.evaluations] == [True, False, False]
+    assert result.best.metrics.keys() == {"size", "third"}
     assert Path("run/checkpoints/step-00000002").is_dir()
 
 
@@ -404,12 +404,12 @@ def test_a_job_names_files_of_the_users_and_every_command_shows_the_figures():
 @pytest.mark.slow
 def test_a_run_of_objects_goes_on_with_what_is_named_alone():
     own = {"schedule": lambda step: 0.5, "metrics": {"third": top3}}
-    told = manyhands.fit("mlp", "synthetic:60x1x8x8x10", out="run", **{**OPTIONS, "epochs": 1, **own})
+    result = manyhands.fit("mlp", "synthetic:60x1x8x8x10", out="run", **{**OPTIONS, "epochs": 1, **own})
     done("resume run --epochs 2", code=2, says="was a Python object, which is not available here")
     Path("own.py").write_text(FILE)
     done("eval run", says="skipping the metric third, which was a Python object")
     done("resume run --epochs 2 --set train.schedule=own.py:half --set", 'train.metrics=["own.py:top3"]')
-    assert manyhands.Run(told.path, "finished").final.metrics.keys() == {"top3"}
+    assert manyhands.Run(result.path, "finished").final.metrics.keys() == {"top3"}
 
 
 class Metric:
@@ -427,8 +427,8 @@ NINTHS = Metric(
 
 def test_figures_of_any_word_s_name_are_kept_and_read():
     own = {"paral·lel": top3, "精度": top3, "of_class_9": NINTHS}
-    told = fit(network(), metrics=own, epochs=1)
-    assert manyhands.Run(told.path, "finished").final.metrics.keys() == own.keys()
+    result = fit(network(), metrics=own, epochs=1)
+    assert manyhands.Run(result.path, "finished").final.metrics.keys() == own.keys()
 
 
 def test_what_a_metric_writes_into_its_inputs_is_not_for_the_next():
@@ -533,14 +533,14 @@ def test_what_is_none_is_refused(settings, text):
 def test_what_python_warns_of_once_is_not_said_at_every_update():
     optimizer = own_sgd(network().parameters())
     set_rates = make_schedule(optimizer, TrainOptions(), 5, lambda optimizer: lr_scheduler.StepLR(optimizer, 2))
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as shown:
         warnings.simplefilter("default")
         for step in range(20):
             set_rates(step)
             optimizer.step()
             warnings.warn("the user's own", stacklevel=1)
-    assert 1 <= len(told) <= 3
-    assert {str(one.message) for one in told} == {"the user's own"}
+    assert 1 <= len(shown) <= 3
+    assert {str(one.message) for one in shown} == {"the user's own"}
 
 
 def test_a_recipe_s_warm_up_gives_way():

@@ -91,9 +91,9 @@ run = manyhands.fit(net, data, Dots(60, shifted_by(-0.5)), epochs=3, batch=20, l
                     quiet=True, run__report=False, at_epoch_end=note,
                     loss=lambda output, labels: nn.functional.cross_entropy(output, labels, reduction="none"))
 right = sum(int(net(x[None]).argmax()) == y for x, y in (data[i] for i in range(100)))
-told = {"best": run.best.top1, "count": run.final.count, "status": run.status, "right": right,
+result = {"best": run.best.top1, "count": run.final.count, "status": run.status, "right": right,
         "changed": not torch.equal(before, net.layers[1].weight), "all": manyhands.evaluate(run.model, data).count}
-sys.stdout.write(f"{json.dumps(told)}\\n")
+sys.stdout.write(f"{json.dumps(result)}\\n")
 # One launch holds several runs.
 torch.manual_seed(0)
 samples = torch.utils.data.TensorDataset(torch.randn(16, 5), torch.arange(16) % 2)
@@ -115,12 +115,12 @@ def test_fit_from_a_script(how):
         out = subprocess.run(line, input=SCRIPT, stdout=subprocess.PIPE, text=True, check=True, env=variables).stdout
     else:
         out = done("own.py", program=TORCHRUN, by=start).out
-    *others, told, once, twice = [json.loads(line) for line in sorted(out.splitlines(), reverse=True)]
+    *others, result, once, twice = [json.loads(line) for line in sorted(out.splitlines(), reverse=True)]
     assert once == twice == "finished"
-    assert others == [told] * (how == "torchrun")
-    assert told == {**told, "count": 60, "status": "finished", "changed": True, "all": 200}
-    assert told["best"] > 0.9
-    assert told["right"] > 90
+    assert others == [result] * (how == "torchrun")
+    assert result == {**result, "count": 60, "status": "finished", "changed": True, "all": 200}
+    assert result["best"] > 0.9
+    assert result["right"] > 90
     assert Path("ends.txt").read_text().splitlines() == ["1 60", "2 60", "3 60"]
     assert processes_of("run") == 2
 
