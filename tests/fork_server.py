@@ -41,10 +41,15 @@ def fork_variables():
     )  # fmt: skip
     listener.close()
     assert process.stdout.readline() == READY
-    atexit.register(process.kill)
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    atexit.register(_end_server, process, folder, os.getpid())
     paths = os.pathsep.join([str(FORKS), str(SOURCE)])
     return {"PYTHONPATH": paths, "TEST_FORK_SERVER": str(folder / "socket")}
+
+
+def _end_server(process, folder, starter):
+    if os.getpid() == starter:  # not a fork of it, which has inherited this
+        process.kill()
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def serve_forks(listener):
