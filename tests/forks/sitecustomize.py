@@ -1,47 +1,63 @@
-"""Has a fork of the process of tests.fork_server take the place of an agent, or of a command.
+"""Replaces an agent, or a command, by a fork of the process of tests.fork_server.
 
-Python imports this at its start. The process stays, as the child of who started it, for as long as the fork runs: it
-passes signals on, and when one of them ends, so does the other.
+Python imports this at its start. The process stays, as the child of the process that started it, for as long as the
+fork runs: it forwards four signals and the exit code, and when one of the two ends, so does the other.
 """
 
 import os
 import sys
 
-_AGENT = ["-P", "-m", "manyhands.cluster.agents.agent"]
+_AGENT = "manyhands.cluster.agents.agent"
 
 
-def _wait_for_fork(what, *words):
+def _run_in_fork(module, *arguments):
+    errors = os.dup(2)
+    try:
+        code = _exit_code_of_fork(module, *arguments)
+    except BaseException as error:  # noqa: BLE001 - raised, Python would start the real program
+        os.write(errors, f"tests.fork_server: {error!r}\n".encode())
+        code = 1
+    os._exit(code)
+
+
+def _exit_code_of_fork(module, *arguments):
+    import contextlib
     import signal
     import socket
 
+    def forward(number, _):
+        with contextlib.suppress(ProcessLookupError):  # it has just ended
+            os.kill(fork, number)
+
     with socket.socket(socket.AF_UNIX) as server:
-        try:
-            server.connect(os.environ["TEST_FORK_SERVER"])
-        except OSError as error:  # Python would go on, and start what is to be a fork
-            raise SystemExit(f"no fork server: {error}") from None
-        if what == "agent":
+        server.connect(os.environ["TEST_FORK_SERVER"])
+        with open("/proc/self/comm", "w") as name:  # noqa: PTH123
+            name.write("fork-client")
+        if module == _AGENT:
             del os.environ["TEST_FORK_SERVER"]
-        place = [os.getcwd(), what, str(len(words)), *words]  # noqa: PTH109
-        place += [f"{name}={value}" for name, value in os.environ.items()]
-        socket.send_fds(server, ["\0".join([*place, "", ""]).encode(errors="surrogateescape")], [0, 1, 2])
+        mask = os.umask(0)
+        os.umask(mask)
+        request = [os.getcwd(), str(mask), module, str(len(arguments)), *arguments]  # noqa: PTH109
+        request += [f"{name}={value}" for name, value in os.environ.items()]
+        socket.send_fds(server, ["\0".join([*request, "", ""]).encode(errors="surrogateescape")], [0, 1, 2])
         for number in range(3):
             os.close(number)
         fork = int(server.recv(8))
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
             if signal.getsignal(number) is not signal.SIG_IGN:
-                signal.signal(number, lambda number, _: os.kill(fork, number))
+                signal.signal(number, forward)
         code = int(server.recv(8) or 1)
     if code < 0:
         if -code != signal.SIGKILL:
             signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
-    os._exit(code)
+    return code
 
 
 if "TEST_FORK_SERVER" in os.environ:
-    if sys.orig_argv[1:4] == _AGENT:
-        _wait_for_fork("agent", *sys.orig_argv[4:])
+    if sys.orig_argv[1:4] == ["-P", "-m", _AGENT]:
+        _run_in_fork(_AGENT, *sys.orig_argv[4:])
     elif sys.orig_argv[1:3] == ["-m", "manyhands"]:
-        _wait_for_fork("command", *sys.orig_argv[3:])
+        _run_in_fork("manyhands", *sys.orig_argv[3:])
     elif os.path.basename("".join(sys.orig_argv[1:2])) == "manyhands":  # noqa: PTH119
-        _wait_for_fork("command", *sys.orig_argv[2:])
+        _run_in_fork("manyhands", *sys.orig_argv[2:])

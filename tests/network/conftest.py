@@ -20,9 +20,15 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture
-def lab():
+def forks():
+    """Whether agents are forks (tests.fork_server); a test for which they are started is parametrized with False."""
+    return True
+
+
+@pytest.fixture
+def lab(forks):
     """Three hosts of the test's own, with links as fast as they go."""
-    with Lab(hosts=3, forks=True) as made:
+    with Lab(hosts=3, forks=forks) as made:
         yield made
 
 

@@ -147,7 +147,9 @@ class Lab:
         """
         self._stop(host)
         config = self._write_sshd_config(host, {**self.environment, **(environment or {})}, port)
-        script = f'{prepare} && exec {_tool("sshd")} -D -e -f "$0"'
+        # bash reads it in each session, and what it starts may wait for what another killed host has left locked.
+        hide = "if [ -e ~/.bashrc ]; then mount --bind /dev/null ~/.bashrc; fi"
+        script = f'{hide} && {prepare} && exec {_tool("sshd")} -D -e -f "$0"'
         with (self.folder / f"sshd{host}.log").open("ab") as log:
             self._servers[host] = self.exec(
                 host, ["sh", "-c", script, str(config)], stdin=subprocess.DEVNULL, stdout=log, stderr=log

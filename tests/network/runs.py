@@ -8,6 +8,7 @@ from pathlib import Path
 import psutil
 import torch
 
+from manyhands.cluster.agents.early import AGENT
 from tests.e2e import command
 from tests.e2e.command import QUICK, done, events, final_weights, finish, forked, metrics, read, wait_until
 
@@ -51,11 +52,14 @@ def agents(lab, among=()):
 
 
 def is_agent(process):
-    """The one that the fork server forked into a host, not the workers that it forked there."""
-    if "manyhands.cluster.agents.agent" not in process.cmdline():
-        return False
-    here, above = (Path(f"/proc/{pid}/ns/net").readlink() for pid in (process.pid, process.ppid()))
-    return here != above
+    """A host's agent, started there or forked into it (tests.fork_server), not one of its workers."""
+    return _has_agents_words(process) and not _has_agents_words(process.parent())
+
+
+def _has_agents_words(process):
+    with contextlib.suppress(psutil.Error):  # it has ended
+        return process.name() == "agent" or (AGENT[-1] in process.cmdline() and process.name() != "fork-client")
+    return False
 
 
 def kill_agent(lab, host):
