@@ -23,11 +23,11 @@ MEANINGS = ROOT / "docs" / "zh" / "meanings.toml"
 
 TYPES_IN_CHINESE = {
     "whole number": "整数",
-    "list of numbers": "数的列表",
-    "list of texts": "文本的列表",
+    "list of numbers": "数值列表",
+    "list of texts": "字符串列表",
     "true or false": "true 或 false",
-    "number": "数",
-    "text": "文本",
+    "number": "数值",
+    "text": "字符串",
     "table": "表",
     " or ": " 或 ",
     " and ": " 且 ",
@@ -47,12 +47,12 @@ CHINESE_HEAD = """# 全部选项
 
 [English](../reference.md) · [README](../../README.zh-CN.md)
 
-<!-- 由 scripts/build_reference.py 生成；要改请改代码里的选项，不要改这里 -->
+<!-- 由 scripts/build_reference.py 生成；请修改代码中的选项，不要修改本页 -->
 
-选项的键就是它的路径：`train.lr` 在 job.toml 里是 `[train]` 一节的 `lr`，在命令行里是 `--set train.lr=0.1` 或
-`--train.lr 0.1`，在环境变量里是 `MANYHANDS_TRAIN__LR=0.1`，在 Python 里是 `lr=0.1`（`train` 一节）或
-`data__workers=4`（其他各节）。`manyhands train … --show-config` 打印当前生效的值和各自的来源。
-下面是没有配方时的默认值；配方见[配方](guides/recipes.md)。
+选项的键即其路径。例如 `train.lr`：在 job.toml 中是 `[train]` 一节的 `lr`；
+在命令行中是 `--set train.lr=0.1` 或 `--train.lr 0.1`；在环境变量中是 `MANYHANDS_TRAIN__LR=0.1`；
+在 Python 中是 `lr=0.1`（`train` 以外各节的选项要加节名，例如 `data__workers=4`）。
+`manyhands train … --show-config` 打印当前生效的值及其来源。下表中的默认值不含配方的设置，见[配方](guides/recipes.md)。
 """
 
 

@@ -12,7 +12,7 @@ from tests.docs.pages import ROOT, chinese_of
 RECIPES = ROOT / "docs" / "guides" / "recipes.md"
 MODES = ROOT / "docs" / "guides" / "several-processes.md"
 # What stands for data that has no name of its own.
-EXAMPLES = {"file.py": "data.py:make", "fit(…)": "objects", "文": "./pictures", "a": "./pictures"}
+EXAMPLES = {"file.py": "data.py:make", "fit(…)": "objects", "图": "./pictures", "a": "./pictures"}
 
 
 def rows(page):
