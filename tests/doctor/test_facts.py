@@ -142,6 +142,8 @@ def test_named_data_is_looked_for_where_it_would_lie(tmp_path):
     write(tmp_path, {"MNIST/raw/x.gz": b"12"})
     assert dataset("mnist", str(tmp_path), tmp_path)["files"] == 1
     assert dataset("./pets", "", tmp_path)["exists"] is False
+    for name in ("digits", "synthetic:9x1x4x4x2", "fake-imagenet", "data.py:pets"):
+        assert dataset(name, "", tmp_path) == {"kind": "none"}
 
 
 @pytest.mark.parametrize(("words", "found"), [

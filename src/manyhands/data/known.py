@@ -138,12 +138,16 @@ def is_published(name: str) -> bool:
     return any(name in names for names in _choice_names().values())
 
 
+def choice_named(name: str) -> str:
+    """Returns the module for a data set's name, or a prefix such as "torchvision:"; empty: neither."""
+    words = {name, name.partition(":")[0] + ":"}
+    return next((module for module, names in _choice_names().items() if words & {*names}), "")
+
+
 def find_choice(name: str) -> str:
-    """Returns the module for a data set's name, a prefix such as "torchvision:", an object or a folder."""
-    choices = _choice_names()
-    for module, names in choices.items():
-        if name in names or name.partition(":")[0] + ":" in names:
-            return module
+    """Returns the module for a data set's name or prefix, an object or a folder."""
+    if module := choice_named(name):
+        return module
     place = Path(name).expanduser()
     if is_object_reference(name):
         return "user"
@@ -161,7 +165,7 @@ def find_choice(name: str) -> str:
                 what = f"{name} is a YAML file, which manyhands doesn't read"
                 hints = ("write the job in TOML: manyhands train job.toml", f"or {folder}")
         raise UserError(what, "data.name", hints)
-    words = [word + "…" if word.endswith(":") else word for names in choices.values() for word in names]
+    words = [word + "…" if word.endswith(":") else word for names in _choice_names().values() for word in names]
     raise unknown_choice("data set", name, [*words, "a folder", "file.py:function"], "data.name")
 
 

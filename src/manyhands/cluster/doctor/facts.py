@@ -31,7 +31,7 @@ from manyhands.cluster.hosts.inventory import INTERFACE_VARIABLES
 from manyhands.core.errors import UserError
 from manyhands.core.machine import cores, memory, this_machine
 from manyhands.core.user_code import revision
-from manyhands.data.known import recognise
+from manyhands.data.known import choice_named, recognise
 from manyhands.data.options import DataOptions, data_folder
 from manyhands.parallel.group.ports import interface_of
 
@@ -212,7 +212,8 @@ def dataset(name: str, folder: str, workdir: Path) -> dict[str, Any]:
 
     "kind" is none (generated data), folder or named; "whole" is false if DATA_S was too short to list all files.
     """
-    if not name or name in {"digits", "synthetic"} or name.startswith("synthetic:") or ".py:" in name:
+    in_files = choice_named(name) in {"", "published", "torchvision"} and name != "digits"
+    if not name or not in_files or ".py:" in name:
         return {"kind": "none"}
     path = workdir / Path(name).expanduser()
     if path.is_dir() or "/" in name or name.startswith("."):
