@@ -24,6 +24,8 @@ import tempfile
 import traceback
 from pathlib import Path
 
+from manyhands.cluster.agents.early import AGENT
+
 FORKS, SOURCE = Path(__file__).with_name("forks"), Path(__file__).parents[1] / "src"
 NAMESPACES = {"mnt": 0x00020000, "uts": 0x04000000, "net": 0x40000000}  # with CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWNET
 BYTES, READY, REQUEST_S = 1 << 20, b"ready\n", 5
@@ -37,7 +39,8 @@ def fork_variables():
     listener.bind(str(folder / "socket"))
     listener.listen(64)
     process = subprocess.Popen(
-        [sys.executable, "-m", "tests.fork_server", str(folder), str(listener.fileno())],
+        # The doctor knows agents by the word in their command line, which a fork inherits.
+        [sys.executable, "-m", "tests.fork_server", AGENT[-1], str(listener.fileno())],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=[listener.fileno()], cwd=Path(__file__).parents[1],
         env={**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "FATAL"},  # as commands set it
         start_new_session=True,
@@ -131,7 +134,7 @@ def _run(client, request, streams):
     os.environ.update(each.split("=", 1) for each in variables)
     os.chdir(folder)
     platform._uname_cache = None  # a host of a lab has a name of its own
-    Path("/proc/self/comm").write_text(module.rpartition(".")[2])
+    _name_process(module.rpartition(".")[2])
     sys.argv = [module, *arguments]
     atexit._clear()  # what the fork server's modules have registered
     code = 0
@@ -142,6 +145,11 @@ def _run(client, request, streams):
     atexit._run_exitfuncs()
     sys.stdout.flush()
     os._exit(code)
+
+
+def _name_process(name):
+    """Sets what `ps` shows as the command's name, by which tests tell server, clients, agents and commands apart."""
+    Path("/proc/self/comm").write_text(name)
 
 
 def _namespace(pid, name):
@@ -158,6 +166,7 @@ def main():
     for name in ("torchvision", *(f"manyhands.{each}" for each in ours.split())):
         importlib.import_module(name)
     del sys.path[0]  # the folder of the tests, which isn't there for what `python -P` starts
+    _name_process("fork-server")
     os.write(1, READY)
     serve_forks(socket.socket(fileno=int(sys.argv[2])))
 

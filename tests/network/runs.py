@@ -58,7 +58,7 @@ def is_agent(process):
 
 def _has_agents_words(process):
     with contextlib.suppress(psutil.Error):  # it has ended
-        return process.name() == "agent" or (AGENT[-1] in process.cmdline() and process.name() != "fork-client")
+        return AGENT[-1] in process.cmdline() and process.name() not in {"fork-server", "fork-client", "manyhands"}
     return False
 
 
