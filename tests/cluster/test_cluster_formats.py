@@ -12,7 +12,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from manyhands.cluster.agents.ssh import copied_by
+from manyhands.cluster.agents.ssh import scp_command
 from manyhands.cluster.hosts.formats import accelerate, hostfile, kubernetes, rank_table, slurm
 from manyhands.cluster.hosts.formats.slurm import expand_counts, expand_hosts
 from manyhands.cluster.hosts.inventory import Cluster, Machine
@@ -381,8 +381,8 @@ class TestDescribe:
     ],
 )
 def test_the_line_that_copies_from_a_machine_can_be_typed(machine, command):
-    assert copied_by(machine, "/a/run", "runs/x") == command
-    assert "'" in copied_by(machine, "/a b/run", "runs/x")
+    assert scp_command(machine, "/a/run", "runs/x") == command
+    assert "'" in scp_command(machine, "/a b/run", "runs/x")
 
 
 WORD = st.from_regex(r"[a-z][a-z.-]{0,3}", fullmatch=True)

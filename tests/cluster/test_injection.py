@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from manyhands.cluster.agents.ssh import agent_command, agent_script, copied_by
+from manyhands.cluster.agents.ssh import agent_command, agent_script, scp_command
 from manyhands.cluster.hosts.inventory import Machine
 from manyhands.cluster.hosts.this_process import machines_of
 from manyhands.config.job import ClusterOptions
@@ -60,5 +60,5 @@ def test_a_path_is_a_path_to_the_other_machines_shell(setting, trick, tmp_path):
 
 @pytest.mark.parametrize("trick", TRICKS)
 def test_what_a_user_is_told_to_type_does_what_it_says(trick, tmp_path):
-    line = copied_by(Machine("n1"), trick, trick)
+    line = scp_command(Machine("n1"), trick, trick)
     assert not runs(["sh", "-c", line.replace("scp", "echo", 1)], tmp_path)

@@ -16,7 +16,14 @@ import psutil
 import pytest
 
 from manyhands.cluster.agents.agent import Agent
-from manyhands.cluster.agents.connection import AgentConnection, LinkClosed, MisunderstoodError, Wire, close_all, stir
+from manyhands.cluster.agents.connection import (
+    AgentConnection,
+    LinkClosed,
+    MisunderstoodError,
+    Wire,
+    close_all,
+    wait_for_links,
+)
 from manyhands.cluster.agents.early import AGENT
 from manyhands.cluster.agents.machines import _start, open_here
 from manyhands.cluster.agents.protocol import FilePiece, OpenRun, Orders, RunOpened, WorkerExited, WorkersEnded
@@ -238,7 +245,7 @@ def test_a_conversation_goes_on_over_a_new_connection_and_no_message_is_lost_or_
         told, until = [], time.monotonic() + 15
         while not (len(told) > 1 and line.connected and line.process is not before) and time.monotonic() < until:
             line.heartbeat()
-            for link in stir([line], 0.1):
+            for link in wait_for_links([line], 0.1):
                 told += link.read()
         assert [(answered, type(message)) for answered, message in told] == [(each, CallResult) for each in numbers]
         assert line.process is not before

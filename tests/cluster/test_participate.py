@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from manyhands.cluster.hosts.formats import mpi, slurm
 from manyhands.cluster.hosts.inventory import Cluster, Machine, Rendezvous
-from manyhands.cluster.hosts.this_process import described, find_machine, is_local_name, participate, reachable
+from manyhands.cluster.hosts.this_process import described, find_machine, is_local_name, participate, reachable_address
 from manyhands.config.job import ClusterOptions
 from manyhands.config.load import load_job
 from manyhands.core.errors import UserError
 from manyhands.parallel.group.ports import local_addresses, outer_addresses
-from manyhands.run.train import place_of
+from manyhands.run.train import launch_decision
 
 HERE = socket.gethostname()
 
@@ -185,13 +185,13 @@ def test_a_name_that_means_loopback_here_becomes_an_address_or_is_refused():
     outer = [address for address in outer_addresses() if ":" not in address] or outer_addresses()
     loopback = {entry[4][0] for entry in socket.getaddrinfo(HERE, 1)} <= {"127.0.0.1", "127.0.1.1", "::1"}
     if not loopback:
-        assert reachable(HERE) == HERE
+        assert reachable_address(HERE) == HERE
     elif len(outer) == 1:
-        assert reachable(HERE) == outer[0]
+        assert reachable_address(HERE) == outer[0]
     else:
         with pytest.raises(UserError, match="/etc/hosts"):
-            reachable(HERE)
-    assert reachable("192.0.2.77") == "192.0.2.77"
+            reachable_address(HERE)
+    assert reachable_address("192.0.2.77") == "192.0.2.77"
 
 
 def test_this_machine_finds_itself():
@@ -234,7 +234,7 @@ TORCHRUN = {**WORKER, "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "3"}
 def place_by_flags(monkeypatch, environment, flags, file=None):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    return place_of(load_job(flags, file=file, environment={}).job)
+    return launch_decision(load_job(flags, file=file, environment={}).job)
 
 
 @pytest.mark.parametrize(

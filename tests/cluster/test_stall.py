@@ -62,8 +62,8 @@ def told(clock, *ranks, later=None):
 )
 def test_a_stall_names_who_did_not_come(ranks, later, wanted, hung, clock):
     stalls = told(clock, *ranks, later=later)
-    assert wanted in stalls.to_say()
-    assert stalls.to_say() == ""  # it is said once
+    assert wanted in stalls.new_warning()
+    assert stalls.new_warning() == ""  # it is said once
     assert bool(stalls.hung()) == hung
 
 
@@ -71,16 +71,16 @@ def test_a_stall_names_who_did_not_come(ranks, later, wanted, hung, clock):
 def test_what_is_slow_as_usual_is_none(rank, clock):
     stalls = Stalls()
     stalls.take(WorkersSeen("n1", [rank]))
-    assert stalls.to_say() == stalls.hung() == ""
+    assert stalls.new_warning() == stalls.hung() == ""
 
 
 def test_a_stall_that_is_over_is_forgotten_and_the_next_one_told(clock):
     stalls = told(clock, seen(0))
-    assert stalls.to_say()
+    assert stalls.new_warning()
     clock.now += 10  # its agent has nothing to complain of any more
-    assert stalls.to_say() == stalls.hung() == ""
+    assert stalls.new_warning() == stalls.hung() == ""
     stalls.take(WorkersSeen("n1", [seen(0)]))
-    assert stalls.to_say()
+    assert stalls.new_warning()
 
 
 def test_a_stopped_process_cannot_hear_a_wish_at_once(clock):

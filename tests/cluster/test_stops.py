@@ -194,7 +194,7 @@ def test_what_came_while_the_head_stood_still_keeps_a_machine_from_being_given_u
     link.last_received -= SILENT_S + 60  # and the pulse, which comes back, is read by nobody
     link.send(Alive())
     assert select.select([link], [], [], 60)[0]
-    head.look()
+    head.check_links()
     assert not head.ending.lost
     head.running.clear()
     close_all([link])

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import manyhands
-from manyhands.cli.evaluate import line_of, show_evaluation
+from manyhands.cli.evaluate import prediction_line, show_evaluation
 from manyhands.cli.main import main
 from manyhands.core.errors import UserError
 from manyhands.core.terminal import as_json, plain, plain_lines, say, show
@@ -55,7 +55,7 @@ def test_what_is_said_and_shown_is_plain(capsys):
 
 def test_names_of_classes_and_pictures_are_on_one_line(capsys):
     name = f"{EVIL}\nforged: cat 99.9%"
-    assert line_of(Path(f"p\n{EVIL}.png"), [(name, 0.5)]).count("\n") == 0
+    assert prediction_line(Path(f"p\n{EVIL}.png"), [(name, 0.5)]).count("\n") == 0
     row = {"name": name, "top1": 0.5, "count": 2}
     figures = {"count": 2, "top1": 0.5, "top5": 1, "loss": 1, "metrics": {name: 0.5}, "classes": 6}
     show_evaluation({"checkpoint": EVIL, "data": EVIL, "per_class": [row], **figures}, as_json=False)

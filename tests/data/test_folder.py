@@ -18,7 +18,7 @@ from tests.data.sets import make, opened, picture
 
 from manyhands.core.errors import UserError
 from manyhands.core.records import FAILURE_FILE
-from manyhands.core.scratch import of_this_start
+from manyhands.core.scratch import workers_folder
 from manyhands.data import gallery
 from manyhands.data.decode import CorruptImageError, decode
 from manyhands.data.folder import Listing, list_parts, split
@@ -442,7 +442,7 @@ def test_processes_of_one_start_map_one_listing_though_the_folder_changes(tmp_pa
 
 def test_without_a_start_of_ours_there_is_nothing_to_share(monkeypatch):
     monkeypatch.delenv(FAILURE_FILE, raising=False)
-    assert of_this_start() is None
+    assert workers_folder() is None
 
 
 def test_a_full_disk_leaves_each_process_its_own_listing(tmp_path, monkeypatch):

@@ -10,10 +10,10 @@ from manyhands.cluster.doctor.survey import (
     MOST_ROUNDS,
     MOST_TRIED,
     choose_addresses,
+    connections_to_try,
+    link_penalty,
     local_candidates,
     rounds,
-    unlikely,
-    ways_tried,
 )
 
 NAMES = ("eth0", "eno1", "enp3s0", "docker0", "br-1a2b", "wg0", "tailscale0", "virbr0", "ib0", "lo")
@@ -97,7 +97,7 @@ def test_ipv4_where_all_have_it_and_containers_bridges_only_where_nothing_else_w
         assert ("." in address) == fours or (not fours and not sixes)
         alike = {a for a in usable[host] if (":" in a) == (":" in address)}
         working = [i["name"] for i in facts[host]["interfaces"] if i["up"] and alike & addresses_on(i)]
-        assert unlikely(name) == min(map(unlikely, working))
+        assert link_penalty(name) == min(map(link_penalty, working))
 
 
 def test_the_subnet_that_all_share_wins_over_a_faster_interface_of_one():
@@ -138,7 +138,7 @@ def test_nobody_is_in_two_pairs_of_a_round_and_rounds_are_few(names, most):
 def test_machines_try_all_others_or_of_many_some_and_the_first(count):
     """A thousand machines don't try a million ways; what is measured was tried; what holds all together is."""
     names = [f"n{number}" for number in range(count)]
-    tried = ways_tried(names)
+    tried = connections_to_try(names)
     pairs = {(host, other) for host, others in tried.items() for other in others}
     assert list(tried) == names
     assert all(len(others) == len(set(others) - {host}) for host, others in tried.items())

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from manyhands.cluster.doctor import findings
 from manyhands.cluster.doctor.findings import Attempt, DoctorFinding, Needs, examine, sort_out
-from manyhands.cluster.doctor.survey import choose_addresses, ways_tried
+from manyhands.cluster.doctor.survey import choose_addresses, connections_to_try
 from manyhands.core.choices import load_choice, module_names
 from manyhands.core.errors import RunError
 from manyhands.run.doctor import all_reduce_failed
@@ -354,7 +354,7 @@ def test_one_finding_for_each_cause_and_the_worst_first(found):
 @given(st.integers(40, 60), st.data())
 def test_of_many_machines_some_ways_were_tried_and_one_that_nobody_reaches_is_named(count, data):
     survey = healthy(count)
-    tried = {(host, other) for host, others in ways_tried(survey.hosts).items() for other in others}
+    tried = {(host, other) for host, others in connections_to_try(survey.hosts).items() for other in others}
     survey.reach = {pair: found for pair, found in survey.reach.items() if pair in tried}
     assert choose_addresses(survey.facts, survey.reach) == survey.chosen
     lost = data.draw(st.sampled_from(survey.hosts))

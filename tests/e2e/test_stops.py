@@ -397,7 +397,7 @@ import os, signal, time
 from manyhands.run.launch import Background
 signal.signal(signal.SIGTERM, lambda *_: os._exit(75 if os.getsid(0) == os.getpid() else 1))
 background = Background()
-if background.elsewhere:
+if background.child_pid:
     os.kill(os.getpid(), signal.SIGTERM)
     os._exit(background.wait(as_json=False))
 time.sleep(60)

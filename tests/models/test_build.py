@@ -260,7 +260,7 @@ def test_the_first_layer_whitens_patches_and_has_the_opposites():
         torch.rand(200, 3, 34, 34, generator=torch.Generator().manual_seed(2)), 3, 1
     )
     pictures = 20 * (smooth - smooth.mean())
-    net.look(pictures)
+    net.initialize(pictures)
     found = net.whiten(pictures).transpose(0, 1).flatten(1).double()
     covariance = found @ found.T / found.shape[1]
     one = torch.eye(12, dtype=torch.float64)

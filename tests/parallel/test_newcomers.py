@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from manyhands.parallel.group.listeners import close_rendezvous, closed_once_formed
-from manyhands.run.doctor import public_addresses
+from manyhands.run.doctor import describe_public_addresses
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has filters on sockets")
 
@@ -71,6 +71,6 @@ def test_who_does_not_belong_goes_where_all_who_do_are_seen(members, leaves):
 
 def test_addresses_of_the_internet_are_told_from_private_ones():
     private = ["10.0.0.1", "192.168.1.4", "172.20.1.1", "100.64.3.2", "fd00::1", "127.0.0.1"]
-    assert not public_addresses({str(n): ("eth0", address) for n, address in enumerate(private)})
+    assert not describe_public_addresses({str(n): ("eth0", address) for n, address in enumerate(private)})
     for address in ("8.8.8.8", "2001:4860:4860::8888"):
-        assert f"n2 at {address}" in public_addresses({"n1": ("eth0", "10.0.0.1"), "n2": ("eth0", address)})
+        assert f"n2 at {address}" in describe_public_addresses({"n1": ("eth0", "10.0.0.1"), "n2": ("eth0", address)})

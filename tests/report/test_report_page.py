@@ -19,7 +19,7 @@ from manyhands.core.records import EvaluationDetail, Running
 from manyhands.report import drawing, page
 from manyhands.report.drawing import fonts_for, smooth, thin
 from manyhands.report.figures import class_scores, confused_pairs, curves
-from manyhands.report.follow import look
+from manyhands.report.follow import read_progress
 from manyhands.report.page import render, write_report
 from manyhands.report.read import read_run
 from manyhands.report.summary import result_lines, result_object
@@ -262,7 +262,7 @@ def test_records_that_nobody_wrote_are_left_out_and_the_page_is_made(tmp_path, s
     assert "</html>" in render(found, {})
     json.dumps(result_object(found), allow_nan=False)
     assert result_lines(found)
-    look(Running(time=0, pid=1, created=0, host="h", run=str(run.path), hosts=["h"], command=["x"]))
+    read_progress(Running(time=0, pid=1, created=0, host="h", run=str(run.path), hosts=["h"], command=["x"]))
 
 
 def test_unequal_shares_stand_below_where_the_time_goes(tmp_path):

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
-from manyhands.cli.evaluate import line_of
+from manyhands.cli.evaluate import prediction_line
 from manyhands.core.quantities import percentage
 from manyhands.core.terminal import plain
 from manyhands.report.read import read_run
@@ -269,6 +269,6 @@ def test_a_figure_just_below_all_is_nowhere_shown_as_all(tmp_path, right):
         evaluation_line(evaluation, None), evaluation_line(evaluation, None, log=True),
         epoch_line(step), epoch_line(step, log=True),
         step_line(step), live_line(progress, step.time, 300).plain.partition("acc")[2],
-        line_of(tmp_path, [("a", share)]),
+        prediction_line(tmp_path, [("a", share)]),
     ]  # fmt: skip
     assert [bool(re.search(r"\b100(\.0+)?\b", line.replace("100/100", ""))) for line in shown] == [right == 10000] * 7

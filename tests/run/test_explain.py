@@ -10,7 +10,7 @@ from manyhands.cli.main import main
 from manyhands.cluster.hosts.this_process import participate
 from manyhands.config.load import load_job
 from manyhands.run.explain import explained
-from manyhands.run.train import place_of
+from manyhands.run.train import launch_decision
 
 WORKER = {"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29400"}
 
@@ -137,13 +137,13 @@ def test_what_the_clusters_file_asks_of_the_job_is_followed_by_option_alone(tmp_
     file = tmp_path / "accelerate.yaml"
     file.write_text("distributed_type: FSDP\nmixed_precision: bf16\nnum_processes: 2\n")
     flags = {"cluster.file": str(file), "parallel.mode": "fsdp"}
-    assert place_of(load_job(flags, environment={}).job).processes == 2
+    assert launch_decision(load_job(flags, environment={}).job).processes == 2
     said = capsys.readouterr().err
     assert said == (
         f"manyhands: {file}: mixed_precision: bf16 is ignored; to apply this setting, add --train.precision bf16\n"
     )
-    place_of(load_job({**flags, "train.precision": "bf16"}, environment={}).job)
+    launch_decision(load_job({**flags, "train.precision": "bf16"}, environment={}).job)
     assert not capsys.readouterr().err
     file.write_text("distributed_type: DEEPSPEED\nnum_processes: 2\n")
-    place_of(load_job(flags, environment={}).job)
+    launch_decision(load_job(flags, environment={}).job)
     assert "distributed_type: DEEPSPEED is not supported and is ignored" in capsys.readouterr().err

@@ -86,7 +86,7 @@ def test_a_machine_that_fails_again_soon_is_set_aside_for_longer_and_longer_unti
 
 
 def test_no_machine_is_set_aside_for_a_tunnel_that_has_ended():
-    assert failed_rank(Ending(cut="the ssh tunnel to n2 ended")) is None
+    assert failed_rank(Ending(lost_tunnel="the ssh tunnel to n2 ended")) is None
     assert failed_rank(Ending(lost={"n2": "no message for 30 s"})) is None
     assert failed_rank(Ending(failed={3: -9})) == 3
     assert failed_rank(Ending()) is None

@@ -22,7 +22,7 @@ from manyhands.core.errors import UserError
 from manyhands.core.records import Event, Running, append, write_json
 from manyhands.core.run_folder import RunFolder
 from manyhands.core.stops import ended_like_ctrl_c, handled, request_stop
-from manyhands.report.follow import as_object, look
+from manyhands.report.follow import as_object, read_progress
 from manyhands.run.folder import FolderWatch
 from manyhands.run.registry import (
     find_reference,
@@ -129,7 +129,7 @@ def test_a_clock_that_was_set_hides_no_run():
 def test_another_machines_record_is_taken_at_its_word():
     put(record("/shared/a", pid=2**22 + 1, host="n7"))
     (found,) = running()
-    assert look(found).state == "unknown"
+    assert read_progress(found).state == "unknown"
     signal_head(found, 0)
 
 
@@ -267,7 +267,7 @@ def test_commands_for_any_run_and_for_one_that_goes_on_know_the_same_runs(tmp_pa
 def test_a_run_without_records_yet_is_starting(tmp_path):
     with registered(tmp_path):
         (found,) = running()
-        now = look(found)
+        now = read_progress(found)
         assert now.state == "starting"
         about = as_object(found, now)
         assert (about["step"], about["top1"], about["processes"]) == (None, None, None)
@@ -280,7 +280,7 @@ def test_a_run_that_has_taken_up_a_machine_is_not_stopping(tmp_path):
         folder.path.mkdir(exist_ok=True)
         for kind, state in [("started", "starting"), ("stopping", "stopping"), ("regrouped", "starting")]:
             append(folder.events, Event(time=time.time(), kind=kind, message=kind))
-            assert look(found).state == state
+            assert read_progress(found).state == state
 
 
 @pytest.fixture
@@ -296,7 +296,7 @@ def watched(tmp_path, monkeypatch):
 
     def look():
         said.clear()
-        watch.look()
+        watch.check()
         return said
 
     assert look() == []

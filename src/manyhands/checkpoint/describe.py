@@ -240,7 +240,7 @@ def _place_file(file: Path, wanted: Collection[str] = ()) -> PlacedTensors:
 
 
 def written_order(file: Any) -> list[str]:
-    """Returns the tensor names of a file, in the recorded order, if any. Raises UnreadableError: invalid order."""
+    """Returns a file's tensor names, in the order that its metadata records. Raises UnreadableError: invalid order."""
     names = list(file.keys())
     order = (file.metadata() or {}).get("order")
     written = parse_json(order) if order is not None else names
@@ -276,7 +276,7 @@ def _unwrapped(name: str) -> str:
 
 
 def _shorter_forms(names: list[str]) -> Iterator[dict[str, str]]:
-    """Yields maps from full to shorter names: unchanged, without wrappers, without each shared first component."""
+    """Yields maps from names to shorter ones: unchanged, without wrappers, without first words that all share."""
     yield {name: name for name in names}
     short = {name: _unwrapped(name) for name in names}
     yield short

@@ -37,7 +37,7 @@ def step_name(step: int) -> str:
 
 
 def step_of(path: Path) -> int | None:
-    """Returns the step in a checkpoint folder's name, if any."""
+    """Returns the step in a checkpoint folder's name; None for another name."""
     match = _STEP.fullmatch(path.name)
     return int(match[1]) if match else None
 
@@ -141,7 +141,7 @@ def checked_plain(name: str, content: bytes) -> dict[str, Any]:
 
 
 class TornCheckpointError(UserError):
-    """A checkpoint's files are missing, or differ from the manifest."""
+    """Raised if a checkpoint's files are missing, or differ from the manifest."""
 
 
 def verify(path: Path) -> None:

@@ -49,7 +49,7 @@ def commit(staged: Path, target: Path) -> None:
 
 
 def sweep(path: Path) -> bool:
-    """Removes the folder of an interrupted save unless a process has it locked; returns True if it is gone."""
+    """Removes the folder of an interrupted save unless a process holds its lock; returns True if it is gone."""
     with suppress(OSError):
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -165,7 +165,7 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 def prune(folder: Path, keep: int, best: Path | None) -> list[Path]:
-    """Deletes interrupted saves, and checkpoints except the newest `keep` valid ones and `best`; returns them."""
+    """Deletes, and returns, interrupted saves and all checkpoints except `best` and the newest `keep` valid ones."""
     removed: list[Path] = []
     kept = 0
     for path in files.step_folders(folder):
@@ -210,7 +210,7 @@ def saved_steps(folder: RunFolder) -> list[int]:
 
 
 def saved_step(folder: RunFolder) -> int | None:
-    """Returns the newest step saved on this disk, else the newest recorded in the run's events, if any."""
+    """Returns the newest step saved on this disk, else in the run's events; None if nothing was saved."""
     recorded = [line.get("step") for line in read_lines(folder.events) if line.get("kind") == "saved"]
     steps = saved_steps(folder) or [step for step in recorded if isinstance(step, int)]
     return max(steps, default=None)
@@ -224,7 +224,7 @@ def kept_step(folder: RunFolder) -> int | None:
     return saved_step(folder) if saved_steps(folder) or elsewhere else None
 
 
-def unsaved(run: Path, step: int | None, why: str = "", *, idle: bool = False) -> ManyhandsError:
+def unsaved_error(run: Path, step: int | None, why: str = "", *, idle: bool = False) -> ManyhandsError:
     """Creates the error for a run that the user stopped without a save.
 
     `step`: the last saved step. `why`: the reason of a failed save; empty if the user requested the stop twice. `idle`:

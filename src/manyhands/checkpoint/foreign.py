@@ -126,7 +126,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _unloadable(path: Path) -> UserError:
-    found = names_objects(path)
+    found = object_names(path)
     if not found:
         return damaged(path)
     shown = ", ".join(map(shortened, found[:3])) + (" …" if len(found) > 3 else "")
@@ -195,8 +195,8 @@ def _step_schedule(saved: Any, epoch: int, group: dict[str, Any]) -> dict[str, A
     }
 
 
-def names_objects(path: Path) -> list[str]:
-    """Returns names of the objects in a .pth file except tensors ("?": computed names); empty if it is no pickle."""
+def object_names(path: Path) -> list[str]:
+    """Returns names of objects other than tensors in a .pth file ("?": a computed name); [] if it is no pickle."""
     with contextlib.suppress(ValueError, OSError, KeyError, zipfile.BadZipFile, NotImplementedError, RuntimeError):
         with contextlib.ExitStack() as stack:
             if zipfile.is_zipfile(path):
@@ -205,11 +205,11 @@ def names_objects(path: Path) -> list[str]:
                 content = stack.enter_context(archive.open(inner)).read(_MOST_BYTES)
             else:
                 content = stack.enter_context(path.open("rb")).read(_MOST_BYTES)
-        return list(dict.fromkeys(name for name in _asked_for(content) if not _HARMLESS.fullmatch(name)))
+        return list(dict.fromkeys(name for name in _referenced_names(content) if not _HARMLESS.fullmatch(name)))
     return []
 
 
-def _asked_for(content: bytes) -> Iterator[str]:
+def _referenced_names(content: bytes) -> Iterator[str]:
     """Yields "module.name" of each object that a pickle refers to. Raises ValueError: no pickle."""
     stream = io.BytesIO(content)
     for number in range(5):  # older files of torch begin with a magic number, a version and system information

@@ -156,7 +156,7 @@ class Source(describe.Description):
 
 
 def open_checkpoint(path: Path, *, verified: bool = False, wanted: Collection[str] = ()) -> Source:
-    """Opens a checkpoint folder or file (.safetensors, or .pth.tar, .pth, .pt in memory); see `open_description`."""
+    """Opens a checkpoint folder or file; reads a .pth.tar, .pth or .pt file into memory. See `open_description`."""
     found = None if describe.is_pickled(path) else describe.open_description(path, verified=verified, wanted=wanted)
     if found and (path.is_dir() or found.kinds[MODEL].entries.keys() >= set(wanted)):
         stored = {kind: StoredTensors(placed.entries, _FileReader(placed).take) for kind, placed in found.kinds.items()}

@@ -49,7 +49,7 @@ def note_trained_on(network: Any, pictures: Pictures, classes: tuple[str, ...]) 
 
 
 def noted_trained_on(network: Any) -> "TrainedOn | None":
-    """Returns the record of a network, or of the network inside a DDP or torch.compile wrapper."""
+    """Returns the record of a network, or of the one in a DDP or torch.compile wrapper; None without a record."""
     inner = (network, *(getattr(network, name, None) for name in ("module", "_orig_mod")))
     return next((_TRAINED_ON[id(each)] for each in inner if id(each) in _TRAINED_ON), None)
 
@@ -67,17 +67,17 @@ class TrainedNetwork(BaseModel):
     model_config = ConfigDict(extra="ignore", frozen=True)
     v: int = Field(default=VERSION)
     name: str = Field(description="as model.name, and for any size of picture: torchvision:resnet18, file.py:object …")
-    made_in_python: bool = Field(default=False, description="it was an object, which can't be built by name")
+    made_in_python: bool = Field(default=False, description="the network was an object, which can't be built by name")
     arguments: dict[str, Any] = {}
-    num_classes: int = Field(ge=1, description="the argument of its builder")
-    axes: tuple[str, ...] = Field(default=(), description="of the mesh that it is built with, for the mode hybrid")
-    double: bool = Field(default=False, description="it computes in double precision")
-    precision: str = Field(default="", description="that it was trained in, as train.precision")
-    channels_last: bool = Field(default=False, description="that it was trained in, as train.channels_last")
+    num_classes: int = Field(ge=1, description="number of outputs, an argument of the network's builder")
+    axes: tuple[str, ...] = Field(default=(), description="names of the mesh axes for the builder, in mode hybrid")
+    double: bool = Field(default=False, description="the network computes in double precision")
+    precision: str = Field(default="", description="training precision, as in train.precision")
+    channels_last: bool = Field(default=False, description="training memory format, as in train.channels_last")
     pictures: Pictures
     classes: tuple[str, ...] = Field(min_length=1, description="a name for each output")
     code: dict[str, str] = Field(default={}, description="SHA-256 of each code file of the run: net.py:Net …")
-    digests: dict[str, str] = Field(default={}, description="of its data, and of objects passed in Python")
+    digests: dict[str, str] = Field(default={}, description="SHA-256 of the data, and of objects passed in Python")
     samples: dict[str, int] = Field(default={}, description="number of samples of each split, by its name")
 
     def changed(self, now: Mapping[str, str]) -> list[str]:
@@ -87,7 +87,7 @@ class TrainedNetwork(BaseModel):
 
 
 def find_record(checkpoint: Path, state: Mapping[str, Any]) -> TrainedNetwork | None:
-    """Returns the record in a checkpoint's `state`, else the record in its run folder, if any."""
+    """Returns the record in a checkpoint's `state`, else the record in its run folder; None if both lack one."""
     if state.get(STATE_KEY) is not None:
         return parse_record(state[STATE_KEY], str(checkpoint))
     for folder in checkpoint.absolute().parents[:2]:

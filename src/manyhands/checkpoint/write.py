@@ -34,11 +34,11 @@ _BLOCK_BYTES = 4 << 20
 
 
 class NotFiniteError(RunError):
-    """A weight is NaN or infinite."""
+    """Raised if a weight is NaN or infinite."""
 
 
 class SaveError(RunError):
-    """The disk is full or failing. Earlier checkpoints are intact, and training may continue."""
+    """Raised if the disk is full or failing. Earlier checkpoints are intact, and training may continue."""
 
 
 def refuse_non_finite(snapshot: Snapshot) -> None:
@@ -144,7 +144,7 @@ class Contents:
             if regions := describe.first_held(tensors, self.mesh, rank):
                 file = staged / files.piece_name(kind, rank, self.mesh.size)
                 self.write_file(file, kind, regions)
-                written[file.name] = _seal(file)
+                written[file.name] = _manifest_entry(file)
         return written
 
     def write_unsharded(self, staged: Path) -> None:
@@ -152,7 +152,7 @@ class Contents:
         for kind in self.tensors:
             file = staged / describe.UNSHARDED_FILES[kind]
             self.write_file(file, kind)
-            written[file.name] = _seal(file)
+            written[file.name] = _manifest_entry(file)
         self.finish(staged, written)
 
     def write_file(self, file: Path, kind: str, regions: Mapping[str, Region] | None = None) -> None:
@@ -174,7 +174,7 @@ class Contents:
         texts = {files.PIECES: files.json_text(describe.describe_pieces(self.mesh, self.tensors))} if pieces else {}
         for name, text in {**texts, **self.texts}.items():
             (staged / name).write_bytes(text)
-            entries[name] = _seal(staged / name)
+            entries[name] = _manifest_entry(staged / name)
         try:
             own = version("manyhands")
         except PackageNotFoundError:
@@ -189,7 +189,7 @@ def unsharded_specs(tensors: Tensors) -> Specs:
     return {name: (read.torch_type(entry.dtype), entry.layout.shape) for name, entry in tensors.items()}
 
 
-def _seal(file: Path) -> dict[str, Any]:
+def _manifest_entry(file: Path) -> dict[str, Any]:
     sync(file)
     return {"size": file.stat().st_size, "sha256": files.digest(file)}
 
@@ -283,10 +283,10 @@ class CheckpointWriter:
         if self.group.rank in self.group.writers and folders.verifies(target):
             return True
         if self.group.rank == 0:
-            self._make_room(contents)
+            self._prepare_folder(contents)
         return False
 
-    def _make_room(self, contents: Contents) -> None:
+    def _prepare_folder(self, contents: Contents) -> None:
         if not self.folder.is_dir():
             self.folder.mkdir(parents=True, exist_ok=True)
             sync(self.folder.parent)
@@ -337,7 +337,7 @@ class CheckpointWriter:
         def take_part() -> None:
             try:
                 if writes:
-                    self._make_room(contents)
+                    self._prepare_folder(contents)
                     with folders.staging(self.folder, contents.step) as staged:
                         replace(contents, fetch=lambda *_: next(assembled)).write_unsharded(staged)
                         folders.commit(staged, target)
@@ -408,7 +408,7 @@ def _blocks(region: Region, item_bytes: int) -> Iterator[Region]:
 
 def held_contents(step: int, snapshot: Snapshot, network_layout: NetworkLayout, rank: int) -> Contents:
     """Describes a rank's shards. Raises RunError: the shards don't match the layouts. TypeError: data is not plain."""
-    _refuse_half_named(snapshot.model, network_layout)
+    _refuse_partly_sharded_ties(snapshot.model, network_layout)
     held: dict[str, Mapping[str, Tensor]] = {MODEL: snapshot.model}
     owners = {name: name for name in snapshot.model}
     texts = {files.STATE: files.json_text(snapshot.state)}
@@ -427,7 +427,7 @@ def held_contents(step: int, snapshot: Snapshot, network_layout: NetworkLayout, 
     return Contents(step, network_layout.mesh, tensors, texts, fetch)
 
 
-def _refuse_half_named(model: Mapping[str, Tensor], network_layout: NetworkLayout) -> None:
+def _refuse_partly_sharded_ties(model: Mapping[str, Tensor], network_layout: NetworkLayout) -> None:
     layouts = network_layout.layouts.items()
     pieces = {model[name].data_ptr(): name for name, layout in layouts if layout.cuts and name in model}
     for name, tensor in model.items():

@@ -1,1 +1,1 @@
-"""Commands: each parses its flags, calls one function of `run` and prints. Top-level imports are those of --help."""
+"""Commands: each parses its flags, calls one function of `run` and prints. Imports for more than --help are local."""

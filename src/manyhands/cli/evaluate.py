@@ -73,12 +73,12 @@ def predict(
         if as_json:
             show_json({"picture": str(path), "error" if isinstance(guesses, str) else "guesses": guesses})
         elif not isinstance(guesses, str):
-            show(line_of(path, guesses))
+            show(prediction_line(path, guesses))
     if unreadable:
         say("\n".join([f"pictures that can't be read: {len(unreadable):,}", *unreadable]))
     return EXIT_FAILED if unreadable else EXIT_OK
 
 
-def line_of(picture: Path, guesses: Sequence[tuple[str, float]]) -> str:
-    """Returns the line about one picture; removes control characters from the names of picture and classes."""
+def prediction_line(picture: Path, guesses: Sequence[tuple[str, float]]) -> str:
+    """Formats a picture's path and three most likely classes, without control characters."""
     return f"{plain(str(picture))}: " + ", ".join(f"{plain(name)} {percentage(share)}%" for name, share in guesses[:3])

@@ -102,7 +102,7 @@ def pack(  # noqa: PLR0913 - one argument for each flag
     from manyhands.run import disk
 
     folder, to = folder.expanduser(), to and to.expanduser()
-    request = None if check else disk.request_of(folder, to, size, quality)
+    request = None if check else disk.pack_request(folder, to, size, quality)
     began = said = time.perf_counter()
 
     def say_progress(done: int, total: int) -> None:

@@ -153,7 +153,7 @@ class JobFlags(Flags):
     debug_rank: DebugRank = None
 
     def job_values(self) -> dict[str, Any]:
-        """Returns the options as `Flags` does, with the mode that a pin implies and the folder of the run to resume."""
+        """Adds the mode that --pin implies, and --resume with the folder of the run, to the values of `Flags`."""
         from manyhands.parallel.options import MODE_OF_PLANS
         from manyhands.run.registry import find_start
 
@@ -163,7 +163,7 @@ class JobFlags(Flags):
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class PlaceFlags(Flags):
-    """Rank and rendezvous of this process: flags of train and explain."""
+    """The flags of train and explain for the rank and rendezvous of this process."""
 
     init: Annotated[
         str | None, Help("rendezvous URL: tcp://HOST:PORT, file:///PATH or env://"), Key("cluster.init")
@@ -180,7 +180,7 @@ class PlaceFlags(Flags):
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class RunFlags(Flags):
-    """Further options, and the kind of output: flags of train, launch, resume and imagenet."""
+    """The flags of train, launch, resume, profile and imagenet for other options, dry runs and output."""
 
     set_: Settings = None
     show_config: Annotated[bool, Help("print each option of the job and the origin of its value, then exit")] = False
@@ -197,7 +197,7 @@ class RunFlags(Flags):
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class LaunchFlags(Flags):
-    """The machines of a launch."""
+    """The flags of launch for the machines and their connections."""
 
     hosts: Annotated[
         Hosts, Help("machines: n1,n2,n3; with 4 processes each: n1:4,n2:4; with an ssh port: ssh://user@n1:31234")
@@ -236,7 +236,7 @@ class ResumeFlags(Flags):
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class EvaluateFlags(Flags):
-    """Options of an evaluation that differ from the run's."""
+    """The flags of eval, which override options of the run."""
 
     processes: Processes = None
     data_dir: Annotated[str | None, Help("folder for named data sets"), Key("data.dir")] = None
@@ -269,7 +269,7 @@ class ExplainFlags(PlaceFlags):
 
 
 def settings(words: Sequence[str] | None) -> dict[str, Any]:
-    """Parses `key=value` arguments; returns the values by dotted key. Raises UserError without a "=" and a value."""
+    """Parses `key=value` arguments; returns the values by dotted key. Raises UserError: "=" or the value is missing."""
     from manyhands.config.load import parse_value
 
     found: dict[str, Any] = {}
@@ -282,13 +282,13 @@ def settings(words: Sequence[str] | None) -> dict[str, Any]:
 
 
 def named(target: str | None, model: str | None) -> tuple[dict[str, Any], Path | None]:
-    """Returns data set and network of a command line by dotted key, and the job.toml given instead of a data set."""
+    """Returns the data set and network by dotted key, and the path of a job.toml given in place of the data set."""
     file = Path(target) if target and target.endswith(".toml") else None
     return {"data.name": None if file else target, "model.name": model}, file
 
 
 def load(values: dict[str, Any], *flags: Flags, file: Path | None = None, recipe: str | None = None) -> "LoadedJob":
-    """Builds the job from a command line: values by dotted key, then flags that were given; the last value wins."""
+    """Builds the job from values by dotted key, which the flags that were given override; the last flag wins."""
     from manyhands.config.load import load_job
 
     for group in flags:

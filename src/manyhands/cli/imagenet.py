@@ -86,7 +86,7 @@ class ImagenetFlags(Flags):
 
     @property
     def folder(self) -> str:
-        """The data folder, written so that it can't be taken for the name of a data set."""
+        """The path of the data folder, with a slash, so that it isn't read as the name of a data set."""
         folder = self.data or "imagenet"
         return folder if "/" in folder else f"./{folder}"
 
@@ -164,7 +164,7 @@ def _check_files(flags: ImagenetFlags, nodes: Nodes) -> None:
 
 
 def nodes_of(flags: ImagenetFlags, environment: Mapping[str, str] | None = None) -> Nodes:
-    """Returns the nodes by the flags or, with `--dist-url env://`, by variables. Raises UserError for conflicts."""
+    """Reads the nodes from the flags or, with `--dist-url env://`, from variables. Raises UserError for conflicts."""
     variables = os.environ if environment is None else environment
     _check_launcher(flags, variables)
     by_environment = (flags.dist_url or "").startswith("env://")
@@ -172,9 +172,9 @@ def nodes_of(flags: ImagenetFlags, environment: Mapping[str, str] | None = None)
     count, rank = (None if number == -1 else number for number in (flags.world_size, flags.rank))
     asked = count is not None or rank is not None
     if by_environment:
-        count = _number(variables, "WORLD_SIZE") if count is None else count
-        rank = _number(variables, "RANK") if rank is None else rank
-    _check_place(count, rank)
+        count = _number_variable(variables, "WORLD_SIZE") if count is None else count
+        rank = _number_variable(variables, "RANK") if rank is None else rank
+    _check_rank(count, rank)
     if count in (None, 1) and not by_environment:
         return Nodes()
     return Nodes(count or 1, rank or 0, _url(flags, variables, asked=asked))
@@ -182,7 +182,7 @@ def nodes_of(flags: ImagenetFlags, environment: Mapping[str, str] | None = None)
 
 def job_values(flags: ImagenetFlags, nodes: Nodes) -> dict[str, Any]:
     """Returns the job options that the flags set, by dotted key; None: not set. Raises UserError for conflicts."""
-    _check_together(flags)
+    _check_conflicts(flags)
     arch = (flags.arch or "").removeprefix("torchvision:")
     # One process on each node, or one for each accelerator of a single node.
     device = "cpu" if flags.no_accel else None if flags.gpu is None else f"auto:{flags.gpu}"
@@ -203,7 +203,7 @@ def job_values(flags: ImagenetFlags, nodes: Nodes) -> dict[str, Any]:
 
 
 def rendezvous_of(nodes: Nodes, processes_per_node: int) -> "Rendezvous":
-    """Returns this node's rendezvous with `processes_per_node` processes on each. Raises UserError for another URL."""
+    """Returns this node's rendezvous. Raises UserError: the URL is neither tcp://HOST:PORT nor file://."""
     from manyhands.cluster.hosts.inventory import Rendezvous
 
     sizes = (processes_per_node,) * nodes.count
@@ -217,7 +217,7 @@ def rendezvous_of(nodes: Nodes, processes_per_node: int) -> "Rendezvous":
 
 
 def notes(flags: ImagenetFlags, nodes: Nodes) -> list[str]:
-    """Returns notes on flags that have less effect than in main.py, or none."""
+    """Returns sentences on flags that have less effect than in main.py."""
     found: list[str] = []
     if flags.seed is not None:
         found.append(
@@ -230,7 +230,7 @@ def notes(flags: ImagenetFlags, nodes: Nodes) -> list[str]:
 
 
 def _check_launcher(flags: ImagenetFlags, variables: Mapping[str, str]) -> None:
-    """Raises UserError if processes would be started in addition to torchrun's."""
+    """Raises UserError if the flags would start processes although torchrun has started them."""
     if "TORCHELASTIC_RUN_ID" not in variables and "LOCAL_WORLD_SIZE" not in variables:
         return
     if flags.multiprocessing_distributed:
@@ -242,7 +242,7 @@ def _check_launcher(flags: ImagenetFlags, variables: Mapping[str, str]) -> None:
         _refuse(what, "--dist-url", "add --dist-url env://", "or start without torchrun")
 
 
-def _check_place(count: int | None, rank: int | None) -> None:
+def _check_rank(count: int | None, rank: int | None) -> None:
     if count is None and rank is not None:
         _refuse(f"--rank {rank} needs --world-size, the number of nodes", "--rank", "add --world-size 3, for example")
     if count is None:
@@ -276,7 +276,7 @@ def _url(flags: ImagenetFlags, variables: Mapping[str, str], *, asked: bool) -> 
     return f"tcp://{f'[{address}]' if ':' in address else address}:{variables['MASTER_PORT']}"
 
 
-def _check_together(flags: ImagenetFlags) -> None:
+def _check_conflicts(flags: ImagenetFlags) -> None:
     """Raises UserError if main.py would silently ignore one of two flags, or if a value is too small."""
     by_gpu = flags.gpu is not None
     for one, other, both, reason in (
@@ -298,7 +298,7 @@ def _check_together(flags: ImagenetFlags) -> None:
             _refuse(f"{name} must be {least} or more, found {value}", name, f"use {name} {max(least, 1)}, for example")
 
 
-def _number(variables: Mapping[str, str], name: str) -> int:
+def _number_variable(variables: Mapping[str, str], name: str) -> int:
     from manyhands.core.files import typed_number
 
     text = variables.get(name, "")

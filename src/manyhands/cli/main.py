@@ -92,8 +92,9 @@ def make_app(command: str = "") -> cyclopts.App:
 
 
 def main(arguments: Sequence[str] | None = None, *, handles_ctrl_c: bool = False) -> None:
-    """Runs one command and exits with its code; `handles_ctrl_c`: Ctrl-C is reported from here on."""
+    """Runs one command and exits with its code. `handles_ctrl_c`: installs Python's handler, which raises at Ctrl-C."""
     given = list(sys.argv[1:] if arguments is None else arguments)
+    as_json = "--json" in _before_separator(given)
     try:
         if handles_ctrl_c:
             signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -101,16 +102,16 @@ def main(arguments: Sequence[str] | None = None, *, handles_ctrl_c: bool = False
         words = _options_by_path(_without_local_rank(given))
         code = make_app(*given[:1])(words, exit_on_error=False, print_error=False)
     except ManyhandsError as error:
-        _show(error, as_json="--json" in _own(given))
+        _print_error(error, as_json=as_json)
         code = error.exit_code
     except cyclopts.CycloptsError as error:
-        meant, what = _meant(error, given), " ".join(str(error).split())
+        meant, what = _suggestion(error, given), " ".join(str(error).split())
         page = f"manyhands {given[0]} --help" if given and given[0] in COMMANDS else "manyhands --help"
         what = what.partition(" Did you mean")[0] if meant else what
-        _show(ManyhandsError(what, hints=(meant, page) if meant else (page,)), as_json="--json" in _own(given))
+        _print_error(ManyhandsError(what, hints=(meant, page) if meant else (page,)), as_json=as_json)
         code = EXIT_USAGE
     except UnwritableError as error:
-        _show(ManyhandsError(str(error), hints=("free disk space, or redirect the output",)), as_json=False)
+        _print_error(ManyhandsError(str(error), hints=("free disk space, or redirect the output",)), as_json=False)
         code = EXIT_FAILED
     except KeyboardInterrupt:
         Tolerant(sys.stderr).write("\nstopped\n")
@@ -138,20 +139,20 @@ def _exit(code: int, *, entire_process: bool) -> None:
     os._exit(code)
 
 
-def _own(given: list[str]) -> list[str]:
+def _before_separator(given: list[str]) -> list[str]:
     """Returns the arguments before "--", after which the arguments of a script follow."""
     return given[: given.index("--")] if "--" in given else given
 
 
 def _without_local_rank(given: list[str]) -> list[str]:
     """Removes the argument that torch.distributed.launch adds; the environment contains the same value."""
-    own = _own(given)
+    own = _before_separator(given)
     return [*(word for word in own if not re.fullmatch(r"--local[-_]rank=\d+", word)), *given[len(own) :]]
 
 
 def _options_by_path(given: list[str]) -> list[str]:
     """Rewrites `--train.lr 0.1` and `--train.lr=0.1` as `--set train.lr=0.1`, so that every option has a flag."""
-    own = _own(given)
+    own = _before_separator(given)
     rewritten: list[str] = []
     words = iter(enumerate(own))
     for position, word in words:
@@ -167,7 +168,7 @@ def _options_by_path(given: list[str]) -> list[str]:
     return [*rewritten, *given[len(own) :]]
 
 
-def _meant(error: cyclopts.CycloptsError, given: list[str]) -> str:
+def _suggestion(error: cyclopts.CycloptsError, given: list[str]) -> str:
     """Returns a suggestion for an unknown command or option; empty if there is none."""
     if isinstance(error, cyclopts.UnknownCommandError) and given[0] in COMMANDS_ELSEWHERE:
         return f"did you mean manyhands {COMMANDS_ELSEWHERE[given[0]]}?"
@@ -187,8 +188,8 @@ def _meant(error: cyclopts.CycloptsError, given: list[str]) -> str:
     return f"did you mean {meant}?" if meant else ""
 
 
-def _show(error: ManyhandsError, *, as_json: bool, most_lines: int = 30) -> None:
-    """Prints the error, the location and hints, then the end of the failing process's traceback or output."""
+def _print_error(error: ManyhandsError, *, as_json: bool, most_lines: int = 30) -> None:
+    """Prints the message, location and hints of an error, then the last lines of its notes (traceback or output)."""
     if as_json:
         content = {"error": error.message, "where": error.where, "do": list(error.hints), "exit_code": error.exit_code}
         with suppress(BrokenPipeError, UnwritableError):

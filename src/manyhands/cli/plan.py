@@ -115,7 +115,6 @@ def _counts(text: str | None) -> tuple[int, int]:
 
 
 def _predict(job: "Job", first: int, last: int, flags: PlanFlags) -> int:
-    """Predicts the throughput on each number of processes from `first` to `last`."""
     from manyhands.report.growth import growth_table
     from manyhands.run.tasks import predict_growth
 

@@ -13,7 +13,7 @@ from manyhands.core.terminal import plain, say, show, show_json
 
 if TYPE_CHECKING:
     from manyhands.core.records import Running
-    from manyhands.report.follow import Now
+    from manyhands.report.follow import RunProgress
 
 NO_LAUNCHER = "no launcher"
 SILENT_S = 60.0  # a launcher on another machine without a record for so long may be down
@@ -21,11 +21,11 @@ SILENT_S = 60.0  # a launcher on another machine without a record for so long ma
 
 def ps(*, as_json: Annotated[bool, Help("print one JSON array", "--json")] = False) -> int:
     """List active runs: machine, running time and progress."""
-    from manyhands.report.follow import as_object, look
+    from manyhands.report.follow import as_object, read_progress
     from manyhands.run.registry import headless, registry_folder, running
 
-    left = [(record, replace(look(record), state=NO_LAUNCHER)) for record in headless()]
-    found = [*((record, look(record)) for record in running()), *left]
+    left = [(record, replace(read_progress(record), state=NO_LAUNCHER)) for record in headless()]
+    found = [*((record, read_progress(record)) for record in running()), *left]
     if as_json:
         show_json([as_object(record, now) for record, now in found])
         return 0
@@ -41,9 +41,9 @@ def ps(*, as_json: Annotated[bool, Help("print one JSON array", "--json")] = Fal
     return 0
 
 
-def _row(record: "Running", now: "Now") -> tuple[str, ...]:
+def _row(record: "Running", now: "RunProgress") -> tuple[str, ...]:
     from manyhands.report.follow import as_object
-    from manyhands.report.summary import duration, percent, place
+    from manyhands.report.summary import duration, epoch_position, percent
     from manyhands.run.logs import read_places
 
     about = as_object(record, now)
@@ -59,7 +59,7 @@ def _row(record: "Running", now: "Now") -> tuple[str, ...]:
         hosts = record.hosts
     progress = "-"
     if now.step:
-        epoch, done = place(now.step)
+        epoch, done = epoch_position(now.step)
         progress = f"epoch {epoch}/{about['epochs']}, step {done}/{now.step.steps_per_epoch}"
     return (
         plain(str(run.relative_to(Path.cwd())) if run.is_relative_to(Path.cwd()) else record.run),

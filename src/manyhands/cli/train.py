@@ -35,7 +35,6 @@ def train(
 
 
 def _run(loaded: "LoadedJob", run: flags.RunFlags, *, resume_hint: bool = False) -> int:
-    """Prints the options for --show-config, or runs the job."""
     if run.show_config:
         return print_config(loaded)
     from manyhands.cli.training import run_job
@@ -74,7 +73,7 @@ def launch(
 
 
 def job_or_script(data: str | None, model: str | None, arguments: Sequence[str]) -> tuple[dict[str, Any], Path | None]:
-    """Returns data and network, or the user's script, by dotted key, and the path of the job.toml if given."""
+    """Returns options by dotted key (data and network, or the user's script), and the path of the job.toml or None."""
     if data and data.endswith(".py"):
         return {"run.script": (data, *filter(None, (model,)), *arguments)}, None
     words = [word for word in (data, model, *arguments) if word and re.match(r"[A-Za-z_][\w.]*=", word)]

@@ -1,4 +1,4 @@
-"""Trains a loaded job and prints the result, or describes the run; imported only by commands with a job."""
+"""Trains a loaded job and prints the result, or describes the run for --dry-run."""
 
 import shlex
 import sys
@@ -15,9 +15,9 @@ from manyhands.config.load import LoadedJob
 from manyhands.core.errors import UserError
 from manyhands.core.terminal import say, show, show_json
 from manyhands.report import changes, summary
-from manyhands.run.folder import announce_reach, folder_to_be
+from manyhands.run.folder import announce_reach, new_run_path
 from manyhands.run.outcome import Outcome
-from manyhands.run.train import check_names, check_script, place_of, train
+from manyhands.run.train import check_names, check_script, launch_decision, train
 
 
 def run_job(
@@ -25,7 +25,7 @@ def run_job(
 ) -> int:
     """Trains and prints the result, or describes the run under --dry-run; returns the exit code.
 
-    `rendezvous`: other machines start their own processes. `resume_hint`: a finished run may resume with other options.
+    `rendezvous`: with processes that other machines start; None: none. `resume_hint`: see `refuse_changes`.
     """
     job, script = loaded.job, loaded.job.run.script
     if script and resume_hint:
@@ -41,13 +41,13 @@ def run_job(
         return 0
     machines = tuple(this_process.machines_of(job.cluster))
     # srun or a similar launcher may already have set this process's rank.
-    if machines and not place_of(job).process_info:
+    if machines and not launch_decision(job).process_info:
         announce_reach(loaded)
         early.end_early()  # this machine may not take part, and a detached launcher is another process
         from manyhands.run.launch import Background, launch
 
         background = Background() if job.cluster.detach else None
-        if background and background.elsewhere:
+        if background and background.child_pid:
             return background.wait(as_json=flags.as_json)
         outcome = launch(job, machines, quiet=flags.quiet, begun=background.leave if background else lambda _run: None)
     else:
@@ -59,7 +59,7 @@ def run_job(
 
 
 def _print_result(outcome: Outcome, job: Job, *, as_json: bool, quiet: bool) -> None:
-    """Prints the result; of a script, the script's output is the result."""
+    """Prints the result of a run; for a user's script, only how it ended and where its output is."""
     if job.run.script and as_json:
         show_json({"run": str(outcome.folder.path), "status": outcome.status, "exit_code": outcome.exit_code})
     elif job.run.script:
@@ -91,7 +91,7 @@ def describe(loaded: LoadedJob) -> list[str]:
         work = [f"would train {job.model.name} on {job.data.name}: {epochs}", *([f"with {data}"] if data else [])]
     machines = this_process.machines_of(job.cluster)
     processes, starts = _on_machines(machines, job.cluster) if machines else (_on_this_machine(job), [])
-    return [*work, f"as {processes}", f"into {folder_to_be(job)}", *starts]
+    return [*work, f"as {processes}", f"into {new_run_path(job)}", *starts]
 
 
 def _on_machines(machines: Sequence[inventory.Machine], options: ClusterOptions) -> tuple[str, list[str]]:
@@ -106,7 +106,7 @@ def _on_machines(machines: Sequence[inventory.Machine], options: ClusterOptions)
 
 
 def _on_this_machine(job: Job) -> str:
-    place = place_of(job)
+    place = launch_decision(job)
     if found := place.process_info:
         by = f"rendezvous at {found.init}" if found.started_by == "--init" else f"by {found.started_by}"
         return f"rank {found.rank} of {found.size}, {by}"

@@ -13,7 +13,7 @@ from manyhands.core.records import MACHINE_LOST, PROCESS_ENDED, Failure
 
 
 class Failed(Exception):  # noqa: N818 - carries a failure record
-    """Ends a process that has written its failure record."""
+    """Raised to end a process that has written its failure record."""
 
     def __init__(self, record: Failure) -> None:
         super().__init__(record.what)
@@ -57,7 +57,7 @@ class Ending:
     hosts: dict[int, str] = field(default_factory=dict[int, str])  # the machines of failed processes
     lost: dict[str, str] = field(default_factory=dict[str, str])  # why machines were lost, by host name
     paused_s: float = 0.0  # seconds that the launcher was suspended, if that lost machines
-    cut: str = ""  # the message about a tunnel between machines that has ended
+    lost_tunnel: str = ""  # the message about a tunnel between machines that has ended
     evicted: dict[int, str] = field(default_factory=dict[int, str])  # why the launcher killed ranks that hung
     hung: str = ""  # why a stop request had no effect, so that the processes were killed
     interrupted: int = 0  # number of stop requests
@@ -69,11 +69,11 @@ class Ending:
     @property
     def ok(self) -> bool:
         """True if processes have returned results and nothing has failed."""
-        return bool(self.returned) and not (self.failed or self.broken or self.lost or self.cut or self.refused)
+        return bool(self.returned) and not (self.failed or self.broken or self.lost or self.lost_tunnel or self.refused)
 
 
 def first_cause(ending: Ending) -> Failure | None:
-    """Returns the earliest failure that isn't a consequence, or else a lost machine, or else a killed process."""
+    """Returns an evicted rank, else the first failure with no other cause, a lost machine, or a killed process."""
     records = sorted(ending.records.values(), key=lambda record: (record.consequence, record.time))
     if ending.evicted:
         rank, why = next(iter(ending.evicted.items()))
@@ -85,8 +85,8 @@ def first_cause(ending: Ending) -> Failure | None:
     if ending.lost:
         hints = "keep the launcher's computer awake, or start the run with --detach"
         return _lost(*next(iter(ending.lost.items())), hints if ending.paused_s else "")
-    if ending.cut:
-        return _lost("", ending.cut, "check that both machines are running and that the network between them works")
+    if ending.lost_tunnel:
+        return _lost("", ending.lost_tunnel, "check that both machines are running and the network between them works")
     for rank, exit_code in ending.failed.items():
         if rank not in ending.records:
             return _killed(ending, rank, exit_code)

@@ -111,7 +111,7 @@ def call(method: Callable[Concatenate[Any, P], R], /, *args: P.args, **kwargs: P
 
 
 class InvalidCallError(ValueError):
-    """There is no such remote method, or the arguments do not fit it."""
+    """Raised if there is no such remote method, or if the arguments have wrong names or types."""
 
 
 def perform(agent: object, call: Call) -> Any:

@@ -140,12 +140,12 @@ class TrainOptions(Options):
 
     @field_validator("metrics", mode="before")
     @classmethod
-    def _one_or_several(cls, words: object) -> object:
+    def _as_tuple(cls, words: object) -> object:
         return (words,) if isinstance(words, str) else words
 
     @field_validator("metrics")
     @classmethod
-    def _names_metrics(cls, words: tuple[str, ...]) -> tuple[str, ...]:
+    def _are_metrics(cls, words: tuple[str, ...]) -> tuple[str, ...]:
         names = list(_FIGURES)
         for word in words:
             kind, _, name = word.rpartition(":")

@@ -1,6 +1,6 @@
 """Builds a Job from its sources, records the source of each value, and reports all invalid values at once.
 
-`announce` reports user code that a run folder or a plan, possibly another user's, names, before the code runs.
+`announce` prints the user code that a run folder or plan names, before the code runs; another user may own it.
 """
 
 import functools
@@ -97,7 +97,7 @@ def load_job(
     for layer, name in layers:
         _overlay(values, origins, layer, name)
     name = str(values.get("data.name", ""))
-    if not _unusable("data.name", name) and (known := named(name)):  # a path to published files of a known set
+    if not _why_unusable("data.name", name) and (known := named(name)):  # a path to published files of a known set
         values["data.name"], values["data.dir"] = known
         origins["data.dir"] = origins["data.name"]
     model = str(values.get("model.name", ""))
@@ -106,7 +106,7 @@ def load_job(
     if values.get("train.loss", "cross-entropy") != "cross-entropy":
         merged.pop("train.label_smoothing", None)  # it applies to the recipe's loss only
     if _is_custom(values.get("train.optimizer")):
-        _leave_to_own_optimizer(merged, origins)
+        _drop_optimizer_options(merged, origins)
     if _is_custom(values.get("train.schedule")):
         merged.pop("train.warmup_epochs", None)
     _overlay(merged, merged_origins, values, "")
@@ -120,7 +120,7 @@ def _is_custom(value: Any) -> bool:
     return isinstance(value, str) and (value == OBJECT or user_code.is_object_reference(value))
 
 
-def _leave_to_own_optimizer(recipe: Values, origins: dict[str, str]) -> None:
+def _drop_optimizer_options(recipe: Values, origins: dict[str, str]) -> None:
     """Drops a recipe's options of the built-in optimizers. Raises UserError: the user sets one of these options."""
     for name in OF_BUILT_IN_OPTIMIZERS:
         recipe.pop(f"train.{name}", None)
@@ -131,8 +131,8 @@ def _leave_to_own_optimizer(recipe: Values, origins: dict[str, str]) -> None:
             raise UserError(what, where, (f"remove train.{name}", f"set {name} where the optimizer is made"))
 
 
-def load_on(base: Job | str | Path | None, flags: Mapping[str, Any]) -> LoadedJob:
-    """Builds a job from a Job, the path of a job.toml, or None; `flags` win. Raises UserError: a value is invalid."""
+def load_job_argument(base: Job | str | Path | None, flags: Mapping[str, Any]) -> LoadedJob:
+    """Builds the job from the argument `job` of a Python function; `flags` win. Raises UserError: invalid values."""
     if isinstance(base, str | Path):
         return load_job(flags, file=Path(base).expanduser())
     given: Any = base
@@ -211,7 +211,7 @@ def _check(values: Values, origins: dict[str, str]) -> Job:
     # Names the flag, such as --train.lr.
     origins = {key: f"flag --{key}" if origin == "flag" else origin for key, origin in origins.items()}
     problems = [_unknown(key, origins) for key in values if key not in keys]
-    unusable = {key: why for key, value in values.items() if (why := _unusable(key, value))}
+    unusable = {key: why for key, value in values.items() if (why := _why_unusable(key, value))}
     problems += [(f"{key} {why}", origins.get(key, "job"), "") for key, why in unusable.items()]
     tree: dict[str, dict[str, Any]] = {}
     for key in filter(values.__contains__, keys):
@@ -248,8 +248,8 @@ def _unknown(key: str, origins: dict[str, str]) -> Problem:
     return f"there is no option {shortened(key)}", origins.get(key, ""), hint
 
 
-def _unusable(key: str, value: Any) -> str:
-    """Returns why a path or a job.toml can't contain a value, or ""."""
+def _why_unusable(key: str, value: Any) -> str:
+    """Returns the reason why a path or a job.toml can't contain a value, or "" if it can."""
     words = cast(list[Any], value) if isinstance(value, list | tuple) else [value]
     texts = [word for word in words if isinstance(word, str)]
     if any("\0" in text for text in texts):
@@ -318,10 +318,10 @@ def read_toml(path: Path) -> dict[str, Any]:
         return files.parse_toml(text)
     except ValueError as error:
         hints = ('write values as key = "text" or key = 3',)
-        raise _word_and_table(text, path) or UserError(f"{path} is not TOML: {error}", str(path), hints) from None
+        raise _section_given_twice(text, path) or UserError(f"{path} is not TOML: {error}", str(path), hints) from None
 
 
-def _word_and_table(text: str, path: Path) -> UserError | None:
+def _section_given_twice(text: str, path: Path) -> UserError | None:
     """Returns the error for a section that is given both as a value and as a table, which TOML forbids."""
     for section, main in ONE_WORD.items():
         word = re.search(rf"^[ \t]*{section}[ \t]*=[ \t]*(?P<value>[^\s{{][^\n#]*)", text, re.MULTILINE)
@@ -338,10 +338,10 @@ def _word_and_table(text: str, path: Path) -> UserError | None:
 def announce(
     words: Iterable[str], said_by: Path, record: TrainedNetwork | None, instead: str, *, compared: bool = True
 ) -> None:
-    """Prints which code a run is about to execute and, with `compared`, whether the code changed since training.
+    """Prints the code files that a run is about to execute and, with `compared`, whether they changed since training.
 
-    `words`: option values; values that aren't code are skipped. `said_by`: folder or file with the values. `record`:
-    has digests of the trained code. `instead`: how a user names the code. Raises UserError: another user owns it.
+    `words`: option values, of which some are code. `said_by`: the folder or file with the values. `record`: has the
+    digests at training. `instead`: a hint that names the code, {}. Raises UserError: another user owns the code.
     """
     known = record.code if record else {}
     for word in dict.fromkeys(words):

@@ -1,4 +1,4 @@
-"""Finds choices by name; a choice is a module in a package of choices."""
+"""Finds and imports choices by name: modules of a package of choices, such as `models.architectures`."""
 
 import ast
 import difflib
@@ -24,7 +24,7 @@ def load_choice(package: str, name: str) -> ModuleType:
 
 
 def read_choice(package: str, name: str) -> dict[str, Any]:
-    """Returns a choice file's constants and constant results of functions, without importing it; None for others."""
+    """Parses a choice file without importing it; returns each name's constant value or return value, or None."""
     spec = importlib.util.find_spec(f"{package}.{name}")
     found: dict[str, Any] = {}
     for node in ast.parse(Path(str(spec and spec.origin)).read_text(encoding="utf-8")).body:

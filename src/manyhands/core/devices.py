@@ -27,7 +27,7 @@ def is_accelerator(device: str | torch.device) -> bool:
 
 
 def is_tested(device: str | torch.device) -> bool:
-    """Returns True for an accelerator that may use more than torch's defaults."""
+    """Returns True for an accelerator on which our GPU tests have passed; others use only torch's defaults."""
     return is_accelerator(device) and torch.device(device).type in TESTED_DEVICES
 
 
@@ -37,11 +37,11 @@ def device_name(device: str | torch.device) -> str:
 
 
 def device_kind(wanted: str, processes: int) -> str:
-    """Resolves "auto" and "auto:1" to a device type for a number of processes; returns other values unchanged."""
+    """Resolves "auto" to a type such as "cuda", and "auto:1" to "cuda:1"; returns other values unchanged."""
     if wanted.partition(":")[0] != "auto":
         return wanted
     found = accelerator()
-    if ":" in wanted:  # without an accelerator it is kept, and refused later
+    if ":" in wanted:  # "auto:1" is kept without an accelerator, and refused later
         return wanted if found == "cpu" else wanted.replace("auto", found)
     return "cpu" if found == "mps" and processes > 1 else found  # torch has no collectives for mps
 

@@ -16,14 +16,14 @@ PATIENCE_S = 5.0
 
 
 class Digest(NamedTuple):
-    """The expected digest of a file: the name of a hash function, and the first digits of its value."""
+    """The expected digest of a file: the name of a hash function, and the first hexadecimal digits."""
 
     function: str
     begin: str
 
 
 def download(url: str, into: Path, digest: Digest | None) -> str:
-    """Downloads a file; returns an error message or "". A password in the URL is sent only to its server, not shown."""
+    """Downloads a file; returns an error message, or "" on success. Only the URL's server receives its password."""
     try:
         parts = urllib.parse.urlsplit(url)
         user, at, server = parts.netloc.rpartition("@")

@@ -25,10 +25,10 @@ class ManyhandsError(Exception):
     exit_code = EXIT_FAILED
 
     def __post_init__(self) -> None:
-        self.message, self.where = _quotable(self.message), _quotable(self.where)
+        self.message, self.where = _sanitized(self.message), _sanitized(self.where)
         hints = (self.hints,) if isinstance(self.hints, str) else tuple(self.hints)
         more = (f"… and {len(hints) - MOST_LINES} more",) if len(hints) > MOST_LINES else ()
-        self.hints = (*map(_quotable, hints[:MOST_LINES]), *more)
+        self.hints = (*map(_sanitized, hints[:MOST_LINES]), *more)
         super().__init__(self.message, self.where, self.hints)
 
     def __str__(self) -> str:
@@ -39,7 +39,7 @@ class ManyhandsError(Exception):
         return "\n".join(lines)
 
 
-def _quotable(text: str) -> str:
+def _sanitized(text: str) -> str:
     text = plain(text)
     if len(text) <= MOST_CHARACTERS:
         return text

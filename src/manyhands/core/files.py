@@ -1,6 +1,6 @@
-"""Reads foreign files as plain data, and writes files atomically, durably and with the right permissions.
+"""Reads untrusted files as plain data, and writes files atomically, durably and with the right permissions.
 
-Readers raise `UnreadableError` for content that is too large, too deep, damaged or not plain data, and OSError.
+Readers raise `UnreadableError` for content that is too large, too deeply nested, damaged or not plain data, or OSError.
 """
 
 import contextlib
@@ -42,7 +42,7 @@ def open_file(path: Path, *, pipes: bool = False) -> IO[bytes]:
 
 
 def read_bytes(path: Path, most_bytes: int = MOST_BYTES, *, pipes: bool = False) -> bytes:
-    """Reads a file; with `pipes`, also a pipe, such as the shell's for `<(COMMAND)`, until the writer closes it."""
+    """Reads an entire file; with `pipes`, also a pipe until its end, such as bash's `<(COMMAND)`."""
     with open_file(path, pipes=pipes) as file:
         content = file.read(most_bytes + 1)
     _check_size(content, most_bytes)
@@ -50,7 +50,7 @@ def read_bytes(path: Path, most_bytes: int = MOST_BYTES, *, pipes: bool = False)
 
 
 def read_growing(path: Path, offset: int, most_bytes: int, *, rest: bool = False) -> bytes:
-    """Reads complete lines from byte `offset` on, very long lines in parts; with `rest`, also an unfinished line."""
+    """Reads complete lines from byte `offset`, a line over `most_bytes` in parts. `rest`: also an unfinished line."""
     if not path.is_file():
         return b""
     with path.open("rb") as file:
@@ -86,7 +86,7 @@ def parse_json(text: str | bytes, *, infinite: bool = False, once_each: bool = F
     Args:
         text: the JSON; bytes are decoded as `decoded` does.
         infinite: accept NaN and Infinity, for values that the processes of one run exchange.
-        once_each: refuse a name that an object has twice; otherwise the last one counts.
+        once_each: raise if an object has a key twice; otherwise the last value counts.
     """
     text = decoded(text) if isinstance(text, bytes) else text
     with _parsing():
@@ -110,7 +110,7 @@ def parse_toml(text: str | bytes) -> dict[str, Any]:
 
 
 def parse_yaml(text: str | bytes) -> tuple[Any, Any]:
-    """Parses YAML without aliases. Returns the plain data and its `yaml.Node` with line numbers (None if empty)."""
+    """Parses YAML and refuses aliases. Returns plain data and its `yaml.Node` with line numbers (None if empty)."""
     import yaml
 
     untyped: Any = yaml
@@ -130,7 +130,7 @@ def parse_yaml(text: str | bytes) -> tuple[Any, Any]:
 
 
 def read_object(path: Path) -> dict[str, Any] | None:
-    """Reads a JSON object from a file of manyhands. Returns None if the file is missing, damaged or something else."""
+    """Reads a JSON object from a file of manyhands. Returns None if the file is missing, damaged or not an object."""
     try:
         content = parse_json(read_bytes(path))
     except (OSError, ValueError):
@@ -203,16 +203,16 @@ def private_files() -> Generator[None]:
 
 
 def usual_umask() -> int:
-    """Returns the user's umask, to start a process with; -1 if that is already in force."""
+    """Returns subprocess's argument `umask` that restores the user's umask; -1 (no change) if it is in force."""
     return _umasks[0] if _umasks else -1
 
 
 @contextlib.contextmanager
 def one_at_a_time(path: Path, hints: tuple[str, ...] = ()) -> Generator[None]:
-    """Creates the folder of `path` and locks a file next to `path`; the system releases the lock if the process dies.
+    """Holds a lock for `path` in the context, by a lock file in its folder, which is created if it is missing.
 
-    New files have the user's umask, because users may share data sets and caches. Raises UserError, with the hints, if
-    the folder can't be written.
+    The system releases the lock of a killed process. New files have the user's umask, because users may share data sets
+    and caches. Raises UserError, with the hints, if the folder can't be written.
     """
     from filelock import FileLock  # not imported by readers of files, such as `--help`
 
@@ -253,7 +253,7 @@ def replacing(path: Path) -> Generator[Path]:
 
 
 def write_atomic(path: Path, text: str, *, durable: bool = False) -> None:
-    """Writes a text and a line end atomically, and creates the folder; `durable` waits for the disk. Raises OSError."""
+    """Writes a text and a line end atomically, and creates the folder; `durable` syncs to disk. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as part:
         part.write_text(text + "\n", encoding="utf-8")
@@ -264,7 +264,7 @@ def write_atomic(path: Path, text: str, *, durable: bool = False) -> None:
 
 
 def append_line(path: Path, text: str) -> None:
-    """Appends a line, if possible in one write (other processes may append), after ending an unfinished line."""
+    """Ends an unfinished line, then appends a line, if possible in one write, because other processes may append."""
     line = (text + "\n").encode()
     descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
     try:

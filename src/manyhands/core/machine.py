@@ -16,7 +16,7 @@ _BF16 = {"avx512_bf16", "amx_bf16", "bf16"}  # Linux's names for bfloat16 instru
 
 
 def this_machine() -> str:
-    """Returns a name that is equal for processes with the same network and process ids, of one machine or container."""
+    """Returns an identifier that processes share if they have the same network and PID namespaces of one machine."""
     parts = [socket.gethostname()]
     for path in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/net", "/proc/self/ns/pid"):
         with contextlib.suppress(OSError):
@@ -39,7 +39,7 @@ def memory() -> tuple[int, int]:
 def cores() -> float:
     """Returns the CPU cores that this process may use by its affinity and by the quotas of its cgroups."""
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min([float(count), *(quota for folder in _cgroups() if (quota := _quota_of(folder)) > 0)])
+    return min([float(count), *(quota for folder in _cgroups() if (quota := _cpu_quota(folder)) > 0)])
 
 
 def _cgroups() -> Iterator[Path]:
@@ -57,7 +57,7 @@ def _cgroups() -> Iterator[Path]:
             yield from (CGROUPS / ("cpu" if names else "") / part, *([] if names else [CGROUPS / "unified" / part]))
 
 
-def _quota_of(folder: Path) -> float:
+def _cpu_quota(folder: Path) -> float:
     with contextlib.suppress(OSError, ValueError):
         most, period = (folder / "cpu.max").read_text().split()
         return int(most) / int(period)  # without a quota, `most` is "max"
@@ -68,7 +68,7 @@ def _quota_of(folder: Path) -> float:
 
 
 class Processor(NamedTuple):
-    """A kind of processor."""
+    """A processor model."""
 
     name: str
     bf16: bool  # has instructions for bfloat16; False if that is unknown

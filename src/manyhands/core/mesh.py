@@ -75,7 +75,6 @@ class Mesh:
         return dict(self.axes)
 
     def __str__(self) -> str:
-        """Formats the mesh as in job.toml: dp=2,tp=2."""
         return ",".join(f"{name}={size}" for name, size in self.axes)
 
 
@@ -90,7 +89,7 @@ def parse_mesh(text: str, where: str = "parallel.mesh") -> Mesh:
 
 
 def make_mesh(sizes: Mapping[str, Any], where: str = "mesh", count: int | None = None) -> Mesh:
-    """Creates a mesh from sizes by axis name; `count` of axes includes repeated names. Raises UserError."""
+    """Creates a mesh from sizes by axis name. `count`: number of axes as written, to find repeats. Raises UserError."""
     if not 0 < len(sizes) <= MOST_AXES or len(sizes) != (count or len(sizes)):
         hints = ("write a mesh such as dp=2,tp=2",)
         raise UserError("a mesh needs one to three axes with different names", where, hints)
@@ -111,14 +110,14 @@ def make_mesh(sizes: Mapping[str, Any], where: str = "mesh", count: int | None =
 def bounds(length: int, parts: int) -> list[int]:
     """Returns the edges [parts + 1] that divide a length into `parts` shards, whose sizes differ by at most one.
 
-    Splitting by a, then each shard by b, differs from splitting by a·b if the length is no multiple (8 by 3, then by 2:
-    not as by 6), so a dimension that is sharded over several axes is split once, by their product.
+    Splitting 8 into 3 shards, and each of them into 2, differs from splitting 8 into 6. So a dimension that is sharded
+    over several axes is split once, by the product of their sizes.
     """
     return [length * number // parts for number in range(parts + 1)]
 
 
 def split_dimensions(shape: tuple[int, ...], view: tuple[int, ...]) -> list[range] | None:
-    """Returns the dimensions of the view that each dimension of a shape is split into; None if they don't match."""
+    """Returns, for each dimension of `shape`, the dimensions of `view` that it is split into; None for no match."""
     if len(shape) == len(view):
         return [range(dim, dim + 1) for dim in range(len(view))] if shape == view else None
     groups: list[range] = []
@@ -165,7 +164,7 @@ class TensorLayout:
         return tuple(region)
 
     def local_shape(self, mesh: Mesh, rank: int) -> tuple[int, ...]:
-        """Returns the shape of a rank's shard in the network, which has the dimensions of `shape`."""
+        """Returns the shape of a rank's shard as a tensor of the network, with as many dimensions as `shape`."""
         sizes = [stop - start for start, stop in self.region(mesh, rank)]
         groups = split_dimensions(self.shape, self.view)
         if groups is None:
@@ -178,12 +177,12 @@ class TensorLayout:
         return mesh.rank(place if axis in sharded else 0 for axis, place in enumerate(mesh.coordinates(rank)))
 
     def pieces(self, mesh: Mesh) -> Iterator[tuple[int, Region]]:
-        """Yields (rank, region) of each different shard, by its first holder; all regions together are the tensor."""
+        """Yields the first holder's rank and the region of each distinct shard; the regions together are the tensor."""
         for first in mesh.peers(self.sharded_axes, 0):
             yield first, self.region(mesh, first)
 
     def nearest(self, mesh: Mesh, near: range) -> dict[int, Region]:
-        """Returns the region of each different shard by one of its holders, which is in `near` if possible."""
+        """Returns the regions of all distinct shards, each by a rank that holds it; prefers ranks in `near`."""
         free = set(range(len(mesh.axes))) - self.sharded_axes
         found = [(mesh.peers(free, first), region) for first, region in self.pieces(mesh)]
         return {min(holders, key=lambda rank: (rank not in near, rank)): region for holders, region in found}

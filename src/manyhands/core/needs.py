@@ -1,4 +1,4 @@
-"""Requirements of sync methods, which parallel modes and jobs fulfil without naming methods."""
+"""Requirements of sync methods. Parallel modes and jobs list the requirements that they meet."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ class Need:
 
     reason: str  # the end of an error message that begins with the method's name
     option: str  # key of the option that decides whether the requirement is fulfilled
-    hints: tuple[str, ...] = ()  # hints in addition to another method
+    hints: tuple[str, ...] = ()  # further hints; the first is always to choose another method
     short: str = ""  # a short form of the reason for tables
 
 

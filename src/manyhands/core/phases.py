@@ -11,7 +11,7 @@ DATA, COMPUTE, COMMUNICATION, UPDATE, EVALUATION, SAVING, RECORDS, OTHER = range
 
 
 class PhaseClock:
-    """A stopwatch that never waits for a device. A change of phase takes a fraction of a microsecond."""
+    """Measures host time by phase and never waits for a device. A change takes a fraction of a microsecond."""
 
     def __init__(self) -> None:
         # phase, start and end (`time.perf_counter`) of each span, or None to record no spans
@@ -40,7 +40,7 @@ class PhaseClock:
             self.to(before)
 
     def computed(self, _parameter: object = None) -> None:
-        """Records that a gradient was computed: the rest of backward may only wait for other processes."""
+        """Records the time when a gradient was computed; after the last, backward only waits for other processes."""
         self._computed = perf_counter()
 
     def backward_ends(self) -> None:

@@ -16,7 +16,7 @@ _BITS = {f"{prefix}bit": 1000**power / 8 for power, prefix in enumerate(_PREFIXE
 
 
 def percentage(share: float, digits: int = 1) -> str:
-    """Formats a fraction in percent, without the sign. Only 1 becomes 100: 0.9996 is 99.9."""
+    """Formats a fraction in percent, without "%". Values below 1 are never rounded up to 100: 0.9996 is 99.9."""
     value = round(100 * share, digits)
     return f"{value if share >= 1 else min(value, 100 - 10**-digits):.{digits}f}"
 

@@ -14,7 +14,7 @@ from manyhands.core.files import MOST_BYTES, append_line, parse_json, write_atom
 VERSION = 1
 MACHINE_LOST = "MachineLost"  # `Failure.error` of a machine that is down or unreachable
 PROCESS_ENDED = "ProcessEnded"  # `Failure.error` of a process that was killed
-REPLACED = "head-replaced"  # the kind of the event of a launcher whose machines obey another launcher
+REPLACED = "head-replaced"  # kind of the event that a launcher records after another launcher took over its machines
 FAILURE_FILE = "MANYHANDS_FAILURE_FILE"  # variable with the path of a worker's `Failure`, outside the run folder
 
 
@@ -55,7 +55,7 @@ class StepMetrics(Record):
         default=None, description="mean over the epoch; only in the last record of an epoch without a restart"
     )
     epoch_top1: float | None = Field(default=None, description="training accuracy over the same epoch, 0 to 1")
-    asked: bool = Field(default=False, description="this step has a line by run.log_steps")
+    asked: bool = Field(default=False, description="run.log_steps requests a line for this step")
 
 
 class PhaseMetrics(Record):
@@ -133,7 +133,7 @@ class Running(Record):
     """An active run in the user's list of runs; `time` is the start of the run."""
 
     pid: int = Field(gt=0, description="process id of the launcher")
-    created: float = Field(description="start time of that process, because process ids are reused")
+    created: float = Field(description="start time of the launcher, because process ids are reused")
     host: str = Field(description="machine of the launcher")
     run: str = Field(description="the run folder, as an absolute path")
     hosts: list[str] = Field(description="machines of the run")
@@ -159,7 +159,7 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yields the complete lines of a .jsonl file as plain objects, without damaged ones, up to a line without an end.
+    """Yields the objects in a .jsonl file. Skips damaged lines, and a last line without a line end.
 
     Raises UserError if this user may not read the file.
     """

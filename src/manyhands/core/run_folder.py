@@ -15,7 +15,7 @@ _COMMAND, _PROGRAM = "manyhands resume", "the same program with out="
 
 
 class _Path:
-    """A file or folder in a run folder."""
+    """A descriptor that returns the path of a file or folder in a run folder."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -65,8 +65,8 @@ class RunFolder:
 NOWHERE = RunFolder(Path(os.devnull))  # no run folder, or an unknown one
 
 
-def in_python(path: Path) -> tuple[str, ...]:
-    """Returns which parts of a run are Python objects of the user's program: "data", "network", both or none."""
+def python_parts(path: Path) -> tuple[str, ...]:
+    """Returns the parts of a run that were Python objects of the user's program: "data", "network", both or none."""
     folder, data = RunFolder(path), None
     with suppress(OSError, ValueError):
         data = parse_toml(read_bytes(folder.job)).get("data")
@@ -76,8 +76,8 @@ def in_python(path: Path) -> tuple[str, ...]:
 
 
 def resume_command(path: Path, flags: str = "", settings: str = "") -> str:
-    """Returns the command that resumes a run, with `flags`, or the same in Python, with `settings`."""
-    if in_python(path):
+    """Returns the command that resumes a run, with `flags`; for a run from Python, the arguments of `fit` instead."""
+    if python_parts(path):
         return f"{_PROGRAM}{str(path)!r}{settings and ', '}{settings}"
     return f"{_COMMAND} {shlex.quote(str(path))}{flags and ' '}{flags}"
 

@@ -1,6 +1,6 @@
-"""Temporary folders that are removed with their process, even if it is killed.
+"""Temporary folders of processes. A folder that a killed process leaves behind is removed later.
 
-The process locks a file in the folder. The next process that creates such a folder removes those without a lock.
+The process locks a file in its folder. The next process that creates such a folder removes the folders without a lock.
 """
 
 import os
@@ -46,7 +46,7 @@ def scratch(purpose: str, *, swept: bool = False) -> Generator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def of_this_start() -> Path | None:
+def workers_folder() -> Path | None:
     """Returns the folder that the workers of this machine share until they end; None without an agent."""
     record = os.environ.get(FAILURE_FILE)
     return Path(record).parent if record else None

@@ -25,9 +25,9 @@ _OPEN: list[Handler] = []  # handlers of the open contexts, innermost last; also
 
 @contextlib.contextmanager
 def handled(handler: Handler) -> Generator[dict[signal.Signals, Any]]:
-    """Installs a handler for each of `STOPS`, in the main thread only; yields the earlier handlers, and restores them.
+    """Handles the signals `STOPS` in a context, in the main thread only. Yields the previous handlers, restored later.
 
-    An ignored SIGHUP (`nohup`) stays ignored. Handlers from outside Python stay, because they can't be restored.
+    Keeps an ignored SIGHUP (`nohup`), and handlers from outside Python, which can't be restored.
     """
 
     def receive(number: int, frame: FrameType | None) -> Any:
@@ -51,7 +51,7 @@ def handled(handler: Handler) -> Generator[dict[signal.Signals, Any]]:
 
 
 def request_stop() -> bool:
-    """Requests a stop from the innermost context, as SIGTERM does, from any thread; returns False if it can't save."""
+    """Calls the innermost handler as SIGTERM would, from any thread; returns False if no handler can save the run."""
     if not _OPEN or _OPEN[-1] is signal.default_int_handler:
         return False
     _OPEN[-1](signal.SIGTERM, None)
@@ -59,12 +59,12 @@ def request_stop() -> bool:
 
 
 def ended_like_ctrl_c() -> contextlib.AbstractContextManager[object]:
-    """Ends the context with KeyboardInterrupt at each of `STOPS`, so that its cleanup runs."""
+    """Raises KeyboardInterrupt in the context at any of the signals `STOPS`, so that cleanup code runs."""
     return handled(signal.default_int_handler)
 
 
 @contextlib.contextmanager
-def held_back() -> Generator[None]:
+def delayed_stops() -> Generator[None]:
     """Delays stop signals until after the context, because an interrupted import of torch cannot be repeated."""
     received: list[int] = []
     with handled(lambda number, _frame: received.append(number)):
@@ -82,7 +82,7 @@ class StopSignal:
     def __bool__(self) -> bool:
         return self.asked
 
-    def hear(self, number: int, _frame: FrameType | None) -> None:
+    def handle(self, number: int, _frame: FrameType | None) -> None:
         """Signal handler: the first signal requests a save, a second Ctrl-C ends the process at once."""
         if self.asked and number == signal.SIGINT:
             raise KeyboardInterrupt
@@ -91,9 +91,9 @@ class StopSignal:
 
 @contextlib.contextmanager
 def listening() -> Generator[StopSignal]:
-    """Records stop signals in the context; does nothing outside the main thread."""
+    """Yields a flag that stop signals set in the context; outside the main thread, the flag stays False."""
     stop = StopSignal()
-    with handled(stop.hear) as previous:
+    with handled(stop.handle) as previous:
         for number, handler in previous.items():
             # An agent's worker is ending at that time, and a late request to stop must not kill it.
             if handler is signal.SIG_DFL and FAILURE_FILE in os.environ:
@@ -102,10 +102,10 @@ def listening() -> Generator[StopSignal]:
 
 
 @contextlib.contextmanager
-def ended_where_deaf(hung: Callable[[], str], last_words: Callable[[str], None]) -> Generator[None]:
-    """Ends this process at a request to stop even if its main thread hangs; a worker is ended by its agent instead.
+def exit_if_hung(hung: Callable[[], str], before_exit: Callable[[str], None]) -> Generator[None]:
+    """In the context, ends this process at a stop request if the main thread hangs. Agents do this for their workers.
 
-    `hung` returns why no save is possible, or an empty string; `last_words` is called with that reason before the end.
+    `hung` returns why no save is possible, or an empty string; `before_exit` is called with that reason.
     """
     if FAILURE_FILE in os.environ or threading.current_thread() is not threading.main_thread():
         yield
@@ -124,7 +124,7 @@ def ended_where_deaf(hung: Callable[[], str], last_words: Callable[[str], None])
                     again_at = min(again_at, time.monotonic())
             reason = hung() if stop_requests else ""
             if (reason or time.monotonic() - again_at > _UP_S) and not over.is_set():
-                last_words(reason)
+                before_exit(reason)
                 os._exit(EXIT_INTERRUPTED)
 
     thread = threading.Thread(target=watch, daemon=True)

@@ -1,4 +1,4 @@
-"""Time limits and intervals of launchers, agents and heartbeats, which depend on one another. Names in _S: seconds.
+"""Time limits and intervals of launchers, agents and heartbeats, which depend on one another, in seconds (_S).
 
 tests/core/test_timeouts.py checks the inequalities between them. `manyhands explain` prints the most important ones.
 """

@@ -30,12 +30,12 @@ def is_object_reference(word: str) -> bool:
 
 
 def code_file(word: str) -> Path | None:
-    """Returns the path in "file.py:object", which may be missing; None for other values."""
+    """Returns the path in "file.py:object", even if there is no such file; None for other values."""
     return Path(word.rpartition(":")[0]).expanduser().resolve() if is_object_reference(word) else None
 
 
 def code_digests(words: Iterable[str]) -> dict[str, str]:
-    """Returns the SHA-256, by path, of each readable "file.py:object" and of the local modules that it imports."""
+    """Returns the SHA-256 of each readable "file.py:object", by this word, and of its local modules, by path."""
     found: dict[str, Path] = {}
     for word in words:
         if file := code_file(word):
@@ -66,7 +66,7 @@ def imported_files(file: Path) -> list[Path]:
 
 
 def _module_paths(node: ast.Import | ast.ImportFrom, module: Path, root: Path) -> Iterator[Path]:
-    """Yields the files that an import statement of a module may run, including its packages."""
+    """Yields files that an import statement may run, with the __init__.py of packages; they need not exist."""
     names = [name.name for name in node.names]
     level = 0
     if isinstance(node, ast.ImportFrom):
@@ -82,7 +82,7 @@ def _module_paths(node: ast.Import | ast.ImportFrom, module: Path, root: Path) -
             yield from (place.with_name(f"{place.name}.py"), place / "__init__.py")
 
 
-def refuse_no_code(word: str, where: str) -> None:
+def refuse_missing_code(word: str, where: str) -> None:
     if (file := code_file(word)) and not file.is_file():
         hints = ("write path/to/file.py:object",)
         raise UserError(f"there is no file {word.rpartition(':')[0]}", where, hints)
@@ -90,7 +90,7 @@ def refuse_no_code(word: str, where: str) -> None:
 
 def load_object(reference: str, where: str) -> Any:
     """Loads `object` from the user's `file.py:object`, whose folder becomes importable. Raises UserError if missing."""
-    refuse_no_code(reference, where)
+    refuse_missing_code(reference, where)
     path_text, _, name = reference.rpartition(":")
     module = _run_file(Path(path_text).expanduser().resolve(), where)
     if not hasattr(module, name):
@@ -101,7 +101,7 @@ def load_object(reference: str, where: str) -> Any:
 
 
 def _make_importable(path: Path) -> None:
-    """Makes neighbours of a user's file importable, after the standard library, whose modules new processes need.
+    """Adds the folder of a user's file to `sys.path`, after the standard library, which no file there may shadow.
 
     The current folder is also added, after all installed packages, if it contains the file.
     """
@@ -140,11 +140,11 @@ def _run_file(path: Path, where: str) -> ModuleType:
 def users_traceback(error: BaseException) -> str:
     """Formats the frames of an error that are in the user's files; empty if there are none."""
     trace = traceback.TracebackException.from_exception(error)
-    return "".join(trace.format()).rstrip() if _keep_users(trace) else ""
+    return "".join(trace.format()).rstrip() if _keep_user_frames(trace) else ""
 
 
 def git(folder: Path, *words: str) -> bytes:
-    """Returns the output of git in a folder; the folder's configuration can't run programs."""
+    """Runs git in a folder and returns its output, with options that keep .git/config from running programs."""
     quiet = ("-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null", "-c", "protocol.allow=never")
     environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0", "GIT_NO_LAZY_FETCH": "1"}
     command = ["git", "-C", str(folder), *quiet, *words]
@@ -162,20 +162,20 @@ def users_line(error: BaseException) -> str:
     """Returns file:line of the innermost frame in the user's files, or an empty string."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}"
-    mine = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
+    mine = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_user_file(frame.filename)]
     return f"{mine[-1].filename}:{mine[-1].lineno}" if mine else ""
 
 
-def _keep_users(trace: traceback.TracebackException) -> bool:
+def _keep_user_frames(trace: traceback.TracebackException) -> bool:
     """Drops all frames outside the user's files from an error and its causes; returns True if a frame remains."""
-    trace.stack[:] = [frame for frame in trace.stack if _is_users(frame.filename)]
+    trace.stack[:] = [frame for frame in trace.stack if _is_user_file(frame.filename)]
     found = bool(trace.stack) or issubclass(trace.exc_type or object, SyntaxError)
     for before in (trace.__cause__, trace.__context__):
-        found |= before is not None and _keep_users(before)
+        found |= before is not None and _keep_user_frames(before)
     return found
 
 
-def _is_users(filename: str) -> bool:
+def _is_user_file(filename: str) -> bool:
     return not filename.startswith(("<frozen ", *_libraries()))
 
 

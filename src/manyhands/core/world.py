@@ -50,7 +50,7 @@ class ProcessInfo:
 class Span:
     """The samples of a BatchNorm group on one process."""
 
-    group: int  # index of the group within the pass
+    group: int  # index of the group within the micro-batch
     start: int  # first row in the process's batch
     stop: int  # row after the last one
     size: int  # samples of the entire group, over all processes

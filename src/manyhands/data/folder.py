@@ -20,7 +20,7 @@ import numpy
 
 from manyhands.core.errors import UserError
 from manyhands.core.files import one_at_a_time, parse_json, write_atomic
-from manyhands.core.scratch import of_this_start
+from manyhands.core.scratch import workers_folder
 from manyhands.data import layout as folders
 from manyhands.data.decode import PICTURE_SUFFIXES
 from manyhands.data.layout import FolderLayout, Identity, Unused, folders_in, parse_split, read_layout, split_word
@@ -282,7 +282,7 @@ def list_folder(root: Path, options: DataOptions, *, whole: bool = False) -> Lis
 
 def list_once(root: Path, options: DataOptions, *, whole: bool = False) -> Listed:
     """Calls `list_folder` once per machine and start of a run, and again for a repeated request."""
-    shared = of_this_start()
+    shared = workers_folder()
     if shared is None or is_pack(root):
         return list_folder(root, options, whole=whole)
     key = f"{os.getppid()} {root.resolve()} {whole} {options.model_dump_json()}"

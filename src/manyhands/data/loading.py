@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from manyhands.core.devices import is_accelerator, is_tested
 from manyhands.core.errors import ManyhandsError, RunError
 from manyhands.core.machine import cores
-from manyhands.core.scratch import of_this_start
+from manyhands.core.scratch import workers_folder
 from manyhands.data.child import begin_worker
 from manyhands.data.samples import Answer, CustomSamples, FileSamples, Request
 from manyhands.data.splits import ImageFiles, ImagesInMemory, Source
@@ -228,7 +228,7 @@ def keep_sockets_of_this_start() -> None:
     RunError: no writable folder has a path that is short enough.
     """
     before = tempfile.gettempdir()
-    for place in map(str, filter(None, (of_this_start(), before, *_SHORT))):
+    for place in map(str, filter(None, (workers_folder(), before, *_SHORT))):
         if len(os.fsencode(place)) <= _LONGEST_SOCKET_FOLDER and os.access(place, os.W_OK | os.X_OK):
             break
     else:

@@ -15,7 +15,7 @@ from manyhands.models.interface import WHERE, ModelNeeds, refused
 from manyhands.models.options import ModelOptions
 from manyhands.models.published import CHOICES, nothing_published
 
-_LARGE = 64  # pictures up to this size are called small
+_SMALL_UP_TO = 64  # pictures up to this size are called small
 _HINTS = ("name a subclass of torch.nn.Module, an instance, or a function that returns an instance",)
 
 
@@ -25,7 +25,7 @@ def describe(options: ModelOptions, size: int) -> ModelNeeds:
         return ModelNeeds()
     name, choice = _find(options, size)
     needs = _needs(name, choice, options, size)
-    smaller = (each for each in _choices() if _max_size(each) < size <= _LARGE and name in each.NAMES)
+    smaller = (each for each in _choices() if _max_size(each) < size <= _SMALL_UP_TO and name in each.NAMES)
     if name == options.name and not options.pretrained and (small := next(smaller, None)):
         note = f"{name} for photographs, because pictures are {size} px; {small.PREFIX}{name} {small.DIFFERS}"
         needs.notes.append(note)
@@ -57,7 +57,7 @@ def build_model(options: ModelOptions, *, channels: int, size: int, num_classes:
     return choice.build_pretrained(name, num_classes=classes, arguments=options.arguments)
 
 
-def is_custom(name: str) -> bool:
+def is_built_in(name: str) -> bool:
     """True for a network of this package, neither the user's nor torchvision's."""
     if is_object_reference(name):
         return False

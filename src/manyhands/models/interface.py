@@ -92,6 +92,6 @@ def _shown(output: Any) -> str:
 class InitializedFromData(nn.Module):
     """A network that is initialized from pictures before training, unless training starts from saved weights."""
 
-    def look(self, pictures: Tensor) -> None:
+    def initialize(self, pictures: Tensor) -> None:
         """Initializes from normalized, unaugmented training pictures [n, C, S, S], the same on any number of ranks."""
         raise NotImplementedError

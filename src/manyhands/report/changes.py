@@ -59,10 +59,10 @@ def changes_since(folder: RunFolder, job: Job) -> list[Change]:
 def refuse_changes(
     loaded: LoadedJob, *, resume_hint: bool = False, digests: Callable[[], Mapping[str, str]] = dict
 ) -> None:
-    """Refuses to resume a finished run under a changed job, because this would train nothing.
+    """Raises UserError if the job of a finished run, or its code, changed, because resuming would train nothing.
 
-    `resume_hint`: the user asked to resume; only changes without effect are refused. `digests`: of code and objects
-    that the job doesn't name. Raises UserError: options, or code files that the job names, changed.
+    `resume_hint`: the user asked to resume, so that only changes without effect are refused. `digests`: returns the
+    digests, by name, of objects and code that the job doesn't name.
     """
     job, folder = loaded.job, RunFolder(Path(loaded.job.run.out).expanduser())
     if not job.run.out or job.checkpoint.resume != "auto" or not folder.exists():
@@ -94,10 +94,10 @@ def refuse_changes(
         for change in found
     )
     if run.steps and not longer:
-        refuse_idle(folder, found, run.steps[-1].step, run.steps[-1].total_steps)
+        refuse_ineffective(folder, found, run.steps[-1].step, run.steps[-1].total_steps)
 
 
-def refuse_idle(folder: RunFolder, found: list[Change], step: int, total: int) -> None:
+def refuse_ineffective(folder: RunFolder, found: list[Change], step: int, total: int) -> None:
     if deciding := [change for change in found if change.decides]:
         made = f"this run has made {step} updates and the job asks for {total}"
         hints = ("increase --epochs to train longer", "or use another --out to train from scratch")

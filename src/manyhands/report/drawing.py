@@ -95,7 +95,7 @@ def log_axis(axes: "Axes", form: str) -> None:
 
 
 def thin(xs: Sequence[float], ys: Sequence[float]) -> tuple[list[float], list[float]]:
-    """Averages equal groups of neighbors, so that a page can show the curve."""
+    """Averages groups of neighboring points, so that at most _MOST_POINTS remain."""
     size = -(-len(xs) // _MOST_POINTS)
     if size <= 1:
         return list(xs), list(ys)

@@ -57,7 +57,7 @@ class Follower:
 
 
 @dataclass(frozen=True)
-class Now:
+class RunProgress:
     """The progress of an active run."""
 
     state: str  # "starting", "running", "stopping"; or "unknown" if the launcher is on another machine
@@ -68,11 +68,11 @@ class Now:
     heard: float | None = None  # time of the newest record; None if the run folder isn't visible here
 
 
-def look(record: Running) -> Now:
+def read_progress(record: Running) -> RunProgress:
     """Reads the progress of a run, in a time that doesn't grow with the run's length."""
     folder = RunFolder(Path(record.run))
-    measured = [found for line in end_of(folder.metrics) if (found := read.parse_metrics(line, folder))]
-    events = [event for line in end_of(folder.events) if (event := read.parse(Event, line, folder.events))]
+    measured = [found for line in last_records(folder.metrics) if (found := read.parse_metrics(line, folder))]
+    events = [event for line in last_records(folder.events) if (event := read.parse(Event, line, folder.events))]
     since = [event for event in events if event.time >= record.time]
     scores = [found.top1 for found in measured if isinstance(found, EvaluationMetrics) and math.isfinite(found.top1)]
     changes = [event.kind for event in since if event.kind in {"stopping", "stopped", *read.STARTS}]
@@ -83,7 +83,7 @@ def look(record: Running) -> Now:
     started = any(event.kind == "started" for event in since)
     environment = (started and read_object(folder.environment)) or {}
     detail = {} if scores else read_object(folder.evaluations / "last.json") or {}
-    return Now(
+    return RunProgress(
         state=state if record.here else "unknown",
         processes=environment.get("processes"),
         step=next((found for found in reversed(measured) if isinstance(found, StepMetrics)), None),
@@ -93,20 +93,20 @@ def look(record: Running) -> Now:
     )
 
 
-def as_object(record: Running, now: Now) -> dict[str, Any]:
+def as_object(record: Running, now: RunProgress) -> dict[str, Any]:
     step = now.step
     return {
         "run": record.run, "state": now.state, "pid": record.pid, "host": record.host, "hosts": record.hosts,
         "processes": now.processes, "started": record.time, "age_s": max(0.0, time.time() - record.time),
-        "epoch": summary.place(step)[0] if step else None,
+        "epoch": summary.epoch_position(step)[0] if step else None,
         "epochs": -(-step.total_steps // step.steps_per_epoch) if step else None,
         "step": step.step if step else None, "total_steps": step.total_steps if step else None,
         "top1": now.top1, "command": record.command,
     }  # fmt: skip
 
 
-def end_of(path: Path) -> list[dict[str, Any]]:
-    """Returns the last records of a file; the first of them may be skipped as incomplete."""
+def last_records(path: Path) -> list[dict[str, Any]]:
+    """Returns the records in the last _END_BYTES of a file, except a record that starts before."""
     with suppress(OSError):
         return Tail(path, max(0, path.stat().st_size - _END_BYTES)).poll()
     return []

@@ -114,9 +114,9 @@ def _facts(run: read.RunData) -> list[tuple[str, str]]:
         "images/s": summary.rate(speed) if speed is not None else "",
         "training time": summary.duration(summary.seconds(run)) if run.sessions else "",
         "epochs": _epochs(run) if run.steps else "",
-        "processes": _first(run, "processes", "world_size", "size"),
-        "device": _first(run, "device", "devices"),
-        "mode": _first(run, "mode"),
+        "processes": _first_value(run, "processes", "world_size", "size"),
+        "device": _first_value(run, "device", "devices"),
+        "mode": _first_value(run, "mode"),
         "updates skipped": str(len(run.counted("left-out")) or ""),
         "pictures replaced": str(len(summary.bad_pictures(run)) or ""),
         "evaluation samples": f"{evaluation.count:,}".replace(",", "\u202f") if evaluation else "",
@@ -126,13 +126,13 @@ def _facts(run: read.RunData) -> list[tuple[str, str]]:
 
 def _epochs(run: read.RunData) -> str:
     last = run.steps[-1]
-    epoch, done = summary.place(last)
+    epoch, done = summary.epoch_position(last)
     epochs = max(epoch, -(-last.total_steps // last.steps_per_epoch))
     reached = epoch - 1 + done / last.steps_per_epoch
     return f"{reached:.3g} of {epochs}" if last.step < last.total_steps else f"{reached:.3g}"
 
 
-def _first(run: read.RunData, *keys: str) -> str:
+def _first_value(run: read.RunData, *keys: str) -> str:
     for source in (run.plan.as_plain(), run.environment):
         for key in keys:
             if source.get(key) and not isinstance(source[key], dict):

@@ -189,7 +189,7 @@ def newest_runs(bases: Iterable[Path], listed: Iterable[Path] = (), count: int =
 
 
 def without_repeats(measured: Iterable[Measured], events: Iterable[Event], most: int = sys.maxsize) -> list[Measured]:
-    """Removes records beyond a step that the run returned to. Averages neighbors to stay below `most`.
+    """Removes records of updates that were repeated later. Averages neighbors to keep fewer than `most` records.
 
     `most` must be even, and is less than `sys.maxsize` for step records only.
     """

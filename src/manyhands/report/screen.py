@@ -62,7 +62,7 @@ class ScreenProgress:
             self.recent.clear()
 
     def left_s(self, now: float) -> float | None:
-        """Returns the seconds to the end at the speed of the last minutes, with evaluations; None at first."""
+        """Estimates the seconds to the end from the last two minutes, evaluations included; None at first."""
         if self.last is None or len(self.recent) < 2:
             return None
         (start, first), (end, newest) = self.recent[0], self.recent[-1]
@@ -77,7 +77,7 @@ def live_line(progress: ScreenProgress, now: float, width: int, *, ascii_only: b
     step = progress.last
     if step is None:
         return Text(("starting ..." if ascii_only else "starting …")[:width], "dim")
-    epoch, done = summary.place(step)
+    epoch, done = summary.epoch_position(step)
     epochs, share = max(epoch, -(-step.total_steps // step.steps_per_epoch)), done / step.steps_per_epoch
     head, shown = f"epoch {epoch}/{epochs} ", f" {quantities.percentage(share, 0):>3}%"
     fields = _fields(progress, step, now)
@@ -111,7 +111,7 @@ def _fields(progress: ScreenProgress, step: StepMetrics, now: float) -> list[tup
 
 def step_line(step: StepMetrics) -> str:
     """Formats a step for a log, as key=value pairs."""
-    epoch, done = summary.place(step)
+    epoch, done = summary.epoch_position(step)
     return (
         f"epoch={epoch} step={done}/{step.steps_per_epoch} loss={step.loss:.3f} acc={quantities.percentage(step.top1)} "
         f"img_s={summary.rate(step.images_per_s)} data_pct={100 * step.data_share:.0f}"

@@ -212,7 +212,7 @@ def moment(time: float) -> str:
         return "?"
 
 
-def place(record: StepMetrics) -> tuple[int, int]:
+def epoch_position(record: StepMetrics) -> tuple[int, int]:
     """Returns the current epoch, counted from 1, and the updates made in it."""
     length = record.steps_per_epoch
     ended = record.step_in_epoch >= length and record.step == record.epoch * length

@@ -45,22 +45,22 @@ class Leftover:
 
 
 def find_leftovers(runs: Sequence[str] = ()) -> tuple[list[Leftover], list[str]]:
-    """Finds files that can be removed: caches, leftovers of killed processes, and the runs that `runs` names.
+    """Finds files that can be removed: caches, leftovers of killed processes, and the runs with the names `runs`.
 
-    Returns only files of this user that no process uses, and descriptions of files in use. Raises UserError: a name
+    Returns files of this user that no process uses, and descriptions of the files in use. Raises UserError: a name
     matches no run, or an active run.
     """
     active = [process for process in psutil.process_iter(["cmdline", "cwd", "uids"]) if _is_ours(process)]
     places = [Path(process.info["cwd"]) for process in active if process.info["cwd"]]
-    cache, copies = cache_folder(), set(_own((user_cache_path("manyhands") / "code").glob("*")))
+    cache, copies = cache_folder(), set(_owned((user_cache_path("manyhands") / "code").glob("*")))
     used = {copy for copy in copies if any(place.is_relative_to(copy) for place in places)}
     kept = [f"copies of code that processes use now: {len(used)}"] if used else []
-    made = {kind: list(_own((cache / kind).glob("*"))) for kind in _CACHES}
+    made = {kind: list(_owned((cache / kind).glob("*"))) for kind in _CACHES}
     if any(made.values()) and (active or running()):
         made = {}
         kept.append("compiled networks, decoded pictures and unpacked archives, which your processes may be using")
-    parts = [path for path in _own(cache.rglob(".*.part"), old=True) if path.is_file() and not path.is_symlink()]
-    there = _own(Path(tempfile.gettempdir()).glob(f"{PREFIX}*"), old=True)
+    parts = [path for path in _owned(cache.rglob(".*.part"), old=True) if path.is_file() and not path.is_symlink()]
+    there = _owned(Path(tempfile.gettempdir()).glob(f"{PREFIX}*"), old=True)
     ours = [path for path in there if _MADE_BY_US.fullmatch(path.name) and not path.is_symlink()]
     unlocked = [path for path in ours if path.is_dir() and not any(path.glob(".alive"))]
     table = [
@@ -68,10 +68,10 @@ def find_leftovers(runs: Sequence[str] = ()) -> tuple[list[Leftover], list[str]]
         *((kind, what, made.get(kind, ())) for kind, what in _CACHES.items()),
         ("parts", "incomplete files of ended processes", parts),
         ("temporary", f"temporary folders of killed processes in {tempfile.gettempdir()}", {*abandoned(), *unlocked}),
-        *(("run", f"the run {path}", [path]) for path in map(_run, runs)),
+        *(("run", f"the run {path}", [path]) for path in map(_removable_run, runs)),
     ]
     listed = [(kind, what, tuple(sorted(paths))) for kind, what, paths in table]
-    return [Leftover(kind, what, paths, sum(map(_size, paths))) for kind, what, paths in listed if paths], kept
+    return [Leftover(kind, what, paths, sum(map(_disk_usage, paths))) for kind, what, paths in listed if paths], kept
 
 
 def remove(leftovers: Iterable[Leftover], say: Callable[[str], object]) -> bool:
@@ -89,7 +89,7 @@ def remove(leftovers: Iterable[Leftover], say: Callable[[str], object]) -> bool:
     return complete
 
 
-def _own(paths: Iterable[Path], *, old: bool = False) -> Iterator[Path]:
+def _owned(paths: Iterable[Path], *, old: bool = False) -> Iterator[Path]:
     """Yields the paths that belong to this user; with `old` only paths not written for a day."""
     for path in paths:
         with suppress(OSError):
@@ -98,7 +98,7 @@ def _own(paths: Iterable[Path], *, old: bool = False) -> Iterator[Path]:
                 yield path
 
 
-def _run(word: str) -> Path:
+def _removable_run(word: str) -> Path:
     folder = find_run(word, parts=False)
     try:
         lock = claim(folder)
@@ -116,18 +116,18 @@ def _is_ours(process: psutil.Process) -> bool:
     return own and any("manyhands" in word for word in words)
 
 
-def _size(path: Path) -> int:
+def _disk_usage(path: Path) -> int:
     """Returns the bytes that a file or folder takes on the disk, without following links."""
     with suppress(OSError):
         state = path.lstat()
         own = state.st_blocks * 512
         if not stat.S_ISDIR(state.st_mode):
             return own
-        return own + sum(_size(Path(entry.path)) for entry in os.scandir(path))
+        return own + sum(_disk_usage(Path(entry.path)) for entry in os.scandir(path))
     return 0
 
 
-def request_of(root: Path, target: Path | None, size: int, quality: int) -> packing.PackRequest:
+def pack_request(root: Path, target: Path | None, size: int, quality: int) -> packing.PackRequest:
     if not root.is_dir():
         raise UserError(f"there is no folder {root}", str(root), ("name a folder of class folders",))
     if packed.is_pack(root):
@@ -155,7 +155,7 @@ def pack(
 
 
 def check_pack(folder: Path, target: Path | None) -> packed.PackedSet:
-    """Reads an entire pack, given by its path or its source folder. Raises UserError: missing, or altered."""
+    """Verifies a packed copy, given by its path or its source folder. Raises UserError: it is missing or altered."""
     place = target or (folder if packed.is_pack(folder) else place_of_pack(folder))
     if not packed.is_pack(place):
         raise UserError(f"there is no packed copy at {place}", str(place), ("run manyhands pack FOLDER",))

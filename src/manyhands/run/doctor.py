@@ -96,7 +96,7 @@ class Exposure:
 
 
 def exposure(job: Job, say: Callable[[str], object]) -> Exposure:
-    """Lists the open ports of the machines that the job names, or of this machine; for `say` see `diagnose`."""
+    """Lists open ports of the job's machines, or of this machine; `say` receives messages about open ports."""
     machines = machines_of(job.cluster)
     if not machines:
         then = "train, fit and session open ports on loopback only, for users of this machine"
@@ -112,7 +112,7 @@ def exposure(job: Job, say: Callable[[str], object]) -> Exposure:
 
 def _ports_of_job(job: Job, survey: Survey) -> Iterator[str]:
     hosts, chosen = survey.hosts, survey.chosen
-    through_ssh = job.cluster.through_ssh or (public_addresses(chosen) and not job.cluster.interface)
+    through_ssh = job.cluster.through_ssh or (describe_public_addresses(chosen) and not job.cluster.interface)
     if len(hosts) == 1 or through_ssh or len(chosen) < len(hosts):
         yield "ports on loopback only, for users of the machines; traffic between machines goes through ssh"
         return
@@ -134,8 +134,8 @@ def _describe(port: OpenPort) -> str:
     return f"{where}, open to every host that reaches {'the machine' if address.is_unspecified else 'the address'}"
 
 
-def public_addresses(chosen: Mapping[str, tuple[str, str]]) -> str:
-    """Describes machines that reach each other only at public addresses; an empty string if there are none."""
+def describe_public_addresses(chosen: Mapping[str, tuple[str, str]]) -> str:
+    """Returns a clause that names the machines with public addresses, or "" if all addresses are private."""
     public = [f"{name} at {address}" for name, (_, address) in chosen.items() if ip_address(address).is_global]
     return f"only the Internet connects the machines ({', '.join(public)})" if public else ""
 
@@ -147,8 +147,8 @@ def facts_wanted(job: Job, *, torch: bool = False) -> FactsWanted:
     return FactsWanted(workdir, runs, job.data.name, job.data.dir, torch)
 
 
-def known_of(job: Job, machines: Sequence[Machine], facts: Mapping[str, Any]) -> Survey:
-    """Returns a survey of the machines' facts, in which no connection has been tested."""
+def untested_survey(job: Job, machines: Sequence[Machine], facts: Mapping[str, Any]) -> Survey:
+    """Returns a survey that has the job's needs and the machines' facts, but no tests of connections."""
     asked = {machine.name: machine.slots or job.cluster.processes for machine in machines}
     counts = {host: asked.get(host, 0) or len(own.get("accelerators", ())) or 1 for host, own in facts.items()}
     words = (job.data.name, job.data.held_out, job.model.name, *job.train.custom_code)
@@ -157,14 +157,14 @@ def known_of(job: Job, machines: Sequence[Machine], facts: Mapping[str, Any]) ->
         counts, job.cluster.threads, port=_rendezvous(job)[1], interface=job.cluster.interface,
         through_ssh=job.cluster.through_ssh, device=job.cluster.device, download=job.data.download,
         files=tuple(word.rpartition(":")[0] for word in references),
-        reach={machine.name: ssh.reached_by(machine, job.cluster) for machine in machines},
+        reach={machine.name: ssh.ssh_prefix(machine, job.cluster) for machine in machines},
     )  # fmt: skip
     return Survey(tuple(machine.name for machine in machines), dict(facts), needs=needs)
 
 
 def _survey_here(job: Job, wanted: FactsWanted) -> Survey:
     name, facts = socket.gethostname(), gather(wanted)
-    survey = known_of(job, [Machine(name, job.cluster.processes)], {name: facts})
+    survey = untested_survey(job, [Machine(name, job.cluster.processes)], {name: facts})
     address, port = _rendezvous(job)
     if address in {LOOPBACK, "::1", *local_candidates(facts)}:
         probe = Probe()
@@ -183,7 +183,7 @@ def _rendezvous(job: Job) -> tuple[str, int]:
 
 def survey_agents(job: Job, agents: Machines, machines: Sequence[Machine], *, measure: bool = True) -> Survey:
     """Tests connections between machines that answer; with `measure` also clocks and speed, which takes seconds."""
-    survey = known_of(job, machines, {machine.name: machine.facts for machine in agents.running})
+    survey = untested_survey(job, machines, {machine.name: machine.facts for machine in agents.running})
     take_survey(agents.ask_named, survey, measure=measure)
     survey.errors |= {host: problem for host, problem in agents.problems.items() if host in survey.hosts}
     return survey

@@ -1,4 +1,4 @@
-"""Explains the rank, device and addresses that training would use here, and the origin of each value; no torch."""
+"""Explains the rank, device and addresses that training would use here, and their origins, without torch."""
 
 import os
 from collections.abc import Mapping
@@ -41,10 +41,10 @@ def explained(loaded: LoadedJob, environment: Mapping[str, str] | None = None) -
     cluster, origins = loaded.job.cluster, loaded.origins
     found = participate(cluster.model_copy(update={"join_timeout_s": SHORT_S}), variables)
     if info := found.process_info:
-        rows, many = _member(info, found.origins, variables), info.size > 1
+        rows, many = _process_rows(info, found.origins, variables), info.size > 1
         index = info.local_rank if info.device_index is None else info.device_index
     elif found.rendezvous:
-        rows, many, index = _machine(found.rendezvous, found.origins), sum(found.rendezvous.sizes) != 1, None
+        rows, many, index = _machine_rows(found.rendezvous, found.origins), sum(found.rendezvous.sizes) != 1, None
     else:
         count, many, index = found.processes or None, found.processes != 1, None
         rows = [
@@ -104,7 +104,7 @@ def write_cluster(loaded: LoadedJob, file: Path, environment: Mapping[str, str] 
     return notes
 
 
-def _member(found: ProcessInfo, origins: Mapping[str, str], variables: Mapping[str, str]) -> list[ExplainedValue]:
+def _process_rows(found: ProcessInfo, origins: Mapping[str, str], variables: Mapping[str, str]) -> list[ExplainedValue]:
     url = urlparse(found.init)
     address, port = url.hostname or "", url.port
     if url.scheme == "env":
@@ -123,7 +123,7 @@ def _member(found: ProcessInfo, origins: Mapping[str, str], variables: Mapping[s
     return [*rows, where, ExplainedValue("master_port", port, origins["master_port"])]
 
 
-def _machine(rendezvous: Rendezvous, origins: Mapping[str, str]) -> list[ExplainedValue]:
+def _machine_rows(rendezvous: Rendezvous, origins: Mapping[str, str]) -> list[ExplainedValue]:
     sizes, machine = rendezvous.sizes, rendezvous.machine
     first, own, known = sum(sizes[:machine]), sizes[machine], all(sizes)
     span = f"{first} … {first + own - 1}" if own > 1 else f"{first}"

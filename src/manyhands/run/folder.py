@@ -27,7 +27,7 @@ from manyhands.config.job import ClusterOptions, Job
 from manyhands.core import stops, terminal, timeouts
 from manyhands.core.errors import EXIT_DOCTOR, EXIT_USAGE, ManyhandsError, UserError
 from manyhands.core.files import free_name, private_files
-from manyhands.core.run_folder import RunFolder, in_python, resume_command
+from manyhands.core.run_folder import RunFolder, python_parts, resume_command
 from manyhands.report.read import read_run
 from manyhands.run.registry import RUNS, find_reference, headed_here, registered, remembered_reach
 
@@ -61,7 +61,7 @@ def run_folder(job: Job) -> Iterator[RunFolder]:
                 lock.release()
 
 
-def folder_to_be(job: Job) -> Path:
+def new_run_path(job: Job) -> Path:
     """Returns the folder of a new run: run.out, or the first free name of runs/<date>-<data>-<model>, …-2 and so on."""
     if job.run.out:
         return Path(job.run.out)
@@ -80,7 +80,7 @@ def _open_folder(job: Job) -> tuple[RunFolder, FileLock | None]:
     """Opens a new or resumed run folder, writes the job into it, and locks it against other runs."""
     folder = folders.use_run_folder(Path(job.run.out).expanduser()) if job.run.out else None
     while folder is None:
-        path = folder_to_be(job)
+        path = new_run_path(job)
         # Another run may have just created the folder.
         with folders.writing_into(path), contextlib.suppress(FileExistsError):
             path.mkdir(parents=True)
@@ -122,9 +122,8 @@ def _lock(folder: RunFolder, *, takes_over: bool) -> FileLock | None:
 class FolderWatch:
     """Detects that a run folder was renamed or deleted.
 
-    A renamed folder gets a symbolic link at its old path, so that all processes write into the renamed folder. A
-    deleted folder is created again with the same small files, and the run is asked to stop, so that it saves and can be
-    resumed.
+    A renamed folder gets a symbolic link at its old path, through which all processes continue to write. A deleted
+    folder is created again with the same small files, and the run is asked to save and stop.
     """
 
     def __init__(self, path: Path, warn: Callable[[str], object]) -> None:
@@ -134,7 +133,7 @@ class FolderWatch:
         self._deleted = self._stop_is_due = False
         self._open_folder()
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Compares the path with the opened folder, at most once a second; retries if the file system fails."""
         if time.monotonic() < self._look_at:
             return
@@ -165,7 +164,7 @@ class FolderWatch:
         elif place := self._new_place():
             self._link_to(place)
         else:
-            self._make_again(folder)
+            self._restore(folder)
 
     def _missing(self, folder: RunFolder) -> list[Path]:
         """Returns the known files and folders that are missing; all if the path leads to another folder."""
@@ -182,7 +181,7 @@ class FolderWatch:
         self._path.symlink_to(place)
         self._warn(f"{self._name} was moved to {place}; the run continues there, with a link at the old path")
 
-    def _make_again(self, folder: RunFolder) -> None:
+    def _restore(self, folder: RunFolder) -> None:
         folder.failures.mkdir(parents=True, exist_ok=True)
         for file, content in self._contents.items():
             file.write_bytes(content)
@@ -208,7 +207,7 @@ class FolderWatch:
 
 
 def record_of(checkpoint: Path) -> trained.TrainedNetwork | None:
-    """Returns the record of the network in a checkpoint or its run, if any. Raises UserError: it is damaged."""
+    """Returns a checkpoint's or its run's description of the network; None without one. Raises UserError: damaged."""
     return trained.find_record(checkpoint, read_state(checkpoint) if checkpoint.is_dir() else {})
 
 
@@ -224,9 +223,12 @@ def load_resumed(name: str, flags: Mapping[str, Any]) -> load.LoadedJob:
 
 
 def announce_resumed(folder: RunFolder, loaded: load.LoadedJob) -> None:
-    """Announces code that a resumed run executes because its job.toml names it. Raises UserError to refuse it."""
+    """Prints which code a resumed run will execute because its job.toml names that code.
+
+    Raises UserError: the code belongs to another user, or only a Python program can resume the run.
+    """
     keys = {"data": "data.name", "network": "model.name"}
-    lost = [what for what in in_python(folder.path) if loaded.origins.get(keys[what]) == str(folder.job)]
+    lost = [what for what in python_parts(folder.path) if loaded.origins.get(keys[what]) == str(folder.job)]
     if lost:
         longer = 'to train longer: here.epochs(20), or fit(…, epochs=20, checkpoint__resume="auto")'
         hints = (f"to resume, run {resume_command(folder.path)}", longer)
@@ -244,7 +246,7 @@ def announce_resumed(folder: RunFolder, loaded: load.LoadedJob) -> None:
 
 
 def announce_reach(loaded: load.LoadedJob) -> None:
-    """Announces ssh and Python commands that only a job.toml names. Raises UserError: another user wrote the file."""
+    """Prints an ssh or Python command that a run's job.toml adds. Raises UserError: the file is another user's."""
     standard = ClusterOptions()
     for name in ("ssh", "python"):
         wanted, file = getattr(loaded.job.cluster, name), Path(loaded.origins.get(f"cluster.{name}", ""))

@@ -35,7 +35,7 @@ _REQUEST, _JOINED = re.compile(rb"join (.+)\n", re.DOTALL), "joined: "
 def launch(
     job: Job, machines: Sequence[Machine], *, quiet: bool = False, begun: Callable[[Path], None] = lambda _run: None
 ) -> Outcome:
-    """Trains on several machines, the first with rank 0; calls `begun` at every tick once the run trains."""
+    """Trains on several machines, the first with rank 0. Once the run trains, calls `begun` often with its folder."""
     if not job.run.script:
         check_names(job, data=False)
     if len(machines) not in job.cluster.machines_wanted:
@@ -75,7 +75,7 @@ def launch(
                     starts.copy_records()
                     return membership.regroups()
 
-                watch.on_tick, watch.regroups, watch.cut = on_tick, regroups, starts.tunnels.ended
+                watch.on_tick, watch.regroups, watch.lost_tunnel = on_tick, regroups, starts.tunnels.ended
                 _keep_records(watch, receiver, screen, found.running[0].name)
                 ending = recovery.run_to_end(job, folder, membership, starts.orders, watch, screen.say)
                 starts.finish_copy()
@@ -96,7 +96,7 @@ def _require_enough(job: Job, folder: RunFolder, machines: Machines, screen: Scr
 
 
 def _keep_records(watch: supervise.Watch, receiver: mirror.Receiver, screen: Screen, source: str) -> None:
-    """Writes received records; after a failure the run continues, and new records stay on the machine of rank 0."""
+    """Writes received records here. After a failed write, new records stay only on `source`, the machine of rank 0."""
 
     def keep(piece: protocol.FilePiece) -> None:
         try:
@@ -153,7 +153,7 @@ def _refuse_another_run(job: Job, folder: RunFolder, machines: Machines) -> None
             continue
         found = answer.run
         if found and found != folders.run_id(folder):
-            copy = ssh.copied_by(machine.spec, place, str(folder.path))
+            copy = ssh.scp_command(machine.spec, place, str(folder.path))
             hints = (another, f"or, to resume that run, copy it to a new folder: {copy}")
             what = f"the folder {place} on {name} belongs to a different run than {folder.path}"
             raise UserError(what, "--out", hints)
@@ -182,7 +182,7 @@ def join_listener(folder: Path, on_request: Callable[..., None], say: recovery.S
         try:
             path.unlink(missing_ok=True)
             listener.setblocking(False)
-            with _short(path) as short:
+            with _short_path(path) as short:
                 listener.bind(short)
             path.chmod(0o600)
             listener.listen()
@@ -197,7 +197,7 @@ def join_listener(folder: Path, on_request: Callable[..., None], say: recovery.S
                     clients[client] = b""
             for client in list(clients):
                 with suppress(BlockingIOError):
-                    _read(client, clients, on_request)
+                    _answer_client(client, clients, on_request)
 
         try:
             yield tick
@@ -208,7 +208,7 @@ def join_listener(folder: Path, on_request: Callable[..., None], say: recovery.S
                 client.close()
 
 
-def _read(client: socket.socket, clients: dict[socket.socket, bytes], on_request: Callable[..., None]) -> None:
+def _answer_client(client: socket.socket, clients: dict[socket.socket, bytes], on_request: Callable[..., None]) -> None:
     def notify(text: str, takes_part: bool) -> None:
         with suppress(OSError):  # the client may have exited
             client.sendall((_JOINED * takes_part + text).encode(errors="replace"))
@@ -235,8 +235,8 @@ def _read(client: socket.socket, clients: dict[socket.socket, bytes], on_request
 
 
 @contextmanager
-def _short(path: Path) -> Generator[str]:
-    """Yields a path of the socket within the system's limit of about 100 bytes."""
+def _short_path(path: Path) -> Generator[str]:
+    """Yields a path to the same socket that is within the system's limit of about 100 bytes."""
     if len(os.fsencode(path)) < 100 or not Path("/proc/self/fd").is_dir():
         yield str(path)
         return
@@ -248,7 +248,7 @@ def _short(path: Path) -> Generator[str]:
 
 
 def join_here(run: str, host: str) -> str:
-    """Asks the launcher of a run, here, to add `host`, and waits until it joins. Raises ManyhandsError: refused."""
+    """Asks a run's launcher on this machine to add `host`; returns its answer. Raises ManyhandsError: it refuses."""
     found = registry.find_run(run, active=True)
     folder = found.path
     if not (folder / SOCKET).exists() and not (head := registry.head_of_active(found)).here:
@@ -256,7 +256,7 @@ def join_here(run: str, host: str) -> str:
         raise UserError(f"{head.name} was launched from {head.host}", head.run, hints)
     with socket.socket(socket.AF_UNIX) as head:
         try:
-            with _short(folder / SOCKET) as short:
+            with _short_path(folder / SOCKET) as short:
                 head.connect(short)
         except OSError:
             hints = ("name an active run that was started by manyhands launch",)
@@ -270,7 +270,7 @@ def join_here(run: str, host: str) -> str:
 
 
 class Background:
-    """Forks this process: the child launches the run, the parent waits. `elsewhere`: the child's id, 0 in the child."""
+    """Forks: the child launches the run, the parent waits. `child_pid`: the child's process id; 0 in the child."""
 
     def __init__(self) -> None:
         self._heard, self._writer = os.pipe()
@@ -278,8 +278,8 @@ class Background:
             stream.flush()
         # Blocked signals are delivered once `wait` forwards them.
         self._unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, stops.STOPS)
-        self.elsewhere = os.fork()
-        if not self.elsewhere:
+        self.child_pid = os.fork()
+        if not self.child_pid:
             os.setsid()  # Ctrl-C and the end of the terminal don't reach this process
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
             os.close(self._heard)
@@ -300,13 +300,13 @@ class Background:
     def wait(self, *, as_json: bool) -> int:
         """Waits until the run trains or has ended, and forwards signals to the launcher; returns the exit code."""
         os.close(self._writer)
-        with stops.handled(lambda number, _: os.kill(self.elsewhere, number)), os.fdopen(self._heard, "rb") as heard:
+        with stops.handled(lambda number, _: os.kill(self.child_pid, number)), os.fdopen(self._heard, "rb") as heard:
             signal.pthread_sigmask(signal.SIG_SETMASK, self._unblocked)
             run = Path(os.fsdecode(heard.read()))
             if not run.name:
-                return os.waitstatus_to_exitcode(os.waitpid(self.elsewhere, 0)[1]) & 0xFF
+                return os.waitstatus_to_exitcode(os.waitpid(self.child_pid, 0)[1]) & 0xFF
         if as_json:
-            terminal.show_json({"run": str(run), "status": "running", "pid": self.elsewhere, "log": str(run / LOG)})
+            terminal.show_json({"run": str(run), "status": "running", "pid": self.child_pid, "log": str(run / LOG)})
         else:
             terminal.show([
                 f"{run} keeps training without this terminal; launcher log: {run / LOG}",

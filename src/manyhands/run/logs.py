@@ -81,9 +81,8 @@ class Log:
 def show_logs(folder: RunFolder, rank: int | None, *, last: int, follow: bool, settings: Mapping[str, Any]) -> None:
     """Shows the output of one rank, or of all (`rank` None) with the rank before each line.
 
-    Reads other machines' logs over ssh. Shows the `last` lines of each log (0: all), and with `follow` new lines until
-    the run ends. `settings` are the user's options of the cluster. Raises UserError: there is no such rank. Raises
-    RunError: its machine can't be reached.
+    Reads other machines' logs over ssh. `last`: number of lines of each log, 0 for all. `follow`: also shows new lines
+    until the run ends. `settings`: options of the cluster. Raises UserError: no such rank; RunError: ssh fails.
     """
     places, known = read_places(folder), _local_logs(folder)
     if rank is not None and known and rank not in known and not any(place.has(rank) for place in places):
@@ -134,7 +133,7 @@ EXECUTED = ("ssh", "python", "workdir")  # executed here or on the run's machine
 
 
 def _ssh_options(folder: RunFolder, settings: Mapping[str, Any]) -> ClusterOptions:
-    """Returns the user's options to reach a run's machines; others in the job.toml are only printed."""
+    """Returns options to reach a run's machines, from `settings` or the launch; only prints those in job.toml."""
     own = load_job(settings).job.cluster
     given = {key.removeprefix("cluster.") for key in settings}
     remembered = remembered_reach(folder.path) or {}

@@ -32,7 +32,7 @@ from manyhands.core.errors import ManyhandsError, RunError, UserError
 from manyhands.core.files import size_of
 from manyhands.core.run_folder import RunFolder
 from manyhands.core.timeouts import CONTACT_S, RETRY_LEAST_S, RETRY_MOST_S, SILENT_S
-from manyhands.run.doctor import facts_wanted, known_of
+from manyhands.run.doctor import facts_wanted, untested_survey
 from manyhands.run.recovery import RestartHooks, Say, failed_rank, from_outside, what_failed, worth_a_start
 
 BUSY = "is still ending its earlier processes"  # a disconnected machine may still run its workers
@@ -40,7 +40,7 @@ REPLACED = "another launcher has taken over the run"
 
 
 class RefusedError(ManyhandsError):
-    """The machine can't take part, and another attempt would not change that."""
+    """Raised if a machine can't take part, and another attempt would not change that."""
 
 
 class Membership(RestartHooks):
@@ -132,8 +132,7 @@ class Membership(RestartHooks):
     def note_ending(self, ending: Ending) -> None:
         """Refuses machines that joined if the start failed; else counts a failure of each lost or failed machine.
 
-        A failed machine is excluded for an increasing time, unless it is needed; a lost one is not contacted for that
-        time.
+        A failed machine is excluded for an increasing time unless needed; a lost one is not contacted for that time.
         """
         if self.on_trial() and not ending.regrouped and not from_outside(first_cause(ending)):
             for machine in self.joined:
@@ -151,7 +150,7 @@ class Membership(RestartHooks):
                 machine.exclude(pause_s)
 
     def take_in(self) -> list[RunMachine]:
-        """Marks disconnected members as lost; appends the ready machines to the members, and returns them."""
+        """Marks disconnected machines as lost; lets ready machines take part, if there is room, and returns them."""
         for machine in self.machines.running:
             if machine.agent.closed:
                 machine.lose()
@@ -251,7 +250,7 @@ class Membership(RestartHooks):
         """Raises RefusedError if the facts of the machine and the members predict that training would fail."""
         everyone = [*self.connected, machine]
         known = {one.name: one.facts for one in self.connected} | {machine.name: facts}
-        found = examine(known_of(self._job, [one.spec for one in everyone], known))
+        found = examine(untested_survey(self._job, [one.spec for one in everyone], known))
         if failures := [finding for finding in found if finding.severity == "fail"]:
             raise RefusedError(failures[0].what, machine.name, failures[0].hints)
 

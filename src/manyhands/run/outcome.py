@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from manyhands.checkpoint.folders import kept_step, saved_step, unsaved
+from manyhands.checkpoint.folders import kept_step, saved_step, unsaved_error
 from manyhands.cluster.agents.folders import Term, agents_work, term_in
 from manyhands.cluster.failures import Ending, as_error, first_cause, users_place
 from manyhands.cluster.hosts.this_process import machines_of
@@ -45,7 +45,7 @@ class Outcome:
 
 
 def conclude(job: Job, folder: RunFolder, ending: Ending, earlier: int = 0) -> Outcome:
-    """Records a run's end after `earlier` recorded starts and stops, writes the report, and raises the first cause."""
+    """Records a run's end, writes the report, raises the first cause. `earlier`: start and stop events before."""
     if job.run.script and ending.interrupted:
         note(folder, "stopped")
         hints = (f"for its output: manyhands logs {shlex.quote(str(folder.path))}",)
@@ -56,7 +56,7 @@ def conclude(job: Job, folder: RunFolder, ending: Ending, earlier: int = 0) -> O
         note(folder, "finished")
         return Outcome(folder, "finished")
     if ending.refused and not ending.ok:
-        note_head(job, folder, ending.refused)
+        note_launcher_failure(job, folder, ending.refused)
         raise ending.refused
     if ending.ok:
         statuses = {value["status"] for value in ending.returned.values()}
@@ -84,7 +84,7 @@ def _record_failure(job: Job, folder: RunFolder, ending: Ending) -> ManyhandsErr
     if cause:
         note_cause(folder, cause)
     else:
-        note_head(job, folder, error)
+        note_launcher_failure(job, folder, error)
     return error
 
 
@@ -129,9 +129,9 @@ def report_on(job: Job, folder: RunFolder) -> None:
 
 
 def interrupted(folder: RunFolder, hung: str = "", *, idle: bool = False) -> ManyhandsError:
-    """Records that a run was stopped without saving, and returns the error; for the arguments see `unsaved`."""
+    """Records that a run was stopped without saving, and returns the error; for the arguments see `unsaved_error`."""
     step = saved_step(folder)
-    error = unsaved(folder.path, step, hung, idle=idle)
+    error = unsaved_error(folder.path, step, hung, idle=idle)
     kind = "stopped" if error.exit_code == EXIT_SAVED else "interrupted"
     note(folder, kind, error.message, step=step, data={"rankless": True})
     return error
@@ -143,7 +143,7 @@ def starts_and_stops(folder: RunFolder) -> list[dict[str, Any]]:
 
 
 def _stop_saved(folder: RunFolder, earlier: int) -> bool:
-    """Returns True, and records the stop, if a stopped run has saved; later kills and losses don't matter."""
+    """Returns True if the run saved at the requested stop, and records the stop, whatever failed after the save."""
     last = [{}, *starts_and_stops(folder)[earlier:]][-1]
     step, saved = last.get("step"), saved_step(folder)
     if last.get("kind") not in {"stopping", "stopped"} or step is None or saved is None or saved < step:
@@ -162,8 +162,8 @@ def note_cause(folder: RunFolder, cause: Failure) -> None:
             write_json(record, cause)
 
 
-def note_head(job: Job, folder: RunFolder, error: Exception) -> None:
-    """Records a failure that is not a rank's, but a machine's or the launcher's."""
+def note_launcher_failure(job: Job, folder: RunFolder, error: Exception) -> None:
+    """Records a failure of a machine or of the launcher, which belongs to no rank."""
     known = isinstance(error, ManyhandsError)
     what = error.message if known else f"{type(error).__name__}: {error}"
     where, hints = (error.where, [*error.hints]) if known else ("", [])
@@ -180,7 +180,7 @@ def ends_noted(job: Job, folder: RunFolder) -> Generator[None]:
         # A second Ctrl-C, while the first is handled, has the first as its context.
         raise interrupted(folder, idle=not isinstance(interrupt.__context__, KeyboardInterrupt)) from None
     except Exception as error:
-        note_head(job, folder, error)
+        note_launcher_failure(job, folder, error)
         raise
 
 
@@ -223,9 +223,9 @@ def why(word: str) -> Why:
 
 def explained(run: RunData, head: Running | None = None) -> Why:
     """Explains a run from its records; `head` is its launcher, if it is active."""
-    state, folder, done = _state(run, head), str(run.folder.path), _done(run)
-    after = f"after {summary.duration(summary.seconds(run))} of work, {_place(run)}"
-    now, cause, on, do = f"{_place(run)}{_last_record(run)}", "", "", list[str]()
+    state, folder, done = _state(run, head), str(run.folder.path), _notices(run)
+    after = f"after {summary.duration(summary.seconds(run))} of work, {_progress(run)}"
+    now, cause, on, do = f"{_progress(run)}{_last_record(run)}", "", "", list[str]()
     match state:
         case "running" if head:
             where = "" if head.here else f" on {head.host}, unless that machine is down"
@@ -273,17 +273,17 @@ def _failed(run: RunData, headline: str, done: list[str], do: list[str]) -> Why:
     event = next((event for event in last if event.kind == "failed"), None)
     if event and event.data.get("rankless"):
         where, hints = plain(str(event.data.get("where", ""))), event.data.get("hints", event.data.get("mend", ()))
-        cause, host = _both_ends(event.message), plain(str(event.data.get("host", "")))
+        cause, host = _shorten_middle(event.message), plain(str(event.data.get("host", "")))
         if where and where not in cause:
             cause = f"machine {host}: {cause}" if host else f"{cause} ({where})"
         do = [*(line for line in map(plain, map(str, hints)) if not names_resume(line)), *do]
         return Why(str(run.folder.path), "failed", headline, cause, host=host, done=done, do=do)
-    first = _first(run, event)
+    first = _first_failure(run, event)
     if first.error == MACHINE_LOST:
         cause, rank = f"machine {plain(first.host)}: {plain(first.what)}", None
     else:
-        cause, rank = f"{_who(first)}: {shortened(plain(first.what), _LONGEST)}", first.rank
-    file = _file(first)
+        cause, rank = f"{_rank_text(first)}: {shortened(plain(first.what), _LONGEST)}", first.rank
+    file = _failing_line(first)
     if first.consequence:
         cause = f"no process recorded the first cause; the earliest failure is a consequence: {cause}"
         do = ["look at the logs of all processes in ranks/, and at any machine without a log", *do]
@@ -304,7 +304,7 @@ def _state(run: RunData, head: Running | None) -> str:
     return last if last == "interrupted" else "killed" if word == "unfinished" else word
 
 
-def _first(run: RunData, event: Event | None) -> Failure:
+def _first_failure(run: RunData, event: Event | None) -> Failure:
     """Returns the first cause as recorded by the launcher, or else the first failure that isn't a consequence."""
     same = [one for one in run.failures if event and (one.what, one.rank) == (event.message, event.rank)]
     if same or not event:
@@ -320,7 +320,8 @@ def _first(run: RunData, event: Event | None) -> Failure:
 def _others(run: RunData, first: Failure) -> str:
     rest = [one for one in run.failures if one is not first and one.rank != first.rank]
     headline = "; ".join(
-        f"{_who(one)} {'ended after another rank failed' if one.consequence else 'failed too: ' + shortened(one.what)}"
+        f"{_rank_text(one)} "
+        + ("ended after another rank failed" if one.consequence else f"failed too: {shortened(one.what)}")
         for one in rest[:_SHOWN]
     )
     size = run.environment.get("processes")
@@ -330,14 +331,14 @@ def _others(run: RunData, first: Failure) -> str:
     return plain("; ".join(filter(None, (headline, more, silent))))
 
 
-def _done(run: RunData) -> list[str]:
+def _notices(run: RunData) -> list[str]:
     found: list[str] = []
     starts = [event for event in run.events if event.kind in {"restarted", "regrouped"}]
     for event in starts[-_SHOWN:]:
         # The event has the machine; ranks may have moved since.
         at = f"{event.data['host']}, " if event.data.get("host") else ""
         how = "restarted" if event.kind == "restarted" else "restarted with another machine"
-        found.append(f"{how} ({at}{summary.ago(time.time() - event.time)}): {_both_ends(event.message)}")
+        found.append(f"{how} ({at}{summary.ago(time.time() - event.time)}): {_shorten_middle(event.message)}")
     if len(starts) > _SHOWN:
         found.insert(0, f"{len(starts)} restarts in all; the last {_SHOWN}:")
     found += [event.message for event in run.events if event.kind == "undone"][-_SHOWN:]
@@ -355,8 +356,8 @@ def _done(run: RunData) -> list[str]:
     return [plain(line) for line in found]
 
 
-def _both_ends(text: str) -> str:
-    """Shortens a long text in the middle, because the last line of a traceback says most."""
+def _shorten_middle(text: str) -> str:
+    """Shortens a long text in the middle; in a traceback, the last line is the most informative."""
     text = plain(text)
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 3]} … {text[-_LONGEST * 2 // 3 :]}"
 
@@ -370,7 +371,7 @@ def _resume_hint(run: RunData) -> str:
     return f"resume from step {step}: {resume_command(run.folder.path)}"
 
 
-def _place(run: RunData) -> str:
+def _progress(run: RunData) -> str:
     return f"at step {run.steps[-1].step} of {run.steps[-1].total_steps}" if run.steps else "before its first update"
 
 
@@ -379,13 +380,13 @@ def _last_record(run: RunData) -> str:
     return f"; last record {summary.ago(time.time() - max(times))}" if times else ""
 
 
-def _who(failure: Failure) -> str:
+def _rank_text(failure: Failure) -> str:
     step = f" at step {failure.step}" if failure.step is not None else ""
     phase = f" ({failure.phase})" if failure.phase else ""
     return f"rank {failure.rank}{failure.host and f' on {plain(failure.host)}'}{step}{phase}"
 
 
-def _file(failure: Failure) -> str:
+def _failing_line(failure: Failure) -> str:
     """Returns the line of the user's code that raised a failure, or the file that the failure names."""
     if line := users_place(failure):
         return plain(line)

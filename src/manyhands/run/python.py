@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from manyhands.config.job import OBJECT, Job, TrainOptions
-from manyhands.config.load import ONE_WORD, announce, is_switch, known_keys, load_on, meant_key
+from manyhands.config.load import ONE_WORD, announce, is_switch, known_keys, load_job_argument, meant_key
 from manyhands.core import records, stops
 from manyhands.core.errors import EXIT_SAVED, ManyhandsError, UserError
 from manyhands.core.run_folder import NOWHERE, OBJECTS
@@ -23,7 +23,7 @@ from manyhands.report import changes, page, read, summary, time_shares
 from manyhands.run.folder import record_of, run_folder
 from manyhands.run.outcome import Outcome, report_on
 from manyhands.run.tasks import list_pictures, resolve_checkpoint
-from manyhands.run.train import place_of, train, train_in_process
+from manyhands.run.train import launch_decision, train, train_in_process
 from manyhands.train.objects import Objects, digest_objects, metric_words
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ _OPTIONS = {"n": "processes", "sync": "sync.method", "parallel": "parallel.mode"
 
 
 def _as_arguments(line: str, bare: str = "=…") -> str:
-    """Replaces flags in a hint by arguments, with `bare` after flags without a value; command lines stay."""
+    """Rewrites the flags in a hint as Python arguments, with `bare` after a flag without a value; keeps commands."""
 
     def argument(flag: re.Match[str]) -> str:
         key = (flag["key"] or flag["name"].removeprefix("-").replace("-", "_")).removeprefix("train.")
@@ -186,7 +186,7 @@ def fit(  # noqa: PLR0913 - all but three are named
         named["data.name"] = str(train_set) if isinstance(train_set, str | Path) else OBJECTS
     functions = {"optimizer": optimizer, "loss": loss, "schedule": schedule}
     named |= {f"train.{key}": one if one is None or isinstance(one, str) else OBJECT for key, one in functions.items()}
-    loaded = load_on(job, {**_flags(settings, "fit"), **named})
+    loaded = load_job_argument(job, {**_flags(settings, "fit"), **named})
     if at_epoch_end is not None and not callable(at_epoch_end):
         raise UserError("at_epoch_end is not a function", "fit", ("such as at_epoch_end=lambda end: print(end.epoch)",))
     if not (optimizer is None or isinstance(optimizer, str) or callable(optimizer)):
@@ -234,7 +234,7 @@ def _train(job: Job, objects: Objects, processes: int | None, *, quiet: bool) ->
         raise UserError("fit can't start processes: this process is already in a process group", "fit", hints)
     if existing or not (processes is not None or job.cluster.processes):
         return train_in_process(job, _process_info(job), quiet=quiet, objects=objects)
-    elsewhere = place_of(job).process_info is None  # a launcher takes precedence over cluster.processes
+    elsewhere = launch_decision(job).process_info is None  # a launcher takes precedence over cluster.processes
     outcome = train(job, quiet=quiet, objects=objects)
     if elsewhere and objects.model is not None:
         from manyhands.worker.own_process import load_weights
@@ -244,7 +244,7 @@ def _train(job: Job, objects: Objects, processes: int | None, *, quiet: bool) ->
 
 
 def _options_of(model: Any) -> dict[str, Any]:
-    """Returns options that follow from a network, by dotted key. Raises UserError: `model` is no network."""
+    """Returns the options that the argument `model` sets, by dotted key. Raises UserError: it is no network."""
     if model is None or isinstance(model, str):
         return {"model.name": model}
     if isinstance(model, type) or not hasattr(model, "named_parameters"):
@@ -257,7 +257,7 @@ def _options_of(model: Any) -> dict[str, Any]:
 
 
 def _flags(settings: dict[str, Any], function: str) -> dict[str, Any]:
-    """Returns keyword arguments by dotted key: epochs is train.epochs, data__workers is data.workers."""
+    """Converts keyword arguments to options by dotted key: epochs to train.epochs, data__workers to data.workers."""
     flags: dict[str, Any] = {}
     for name, value in settings.items():
         if "__" in name:
@@ -289,7 +289,7 @@ def _existing_group(job: Job) -> ProcessInfo | None:
 
 
 def _process_info(job: Job) -> ProcessInfo:
-    launched = _existing_group(job) or place_of(job).process_info
+    launched = _existing_group(job) or launch_decision(job).process_info
     return launched or ProcessInfo(device=job.cluster.device, backend=job.cluster.backend)
 
 
@@ -435,7 +435,7 @@ def _session(job: JobLike, metrics: Any, out: str | Path | None, settings: dict[
             what = f"session has no argument {unused[0].partition('.')[2]}"
             raise UserError(what, "session", ("pass optimizer and batch to the prepare method of the session",))
         named = {"data.name": OBJECTS, "run.out": str(out) if out else None, "train.metrics": metric_words(metrics)}
-        loaded = load_on(job, {**flags, **named})
+        loaded = load_job_argument(job, {**flags, **named})
         resolved = loaded.job
         # A recipe's values apply only to fit.
         given = {key for key, origin in loaded.origins.items() if not origin.startswith("recipe")}

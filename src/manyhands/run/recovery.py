@@ -7,8 +7,8 @@ they train, `Watch.regroups` contacts lost machines. core/timeouts.py has the ti
 
 A *start* is one launch of the processes on all machines of the run; a restart is another start of the same launcher.
 `number` counts the starts of a launcher from 0. `generation` is the number of the start in an agent's orders, and in
-`RunMachine` of the last start that included the machine. `term` (cluster/agents/folders.py) is the launcher's own
-number.
+`RunMachine` of the last start that included the machine. `term` (cluster/agents/folders.py) numbers the launchers of a
+detached run.
 """
 
 import time
@@ -37,7 +37,7 @@ Prepare = Callable[[Job, int], Mapping[connection.AgentConnection, protocol.Orde
 
 
 class RestartHooks:
-    """Decisions about restarts that depend on the machines; this class is for a single machine."""
+    """Decisions about restarts that depend on the machines; `Membership` overrides these for several machines."""
 
     def too_few(self) -> str:
         """Returns why the run can't continue on the remaining machines, or an empty string."""
@@ -65,7 +65,7 @@ def run_to_end(job: Job, folder: RunFolder, machines: RestartHooks, orders: Prep
             return ending
         step = saved_step(folder)
         where = "restarting from the beginning" if step is None else f"restarting from step {step}"
-        _note(folder, restart, number, f"{restart.reason}: {where}", step)
+        _record_restart(folder, restart, number, f"{restart.reason}: {where}", step)
         number += 1
         if step != first_step:  # from now on this run's own checkpoints count
             job = resumed(job)
@@ -169,7 +169,7 @@ def what_failed(ending: Ending) -> str:
 
 def worth_a_start(folder: RunFolder) -> bool:
     """Returns True if the remaining training, without the current update, takes longer than a restart."""
-    found = [read.parse_metrics(line, folder) for line in follow.end_of(folder.metrics)]
+    found = [read.parse_metrics(line, folder) for line in follow.last_records(folder.metrics)]
     steps = [one for one in found if isinstance(one, StepMetrics)][-20:]
     if not steps:
         return False
@@ -179,7 +179,7 @@ def worth_a_start(folder: RunFolder) -> bool:
 
 
 def _raised_at(cause: Failure) -> str:
-    """Returns the exception type and the last line of the traceback, without the message, which may have numbers."""
+    """Returns the exception type and the last line of the traceback, without the message, whose numbers vary."""
     lines = [line.strip() for line in cause.traceback.splitlines() if line.lstrip().startswith("File ")]
     return f"{cause.error} {lines[-1] if lines else cause.where}"
 
@@ -189,7 +189,7 @@ def resumed(job: Job) -> Job:
     return job.model_copy(update={"checkpoint": job.checkpoint.model_copy(update={"resume": "auto"})})
 
 
-def _note(folder: RunFolder, restart: Restart, number: int, message: str, step: int | None) -> None:
+def _record_restart(folder: RunFolder, restart: Restart, number: int, message: str, step: int | None) -> None:
     """Records a restart, and moves the records of failed processes to a subfolder."""
     cause = restart.cause
     rank, at, host = (cause.rank, cause.time, cause.host) if cause else (0, time.time(), "")

@@ -100,15 +100,15 @@ def _reach_path(run: Path) -> Path:
 
 def running() -> list[Running]:
     """Returns the user's runs that have a launcher, the oldest first. Removes records of runs without processes."""
-    return _listed()[0]
+    return _list_runs()[0]
 
 
 def headless() -> list[Running]:
-    """Returns the user's runs without a launcher whose workers still run in a folder that is visible here."""
-    return _listed()[1]
+    """Returns the user's runs that have no launcher, but workers, as far as their folders are visible here."""
+    return _list_runs()[1]
 
 
-def _listed() -> tuple[list[Running], list[Running]]:
+def _list_runs() -> tuple[list[Running], list[Running]]:
     headed, left = list[Running](), list[Running]()
     for path in registry_folder().glob("*.json"):
         if (record := _load(Running, path)) is None:
@@ -131,7 +131,7 @@ def _listed() -> tuple[list[Running], list[Running]]:
 
 
 def head_of(run: Path) -> Running | None:
-    """Returns the launcher of a run; prefers one here, then the newest, because another may be lost."""
+    """Returns the record of a run's launcher, or None; prefers one on this machine, then the newest one."""
     heads = [record for record in running() if record.run == str(run.resolve())]
     return max(heads, key=lambda record: (record.here, record.time), default=None)
 
@@ -168,10 +168,10 @@ def _path(record: Running) -> Path:
 def find_run(word: str, *, parts: bool = True, active: bool = False) -> RunFolder:
     """Returns the run of a folder, a name, part of a name or "last". Raises UserError: no run matches, or several.
 
-    Without `parts`, `word` must be the beginning of the name, because it may also be a data set. With `active`, active
-    runs are preferred to ended ones.
+    Without `parts`, `word` must be the beginning of the name, for callers that also accept a data set. With `active`,
+    active runs are preferred to ended ones.
     """
-    working = {Path(record.run): None for records in _listed() for record in records}
+    working = {Path(record.run): None for records in _list_runs() for record in records}
     for folder in (RunFolder(Path(word).expanduser()), RunFolder(RUNS / word)):
         if word and (folder.exists() or folder.path.resolve() in working):
             return folder
@@ -280,16 +280,16 @@ def stop_run(record: Running, *, now: bool) -> Event | None:
             signal_head(record, signal.SIGKILL)
             if not _ends_within(timeouts.KILL_RUN_S, record):
                 raise RunError(f"{record.name} survived SIGKILL", f"pid {record.pid}", (f"run kill -9 {record.pid}",))
-        return follow.look(record).end
+        return follow.read_progress(record).end
     terminal.say(f"asked {record.name} (pid {record.pid}) to save and stop")
     shown, wait_s = "", 2.0  # a stop that takes longer is explained
     while not _ends_within(wait_s, record):
-        stopping = follow.look(record).state == "stopping"
+        stopping = follow.read_progress(record).state == "stopping"
         words = "waiting for the last checkpoint" if stopping else "waiting for the current update"
         if words != shown:
             terminal.say(f"{words}; use --now to end the run at once")
         shown, wait_s = words, _POLL_S
-    return follow.look(record).end
+    return follow.read_progress(record).end
 
 
 def _ends_within(limit_s: float, record: Running) -> bool:

@@ -23,7 +23,7 @@ from manyhands.core.records import write_json
 from manyhands.core.run_folder import RunFolder
 from manyhands.core.timeouts import COPY_S, OPEN_FOLDER_S, TAKE_OVER_S
 from manyhands.parallel.group import ports, tunnel_ends
-from manyhands.run.doctor import public_addresses, survey_agents
+from manyhands.run.doctor import describe_public_addresses, survey_agents
 from manyhands.run.machines import REPLACED, Membership, RefusedError, folder_on
 from manyhands.run.recovery import Say, resumed
 
@@ -78,7 +78,7 @@ class Starts(contextlib.ExitStack):
         return orders
 
     def _gather(self, *, again: bool) -> str | None:
-        """Connects the machines of a start; see `StoreTunnel.open`. Returns None if one of them is lost meanwhile."""
+        """Connects the machines of a start. Returns the result of `_connect`; None if a machine is lost meanwhile."""
         try:
             if again:
                 self._take_in()
@@ -103,7 +103,7 @@ class Starts(contextlib.ExitStack):
 
     def _take_in(self) -> None:
         """Adds the machines that can join, if their folders can be opened and all machines reach each other."""
-        joining = [machine for machine in self._membership.take_in() if self._opens_on(machine)]
+        joining = [machine for machine in self._membership.take_in() if self._open_on(machine)]
         if not joining:
             return
         alone = len(self._machines.running) == 1 + len(joining)
@@ -122,7 +122,7 @@ class Starts(contextlib.ExitStack):
         else:
             self.set_addresses(addresses)
 
-    def _opens_on(self, machine: RunMachine) -> bool:
+    def _open_on(self, machine: RunMachine) -> bool:
         """Opens the run folder on a machine that joins; returns False after a failure."""
         try:
             with self._token() as token:
@@ -145,9 +145,9 @@ class Starts(contextlib.ExitStack):
             machine.address = address
 
     def _connect(self) -> str:
-        """Has the first machine listen for the store; opens tunnels first, if only ssh connects the machines.
+        """Makes the first machine listen for the store, after opening tunnels if only ssh connects the machines.
 
-        Returns why the store doesn't listen on loopback only; see `StoreTunnel.open`.
+        Returns why the store listens not only on loopback, or ""; see `StoreTunnel.open`.
         """
         self._routes = None
         if self._ssh_only:
@@ -168,8 +168,8 @@ class Starts(contextlib.ExitStack):
     def open_folders(self, *, records: bool = True, anew: bool = False) -> None:
         """Opens the run folder on every machine. Raises RunError: another launcher has taken over the run.
 
-        With `records`, the first machine sends new records; with `anew` all records, because the launcher's (which are
-        renamed) may differ. In a run of a user's script, it also sends the output of rank 0.
+        With `records`, the first machine sends new records; with `anew` all, because the launcher's, which are renamed,
+        may differ. In a run of a user's script, the first machine also sends the output of rank 0.
         """
         term = self._membership.term
         with self._token() as token:
@@ -214,7 +214,7 @@ class Starts(contextlib.ExitStack):
         last_step = saved_step(self._folder)
         if self.saved < 0 and last_step is not None and not self._script:
             raise RunError(f"no remaining machine has a checkpoint; the last one was saved at step {last_step}")
-        self._give_records(self._newest_first())
+        self._send_records(self._newest_first())
         self.open_folders()
 
     def resume_from_newest(self) -> None:
@@ -227,7 +227,7 @@ class Starts(contextlib.ExitStack):
         self._say(f"{first.name} has the newest checkpoint (step {step}) and gets rank 0", "INFO")
         behind = last_step is None or last_step < step
         if not behind:
-            self._give_records(first)
+            self._send_records(first)
         self.open_folders(anew=behind)
 
     def _newest_first(self) -> RunMachine:
@@ -236,7 +236,7 @@ class Starts(contextlib.ExitStack):
         self._machines.all.sort(key=lambda machine: machine not in running or machine.run_folder.saved < newest)
         return self._machines.running[0]
 
-    def _give_records(self, machine: RunMachine) -> None:
+    def _send_records(self, machine: RunMachine) -> None:
         """Sends the records of this run folder to the machine that gets rank 0, unless it shares the folder."""
         if machine.agent.here or machine.run_folder.shared:
             return
@@ -248,7 +248,7 @@ class Starts(contextlib.ExitStack):
         machine.records_may_differ = False
 
     def _choose_copy(self) -> None:
-        """Selects a machine for a copy of the records; without a shared disk it also has a copy of each checkpoint."""
+        """Selects the machine that keeps a copy of the records: the first whose run folder isn't on a shared disk."""
         first, *others = self._machines.running
         machine, self._copy = next((machine for machine in others if machine.run_folder.own), None), None
         if machine and (first.run_folder.shared or first.run_folder.own):
@@ -283,7 +283,7 @@ def check_machines(job: Job, say: Say, machines: Machines) -> dict[RunMachine, A
     found = examine(survey)
     failures = [finding for finding in found if finding.severity == "fail"]
     apart = bool(failures) and all(finding.check == "reach" for finding in failures)
-    public = public_addresses(survey.chosen)
+    public = describe_public_addresses(survey.chosen)
     allowed = not job.cluster.interface or (apart and job.cluster.relay)
     through_ssh = job.cluster.through_ssh or (bool(apart or public) and allowed)
     if apart and through_ssh:

@@ -51,7 +51,7 @@ def _for_slurm(job: Job, job_file: Path | None) -> Submission:
     if job.submit.options and any("\n" in option or not option.startswith("-") for option in job.submit.options):
         hints = ('such as ["--partition=gpu"]',)
         raise UserError("an option of sbatch must start with a dash", "submit.options", hints)
-    return _submission(job, ("manyhands", "train", *_words(job, job_file), "--out", out))
+    return _submission(job, ("manyhands", "train", *_train_arguments(job, job_file), "--out", out))
 
 
 def _for_kubernetes(job: Job) -> Submission:
@@ -64,7 +64,7 @@ def _for_kubernetes(job: Job) -> Submission:
     if not job.run.out:
         hints = ("add --out /data/runs/first, where /data is a volume that the runtime mounts",)
         raise UserError("Kubernetes deletes the files of a container, including the run folder", "--out", hints)
-    return _submission(job, ("manyhands", "train", *_words(job, None), "--out", job.run.out))
+    return _submission(job, ("manyhands", "train", *_train_arguments(job, None), "--out", job.run.out))
 
 
 def _submission(job: Job, command: tuple[str, ...]) -> Submission:
@@ -85,8 +85,8 @@ def _submission(job: Job, command: tuple[str, ...]) -> Submission:
     return Submission(name, command, wanted, processes, cluster.threads)
 
 
-def _words(job: Job, job_file: Path | None) -> list[str]:
-    """Returns the arguments of `train` for this job: the file or names, and options with other values."""
+def _train_arguments(job: Job, job_file: Path | None) -> list[str]:
+    """Returns arguments of `train` for the job: its file or names, and the options that differ from them."""
     names = {"data.name": job.data.name, "model.name": job.model.name}
     base = load_job({} if job_file else names, file=job_file, environment={}).job
     words = [str(job_file)] if job_file else list(names.values())

@@ -77,13 +77,13 @@ def evaluate_job(
     `given` are keys of options that the user changed; with `whole` all pictures of a plain folder are evaluated.
     """
     argument = {"checkpoint": str(path.resolve()) if path else "", "given": list(given), "whole": whole}
-    found = _in_group_or_started(job, {"task": "evaluate", **argument})
+    found = _run_task(job, {"task": "evaluate", **argument})
     data = job.data.name if whole else f"the evaluation split of {job.data.name}"
     return {"checkpoint": str(path or ""), **found, "data": data} if found else None
 
 
 def job_of(reference: Path, flags: Mapping[str, Any]) -> Job:
-    """Returns the job of a checkpoint, changed by `flags`, which must name the data of a file outside a run folder.
+    """Returns a checkpoint's job, changed by `flags`. For a file outside a run folder, the flags must name the data.
 
     Machines and processes are taken from the flags only, because the run's machines may be out of reach.
     """
@@ -115,13 +115,13 @@ def run_of(reference: Path) -> RunFolder | None:
 
 
 def resolve_checkpoint(reference: Path, which: str) -> Path:
-    """Returns the checkpoint of `reference`, and prints skipped damaged ones. Raises UserError: none is usable."""
+    """Returns the path of a checkpoint; prints which damaged ones are skipped. Raises UserError: none is usable."""
     folder = RunFolder(reference)
     if folder.exists() and not folder.has_checkpoints():
         away = next((place for place in logs.read_places(folder) if place.has(0) and not place.local), None)
         if away:
             what, there = f"the checkpoints of {reference} are on {away.machine.name}", f"{away.folder}/checkpoints"
-            hints = (ssh.copied_by(away.machine, there, f"{reference}/"),)
+            hints = (ssh.scp_command(away.machine, there, f"{reference}/"),)
             raise UserError(f"{what}, where rank 0 ran", f"{away.host}:{there}", hints)
     path, passed_over = choose(reference, which)  # pyright: ignore[reportArgumentType]
     for note in passed_over:
@@ -141,7 +141,7 @@ def predict_files(
     """Yields each picture's path, with its most likely classes and probabilities or with an error message.
 
     `pictures` are files and folders. `model` is the name of the network, if the run doesn't record it. Without
-    `processes`, this process predicts, or the processes of a launcher do. Without `device`, one process uses the CPU,
+    `processes`, this process predicts, or the group that a launcher formed. Without `device`, one process uses the CPU,
     and several select a device. Raises UserError: a picture or the network is missing.
     """
     files, path = list_pictures(pictures), resolve_checkpoint(reference, which)
@@ -152,7 +152,7 @@ def predict_files(
     if (processes or 1) > 1 or participate(job.cluster).process_info:
         named = [str(file.resolve()) for file in files]
         argument = {"task": "predict", "checkpoint": str(path.resolve()), "pictures": named, "model": model}
-        found = _in_group_or_started(job, argument)
+        found = _run_task(job, argument)
         yield from zip(files, found["guesses"], strict=True) if found else ()
     else:
         from manyhands.worker.own_process import guess, open_trained
@@ -203,9 +203,9 @@ def rewrite_checkpoint(reference: Path, target: Path, *, which: str, plan: Path 
     return rewrite(lambda: resolve_checkpoint(reference, which), target, plan)
 
 
-def _in_group_or_started(job: Job, argument: dict[str, Any]) -> dict[str, Any]:
-    """Runs a task in a launcher's group (a collective), or on new processes; returns {} on ranks other than 0."""
-    process_info = train.place_of(job).process_info
+def _run_task(job: Job, argument: dict[str, Any]) -> dict[str, Any]:
+    """Runs a task as a collective of the group that a launcher formed, or on new processes; {} on ranks except 0."""
+    process_info = train.launch_decision(job).process_info
     if process_info is None:
         return run_by_agent(job, argument)
     from manyhands.worker.entry import run_task
@@ -219,7 +219,7 @@ def _in_group_or_started(job: Job, argument: dict[str, Any]) -> dict[str, Any]:
 
 
 def run_by_agent(job: Job, argument: dict[str, Any]) -> dict[str, Any]:
-    """Runs the task `argument["task"]` (plain data) on processes of this machine; returns the result of rank 0."""
+    """Runs `argument["task"]` with the other values, plain data, on new local processes; returns rank 0's result."""
     with _private_folder() as folder:
         here = Rendezvous((job.cluster.processes,))
         orders = protocol.orders_for(job, folder=str(folder.path), rendezvous=here, **argument)

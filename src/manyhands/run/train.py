@@ -41,7 +41,7 @@ def train(job: Job, *, quiet: bool = False, objects: Any = None, rendezvous: Ren
     `objects` are the `train.objects.Objects` of a Python user. `rendezvous` is set if each machine starts its own
     processes; None: from flags and environment. Raises ManyhandsError: the first cause of a failure.
     """
-    decision = this_process.LaunchDecision(None, rendezvous=rendezvous) if rendezvous else place_of(job)
+    decision = this_process.LaunchDecision(None, rendezvous=rendezvous) if rendezvous else launch_decision(job)
     if job.cluster.detach:
         hints = ("use manyhands launch --detach --hosts localhost …", "or remove cluster.detach")
         raise UserError("only manyhands launch can detach a run", "cluster.detach", hints)
@@ -57,13 +57,13 @@ def train(job: Job, *, quiet: bool = False, objects: Any = None, rendezvous: Ren
         hints = (f"raise the limit: ulimit -n {needed}",)
         raise UserError(f"this run opens up to {needed} files per process, but the limit is {most}", "ulimit -n", hints)
     if several:
-        job = _among_machines(job, rendezvous, quiet=quiet)
+        job = _job_of_machine(job, rendezvous, quiet=quiet)
     else:
         _refuse_missing(job, objects)
         rendezvous = Rendezvous(rendezvous.sizes, devices=rendezvous.devices)
     private_folder = scratch("objects") if objects is not None else nullcontext(Path())
     with run_folder(job) as folder, private_folder as private:
-        more, earlier = {"met": several, **_hand_over(objects, private)}, len(starts_and_stops(folder))
+        more, earlier = {"met": several, **_pickle_objects(objects, private)}, len(starts_and_stops(folder))
         with ends_noted(job, folder), closing(Screen(folder.path, quiet=quiet)) as screen:
             watch = watch_on(job, folder, screen, quiet=quiet)
             watch.recovers &= not several  # no launcher watches all processes: none are restarted
@@ -93,8 +93,7 @@ def trace(job: Job, steps: int, *, quiet: bool) -> Outcome:
 def check_names(job: Job, *, data: bool = True, model: bool = True) -> None:
     """Checks a job's data set, network, mode and method without torch. Raises UserError: one doesn't exist.
 
-    `data` is False for Python objects, and for folders that only another machine may have; `model` is False for Python
-    objects.
+    `data` is False for objects and for folders that only another machine may have; `model` is False for objects.
     """
     if data:
         find_choice(job.data.name)
@@ -116,17 +115,17 @@ def _refuse_missing(job: Job, objects: Any) -> None:
         how = ("remove --device to detect the accelerator", "or use --device cuda (NVIDIA, AMD), npu, xpu, mps or cpu")
         raise UserError("there is no device type gpu", "cluster.device", how)
     check_names(job, data=job.data.name != OBJECTS, model=getattr(objects, "model", None) is None)
-    user_code.refuse_no_code(job.data.name, "data.name")
-    user_code.refuse_no_code(job.model.name, "model.name")
-    user_code.refuse_no_code(job.train.loss, "train.loss")
+    user_code.refuse_missing_code(job.data.name, "data.name")
+    user_code.refuse_missing_code(job.model.name, "model.name")
+    user_code.refuse_missing_code(job.train.loss, "train.loss")
     weights = Path(job.model.weights).expanduser()
     resumed = job.run.out and RunFolder(Path(job.run.out).expanduser()).has_checkpoints()
     if not (resumed or weights.exists()):
         resolve(weights, "best")
 
 
-def place_of(job: Job) -> this_process.LaunchDecision:
-    """Returns the role of this process; reports an invalid rank to the waiting processes before it raises the error."""
+def launch_decision(job: Job) -> this_process.LaunchDecision:
+    """Returns the role of this process. Raises UserError; reports an invalid rank to the waiting processes first."""
     try:
         found = this_process.participate(job.cluster)
     except this_process.RankOutsideError as outside:
@@ -144,8 +143,8 @@ def place_of(job: Job) -> this_process.LaunchDecision:
     return found
 
 
-def _among_machines(job: Job, rendezvous: Rendezvous, *, quiet: bool) -> Job:
-    """Returns this machine's job if each machine has its own command; rank 0's machine keeps the run folder."""
+def _job_of_machine(job: Job, rendezvous: Rendezvous, *, quiet: bool) -> Job:
+    """Returns the job for a machine that has its own command; only rank 0's machine uses the job's run folder."""
     if rendezvous.machine:
         out = f"{job.run.out}.node{rendezvous.machine}" if job.run.out else ""
         return job.model_copy(update={"run": job.run.model_copy(update={"out": out, "report": False})})
@@ -157,8 +156,8 @@ def _among_machines(job: Job, rendezvous: Rendezvous, *, quiet: bool) -> Job:
     return job
 
 
-def _hand_over(objects: Any, private: Path) -> dict[str, Any]:
-    """Writes the user's Python objects to a file in a private folder."""
+def _pickle_objects(objects: Any, private: Path) -> dict[str, Any]:
+    """Pickles the user's Python objects into a private folder; returns the orders' fields that name the file."""
     if objects is None:
         return {}
     import cloudpickle
@@ -176,7 +175,7 @@ def watch_on(job: Job, folder: RunFolder, screen: Screen, *, quiet: bool) -> sup
     echo = ScriptOutput(folder.ranks / "0.log") if script and not quiet else None
 
     def tick() -> None:
-        followed.look()
+        followed.check()
         screen.update()
         if echo:
             echo.show_new()

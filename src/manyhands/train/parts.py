@@ -113,7 +113,7 @@ class Parts(RunContext):
             if not found and isinstance(model, InitializedFromData) and not job.model.weights:
                 chosen = spread(INITIALIZATION_SAMPLES, len(samples.splits.train))
                 loader = data_setup.make_loader(job, samples.splits.train, pixels, world, train=False)
-                model.look(next(iter(loader.batches(0, [chosen]))).images)
+                model.initialize(next(iter(loader.batches(0, [chosen]))).images)
                 loader.close()
             if found and grid is None:
                 refuse_other_head(found.snapshot, model, classes, str(found.path))

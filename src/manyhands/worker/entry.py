@@ -22,7 +22,7 @@ from manyhands.core import terminal
 from manyhands.core.errors import EXIT_FAILED, RunError
 from manyhands.core.files import private_files
 from manyhands.core.run_folder import RunFolder
-from manyhands.core.stops import ended_where_deaf
+from manyhands.core.stops import exit_if_hung
 from manyhands.core.world import ProcessInfo
 from manyhands.data.known import is_published
 from manyhands.parallel.group.heartbeat import HEARTBEAT_FILE, rescue_path
@@ -60,7 +60,7 @@ def train_here(
 ) -> dict[str, Any]:
     """Joins the group, builds the trainer, trains, and leaves. Raises Failed after it recorded an error."""
     mine = GroupMember(process_info, folder, "build")
-    with ended_where_deaf(mine.hung, mine.last_words):
+    with exit_if_hung(mine.hung, mine.last_words):
         try:
             trainer = _join_and_build(mine, job, argument, say)
             from manyhands.train.loop import fit
@@ -286,8 +286,8 @@ def preload(orders: Orders | None = None) -> None:
 
 def _needs_no_torchvision(orders: Orders, job: Job) -> bool:
     """Returns True if network, data and optimizer are built in, and gradients are averaged in shared memory."""
-    from manyhands.models.build import is_custom
+    from manyhands.models.build import is_built_in
 
-    own = is_custom(job.model.name) and is_published(job.data.name) and job.train.built_in and not job.train.compile
+    own = is_built_in(job.model.name) and is_published(job.data.name) and job.train.built_in and not job.train.compile
     through_memory = job.parallel.mode == USUAL_MODE and job.parallel.shared_memory
     return orders.argument["task"] == "train" and own and through_memory and len(orders.rendezvous.sizes) == 1

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from manyhands import __version__
-from manyhands.checkpoint.folders import saved_step, unsaved
+from manyhands.checkpoint.folders import saved_step, unsaved_error
 from manyhands.cluster.failures import as_error
 from manyhands.config.job import ClusterOptions, Job
 from manyhands.core import terminal
 from manyhands.core.records import Failure
 from manyhands.core.run_folder import RunFolder
-from manyhands.core.stops import held_back
+from manyhands.core.stops import delayed_stops
 from manyhands.core.world import ProcessInfo
 
 Say = Callable[[str], None]
@@ -36,7 +36,7 @@ class GroupMember:
 
         `ends_with_rank_0`: False if rank 0 may finish before this process.
         """
-        with held_back():
+        with delayed_stops():
             from manyhands.parallel.group.join import join
 
         process_info = self.process_info
@@ -82,7 +82,7 @@ class GroupMember:
     def last_words(self, why: str) -> None:
         """Prints the last saved step before the process is killed."""
         if self.process_info.rank == 0 or self.process_info.started_by == "--init":
-            terminal.say(str(unsaved(self.folder.path, saved_step(self.folder), why)))
+            terminal.say(str(unsaved_error(self.folder.path, saved_step(self.folder), why)))
 
     def record_of(self, error: BaseException) -> Failure:
         """Writes and returns the record of a failure, with the first cause if known."""

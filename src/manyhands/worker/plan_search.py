@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from manyhands.config.job import Job
-from manyhands.config.load import load_on
+from manyhands.config.load import load_job_argument
 from manyhands.core.choices import module_names, unknown_choice
 from manyhands.core.devices import device_kind, require_device
 from manyhands.core.errors import UserError
@@ -271,7 +271,7 @@ def find_plan(  # noqa: PLR0913 - each is one wish
     Raises:
         UserError: a pin doesn't apply, or no plan fits into memory.
     """
-    given = load_on(job, {}).job if job is not None else Job()
+    given = load_job_argument(job, {}).job if job is not None else Job()
     options, world_size = given.parallel, world_size or given.cluster.processes or 8
     batched = sample.ndim == 4
     samples = batch or (len(sample) if batched and len(sample) > 1 else 32 * world_size)

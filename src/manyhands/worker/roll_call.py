@@ -145,5 +145,5 @@ class LivenessCheck:
                 stalls.take(WorkersSeen(self._present[rank]["host"], [each]), at)
         self._reported = True
         reports = self._process_info.rank == reporter or self._process_info.started_by == BY_HAND
-        if (words := stalls.to_say()) and reports:
+        if (words := stalls.new_warning()) and reports:
             self._say(words)

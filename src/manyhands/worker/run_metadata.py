@@ -38,13 +38,13 @@ def write_metadata(trainer: Any, about: Mapping[str, Any] = MappingProxyType({})
     folder, journal, step = trainer.folder, trainer.journal, trainer.progress.step
     trained, changes = folder.has_trained(), list[Any]()
     if trained or trainer.due.finished():
-        from manyhands.report.changes import changes_since, refuse_idle
+        from manyhands.report.changes import changes_since, refuse_ineffective
 
         if trained:
             record_undone_steps(folder, journal, step)
             changes = changes_since(folder, trainer.job)
         if trainer.due.finished():
-            refuse_idle(folder, changes, step, trainer.due.total_steps)
+            refuse_ineffective(folder, changes, step, trainer.due.total_steps)
     plan = plan_of(trainer)
     known, became = len(plan.exceptions), resolved(trainer, plan)
     job, own = job_text(trainer.job, became), ranks[0]
@@ -89,12 +89,12 @@ def write_metadata(trainer: Any, about: Mapping[str, Any] = MappingProxyType({})
 
 def record_undone_steps(folder: RunFolder, journal: Journal, step: int) -> None:
     """Records which updates are repeated because the last start did not save them."""
-    from manyhands.report.follow import end_of
+    from manyhands.report.follow import last_records
 
     # The last event is from this start.
     resumed = (line for line in read_lines(folder.events) if line.get("kind") == "resumed")
     *_, since, _ = [0.0, 0.0, *(line.get("time", 0.0) for line in resumed)]
-    lines = (line for line in end_of(folder.metrics) if isinstance(line.get("step"), int))
+    lines = (line for line in last_records(folder.metrics) if isinstance(line.get("step"), int))
     newest = max((line["step"] for line in lines if line.get("time", since) >= since), default=0)
     if newest > step:
         message = f"steps {step + 1} to {newest} were not saved and are repeated"

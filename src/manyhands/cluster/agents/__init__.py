@@ -1,1 +1,1 @@
-"""Code of the launcher and of the agents that starts, supervises and ends workers, and the events between them."""
+"""The launcher's and the agents' code that starts, supervises and ends workers, and the messages between them."""

@@ -50,7 +50,7 @@ MIRROR_S, LOG_BYTES = 0.4, 1 << 20  # interval of checks for new records; bytes 
 
 
 class Agent(Probe):
-    """The methods by which a launcher uses this machine; `remote` marks the methods that it may call."""
+    """The services of a machine for the launcher, which may call the methods that are marked `remote`."""
 
     def __init__(self, wire: Wire, until_gone: contextlib.ExitStack) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ class Agent(Probe):
     @remote
     @private_files()
     def take_code(self, files: dict[str, str]) -> str:
-        """Writes the job's code (base64 by path) into a folder named by its hash, and changes to that folder."""
+        """Writes the job's code (base64 by path) into a folder named by the hash; makes it the working directory."""
         digest = hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()[:16]
         folder = platformdirs.user_cache_path("manyhands") / "code" / digest
         from manyhands.cluster.code_files import write_code
@@ -125,7 +125,7 @@ class Agent(Probe):
         """Creates and locks the run folder on this machine, unless it is the launcher's own folder on a shared disk."""
         path = Path(wanted.folder).expanduser().absolute()
         folder, shared = RunFolder(path), (path / "ranks" / wanted.token).is_file()
-        term = self._term(folder, wanted.run, folders.Term(wanted.term))
+        term = self._raise_term(folder, wanted.run, folders.Term(wanted.term))
         if folders.run_id(folder) != wanted.run:  # a machine that never had rank 0 has checkpoints, but no job file
             folders.use_run_folder(path)
         self._sender, found = None, ""
@@ -143,17 +143,17 @@ class Agent(Probe):
     def inspect_run(
         self, folder: str, machine: int, generation: int, run: str = "", term: int = 0
     ) -> protocol.RunOpened:
-        """Returns the state of a run folder, "taken" if this machine's workers of an earlier start still run.
+        """Returns the state of a run folder, with `taken` True while this machine's workers of an earlier start run.
 
-        `machine` is the index of this machine in that start, `generation` the index of the start. Agents with a lower
-        `term` have their workers exit.
+        `machine` is the index of this machine in the earlier start, `generation` the index of that start. Agents with a
+        lower `term` make their workers exit.
         """
         found = RunFolder(Path(folder).expanduser().absolute())
-        highest = self._term(found, run, folders.Term(term, generation + 1))
+        highest = self._raise_term(found, run, folders.Term(term, generation + 1))
         busy = not folders.agent_has_left(found.ranks, machine, generation)
         return protocol.RunOpened(folder, False, found.has_checkpoints(), busy, folders.run_id(found), term=highest)
 
-    def _term(self, folder: RunFolder, run: str, wanted: folders.Term) -> int:
+    def _raise_term(self, folder: RunFolder, run: str, wanted: folders.Term) -> int:
         """Raises the term of a detached run to the launcher's, and returns the highest term known here."""
         ours = wanted.head and folders.run_id(folder) in ("", run)
         return (folders.raise_term(folder.ranks, wanted) if ours else folders.term_in(folder.ranks)).head
@@ -204,13 +204,13 @@ class Agent(Probe):
 
     @remote
     def bind(self, address: str, port: int = 0) -> int:
-        """Listens on one address for all workers; the store is served there later. Returns the port."""
+        """Listens on an address, where the store of the next start is served; returns the port."""
         self._listener = listen(address, port)
         return self._listener.getsockname()[1]
 
     @remote
     def open_tunnel_ends(self, address: str) -> str:
-        """Returns a new folder for the ends of ssh tunnels; workers listen on `address`, a loopback address."""
+        """Creates and returns a folder for the sockets of ssh tunnels; workers listen on the loopback `address`."""
         from manyhands.cluster.agents.tunnel import Tunnels
 
         self._tunnel_reported, self._tunnels = False, self._tunnels or Tunnels()
@@ -218,7 +218,7 @@ class Agent(Probe):
 
     @remote
     def open_tunnels(self, commands: dict[str, list[str]], seconds: float) -> dict[str, str]:
-        """Starts ssh commands, by their target machine; returns the last error line of each that failed."""
+        """Starts ssh commands, by target machine; returns the last error line of those not ready in `seconds`."""
         assert self._tunnels
         return self._tunnels.start(commands, seconds)
 
@@ -280,7 +280,7 @@ def importing() -> Iterator[None]:
 
 
 def import_early() -> None:
-    """Imports modules for workers, then moves the output to the log that the launcher names, or exits with it."""
+    """Imports modules for workers, then reads the path of the log from standard input, which replaces stderr."""
     with contextlib.suppress(Exception):  # a failed import fails again, and is reported, at its first use
         importlib.import_module(protocol.ELASTIC)
         importlib.import_module(protocol.WORKER).import_training()

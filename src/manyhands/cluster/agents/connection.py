@@ -37,17 +37,17 @@ _ENDED = select.POLLHUP | select.POLLERR | select.POLLNVAL | getattr(select, "PO
 
 
 class LinkClosed(RunError):  # noqa: N818 - a state that callers check for, not only an error
-    """The machine's agent, or the connection to it, has ended."""
+    """Raised if a machine's agent, or the connection to the agent, has ended."""
 
 
 class MisunderstoodError(RunError):
-    """The agent has another version of manyhands, or a message was invalid."""
+    """Raised if the agent has another version of manyhands, or if a message was invalid."""
 
 
 class AgentConnection:
-    """The launcher's end. Reconnects if the connection is lost while the agent still runs.
+    """The launcher's end of a connection. Reconnects if the connection is lost while the agent still runs.
 
-    `process` is the agent, or ssh to its machine; the file `log` receives the standard error of this process.
+    `process` is the agent, or ssh to its machine; the file `log` receives the standard error of `process`.
     """
 
     def __init__(
@@ -220,14 +220,14 @@ def ask_all(
         for link in {*asked, *others}:
             link.heartbeat()
         waiting = [link for link in asked if link not in answers]
-        for link in [*stir(waiting, 0.2), *(link for link in waiting if link.closed)]:
+        for link in [*wait_for_links(waiting, 0.2), *(link for link in waiting if link.closed)]:
             for answer in answer_to(link, *asked[link]):
                 answers[link] = answer
     silent = f"did not answer within {timeout_s:.0f} s"
     return {link: answers.get(link, _error(link, f"{link.machine.name} {silent}")) for link in asked}
 
 
-def stir(links: Iterable[AgentConnection], patience_s: float) -> list[AgentConnection]:
+def wait_for_links(links: Iterable[AgentConnection], patience_s: float) -> list[AgentConnection]:
     """Waits up to `patience_s` for a connection to be ready; sends unsent bytes, and returns readable connections."""
     with selectors.DefaultSelector() as selector:
         for link in links:
@@ -243,7 +243,7 @@ def stir(links: Iterable[AgentConnection], patience_s: float) -> list[AgentConne
 
 
 def answer_to(link: AgentConnection, number: int, request: Request[R]) -> list[R | RunError]:
-    """Returns a list with the answer or the error, without waiting; an empty list if neither has arrived."""
+    """Returns [answer] or [error] of the request with the id `number`, or [] if none has arrived; never waits."""
     for answered, message in link.read():
         if answered == number and isinstance(message, messages.CallResult):
             try:
@@ -269,7 +269,7 @@ def _error(link: AgentConnection, failed: RequestFailed | str) -> RunError:
 
 
 class Wire:
-    """The agent's end: reads standard input, writes to `output`. Leaves no thread, because workers are forked."""
+    """The agent's end: reads standard input, writes to `output`. Keeps no thread, because workers are forked."""
 
     def __init__(self, output: int) -> None:
         self._output, self._lines = output, Lines()
@@ -287,7 +287,7 @@ class Wire:
         """True if the launcher has sent nothing for SILENT_S; sshd may take hours to notice a dead client."""
         return self.remote and time.monotonic() - self.last_received > SILENT_S
 
-    def _lost(self) -> bool:
+    def _replaceable(self) -> bool:
         """Returns True if an ended connection can be replaced; a launcher that exits closes only one direction."""
         poll = select.poll()
         poll.register(self._output, 0)
@@ -297,7 +297,7 @@ class Wire:
     def watched(self, clean_up: Callable[[], None]) -> Generator[None]:
         """Calls `clean_up` and ends this process if the launcher exits, or does not replace a lost connection.
 
-        Use it around a block that reads no messages, such as an import of torch. Its thread ends with the block,
+        For blocks that read no messages, such as an import of torch. The thread that watches ends with the block,
         because workers are forked later.
         """
         ours, over = socket.socketpair()
@@ -309,7 +309,7 @@ class Wire:
             if over.fileno() in dict(poll.poll()):
                 return
             listener = self._listener
-            if listener and self._lost() and select.select([listener, over], [], [], SILENT_S)[0]:
+            if listener and self._replaceable() and select.select([listener, over], [], [], SILENT_S)[0]:
                 return  # the new connection is accepted after the block
             clean_up()
             os._exit(1)
@@ -380,7 +380,7 @@ class Wire:
                 else:
                     self._received.append((number, message))
             if not received:
-                self.connected, self.open = False, self._lost()
+                self.connected, self.open = False, self._replaceable()
                 if self._passed_by:
                     self._passed_by.close()
             if self.open:  # reset here, because nothing is read during an import of torch

@@ -66,7 +66,7 @@ def usr1_ignored() -> Generator[None]:
 
 
 def take_early() -> "subprocess.Popen[bytes] | None":
-    """Returns the agent that was started early and waits for the path of its log; None if there is none."""
+    """Returns the agent that was started early, which waits for the path of its log; None if none runs."""
     early = _untaken.pop() if _untaken else None
     return early if early and early.poll() is None else None
 

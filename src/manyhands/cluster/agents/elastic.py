@@ -168,7 +168,7 @@ class ElasticAgent(cast(Any, LocalElasticAgent)):  # torch's decorators hide the
         return RunResult(WorkerState.SUCCEEDED, return_values=returned)
 
     def _give_time(self, returned: Collection[int]) -> bool:
-        """Returns True while workers may save and exit by themselves; afterwards kills them and returns False."""
+        """Returns True while workers may save and exit; after the time limit, kills the workers and returns False."""
         codes = self._exit_codes()
         left = {rank: pid for rank, pid in self._pids().items() if codes[rank] is None and rank not in returned}
         if not (left and self._leaving.patient(left, self._heartbeats.usual_s)):
@@ -225,7 +225,7 @@ class ElasticAgent(cast(Any, LocalElasticAgent)):  # torch's decorators hide the
             raise RendezvousGracefulExitError("the workers did not stop in time")
 
     def _launcher_lost_at(self) -> float:
-        """Returns when a lost launcher sent its last message, or a detached run got a newer launcher; else 0."""
+        """Returns when a lost launcher last sent a message, or when a newer launcher was noticed; 0 for neither."""
         if not self._orders.term:
             return 0.0 if self._wire.open else self._wire.last_received
         now = time.monotonic()
@@ -237,7 +237,7 @@ class ElasticAgent(cast(Any, LocalElasticAgent)):  # torch's decorators hide the
         return self._replaced_at
 
     def ask_to_stop(self, *_signal: Any) -> None:
-        """Has the workers save and exit; does nothing if called again."""
+        """Makes the workers save and exit; does nothing if called again."""
         if not self._stopping_since:
             self._stopping_since = time.monotonic()
             self._signal(signal.SIGTERM)
@@ -281,7 +281,7 @@ def preload(orders: Orders) -> None:
 
 
 def _resolve_devices(orders: Orders, listener: socket.socket | None) -> Orders:
-    """Replaces "auto" and 0 by this machine's devices, and divides its cores among the processes."""
+    """Resolves the device "auto" and sizes of 0 on this machine, and divides its cores among the processes."""
     rendezvous = orders.rendezvous
     device, devices = devices_here(orders.device, sum(rendezvous.sizes))
     sizes = tuple(size or devices for size in rendezvous.sizes)

@@ -83,7 +83,7 @@ def claim(folder: RunFolder, holder: str = "", patience_s: float = 0, leaving_s:
         try:
             lock.acquire(timeout=0)
         except Timeout:
-            if _read(folder.ranks / "holder") == holder:
+            if _read_id(folder.ranks / "holder") == holder:
                 return None
             if time.monotonic() > until:
                 raise
@@ -100,7 +100,7 @@ def claim(folder: RunFolder, holder: str = "", patience_s: float = 0, leaving_s:
 
 
 def hold_as_agent(ranks: Path, machine: int, generation: int = 0) -> FileLock:
-    """Returns the lock that an agent holds while its workers run; they may outlive a killed launcher to save.
+    """Returns the lock that an agent holds while its workers run, which may outlive a killed launcher to save.
 
     Each start has its own lock, because a disconnected machine may keep its lock on a shared disk.
     """
@@ -140,7 +140,7 @@ def _is_held(path: Path) -> bool:
 
 def run_id(folder: RunFolder) -> str:
     """Returns the id of the run in a folder; an empty string if there is none."""
-    return _read(folder.ranks / "id")
+    return _read_id(folder.ranks / "id")
 
 
 def set_run_id(folder: RunFolder, wanted: str = "") -> str:
@@ -150,7 +150,7 @@ def set_run_id(folder: RunFolder, wanted: str = "") -> str:
     return found
 
 
-def _read(path: Path) -> str:
+def _read_id(path: Path) -> str:
     """Returns the id in a file; an empty string if the file is missing or contains no id."""
     with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
         word = file.read(65).decode("ascii", "replace").strip()
@@ -159,7 +159,7 @@ def _read(path: Path) -> str:
 
 
 class Term(NamedTuple):
-    """The term of a launcher and the index of its start; the highest is obeyed. (0, 0) precedes the first launcher."""
+    """A launcher's term and the index of its start; agents obey the highest. (0, 0) precedes the first launcher."""
 
     head: int = 0
     start: int = 0

@@ -50,19 +50,19 @@ class HeartbeatMonitor:
         return max((heartbeat.usual_s for heartbeat, _ in self._last.values()), default=0.0)
 
     def news(self, *, all_of_them: bool) -> list[Seen]:
-        """Returns all workers' states, at most once a second, if one makes no progress or `all_of_them`; else []."""
+        """Returns all workers' states if one makes no progress, or with `all_of_them`; else, and within 1 s, []."""
         now = time.monotonic()
         if now < self._due:
             return []
         self._due = now + HEARTBEAT_S
-        seen = [found for rank in self._pids if (found := self._look(rank, now))]
+        seen = [found for rank in self._pids if (found := self._worker_state(rank, now))]
         return seen if all_of_them or any(each.stood_s > _WELL_S or each.stopped for each in seen) else []
 
     def last(self, rank: int) -> Heartbeat | None:
         """Returns the last heartbeat of a process; None before it begins to train."""
         return self._last[rank][0] if rank in self._last else None
 
-    def _look(self, rank: int, now: float) -> Seen | None:
+    def _worker_state(self, rank: int, now: float) -> Seen | None:
         with contextlib.suppress(OSError, ValueError, ValidationError):
             heartbeat = Heartbeat.model_validate_json(read_bytes(heartbeat_path(self._scratch, rank), 1 << 12))
             if rank not in self._last or self._last[rank][0].count != heartbeat.count:
@@ -80,7 +80,7 @@ class HeartbeatMonitor:
 
 
 class Leaving:
-    """Limits the time of workers after a failure; workers with a file in `scratch` are saving, and get more time."""
+    """Limits the time of workers to exit after a failure; workers with a file in `scratch` save and get more."""
 
     def __init__(self, scratch: Path) -> None:
         self._scratch, self._since, self.begun = scratch, 0.0, False
@@ -92,7 +92,7 @@ class Leaving:
             self.begun, self._since = True, time.monotonic()
 
     def patient(self, left: Mapping[int, int], usual_s: float) -> bool:
-        """Returns True while workers `left` (process ids by rank) have time; `usual_s` is the duration of an update."""
+        """Returns True while the workers `left` (process ids by rank) have time; an update usually takes `usual_s`."""
         began_s = time.monotonic() - self._since
         if began_s < LEAVE_S + UPDATES * usual_s:
             return True
@@ -125,7 +125,7 @@ class MemoryKills:
         self._reported = self._count()
 
     def record(self, rank: int, pid: int, heartbeat: Heartbeat | None) -> Failure | None:
-        """Returns a failure record for a killed worker if the counter has risen; otherwise, or without one, None."""
+        """Returns a failure record for a killed worker if the counter has risen; else None, also without a counter."""
         if self._count() <= self._reported:
             return None
         self._reported += 1

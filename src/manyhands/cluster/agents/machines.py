@@ -91,7 +91,7 @@ class RunMachine:
         return min(timeouts.EXCLUDED_MOST_S, timeouts.EXCLUDED_S * 2 ** (self.failures - 2)) if again else 0.0
 
     def lose(self, pause_s: float = 0.0) -> None:
-        """Ends the connection; the next contact follows after `pause_s`, at least RETRY_LEAST_S unless requested."""
+        """Ends the connection; the next contact is after `pause_s`, at least RETRY_LEAST_S unless the user waits."""
         self._leave(MachineState.LOST)
         self.until = self.since + max(pause_s, 0.0 if self.requested else timeouts.RETRY_LEAST_S)
         self.disconnect()
@@ -196,10 +196,10 @@ def assembled(
     wanted: FactsWanted,
     on_stop: Callable[[], object] = lambda: None,
 ) -> Iterator[Machines]:
-    """Starts an agent on each machine, and yields the machines with their facts; ends the agents with the block.
+    """Starts an agent on each machine, and yields the machines with their facts; ends the agents after the context.
 
-    Files in `logs` receive the agents' standard error. If the user interrupts the block, `on_stop` is called before the
-    agents are ended.
+    Files in `logs` receive the agents' standard error. If the user interrupts the context, `on_stop` is called before
+    the agents are ended.
     """
     allow_open_files(OWN_FILES + FILES_EACH * len(machines))
     found = Machines([])
@@ -287,7 +287,7 @@ def clock_offset(there: float, asked: float) -> float:
 
 
 def prepare(machines: Machines, options: ClusterOptions, processes: int | None = None) -> None:
-    """Has the machines import torch, and sets the device type and the number of processes of each machine.
+    """Makes the machines import torch, and sets the device type and the number of processes of each machine.
 
     `processes` is the number per machine; None: its slots, or one per device. Raises UserError: too few devices.
     """

@@ -37,7 +37,7 @@ Pair = tuple[str, str]
 
 
 class NoTunnelError(UserError):
-    """Two machines can't reach each other, and there is no relay."""
+    """Raised if two machines can't reach each other, and there is no relay."""
 
     alone = ""  # the machine that is in most of the unconnected pairs
 
@@ -112,10 +112,10 @@ class _Opening:
         """Relays the traffic of each pair through a machine that has a tunnel to both."""
         relays, logins = dict[Pair, str](), dict[Pair, list[str]]()
         for one, two in pairs:
-            if found := [name for name in self.named if self._joined(one, name) and self._joined(two, name)]:
+            if found := [name for name in self.named if self._opener(one, name) and self._opener(two, name)]:
                 relays[one, two] = found[0]
         for (name, relay), sockets in self._passed_on(relays, self.routes.ends).items():
-            if self._joined(name, relay) == name:
+            if self._opener(name, relay) == name:
                 logins[name, relay] = self._login(relay, sockets, {})
             else:
                 logins[relay, name] = self._login(name, {}, sockets)
@@ -124,7 +124,6 @@ class _Opening:
                 raise RunError(f"{one} can no longer log in to {two} by ssh: {error}", two)
 
     def through_head(self, pairs: Sequence[Pair], head: Tunnels) -> None:
-        """Relays the traffic of each pair through the launcher's machine."""
         head.open("")
         relays, commands = dict.fromkeys(pairs, HEAD), dict[str, list[str]]()
         for (name, _), sockets in self._passed_on(relays, {HEAD: head.ends}).items():
@@ -135,7 +134,7 @@ class _Opening:
             raise RunError(f"can't open an ssh tunnel to {name}: {error}", name, hints)
 
     def _passed_on(self, relays: Mapping[Pair, str], ends: Mapping[str, TunnelEnds]) -> dict[Pair, dict[str, str]]:
-        """Records relays; returns, by machine and relay, the relay's socket behind each socket of the machine."""
+        """Records each pair's relay; returns by (machine, relay) which socket of the relay serves each local socket."""
         self.routes.through |= relays
         sockets: dict[Pair, dict[str, str]] = defaultdict(dict)
         for pair, relay in relays.items():
@@ -144,7 +143,7 @@ class _Opening:
                 sockets[name, relay][self.routes.ends[name].towards(address)] = ends[relay].towards(address)
         return sockets
 
-    def _joined(self, one: str, two: str) -> str:
+    def _opener(self, one: str, two: str) -> str:
         """Returns the machine that opened the tunnel between two machines; an empty string without a tunnel."""
         return self.routes.opened_by.get((one, two)) or self.routes.opened_by.get((two, one), "")
 
@@ -160,7 +159,7 @@ class _Opening:
         return [*ssh_command(self.named[to].spec, self._options, *words), f"exec sh -c {shlex.quote(script)}"]
 
     def _log_in(self, logins: Mapping[Pair, list[str]]) -> dict[Pair, str]:
-        """Has machines log in to others; returns an error message for each pair, empty after a success."""
+        """Makes machines log in to others; returns an error message for each pair, empty after a success."""
         commands: dict[str, dict[str, list[str]]] = defaultdict(dict)
         for (one, two), login in logins.items():
             commands[one][two] = login
@@ -196,9 +195,9 @@ class StoreTunnel(contextlib.ExitStack):
         self._options = options
 
     def open(self, machines: Machines) -> str:
-        """Has the first machine listen for the store, and sets `store` of each machine. Raises RunError: one is lost.
+        """Makes the first machine listen for the store, and sets `store` of each machine.
 
-        Returns why the store doesn't listen on loopback only; an empty string if it does.
+        Returns why the store listens not only on loopback, or "" if it does. Raises RunError: a machine is lost.
         """
         self.close()
         first, *others = machines.running
@@ -251,7 +250,7 @@ class StoreTunnel(contextlib.ExitStack):
 
 
 def open_store(machines: Machines) -> None:
-    """Has the first machine listen for the store on its network address."""
+    """Makes the first machine listen for the store on its network address."""
     first = machines.running[0]
     port = first.agent.ask(call(Agent.bind, first.address.address), STORE_S, machines.links)
     for machine in machines.running:

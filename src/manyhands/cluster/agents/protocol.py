@@ -77,7 +77,7 @@ class WorkerExited(Message):
 
 @dataclass(frozen=True)
 class StillLeaving(Message):
-    """Reports that workers of this machine still save, or may begin to, after a failure of the run."""
+    """Reports that workers of this machine are saving, or may start to save, after a failure of the run."""
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ def orders_for(
     generation: int = 0,
     **more: Any,
 ) -> Orders:
-    """Returns orders for one machine; `folder` is an absolute path there, `more` are plain arguments of the task."""
+    """Returns orders for one machine; `folder` is an absolute path there; `more`: the task's arguments."""
     argument = {"task": task, "job": job.model_dump(mode="json"), "folder": folder, **more}
     script = job.run.script if task == "train" else ()
     device, threads = device or job.cluster.device, job.cluster.threads

@@ -17,7 +17,7 @@ NO_PYTHON = "manyhands: no python here has manyhands"
 
 
 def ssh_words(options: ClusterOptions) -> list[str]:
-    """Returns the user's ssh command with options that prevent prompts and endless waits. Raises UserError: invalid."""
+    """Returns the user's ssh command with options that prevent prompts and endless waits. Raises UserError."""
     try:
         words = shlex.split(options.ssh)
     except ValueError as error:
@@ -41,7 +41,7 @@ def agent_command(machine: Machine, options: ClusterOptions, workdir: Path, word
 
 
 def ssh_command(machine: Machine, options: ClusterOptions, *words: str) -> list[str]:
-    """Returns the ssh command to a machine with these options; a remote command may follow."""
+    """Returns the ssh command up to the host, with further ssh options `words`; callers append a remote command."""
     return [*ssh_words(options), *words, *port_words(machine), "--", machine.host]
 
 
@@ -50,12 +50,12 @@ def port_words(machine: Machine) -> list[str]:
     return ["-p", str(machine.port)] if machine.port else []
 
 
-def reached_by(machine: Machine, options: ClusterOptions) -> str:
-    """Returns the text that a user types in front of a command to run it on a machine."""
+def ssh_prefix(machine: Machine, options: ClusterOptions) -> str:
+    """Returns the ssh command that a user types in front of a command for the machine."""
     return " ".join([options.ssh, *port_words(machine), machine.host])
 
 
-def copied_by(machine: Machine, folder: str, to: str) -> str:
+def scp_command(machine: Machine, folder: str, to: str) -> str:
     """Returns the command with which a user copies a folder from a machine."""
     port = ["-P", str(machine.port)] if machine.port else []
     user = machine.host.removesuffix(machine.address)
@@ -93,9 +93,9 @@ def explain_contact(machine: Machine, exit_code: int | None, said: str, options:
 
     `said` is the end of ssh's standard error. `exit_code` is 255 for ssh's own failures, None while ssh runs.
     """
-    name, reach = machine.name, reached_by(machine, options)
+    name, reach = machine.name, ssh_prefix(machine, options)
     by_hand = f"test the connection: {reach} true"
-    for words, what, hint in _meanings(machine, options, reach):
+    for words, what, hint in _known_problems(machine, options, reach):
         if any(word in said for word in words):
             # Words of Python show that the connection works.
             return RunError(what, name, (hint,) if NO_PYTHON in words or "ImportError" in words else (hint, by_hand))
@@ -110,7 +110,7 @@ def explain_contact(machine: Machine, exit_code: int | None, said: str, options:
     return RunError(f"the agent on {name} does not respond{ended}{last and f': {last}'}", name, (by_hand,))
 
 
-def _meanings(machine: Machine, options: ClusterOptions, reach: str) -> list[tuple[tuple[str, ...], str, str]]:
+def _known_problems(machine: Machine, options: ClusterOptions, reach: str) -> list[tuple[tuple[str, ...], str, str]]:
     name, port = machine.name, " ".join(["", *port_words(machine)])
     known_as = shlex.quote(f"[{machine.address}]:{machine.port}") if machine.port else name
     return [

@@ -37,12 +37,12 @@ class _Rank:
 
     @property
     def watched_s(self) -> float:
-        """Seconds that the reports about it cover; few after a suspension of this machine or of the entire run."""
+        """Seconds between the oldest and newest kept report; few after a suspension of this machine or the run."""
         return self.past[-1][0] - self.past[0][0]
 
     @property
     def silent(self) -> bool:
-        """True if the process doesn't run at all."""
+        """True if the process is suspended, or sends no heartbeats and hardly uses a CPU."""
         return self.seen.stopped or (self.seen.quiet_s > _QUIET_S and self.rates()[1] < _BUSY)
 
 
@@ -63,7 +63,7 @@ class Stalls:
             while now - rank.past[0][0] > _WINDOW_S:
                 rank.past.popleft()
 
-    def to_say(self) -> str:
+    def new_warning(self) -> str:
         """Returns a warning for the user, once for each stall; else an empty string."""
         ranks, reported = self._known(), self._reported
         late = max(ranks, key=lambda rank: rank.seen.stood_s - rank.seen.limit_s, default=None)
@@ -80,7 +80,7 @@ class Stalls:
         ranks = self._known()
         late = any(rank.seen.stood_s > rank.seen.limit_s for rank in ranks)
         # A rank that computes or receives bytes may yet reach the point where stop requests are read.
-        progressing = _moving(ranks) or any(rank.rates()[1] > _BUSY for rank in _behind(ranks) or ranks)
+        progressing = _traffic(ranks) or any(rank.rates()[1] > _BUSY for rank in _behind(ranks) or ranks)
         return _why(ranks) if any(rank.silent for rank in ranks) or (late and not progressing) else ""
 
     def culprit(self) -> tuple[int, str] | None:
@@ -90,7 +90,7 @@ class Stalls:
             if rank.watched_s >= _QUIET_S and rank.silent and rank.seen.quiet_s > EVICT_S:
                 how = "was stopped" if rank.seen.stopped else "did not respond"
                 return rank.seen.rank, f"{rank.name} {how} for {rank.seen.quiet_s:.0f} s and was killed"
-        for rank in [] if _moving(ranks) else _behind(ranks):  # a rank that moves bytes or computes is late, not hung
+        for rank in [] if _traffic(ranks) else _behind(ranks):  # a rank that moves bytes or computes is late, not hung
             late = rank.watched_s >= _QUIET_S and rank.seen.stood_s > 2 * rank.seen.limit_s
             if late and rank.seen.phase not in _ALONE and rank.rates()[1] < _BUSY:
                 how = f"blocked the other ranks for {rank.seen.stood_s:.0f} s ({_doing(rank)})"
@@ -102,16 +102,16 @@ class Stalls:
         return [rank for _, rank in sorted(self._ranks.items()) if now - rank.at < _HOLDS_S]
 
 
-def _moving(ranks: Sequence[_Rank]) -> float:
+def _traffic(ranks: Sequence[_Rank]) -> float:
     """Returns bytes per second between the processes; 0 if only heartbeats move."""
     rate = sum(rank.rates()[0] for rank in ranks) / 2
     return rate if rate > _MOVES_BYTES_PER_S else 0.0
 
 
 def _why(ranks: Sequence[_Rank]) -> str:
-    """Returns the ranks that the others wait for and their activity, or another cause of the stall."""
+    """Describes the ranks that the others wait for and what these do, or another cause of the stall."""
     awaited = sorted((rank for rank in ranks if rank.silent), key=lambda rank: not rank.seen.stopped)
-    if not awaited and (rate := _moving(ranks)):
+    if not awaited and (rate := _traffic(ranks)):
         return f"no process hangs, but the network is slow ({rate / 1e6:.2g} MB/s between the processes)"
     if awaited:
         why = f"process {awaited[0].seen.pid} {'is stopped' if awaited[0].seen.stopped else 'does not respond'}"

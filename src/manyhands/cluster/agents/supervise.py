@@ -7,7 +7,7 @@ from typing import Any
 
 from manyhands.cluster.agents import protocol
 from manyhands.cluster.agents.agent import Agent
-from manyhands.cluster.agents.connection import AgentConnection, close_all, stir
+from manyhands.cluster.agents.connection import AgentConnection, close_all, wait_for_links
 from manyhands.cluster.agents.stall import Stalls
 from manyhands.cluster.failures import Ending, how_it_ended
 from manyhands.cluster.messages import Message, Misunderstood, RequestFailed, call
@@ -28,15 +28,15 @@ class Watch:
     on_file: Callable[[protocol.FilePiece], None] = lambda _piece: None  # receives the records of another machine
     stalls: bool = True  # True: report stalls
     recovers: bool = False  # restart after a fault: hung processes are killed, peers of a lost machine save
-    cut: Callable[[], str] = str  # returns why a tunnel of the launcher has ended, or ""
-    regroups: Callable[[], bool] = lambda: False  # True, at any tick, has the processes save and exit for a restart
+    lost_tunnel: Callable[[], str] = str  # returns why a tunnel of the launcher ended; else ""
+    regroups: Callable[[], bool] = lambda: False  # if True at a tick, the processes save and exit for a restart
 
 
 def supervise_once(orders: Mapping[AgentConnection, protocol.Orders], watch: Watch) -> Ending:
     """Sends each agent its orders and waits until all workers have ended; remaining agents accept new orders.
 
-    The first stop signal has the workers save and exit, the second kills them. If workers of a machine fail, or the
-    machine is lost, the workers of all other machines are ended too.
+    At the first stop signal the workers save and exit; the second kills the workers. If workers of a machine fail, or
+    the machine is lost, the workers of all other machines are ended too.
     """
     head, signals = _Head(orders, watch), list[int]()
     try:
@@ -45,12 +45,12 @@ def supervise_once(orders: Mapping[AgentConnection, protocol.Orders], watch: Wat
                 link.last_received = time.monotonic()
                 link.post(call(Agent.start_workers, order))
             while head.running:
-                ready = stir(orders, POLL_S)
+                ready = wait_for_links(orders, POLL_S)
                 head.notice_pause()
                 for link in ready:
                     head.receive(link)
                 head.obey(len(signals))
-                head.look()
+                head.check_links()
                 watch.on_tick()
                 if watch.regroups():
                     head.regroup()
@@ -75,11 +75,11 @@ class _Head:
 
     def receive(self, link: AgentConnection) -> None:
         for _, message in link.read():
-            self._take(link, message)
+            self._handle(link, message)
         if link.closed and link in self.running:
             self._lose(link)
 
-    def _take(self, link: Any, message: Message) -> None:
+    def _handle(self, link: Any, message: Message) -> None:
         match message:
             case protocol.WorkersStarted():
                 self._started.add(link)
@@ -95,7 +95,7 @@ class _Head:
             case protocol.FilePiece():
                 self._watch.on_file(message)
             case protocol.WorkersEnded():
-                self._take_in(link, message)
+                self._add_results(link, message)
             case protocol.TunnelEnded():
                 self._cut_off(message.what)
             case RequestFailed():
@@ -121,12 +121,12 @@ class _Head:
                 link.process.kill()
 
     def regroup(self) -> None:
-        """Has the workers save and exit, if all have started and none is about to exit."""
+        """Makes the workers save and exit, if all have started and none is about to exit."""
         if not (self.ending.regrouped or self.ending.interrupted) and self.running == self._started:
             self.ending.regrouped = True
             self._command(protocol.WorkerCommand("stop"))
 
-    def look(self) -> None:
+    def check_links(self) -> None:
         """Sends heartbeats, reports stalls, and drops machines that are silent or don't obey."""
         for link in self._links:  # also machines whose workers have ended, which the next start needs
             if link.connected == (link in self._apart):
@@ -138,9 +138,9 @@ class _Head:
         now = time.monotonic()
         self._give_up_silent(now)
         self._name_awaited(now)
-        if self._watch.stalls and (why := self._stalls.to_say()):
+        if self._watch.stalls and (why := self._stalls.new_warning()):
             self._watch.on_warning(why)
-        if not self.ending.cut and (why := self._watch.cut()):
+        if not self.ending.lost_tunnel and (why := self._watch.lost_tunnel()):
             self._cut_off(why)
         if self._watch.recovers and not self.ending.interrupted:
             self._evict()
@@ -186,8 +186,8 @@ class _Head:
             self._watch.on_warning(f"waiting for {who}; press Ctrl-C again to stop at once")
 
     def _cut_off(self, what: str) -> None:
-        """Handles the end of a tunnel between machines: workers that wait for data from it exit."""
-        self.ending.cut = self.ending.cut or what
+        """Handles the end of a tunnel between machines: workers that wait for its data stop waiting and exit."""
+        self.ending.lost_tunnel = self.ending.lost_tunnel or what
         if self._watch.recovers:
             self._command(protocol.WorkerCommand("free"))
         self._kill_at = min(self._kill_at, time.monotonic() + timeouts.LEAVE_LOST_S)
@@ -217,13 +217,13 @@ class _Head:
             self.ending.broken = failed.traceback if link.here else f"{name}: {failed.traceback}"
         else:
             self.ending.refused = UserError(failed.what, failed.where or name, failed.hints)
-        self._gone(link)
+        self._remove(link)
 
     def _command(self, command: Message) -> None:
         for link in self.running:
             link.send(command)
 
-    def _gone(self, link: AgentConnection) -> None:
+    def _remove(self, link: AgentConnection) -> None:
         self.running.discard(link)
         if self.ending.failed or self.ending.broken or self.ending.lost or self.ending.refused:
             patience_s = timeouts.LEAVE_OTHERS_S
@@ -249,9 +249,9 @@ class _Head:
             if not self.ending.interrupted:
                 self._failure_reported = True
                 self._watch.on_warning(f"{link.machine.name} is lost: {how}; cleaning up")
-        self._gone(link)
+        self._remove(link)
 
-    def _take_in(self, link: AgentConnection, ended: protocol.WorkersEnded) -> None:
+    def _add_results(self, link: AgentConnection, ended: protocol.WorkersEnded) -> None:
         ending = self.ending
         ending.returned.update(ended.returned)
         ending.failed.update(ended.failed)
@@ -263,4 +263,4 @@ class _Head:
             ending.broken = ended.broken
         elif not ended.returned and not ended.failed and not (ending.interrupted or ending.regrouped):
             ending.broken = f"the workers were ended: {ended.ended_by}"
-        self._gone(link)
+        self._remove(link)

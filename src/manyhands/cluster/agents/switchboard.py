@@ -29,17 +29,17 @@ class Switchboard:
         self._ends = ends
         self._listeners: dict[tuple[str, int], socket.socket] = {}
         self._asking = threading.Lock()
-        _serve(_unix_listener(ends.entrance), self._come_in)
+        _serve(_unix_listener(ends.entrance), self._handle_tunnel)
         _serve(_unix_listener(ends.questions), self._answer)
 
-    def _come_in(self, tunnel: socket.socket) -> None:
+    def _handle_tunnel(self, tunnel: socket.socket) -> None:
         """Handles a connection from another machine, which starts with the port (2 bytes)."""
         port = int.from_bytes(tunnel.recv(2, socket.MSG_WAITALL))
         if not listens_at(self._ends.address, port):
             raise ConnectionRefusedError(f"no process of the run listens on port {port}")
         _splice(tunnel, socket.create_connection((self._ends.address, port)))
 
-    def _go_out(self, connection: socket.socket, address: str, port: int) -> None:
+    def _open_outgoing(self, connection: socket.socket, address: str, port: int) -> None:
         tunnel = socket.socket(socket.AF_UNIX)
         tunnel.connect(self._ends.towards(address))
         tunnel.sendall(port.to_bytes(2))
@@ -62,7 +62,7 @@ class Switchboard:
             if (address, int(port)) not in self._listeners:
                 listener = socket.create_server((address, int(port)), backlog=BACKLOG)
                 self._listeners[address, int(port)] = listener
-                _serve(listener, lambda connection: self._go_out(connection, address, int(port)))
+                _serve(listener, lambda connection: self._open_outgoing(connection, address, int(port)))
 
 
 def listens_at(address: str, port: int) -> bool:

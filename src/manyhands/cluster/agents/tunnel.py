@@ -35,7 +35,7 @@ POLL_S = 0.05
 
 
 class TunnelError(Exception):
-    """An ssh tunnel to a machine can't be opened; the message has the reason."""
+    """Raised if an ssh tunnel to a machine can't be opened; the message has the reason."""
 
 
 class _Child(subprocess.Popen[bytes]):
@@ -93,7 +93,7 @@ class Children:
         return {child.name: child.last_words() for child in failed}
 
     def ended(self) -> str:
-        """Describes the first child that ended unasked; an empty string while all run."""
+        """Describes the first child process that ended unexpectedly; an empty string while all run."""
         for child in self._ready:
             if (code := child.poll()) is not None:
                 return f"the ssh tunnel to {child.name} ended ({child.last_words() or f'exit code {code}'})"
@@ -105,7 +105,7 @@ class Children:
 
 
 class SshTunnels(Children):
-    """Ssh connections with port forwarding; `folder` for their sockets has a short path. Raises TunnelError."""
+    """Ssh connections with port forwarding; `folder`, with a short path, holds their sockets. Raises TunnelError."""
 
     def __init__(
         self, machines: Sequence[Machine], options: ClusterOptions, folder: Path, meanwhile: Callable[[], object]

@@ -51,7 +51,7 @@ def worker_process_info(options: ClusterOptions, file: str) -> ProcessInfo:
 
 
 def begin(scratch: str, logs: str, agent: int) -> int:
-    """Ties this process to its agent, with failure records in `scratch` and output in `logs`; returns its rank."""
+    """Makes this process end with its agent, write failure records to `scratch`, output to `logs`; returns the rank."""
     rank = int(os.environ["RANK"])
     if sys.platform == "linux":  # the kernel ends this process when its agent ends
         ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG

@@ -183,7 +183,7 @@ def torchvision_misfit() -> str:
 
 def package_hash() -> str:
     """Hashes manyhands' own source, because two checkouts may have the same version."""
-    return _common(f"{path.relative_to(PACKAGE).as_posix()} {_hash(path)}" for path in PACKAGE.rglob("*.py"))
+    return _hash_lines(f"{path.relative_to(PACKAGE).as_posix()} {_hash_file(path)}" for path in PACKAGE.rglob("*.py"))
 
 
 def _version(name: str) -> str:
@@ -194,15 +194,15 @@ def _version(name: str) -> str:
 
 
 def code(folder: Path) -> dict[str, Any]:
-    """Returns hashes of each code file and of all, and git's revision; "whole" is false with too many files."""
+    """Hashes each code file and all together, and reads git's revision; "whole": False if files were left out."""
     if not folder.is_dir():
         return {"exists": False, "path": str(folder.absolute())}
     files, complete = dict[str, str](), False
     with contextlib.suppress(UserError):
         found = code_files(folder, most_folders=MOST_FOLDERS)
-        files = {path.relative_to(folder).as_posix(): _hash(path) for path in islice(found, MOST_FILES)}
+        files = {path.relative_to(folder).as_posix(): _hash_file(path) for path in islice(found, MOST_FILES)}
         complete = next(found, None) is None
-    common = _common(f"{name} {digest}" for name, digest in files.items())
+    common = _hash_lines(f"{name} {digest}" for name, digest in files.items())
     return {"exists": True, "path": str(folder.absolute()), "hash": common, "files": files, "whole": complete,
             "revision": revision(folder)}  # fmt: skip
 
@@ -248,14 +248,14 @@ def _tree(roots: list[Path]) -> dict[str, Any]:
             if time.monotonic() > until:
                 complete = False
                 break
-    return {"exists": True, "files": len(lines), "bytes": total, "hash": _common(lines), "whole": complete}
+    return {"exists": True, "files": len(lines), "bytes": total, "hash": _hash_lines(lines), "whole": complete}
 
 
-def _hash(path: Path) -> str:
+def _hash_file(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()[:12]
 
 
-def _common(lines: Iterable[str]) -> str:
+def _hash_lines(lines: Iterable[str]) -> str:
     digest = hashlib.sha256()
     for line in sorted(lines):
         digest.update(line.encode("utf-8", "surrogateescape") + b"\n")

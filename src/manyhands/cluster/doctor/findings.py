@@ -93,7 +93,7 @@ class Survey:
     needs: Needs = field(default_factory=Needs)  # of the job
 
     def fact(self, *path: str) -> dict[str, Any]:
-        """Returns one fact of each machine that has it, in the order of the hosts."""
+        """Returns the fact at the keys `path`, by host, for the machines that have this fact, in rank order."""
         found: dict[str, Any] = {host: self.facts.get(host) for host in self.hosts}
         for key in path:
             found = {host: value.get(key) for host, value in found.items() if isinstance(value, Mapping)}

@@ -112,7 +112,7 @@ def _connect(target: Listener, timeout_s: float) -> Attempt:
 
 
 class _OtherError(Exception):
-    """The peer that answers does not know the token."""
+    """Raised if the peer that answers does not know the token."""
 
 
 @contextlib.contextmanager

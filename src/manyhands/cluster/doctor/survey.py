@@ -73,7 +73,7 @@ class _Surveyor:
                 self.survey.clock_s[host] = (offset, uncertain)
 
     def connect_all(self) -> None:
-        """Has each machine listen on its addresses (of the job's interface, if it has that) and connect to others."""
+        """Makes each machine listen on its addresses (of the job's interface, if it exists) and connect to others."""
         wanted, survey = self.survey.needs.interface, self.survey
         narrowed = dict(survey.facts)
         for host, facts in survey.facts.items():
@@ -84,7 +84,7 @@ class _Surveyor:
         self._listeners = {host: tuple(one for one in found if not one.error) for host, found in answers.items()}
         requests = {
             host: call(Probe.connect, {other: self._listeners[other] for other in tried if other in self._listeners})
-            for host, tried in ways_tried(self.hosts).items()
+            for host, tried in connections_to_try(self.hosts).items()
         }
         for host, attempts in self.ask(requests).items():
             survey.reach |= {(host, other): tries for other, tries in attempts.items()}
@@ -133,8 +133,8 @@ class _Surveyor:
         self.ask({host: call(Probe.unlisten)})
 
 
-def ways_tried(hosts: Sequence[str]) -> dict[str, list[str]]:
-    """Returns the machines that each machine connects to: all, or of many some, always including the first."""
+def connections_to_try(hosts: Sequence[str]) -> dict[str, list[str]]:
+    """Returns the machines that each machine connects to: all, or if there are many, some and always the first."""
     pairs = {pair for pairs in rounds(hosts, MOST_TRIED) for pair in pairs} | {(host, hosts[0]) for host in hosts[1:]}
     found: dict[str, list[str]] = {host: [] for host in hosts}
     for host, other in sorted(pairs):
@@ -167,8 +167,8 @@ def choose_addresses(facts: Mapping[str, Facts], reach: Mapping[Pair, Sequence[A
 
     def order(each: _Candidate) -> tuple[object, ...]:
         family = each.ip.version != everywhere[0] if everywhere else each.ip.version
-        preferred = (family, unlikely(each.interface), -shared[each.network], not each.ip.is_private, -each.speed_mbps)
-        return (*preferred, each.network, str(each.ip))
+        preferred = (family, link_penalty(each.interface), -shared[each.network], not each.ip.is_private)
+        return (*preferred, -each.speed_mbps, each.network, str(each.ip))
 
     best = {host: min(found, key=order) for host, found in candidates.items()}
     return {host: (candidate.interface, str(candidate.ip)) for host, candidate in best.items()}
@@ -179,7 +179,7 @@ def local_candidates(facts: Facts) -> list[str]:
     return [str(candidate.ip) for candidate in _candidates(facts)]
 
 
-def unlikely(interface: str) -> int:
+def link_penalty(interface: str) -> int:
     """Returns 0 for an interface that usually connects machines, 1 for a tunnel, 2 for a container bridge."""
     return 2 if interface.startswith(VIRTUAL) else int(interface.startswith(TUNNELS))
 
@@ -195,7 +195,7 @@ def _candidates(facts: Facts) -> Iterator[_Candidate]:
 
 
 def rounds(hosts: Sequence[str], most: int = 0) -> list[list[tuple[str, str]]]:
-    """Returns up to `most` rounds (0: all) of disjoint pairs (sender, receiver), which together cover all pairs."""
+    """Returns rounds of disjoint pairs (sender, receiver) that together cover all pairs; at most `most`, 0: all."""
     seats: list[str | None] = [*hosts, *([None] if len(hosts) % 2 else [])]
     played: list[list[Pair]] = []
     for _ in range(len(seats) - 1):

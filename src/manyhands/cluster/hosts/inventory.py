@@ -38,7 +38,7 @@ class Machine:
 
     @property
     def target(self) -> str:
-        """The host as users write it in a list, or an ssh address with its port."""
+        """The machine as written in a hostfile or list: user@host, or ssh://user@host:port if it has a port."""
         user = self.host.removesuffix(self.address)
         return f"ssh://{user}{self.name}" if self.port else user + in_brackets(self.address)
 
@@ -112,7 +112,7 @@ def in_brackets(address: str) -> str:
 
 
 def at_line(where: str, line: int) -> str:
-    """Adds a line to the name of a file; either may be unknown, "" or 0."""
+    """Formats "FILE, line N"; leaves out an unknown file, "", and an unknown line, 0."""
     return ", ".join(filter(None, (where, f"line {line}" if line else "")))
 
 
@@ -125,14 +125,13 @@ def is_address(text: str) -> bool:
 
 
 def is_host(text: str) -> bool:
-    """Returns True for a valid host name or IP address."""
     if is_address(text):  # behind % Python accepts any text as the name of an interface
         return bool(re.fullmatch(r"[0-9A-Fa-f:.]+(%[A-Za-z0-9_.-]{1,64})?", text))
     return bool(re.fullmatch(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9_])?\.?", text)) and not text.isdecimal()
 
 
 def number(variables: Mapping[str, str], name: str, default: int | None = None) -> int:
-    """Reads an integer from 0; `default` if the variable is unset or empty. Raises UserError: invalid or missing."""
+    """Reads an integer of at least 0; returns `default` if unset or empty. Raises UserError: invalid or missing."""
     text = variables.get(name, "").strip()
     if not text and default is not None:
         return default

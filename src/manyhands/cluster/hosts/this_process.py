@@ -30,7 +30,7 @@ ANY = {"0.0.0.0", "::"}  # all addresses of a machine
 
 
 class RankOutsideError(UserError):
-    """The rank is out of range. The other ranks may already be waiting at the rendezvous."""
+    """Raised if the rank is out of range. The other ranks may already be waiting at the rendezvous."""
 
     process_info: ProcessInfo  # the requested rank, and the address of the other ranks
 
@@ -48,7 +48,7 @@ class LaunchDecision:
 
 
 def participate(options: ClusterOptions, environment: Mapping[str, str] | None = None) -> LaunchDecision:
-    """Returns the decision by flags, launchers' variables or cluster files. Raises UserError: a contradiction."""
+    """Decides by flags, launchers' variables and cluster files. Raises UserError: they contradict each other."""
     variables = os.environ if environment is None else environment
     if options.init:
         place = _by_variables(variables) if options.init.startswith("env://") else _by_hand(options)
@@ -120,7 +120,7 @@ def described(
     if first and not inventory.is_host(first):
         message = f'"{first}" is not a host name or an IP address'
         raise UserError(message, origin, ("write the name or the address of rank 0's machine, such as 10.0.0.1",))
-    address = reachable(first) if several else "127.0.0.1"
+    address = reachable_address(first) if several else "127.0.0.1"
     given = (cluster.master_port, origin) if cluster.master_port else None
     port, port_origin = given or inventory.master_port(variables)
     origins = {
@@ -156,7 +156,7 @@ def _by_hand(options: ClusterOptions) -> inventory.LauncherPlace:
             message = f"{host} is a wildcard address; other ranks can't connect to {host}"
             raise UserError(message, "--init", ("write rank 0's address",))
         # An explicit loopback address stays: the processes may all be on one machine.
-        init = f"tcp://{inventory.in_brackets(host if _is_loopback(host) else reachable(host))}:{port}"
+        init = f"tcp://{inventory.in_brackets(host if _is_loopback(host) else reachable_address(host))}:{port}"
     origins = {
         "rank": "--rank", "size": "--world-size", "master_address": "--init", "master_port": "--init",
         "local_rank": "determined at rendezvous", "local_size": "determined at rendezvous",
@@ -172,7 +172,7 @@ def _by_variables(variables: Mapping[str, str]) -> inventory.LauncherPlace:
     served = variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     # Without LOCAL_WORLD_SIZE, the processes may all be on one machine and connect over loopback.
     unknown = "LOCAL_WORLD_SIZE" not in variables and _is_loopback(address)
-    if size > local_size and not served and not unknown and (found := reachable(address)) != address:
+    if size > local_size and not served and not unknown and (found := reachable_address(address)) != address:
         init = f"tcp://{inventory.in_brackets(found)}:{port}"
     names = {"rank": "RANK", "size": "WORLD_SIZE", "local_rank": "LOCAL_RANK", "local_size": "LOCAL_WORLD_SIZE",
              "master_address": "MASTER_ADDR", "master_port": "MASTER_PORT"}  # fmt: skip
@@ -197,7 +197,7 @@ def _process_info(options: ClusterOptions, place: inventory.LauncherPlace) -> Pr
     """Adds the job's options to a rank; with several machines, resolves an address that all machines can reach."""
     init = place.init
     if not init:
-        address = place.master_address if place.size == place.local_size else reachable(place.master_address)
+        address = place.master_address if place.size == place.local_size else reachable_address(place.master_address)
         init = f"tcp://{inventory.in_brackets(address)}:{place.master_port}"
     names = ("backend", "device", "join_warn_s", "join_timeout_s")
     process_info = replace(place, init=init, **{name: getattr(options, name) for name in names})
@@ -271,7 +271,7 @@ def is_local_name(name: str, addresses: Collection[str]) -> bool:
     return name == "localhost" or name.partition(".")[0].lower() == mine.partition(".")[0]
 
 
-def reachable(address: str) -> str:
+def reachable_address(address: str) -> str:
     """Returns this machine's address for a name that resolves to loopback here, as on Debian; keeps other hosts.
 
     Raises UserError: `address` is a loopback address, or resolves to loopback, and this machine has several addresses
@@ -384,6 +384,6 @@ def modules_with(function: str) -> list[ModuleType]:
 
 
 def described_cluster(variables: Mapping[str, str]) -> inventory.Cluster | None:
-    """Returns the cluster that a launcher's variables describe, such as Kubeflow's PET_*."""
+    """Returns the cluster that a launcher's variables describe, such as Kubeflow's PET_*; None without them."""
     clusters = (module.from_environment(variables) for module in modules_with("from_environment"))
     return next(filter(None, clusters), None)

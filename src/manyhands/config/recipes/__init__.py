@@ -1,4 +1,4 @@
-"""Recipes: settings known to reach good accuracy, in TOML files named after data sets, or otherwise.
+"""Recipes: TOML files of options that reach good accuracy. A data set's default recipe has the name of the data set.
 
 A section [for."PATTERN"] of a recipe applies to networks whose name, without "torchvision:", matches the pattern.
 `TRANSFORMERS` is applied before these sections in every recipe.

@@ -62,8 +62,8 @@ class QuickNet(InitializedFromData):
 
     @override
     @torch.no_grad()
-    def look(self, pictures: Tensor) -> None:
-        """Initializes the first layer, whose outputs for each direction of the patches' colors have variance 1."""
+    def initialize(self, pictures: Tensor) -> None:
+        """Initializes the first layer to whiten patches: its outputs have variance 1 in each principal direction."""
         parts = [_patches(part) for part in pictures.split(_AT_ONCE)]
         products, count = sum(part.T @ part for part in parts), sum(len(part) for part in parts)
         variances, directions = torch.linalg.eigh(products / count)

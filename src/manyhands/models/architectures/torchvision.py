@@ -68,7 +68,7 @@ def published_arguments(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def build_pretrained(name: str, *, num_classes: int, arguments: dict[str, Any]) -> nn.Module:
-    """Builds a network with published weights; other than 1000 classes get new heads. Raises UserError: no weights."""
+    """Builds a network with published weights; replaces the heads unless `num_classes` is 1000. Raises UserError."""
     weights = _published(name)
     path = fetch_weights(weights.url)
     try:
@@ -108,7 +108,7 @@ def _replace_heads(model: nn.Module, name: str, num_classes: int) -> None:
 
 
 def fetch_weights(url: str) -> Path:
-    """Downloads a file into torch hub's cache, once per machine. Raises UserError: no file, or more than tensors."""
+    """Downloads a file into torch hub's cache, once per machine. Raises UserError: it fails, or holds non-tensors."""
     path = Path(torch.hub.get_dir()) / "checkpoints" / url.rpartition("/")[2]
     hints = (f"download {url}", f"and save the file as {path}", "or remove model.pretrained")
     if not path.is_file():

@@ -47,7 +47,7 @@ def run(survey: Survey) -> Iterator[DoctorFinding]:
 
 
 def _listed_twice(survey: Survey) -> Iterator[DoctorFinding]:
-    """Yields machines listed under two names, which would share their cores, devices and folders with themselves."""
+    """Yields machines that are listed under several names, which would start processes for each name."""
     names: dict[str, list[str]] = {}
     for host, machine in survey.fact("machine").items():
         names.setdefault(machine, []).append(host)

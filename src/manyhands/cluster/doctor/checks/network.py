@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Iterator
 
 from manyhands.cluster.doctor.findings import DoctorFinding, Pair, Survey, who
-from manyhands.cluster.doctor.survey import unlikely
+from manyhands.cluster.doctor.survey import link_penalty
 from manyhands.cluster.hosts.inventory import INTERFACE_VARIABLES
 
 SLOW_MBPS = 400.0  # below this, averaging a small network's gradients takes longer than a step on an accelerator
@@ -86,7 +86,7 @@ def _common_address(survey: Survey) -> Iterator[DoctorFinding]:
     if len(known) < 2 or not survey.reach:
         return
     lost = [host for host in known if host not in survey.chosen]
-    bridges = [host for host in known if unlikely(survey.chosen.get(host, ("", ""))[0]) == 2]
+    bridges = [host for host in known if link_penalty(survey.chosen.get(host, ("", ""))[0]) == 2]
     if lost:
         what = f"{who(lost)} has no address that all other machines can reach"
         hints = ("connect all machines to one network", "or remove machines in other networks from the run")

@@ -76,7 +76,7 @@ def _devices(values: "_Values", slots: int) -> tuple[int, ...]:
 
 
 def _requests(values: "_Values") -> Iterator[tuple[str, str, str]]:
-    """Yields settings of the job in the file: the line, and the matching option and value, or empty strings."""
+    """Yields (line, option, value) for settings of the job in the file; option "" if there is no equivalent."""
     if precision := values.text("mixed_precision") or ("fp16" if values.switch("fp16") else ""):
         ours = PRECISIONS.get(precision, "")
         yield f"mixed_precision: {precision}", "train.precision" if ours else "", ours

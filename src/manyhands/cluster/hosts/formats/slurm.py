@@ -80,7 +80,7 @@ def _first_host(environment: Mapping[str, str]) -> tuple[str, str]:
 
 
 def _device(environment: Mapping[str, str], local_size: int) -> tuple[int | None, str]:
-    """Returns device 0 and its origin if each task sees only its own accelerators (--gpus-per-task, --gpu-bind)."""
+    """Returns (0, origin) if each task sees only its own accelerators (--gpus-per-task …), else (None, "")."""
     name = first_set(environment, VISIBLE)
     if not name:
         return None, ""
