@@ -13,9 +13,9 @@ from manyhands.cluster.agents.agent import Agent
 from manyhands.cluster.agents.connection import close_all
 from manyhands.cluster.agents.folders import (
     Term,
+    agent_lock,
     agents_work,
     claim,
-    hold_as_agent,
     raise_term,
     run_id,
     set_run_id,
@@ -51,13 +51,13 @@ def test_one_start_at_a_time(folder):
 @pytest.mark.slow
 def test_processes_whose_head_was_killed_keep_the_folder_until_they_have_left(folder, monkeypatch):
     monkeypatch.setattr("manyhands.cluster.agents.folders.LEAVING_S", 0.1)
-    with hold_as_agent(folder.ranks, 0):
+    with agent_lock(folder.ranks, 0):
         with pytest.raises(Timeout):
             claim(folder, HOLDER)
         assert not (folder.ranks / "holder").exists()
     lock = claim(folder, HOLDER)
     assert lock
-    with hold_as_agent(folder.ranks, 0):  # its own agents begin later
+    with agent_lock(folder.ranks, 0):  # its own agents begin later
         pass
     lock.release()
 
@@ -114,9 +114,9 @@ def test_ids_are_ours_or_none(folder):
 
 def test_who_was_cut_off_knows_that_a_later_start_is_at_work(folder):
     assert not agents_work(folder.ranks, 0)
-    with hold_as_agent(folder.ranks, 1, 0):
+    with agent_lock(folder.ranks, 1, 0):
         assert not agents_work(folder.ranks, 0)
-        with hold_as_agent(folder.ranks, 0, 1):
+        with agent_lock(folder.ranks, 0, 1):
             assert agents_work(folder.ranks, 0)
             assert not agents_work(folder.ranks, 1)
     assert not agents_work(folder.ranks, 0)  # what an earlier run of the folder has left says nothing

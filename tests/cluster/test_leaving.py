@@ -12,7 +12,7 @@ import pytest
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
 from manyhands.cluster.agents import elastic, heartbeats
-from manyhands.cluster.agents.heartbeats import Leaving
+from manyhands.cluster.agents.heartbeats import ExitTimer
 from manyhands.cluster.agents.protocol import Orders, WorkerCommand, WorkerExited, WorkersStarted
 from manyhands.cluster.agents.worker_start import take_orders
 from manyhands.cluster.failures import Ending, first_cause
@@ -34,7 +34,7 @@ def test_who_saves_and_gets_on_with_it_is_waited_for(program, saves, stays, tmp_
     try:
         if saves:
             rescue_path(tmp_path, 3).touch()
-        those = Leaving(tmp_path)
+        those = ExitTimer(tmp_path)
         those.begin()
         until = time.monotonic() + 6
         while (patient := those.patient({3: process.pid}, 0.0)) and time.monotonic() < until:
@@ -51,7 +51,7 @@ def test_who_computes_an_update_is_given_the_time_for_it_and_no_save_goes_on_for
     if saves:
         monkeypatch.setattr(heartbeats, "SAVE_MOST_S", 0.0)
         rescue_path(tmp_path, 0).touch()
-    those = Leaving(tmp_path)
+    those = ExitTimer(tmp_path)
     those.begin()
     assert those.patient({0: 1}, 60.0)
     assert not those.patient({0: 1}, 0.0)

@@ -64,27 +64,27 @@ def test_a_stall_names_who_did_not_come(ranks, later, wanted, hung, clock):
     stalls = told(clock, *ranks, later=later)
     assert wanted in stalls.new_warning()
     assert stalls.new_warning() == ""  # it is said once
-    assert bool(stalls.hung()) == hung
+    assert bool(stalls.why_hung()) == hung
 
 
 @pytest.mark.parametrize("rank", [seen(0, still_s=29), seen(0, usual_s=20.0, still_s=80), seen(0, still_s=0.1)])
 def test_what_is_slow_as_usual_is_none(rank, clock):
     stalls = Stalls()
     stalls.take(WorkersSeen("n1", [rank]))
-    assert stalls.new_warning() == stalls.hung() == ""
+    assert stalls.new_warning() == stalls.why_hung() == ""
 
 
 def test_a_stall_that_is_over_is_forgotten_and_the_next_one_told(clock):
     stalls = told(clock, seen(0))
     assert stalls.new_warning()
     clock.now += 10  # its agent has nothing to complain of any more
-    assert stalls.new_warning() == stalls.hung() == ""
+    assert stalls.new_warning() == stalls.why_hung() == ""
     stalls.take(WorkersSeen("n1", [seen(0)]))
     assert stalls.new_warning()
 
 
 def test_a_stopped_process_cannot_hear_a_wish_at_once(clock):
-    assert "is stopped" in told(clock, seen(0, still_s=1), seen(1, still_s=1, stopped=True)).hung()
+    assert "is stopped" in told(clock, seen(0, still_s=1), seen(1, still_s=1, stopped=True)).why_hung()
 
 
 @pytest.mark.parametrize(

@@ -205,7 +205,7 @@ def test_a_memory_kill_is_read_from_the_cgroups_counter(tmp_path, monkeypatch):
     counter = "low 0\nhigh 0\nmax 7\noom {0}\noom_kill {0}\noom_group_kill 0\n"
     (tmp_path / "memory.events").write_text(counter.format(1))
     (tmp_path / "memory.max").write_text("67108864\n")
-    kills = heartbeats.MemoryKills()
+    kills = heartbeats.OutOfMemoryKills()
     assert kills.record(1, 42, None) is None
     (tmp_path / "memory.events").write_text(counter.format(3))
     found = [kills.record(rank, 42, None) for rank in (1, 2, 3)]
@@ -215,7 +215,7 @@ def test_a_memory_kill_is_read_from_the_cgroups_counter(tmp_path, monkeypatch):
         None,
     ]
     (tmp_path / "memory.events").unlink()
-    assert heartbeats.MemoryKills().record(1, 42, None) is None
+    assert heartbeats.OutOfMemoryKills().record(1, 42, None) is None
 
 
 def test_a_machine_that_gave_up_a_launcher_that_was_itself_stopped_is_not_asked_about(tmp_path):

@@ -376,7 +376,7 @@ def test_a_run_whose_agent_stands_still_and_whose_command_was_killed_is_listed_a
         finish(process)
     assert "no launcher" in done("ps", by=inside).out
     assert "is active" in done("why run", by=inside).out
-    assert "run has ended here; the last checkpoint" in done("stop run").out
+    assert "run has ended on this machine; the last checkpoint" in done("stop run").out
     wait_until(lambda: not marked(str(here)))
     assert done("why run", by=inside).out.startswith("run stopped after")
     assert done("ps", by=inside).out == "no run is active\n"

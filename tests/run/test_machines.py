@@ -256,7 +256,7 @@ def test_two_machines_lost_at_once_are_both_contacted(scene):
         machine.link.closed = True
     scene.run.note_ending(Ending(lost={"n2": "", "n3": ""}))
     assert scene.machines.running == [scene.n1]
-    assert scene.run.too_few() == ""
+    assert scene.run.why_too_few() == ""
     scene.wait(RETRY_LEAST_S)
     assert scene.opened == ["n2", "n3"]
 
@@ -293,7 +293,7 @@ def test_another_launcher_takes_over(tmp_path, monkeypatch):
     assert scene.n3.state is MachineState.LOST
     assert scene.run.replaced_on == "n3"
     assert scene.run.regroups()
-    assert scene.run.too_few() == "another launcher has taken over the run on n3"
+    assert scene.run.why_too_few() == "another launcher has taken over the run on n3"
 
 
 def test_a_machine_that_the_user_adds(scene):

@@ -21,7 +21,7 @@ from manyhands.run.recovery import (
     RestartPolicy,
     failed_rank,
     run_to_end,
-    worth_a_start,
+    worth_restarting,
 )
 from tests.report.fake_run import step_record
 
@@ -117,10 +117,10 @@ def test_a_start_for_a_machine_that_comes_is_no_fault(folder):
     [(10, 0.1, True), (55, 0.1, False), (99, 0.1, False), (97, 60.0, True), (98, 60.0, True), (99, 60.0, False)],
 )
 def test_nobody_is_taken_up_for_the_last_seconds_of_a_run_nor_for_an_update_that_goes_on(step, each_s, worth, folder):
-    assert not worth_a_start(folder)
+    assert not worth_restarting(folder)
     for done in range(step - 3, step + 1):
         append(folder.metrics, step_record(done, done * each_s, total_steps=100))
-    assert worth_a_start(folder) == worth
+    assert worth_restarting(folder) == worth
 
 
 def test_what_fails_with_a_machine_that_has_just_come_does_not_end_the_run(folder, monkeypatch):

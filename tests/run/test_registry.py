@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manyhands.cli.runs import ps
-from manyhands.cluster.agents.folders import agents_here, hold_as_agent
+from manyhands.cluster.agents.folders import agent_lock, agents_here
 from manyhands.core.errors import UserError
 from manyhands.core.records import Event, Running, append, write_json
 from manyhands.core.run_folder import RunFolder
@@ -75,7 +75,7 @@ def test_a_run_whose_head_is_gone_is_listed_while_its_processes_work(tmp_path, c
     gone = record(tmp_path / "runs" / "a", pid=process.pid, created=psutil.Process(process.pid).create_time())
     process.wait()
     put(gone)
-    with hold_as_agent(ranks, 0):
+    with agent_lock(ranks, 0):
         assert agents_here(ranks) == [os.getpid()]
         assert running() == []
         assert [entry.run for entry in headless()] == [gone.run]

@@ -11,7 +11,7 @@ from manyhands.core.errors import UserError
 from manyhands.core.run_folder import RunFolder
 from manyhands.core.world import ProcessInfo, World
 from manyhands.parallel.group import join as group
-from manyhands.run.python import _flags
+from manyhands.run.python import _dotted_options
 from manyhands.train.build import build
 from manyhands.train.objects import Objects
 from manyhands.train.parts import Parts
@@ -67,5 +67,5 @@ def test_a_process_of_its_own_uses_the_device_that_it_was_given(monkeypatch):
 
 def test_an_option_of_another_section_is_named():
     with pytest.raises(UserError) as raised:
-        _flags({"device": "cuda:1"}, "fit")
+        _dotted_options({"device": "cuda:1"}, "fit")
     assert raised.value.hints == ("did you mean cluster__device?",)

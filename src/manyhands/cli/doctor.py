@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from manyhands.cli.flags import Data, DoctorFlags, ExplainFlags, Help, Int, Json, Model, load, named
-from manyhands.cli.printing import align, answer
+from manyhands.cli.printing import align, print_answer
 from manyhands.core.errors import EXIT_DOCTOR, EXIT_OK
 from manyhands.core.terminal import plain, say, show, show_json
 
@@ -39,7 +39,7 @@ def doctor(
         from manyhands.run.doctor import exposure as find_exposure
 
         found = find_exposure(loaded.job, say)
-        answer(found.as_json(), found.lines(), json=as_json)
+        print_answer(found.as_json(), found.lines(), json=as_json)
         return EXIT_DOCTOR if found.why_not else EXIT_OK
     from manyhands.run.doctor import diagnose
 
@@ -112,7 +112,7 @@ def explain(
         say(plain(f"wrote {write}"))
         return 0
     rows = explained(loaded)
-    answer(
+    print_answer(
         {row.key: {"value": row.value, "from": row.origin} for row in rows},
         map(plain, align([(row.key.replace("_", " "), row.text, row.origin) for row in rows])),
         json=as_json,

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import cyclopts
 
 from manyhands.cli.flags import Help, Int, Json
-from manyhands.cli.printing import align, answer, size_text
+from manyhands.cli.printing import align, print_answer, size_text
 from manyhands.core.errors import EXIT_FAILED, EXIT_OK
 from manyhands.core.terminal import plain, say, show, show_json
 
@@ -134,7 +134,7 @@ def pack(  # noqa: PLR0913 - one argument for each flag
         lines.append(f"to train on the copy: manyhands train {shlex.quote(str(folder if to is None else to))}")
     else:
         lines = [f"{found.folder} is intact: {counts}"]
-    answer(content, lines, json=as_json)
+    print_answer(content, lines, json=as_json)
     return 0
 
 

@@ -59,7 +59,7 @@ class PlanFlags(Flags):
     as_json: Json = False
 
     @property
-    def to(self) -> Any:
+    def output(self) -> Any:
         return sys.stderr if self.as_json else sys.stdout
 
 
@@ -123,11 +123,11 @@ def _predict(job: "Job", first: int, last: int, flags: PlanFlags) -> int:
     growth = predict_growth(job, first, requested, flags.out, force=flags.force)
     for note in growth.notes:
         say(note)
-    wide(flags.to).print(growth_table(growth.rows))
+    wide_console(flags.output).print(growth_table(growth.rows))
     if spread := growth.about["spread"]:
-        show(f"repeated timings on this machine differ by {spread:.0%}", flags.to)
+        show(f"repeated timings on this machine differ by {spread:.0%}", flags.output)
     if flags.out is not None:
-        show(str(flags.out), flags.to)
+        show(str(flags.out), flags.output)
     if flags.as_json:
         show_json(growth.as_plain())
     return EXIT_OK
@@ -157,9 +157,9 @@ def _search(job: "Job", processes: int, flags: PlanFlags, values: dict[str, Any]
     answer, *more = advice.reason.splitlines()
     if found.spread:
         more.append(f"repeated timings on this machine differ by {found.spread:.0%}")
-    show(answer, flags.to)
-    wide(flags.to, _TABLE_WIDTH).print(candidates_table(planned.candidates, advice.name, "\n".join(more)))
-    show(f"wrote {planned.files[0]} and {planned.files[1]}", flags.to)
+    show(answer, flags.output)
+    wide_console(flags.output, _TABLE_WIDTH).print(candidates_table(planned.candidates, advice.name, "\n".join(more)))
+    show(f"wrote {planned.files[0]} and {planned.files[1]}", flags.output)
     if flags.as_json:
         show_json(planned.as_plain())
     if not flags.verify:
@@ -169,7 +169,7 @@ def _search(job: "Job", processes: int, flags: PlanFlags, values: dict[str, Any]
     return _verify(show_plan(out, {key: value for key, value in values.items() if key != "train.batch"}))
 
 
-def wide(file: Any, least: int = _WIDTH) -> "Console":
+def wide_console(file: Any, least: int = _WIDTH) -> "Console":
     """Returns a console for tables; a narrow terminal wraps lines, because rich would truncate numbers instead."""
     from rich.console import Console
 
@@ -193,8 +193,8 @@ def _show(path: Path, values: dict[str, Any], flags: PlanFlags) -> int:
         seconds = run_by_agent(*shown.task(verify=False))["seconds"]
         for name, times in seconds.items():
             median = f"{statistics.median(times) * 1e3:8.1f} ms"
-            show(f"{name:<15} {median} per update, median of {len(times)} rounds", flags.to)
-        show(pick_measured(seconds).reason, flags.to)
+            show(f"{name:<15} {median} per update, median of {len(times)} rounds", flags.output)
+        show(pick_measured(seconds).reason, flags.output)
     return code
 
 
@@ -219,7 +219,7 @@ def _print_plan(shown: "Shown") -> None:
         # As Text, because strings with a shape's brackets would be parsed as styles.
         cells = (row.name, row.kind, row.strategy, row.piece, size, row.collectives)
         table.add_row(*(Text(plain(cell)) for cell in cells))
-    wide(sys.stdout).print(table)
+    wide_console(sys.stdout).print(table)
     for note in shown.notes:
         say(note)
 

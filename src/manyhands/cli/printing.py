@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from manyhands.config.load import LoadedJob
 
 
-def answer(content: Any, lines: Iterable[str], *, json: bool) -> None:
+def print_answer(content: Any, lines: Iterable[str], *, json: bool) -> None:
     if json:
         show_json(content)
     else:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from manyhands.cli.flags import Help, Int, Json, RunName, Settings, settings
-from manyhands.cli.printing import align, answer
+from manyhands.cli.printing import align, print_answer
 from manyhands.core.errors import EXIT_FAILED, EXIT_OK, UserError
 from manyhands.core.run_folder import RunFolder, resume_command
 from manyhands.core.terminal import plain, say, show, show_json
@@ -99,7 +99,7 @@ def why(run: RunName, /, *, as_json: Json = False) -> int:
     from manyhands.run.outcome import why as find_why
 
     found = find_why(run)
-    answer(asdict(found), found.lines(), json=as_json)
+    print_answer(asdict(found), found.lines(), json=as_json)
     return 0
 
 
@@ -120,7 +120,8 @@ def stop(run: RunName, /, *, now: Annotated[bool, Help("end the run at once, wit
         show(f"the processes of {path} have saved and stopped; their checkpoint is on other machines of the run")
         return EXIT_OK
     kept = "nothing was saved" if saved is None else f"the last checkpoint, of step {saved}, is intact"
-    show(f"{path} {end.message or end.kind}" if end else f"{path} has ended{' here' if headless else ''}; {kept}")
+    ended = f"{path} has ended{' on this machine' if headless else ''}; {kept}"
+    show(f"{path} {end.message or end.kind}" if end else ended)
     if saved is None:
         show("there is no checkpoint to resume; run the same command to start from scratch")
     elif end is None or end.kind != "finished":

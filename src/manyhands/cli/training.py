@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from manyhands.cli.flags import RunFlags
-from manyhands.cli.printing import answer
+from manyhands.cli.printing import print_answer
 from manyhands.cluster.agents import early, ssh
 from manyhands.cluster.hosts import inventory, this_process
 from manyhands.config.job import ClusterOptions, Job
@@ -37,7 +37,7 @@ def run_job(
         changes.refuse_changes(loaded, resume_hint=resume_hint)
     if flags.dry_run:
         lines = describe(loaded)
-        answer({"dry_run": lines}, lines, json=flags.as_json)
+        print_answer({"dry_run": lines}, lines, json=flags.as_json)
         return 0
     machines = tuple(this_process.machines_of(job.cluster))
     # srun or a similar launcher may already have set this process's rank.

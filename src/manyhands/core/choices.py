@@ -24,7 +24,7 @@ def load_choice(package: str, name: str) -> ModuleType:
 
 
 def read_choice(package: str, name: str) -> dict[str, Any]:
-    """Parses a choice file without importing it; returns each name's constant value or return value, or None."""
+    """Parses a choice file without importing it; returns names with their constant (return) values, else None."""
     spec = importlib.util.find_spec(f"{package}.{name}")
     found: dict[str, Any] = {}
     for node in ast.parse(Path(str(spec and spec.origin)).read_text(encoding="utf-8")).body:

@@ -209,7 +209,7 @@ def usual_umask() -> int:
 
 @contextlib.contextmanager
 def one_at_a_time(path: Path, hints: tuple[str, ...] = ()) -> Generator[None]:
-    """Holds a lock for `path` in the context, by a lock file in its folder, which is created if it is missing.
+    """Locks `path` during the context, by a lock file beside `path`; creates the folder if it is missing.
 
     The system releases the lock of a killed process. New files have the user's umask, because users may share data sets
     and caches. Raises UserError, with the hints, if the folder can't be written.
@@ -246,7 +246,7 @@ def temporary(path: Path) -> Generator[Path]:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Generator[Path]:
-    """Yields a temporary name next to `path`, and renames it to `path` after the context unless that raises."""
+    """Yields a temporary name next to `path`, and renames it to `path` unless the context raises."""
     with temporary(path) as part:
         yield part
         part.replace(path)

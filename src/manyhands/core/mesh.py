@@ -182,7 +182,7 @@ class TensorLayout:
             yield first, self.region(mesh, first)
 
     def nearest(self, mesh: Mesh, near: range) -> dict[int, Region]:
-        """Returns the regions of all distinct shards, each by a rank that holds it; prefers ranks in `near`."""
+        """Returns the region of each distinct shard, by a rank that holds the shard, preferably one in `near`."""
         free = set(range(len(mesh.axes))) - self.sharded_axes
         found = [(mesh.peers(free, first), region) for first, region in self.pieces(mesh)]
         return {min(holders, key=lambda rank: (rank not in near, rank)): region for holders, region in found}

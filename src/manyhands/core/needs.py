@@ -20,9 +20,9 @@ class Need:
 
 MODE = "parallel.mode"
 # Offered by parallel modes.
-WHOLE_GRADIENTS = Need("needs the whole network, with its gradients, on each process", MODE)
-OWN_AVERAGE = Need("needs to replace this mode's gradient averaging", MODE)
-AVERAGE_HOOK = Need("needs a hook that this mode's gradient averaging lacks", MODE)
+WHOLE_GRADIENTS = Need("needs a mode that keeps the entire network and its gradients on each process", MODE)
+OWN_AVERAGE = Need("needs a mode whose gradient averaging can be replaced", MODE)
+AVERAGE_HOOK = Need("needs a mode whose gradient averaging accepts a hook", MODE)
 # Offered by jobs.
 OWN_STATISTICS = Need(
     "doesn't support train.norm_group=global, because each process normalises its own samples",

@@ -47,7 +47,7 @@ def scratch(purpose: str, *, swept: bool = False) -> Generator[Path]:
 
 
 def workers_folder() -> Path | None:
-    """Returns the folder that the workers of this machine share until they end; None without an agent."""
+    """Returns the folder that the workers of this machine share until they end; None in a process without an agent."""
     record = os.environ.get(FAILURE_FILE)
     return Path(record).parent if record else None
 

@@ -145,7 +145,7 @@ def pack_request(root: Path, target: Path | None, size: int, quality: int) -> pa
 def pack(
     request: packing.PackRequest, *, processes: int = 0, replaced: bool = False, progress: Callable[[int, int], None]
 ) -> tuple[packed.PackedSet, tuple[str, ...] | None]:
-    """Packs a folder or resumes packing; returns the pack and unreadable pictures (None if it was up to date)."""
+    """Packs a folder or resumes packing; returns the copy, and unreadable pictures (None: it was up to date)."""
     contents = packing.read_contents(request.root)
     if not replaced and packing.is_up_to_date(contents, request):
         return packed.open_pack(request.target), None

@@ -176,7 +176,7 @@ def _survey_here(job: Job, wanted: FactsWanted) -> Survey:
 
 
 def _rendezvous(job: Job) -> tuple[str, int]:
-    """Returns the address and port of the job's rendezvous, if it names one."""
+    """Returns the address and port of the job's tcp:// rendezvous; ("", 0) without one."""
     url = urlparse(job.cluster.init)
     return (url.hostname or "", url.port or 0) if url.scheme == "tcp" else ("", 0)
 

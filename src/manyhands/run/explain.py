@@ -36,7 +36,7 @@ class ExplainedValue(NamedTuple):
 
 
 def explained(loaded: LoadedJob, environment: Mapping[str, str] | None = None) -> list[ExplainedValue]:
-    """Returns the values, each after the values that it depends on. Raises UserError: training couldn't start."""
+    """Returns the values that training would use, in order of dependence. Raises UserError: it couldn't start."""
     variables = os.environ if environment is None else environment
     cluster, origins = loaded.job.cluster, loaded.origins
     found = participate(cluster.model_copy(update={"join_timeout_s": SHORT_S}), variables)

@@ -173,9 +173,9 @@ def _refuse_lost_checkpoints(job: Job, folder: RunFolder, machines: Machines) ->
 
 @contextmanager
 def join_listener(folder: Path, on_request: Callable[..., None], say: recovery.Say) -> Generator[Callable[[], None]]:
-    """Yields a function that accepts requests to join; it never waits, and must be called often.
+    """Yields a function that handles requests to join. The function never waits, and must be called often.
 
-    `on_request` receives a machine and a function to notify it; it raises ManyhandsError to refuse the machine.
+    `on_request` receives a machine and a function that answers the client; raises ManyhandsError to refuse the machine.
     """
     path, clients = folder / SOCKET, dict[socket.socket, bytes]()  # bytes received from each client
     with closing(socket.socket(socket.AF_UNIX)) as listener:

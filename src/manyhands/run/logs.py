@@ -133,7 +133,7 @@ EXECUTED = ("ssh", "python", "workdir")  # executed here or on the run's machine
 
 
 def _ssh_options(folder: RunFolder, settings: Mapping[str, Any]) -> ClusterOptions:
-    """Returns options to reach a run's machines, from `settings` or the launch; only prints those in job.toml."""
+    """Returns options to reach a run's machines, from `settings` or the launch; prints ignored ones of job.toml."""
     own = load_job(settings).job.cluster
     given = {key.removeprefix("cluster.") for key in settings}
     remembered = remembered_reach(folder.path) or {}
@@ -152,7 +152,7 @@ def _local_logs(folder: RunFolder) -> dict[int, Log]:
 
 
 def read_places(folder: RunFolder) -> list[LogPlace]:
-    """Reads machines.json, the locations of a run's files; empty without the file. Raises UserError: it is damaged."""
+    """Reads from machines.json where each machine has its logs; [] without the file. Raises UserError: damaged file."""
     path = folder.machines
     try:
         return TypeAdapter(list[LogPlace]).validate_python(files.parse_json(files.read_bytes(path)))

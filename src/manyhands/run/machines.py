@@ -33,7 +33,7 @@ from manyhands.core.files import size_of
 from manyhands.core.run_folder import RunFolder
 from manyhands.core.timeouts import CONTACT_S, RETRY_LEAST_S, RETRY_MOST_S, SILENT_S
 from manyhands.run.doctor import facts_wanted, untested_survey
-from manyhands.run.recovery import RestartHooks, Say, failed_rank, from_outside, what_failed, worth_a_start
+from manyhands.run.recovery import RestartHooks, Say, failed_rank, from_outside, what_failed, worth_restarting
 
 BUSY = "is still ending its earlier processes"  # a disconnected machine may still run its workers
 REPLACED = "another launcher has taken over the run"
@@ -79,7 +79,7 @@ class Membership(RestartHooks):
     def added(self) -> list[Machine]:
         return [machine.spec for machine in self.machines.all if machine.added]
 
-    def too_few(self) -> str:
+    def why_too_few(self) -> str:
         left, least = len(self.connected), self._job.cluster.machines_wanted.start
         if self.replaced_on:
             return f"{REPLACED} on {self.replaced_on}"
@@ -97,7 +97,7 @@ class Membership(RestartHooks):
 
     def regroups(self) -> bool:
         """Returns True to restart now, because a machine can join or another launcher has taken over the run."""
-        joins = not self._job.run.script and self.can_join() and self.trained and worth_a_start(self._folder)
+        joins = not self._job.run.script and self.can_join() and self.trained and worth_restarting(self._folder)
         return bool(joins or self.replaced_on)
 
     def record_start(self, number: int) -> None:
@@ -113,7 +113,7 @@ class Membership(RestartHooks):
                 machine.notify = lambda _text, _takes_part: None
 
     def add(self, spec: Machine, notify: Callable[[str, bool], object]) -> None:
-        """Adds a machine at the user's request. Raises UserError: it belongs to the run, or the run is full."""
+        """Adds a machine at the user's request. Raises UserError: the run has it already, or is full."""
         name, wanted = spec.name, f"--elastic {self._job.cluster.elastic}"
         if name in {machine.name for machine in self.machines.running}:
             raise UserError(f"{name} is already part of the run")

@@ -115,7 +115,7 @@ def with_resume_hint(error: ManyhandsError, folder: RunFolder) -> ManyhandsError
 
 
 def report_on(job: Job, folder: RunFolder) -> None:
-    """Writes the report. A failure to draw it, or Ctrl-C, is reported and does not fail the run."""
+    """Writes the report. A failure to draw the report, or Ctrl-C, is printed and does not fail the run."""
     if not job.run.report or not folder.metrics.is_file():
         return
     from manyhands.report.page import write_report
@@ -222,7 +222,7 @@ def why(word: str) -> Why:
 
 
 def explained(run: RunData, head: Running | None = None) -> Why:
-    """Explains a run from its records; `head` is its launcher, if it is active."""
+    """Explains a run from its records; `head` is the record of the launcher, if the run is active."""
     state, folder, done = _state(run, head), str(run.folder.path), _notices(run)
     after = f"after {summary.duration(summary.seconds(run))} of work, {_progress(run)}"
     now, cause, on, do = f"{_progress(run)}{_last_record(run)}", "", "", list[str]()

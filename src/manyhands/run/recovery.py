@@ -39,7 +39,7 @@ Prepare = Callable[[Job, int], Mapping[connection.AgentConnection, protocol.Orde
 class RestartHooks:
     """Decisions about restarts that depend on the machines; `Membership` overrides these for several machines."""
 
-    def too_few(self) -> str:
+    def why_too_few(self) -> str:
         """Returns why the run can't continue on the remaining machines, or an empty string."""
         return ""
 
@@ -105,7 +105,7 @@ class RestartPolicy:
             return Restart("restarted", f"starting with {trial} failed ({what_failed(ending)})", cause)
         if ending.refused:
             return None
-        useless, too_few = self.count_fault(cause), machines.too_few()
+        useless, too_few = self.count_fault(cause), machines.why_too_few()
         if useless or too_few:
             if too_few or self._starts > 1:
                 self._say(too_few or useless, "WARNING")
@@ -117,7 +117,7 @@ class RestartPolicy:
         """Returns the restart after a stop for a joining machine; None if the run has just finished."""
         if all(value["status"] == "finished" for value in ending.returned.values()):
             return None
-        if why := machines.too_few():
+        if why := machines.why_too_few():
             self._say(why, "WARNING")
             return None
         self._began = time.time()
@@ -167,7 +167,7 @@ def what_failed(ending: Ending) -> str:
     return cause.what if cause else ending.refused.message if ending.refused else ending.broken
 
 
-def worth_a_start(folder: RunFolder) -> bool:
+def worth_restarting(folder: RunFolder) -> bool:
     """Returns True if the remaining training, without the current update, takes longer than a restart."""
     found = [read.parse_metrics(line, folder) for line in follow.last_records(folder.metrics)]
     steps = [one for one in found if isinstance(one, StepMetrics)][-20:]

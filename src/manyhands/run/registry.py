@@ -104,7 +104,7 @@ def running() -> list[Running]:
 
 
 def headless() -> list[Running]:
-    """Returns the user's runs that have no launcher, but workers, as far as their folders are visible here."""
+    """Returns the user's runs without a launcher whose workers, as far as this machine can see, still run."""
     return _list_runs()[1]
 
 
@@ -211,7 +211,7 @@ def read_named(word: str) -> read.RunData | None:
 
 
 def find_reference(word: str) -> Path:
-    """Returns `word` if it is an existing path, otherwise the folder of the run that it names (see `find_run`)."""
+    """Returns `word` if it is an existing path, otherwise the folder of the run with this name (see `find_run`)."""
     place = Path(word).expanduser()
     return place if place.exists() else find_run(word).path
 
@@ -263,7 +263,7 @@ def stop_headless(folder: RunFolder, *, now: bool) -> bool:
 
 
 def stop_run(record: Running, *, now: bool) -> Event | None:
-    """Asks a run to save and stop, or with `now` ends it at once, and waits; returns the run's last event, if any.
+    """Asks a run to save and stop, or with `now` ends it at once, and waits; returns the run's final event, or None.
 
     Raises UserError: the launcher is on another machine. Raises RunError: the launcher survived SIGKILL.
     """

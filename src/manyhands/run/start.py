@@ -29,7 +29,7 @@ from manyhands.run.recovery import Say, resumed
 
 
 class Starts(contextlib.ExitStack):
-    """Prepares each start of a run; a context manager that closes the tunnels that it opens."""
+    """Prepares each start of a run; a context manager that closes the ssh tunnels at its end."""
 
     def __init__(self, job: Job, membership: Membership, folder: RunFolder, receiver: Receiver, say: Say) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class Starts(contextlib.ExitStack):
         try:
             if again:
                 self._take_in()
-                if why := self._membership.too_few():
+                if why := self._membership.why_too_few():
                     raise RunError(why)
                 self._open_anew()
             return self._connect()
@@ -93,7 +93,7 @@ class Starts(contextlib.ExitStack):
             name = error.alone if isinstance(error, open_tunnels.NoTunnelError) else error.where
             machine = next(machine for machine in self._machines.running if machine.name == name)
             machine.agent.close(0.0)
-            if too_few := self._membership.too_few():
+            if too_few := self._membership.why_too_few():
                 self._say(f"{error.message}: {too_few}", "INFO")
                 raise
             self._say(f"{error.message}: continuing without {name}", "INFO")
@@ -263,7 +263,7 @@ class Starts(contextlib.ExitStack):
                 link.post(call(Agent.keep_records, folder, pieces))
 
     def finish_copy(self) -> None:
-        """Sends the remaining records and waits until they arrive; ignores the loss of the machine."""
+        """Sends the remaining records to that machine and waits until they arrive; ignores the machine's loss."""
         if self._copy:
             link, folder, sender = self._copy
             with contextlib.suppress(RunError):

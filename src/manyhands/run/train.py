@@ -91,7 +91,7 @@ def trace(job: Job, steps: int, *, quiet: bool) -> Outcome:
 
 
 def check_names(job: Job, *, data: bool = True, model: bool = True) -> None:
-    """Checks a job's data set, network, mode and method without torch. Raises UserError: one doesn't exist.
+    """Checks a job's data set, network, mode and method without torch. Raises UserError: a name is unknown.
 
     `data` is False for objects and for folders that only another machine may have; `model` is False for objects.
     """

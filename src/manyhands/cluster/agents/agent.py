@@ -122,7 +122,7 @@ class Agent(Probe):
     @remote
     @private_files()
     def open_run(self, wanted: protocol.OpenRun) -> protocol.RunOpened:
-        """Creates and locks the run folder on this machine, unless it is the launcher's own folder on a shared disk."""
+        """Creates and locks the run folder on this machine, unless the launcher has this folder on a shared disk."""
         path = Path(wanted.folder).expanduser().absolute()
         folder, shared = RunFolder(path), (path / "ranks" / wanted.token).is_file()
         term = self._raise_term(folder, wanted.run, folders.Term(wanted.term))
@@ -305,7 +305,7 @@ def set_threads(threads: int, size: int) -> None:
 
 
 def serve() -> None:
-    """Serves the launcher on standard input and output, until it is gone."""
+    """Serves the launcher on standard input and output, until the launcher is gone."""
     for stop in (signal.SIGINT, signal.SIGUSR1):  # the launcher handles these and sends commands
         signal.signal(stop, signal.SIG_IGN)
     output = os.dup(1)  # output of libraries must not mix with messages, so it goes to standard error

@@ -211,7 +211,7 @@ def ask_all(
 ) -> dict[AgentConnection, R | RunError]:
     """Sends each machine its request, and waits for all answers; `others` receive heartbeats meanwhile.
 
-    Returns for each machine the answer or an error: LinkClosed if it is lost or silent, RunError if the request failed.
+    Returns for each machine the answer or an error: LinkClosed if the machine is lost, RunError if the request failed.
     """
     asked = {link: (link.post(request), request) for link, request in requests.items()}
     answers: dict[AgentConnection, R | RunError] = {}

@@ -30,8 +30,8 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 
 from manyhands.cluster.agents import protocol
 from manyhands.cluster.agents.connection import Wire
-from manyhands.cluster.agents.folders import Term, hold_as_agent, term_in
-from manyhands.cluster.agents.heartbeats import HeartbeatMonitor, Leaving, MemoryKills
+from manyhands.cluster.agents.folders import Term, agent_lock, term_in
+from manyhands.cluster.agents.heartbeats import ExitTimer, HeartbeatMonitor, OutOfMemoryKills
 from manyhands.cluster.agents.protocol import SCRIPT, WORKER, Orders
 from manyhands.cluster.hosts.inventory import Rendezvous
 from manyhands.cluster.messages import Message
@@ -76,7 +76,7 @@ class ElasticAgent(cast(Any, LocalElasticAgent)):  # torch's decorators hide the
         self._served: TCPStore | None = None
         self._stopping_since = self._reported_at = self._replaced_at = self._look_at = 0.0
         self._scratch, self._heartbeats = Path(scratch), HeartbeatMonitor(Path(scratch), {})
-        self._leaving, self._memory = Leaving(self._scratch), MemoryKills()
+        self._leaving, self._memory = ExitTimer(self._scratch), OutOfMemoryKills()
         self.exits, self.log_starts = dict[int, int](), dict[int, int]()
         spec = WorkerSpec(
             role="worker",
@@ -268,7 +268,7 @@ def prepare(device: str) -> tuple[str, int]:
 
 
 def devices_here(wanted: str, processes: int) -> tuple[str, int]:
-    """Returns the device type that a job's `device` selects on this machine, and the number of processes for it."""
+    """Returns the device type that a job's `device` selects on this machine, and how many processes it is for."""
     device = device_kind(wanted, processes)
     single = device in {"cpu", "mps"} or ":" in device  # cuda:1 names one of several
     return device, 1 if single else max(1, torch.accelerator.device_count())
@@ -327,7 +327,7 @@ def run(orders: Orders, wire: Wire, tick: Tick, listener: socket.socket | None) 
     logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # at the usual signals torch would kill the workers
     orders = _resolve_devices(orders, listener)
-    held = hold_as_agent(Path(orders.logs), orders.rendezvous.machine, orders.generation)
+    held = agent_lock(Path(orders.logs), orders.rendezvous.machine, orders.generation)
     with scratch_folder("agent") as scratch, held:
         try:
             agent = ElasticAgent(orders, listener, str(scratch), wire, tick)

@@ -28,7 +28,7 @@ _ID = re.compile("[0-9a-f]{8,64}")
 
 
 def use_run_folder(path: Path) -> RunFolder:
-    """Opens or creates a run folder named by the user. Raises UserError: not writable, or it has files but no run."""
+    """Opens or creates a run folder named by the user. Raises UserError: no permission, or files but no run."""
     with writing_into(path):
         path.mkdir(parents=True, exist_ok=True)
     folder = RunFolder(path)
@@ -99,7 +99,7 @@ def claim(folder: RunFolder, holder: str = "", patience_s: float = 0, leaving_s:
     return lock
 
 
-def hold_as_agent(ranks: Path, machine: int, generation: int = 0) -> FileLock:
+def agent_lock(ranks: Path, machine: int, generation: int = 0) -> FileLock:
     """Returns the lock that an agent holds while its workers run, which may outlive a killed launcher to save.
 
     Each start has its own lock, because a disconnected machine may keep its lock on a shared disk.
@@ -110,7 +110,7 @@ def hold_as_agent(ranks: Path, machine: int, generation: int = 0) -> FileLock:
 
 
 def agent_has_left(ranks: Path, machine: int, generation: int) -> bool:
-    """Returns True if the lock of `hold_as_agent` is free; a disconnected machine may still train and save."""
+    """Returns True if the lock of `agent_lock` is free; a disconnected machine may still train and save."""
     path = ranks / f"agent-{machine}-{generation}.lock"
     return not path.exists() or not _is_held(path)
 

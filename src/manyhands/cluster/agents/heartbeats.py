@@ -79,7 +79,7 @@ class HeartbeatMonitor:
         return Seen(**known | found) if found else None
 
 
-class Leaving:
+class ExitTimer:
     """Limits the time of workers to exit after a failure; workers with a file in `scratch` save and get more."""
 
     def __init__(self, scratch: Path) -> None:
@@ -112,7 +112,7 @@ class Leaving:
         return now - self._progress[rank][1] < SAVE_QUIET_S
 
 
-class MemoryKills:
+class OutOfMemoryKills:
     """Attributes out-of-memory kills to workers that ended by SIGKILL, with the counter of this cgroup (v2)."""
 
     def __init__(self) -> None:

@@ -197,7 +197,7 @@ class StoreTunnel(contextlib.ExitStack):
     def open(self, machines: Machines) -> str:
         """Makes the first machine listen for the store, and sets `store` of each machine.
 
-        Returns why the store listens not only on loopback, or "" if it does. Raises RunError: a machine is lost.
+        Returns why the store listens not only on loopback, else "". Raises RunError: a machine is lost.
         """
         self.close()
         first, *others = machines.running

@@ -75,7 +75,7 @@ class Stalls:
         wake = "".join(f"; resume the process: kill -CONT {rank.seen.pid} on {rank.host}" for rank in stopped)
         return f"step {late.seen.step + 1} has been stalled for {late.seen.stood_s:.0f} s{usual}; {_why(ranks)}{wake}"
 
-    def hung(self) -> str:
+    def why_hung(self) -> str:
         """Returns why a stop request can't take effect; an empty string if it can, or if that is unknown."""
         ranks = self._known()
         late = any(rank.seen.stood_s > rank.seen.limit_s for rank in ranks)

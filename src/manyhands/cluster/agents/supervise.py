@@ -145,7 +145,7 @@ class _Head:
         if self._watch.recovers and not self.ending.interrupted:
             self._evict()
         if self.ending.interrupted == 1 and not self.ending.hung and now - self._asked_at > timeouts.HUNG_S:
-            self.ending.hung = self._stalls.hung()
+            self.ending.hung = self._stalls.why_hung()
             self._kill_at = now if self.ending.hung else self._kill_at
         if now > self._kill_at:
             self._kill_at, self._end_at = float("inf"), min(self._end_at, now + timeouts.KILL_S)

@@ -150,7 +150,7 @@ class _Candidate(NamedTuple):
 
 
 def choose_addresses(facts: Mapping[str, Facts], reach: Mapping[Pair, Sequence[Attempt]]) -> dict[str, tuple[str, str]]:
-    """Selects each machine's interface and address, which all machines that tried have reached.
+    """Selects each machine's interface and address, which all machines that tried to connect have reached.
 
     Prefers, in this order: an address family of all machines (IPv4 first), no container bridge or tunnel, the most
     shared subnet, private addresses, the faster interface. A machine without such an address is missing in the result.

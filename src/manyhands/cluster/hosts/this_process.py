@@ -48,7 +48,7 @@ class LaunchDecision:
 
 
 def participate(options: ClusterOptions, environment: Mapping[str, str] | None = None) -> LaunchDecision:
-    """Decides by flags, launchers' variables and cluster files. Raises UserError: they contradict each other."""
+    """Determines the role of this process by flags, launchers' variables or files. Raises UserError: a conflict."""
     variables = os.environ if environment is None else environment
     if options.init:
         place = _by_variables(variables) if options.init.startswith("env://") else _by_hand(options)
@@ -62,8 +62,8 @@ def participate(options: ClusterOptions, environment: Mapping[str, str] | None =
     if cluster:
         return described(cluster, origin or cluster.source or "environment", options, variables)
     if not options.processes and not (options.hosts or options.hostfile):
-        for module in modules_with("alone"):
-            if error := module.alone(variables):  # such as one task of a Slurm job without srun
+        for module in modules_with("missing_launcher_error"):
+            if error := module.missing_launcher_error(variables):  # such as one task of a Slurm job without srun
                 raise error
     return LaunchDecision(None, options.processes, origins={"processes": "-n" if options.processes else "default"})
 
@@ -272,7 +272,7 @@ def is_local_name(name: str, addresses: Collection[str]) -> bool:
 
 
 def reachable_address(address: str) -> str:
-    """Returns this machine's address for a name that resolves to loopback here, as on Debian; keeps other hosts.
+    """Replaces a name that resolves to loopback here, as on Debian, by this machine's address; returns others as given.
 
     Raises UserError: `address` is a loopback address, or resolves to loopback, and this machine has several addresses
     or none.

@@ -41,7 +41,7 @@ def run(survey: Survey) -> Iterator[DoctorFinding]:
     yield from links
     if survey.mbps and not links:
         latency = max(survey.latency_ms.values(), default=0.0)
-        what = f"links: at least {rate(min(survey.mbps.values()))}, at most {latency:.1f} ms"
+        what = f"links: at least {rate(min(survey.mbps.values()))}, latency at most {latency:.1f} ms"
         yield DoctorFinding("links", "ok", survey.hosts, what, cause="links")
 
 
@@ -65,8 +65,8 @@ def _unreachable(survey: Survey, host: str, way: str, pairs: list[Pair]) -> Doct
     pairs.sort(key=lambda pair: pair[1] != host)  # attempts to reach the machine, which are more informative, first
     attempts = [attempt for pair in pairs for attempt in survey.reach[pair]]
     attempt = min(attempts, key=lambda attempt: [*MEANINGS].index(attempt.result), default=None)
-    place = f"{attempt.address} port {attempt.port}" if attempt else "any address"
-    meaning = MEANINGS[attempt.result] if attempt else "can't be tested: the machine has only loopback addresses"
+    place = f"{attempt.address} port {attempt.port}" if attempt else "no address"
+    meaning = MEANINGS[attempt.result] if attempt else "can be tested: the machine has only loopback addresses"
     lost = {"to": f"{who(others)} can't reach {host}", "from": f"{host} can't reach {who(others)}",
             "both": f"{host} and {who(others)} can't reach each other"}  # fmt: skip
     what = f"{lost[way]}: {place} {meaning}"

@@ -9,6 +9,6 @@ A module may define:
 - `place(environment) -> LauncherPlace | None`: reads this process's rank and rank 0's address from variables.
 - `PRECEDENCE`: order of the launchers; the lowest number wins. The default is 0.
 - `from_environment(environment) -> Cluster | None`: reads the entire cluster from a launcher's variables.
-- `alone(environment) -> UserError | None`: returns an error if a process was started without the job's launcher.
+- `missing_launcher_error(environment) -> UserError | None`: the error for a process without the job's launcher.
 - `script(submission) -> str` or `manifest(submission) -> str`: formats the input of a scheduler.
 """

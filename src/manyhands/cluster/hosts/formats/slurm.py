@@ -45,7 +45,7 @@ def place(environment: Mapping[str, str]) -> inventory.LauncherPlace | None:
     )  # fmt: skip
 
 
-def alone(environment: Mapping[str, str]) -> UserError | None:
+def missing_launcher_error(environment: Mapping[str, str]) -> UserError | None:
     """Returns an error if a job has several tasks and this process was started without srun."""
     if not environment.get("SLURM_JOB_ID") or _in_step(environment):
         return None
