@@ -97,7 +97,7 @@ def test_after_another_launcher_has_stopped_the_run_the_next_ctrl_c_ends_it(sign
     *before, last = signals
     for number, requests in enumerate(before):
         if number == len(before) - 1:
-            head._take(line, HeadReplaced())
+            head._handle(line, HeadReplaced())
         head.obey(requests)
     assert line.sent == [WorkerCommand("stop")]
     head.obey(last)

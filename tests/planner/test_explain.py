@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 from rich.console import Console
 
-from manyhands.cli.plan import wide
+from manyhands.cli.plan import wide_console
 from manyhands.core.mesh import make_mesh, parse_mesh
 from manyhands.planner.cost import Prediction
 from manyhands.planner.explain import candidates_table, draw_plan
@@ -35,7 +35,7 @@ def test_the_table_has_each_plan_its_numbers_and_the_reason():
 
 def test_large_numbers_are_shown_whole():
     rows = [candidate("data parallel, local lowrank every 256", "dp=16,tp=2,tp2=2", 184041.7, 0, 9.7, 1 << 40, 1e9)]
-    console = wide(io.StringIO())
+    console = wide_console(io.StringIO())
     console.print(candidates_table(rows, "", ""))
     assert "184051400" in console.file.getvalue()
     assert "…" not in console.file.getvalue()
@@ -45,7 +45,7 @@ def test_the_table_fits_100_columns():
     note = "refused, since the momentum of 32 machines would not fit, and that is said in many more words than these"
     names = ("data parallel, local lowrank every 256", "one process", "data parallel, local int8 every 16")
     rows = [candidate(name, "dp=16,tp=2", 1234.5, 0, 0.2, 1 << 37, 1e9, fits=False, note=note) for name in names]
-    console = wide(io.StringIO(), 100)
+    console = wide_console(io.StringIO(), 100)
     console.print(candidates_table(rows, "one process", "below"))
     text = console.file.getvalue()
     assert max(map(len, text.splitlines())) <= 100

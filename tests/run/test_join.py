@@ -102,9 +102,9 @@ def test_a_head_that_can_open_no_more_files_goes_on(folder):
 
 
 def short(folder):
-    from manyhands.run.launch import _short
+    from manyhands.run.launch import _short_path
 
-    return _short(folder / SOCKET)
+    return _short_path(folder / SOCKET)
 
 
 def test_a_run_without_a_head_says_so(folder):

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from manyhands.cli.main import _own, _without_local_rank, main
+from manyhands.cli.main import _before_separator, _without_local_rank, main
 from manyhands.cluster.agents.mirror import OUTPUT, Receiver, Sender
 from manyhands.core.run_folder import RunFolder
 from manyhands.run.train import ScriptOutput
@@ -14,7 +14,7 @@ from manyhands.run.train import ScriptOutput
 def test_words_behind_the_dashes_are_left_alone():
     given = ["train", "--local-rank=1", "train.py", "--", "--local_rank=0", "--json"]
     assert _without_local_rank(given) == ["train", "train.py", "--", "--local_rank=0", "--json"]
-    assert "--json" not in _own(given)
+    assert "--json" not in _before_separator(given)
 
 
 def test_a_scripts_json_flag_isnt_ours(capsys, tmp_path, monkeypatch):
