@@ -79,7 +79,7 @@ def whole_region(shape: tuple[int, ...]) -> Region:
 
 
 def first_held(tensors: Tensors, mesh: Mesh, rank: int) -> dict[str, Region]:
-    """Returns the region of each tensor that a rank writes: its non-empty shards that no lower rank holds."""
+    """Returns the regions that a rank writes, by tensor: non-empty shards of the rank that no lower rank holds."""
     return {
         name: region
         for name, described in tensors.items()

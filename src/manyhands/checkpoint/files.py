@@ -88,7 +88,7 @@ def json_text(content: dict[str, Any]) -> bytes:
 
 
 def manifest_text(content: dict[str, Any]) -> bytes:
-    """Returns the only valid text of a manifest; its last key is the SHA-256 of the other keys and values."""
+    """Formats a manifest, always to the same text; the last key is the SHA-256 of the other keys and values."""
     body = {key: value for key, value in content.items() if key != "sha256"}
     seal = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
     return (json.dumps({**body, "sha256": seal}, indent=1) + "\n").encode()

@@ -58,7 +58,7 @@ def read_foreign(path: Path) -> Snapshot:
 
 
 def name_optimizer(optimizer_state: dict[str, Any], parameter_names: list[str]) -> dict[str, Any]:
-    """Converts an optimizer state dict from parameter numbers to names, in order, as in `Snapshot.optimizer`."""
+    """Replaces the parameter numbers in an optimizer state dict by names, in order, as in `Snapshot.optimizer`."""
     groups = optimizer_state["param_groups"]
     numbers = [number for group in groups for number in group["params"]]
     if len(numbers) != len(parameter_names):

@@ -97,7 +97,7 @@ def slices(region: Region, within: Region | None = None) -> tuple[slice, ...]:
 
 
 def entry_of(tensor: Tensor, layout: TensorLayout | None = None) -> TensorEntry:
-    """Describes a tensor, by default as unsharded. The file format needn't support its type."""
+    """Describes a tensor, by default as unsharded; also one whose type no checkpoint file supports."""
     kind = describe.ElementType(str(tensor.dtype).removeprefix("torch."), tensor.dtype.itemsize)
     return TensorEntry(kind, layout or unsharded(tuple(tensor.shape)))
 

@@ -100,7 +100,7 @@ def plan(
 
 
 def _counts(text: str | None) -> tuple[int, int]:
-    """Returns the smallest and the largest number of processes, 0 if not given."""
+    """Parses a number or a range of processes; returns the smallest and the largest number, 0 and 0 for None."""
     if text is None:
         return 0, 0
     first, dots, last = text.partition("..")

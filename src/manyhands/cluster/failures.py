@@ -73,7 +73,7 @@ class Ending:
 
 
 def first_cause(ending: Ending) -> Failure | None:
-    """Returns an evicted rank, else the first failure with no other cause, a lost machine, or a killed process."""
+    """Returns a record of the evicted rank, else of the first original failure, a lost machine or a killed process."""
     records = sorted(ending.records.values(), key=lambda record: (record.consequence, record.time))
     if ending.evicted:
         rank, why = next(iter(ending.evicted.items()))

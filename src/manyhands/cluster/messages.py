@@ -45,7 +45,7 @@ class Alive(Message):
 
 @dataclass(frozen=True)
 class Reconnected(Alive):
-    """The agent's first message over a replaced connection; its unacknowledged messages follow."""
+    """The agent's first message over a replaced connection, before the messages that may have been lost."""
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 
 
 def _checked(name: str, kind: TypeAdapter[Any], value: Any) -> Any:
-    """Converts a value to a type. Raises ValueError with name and field: the value does not fit."""
+    """Converts a value to a type. Raises ValueError: the value doesn't fit; the message has `name` and the field."""
     try:
         return kind.validate_python(value)
     except ValidationError as error:

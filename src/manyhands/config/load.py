@@ -143,7 +143,7 @@ def load_job_argument(base: Job | str | Path | None, flags: Mapping[str, Any]) -
 
 
 def written_values(file: Path) -> Values:
-    """Returns the values of a job.toml by dotted key, unvalidated. Raises UserError: the file is missing or no TOML."""
+    """Returns the values of a job.toml by dotted key, unvalidated. Raises UserError: there is no TOML file."""
     values: Values = {}
     _overlay(values, {}, flatten(read_toml(file)), "")
     values.pop("train.cuda_graphs", None)  # an option of older versions, like "auto" for train.compile
@@ -231,7 +231,7 @@ def _check(values: Values, origins: dict[str, str]) -> Job:
 
 
 def meant_key(word: str) -> str:
-    """Returns the option meant by a key's last component, another tool's name or a misspelling, else ""."""
+    """Guesses the option from a key's last component, another tool's name or a misspelling; "" without a guess."""
     name = word.replace("-", "_").lower()
     last = name.rpartition(".")[2]
     keys = [*known_keys()]

@@ -172,7 +172,7 @@ class TensorLayout:
         return tuple(math.prod(sizes[position] for position in group) for group in groups)
 
     def first_holder(self, mesh: Mesh, rank: int) -> int:
-        """Returns the lowest rank with the same shard, which saves the shard."""
+        """Returns the lowest rank that holds the same shard as `rank`; the lowest rank saves the shard."""
         sharded = self.sharded_axes
         return mesh.rank(place if axis in sharded else 0 for axis, place in enumerate(mesh.coordinates(rank)))
 

@@ -26,7 +26,7 @@ class _Path:
 
 @dataclass(frozen=True)
 class RunFolder:
-    """The paths of the files of a run. Creating the object touches no file."""
+    """The paths of the files of a run. Creating a RunFolder touches no file."""
 
     path: Path  # the folder
     job = _Path("job.toml")  # the job with all defaults

@@ -13,7 +13,7 @@ def mix(value: int) -> int:
 
 
 def derive(seed: int, *parts: int | str) -> int:
-    """Derives a seed of 63 bits for a purpose, such as (7, "order", epoch); equal on all machines and Pythons."""
+    """Derives a seed of 63 bits for a purpose, such as (7, "order", epoch); equal on all machines."""
     state = mix(seed & _MASK)
     for part in parts:
         if isinstance(part, str):

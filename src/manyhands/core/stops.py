@@ -25,9 +25,9 @@ _OPEN: list[Handler] = []  # handlers of the open contexts, innermost last; also
 
 @contextlib.contextmanager
 def handled(handler: Handler) -> Generator[dict[signal.Signals, Any]]:
-    """Handles the signals `STOPS` in a context, in the main thread only. Yields the previous handlers, restored later.
+    """Calls `handler` for the signals `STOPS` in the context; yields the previous handlers, and restores them later.
 
-    Keeps an ignored SIGHUP (`nohup`), and handlers from outside Python, which can't be restored.
+    Installs handlers only in the main thread. Keeps an ignored SIGHUP (nohup) and C handlers, which can't be restored.
     """
 
     def receive(number: int, frame: FrameType | None) -> Any:

@@ -61,7 +61,7 @@ def house_style(fonts: Sequence[str] = (_FIRST_FONT,)) -> Iterator[None]:
 
 
 def new_figure(height: float, width: float = 5.0) -> "Figure":
-    """Returns an empty figure of a size in inches, without a window; its text is readable on a phone, too."""
+    """Returns an empty figure without a window; sizes are in inches."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")

@@ -161,7 +161,7 @@ def time_stack(run: read.RunData) -> "Figure | None":
 
 @dataclass(frozen=True)
 class ClassScore:
-    """Prediction counts of one class."""
+    """The numbers of right and wrong predictions of one class."""
 
     name: str
     count: int  # samples of the class
@@ -189,7 +189,7 @@ class Pair:
 
 
 def shown_detail(run: read.RunData) -> records.EvaluationDetail | None:
-    """Returns the best evaluation with counts, else the newest; None without a confusion matrix."""
+    """Returns the confusion matrix of the best evaluation, else of the newest; None if it is missing."""
     detail = run.best or run.last
     return detail if detail and detail.classes and detail.confusion else None
 

@@ -127,7 +127,7 @@ def read_run(path: Path) -> RunData:
 
 
 def sessions(times: Iterable[float], events: Iterable[Event]) -> list[WorkPeriod]:
-    """Divides a run into sessions at the events that start one. `times`: times of other records."""
+    """Divides a run into sessions: periods between starts. `times`: times of records other than `events`."""
     marks = sorted([(time, False) for time in times] + [(event.time, event.kind in STARTS) for event in events])
     found: list[WorkPeriod] = []
     for time, starts in marks:

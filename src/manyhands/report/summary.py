@@ -58,7 +58,7 @@ def final_evaluation(run: RunData) -> EvaluationMetrics | EvaluationDetail | Non
 
 
 def images_per_s(run: RunData) -> float | None:
-    """Returns the median over the step records except the first tenth, which includes the warm-up."""
+    """Returns the median speed over the step records, except the first tenth, which includes the warm-up."""
     rates = [step.images_per_s for step in run.steps[len(run.steps) // 10 :] if math.isfinite(step.images_per_s)]
     return statistics.median(rates) if rates else None
 
@@ -213,7 +213,7 @@ def moment(time: float) -> str:
 
 
 def epoch_position(record: StepMetrics) -> tuple[int, int]:
-    """Returns the current epoch, counted from 1, and the updates made in it."""
+    """Returns the current epoch, counted from 1, and the number of updates made in this epoch."""
     length = record.steps_per_epoch
     ended = record.step_in_epoch >= length and record.step == record.epoch * length
     if ended or (record.step_in_epoch == 0 and record.epoch > 0):

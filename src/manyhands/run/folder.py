@@ -246,7 +246,7 @@ def announce_resumed(folder: RunFolder, loaded: load.LoadedJob) -> None:
 
 
 def announce_reach(loaded: load.LoadedJob) -> None:
-    """Prints an ssh or Python command that a run's job.toml adds. Raises UserError: the file is another user's."""
+    """Prints the ssh command or Python that a run's job.toml names. Raises UserError: the file is another user's."""
     standard = ClusterOptions()
     for name in ("ssh", "python"):
         wanted, file = getattr(loaded.job.cluster, name), Path(loaded.origins.get(f"cluster.{name}", ""))

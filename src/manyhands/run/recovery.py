@@ -152,7 +152,7 @@ class RestartPolicy:
 
 
 def from_outside(cause: Failure | None) -> bool:
-    """Returns True for a fault from outside, such as a lost machine; an error of the program would probably recur."""
+    """Returns True if a machine was lost or a process killed; an error of the program itself would probably recur."""
     return cause is not None and cause.error in {MACHINE_LOST, PROCESS_ENDED}
 
 

@@ -56,7 +56,7 @@ def evaluate_run(reference: Path, *, which: str, flags: Mapping[str, Any]) -> di
 
 
 def _announce_code(job: Job, path: Path, given: Collection[str]) -> None:
-    """Announces code that the run's records name, but the user doesn't name now."""
+    """Prints the code files that will run because the run's records, not the user's arguments, name these files."""
     record = record_of(path)
     if "model.name" not in given:
         announce([record.name if record else job.model.name], path, record, "manyhands eval RUN DATA {}")

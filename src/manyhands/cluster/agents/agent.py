@@ -280,7 +280,7 @@ def importing() -> Iterator[None]:
 
 
 def import_early() -> None:
-    """Imports modules for workers, then reads the path of the log from standard input, which replaces stderr."""
+    """Imports the workers' modules, reads the log's path from standard input, and redirects stderr to the log."""
     with contextlib.suppress(Exception):  # a failed import fails again, and is reported, at its first use
         importlib.import_module(protocol.ELASTIC)
         importlib.import_module(protocol.WORKER).import_training()

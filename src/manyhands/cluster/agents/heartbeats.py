@@ -50,7 +50,7 @@ class HeartbeatMonitor:
         return max((heartbeat.usual_s for heartbeat, _ in self._last.values()), default=0.0)
 
     def news(self, *, all_of_them: bool) -> list[Seen]:
-        """Returns all workers' states if one makes no progress, or with `all_of_them`; else, and within 1 s, []."""
+        """Returns all workers' states if a worker makes no progress, or with `all_of_them`; else, or within 1 s, []."""
         now = time.monotonic()
         if now < self._due:
             return []
@@ -80,7 +80,7 @@ class HeartbeatMonitor:
 
 
 class ExitTimer:
-    """Limits the time of workers to exit after a failure; workers with a file in `scratch` save and get more."""
+    """Limits how long workers may take to exit after a failure; those that save, with a file in `scratch`, get more."""
 
     def __init__(self, scratch: Path) -> None:
         self._scratch, self._since, self.begun = scratch, 0.0, False

@@ -73,7 +73,7 @@ class RunMachine:
 
     @property
     def agent(self) -> AgentConnection:
-        """The connection to its agent, which must exist."""
+        """The connection to the machine's agent, which must exist."""
         assert self.link
         return self.link
 
@@ -106,7 +106,7 @@ class RunMachine:
         self.joined, self.records_may_differ = False, True
 
     def use(self, size: int, device: str, count: int) -> None:
-        """Sets the type of its `count` devices, and the number of processes; `size` 0 is one per device.
+        """Sets the device type, and the number of processes to `size`, or if that is 0, to the `count` of devices.
 
         Raises UserError: too few devices.
         """

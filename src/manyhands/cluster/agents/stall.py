@@ -54,7 +54,7 @@ class Stalls:
         self._reported = False
 
     def take(self, news: WorkersSeen, at: float | None = None) -> None:
-        """Adds an agent's report; `at` is its time by the monotonic clock, now by default."""
+        """Adds an agent's report; `at`: time of the report by the monotonic clock, by default now."""
         now = time.monotonic() if at is None else at
         for seen in news.ranks:
             rank = self._ranks.setdefault(seen.rank, _Rank(seen, news.host, now))

@@ -23,7 +23,7 @@ AGAIN_S = 0.1  # pause after a connection that could not be accepted
 
 
 class Switchboard:
-    """Passes on the connections of one machine."""
+    """Forwards connections between one machine's workers and the ssh tunnels."""
 
     def __init__(self, ends: TunnelEnds) -> None:
         self._ends = ends

@@ -100,7 +100,7 @@ class Survey:
         return {host: value for host, value in found.items() if value is not None}
 
     def on_host(self, host: str, command: str) -> str:
-        """Returns the command line that runs a command on a host from here."""
+        """Returns the command line to run `command` on a host: with ssh, unless only this machine is examined."""
         return command if len(self.hosts) == 1 else f"{self.needs.reach.get(host, f'ssh {host}')} {command}"
 
 

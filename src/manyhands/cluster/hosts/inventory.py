@@ -66,7 +66,7 @@ class LauncherPlace(ProcessInfo):
 
     @classmethod
     def of(cls, started_by: str, **values: tuple[Any, str]) -> "LauncherPlace":
-        """Returns an instance from each field's value and origin."""
+        """Creates a LauncherPlace from a (value, origin) pair for each field."""
         origins = {key.removesuffix("_index"): origin for key, (_, origin) in values.items()}
         return cls(started_by=started_by, origins=origins, **{key: value for key, (value, _) in values.items()})
 
@@ -142,7 +142,7 @@ def number(variables: Mapping[str, str], name: str, default: int | None = None) 
 
 
 def bounded_number(name: str, text: str, least: int, most: int, where: str, hint: str) -> int:
-    """Parses an integer. Raises UserError: no integer from `least` to `most`."""
+    """Parses an integer. Raises UserError: the text is not an integer from `least` to `most`."""
     found = typed_number(text)
     if found is None or not least <= found <= most:
         raise UserError(f'{name} is "{text}"; expected a number from {least} to {most}', where, (hint,))

@@ -114,7 +114,7 @@ def _launched(options: ClusterOptions, variables: Mapping[str, str]) -> LaunchDe
 def described(
     cluster: inventory.Cluster, origin: str, options: ClusterOptions, variables: Mapping[str, str]
 ) -> LaunchDecision:
-    """Returns the decision for this machine from a cluster file or PET_*."""
+    """Returns the decision for this machine, by a cluster that was read from a file or variables."""
     here = find_machine(cluster)
     own, first, several = cluster.machines[here], cluster.machines[0].address, len(cluster.machines) > 1
     if first and not inventory.is_host(first):
@@ -262,7 +262,7 @@ def is_here(machine: inventory.Machine) -> bool:
 
 
 def is_local_name(name: str, addresses: Collection[str]) -> bool:
-    """Returns True for this machine's addresses and names that are known without a name server."""
+    """Returns True for an address of this machine, localhost, or this machine's host name; asks no name server."""
     if inventory.is_address(name):
         return name in addresses
     mine = socket.gethostname().lower()
@@ -319,7 +319,7 @@ def with_machines(options: ClusterOptions, more: Sequence[inventory.Machine]) ->
 
 
 def machines_of(options: ClusterOptions) -> tuple[inventory.Machine, ...]:
-    """Returns the machines in cluster.hosts or the hostfile, in rank order. Raises UserError: both, or invalid."""
+    """Returns the machines in cluster.hosts or the hostfile, in rank order. Raises UserError: both are set."""
     if options.hosts and options.hostfile:
         raise UserError("both hosts and a hostfile are given", "cluster.hosts", ("remove --hosts or --hostfile",))
     from manyhands.cluster.hosts.formats import hostfile  # not needed in workers, which import this module

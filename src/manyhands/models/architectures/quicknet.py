@@ -72,7 +72,7 @@ class QuickNet(InitializedFromData):
 
 
 def _patches(pictures: Tensor) -> Tensor:
-    """Returns all patches of [n, C, S, S], float64 [patches, values]."""
+    """Returns all patches of pictures [n, C, S, S] as float64 [patches, values]."""
     windows = pictures.cpu().double().unfold(2, _PATCH, 1).unfold(3, _PATCH, 1)
     return windows.permute(0, 2, 3, 1, 4, 5).flatten(3).flatten(0, 2)
 

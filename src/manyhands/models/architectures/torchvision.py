@@ -108,7 +108,7 @@ def _replace_heads(model: nn.Module, name: str, num_classes: int) -> None:
 
 
 def fetch_weights(url: str) -> Path:
-    """Downloads a file into torch hub's cache, once per machine. Raises UserError: no download, or unsafe data."""
+    """Downloads a file into torch hub's cache, once per machine. Raises UserError: no download, or no weights."""
     path = Path(torch.hub.get_dir()) / "checkpoints" / url.rpartition("/")[2]
     hints = (f"download {url}", f"and save the file as {path}", "or remove model.pretrained")
     if not path.is_file():
