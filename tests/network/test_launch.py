@@ -51,6 +51,7 @@ def last_evaluation(folder):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("forks", [False], ids=["started"])
 def test_three_hosts_do_what_three_processes_here_do(lab, here):
     """Also where the head may pass on what they send each other: they reach each other."""
     ended = run("launch", *SHORT, *hosts(lab), "--relay", "--out", "far", "--json")
@@ -293,13 +294,14 @@ def test_misleading_names_and_interfaces_do_no_harm(lab, here):
 
 @pytest.mark.slow
 def test_a_network_of_ipv6_alone(here):
-    with Lab(hosts=2, ipv6_only=True, forks=True) as lab:
+    with Lab(hosts=2, ipv6_only=True) as lab:
         ended = run("launch", *SHORT, *hosts(lab), "--out", "run")
         assert ended.code == 0, ended.err
         assert lab.address(1) in ended.err
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("forks", [False], ids=["started"])
 def test_code_travels_when_asked(lab, here):
     """The user's own network, from a folder that the other machines don't have."""
     place = Path("/srv/manyhands-code")

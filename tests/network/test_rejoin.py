@@ -187,7 +187,8 @@ def lose_one(lab, here, *options):
     return err
 
 
-@pytest.mark.parametrize("mode", [["fsdp"], ["semi"], ["auto"]])
+# Started, each host's processes have a seed of hashes of their own, as the processes of users have.
+@pytest.mark.parametrize(("mode", "forks"), [(["fsdp"], True), (["semi"], True), (["auto"], False)])
 def test_a_new_plan_goes_on_from_the_last_checkpoint(mode, lab, here):
     lose_one(lab, here, "--parallel", *mode)
     assert_alike(final_weights("run"), undisturbed(*JOB, "--epochs", "12"))

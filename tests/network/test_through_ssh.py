@@ -26,7 +26,7 @@ ALONE = ["-n", "3", "--set", "parallel.shared_memory=false"]
 @pytest.fixture(scope="module")
 def rented():
     """Three hosts whose sshd listens on an odd port, and that let nothing else in."""
-    with Lab(3, forks=True) as lab:
+    with Lab(3) as lab:
         for host in lab.hosts:
             lab.start(host, port=PORT)
         yield lab
