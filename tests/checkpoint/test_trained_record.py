@@ -7,7 +7,7 @@ import torch
 
 from manyhands.checkpoint.trained import Pictures, TrainedNetwork, find_record, parse_record
 from manyhands.core.errors import UserError
-from manyhands.data.samples import read_own
+from manyhands.data.samples import read_user_sample
 from manyhands.data.splits import ImagesInMemory, UserSamples, by_names
 
 PICTURES = Pictures(size=8, resize=9, channels=1, mean=(0.5,), std=(0.25,))
@@ -56,4 +56,4 @@ def test_labels_follow_the_names_of_their_classes():
     assert by_names(source([0, 1]), ("cat", "dog"), ("0", "1", "2"), "").labels.tolist() == [0, 1]
     own = by_names(UserSamples([("x", 0), ("y", 1)]), ("dog", "owl"), ("cat", "dog", "owl"), "")
     again = by_names(own, ("cat", "dog", "owl"), ("owl", "dog", "cat"), "")
-    assert [read_own(again, sample) for sample in range(2)] == [("x", 1), ("y", 0)]
+    assert [read_user_sample(again, sample) for sample in range(2)] == [("x", 1), ("y", 0)]

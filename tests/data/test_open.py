@@ -11,7 +11,7 @@ from torch.utils.data import ConcatDataset, IterableDataset, Subset, TensorDatas
 from manyhands.core.errors import UserError
 from manyhands.data.loading import open_loader
 from manyhands.data.open import from_objects, open_data, resolve_pixels
-from manyhands.data.options import DataOptions, others_move, own_folder
+from manyhands.data.options import DataOptions, others_can_write, private_folder
 from manyhands.data.samples import known_labels
 from manyhands.data.splits import ImagesInMemory, UserSamples
 from manyhands.data.transforms import Pixels
@@ -291,7 +291,7 @@ OWN, OTHER = os.getuid(), os.getuid() + 1
     ],
 )
 def test_whose_folder_it_lies_in_and_who_writes_there_counts(mode, user, group, moved):
-    assert others_move(os.stat_result((mode, 0, 0, 1, user, group, 0, 0, 0, 0))) == moved
+    assert others_can_write(os.stat_result((mode, 0, 0, 1, user, group, 0, 0, 0, 0))) == moved
 
 
 @pytest.mark.parametrize("shared", ["cache", "cache/compiled"])
@@ -299,9 +299,9 @@ def test_code_lies_where_nobody_else_can_write(tmp_path, monkeypatch, shared):
     cache, own = tmp_path / "cache", tmp_path / "own"
     monkeypatch.setenv("MANYHANDS_CACHE", str(cache))
     monkeypatch.setenv("XDG_CACHE_HOME", str(own))
-    assert own_folder("compiled") == cache / "compiled"
+    assert private_folder("compiled") == cache / "compiled"
     (tmp_path / shared).chmod(0o777)
-    assert own_folder("compiled") == own / "manyhands" / "compiled"
+    assert private_folder("compiled") == own / "manyhands" / "compiled"
 
 
 def test_the_real_mnist(real_data):

@@ -349,7 +349,7 @@ def test_a_pack_is_never_overwritten_silently(tmp_path):
     make(other.with_name("set"), count=2)
     other.mkdir()
     (other / "letters.txt").write_text("dear")
-    with pytest.raises(UserError, match=r"files of another kind, such as letters\.txt"):
+    with pytest.raises(UserError, match=r"belong to a pack, such as letters\.txt"):
         packed(other.with_name("set"))
 
 
@@ -364,7 +364,7 @@ def test_files_of_others_stay_where_they_are(tmp_path):
     (project / "pack.json").write_text('{"name": "mine"}')
     (project / "index.js").write_text("")
     request = PackRequest(root, project)
-    with pytest.raises(UserError, match=r"files of another kind, such as index\.js"):
+    with pytest.raises(UserError, match=r"belong to a pack, such as index\.js"):
         make_pack(read_contents(root), request, processes=1, replace=True, progress=lambda *_: None)
     assert (project / "pack.json").read_text() == '{"name": "mine"}'
 

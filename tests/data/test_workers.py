@@ -90,7 +90,7 @@ def test_samples_come_where_the_temporary_folder_is_too_long_for_sockets(a_long_
 
 @pytest.mark.timeout(60)
 def test_an_answer_that_can_not_be_sent_ends_the_run_with_its_cause(a_long_temporary_folder, monkeypatch):
-    monkeypatch.setattr("manyhands.data.loading.keep_sockets_of_this_start", lambda: None)
+    monkeypatch.setattr("manyhands.data.loading.create_socket_folder", lambda: None)
     loader = open_loader(UserSamples(Chancy()), PIXELS, train=True, seed=1, workers=1)
     with pytest.raises(RunError, match="can't send its samples: OSError: AF_UNIX path too long"):
         list(loader.batches(0, requests()))

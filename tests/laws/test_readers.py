@@ -31,7 +31,7 @@ from manyhands.core.mesh import Mesh, TensorLayout
 from manyhands.core.records import EvaluationMetrics, Event, Failure, StepMetrics, append, write_json
 from manyhands.core.run_folder import RunFolder
 from manyhands.data.decode import probe
-from manyhands.data.folder import list_parts, of_pack, place_of_pack
+from manyhands.data.folder import list_pack, list_parts, place_of_pack
 from manyhands.data.packing import PackRequest, make_pack, read_contents
 from manyhands.parallel.plan import Plan, read_plan
 from manyhands.parallel.split.strategy import resolve as resolve_plan
@@ -187,7 +187,7 @@ def write_pack(folder):
 @reader(write_pack)
 def read_packs(folder):
     list_parts(folder / "pets")
-    of_pack(place_of_pack(folder / "pets"))
+    list_pack(place_of_pack(folder / "pets"))
 
 
 def write_run(folder):

@@ -20,8 +20,8 @@ def begin_worker(_number: int, *, parent: int, follow: bool) -> None:
     """Sets up a worker process that ends with its parent and ignores stop signals, except the parent's SIGTERM.
 
     A stop signal reaches the entire process group, but the parent needs its workers until it has saved. With `follow`,
-    the kernel kills this process when the parent's starting thread ends; inherited files and ports would otherwise stay
-    open for seconds. Don't use `follow` in a thread that may end before its process.
+    the kernel kills this process when the parent's thread that started it ends; inherited files and ports would
+    otherwise stay open for seconds. Don't use `follow` in a thread that may end before its process.
     """
     for number in {*STOPS} - {signal.SIGTERM}:
         signal.signal(number, signal.SIG_IGN)
@@ -37,7 +37,7 @@ def begin_worker(_number: int, *, parent: int, follow: bool) -> None:
 
 
 def _answer_with_error(answers: Any, error: Exception, answer: tuple[int, Any]) -> None:
-    """Sends an error in place of an answer that can't be sent, for which the training process would wait forever."""
+    """Sends an error instead of an answer that failed to send; otherwise the training process would wait forever."""
     traceback.print_exc()
     number, content = answer
     if isinstance(content, RunError):

@@ -45,8 +45,8 @@ def corrupt(path: str, reason: str) -> CorruptImageError:
 def decode(path: str, channels: int, content: bytes | None = None, scale: int = 1) -> Image.Image:
     """Decodes a picture to mode "RGB" (3 channels) or "L" (1), upright and opaque; the first frame if there are more.
 
-    `content`: the file's bytes, if already read. `scale`: a JPEG may be decoded 2, 4 or 8 times smaller. Raises
-    CorruptImageError: the file is missing, empty, truncated, no picture, or has over 89 megapixels.
+    `content`: the file's bytes, if already read. `scale` (2, 4 or 8): a JPEG may be decoded at 1/scale of its size.
+    Raises CorruptImageError: the file is missing, empty, truncated, no picture, or has over 89 megapixels.
     """
     with _opened(path, content_of(path) if content is None else content) as image:
         if scale > 1:
@@ -79,7 +79,7 @@ def probe(path: str, content: bytes | None = None) -> PictureHeader:
 
 
 def is_readable(path: str, content: bytes) -> bool:
-    """False if a picture can't be read. A JPEG or PNG with an intact end marker isn't decoded."""
+    """True if a picture can be read. A JPEG or PNG with an intact end marker counts as readable and isn't decoded."""
     try:
         with _opened(path, content) as image:
             end = _ENDS.get(image.format or "", b"")
@@ -104,7 +104,7 @@ def content_of(path: str) -> bytes:
 
 @contextlib.contextmanager
 def _opened(path: str, content: bytes) -> Iterator[Image.Image]:
-    """Yields a picture with its header read. Raises CorruptImageError: a decoder fails, or too many pixels."""
+    """Yields an image whose header is read. Raises CorruptImageError: reading or decoding fails, or it is too large."""
     try:
         with Image.open(io.BytesIO(content)) as image:
             if image.width * image.height > _MOST_MEGAPIXELS * 1_000_000:
@@ -140,7 +140,7 @@ def to_mode(image: Image.Image, channels: int) -> Image.Image:
     icons. Such a picture is drawn on white, or on black if its color is bright.
     """
     if image.mode in ("I", "F") or image.mode.startswith("I;16"):
-        image = _eight_bits(image)
+        image = _to_eight_bits(image)
     if image.mode in _WITH_ALPHA or (image.mode == "P" and "transparency" in image.info):
         image = _without_alpha(image.convert("RGBA"))
     mode = "L" if channels == 1 else "RGB"
@@ -158,7 +158,7 @@ def _without_alpha(image: Image.Image) -> Image.Image:
     return drawn
 
 
-def _eight_bits(image: Image.Image) -> Image.Image:
+def _to_eight_bits(image: Image.Image) -> Image.Image:
     """Scales wide values to 0 … 255 instead of clipping them at 255.
 
     16-bit values are divided by 257. 32-bit integers and floats have no agreed range: 0 to 1 (floats) is multiplied by

@@ -1,7 +1,7 @@
 """Lists class folders or their packed copy, divided into training and evaluation. Imports no torch.
 
-One process per machine lists a folder; the others map the listing. The shared listing lies in a folder of one start of
-a run, and is therefore never older than the run.
+One process per machine lists a folder and saves the listing, which its other processes map into memory. The file lies
+in a temporary folder of one start of a run, and is therefore never older than that start.
 """
 
 import hashlib
@@ -61,7 +61,7 @@ Listed = tuple[Parts, tuple[str, ...]]  # listings, and messages for the user
 
 
 def list_parts(root: Path, *, whole: bool = False) -> Parts:
-    """Lists a folder's splits (training, evaluation and, if present, the final test), or the undivided folder.
+    """Lists a folder's splits (training, evaluation and, if present, the final test), or a folder without splits.
 
     All listings have the same classes: a folder without pictures is a class only if another split has pictures of it.
     With `whole`, folders with names of splits are classes, too, and one class is enough. Raises UserError: there are no
@@ -87,13 +87,13 @@ def list_parts(root: Path, *, whole: bool = False) -> Parts:
         parts.append(replace(part, word=split_word(place.name) if place != root else ""))
         entered.append(below)
     if layout.inside:
-        parts = _by_folder_inside(parts[0], layout.splits)
+        parts = _divide_by_inner_folders(parts[0], layout.splits)
     parts, more = _with_same_classes(parts, least=1 if whole else 2)
     return (replace(parts[0], notes=(*notes, *more, *unused.notes())), *parts[1:])
 
 
-def _by_folder_inside(listing: Listing, splits: Sequence[str]) -> list[Listing]:
-    """Lists the pictures of each split if class folders hold the splits, such as cat/train/0.jpg."""
+def _divide_by_inner_folders(listing: Listing, splits: Sequence[str]) -> list[Listing]:
+    """Divides a listing by the split folders inside its class folders, such as "train" in cat/train/0.jpg."""
     inside = [name.split(b"/", 2)[1] for name in listing.names.names.tolist()]
     kinds = {name: parse_split(name.decode(errors="surrogateescape"))[0] for name in set(inside)}
     if others := [name for name, kind in kinds.items() if kind not in splits]:
@@ -105,7 +105,7 @@ def _by_folder_inside(listing: Listing, splits: Sequence[str]) -> list[Listing]:
 
 
 def _with_same_classes(parts: list[Listing], least: int) -> tuple[list[Listing], list[str]]:
-    """Returns the listings with equal classes (at least `least`), and messages about classes without pictures."""
+    """Gives all listings the same classes (at least `least`); also returns messages about folders without pictures."""
     full = [{part.classes[label] for label in numpy.unique(part.labels)} for part in parts]
     trained = [name for name in parts[0].classes if name in full[0]]
     empty = [name for name in parts[0].classes if name not in full[0]]
@@ -116,7 +116,7 @@ def _with_same_classes(parts: list[Listing], least: int) -> tuple[list[Listing],
             what = f"{part.folder}/ has class folders that {parts[0].folder}/ lacks ({len(unknown)}): "
             alike = tuple(filter(None, (folders.lookalike_difference(name, parts[0].classes) for name in unknown)))
             hints = (*alike, f"add training pictures of the classes to {parts[0].folder}/, or remove the folders")
-            raise UserError(what + _some(unknown), str(part.root), hints)
+            raise UserError(what + _first_names(unknown), str(part.root), hints)
         if not there:
             hints = (f"put pictures into the class folders of {part.folder}/, or remove {part.folder}/",)
             raise UserError(f"{part.folder}/ has no pictures", str(part.root), hints)
@@ -128,16 +128,16 @@ def _with_same_classes(parts: list[Listing], least: int) -> tuple[list[Listing],
             hints = ("convert the pictures, for example to JPEG", _FORMATS)
             what = f'the class folder "{name}" has only pictures in formats that can\'t be read'
             raise UserError(what, str(parts[0].root / name), hints)
-    notes = [f"ignored folders without pictures: {_some(unseen)}"] if unseen else []
+    notes = [f"ignored folders without pictures: {_first_names(unseen)}"] if unseen else []
     extras = [(part.folder, sorted({*part.classes} - {*parts[0].classes})) for part in parts[1:]]
-    notes += [f"{folder}/ has folders without pictures: {_some(extra)}" for folder, extra in extras if extra]
+    notes += [f"{folder}/ has folders without pictures: {_first_names(extra)}" for folder, extra in extras if extra]
     numbers = {name: number for number, name in enumerate(classes)}
     found = [(part, numpy.array([numbers.get(name, -1) for name in part.classes], numpy.int64)) for part in parts]
     return [replace(part, classes=classes, labels=places[part.labels]) for part, places in found], notes
 
 
 def _list_classes(root: Path, top: Path, unused: Unused, taken: set[Identity]) -> tuple[Listing, set[Identity]]:
-    """Lists one split of the data set in `top`; also returns the folders that were entered."""
+    """Lists the split in `root` of the data set in `top`; also returns the folders it entered, and those in `taken`."""
     for above in [place for place in (root, *root.parents) if top in place.parents]:
         unused.add_files(above, f"{above.relative_to(top).as_posix()}/")
     classes = folders_in(root)
@@ -173,15 +173,15 @@ def _check_names(root: Path, classes: tuple[str, ...]) -> None:
         raise UserError(f"two class folders look the same: {alike}", str(root), hints)
 
 
-def _some(names: Sequence[str]) -> str:
+def _first_names(names: Sequence[str]) -> str:
     return ", ".join(names[:_MOST_NAMES]) + (" …" if len(names) > _MOST_NAMES else "")
 
 
 def split(listing: Listing, share: float) -> tuple[Listing, Listing]:
     """Splits a listing class by class into training and evaluation, depending on the file names only.
 
-    Evaluation receives `share` of all pictures, rounded, and of each class to within one picture. A class with two or
-    more pictures keeps at least one for training.
+    Evaluation gets the fraction `share` of all pictures (rounded), and of each class's pictures to within one. A class
+    of two or more pictures keeps at least one for training.
     """
     names = listing.names.names
     digests = numpy.fromiter((int.from_bytes(hashlib.sha256(name).digest()[:8]) for name in names), numpy.uint64)
@@ -212,7 +212,7 @@ def place_of_pack(root: Path) -> Path:
     return whole.with_name(f"{whole.name}.pack")
 
 
-def of_pack(folder: Path) -> Listed:
+def list_pack(folder: Path) -> Listed:
     pack = open_pack(folder)
     listings: list[Listing] = []
     for word, start, stop in pack.groups:
@@ -224,7 +224,7 @@ def of_pack(folder: Path) -> Listed:
 
 
 def difference(pack: PackedSet, listings: Sequence[Listing]) -> str:
-    """Describes the differences between a folder and its pack; empty if there are none."""
+    """Describes the differences between a pack and a folder's current listings; "" if there are none."""
     groups = {group.word: group for group in pack.groups}
     words = [listing.word for listing in listings]
     if any(listing.classes != pack.classes for listing in listings) or not {*words} <= {*groups}:
@@ -244,14 +244,14 @@ def difference(pack: PackedSet, listings: Sequence[Listing]) -> str:
     return ", ".join(f"{count:,} {word}" for count, word in counts if count)
 
 
-def with_pack(root: Path, listings: Parts, options: DataOptions) -> Listed:
+def use_pack(root: Path, listings: Parts, options: DataOptions) -> Listed:
     place = place_of_pack(root)
     if not options.packed or not is_pack(place):
         return listings, ()
     pack = open_pack(place)
     changed = difference(pack, listings)
-    if changed or pack.outdated:
-        reason = f"the folder has changed ({changed})" if changed else pack.outdated
+    if changed or pack.outdated_reason:
+        reason = f"the folder has changed ({changed})" if changed else pack.outdated_reason
         how = f" --size {pack.size} --quality {pack.quality}" if pack.size else ""
         again = f"update the copy with manyhands pack {shlex.quote(str(root))}{how} --replace"
         return listings, (f"the packed copy {place.name} is ignored because {reason}; {again}",)
@@ -266,22 +266,22 @@ def _notes(pack: PackedSet) -> tuple[str, ...]:
     if not pack.size:
         return ()
     notes = [f"{pack.folder.name} holds resized pictures ({pack.made}), which may change the results"]
-    if pack.outdated:
+    if pack.outdated_reason:
         again = f"update the copy with manyhands pack FOLDER --size {pack.size} --quality {pack.quality} --replace"
-        notes.append(f"{pack.folder.name} was packed by an older version: {pack.outdated}; {again}")
+        notes.append(f"{pack.folder.name} was packed by an older version: {pack.outdated_reason}; {again}")
     return tuple(notes)
 
 
 def list_folder(root: Path, options: DataOptions, *, whole: bool = False) -> Listed:
-    """Lists a folder or pack for training, evaluation and, if present, the final test; with `whole`, undivided."""
-    parts, notes = of_pack(root) if is_pack(root) else with_pack(root, list_parts(root, whole=whole), options)
+    """Lists the splits of a folder or pack, as training, evaluation and perhaps final test; with `whole`, undivided."""
+    parts, notes = list_pack(root) if is_pack(root) else use_pack(root, list_parts(root, whole=whole), options)
     if whole:
         return parts[:1], notes
     return split(parts[0], options.validation) if len(parts) == 1 else parts, notes
 
 
 def list_once(root: Path, options: DataOptions, *, whole: bool = False) -> Listed:
-    """Calls `list_folder` once per machine and start of a run, and again for a repeated request."""
+    """Calls `list_folder` in one process per machine, which shares the result; a repeated request lists again."""
     shared = workers_folder()
     if shared is None or is_pack(root):
         return list_folder(root, options, whole=whole)
@@ -293,14 +293,14 @@ def list_once(root: Path, options: DataOptions, *, whole: bool = False) -> Liste
         if not (folder / _INDEX).is_file():
             made = list_folder(root, options, whole=whole)
             try:
-                _write(folder, root, made)
+                _write_listings(folder, root, made)
             except OSError as error:
                 note = f"{shared.parent} has no room for a shared list of pictures; each process keeps a copy: {error}"
                 return made[0], (*made[1], note)
-    return _read(folder, root)
+    return _read_listings(folder, root)
 
 
-def _write(folder: Path, root: Path, made: Listed) -> None:
+def _write_listings(folder: Path, root: Path, made: Listed) -> None:
     listings: list[dict[str, object]] = []
     folder.mkdir(exist_ok=True)
     for number, listing in enumerate(made[0]):
@@ -312,7 +312,7 @@ def _write(folder: Path, root: Path, made: Listed) -> None:
     write_atomic(folder / _INDEX, json.dumps({"listings": listings, "notes": made[1]}))
 
 
-def _read(folder: Path, root: Path) -> Listed:
+def _read_listings(folder: Path, root: Path) -> Listed:
     """Maps the arrays copy-on-write: nothing writes to them, but torch accepts no read-only arrays."""
     index = parse_json((folder / _INDEX).read_bytes())
     pack = open_pack(place_of_pack(root)) if any(each["columns"] > 2 for each in index["listings"]) else None

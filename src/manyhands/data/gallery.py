@@ -41,9 +41,9 @@ class _DiffersError(Exception):
 
 
 def decode_once(listing: Listing, channels: int, size: int = 0, *, grey_only: bool = False) -> Decoded | None:
-    """Decodes all pictures once per host; `size` 0: only to find the unreadable ones.
+    """Decodes all pictures once per host; `size` 0: only to find unreadable pictures.
 
-    Returns None if a picture is not size x size, or not grey with `grey_only`.
+    Returns None if a picture is not size x size or, with `grey_only`, not grey.
     """
     pixels = cache_folder() / "decoded" / f"{_key(listing, 'pixels', channels, size, grey_only)}.npy"
     file = pixels.with_suffix(".json")
@@ -62,7 +62,7 @@ def decode_once(listing: Listing, channels: int, size: int = 0, *, grey_only: bo
 
 
 def _decode_all(listing: Listing, target: Path, channels: int, size: int, grey_only: bool) -> dict[str, Any]:
-    """Writes the pixels block by block: writing to a mapped file would kill the process if the disk is full."""
+    """Writes the pixels, unmapped because a full disk would then kill the process; returns <key>.json's content."""
     corrupt: list[int] = []
 
     def pixels(index: int) -> bytes | None:
@@ -117,14 +117,14 @@ def _key(listing: Listing, *purpose: object) -> str:
 def open_folder(
     root: Path, options: DataOptions, title: str = "", usual: Pixels | None = None, *, whole: bool = False
 ) -> Splits:
-    """Opens class folders, or train/ and val/ that hold class folders.
+    """Opens a folder of class folders, or of train/ and val/ with class folders.
 
-    Square pictures of one size up to 64 stay in memory if they fit `options.memory_limit_mib`. `usual`: the known mean,
-    deviation and augmentation of this data. `whole`: the folder is undivided, and both splits have all pictures. Raises
-    UserError: the folder can't be used.
+    Square pictures of one size up to 64 stay in memory if they fit `options.memory_limit_mib`. `usual`: replaces the
+    measured preprocessing. `whole`: the folder is undivided, and both splits have all pictures. Raises UserError: the
+    folder can't be used.
     """
     listings, notes = list_once(root, options, whole=whole)
-    size, channels, equal = _look(listings[0], options.channels)
+    size, channels, equal = _probe_headers(listings[0], options.channels)
     in_memory = _in_memory(listings, size, channels, options) if equal else None
     if in_memory:
         pixels = measured_pixels(in_memory[0][0], "crop-flip")
@@ -161,8 +161,8 @@ def _source(listing: Listing, decoded: Decoded | None, options: DataOptions) -> 
     return ImagesInMemory(images[good] if corrupt else images, labels), paths
 
 
-def _look(listing: Listing, channels: int) -> tuple[int, int, bool]:
-    """Reads some headers; returns the largest side, the channels, and True if all are equal squares of at most 64."""
+def _probe_headers(listing: Listing, channels: int) -> tuple[int, int, bool]:
+    """Reads some headers; returns the largest side, the channels, and True for equal squares of at most 64 pixels."""
     seen = []
     for index in spread(_PROBES, len(listing)).tolist():
         with contextlib.suppress(CorruptImageError):
@@ -175,7 +175,7 @@ def _look(listing: Listing, channels: int) -> tuple[int, int, bool]:
 
 
 def _in_memory(listings: tuple[Listing, ...], size: int, channels: int, options: DataOptions) -> list[Decoded] | None:
-    """Decodes all splits; None if they don't fit or differ in size. One picture in color makes all RGB."""
+    """Decodes all splits, in RGB if one picture has color; None if they exceed the memory limit or differ in size."""
     total = sum(map(len, listings)) * channels * size * size
     if total > options.memory_limit_mib << 20:
         return None
@@ -194,7 +194,7 @@ def _in_memory(listings: tuple[Listing, ...], size: int, channels: int, options:
 
 @contextlib.contextmanager
 def _committed(path: Path) -> Generator[Path]:
-    """Wraps `replacing`. Raises UserError: the file can't be written."""
+    """Yields a temporary path that replaces `path` at the end. Raises UserError: the file can't be written."""
     try:
         with replacing(path) as part:
             yield part

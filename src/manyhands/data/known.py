@@ -29,7 +29,7 @@ class CifarForm:
 
 @dataclass(frozen=True)
 class KnownSet:
-    """A data set that a user can name."""
+    """A built-in data set."""
 
     title: str
     classes: tuple[str, ...]  # used unless the files contain names
@@ -110,7 +110,7 @@ _MNIST = {name: known for name, known in KNOWN.items() if known.folder}
 
 
 def recognise(place: Path) -> str:
-    """Returns the known set whose published files are in a folder, or whose archive `place` is; else ""."""
+    """Returns the name of the known set whose files are in the folder `place` or whose archive it is; else ""."""
     if not place.is_dir():
         return next((name for name, forms in _CIFAR.items() if place.name in {form.archive for form in forms}), "")
     found = [name for name in _CIFAR if cifar_files(place, name)]
@@ -139,19 +139,19 @@ def is_published(name: str) -> bool:
 
 
 def choice_named(name: str) -> str:
-    """Returns the module for a data set's name, or a prefix such as "torchvision:"; empty: neither."""
+    """Returns the module of `datasets` that lists `name`, or its prefix such as "torchvision:"; empty: none does."""
     words = {name, name.partition(":")[0] + ":"}
     return next((module for module, names in _choice_names().items() if words & {*names}), "")
 
 
 def find_choice(name: str) -> str:
-    """Returns the module for a data set's name or prefix, an object or a folder."""
+    """Returns the module of `datasets` that opens `name`: a known name, "torchvision:…", an object or a folder."""
     if module := choice_named(name):
         return module
     place = Path(name).expanduser()
     if is_object_reference(name):
         return "user"
-    if known := named(name):
+    if known := known_set_at(name):
         return find_choice(known[0])
     if place.is_dir():
         return "user"
@@ -169,7 +169,7 @@ def find_choice(name: str) -> str:
     raise unknown_choice("data set", name, [*words, "a folder", "file.py:function"], "data.name")
 
 
-def named(name: str) -> tuple[str, str] | None:
+def known_set_at(name: str) -> tuple[str, str] | None:
     """Returns a known set's name and the folder of its files if `name` is a path to the set's files."""
     place = Path(name).expanduser()
     known = recognise(place) if name and name not in KNOWN and place.exists() else ""

@@ -73,12 +73,12 @@ def read_layout(root: Path) -> FolderLayout:
             what = f"the classes {_quoted(folders[:3])} all hold the folders {_quoted(same[:3])}"
             notes.append(f"{what}; if the outer folders are splits, rename them to train and test")
         return FolderLayout(splits, bool(splits), notes=tuple(notes))
-    train = _only(root, training)
+    train = _choose_folder(root, training)
     if len(beside) > 1:
         what = f'"{train}" may be the training split, or a class like {_quoted(beside)}'
         _refuse(root, what, f"if a split, give its path: {root / train}", f'if a class, rename "{train}"')
     val, test = (
-        _only(root, [name for name in evaluated if kinds[name] == kind and folders_in(root / name)])
+        _choose_folder(root, [name for name in evaluated if kinds[name] == kind and folders_in(root / name)])
         for kind in ("val", "test")
     )
     for name in evaluated:
@@ -90,7 +90,7 @@ def read_layout(root: Path) -> FolderLayout:
     if any(name not in _EXACT for name in used) or any(holds_pictures(root / name) for name in others):
         notes.insert(0, _uses(used))
     unused = tuple(name for name in folders if name not in used)
-    return FolderLayout(tuple(_nested(root, name) for name in used), unused=unused, notes=tuple(notes))
+    return FolderLayout(tuple(_without_nesting(root, name) for name in used), unused=unused, notes=tuple(notes))
 
 
 def split_word(path: str) -> str:
@@ -100,7 +100,7 @@ def split_word(path: str) -> str:
 
 
 def _split_kinds(folders: Iterable[str]) -> dict[str, str]:
-    """Maps folder names to kinds of split; other words must recur in another split (pets_train, pets_test)."""
+    """Maps split folders to "train", "val" …; other words of a name must recur in another (pets_train, pets_test)."""
     parsed = {name: parse_split(name) for name in folders}
     kinds = {rest: {kind for kind, other in parsed.values() if kind and other == rest} for _, rest in parsed.values()}
     common = {rest for rest, found in kinds.items() if "train" in found and len(found) > 1}
@@ -108,7 +108,7 @@ def _split_kinds(folders: Iterable[str]) -> dict[str, str]:
 
 
 def parse_split(name: str) -> tuple[str, tuple[str, ...]]:
-    """Returns the kind of split in a name, if any, and the other words, without usual affixes."""
+    """Returns the split that a folder's name contains ("" if none), and its other words without usual affixes."""
     words = re.findall(r"[^\W\d_]+", re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name).lower())
     words = [joined[1] if (joined := _JOINED.fullmatch(word)) else word for word in words]
     found = sorted({_SPLITS[word] for word in words if word in _SPLITS})
@@ -149,7 +149,7 @@ def _splits_inside(root: Path, classes: Sequence[str]) -> tuple[str, ...]:
     return splits
 
 
-def _only(root: Path, names: list[str]) -> str:
+def _choose_folder(root: Path, names: list[str]) -> str:
     """Returns the folder to use for a split, or "". Raises UserError: several names are possible."""
     exact = [name for name in _EXACT if name in names]
     if not exact and len(names) > 1:
@@ -158,8 +158,8 @@ def _only(root: Path, names: list[str]) -> str:
     return next(iter(exact + names), "")
 
 
-def _nested(root: Path, name: str) -> str:
-    """Returns the folder, or its only subfolder if both have the same name, as after unpacking an archive."""
+def _without_nesting(root: Path, name: str) -> str:
+    """Returns the folder's path, or its only subfolder's if both have the same name, as in unpacked archives."""
     inner = root / name / name
     single = folders_in(root / name) == (name,) and not inner.is_symlink() and bool(folders_in(inner))
     return f"{name}/{name}" if single else name
@@ -195,7 +195,7 @@ def plain_form(name: str) -> str:
 
 
 def lookalike_difference(name: str, known: Iterable[str]) -> str:
-    """Describes how a name differs from a known name that looks the same; empty if there is none."""
+    """Describes how a name differs from a known name that looks the same; "" if no known name does."""
     for other in known:
         if other != name and plain_form(other) == plain_form(name):
             how = "spaces at the start or end" if other.strip() == name.strip() else "Unicode form (such as NFC, NFD)"
@@ -216,7 +216,7 @@ class Unused:
         self._examples: dict[str, str] = {}
 
     def add(self, path: str, kind: str) -> None:
-        """Counts a path below the data set's root; `kind` is "folder", "file" or a description."""
+        """Counts a path below the data set's root; `kind` is "folder", "file" or a description of another kind."""
         name = path.rpartition("/")[2]
         if kind == "folder":
             word, path = f"{name}/", f"{path}/"
@@ -231,7 +231,7 @@ class Unused:
         self._examples[word] = min(path, self._examples.get(word, path))
 
     def add_files(self, folder: Path, prefix: str = "") -> None:
-        """Counts the files next to the class folders in a folder, and junk."""
+        """Counts what lies directly in `folder` and isn't a class folder: files, and junk folders."""
         for entry, kind in _entries(folder):
             if kind != "folder" or is_junk(entry.name):
                 self.add(prefix + entry.name, kind)
@@ -258,9 +258,9 @@ def list_classes(
 ) -> list[numpy.ndarray]:
     """Lists the pictures in each class folder, at any depth, as sorted paths below `root`.
 
-    Adds folders to `entered`, and all other files to `unused`, as paths that begin with `prefix`. Real folders precede
-    links. A link to an entered folder is not followed: the link could be a loop, or assign pictures to a second class.
-    Raises UserError: a folder can't be read.
+    Adds listed folders to `entered`, and other files to `unused`, as paths that begin with `prefix`. Real folders are
+    listed before links. A link to an entered folder is not followed: the link could be a loop, or assign pictures to a
+    second class. Raises UserError: a folder can't be read.
     """
 
     def is_new(name: str) -> bool:
@@ -309,7 +309,7 @@ def class_identities(root: Path, folders: Sequence[str]) -> set[Identity]:
 
 
 def folders_in(root: Path) -> tuple[str, ...]:
-    """Returns the names of subfolders, with links, without junk. Raises UserError: the folder can't be read."""
+    """Returns the subfolders' names, including links, without junk. Raises UserError: the folder can't be read."""
     return tuple(sorted(entry.name for entry, kind in _entries(root) if kind == "folder" and not is_junk(entry.name)))
 
 

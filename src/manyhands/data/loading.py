@@ -1,4 +1,4 @@
-"""Loaders, which serve requested samples as batches on the device."""
+"""Loaders, which turn lists of sample indices into batches on the device."""
 
 import functools
 import multiprocessing.util
@@ -23,7 +23,7 @@ from manyhands.core.scratch import workers_folder
 from manyhands.data.child import begin_worker
 from manyhands.data.samples import Answer, CustomSamples, FileSamples, Request
 from manyhands.data.splits import ImageFiles, ImagesInMemory, Source
-from manyhands.data.transforms import Batch, Normalise, Pixels, augment, middle, set_channels
+from manyhands.data.transforms import Batch, Normalise, Pixels, augment, center_crop, set_channels
 
 _MOST_WORKERS = 8
 _LONGEST_SOCKET_FOLDER = 75  # a Unix socket's path has at most 107 bytes, of which multiprocessing adds 32
@@ -35,7 +35,7 @@ _BLOCK = 1024
 
 
 class Loader(ABC):
-    """Serves one split of a data set."""
+    """Loads batches from one split of a data set."""
 
     def __init__(self) -> None:
         self.replaced: list[str] = []
@@ -67,9 +67,10 @@ def open_loader(  # noqa: PLR0913 - all but two are named
 ) -> Loader:
     """Creates a loader without reading data or starting processes.
 
-    Pictures are normalized in float32 (in float64 for float64), then converted to `dtype`. `workers`: decoding
-    processes for samples that are not in memory; 0: decode in this process, -1: depends on the cores. `classes`: limit
-    for the labels of user data; 0: unchecked. `replaces`: other pictures replace unreadable training pictures.
+    Pictures are normalized in float32 (float64 if `dtype` is float64), then converted to `dtype`. `workers`: decoding
+    processes for samples that are not in memory; 0: decode in this process, -1: chosen from the number of cores.
+    `classes`: limit for the labels of user data; 0: unchecked. `replaces`: other pictures replace unreadable training
+    pictures.
     """
     layout = torch.channels_last if channels_last else torch.contiguous_format
     normalise = Normalise(pixels, torch.device(device), dtype, layout)
@@ -83,10 +84,9 @@ def open_loader(  # noqa: PLR0913 - all but two are named
 
 
 class MemoryLoader(Loader):
-    """Serves pictures in memory; processes several requests at once, and returns views of the result as batches.
+    """Loads pictures from memory; processes several requests at once, because the overhead of operations dominates.
 
-    A request of 32 small pictures costs a dozen tensor operations, which take longer than the pixels. Grouping doesn't
-    change the values: augmentation depends on the sample only, and each pixel is normalized separately.
+    Grouping doesn't change values: augmentation depends on the sample only, and each pixel is normalized separately.
     """
 
     def __init__(self, source: ImagesInMemory, pixels: Pixels, normalise: Normalise, *, train: bool, seed: int) -> None:
@@ -98,7 +98,7 @@ class MemoryLoader(Loader):
         resized_bytes = len(images) * images.shape[1] * pixels.size**2
         self._sized = not self._cuts and (ready or resized_bytes <= _RESIZED_BYTES)
         if self._sized and not ready:
-            images = torch.cat([middle(block, pixels) for block in images.split(_BLOCK)])
+            images = torch.cat([center_crop(block, pixels) for block in images.split(_BLOCK)])
         self._shape = images.shape[1:]
         self._flat = images.reshape(len(images), -1)  # rows of bytes: the fastest gather
         self._labels = source.labels.to(images.device)
@@ -108,19 +108,19 @@ class MemoryLoader(Loader):
         self._ahead_samples = max(1, _AHEAD_BYTES // (4 * pixels.channels * pixels.size**2))
 
     def batches(self, epoch: int, requests: Iterable[Tensor]) -> Iterator[Batch]:
-        gathered = map(self._gathered, _grouped(iter(requests), self._ahead_samples))
+        gathered = map(self._gather, _grouped(iter(requests), self._ahead_samples))
         for images, labels, (group, samples) in gathered:
             sizes = [len(request) for request in group]
             images = copied_to(self._normalise.device, images).view(-1, *self._shape)
             images = set_channels(images, self._pixels.channels)
             if not (self._cuts or self._sized):
-                images = middle(images, self._pixels)
+                images = center_crop(images, self._pixels)
             if self._train:
                 images = augment(images, self._pixels, self._seed, epoch, samples)
             served = self._normalise(images).split(sizes)
             yield from map(Batch, served, copied_to(self._normalise.device, labels).split(sizes), group)
 
-    def _gathered(self, group: list[Tensor]) -> tuple[Tensor, Tensor, tuple[list[Tensor], Tensor]]:
+    def _gather(self, group: list[Tensor]) -> tuple[Tensor, Tensor, tuple[list[Tensor], Tensor]]:
         """Returns pictures uint8 [n, C * H * W], labels int64 [n], and the requests with their concatenation."""
         samples = group[0] if len(group) == 1 else torch.cat(group)
         if self._pins:
@@ -162,7 +162,7 @@ def worker_count(requested: int, processes: int = 1) -> int:
 
 
 class WorkerLoader(Loader):
-    """Decodes files or reads user data in worker processes, two requests ahead for each worker, or in this process."""
+    """Decodes files or reads user data, in worker processes (two requests ahead per worker) or in this process."""
 
     def __init__(self, samples: FileSamples | CustomSamples, normalise: Normalise, workers: int) -> None:
         super().__init__()
@@ -206,7 +206,7 @@ class WorkerLoader(Loader):
             raise RunError(f"a decoding process ended unexpectedly: {error}", "data.workers", hints) from error
 
     def _start(self) -> DataLoader[Any]:
-        keep_sockets_of_this_start()
+        create_socket_folder()
         in_main_thread = threading.current_thread() is threading.main_thread()
         return DataLoader(
             self._samples,  # pyright: ignore[reportArgumentType]  # torch calls __getitems__ alone
@@ -221,10 +221,10 @@ class WorkerLoader(Loader):
         )
 
 
-def keep_sockets_of_this_start() -> None:
-    """Puts multiprocessing's sockets into the folder of this start, or elsewhere if its path is too long.
+def create_socket_folder() -> None:
+    """Makes multiprocessing create its socket folder in this start's folder, or elsewhere if that path is too long.
 
-    multiprocessing creates its folder when a process first sends a tensor; forked processes inherit the folder. Raises
+    Otherwise it would create one when a process first sends a tensor; forked processes inherit the folder. Raises
     RunError: no writable folder has a path that is short enough.
     """
     before = tempfile.gettempdir()

@@ -9,7 +9,7 @@ from typing import Any
 from manyhands.core.choices import load_choice
 from manyhands.core.errors import UserError
 from manyhands.core.user_code import is_object_reference
-from manyhands.data.known import CHOICES, find_choice, named
+from manyhands.data.known import CHOICES, find_choice, known_set_at
 from manyhands.data.options import DataOptions, data_folder
 from manyhands.data.samples import splits_of_objects, splits_of_targets, splits_to_evaluate
 from manyhands.data.splits import Source, Splits, by_names, take
@@ -19,7 +19,7 @@ _AHEAD: dict[tuple[str, str], Splits] = {}  # results of `open_ahead`, by option
 
 
 def open_ahead(options: DataOptions) -> None:
-    """Opens a local data set before processes are forked; ignores errors, which these processes report."""
+    """Opens a local data set before processes are forked; ignores errors, which the forked processes report."""
     with contextlib.suppress(UserError):
         _AHEAD[_key(options)] = open_data(options.model_copy(update={"download": False}))
 
@@ -32,7 +32,7 @@ def open_data(options: DataOptions) -> Splits:
     """Opens the data set `options.name`, downloading it if needed. Raises UserError: the data can't be used."""
     if ahead := _AHEAD.get(_key(options)):
         return ahead
-    if known := named(options.name):
+    if known := known_set_at(options.name):
         options = options.model_copy(update={"name": known[0], "dir": known[1]})
     choice = load_choice(CHOICES, find_choice(options.name))
     return with_named_held_out(_limited(choice.open(options.name, options), options), options)
@@ -55,7 +55,7 @@ def _with_held_out(splits: Splits, source: Source, place: str) -> Splits:
 
 def is_plain_folder(name: str) -> bool:
     """True for a folder of class folders without splits. Raises UserError: the layout is ambiguous."""
-    if is_object_reference(name) or named(name) or find_choice(name) != "user":
+    if is_object_reference(name) or known_set_at(name) or find_choice(name) != "user":
         return False
     from manyhands.data.layout import read_layout
     from manyhands.data.packed import is_pack, open_pack
@@ -65,11 +65,11 @@ def is_plain_folder(name: str) -> bool:
 
 
 def open_whole(options: DataOptions) -> Splits:
-    """Opens a plain folder for evaluation; both splits have all of its pictures."""
+    """Opens a folder without splits for evaluation; both splits have all pictures, or `test_samples` of them."""
     from manyhands.data.gallery import open_folder
 
     opened = open_folder(Path(options.name).expanduser(), options, whole=True)
-    test = _first(opened.test, options.test_samples)
+    test = _subset(opened.test, options.test_samples)
     return replace(opened, train=test, test=test)
 
 
@@ -112,22 +112,22 @@ def resolve_pixels(
 
 
 def _limited(splits: Splits, options: DataOptions) -> Splits:
-    """Limits the splits to a fixed choice of `train_samples` and `test_samples` samples."""
-    train = _first(splits.train, options.train_samples)
-    test = _first(splits.test, options.test_samples)
-    held_out = _first(splits.held_out, options.test_samples) if splits.held_out is not None else None
+    """Reduces the splits to a fixed choice of `train_samples` and `test_samples` samples."""
+    train = _subset(splits.train, options.train_samples)
+    test = _subset(splits.test, options.test_samples)
+    held_out = _subset(splits.held_out, options.test_samples) if splits.held_out is not None else None
     if train is splits.train and test is splits.test and held_out is splits.held_out:
         return splits
     text = f"{splits.description}, of which {len(train):,} + {len(test):,} are used"
     return replace(splits, train=train, test=test, description=text, held_out=held_out)
 
 
-def _first(source: Source, count: int) -> Source:
+def _subset(source: Source, count: int) -> Source:
     return take(source, spread(count, len(source))) if 0 < count < len(source) else source
 
 
 def _per_channel(values: tuple[float, ...], channels: int, where: str) -> tuple[float, ...]:
-    """Fits a mean or deviation to the channels: one value is repeated, three are averaged for grey."""
+    """Returns a mean or deviation for each channel: one value is repeated, three are averaged for grey."""
     if where == "data.std" and min(values) <= 0:
         raise UserError("a standard deviation must be above zero", where, (f"found {list(values)}",))
     if len(values) == channels:

@@ -81,20 +81,20 @@ def data_folder(options: DataOptions) -> Path:
     return Path(named).expanduser() if named else cache_folder() / "data"
 
 
-def own_folder(name: str) -> Path:
-    """Creates a cache folder for executable code. Raises UserError: other users can write to the folder."""
+def private_folder(name: str) -> Path:
+    """Creates a private cache folder for executable code. Raises UserError: other users can write to the folder."""
     folder = Path()
     for base in (cache_folder(), Path(user_cache_dir("manyhands"))):
         folder = base / name
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if is_ours_alone(folder) and not any(others_move(place.stat()) for place in folder.resolve().parents):
+        if is_ours_alone(folder) and not any(others_can_write(place.stat()) for place in folder.resolve().parents):
             return folder
     what = "other users can write to the folder that manyhands loads code from"
     raise UserError(what, str(folder), ("set MANYHANDS_CACHE to a private folder",))
 
 
-def others_move(folder: os.stat_result) -> bool:
-    """True if a user other than root may replace the content of a folder."""
+def others_can_write(folder: os.stat_result) -> bool:
+    """True if a user other than root and this one may replace the content of a folder."""
     mode, user = folder.st_mode, os.getuid()
     # Many systems give each user a group with the same ID as the user.
     writable = mode & stat.S_IWOTH or (mode & stat.S_IWGRP and folder.st_gid not in {0, user})

@@ -54,7 +54,7 @@ class BatchSharing:
     processes: int
     micro_batch: int = 0  # maximum samples of a process in one micro-batch; 0: no limit
     group: int = 0  # samples in a BatchNorm group; 0: no groups
-    aligned: bool = True  # align shares with groups, if possible; False: equal, halved for twice the processes
+    aligned: bool = True  # align shares with groups, if possible; False: equal shares
     shares: tuple[int, ...] = ()  # relative shares of the processes; empty: equal
     most: int = 0  # maximum samples of a process in one pass since the run began; 0: unknown
 
@@ -68,7 +68,7 @@ class BatchSharing:
         return self.micro_batch * self.edges[-1] // max(self.shares, default=1)
 
     def within(self, most: int, count: int) -> "BatchSharing":
-        """Returns a copy with passes of up to `most` samples (0: any) or one group, at up to `count` per update."""
+        """Returns a copy whose passes have up to `most` samples (0: any), or one group; `count`: samples per update."""
         if self.micro_batch or not most:
             return replace(self, most=self.largest_share(count))
         widest = max(last - first for first, last in itertools.pairwise(group_edges(count, self.group)))
@@ -87,7 +87,7 @@ class BatchSharing:
 
 @functools.lru_cache(maxsize=256)
 def shares_of_micro_batch(count: int, group: int, bounds: tuple[int, int], processes: int) -> tuple[Share, ...]:
-    """Returns equal shares of the micro-batch within `bounds` of `count` samples; `group` 0: no BatchNorm groups."""
+    """Returns equal shares of samples `bounds` of a batch of `count` samples; `group` 0: no BatchNorm groups."""
     return _shares(BatchSharing(processes, 0, group, aligned=False), group_edges(count, group), *bounds)
 
 
@@ -129,7 +129,7 @@ def _shares(batch_sharing: BatchSharing, edges: list[int], start: int, stop: int
 
 
 def _boundaries(edges: list[int], batch_sharing: BatchSharing) -> list[tuple[int, int]]:
-    """Returns contiguous shares: entire groups if that costs little and no process is idle, else as requested."""
+    """Returns contiguous shares: entire groups if sizes change little and no process is idle, else as requested."""
     first, count, groups, cuts = edges[0], edges[-1] - edges[0], len(edges) - 1, batch_sharing.edges
     fair = list(itertools.pairwise(first + count * cut // cuts[-1] for cut in cuts))
     aligned = list(itertools.pairwise(edges[groups * cut // cuts[-1]] for cut in cuts))
@@ -156,7 +156,7 @@ def _spans(first: int, last: int, edges: list[int], shared: list[int]) -> tuple[
     return tuple(spans)
 
 
-def batch_noted(batch: int, length: int) -> str:
+def large_batch_note(batch: int, length: int) -> str:
     """Returns a message if the batch is larger than the training set, else ""."""
     if batch <= length:
         return ""
@@ -164,7 +164,7 @@ def batch_noted(batch: int, length: int) -> str:
 
 
 def evaluation_blocks(length: int, block: int) -> list[range]:
-    """Divides the evaluation split into blocks of `block` samples on any number of ranks; the last may be smaller."""
+    """Divides the evaluation split into blocks of `block` samples, whatever the rank count; the last may be smaller."""
     return [range(start, min(start + block, length)) for start in range(0, length, block)]
 
 

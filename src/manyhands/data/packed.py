@@ -1,4 +1,4 @@
-"""Pictures of a folder, and its packed copy: tar files in WebDataset's format, and an index. Imports no torch.
+"""Names of a folder's pictures, and its packed copy: tar files in WebDataset's format, and an index. Imports no torch.
 
 pets.pack/
     pack.json           written last: classes, settings, each shard's digest, the digest of the set
@@ -7,7 +7,7 @@ pets.pack/
     train-000000.tar    000000000.jpg, 000000000.cls, 000000001.jpg …
 
 Rows have the folder's order. The shards hold the pictures in a random order, whose seed is in pack.json. Each read
-checks the picture's CRC; therefore a start needs no digests of all files.
+checks the picture's CRC; therefore startup doesn't compute digests of the shards.
 
 The names of millions of files are one array, which processes share by mapping a file. Python strings would need four
 times the memory, and reading a string would copy its page in each process.
@@ -50,7 +50,7 @@ DAMAGED = (ValueError, EOFError, KeyError, TypeError, RuntimeError, MemoryError,
 
 @dataclass(frozen=True, eq=False)
 class PictureNames:
-    """Paths of pictures below a folder, in files or in a pack; equal if the paths below the folder are equal."""
+    """Paths of pictures, in files or in a pack. Objects are equal if their paths below the folder are equal."""
 
     names: numpy.ndarray  # bytes [n]
     root: str = ""  # the prefix of each path
@@ -75,7 +75,7 @@ class PictureNames:
     __hash__ = None  # pyright: ignore[reportAssignmentType]
 
     def content(self, place: int) -> bytes | None:
-        """Returns a picture's packed file, if any. Raises UserError: the packed copy was altered."""
+        """Returns a picture's packed bytes, or None without them. Raises UserError: the packed copy was altered."""
         return self.packed.pack.content(int(self.packed.rows[place])) if self.packed else None
 
     def file_states(self) -> tuple[numpy.ndarray, numpy.ndarray]:
@@ -97,7 +97,7 @@ class PictureNames:
         return PictureNames(self.names[rows], self.root, packed)
 
     def blocks(self) -> Iterator[bytes]:
-        """Yields all names without the folder, each followed by a zero byte, in blocks of some thousands."""
+        """Yields blocks of some thousand names below the folder, each name followed by a zero byte."""
         for first in range(0, len(self), _BLOCK):
             yield b"".join(name + b"\0" for name in self.names[first : first + _BLOCK].tolist())
 
@@ -159,7 +159,7 @@ class PackedSet(BaseModel, frozen=True, arbitrary_types_allowed=True):
         return content
 
     @property
-    def outdated(self) -> str:
+    def outdated_reason(self) -> str:
         """The reason to pack an unchanged folder again, or ""."""
         if not self.size or self.decoding >= DECODING:
             return ""

@@ -79,14 +79,14 @@ def write_shard(task: ShardTask) -> None:
     """Writes a shard, then its report. Raises UserError: a picture changed, or the disk is full or fails."""
     try:
         with replacing(task.target) as part:
-            columns, size_bytes, digest = _write(task, part)
+            columns, size_bytes, digest = _write_tar(task, part)
         write_columns(task.report_file, columns | {"sha256": numpy.array(digest), "bytes": numpy.array(size_bytes)})
     except OSError as error:
         what = f"{task.target.name} can't be written: {error.strerror or error}"
         raise UserError(what, str(task.target), _NO_SPACE) from error
 
 
-def _write(task: ShardTask, part: Path) -> tuple[Columns, int, str]:
+def _write_tar(task: ShardTask, part: Path) -> tuple[Columns, int, str]:
     rows: list[tuple[int, int, int, int, bool]] = []
     with part.open("w+b") as file:
 
@@ -112,8 +112,8 @@ def _write(task: ShardTask, part: Path) -> tuple[Columns, int, str]:
 
 
 def packed_picture(member: PictureFile, request: PackRequest) -> tuple[str, bytes, bool]:
-    """Returns the suffix and content of a picture in the pack, and False if the picture is unreadable."""
-    content = _read(member)
+    """Returns a picture's suffix and content in the pack, and True if the picture is readable."""
+    content = _read_unchanged(member)
     suffix = Path(member.path).suffix.lower()[1:]
     if not request.size:
         return suffix, content, is_readable(member.path, content)
@@ -131,7 +131,7 @@ def packed_picture(member: PictureFile, request: PackRequest) -> tuple[str, byte
     return "jpg", made.getvalue(), True
 
 
-def _read(member: PictureFile) -> bytes:
+def _read_unchanged(member: PictureFile) -> bytes:
     try:
         with open(member.path, "rb") as file:  # noqa: PTH123 - a million of these
             state = os.fstat(file.fileno())
@@ -144,7 +144,7 @@ def _read(member: PictureFile) -> bytes:
     return content
 
 
-def written(task: ShardTask) -> Columns | None:
+def read_report(task: ShardTask) -> Columns | None:
     """Returns the report of a shard that was written earlier; None if the shard is incomplete."""
     try:
         columns = packed.read_columns(task.report_file)
@@ -197,8 +197,8 @@ def is_up_to_date(contents: _Contents, request: PackRequest) -> bool:
     pack = open_pack(request.target)
     if changed := difference(pack, contents.listings):
         what = f"the folder has changed since the packed copy was made: {changed}"
-    elif pack.outdated:
-        what = f"the packed copy was made by an older version: {pack.outdated}"
+    elif pack.outdated_reason:
+        what = f"the packed copy was made by an older version: {pack.outdated_reason}"
     elif (pack.size, pack.quality) != (request.size, request.quality):
         what = f"a packed copy with other settings exists ({pack.made or 'unchanged pictures'})"
     else:
@@ -210,16 +210,16 @@ def is_up_to_date(contents: _Contents, request: PackRequest) -> bool:
 def make_pack(
     contents: _Contents, request: PackRequest, *, processes: int, replace: bool, progress: Callable[[int, int], None]
 ) -> tuple[packed.PackedSet, tuple[str, ...]]:
-    """Packs a folder, or resumes an interrupted call; also returns unreadable paths. Raises ManyhandsError."""
+    """Packs a folder, or resumes an interrupted call; returns the pack and unreadable paths. Raises ManyhandsError."""
     target = request.target
     try:
         with one_at_a_time(target / HEAD, ("choose a writable folder: --to",)):
             if not replace and is_up_to_date(contents, request):
                 return open_pack(target), ()
-            _refuse_strange(target)
+            _refuse_foreign_files(target)
             (target / HEAD).unlink(missing_ok=True)
-            tasks = _begin(contents, request)
-            missing = [task for task in tasks if written(task) is None]
+            tasks = _start_or_resume(contents, request)
+            missing = [task for task in tasks if read_report(task) is None]
             for done, _ in enumerate(_write_all(missing, processes), 1 + len(tasks) - len(missing)):
                 progress(done, len(tasks))
             bad = _finish(contents, request, tasks)
@@ -228,12 +228,12 @@ def make_pack(
     return open_pack(target), bad
 
 
-def _refuse_strange(target: Path) -> None:
+def _refuse_foreign_files(target: Path) -> None:
     if (target / SAMPLES).exists() or (target / _BEGUN).exists():
         return
     strange = sorted(path.name for path in target.iterdir() if not (path.name.startswith(".") or _is_ours(path)))
     if strange:
-        what = f"the folder holds files of another kind, such as {strange[0]}"
+        what = f"the folder holds files that don't belong to a pack, such as {strange[0]}"
         raise UserError(what, str(target), ("choose another folder: --to",))
 
 
@@ -241,7 +241,7 @@ def _is_ours(path: Path) -> bool:
     return path.name in {HEAD, SAMPLES, STATE, _BEGUN} or re.fullmatch(packed.SHARD_NAME, path.name) is not None
 
 
-def _begin(contents: _Contents, request: PackRequest) -> list[ShardTask]:
+def _start_or_resume(contents: _Contents, request: PackRequest) -> list[ShardTask]:
     """Returns the shards to write; deletes shards that an interrupted call with other files or settings wrote."""
     columns = {"labels": contents.labels, "sizes": contents.sizes, "times": contents.times, "names": _names(contents)}
     made = {"format": packed.FORMAT, "size": request.size, "quality": request.quality, "shard": request.shard_bytes}
@@ -307,14 +307,14 @@ def _write_all(tasks: Sequence[ShardTask], processes: int) -> Iterator[object]:
 
 
 def _finish(contents: _Contents, request: PackRequest, tasks: Sequence[ShardTask]) -> tuple[str, ...]:
-    """Writes the index, and pack.json last to complete the pack; returns unreadable pictures."""
+    """Writes the index, and pack.json last to complete the pack; returns the paths of unreadable pictures."""
     count, target = len(contents.sizes), request.target
     columns: Columns = {name: numpy.zeros(count, kind) for name, kind in _COLUMN_TYPES.items()}
     columns |= {"label": contents.labels.astype(numpy.uint32), "names": _names(contents)}
     shards: list[tuple[str, int, int, str]] = []
     bad: list[int] = []
     for number, task in enumerate(tasks):
-        shard = written(task)
+        shard = read_report(task)
         if shard is None:
             raise UserError(f"{task.target.name} is missing", str(target), ("run the same command again",))
         columns["shard"][shard["row"]] = number

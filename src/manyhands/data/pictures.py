@@ -28,26 +28,26 @@ _MOST_TIMES = 16  # maximum aspect ratio to resize: a picture of 60,000 x 1 pixe
 
 
 def read_picture(
-    path: str, pixels: Pixels, draws: SampleRng | None, content: bytes | None = None, out: Tensor | None = None
+    path: str, pixels: Pixels, rng: SampleRng | None, content: bytes | None = None, out: Tensor | None = None
 ) -> Tensor:
-    """Reads a picture file or its `content` as uint8 [C, S, S], into `out` if given; not augmented without `draws`."""
+    """Reads a picture file or its `content` as uint8 [C, S, S], into `out` if given; augments it if `rng` is given."""
     content = content_of(path) if content is None else content
     header = probe(path, content)
-    scale = _scale(header, pixels, draws)
+    scale = _scale(header, pixels, rng)
     values = _decode_plain_jpeg(content, header, pixels.channels, scale)
     if values is None:
         values = to_tensor(decode(path, pixels.channels, content, scale))
     out = torch.empty((pixels.channels, pixels.size, pixels.size), dtype=torch.uint8) if out is None else out
-    return out.copy_(prepare(values, pixels, draws))
+    return out.copy_(prepare(values, pixels, rng))
 
 
-def _scale(header: PictureHeader, pixels: Pixels, draws: SampleRng | None) -> int:
+def _scale(header: PictureHeader, pixels: Pixels, rng: SampleRng | None) -> int:
     """Returns the factor by which a picture may be decoded smaller: 1, 2, 4 or 8."""
     shorter, wanted = min(header.width, header.height), pixels.resized_to
-    if draws is not None and pixels.augment == "resized-crop-flip":
+    if rng is not None and pixels.augment == "resized-crop-flip":
         wanted = pixels.size
         if shorter >= 2 * _GAP * wanted:
-            left, top, right, bottom = crop_box(header.width, header.height, draws)
+            left, top, right, bottom = crop_box(header.width, header.height, rng)
             shorter = min(right - left, bottom - top)
     return next((scale for scale in (8, 4, 2) if shorter >= scale * _GAP * wanted), 1)
 
@@ -64,19 +64,19 @@ def _decode_plain_jpeg(content: bytes, header: PictureHeader, channels: int, sca
     return torch.from_numpy(values).permute(2, 0, 1)
 
 
-def prepare(values: Tensor, pixels: Pixels, draws: SampleRng | None) -> Tensor:
-    """Resizes, crops and mirrors uint8 [c, H, W] to [c, S, S]. `draws` None: as for evaluation."""
-    if draws is None or pixels.augment == "none":
-        return _middle(values, pixels)
+def prepare(values: Tensor, pixels: Pixels, rng: SampleRng | None) -> Tensor:
+    """Resizes, crops and mirrors uint8 [c, H, W] to [c, S, S]. `rng` None: as for evaluation."""
+    if rng is None or pixels.augment == "none":
+        return _center_crop(values, pixels)
     if pixels.augment == "resized-crop-flip":
-        left, top, right, bottom = crop_box(values.shape[2], values.shape[1], draws)
+        left, top, right, bottom = crop_box(values.shape[2], values.shape[1], rng)
         values = resized(values[:, top:bottom, left:right], pixels.size, pixels.size)
     else:
-        values, margin = _middle(values, pixels), pixels.padding
-        left, top = (draws.below(draw, 2 * margin + 1) for draw in (DRAW_RIGHT, DRAW_DOWN))
+        values, margin = _center_crop(values, pixels), pixels.padding
+        left, top = (rng.below(draw, 2 * margin + 1) for draw in (DRAW_RIGHT, DRAW_DOWN))
         values = padded(values, margin, reflects=pixels.reflects)
         values = values[:, top : top + pixels.size, left : left + pixels.size]
-    mirrors = pixels.flips and (draws.turn if pixels.alternates else draws.below(DRAW_MIRROR, 2))
+    mirrors = pixels.flips and (rng.turn if pixels.alternates else rng.below(DRAW_MIRROR, 2))
     return values.flip(2) if mirrors else values
 
 
@@ -93,7 +93,7 @@ def to_tensor(image: Image.Image) -> Tensor:
     return torch.from_numpy(values[None] if values.ndim == 2 else values.transpose(2, 0, 1))
 
 
-def _middle(values: Tensor, pixels: Pixels) -> Tensor:
+def _center_crop(values: Tensor, pixels: Pixels) -> Tensor:
     """Resizes the shorter side and crops the center; first removes the ends of a very long picture."""
     size, shorter = pixels.size, min(values.shape[1:])
     most = _MOST_TIMES * shorter

@@ -46,7 +46,7 @@ class FileSamples:
         self._replaces = replaces and train
 
     def __getitems__(self, request: Request) -> Answer | ManyhandsError:
-        """Returns images uint8 [n, C, S, S], labels int64 [n] and replaced paths, or the error."""
+        """Returns images uint8 [n, C, S, S], labels int64 [n] and the paths of replaced pictures, or the error."""
         epoch, samples = request
         try:
             shape = (len(samples), self._pixels.channels, self._pixels.size, self._pixels.size)
@@ -57,7 +57,7 @@ class FileSamples:
             shown, replaced = [*samples], list[str]()
             for place, sample in enumerate(samples):
                 try:
-                    self._one(epoch, sample, images[place])
+                    self._read_sample(epoch, sample, images[place])
                 except CorruptImageError:
                     if not self._replaces:
                         raise
@@ -67,18 +67,18 @@ class FileSamples:
         except ManyhandsError as error:
             return error
 
-    def _one(self, epoch: int, sample: int, out: Tensor) -> None:
-        draws = epoch_rng(self._seed, epoch, sample) if self._train else None
-        read_picture(self._source.paths[sample], self._pixels, draws, self._source.paths.content(sample), out)
+    def _read_sample(self, epoch: int, sample: int, out: Tensor) -> None:
+        rng = epoch_rng(self._seed, epoch, sample) if self._train else None
+        read_picture(self._source.paths[sample], self._pixels, rng, self._source.paths.content(sample), out)
 
     def _replace(self, epoch: int, sample: int, out: Tensor) -> int:
         """Reads a replacement picture, the same on every process; returns its index."""
         for number in range(_TRIES):
             other = derive(self._seed, "in its place", epoch, sample, number) % len(self._source)
             with suppress(CorruptImageError):
-                self._one(epoch, other, out)
+                self._read_sample(epoch, other, out)
                 return other
-        self._one(epoch, sample, out)  # raises
+        self._read_sample(epoch, sample, out)  # raises
         return sample
 
 
@@ -100,7 +100,7 @@ class CustomSamples:
                 images, labels = (tensor[samples] for tensor in self.tensors[:2])
                 return images, labels if self._source.targets else labels.to(torch.int64).reshape(-1), []
             with restored_generators():
-                pairs = [self._one(epoch, sample) for sample in samples]
+                pairs = [self._read_sample(epoch, sample) for sample in samples]
             images = _stack([image for image, _ in pairs], samples)
             if self._source.targets:
                 return images, as_targets([target for _, target in pairs]), []
@@ -112,13 +112,13 @@ class CustomSamples:
                 error.add_note(users_traceback(cause) or "".join(traceback.format_exception(cause)).rstrip())
             return error
 
-    def _one(self, epoch: int, sample: int) -> tuple[Tensor, Any]:
+    def _read_sample(self, epoch: int, sample: int) -> tuple[Tensor, Any]:
         seed_generators(derive(self._seed, "sample", epoch, sample))
-        image, label = read_own(self._source, sample)
-        draws = epoch_rng(self._seed, epoch, sample) if self._train else None
+        image, label = read_user_sample(self._source, sample)
+        rng = epoch_rng(self._seed, epoch, sample) if self._train else None
         picture = as_picture(image)
         if picture is not None:
-            return prepare(to_tensor(to_mode(picture, self._pixels.channels)), self._pixels, draws), label
+            return prepare(to_tensor(to_mode(picture, self._pixels.channels)), self._pixels, rng), label
         if str(getattr(image, "dtype", "")).endswith("uint8"):
             what = f"sample {sample:,} has 8-bit pixels of shape {list(image.shape)}"
             raise UserError(what, "the data set", ("give pictures as [H, W], [1 or 3, H, W] or an array [H, W, 3]",))
@@ -128,8 +128,8 @@ class CustomSamples:
         raise UserError(what, "the data set", _PAIR)
 
 
-def read_own(source: UserSamples, sample: int) -> tuple[Any, Any]:
-    """Reads (x, y) from the user's data set; converts y to an int unless it is a target."""
+def read_user_sample(source: UserSamples, sample: int) -> tuple[Any, Any]:
+    """Reads (x, y) from the user's data set; converts y to a class index unless y is the target of a custom loss."""
     try:
         content = source.dataset[sample]
     except (ManyhandsError, MemoryError):
@@ -197,7 +197,7 @@ def seed_generators(seed: int) -> None:
 
 @contextmanager
 def restored_generators() -> Iterator[None]:
-    """Restores the three generators at the end, so that reading data doesn't change dropout masks."""
+    """Restores the random generators of torch, Python and NumPy at the end, so that dropout masks don't change."""
     states = torch.get_rng_state(), random.getstate(), numpy.random.get_state()
     try:
         yield
@@ -231,7 +231,7 @@ def splits_of_objects(train: Any, test: Any | None, options: DataOptions, title:
         for number, dataset in enumerate(datasets):
             if labels[number] is None:
                 with restored_generators():
-                    found = [read_own(UserSamples(dataset), sample)[1] for sample in range(len(dataset))]
+                    found = [read_user_sample(UserSamples(dataset), sample)[1] for sample in range(len(dataset))]
                 labels[number] = torch.tensor(found)
         classes = _counted_classes([found for found in labels if found is not None])
     source = _source(train, labels[0], len(classes), "the train set")
@@ -269,7 +269,7 @@ def has_targets(dataset: Any) -> bool:
         return False
     with restored_generators():
         seed_generators(0)
-        return whole_number(read_own(UserSamples(dataset, targets=True), 0)[1]) is None
+        return whole_number(read_user_sample(UserSamples(dataset, targets=True), 0)[1]) is None
 
 
 def splits_of_targets(train: Any) -> Splits:
@@ -353,13 +353,13 @@ def _counted_classes(found: list[Tensor]) -> tuple[str, ...]:
 
 
 def _pixels(source: Source) -> Pixels:
-    """Reads a few samples. Pictures keep a small common size; tensors of numbers are used unchanged."""
+    """Returns preprocessing for a few samples: pictures keep a common or small size, other tensors are unchanged."""
     if isinstance(source, ImagesInMemory):
         return measured_pixels(source.images, "none")
     assert isinstance(source, UserSamples)
     with restored_generators():
         seed_generators(0)
-        images = [read_own(source, index)[0] for index in spread(_PROBES, len(source)).tolist()]
+        images = [read_user_sample(source, index)[0] for index in spread(_PROBES, len(source)).tolist()]
     pictures = [picture for picture in map(as_picture, images) if picture is not None]
     if len(pictures) < len(images):
         shape = tuple(getattr(images[0], "shape", ())) or (1,)

@@ -51,8 +51,8 @@ class ImageFiles:
 class UserSamples:
     """The user's map-style data set."""
 
-    # Returns (x, y). x is a float tensor, used as it is, or a picture: a uint8 tensor [C, H, W] or [H, W], a PIL image,
-    # or a uint8 array [H, W] or [H, W, C]. y is an integer, or a target.
+    # Returns (x, y). x is a float tensor, used unchanged, or a picture: a uint8 tensor [C, H, W] or [H, W], a PIL
+    # image, or a uint8 array [H, W] or [H, W, C]. y is an integer, or a target.
     dataset: Any
     labels: Tensor | None = None  # int64 [N]; None: unknown without reading every sample
     targets: bool = False  # y is anything that torch's default_collate accepts, for a custom loss

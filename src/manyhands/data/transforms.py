@@ -43,12 +43,12 @@ def bits(states: Tensor, draw: int) -> Tensor:
 
 
 def below(drawn: Tensor, limit: int) -> Tensor:
-    """Converts 63 random bits each to integers from 0 to limit - 1 (limit below 2**31)."""
+    """Converts numbers of 63 random bits to integers from 0 to limit - 1 (limit below 2**31)."""
     return ((drawn >> 31) * limit) >> 32
 
 
 def alternate(seed: int, epoch: int, samples: Tensor) -> Tensor:
-    """Returns bool [n]: True for samples that have their turn in this epoch; each has it in every second epoch."""
+    """Returns bool [n]: True for samples to mirror in this epoch; each sample is mirrored in every second epoch."""
     first = below(bits(mix_tensor(samples ^ derive(seed, "alternate")), 0), 2)
     return (first + epoch) % 2 == 1
 
@@ -59,7 +59,7 @@ class SampleRng:
 
     key: int  # of the epoch
     sample: int  # index in the data set
-    turn: bool = False  # True if the sample has its turn in this epoch; see `alternate`
+    turn: bool = False  # True if `alternate` mirrors the sample in this epoch
 
     def bits(self, draw: int) -> int:
         return mix(mix(self.key ^ self.sample) ^ draw) >> 1
@@ -77,7 +77,7 @@ def epoch_rng(seed: int, epoch: int, sample: int) -> SampleRng:
 
 
 def spread(count: int, length: int) -> Tensor:
-    """Returns a fixed choice of samples, sorted int64 [min(count, length)]; a larger choice contains a smaller one."""
+    """Returns fixed pseudo-random indices, sorted, int64 [min(count, length)]; larger ones contain smaller ones."""
     order = torch.argsort(mix_tensor(torch.arange(length)), stable=True)
     return order[:count].sort().values
 
@@ -126,7 +126,7 @@ def padded(images: Tensor, margin: int, *, reflects: bool) -> Tensor:
 
 @functools.cache
 def _luma(device: torch.device) -> Tensor:
-    """Returns the factors of the colors, [1, 3, 1, 1]; cached, because a copy to an accelerator blocks."""
+    """Returns the weights of red, green and blue, [1, 3, 1, 1]; cached, because a copy to an accelerator blocks."""
     return torch.tensor(_LUMA, device=device).view(1, 3, 1, 1)
 
 
@@ -147,7 +147,7 @@ def resize(images: Tensor, height: int, width: int) -> Tensor:
     return resized.round_().clamp_(0, 255).to(torch.uint8)
 
 
-def middle(images: Tensor, pixels: Pixels) -> Tensor:
+def center_crop(images: Tensor, pixels: Pixels) -> Tensor:
     """Resizes the shorter side of uint8 [n, C, H, W] and crops the center: uint8 [n, C, S, S]."""
     height, width = images.shape[2:]
     shorter = min(height, width)
@@ -194,7 +194,7 @@ class Batch:
 
 
 class SpareMemory:
-    """Reuses memory of batches without references: page faults of new memory take half the time of normalizing."""
+    """Reuses the memory of released batches, because page faults in new memory take half of the time of normalizing."""
 
     def __init__(self) -> None:
         self._held = [numpy.empty(0, numpy.uint8)] * 2
@@ -265,17 +265,17 @@ class Normalise:
         return numbers.mul_(self._scale).add_(self._offset)
 
 
-def crop_box(width: int, height: int, draws: SampleRng) -> tuple[int, int, int, int]:
-    """Draws a box (left, top, right, bottom) of 8 to 100 % of the area and 3:4 to 4:3; centered after ten failures.
+def crop_box(width: int, height: int, rng: SampleRng) -> tuple[int, int, int, int]:
+    """Draws a random box (left, top, right, bottom): 8 to 100 % of the area, aspect ratio 3:4 to 4:3, else centered.
 
     Source: torchvision's RandomResizedCrop; Szegedy et al. 2014, arXiv:1409.4842.
     """
     for first in range(16, 56, 4):
-        area = width * height * (0.08 + 0.92 * draws.uniform(first))
-        ratio = math.exp(_LOG_RATIO[0] + (_LOG_RATIO[1] - _LOG_RATIO[0]) * draws.uniform(first + 1))
+        area = width * height * (0.08 + 0.92 * rng.uniform(first))
+        ratio = math.exp(_LOG_RATIO[0] + (_LOG_RATIO[1] - _LOG_RATIO[0]) * rng.uniform(first + 1))
         wide, high = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
         if 0 < wide <= width and 0 < high <= height:
-            left, top = draws.below(first + 2, width - wide + 1), draws.below(first + 3, height - high + 1)
+            left, top = rng.below(first + 2, width - wide + 1), rng.below(first + 3, height - high + 1)
             return left, top, left + wide, top + high
     wide, high = min(width, max(1, round(height * 4 / 3))), min(height, max(1, round(width * 4 / 3)))
     left, top = (width - wide) // 2, (height - high) // 2
@@ -283,7 +283,7 @@ def crop_box(width: int, height: int, draws: SampleRng) -> tuple[int, int, int, 
 
 
 def measured_pixels(images: Tensor, augment: str) -> Pixels:
-    """Measures mean and deviation of up to 10,000 of uint8 [N, C, S, S]; exact, hence equal on every machine."""
+    """Measures mean and deviation of up to 10,000 pictures of [N, C, S, S], in integers: equal on every machine."""
     count, channels, size, _ = images.shape
     sums, squares, values = [0] * channels, [0] * channels, 0
     for block in spread(10_000, count).split(1000):
@@ -298,7 +298,7 @@ def measured_pixels(images: Tensor, augment: str) -> Pixels:
 
 
 def photograph_pixels(size: int, channels: int, augment: str) -> Pixels:
-    """Returns ImageNet's mean and deviation, averaged for grey, for pictures that aren't measured."""
+    """Returns preprocessing with ImageNet's mean and deviation (averaged for grey), for unmeasured pictures."""
     mean, std = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
     if channels != 3:
         mean, std = ((sum(values) / 3,) * channels for values in (mean, std))

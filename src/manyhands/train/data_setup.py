@@ -24,9 +24,9 @@ from manyhands.core.seeds import derive
 from manyhands.core.world import World
 from manyhands.data.loading import Loader, open_loader, worker_count
 from manyhands.data.open import from_objects, from_targets, open_data, open_whole, resolve_pixels
-from manyhands.data.order import batch_noted
+from manyhands.data.order import large_batch_note
 from manyhands.data.pictures import decode_jpeg
-from manyhands.data.samples import read_own, restored_generators, seed_generators
+from manyhands.data.samples import read_user_sample, restored_generators, seed_generators
 from manyhands.data.splits import ImageFiles, ImagesInMemory, Source, Splits, UserSamples
 from manyhands.data.transforms import Pixels, spread
 from manyhands.models.build import describe
@@ -63,7 +63,7 @@ def open_samples(run: RunContext, objects: Objects, outputs: int, splits: Splits
     job, world, journal = run.job, run.world, run.journal
     splits = splits or open_splits(job, world, objects)
     record_skipped(splits, journal)
-    if smaller := batch_noted(job.train.batch, len(splits.train)):
+    if smaller := large_batch_note(job.train.batch, len(splits.train)):
         journal.event("warning", smaller)
     pixels = pixels_for(job, splits, objects)
     classes = class_names(job, splits, 0 if splits.classes else outputs)
@@ -355,12 +355,12 @@ def _of_samples(source: UserSamples) -> Iterator[bytes]:
     with restored_generators():
         for place, index in enumerate(spread(min(LABELS, len(source)), len(source)).tolist()):
             seed_generators(index)
-            content, label = read_own(source, index)
+            content, label = read_user_sample(source, index)
             yield _bytes_of_any(label) or str(label).encode()
             if place % (LABELS // INPUTS) == 0:
                 inputs.append(_bytes_of_any(content))
                 seed_generators(index)
-                again.append(_bytes_of_any(read_own(source, index)[0]))
+                again.append(_bytes_of_any(read_user_sample(source, index)[0]))
     # A data set with its own random generator may return different inputs on each process.
     yield from inputs if inputs == again else ()
 

@@ -21,7 +21,7 @@ from manyhands.core.quantities import short_time
 from manyhands.core.seeds import derive
 from manyhands.core.world import World
 from manyhands.data.loading import Loader
-from manyhands.data.options import own_folder
+from manyhands.data.options import private_folder
 from manyhands.data.transforms import Batch
 from manyhands.parallel.gradients import Gradients, MicroBatchResult
 from manyhands.parallel.group.plain import gather_plain
@@ -191,7 +191,7 @@ def keep_compiled() -> None:
     # torch's default folder is in /tmp, where any user can create it first, and its files are executed.
     named = os.environ.get("TORCHINDUCTOR_CACHE_DIR", "")
     if not named or Path(named).name.startswith("torchinductor_"):
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(own_folder("compiled"))
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(private_folder("compiled"))
 
 
 class _CompiledCalls:

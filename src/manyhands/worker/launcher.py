@@ -9,7 +9,7 @@ from manyhands.core.errors import UserError
 from manyhands.data.folder import list_folder
 from manyhands.data.known import is_published
 from manyhands.data.open import is_plain_folder, open_data
-from manyhands.data.order import batch_noted
+from manyhands.data.order import large_batch_note
 from manyhands.data.splits import describe_samples
 
 __all__ = ["describe_data", "describe_pickled", "is_plain_folder", "processes_here", "rewrite"]
@@ -34,7 +34,7 @@ def describe_data(job: Job) -> tuple[str, str]:
         evaluated, classes = min(evaluated, job.data.test_samples or evaluated), parts[0].classes
     else:
         return "", ""
-    return describe_samples(samples, evaluated, classes), batch_noted(job.train.batch, samples)
+    return describe_samples(samples, evaluated, classes), large_batch_note(job.train.batch, samples)
 
 
 def processes_here(job: Job) -> int:

@@ -21,7 +21,7 @@ from manyhands.core.plan_record import write_plan_record
 from manyhands.core.quantities import parse_memory
 from manyhands.core.run_folder import NOWHERE, RunFolder
 from manyhands.core.world import World
-from manyhands.data.order import batch_noted
+from manyhands.data.order import large_batch_note
 from manyhands.parallel.apply import follows_plan
 from manyhands.parallel.group.plain import broadcast_plain, broadcast_result
 from manyhands.parallel.options import MODE_OF_SEARCHES, MODES, USUAL_MODE
@@ -146,7 +146,7 @@ class JobCase:
 
     def resolved(self, processes: int) -> "JobCase":
         """Resolves precision and layout, by measurement if requested and if the device is on this machine."""
-        smaller = batch_noted(self.job.train.batch, self.network["samples"])
+        smaller = large_batch_note(self.job.train.batch, self.network["samples"])
         if self.modelled:
             found = plain_precision(self.job)
             precision = found.job.train.precision

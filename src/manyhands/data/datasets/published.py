@@ -102,8 +102,8 @@ def _fetch(name: str, file: str, options: DataOptions) -> Path:
 def fetch(name: str, urls: tuple[str, ...], md5: str, into: Path) -> Path:
     """Downloads a file such as "mnist/train-images-idx3-ubyte.gz" unless it exists, one process per host at a time.
 
-    Processes that waited report the failure of an attempt instead of repeating it. MANYHANDS_MIRROR names a server that
-    replaces `urls`, which are tried in order. Raises UserError: no attempt succeeded.
+    Processes that waited for a failed attempt report its errors and don't try again. MANYHANDS_MIRROR names a server
+    that replaces `urls`, which are tried in order. Raises UserError: no attempt succeeded.
     """
     from manyhands.core.download import Digest, download, without_password
 
@@ -192,7 +192,7 @@ def read_idx(path: Path, dimensions: int) -> Tensor:
         raise UserError(what, str(path), _HINTS) from error
     if len(content) != expected:
         found = "more" if len(content) > expected else f"{len(content):,}"
-        _refuse(f"{path.name}: expected {expected:,} values ({_times(shape)}), found {found}", path)
+        _refuse(f"{path.name}: expected {expected:,} values ({_shape_text(shape)}), found {found}", path)
     return torch.frombuffer(content, dtype=torch.uint8).view(shape)
 
 
@@ -208,14 +208,14 @@ def _read_idx_shape(file: IO[bytes] | gzip.GzipFile, path: Path, dimensions: int
     shape = struct.unpack(f">{dimensions}I", header[4:])
     values, stored = math.prod(shape), path.stat().st_size
     if not 0 < values <= _MOST_IDX_BYTES:
-        what = f"{path.name}: expected 1 to {_MOST_IDX_BYTES:,} values, found {_times(shape)} in the header"
+        what = f"{path.name}: expected 1 to {_MOST_IDX_BYTES:,} values, found {_shape_text(shape)} in the header"
         raise UserError(what, str(path))
     if path.suffix == ".gz" and values > max(_LIKELY_IDX_BYTES, stored * _MOST_COMPRESSION):
         _refuse(f"{path.name}: the header says {values:,} values, too many for {stored:,} compressed bytes", path)
     return shape
 
 
-def _times(shape: tuple[int, ...]) -> str:
+def _shape_text(shape: tuple[int, ...]) -> str:
     return " x ".join(f"{size:,}" for size in shape)
 
 
@@ -314,7 +314,7 @@ def _field(content: Any, key: str, file: str) -> Any:
 
 
 class _Inert:
-    """Replaces numpy's arrays and types, which crash on some damaged pickles; keeps arguments and state."""
+    """Replaces NumPy's arrays and dtypes, which crash on some damaged pickles; keeps their arguments and state."""
 
     def __init__(self, *arguments: object) -> None:
         self.arguments, self.state = arguments, ()
@@ -324,7 +324,7 @@ class _Inert:
 
 
 def _encode(text: str, encoding: str) -> bytes:
-    """Replaces _codecs.encode, which recent writers of old pickle protocols use for bytes."""
+    """Replaces _codecs.encode, which Python 3 calls in pickles of protocols 0 to 2 to store bytes."""
     if encoding not in ("latin1", "latin-1"):
         raise pickle.UnpicklingError(f"unknown encoding {encoding!r}")
     return text.encode("latin1")
