@@ -132,7 +132,7 @@ def _meaning(kind):
     place = ProcessInfo(rank=1, size=2, local_rank=1, local_size=2)
     chosen = []
     torch.accelerator.set_device_index = chosen.append
-    group._use(group._device(place))
+    group._set_current_device(group._device(place))
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
         exec(accelerators._ASK, {})

@@ -161,10 +161,10 @@ def test_options_that_differ_are_named_with_their_numbers():
 
     one = options(**{"train.epochs": 3, "model.name": "mlp"})
     other = options(**{"train.epochs": 4, "model.name": "cnn"})
-    assert meet._options(one, other) == ": model.name, train.epochs (3 here, 4 there)"
-    assert meet._options(one, options(**{"train.epochs": 3, "model.name": "mlp", "run.out": "elsewhere"})) == ""
+    assert meet._option_diff(one, other) == ": model.name, train.epochs (3 here, 4 there)"
+    assert meet._option_diff(one, options(**{"train.epochs": 3, "model.name": "mlp", "run.out": "elsewhere"})) == ""
     # What another machine sent is never shown but as a number.
-    assert meet._options("train.epochs=3", "train.epochs=4\x1b[31m do:rm") == ": train.epochs"
+    assert meet._option_diff("train.epochs=3", "train.epochs=4\x1b[31m do:rm") == ": train.epochs"
 
 
 def test_every_process_reports_the_first_cause():

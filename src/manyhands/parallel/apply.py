@@ -21,9 +21,9 @@ _ODD = 0x9E3779B1
 
 
 def resolve_mode(mode: str, world: World) -> str:
-    """Returns the mode to run, which may differ for a single process. Raises UserError if the mode can't run here."""
+    """Returns `mode`, or "single" if the mode has no effect with one process. Raises UserError if it can't run here."""
     check_mode(mode)
-    only = one_process(mode)
+    only = limit_to_one_process(mode)
     if only and not world.alone:
         hints = (f"use --parallel {USUAL_MODE} for several processes", "or start one process: -n 1")
         raise UserError(f"mode {mode} runs as {only}, but {world.size} processes are running", "parallel.mode", hints)
@@ -40,8 +40,8 @@ def offers_of(mode: str) -> frozenset[needs.Need]:
     return choices.load_choice(MODES, mode).OFFERS
 
 
-def one_process(mode: str) -> str:
-    """Returns a short description if the mode supports only one process, else an empty string."""
+def limit_to_one_process(mode: str) -> str:
+    """Returns the mode's limit to one process as text ("one process for all devices"), or "" if it has no limit."""
     return getattr(choices.load_choice(MODES, mode), "ONE_PROCESS", "")
 
 
@@ -81,14 +81,14 @@ def checksums(tensors: Sequence[Tensor]) -> Tensor:
 
 @functools.cache
 def _weights(device: torch.device, count: int) -> Tensor:
-    """Returns odd factors [count], one for each position, which also detect swapped values."""
+    """Returns an odd factor for each position, [count]; a sum weighted by them also detects swapped values."""
     return (2 * torch.arange(count, device=device) + 1) * _ODD
 
 
 def compare_replicas(
     named: dict[str, Tensor], world: World, network: ParallelNetwork | None = None
 ) -> tuple[str, list[int]] | None:
-    """Returns the first tensor whose replicas differ, and the ranks of those replicas, or None; a collective."""
+    """Returns the first tensor's name whose replicas differ and the differing ranks, or None; a collective."""
     if world.alone or not named:
         return None
     mine = checksums(list(named.values())).to(world.device)
@@ -119,7 +119,7 @@ def check_replicas(named: dict[str, Tensor], world: World, step: int, network: P
 
 
 def make_equal(named: dict[str, Tensor], world: World, *, always: bool = False) -> bool:
-    """Broadcasts rank 0's tensors if they differ between processes (or `always`), and returns True; a collective."""
+    """Broadcasts rank 0's tensors if replicas differ, or if `always`; returns True if it did; a collective."""
     equal = not always and compare_replicas(named, world) is None
     if equal or world.alone:
         return False
@@ -128,7 +128,7 @@ def make_equal(named: dict[str, Tensor], world: World, *, always: bool = False) 
     return True
 
 
-def refuse_other_networks(model: nn.Module, named: dict[str, Tensor], world: World) -> None:
+def require_equal_networks(model: nn.Module, named: dict[str, Tensor], world: World) -> None:
     """Raises UserError if a process's tensors or frozen parameters differ from rank 0's; a collective."""
     if world.alone:
         return

@@ -41,7 +41,7 @@ class Gradients:
     """Accumulates a network's gradients over the micro-batches of an update, in the precision of a job.
 
     Without `loss_fn` the user computes the loss. `smoothing` is the label smoothing of cross-entropy over sharded
-    classes. "fp16" scales losses. If `mean` is false, gradients are the sum of all processes' means.
+    classes. Precision "fp16" scales the loss. Without `mean`, the processes' mean gradients are summed, not averaged.
     """
 
     def __init__(
@@ -67,12 +67,12 @@ class Gradients:
         return autocast(self.precision, self.world.device)
 
     @contextlib.contextmanager
-    def own_forward(self, *, last: bool) -> Iterator[None]:
+    def custom_forward(self, *, last: bool) -> Iterator[None]:
         """Returns a context for the user's forward and `backward_of`; `last`: the update's last micro-batch."""
         with _AS_IT_IS if last else self.network.traits.no_sync(), self.autocast():
             yield
 
-    def not_forward(self) -> contextlib.AbstractContextManager[object]:
+    def without_autocast(self) -> contextlib.AbstractContextManager[object]:
         """Returns a context without autocast, for computations outside of the forward pass."""
         if self.precision not in AUTOCAST:
             return contextlib.nullcontext()
@@ -89,8 +89,8 @@ class Gradients:
         """Runs forward and backward of a micro-batch and adds its gradients.
 
         The sum of losses is divided by `divisor`, usually the samples of the update. `last`: backward averages
-        gradients over processes. `on_result` gets the result before backward; False from it makes all processes'
-        gradients NaN.
+        gradients over processes. `on_result` is called with the result before backward; if it returns False, all
+        processes' gradients become NaN.
         """
         assert self._loss_fn is not None
         with _AS_IT_IS if last else self.network.traits.no_sync():
@@ -117,12 +117,12 @@ class Gradients:
             (self.scaler.scale(loss) if self.scaler else loss).backward()
         else:
             # Like loss.backward(weight), without its checks, which import sympy (0.3 s).
-            start = weight.to(loss) if isinstance(weight, Tensor) else self._begins_with(loss, weight)
+            start = weight.to(loss) if isinstance(weight, Tensor) else self._initial_gradient(loss, weight)
             _engine_run_backward((loss,), (start,), False, False, (), allow_unreachable=True, accumulate_grad=True)
         phases.CLOCK.backward_ends()
 
-    def _begins_with(self, loss: Tensor, weight: float) -> Tensor:
-        """Returns the factor `weight` as the loss's gradient []; cached, because it rarely changes."""
+    def _initial_gradient(self, loss: Tensor, weight: float) -> Tensor:
+        """Returns `weight` as the loss's gradient [], with which backward starts; cached, because it rarely changes."""
         goes_with = weight, loss.dtype, loss.device
         if type(loss) is not Tensor:
             return loss.new_full((), weight)
@@ -137,14 +137,14 @@ class Gradients:
         phases.CLOCK.to(before)
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
-        """Undoes the loss scale; `step` then skips an update with an overflowed gradient on all processes.
+        """Divides gradients by the loss scale; after an overflow, `step` then skips the update on all processes.
 
         On an accelerator without a loss scale, `spoilt` records non-finite gradients, without synchronization.
         """
         if self.scaler:
             self.scaler.unscale_(optimizer)
             found = [*self.scaler._found_inf_per_device(optimizer).values()]
-        elif self.skips(optimizer):
+        elif self.skips_on_device(optimizer):
             gradients = [
                 one.grad for group in optimizer.param_groups for one in group["params"] if one.grad is not None
             ]
@@ -156,13 +156,13 @@ class Gradients:
             for one in found or [torch.zeros((), device=self.world.device)]:
                 dist.all_reduce(one, dist.ReduceOp.MAX)
 
-    def skips(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Returns True if the device itself skips non-finite updates, as torch's fused optimizers can."""
+    def skips_on_device(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Returns True if the optimizer skips non-finite updates on the device, as torch's fused optimizers can."""
         fused: bool = getattr(optimizer, "_step_supports_amp_scaling", False)
         return self.on_card and fused and not self.scaler
 
     def finish_statistics(self) -> None:
-        """Updates BatchNorm's running statistics, before `step` so that no update is half applied; a collective."""
+        """Updates BatchNorm's running statistics; precedes `step`, so that no update is half applied; a collective."""
         self.network.finish_update()
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:

@@ -43,7 +43,7 @@ class MicroBatch:
 
 
 def full_batch(inputs: Tensor, labels: Tensor) -> MicroBatch:
-    """Returns an update of one micro-batch on one process, whose samples are one BatchNorm group."""
+    """Returns the only micro-batch of an update on one process; its samples form one BatchNorm group."""
     count = len(labels)
     everything = Share(0, count, (), ())
     return MicroBatch(inputs, labels, everything, MicroBatchShape(count, count, lambda _parts, _index: everything))
@@ -79,7 +79,7 @@ class ModeTraits:
     sharded: bool = False  # parameters are torch's DTensors
     orders_sums: bool = False  # the first backward pass determines the order of the sums
     averages: str = ""  # how gradients are averaged, and why, in a sentence; empty if the mode has no choice
-    endless: frozenset[str] = frozenset()  # names of buffers that are not finite at the start
+    endless: frozenset[str] = frozenset()  # names of buffers with infinite or NaN values at the start
     plan: "Plan | None" = None  # the plan by which the network is split
     outputs: int = 0  # the number of classes in the output, if sharding has determined it; else 0
     draws: bool = False  # an op draws random numbers in training
@@ -94,7 +94,7 @@ class Layouts(dict[str, TensorLayout]):
 
 
 class ParallelNetwork:
-    """A network whose processes each compute their own samples; see `NetworkOnMesh` for the other kind.
+    """A network whose processes each compute their own samples (in `NetworkOnMesh`, all compute them together).
 
     Attributes:
         model: the user's network under its own names, for evaluation and checkpoints.
@@ -163,16 +163,16 @@ class ParallelNetwork:
 # torch's DTensors, whose constructors are imported late because that takes half a second.
 
 
-def is_spread(tensor: Any) -> bool:
+def is_dtensor(tensor: Any) -> bool:
     return hasattr(tensor, "full_tensor")
 
 
 def full_tensor(tensor: Any) -> Any:
     """Returns the full tensor; a collective for a DTensor."""
-    return tensor.full_tensor() if is_spread(tensor) else tensor
+    return tensor.full_tensor() if is_dtensor(tensor) else tensor
 
 
-def spread_like(value: Tensor, parameter: Any) -> Tensor:
+def shard_like(value: Tensor, parameter: Any) -> Tensor:
     """Shards a full tensor like the DTensor `parameter`, without communication; all processes must hold the tensor."""
     from torch.distributed.tensor import distribute_tensor
 

@@ -17,8 +17,8 @@ from manyhands.parallel.network import DataShare, Layouts, MicroBatch, MicroBatc
 class NetworkOnMesh(ParallelNetwork):
     """A network whose processes compute each micro-batch together.
 
-    `layouts` has each parameter and buffer. `axes` are the indices of the mesh axes that shard the samples of the
-    input, and of the axes that shard the samples of the loss. An op shards the samples into at most `most_parts`.
+    `layouts`: the layout of each parameter and buffer, by name. `axes`: the indices of the mesh axes that shard the
+    input's samples, and of those that shard the loss's samples. An op shards samples into at most `most_parts`.
     """
 
     full_outputs = False  # True if evaluation returns the outputs of all samples on each process

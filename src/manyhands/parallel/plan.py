@@ -101,7 +101,7 @@ def parse_pins(words: tuple[str, ...], where: str = "--pin") -> dict[str, str]:
 
 
 def plan_of(options: ParallelOptions, world_size: int) -> Plan:
-    """Returns the plan of a job: pins combined with a plan file, or pins alone. Raises UserError if it is invalid."""
+    """Returns the plan of a job, from its pins and perhaps a plan file. Raises UserError if either is invalid."""
     pins = parse_pins(options.pin, "parallel.pin")
     plan = read_plan(Path(options.plan).expanduser()) if options.plan else Plan(Mesh((("dp", world_size),)))
     if options.mesh or not options.plan:

@@ -262,7 +262,7 @@ class _Check:
 
     def _run_alone(self) -> tuple[list[Tensor], dict[str, Tensor]]:
         """Returns the outputs for this process's rows of the batch, and the gradients of its share of the loss."""
-        _begin(self.alone, self.shares, self.count)
+        _set_norm_groups(self.alone, self.shares, self.count)
         try:
             output = self.alone(self.sample)
         except (RuntimeError, ValueError, TypeError, IndexError) as error:
@@ -276,7 +276,7 @@ class _Check:
 
     def _run_on_mesh(self) -> tuple[list[Tensor], dict[str, Tensor]]:
         """Returns the outputs for this process's rows, and its gradients before they are summed over samples."""
-        _begin(self.network.model, [slice(0, self.rows.stop - self.rows.start)], self.count)
+        _set_norm_groups(self.network.model, [slice(0, self.rows.stop - self.rows.start)], self.count)
         output = self.network.model(self.sample[self.rows])
         Gradients(self.network, self.grid.world).backward_of(self._loss(output))
         raw = {
@@ -364,7 +364,7 @@ class _Check:
         return Finding(name, cause, tuple(names[axis] for axis in axes), what, hints)
 
 
-def _begin(model: nn.Module, shares: list[slice], count: int) -> None:
+def _set_norm_groups(model: nn.Module, shares: list[slice], count: int) -> None:
     """Sets one BatchNorm group for each share, on the mesh as well as on one process."""
     pairs = enumerate(shares)
     spans = tuple(Span(number, one.start, one.stop, one.stop - one.start, -1, True) for number, one in pairs)

@@ -16,7 +16,7 @@ from manyhands.core.run_folder import NOWHERE, OBJECTS, resume_command
 from manyhands.core.world import World
 from manyhands.data.loading import Loader
 from manyhands.data.splits import Source
-from manyhands.parallel.apply import apply_mode, make_equal, normalises_in_groups, refuse_other_networks
+from manyhands.parallel.apply import apply_mode, make_equal, normalises_in_groups, require_equal_networks
 from manyhands.parallel.group.plain import broadcast_plain, gather_plain
 from manyhands.parallel.network import ModeRequest, ParallelNetwork
 from manyhands.parallel.replicas.batch_norm import find_rows, group_batch_norms, leave_batch_norms
@@ -210,7 +210,7 @@ def _start_equal(parts: Parts, model: nn.Module, grid: "Grid | None") -> None:
     world, always = parts.world, parts.job.parallel.parameter_broadcast
     sharded = {name for name, one in layouts_by_hand(model, grid, world).items() if one.cuts}
     named = {name: tensor for name, tensor in state.split_state(model)[0].items() if name not in sharded}
-    refuse_other_networks(model, named, world)
+    require_equal_networks(model, named, world)
     if make_equal(named, world, always=always) and not always:
         parts.journal.event("note", "the processes built different networks (missing seed?); all use rank 0's network")
 

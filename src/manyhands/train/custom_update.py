@@ -73,7 +73,7 @@ class CustomUpdate:
             part.shape.seed = updater.pass_seed(self._step, number)
             inputs, labels, reported = updater.network.begin(part)
             self._open = part, labels, reported
-            with updater.gradients.own_forward(last=last):
+            with updater.gradients.custom_forward(last=last):
                 yield inputs, labels
             if self._open:
                 raise UserError("the loop body didn't call session.backward", "samples", _LOOP)
@@ -128,7 +128,7 @@ class CustomUpdate:
                 total = something(updater.synchronizer.added_up(torch.stack(self._weights).sum(), updater.world))
         # A sync method may send gradients during the last backward pass, so they are divided before it.
         early = total if not updater.network.share.collective_forward else None
-        with updater.gradients.not_forward():
+        with updater.gradients.without_autocast():
             if early is not None:
                 self._divide(early)
                 share = share / early
@@ -157,7 +157,7 @@ class CustomUpdate:
         if not self._gradients or self.made:
             return False
         self._refuse_changes()
-        with self._updater.gradients.not_forward():
+        with self._updater.gradients.without_autocast():
             self._updater.finish(self._update, self._step)
         self.made = True
         return True

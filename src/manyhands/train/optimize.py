@@ -22,7 +22,7 @@ from manyhands.config.job import TrainOptions
 from manyhands.core.errors import UserError
 from manyhands.core.user_code import users_line
 from manyhands.data.order import Order
-from manyhands.parallel.network import is_spread, spread_like
+from manyhands.parallel.network import is_dtensor, shard_like
 from manyhands.train.objects import MakeOptimizer, brought
 
 # Keys of a parameter group: the learning rate as a fraction of the largest (custom), or as a multiple of train.lr.
@@ -140,8 +140,8 @@ def restore_optimizer(saved: dict[str, Any], model: nn.Module, optimizer: Optimi
 def _placed(value: Any, parameter: Tensor) -> Any:
     """Copies a saved tensor, in the layout of its parameter if the shapes are equal."""
     if isinstance(value, Tensor) and parameter.ndim and value.shape == parameter.shape:
-        if is_spread(parameter):
-            return value if is_spread(value) else spread_like(value.to(parameter.device), parameter)
+        if is_dtensor(parameter):
+            return value if is_dtensor(value) else shard_like(value.to(parameter.device), parameter)
         # With the parameter's strides: fused optimizers read memory in order.
         return torch.empty_like(parameter, dtype=value.dtype).copy_(value)
     return value.clone() if isinstance(value, Tensor) else value

@@ -72,7 +72,7 @@ def graph_of(model: nn.Module, case: PlanCase) -> Graph:
     group_batch_norms(model)
     graph = describe_network(model, case.picture)
     if not case.cross_entropy:
-        graph.keep_classes()
+        graph.refuse_sharded_classes()
     return graph
 
 

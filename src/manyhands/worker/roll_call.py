@@ -19,7 +19,7 @@ from manyhands.core.timeouts import HEARTBEAT_S
 from manyhands.core.world import ProcessInfo
 from manyhands.parallel.group.heartbeat import Heartbeat, Seen
 from manyhands.parallel.group.listeners import close_rendezvous
-from manyhands.parallel.group.rendezvous import Answer, understood
+from manyhands.parallel.group.rendezvous import Answer, parse_message
 
 _COUNTED_S = 3.0  # between the two heartbeats of an answer, while nobody uses the store
 _PATIENCE_S = 10.0  # a process or store without an answer for so long is silent
@@ -121,7 +121,7 @@ class LivenessCheck:
             for rank in self._present.keys() - answers.keys():
                 key = f"{number}/{rank}"
                 with self._asking():
-                    if self._store.check([key]) and (said := understood(self._store.get(key), Answer)):
+                    if self._store.check([key]) and (said := parse_message(self._store.get(key), Answer)):
                         answers[rank] = said
         return answers
 

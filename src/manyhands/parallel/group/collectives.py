@@ -131,7 +131,7 @@ class Subgroup:
             dist.barrier(group=self._handle)
 
     def _own_copy(self, tensor: Tensor) -> Tensor:
-        """Returns a member's contiguous copy, because backends send memory without regard to strides."""
+        """Returns a contiguous copy, because backends ignore strides. Raises UserError: this process is no member."""
         self._require_member()
         return tensor.detach().clone(memory_format=torch.contiguous_format)
 
@@ -163,7 +163,7 @@ def world_group(world: World) -> Subgroup:
 
 
 def group_timeout(world: World) -> timedelta | None:
-    """Returns the timeout of new groups, from the job; torch's default is half an hour."""
+    """Returns the job's timeout for the collectives of new groups; None: torch's default, half an hour."""
     return timedelta(seconds=world.collective_timeout_s) if world.collective_timeout_s else None
 
 

@@ -56,5 +56,5 @@ class Seen(Heartbeat):
 
 
 def rescue_path(folder: Path, rank: int) -> Path:
-    """Returns the file, next to the heartbeat, that exists once a process whose peer has failed saves its state."""
+    """Returns the file whose existence means that rank `rank` is saving its state after a peer's failure."""
     return folder / f"{rank}.saves"

@@ -1,6 +1,6 @@
 """Joins and leaves the group of processes: store, rendezvous, device, backend, and the cause of a failure.
 
-All launchers (manyhands' own agent, torchrun, tcp://, file://, environment variables) lead here.
+Used under every launcher: manyhands' own agent, torchrun, tcp://, file://, environment variables.
 """
 
 import contextlib
@@ -39,8 +39,8 @@ PATIENCE_S = 5.0  # seconds to exit after a peer's failure that collectives don'
 class Cause:
     """The first failure of a process, shared through the store, which rank 0 holds.
 
-    `leave` ends this process while a collective blocks it; its argument is the first failure, or None if the store is
-    gone. Without `leave`, closed connections end collectives, as with gloo.
+    `leave` ends this process while a collective blocks it; its argument is the first failure, or None if the store
+    has ended. Without `leave`, closed connections end collectives, as with gloo.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Cause:
         """Publishes this process's failure, unless another process has failed before."""
         text = failure.model_dump_json()
         with contextlib.suppress(dist.DistError):
-            if not rendezvous.understood(self._store.compare_set("text", "", text), rendezvous.PeerFailure):
+            if not rendezvous.parse_message(self._store.compare_set("text", "", text), rendezvous.PeerFailure):
                 self._store.set("text", text)  # replaces an invalid message
 
     def learn(self) -> rendezvous.PeerFailure | None:
@@ -75,7 +75,7 @@ class Cause:
         with contextlib.suppress(dist.DistError):
             while not self._heard and not self._over.wait(LISTEN_S):
                 if self._store.check(["text"]) and (
-                    found := rendezvous.understood(self._store.get("text"), rendezvous.PeerFailure)
+                    found := rendezvous.parse_message(self._store.get("text"), rendezvous.PeerFailure)
                 ):
                     self._heard = found
                     self._known.set()
@@ -93,12 +93,12 @@ class Group:
     init_file: Path | None = None  # of file://; removed at the end, because the next run could not use it
     keeps_store: bool = False  # True on the process that holds the store
     cause: Cause | None = None  # receives another process's failure; None until `listen`
-    stands: tuple[Any, ...] | None = None  # groups that existed before `join`; None if `join` created the default group
+    groups_before: tuple[Any, ...] | None = None  # as `join` found them; None if it created the default group
     # each process's record at the rendezvous, by rank
     present: dict[int, dict[str, Any]] = field(default_factory=dict[int, dict[str, Any]])
 
     def listen(self, attempt: int, leave: Callable[[rendezvous.PeerFailure | None], None] | None = None) -> None:
-        """Listens for failures of other processes, for launchers without agents; see `Cause`."""
+        """Listens for failures of other processes, which only launchers without agents need; see `Cause`."""
         if self.store is not None and not self.world.alone:
             self.cause = Cause(self.store, attempt, leave)
 
@@ -111,12 +111,12 @@ class Group:
 
     def leave(self, *, failed: bool = False) -> None:
         """Destroys the groups created since `join`; after a failure, waits until other processes know the cause."""
-        if self.stands is None:
+        if self.groups_before is None:
             if dist.is_initialized():
                 dist.destroy_process_group()
         elif not failed or self.world.device == "cpu":  # NCCL might block after a failure
             for group in groups():
-                if group not in self.stands:
+                if group not in self.groups_before:
                     dist.destroy_process_group(group)
         if self.cause:
             self.cause.close(self.world.size if failed and self.keeps_store else 0)
@@ -129,20 +129,20 @@ def join(process_info: ProcessInfo, digest: str, collective_timeout_s: float, sa
 
     `digest` describes what must be equal on all processes (versions, job). Collectives fail if a peer doesn't answer
     for `collective_timeout_s`. `say` prints a line for the user. Raises PeerError if a rank is missing, and UserError
-    for an unusable address, a duplicate rank or another job.
+    for an unusable address, a duplicate rank or a process of another job.
     """
     if process_info.started_by == STARTED_BY:
         return _use_existing(process_info, digest, say)
     device = _device(process_info)
     if process_info.size == 1 and not process_info.init:
-        _use(device)
+        _set_current_device(device)
         return Group(World(device=device))
     store = _open_store(process_info, digest, say)
     if process_info.agent_store:
-        store = own_use(store, process_info.rank, process_info.attempt)
+        store = store_of_run(store, process_info.rank, process_info.attempt)
     present = rendezvous.check_in(store, process_info, digest, say)
     if process_info.started_by == "--init":
-        process_info = _among_neighbours(process_info, present)
+        process_info = _with_local_rank(process_info, present)
         device = _device(process_info)
         if "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(max(1, torch.get_num_threads() // process_info.local_size))
@@ -152,7 +152,7 @@ def join(process_info: ProcessInfo, digest: str, collective_timeout_s: float, sa
         torch.set_num_threads(max(1, min(torch.get_num_threads(), share)))
     backend = _backend(process_info, device)
     interface = choose_interface(process_info, present)
-    _use(device)
+    _set_current_device(device)
     with listeners.closed_once_formed(backend):
         dist.init_process_group(
             backend,
@@ -163,7 +163,7 @@ def join(process_info: ProcessInfo, digest: str, collective_timeout_s: float, sa
         )
     place = (process_info.rank, process_info.size, process_info.local_rank, process_info.local_size)
     world = World(*place, device, str(dist.get_backend()), collective_timeout_s)
-    for line in what_listens(process_info, interface):
+    for line in describe_open_ports(process_info, interface):
         say(line)
     if process_info.started_by in {"--init", "met"} and not world.is_main:
         say(f"rank {world.rank} of {world.size} has joined; rank 0 shows the progress")
@@ -172,23 +172,23 @@ def join(process_info: ProcessInfo, digest: str, collective_timeout_s: float, sa
 
 
 def _use_existing(process_info: ProcessInfo, digest: str, say: Say) -> Group:
-    before, store = tuple(groups()), own_use(dist.distributed_c10d._get_default_store(), dist.get_rank())
+    before, store = tuple(groups()), store_of_run(dist.distributed_c10d._get_default_store(), dist.get_rank())
     present = rendezvous.check_in(store, process_info, digest, say)
-    process_info = _among_neighbours(process_info, present)
+    process_info = _with_local_rank(process_info, present)
     device = _device(process_info)
-    _use(device)
+    _set_current_device(device)
     place = (process_info.rank, process_info.size, process_info.local_rank, process_info.local_size)
     world = World(*place, device, process_info.backend)
-    return Group(world, store, keeps_store=process_info.rank == 0, stands=before, present=present)
+    return Group(world, store, keeps_store=process_info.rank == 0, groups_before=before, present=present)
 
 
-def _use(device: str) -> None:
-    """Makes an accelerator the current device, where tensors without an index are allocated."""
+def _set_current_device(device: str) -> None:
+    """Makes an accelerator the current device, where tensors of a device without an index are allocated."""
     if ":" in device and not device.startswith("cpu"):
         torch.accelerator.set_device_index(device)
 
 
-def _among_neighbours(process_info: ProcessInfo, present: dict[int, dict[str, Any]]) -> ProcessInfo:
+def _with_local_rank(process_info: ProcessInfo, present: dict[int, dict[str, Any]]) -> ProcessInfo:
     """Sets local rank and size from the machines of all ranks, for processes that were started individually."""
     machines = [present[rank]["machine"] for rank in range(process_info.size)]
     here = [rank for rank, machine in enumerate(machines) if machine == machines[process_info.rank]]
@@ -198,8 +198,8 @@ def _among_neighbours(process_info: ProcessInfo, present: dict[int, dict[str, An
 def choose_interface(process_info: ProcessInfo, present: dict[int, dict[str, Any]]) -> str:
     """Sets the interface of collectives by environment variables; returns its name for gloo, or an empty string.
 
-    Collectives use loopback on one machine, else the interface in the shell's variables, else the interface towards the
-    other machines. Raises UserError if the shell names an interface that this machine lacks.
+    Collectives within one machine use loopback, others the interface in the shell's variables, or by default the one
+    towards the other machines. Raises UserError if the shell names an interface that this machine lacks.
     """
     here, loopback = present[process_info.rank]["machine"], ports.loopback_interface()
     others = [who for _, who in sorted(present.items()) if who["machine"] != here]
@@ -223,8 +223,8 @@ def choose_interface(process_info: ProcessInfo, present: dict[int, dict[str, Any
     return said or name
 
 
-def what_listens(process_info: ProcessInfo, interface: str) -> list[str]:
-    """Returns lines on the ports that are open to other hosts; none if the launcher or another process prints them."""
+def describe_open_ports(process_info: ProcessInfo, interface: str) -> list[str]:
+    """Returns lines about ports that are open to other hosts; [] if the launcher or local rank 0 prints them."""
     if process_info.local_rank or process_info.started_by == "manyhands":
         return []
     lines = [] if interface == ports.loopback_interface() else [ports.describe_collectives(interface)]
@@ -360,15 +360,15 @@ def _wait_for_listener(host: str, port: int, process_info: ProcessInfo, say: Say
                 raise PeerError(what, _address_is_from(process_info), hints) from None
             if waited > process_info.join_warn_s and not warned:
                 warned = True
-                say(f"still waiting for rank 0 at {host}:{port} ({reason}); giving up after "
-                    f"{process_info.join_timeout_s:.0f} s (cluster.join_timeout_s)")  # fmt: skip
+                say(f"still waiting for rank 0 at {host}:{port} ({reason}), up to "
+                    f"{process_info.join_timeout_s:.0f} s in total (cluster.join_timeout_s)")  # fmt: skip
             time.sleep(0.2)
         else:
             return
 
 
 STARTED_BY = "its own process group"
-INIT = "the process group that was there already"
+INIT = "the existing process group"
 
 
 def existing_process_info(device: str, backend: str) -> ProcessInfo | None:
@@ -394,8 +394,8 @@ def _device_and_backend(wanted: str) -> tuple[str, str]:
     return device, backends.get(device.partition(":")[0], str(dist.get_backend()))
 
 
-def own_use(store: Any, rank: int, attempt: int = 0) -> Any:
-    """Returns the store with a prefix for this run, because several runs may use one store."""
+def store_of_run(store: Any, rank: int, attempt: int = 0) -> Any:
+    """Returns a view of the store with a prefix for this run, because several runs may share the store."""
     uses = store.add(f"manyhands/uses/{attempt}/{rank}", 1)  # all processes count their uses in the same order
     return dist.PrefixStore(f"manyhands/{uses}", store)
 

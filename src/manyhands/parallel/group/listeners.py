@@ -36,7 +36,7 @@ def listens(one: socket.socket) -> bool:
     return bool(one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
 
 
-def _refuse(listener: socket.socket) -> None:
+def _block_new_connections(listener: socket.socket) -> None:
     code = ctypes.create_string_buffer(LETS_NOTHING_THROUGH)
     # In a sandbox without filters the port stays open, as `doctor --exposure` reports.
     with contextlib.suppress(OSError):
@@ -45,7 +45,7 @@ def _refuse(listener: socket.socket) -> None:
 
 @contextlib.contextmanager
 def closed_once_formed(backend: str = "") -> Generator[None]:
-    """Closes gloo's listening sockets opened within the block, at its end. Skips NCCL, which connects later."""
+    """Blocks new connections, at its end, to sockets that gloo opened in it; not for NCCL, which connects later."""
     later = os.environ.get("TORCH_GLOO_LAZY_INIT", "0") not in {"", "0"}  # connects when first needed
     # Through ssh all groups of a process share one listening socket, on loopback only.
     if "gloo" not in backend or "," in backend or later or tunnel_ends():
@@ -55,14 +55,14 @@ def closed_once_formed(backend: str = "") -> Generator[None]:
     yield
     for name, one in connections():
         if name not in before and listens(one):
-            _refuse(one)
+            _block_new_connections(one)
 
 
 def close_rendezvous(port: int, machines: Sequence[Collection[str]]) -> None:
     """Closes the store's port after the rendezvous, on the process that holds the store, and disconnects strangers.
 
-    `machines` are the addresses of each other machine. If one of them isn't connected (its connections may come from
-    another address), no connection counts as a stranger's.
+    `machines`: for each other machine, its addresses. If a machine isn't connected from any of them, nothing is
+    disconnected, because that machine may connect from another address.
     """
     own, theirs = [], []
     for _, one in connections():
@@ -70,7 +70,7 @@ def close_rendezvous(port: int, machines: Sequence[Collection[str]]) -> None:
             (own if listens(one) else theirs).append(one.dup())
     try:
         for listener in own:
-            _refuse(listener)
+            _block_new_connections(listener)
         seen = {_address(other) for other in theirs}
         known = {*local_addresses(), *(address for machine in machines for address in machine)}
         for other in theirs if all(seen.intersection(machine) for machine in machines) else ():

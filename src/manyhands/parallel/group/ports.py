@@ -109,7 +109,7 @@ def interface_of(host: str) -> str:
 
 
 def interface_towards(theirs: Iterable[str]) -> str:
-    """Returns the interface in a network with one of these addresses, else the interface of the route to one."""
+    """Returns the interface in the same network as an address of `theirs`, else that of the route to one, else ""."""
     wanted = [ipaddress.ip_address(address) for address in theirs]
     mine = set(outer_addresses())
     for name, own, netmask in _interfaces():

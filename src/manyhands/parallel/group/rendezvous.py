@@ -54,11 +54,11 @@ _Pid = Annotated[int, Field(gt=0, lt=2**31)]
 _Rank = Annotated[int, Field(ge=0, lt=2**31)]
 
 
-class _Said(BaseModel):
+class _Message(BaseModel):
     model_config = ConfigDict(extra="ignore", frozen=True, strict=True)
 
 
-class Present(_Said):
+class Present(_Message):
     """The record of a process at the rendezvous, under the key present/<attempt>/<rank>."""
 
     host: _Name
@@ -71,7 +71,7 @@ class Present(_Said):
     python: _Name = ""
 
 
-class DuplicateRank(_Said):
+class DuplicateRank(_Message):
     """A rank that two processes have, reported by the second one under present/<attempt>/twice."""
 
     rank: _Rank
@@ -79,8 +79,8 @@ class DuplicateRank(_Said):
     pid: _Pid
 
 
-class InvalidRank(_Said):
-    """A process with a rank outside the job, reported before it exits under present/<attempt>/outsider."""
+class InvalidRank(_Message):
+    """A process whose rank is outside the job, as it reports before it exits, under present/<attempt>/outsider."""
 
     host: _Name
     pid: _Pid
@@ -88,7 +88,7 @@ class InvalidRank(_Said):
     what: Annotated[str, Field(max_length=_LONGEST_WHAT), AfterValidator(_shown)]
 
 
-class PeerFailure(_Said):
+class PeerFailure(_Message):
     """The first failure of a process, under failure/<attempt>/text."""
 
     rank: _Rank
@@ -100,17 +100,17 @@ class PeerFailure(_Said):
         return cls(rank=rank, host=host[:256], what=what[:_LONGEST_WHAT])
 
 
-class Answer(_Said):
-    """A process's answer to a liveness check, two heartbeats: under roll/<attempt>/<call>/<rank>."""
+class Answer(_Message):
+    """A process's answer to a liveness check: two heartbeats, under the key roll/<attempt>/<call>/<rank>."""
 
     before: heartbeat.Heartbeat
     now: heartbeat.Heartbeat
 
 
-S = TypeVar("S", bound=_Said)
+S = TypeVar("S", bound=_Message)
 
 
-def understood(content: bytes | str, kind: type[S]) -> S | None:
+def parse_message(content: bytes | str, kind: type[S]) -> S | None:
     """Parses a message; returns None if it is invalid."""
     if len(content) > _MOST_BYTES:
         return None
@@ -123,7 +123,7 @@ REPORT_S = 3.0  # a live rank 0 answers within this time
 
 
 def report_to_waiting_ranks(process_info: ProcessInfo, report: Callable[[Any], None]) -> None:
-    """Calls `report` with the store under present/<attempt>, unless the store doesn't answer within REPORT_S."""
+    """Calls `report` with the part of the store under present/<attempt>; waits at most REPORT_S seconds."""
 
     def run() -> None:
         with contextlib.suppress(dist.DistError, ValueError, OSError):
@@ -173,9 +173,9 @@ def check_in(store: Any, process_info: ProcessInfo, digest: str, say: Say) -> di
     try:
         if names.add(f"count/{process_info.rank}", 1) > 1:
             report_duplicate_rank(names, process_info, digest)
-            raise _place_taken(names, process_info)
+            raise _rank_taken(names, process_info)
         names.set(str(process_info.rank), json.dumps(me))
-        present = _wait_for_names(names, process_info, digest, say)
+        present = _wait_for_ranks(names, process_info, digest, say)
         names.add("read", 1)
         for rank, other in present.items():
             _compare(process_info, me, rank, other)
@@ -193,7 +193,7 @@ def check_in(store: Any, process_info: ProcessInfo, digest: str, say: Say) -> di
 def report_duplicate_rank(names: Any, process_info: ProcessInfo, digest: str) -> None:
     """Reports to the waiting ranks that a second process of their job has this rank."""
     key = str(process_info.rank)
-    first = understood(names.get(key), Present) if names.check([key]) else None
+    first = parse_message(names.get(key), Present) if names.check([key]) else None
     # The first process may not have written its record yet. A process of another job on this port is no duplicate.
     if not first or (first.size, first.digest) == (process_info.size, digest):
         two = DuplicateRank(rank=process_info.rank, host=socket.gethostname(), pid=os.getpid())
@@ -207,9 +207,9 @@ def report_invalid_rank(names: Any, digest: str, what: str) -> None:
 
 
 def _refuse_reported(names: Any, process_info: ProcessInfo, digest: str, present: dict[int, dict[str, Any]]) -> None:
-    """Raises UserError if a duplicate or invalid rank was reported, because another rank is then missing for good."""
-    two = understood(names.get("twice"), DuplicateRank) if names.check(["twice"]) else None
-    invalid_rank = understood(names.get("outsider"), InvalidRank) if names.check(["outsider"]) else None
+    """Raises UserError if a duplicate or invalid rank was reported: then another rank will never join."""
+    two = parse_message(names.get("twice"), DuplicateRank) if names.check(["twice"]) else None
+    invalid_rank = parse_message(names.get("outsider"), InvalidRank) if names.check(["outsider"]) else None
     if two and two.rank < process_info.size:
         first = present.get(two.rank)
         also = f" and to process {first['pid']} on {first['host']}" if first else ""
@@ -231,13 +231,13 @@ def linger(store: Any, key: str, count: int) -> None:
             time.sleep(0.02)
 
 
-def _wait_for_names(names: Any, process_info: ProcessInfo, digest: str, say: Say) -> dict[int, dict[str, Any]]:
+def _wait_for_ranks(names: Any, process_info: ProcessInfo, digest: str, say: Say) -> dict[int, dict[str, Any]]:
     started, warned = time.monotonic(), False
     present: dict[int, dict[str, Any]] = {}
     while True:
         for rank in range(process_info.size):
             if rank not in present and names.check([str(rank)]):
-                said = understood(names.get(str(rank)), Present)
+                said = parse_message(names.get(str(rank)), Present)
                 if not said:
                     continue  # invalid; the process with this rank will overwrite it
                 present[rank] = said.model_dump()
@@ -258,7 +258,7 @@ def _wait_for_names(names: Any, process_info: ProcessInfo, digest: str, say: Say
             raise PeerError(f"{text}, after {waited:.0f} s", _rendezvous_address(process_info), hints)
         if waited > process_info.join_warn_s and not warned:
             warned = True
-            say(f"{text}; giving up after {process_info.join_timeout_s:.0f} s (cluster.join_timeout_s)")
+            say(f"{text}; still waiting, up to {process_info.join_timeout_s:.0f} s in total (cluster.join_timeout_s)")
         time.sleep(0.01 if waited < 5 else 0.2)
 
 
@@ -281,14 +281,14 @@ def _compare(process_info: ProcessInfo, me: dict[str, Any], rank: int, other: di
     words = {"size": "--world-size", "torch": "torch's version", "digest": "the job (flags or job.toml)"}
     for key, word in words.items():
         if me[key] != other[key]:
-            shown = f": {me[key]} here, {other[key]} there" if key != "digest" else _options(me[key], other[key])
+            shown = f": {me[key]} here, {other[key]} there" if key != "digest" else _option_diff(me[key], other[key])
             two = f"rank {process_info.rank} on {me['host']} and rank {rank} on {other['host']}"
             hints = ("start all ranks with the same command except for --rank",)
             raise UserError(f"{two} differ in {word}{shown}", _rendezvous_address(process_info), hints)
 
 
-def _options(here: str, there: str) -> str:
-    """Returns a text with the options that differ between two results of `shared_options`."""
+def _option_diff(here: str, there: str) -> str:
+    """Describes the options that differ between two texts that `shared_options` has returned; "" if none do."""
 
     def by_option(text: str) -> dict[str, str]:
         return {key: value for key, _, value in (word.partition("=") for word in text.split())}
@@ -303,13 +303,13 @@ def _options(here: str, there: str) -> str:
     return f": {', '.join(differing[:5])}{' …' * (len(differing) > 5)}" if differing else ""
 
 
-def _place_taken(names: Any, process_info: ProcessInfo) -> UserError:
-    """Returns the error for a rank that is taken by a second start or by an earlier run's init file."""
+def _rank_taken(names: Any, process_info: ProcessInfo) -> UserError:
+    """Returns the error for a rank that another process has, or the init file of an earlier run."""
     other: Present | None = None
     with contextlib.suppress(RuntimeError, ValueError):
         # The other process may not have written its record yet.
         names.wait([str(process_info.rank)], timedelta(seconds=LINGER_S))
-        other = understood(names.get(str(process_info.rank)), Present)
+        other = parse_message(names.get(str(process_info.rank)), Present)
     who = f" by process {other.pid} on {other.host}" if other else ""
     if process_info.init.startswith("file://"):
         path = process_info.init.removeprefix("file://")

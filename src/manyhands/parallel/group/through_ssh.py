@@ -1,6 +1,6 @@
-"""Gloo between machines that are connected through ssh: it listens only on loopback addresses of the tunnels.
+"""Gloo between machines connected through ssh, listening only on the tunnels' loopback addresses.
 
-torch has no public way to choose gloo's address, so its class is replaced. All groups of a process share one port.
+torch has no public way to choose gloo's address, so ProcessGroupGloo is replaced. A process's groups share a port.
 """
 
 from contextlib import suppress
@@ -28,13 +28,13 @@ class GlooThroughSsh(_Gloo):
         places = dist.PrefixStore("through-ssh", store)
         places.set(str(rank), f"{ends.address}:{port}")
         for other in range(size):
-            reach(ends, *_place(places.get(str(other)), other))
+            reach(ends, *_parse_address(places.get(str(other)), other))
         options = _Gloo._Options()
         options._devices, options._timeout = [device], timeout
         super().__init__(store, rank, size, options)
 
 
-def _place(said: bytes, rank: int) -> tuple[str, int]:
+def _parse_address(said: bytes, rank: int) -> tuple[str, int]:
     with suppress(UnicodeDecodeError):
         address, _, port = said.decode().partition(":")
         if number := typed_number(port):

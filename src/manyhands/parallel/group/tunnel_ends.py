@@ -25,12 +25,12 @@ class TunnelEnds:
 
     @property
     def entrance(self) -> str:
-        """The socket for connections of other machines, which start with the port in two bytes."""
+        """The path of the socket for connections from other machines; each begins with the port in two bytes."""
         return f"{self.folder}/in"
 
     @property
     def questions(self) -> str:
-        """The socket for requests of `reach`."""
+        """The path of the socket to which `reach` sends its requests."""
         return f"{self.folder}/ask"
 
     def towards(self, address: str) -> str:
@@ -48,7 +48,7 @@ def tunnel_ends() -> TunnelEnds | None:
 
 
 def reach(ends: TunnelEnds, address: str, port: int) -> None:
-    """Makes another machine's port reachable on its loopback address here. Raises RunError on failure."""
+    """Makes `port` of the machine with the loopback address `address` reachable there from here. Raises RunError."""
     if address == ends.address:
         return
     with socket.socket(socket.AF_UNIX) as asked:

@@ -190,7 +190,8 @@ class Axis:
         if before is not None:
             shape, cuts = before.shape or (), before.cuts
             if not shape or any(dim == other or set(names) & set(self.names) for other, names in cuts):
-                raise UserError(f"dimension {dim} or the axis {self.names} is already sharded: {before}", "shard")
+                what = f"the tensor is already sharded in dimension {dim} or along {','.join(self.names)}: {before}"
+                raise UserError(what, "shard")
         length = tensor.shape[dim]
         if length < self.size:
             what = f"dimension {dim} has length {length}, too short for {self.size} processes along {self.names}"
@@ -204,7 +205,7 @@ class Axis:
 
         Each process computes one term of x's gradient; the all-reduce sums the terms.
         """
-        return self._turn(x, ("R", "R"), ("R", "P"), x.shape)
+        return self._convert(x, ("R", "R"), ("R", "P"), x.shape)
 
     def all_reduce(self, y: Tensor) -> Tensor:
         """Sums y over the axis: all-reduce in forward, identity in backward.
@@ -212,7 +213,7 @@ class Axis:
         Each process already has the gradient of the sum, which equals the gradient of its term; an all-reduce in
         backward would multiply it by `size`.
         """
-        return self._turn(y, ("P", "R"), ("R", "R"), y.shape)
+        return self._convert(y, ("P", "R"), ("R", "R"), y.shape)
 
     def gather(self, x: Tensor, dim: int, length: int | None = None) -> Tensor:
         """Concatenates the shards of all processes: all-gather in forward, slice in backward.
@@ -224,12 +225,12 @@ class Axis:
         dim = self._dim(x, dim, "gather")
         shape = list(x.shape)
         shape[dim] = self._length(x, dim, length)
-        return self._turn(x, (dim, "R"), (dim, "R"), shape)
+        return self._convert(x, (dim, "R"), (dim, "R"), shape)
 
     def scatter(self, x: Tensor, dim: int) -> Tensor:
         """Returns this process's shard of x, which all processes hold: slice in forward, all-gather in backward."""
         dim = self._dim(x, dim, "scatter")
-        return self._turn(x, ("R", dim), ("R", dim), x.shape)
+        return self._convert(x, ("R", dim), ("R", dim), x.shape)
 
     def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
         """Sums x over the axis and returns this process's shard: reduce-scatter in forward, all-gather in backward.
@@ -237,7 +238,7 @@ class Axis:
         Equal to `all_reduce` followed by `scatter`, with half the traffic.
         """
         dim = self._dim(x, dim, "reduce_scatter")
-        return self._turn(x, ("P", dim), ("R", dim), x.shape)
+        return self._convert(x, ("P", dim), ("R", dim), x.shape)
 
     def all_to_all(self, x: Tensor, cut: int, joined: int, length: int | None = None) -> Tensor:
         """Moves the sharding from dimension `joined` to `cut`: all-to-all in forward and backward.
@@ -251,9 +252,9 @@ class Axis:
             raise UserError(f"dimension {cut} can't be both split and concatenated", "all_to_all", hints)
         shape = list(x.shape)
         shape[joined] = self._length(x, joined, length)
-        return self._turn(x, (joined, cut), (joined, cut), shape)
+        return self._convert(x, (joined, cut), (joined, cut), shape)
 
-    def _turn(
+    def _convert(
         self,
         tensor: Tensor,
         values: "tuple[Placement, Placement]",

@@ -51,7 +51,7 @@ class Parameter(nn.Parameter):
     ) -> "Parameter":
         tensor = torch.empty(0) if data is None else torch.as_tensor(data).detach()
         made = super().__new__(cls, tensor, requires_grad)
-        made.mark = _read(layerwise_parallel, tuple(tensor.shape), None if shape is None else tuple(shape))
+        made.mark = _to_mark(layerwise_parallel, tuple(tensor.shape), None if shape is None else tuple(shape))
         return made
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -65,7 +65,7 @@ class Parameter(nn.Parameter):
         return memo[id(self)]
 
 
-def _read(given: bool | str | tuple[str, int], piece: tuple[int, ...], shape: tuple[int, ...] | None) -> Mark | None:
+def _to_mark(given: bool | str | tuple[str, int], piece: tuple[int, ...], shape: tuple[int, ...] | None) -> Mark | None:
     if given is False:
         if shape is not None and shape != piece:
             raise UserError(f"shape={shape}, but the unsharded tensor has shape {piece}", "Parameter", _FORMS)

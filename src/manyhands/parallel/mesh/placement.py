@@ -92,13 +92,13 @@ def steps_between(source: Layout, target: Layout) -> list[Step]:
     return [*found, Step("keep_first", first)] if first else found
 
 
-def _cutting(layout: Sequence[Placement], dim: int) -> list[int]:
+def _axes_of(layout: Sequence[Placement], dim: int) -> list[int]:
     return [axis for axis, here in enumerate(layout) if here == dim]
 
 
-def _kept(current: Sequence[Placement], target: Layout, dim: int) -> int:
-    """Returns how many axes keep sharding a dimension: the common prefix of the axes in both layouts."""
-    pairs = zip(_cutting(current, dim), _cutting(target, dim), strict=False)
+def _unchanged_axes(current: Sequence[Placement], target: Layout, dim: int) -> int:
+    """Returns how many axes shard a dimension both before and after: the common prefix of its axes in the layouts."""
+    pairs = zip(_axes_of(current, dim), _axes_of(target, dim), strict=False)
     return len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
 
 
@@ -109,9 +109,9 @@ def _exchanges(current: list[Placement], target: Layout) -> list[Step]:
         here = current[axis]
         if not isinstance(here, int) or not isinstance(there, int) or here == there:
             continue
-        before, after = _cutting(current, here), _cutting(target, there)
+        before, after = _axes_of(current, here), _axes_of(target, there)
         place = after.index(axis)
-        if before[-1] == axis and _cutting(current, there) == after[:place]:
+        if before[-1] == axis and _axes_of(current, there) == after[:place]:
             outer, joined_outer = tuple(after[:place]), tuple(before[:-1])
             found.append(Step("all_to_all", (axis,), there, here, outer, joined_outer))
             current[axis] = there
@@ -121,22 +121,22 @@ def _exchanges(current: list[Placement], target: Layout) -> list[Step]:
 def _removals(current: list[Placement], target: Layout) -> list[Step]:
     found: list[Step] = []
     for dim in sorted({here for here in current if isinstance(here, int)}):
-        leaving = _cutting(current, dim)[_kept(current, target, dim) :]
+        leaving = _axes_of(current, dim)[_unchanged_axes(current, target, dim) :]
         runs = itertools.groupby(reversed(leaving), lambda axis: "pad" if target[axis] == "P" else "all_gather")
         for kind, run in runs:
             axes = tuple(sorted(run))
             for axis in axes:
                 current[axis] = "P" if kind == "pad" else "R"
-            found.append(Step(kind, axes, dim, outer=tuple(_cutting(current, dim))))
+            found.append(Step(kind, axes, dim, outer=tuple(_axes_of(current, dim))))
     return found
 
 
 def _additions(current: list[Placement], target: Layout) -> list[Step]:
     found: list[Step] = []
     for dim in sorted({there for there in target if isinstance(there, int)}):
-        coming = _cutting(target, dim)[len(_cutting(current, dim)) :]
+        coming = _axes_of(target, dim)[len(_axes_of(current, dim)) :]
         for kind, run in itertools.groupby(coming, lambda axis: "reduce_scatter" if current[axis] == "P" else "slice"):
-            axes, outer = tuple(run), tuple(_cutting(current, dim))
+            axes, outer = tuple(run), tuple(_axes_of(current, dim))
             for axis in axes:
                 current[axis] = dim
             found.append(Step(kind, axes, dim, outer=outer))
@@ -156,17 +156,17 @@ def messages(
     source: Layout, target: Layout, extent: Extent, mesh: Mesh, batch: int, rank: int = 0
 ) -> list[CollectiveMessage]:
     """Returns the collectives of a conversion, with sizes as on `rank`."""
-    sizes = [_piece(extent, mesh, batch, rank, dim, _cutting(source, dim)) for dim in range(len(extent.dims))]
+    sizes = [_shard_length(extent, mesh, batch, rank, dim, _axes_of(source, dim)) for dim in range(len(extent.dims))]
     found: list[CollectiveMessage] = []
     for step in steps_between(source, target):
         before = list(sizes)
         group = mesh.parts(step.axes)
         if step.kind in {"slice", "reduce_scatter", "all_to_all"}:
-            sizes[step.dim] = _piece(extent, mesh, batch, rank, step.dim, [*step.outer, *step.axes])
+            sizes[step.dim] = _shard_length(extent, mesh, batch, rank, step.dim, [*step.outer, *step.axes])
         if step.kind == "all_to_all":
-            sizes[step.joined] = _piece(extent, mesh, batch, rank, step.joined, list(step.joined_outer))
+            sizes[step.joined] = _shard_length(extent, mesh, batch, rank, step.joined, list(step.joined_outer))
         if step.kind in {"all_gather", "pad"}:
-            sizes[step.dim] = _piece(extent, mesh, batch, rank, step.dim, list(step.outer))
+            sizes[step.dim] = _shard_length(extent, mesh, batch, rank, step.dim, list(step.outer))
         if step.kind == "all_gather":
             before[step.dim] = max(group_sizes(extent, mesh, batch, rank, step.dim, step.outer, step.axes))
         if step.kind == "reduce_scatter":
@@ -176,7 +176,7 @@ def messages(
     return found
 
 
-def _piece(extent: Extent, mesh: Mesh, batch: int, rank: int, dim: int, axes: Sequence[int]) -> int:
+def _shard_length(extent: Extent, mesh: Mesh, batch: int, rank: int, dim: int, axes: Sequence[int]) -> int:
     edges = extent.edges(dim, mesh.parts(axes), batch)
     place = mesh.place(axes, rank)
     return edges[place + 1] - edges[place]
@@ -192,8 +192,8 @@ def group_sizes(
     return [edges[first + number + 1] - edges[first + number] for number in range(parts)]
 
 
-class _Places(Protocol):
-    """The interface of `grid.Grid` that conversions use."""
+class _GridLike(Protocol):
+    """The part of `grid.Grid` that conversions use."""
 
     mesh: Mesh
     world: World
@@ -204,51 +204,51 @@ class _Places(Protocol):
     def place(self, axes: Sequence[int], /) -> int: ...
 
 
-def convert(tensor: Tensor, source: Layout, target: Layout, extent: Extent, grid: _Places) -> Tensor:
+def convert(tensor: Tensor, source: Layout, target: Layout, extent: Extent, grid: _GridLike) -> Tensor:
     """Returns this process's shard in another layout, possibly a view; a collective; not differentiable."""
     for step in steps_between(source, target):
-        tensor = _take(step, tensor, extent, grid)
+        tensor = _run_step(step, tensor, extent, grid)
     return tensor
 
 
-def _take(step: Step, tensor: Tensor, extent: Extent, grid: _Places) -> Tensor:
+def _run_step(step: Step, tensor: Tensor, extent: Extent, grid: _GridLike) -> Tensor:
     if grid.parts(step.axes) == 1:
         return tensor
     before, place, dim = CLOCK.to(COMMUNICATION), grid.place(step.axes), step.dim
     if step.kind == "keep_first":
-        taken = tensor if place == 0 else torch.zeros_like(tensor)
+        converted = tensor if place == 0 else torch.zeros_like(tensor)
     elif step.kind == "all_reduce":
-        taken = tensor.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(taken, group=grid.group(step.axes))
+        converted = tensor.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(converted, group=grid.group(step.axes))
     else:
         sizes = group_sizes(extent, grid.mesh, grid.batch, grid.world.rank, dim, step.outer, step.axes)
         start = sum(sizes[:place])
         if step.kind == "slice":
-            taken = tensor.narrow(dim, start, sizes[place])
+            converted = tensor.narrow(dim, start, sizes[place])
         elif step.kind == "pad":
-            taken = tensor.new_zeros(*tensor.shape[:dim], sum(sizes), *tensor.shape[dim + 1 :])
-            taken.narrow(dim, start, sizes[place]).copy_(tensor)
+            converted = tensor.new_zeros(*tensor.shape[:dim], sum(sizes), *tensor.shape[dim + 1 :])
+            converted.narrow(dim, start, sizes[place]).copy_(tensor)
         elif step.kind == "all_gather":
-            taken = _all_gather(step, tensor, sizes, grid)
+            converted = _all_gather(step, tensor, sizes, grid)
         elif step.kind == "reduce_scatter":
-            taken = _reduce_scatter(step, tensor, sizes, grid)
+            converted = _reduce_scatter(step, tensor, sizes, grid)
         else:
             joined = group_sizes(
                 extent, grid.mesh, grid.batch, grid.world.rank, step.joined, step.joined_outer, step.axes
             )
-            taken = _all_to_all(step, tensor, sizes, joined, grid)
+            converted = _all_to_all(step, tensor, sizes, joined, grid)
     CLOCK.to(before)
-    return taken
+    return converted
 
 
-def _all_gather(step: Step, tensor: Tensor, sizes: list[int], grid: _Places) -> Tensor:
+def _all_gather(step: Step, tensor: Tensor, sizes: list[int], grid: _GridLike) -> Tensor:
     mine = _padded(tensor, step.dim, max(sizes)).contiguous()
     everybody = mine.new_empty(len(sizes), *mine.shape)
     dist.all_gather_into_tensor(everybody.view(-1), mine.view(-1), group=grid.group(step.axes))
     return torch.cat([part.narrow(step.dim, 0, size) for part, size in zip(everybody, sizes, strict=True)], step.dim)
 
 
-def _reduce_scatter(step: Step, tensor: Tensor, sizes: list[int], grid: _Places) -> Tensor:
+def _reduce_scatter(step: Step, tensor: Tensor, sizes: list[int], grid: _GridLike) -> Tensor:
     parts = torch.stack([_padded(part, step.dim, max(sizes)) for part in tensor.split(sizes, step.dim)]).contiguous()
     mine = torch.empty_like(parts[0])
     dist.reduce_scatter_tensor(mine.view(-1), parts.view(-1), group=grid.group(step.axes))
@@ -262,7 +262,7 @@ def _padded(tensor: Tensor, dim: int, length: int) -> Tensor:
     return torch.cat([tensor, tensor.new_zeros(*tensor.shape[:dim], missing, *tensor.shape[dim + 1 :])], dim)
 
 
-def _all_to_all(step: Step, tensor: Tensor, cut: list[int], joined: list[int], grid: _Places) -> Tensor:
+def _all_to_all(step: Step, tensor: Tensor, cut: list[int], joined: list[int], grid: _GridLike) -> Tensor:
     sent = [part.contiguous() for part in tensor.split(cut, step.dim)]
     shape = list(tensor.shape)
     shape[step.dim] = cut[grid.place(step.axes)]
@@ -276,11 +276,11 @@ def _all_to_all(step: Step, tensor: Tensor, cut: list[int], joined: list[int], g
 
 
 class _Conversion(torch.autograd.Function):
-    """A conversion whose backward converts the gradient between layouts of its own."""
+    """Converts a value in forward, and its gradient, which has other layouts, in backward."""
 
     @staticmethod
     def forward(
-        ctx: Any, tensor: Tensor, layouts: tuple[Layout, Layout, Layout, Layout], extent: Extent, grid: _Places
+        ctx: Any, tensor: Tensor, layouts: tuple[Layout, Layout, Layout, Layout], extent: Extent, grid: _GridLike
     ) -> Tensor:
         ctx.layouts, ctx.extent, ctx.grid = layouts, extent, grid
         result = convert(tensor, layouts[0], layouts[1], extent, grid)
@@ -294,17 +294,17 @@ class _Conversion(torch.autograd.Function):
 
 
 def convert_both(
-    tensor: Tensor, values: tuple[Layout, Layout], gradients: tuple[Layout, Layout], extent: Extent, grid: _Places
+    tensor: Tensor, values: tuple[Layout, Layout], gradients: tuple[Layout, Layout], extent: Extent, grid: _GridLike
 ) -> Tensor:
     """Converts this process's shard, differentiably; a collective in forward and in backward.
 
-    `values`: layouts of the value before and after. `gradients`: layouts of what backward returns and gets.
+    `values`: layouts of the value before and after. `gradients`: of the gradient that backward returns and receives.
     """
     result: Any = _Conversion.apply(tensor, (*values, *gradients), extent, grid)
     return result
 
 
-def gather_full(tensor: Tensor, layout: TensorLayout, grid: _Places) -> Tensor:
+def gather_full(tensor: Tensor, layout: TensorLayout, grid: _GridLike) -> Tensor:
     """Returns the full parameter or buffer [layout.shape] from all shards; a collective."""
     if not layout.cuts:
         return tensor

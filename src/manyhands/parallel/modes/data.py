@@ -1,6 +1,6 @@
 """Data parallel mode: every process holds the full network and a share of each batch.
 
-DDP averages gradients. If all processes compute on CPUs, shared memory within a machine and gloo between machines do.
+DDP averages gradients or, if all processes compute on CPUs, shared memory within a machine and gloo between machines.
 """
 
 import functools
@@ -47,7 +47,7 @@ class Replica(DistributedDataParallel):
 
 
 def apply(model: nn.Module, world: World, request: ModeRequest) -> ParallelNetwork:
-    """Wraps the network so that gradients are summed through shared memory or by DDP, if there are other processes.
+    """Wraps the network so that shared memory or DDP sums gradients over the processes, if there are several.
 
     Skips DDP's initial broadcast, because parameters are equal; `replicas/batch_norm.py` synchronizes buffers.
     """
@@ -55,7 +55,7 @@ def apply(model: nn.Module, world: World, request: ModeRequest) -> ParallelNetwo
         return ParallelNetwork(model, world=world)
     if not request.reduces:
         return ParallelNetwork(model, world=world, traits=ModeTraits(float(world.size)))
-    machines = _why_not(model, world, request) or machines_of_group(world, request.group)
+    machines = _why_no_shared_memory(model, world, request) or machines_of_group(world, request.group)
     if isinstance(machines, str):
         return _by_ddp(model, world, request, machines)
     between = len(machines) > 1
@@ -101,7 +101,7 @@ def _by_ddp(model: nn.Module, world: World, request: ModeRequest, why: str) -> P
     return ParallelNetwork(model, wrapped, world, traits)
 
 
-def _why_not(model: nn.Module, world: World, request: ModeRequest) -> str:
+def _why_no_shared_memory(model: nn.Module, world: World, request: ModeRequest) -> str:
     """Returns the reason why gradients can't be averaged through shared memory; empty if they can."""
     reasons = {
         "the gradients are on an accelerator": world.device != "cpu",
@@ -235,10 +235,10 @@ class TwoLevelNetwork(ParallelNetwork):
             for parameters, values, views in self._flats:
                 for one, view in zip(parameters, views, strict=True):
                     one.grad = view.zero_() if one.grad is None else view.copy_(one.grad)
-                self._add_up(values)
+                self._all_reduce(values)
         return [values for _, values, _ in self._flats]
 
-    def _add_up(self, values: Tensor) -> None:
+    def _all_reduce(self, values: Tensor) -> None:
         SharedSums.begun += 1
         try:
             if self.sums:

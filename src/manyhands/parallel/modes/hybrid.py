@@ -1,7 +1,7 @@
 """Hybrid mode: the network is sharded by hand; only gradients and BatchNorm statistics are synchronized here.
 
 The gradient of a parameter is summed over the axes that shard the samples and don't shard the parameter. Over other
-axes an unsharded parameter's gradient is already complete, because the network's `enter` has summed it.
+axes an unsharded parameter's gradient is complete: the backward of `Axis.enter`, called by the network, has summed it.
 """
 
 from collections.abc import Sequence
@@ -37,7 +37,7 @@ def apply(model: nn.Module, world: World, request: ModeRequest) -> ParallelNetwo
 
 
 class HybridNetwork(NetworkOnMesh):
-    """A network that is sharded by hand; `samples` are the indices of the mesh axes that shard the samples."""
+    """A network that is sharded by hand; `samples`: indices of the mesh axes over which the samples are divided."""
 
     def __init__(
         self, model: nn.Module, grid: Grid, layouts: dict[str, TensorLayout], samples: tuple[int, ...]
@@ -65,7 +65,8 @@ class HybridNetwork(NetworkOnMesh):
 def hybrid_network(model: nn.Module, grid: Grid, samples: Sequence[str] | None = None) -> HybridNetwork:
     """Wraps a network that was constructed with this grid; unsharded parameters must be equal on all processes.
 
-    `samples` names the axes that shard the samples; None: all that shard no parameter. Raises UserError for a misfit.
+    `samples` names the axes that shard the samples; None: all that shard no parameter. Raises UserError if a
+    shard doesn't fit the mesh.
     """
     layouts = layouts_of(model, grid.mesh, grid.world.rank)
     if samples is None:

@@ -1,9 +1,9 @@
 """BatchNorm over groups of a fixed number of samples of the global batch, on any number of processes.
 
 torch's BatchNorm computes statistics over one process's samples, so training depends on the number of processes. Here
-the groups of the global batch (data/order.py) don't. A group on one process uses torch's kernel, or on an accelerator
-one pass with neighbouring groups; statistics of a group on several processes are synchronized. Running statistics are
-updated once per update, with the mean over the groups.
+statistics are those of fixed groups of the global batch (data/order.py). A group on one process uses torch's kernel or,
+on an accelerator, one pass with neighbouring groups; statistics of a group on several processes are synchronized.
+Running statistics are updated once per update, with the mean over the groups.
 """
 
 import functools
@@ -32,7 +32,7 @@ _MIN_IN_ONE_PASS = 3
 _MOST_VALUES = 1 << 22
 
 
-Run = tuple[Span, ...]  # unshared groups of one size for one pass, or a single group
+Run = tuple[Span, ...]  # neighbouring unshared groups of equal size, normalised by one pass; or a single group
 
 
 @dataclass
@@ -112,30 +112,30 @@ class GroupedNorm(_BatchNorm):
         """Normalises [N, C, ...] by the statistics of each sample's group; a collective if processes share groups."""
         self._check_input_dim(input)
         if not self.rows_per_sample:
-            return self._alone(input, self.groups.weight)
+            return self._normalise_local_group(input, self.groups.weight)
         self._check_rows(input)
-        return self._of_runs(input, self._runs(input))
+        return self._normalise_runs(input, self._runs(input))
 
     def _runs(self, input: Tensor) -> Sequence[Run]:  # noqa: A002
-        """Returns the runs of spans in the order in which they are normalised."""
+        """Returns `groups.runs`, or each span as its own run if separate passes are faster or necessary."""
         spans = self.groups.spans
         # On a CPU a kernel for each group is faster: launches cost nothing, and data stays in the cache.
         if not is_tested(input.device):
             return [(span,) for span in spans]
         values = self.rows_per_sample * _values_per_row(input)
         small = max((span.size for span in spans), default=0) * values * self.num_features <= _MOST_VALUES
-        single = any(span.size * values < 2 for span in spans)  # `_alone` needs no statistics for these
+        single = any(span.size * values < 2 for span in spans)  # `_normalise_local_group` needs no statistics for these
         return self.groups.runs if small and not single else [(span,) for span in spans]
 
-    def _of_runs(self, input: Tensor, runs: Sequence[Run]) -> Tensor:  # noqa: A002
+    def _normalise_runs(self, input: Tensor, runs: Sequence[Run]) -> Tensor:  # noqa: A002
         lengths = [sum(span.stop - span.start for span in run) * self.rows_per_sample for run in runs]
         pairs = list(zip(input.split(lengths) if len(runs) > 1 else [input] * len(runs), runs, strict=True))
-        outputs = [self._held_whole(part, run) for part, run in pairs if run[0].shared < 0]
+        outputs = [self._normalise_local_run(part, run) for part, run in pairs if run[0].shared < 0]
         if not runs:
-            outputs = [self._alone(input, self.groups.weight)]
+            outputs = [self._normalise_local_group(input, self.groups.weight)]
         if self.groups.shared_sizes:
             shared = [(part, run[0]) for part, run in pairs if run[0].shared >= 0]
-            together, own = iter(self._together(shared, input)), iter(outputs)
+            together, own = iter(self._normalise_shared(shared, input)), iter(outputs)
             in_order = [next(own if run[0].shared < 0 else together) for run in runs]
             # A process without samples of these groups joins backward's collective through an empty tensor.
             outputs = [*in_order, *own, *together]
@@ -149,19 +149,19 @@ class GroupedNorm(_BatchNorm):
             hints = ("compute statistics on each rank separately: --set train.norm_group=local",)
             raise UserError(what, f"the network: BatchNorm of {self.num_features} channels", hints)
 
-    def _held_whole(self, part: Tensor, run: Run) -> Tensor:
-        """Normalises a run of groups that only this process holds, of equal size: [groups n, C, ...]."""
+    def _normalise_local_run(self, part: Tensor, run: Run) -> Tensor:
+        """Normalises a run of equal groups that only this process holds; `part` is [groups n, C, ...]."""
         weight = run[0].size / self.groups.batch
         if len(run) == 1:
-            return self._alone(part, weight)
+            return self._normalise_local_group(part, weight)
         mean, variance = norm_pass.statistics_of(part, len(run))
         count = part.shape[0] // len(run) * _values_per_row(part)
         self._add(torch.stack([mean, variance * (count / (count - 1))], 1), weight)
-        held = norm_pass.Held(((0, len(run)),), eps=self.eps)
+        held = norm_pass.PassGroups(((0, len(run)),), eps=self.eps)
         inverse = torch.rsqrt(variance + self.eps)
         return norm_pass.NormPass.apply(mean, inverse, count, held, self.weight, self.bias, part)[0]
 
-    def _alone(self, part: Tensor, weight: float) -> Tensor:
+    def _normalise_local_group(self, part: Tensor, weight: float) -> Tensor:
         """Normalises a group that only this process holds, [n, C, ...], by torch's kernel."""
         if part.shape[0] * _values_per_row(part) < 2 or weight == 0:
             # A variance needs two values, so the last sample of an odd batch uses the running statistics.
@@ -171,14 +171,14 @@ class GroupedNorm(_BatchNorm):
         self._add(statistics[None], weight)
         return output
 
-    def _together(self, parts: list[tuple[Tensor, Span]], like: Tensor) -> list[Tensor]:
+    def _normalise_shared(self, parts: list[tuple[Tensor, Span]], like: Tensor) -> list[Tensor]:
         """Normalises groups that several processes hold; a collective, also for a process without parts."""
         sizes = self.groups.shared_sizes
         shared = [(part, span.shared) for part, span in parts]
         moments = norm_pass.moments_of(shared, len(sizes), self.num_features, like)
         self.groups.add_up(moments)
         per_sample = _values_per_row(like) * self.rows_per_sample
-        counts = _kept(tuple(sizes), moments.dtype, moments.device)[:, None] * per_sample
+        counts = _cached_tensor(tuple(sizes), moments.dtype, moments.device)[:, None] * per_sample
         mean = moments[:, 0] / counts
         variance = (moments[:, 1] / counts - mean * mean).clamp_min(0)
         for _, span in parts:
@@ -186,7 +186,7 @@ class GroupedNorm(_BatchNorm):
                 unbiased = variance[span.shared] * (counts[span.shared] / (counts[span.shared] - 1).clamp_min(1))
                 self._add(torch.stack([mean[span.shared], unbiased])[None], span.size / self.groups.batch)
         inverse = torch.rsqrt(variance + self.eps)
-        held = norm_pass.Held(tuple((span.shared, 1) for _, span in parts) or ((0, 1),), self.groups.add_up)
+        held = norm_pass.PassGroups(tuple((span.shared, 1) for _, span in parts) or ((0, 1),), self.groups.add_up)
         inputs = [part for part, _ in parts] or [like[:0]]
         return list(norm_pass.NormPass.apply(mean, inverse, counts[:, None], held, self.weight, self.bias, *inputs))
 
@@ -225,14 +225,14 @@ class GroupedNorm(_BatchNorm):
 
 @functools.lru_cache(maxsize=256)
 def _runs(spans: tuple[Span, ...]) -> tuple[Run, ...]:
-    """Groups neighbouring unshared spans of one size into runs for one pass."""
+    """Groups neighbouring spans of equal size, unshared ones, into runs that are normalised together."""
     runs = [tuple(run) for _, run in itertools.groupby(spans, lambda span: (span.size, span.shared))]
     short = [[(span,) for span in run] if len(run) < _MIN_IN_ONE_PASS else [run] for run in runs]
     return tuple(itertools.chain.from_iterable(short))
 
 
 @functools.cache
-def _kept(values: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def _cached_tensor(values: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.tensor(values, dtype=dtype, device=device)
 
 
@@ -283,7 +283,7 @@ def _grouped_class(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def group_batch_norms(model: nn.Module) -> tuple[NormGroups, Callable[[], None]]:
-    """Replaces the classes of BatchNorm layers by grouped ones; returns the groups and a function that undoes it."""
+    """Replaces the classes of BatchNorm layers by grouped ones; returns the groups and a function to restore them."""
     groups = NormGroups()
     classes: dict[type[nn.Module], type[nn.Module]] = {}
     changed: list[tuple[nn.Module, type[nn.Module]]] = []
@@ -305,12 +305,12 @@ def group_batch_norms(model: nn.Module) -> tuple[NormGroups, Callable[[], None]]
 
 
 def leave_batch_norms() -> tuple[NormGroups, Callable[[], None]]:
-    """Keeps torch's BatchNorm layers, for modes whose copies of the layers can't return statistics."""
+    """Like `group_batch_norms`, but keeps torch's layers, for modes whose layer copies can't return statistics."""
     return NormGroups(), lambda: None
 
 
 def norms_of(model: nn.Module) -> NormGroups:
-    """Returns the NormGroups that all layers of a network share, else a new NormGroups with only the layers."""
+    """Returns the NormGroups that all layers of a network share; if there is none, a new one with the layers."""
     layers = [module for module in model.modules() if isinstance(module, GroupedNorm)]
     alike = bool(layers) and all(layer.groups is layers[0].groups for layer in layers)
     return layers[0].groups if alike else NormGroups(layers=layers)
@@ -347,10 +347,10 @@ def find_rows(model: nn.Module, layers: Sequence[GroupedNorm], images: Tensor) -
 
 
 def set_rows_per_sample(model: nn.Module, seen: Inputs, images: Tensor) -> None:
-    """Sets `rows_per_sample` of the layers whose input had another number of rows than there were samples.
+    """Sets `rows_per_sample` of layers whose inputs don't have one row per sample.
 
-    `seen` are the layers' inputs when the network ran on the images [n, ...] in training mode. If there are such
-    layers, the network runs twice in evaluation mode, and is left in training mode.
+    `seen`: the layers' inputs in a pass over `images` [n, ...] in training mode. If there are such layers, runs the
+    network twice in evaluation mode, and leaves it in training mode.
     """
     count = len(images)
     odd = [layer for layer, inputs in seen.items() if any(one.shape[0] != count for one in inputs)]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Held:
+class PassGroups:
     """The groups of a pass on this process."""
 
     places: tuple[tuple[int, int], ...]  # (first group, number of equal groups) of each part of the input
@@ -70,7 +70,7 @@ def _reduced(values: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _times_plus(values: Tensor, scale: Tensor, shift: Tensor, like: Tensor, *, own: bool) -> Tensor:
-    """Returns [groups, n, C, ...] * scale + shift, rounded once, in `like`'s form; overwrites `values` if `own`."""
+    """Returns `values` [groups, n, C, ...] * scale + shift, rounded once, like `like`; `own`: overwrites `values`."""
     # Not a view, because later ops such as activations may change it in place.
     if torch.compiler.is_compiling():  # torch.compile refuses `out`, and fuses this anyway
         return torch.addcmul(shift, values, scale).flatten(0, 1).to(like.dtype).clone()
@@ -92,7 +92,7 @@ class NormPass(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, mean: Tensor, inverse: Tensor, counts: Tensor | int, held: Held, weight: Tensor | None,
+        ctx: Any, mean: Tensor, inverse: Tensor, counts: Tensor | int, held: PassGroups, weight: Tensor | None,
         bias: Tensor | None, *parts: Tensor,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         """`mean` and `inverse` deviation are [groups, C]; `counts`, values per channel, are int or [groups, 1, 1]."""
@@ -112,7 +112,7 @@ class NormPass(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         """Returns the gradients of weight, bias and parts; a collective if processes share groups."""
         mean, inverse, weight, bias, *parts = ctx.saved_tensors
-        held: Held = ctx.held
+        held: PassGroups = ctx.held
         if torch.is_grad_enabled() and held.add_up is None:
             return _differentiable(held, weight, bias, parts, gradients)
         sums = torch.zeros(mean.shape[0], 2, mean.shape[1], dtype=mean.dtype, device=mean.device)
@@ -143,8 +143,8 @@ class NormPass(torch.autograd.Function):
         return (None, None, None, None, weight_gradient, bias_gradient, *inputs)
 
 
-def _centred(part: Tensor, mean: Tensor, held: Held) -> tuple[Tensor, Tensor]:
-    """Returns a part [groups, n, C, ...] minus its rounded mean, if groups are shared, and the rest of the mean."""
+def _centred(part: Tensor, mean: Tensor, held: PassGroups) -> tuple[Tensor, Tensor]:
+    """Returns [groups, n, C, ...] minus the rounded mean, and its rounding error; unshared: unchanged, and the mean."""
     values = in_groups(part, len(mean))
     if held.add_up is None:
         return values, mean
@@ -153,9 +153,9 @@ def _centred(part: Tensor, mean: Tensor, held: Held) -> tuple[Tensor, Tensor]:
 
 
 def _differentiable(
-    held: Held, weight: Tensor | None, bias: Tensor | None, parts: Sequence[Tensor], gradients: Sequence[Tensor]
+    held: PassGroups, weight: Tensor | None, bias: Tensor | None, parts: Sequence[Tensor], gradients: Sequence[Tensor]
 ) -> tuple[Tensor | None, ...]:
-    """Returns the same gradients, differentiable, by torch's kernel for each group."""
+    """Returns the gradients of `NormPass.backward`, differentiable, from torch's kernel for each group."""
 
     def groups_of(tensors: Sequence[Tensor]) -> list[Tensor]:
         pairs = zip(tensors, held.places, strict=True)

@@ -1,8 +1,8 @@
 """Sums over the processes of one machine through shared memory.
 
 Each process has two slots that alternate, and a semaphore for each other process that signals a filled slot. All
-processes add all slots in the order of ranks, so all get equal bits. Before a process fills a slot again, it has waited
-for all others in the sum between, so they have read the slot.
+processes add all slots in the order of ranks, so all get equal bits. Between two uses of a slot lies another sum, in
+which the process waits for all others; therefore all have read a slot before it is filled again.
 
 POSIX requires sem_post and sem_wait to synchronize memory between processes (release and acquire in glibc, on ARM as on
 x86); no plain load or store serves as a flag.
@@ -49,7 +49,7 @@ class _Timespec(ctypes.Structure):
 
 
 class SharedSums:
-    """This process's side of a sequence of sums; concurrent sequences each need their own object.
+    """This process's part in sums over processes, one after another; concurrent sums need separate objects.
 
     Attributes:
         slot_bytes: the size of each slot.
@@ -155,17 +155,17 @@ class SharedSums:
         for _ in range(self._tries):
             if not _QUICK.sem_trywait(semaphore):
                 return
-        while not _came(semaphore):
-            if self._has_gone(place):
+        while not _wait_for_post(semaphore):
+            if self._has_ended(place):
                 if not _QUICK.sem_trywait(semaphore):  # the process has posted, then ended
                     return
-                raise RuntimeError(f"remote process exited: rank {self._ranks[place]}, which shared this memory")
+                raise RuntimeError(f"remote process exited: rank {self._ranks[place]}, on this machine")
             if time.monotonic() - began > self._timeout_s:
                 what = f"Timed out waiting for rank {self._ranks[place]}, silent for {self._timeout_s:.0f} s"
                 raise RuntimeError(what)
         self._tries = tries_after(self._tries, time.monotonic() - began)
 
-    def _has_gone(self, place: int) -> bool:
+    def _has_ended(self, place: int) -> bool:
         try:
             fcntl.lockf(self._file, fcntl.LOCK_SH | fcntl.LOCK_NB, 1, place)
         except BlockingIOError:
@@ -185,7 +185,7 @@ def tries_after(tries: int, waited_s: float) -> int:
 
 def machines_of_group(world: World, group: Any = None) -> list[list[int]] | str:
     """Returns the ranks that can share memory, by machine, or the reason why none can; a collective."""
-    answers = gather_plain(_machine(), world, group)
+    answers = gather_plain(_machine_key(), world, group)
     if not any(answers):
         return "this system supports no anonymous shared memory with semaphores"
     machines: dict[Any, list[int]] = {}
@@ -197,16 +197,16 @@ def machines_of_group(world: World, group: Any = None) -> list[list[int]] | str:
 def share_within(
     machines: list[list[int]], world: World, group: Any = None, slot_bytes: int = SLOT_BYTES
 ) -> SharedSums | str | None:
-    """Returns the sums of this process's machine, None for a single process, or the reason why not; a collective."""
+    """Returns the sums of this machine, None if it has one process, or why memory can't be shared; a collective."""
     mine = next(ranks for ranks in machines if world.rank in ranks)
     place, size = mine.index(world.rank), len(mine)
-    file, offer = _offered(size, slot_bytes) if size > 1 and place == 0 else (None, {})
+    file, offer = _create_memory(size, slot_bytes) if size > 1 and place == 0 else (None, {})
     offers = gather_plain(offer, world, group)
     offer = offers[dist.get_process_group_ranks(group).index(mine[0])]
     sums, lacks = None, offer.get("lacks", "")
     if size > 1 and not lacks:
         try:
-            file = file or _opened(offer)
+            file = file or _open_memory(offer)
             sums = SharedSums(file, mine, place, slot_bytes, world.collective_timeout_s or _PATIENCE_S)
         except (OSError, ValueError) as error:
             lacks = f"rank {world.rank} can't share memory: {error}"
@@ -216,7 +216,7 @@ def share_within(
     return lacks or sums
 
 
-def _machine() -> str:
+def _machine_key() -> str:
     """Returns a text that is equal on processes that can open each other's memory; empty if unknown."""
     if not hasattr(os, "memfd_create") or not hasattr(_LIBC, "sem_clockwait"):
         return ""
@@ -230,7 +230,7 @@ def _slots_begin(size: int) -> int:
     return -(-_PLACE_BYTES * size * size // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
-def _offered(size: int, slot_bytes: int) -> tuple[Any, dict[str, Any]]:
+def _create_memory(size: int, slot_bytes: int) -> tuple[Any, dict[str, Any]]:
     """Creates shared memory; returns its file, and either how other processes open it or why there is none."""
     name = _MEMFD + secrets.token_hex(8)
     try:
@@ -241,7 +241,7 @@ def _offered(size: int, slot_bytes: int) -> tuple[Any, dict[str, Any]]:
     return file, {"pid": os.getpid(), "file": file.fileno(), "name": name}
 
 
-def _opened(offer: dict[str, Any]) -> Any:
+def _open_memory(offer: dict[str, Any]) -> Any:
     """Opens another process's memory. Raises OSError or ValueError."""
     path = Path(f"/proc/{offer['pid']}/fd/{offer['file']}")
     # Checked before opening, because the descriptor may have become any other file.
@@ -250,7 +250,7 @@ def _opened(offer: dict[str, Any]) -> Any:
     return path.open("r+b", buffering=0)
 
 
-def _came(semaphore: ctypes.c_void_p) -> bool:
+def _wait_for_post(semaphore: ctypes.c_void_p) -> bool:
     """Sleeps until another process posts (returns True), a signal arrives or _LOOK_NS have passed (False)."""
     seconds, nanoseconds = divmod(time.monotonic_ns() + _LOOK_NS, 1_000_000_000)
     until = ctypes.byref(_Timespec(seconds, nanoseconds))

@@ -129,7 +129,7 @@ class SeedRng(nn.Module):
         np.random.seed(seed & 0xFFFFFFFF)
 
 
-def _draws(op: Op) -> bool:
+def _is_random_op(op: Op) -> bool:
     if op.module is not None:
         return any(map(_is_random, op.module.modules()))
     if op.node is None or not ("dropout" in _word(op) or _word(op) == _DEPTH):
@@ -164,13 +164,13 @@ class Builder:
             getattr(self._root, kind).update(getattr(graph.traced, kind))
 
     def build(self, *, training: bool) -> fx.GraphModule:
-        """Builds the graph, which converts the outputs for the loss, or gathers them for evaluation."""
+        """Builds the graph; its outputs have the loss's layout in training, and are gathered in evaluation."""
         loss = self._ops[LOSS]
         for number, node in enumerate(self._traced.graph.nodes):
             if node.op == "placeholder":
                 self._copied[node] = self._graph.placeholder(node.name)
             elif node.op == "output":
-                outputs = fx.map_arg(node.args[0], lambda n: self._given(n, loss, whole_output=not training))
+                outputs = fx.map_arg(node.args[0], lambda n: self._converted_source(n, loss, whole_output=not training))
                 self._graph.output(outputs)
             else:
                 self._copied[node] = self._copy(node, number, training=training)
@@ -179,9 +179,9 @@ class Builder:
     def _copy(self, node: fx.Node, number: int, *, training: bool) -> fx.Node:
         op = self._ops[self._names[node]]
         letters = self._letters[op.name]
-        args = fx.map_arg(node.args, lambda source: self._given(source, op))
-        kwargs = fx.map_arg(node.kwargs, lambda source: self._given(source, op))
-        if training and (_draws(op) or (op.kind == "opaque" and bool(op.extents) and not op.reads_attribute)):
+        args = fx.map_arg(node.args, lambda source: self._converted_source(source, op))
+        kwargs = fx.map_arg(node.kwargs, lambda source: self._converted_source(source, op))
+        if training and (_is_random_op(op) or (op.kind == "opaque" and bool(op.extents) and not op.reads_attribute)):
             alike = {"r", "c"} if _word(op) == _DEPTH else {"r"}
             axes = tuple(axis for axis, letter in enumerate(letters) if letter not in alike)
             self._call(f"draws_{number}", SeedRng(number, self._grid.place(axes), self._grid), ())
@@ -203,7 +203,7 @@ class Builder:
         self._root.add_module(name, module)
         return self._graph.call_module(name, args, kwargs or {})
 
-    def _given(self, source: fx.Node, reader: Op, *, whole_output: bool = False) -> fx.Node:
+    def _converted_source(self, source: fx.Node, reader: Op, *, whole_output: bool = False) -> fx.Node:
         """Returns the node for a source, converted to the reader's layout if needed; equal conversions are shared."""
         giver = self._ops[self._names.get(source, INPUT)]
         if not giver.extents:
@@ -234,7 +234,7 @@ class SplitNetwork(nn.Module):
         self._whole = (model,)
         dims = train.ops[train.ops[LOSS].sources[0]].extent.dims
         self.classes = dims[-1] if len(dims) > 1 else 0  # number of classes in the network's output
-        self.draws = any(_draws(op) for op in train.ops.values())  # True if an op draws random numbers in training
+        self.draws = any(_is_random_op(op) for op in train.ops.values())  # in training
         self.layouts = parameter_layouts(train, letters)  # by parameter and buffer
         tensors = {name: one for name, one in model.state_dict(keep_vars=True).items() if isinstance(one, Tensor)}
         # The graph reads a shared tensor under only one of its names.

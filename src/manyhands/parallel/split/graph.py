@@ -92,7 +92,7 @@ class Graph:
             op for op in self.ops.values() if fnmatch.fnmatchcase(op.name, pattern) or op.name.startswith(pattern + ".")
         ]
 
-    def keep_classes(self, reason: str = "the search splits classes only for cross-entropy") -> None:
+    def refuse_sharded_classes(self, reason: str = "the search splits classes only for cross-entropy") -> None:
         self.ops[LOSS].letters["o"] = reason
 
     def edges(self) -> Iterator[tuple[Op, Op, int]]:
@@ -161,7 +161,7 @@ class _Tracer(fx.Tracer):
 def trace(
     model: nn.Module, leaves: Callable[[nn.Module], bool], inputs: tuple[str, ...] = ("x",)
 ) -> tuple[fx.GraphModule, dict[str, str]]:
-    """Returns the network's graph in its current mode (training or not), and by path why modules can't be traced."""
+    """Returns the network's graph in its current mode, and the reasons, by path, why modules can't be traced."""
     tracer = _Tracer(leaves, inputs)
     try:
         graph = tracer.trace(model)
@@ -170,7 +170,7 @@ def trace(
     try:
         graph.lint()
         traced = fx.GraphModule(model, graph)
-        out_of_place(traced)
+        make_out_of_place(traced)
         graph.eliminate_dead_code()
         traced.recompile()
     except Exception as error:  # noqa: BLE001 - such as values of an earlier trace, kept in the network itself
@@ -186,8 +186,8 @@ def _one_op(model: nn.Module, reason: str) -> tuple[fx.GraphModule, dict[str, st
     return fx.GraphModule(root, graph), {"whole": reason.partition("\n")[0]}
 
 
-def out_of_place(traced: fx.GraphModule) -> None:
-    """Replaces in-place ops, because other ops may share their input; later readers read the result."""
+def make_out_of_place(traced: fx.GraphModule) -> None:
+    """Replaces in-place ops, because other ops may read their input; later readers of it read the op's result."""
     place = {node: number for number, node in enumerate(traced.graph.nodes)}
     for node in traced.graph.nodes:
         if _changes_its_input(traced, node) and isinstance(node.args[0], fx.Node):

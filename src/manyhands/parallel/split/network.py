@@ -52,7 +52,7 @@ def split(model: nn.Module, world: World, request: ModeRequest) -> PlannedNetwor
     model.eval()
     evaluated = tracing.describe_network(model, request.picture)
     model.train()
-    tracing.cut_alike(graph.ops, evaluated.ops)
+    tracing.refuse_training_only_letters(graph.ops, evaluated.ops)
     letters = strategy.resolve(plan, graph)
     rest = {name: ("r",) * len(plan.mesh.axes) for name in evaluated.ops}
     network = execute.SplitNetwork(model, graph, evaluated, {**rest, **letters}, Grid(plan.mesh, world)).train()
@@ -71,5 +71,5 @@ def _shard_loss(graph: Graph, request: ModeRequest) -> Graph | None:
         found = describe_loss(request.loss, output.extent.dims[1], output.dtype, request.picture.device)
     if isinstance(found, Graph):
         return found
-    graph.keep_classes(found)
+    graph.refuse_sharded_classes(found)
     return None

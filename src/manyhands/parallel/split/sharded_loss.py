@@ -19,7 +19,7 @@ from manyhands.parallel.mesh.placement import WHOLE
 from manyhands.parallel.network import LossFn
 from manyhands.parallel.split import execute, tracing
 from manyhands.parallel.split.graph import INPUT, LOSS, Graph, Loop, Op, name_nodes, trace
-from manyhands.parallel.split.rules.functions import MAXIMA, largest, reduced
+from manyhands.parallel.split.rules.functions import MAXIMA, largest, reduced_dims
 
 # (output [n, C], labels int64 [n]) -> the loss of each sample [n, …], or the mean loss [].
 CustomLoss = Callable[[Tensor, Tensor], Tensor]
@@ -37,7 +37,7 @@ class _Traced(nn.Module):
 
 
 def describe_loss(function: CustomLoss, classes: int, dtype: torch.dtype, device: torch.device) -> Graph | str:
-    """Returns a loss over `classes` classes as a graph of ops that can be sharded, or the reason why there is none."""
+    """Returns a loss over `classes` classes as a graph of ops that can be sharded, or why they can't be."""
     traced, unseen = trace(_Traced(function), lambda _: False, ("output", "labels"))
     if unseen:
         return f"{WHOLE_CLASSES}; this loss can't be traced ({next(iter(unseen.values()))})"
@@ -52,19 +52,19 @@ def describe_loss(function: CustomLoss, classes: int, dtype: torch.dtype, device
         why = str(error).partition("\n")[0]
         return f"{WHOLE_CLASSES}; this loss fails on {tracing.FEWER} or {tracing.SAMPLES} samples ({why})"
     names = name_nodes(traced)
-    ops, _ = tracing.describe_ops(traced, names, many, few, _begin)
+    ops, _ = tracing.describe_ops(traced, names, many, few, _describe_input)
     result = next(node for node in traced.graph.nodes if node.op == "output").args[0]
     if not isinstance(result, fx.Node) or not ops[names[result]].extents:
         return f"{WHOLE_CLASSES}; this loss returns no tensor"
     ops[LOSS] = Op(LOSS, LOSS, sources=(names[result],), tied=LOSS, letters={"r": Loop((WHOLE,), WHOLE)})
     for op in ops.values():
-        _let_maxima_be_cut(op, ops)
+        _allow_sharded_maximum(op, ops)
     graph = Graph(ops, traced, tracing.SAMPLES, (classes,))
     letters = shard_classes(graph)
     return letters if isinstance(letters, str) else graph
 
 
-def _begin(given: Op) -> None:
+def _describe_input(given: Op) -> None:
     """Allows sharded classes for the output; the labels are replicated."""
     given.letters = {"r": Loop((), WHOLE)}
     if given.name == INPUT:
@@ -101,12 +101,12 @@ def _name_maxima(traced: fx.GraphModule) -> None:
     traced.recompile()
 
 
-def _let_maxima_be_cut(op: Op, ops: dict[str, Op]) -> None:
+def _allow_sharded_maximum(op: Op, ops: dict[str, Op]) -> None:
     """Allows a maximum over sharded classes: the maximum of the local maxima of all processes."""
     if op.node is None or op.node.target not in MAXIMA or len(op.sources) != 1:
         return
     source = ops[op.sources[0]]
-    if source.feature and source.feature in (reduced(op, len(source.extent.dims)) or ()):
+    if source.feature and source.feature in (reduced_dims(op, len(source.extent.dims)) or ()):
         op.letters["i"] = Loop((source.feature,), WHOLE, length=source.extent.dims[source.feature])
 
 
@@ -129,7 +129,7 @@ def shard_classes(graph: Graph) -> dict[str, str] | str:
 
 
 def _sharded_loss(graph: Graph, axes: tuple[int, ...], grid: Grid) -> Callable[[Tensor, Tensor], Tensor]:
-    """Returns the loss of output [n, c], with classes sharded over `axes`, and labels [n]; equal on all processes."""
+    """Returns a function of output [n, c], with classes sharded over `axes`, and labels [n]; results are all equal."""
     chosen = shard_classes(graph)
     assert isinstance(chosen, dict)
     every = range(len(grid.mesh.axes))

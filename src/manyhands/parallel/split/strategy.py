@@ -93,20 +93,20 @@ def from_mindspore(kind: str, tuples: tuple[tuple[int, ...], ...], mesh: Mesh, w
     convolution's [outputs, inputs, height, width]. For ops without a weight the first tuple decides. Raises UserError.
     """
     letters: dict[int, str] = {}
-    for letter, count in _pieces(kind.lower(), tuples, where).items():
+    for letter, count in _counts_by_letter(kind.lower(), tuples, where).items():
         free = [axis for axis, size in enumerate(mesh.sizes) if axis not in letters and size > 1]
         counts = range(len(free) + 1)  # one axis before several
         subsets = itertools.chain.from_iterable(itertools.combinations(free, number) for number in counts)
         in_order = sorted(subsets, key=lambda axes: (len(axes), axes[::-1]))
         axes = next((axes for axes in in_order if mesh.parts(axes) == count), None)
         if axes is None:
-            hints = ("change --mesh",)
-            raise UserError(f"no unused axes of the mesh {mesh} multiply to {count} pieces", where, hints)
+            what = f"{count} pieces are needed, but no combination of unused axes of the mesh {mesh} has that size"
+            raise UserError(what, where, ("change --mesh",))
         letters |= dict.fromkeys(axes, letter)
     return {axis: letters.get(axis, "r") for axis in range(len(mesh.axes))}
 
 
-def _pieces(kind: str, tuples: tuple[tuple[int, ...], ...], where: str) -> dict[str, int]:
+def _counts_by_letter(kind: str, tuples: tuple[tuple[int, ...], ...], where: str) -> dict[str, int]:
     if kind not in _WEIGHTED:
         first, last = tuples[0], tuples[-1]
         if set(first[2:]) - {1}:
@@ -167,7 +167,7 @@ def resolve(plan: Plan, graph: Graph, where: str = "plan") -> dict[str, tuple[st
 
 
 def strategies(plan: Plan, graph: Graph, where: str = "plan") -> dict[str, tuple[str, dict[int, str]]]:
-    """Returns (pattern, letters by axis index) for each op that a plan names. Raises UserError for a misfit."""
+    """Returns (pattern, letters by axis index) for each op named in a plan. Raises UserError: a pattern doesn't fit."""
     said: dict[str, tuple[str, dict[int, str]]] = {}
     for pattern, text in plan.ops.items():
         ops = graph.matching(pattern)
@@ -177,9 +177,9 @@ def strategies(plan: Plan, graph: Graph, where: str = "plan") -> dict[str, tuple
             raise UserError(f"the network has no op {pattern}", where, (hint or f"choose from the ops {names} …",))
         unkept: dict[str, str] = {}
         for op in ops:
-            strategy = _read(text, op, graph, plan.mesh, f"{where}, {pattern}")
+            strategy = _parse_for_op(text, op, graph, plan.mesh, f"{where}, {pattern}")
             exact = len(ops) == 1 or op.name == pattern
-            chosen = {axis: _known(op, letter, exact=exact) for axis, letter in strategy.items()}
+            chosen = {axis: _letter_for_op(op, letter, exact=exact) for axis, letter in strategy.items()}
             said[op.name] = (pattern, {axis: letter for axis, letter in chosen.items() if letter})
             unkept[op.name] = "".join(strategy[axis] for axis, letter in chosen.items() if not letter)
         refused = [one for one in "".join(unkept.values()) if all(one in letters for letters in unkept.values())]
@@ -191,13 +191,13 @@ def strategies(plan: Plan, graph: Graph, where: str = "plan") -> dict[str, tuple
     return said
 
 
-def _read(text: str, op: Op, graph: Graph, mesh: Mesh, where: str) -> dict[int, str]:
+def _parse_for_op(text: str, op: Op, graph: Graph, mesh: Mesh, where: str) -> dict[int, str]:
     if not is_tuples(text):
         return parse_strategy(text, mesh, where)
     tuples = parse_tuples(text, where)
     letters = from_mindspore(op.kind, tuples, mesh, where)
     if op.module is not None and op.kind in {"linear", "conv"}:
-        return letters  # the tuples include the parameters, and `_pieces` has compared them
+        return letters  # the tuples include the parameters, and `_counts_by_letter` has compared them
     if any(not isinstance(op.letters.get(letter), Loop) for letter in letters.values()):
         return letters  # refused later, with a reason
     allowed = f"split the op by {', '.join(op.allowed())}, such as n@{mesh.names[0]}"
@@ -230,8 +230,8 @@ def _pieces_read(op: Op, graph: Graph, letters: list[str], mesh: Mesh) -> list[t
     return found
 
 
-def _known(op: Op, letter: str, *, exact: bool) -> str:
-    """Returns the letter; unless `exact`, the letter with the same meaning for this op, or an empty string."""
+def _letter_for_op(op: Op, letter: str, *, exact: bool) -> str:
+    """Returns `letter`; unless `exact`, the op's letter of the same meaning, or "" if the op has none."""
     if exact or letter in op.letters:
         return letter
     return "c" if letter in {"o", "c"} and "c" in op.letters else ""

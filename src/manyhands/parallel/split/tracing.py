@@ -1,4 +1,4 @@
-"""Builds the graph of a network: traces it, runs it on three and on two random samples, and applies the rules."""
+"""Builds a network's graph: traces it, compares runs on 3 and 2 samples to find ops that mix them, applies rules."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -54,14 +54,14 @@ def describe_network(model: nn.Module, picture: Tensor) -> Graph:
     """
     traced, unseen = trace(model, lambda module: type(module) in _of_users or isinstance(module, _BatchNorm))
     names = name_nodes(traced)
-    many, few = _try(traced, model, picture)
+    many, few = _run(traced, model, picture)
     ops, ties = describe_ops(traced, names, many, few)
     graph = Graph(ops, traced, SAMPLES, tuple(picture.shape))
     _add_loss(graph, traced, names)
-    ties += cut_with_readers(ops)
-    shared = sharing(ops)
+    ties += allow_sharded_operands(ops)
+    shared = pairs_with_shared_tensors(ops)
     tie_all(ops, [*ties, *shared])
-    refuse_two_ways(ops)
+    refuse_conflicting_letters(ops)
     graph.notes = _notes(graph, unseen)
     graph.parameters = dict(model.named_parameters())
     return graph
@@ -76,7 +76,8 @@ def describe_ops(
 ) -> tuple[dict[str, Op], list[tuple[str, str]]]:
     """Returns the ops of a network or a loss by name, and pairs of ops that must have equal letters.
 
-    `many`, `few`: each node's values for `SAMPLES` and `FEWER` samples. `begin` describes an input; None: samples.
+    `many`, `few`: each node's values for `SAMPLES` and `FEWER` samples. `begin` sets an input's letters; None:
+    the input holds samples.
     """
     ops: dict[str, Op] = {INPUT: Op(INPUT, tied=INPUT)}
     ties: list[tuple[str, str]] = []
@@ -91,13 +92,13 @@ def describe_ops(
         # Ops that read a batch size or a tuple must be sharded like the op that returns it.
         ties += [(one.name, op.name) for one in reads if len(one.extents) > 1 or (one.batched and not one.extents)]
         if node.op == "placeholder":
-            (begin or _begin)(op)
+            (begin or _describe_input)(op)
         else:
             _set_letters(op, [ops[name] for name in op.sources])
     return ops, ties
 
 
-def _begin(samples: Op) -> None:
+def _describe_input(samples: Op) -> None:
     samples.letters = {"n": Loop((), 0), "r": Loop((), WHOLE)}
 
 
@@ -123,7 +124,7 @@ class _Trial(fx.Interpreter):
         return super().call_function(target, args, kwargs)
 
 
-def _try(traced: fx.GraphModule, model: nn.Module, picture: Tensor) -> tuple[dict[fx.Node, Any], dict[fx.Node, Any]]:
+def _run(traced: fx.GraphModule, model: nn.Module, picture: Tensor) -> tuple[dict[fx.Node, Any], dict[fx.Node, Any]]:
     modes = {module: module.training for module in model.modules()}
     generator = torch.Generator().manual_seed(0)
     samples = torch.rand(SAMPLES, *picture.shape, generator=generator).to(picture)
@@ -139,7 +140,7 @@ def _try(traced: fx.GraphModule, model: nn.Module, picture: Tensor) -> tuple[dic
 
 
 def run_twice(traced: fx.GraphModule, inputs: tuple[Tensor, ...]) -> tuple[dict[fx.Node, Any], dict[fx.Node, Any]]:
-    """Returns each node's values for `SAMPLES` samples and for the last `FEWER` of them (a view, if both agree)."""
+    """Returns each node's values for `SAMPLES` samples, and for the last `FEWER` of them, as a view if equal."""
     many, few = _Trial(traced), _Trial(traced)
     many.args_iter, few.args_iter = iter(inputs), iter([_last(one, 1) for one in inputs])
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
@@ -210,7 +211,7 @@ def _rows(many: Tensor, few: Tensor) -> int:
 
 
 def _last(many: Tensor, rows: int) -> Tensor:
-    """Returns the rows of the last `FEWER` samples; the first are equal under a running sum or a recurrent layer."""
+    """Returns the last `FEWER` samples' rows: the first samples don't reveal that a running sum mixes samples."""
     return many[len(many) - rows * FEWER :]
 
 
@@ -311,7 +312,7 @@ def _word(op: Op) -> str:
 # A parameter that several ops read has one layout, which must fit all these ops.
 
 
-def sharing(ops: dict[str, Op]) -> list[tuple[str, str]]:
+def pairs_with_shared_tensors(ops: dict[str, Op]) -> list[tuple[str, str]]:
     """Returns pairs of ops that use the same parameter or buffer and therefore have equal placements."""
     first: dict[int, str] = {}
     pairs: list[tuple[str, str]] = []
@@ -323,7 +324,7 @@ def sharing(ops: dict[str, Op]) -> list[tuple[str, str]]:
     return pairs
 
 
-def cut_with_readers(ops: dict[str, Op]) -> list[tuple[str, str]]:
+def allow_sharded_operands(ops: dict[str, Op]) -> list[tuple[str, str]]:
     """Allows sharding of parameters that matrix products read, directly or transposed; returns pairs of tied ops."""
     ties: list[tuple[str, str]] = []
     readers: dict[str, list[tuple[Op, int]]] = {}
@@ -332,20 +333,20 @@ def cut_with_readers(ops: dict[str, Op]) -> list[tuple[str, str]]:
             readers.setdefault(name, []).append((op, place))
     for op in reversed(list(ops.values())):
         reading = readers.get(op.name, [])
-        if not _may_be_cut(op, ops) or not all(_wants_pieces(reader) for reader, _ in reading) or not reading:
+        if not _is_parameter(op, ops) or not all(_can_read_shards(reader) for reader, _ in reading) or not reading:
             continue
         for letter in ("o", "i"):
-            op.letters[letter] = _as_wanted(op, letter, reading)
+            op.letters[letter] = _placement_for_readers(op, letter, reading)
         ties += [(op.name, reader.name) for reader, _ in reading]
     return ties
 
 
-def _may_be_cut(op: Op, ops: dict[str, Op]) -> bool:
+def _is_parameter(op: Op, ops: dict[str, Op]) -> bool:
     """Returns True for a parameter and for a transposed parameter."""
     if op.reads_attribute:
         return isinstance(op.parameters()[""], nn.Parameter)
     source = ops[op.sources[0]] if len(op.sources) == 1 else None
-    return source is not None and source.reads_attribute and _order(op) is not None and _may_be_cut(source, ops)
+    return source is not None and source.reads_attribute and _order(op) is not None and _is_parameter(source, ops)
 
 
 def _order(op: Op) -> list[int] | None:
@@ -361,13 +362,13 @@ def _order(op: Op) -> list[int] | None:
     return [1, 0] if node.target is getattr and node.args[1:] in {("T",), ("mT",)} else None
 
 
-def _wants_pieces(reader: Op) -> bool:
+def _can_read_shards(reader: Op) -> bool:
     """Returns True for products that can be sharded, and for transposed parameters that such products read."""
     offered = {"o", "i"} & set(reader.letters)
     return bool(offered) and (reader.kind == "matmul" or _order(reader) is not None)
 
 
-def _as_wanted(op: Op, letter: str, reading: list[tuple[Op, int]]) -> Loop | str:
+def _placement_for_readers(op: Op, letter: str, reading: list[tuple[Op, int]]) -> Loop | str:
     """Returns a parameter's placement that fits all its readers under one letter, or the reason why there is none."""
     sides: set[Side] = set()
     for reader, place in reading:
@@ -391,7 +392,7 @@ def _as_wanted(op: Op, letter: str, reading: list[tuple[Op, int]]) -> Loop | str
     )
 
 
-def refuse_two_ways(ops: dict[str, Op]) -> None:
+def refuse_conflicting_letters(ops: dict[str, Op]) -> None:
     """Refuses letters under which two ops would shard a shared parameter differently."""
     users: dict[int, list[tuple[Op, str]]] = {}
     for op in ops.values():
@@ -401,7 +402,7 @@ def refuse_two_ways(ops: dict[str, Op]) -> None:
         first, own = sharing_it[0]
         for other, name in sharing_it[1:]:
             for letter in {*first.letters, *other.letters}:
-                if _cut(first, own, letter) != _cut(other, name, letter):
+                if _sharding_of(first, own, letter) != _sharding_of(other, name, letter):
                     reason = f"{first.name} and {other.name} share a parameter, but would split differently"
                     first.letters[letter] = other.letters[letter] = reason
     for op in ops.values():
@@ -411,7 +412,7 @@ def refuse_two_ways(ops: dict[str, Op]) -> None:
                 other.letters.update({letter: reason for letter, reason in refused.items() if letter in other.letters})
 
 
-def _cut(op: Op, name: str, letter: str) -> Any:
+def _sharding_of(op: Op, name: str, letter: str) -> Any:
     """Returns how an op shards a parameter under a letter: (dimension, view, True if gradients are summed)."""
     loop = op.letters.get(letter)
     if not isinstance(loop, Loop):
@@ -419,8 +420,8 @@ def _cut(op: Op, name: str, letter: str) -> Any:
     return loop.cuts.get(name), op.views.get(name), name in loop.partial
 
 
-def cut_alike(training: dict[str, Op], evaluation: dict[str, Op]) -> None:
-    """Refuses letters of training under which evaluation can't read a sharded parameter."""
+def refuse_training_only_letters(training: dict[str, Op], evaluation: dict[str, Op]) -> None:
+    """Removes training's letters under which evaluation couldn't read a sharded parameter."""
     for name, op in evaluation.items():
         if op.reads_attribute and name in training:
             for letter, loop in training[name].letters.items():

@@ -1,4 +1,4 @@
-"""Rules of functions and of layers without parameters: elementwise ops, pooling, products, reductions."""
+"""Rules of functions and parameterless layers: elementwise, pooling, products, reductions. Letters: strategy.py."""
 
 import operator
 from collections.abc import Mapping
@@ -68,7 +68,7 @@ def elementwise(op: Op, inputs: list[Op]) -> None:
 
 
 def _side(source: Op, op: Op, feature: int) -> Side:
-    """Returns a source's sharded dimension if the result's `feature` is sharded; broadcasting aligns the last ones."""
+    """Returns the source's dimension that is broadcast to the result's dimension `feature`, or SPREAD without one."""
     dim = feature - (len(op.extent.dims) - len(source.extent.dims))
     if dim < 0 or (source.extent.dims[dim] == 1 and op.extent.dims[feature] > 1):
         return SPREAD
@@ -207,7 +207,7 @@ def _dims_of_right(target: Any, right: Op) -> tuple[int, int | None]:
 
 
 def _sides(inputs: list[Op], cut: Mapping[str, Side | None]) -> tuple[Side, ...]:
-    """Returns the side of each source; SPREAD if `cut` has none."""
+    """Returns the side of each source that `cut` has for its name, else SPREAD."""
     sides: list[Side | None] = [cut.get(one.name) for one in inputs]
     return tuple(SPREAD if side is None else side for side in sides)
 
@@ -287,7 +287,7 @@ def reduction(op: Op, inputs: list[Op]) -> None:
     op.letters = whole_or_batch(op, inputs)
     if len(inputs) != 1 or op.node is None:
         return
-    source, dims = inputs[0], reduced(op, len(inputs[0].extent.dims))
+    source, dims = inputs[0], reduced_dims(op, len(inputs[0].extent.dims))
     feature, whole = source.feature, source.extent.dims
     if not feature or dims is None:
         return
@@ -302,7 +302,7 @@ def reduction(op: Op, inputs: list[Op]) -> None:
         op.letters["c"] = Loop((feature,), op.feature, length=whole[feature])
 
 
-def reduced(op: Op, dims: int) -> set[int] | None:
+def reduced_dims(op: Op, dims: int) -> set[int] | None:
     """Returns the reduced dimensions of a tensor with `dims` dimensions; None if they aren't constant."""
     if op.node is None:
         return None

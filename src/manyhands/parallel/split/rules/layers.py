@@ -1,4 +1,4 @@
-"""Rules of layers: attention, BatchNorm, convolutions, embeddings, linear layers, other normalization."""
+"""Rules of layers: attention, normalization, convolutions, embeddings, linear layers. Letters: strategy.py."""
 
 from typing import Any, Generic, TypeVar, cast
 
@@ -23,7 +23,7 @@ def _axes(letters: tuple[str, ...], letter: str) -> list[int]:
 
 
 class PartialLayer(nn.Module, Generic[Layer]):
-    """Base of layers that compute with a shard; outputs are summed over processes, and only the first adds the bias."""
+    """Base of layers that compute with a shard; outputs are summed over processes; only one adds the bias."""
 
     def __init__(self, layer: Layer, first: bool) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class PartialLayer(nn.Module, Generic[Layer]):
     def layer(self) -> Layer:
         return self._layer[0]
 
-    def own(self, bias: Tensor | None) -> Tensor | None:
+    def term_of_bias(self, bias: Tensor | None) -> Tensor | None:
         """Returns the bias [out] on the first process, zeros on the others."""
         return None if bias is None else bias * self._share
 
@@ -51,7 +51,7 @@ class SomeHeads(PartialLayer[nn.MultiheadAttention]):
         dropout = layer.dropout if layer.training else 0.0
         seen = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout)
         joined = seen.transpose(1, 2).reshape(batch, length, -1)
-        return F.linear(joined, layer.out_proj.weight, self.own(layer.out_proj.bias)), None
+        return F.linear(joined, layer.out_proj.weight, self.term_of_bias(layer.out_proj.bias)), None
 
 
 def _some_heads(op: Op, letters: tuple[str, ...], grid: Grid) -> nn.Module | None:
@@ -112,7 +112,7 @@ class PartialConvolution(PartialLayer[_ConvNd]):
 
     def forward(self, pictures: Tensor) -> Tensor:
         layer = self.layer
-        return layer._conv_forward(pictures, layer.weight, self.own(layer.bias))  # type: ignore[attr-defined]
+        return layer._conv_forward(pictures, layer.weight, self.term_of_bias(layer.bias))  # type: ignore[attr-defined]
 
 
 def _partial_convolution(op: Op, letters: tuple[str, ...], grid: Grid) -> nn.Module | None:
@@ -186,7 +186,7 @@ class PartialLinear(PartialLayer[nn.Linear]):
 
     def forward(self, features: Tensor) -> Tensor:
         layer = self.layer
-        return F.linear(features, layer.weight, self.own(layer.bias))
+        return F.linear(features, layer.weight, self.term_of_bias(layer.bias))
 
 
 def _partial_linear(op: Op, letters: tuple[str, ...], grid: Grid) -> nn.Module | None:
