@@ -105,7 +105,7 @@ wrap(Updater, "begin", before=lambda *given: vars(AT).update(step=given[-1], par
 wrap(Updater, "finish", before=lambda *given: vars(AT).update(step=given[-1], part="update"))
 wrap(Gradients, "step", after=lambda *_: act("stepped"))
 wrap(SharedSums, "_wait", before=wait_for_sums)
-wrap(NormGroups, "add_up", before=add_up)
+wrap(NormGroups, "all_reduce", before=add_up)
 wrap(folders, "commit", before=lambda *_: act("saving"), after=lambda *_: take_time())
 wrap(SyncGroup, "exchange", after=exchanged)
 wrap(SyncGroup, "gather", after=exchanged)

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from manyhands.parallel.replicas.batch_norm import group_batch_norms
 from manyhands.planner.collectives import BACKWARD, FORWARD, shares
-from manyhands.planner.cost import Setting, Work, piece_shape, predict, sketch
+from manyhands.planner.cost import Setting, Work, piece_shape, predict, sharding_problem
 from manyhands.planner.links import links_of
 from manyhands.planner.solve import evaluate
-from manyhands.planner.timing import OpTimes, Others
+from manyhands.planner.timing import OpTimes, OtherLoad
 from manyhands.sync.link_speeds import LinkSpeed
 from tests.planner.nets import chain, choices_of, graph_of, heavy, mesh_of, random_letters
 
@@ -36,7 +36,7 @@ def _setting(graph, sizes, **others):
 def test_a_chain_costs_the_same_in_the_problem_and_in_the_prediction(sizes, seed):
     setting = _setting(CHAIN, sizes, memory_limit_bytes=1e12)
     letters = random_letters(CHAIN, setting.mesh, random.Random(seed))
-    one = sketch(CHAIN, setting)
+    one = sharding_problem(CHAIN, setting)
     told = evaluate(one.problem, choices_of(one, letters))
     assert one.letters(told.choices) == letters
     predicted = predict(CHAIN, letters, setting)
@@ -72,7 +72,7 @@ def test_more_processes_compute_less_and_copies_as_much_as_one():
 
 
 def test_where_kernels_may_differ_nobody_computes_parameters_twice():
-    one = sketch(CHAIN, _setting(CHAIN, (2, 2), repeat=False))
+    one = sharding_problem(CHAIN, _setting(CHAIN, (2, 2), repeat=False))
     for ops, choices in zip(one.groups, one.choices, strict=True):
         learns = any(op.parameters() for op in ops)
         assert any("r" in letters for letters in choices) != learns
@@ -93,7 +93,7 @@ def test_groups_that_span_processes_cost_sums_in_both_directions():
 
 def test_ops_are_measured_once_and_scaled(tmp_path, monkeypatch):
     # What was measured while others were busy is measured anew once they aren't.
-    monkeypatch.setattr(Others, "share", lambda self: 0.0)
+    monkeypatch.setattr(OtherLoad, "share", lambda self: 0.0)
     times = OpTimes(budget_s=60.0, folder=tmp_path)
     work = Work(CHAIN, BATCH, 2, times)
     op, mesh = CHAIN.ops["3"], mesh_of((2,))

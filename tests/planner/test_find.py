@@ -18,7 +18,7 @@ from manyhands.parallel.plan import Plan, plan_from_plain
 from manyhands.parallel.split.strategy import resolve
 from manyhands.planner.choose import DATA_PARALLEL
 from manyhands.planner.collectives import shares
-from manyhands.planner.cost import Setting, Work, sketch
+from manyhands.planner.cost import Setting, Work, sharding_problem
 from manyhands.planner.device_models import REACHED_OPERATIONS, device_model
 from manyhands.planner.find import GAP, SearchRequest, digest, enough, fewer_counts, find, one_weird_trick
 from manyhands.planner.links import links_of
@@ -43,7 +43,7 @@ slow = links_at(12.5e6)
 def test_the_search_is_never_above_what_is_written_by_hand(graph, sizes):
     mesh = mesh_of(sizes)
     setting = Setting(Work(graph, 64, mesh.size, OpTimes(budget_s=0.0)), slow(mesh), shares(64, 0))
-    one = sketch(graph, setting)
+    one = sharding_problem(graph, setting)
     ((found,), _) = solve_all([one.problem], gap=GAP)
     hands = [Plan(mesh), Plan(mesh, default=f"r@{','.join(mesh.names)}")]
     written = [resolve(plan, graph) for plan in hands]

@@ -8,14 +8,14 @@ import torch
 from torch import nn
 
 from manyhands.planner import timing
-from manyhands.planner.timing import MOST_DAYS, OpTimes, Others, quickest
+from manyhands.planner.timing import MOST_DAYS, OpTimes, OtherLoad, quickest
 from manyhands.planner.trial import PlanCase, share_timing
 
 
 @pytest.fixture(autouse=True)
 def idle(monkeypatch):
     """Whatever else this machine does, and however little of it this process may use."""
-    monkeypatch.setattr(Others, "share", lambda self: 0.0)
+    monkeypatch.setattr(OtherLoad, "share", lambda self: 0.0)
     monkeypatch.setattr(timing, "cores", lambda: 1024.0)
 
 
@@ -118,7 +118,7 @@ def test_old_times_are_measured_anew(tmp_path):
 def test_what_a_busy_moment_gave_is_kept_no_longer_than_the_machine_is_busy(tmp_path, monkeypatch, now, seconds):
     op = Op()
     _kept(tmp_path, busy=0.6)
-    monkeypatch.setattr(Others, "share", lambda self: now)
+    monkeypatch.setattr(OtherLoad, "share", lambda self: now)
     times = OpTimes(folder=tmp_path)
     found = times.seconds("a", op.make, 1, 1)
     assert found == seconds if seconds else found < 7.0

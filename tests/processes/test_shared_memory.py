@@ -90,7 +90,7 @@ def _any_values(world):
     @given(st.sampled_from(list(channels)), st.integers(0, 3000), st.sampled_from(KINDS), st.integers(0, 99))
     def tried(slot_bytes, count, kind, seed):
         values = _values(seed, world.rank, count, kind)
-        channels[slot_bytes].add_up(values)
+        channels[slot_bytes].all_reduce(values)
         assert torch.equal(values, _in_order(seed, world.size, count, kind))
 
     tried()
@@ -107,7 +107,7 @@ def _several_at_once(world):
         for turn in range(150):
             count = 1 + (turn * 97 + number * 31) % 5000
             values = _values(turn + number, world.rank, count)
-            channels[number].add_up(values)
+            channels[number].all_reduce(values)
             if not torch.equal(values, _in_order(turn + number, world.size, count)):
                 wrong.append((number, turn))
 
@@ -142,12 +142,12 @@ def _crowded(world):
     sums = _opened(world)
     for turn in range(200):
         values = _values(turn, world.rank, 500)
-        sums.add_up(values)
+        sums.all_reduce(values)
         assert torch.equal(values, _in_order(turn, world.size, 500))
     before = time.process_time()
     if world.rank == 0:
         time.sleep(2)
-    sums.add_up(torch.ones(3))
+    sums.all_reduce(torch.ones(3))
     sums.close()
     return time.process_time() - before
 
@@ -164,7 +164,7 @@ def _some_elsewhere(world):
     if world.rank < 2:
         assert isinstance(found[1], SharedSums)
         values = _values(5, world.rank, 10)
-        found[1].add_up(values)
+        found[1].all_reduce(values)
         assert torch.equal(values, _in_order(5, 2, 10))
         found[1].close()
     return found[0], found[1] if isinstance(found[1], str) else ""
@@ -324,7 +324,7 @@ def _until_one_ends(folder, rank, machines, victim, how):
     put_on_machines(machines, world)
     if len(machines) == 1:
         ends = _opened(world)
-        act = functools.partial(ends.add_up, torch.ones(100))
+        act = functools.partial(ends.all_reduce, torch.ones(100))
     else:
         model = nn.Sequential(nn.Linear(300, 600), nn.Linear(600, 600), nn.Linear(600, 3))
         ends = data.apply(model, world, ModeRequest())
@@ -353,7 +353,7 @@ def _until_one_ends(folder, rank, machines, victim, how):
         file.write(f" {time.monotonic()} {raised.value}")
     if len(machines) == 1:
         with pytest.raises(RuntimeError, match="already released"):
-            ends.add_up(torch.ones(100))
+            ends.all_reduce(torch.ones(100))
     os._exit(7)  # as a worker leaves whose peer has gone
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from manyhands.core.errors import RunError
-from manyhands.sync.compress import LIBRARY, PORTABLE, compressor_named, compute_alike
+from manyhands.sync.compress import LIBRARY, PORTABLE, compressor_named, select_arithmetic
 from manyhands.sync.costs import mean_bytes, rank_shapes, value_bytes
 from manyhands.sync.exchange import SyncGroup, codec_named, drive, mean_of
 from manyhands.sync.local import LocalSteps, Pace
@@ -118,7 +118,7 @@ def _late(world, alike):
     compressor = compressor_named("lowrank", shapes, rank=2, seed=3, device="cpu", dtype=torch.float64)
     peers = SyncGroup(world.rank, world.size)
     if alike:
-        compute_alike([compressor], peers, torch.zeros(0, dtype=torch.float64))
+        select_arithmetic([compressor], peers, torch.zeros(0, dtype=torch.float64))
     count = 64 * 64 + 40
     nothing, residual = drive(compressor.average(torch.zeros(count, dtype=torch.float64), peers))
     values, missing = _own(world, count=count), []
@@ -350,9 +350,9 @@ OLDER = {"ATEN_CPU_CAPABILITY": "default", "MKL_ENABLE_INSTRUCTIONS": "SSE4_2"}
 FACTORS = """
 import hashlib, torch
 from manyhands.sync.compress import LowRank
-from manyhands.sync.compress import term_by_term
+from manyhands.sync.compress import portable_product
 thin, whole = LowRank([(64, 96)], 4, 1, "cpu"), torch.empty(64, 96)
-term_by_term(thin._known[0], torch.rand(len(thin._known[0]), 96, generator=torch.Generator().manual_seed(1)), whole)
+portable_product(thin._known[0], torch.rand(len(thin._known[0]), 96, generator=torch.Generator().manual_seed(1)), whole)
 parts = [thin._first[0][0], thin._first[1][0], thin._known[0], whole]
 print(*(hashlib.sha256(part.contiguous().numpy().tobytes()).hexdigest() for part in parts))
 """

@@ -12,7 +12,7 @@ from torchvision.models import resnet18
 from manyhands.config.job import Job, TrainOptions
 from manyhands.core.choices import load_choice
 from manyhands.core.errors import UserError
-from manyhands.sync.choose import choose, days_of, words_of
+from manyhands.sync.choose import choose, days_of, label_of
 from manyhands.sync.costs import FACTOR_VALUE_BYTES, Cost, LinkCase, batches, mean_bytes, rank_shapes, value_bytes
 from manyhands.sync.link_speeds import LinkSpeed, named_link
 from manyhands.sync.options import METHODS, SyncOptions
@@ -63,7 +63,7 @@ def test_exactness_may_cost_a_tenth_and_accuracy_half_or_two_minutes(case, wante
         if choice.chosen.method == LOCAL != cost.method:
             assert lost_s <= 0, "local steps are for those who gain by them"
         assert lost_s <= max(0.002, (share + 1e-7) * cost.step_s) or lost_s * case.steps < 120
-    assert words_of(choice.chosen) in choice.reason
+    assert label_of(choice.chosen) in choice.reason
     assert f"{case.link.bytes_per_s * 8e-6:.4g} Mbit/s" in choice.reason
 
 

@@ -63,7 +63,7 @@ class PlannedUpdate:
 
 
 def shares(batch: int, norm_group: int) -> ShareOf:
-    """Returns a function for equal shares of an update with one micro-batch; `norm_group` 0: no BatchNorm groups."""
+    """Returns a function for equal shares of an update of one micro-batch; `norm_group` 0: no BatchNorm groups."""
     return sharing(batch, norm_group, (0, batch))
 
 
@@ -88,7 +88,7 @@ def real_axes(axes: Sequence[int], mesh: Mesh) -> tuple[int, ...]:
 
 
 def _conversions(update: PlannedUpdate) -> Iterator[Collective]:
-    """Yields conversions between ops, once for equal readers; an op that reads only the size sends no gradient."""
+    """Yields conversions between ops, once for readers with equal layouts; readers of sizes send no gradient."""
     readers: dict[tuple[str, Layout, Layout], list[Op]] = {}
     for giver, reader, place in update.graph.edges():
         if giver.extents:

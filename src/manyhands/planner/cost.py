@@ -36,7 +36,7 @@ _LEAST_FACTOR, _MOST_FACTOR = 0.02, 50.0
 
 
 def part(sides: Sequence[Side], mesh: Mesh) -> float:
-    """Returns the fraction of a tensor's values on a process."""
+    """Returns the part of a tensor's values on a process."""
     return 1.0 / mesh.parts([axis for axis, side in enumerate(sides) if isinstance(side, int)])
 
 
@@ -46,7 +46,7 @@ def values(op: Op, batch: int) -> float:
 
 
 def parameter_part(op: Op, name: str, letters: tuple[str, ...], mesh: Mesh) -> float:
-    """Returns the fraction of a parameter's values on a process."""
+    """Returns the part of a parameter's values on a process."""
     return 1.0 / mesh.parts([axis for axis, loop in enumerate(loops_of(op, letters)) if name in loop.cuts])
 
 
@@ -101,7 +101,7 @@ class Work:
         return repr((self._kernel(op), reads, learns, op.batchwise, op.letters))
 
     def _kernel(self, op: Op) -> str:
-        """Describes the computation for the cache file, without memory addresses."""
+        """Returns a key for the op's computation in the cache file, without memory addresses."""
         target = getattr(op.node, "target", "")
         name = repr(op.module) if op.module is not None else getattr(target, "__name__", str(target))
         shapes = [tuple(tensor.shape) for tensor in op.parameters().values()]
@@ -121,7 +121,7 @@ class Work:
         moved = read + given * op.item_bytes + parameter_bytes(op, letters, mesh)
         # Measure the op before any estimate, because the rates follow from measurements.
         if (key := self.signature(op.name)) not in self._factors:
-            self._factors[key] = self._measured(op)
+            self._factors[key] = self._measured_ratio(op)
         work = operations(op, self._sources(op), self.batch) / cut
         forward = self._factors[key] * self.estimate(work, moved)
         return forward, forward * self._backward(op)
@@ -131,8 +131,8 @@ class Work:
             return 0.0
         return _BACKWARD if any(one.trains for one in self._sources(op)) else _BACKWARD / 2
 
-    def _measured(self, op: Op) -> float:
-        """Returns an op's measured time divided by the estimate; its kind's usual ratio if it can't be timed."""
+    def _measured_ratio(self, op: Op) -> float:
+        """Returns an op's measured time divided by its estimate, or its kind's usual ratio if it can't be timed."""
         runs = _runner(op, self._graph, self._piece)
         known = self._of_kind.setdefault(op.kind, [])
         usual = statistics.median(known) if known else 1.0
@@ -168,14 +168,14 @@ def _runner(op: Op, graph: Graph, batch: int) -> Callable[[], Callable[[], objec
 
     def make() -> Callable[[], object]:
         module = copy.deepcopy(op.module)
-        tensors = {source: _tensor(one, batch, device) for source, one in zip(node.all_input_nodes, reads, strict=True)}
+        tensors = {source: _input(one, batch, device) for source, one in zip(node.all_input_nodes, reads, strict=True)}
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: tensors[source])
-        return lambda: _once(module, node, args, kwargs, [*tensors.values()])
+        return lambda: _run_once(module, node, args, kwargs, [*tensors.values()])
 
     return make
 
 
-def _tensor(source: Op, batch: int, device: torch.device) -> Tensor:
+def _input(source: Op, batch: int, device: torch.device) -> Tensor:
     """Creates an input of an op: the network's parameter or buffer, random numbers, or zeros (valid indices)."""
     if source.reads_attribute:
         own = attribute(source.node).detach()
@@ -187,7 +187,7 @@ def _tensor(source: Op, batch: int, device: torch.device) -> Tensor:
     return torch.randn(dims, dtype=source.dtype, device=device, requires_grad=source.trains)
 
 
-def _once(module: Any, node: fx.Node, args: Any, kwargs: Any, inputs: list[Tensor]) -> None:
+def _run_once(module: Any, node: fx.Node, args: Any, kwargs: Any, inputs: list[Tensor]) -> None:
     with torch.random.fork_rng(devices=[]):
         if module is not None:
             result = module(*args, **kwargs)
@@ -221,20 +221,20 @@ class Setting:
     links: LinkSpeeds  # seconds of collectives, on a mesh
     share: Callable[[int, int], Share]  # see `PlannedUpdate.share`
     slots: int = 1  # values that the optimizer keeps for each parameter
-    overlap: float = 0.3  # fraction of the backward pass that can hide gradient collectives
+    overlap: float = 0.3  # part of the backward pass that can hide gradient collectives
     # whether processes may repeat ops with parameters; the copies drift apart if kernels vary the order of sums
     repeat: bool = True
     memory_limit_bytes: float | None = None  # per process
     scale: float = 1.0  # measured seconds of an update divided by the sum of its ops, if one was timed
-    # results of `once`, shared by settings that differ only in the mesh
+    # results of `cached`, shared by settings that differ only in the mesh
     known: dict[Any, Any] = field(default_factory=dict[Any, Any], compare=False, repr=False)
 
     @property
     def mesh(self) -> Mesh:
         return self.links.mesh
 
-    def once(self, function: "Callable[[Op, tuple[str, ...], Setting], T]", op: Op, letters: tuple[str, ...]) -> T:
-        """Caches a function of op and letters by cost; with equal links, only the parts per letter matter."""
+    def cached(self, function: "Callable[[Op, tuple[str, ...], Setting], T]", op: Op, letters: tuple[str, ...]) -> T:
+        """Calls `function`, cached for ops of equal cost; with equal links, only parts per letter matter, not axes."""
         alike: Any = self.mesh.sizes, letters
         if self.links.alike:
             parts: dict[str, int] = {}
@@ -303,7 +303,7 @@ def predict(graph: Graph, letters: Letters, setting: Setting) -> Prediction:
     """Predicts the cost of one update with this sharding, on the process with the most work."""
     mesh, links = setting.mesh, setting.links
     sent = PlannedUpdate(graph, letters, mesh, setting.work.batch, setting.share, mesh.size - 1).collectives()
-    owns = [setting.once(_op_cost, op, letters[op.name]) for op in graph.ops.values()]
+    owns = [setting.cached(_op_cost, op, letters[op.name]) for op in graph.ops.values()]
     gradients = sum(one.seconds(links) for one in sent if one.when == GRADIENTS)
     working = sum(one.work_seconds(links) for one in sent if one.when == GRADIENTS)
     hiding = setting.overlap * sum(own.hideable_seconds for own in owns)
@@ -323,8 +323,8 @@ Choices = tuple[tuple[str, ...], ...]
 
 
 @dataclass(frozen=True)
-class Sketch:
-    """A solver problem, and the meaning of its choices."""
+class LabelledProblem:
+    """A solver problem in plain numbers, and the ops and letters that its nodes and choices stand for."""
 
     problem: Problem  # as plain numbers
     groups: list[list[Op]]  # ops of each node, which have the same letters
@@ -341,7 +341,7 @@ Both = tuple[Layout, Layout]
 Fixed = Mapping[str, Mapping[int, str]]
 
 
-def sketch(graph: Graph, setting: Setting, fixed: Fixed | None = None) -> Sketch:
+def sharding_problem(graph: Graph, setting: Setting, fixed: Fixed | None = None) -> LabelledProblem:
     """Creates the problem of sharding a network over a mesh; `fixed` sets letters, by op and axis.
 
     A conversion for several readers of an op counts once for each reader here, because costs are between pairs of ops;
@@ -366,16 +366,16 @@ def sketch(graph: Graph, setting: Setting, fixed: Fixed | None = None) -> Sketch
             edges.append(Edge(a, b, *prices.between(giver, reader, place, choices[a], choices[b])))
     names = [ops[0].name for ops in groups]
     problem = Problem(nodes, edges, setting.memory_limit_bytes, setting.overlap, names)
-    return Sketch(problem, groups, choices)
+    return LabelledProblem(problem, groups, choices)
 
 
 def _choices(ops: list[Op], setting: Setting, pinned: Mapping[int, str]) -> Choices:
     letters = [letter for letter in ops[0].allowed() if all(letter in op.allowed() for op in ops)]
     ways = [[pinned[axis]] if axis in pinned else letters for axis in range(len(setting.mesh.axes))]
-    return tuple(taken for taken in itertools.product(*ways) if all(setting.once(_may, op, taken) for op in ops))
+    return tuple(taken for taken in itertools.product(*ways) if all(setting.cached(_valid, op, taken) for op in ops))
 
 
-def _may(op: Op, letters: tuple[str, ...], setting: Setting) -> bool:
+def _valid(op: Op, letters: tuple[str, ...], setting: Setting) -> bool:
     mesh = setting.mesh
     idle = mesh.parts(batch_axes(letters)) > setting.work.batch
     repeats = any(letter == "r" and mesh.sizes[axis] > 1 for axis, letter in enumerate(letters))
@@ -392,7 +392,7 @@ def _choice_cost(ops: list[Op], letters: tuple[str, ...], setting: Setting) -> O
     if axes and any(op.name == LOSS for op in ops):
         rows = setting.work.batch / mesh.parts(batch_axes(letters))
         loss = sum(setting.links.seconds("all_reduce", axes, 4.0 * count * rows) for count in (1, 3))
-    return sum((setting.once(_op_cost, op, letters) for op in ops), OpCost(loss))
+    return sum((setting.cached(_op_cost, op, letters) for op in ops), OpCost(loss))
 
 
 class _Conversions:
@@ -433,25 +433,25 @@ class _Conversions:
             seconds = seconds + self._seconds(*back, size).T
         if self._setting.memory_limit_bytes is None:
             return seconds, None
-        return seconds, _spread(*values, lambda source, target: self._copied_bytes(source, target, size))
+        return seconds, _pairwise(*values, lambda source, target: self._copied_bytes(source, target, size))
 
     def _seconds(self, sources: tuple[Layout, ...], targets: tuple[Layout, ...], size: float) -> Matrix:
         """Returns the seconds of all conversions; if all links are equal, a linear function of the bytes."""
         if not self._setting.links.alike or not size:
-            return self._at(sources, targets, size)
+            return self._seconds_at(sources, targets, size)
         start, slope = self._known_line(sources, targets)
         return start + slope * size
 
     def _line(self, sources: tuple[Layout, ...], targets: tuple[Layout, ...]) -> tuple[Matrix, Matrix]:
-        few, many = self._at(sources, targets, _FEW_BYTES), self._at(sources, targets, 2 * _FEW_BYTES)
+        few, many = self._seconds_at(sources, targets, _FEW_BYTES), self._seconds_at(sources, targets, 2 * _FEW_BYTES)
         return np.maximum(2 * few - many, 0.0), (many - few) / _FEW_BYTES
 
-    def _at(self, sources: tuple[Layout, ...], targets: tuple[Layout, ...], size: float) -> Matrix:
+    def _seconds_at(self, sources: tuple[Layout, ...], targets: tuple[Layout, ...], size: float) -> Matrix:
         def price(source: Layout, target: Layout) -> float:
             steps = (step for step in self._path(source, target) if step[0] != "slice")
             return sum((self._link_seconds(kind, axes, share * size) for kind, axes, share in steps), 0.0)
 
-        return _spread(sources, targets, price)
+        return _pairwise(sources, targets, price)
 
     def _copied_bytes(self, source: Layout, target: Layout, size: float) -> float:
         """Returns a conversion's bytes as `predict` counts them: inputs of its collectives except all-reduces."""
@@ -474,8 +474,8 @@ def traffic(source: Layout, target: Layout, mesh: Mesh) -> list[tuple[str, tuple
     return found
 
 
-def _spread(rows: Sequence[Layout], columns: Sequence[Layout], price: Callable[[Layout, Layout], float]) -> Matrix:
-    """Returns a matrix of prices; computes each distinct pair once."""
+def _pairwise(rows: Sequence[Layout], columns: Sequence[Layout], price: Callable[[Layout, Layout], float]) -> Matrix:
+    """Returns the matrix of `price(row, column)`; computes each distinct pair once."""
     some_rows, some_columns = list(dict.fromkeys(rows)), list(dict.fromkeys(columns))
     small = np.array([[price(row, column) for column in some_columns] for row in some_rows], dtype=float)
     small = small.reshape(len(some_rows), len(some_columns))

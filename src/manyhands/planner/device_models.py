@@ -45,7 +45,7 @@ class DeviceModel(BaseModel):
 
 
 def device_model(name: str) -> DeviceModel:
-    """Returns a device model by name, the user's before ours. Raises UserError: it is unknown or invalid."""
+    """Returns the user's or else the built-in device model of this name. Raises UserError: it is unknown or invalid."""
     ours = resources.files("manyhands.planner").joinpath("device_models.toml")
     known: dict[str, tuple[Any, str]] = {}
     known |= {key: (value, "device_models.toml") for key, value in parse_toml(ours.read_bytes()).items()}

@@ -92,7 +92,7 @@ def draw_plan(layers: Mapping[str, Sequence[str]], mesh: Mesh, file: Path) -> No
     for number, letter in enumerate(letters):
         x, y = left + width + 16, _TOP + 20 * number
         draw.rectangle((x, y, x + 24, y + 12), colours[letter])
-        draw.text((x + 32, y + 6), f"{letter}: {_WORDS.get(letter, 'cut')}", "black", font, "lm")
+        draw.text((x + 32, y + 6), f"{letter}: {_WORDS.get(letter, 'split')}", "black", font, "lm")
     for number, (name, loops) in enumerate(layers.items() if named else ()):
         y = _TOP + row * number + row // 2
         draw.text((left - 6, y), name, "black", small, "rm")

@@ -18,7 +18,7 @@ from manyhands.parallel.split.graph import LOSS, Graph
 from manyhands.parallel.split.strategy import concise, refusal, resolve, strategies
 from manyhands.planner.choose import DATA_PARALLEL, LEAST_GAIN, LEAST_PREDICTED_GAIN, Pick, pick_predicted
 from manyhands.planner.collectives import data_shares, shares
-from manyhands.planner.cost import Prediction, Setting, Work, predict, sketch
+from manyhands.planner.cost import Prediction, Setting, Work, predict, sharding_problem
 from manyhands.planner.links import LinkSpeeds, links_of
 from manyhands.planner.solve import NoPlanError, solve_all
 from manyhands.planner.timing import OpTimes, Timing
@@ -124,11 +124,11 @@ class SearchResult:
         return {one.name: None if one.name == DATA_PARALLEL else self.plan_of(one).as_plain() for one in options}
 
     def repicked(self, seconds: float) -> "SearchResult":
-        """Returns the result with another time for data parallel, which depends on the sync method."""
+        """Selects again with `seconds` for data parallel, whose time depends on the sync method."""
         return replace(self, pick=_pick(self.options, self.request, self.spread, seconds))
 
     def fewer(self, shares: Mapping[int, Timing | None]) -> tuple[PlanCandidate, ...]:
-        """Returns data parallel on fewer processes. `shares`: the measured time of one process's share, by count."""
+        """Returns data parallel on fewer processes. `shares`: a process's measured share, by their number."""
         found: list[PlanCandidate] = []
         for count, share in shares.items():
             one = self.data_parallel(count)
@@ -188,7 +188,7 @@ def find(
 
 
 class Pricing:
-    """Prices plans for a request. The arguments are those of `find`."""
+    """Predicts the costs of plans for a request. The arguments are those of `find`."""
 
     def __init__(
         self, graph: Graph, request: SearchRequest, times: OpTimes, links: LinksOf, share: Timing | None
@@ -228,7 +228,7 @@ class Pricing:
         """Returns the plan with the user's pins and other ops data parallel; without pins, `one_weird_trick`."""
         if self._request.pins:
             options: list[PlanCandidate] = []
-            for mesh, _ in self._fitting():
+            for mesh, _ in self._meshes_for_pins():
                 letters = resolve(Plan(mesh, self._request.pins), self._graph, "pin")
                 options.append(self._option(YOURS, letters, self._setting(mesh)))
             return [min(options, key=lambda option: (not option.fits, option.prediction.seconds))]
@@ -238,19 +238,19 @@ class Pricing:
 
     def searched(self) -> tuple[list[PlanCandidate], float]:
         """Returns the best plan on each mesh, and the smallest memory of any plan, in bytes, if none fits."""
-        settings = [(self._setting(mesh), fixed) for mesh, fixed in self._fitting()]
-        sketches = [sketch(self._graph, setting, fixed) for setting, fixed in settings]
-        answers, least_bytes = solve_all([one.problem for one in sketches], self._request.limit_s, GAP)
+        settings = [(self._setting(mesh), fixed) for mesh, fixed in self._meshes_for_pins()]
+        labelled = [sharding_problem(self._graph, setting, fixed) for setting, fixed in settings]
+        answers, least_bytes = solve_all([one.problem for one in labelled], self._request.limit_s, GAP)
         options = [
             self._option("search", one.letters(answer.choices), setting)
-            for (setting, _), one, answer in zip(settings, sketches, answers, strict=True)
+            for (setting, _), one, answer in zip(settings, labelled, answers, strict=True)
             if answer is not None
         ]
         options.sort(key=lambda option: option.prediction.seconds)
         return [replace(option, name=f"search {number}") for number, option in enumerate(options, 1)], least_bytes
 
-    def _fitting(self) -> list[tuple[Mesh, dict[str, dict[int, str]]]]:
-        """Returns the meshes with the pins' axes, and the pinned letters. Raises UserError: there is no such mesh."""
+    def _meshes_for_pins(self) -> list[tuple[Mesh, dict[str, dict[int, str]]]]:
+        """Returns the meshes on which pins are valid, and their letters on each. Raises UserError: there is none."""
         request, graph, pins = self._request, self._graph, self._request.pins or {}
         # Larger axes come first; axes of equal size are interchangeable.
         meshes = factorisations(request.world_size)
@@ -368,7 +368,7 @@ def name_of(processes: int) -> str:
 
 
 def enough(found: SearchResult, fewer: Sequence[PlanCandidate], seconds: float, spread: float) -> tuple[int, str]:
-    """Returns the smallest number of processes as fast as the selected plan, and the reason; 0 if all are needed.
+    """Returns the smallest number of processes that is as fast as the plan on all, and why; 0 if all are needed.
 
     A larger number is preferred if it is predicted to be clearly faster. `seconds`: time of an update with the selected
     plan. `spread`: relative variation of timings; smaller differences are ignored.

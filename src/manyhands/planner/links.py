@@ -79,11 +79,11 @@ _TIMEOUT = datetime.timedelta(seconds=60)
 
 
 def work_of_sums(cores: float) -> LinkSpeed:
-    """Returns a link with only the measured CPU time of all-reduces: seconds on `cores` cores per byte and message."""
+    """Measures CPU seconds of all-reduces per byte and message on `cores` cores; returns a link with only these."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # several threads would spin while waiting for each other
     try:
-        groups = _pair()
+        groups = _gloo_pair()
         small_s = statistics.median(_processor_seconds(groups, _SMALL, _REPEATS_SMALL) for _ in range(_ROUNDS))
         large_s = statistics.median(_processor_seconds(groups, _LARGE, _REPEATS_LARGE) for _ in range(_ROUNDS))
     finally:
@@ -96,7 +96,7 @@ def work_of_sums(cores: float) -> LinkSpeed:
 _Gloo: Any = dist.ProcessGroupGloo  # torch's types lack the options and the collectives of this class
 
 
-def _pair() -> list[Any]:
+def _gloo_pair() -> list[Any]:
     store = dist.HashStore()
 
     def make(rank: int) -> Any:
@@ -105,7 +105,7 @@ def _pair() -> list[Any]:
         options._timeout = _TIMEOUT
         return _Gloo(store, rank, _PARTIES, options)
 
-    return _together(make)
+    return _run_both(make)
 
 
 def _processor_seconds(groups: list[Any], size: int, repeats: int) -> float:
@@ -118,12 +118,12 @@ def _processor_seconds(groups: list[Any], size: int, repeats: int) -> float:
             buckets[rank].copy_(tensors[rank])
             groups[rank].allreduce([buckets[rank]]).wait()
 
-    _together(sum_up)
+    _run_both(sum_up)
     began = time.process_time()
-    _together(sum_up)
+    _run_both(sum_up)
     return (time.process_time() - began) / repeats / len(groups)
 
 
-def _together(run: Callable[[int], Any]) -> list[Any]:
+def _run_both(run: Callable[[int], Any]) -> list[Any]:
     with ThreadPoolExecutor(_PARTIES) as pool:
         return list(pool.map(run, range(_PARTIES)))

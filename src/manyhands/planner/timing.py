@@ -1,8 +1,8 @@
 """Times code on this device reproducibly: the fastest of several repeats, and the variation of the repeats.
 
-Other load can only slow a repeat down; therefore the fastest repeat is used. On a busy CPU that isn't enough, because
-threads wait for each other: there, the CPU time of one thread is divided by the later number of threads. The same is
-done under a CPU quota, where a short repeat between two pauses seems faster than continuous work.
+Other load can only slow a repeat down; therefore the fastest repeat is used. On a busy CPU, threads also wait
+for each other: there, one thread is timed, and its CPU time divided by the expected speedup of all threads. Under a CPU
+quota, where a short repeat between two pauses seems faster than continuous work, CPU time is divided by the quota.
 """
 
 import hashlib
@@ -63,7 +63,7 @@ def quickest(run: Callable[[], object], device: str, most: int, budget_s: float,
     return Timing(usual * factor, near / taken[0] - 1 if taken[0] > 0 else 0.0)
 
 
-class Others:
+class OtherLoad:
     """The CPU time that other processes have used since this object was created."""
 
     def __init__(self) -> None:
@@ -149,7 +149,7 @@ class OpTimes:
         self.failed: dict[str, str] = {}  # by key, why an op could not run alone; its time is estimated
         self._fresh: dict[str, OpTime] = {}
         self._used: dict[str, OpTime] = {}
-        self._others: Others | None = None
+        self._others: OtherLoad | None = None
         self._seconds = {} if rates else self._read()
         self._rates = rates
 
@@ -185,7 +185,7 @@ class OpTimes:
         return sum(one.seconds * one.spread for one in self._used.values()) / whole_s if whole_s else 0.0
 
     def doubts(self) -> list[str]:
-        """Returns messages about problems of the times used so far."""
+        """Returns a message if times used so far were measured on a busy machine, else []."""
         busy = max((one.busy for one in self._used.values()), default=0.0)
         text = (
             f"other programs used {busy:.0%} of the processors while ops were timed, so times may be too long; "
@@ -199,7 +199,7 @@ class OpTimes:
 
     def _busy(self) -> float:
         """Returns the fraction of the processors that others have used since the first call."""
-        self._others = self._others or Others()
+        self._others = self._others or OtherLoad()
         return self._others.share()
 
     def estimate(self, operations: float, moved_bytes: float) -> float:

@@ -23,7 +23,7 @@ from manyhands.parallel.replicas.batch_norm import find_rows, group_batch_norms
 from manyhands.parallel.split.execute import shard_tensor
 from manyhands.parallel.split.network import split
 from manyhands.planner.choose import time_in_turns
-from manyhands.planner.timing import BUSY, Others, Timing, quickest
+from manyhands.planner.timing import BUSY, OtherLoad, Timing, quickest
 
 # Smaller differences, relative to the network's largest gradient, are noise of values that should be zero, such as the
 # gradient of a bias before a BatchNorm.
@@ -151,7 +151,7 @@ def verify(case: PlanCase, plan: Plan, world: World) -> Verification:
     Every process computes the unsharded update and compares its shards. Dropout is disabled, because a sharded network
     draws other masks.
     """
-    make, picture = lambda: _without_chance(case.make().double()), case.picture.double()
+    make, picture = lambda: _without_dropout(case.make().double()), case.picture.double()
     exact = replace(case, make=make, picture=picture, precision="fp64", micro_batch=0)
     alone, cut = Runner(exact, None, World(device=world.device)), Runner(exact, plan, world)
     try:
@@ -169,7 +169,7 @@ def verify(case: PlanCase, plan: Plan, world: World) -> Verification:
     return Verification(float(values[place]), list(errors)[place], len(errors))
 
 
-def _without_chance(model: nn.Module) -> nn.Module:
+def _without_dropout(model: nn.Module) -> nn.Module:
     for module in model.modules():
         if isinstance(module, _DropoutNd) or type(module).__name__ == "StochasticDepth":
             setattr(module, "p", 0.0)  # noqa: B010 - torch's types know no numbers as attributes
@@ -214,7 +214,7 @@ def share_timing(case: PlanCase, processes: int, threads: int = 0, budget_s: flo
     device, before = str(case.picture.device), torch.get_num_threads()
     torch.set_num_threads(threads or before)
     try:
-        runner, others = Runner(replace(case, batch=timed, micro_batch=0), None, World(device=device)), Others()
+        runner, others = Runner(replace(case, batch=timed, micro_batch=0), None, World(device=device)), OtherLoad()
         runner.update()
         found = quickest(runner.update, device, _MOST_REPEATS, budget_s, busy=others.share() > BUSY)
         return Timing(found.seconds * (share / timed), found.spread)

@@ -40,7 +40,7 @@ def choose(
 ) -> SyncChoice:
     """Selects the method for "auto": the first that synchronizes every update at a small cost, else a local method.
 
-    A small cost is 10 % of a step of the fastest such method, or two minutes of the entire run. Methods with an
+    A cost is small up to 10 % of a step of the fastest such method, or two minutes of the entire run. Methods with an
     interval lost accuracy in our experiments, so they are chosen only if they save more than a third of the time. Among
     equally fast codecs the first considered wins.
 
@@ -58,23 +58,23 @@ def choose(
     chosen = None
     if each:
         fastest = min(each, key=step_s)
-        chosen = next(cost for cost in each if _near(cost, fastest, case, _LOST_SHARE))
+        chosen = next(cost for cost in each if _is_acceptable(cost, fastest, case, _LOST_SHARE))
     if rest:
         fastest = min(rest, key=step_s)
         paced = next(cost for cost in rest if cost.step_s <= fastest.step_s * (1 + _ALIKE_SHARE))
-        chosen = chosen if chosen and _near(chosen, paced, case, _LOST_FOR_ACCURACY) else paced
+        chosen = chosen if chosen and _is_acceptable(chosen, paced, case, _LOST_FOR_ACCURACY) else paced
     if chosen is None:
         raise ValueError(f"there is no sync method {only}")
     best = min(able, key=step_s)
     return SyncChoice(chosen, costs, _reason(case, chosen, best, next(cost for cost in costs if cost.method == EXACT)))
 
 
-def _near(cost: Cost, best: Cost, case: LinkCase, share: float) -> bool:
+def _is_acceptable(cost: Cost, best: Cost, case: LinkCase, share: float) -> bool:
     lost_s = cost.step_s - best.step_s
     return lost_s <= max(_LOST_STEP_S, share * best.step_s) or lost_s * case.steps < _LOST_S
 
 
-def words_of(cost: Cost) -> str:
+def label_of(cost: Cost) -> str:
     """Describes a method briefly: "local (int4, every 96 steps)"."""
     if synchronizes_every_update(cost.method):
         return cost.method
@@ -85,11 +85,11 @@ def _reason(case: LinkCase, chosen: Cost, best: Cost, exact: Cost) -> str:
     if case.machines == 1:
         return f"{chosen.method} is kept: there is only one machine"
     speed = f"on {case.link.bytes_per_s * 8e-6:.4g} Mbit/s, with {case.step_s:.3g} s to compute a step"
-    took = f"{words_of(chosen)} exchanges in {chosen.exchange_s:.3g} s and takes {chosen.step_s:.3g} s per step"
-    whole = f"the run takes {_length(chosen, case)}"
+    took = f"{label_of(chosen)} exchanges in {chosen.exchange_s:.3g} s and takes {chosen.step_s:.3g} s per step"
+    whole = f"the run takes {_time_of(chosen, case)}"
     if chosen != exact:
-        return f"{speed}: {took}; {whole} ({_length(exact, case)} with {EXACT})"
-    return f"{speed}: {took}; {whole}" + ("" if best == exact else f" ({_length(best, case)} with {words_of(best)})")
+        return f"{speed}: {took}; {whole} ({_time_of(exact, case)} with {EXACT})"
+    return f"{speed}: {took}; {whole}" + ("" if best == exact else f" ({_time_of(best, case)} with {label_of(best)})")
 
 
 def days_of(cost: Cost, case: LinkCase) -> float:
@@ -97,7 +97,7 @@ def days_of(cost: Cost, case: LinkCase) -> float:
     return cost.step_s * case.steps / _DAY_S
 
 
-def _length(cost: Cost, case: LinkCase) -> str:
+def _time_of(cost: Cost, case: LinkCase) -> str:
     whole_s = cost.step_s * case.steps
     for unit_s, unit in ((_DAY_S, "days"), (_HOUR_S, "hours"), (_MINUTE_S, "minutes")):
         if whole_s >= unit_s:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from manyhands.core.seeds import mix
-from manyhands.sync.costs import FACTOR_BITS, FACTOR_BLOCK, Matrix, rank_shapes
+from manyhands.sync.costs import FACTOR_BITS, FACTOR_BLOCK, Matrix, low_rank_layout
 from manyhands.sync.exchange import ExchangeSteps, Integers, Residual, SyncGroup, codec_named, mean_of
 
 Multiply = Callable[[Tensor, Tensor, Tensor], object]
@@ -30,22 +30,22 @@ class Arithmetic:
     orthonormal: Callable[[Sequence[Tensor], Sequence[Tensor]], list[Tensor]]
 
 
-def at_once(left: Tensor, right: Tensor, out: Tensor) -> None:
+def library_product(left: Tensor, right: Tensor, out: Tensor) -> None:
     """Writes left.T @ right, of [r, n] and [r, m], to out [n, m]; the library chooses the order of the sums."""
     torch.mm(left.T, right, out=out)
 
 
-def term_by_term(left: Tensor, right: Tensor, out: Tensor) -> None:
-    """Like `at_once`, with equal bits on every machine: sums in order, and no fused multiply-add."""
+def portable_product(left: Tensor, right: Tensor, out: Tensor) -> None:
+    """Like `library_product`, with equal bits on every machine: sums in order, and no fused multiply-add."""
     torch.mul(left[0][:, None], right[0], out=out)
     for one, other in zip(left[1:], right[1:], strict=True):
         out.add_(one[:, None] * other)
 
 
-def by_reflections(factors: Sequence[Tensor], first: Sequence[Tensor]) -> list[Tensor]:
+def householder(factors: Sequence[Tensor], first: Sequence[Tensor]) -> list[Tensor]:
     """Returns orthonormal columns by Householder reflections; see `gram_schmidt`."""
     live = [torch.where(factor.any(1, keepdim=True), factor, one) for factor, one in zip(factors, first, strict=True)]
-    return [torch.linalg.qr(_where_known(factor).T).Q.T.contiguous().to(factor.device) for factor in live]
+    return [torch.linalg.qr(_on_capable_device(factor).T).Q.T.contiguous().to(factor.device) for factor in live]
 
 
 def gram_schmidt(factors: Sequence[Tensor], first: Sequence[Tensor]) -> list[Tensor]:
@@ -64,17 +64,17 @@ def gram_schmidt(factors: Sequence[Tensor], first: Sequence[Tensor]) -> list[Ten
             length = lengths_of(column)
             column.copy_(torch.where(length <= _EXPLAINED, 0.0, column / length))
             products = column * later
-            total = _where_known(products).sum(-1, keepdim=True, dtype=torch.float64)
+            total = _on_capable_device(products).sum(-1, keepdim=True, dtype=torch.float64)
             later.sub_(_rounded(total, products) * column)
         found.append(whole)
     return found
 
 
-LIBRARY, PORTABLE = Arithmetic(at_once, by_reflections), Arithmetic(term_by_term, gram_schmidt)
+LIBRARY, PORTABLE = Arithmetic(library_product, householder), Arithmetic(portable_product, gram_schmidt)
 
 
 def write_product(multiply: Multiply, left: Tensor, right: Tensor, out: Tensor) -> None:
-    """Writes the product to `out`, a tensor of n x m values of any dtype and memory format."""
+    """Writes left.T @ right to `out`, which has n x m values in any shape, dtype and memory format."""
     shape = (left.shape[1], right.shape[1])
     if out.is_contiguous() and out.dtype == left.dtype:
         multiply(left, right, out.view(shape))
@@ -87,21 +87,21 @@ def write_product(multiply: Multiply, left: Tensor, right: Tensor, out: Tensor) 
 def lengths_of(columns: Tensor) -> Tensor:
     """Returns the lengths of vectors [..., n] as [..., 1], with equal bits on every machine."""
     # Square roots differ between processors, as sums do, until they are rounded.
-    return _rounded(_where_known(columns * columns).sum(-1, keepdim=True, dtype=torch.float64).sqrt(), columns)
+    return _rounded(_on_capable_device(columns * columns).sum(-1, keepdim=True, dtype=torch.float64).sqrt(), columns)
 
 
-def _where_known(values: Tensor) -> Tensor:
+def _on_capable_device(values: Tensor) -> Tensor:
     """Moves values to the CPU if their device lacks double precision or Householder reflections."""
     return values if values.device.type in {"cpu", "cuda"} else values.cpu()
 
 
 def _rounded(exact: Tensor, like: Tensor) -> Tensor:
-    """Rounds to single precision, whatever the dtype, which makes the bits equal."""
+    """Rounds to single precision, so that bits are equal, and returns the device and dtype of `like`."""
     return exact.to(torch.float32).to(like.device, like.dtype)
 
 
 class Rounded:
-    """Rounds each value by a codec, before the sum and after it."""
+    """A compressor that rounds each value by a codec, before the sum and after it."""
 
     def __init__(self, name: str, dtype: torch.dtype) -> None:
         self._codec = codec_named(name, dtype)
@@ -129,7 +129,7 @@ class LowRank:
     optimization of gradient compression for distributed deep learning" (ACP-SGD), 2023, arXiv:2306.08881. Factors are
     sent column by column as 4-bit integers, whose rounding errors stay in the residual.
 
-    Factors have `rank` columns, those of small matrices more; `seed` must be equal on all processes. `turn` (0 or 1) is
+    Factors have `rank` columns, or more for small matrices; `seed` must be equal on all processes. `turn` (0 or 1) is
     the turn of the first exchange: give vectors that are sent together 0 and 1 alternately, so that not all send their
     longer factor at once.
     """
@@ -144,8 +144,8 @@ class LowRank:
         *,
         turn: int = 0,
     ) -> None:
-        self.arithmetic: Arithmetic = PORTABLE  # equal on all peers; see `compute_alike`
-        self.ranks = rank_shapes(shapes, rank)  # how the tensors are sent
+        self.arithmetic: Arithmetic = PORTABLE  # equal on all peers; see `select_arithmetic`
+        self.ranks = low_rank_layout(shapes, rank)  # how the tensors are sent
         self._sizes = [int(torch.Size(shape).numel()) for shape in shapes]
         self._codec = Integers(FACTOR_BITS, FACTOR_BLOCK)
         generator = torch.Generator().manual_seed(mix(seed))
@@ -164,7 +164,7 @@ class LowRank:
         averaged = torch.empty_like(values)
         shapes = self.ranks.shapes
         slots = [piece.view(shape) for piece, shape in zip(averaged.split(self._sizes), shapes, strict=True)]
-        self.end(values, sent, (mean, residual.together(peers)), slots)
+        self.end(values, sent, (mean, residual.combined(peers)), slots)
         return averaged, values
 
     def begin(self, values: Tensor) -> Tensor:
@@ -191,11 +191,11 @@ class LowRank:
     ) -> None:
         """Writes the averaged tensors to `slots`, and leaves the residual in `values`, the argument of `begin`.
 
-        `received`: the mean of all peers' `sent`, and this process's rounding error. `between` is called now and then.
+        `received`: the mean of all peers' `sent`, and this process's rounding error. `between` follows each product.
         """
         mean, lost = received
         pieces = values.split(self._sizes)
-        averaged, own, unsent = self._unflat(mean), self._unflat(sent - lost), self._unflat(lost)
+        averaged, own, unsent = self._unflatten(mean), self._unflatten(sent - lost), self._unflatten(lost)
         for number, (one, matrix) in enumerate(zip(self.ranks.matrices, self._matrices(pieces), strict=True)):
             known = self._known[number]
             left, right = (known, averaged[number]) if self._sends_right(one) else (averaged[number], known)
@@ -232,7 +232,7 @@ class LowRank:
     def _matrices(self, pieces: Sequence[Tensor]) -> list[Tensor]:
         return [pieces[one.place].view(one.rows, one.columns) for one in self.ranks.matrices]
 
-    def _unflat(self, sent: Tensor) -> list[Tensor]:
+    def _unflatten(self, sent: Tensor) -> list[Tensor]:
         lengths = [one.length(self._turn) for one in self.ranks.matrices]
         thin = [length * one.rank for length, one in zip(lengths, self.ranks.matrices, strict=True)]
         pieces = sent.split([*thin, *(self._sizes[place] for place in self.ranks.rest)])
@@ -250,7 +250,7 @@ def compressor_named(
     return LowRank(shapes, rank, seed, device, dtype) if name == "lowrank" else Rounded(name, dtype)
 
 
-def compute_alike(compressors: Sequence[Compressor], peers: SyncGroup, like: Tensor) -> None:
+def select_arithmetic(compressors: Sequence[Compressor], peers: SyncGroup, like: Tensor) -> None:
     """Selects the fastest arithmetic with equal bits on all peers, for the dtype and device of `like`; a collective."""
     thin = [one for one in compressors if isinstance(one, LowRank)]
     if not thin:
@@ -264,8 +264,8 @@ def compute_alike(compressors: Sequence[Compressor], peers: SyncGroup, like: Ten
             numbers = (torch.rand(rank, n, generator=generator, dtype=torch.float64) - 0.5 for n in (rows, columns))
             left, right = (one.to(like.dtype).to(like.device) for one in numbers)
             out = left.new_empty(rows, columns)
-            at_once(left, right, out)
-            for found in (out, *by_reflections([left, right], [left, right])):
+            library_product(left, right, out)
+            for found in (out, *householder([left, right], [left, right])):
                 bits.update(found.cpu().view(torch.uint8).numpy().tobytes())
         theirs, work = peers.gather(torch.tensor(list(bits.digest()), dtype=torch.uint8, device=like.device))
         work.wait()
@@ -277,5 +277,5 @@ def compute_alike(compressors: Sequence[Compressor], peers: SyncGroup, like: Ten
 
 def _random_columns(one: Matrix, turn: int, generator: torch.Generator) -> Tensor:
     """Returns columns of length one for the factor of a turn; see `gram_schmidt`."""
-    columns = torch.rand(one.rank, one.length(turn), generator=generator) - 0.5  # uniform, as in `compute_alike`
+    columns = torch.rand(one.rank, one.length(turn), generator=generator) - 0.5  # uniform, as in `select_arithmetic`
     return columns / lengths_of(columns)

@@ -81,8 +81,8 @@ class Matrix:
 
 
 @dataclass(frozen=True)
-class Ranks:
-    """Divides the tensors in a flat buffer into those sent as low-rank factors and those sent uncompressed."""
+class LowRankLayout:
+    """The division of a flat buffer's tensors into those sent as low-rank factors and those sent uncompressed."""
 
     matrices: tuple[Matrix, ...]  # tensors that are sent as factors, one of the two in each turn
     rest: tuple[int, ...]  # indices of tensors that are sent uncompressed
@@ -94,11 +94,11 @@ class Ranks:
         return thin + sum(math.prod(self.shapes[place]) for place in self.rest)
 
 
-def rank_shapes(shapes: Sequence[tuple[int, ...]], rank: int) -> Ranks:
-    """Selects tensors to send as [rows, rank] x [rank, columns], if both factors have at most half of their values.
+def low_rank_layout(shapes: Sequence[tuple[int, ...]], rank: int) -> LowRankLayout:
+    """Selects tensors to send as [rows, rank] x [rank, columns], if the factors together are at most half as large.
 
-    A matrix is reshaped until it is nearly square, because its factors are shortest then; all turns send about as many
-    values. A small matrix has factors of more columns than `rank`, which cost little.
+    A matrix is reshaped until it is nearly square, because its factors are shortest then; both turns send about equally
+    many values. A small matrix has factors of more columns than `rank`, which cost little.
     """
     found: list[tuple[int, int, int, int]] = []
     rest: list[int] = []
@@ -116,7 +116,7 @@ def rank_shapes(shapes: Sequence[tuple[int, ...]], rank: int) -> Ranks:
         first = int((rows > columns) == (ahead > 0))
         ahead += own * (columns - rows if first else rows - columns)
         matrices.append(Matrix(place, rows, columns, own, first))
-    return Ranks(tuple(sorted(matrices, key=lambda matrix: matrix.place)), tuple(rest), tuple(shapes))
+    return LowRankLayout(tuple(sorted(matrices, key=lambda matrix: matrix.place)), tuple(rest), tuple(shapes))
 
 
 def _nearly_square(rows: int, columns: int) -> tuple[int, int]:
@@ -128,8 +128,8 @@ def _nearly_square(rows: int, columns: int) -> tuple[int, int]:
 
 
 def batches(shapes: Sequence[tuple[int, ...]], rank: int) -> list[list[int]]:
-    """Returns the indices of tensors whose gradients are sent together, last first; `shapes` are in forward order."""
-    ranks = rank_shapes(shapes, rank)
+    """Returns batches of tensor indices whose gradients are sent together, last first; `shapes`: in forward order."""
+    ranks = low_rank_layout(shapes, rank)
     sent = {matrix.place: matrix.rank * (matrix.rows + matrix.columns) / 2 for matrix in ranks.matrices}
     sent |= {place: float(math.prod(shapes[place])) for place in ranks.rest}
     whole = sum(sent.values())
@@ -152,7 +152,7 @@ class RankOptions(Options):
 
 
 def chunk_values(count: int, machines: int) -> int:
-    """Returns how many of `count` values each machine averages for all: an equal share in complete blocks."""
+    """Returns how many of `count` values each machine averages for all: an equal share, rounded up to blocks."""
     return -(-count // (machines * BLOCK)) * BLOCK
 
 
@@ -162,7 +162,7 @@ def value_bytes(codec: str, item_bytes: int) -> float:
 
 
 def mean_bytes(count: int, machines: int, each_bytes: float) -> float:
-    """Returns the bytes that a machine sends for the mean of `count` values: shares to owners, its own share to all."""
+    """Returns the bytes that a machine sends for the mean of `count` values: shares, then its own mean."""
     return 2 * (machines - 1) * chunk_values(count, machines) * each_bytes
 
 
@@ -183,16 +183,16 @@ class SyncMessage:
     def __add__(self, other: "SyncMessage") -> "SyncMessage":
         return SyncMessage(self.sent_bytes + other.sent_bytes, self.seconds + other.seconds, self.work_s + other.work_s)
 
-    def beside(self, hiding_s: float) -> float:
-        """Returns the seconds by which a step becomes longer, if `hiding_s` of its computation overlap."""
+    def exposed_seconds(self, hiding_s: float) -> float:
+        """Returns the seconds by which a step becomes longer if `hiding_s` of its computation overlap with sending."""
         return self.work_s + max(0.0, self.seconds - self.work_s - hiding_s)
 
 
 def gradients(case: LinkCase, item_bytes: int) -> SyncMessage:
     """Returns the cost of DDP's all-reduces of all gradients.
 
-    Machines are the parties, because their processes add up first (`modes.data.TwoLevelNetwork`). With bf16 and on
-    accelerators only DDP adds up, and sends half as much again between two machines with two processes each.
+    Machines count, not processes, because a machine's processes sum first (`modes.data.TwoLevelNetwork`). With bf16 and
+    on accelerators DDP alone sums, which sends half as much again between two machines of two processes each.
     """
     return _all_reduce(case, case.values * item_bytes, -(-case.values * case.item_bytes // _BUCKET_BYTES))
 
@@ -214,7 +214,7 @@ def mean(case: LinkCase, count: int, each_bytes: float) -> SyncMessage:
 
 def low_rank(case: LinkCase, shapes: Sequence[tuple[int, ...]], rank: int) -> SyncMessage:
     """Returns the cost of one factor of each matrix, averaged over two turns."""
-    ranks = rank_shapes(shapes, rank)
+    ranks = low_rank_layout(shapes, rank)
     both = [mean(case, ranks.values(turn), FACTOR_VALUE_BYTES) for turn in (0, 1)]
     return SyncMessage(sum(one.sent_bytes for one in both) / 2, sum(one.seconds for one in both) / 2)
 

@@ -64,7 +64,7 @@ def drive(steps: ExchangeSteps[T]) -> T:
 
 
 class AsyncExchange(Generic[T]):
-    """An exchange in a thread during training, or at once unless `beside`; `seconds`: duration, 0 until the end."""
+    """Runs an exchange in a thread or, unless `beside`, in the constructor; `seconds`: duration, 0 until the end."""
 
     def __init__(self, steps: ExchangeSteps[T], *, beside: bool = True) -> None:
         self._steps, self._began_s, self.seconds = steps, time.perf_counter(), 0.0
@@ -117,38 +117,36 @@ class AsyncExchange(Generic[T]):
 class CollectiveQueue(Generic[T]):
     """Exchanges in one group whose collectives start in the same order on all processes.
 
-    The first of an exchange's `messages` collectives starts before the last of the exchange added before, so that the
-    link is never idle while data waits. `results` are by the index of the exchange.
+    Each exchange has `messages` collectives. Its first starts before the last of the preceding one, so that the link is
+    never idle while data waits. `results` has the result of each exchange that has ended, by index.
     """
 
-    def __init__(self, conversations: int, messages: int = 2) -> None:
-        places = sorted(
-            (number + 1.5 * message, number) for number in range(conversations) for message in range(messages)
-        )
+    def __init__(self, exchanges: int, messages: int = 2) -> None:
+        places = sorted((number + 1.5 * message, number) for number in range(exchanges) for message in range(messages))
         self._order = deque(number for _, number in places)
-        self._conversations: list[ExchangeSteps[T]] = []
+        self._exchanges: list[ExchangeSteps[T]] = []
         self._works: dict[int, Any] = {}
         self.results: dict[int, T] = {}
 
     @property
     def in_progress(self) -> bool:
-        return len(self.results) < len(self._conversations)
+        return len(self.results) < len(self._exchanges)
 
     def add(self, steps: ExchangeSteps[T]) -> None:
-        self._conversations.append(steps)
+        self._exchanges.append(steps)
 
     def advance(self) -> None:
         """Starts each collective whose turn it is, without waiting. Raises RuntimeError if a collective failed."""
-        while self._order and self._moves(self._order[0]):
+        while self._order and self._advance_one(self._order[0]):
             self._order.popleft()
-        for number in range(len(self._conversations)):
+        for number in range(len(self._exchanges)):
             if number not in self.results and number not in self._order:
-                self._moves(number)
+                self._advance_one(number)
 
-    def _moves(self, number: int) -> bool:
+    def _advance_one(self, number: int) -> bool:
         if number in self.results:
             return True
-        if number >= len(self._conversations):
+        if number >= len(self._exchanges):
             return False
         work = self._works.get(number)
         if work is not None:
@@ -156,14 +154,14 @@ class CollectiveQueue(Generic[T]):
                 return False
             work.wait()
         try:
-            self._works[number] = next(self._conversations[number])
+            self._works[number] = next(self._exchanges[number])
         except StopIteration as stop:
             self.results[number] = stop.value
         return True
 
 
 class Plain:
-    """Values of a floating type."""
+    """A codec that converts values to a floating type."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
@@ -177,7 +175,7 @@ class Plain:
 
 
 class Integers:
-    """Integers of 8 or 4 bits times a scale for each block of values, whose length divides BLOCK."""
+    """A codec: 8-bit or 4-bit integers times a scale for each `block` of values; `block` divides BLOCK."""
 
     def __init__(self, bits: int, block: int = BLOCK) -> None:
         self._bits, self._block = bits, block
@@ -229,8 +227,8 @@ class Residual:
     own: Tensor  # of the process's values [n]
     sums: Tensor | None  # of the share [n / size] whose mean the process computes for all; None for a single process
 
-    def together(self, peers: SyncGroup) -> Tensor:
-        """Combines both into one residual [n]; the mean over all processes is the error of the exchanged mean."""
+    def combined(self, peers: SyncGroup) -> Tensor:
+        """Returns both as one residual [n], whose mean over all processes is the error of the exchanged mean."""
         kept = self.own.clone()
         if self.sums is not None:
             part = kept[peers.rank * self.sums.numel() :][: self.sums.numel()]

@@ -46,7 +46,7 @@ def through_ssh(link: LinkSpeed) -> LinkSpeed:
 def rounds(kind: str, processes: int) -> tuple[int, float]:
     """Returns (sequential messages, bytes that each process sends per byte of the tensor) of a collective.
 
-    The tensor is unsharded: the tensor that is reduced, gathered or scattered; for all_to_all, one process's input.
+    The tensor is the entire one that is reduced, gathered or scattered; for all_to_all, one process's input.
     """
     ring = processes - 1
     if processes == 1:

@@ -24,14 +24,14 @@ from manyhands.sync.synchronizer import Buffers, LocalGroup, Synchronizer, add_v
 
 
 @dataclass
-class Flight:
+class PendingExchange:
     """An exchange in progress."""
 
     since: int  # the step at which the exchange began
     moved: Tensor  # this process's changes from the anchor at that step [n]
     residual: Tensor  # residual of the exchange before, which is sent along [n]
     compressor: dict[str, Tensor]  # the compressor's state at the start
-    talk: AsyncExchange[tuple[Tensor, Tensor]] | None  # the exchange, on its machine's leader; None elsewhere
+    exchange: AsyncExchange[tuple[Tensor, Tensor]] | None  # the exchange, on its machine's leader; None elsewhere
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class LocalSteps(Synchronizer):
         self._speed = torch.zeros_like(self.anchor if self.pace.momentum else self.anchor[:0])
         # Reused memory: allocating pages costs more than the sums.
         self._moved, self._spare = torch.empty_like(self.anchor), torch.empty_like(self.anchor)
-        self._flight: Flight | None = None
+        self._flight: PendingExchange | None = None
 
     @property
     def idle(self) -> bool:
@@ -84,14 +84,14 @@ class LocalSteps(Synchronizer):
 
     def before_update(self, step: int) -> None:
         if self.pace.delay and step and step % self.pace.every == 0 and self._flight is None:
-            self._launch(step)
+            self._start_exchange(step)
 
     def after_update(self, step: int) -> None:
         if not self.pace.delay:
             if step % self.pace.every == 0:
-                self._agree_now(step)
+                self._average_now(step)
         elif self._flight and step >= self._flight.since + self.pace.delay:
-            self._land()
+            self._apply_exchange()
 
     def adapt_pace(self, speeds_s: Sequence[float], exchanges_s: Sequence[float]) -> Cost | None:
         return self.adapt(speeds_s, exchanges_s) if self.adapt else None
@@ -99,21 +99,21 @@ class LocalSteps(Synchronizer):
     def finish(self, step: int) -> None:
         """Applies a last exchange and sets all processes' networks to the anchor; a collective."""
         if self._flight:
-            self._land()
-        self._agree_now(step)
+            self._apply_exchange()
+        self._average_now(step)
         self.average_buffers(step)
         self._write(self.anchor, self.buffers.averaged)
 
     def average_buffers(self, step: int) -> None:
-        """Averages the buffers, once per step, after an exchange in progress; a collective."""
-        if self._flight and self._flight.talk:
-            self._flight.talk.result()  # both use one group, whose messages must not mix
+        """Waits for an exchange in progress, then averages the buffers, once per step; a collective."""
+        if self._flight and self._flight.exchange:
+            self._flight.exchange.result()  # both use one group, whose messages must not mix
         self.buffers.average(step)
 
     def close(self) -> None:
         """Waits for an exchange in progress and drops it, so that its process group can be released."""
-        if self._flight and self._flight.talk:
-            self._flight.talk.close()
+        if self._flight and self._flight.exchange:
+            self._flight.exchange.close()
         self._flight = None
 
     @contextmanager
@@ -155,36 +155,36 @@ class LocalSteps(Synchronizer):
         prefix = "compressor."
         self.compressor.load({name[len(prefix) :]: one for name, one in moved.items() if name.startswith(prefix)})
         if numbers["since"] >= 0:
-            self._launch(numbers["since"], moved["flight.moved"])
+            self._start_exchange(numbers["since"], moved["flight.moved"])
 
-    def _agree_now(self, step: int) -> None:
-        self._launch(step, beside=False)
-        self._land(still=True)
+    def _average_now(self, step: int) -> None:
+        self._start_exchange(step, beside=False)
+        self._apply_exchange(still=True)
 
-    def _launch(self, step: int, moved: Tensor | None = None, *, beside: bool = True) -> None:
+    def _start_exchange(self, step: int, moved: Tensor | None = None, *, beside: bool = True) -> None:
         if moved is None:
             moved = as_vector(self.parameters, self._dtype, self._moved).sub_(self.anchor)
-        before, talk = dict(self.compressor.state()), None
+        before, exchange = dict(self.compressor.state()), None
         if self.machine is None or self.machine.is_leader:
             values = torch.add(self._residual, moved, alpha=self.weight, out=self._spare)
-            talk = AsyncExchange(self.compressor.average(values, self.peers), beside=beside)
-        self._flight = Flight(step, moved, self._residual, before, talk)
+            exchange = AsyncExchange(self.compressor.average(values, self.peers), beside=beside)
+        self._flight = PendingExchange(step, moved, self._residual, before, exchange)
 
-    def _land(self, *, still: bool = False) -> None:
+    def _apply_exchange(self, *, still: bool = False) -> None:
         """Waits for the exchange and applies it; `still`: the parameters have not changed since its start."""
         flight = self._flight
         if flight is None:
             return
         began_s, before = time.perf_counter(), CLOCK.to(COMMUNICATION)
-        if flight.talk:
-            mean, residual = flight.talk.result()
+        if flight.exchange:
+            mean, residual = flight.exchange.result()
         else:
             mean, residual = torch.empty_like(self.anchor), self._residual
         if self.machine:
             dist.broadcast(mean, self.machine.leader, group=self.machine.group)
         self.waited_s += time.perf_counter() - began_s
         CLOCK.to(before)
-        self.exchange_s = flight.talk.seconds if flight.talk else 0.0
+        self.exchange_s = flight.exchange.seconds if flight.exchange else 0.0
         if self.pace.momentum:
             self._speed.mul_(self.pace.momentum).add_(mean)
             mean.add_(self._speed, alpha=self.pace.momentum)

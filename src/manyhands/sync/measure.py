@@ -28,16 +28,16 @@ def measure_link(group: dist.ProcessGroup | None, device: str, budget_s: float =
     _seconds(1, group, device)
     small_s = statistics.median(_seconds(1, group, device) for _ in range(_REPEATS))
     size, taken_s = _SMALLEST_BYTES, _seconds(_SMALLEST_BYTES // _VALUE_BYTES, group, device)
-    while taken_s <= _LONG_S and size < _LARGEST_BYTES and _is_left(2 * taken_s, ends_s, group, device):
+    while taken_s <= _LONG_S and size < _LARGEST_BYTES and _has_time_left(2 * taken_s, ends_s, group, device):
         size *= 2
         taken_s = _seconds(size // _VALUE_BYTES, group, device)
-    if _is_left(taken_s, ends_s, group, device):
+    if _has_time_left(taken_s, ends_s, group, device):
         taken_s = min(taken_s, _seconds(size // _VALUE_BYTES, group, device))
     return fitted_link("all_reduce", processes, ((_VALUE_BYTES, small_s), (size, taken_s)))
 
 
-def _is_left(wanted_s: float, ends_s: float, group: dist.ProcessGroup | None, device: str) -> bool:
-    return _largest(time.perf_counter() + wanted_s - ends_s, group, device) <= 0
+def _has_time_left(wanted_s: float, ends_s: float, group: dist.ProcessGroup | None, device: str) -> bool:
+    return _max_over_ranks(time.perf_counter() + wanted_s - ends_s, group, device) <= 0
 
 
 def pass_seconds(count: int, device: str) -> float:
@@ -56,14 +56,14 @@ def _seconds(count: int, group: dist.ProcessGroup | None, device: str) -> float:
     """Returns the seconds of one all-reduce on the slowest process; a collective."""
     values = torch.zeros(count, device=device)
     # All processes start together; otherwise the first would measure the delay of the others.
-    _largest(0.0, group, device)
+    _max_over_ranks(0.0, group, device)
     start = time.perf_counter()
     dist.all_reduce(values, group=group)
     wait_for(device)
-    return _largest(time.perf_counter() - start, group, device)
+    return _max_over_ranks(time.perf_counter() - start, group, device)
 
 
-def _largest(value: float, group: dist.ProcessGroup | None, device: str) -> float:
+def _max_over_ranks(value: float, group: dist.ProcessGroup | None, device: str) -> float:
     largest = torch.tensor(value, device=device)
     dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
     return float(largest)

@@ -33,7 +33,7 @@ def exception_of(name: str) -> str:
     return getattr(method, "EXCEPTION", usual)
 
 
-def refused(name: str, offers: "frozenset[Need] | set[Need]") -> Need | None:
+def missing_need(name: str, offers: "frozenset[Need] | set[Need]") -> Need | None:
     """Returns the first need of a method that isn't offered; None if the method can run."""
     return missing(methods()[name].NEEDS, offers)
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from manyhands.core.errors import RunError
 from manyhands.core.phases import CLOCK, COMMUNICATION
 from manyhands.core.seeds import mix
-from manyhands.sync.compress import LowRank, compute_alike
+from manyhands.sync.compress import LowRank, select_arithmetic
 from manyhands.sync.costs import batches
 from manyhands.sync.exchange import CollectiveQueue, ExchangeSteps, SyncGroup
 from manyhands.sync.synchronizer import Buffers, LocalGroup, Synchronizer, dtype_of
@@ -30,14 +30,14 @@ _SentBatch = tuple[Tensor, Tensor, Tensor]
 
 
 class PowerSgd(Synchronizer):
-    """Averages gradients during the backward pass; what the factors lack is sent with the next gradients.
+    """Averages gradients during the backward pass; the compression error is sent with the next gradients.
 
     A batch of gradients is sent when an update's last backward pass has computed it; the mean replaces it before the
     optimizer's step. DDP's hook isn't used, because with several buckets processes start collectives in different
     orders. Sources: Vogels, Karimireddy and Jaggi 2019, arXiv:1905.13727; Zhang et al. 2023, arXiv:2306.08881.
 
-    `parameters` have the same order on all processes, best that of the forward pass; `rare` ones may get no gradient on
-    any process. The processes of a `machine` add up factors before the exchange. The constructor is a collective.
+    `parameters` have the same order on all processes, best that of the forward pass. `rare`: parameters that may get no
+    gradient on any process. The processes of `machine` sum factors before the exchange. Construction is a collective.
     """
 
     reduces = False
@@ -69,7 +69,7 @@ class PowerSgd(Synchronizer):
         self._first = [batch.compressor.state() for batch in self._batches]
         # Not only peers: all processes multiply the averaged factors.
         everybody = SyncGroup(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else SyncGroup()
-        compute_alike([batch.compressor for batch in self._batches], everybody, self._batches[0].residual)
+        select_arithmetic([batch.compressor for batch in self._batches], everybody, self._batches[0].residual)
         self._expecting, self._offered = False, 0
         self._begun: SimpleQueue[bool] = SimpleQueue()  # False: closed
         self._complete: SimpleQueue[_Batch | None] = SimpleQueue()
@@ -92,7 +92,7 @@ class PowerSgd(Synchronizer):
         """Waits until the gradients are averaged; a collective. Raises RuntimeError if a collective fails."""
         if not self._expecting:
             self.before_last_micro_batch()
-        self._offer(nothing_comes=True)
+        self._offer(also_incomplete=True)
         self._expecting = False
         began_s, before = time.perf_counter(), CLOCK.to(COMMUNICATION)
         error = self._ended.get()
@@ -165,11 +165,11 @@ class PowerSgd(Synchronizer):
         batch.missing.remove(id(parameter))
         self._offer()
 
-    def _offer(self, *, nothing_comes: bool = False) -> None:
-        """Queues complete batches, in order; with `nothing_comes` also incomplete ones."""
+    def _offer(self, *, also_incomplete: bool = False) -> None:
+        """Queues complete batches, in order; with `also_incomplete`, all batches."""
         while self._offered < len(self._batches):
             batch = self._batches[self._offered]
-            if batch.missing and not nothing_comes:
+            if batch.missing and not also_incomplete:
                 return
             self._complete.put(batch)
             self._offered += 1
@@ -191,34 +191,34 @@ class PowerSgd(Synchronizer):
             raise _ClosedError
         for batch in self._batches:  # during the forward pass
             batch.compressor.prepare()
-        relay = CollectiveQueue[_SentBatch](len(self._batches), 2 if self._machine is None else 4)
+        queue = CollectiveQueue[_SentBatch](len(self._batches), 2 if self._machine is None else 4)
         for number, batch in enumerate(self._batches):
-            while number not in relay.results:
-                if relay.in_progress:  # not get(timeout=…), which may wait forever on a busy machine (CPython 3.11)
+            while number not in queue.results:
+                if queue.in_progress:  # not get(timeout=…), which may wait forever on a busy machine (CPython 3.11)
                     time.sleep(_LOOK_S)
-                self._send(relay, wait=not relay.in_progress)
+                self._send(queue, wait=not queue.in_progress)
             # Batches that are completed meanwhile are sent first.
-            batch.give(*relay.results[number], lambda: self._send(relay))
+            batch.give(*queue.results[number], lambda: self._send(queue))
 
-    def _send(self, relay: CollectiveQueue[_SentBatch], *, wait: bool = False) -> None:
-        """Starts to send the next complete batch, if any (or waits for it), and advances the batches in progress."""
+    def _send(self, queue: CollectiveQueue[_SentBatch], *, wait: bool = False) -> None:
+        """Starts to send the next complete batch, if any or after a `wait`; advances the batches in progress."""
         with contextlib.suppress(Empty):
             batch = self._complete.get(block=wait)
             if batch is None:
                 raise _ClosedError
-            relay.add(self._mean(batch))
-        relay.advance()
+            queue.add(self._mean(batch))
+        queue.advance()
 
     def _mean(self, batch: "_Batch") -> ExchangeSteps[_SentBatch]:
         sent, machine = batch.take(), self._machine
         if machine is None:
             mean, residual = yield from batch.compressor.send(sent, self._peers)
-            return sent, mean, residual.together(self._peers)
+            return sent, mean, residual.combined(self._peers)
         mean, lost = sent * self._weight, torch.zeros_like(sent)
         yield dist.all_reduce(mean, group=machine.group, async_op=True)
         if machine.is_leader and self._peers.size > 1:
             mean, residual = yield from batch.compressor.send(mean, self._peers)
-            lost = residual.together(self._peers) / self._weight  # the leader keeps it for its machine
+            lost = residual.combined(self._peers) / self._weight  # the leader keeps it for its machine
         else:
             yield from (None, None)  # as many steps as the leader, on whose number the queue's order depends
         yield dist.broadcast(mean, machine.leader, group=machine.group, async_op=True)

@@ -47,7 +47,7 @@ def add_vector(vector: Tensor, tensors: Sequence[Tensor]) -> None:
 
 @dataclass(frozen=True)
 class LocalGroup:
-    """The processes of one machine, which average in every step by themselves; the leader exchanges for all of them."""
+    """The processes of one machine: they average with each other in every step; the leader exchanges for them all."""
 
     group: Any  # their process group
     leader: int  # the leader's rank in the run
@@ -150,7 +150,7 @@ def trained_of(network: HasGradients) -> dict[str, nn.Parameter]:
 
 
 class Synchronizer:
-    """The interface of a sync method for the training loop; the base class is for methods that the mode implements."""
+    """The interface of a sync method for the training loop; this class is for methods that the mode implements."""
 
     reduces = True  # True if the mode averages gradients
     group: Any = None  # the processes over which the mode averages gradients; None: all
@@ -174,11 +174,11 @@ class Synchronizer:
         """Called after an update, when `step` updates have been made."""
 
     def forget(self) -> str:
-        """Drops the effects of non-finite gradients on the state; returns the cost as a sentence for the user."""
+        """Drops the effects of non-finite gradients on the state; returns what else is lost, as a sentence."""
         return ""
 
     def adapt_pace(self, speeds_s: Sequence[float], exchanges_s: Sequence[float]) -> "Cost | None":
-        """Adapts the pace to all processes' seconds per step and exchange (0: none); returns the new Cost, or None."""
+        """Adapts the pace to all processes' seconds per step and exchange (0: none); returns a new Cost or None."""
 
     def finish(self, step: int) -> None:
         """Makes the networks of all processes equal, at the end of training; a collective."""
@@ -190,7 +190,7 @@ class Synchronizer:
         """Returns a context in which the network has the averaged parameters and buffers."""
         return contextlib.nullcontext()
 
-    def added_up(self, value: Tensor, world: World) -> Tensor:
+    def replica_sum(self, value: Tensor, world: World) -> Tensor:
         """Returns the sum [] of `value` over processes with equal gradients, scaled to all processes; a collective."""
         if world.alone:
             return value

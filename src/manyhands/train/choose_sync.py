@@ -25,7 +25,7 @@ from manyhands.parallel.options import MODES, USUAL_MODE
 from manyhands.sync.choose import BY_MODE, EXACT, check_method, choose
 from manyhands.sync.costs import Cost, LinkCase
 from manyhands.sync.link_speeds import LinkSpeed, named_link
-from manyhands.sync.options import methods, refused, synchronizes_every_update
+from manyhands.sync.options import methods, missing_need, synchronizes_every_update
 from manyhands.sync.synchronizer import Places, SyncContext, Synchronizer
 from manyhands.train.journal import RunContext
 from manyhands.train.status import CommunicationMonitor, Watcher
@@ -155,7 +155,7 @@ def select_sync(sync_request: SyncRequest, request: ModeRequest) -> ChosenSync:
 def check_combination(method: str, mode: str) -> None:
     """Raises UserError if the sync method doesn't exist or can't be combined with the parallel mode."""
     check_method(method)
-    need = refused(method, _offers(None, mode)) if method in methods() else None
+    need = missing_need(method, _offers(None, mode)) if method in methods() else None
     if need:
         taking = [name for name in (USUAL_MODE, *module_names(MODES)) if need in offers_of(name)]
         what = f"the parallel mode {mode} can't be combined with --sync {method}, which {need.reason}"
@@ -172,7 +172,7 @@ def _offers(job: Job | None, mode: str) -> set[Need]:
 
 def leaves_a_choice(mode: str) -> bool:
     """Returns True for modes with more than one possible sync method."""
-    return any(not refused(name, _offers(None, mode)) for name in methods() if name != EXACT)
+    return any(not missing_need(name, _offers(None, mode)) for name in methods() if name != EXACT)
 
 
 def _asked(job: Job, mode: str) -> Cost | None:
@@ -183,7 +183,7 @@ def _asked(job: Job, mode: str) -> Cost | None:
             if not synchronizes_every_update(name):
                 methods()[name].asked(job.sync)
         return None
-    need = refused(method, _offers(job, mode))
+    need = missing_need(method, _offers(job, mode))
     if need:
         raise UserError(f"--sync {method} {need.reason}", need.option, (*need.hints, f"or choose --sync {EXACT}"))
     return Cost(method, 0.0, 0.0) if synchronizes_every_update(method) else methods()[method].asked(job.sync)
@@ -192,7 +192,7 @@ def _asked(job: Job, mode: str) -> Cost | None:
 def ruled_out(job: Job, mode: str) -> dict[str, str]:
     """Returns the reason for each sync method that contradicts the job, by method."""
     offers = _offers(job, mode)
-    return {name: need.short or need.reason for name in methods() if (need := refused(name, offers))}
+    return {name: need.short or need.reason for name in methods() if (need := missing_need(name, offers))}
 
 
 def kept_cost(kept: Any, job: Job, processes: int, mode: str = USUAL_MODE) -> Cost | None:
@@ -204,7 +204,7 @@ def kept_cost(kept: Any, job: Job, processes: int, mode: str = USUAL_MODE) -> Co
         cost = TypeAdapter(Cost).validate_python({name: kept[name] for name in names})
     except ValidationError:
         return None
-    options, possible = job.sync, cost.method in methods() and not refused(cost.method, _offers(job, mode))
+    options, possible = job.sync, cost.method in methods() and not missing_need(cost.method, _offers(job, mode))
     # A recorded allreduce without a predicted time was never compared with other methods.
     asked = (options.is_auto or options.method == cost.method) and (cost.method != EXACT or cost.step_s)
     if not (possible and asked and cost.every >= 1 and 0 <= cost.delay <= cost.every):

@@ -125,7 +125,7 @@ class CustomUpdate:
         updater, total = self._updater, None
         if last and self._weights:
             with CLOCK.within(COMMUNICATION):
-                total = something(updater.synchronizer.added_up(torch.stack(self._weights).sum(), updater.world))
+                total = something(updater.synchronizer.replica_sum(torch.stack(self._weights).sum(), updater.world))
         # A sync method may send gradients during the last backward pass, so they are divided before it.
         early = total if not updater.network.share.collective_forward else None
         with updater.gradients.without_autocast():

@@ -35,7 +35,7 @@ from manyhands.parallel.group.plain import gather_plain
 from manyhands.parallel.network import MicroBatch, ParallelNetwork
 from manyhands.parallel.replicas.norm_pass import precise_dtype
 from manyhands.parallel.replicas.shared_memory import SharedSums
-from manyhands.sync.choose import EXACT, choose, words_of
+from manyhands.sync.choose import EXACT, choose, label_of
 from manyhands.sync.costs import Cost, LinkCase
 from manyhands.sync.synchronizer import Synchronizer
 from manyhands.train.feed import StepSums
@@ -277,7 +277,7 @@ class CommunicationMonitor:
         folder = self.run.folder.path
         resume = resume_command(folder, "--set sync.method=auto", 'sync__method="auto"')
         change = f"manyhands stop {shlex.quote(str(folder))}, then {resume}"
-        return f"{message}; --sync auto would take about {chosen.step_s:.3g} s ({words_of(chosen)}): {change}"
+        return f"{message}; --sync auto would take about {chosen.step_s:.3g} s ({label_of(chosen)}): {change}"
 
 
 # A reported stall takes at least so many seconds, and so many times the usual update.

@@ -217,7 +217,7 @@ class Updater:
             return 1.0 if loss_fn.is_sum else float(update[0].shape.batch)
         mine = torch.stack([weigh(part.labels[: part.share.count]) for part in update]).sum()
         copies = self.world.size // self.network.share.parts
-        return something(self.synchronizer.added_up(mine, self.world) / copies)
+        return something(self.synchronizer.replica_sum(mine, self.world) / copies)
 
     def _measure(self, part: MicroBatch, step: int, scale: float | Tensor | None, found: MicroBatchResult) -> bool:
         """Records a result; returns False after a non-finite loss, so that NaN gradients inform the other processes."""

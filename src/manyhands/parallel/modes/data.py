@@ -150,7 +150,7 @@ class FlatGradients:
             self._other = [_views(parameters, slot) for slot in sums.slots_of(1 - sums.place, self.values)]
             self.values, self._views = self.values[:0], []
 
-    def add_up(self) -> None:
+    def all_reduce(self) -> None:
         """Sets each parameter's gradient (zeros if missing) to the sum over all processes; a collective."""
         turn = self._sums.turn
         into = self._into[turn]
@@ -161,14 +161,14 @@ class FlatGradients:
                     one.grad = torch.zeros_like(one)
             given: list[Any] = [one.grad for one in self._parameters]
             torch._foreach_copy_(into, given)
-            self._sums.meet()
+            self._sums.wait_for_slots()
             torch._foreach_add_(given, self._other[turn])
             return
         given = [
             view.zero_() if one.grad is None else one.grad for one, view in zip(self._parameters, into, strict=True)
         ]
         torch._foreach_copy_(into, given)
-        (self._sums.add_slots_up if self._fits else self._sums.add_up)(self.values)
+        (self._sums.all_reduce_slots if self._fits else self._sums.all_reduce)(self.values)
         for one, view in zip(self._parameters, self._views, strict=True):
             one.grad = view
 
@@ -195,14 +195,14 @@ class FlatNetwork(ParallelNetwork):
         super().__init__(model, world=world, traits=traits)
         self.sums = sums
         if sums.of_all:
-            self.norms.through_memory = sums.add_up
+            self.norms.through_memory = sums.all_reduce
         self.flats = [FlatGradients(parameters, sums) for parameters in _by_dtype(model)]
 
     @override
     def finish_gradients(self) -> list[Tensor]:
         with torch.no_grad():
             for flat in self.flats:
-                flat.add_up()
+                flat.all_reduce()
         flat = [one.values for one in self.flats]
         return flat if all(one.numel() for one in flat) else []
 
@@ -242,11 +242,11 @@ class TwoLevelNetwork(ParallelNetwork):
         SharedSums.begun += 1
         try:
             if self.sums:
-                self.sums.add_up_for_first(values)
+                self.sums.reduce_to_first(values)
             if self.leaders:
                 dist.all_reduce(values, group=self.leaders)
             if self.sums:
-                self.sums.spread(values)
+                self.sums.broadcast(values)
         except BaseException:
             if self.sums:  # so that the other processes of this machine fail at once
                 self.sums.close()

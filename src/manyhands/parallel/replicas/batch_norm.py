@@ -55,7 +55,7 @@ class NormGroups:
         self.runs = _runs(tuple(self.spans))
         self.batch, self.weight = batch, count / batch
 
-    def add_up(self, values: Tensor) -> None:
+    def all_reduce(self, values: Tensor) -> None:
         """Replaces values by their sum over `processes`; a collective."""
         before = phases.CLOCK.to(phases.COMMUNICATION)
         if self.through_memory:
@@ -72,7 +72,7 @@ class NormGroups:
         # A process that holds no group's first sample takes part with zeros.
         flat = torch.cat([layer.take_seen() for layer in layers])
         if size > 1 and not self.apart:
-            self.add_up(flat)
+            self.all_reduce(flat)
         lengths = [2 * layer.num_features + 1 for layer in layers]
         for layer, total in zip(layers, flat.split(lengths), strict=True):
             layer.move_running_statistics(total)
@@ -176,7 +176,7 @@ class GroupedNorm(_BatchNorm):
         sizes = self.groups.shared_sizes
         shared = [(part, span.shared) for part, span in parts]
         moments = norm_pass.moments_of(shared, len(sizes), self.num_features, like)
-        self.groups.add_up(moments)
+        self.groups.all_reduce(moments)
         per_sample = _values_per_row(like) * self.rows_per_sample
         counts = _cached_tensor(tuple(sizes), moments.dtype, moments.device)[:, None] * per_sample
         mean = moments[:, 0] / counts
@@ -186,7 +186,7 @@ class GroupedNorm(_BatchNorm):
                 unbiased = variance[span.shared] * (counts[span.shared] / (counts[span.shared] - 1).clamp_min(1))
                 self._add(torch.stack([mean[span.shared], unbiased])[None], span.size / self.groups.batch)
         inverse = torch.rsqrt(variance + self.eps)
-        held = norm_pass.PassGroups(tuple((span.shared, 1) for _, span in parts) or ((0, 1),), self.groups.add_up)
+        held = norm_pass.PassGroups(tuple((span.shared, 1) for _, span in parts) or ((0, 1),), self.groups.all_reduce)
         inputs = [part for part, _ in parts] or [like[:0]]
         return list(norm_pass.NormPass.apply(mean, inverse, counts[:, None], held, self.weight, self.bias, *inputs))
 

@@ -14,7 +14,7 @@ class PassGroups:
     """The groups of a pass on this process."""
 
     places: tuple[tuple[int, int], ...]  # (first group, number of equal groups) of each part of the input
-    add_up: Callable[[Tensor], None] | None = None  # sums over processes; None if no group is shared
+    all_reduce: Callable[[Tensor], None] | None = None  # sums over processes; None if no group is shared
     eps: float = 0.0  # for groups that aren't shared
 
 
@@ -105,7 +105,7 @@ class NormPass(torch.autograd.Function):
             scale = (scale if weight is None else scale * weight).to(computed_dtype(part))
             shift = -off * scale if bias is None else bias - off * scale
             spread = per_channel(scale, values), per_channel(shift.to(scale.dtype), values)
-            outputs.append(_times_plus(values, *spread, part, own=held.add_up is not None))
+            outputs.append(_times_plus(values, *spread, part, own=held.all_reduce is not None))
         return tuple(outputs)
 
     @staticmethod
@@ -113,7 +113,7 @@ class NormPass(torch.autograd.Function):
         """Returns the gradients of weight, bias and parts; a collective if processes share groups."""
         mean, inverse, weight, bias, *parts = ctx.saved_tensors
         held: PassGroups = ctx.held
-        if torch.is_grad_enabled() and held.add_up is None:
+        if torch.is_grad_enabled() and held.all_reduce is None:
             return _differentiable(held, weight, bias, parts, gradients)
         sums = torch.zeros(mean.shape[0], 2, mean.shape[1], dtype=mean.dtype, device=mean.device)
         pieces: list[tuple[Tensor, Tensor, Tensor, Tensor, slice]] = []
@@ -127,8 +127,8 @@ class NormPass(torch.autograd.Function):
             pieces.append((part, wide, values, off, of))
         weight_gradient = None if weight is None else sums[:, 1].sum(0).to(weight.dtype)
         bias_gradient = None if bias is None else sums[:, 0].sum(0).to(bias.dtype)
-        if held.add_up is not None:
-            held.add_up(sums)
+        if held.all_reduce is not None:
+            held.all_reduce(sums)
         means = sums / ctx.counts
         scale = inverse if weight is None else inverse * weight
         inputs: list[Tensor] = []
@@ -137,7 +137,7 @@ class NormPass(torch.autograd.Function):
             shift = (-means[of, 0] - slope * off) * scale[of]
             slope, times, shift = (per_channel(one.to(wide.dtype), values) for one in (slope, scale[of], shift))
             # (gradient + values times slope) times scale, plus shift
-            own = held.add_up is not None
+            own = held.all_reduce is not None
             tilted = values.mul_(slope).add_(wide) if own else torch.addcmul(wide, values, slope)
             inputs.append(_times_plus(tilted, times, shift, part, own=own))
         return (None, None, None, None, weight_gradient, bias_gradient, *inputs)
@@ -146,7 +146,7 @@ class NormPass(torch.autograd.Function):
 def _centred(part: Tensor, mean: Tensor, held: PassGroups) -> tuple[Tensor, Tensor]:
     """Returns [groups, n, C, ...] minus the rounded mean, and its rounding error; unshared: unchanged, and the mean."""
     values = in_groups(part, len(mean))
-    if held.add_up is None:
+    if held.all_reduce is None:
         return values, mean
     middle = mean.to(computed_dtype(part))
     return values.to(middle.dtype) - per_channel(middle, values), mean - middle.to(mean.dtype)

@@ -78,50 +78,50 @@ class SharedSums:
         self.of_all = dist.is_initialized() and size == dist.get_world_size()
 
     def slots_of(self, place: int, like: Tensor) -> list[Tensor]:
-        """Returns a process's two slots as flat tensors like `like` [n]; others' slots are readable after `meet`."""
+        """Returns a process's two slots as flat tensors like `like` [n]; await others' with `wait_for_slots`."""
         return [slots[place] for slots in self._slots_for(like)]
 
-    def add_up(self, values: Tensor) -> None:
+    def all_reduce(self, values: Tensor) -> None:
         """Replaces flat values [n] by their sum over all processes; a collective.
 
         Raises RuntimeError if a process has ended or timed out; this object can't be used afterwards.
         """
         for piece in values.split(self.slot_bytes // values.element_size()):
             self.slots_of(self.place, piece)[self.turn].copy_(piece)
-            self.add_slots_up(piece)
+            self.all_reduce_slots(piece)
 
-    def add_slots_up(self, total: Tensor) -> None:
+    def all_reduce_slots(self, total: Tensor) -> None:
         """Sums all processes' slots of this turn into `total` [n]; a collective."""
         slots = self._slots_for(total)[self.turn]
-        self.meet()
+        self.wait_for_slots()
         torch.add(slots[0], slots[1], out=total)
         for more in slots[2:]:
             total.add_(more)
 
-    def add_up_for_first(self, values: Tensor) -> None:
-        """Like `add_up`, but only the process with index 0 gets the sum; a collective."""
+    def reduce_to_first(self, values: Tensor) -> None:
+        """Like `all_reduce`, but only the process with index 0 gets the sum; a collective."""
         for piece in values.split(self.slot_bytes // values.element_size()):
             slots = self._slots_for(piece)[self.turn]
             if self.place:
                 _copy_alone(slots[self.place], piece)
-            self.meet()
+            self.wait_for_slots()
             for more in slots[1:] if self.place == 0 else ():
                 for total, one in zip(piece.split(_ALONE), more.split(_ALONE), strict=True):
                     total.add_(one)
 
-    def spread(self, values: Tensor) -> None:
-        """Replaces flat values [n] by those of the process with index 0; a collective that raises like `add_up`."""
+    def broadcast(self, values: Tensor) -> None:
+        """Replaces flat values [n] by those of the process with index 0; a collective that raises like `all_reduce`."""
         for piece in values.split(self.slot_bytes // values.element_size()):
             turn = self.turn
             first = self.slots_of(0, piece)[turn]
             if self.place == 0:
                 _copy_alone(first, piece)
-            self.meet()
+            self.wait_for_slots()
             if self.place:
                 _copy_alone(piece, first)
 
-    def meet(self) -> None:
-        """Waits until all slots of this turn are filled; a collective that raises like `add_up`."""
+    def wait_for_slots(self) -> None:
+        """Waits until all slots of this turn are filled; a collective that raises like `all_reduce`."""
         try:
             if self._file.closed:
                 raise RuntimeError("this process has already released the shared memory")

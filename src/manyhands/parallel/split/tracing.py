@@ -76,8 +76,7 @@ def describe_ops(
 ) -> tuple[dict[str, Op], list[tuple[str, str]]]:
     """Returns the ops of a network or a loss by name, and pairs of ops that must have equal letters.
 
-    `many`, `few`: each node's values for `SAMPLES` and `FEWER` samples. `begin` sets an input's letters; None:
-    the input holds samples.
+    `many`, `few`: each node's values for `SAMPLES` and `FEWER` samples. `begin` sets inputs' letters; None: samples.
     """
     ops: dict[str, Op] = {INPUT: Op(INPUT, tied=INPUT)}
     ties: list[tuple[str, str]] = []

@@ -18,7 +18,7 @@ NEEDS: tuple[Need, ...] = ()
 def estimate(case: LinkCase, options: Options) -> list[Cost]:  # noqa: ARG001 - as all methods
     """Estimates a ring all-reduce that overlaps backward (Patarasuk and Yuan 2009, doi:10.1016/j.jpdc.2008.09.002)."""
     sent, moved = gradients(case, case.item_bytes), statistics(case)
-    step_s = case.step_s + case.layers_s + sent.beside(case.backward_s) + moved.seconds
+    step_s = case.step_s + case.layers_s + sent.exposed_seconds(case.backward_s) + moved.seconds
     whole = sent + moved
     return [Cost("allreduce", step_s, whole.sent_bytes, whole.seconds)]
 

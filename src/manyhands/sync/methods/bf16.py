@@ -22,7 +22,7 @@ def estimate(case: LinkCase, options: Options) -> list[Cost]:  # noqa: ARG001 - 
     """Estimates a ring all-reduce of half the bytes, which overlaps the backward pass."""
     sent, moved = gradients(case, 2), statistics(case)
     computed = case.step_s * (1 + _ROUNDING) if case.machines > 1 else case.step_s
-    step_s = computed + case.layers_s + sent.beside(case.backward_s) + moved.seconds
+    step_s = computed + case.layers_s + sent.exposed_seconds(case.backward_s) + moved.seconds
     whole = sent + moved
     return [Cost("bf16", step_s, whole.sent_bytes, whole.seconds)]
 

@@ -83,7 +83,7 @@ def make(network: HasGradients, context: "SyncContext", options: Options, cost: 
     """Creates the synchronizer, with the pace of `cost`; a collective."""
     import torch
 
-    from manyhands.sync.compress import compressor_named, compute_alike
+    from manyhands.sync.compress import compressor_named, select_arithmetic
     from manyhands.sync.local import LocalSteps
     from manyhands.sync.measure import pass_seconds
     from manyhands.sync.synchronizer import Buffers, dtype_of, trained_of
@@ -96,7 +96,7 @@ def make(network: HasGradients, context: "SyncContext", options: Options, cost: 
         cost.codec, shapes, rank=options.rank, seed=context.seed, device=world.device, dtype=kind
     )
     if context.is_leader:
-        compute_alike([compressor], peers, torch.zeros(0, dtype=kind, device=world.device))
+        select_arithmetic([compressor], peers, torch.zeros(0, dtype=kind, device=world.device))
     weight = len(places.machine) * len(places.leaders) / world.size
     own = context.own(cost, trained, options.rank if cost.codec == "lowrank" else 0)
     steps = LocalSteps(trained, buffers, peers, compressor, pace_of(cost, options), weight, machine, own)
@@ -134,12 +134,12 @@ def _cost(case: LinkCase, options: Options, codec: CodecName) -> Cost:
 
 
 def fitting_delay(steps_long: float, every: int) -> int:
-    """Returns the steps after which an exchange that lasts `steps_long` steps has mostly ended."""
+    """Returns the delay in steps: the length of an exchange (`steps_long` steps) plus a margin, at most `every`."""
     return min(every, max(1, math.ceil(_LATE * steps_long)))
 
 
 def fitting_steps(steps_long: float, steps: int, compressing: float = 0.0) -> int:
-    """Returns the steps between exchanges that last `steps_long` steps; fewer if accuracy requires it.
+    """Returns the interval in steps between exchanges of `steps_long` steps; shorter if accuracy requires it.
 
     `steps` are the updates of the run; `compressing` is the compression time of an exchange, in steps.
     """

@@ -22,7 +22,7 @@ _PASSES = 5  # passes over all values, measured for a ResNet-18 on a CPU
 
 
 class Options(RankOptions):
-    """The rank."""
+    """Options of the method: the rank of the factors."""
 
 
 def estimate(case: LinkCase, options: Options) -> list[Cost]:
