@@ -22,7 +22,7 @@ from manyhands.core.errors import UserError
 from manyhands.core.mesh import TensorLayout
 from manyhands.core.run_folder import NOWHERE
 from manyhands.train.journal import Journal
-from manyhands.train.parts import begin_with
+from manyhands.train.parts import load_initial_weights
 from manyhands.train.state import fit_snapshot, load_snapshot
 
 
@@ -250,11 +250,11 @@ def test_extra_state_gets_its_name_with_the_weights_and_one_that_the_network_lac
     torch.save(state, tmp_path / "w.pth")
     torch.save(state | {"backbone.0._extra_state": torch.ones(3)}, tmp_path / "tensor.pth")
     journal = Notes(NOWHERE, 0)
-    begin_with(other, tmp_path / "w.pth", 2, journal)
+    load_initial_weights(other, tmp_path / "w.pth", 2, journal)
     assert other[0].scales == {"largest": 3.0}
     assert journal.notes == []
     for file in ("w.pth", "tensor.pth"):
-        begin_with(lacks, tmp_path / file, 2, journal)
+        load_initial_weights(lacks, tmp_path / file, 2, journal)
         assert journal.notes.pop() == "0._extra_state: ignored, because the network has no such extra state"
         assert torch.equal(lacks[0].weight, model[0].weight)
 

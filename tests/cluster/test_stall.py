@@ -122,7 +122,7 @@ def test_an_update_that_took_much_longer_than_usual_is_told_of(monkeypatch):
     assert [bool(text) for text in said] == [False] * 4 + [True] + [False] * 2
     assert said[4] == "training stalled for 8 s, waiting for another process (usual: 0.1 s)"
     one.linked = True
-    assert "waiting for the network or another process" in one.too_long(8.0)
+    assert "waiting for the network or another process" in one.stall_warning(8.0)
 
 
 @pytest.fixture

@@ -155,12 +155,12 @@ def _figures(kind):
     unscaled = Gradients(ParallelNetwork(model), world, precision="bf16")
     alone = World(device=device)
     return {
-        "most samples": shares._most(SimpleNamespace(world=world, feed=feed)),
+        "most samples": shares._samples_that_fit(SimpleNamespace(world=world, feed=feed)),
         "name": devices.device_name(device) == f"card of {kind}",
         "known by its name": environment(device)["device"] == f"{kind} card of {kind}",
         "scaler": gradients.scaler._device == kind,
         "autocast": torch.device(unscaled.autocast().device).type == kind,
-        "skips": unscaled.skips(SimpleNamespace(_step_supports_amp_scaling=True)),
+        "skips": unscaled.skips_on_device(SimpleNamespace(_step_supports_amp_scaling=True)),
         "one process for all": type(dataparallel.apply(model, alone, ModeRequest()).call) is nn.DataParallel,
     }
 

@@ -322,7 +322,7 @@ def test_without_simplejpeg_pillow_decodes_and_the_run_says_so(tmp_path):
         from manyhands.data import pictures, splits
         from manyhands.data.transforms import SampleRng
         from manyhands.data.transforms import Pixels
-        from manyhands.train.data_setup import record_skipped
+        from manyhands.train.data_setup import record_data_notes
 
         class Journal:
             def event(self, kind, text):
@@ -332,7 +332,7 @@ def test_without_simplejpeg_pillow_decodes_and_the_run_says_so(tmp_path):
         found = pictures.read_picture("a.jpg", pixels, SampleRng(7, 3))
         assert torch.equal(found, torch.load("expected.pt"))
         files = splits.ImageFiles(None, torch.zeros(1, dtype=torch.int64))
-        record_skipped(splits.Splits(files, files, ("a",), "", pixels), Journal())
+        record_data_notes(splits.Splits(files, files, ("a",), "", pixels), Journal())
     """
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)], cwd=tmp_path, capture_output=True, text=True, check=False

@@ -13,7 +13,7 @@ import pytest
 
 from manyhands.planner.timing import Timing
 from manyhands.run.python import Run
-from manyhands.worker.plan_growth import _beyond, numbers_of_machines
+from manyhands.worker.plan_growth import _extrapolate, numbers_of_machines
 from tests.e2e.command import NETS, QUICK, done, events, finish, forked, inside, read, refused, shell
 
 CNN = "plan synthetic:64x3x16x16x10 cnn --batch 32 --no-measure -n"
@@ -181,9 +181,11 @@ def test_counts_end_where_the_range_ends():
 
 
 def test_shares_too_long_to_time_lie_on_the_line_of_the_last_two():
-    assert _beyond([(4, Timing(2.0))], 8).seconds == 4
-    assert _beyond([(2, Timing(9.0)), (4, Timing(2.0)), (8, Timing(3.0))], 16).seconds == 5
-    assert _beyond([(4, Timing(3.0)), (8, Timing(2.0))], 16).seconds == 2, "noise makes no share shorter than a smaller"
+    assert _extrapolate([(4, Timing(2.0))], 8).seconds == 4
+    assert _extrapolate([(2, Timing(9.0)), (4, Timing(2.0)), (8, Timing(3.0))], 16).seconds == 5
+    assert _extrapolate([(4, Timing(3.0)), (8, Timing(2.0))], 16).seconds == 2, (
+        "noise makes no share shorter than a smaller"
+    )
 
 
 @pytest.mark.slow

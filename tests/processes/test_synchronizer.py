@@ -29,7 +29,7 @@ from manyhands.train import status
 from manyhands.train.choose_sync import make_synchronizer, places_of
 from manyhands.train.journal import Journal
 from manyhands.train.loop import fit
-from manyhands.train.status import LONGEST_S, StatusRound, Watcher
+from manyhands.train.status import LONGEST_S, SpeedMonitor, StatusRound
 from manyhands.train.step import StepSums
 from manyhands.train.trial_step import TIMED
 from tests.processes.ranks import run_on_ranks
@@ -230,7 +230,7 @@ class _Paced:
         self.steps = LocalSteps([torch.zeros(4)], buffers, SyncGroup(), compressor, pace)
         hosts = [f"host-{rank}" for rank in range(size)]
         self.steps.adapt = Pacer(self.steps, cost, options, total_steps, compressing_s=0.0)
-        self.watcher = Watcher(self.steps, cost, World(0, size), hosts)
+        self.watcher = SpeedMonitor(self.steps, cost, World(0, size), hosts)
 
     def agree(self, exchange_s, *others_s, times=1):
         """Exchanges, which take longer by the clock of a process that must wait in them for the slowest."""
@@ -290,10 +290,10 @@ def test_a_stall_is_reported_unless_it_is_usual(tmp_path):
 def test_a_slow_link_is_waited_for_but_not_for_minutes():
     status_round = StatusRound(World(), 0.5, float("inf"), multiple=1000)
     status_round.reset(0)
-    status_round.add_up(StepSums(), 100_001, stop=False)  # steps of next to no time
+    status_round.run(StepSums(), 100_001, stop=False)  # steps of next to no time
     assert next(step for step in range(100_002, 103_000) if status_round.due(step, force=False)) % 1000 == 0
     time.sleep(0.05)
-    status_round.add_up(StepSums(), 100_002, stop=False)
+    status_round.run(StepSums(), 100_002, stop=False)
     assert not status_round.due(100_002, force=False)
     assert status_round.due(100_002 + round(LONGEST_S / 0.05), force=False)
 
@@ -304,7 +304,7 @@ def _reported(world):
     found = []
     for wait_s in (0.0, 1.2, 0.0):
         time.sleep(wait_s)
-        found.append(status_round.add_up(StepSums(), 1, stop=False).report_time)
+        found.append(status_round.run(StepSums(), 1, stop=False).report_time)
     return found
 
 

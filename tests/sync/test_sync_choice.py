@@ -16,7 +16,7 @@ from manyhands.sync.choose import choose, days_of, label_of
 from manyhands.sync.costs import FACTOR_VALUE_BYTES, Cost, LinkCase, batches, mean_bytes, rank_shapes, value_bytes
 from manyhands.sync.link_speeds import LinkSpeed, named_link
 from manyhands.sync.options import METHODS, SyncOptions
-from manyhands.train.choose_sync import kept_cost
+from manyhands.train.choose_sync import previous_cost
 from manyhands.worker.plan_advice import as_plain, with_sync
 
 _MODEL = resnet18()
@@ -186,16 +186,16 @@ def test_a_decision_is_found_again_in_a_checkpoint(case, wanted):
     chosen = choose(case, wanted).chosen
     job = Job(sync=wanted.model_copy(update={"method": "auto"}))
     kept = json.loads(json.dumps({**asdict(chosen), "processes": case.machines}))
-    assert kept_cost(kept, job, case.machines) == chosen
-    assert kept_cost(kept, job, case.machines + 1) is None
+    assert previous_cost(kept, job, case.machines) == chosen
+    assert previous_cost(kept, job, case.machines + 1) is None
 
 
 def test_a_decision_does_not_outlive_what_rules_it_out():
     kept = {**asdict(Cost("powersgd", 1.0, 1.0)), "processes": 3}
-    assert kept_cost(kept, Job(sync=SyncOptions(method="auto")), 3)
-    assert kept_cost(kept, Job(sync=SyncOptions(method="auto"), train=TrainOptions(precision="fp16")), 3) is None
+    assert previous_cost(kept, Job(sync=SyncOptions(method="auto")), 3)
+    assert previous_cost(kept, Job(sync=SyncOptions(method="auto"), train=TrainOptions(precision="fp16")), 3) is None
     for wrong in (None, "auto", [], {**kept, "method": "magic"}, {**kept, "every": 1e999}, {**kept, "delay": 2}):
-        assert kept_cost(wrong, Job(sync=SyncOptions(method="auto")), 3) is None
+        assert previous_cost(wrong, Job(sync=SyncOptions(method="auto")), 3) is None
 
 
 def test_a_line_carries_less_than_its_name_says():

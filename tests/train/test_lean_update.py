@@ -96,12 +96,12 @@ def test_what_was_measured_since_a_mark_is_forgotten(monkeypatch, most):
     monkeypatch.setattr("manyhands.train.feed.COUNTED_AT_ONCE", most)
     sums, right, wrong = StepSums(), torch.eye(3), torch.eye(3).flip(1)
     labels = torch.arange(3)
-    sums.guess(right, labels)
+    sums.add_predictions(right, labels)
     mark = sums.mark()
-    sums.guess(wrong, labels)
-    sums.guess(right, labels)
+    sums.add_predictions(wrong, labels)
+    sums.add_predictions(right, labels)
     sums.back(mark)
-    sums.guess(right, labels)
+    sums.add_predictions(right, labels)
     assert sums.take()[1] == 6
 
 

@@ -17,7 +17,7 @@ from manyhands.parallel.group.join import Cause, Group
 from manyhands.parallel.group.rendezvous import PeerFailure
 from manyhands.worker import entry
 from manyhands.worker.entry import train_here
-from manyhands.worker.failure import describe_failure, first_of_all, is_consequence
+from manyhands.worker.failure import describe_failure, is_consequence, with_first_cause
 from manyhands.worker.member import MET, GroupMember
 
 # What torch 2.x and NCCL 2.2x print; gathered from their sources and users' reports.
@@ -72,7 +72,7 @@ def soon(monkeypatch):
 
 def test_where_nothing_better_is_learnt_the_librarys_words_stay(soon):
     with closing(Cause(dist.HashStore(), 0)) as listening:
-        record = first_of_all(_Group(listening), failure(dist.DistBackendError(GONE)))
+        record = with_first_cause(_Group(listening), failure(dist.DistBackendError(GONE)))
     assert "ncclRemoteError" in record.what
     assert record.what.startswith("another process ended")
 
@@ -81,8 +81,8 @@ def test_a_causes_words_reach_the_others(soon, monkeypatch):
     monkeypatch.setattr(group, "LEARN_S", 10)
     store = dist.HashStore()
     with closing(Cause(store, 0)) as one, closing(Cause(store, 0)) as other:
-        first_of_all(_Group(one), failure(dist.DistBackendError(DUPLICATE), rank=1))
-        record = first_of_all(_Group(other), failure(dist.DistBackendError(GONE)))
+        with_first_cause(_Group(one), failure(dist.DistBackendError(DUPLICATE), rank=1))
+        record = with_first_cause(_Group(other), failure(dist.DistBackendError(GONE)))
     assert "rank 1 on" in record.what
     assert "Duplicate GPU detected" in record.what
 
@@ -141,7 +141,7 @@ def test_on_an_accelerator_the_listener_writes_the_record_and_aborts(started_by,
     waiting = _OnAnAccelerator(store, ended)
     monkeypatch.setattr("manyhands.parallel.group.join.join", lambda *_: waiting)
     monkeypatch.setattr(entry, "share_folder", lambda _world, given: given)
-    monkeypatch.setattr(entry, "_from_where_rank_0_says", lambda job, *_: job)
+    monkeypatch.setattr(entry, "_with_rank_0_resume", lambda job, *_: job)
     monkeypatch.setattr(entry, "_build", lambda *_: None)
     mine = GroupMember(ProcessInfo(rank=1, size=2, device="cuda", started_by=started_by), folder, "build")
     entry._join_and_build(mine, load_job({"model.name": "mlp"}, environment={}).job, {}, print)

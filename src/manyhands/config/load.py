@@ -21,7 +21,7 @@ from manyhands.config.recipes import choose_recipe
 from manyhands.core import choices, files, user_code
 from manyhands.core.errors import UserError, shortened
 from manyhands.core.terminal import say
-from manyhands.data.known import named
+from manyhands.data.known import known_set_at
 
 ENVIRONMENT_PREFIX = "MANYHANDS_"
 # Variables that are not job values. Agents set the last four.
@@ -97,7 +97,7 @@ def load_job(
     for layer, name in layers:
         _overlay(values, origins, layer, name)
     name = str(values.get("data.name", ""))
-    if not _why_unusable("data.name", name) and (known := named(name)):  # a path to published files of a known set
+    if not _why_unusable("data.name", name) and (known := known_set_at(name)):  # a path to published files of a known set
         values["data.name"], values["data.dir"] = known
         origins["data.dir"] = origins["data.name"]
     model = str(values.get("model.name", ""))

@@ -28,11 +28,11 @@ from manyhands.train.evaluate import Evaluator
 from manyhands.train.feed import Feed
 from manyhands.train.loss import BETTER_LOSS, Evaluation, verify_loss
 from manyhands.train.optimize import CustomScheduler, reading_of, steps_to_make, total_steps
-from manyhands.train.parts import Parts, describe_trained, grid_of, layouts_by_hand, record_setup, refuse_uncuttable
+from manyhands.train.parts import Parts, describe_trained, grid_of, layouts_by_hand, record_setup, refuse_unshardable
 from manyhands.train.saver import SaveInterval
 from manyhands.train.saving import check_same_training, load_rank_state
 from manyhands.train.shares import order_and_sharing, refuse_small_micro_batches
-from manyhands.train.status import Divergence, StatusRound, Watcher
+from manyhands.train.status import Divergence, SpeedMonitor, StatusRound
 from manyhands.train.step import Updater
 from manyhands.train.trainer import Due, Hooks, Observed, Trainer, seconds_between_saves
 
@@ -46,14 +46,14 @@ _FEW, _FAILURES = 8, (RuntimeError, TypeError, ValueError, IndexError)
 def build(parts: Parts) -> Trainer:
     """Builds the trainer from its parts; a collective. Raises UserError if data, model and job don't match."""
     job, folder, world = parts.job, parts.folder, parts.world
-    refuse_uncuttable(parts)
+    refuse_unshardable(parts)
     resume_from, in_pieces = job.checkpoint.resume, parts.plan is not None
     found = state.find_state(resume_from, folder, world, in_pieces=in_pieces) if folder is not NOWHERE else None
     outputs = state.outputs_of(found.snapshot) if found else 0
     samples = data_setup.open_samples(parts, parts.objects, outputs, parts.splits)
     splits, grid = samples.splits, grid_of(job, world, parts.mode)
     model = parts.make_model(samples, grid, found)
-    network, sync, trial, restore_norms, sample_s = _put_under_mode(parts, model, samples, grid, found)
+    network, sync, trial, restore_norms, sample_s = _apply_sync_and_mode(parts, model, samples, grid, found)
     synchronizer = sync.synchronizer
     classes = parts.name_outputs(samples.classes, network, trial)
     previous, most = parts.previous_shares(found)
@@ -103,7 +103,7 @@ def build(parts: Parts) -> Trainer:
         resources=resources,
     )
     if synchronizer.times_waits:
-        sync.monitor = Watcher(synchronizer, sync.cost, world, gather_plain(platform.node(), world))
+        sync.monitor = SpeedMonitor(synchronizer, sync.cost, world, gather_plain(platform.node(), world))
     trainer.heartbeats.linked = world.local_size < world.size
     if job.checkpoint.every == "auto" and world.is_main and folder is not NOWHERE:
         trainer.saver.interval = SaveInterval(folder, world)
@@ -121,10 +121,10 @@ def build(parts: Parts) -> Trainer:
     return parts.finish(trainer)
 
 
-def _put_under_mode(
+def _apply_sync_and_mode(
     parts: Parts, model: nn.Module, samples: data_setup.DataSetup, grid: "Grid | None", found: state.Resumable | None
 ) -> tuple[ParallelNetwork, ChosenSync, trial_step.TrialResult, Callable[[], None], float]:
-    """Starts all processes from the same network, selects the sync method and applies the mode; a collective.
+    """Makes the network equal on all processes, selects the sync method and applies the mode; a collective.
 
     Also returns a function that restores the network's own BatchNorm layers, and the seconds per sample of an update.
     """
@@ -173,7 +173,7 @@ def _refuse_untrainable(model: nn.Module, world: World) -> None:
 
 
 def _run_trial(parts: Parts, samples: data_setup.DataSetup, probe: trial_step.StepProbe) -> trial_step.TrialResult:
-    """Tries the network on two samples; a custom loss on eight and, if it fails, on a micro-batch. A collective."""
+    """Runs the trial step on two samples; for a custom loss on eight or, if they fail, a micro-batch. A collective."""
     world, train = parts.world, parts.job.train
     count = most = min(2, len(samples.splits.train))
     if parts.loss_fn and parts.loss_fn.own:

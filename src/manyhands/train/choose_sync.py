@@ -28,7 +28,7 @@ from manyhands.sync.link_speeds import LinkSpeed, named_link
 from manyhands.sync.options import methods, missing_need, synchronizes_every_update
 from manyhands.sync.synchronizer import Places, SyncContext, Synchronizer
 from manyhands.train.journal import RunContext
-from manyhands.train.status import CommunicationMonitor, Watcher
+from manyhands.train.status import CommunicationMonitor, SpeedMonitor
 
 
 def machines_of(world: World) -> list[tuple[int, ...]]:
@@ -64,7 +64,7 @@ def places_of(world: World, job: Job) -> Places:
 def make_synchronizer(
     cost: Cost, job: Job, model: nn.Module, unused: list[str], world: World, places: Places, steps: int = 0
 ) -> Synchronizer:
-    """Creates the synchronizer of a method for a network that is equal on all processes; a collective."""
+    """Creates the synchronizer of `cost.method`; the network must be equal on all processes. A collective."""
     if world.alone:
         return Synchronizer()
     # Background exchanges use gloo instead of a second NCCL communicator: threads start them in a different order on
@@ -98,7 +98,7 @@ class ChosenSync:
     cost: Cost  # the method, its pace, and its predicted cost
     synchronizer: Synchronizer  # carries out the method
     how: ModeRequest  # the parallel mode's settings, including those of the method
-    monitor: Watcher | CommunicationMonitor | None = None  # None if the mode itself averages on one machine
+    monitor: SpeedMonitor | CommunicationMonitor | None = None  # None if the mode itself averages on one machine
 
 
 @dataclass(frozen=True)
@@ -145,9 +145,9 @@ def select_sync(sync_request: SyncRequest, request: ModeRequest) -> ChosenSync:
             lambda step_s: sync_request.case((step_s, 0.0), places_of(world, job)), sync_request.run, without, compute_s
         )
         return by_mode
-    requested = _asked(job, mode)
+    requested = _requested(job, mode)
     places = places_of(world, job)
-    cost = kept_cost(sync_request.previous, job, world.size, mode) or requested or _measured(sync_request, places)
+    cost = previous_cost(sync_request.previous, job, world.size, mode) or requested or _fastest(sync_request, places)
     made = make_synchronizer(cost, job, sync_request.model, sync_request.unused, world, places, sync_request.steps)
     return ChosenSync(cost, made, replace(request, reduces=made.reduces, group=made.group, hook=made.hook))
 
@@ -175,7 +175,7 @@ def leaves_a_choice(mode: str) -> bool:
     return any(not missing_need(name, _offers(None, mode)) for name in methods() if name != EXACT)
 
 
-def _asked(job: Job, mode: str) -> Cost | None:
+def _requested(job: Job, mode: str) -> Cost | None:
     """Returns the method that the job names, or None to measure. Raises UserError if other options contradict it."""
     method = job.sync.method
     if method not in methods():
@@ -190,13 +190,13 @@ def _asked(job: Job, mode: str) -> Cost | None:
 
 
 def ruled_out(job: Job, mode: str) -> dict[str, str]:
-    """Returns the reason for each sync method that contradicts the job, by method."""
+    """Returns the sync methods that the job rules out, each with the reason."""
     offers = _offers(job, mode)
     return {name: need.short or need.reason for name in methods() if (need := missing_need(name, offers))}
 
 
-def kept_cost(kept: Any, job: Job, processes: int, mode: str = USUAL_MODE) -> Cost | None:
-    """Returns the method recorded in a checkpoint (unchecked data); None if the job or the process count changed."""
+def previous_cost(kept: Any, job: Job, processes: int, mode: str = USUAL_MODE) -> Cost | None:
+    """Returns the method recorded in a checkpoint (unchecked data); None if it doesn't fit the job or process count."""
     names = {one.name for one in fields(Cost)}
     if not isinstance(kept, dict) or kept.get("processes") != processes or not names <= kept.keys():
         return None  # older checkpoints have incomplete records
@@ -212,7 +212,7 @@ def kept_cost(kept: Any, job: Job, processes: int, mode: str = USUAL_MODE) -> Co
     return cost if synchronizes_every_update(cost.method) or methods()[cost.method].fits(cost, options) else None
 
 
-def _measured(sync_request: SyncRequest, places: Places) -> Cost:
+def _fastest(sync_request: SyncRequest, places: Places) -> Cost:
     """Selects the cheapest method from measurements of the link and the network; a collective."""
     options, world = sync_request.run.job.sync, sync_request.run.world
     case = sync_request.case(sync_request.time_step(), places)

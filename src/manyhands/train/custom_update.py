@@ -25,7 +25,7 @@ from manyhands.parallel.replicas.norm_pass import precise_dtype
 from manyhands.train.build import build
 from manyhands.train.feed import UpdateShare
 from manyhands.train.loop import start_clocks
-from manyhands.train.loss import something
+from manyhands.train.loss import nonzero
 from manyhands.train.optimize import CustomScheduler, reading_of, restore_scheduler
 from manyhands.train.parts import CustomParts, Parts
 from manyhands.train.state import Resumable
@@ -37,7 +37,7 @@ _LOOP = ("for x, y in samples: session.backward(loss_of(model(x), y)); optimizer
 
 
 class OutputHook:
-    """Forward hook that calls `show` with a network's output; does nothing in a copy (moving average)."""
+    """Forward hook that calls `show` with a network's output; a copy of it, as for a moving average, does nothing."""
 
     def __init__(self, show: Callable[[Any], None] | None = None) -> None:
         self._show = show
@@ -80,7 +80,7 @@ class CustomUpdate:
         if not self.made:
             raise UserError("the loop body didn't call optimizer.step() after the last micro-batch", "samples", _LOOP)
 
-    def saw(self, output: Any) -> None:
+    def store_output(self, output: Any) -> None:
         """Stores the network's output for this micro-batch, to count correct predictions."""
         self._output = output.detach() if isinstance(output, Tensor) and output.ndim == 2 else None
 
@@ -108,11 +108,11 @@ class CustomUpdate:
             raise UserError("weight=… was passed for only some micro-batches of an update", "session.backward", hints)
         detached = torch.where(counts > 0, loss.detach(), torch.zeros_like(loss))
         if reported:
-            updater.note(part, self._step, detached * reported, reported)
+            updater.record_loss(part, self._step, detached * reported, reported)
             if self._output is not None and labels.dtype == torch.int64 and labels.shape == self._output.shape[:1]:
-                updater.measured.guess(self._output[:reported], labels[:reported])
+                updater.measured.add_predictions(self._output[:reported], labels[:reported])
             else:
-                updater.measured.unguessed()
+                updater.measured.skip_predictions()
         self._add_gradients(loss, share, last=last)
         self._gradients, self._output = last, None
         if not last or updater.gradients.scaler or updater.network.share.together:
@@ -125,7 +125,7 @@ class CustomUpdate:
         updater, total = self._updater, None
         if last and self._weights:
             with CLOCK.within(COMMUNICATION):
-                total = something(updater.synchronizer.replica_sum(torch.stack(self._weights).sum(), updater.world))
+                total = nonzero(updater.synchronizer.replica_sum(torch.stack(self._weights).sum(), updater.world))
         # A sync method may send gradients during the last backward pass, so they are divided before it.
         early = total if not updater.network.share.collective_forward else None
         with updater.gradients.without_autocast():
@@ -153,7 +153,7 @@ class CustomUpdate:
         self._added.clear()
 
     def finish(self) -> bool:
-        """If all gradients are complete, updates the parameters and returns True; then a collective."""
+        """If all gradients are complete, updates the parameters (a collective) and returns True."""
         if not self._gradients or self.made:
             return False
         self._refuse_changes()

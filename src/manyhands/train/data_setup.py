@@ -1,7 +1,7 @@
 """The data of a run: opens it, checks that all processes have the same data, and derives pixels, classes and loaders.
 
-The check compares samples that are spread evenly over each split, because reading all takes as long as an epoch; a
-small split is compared entirely.
+The check compares some samples of each split, because reading all of them takes as long as an epoch; a small split is
+compared entirely.
 """
 
 import hashlib
@@ -62,7 +62,7 @@ def open_samples(run: RunContext, objects: Objects, outputs: int, splits: Splits
     """Opens the data unless `splits` has it, checks labels and creates the loaders; `outputs`: see `class_names`."""
     job, world, journal = run.job, run.world, run.journal
     splits = splits or open_splits(job, world, objects)
-    record_skipped(splits, journal)
+    record_data_notes(splits, journal)
     if smaller := large_batch_note(job.train.batch, len(splits.train)):
         journal.event("warning", smaller)
     pixels = pixels_for(job, splits, objects)
@@ -90,7 +90,7 @@ def open_splits(job: Job, world: World, objects: Objects, *, whole: bool = False
         if not len(split):
             hints = ("add samples", "or change the share for evaluation, such as --set data.validation=0.3")
             raise UserError(f"the {word} split is empty", "data.name", hints)
-    refuse_other_data(splits, world)
+    require_equal_data(splits, world)
     return splits
 
 
@@ -147,7 +147,7 @@ def missing_classes(splits: Splits) -> Iterator[str]:
             yield f"{len(missing):,} of {len(known):,} classes have no {word} sample{effect}: {shown}"
 
 
-def record_skipped(splits: Splits, journal: Journal) -> None:
+def record_data_notes(splits: Splits, journal: Journal) -> None:
     """Records unreadable pictures, the packed copy and notes on the data."""
     if splits.packed:
         journal.event("note", f"reading pictures from the packed copy {splits.packed}")
@@ -200,11 +200,11 @@ def first_picture(loader: Loader) -> Tensor:
     return next(iter(loader.batches(0, [torch.zeros(1, dtype=torch.int64)]))).images[0]
 
 
-def refuse_other_data(splits: Splits, world: World) -> None:
+def require_equal_data(splits: Splits, world: World) -> None:
     """Raises UserError if a process has different data than rank 0; a collective."""
     if world.alone:
         return
-    parts = dict(_parts(splits, elsewhere=world.local_size < world.size))
+    parts = dict(_compared_contents(splits, elsewhere=world.local_size < world.size))
     # The keys depend on the splits and their kinds, so the keys are compared before the contents.
     parts = {"classes": parts["classes"], "splits and kinds of data": [name.encode() for name in parts], **parts}
     everybody = gather_plain({name: _digest(content).hex() for name, content in parts.items()}, world)
@@ -217,7 +217,7 @@ def refuse_other_data(splits: Splits, world: World) -> None:
 
 def digest_data(splits: Splits) -> dict[str, str]:
     """Returns digests of the data by name: lengths, shapes, labels, file names, and some of the samples."""
-    found = {name: _digest(content).hex() for name, content in _parts(splits, elsewhere=False)}
+    found = {name: _digest(content).hex() for name, content in _compared_contents(splits, elsewhere=False)}
     return found if splits.held_out is not None else {**found, f"{HELD_OUT} data": ""}
 
 
@@ -227,7 +227,7 @@ def digest_trainable(model: nn.Module) -> dict[str, str]:
 
 
 def digest_weights(model: nn.Module) -> dict[str, str]:
-    """Returns a digest of the initial weights; empty if unseeded, trained here or loaded here."""
+    """Returns a digest of the initial weights; {} if unseeded, or if this process has trained or loaded the weights."""
     if torch.initial_seed() >= 1 << 32 or noted_trained_on(model) is not None:
         return {}
     try:
@@ -274,7 +274,7 @@ def _quoted(names: Sequence[str]) -> str:
 
 
 def data_changes(then: TrainedNetwork, now: TrainedNetwork, words: Collection[str] = (), *, contents: bool) -> str:
-    """Returns the splits whose labels, length or (with `contents`) samples changed, only those in `words` if any."""
+    """Names the splits whose labels, length or (with `contents`) samples changed, if in `words` or `words` is empty."""
     found = list[str]()
     for name in then.changed(now.digests):
         word, _, kind = name.rpartition(" ")
@@ -297,7 +297,7 @@ def _digest(parts: Iterable[bytes]) -> bytes:
     return digest.digest()[:8]
 
 
-def _parts(splits: Splits, *, elsewhere: bool) -> Iterator[tuple[str, Iterable[bytes]]]:
+def _compared_contents(splits: Splits, *, elsewhere: bool) -> Iterator[tuple[str, Iterable[bytes]]]:
     """Yields the compared contents with their names for errors; `elsewhere`: some processes read other disks."""
     yield "classes", [name.encode(errors="surrogateescape") for name in splits.classes]
     for word, source in split_names(splits):
@@ -312,15 +312,15 @@ def _parts(splits: Splits, *, elsewhere: bool) -> Iterator[tuple[str, Iterable[b
 def _contents(source: Source, *, elsewhere: bool) -> Iterable[bytes]:
     if isinstance(source, ImageFiles):
         made = source.paths.packed.pack.made if source.paths.packed else ""
-        return [made.encode(), *(_of_files(source) if elsewhere else [])]
+        return [made.encode(), *(_file_contents(source) if elsewhere else [])]
     if isinstance(source, ImagesInMemory):
         return _rows(source.images, MOST_BYTES if elsewhere else MOST_HERE)
     if type(source.dataset) is TensorDataset:
         return [part for tensor in source.dataset.tensors for part in _rows(tensor)]
-    return _of_samples(source)
+    return _sample_contents(source)
 
 
-def _of_files(source: ImageFiles) -> Iterator[bytes]:
+def _file_contents(source: ImageFiles) -> Iterator[bytes]:
     """Yields all file sizes, and the contents of some files, from the packed copy if there is one."""
     paths = source.paths
     if paths.packed is None:
@@ -349,7 +349,7 @@ def _bytes_of(tensor: Tensor) -> bytes:
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-def _of_samples(source: UserSamples) -> Iterator[bytes]:
+def _sample_contents(source: UserSamples) -> Iterator[bytes]:
     """Yields the labels of some samples, and a few of the inputs if a second read returns the same inputs."""
     inputs, again = list[bytes](), list[bytes]()
     with restored_generators():

@@ -33,7 +33,7 @@ from manyhands.models.interface import main_and_auxiliary
 from manyhands.parallel.group.plain import broadcast_plain
 from manyhands.parallel.network import ParallelNetwork
 from manyhands.parallel.replicas.norm_pass import precise_dtype
-from manyhands.train.loss import CustomMetric, Evaluation, FigureSums
+from manyhands.train.loss import CustomMetric, Evaluation, MetricSums
 from manyhands.train.optimize import CustomScheduler
 from manyhands.train.state import find_state, restore
 from manyhands.train.trainer import Trainer
@@ -108,7 +108,7 @@ class Evaluator:
         options, device = self.job.train, self.world.device
         self._views, self._log_probabilities = options.evaluate_views, options.loss == "nll"
         self.blocks, self._precise = evaluation_blocks(self.length, options.evaluate_batch), precise_dtype(device)
-        self._custom = FigureSums(self.metrics, self.classes, device, self._precise) if self.metrics else None
+        self._custom = MetricSums(self.metrics, self.classes, device, self._precise) if self.metrics else None
 
     def __call__(
         self,
@@ -159,7 +159,7 @@ class Evaluator:
         return pairs, tallies, sums
 
     def _outputs(self, model: nn.Module, images: Tensor) -> Tensor:
-        logits = averaged(model, images, self._views)
+        logits = view_average(model, images, self._views)
         logits = logits if logits.dtype == torch.float64 else logits.float()
         return logits.log_softmax(1) if self._views > 1 and self._log_probabilities else logits
 
@@ -203,7 +203,7 @@ class Evaluator:
         )
 
 
-def averaged(model: nn.Module, pictures: Tensor, count: int) -> Tensor:
+def view_average(model: nn.Module, pictures: Tensor, count: int) -> Tensor:
     """Returns the mean output [n, classes] over `count` views (1, 2 or 6) of pictures [n, channels, height, width].
 
     The views are the picture, its mirror image, and both shifted by one pixel, at half the weight, as in Jordan 2024
@@ -228,14 +228,14 @@ def evaluate(trainer: Trainer, stop: StopSignal) -> bool:
     """Evaluates and records the result; a collective. Returns True if it is the best so far. Raises Interrupted."""
     trainer.progress.owed = True
     with trainer.paused("evaluate"):
-        with agreed(trainer):
+        with synchronized(trainer):
             found = trainer.evaluate(lambda: trainer.heartbeats.beat() or stop)
         return record_evaluation(trainer, found)
 
 
 @contextlib.contextmanager
-def agreed(trainer: Trainer) -> Iterator[None]:
-    """Replaces parameters and buffers by the synchronized ones in the context; entering it is a collective."""
+def synchronized(trainer: Trainer) -> Iterator[None]:
+    """Sets parameters and buffers to the synchronized ones within the context; entering it is a collective."""
     trainer.synchronizer.average_buffers(trainer.progress.step)
     with trainer.synchronizer.averaged():
         yield
@@ -283,7 +283,7 @@ def test_once(trainer: Trainer, stop: StopSignal) -> None:
     with trainer.paused("evaluate"):
         with trainer.synchronizer.averaged():
             last = describe(trainer.test(lambda: stop), trainer)
-        best = _of_the_best(trainer, last, stop)
+        best = _test_best(trainer, last, stop)
     trainer.journal.detail(LAST, last)
     message = f"test on {last.count:,} held-out samples: top-1 "
     if best:
@@ -294,7 +294,7 @@ def test_once(trainer: Trainer, stop: StopSignal) -> None:
     trainer.journal.event("tested", message, progress.step, **top1)
 
 
-def _of_the_best(trainer: Trainer, last: EvaluationDetail, stop: StopSignal) -> EvaluationDetail | None:
+def _test_best(trainer: Trainer, last: EvaluationDetail, stop: StopSignal) -> EvaluationDetail | None:
     """Tests the best weights from their checkpoint; a collective. Returns None if the checkpoint can't be read."""
     progress, folder = trainer.progress, trainer.folder.checkpoints
     if progress.best_step == progress.step:
@@ -316,7 +316,7 @@ def _of_the_best(trainer: Trainer, last: EvaluationDetail, stop: StopSignal) -> 
 
 
 def _is_valid(path: Path) -> bool:
-    """Hashes a checkpoint anew, although this process may have written it: the test must not use a damaged one."""
+    """True if a checkpoint's hashes match now; also checks one that this process wrote, which may be damaged since."""
     try:
         files.verify(path)
     except UserError:

@@ -71,13 +71,13 @@ class StepSums:
     _correct: float | Tensor = 0.0
     _guesses: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # replaced, not cleared: marks refer to it
 
-    def guess(self, logits: Tensor, labels: Tensor) -> None:
+    def add_predictions(self, logits: Tensor, labels: Tensor) -> None:
         """Adds logits [n, C] and labels int64 [n]; small tensors are counted later, together with further ones."""
         self._guesses.append((logits, labels))
         if len(self._guesses) * logits.numel() >= COUNTED_AT_ONCE:
             self._count()
 
-    def unguessed(self) -> None:
+    def skip_predictions(self) -> None:
         self._correct = math.nan
 
     def take(self) -> tuple[float, float, int]:
@@ -125,8 +125,8 @@ def seed_generators(seed: int, device: str, *, torch_alone: bool = False) -> Non
 
 
 @contextmanager
-def drawing(seed: int, device: str) -> Iterator[Callable[[], bool]]:
-    """Seeds the generators in the context, then restores them; yields a function that returns True after any draw."""
+def seeded_generators(seed: int, device: str) -> Iterator[Callable[[], bool]]:
+    """Seeds the generators within the context; yields a function that returns True once a random number was drawn."""
     before = _states(device)
     seed_generators(seed, device)
     seeded = _states(device)

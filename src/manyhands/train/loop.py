@@ -10,8 +10,8 @@ from manyhands.core.stops import StopSignal, listening
 from manyhands.train.evaluate import Interrupted, evaluate, test_once
 from manyhands.train.feed import UpdateShare
 from manyhands.train.saving import finish_save, save, save_last, write_pth_tar
-from manyhands.train.status import Status, explain_lost
-from manyhands.train.trainer import Trainer, record_epoch, record_status, record_time
+from manyhands.train.status import Status, explain_nonfinite
+from manyhands.train.trainer import Trainer, call_at_epoch_end, record_status, record_time
 
 
 def fit(trainer: Trainer) -> str:
@@ -55,7 +55,7 @@ def start_clocks(trainer: Trainer) -> None:
 
 
 def updates(trainer: Trainer, stop: StopSignal) -> Iterator[UpdateShare]:
-    """Yields the current epoch's remaining updates; with a run folder, runs `attend` after each. A collective."""
+    """Yields the current epoch's remaining updates; with a run folder, runs `run_due_work` after each. A collective."""
     due, progress, heartbeats = trainer.due, trainer.progress, trainer.heartbeats
     found = trainer.feed.updates(progress.epoch, progress.step_in_epoch)
     while not due.over():
@@ -70,21 +70,21 @@ def updates(trainer: Trainer, stop: StopSignal) -> Iterator[UpdateShare]:
             started = time.perf_counter()
             record_time(trainer)
             waited_s = time.perf_counter() - started  # long if another process is stalled
-            trainer.note_stall(heartbeats.too_long(waited_s), waited_s)
+            trainer.record_stall(heartbeats.stall_warning(waited_s), waited_s)
             return
         heartbeats.beat()
         started = time.perf_counter()
         yield update
         CLOCK.to(RECORDS)
-        trainer.note_stall(heartbeats.updated(progress.step), time.perf_counter() - started)
+        trainer.record_stall(heartbeats.updated(progress.step), time.perf_counter() - started)
         if due.finished():
             trainer.synchronizer.finish(progress.step)
         if trainer.folder is not NOWHERE:
-            attend(trainer, stop)
+            run_due_work(trainer, stop)
     CLOCK.to(OTHER)
 
 
-def attend(trainer: Trainer, stop: StopSignal) -> None:
+def run_due_work(trainer: Trainer, stop: StopSignal) -> None:
     """Runs the replica check, status round, evaluation and save that are due; a collective. May set `due.stopped`."""
     due, progress = trainer.due, trainer.progress
     if due.verification():
@@ -110,7 +110,7 @@ def attend(trainer: Trainer, stop: StopSignal) -> None:
 def exchange_status(trainer: Trainer, stop: StopSignal) -> Status:
     """Runs the status round, records it, slow ranks and stalls; a collective. Raises RunError for a non-finite loss."""
     progress, saver, sync = trainer.progress, trainer.saver, trainer.sync
-    status = trainer.status_round.add_up(
+    status = trainer.status_round.run(
         trainer.updater.measured,
         progress.step,
         stop=bool(stop),
@@ -119,9 +119,9 @@ def exchange_status(trainer: Trainer, stop: StopSignal) -> Status:
         replaced=len(trainer.feed.loader.replaced),
     )
     if not math.isfinite(status.loss):
-        raise explain_lost(trainer.network, trainer.world, trainer.updater.measured)
+        raise explain_nonfinite(trainer.network, trainer.world, trainer.updater.measured)
     record_status(trainer, status)
-    trainer.note_stall(trainer.heartbeats.too_long(status.waited_s), status.waited_s)
+    trainer.record_stall(trainer.heartbeats.stall_warning(status.waited_s), status.waited_s)
     if sync.monitor and (cost := sync.monitor.observe(status, progress.step, trainer.journal)):
         sync.cost, trainer.status_round.multiple = cost, cost.every
     finish_save(trainer, written=status.written)
@@ -134,12 +134,12 @@ def conclude(trainer: Trainer, stop: StopSignal) -> bool:
     if trainer.job.checkpoint.pth_tar and trainer.due.epoch_ends():
         with CLOCK.within(SAVING):
             write_pth_tar(trainer, best=improved)
-    record_epoch(trainer)
+    call_at_epoch_end(trainer)
     return improved
 
 
 def finish(trainer: Trainer, stop: StopSignal) -> None:
-    """Evaluates and saves the last weights unless this start has, and tests on held-out samples; a collective."""
+    """Evaluates and saves the last weights unless this start did so, and tests on held-out samples; a collective."""
     progress = trainer.progress
     if progress.evaluated_step != progress.step:
         evaluate(trainer, stop)

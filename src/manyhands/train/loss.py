@@ -27,8 +27,8 @@ from manyhands.models.interface import main_and_auxiliary
 from manyhands.parallel.gradients import summed_over_samples
 from manyhands.parallel.group.plain import broadcast_plain
 from manyhands.parallel.replicas.norm_pass import precise_dtype
-from manyhands.train.feed import drawing
-from manyhands.train.objects import brought
+from manyhands.train.feed import seeded_generators
+from manyhands.train.objects import user_object
 
 Function = Callable[[Tensor, Tensor], Tensor]
 _METRICS = "train.metrics"
@@ -54,7 +54,7 @@ class LossFn:
         return loss, logits
 
 
-def something(weights: Tensor) -> Tensor:
+def nonzero(weights: Tensor) -> Tensor:
     """Returns a sum [] of weights as a divisor: 1 if the sum is 0."""
     return torch.where(weights == 0, torch.ones_like(weights), weights)
 
@@ -63,19 +63,19 @@ def make_loss_fn(options: TrainOptions, own: Function | None = None) -> LossFn:
     """Creates the loss of a job or of `own`, a function that returns one value per sample [n] or their mean []."""
     smoothing = options.label_smoothing
     if own is None and options.loss == "cross-entropy":
-        return _taken_apart(F.cross_entropy, {"label_smoothing": smoothing})
+        return _split_loss(F.cross_entropy, {"label_smoothing": smoothing})
     if own is None and options.loss != OBJECT and smoothing:
         raise UserError("label smoothing needs cross-entropy", "train.label_smoothing", ("set the option to 0",))
     if own is None and options.loss == "nll":
-        return _taken_apart(F.nll_loss, {})
-    function = brought("train.loss", options.loss, own)
+        return _split_loss(F.nll_loss, {})
+    function = user_object("train.loss", options.loss, own)
     if function is None:
         raise unknown_choice("loss", options.loss, ["cross-entropy", "nll", "file.py:function"], "train.loss")
     if isinstance(function, type) and issubclass(function, nn.Module):
         name = function.__name__
         raise UserError(f"the loss {name} is a class", "train.loss", (f"pass an instance: {name}()",))
     known = _settings_of(function)
-    return _taken_apart(*known) if known else LossFn(functools.partial(_summed, function), own=function)
+    return _split_loss(*known) if known else LossFn(functools.partial(_summed, function), own=function)
 
 
 def _settings_of(function: Any) -> tuple[Callable[..., Tensor], dict[str, Any]] | None:
@@ -92,14 +92,14 @@ def _settings_of(function: Any) -> tuple[Callable[..., Tensor], dict[str, Any]] 
     return (function, settings) if known and not settings.keys() & {"size_average", "reduce"} else None
 
 
-def _taken_apart(function: Callable[..., Tensor], settings: dict[str, Any]) -> LossFn:
+def _split_loss(function: Callable[..., Tensor], settings: dict[str, Any]) -> LossFn:
     """Splits a loss of torch into its sum and the divisor from the weights of the labels."""
     weight: Tensor | None = settings.get("weight")
     ignored: int = settings.get("ignore_index", -100)
     reduction: str = settings.get("reduction", "mean")
     others = {name: value for name, value in settings.items() if name not in {"weight", "reduction"}}
 
-    def add_up(output: Tensor, labels: Tensor) -> Tensor:
+    def summed(output: Tensor, labels: Tensor) -> Tensor:
         # torch accepts weights of double precision only with such outputs.
         kind = torch.float64 if output.dtype == torch.float64 else torch.float32
         beside = None if weight is None else weight.to(output.device, kind)
@@ -113,7 +113,7 @@ def _taken_apart(function: Callable[..., Tensor], settings: dict[str, Any]) -> L
         return (weight.to(labels.device, kind)[labels.where(counted, 0)] * counted).sum()
 
     mean = reduction == "mean" and (weight is not None or ignored >= 0)
-    return LossFn(add_up, weigh if mean else None, is_sum=reduction == "sum")
+    return LossFn(summed, weigh if mean else None, is_sum=reduction == "sum")
 
 
 def _summed(function: Function, output: Tensor, labels: Tensor) -> Tensor:
@@ -136,18 +136,18 @@ def verify_loss(loss_fn: LossFn, outputs: int, classes: int, world: World, dtype
     """Tests on rank 0 how a custom loss adds up; sets `dependent` if that is neither a mean nor a sum. A collective."""
     if loss_fn.own is None:
         return loss_fn
-    kind, dependent = broadcast_plain(list(_try(loss_fn.own, outputs, classes, world.device, dtype)), world)
+    kind, dependent = broadcast_plain(list(_test_loss(loss_fn.own, outputs, classes, world.device, dtype)), world)
     if kind == SUM:
         own = loss_fn.own  # `_summed` multiplies by n, as for a mean
         return replace(loss_fn, summed=lambda output, labels: own(output, labels).sum(), is_sum=True)
     return replace(loss_fn, dependent=dependent)
 
 
-def _try(own: Function, outputs: int, classes: int, device: str, dtype: torch.dtype) -> tuple[str, str]:
+def _test_loss(own: Function, outputs: int, classes: int, device: str, dtype: torch.dtype) -> tuple[str, str]:
     """Returns MEAN, SUM or NEITHER, and a sentence if results depend on the number of processes."""
     rows = max(8, min(2 * classes + 5, MOST_VALUES // outputs))
     failed = ""
-    with drawing(derive(0, "loss"), device.partition(":")[0]):
+    with seeded_generators(derive(0, "loss"), device.partition(":")[0]):
         generator = torch.Generator().manual_seed(derive(0, "made-up"))
         for make in (Tensor.log_softmax, Tensor.softmax):
             found: set[str] = set()
@@ -155,7 +155,7 @@ def _try(own: Function, outputs: int, classes: int, device: str, dtype: torch.dt
                 function = copy.deepcopy(own) if isinstance(own, nn.Module) else own  # the test would change it
                 for labels in _labels(classes, rows, generator):
                     values = make(torch.randn(len(labels), outputs, generator=generator), 1)
-                    found |= _ways(function, values.to(device, dtype), labels.to(device))
+                    found |= _reductions(function, values.to(device, dtype), labels.to(device))
             except Exception as error:  # noqa: BLE001 - the user's own code, of values that it may not be made for
                 failed = failed or f"{type(error).__name__}: {error}".partition("\n")[0]
                 continue
@@ -175,8 +175,8 @@ def _labels(classes: int, rows: int, generator: torch.Generator) -> Iterator[Ten
         yield twice[torch.randperm(len(twice), generator=generator)]
 
 
-def _ways(function: Function, values: Tensor, labels: Tensor) -> set[str]:
-    """Returns how a batch's gradient follows from its parts' gradients. Raises ValueError if that can't be tested."""
+def _reductions(function: Function, values: Tensor, labels: Tensor) -> set[str]:
+    """Returns how a batch's gradient combines its parts': {MEAN}, {SUM} or {NEITHER}. Raises ValueError: untestable."""
     whole = _gradient(function, values, labels)
     if not bool(torch.isfinite(whole).all()):
         raise ValueError("the gradient for test outputs is not finite")
@@ -241,7 +241,7 @@ class CustomMetric:
             raise UserError(what, _METRICS, ("return one number from compute(sums)",)) from error
 
 
-class FigureSums:
+class MetricSums:
     """Computes the sums [width] of an evaluation's metrics. The constructor tests each metric on random outputs."""
 
     def __init__(self, metrics: Sequence[CustomMetric], outputs: int, device: str, dtype: torch.dtype) -> None:
@@ -250,7 +250,7 @@ class FigureSums:
         logits = torch.randn(_TRIED, outputs, generator=generator).to(device)
         labels = (torch.arange(_TRIED) % outputs).to(device)
         with torch.inference_mode():
-            self._widths = [len(_tried(metric, logits, labels, dtype)) for metric in metrics]
+            self._widths = [len(_tested_sums(metric, logits, labels, dtype)) for metric in metrics]
         self.width = sum(self._widths)
 
     def of(self, logits: Tensor, labels: Tensor) -> Tensor:
@@ -275,7 +275,7 @@ class FigureSums:
         return found
 
 
-def _tried(metric: CustomMetric, logits: Tensor, labels: Tensor, dtype: torch.dtype) -> Tensor:
+def _tested_sums(metric: CustomMetric, logits: Tensor, labels: Tensor, dtype: torch.dtype) -> Tensor:
     try:
         sums = metric.sums(logits, labels, dtype)
         with suppress(ArithmeticError):  # random samples may give a division by 0

@@ -59,7 +59,7 @@ class Objects:
 
 
 def metric_words(given: Any) -> tuple[str, ...] | None:
-    """Returns the job's metrics for the argument: a dict of objects, or a job's values. Raises UserError for others."""
+    """Converts `metrics`, a dict of objects or names, to values of train.metrics. Raises UserError for other types."""
     if isinstance(given, Mapping):
         named: Mapping[Any, Any] = given
         for name in named:
@@ -123,7 +123,7 @@ def _source(thing: Any) -> Iterator[str]:
                 yield f"{one.__code__.co_code.hex()} {one.__code__.co_names} {constants}"
 
 
-def brought(key: str, word: str, given: Any) -> Any:
+def user_object(key: str, word: str, given: Any) -> Any:
     """Returns `given`, or the user's object that `word` names; None for a built-in. Raises UserError if missing."""
     if given is not None:
         return given

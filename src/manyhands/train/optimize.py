@@ -23,7 +23,7 @@ from manyhands.core.errors import UserError
 from manyhands.core.user_code import users_line
 from manyhands.data.order import Order
 from manyhands.parallel.network import is_dtensor, shard_like
-from manyhands.train.objects import MakeOptimizer, brought
+from manyhands.train.objects import MakeOptimizer, user_object
 
 # Keys of a parameter group: the learning rate as a fraction of the largest (custom), or as a multiple of train.lr.
 _OF_PEAK, _OF_LR = "of_peak_lr", "of_lr"
@@ -75,7 +75,7 @@ def _start_momentum(optimizer: Optimizer) -> None:
                 optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 
-def mark_own(optimizer: Optimizer) -> None:
+def mark_custom(optimizer: Optimizer) -> None:
     """Marks an optimizer as custom, so that its learning rates are not changed."""
     for group in optimizer.param_groups:
         group[_OF_PEAK] = 1.0
@@ -151,7 +151,7 @@ Kind = TypeVar("Kind", bound=Optimizer)
 _WRAPPED = ("add_param_group", "zero_grad", "state_dict", "load_state_dict")
 
 
-def _plain(kind: type[Kind], fused: Callable[[Any], bool] = lambda _: False) -> type[Kind]:
+def _unwrapped(kind: type[Kind], fused: Callable[[Any], bool] = lambda _: False) -> type[Kind]:
     """Returns the optimizer class without torch's wrappers around its methods.
 
     torch's wrapper that prevents compilation imports the compiler at the first call, which takes as long as importing
@@ -196,14 +196,14 @@ def _fused_sgd(optimizer: torch.optim.SGD) -> bool:
 _NO_GRAD = torch.no_grad()
 _SGD_TAKES = ("lr", "momentum", "weight_decay", "dampening", "nesterov", "maximize")
 # The classes keep torch's names, so that an optimizer can be pickled.
-SGD, AdamW = _plain(torch.optim.SGD, _fused_sgd), _plain(torch.optim.AdamW)
+SGD, AdamW = _unwrapped(torch.optim.SGD, _fused_sgd), _unwrapped(torch.optim.AdamW)
 
 
 def make_optimizer(
     model: nn.Module, options: TrainOptions, *, sharded: bool, own: MakeOptimizer | None = None
 ) -> Optimizer:
-    """Creates SGD or AdamW, by default without weight decay on biases and norms, or a custom one (first `own`)."""
-    if (make := brought(_WHERE, options.optimizer, own)) is not None:
+    """Creates SGD or AdamW, by default without weight decay on biases and norms, or `own` or the job's custom one."""
+    if (make := user_object(_WHERE, options.optimizer, own)) is not None:
         if not callable(make):
             hints = ("name a function of the parameters that returns a torch.optim.Optimizer",)
             raise UserError(f"{options.optimizer} is a {type(make).__name__}, not a function", _WHERE, hints)
@@ -356,8 +356,8 @@ def _is_constant(value: Any) -> bool:
 
 
 def make_schedule(optimizer: Optimizer, options: TrainOptions, steps_per_epoch: int, own: Any = None) -> SetRates:
-    """Creates the function that sets learning rates; a custom one, such as `own`, is tested on the first update."""
-    function = brought(_SCHEDULE, options.schedule, own)
+    """Creates the function that sets learning rates; a custom one, `own` or the job's, is tested at step 0."""
+    function = user_object(_SCHEDULE, options.schedule, own)
     if is_custom(optimizer):
         options = options.model_copy(update={"lr": largest_rate(optimizer)})
     if function is None:

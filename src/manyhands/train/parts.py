@@ -45,7 +45,7 @@ from manyhands.train.objects import Objects, digest_objects
 from manyhands.train.shares import MACHINES, BalancedShares, previous_shares
 from manyhands.train.state import Resumable, load_snapshot, split_state
 from manyhands.train.trainer import Trainer
-from manyhands.train.trial_step import TrialResult, compile_updates, keep_compiled
+from manyhands.train.trial_step import TrialResult, compile_updates, set_compile_cache
 
 if TYPE_CHECKING:
     from manyhands.parallel.mesh.grid import Grid
@@ -102,7 +102,7 @@ class Parts(RunContext):
         *,
         header: bool = True,
     ) -> "Parts":
-        """Creates the parts of a job for `fit`; options that a measurement resolves must not be "auto"."""
+        """Creates the parts of a job for `fit`. "auto" options that need measurements must already be resolved."""
         set_determinism(job)
         brought, journal = objects or Objects(), Journal(folder, world.rank)
 
@@ -131,7 +131,7 @@ class Parts(RunContext):
             make_optimizer=functools.partial(optimize.make_optimizer, options=job.train, own=brought.optimizer),
             make_schedule=functools.partial(optimize.make_schedule, options=job.train, own=brought.schedule),
             name_outputs=functools.partial(_name_outputs, journal),
-            finish=_compiled_and_balanced,
+            finish=_compile_and_balance,
         )
 
     @classmethod
@@ -156,11 +156,11 @@ class Parts(RunContext):
                     raise UserError(what, "session.prepare", hints)
                 group["params"] = [live[names[id(parameter)]] for parameter in group["params"]]
             if job.train.compile:
-                keep_compiled()
+                set_compile_cache()
                 model.compile()
             if own.scheduled:
                 return optimize.make_custom(lambda _: own.optimizer, model)
-            optimize.mark_own(own.optimizer)
+            optimize.mark_custom(own.optimizer)
             return own.optimizer
 
         splits, grid = data_setup.open_splits(job, world, objects), grid_of(job, world, mode)
@@ -188,7 +188,7 @@ def set_determinism(job: Job) -> None:
         torch.use_deterministic_algorithms(job.train.deterministic)  # imports torch's compiler
 
 
-def refuse_uncuttable(parts: Parts) -> None:
+def refuse_unshardable(parts: Parts) -> None:
     """Raises UserError for options that contradict a sharded network, or for a pin that can't be applied."""
     job, plan, mode = parts.job, parts.plan, parts.mode
     if plan is None and job.parallel.pin and not (parts.folder is not NOWHERE and parts.folder.has_checkpoints()):
@@ -270,7 +270,7 @@ def _schedule_of_loop(job: Job, own: CustomParts, optimizer: Optimizer, steps_pe
     return set_rates
 
 
-def _compiled_and_balanced(trainer: Trainer) -> Trainer:
+def _compile_and_balance(trainer: Trainer) -> Trainer:
     """Compiles a job's updates and balances its shares if the job asks for it; a collective."""
     world, sharing, wanted = trainer.world, trainer.feed.sharing, trainer.job.cluster.shares
     balance = sharing.processes > 1 and wanted == "auto"
@@ -351,7 +351,7 @@ def make_model(
             journal.event("note", note)
         model = build_model(job.model, channels=pixels.channels, size=pixels.size, num_classes=classes, mesh=grid)
     if job.model.weights:
-        begin_with(model, Path(job.model.weights).expanduser(), classes, journal)
+        load_initial_weights(model, Path(job.model.weights).expanduser(), classes, journal)
     if job.train.precision != "fp64" and {one.dtype for one in model.parameters()} == {torch.float64}:
         what = f"the network is float64, but train.precision is {job.train.precision}"
         raise UserError(what, "train.precision", ("add --set train.precision=fp64", "or make the network float32"))
@@ -382,7 +382,7 @@ def read_any(path: Path) -> Snapshot:
     return read_foreign(path)
 
 
-def begin_with(model: nn.Module, reference: Path, classes: int, journal: Journal) -> None:
+def load_initial_weights(model: nn.Module, reference: Path, classes: int, journal: Journal) -> None:
     """Loads the weights of a file, a checkpoint or a run, except for a last layer with another number of classes."""
     path, passed_over = choose(reference, "best")
     for note in passed_over:

@@ -33,7 +33,7 @@ from manyhands.parallel.group.plain import broadcast_plain, gather_plain
 from manyhands.parallel.replicas.batch_norm import group_batch_norms
 from manyhands.planner.timing import OpTimes, environment
 from manyhands.train.data_setup import class_names, make_loader, open_splits, pixels_for
-from manyhands.train.feed import drawing
+from manyhands.train.feed import seeded_generators
 from manyhands.train.loss import make_loss_fn
 from manyhands.train.objects import Objects
 from manyhands.train.parts import on_device
@@ -153,7 +153,7 @@ def time_variants(trials: Mapping[Any, Trial], device: str) -> tuple[dict[str, f
 
 
 def make_network(job: Job, network: dict[str, Any], device: str) -> nn.Module:
-    """Creates a job's network in training mode, the same on every process; `network` are the sizes of `sizes_of`."""
+    """Creates a job's network in training mode, the same on every process; `network`: the result of `sizes_of`."""
     torch.manual_seed(derive(job.train.seed, "model"))
     options = job.model.model_copy(update={"pretrained": False, "weights": ""})
     model = build_model(options, channels=network["channels"], size=network["size"], num_classes=network["classes"])
@@ -310,7 +310,7 @@ class Measurement:
     def measured(
         self, kind: KindOfMachine, variants: list[Variant], say: Callable[[str], object] | None
     ) -> KindOfMachine:
-        """Returns a kind of machine with the seconds of all variants, cached or, with `say`, measured now."""
+        """Returns `kind` with the seconds of all variants, cached or, with `say`, measured now."""
         if len(variants) < 2:
             return kind
         times, key = OpTimes(self.device, 0.0, threads=1), self.key()
@@ -319,7 +319,7 @@ class Measurement:
             return replace(kind, seconds={name: seconds for name, seconds in known.items() if seconds})
         device = self.device
         try:
-            with drawing(derive(self.job.train.seed, "precision"), device.partition(":")[0]):
+            with seeded_generators(derive(self.job.train.seed, "precision"), device.partition(":")[0]):
                 model = self.network()
                 numbers = list(model.parameters())
                 if not any(one.ndim == 4 for one in numbers):  # without a convolution no layout pays, nor bf16 if small

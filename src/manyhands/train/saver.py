@@ -122,7 +122,7 @@ def best_interval(save_s: float, between_failures_s: float) -> float:
 
     The interval is sqrt(2 * cost of a save * time between failures): J. W. Young, A first order approximation to the
     optimum checkpoint interval, CACM 17(9), 1974; J. T. Daly's estimate of higher order (FGCS 22, 2006) differs if a
-    save takes as long as the time between failures. The limit is a minute, or more if saves then take over 1 % of time.
+    save takes as long as the time between failures. The upper bound is a minute, or more if saves took over 1 %.
     """
     longest_s = min(LONGEST_S, max(USUAL_S, save_s / SHARE))
     return min(longest_s, max(SHORTEST_S, math.sqrt(2 * save_s * between_failures_s)))
@@ -160,14 +160,14 @@ class SaveInterval:
         self._reported_s, self._said = 0.0, False
         self._saves_s: deque[float] = deque(maxlen=_SAVES)
 
-    def saved(self, waited_s: float, wrote_s: float) -> float:
+    def record_save(self, waited_s: float, wrote_s: float) -> float:
         """Records the times of a save; returns the seconds until the next one."""
         # On a CPU, the writing thread may delay training while it runs.
         self._saves_s.append(waited_s + (wrote_s if self._on_cpu else 0.0))
         return best_interval(statistics.median(self._saves_s), self._between_failures_s())
 
     def record(self, seconds: float, journal: Journal, step: int) -> None:
-        """Records the interval, and again after a large change; reports it once, when it takes effect."""
+        """Records the interval and each large change of it as events; prints it once, when it takes effect."""
         save_s, fails_s = statistics.median(self._saves_s), self._between_failures_s()
         message = (
             f"saving a checkpoint every {seconds:.0f} s, because a save delays training by {save_s:.2g} s and "

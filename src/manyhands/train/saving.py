@@ -1,6 +1,6 @@
 """Saves checkpoints; saves and loads the synchronization state of each rank.
 
-After each epoch also in the format of the ImageNet example main.py (checkpoint.pth_tar), for its --resume.
+With checkpoint.pth_tar, also writes files after each epoch from which the ImageNet example main.py can --resume.
 """
 
 import functools
@@ -34,7 +34,7 @@ from manyhands.parallel.group.plain import gather_plain
 from manyhands.train.optimize import CustomScheduler, learning_rate, restore_optimizer
 from manyhands.train.saver import SaveOutcome
 from manyhands.train.state import Progress, capture, named_optimizer, split_state, training_digest
-from manyhands.train.status import explain_lost
+from manyhands.train.status import explain_nonfinite
 from manyhands.train.trainer import Trainer
 
 
@@ -83,7 +83,7 @@ def finish_save(trainer: Trainer, *, written: float | None = None) -> None:
     trainer.heartbeats.phase = phase
     outcomes = {rank: SaveOutcome(**by_rank[rank]) for rank in saver.writers}
     if not all(outcome.finite for outcome in outcomes.values()):
-        raise explain_lost(trainer.network, trainer.world, trainer.updater.measured)
+        raise explain_nonfinite(trainer.network, trainer.world, trainer.updater.measured)
     if not outcomes[0].error:
         trainer.progress.saved_step = step
         if trainer.synchronizer.own:  # also deletes the states of deleted checkpoints
@@ -102,7 +102,7 @@ def finish_save(trainer: Trainer, *, written: float | None = None) -> None:
     took_s = time.perf_counter() - started
     trainer.status_round.leave_out(took_s)
     if interval := saver.interval:
-        trainer.status_round.save_every_s = interval.saved(saver.stalled_s + took_s, saver.wrote_s)
+        trainer.status_round.save_every_s = interval.record_save(saver.stalled_s + took_s, saver.wrote_s)
         interval.record(trainer.status_round.save_every_s, trainer.journal, trainer.progress.step)
 
 
@@ -153,7 +153,7 @@ def _plain_state(trainer: Trainer) -> dict[str, Any]:
 
 
 def save_last(trainer: Trainer) -> None:
-    """Saves the end of a run and waits; a collective. Raises RunError on all processes if that fails."""
+    """Saves the last state of a run and waits; a collective. Raises RunError on all processes if that fails."""
     save(trainer)
     finish_save(trainer)
     if trainer.progress.saved_step != trainer.progress.step:
@@ -215,7 +215,7 @@ def save_rank_state(trainer: Trainer) -> None:
         return
     tensors, numbers = mine
     step, folder = trainer.progress.step, _rank_states(trainer.folder.checkpoints, trainer.world)
-    state: dict[str, Any] = {"belongs_to": _belongs_to(trainer), "numbers": numbers, "own": trainer.synchronizer.own}
+    state: dict[str, Any] = {"belongs_to": _fingerprint(trainer), "numbers": numbers, "own": trainer.synchronizer.own}
     if trainer.updater.gradients.scaler:
         state["scaler"] = trainer.updater.gradients.scaler.state_dict()
     content = {name: tensor.detach().cpu() for name, tensor in tensors.items()}
@@ -237,7 +237,7 @@ def load_rank_state(trainer: Trainer, checkpoint: Path) -> None:
     if not trainer.synchronizer.own:
         return
     trainer.synchronizer.begin()
-    found, reason = _find(trainer, checkpoint)
+    found, reason = _find_rank_state(trainer, checkpoint)
     reasons, step = gather_plain(reason, trainer.world), trainer.progress.step
     missing = [rank for rank, reason in enumerate(reasons) if reason]
     if missing or not found:
@@ -251,12 +251,12 @@ def load_rank_state(trainer: Trainer, checkpoint: Path) -> None:
         trainer.updater.gradients.scaler.load_state_dict(found.state["scaler"])
 
 
-def _find(trainer: Trainer, checkpoint: Path) -> tuple[Snapshot | None, str]:
+def _find_rank_state(trainer: Trainer, checkpoint: Path) -> tuple[Snapshot | None, str]:
     """Returns the synchronization state of this process at a checkpoint, or the reason why it can't be used."""
     # The run's own folder, and the one that it resumes from, which may belong to another run.
     folders = (trainer.folder.checkpoints, checkpoint.parent)
     paths = [_rank_states(folder, trainer.world) / checkpoint.name for folder in folders]
-    belongs_to, now = _belongs_to(trainer), trainer.synchronizer.own
+    belongs_to, now = _fingerprint(trainer), trainer.synchronizer.own
     path = next((one for one in paths if one.is_dir()), None)
     if path is None:
         return None, f"{paths[0]} doesn't exist"
@@ -271,8 +271,8 @@ def _find(trainer: Trainer, checkpoint: Path) -> tuple[Snapshot | None, str]:
     return found, f"{path} has other settings: {'; '.join(changed)}" if changed else ""
 
 
-def _belongs_to(trainer: Trainer) -> list[Any]:
-    """Returns an identity of a checkpoint: the step, and checksums of the synchronized network."""
+def _fingerprint(trainer: Trainer) -> list[Any]:
+    """Returns the step and the checksums of the synchronized network, which identify a checkpoint."""
     with trainer.synchronizer.averaged():
         sums = checksums(list(split_state(trainer.network.model)[0].values())).sum(0).tolist()
     return [trainer.progress.step, *sums]

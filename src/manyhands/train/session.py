@@ -35,7 +35,7 @@ from manyhands.parallel.plan import PlanLike, as_plan
 from manyhands.parallel.replicas.norm_pass import precise_dtype
 from manyhands.train import custom_update
 from manyhands.train.data_setup import first_picture, make_loader
-from manyhands.train.evaluate import Evaluator, agreed, evaluating, record_evaluation
+from manyhands.train.evaluate import Evaluator, evaluating, record_evaluation, synchronized
 from manyhands.train.loop import updates
 from manyhands.train.loss import Evaluation, make_metrics
 from manyhands.train.objects import metric_words
@@ -136,7 +136,7 @@ class Session(Subgroup):
         self._last_step, self._together_at = -1, trainer.progress.step
         trainer.hooks.extra_state = self._state
         if self._folder:
-            hook = custom_update.OutputHook(lambda output: self._own.saw(output) if self._own else None)
+            hook = custom_update.OutputHook(lambda output: self._own.store_output(output) if self._own else None)
             self._hook = trainer.network.call.register_forward_hook(hook)
             self._write_metadata(trainer)
         if scheduler:
@@ -182,7 +182,7 @@ class Session(Subgroup):
             finally:
                 self._own = None
             if trainer.progress.step == self._last_step:
-                self._bring_together(trainer)
+                self._synchronize(trainer)
         if trainer.due.stopped:
             step = trainer.progress.step
             record_time(trainer)
@@ -251,7 +251,7 @@ class Session(Subgroup):
             custom = make_metrics(words, given)
             evaluator = Evaluator(loader, len(test_set), outputs, self.job, self.world, network, custom)
             shares = own.feed.sharing.shares if own else ()
-            with agreed(trainer) if trainer else contextlib.nullcontext():
+            with synchronized(trainer) if trainer else contextlib.nullcontext():
                 found = evaluator(autocast(precision, self.world.device), shares=shares)
         if trainer and self._folder:
             record_evaluation(trainer, found)
@@ -261,7 +261,7 @@ class Session(Subgroup):
     def full_state_dict(self) -> dict[str, Tensor]:
         """Returns the model's state dict with full, synchronized tensors on the CPU. Call it on all processes."""
         trainer = self._ready()
-        with agreed(trainer):
+        with synchronized(trainer):
             return trainer.network.full_state_dict()
 
     def finish(self) -> None:
@@ -272,7 +272,7 @@ class Session(Subgroup):
         trainer = self._trainer
         if not trainer or self._owed:
             return
-        self._bring_together(trainer)
+        self._synchronize(trainer)
         if self._folder:
             self._conclude()
             finish_save(trainer)
@@ -290,14 +290,14 @@ class Session(Subgroup):
             self._trainer.resources.close()
         self._trainer = self._hook = None
 
-    def _bring_together(self, trainer: Trainer) -> None:
+    def _synchronize(self, trainer: Trainer) -> None:
         """Synchronizes the networks of all processes after the last update; a collective."""
         if trainer.progress.step != self._together_at:
             self._together_at = trainer.progress.step
             trainer.synchronizer.finish(trainer.progress.step)
 
     def _test_loader(self, data: Any, model: nn.Module, classes: int = 0) -> Loader:
-        """Returns the samples in the dtype of the network; labels must be below `classes` if it is not 0."""
+        """Returns a loader of samples in the network's dtype; labels must be below `classes` if it is not 0."""
         if has_targets(data):
             hints = ("add up your own metric with session.all_reduce(sums)",)
             raise UserError("evaluate needs class indices, but y is not a whole number", "session.evaluate", hints)
@@ -361,7 +361,7 @@ class Session(Subgroup):
         return sum(self._loss, torch.zeros(2, device=self.device)).to(precise_dtype(self.device))
 
     def _conclude(self) -> None:
-        """Saves once after the code that the loop ran at the end of an epoch; a collective."""
+        """Saves a completed epoch once, after the loop's own code at its end; a collective."""
         trainer = self._ready()
         self._owed, self._begun = False, False
         if trainer.progress.epoch > self._concluded:

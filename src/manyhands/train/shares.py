@@ -137,7 +137,7 @@ class BalancedShares:
         if not broadcast_plain(not self._known or began_s - self._set_s > _SELDOM * self._took_s, trainer.world):
             return
         order, sharing, speeds_s = trainer.feed.order, trainer.feed.sharing, _seconds_per_sample(trainer)
-        found = balanced(speeds_s, order.batch, sharing.group, gather_plain(_most(trainer), trainer.world))
+        found = balanced(speeds_s, order.batch, sharing.group, gather_plain(_samples_that_fit(trainer), trainer.world))
         slow_s = _longest(speeds_s, trainer.feed.samples_of_each())
         if tuple(found) != sharing.shares and slow_s > _GAIN * _longest(speeds_s, found):
             # These shares fit into memory, so each can be one pass, also in a resumed run.
@@ -155,21 +155,21 @@ class BalancedShares:
 def balanced(speeds_s: Sequence[float], batch: int, group: int, most: Sequence[int]) -> list[int]:
     """Returns each process's samples of a batch, at least one, so that all processes finish at about the same time.
 
-    `speeds_s` are seconds per sample. `group` is the size of BatchNorm groups, 0 without groups; they are split only if
-    that saves much time. `most` are the samples that fit into each process's memory, in total at least the batch.
+    `speeds_s` are seconds per sample. `group` is the size of BatchNorm groups (0: none), which are split only if that
+    saves much time. `most` are the samples that fit into each process's memory, in total at least the batch.
     """
-    fine = _dealt(speeds_s, [1] * batch, most)
+    fine = _deal(speeds_s, [1] * batch, most)
     if not group:
         return fine
     sizes = [stop - start for start, stop in itertools.pairwise(group_edges(batch, group))]
-    whole = _dealt(speeds_s, sizes, most) if len(sizes) >= len(speeds_s) else fine
+    whole = _deal(speeds_s, sizes, most) if len(sizes) >= len(speeds_s) else fine
     costs_little = _longest(speeds_s, whole) <= ALIGNED_SHARE_LIMIT * _longest(speeds_s, fine)
     # Sizes of groups differ by one sample, so a process at its limit may get one sample too many.
     fits = all(count <= limit for count, limit in zip(whole, most, strict=True))
     return whole if costs_little and fits and sum(whole) == batch else fine
 
 
-def _dealt(speeds_s: Sequence[float], sizes: Sequence[int], most: Sequence[int]) -> list[int]:
+def _deal(speeds_s: Sequence[float], sizes: Sequence[int], most: Sequence[int]) -> list[int]:
     """Assigns each part to the process that would finish it first; returns samples by rank. `sizes`: of the parts."""
     counts, parts = [0] * len(speeds_s), [0] * len(speeds_s)
     # Processes without a part come first.
@@ -213,7 +213,7 @@ def _seconds_per_sample(trainer: Trainer) -> list[float]:
     return gather_plain(own_s, world)
 
 
-def _most(trainer: Trainer) -> int:
+def _samples_that_fit(trainer: Trainer) -> int:
     """Returns the samples of an update that fit into this process's memory; all of them with train.micro_batch.
 
     The peak memory use so far counts for an equal share; further samples may use half of the free memory.

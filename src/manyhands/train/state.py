@@ -65,7 +65,7 @@ class Progress:
 def capture(
     network: ParallelNetwork, optimizer: Optimizer, progress: Progress, extra: dict[str, Any], *, keep: bool = True
 ) -> Snapshot:
-    """Copies the state to the CPU: with a plan, only shards. A collective if sharded; without `keep`, no tensors."""
+    """Copies the state to the CPU: only shards with a plan, no tensors without `keep`. A collective if sharded."""
     tensors, other = split_state(network.model)
     if network.traits.sharded:
         from torch.distributed.checkpoint.state_dict import get_state_dict
@@ -134,7 +134,7 @@ def restore(found: Resumable, network: ParallelNetwork, optimizer: Optimizer | N
         snapshot = snapshot if source else fitted(snapshot, live)
         opened = source or from_snapshot(snapshot)
         check_shapes({name: opened.model.shape(name) for name in opened.model.names()}, live, where)
-        if extra := _known(extra_state(snapshot, where), network.model.state_dict(), snapshot.notes):
+        if extra := _without_unknown(extra_state(snapshot, where), network.model.state_dict(), snapshot.notes):
             network.model.load_state_dict(extra, strict=False)
         return progress, _restore_shards(opened, network, optimizer)
     # manyhands stores optimizer state by parameter name, so the names must stay.
@@ -166,14 +166,14 @@ def fit_snapshot(snapshot: Snapshot, model: nn.Module, where: str, *, renames: b
     """
     live = model.state_dict()
     fit = fitted(snapshot, live) if renames else snapshot
-    saved = _known({**fit.model, **extra_state(fit, where)}, live, snapshot.notes)
+    saved = _without_unknown({**fit.model, **extra_state(fit, where)}, live, snapshot.notes)
     live = {name: one for name, one in live.items() if isinstance(one, Tensor) or name in saved}
     shapes, others = ({name: tuple(getattr(one, "shape", ())) for name, one in each.items()} for each in (saved, live))
     check_shapes(shapes, others, where, tuple(snapshot.model))
     return saved
 
 
-def _known(saved: Mapping[str, Any], live: Collection[str], notes: list[str]) -> dict[str, Any]:
+def _without_unknown(saved: Mapping[str, Any], live: Collection[str], notes: list[str]) -> dict[str, Any]:
     """Returns the saved values without extra state that the network lacks, which a note names."""
     unknown = [name for name in saved if is_extra(name) and name not in live]
     if unknown:
@@ -228,7 +228,7 @@ def find_state(resume: str, folder: RunFolder, world: World, *, in_pieces: bool 
     found = None
     # Another machine may lack the files, and receives the state below.
     with contextlib.nullcontext() if world.is_main else contextlib.suppress(UserError):
-        found = _find(resume, folder, in_pieces=in_pieces)
+        found = _find_resumable(resume, folder, in_pieces=in_pieces)
     identity = 0
     if found:  # the hash of the file, or of the manifest, which contains the hash of every file
         with (found.path / files.MANIFEST if found.path.is_dir() else found.path).open("rb") as content:
@@ -259,7 +259,7 @@ def _share(found: Resumable | None, world: World) -> Resumable | None:
     return found if world.is_main else Resumable(Snapshot(**content), Path(tree["path"]))
 
 
-def _find(resume: str, folder: RunFolder, *, in_pieces: bool) -> Resumable | None:
+def _find_resumable(resume: str, folder: RunFolder, *, in_pieces: bool) -> Resumable | None:
     if resume == "never":
         return None
     if resume == "auto":
@@ -306,7 +306,7 @@ def training_digest(job: Job, length: int) -> str:
 
 
 def check_position(snapshot: Snapshot, digest: str, steps_per_epoch: int, names: list[str], where: str) -> None:
-    """Converts the position of a foreign checkpoint or one with another digest. Raises UserError within an epoch."""
+    """Converts the step of a foreign checkpoint or one with another `digest`. Raises UserError within an epoch."""
     state = snapshot.state
     if state.get("foreign"):
         if snapshot.optimizer is not None:

@@ -108,7 +108,7 @@ class StatusRound:
         """Restarts the clock and the count of steps, for example if nothing was measured since the last round."""
         self._last, self._last_step, self.waiting_s = time.perf_counter(), step, 0.0
 
-    def add_up(
+    def run(
         self,
         measured: StepSums,
         step: int,
@@ -160,7 +160,7 @@ _SLOW, _TIMES = 1.3, 3  # a slow rank's multiple of the median of other ranks, i
 
 
 @dataclass
-class Watcher:
+class SpeedMonitor:
     """Compares the speeds of all processes, reports slow ranks and stalls, and adapts local steps to the link."""
 
     synchronizer: Synchronizer  # measures how long this process waits
@@ -184,8 +184,8 @@ class Watcher:
     def observe(self, status: Status, step: int, journal: Journal) -> Cost | None:
         """Reports stalls and slow ranks; returns the method if its pace changes, the same on all processes."""
         speeds_s, exchanges_s = status.extra[: self.world.size], status.extra[self.world.size :]
-        self._name_a_stall(status.waited_s, step, journal)
-        self._name_the_slow(speeds_s, step, journal)
+        self._report_stall(status.waited_s, step, journal)
+        self._report_slow_rank(speeds_s, step, journal)
         before, now = self.cost, self.synchronizer.adapt_pace(speeds_s, exchanges_s)
         if now is not None:
             self.cost = now
@@ -195,7 +195,7 @@ class Watcher:
             journal.event("sync", message, step, every=now.every, delay=now.delay, method=now.method)
         return now
 
-    def _name_a_stall(self, waited_s: float, step: int, journal: Journal) -> None:
+    def _report_stall(self, waited_s: float, step: int, journal: Journal) -> None:
         """Reports an unusual stall; `waited_s`: the wait of this process in the status round."""
         stood_s = self._stood_s + waited_s
         # The first wait depends on how unequally the processes started.
@@ -204,7 +204,7 @@ class Watcher:
         if message := stall_message(stood_s, usual_s, linked=len({*self.hosts}) > 1):
             journal.event("stall", message, step, seconds=stood_s)
 
-    def _name_the_slow(self, speeds: list[float], step: int, journal: Journal) -> None:
+    def _report_slow_rank(self, speeds: list[float], step: int, journal: Journal) -> None:
         slowest = max(range(len(speeds)), key=speeds.__getitem__)
         usual_s = statistics.median([*speeds[:slowest], *speeds[slowest + 1 :]])
         if not math.isfinite(usual_s) or speeds[slowest] <= _SLOW * usual_s:
@@ -304,18 +304,18 @@ class HeartbeatWriter:
     def updated(self, step: int) -> str:
         """Records an update that began at the last `beat`; returns a message if it took too long."""
         took_s, self._step = time.monotonic() - self._at, step
-        message = self.too_long(took_s)
+        message = self.stall_warning(took_s)
         # One stall must not change the usual time.
         self._updates_s.append(min(took_s, _REPORTED_TIMES * max(self._usual_s(), _REPORTED_S)) if message else took_s)
         self.beat()
         return message
 
-    def too_long(self, took_s: float) -> str:
+    def stall_warning(self, took_s: float) -> str:
         known = len(self._updates_s) >= _ENOUGH
         return stall_message(took_s, self._usual_s(), linked=self.linked) if known and took_s > _REPORTED_S else ""
 
-    def hung(self) -> str:
-        """Returns a message if this process hangs, else an empty string. May take a second."""
+    def hang_reason(self) -> str:
+        """Returns the reason to consider this process hung, or an empty string. May take a second."""
         stood_s, usual_s = time.monotonic() - self._at, self._usual_s() or self.expected_s
         if stood_s <= STALL_S + STALL_FACTOR * usual_s:
             return ""
@@ -481,7 +481,7 @@ def _first_bad(model: nn.Module, images: Tensor) -> str:
     return found[0] if found else "all outputs are finite, so the loss function is the cause"
 
 
-def explain_lost(network: ParallelNetwork, world: World, measured: StepSums) -> RunError:
+def explain_nonfinite(network: ParallelNetwork, world: World, measured: StepSums) -> RunError:
     """Returns the error for a non-finite value found by a status round or a save; a collective."""
     mine = [float(measured.first_bad), float(measured.first_spoilt)]
     by_rank: list[list[float]] = gather_plain(mine, world)

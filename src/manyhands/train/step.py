@@ -19,7 +19,7 @@ from manyhands.sync.synchronizer import Synchronizer
 from manyhands.train.choose_sync import values_by_rank
 from manyhands.train.feed import StepSums, UpdateShare, seed_generators, uses_torch_rng_alone
 from manyhands.train.journal import RunContext
-from manyhands.train.loss import LossFn, something
+from manyhands.train.loss import LossFn, nonzero
 from manyhands.train.status import HINTS, explain_loss, is_finite, kind_of
 
 
@@ -155,7 +155,7 @@ class Updater:
                 parameter.grad = torch.zeros_like(parameter)
         self.gradients.unscale(self.optimizer)
         if not self._check_and_clip(update, step):
-            self._leave_out(update, step)
+            self._skip_update(update, step)
             return
         self._in_a_row = 0
         if self.gradients.spoilt is not None:
@@ -217,17 +217,17 @@ class Updater:
             return 1.0 if loss_fn.is_sum else float(update[0].shape.batch)
         mine = torch.stack([weigh(part.labels[: part.share.count]) for part in update]).sum()
         copies = self.world.size // self.network.share.parts
-        return something(self.synchronizer.replica_sum(mine, self.world) / copies)
+        return nonzero(self.synchronizer.replica_sum(mine, self.world) / copies)
 
     def _measure(self, part: MicroBatch, step: int, scale: float | Tensor | None, found: MicroBatchResult) -> bool:
         """Records a result; returns False after a non-finite loss, so that NaN gradients inform the other processes."""
         if found.count:
-            self.note(part, step, found.loss if scale is None else found.loss * scale, found.count)
+            self.record_loss(part, step, found.loss if scale is None else found.loss * scale, found.count)
             rows, labels = found.logits.size(0), found.labels
-            self.measured.guess(found.logits, labels if rows == labels.size(0) else labels[:rows])
+            self.measured.add_predictions(found.logits, labels if rows == labels.size(0) else labels[:rows])
         return self.bad is None
 
-    def note(self, part: MicroBatch, step: int, loss: Tensor, count: int) -> None:
+    def record_loss(self, part: MicroBatch, step: int, loss: Tensor, count: int) -> None:
         """Adds the sum [] of losses of `count` samples to the measurements. Raises RunError: the sum is not finite."""
         measured = self.measured
         if self.device == "cpu":
@@ -248,7 +248,7 @@ class Updater:
         checked = self.gradients.scaler is None and self.gradients.spoilt is None
         # Sharded by a plan: local shards are checked before the collective norm. FSDP: only the norm is checked.
         asked, together = self.options.clip or self.network.traits.sharded, self.network.share.together
-        if checked and (together or not asked) and not self._is_well(self._finite(), update, step):
+        if checked and (together or not asked) and not self._check_finite(self._finite(), update, step):
             return False
         if not asked:
             return True
@@ -258,13 +258,13 @@ class Updater:
         norm = self.network.gradient_norm()
         for parameter, gradient in others:
             parameter.grad = gradient
-        if checked and not together and not self._is_well(math.isfinite(norm.item()), update, step):
+        if checked and not together and not self._check_finite(math.isfinite(norm.item()), update, step):
             return False
         if self.options.clip:
             nn_utils.clip_grads_with_norm_(self.parameters, self.options.clip, norm)
         return True
 
-    def _is_well(self, finite: bool, update: UpdateShare, step: int) -> bool:
+    def _check_finite(self, finite: bool, update: UpdateShare, step: int) -> bool:
         """Returns True if the update is valid; raises RunError if it is invalid and not all processes can skip it."""
         if not self._leaves_out:
             if not finite:
@@ -273,11 +273,11 @@ class Updater:
             raise explain_loss(self.network, self.bad, self.world, step)
         return finite
 
-    def _leave_out(self, update: UpdateShare, step: int) -> None:
+    def _skip_update(self, update: UpdateShare, step: int) -> None:
         """Skips this update, which still counts as a step; a collective of the processes with the same gradients."""
         self._in_a_row += 1
         last = self._in_a_row if self._in_a_row >= self.options.stop_after_bad else 0
-        error = explain_left_out(self, update, step, closely=bool(last))
+        error = explain_skipped(self, update, step, closely=bool(last))
         if last:
             row = f"; the last {last} updates were skipped" if last > 1 else ""
             raise RunError(f"{error.message}{row}", error.where, error.hints)
@@ -309,7 +309,7 @@ def _first(so_far: Tensor | float, good: Tensor, step: int) -> Tensor:
     return torch.minimum(bad, so_far if isinstance(so_far, Tensor) else torch.full_like(bad, so_far))
 
 
-def explain_left_out(updater: Updater, update: UpdateShare, step: int, *, closely: bool) -> RunError:
+def explain_skipped(updater: Updater, update: UpdateShare, step: int, *, closely: bool) -> RunError:
     """Returns the error for a non-finite loss or gradient; a collective of the processes with the same gradients.
 
     `closely` runs the network again to find the cause.

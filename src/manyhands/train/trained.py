@@ -42,8 +42,8 @@ from manyhands.train.state import Resumable, find_state, outputs_of, restore
 
 
 @dataclass(frozen=True)
-class Subject:
-    """How to build the network of a checkpoint or of a job, and its input."""
+class NetworkSpec:
+    """The network of a checkpoint or of a job, which `build` creates, and its input."""
 
     job: Job  # with the network that was trained
     pixels: Pixels
@@ -66,15 +66,15 @@ def _grid_of_one(names: Collection[str], world: World) -> Grid:
     return Grid(Mesh(tuple((name, 1) for name in names)), World(device=world.device))
 
 
-def subject_of(job: Job, record: TrainedNetwork, pixels: Pixels) -> Subject:
-    """Returns the network of a record, without initial weights, in place of the job's."""
+def subject_of(job: Job, record: TrainedNetwork, pixels: Pixels) -> NetworkSpec:
+    """Returns the job with a record's network, without initial weights, in place of its own."""
     plain = {"name": record.name, "arguments": record.arguments, "pretrained": False, "weights": "", "num_classes": 0}
     train = {"precision": "fp64"} if record.double else {}
     sections = {"model": job.model.model_copy(update=plain), "train": job.train.model_copy(update=train)}
-    return Subject(job.model_copy(update=sections), pixels, record.classes, record.num_classes)
+    return NetworkSpec(job.model_copy(update=sections), pixels, record.classes, record.num_classes)
 
 
-def need_network(record: TrainedNetwork, objects: Objects, where: str) -> None:
+def require_network(record: TrainedNetwork, objects: Objects, where: str) -> None:
     """Raises UserError if the network can't be created by name and the user passed no network."""
     if record.made_in_python and objects.model is None:
         hints = (
@@ -116,7 +116,7 @@ def open_trained(path: Path, *, model: nn.Module | str | None = None, device: st
     if isinstance(model, str):
         record = record.model_copy(update={"name": model, "arguments": {}, "made_in_python": False})
     objects = Objects(model=model if isinstance(model, nn.Module) else None)
-    need_network(record, objects, where)
+    require_network(record, objects, where)
     subject = subject_of(Job(), record, pixels_of(record.pictures))
     world = World(device=device)
     grid = _grid_of_one(record.axes, world) if record.axes else None
@@ -165,19 +165,19 @@ BLOCK = 32  # pictures computed together, so that results are the same at any nu
 def guess(trained: Trained, pictures: Sequence[Any], most: int = 5, *, skip: bool = False) -> Iterator[Guesses | str]:
     """Yields the most likely classes of each picture with probabilities; with `skip`, a message if it is unreadable."""
     for start in range(0, len(pictures), BLOCK):
-        yield from _block(trained, pictures[start : start + BLOCK], most, skip=skip)
+        yield from _guess_block(trained, pictures[start : start + BLOCK], most, skip=skip)
 
 
 def guess_together(trained: Trained, pictures: Sequence[Any], world: World) -> list[Guesses | str]:
-    """Returns `guess` with `skip` for all pictures, divided among the processes of a group; a collective."""
+    """Returns what `guess` with `skip` yields for all pictures, which the processes divide; a collective."""
     starts = range(0, len(pictures), BLOCK)
     mine = starts[world.rank :: world.size]
-    everybody = gather_plain([_block(trained, pictures[at : at + BLOCK], 5, skip=True) for at in mine], world)
+    everybody = gather_plain([_guess_block(trained, pictures[at : at + BLOCK], 5, skip=True) for at in mine], world)
     blocks = [everybody[number % world.size][number // world.size] for number in range(len(starts))]
     return [one if isinstance(one, str) else list(map(tuple, one)) for block in blocks for one in block]
 
 
-def _block(trained: Trained, pictures: Sequence[Any], most: int, *, skip: bool) -> list[Guesses | str]:
+def _guess_block(trained: Trained, pictures: Sequence[Any], most: int, *, skip: bool) -> list[Guesses | str]:
     images, unreadable = list[Tensor](), dict[int, str]()
     for number, picture in enumerate(pictures):
         try:
@@ -241,7 +241,7 @@ def evaluate_checkpoint(
 
 def _subject(
     job: Job, found: Resumable | None, world: World, objects: Objects, given: Collection[str], *, whole: bool
-) -> tuple[Subject, Source]:
+) -> tuple[NetworkSpec, Source]:
     """Returns the network to evaluate, and the samples with labels in the order of the network's classes."""
     record = None
     if found:  # rank 0's record, because other machines may lack the file
@@ -252,14 +252,14 @@ def _subject(
         named = {"name": job.model.name, "arguments": job.model.arguments, "made_in_python": False}
         record = record.model_copy(update=named)
     if record:
-        need_network(record, objects, str(found and found.path))
+        require_network(record, objects, str(found and found.path))
     splits = data_setup.open_splits(job, world, objects, whole=whole)
     if record is None:
         classes = data_setup.class_names(job, splits, outputs_of(found.snapshot) if found else 0)
         data_setup.check_labels(splits, len(classes))
         pixels = data_setup.pixels_for(job, splits, objects)
         plain = without_first_weights(job, pixels.size, objects) if found else job
-        return Subject(plain, pixels, classes, len(classes)), splits.test
+        return NetworkSpec(plain, pixels, classes, len(classes)), splits.test
     source = by_names(splits.test, splits.classes, record.classes, job.data.name)
     now = DataOptions(**{key: getattr(job.data, key) for key in PICTURES if f"data.{key}" in given})
     return subject_of(job, record, resolve_pixels(now, pixels_of(record.pictures))), source

@@ -30,13 +30,13 @@ from manyhands.train.objects import AtEpochEnd, EpochEnd
 from manyhands.train.optimize import largest_rate
 from manyhands.train.saver import FIRST_S, Saver
 from manyhands.train.state import Progress
-from manyhands.train.status import Divergence, HeartbeatWriter, Status, StatusRound, Watcher
+from manyhands.train.status import Divergence, HeartbeatWriter, SpeedMonitor, Status, StatusRound
 from manyhands.train.step import Updater
 
 
 @dataclass
 class Due:
-    """Rules of what is due after an update; equal on all processes."""
+    """Decides what is due after an update, equally on all processes."""
 
     job: Job
     steps_per_epoch: int
@@ -159,8 +159,8 @@ class Trainer:
         self.status_round.leave_out(time.perf_counter() - began_s)
         self.heartbeats.phase = "train"
 
-    def note_stall(self, message: str, seconds: float) -> None:
-        if message and not isinstance(self.sync.monitor, Watcher):
+    def record_stall(self, message: str, seconds: float) -> None:
+        if message and not isinstance(self.sync.monitor, SpeedMonitor):
             self.journal.event("stall", message, self.progress.step, seconds=seconds)
 
     def verify_replicas(self) -> None:
@@ -259,7 +259,7 @@ def record_replaced(trainer: Trainer) -> None:
     check_bad_pictures(trainer.observed.bad_pictures, trainer.feed.order.length, RunError)
 
 
-def record_epoch(trainer: Trainer) -> None:
+def call_at_epoch_end(trainer: Trainer) -> None:
     """Calls the user's function on rank 0 at the end of an epoch; an exception ends the run."""
     progress, evaluated = trainer.progress, trainer.observed.evaluated
     if trainer.hooks.at_epoch_end is None or not trainer.world.is_main or progress.step_in_epoch:

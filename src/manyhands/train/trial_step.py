@@ -27,7 +27,7 @@ from manyhands.parallel.gradients import Gradients, MicroBatchResult
 from manyhands.parallel.group.plain import gather_plain
 from manyhands.parallel.network import LossFn, ParallelNetwork, full_batch
 from manyhands.parallel.replicas.batch_norm import NormGroups, set_rows_per_sample, watching
-from manyhands.train.feed import drawing
+from manyhands.train.feed import seeded_generators
 from manyhands.train.step import Updater
 from manyhands.train.trainer import Trainer
 
@@ -73,7 +73,7 @@ def run_trial(probe: StepProbe, loader: Loader, classes: int, count: int) -> Tri
         if isinstance(main, Tensor) and main.ndim == 2 and len(main) == count:
             _check_outputs(main.shape, count, classes)
 
-    with restored(probe.network), drawing(seed, device) as drawn:
+    with restored(probe.network), seeded_generators(seed, device) as drawn:
         with model.register_forward_hook(check), watching(probe.network.norms.layers) as seen:
             given = probe.run(batch, lambda found: _check_outputs(found.logits.shape, count, classes))
         trained = {name: one.grad for name, one in model.named_parameters() if one.requires_grad}
@@ -100,7 +100,7 @@ def time_sample(model: nn.Module, images: Tensor, world: World) -> float:
         return 0.0
     taken: list[float] = []
     model.eval()
-    with torch.no_grad(), drawing(0, world.device), suppress(Exception):
+    with torch.no_grad(), seeded_generators(0, world.device), suppress(Exception):
         for _ in range(2):  # the first pass also sets things up
             started = now(world)
             model(images)
@@ -186,7 +186,7 @@ def restored(network: ParallelNetwork) -> Iterator[None]:
             layer.seen = None
 
 
-def keep_compiled() -> None:
+def set_compile_cache() -> None:
     """Stores torch's compiled code in a folder of this user, unless TORCHINDUCTOR_CACHE_DIR is set."""
     # torch's default folder is in /tmp, where any user can create it first, and its files are executed.
     named = os.environ.get("TORCHINDUCTOR_CACHE_DIR", "")
@@ -198,7 +198,7 @@ class _CompiledCalls:
     """Replaces a network's `__call__`: compiles passes while `learning`; later passes of other sizes run eagerly."""
 
     def __init__(self, model: nn.Module, norms: NormGroups) -> None:
-        keep_compiled()
+        set_compile_cache()
         self._model, self._norms, self.learning, self.used = model, norms, True, False
         model.compile(dynamic=False)
         self._compiled: Any = model._compiled_call_impl
@@ -222,7 +222,7 @@ def compile_updates(trainer: Trainer) -> None:
     if not network.norms.shared_sizes:
         trainer.journal.event("note", message)
     seed = derive(updater.options.seed, "compile")
-    with restored(network), drawing(seed, world.device.partition(":")[0]):
+    with restored(network), seeded_generators(seed, world.device.partition(":")[0]):
         for shares in feed.sharing.micro_batches(count):
             batch = first_samples(feed.loader, max(1, shares[network.share.index].count))
             gradients.forward_backward(feed.micro_batch(shares, batch, count), count, last=False)

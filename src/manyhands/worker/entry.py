@@ -1,4 +1,4 @@
-"""The entry point of worker processes: joins the group, runs a task, and leaves; and imports before the fork."""
+"""The entry point of worker processes, and the imports before they are forked."""
 
 import functools
 import importlib
@@ -60,12 +60,12 @@ def train_here(
 ) -> dict[str, Any]:
     """Joins the group, builds the trainer, trains, and leaves. Raises Failed after it recorded an error."""
     mine = GroupMember(process_info, folder, "build")
-    with exit_if_hung(mine.hung, mine.last_words):
+    with exit_if_hung(mine.hang_reason, mine.print_unsaved):
         try:
             trainer = _join_and_build(mine, job, argument, say)
             from manyhands.train.loop import fit
 
-            with nullcontext() if job.cluster.debugging else mine.roll_called():
+            with nullcontext() if job.cluster.debugging else mine.liveness_checked():
                 status = fit(trainer)
             step = trainer.progress.step
             trainer.journal.event(status, f"stopped and saved at step {step}" if status == "stopped" else "", step)
@@ -73,14 +73,14 @@ def train_here(
         except BaseException as error:
             if agents_work(folder.ranks, argument.get("generation", sys.maxsize)):
                 raise SystemExit(EXIT_FAILED) from error
-            record = mine.record_of(error)
+            record = mine.record_failure(error)
             if record.exit_code == EXIT_FAILED and job.cluster.recovers:
                 _rescue(mine, consequence=record.consequence)
             if mine.trainer and isinstance(error, Exception):
                 mine.trainer.saver.wait()
             raise Failed(record) from error
         finally:
-            mine.give_back()
+            mine.release()
 
 
 def _rescue(mine: GroupMember, *, consequence: bool) -> None:
@@ -106,11 +106,11 @@ def _join_and_build(mine: GroupMember, job: Job, argument: dict[str, Any], say: 
     if mine.process_info.started_by not in {OUR_HEAD, MET}:
         mine.folder = share_folder(world, mine.folder)
     wait_for_editor(world.rank, world.size, job.cluster)
-    mine.trainer = _build(_from_where_rank_0_says(job, world, say), mine.folder, world, argument)
+    mine.trainer = _build(_with_rank_0_resume(job, world, say), mine.folder, world, argument)
     return mine.trainer
 
 
-def _from_where_rank_0_says(job: Job, world: Any, say: Say) -> Job:
+def _with_rank_0_resume(job: Job, world: Any, say: Say) -> Job:
     """Returns the job with rank 0's checkpoint.resume, because rank 0 reads and sends the state; a collective."""
     from manyhands.parallel.group.plain import broadcast_plain
 
@@ -248,9 +248,9 @@ def run_task(
     try:
         return function(job, mine.join(job, shared_options(job), say).world, argument)
     except (Exception, KeyboardInterrupt) as error:
-        raise Failed(mine.record_of(error)) from error
+        raise Failed(mine.record_failure(error)) from error
     finally:
-        mine.give_back()
+        mine.release()
 
 
 def import_training() -> None:

@@ -140,7 +140,7 @@ def _largest_that_fits(trainer: "Trainer", taken: int, *, evaluating: bool) -> i
     return 0
 
 
-def leave_record(record: Failure, folder: RunFolder) -> Failure:
+def save_record(record: Failure, folder: RunFolder) -> Failure:
     """Writes the record for agent and launcher, and the full traceback into the log; returns the record.
 
     Must be called before anything that may wait for other processes. Creates no folders, because the run folder may be
@@ -165,7 +165,7 @@ def write_record(record: Failure, folder: RunFolder) -> None:
             write_json(place, record)
 
 
-def first_of_all(group: Any, record: Failure) -> Failure:
+def with_first_cause(group: Any, record: Failure) -> Failure:
     """Publishes this failure as the first cause or, if it is a consequence, adds the published cause to the record."""
     if not record.consequence:
         group.cause.publish(PeerFailure.of(record.rank, record.host, record.what))
@@ -175,10 +175,10 @@ def first_of_all(group: Any, record: Failure) -> Failure:
         what = f"another process ended or is unreachable: {record.what}"
         hints = ["see the last messages of the other processes", *record.hints]
         return record.model_copy(update={"what": what, "hints": hints, "excerpt": ""})
-    return record.model_copy(update=heard(failure))
+    return record.model_copy(update=first_failure_fields(failure))
 
 
-def heard(failure: Any) -> dict[str, Any]:
+def first_failure_fields(failure: Any) -> dict[str, Any]:
     """Returns the fields of a failure record if another process failed first, with that process's message."""
     what = f"rank {failure.rank} on {failure.host} failed first: {failure.what}"
     return {"what": what, "hints": [f"see the terminal or log of rank {failure.rank}"], "excerpt": ""}
@@ -187,5 +187,5 @@ def heard(failure: Any) -> dict[str, Any]:
 def describe_peer(failure: Any, *, rank: int, step: int | None, phase: str) -> Failure:
     """Returns the record of a process that ends because another process failed; `failure` is None if unknown."""
     what, hints = "rank 0's store is unreachable, so the run can't continue", ["see the last messages of rank 0"]
-    known = heard(failure) if failure else {"what": what, "hints": hints}
+    known = first_failure_fields(failure) if failure else {"what": what, "hints": hints}
     return _record(rank, step, phase, error="PeerGone", consequence=True, **known)

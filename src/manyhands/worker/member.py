@@ -52,15 +52,15 @@ class GroupMember:
 
     def leave(self, failure: Any) -> None:
         """Writes the record and ends this process from a thread, because the main thread may hang on an accelerator."""
-        from manyhands.worker.failure import describe_peer, leave_record
+        from manyhands.worker.failure import describe_peer, save_record
 
-        record = leave_record(describe_peer(failure, **self._position()), self.folder)
+        record = save_record(describe_peer(failure, **self._position()), self.folder)
         terminal.say(str(as_error(record)))
         if self.group:
             self.group.abort()
 
-    def roll_called(self) -> AbstractContextManager[None]:
-        """Starts the liveness check, which reports missing processes, unless an agent does that."""
+    def liveness_checked(self) -> AbstractContextManager[None]:
+        """Returns a context with the liveness check, which reports missing processes, unless an agent checks them."""
         group, trainer = self.group, self.trainer
         if group.store is None or self.process_info.started_by in {OUR_HEAD, MET}:
             return nullcontext()
@@ -75,16 +75,16 @@ class GroupMember:
         beat = trainer.heartbeats.heartbeat
         return LivenessCheck(group.store, self.process_info, group.present, beat, say).answering()
 
-    def hung(self) -> str:
-        """Returns the reason why this process can't save any more, or an empty string."""
-        return self.trainer.heartbeats.hung() if self.trainer else ""
+    def hang_reason(self) -> str:
+        """Returns the reason why this process hangs and can't save any more, or an empty string."""
+        return self.trainer.heartbeats.hang_reason() if self.trainer else ""
 
-    def last_words(self, why: str) -> None:
+    def print_unsaved(self, why: str) -> None:
         """Prints the last saved step before the process is killed."""
         if self.process_info.rank == 0 or self.process_info.started_by == "--init":
             terminal.say(str(unsaved_error(self.folder.path, saved_step(self.folder), why)))
 
-    def record_of(self, error: BaseException) -> Failure:
+    def record_failure(self, error: BaseException) -> Failure:
         """Writes and returns the record of a failure, with the first cause if known."""
         from manyhands.worker import failure
 
@@ -92,9 +92,9 @@ class GroupMember:
         if failure.is_out_of_memory(error):
             cause, error = error, failure.explain_memory(error, self.trainer)
             error.__cause__ = cause
-        record = failure.leave_record(failure.describe_failure(error, **position), self.folder)
+        record = failure.save_record(failure.describe_failure(error, **position), self.folder)
         if self.group and self.group.cause:
-            record = failure.first_of_all(self.group, record)
+            record = failure.with_first_cause(self.group, record)
             failure.write_record(record, self.folder)
         return record
 
@@ -103,7 +103,7 @@ class GroupMember:
         phase = trainer.heartbeats.phase if trainer else self._phase if self.group else "join"
         return {"rank": self.process_info.rank, "step": trainer.progress.step if trainer else None, "phase": phase}
 
-    def give_back(self) -> None:
+    def release(self) -> None:
         if self.trainer:
             self.trainer.resources.close()
         if self.group:
@@ -131,7 +131,7 @@ def publish_invalid_rank(job: Job, process_info: ProcessInfo, what: str) -> None
 def shared_options(job: Job) -> str:
     """Returns the version and the options that must be equal on all processes, such as "train.epochs=3 …".
 
-    Numbers are written as they are, other values as digests, because they may be private.
+    Numbers are written as text, other values as digests, because they may be private.
     """
 
     def word(value: Any) -> str:

@@ -60,14 +60,14 @@ def opened(
     except BaseException as error:
         if isinstance(error, GeneratorExit) or (isinstance(error, SystemExit) and error.code in _IN_ORDER):
             raise
-        record = mine.record_of(error)
+        record = mine.record_failure(error)
         if record.consequence:
             raise as_error(record) from None
         raise
     finally:
         if here:
             here.close()
-        mine.give_back()
+        mine.release()
 
 
 def load_weights(model: nn.Module, run: Path) -> None:

@@ -58,7 +58,7 @@ def advised(found: SearchResult, sync: dict[str, Any], fewer: Sequence[PlanCandi
     seconds = found.pick.measured_seconds.get(found.pick.name) or found.chosen.prediction.seconds
     name = found.pick.name
     if name == DATA_PARALLEL and (agreed := sync_seconds(sync)) and not found.pick.measured_seconds:
-        name, seconds = sync_row(sync_taken(sync)), agreed
+        name, seconds = sync_row(job_sync_row(sync)), agreed
     count, why = (0, "") if found.request.pins else enough(found, fewer, seconds, found.spread)
     if not count:
         return Advice(name, with_sync(found.pick.reason, sync), world_size)
@@ -82,10 +82,10 @@ def sync_words(method: dict[str, Any]) -> str:
 
 def sync_seconds(sync: dict[str, Any]) -> float | None:
     """Returns the seconds of a data-parallel update with the job's sync method; None for allreduce."""
-    return taken["step_s"] if (taken := sync_taken(sync))["method"] != EXACT else None
+    return taken["step_s"] if (taken := job_sync_row(sync))["method"] != EXACT else None
 
 
-def sync_taken(sync: dict[str, Any]) -> dict[str, Any]:
+def job_sync_row(sync: dict[str, Any]) -> dict[str, Any]:
     """Returns the row of the job's sync method."""
     if sync["asked"] == AUTO:
         return next(row for row in sync["methods"] if row["chosen"])

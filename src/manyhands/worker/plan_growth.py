@@ -11,7 +11,7 @@ from manyhands.core.errors import UserError
 from manyhands.planner.find import Pricing
 from manyhands.planner.timing import OpTimes, Timing
 from manyhands.sync.link_speeds import LinkSpeed
-from manyhands.worker.plan_advice import sync_seconds, sync_taken, sync_words
+from manyhands.worker.plan_advice import job_sync_row, sync_seconds, sync_words
 from manyhands.worker.plan_search import JobCase, case_to_plan, make_links, parse_request
 
 _BUDGET_S, _EACH_S, _ROUNDS = 60.0, 1.0, 3  # seconds for timing all shares of an update, and for each share; rounds
@@ -51,8 +51,8 @@ def predict_growth(job: Job, first: int, requested: Mapping[str, Any]) -> Growth
         notes.append(f"{what}; {hint} or higher")
     case = case.resolved(last)
     counts = {count: -(-batch // count) for count in numbers_of_machines(first, min(last, batch))}
-    timed = _shares(case, {samples: count for count, samples in counts.items()})
-    rows = _rows(case, {count: timed[samples] for count, samples in counts.items()}, case.worked(between))
+    timed = _time_shares(case, {samples: count for count, samples in counts.items()})
+    rows = _rows(case, {count: timed[samples] for count, samples in counts.items()}, case.with_cpu_time(between))
     about = {
         "model": case.job.model.name,
         "data": case.job.data.name,
@@ -71,7 +71,7 @@ def numbers_of_machines(first: int, last: int) -> list[int]:
     return sorted({first, last, *(one for one in usual if first <= one <= last)})
 
 
-def _shares(case: JobCase, sizes: Mapping[int, int]) -> dict[int, Timing | None]:
+def _time_shares(case: JobCase, sizes: Mapping[int, int]) -> dict[int, Timing | None]:
     """Times an update of one machine for each number of samples per machine, and extrapolates beyond the time limit.
 
     Each time is the median of interleaved rounds, because the load varies. `sizes` maps samples per machine to the
@@ -96,10 +96,10 @@ def _shares(case: JobCase, sizes: Mapping[int, int]) -> dict[int, Timing | None]
         middle = statistics.median(seconds)
         varied = (max(seconds) - min(seconds)) / middle
         known.append((samples, Timing(middle, max(varied, *(one.spread for one in taken)))))
-    return {samples: dict(known).get(samples) or _beyond(known, samples) for samples in sizes}
+    return {samples: dict(known).get(samples) or _extrapolate(known, samples) for samples in sizes}
 
 
-def _beyond(points: Sequence[tuple[int, Timing]], samples: int) -> Timing:
+def _extrapolate(points: Sequence[tuple[int, Timing]], samples: int) -> Timing:
     """Extrapolates the line through the last two points, or through zero and a single point."""
     few, shorter = points[-2] if len(points) > 1 else (0, Timing(0.0))
     many, longer = points[-1]
@@ -123,7 +123,7 @@ def _rows(case: JobCase, shares: dict[int, Timing | None], link: LinkSpeed) -> l
                 "samples": -(-batch // count),
                 "step_ms": round(seconds * 1e3, 3),
                 "compute_ms": round(option.prediction.compute_seconds * 1e3, 3),
-                "sync": sync_words(sync_taken(sync)),
+                "sync": sync_words(job_sync_row(sync)),
                 "images_per_s": batch / seconds,
                 "epoch_s": epoch_s,
                 "process_hours": count * epoch_s / 3600,

@@ -185,7 +185,7 @@ class JobCase:
             return ()
         return found.fewer({count: self.share(count, _FEWER_S) for count in fewer_counts(found.request.world_size)})
 
-    def worked(self, link: LinkSpeed) -> LinkSpeed:
+    def with_cpu_time(self, link: LinkSpeed) -> LinkSpeed:
         """Returns the link with the CPU time that messages take on each process."""
         if self.device != "cpu" or not self.measured:
             return link
@@ -237,7 +237,7 @@ def case_to_plan(job: Job, requested: Mapping[str, Any]) -> JobCase:
     return JobCase(job, network, device, between, modelled, requested["measure"] and not modelled)
 
 
-def find_plan(  # noqa: PLR0913 - each is one wish
+def find_plan(  # noqa: PLR0913 - each is one request
     model: nn.Module,
     sample: Tensor,
     *,
@@ -359,7 +359,7 @@ def search_plan(job: Job, requested: Mapping[str, Any], out: Path, run_task: Run
         link = LinkSpeed(**run_task(case.job, {"task": "plan", "action": LINKS})["link"])
     else:
         link = replace(WITHIN_A_MACHINE, bytes_per_s=case.modelled.within) if case.modelled else WITHIN_A_MACHINE
-    link = case.worked(link)
+    link = case.with_cpu_time(link)
     links = make_links(link, link if apart else None)
     times = OpTimes(case.here, TIMES_BUDGET_S if case.measured else 0.0, rates=case.rates)
     found = find(graph, wanted, times, links, case.share(world_size))
@@ -408,8 +408,8 @@ def _check_free(path: Path, *, force: bool) -> Path:
 def decide(job: Job, world: World, folder: RunFolder, objects: Objects) -> tuple[Plan | None, dict[str, Any]]:
     """Selects the plan of the processes, the same on all of them; a collective.
 
-    A run that resumes with the same number of processes and the same requests keeps its plan. Returns the plan, None
-    for data parallel, and fields of plan.json: the reason, and each candidate's times. Raises UserError on all
+    A run that resumes with the same number of processes and the same requests keeps its plan. Returns the plan
+    (None: data parallel) and fields for plan.json: the reason, and each candidate's times. Raises UserError on all
     processes if a request can't be satisfied.
     """
     options = job.parallel

@@ -61,7 +61,7 @@ def show_plan(path: Path, flags: Mapping[str, Any]) -> Shown:
     Raises UserError if the file is not a plan, or the plan doesn't match the network.
     """
     plan = read_plan(path)
-    job, network = _remade(plan, flags, str(path))
+    job, network = _job_and_network(plan, flags, str(path))
     case = plan_search.case_of(job, network, "cpu")
     graph = plan_search.graph_of(case.make(), replace(case, cross_entropy=True))
     letters, notes = resolve(plan, graph, str(path)), list(graph.notes)
@@ -76,7 +76,7 @@ def show_plan(path: Path, flags: Mapping[str, Any]) -> Shown:
     return Shown(plan, _rows(plan, graph, letters, batch, sent), job, network, notes)
 
 
-def _remade(plan: Plan, flags: Mapping[str, Any], where: str) -> tuple[Job, dict[str, Any]]:
+def _job_and_network(plan: Plan, flags: Mapping[str, Any], where: str) -> tuple[Job, dict[str, Any]]:
     """Returns the job and the network that the plan describes, or that flags name."""
     given = {key: value for key, value in flags.items() if value is not None}
     if given.get("data.name") or given.get("model.name"):

@@ -56,7 +56,7 @@ class LivenessCheck:
     @contextlib.contextmanager
     def answering(self) -> Generator[None]:
         """Calls and answers in the context; a second thread watches the store."""
-        threads = [threading.Thread(target=each, daemon=True) for each in (self._attend, self._watch_the_store)]
+        threads = [threading.Thread(target=each, daemon=True) for each in (self._check_calls, self._watch_the_store)]
         for thread in threads:
             thread.start()
         try:
@@ -66,7 +66,7 @@ class LivenessCheck:
             for thread in threads:
                 thread.join(HEARTBEAT_S)
 
-    def _attend(self) -> None:
+    def _check_calls(self) -> None:
         number = 0
         with contextlib.suppress(dist.DistError):  # the store has ended, which is reported elsewhere
             while not self._over.wait(HEARTBEAT_S):
@@ -91,7 +91,7 @@ class LivenessCheck:
             asked_s = time.monotonic() - self._asked_at
             if asked_s > _PATIENCE_S and self._heartbeat().late and self._held_by_rank_0 and not self._reported:
                 mine = [self._seen(self._process_info.rank, self._heartbeat())] * 2
-                self._report({self._process_info.rank: mine} | self._from_outside([0], asked_s), reporter=1)
+                self._report({self._process_info.rank: mine} | self._observe_silent([0], asked_s), reporter=1)
 
     @contextlib.contextmanager
     def _asking(self) -> Generator[None]:
@@ -113,7 +113,7 @@ class LivenessCheck:
         seen = {rank: [self._seen(rank, one.before), self._seen(rank, one.now)] for rank, one in answers.items()}
         late = [rank for rank, said in answers.items() if said.now.late]
         silent = [rank for rank in self._present if rank not in answers]
-        self._report(seen | self._from_outside(silent, time.monotonic() - begun), min(late, default=0))
+        self._report(seen | self._observe_silent(silent, time.monotonic() - begun), min(late, default=0))
 
     def _collect(self, number: int) -> dict[int, Answer]:
         answers, until = dict[int, Answer](), time.monotonic() + _PATIENCE_S
@@ -125,8 +125,8 @@ class LivenessCheck:
                         answers[rank] = said
         return answers
 
-    def _from_outside(self, silent: Sequence[int], quiet_s: float) -> dict[int, list[Seen]]:
-        """Returns two records, some seconds apart, of each silent process, from this machine's system."""
+    def _observe_silent(self, silent: Sequence[int], quiet_s: float) -> dict[int, list[Seen]]:
+        """Returns two records, some seconds apart, of each silent process, as seen by this machine's system."""
         heartbeat = self._heartbeat().model_copy(update={"still_s": 0.0, "calls": -1, "moved_bytes": 0, "cpu_s": 0.0})
         seen = {rank: [self._seen(rank, heartbeat, quiet_s)] for rank in silent}
         self._over.wait(_COUNTED_S)
