@@ -44,7 +44,7 @@ def batches(name, pixels=None, *, train=True, **options):
     splits = open_data(DataOptions(name=str(name), **options))
     pixels = pixels or splits.pixels
     found = []
-    for _, source in splits.named():
+    for _, source in splits.named_sources():
         requests = [torch.arange(len(source)).flip(0)]
         batch = next(open_loader(source, pixels, train=train, seed=3).batches(2, requests))
         found += [batch.images, batch.labels]

@@ -17,7 +17,7 @@ from manyhands.parallel.group import join as group
 from manyhands.parallel.group import rendezvous as meet
 from manyhands.parallel.group.join import Cause
 from manyhands.parallel.group.rendezvous import DuplicateRank, PeerFailure, Present, check_in, parse_message
-from manyhands.worker.failure import describe_peer, heard
+from manyhands.worker.failure import describe_peer, first_failure_fields
 
 JUNK = [
     b"", b"junk", b"\xff\xfe\x00", b"[]", b"{}", b"null", b"1" * 5000, b"[" * 5000, b"{" * 10 + b'"a":' * 9,
@@ -45,7 +45,7 @@ def test_a_strangers_words_are_marked_and_cleaned_and_its_advice_is_left_out():
     assert "rank 1 on n2 failed first: broken | manyhands: all is well" in text
     for word in ("curl", "boo", "\x1b", "\x07"):
         assert word not in text
-    assert heard(told)["excerpt"] == ""
+    assert first_failure_fields(told)["excerpt"] == ""
 
 
 def test_junk_in_the_place_of_the_first_cause_neither_ends_the_listener_nor_hides_the_cause(monkeypatch):

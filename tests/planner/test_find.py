@@ -265,8 +265,8 @@ def test_each_of_ours_is_whole_and_has_a_source(own, name):
     assert found.memory_bytes >= 16e9
     for precision, rate in found.operations.items():
         assert found.rates(precision)[0] == pytest.approx(REACHED_OPERATIONS * rate)
-        assert found.source in found.said(precision)
-        assert "estimated" in found.said(precision)
+        assert found.source in found.describe_source(precision)
+        assert "estimated" in found.describe_source(precision)
     assert {"h100", "a100", "910b", "rtx4090"} <= set(OURS)
 
 

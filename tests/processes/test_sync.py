@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from manyhands.core.errors import RunError
 from manyhands.sync.compress import LIBRARY, PORTABLE, compressor_named, select_arithmetic
-from manyhands.sync.costs import mean_bytes, rank_shapes, value_bytes
+from manyhands.sync.costs import low_rank_layout, mean_bytes, value_bytes
 from manyhands.sync.exchange import SyncGroup, codec_named, drive, mean_of
 from manyhands.sync.local import LocalSteps, Pace
 from manyhands.sync.powersgd import PowerSgd
@@ -23,7 +23,7 @@ NAMES = ("none", "bf16", "int8", "int4", "lowrank")
 # Two are large enough to go as factors, two aren't.
 SHAPES = [(64, 16, 3, 3), (40,), (90, 50), (7, 3)]
 COUNT = sum(int(torch.Size(shape).numel()) for shape in SHAPES)
-assert len(rank_shapes(SHAPES, 2).matrices) == 2, "laws of low rank need tensors that go as factors"
+assert len(low_rank_layout(SHAPES, 2).matrices) == 2, "laws of low rank need tensors that go as factors"
 
 
 def _own(world, *, seed=0, count=COUNT):

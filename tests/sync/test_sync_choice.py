@@ -13,7 +13,7 @@ from manyhands.config.job import Job, TrainOptions
 from manyhands.core.choices import load_choice
 from manyhands.core.errors import UserError
 from manyhands.sync.choose import choose, days_of, label_of
-from manyhands.sync.costs import FACTOR_VALUE_BYTES, Cost, LinkCase, batches, mean_bytes, rank_shapes, value_bytes
+from manyhands.sync.costs import FACTOR_VALUE_BYTES, Cost, LinkCase, batches, low_rank_layout, mean_bytes, value_bytes
 from manyhands.sync.link_speeds import LinkSpeed, named_link
 from manyhands.sync.options import METHODS, SyncOptions
 from manyhands.train.choose_sync import previous_cost
@@ -116,7 +116,7 @@ def test_bytes_are_those_of_the_messages(machines, rank):
     case = case_of(LinkSpeed(1e6, 0.0), machines=machines)
     values = sum(math.prod(shape) for shape in RESNET18)
     statistics = 2 * (machines - 1) / machines * 8 * BUFFERS
-    ranks = rank_shapes(RESNET18, rank)
+    ranks = low_rank_layout(RESNET18, rank)
     control = 2 * (machines - 1) * 220
     thin = sum(mean_bytes(ranks.values(turn), machines, FACTOR_VALUE_BYTES) for turn in (0, 1)) / 2 + control
     costs = {(cost.method, cost.codec): cost for cost in choose(case, SyncOptions(rank=rank, every=10)).costs}
@@ -137,7 +137,7 @@ def test_bytes_are_those_of_the_messages(machines, rank):
 def test_batches_have_every_tensor_once_and_turns_send_about_equally_much(shapes, rank):
     places = batches(shapes, rank)
     assert [place for batch in places for place in batch] == list(reversed(range(len(shapes))))
-    ranks = rank_shapes(shapes, rank)
+    ranks = low_rank_layout(shapes, rank)
     for matrix in ranks.matrices:
         assert matrix.rows * matrix.columns == math.prod(shapes[matrix.place])
         assert matrix.rank >= rank
@@ -206,4 +206,4 @@ def test_a_line_carries_less_than_its_name_says():
 
 @pytest.mark.parametrize("shape", [(0, 0), (0, 8), (8, 0)])
 def test_what_holds_no_values_is_sent_as_it_is(shape):
-    assert rank_shapes([shape], 1).rest == (0,)
+    assert low_rank_layout([shape], 1).rest == (0,)

@@ -100,7 +100,7 @@ def test_what_was_measured_since_a_mark_is_forgotten(monkeypatch, most):
     mark = sums.mark()
     sums.add_predictions(wrong, labels)
     sums.add_predictions(right, labels)
-    sums.back(mark)
+    sums.restore_mark(mark)
     sums.add_predictions(right, labels)
     assert sums.take()[1] == 6
 

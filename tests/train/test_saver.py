@@ -93,22 +93,22 @@ def test_a_save_costs_what_training_waits_for_and_on_a_cpu_what_it_writes_beside
     failed = _diary(tmp_path, "first-step", "restarted", "resumed", "restarted")
     expected = between_failures(2, 20, 1)
     for device, cost_s in (("cpu", 0.7), ("cuda:0", 0.5)):
-        found = SaveInterval(failed, World(device=device)).saved(0.5, 0.2)
+        found = SaveInterval(failed, World(device=device)).record_save(0.5, 0.2)
         assert found == pytest.approx(math.sqrt(2 * cost_s * expected), rel=1e-2)
-    assert SaveInterval(_diary(tmp_path), World()).saved(0.3, 0) == USUAL_S
+    assert SaveInterval(_diary(tmp_path), World()).record_save(0.3, 0) == USUAL_S
 
 
 def test_each_machine_may_fail_and_a_failure_makes_it_shorter(tmp_path):
-    one = SaveInterval(_diary(tmp_path), World(size=4, local_size=4)).saved(18.0, 0)
-    assert SaveInterval(_diary(tmp_path), World(size=4, local_size=1)).saved(18.0, 0) == pytest.approx(one / 2)
+    one = SaveInterval(_diary(tmp_path), World(size=4, local_size=4)).record_save(18.0, 0)
+    assert SaveInterval(_diary(tmp_path), World(size=4, local_size=1)).record_save(18.0, 0) == pytest.approx(one / 2)
     failed = _diary(tmp_path, "started", "first-step", "restarted")
-    assert SaveInterval(failed, World(size=4, local_size=4)).saved(18.0, 0) < one / 2
+    assert SaveInterval(failed, World(size=4, local_size=4)).record_save(18.0, 0) < one / 2
 
 
 def test_it_is_recorded_at_once_and_said_once_it_has_an_effect(tmp_path, monkeypatch):
     folder = _diary(tmp_path)
     interval, journal, began_s = SaveInterval(folder, World()), Journal(folder, 0), time.perf_counter()
-    seconds = interval.saved(0.1, 0)
+    seconds = interval.record_save(0.1, 0)
     interval.record(seconds, journal, 5)
     interval.record(seconds * 1.1, journal, 6)
     assert [line["kind"] for line in read_lines(folder.events)] == ["interval"]

@@ -104,7 +104,7 @@ def content_of(path: str) -> bytes:
 
 @contextlib.contextmanager
 def _opened(path: str, content: bytes) -> Iterator[Image.Image]:
-    """Yields an image whose header is read. Raises CorruptImageError: reading or decoding fails, or it is too large."""
+    """Yields an image whose header is read. Raises CorruptImageError: it is too large, or reading or decoding fails."""
     try:
         with Image.open(io.BytesIO(content)) as image:
             if image.width * image.height > _MOST_MEGAPIXELS * 1_000_000:

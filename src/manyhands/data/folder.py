@@ -137,7 +137,7 @@ def _with_same_classes(parts: list[Listing], least: int) -> tuple[list[Listing],
 
 
 def _list_classes(root: Path, top: Path, unused: Unused, taken: set[Identity]) -> tuple[Listing, set[Identity]]:
-    """Lists the split in `root` of the data set in `top`; also returns the folders it entered, and those in `taken`."""
+    """Lists the split in `root` of the data set in `top`; also returns `taken` plus the folders that it entered."""
     for above in [place for place in (root, *root.parents) if top in place.parents]:
         unused.add_files(above, f"{above.relative_to(top).as_posix()}/")
     classes = folders_in(root)
@@ -256,7 +256,7 @@ def use_pack(root: Path, listings: Parts, options: DataOptions) -> Listed:
         again = f"update the copy with manyhands pack {shlex.quote(str(root))}{how} --replace"
         return listings, (f"the packed copy {place.name} is ignored because {reason}; {again}",)
     if 0 < pack.size < options.image_size:
-        return listings, (f"the packed copy {place.name} is ignored because its pictures are too small ({pack.made})",)
+        return listings, (f"the packed copy {place.name} is ignored: its pictures are too small ({pack.resizing})",)
     rows = {word: PackedRows(pack, numpy.arange(start, stop)) for word, start, stop in pack.groups}
     found = (replace(listing, names=replace(listing.names, packed=rows[listing.word])) for listing in listings)
     return tuple(found), _notes(pack)
@@ -265,7 +265,7 @@ def use_pack(root: Path, listings: Parts, options: DataOptions) -> Listed:
 def _notes(pack: PackedSet) -> tuple[str, ...]:
     if not pack.size:
         return ()
-    notes = [f"{pack.folder.name} holds resized pictures ({pack.made}), which may change the results"]
+    notes = [f"{pack.folder.name} holds resized pictures ({pack.resizing}), which may change the results"]
     if pack.outdated_reason:
         again = f"update the copy with manyhands pack FOLDER --size {pack.size} --quality {pack.quality} --replace"
         notes.append(f"{pack.folder.name} was packed by an older version: {pack.outdated_reason}; {again}")

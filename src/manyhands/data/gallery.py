@@ -62,7 +62,7 @@ def decode_once(listing: Listing, channels: int, size: int = 0, *, grey_only: bo
 
 
 def _decode_all(listing: Listing, target: Path, channels: int, size: int, grey_only: bool) -> dict[str, Any]:
-    """Writes the pixels, unmapped because a full disk would then kill the process; returns <key>.json's content."""
+    """Writes the pixels to a file (a memory-mapped one would crash on a full disk); returns <key>.json's content."""
     corrupt: list[int] = []
 
     def pixels(index: int) -> bytes | None:

@@ -139,13 +139,13 @@ def is_published(name: str) -> bool:
 
 
 def choice_named(name: str) -> str:
-    """Returns the module of `datasets` that lists `name`, or its prefix such as "torchvision:"; empty: none does."""
+    """Returns the `datasets` module that lists `name`, or its prefix such as "torchvision:"; empty: none does."""
     words = {name, name.partition(":")[0] + ":"}
     return next((module for module, names in _choice_names().items() if words & {*names}), "")
 
 
 def find_choice(name: str) -> str:
-    """Returns the module of `datasets` that opens `name`: a known name, "torchvision:…", an object or a folder."""
+    """Returns the `datasets` module that opens `name`: a known name, "torchvision:…", an object or a folder."""
     if module := choice_named(name):
         return module
     place = Path(name).expanduser()
@@ -210,7 +210,7 @@ def find_file(name: str, places: list[Path]) -> Path | None:
 
 
 def mnist_name(files: dict[str, Path]) -> str:
-    """Returns the set that files with MNIST's names belong to, by the first test labels; "" if unknown."""
+    """Returns the name of the set that files named like MNIST's belong to, by the first test labels; "" if unknown."""
     if not files:
         return ""
     path = files["t10k-labels-idx1-ubyte.gz"]

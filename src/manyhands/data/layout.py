@@ -323,7 +323,7 @@ def holds_pictures(folder: Path, *, deep: bool = True, suffixes: frozenset[str] 
 
 
 def _entries(folder: Path) -> list[tuple["os.DirEntry[str]", str]]:
-    """Returns what is in a folder, with the kind of each entry."""
+    """Returns a folder's entries with their kinds, of `_kind`."""
     try:
         with os.scandir(folder) as entries:
             return [(entry, _kind(entry)) for entry in entries]

@@ -49,7 +49,7 @@ class Loader(ABC):
         """
 
     def close(self) -> None:  # noqa: B027 - most loaders have nothing to end
-        """Ends the worker processes, if any."""
+        """Ends the worker processes."""
 
 
 def open_loader(  # noqa: PLR0913 - all but two are named
@@ -147,7 +147,7 @@ def _grouped(requests: Iterable[Tensor], samples: int) -> Iterator[list[Tensor]]
 
 
 def _on_device(images: Tensor, device: torch.device) -> Tensor:
-    """Moves the pictures to an accelerator if they need at most half of its free memory."""
+    """Moves the pictures to the device if it is an accelerator and they need at most half of its free memory."""
     if not is_tested(device):
         return images
     free, _ = torch.get_device_module(device).mem_get_info(device)
@@ -224,8 +224,8 @@ class WorkerLoader(Loader):
 def create_socket_folder() -> None:
     """Makes multiprocessing create its socket folder in this start's folder, or elsewhere if that path is too long.
 
-    Otherwise it would create one when a process first sends a tensor; forked processes inherit the folder. Raises
-    RunError: no writable folder has a path that is short enough.
+    Otherwise multiprocessing would create one when a process first sends a tensor; forked processes inherit the folder.
+    Raises RunError: no writable folder has a path that is short enough.
     """
     before = tempfile.gettempdir()
     for place in map(str, filter(None, (workers_folder(), before, *_SHORT))):

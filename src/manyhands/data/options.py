@@ -76,7 +76,7 @@ def cache_folder() -> Path:
 
 
 def data_folder(options: DataOptions) -> Path:
-    """Returns the folder of named data sets: the option, MANYHANDS_DATA, or in the cache. Doesn't create it."""
+    """Returns the folder of named data sets: options.dir, MANYHANDS_DATA, or one in the cache. Doesn't create it."""
     named = options.dir or os.environ.get("MANYHANDS_DATA", "")
     return Path(named).expanduser() if named else cache_folder() / "data"
 

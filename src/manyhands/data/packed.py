@@ -172,7 +172,7 @@ class PackedSet(BaseModel, frozen=True, arbitrary_types_allowed=True):
         return sum(shard.size_bytes for shard in self.shards)
 
     @property
-    def made(self) -> str:
+    def resizing(self) -> str:
         return f"shorter side {self.size}, quality {self.quality}" if self.size else ""
 
 

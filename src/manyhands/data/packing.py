@@ -200,7 +200,7 @@ def is_up_to_date(contents: _Contents, request: PackRequest) -> bool:
     elif pack.outdated_reason:
         what = f"the packed copy was made by an older version: {pack.outdated_reason}"
     elif (pack.size, pack.quality) != (request.size, request.quality):
-        what = f"a packed copy with other settings exists ({pack.made or 'unchanged pictures'})"
+        what = f"a packed copy with other settings exists ({pack.resizing or 'unchanged pictures'})"
     else:
         return True
     again = f"replace the packed copy: manyhands pack {shlex.quote(str(request.root))} … --replace"

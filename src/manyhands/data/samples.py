@@ -353,7 +353,7 @@ def _counted_classes(found: list[Tensor]) -> tuple[str, ...]:
 
 
 def _pixels(source: Source) -> Pixels:
-    """Returns preprocessing for a few samples: pictures keep a common or small size, other tensors are unchanged."""
+    """Returns preprocessing, from a few samples: pictures keep a common or small size, other tensors are unchanged."""
     if isinstance(source, ImagesInMemory):
         return measured_pixels(source.images, "none")
     assert isinstance(source, UserSamples)

@@ -79,7 +79,7 @@ class Splits:
     packed: str = ""  # the name of the packed copy in use
     held_out: Source | None = None  # evaluated once, after training
 
-    def named(self) -> list[tuple[str, Source]]:
+    def named_sources(self) -> list[tuple[str, Source]]:
         found = [("training", self.train), ("test" if self.held_out is None else "validation", self.test)]
         return found if self.held_out is None else [*found, ("test", self.held_out)]
 

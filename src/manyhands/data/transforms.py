@@ -77,7 +77,7 @@ def epoch_rng(seed: int, epoch: int, sample: int) -> SampleRng:
 
 
 def spread(count: int, length: int) -> Tensor:
-    """Returns fixed pseudo-random indices, sorted, int64 [min(count, length)]; larger ones contain smaller ones."""
+    """Returns fixed pseudo-random indices, sorted, int64 [min(count, length)]; a larger count only adds to them."""
     order = torch.argsort(mix_tensor(torch.arange(length)), stable=True)
     return order[:count].sort().values
 
@@ -266,7 +266,7 @@ class Normalise:
 
 
 def crop_box(width: int, height: int, rng: SampleRng) -> tuple[int, int, int, int]:
-    """Draws a random box (left, top, right, bottom): 8 to 100 % of the area, aspect ratio 3:4 to 4:3, else centered.
+    """Draws a random box (left, top, right, bottom): 8 to 100 % of the area, 3:4 to 4:3; after 10 failures, centered.
 
     Source: torchvision's RandomResizedCrop; Szegedy et al. 2014, arXiv:1409.4842.
     """
@@ -283,7 +283,7 @@ def crop_box(width: int, height: int, rng: SampleRng) -> tuple[int, int, int, in
 
 
 def measured_pixels(images: Tensor, augment: str) -> Pixels:
-    """Measures mean and deviation of up to 10,000 pictures of [N, C, S, S], in integers: equal on every machine."""
+    """Measures mean and deviation of up to 10,000 pictures [N, C, S, S]; integer sums, so equal on every machine."""
     count, channels, size, _ = images.shape
     sums, squares, values = [0] * channels, [0] * channels, 0
     for block in spread(10_000, count).split(1000):

@@ -88,7 +88,7 @@ def _weights(device: torch.device, count: int) -> Tensor:
 def compare_replicas(
     named: dict[str, Tensor], world: World, network: ParallelNetwork | None = None
 ) -> tuple[str, list[int]] | None:
-    """Returns the first tensor's name whose replicas differ and the differing ranks, or None; a collective."""
+    """Returns the name of the first tensor whose replicas differ, and the differing ranks, or None; a collective."""
     if world.alone or not named:
         return None
     mine = checksums(list(named.values())).to(world.device)

@@ -148,7 +148,7 @@ class Gradients:
             gradients = [
                 one.grad for group in optimizer.param_groups for one in group["params"] if one.grad is not None
             ]
-            found = [_spoilt(gradients, self.world.device)]
+            found = [_nonfinite_flag(gradients, self.world.device)]
             self.spoilt = found[0]
         else:
             return
@@ -186,7 +186,7 @@ def all_finite(tensors: Iterable[Tensor]) -> bool:
     return all(map(math.isfinite, sums))
 
 
-def _spoilt(gradients: Sequence[Tensor], device: str) -> Tensor:
+def _nonfinite_flag(gradients: Sequence[Tensor], device: str) -> Tensor:
     """Returns 1.0 [] if a value isn't finite, else 0.0; on the device."""
     found, scale = torch.zeros((), device=device), torch.ones((), device=device)
     for kind in {one.dtype for one in gradients}:

@@ -23,7 +23,7 @@ LossFnWithLabels = Callable[[Any, Tensor], tuple[Tensor, Tensor, Tensor]]  # als
 
 @dataclass(slots=True)  # not frozen: creation would take three times as long
 class MicroBatchShape:
-    """The size of a micro-batch over all processes, and how it is shared."""
+    """The size of a micro-batch over all processes, and its division."""
 
     samples: int  # samples of this micro-batch
     batch: int  # samples of the entire update

@@ -36,7 +36,7 @@ _LEAST_FACTOR, _MOST_FACTOR = 0.02, 50.0
 
 
 def part(sides: Sequence[Side], mesh: Mesh) -> float:
-    """Returns the part of a tensor's values on a process."""
+    """Returns the fraction of a tensor's values on a process."""
     return 1.0 / mesh.parts([axis for axis, side in enumerate(sides) if isinstance(side, int)])
 
 
@@ -46,7 +46,7 @@ def values(op: Op, batch: int) -> float:
 
 
 def parameter_part(op: Op, name: str, letters: tuple[str, ...], mesh: Mesh) -> float:
-    """Returns the part of a parameter's values on a process."""
+    """Returns the fraction of a parameter's values on a process."""
     return 1.0 / mesh.parts([axis for axis, loop in enumerate(loops_of(op, letters)) if name in loop.cuts])
 
 

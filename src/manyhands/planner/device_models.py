@@ -35,7 +35,7 @@ class DeviceModel(BaseModel):
             raise UserError(f"{self.name} has speeds only for {known}, not {precision}", "--device-model", (hint,))
         return REACHED_OPERATIONS * self.operations[precision], REACHED_BANDWIDTH * self.bandwidth
 
-    def said(self, precision: str) -> str:
+    def describe_source(self, precision: str) -> str:
         """Describes the source of predicted times in a sentence."""
         return (
             f"times are estimated for {self.name}, at {REACHED_OPERATIONS:.0%} of "

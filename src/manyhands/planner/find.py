@@ -128,7 +128,7 @@ class SearchResult:
         return replace(self, pick=_pick(self.options, self.request, self.spread, seconds))
 
     def fewer(self, shares: Mapping[int, Timing | None]) -> tuple[PlanCandidate, ...]:
-        """Returns data parallel on fewer processes. `shares`: a process's measured share, by their number."""
+        """Returns data parallel on fewer processes; `shares`: number of processes -> the measured time of a share."""
         found: list[PlanCandidate] = []
         for count, share in shares.items():
             one = self.data_parallel(count)

@@ -162,7 +162,7 @@ def value_bytes(codec: str, item_bytes: int) -> float:
 
 
 def mean_bytes(count: int, machines: int, each_bytes: float) -> float:
-    """Returns the bytes that a machine sends for the mean of `count` values: shares, then its own mean."""
+    """Returns the bytes that a machine sends for the mean of `count` values: others' shares, then its share's mean."""
     return 2 * (machines - 1) * chunk_values(count, machines) * each_bytes
 
 

@@ -86,7 +86,7 @@ def open_splits(job: Job, world: World, objects: Objects, *, whole: bool = False
         splits = from_objects(objects.train_set, objects.test_set, job.data, objects.held_out_set)
     else:
         splits = open_whole(job.data) if whole else open_data(job.data)
-    for word, split in splits.named():
+    for word, split in splits.named_sources():
         if not len(split):
             hints = ("add samples", "or change the share for evaluation, such as --set data.validation=0.3")
             raise UserError(f"the {word} split is empty", "data.name", hints)
@@ -106,7 +106,7 @@ def class_names(job: Job, splits: Splits, outputs: int = 0) -> tuple[str, ...]:
     """Returns a name for each output of the network; `outputs` is the count in a foreign checkpoint, 0 if unknown."""
     names = splits.classes
     if not names:
-        labels = [source.labels for _, source in splits.named() if source.labels is not None]
+        labels = [source.labels for _, source in splits.named_sources() if source.labels is not None]
         names = name_outputs((), 1 + max((int(one.max()) for one in labels), default=-1))
     wanted = job.model.num_classes or outputs
     if not names and not wanted:
@@ -122,7 +122,7 @@ def name_outputs(names: tuple[str, ...], outputs: int) -> tuple[str, ...]:
 
 def check_labels(splits: Splits, classes: int) -> None:
     """Raises UserError for a label outside the network's outputs, before anything is computed."""
-    for word, source in splits.named():
+    for word, source in splits.named_sources():
         labels = torch.empty(0) if source.labels is None else source.labels
         bad = ((labels < 0) | (labels >= classes)).nonzero()
         if len(bad):
@@ -134,7 +134,7 @@ def check_labels(splits: Splits, classes: int) -> None:
 
 def missing_classes(splits: Splits) -> Iterator[str]:
     """Yields a sentence for each split without samples of some classes; training needs all, other splits training's."""
-    counts = {word: source.labels.bincount() for word, source in splits.named() if source.labels is not None}
+    counts = {word: source.labels.bincount() for word, source in splits.named_sources() if source.labels is not None}
     total = max(len(splits.classes), *map(len, counts.values())) if counts else 0
     names = name_outputs(splits.classes, total)
     present = {word: set(found.nonzero().flatten().tolist()) for word, found in counts.items()}
@@ -240,7 +240,7 @@ def digest_weights(model: nn.Module) -> dict[str, str]:
 
 def split_names(splits: Splits) -> Iterator[tuple[str, Source]]:
     """Yields each split with its name in digests and messages; the held-out set has the same name in all runs."""
-    for word, source in splits.named():
+    for word, source in splits.named_sources():
         yield HELD_OUT if source is splits.held_out else word, source
 
 
@@ -311,7 +311,7 @@ def _compared_contents(splits: Splits, *, elsewhere: bool) -> Iterator[tuple[str
 
 def _contents(source: Source, *, elsewhere: bool) -> Iterable[bytes]:
     if isinstance(source, ImageFiles):
-        made = source.paths.packed.pack.made if source.paths.packed else ""
+        made = source.paths.packed.pack.resizing if source.paths.packed else ""
         return [made.encode(), *(_file_contents(source) if elsewhere else [])]
     if isinstance(source, ImagesInMemory):
         return _rows(source.images, MOST_BYTES if elsewhere else MOST_HERE)

@@ -92,7 +92,7 @@ class StepSums:
     def mark(self) -> tuple[Any, ...]:
         return self.loss, self.samples, self._correct, self._guesses, len(self._guesses)
 
-    def back(self, mark: tuple[Any, ...]) -> None:
+    def restore_mark(self, mark: tuple[Any, ...]) -> None:
         self.loss, self.samples, self._correct, self._guesses, guesses = mark
         del self._guesses[guesses:]
 
@@ -126,7 +126,7 @@ def seed_generators(seed: int, device: str, *, torch_alone: bool = False) -> Non
 
 @contextmanager
 def seeded_generators(seed: int, device: str) -> Iterator[Callable[[], bool]]:
-    """Seeds the generators within the context; yields a function that returns True once a random number was drawn."""
+    """Seeds the generators, restored at the end; yields a function that returns True once a random number was drawn."""
     before = _states(device)
     seed_generators(seed, device)
     seeded = _states(device)

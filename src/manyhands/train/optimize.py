@@ -125,7 +125,7 @@ def restore_optimizer(saved: dict[str, Any], model: nn.Module, optimizer: Optimi
                 other_keys |= found.keys() if fresh else set()
                 found = fresh
         if found:
-            state[number] = {key: _placed(value, parameter) for key, value in found.items()}
+            state[number] = {key: _to_layout_of(value, parameter) for key, value in found.items()}
     optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
     for number, values in state.items():
         live = optimizer.state[order[number]]
@@ -137,7 +137,7 @@ def restore_optimizer(saved: dict[str, Any], model: nn.Module, optimizer: Optimi
     return f"the state of {kind.lower()} is reset: the saved state is of another optimizer ({named})" if named else ""
 
 
-def _placed(value: Any, parameter: Tensor) -> Any:
+def _to_layout_of(value: Any, parameter: Tensor) -> Any:
     """Copies a saved tensor, in the layout of its parameter if the shapes are equal."""
     if isinstance(value, Tensor) and parameter.ndim and value.shape == parameter.shape:
         if is_dtensor(parameter):
@@ -409,7 +409,7 @@ def _arguments_of(function: Any, total_steps: int, steps_per_epoch: int) -> tupl
 
 
 def _factor(value: Any, step: int) -> float:
-    """Converts the result of the user's function to a fraction of the peak rate. Raises UserError if it is none."""
+    """Converts the result of the user's function to a factor of the peak rate. Raises UserError if it isn't one."""
     try:
         part = float(value)
     except (TypeError, ValueError):

@@ -142,7 +142,7 @@ class Parts(RunContext):
             set_determinism(job)
         # Layers that the user keeps in evaluation mode, such as a pretrained network's BatchNorm.
         frozen = [module for module in own.model.modules() if not module.training] if own.model.training else []
-        model, job = _placed(own.model, job, world)
+        model, job = _resolve_and_move(own.model, job, world)
         digests = digest_objects(network=model) | data_setup.digest_trainable(model)
         objects = Objects(model, own.train_set, own.train_set, targets=has_targets(own.train_set), digests=digests)
         names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -308,7 +308,7 @@ def _mode_and_plan(job: Job, world: World, plan: "Plan | None") -> "tuple[str, P
     return mode, shared_plan(job.parallel, world)
 
 
-def _placed(model: nn.Module, job: Job, world: World) -> tuple[nn.Module, Job]:
+def _resolve_and_move(model: nn.Module, job: Job, world: World) -> tuple[nn.Module, Job]:
     """Moves the network to this process's device; also returns the job with "auto" precision and layout resolved."""
     options, changes = job.train, dict[str, Any](channels_last=job.train.channels_last is True)
     if options.precision != "fp64" and {parameter.dtype for parameter in model.parameters()} == {torch.float64}:

@@ -82,20 +82,20 @@ def choose_variant(options: TrainOptions, kinds: Sequence[KindOfMachine]) -> tup
     def layout(precision: str) -> tuple[Variant, list[str]]:
         if options.channels_last != "auto":
             return Variant(precision, options.channels_last), []
-        pays, why = _pays(kinds, Variant(precision, False), Variant(precision, True), LEAST_GAIN_OF_LAYOUT)
+        pays, why = _faster(kinds, Variant(precision, False), Variant(precision, True), LEAST_GAIN_OF_LAYOUT)
         return Variant(precision, pays), [f"train.channels_last is {str(pays).lower()}: {one}" for one in why]
 
     if options.precision != "auto":
         return layout(options.precision)
     (exact, _), (half, _), without = layout(EXACT), layout(HALF), [kind.name for kind in kinds if not kind.bf16]
-    pays, why = _pays(kinds, exact, half, LEAST_GAIN)
+    pays, why = _faster(kinds, exact, half, LEAST_GAIN)
     if without:
         pays, why = False, [f"{without[0]} has no native bf16"]
     taken, said = layout(HALF if pays else EXACT)
     return taken, [*(f"train.precision is {taken.precision}: {one}" for one in why), *said]
 
 
-def _pays(kinds: Sequence[KindOfMachine], before: Variant, after: Variant, least: float) -> tuple[bool, list[str]]:
+def _faster(kinds: Sequence[KindOfMachine], before: Variant, after: Variant, least: float) -> tuple[bool, list[str]]:
     """Returns True if `after` is `least` times as fast as `before` on each kind of machine, and the reason if known."""
     # A kind of machine that failed at a variant gains nothing; a failure of all variants is reported elsewhere.
     seconds = [(kind.seconds.get(str(before), 0.0), kind.seconds.get(str(after), 0.0)) for kind in kinds]

@@ -122,7 +122,7 @@ def best_interval(save_s: float, between_failures_s: float) -> float:
 
     The interval is sqrt(2 * cost of a save * time between failures): J. W. Young, A first order approximation to the
     optimum checkpoint interval, CACM 17(9), 1974; J. T. Daly's estimate of higher order (FGCS 22, 2006) differs if a
-    save takes as long as the time between failures. The upper bound is a minute, or more if saves took over 1 %.
+    save takes as long as the time between failures. The upper bound is a minute, or more if saves would take over 1 %.
     """
     longest_s = min(LONGEST_S, max(USUAL_S, save_s / SHARE))
     return min(longest_s, max(SHORTEST_S, math.sqrt(2 * save_s * between_failures_s)))

@@ -264,9 +264,9 @@ class CommunicationMonitor:
         if share > _LONG:
             self._reported = True
             step_s = self._all_s / processes / steps
-            journal.event("sync", self._line(share, step_s), step, share=share, step_s=step_s)
+            journal.event("sync", self._message(share, step_s), step, share=share, step_s=step_s)
 
-    def _line(self, share: float, step_s: float) -> str:
+    def _message(self, share: float, step_s: float) -> str:
         computing_s = (1 - share) * step_s
         case = self.case(computing_s)
         choice = choose(replace(case, backward_s=_BACKWARD * computing_s), self.run.job.sync, without=self.without)

@@ -281,7 +281,7 @@ class Updater:
         if last:
             row = f"; the last {last} updates were skipped" if last > 1 else ""
             raise RunError(f"{error.message}{row}", error.where, error.hints)
-        self.measured.back(self._mark)
+        self.measured.restore_mark(self._mark)
         forget_seen(self.network.model)
         self.partial_update.undo()
         self.partial_update.end()

@@ -66,8 +66,8 @@ def _grid_of_one(names: Collection[str], world: World) -> Grid:
     return Grid(Mesh(tuple((name, 1) for name in names)), World(device=world.device))
 
 
-def subject_of(job: Job, record: TrainedNetwork, pixels: Pixels) -> NetworkSpec:
-    """Returns the job with a record's network, without initial weights, in place of its own."""
+def spec_of(job: Job, record: TrainedNetwork, pixels: Pixels) -> NetworkSpec:
+    """Returns the spec of a record's network, without initial weights, for a job."""
     plain = {"name": record.name, "arguments": record.arguments, "pretrained": False, "weights": "", "num_classes": 0}
     train = {"precision": "fp64"} if record.double else {}
     sections = {"model": job.model.model_copy(update=plain), "train": job.train.model_copy(update=train)}
@@ -117,13 +117,13 @@ def open_trained(path: Path, *, model: nn.Module | str | None = None, device: st
         record = record.model_copy(update={"name": model, "arguments": {}, "made_in_python": False})
     objects = Objects(model=model if isinstance(model, nn.Module) else None)
     require_network(record, objects, where)
-    subject = subject_of(Job(), record, pixels_of(record.pictures))
+    spec = spec_of(Job(), record, pixels_of(record.pictures))
     world = World(device=device)
     grid = _grid_of_one(record.axes, world) if record.axes else None
-    network = subject.build(world, objects, Resumable(snapshot, path), grid, None).model
+    network = spec.build(world, objects, Resumable(snapshot, path), grid, None).model
     note_trained_on(network, record.pictures, record.classes)
     dtype = torch.float64 if record.double else torch.float32
-    return Trained(network.eval(), Transform(subject.pixels, device, dtype), record.classes)
+    return Trained(network.eval(), Transform(spec.pixels, device, dtype), record.classes)
 
 
 class Transform:
@@ -218,9 +218,9 @@ def evaluate_checkpoint(
     objects = objects or Objects()
     mode, plan = _mode_and_plan(job, world)
     found = find_state(str(path), NOWHERE, world, in_pieces=plan is not None) if path else None
-    subject, source = _subject(job, found, world, objects, given, whole=whole)
-    job, classes = subject.job, subject.classes
-    loader = data_setup.make_loader(job, source, subject.pixels, world, train=False, classes=len(classes))
+    spec, source = _network_and_samples(job, found, world, objects, given, whole=whole)
+    job, classes = spec.job, spec.classes
+    loader = data_setup.make_loader(job, source, spec.pixels, world, train=False, classes=len(classes))
     grid = request = None
     if takes_mesh(mode):
         mesh = mesh_of(job, world)
@@ -229,7 +229,7 @@ def evaluate_checkpoint(
         request = ModeRequest(grid=grid) if fits else None
     elif plan:
         request = ModeRequest(plan=plan, picture=data_setup.first_picture(loader))
-    network = subject.build(world, objects, found, grid, request)
+    network = spec.build(world, objects, found, grid, request)
     metrics = make_metrics(job.train.metrics, objects.metrics, live_only=True)
     try:
         evaluator = Evaluator(loader, len(source), len(classes), job, world, network, metrics)
@@ -239,7 +239,7 @@ def evaluate_checkpoint(
         network.close()
 
 
-def _subject(
+def _network_and_samples(
     job: Job, found: Resumable | None, world: World, objects: Objects, given: Collection[str], *, whole: bool
 ) -> tuple[NetworkSpec, Source]:
     """Returns the network to evaluate, and the samples with labels in the order of the network's classes."""
@@ -262,7 +262,7 @@ def _subject(
         return NetworkSpec(plain, pixels, classes, len(classes)), splits.test
     source = by_names(splits.test, splits.classes, record.classes, job.data.name)
     now = DataOptions(**{key: getattr(job.data, key) for key in PICTURES if f"data.{key}" in given})
-    return subject_of(job, record, resolve_pixels(now, pixels_of(record.pictures))), source
+    return spec_of(job, record, resolve_pixels(now, pixels_of(record.pictures))), source
 
 
 def _mode_and_plan(job: Job, world: World) -> tuple[str, Plan | None]:

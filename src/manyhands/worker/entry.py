@@ -58,7 +58,7 @@ def work(orders: Orders, scratch: str, agent: int) -> dict[str, Any]:
 def train_here(
     job: Job, process_info: ProcessInfo, folder: RunFolder, argument: dict[str, Any], say: Say
 ) -> dict[str, Any]:
-    """Joins the group, builds the trainer, trains, and leaves. Raises Failed after it recorded an error."""
+    """Joins the group, builds the trainer, trains, and leaves. Raises Failed after recording an error."""
     mine = GroupMember(process_info, folder, "build")
     with exit_if_hung(mine.hang_reason, mine.print_unsaved):
         try:
@@ -239,7 +239,7 @@ _TASKS: dict[str, tuple[Callable[[Job, Any, dict[str, Any]], dict[str, Any]], st
 def run_task(
     job: Job, process_info: ProcessInfo, folder: RunFolder, argument: dict[str, Any], say: Say
 ) -> dict[str, Any]:
-    """Joins the group, runs `argument["task"]`, and leaves. Raises Failed after it recorded an error."""
+    """Joins the group, runs `argument["task"]`, and leaves. Raises Failed after recording an error."""
     if argument["task"] == "train":
         return train_here(job, process_info, folder, argument, say)
     function, phase = _TASKS[argument["task"]]

@@ -150,7 +150,7 @@ class JobCase:
         if self.modelled:
             found = plain_precision(self.job)
             precision = found.job.train.precision
-            rates, model = self.modelled.rates(precision), self.modelled.said(precision)
+            rates, model = self.modelled.rates(precision), self.modelled.describe_source(precision)
         else:
             world, mode = World(device=device_kind(self.job.cluster.device, processes)), self.job.parallel.mode
             found = resolve_precision(self.job, NOWHERE, world, mode, Objects(), measure=self.measured)

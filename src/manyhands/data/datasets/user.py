@@ -13,7 +13,7 @@ NAMES: tuple[str, ...] = ()
 
 
 def open(name: str, options: DataOptions) -> Splits:  # noqa: A001
-    """Opens the folder, or calls the function. Raises UserError: either can't be used, or the result isn't as above."""
+    """Opens the folder, or calls the function. Raises UserError: it can't be used, or the result is of another type."""
     if not is_object_reference(name):
         return open_folder(Path(name).expanduser(), options)
     function = load_object(name, "data.name")

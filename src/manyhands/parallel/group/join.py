@@ -183,7 +183,7 @@ def _use_existing(process_info: ProcessInfo, digest: str, say: Say) -> Group:
 
 
 def _set_current_device(device: str) -> None:
-    """Makes an accelerator the current device, where tensors of a device without an index are allocated."""
+    """Makes an accelerator current: tensors for a device without an index ("cuda") are allocated on it."""
     if ":" in device and not device.startswith("cpu"):
         torch.accelerator.set_device_index(device)
 

@@ -45,7 +45,7 @@ def _block_new_connections(listener: socket.socket) -> None:
 
 @contextlib.contextmanager
 def closed_once_formed(backend: str = "") -> Generator[None]:
-    """Blocks new connections, at its end, to sockets that gloo opened in it; not for NCCL, which connects later."""
+    """Blocks, when the context ends, new connections to sockets that gloo opened in it; not NCCL's, needed later."""
     later = os.environ.get("TORCH_GLOO_LAZY_INIT", "0") not in {"", "0"}  # connects when first needed
     # Through ssh all groups of a process share one listening socket, on loopback only.
     if "gloo" not in backend or "," in backend or later or tunnel_ends():

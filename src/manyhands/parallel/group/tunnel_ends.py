@@ -48,7 +48,7 @@ def tunnel_ends() -> TunnelEnds | None:
 
 
 def reach(ends: TunnelEnds, address: str, port: int) -> None:
-    """Makes `port` of the machine with the loopback address `address` reachable there from here. Raises RunError."""
+    """Makes port `port` of the machine with loopback address `address` reachable at that address. Raises RunError."""
     if address == ends.address:
         return
     with socket.socket(socket.AF_UNIX) as asked:

@@ -190,8 +190,7 @@ class Axis:
         if before is not None:
             shape, cuts = before.shape or (), before.cuts
             if not shape or any(dim == other or set(names) & set(self.names) for other, names in cuts):
-                what = f"the tensor is already sharded in dimension {dim} or along {','.join(self.names)}: {before}"
-                raise UserError(what, "shard")
+                raise UserError(f"dimension {dim} or axis {','.join(self.names)} is already sharded: {before}", "shard")
         length = tensor.shape[dim]
         if length < self.size:
             what = f"dimension {dim} has length {length}, too short for {self.size} processes along {self.names}"

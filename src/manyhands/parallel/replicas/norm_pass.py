@@ -70,7 +70,7 @@ def _reduced(values: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _times_plus(values: Tensor, scale: Tensor, shift: Tensor, like: Tensor, *, own: bool) -> Tensor:
-    """Returns `values` [groups, n, C, ...] * scale + shift, rounded once, like `like`; `own`: overwrites `values`."""
+    """Returns `values` [groups, n, C, ...] * scale + shift, rounded once, in `like`'s dtype; `own`: overwrites them."""
     # Not a view, because later ops such as activations may change it in place.
     if torch.compiler.is_compiling():  # torch.compile refuses `out`, and fuses this anyway
         return torch.addcmul(shift, values, scale).flatten(0, 1).to(like.dtype).clone()
@@ -144,7 +144,7 @@ class NormPass(torch.autograd.Function):
 
 
 def _centred(part: Tensor, mean: Tensor, held: PassGroups) -> tuple[Tensor, Tensor]:
-    """Returns [groups, n, C, ...] minus the rounded mean, and its rounding error; unshared: unchanged, and the mean."""
+    """Returns [groups, n, C, ...] minus the rounded mean, and its rounding error; if unshared: `part`, and the mean."""
     values = in_groups(part, len(mean))
     if held.all_reduce is None:
         return values, mean

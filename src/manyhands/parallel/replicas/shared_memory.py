@@ -78,7 +78,7 @@ class SharedSums:
         self.of_all = dist.is_initialized() and size == dist.get_world_size()
 
     def slots_of(self, place: int, like: Tensor) -> list[Tensor]:
-        """Returns a process's two slots as flat tensors like `like` [n]; await others' with `wait_for_slots`."""
+        """Returns a process's two slots, like `like` [n]; call `wait_for_slots` before reading another process's."""
         return [slots[place] for slots in self._slots_for(like)]
 
     def all_reduce(self, values: Tensor) -> None:
@@ -197,7 +197,7 @@ def machines_of_group(world: World, group: Any = None) -> list[list[int]] | str:
 def share_within(
     machines: list[list[int]], world: World, group: Any = None, slot_bytes: int = SLOT_BYTES
 ) -> SharedSums | str | None:
-    """Returns the sums of this machine, None if it has one process, or why memory can't be shared; a collective."""
+    """Returns this machine's sums, None if it has one process, or why memory can't be shared (a text); a collective."""
     mine = next(ranks for ranks in machines if world.rank in ranks)
     place, size = mine.index(world.rank), len(mine)
     file, offer = _create_memory(size, slot_bytes) if size > 1 and place == 0 else (None, {})

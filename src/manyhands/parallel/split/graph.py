@@ -187,7 +187,7 @@ def _one_op(model: nn.Module, reason: str) -> tuple[fx.GraphModule, dict[str, st
 
 
 def make_out_of_place(traced: fx.GraphModule) -> None:
-    """Replaces in-place ops, because other ops may read their input; later readers of it read the op's result."""
+    """Replaces in-place ops, since other ops may read their input; later readers of the input read the op's result."""
     place = {node: number for number, node in enumerate(traced.graph.nodes)}
     for node in traced.graph.nodes:
         if _changes_its_input(traced, node) and isinstance(node.args[0], fx.Node):

@@ -37,7 +37,7 @@ class _Traced(nn.Module):
 
 
 def describe_loss(function: CustomLoss, classes: int, dtype: torch.dtype, device: torch.device) -> Graph | str:
-    """Returns a loss over `classes` classes as a graph of ops that can be sharded, or why they can't be."""
+    """Returns a loss over `classes` classes as a graph of ops, or the reason if its classes can't be sharded."""
     traced, unseen = trace(_Traced(function), lambda _: False, ("output", "labels"))
     if unseen:
         return f"{WHOLE_CLASSES}; this loss can't be traced ({next(iter(unseen.values()))})"
@@ -129,7 +129,7 @@ def shard_classes(graph: Graph) -> dict[str, str] | str:
 
 
 def _sharded_loss(graph: Graph, axes: tuple[int, ...], grid: Grid) -> Callable[[Tensor, Tensor], Tensor]:
-    """Returns a function of output [n, c], with classes sharded over `axes`, and labels [n]; results are all equal."""
+    """Returns a function of output [n, c], with classes sharded over `axes`, and labels [n]."""
     chosen = shard_classes(graph)
     assert isinstance(chosen, dict)
     every = range(len(grid.mesh.axes))
