@@ -123,7 +123,9 @@ def at_sizes():
 
 def _results(name, at_sizes):
     """By number of processes, what each process gave of a script."""
-    return [[result[name] for result in results] for results in at_sizes.values() if name in results[0]]
+    found = [[result[name] for result in results] for results in at_sizes.values() if name in results[0]]
+    assert found
+    return found
 
 
 def _numbers(lines):
