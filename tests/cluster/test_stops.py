@@ -153,6 +153,7 @@ def test_a_machine_that_is_dead_when_the_user_stops_is_named_and_a_second_wish_e
     assert AWAITED_S < after_s < SILENT_S
     assert time.monotonic() - began < after_s + KILL_S
     process.kill()
+    process.wait()
     close_all([link])
 
 

@@ -20,6 +20,7 @@ from manyhands.report import summary
 from manyhands.report.read import read_run
 from tests.e2e.command import (
     NETS,
+    PATIENCE_S,
     QUICKLY,
     assert_one_screen,
     begin,
@@ -153,11 +154,12 @@ def loop(options, processes):
 @pytest.mark.parametrize(("processes", "kept"), [(2, {"out": "run", "run__report": False}), (3, {})])
 def test_in_a_loop_of_ones_own_all_say_the_first_cause(processes, kept):
     fork = multiprocessing.get_context("fork").Process
-    started = [fork(target=loop, args=({**kept, "cluster__rank": rank}, processes)) for rank in range(processes)]
+    given = [({**kept, "cluster__rank": rank}, processes) for rank in range(processes)]
+    started = [fork(target=loop, args=each, daemon=True) for each in given]
     for one in started:
         one.start()
     for one in started:
-        one.join()
+        one.join(PATIENCE_S)
     assert [one.exitcode for one in started] == [1] * processes
     *others, failed = [Path(f"{rank}.err").read_text() for rank in range(processes)]
     assert 'raise KeyError("the user\'s own mistake")' in failed
