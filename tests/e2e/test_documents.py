@@ -223,7 +223,8 @@ def test_mindspore_resnet50_on_cifar10s_binary_files(mode, cifar, here):
 def test_mindspore_each_card_of_a_table_holds_its_part(here):
     (here / "table.json").write_text(table_of(range(8), "127.0.0.1"))
     job = "train digits mlp --train.max-steps 2 --batch 8 --train.drop-last --out run"
-    done(job, "--device cpu --rank-table table.json --parallel semi --pin loss=o@dp", QUICKLY)
+    done(job, "--device cpu --rank-table table.json --parallel semi --pin 1=o@dp --pin loss=o@dp", QUICKLY)
     plan = read("run/plan.json")
     assert (plan["mode"], plan["mesh"]) == ("semi", {"dp": 8})
+    assert [plan["layouts"][name]["cuts"] for name in ("1.weight", "1.bias")] == [[[0, [0]]]] * 2
     assert processes_of("run") == 8
