@@ -21,8 +21,7 @@ from manyhands.parallel.modes.hybrid import apply, hybrid_network
 from manyhands.parallel.network import MicroBatchShape, ModeRequest
 from manyhands.parallel.replicas.batch_norm import group_batch_norms
 from tests.processes.ranks import run_on_ranks
-from tests.processes.test_verify import Of003
-from tests.processes.updates import assert_alike
+from tests.processes.updates import Of003, assert_alike
 
 # Whether what a method takes, and the gradient of what it gives, are equal on all processes along the axis. A number
 # that all of them hold counts once in an inner product; pieces and terms of a sum count each.

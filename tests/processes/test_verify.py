@@ -9,6 +9,7 @@ from manyhands.core.mesh import parse_mesh
 from manyhands.parallel.mesh.grid import open_mesh
 from manyhands.parallel.verify import verify_gradients
 from tests.processes.ranks import run_on_ranks
+from tests.processes.updates import Of003
 
 
 class Net(nn.Module):
@@ -116,22 +117,6 @@ def test_what_is_right_is_found_right_and_a_fault_is_named(mesh, faults):
         # The gradient of a bias before BatchNorm is zero, so nothing can be wrong with it.
         assert named | {"first.bias"} == names | {"first.bias"}, text
         assert {name for name, *_ in findings} == named, text
-
-
-class Of003(nn.Module):
-    """Document 003's network; its sum is put together as often as told."""
-
-    def __init__(self, mesh, times=1, mark=True):
-        super().__init__()
-        self.tp, self.times = mesh.axis("tp"), times
-        whole = torch.rand(512, 128)
-        self.weight = self.tp.shard(whole, 1) if mark else nn.Parameter(self.tp.shard(whole, 1).detach())
-
-    def forward(self, x):
-        x = (x @ self.weight).sum(-1)
-        for _ in range(self.times):
-            x = self.tp.all_reduce(x)
-        return x
 
 
 class Curved(nn.Module):

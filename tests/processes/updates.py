@@ -1,4 +1,4 @@
-"""Trainers of small networks under a job, in a process of a group or alone: the place where tests build them."""
+"""Small networks, and trainers of them under a job, in a process of a group or alone."""
 
 import contextlib
 import tempfile
@@ -45,6 +45,22 @@ class SyncedNetwork(nn.Module):
 
     def forward(self, pictures):
         return self.body(pictures)
+
+
+class Of003(nn.Module):
+    """Document 003's network; its sum is put together as often as told."""
+
+    def __init__(self, mesh, times=1, mark=True):
+        super().__init__()
+        self.tp, self.times = mesh.axis("tp"), times
+        whole = torch.rand(512, 128)
+        self.weight = self.tp.shard(whole, 1) if mark else nn.Parameter(self.tp.shard(whole, 1).detach())
+
+    def forward(self, x):
+        x = (x @ self.weight).sum(-1)
+        for _ in range(self.times):
+            x = self.tp.all_reduce(x)
+        return x
 
 
 @contextlib.contextmanager
