@@ -207,7 +207,9 @@ def forget(here):
 @pytest.mark.slow
 def test_code_that_a_run_names_is_told_with_whether_it_is_what_it_was(run_with_code, here, capsys):
     manyhands.load(run_with_code)
-    assert f"running code from {here}/net.py, as " in capsys.readouterr().err
+    (said,) = capsys.readouterr().err.splitlines()
+    assert f"running code from {here}/net.py, as " in said
+    assert said.endswith(" requests; unchanged since training")
     forget(here)
     (here / "net.py").write_text(NETWORK + "# mended\n")
     manyhands.load(run_with_code)

@@ -5,7 +5,6 @@ import copy
 import dataclasses
 import functools
 import json
-import re
 import shutil
 import warnings
 from pathlib import Path
@@ -396,9 +395,9 @@ def test_a_job_names_files_of_the_users_and_every_command_shows_the_figures():
     assert f"top3={final.metrics['top3']:.3f}" in ended.err
     assert {"own.py:top3", "own.py:plain_loss"} <= read("two/network.json")["code"].keys()
     Path("own.py").write_text(FILE.replace("topk(3", "topk(2"))
-    again = done("eval two", says=("own.py, as", "CHANGED since training"))
-    assert float(re.search(r"top3 ([\d.]+)", again.out)[1]) < final.metrics["top3"]
-    assert f"plain_loss {final.loss:.3f}" in again.out
+    again = json.loads(done("eval two --json", says=("own.py, as", "CHANGED since training")).out)["metrics"]
+    assert again["top3"] < final.metrics["top3"]
+    assert again["plain_loss"] == pytest.approx(final.loss, rel=1e-6)
 
 
 @pytest.mark.slow

@@ -182,7 +182,7 @@ def test_a_process_by_hand_that_waits_for_a_hung_one_ends_at_the_second_interrup
     with training(*job, 0) as process, training(*job, 1) as other:
         wait_until(lambda: events("run", "saved"), process)
         other.send_signal(signal.SIGSTOP)
-        time.sleep(1)
+        told(rf"waiting for rank 1 on \S+ \(process {other.pid} is stopped\)", "run/ranks/0.log", process)
         process.send_signal(signal.SIGINT)
         time.sleep(1)
         ended = stop(process, signal.SIGINT, code=130)

@@ -65,7 +65,7 @@ def test_inception_with_its_auxiliary_head():
     check_law(model, 3, 299)
 
 
-# One of each family of torchvision's that takes pictures of sizes of its own; its relatives differ in depth and width.
+# One of torchvision's networks for each smallest size or structure; the others differ from these in depth and width.
 ZOO = [
     "alexnet", "convnext_tiny", "densenet121", "efficientnet_b0", "efficientnet_v2_s", "googlenet", "inception_v3",
     "maxvit_t", "mnasnet0_5", "mobilenet_v2", "mobilenet_v3_small", "regnet_x_400mf", "regnet_y_400mf", "resnet18",

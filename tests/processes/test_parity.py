@@ -108,7 +108,7 @@ def test_what_goes_with_two_processes():
 
 
 def test_processes_on_several_machines_make_the_updates_of_one():
-    _compare(3, 8, "data", True, [GROUPS, {**GROUPS, "train.micro_batch": 4}], 1e-9, [[0, 1], [2]])
+    _compare(4, 8, "data", True, [GROUPS, {**GROUPS, "train.micro_batch": 4}], 1e-9, [[0, 1], [2, 3]])
 
 
 def _by_method(world, cases):
@@ -204,6 +204,8 @@ def _unsplit(until, setting):
 
 @pytest.mark.parametrize(("plan", "settings"), SETTINGS_OF_PLANS.items())
 def test_a_split_network_makes_the_updates_of_one_process(plan, settings):
+    assert SETTINGS_OF_PLANS.keys() == PLANS.keys()
+    assert {name for names in SETTINGS_OF_PLANS.values() for name in names} == WITH_PLANS.keys()
     ranks = run_on_ranks(_train_plan, PLANS[plan][0], 6, plan, [WITH_PLANS[name] for name in settings])
     for name, *several in zip(settings, *ranks, strict=True):
         losses, saved, evaluated, _ = _unsplit(6, name)

@@ -205,6 +205,7 @@ CASES = {
 
 @pytest.mark.parametrize("size", CASES)
 def test_several_processes_or_parts_make_the_same_updates(alone, size):
+    assert {case[0] for cases in CASES.values() for case in cases} == OBJECTS.keys()
     for case, *several in zip(CASES[size], *run_on_ranks(_all, size, CASES[size]), strict=True):
         weights, losses, evaluated, _ = alone[case[0]]
         for found in several:

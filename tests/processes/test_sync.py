@@ -333,7 +333,7 @@ def _power(world, beside, passes, machines=False):
 
 
 @pytest.mark.parametrize(("size", "passes", "machines"), [
-    (1, 1, False), (2, 3, False), (3, 1, True),
+    (1, 1, False), (2, 3, False), (3, 3, True),
 ])  # fmt: skip
 def test_gradients_of_low_rank_are_equal_everywhere_and_nothing_is_lost(size, passes, machines):
     (_, answers), (_, waited_for) = _on_ranks(size, _power, [(True, passes, machines), (False, passes, machines)])
