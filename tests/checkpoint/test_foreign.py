@@ -72,7 +72,7 @@ def main_checkpoint(model: nn.Module, optimizer: torch.optim.Optimizer, prefix: 
 @pytest.mark.parametrize(
     ("figure", "best"), [("best_acc1", torch.tensor(62.5)), ("best_acc1", 62.5), ("best_prec1", torch.tensor(62.5))]
 )
-def test_main_py_goes_on_bit_for_bit(tmp_path: Path, prefix: str, figure: str, best: object):
+def test_main_py_resumes_bit_for_bit(tmp_path: Path, prefix: str, figure: str, best: object):
     """Before 2019 the best figure had another name."""
     model = network()
     optimizer = sgd(model)
@@ -315,7 +315,7 @@ class _Runs:
 
 
 @pytest.mark.parametrize("how", ["zip", "older torch", "pickle 0", "pickle 5", "the whole file"])
-def test_code_is_told_as_what_it_is(tmp_path: Path, how: str):
+def test_code_in_a_pickle_is_reported_as_code(tmp_path: Path, how: str):
     file, code = tmp_path / "model_best.pth.tar", _Runs(tmp_path / "mark")
     content = code if how == "the whole file" else {"state_dict": {"a": torch.ones(2)}, "x": code}
     if how in {"zip", "older torch"}:

@@ -233,7 +233,7 @@ def test_files_that_hold_something_else_than_described_are_refused(in_pieces):
         verify(path)
 
 
-def test_pieces_are_found_kept_and_removed_as_whole_ones_are(in_pieces, tmp_path):
+def test_sharded_checkpoints_are_found_kept_and_removed_as_unsharded_ones(in_pieces, tmp_path):
     whole, cut, path = in_pieces
     later = save_one_by_one(tmp_path / "run", Snapshot(whole.model, whole.optimizer, {"step": 8}), cut)
     assert newest(path.parent) == (later, [])

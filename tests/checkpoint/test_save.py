@@ -44,7 +44,7 @@ def test_every_kind_of_tensor_comes_back(tmp_path: Path):
     assert all(equal(model[name].detach(), loaded[name]) for name in model)
 
 
-def test_a_real_adamw_goes_on_bit_for_bit(tmp_path: Path):
+def test_real_adamw_resumes_bit_for_bit(tmp_path: Path):
     first, second = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
     optimizer, other = torch.optim.AdamW(first.parameters(), lr=0.1), torch.optim.AdamW(second.parameters(), lr=0.5)
 

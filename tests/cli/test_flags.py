@@ -27,12 +27,12 @@ def test_sync_is_a_flag(words, capsys):
     assert "flag" in section.splitlines()[1]
 
 
-def test_flags_that_are_whole_numbers_are_found():
+def test_integer_flags_are_found():
     assert {("train", "--epochs"), ("resume", "--epochs"), ("imagenet", "-b"), ("logs", "--last")} <= {*WHOLE}
 
 
 @pytest.mark.parametrize(("command", "flag"), WHOLE)
-def test_a_fraction_is_refused_where_a_whole_number_is_expected(command, flag, capsys):
+def test_fraction_is_refused_if_an_integer_is_expected(command, flag, capsys):
     with pytest.raises(SystemExit) as ended:
         main([command, *NEEDED.get(command, []), flag, "1.5"])
     assert ended.value.code == 2

@@ -102,7 +102,7 @@ def test_ctrl_c_before_anything_has_begun_ends_without_a_word():
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
 
 
-def test_little_is_imported_before_ctrl_c_is_heeded():
+def test_little_is_imported_before_ctrl_c_is_handled():
     """What is imported by then, a traceback tells of if Ctrl-C comes in its midst."""
     code = "import sys; before = set(sys.modules); import manyhands.__main__; print(*sorted({*sys.modules} - before))"
     done = python("-c", code)

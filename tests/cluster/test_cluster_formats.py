@@ -177,7 +177,7 @@ class TestHostfiles:
         if int(number) < 1024:
             assert f'for a number of processes, write "root@ssh5.example slots={number}"' in caught.value.hints
 
-    def test_machines_behind_one_address_are_told_apart_by_their_ports(self):
+    def test_machines_behind_one_address_are_distinguished_by_their_ports(self):
         found = hostfile.read_list("ssh://root@ssh5:31234,ssh://root@ssh5:31235", "--hosts").machines
         assert [machine.name for machine in found] == ["ssh5:31234", "ssh5:31235"]
         with pytest.raises(UserError, match="ssh5:31234 is listed twice"):

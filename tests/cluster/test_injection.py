@@ -59,6 +59,6 @@ def test_a_path_is_a_path_to_the_other_machines_shell(setting, trick, tmp_path):
 
 
 @pytest.mark.parametrize("trick", TRICKS)
-def test_what_a_user_is_told_to_type_does_what_it_says(trick, tmp_path):
+def test_proposed_commands_do_what_they_say(trick, tmp_path):
     line = scp_command(Machine("n1"), trick, trick)
     assert not runs(["sh", "-c", line.replace("scp", "echo", 1)], tmp_path)

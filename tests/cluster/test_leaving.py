@@ -46,7 +46,7 @@ def test_who_saves_and_gets_on_with_it_is_waited_for(program, saves, stays, tmp_
 
 
 @pytest.mark.parametrize("saves", [False, True])
-def test_who_computes_an_update_is_given_the_time_for_it_and_no_save_goes_on_for_ever(saves, tmp_path, monkeypatch):
+def test_worker_gets_the_time_for_its_update_and_no_save_lasts_for_ever(saves, tmp_path, monkeypatch):
     monkeypatch.setattr(heartbeats, "LEAVE_S", 0.0)
     if saves:
         monkeypatch.setattr(heartbeats, "SAVE_MOST_S", 0.0)

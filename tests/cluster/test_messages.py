@@ -173,7 +173,7 @@ def agent_here(tmp_path):
     close_all([connection])
 
 
-def test_an_agent_refuses_what_it_cannot_understand_and_goes_on(agent_here):
+def test_agent_refuses_unknown_messages_and_continues(agent_here):
     agent_here.unsent += encode(Alive()).replace(f'"v": {VERSION}'.encode(), b'"v": 0')
     with pytest.raises(MisunderstoodError, match="localhost: invalid message: protocol version 0"):
         agent_here.ask(HELLO, 30)
@@ -182,7 +182,7 @@ def test_an_agent_refuses_what_it_cannot_understand_and_goes_on(agent_here):
     assert agent_here.ask(call(Agent.hello, FactsWanted(only=("cores",))), 30)["cores"] >= 1
 
 
-def test_an_agent_of_another_version_is_told_from_one_that_is_not_there(tmp_path):
+def test_agent_of_another_version_is_distinguished_from_a_missing_one(tmp_path):
     said = '{"kind": "error", "id": 1, "what": "do"}'
     other = f"import sys; sys.stdin.readline(); print({said!r}, flush=True); input()"
     log = tmp_path / "log"
@@ -236,7 +236,7 @@ def agent_of(line):
     return agent
 
 
-def test_a_conversation_goes_on_over_a_new_connection_and_no_message_is_lost_or_comes_twice(line):
+def test_link_resumes_over_a_new_connection_without_lost_or_repeated_messages(line):
     agent = agent_of(line)
     for _ in range(3):
         before, number = line.process, line.post(HELLO)

@@ -74,7 +74,7 @@ def test_what_is_slow_as_usual_is_none(rank, clock):
     assert stalls.new_warning() == stalls.why_hung() == ""
 
 
-def test_a_stall_that_is_over_is_forgotten_and_the_next_one_told(clock):
+def test_finished_stall_is_forgotten_and_the_next_one_reported(clock):
     stalls = told(clock, seen(0))
     assert stalls.new_warning()
     clock.now += 10  # its agent has nothing to complain of any more
@@ -83,7 +83,7 @@ def test_a_stall_that_is_over_is_forgotten_and_the_next_one_told(clock):
     assert stalls.new_warning()
 
 
-def test_a_stopped_process_cannot_hear_a_wish_at_once(clock):
+def test_stopped_process_cannot_receive_a_request_at_once(clock):
     assert "is stopped" in told(clock, seen(0, still_s=1), seen(1, still_s=1, stopped=True)).why_hung()
 
 
@@ -110,7 +110,7 @@ def test_who_is_ended_has_been_seen_to_hang_for_some_seconds(rank, wanted, clock
     assert wanted in (culprit[1] if culprit else "")
 
 
-def test_an_update_that_took_much_longer_than_usual_is_told_of(monkeypatch):
+def test_update_that_took_much_longer_than_usual_is_reported(monkeypatch):
     clock = Clock()
     monkeypatch.setattr(status, "time", clock)
     one = HeartbeatWriter()

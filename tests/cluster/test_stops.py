@@ -133,7 +133,7 @@ def test_a_stop_at_any_moment_of_the_start_is_no_failure(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_machine_that_is_dead_when_the_user_stops_is_named_and_a_second_wish_ends_at_once(tmp_path):
+def test_dead_machine_is_named_on_a_stop_and_a_second_interrupt_ends_at_once(tmp_path):
     """Neither ssh nor the machine says that it has gone: both ends of the line are a process that never answers."""
     process = subprocess.Popen(["sleep", "300"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     link = AgentConnection(Machine("n2"), process, tmp_path / "log", here=False)

@@ -129,7 +129,7 @@ def test_two_tunnels_to_one_machine_are_both_watched_and_ended():
 
 
 @pytest.mark.slow
-def test_a_tunnel_that_ends_is_told_of_and_nothing_is_left():
+def test_tunnel_that_ends_is_reported_and_leaves_nothing():
     before = set(psutil.Process().children())
     tunnels = Tunnels()
     folder = Path(tunnels.open(""))
@@ -148,7 +148,7 @@ def test_a_tunnel_that_ends_is_told_of_and_nothing_is_left():
     assert set(psutil.Process().children()) == before
 
 
-def test_a_connection_that_does_not_end_when_it_is_told_to_is_killed(tmp_path, monkeypatch):
+def test_connection_that_does_not_end_on_request_is_killed(tmp_path, monkeypatch):
     deaf = tmp_path / "ssh"
     deaf.write_text(f"#!/bin/sh\ntrap '' TERM\necho {READY}\nwhile :; do sleep 0.1; done\n")
     deaf.chmod(0o700)

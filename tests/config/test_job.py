@@ -43,7 +43,7 @@ def test_flags_win_over_environment_over_file_over_recipe(tmp_path, file, variab
     assert origin.startswith("flag" if flag else "environment" if variable else str(path) if file else "recipe digits")
 
 
-def test_all_mistakes_are_told_at_once_with_their_places(tmp_path):
+def test_all_mistakes_are_reported_at_once_with_their_locations(tmp_path):
     path = _job_file(tmp_path, '[train]\nepohcs = 3\nbatch = 0\noptimizer = "sdg"\n[nonsense]\na = 1\n')
     with pytest.raises(UserError) as caught:
         load_job({"train.lr": "fast"}, file=path, environment={})
@@ -74,7 +74,7 @@ def test_a_job_file_of_an_older_version_loads(tmp_path):
     assert (train.epochs, train.compile) == (3, False)
 
 
-def test_a_whole_job_survives_its_file(tmp_path):
+def test_complete_job_survives_its_file(tmp_path):
     job = load_job({"model.arguments": {"width": 8}, "data.mean": [0.5], "train.norm_group": "global"}).job
     again = load_job({}, file=_job_file(tmp_path, tomli_w.dumps(job.model_dump(mode="json"))), environment={}).job
     assert again == job

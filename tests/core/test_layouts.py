@@ -25,7 +25,7 @@ def test_bounds_are_even_and_complete(length, parts):
 
 
 @given(found=cut_shapes())
-def test_pieces_are_the_whole_once_and_shapes_agree(found):
+def test_pieces_cover_the_tensor_once_and_shapes_agree(found):
     mesh, lies = found
     assert sum(math.prod(b - a for a, b in region) for _, region in lies.pieces(mesh)) == math.prod(lies.shape)
     for rank in range(mesh.size):

@@ -32,7 +32,7 @@ def test_a_torn_last_line_does_not_take_the_next_record_with_it(tmp_path):
     assert times(path) == [1, 3, 4]
 
 
-def test_a_line_is_written_whole_or_the_caller_hears_of_it(small_disk, fill):
+def test_line_is_written_completely_or_the_caller_gets_an_error(small_disk, fill):
     path = small_disk / "events.jsonl"
     append(path, event(1, 3000))
     filler = fill(small_disk)

@@ -75,7 +75,7 @@ def test_a_wrong_checksum_leaves_nothing(server, tmp_path):
     assert fetch("mnist/x.gz", (), MD5, into).is_file()  # a later run tries again
 
 
-def test_a_missing_file_and_a_dead_server_are_told(server, tmp_path, monkeypatch):
+def test_missing_file_and_dead_server_are_reported(server, tmp_path, monkeypatch):
     with pytest.raises(UserError, match="File not found"):
         fetch("mnist/none.gz", (), MD5, tmp_path / "none.gz")
     monkeypatch.delenv("MANYHANDS_MIRROR")

@@ -221,7 +221,7 @@ def test_a_folder_with_splits_inside_its_class_folders_can_be_held_out_by_its_te
     assert (splits.classes, len(splits.train), len(splits.test)) == (("cat", "train"), 6, 6)
 
 
-def test_names_that_look_the_same_are_told_apart(tmp_path):
+def test_names_that_look_the_same_are_distinguished(tmp_path):
     composed, parts = "caf\u00e9", "cafe\u0301"
     make(tmp_path / "train", classes=("bar", parts, "pub"), count=1)
     make(tmp_path / "val", classes=("bar", composed), count=1)

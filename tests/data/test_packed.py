@@ -395,7 +395,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-def test_a_kill_in_the_middle_and_then_it_goes_on(tmp_path):
+def test_killed_pack_resumes(tmp_path):
     root = make(tmp_path / "set", count=80, size=(40, 30))
     script = tmp_path / "packs.py"
     script.write_text(PACKING)

@@ -148,7 +148,7 @@ def test_a_consumer_may_stop_early(files):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_corrupt_picture_is_named_at_its_own_batch_and_the_loader_goes_on(files, workers, tmp_path):
+def test_corrupt_picture_is_named_at_its_batch_and_the_loader_continues(files, workers, tmp_path):
     bad = tmp_path / "bad.jpg"
     bad.write_bytes(b"\xff\xd8\xff")
     source = ImageFiles(PictureNames.of([*files.paths, str(bad)]), torch.arange(13))

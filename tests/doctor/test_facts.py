@@ -50,7 +50,7 @@ def nvidia(tmp_path, monkeypatch):
     return put
 
 
-def test_a_fact_that_cannot_be_found_is_told_and_hides_no_other(nvidia):
+def test_fact_that_cannot_be_found_is_reported_and_hides_no_other(nvidia):
     nvidia("echo 'Failed to initialize NVML: Driver/library version mismatch'\nexit 18")
     facts = gather(FactsWanted())
     assert "version mismatch" in facts["errors"]["accelerators"]

@@ -91,14 +91,14 @@ def test_all_files_of_the_users_own_that_a_job_names_are_looked_for():
     assert set(needs.files) == {"own.py", "rates.py", "figures.py"}
 
 
-def test_data_that_is_not_there_fails_and_is_told_on_the_screen(tmp_path):
+def test_missing_data_fails_and_is_shown_on_the_screen(tmp_path):
     done = run("doctor", "./pets", "mlp", cwd=tmp_path)
     assert done.code == 3
     assert f"the data {tmp_path / 'pets'} is missing" in done.out
     assert "would fail" in done.out.splitlines()[-1]
 
 
-def test_a_port_that_somebody_holds_is_told_with_the_holder(tmp_path):
+def test_port_in_use_is_reported_with_its_process(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as holder:
         port = holder.getsockname()[1]
         done = run("doctor", "digits", "--set", f"cluster.init=tcp://127.0.0.1:{port}", cwd=tmp_path)

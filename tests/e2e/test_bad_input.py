@@ -141,7 +141,7 @@ DETACHED = "digits mlp --detach --hosts 127.0.0.1:2"
         ("train train.py --epochs 3", 2, "train.epochs has no effect on a script of your own"),
     ],
 )
-def test_what_no_machine_could_do_is_told_before_anything_starts(line, code, says):
+def test_impossible_requests_are_refused_before_anything_starts(line, code, says):
     Path("train.py").write_text("print('started')")
     refused(line, code=code, says=says, by=forked if "--detach" in line else inside)
     assert everything() == {Path("train.py")}

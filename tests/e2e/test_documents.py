@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 # The torch.distributed notes: going on from a checkpoint; one rank under the debugger, the others without.
 
 
-def test_notes_going_on_from_a_checkpoint():
+def test_notes_resuming_from_a_checkpoint():
     done("train -n 2 digits mlp --epochs 1 --out run", QUICKLY)
     done("train -n 2 digits mlp --epochs 2 --out more --resume run", QUICKLY)
     done("resume run --epochs 2 -n 2")
@@ -220,7 +220,7 @@ def test_mindspore_resnet50_on_cifar10s_binary_files(mode, cifar, here):
     assert (here / "run" / "checkpoints" / "step-00000003").is_dir()
 
 
-def test_mindspore_each_card_of_a_table_holds_its_part(here):
+def test_mindspore_each_card_of_a_rank_table_holds_its_shard(here):
     (here / "table.json").write_text(table_of(range(8), "127.0.0.1"))
     job = "train digits mlp --train.max-steps 2 --batch 8 --train.drop-last --out run"
     done(job, "--device cpu --rank-table table.json --parallel semi --pin 1=o@dp --pin loss=o@dp", QUICKLY)

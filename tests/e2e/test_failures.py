@@ -114,7 +114,7 @@ UNTIL_FULL = f"train synthetic:60000x1x8x8x10 mlp --epochs 100000 --set train.ev
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_over_a_full_disk_and_its_records_are_whole_afterwards(small_disk, fill):
+def test_run_continues_on_a_full_disk_and_its_records_are_complete_afterwards(small_disk, fill):
     folder = small_disk / "run"
     with training(UNTIL_FULL, "--set checkpoint.every=20steps -n 1 --out", folder) as process:
         wait_until(lambda: events(folder, "saved"), process)
@@ -152,7 +152,7 @@ def loop(options, processes):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("processes", "kept"), [(2, {"out": "run", "run__report": False}), (3, {})])
-def test_in_a_loop_of_ones_own_all_say_the_first_cause(processes, kept):
+def test_all_ranks_of_a_session_report_the_first_cause(processes, kept):
     fork = multiprocessing.get_context("fork").Process
     given = [({**kept, "cluster__rank": rank}, processes) for rank in range(processes)]
     started = [fork(target=loop, args=each, daemon=True) for each in given]
@@ -178,7 +178,7 @@ AWAY = 'resume run --set cluster.hosts=["n7"] --set cluster.ssh=/bin/false'
 
 
 @pytest.mark.slow
-def test_the_states_of_a_run_that_is_active_stopped_cut_off_killed_from_outside_and_finished(here):
+def test_why_reports_active_stopped_disconnected_killed_and_finished_runs(here):
     process = begin(ENDLESS, "-n 2")
     wait_until(_steps, process)
     headline = named(r"run is active, at step \d+ of 40000; last record \d+s ago")
@@ -223,7 +223,7 @@ def _saved():
     return [event["step"] for event in events("run", "saved")]
 
 
-def test_a_start_that_fails_before_any_process_is_told(here):
+def test_start_that_fails_before_any_process_is_reported(here):
     """What was said on the screen then is told later, too: here of what the agent imports before it forks."""
     (here / "broken").mkdir()
     Path("broken/safetensors.py").write_text("raise ImportError('spoilt since')\n")

@@ -91,7 +91,7 @@ def test_a_process_killed_at_the_worst_moment_costs_one_update_at_most(place, op
 
 
 @pytest.mark.slow
-def test_a_save_that_takes_long_and_gets_on_is_waited_for(here, whole):
+def test_slow_save_that_progresses_is_awaited(here, whole):
     """The process is killed in backward."""
     again, resumed, made = fault_in(here, "backward", "", 1, FAULT_SAVE_S="15")
     assert resumed["step"] == made
@@ -146,7 +146,7 @@ def assert_alike(one, other):
 
 
 @pytest.mark.slow
-def test_of_several_heads_at_once_one_is_obeyed_in_a_new_run_and_in_one_that_goes_on():
+def test_one_of_several_launchers_is_obeyed_in_a_new_and_in_an_active_run():
     for line, begun in ((f"{DATA} --epochs 100000 --out run", "first-step"), ("resume run", "resumed")):
         with contextlib.ExitStack() as stack:
             heads = [stack.enter_context(training(line)) for _ in range(3)]
@@ -265,7 +265,7 @@ def test_a_killed_process_is_replaced_and_costs_no_update(processes, here, fault
 
 
 @pytest.mark.slow
-def test_a_stop_between_two_starts_says_where_the_run_goes_on(here, fault, monkeypatch):
+def test_stop_between_two_starts_reports_the_step_to_resume_from(here, fault, monkeypatch):
     """The head hears it just when a fault has ended its processes and it is about to start others."""
     after = RestartPolicy.after
 
@@ -301,7 +301,7 @@ def test_what_fails_before_its_first_update_is_not_tried_again():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("who", ["the only process", "the agent"])
-def test_what_is_killed_is_replaced_and_goes_on_from_what_was_saved(who):
+def test_killed_agent_or_only_worker_is_replaced_and_resumes_from_the_last_save(who):
     with training(LATER, "--set checkpoint.every=10steps -n", 1 if who == "the only process" else 2) as process:
         wait_until(lambda: events("run", "saved"), process)
         before = workers_of(process)

@@ -30,7 +30,7 @@ def head(*given):
 
 
 @pytest.mark.slow
-def test_of_runs_and_of_what_reads_lists_and_stops_them(here):
+def test_launcher_of_runs_and_commands_for_runs_load_no_torch(here):
     """The early agent of the second one has imported torch before it hears of the threads."""
     head("launch --hosts 127.0.0.1:1", SHORT)
     (here / "hosts").write_text("n1 slots=2\nn2 slots=2\n")

@@ -53,7 +53,7 @@ def test_the_quick_recipe_of_cifar10_on_two_processes(here):
 
 
 @pytest.mark.slow
-def test_one_node_writes_goes_on_and_evaluates(images, here):
+def test_one_node_writes_resumes_and_evaluates(images, here):
     (here / "checkpoint.pth.tar").write_text("the user's own")
     ended = done(JOB, "-b 8 --epochs 2 -p 2 --out run")
     assert ended.err.count(" step=1/3 ") == ended.err.count(" step=3/3 ") == 2
@@ -92,7 +92,7 @@ MADE = f"imagenet --dummy {NET} -b 4"
 
 
 @pytest.mark.slow
-def test_two_nodes_start_two_processes_each_and_nothing_ends_one_that_is_stopped_for_a_while(here, monkeypatch):
+def test_two_nodes_of_two_processes_survive_a_briefly_stopped_process(here, monkeypatch):
     """No launcher could restart it; one that could would have ended it after 15 s."""
     # As far as the command knows; the processes find no accelerators and take the CPU.
     monkeypatch.setattr("manyhands.cluster.doctor.accelerators.count_accelerators", lambda: 2)
@@ -134,7 +134,7 @@ def assert_same_training(here):
 
 
 @pytest.mark.slow
-def test_two_nodes_make_one_node_of_twice_the_batch_go_on_and_evaluate_as_one(nodes, here):
+def test_two_nodes_train_resume_and_evaluate_as_one_node_of_twice_the_batch(nodes, here):
     on_nodes(here, EXACT, "-b 4 --epochs 1 --out run")
     done(EXACT, "-b 8 --epochs 1 --out run")
     files = {path.name for path in (here / "node-0").iterdir()}

@@ -175,7 +175,7 @@ def test_every_process_reports_the_first_cause():
     assert not any("closed by peer" in each.err for each in ended)
 
 
-def test_two_by_hand_train_and_tidy_up_and_resume_what_rank_0_names():
+def test_two_ranks_started_by_hand_clean_up_and_resume_the_run_of_rank_0():
     rendezvous = Path.cwd() / "meet"
     lines = [by_hand(f"file://{rendezvous}", 2, rank, "--out first --set train.max_steps=23") for rank in (0, 1)]
     first, second = together(*lines)

@@ -160,7 +160,7 @@ def test_a_finished_run_of_other_objects_is_not_returned(first, changes, message
         assert of_objects(**other, epochs=2).status == "finished"
 
 
-def test_a_finished_run_is_returned_for_weights_that_it_trained_that_are_random_or_that_no_digest_tells():
+def test_finished_run_is_returned_for_its_own_random_or_undigested_weights():
     model = seeded()
     for _ in range(2):
         assert of_objects(lambda: model).status == "finished"
@@ -258,7 +258,7 @@ def test_a_renamed_class_folder_refuses_the_resume():
         ({"held_out_set": samples(10)}, "held-out data (10 samples, was 0)"),
     ],
 )
-def test_an_unfinished_run_resumes_with_changed_objects_and_says_which_data_changed(changes, message, capsys):
+def test_unfinished_run_resumes_with_changed_objects_and_reports_changed_data(changes, message, capsys):
     interrupted(samples())
     assert not any("the data changed" in line for line in messages(RUN, "warning"))
     assert of_objects(**changes, epochs=2).status == "finished"
@@ -329,7 +329,7 @@ def test_train_refuses_it_with_the_two_commands(finished):
 
 
 @pytest.mark.slow
-def test_what_only_a_program_has_goes_on_by_that_program():
+def test_run_with_python_objects_resumes_in_its_program():
     manyhands.fit(nn.Sequential(nn.Flatten(), nn.Linear(64, 3)), DATA, **{**FIT, "precision": "fp32"})
     before = Path("run/events.jsonl").read_bytes()
     program = "this run can be resumed only by the Python program that creates its network\n"
@@ -341,7 +341,7 @@ def test_what_only_a_program_has_goes_on_by_that_program():
 
 
 @pytest.mark.slow
-def test_what_resume_changes_is_told_and_the_former_job_is_kept(finished):
+def test_changes_by_resume_are_reported_and_the_former_job_is_kept(finished):
     ended = done("resume run --epochs 2 --set train.lr=0.01 --set checkpoint.keep=3")
     changed = {event["data"]["option"]: event for event in events(RUN, "changed")}
     for option, old, new in [("train.lr", 0.1, 0.01), ("train.epochs", 1, 2), ("checkpoint.keep", 2, 3)]:
@@ -365,7 +365,7 @@ def test_the_job_changes_only_once_a_step_was_trained_under_it(finished):
     assert not events(RUN, "changed")
 
 
-def test_an_unfinished_run_goes_on_under_other_options(finished):
+def test_unfinished_run_resumes_under_other_options(finished):
     (RUN / "events.jsonl").write_text("")
     lines = (RUN / "metrics.jsonl").read_text().replace('"total_steps":3', '"total_steps":6')
     (RUN / "metrics.jsonl").write_text(lines)

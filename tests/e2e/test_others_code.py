@@ -205,7 +205,7 @@ def forget(here):
 
 
 @pytest.mark.slow
-def test_code_that_a_run_names_is_told_with_whether_it_is_what_it_was(run_with_code, here, capsys):
+def test_code_named_by_a_run_is_announced_with_whether_it_changed(run_with_code, here, capsys):
     manyhands.load(run_with_code)
     (said,) = capsys.readouterr().err.splitlines()
     assert f"running code from {here}/net.py, as " in said
@@ -242,7 +242,7 @@ def test_another_users_folder_does_not_choose_the_code_that_runs(run_with_code, 
 
 
 @pytest.mark.slow
-def test_code_that_a_plan_names_is_told_and_another_users_plan_does_not_choose_it(here):
+def test_code_named_by_a_plan_is_announced_and_refused_from_other_users(here):
     (here / "net.py").write_text(NETWORK)
     done("plan synthetic:30x1x4x4x3 net.py:make -n 2 --no-measure")
     done("plan plan.json", says=f"running code from {here}/net.py, as plan.json requests")

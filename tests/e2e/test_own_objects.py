@@ -105,7 +105,7 @@ def rates(path):
 
 
 @pytest.mark.parametrize(("optimizer", "schedule", "torchs"), OWN.values(), ids=OWN.keys())
-def test_it_makes_the_updates_of_a_plain_loop_shows_its_rates_and_goes_on_exactly(optimizer, schedule, torchs):
+def test_fit_makes_updates_of_a_plain_loop_shows_its_rates_and_resumes_exactly(optimizer, schedule, torchs):
     plain, whole, parted = (copy.deepcopy(network()).double() for _ in range(3))
     own = optimizer(list(plain.parameters()))
     scheduler, wanted = torchs(own) if torchs else None, {}
@@ -262,7 +262,7 @@ class MacroRecall:
 
 
 @pytest.mark.slow
-def test_a_metric_is_that_of_the_whole_set_in_what_fit_and_evaluate_give_and_on_the_page():
+def test_metric_covers_the_full_set_in_fit_in_evaluate_and_on_the_page():
     net, own = network(), {"third": top3, "recall": MacroRecall()}
     result = fit(net, metrics=own, held_out_set=DATA, epochs=1, batch=25, evaluate_batch=7, precision="fp32")
     outputs = net(IMAGES)
@@ -291,7 +291,7 @@ def silent():
 
 
 @pytest.mark.slow
-def test_the_best_epoch_is_the_best_by_the_figure_that_is_named():
+def test_best_epoch_is_selected_by_the_named_metric():
     options = {**GROWING, "best": "lowest size", "held_out_set": DATA}
     result = fit(silent(), "whole", **options)
     figures = [one.metrics["size"] for one in result.evaluations]
@@ -355,7 +355,7 @@ SMALL = "train synthetic:60x1x8x8x3 mlp --epochs 2 --batch 20 --set run.report=f
 
 
 @pytest.mark.slow
-def test_a_file_of_the_users_trains_several_processes_and_goes_on_at_another_number():
+def test_user_file_trains_on_several_processes_and_resumes_on_another_number():
     Path("own.py").write_text(FILE)
     own = "train.optimizer=own.py:optimizer --set train.schedule=own.py:make"
     losses = []
@@ -401,7 +401,7 @@ def test_a_job_names_files_of_the_users_and_every_command_shows_the_figures():
 
 
 @pytest.mark.slow
-def test_a_run_of_objects_goes_on_with_what_is_named_alone():
+def test_run_of_python_objects_resumes_with_named_objects_only():
     own = {"schedule": lambda step: 0.5, "metrics": {"third": top3}}
     result = manyhands.fit("mlp", "synthetic:60x1x8x8x10", out="run", **{**OPTIONS, "epochs": 1, **own})
     done("resume run --epochs 2", code=2, says="was a Python object, which is not available here")

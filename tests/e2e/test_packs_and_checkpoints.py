@@ -149,7 +149,7 @@ def folder(tmp_path):
 
 
 @pytest.mark.slow
-def test_training_takes_the_packed_copy_and_ends_with_the_same_weights_without_the_folder(folder, tmp_path):
+def test_training_reads_the_packed_copy_and_gets_equal_weights_without_the_folder(folder, tmp_path):
     """tests/data/test_packed.py compares batches of folder and copy."""
     told = json.loads(pack(folder, "--json").out.splitlines()[-1])
     copy = folder.with_name("宠物.pack")

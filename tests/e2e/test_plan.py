@@ -124,7 +124,7 @@ def test_the_picture_is_one_file_that_needs_no_other(here):
     plan(*words, "--force")
 
 
-def test_what_is_there_is_not_overwritten_and_other_mistakes_are_told_before(here):
+def test_existing_files_are_not_overwritten_and_mistakes_are_reported_first(here):
     (here / "plan.png").write_text("mine")
     refused(CNN, 2, says="already exists")
     (here / "plan.json").write_text('{"mine": 1}')

@@ -111,7 +111,7 @@ def test_a_script_runs_as_under_torchrun():
 
 
 @pytest.mark.slow
-def test_the_first_cause_and_what_is_refused_are_told():
+def test_first_cause_and_refusals_are_reported():
     ended = done("train own/train.py -n 2 --out run -q -- --fail 1", code=1)
     for text in ("manyhands: ValueError: the loss is gone", "where: rank 1 on", 'raise ValueError("the loss is gone")'):
         assert text in ended.err

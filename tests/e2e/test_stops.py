@@ -76,7 +76,7 @@ def outer_interface():
     return next((name for name in psutil.net_if_addrs() if name.startswith(("eth", "en"))), "eth7")
 
 
-def test_a_stop_saves_and_says_so(here):
+def test_stop_saves_and_is_reported(here):
     # As clusters' shells do, for what is between machines.
     names = {"GLOO_SOCKET_IFNAME": outer_interface(), "NCCL_SOCKET_IFNAME": outer_interface()}
     with training(ENDLESS, "-n 2", **names) as process:
@@ -101,7 +101,7 @@ def test_a_stop_saves_and_says_so(here):
 
 
 @pytest.mark.slow
-def test_a_stop_in_an_evaluation_saves_and_the_evaluation_is_made_when_the_run_goes_on(here):
+def test_stop_in_an_evaluation_saves_and_the_evaluation_is_made_on_resume(here):
     """It would take a quarter of a minute; what is seen is that it isn't waited for."""
     job = f"train synthetic:4000x1x8x8x10 {NETS}:SlowToEvaluate --epochs 2 --batch 400 -n 2 --out run {QUICKLY}"
     with training(job, "--set train.evaluate_batch=8") as process:
@@ -214,7 +214,7 @@ def test_under_torchrun_the_first_of_the_others_names_a_stopped_process_on_the_s
 
 
 @pytest.mark.slow
-def test_by_hand_all_that_wait_name_a_stopped_process(here):
+def test_waiting_ranks_started_by_hand_report_a_stopped_process(here):
     """Also where the store is the stopped one's own, as rank 0's is. The run is listed once, and stopped by rank 0."""
     job, place = ENDLESS.removesuffix("run"), f"--init tcp://127.0.0.1:{free_port()} --world-size 3 --rank"
     with contextlib.ExitStack() as stack:
@@ -276,7 +276,7 @@ def test_nothing_outlives_the_launcher_or_the_agent(who, here):
 
 
 @pytest.mark.slow
-def test_a_killed_worker_is_named_and_how_to_resume(here):
+def test_killed_worker_is_reported_with_how_to_resume(here):
     job = f"train synthetic:1000x1x8x8x10 {NETS}:Killed --batch 50 --epochs 2 --set checkpoint.every=7steps {QUICKLY}"
     fault = {"FAULT_MARKER": str(here / "marker"), "FAULT_CALL": "13"}
     ended = done(job, "--elastic off -n 2 --out run", code=1, **fault)
@@ -341,7 +341,7 @@ def trains_on(process=None, steps=5):
 
 
 @pytest.mark.slow
-def test_a_detached_run_trains_on_without_its_head_and_obeys_a_command_that_takes_it_over_and_a_stop(here):
+def test_detached_run_survives_launcher_and_accepts_takeover_and_stop(here):
     head = detached("launch", JOB, WHERE)
     assert os.getsid(head) == head  # so that no terminal's end comes to it
     assert metrics("run")
@@ -404,5 +404,5 @@ time.sleep(60)
 """
 
 
-def test_a_stop_at_once_reaches_the_process_that_goes_on():
+def test_stop_at_once_reaches_the_continuing_process():
     done(program=("-c", AT_ONCE), by=start, code=75)

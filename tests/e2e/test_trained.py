@@ -78,7 +78,7 @@ def test_a_copied_run_gives_its_network_back(trained, tmp_path):
     assert torch.equal(manyhands.load(alone).network(image[None]), manyhands.load(copy, "last").network(image[None]))
 
 
-def test_the_folder_that_is_named_is_evaluated_whole_and_by_names(trained, tmp_path):
+def test_named_folder_is_evaluated_completely_and_by_class_names(trained, tmp_path):
     run, val = trained
     for name in ("dog", "owl"):
         shutil.copytree(val / name, tmp_path / "some" / name)
@@ -299,7 +299,7 @@ class Secret(Dataset):
 
 @pytest.mark.parametrize("wrong", [7, -1])
 @pytest.mark.parametrize("split", ["train", "test"])
-def test_a_label_that_only_its_sample_tells_is_checked(wrong, split):
+def test_label_known_only_from_its_sample_is_checked(wrong, split):
     sets = [Secret(wrong if word == split else 0) for word in ("train", "test")]
     with pytest.raises(UserError, match=f"the label of sample 13 is {wrong}, but there are 2 classes"):
         fit(Fixed(1000, 0), *sets, batch=8)

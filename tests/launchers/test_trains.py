@@ -110,7 +110,7 @@ def test_sbatch_takes_the_script(slurm):
 
 
 @pytest.mark.slow
-def test_a_submitted_job_saves_when_told_and_goes_on(slurm, here, monkeypatch):
+def test_submitted_job_saves_on_request_and_resumes(slurm, here, monkeypatch):
     """The signal that Slurm sends before the time limit, sent by hand; the second turn ends the run."""
     path = f"{Path(sys.executable).parent}:{slurm.environment['PATH']}"
     for name, value in {**slurm.environment, "PATH": path}.items():

@@ -78,7 +78,7 @@ def workers(lab, host):
 @pytest.mark.parametrize(
     "mode", [["data"], ["fsdp"], ["semi", "--pin", "1=o@dp", "--pin", "3=i@dp"]], ids=lambda mode: mode[0]
 )
-def test_a_run_whose_first_machine_dies_with_its_disk_goes_on_from_the_copy(mode, apart):
+def test_run_whose_first_machine_dies_with_its_disk_resumes_from_the_copy(mode, apart):
     job = [*JOB, "--parallel", *mode, "--set", "checkpoint.every=40steps"]
     with running("launch", *job, *hosts(apart, where=PLACE), "--out", "run") as process:
         wait_until(lambda: len(events("run", "saved")) > 1 and saved_on(apart, 2), process)

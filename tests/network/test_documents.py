@@ -130,7 +130,7 @@ def test_002_torch_distributed_launch_on_two_nodes(lab, type_everywhere, here):
 
 
 @pytest.mark.slow
-def test_002_three_machines_meet_by_tcp_and_go_on_with_resume(names_as_in_debian, type_everywhere, here):
+def test_002_three_machines_rendezvous_by_tcp_and_resume(names_as_in_debian, type_everywhere, here):
     """ "Three machines, the command three times"; then going on from the first machine's checkpoint."""
     line = "manyhands train digits mlp --init tcp://n1:23456 --world-size 3 --rank {k}"
     type_everywhere(3, f"{line} --epochs 1 --out run")
@@ -247,7 +247,7 @@ def test_003_run_cluster_sh_on_two_servers(lab, type_on, here):
 
 
 @pytest.mark.slow
-def test_004_mistakes_are_told_in_main_pys_words(lab, type_on, here):
+def test_004_mistakes_are_reported_in_main_pys_words(lab, type_on, here):
     """The document has its readers look for a free port, and give all three nodes rank 0's address."""
     for split in ("train", "val"):
         (here / "ILSVRC2012" / split / "n01440764").mkdir(parents=True)

@@ -204,7 +204,7 @@ def test_machines_hear_of_a_stop_while_they_import_torch(here):
 
 
 @pytest.mark.parametrize(("how", "host"), [SLOW("kill", 1), SLOW("down", 2)])
-def test_a_run_goes_on_with_the_machines_that_are_left(how, host, lab, here):
+def test_run_continues_on_the_remaining_machines(how, host, lab, here):
     job = ["digits", "mlp", "--epochs", "40", "--set", "train.evaluate_every=40", *QUICK, *EXACT]
     with running("launch", *job, "--set", "checkpoint.every=40steps", *hosts(lab), "--out", "run") as process:
         wait_until(begun(kind="saved"), process)
@@ -238,7 +238,7 @@ def test_a_killed_process_among_two_on_each_host_is_heard_of_by_all(rank, way, l
 
 
 @pytest.mark.parametrize("how", [SLOW("kill"), SLOW("down"), SLOW("agent")])
-def test_a_lost_machine_is_named_and_the_run_goes_on_later(how, lab, here):
+def test_lost_machine_is_named_and_the_run_resumes_later(how, lab, here):
     job = [*ENDLESS, "--set", "checkpoint.every=20steps", *hosts(lab), "--elastic", "off"]
     with running("launch", *job, "--out", "run") as process:
         wait_until(begun(kind="saved"), process)
@@ -384,7 +384,7 @@ def test_three_hosts_run_the_script(lab, here):
 
 
 @pytest.mark.slow
-def test_the_first_cause_on_another_machine_is_told(lab, here):
+def test_first_cause_on_another_machine_is_reported(lab, here):
     (here / "train.py").write_text(OWN_SCRIPT)
     ended = run("launch", "train.py", *hosts(lab), "--sync-code", "--out", "run", "--", "fail")
     assert ended.code == 1

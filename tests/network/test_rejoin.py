@@ -103,7 +103,7 @@ def test_the_end_of_a_connection_is_not_the_end_of_a_machine(count, host, end, l
     assert again.code == 0, again.err
 
 
-def test_the_first_machine_is_cut_off_and_comes_back_and_goes_on_alone_in_the_end(lab, here):
+def test_first_machine_is_disconnected_rejoins_and_finally_continues_alone(lab, here):
     """Each has a disk of its own. What n1 wrote while it was cut off is not the run's, nor among its records later."""
     place = Path("/srv/manyhands-rejoin")
     place.mkdir(parents=True, exist_ok=True)
@@ -130,7 +130,7 @@ def test_the_first_machine_is_cut_off_and_comes_back_and_goes_on_alone_in_the_en
     place.rmdir()
 
 
-def test_a_machine_joins_a_run_that_goes_on(lab, here):
+def test_machine_joins_an_active_run(lab, here):
     """The head is on n2, whose sshd the third machine reaches, as it is reached from there."""
     command = [lab.python, "-m", "manyhands", "launch", *LONG, *hosts(lab)[2:], "--hosts", "n1,n2", "--out", "run"]
     with pytest.MonkeyPatch.context() as patch:
@@ -148,7 +148,7 @@ def test_a_machine_joins_a_run_that_goes_on(lab, here):
     assert not (here / "run" / "head.sock").exists()
 
 
-def test_who_can_not_join_is_told_why_and_the_run_goes_on(lab, here):
+def test_refused_machine_gets_the_reason_and_the_run_continues(lab, here):
     job = ["launch", *LONG, "--hosts", "n1,n2", "--cluster.ssh", lab.ssh, "--elastic", "1:3", "--out", "run"]
     lab.down(3)
     with running(*job) as process:
@@ -190,13 +190,13 @@ def lose_one(lab, here, *options):
 
 # Started, each host's processes have a seed of hashes of their own, as the processes of users have.
 @pytest.mark.parametrize(("mode", "forks"), [(["fsdp"], True), (["semi"], True), (["auto"], False)])
-def test_a_new_plan_goes_on_from_the_last_checkpoint(mode, lab, here):
+def test_new_plan_resumes_from_the_last_checkpoint(mode, lab, here):
     lose_one(lab, here, "--parallel", *mode)
     assert_alike(final_weights("run"), undisturbed(*JOB, "--epochs", "12"))
 
 
 @pytest.mark.parametrize("method", [["powersgd", "--set", "sync.rank=2"], ["local", "--set", "sync.every=8"]])
-def test_what_a_lost_host_held_back_is_said_and_the_run_goes_on_with_it_again(method, lab, here):
+def test_lost_sync_state_is_reported_and_the_lost_host_rejoins(method, lab, here):
     """Three hosts, two, and three in one run."""
     job = [*LONG, "--set", "checkpoint.every=100steps", "--sync", *method]
     with running("launch", *job, *hosts(lab), "--out", "run") as process:
@@ -232,7 +232,7 @@ def few_bytes(lab):
     group.rmdir()
 
 
-def test_one_host_of_three_goes_on_where_a_whole_batch_would_not_fit_into_its_memory(lab, few_bytes, here):
+def test_one_host_of_three_continues_if_a_batch_in_one_pass_exceeds_its_memory(lab, few_bytes, here):
     """Each of three takes 8 samples; the last one has no memory for 24."""
     job = ["synthetic:4800x1x8x8x10", f"{NETS}:Bulky", "--batch", "24", "--epochs", "1", *QUICK, *EXACT]
     limits = ["--set", "train.norm_group=8", "--set", "checkpoint.every=3steps"]

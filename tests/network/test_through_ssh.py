@@ -60,7 +60,7 @@ def nothing_left(lab):
         time.sleep(0.1)
 
 
-def test_a_head_passes_on_where_it_is_told_to(rented, here, near):
+def test_launcher_relays_if_requested(rented, here, near):
     for host in rented.hosts:
         let_in(rented, host, [254])
     refused = run("launch", *SHORT, *hosts(rented), "--out", "refused")

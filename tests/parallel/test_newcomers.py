@@ -69,7 +69,7 @@ def test_who_does_not_belong_goes_where_all_who_do_are_seen(members, leaves):
             assert other.recv(1) == b"x"
 
 
-def test_addresses_of_the_internet_are_told_from_private_ones():
+def test_public_addresses_are_distinguished_from_private_ones():
     private = ["10.0.0.1", "192.168.1.4", "172.20.1.1", "100.64.3.2", "fd00::1", "127.0.0.1"]
     assert not describe_public_addresses({str(n): ("eth0", address) for n, address in enumerate(private)})
     for address in ("8.8.8.8", "2001:4860:4860::8888"):

@@ -112,7 +112,7 @@ def test_a_gradient_is_the_dual_of_its_value(sides):
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=3), st.integers(1, 3), st.integers(0, 20))
-def test_pieces_of_a_batch_are_whole_samples(dims, rows, batch):
+def test_pieces_of_a_batch_contain_complete_samples(dims, rows, batch):
     edges = Extent((rows, *dims), rows).edges(0, 4, batch)
     assert edges[0] == 0
     assert edges[-1] == batch * rows

@@ -95,7 +95,7 @@ def test_a_rank_given_twice_ends_all_that_wait():
 
 
 @pytest.mark.parametrize(("digest", "told"), [("train.lr=1", True), ("train.lr=2", False)])
-def test_a_second_rank_0_of_the_same_job_is_told_to_the_first(digest, told):
+def test_second_rank_0_of_the_same_job_is_reported_to_the_first(digest, told):
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     store = dist.TCPStore("127.0.0.1", port, None, True, timedelta(seconds=10), False)

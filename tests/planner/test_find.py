@@ -259,7 +259,7 @@ def own(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", sorted(OURS))
-def test_each_of_ours_is_whole_and_has_a_source(own, name):
+def test_each_bundled_device_model_is_complete_and_has_a_source(own, name):
     found = device_model(name.upper())
     assert found.source
     assert found.memory_bytes >= 16e9
@@ -283,7 +283,7 @@ def test_users_add_their_own(own):
 
 
 @pytest.mark.parametrize("content", ["[mine", "[mine]\nname = 3", "[mine]\nmemory = '8GB'", "mine = 3"])
-def test_a_wrong_file_and_an_unknown_name_are_told(own, content):
+def test_wrong_file_and_unknown_device_model_are_reported(own, content):
     own.write_text(content, encoding="utf-8")
     with pytest.raises(UserError, match=r"device-models\.toml|mine") as error:
         device_model("mine")

@@ -150,7 +150,7 @@ def _micro_batches(world):
     return found
 
 
-def test_micro_batches_of_a_trial_have_the_whole_updates_gradients():
+def test_micro_batches_of_a_trial_sum_to_the_gradients_of_the_update():
     for data, data_parts, split, split_parts in run_on_ranks(_micro_batches, 2):
         for whole, parts in ((data, data_parts), (split, split_parts)):
             torch.testing.assert_close(parts[1:], whole[1:], rtol=1e-9, atol=1e-12)

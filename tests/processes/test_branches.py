@@ -86,7 +86,7 @@ def _resume(folder, steps, optimizer, *, frozen=False):
     return trainer.updater.optimizer.state, model
 
 
-def test_another_optimizer_starts_anew_and_that_is_said(tmp_path):
+def test_another_optimizer_starts_anew_with_a_message(tmp_path):
     _resume(tmp_path, 2, "sgd")
     state, model = _resume(tmp_path, 4, "adamw")
     assert state[model.head.weight].keys() == {"step", "exp_avg", "exp_avg_sq"}

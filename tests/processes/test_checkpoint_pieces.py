@@ -191,7 +191,7 @@ def _elsewhere(world, folder):
     return pieces, _try(save_full, world, own)
 
 
-def test_without_a_shared_disk_pieces_are_refused_and_whole_is_saved(tmp_path):
+def test_without_a_shared_disk_pieces_are_refused_and_full_tensors_are_saved(tmp_path):
     for (kind, text), _ in run_on_ranks(_elsewhere, 3, tmp_path):
         assert kind == "UserError"
         assert "rank 1 can't see rank 0's checkpoint folder" in text

@@ -224,7 +224,7 @@ def _left_early(world):
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_who_leaves_an_epoch_early_goes_on_with_the_next(size):
+def test_break_from_an_epoch_continues_with_the_next(size):
     (first, *others), *ranks = run_on_ranks(_left_early, size)
     assert all(found == first for answers in (others, *ranks) for found in answers)
     assert first[0] == [0, 1, 2]
@@ -253,7 +253,7 @@ def _losses(folder, *, stop_at=0, leave_at=-1):
     return found
 
 
-def test_the_mean_loss_of_an_epoch_goes_on_with_it(tmp_path, capsys):
+def test_mean_loss_of_an_epoch_survives_a_resume(tmp_path, capsys):
     whole = _losses(tmp_path / "whole")
     with pytest.raises(SystemExit) as ended:
         _losses(tmp_path / "broken", stop_at=6)

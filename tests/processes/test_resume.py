@@ -246,7 +246,7 @@ def _count_passes(world, folder, max_steps, settings):
 
 
 @pytest.mark.parametrize(("size", "settings"), [(1, {}), (2, {"parallel.mode": "fsdp"})])
-def test_what_modules_hold_beside_tensors_goes_on(size, settings, tmp_path):
+def test_extra_state_of_modules_is_resumed(size, settings, tmp_path):
     (_, before), *_ = run_on_ranks(_count_passes, size, tmp_path, SAVED, settings)
     for first, passes in run_on_ranks(_count_passes, size, tmp_path, TOTAL, settings):
         assert first == SAVED

@@ -257,19 +257,19 @@ def _check(cases):
     check(errors_of(cases), 1e-9)
 
 
-def test_each_letter_of_a_rule_gives_what_one_process_gives():
+def test_each_placement_of_a_rule_equals_one_process():
     _check([case for kind, rules in RULES.items() for case in _cases(kind, TWO, rules, once=True)])
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_each_letter_of_each_variant():
+def test_each_placement_of_each_variant():
     _check([case for kind, rules in RULES.items() for case in _cases(kind, THREE, rules)])
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_each_two_letters_of_a_rule():
+def test_each_pair_of_placements_of_a_rule():
     _check([case for kind, rules in RULES.items() for case in _cases(kind, SQUARE, rules, once=True)])
 
 

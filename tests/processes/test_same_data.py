@@ -130,7 +130,7 @@ SETS = [
 ]
 
 
-def test_data_sets_of_ones_own():
+def test_custom_data_sets():
     both = (False, True)
     cases = [(train, lambda rank: _tensors(0), lambda rank: {}, machines) for machines in both for train, _ in SETS]
     assert said_of(*cases) == [said for _, said in SETS] * 2

@@ -154,7 +154,7 @@ def test_losses_are_the_plain_script_s_on_any_number_of_processes(name, at_sizes
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_who_is_stopped_goes_on_to_the_same_bits(name, at_sizes):
+def test_stopped_script_resumes_to_the_same_bits(name, at_sizes):
     for results in _results(name, at_sizes):
         for whole, stopped, resumed in results:
             assert stopped[1] == EXIT_SAVED

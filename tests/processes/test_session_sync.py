@@ -155,7 +155,7 @@ def _resumed(world, folder, names):
 
 
 @pytest.mark.parametrize("size", [2, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 3))])
-def test_a_loop_makes_fits_updates_under_each_method_and_resumes_to_the_same_bits(size, tmp_path):
+def test_session_equals_fit_under_each_sync_method_and_resumes_to_the_same_bits(size, tmp_path):
     assert {name for names in CASES.values() for name in names} == {*METHODS, *MORE}
     both = run_on_ranks(_by_fit_and_loop, size, tmp_path, CASES[size])
     resumed = run_on_ranks(_resumed, size, tmp_path, CASES[size])

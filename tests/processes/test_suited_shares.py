@@ -51,7 +51,7 @@ def _train(world, folder, slow_s, until=UPDATES, **settings):
 
 
 @pytest.mark.slow
-def test_what_was_taken_is_kept_where_a_run_goes_on(tmp_path):
+def test_measured_shares_are_reused_on_resume(tmp_path):
     folder = str(tmp_path / "run")
     first = run_on_ranks(_train, 2, folder, (0.002, 0.02), 4)
     assert sum(first[0][0]) == BATCH

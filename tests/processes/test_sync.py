@@ -442,7 +442,7 @@ def _power_again(world, stop):
     return all(_same(one, two) for one, two in zip(whole, again, strict=True))
 
 
-def test_what_is_held_of_several_batches_goes_on_to_the_same_bits():
+def test_residual_of_several_batches_resumes_to_the_same_bits():
     assert all(all(same) for _, same in _on_ranks(2, _power_again, [(0,), (1,), (4,)]))
 
 
@@ -457,7 +457,7 @@ def _averaged(world):
     return int(whole), seen, running.tolist()
 
 
-def test_the_mean_of_statistics_leaves_whole_numbers_alone():
+def test_mean_of_statistics_leaves_integers_alone():
     answers = run_on_ranks(_averaged, 2)
     assert answers == [(2**24 + 1 + rank, [0.5] * 3, [float(rank)] * 3) for rank in range(2)]
 

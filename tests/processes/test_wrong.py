@@ -210,7 +210,7 @@ def _break_off(world, last):
         return [n for n, tensor in trainer.network.model.state_dict().items() if not torch.equal(tensor, before[n])]
 
 
-def test_an_update_whose_peer_goes_in_its_last_collective_changes_nothing():
+def test_update_changes_nothing_if_a_peer_ends_in_its_last_collective():
     assert run_on_ranks(_broken_off, 2) == [[[], []]] * 2
 
 
@@ -425,7 +425,7 @@ def _largest(count):
 
 
 @pytest.mark.parametrize(("needed", "tried"), [(4, [8]), (9, [8, 36])])
-def test_a_custom_loss_is_tried_on_a_few_samples_and_on_a_whole_share_only_where_it_needs_more(needed, tried):
+def test_custom_loss_is_tried_on_few_samples_and_on_a_full_share_only_if_needed(needed, tried):
     with built(World(), net := Counting(), {**FEW, "train.batch": 36}, loss=_largest(needed)):
         assert net.tried == [*tried, 2, 2]  # the time that an update takes is estimated from two passes
 

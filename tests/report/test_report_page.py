@@ -94,7 +94,7 @@ def test_the_page_needs_nothing_else(finished, shown):
     }
 
 
-def test_the_page_tells_the_configuration_and_the_plan(shown):
+def test_page_shows_the_configuration_and_the_plan(shown):
     for section in ("data", "model", "train", "parallel", "sync", "cluster", "checkpoint", "run"):
         assert f"[{section}]" in shown
     for words in ("label_smoothing", "norm_group = local: the result depends", "NVIDIA H200",

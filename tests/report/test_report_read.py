@@ -53,7 +53,7 @@ def test_what_was_undone_is_counted_by_nobody(tmp_path):
 
 
 @given(PLANS)
-def test_steps_rise_even_where_no_event_tells_of_a_restart(plan):
+def test_steps_increase_even_without_an_event_of_a_restart(plan):
     records = [step_record(begin + number, 0.0) for begin, count in plan for number in range(count)]
     kept = [record.step for record in without_repeats(records, [])]
     assert kept == sorted(set(kept))
@@ -62,7 +62,7 @@ def test_steps_rise_even_where_no_event_tells_of_a_restart(plan):
 
 @settings(max_examples=60)
 @given(cut=st.integers(0, 4000), junk=st.binary(max_size=40))
-def test_a_torn_file_gives_its_whole_lines(tmp_path_factory, cut, junk):
+def test_truncated_file_yields_its_complete_lines(tmp_path_factory, cut, junk):
     run = FakeRun(tmp_path_factory.mktemp("run")).begin().train(0, 120)
     text = run.folder.metrics.read_bytes()[:cut]
     run.folder.metrics.write_bytes(text + b"\n" + junk.replace(b"{", b"") + b'\n{"kind": "st')
@@ -152,7 +152,7 @@ def test_a_file_that_was_begun_anew_is_read_again(tmp_path):
     assert tail.poll() == [{"a": 3}]
 
 
-def test_exceptions_are_told_even_of_a_plan_that_is_damaged_elsewhere(tmp_path):
+def test_exceptions_are_read_from_a_plan_that_is_damaged_elsewhere(tmp_path):
     run = FakeRun(tmp_path).begin()
     content = json.loads(run.folder.plan.read_text())
     run.folder.plan.write_text(json.dumps({**content, "norm_group": None, "layout": {}}))
@@ -182,7 +182,7 @@ def test_thinned_records_are_few_and_tell_the_same_of_all_samples(found, most):
 
 
 @given(PLANS)
-def test_a_run_that_goes_on_is_thinned_to_what_it_did_last(plan):
+def test_resumed_run_is_thinned_to_its_latest_records(plan):
     """Nothing that was forgotten is left: all samples are of steps up to the last, at most once."""
     records = [step_record(begin + number, 0.0) for begin, count in plan for number in range(count)]
     thinned = without_repeats(records, [], 4)

@@ -62,7 +62,7 @@ def watched(path, stream, *, last=250, **options):
     return stream.getvalue()
 
 
-def test_a_log_has_whole_plain_lines(tmp_path):
+def test_log_has_complete_plain_lines(tmp_path):
     text = watched(tmp_path, io.StringIO(), last=800)
     assert not re.search(r"[\x00-\x09\x0b-\x1f]", text)
     stamp = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ (INFO|WARNING) "
@@ -84,7 +84,7 @@ def test_a_log_speaks_every_half_minute(tmp_path):
 
 
 @BOTH
-def test_the_training_loss_of_each_epoch_is_told_once(tmp_path, stream):
+def test_training_loss_of_each_epoch_is_shown_once(tmp_path, stream):
     """With the evaluation where one follows, else in a line of its own."""
     run, screen = on_screen(tmp_path, stream := stream())
     run.step(100, epoch_loss=1.25, epoch_top1=0.5)
@@ -176,14 +176,14 @@ def test_the_warnings_of_a_start_that_fails_are_shown(tmp_path):
     assert stream.getvalue().endswith("WARNING labels.csv isn't read\n")
 
 
-def test_an_earlier_session_is_not_told_again(tmp_path):
+def test_earlier_session_is_not_shown_again(tmp_path):
     FakeRun(tmp_path).begin().train(0, 200)
     stream = io.StringIO()
     Screen(tmp_path, stream=stream).close()
     assert stream.getvalue() == ""
 
 
-def test_saving_on_a_stop_is_told(tmp_path):
+def test_saving_on_a_stop_is_shown(tmp_path):
     run, screen = on_screen(tmp_path, stream := io.StringIO())
     run.save(100)
     run.event("stopping", message="Ctrl-C: saving")

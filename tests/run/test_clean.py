@@ -94,7 +94,7 @@ def test_first_it_is_said_and_then_it_goes(litter, home, capsys):
     assert cleaned(capsys)[1] == "nothing to clean\n"
 
 
-def test_a_run_goes_only_where_it_is_named_and_never_while_it_goes_on(litter, home, capsys):
+def test_run_is_removed_only_by_name_and_never_while_active(litter, home, capsys):
     run = home / "work" / "runs" / "first"
     lock = claim(RunFolder(run))
     code, _, err = cleaned(capsys, "first", "--yes")

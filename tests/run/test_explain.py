@@ -31,7 +31,7 @@ def test_it_says_the_place_that_train_takes(shape):
     assert (rows["rank"].origin, rows["master_port"].value) == ("RANK", 29400)
 
 
-def test_flags_files_and_defaults_are_told_apart(tmp_path):
+def test_flags_files_and_defaults_are_distinguished(tmp_path):
     file = tmp_path / "job.toml"
     file.write_text("[cluster]\nprocesses = 3\n")
     assert told(file=file)["processes"].origin == str(file)
@@ -46,7 +46,7 @@ def test_a_place_has_its_own_device():
     assert "auto" not in str(rows["backend"].value)
 
 
-def test_shares_are_told_where_they_are_not_simply_the_same():
+def test_unequal_shares_are_shown():
     by_hand = told(cluster__processes=2, cluster__shares=[24, 8])["shares"]
     assert (by_hand.value, by_hand.text, by_hand.origin) == ([24, 8], "24, 8 samples per update", "flag")
     assert "measured" in told(cluster__shares="auto")["shares"].text
@@ -54,7 +54,7 @@ def test_shares_are_told_where_they_are_not_simply_the_same():
     assert "shares" not in told(cluster__shares="equal")
 
 
-def test_what_is_not_followed_is_told():
+def test_ignored_values_are_reported():
     assert "-n 4" in told(WORKER, cluster__processes=4)["not_followed"].value
 
 

@@ -47,7 +47,7 @@ def served(folder, admit, asks):
     return found[0]
 
 
-def test_who_asks_is_told_once_the_machine_takes_part(folder):
+def test_join_request_is_answered_once_the_machine_takes_part(folder):
     asked = []
 
     def admit(machine, notify):
@@ -88,7 +88,7 @@ def test_noise_at_the_socket_harms_nobody(folder):
     assert served(folder, admit, ask) == "here"
 
 
-def test_a_head_that_can_open_no_more_files_goes_on(folder):
+def test_launcher_that_can_open_no_more_files_continues(folder):
     with join_listener(folder, pytest.fail, pytest.fail) as tick, contextlib.ExitStack() as stack:
         path = stack.enter_context(short(folder))
         asking = stack.enter_context(socket.socket(socket.AF_UNIX))

@@ -141,7 +141,7 @@ def test_what_ends_a_run_before_its_first_start_is_noted_and_not_hidden_by_a_dis
     assert str(fault).splitlines()[0] in event["message"]
 
 
-def test_every_failure_of_a_run_that_has_saved_says_how_to_go_on(folder):
+def test_every_failure_of_a_run_that_has_saved_says_how_to_resume(folder):
     ending = Ending(failed={1: 1}, records={1: record()})
     assert "resume" not in str(failure_of(folder, ending))
     put(folder, saved=50)
@@ -217,7 +217,7 @@ def test_a_run_whose_checkpoints_are_gone_is_not_said_to_continue(folder):
     assert why(folder).do == [left]
 
 
-def test_a_start_of_old_is_told_with_the_machine_of_then_or_with_none(folder):
+def test_earlier_start_is_shown_with_its_machine_or_none(folder):
     folder.environment.write_text('{"ranks": [{"host": "n1"}]}')
     for number, data in enumerate(({}, {"host": "n2"})):
         append(folder.events, Event(time=1.0 + number, kind="restarted", message="m", data=data))
@@ -226,7 +226,7 @@ def test_a_start_of_old_is_told_with_the_machine_of_then_or_with_none(folder):
     assert "restarted (n2, " in second
 
 
-def test_who_takes_part_in_a_run_that_goes_on_and_who_was_taken_up_is_told(folder):
+def test_machines_of_an_active_run_and_joined_machines_are_shown(folder):
     places = [{"host": "n1", "ranks": [0, 2]}, {"host": "n2", "ranks": [2, 1]}]
     folder.machines.write_text(json.dumps([{**place, "folder": "/r", "local": False} for place in places]))
     put(folder, "regrouped||n2 can join: restarting from step 8")

@@ -116,7 +116,7 @@ def test_a_start_for_a_machine_that_comes_is_no_fault(folder):
     ("step", "each_s", "worth"),
     [(10, 0.1, True), (55, 0.1, False), (99, 0.1, False), (97, 60.0, True), (98, 60.0, True), (99, 60.0, False)],
 )
-def test_nobody_is_taken_up_for_the_last_seconds_of_a_run_nor_for_an_update_that_goes_on(step, each_s, worth, folder):
+def test_no_machine_joins_in_the_last_seconds_of_a_run_or_during_an_update(step, each_s, worth, folder):
     assert not worth_restarting(folder)
     for done in range(step - 3, step + 1):
         append(folder.metrics, step_record(done, done * each_s, total_steps=100))

@@ -56,7 +56,7 @@ def put(entry):
     write_json(registry_folder() / f"{entry.host}-{entry.pid}.json", entry)
 
 
-def test_a_run_is_listed_while_it_goes_on_and_for_this_user_alone(tmp_path):
+def test_active_run_is_listed_for_its_user_only(tmp_path):
     with registered(tmp_path / "runs" / "a", ["n1", "n2"]):
         (found,) = running()
         assert (found.pid, found.name, found.hosts) == (os.getpid(), "a", ["n1", "n2"])
@@ -250,7 +250,7 @@ def test_the_head_of_a_run_is_the_one_here_and_a_run_that_works_comes_before_end
         find_run("digits")
 
 
-def test_commands_for_any_run_and_for_one_that_goes_on_know_the_same_runs(tmp_path, monkeypatch):
+def test_commands_for_any_run_and_for_active_runs_find_the_same_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     ended(tmp_path / "runs" / "ended", 1000)
     put(record(tmp_path / "digits-cnn"))

@@ -37,7 +37,7 @@ def job_of(**options):
     epoch=st.integers(1, 100), steps=st.integers(1, 50), lr=st.floats(1e-3, 1), every=st.integers(1, 40),
     factor=st.floats(0.05, 1), best=st.floats(-1, 1),
 )  # fmt: skip
-def test_the_scheduler_goes_on_as_torchs_own(epoch, steps, lr, every, factor, best):
+def test_scheduler_resumes_as_torchs_own(epoch, steps, lr, every, factor, best):
     train = job_of(epochs=200, lr=lr, step_epochs=every, step_factor=factor).train
     progress = Progress(step=epoch * steps, epoch=epoch, best_figure=best)
     found = as_main(snapshot(), train, progress, steps)

@@ -123,7 +123,7 @@ def test_it_is_recorded_at_once_and_said_once_it_has_an_effect(tmp_path, monkeyp
 PATIENCE_S = 60
 
 
-def test_training_goes_on_while_it_is_written_and_hears_how_it_ended():
+def test_training_continues_during_a_write_and_gets_its_result():
     saver, may = Saver(), threading.Event()
 
     def write():

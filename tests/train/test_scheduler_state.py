@@ -49,7 +49,7 @@ def rates(optimizer, scheduler, steps):
 
 @pytest.mark.parametrize("make", SCHEDULERS)
 @pytest.mark.parametrize("before", [0, 1, 3])
-def test_it_goes_on_as_one_that_never_stopped(make, before):
+def test_resumed_scheduler_equals_an_uninterrupted_one(make, before):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warnings.filterwarnings("ignore", message="Detected call|The epoch parameter")

@@ -107,5 +107,5 @@ listener.accept()  # gloo ends the whole process where this fails
 """
 
 
-def test_connections_end_and_what_listens_goes_on():
+def test_connections_end_and_listeners_stay_open():
     subprocess.run([sys.executable, "-c", PROGRAM], check=True, timeout=120)

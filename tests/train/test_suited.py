@@ -29,7 +29,7 @@ def test_no_sample_would_be_done_sooner_elsewhere(speeds_s, more):
     assert longest <= max(speeds_s) * -(-batch // len(speeds_s)) * (1 + 1e-9)
 
 
-def test_three_times_as_fast_is_three_times_as_much_in_whole_groups():
+def test_three_times_the_speed_gives_three_times_the_share_in_full_groups():
     assert balanced([1.0, 3.0], 32, 0, [32, 32]) == [24, 8]
     assert balanced([1.0, 2.9], 64, 8, [64, 64]) == [48, 16]
     assert balanced([1.0, 3.0], 32, 32, [32, 32]) == [24, 8]

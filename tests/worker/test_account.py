@@ -7,7 +7,7 @@ from manyhands.worker.run_metadata import record_undone_steps
 from tests.report.fake_run import FakeRun
 
 
-def test_what_an_earlier_start_has_lost_is_told_of_once(tmp_path):
+def test_undone_steps_of_an_earlier_start_are_reported_once(tmp_path):
     folder = FakeRun(tmp_path / "run").begin().train(0, 120).folder
 
     def goes_on(time, step):

@@ -97,7 +97,7 @@ def load_job(
     for layer, name in layers:
         _overlay(values, origins, layer, name)
     name = str(values.get("data.name", ""))
-    if not _why_unusable("data.name", name) and (known := known_set_at(name)):  # a path to published files of a known set
+    if not _why_unusable("data.name", name) and (known := known_set_at(name)):  # a path to a known set's files
         values["data.name"], values["data.dir"] = known
         origins["data.dir"] = origins["data.name"]
     model = str(values.get("model.name", ""))
