@@ -13,10 +13,10 @@ from manyhands.cluster.agents.agent import Agent
 from manyhands.cluster.agents.connection import close_all
 from manyhands.cluster.agents.folders import (
     Term,
+    advance_term,
     agent_lock,
     agents_work,
     claim,
-    raise_term,
     run_id,
     set_run_id,
     term_in,
@@ -131,7 +131,7 @@ def test_the_highest_stands(wanted):
     with scratch("terms") as folder:
         assert term_in(folder / "ranks") == Term()
         for number, term in enumerate(wanted):
-            assert raise_term(folder / "ranks", term) == max(wanted[: number + 1])
+            assert advance_term(folder / "ranks", term) == max(wanted[: number + 1])
         assert term_in(folder / "ranks") == max([Term(), *wanted])
 
 
@@ -139,5 +139,5 @@ def test_what_is_no_term_is_as_none(tmp_path):
     for text in ("", "1", "1 2 3", "x y", "\xff"):
         (tmp_path / "term").write_text(text)
         assert term_in(tmp_path) == Term()
-    assert raise_term(tmp_path, Term(1)) == Term(1)
+    assert advance_term(tmp_path, Term(1)) == Term(1)
     assert (tmp_path / "term").stat().st_mode & 0o777 == 0o600

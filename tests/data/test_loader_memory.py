@@ -14,7 +14,7 @@ from manyhands.data.loading import open_loader
 from manyhands.data.pictures import prepare, to_tensor
 from manyhands.data.samples import as_picture
 from manyhands.data.splits import ImagesInMemory
-from manyhands.data.transforms import Normalise, Pixels, SampleRng, below, bits, epoch_rng, mix_tensor, padded, spread
+from manyhands.data.transforms import Normalise, Pixels, SampleRng, below, bits, epoch_rng, mix_bits, padded, spread
 
 COUNT = 40
 AUGMENTS = ("none", "crop", "crop-flip", "resized-crop-flip")
@@ -206,7 +206,7 @@ def test_memory_that_nobody_reads_is_used_again():
 
 @given(st.lists(WORDS, min_size=1, max_size=20))
 def test_tensors_are_mixed_as_numbers_are(values):
-    mixed = mix_tensor(torch.tensor(values)).tolist()
+    mixed = mix_bits(torch.tensor(values)).tolist()
     assert [value % 2**64 for value in mixed] == [mix(value % 2**64) for value in values]
 
 
@@ -215,13 +215,13 @@ def test_tensors_are_mixed_as_numbers_are(values):
 )
 def test_draws_are_the_same_for_one_and_for_many(seed, epoch, samples, draw):
     key = derive(seed, "augment", epoch)
-    many = bits(mix_tensor(torch.tensor(samples) ^ key), draw)
+    many = bits(mix_bits(torch.tensor(samples) ^ key), draw)
     assert many.tolist() == [SampleRng(key, sample).bits(draw) for sample in samples]
     assert below(many, 9).tolist() == [SampleRng(key, sample).below(draw, 9) for sample in samples]
 
 
 def test_draws_cover_their_range_evenly():
-    drawn = below(bits(mix_tensor(torch.arange(90_000) ^ derive(0, "augment", 0)), 1), 9)
+    drawn = below(bits(mix_bits(torch.arange(90_000) ^ derive(0, "augment", 0)), 1), 9)
     assert torch.bincount(drawn, minlength=9).sub(10_000).abs().max() < 500
     uniform = [SampleRng(5, sample).uniform(2) for sample in range(2000)]
     assert min(uniform) >= 0

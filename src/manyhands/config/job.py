@@ -341,6 +341,6 @@ class Job(Options):
             )
         if self.checkpoint.pth_tar and self.train.best != BY_TOP1:
             raise ValueError(
-                f'checkpoint.pth_tar requires the default train.best = "{BY_TOP1}", as main.py; remove train.best'
+                f'checkpoint.pth_tar selects the best by "{BY_TOP1}", as PyTorch\'s main.py; remove train.best'
             )
         return self

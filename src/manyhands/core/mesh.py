@@ -168,7 +168,7 @@ class TensorLayout:
         sizes = [stop - start for start, stop in self.region(mesh, rank)]
         groups = split_dimensions(self.shape, self.view)
         if groups is None:
-            raise ValueError(f"the view {self.view} doesn't split the dimensions of {self.shape} into factors")
+            raise ValueError(f"the view {self.view} doesn't factor the dimensions of the shape {self.shape}")
         return tuple(math.prod(sizes[position] for position in group) for group in groups)
 
     def first_holder(self, mesh: Mesh, rank: int) -> int:

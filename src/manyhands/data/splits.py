@@ -30,7 +30,7 @@ class ImagesInMemory:
             raise UserError("pictures in memory must be uint8 [N, C, H, W] with 1 or 3 channels", f"found {found}")
         if self.labels.dtype != torch.int64 or self.labels.shape != self.images.shape[:1]:
             found = f"{self.labels.dtype} {list(self.labels.shape)}"
-            raise UserError(f"labels must be int64 [{len(self.images)}]", f"found {found}")
+            raise UserError(f"labels must be int64 of shape [{len(self.images)}]", f"found {found}")
 
     def __len__(self) -> int:
         return len(self.images)

@@ -29,7 +29,7 @@ def _shift(values: Tensor, places: int) -> Tensor:
     return (values >> places) & ((1 << (64 - places)) - 1)
 
 
-def mix_tensor(values: Tensor) -> Tensor:
+def mix_bits(values: Tensor) -> Tensor:
     """Applies `core.seeds.mix` to each value of int64 [n]; products wrap at 64 bits in both functions."""
     values = values + _GOLDEN
     values = (values ^ _shift(values, 30)) * _FIRST
@@ -38,8 +38,8 @@ def mix_tensor(values: Tensor) -> Tensor:
 
 
 def bits(states: Tensor, draw: int) -> Tensor:
-    """Returns 63 random bits per sample, int64 [n]; `states` are `mix_tensor(samples ^ key of the epoch)`."""
-    return _shift(mix_tensor(states ^ draw), 1)
+    """Returns 63 random bits per sample, int64 [n]; `states` are `mix_bits(samples ^ key of the epoch)`."""
+    return _shift(mix_bits(states ^ draw), 1)
 
 
 def below(drawn: Tensor, limit: int) -> Tensor:
@@ -49,7 +49,7 @@ def below(drawn: Tensor, limit: int) -> Tensor:
 
 def alternate(seed: int, epoch: int, samples: Tensor) -> Tensor:
     """Returns bool [n]: True for samples to mirror in this epoch; each sample is mirrored in every second epoch."""
-    first = below(bits(mix_tensor(samples ^ derive(seed, "alternate")), 0), 2)
+    first = below(bits(mix_bits(samples ^ derive(seed, "alternate")), 0), 2)
     return (first + epoch) % 2 == 1
 
 
@@ -78,7 +78,7 @@ def epoch_rng(seed: int, epoch: int, sample: int) -> SampleRng:
 
 def spread(count: int, length: int) -> Tensor:
     """Returns fixed pseudo-random indices, sorted, int64 [min(count, length)]; a larger count only adds to them."""
-    order = torch.argsort(mix_tensor(torch.arange(length)), stable=True)
+    order = torch.argsort(mix_bits(torch.arange(length)), stable=True)
     return order[:count].sort().values
 
 
@@ -165,7 +165,7 @@ def augment(images: Tensor, pixels: Pixels, seed: int, epoch: int, samples: Tens
     if pixels.augment == "none":
         return images
     key, samples_there = derive(seed, "augment", epoch), samples.to(images.device, non_blocking=True)
-    states = mix_tensor(samples_there ^ key)
+    states = mix_bits(samples_there ^ key)
     if pixels.augment == "resized-crop-flip":
         parts = []
         for image, sample in zip(images, samples.tolist(), strict=True):

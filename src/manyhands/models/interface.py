@@ -93,5 +93,5 @@ class InitializedFromData(nn.Module):
     """A network that is initialized from pictures before training, unless training starts from saved weights."""
 
     def initialize(self, pictures: Tensor) -> None:
-        """Initializes from normalized, unaugmented training pictures [n, C, S, S], the same on any number of ranks."""
+        """Initializes from training pictures [n, C, S, S], normalized, unaugmented; the same at any number of ranks."""
         raise NotImplementedError

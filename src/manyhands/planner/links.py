@@ -78,8 +78,8 @@ _REPEATS_SMALL, _REPEATS_LARGE, _ROUNDS = 32, 2, 3
 _TIMEOUT = datetime.timedelta(seconds=60)
 
 
-def work_of_sums(cores: float) -> LinkSpeed:
-    """Measures CPU seconds of all-reduces per byte and message on `cores` cores; returns a link with only these."""
+def all_reduce_cpu_cost(cores: float) -> LinkSpeed:
+    """Measures an all-reduce's CPU seconds, divided by `cores`; the link has no other cost."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # several threads would spin while waiting for each other
     try:

@@ -110,7 +110,7 @@ def _slow_rank(run: RunData, ranks: Sequence[Seconds]) -> list[Improvement]:
 
 
 def _balanced_shares(run: RunData, own_s: Sequence[float]) -> str:
-    """Returns the option that balances equal shares; empty if the shares differ already or can't be changed."""
+    """Returns a hint with the cluster.shares that balance the load; empty if they aren't equal or can't be changed."""
     batch = _option(run, "train", "batch", 0)
     open_ = _option(run, "cluster", "shares", "equal") in ("machines", "equal")
     equal = open_ and run.plan.mode == USUAL_MODE and not any(event.kind == "shares" for event in run.events)

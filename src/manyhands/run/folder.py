@@ -107,7 +107,7 @@ def _lock(folder: RunFolder, *, takes_over: bool) -> FileLock | None:
     takes_over = takes_over and not headed_here(folder.path)
     try:
         if takes_over:
-            folders.raise_term(folder.ranks, folders.Term(folders.term_in(folder.ranks).head + 1))
+            folders.advance_term(folder.ranks, folders.Term(folders.term_in(folder.ranks).head + 1))
         lock = folders.claim(folder, "", *((timeouts.MAKE_WAY_S, timeouts.MAKE_WAY_S) if takes_over else ()))
     except Timeout:
         raise already_running(folder, "or choose another --out") from None

@@ -101,7 +101,7 @@ class Membership(RestartHooks):
         return bool(joins or self.replaced_on)
 
     def record_start(self, number: int) -> None:
-        """Records that start `number` begins with the running machines, in their order and with their folders."""
+        """Gives each running machine its position, folder and start index `number`, and reports those that joined."""
         step = saved_step(self._folder) or 0
         self._measured = size_of(self._folder.metrics)
         for position, machine in enumerate(self.machines.running):

@@ -15,7 +15,7 @@ import psutil
 from platformdirs import user_state_path
 from pydantic import Field
 
-from manyhands.cluster.agents.folders import Term, agents_here, agents_work, raise_term, term_in
+from manyhands.cluster.agents.folders import Term, advance_term, agents_here, agents_work, term_in
 from manyhands.core import choices, terminal, timeouts
 from manyhands.core.errors import RunError, UserError
 from manyhands.core.files import read_object
@@ -253,7 +253,7 @@ def stop_headless(folder: RunFolder, *, now: bool) -> bool:
     how = "ending the processes" if now else "asked the processes"
     terminal.say(f"{how} of {run}{'' if now else ' to save and stop'}; the launcher is not on this machine")
     if term != Term():
-        raise_term(ranks, Term(term.head + 1))
+        advance_term(ranks, Term(term.head + 1))
     for pid in agents_here(ranks):  # a suspended agent doesn't notice the launcher's end; its workers end with it
         with suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGKILL if now else signal.SIGCONT)

@@ -61,7 +61,7 @@ class Starts(contextlib.ExitStack):
         self._choose_copy()
         write_places(self._folder, self._machines)
         if term:
-            folders.raise_term(self._folder.ranks, folders.Term(term, number))
+            folders.advance_term(self._folder.ranks, folders.Term(term, number))
         for line in describe(self._machines, why_open, self._routes):
             self._say(line, "INFO")
         if job.cluster.sync_code:

@@ -126,7 +126,7 @@ def seed_generators(seed: int, device: str, *, torch_alone: bool = False) -> Non
 
 @contextmanager
 def seeded_generators(seed: int, device: str) -> Iterator[Callable[[], bool]]:
-    """Seeds the generators, restored at the end; yields a function that returns True once a random number was drawn."""
+    """Seeds the generators until the end; yields a function that returns True once a random number was drawn."""
     before = _states(device)
     seed_generators(seed, device)
     seeded = _states(device)

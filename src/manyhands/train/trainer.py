@@ -89,7 +89,7 @@ class Due:
 
 @dataclass
 class Observed:
-    """State of the records between two status rounds."""
+    """What status rounds and evaluations have found, kept for later records."""
 
     divergence: Divergence
     bad_pictures: set[str]  # unreadable pictures, skipped or replaced

@@ -84,7 +84,7 @@ def train_here(
 
 
 def _rescue(mine: GroupMember, *, consequence: bool) -> None:
-    """Saves the state of this process for the restart; if that fails, the restart uses the last checkpoint."""
+    """Saves this process's state for the restart. `consequence`: another process's failure caused this one."""
     from manyhands.train.saving import rescue
 
     # On an accelerator, an aborted collective doesn't stop the update, so the parameters may be wrong.

@@ -34,7 +34,7 @@ from manyhands.planner.collectives import STATISTICS
 from manyhands.planner.device_models import DeviceModel, device_model
 from manyhands.planner.explain import draw_plan
 from manyhands.planner.find import LinksOf, PlanCandidate, SearchRequest, SearchResult, fewer_counts, find
-from manyhands.planner.links import links_of, work_of_sums
+from manyhands.planner.links import all_reduce_cpu_cost, links_of
 from manyhands.planner.timing import OpTimes, Timing
 from manyhands.planner.trial import PlanCase, measure, share_timing, verify
 from manyhands.sync.choose import EXACT, check_method, choose
@@ -189,7 +189,7 @@ class JobCase:
         """Returns the link with the CPU time that messages take on each process."""
         if self.device != "cpu" or not self.measured:
             return link
-        return link.with_work_of(work_of_sums(cores() / (1 if self.between else self.job.cluster.processes)))
+        return link.with_work_of(all_reduce_cpu_cost(cores() / (1 if self.between else self.job.cluster.processes)))
 
     @functools.cached_property
     def _pass_s(self) -> float:
@@ -455,7 +455,7 @@ def _previous(folder: RunFolder, world_size: int, key: list[Any]) -> dict[str, A
 
 
 def _search(job: Job, world: World, case: PlanCase, link: LinkSpeed) -> dict[str, Any]:
-    """Searches for plans on rank 0 (see `broadcast_result`) and returns the result as plain data."""
+    """Searches for plans and returns the result as plain data; `broadcast_result` calls it on rank 0 only."""
     options = job.parallel
     pins = plan_of(options, world.size).ops if options.pin or options.full_batch else {}
     limits = {"mesh": options.mesh, "memory": options.memory}

@@ -64,7 +64,7 @@ def write_metadata(trainer: Any, about: Mapping[str, Any] = MappingProxyType({})
         options = became | about.get("resolved", {})
         write_plan_record(folder.plan, plan.model_copy(update={**about, "resolved": options}))
 
-    def note_buffers(names: list[str]) -> None:
+    def note_differing_buffers(names: list[str]) -> None:
         message = exception_of_buffers(names)
         if message not in plan.exceptions:
             plan.exceptions[known:] = [message]
@@ -84,7 +84,7 @@ def write_metadata(trainer: Any, about: Mapping[str, Any] = MappingProxyType({})
         with writing_into(folder.path):
             replace_job(folder, job)
         write_files()
-    trainer.hooks.on_differing_buffers = note_buffers
+    trainer.hooks.on_differing_buffers = note_differing_buffers
 
 
 def record_undone_steps(folder: RunFolder, journal: Journal, step: int) -> None:

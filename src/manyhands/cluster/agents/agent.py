@@ -125,7 +125,7 @@ class Agent(Probe):
         """Creates and locks the run folder on this machine, unless the launcher has this folder on a shared disk."""
         path = Path(wanted.folder).expanduser().absolute()
         folder, shared = RunFolder(path), (path / "ranks" / wanted.token).is_file()
-        term = self._raise_term(folder, wanted.run, folders.Term(wanted.term))
+        term = self._advance_term(folder, wanted.run, folders.Term(wanted.term))
         if folders.run_id(folder) != wanted.run:  # a machine that never had rank 0 has checkpoints, but no job file
             folders.use_run_folder(path)
         self._sender, found = None, ""
@@ -149,14 +149,14 @@ class Agent(Probe):
         lower `term` make their workers exit.
         """
         found = RunFolder(Path(folder).expanduser().absolute())
-        highest = self._raise_term(found, run, folders.Term(term, generation + 1))
+        highest = self._advance_term(found, run, folders.Term(term, generation + 1))
         busy = not folders.agent_has_left(found.ranks, machine, generation)
         return protocol.RunOpened(folder, False, found.has_checkpoints(), busy, folders.run_id(found), term=highest)
 
-    def _raise_term(self, folder: RunFolder, run: str, wanted: folders.Term) -> int:
+    def _advance_term(self, folder: RunFolder, run: str, wanted: folders.Term) -> int:
         """Raises the term of a detached run to the launcher's, and returns the highest term known here."""
         ours = wanted.head and folders.run_id(folder) in ("", run)
-        return (folders.raise_term(folder.ranks, wanted) if ours else folders.term_in(folder.ranks)).head
+        return (folders.advance_term(folder.ranks, wanted) if ours else folders.term_in(folder.ranks)).head
 
     def _claim(self, folder: RunFolder, wanted: protocol.OpenRun) -> str | None:
         """Locks the run folder until this agent ends; returns the run's id, or None if the lock is taken."""
@@ -248,7 +248,7 @@ class Agent(Probe):
             reach(self._tunnels.ends, rendezvous.address, rendezvous.port)
         self._listener, self._started = None, True
         mine = folders.Term(orders.term, orders.generation)
-        if orders.term and folders.raise_term(Path(orders.logs), mine) > mine:
+        if orders.term and folders.advance_term(Path(orders.logs), mine) > mine:
             raise UserError("another launcher has taken over the run")
         self.wire.patient = orders.term > 0
         ended: protocol.WorkersEnded = elastic.run(orders, self.wire, self.tick, listener)

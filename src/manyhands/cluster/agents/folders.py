@@ -172,8 +172,8 @@ def term_in(ranks: Path) -> Term:
     return Term()
 
 
-def raise_term(ranks: Path, wanted: Term) -> Term:
-    """Writes a term unless the folder has a higher one; returns the higher of both."""
+def advance_term(ranks: Path, wanted: Term) -> Term:
+    """Writes `wanted` unless the folder has a higher term; returns the higher of both."""
     ranks.mkdir(parents=True, exist_ok=True)
     with files.private_files(), FileLock(ranks / "term.lock", mode=0o600):
         found = term_in(ranks)

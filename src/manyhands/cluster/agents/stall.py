@@ -37,7 +37,7 @@ class _Rank:
 
     @property
     def watched_s(self) -> float:
-        """Seconds between the oldest and newest kept report; few after a suspension of this machine or the run."""
+        """Seconds that the kept reports span; small just after this machine or the run was suspended."""
         return self.past[-1][0] - self.past[0][0]
 
     @property

@@ -57,7 +57,7 @@ def gather(wanted: FactsWanted) -> dict[str, Any]:
     errors: dict[str, str] = {}
     facts: dict[str, Any] = {"time": time.time(), "system": platform.system(), "architecture": platform.machine()}
     collectors: dict[str, Callable[[], Any]] = {
-        "name": host_name, "interfaces": interfaces, "firewall": firewall_rules,
+        "name": host_and_addresses, "interfaces": interfaces, "firewall": firewall_rules,
         "default_interface": lambda: interface_of("192.0.2.1") or interface_of("2001:db8::1"),
         "python": lambda: {"version": platform.python_version(), "path": sys.executable},
         "versions": versions, "torchvision": torchvision_misfit,
@@ -84,7 +84,7 @@ def gather(wanted: FactsWanted) -> dict[str, Any]:
     return {**facts, "environment": environment, "errors": errors}
 
 
-def host_name() -> dict[str, Any]:
+def host_and_addresses() -> dict[str, Any]:
     name = socket.gethostname()
     try:
         found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)

@@ -17,7 +17,7 @@ from manyhands.core.files import typed_number
 from manyhands.core.seeds import derive
 from manyhands.data.options import DataOptions
 from manyhands.data.splits import ImagesInMemory, Splits, UserSamples, describe
-from manyhands.data.transforms import Pixels, mix_tensor
+from manyhands.data.transforms import Pixels, mix_bits
 
 NAMES = ("synthetic", "synthetic:", "fake-imagenet")
 _USUAL = "1000x3x32x32x10"
@@ -79,6 +79,6 @@ class _Generated:
 
 
 def _generated(purpose: str, count: int, size: int) -> UserSamples:
-    drawn = mix_tensor(torch.arange(count) + derive(0, "fake-imagenet", purpose) % 2**31)
+    drawn = mix_bits(torch.arange(count) + derive(0, "fake-imagenet", purpose) % 2**31)
     labels = drawn.remainder(_IMAGENET_CLASSES)
     return UserSamples(_Generated(purpose, labels, size), labels)

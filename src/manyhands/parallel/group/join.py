@@ -286,7 +286,7 @@ def _open_store(process_info: ProcessInfo, digest: str, say: Say) -> Any:
         raise UserError(what, "--init" if tcp else "MASTER_ADDR and MASTER_PORT", hints)
     if process_info.rank == 0 and not process_info.agent_store:
         try:
-            listener = ports.listen(host, port, _address_is_from(process_info))
+            listener = ports.listen(host, port, _address_source(process_info))
         except ports.PortTakenError:
             # A rank 0 of this job that waits for the other ranks may hold the port.
             rendezvous.report_to_waiting_ranks(
@@ -304,7 +304,7 @@ def _open_store(process_info: ProcessInfo, digest: str, say: Say) -> Any:
     return _connect(host, port, process_info)
 
 
-def _address_is_from(process_info: ProcessInfo) -> str:
+def _address_source(process_info: ProcessInfo) -> str:
     return "--init" if process_info.started_by == "--init" else "MASTER_ADDR and MASTER_PORT"
 
 
@@ -327,7 +327,7 @@ def _connect(host: str, port: int, process_info: ProcessInfo) -> Any:
         what = f"the program listening at {host}:{port} is not rank 0 of a run: {reason}"
         another = "if another program uses the port, choose another port on every process"
         hints = (another, f"find the program: ss -ltnp | grep {port}")
-        raise PeerError(what, _address_is_from(process_info), hints)
+        raise PeerError(what, _address_source(process_info), hints)
     return found[0]
 
 
@@ -353,11 +353,11 @@ def _wait_for_listener(host: str, port: int, process_info: ProcessInfo, say: Say
             reason = error.strerror or str(error)
             if isinstance(error, socket.gaierror):
                 what = f"the name {host} has no address: {reason}"
-                raise UserError(what, _address_is_from(process_info), ("give an IP address",)) from None
+                raise UserError(what, _address_source(process_info), ("give an IP address",)) from None
             if waited > process_info.join_timeout_s:
                 what = f"rank {process_info.rank} can't reach rank 0 at {host}:{port}: {reason}"
                 hints = ("check that rank 0 is running at that address", f"check the firewall: nc -zv {host} {port}")
-                raise PeerError(what, _address_is_from(process_info), hints) from None
+                raise PeerError(what, _address_source(process_info), hints) from None
             if waited > process_info.join_warn_s and not warned:
                 warned = True
                 say(f"still waiting for rank 0 at {host}:{port} ({reason}), up to "

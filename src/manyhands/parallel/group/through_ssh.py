@@ -39,7 +39,7 @@ def _parse_address(said: bytes, rank: int) -> tuple[str, int]:
         address, _, port = said.decode().partition(":")
         if number := typed_number(port):
             return address, number
-    raise PeerError(f"the address published by rank {rank} can't be read")
+    raise PeerError(f"rank {rank} published an invalid address")
 
 
 @cache

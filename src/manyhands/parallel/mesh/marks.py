@@ -75,7 +75,7 @@ def _to_mark(given: bool | str | tuple[str, int], piece: tuple[int, ...], shape:
     if not all(isinstance(name, str) for name in names) or not isinstance(dim, int):
         raise UserError(f"layerwise_parallel can't be {given!r}", "Parameter", _FORMS)
     if not -len(piece) <= dim < len(piece) or (shape is not None and len(shape) != len(piece)):
-        raise UserError(f"a shard {piece} doesn't fit dimension {dim} of {shape or 'its tensor'}", "Parameter", _FORMS)
+        raise UserError(f"dimension {dim} of {shape or 'the tensor'} isn't one of shard {piece}", "Parameter", _FORMS)
     if shape is not None and not isinstance(given, tuple):
         differing = [place for place, length in enumerate(shape) if length != piece[place]]
         dim = differing[0] if differing else dim

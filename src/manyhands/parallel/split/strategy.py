@@ -231,7 +231,7 @@ def _pieces_read(op: Op, graph: Graph, letters: list[str], mesh: Mesh) -> list[t
 
 
 def _letter_for_op(op: Op, letter: str, *, exact: bool) -> str:
-    """Returns `letter`; unless `exact`, the op's letter of the same meaning, or "" if the op has none."""
+    """Returns `letter` if `exact` or the op has it; else the op's equivalent letter, or "" if it has none."""
     if exact or letter in op.letters:
         return letter
     return "c" if letter in {"o", "c"} and "c" in op.letters else ""

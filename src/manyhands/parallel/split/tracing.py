@@ -139,7 +139,7 @@ def _run(traced: fx.GraphModule, model: nn.Module, picture: Tensor) -> tuple[dic
 
 
 def run_twice(traced: fx.GraphModule, inputs: tuple[Tensor, ...]) -> tuple[dict[fx.Node, Any], dict[fx.Node, Any]]:
-    """Returns each node's values for `SAMPLES` samples, and for the last `FEWER` of them, as a view if equal."""
+    """Returns each node's values on `SAMPLES` samples, and on the last `FEWER`: views of the first where equal."""
     many, few = _Trial(traced), _Trial(traced)
     many.args_iter, few.args_iter = iter(inputs), iter([_last(one, 1) for one in inputs])
     with torch.no_grad(), torch.random.fork_rng(devices=[]):

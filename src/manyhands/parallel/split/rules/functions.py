@@ -68,7 +68,7 @@ def elementwise(op: Op, inputs: list[Op]) -> None:
 
 
 def _side(source: Op, op: Op, feature: int) -> Side:
-    """Returns the source's dimension that is broadcast to the result's dimension `feature`, or SPREAD without one."""
+    """Returns the source's dimension for the result's dimension `feature`; SPREAD if it is missing or broadcast."""
     dim = feature - (len(op.extent.dims) - len(source.extent.dims))
     if dim < 0 or (source.extent.dims[dim] == 1 and op.extent.dims[feature] > 1):
         return SPREAD
