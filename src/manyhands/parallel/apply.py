@@ -139,4 +139,4 @@ def require_equal_networks(model: nn.Module, named: dict[str, Tensor], world: Wo
         for one, other in zip_longest(first, theirs, fillvalue="nothing"):
             if one != other:
                 what = f"rank {rank}'s network differs from rank 0's: {other} instead of {one}"
-                raise UserError(what, "model", ("freeze the same parameters on all ranks",))
+                raise UserError(what, "model", ("create the same network on all ranks; freeze the same parameters",))
