@@ -113,13 +113,21 @@ OLDER_JOB = f"train digits net.py:Net -n 2 --batch 64 --device cpu {QUICKLY}"
 @pytest.mark.slow
 @pytest.mark.usefixtures("older")
 @pytest.mark.parametrize("name", ["whole", "local"])
-def test_an_older_run_resumes(name):
-    done("resume", name, "--set train.max_steps=40")
-    assert max(line["step"] for line in metrics(name, None)) == 40
-    if name == "whole":
-        done(OLDER_JOB, "--set train.max_steps=40 --out anew")
-        for key, value in final_weights("anew").items():
-            torch.testing.assert_close(final_weights(name)[key], value, rtol=1e-4, atol=1e-5)
+def test_an_older_run_is_read_and_resumes(name):
+    assert "s of work, at step 20 of 20" in done("why", name, by=inside).out
+    evaluated = json.loads(done("eval", name, "--json").out)
+    assert evaluated["top1"] == metrics(name, "evaluation")[-1]["top1"]
+    Image.new("L", (8, 8)).save("a.png")
+    assert done("predict", name, "a.png").out
+    done("report", name, by=inside)
+    sync = "--sync local --set sync.codec=lowrank --set sync.every=1 --set sync.delay=1" * (name == "local")
+    done(OLDER_JOB, sync, "--set train.max_steps=20 --out anew")
+    for folder in (name, "anew"):
+        done("resume", folder, "--set train.max_steps=40")
+        assert max(line["step"] for line in metrics(folder, None)) == 40
+        assert '"warning"' not in Path(folder, "events.jsonl").read_text()
+    for key, value in final_weights("anew").items():
+        torch.testing.assert_close(final_weights(name)[key], value, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.slow
@@ -127,6 +135,8 @@ def test_an_older_run_resumes(name):
 def test_an_older_plan_and_an_older_pack_are_read():
     done(OLDER_JOB, "--parallel.plan plan.json --set train.max_steps=2 --out planned")
     done("pack packed --check", by=start)
+    done("train packed mlp --batch 4 --data.image-size 8 --device cpu --set train.max_steps=2 --out trained", QUICKLY)
+    assert metrics("trained", None)[-1]["step"] == 2
 
 
 def test_an_older_failure_record_is_read():
