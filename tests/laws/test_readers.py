@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 import signal
+import socket
 
 import pytest
 import torch
@@ -254,6 +255,14 @@ def damage(draw):
         return content[:start] + {"remove": b"", "double": content[start:end] * 3}.get(kind, piece) + content[end:]
 
     return change
+
+
+@pytest.fixture(autouse=True)
+def no_name_server(monkeypatch):
+    """Names aren't looked up: a name server may take seconds to say that there is none, or not answer at all."""
+    look_up = socket.getaddrinfo
+    by_number = {"flags": socket.AI_NUMERICHOST}
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *given, **options: look_up(*given, **options | by_number))
 
 
 @pytest.fixture(scope="module")
