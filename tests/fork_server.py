@@ -55,7 +55,9 @@ def fork_variables():
 def _end_server(process, folder, starter):
     if os.getpid() == starter:  # not a fork of it, which has inherited this
         process.stdin.close()
-        process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # a process that a test left may hold the pipe open
+            process.wait(10)
+        process.kill()
         shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -48,7 +48,7 @@ class SyncedNetwork(nn.Module):
 
 
 class Of003(nn.Module):
-    """Document 003's network; its sum is put together as often as told."""
+    """Document 003's network; `times`: how often its sum is collected, once if it is right."""
 
     def __init__(self, mesh, times=1, mark=True):
         super().__init__()
