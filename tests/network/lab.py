@@ -301,7 +301,9 @@ class Lab:
         self.ssh_config.write_text("".join(config))
 
     def _write_sshd_config(self, host, environment, port):
-        variables = " ".join(f'"{name}={value}"' for name, value in environment.items())
+        # What is typed on a host lists its runs with the lab, not with those of the user whose tests these are.
+        listed = {"XDG_STATE_HOME": self.folder / "state", **environment}
+        variables = " ".join(f'"{name}={value}"' for name, value in listed.items())
         path = self.folder / f"sshd{host}.conf"
         path.write_text(
             f"ListenAddress {self.address(host)}\nPort {port}\nHostKey {self.folder}/host{host}\nPidFile none\n"
