@@ -6,13 +6,16 @@ import json
 import os
 import socket
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
 from manyhands.config.load import load_job
+from manyhands.core.world import World
 from manyhands.parallel.group import rendezvous as meet
+from manyhands.parallel.group.join import Group
 from manyhands.worker.member import shared_options
 from tests.e2e.command import (
     LAUNCH,
@@ -110,6 +113,18 @@ def test_an_earlier_runs_init_file():
     names.set("0", json.dumps({"host": "here", "machine": meet.this_machine(), "pid": 2**22 + 1, "size": 2}))
     for rank, text in ((0, "already has a rank 0"), (1, "is from an earlier run")):
         refused(SOON, place(f"file://{rendezvous}", 2, rank), says=(text, f"rm {rendezvous}"))
+
+
+def test_an_init_file_is_removed_after_the_last_rank_has_used_it(tmp_path):
+    path = tmp_path / "meet"
+    first, second = [Group(World(rank, 2), dist.FileStore(str(path), 2), path) for rank in (0, 1)]
+    leaves = threading.Thread(target=first.leave)
+    leaves.start()
+    leaves.join(0.2)
+    second.store.set("late", "used")
+    second.leave()
+    leaves.join()
+    assert not path.exists()
 
 
 @pytest.mark.slow
