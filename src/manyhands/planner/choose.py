@@ -1,4 +1,4 @@
-"""Selects a plan from the best candidates by timing; keeps data parallel unless another plan is clearly faster."""
+"""Selects a plan by measured or predicted step times; keeps data parallel unless another plan is clearly faster."""
 
 import math
 import statistics
@@ -9,7 +9,7 @@ from manyhands.core.errors import UserError
 
 DATA_PARALLEL = "data parallel"
 LEAST_GAIN = 1.03  # a smaller gain isn't worth a plan that is harder to understand
-# Predictions have larger errors than timings. They are nearly always too low, most for plans with much communication.
+# Predicted times are less exact than measured times, and mostly too short, above all for plans that communicate much.
 LEAST_PREDICTED_GAIN = 1.1
 LEAST_ROUNDS = 3
 _STANDARD_ERRORS = 2.0
@@ -19,17 +19,17 @@ _ERROR_OF_MEDIAN = 1.2533 * 1.4826
 
 @dataclass(frozen=True)
 class Pick:
-    """The selected plan, and the reason."""
+    """The selected plan and the reason for the selection."""
 
-    name: str  # name of the finalist
+    name: str  # name of the selected plan
     reason: str  # one sentence
     measured_seconds: dict[str, float]  # median seconds of a step, by finalist; empty if nothing was timed
 
 
 def time_in_turns(finalists: Sequence[str], measure: Callable[[str], float], rounds: int) -> dict[str, list[float]]:
-    """Times all plans once in each round, in turns, so that a slow moment affects all plans; a collective.
+    """Times each plan once per round, so that a brief slowdown affects all plans. Returns seconds by plan and round.
 
-    A warm-up round is not counted. `measure(name)` returns the same seconds on all processes; infinity: it can't run.
+    A collective. `measure(name)` returns the same seconds on all ranks, or infinity. A warm-up round is not returned.
     """
     seconds: dict[str, list[float]] = {name: [] for name in finalists}
     for number in range(-1, rounds):
@@ -41,12 +41,12 @@ def time_in_turns(finalists: Sequence[str], measure: Callable[[str], float], rou
 
 
 def pick_measured(seconds: dict[str, list[float]]) -> Pick:
-    """Selects a plan from the seconds by finalist and round; a pure function of these numbers.
+    """Selects a plan from measured times. `seconds`: of a step, by plan and round.
 
-    A finalist's gain in a round is data parallel's seconds divided by the finalist's. A finalist beats data parallel if
-    its median gain is at least 1.03 and exceeds 1 by at least two standard errors. The largest median gain wins; if no
-    finalist beats data parallel, data parallel is kept. If data parallel can't run, the smallest median time wins.
-    Raises UserError: too few rounds, or unequal numbers of rounds.
+    A plan's gain in a round is the time of data parallel divided by the time of the plan. A plan beats data parallel if
+    the median gain is at least 1.03 and exceeds 1 by at least two standard errors. Returns the plan with the largest
+    median gain; data parallel if no plan beats it; the plan with the smallest median time if data parallel can't run.
+    Raises UserError if there are fewer than 3 rounds, or plans have different numbers of rounds.
     """
     counts = {len(values) for values in seconds.values()}
     if len(counts) != 1 or min(counts) < LEAST_ROUNDS:
@@ -81,9 +81,9 @@ def _beats(gain: float, error: float) -> bool:
 
 
 def pick_predicted(predicted_seconds: dict[str, float], doubtful_seconds: Mapping[str, float] | None = None) -> Pick:
-    """Selects a plan without timing: the best prediction, if it is at least 1.1 times as fast as data parallel.
+    """Selects the plan with the shortest predicted step if it is at least 1.1 times as fast as data parallel.
 
-    `doubtful_seconds`: uncertainty of each prediction; with it added, a plan must still be as fast as data parallel.
+    `doubtful_seconds`: error of each prediction. With the error added, a plan must be as fast as data parallel.
     """
     best = min(predicted_seconds, key=lambda name: (predicted_seconds[name], name))
     if DATA_PARALLEL not in predicted_seconds:

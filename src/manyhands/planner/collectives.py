@@ -1,4 +1,4 @@
-"""Lists the collectives of one update of a sharded network, exactly as the executor runs them."""
+"""Lists the collectives of one update (optimizer step) of a sharded network, exactly as they run in training."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -35,40 +35,40 @@ class Collective:
     op: str = ""  # the op that causes it; empty: several ops
 
     def whole_bytes(self, mesh: Mesh) -> int:
-        """Returns the bytes of the full tensor, as `sync.link_speeds` expects."""
+        """Returns the size of the unsharded tensor in bytes, which the functions of `sync.link_speeds` take."""
         return self.values * self.item_bytes * (mesh.parts(self.axes) if self.kind == "all_gather" else 1)
 
     def seconds(self, links: LinkSpeeds) -> float:
         return links.seconds(self.kind, self.axes, self.whole_bytes(links.mesh))
 
     def work_seconds(self, links: LinkSpeeds) -> float:
-        """Returns the seconds during which the collective keeps the cores from computing."""
+        """Returns the seconds in which CPU cores run the collective and can't compute."""
         return links.work_seconds(self.kind, self.axes, self.whole_bytes(links.mesh))
 
 
 @dataclass(frozen=True)
 class PlannedUpdate:
-    """One update of a sharded network."""
+    """One update of a sharded network: the inputs that determine its collectives."""
 
     graph: Graph  # of the unsharded network in training
-    letters: Letters  # placements of each op
+    letters: Letters  # by op, a letter per mesh axis, such as n: sharded by samples
     mesh: Mesh
     batch: int  # samples in the update, which is one micro-batch
-    share: ShareOf  # (parts, index) -> share of a process
-    rank: int = 0  # of the process; the last rank has the largest shards
+    share: ShareOf  # (number of shares, index) -> the samples in that share
+    rank: int = 0  # the process's rank; the last rank has the largest shards
 
     def collectives(self) -> list[Collective]:
-        """Returns all collectives of the update: network, loss, gradients and BatchNorm statistics."""
+        """Returns the update's collectives for layout conversions, loss, gradients and BatchNorm statistics."""
         return [*_conversions(self), *_norms(self), *_loss(self), *_gradients(self), *_statistics(self)]
 
 
 def shares(batch: int, norm_group: int) -> ShareOf:
-    """Returns a function for equal shares of an update of one micro-batch; `norm_group` 0: no BatchNorm groups."""
+    """Returns a function that divides a batch, one micro-batch, equally. `norm_group` 0: no BatchNorm groups."""
     return sharing(batch, norm_group, (0, batch))
 
 
 def data_shares(batch: int, norm_group: int) -> ShareOf:
-    """Returns a function for the shares in the mode `data`, which may be entire BatchNorm groups."""
+    """Returns a function that divides a batch as in data parallel: if possible, by entire BatchNorm groups."""
     return lambda parts, index: BatchSharing(parts, 0, norm_group).micro_batches(batch)[0][index]
 
 
@@ -88,7 +88,7 @@ def real_axes(axes: Sequence[int], mesh: Mesh) -> tuple[int, ...]:
 
 
 def _conversions(update: PlannedUpdate) -> Iterator[Collective]:
-    """Yields conversions between ops, once for readers with equal layouts; readers of sizes send no gradient."""
+    """Yields the collectives of layout conversions between ops. Readers with equal layouts share one conversion."""
     readers: dict[tuple[str, Layout, Layout], list[Op]] = {}
     for giver, reader, place in update.graph.edges():
         if giver.extents:
@@ -100,12 +100,12 @@ def _conversions(update: PlannedUpdate) -> Iterator[Collective]:
         trains = giver.trains and any(reader.extents or reader.name == LOSS for reader in reading)
         for extent in giver.extents:
             yield from _sent(update, (value, wanted[0]), extent, giver.item_bytes, (FORWARD, reading[0].name))
-            if trains:
+            if trains:  # false for ops that only read a tensor's sizes
                 yield from _sent(update, (wanted[1], gradient), extent, giver.item_bytes, (BACKWARD, reading[0].name))
 
 
 def norms_of(op: Op) -> list[GroupedNorm]:
-    """Returns the BatchNorm layers with grouped statistics in one op."""
+    """Returns an op's BatchNorm layers that compute statistics per BatchNorm group."""
     modules = op.module.modules() if op.module is not None else ()
     return [module for module in modules if isinstance(module, GroupedNorm)]
 
@@ -120,7 +120,7 @@ def _channels(op: Op, layer: GroupedNorm, update: PlannedUpdate) -> int:
 
 
 def _norms(update: PlannedUpdate) -> Iterator[Collective]:
-    """Yields the all-reduces of BatchNorm groups that span processes, once in each direction."""
+    """Yields the all-reduces of BatchNorm groups that span processes: one in the forward, one in the backward pass."""
     for op in update.graph.ops.values():
         for layer in norms_of(op):
             axes = real_axes(batch_axes(update.letters[op.name]), update.mesh)
@@ -132,7 +132,7 @@ def _norms(update: PlannedUpdate) -> Iterator[Collective]:
 
 
 def _loss(update: PlannedUpdate) -> Iterator[Collective]:
-    """Yields the conversion of the labels, and two small all-reduces if the classes are sharded."""
+    """Yields the collectives that convert the labels' layout, and two small all-reduces if classes are sharded."""
     mesh, letters = update.mesh, update.letters[LOSS]
     given = value_of([0 if letter == "n" else "R" for letter in update.letters[INPUT]])
     wanted = value_of([0 if letter == "n" else "R" for letter in letters])
@@ -151,20 +151,20 @@ def _loss(update: PlannedUpdate) -> Iterator[Collective]:
 def _gradients(update: PlannedUpdate) -> Iterator[Collective]:
     layouts = parameter_layouts(update.graph, update.letters)
     sizes: dict[str, int] = {}
-    pieces: list[tuple[str, tuple[int, ...], torch.dtype, int]] = []
+    gradients: list[tuple[str, tuple[int, ...], torch.dtype, int]] = []
     for name, parameter in update.graph.parameters.items():
         if parameter.requires_grad and name in layouts:
             region = layouts[name].region(update.mesh, update.rank)
             sizes[name] = math.prod(stop - start for start, stop in region)
             axes = summed_over(layouts[name], update.mesh)
-            pieces.append((name, axes, parameter.dtype, sizes[name] * parameter.element_size()))
-    for axes, names in bucket_names(pieces):
+            gradients.append((name, axes, parameter.dtype, sizes[name] * parameter.element_size()))
+    for axes, names in bucket_names(gradients):
         item_bytes = update.graph.parameters[names[0]].element_size()
         yield Collective("all_reduce", axes, sum(sizes[name] for name in names), item_bytes, GRADIENTS)
 
 
 def _statistics(update: PlannedUpdate) -> Iterator[Collective]:
-    """Yields one all-reduce of running statistics for all BatchNorm layers that share samples over the same axes."""
+    """Yields all-reduces of BatchNorm running statistics, one for all layers with samples sharded over equal axes."""
     values: dict[tuple[int, ...], int] = {}
     seen: set[int] = set()
     for op in update.graph.ops.values():

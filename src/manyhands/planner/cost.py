@@ -1,7 +1,7 @@
-"""Cost model of plans: seconds of ops under any sharding, the solver's problem, and predictions.
+"""Cost model of plans: op times under any sharding, the solver's problem, and predicted step times.
 
-Each op is measured once, with its data-parallel shard. The time under another sharding is scaled by the operations and
-bytes of a process.
+Each op is timed once, on a data-parallel share of the batch. For another sharding, that time is scaled by the
+operations and bytes per process.
 """
 
 import copy
@@ -36,22 +36,22 @@ _LEAST_FACTOR, _MOST_FACTOR = 0.02, 50.0
 
 
 def part(sides: Sequence[Side], mesh: Mesh) -> float:
-    """Returns the fraction of a tensor's values on a process."""
+    """Returns the fraction of a tensor's values on one process. `sides`: the tensor's placement on each mesh axis."""
     return 1.0 / mesh.parts([axis for axis, side in enumerate(sides) if isinstance(side, int)])
 
 
 def values(op: Op, batch: int) -> float:
-    """Returns the number of values in an unsharded op's output."""
+    """Returns the number of values in an op's unsharded output."""
     return sum(extent.values(batch) for extent in op.extents)
 
 
 def parameter_part(op: Op, name: str, letters: tuple[str, ...], mesh: Mesh) -> float:
-    """Returns the fraction of a parameter's values on a process."""
+    """Returns the fraction of a parameter's values on one process."""
     return 1.0 / mesh.parts([axis for axis, loop in enumerate(loops_of(op, letters)) if name in loop.cuts])
 
 
 def parameter_bytes(op: Op, letters: tuple[str, ...], mesh: Mesh) -> float:
-    """Returns the bytes of an op's parameters and buffers on a process."""
+    """Returns the bytes of an op's parameters and buffers on one process."""
     return sum(
         parameter_part(op, name, letters, mesh) * tensor.numel() * tensor.element_size()
         for name, tensor in op.parameters().items()
@@ -59,7 +59,7 @@ def parameter_bytes(op: Op, letters: tuple[str, ...], mesh: Mesh) -> float:
 
 
 def operations(op: Op, sources: list[Op], batch: int) -> float:
-    """Returns the additions and multiplications of an unsharded op in the forward pass."""
+    """Returns the number of additions and multiplications in the forward pass of an unsharded op."""
     if not op.extents:
         return 0.0
     given = values(op, batch)
@@ -77,14 +77,14 @@ def operations(op: Op, sources: list[Op], batch: int) -> float:
 
 
 class Work:
-    """Seconds of a network's ops under any sharding, in an update of `batch` samples divided among `processes`."""
+    """Computes op times under any sharding, for updates of `batch` samples that are divided among `processes`."""
 
     def __init__(self, graph: Graph, batch: int, processes: int, times: OpTimes) -> None:
         self.batch, self.estimate = batch, times.estimate
         self._graph, self._times, self._piece = graph, times, max(1, batch // processes)
-        self._factors: dict[str, float] = {}  # by signature
+        self._factors: dict[str, float] = {}  # measured time divided by the estimate, by signature
         self._of_kind: dict[str, list[float]] = {}
-        # reasons, by op, why it failed when it ran alone; such an op is priced by its size
+        # by op: why the op can't run outside the network; the cost of such an op is estimated from its size
         self.untimed: dict[str, str] = {}
         # By name, because ops aren't hashable.
         self.parameters = functools.cache(lambda name: graph.ops[name].parameters())
@@ -101,7 +101,7 @@ class Work:
         return repr((self._kernel(op), reads, learns, op.batchwise, op.letters))
 
     def _kernel(self, op: Op) -> str:
-        """Returns a key for the op's computation in the cache file, without memory addresses."""
+        """Returns the part of the cache key that describes the op. Contains no memory addresses, which vary."""
         target = getattr(op.node, "target", "")
         name = repr(op.module) if op.module is not None else getattr(target, "__name__", str(target))
         shapes = [tuple(tensor.shape) for tensor in op.parameters().values()]
@@ -109,7 +109,7 @@ class Work:
         return f"{op.kind} {name} {shapes} {reads} {op.dtype}"
 
     def seconds(self, op: Op, letters: tuple[str, ...], mesh: Mesh) -> tuple[float, float]:
-        """Returns the seconds of an op's forward and backward pass on one process in one update."""
+        """Returns (forward seconds, backward seconds) of an op on one process in one update."""
         if not op.extents or not op.sources:
             return 0.0, 0.0
         loops = loops_of(op, letters)
@@ -124,27 +124,27 @@ class Work:
             self._factors[key] = self._measured_ratio(op)
         work = operations(op, self._sources(op), self.batch) / cut
         forward = self._factors[key] * self.estimate(work, moved)
-        return forward, forward * self._backward(op)
+        return forward, forward * self._backward_factor(op)
 
-    def _backward(self, op: Op) -> float:
+    def _backward_factor(self, op: Op) -> float:
         if not op.trains:
             return 0.0
         return _BACKWARD if any(one.trains for one in self._sources(op)) else _BACKWARD / 2
 
     def _measured_ratio(self, op: Op) -> float:
-        """Returns an op's measured time divided by its estimate, or its kind's usual ratio if it can't be timed."""
+        """Returns an op's measured time divided by the estimate; if untimed, the median ratio of ops of this kind."""
         runs = _runner(op, self._graph, self._piece)
         known = self._of_kind.setdefault(op.kind, [])
         usual = statistics.median(known) if known else 1.0
         if runs is None:
             return usual
-        sources, directions = self._sources(op), 1 + self._backward(op)
+        sources, directions = self._sources(op), 1 + self._backward_factor(op)
         work = operations(op, sources, self._piece)
         held = sum(tensor.numel() * tensor.element_size() for tensor in op.parameters().values())
         passed = sum(values(one, self.batch) * one.item_bytes for one in [op, *sources])
         moved = held + self._piece / self.batch * passed
         before = self._times.measured
-        key = f"{self._piece} samples, {self._backward(op):.0f} backward: {self._kernel(op)}"
+        key = f"{self._piece} samples, {self._backward_factor(op):.0f} backward: {self._kernel(op)}"
         taken = self._times.seconds(key, runs, work * directions, moved * directions)
         if key in self._times.failed:
             self.untimed[op.name] = self._times.failed[key]
@@ -156,7 +156,7 @@ class Work:
 
 
 def _runner(op: Op, graph: Graph, batch: int) -> Callable[[], Callable[[], object]] | None:
-    """Returns a factory of functions that run an op forward and backward once; None if the op can't run alone."""
+    """Returns a factory for a function that runs an op's forward and backward pass; None if the op can't run alone."""
     node = op.node
     if node is None or node.op not in {"call_module", "call_function", "call_method"} or op.name == LOSS:
         return None
@@ -176,7 +176,7 @@ def _runner(op: Op, graph: Graph, batch: int) -> Callable[[], Callable[[], objec
 
 
 def _input(source: Op, batch: int, device: torch.device) -> Tensor:
-    """Creates an input of an op: the network's parameter or buffer, random numbers, or zeros (valid indices)."""
+    """Creates an op's input: the parameter or buffer that the op reads, random floats, or zeros for integers."""
     if source.reads_attribute:
         own = attribute(source.node).detach()
         return own.requires_grad_() if source.trains and own.is_floating_point() else own
@@ -204,7 +204,7 @@ def _run_once(module: Any, node: fx.Node, args: Any, kwargs: Any, inputs: list[T
 
 
 def piece_shape(op: Op, letters: tuple[str, ...], mesh: Mesh, batch: int) -> list[int]:
-    """Returns the shape of an op's output on the last process, which has the largest shards; [] for no tensor."""
+    """Returns an op's output shape on the last rank, which has the largest shards; [] if the output is no tensor."""
     if not op.extents:
         return []
     sides = [loop.output for loop in loops_of(op, letters)]
@@ -221,11 +221,11 @@ class Setting:
     links: LinkSpeeds  # seconds of collectives, on a mesh
     share: Callable[[int, int], Share]  # see `PlannedUpdate.share`
     slots: int = 1  # values that the optimizer keeps for each parameter
-    overlap: float = 0.3  # part of the backward pass that can hide gradient collectives
-    # whether processes may repeat ops with parameters; the copies drift apart if kernels vary the order of sums
+    overlap: float = 0.3  # fraction of the backward pass that can hide gradient collectives
+    # allow replicated ops with parameters; False if kernels sum in varying order, because replicas would diverge
     repeat: bool = True
     memory_limit_bytes: float | None = None  # per process
-    scale: float = 1.0  # measured seconds of an update divided by the sum of its ops, if one was timed
+    scale: float = 1.0  # measured seconds of an update divided by the sum over ops; 1: no update was timed
     # results of `cached`, shared by settings that differ only in the mesh
     known: dict[Any, Any] = field(default_factory=dict[Any, Any], compare=False, repr=False)
 
@@ -234,7 +234,7 @@ class Setting:
         return self.links.mesh
 
     def cached(self, function: "Callable[[Op, tuple[str, ...], Setting], T]", op: Op, letters: tuple[str, ...]) -> T:
-        """Calls `function`, cached for ops of equal cost; with equal links, only parts per letter matter, not axes."""
+        """Returns `function(op, letters, self)`, cached for ops of equal cost; axes with equal links count as equal."""
         alike: Any = self.mesh.sizes, letters
         if self.links.alike:
             parts: dict[str, int] = {}
@@ -249,7 +249,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Prediction:
-    """The predicted cost of one update on a process; see `explain.PlanCandidate`."""
+    """The predicted cost of one update on one process."""
 
     compute_seconds: float  # forward, backward and the optimizer
     communication_seconds: float  # collectives that ops wait for
@@ -273,7 +273,7 @@ class Prediction:
 
 
 def _op_cost(op: Op, letters: tuple[str, ...], setting: Setting) -> OpCost:
-    """Returns the cost of an op on one process, without conversions between ops."""
+    """Returns the cost of an op on one process, without layout conversions between ops."""
     mesh, work, links, loops = setting.mesh, setting.work, setting.links, loops_of(op, letters)
     forward, backward = work.seconds(op, letters, mesh)
     held = sent = sending = working = 0.0  # parameter bytes, sent gradient bytes; seconds of sending, and of busy cores
@@ -300,7 +300,7 @@ def _op_cost(op: Op, letters: tuple[str, ...], setting: Setting) -> OpCost:
 
 
 def predict(graph: Graph, letters: Letters, setting: Setting) -> Prediction:
-    """Predicts the cost of one update with this sharding, on the process with the most work."""
+    """Predicts the cost of one update sharded by `letters`, on the process with the largest shards."""
     mesh, links = setting.mesh, setting.links
     sent = PlannedUpdate(graph, letters, mesh, setting.work.batch, setting.share, mesh.size - 1).collectives()
     owns = [setting.cached(_op_cost, op, letters[op.name]) for op in graph.ops.values()]
@@ -324,28 +324,28 @@ Choices = tuple[tuple[str, ...], ...]
 
 @dataclass(frozen=True)
 class LabelledProblem:
-    """A solver problem in plain numbers, and the ops and letters that its nodes and choices stand for."""
+    """A solver problem, and the ops and letters that the problem's nodes and choices represent."""
 
-    problem: Problem  # as plain numbers
-    groups: list[list[Op]]  # ops of each node, which have the same letters
+    problem: Problem  # numbers only
+    groups: list[list[Op]]  # tied ops of each node; tied ops share their letters
     choices: list[Choices]  # letters of each choice of each node
 
     def letters(self, chosen: tuple[int, ...]) -> dict[str, tuple[str, ...]]:
-        """Returns the letters of each op under an assignment."""
+        """Returns the letters by op. `chosen`: the index of each node's choice."""
         return {op.name: self.choices[node][choice] for node, choice in enumerate(chosen) for op in self.groups[node]}
 
 
-# The seconds of a conversion are linear in its bytes, through the seconds at this many bytes and at twice as many.
+# The seconds of a conversion are modeled as linear in the bytes, fitted at this size and at twice this size.
 _FEW_BYTES = float(1 << 20)
 Both = tuple[Layout, Layout]
 Fixed = Mapping[str, Mapping[int, str]]
 
 
 def sharding_problem(graph: Graph, setting: Setting, fixed: Fixed | None = None) -> LabelledProblem:
-    """Creates the problem of sharding a network over a mesh; `fixed` sets letters, by op and axis.
+    """Creates the solver problem of sharding a network over a mesh. `fixed`: required letters by op and axis.
 
-    A conversion for several readers of an op counts once for each reader here, because costs are between pairs of ops;
-    predictions count it once.
+    If several ops read the same tensor, the problem counts a conversion for each of them, because an edge connects two
+    ops; `predict` counts equal conversions once.
     """
     groups = list(graph.ties().values())
     rows: dict[Any, tuple[Choices, list[OpCost]]] = {}  # by the ops' signatures
@@ -386,7 +386,7 @@ def _valid(op: Op, letters: tuple[str, ...], setting: Setting) -> bool:
 
 
 def _choice_cost(ops: list[Op], letters: tuple[str, ...], setting: Setting) -> OpCost:
-    """Returns the cost of tied ops, with the loss's all-reduces if classes are sharded."""
+    """Returns the total cost of tied ops. Includes the all-reduces of the loss if classes are sharded."""
     mesh, loss = setting.mesh, 0.0
     axes = real_axes([axis for axis, letter in enumerate(letters) if letter == "o"], mesh)
     if axes and any(op.name == LOSS for op in ops):
@@ -396,26 +396,26 @@ def _choice_cost(ops: list[Op], letters: tuple[str, ...], setting: Setting) -> O
 
 
 class _Conversions:
-    """Computes seconds and bytes of conversions between all choices of two ops, each distinct matrix once."""
+    """Computes and caches matrices of the seconds and bytes of layout conversions between the choices of two ops."""
 
     def __init__(self, setting: Setting) -> None:
         self._setting, mesh = setting, setting.mesh
         self._path = functools.cache(lambda source, target: traffic(source, target, mesh))
         self._link_seconds = functools.cache(setting.links.seconds)
         self._known_matrices = functools.cache(self._matrices)
-        self._known_line = functools.cache(self._line)
+        self._known_line = functools.cache(self._fit_line)
         self._layouts: dict[Any, tuple[Both, ...]] = {}
 
     def between(
         self, giver: Op, reader: Op, place: int, gives: Choices, reads: Choices
     ) -> tuple[Matrix, Matrix | None]:
-        """Returns the conversion's seconds in both directions and its bytes, [choice of giver, choice of reader]."""
+        """Returns matrices [giver choice, reader choice]: seconds forward plus backward; bytes, None without limit."""
         given, wanted = self._layouts_of(giver, gives), self._layouts_of(reader, reads, place)
         size = float(giver.item_bytes * values(giver, self._setting.work.batch))
         return self._known_matrices(given, wanted, size, giver.trains and bool(reader.extents or reader.name == LOSS))
 
     def _layouts_of(self, op: Op, taken: Choices, place: int | None = None) -> tuple[Both, ...]:
-        """Returns value's and gradient's layout of an op's output, or of the input at `place`, for each choice."""
+        """Returns (value layout, gradient layout) of an op's output, or of the input at `place`, for each choice."""
         key = self._setting.work.signature(op.name), op.name == LOSS, taken, place
         if key not in self._layouts:
             self._layouts[key] = tuple(
@@ -436,13 +436,13 @@ class _Conversions:
         return seconds, _pairwise(*values, lambda source, target: self._copied_bytes(source, target, size))
 
     def _seconds(self, sources: tuple[Layout, ...], targets: tuple[Layout, ...], size: float) -> Matrix:
-        """Returns the seconds of all conversions; if all links are equal, a linear function of the bytes."""
+        """Returns the seconds of all conversions. If all links are equal, uses the faster linear fit."""
         if not self._setting.links.alike or not size:
             return self._seconds_at(sources, targets, size)
         start, slope = self._known_line(sources, targets)
         return start + slope * size
 
-    def _line(self, sources: tuple[Layout, ...], targets: tuple[Layout, ...]) -> tuple[Matrix, Matrix]:
+    def _fit_line(self, sources: tuple[Layout, ...], targets: tuple[Layout, ...]) -> tuple[Matrix, Matrix]:
         few, many = self._seconds_at(sources, targets, _FEW_BYTES), self._seconds_at(sources, targets, 2 * _FEW_BYTES)
         return np.maximum(2 * few - many, 0.0), (many - few) / _FEW_BYTES
 
@@ -454,7 +454,7 @@ class _Conversions:
         return _pairwise(sources, targets, price)
 
     def _copied_bytes(self, source: Layout, target: Layout, size: float) -> float:
-        """Returns a conversion's bytes as `predict` counts them: inputs of its collectives except all-reduces."""
+        """Returns the bytes that a conversion keeps, as in `predict`: the inputs of collectives except all-reduces."""
         return sum(
             share * size / (self._setting.mesh.parts(axes) if kind == "all_gather" else 1)
             for kind, axes, share in self._path(source, target)
@@ -463,7 +463,7 @@ class _Conversions:
 
 
 def traffic(source: Layout, target: Layout, mesh: Mesh) -> list[tuple[str, tuple[int, ...], float]]:
-    """Returns (kind, axes, share of the unsharded tensor's bytes) of each step; "slice" sends nothing."""
+    """Returns (kind, axes, fraction of the unsharded tensor's bytes) of each conversion step. "slice" sends nothing."""
     share = 1.0 / mesh.parts([axis for axis, here in enumerate(source) if isinstance(here, int)])
     found: list[tuple[str, tuple[int, ...], float]] = []
     for step in steps_between(source, target):

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 _GIB, _MB = 1 << 30, 1e6
 _MANY_SECONDS = 100.0
-_COLOURS = {"n": "#4c78a8", "o": "#f58518", "i": "#e45756", "c": "#72b7b2", "h": "#54a24b", "r": "#bab0ac"}
-_MORE_COLOURS = ("#b279a2", "#eeca3b", "#9d755d", "#ff9da6")
-_WORDS = {"n": "samples", "o": "outputs", "i": "inputs", "c": "channels", "h": "heads", "r": "all the same"}
+_COLORS = {"n": "#4c78a8", "o": "#f58518", "i": "#e45756", "c": "#72b7b2", "h": "#54a24b", "r": "#bab0ac"}
+_MORE_COLORS = ("#b279a2", "#eeca3b", "#9d755d", "#ff9da6")
+_LEGEND = {"n": "samples", "o": "outputs", "i": "inputs", "c": "channels", "h": "heads", "r": "replicated"}
 # Names and letters are drawn only if a reader could read them.
 _MOST_NAMED_LAYERS = 200
 _MOST_LETTERED_DEVICES = 16
@@ -28,7 +28,7 @@ _TOP, _MOST_WIDTH, _MOST_HEIGHT, _LEGEND_WIDTH = 30, 1920, 4500, 150
 
 
 def candidates_table(candidates: "Sequence[PlanCandidate]", chosen: str, more: str = "") -> Table:
-    """Formats the candidates as a table of at most 100 columns; `more` is text below the table."""
+    """Formats candidates as a table of up to 100 characters per line. `chosen`: the marked plan; `more`: text below."""
     caption = Text(more) if more else None
     table = Table(box=box.SIMPLE_HEAD, caption=caption, caption_justify="left", pad_edge=False, collapse_padding=True)
     table.add_column("plan")
@@ -60,16 +60,16 @@ def _milliseconds(seconds: float) -> str:
 
 
 def draw_plan(layers: Mapping[str, Sequence[str]], mesh: Mesh, file: Path) -> None:
-    """Draws layers × devices as a PNG: a color for each letter, a stripe for each mesh axis."""
+    """Draws a plan as a PNG: a row per layer, a column per device, a stripe per mesh axis, a color per letter."""
     # Pillow, because importing matplotlib takes longer than the search.
     from PIL import Image, ImageColor, ImageDraw, ImageFont
 
     axes = len(mesh.axes)
     letters = sorted(
-        {letter for loops in layers.values() for letter in loops}, key=lambda letter: (letter not in _WORDS, letter)
+        {letter for loops in layers.values() for letter in loops}, key=lambda letter: (letter not in _LEGEND, letter)
     )
-    more = iter(_MORE_COLOURS * len(letters))
-    colours = {letter: ImageColor.getrgb(_COLOURS.get(letter) or next(more)) for letter in letters}
+    more = iter(_MORE_COLORS * len(letters))
+    colors = {letter: ImageColor.getrgb(_COLORS.get(letter) or next(more)) for letter in letters}
     named = len(layers) <= _MOST_NAMED_LAYERS
     font, small = ImageFont.load_default(12), ImageFont.load_default(10)
     left = 12 + int(max((small.getlength(name) for name in layers), default=0)) if named else 12
@@ -77,7 +77,7 @@ def draw_plan(layers: Mapping[str, Sequence[str]], mesh: Mesh, file: Path) -> No
     width, height = min(_MOST_WIDTH, max(42 * mesh.size * axes, 300)), row * len(layers)
     picture = Image.new("RGB", (left + width + _LEGEND_WIDTH, _TOP + max(height, 20 * len(letters)) + 50), "white")
     if layers:
-        cells = np.array([[colours[letter] for letter in loops] for loops in layers.values()], np.uint8)
+        cells = np.array([[colors[letter] for letter in loops] for loops in layers.values()], np.uint8)
         stripes = np.arange(width) * mesh.size * axes // width % axes
         picture.paste(Image.fromarray(cells[:, stripes].repeat(row, axis=0)), (left, _TOP))
     draw = ImageDraw.Draw(picture)
@@ -91,8 +91,8 @@ def draw_plan(layers: Mapping[str, Sequence[str]], mesh: Mesh, file: Path) -> No
     draw.text((left + width // 2, _TOP + height + 34), below, "black", font, "ms")
     for number, letter in enumerate(letters):
         x, y = left + width + 16, _TOP + 20 * number
-        draw.rectangle((x, y, x + 24, y + 12), colours[letter])
-        draw.text((x + 32, y + 6), f"{letter}: {_WORDS.get(letter, 'split')}", "black", font, "lm")
+        draw.rectangle((x, y, x + 24, y + 12), colors[letter])
+        draw.text((x + 32, y + 6), f"{letter}: {_LEGEND.get(letter, 'split')}", "black", font, "lm")
     for number, (name, loops) in enumerate(layers.items() if named else ()):
         y = _TOP + row * number + row // 2
         draw.text((left - 6, y), name, "black", small, "rm")

@@ -1,4 +1,4 @@
-"""Finds plans for a network: by search on every mesh, from known patterns, with the user's pins, and data parallel."""
+"""Finds candidate plans for a network: data parallel, the user's pins, a known pattern, and a search on each mesh."""
 
 import hashlib
 import itertools
@@ -24,9 +24,9 @@ from manyhands.planner.solve import NoPlanError, solve_all
 from manyhands.planner.timing import OpTimes, Timing
 
 YOURS, TRICK = "yours", "one weird trick"
-GAP = 0.001
+GAP = 0.001  # relative: how much slower than the optimum a solver's result may be
 _LARGE = 0.05  # linear layers with less than this fraction of the network's parameters gain nothing from sharding
-# Fraction of a backward pass that can hide communication: if cores compute or send, and if they do both.
+# Fraction of a backward pass that can hide communication: if other hardware sends, and if the computing cores send.
 _OVERLAP_APART, _OVERLAP_TOGETHER = 0.7, 0.3
 LinksOf = Callable[[Mesh], LinkSpeeds]
 
@@ -38,7 +38,7 @@ class SearchRequest:
     world_size: int  # processes
     batch: int  # samples in an update
     mesh: Mesh | None = None  # the only mesh to consider; None: all meshes
-    pins: Mapping[str, str] | None = None  # strategies to keep, by op or pattern
+    pins: Mapping[str, str] | None = None  # the user's strategies, by op name or glob
     memory_limit_bytes: int | None = None  # of each process; None: no limit
     norm_group: int = 0  # samples in a BatchNorm group; 0: no groups
     slots: int = 1  # values that the optimizer keeps for each parameter
@@ -58,7 +58,7 @@ class PlanCandidate:
     fits: bool = True  # fits into the memory limit
     allowed: bool = True  # matches the user's pins
     measured_seconds: float | None = None  # of an update; None: not timed
-    note: str = ""  # why the plan can't be selected, if so
+    note: str = ""  # why the plan can't be selected; empty: it can
 
     def as_plain(self) -> dict[str, Any]:
         milliseconds = {
@@ -86,7 +86,7 @@ class SearchResult:
     request: SearchRequest
     notes: tuple[str, ...]  # messages about ops that could not be timed
     spread: float  # the relative variation of timings
-    data_parallel: Callable[[int], PlanCandidate]  # prices data parallel on another number of processes
+    data_parallel: Callable[[int], PlanCandidate]  # predicts data parallel on another number of processes
 
     @property
     def chosen(self) -> PlanCandidate:
@@ -102,7 +102,7 @@ class SearchResult:
         return self.plan_of(self.chosen)
 
     def plan_of(self, option: PlanCandidate) -> Plan:
-        """Converts a candidate to the plan of a plan file."""
+        """Converts a candidate to a plan that can be written to a file."""
         default, ops = concise(option.letters, self.graph, option.mesh)
         mode = MODE_OF_SEARCHES if self.request.fill == SEARCH else MODE_OF_PLANS
         about: dict[str, Any] = {
@@ -120,15 +120,15 @@ class SearchResult:
         return Plan(option.mesh, ops, default, kept, parameter_layouts(self.graph, option.letters), about)
 
     def plans_of(self, options: Sequence[PlanCandidate]) -> dict[str, dict[str, Any] | None]:
-        """Returns plain data of the plans by name, for the processes that time them; None for data parallel."""
+        """Returns plans by name as JSON data, for the processes that time them; None for data parallel."""
         return {one.name: None if one.name == DATA_PARALLEL else self.plan_of(one).as_plain() for one in options}
 
     def repicked(self, seconds: float) -> "SearchResult":
-        """Selects again with `seconds` for data parallel, whose time depends on the sync method."""
+        """Repeats the selection with `seconds` as data parallel's step time, which depends on the sync method."""
         return replace(self, pick=_pick(self.options, self.request, self.spread, seconds))
 
     def fewer(self, shares: Mapping[int, Timing | None]) -> tuple[PlanCandidate, ...]:
-        """Returns data parallel on fewer processes; `shares`: number of processes -> the measured time of a share."""
+        """Returns data parallel on fewer processes. `shares`: time of one process's share (None: estimate) by count."""
         found: list[PlanCandidate] = []
         for count, share in shares.items():
             one = self.data_parallel(count)
@@ -137,7 +137,7 @@ class SearchResult:
         return tuple(found)
 
     def finalists(self, count: int = 3) -> list[PlanCandidate]:
-        """Returns the candidates to time: data parallel, the pinned plan, and the `count` best predicted others."""
+        """Returns the candidates to time: data parallel, the pinned plan, and the `count` fastest other predictions."""
         able = [option for option in self.options if option.fits and option.allowed]
         always = [option for option in able if option.name in {DATA_PARALLEL, YOURS}]
         others = sorted((one for one in able if one not in always), key=lambda one: one.prediction.seconds)
@@ -160,11 +160,11 @@ def find(
     links: LinksOf = links_of,
     share: Timing | None = None,
 ) -> SearchResult:
-    """Selects a plan, and returns it with all candidates.
+    """Finds candidate plans for `graph`, the unsharded network in training mode, and selects one by predicted time.
 
-    `graph`: the unsharded network in training. Without `times`, op times are estimated; new measurements are saved.
-    `share`: measured time of one process's data-parallel update, which scales the ops of all plans. Raises UserError: a
-    pin doesn't fit, or no plan fits into memory.
+    `times`: measures op times and saves them; None: op times are estimated. `share`: measured time of one process's
+    data-parallel update, which scales the op times of all plans. Raises UserError if a pin can't be applied, or if no
+    plan fits into memory.
     """
     if request.world_size < 2:
         raise UserError("a plan needs two or more processes", "--world-size", ("set --world-size 2 or higher",))
@@ -188,7 +188,7 @@ def find(
 
 
 class Pricing:
-    """Predicts the costs of plans for a request. The arguments are those of `find`."""
+    """Predicts the costs of candidate plans. See `find` for the arguments."""
 
     def __init__(
         self, graph: Graph, request: SearchRequest, times: OpTimes, links: LinksOf, share: Timing | None
@@ -211,7 +211,7 @@ class Pricing:
             self.base = replace(self.base, scale=share.seconds / compute_s, known={})
 
     def data_parallel(self, processes: int) -> PlanCandidate:
-        """Prices data parallel on `processes` processes, with the shares of the mode `data`."""
+        """Predicts data parallel on `processes` processes, with the batch divided as in the mode `data`."""
         plan, share = Plan(_data_mesh(processes)), data_shares(self._request.batch, self._request.norm_group)
         setting = replace(self._setting(plan.mesh), share=share, known={})
         return self._option(DATA_PARALLEL, resolve(plan, self._graph, "pin"), setting, allowed=not self._request.pins)
@@ -225,7 +225,7 @@ class Pricing:
         return PlanCandidate(name, setting.mesh, letters, prediction, fits, allowed)
 
     def by_hand(self) -> list[PlanCandidate]:
-        """Returns the plan with the user's pins and other ops data parallel; without pins, `one_weird_trick`."""
+        """Returns the plan with the user's pins and all other ops data parallel; without pins, `one_weird_trick`."""
         if self._request.pins:
             options: list[PlanCandidate] = []
             for mesh, _ in self._meshes_for_pins():
@@ -237,7 +237,7 @@ class Pricing:
         return [self._option(TRICK, letters, self._setting(mesh))] if letters else []
 
     def searched(self) -> tuple[list[PlanCandidate], float]:
-        """Returns the best plan on each mesh, and the smallest memory of any plan, in bytes, if none fits."""
+        """Returns the best plan on each mesh, and the bytes of the smallest plan if no plan fits (else infinity)."""
         settings = [(self._setting(mesh), fixed) for mesh, fixed in self._meshes_for_pins()]
         labelled = [sharding_problem(self._graph, setting, fixed) for setting, fixed in settings]
         answers, least_bytes = solve_all([one.problem for one in labelled], self._request.limit_s, GAP)
@@ -250,7 +250,7 @@ class Pricing:
         return [replace(option, name=f"search {number}") for number, option in enumerate(options, 1)], least_bytes
 
     def _meshes_for_pins(self) -> list[tuple[Mesh, dict[str, dict[int, str]]]]:
-        """Returns the meshes on which pins are valid, and their letters on each. Raises UserError: there is none."""
+        """Returns (mesh, letters by op) for meshes on which the pins are valid. Raises UserError if there are none."""
         request, graph, pins = self._request, self._graph, self._request.pins or {}
         # Larger axes come first; axes of equal size are interchangeable.
         meshes = factorisations(request.world_size)
@@ -286,7 +286,7 @@ def _data_mesh(world_size: int) -> Mesh:
 
 
 def factorisations(world_size: int) -> list[Mesh]:
-    """Returns all meshes of `world_size` processes with axes named dp, tp and tp2, each longer than one."""
+    """Returns all meshes of `world_size` processes with one to three axes (dp, tp, tp2) longer than one."""
     names = ("dp", "tp", "tp2")
     divisors = [size for size in range(2, world_size + 1) if world_size % size == 0]
     found = [
@@ -299,7 +299,7 @@ def factorisations(world_size: int) -> list[Mesh]:
 
 
 def one_weird_trick(graph: Graph, mesh: Mesh) -> dict[str, tuple[str, ...]] | None:
-    """Shards large linear layers by outputs, inputs, outputs …, and other ops by samples; None without large layers.
+    """Shards large linear layers alternately by outputs and inputs, other ops by samples; None without large layers.
 
     Krizhevsky, "One weird trick for parallelizing convolutional neural networks", 2014.
     """
@@ -323,7 +323,7 @@ def one_weird_trick(graph: Graph, mesh: Mesh) -> dict[str, tuple[str, ...]] | No
 
 
 def _distinct(options: Sequence[PlanCandidate]) -> list[PlanCandidate]:
-    """Returns each plan once: a plan with equal letters over several axes equals the plan over one axis."""
+    """Removes duplicates. A plan with the same letter on all axes equals the plan with that letter on one axis."""
     found: dict[Any, PlanCandidate] = {}
     for option in options:
         alike = all(len(set(letters)) == 1 for letters in option.letters.values())
@@ -353,7 +353,7 @@ def _pick(
     return pick
 
 
-_FEW = 4  # up to this number of processes, every smaller count is considered; above it, only halves
+_FEW = 4  # up to this process count, all smaller counts are considered; above it, only repeated halves
 
 
 def fewer_counts(processes: int) -> list[int]:
@@ -368,10 +368,10 @@ def name_of(processes: int) -> str:
 
 
 def enough(found: SearchResult, fewer: Sequence[PlanCandidate], seconds: float, spread: float) -> tuple[int, str]:
-    """Returns the smallest number of processes that is as fast as the plan on all, and why; 0 if all are needed.
+    """Returns (smallest number of processes that is as fast as all processes, reason); (0, "") if all are needed.
 
-    A larger number is preferred if it is predicted to be clearly faster. `seconds`: time of an update with the selected
-    plan. `spread`: relative variation of timings; smaller differences are ignored.
+    Returns a larger number if it is predicted to be clearly faster. `seconds`: time of an update with the selected plan
+    on all processes. `spread`: relative variation of timings, added to predicted times.
     """
     sizes, every = enumerate(found.chosen.mesh.sizes), found.chosen.letters.values()
     # processes that don't repeat the computation of others

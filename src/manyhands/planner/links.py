@@ -1,4 +1,4 @@
-"""Costs of collectives along mesh axes, and the time in which an all-reduce occupies a core."""
+"""Predicts the time of collectives along mesh axes, and measures the CPU time of an all-reduce."""
 
 import datetime
 import functools
@@ -18,7 +18,7 @@ from manyhands.sync.link_speeds import BETWEEN_MACHINES, WITHIN_A_MACHINE, LinkS
 
 @dataclass(frozen=True)
 class LinkSpeeds:
-    """The links along the axes of a mesh."""
+    """The speeds of the links along the axes of a mesh."""
 
     mesh: Mesh  # mesh of the processes
     axes: tuple[LinkSpeed, ...]  # link along each axis
@@ -30,10 +30,10 @@ class LinkSpeeds:
         return len(set(zip(self.axes, self.across, strict=True))) <= 1
 
     def seconds(self, kind: str, axes: Collection[int], size_bytes: float) -> float:
-        """Returns the seconds of a collective that runs in all groups along `axes` at the same time.
+        """Returns the seconds of a collective that all groups along `axes` run at the same time.
 
-        A group over several axes is as slow as its slowest axis. A machine's network interface is shared by one group
-        for each of the machine's processes along the other axes.
+        A group over several axes is as slow as its slowest axis. Between machines, a group shares each
+        machine's network interface with the groups of the other processes on that machine.
         """
         axes = tuple(sorted(axes))
         processes = self.mesh.parts(axes)
@@ -50,7 +50,7 @@ class LinkSpeeds:
         return slowest
 
     def work_seconds(self, kind: str, axes: Collection[int], size_bytes: float) -> float:
-        """Returns the seconds of a collective during which the cores of a process can't compute."""
+        """Returns the seconds in which a process's CPU cores run a collective and can't compute."""
         processes = self.mesh.parts(axes)
         if processes == 1 or not size_bytes:
             return 0.0
@@ -63,7 +63,7 @@ def links_of(
     within: LinkSpeed = WITHIN_A_MACHINE,
     between: LinkSpeed = BETWEEN_MACHINES,
 ) -> LinkSpeeds:
-    """Returns the links of a mesh. `per_machine` processes with consecutive ranks share a machine; None: all do."""
+    """Returns the links of a mesh with `per_machine` consecutive ranks on each machine (None: one machine for all)."""
     across: list[bool] = []
     spanned = 1
     for size in reversed(mesh.sizes):
@@ -72,23 +72,23 @@ def links_of(
     return LinkSpeeds(mesh, tuple(between if far else within for far in across), tuple(across))
 
 
-_PARTIES = 2
+_GROUP_SIZE = 2
 _SMALL, _LARGE = 1 << 10, 1 << 24
 _REPEATS_SMALL, _REPEATS_LARGE, _ROUNDS = 32, 2, 3
 _TIMEOUT = datetime.timedelta(seconds=60)
 
 
 def all_reduce_cpu_cost(cores: float) -> LinkSpeed:
-    """Measures an all-reduce's CPU seconds, divided by `cores`; the link has no other cost."""
+    """Measures the CPU time of an all-reduce. Returns a link with only this cost, divided by `cores`."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # several threads would spin while waiting for each other
     try:
         groups = _gloo_pair()
-        small_s = statistics.median(_processor_seconds(groups, _SMALL, _REPEATS_SMALL) for _ in range(_ROUNDS))
-        large_s = statistics.median(_processor_seconds(groups, _LARGE, _REPEATS_LARGE) for _ in range(_ROUNDS))
+        small_s = statistics.median(_cpu_seconds(groups, _SMALL, _REPEATS_SMALL) for _ in range(_ROUNDS))
+        large_s = statistics.median(_cpu_seconds(groups, _LARGE, _REPEATS_LARGE) for _ in range(_ROUNDS))
     finally:
         torch.set_num_threads(threads)
-    messages, share = rounds("all_reduce", _PARTIES)
+    messages, share = rounds("all_reduce", _GROUP_SIZE)
     by_byte = max(0.0, large_s - small_s) / (share * (_LARGE - _SMALL)) / cores
     return LinkSpeed(float("inf"), 0.0, by_byte, small_s / messages / cores)
 
@@ -103,13 +103,13 @@ def _gloo_pair() -> list[Any]:
         options = _Gloo._Options()
         options._devices = [_Gloo.create_device(hostname="127.0.0.1")]
         options._timeout = _TIMEOUT
-        return _Gloo(store, rank, _PARTIES, options)
+        return _Gloo(store, rank, _GROUP_SIZE, options)
 
     return _run_both(make)
 
 
-def _processor_seconds(groups: list[Any], size: int, repeats: int) -> float:
-    """Returns one process's CPU seconds in an all-reduce of `size` bytes, copied into a bucket first, as by DDP."""
+def _cpu_seconds(groups: list[Any], size: int, repeats: int) -> float:
+    """Returns a rank's CPU seconds for an all-reduce of `size` bytes, with the copy into a bucket as in DDP."""
     tensors = [torch.zeros(size // 4) for _ in groups]
     buckets = [torch.zeros(size // 4) for _ in groups]
 
@@ -125,5 +125,5 @@ def _processor_seconds(groups: list[Any], size: int, repeats: int) -> float:
 
 
 def _run_both(run: Callable[[int], Any]) -> list[Any]:
-    with ThreadPoolExecutor(_PARTIES) as pool:
-        return list(pool.map(run, range(_PARTIES)))
+    with ThreadPoolExecutor(_GROUP_SIZE) as pool:
+        return list(pool.map(run, range(_GROUP_SIZE)))

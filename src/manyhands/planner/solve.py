@@ -1,9 +1,9 @@
-"""Finds the assignment with the fastest step: nodes with choices, edges with costs of pairs, a memory limit.
+"""Solver: assigns a choice to each node of a graph so that a step is fastest and fits into memory.
 
-The linear relaxation is nearly always integral, and therefore optimal. If its assignment exceeds the memory limit, the
-limit is added to the warm solver as a row, whose multiplier is the price of a byte. Integer programs decide what
-remains fractional: over the few choices that the relaxations mix, then over choices with zero reduced cost, and finally
-over all choices that may be part of a better assignment.
+The solution of the linear relaxation is nearly always integral, and then optimal. If it exceeds the memory limit, the
+limit is added as a row, and the relaxation is solved again from a warm start. If the solution is fractional, integer
+programs follow: over the choices with nonzero values in the relaxations, then over choices with zero reduced cost, and
+finally over all choices that may be part of a better assignment.
 """
 
 import operator
@@ -21,7 +21,7 @@ DEFAULT_LIMIT_S = 60.0
 TOLERANCE = 1e-9
 _GIB = 1 << 30
 _INF = highspy.kHighsInf
-# HiGHS satisfies a row up to its tolerance; an assignment may exceed the memory limit by some bytes.
+# HiGHS may exceed the memory limit by some bytes (its tolerance). The search then excludes the assignment and retries.
 _MOST_RETRIES = 30
 Pair = tuple[int, int]
 Indices = NDArray[np.intp]
@@ -32,7 +32,7 @@ Matrix = NDArray[np.float64]
 class OpCost:
     """The cost of one sharding of an op, per process and step. Infinite seconds forbid the choice."""
 
-    seconds: float  # computation of forward, backward and update, and collectives that nothing hides
+    seconds: float  # computation (forward, backward, update), and collectives that can't overlap
     gradient_seconds: float = 0.0  # collectives for the gradients of its parameters
     hideable_seconds: float = 0.0  # computation of the backward pass that can hide gradient collectives
     memory_bytes: float = 0.0  # parameters, gradients, optimizer and saved activations
@@ -44,7 +44,7 @@ class OpCost:
 
 @dataclass(frozen=True)
 class Edge:
-    """The costs of pairs of choices of two nodes."""
+    """The costs between two nodes for each pair of their choices."""
 
     a: int  # index of the first node
     b: int  # index of the second node
@@ -54,9 +54,9 @@ class Edge:
 
 @dataclass(frozen=True)
 class Problem:
-    """The task to select a choice for each node, so that a step is short and fits into memory.
+    """An optimization problem: select a choice for each node so that a step is fast and fits into memory.
 
-    The seconds of a step are the sum over nodes and edges, plus the gradients' seconds that aren't hidden: max(0, sum
+    The seconds of a step are the sum over nodes and edges, plus the exposed seconds of gradient collectives: max(0, sum
     of gradient_seconds - overlap * sum of hideable_seconds).
     """
 
@@ -81,7 +81,7 @@ class Solution:
 
 
 class NoPlanError(UserError):
-    """No plan fits into memory."""
+    """Raised if no plan fits into memory."""
 
     def __init__(self, limit_bytes: float, least_bytes: float) -> None:
         limit, least = f"{limit_bytes / _GIB:.4g} GiB", f"{least_bytes / _GIB:.4g} GiB"
@@ -91,7 +91,7 @@ class NoPlanError(UserError):
 
 
 def evaluate(problem: Problem, choices: Sequence[int]) -> Solution:
-    """Returns the cost of an assignment; infinite if it is forbidden. Ignores the memory limit."""
+    """Computes the cost of an assignment; infinite if a choice is forbidden. Ignores the memory limit."""
     taken = [node[choice] for node, choice in zip(problem.nodes, choices, strict=True)]
     pairs = [(edge, (choices[edge.a], choices[edge.b])) for edge in problem.edges]
     hidden_seconds = problem.overlap * sum(choice.hideable_seconds for choice in taken)
@@ -107,19 +107,19 @@ def evaluate(problem: Problem, choices: Sequence[int]) -> Solution:
 
 @dataclass(frozen=True)
 class SolverResult:
-    """A result of HiGHS."""
+    """The result of one run of HiGHS."""
 
     solution: Solution | None  # rounded for a relaxation, hence possibly forbidden or too large; None: no solution
     bound: float  # lower bound of the cost, in seconds
     stopped: bool  # True if the time limit was reached
     shares: Matrix  # value of each column, 0 to 1
-    reduced: Matrix  # an assignment with the column costs at least `bound` plus this value
+    reduced: Matrix  # reduced costs: with the column, an assignment costs at least `bound` + this
 
 
 class Program:
-    """A program with a column for each choice of a node, each pair of choices of an edge, and the exposed seconds.
+    """An integer program with columns for choices of nodes, pairs of choices of edges, and the exposed seconds.
 
-    The memory limit applies from the second relaxation on. Raises UserError: a cost is negative or not a number.
+    The memory limit applies from the second relaxation on. Raises UserError if a cost is negative or NaN.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -158,10 +158,10 @@ class Program:
             self._entries.append((np.full(len(columns), self._count), columns, values))
             self._count += 1
         self._every = np.arange(count + 1, dtype=np.int32)
-        self._solver = self._load()
+        self._solver = self._create_solver()
 
     def _add_edge(self, pair: Pair, both: Matrix, count: int) -> int:
-        """Adds a column for each pair of classes of choices; choices with equal costs form a class."""
+        """Adds a column for each pair of choices (one for equal costs) after `count` columns; returns the new count."""
         key = repr(both.shape).encode() + both.tobytes()
         if key not in self._known:
             (first, of_first), (second, of_second) = (
@@ -181,7 +181,7 @@ class Program:
         self._count += len(first) + len(second)
         return count + costs.shape[1]
 
-    def _load(self) -> highspy.Highs:
+    def _create_solver(self) -> highspy.Highs:
         sides = np.zeros(self._count)
         sides[: len(self._nodes)] = 1.0
         rows, columns, values = (np.concatenate(parts) for parts in zip(*self._entries, strict=True))
@@ -210,14 +210,14 @@ class Program:
         return solver
 
     def relax(self, deadline: float) -> SolverResult:
-        """Solves the linear relaxation; warm if only the memory limit has changed since the last call."""
+        """Solves the linear relaxation, with a warm start if only the memory limit has changed since the last call."""
         self._solver.setOptionValue("solve_relaxation", True)
         # Presolving takes longer than the simplex method, and prevents a warm start.
         self._solver.setOptionValue("presolve", "off")
         return self._run(deadline - time.monotonic())
 
     def search(self, columns: NDArray[np.bool_], deadline: float, gap: float) -> SolverResult:
-        """Solves the integer program over some of the columns, to a relative `gap`, within the memory limit."""
+        """Solves the integer program within the memory limit to a relative `gap`. `columns`: mask of usable columns."""
         upper = np.where(columns, self._upper, 0.0)
         self._solver.changeColsBounds(len(self._every), self._every, np.zeros(len(upper)), upper)
         self._solver.setOptionValue("solve_relaxation", False)
@@ -250,11 +250,11 @@ class Program:
         return SolverResult(evaluate(self.problem, chosen), bound, stopped, shares, reduced)
 
     def solve(self, deadline: float, gap: float, cutoff_seconds: float) -> Solution | None:
-        """Returns the best assignment that fits, or one that is slower by at most the fraction `gap`.
+        """Returns an assignment that fits into memory and is slower than the best by at most the fraction `gap`.
 
-        After the deadline, returns the best so far, whose `bound_seconds` limits the error. `cutoff_seconds`: time of a
-        plan on another mesh; once no assignment here can be faster, returns any that fits. Returns None if no
-        assignment is allowed, fits, or was found in time. Repeated calls reuse the relaxations.
+        After the deadline, returns the best assignment so far, whose `bound_seconds` limits the error.
+        `cutoff_seconds`: time of a plan on another mesh. If no assignment can be faster, returns any that fits. Returns
+        None if no assignment is allowed, fits, or was found in time. Repeated calls reuse the relaxations.
         """
         if not self.relaxations:
             self.relaxations.append(self.relax(deadline))
@@ -294,7 +294,7 @@ class Program:
 
 @dataclass
 class _Incumbent:
-    """The best assignment so far that fits, and the criterion for the end of a search."""
+    """The best assignment found so far that fits into memory, and the stopping criterion of the search."""
 
     limit_bytes: float
     gap: float
@@ -316,23 +316,23 @@ class _Incumbent:
 
 
 def _nodes(problem: Problem) -> list[Matrix]:
-    """Returns, for each node, seconds, bytes, and gradient seconds minus hiding seconds of all choices."""
+    """Returns a matrix [3, choices] for each node: seconds, bytes, and gradient seconds minus hidden seconds."""
     nodes: list[Matrix] = []
     for number, node in enumerate(problem.nodes):
         columns = [(one.seconds, one.memory_bytes, one.gradient_seconds, one.hideable_seconds) for one in node]
         seconds, memory, gradient, hideable = numbers = np.array(columns, dtype=float).T
-        _check(problem.name(number), seconds, numbers[1:])
+        _check_costs(problem.name(number), seconds, numbers[1:])
         nodes.append(np.stack([seconds, memory, gradient - problem.overlap * hideable]))
     return nodes
 
 
 def _edges(problem: Problem) -> dict[Pair, Matrix]:
-    """Returns seconds and bytes by (a, b) with a <= b; parallel edges are added up."""
+    """Returns arrays [2, choices of a, choices of b] of seconds and bytes by (a, b), a <= b; adds up parallel edges."""
     edges: dict[Pair, Matrix] = {}
     for edge in problem.edges:
         a, b, name = edge.a, edge.b, f"{problem.name(edge.a)} to {problem.name(edge.b)}"
         kept = np.zeros(edge.seconds.shape) if edge.memory_bytes is None else edge.memory_bytes
-        _check(name, edge.seconds, kept)
+        _check_costs(name, edge.seconds, kept)
         both = np.stack([edge.seconds, kept])
         if a > b:
             a, b, both = b, a, both.transpose(0, 2, 1)
@@ -340,7 +340,7 @@ def _edges(problem: Problem) -> dict[Pair, Matrix]:
     return edges
 
 
-def _check(name: str, seconds: Matrix, others: Matrix) -> None:
+def _check_costs(name: str, seconds: Matrix, others: Matrix) -> None:
     if np.isnan(seconds).any() or (seconds < 0).any() or not np.isfinite(others).all() or (others < 0).any():
         raise UserError(f"a cost of {name} is negative or not a number", "plan", ("measure again",))
 
@@ -359,10 +359,10 @@ def _least_memory_bytes(problem: Problem, deadline: float) -> float:
 def solve_all(
     problems: Sequence[Problem], limit_s: float = DEFAULT_LIMIT_S, gap: float = 0.0
 ) -> tuple[list[Solution | None], float]:
-    """Solves the problems of a network on several meshes within `limit_s`, and finds the fastest of all solutions.
+    """Solves one problem per mesh within `limit_s` seconds; the fastest solution is optimal up to `gap`.
 
-    The other solutions fit, but are only proven to be slower, not the best on their meshes. Returns a solution or None
-    for each mesh; and, if no mesh has a solution, the smallest memory possible on any mesh in bytes.
+    Other solutions fit into memory and are proven to be slower, but may not be the best on their mesh. Returns a
+    solution or None per problem, and the smallest memory of any assignment in bytes if no problem has a solution.
     """
     allowed = {number: problem for number, problem in enumerate(problems) if all(problem.nodes)}
     deadline = time.monotonic() + limit_s

@@ -1,8 +1,8 @@
-"""Times code on this device reproducibly: the fastest of several repeats, and the variation of the repeats.
+"""Times code on this device reproducibly, as the fastest of several repeats, and measures their variation.
 
-Other load can only slow a repeat down; therefore the fastest repeat is used. On a busy CPU, threads also wait
-for each other: there, one thread is timed, and its CPU time divided by the expected speedup of all threads. Under a CPU
-quota, where a short repeat between two pauses seems faster than continuous work, CPU time is divided by the quota.
+The fastest repeat is used, because other load can only slow a repeat down. On a busy CPU, threads also wait for each
+other, so one thread is timed, and the CPU time is divided by the expected speedup of all threads. Under a CPU quota, a
+repeat between two pauses seems too fast, so the CPU time is divided by the number of cores in the quota.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ from manyhands.core.files import parse_json, read_bytes, replacing
 from manyhands.core.machine import cores
 
 BUSY = 0.15  # the machine is busy if other processes use more than this fraction of its processors
-_EFFICIENCY = 0.85  # approximate benefit of each further thread, relative to the first
+_EFFICIENCY = 0.85  # approximate speed of each further thread, relative to the first
 _STAT = Path("/proc/stat")
 _WATCHED_S = 0.1  # processor times have a resolution of 0.01 s
 
@@ -39,7 +39,7 @@ class Timing:
 
 
 def quickest(run: Callable[[], object], device: str, most: int, budget_s: float, *, busy: bool = False) -> Timing:
-    """Times `run` at least once, after the caller has warmed it up. `busy`: other processes use this machine."""
+    """Times `run`, which the caller has warmed up, 1 to `most` times. `busy`: True if other processes use the CPU."""
     threads, clock, factor = torch.get_num_threads(), time.perf_counter, 1.0
     if torch.device(device).type == "cpu":
         if (allowed := cores()) < threads:
@@ -64,19 +64,19 @@ def quickest(run: Callable[[], object], device: str, most: int, budget_s: float,
 
 
 class OtherLoad:
-    """The CPU time that other processes have used since this object was created."""
+    """Measures the CPU time that other processes use after the creation of this object."""
 
     def __init__(self) -> None:
         self._began = self._now()
 
     def share(self) -> float:
-        """Returns the used fraction of all processors' time, 0 to 1, over at least a tenth of a second."""
+        """Returns the fraction of the CPU time that other processes used, 0 to 1; measures for at least 0.1 s."""
         time.sleep(max(0.0, self._began[1] + _WATCHED_S - time.perf_counter()))
         busy_s, wall_s, own_s = (now - before for now, before in zip(self._now(), self._began, strict=True))
         return min(1.0, max(0.0, (busy_s - own_s) / (wall_s * (os.cpu_count() or 1))))
 
     def _now(self) -> tuple[float, float, float]:
-        """Returns all processors' busy seconds since boot (0: unknown), wall time and this process's CPU time."""
+        """Returns seconds: busy time of all processors since boot (0: unknown), wall time, this process's CPU time."""
         try:
             words = _STAT.read_text().split("\n", 1)[0].split()
             user, nice, system, _idle, _waiting, *rest = map(int, words[1:9])
@@ -95,7 +95,7 @@ _MATRIX, _COPIED_VALUES = 384, 1 << 21
 
 
 def environment(device: str, threads: int = 0) -> dict[str, str]:
-    """Returns everything that affects the seconds of an op, except the op itself."""
+    """Returns the conditions that affect op times: torch version, device, threads and cores."""
     return {
         "torch": torch.__version__,
         "device": f"{torch.device(device).type} {device_name(device)}",
@@ -112,7 +112,7 @@ class OpTime(BaseModel):
 
     seconds: _Number  # of the fastest repeat, forward and backward
     spread: _Number = 0.0  # see `Timing.spread`
-    busy: _Number = 0.0  # fraction of this machine's processors that others used meanwhile
+    busy: _Number = 0.0  # fraction of the CPU time that other processes used meanwhile
     at: _Number = Field(default_factory=time.time)  # time of the measurement, seconds since 1970
 
 
@@ -123,11 +123,11 @@ class _TimesFile(BaseModel):
 
 
 class OpTimes:
-    """Times of ops by key (op, local shapes, dtype and memory format), measured until the time budget is used up.
+    """A cache of op times that measures new ops until `budget_s` is used up, and then estimates.
 
-    Each environment has one file; concurrent writes are merged, and a damaged file is replaced. For a device that this
-    machine doesn't have, given by its `rates` (operations, bytes per second), nothing is measured or cached. `threads`:
-    CPU threads of a measurement; 0: torch's current setting.
+    A key describes op, local shapes, dtype and memory format. Each `environment()` has one file; concurrent writes are
+    merged, and a damaged file is replaced. `rates`: (operations, bytes) per second of a device that isn't on this
+    machine; then nothing is measured or cached. `threads`: CPU threads of a measurement; 0: torch's current setting.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class OpTimes:
     def seconds(
         self, key: str, make: Callable[[], Callable[[], object]], operations: float, moved_bytes: float
     ) -> float:
-        """Returns the seconds of an op; `make` returns a function that runs the op forward and backward once."""
+        """Returns the measured or estimated time. `make` creates a function that runs the op forward and backward."""
         if key not in self._seconds or self._is_stale(key):
             if self._left_s > 0 and key not in self.failed:
                 try:
@@ -171,7 +171,7 @@ class OpTimes:
         return self._seconds[key].seconds
 
     def cached(self, key: str) -> float | None:
-        """Returns cached seconds, even if they were measured on a busy machine."""
+        """Returns the cached seconds, even if measured on a busy machine; None if `key` isn't cached."""
         return self._seconds[key].seconds if key in self._seconds else None
 
     def keep(self, key: str, seconds: float) -> None:
@@ -185,7 +185,7 @@ class OpTimes:
         return sum(one.seconds * one.spread for one in self._used.values()) / whole_s if whole_s else 0.0
 
     def doubts(self) -> list[str]:
-        """Returns a message if times used so far were measured on a busy machine, else []."""
+        """Returns a list with a warning if some times were measured on a busy machine, else an empty list."""
         busy = max((one.busy for one in self._used.values()), default=0.0)
         text = (
             f"other programs used {busy:.0%} of the processors while ops were timed, so times may be too long; "
@@ -194,22 +194,22 @@ class OpTimes:
         return [text] if busy > BUSY else []
 
     def _is_stale(self, key: str) -> bool:
-        """True for a time that was measured on a busy machine, if the machine is no longer busy."""
+        """Returns True if the time was measured on a busy machine, and the machine is no longer busy."""
         return key not in self._fresh and self._seconds[key].busy > BUSY and self._left_s > 0 and self._busy() <= BUSY
 
     def _busy(self) -> float:
-        """Returns the fraction of the processors that others have used since the first call."""
+        """Returns the fraction of the CPU time that other processes have used since the first call."""
         self._others = self._others or OtherLoad()
         return self._others.share()
 
     def estimate(self, operations: float, moved_bytes: float) -> float:
-        """Returns the roofline estimate, the longer of computation and memory access, at the measured rates."""
+        """Returns the roofline estimate in seconds: the longer of computation and memory access."""
         if self._rates is None:
             self._rates = self._measured_rates()
         return max(operations / self._rates[0], moved_bytes / self._rates[1])
 
     def save(self) -> None:
-        """Adds the measurements to the file atomically."""
+        """Adds new measurements to the cache file atomically."""
         if not self._fresh:
             return
         content = _TimesFile(format="op-times/2", environment=self._environment, times=self._read() | self._fresh)
@@ -244,7 +244,7 @@ class OpTimes:
         return OpTime(seconds=found.seconds, spread=found.spread, busy=self._busy())
 
     def _measured_rates(self) -> tuple[float, float]:
-        """Measures the rates of a matrix product and of a copy; assumes rates if no op was measured."""
+        """Returns (operations, bytes) per second, from a matrix product and a copy; assumed if no op was measured."""
         known = [self._seconds.get(key) for key in ("rate of a product", "rate of a copy")]
         if known[0] and known[1]:
             product_s, copy_s = known[0].seconds, known[1].seconds

@@ -1,4 +1,4 @@
-"""Runs plans on several processes: times updates on random samples, or compares updates with one process."""
+"""Runs plans on several processes: times updates on random samples, or compares results with one process."""
 
 import math
 import time
@@ -33,13 +33,13 @@ VERIFIED_WITHIN = 1e-9
 
 @dataclass(frozen=True)
 class PlanCase:
-    """The inputs of a trial."""
+    """The network, loss and batch with which plans are timed or verified."""
 
     make: Callable[[], nn.Module]  # returns a new network in training mode, the same each time and on each process
     picture: Tensor  # one sample
     classes: int  # number of classes
     batch: int  # samples in an update
-    loss: Callable[[], LossFn]  # returns the loss function: the sum of the loss, and the logits
+    loss: Callable[[], LossFn]  # returns the loss function, which returns (sum of losses, logits)
     smoothing: float = 0.0  # label smoothing
     cross_entropy: bool = True  # the loss function is plain cross-entropy, whose classes can be sharded
     norm_group: int = 0  # samples in a BatchNorm group; 0: no groups
@@ -59,7 +59,7 @@ class PlanCase:
 
 
 class Runner:
-    """A network under a plan, ready for updates. `plan` None: the mode `data`, or unsharded on one process."""
+    """A network that is sharded by a plan and ready for updates. `plan` None: data parallel, or one process."""
 
     def __init__(self, case: PlanCase, plan: Plan | None, world: World) -> None:
         self.model = case.make().train()
@@ -78,7 +78,7 @@ class Runner:
         self._optimizer = case.optimizer(self.model)
 
     def gradients(self) -> Tensor:
-        """Runs forward, backward and gradient collectives; returns this rank's loss sum, []. A collective."""
+        """Computes and reduces gradients. Returns the summed loss of this rank as a scalar tensor. A collective."""
         self._optimizer.zero_grad()
         total = torch.zeros((), device=self._parts[0].labels.device)
         for number, part in enumerate(self._parts, start=1):
@@ -109,7 +109,7 @@ def _micro_batches(case: PlanCase, network: ParallelNetwork) -> list[MicroBatch]
 
 
 def measure(case: PlanCase, plans: Mapping[str, Plan | None], world: World, rounds: int = 8) -> dict[str, list[float]]:
-    """Returns an update's seconds under each plan (None: data parallel) by round, on the slowest rank; a collective."""
+    """Returns the seconds of an update on the slowest rank, by plan (None: data parallel) and round; a collective."""
     runners = {name: Runner(case, plan, world) for name, plan in plans.items()}
 
     def slowest(name: str) -> float:
@@ -131,7 +131,7 @@ def measure(case: PlanCase, plans: Mapping[str, Plan | None], world: World, roun
 
 @dataclass(frozen=True)
 class Verification:
-    """The difference between an update under a plan and an update on one process."""
+    """The difference between an update with a plan and the same update on one process."""
 
     worst: float  # largest difference, relative to the tensor's largest value
     where: str  # the tensor with that difference, or "loss"
@@ -146,10 +146,10 @@ class Verification:
 
 
 def verify(case: PlanCase, plan: Plan, world: World) -> Verification:
-    """Compares an update under a plan with an unsharded update, in double precision; a collective.
+    """Compares an update with a plan and an unsharded update in double precision; a collective.
 
-    Every process computes the unsharded update and compares its shards. Dropout is disabled, because a sharded network
-    draws other masks.
+    Each process computes the unsharded update and compares its own shards. Dropout is disabled, because a sharded
+    network draws different masks.
     """
     make, picture = lambda: _without_dropout(case.make().double()), case.picture.double()
     exact = replace(case, make=make, picture=picture, precision="fp64", micro_batch=0)
@@ -179,7 +179,7 @@ def _without_dropout(model: nn.Module) -> nn.Module:
 
 
 def _differences(whole: nn.Module, cut: Runner) -> dict[str, float]:
-    """Returns the difference of each gradient and buffer, relative to its largest value."""
+    """Returns the largest difference of each gradient and buffer by name, relative to the tensor's largest value."""
     expected, found = (
         {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
         for model in (whole, cut.model)
@@ -205,9 +205,9 @@ _MIN_SAMPLES = 2  # BatchNorm needs two samples for a variance
 
 
 def share_timing(case: PlanCase, processes: int, threads: int = 0, budget_s: float = 10.0) -> Timing:
-    """Times an update of the largest of `processes` shares in this process, at least once.
+    """Times an update of the largest share in this process, if the batch is divided among `processes`.
 
-    `threads`: CPU threads (0: unchanged). If the case has micro-batches, one is timed and scaled to the share.
+    `threads`: CPU threads (0: unchanged). If the case has micro-batches, one of them is timed and scaled to the share.
     """
     share = max(_MIN_SAMPLES, -(-case.batch // processes))
     timed = min(share, max(_MIN_SAMPLES, case.micro_batch or share))
