@@ -10,7 +10,7 @@ if HANDLES_CTRL_C:
 
 
 def start() -> None:
-    """Runs the command."""
+    """Runs the command line in `sys.argv`."""
     from manyhands.cluster.agents.early import start_early
 
     start_early(sys.argv[1:])

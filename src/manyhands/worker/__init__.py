@@ -1,1 +1,1 @@
-"""The code of worker processes and of commands that need torch; the launcher imports it only within functions."""
+"""Code of worker processes and of commands that need torch. The launcher imports this package only within functions."""

@@ -1,4 +1,4 @@
-"""The entry point of worker processes, and the imports before they are forked."""
+"""The entry point of worker processes, and the imports that run before workers are forked."""
 
 import functools
 import importlib
@@ -31,11 +31,11 @@ from manyhands.train.journal import Journal, RunContext
 from manyhands.worker.member import MET, OUR_HEAD, GroupMember, Say, share_folder, shared_options
 from manyhands.worker.run_metadata import write_metadata
 
-NUMBERS = 10_000  # more than fits into a packet, and few even for a slow link
+NUMBERS = 10_000  # values in the doctor's all-reduce: more than fit into a packet, few enough for a slow link
 
 
 def work(orders: Orders, scratch: str, agent: int) -> dict[str, Any]:
-    """Runs the task of the orders; `agent` is the agent's process id, `scratch` the agent's folder for records."""
+    """Runs the task in `orders`. `agent`: this machine's agent's process id; `scratch`: the agent's record folder."""
     argument = {**take_orders(orders, scratch, agent), "generation": orders.generation}
     job = Job.model_validate(argument["job"])
     folder = RunFolder(Path(argument["folder"]))
@@ -58,7 +58,7 @@ def work(orders: Orders, scratch: str, agent: int) -> dict[str, Any]:
 def train_here(
     job: Job, process_info: ProcessInfo, folder: RunFolder, argument: dict[str, Any], say: Say
 ) -> dict[str, Any]:
-    """Joins the group, builds the trainer, trains, and leaves. Raises Failed after recording an error."""
+    """Joins the process group, builds the trainer, trains, and leaves. Raises Failed after recording an error."""
     mine = GroupMember(process_info, folder, "build")
     with exit_if_hung(mine.hang_reason, mine.print_unsaved):
         try:
@@ -84,7 +84,7 @@ def train_here(
 
 
 def _rescue(mine: GroupMember, *, consequence: bool) -> None:
-    """Saves this process's state for the restart. `consequence`: another process's failure caused this one."""
+    """Saves this process's state for the restart. `consequence`: True if another process failed first."""
     from manyhands.train.saving import rescue
 
     # On an accelerator, an aborted collective doesn't stop the update, so the parameters may be wrong.
@@ -115,10 +115,10 @@ def _with_rank_0_resume(job: Job, world: Any, say: Say) -> Job:
     from manyhands.parallel.group.plain import broadcast_plain
 
     own = job.checkpoint.resume
-    said = broadcast_plain(own, world)
-    if own not in {said, CheckpointOptions().resume}:
-        say(f"--resume {own} of rank {world.rank} is ignored: all ranks use rank 0's --resume {said}")
-    return job.model_copy(update={"checkpoint": job.checkpoint.model_copy(update={"resume": said})})
+    shared = broadcast_plain(own, world)
+    if own not in {shared, CheckpointOptions().resume}:
+        say(f"--resume {own} of rank {world.rank} is ignored: all ranks use rank 0's --resume {shared}")
+    return job.model_copy(update={"checkpoint": job.checkpoint.model_copy(update={"resume": shared})})
 
 
 def _build(job: Job, folder: RunFolder, world: Any, argument: dict[str, Any]) -> Any:
@@ -166,7 +166,7 @@ def _build(job: Job, folder: RunFolder, world: Any, argument: dict[str, Any]) ->
 
 
 def _resolve_precision(job: Job, folder: RunFolder, world: Any, mode: str, objects: Any) -> tuple[Any, bool]:
-    """Returns `ResolvedPrecision`, and True if the header was recorded, which a measurement does."""
+    """Returns (`ResolvedPrecision`, True if measuring it has already recorded the run's header)."""
     from manyhands.train.data_setup import class_names
     from manyhands.train.parts import record_setup
     from manyhands.train.precision import resolve_precision
@@ -183,7 +183,7 @@ def _resolve_precision(job: Job, folder: RunFolder, world: Any, mode: str, objec
 
 
 def load_objects(argument: dict[str, Any]) -> Any:
-    """Loads the objects from the file that the user's process wrote."""
+    """Returns the user's Python objects, from a pickle file or as passed in this process; None without objects."""
     path = argument.get("objects")
     if not path:
         return argument.get("live")
@@ -214,7 +214,7 @@ def _try_plans(job: Job, world: Any, argument: dict[str, Any]) -> dict[str, Any]
 
 
 def _check_sum(_job: Job, world: Any, argument: dict[str, Any]) -> dict[str, Any]:
-    """Runs the doctor's all-reduce. Raises RuntimeError if the sum is wrong."""
+    """Runs the doctor's all-reduce; returns the seconds since the start. Raises RuntimeError if the sum is wrong."""
     import torch
     import torch.distributed as dist
 
@@ -227,7 +227,7 @@ def _check_sum(_job: Job, world: Any, argument: dict[str, Any]) -> dict[str, Any
     return {"seconds": time.monotonic() - argument["joining_since"]}
 
 
-# By task: its function, and the phase in failure records; None: the task's action, links, measure or verify.
+# By task: (function, phase in failure records). A phase of None stands for the action: links, measure or verify.
 _TASKS: dict[str, tuple[Callable[[Job, Any, dict[str, Any]], dict[str, Any]], str | None]] = {
     "evaluate": (_evaluate, "evaluate"),
     "predict": (_predict, "predict"),
@@ -239,7 +239,7 @@ _TASKS: dict[str, tuple[Callable[[Job, Any, dict[str, Any]], dict[str, Any]], st
 def run_task(
     job: Job, process_info: ProcessInfo, folder: RunFolder, argument: dict[str, Any], say: Say
 ) -> dict[str, Any]:
-    """Joins the group, runs `argument["task"]`, and leaves. Raises Failed after recording an error."""
+    """Joins the process group, runs `argument["task"]`, and leaves. Raises Failed after recording an error."""
     if argument["task"] == "train":
         return train_here(job, process_info, folder, argument, say)
     function, phase = _TASKS[argument["task"]]
@@ -261,10 +261,10 @@ def import_training() -> None:
 
 
 def preload(orders: Orders | None = None) -> None:
-    """Imports the training modules; the precision measurement and torchvision only if workers may need them.
+    """Imports the training modules, and, if workers may need them, the precision measurement and torchvision.
 
-    Meanwhile, a thread unpacks the workers' published data set. An import of torchvision, and with it torch's compiler,
-    takes as long as an import of torch. Raises RunError if torchvision can't be imported.
+    torchvision imports torch's compiler and takes as long as torch. Meanwhile, a thread opens the data if it is a
+    built-in data set, such as cifar10. Raises RunError if torchvision can't be imported.
     """
     job = Job.model_validate(orders.argument["job"]) if orders else None
     with ThreadPoolExecutor(1, "opens the data") as pool:

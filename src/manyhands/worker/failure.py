@@ -1,4 +1,4 @@
-"""Failure records: the exception that ended a process, a failed peer, the first cause; and hints on memory."""
+"""Creates and writes failure records, and suggests smaller batches after out-of-memory errors."""
 
 import os
 import socket
@@ -21,7 +21,7 @@ from manyhands.parallel.group.rendezvous import PeerFailure
 if TYPE_CHECKING:
     from manyhands.train.trainer import Trainer
 
-# Errors of torch that report the loss of a peer, and are therefore consequences.
+# Messages of torch errors that only report the loss of a peer, which failed first.
 CONSEQUENCES = (
     "Connection closed by peer", "Connection reset by peer", "Connection refused", "Broken pipe", "Timed out waiting",
     "Application timeout caused pair closure", "recvBytes failed", "failed to recv", "connectFullMesh",
@@ -30,12 +30,12 @@ CONSEQUENCES = (
     "Connection closed by remote peer", "remote process exiting", "communicator was aborted", "wait timeout after",
     "collective operation timeout", "operations have failed or timed out", "Socket Timeout",
 )  # fmt: skip
-# Errors of the store that are no consequence of a lost peer.
+# Messages of store errors that another process's failure doesn't cause.
 OWN_MISTAKES = ("EADDRINUSE", "Address already in use", "address already in use")
 
 
 def describe_failure(error: BaseException, *, rank: int, step: int | None, phase: str) -> Failure:
-    """Returns the record of a failure on this process."""
+    """Returns the failure record of an exception on this process. `phase`: such as "build" or "evaluate"."""
     if isinstance(error, KeyboardInterrupt):
         error = ManyhandsError("stopped without a save")
         error.exit_code = EXIT_INTERRUPTED
@@ -81,7 +81,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def explain_memory(error: BaseException, trainer: "Trainer | None") -> RunError:
-    """Returns the error for out of memory; tries smaller micro-batches on this process to suggest one that fits."""
+    """Returns an error with hints for out of memory; runs smaller batches on this process to suggest one that fits."""
     first_line = str(error).strip().partition("\n")[0][:200] or type(error).__name__
     if trainer is None:
         hints = ["choose a smaller network or a smaller data.image_size"]
@@ -113,7 +113,7 @@ def explain_memory(error: BaseException, trainer: "Trainer | None") -> RunError:
 
 
 def _largest_that_fits(trainer: "Trainer", taken: int, *, evaluating: bool) -> int:
-    """Halves the pass until it fits; returns 0 if no pass fits, or if a pass needs other processes."""
+    """Halves the number of samples until a pass fits into memory; 0 if none fits or a pass needs other processes."""
     from manyhands.train.trial_step import StepProbe
 
     model, size = trainer.network.model, taken // 2 if not trainer.network.share.collective_forward else 0
@@ -141,10 +141,10 @@ def _largest_that_fits(trainer: "Trainer", taken: int, *, evaluating: bool) -> i
 
 
 def save_record(record: Failure, folder: RunFolder) -> Failure:
-    """Writes the record for agent and launcher, and the full traceback into the log; returns the record.
+    """Writes the record for agent and launcher, and the full traceback into the log. Returns the record.
 
-    Must be called before anything that may wait for other processes. Creates no folders, because the run folder may be
-    unknown yet, or already removed.
+    Call this before any operation that may wait for other processes. Creates no folders, because the run folder may not
+    be known yet, or may have been removed.
     """
     log = folder.ranks / f"{record.rank}.log"
     if record.traceback and folder.failures.is_dir():
@@ -157,7 +157,7 @@ def save_record(record: Failure, folder: RunFolder) -> Failure:
 
 
 def write_record(record: Failure, folder: RunFolder) -> None:
-    """Writes the record for the agent, and into the run folder, whose disk may be full."""
+    """Writes the record for the agent, and into the run folder. Ignores write errors, such as a full disk."""
     places = [Path(os.environ[FAILURE_FILE])] if FAILURE_FILE in os.environ else []
     places += [folder.failures / f"{record.rank}.json"] if folder.failures.is_dir() else []
     for place in places:
@@ -166,7 +166,7 @@ def write_record(record: Failure, folder: RunFolder) -> None:
 
 
 def with_first_cause(group: Any, record: Failure) -> Failure:
-    """Publishes this failure as the first cause or, if it is a consequence, adds the published cause to the record."""
+    """Publishes a failure as the first cause; if it is a consequence, adds the published first cause to the record."""
     if not record.consequence:
         group.cause.publish(PeerFailure.of(record.rank, record.host, record.what))
         return record
@@ -179,13 +179,13 @@ def with_first_cause(group: Any, record: Failure) -> Failure:
 
 
 def first_failure_fields(failure: Any) -> dict[str, Any]:
-    """Returns the fields of a failure record if another process failed first, with that process's message."""
+    """Returns the fields of a record (what, hints, excerpt) that report another process's failure as the cause."""
     what = f"rank {failure.rank} on {failure.host} failed first: {failure.what}"
     return {"what": what, "hints": [f"see the terminal or log of rank {failure.rank}"], "excerpt": ""}
 
 
 def describe_peer(failure: Any, *, rank: int, step: int | None, phase: str) -> Failure:
-    """Returns the record of a process that ends because another process failed; `failure` is None if unknown."""
+    """Returns this process's record after another process failed. `failure`: of that process; None if unknown."""
     what, hints = "rank 0's store is unreachable, so the run can't continue", ["see the last messages of rank 0"]
     known = first_failure_fields(failure) if failure else {"what": what, "hints": hints}
     return _record(rank, step, phase, error="PeerGone", consequence=True, **known)

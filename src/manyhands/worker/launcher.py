@@ -1,4 +1,4 @@
-"""Tasks that need torch and run in the launcher's own process: checks of options, and rewriting of checkpoints."""
+"""Functions that need torch and run in the launcher's process: describe data, count devices, rewrite checkpoints."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -16,9 +16,9 @@ __all__ = ["describe_data", "describe_pickled", "is_plain_folder", "processes_he
 
 
 def describe_data(job: Job) -> tuple[str, str]:
-    """Returns a description of the data, and a warning if the batch is larger than the training split.
+    """Returns a description of the data, and a message if the batch is larger than the training split (else "").
 
-    Both are empty if they require a download or user code. Raises UserError if the folder can't be trained on.
+    Both are empty if the data requires a download or user code. Raises UserError if a data folder is unusable.
     """
     root = Path(job.data.name).expanduser()
     if is_published(job.data.name):
@@ -51,7 +51,7 @@ def describe_pickled(path: Path) -> dict[str, Any]:
 
 
 def rewrite(find: Callable[[], Path], target: Path, plan: Path | None) -> tuple[str, ...]:
-    """Writes the checkpoint that `find` returns, sharded by a plan or unsharded; returns notes on omitted content."""
+    """Copies the checkpoint at `find()` to `target`, resharded by `plan` or unsharded. Returns notes on omissions."""
     from manyhands.checkpoint import reshard
     from manyhands.checkpoint.read import open_checkpoint
     from manyhands.checkpoint.snapshot import EXTRA_STATE

@@ -1,4 +1,4 @@
-"""The membership of a process in a run or task: rendezvous, failures of peers, and the process's failure record."""
+"""A process's membership in a process group: rendezvous, failures of peers, and the process's own failure record."""
 
 import hashlib
 import json
@@ -23,7 +23,7 @@ OUR_HEAD, MET = "manyhands", "met"  # values of `ProcessInfo.started_by`: one la
 
 
 class GroupMember:
-    """A process of a run or task, with its resources, which other threads read too. `phase` is for failure records."""
+    """This process as a member of a process group; also read by other threads. `phase`: for failure records."""
 
     def __init__(self, process_info: ProcessInfo, folder: RunFolder, phase: str) -> None:
         self.process_info, self.folder, self._phase = process_info, folder, phase
@@ -32,7 +32,7 @@ class GroupMember:
         self._failed = False
 
     def join(self, job: Job, options: str, say: Say, *, ends_with_rank_0: bool = True) -> Any:
-        """Joins the process group; `options` must be equal on all processes.
+        """Joins and returns the process group. `options` must be equal on all processes.
 
         `ends_with_rank_0`: False if rank 0 may finish before this process.
         """
@@ -51,7 +51,7 @@ class GroupMember:
         return group
 
     def leave(self, failure: Any) -> None:
-        """Writes the record and ends this process from a thread, because the main thread may hang on an accelerator."""
+        """Records a peer's failure and ends this process. Called by a thread, as the main thread may hang."""
         from manyhands.worker.failure import describe_peer, save_record
 
         record = save_record(describe_peer(failure, **self._position()), self.folder)
@@ -60,7 +60,7 @@ class GroupMember:
             self.group.abort()
 
     def liveness_checked(self) -> AbstractContextManager[None]:
-        """Returns a context with the liveness check, which reports missing processes, unless an agent checks them."""
+        """Returns a context that runs the liveness check of all processes; an empty context if an agent does so."""
         group, trainer = self.group, self.trainer
         if group.store is None or self.process_info.started_by in {OUR_HEAD, MET}:
             return nullcontext()
@@ -76,16 +76,16 @@ class GroupMember:
         return LivenessCheck(group.store, self.process_info, group.present, beat, say).answering()
 
     def hang_reason(self) -> str:
-        """Returns the reason why this process hangs and can't save any more, or an empty string."""
+        """Returns why this process hangs and can't save; an empty string if it doesn't hang."""
         return self.trainer.heartbeats.hang_reason() if self.trainer else ""
 
     def print_unsaved(self, why: str) -> None:
-        """Prints the last saved step before the process is killed."""
+        """Prints the last saved step and `why` this process can't save, before it is killed."""
         if self.process_info.rank == 0 or self.process_info.started_by == "--init":
             terminal.say(str(unsaved_error(self.folder.path, saved_step(self.folder), why)))
 
     def record_failure(self, error: BaseException) -> Failure:
-        """Writes and returns the record of a failure, with the first cause if known."""
+        """Writes and returns this process's failure record, with the first cause if known."""
         from manyhands.worker import failure
 
         self._failed, position = True, self._position()
@@ -111,7 +111,7 @@ class GroupMember:
 
 
 def share_folder(world: Any, folder: RunFolder) -> RunFolder:
-    """Returns the run folder with rank 0's path, and creates it on every machine; a collective."""
+    """Creates the run folder at rank 0's path on every machine, and returns it; a collective."""
     from manyhands.parallel.group.plain import broadcast_plain
 
     folder = RunFolder(Path(broadcast_plain(str(folder.path.absolute()), world)))
@@ -120,7 +120,7 @@ def share_folder(world: Any, folder: RunFolder) -> RunFolder:
 
 
 def publish_invalid_rank(job: Job, process_info: ProcessInfo, what: str) -> None:
-    """Reports to all waiting processes that this process ends because its rank is invalid."""
+    """Reports this process's invalid rank, described by `what`, to all processes that wait in the rendezvous."""
     # Silences torch's C++ log.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     from manyhands.parallel.group.rendezvous import report_invalid_rank, report_to_waiting_ranks
@@ -131,10 +131,10 @@ def publish_invalid_rank(job: Job, process_info: ProcessInfo, what: str) -> None
 def shared_options(job: Job) -> str:
     """Returns the version and the options that must be equal on all processes, such as "train.epochs=3 …".
 
-    Numbers are written as text, other values as digests, because they may be private.
+    Numbers are written as text. Other values are written as digests, because values may be private.
     """
 
-    def word(value: Any) -> str:
+    def value_text(value: Any) -> str:
         text = json.dumps(value, sort_keys=True)
         return text if isinstance(value, int | float) else hashlib.sha256(text.encode()).hexdigest()[:12]
 
@@ -147,4 +147,4 @@ def shared_options(job: Job) -> str:
     }
     sections = job.model_dump(mode="json", exclude=own).items()
     options = {f"{section}.{key}": value for section, values in sections for key, value in values.items()}
-    return " ".join(f"{key}={word(value)}" for key, value in {"manyhands": __version__, **options}.items())
+    return " ".join(f"{key}={value_text(value)}" for key, value in {"manyhands": __version__, **options}.items())

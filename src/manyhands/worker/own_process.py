@@ -1,4 +1,4 @@
-"""Sessions and trained networks of the Python interface, in the user's process."""
+"""Functions of the Python interface that run in the user's process: sessions and trained networks."""
 
 import contextlib
 from collections.abc import Iterator, Mapping
@@ -30,7 +30,7 @@ from manyhands.worker.run_metadata import write_metadata
 __all__ = ["as_picture", "digest_of_objects", "digest_trainable", "digest_weights", "existing_process_info"]
 __all__ += ["guess", "load_weights", "open_trained", "opened"]
 
-_IN_ORDER = {None, 0, EXIT_SAVED}  # exit codes of a user's loop that are no failure
+_SUCCESS_CODES = {None, 0, EXIT_SAVED}  # exit codes of a user's loop that aren't failures
 
 
 @contextlib.contextmanager
@@ -42,9 +42,9 @@ def opened(
     scheduled: bool,
     metrics: Mapping[str, Any],
 ) -> Iterator[Session]:
-    """Opens a session among processes that run the same `program`, with rank 0's run folder or without one.
+    """Opens a session of processes that run the same `program`, with rank 0's run folder or without a folder.
 
-    `scheduled`: the job sets the learning rate; `metrics`: the user's metric objects.
+    `scheduled`: True if the job sets the learning rate. `metrics`: the user's metric objects by name.
     """
     mine, here = GroupMember(process_info, folder or NOWHERE, "session"), None
     options = f"{shared_options(job)} program={program} folder={folder is not None}"
@@ -58,7 +58,7 @@ def opened(
             yield here
             here.finish()
     except BaseException as error:
-        if isinstance(error, GeneratorExit) or (isinstance(error, SystemExit) and error.code in _IN_ORDER):
+        if isinstance(error, GeneratorExit) or (isinstance(error, SystemExit) and error.code in _SUCCESS_CODES):
             raise
         record = mine.record_failure(error)
         if record.consequence:
@@ -71,7 +71,7 @@ def opened(
 
 
 def load_weights(model: nn.Module, run: Path) -> None:
-    """Loads a run's last weights into a network, and records the network's training data."""
+    """Loads a run's last checkpoint into a network, and notes the data on which the network was trained."""
     path = resolve(run, "last")
     snapshot = load(path)
     load_snapshot(snapshot, model, str(path))
@@ -80,5 +80,5 @@ def load_weights(model: nn.Module, run: Path) -> None:
 
 
 def digest_of_objects(job: Job, objects: Objects) -> dict[str, str]:
-    """Returns digests of data sets passed as objects; empty without them."""
+    """Returns digests of data sets that were passed as Python objects; an empty dict without such data sets."""
     return digest_data(open_splits(job, World(), objects)) if objects.train_set is not None else {}

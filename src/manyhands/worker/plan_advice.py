@@ -1,4 +1,4 @@
-"""Recommends a plan: the sharding, the number of processes and the sync method."""
+"""Recommends a plan: the sharding, the number of processes and the gradient synchronization method."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ _MB, _MBIT = 1e6, 8e-6
 
 
 def as_plain(choice: SyncChoice, case: LinkCase, asked: str) -> dict[str, Any]:
-    """Returns a choice and its inputs as JSON data; `asked` is the method in the job."""
+    """Returns a choice of a sync method and its inputs as JSON data. `asked`: the method in the job, or "auto"."""
     return {
         "asked": asked,
         "machines": case.machines,
@@ -44,15 +44,15 @@ def as_plain(choice: SyncChoice, case: LinkCase, asked: str) -> dict[str, Any]:
 class Advice(NamedTuple):
     """A recommended plan."""
 
-    name: str  # the row of the table
+    name: str  # the plan's name in the table of candidates
     reason: str  # one or two sentences
     processes: int
 
 
 def advised(found: SearchResult, sync: dict[str, Any], fewer: Sequence[PlanCandidate], *, apart: bool) -> Advice:
-    """Recommends fewer processes if they are as fast, else the selected plan.
+    """Recommends fewer processes if these are as fast as all processes, else the selected plan.
 
-    `sync` is the result of `as_plain`, `fewer` is data parallel on fewer processes; `apart`: one process per machine.
+    `sync`: the result of `as_plain`; `fewer`: candidates on fewer processes; `apart`: True for one process per machine.
     """
     world_size = found.request.world_size
     seconds = found.pick.measured_seconds.get(found.pick.name) or found.chosen.prediction.seconds
@@ -69,12 +69,12 @@ def advised(found: SearchResult, sync: dict[str, Any], fewer: Sequence[PlanCandi
 
 
 def sync_row(method: dict[str, Any]) -> str:
-    """Returns the name of a sync method in the table."""
+    """Returns a sync method's name in the table. `method`: an item of "methods" from `as_plain`."""
     return DATA_PARALLEL if method["method"] == EXACT else f"{DATA_PARALLEL}, {sync_words(method)}"
 
 
 def sync_words(method: dict[str, Any]) -> str:
-    """Returns name, codec and interval of a sync method."""
+    """Formats a sync method: name, codec, and interval in updates."""
     codec = f" {method['codec']}" if method["codec"] else ""
     pace = f" every {method['every']}" if method["every"] > 1 else ""
     return f"{method['method']}{codec}{pace}"
@@ -86,14 +86,14 @@ def sync_seconds(sync: dict[str, Any]) -> float | None:
 
 
 def job_sync_row(sync: dict[str, Any]) -> dict[str, Any]:
-    """Returns the row of the job's sync method."""
+    """Returns the item of `sync["methods"]` for the job's sync method."""
     if sync["asked"] == AUTO:
         return next(row for row in sync["methods"] if row["chosen"])
     return min((row for row in sync["methods"] if row["method"] == sync["asked"]), key=lambda row: row["step_s"])
 
 
 def with_sync(reason: str, sync: dict[str, Any]) -> str:
-    """Appends the choice of --sync auto to a reason."""
+    """Appends the method that --sync auto chose, or would choose, to a reason."""
     chosen = next(row for row in sync["methods"] if row["chosen"])
     if sync["asked"] == AUTO:
         return f"{reason}\n--sync auto: {sync['reason']}"

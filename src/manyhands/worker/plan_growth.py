@@ -1,4 +1,4 @@
-"""Predicts how training scales with the number of machines in the mode data."""
+"""Predicts how data-parallel training scales with the number of machines."""
 
 import statistics
 import time
@@ -19,10 +19,10 @@ _BUDGET_S, _EACH_S, _ROUNDS = 60.0, 1.0, 3  # seconds for timing all shares of a
 
 @dataclass(frozen=True)
 class Growth:
-    """A scaling prediction."""
+    """The predicted throughput and cost of training by number of machines."""
 
-    rows: list[dict[str, Any]]  # plain data for each number of machines, ascending
-    about: dict[str, Any]  # the job, as plain data
+    rows: list[dict[str, Any]]  # JSON data for each number of machines, ascending
+    about: dict[str, Any]  # job, device and link, as JSON data
     notes: list[str]  # sentences on omitted or uncertain results
 
     @property
@@ -36,8 +36,8 @@ class Growth:
 def predict_growth(job: Job, first: int, requested: Mapping[str, Any]) -> Growth:
     """Predicts throughput, efficiency and cost for several numbers of machines with one process each.
 
-    `first` and `requested["world_size"]` are the smallest and the largest number; see `case_to_plan`. Raises UserError
-    if a request can't be satisfied.
+    `first` and `requested["world_size"]`: the smallest and largest number of machines. `requested`: see `case_to_plan`.
+    Raises UserError if the link speed is missing, or a request can't be satisfied.
     """
     last, case = requested["world_size"], case_to_plan(job, requested)
     if (between := case.between) is None:
@@ -66,16 +66,16 @@ def predict_growth(job: Job, first: int, requested: Mapping[str, Any]) -> Growth
 
 
 def numbers_of_machines(first: int, last: int) -> list[int]:
-    """Returns `first`, `last`, and 3 and powers of two between them."""
+    """Returns `first`, `last`, and 3 and the powers of two between these, ascending."""
     usual = (3, *(1 << power for power in range(last.bit_length())))
     return sorted({first, last, *(one for one in usual if first <= one <= last)})
 
 
 def _time_shares(case: JobCase, sizes: Mapping[int, int]) -> dict[int, Timing | None]:
-    """Times an update of one machine for each number of samples per machine, and extrapolates beyond the time limit.
+    """Times one machine's update for each number of samples per machine, and extrapolates beyond the time limit.
 
-    Each time is the median of interleaved rounds, because the load varies. `sizes` maps samples per machine to the
-    number of machines.
+    Each time is the median of interleaved rounds, because the load varies. `sizes`: number of machines by samples per
+    machine. Returns times by samples per machine, all None without measurements.
     """
     began_s, points, least = time.monotonic(), dict[int, list[Timing]](), 0
     for samples, count in sorted(sizes.items()):
@@ -100,7 +100,7 @@ def _time_shares(case: JobCase, sizes: Mapping[int, int]) -> dict[int, Timing | 
 
 
 def _extrapolate(points: Sequence[tuple[int, Timing]], samples: int) -> Timing:
-    """Extrapolates the line through the last two points, or through zero and a single point."""
+    """Extrapolates linearly from the last two points (samples, time), or from zero and a single point."""
     few, shorter = points[-2] if len(points) > 1 else (0, Timing(0.0))
     many, longer = points[-1]
     slope = max(0.0, longer.seconds - shorter.seconds) / (many - few)

@@ -1,4 +1,4 @@
-"""Searches for plans: for a network, for a job with processes that the launcher starts, and within a run."""
+"""Plan searches: `find_plan()` for a network, `manyhands plan` for a job, and the search at the start of a run."""
 
 import copy
 import functools
@@ -60,7 +60,7 @@ _LINK_BUDGET_S = 5.0
 
 
 def network_of(job: Job, world: World | None = None, objects: Objects | None = None) -> dict[str, Any]:
-    """Returns channels, size, classes, and samples per update (batch) and per epoch. Raises UserError without data."""
+    """Returns a dict of channels, size, classes, batch and samples (per epoch). Raises UserError without data."""
     objects = objects or Objects()
     splits = open_splits(job, world or World(), objects)
     sizes, samples = sizes_of(job, splits, pixels_for(job, splits, objects)), len(splits.train)
@@ -68,7 +68,7 @@ def network_of(job: Job, world: World | None = None, objects: Objects | None = N
 
 
 def graph_of(model: nn.Module, case: PlanCase) -> Graph:
-    """Returns the ops of a case's network in training mode, with grouped BatchNorm layers."""
+    """Traces `model` in training mode and returns the graph of its ops. Converts BatchNorm layers to grouped ones."""
     group_batch_norms(model)
     graph = describe_network(model, case.picture)
     if not case.cross_entropy:
@@ -77,13 +77,13 @@ def graph_of(model: nn.Module, case: PlanCase) -> Graph:
 
 
 def norm_group(job: Job, batch: int) -> int:
-    """Returns the size of BatchNorm groups; 0 means all samples of a process."""
+    """Returns the number of samples in a BatchNorm group; 0: no groups, each process uses its own samples."""
     group = job.train.norm_group
     return batch if group == "global" else group if isinstance(group, int) else 0
 
 
 def case_of(job: Job, network: dict[str, Any], device: str, objects: Objects | None = None) -> PlanCase:
-    """Returns a case that runs updates of a job on random samples."""
+    """Creates the case that times or verifies a job's plans on random samples. `network`: see `network_of`."""
     own, batch, side = objects or Objects(), network["batch"], network["size"]
     options = job.train.model_copy(update={"lr": 1e-6})
     kind = torch.float64 if job.train.precision == "fp64" else torch.float32
@@ -104,9 +104,9 @@ def case_of(job: Job, network: dict[str, Any], device: str, objects: Objects | N
 
 
 def parse_request(job: Job, batch: int, device: str, *, mesh: str = "", memory: str = "", **more: Any) -> SearchRequest:
-    """Returns the request for a search. Raises UserError if it is invalid.
+    """Creates the request for a plan search. Raises UserError if `mesh` or `memory` is invalid.
 
-    `mesh`, such as dp=2,tp=2, and `memory` per process, such as 14GiB, may be empty; `more`: fields of SearchRequest.
+    `mesh` (such as dp=2,tp=2) and `memory` per process (such as 14GiB) may be empty. `more`: fields of SearchRequest.
     """
     return SearchRequest(
         batch=batch,
@@ -120,7 +120,7 @@ def parse_request(job: Job, batch: int, device: str, *, mesh: str = "", memory: 
 
 
 def make_links(within: LinkSpeed, between: LinkSpeed | None) -> LinksOf:
-    """Returns the function that returns the links of a mesh; with `between`, each process has its own machine."""
+    """Returns a function from a mesh to its links. With `between`, each process runs on its own machine."""
     if between:
         return lambda mesh: links_of(mesh, per_machine=1, between=between)
     return lambda mesh: links_of(mesh, within=within)
@@ -128,24 +128,24 @@ def make_links(within: LinkSpeed, between: LinkSpeed | None) -> LinksOf:
 
 @dataclass(frozen=True)
 class JobCase:
-    """A job to plan, and its times on this machine; each time is measured once."""
+    """A job to plan, and the measurements of the job on this machine."""
 
     job: Job  # the job; `resolved` sets the number of processes, the precision and the layout
     network: dict[str, Any]  # see `network_of`
     device: str  # torch's device, or the name of a device model
     between: LinkSpeed | None  # the link between machines, if each process has its own machine
     modelled: DeviceModel | None  # the model of a device that isn't on this machine
-    measured: bool  # False to measure nothing
+    measured: bool  # False: all times are estimated
     rates: tuple[float, float] | None = None  # operations and bytes per second of a device model
     said: tuple[str, ...] = ()  # messages about the choices
 
     @property
     def here(self) -> str:
-        """The device on this machine that the network is created on."""
+        """The device of this machine on which the network is created."""
         return "cpu" if self.modelled else self.device
 
     def resolved(self, processes: int) -> "JobCase":
-        """Resolves precision and layout, by measurement if requested and if the device is on this machine."""
+        """Resolves precision and memory layout, by measurement if requested and if the device is on this machine."""
         smaller = large_batch_note(self.job.train.batch, self.network["samples"])
         if self.modelled:
             found = plain_precision(self.job)
@@ -171,14 +171,14 @@ class JobCase:
         return case_of(self.job, self.network, self.here)
 
     def share(self, processes: int, budget_s: float = _SHARE_S) -> Timing | None:
-        """Measures the time of one process's share of an update that is divided among `processes`."""
+        """Times one process's share of an update that is divided among `processes`; None without measurements."""
         if not self.measured:
             return None
         threads = self.job.cluster.threads or (0 if self.between else max(1, torch.get_num_threads() // processes))
         return share_timing(self._case, processes, threads, budget_s)
 
     def fewer(self, found: SearchResult) -> tuple[PlanCandidate, ...]:
-        """Returns data parallel on fewer processes; without measurements, only if these don't share CPU cores."""
+        """Predicts data parallel on fewer processes; () with pins, or if unmeasured processes share CPU cores."""
         # Estimates ignore that the processes of one machine share its cores.
         apart = self.between is not None or self.device != "cpu"
         if found.request.pins or not (apart or self.measured):
@@ -186,19 +186,19 @@ class JobCase:
         return found.fewer({count: self.share(count, _FEWER_S) for count in fewer_counts(found.request.world_size)})
 
     def with_cpu_time(self, link: LinkSpeed) -> LinkSpeed:
-        """Returns the link with the CPU time that messages take on each process."""
+        """Adds the measured CPU time of messages to a link; unchanged on accelerators or without measurements."""
         if self.device != "cpu" or not self.measured:
             return link
         return link.with_work_of(all_reduce_cpu_cost(cores() / (1 if self.between else self.job.cluster.processes)))
 
     @functools.cached_property
     def _pass_s(self) -> float:
-        """The seconds of an addition of two vectors of all parameters; 0 without measurements."""
+        """The seconds to add two vectors as long as all trained parameters; 0 without measurements."""
         count = sum(one.numel() for one in self._model.parameters() if one.requires_grad)
         return pass_seconds(count, self.device) if self.measured else 0.0
 
     def sync_methods(self, data: PlanCandidate, links: LinksOf, link: LinkSpeed) -> dict[str, Any]:
-        """Predicts the cost of each sync method for data parallel, as JSON data; allreduce has the cost of `data`."""
+        """Predicts the cost of each sync method as JSON data. `data`: data parallel with the method allreduce."""
         trained = [one for one in self._model.parameters() if one.requires_grad]
         own, predicted = links(data.mesh), data.prediction
         moved_s = sum(one.seconds(own) for one in predicted.collectives if one.when == STATISTICS)
@@ -219,10 +219,10 @@ class JobCase:
 
 
 def case_to_plan(job: Job, requested: Mapping[str, Any]) -> JobCase:
-    """Reads a job's data and the speed of the links. Raises UserError if one of them is missing or invalid.
+    """Reads a job's data and link speed. Raises UserError if the data, link speed or device is missing or invalid.
 
-    `requested`: world_size; measure (time ops and the best plans on this machine); link (between any two processes,
-    such as 1gbit, or "" within one machine); device_model (if the device isn't on this machine; nothing is measured).
+    `requested` has the keys world_size; measure (True: time ops and the best plans on this machine); link (between any
+    two processes, such as 1gbit; "": one machine); device_model (of a device elsewhere; nothing is measured; "": none).
     """
     check_method(job.sync.method)
     modelled = device_model(requested["device_model"]) if requested["device_model"] else None
@@ -296,7 +296,7 @@ def find_plan(  # noqa: PLR0913 - each is one request
 
 @dataclass(frozen=True)
 class Planned:
-    """The result of a search for a job."""
+    """The result of `search_plan`."""
 
     found: SearchResult
     case: JobCase
@@ -321,7 +321,7 @@ class Planned:
 
     @property
     def plan(self) -> Plan:
-        """The chosen plan as written to the file, with the fields to create the network again."""
+        """The selected plan as in the plan file, with the fields from which the network is rebuilt."""
         plan = self.found.plan
         model = self.case.job.model
         own = {"model": {"name": model.name, **model.model_dump(mode="json", exclude_defaults=True)}}
@@ -334,15 +334,15 @@ class Planned:
         return replace(plan, about={**plan.about, **said, NETWORK: {**own, **data}, "sync": self.sync})
 
     def as_plain(self) -> dict[str, Any]:
-        """Returns the result as JSON data, with the paths of plan and picture."""
+        """Returns the plan as JSON data, with the paths of the plan file and the picture."""
         return {"plan": str(self.files[0]), "picture": str(self.files[1]), **self.plan.as_plain()}
 
 
 def search_plan(job: Job, requested: Mapping[str, Any], out: Path, run_task: RunTask, *, force: bool) -> Planned:
-    """Searches for a job's plan, times the best plans here if requested and possible, and writes plan and picture.
+    """Finds a job's plan, times the best plans here if requested and possible, and writes the plan and a picture.
 
-    `requested`: see `case_to_plan`, and mesh, pins, memory and fill ("search" or "data", for ops without a pin). Raises
-    ManyhandsError if a request can't be satisfied, timing failed, or a file would be overwritten.
+    `requested`: the keys of `case_to_plan`, and mesh, pins, memory, and fill (for ops without a pin: "search" or
+    "data"). Raises ManyhandsError if a request can't be satisfied, timing fails, or a file would be overwritten.
     """
     world_size, case = requested["world_size"], case_to_plan(job, requested)
     memory = requested["memory"] or (str(case.modelled.memory_bytes) if case.modelled else "")
@@ -388,12 +388,12 @@ def with_processes(job: Job, count: int) -> Job:
 
 
 def plan_task(action: str, network: dict[str, Any], plans: dict[str, Any]) -> dict[str, Any]:
-    """Returns the task that verifies or times plans by name; None means data parallel."""
+    """Creates the task that verifies or times `plans`, by name; None: data parallel. `action`: VERIFY or MEASURE."""
     return {"task": "plan", "action": action, "network": network, "plans": plans, "rounds": ROUNDS}
 
 
 def _check_free(path: Path, *, force: bool) -> Path:
-    """Returns the path of the picture. Raises UserError if a file would be overwritten; `force` allows it for plans."""
+    """Returns the picture's path. Raises UserError if `path` isn't .json or a file exists; `force` overwrites plans."""
     if path.suffix.lower() != ".json":
         raise UserError(f"the plan file must end in .json: {path.name}", "--out", ("choose --out plan.json",))
     drawing = path.with_suffix(".png")
@@ -406,15 +406,15 @@ def _check_free(path: Path, *, force: bool) -> Path:
 
 
 def decide(job: Job, world: World, folder: RunFolder, objects: Objects) -> tuple[Plan | None, dict[str, Any]]:
-    """Selects the plan of the processes, the same on all of them; a collective.
+    """Selects the plan of a run, the same on all processes; a collective.
 
-    A run that resumes with the same number of processes and the same requests keeps its plan. Returns the plan
-    (None: data parallel) and fields for plan.json: the reason, and each candidate's times. Raises UserError on all
-    processes if a request can't be satisfied.
+    A resumed run with the same number of processes and the same plan options keeps the plan. Returns the plan (None:
+    data parallel) and fields for plan.json: the reason, and each candidate's times. Raises UserError on all processes
+    if an option can't be satisfied.
     """
     options = job.parallel
     key = [list(options.pin), options.mesh, options.memory, options.link, options.plan, options.full_batch]
-    previous = broadcast_plain(_previous(folder, world.size, key) if world.is_main else None, world)
+    previous = broadcast_plain(_previous_plan(folder, world.size, key) if world.is_main else None, world)
     if previous is not None:
         plan = plan_from_plain(previous, "plan.json")
         about = {name: plan.about[name] for name in ("reason", "candidates", "wish") if name in plan.about}
@@ -446,8 +446,8 @@ def decide(job: Job, world: World, folder: RunFolder, objects: Objects) -> tuple
     return plan and replace(plan, about={**plan.about, **about}), about
 
 
-def _previous(folder: RunFolder, world_size: int, key: list[Any]) -> dict[str, Any] | None:
-    """Returns the plan in this run folder if it has the same number of processes and the same requests."""
+def _previous_plan(folder: RunFolder, world_size: int, key: list[Any]) -> dict[str, Any] | None:
+    """Returns the run folder's plan if the process count and the plan options (`key`) are unchanged, else None."""
     if not folder.plan.is_file() or not folder.has_checkpoints():
         return None
     plan = read_plan(folder.plan)
@@ -455,7 +455,7 @@ def _previous(folder: RunFolder, world_size: int, key: list[Any]) -> dict[str, A
 
 
 def _search(job: Job, world: World, case: PlanCase, link: LinkSpeed) -> dict[str, Any]:
-    """Searches for plans and returns the result as plain data; `broadcast_result` calls it on rank 0 only."""
+    """Searches for plans, on rank 0 only (see `broadcast_result`). Returns the result as JSON data."""
     options = job.parallel
     pins = plan_of(options, world.size).ops if options.pin or options.full_batch else {}
     limits = {"mesh": options.mesh, "memory": options.memory}
@@ -479,7 +479,7 @@ def _search(job: Job, world: World, case: PlanCase, link: LinkSpeed) -> dict[str
 
 
 def try_out(job: Job, world: World, argument: dict[str, Any]) -> dict[str, Any]:
-    """Runs `argument["action"]` and returns the same plain data on all processes; a collective."""
+    """Measures links, or times or verifies plans (`argument["action"]`). A collective; all ranks return equal data."""
     if argument["action"] == LINKS:
         return {"link": asdict(measure_link(None, world.device, _LINK_BUDGET_S))}
     case = case_of(job, argument["network"], world.device)
@@ -491,5 +491,5 @@ def try_out(job: Job, world: World, argument: dict[str, Any]) -> dict[str, Any]:
 
 
 def plans_from(plans: dict[str, Any]) -> dict[str, Plan | None]:
-    """Parses plans by name from the result of `SearchResult.plans_of`; None means data parallel."""
+    """Parses the result of `SearchResult.plans_of` into plans by name; None: data parallel."""
     return {name: plan_from_plain(plan, f"plan of {name}") if plan else None for name, plan in plans.items()}

@@ -1,4 +1,4 @@
-"""Shows plan files op by op, and creates the tasks that verify or time them."""
+"""Lists the ops of a plan file for display, and creates the task that verifies or times the plan."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -25,14 +25,14 @@ class PlanRow:
     name: str
     kind: str = ""
     strategy: str = ""  # as in plan.json
-    piece: str = ""  # the shape of the last process's output
+    piece: str = ""  # shape of the op's output on the last rank
     parameter_mb: float = 0.0  # of the op's parameters, on one process
     collectives: str = ""  # their count, kind and size
 
 
 @dataclass(frozen=True)
 class Shown:
-    """A plan file with its network, to be shown."""
+    """A plan file and its network, for display."""
 
     plan: Plan  # the plan as read
     rows: list[PlanRow]  # one per op
@@ -44,9 +44,9 @@ class Shown:
         return {**self.plan.as_plain(), "rows": [asdict(row) for row in self.rows], "notes": self.notes}
 
     def task(self, *, verify: bool) -> tuple[Job, dict[str, Any]]:
-        """Returns the job with the plan's processes, and a task that runs the plan.
+        """Returns (the job with the plan's number of processes, a task that runs the plan).
 
-        The task compares the plan's results with one process, or times the plan and data parallel in turns.
+        The task compares the plan's results with one process (`verify`), or times the plan and data parallel.
         """
         content = self.plan.as_plain()
         plan = {key: content[key] for key in ("format", "mesh", "default", "ops")}  # layouts follow from these
@@ -56,7 +56,7 @@ class Shown:
 
 
 def show_plan(path: Path, flags: Mapping[str, Any]) -> Shown:
-    """Reads a plan and its network; `flags`, job values by dotted key, may name other data or another network.
+    """Reads a plan and rebuilds its network. `flags`: job options by dotted key, may name other data or networks.
 
     Raises UserError if the file is not a plan, or the plan doesn't match the network.
     """
@@ -77,7 +77,7 @@ def show_plan(path: Path, flags: Mapping[str, Any]) -> Shown:
 
 
 def _job_and_network(plan: Plan, flags: Mapping[str, Any], where: str) -> tuple[Job, dict[str, Any]]:
-    """Returns the job and the network that the plan describes, or that flags name."""
+    """Returns the job and the network (see `network_of`) from the flags if they name data or a model, else the plan."""
     given = {key: value for key, value in flags.items() if value is not None}
     if given.get("data.name") or given.get("model.name"):
         job = load_job(given).job
@@ -115,7 +115,7 @@ def _rows(
 
 
 def _words(sent: list[Collective]) -> str:
-    """Formats collectives: "2 all_reduce 0.4 MB"."""
+    """Formats collectives by kind: number, kind and size, such as "2 all_reduce 0.4 MB"."""
     sizes: dict[str, list[int]] = {}
     for one in sent:
         sizes.setdefault(one.kind, []).append(one.values * one.item_bytes)

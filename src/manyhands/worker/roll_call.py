@@ -1,6 +1,6 @@
-"""Liveness check without agents: a process with a late step calls all processes and reports those without an answer.
+"""Liveness check without agents: a process whose step is late calls all processes and reports those without an answer.
 
-Otherwise each process only asks the store once a second whether a process has called.
+Calls and answers go through the rendezvous store, which each process checks for calls once a second.
 """
 
 import contextlib
@@ -21,16 +21,16 @@ from manyhands.parallel.group.heartbeat import Heartbeat, Seen
 from manyhands.parallel.group.listeners import close_rendezvous
 from manyhands.parallel.group.rendezvous import Answer, parse_message
 
-_COUNTED_S = 3.0  # between the two heartbeats of an answer, while nobody uses the store
-_PATIENCE_S = 10.0  # a process or store without an answer for so long is silent
+_ANSWER_INTERVAL_S = 3.0  # seconds between the two heartbeats of an answer; the store is not used meanwhile
+_SILENT_S = 10.0  # seconds without an answer after which a process or the store counts as silent
 BY_HAND = "--init"  # `started_by` of processes that have their own terminals
 
 
 class LivenessCheck:
     """The liveness check of this process.
 
-    `present` are the descriptions of all processes from the rendezvous, by rank. `say` reports missing processes; it is
-    called on each late process that was started by hand, else on one process.
+    `present`: machine, host, addresses and pid of each process by rank, from the rendezvous. `say`: prints the report
+    of missing processes, on each late process that was started by hand, else on one process.
     """
 
     def __init__(
@@ -51,28 +51,28 @@ class LivenessCheck:
         self._open_port = store.port if self._held_by_rank_0 and process_info.rank == 0 else 0
         if self._held_by_rank_0:
             self._store.add("attending", 1)
-        self._reported, self._asked_at, self._over = False, float("inf"), threading.Event()
+        self._reported, self._request_began, self._ended = False, float("inf"), threading.Event()
 
     @contextlib.contextmanager
     def answering(self) -> Generator[None]:
-        """Calls and answers in the context; a second thread watches the store."""
+        """Runs the check within the context: one thread calls and answers, a second thread watches the store."""
         threads = [threading.Thread(target=each, daemon=True) for each in (self._check_calls, self._watch_the_store)]
         for thread in threads:
             thread.start()
         try:
             yield
         finally:
-            self._over.set()
+            self._ended.set()
             for thread in threads:
                 thread.join(HEARTBEAT_S)
 
     def _check_calls(self) -> None:
         number = 0
         with contextlib.suppress(dist.DistError):  # the store has ended, which is reported elsewhere
-            while not self._over.wait(HEARTBEAT_S):
+            while not self._ended.wait(HEARTBEAT_S):
                 late = self._heartbeat().late
                 self._reported = self._reported and late
-                with self._asking():
+                with self._timed_request():
                     if late and not self._reported:
                         self._store.set(str(number), "called")
                     called = self._store.check([str(number)])
@@ -87,49 +87,49 @@ class LivenessCheck:
                     number += 1
 
     def _watch_the_store(self) -> None:
-        while not self._over.wait(HEARTBEAT_S):
-            asked_s = time.monotonic() - self._asked_at
-            if asked_s > _PATIENCE_S and self._heartbeat().late and self._held_by_rank_0 and not self._reported:
+        while not self._ended.wait(HEARTBEAT_S):
+            asked_s = time.monotonic() - self._request_began
+            if asked_s > _SILENT_S and self._heartbeat().late and self._held_by_rank_0 and not self._reported:
                 mine = [self._seen(self._process_info.rank, self._heartbeat())] * 2
                 self._report({self._process_info.rank: mine} | self._observe_silent([0], asked_s), reporter=1)
 
     @contextlib.contextmanager
-    def _asking(self) -> Generator[None]:
-        self._asked_at = time.monotonic()
+    def _timed_request(self) -> Generator[None]:
+        self._request_began = time.monotonic()
         yield
-        self._asked_at = float("inf")
+        self._request_began = float("inf")
 
     def _answer(self, number: int) -> None:
-        """Answers a call; if this process is late too, collects the answers and reports the silent processes."""
+        """Answers call `number`. If this process is late too, collects all answers and reports the silent processes."""
         begun, before = time.monotonic(), self._heartbeat()
-        if self._over.wait(_COUNTED_S):
+        if self._ended.wait(_ANSWER_INTERVAL_S):
             return
         answer = Answer(before=before, now=self._heartbeat())
-        with self._asking():
+        with self._timed_request():
             self._store.set(f"{number}/{self._process_info.rank}", answer.model_dump_json())
         if not answer.now.late or self._reported:
             return
-        answers = self._collect(number)
+        answers = self._collect_answers(number)
         seen = {rank: [self._seen(rank, one.before), self._seen(rank, one.now)] for rank, one in answers.items()}
         late = [rank for rank, said in answers.items() if said.now.late]
         silent = [rank for rank in self._present if rank not in answers]
         self._report(seen | self._observe_silent(silent, time.monotonic() - begun), min(late, default=0))
 
-    def _collect(self, number: int) -> dict[int, Answer]:
-        answers, until = dict[int, Answer](), time.monotonic() + _PATIENCE_S
-        while len(answers) < len(self._present) and time.monotonic() < until and not self._over.wait(HEARTBEAT_S):
+    def _collect_answers(self, number: int) -> dict[int, Answer]:
+        answers, until = dict[int, Answer](), time.monotonic() + _SILENT_S
+        while len(answers) < len(self._present) and time.monotonic() < until and not self._ended.wait(HEARTBEAT_S):
             for rank in self._present.keys() - answers.keys():
                 key = f"{number}/{rank}"
-                with self._asking():
+                with self._timed_request():
                     if self._store.check([key]) and (said := parse_message(self._store.get(key), Answer)):
                         answers[rank] = said
         return answers
 
     def _observe_silent(self, silent: Sequence[int], quiet_s: float) -> dict[int, list[Seen]]:
-        """Returns two records, some seconds apart, of each silent process, as seen by this machine's system."""
+        """Returns two records of each silent process by rank, some seconds apart, as seen by this machine's OS."""
         heartbeat = self._heartbeat().model_copy(update={"still_s": 0.0, "calls": -1, "moved_bytes": 0, "cpu_s": 0.0})
         seen = {rank: [self._seen(rank, heartbeat, quiet_s)] for rank in silent}
-        self._over.wait(_COUNTED_S)
+        self._ended.wait(_ANSWER_INTERVAL_S)
         return {rank: [*first, self._seen(rank, heartbeat, quiet_s)] for rank, first in seen.items()}
 
     def _seen(self, rank: int, heartbeat: Heartbeat, quiet_s: float = 0.0) -> Seen:
@@ -141,7 +141,7 @@ class LivenessCheck:
     def _report(self, seen: Mapping[int, Sequence[Seen]], reporter: int) -> None:
         stalls = Stalls()
         for rank, (first, last) in seen.items():
-            for at, each in ((time.monotonic() - _COUNTED_S, first), (time.monotonic(), last)):
+            for at, each in ((time.monotonic() - _ANSWER_INTERVAL_S, first), (time.monotonic(), last)):
                 stalls.take(WorkersSeen(self._present[rank]["host"], [each]), at)
         self._reported = True
         reports = self._process_info.rank == reporter or self._process_info.started_by == BY_HAND

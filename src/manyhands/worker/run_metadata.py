@@ -1,4 +1,4 @@
-"""Writes the metadata of a start on rank 0: the job, the environment, the network and the plan."""
+"""Writes the metadata of a run's start on rank 0: the job, the environment, the network and the plan."""
 
 import json
 import os
@@ -26,7 +26,7 @@ from manyhands.train.journal import Journal
 def write_metadata(trainer: Any, about: Mapping[str, Any] = MappingProxyType({})) -> None:
     """Writes job.toml, env.json, network.json and plan.json, and an event for each changed option; a collective.
 
-    If an earlier start has trained, the files are written after the first update of this start. `about` has further
+    If an earlier start of the run has trained, writes the files after the first update of this start. `about`: further
     fields of plan.json. Raises UserError if options were changed, but no update remains.
     """
     from manyhands.parallel.group.plain import gather_plain
@@ -88,7 +88,7 @@ def write_metadata(trainer: Any, about: Mapping[str, Any] = MappingProxyType({})
 
 
 def record_undone_steps(folder: RunFolder, journal: Journal, step: int) -> None:
-    """Records which updates are repeated because the last start did not save them."""
+    """Records an event if updates are repeated because the previous start did not save their results."""
     from manyhands.report.follow import last_records
 
     # The last event is from this start.
@@ -102,9 +102,9 @@ def record_undone_steps(folder: RunFolder, journal: Journal, step: int) -> None:
 
 
 def resolved(trainer: Any, plan: PlanRecord) -> dict[str, Any]:
-    """Returns the resolved values of automatic options by dotted key, without options that the user set.
+    """Returns the resolved values of automatic options (such as "auto" or 0) by dotted key.
 
-    The job keeps the requested values, so a resumed run resolves them again; precision and layout never change.
+    The job keeps the automatic values, so a resumed run resolves the options again, except precision and layout.
     """
     job, pictures, world, sync = trainer.job, trainer.trained.pictures, trainer.world, trainer.sync.cost
     found: dict[str, Any] = {
@@ -132,7 +132,7 @@ def resolved(trainer: Any, plan: PlanRecord) -> dict[str, Any]:
 
 
 def job_text(job: Any, known: dict[str, Any]) -> str:
-    """Returns the job as TOML, with the resolved values of automatic options as comments."""
+    """Returns the job as TOML, with the values of automatic options (`known`, by dotted key) as comments."""
     shown = {key: plain(value) if isinstance(value, str) else value for key, value in known.items()}
     lines, section = list[str](), ""
     for line in tomli_w.dumps(job.model_dump(mode="json")).splitlines():
@@ -163,7 +163,7 @@ def local_environment(world: Any) -> dict[str, Any]:
 
 
 def plan_of(trainer: Any) -> PlanRecord:
-    """Returns the plan, with the reasons why results depend on the number of processes."""
+    """Returns the plan for plan.json. `exceptions` lists why results depend on the number of processes."""
     from manyhands.train.trainer import exceptions
 
     order, sharing, plan = trainer.feed.order, trainer.feed.sharing, trainer.network.traits.plan

@@ -1,6 +1,6 @@
 """Runs a user's training script in a worker as torchrun does: `python -m manyhands.worker.script …`.
 
-The agent has set torchrun's variables. A failure is recorded, so that the first cause is known.
+The agent has set torchrun's environment variables. A failure is recorded, so that the first cause is known.
 """
 
 import os
@@ -18,7 +18,7 @@ from manyhands.parallel.group.tunnel_ends import tunnel_ends
 
 
 def main(words: list[str]) -> None:
-    """Runs the script; `words` are the agent's folders, process id and debug options, the script, and its arguments."""
+    """Runs a script. `words`: the agent's folders and process id, debug rank and port, the script, its arguments."""
     scratch, logs, agent, debug_rank, debug_port, script, *own = words
     rank = begin(scratch, logs, int(agent))
     try:
