@@ -29,7 +29,7 @@ class Pick:
 def time_in_turns(finalists: Sequence[str], measure: Callable[[str], float], rounds: int) -> dict[str, list[float]]:
     """Times each plan once per round, so that a brief slowdown affects all plans. Returns seconds by plan and round.
 
-    A collective. `measure(name)` returns the same seconds on all ranks, or infinity. A warm-up round is not returned.
+    A collective. `measure(name)`: seconds, equal on all ranks (infinity: can't run). A warm-up round is not returned.
     """
     seconds: dict[str, list[float]] = {name: [] for name in finalists}
     for number in range(-1, rounds):
@@ -41,7 +41,7 @@ def time_in_turns(finalists: Sequence[str], measure: Callable[[str], float], rou
 
 
 def pick_measured(seconds: dict[str, list[float]]) -> Pick:
-    """Selects a plan from measured times. `seconds`: of a step, by plan and round.
+    """Selects a plan from measured times. `seconds`: step times by plan, one for each round.
 
     A plan's gain in a round is the time of data parallel divided by the time of the plan. A plan beats data parallel if
     the median gain is at least 1.03 and exceeds 1 by at least two standard errors. Returns the plan with the largest
@@ -56,7 +56,7 @@ def pick_measured(seconds: dict[str, list[float]]) -> Pick:
     if not all(map(math.isfinite, base)):
         fastest = min(medians, key=lambda name: (medians[name], name))
         return Pick(fastest, f"{fastest} is chosen: data parallel can't run here", medians)
-    gains = {name: _gain(base, values) for name, values in seconds.items() if name != DATA_PARALLEL}
+    gains = {name: _gain_and_error(base, values) for name, values in seconds.items() if name != DATA_PARALLEL}
     best = max(gains, key=lambda name: (_beats(*gains[name]), gains[name][0], name), default="")
     if not best:
         return Pick(DATA_PARALLEL, "data parallel is kept: no other plan was found", medians)
@@ -69,7 +69,7 @@ def pick_measured(seconds: dict[str, list[float]]) -> Pick:
     return Pick(DATA_PARALLEL, f"data parallel is kept: {found}", medians)
 
 
-def _gain(base: Sequence[float], values: Sequence[float]) -> tuple[float, float]:
+def _gain_and_error(base: Sequence[float], values: Sequence[float]) -> tuple[float, float]:
     ratios = [ours / theirs for ours, theirs in zip(base, values, strict=True)]
     middle = statistics.median(ratios)
     distance = statistics.median(abs(ratio - middle) for ratio in ratios)
@@ -83,7 +83,7 @@ def _beats(gain: float, error: float) -> bool:
 def pick_predicted(predicted_seconds: dict[str, float], doubtful_seconds: Mapping[str, float] | None = None) -> Pick:
     """Selects the plan with the shortest predicted step if it is at least 1.1 times as fast as data parallel.
 
-    `doubtful_seconds`: error of each prediction. With the error added, a plan must be as fast as data parallel.
+    `doubtful_seconds`: possible error by plan. With the error added, the plan must be as fast as data parallel.
     """
     best = min(predicted_seconds, key=lambda name: (predicted_seconds[name], name))
     if DATA_PARALLEL not in predicted_seconds:

@@ -35,7 +35,7 @@ class Collective:
     op: str = ""  # the op that causes it; empty: several ops
 
     def whole_bytes(self, mesh: Mesh) -> int:
-        """Returns the size of the unsharded tensor in bytes, which the functions of `sync.link_speeds` take."""
+        """Returns the size of the unsharded tensor in bytes, as an argument for `sync.link_speeds`."""
         return self.values * self.item_bytes * (mesh.parts(self.axes) if self.kind == "all_gather" else 1)
 
     def seconds(self, links: LinkSpeeds) -> float:
@@ -48,7 +48,7 @@ class Collective:
 
 @dataclass(frozen=True)
 class PlannedUpdate:
-    """One update of a sharded network: the inputs that determine its collectives."""
+    """The inputs that determine the collectives of one update of a sharded network."""
 
     graph: Graph  # of the unsharded network in training
     letters: Letters  # by op, a letter per mesh axis, such as n: sharded by samples
@@ -63,12 +63,12 @@ class PlannedUpdate:
 
 
 def shares(batch: int, norm_group: int) -> ShareOf:
-    """Returns a function that divides a batch, one micro-batch, equally. `norm_group` 0: no BatchNorm groups."""
+    """Returns a function (processes, index) -> equal share of one micro-batch. `norm_group` 0: no BatchNorm groups."""
     return sharing(batch, norm_group, (0, batch))
 
 
 def data_shares(batch: int, norm_group: int) -> ShareOf:
-    """Returns a function that divides a batch as in data parallel: if possible, by entire BatchNorm groups."""
+    """Returns a function (processes, index) -> share in data parallel, if possible of entire BatchNorm groups."""
     return lambda parts, index: BatchSharing(parts, 0, norm_group).micro_batches(batch)[0][index]
 
 
@@ -88,7 +88,7 @@ def real_axes(axes: Sequence[int], mesh: Mesh) -> tuple[int, ...]:
 
 
 def _conversions(update: PlannedUpdate) -> Iterator[Collective]:
-    """Yields the collectives of layout conversions between ops. Readers with equal layouts share one conversion."""
+    """Yields the collectives of layout conversions between ops. Ops that read equal layouts share one."""
     readers: dict[tuple[str, Layout, Layout], list[Op]] = {}
     for giver, reader, place in update.graph.edges():
         if giver.extents:
@@ -110,7 +110,7 @@ def norms_of(op: Op) -> list[GroupedNorm]:
     return [module for module in modules if isinstance(module, GroupedNorm)]
 
 
-def _channels(op: Op, layer: GroupedNorm, update: PlannedUpdate) -> int:
+def _local_channels(op: Op, layer: GroupedNorm, update: PlannedUpdate) -> int:
     if layer is not op.module:
         return layer.num_features
     cut = [axis for axis, letter in enumerate(update.letters[op.name]) if letter == "c"]
@@ -126,7 +126,7 @@ def _norms(update: PlannedUpdate) -> Iterator[Collective]:
             axes = real_axes(batch_axes(update.letters[op.name]), update.mesh)
             shared = update.share(update.mesh.parts(axes), update.mesh.place(axes, update.rank)).shared_groups
             if axes and shared:
-                values = len(shared) * 2 * _channels(op, layer, update)
+                values = len(shared) * 2 * _local_channels(op, layer, update)
                 for when in (FORWARD, BACKWARD):
                     yield Collective("all_reduce", axes, values, _LONG_BYTES, when, op.name)
 
@@ -164,14 +164,14 @@ def _gradients(update: PlannedUpdate) -> Iterator[Collective]:
 
 
 def _statistics(update: PlannedUpdate) -> Iterator[Collective]:
-    """Yields all-reduces of BatchNorm running statistics, one for all layers with samples sharded over equal axes."""
+    """Yields all-reduces of BatchNorm running statistics, one for all layers that shard samples over the same axes."""
     values: dict[tuple[int, ...], int] = {}
     seen: set[int] = set()
     for op in update.graph.ops.values():
         axes = real_axes(batch_axes(update.letters[op.name]), update.mesh)
         for layer in norms_of(op):
             if axes and id(layer) not in seen and layer.running_mean is not None:
-                values[axes] = values.get(axes, 0) + 2 * _channels(op, layer, update) + 1
+                values[axes] = values.get(axes, 0) + 2 * _local_channels(op, layer, update) + 1
             seen.add(id(layer))
     for axes, count in values.items():
         yield Collective("all_reduce", axes, count, _LONG_BYTES, STATISTICS)

@@ -81,7 +81,7 @@ class Work:
 
     def __init__(self, graph: Graph, batch: int, processes: int, times: OpTimes) -> None:
         self.batch, self.estimate = batch, times.estimate
-        self._graph, self._times, self._piece = graph, times, max(1, batch // processes)
+        self._graph, self._times, self._share_size = graph, times, max(1, batch // processes)
         self._factors: dict[str, float] = {}  # measured time divided by the estimate, by signature
         self._of_kind: dict[str, list[float]] = {}
         # by op: why the op can't run outside the network; the cost of such an op is estimated from its size
@@ -98,10 +98,10 @@ class Work:
         op = self._graph.ops[name]
         reads = [(one.extents, one.trains) for one in self._sources(op)]
         learns = [tensor.requires_grad for tensor in op.parameters().values()]
-        return repr((self._kernel(op), reads, learns, op.batchwise, op.letters))
+        return repr((self._op_key(op), reads, learns, op.batchwise, op.letters))
 
-    def _kernel(self, op: Op) -> str:
-        """Returns the part of the cache key that describes the op. Contains no memory addresses, which vary."""
+    def _op_key(self, op: Op) -> str:
+        """Returns the op's part of the cache key, without memory addresses, which differ between processes."""
         target = getattr(op.node, "target", "")
         name = repr(op.module) if op.module is not None else getattr(target, "__name__", str(target))
         shapes = [tuple(tensor.shape) for tensor in op.parameters().values()]
@@ -133,18 +133,18 @@ class Work:
 
     def _measured_ratio(self, op: Op) -> float:
         """Returns an op's measured time divided by the estimate; if untimed, the median ratio of ops of this kind."""
-        runs = _runner(op, self._graph, self._piece)
+        runs = _op_runner(op, self._graph, self._share_size)
         known = self._of_kind.setdefault(op.kind, [])
         usual = statistics.median(known) if known else 1.0
         if runs is None:
             return usual
         sources, directions = self._sources(op), 1 + self._backward_factor(op)
-        work = operations(op, sources, self._piece)
+        work = operations(op, sources, self._share_size)
         held = sum(tensor.numel() * tensor.element_size() for tensor in op.parameters().values())
         passed = sum(values(one, self.batch) * one.item_bytes for one in [op, *sources])
-        moved = held + self._piece / self.batch * passed
+        moved = held + self._share_size / self.batch * passed
         before = self._times.measured
-        key = f"{self._piece} samples, {self._backward_factor(op):.0f} backward: {self._kernel(op)}"
+        key = f"{self._share_size} samples, {self._backward_factor(op):.0f} backward: {self._op_key(op)}"
         taken = self._times.seconds(key, runs, work * directions, moved * directions)
         if key in self._times.failed:
             self.untimed[op.name] = self._times.failed[key]
@@ -155,7 +155,7 @@ class Work:
         return known[-1]
 
 
-def _runner(op: Op, graph: Graph, batch: int) -> Callable[[], Callable[[], object]] | None:
+def _op_runner(op: Op, graph: Graph, batch: int) -> Callable[[], Callable[[], object]] | None:
     """Returns a factory for a function that runs an op's forward and backward pass; None if the op can't run alone."""
     node = op.node
     if node is None or node.op not in {"call_module", "call_function", "call_method"} or op.name == LOSS:
@@ -324,14 +324,14 @@ Choices = tuple[tuple[str, ...], ...]
 
 @dataclass(frozen=True)
 class LabelledProblem:
-    """A solver problem, and the ops and letters that the problem's nodes and choices represent."""
+    """A solver problem, and the ops and sharding letters that the problem's nodes and choices represent."""
 
     problem: Problem  # numbers only
     groups: list[list[Op]]  # tied ops of each node; tied ops share their letters
     choices: list[Choices]  # letters of each choice of each node
 
     def letters(self, chosen: tuple[int, ...]) -> dict[str, tuple[str, ...]]:
-        """Returns the letters by op. `chosen`: the index of each node's choice."""
+        """Returns the sharding letters of each op. `chosen`: the index of each node's choice."""
         return {op.name: self.choices[node][choice] for node, choice in enumerate(chosen) for op in self.groups[node]}
 
 
@@ -354,7 +354,7 @@ def sharding_problem(graph: Graph, setting: Setting, fixed: Fixed | None = None)
         pinned = {(place, *own) for place, op in enumerate(ops) for own in (fixed or {}).get(op.name, {}).items()}
         key = tuple((setting.work.signature(op.name), op.name == LOSS) for op in ops), frozenset(pinned)
         if key not in rows:
-            taken = _choices(ops, setting, {axis: letter for _, axis, letter in pinned})
+            taken = _valid_choices(ops, setting, {axis: letter for _, axis, letter in pinned})
             rows[key] = taken, [_choice_cost(ops, letters, setting) for letters in taken]
         choices.append(rows[key][0])
         nodes.append(rows[key][1])
@@ -369,13 +369,13 @@ def sharding_problem(graph: Graph, setting: Setting, fixed: Fixed | None = None)
     return LabelledProblem(problem, groups, choices)
 
 
-def _choices(ops: list[Op], setting: Setting, pinned: Mapping[int, str]) -> Choices:
+def _valid_choices(ops: list[Op], setting: Setting, pinned: Mapping[int, str]) -> Choices:
     letters = [letter for letter in ops[0].allowed() if all(letter in op.allowed() for op in ops)]
     ways = [[pinned[axis]] if axis in pinned else letters for axis in range(len(setting.mesh.axes))]
-    return tuple(taken for taken in itertools.product(*ways) if all(setting.cached(_valid, op, taken) for op in ops))
+    return tuple(taken for taken in itertools.product(*ways) if all(setting.cached(_is_valid, op, taken) for op in ops))
 
 
-def _valid(op: Op, letters: tuple[str, ...], setting: Setting) -> bool:
+def _is_valid(op: Op, letters: tuple[str, ...], setting: Setting) -> bool:
     mesh = setting.mesh
     idle = mesh.parts(batch_axes(letters)) > setting.work.batch
     repeats = any(letter == "r" and mesh.sizes[axis] > 1 for axis, letter in enumerate(letters))

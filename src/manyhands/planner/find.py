@@ -125,10 +125,10 @@ class SearchResult:
 
     def repicked(self, seconds: float) -> "SearchResult":
         """Repeats the selection with `seconds` as data parallel's step time, which depends on the sync method."""
-        return replace(self, pick=_pick(self.options, self.request, self.spread, seconds))
+        return replace(self, pick=_select(self.options, self.request, self.spread, seconds))
 
     def fewer(self, shares: Mapping[int, Timing | None]) -> tuple[PlanCandidate, ...]:
-        """Returns data parallel on fewer processes. `shares`: time of one process's share (None: estimate) by count."""
+        """Returns data parallel on fewer processes. `shares`: timing of a share (None: estimated) by process count."""
         found: list[PlanCandidate] = []
         for count, share in shares.items():
             one = self.data_parallel(count)
@@ -182,8 +182,8 @@ def find(
         times.save()
     options = _distinct(options)
     spread = max(times.spread, share.spread if share else 0.0)
-    notes = tuple(_untimed(pricing.base.work.untimed))
-    pick = _pick(options, request, spread, least_bytes=least_bytes)
+    notes = tuple(_untimed_notes(pricing.base.work.untimed))
+    pick = _select(options, request, spread, least_bytes=least_bytes)
     return SearchResult(tuple(options), pick, graph, request, notes, spread, pricing.data_parallel)
 
 
@@ -211,15 +211,15 @@ class Pricing:
             self.base = replace(self.base, scale=share.seconds / compute_s, known={})
 
     def data_parallel(self, processes: int) -> PlanCandidate:
-        """Predicts data parallel on `processes` processes, with the batch divided as in the mode `data`."""
+        """Predicts data parallel on `processes` processes, with the batch divided as in training."""
         plan, share = Plan(_data_mesh(processes)), data_shares(self._request.batch, self._request.norm_group)
         setting = replace(self._setting(plan.mesh), share=share, known={})
-        return self._option(DATA_PARALLEL, resolve(plan, self._graph, "pin"), setting, allowed=not self._request.pins)
+        return self._predict(DATA_PARALLEL, resolve(plan, self._graph, "pin"), setting, allowed=not self._request.pins)
 
     def _setting(self, mesh: Mesh) -> Setting:
         return replace(self.base, links=self._links(mesh))
 
-    def _option(self, name: str, letters: Letters, setting: Setting, *, allowed: bool = True) -> PlanCandidate:
+    def _predict(self, name: str, letters: Letters, setting: Setting, *, allowed: bool = True) -> PlanCandidate:
         prediction, limit = predict(self._graph, letters, setting), setting.memory_limit_bytes
         fits = limit is None or prediction.memory_bytes <= limit
         return PlanCandidate(name, setting.mesh, letters, prediction, fits, allowed)
@@ -230,19 +230,19 @@ class Pricing:
             options: list[PlanCandidate] = []
             for mesh, _ in self._meshes_for_pins():
                 letters = resolve(Plan(mesh, self._request.pins), self._graph, "pin")
-                options.append(self._option(YOURS, letters, self._setting(mesh)))
+                options.append(self._predict(YOURS, letters, self._setting(mesh)))
             return [min(options, key=lambda option: (not option.fits, option.prediction.seconds))]
         mesh = _data_mesh(self._request.world_size)
         letters = one_weird_trick(self._graph, mesh) if self._request.mesh is None else None
-        return [self._option(TRICK, letters, self._setting(mesh))] if letters else []
+        return [self._predict(TRICK, letters, self._setting(mesh))] if letters else []
 
     def searched(self) -> tuple[list[PlanCandidate], float]:
-        """Returns the best plan on each mesh, and the bytes of the smallest plan if no plan fits (else infinity)."""
+        """Returns the best plan on each mesh, and the memory of the smallest plan in bytes if none fits."""
         settings = [(self._setting(mesh), fixed) for mesh, fixed in self._meshes_for_pins()]
         labelled = [sharding_problem(self._graph, setting, fixed) for setting, fixed in settings]
         answers, least_bytes = solve_all([one.problem for one in labelled], self._request.limit_s, GAP)
         options = [
-            self._option("search", one.letters(answer.choices), setting)
+            self._predict("search", one.letters(answer.choices), setting)
             for (setting, _), one, answer in zip(settings, labelled, answers, strict=True)
             if answer is not None
         ]
@@ -250,7 +250,7 @@ class Pricing:
         return [replace(option, name=f"search {number}") for number, option in enumerate(options, 1)], least_bytes
 
     def _meshes_for_pins(self) -> list[tuple[Mesh, dict[str, dict[int, str]]]]:
-        """Returns (mesh, letters by op) for meshes on which the pins are valid. Raises UserError if there are none."""
+        """Returns (mesh, sharding letters by op) for meshes on which pins are valid. Raises UserError without any."""
         request, graph, pins = self._request, self._graph, self._request.pins or {}
         # Larger axes come first; axes of equal size are interchangeable.
         meshes = factorisations(request.world_size)
@@ -270,7 +270,7 @@ class Pricing:
         return found
 
 
-def _untimed(reasons: Mapping[str, str]) -> list[str]:
+def _untimed_notes(reasons: Mapping[str, str]) -> list[str]:
     names: dict[str, list[str]] = {}
     for name, reason in reasons.items():
         names.setdefault(reason, []).append(name)
@@ -332,7 +332,7 @@ def _distinct(options: Sequence[PlanCandidate]) -> list[PlanCandidate]:
     return [*found.values()]
 
 
-def _pick(
+def _select(
     options: Sequence[PlanCandidate],
     request: SearchRequest,
     spread: float = 0.0,

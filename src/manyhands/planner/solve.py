@@ -161,7 +161,7 @@ class Program:
         self._solver = self._create_solver()
 
     def _add_edge(self, pair: Pair, both: Matrix, count: int) -> int:
-        """Adds a column for each pair of choices (one for equal costs) after `count` columns; returns the new count."""
+        """Adds columns for an edge's pairs of choices, shared by pairs of equal cost. Returns the number of columns."""
         key = repr(both.shape).encode() + both.tobytes()
         if key not in self._known:
             (first, of_first), (second, of_second) = (

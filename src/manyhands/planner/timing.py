@@ -67,15 +67,15 @@ class OtherLoad:
     """Measures the CPU time that other processes use after the creation of this object."""
 
     def __init__(self) -> None:
-        self._began = self._now()
+        self._began = self._cpu_times()
 
     def share(self) -> float:
         """Returns the fraction of the CPU time that other processes used, 0 to 1; measures for at least 0.1 s."""
         time.sleep(max(0.0, self._began[1] + _WATCHED_S - time.perf_counter()))
-        busy_s, wall_s, own_s = (now - before for now, before in zip(self._now(), self._began, strict=True))
+        busy_s, wall_s, own_s = (now - before for now, before in zip(self._cpu_times(), self._began, strict=True))
         return min(1.0, max(0.0, (busy_s - own_s) / (wall_s * (os.cpu_count() or 1))))
 
-    def _now(self) -> tuple[float, float, float]:
+    def _cpu_times(self) -> tuple[float, float, float]:
         """Returns seconds: busy time of all processors since boot (0: unknown), wall time, this process's CPU time."""
         try:
             words = _STAT.read_text().split("\n", 1)[0].split()
@@ -150,7 +150,7 @@ class OpTimes:
         self._fresh: dict[str, OpTime] = {}
         self._used: dict[str, OpTime] = {}
         self._others: OtherLoad | None = None
-        self._seconds = {} if rates else self._read()
+        self._seconds = {} if rates else self._read_file()
         self._rates = rates
 
     def seconds(
@@ -212,13 +212,13 @@ class OpTimes:
         """Adds new measurements to the cache file atomically."""
         if not self._fresh:
             return
-        content = _TimesFile(format="op-times/2", environment=self._environment, times=self._read() | self._fresh)
+        content = _TimesFile(format="op-times/2", environment=self._environment, times=self._read_file() | self._fresh)
         self.file.parent.mkdir(parents=True, exist_ok=True)
         with replacing(self.file) as part:
             part.write_text(json.dumps(content.model_dump(), indent=1, sort_keys=True), encoding="utf-8")
         self._fresh = {}
 
-    def _read(self) -> dict[str, OpTime]:
+    def _read_file(self) -> dict[str, OpTime]:
         try:
             file = _TimesFile.model_validate(parse_json(read_bytes(self.file), infinite=True))
             if file.environment != self._environment:

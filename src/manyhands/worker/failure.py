@@ -185,7 +185,7 @@ def first_failure_fields(failure: Any) -> dict[str, Any]:
 
 
 def describe_peer(failure: Any, *, rank: int, step: int | None, phase: str) -> Failure:
-    """Returns this process's record after another process failed. `failure`: of that process; None if unknown."""
+    """Returns this process's record after another process failed. `failure`: that process's failure, or None."""
     what, hints = "rank 0's store is unreachable, so the run can't continue", ["see the last messages of rank 0"]
     known = first_failure_fields(failure) if failure else {"what": what, "hints": hints}
     return _record(rank, step, phase, error="PeerGone", consequence=True, **known)

@@ -51,7 +51,7 @@ def describe_pickled(path: Path) -> dict[str, Any]:
 
 
 def rewrite(find: Callable[[], Path], target: Path, plan: Path | None) -> tuple[str, ...]:
-    """Copies the checkpoint at `find()` to `target`, resharded by `plan` or unsharded. Returns notes on omissions."""
+    """Copies the checkpoint at `find()` to `target`, sharded by `plan` or unsharded. Returns notes on omitted data."""
     from manyhands.checkpoint import reshard
     from manyhands.checkpoint.read import open_checkpoint
     from manyhands.checkpoint.snapshot import EXTRA_STATE

@@ -80,7 +80,7 @@ class GroupMember:
         return self.trainer.heartbeats.hang_reason() if self.trainer else ""
 
     def print_unsaved(self, why: str) -> None:
-        """Prints the last saved step and `why` this process can't save, before it is killed."""
+        """Prints the last saved step, and `why` no later step was saved; called before this process is killed."""
         if self.process_info.rank == 0 or self.process_info.started_by == "--init":
             terminal.say(str(unsaved_error(self.folder.path, saved_step(self.folder), why)))
 

@@ -13,7 +13,7 @@ _MB, _MBIT = 1e6, 8e-6
 
 
 def as_plain(choice: SyncChoice, case: LinkCase, asked: str) -> dict[str, Any]:
-    """Returns a choice of a sync method and its inputs as JSON data. `asked`: the method in the job, or "auto"."""
+    """Returns the choice of a sync method, with the inputs, as JSON data. `asked`: the method in the job, or "auto"."""
     return {
         "asked": asked,
         "machines": case.machines,

@@ -66,7 +66,7 @@ def predict_growth(job: Job, first: int, requested: Mapping[str, Any]) -> Growth
 
 
 def numbers_of_machines(first: int, last: int) -> list[int]:
-    """Returns `first`, `last`, and 3 and the powers of two between these, ascending."""
+    """Returns `first`, `last`, and between them 3 and all powers of two, in ascending order."""
     usual = (3, *(1 << power for power in range(last.bit_length())))
     return sorted({first, last, *(one for one in usual if first <= one <= last)})
 

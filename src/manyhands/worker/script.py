@@ -24,7 +24,7 @@ def main(words: list[str]) -> None:
     try:
         debugged = ClusterOptions(debug_rank=int(debug_rank), debug_port=int(debug_port))
         wait_for_editor(rank, int(os.environ["WORLD_SIZE"]), debugged)
-        _run(script, own)
+        _run_script(script, own)
     except SystemExit:
         raise
     except BaseException as error:  # noqa: BLE001 - whatever ended the script is the first cause
@@ -40,7 +40,7 @@ def main(words: list[str]) -> None:
         sys.exit(EXIT_USAGE if isinstance(error, UserError) else EXIT_FAILED)
 
 
-def _run(script: str, own: list[str]) -> None:
+def _run_script(script: str, own: list[str]) -> None:
     if not Path(script).is_file():
         here = f"{os.uname().nodename}:{Path.cwd()}"
         hints = ("copy this folder to the other machines: --sync-code", "or copy the script by hand")
