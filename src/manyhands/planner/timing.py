@@ -125,7 +125,7 @@ class _TimesFile(BaseModel):
 class OpTimes:
     """A cache of op times that measures new ops until `budget_s` is used up, and then estimates.
 
-    A key describes op, local shapes, dtype and memory format. Each `environment()` has one file; concurrent writes are
+    Callers choose the keys, such as op, shapes and dtype. Each `environment()` has one file; concurrent writes are
     merged, and a damaged file is replaced. `rates`: (operations, bytes) per second of a device that isn't on this
     machine; then nothing is measured or cached. `threads`: CPU threads of a measurement; 0: torch's current setting.
     """
