@@ -47,8 +47,7 @@ class Leftover:
 def find_leftovers(runs: Sequence[str] = ()) -> tuple[list[Leftover], list[str]]:
     """Finds removable files of this user: caches, files of killed processes, and the runs named in `runs`.
 
-    Returns (removable files, descriptions of files that are kept because a process may be using them). Raises
-    UserError: a name matches no run, or an active run.
+    Returns (removable files, descriptions of files in use). Raises UserError: a name matches no run, or an active run.
     """
     active = [process for process in psutil.process_iter(["cmdline", "cwd", "uids"]) if _is_manyhands_process(process)]
     places = [Path(process.info["cwd"]) for process in active if process.info["cwd"]]

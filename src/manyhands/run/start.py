@@ -303,6 +303,7 @@ def check_machines(job: Job, say: Say, machines: Machines) -> dict[RunMachine, A
 
 
 def describe(machines: Machines, why_open: str, routes: open_tunnels.TunnelRoutes | None = None) -> list[str]:
+    """Describes the processes of a start, the addresses and the open ports, in lines for the user."""
     running = machines.running
     who = [f"{one.name} ({one.processes})" if one.processes > 1 else one.name for one in running]
     total = sum(machine.processes for machine in running)
