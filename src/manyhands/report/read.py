@@ -177,7 +177,7 @@ def no_run(path: Path) -> UserError:
     """Returns the error for a folder without a run; the hint lists the newest runs nearby."""
     what = f"{path} is not a run folder: job.toml is missing" if path.is_dir() else f"there is no folder {path}"
     near = [str(run) for run in newest_runs((path, path.parent, Path("runs")))]
-    hints = ("newest runs: " + ", ".join(near),) if near else ("name a run folder, which manyhands train creates",)
+    hints = ("name a run: " + ", ".join(near),) if near else ("name a run folder, which manyhands train creates",)
     return UserError(what, str(path), hints)
 
 

@@ -48,7 +48,7 @@ def conclude(job: Job, folder: RunFolder, ending: Ending, earlier: int = 0) -> O
     """Records a run's end, writes the report, raises the failure. `earlier`: number of older start and stop events."""
     if job.run.script and ending.interrupted:
         note(folder, "stopped")
-        hints = (f"for its output: manyhands logs {shlex.quote(str(folder.path))}",)
+        hints = (f"to see the output: manyhands logs {shlex.quote(str(folder.path))}",)
         error = ManyhandsError(f"{job.run.script[0]} was stopped", hints=hints)
         error.exit_code = EXIT_INTERRUPTED
         raise error

@@ -184,7 +184,7 @@ def find_run(word: str, *, parts: bool = True, active: bool = False) -> RunFolde
         names = named_by(word, [path.name for path in paths], parts=parts)
         found = [path for path in paths if path.name in names]
         if len(found) > 1:
-            raise UserError(f'"{word}" matches {len(found)} runs', word, tuple(map(str, found)))
+            raise UserError(f'"{word}" matches {len(found)} runs', word, (f"name one of {', '.join(map(str, found))}",))
         if found:
             return RunFolder(found[0])
     if "/" in word or Path(word).exists():
