@@ -155,7 +155,7 @@ def test_a_launch_that_is_stopped_while_it_prepares_says_so_and_ends(here):
     assert "resume" not in ended.err
     wait_until(lambda: not marked(str(here)))
     told = done("why run", by=inside).out
-    assert "run was ended at once" in told.splitlines()[0], told
+    assert "run was stopped without saving" in told.splitlines()[0], told
     assert "why: stopped before anything was saved" in told
 
 
@@ -251,7 +251,7 @@ def test_a_second_interrupt_kills(here):
     assert "stopped before anything was saved" in ended.err
     wait_until(lambda: not marked(str(here)))
     headline, cause, *_ = done("why run", by=inside).out.splitlines()
-    assert "run was ended at once" in headline
+    assert "run was stopped without saving" in headline
     assert cause.startswith("why: stopped ")
 
 

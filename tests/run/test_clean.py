@@ -26,9 +26,9 @@ def home(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", None)
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
-    ours, before = disk._is_ours, psutil.Process().children()
+    ours, before = disk._is_manyhands_process, psutil.Process().children()
     mine = lambda: {child.pid for child in psutil.Process().children() if child not in before}  # noqa: E731
-    monkeypatch.setattr(disk, "_is_ours", lambda process: process.pid in mine() and ours(process))
+    monkeypatch.setattr(disk, "_is_manyhands_process", lambda process: process.pid in mine() and ours(process))
     yield tmp_path
     tempfile.tempdir = None
 

@@ -67,7 +67,7 @@ class Scene:
         self.clock, self.said, self.opened = Clock(), [], []
         monkeypatch.setattr(time, "monotonic", self.clock)
         monkeypatch.setattr(module, "open_agent", self.open)
-        monkeypatch.setattr(Membership, "_judge", lambda *_: None)
+        monkeypatch.setattr(Membership, "_check_facts", lambda *_: None)
         self.folder = RunFolder(path)
         self.folder.failures.mkdir(parents=True)
         self.n1, self.n2, self.n3 = (self.machine(name) for name in ("n1", "n2", "n3"))

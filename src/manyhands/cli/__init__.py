@@ -1,1 +1,1 @@
-"""Commands: each parses its flags, calls one function of `run` and prints. Imports for more than --help are local."""
+"""The commands. Each parses flags, calls a function of `run` and prints. Imports that --help doesn't need are local."""

@@ -72,7 +72,7 @@ def _print(diagnosis: "Diagnosis") -> None:
 
 
 def _table(survey: "Survey") -> list[str]:
-    """Returns lines with the speed and latency between each pair of machines; empty if nothing was measured."""
+    """Formats the bandwidth and latency between each pair of machines as a table; [] if nothing was measured."""
     if not survey.mbps:
         return []
     rows = [["Mbit/s (ms)", *(f"to {host}" for host in survey.hosts)]]

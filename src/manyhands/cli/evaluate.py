@@ -80,5 +80,5 @@ def predict(
 
 
 def prediction_line(picture: Path, guesses: Sequence[tuple[str, float]]) -> str:
-    """Formats a picture's path and three most likely classes, without control characters."""
+    """Formats a picture's path and its three most likely classes, without control characters."""
     return f"{plain(str(picture))}: " + ", ".join(f"{plain(name)} {percentage(share)}%" for name, share in guesses[:3])

@@ -67,7 +67,7 @@ def merge(src: Source, dst: MergeTarget, /, *, which: Which = "best") -> int:
 
 @checkpoint.command
 def split(src: Source, dst: Target, /, *, plan: Plan, which: Which = "last") -> int:
-    """Shard an unsharded checkpoint or file by a plan."""
+    """Shard an unsharded checkpoint or weights file as a plan specifies."""
     return _rewrite(src, dst, plan, which)
 
 
@@ -97,18 +97,18 @@ def pack(  # noqa: PLR0913 - one argument for each flag
 ) -> int:
     """Pack a folder of pictures into tar files, which train then reads in place of the pictures.
 
-    An interrupted pack resumes.
+    To resume an interrupted pack, run the same command again.
     """
     from manyhands.run import disk
 
     folder, to = folder.expanduser(), to and to.expanduser()
     request = None if check else disk.pack_request(folder, to, size, quality)
-    began = said = time.perf_counter()
+    began = reported = time.perf_counter()
 
     def say_progress(done: int, total: int) -> None:
-        nonlocal said
-        if time.perf_counter() - said > 5:
-            said = time.perf_counter()
+        nonlocal reported
+        if time.perf_counter() - reported > 5:
+            reported = time.perf_counter()
             say(f"{done:,} of {total:,} {'shard' if total == 1 else 'shards'}")
 
     bad = None

@@ -1,4 +1,4 @@
-"""Flags of several commands, each defined once, with the help text and the option of the job that the flag sets."""
+"""Flags that several commands share, with their help texts and the options of the job that they set."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -20,7 +20,7 @@ class Key(str):
 
 
 def Help(text: str, *names: str) -> Parameter:  # noqa: N802 - used like the class Key
-    """Declares a flag with a help text and with names, by default the argument's name."""
+    """Declares a flag with a help text. `names` default to the name of the argument."""
     return Parameter(name=names, help=text) if names else Parameter(help=text)
 
 
@@ -36,7 +36,7 @@ Int = Annotated[int, Parameter(converter=_whole_number)]
 
 
 def _comma_separated(_kind: Any, tokens: Sequence[cyclopts.Token]) -> list[str] | None:
-    """Splits the machines of `--hosts n1,n2`."""
+    """Converts `--hosts n1,n2` to a list of machines; None for an empty value."""
     return [name for token in tokens if token.value for name in token.value.split(",")] or None
 
 
@@ -109,7 +109,7 @@ Quiet = Annotated[bool, Help("print one line about the job and no progress", "-q
 @Parameter(name="*")
 @dataclass(kw_only=True, eq=False, repr=False)
 class Flags:
-    """Base class of flags: cyclopts makes a flag of each field of a dataclass."""
+    """Base class for groups of flags. cyclopts creates a flag for each field of the dataclass."""
 
     def job_values(self) -> dict[str, Any]:
         """Returns the job options that the flags set, by dotted key; the value is None for a flag that wasn't given."""
@@ -153,7 +153,7 @@ class JobFlags(Flags):
     debug_rank: DebugRank = None
 
     def job_values(self) -> dict[str, Any]:
-        """Adds the mode that --pin implies, and --resume with the folder of the run, to the values of `Flags`."""
+        """Extends `Flags.job_values` by the mode that --pin implies and the run folder that --resume names."""
         from manyhands.parallel.options import MODE_OF_PLANS
         from manyhands.run.registry import find_start
 
@@ -180,7 +180,7 @@ class PlaceFlags(Flags):
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class RunFlags(Flags):
-    """The flags of train, launch, resume, profile and imagenet for other options, dry runs and output."""
+    """The flags of train, launch, resume, profile and imagenet for --set, dry runs and output."""
 
     set_: Settings = None
     show_config: Annotated[bool, Help("print each option of the job and the origin of its value, then exit")] = False
@@ -282,13 +282,13 @@ def settings(words: Sequence[str] | None) -> dict[str, Any]:
 
 
 def named(target: str | None, model: str | None) -> tuple[dict[str, Any], Path | None]:
-    """Returns the data set and network by dotted key, and the path of a job.toml given in place of the data set."""
+    """Returns (options by dotted key for data set and network, path of the job.toml if `target` is one, else None)."""
     file = Path(target) if target and target.endswith(".toml") else None
     return {"data.name": None if file else target, "model.name": model}, file
 
 
 def load(values: dict[str, Any], *flags: Flags, file: Path | None = None, recipe: str | None = None) -> "LoadedJob":
-    """Builds the job from values by dotted key, which the flags that were given override; the last flag wins."""
+    """Builds the job from `values` by dotted key. Given flags override `values`; later groups override earlier ones."""
     from manyhands.config.load import load_job
 
     for group in flags:

@@ -1,4 +1,4 @@
-"""manyhands imagenet: the flags of pytorch/examples' imagenet main.py, with the same meanings.
+"""The command imagenet, which takes the flags of main.py in pytorch/examples/imagenet with the same meanings.
 
 `--world-size` and `--rank` count nodes. The recipe imagenet-main sets all other options.
 """
@@ -111,8 +111,8 @@ def imagenet(
 ) -> int:
     """Train with the flags of main.py, the ImageNet example of PyTorch.
 
-    --world-size and --rank count nodes, and -b is the batch of one node.
-    Each epoch writes checkpoint.pth.tar here, and model_best.pth.tar if it is the best.
+    --world-size and --rank count nodes, and -b is the batch size of one node.
+    Each epoch writes checkpoint.pth.tar, and each new best epoch model_best.pth.tar, to the working directory.
     Every option of the job is also a flag, such as --train.norm-group local.
     """
     flags = replace(flags, data=data)
@@ -164,7 +164,7 @@ def _check_files(flags: ImagenetFlags, nodes: Nodes) -> None:
 
 
 def nodes_of(flags: ImagenetFlags, environment: Mapping[str, str] | None = None) -> Nodes:
-    """Reads the nodes from the flags or, with `--dist-url env://`, from variables. Raises UserError for conflicts."""
+    """Reads the nodes from the flags or, with `--dist-url env://`, from the environment. Raises UserError: conflict."""
     variables = os.environ if environment is None else environment
     _check_launcher(flags, variables)
     by_environment = (flags.dist_url or "").startswith("env://")
@@ -217,7 +217,7 @@ def rendezvous_of(nodes: Nodes, processes_per_node: int) -> "Rendezvous":
 
 
 def notes(flags: ImagenetFlags, nodes: Nodes) -> list[str]:
-    """Returns sentences on flags that have less effect than in main.py."""
+    """Returns a sentence for each given flag that has less effect than in main.py."""
     found: list[str] = []
     if flags.seed is not None:
         found.append(
@@ -277,7 +277,7 @@ def _url(flags: ImagenetFlags, variables: Mapping[str, str], *, asked: bool) -> 
 
 
 def _check_conflicts(flags: ImagenetFlags) -> None:
-    """Raises UserError if main.py would silently ignore one of two flags, or if a value is too small."""
+    """Raises UserError for two flags of which main.py would silently ignore one, and for values that are too small."""
     by_gpu = flags.gpu is not None
     for one, other, both, reason in (
         ("--gpu", "--multiprocessing-distributed", by_gpu and flags.multiprocessing_distributed,

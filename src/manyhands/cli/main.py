@@ -1,4 +1,4 @@
-"""The program `manyhands`: runs a command, and turns errors into at most one screen and an exit code."""
+"""Entry point of the program `manyhands`: runs a command, prints errors on at most one screen, sets the exit code."""
 
 import atexit
 import os
@@ -92,7 +92,7 @@ def make_app(command: str = "") -> cyclopts.App:
 
 
 def main(arguments: Sequence[str] | None = None, *, handles_ctrl_c: bool = False) -> None:
-    """Runs one command and exits with its code. `handles_ctrl_c`: installs Python's handler, which raises at Ctrl-C."""
+    """Runs one command and exits with its exit code. With `handles_ctrl_c`, Ctrl-C raises KeyboardInterrupt."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     as_json = "--json" in _before_separator(given)
     try:
@@ -123,10 +123,9 @@ def main(arguments: Sequence[str] | None = None, *, handles_ctrl_c: bool = False
 
 
 def _exit(code: int, *, entire_process: bool) -> None:
-    """Ends the command, and also this process if it was started for the command.
+    """Ends this process, without Python's normal exit if the entire process was started for the command.
 
-    Python's normal exit aborts the process if a thread waits in torch's C++ code, and collects garbage for half a
-    second.
+    Python's normal exit aborts if a thread waits in torch's C++ code, and collects garbage for half a second.
     """
     if not entire_process:
         sys.exit(code)
@@ -145,7 +144,7 @@ def _before_separator(given: list[str]) -> list[str]:
 
 
 def _without_local_rank(given: list[str]) -> list[str]:
-    """Removes the argument that torch.distributed.launch adds; the environment contains the same value."""
+    """Removes --local-rank, which torch.distributed.launch adds; LOCAL_RANK in the environment has the same value."""
     own = _before_separator(given)
     return [*(word for word in own if not re.fullmatch(r"--local[-_]rank=\d+", word)), *given[len(own) :]]
 

@@ -1,4 +1,4 @@
-"""manyhands plan."""
+"""The command plan, which finds, shows, verifies and times parallel plans."""
 
 import statistics
 import sys
@@ -100,7 +100,7 @@ def plan(
 
 
 def _counts(text: str | None) -> tuple[int, int]:
-    """Parses a number or a range of processes; returns the smallest and the largest number, 0 and 0 for None."""
+    """Parses a number or a range of processes; returns (smallest, largest) number, or (0, 0) for None."""
     if text is None:
         return 0, 0
     first, dots, last = text.partition("..")
@@ -170,7 +170,7 @@ def _search(job: "Job", processes: int, flags: PlanFlags, values: dict[str, Any]
 
 
 def wide_console(file: Any, least: int = _WIDTH) -> "Console":
-    """Returns a console for tables; a narrow terminal wraps lines, because rich would truncate numbers instead."""
+    """Returns a console at least `least` columns wide, because rich truncates numbers in tables on narrow terminals."""
     from rich.console import Console
 
     console = Console(file=file, highlight=False)

@@ -1,4 +1,4 @@
-"""Columns, sizes and the values of a job as text."""
+"""Prints and formats answers, tables, sizes and the options of a job."""
 
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ def print_answer(content: Any, lines: Iterable[str], *, json: bool) -> None:
 
 
 def align(rows: Sequence[Sequence[str]], *, left: int | None = None) -> list[str]:
-    """Formats rows as lines with equal columns; aligns the first `left` columns left (None: all), others right."""
+    """Formats rows as lines of columns: the first `left` columns (None: all) are left-aligned, others right-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     sides = ["<" if left is None or place < left else ">" for place in range(len(widths))]
     styles = [f"{side}{width}" for side, width in zip(sides, widths, strict=True)]

@@ -1,4 +1,4 @@
-"""The operating systems that manyhands supports."""
+"""Check that the operating system is supported."""
 
 from importlib.util import find_spec
 

@@ -25,7 +25,7 @@ def run_job(
 ) -> int:
     """Trains and prints the result, or describes the run under --dry-run; returns the exit code.
 
-    `rendezvous`: with processes that other machines start; None: none. `resume_hint`: see `refuse_changes`.
+    `rendezvous`: of machines that each start their own processes. `resume_hint`: the user asked to resume the run.
     """
     job, script = loaded.job, loaded.job.run.script
     if script and resume_hint:
@@ -59,7 +59,7 @@ def run_job(
 
 
 def _print_result(outcome: Outcome, job: Job, *, as_json: bool, quiet: bool) -> None:
-    """Prints the result of a run; for a user's script, only how it ended and where its output is."""
+    """Prints the result of a run; for a user's script, only the status and the location of its output."""
     if job.run.script and as_json:
         show_json({"run": str(outcome.folder.path), "status": outcome.status, "exit_code": outcome.exit_code})
     elif job.run.script:
@@ -75,7 +75,7 @@ def _print_result(outcome: Outcome, job: Job, *, as_json: bool, quiet: bool) -> 
 
 
 def describe(loaded: LoadedJob) -> list[str]:
-    """Describes a run without starting a process or reading a picture. Raises UserError if the job can't be trained."""
+    """Describes the run for --dry-run without starting processes or reading pictures. Raises UserError: invalid job."""
     job = loaded.job
     if job.run.script:
         work = [f"would run {shlex.join(job.run.script)}"]
@@ -95,7 +95,7 @@ def describe(loaded: LoadedJob) -> list[str]:
 
 
 def _on_machines(machines: Sequence[inventory.Machine], options: ClusterOptions) -> tuple[str, list[str]]:
-    """Returns a description of the processes, and the command that starts the agent on each other machine."""
+    """Returns (description of the processes, lines with the commands that start an agent on each machine)."""
     names = ", ".join(f"{machine.name} ({machine.slots})" if machine.slots else machine.name for machine in machines)
     starts: list[str] = []
     for machine in machines:

@@ -1,1 +1,1 @@
-"""Displays runs from their run folders. Imports no torch."""
+"""Reads run folders, and displays runs on the screen and in reports. Imports no torch."""

@@ -43,7 +43,7 @@ _STYLE: Any = {
 
 @contextmanager
 def house_style(fonts: Sequence[str] = (_FIRST_FONT,)) -> Iterator[None]:
-    """Applies the style and silences matplotlib; each of `fonts` supplies letters that the earlier ones lack."""
+    """Applies the shared style and silences matplotlib. Later `fonts` supply letters that earlier `fonts` lack."""
     logger = logging.getLogger("matplotlib")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -68,7 +68,7 @@ def new_figure(height: float, width: float = 5.0) -> "Figure":
 
 
 def write_figure(figure: "Figure", file: Path) -> None:
-    """Writes a .png or .svg file; equal figures make equal files."""
+    """Writes a figure as .png or .svg, without a date, so that equal figures make equal files."""
     kind = file.suffix.lower()[1:]
     with replacing(file) as part:
         figure.savefig(part, format=kind, dpi=150, metadata={"Date" if kind == "svg" else "Software": None})
@@ -104,7 +104,7 @@ def thin(xs: Sequence[float], ys: Sequence[float]) -> tuple[list[float], list[fl
 
 
 def smooth(values: Sequence[float], weights: Sequence[float], share: float = 0.04) -> list[float]:
-    """Returns the centered means over a window of `share` of all values, weighted by `weights`."""
+    """Returns moving averages weighted by `weights`; the centered window has the fraction `share` of all values."""
     half = max(1, round(len(values) * share / 2)) if len(values) >= 10 else 0
     totals, sums = [0.0], [0.0]
     for value, weight in zip(values, weights, strict=True):
@@ -126,7 +126,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def fonts_for(texts: Iterable[str]) -> tuple[list[str], str]:
-    """Returns the fonts that have the letters of `texts`, matplotlib's own first, and the letters without a font."""
+    """Returns (names of fonts for the letters of `texts`, matplotlib's own first; string of letters without a font)."""
     from matplotlib import font_manager
 
     missing = {letter for text in texts for letter in text if letter.isprintable() and not letter.isspace()}

@@ -107,7 +107,7 @@ def throughput(run: read.RunData) -> "Figure | None":
 
 
 def _along_time(run: read.RunData, unit_s: float) -> tuple[list[float], list[float], list[float]]:
-    """Returns times, images per second and waiting in percent, with a NaN for each pause between sessions."""
+    """Returns training times in units of `unit_s` seconds, images per second, and % of time waiting; pauses are NaN."""
     points: list[tuple[float, float, float]] = []
     last = None
     for step in run.steps:
@@ -161,7 +161,7 @@ def time_stack(run: read.RunData) -> "Figure | None":
 
 @dataclass(frozen=True)
 class ClassScore:
-    """The numbers of right and wrong predictions of one class."""
+    """The numbers of correct and wrong predictions of one class."""
 
     name: str
     count: int  # samples of the class
@@ -174,7 +174,7 @@ class ClassScore:
 
     @property
     def precision(self) -> float:
-        """The fraction of the samples predicted as this class that belongs to it; NaN without such samples."""
+        """The fraction of predictions of this class that are correct; NaN if the class was never predicted."""
         return self.right / self.predicted if self.predicted else math.nan
 
 
@@ -189,13 +189,13 @@ class Pair:
 
 
 def shown_detail(run: read.RunData) -> records.EvaluationDetail | None:
-    """Returns the confusion matrix of the best evaluation, else of the newest; None if it is missing."""
+    """Returns details of the best evaluation, else of the newest; None if these details have no confusion matrix."""
     detail = run.best or run.last
     return detail if detail and detail.classes and detail.confusion else None
 
 
 def _names_and_cells(detail: records.EvaluationDetail) -> tuple[list[str], list[tuple[int, int, int]]]:
-    """Returns the classes' names, and the valid (true, predicted, count) of the sparse confusion matrix."""
+    """Returns the class names, and the valid entries (true, predicted, count) of the sparse confusion matrix."""
     size = range(len(detail.classes))
     cells = [(true, guess, count) for true, guess, count in detail.confusion if true in size and guess in size]
     return [terminal.plain(name) or f"class {index}" for index, name in enumerate(detail.classes)], cells
@@ -214,7 +214,7 @@ def class_scores(detail: records.EvaluationDetail) -> list[ClassScore]:
 
 
 def confused_pairs(detail: records.EvaluationDetail, most: int = _PAIRS) -> list[Pair]:
-    """Returns the most frequent confusions, by count, then by fraction of the class."""
+    """Returns the `most` frequent confusions, sorted by count, then by fraction of the class."""
     names, cells = _names_and_cells(detail)
     totals = Counter[int]()
     for true, _, number in cells:
@@ -255,7 +255,7 @@ def _matrix(detail: records.EvaluationDetail) -> "Figure":
     names = [summary.shorten(name, 18) for name in names]
     axes.set_xticks(range(size), names, rotation=90 if max(map(len, names)) > 2 else 0, fontsize=small)
     axes.set_yticks(range(size), names, fontsize=small)
-    axes.set(xlabel="recognised as", ylabel="is")
+    axes.set(xlabel="predicted class", ylabel="true class")
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
     for true, row in enumerate(counts if size <= _WITH_COUNTS else []):

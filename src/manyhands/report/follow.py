@@ -58,7 +58,7 @@ class Follower:
 
 @dataclass(frozen=True)
 class RunProgress:
-    """The progress of an active run."""
+    """The state of an active run and its newest records."""
 
     state: str  # "starting", "running", "stopping"; or "unknown" if the launcher is on another machine
     processes: int | None = None  # number of training processes; None: unknown
@@ -69,7 +69,7 @@ class RunProgress:
 
 
 def read_progress(record: Running) -> RunProgress:
-    """Reads the progress of a run, in a time that doesn't grow with the run's length."""
+    """Reads the progress of a run from the ends of its files, so that a long run takes no longer than a short one."""
     folder = RunFolder(Path(record.run))
     measured = [found for line in last_records(folder.metrics) if (found := read.parse_metrics(line, folder))]
     events = [event for line in last_records(folder.events) if (event := read.parse(Event, line, folder.events))]
@@ -106,7 +106,7 @@ def as_object(record: Running, now: RunProgress) -> dict[str, Any]:
 
 
 def last_records(path: Path) -> list[dict[str, Any]]:
-    """Returns the records in the last _END_BYTES of a file, except a record that starts before."""
+    """Returns the complete records within the last _END_BYTES of a file."""
     with suppress(OSError):
         return Tail(path, max(0, path.stat().st_size - _END_BYTES)).poll()
     return []

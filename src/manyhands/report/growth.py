@@ -19,7 +19,7 @@ _FEW = 7  # maximum number of axis labels that don't overlap
 def refuse_file(file: Path, *, force: bool) -> None:
     if file.suffix.lower() not in _ENDINGS:
         what = f"the picture must be a {' or '.join(_ENDINGS)} file, found {file.name}"
-        raise UserError(what, "--out", ("use --out growth.svg", "or --json for the figures"))
+        raise UserError(what, "--out", ("use --out growth.svg", "or print the values with --json"))
     if file.exists() and not force:
         hints = ("overwrite the file with --force", "or choose another file")
         raise UserError(f"{file} already exists", str(file), hints)

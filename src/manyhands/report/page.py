@@ -29,7 +29,7 @@ _LEVELS = {"failed": "error", **dict.fromkeys(_WARNINGS, "warning")}
 
 
 def write_report(path: Path) -> Path:
-    """Writes the report of the run in `path` atomically, in any state of the run. Raises UserError: there is no run."""
+    """Writes the report of a run, active or ended, and returns the path of report.html. Raises UserError: no run."""
     run = read.read_run(path)
     with private_files():
         text = render(run, _draw_pictures(run, run.folder.pictures))
@@ -189,7 +189,7 @@ def _shown(value: Any) -> str:
 
 
 def _time_line(run: read.RunData) -> list[dict[str, str]]:
-    """Returns all events, with level "", "warning" or "error"; consecutive saves become one line."""
+    """Returns a row for each event, with the level "", "warning" or "error". Consecutive saves share a row."""
     start = run.sessions[0].start if run.sessions else 0.0
     lines: list[dict[str, str]] = []
     for kind, group in itertools.groupby(run.events, lambda event: event.kind):
@@ -207,7 +207,7 @@ def _time_line(run: read.RunData) -> list[dict[str, str]]:
 
 
 def _draw_pictures(run: read.RunData, folder: Path) -> dict[str, str]:
-    """Draws the pictures that have records, as PNG files and as SVG text by name; sets `run.unreadable`."""
+    """Draws the pictures that have records to PNG files; returns SVG texts by picture name. Sets `run.unreadable`."""
     drawn: dict[str, str] = {}
     folder.mkdir(parents=True, exist_ok=True)
     fonts, run.unreadable = fonts_for(name for detail in (run.best, run.last) if detail for name in detail.classes)

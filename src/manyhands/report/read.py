@@ -31,7 +31,7 @@ MOST_RECORDS = 1 << 14  # step records kept of a long run, many more than a page
 
 
 class WorkPeriod(NamedTuple):
-    """A session: work without a pause, in seconds since 1970."""
+    """A session: a period of work without a pause. Times are in seconds since 1970."""
 
     start: float
     end: float
@@ -88,7 +88,7 @@ def read_run(path: Path) -> RunData:
     spans: dict[int, tuple[float, float]] = {}  # first and last time of metrics, by the number of earlier starts
 
     def step_records() -> Iterator[StepMetrics]:
-        """Streams metrics.jsonl, which may not fit into memory; also collects the rarer records."""
+        """Yields the step records of metrics.jsonl, which may not fit into memory; collects all other records."""
         for line in records.read_lines(folder.metrics):
             if line.get("kind") == "phases":
                 phases.extend(filter(None, [parse(PhaseMetrics, line, folder.metrics)]))
@@ -146,7 +146,7 @@ def parse_metrics(line: dict[str, Any], folder: RunFolder) -> StepMetrics | Eval
 
 
 def parse(schema: type[AnyRecord], line: dict[str, Any], file: Path) -> AnyRecord | None:
-    """Parses a record, null as NaN; None if the record is damaged. Raises UserError: a newer manyhands wrote it."""
+    """Parses a record, with null numbers as NaN; None if damaged. Raises UserError: written by a newer version."""
     version = line.get("v")
     if isinstance(version, int) and version > records.VERSION:
         raise UserError("this run was written by a newer manyhands", str(file), ("update manyhands",))
@@ -174,24 +174,24 @@ def _read_plan(file: Path) -> PlanRecord:
 
 
 def no_run(path: Path) -> UserError:
-    """Returns the error for a folder without a run, with the newest runs nearby."""
+    """Returns the error for a folder without a run; the hint lists the newest runs nearby."""
     what = f"{path} is not a run folder: job.toml is missing" if path.is_dir() else f"there is no folder {path}"
     near = [str(run) for run in newest_runs((path, path.parent, Path("runs")))]
-    hints = ("newest runs: " + ", ".join(near),) if near else ("name a run folder, which manyhands train creates",)
+    hints = ("name a run: " + ", ".join(near),) if near else ("name a run folder, which manyhands train creates",)
     return UserError(what, str(path), hints)
 
 
 def newest_runs(bases: Iterable[Path], listed: Iterable[Path] = (), count: int = 3) -> list[Path]:
-    """Returns run folders, newest start first: those in the folders `bases`, and those of `listed` that exist."""
+    """Returns the `count` newest run folders among `listed` and the subfolders of `bases`, the newest start first."""
     files = [*(run / "job.toml" for run in listed), *(file for base in bases for file in base.glob("*/job.toml"))]
     found = {file.resolve(): file for file in files if file.is_file()}
     return [file.parent for file in sorted(found.values(), key=lambda file: -file.stat().st_mtime)[:count]]
 
 
 def without_repeats(measured: Iterable[Measured], events: Iterable[Event], most: int = sys.maxsize) -> list[Measured]:
-    """Removes records of updates that were repeated later. Averages neighbors to keep fewer than `most` records.
+    """Removes records of updates that were repeated later; averages neighbors to keep at most `most` records.
 
-    `most` must be even, and is less than `sys.maxsize` for step records only.
+    `most` must be even. Only step records can be averaged, so omit `most` for evaluations.
     """
     returns = sorted((e.time, e.step) for e in events if e.kind in _RETURNS and e.step is not None)
     kept: list[Measured] = []  # each is the average of `size` neighbors
@@ -220,7 +220,7 @@ def without_repeats(measured: Iterable[Measured], events: Iterable[Event], most:
 
 
 def _average(records: Sequence[Measured]) -> Measured:
-    """Returns one record for all samples of `records`, at the step of the last."""
+    """Averages records over their samples; the result has the step of the last record."""
     if len(records) == 1:
         return records[0]
     steps = cast(Sequence[StepMetrics], records)

@@ -1,4 +1,4 @@
-"""Displays an active run: a live line on a terminal, drawn without rich's thread, or plain lines elsewhere."""
+"""Displays an active run: on a terminal as a live line, drawn without rich's thread, otherwise as plain lines."""
 
 import os
 import sys
@@ -62,7 +62,7 @@ class ScreenProgress:
             self.recent.clear()
 
     def left_s(self, now: float) -> float | None:
-        """Estimates the seconds to the end from the last two minutes, evaluations included; None at first."""
+        """Estimates the remaining seconds from the last two minutes, evaluations included; None if unknown."""
         if self.last is None or len(self.recent) < 2:
             return None
         (start, first), (end, newest) = self.recent[0], self.recent[-1]
@@ -96,7 +96,7 @@ def live_line(progress: ScreenProgress, now: float, width: int, *, ascii_only: b
 
 
 def _fields(progress: ScreenProgress, step: StepMetrics, now: float) -> list[tuple[str, int]]:
-    """Returns the fields after the bar in order; fields with the highest number are dropped first."""
+    """Returns the fields after the bar as (text, number); fields with the highest number are dropped first."""
     silent, left = now - (progress.heard or now), progress.left_s(now)
     heard = f"last record {summary.ago(silent)}" if silent > _SILENT_S else f"{summary.rate(step.images_per_s)} img/s"
     fields = [(f"loss {summary.number(step.loss)}", 0), (f"acc {summary.percent(step.top1)}", 1), (heard, 3)]

@@ -36,7 +36,7 @@ def status(run: RunData) -> str:
 
 
 def best_evaluation(run: RunData) -> EvaluationMetrics | EvaluationDetail | None:
-    """Returns the newest evaluation marked as best; in older runs, the one with the highest top-1."""
+    """Returns the newest evaluation marked as best; for runs of older versions, the one with the highest top-1."""
     measured = [evaluation for evaluation in run.evaluations if math.isfinite(evaluation.top1)]
     noted = [evaluation for evaluation in measured if evaluation.best]
     return noted[-1] if noted else max(measured, key=lambda evaluation: evaluation.top1, default=run.best)
@@ -58,7 +58,7 @@ def final_evaluation(run: RunData) -> EvaluationMetrics | EvaluationDetail | Non
 
 
 def images_per_s(run: RunData) -> float | None:
-    """Returns the median speed over the step records, except the first tenth, which includes the warm-up."""
+    """Returns the median of the step records' images per second, without the first tenth, which includes warm-up."""
     rates = [step.images_per_s for step in run.steps[len(run.steps) // 10 :] if math.isfinite(step.images_per_s)]
     return statistics.median(rates) if rates else None
 
@@ -168,7 +168,7 @@ def ago(seconds: float) -> str:
 
 
 def time_unit(seconds: float) -> tuple[str, float]:
-    """Returns the unit for a time axis of this length, and the seconds in the unit."""
+    """Returns (unit, seconds per unit) for a time axis that is `seconds` long."""
     if seconds < 300:
         return "s", 1.0
     return ("min", 60.0) if seconds < 3 * 3600 else ("h", 3600.0)
@@ -179,7 +179,7 @@ def percent(share: float) -> str:
 
 
 def top5(share: float, classes: int, form: str) -> str:
-    """Formats a top-5 share by `form`, such as "top-5 {}  "; empty for few classes. `classes` 0: unknown."""
+    """Formats a top-5 accuracy by `form`, such as "top-5 {}  "; "" for up to 5 classes. `classes` is 0 if unknown."""
     return form.format(percent(share)) if not 0 < classes <= FEW_CLASSES else ""
 
 
@@ -222,7 +222,7 @@ def epoch_position(record: StepMetrics) -> tuple[int, int]:
 
 
 def epoch_name(step: int, epoch: int, steps_per_epoch: int) -> str:
-    """Formats the number of epochs before an evaluation: 3, or 2.5 within an epoch."""
+    """Formats the number of epochs trained before an evaluation: 3, or 2.5 within an epoch."""
     if steps_per_epoch <= 0 or step % steps_per_epoch == 0:
         return str(epoch)
     return f"{epoch + (step % steps_per_epoch) / steps_per_epoch:.1f}"

@@ -1,4 +1,4 @@
-"""The time of each process by phase, and the change that would save most time."""
+"""The time of each process by phase, and the change that would save the most time."""
 
 import shlex
 import statistics
@@ -39,7 +39,7 @@ def seconds_by_rank(run: RunData) -> list[Seconds]:
 
 
 def samples_of_each(run: RunData) -> list[int]:
-    """Returns the samples per update of each rank now; empty if unknown."""
+    """Returns the current number of samples per update on each rank; [] if unknown."""
     planned = [sum(passes) for passes in zip(*run.plan.shares, strict=False)]
     taken = planned
     for event in run.events:
@@ -51,7 +51,7 @@ def samples_of_each(run: RunData) -> list[int]:
 
 
 def unequal_line(run: RunData) -> str:
-    """Describes the samples per update by process; empty if they differ by at most one."""
+    """Describes the number of samples per update of each process; "" if the numbers differ by at most one."""
     shares = samples_of_each(run)
     if not shares or max(shares) - min(shares) <= 1:
         return ""
@@ -68,7 +68,7 @@ def mean_of(ranks: Sequence[Seconds]) -> Seconds:
 
 
 def best_change(run: RunData) -> Improvement | None:
-    """Returns the change that would save most time; None without records."""
+    """Returns the change that would save the most time; None without records."""
     ranks = seconds_by_rank(run)
     if not any(sum(one.values()) for one in ranks):
         return None
@@ -89,7 +89,7 @@ def change_line(run: RunData) -> str:
 
 
 def slow_rank(run: RunData) -> str:
-    """Describes a rank that is slow over the entire time, and the remedy; empty if no rank is slow."""
+    """Describes a rank that is slow over the entire run, and what to do; "" if no rank is slow."""
     return next((found.what for found in _slow_rank(run, seconds_by_rank(run)) if found.gain > _LEAST_GAIN), "")
 
 
@@ -110,7 +110,7 @@ def _slow_rank(run: RunData, ranks: Sequence[Seconds]) -> list[Improvement]:
 
 
 def _balanced_shares(run: RunData, own_s: Sequence[float]) -> str:
-    """Returns a hint with the cluster.shares that balance the load; empty if they aren't equal or can't be changed."""
+    """Returns a hint with cluster.shares that balance the load; "" if shares are unequal already or can't be set."""
     batch = _option(run, "train", "batch", 0)
     open_ = _option(run, "cluster", "shares", "equal") in ("machines", "equal")
     equal = open_ and run.plan.mode == USUAL_MODE and not any(event.kind == "shares" for event in run.events)
@@ -159,7 +159,7 @@ def _data(run: RunData, mean: Seconds) -> Improvement:
 
 
 def _between_updates(run: RunData, mean: Seconds) -> list[Improvement]:
-    """Returns changes that halve the frequency of work outside of forward and backward passes."""
+    """Returns changes that make work outside the forward and backward passes half as frequent."""
     found: list[Improvement] = []
     share, every = mean["evaluation"], _option(run, "train", "evaluate_every", 1.0)
     if isinstance(every, int | float) and every > 0:

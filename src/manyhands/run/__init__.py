@@ -1,1 +1,1 @@
-"""The launcher's commands and the Python interface; no module here imports torch when it is imported."""
+"""The functions behind the commands and the Python interface. Importing these modules does not import torch."""

@@ -1,4 +1,4 @@
-"""Files on this machine's disks: packed copies of pictures, and leftovers that can be removed."""
+"""Packs folders of pictures into tar files; finds and deletes files that are no longer needed, such as caches."""
 
 import os
 import re
@@ -36,7 +36,7 @@ _MADE_BY_US = re.compile(rf"{PREFIX}(agent|doctor|logs|git|probe|objects|private
 
 @dataclass(frozen=True)
 class Leftover:
-    """Files and folders of one kind that can be removed."""
+    """Removable files and folders of one kind, such as cached pictures."""
 
     kind: str  # "code", "compiled", "decoded", "unpacked", "parts", "temporary" or "run"
     what: str  # a description for the user
@@ -45,12 +45,11 @@ class Leftover:
 
 
 def find_leftovers(runs: Sequence[str] = ()) -> tuple[list[Leftover], list[str]]:
-    """Finds files that can be removed: caches, leftovers of killed processes, and the runs with the names `runs`.
+    """Finds removable files of this user: caches, files of killed processes, and the runs named in `runs`.
 
-    Returns files of this user that no process uses, and descriptions of the files in use. Raises UserError: a name
-    matches no run, or an active run.
+    Returns (removable files, descriptions of files in use). Raises UserError: a name matches no run, or an active run.
     """
-    active = [process for process in psutil.process_iter(["cmdline", "cwd", "uids"]) if _is_ours(process)]
+    active = [process for process in psutil.process_iter(["cmdline", "cwd", "uids"]) if _is_manyhands_process(process)]
     places = [Path(process.info["cwd"]) for process in active if process.info["cwd"]]
     cache, copies = cache_folder(), set(_owned((user_cache_path("manyhands") / "code").glob("*")))
     used = {copy for copy in copies if any(place.is_relative_to(copy) for place in places)}
@@ -75,7 +74,7 @@ def find_leftovers(runs: Sequence[str] = ()) -> tuple[list[Leftover], list[str]]
 
 
 def remove(leftovers: Iterable[Leftover], say: Callable[[str], object]) -> bool:
-    """Removes leftovers and reports paths that can't be removed; returns True if all were removed."""
+    """Deletes the files of `leftovers`; reports each failure with `say`. Returns True if all files were deleted."""
     complete = True
     for path in [path for leftover in leftovers for path in leftover.paths]:
         try:
@@ -90,7 +89,7 @@ def remove(leftovers: Iterable[Leftover], say: Callable[[str], object]) -> bool:
 
 
 def _owned(paths: Iterable[Path], *, old: bool = False) -> Iterator[Path]:
-    """Yields the paths that belong to this user; with `old` only paths not written for a day."""
+    """Yields the paths that this user owns; with `old`, only paths last modified more than a day ago."""
     for path in paths:
         with suppress(OSError):
             state = path.lstat()
@@ -110,14 +109,14 @@ def _removable_run(word: str) -> Path:
     return folder.path
 
 
-def _is_ours(process: psutil.Process) -> bool:
+def _is_manyhands_process(process: psutil.Process) -> bool:
     uids, words = process.info["uids"], process.info["cmdline"] or ()
     own = uids is not None and uids.real == os.getuid() and process.pid != os.getpid()
     return own and any("manyhands" in word for word in words)
 
 
 def _disk_usage(path: Path) -> int:
-    """Returns the bytes that a file or folder takes on the disk, without following links."""
+    """Returns the disk usage of a file or folder in bytes, without following symbolic links."""
     with suppress(OSError):
         state = path.lstat()
         own = state.st_blocks * 512
@@ -145,7 +144,7 @@ def pack_request(root: Path, target: Path | None, size: int, quality: int) -> pa
 def pack(
     request: packing.PackRequest, *, processes: int = 0, replaced: bool = False, progress: Callable[[int, int], None]
 ) -> tuple[packed.PackedSet, tuple[str, ...] | None]:
-    """Packs a folder or resumes packing; returns the copy, and unreadable pictures (None: it was up to date)."""
+    """Packs a folder, or resumes packing. Returns (copy, unreadable pictures), or (copy, None) if already packed."""
     contents = packing.read_contents(request.root)
     if not replaced and packing.is_up_to_date(contents, request):
         return packed.open_pack(request.target), None
@@ -155,7 +154,7 @@ def pack(
 
 
 def check_pack(folder: Path, target: Path | None) -> packed.PackedSet:
-    """Verifies a packed copy, given by its path or its source folder. Raises UserError: it is missing or altered."""
+    """Verifies a packed copy, named by its path or source folder. Raises UserError: the copy is missing or altered."""
     place = target or (folder if packed.is_pack(folder) else place_of_pack(folder))
     if not packed.is_pack(place):
         raise UserError(f"there is no packed copy at {place}", str(place), ("run manyhands pack FOLDER",))

@@ -1,4 +1,4 @@
-"""Examines this machine, or all machines of a job, before training: expected failures and open ports."""
+"""Checks this machine, or all machines of a job, before training: predicts failures and lists open ports."""
 
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,23 +26,23 @@ from manyhands.core.scratch import scratch
 from manyhands.core.user_code import is_object_reference
 
 COLLECTIVE_S = 30.0  # the all-reduce test is short, and the machines have just connected
-LISTENING = "for a few seconds, each machine listens on all its addresses; only connections with a token get an answer"
+LISTENING = "for a few seconds, each machine listens on all its addresses; connections need a secret token"
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The result of an examination."""
+    """The result of the doctor's checks."""
 
     survey: Survey  # all facts and test results
     findings: list[DoctorFinding]  # one for each cause, the worst first
 
     @property
     def exit_code(self) -> int:
-        """3 if training would fail, otherwise 0."""
+        """The exit code of the command doctor: 3 if training would fail, otherwise 0."""
         return EXIT_DOCTOR if fails(self.findings) else EXIT_OK
 
     def as_json(self) -> dict[str, Any]:
-        """Returns plain data for scripts, without the machines' lists of code files."""
+        """Returns the diagnosis as JSON-compatible data, without the machines' lists of code files."""
         survey, facts = self.survey, {host: dict(own) for host, own in self.survey.facts.items()}
         for own in facts.values():
             own["code"] = {name: value for name, value in own.get("code", {}).items() if name != "files"}
@@ -63,7 +63,7 @@ def _nested(values: Mapping[tuple[str, str], float]) -> dict[str, dict[str, floa
 
 
 def diagnose(job: Job, say: Callable[[str], object]) -> Diagnosis:
-    """Examines the machines that the job names, or this machine; `say` receives messages about open ports."""
+    """Checks the job's machines, or this machine if the job names none; reports opened ports with `say`."""
     machines, wanted = machines_of(job.cluster), facts_wanted(job, torch=job.cluster.device != "cpu")
     if not machines:
         survey = _survey_here(job, wanted)
@@ -80,8 +80,8 @@ def diagnose(job: Job, say: Callable[[str], object]) -> Diagnosis:
 class Exposure:
     """Open ports, and the hosts that can reach them."""
 
-    now: dict[str, tuple[OpenPort, ...]]  # open ports of manyhands, by machine
-    why_not: dict[str, str]  # why a machine couldn't be asked, by machine
+    now: dict[str, tuple[OpenPort, ...]]  # ports that manyhands has open now, by machine
+    why_not: dict[str, str]  # error message for each machine that couldn't be asked, by machine
     then: tuple[str, ...]  # a line for each kind of port that the job would open
 
     def as_json(self) -> dict[str, Any]:
@@ -96,7 +96,7 @@ class Exposure:
 
 
 def exposure(job: Job, say: Callable[[str], object]) -> Exposure:
-    """Lists open ports of the job's machines, or of this machine; `say` receives messages about open ports."""
+    """Lists ports that are open on the job's machines (or on this one), and ports that the job would open."""
     machines = machines_of(job.cluster)
     if not machines:
         then = "train, fit and session open ports on loopback only, for users of this machine"
@@ -141,14 +141,14 @@ def describe_public_addresses(chosen: Mapping[str, tuple[str, str]]) -> str:
 
 
 def facts_wanted(job: Job, *, torch: bool = False) -> FactsWanted:
-    """Returns the facts to ask a machine for; with `torch` including torch's view of accelerators."""
+    """Selects the facts to request from a machine; with `torch`, including the accelerators that torch detects."""
     workdir = "" if job.cluster.workdir else str(Path.cwd())
     runs = str(Path(job.run.out).parent) if job.run.out else ""
     return FactsWanted(workdir, runs, job.data.name, job.data.dir, torch)
 
 
 def untested_survey(job: Job, machines: Sequence[Machine], facts: Mapping[str, Any]) -> Survey:
-    """Returns a survey that has the job's needs and the machines' facts, but no tests of connections."""
+    """Returns a survey of the job's requirements and the machines' facts, before any test of connections."""
     asked = {machine.name: machine.slots or job.cluster.processes for machine in machines}
     counts = {host: asked.get(host, 0) or len(own.get("accelerators", ())) or 1 for host, own in facts.items()}
     words = (job.data.name, job.data.held_out, job.model.name, *job.train.custom_code)
@@ -176,13 +176,13 @@ def _survey_here(job: Job, wanted: FactsWanted) -> Survey:
 
 
 def _rendezvous(job: Job) -> tuple[str, int]:
-    """Returns the address and port of the job's tcp:// rendezvous; ("", 0) without one."""
+    """Returns (host, port) of the job's rendezvous URL if it is a tcp:// URL, otherwise ("", 0)."""
     url = urlparse(job.cluster.init)
     return (url.hostname or "", url.port or 0) if url.scheme == "tcp" else ("", 0)
 
 
 def survey_agents(job: Job, agents: Machines, machines: Sequence[Machine], *, measure: bool = True) -> Survey:
-    """Tests connections between machines that answer; with `measure` also clocks and speed, which takes seconds."""
+    """Tests the connections between machines; with `measure`, also measures clocks and bandwidth for some seconds."""
     survey = untested_survey(job, machines, {machine.name: machine.facts for machine in agents.running})
     take_survey(agents.ask_named, survey, measure=measure)
     survey.errors |= {host: problem for host, problem in agents.problems.items() if host in survey.hosts}
@@ -190,16 +190,16 @@ def survey_agents(job: Job, agents: Machines, machines: Sequence[Machine], *, me
 
 
 def _test_all_reduce(job: Job, agents: Machines, survey: Survey, say: Callable[[str], object]) -> DoctorFinding | None:
-    """Runs an all-reduce with one process on each machine, unless findings already predict a failure."""
+    """Tests an all-reduce with one process per machine; None for one machine or a predicted failure."""
     if len(survey.hosts) < 2 or survey.errors or set(survey.chosen) != set(survey.hosts) or fails(examine(survey)):
         return None
-    with StoreTunnel(job.cluster) as way:
+    with StoreTunnel(job.cluster) as tunnel:
         try:
-            orders = _orders(job, agents, survey, way)
+            orders = _orders(job, agents, survey, tunnel)
         except ManyhandsError as error:
             return all_reduce_failed(survey, error.message)
-        met = next(iter(orders.values())).rendezvous
-        store = "" if met.address == LOOPBACK else f"port {met.port} of {met.address} and "
+        rendezvous = next(iter(orders.values())).rendezvous
+        store = "" if rendezvous.address == LOOPBACK else f"port {rendezvous.port} of {rendezvous.address} and "
         where = ", ".join(survey.chosen[host][1] for host in survey.hosts)
         say(f"the all-reduce test opens {store}a free port on each of {where}, all without a password")
         ending = supervise.supervise_once(orders, supervise.Watch())
@@ -208,22 +208,22 @@ def _test_all_reduce(job: Job, agents: Machines, survey: Survey, say: Callable[[
         what = f"an all-reduce over {len(survey.hosts)} machines took {seconds:.1f} s"
         return DoctorFinding("collective", "ok", survey.hosts, what, cause="collective")
     cause = first_cause(ending)
-    said = cause.what if cause else ending.broken.strip().rpartition("\n")[2]
-    return all_reduce_failed(survey, said, tuple(ending.lost))
+    reason = cause.what if cause else ending.broken.strip().rpartition("\n")[2]
+    return all_reduce_failed(survey, reason, tuple(ending.lost))
 
 
-def all_reduce_failed(survey: Survey, said: str, lost: tuple[str, ...] = ()) -> DoctorFinding:
-    what = f"the machines reach each other, but an all-reduce failed: {said}{f'; missing: {who(lost)}' if lost else ''}"
+def all_reduce_failed(survey: Survey, why: str, lost: tuple[str, ...] = ()) -> DoctorFinding:
+    what = f"the machines reach each other, but an all-reduce failed: {why}{f'; missing: {who(lost)}' if lost else ''}"
     hints = ("try gloo: --backend gloo", "with NCCL, set NCCL_DEBUG=INFO on the machines for details")
     return DoctorFinding("collective", "fail", lost or survey.hosts, what, hints, "collective")
 
 
-def _orders(job: Job, agents: Machines, survey: Survey, way: StoreTunnel) -> dict[connection.AgentConnection, Orders]:
-    """Returns orders for one process on each machine, which writes into a temporary folder there."""
+def _orders(job: Job, agents: Machines, survey: Survey, store: StoreTunnel) -> dict[connection.AgentConnection, Orders]:
+    """Returns the orders of the all-reduce test by agent: one process per machine, in a temporary folder."""
     prepare(agents, job.cluster, processes=1)
     for machine in agents.running:
         machine.address = Address(*survey.chosen[machine.name])
-    way.open(agents)
+    store.open(agents)
     folders = agents.ask_each(call(agent.Agent.make_scratch), COLLECTIVE_S)
     limits = {"join_timeout_s": COLLECTIVE_S, "collective_timeout_s": COLLECTIVE_S, "threads": 1}
     quick = job.model_copy(update={"cluster": job.cluster.model_copy(update=limits)})

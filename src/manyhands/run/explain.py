@@ -1,4 +1,4 @@
-"""Explains the rank, device and addresses that training would use here, and their origins, without torch."""
+"""Explains the rank, device and addresses that training would use here, and the origin of each. Imports no torch."""
 
 import os
 from collections.abc import Mapping
@@ -36,7 +36,7 @@ class ExplainedValue(NamedTuple):
 
 
 def explained(loaded: LoadedJob, environment: Mapping[str, str] | None = None) -> list[ExplainedValue]:
-    """Returns the values that training would use, in order of dependence. Raises UserError: it couldn't start."""
+    """Returns the values that training would use, with their origins. Raises UserError: training couldn't start."""
     variables = os.environ if environment is None else environment
     cluster, origins = loaded.job.cluster, loaded.origins
     found = participate(cluster.model_copy(update={"join_timeout_s": SHORT_S}), variables)
@@ -73,17 +73,17 @@ def explained(loaded: LoadedJob, environment: Mapping[str, str] | None = None) -
 
 
 def write_cluster(loaded: LoadedJob, file: Path, environment: Mapping[str, str] | None = None) -> list[str]:
-    """Writes the job's machines to a new file: a rank table if its name ends in .json, else a hostfile.
+    """Writes the job's machines to a new file: a rank table if the file's name ends in .json, else a hostfile.
 
-    Returns notes on values that the format doesn't support. Raises UserError: neither the job nor the environment
-    (PET_*, Slurm) gives machines, the format doesn't support them, or the file exists.
+    Returns a note for each value that the format can't represent. Raises UserError: neither the job nor the environment
+    (PET_*, Slurm) names machines, the format can't represent the machines, or the file exists.
     """
     variables = os.environ if environment is None else environment
     at_once = loaded.job.cluster.model_copy(update={"join_timeout_s": SHORT_S})
     given, named = given_cluster(at_once, variables), machines_of(at_once)
     cluster = given[0] if given else Cluster(named) if named else described_cluster(variables) or slurm.nodes(variables)
     if cluster is None:
-        hints = ("name a hostfile, rank table or accelerate's file: --cluster FILE", "or run explain in a Slurm job")
+        hints = ("name a hostfile, rank table or accelerate's config file: --cluster FILE", "or run in a Slurm job")
         raise UserError("no machines are given", "--write", hints)
     if unnamed := [str(place) for place, machine in enumerate(cluster.machines) if not machine.host]:
         message = f"{cluster.source} does not give the names of machines {', '.join(unnamed)}"

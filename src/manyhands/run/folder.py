@@ -1,4 +1,4 @@
-"""Opens, locks and watches the run folder of a launcher, and loads the job of a run to resume."""
+"""Opens, locks and watches a run folder, and loads the job of a run that is resumed."""
 
 import contextlib
 import fcntl
@@ -39,7 +39,7 @@ _MAY_NAME_CODE = (  # options whose values may name the user's code, in this ord
 
 @contextlib.contextmanager
 def run_folder(job: Job) -> Iterator[RunFolder]:
-    """Yields the locked run folder; removes a new folder if a user's mistake ends the run before its first update."""
+    """Yields the job's run folder, locked. Deletes a new folder if a usage error ends the run before any update."""
     base = Path(job.run.out).expanduser() if job.run.out else RUNS
     missing = [place for place in (base, *base.parents) if not place.exists()]
     with private_files():
@@ -62,7 +62,7 @@ def run_folder(job: Job) -> Iterator[RunFolder]:
 
 
 def new_run_path(job: Job) -> Path:
-    """Returns the folder of a new run: run.out, or the first free name of runs/<date>-<data>-<model>, …-2 and so on."""
+    """Returns the path for a new run: run.out, or the first unused of runs/<date>-<data>-<model>, …-2 and so on."""
     if job.run.out:
         return Path(job.run.out)
     names = (job.run.script[0], "script") if job.run.script else (job.data.name, job.model.name)
@@ -77,7 +77,7 @@ def new_run_path(job: Job) -> Path:
 
 
 def _open_folder(job: Job) -> tuple[RunFolder, FileLock | None]:
-    """Opens a new or resumed run folder, writes the job into it, and locks it against other runs."""
+    """Opens and locks the folder of a new or resumed run, and writes job.toml; returns (folder, lock or None)."""
     folder = folders.use_run_folder(Path(job.run.out).expanduser()) if job.run.out else None
     while folder is None:
         path = new_run_path(job)
@@ -123,21 +123,21 @@ class FolderWatch:
     """Detects that a run folder was renamed or deleted.
 
     A renamed folder gets a symbolic link at its old path, through which all processes continue to write. A deleted
-    folder is created again with the same small files, and the run is asked to save and stop.
+    folder is created again with job.toml and other small files, and the run is asked to save and stop.
     """
 
     def __init__(self, path: Path, warn: Callable[[str], object]) -> None:
         self._name, self._path, self._warn = path, path.absolute(), warn
         self._contents: dict[Path, bytes] = {}
-        self._look_at = 0.0
+        self._next_check_at = 0.0
         self._deleted = self._stop_is_due = False
         self._open_folder()
 
     def check(self) -> None:
-        """Compares the path with the opened folder, at most once a second; retries if the file system fails."""
-        if time.monotonic() < self._look_at:
+        """Checks at most once a second that the path still leads to the opened folder; ignores file system errors."""
+        if time.monotonic() < self._next_check_at:
             return
-        self._look_at = time.monotonic() + POLL_S
+        self._next_check_at = time.monotonic() + POLL_S
         with contextlib.suppress(OSError):
             self._compare()
         if self._stop_is_due and stops.request_stop():
@@ -167,7 +167,7 @@ class FolderWatch:
             self._restore(folder)
 
     def _missing(self, folder: RunFolder) -> list[Path]:
-        """Returns the known files and folders that are missing; all if the path leads to another folder."""
+        """Returns the watched files and folders that are missing: all of them if the path leads to another folder."""
         known = [*self._contents, *({folder.job, folder.ranks} - self._contents.keys())]
         here = self._path.exists() and os.path.samestat(self._path.stat(), os.fstat(self._descriptor))
         return [path for path in known if not (here and path.exists())]
@@ -196,7 +196,7 @@ class FolderWatch:
         self._close = weakref.finalize(self, os.close, self._descriptor)
 
     def _new_place(self) -> Path | None:
-        """Returns the current path of the opened folder; None if it was deleted or emptied."""
+        """Returns the path to which the opened folder was moved; None if the folder was deleted or emptied."""
         on_macos: int | None = getattr(fcntl, "F_GETPATH", None)
         if on_macos is not None:
             found = Path(os.fsdecode(fcntl.fcntl(self._descriptor, on_macos, bytes(1024)).rstrip(b"\0")))
@@ -207,12 +207,12 @@ class FolderWatch:
 
 
 def record_of(checkpoint: Path) -> trained.TrainedNetwork | None:
-    """Returns a checkpoint's or its run's description of the network; None without one. Raises UserError: damaged."""
+    """Reads the description of a network from its checkpoint or run; None without one. Raises UserError: damaged."""
     return trained.find_record(checkpoint, read_state(checkpoint) if checkpoint.is_dir() else {})
 
 
 def load_resumed(name: str, flags: Mapping[str, Any]) -> load.LoadedJob:
-    """Loads the job of a run to resume, changed by `flags`. Raises UserError: there is no such run, or it is active."""
+    """Loads a run's job to resume it, changed by `flags`. Raises UserError: the run doesn't exist, or is active."""
     folder = RunFolder(find_reference(name))
     if headed_here(folder.path):
         raise already_running(folder)
@@ -223,14 +223,14 @@ def load_resumed(name: str, flags: Mapping[str, Any]) -> load.LoadedJob:
 
 
 def announce_resumed(folder: RunFolder, loaded: load.LoadedJob) -> None:
-    """Prints which code a resumed run will execute because its job.toml names that code.
+    """Prints the files of user code that a resumed run will execute because job.toml names them.
 
     Raises UserError: the code belongs to another user, or only a Python program can resume the run.
     """
     keys = {"data": "data.name", "network": "model.name"}
     lost = [what for what in python_parts(folder.path) if loaded.origins.get(keys[what]) == str(folder.job)]
     if lost:
-        longer = 'to train longer: here.epochs(20), or fit(…, epochs=20, checkpoint__resume="auto")'
+        longer = 'to train longer, use epochs(20) of the session, or fit(…, epochs=20, checkpoint__resume="auto")'
         hints = (f"to resume, run {resume_command(folder.path)}", longer)
         what = f"this run can be resumed only by the Python program that creates its {' and '.join(lost)}"
         raise UserError(what, str(folder.path), hints)
@@ -246,7 +246,7 @@ def announce_resumed(folder: RunFolder, loaded: load.LoadedJob) -> None:
 
 
 def announce_reach(loaded: load.LoadedJob) -> None:
-    """Prints the ssh command or Python that a run's job.toml names. Raises UserError: the file is another user's."""
+    """Prints the ssh command and Python program that job.toml names. Raises UserError: another user owns the file."""
     standard = ClusterOptions()
     for name in ("ssh", "python"):
         wanted, file = getattr(loaded.job.cluster, name), Path(loaded.origins.get(f"cluster.{name}", ""))

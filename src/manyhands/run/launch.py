@@ -1,4 +1,4 @@
-"""Launches a job on several machines over ssh and watches them; detaches from the terminal, accepts join requests."""
+"""Launches and monitors a job on several machines over ssh; handles --detach and requests of `manyhands join`."""
 
 import os
 import re
@@ -35,7 +35,7 @@ _REQUEST, _JOINED = re.compile(rb"join (.+)\n", re.DOTALL), "joined: "
 def launch(
     job: Job, machines: Sequence[Machine], *, quiet: bool = False, begun: Callable[[Path], None] = lambda _run: None
 ) -> Outcome:
-    """Trains on several machines, the first with rank 0. Once the run trains, calls `begun` often with its folder."""
+    """Trains on several machines, with rank 0 on the first. During training, calls `begun` often with the folder."""
     if not job.run.script:
         check_names(job, data=False)
     if len(machines) not in job.cluster.machines_wanted:
@@ -59,10 +59,10 @@ def launch(
                 registry.remember_reach(folder.path, {name: str(getattr(job.cluster, name)) for name in logs.EXECUTED})
                 membership = stack.enter_context(closing(Membership(job, found, folder, screen.say)))
                 starts = stack.enter_context(start.Starts(job, membership, folder, receiver, screen.say))
-                _prepare(job, membership, starts, folder, screen)
+                _prepare_run(job, membership, starts, folder, screen)
                 watch = watch_on(job, folder, screen, quiet=quiet)
                 show_news = watch.on_tick
-                hear = stack.enter_context(join_listener(folder.path, membership.add, screen.say))
+                handle_requests = stack.enter_context(join_listener(folder.path, membership.add, screen.say))
 
                 def on_tick() -> None:
                     show_news()
@@ -70,7 +70,7 @@ def launch(
                         begun(folder.path)
 
                 def regroups() -> bool:
-                    hear()
+                    handle_requests()
                     membership.tick()
                     starts.copy_records()
                     return membership.regroups()
@@ -85,7 +85,7 @@ def launch(
 
 
 def _require_enough(job: Job, folder: RunFolder, machines: Machines, screen: Screen) -> None:
-    """Raises RunError if a machine doesn't answer, unless a run with a checkpoint may resume without it."""
+    """Raises RunError if a machine doesn't answer, unless a resumed run has enough machines without this machine."""
     resumes = job.cluster.recovers and saved_step(folder) is not None and job.checkpoint.resume == "auto"
     if not (resumes and len(machines.running) >= max(1, job.cluster.machines_wanted.start)):
         machines.require_all()
@@ -96,7 +96,7 @@ def _require_enough(job: Job, folder: RunFolder, machines: Machines, screen: Scr
 
 
 def _keep_records(watch: supervise.Watch, receiver: mirror.Receiver, screen: Screen, source: str) -> None:
-    """Writes received records here. After a failed write, new records stay only on `source`, the machine of rank 0."""
+    """Writes records sent by machines to this run folder. After a write error, new records are on `source` only."""
 
     def keep(piece: protocol.FilePiece) -> None:
         try:
@@ -109,7 +109,7 @@ def _keep_records(watch: supervise.Watch, receiver: mirror.Receiver, screen: Scr
     watch.on_file = keep
 
 
-def _prepare(job: Job, membership: Membership, starts: start.Starts, folder: RunFolder, screen: Screen) -> None:
+def _prepare_run(job: Job, membership: Membership, starts: start.Starts, folder: RunFolder, screen: Screen) -> None:
     machines = membership.machines
     addresses = start.check_machines(job, screen.say, machines)  # first, so that a mistake leaves no folders
     prepare(machines, job.cluster)
@@ -173,9 +173,9 @@ def _refuse_lost_checkpoints(job: Job, folder: RunFolder, machines: Machines) ->
 
 @contextmanager
 def join_listener(folder: Path, on_request: Callable[..., None], say: recovery.Say) -> Generator[Callable[[], None]]:
-    """Yields a function that handles requests to join. The function never waits, and must be called often.
+    """Listens for `manyhands join`; yields a function that handles pending requests without blocking.
 
-    `on_request` receives a machine and a function that answers the client; raises ManyhandsError to refuse the machine.
+    `on_request(machine, notify)` adds a machine, or raises ManyhandsError to refuse it. `notify` answers the client.
     """
     path, clients = folder / SOCKET, dict[socket.socket, bytes]()  # bytes received from each client
     with closing(socket.socket(socket.AF_UNIX)) as listener:
@@ -236,7 +236,7 @@ def _answer_client(client: socket.socket, clients: dict[socket.socket, bytes], o
 
 @contextmanager
 def _short_path(path: Path) -> Generator[str]:
-    """Yields a path to the same socket that is within the system's limit of about 100 bytes."""
+    """Yields a path of the socket that is shorter than the system's limit of about 100 bytes."""
     if len(os.fsencode(path)) < 100 or not Path("/proc/self/fd").is_dir():
         yield str(path)
         return
@@ -248,7 +248,7 @@ def _short_path(path: Path) -> Generator[str]:
 
 
 def join_here(run: str, host: str) -> str:
-    """Asks a run's launcher on this machine to add `host`; returns its answer. Raises ManyhandsError: it refuses."""
+    """Asks a run's launcher to add `host`; returns the answer. Raises ManyhandsError: the launcher refuses."""
     found = registry.find_run(run, active=True)
     folder = found.path
     if not (folder / SOCKET).exists() and not (head := registry.head_of_active(found)).here:
@@ -270,7 +270,7 @@ def join_here(run: str, host: str) -> str:
 
 
 class Background:
-    """Forks: the child launches the run, the parent waits. `child_pid`: the child's process id; 0 in the child."""
+    """Forks for --detach: the child launches the run, and the parent waits. `child_pid` is 0 in the child."""
 
     def __init__(self) -> None:
         self._heard, self._writer = os.pipe()
@@ -287,7 +287,7 @@ class Background:
             signal.pthread_sigmask(signal.SIG_SETMASK, self._unblocked)
 
     def leave(self, run: Path) -> None:
-        """Detaches from the terminal: further messages go to a log in the run folder."""
+        """Detaches the child from the terminal: redirects stdout and stderr to a log in the run folder."""
         if self._left:
             return
         self._left = True
@@ -298,7 +298,7 @@ class Background:
         os.close(self._writer)
 
     def wait(self, *, as_json: bool) -> int:
-        """Waits until the run trains or has ended, and forwards signals to the launcher; returns the exit code."""
+        """Waits in the parent until training starts or the run ends, and forwards signals; returns the exit code."""
         os.close(self._writer)
         with stops.handled(lambda number, _: os.kill(self.child_pid, number)), os.fdopen(self._heard, "rb") as heard:
             signal.pthread_sigmask(signal.SIG_SETMASK, self._unblocked)

@@ -1,4 +1,4 @@
-"""Shows the output of a run's processes, from files in the run folder here and on other machines."""
+"""Shows the output of a run's processes from their log files, on this machine and on others."""
 
 import shlex
 import time
@@ -30,7 +30,7 @@ MOST_RANKS, MOST_PER_MACHINE = 1_000_000, 4096  # limits against a damaged machi
 
 
 class LogPlace(BaseModel):
-    """The location of the logs of one machine's processes."""
+    """The location of the log files of one machine's processes."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
     host: str  # the machine
@@ -50,14 +50,14 @@ class LogPlace(BaseModel):
 
 @dataclass
 class Log:
-    """The output of one process: a file on this machine, or read through the agent of another one."""
+    """Reads the log file of one process, on this machine or through the agent of another machine."""
 
     path: str  # of the file, which may not exist yet
     link: connection.AgentConnection | None = None  # to the agent of its machine; None for this machine
     offset: int = 0  # bytes read so far
 
     def new_lines(self, *, rest: bool = False) -> Iterator[str]:
-        """Yields complete lines written since the last call; with `rest` also an incomplete last line."""
+        """Yields the complete lines written since the last call; with `rest`, also an incomplete last line."""
         while self.link:
             text, offset = self.link.ask(call(agent.Agent.read_log, self.path, self.offset, rest), timeouts.READ_LOG_S)
             yield from text.splitlines()
@@ -79,10 +79,10 @@ class Log:
 
 
 def show_logs(folder: RunFolder, rank: int | None, *, last: int, follow: bool, settings: Mapping[str, Any]) -> None:
-    """Shows the output of one rank, or of all (`rank` None) with the rank before each line.
+    """Prints the output of one rank, or of all ranks (`rank` None) with a prefix such as "rank 1 | ".
 
-    Reads other machines' logs over ssh. `last`: number of lines of each log, 0 for all. `follow`: also shows new lines
-    until the run ends. `settings`: options of the cluster. Raises UserError: no such rank; RunError: ssh fails.
+    Reads other machines' logs over ssh. `last`: number of lines per log, 0 for all. `follow`: print new lines until the
+    run ends. `settings`: cluster options by dotted key. Raises UserError: no such rank. Raises RunError: ssh failed.
     """
     places, known = read_places(folder), _local_logs(folder)
     if rank is not None and known and rank not in known and not any(place.has(rank) for place in places):
@@ -113,7 +113,7 @@ def show_logs(folder: RunFolder, rank: int | None, *, last: int, follow: bool, s
 
 @contextmanager
 def _remote_logs(places: Sequence[LogPlace], rank: int | None, options: ClusterOptions) -> Iterator[dict[int, Log]]:
-    """Connects to machines, and yields the logs that can be read, by rank."""
+    """Connects to machines over ssh; yields the readable logs by rank."""
     machines, wanted = [place.machine for place in places], FactsWanted(only=("name",))
     with scratch("logs") as private, assembled(machines, options, private, wanted) as agents:
         if rank is not None:
@@ -133,7 +133,7 @@ EXECUTED = ("ssh", "python", "workdir")  # executed here or on the run's machine
 
 
 def _ssh_options(folder: RunFolder, settings: Mapping[str, Any]) -> ClusterOptions:
-    """Returns options to reach a run's machines, from `settings` or the launch; prints ignored ones of job.toml."""
+    """Returns the ssh options from `settings` or else from the launch; prints which values of job.toml are ignored."""
     own = load_job(settings).job.cluster
     given = {key.removeprefix("cluster.") for key in settings}
     remembered = remembered_reach(folder.path) or {}
@@ -152,7 +152,7 @@ def _local_logs(folder: RunFolder) -> dict[int, Log]:
 
 
 def read_places(folder: RunFolder) -> list[LogPlace]:
-    """Reads from machines.json where each machine has its logs; [] without the file. Raises UserError: damaged file."""
+    """Reads the location of each machine's logs from machines.json; [] without the file. Raises UserError: damaged."""
     path = folder.machines
     try:
         return TypeAdapter(list[LogPlace]).validate_python(files.parse_json(files.read_bytes(path)))

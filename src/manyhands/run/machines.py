@@ -1,11 +1,12 @@
 """The membership of a launched run: running, lost, contacted, ready and excluded machines.
 
-A machine in the state RUNNING takes part in the current start. Every other state ends at the time `until`.
+A RUNNING machine takes part in the current start (see recovery.py). `until` is the time limit of CONTACTING, and the
+earliest time to contact a LOST machine or to use a READY one.
 
     from         to          reason                                                            method
     RUNNING      LOST        its connection ended or was silent, and could not be replaced     note_ending, take_in
     RUNNING      READY       it failed repeatedly and isn't needed: excluded for a while       note_ending
-    RUNNING      READY       another machine was lost while it joined                          Starts._take_in
+    RUNNING      READY       another machine was lost while it joined                          Starts._add_joining
     RUNNING      refused     it had just joined, and the start failed before its first update  note_ending
     LOST         CONTACTING  the pause before the next contact is over                         _open
     CONTACTING   READY       the agent has answered every request                              _receive
@@ -40,11 +41,11 @@ REPLACED = "another launcher has taken over the run"
 
 
 class RefusedError(ManyhandsError):
-    """Raised if a machine can't take part, and another attempt would not change that."""
+    """Raised if a machine can't join a run and a retry would fail too."""
 
 
 class Membership(RestartHooks):
-    """The states of a launched run's machines. No method waits."""
+    """Tracks the states of a launched run's machines. No method blocks."""
 
     def __init__(self, job: Job, machines: Machines, folder: RunFolder, say: Say) -> None:
         self.machines, self._job, self._folder, self._say = machines, job, folder, say
@@ -96,12 +97,12 @@ class Membership(RestartHooks):
         return [] if soon else [machine.name for machine in self.ready][: self.room]
 
     def regroups(self) -> bool:
-        """Returns True to restart now, because a machine can join or another launcher has taken over the run."""
+        """Returns True if the run must restart now: a machine can join, or another launcher has taken over."""
         joins = not self._job.run.script and self.can_join() and self.trained and worth_restarting(self._folder)
         return bool(joins or self.replaced_on)
 
     def record_start(self, number: int) -> None:
-        """Gives each running machine its position, folder and start index `number`, and reports those that joined."""
+        """Stores each running machine's position, folder and start number; notifies the clients of joined machines."""
         step = saved_step(self._folder) or 0
         self._measured = size_of(self._folder.metrics)
         for position, machine in enumerate(self.machines.running):
@@ -113,7 +114,7 @@ class Membership(RestartHooks):
                 machine.notify = lambda _text, _takes_part: None
 
     def add(self, spec: Machine, notify: Callable[[str, bool], object]) -> None:
-        """Adds a machine at the user's request. Raises UserError: the run has it already, or is full."""
+        """Adds a machine for `manyhands join`; `notify` gets the result. Raises UserError: the request is refused."""
         name, wanted = spec.name, f"--elastic {self._job.cluster.elastic}"
         if name in {machine.name for machine in self.machines.running}:
             raise UserError(f"{name} is already part of the run")
@@ -130,9 +131,9 @@ class Membership(RestartHooks):
         self.machines.all.append(machine)
 
     def note_ending(self, ending: Ending) -> None:
-        """Refuses machines that joined if the start failed; else counts a failure of each lost or failed machine.
+        """Refuses machines whose first start failed; otherwise counts a failure of each lost or failed machine.
 
-        A failed machine is excluded for an increasing time unless needed; a lost one is not contacted for that time.
+        Repeated failures cause longer pauses: a lost machine isn't contacted, a failed one is excluded unless needed.
         """
         if self.on_trial() and not ending.regrouped and not from_outside(first_cause(ending)):
             for machine in self.joined:
@@ -150,7 +151,7 @@ class Membership(RestartHooks):
                 machine.exclude(pause_s)
 
     def take_in(self) -> list[RunMachine]:
-        """Marks disconnected machines as lost; lets ready machines take part, if there is room, and returns them."""
+        """Marks disconnected machines as lost; adds ready machines up to the maximum of --elastic; returns these."""
         for machine in self.machines.running:
             if machine.agent.closed:
                 machine.lose()
@@ -178,7 +179,7 @@ class Membership(RestartHooks):
             machine.notify(f"the run ended before {machine.name} joined", False)
 
     def tick(self) -> None:
-        """Advances the contact with each machine that doesn't take part, without waiting."""
+        """Advances the exchange of messages with each machine that isn't running, without blocking."""
         steps = {MachineState.LOST: self._open, MachineState.CONTACTING: self._receive, MachineState.READY: self._check}
         for machine in self.machines.waiting:
             try:
@@ -226,11 +227,11 @@ class Membership(RestartHooks):
             raise TimeoutError(f"{machine.name} was lost again")
 
     def _contact(self, machine: RunMachine, link: connection.AgentConnection) -> Generator[Request[Any], Any, None]:
-        """Yields the requests to a machine before it can join, and receives their answers."""
+        """Yields the requests to a joining machine; the generator's `send` takes the answer to each request."""
         asked, run = time.time(), folders.run_id(self._folder)
         facts = yield call(agent.Agent.hello, facts_wanted(self._job), not link.here)
         link.clock_offset_s = clock_offset(facts.get("time", 0.0), asked)
-        self._judge(machine, facts)
+        self._check_facts(machine, facts)
         machine.facts = facts
         folder = folder_on(machine, self._folder)
         seen = yield call(agent.Agent.inspect_run, folder, machine.position, machine.generation, run, self.term)
@@ -246,8 +247,8 @@ class Membership(RestartHooks):
         options, slots = self._job.cluster, machine.spec.slots
         machine.use(slots, *(yield call(agent.Agent.prepare, slots, options.threads, options.device)))
 
-    def _judge(self, machine: RunMachine, facts: Facts) -> None:
-        """Raises RefusedError if the facts of the machine and the members predict that training would fail."""
+    def _check_facts(self, machine: RunMachine, facts: Facts) -> None:
+        """Raises RefusedError if training with this machine would fail, according to the facts of all machines."""
         everyone = [*self.connected, machine]
         known = {one.name: one.facts for one in self.connected} | {machine.name: facts}
         found = examine(untested_survey(self._job, [one.spec for one in everyone], known))
@@ -255,7 +256,7 @@ class Membership(RestartHooks):
             raise RefusedError(failures[0].what, machine.name, failures[0].hints)
 
     def _give_up(self, machine: RunMachine) -> None:
-        """Contacts a machine again after an increasing pause; refuses a requested machine that never answered."""
+        """Schedules the next contact after an increasing pause; refuses an added machine that never answered."""
         if machine.requested and machine.link and not machine.facts:
             code, link = machine.link.close(), machine.link
             problem = ssh.explain_contact(machine.spec, code, link.log_tail(), self._job.cluster)
@@ -269,6 +270,6 @@ class Membership(RestartHooks):
 
 
 def folder_on(machine: RunMachine, folder: RunFolder) -> str:
-    """Returns the path of the run folder on a machine: as opened there before, or relative to the work folder."""
+    """Returns a machine's path of `folder`: as opened before, or else relative to the working directory if inside."""
     path = folder.path.absolute()
     return machine.folder or str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)

@@ -1,4 +1,4 @@
-"""The end of a run: the launcher's events, report and exit code; and explanations of a run from its records."""
+"""Records the end of a run (events, report, exit code), and explains a run from its records for `manyhands why`."""
 
 import itertools
 import re
@@ -30,7 +30,7 @@ _LONGEST = 300
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a run."""
+    """The folder and the final status of a run."""
 
     folder: RunFolder
     status: str  # "finished" or "stopped"
@@ -45,10 +45,10 @@ class Outcome:
 
 
 def conclude(job: Job, folder: RunFolder, ending: Ending, earlier: int = 0) -> Outcome:
-    """Records a run's end, writes the report, raises the first cause. `earlier`: start and stop events before."""
+    """Records a run's end, writes the report, raises the failure. `earlier`: number of older start and stop events."""
     if job.run.script and ending.interrupted:
         note(folder, "stopped")
-        hints = (f"for its output: manyhands logs {shlex.quote(str(folder.path))}",)
+        hints = (f"to see the output: manyhands logs {shlex.quote(str(folder.path))}",)
         error = ManyhandsError(f"{job.run.script[0]} was stopped", hints=hints)
         error.exit_code = EXIT_INTERRUPTED
         raise error
@@ -97,7 +97,7 @@ def failure_of(folder: RunFolder, ending: Ending) -> ManyhandsError:
 
 
 def failure_here(folder: RunFolder, record: Failure) -> ManyhandsError:
-    """Records a failure of training in this process, and returns it as an error for the user."""
+    """Records a failure of training in this process; returns the error to raise."""
     note_cause(folder, record)
     if record.exit_code == EXIT_INTERRUPTED:
         return interrupted(folder)
@@ -105,7 +105,7 @@ def failure_here(folder: RunFolder, record: Failure) -> ManyhandsError:
 
 
 def with_resume_hint(error: ManyhandsError, folder: RunFolder) -> ManyhandsError:
-    """Adds the command that resumes a failed run, if a checkpoint was saved and the error has no such hint."""
+    """Adds a hint with the resume command to a failure, if a checkpoint was saved and no hint has this command."""
     if error.exit_code != EXIT_FAILED or any(map(names_resume, error.hints)):
         return error
     if (step := kept_step(folder)) is not None:
@@ -115,7 +115,7 @@ def with_resume_hint(error: ManyhandsError, folder: RunFolder) -> ManyhandsError
 
 
 def report_on(job: Job, folder: RunFolder) -> None:
-    """Writes the report. A failure to draw the report, or Ctrl-C, is printed and does not fail the run."""
+    """Writes report.html. An error or Ctrl-C while writing is printed and does not fail the run."""
     if not job.run.report or not folder.metrics.is_file():
         return
     from manyhands.report.page import write_report
@@ -129,7 +129,7 @@ def report_on(job: Job, folder: RunFolder) -> None:
 
 
 def interrupted(folder: RunFolder, hung: str = "", *, idle: bool = False) -> ManyhandsError:
-    """Records that a run was stopped without saving, and returns the error; for the arguments see `unsaved_error`."""
+    """Records a stop without a save; returns the error to raise. For `hung` and `idle` see `unsaved_error`."""
     step = saved_step(folder)
     error = unsaved_error(folder.path, step, hung, idle=idle)
     kind = "stopped" if error.exit_code == EXIT_SAVED else "interrupted"
@@ -143,7 +143,7 @@ def starts_and_stops(folder: RunFolder) -> list[dict[str, Any]]:
 
 
 def _stop_saved(folder: RunFolder, earlier: int) -> bool:
-    """Returns True if the run saved at the requested stop, and records the stop, whatever failed after the save."""
+    """Returns True and records the stop if the run saved at the requested stop, even if a later action failed."""
     last = [{}, *starts_and_stops(folder)[earlier:]][-1]
     step, saved = last.get("step"), saved_step(folder)
     if last.get("kind") not in {"stopping", "stopped"} or step is None or saved is None or saved < step:
@@ -163,7 +163,7 @@ def note_cause(folder: RunFolder, cause: Failure) -> None:
 
 
 def note_launcher_failure(job: Job, folder: RunFolder, error: Exception) -> None:
-    """Records a failure of a machine or of the launcher, which belongs to no rank."""
+    """Records a failure that belongs to no rank: of a machine or of the launcher."""
     known = isinstance(error, ManyhandsError)
     what = error.message if known else f"{type(error).__name__}: {error}"
     where, hints = (error.where, [*error.hints]) if known else ("", [])
@@ -173,7 +173,7 @@ def note_launcher_failure(job: Job, folder: RunFolder, error: Exception) -> None
 
 @contextmanager
 def ends_noted(job: Job, folder: RunFolder) -> Generator[None]:
-    """Records a failure or a stop that ends the block while no process trains. Raises ManyhandsError after a stop."""
+    """Records an exception that ends the block while no process trains. Raises ManyhandsError after Ctrl-C."""
     try:
         yield
     except KeyboardInterrupt as interrupt:
@@ -185,7 +185,7 @@ def ends_noted(job: Job, folder: RunFolder) -> Generator[None]:
 
 
 def note(folder: RunFolder, kind: str, message: str = "", **fields: Any) -> None:
-    """Records an event; a full disk must not hide the error that the user sees anyway."""
+    """Appends an event to events.jsonl; ignores a full disk, so that the user sees the original error."""
     with suppress(OSError):
         append(folder.events, Event(**{"time": time.time(), "kind": kind, "message": message, **fields}))
 
@@ -209,7 +209,7 @@ class Why:
     machines: str = ""  # of an active run
 
     def lines(self) -> list[str]:
-        """Returns the lines for the user; the first cause follows the headline."""
+        """Formats the explanation as lines, with the first cause after the headline."""
         named = [("why", self.cause), ("others", self.others), ("on", self.machines)]
         rows = [self.headline, *(f"{name}: {text}" for name, text in named if text)]
         return [*rows, *(f"done: {text}" for text in self.done), *(f"do: {text}" for text in self.do)]
@@ -222,7 +222,7 @@ def why(word: str) -> Why:
 
 
 def explained(run: RunData, head: Running | None = None) -> Why:
-    """Explains a run from its records; `head` is the record of the launcher, if the run is active."""
+    """Explains a run from its records; `head` is the registry's record of the launcher of an active run."""
     state, folder, done = _state(run, head), str(run.folder.path), _notices(run)
     after = f"after {summary.duration(summary.seconds(run))} of work, {_progress(run)}"
     now, cause, on, do = f"{_progress(run)}{_last_record(run)}", "", "", list[str]()
@@ -256,7 +256,7 @@ def explained(run: RunData, head: Running | None = None) -> Why:
 def _stopped(run: RunData, state: str, after: str, done: list[str]) -> Why:
     folder, do = str(run.folder.path), [_resume_hint(run)]
     end = next(event for event in reversed(run.events) if event.kind == state)
-    how, cause = "was ended at once" if state == "interrupted" else "stopped", plain(end.message)
+    how, cause = "was stopped without saving" if state == "interrupted" else "stopped", plain(end.message)
     if state == "stopped" and not end.data.get("rankless"):
         after += "; everything is saved"
         cause = "the run was asked to stop (Ctrl-C, manyhands stop, a signal), or its launcher was lost"
@@ -305,7 +305,7 @@ def _state(run: RunData, head: Running | None) -> str:
 
 
 def _first_failure(run: RunData, event: Event | None) -> Failure:
-    """Returns the first cause as recorded by the launcher, or else the first failure that isn't a consequence."""
+    """Returns the first cause that the launcher recorded; without one, the first failure that isn't a consequence."""
     same = [one for one in run.failures if event and (one.what, one.rank) == (event.message, event.rank)]
     if same or not event:
         return (same or run.failures)[0]
@@ -352,12 +352,12 @@ def _notices(run: RunData) -> list[str]:
             if event.kind == kind:
                 alike.setdefault(re.sub(r"[\d.e+-]+ s|\d+%", "", event.message), []).append(event.message)
         most = sorted(alike.values(), key=len, reverse=True)[:_SHOWN]
-        found += [f"{said[-1]}{f' ({len(said)} times)' if len(said) > 1 else ''}" for said in most]
+        found += [f"{texts[-1]}{f' ({len(texts)} times)' if len(texts) > 1 else ''}" for texts in most]
     return [plain(line) for line in found]
 
 
 def _shorten_middle(text: str) -> str:
-    """Shortens a long text in the middle; in a traceback, the last line is the most informative."""
+    """Cuts the middle out of a long text: the last line of a traceback is the most informative."""
     text = plain(text)
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 3]} … {text[-_LONGEST * 2 // 3 :]}"
 
@@ -387,7 +387,7 @@ def _rank_text(failure: Failure) -> str:
 
 
 def _failing_line(failure: Failure) -> str:
-    """Returns the line of the user's code that raised a failure, or the file that the failure names."""
+    """Returns the file and line of user code that raised a failure, else the file that the failure names, else ""."""
     if line := users_place(failure):
         return plain(line)
     where = failure.where.rpartition(", ")[0] or failure.where

@@ -1,4 +1,4 @@
-"""The Python interface: fit, evaluate, load, predict and session; alone, under a launcher, or with processes=N."""
+"""The Python interface: fit, evaluate, load, predict and session, in one process, under torchrun or multi-process."""
 
 import contextlib
 import copy
@@ -59,7 +59,7 @@ class Run:
 
     @property
     def best(self) -> records.EvaluationMetrics:
-        """The best evaluation according to train.best."""
+        """The best evaluation according to the option train.best."""
         found = summary.best_evaluation(read.read_run(self.path))
         return found if isinstance(found, records.EvaluationMetrics) else self.final  # which raises UserError
 
@@ -77,7 +77,7 @@ class Run:
 
     @property
     def shares(self) -> list[int]:
-        """The samples per update of each rank at the end of the run."""
+        """The number of samples per update of each rank, at the end of the run."""
         return time_shares.samples_of_each(read.read_run(self.path))
 
     def report(self) -> Path:
@@ -99,7 +99,7 @@ _OPTIONS = {"n": "processes", "sync": "sync.method", "parallel": "parallel.mode"
 
 
 def _as_arguments(line: str, bare: str = "=…") -> str:
-    """Rewrites the flags in a hint as Python arguments, with `bare` after a flag without a value; keeps commands."""
+    """Rewrites "--lr 0.1" in a hint as "lr=0.1", and "--lr" as "lr" + `bare`; keeps lines with commands unchanged."""
 
     def argument(flag: re.Match[str]) -> str:
         key = (flag["key"] or flag["name"].removeprefix("-").replace("-", "_")).removeprefix("train.")
@@ -156,16 +156,16 @@ def fit(  # noqa: PLR0913 - all but three are named
         held_out_set: a Dataset for the final test, evaluated once at the end, with the best and with the last weights.
         processes: number of processes to start on this machine; None: the number in the job. If neither is set, this
             process trains alone, or as one of the ranks that torchrun started.
-        loss: function of (output, labels) that returns the mean loss or one loss per sample, or a value of train.loss;
-            None: cross-entropy.
-        optimizer: function of the list of parameters that returns a torch.optim.Optimizer, such as torch.optim.RMSprop,
-            or a value of train.optimizer. The schedule scales the learning rate of the optimizer.
+        loss: function of (output, labels) that returns the mean loss or one loss per sample; or a value of the option
+            train.loss; None: cross-entropy.
+        optimizer: function of the list of parameters that returns a torch.optim.Optimizer, such as torch.optim.RMSprop;
+            or a value of the option train.optimizer. The schedule scales the learning rate of the optimizer.
         schedule: function of the update number (from 0) that returns the fraction of the peak learning rate; or
-            function with a first parameter named optimizer that returns a torch scheduler. Either may also take
-            total_steps and steps_per_epoch. Or a value of train.schedule.
+            function with a first parameter named optimizer that returns a torch scheduler. Both kinds may
+            also take total_steps and steps_per_epoch. Or a value of the option train.schedule.
         metrics: additional evaluation metrics by name: functions of (outputs [n, C], labels [n]) that return one value
             per sample, or objects with update(outputs, labels), which returns sums, and compute(sums). Or a value of
-            train.metrics.
+            the option train.metrics.
         at_epoch_end: function of an EpochEnd, called on rank 0 after each epoch and its evaluation, while the other
             processes wait. An exception ends the run.
         out: the run folder.
@@ -227,7 +227,7 @@ def fit(  # noqa: PLR0913 - all but three are named
 
 
 def _train(job: Job, objects: Objects, processes: int | None, *, quiet: bool) -> Outcome:
-    """Trains in this process, or in processes started here, whose weights are then loaded into the user's network."""
+    """Trains in this process, or in new processes, whose final weights are then loaded into the user's network."""
     existing = _existing_group(job)
     if existing and processes is not None:
         hints = ("remove processes to train with this group", "or call fit before the group is created")
@@ -244,7 +244,7 @@ def _train(job: Job, objects: Objects, processes: int | None, *, quiet: bool) ->
 
 
 def _options_of(model: Any) -> dict[str, Any]:
-    """Returns the options that the argument `model` sets, by dotted key. Raises UserError: no network."""
+    """Returns the options that the argument `model` sets, by dotted key. Raises UserError: `model` is not a network."""
     if model is None or isinstance(model, str):
         return {"model.name": model}
     if isinstance(model, type) or not hasattr(model, "named_parameters"):
@@ -280,7 +280,7 @@ def _hints_for(name: str, value: Any) -> tuple[str, ...]:
 
 
 def _existing_group(job: Job) -> ProcessInfo | None:
-    """Returns rank and size in the process group that the script has created; None without a group."""
+    """Returns this process's rank and size in the process group that the user's script created; None without one."""
     if "torch.distributed" not in sys.modules:
         return None
     from manyhands.worker.own_process import existing_process_info
@@ -362,7 +362,7 @@ def load(
 def predict(
     run: Run | str | Path, pictures: Any, *, which: str = "best", model: "nn.Module | str | None" = None
 ) -> list[list[tuple[str, float]]]:
-    """Returns the most likely classes of each picture, as a list of (class name, probability).
+    """Returns for each picture a list of its most likely classes, as (class name, probability).
 
     Args:
         run: a Run, a run folder or a checkpoint.
@@ -407,7 +407,7 @@ def session(
 
 
 class _SessionBlock(contextlib.AbstractContextManager["Session"]):
-    """The value of `session()`: `with` opens the session, and closes it in all processes."""
+    """The context manager that `session()` returns: opens a session, and closes it in all processes."""
 
     def __init__(self, block: "contextlib.AbstractContextManager[Session]") -> None:
         self._block = block

@@ -1,14 +1,13 @@
 """Restarts the processes of a run after a fault, from the newest checkpoint, unless a restart would not help.
 
-The steps after a fault: `supervise_once` (cluster/agents/supervise.py) lets the workers save, ends them by the commands
-of agents/protocol.py and returns an `Ending`; `RestartPolicy.after` decides; `Membership.note_ending` (run/machines.py)
-updates the states of the machines; `Starts` (run/start.py) prepares the next start on the remaining machines. While
-they train, `Watch.regroups` contacts lost machines. core/timeouts.py has the time limits.
+After a fault, `supervise_once` (cluster/agents/supervise.py) lets the workers save, stops the workers and returns an
+`Ending`. `RestartPolicy.after` decides whether to restart, `Membership.note_ending` (run/machines.py) updates the
+states of the machines, and `Starts` (run/start.py) prepares the next start on the remaining machines. During training,
+`Watch.regroups` contacts lost machines. core/timeouts.py has the time limits.
 
 A *start* is one launch of the processes on all machines of the run; a restart is another start of the same launcher.
-`number` counts the starts of a launcher from 0. `generation` is the number of the start in an agent's orders, and in
-`RunMachine` of the last start that included the machine. `term` (cluster/agents/folders.py) numbers the launchers of a
-detached run.
+`number` counts the starts of a launcher from 0. `generation` is this number in an agent's orders; in a `RunMachine`, of
+the last start that included the machine. `term` (cluster/agents/folders.py) counts the launchers of a detached run.
 """
 
 import time
@@ -40,15 +39,15 @@ class RestartHooks:
     """Decisions about restarts that depend on the machines; `Membership` overrides these for several machines."""
 
     def why_too_few(self) -> str:
-        """Returns why the run can't continue on the remaining machines, or an empty string."""
+        """Returns the reason why the run can't continue on the remaining machines, or an empty string."""
         return ""
 
     def on_trial(self) -> list[str]:
-        """Returns the machines that joined with this start, until the start has made an update."""
+        """Returns the names of machines that joined with this start; empty after its first update."""
         return []
 
     def can_join(self) -> list[str]:
-        """Returns the machines that join with the next start."""
+        """Returns the names of machines that join with the next start."""
         return []
 
     def note_ending(self, ending: Ending) -> None:
@@ -56,7 +55,7 @@ class RestartHooks:
 
 
 def run_to_end(job: Job, folder: RunFolder, machines: RestartHooks, orders: Prepare, watch: Watch, say: Say) -> Ending:
-    """Starts the processes of a run, and again after each fault that a restart may fix; returns the last ending."""
+    """Starts a run's processes, and restarts them after faults that a restart may fix; returns the last `Ending`."""
     policy, number, first_step = RestartPolicy(job, folder, say), 0, saved_step(folder)
     while True:
         ending = supervise_once(orders(job, number), watch)
@@ -82,7 +81,7 @@ class Restart:
 
 
 class RestartPolicy:
-    """Decides after each start whether to restart."""
+    """Decides whether to start the processes again after a start has ended."""
 
     def __init__(self, job: Job, folder: RunFolder, say: Say) -> None:
         self._folder, self._say = folder, say
@@ -93,7 +92,7 @@ class RestartPolicy:
         self._times: dict[str, list[float]] = {}
 
     def after(self, ending: Ending, machines: RestartHooks) -> Restart | None:
-        """Returns the restart after an ended start; prints the reason and returns None if a restart would not help."""
+        """Returns the next restart; None if the run has ended or a restart would not help; prints the reason."""
         self._starts += 1
         if ending.interrupted or not self._recovers:
             return None
@@ -114,7 +113,7 @@ class RestartPolicy:
         return Restart("restarted", cause.what if cause else broken, cause)
 
     def _after_regrouping(self, ending: Ending, machines: RestartHooks) -> Restart | None:
-        """Returns the restart after a stop for a joining machine; None if the run has just finished."""
+        """Returns the restart that adds a machine; None if the run has finished or too few machines remain."""
         if all(value["status"] == "finished" for value in ending.returned.values()):
             return None
         if why := machines.why_too_few():
@@ -124,7 +123,7 @@ class RestartPolicy:
         return Restart("regrouped", f"{' and '.join(machines.can_join()) or 'a machine'} can join")
 
     def count_fault(self, cause: Failure | None) -> str:
-        """Counts a fault; returns why a restart would not help, or an empty string."""
+        """Counts a fault; returns the reason why a restart would not help, or an empty string."""
         began, self._began = self._began, time.time()
         own = cause is not None and not from_outside(cause)
         # Errors that manyhands explains itself, such as a loss that is not finite or a full disk, would occur again.
@@ -152,7 +151,7 @@ class RestartPolicy:
 
 
 def from_outside(cause: Failure | None) -> bool:
-    """Returns True if a machine was lost or a process killed; an error of the program itself would probably recur."""
+    """Returns True for a lost machine or a killed process; False for an error of the program, which may recur."""
     return cause is not None and cause.error in {MACHINE_LOST, PROCESS_ENDED}
 
 
@@ -168,7 +167,7 @@ def what_failed(ending: Ending) -> str:
 
 
 def worth_restarting(folder: RunFolder) -> bool:
-    """Returns True if the remaining training, without the current update, takes longer than a restart."""
+    """Returns True if the remaining updates, without the current one, take longer than a restart."""
     found = [read.parse_metrics(line, folder) for line in follow.last_records(folder.metrics)]
     steps = [one for one in found if isinstance(one, StepMetrics)][-20:]
     if not steps:
@@ -179,18 +178,18 @@ def worth_restarting(folder: RunFolder) -> bool:
 
 
 def _raised_at(cause: Failure) -> str:
-    """Returns the exception type and the last line of the traceback, without the message, whose numbers vary."""
+    """Returns the exception type and the code line that raised it; leaves out the message, whose numbers may vary."""
     lines = [line.strip() for line in cause.traceback.splitlines() if line.lstrip().startswith("File ")]
     return f"{cause.error} {lines[-1] if lines else cause.where}"
 
 
 def resumed(job: Job) -> Job:
-    """Returns the job of a later start, which resumes from this run's checkpoints instead of the user's choice."""
+    """Returns the job for a restart, which resumes from this run's checkpoints, whatever the user's --resume."""
     return job.model_copy(update={"checkpoint": job.checkpoint.model_copy(update={"resume": "auto"})})
 
 
 def _record_restart(folder: RunFolder, restart: Restart, number: int, message: str, step: int | None) -> None:
-    """Records a restart, and moves the records of failed processes to a subfolder."""
+    """Records a restart as an event, and moves the failure records of processes to a subfolder."""
     cause = restart.cause
     rank, at, host = (cause.rank, cause.time, cause.host) if cause else (0, time.time(), "")
     note(folder, restart.kind, message, time=at, rank=rank, step=step, data={"host": host})

@@ -1,4 +1,4 @@
-"""This user's runs: the registry of active runs, ssh options of their machines, lookup by name, stop requests."""
+"""This user's runs: a registry of active runs, their ssh options, lookup by name, and stop requests."""
 
 import hashlib
 import os
@@ -29,14 +29,14 @@ R = TypeVar("R", bound=Record)
 
 
 class Reach(Record):
-    """The options with which this user reached the machines of a run."""
+    """The options with which this user connected to the machines of a run."""
 
     run: str = Field(description="the run folder, as an absolute path")
     options: dict[str, str] = Field(description="options of the cluster: ssh, python, workdir")
 
 
 def _load(kind: type[R], path: Path) -> R | None:
-    """Reads a record; None if it is missing, damaged, or of a newer version."""
+    """Reads a record; None if the file is missing, damaged, or of a newer version."""
     with suppress(UserError):
         return read.parse(kind, read_object(path) or {}, path)
     return None
@@ -53,7 +53,7 @@ def _write(path: Path, record: Record, purpose: str) -> None:
 
 
 def registry_folder() -> Path:
-    """Returns the folder of the registry; on a shared home, it lists the runs of several machines."""
+    """Returns the folder of the registry. Machines that share a home directory share the registry."""
     return user_state_path("manyhands") / "running"
 
 
@@ -73,7 +73,7 @@ def registered(run: Path, hosts: Iterable[str] = ()) -> Generator[None]:
 
 
 def remember_reach(run: Path, options: dict[str, str]) -> None:
-    """Saves how the machines of a run are reached, for later commands about the run.
+    """Saves the ssh options for a run's machines, for later commands such as `manyhands logs`.
 
     These options are executed, so they aren't read from the run folder, where another user may have changed them.
     """
@@ -104,7 +104,7 @@ def running() -> list[Running]:
 
 
 def headless() -> list[Running]:
-    """Returns the user's runs without a launcher whose workers, as far as this machine can see, still run."""
+    """Returns the user's runs whose launcher has ended, but whose workers still run as far as this machine can see."""
     return _list_runs()[1]
 
 
@@ -131,7 +131,7 @@ def _list_runs() -> tuple[list[Running], list[Running]]:
 
 
 def head_of(run: Path) -> Running | None:
-    """Returns the record of a run's launcher, or None; prefers one on this machine, then the newest one."""
+    """Returns the record of a run's launcher, or None. Prefers a launcher on this machine, then the newest launcher."""
     heads = [record for record in running() if record.run == str(run.resolve())]
     return max(heads, key=lambda record: (record.here, record.time), default=None)
 
@@ -166,10 +166,10 @@ def _path(record: Running) -> Path:
 
 
 def find_run(word: str, *, parts: bool = True, active: bool = False) -> RunFolder:
-    """Returns the run of a folder, a name, part of a name or "last". Raises UserError: no run matches, or several.
+    """Finds a run by folder, name, part of a name or "last". Raises UserError: no run matches, or several do.
 
-    Without `parts`, `word` must be the beginning of the name, for callers that also accept a data set. With `active`,
-    active runs are preferred to ended ones.
+    If `parts` is False, only the beginning of a name matches, for callers that also accept a data set. If `active` is
+    True, active runs take precedence over ended ones.
     """
     working = {Path(record.run): None for records in _list_runs() for record in records}
     for folder in (RunFolder(Path(word).expanduser()), RunFolder(RUNS / word)):
@@ -184,7 +184,7 @@ def find_run(word: str, *, parts: bool = True, active: bool = False) -> RunFolde
         names = named_by(word, [path.name for path in paths], parts=parts)
         found = [path for path in paths if path.name in names]
         if len(found) > 1:
-            raise UserError(f'"{word}" matches {len(found)} runs', word, tuple(map(str, found)))
+            raise UserError(f'"{word}" matches {len(found)} runs', word, (f"name one of {', '.join(map(str, found))}",))
         if found:
             return RunFolder(found[0])
     if "/" in word or Path(word).exists():
@@ -217,7 +217,7 @@ def find_reference(word: str) -> Path:
 
 
 def find_start(word: str | None) -> str | None:
-    """Returns the value of --resume with a run's name replaced by its folder; "auto", "never" and paths stay."""
+    """Replaces the name of a run in a value of --resume by its folder; keeps None, "auto", "never" and paths."""
     files = (".tar", ".pth", ".pt", ".ckpt", ".safetensors")
     if not word or word in {"auto", "never"} or "/" in word or word.endswith(files) or Path(word).exists():
         return word
@@ -225,7 +225,7 @@ def find_start(word: str | None) -> str | None:
 
 
 def head_of_active(folder: RunFolder) -> Running:
-    """Returns the launcher of a run. Raises UserError if there is none, with hints if workers still train."""
+    """Returns the record of a run's launcher. Raises UserError: the run has no launcher."""
     if head := head_of(folder.path):
         return head
     run = shlex.quote(str(folder.path))
@@ -263,7 +263,7 @@ def stop_headless(folder: RunFolder, *, now: bool) -> bool:
 
 
 def stop_run(record: Running, *, now: bool) -> Event | None:
-    """Asks a run to save and stop, or with `now` ends it at once, and waits; returns the run's final event, or None.
+    """Stops a run and waits for its end. With `now`, the run doesn't save. Returns the run's final event, or None.
 
     Raises UserError: the launcher is on another machine. Raises RunError: the launcher survived SIGKILL.
     """

@@ -1,4 +1,4 @@
-"""Prepares each start of a launched run: machines, run folders, addresses, the store, and orders."""
+"""Prepares each start of a launched run: machines, run folders, addresses, torch's store, and orders to agents."""
 
 import contextlib
 import secrets
@@ -29,7 +29,7 @@ from manyhands.run.recovery import Say, resumed
 
 
 class Starts(contextlib.ExitStack):
-    """Prepares each start of a run; a context manager that closes the ssh tunnels at its end."""
+    """Prepares each start of a run. As a context manager, closes the ssh tunnels at the end."""
 
     def __init__(self, job: Job, membership: Membership, folder: RunFolder, receiver: Receiver, say: Say) -> None:
         super().__init__()
@@ -45,13 +45,13 @@ class Starts(contextlib.ExitStack):
         self._copy_at = 0.0  # time of the next copy
 
     def orders(self, job: Job, number: int) -> dict[AgentConnection, protocol.Orders]:
-        """Prepares start `number` without machines that are lost or can't train with the others; returns the orders.
+        """Prepares start `number` on the machines that can train together; returns the orders by agent.
 
         Raises ManyhandsError: too few machines remain, or none of them has a checkpoint of the run.
         """
         for machine in self._machines.running:
             machine.joined = False
-        while (why_open := self._gather(again=number > 0)) is None:
+        while (why_open := self._try_connect(again=number > 0)) is None:
             pass
         running, term = self._machines.running, self._membership.term
         job = job.model_copy(update={"cluster": with_machines(job.cluster, self._membership.added)})
@@ -77,14 +77,14 @@ class Starts(contextlib.ExitStack):
             orders[machine.agent] = replace(order, term=term)
         return orders
 
-    def _gather(self, *, again: bool) -> str | None:
-        """Connects the machines of a start. Returns the result of `_connect`; None if a machine is lost meanwhile."""
+    def _try_connect(self, *, again: bool) -> str | None:
+        """Connects the machines of a start. Returns the result of `_connect`; None to retry: a machine was lost."""
         try:
             if again:
-                self._take_in()
+                self._add_joining()
                 if why := self._membership.why_too_few():
                     raise RunError(why)
-                self._open_anew()
+                self._reopen_folders()
             return self._connect()
         except (LinkClosed, open_tunnels.NoTunnelError) as error:
             if not again:
@@ -101,9 +101,9 @@ class Starts(contextlib.ExitStack):
                 self._membership.refuse(machine, error)
             return None
 
-    def _take_in(self) -> None:
-        """Adds the machines that can join, if their folders can be opened and all machines reach each other."""
-        joining = [machine for machine in self._membership.take_in() if self._open_on(machine)]
+    def _add_joining(self) -> None:
+        """Adds ready machines whose run folders can be opened, if all machines can reach each other."""
+        joining = [machine for machine in self._membership.take_in() if self._open_folder_on(machine)]
         if not joining:
             return
         alone = len(self._machines.running) == 1 + len(joining)
@@ -122,8 +122,8 @@ class Starts(contextlib.ExitStack):
         else:
             self.set_addresses(addresses)
 
-    def _open_on(self, machine: RunMachine) -> bool:
-        """Opens the run folder on a machine that joins; returns False after a failure."""
+    def _open_folder_on(self, machine: RunMachine) -> bool:
+        """Opens the run folder on a machine that joins; returns False if that failed."""
         try:
             with self._token() as token:
                 request = self._request(machine, token, records=False)
@@ -139,15 +139,15 @@ class Starts(contextlib.ExitStack):
         return False
 
     def set_addresses(self, addresses: dict[RunMachine, Address]) -> None:
-        """Sets the machines' addresses for each other; an empty dict means that only ssh connects them."""
+        """Sets the address of each machine for the other machines; an empty dict means that only ssh connects them."""
         self._ssh_only = not addresses
         for machine, address in addresses.items():
             machine.address = address
 
     def _connect(self) -> str:
-        """Makes the first machine listen for the store, after opening tunnels if only ssh connects the machines.
+        """Opens the store's port on the first machine, after ssh tunnels if only ssh connects the machines.
 
-        Returns why the store listens not only on loopback, or ""; see `StoreTunnel.open`.
+        Returns the reason why other hosts can reach the port, or "" for a loopback port; see `StoreTunnel.open`.
         """
         self._routes = None
         if self._ssh_only:
@@ -168,8 +168,8 @@ class Starts(contextlib.ExitStack):
     def open_folders(self, *, records: bool = True, anew: bool = False) -> None:
         """Opens the run folder on every machine. Raises RunError: another launcher has taken over the run.
 
-        With `records`, the first machine sends new records; with `anew` all, because the launcher's, which are renamed,
-        may differ. In a run of a user's script, the first machine also sends the output of rank 0.
+        With `records`, the first machine sends its new records; with `anew`, all records, because the launcher's copies
+        may differ and are renamed. For a user's script, the first machine also sends the output of rank 0.
         """
         term = self._membership.term
         with self._token() as token:
@@ -190,7 +190,7 @@ class Starts(contextlib.ExitStack):
 
     @contextlib.contextmanager
     def _token(self) -> Iterator[str]:
-        """Yields the name of a file by which machines recognize the launcher's run folder on a shared disk."""
+        """Creates a file by which machines recognize the launcher's run folder on a shared disk; yields its name."""
         token = f".shared-{secrets.token_hex(8)}"
         marker = self._folder.ranks / token
         marker.touch()
@@ -208,8 +208,8 @@ class Starts(contextlib.ExitStack):
         run, term = folders.run_id(self._folder), self._membership.term
         return call(Agent.open_run, protocol.OpenRun(place, token, self._holder, run, held, self._script, term))
 
-    def _open_anew(self) -> None:
-        """Opens the folders for another start, and makes a machine with the newest checkpoint the first."""
+    def _reopen_folders(self) -> None:
+        """Opens the run folders for a restart, and gives rank 0 to a machine with the newest checkpoint."""
         self.open_folders(records=False)
         last_step = saved_step(self._folder)
         if self.saved < 0 and last_step is not None and not self._script:
@@ -231,7 +231,7 @@ class Starts(contextlib.ExitStack):
         self.open_folders(anew=behind)
 
     def _newest_first(self) -> RunMachine:
-        """Moves the machines with the newest checkpoint to the front, and returns the first."""
+        """Moves the machines with the newest checkpoint to the front; returns the first machine."""
         newest, running = self.saved, self._machines.running
         self._machines.all.sort(key=lambda machine: machine not in running or machine.run_folder.saved < newest)
         return self._machines.running[0]
@@ -256,14 +256,14 @@ class Starts(contextlib.ExitStack):
             self._copy = machine.agent, machine.run_folder.folder, Sender(self._folder.path, held)
 
     def copy_records(self) -> None:
-        """Sends new records to the machine with the copy at intervals, without waiting."""
+        """Sends new records to the machine that keeps a copy, at most every 0.4 s, without waiting for an answer."""
         if self._copy and time.monotonic() >= self._copy_at:
             (link, folder, sender), self._copy_at = self._copy, time.monotonic() + 0.4
             if not link.closed and (pieces := list(sender.news())):
                 link.post(call(Agent.keep_records, folder, pieces))
 
     def finish_copy(self) -> None:
-        """Sends the remaining records to that machine and waits until they arrive; ignores the machine's loss."""
+        """Sends the remaining records to the machine with the copy; waits until they arrive or the machine is lost."""
         if self._copy:
             link, folder, sender = self._copy
             with contextlib.suppress(RunError):
@@ -272,7 +272,7 @@ class Starts(contextlib.ExitStack):
 
 
 def check_machines(job: Job, say: Say, machines: Machines) -> dict[RunMachine, Address]:
-    """Runs the doctor's checks without measurements; returns addresses by machine, empty if only ssh connects them.
+    """Runs the doctor's checks without measurements; returns each machine's address, or {} if only ssh connects them.
 
     Raises RunError: the machines can't train together.
     """
@@ -303,6 +303,7 @@ def check_machines(job: Job, say: Say, machines: Machines) -> dict[RunMachine, A
 
 
 def describe(machines: Machines, why_open: str, routes: open_tunnels.TunnelRoutes | None = None) -> list[str]:
+    """Describes the processes of a start, the addresses and the open ports, in lines for the user."""
     running = machines.running
     who = [f"{one.name} ({one.processes})" if one.processes > 1 else one.name for one in running]
     total = sum(machine.processes for machine in running)

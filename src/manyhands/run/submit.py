@@ -23,7 +23,7 @@ def submit(job: Job, job_file: Path | None, on: str, *, dry_run: bool) -> str:
     """Submits a job to Slurm or Kubernetes, and returns the scheduler's output.
 
     With `dry_run`, only returns the script or manifest. Processes on Slurm also read the user's `job_file`. Raises
-    UserError: an option or the scheduler's program is missing. Raises RunError: the scheduler refused the job.
+    UserError: an option is wrong, or sbatch or kubectl is missing. Raises RunError: the scheduler refused the job.
     """
     if on == "slurm":
         text, program = slurm.script(_for_slurm(job, job_file)), ["sbatch"]
@@ -46,7 +46,7 @@ def submit(job: Job, job_file: Path | None, on: str, *, dry_run: bool) -> str:
 
 
 def _for_slurm(job: Job, job_file: Path | None) -> Submission:
-    """Returns the submission; a requeued job writes into the same run folder, and thus resumes."""
+    """Returns the submission. A requeued job uses the same run folder, and therefore resumes."""
     out = job.run.out or f"runs/slurm-{JOB}"
     if job.submit.options and any("\n" in option or not option.startswith("-") for option in job.submit.options):
         hints = ('such as ["--partition=gpu"]',)
@@ -86,7 +86,7 @@ def _submission(job: Job, command: tuple[str, ...]) -> Submission:
 
 
 def _train_arguments(job: Job, job_file: Path | None) -> list[str]:
-    """Returns arguments of `train` for the job: its file or names, and the options that differ from them."""
+    """Returns the arguments of `manyhands train`: the job file or names, and --set for each option that differs."""
     names = {"data.name": job.data.name, "model.name": job.model.name}
     base = load_job({} if job_file else names, file=job_file, environment={}).job
     words = [str(job_file)] if job_file else list(names.values())

@@ -1,4 +1,4 @@
-"""Tasks besides training: evaluate, predict; describe, merge or reshard checkpoints; search a plan, predict scaling.
+"""Tasks other than training: evaluation, prediction, checkpoint tools, plan search and prediction of scaling.
 
 A task runs in this process, in the group that a launcher has formed, or on processes started here. `reference` is a run
 folder, a checkpoint, or a .pth.tar, .pth, .pt or .safetensors file. `which` is "best" or "last", for a run folder.
@@ -35,9 +35,9 @@ Guesses = list[tuple[str, float]]
 
 
 def evaluate_run(reference: Path, *, which: str, flags: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Evaluates a checkpoint on the run's evaluation split, on other data, or on all pictures of a plain folder.
+    """Evaluates a checkpoint on the run's evaluation split, on other data, or on a folder without train/ and val/.
 
-    `flags` are changes to the run's job, by dotted key. Returns plain data: checkpoint, data, count, loss, top1, top5,
+    `flags` are changes to the run's job, by dotted key. Returns a dict with checkpoint, data, count, loss, top1, top5,
     per_class and confusion; None on ranks other than 0. Raises ManyhandsError: the evaluation failed.
     """
     from manyhands.worker.launcher import is_plain_folder
@@ -56,7 +56,7 @@ def evaluate_run(reference: Path, *, which: str, flags: Mapping[str, Any]) -> di
 
 
 def _announce_code(job: Job, path: Path, given: Collection[str]) -> None:
-    """Prints the code files that will run because the run's records, not the user's arguments, name these files."""
+    """Prints the code files that will be executed because the run's records, not the user's flags, name these files."""
     record = record_of(path)
     if "model.name" not in given:
         announce([record.name if record else job.model.name], path, record, "manyhands eval RUN DATA {}")
@@ -72,9 +72,9 @@ def _announce_code(job: Job, path: Path, given: Collection[str]) -> None:
 def evaluate_job(
     job: Job, path: Path | None, *, given: Collection[str] = (), whole: bool = False
 ) -> dict[str, Any] | None:
-    """Evaluates a checkpoint, or the job's untrained network, on the processes that the job names; see `evaluate_run`.
+    """Evaluates a checkpoint, or the untrained network if `path` is None, on the job's processes; see `evaluate_run`.
 
-    `given` are keys of options that the user changed; with `whole` all pictures of a plain folder are evaluated.
+    `given` are keys of options that the user set. With `whole`, all pictures of the folder are evaluated, not a split.
     """
     argument = {"checkpoint": str(path.resolve()) if path else "", "given": list(given), "whole": whole}
     found = _run_task(job, {"task": "evaluate", **argument})
@@ -83,9 +83,9 @@ def evaluate_job(
 
 
 def job_of(reference: Path, flags: Mapping[str, Any]) -> Job:
-    """Returns a checkpoint's job, changed by `flags`. For a file outside a run folder, the flags must name the data.
+    """Returns the job of a checkpoint's run, changed by `flags`. Without a run folder, `flags` must name the data.
 
-    Machines and processes are taken from the flags only, because the run's machines may be out of reach.
+    Only `flags` set machines and processes, because the machines of the run may not be available.
     """
     if not reference.exists():
         hints = ("name a run folder, a checkpoint, or a .pth.tar file",)
@@ -109,13 +109,13 @@ def job_of(reference: Path, flags: Mapping[str, Any]) -> Job:
 
 
 def run_of(reference: Path) -> RunFolder | None:
-    """Returns the run folder at `reference`, or the one that contains this checkpoint; None without a run folder."""
+    """Returns `reference` if it is a run folder, else the run folder that contains the checkpoint; None without one."""
     folders = map(RunFolder, (reference, *reference.absolute().parents[:2]))
     return next((folder for folder in folders if folder.exists()), None)
 
 
 def resolve_checkpoint(reference: Path, which: str) -> Path:
-    """Returns the path of a checkpoint; prints which damaged ones are skipped. Raises UserError: none is usable."""
+    """Returns a checkpoint's path; prints which damaged checkpoints are skipped. Raises UserError: none is usable."""
     folder = RunFolder(reference)
     if folder.exists() and not folder.has_checkpoints():
         away = next((place for place in logs.read_places(folder) if place.has(0) and not place.local), None)
@@ -138,7 +138,7 @@ def predict_files(
     processes: int | None = None,
     device: str | None = None,
 ) -> Iterator[tuple[Path, Guesses | str]]:
-    """Yields each picture's path, with its most likely classes and probabilities or with an error message.
+    """Yields (path, guesses) for each picture: its most likely (class, probability) pairs, or an error message.
 
     `pictures` are files and folders. `model` is the name of the network, if the run doesn't record it. Without
     `processes`, this process predicts, or the group that a launcher formed. Without `device`, one process uses the CPU,
@@ -163,7 +163,7 @@ def predict_files(
 
 
 def list_pictures(named: Iterable[Path]) -> list[Path]:
-    """Returns named files and the pictures below named folders, sorted by path. Raises UserError: none found."""
+    """Returns the files in `named` and the pictures below its folders. Raises UserError: a path has no picture."""
     from manyhands.data.decode import PICTURE_SUFFIXES
     from manyhands.data.layout import is_junk
 
@@ -184,7 +184,7 @@ def list_pictures(named: Iterable[Path]) -> list[Path]:
 
 
 def describe_checkpoint(reference: Path, *, which: str) -> dict[str, Any]:
-    """Describes a checkpoint: format, step, mesh, and the shape, dtype, sharding and size of each tensor."""
+    """Returns a checkpoint's format, step and mesh, and the shape, dtype, sharding and size of each tensor."""
     path = resolve_checkpoint(reference, which)
     if not is_pickled(path):
         return open_description(path, verified=path.is_dir()).as_plain()
@@ -196,7 +196,7 @@ def describe_checkpoint(reference: Path, *, which: str) -> dict[str, Any]:
 def rewrite_checkpoint(reference: Path, target: Path, *, which: str, plan: Path | None = None) -> tuple[str, ...]:
     """Writes a checkpoint unsharded (as a new folder or a file of weights), or as a folder sharded by a plan.
 
-    Returns sentences about omitted content. Raises ManyhandsError: the target exists, or the plan doesn't fit.
+    Returns a sentence about each omitted part. Raises ManyhandsError: the target exists, or the plan doesn't fit.
     """
     from manyhands.worker.launcher import rewrite
 
@@ -204,7 +204,7 @@ def rewrite_checkpoint(reference: Path, target: Path, *, which: str, plan: Path 
 
 
 def _run_task(job: Job, argument: dict[str, Any]) -> dict[str, Any]:
-    """Runs a task as a collective of the group that a launcher formed, or on new processes; {} on ranks except 0."""
+    """Runs a task on new processes, or as a collective in a launcher's process group; returns {} on ranks except 0."""
     process_info = train.launch_decision(job).process_info
     if process_info is None:
         return run_by_agent(job, argument)
@@ -219,7 +219,7 @@ def _run_task(job: Job, argument: dict[str, Any]) -> dict[str, Any]:
 
 
 def run_by_agent(job: Job, argument: dict[str, Any]) -> dict[str, Any]:
-    """Runs `argument["task"]` with the other values, plain data, on new local processes; returns rank 0's result."""
+    """Runs the task `argument["task"]` with the other arguments on new local processes; returns rank 0's result."""
     with _private_folder() as folder:
         here = Rendezvous((job.cluster.processes,))
         orders = protocol.orders_for(job, folder=str(folder.path), rendezvous=here, **argument)
@@ -242,7 +242,7 @@ def _private_folder() -> Iterator[RunFolder]:
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """Disables garbage collection: a plan search makes many small objects, and keeps nearly all of them."""
+    """Disables garbage collection, which slows down a plan search: nearly all of its many objects stay in use."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -254,7 +254,7 @@ def _no_garbage_collection() -> Iterator[None]:
 
 @_no_garbage_collection()
 def search_plan(job: Job, requested: Mapping[str, Any], out: Path, *, force: bool) -> "Planned":
-    """Searches the plan for a job and writes it to `out`, with a picture in the same folder."""
+    """Searches for the best parallel plan of a job; writes the plan to `out`, and a picture beside it."""
     train.check_names(job)
     from manyhands.worker import plan_search
 
@@ -263,7 +263,7 @@ def search_plan(job: Job, requested: Mapping[str, Any], out: Path, *, force: boo
 
 @_no_garbage_collection()
 def predict_growth(job: Job, first: int, requested: Mapping[str, Any], out: Path | None, *, force: bool) -> "Growth":
-    """Predicts throughput, efficiency and cost of a job for several numbers of machines, and draws them to `out`."""
+    """Predicts a job's throughput, efficiency and cost on several numbers of machines; draws the values to `out`."""
     from manyhands.report.growth import draw_growth, refuse_file
 
     if out is not None:

@@ -1,4 +1,4 @@
-"""Starts and watches a run or a user's script on this machine, or trains in this process as one rank of a group."""
+"""Starts and monitors a run or a user's script on this machine, or trains in this process as one rank of a group."""
 
 import os
 import sys
@@ -38,8 +38,8 @@ _SCRIPT_SECTIONS = ("cluster.", "run.")  # the sections of a job that apply to a
 def train(job: Job, *, quiet: bool = False, objects: Any = None, rendezvous: Rendezvous | None = None) -> Outcome:
     """Trains a job: starts processes on this machine, or joins the group that a launcher formed.
 
-    `objects` are the `train.objects.Objects` of a Python user. `rendezvous` is set if each machine starts its own
-    processes; None: from flags and environment. Raises ManyhandsError: the first cause of a failure.
+    `objects` are the `train.objects.Objects` of a Python user. `rendezvous` connects machines that each start their own
+    processes; None: taken from flags and environment. Raises ManyhandsError: the first cause of a failure.
     """
     decision = this_process.LaunchDecision(None, rendezvous=rendezvous) if rendezvous else launch_decision(job)
     if job.cluster.detach:
@@ -125,7 +125,7 @@ def _refuse_missing(job: Job, objects: Any) -> None:
 
 
 def launch_decision(job: Job) -> this_process.LaunchDecision:
-    """Returns the role of this process. Raises UserError; reports an invalid rank to the waiting processes first."""
+    """Decides whether this process is a rank or a launcher. Raises UserError, and reports an invalid rank to peers."""
     try:
         found = this_process.participate(job.cluster)
     except this_process.RankOutsideError as outside:
@@ -144,7 +144,7 @@ def launch_decision(job: Job) -> this_process.LaunchDecision:
 
 
 def _job_of_machine(job: Job, rendezvous: Rendezvous, *, quiet: bool) -> Job:
-    """Returns the job for a machine that has its own command; only rank 0's machine uses the job's run folder."""
+    """Returns a machine's job if each machine has its own command: only rank 0's machine uses the job's run folder."""
     if rendezvous.machine:
         out = f"{job.run.out}.node{rendezvous.machine}" if job.run.out else ""
         return job.model_copy(update={"run": job.run.model_copy(update={"out": out, "report": False})})
@@ -157,7 +157,7 @@ def _job_of_machine(job: Job, rendezvous: Rendezvous, *, quiet: bool) -> Job:
 
 
 def _pickle_objects(objects: Any, private: Path) -> dict[str, Any]:
-    """Pickles the user's Python objects into a private folder; returns the orders' fields that name the file."""
+    """Pickles the user's Python objects into a private folder; returns the file and sys.path as fields of `Orders`."""
     if objects is None:
         return {}
     import cloudpickle
@@ -202,7 +202,7 @@ class ScriptOutput:
 
 
 def check_script(loaded: LoadedJob) -> None:
-    """Raises UserError if there is no such script here, or an option was given that does not apply to scripts."""
+    """Raises UserError: the script is missing, an option does not apply to scripts, or a launcher set a rank."""
     job, script = loaded.job, loaded.job.run.script[0]
     given = [key for key, origin in loaded.origins.items() if origin == "flag" and not key.startswith(_SCRIPT_SECTIONS)]
     if given:
@@ -224,7 +224,7 @@ def train_in_process(job: Job, process_info: ProcessInfo, *, quiet: bool, object
         # Under a launcher only rank 0 prints.
         notify = terminal.say if process_info.started_by == "--init" else lambda _text: None
         with files.private_files():
-            result = _take_part(job, process_info, NOWHERE, objects, notify)
+            result = _train_rank(job, process_info, NOWHERE, objects, notify)
         return Outcome(RunFolder(Path(result["folder"])), result["status"], is_main=False)
     with run_folder(job) as folder:
         screen, over = Screen(folder.path, quiet=quiet), threading.Event()
@@ -238,7 +238,7 @@ def train_in_process(job: Job, process_info: ProcessInfo, *, quiet: bool, object
         thread = threading.Thread(target=draw, daemon=True)
         thread.start()
         try:
-            result = _take_part(job, process_info, folder, objects, terminal.say)
+            result = _train_rank(job, process_info, folder, objects, terminal.say)
         finally:
             over.set()
             thread.join(5)
@@ -248,7 +248,7 @@ def train_in_process(job: Job, process_info: ProcessInfo, *, quiet: bool, object
         return Outcome(folder, result["status"])
 
 
-def _take_part(
+def _train_rank(
     job: Job, process_info: ProcessInfo, folder: RunFolder, objects: Any, notify: Callable[[str], None]
 ) -> dict[str, Any]:
     from manyhands.worker.entry import train_here
