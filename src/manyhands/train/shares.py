@@ -38,10 +38,10 @@ _SELDOM = 50  # measure again at the start of an epoch if that takes at most thi
 def order_and_sharing(
     run: RunContext, samples: int, network: ParallelNetwork, previous: list[int] | None, *, own: bool, most: int
 ) -> tuple[Order, BatchSharing]:
-    """Determines the samples of each update, and their division among processes.
+    """Returns the order of the samples, and the division of each update among processes.
 
-    `previous` are the shares in the checkpoint: empty if they were equal, None for a new run. `most` is the largest
-    micro-batch at the start of the run, 0 if unknown. `own`: each process trains alone, with its own BatchNorm groups.
+    `previous`: the shares (samples per process) in the checkpoint; empty if equal, None for a new run. `most`: the
+    largest micro-batch at the start of the run; 0 if unknown. `own`: each process has its own BatchNorm groups.
     """
     job, mode = run.job, run.mode
     options, replicas = job.train, network.share.parts
@@ -69,7 +69,7 @@ def order_and_sharing(
 
 
 def _shares(run: RunContext, replicas: int, previous: list[int] | None) -> tuple[int, ...]:
-    """Returns the shares of the job or of the checkpoint for `replicas` processes; empty for equal shares."""
+    """Returns the samples per process, from the job or the checkpoint, for `replicas` processes; empty if equal."""
     job, shares = run.job, run.job.cluster.shares
     if isinstance(shares, str):
         fits = shares != "equal" and previous and len(previous) == replicas
@@ -89,7 +89,7 @@ def _shares(run: RunContext, replicas: int, previous: list[int] | None) -> tuple
 
 
 def _why_equal(job: Job, mode: str, network: ParallelNetwork, *, own: bool) -> str:
-    """Returns why the mode or the sync method doesn't support the shares of the job; empty if it does."""
+    """Returns the reason why the mode or the sync method doesn't support the job's shares; "" if both support them."""
     if network.share.together:
         return f"--parallel {mode} splits each batch into equal parts"
     if job.cluster.shares in {"auto", MACHINES} and mode != USUAL_MODE:
@@ -100,7 +100,7 @@ def _why_equal(job: Job, mode: str, network: ParallelNetwork, *, own: bool) -> s
 
 
 def previous_shares(found: Resumable | None) -> tuple[list[int] | None, int]:
-    """Returns the shares and the largest micro-batch in the checkpoint, for `order_and_sharing`."""
+    """Returns `previous` and `most` for `order_and_sharing`, from a checkpoint."""
     if found is None:
         return None, 0
     kept, most = found.snapshot.state.get("shares", []), int(found.snapshot.state.get("most_in_a_pass", 0))
@@ -124,13 +124,13 @@ def refuse_small_micro_batches(order: Order, batch_sharing: BatchSharing, networ
 
 
 class BalancedShares:
-    """Sets the shares at the start of epochs, the same on all processes; `known`: they were measured before."""
+    """Measures speeds and sets shares at the start of epochs; `known`: an earlier start has measured them."""
 
     def __init__(self, *, known: bool) -> None:
         self._known, self._set_s, self._took_s = known, time.monotonic(), _WHILE_S * (_WHILES + 1)
 
     def balance(self, trainer: Trainer) -> None:
-        """Measures speeds and sets the shares, at the start and again at the start of later epochs; a collective."""
+        """Measures speeds and sets the shares, in later epochs only if that takes little time; a collective."""
         if self._known and trainer.progress.step_in_epoch:
             return
         began_s = time.monotonic()
@@ -153,7 +153,7 @@ class BalancedShares:
 
 
 def balanced(speeds_s: Sequence[float], batch: int, group: int, most: Sequence[int]) -> list[int]:
-    """Returns each process's samples of a batch, at least one, so that all processes finish at about the same time.
+    """Returns the samples of a batch for each process, at least one, so that all finish at about the same time.
 
     `speeds_s` are seconds per sample. `group` is the size of BatchNorm groups (0: none), which are split only if that
     saves much time. `most` are the samples that fit into each process's memory, in total at least the batch.
@@ -170,7 +170,7 @@ def balanced(speeds_s: Sequence[float], batch: int, group: int, most: Sequence[i
 
 
 def _deal(speeds_s: Sequence[float], sizes: Sequence[int], most: Sequence[int]) -> list[int]:
-    """Assigns each part to the process that would finish it first; returns samples by rank. `sizes`: of the parts."""
+    """Assigns parts of `sizes` samples, each to the process that would finish it first; returns samples by rank."""
     counts, parts = [0] * len(speeds_s), [0] * len(speeds_s)
     # Processes without a part come first.
     waiting = [(0.0, rank) for rank in range(len(speeds_s))]
@@ -192,7 +192,7 @@ def _longest(speeds_s: Sequence[float], counts: Sequence[int]) -> float:
 
 
 def _seconds_per_sample(trainer: Trainer) -> list[float]:
-    """Measures each process's seconds per sample for forward and backward, on all at the same time; a collective."""
+    """Times forward and backward on all processes at once; returns seconds per sample, by rank. A collective."""
     updater, feed, world = trainer.updater, trainer.feed, trainer.world
     equal = -(-feed.order.batch // world.size)
     count = min(equal, feed.sharing.micro_batch or equal)
@@ -214,9 +214,9 @@ def _seconds_per_sample(trainer: Trainer) -> list[float]:
 
 
 def _samples_that_fit(trainer: Trainer) -> int:
-    """Returns the samples of an update that fit into this process's memory; all of them with train.micro_batch.
+    """Estimates the number of samples that fit into this process's memory; the entire batch with train.micro_batch.
 
-    The peak memory use so far counts for an equal share; further samples may use half of the free memory.
+    The peak memory so far is taken as that of an equal share; more samples may use half of the free memory.
     """
     order, world = trainer.feed.order, trainer.world
     if trainer.feed.sharing.micro_batch:
