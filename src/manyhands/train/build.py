@@ -126,8 +126,7 @@ def _apply_sync_and_mode(
 ) -> tuple[ParallelNetwork, ChosenSync, trial_step.TrialResult, Callable[[], None], float]:
     """Makes the network equal on all processes, selects the sync method and applies the mode; a collective.
 
-    Returns the parallel network, the sync method, the trial step's result, a function that restores the network's own
-    BatchNorm layers, and the seconds of an update per sample.
+    Returns the network, sync method, trial result, a function that restores BatchNorm layers, and seconds per sample.
     """
     world, job = parts.world, parts.job
     _refuse_untrainable(model, world)

@@ -56,7 +56,7 @@ class StopRequest:
     def check_stop(self, done: int) -> None:
         """Raises Interrupted on all processes if any was asked to stop; about once a second, a collective.
 
-        `done`: blocks finished so far. All processes must call this equally often, at the same fractions of their blocks.
+        `done`: finished blocks. All processes must call this equally often, at equal fractions of their work.
         """
         if done < self._next:
             return

@@ -85,8 +85,7 @@ class Saver:
 def writers_of(folder: RunFolder, world: World, *, in_pieces: bool) -> dict[int, range]:
     """Returns a dict from each rank that writes checkpoints to the ranks of its machine; a collective.
 
-    Rank 0 writes, and so does the first rank of one machine without access to rank 0's disk. Sharded checkpoints
-    (`in_pieces`) need a shared disk, so only rank 0 is returned.
+    These are rank 0 and the first rank of one machine that doesn't see rank 0's disk; with `in_pieces`, only rank 0.
     """
     if world.local_size == world.size or in_pieces or folder is NOWHERE:
         return {0: range(world.local_size)}

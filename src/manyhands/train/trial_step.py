@@ -54,6 +54,8 @@ class StepProbe:
 
 @dataclass(frozen=True)
 class TrialResult:
+    """Findings about a network from a forward and backward pass before training."""
+
     unused: list[str]  # names of trainable parameters that got no gradient
     draws: bool  # the training pass or the loss draws random numbers
     outputs: int = 0  # outputs of the network, at least one for each class; 0 if it wasn't run
