@@ -266,7 +266,7 @@ class ClusterOptions(Options):
     @field_validator("shares", mode="before")
     @classmethod
     def _are_shares(cls, given: object) -> object:
-        """Validates shares. Raises ValueError with one message; pydantic has one for each type of the union."""
+        """Validates cluster.shares. Raises a single ValueError, not one per type of the union as pydantic does."""
         if given in ("machines", "equal", "auto"):
             return given
         numbers: list[object] = list(cast(Any, given)) if isinstance(given, list | tuple) else []
@@ -319,7 +319,7 @@ class RunOptions(Options):
 
 
 class Job(Options):
-    """The complete configuration of a run. Flags win over the environment, job.toml, the recipe and the defaults."""
+    """The complete configuration of a run. Sources, by precedence: flags, environment, job.toml, recipe, defaults."""
 
     data: DataOptions = Field(default_factory=DataOptions)
     model: ModelOptions = Field(default_factory=ModelOptions)

@@ -153,7 +153,7 @@ def written_values(file: Path) -> Values:
 
 
 def _overlay(values: Values, origins: dict[str, str], layer: Values, name: str) -> None:
-    """Overwrites `values` with a layer, and `origins` with the layer's name; data = "mnist" sets data.name."""
+    """Overwrites `values` with one source's values, and `origins` with its `name`; data = "mnist" sets data.name."""
     for given, value in layer.items():
         key = f"{given}.{ONE_WORD[given]}" if given in ONE_WORD and not isinstance(value, dict) else given
         values[key] = value
@@ -231,7 +231,7 @@ def _check(values: Values, origins: dict[str, str]) -> Job:
 
 
 def meant_key(word: str) -> str:
-    """Guesses the option that a misspelled key, a key without a section or another tool's name means; "" if none."""
+    """Guesses the option meant by a misspelled key, a key without a section or another tool's name; "" if none."""
     name = word.replace("-", "_").lower()
     last = name.rpartition(".")[2]
     keys = [*known_keys()]

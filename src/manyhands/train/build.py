@@ -75,7 +75,7 @@ def build(parts: Parts) -> Trainer:
     feed = Feed(order, sharing, samples.train, network.share.index, samples.pixels.augment)
 
     def evaluate_on(loader: Loader, source: Source) -> Callable[..., Evaluation]:
-        """Returns a function that evaluates the network on `source`, which processes divide by their current shares."""
+        """Returns a function that evaluates on `source`, distributed over processes by their current shares."""
         evaluator = Evaluator(loader, len(source), len(classes), job, world, network, parts.metrics)
         return lambda asked=None: evaluator(updater.gradients.autocast(), asked, feed.sharing.shares)
 

@@ -83,7 +83,7 @@ def make_synchronizer(
 
 
 def values_by_rank(synchronizer: Synchronizer, value: Any, world: World) -> dict[int, Any]:
-    """Gathers `value` from the processes with the same gradients, a collective of these; returns a dict by rank."""
+    """Gathers `value` from all processes with the same gradients into a dict by rank; a collective of these."""
     if not synchronizer.alone:
         return dict(enumerate(gather_plain(value, world)))
     if (group := synchronizer.group) is None:
@@ -117,7 +117,7 @@ class SyncRequest:
         from manyhands.sync.measure import pass_seconds
 
         job, world = self.run.job, self.run.world
-        link = named_link(job.sync.link, "sync.link") if job.sync.link else _link(job, world, places)
+        link = named_link(job.sync.link, "sync.link") if job.sync.link else _link_speed(job, world, places)
         parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         return LinkCase(
             tuple(tuple(parameter.shape) for parameter in parameters),
@@ -227,7 +227,7 @@ def _fastest(sync_request: SyncRequest, places: Places) -> Cost:
     return Cost(**broadcast_plain(taken, world))
 
 
-def _link(job: Job, world: World, places: Places) -> LinkSpeed:
+def _link_speed(job: Job, world: World, places: Places) -> LinkSpeed:
     """Measures the speed of the link between machines, with one process per machine; a collective."""
     group: Any = new_group(job, places.leaders) if len(places.leaders) < world.size else None
     link = LinkSpeed(0.0, 0.0)

@@ -33,7 +33,7 @@ from manyhands.train.step import Updater
 from manyhands.train.trainer import Trainer
 
 SESSION = "session"  # the key of the session's entry in a checkpoint
-_LOOP = ("for x, y in samples: session.backward(loss_of(model(x), y)); optimizer.step()",)
+_LOOP = ("write for x, y in samples: session.backward(loss_of(model(x), y)); optimizer.step()",)
 
 
 class OutputHook:

@@ -79,7 +79,7 @@ def open_samples(run: RunContext, objects: Objects, outputs: int, splits: Splits
 
 
 def open_splits(job: Job, world: World, objects: Objects, *, whole: bool = False) -> Splits:
-    """Opens the data, which must be equal on all processes; a collective. `whole`: both splits are all of a folder."""
+    """Opens the data, which must be equal on all processes; a collective. `whole`: use the folder as both splits."""
     if objects.targets:
         splits = from_targets(objects.train_set, job.data)
     elif objects.train_set is not None:
@@ -103,7 +103,7 @@ def pixels_for(job: Job, splits: Splits, objects: Objects) -> Pixels:
 
 
 def class_names(job: Job, splits: Splits, outputs: int = 0) -> tuple[str, ...]:
-    """Returns a name for each output of the network. `outputs`: their number in another tool's file, 0 if unknown."""
+    """Returns a name for each network output. `outputs`: their number in another tool's checkpoint; 0 if unknown."""
     names = splits.classes
     if not names:
         labels = [source.labels for _, source in splits.named_sources() if source.labels is not None]
@@ -274,7 +274,7 @@ def _quoted(names: Sequence[str]) -> str:
 
 
 def data_changes(then: TrainedNetwork, now: TrainedNetwork, words: Collection[str] = (), *, contents: bool) -> str:
-    """Lists splits with changed labels, length or (with `contents`) samples; only those in `words` if not empty."""
+    """Returns a text of splits with changed labels, length or (with `contents`) samples; if `words`, only of these."""
     found = list[str]()
     for name in then.changed(now.digests):
         word, _, kind = name.rpartition(" ")

@@ -127,11 +127,11 @@ def seed_generators(seed: int, device: str, *, torch_alone: bool = False) -> Non
 @contextmanager
 def seeded_generators(seed: int, device: str) -> Iterator[Callable[[], bool]]:
     """Seeds all generators within the context; yields a function that returns True if random numbers were drawn."""
-    before = _states(device)
+    before = _rng_states(device)
     seed_generators(seed, device)
-    seeded = _states(device)
+    seeded = _rng_states(device)
     try:
-        yield lambda: _differ(_states(device), seeded)
+        yield lambda: _differ(_rng_states(device), seeded)
     finally:
         torch.set_rng_state(before[0])
         random.setstate(before[1])
@@ -140,7 +140,7 @@ def seeded_generators(seed: int, device: str) -> Iterator[Callable[[], bool]]:
             torch.get_device_module(device).set_rng_state(before[3])
 
 
-def _states(device: str) -> list[Any]:
+def _rng_states(device: str) -> list[Any]:
     own = [] if device == "cpu" else [torch.get_device_module(device).get_rng_state()]
     return [torch.get_rng_state(), random.getstate(), np.random.get_state(legacy=False), *own]
 

@@ -108,7 +108,7 @@ def run_due_work(trainer: Trainer, stop: StopSignal) -> None:
 
 
 def exchange_status(trainer: Trainer, stop: StopSignal) -> Status:
-    """Runs and records a status round, slow ranks and stalls; a collective. Raises RunError for a non-finite loss."""
+    """Runs a status round; records its result, slow ranks, stalls. A collective. Raises RunError: non-finite loss."""
     progress, saver, sync = trainer.progress, trainer.saver, trainer.sync
     status = trainer.status_round.run(
         trainer.updater.measured,

@@ -55,7 +55,7 @@ class LossFn:
 
 
 def nonzero(weights: Tensor) -> Tensor:
-    """Returns a sum [] of weights, or 1 if it is 0, for use as a divisor."""
+    """Returns a sum [] of weights, or 1 if the sum is 0, for use as a divisor."""
     return torch.where(weights == 0, torch.ones_like(weights), weights)
 
 
@@ -153,7 +153,7 @@ def _test_loss(own: Function, outputs: int, classes: int, device: str, dtype: to
             found: set[str] = set()
             try:
                 function = copy.deepcopy(own) if isinstance(own, nn.Module) else own  # the test would change it
-                for labels in _labels(classes, rows, generator):
+                for labels in _test_labels(classes, rows, generator):
                     values = make(torch.randn(len(labels), outputs, generator=generator), 1)
                     found |= _reductions(function, values.to(device, dtype), labels.to(device))
             except Exception as error:  # noqa: BLE001 - the user's own code, of values that it may not be made for
@@ -166,7 +166,7 @@ def _test_loss(own: Function, outputs: int, classes: int, device: str, dtype: to
     return NEITHER, f"Can't check that the loss is a mean over samples ({failed})."
 
 
-def _labels(classes: int, rows: int, generator: torch.Generator) -> Iterator[Tensor]:
+def _test_labels(classes: int, rows: int, generator: torch.Generator) -> Iterator[Tensor]:
     """Yields tensors of labels, int64 [up to `rows`], sorted or shuffled, which together contain each class."""
     for some in torch.randperm(classes, generator=generator).split(max(2, rows // 2)):
         count = max(8, 2 * len(some))

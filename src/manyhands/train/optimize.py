@@ -208,7 +208,7 @@ def make_optimizer(
             hints = ("name a function of the parameters that returns a torch.optim.Optimizer",)
             raise UserError(f"{options.optimizer} is a {type(make).__name__}, not a function", _WHERE, hints)
         return make_custom(cast(MakeOptimizer, make), model)
-    groups, rate, momentum = _groups(model, options), options.lr, options.momentum
+    groups, rate, momentum = _parameter_groups(model, options), options.lr, options.momentum
     # torch's fused kernels update all tensors in one call; sharded tensors take the ordinary path.
     fused = None if sharded else True
     if options.optimizer == "adamw":
@@ -239,7 +239,7 @@ def start_state(optimizer: Optimizer, parameter: Tensor) -> dict[str, Tensor]:
 
 
 def slots_of(options: TrainOptions) -> int:
-    """Returns the number of values in the optimizer's state per parameter value; see `start_state`."""
+    """Returns the number of optimizer state values per parameter value, such as 2 for AdamW; see `start_state`."""
     if options.optimizer != "sgd":
         return 2  # unknown for a custom optimizer; most have two, like adamw
     return 1 if options.momentum else 0
@@ -258,7 +258,7 @@ def steps_to_make(options: TrainOptions, samples: int) -> int:
     return max(1, total_steps(options, order.steps_per_epoch) - begun)
 
 
-def _groups(model: nn.Module, options: TrainOptions) -> list[dict[str, object]]:
+def _parameter_groups(model: nn.Module, options: TrainOptions) -> list[dict[str, object]]:
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     decay, rate = options.weight_decay, options.bias_rate
     bias_decay = decay if options.decay_norm_and_bias else 0.0
@@ -309,7 +309,7 @@ def scheduler_state(scheduler: LRScheduler) -> dict[str, Any]:
 
 
 def restore_scheduler(scheduler: LRScheduler, state: Mapping[str, Any]) -> None:
-    """Restores a scheduler from `scheduler_state`'s result. Raises any exception for invalid data; see `reading_of`."""
+    """Restores a scheduler from `scheduler_state`'s result. Invalid data may raise any exception; see `reading_of`."""
     given = {name: from_plain_data(value) for name, value in state.items()}
     if not isinstance(given.get("last_epoch", 0), int):
         raise ValueError(f"last_epoch is not an integer: {str(given['last_epoch'])[:60]}")
@@ -330,7 +330,7 @@ def reading_of(where: str) -> Generator[None]:
 
 
 def as_plain_data(value: Any) -> Any:
-    """Converts numbers, strings, None, lists, tuples and dicts to JSON data. Raises TypeError: another type's name."""
+    """Converts numbers, strings, None, lists, tuples and dicts to JSON data. Raises TypeError naming another type."""
     kind = type(value).__name__
     if type(value) is dict:
         return {kind: [[as_plain_data(key), as_plain_data(one)] for key, one in value.items() if not _is_constant(one)]}
@@ -422,7 +422,7 @@ def _factor(value: Any, step: int) -> float:
 
 
 class CustomScheduler:
-    """Steps a torch scheduler before each update except the first; ReduceLROnPlateau, after each evaluation.
+    """Steps a torch scheduler before each update except the first (ReduceLROnPlateau: after each evaluation).
 
     A resumed run repeats all steps of torch's own schedulers, so that a longer run has the rates of its new length. The
     state of ReduceLROnPlateau and of custom classes is saved, because it may depend on more than the step. If a custom
@@ -468,7 +468,7 @@ class CustomScheduler:
         return json.dumps({"kind": self._kind, "made": self._made, "as_made": self._as_made, "now": self._now()})
 
     def resume(self, saved: str, step: int) -> None:
-        """Restores the result of `saved` if it matches this scheduler at `step`. Raises any exception if invalid."""
+        """Restores the result of `saved` if it matches this scheduler and `step`. Invalid data raises any exception."""
         if (made := self._as_made) is None:
             return
         found = json.loads(saved)

@@ -271,7 +271,7 @@ def _schedule_of_loop(job: Job, own: CustomParts, optimizer: Optimizer, steps_pe
 
 
 def _compile_and_balance(trainer: Trainer) -> Trainer:
-    """If the job requests it, divides batches by measured speeds and compiles the network; a collective."""
+    """If the job requests it, balances shares of batches by measured speeds and compiles the network; a collective."""
     world, sharing, wanted = trainer.world, trainer.feed.sharing, trainer.job.cluster.shares
     balance = sharing.processes > 1 and wanted == "auto"
     if sharing.processes > 1 and wanted == MACHINES:
@@ -291,7 +291,7 @@ def _compile_and_balance(trainer: Trainer) -> Trainer:
 
 
 def _mode_and_plan(job: Job, world: World, plan: "Plan | None") -> "tuple[str, Plan | None]":
-    """Returns a session's parallel mode and plan or None, from `prepare`'s argument or the job; a collective."""
+    """Returns a session's parallel mode, and plan or None, from `prepare`'s argument or the job; a collective."""
     if job.cluster.shares == "auto" and not world.alone:
         hints = ("set the shares, such as --set cluster.shares=[24,8]", "or remove cluster.shares")
         raise UserError("cluster.shares = auto is not available in a session", "cluster.shares", hints)
@@ -321,7 +321,7 @@ def _resolve_and_move(model: nn.Module, job: Job, world: World) -> tuple[nn.Modu
 
 
 def grid_of(job: Job, world: World, mode: str) -> "Grid | None":
-    """Returns the job's device mesh if the mode needs a mesh. Raises UserError if the mesh has another size."""
+    """Returns the job's device mesh, None if the mode needs no mesh. Raises UserError if the mesh has another size."""
     if not takes_mesh(mode):
         return None
     mesh = mesh_of(job, world)
@@ -456,5 +456,5 @@ def mesh_of(job: Job, world: World) -> Mesh:
 
 
 def pixels_of(about: Pictures) -> Pixels:
-    """Converts a checkpoint's record of preprocessing to that of an evaluation."""
+    """Converts the preprocessing recorded in a checkpoint to the preprocessing of an evaluation."""
     return Pixels(about.size, about.channels, about.mean, about.std, "none", resize=about.resize, own=about.own)

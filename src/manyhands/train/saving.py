@@ -1,4 +1,4 @@
-"""Saves checkpoints; saves and loads the synchronization state of each rank.
+"""Saves checkpoints; saves and loads the synchronization state of each rank (with sync methods such as local SGD).
 
 With checkpoint.pth_tar, also writes .pth.tar files after each epoch, for --resume of PyTorch's ImageNet main.py.
 """
@@ -252,7 +252,7 @@ def load_rank_state(trainer: Trainer, checkpoint: Path) -> None:
 
 
 def _find_rank_state(trainer: Trainer, checkpoint: Path) -> tuple[Snapshot | None, str]:
-    """Returns this process's synchronization state at a checkpoint (None: not found) and why it is unusable, or ""."""
+    """Returns this process's synchronization state at a checkpoint, or None, and the reason if unusable, else ""."""
     # The run's own folder, and the one that it resumes from, which may belong to another run.
     folders = (trainer.folder.checkpoints, checkpoint.parent)
     paths = [_rank_states(folder, trainer.world) / checkpoint.name for folder in folders]

@@ -1,6 +1,6 @@
 """Sessions: custom training loops on several processes, with collectives and the same updates as `fit`.
 
-Started by plain `python`, a session has one process. Under torchrun or `--init`'s variables, it joins a process group.
+Under plain `python`, a session is one process. Under torchrun, or with the variables of `--init`, it joins a group.
 """
 
 import contextlib
@@ -190,7 +190,7 @@ class Session(Subgroup):
             raise SystemExit(EXIT_SAVED)
 
     def backward(self, loss: Tensor, weight: Tensor | float | None = None) -> None:
-        """Runs backward for the mean loss of a micro-batch, multiplied by its fraction of the global batch.
+        """Runs backward for a micro-batch's mean loss, weighted by the micro-batch's fraction of the global batch.
 
         Args:
             loss: the mean loss [].
@@ -350,7 +350,7 @@ class Session(Subgroup):
         return {custom_update.SESSION: {"epochs": self._concluded, "scheduler": state, "losses": losses}}
 
     def _saved_losses(self, saved: dict[str, Any]) -> list[Tensor]:
-        """Returns up to one tensor [2]: this process's saved loss sums; rank 0 gets all if their number changed."""
+        """Returns up to one tensor [2]: this process's saved loss sums; rank 0 gets all if the world size changed."""
         losses = saved.get("losses", [])
         if len(losses) != self.size:
             losses = [[sum(column) for column in zip(*losses, strict=True)]] if self.is_main and losses else []

@@ -95,7 +95,7 @@ def _why_equal(job: Job, mode: str, network: ParallelNetwork, *, own: bool) -> s
     if job.cluster.shares in {"auto", MACHINES} and mode != USUAL_MODE:
         return f"with --parallel {mode}, each layer waits for all processes, so their speed can't be measured"
     if own:
-        return f"--sync {job.sync.method} normalises each process's own samples, so shares would change the result"
+        return f"--sync {job.sync.method} normalizes each process's own samples, so shares would change the result"
     return ""
 
 
@@ -138,8 +138,8 @@ class BalancedShares:
             return
         order, sharing, speeds_s = trainer.feed.order, trainer.feed.sharing, _seconds_per_sample(trainer)
         found = balanced(speeds_s, order.batch, sharing.group, gather_plain(_samples_that_fit(trainer), trainer.world))
-        slow_s = _longest(speeds_s, trainer.feed.samples_of_each())
-        if tuple(found) != sharing.shares and slow_s > _GAIN * _longest(speeds_s, found):
+        slow_s = _slowest_s(speeds_s, trainer.feed.samples_of_each())
+        if tuple(found) != sharing.shares and slow_s > _GAIN * _slowest_s(speeds_s, found):
             # These shares fit into memory, so each can be one pass, also in a resumed run.
             pieces = dataclasses.replace(sharing, shares=tuple(found)).within(0, min(order.batch, order.length))
             trainer.feed.sharing = pieces
@@ -158,18 +158,18 @@ def balanced(speeds_s: Sequence[float], batch: int, group: int, most: Sequence[i
     `speeds_s` are seconds per sample. `group` is the size of BatchNorm groups (0: none), which are split only if that
     saves much time. `most` are the samples that fit into each process's memory, in total at least the batch.
     """
-    fine = _deal(speeds_s, [1] * batch, most)
+    fine = _assign_parts(speeds_s, [1] * batch, most)
     if not group:
         return fine
     sizes = [stop - start for start, stop in itertools.pairwise(group_edges(batch, group))]
-    whole = _deal(speeds_s, sizes, most) if len(sizes) >= len(speeds_s) else fine
-    costs_little = _longest(speeds_s, whole) <= ALIGNED_SHARE_LIMIT * _longest(speeds_s, fine)
+    whole = _assign_parts(speeds_s, sizes, most) if len(sizes) >= len(speeds_s) else fine
+    costs_little = _slowest_s(speeds_s, whole) <= ALIGNED_SHARE_LIMIT * _slowest_s(speeds_s, fine)
     # Sizes of groups differ by one sample, so a process at its limit may get one sample too many.
     fits = all(count <= limit for count, limit in zip(whole, most, strict=True))
     return whole if costs_little and fits and sum(whole) == batch else fine
 
 
-def _deal(speeds_s: Sequence[float], sizes: Sequence[int], most: Sequence[int]) -> list[int]:
+def _assign_parts(speeds_s: Sequence[float], sizes: Sequence[int], most: Sequence[int]) -> list[int]:
     """Assigns parts of `sizes` samples, each to the process that would finish it first; returns samples by rank."""
     counts, parts = [0] * len(speeds_s), [0] * len(speeds_s)
     # Processes without a part come first.
@@ -187,7 +187,7 @@ def _deal(speeds_s: Sequence[float], sizes: Sequence[int], most: Sequence[int]) 
     return [sum(next(dealt) for _ in range(count)) for count in parts]
 
 
-def _longest(speeds_s: Sequence[float], counts: Sequence[int]) -> float:
+def _slowest_s(speeds_s: Sequence[float], counts: Sequence[int]) -> float:
     return max(one * count for one, count in zip(speeds_s, counts, strict=True))
 
 

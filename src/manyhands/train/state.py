@@ -45,7 +45,7 @@ class Progress:
     owed: bool = False  # an evaluation of this step is due and has not run; `record_evaluation` clears it
 
     def improves(self, by: str, figure: float) -> bool:
-        """Returns True if `figure` is the best by `by` so far, and records it; ignores values by another criterion."""
+        """Returns True and records `figure` if it is the best so far by criterion `by`; ignores other criteria."""
         best, sign = self.best_figure if by == self.best_by else None, 1 if by.startswith("highest") else -1
         if math.isnan(figure) or (best is not None and sign * figure <= sign * best):
             return False
@@ -82,7 +82,7 @@ def capture(
 
 
 def split_state(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Returns two dicts: a network's tensors and its extra state as plain data. Raises UserError for other data."""
+    """Returns two dicts: a network's tensors and its extra state as plain data. Raises UserError: not plain."""
     state = model.state_dict()
     try:
         extra = plain_extra_state(state)
@@ -237,10 +237,10 @@ def find_state(resume: str, folder: RunFolder, world: World, *, in_pieces: bool 
         return found
     if found and found.source:  # tensors are sent to processes that don't see the files
         found = replace(found, snapshot=found.source.snapshot(), source=None)
-    return _share(found, world)
+    return _broadcast_state(found, world)
 
 
-def _share(found: Resumable | None, world: World) -> Resumable | None:
+def _broadcast_state(found: Resumable | None, world: World) -> Resumable | None:
     tensors: dict[str, Tensor] = {}
     tree = None
     if found and world.is_main:

@@ -83,7 +83,7 @@ class Status(StatusSums):
 
 
 class StatusRound:
-    """Decides when a status round is due, equally on every process, and runs it.
+    """Determines when a status round is due, the same on every process, and runs it.
 
     `every_s` is the approximate interval; `save_every_s` are the seconds between checkpoints by rank 0's clock. Rounds
     that aren't forced run at multiples of `multiple` steps, when a slow link is free, or at the latest after LONGEST_S.
@@ -174,7 +174,7 @@ class SpeedMonitor:
     _stalls_s: list[float] = field(default_factory=list[float], init=False)
 
     def numbers_to_sum(self, seconds: float, steps: int, _waiting_s: float) -> list[float]:
-        """Returns numbers to sum over processes: seconds per step by rank, then of the last exchange by rank."""
+        """Returns numbers to sum over processes: each rank's seconds per step, then those of its last exchange."""
         waited_s = self.synchronizer.waited_s
         self._stood_s, self._waited_s = waited_s - self._waited_s, waited_s
         step_s = (seconds - self._stood_s) / max(1, steps)
@@ -182,7 +182,7 @@ class SpeedMonitor:
         return [*(step_s * one for one in own), *(self.synchronizer.exchange_s * one for one in own)]
 
     def observe(self, status: Status, step: int, journal: Journal) -> Cost | None:
-        """Reports stalls and slow ranks; returns the method's new pace or None, the same on all processes."""
+        """Reports stalls and slow ranks; returns the method with its new pace, or None. The same on all processes."""
         speeds_s, exchanges_s = status.extra[: self.world.size], status.extra[self.world.size :]
         self._report_stall(status.waited_s, step, journal)
         self._report_slow_rank(speeds_s, step, journal)
@@ -229,8 +229,8 @@ _BACKWARD = 0.5  # fraction of computing in which gradients are ready: most of t
 class CommunicationMonitor:
     """Measures the time that processes wait for each other if gradients are averaged in every update.
 
-    On a CPU, the time of waiting is the time without CPU use of the training thread. Accelerators compute
-    asynchronously, so there it is the time beyond `compute_s`, an update without communication.
+    On a CPU, waiting is the time in which the training thread uses no CPU. On accelerators, which compute
+    asynchronously, waiting is the time beyond `compute_s`, the seconds of an update without communication.
     """
 
     # measures the link; takes the seconds of computing per step, and returns the inputs of the cost model; a collective

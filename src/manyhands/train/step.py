@@ -147,7 +147,7 @@ class Updater:
         self.synchronizer.before_update(step)
 
     def finish(self, update: UpdateShare, step: int) -> None:
-        """Updates the parameters from the complete gradients; a collective. Raises RunError as a call does."""
+        """Updates the parameters from the complete gradients; a collective. Raises RunError as `__call__` does."""
         CLOCK.to(UPDATE)
         for parameter in self._used:
             if parameter.grad is None and parameter.requires_grad:  # weight decay would move a frozen one
@@ -159,7 +159,7 @@ class Updater:
             return
         self._in_a_row = 0
         if self.gradients.spoilt is not None:
-            self.measured.first_spoilt = _first(self.measured.first_spoilt, self.gradients.spoilt == 0, step)
+            self.measured.first_spoilt = _first_bad_step(self.measured.first_spoilt, self.gradients.spoilt == 0, step)
         if self._shared_buffers:
             self._share_buffers()  # before BatchNorm's statistics, since only these buffers can be restored
         self.gradients.finish_statistics()
@@ -240,7 +240,7 @@ class Updater:
             measured.loss += value
         else:
             measured.loss = measured.loss + loss
-            measured.first_bad = _first(measured.first_bad, torch.isfinite(loss), step)
+            measured.first_bad = _first_bad_step(measured.first_bad, torch.isfinite(loss), step)
         measured.samples += count
 
     def _check_and_clip(self, update: UpdateShare, step: int) -> bool:
@@ -265,7 +265,7 @@ class Updater:
         return True
 
     def _check_finite(self, finite: bool, update: UpdateShare, step: int) -> bool:
-        """Returns `finite`. Raises RunError if a loss or gradient is not finite but not all processes can skip it."""
+        """Returns `finite`. Raises RunError if a value is not finite and not all processes can skip the update."""
         if not self._leaves_out:
             if not finite:
                 raise explain_gradient(self, update, step, alone=self.network.share.together or self.loss_fn is None)
@@ -303,7 +303,7 @@ class Updater:
         return finite
 
 
-def _first(so_far: Tensor | float, good: Tensor, step: int) -> Tensor:
+def _first_bad_step(so_far: Tensor | float, good: Tensor, step: int) -> Tensor:
     """Returns the first step [] that was not `good`, on the device; infinite if there is none."""
     bad = torch.where(good, math.inf, float(step))
     return torch.minimum(bad, so_far if isinstance(so_far, Tensor) else torch.full_like(bad, so_far))

@@ -60,7 +60,7 @@ class Due:
         return self.progress.step == 1 or bool(every and self.progress.step % every == 0)
 
     def evaluation(self) -> bool:
-        """Returns True if due, and after the last update, so that the last checkpoint contains the result."""
+        """Returns True if an evaluation is due: also after the last update, for the last checkpoint."""
         return not self.custom_loop and (self.finished() or self.evaluation_requested())
 
     def evaluation_requested(self) -> bool:
@@ -298,7 +298,7 @@ def _norm_reasons(trainer: Trainer) -> list[str]:
         return ["BatchNorm computes statistics over each process's own samples (norm_group = local)."]
     unknown = sum(not layer.rows_per_sample for layer in trainer.network.norms.layers)
     effect = "so each process computes the statistics of these layers over its own rows."
-    said = f"{unknown} BatchNorm layer(s) normalise rows that can't be assigned to samples, {effect}"
+    said = f"{unknown} BatchNorm layer(s) normalize rows that can't be assigned to samples, {effect}"
     return [said] if unknown else []
 
 
