@@ -104,8 +104,8 @@ class TrainOptions(Options):
     evaluate_batch: int = option(256, "batch size for evaluation on each process", ge=1)
     evaluate_views: Literal[1, 2, 6] = option(
         1,
-        "number of views of each picture over which an evaluation averages the outputs; 2: the picture and its mirror "
-        "image; 6: also these two shifted by one pixel toward two opposite corners",
+        "test-time augmentation: number of views of each picture whose outputs are averaged; 2: the picture and its "
+        "mirror image; 6: also these two shifted by one pixel toward two opposite corners",
     )
     audit_every: int = option(500, "number of updates between checks that the replicas are equal; 0: no checks", ge=0)
     max_steps: int = option(0, "maximum number of updates; 0: no limit", ge=0)
