@@ -226,7 +226,7 @@ def test_a_run_with_unequal_shares_shows_them_and_resumes_with_equal_ones_at_ano
         ("[32]", "", "cluster.shares has 1 number(s) for 2 processes"),
         ("[32,0]", "", "cluster.shares: should be machines, equal, auto, or a list of one whole number"),
         ("fast", "", 'found "fast"'),
-        pytest.param("[24,8]", "--sync local", "normalises each process's own", marks=pytest.mark.slow),
+        pytest.param("[24,8]", "--sync local", "normalizes each process's own", marks=pytest.mark.slow),
         pytest.param("[24,8]", "--parallel semi", "--parallel semi splits each batch", marks=pytest.mark.slow),
         pytest.param("auto", "--parallel fsdp", "their speed can't be measured", marks=pytest.mark.slow),
     ],

@@ -78,7 +78,7 @@ CASES = [
     (Functional, ["The network's random numbers"]),
     (Attention, ["Attention dropout masks"]),
     (_encoder, ["Dropout masks", "Attention dropout masks"]),
-    (Mixed, ["1 BatchNorm layer(s) normalise rows"]),
+    (Mixed, ["1 BatchNorm layer(s) normalize rows"]),
 ]
 
 

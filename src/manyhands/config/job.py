@@ -1,4 +1,4 @@
-"""The configuration of a run as a typed tree. Some sections are defined in the packages that use them."""
+"""The job: all options of a run, as pydantic models. Some sections are defined in the packages that use them."""
 
 import re
 from collections.abc import Iterable
@@ -104,8 +104,8 @@ class TrainOptions(Options):
     evaluate_batch: int = option(256, "batch size for evaluation on each process", ge=1)
     evaluate_views: Literal[1, 2, 6] = option(
         1,
-        "number of views of each picture over which an evaluation averages the outputs; 2: the picture and its mirror "
-        "image; 6: also these two shifted by one pixel toward two opposite corners",
+        "test-time augmentation: number of views of each picture whose outputs are averaged; 2: the picture and its "
+        "mirror image; 6: also these two shifted by one pixel toward two opposite corners",
     )
     audit_every: int = option(500, "number of updates between checks that the replicas are equal; 0: no checks", ge=0)
     max_steps: int = option(0, "maximum number of updates; 0: no limit", ge=0)
@@ -122,7 +122,7 @@ class TrainOptions(Options):
 
     @property
     def custom_code(self) -> tuple[str, ...]:
-        """The values of all options that accept user code as file.py:object."""
+        """The values of all options that accept user code; a value is file.py:object or a built-in name."""
         return (self.loss, self.optimizer, self.schedule, *self.metrics)
 
     @property
@@ -224,7 +224,7 @@ class ClusterOptions(Options):
     debug_port: int = option(5678, "port for debugpy on 127.0.0.1", ge=1, le=65535)
 
     def mark_flags(self, names: Iterable[str]) -> None:
-        """Records which options were set by a flag or a Python argument; the stored job lacks this record."""
+        """Records the names of options that a flag or a Python argument has set; not stored in job.toml."""
         object.__setattr__(self, "flags", frozenset(names))
 
     @cached_property
@@ -250,7 +250,7 @@ class ClusterOptions(Options):
 
     @property
     def machines_wanted(self) -> range:
-        """The numbers of machines with which the run may start or restart."""
+        """The range of machine counts with which the run may start or restart, from cluster.elastic."""
         least, _, most = self.elastic.partition(":")
         return range(int(least) if least.isdecimal() else 1, int(most or 10_000) + 1)
 
@@ -266,7 +266,7 @@ class ClusterOptions(Options):
     @field_validator("shares", mode="before")
     @classmethod
     def _are_shares(cls, given: object) -> object:
-        """Raises ValueError with one message, instead of pydantic's message for each type of the union."""
+        """Validates cluster.shares. Raises a single ValueError, not one per type of the union as pydantic does."""
         if given in ("machines", "equal", "auto"):
             return given
         numbers: list[object] = list(cast(Any, given)) if isinstance(given, list | tuple) else []
@@ -276,7 +276,7 @@ class ClusterOptions(Options):
 
 
 class SubmitOptions(Options):
-    """Resources to request from a scheduler (`launch --on`)."""
+    """Resources to request from Slurm or Kubernetes (`launch --on`)."""
 
     nodes: int = option(1, "number of machines", ge=1, le=100_000)
     accelerators: int = option(
@@ -319,7 +319,7 @@ class RunOptions(Options):
 
 
 class Job(Options):
-    """The complete configuration of a run. Flags win over the environment, job.toml, the recipe and the defaults."""
+    """The complete configuration of a run. Sources, by precedence: flags, environment, job.toml, recipe, defaults."""
 
     data: DataOptions = Field(default_factory=DataOptions)
     model: ModelOptions = Field(default_factory=ModelOptions)
@@ -341,6 +341,6 @@ class Job(Options):
             )
         if self.checkpoint.pth_tar and self.train.best != BY_TOP1:
             raise ValueError(
-                f'checkpoint.pth_tar selects the best by "{BY_TOP1}", as PyTorch\'s main.py; remove train.best'
+                f'checkpoint.pth_tar selects the best by "{BY_TOP1}", as PyTorch\'s main.py does; remove train.best'
             )
         return self

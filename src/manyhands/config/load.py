@@ -1,6 +1,6 @@
 """Builds a Job from its sources, records the source of each value, and reports all invalid values at once.
 
-`announce` prints the user code that a run folder or plan names, before the code runs; another user may own it.
+`announce` prints the code files that a run folder or plan requests, before they run, as another user may own them.
 """
 
 import functools
@@ -78,7 +78,7 @@ def load_job(
     environment: Mapping[str, str] | None = None,
     recipe: str = "",
 ) -> LoadedJob:
-    """Builds the job. Raises UserError: values are invalid; the error lists all of them.
+    """Builds the job. Raises a UserError that lists all invalid values.
 
     Args:
         flags: values from the command line or from Python, by dotted key; None values are skipped.
@@ -121,18 +121,18 @@ def _is_custom(value: Any) -> bool:
 
 
 def _drop_optimizer_options(recipe: Values, origins: dict[str, str]) -> None:
-    """Drops a recipe's options of the built-in optimizers. Raises UserError: the user sets one of these options."""
+    """Removes a recipe's options of SGD and AdamW. Raises UserError if the user has set such an option."""
     for name in OF_BUILT_IN_OPTIMIZERS:
         recipe.pop(f"train.{name}", None)
         origin = origins.get(f"train.{name}", "")
         if origin in {"flag", "job"} or origin.startswith("environment"):
             what = f"train.{name} applies to sgd and adamw, not to an optimizer of your own"
             where = f"flag --train.{name}" if origin == "flag" else origin
-            raise UserError(what, where, (f"remove train.{name}", f"set {name} where the optimizer is made"))
+            raise UserError(what, where, (f"remove train.{name}", f"set {name} in the code that creates the optimizer"))
 
 
 def load_job_argument(base: Job | str | Path | None, flags: Mapping[str, Any]) -> LoadedJob:
-    """Builds the job from the argument `job` of a Python function; `flags` win. Raises UserError: invalid values."""
+    """Builds the job from a Python function's `job` argument; `flags` override it. Raises UserError: invalid values."""
     if isinstance(base, str | Path):
         return load_job(flags, file=Path(base).expanduser())
     given: Any = base
@@ -143,7 +143,7 @@ def load_job_argument(base: Job | str | Path | None, flags: Mapping[str, Any]) -
 
 
 def written_values(file: Path) -> Values:
-    """Returns the values of a job.toml by dotted key, unvalidated. Raises UserError: there is no TOML file."""
+    """Reads a job.toml's values by dotted key, unvalidated. Raises UserError if the file is missing or not TOML."""
     values: Values = {}
     _overlay(values, {}, flatten(read_toml(file)), "")
     values.pop("train.cuda_graphs", None)  # an option of older versions, like "auto" for train.compile
@@ -153,7 +153,7 @@ def written_values(file: Path) -> Values:
 
 
 def _overlay(values: Values, origins: dict[str, str], layer: Values, name: str) -> None:
-    """Overwrites values and their origins with a layer; a section in short form sets its main key."""
+    """Overwrites `values` with one source's values, and `origins` with its `name`; data = "mnist" sets data.name."""
     for given, value in layer.items():
         key = f"{given}.{ONE_WORD[given]}" if given in ONE_WORD and not isinstance(value, dict) else given
         values[key] = value
@@ -192,7 +192,7 @@ def _from_environment(environment: Mapping[str, str]) -> Values:
 
 
 def parse_value(text: str) -> Any:
-    """Parses the value of a flag or variable as TOML; returns the text itself if that fails."""
+    """Parses the value of a flag or environment variable as TOML; returns a text that isn't TOML unchanged."""
     try:
         return files.parse_toml(f"value = {text}")["value"]
     except ValueError:
@@ -201,7 +201,7 @@ def parse_value(text: str) -> Any:
 
 @functools.cache
 def known_keys() -> Mapping[str, Any]:
-    """Returns all dotted keys of the job, with the declared types of their values."""
+    """Returns a dict from the dotted key of each option to its declared type."""
     sections = {name: cast(type[BaseModel], field.annotation).model_fields for name, field in Job.model_fields.items()}
     return {f"{name}.{key}": field.annotation for name, fields in sections.items() for key, field in fields.items()}
 
@@ -231,7 +231,7 @@ def _check(values: Values, origins: dict[str, str]) -> Job:
 
 
 def meant_key(word: str) -> str:
-    """Guesses the option from a key's last component, another tool's name or a misspelling; "" without a guess."""
+    """Guesses the option meant by a misspelled key, a key without a section or another tool's name; "" if none."""
     name = word.replace("-", "_").lower()
     last = name.rpartition(".")[2]
     keys = [*known_keys()]
@@ -249,7 +249,7 @@ def _unknown(key: str, origins: dict[str, str]) -> Problem:
 
 
 def _why_unusable(key: str, value: Any) -> str:
-    """Returns the reason why a path or a job.toml can't contain a value, or "" if it can."""
+    """Returns the reason why a value can't be a path or be written to job.toml; "" if there is none."""
     words = cast(list[Any], value) if isinstance(value, list | tuple) else [value]
     texts = [word for word in words if isinstance(word, str)]
     if any("\0" in text for text in texts):
@@ -264,7 +264,7 @@ def _why_unusable(key: str, value: Any) -> str:
 
 
 def _explained(error: ValidationError, origins: dict[str, str]) -> list[Problem]:
-    """Converts validation errors to one problem per value; pydantic reports one for each type of a union."""
+    """Converts a ValidationError to one problem per option; pydantic has one error for each type of a union."""
     problems: dict[Any, Problem] = {}
     for number, item in enumerate(error.errors()):
         # The option's key; empty for an error that concerns several sections.
@@ -283,12 +283,12 @@ def _explained(error: ValidationError, origins: dict[str, str]) -> list[Problem]
 
 
 def is_switch(key: str) -> bool:
-    """True for a boolean option; a key without a section belongs to train."""
+    """Returns True for the key of a boolean option; a key without a section is looked up in train."""
     return known_keys().get(key if "." in key else f"train.{key}") is bool
 
 
 def _kinds(declared: Any) -> tuple[list[str], list[str]]:
-    """Returns descriptions of a union's types (empty for other types), and the string values of all literals."""
+    """Returns two lists: descriptions of a union's types (empty for other types), and all literal strings."""
     several = get_origin(declared) in (Union, UnionType)
     names = {bool: ["true", "false"], int: ["a whole number"], tuple[int, ...]: ["a list of whole numbers"]}
     kinds, words = list[str](), list[str]()
@@ -300,7 +300,7 @@ def _kinds(declared: Any) -> tuple[list[str], list[str]]:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Reads a UTF-8 TOML file, with or without byte-order mark. Raises UserError: the file is missing or invalid."""
+    """Reads a UTF-8 TOML file, with or without a byte-order mark. Raises UserError if it is missing or invalid."""
     try:
         text = files.decoded(files.read_bytes(path, files.MOST_TOML_BYTES, pipes=True))
     except FileNotFoundError:
@@ -322,7 +322,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def _section_given_twice(text: str, path: Path) -> UserError | None:
-    """Returns the error for a section that is given both as a value and as a table, which TOML forbids."""
+    """Returns the error for a section that is both a value and a table, which TOML forbids; else None."""
     for section, main in ONE_WORD.items():
         word = re.search(rf"^[ \t]*{section}[ \t]*=[ \t]*(?P<value>[^\s{{][^\n#]*)", text, re.MULTILINE)
         table = re.search(rf"^[ \t]*(\[[ \t]*{section}[ \t]*[\].]|{section}[ \t]*\.)", text, re.MULTILINE)
@@ -340,8 +340,8 @@ def announce(
 ) -> None:
     """Prints the code files that a run is about to execute and, with `compared`, whether they changed since training.
 
-    `words`: option values, of which some are code. `said_by`: the folder or file with the values. `record`: has the
-    digests at training. `instead`: a hint that names the code, {}. Raises UserError: another user owns the code.
+    `words`: option values, some of which name code. `said_by`: the folder or file that contains them. `record`: has the
+    digests at training. `instead`: a hint, with {} for the code. Raises UserError if another user owns the code.
     """
     known = record.code if record else {}
     for word in dict.fromkeys(words):
@@ -359,7 +359,7 @@ def announce(
 
 
 def refuse_other_users(word: str, place: Path, said_by: Path, instead: str) -> None:
-    """Raises UserError if `place`, from which `word` would run, belongs neither to this user nor to root."""
+    """Raises UserError if neither this user nor root owns `place`, a path that is needed to run the code `word`."""
     if place.exists() and (owner := place.stat().st_uid) not in {0, os.geteuid()}:
         what = f"{said_by} requests to run {word}, but {place} belongs to another user (uid {owner})"
         raise UserError(what, str(place), (f"review {word}, then name it explicitly: {instead}",))

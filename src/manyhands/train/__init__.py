@@ -1,1 +1,1 @@
-"""The training loop of a worker: data, model, parallel mode, sync method and checkpoints. Read `loop.py` first."""
+"""The training loop of each process: data, model, parallel mode, sync method, checkpoints. Read `loop.py` first."""

@@ -1,4 +1,4 @@
-"""Builds and resumes the trainer of a job or of a custom loop. Runs no updates."""
+"""Builds the trainer of a job or a custom loop, and resumes it from a checkpoint. Runs no updates."""
 
 import functools
 import platform
@@ -75,7 +75,7 @@ def build(parts: Parts) -> Trainer:
     feed = Feed(order, sharing, samples.train, network.share.index, samples.pixels.augment)
 
     def evaluate_on(loader: Loader, source: Source) -> Callable[..., Evaluation]:
-        """Returns a function that evaluates the network on all processes, with the shares at the time of the call."""
+        """Returns a function that evaluates on `source`, distributed over processes by their current shares."""
         evaluator = Evaluator(loader, len(source), len(classes), job, world, network, parts.metrics)
         return lambda asked=None: evaluator(updater.gradients.autocast(), asked, feed.sharing.shares)
 
@@ -126,7 +126,7 @@ def _apply_sync_and_mode(
 ) -> tuple[ParallelNetwork, ChosenSync, trial_step.TrialResult, Callable[[], None], float]:
     """Makes the network equal on all processes, selects the sync method and applies the mode; a collective.
 
-    Also returns a function that restores the network's own BatchNorm layers, and the seconds per sample of an update.
+    Returns the network, sync method, trial result, a function that restores BatchNorm layers, and seconds per sample.
     """
     world, job = parts.world, parts.job
     _refuse_untrainable(model, world)
@@ -159,7 +159,7 @@ def _apply_sync_and_mode(
 
 
 def _refuse_untrainable(model: nn.Module, world: World) -> None:
-    """Raises UserError on all processes if one has no trainable parameter, or a complex one; a collective."""
+    """Raises UserError on all ranks if any rank has no trainable parameters or complex ones; a collective."""
     trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
     mine = [bool(trained), next((name for name, one in trained.items() if one.is_complex()), "")]
     trains, names = zip(*gather_plain(mine, world), strict=True)
@@ -173,7 +173,7 @@ def _refuse_untrainable(model: nn.Module, world: World) -> None:
 
 
 def _run_trial(parts: Parts, samples: data_setup.DataSetup, probe: trial_step.StepProbe) -> trial_step.TrialResult:
-    """Runs the trial step on two samples; for a custom loss on eight or, if they fail, a micro-batch. A collective."""
+    """Runs the trial step on two samples; for a custom loss on eight or, after an error, a micro-batch. Collective."""
     world, train = parts.world, parts.job.train
     count = most = min(2, len(samples.splits.train))
     if parts.loss_fn and parts.loss_fn.own:
@@ -206,7 +206,7 @@ def _run_trial(parts: Parts, samples: data_setup.DataSetup, probe: trial_step.St
 
 
 def _start_equal(parts: Parts, model: nn.Module, grid: "Grid | None") -> None:
-    """Gives all processes rank 0's initial values, except shards; a collective. Raises UserError if names differ."""
+    """Copies rank 0's initial weights, except shards, to all ranks; a collective. Raises UserError if shapes differ."""
     world, always = parts.world, parts.job.parallel.parameter_broadcast
     sharded = {name for name, one in layouts_by_hand(model, grid, world).items() if one.cuts}
     named = {name: tensor for name, tensor in state.split_state(model)[0].items() if name not in sharded}
@@ -246,7 +246,7 @@ def _resume(trainer: Trainer, found: state.Resumable) -> None:
 
 
 def _data_changes(trainer: Trainer, found: state.Resumable) -> str:
-    """Returns a sentence about the data that changed since the checkpoint was saved, or an empty string."""
+    """Returns a sentence that names the data changed since the checkpoint was saved; "" if nothing changed."""
     with suppress(UserError):  # without a readable record, nothing is compared
         record = find_record(found.path, found.snapshot.state)
         # A folder's contents aren't compared, because packing the folder would count as a change.

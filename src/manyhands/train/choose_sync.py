@@ -32,9 +32,9 @@ from manyhands.train.status import CommunicationMonitor, SpeedMonitor
 
 
 def machines_of(world: World) -> list[tuple[int, ...]]:
-    """Returns the ranks of each machine, ordered by the first rank; a collective.
+    """Returns a tuple of ranks for each machine, ordered by first rank; a collective.
 
-    Machines may share a name (raspberrypi): a repeated pair of name and local rank belongs to another machine.
+    Host names may repeat (raspberrypi): two ranks with the same host name and local rank are on different machines.
     """
     values_by_rank = gather_plain([platform.node(), world.local_size, world.local_rank], world)
     machines: dict[tuple[Any, ...], list[int]] = {}
@@ -51,7 +51,7 @@ def new_group(job: Job, ranks: Sequence[int], backend: str | None = None) -> Any
 
 
 def places_of(world: World, job: Job) -> Places:
-    """Returns the groups of processes that average in every update, and their leaders; a collective."""
+    """Returns this process's group, which averages in every update, and the leaders of all groups; a collective."""
     machines, within = machines_of(world), job.sync.within
     single = within == "process" or (within == "auto" and len(machines) == 1)
     if single or len(machines) == world.size:
@@ -83,7 +83,7 @@ def make_synchronizer(
 
 
 def values_by_rank(synchronizer: Synchronizer, value: Any, world: World) -> dict[int, Any]:
-    """Returns the value of each process that uses the same gradients, by rank; a collective of these processes."""
+    """Gathers `value` from all processes with the same gradients into a dict by rank; a collective of these."""
     if not synchronizer.alone:
         return dict(enumerate(gather_plain(value, world)))
     if (group := synchronizer.group) is None:
@@ -113,11 +113,11 @@ class SyncRequest:
     time_step: Callable[[], tuple[float, float]]  # see `trial_step.time_step`
 
     def case(self, taken_s: tuple[float, float], places: Places) -> LinkCase:
-        """Measures the link and returns the inputs of the cost model; `taken_s`: see `time_step`. A collective."""
+        """Measures the network link; returns the cost model's inputs. `taken_s`: `time_step`'s result. A collective."""
         from manyhands.sync.measure import pass_seconds
 
         job, world = self.run.job, self.run.world
-        link = named_link(job.sync.link, "sync.link") if job.sync.link else _link(job, world, places)
+        link = named_link(job.sync.link, "sync.link") if job.sync.link else _link_speed(job, world, places)
         parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         return LinkCase(
             tuple(tuple(parameter.shape) for parameter in parameters),
@@ -164,7 +164,7 @@ def check_combination(method: str, mode: str) -> None:
 
 
 def _offers(job: Job | None, mode: str) -> set[Need]:
-    """Returns the needs of sync methods that a mode fulfils, without those that the job rules out."""
+    """Returns the requirements of sync methods that a parallel mode meets and the job's options don't rule out."""
     lacking = {OWN_STATISTICS} if job and job.train.norm_group == "global" else set[Need]()
     lacking |= {FINITE_GRADIENTS} if job and job.train.precision == "fp16" else set[Need]()
     return ({*offers_of(mode)} | {OWN_STATISTICS, FINITE_GRADIENTS}) - lacking
@@ -176,7 +176,7 @@ def leaves_a_choice(mode: str) -> bool:
 
 
 def _requested(job: Job, mode: str) -> Cost | None:
-    """Returns the method that the job names, or None to measure. Raises UserError if other options contradict it."""
+    """Returns the job's sync method, or None to select by measurement. Raises UserError if options contradict it."""
     method = job.sync.method
     if method not in methods():
         for name in methods():
@@ -190,13 +190,13 @@ def _requested(job: Job, mode: str) -> Cost | None:
 
 
 def ruled_out(job: Job, mode: str) -> dict[str, str]:
-    """Returns the sync methods that the job rules out, each with the reason."""
+    """Returns a dict from each sync method that the job rules out to the reason."""
     offers = _offers(job, mode)
     return {name: need.short or need.reason for name in methods() if (need := missing_need(name, offers))}
 
 
 def previous_cost(kept: Any, job: Job, processes: int, mode: str = USUAL_MODE) -> Cost | None:
-    """Returns the method recorded in a checkpoint (unchecked data); None if it doesn't fit the job or process count."""
+    """Returns the sync method in a checkpoint's record `kept`; None if invalid or for another job or process count."""
     names = {one.name for one in fields(Cost)}
     if not isinstance(kept, dict) or kept.get("processes") != processes or not names <= kept.keys():
         return None  # older checkpoints have incomplete records
@@ -213,7 +213,7 @@ def previous_cost(kept: Any, job: Job, processes: int, mode: str = USUAL_MODE) -
 
 
 def _fastest(sync_request: SyncRequest, places: Places) -> Cost:
-    """Selects the cheapest method from measurements of the link and the network; a collective."""
+    """Selects the fastest sync method from measurements of the link and the model; a collective."""
     options, world = sync_request.run.job.sync, sync_request.run.world
     case = sync_request.case(sync_request.time_step(), places)
     without = ruled_out(sync_request.run.job, sync_request.run.mode)
@@ -227,8 +227,8 @@ def _fastest(sync_request: SyncRequest, places: Places) -> Cost:
     return Cost(**broadcast_plain(taken, world))
 
 
-def _link(job: Job, world: World, places: Places) -> LinkSpeed:
-    """Returns the speed of the link between machines, measured by one process on each; a collective."""
+def _link_speed(job: Job, world: World, places: Places) -> LinkSpeed:
+    """Measures the speed of the link between machines, with one process per machine; a collective."""
     group: Any = new_group(job, places.leaders) if len(places.leaders) < world.size else None
     link = LinkSpeed(0.0, 0.0)
     if world.rank in places.leaders:

@@ -1,4 +1,4 @@
-"""Samples, optimizer, scheduler and updates of a session for a custom training loop."""
+"""Samples, optimizer, scheduler and updates of custom training loops (`manyhands.session()`)."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -33,11 +33,11 @@ from manyhands.train.step import Updater
 from manyhands.train.trainer import Trainer
 
 SESSION = "session"  # the key of the session's entry in a checkpoint
-_LOOP = ("for x, y in samples: session.backward(loss_of(model(x), y)); optimizer.step()",)
+_LOOP = ("write for x, y in samples: session.backward(loss_of(model(x), y)); optimizer.step()",)
 
 
 class OutputHook:
-    """Forward hook that calls `show` with a network's output; a copy of it, as for a moving average, does nothing."""
+    """Forward hook that calls `show` with a network's output. A copy of the hook, in a copied network, does nothing."""
 
     def __init__(self, show: Callable[[Any], None] | None = None) -> None:
         self._show = show
@@ -52,7 +52,7 @@ class OutputHook:
 
 
 class CustomUpdate:
-    """Yields micro-batches one by one, accepts the mean loss of each, then updates the parameters."""
+    """An update of a custom loop: yields micro-batches, accepts each mean loss, then updates the parameters."""
 
     def __init__(self, updater: Updater, update: UpdateShare, step: int) -> None:
         self._updater, self._update, self._step = updater, update, step
@@ -65,7 +65,7 @@ class CustomUpdate:
         self._added: list[tuple[nn.Parameter, Tensor, int]] = []
 
     def micro_batches(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields inputs and labels of each micro-batch; the loop body runs in the job's precision until `backward`."""
+        """Yields inputs and labels of each micro-batch; the loop body runs in the job's autocast until `backward`."""
         updater = self._updater
         updater.begin(self._step)
         for number, part in enumerate(self._update):
@@ -85,10 +85,10 @@ class CustomUpdate:
         self._output = output.detach() if isinstance(output, Tensor) and output.ndim == 2 else None
 
     def take_loss(self, loss: Tensor, weight: Tensor | float | None) -> tuple[Tensor, Tensor]:
-        """Adds the gradients of a micro-batch's mean loss [], multiplied by the micro-batch's fraction of the update.
+        """Runs backward for a micro-batch's mean loss [], multiplied by the micro-batch's fraction of the update.
 
-        `weight` is the sum of the samples' weights if the loss is a weighted mean. Returns the sum [] of the losses
-        that this process reports, and the total weight [] of its samples.
+        `weight` is the sum of the samples' weights if the loss is a weighted mean. Returns a tuple: the sum [] of
+        losses and the total weight [] of the samples that this process reports.
         """
         if not self._open:
             raise UserError("session.backward was called twice for the same samples", "session.backward", _LOOP)
@@ -121,7 +121,7 @@ class CustomUpdate:
         return detached * counts, counts
 
     def _add_gradients(self, loss: Tensor, share: Tensor | float, *, last: bool) -> None:
-        """Runs backward; for the last micro-batch, completes the update's gradients on all processes (a collective)."""
+        """Runs backward; after the last micro-batch, averages the gradients over processes (a collective)."""
         updater, total = self._updater, None
         if last and self._weights:
             with CLOCK.within(COMMUNICATION):
@@ -153,7 +153,7 @@ class CustomUpdate:
         self._added.clear()
 
     def finish(self) -> bool:
-        """If all gradients are complete, updates the parameters (a collective) and returns True."""
+        """If all gradients are complete, updates the parameters (a collective) and returns True; else False."""
         if not self._gradients or self.made:
             return False
         self._refuse_changes()
@@ -164,9 +164,9 @@ class CustomUpdate:
 
 
 class PreparedOptimizer(Optimizer):
-    """Wraps the user's optimizer, whose groups and state it shares, for a loop over micro-batches.
+    """Wraps the user's optimizer for a loop over micro-batches; shares its parameter groups and state.
 
-    `step` does nothing before an update's last micro-batch, and `zero_grad` nothing within an unfinished update.
+    `step` does nothing before an update's last micro-batch. `zero_grad` does nothing within an unfinished update.
     """
 
     def __init__(self, inner: Optimizer, finish: Callable[[], object], unfinished: Callable[[], bool]) -> None:
@@ -205,7 +205,7 @@ class PreparedOptimizer(Optimizer):
 
 
 def postpone_steps(scheduler: LRScheduler, waits: Callable[[], bool]) -> None:
-    """Disables a scheduler's `step` while `waits` returns True; the saved state of the scheduler is unchanged."""
+    """Makes a scheduler's `step` do nothing while `waits()` returns True; doesn't change its `state_dict()`."""
     kind = type(scheduler)
 
     def step(self: LRScheduler, *arguments: Any, **named: Any) -> None:
@@ -231,7 +231,7 @@ class SessionSamples:
 def prepare_trainer(
     job: Job, folder: RunFolder | None, world: World, own: CustomParts
 ) -> tuple[Trainer, dict[str, Any]]:
-    """Builds or resumes the trainer; also returns the session's entry in the checkpoint, or {}. A collective."""
+    """Builds or resumes the trainer; also returns the checkpoint's entry for the session, or {}. A collective."""
     saved = dict[str, Any]()
 
     def restore_groups(trainer: Trainer, found: Resumable) -> None:

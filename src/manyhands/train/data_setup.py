@@ -1,4 +1,4 @@
-"""The data of a run: opens it, checks that all processes have the same data, and derives pixels, classes and loaders.
+"""Opens a run's data, checks that all processes have the same data, and sets up preprocessing, classes and loaders.
 
 The check compares some samples of each split, because reading all of them takes as long as an epoch; a small split is
 compared entirely.
@@ -43,7 +43,7 @@ HELD_OUT = "held-out"
 
 @dataclass(frozen=True)
 class DataSetup:
-    """The opened data of a run."""
+    """A run's opened data, with its preprocessing, class names and loaders."""
 
     splits: Splits
     pixels: Pixels
@@ -59,7 +59,7 @@ class DataSetup:
 
 
 def open_samples(run: RunContext, objects: Objects, outputs: int, splits: Splits | None) -> DataSetup:
-    """Opens the data unless `splits` has it, checks labels and creates the loaders; `outputs`: see `class_names`."""
+    """Opens the data unless passed as `splits`, checks labels and creates loaders. For `outputs`, see `class_names`."""
     job, world, journal = run.job, run.world, run.journal
     splits = splits or open_splits(job, world, objects)
     record_data_notes(splits, journal)
@@ -79,7 +79,7 @@ def open_samples(run: RunContext, objects: Objects, outputs: int, splits: Splits
 
 
 def open_splits(job: Job, world: World, objects: Objects, *, whole: bool = False) -> Splits:
-    """Opens the data, the same on all processes; a collective. `whole`: a folder without splits becomes both splits."""
+    """Opens the data, which must be equal on all processes; a collective. `whole`: use the folder as both splits."""
     if objects.targets:
         splits = from_targets(objects.train_set, job.data)
     elif objects.train_set is not None:
@@ -88,14 +88,14 @@ def open_splits(job: Job, world: World, objects: Objects, *, whole: bool = False
         splits = open_whole(job.data) if whole else open_data(job.data)
     for word, split in splits.named_sources():
         if not len(split):
-            hints = ("add samples", "or change the share for evaluation, such as --set data.validation=0.3")
+            hints = ("add samples", "or change the fraction held out for evaluation: --set data.validation=0.3")
             raise UserError(f"the {word} split is empty", "data.name", hints)
     require_equal_data(splits, world)
     return splits
 
 
 def pixels_for(job: Job, splits: Splits, objects: Objects) -> Pixels:
-    """Returns the preprocessing: from the job, else from the network's requirements, else from the data."""
+    """Returns the preprocessing of pictures: from the job, else as the network requires, else from the data."""
     if objects.model is not None:
         return resolve_pixels(job.data, splits.pixels, model_channels=None, model_size=None)
     needs = describe(job.model, job.data.image_size or splits.pixels.size)
@@ -103,7 +103,7 @@ def pixels_for(job: Job, splits: Splits, objects: Objects) -> Pixels:
 
 
 def class_names(job: Job, splits: Splits, outputs: int = 0) -> tuple[str, ...]:
-    """Returns a name for each output of the network; `outputs` is the count in a foreign checkpoint, 0 if unknown."""
+    """Returns a name for each network output. `outputs`: their number in another tool's checkpoint; 0 if unknown."""
     names = splits.classes
     if not names:
         labels = [source.labels for _, source in splits.named_sources() if source.labels is not None]
@@ -121,7 +121,7 @@ def name_outputs(names: tuple[str, ...], outputs: int) -> tuple[str, ...]:
 
 
 def check_labels(splits: Splits, classes: int) -> None:
-    """Raises UserError for a label outside the network's outputs, before anything is computed."""
+    """Raises UserError if a label is not the index of one of the network's outputs, 0 to `classes` - 1."""
     for word, source in splits.named_sources():
         labels = torch.empty(0) if source.labels is None else source.labels
         bad = ((labels < 0) | (labels >= classes)).nonzero()
@@ -133,7 +133,7 @@ def check_labels(splits: Splits, classes: int) -> None:
 
 
 def missing_classes(splits: Splits) -> Iterator[str]:
-    """Yields a sentence for each split without samples of some classes; training needs all, other splits training's."""
+    """Yields a warning for each split in which classes have no samples; evaluation needs only the training classes."""
     counts = {word: source.labels.bincount() for word, source in splits.named_sources() if source.labels is not None}
     total = max(len(splits.classes), *map(len, counts.values())) if counts else 0
     names = name_outputs(splits.classes, total)
@@ -148,7 +148,7 @@ def missing_classes(splits: Splits) -> Iterator[str]:
 
 
 def record_data_notes(splits: Splits, journal: Journal) -> None:
-    """Records unreadable pictures, the packed copy and notes on the data."""
+    """Records events for unreadable pictures, the use of a packed copy, and notes on the data."""
     if splits.packed:
         journal.event("note", f"reading pictures from the packed copy {splits.packed}")
     if isinstance(splits.train, ImageFiles) and decode_jpeg is None:
@@ -196,7 +196,7 @@ def make_loader(job: Job, source: Any, pixels: Pixels, world: World, *, train: b
 
 
 def first_picture(loader: Loader) -> Tensor:
-    """Returns one sample as the network receives it."""
+    """Returns the first sample, preprocessed for the network."""
     return next(iter(loader.batches(0, [torch.zeros(1, dtype=torch.int64)]))).images[0]
 
 
@@ -216,18 +216,18 @@ def require_equal_data(splits: Splits, world: World) -> None:
 
 
 def digest_data(splits: Splits) -> dict[str, str]:
-    """Returns digests of the data by name: lengths, shapes, labels, file names, and some of the samples."""
+    """Returns digests by name: of the data's lengths, shapes, labels, file names, and some of the samples."""
     found = {name: _digest(content).hex() for name, content in _compared_contents(splits, elsewhere=False)}
     return found if splits.held_out is not None else {**found, f"{HELD_OUT} data": ""}
 
 
 def digest_trainable(model: nn.Module) -> dict[str, str]:
-    """Returns a digest of the names of the trainable parameters."""
+    """Returns a dict with one digest, of the names of the trainable parameters."""
     return {TRAINABLE: _digest(name.encode() for name, one in model.named_parameters() if one.requires_grad).hex()}
 
 
 def digest_weights(model: nn.Module) -> dict[str, str]:
-    """Returns a digest of the initial weights; {} if unseeded, or if this process has trained or loaded the weights."""
+    """Returns a dict with a digest of the initial weights; {} if torch is unseeded or the weights are not initial."""
     if torch.initial_seed() >= 1 << 32 or noted_trained_on(model) is not None:
         return {}
     try:
@@ -239,13 +239,13 @@ def digest_weights(model: nn.Module) -> dict[str, str]:
 
 
 def split_names(splits: Splits) -> Iterator[tuple[str, Source]]:
-    """Yields each split with its name in digests and messages; the held-out set has the same name in all runs."""
+    """Yields (name, split) for each split, named as in digests; the held-out set has the same name in all runs."""
     for word, source in splits.named_sources():
         yield HELD_OUT if source is splits.held_out else word, source
 
 
 def refuse_other_classes(old: Sequence[str], new: Sequence[str], where: str) -> None:
-    """Raises UserError if the checkpoint's class names or their order changed, because outputs would change meaning."""
+    """Raises UserError if class names or their order changed since the checkpoint: outputs would change meaning."""
     then, now = map(_known_names, (old, new))
     if not then or not now or then == now:
         return
@@ -262,7 +262,7 @@ def refuse_other_classes(old: Sequence[str], new: Sequence[str], where: str) -> 
 
 
 def _known_names(names: Sequence[str]) -> list[str]:
-    """Returns the class names without those at the end that are only output indices."""
+    """Returns the class names without trailing names that are only the indices of outputs."""
     count = len(names)
     while count and names[count - 1] == str(count - 1):
         count -= 1
@@ -274,7 +274,7 @@ def _quoted(names: Sequence[str]) -> str:
 
 
 def data_changes(then: TrainedNetwork, now: TrainedNetwork, words: Collection[str] = (), *, contents: bool) -> str:
-    """Names the splits whose labels, length or (with `contents`) samples changed, if in `words` or `words` is empty."""
+    """Returns a text of splits with changed labels, length or (with `contents`) samples; if `words`, only of these."""
     found = list[str]()
     for name in then.changed(now.digests):
         word, _, kind = name.rpartition(" ")
@@ -298,7 +298,7 @@ def _digest(parts: Iterable[bytes]) -> bytes:
 
 
 def _compared_contents(splits: Splits, *, elsewhere: bool) -> Iterator[tuple[str, Iterable[bytes]]]:
-    """Yields the compared contents with their names for errors; `elsewhere`: some processes read other disks."""
+    """Yields (name, contents) pairs to compare between processes; `elsewhere`: some processes read other disks."""
     yield "classes", [name.encode(errors="surrogateescape") for name in splits.classes]
     for word, source in split_names(splits):
         labels = [] if source.labels is None else [source.labels.numpy().tobytes()]
@@ -350,7 +350,7 @@ def _bytes_of(tensor: Tensor) -> bytes:
 
 
 def _sample_contents(source: UserSamples) -> Iterator[bytes]:
-    """Yields the labels of some samples, and a few of the inputs if a second read returns the same inputs."""
+    """Yields the labels of some samples and, if reading twice returns the same inputs, a few of the inputs."""
     inputs, again = list[bytes](), list[bytes]()
     with restored_generators():
         for place, index in enumerate(spread(min(LABELS, len(source)), len(source)).tolist()):

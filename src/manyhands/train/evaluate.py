@@ -1,7 +1,7 @@
-"""Evaluation: counts each sample exactly once; the result is equal to the last bit for any number of processes.
+"""Evaluation that counts each sample exactly once, with bit-identical results for any number of processes.
 
 The split is divided into blocks of fixed size, which are assigned to processes in proportion to their shares of an
-update. A block's result does not depend on the process, counts are integers, and blocks' losses are added in order.
+update. A block's result does not depend on the process, counts are integers, and losses are added in block order.
 """
 
 import contextlib
@@ -54,9 +54,9 @@ class StopRequest:
         self._last, self._next, self._since = 0, 0, time.perf_counter()
 
     def check_stop(self, done: int) -> None:
-        """Checks for a stop before each block, after `done` blocks; a collective about once a second.
+        """Raises Interrupted on all processes if any was asked to stop; about once a second, a collective.
 
-        All processes must call it equally often, at the same fractions of their blocks. Raises Interrupted on all.
+        `done`: finished blocks. All processes must call this equally often, at equal fractions of their work.
         """
         if done < self._next:
             return
@@ -91,9 +91,9 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 class Evaluator:
     """Evaluates a network on the `length` samples of a split.
 
-    The network may have more outputs than `classes`; predictions beyond them are wrong. The job sets the samples per
-    block, the number of views of a picture, whose outputs are averaged, and the loss: with train.loss "nll", the
-    network returns log-probabilities.
+    The network may have more outputs than `classes`; the further outputs count as wrong predictions. The job sets the
+    samples per block, the number of views per picture (test-time augmentation), and the loss: with train.loss "nll",
+    the network returns log-probabilities.
     """
 
     loader: Loader
@@ -118,9 +118,9 @@ class Evaluator:
     ) -> Evaluation:
         """Evaluates all samples and restores the network's mode; a collective.
 
-        `asked` returns True if this process was asked to stop; all processes then raise Interrupted. All of them must
-        pass `asked`, or none. Blocks are assigned in proportion to `shares` of an update. Raises RunError if the
-        counted samples are not exactly those of the split.
+        `asked` returns True if this process was asked to stop; all processes then raise Interrupted. Either all or no
+        processes must pass `asked`. Blocks are assigned in proportion to `shares`, the samples of each process in an
+        update (empty: equally). Raises RunError if the number of counted samples is not that of the split.
         """
         started = time.perf_counter()
         # If all processes must call the network equally often, unequal shares would only add calls.
@@ -134,7 +134,7 @@ class Evaluator:
         return self._sum_up(*counts, started)
 
     def _count(self, dealt: list[list[int]], request: StopRequest | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns true and predicted class [2, length], counts of top-5 hits and samples [2], and sums [k, blocks]."""
+        """Returns classes (true, predicted) [2, length], counts (top-5, all) [2], sums (loss, metrics) [k, blocks]."""
         device, width = self.world.device, 1 + (self._custom.width if self._custom else 0)
         pairs = torch.zeros(2, self.length, dtype=torch.int64, device=device)
         tallies = torch.zeros(2, dtype=torch.int64, device=device)
@@ -164,7 +164,7 @@ class Evaluator:
         return logits.log_softmax(1) if self._views > 1 and self._log_probabilities else logits
 
     def _batches(self, numbers: list[int], rounds: int) -> Iterator[tuple[int, bool, Any]]:
-        """Yields this process's blocks: the index, True if the block counts, and the samples.
+        """Yields a tuple for each block of this process: its index, True if the block counts, and the samples.
 
         If all processes must call the network equally often, uncounted blocks fill up to `rounds`. On a mesh, every
         process yields every block, with the samples that its shard of the network reads, and only rank 0 counts.
@@ -206,7 +206,7 @@ class Evaluator:
 def view_average(model: nn.Module, pictures: Tensor, count: int) -> Tensor:
     """Returns the mean output [n, classes] over `count` views (1, 2 or 6) of pictures [n, channels, height, width].
 
-    The views are the picture, its mirror image, and both shifted by one pixel, at half the weight, as in Jordan 2024
+    The views are the picture, its mirror image and, with half the weight, both shifted by one pixel, as in Jordan 2024
     (arXiv:2404.00498).
     """
     if count == 1:
@@ -225,7 +225,7 @@ def view_average(model: nn.Module, pictures: Tensor, count: int) -> Tensor:
 
 @CLOCK.within(EVALUATION)
 def evaluate(trainer: Trainer, stop: StopSignal) -> bool:
-    """Evaluates and records the result; a collective. Returns True if it is the best so far. Raises Interrupted."""
+    """Evaluates and records the result; a collective. Returns True if the result is the best. Raises Interrupted."""
     trainer.progress.owed = True
     with trainer.paused("evaluate"):
         with synchronized(trainer):
@@ -235,14 +235,14 @@ def evaluate(trainer: Trainer, stop: StopSignal) -> bool:
 
 @contextlib.contextmanager
 def synchronized(trainer: Trainer) -> Iterator[None]:
-    """Sets parameters and buffers to the synchronized ones within the context; entering it is a collective."""
+    """Replaces parameters and buffers by averages over processes within the context; entering is a collective."""
     trainer.synchronizer.average_buffers(trainer.progress.step)
     with trainer.synchronizer.averaged():
         yield
 
 
 def record_evaluation(trainer: Trainer, found: Evaluation) -> bool:
-    """Records an evaluation and clears `progress.owed`; returns True if it is the best, which sets `best_step`."""
+    """Records an evaluation and clears `progress.owed`; if it is the best, sets `best_step` and returns True."""
     progress = trainer.progress
     progress.evaluated_step, progress.owed = progress.step, False
     by = trainer.job.train.best
@@ -270,7 +270,7 @@ def describe(found: Evaluation, trainer: Trainer) -> EvaluationDetail:
 
 @CLOCK.within(EVALUATION)
 def test_once(trainer: Trainer, stop: StopSignal) -> None:
-    """Evaluates the held-out samples with the last and the best weights, unless that was done; a collective.
+    """Evaluates the last and the best weights on the held-out samples, unless already done; a collective.
 
     The network has the last weights afterwards, also if Interrupted is raised.
     """
@@ -295,7 +295,7 @@ def test_once(trainer: Trainer, stop: StopSignal) -> None:
 
 
 def _test_best(trainer: Trainer, last: EvaluationDetail, stop: StopSignal) -> EvaluationDetail | None:
-    """Tests the best weights from their checkpoint; a collective. Returns None if the checkpoint can't be read."""
+    """Evaluates the best checkpoint on the held-out samples; a collective. Returns None if it can't be read."""
     progress, folder = trainer.progress, trainer.folder.checkpoints
     if progress.best_step == progress.step:
         return last
@@ -316,7 +316,7 @@ def _test_best(trainer: Trainer, last: EvaluationDetail, stop: StopSignal) -> Ev
 
 
 def _is_valid(path: Path) -> bool:
-    """True if a checkpoint's hashes match now; also checks one that this process wrote, which may be damaged since."""
+    """Returns True if a checkpoint matches its hashes; reads all files, even those that this process wrote."""
     try:
         files.verify(path)
     except UserError:

@@ -41,13 +41,13 @@ class Feed:
             yield [self.micro_batch(shares, next(batches), count) for shares in self.sharing.micro_batches(count)]
 
     def micro_batch(self, shares: Sequence[Share], batch: Batch, count: int) -> MicroBatch:
-        """Returns this process's micro-batch of an update of `count` samples, from the shares of all processes."""
+        """Builds this process's micro-batch. `shares`: those of all processes; `count`: the samples of the update."""
         bounds = shares[0].start, shares[-1].stop
         shape = MicroBatchShape(bounds[1] - bounds[0], count, sharing(count, self.sharing.group, bounds))
         return MicroBatch(batch.images, batch.labels, shares[self.rank], shape, batch.samples)
 
     def samples_of_each(self) -> list[int]:
-        """Returns the number of samples of each process in a full update."""
+        """Returns the number of samples in a full update, by rank."""
         parts = self.sharing.micro_batches(min(self.order.batch, self.order.length))
         return [sum(share.count for share in shares) for shares in zip(*parts, strict=True)]
 
@@ -62,7 +62,7 @@ class Feed:
 
 @dataclass
 class StepSums:
-    """Sums over this process's samples since the last `take`; they stay on the device to avoid synchronization."""
+    """Sums over this process's samples since the last `take`, kept on the device to avoid synchronization."""
 
     loss: Tensor | float = 0.0  # sum of losses
     samples: int = 0  # samples that this process reports
@@ -72,7 +72,7 @@ class StepSums:
     _guesses: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # replaced, not cleared: marks refer to it
 
     def add_predictions(self, logits: Tensor, labels: Tensor) -> None:
-        """Adds logits [n, C] and labels int64 [n]; small tensors are counted later, together with further ones."""
+        """Counts correct predictions in logits [n, C] for labels int64 [n]; small tensors are counted later."""
         self._guesses.append((logits, labels))
         if len(self._guesses) * logits.numel() >= COUNTED_AT_ONCE:
             self._count()
@@ -81,7 +81,7 @@ class StepSums:
         self._correct = math.nan
 
     def take(self) -> tuple[float, float, int]:
-        """Returns the sum of losses, the correct samples and all samples since the last call, and resets them."""
+        """Returns the sum of losses and the numbers of correct and of all samples since the last call; resets them."""
         self._count()
         # NaN also reports a non-finite gradient.
         loss = float(self.loss) if float(self.first_spoilt) == math.inf else math.nan
@@ -104,7 +104,7 @@ class StepSums:
 
 
 def uses_torch_rng_alone(model: nn.Module) -> bool:
-    """Returns True if a forward pass runs no user code: all layers are from torch or manyhands, without hooks."""
+    """Returns True if forward uses only torch's generators: all layers are torch's or manyhands', without hooks."""
 
     def is_known(layer: nn.Module) -> bool:
         own = vars(layer)
@@ -126,12 +126,12 @@ def seed_generators(seed: int, device: str, *, torch_alone: bool = False) -> Non
 
 @contextmanager
 def seeded_generators(seed: int, device: str) -> Iterator[Callable[[], bool]]:
-    """Seeds the generators until the end; yields a function that returns True once a random number was drawn."""
-    before = _states(device)
+    """Seeds all generators within the context; yields a function that returns True if random numbers were drawn."""
+    before = _rng_states(device)
     seed_generators(seed, device)
-    seeded = _states(device)
+    seeded = _rng_states(device)
     try:
-        yield lambda: _differ(_states(device), seeded)
+        yield lambda: _differ(_rng_states(device), seeded)
     finally:
         torch.set_rng_state(before[0])
         random.setstate(before[1])
@@ -140,7 +140,7 @@ def seeded_generators(seed: int, device: str) -> Iterator[Callable[[], bool]]:
             torch.get_device_module(device).set_rng_state(before[3])
 
 
-def _states(device: str) -> list[Any]:
+def _rng_states(device: str) -> list[Any]:
     own = [] if device == "cpu" else [torch.get_device_module(device).get_rng_state()]
     return [torch.get_rng_state(), random.getstate(), np.random.get_state(legacy=False), *own]
 

@@ -24,7 +24,7 @@ class Journal:
     """Records the events of a run; records nothing if the folder is NOWHERE.
 
     While the disk is full, the last ten thousand records wait in memory; they are written in order once there is space.
-    `spoken` prints important events, for runs without a screen.
+    `spoken`: also print important events, for runs without a progress screen.
     """
 
     def __init__(self, folder: RunFolder, rank: int, *, spoken: bool = False) -> None:
@@ -50,12 +50,12 @@ class Journal:
         self.file(functools.partial(write_json, self._folder.evaluations / f"{name}.json", record))
 
     def file(self, write: Callable[[], None]) -> None:
-        """Calls `write` on rank 0; if it raises OSError, again once there is space."""
+        """Calls `write` on rank 0; after an OSError, retries `write` before the next record."""
         if self._rank == 0:
             self._keep(write)
 
     def _keep(self, write: Callable[[], None]) -> None:
-        """Runs the waiting writes and `write`, in order; prints a message at the first failure."""
+        """Runs the writes that failed before, then `write`; prints a message at the first failure."""
         if self._folder is NOWHERE:
             return
         self._waiting.append(write)
@@ -69,7 +69,7 @@ class Journal:
                 self._warned = True
                 # The output may be on the same disk.
                 with suppress(OSError):
-                    say(f"can't write records to {self._folder.path}: {error}; retrying; the records stay in memory")
+                    say(f"can't write records to {self._folder.path}: {error}; keeping records in memory and retrying")
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ from manyhands.train.trainer import Trainer, call_at_epoch_end, record_status, r
 
 
 def fit(trainer: Trainer) -> str:
-    """Trains to the end of the job or a requested stop; a collective. Returns "finished", or "stopped" after a save.
+    """Trains until the job ends or a stop is requested; a collective. Returns "finished" or, after a save, "stopped".
 
-    With run.trace_steps, only traces a few updates, without the last evaluation and save.
+    With run.trace_steps, only trains and traces a few updates, without a final evaluation and save.
     """
     due, progress, balance_shares = trainer.due, trainer.progress, trainer.hooks.balance_shares
     with listening() as stop, trainer.heartbeats.beating():
@@ -108,7 +108,7 @@ def run_due_work(trainer: Trainer, stop: StopSignal) -> None:
 
 
 def exchange_status(trainer: Trainer, stop: StopSignal) -> Status:
-    """Runs the status round, records it, slow ranks and stalls; a collective. Raises RunError for a non-finite loss."""
+    """Runs a status round; records its result, slow ranks, stalls. A collective. Raises RunError: non-finite loss."""
     progress, saver, sync = trainer.progress, trainer.saver, trainer.sync
     status = trainer.status_round.run(
         trainer.updater.measured,
@@ -129,7 +129,7 @@ def exchange_status(trainer: Trainer, stop: StopSignal) -> Status:
 
 
 def conclude(trainer: Trainer, stop: StopSignal) -> bool:
-    """Evaluates if `progress.owed`, and ends an epoch's records; a collective. Returns True for the best evaluation."""
+    """Runs a due evaluation and the work at an epoch's end; a collective. Returns True if the result is the best."""
     improved = trainer.progress.owed and evaluate(trainer, stop)
     if trainer.job.checkpoint.pth_tar and trainer.due.epoch_ends():
         with CLOCK.within(SAVING):
@@ -139,7 +139,7 @@ def conclude(trainer: Trainer, stop: StopSignal) -> bool:
 
 
 def finish(trainer: Trainer, stop: StopSignal) -> None:
-    """Evaluates and saves the last weights unless this start did so, and tests on held-out samples; a collective."""
+    """Evaluates and saves the final weights unless already done, then tests on held-out samples; a collective."""
     progress = trainer.progress
     if progress.evaluated_step != progress.step:
         evaluate(trainer, stop)

@@ -1,7 +1,7 @@
 """Loss and metrics of a job as sums over samples, which any number of processes can add up.
 
-With class weights or an ignored class, torch divides the sum of losses by the weights of the labels, so a loss is a sum
-over samples and a divisor. A custom metric is the mean of one value per sample, or an object that computes from sums.
+With class weights or an ignored class, torch divides the sum of losses by the sum of the labels' weights. Therefore, a
+loss has a sum and a divisor. A custom metric is a mean of one value per sample, or an object that computes from sums.
 """
 
 import copy
@@ -55,12 +55,12 @@ class LossFn:
 
 
 def nonzero(weights: Tensor) -> Tensor:
-    """Returns a sum [] of weights as a divisor: 1 if the sum is 0."""
+    """Returns a sum [] of weights, or 1 if the sum is 0, for use as a divisor."""
     return torch.where(weights == 0, torch.ones_like(weights), weights)
 
 
 def make_loss_fn(options: TrainOptions, own: Function | None = None) -> LossFn:
-    """Creates the loss of a job or of `own`, a function that returns one value per sample [n] or their mean []."""
+    """Creates the job's loss, or wraps `own`, a function that returns one loss per sample [n] or their mean []."""
     smoothing = options.label_smoothing
     if own is None and options.loss == "cross-entropy":
         return _split_loss(F.cross_entropy, {"label_smoothing": smoothing})
@@ -79,7 +79,7 @@ def make_loss_fn(options: TrainOptions, own: Function | None = None) -> LossFn:
 
 
 def _settings_of(function: Any) -> tuple[Callable[..., Tensor], dict[str, Any]] | None:
-    """Returns the torch function of a loss and its settings; None for an unknown loss."""
+    """Returns torch's function and keyword arguments for cross-entropy or NLL; None for another loss."""
     names, settings = ("weight", "ignore_index", "reduction"), dict[str, Any]()
     if type(function) is nn.CrossEntropyLoss:
         return F.cross_entropy, {name: getattr(function, name) for name in (*names, "label_smoothing")}
@@ -93,7 +93,7 @@ def _settings_of(function: Any) -> tuple[Callable[..., Tensor], dict[str, Any]] 
 
 
 def _split_loss(function: Callable[..., Tensor], settings: dict[str, Any]) -> LossFn:
-    """Splits a loss of torch into its sum and the divisor from the weights of the labels."""
+    """Splits a torch loss into the sum of losses and its divisor, the sum of the labels' weights."""
     weight: Tensor | None = settings.get("weight")
     ignored: int = settings.get("ignore_index", -100)
     reduction: str = settings.get("reduction", "mean")
@@ -133,7 +133,7 @@ BETTER_LOSS = 'pass torch.nn.CrossEntropyLoss(weight=…) itself, or return one 
 
 
 def verify_loss(loss_fn: LossFn, outputs: int, classes: int, world: World, dtype: torch.dtype) -> LossFn:
-    """Tests on rank 0 how a custom loss adds up; sets `dependent` if that is neither a mean nor a sum. A collective."""
+    """Tests on rank 0 if a custom loss is a mean or a sum over samples; if neither, sets `dependent`. A collective."""
     if loss_fn.own is None:
         return loss_fn
     kind, dependent = broadcast_plain(list(_test_loss(loss_fn.own, outputs, classes, world.device, dtype)), world)
@@ -144,7 +144,7 @@ def verify_loss(loss_fn: LossFn, outputs: int, classes: int, world: World, dtype
 
 
 def _test_loss(own: Function, outputs: int, classes: int, device: str, dtype: torch.dtype) -> tuple[str, str]:
-    """Returns MEAN, SUM or NEITHER, and a sentence if results depend on the number of processes."""
+    """Returns MEAN, SUM or NEITHER and, for NEITHER, a sentence that explains the consequence or the failed test."""
     rows = max(8, min(2 * classes + 5, MOST_VALUES // outputs))
     failed = ""
     with seeded_generators(derive(0, "loss"), device.partition(":")[0]):
@@ -153,7 +153,7 @@ def _test_loss(own: Function, outputs: int, classes: int, device: str, dtype: to
             found: set[str] = set()
             try:
                 function = copy.deepcopy(own) if isinstance(own, nn.Module) else own  # the test would change it
-                for labels in _labels(classes, rows, generator):
+                for labels in _test_labels(classes, rows, generator):
                     values = make(torch.randn(len(labels), outputs, generator=generator), 1)
                     found |= _reductions(function, values.to(device, dtype), labels.to(device))
             except Exception as error:  # noqa: BLE001 - the user's own code, of values that it may not be made for
@@ -166,8 +166,8 @@ def _test_loss(own: Function, outputs: int, classes: int, device: str, dtype: to
     return NEITHER, f"Can't check that the loss is a mean over samples ({failed})."
 
 
-def _labels(classes: int, rows: int, generator: torch.Generator) -> Iterator[Tensor]:
-    """Yields labels int64 [up to rows], sorted and shuffled, that together contain each class."""
+def _test_labels(classes: int, rows: int, generator: torch.Generator) -> Iterator[Tensor]:
+    """Yields tensors of labels, int64 [up to `rows`], sorted or shuffled, which together contain each class."""
     for some in torch.randperm(classes, generator=generator).split(max(2, rows // 2)):
         count = max(8, 2 * len(some))
         twice = some.repeat(-(-count // len(some)))[:count]
@@ -176,7 +176,7 @@ def _labels(classes: int, rows: int, generator: torch.Generator) -> Iterator[Ten
 
 
 def _reductions(function: Function, values: Tensor, labels: Tensor) -> set[str]:
-    """Returns how a batch's gradient combines its parts': {MEAN}, {SUM} or {NEITHER}. Raises ValueError: untestable."""
+    """Tests if a batch's gradient is the {MEAN}, {SUM} or {NEITHER} of its parts'. Raises ValueError if untestable."""
     whole = _gradient(function, values, labels)
     if not bool(torch.isfinite(whole).all()):
         raise ValueError("the gradient for test outputs is not finite")
@@ -193,7 +193,7 @@ def _reductions(function: Function, values: Tensor, labels: Tensor) -> set[str]:
 
 
 def _gradient(function: Function, values: Tensor, labels: Tensor) -> Tensor:
-    """Returns the gradient of the loss, averaged if it has one value per sample; zero if it has no gradient."""
+    """Returns the gradient [n, C] of the mean loss; zeros if the loss doesn't depend on `values`."""
     with torch.enable_grad():
         values = values.detach().requires_grad_()
         loss = function(values, labels)
@@ -214,7 +214,7 @@ class CustomMetric:
         return hasattr(self.own, "update") and hasattr(self.own, "compute")
 
     def sums(self, logits: Tensor, labels: Tensor, dtype: torch.dtype) -> Tensor:
-        """Returns the sums [k] for logits [n, C] and labels int64 [n]. Raises UserError for an unsuitable result."""
+        """Returns the metric's sums [k] over logits [n, C] and labels int64 [n]. Raises UserError for other results."""
         value: Any = (self.own.update if self._adds_up else self.own)(logits, labels)
         if self._adds_up:
             if isinstance(value, Tensor):
@@ -254,7 +254,7 @@ class MetricSums:
         self.width = sum(self._widths)
 
     def of(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Returns all sums [width] of logits [n, C] and labels int64 [n]."""
+        """Returns the sums [width] of all metrics over logits [n, C] and labels int64 [n]."""
         # Each metric gets copies, because it may change them.
         found = [metric.sums(logits.clone(), labels.clone(), self._dtype) for metric in self._metrics]
         for metric, sums, width in zip(self._metrics, found, self._widths, strict=True):
@@ -265,7 +265,7 @@ class MetricSums:
         return torch.cat(found)
 
     def figures(self, sums: Tensor, count: int) -> dict[str, float]:
-        """Returns each metric by name, from the sums [width] over all samples. Raises UserError if it isn't finite."""
+        """Computes each metric, by name, from sums [width] over `count` samples. Raises UserError: not finite."""
         parts = zip(self._metrics, sums.split(self._widths), strict=True)
         found = {metric.name: metric.number(part, count) for metric, part in parts}
         for name, figure in found.items():
@@ -292,7 +292,7 @@ def _tested_sums(metric: CustomMetric, logits: Tensor, labels: Tensor, dtype: to
 def make_metrics(
     words: Iterable[str], given: Mapping[str, Any] | None, *, live_only: bool = False
 ) -> tuple[CustomMetric, ...]:
-    """Creates the metrics that a job names; with `live_only`, without Python objects that aren't in `given`."""
+    """Creates the metrics of train.metrics; `given`: Python objects by name. `live_only`: skip objects not given."""
     found: list[CustomMetric] = []
     for word in words:
         kind, _, name = word.rpartition(":")

@@ -43,7 +43,7 @@ MakeOptimizer = Callable[["list[nn.Parameter]"], "torch.optim.Optimizer"]
 
 @dataclass
 class Objects:
-    """The user's Python objects; each is optional."""
+    """The Python objects that the user passes; each is optional."""
 
     model: Any = None  # an nn.Module
     train_set: Any = None  # a data set; so are test_set and held_out_set
@@ -59,7 +59,7 @@ class Objects:
 
 
 def metric_words(given: Any) -> tuple[str, ...] | None:
-    """Converts `metrics`, a dict of objects or names, to values of train.metrics. Raises UserError for other types."""
+    """Converts `metrics`, a dict of objects or a list of names, to train.metrics. Raises UserError for other types."""
     if isinstance(given, Mapping):
         named: Mapping[Any, Any] = given
         for name in named:
@@ -75,7 +75,7 @@ def metric_words(given: Any) -> tuple[str, ...] | None:
 
 
 def digest_objects(**objects: Any) -> dict[str, str]:
-    """Returns digests of networks and functions by name, from their structure, source and plain attributes."""
+    """Returns a SHA-256 digest of the structure, source and plain attributes of each network or function, by name."""
     texts = {name: "\n".join(_definition(thing)) for name, thing in objects.items() if thing is not None}
     plain = {name: re.sub(r" at 0x[0-9a-f]+", "", text).encode() for name, text in texts.items()}
     return {name: hashlib.sha256(text).hexdigest() for name, text in plain.items()}
@@ -104,7 +104,7 @@ def _definition(thing: Any) -> Iterator[str]:
 
 
 def _values(named: Mapping[str, Any]) -> str:
-    """Returns plain values as text, the same in each process; sets are sorted, because their order differs."""
+    """Returns plain values as a text that is equal in all processes; sorts sets, whose order differs."""
     plain = (str, int, float, tuple, list, dict, set, frozenset, FunctionType)
     kept = {name: one for name, one in named.items() if isinstance(one, plain) or type(one).__name__ == "Tensor"}
     return repr({k: sorted(map(repr, one)) if isinstance(one, set | frozenset) else one for k, one in kept.items()})
@@ -124,7 +124,7 @@ def _source(thing: Any) -> Iterator[str]:
 
 
 def user_object(key: str, word: str, given: Any) -> Any:
-    """Returns `given`, or the user's object that `word` names; None for a built-in. Raises UserError if missing."""
+    """Returns `given`, else the object that `word` names; None for a built-in's name. Raises UserError if missing."""
     if given is not None:
         return given
     if word == OBJECT:

@@ -35,7 +35,7 @@ SetRates = Callable[[int], None]  # sets the learning rates for an update, given
 
 
 def make_custom(make: MakeOptimizer, model: nn.Module) -> Optimizer:
-    """Creates the custom optimizer for a network's trainable parameters and stores each group's learning rate."""
+    """Creates the user's optimizer from the trainable parameters, and stores the relative rates of its groups."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer: Any = make(list(parameters))
     if not isinstance(optimizer, Optimizer):
@@ -87,21 +87,21 @@ def is_custom(optimizer: Optimizer) -> bool:
 
 
 def largest_rate(optimizer: Optimizer) -> float:
-    """Returns the largest learning rate of all groups, without the factor of biases and norms."""
+    """Returns the largest learning rate of all groups, without the multiplier train.bias_rate."""
     return max(float(group["lr"]) / group.get(_OF_LR, 1.0) for group in optimizer.param_groups)
 
 
 def set_learning_rate(optimizer: Optimizer, rate: float) -> None:
-    """Sets the learning rate of every group, in the initial proportions."""
+    """Sets each group's learning rate to `rate` times the group's initial factor."""
     for group in optimizer.param_groups:
         group["lr"] = rate * group.get(_OF_PEAK, 1.0) * group.get(_OF_LR, 1.0)
 
 
 def restore_optimizer(saved: dict[str, Any], model: nn.Module, optimizer: Optimizer) -> str:
-    """Restores the state of an optimizer by parameter name; ignores the state of other parameters.
+    """Restores an optimizer's state by parameter name; ignores saved parameters that the optimizer doesn't have.
 
-    Resets state that wasn't saved (of a parameter that was frozen, for example) or that belongs to another optimizer;
-    returns a sentence about the latter. If the network is sharded by a plan, `saved` has shards.
+    Resets a parameter's state if none was saved (it was frozen, for example) or if the saved state is of another
+    optimizer. Returns a sentence about the latter case, else "". With a plan, `saved` has this process's shards.
     """
     entries, groups, custom = saved["state"], saved.get("param_groups", []), is_custom(optimizer)
     kind, other_keys = type(optimizer).__name__, set[str]()
@@ -138,7 +138,7 @@ def restore_optimizer(saved: dict[str, Any], model: nn.Module, optimizer: Optimi
 
 
 def _to_layout_of(value: Any, parameter: Tensor) -> Any:
-    """Copies a saved tensor, in the layout of its parameter if the shapes are equal."""
+    """Copies a saved tensor, with the strides and sharding of its parameter if the shapes are equal."""
     if isinstance(value, Tensor) and parameter.ndim and value.shape == parameter.shape:
         if is_dtensor(parameter):
             return value if is_dtensor(value) else shard_like(value.to(parameter.device), parameter)
@@ -156,7 +156,7 @@ def _unwrapped(kind: type[Kind], fused: Callable[[Any], bool] = lambda _: False)
 
     torch's wrapper that prevents compilation imports the compiler at the first call, which takes as long as importing
     torch. The wrapper for hooks and the profiler takes 5 % of a small network's update; it is used if there are hooks.
-    `fused` returns True if it made the update in a faster way.
+    `fused` tries a faster update and returns True if it succeeded.
     """
     methods: dict[str, Any] = {name: inspect.unwrap(getattr(kind, name)) for name in _WRAPPED}
     update = torch.no_grad()(inspect.unwrap(kind.step))
@@ -202,13 +202,13 @@ SGD, AdamW = _unwrapped(torch.optim.SGD, _fused_sgd), _unwrapped(torch.optim.Ada
 def make_optimizer(
     model: nn.Module, options: TrainOptions, *, sharded: bool, own: MakeOptimizer | None = None
 ) -> Optimizer:
-    """Creates SGD or AdamW, by default without weight decay on biases and norms, or `own` or the job's custom one."""
+    """Creates the job's optimizer, or `own`. By default, SGD and AdamW don't apply weight decay to biases and norms."""
     if (make := user_object(_WHERE, options.optimizer, own)) is not None:
         if not callable(make):
             hints = ("name a function of the parameters that returns a torch.optim.Optimizer",)
             raise UserError(f"{options.optimizer} is a {type(make).__name__}, not a function", _WHERE, hints)
         return make_custom(cast(MakeOptimizer, make), model)
-    groups, rate, momentum = _groups(model, options), options.lr, options.momentum
+    groups, rate, momentum = _parameter_groups(model, options), options.lr, options.momentum
     # torch's fused kernels update all tensors in one call; sharded tensors take the ordinary path.
     fused = None if sharded else True
     if options.optimizer == "adamw":
@@ -222,10 +222,10 @@ def make_optimizer(
 
 
 def start_state(optimizer: Optimizer, parameter: Tensor) -> dict[str, Tensor]:
-    """Returns the optimizer's state of a parameter before the first update.
+    """Returns the optimizer's initial state of a parameter: tensors by name.
 
-    torch would create the state in the first step: for fused SGD from uninitialized memory, which stays if a loss
-    scaler skips that step, and without the parameters that get a gradient only later, which would raise an error.
+    torch itself creates state in the first step. Fused SGD's state would be uninitialized memory if a loss scaler skips
+    that step, and a parameter that gets a gradient only later would have no state, which raises an error.
     """
     if isinstance(optimizer, torch.optim.AdamW):
         # torch counts steps on the device if fused, else on the CPU.
@@ -239,14 +239,14 @@ def start_state(optimizer: Optimizer, parameter: Tensor) -> dict[str, Tensor]:
 
 
 def slots_of(options: TrainOptions) -> int:
-    """Returns the number of state values per parameter value; see `start_state`."""
+    """Returns the number of optimizer state values per parameter value, such as 2 for AdamW; see `start_state`."""
     if options.optimizer != "sgd":
         return 2  # unknown for a custom optimizer; most have two, like adamw
     return 1 if options.momentum else 0
 
 
 def total_steps(options: TrainOptions, steps_per_epoch: int) -> int:
-    """Returns the update at which a job ends, counted from epoch 0 even if train.start_epoch is later."""
+    """Returns the step at which a job ends, counted from epoch 0 even if train.start_epoch is greater than 0."""
     steps = options.epochs * steps_per_epoch
     return min(steps, options.max_steps) if options.max_steps else steps
 
@@ -258,7 +258,7 @@ def steps_to_make(options: TrainOptions, samples: int) -> int:
     return max(1, total_steps(options, order.steps_per_epoch) - begun)
 
 
-def _groups(model: nn.Module, options: TrainOptions) -> list[dict[str, object]]:
+def _parameter_groups(model: nn.Module, options: TrainOptions) -> list[dict[str, object]]:
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     decay, rate = options.weight_decay, options.bias_rate
     bias_decay = decay if options.decay_norm_and_bias else 0.0
@@ -295,7 +295,7 @@ def learning_rate(options: TrainOptions, step: int, steps_per_epoch: int) -> flo
 
 
 def scheduler_state(scheduler: LRScheduler) -> dict[str, Any]:
-    """Returns the scheduler's state as JSON data, without functions. Raises UserError for attributes of other types."""
+    """Returns the scheduler's state as JSON data, without functions. Raises UserError for types that JSON lacks."""
     found = dict[str, Any]()
     for name, value in scheduler.state_dict().items():
         try:
@@ -309,7 +309,7 @@ def scheduler_state(scheduler: LRScheduler) -> dict[str, Any]:
 
 
 def restore_scheduler(scheduler: LRScheduler, state: Mapping[str, Any]) -> None:
-    """Restores a scheduler from `scheduler_state`'s result; any exception means invalid data; see `reading_of`."""
+    """Restores a scheduler from `scheduler_state`'s result. Invalid data may raise any exception; see `reading_of`."""
     given = {name: from_plain_data(value) for name, value in state.items()}
     if not isinstance(given.get("last_epoch", 0), int):
         raise ValueError(f"last_epoch is not an integer: {str(given['last_epoch'])[:60]}")
@@ -330,7 +330,7 @@ def reading_of(where: str) -> Generator[None]:
 
 
 def as_plain_data(value: Any) -> Any:
-    """Converts numbers, texts, None, lists, tuples and dicts to JSON data. Raises TypeError with the type's name."""
+    """Converts numbers, strings, None, lists, tuples and dicts to JSON data. Raises TypeError naming another type."""
     kind = type(value).__name__
     if type(value) is dict:
         return {kind: [[as_plain_data(key), as_plain_data(one)] for key, one in value.items() if not _is_constant(one)]}
@@ -356,7 +356,7 @@ def _is_constant(value: Any) -> bool:
 
 
 def make_schedule(optimizer: Optimizer, options: TrainOptions, steps_per_epoch: int, own: Any = None) -> SetRates:
-    """Creates the function that sets learning rates; a custom one, `own` or the job's, is tested at step 0."""
+    """Creates the function that sets learning rates. A custom schedule, `own` or the job's, is tested at step 0."""
     function = user_object(_SCHEDULE, options.schedule, own)
     if is_custom(optimizer):
         options = options.model_copy(update={"lr": largest_rate(optimizer)})
@@ -386,7 +386,7 @@ def make_schedule(optimizer: Optimizer, options: TrainOptions, steps_per_epoch: 
 
 
 def _arguments_of(function: Any, total_steps: int, steps_per_epoch: int) -> tuple[bool, dict[str, int]]:
-    """Returns True if a function takes the optimizer instead of the step, and the function's further arguments."""
+    """Returns True if a function takes the optimizer instead of the step, and a dict of its other arguments."""
     of_step = "pass a function of the step: schedule=lambda step: 0.99 ** step"
     if not callable(function):
         of_optimizer = "or of the optimizer: schedule=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 9)"
@@ -409,7 +409,7 @@ def _arguments_of(function: Any, total_steps: int, steps_per_epoch: int) -> tupl
 
 
 def _factor(value: Any, step: int) -> float:
-    """Converts the result of the user's function to a factor of the peak rate. Raises UserError if it isn't one."""
+    """Converts a custom schedule's result to a factor of the peak rate. Raises UserError unless finite and >= 0."""
     try:
         part = float(value)
     except (TypeError, ValueError):
@@ -422,11 +422,11 @@ def _factor(value: Any, step: int) -> float:
 
 
 class CustomScheduler:
-    """A torch scheduler, stepped before each update except the first, or after each evaluation if it needs the loss.
+    """Steps a torch scheduler before each update except the first (ReduceLROnPlateau: after each evaluation).
 
     A resumed run repeats all steps of torch's own schedulers, so that a longer run has the rates of its new length. The
-    state of ReduceLROnPlateau and of custom classes, which may depend on more than the step, is saved; if such a
-    scheduler is created with other arguments (for a longer run), its steps are repeated too.
+    state of ReduceLROnPlateau and of custom classes is saved, because it may depend on more than the step. If a custom
+    class has other arguments on resume (for a longer run), its steps are repeated instead.
     """
 
     def __init__(self, scheduler: Any, optimizer: Optimizer) -> None:
@@ -457,18 +457,18 @@ class CustomScheduler:
                 self._made += 1
 
     def evaluated(self, loss: float) -> None:
-        """Steps the scheduler with the loss of an evaluation, if it needs the loss."""
+        """Steps ReduceLROnPlateau with the loss of an evaluation; does nothing for other schedulers."""
         if self.waits:
             self._scheduler.step(loss)
 
     def saved(self) -> str:
-        """Returns the state as JSON data; empty for a scheduler whose steps are repeated."""
+        """Returns the state as JSON text; "" for a scheduler whose steps are repeated on resume."""
         if self._as_made is None:
             return ""
         return json.dumps({"kind": self._kind, "made": self._made, "as_made": self._as_made, "now": self._now()})
 
     def resume(self, saved: str, step: int) -> None:
-        """Restores the result of `saved` if it fits a run at `step`; any exception means that it is invalid."""
+        """Restores the result of `saved` if it matches this scheduler and `step`. Invalid data raises any exception."""
         if (made := self._as_made) is None:
             return
         found = json.loads(saved)
@@ -492,7 +492,7 @@ class CustomScheduler:
 
 
 def _follows_steps(scheduler: Any) -> bool:
-    """Returns True for torch's own schedulers, including all that they contain."""
+    """Returns True if a scheduler and all schedulers in it are torch's own classes."""
     inner = getattr(scheduler, "_schedulers", ())
     return type(scheduler).__module__.startswith("torch.") and all(map(_follows_steps, inner))
 

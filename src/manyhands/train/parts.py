@@ -1,4 +1,4 @@
-"""The parts that a trainer is built from, for a job or a custom loop; creates and describes the network."""
+"""The inputs of `build`, for a job or a custom loop. Also creates and describes the network."""
 
 import functools
 import math
@@ -56,7 +56,7 @@ PICTURES = ("image_size", "channels", "mean", "std")  # options of the preproces
 
 @dataclass(frozen=True)
 class CustomParts:
-    """The objects of a custom loop."""
+    """The objects that a custom loop passes to `session.prepare`."""
 
     model: nn.Module
     optimizer: Optimizer
@@ -68,7 +68,7 @@ class CustomParts:
 
 @dataclass(frozen=True)
 class Parts(RunContext):
-    """The parts of a trainer. Jobs and custom loops differ only in these fields."""
+    """The inputs of `build`, which creates a trainer. Jobs and custom loops differ only in these fields."""
 
     objects: Objects  # the user's Python objects
     make_model: Callable[[data_setup.DataSetup, "Grid | None", Resumable | None], nn.Module]
@@ -189,7 +189,7 @@ def set_determinism(job: Job) -> None:
 
 
 def refuse_unshardable(parts: Parts) -> None:
-    """Raises UserError for options that contradict a sharded network, or for a pin that can't be applied."""
+    """Raises UserError if options don't support a sharded network, or if --pin (an op's sharding) can't be applied."""
     job, plan, mode = parts.job, parts.plan, parts.mode
     if plan is None and job.parallel.pin and not (parts.folder is not NOWHERE and parts.folder.has_checkpoints()):
         why = "one process has nothing to split" if limit_to_one_process(mode) else f"the mode {mode} splits no ops"
@@ -216,7 +216,7 @@ def record_setup(
     layouts: Mapping[str, TensorLayout] = {},
     optimizer: Optimizer | None = None,
 ) -> None:
-    """Records data, network and training settings in three lines; `layouts` are those of sharded parameters."""
+    """Records three lines about data, network and training settings. `layouts`: of sharded parameters, by name."""
     job, world, custom_loop = run.job, run.world, isinstance(run, Parts) and run.custom_loop
     options, count = job.train, len(splits.train)
     order = Order(count, min(options.batch, count), 0, options.drop_last)
@@ -243,7 +243,7 @@ def record_setup(
 def _name_outputs(
     journal: Journal, classes: tuple[str, ...], network: ParallelNetwork, trial: TrialResult
 ) -> tuple[str, ...]:
-    """Returns a name for each output of a job's network; reports how gradients are averaged, and unnamed outputs."""
+    """Returns a name for each output of a job's network. Records the averaging of gradients and unnamed outputs."""
     outputs = network.traits.outputs
     if outputs and outputs < len(classes):
         hints = (f"add outputs: --set model.num_classes={len(classes)}",)
@@ -260,7 +260,7 @@ def _name_outputs(
 
 
 def _schedule_of_loop(job: Job, own: CustomParts, optimizer: Optimizer, steps_per_epoch: int) -> optimize.SetRates:
-    """Returns the function that sets the learning rates of a custom loop; it does nothing without a job's schedule."""
+    """Returns the function that sets a custom loop's learning rates, a no-op if the session has no schedule."""
     if not own.scheduled:
         return lambda _step: None
     set_rates = optimize.make_schedule(optimizer, job.train, steps_per_epoch)
@@ -271,7 +271,7 @@ def _schedule_of_loop(job: Job, own: CustomParts, optimizer: Optimizer, steps_pe
 
 
 def _compile_and_balance(trainer: Trainer) -> Trainer:
-    """Compiles a job's updates and balances its shares if the job asks for it; a collective."""
+    """If the job requests it, balances shares of batches by measured speeds and compiles the network; a collective."""
     world, sharing, wanted = trainer.world, trainer.feed.sharing, trainer.job.cluster.shares
     balance = sharing.processes > 1 and wanted == "auto"
     if sharing.processes > 1 and wanted == MACHINES:
@@ -291,7 +291,7 @@ def _compile_and_balance(trainer: Trainer) -> Trainer:
 
 
 def _mode_and_plan(job: Job, world: World, plan: "Plan | None") -> "tuple[str, Plan | None]":
-    """Returns the parallel mode and the plan, from the argument of `prepare` or from the job; a collective."""
+    """Returns a session's parallel mode, and plan or None, from `prepare`'s argument or the job; a collective."""
     if job.cluster.shares == "auto" and not world.alone:
         hints = ("set the shares, such as --set cluster.shares=[24,8]", "or remove cluster.shares")
         raise UserError("cluster.shares = auto is not available in a session", "cluster.shares", hints)
@@ -321,7 +321,7 @@ def _resolve_and_move(model: nn.Module, job: Job, world: World) -> tuple[nn.Modu
 
 
 def grid_of(job: Job, world: World, mode: str) -> "Grid | None":
-    """Returns the mesh of the job if the mode needs one. Raises UserError if it has another number of processes."""
+    """Returns the job's device mesh, None if the mode needs no mesh. Raises UserError if the mesh has another size."""
     if not takes_mesh(mode):
         return None
     mesh = mesh_of(job, world)
@@ -332,7 +332,7 @@ def grid_of(job: Job, world: World, mode: str) -> "Grid | None":
 
 
 def layouts_by_hand(model: nn.Module, grid: "Grid | None", world: World) -> Mapping[str, TensorLayout]:
-    """Returns the layouts of a network that is sharded over `grid` by its own code; empty without a grid."""
+    """Returns the layouts, by name, of parameters that the network's code shards over `grid`; {} without a grid."""
     if grid is None:
         return {}
     from manyhands.parallel.mesh.marks import layouts_of
@@ -368,7 +368,7 @@ def on_device(model: nn.Module, options: TrainOptions, device: str) -> nn.Module
 
 
 def without_first_weights(job: Job, size: int, objects: Objects) -> Job:
-    """Returns the job without initial weights, because the weights come from a checkpoint; `size` is in pixels."""
+    """Returns the job without initial weights, for weights from a checkpoint. `size`: of pictures, in pixels."""
     model = resolve_model(job.model, size) if objects.model is None else job.model.model_copy(update={"weights": ""})
     return job.model_copy(update={"model": model})
 
@@ -403,7 +403,7 @@ def load_initial_weights(model: nn.Module, reference: Path, classes: int, journa
 
 
 def refuse_other_head(snapshot: Snapshot, model: nn.Module, classes: int, where: str) -> None:
-    """Raises UserError if the last layer of a foreign checkpoint has another number of outputs than `classes`."""
+    """Raises UserError if a checkpoint's last layer has another number of outputs than `classes`."""
     saved, live = fitted(snapshot, model.state_dict()).model, split_state(model)[0]
     if head := _other_head(saved, live, classes):
         outputs = len(saved[head[0]])
@@ -415,7 +415,7 @@ def refuse_other_head(snapshot: Snapshot, model: nn.Module, classes: int, where:
 
 
 def _other_head(saved: dict[str, Tensor], live: dict[str, Tensor], classes: int) -> list[str]:
-    """Returns the tensors of the last layers if only their number of outputs differs; else an empty list."""
+    """Returns the names of the last layers' tensors if only the number of outputs differs; else []."""
     if saved.keys() != live.keys():
         return []
     other = [name for name in live if saved[name].shape != live[name].shape]
@@ -451,10 +451,10 @@ def describe_trained(parts: Parts, samples: data_setup.DataSetup, classes: tuple
 
 
 def mesh_of(job: Job, world: World) -> Mesh:
-    """Returns the mesh of the job, by default one axis, dp."""
+    """Returns the job's device mesh; by default, one axis dp over all processes."""
     return parse_mesh(job.parallel.mesh) if job.parallel.mesh else Mesh((("dp", world.size),))
 
 
 def pixels_of(about: Pictures) -> Pixels:
-    """Returns the preprocessing of pictures for an evaluation."""
+    """Converts the preprocessing recorded in a checkpoint to the preprocessing of an evaluation."""
     return Pixels(about.size, about.channels, about.mean, about.std, "none", resize=about.resize, own=about.own)

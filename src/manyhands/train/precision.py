@@ -50,7 +50,7 @@ _SMALL = 1_000_000  # parameters; smaller networks without a convolution gain no
 
 @dataclass(frozen=True)
 class Variant:
-    """A precision of the job, in one of two memory formats."""
+    """A combination of precision and memory format."""
 
     precision: str
     channels_last: bool
@@ -61,7 +61,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class KindOfMachine:
-    """The measurements of a kind of machine."""
+    """A kind of machine, and the seconds of each variant measured on it."""
 
     name: str  # of the processor or accelerator
     bf16: bool  # has native bf16
@@ -77,7 +77,7 @@ def variants_of(options: TrainOptions, *, bf16: bool) -> list[Variant]:
 
 
 def choose_variant(options: TrainOptions, kinds: Sequence[KindOfMachine]) -> tuple[Variant, list[str]]:
-    """Selects the variant for all machines of a run; also returns a sentence on each automatic option."""
+    """Returns the variant for all machines of a run, and a list with a sentence on each measured "auto" option."""
 
     def layout(precision: str) -> tuple[Variant, list[str]]:
         if options.channels_last != "auto":
@@ -96,7 +96,7 @@ def choose_variant(options: TrainOptions, kinds: Sequence[KindOfMachine]) -> tup
 
 
 def _faster(kinds: Sequence[KindOfMachine], before: Variant, after: Variant, least: float) -> tuple[bool, list[str]]:
-    """Returns True if `after` is `least` times as fast as `before` on each kind of machine, and the reason if known."""
+    """Returns True if `after` is `least` times as fast as `before` on all machines, and a list of 0 or 1 reasons."""
     # A kind of machine that failed at a variant gains nothing; a failure of all variants is reported elsewhere.
     seconds = [(kind.seconds.get(str(before), 0.0), kind.seconds.get(str(after), 0.0)) for kind in kinds]
     gained = min(old / new if old and new else 0.0 for old, new in seconds)
@@ -112,7 +112,7 @@ Trial = tuple[Callable[[], None], Callable[[], torch.Tensor]]
 
 
 def time_variants(trials: Mapping[Any, Trial], device: str) -> tuple[dict[str, float], dict[str, str]]:
-    """Returns seconds by variant, the fastest of several rounds on one thread, and errors by variant."""
+    """Times variants on one thread; returns a dict of the shortest times in seconds, and a dict of error messages."""
     # Processor time depends neither on the number of processes nor on the load of the machine.
     clock = time.process_time if torch.device(device).type == "cpu" else time.perf_counter
     seconds, failed, threads = dict[str, float](), dict[str, str](), torch.get_num_threads()
@@ -153,7 +153,7 @@ def time_variants(trials: Mapping[Any, Trial], device: str) -> tuple[dict[str, f
 
 
 def make_network(job: Job, network: dict[str, Any], device: str) -> nn.Module:
-    """Creates a job's network in training mode, the same on every process; `network`: the result of `sizes_of`."""
+    """Creates a job's network in training mode, equal on every process; `network`: the result of `sizes_of`."""
     torch.manual_seed(derive(job.train.seed, "model"))
     options = job.model.model_copy(update={"pretrained": False, "weights": ""})
     model = build_model(options, channels=network["channels"], size=network["size"], num_classes=network["classes"])
@@ -180,12 +180,12 @@ def resolve_precision(
     measure: bool = True,
     say: Callable[["Measurement", str], object] = lambda *_: None,
 ) -> ResolvedPrecision:
-    """Resolves "auto" for precision and layout; a collective.
+    """Resolves "auto" for precision and memory format; a collective.
 
     A resumed run keeps its values, and a run that resumes from another run's checkpoint uses that run's values.
     Otherwise, one process of each kind of machine measures once on one thread, so that the number of processes has no
-    influence; results are cached, and without `measure` only cached ones are used. `say` is called with the measurement
-    and a sentence before a measurement.
+    influence. Results are cached; without `measure`, only cached results are used. Before measuring, calls `say` with
+    the `Measurement` and a sentence.
     """
     previous = broadcast_plain(_previous(folder, job) if world.is_main else None, world) or ["auto", "auto"]
     now = _with(job, *(old if new == "auto" else new for old, new in zip(previous, _values(job), strict=True)))
@@ -207,7 +207,7 @@ def resolve_precision(
 
 
 def plain_precision(job: Job) -> ResolvedPrecision:
-    """Returns the job in fp32 and the default layout if they are "auto", for a device that is not on this machine."""
+    """Resolves "auto" to fp32 and the default memory format, for a device that this machine doesn't have."""
     plain = _with(job, EXACT if job.train.precision == "auto" else job.train.precision, job.train.channels_last is True)
     said = [f"{key} is {value}: no device to measure" for key, value in _resolved(job, plain).items()]
     return ResolvedPrecision(plain, said)
@@ -228,7 +228,7 @@ def _resolved(asked: Job, resolved: Job) -> dict[str, Any]:
 
 
 def _previous(folder: RunFolder, job: Job) -> list[Any] | None:
-    """Returns precision and layout of an earlier start or of a checkpoint; "auto" if unknown."""
+    """Returns [precision, channels_last] of an earlier start or checkpoint, "auto" if unknown; None without these."""
     resume = job.checkpoint.resume
     if folder.exists() and folder.has_trained():
         precision, channels_last = (written_values(folder.job).get(key, "auto") for key in MEASURED)
@@ -243,13 +243,13 @@ def _previous(folder: RunFolder, job: Job) -> list[Any] | None:
 
 
 def sizes_of(job: Job, splits: Splits, pixels: Pixels) -> dict[str, Any]:
-    """Returns the sizes for `make_network`: channels, size and classes."""
+    """Returns the input channels, picture size and number of classes for `make_network`, as a dict."""
     return {"channels": pixels.channels, "size": pixels.size, "classes": len(class_names(job, splits))}
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """A job's network on a device, with the first samples of the data, to be measured."""
+    """Times a job's network on a device, with the first samples of the data."""
 
     job: Job
     splits: Splits
@@ -310,7 +310,7 @@ class Measurement:
     def measured(
         self, kind: KindOfMachine, variants: list[Variant], say: Callable[[str], object] | None
     ) -> KindOfMachine:
-        """Returns `kind` with the seconds of all variants, cached or, with `say`, measured now."""
+        """Returns `kind` with the seconds of all variants: cached or, if `say` is passed, measured now."""
         if len(variants) < 2:
             return kind
         times, key = OpTimes(self.device, 0.0, threads=1), self.key()

@@ -65,7 +65,7 @@ class Saver:
             wait([self._written])
 
     def end(self) -> SaveOutcome | None:
-        """Waits and returns the result, or None if this process doesn't write. Raises unexpected exceptions."""
+        """Waits for the save; returns its result, or None if this process doesn't write. Raises unexpected errors."""
         written, self._written, self.step = self._written, None, None
         return written.result() if written else None
 
@@ -83,9 +83,9 @@ class Saver:
 
 
 def writers_of(folder: RunFolder, world: World, *, in_pieces: bool) -> dict[int, range]:
-    """Returns the ranks that write checkpoints, each with the ranks of its machine; a collective.
+    """Returns a dict from each rank that writes checkpoints to the ranks of its machine; a collective.
 
-    These are rank 0 and the first rank of a machine that doesn't see rank 0's disk. `in_pieces` needs a shared disk.
+    These are rank 0 and the first rank of one machine that doesn't see rank 0's disk; with `in_pieces`, only rank 0.
     """
     if world.local_size == world.size or in_pieces or folder is NOWHERE:
         return {0: range(world.local_size)}
@@ -122,20 +122,20 @@ def best_interval(save_s: float, between_failures_s: float) -> float:
 
     The interval is sqrt(2 * cost of a save * time between failures): J. W. Young, A first order approximation to the
     optimum checkpoint interval, CACM 17(9), 1974; J. T. Daly's estimate of higher order (FGCS 22, 2006) differs if a
-    save takes as long as the time between failures. The upper bound is a minute, or more if saves would take over 1 %.
+    save takes as long as the time between failures. The upper bound is a minute, or 100 times `save_s` if longer.
     """
     longest_s = min(LONGEST_S, max(USUAL_S, save_s / SHARE))
     return min(longest_s, max(SHORTEST_S, math.sqrt(2 * save_s * between_failures_s)))
 
 
 def between_failures(failures: int, trained_s: float, machines: int) -> float:
-    """Returns the expected seconds between failures; at most the initial assumption."""
+    """Estimates the seconds between failures, from `failures` in `trained_s` seconds; at most the initial estimate."""
     expected_s = EXPECTED_S / machines
     return min(expected_s, (trained_s + WEIGHT_S) / (failures + WEIGHT_S / expected_s))
 
 
 def seen_failures(folder: RunFolder) -> tuple[int, float]:
-    """Returns the number of failures, and the seconds of training, in earlier starts of a run."""
+    """Returns the number of failures and the seconds of training in all earlier starts of a run."""
     failures, trained_s, last_s = 0, 0.0, 0.0
     began_s: float | None = None
     # The current start is the last event.
@@ -167,7 +167,7 @@ class SaveInterval:
         return best_interval(statistics.median(self._saves_s), self._between_failures_s())
 
     def record(self, seconds: float, journal: Journal, step: int) -> None:
-        """Records the interval and each large change of it as events; prints it once, when it takes effect."""
+        """Records the interval and its large changes as events; prints the interval once, when it takes effect."""
         save_s, fails_s = statistics.median(self._saves_s), self._between_failures_s()
         message = (
             f"saving a checkpoint every {seconds:.0f} s, because a save delays training by {save_s:.2g} s and "

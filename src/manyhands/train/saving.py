@@ -1,6 +1,6 @@
-"""Saves checkpoints; saves and loads the synchronization state of each rank.
+"""Saves checkpoints; saves and loads the synchronization state of each rank (with sync methods such as local SGD).
 
-With checkpoint.pth_tar, also writes files after each epoch from which the ImageNet example main.py can --resume.
+With checkpoint.pth_tar, also writes .pth.tar files after each epoch, for --resume of PyTorch's ImageNet main.py.
 """
 
 import functools
@@ -40,7 +40,7 @@ from manyhands.train.trainer import Trainer
 
 @CLOCK.within(SAVING)
 def save(trainer: Trainer) -> None:
-    """Starts writing a checkpoint, in the background if possible, after the previous one; a collective.
+    """Waits for the previous save, then starts writing a checkpoint, in the background if possible; a collective.
 
     `finish_save` reports errors.
     """
@@ -70,8 +70,8 @@ def save(trainer: Trainer) -> None:
 def finish_save(trainer: Trainer, *, written: float | None = None) -> None:
     """Waits for the save in progress, if any, and handles its result; a collective.
 
-    After a disk error, the run continues without this checkpoint, with a warning. `written` is the number of processes
-    that have finished writing: the function returns at once unless all have.
+    After a disk error, records a warning, and the run continues without this checkpoint. `written`: the number of
+    processes that have finished writing; if some have not, the function returns at once. None: waits for all.
     """
     saver, step, started = trainer.saver, trainer.saver.step, time.perf_counter()
     if step is None or written not in {None, len(saver.writers)}:
@@ -107,10 +107,10 @@ def finish_save(trainer: Trainer, *, written: float | None = None) -> None:
 
 
 def rescue(trainer: Trainer) -> bool:
-    """Saves the last update on this process alone after another process failed; returns True if it was saved.
+    """Saves a checkpoint on this process alone after another process failed; returns True if it was saved.
 
-    All processes have the same network, so each saves its last update, and the newest one is resumed: none is lost.
-    Impossible if the network is sharded, or if each process has its own synchronization state.
+    All processes have the same network. Each saves its last update, and the run resumes from the newest, so no update
+    is lost. Returns False if the network is sharded or each process has its own synchronization state.
     """
     network, progress = trainer.network, trainer.progress
     incomplete = network.traits.sharded or network.layouts or trainer.synchronizer.own
@@ -132,7 +132,7 @@ def rescue(trainer: Trainer) -> bool:
 
 
 def _plain_state(trainer: Trainer) -> dict[str, Any]:
-    """Returns the content of a checkpoint besides network, optimizer and progress."""
+    """Returns a checkpoint's entries besides the network, the optimizer and the progress."""
     extra: dict[str, Any] = {
         "saved_step": trainer.progress.step,
         "job": training_digest(trainer.job, trainer.feed.order.length),
@@ -153,7 +153,7 @@ def _plain_state(trainer: Trainer) -> dict[str, Any]:
 
 
 def save_last(trainer: Trainer) -> None:
-    """Saves the last state of a run and waits; a collective. Raises RunError on all processes if that fails."""
+    """Saves the final state of a run and waits; a collective. Raises RunError on all processes if the save fails."""
     save(trainer)
     finish_save(trainer)
     if trainer.progress.saved_step != trainer.progress.step:
@@ -179,7 +179,7 @@ def _write(trainer: Trainer, snapshot: Snapshot, step: int, best_step: int) -> S
 
 
 def _write_once(trainer: Trainer, snapshot: Snapshot, step: int, best_step: int) -> SaveOutcome:
-    """Writes the checkpoint and deletes superfluous ones; reads nothing that training, which may continue, changes."""
+    """Writes the checkpoint and deletes old ones; reads no state that changes if training continues meanwhile."""
     folder, network, world, started = trainer.folder.checkpoints, trainer.network, trainer.world, time.perf_counter()
     if network.layouts:
         gather = functools.partial(gather_plain, world=world)
@@ -252,7 +252,7 @@ def load_rank_state(trainer: Trainer, checkpoint: Path) -> None:
 
 
 def _find_rank_state(trainer: Trainer, checkpoint: Path) -> tuple[Snapshot | None, str]:
-    """Returns the synchronization state of this process at a checkpoint, or the reason why it can't be used."""
+    """Returns this process's synchronization state at a checkpoint, or None, and the reason if unusable, else ""."""
     # The run's own folder, and the one that it resumes from, which may belong to another run.
     folders = (trainer.folder.checkpoints, checkpoint.parent)
     paths = [_rank_states(folder, trainer.world) / checkpoint.name for folder in folders]
@@ -296,7 +296,7 @@ def write_pth_tar(trainer: Trainer, *, best: bool) -> None:
 
 
 def as_main(snapshot: Snapshot, options: TrainOptions, progress: Progress, steps_per_epoch: int) -> Snapshot:
-    """Converts a snapshot to main.py's state after the scheduler's step, with the learning rate of the next epoch."""
+    """Converts a snapshot to main.py's state after an epoch's scheduler.step(), with the next epoch's learning rate."""
     assert snapshot.optimizer is not None
     rate = learning_rate(options, progress.step, steps_per_epoch)
     groups = [{**group, "lr": rate, "initial_lr": options.lr} for group in snapshot.optimizer["param_groups"]]
@@ -315,7 +315,7 @@ def as_main(snapshot: Snapshot, options: TrainOptions, progress: Progress, steps
 
 
 def check_same_training(job: Job, snapshot: Snapshot, where: str) -> None:
-    """Raises UserError if main.py trained the file with another network or other settings than the job's."""
+    """Raises UserError if main.py trained a .pth.tar file with another network or other settings than the job's."""
     if not job.checkpoint.pth_tar or snapshot.state.get("foreign") != "imagenet-main":
         return
     options, group = job.train, (snapshot.optimizer or {}).get("param_groups", [{}])[0]

@@ -1,6 +1,6 @@
 """Sessions: custom training loops on several processes, with collectives and the same updates as `fit`.
 
-Under plain `python` a session is one process; under torchrun or with the variables of `--init` it joins the group.
+Under plain `python`, a session is one process. Under torchrun, or with the variables of `--init`, it joins a group.
 """
 
 import contextlib
@@ -46,7 +46,7 @@ from manyhands.train.trainer import Trainer, record_time
 
 
 class Session(Subgroup):
-    """One process of a training run, as `manyhands.session()` returns it.
+    """One process of a custom training loop, created by `manyhands.session()`.
 
     Attributes:
         world: rank, size, device and backend of this process.
@@ -190,7 +190,7 @@ class Session(Subgroup):
             raise SystemExit(EXIT_SAVED)
 
     def backward(self, loss: Tensor, weight: Tensor | float | None = None) -> None:
-        """Runs backward for the mean loss of a micro-batch, weighted by its share of the global batch.
+        """Runs backward for a micro-batch's mean loss, weighted by the micro-batch's fraction of the global batch.
 
         Args:
             loss: the mean loss [].
@@ -207,7 +207,7 @@ class Session(Subgroup):
         self._loss = [torch.stack([added.to(counts.dtype), counts]) + sum(self._loss)]
 
     def mean_loss(self) -> float:
-        """Returns the mean loss of all processes since the last call (NaN if none). Call it on all processes."""
+        """Returns the mean loss over all processes since the last call (NaN if none). Call it on all processes."""
         loss, counts = self.all_reduce(self._loss_sums())
         self._loss = []
         return float(loss / counts)
@@ -238,7 +238,7 @@ class Session(Subgroup):
     def evaluate(
         self, model: nn.Module, test_set: Any, classes: int | None = None, metrics: Mapping[str, Any] | None = None
     ) -> Evaluation:
-        """Evaluates a model on all processes, each sample once; records it if it is the model of `prepare`."""
+        """Evaluates a model on all processes, each sample once. Records the result for the model of `prepare`."""
         own = self._trainer
         trainer = own if own and model in (own.network.call, own.network.model) else None
         network = trainer.network if trainer else ParallelNetwork(model)
@@ -291,13 +291,13 @@ class Session(Subgroup):
         self._trainer = self._hook = None
 
     def _synchronize(self, trainer: Trainer) -> None:
-        """Synchronizes the networks of all processes after the last update; a collective."""
+        """Synchronizes the networks of all processes unless they are in sync; a collective."""
         if trainer.progress.step != self._together_at:
             self._together_at = trainer.progress.step
             trainer.synchronizer.finish(trainer.progress.step)
 
     def _test_loader(self, data: Any, model: nn.Module, classes: int = 0) -> Loader:
-        """Returns a loader of samples in the network's dtype; labels must be below `classes` if it is not 0."""
+        """Returns a loader in the network's dtype. Raises UserError if labels are not below `classes` (0: unknown)."""
         if has_targets(data):
             hints = ("add up your own metric with session.all_reduce(sums)",)
             raise UserError("evaluate needs class indices, but y is not a whole number", "session.evaluate", hints)
@@ -350,7 +350,7 @@ class Session(Subgroup):
         return {custom_update.SESSION: {"epochs": self._concluded, "scheduler": state, "losses": losses}}
 
     def _saved_losses(self, saved: dict[str, Any]) -> list[Tensor]:
-        """Returns this process's loss sums from the checkpoint; rank 0 gets the totals if the process count changed."""
+        """Returns up to one tensor [2]: this process's saved loss sums; rank 0 gets all if the world size changed."""
         losses = saved.get("losses", [])
         if len(losses) != self.size:
             losses = [[sum(column) for column in zip(*losses, strict=True)]] if self.is_main and losses else []
@@ -361,7 +361,7 @@ class Session(Subgroup):
         return sum(self._loss, torch.zeros(2, device=self.device)).to(precise_dtype(self.device))
 
     def _conclude(self) -> None:
-        """Saves a completed epoch once, after the loop's own code at its end; a collective."""
+        """Saves a checkpoint, once, for a completed epoch and the loop's own code at the epoch's end; a collective."""
         trainer = self._ready()
         self._owed, self._begun = False, False
         if trainer.progress.epoch > self._concluded:

@@ -38,10 +38,10 @@ _SELDOM = 50  # measure again at the start of an epoch if that takes at most thi
 def order_and_sharing(
     run: RunContext, samples: int, network: ParallelNetwork, previous: list[int] | None, *, own: bool, most: int
 ) -> tuple[Order, BatchSharing]:
-    """Determines the samples of each update, and their division among processes.
+    """Returns the order of the samples, and the division of each update among processes.
 
-    `previous` are the shares in the checkpoint: empty if they were equal, None for a new run. `most` is the largest
-    micro-batch at the start of the run, 0 if unknown. `own`: each process trains alone, with its own BatchNorm groups.
+    `previous`: the shares (samples per process) in the checkpoint; empty if equal, None for a new run. `most`: the
+    largest micro-batch at the start of the run; 0 if unknown. `own`: each process has its own BatchNorm groups.
     """
     job, mode = run.job, run.mode
     options, replicas = job.train, network.share.parts
@@ -69,7 +69,7 @@ def order_and_sharing(
 
 
 def _shares(run: RunContext, replicas: int, previous: list[int] | None) -> tuple[int, ...]:
-    """Returns the shares of the job or of the checkpoint for `replicas` processes; empty for equal shares."""
+    """Returns the samples per process, from the job or the checkpoint, for `replicas` processes; empty if equal."""
     job, shares = run.job, run.job.cluster.shares
     if isinstance(shares, str):
         fits = shares != "equal" and previous and len(previous) == replicas
@@ -89,18 +89,18 @@ def _shares(run: RunContext, replicas: int, previous: list[int] | None) -> tuple
 
 
 def _why_equal(job: Job, mode: str, network: ParallelNetwork, *, own: bool) -> str:
-    """Returns why the mode or the sync method doesn't support the shares of the job; empty if it does."""
+    """Returns the reason why the mode or the sync method doesn't support the job's shares; "" if both support them."""
     if network.share.together:
         return f"--parallel {mode} splits each batch into equal parts"
     if job.cluster.shares in {"auto", MACHINES} and mode != USUAL_MODE:
         return f"with --parallel {mode}, each layer waits for all processes, so their speed can't be measured"
     if own:
-        return f"--sync {job.sync.method} normalises each process's own samples, so shares would change the result"
+        return f"--sync {job.sync.method} normalizes each process's own samples, so shares would change the result"
     return ""
 
 
 def previous_shares(found: Resumable | None) -> tuple[list[int] | None, int]:
-    """Returns the shares and the largest micro-batch in the checkpoint, for `order_and_sharing`."""
+    """Returns `previous` and `most` for `order_and_sharing`, from a checkpoint."""
     if found is None:
         return None, 0
     kept, most = found.snapshot.state.get("shares", []), int(found.snapshot.state.get("most_in_a_pass", 0))
@@ -124,13 +124,13 @@ def refuse_small_micro_batches(order: Order, batch_sharing: BatchSharing, networ
 
 
 class BalancedShares:
-    """Sets the shares at the start of epochs, the same on all processes; `known`: they were measured before."""
+    """Measures speeds and sets shares at the start of epochs; `known`: an earlier start has measured them."""
 
     def __init__(self, *, known: bool) -> None:
         self._known, self._set_s, self._took_s = known, time.monotonic(), _WHILE_S * (_WHILES + 1)
 
     def balance(self, trainer: Trainer) -> None:
-        """Measures speeds and sets the shares, at the start and again at the start of later epochs; a collective."""
+        """Measures speeds and sets the shares, in later epochs only if that takes little time; a collective."""
         if self._known and trainer.progress.step_in_epoch:
             return
         began_s = time.monotonic()
@@ -138,8 +138,8 @@ class BalancedShares:
             return
         order, sharing, speeds_s = trainer.feed.order, trainer.feed.sharing, _seconds_per_sample(trainer)
         found = balanced(speeds_s, order.batch, sharing.group, gather_plain(_samples_that_fit(trainer), trainer.world))
-        slow_s = _longest(speeds_s, trainer.feed.samples_of_each())
-        if tuple(found) != sharing.shares and slow_s > _GAIN * _longest(speeds_s, found):
+        slow_s = _slowest_s(speeds_s, trainer.feed.samples_of_each())
+        if tuple(found) != sharing.shares and slow_s > _GAIN * _slowest_s(speeds_s, found):
             # These shares fit into memory, so each can be one pass, also in a resumed run.
             pieces = dataclasses.replace(sharing, shares=tuple(found)).within(0, min(order.batch, order.length))
             trainer.feed.sharing = pieces
@@ -153,24 +153,24 @@ class BalancedShares:
 
 
 def balanced(speeds_s: Sequence[float], batch: int, group: int, most: Sequence[int]) -> list[int]:
-    """Returns each process's samples of a batch, at least one, so that all processes finish at about the same time.
+    """Returns the samples of a batch for each process, at least one, so that all finish at about the same time.
 
     `speeds_s` are seconds per sample. `group` is the size of BatchNorm groups (0: none), which are split only if that
     saves much time. `most` are the samples that fit into each process's memory, in total at least the batch.
     """
-    fine = _deal(speeds_s, [1] * batch, most)
+    fine = _assign_parts(speeds_s, [1] * batch, most)
     if not group:
         return fine
     sizes = [stop - start for start, stop in itertools.pairwise(group_edges(batch, group))]
-    whole = _deal(speeds_s, sizes, most) if len(sizes) >= len(speeds_s) else fine
-    costs_little = _longest(speeds_s, whole) <= ALIGNED_SHARE_LIMIT * _longest(speeds_s, fine)
+    whole = _assign_parts(speeds_s, sizes, most) if len(sizes) >= len(speeds_s) else fine
+    costs_little = _slowest_s(speeds_s, whole) <= ALIGNED_SHARE_LIMIT * _slowest_s(speeds_s, fine)
     # Sizes of groups differ by one sample, so a process at its limit may get one sample too many.
     fits = all(count <= limit for count, limit in zip(whole, most, strict=True))
     return whole if costs_little and fits and sum(whole) == batch else fine
 
 
-def _deal(speeds_s: Sequence[float], sizes: Sequence[int], most: Sequence[int]) -> list[int]:
-    """Assigns each part to the process that would finish it first; returns samples by rank. `sizes`: of the parts."""
+def _assign_parts(speeds_s: Sequence[float], sizes: Sequence[int], most: Sequence[int]) -> list[int]:
+    """Assigns parts of `sizes` samples, each to the process that would finish it first; returns samples by rank."""
     counts, parts = [0] * len(speeds_s), [0] * len(speeds_s)
     # Processes without a part come first.
     waiting = [(0.0, rank) for rank in range(len(speeds_s))]
@@ -187,12 +187,12 @@ def _deal(speeds_s: Sequence[float], sizes: Sequence[int], most: Sequence[int]) 
     return [sum(next(dealt) for _ in range(count)) for count in parts]
 
 
-def _longest(speeds_s: Sequence[float], counts: Sequence[int]) -> float:
+def _slowest_s(speeds_s: Sequence[float], counts: Sequence[int]) -> float:
     return max(one * count for one, count in zip(speeds_s, counts, strict=True))
 
 
 def _seconds_per_sample(trainer: Trainer) -> list[float]:
-    """Measures each process's seconds per sample for forward and backward, on all at the same time; a collective."""
+    """Times forward and backward on all processes at once; returns seconds per sample, by rank. A collective."""
     updater, feed, world = trainer.updater, trainer.feed, trainer.world
     equal = -(-feed.order.batch // world.size)
     count = min(equal, feed.sharing.micro_batch or equal)
@@ -214,9 +214,9 @@ def _seconds_per_sample(trainer: Trainer) -> list[float]:
 
 
 def _samples_that_fit(trainer: Trainer) -> int:
-    """Returns the samples of an update that fit into this process's memory; all of them with train.micro_batch.
+    """Estimates the number of samples that fit into this process's memory; the entire batch with train.micro_batch.
 
-    The peak memory use so far counts for an equal share; further samples may use half of the free memory.
+    The peak memory so far is taken as that of an equal share; more samples may use half of the free memory.
     """
     order, world = trainer.feed.order, trainer.world
     if trainer.feed.sharing.micro_batch:

@@ -45,7 +45,7 @@ class Progress:
     owed: bool = False  # an evaluation of this step is due and has not run; `record_evaluation` clears it
 
     def improves(self, by: str, figure: float) -> bool:
-        """Records an evaluation and returns True if it is the best so far; starts over if train.best has changed."""
+        """Returns True and records `figure` if it is the best so far by criterion `by`; ignores other criteria."""
         best, sign = self.best_figure if by == self.best_by else None, 1 if by.startswith("highest") else -1
         if math.isnan(figure) or (best is not None and sign * figure <= sign * best):
             return False
@@ -65,7 +65,7 @@ class Progress:
 def capture(
     network: ParallelNetwork, optimizer: Optimizer, progress: Progress, extra: dict[str, Any], *, keep: bool = True
 ) -> Snapshot:
-    """Copies the state to the CPU: only shards with a plan, no tensors without `keep`. A collective if sharded."""
+    """Copies the state to the CPU: with a plan, local shards; without `keep`, no tensors. A collective if sharded."""
     tensors, other = split_state(network.model)
     if network.traits.sharded:
         from torch.distributed.checkpoint.state_dict import get_state_dict
@@ -82,7 +82,7 @@ def capture(
 
 
 def split_state(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Returns a network's tensors by name, and its modules' extra state as plain data, if that can be saved."""
+    """Returns two dicts: a network's tensors and its extra state as plain data. Raises UserError: not plain."""
     state = model.state_dict()
     try:
         extra = plain_extra_state(state)
@@ -93,7 +93,7 @@ def split_state(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def copied(value: Any, *, keep: bool = True) -> Any:
-    """Copies tensors to the CPU, sharded ones by a collective; without `keep`, returns None in place of tensors."""
+    """Copies nested data, with full tensors on the CPU or, without `keep`, None for tensors. Collective if sharded."""
     if isinstance(value, Tensor):
         tensor = full_tensor(value.detach())
         return tensor.to("cpu", copy=True) if keep else None
@@ -113,7 +113,7 @@ def named_optimizer(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Resumable:
-    """A state to resume from."""
+    """A checkpoint to resume from."""
 
     snapshot: Snapshot  # without tensors if `source` is set
     path: Path
@@ -122,9 +122,9 @@ class Resumable:
 
 
 def restore(found: Resumable, network: ParallelNetwork, optimizer: Optimizer | None) -> tuple[Progress, str]:
-    """Restores a state, under any parallel mode; returns the progress, and the note of `restore_optimizer`.
+    """Loads a checkpoint under any parallel mode; returns the progress, and the note of `restore_optimizer`.
 
-    Without an optimizer, only the network is restored. Raises UserError if the state belongs to another network.
+    Without an optimizer, loads only the network. Raises UserError if the checkpoint belongs to another network.
     """
     snapshot, source, where = found.snapshot, found.source, str(found.path)
     known = {field.name for field in fields(Progress)}
@@ -160,9 +160,9 @@ def load_snapshot(snapshot: Snapshot, model: nn.Module, where: str, *, renames: 
 
 
 def fit_snapshot(snapshot: Snapshot, model: nn.Module, where: str, *, renames: bool = True) -> dict[str, Any]:
-    """Returns the state dict for a network; skips unknown extra state with a note. Raises UserError for other shapes.
+    """Returns a snapshot as a state dict of `model`; skips unknown extra state with a note.
 
-    With `renames`, names may differ as in `fit_names`.
+    With `renames`, names may differ as in `fit_names`. Raises UserError if names or shapes don't match.
     """
     live = model.state_dict()
     fit = fitted(snapshot, live) if renames else snapshot
@@ -174,7 +174,7 @@ def fit_snapshot(snapshot: Snapshot, model: nn.Module, where: str, *, renames: b
 
 
 def _without_unknown(saved: Mapping[str, Any], live: Collection[str], notes: list[str]) -> dict[str, Any]:
-    """Returns the saved values without extra state that the network lacks, which a note names."""
+    """Returns the saved values without extra state that the network doesn't have; adds a note that names it."""
     unknown = [name for name in saved if is_extra(name) and name not in live]
     if unknown:
         notes.append(f"{', '.join(unknown[:3])}: ignored, because the network has no such extra state")
@@ -220,10 +220,10 @@ def _restore_shards(source: Source, network: ParallelNetwork, optimizer: Optimiz
 
 
 def find_state(resume: str, folder: RunFolder, world: World, *, in_pieces: bool = False) -> Resumable | None:
-    """Returns the state that a run resumes from, or None for a new run; the same on all processes. A collective.
+    """Returns the checkpoint that a run resumes from, None for a new run; equal on all processes. A collective.
 
-    Rank 0 decides, and sends its state to processes that see other files. With `in_pieces`, each process reads its own
-    shards later, if all processes see the checkpoint. `resume` is checkpoint.resume, or a path.
+    Rank 0 selects the checkpoint, and sends its content to processes that see other files. With `in_pieces`, each
+    process reads its own shards later, if all processes see the checkpoint. `resume` is checkpoint.resume, or a path.
     """
     found = None
     # Another machine may lack the files, and receives the state below.
@@ -237,10 +237,10 @@ def find_state(resume: str, folder: RunFolder, world: World, *, in_pieces: bool 
         return found
     if found and found.source:  # tensors are sent to processes that don't see the files
         found = replace(found, snapshot=found.source.snapshot(), source=None)
-    return _share(found, world)
+    return _broadcast_state(found, world)
 
 
-def _share(found: Resumable | None, world: World) -> Resumable | None:
+def _broadcast_state(found: Resumable | None, world: World) -> Resumable | None:
     tensors: dict[str, Tensor] = {}
     tree = None
     if found and world.is_main:
@@ -292,7 +292,7 @@ def _find_resumable(resume: str, folder: RunFolder, *, in_pieces: bool) -> Resum
 
 
 def outputs_of(snapshot: Snapshot) -> int:
-    """Returns the number of outputs in a foreign checkpoint, the length of the last tensor; 0 for other checkpoints."""
+    """Returns the number of outputs, the last tensor's length, in another tool's checkpoint; 0 for manyhands' own."""
     if not snapshot.state.get("foreign") or not snapshot.model:
         return 0
     last = list(snapshot.model.values())[-1]
@@ -306,7 +306,7 @@ def training_digest(job: Job, length: int) -> str:
 
 
 def check_position(snapshot: Snapshot, digest: str, steps_per_epoch: int, names: list[str], where: str) -> None:
-    """Converts the step of a foreign checkpoint or one with another `digest`. Raises UserError within an epoch."""
+    """Adjusts the step of another tool's checkpoint, or if `digest` differs. Raises UserError if within an epoch."""
     state = snapshot.state
     if state.get("foreign"):
         if snapshot.optimizer is not None:
@@ -327,7 +327,7 @@ def check_position(snapshot: Snapshot, digest: str, steps_per_epoch: int, names:
 
 
 def refuse_later_checkpoints(folder: Path, step: int) -> None:
-    """Raises UserError if there are checkpoints after `step`, which would be preferred to every new checkpoint."""
+    """Raises UserError if `folder` has a checkpoint after `step`, from which the run would resume the next time."""
     later = [path for path in files.step_folders(folder) if (files.step_of(path) or 0) > step]
     path = newest(folder)[0] if later else None
     if path in later:  # readers skip torn checkpoints

@@ -1,7 +1,7 @@
 """The status round, heartbeats, and monitors: slow ranks, stalls, communication, divergence, non-finite values.
 
-About every half second (run.log_every_s), one small collective sums measurements and requests to save or stop.
-Therefore a signal on one process stops all processes at the same step, and the records cover all processes.
+In a status round, about every half second (run.log_every_s), a small all-reduce sums measurements and requests to save
+or stop. Therefore, a signal on one process stops all processes at the same step, and the records cover all processes.
 """
 
 import contextlib
@@ -68,7 +68,7 @@ class StatusSums:
 
     @property
     def top1(self) -> float:
-        """The share of samples predicted correctly; 0 without samples."""
+        """The fraction of samples predicted correctly; 0 without samples."""
         return self.correct / max(1, self.samples)
 
 
@@ -83,10 +83,10 @@ class Status(StatusSums):
 
 
 class StatusRound:
-    """Decides when a status round is due, equally on every process, and runs it.
+    """Determines when a status round is due, the same on every process, and runs it.
 
     `every_s` is the approximate interval; `save_every_s` are the seconds between checkpoints by rank 0's clock. Rounds
-    that aren't forced run at multiples of `multiple` steps, when a slow link is free, or after LONGEST_S.
+    that aren't forced run at multiples of `multiple` steps, when a slow link is free, or at the latest after LONGEST_S.
     """
 
     def __init__(self, world: World, every_s: float, save_every_s: float, multiple: int = 1) -> None:
@@ -97,7 +97,7 @@ class StatusRound:
         self.waiting_s = 0.0
 
     def due(self, step: int, *, force: bool) -> bool:
-        """Returns True if forced, or from the step that the last round chose by its sums: equal on all processes."""
+        """Returns True if forced, or at and after the step that the last round selected; equal on all processes."""
         return force or step >= self._next_step
 
     def leave_out(self, seconds: float) -> None:
@@ -120,8 +120,8 @@ class StatusRound:
     ) -> Status:
         """Sums the measurements of all processes; a collective.
 
-        `written`: this process has finished writing the save in progress. `extra` gets the seconds, the steps and the
-        seconds of waiting for data since the last round, and returns more numbers to sum. `replaced`: bad pictures.
+        `written`: this process has finished writing the save in progress. `extra`: called with the seconds, steps and
+        seconds of waiting for data since the last round; returns more numbers to sum. `replaced`: unreadable pictures.
         """
         now = time.perf_counter()
         took_s, steps = now - self._last, step - self._last_step
@@ -161,7 +161,7 @@ _SLOW, _TIMES = 1.3, 3  # a slow rank's multiple of the median of other ranks, i
 
 @dataclass
 class SpeedMonitor:
-    """Compares the speeds of all processes, reports slow ranks and stalls, and adapts local steps to the link."""
+    """Compares the speeds of processes, reports slow ranks and stalls, and adapts `sync.every` and `sync.delay`."""
 
     synchronizer: Synchronizer  # measures how long this process waits
     cost: Cost  # the method, with its pace
@@ -174,7 +174,7 @@ class SpeedMonitor:
     _stalls_s: list[float] = field(default_factory=list[float], init=False)
 
     def numbers_to_sum(self, seconds: float, steps: int, _waiting_s: float) -> list[float]:
-        """Returns numbers to sum over all processes: by rank, seconds per step, and seconds of the last exchange."""
+        """Returns numbers to sum over processes: each rank's seconds per step, then those of its last exchange."""
         waited_s = self.synchronizer.waited_s
         self._stood_s, self._waited_s = waited_s - self._waited_s, waited_s
         step_s = (seconds - self._stood_s) / max(1, steps)
@@ -182,7 +182,7 @@ class SpeedMonitor:
         return [*(step_s * one for one in own), *(self.synchronizer.exchange_s * one for one in own)]
 
     def observe(self, status: Status, step: int, journal: Journal) -> Cost | None:
-        """Reports stalls and slow ranks; returns the method if its pace changes, the same on all processes."""
+        """Reports stalls and slow ranks; returns the method with its new pace, or None. The same on all processes."""
         speeds_s, exchanges_s = status.extra[: self.world.size], status.extra[self.world.size :]
         self._report_stall(status.waited_s, step, journal)
         self._report_slow_rank(speeds_s, step, journal)
@@ -229,8 +229,8 @@ _BACKWARD = 0.5  # fraction of computing in which gradients are ready: most of t
 class CommunicationMonitor:
     """Measures the time that processes wait for each other if gradients are averaged in every update.
 
-    On a CPU, the training thread does not compute while it waits. Accelerators compute asynchronously, so the time of
-    an update without communication is measured before.
+    On a CPU, waiting is the time in which the training thread uses no CPU. On accelerators, which compute
+    asynchronously, waiting is the time beyond `compute_s`, the seconds of an update without communication.
     """
 
     # measures the link; takes the seconds of computing per step, and returns the inputs of the cost model; a collective
@@ -251,7 +251,7 @@ class CommunicationMonitor:
         return [max(0.0, seconds - busy_s - waiting_s), seconds, 1.0]
 
     def observe(self, status: Status, step: int, journal: Journal) -> None:
-        """Reports a large share of communication, the same on all processes; a collective if it reports."""
+        """Reports once if communication takes a large fraction of the time; a collective when it reports."""
         if self._first < 0:
             self._first = step
             return
@@ -343,7 +343,7 @@ class HeartbeatWriter:
             thread.join(HEARTBEAT_S)
 
     def heartbeat(self, count: int = 0) -> Heartbeat:
-        """Returns the current heartbeat, without the expensive fields within `_STILL_S` of progress."""
+        """Returns the current heartbeat; expensive fields are set only after `_STILL_S` seconds without progress."""
         still_s = time.monotonic() - self._at
         known = still_s > _STILL_S
         return Heartbeat(
@@ -382,7 +382,7 @@ def shut_connections() -> None:
 
 
 def stall_message(took_s: float, usual_s: float, *, linked: bool = True) -> str:
-    """Returns the message about a stall, empty if the time is usual; `linked`: several machines are involved."""
+    """Returns a message if `took_s` is unusually long, else "". `linked`: several machines are involved."""
     if took_s <= max(_REPORTED_S, _REPORTED_TIMES * usual_s):
         return ""
     waited = "the network or another process" if linked else "another process"
@@ -414,7 +414,7 @@ _DIVERGED, _ROUNDS = 3.0, 3  # multiple of the first loss, for so many rounds in
 
 @dataclass
 class Divergence:
-    """Compares the loss of each record with the first loss, or with the loss of random guesses if that is larger."""
+    """Detects losses far above the first loss, or far above the loss of random guesses if that is larger."""
 
     classes: int
     _began: float = math.nan
@@ -443,9 +443,9 @@ INPUT_HINTS = ("check these samples (counted from 0 in the training split) and t
 def explain_loss(
     network: ParallelNetwork, part: MicroBatch, world: World, step: int, *, closely: bool = True
 ) -> RunError:
-    """Returns the error for a non-finite loss on this process; `closely` names the first non-finite tensor.
+    """Returns the error for a non-finite loss on this process; `closely`: search for the first non-finite tensor.
 
-    Not a collective, so a sharded network, which needs other processes, isn't searched.
+    Not a collective, so a network whose forward pass needs other processes isn't searched.
     """
     images, samples = part.inputs, part.samples
     assert samples is not None
@@ -467,11 +467,11 @@ def _first_bad(model: nn.Module, images: Tensor) -> str:
             return f"parameter {name} is {kind_of(parameter)}"
     found, names = list[str](), {module: name or "the network" for name, module in model.named_modules()}
 
-    def look(module: nn.Module, _inputs: Any, output: Any) -> None:
+    def check_output(module: nn.Module, _inputs: Any, output: Any) -> None:
         if isinstance(output, Tensor) and module in names and not found and not is_finite(output):
             found.append(f"the output of {names[module]} is {kind_of(output)}")
 
-    hook = register_module_forward_hook(look)
+    hook = register_module_forward_hook(check_output)
     try:
         with torch.no_grad():
             model.eval()(images)

@@ -24,7 +24,7 @@ from manyhands.train.status import HINTS, explain_loss, is_finite, kind_of
 
 
 class PartialUpdate:
-    """Records what an update changes, to undo it if the update fails, for example after the loss of a peer.
+    """Copies the buffers that an update changes, to undo an update that fails, for example after losing a peer.
 
     BatchNorm statistics and parameters change only at the end; other buffers may change in every forward pass. While
     `in_pieces` is True, some parameters may be updated and others not.
@@ -66,15 +66,15 @@ class PartialUpdate:
 
 
 class Updater:
-    """Makes updates: by a call, or by `begin`, micro-batches of a custom loop (`custom_update.py`) and `finish`.
+    """Runs updates: by a call or, for a custom loop (`custom_update.py`), by `begin`, micro-batches and `finish`.
 
     `loss_fn` is None if the user computes the loss; `set_rates` sets the learning rates for an update, given its index;
     `unused` names parameters that got no gradient in the trial step.
 
     A non-finite loss or gradient is handled in one of three ways. On a CPU with the job's loss and without fp16, all
     processes with the same gradients skip the update. With fp16, or with a fused optimizer on an accelerator, the loss
-    scaler or the optimizer skips it, and the next status round raises RunError, unless only an fp16 gradient
-    overflowed. Otherwise the update itself raises RunError.
+    scaler or the optimizer skips the update, and the next status round raises RunError, unless only an fp16 gradient
+    overflowed. Otherwise, the update itself raises RunError.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class Updater:
         self.skipped: list[str] = []  # messages about skipped updates, taken by the caller that reports them
 
     def __call__(self, update: UpdateShare, step: int) -> None:
-        """Makes update `step`, counted from 0; a collective.
+        """Runs update `step`, counted from 0; a collective.
 
         Calls the synchronizer's `before_update` (which may start an exchange), `before_last_micro_batch`,
         `on_gradients` and `after_update`, in this order; the last two may be collectives. Raises RunError if an update
@@ -147,7 +147,7 @@ class Updater:
         self.synchronizer.before_update(step)
 
     def finish(self, update: UpdateShare, step: int) -> None:
-        """Updates the parameters from the complete gradients; a collective. Raises RunError as a call does."""
+        """Updates the parameters from the complete gradients; a collective. Raises RunError as `__call__` does."""
         CLOCK.to(UPDATE)
         for parameter in self._used:
             if parameter.grad is None and parameter.requires_grad:  # weight decay would move a frozen one
@@ -159,7 +159,7 @@ class Updater:
             return
         self._in_a_row = 0
         if self.gradients.spoilt is not None:
-            self.measured.first_spoilt = _first(self.measured.first_spoilt, self.gradients.spoilt == 0, step)
+            self.measured.first_spoilt = _first_bad_step(self.measured.first_spoilt, self.gradients.spoilt == 0, step)
         if self._shared_buffers:
             self._share_buffers()  # before BatchNorm's statistics, since only these buffers can be restored
         self.gradients.finish_statistics()
@@ -185,13 +185,13 @@ class Updater:
             buffers[number].copy_(value.clone().view(buffers[number].dtype).view_as(buffers[number]))
 
     def differing_buffers(self) -> list[str]:
-        """Returns the buffers that processes updated differently before taking rank 0's values; a collective."""
+        """Returns the names of buffers that differed between processes before rank 0's broadcast; a collective."""
         if self._shared_buffers:
             dist.all_reduce(self._differing, dist.ReduceOp.MAX)
         return [name for name, one in zip(self._shared_buffers, self._differing.tolist(), strict=True) if one]
 
     def add_gradients(self, update: UpdateShare, step: int, *, averages: bool = True) -> None:
-        """Accumulates the gradients of all micro-batches; with `averages`, averages them over processes in the last."""
+        """Accumulates the gradients of all micro-batches; with `averages`, also averages gradients over processes."""
         assert self.loss_fn is not None
         divisor = self._divisor(update, self.loss_fn)
         # The reported loss is a mean over samples; with unequal weights, the weighted mean of the full batch.
@@ -207,7 +207,7 @@ class Updater:
             self.gradients.finish()
 
     def pass_seed(self, step: int, number: int) -> int:
-        """Returns the random seed for micro-batch `number` of an update, which processes compute together."""
+        """Returns the random seed of micro-batch `number` of an update, the same on all processes."""
         return mix(self._pass_seed ^ (step << 8) ^ number)
 
     def _divisor(self, update: UpdateShare, loss_fn: LossFn) -> float | Tensor:
@@ -220,7 +220,7 @@ class Updater:
         return nonzero(self.synchronizer.replica_sum(mine, self.world) / copies)
 
     def _measure(self, part: MicroBatch, step: int, scale: float | Tensor | None, found: MicroBatchResult) -> bool:
-        """Records a result; returns False after a non-finite loss, so that NaN gradients inform the other processes."""
+        """Records a result; returns False after a non-finite loss, which makes all processes' gradients NaN."""
         if found.count:
             self.record_loss(part, step, found.loss if scale is None else found.loss * scale, found.count)
             rows, labels = found.logits.size(0), found.labels
@@ -240,11 +240,11 @@ class Updater:
             measured.loss += value
         else:
             measured.loss = measured.loss + loss
-            measured.first_bad = _first(measured.first_bad, torch.isfinite(loss), step)
+            measured.first_bad = _first_bad_step(measured.first_bad, torch.isfinite(loss), step)
         measured.samples += count
 
     def _check_and_clip(self, update: UpdateShare, step: int) -> bool:
-        """Clips by the norm of all gradients; returns False if one is not finite and the update must be skipped."""
+        """Clips by the global gradient norm; returns False if a gradient is not finite: the update must be skipped."""
         checked = self.gradients.scaler is None and self.gradients.spoilt is None
         # Sharded by a plan: local shards are checked before the collective norm. FSDP: only the norm is checked.
         asked, together = self.options.clip or self.network.traits.sharded, self.network.share.together
@@ -265,7 +265,7 @@ class Updater:
         return True
 
     def _check_finite(self, finite: bool, update: UpdateShare, step: int) -> bool:
-        """Returns True if the update is valid; raises RunError if it is invalid and not all processes can skip it."""
+        """Returns `finite`. Raises RunError if a value is not finite and not all processes can skip the update."""
         if not self._leaves_out:
             if not finite:
                 raise explain_gradient(self, update, step, alone=self.network.share.together or self.loss_fn is None)
@@ -292,7 +292,7 @@ class Updater:
         CLOCK.to(COMPUTE)
 
     def _finite(self) -> bool:
-        """Returns True if all gradients are finite, by the flat tensors if there are any; a collective on a mesh."""
+        """Returns True if all gradients are finite; tests flat gradient buffers first. A collective on a mesh."""
         flat = self.gradients.flat if self.loss_fn else []
         finite = bool(flat) and all_finite(flat)
         finite = finite or all_finite([one.grad for one in self.parameters if one.grad is not None])
@@ -303,7 +303,7 @@ class Updater:
         return finite
 
 
-def _first(so_far: Tensor | float, good: Tensor, step: int) -> Tensor:
+def _first_bad_step(so_far: Tensor | float, good: Tensor, step: int) -> Tensor:
     """Returns the first step [] that was not `good`, on the device; infinite if there is none."""
     bad = torch.where(good, math.inf, float(step))
     return torch.minimum(bad, so_far if isinstance(so_far, Tensor) else torch.full_like(bad, so_far))

@@ -58,7 +58,7 @@ def trace(trainer: Trainer, epoch: Callable[[], Iterator[UpdateShare]]) -> None:
 
 
 def _own_events(file: Path, rank: int) -> list[dict[str, Any]]:
-    """Returns this process's events in Chrome's format, in microseconds since 1970, with its phases as a thread."""
+    """Returns this process's events in Chrome's trace format, in microseconds since 1970; phases are a thread."""
     if not file.is_file():
         return []  # training ended during the warm-up
     content = json.loads(file.read_bytes())
@@ -72,12 +72,12 @@ def _own_events(file: Path, rank: int) -> list[dict[str, Any]]:
         if event["ph"] in "Xsf":
             kept.append({**plain, "ts": event["ts"] + base_us})
         elif event["ph"] == "M" and event["name"] == "thread_name":
-            kept.append(_named("thread_name", event["args"]["name"], pid, event["tid"]))
+            kept.append(_metadata_event("thread_name", event["args"]["name"], pid, event["tid"]))
     began_us = min((event["ts"] for event in kept if "ts" in event), default=0.0)
     for pid in sorted({event["pid"] for event in kept}):
         device = f", device {pid - first - 1}" if pid > first else ""
-        kept.append(_named("process_name", f"rank {rank} on {platform.node()}{device}", pid))
-    kept.append(_named("thread_name", "phases", first))
+        kept.append(_metadata_event("process_name", f"rank {rank} on {platform.node()}{device}", pid))
+    kept.append(_metadata_event("thread_name", "phases", first))
     since_1970_s = time.time() - time.perf_counter()
     for phase, begin_s, end_s in CLOCK.spans or ():
         begin_us, took_us = (begin_s + since_1970_s) * 1e6, (end_s - begin_s) * 1e6
@@ -86,5 +86,5 @@ def _own_events(file: Path, rank: int) -> list[dict[str, Any]]:
     return kept
 
 
-def _named(kind: str, name: str, pid: int, thread: int = 0) -> dict[str, Any]:
+def _metadata_event(kind: str, name: str, pid: int, thread: int = 0) -> dict[str, Any]:
     return {"name": kind, "ph": "M", "pid": pid, "tid": thread, "args": {"name": name}}

@@ -43,7 +43,7 @@ from manyhands.train.state import Resumable, find_state, outputs_of, restore
 
 @dataclass(frozen=True)
 class NetworkSpec:
-    """The network of a checkpoint or of a job, which `build` creates, and its input."""
+    """Describes the network of a checkpoint or a job, and the network's input; `build` creates the network."""
 
     job: Job  # with the network that was trained
     pixels: Pixels
@@ -53,7 +53,7 @@ class NetworkSpec:
     def build(
         self, world: World, objects: Objects, found: Resumable | None, grid: Grid | None, request: ModeRequest | None
     ) -> ParallelNetwork:
-        """Builds the network, unsharded without a `request`, with `found`'s weights or initial ones; a collective."""
+        """Builds the network, unsharded if `request` is None, and loads `found`'s weights, if any; a collective."""
         model = make_model(self.job, self.pixels, self.num_classes, world, objects, Journal(NOWHERE, rank=-1), grid)
         network = apply_mode(self.job.parallel.mode, model, world, request) if request else ParallelNetwork(model)
         if found:
@@ -67,7 +67,7 @@ def _grid_of_one(names: Collection[str], world: World) -> Grid:
 
 
 def spec_of(job: Job, record: TrainedNetwork, pixels: Pixels) -> NetworkSpec:
-    """Returns the spec of a record's network, without initial weights, for a job."""
+    """Returns the spec of a checkpoint's recorded network, without initial weights; other options are the job's."""
     plain = {"name": record.name, "arguments": record.arguments, "pretrained": False, "weights": "", "num_classes": 0}
     train = {"precision": "fp64"} if record.double else {}
     sections = {"model": job.model.model_copy(update=plain), "train": job.train.model_copy(update=train)}
@@ -103,7 +103,7 @@ class Trained(NamedTuple):
 def open_trained(path: Path, *, model: nn.Module | str | None = None, device: str = "cpu") -> Trained:
     """Creates the network of a checkpoint folder or file, on a device, and loads its weights.
 
-    `model` is a network to load the weights into, or its name; required if it can't be created by name. Raises
+    `model` is a network to load the weights into, or its name; required if the network can't be created by name. Raises
     UserError if the checkpoint doesn't record its network, or belongs to another network.
     """
     require_device(device)
@@ -163,13 +163,13 @@ BLOCK = 32  # pictures computed together, so that results are the same at any nu
 
 
 def guess(trained: Trained, pictures: Sequence[Any], most: int = 5, *, skip: bool = False) -> Iterator[Guesses | str]:
-    """Yields the most likely classes of each picture with probabilities; with `skip`, a message if it is unreadable."""
+    """Yields a list of (class, probability) for each picture, best first; with `skip`, a message if unreadable."""
     for start in range(0, len(pictures), BLOCK):
         yield from _guess_block(trained, pictures[start : start + BLOCK], most, skip=skip)
 
 
 def guess_together(trained: Trained, pictures: Sequence[Any], world: World) -> list[Guesses | str]:
-    """Returns what `guess` with `skip` yields for all pictures, which the processes divide; a collective."""
+    """Runs `guess` with `skip` on all pictures, divided among processes; returns a list by picture. A collective."""
     starts = range(0, len(pictures), BLOCK)
     mine = starts[world.rank :: world.size]
     everybody = gather_plain([_guess_block(trained, pictures[at : at + BLOCK], 5, skip=True) for at in mine], world)
@@ -210,7 +210,7 @@ def evaluate_checkpoint(
     given: Collection[str] = (),
     whole: bool = False,
 ) -> dict[str, Any]:
-    """Evaluates a checkpoint, or without one the job's initial network, on the job's data; a collective.
+    """Evaluates a checkpoint (or the job's initial network if `path` is None) on the job's data; a collective.
 
     Returns the result of `as_plain`. Network and preprocessing come from the checkpoint if it records them, except for
     the options whose keys are in `given`. With `whole`, the data is a plain folder of class folders, used completely.
@@ -266,7 +266,7 @@ def _network_and_samples(
 
 
 def _mode_and_plan(job: Job, world: World) -> tuple[str, Plan | None]:
-    """Returns the mode to evaluate in, and the job's plan if it is for this number of processes."""
+    """Returns the parallel mode of an evaluation, and the job's plan, or None if for another number of processes."""
     mode = job.parallel.mode
     if mode not in module_names(MODES) or not limit_to_one_process(mode):  # a mode of one process suits any number here
         mode = resolve_mode(mode, world)

@@ -1,4 +1,4 @@
-"""The trainer: a run's objects, what is due at each step, its records, and why results depend on its processes."""
+"""The trainer: a run's objects, due work and records, and reasons why results depend on the number of processes."""
 
 import contextlib
 import functools
@@ -36,7 +36,7 @@ from manyhands.train.step import Updater
 
 @dataclass
 class Due:
-    """Decides what is due after an update, equally on all processes."""
+    """Determines the work that is due after an update, the same on all processes."""
 
     job: Job
     steps_per_epoch: int
@@ -60,7 +60,7 @@ class Due:
         return self.progress.step == 1 or bool(every and self.progress.step % every == 0)
 
     def evaluation(self) -> bool:
-        """Returns True also after the last update, so that the last checkpoint contains the result."""
+        """Returns True if an evaluation is due: also after the last update, for the last checkpoint."""
         return not self.custom_loop and (self.finished() or self.evaluation_requested())
 
     def evaluation_requested(self) -> bool:
@@ -68,28 +68,28 @@ class Due:
         return bool(self.job.train.evaluate_every) and self.progress.step % max(1, every) == 0
 
     def line(self) -> bool:
-        """Returns True at the updates that run.log_steps reports: the first of an epoch, and every N."""
+        """Returns True if run.log_steps requires a progress line: at an epoch's first update and every N updates."""
         every = self.job.run.log_steps
         return bool(every) and (self.progress.step - 1) % self.steps_per_epoch % every == 0
 
     def status(self) -> bool:
-        """Returns True if a status round is due at this step whatever the time."""
+        """Returns True if a status round is due at this step, regardless of time."""
         return self.progress.step == 1 or self.epoch_ends() or self.evaluation() or self.finished() or self.line()
 
     def save(self) -> bool:
-        """Returns True at the steps of checkpoint.every; for saves by time, a status round decides."""
+        """Returns True if a save by steps or epochs is due (checkpoint.every). Status rounds start saves by time."""
         return self._save_every > 0 and self.progress.step % self._save_every == 0
 
     @functools.cached_property
     def _save_every(self) -> int:
-        """The updates between saves by "100steps" or "2epochs"; 0 for other values of checkpoint.every."""
+        """The number of updates between saves for "100steps" or "2epochs"; 0 for other values of checkpoint.every."""
         match = re.fullmatch(r"(\d+)(step|epoch)s?", self.job.checkpoint.every)
         return int(match[1]) * (self.steps_per_epoch if match[2] == "epoch" else 1) if match else 0
 
 
 @dataclass
 class Observed:
-    """What status rounds and evaluations have found, kept for later records."""
+    """Results of status rounds and evaluations that later records need."""
 
     divergence: Divergence
     bad_pictures: set[str]  # unreadable pictures, skipped or replaced
@@ -111,7 +111,7 @@ class Hooks:
 
 @dataclass
 class Trainer:
-    """The objects of a run."""
+    """The objects of a run on one process."""
 
     run: RunContext
     trained: TrainedNetwork  # classes, input size and preprocessing, stored with the weights
@@ -150,7 +150,7 @@ class Trainer:
 
     @contextlib.contextmanager
     def paused(self, phase: str) -> Iterator[None]:
-        """Sets the phase of heartbeats in the context, and excludes its time from the training time.
+        """Sets the heartbeats' phase within the context, and excludes the context's time from the training time.
 
         After an exception the phase stays, for the failure record.
         """
@@ -171,7 +171,7 @@ class Trainer:
 
 
 def seconds_between_saves(text: str) -> float:
-    """Returns the seconds of "60s", "10min" or "2h", the initial value for "auto"; infinity for other values."""
+    """Converts checkpoint.every: "60s", "10min" or "2h" to seconds, "auto" to FIRST_S, other values to infinity."""
     if text == "auto":
         return FIRST_S
     match = re.fullmatch(r"(\d+(?:\.\d+)?)(s|min|h)", text)
@@ -179,7 +179,7 @@ def seconds_between_saves(text: str) -> float:
 
 
 def record_status(trainer: Trainer, status: Status) -> None:
-    """Records the result of a status round; a collective if the status requires one, the same on all processes."""
+    """Records the result of a status round; a collective for some results, on all processes or on none."""
     progress, steps_per_epoch = trainer.progress, trainer.feed.order.steps_per_epoch
     if progress.step == 1:
         trainer.journal.event("first-step", step=1)
@@ -279,9 +279,9 @@ _MASKS = {
 
 
 def exceptions(trainer: Trainer) -> list[str]:
-    """Returns sentences for plan.json and the report: the reasons why results depend on the number of processes."""
+    """Returns the reasons why results depend on the number of processes, as sentences for plan.json and the report."""
     loss_fn = trainer.updater.loss_fn
-    found = [loss_fn.dependent if loss_fn else "", *_of_norms(trainer), *_of_draws(trainer)]
+    found = [loss_fn.dependent if loss_fn else "", *_norm_reasons(trainer), *_rng_reasons(trainer)]
     found.append(exception_of(trainer.sync.cost.method))
     if not trainer.job.parallel.gradients_mean:
         summed = "Gradients are summed over processes and grow with the number of processes"
@@ -289,7 +289,7 @@ def exceptions(trainer: Trainer) -> list[str]:
     return list(filter(None, found))
 
 
-def _of_norms(trainer: Trainer) -> list[str]:
+def _norm_reasons(trainer: Trainer) -> list[str]:
     modules = trainer.network.model.modules()
     if not any(isinstance(module, _BatchNorm) for module in modules):
         return []
@@ -298,7 +298,7 @@ def _of_norms(trainer: Trainer) -> list[str]:
         return ["BatchNorm computes statistics over each process's own samples (norm_group = local)."]
     unknown = sum(not layer.rows_per_sample for layer in trainer.network.norms.layers)
     effect = "so each process computes the statistics of these layers over its own rows."
-    said = f"{unknown} BatchNorm layer(s) normalise rows that can't be assigned to samples, {effect}"
+    said = f"{unknown} BatchNorm layer(s) normalize rows that can't be assigned to samples, {effect}"
     return [said] if unknown else []
 
 
@@ -307,15 +307,15 @@ def exception_of_buffers(names: list[str]) -> str:
     return f"{', '.join(names[:3])}{more}: each process updates these from its own samples; all use rank 0's values."
 
 
-def _of_draws(trainer: Trainer) -> list[str]:
+def _rng_reasons(trainer: Trainer) -> list[str]:
     modules = list(trainer.network.model.modules())
-    found = [kind for kind in _MASKS if any(_drops(module, kind) for module in modules)]
+    found = [kind for kind in _MASKS if any(_has_random_mask(module, kind) for module in modules)]
     if not found and trainer.network.traits.draws:
         return ["The network's random numbers in training depend on the number of processes."]
     return [f"{kind} masks depend on the number of processes." for kind in found]
 
 
-def _drops(module: nn.Module, kind: str) -> bool:
+def _has_random_mask(module: nn.Module, kind: str) -> bool:
     words, attributes = _MASKS[kind]
     classes = [one.__name__.lower() for one in type(module).__mro__]
     values = [getattr(module, name, 0.0) for name in attributes]

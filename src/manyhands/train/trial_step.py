@@ -1,4 +1,4 @@
-"""Passes of a network before training: a trial step, timing, DDP's buckets and torch.compile."""
+"""Runs a network before training: for a trial step, timing, the order of DDP's buckets, and torch.compile."""
 
 import itertools
 import os
@@ -35,7 +35,7 @@ MOST_TIMED, TIMED = 64, 3  # the most samples of a timed pass; timed passes, of 
 
 
 class StepProbe:
-    """Runs forward and backward outside training: of a module on this process alone, or under its parallel mode."""
+    """Runs forward and backward outside training, of an nn.Module on this process alone or of a ParallelNetwork."""
 
     def __init__(
         self, network: nn.Module | ParallelNetwork, loss_fn: LossFn | None, options: TrainOptions, world: World
@@ -54,7 +54,7 @@ class StepProbe:
 
 @dataclass(frozen=True)
 class TrialResult:
-    """The result of a trial step."""
+    """Findings about a network from a forward and backward pass before training."""
 
     unused: list[str]  # names of trainable parameters that got no gradient
     draws: bool  # the training pass or the loss draws random numbers
@@ -111,7 +111,7 @@ def time_sample(model: nn.Module, images: Tensor, world: World) -> float:
 
 
 def time_step(probe: StepProbe, loader: Loader, share: int, world: World) -> tuple[float, float]:
-    """Returns the seconds of an update of `share` samples on the slowest process, and of its backward; a collective."""
+    """Returns the seconds of an update of `share` samples and of its backward on the slowest process; a collective."""
     count = min(share, MOST_TIMED, probe.options.micro_batch or share)
     batch = first_samples(loader, count)
     trained = [parameter for parameter in probe.network.model.parameters() if parameter.requires_grad]

@@ -1,7 +1,7 @@
 """Recipes: TOML files of options that reach good accuracy. A data set's default recipe has the name of the data set.
 
 A section [for."PATTERN"] of a recipe applies to networks whose name, without "torchvision:", matches the pattern.
-`TRANSFORMERS` is applied before these sections in every recipe.
+Before these sections, every recipe applies `TRANSFORMERS` to vision transformers.
 """
 
 import fnmatch
@@ -17,10 +17,10 @@ TRANSFORMERS = {"train.optimizer": "adamw", "train.lr": 5e-4, "train.weight_deca
 
 
 def choose_recipe(name: str, data: str, model: str) -> tuple[str, dict[str, Any]]:
-    """Returns the name of a recipe, and its settings by dotted key. Raises UserError: no recipe has this name.
+    """Returns a recipe's name, and a dict of its options by dotted key. Raises UserError if `name` is not a recipe.
 
-    `name` empty: the recipe of the data set, else "objects" for data from user code, else "folder". `model` empty: the
-    recipe's network.
+    If `name` is empty, selects the data set's recipe, else "objects" for data from user code, else "folder". If `model`
+    is empty, the options are for the recipe's network.
     """
     known = sorted(file.name.removesuffix(".toml") for file in files(__name__).iterdir() if file.name.endswith(".toml"))
     if name and name not in known:
