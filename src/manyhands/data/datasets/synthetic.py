@@ -1,7 +1,7 @@
 """Random pictures for speed measurements and tests.
 
-"synthetic", or "synthetic:1000x3x32x32x10" (samples x channels x height x width x classes): in memory. The test split
-has a fifth of this number of samples. Each class has a pattern under the noise, so that a network can learn.
+"synthetic", or "synthetic:1000x3x32x32x10" (samples x channels x height x width x classes): pictures in memory. The
+test split has a fifth as many samples. Each class has a pattern under the noise, so that a network can learn it.
 
 "fake-imagenet": as many pictures as in ImageNet, generated on request. Labels are unrelated to pixels.
 """
@@ -64,7 +64,7 @@ def _noise(shape: tuple[int, ...], *purpose: str | int, name: str = "synthetic")
 
 @dataclass(frozen=True)
 class _Generated:
-    """Generated pictures, uint8 [3, size, size]; an index always returns the same picture."""
+    """A data set of generated pictures, uint8 [3, size, size]; an index always gives the same picture."""
 
     purpose: str  # "train" or "test"
     targets: Tensor  # int64 [N]

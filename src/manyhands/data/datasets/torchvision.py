@@ -16,7 +16,7 @@ _TEST_WORDS = ("test", "val", "valid")
 
 
 def open(name: str, options: DataOptions) -> Splits:  # noqa: A001
-    """Opens a data set below the data folder, one process per host at a time. Raises UserError: it can't be opened."""
+    """Opens a data set in the data folder, one process per host at a time. Raises UserError: opening fails."""
     from torchvision import datasets
 
     word = name.partition(":")[2]
