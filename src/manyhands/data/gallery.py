@@ -45,7 +45,7 @@ def decode_once(listing: Listing, channels: int, size: int = 0, *, grey_only: bo
 
     Returns None if a picture is not `size` x `size` or, with `grey_only`, not grey.
     """
-    pixels = cache_folder() / "decoded" / f"{_key(listing, 'pixels', channels, size, grey_only)}.npy"
+    pixels = cache_folder() / "decoded" / f"{_cache_key(listing, 'pixels', channels, size, grey_only)}.npy"
     file = pixels.with_suffix(".json")
     with one_at_a_time(file):
         report = read_object(file)
@@ -66,7 +66,7 @@ def _decode_all(listing: Listing, target: Path, channels: int, size: int, grey_o
     corrupt: list[int] = []
 
     def pixels(index: int) -> bytes | None:
-        image = _decoded(listing, index, channels, grey_only=grey_only)
+        image = _decode_or_none(listing, index, channels, grey_only=grey_only)
         if image is None:
             return None
         if size and image.size != (size, size):
@@ -87,7 +87,7 @@ def _decode_all(listing: Listing, target: Path, channels: int, size: int, grey_o
     return {"differs": False, "corrupt": corrupt}
 
 
-def _decoded(listing: Listing, index: int, channels: int, *, grey_only: bool = False) -> Image.Image | None:
+def _decode_or_none(listing: Listing, index: int, channels: int, *, grey_only: bool = False) -> Image.Image | None:
     path, content = listing.names[index], listing.names.content(index)
     try:
         if grey_only and not probe(path, content).grey:
@@ -104,7 +104,7 @@ def _in_threads(function: Callable[[int], Any], count: int) -> Iterator[Any]:
             yield from pool.map(function, range(start, min(start + _BLOCK, count)))
 
 
-def _key(listing: Listing, *purpose: object) -> str:
+def _cache_key(listing: Listing, *purpose: object) -> str:
     digest = hashlib.sha256(f"{_FORMAT} {purpose} {listing.root.resolve()}".encode(errors="surrogateescape"))
     if packed := listing.names.packed:
         digest.update(packed.pack.digest.encode() + packed.rows.tobytes())
@@ -125,14 +125,14 @@ def open_folder(
     """
     listings, notes = list_once(root, options, whole=whole)
     size, channels, equal = _probe_headers(listings[0], options.channels)
-    in_memory = _in_memory(listings, size, channels, options) if equal else None
+    in_memory = _try_decode(listings, size, channels, options) if equal else None
     if in_memory:
         pixels = measured_pixels(in_memory[0][0], "crop-flip")
     elif size <= _SMALL:
         pixels = photograph_pixels(size, channels, "crop-flip")
     else:
         pixels = photograph_pixels(_USUAL_SIZE, channels, "resized-crop-flip")
-    opened = [_source(listing, in_memory[n] if in_memory else None, options) for n, listing in enumerate(listings)]
+    opened = [_make_source(listing, in_memory[n] if in_memory else None, options) for n, listing in enumerate(listings)]
     sources, unreadable = [source for source, _ in opened], tuple(path for _, paths in opened for path in paths)
     train, test = sources[0], sources[0 if whole else 1]
     held_out = sources[2] if len(sources) > 2 else None
@@ -148,7 +148,7 @@ def open_folder(
     return Splits(train, test, listings[0].classes, text, usual or pixels, unreadable, notes, pack, held_out)
 
 
-def _source(listing: Listing, decoded: Decoded | None, options: DataOptions) -> tuple[Source, list[str]]:
+def _make_source(listing: Listing, decoded: Decoded | None, options: DataOptions) -> tuple[Source, list[str]]:
     """Returns (source of the readable pictures, in memory if decoded; paths of the unreadable pictures)."""
     images, corrupt = decoded or (None, ())
     if decoded is None and options.skip_corrupt:
@@ -174,7 +174,7 @@ def _probe_headers(listing: Listing, channels: int) -> tuple[int, int, bool]:
     return max(sizes), channels or (1 if all(header.grey for header in seen) else 3), equal
 
 
-def _in_memory(listings: tuple[Listing, ...], size: int, channels: int, options: DataOptions) -> list[Decoded] | None:
+def _try_decode(listings: tuple[Listing, ...], size: int, channels: int, options: DataOptions) -> list[Decoded] | None:
     """Decodes all splits, in RGB if any picture has color; returns None if memory is too small or sizes differ."""
     total = sum(map(len, listings)) * channels * size * size
     if total > options.memory_limit_mib << 20:
@@ -184,7 +184,7 @@ def _in_memory(listings: tuple[Listing, ...], size: int, channels: int, options:
     for listing in listings:
         decoded = decode_once(listing, channels, size, grey_only=grey_only)
         if decoded is None:
-            return _in_memory(listings, size, 3, options) if grey_only else None
+            return _try_decode(listings, size, 3, options) if grey_only else None
         if decoded[1] and not options.skip_corrupt:
             bad = decoded[1][0]
             decode(listing.names[bad], channels, listing.names.content(bad))  # raises the error that made it unreadable

@@ -21,16 +21,16 @@ _AHEAD: dict[tuple[str, str], Splits] = {}  # results of `open_ahead`, by option
 def open_ahead(options: DataOptions) -> None:
     """Opens a data set, without downloads, for processes forked later. Ignores errors, which those processes report."""
     with contextlib.suppress(UserError):
-        _AHEAD[_key(options)] = open_data(options.model_copy(update={"download": False}))
+        _AHEAD[_options_key(options)] = open_data(options.model_copy(update={"download": False}))
 
 
-def _key(options: DataOptions) -> tuple[str, str]:
+def _options_key(options: DataOptions) -> tuple[str, str]:
     return options.model_dump_json(exclude={"download"}), str(data_folder(options))
 
 
 def open_data(options: DataOptions) -> Splits:
     """Opens the data set `options.name`, downloading it if needed. Raises UserError: the data can't be used."""
-    if ahead := _AHEAD.get(_key(options)):
+    if ahead := _AHEAD.get(_options_key(options)):
         return ahead
     if known := known_set_at(options.name):
         options = options.model_copy(update={"name": known[0], "dir": known[1]})

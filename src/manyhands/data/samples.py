@@ -101,7 +101,7 @@ class CustomSamples:
                 return images, labels if self._source.targets else labels.to(torch.int64).reshape(-1), []
             with restored_generators():
                 pairs = [self._read_sample(epoch, sample) for sample in samples]
-            images = _stack([image for image, _ in pairs], samples)
+            images = _stack_images([image for image, _ in pairs], samples)
             if self._source.targets:
                 return images, as_targets([target for _, target in pairs]), []
             labels = torch.tensor([label for _, label in pairs])
@@ -207,7 +207,7 @@ def restored_generators() -> Iterator[None]:
         numpy.random.set_state(states[2])
 
 
-def _stack(images: list[Tensor], samples: list[int]) -> Tensor:
+def _stack_images(images: list[Tensor], samples: list[int]) -> Tensor:
     for image, sample in zip(images, samples, strict=True):
         if image.shape != images[0].shape or image.dtype != images[0].dtype:
             first, other = (f"{list(x.shape)} {x.dtype}" for x in (images[0], image))

@@ -271,7 +271,7 @@ def read_cifar_names(content: bytes, form: CifarForm) -> tuple[str, ...]:
     """Parses class names: one per line (binary format), or a pickle's list "label_names" or "fine_label_names"."""
     if form.label_bytes:
         return tuple(content.decode("utf-8", "replace").split())
-    names = _field(_read_pickle(content, form.names), form.key.removesuffix("s") + "_names", form.names)
+    names = _get_field(_read_pickle(content, form.names), form.key.removesuffix("s") + "_names", form.names)
     if not isinstance(names, list) or not all(isinstance(name, str | bytes) for name in names):
         _refuse(f"{form.names}: expected a list of class names, found {type(names).__name__}", form.names)
     return tuple(name.decode("utf-8", "replace") if isinstance(name, bytes) else name for name in names)
@@ -288,7 +288,7 @@ def _read_records(content: bytes, file: str, form: CifarForm) -> tuple[Tensor, T
 
 def _read_batch(content: bytes, file: str, form: CifarForm) -> tuple[Tensor, Tensor]:
     batch = _read_pickle(content, file)
-    data, labels = _field(batch, "data", file), _field(batch, form.key, file)
+    data, labels = _get_field(batch, "data", file), _get_field(batch, form.key, file)
     try:
         _, shape, kind, by_columns, stored = data.state
         if kind.arguments[0] not in ("u1", b"u1") or by_columns or not isinstance(stored, bytes):
@@ -306,7 +306,7 @@ def _read_batch(content: bytes, file: str, form: CifarForm) -> tuple[Tensor, Ten
     return images, torch.tensor(labels)
 
 
-def _field(content: Any, key: str, file: str) -> Any:
+def _get_field(content: Any, key: str, file: str) -> Any:
     for word in (key, key.encode()):
         if isinstance(content, dict) and word in content:
             return content[word]
