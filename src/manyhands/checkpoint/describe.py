@@ -190,7 +190,7 @@ def open_description(path: Path, *, verified: bool = False, wanted: Collection[s
         raise UserError(what, str(path), (f"use the folder instead: {path.parent}",))
     if path.is_file():
         try:
-            return Description(path, "safetensors", {MODEL: _place_file(path, wanted)})
+            return Description(path, "safetensors", {MODEL: _locate_in_file(path, wanted)})
         except (SafetensorError, OSError, ValueError) as error:
             raise files.damaged(path) from error
     if not verified:
@@ -201,16 +201,16 @@ def open_description(path: Path, *, verified: bool = False, wanted: Collection[s
         if files.OPTIMIZER_PLAN in names:
             branches = files.read_plain(path / files.OPTIMIZER_PLAN)
         if files.PIECES in names:
-            mesh, kinds = _place_pieces(path, names)
+            mesh, kinds = _locate_pieces(path, names)
         else:
             present = {kind: name for kind, name in UNSHARDED_FILES.items() if name in names}
-            mesh, kinds = None, {kind: _place_file(path / name) for kind, name in present.items()}
+            mesh, kinds = None, {kind: _locate_in_file(path / name) for kind, name in present.items()}
     except (SafetensorError, OSError, ValueError) as error:
         raise files.torn(path, f"has unreadable content: {error}") from error
     return Description(path, "whole" if mesh is None else "pieces", kinds, branches, state, mesh)
 
 
-def _place_pieces(path: Path, names: dict[str, Any]) -> tuple[Mesh, dict[str, PlacedTensors]]:
+def _locate_pieces(path: Path, names: dict[str, Any]) -> tuple[Mesh, dict[str, PlacedTensors]]:
     file = path / files.PIECES
     mesh, kinds = read_description(files.read_plain(file), str(file))
     placed: dict[str, PlacedTensors] = {}
@@ -226,7 +226,7 @@ def _place_pieces(path: Path, names: dict[str, Any]) -> tuple[Mesh, dict[str, Pl
     return mesh, placed
 
 
-def _place_file(file: Path, wanted: Collection[str] = ()) -> PlacedTensors:
+def _locate_in_file(file: Path, wanted: Collection[str] = ()) -> PlacedTensors:
     with safe_open(file, framework="numpy") as opened:  # reads no values; "pt" would import torch
         keys = {name: key for key, name in fit_names(written_order(opened), wanted).items()}
         entries: Tensors = {}

@@ -213,6 +213,7 @@ def place_of_pack(root: Path) -> Path:
 
 
 def list_pack(folder: Path) -> Listed:
+    """Returns (a listing per split, messages) of a pack. Raises UserError: the pack was altered."""
     pack = open_pack(folder)
     listings: list[Listing] = []
     for word, start, stop in pack.groups:
@@ -245,6 +246,7 @@ def difference(pack: PackedSet, listings: Sequence[Listing]) -> str:
 
 
 def use_pack(root: Path, listings: Parts, options: DataOptions) -> Listed:
+    """Makes listings read from the folder's pack if that is up to date; returns (listings, messages)."""
     place = place_of_pack(root)
     if not options.packed or not is_pack(place):
         return listings, ()

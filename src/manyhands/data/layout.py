@@ -258,9 +258,8 @@ def list_classes(
 ) -> list[numpy.ndarray]:
     """Returns the pictures in each class folder, at any depth, as sorted paths below `root`; an array per class.
 
-    Adds listed folders to `entered`, and other files, with `prefix`, to `unused`. Lists real folders before symbolic
-    links. A link to a folder in `entered` is not followed: it could be a loop, or put pictures into a second class.
-    Raises UserError: a folder can't be read.
+    Adds folders to `entered`, and other files, with `prefix`, to `unused`. Follows symbolic links last, and not to
+    entered folders: they could be loops, or put pictures into two classes. Raises UserError: a folder is unreadable.
     """
 
     def is_new(name: str) -> bool:

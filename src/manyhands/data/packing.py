@@ -42,9 +42,9 @@ _COLUMN_TYPES = {"shard": numpy.uint32, "offset": numpy.uint64, "length": numpy.
 class PictureFile(NamedTuple):
     """A picture file to pack."""
 
-    row: int
+    row: int  # index in the folder's order
     path: str
-    label: int
+    label: int  # class index
     size_bytes: int
     time_ns: int
 

@@ -1,8 +1,7 @@
 """Decodes and preprocesses single picture files to uint8 pixels of the requested size, in worker processes.
 
-Like `transforms`, with the same random numbers, but for one picture of any size. simplejpeg decodes plain JPEGs to the
-same bits as Pillow, in less time; Pillow decodes the rest. A JPEG that is many times larger than needed is scaled down
-during decoding.
+Works like `transforms`, with equal random numbers, on single pictures of any size. simplejpeg decodes plain JPEGs
+faster than Pillow, to equal bits; Pillow decodes the rest. Much too large JPEGs are scaled down during decoding.
 """
 
 from collections.abc import Callable

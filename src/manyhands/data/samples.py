@@ -1,7 +1,6 @@
 """Reads samples on request, from picture files and the user's data sets.
 
-These objects run in worker processes. They return errors instead of raising them, because torch drops the fields of an
-exception that a worker raises.
+Runs in worker processes, which return errors as answers, because torch drops the fields of raised exceptions.
 """
 
 import math

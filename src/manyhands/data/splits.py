@@ -131,6 +131,7 @@ def only_numbers(names: tuple[str, ...]) -> bool:
 
 
 def take(source: Source, samples: Tensor) -> Source:
+    """Returns a source with only the samples at these indices, int64 [n]."""
     if isinstance(source, ImagesInMemory):
         return ImagesInMemory(source.images[samples], source.labels[samples])
     if isinstance(source, ImageFiles):
