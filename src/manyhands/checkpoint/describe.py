@@ -1,4 +1,4 @@
-"""Descriptions of checkpoints (folders, unsharded or sharded, and .safetensors files), read without torch."""
+"""Describes the tensors of checkpoint folders (sharded or not) and .safetensors files. Imports no torch."""
 
 import math
 from collections.abc import Collection, Iterator, Mapping
@@ -79,7 +79,7 @@ def whole_region(shape: tuple[int, ...]) -> Region:
 
 
 def first_held(tensors: Tensors, mesh: Mesh, rank: int) -> dict[str, Region]:
-    """Returns the regions that a rank writes, by tensor: non-empty shards of the rank that no lower rank holds."""
+    """Returns {tensor name: region} of the shards that a rank writes: non-empty ones that no lower rank holds."""
     return {
         name: region
         for name, described in tensors.items()
@@ -89,12 +89,12 @@ def first_held(tensors: Tensors, mesh: Mesh, rank: int) -> dict[str, Region]:
 
 
 def written_pieces(layout: TensorLayout, mesh: Mesh) -> list[tuple[int, Region]]:
-    """Returns the non-empty shards of a tensor, each with the lowest rank that holds the shard."""
+    """Returns (rank, region) of each non-empty shard of a tensor; `rank` is the lowest that holds the shard."""
     return sorted((rank, region) for rank, region in layout.pieces(mesh) if math.prod(size_of(region)))
 
 
 def describe_pieces(mesh: Mesh, tensors: Mapping[str, Tensors]) -> dict[str, Any]:
-    """Returns the content of pieces.json."""
+    """Returns the content of pieces.json: the mesh, and the layout and shards of each tensor."""
     content: dict[str, Any] = {"mesh": mesh.as_dict()}
     for kind, named in tensors.items():
         content[kind] = {
@@ -112,7 +112,7 @@ def describe_pieces(mesh: Mesh, tensors: Mapping[str, Tensors]) -> dict[str, Any
 
 
 def read_description(content: Any, where: str) -> tuple[Mesh, dict[str, Tensors]]:
-    """Parses the content of pieces.json. Raises UserError: the content is invalid or contradicts the layouts."""
+    """Parses pieces.json; returns (mesh, {kind: tensors}). Raises UserError: invalid, or it contradicts the layouts."""
     hints = ("use another checkpoint: manyhands did not write this pieces.json",)
     try:
         mesh = make_mesh(content["mesh"], f"{where}: mesh")
@@ -144,7 +144,7 @@ class PlacedTensors(NamedTuple):
 
 @dataclass(frozen=True)
 class Description:
-    """The contents of a checkpoint without tensor values."""
+    """The contents of a checkpoint, except the values of tensors."""
 
     path: Path  # folder or file
     form: str  # "whole", "pieces", "safetensors" or "pth"
@@ -175,22 +175,22 @@ class Description:
 
 
 def is_pickled(path: Path) -> bool:
-    """True for any file except .safetensors, such as .pth: only torch can read it."""
+    """True for a file other than .safetensors, such as .pth, which only torch can read."""
     return path.is_file() and not path.name.endswith(".safetensors")
 
 
 def open_description(path: Path, *, verified: bool = False, wanted: Collection[str] = ()) -> Description:
     """Reads the description of a checkpoint folder or a .safetensors file.
 
-    `verified`: the folder has just been compared with its manifest. `wanted`: the names in the network's state dict, to
+    `verified`: the files match the manifest, so skip the check. `wanted`: the names in the network's state dict, to
     which `fit_names` maps a file's names. Raises UserError: the checkpoint is missing or damaged (TornCheckpointError).
     """
     if files.is_piece(path):
         what = f"{path.name} contains only one process's shards of a checkpoint"
-        raise UserError(what, str(path), (f"name the folder: {path.parent}",))
+        raise UserError(what, str(path), (f"use the folder instead: {path.parent}",))
     if path.is_file():
         try:
-            return Description(path, "safetensors", {MODEL: _place_file(path, wanted)})
+            return Description(path, "safetensors", {MODEL: _locate_in_file(path, wanted)})
         except (SafetensorError, OSError, ValueError) as error:
             raise files.damaged(path) from error
     if not verified:
@@ -201,16 +201,16 @@ def open_description(path: Path, *, verified: bool = False, wanted: Collection[s
         if files.OPTIMIZER_PLAN in names:
             branches = files.read_plain(path / files.OPTIMIZER_PLAN)
         if files.PIECES in names:
-            mesh, kinds = _place_pieces(path, names)
+            mesh, kinds = _locate_pieces(path, names)
         else:
             present = {kind: name for kind, name in UNSHARDED_FILES.items() if name in names}
-            mesh, kinds = None, {kind: _place_file(path / name) for kind, name in present.items()}
+            mesh, kinds = None, {kind: _locate_in_file(path / name) for kind, name in present.items()}
     except (SafetensorError, OSError, ValueError) as error:
         raise files.torn(path, f"has unreadable content: {error}") from error
     return Description(path, "whole" if mesh is None else "pieces", kinds, branches, state, mesh)
 
 
-def _place_pieces(path: Path, names: dict[str, Any]) -> tuple[Mesh, dict[str, PlacedTensors]]:
+def _locate_pieces(path: Path, names: dict[str, Any]) -> tuple[Mesh, dict[str, PlacedTensors]]:
     file = path / files.PIECES
     mesh, kinds = read_description(files.read_plain(file), str(file))
     placed: dict[str, PlacedTensors] = {}
@@ -226,7 +226,7 @@ def _place_pieces(path: Path, names: dict[str, Any]) -> tuple[Mesh, dict[str, Pl
     return mesh, placed
 
 
-def _place_file(file: Path, wanted: Collection[str] = ()) -> PlacedTensors:
+def _locate_in_file(file: Path, wanted: Collection[str] = ()) -> PlacedTensors:
     with safe_open(file, framework="numpy") as opened:  # reads no values; "pt" would import torch
         keys = {name: key for key, name in fit_names(written_order(opened), wanted).items()}
         entries: Tensors = {}
@@ -240,7 +240,7 @@ def _place_file(file: Path, wanted: Collection[str] = ()) -> PlacedTensors:
 
 
 def written_order(file: Any) -> list[str]:
-    """Returns a file's tensor names, in the order that its metadata records. Raises UnreadableError: invalid order."""
+    """Returns a file's tensor names in the order that its metadata gives. Raises UnreadableError: invalid order."""
     names = list(file.keys())
     order = (file.metadata() or {}).get("order")
     written = parse_json(order) if order is not None else names
@@ -254,7 +254,7 @@ def fit_names(saved: Collection[str], wanted: Collection[str]) -> dict[str, str]
 
     Removes a prefix only if more names match without it: the prefix of a wrapper (DDP, torch.compile, …) or of all
     names, such as "backbone." or "model.". Skips the counter of an AveragedModel. A tensor without a match keeps its
-    name; extra state is renamed like the tensors.
+    name; extra state loses the same prefix as the tensors.
     """
     found, most = dict[str, str](), -1
     for known in ({name: name for name in wanted}, {_unwrapped(name): name for name in wanted}):
@@ -276,7 +276,7 @@ def _unwrapped(name: str) -> str:
 
 
 def _shorter_forms(names: list[str]) -> Iterator[dict[str, str]]:
-    """Yields maps from names to shorter ones: unchanged, without wrappers, without first words that all share."""
+    """Yields maps from names to candidates: unchanged, without wrappers, then without common first components."""
     yield {name: name for name in names}
     short = {name: _unwrapped(name) for name in names}
     yield short

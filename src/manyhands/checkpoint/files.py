@@ -37,7 +37,7 @@ def step_name(step: int) -> str:
 
 
 def step_of(path: Path) -> int | None:
-    """Returns the step in a checkpoint folder's name; None for another name."""
+    """Returns the step in the name of a checkpoint folder, or None if the name has another form."""
     match = _STEP.fullmatch(path.name)
     return int(match[1]) if match else None
 
@@ -88,7 +88,7 @@ def json_text(content: dict[str, Any]) -> bytes:
 
 
 def manifest_text(content: dict[str, Any]) -> bytes:
-    """Formats a manifest, always to the same text; the last key is the SHA-256 of the other keys and values."""
+    """Formats a manifest, deterministically; the last key is the SHA-256 of the other keys and values."""
     body = {key: value for key, value in content.items() if key != "sha256"}
     seal = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
     return (json.dumps({**body, "sha256": seal}, indent=1) + "\n").encode()
@@ -99,7 +99,7 @@ _Count = Annotated[int, Field(ge=-1, le=2**53)]
 
 
 def _schema(fields: dict[str, Any], needed: dict[str, Any] | None = None) -> Any:
-    """Returns a pydantic model of JSON objects that checks the types of these fields and allows others."""
+    """Returns a pydantic model that checks the types of these fields (`needed`: required) and allows others."""
     typed: Any = {name: (kind, None) for name, kind in fields.items()}
     typed |= {name: (kind, ...) for name, kind in (needed or {}).items()}
     return create_model("Plain", __config__=ConfigDict(extra="allow", strict=True), **typed)
@@ -121,7 +121,7 @@ _SCHEMAS: dict[str, type[BaseModel]] = {
 
 
 def read_plain(file: Path) -> dict[str, Any]:
-    """Reads a .json file of a checkpoint. Raises OSError, or ValueError: the file has invalid JSON or a wrong value."""
+    """Reads a checkpoint's .json file. Raises OSError, or ValueError: the file has invalid JSON or a wrong value."""
     return checked_plain(file.name, read_bytes(file))
 
 
@@ -141,11 +141,11 @@ def checked_plain(name: str, content: bytes) -> dict[str, Any]:
 
 
 class TornCheckpointError(UserError):
-    """Raised if a checkpoint's files are missing, or differ from the manifest."""
+    """Raised if files of a checkpoint are missing or differ from its manifest."""
 
 
 def verify(path: Path) -> None:
-    """Compares a folder with its manifest. Raises TornCheckpointError, or UserError: a newer version of the format."""
+    """Compares a checkpoint's files with its manifest. Raises TornCheckpointError, or UserError: a newer format."""
     for name, entry in read_manifest(path)["files"].items():
         file = path / name
         try:

@@ -1,6 +1,6 @@
 """Commits, finds, prunes and deletes checkpoint folders; finds the saved steps of a run. Imports no torch.
 
-A folder appears complete or not at all. `sweep` removes the temporary folder of an interrupted save.
+A checkpoint folder appears complete or not at all. `sweep` removes the temporary folder of an interrupted save.
 """
 
 import fcntl
@@ -40,7 +40,7 @@ def staging(folder: Path, step: int) -> Iterator[Path]:
 
 
 def commit(staged: Path, target: Path) -> None:
-    """Renames a staged folder, whose files are synced, to `target`; first renames a damaged `target` away."""
+    """Renames a staged folder, whose files are synced, to `target`; first moves an existing damaged `target` away."""
     sync(staged)
     if target.exists():
         target.rename(target.with_name(files.temporary_name(files.step_of(target) or 0)))
@@ -49,7 +49,7 @@ def commit(staged: Path, target: Path) -> None:
 
 
 def sweep(path: Path) -> bool:
-    """Removes the folder of an interrupted save unless a process holds its lock; returns True if it is gone."""
+    """Removes the folder of an interrupted save unless a process holds its lock; returns True if the folder is gone."""
     with suppress(OSError):
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -61,7 +61,7 @@ def sweep(path: Path) -> bool:
 
 
 def remove(path: Path) -> bool:
-    """Removes a checkpoint; returns True if it is gone. Keeps foreign files, and folders without a manifest."""
+    """Removes a checkpoint; returns True if its folder is gone. Keeps foreign files, and folders without a manifest."""
     _known_good.pop(path, None)
     if not (path / files.MANIFEST).is_file():
         return False
@@ -76,7 +76,7 @@ def remove(path: Path) -> bool:
 
 
 def remove_files(path: Path) -> bool:
-    """Removes our files, manifest first, then the folder if it is empty; returns True if the folder is gone."""
+    """Removes checkpoint files, manifest first, then the folder if empty; returns True if the folder is gone."""
     with suppress(OSError):
         (path / files.MANIFEST).unlink(missing_ok=True)
         for entry in list(path.iterdir()):
@@ -87,7 +87,7 @@ def remove_files(path: Path) -> bool:
 
 
 def newest(folder: Path) -> tuple[Path | None, list[str]]:
-    """Returns the newest valid checkpoint, and a message for each newer one that is damaged."""
+    """Returns (newest valid checkpoint or None, a message for each newer checkpoint that is damaged)."""
     passed_over: list[str] = []
     for path in files.step_folders(folder):
         try:
@@ -105,15 +105,15 @@ def resolve(reference: Path, which: Literal["best", "last"]) -> Path:
 
 
 def choose(reference: Path, which: Literal["best", "last"]) -> tuple[Path, list[str]]:
-    """Returns the checkpoint that a user names, and a message for each damaged one that was skipped.
+    """Returns (checkpoint that a user refers to, a message for each damaged checkpoint that was skipped).
 
     `reference`: a run folder, a checkpoints folder, a checkpoint folder or a weights file. "best" selects the best
-    checkpoint according to the newest valid one; if it is damaged, the newest valid checkpoint that was the best when
-    saved, else the newest. Raises UserError: no checkpoint is valid, or the named one is damaged.
+    checkpoint that the newest valid one records; if the best is damaged, the newest valid checkpoint that was the best
+    when saved, else the newest. Raises UserError: no checkpoint is valid, or `reference` itself is damaged.
     """
     if reference.is_file():
         if not reference.name.endswith(FOREIGN_SUFFIXES):
-            raise UserError(f"{reference} is not a checkpoint", hints=(f"suffixes: {', '.join(FOREIGN_SUFFIXES)}",))
+            raise UserError(f"{reference} is not a checkpoint", hints=(f"use {', '.join(FOREIGN_SUFFIXES)}",))
         if reference.name in files.CONTENTS and (reference.parent / files.MANIFEST).is_file():
             files.verify(reference.parent)  # a file of our own checkpoint
         return reference, []
@@ -135,7 +135,7 @@ def choose(reference: Path, which: Literal["best", "last"]) -> tuple[Path, list[
 
 
 def _best(folder: Path, last: Path, passed_over: list[str]) -> Path:
-    """Returns the best checkpoint that `last` records; if damaged, the newest that was best when saved, else `last`."""
+    """Returns the best checkpoint according to `last`; if damaged, the newest that was best when saved, else `last`."""
     step = (read_state(last).get("best") or {}).get("step")
     best = last if step is None else folder / files.step_name(step)
     if best == last:
@@ -165,7 +165,7 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 def prune(folder: Path, keep: int, best: Path | None) -> list[Path]:
-    """Deletes, and returns, interrupted saves and all checkpoints except `best` and the newest `keep` valid ones."""
+    """Deletes interrupted saves and checkpoints except `best` and the newest `keep` valid ones; returns their paths."""
     removed: list[Path] = []
     kept = 0
     for path in files.step_folders(folder):
@@ -183,9 +183,9 @@ def remove_step(folder: Path, step: int) -> None:
 
 
 def verifies(path: Path) -> bool:
-    """True for a valid checkpoint. Hashes it once per process unless a file's inode, size or time changes."""
+    """True for a valid checkpoint. Hashes its files once per process, and again if an inode, size or time changes."""
     try:
-        stamp = _stamp(path)
+        stamp = _file_stamp(path)
         if _known_good.get(path) != stamp:
             files.verify(path)
             _known_good[path] = stamp
@@ -196,10 +196,10 @@ def verifies(path: Path) -> bool:
 
 
 def remember(path: Path) -> None:
-    _known_good[path] = _stamp(path)
+    _known_good[path] = _file_stamp(path)
 
 
-def _stamp(path: Path) -> Stamp:
+def _file_stamp(path: Path) -> Stamp:
     entries = [(entry.name, entry.stat()) for entry in sorted(path.iterdir())]
     return tuple((name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in entries)
 
@@ -210,7 +210,7 @@ def saved_steps(folder: RunFolder) -> list[int]:
 
 
 def saved_step(folder: RunFolder) -> int | None:
-    """Returns the newest step saved on this disk, else in the run's events; None if nothing was saved."""
+    """Returns the newest step saved on this disk, else recorded in the run's events; None if nothing was saved."""
     recorded = [line.get("step") for line in read_lines(folder.events) if line.get("kind") == "saved"]
     steps = saved_steps(folder) or [step for step in recorded if isinstance(step, int)]
     return max(steps, default=None)
@@ -227,8 +227,8 @@ def kept_step(folder: RunFolder) -> int | None:
 def unsaved_error(run: Path, step: int | None, why: str = "", *, idle: bool = False) -> ManyhandsError:
     """Creates the error for a run that the user stopped without a save.
 
-    `step`: the last saved step. `why`: the reason of a failed save; empty if the user requested the stop twice. `idle`:
-    no process was training, so that there was nothing to save.
+    `step`: the last saved step. `why`: the reason for a failed save; empty if a second stop request skipped it.
+    `idle`: no process was training, so there was nothing to save.
     """
     since = f" (could not save: {why})" if why else ""
     if step is None:

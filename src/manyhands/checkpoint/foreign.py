@@ -34,20 +34,20 @@ _HARMLESS = re.compile(r"torch\._utils\._rebuild\w+|torch\.(storage\.)?\w+Storag
 def read_foreign(path: Path) -> Snapshot:
     """Reads another tool's file without running code in it: main.py's .pth.tar, a state dict, or .safetensors.
 
-    `model` has the file's names (see `fit_names`), `optimizer` main.py's parameter numbers (see `name_optimizer`).
+    `model` keeps the file's names (see `fit_names`), `optimizer` main.py's parameter numbers (see `name_optimizer`).
     `state` has "foreign" ("imagenet-main", "state-dict" or "safetensors"), and for main.py "arch", "epoch", "best"
     (top1, 0 to 1) and "scheduler". Raises UserError: the file is missing or damaged, or contains code or no weights.
     """
     if not path.is_file():
         raise UserError(f"there is no file {path}")
-    content = _read(path)
+    content = _load_file(path)
     weights = next((content[key] for key in _WRAPPERS if isinstance(content.get(key), dict)), content)
     extra = None
     with contextlib.suppress(TypeError):
         extra = plain_extra_state(weights)
     if extra is None or not any(isinstance(value, Tensor) for value in weights.values()):
         found = ", ".join(repr(key) for key in list(weights)[:6]) or "nothing"
-        hints = (f"expected tensors by name, or a dict with one of {', '.join(_WRAPPERS)}; found {found}",)
+        hints = (f"save tensors by name, or a dict with one of {', '.join(_WRAPPERS)}; found {found}",)
         raise UserError(f"{path.name} contains no network weights", str(path), hints)
     model = {name: value.detach() for name, value in weights.items() if isinstance(value, Tensor)}
     if path.name.endswith(".safetensors"):
@@ -74,9 +74,9 @@ def name_optimizer(optimizer_state: dict[str, Any], parameter_names: list[str]) 
 def write_foreign(path: Path, snapshot: Snapshot, arch: str, prefix: str = "module.") -> Path:
     """Writes main.py's checkpoint.pth.tar atomically; main.py's --resume continues the run.
 
-    The snapshot needs the state of SGD; `snapshot.state` may have "epoch", "best" and "scheduler". Parameter groups are
-    merged into one, with the learning rate and weight decay of the first. `prefix`: "module." as main.py writes on
-    GPUs, "" as on a CPU. Raises UserError: the snapshot has no optimizer state.
+    The optimizer must be SGD. `snapshot.state` may have "epoch", "best" and "scheduler". Parameter groups are merged
+    into one, with the learning rate and weight decay of the first. `prefix`: of the names in the file; main.py writes
+    "module." on GPUs and "" on CPUs. Raises UserError: the snapshot has no optimizer state.
     """
     if snapshot.optimizer is None:
         raise UserError("the checkpoint has no optimizer state, which main.py needs to resume")
@@ -101,7 +101,7 @@ def write_foreign(path: Path, snapshot: Snapshot, arch: str, prefix: str = "modu
     return path
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _load_file(path: Path) -> dict[str, Any]:
     try:
         if path.name.endswith(".safetensors"):
             return dict(read_tensors(path))
@@ -141,19 +141,19 @@ def _unloadable(path: Path) -> UserError:
 
 def _main_state(content: dict[str, Any], path: Path) -> dict[str, Any]:
     """Converts main.py's plain values to JSON data; best_acc1 is a percentage."""
-    state: dict[str, Any] = {"foreign": "imagenet-main", "epoch": int(_number(content, "epoch", path))}
+    state: dict[str, Any] = {"foreign": "imagenet-main", "epoch": int(_get_number(content, "epoch", path))}
     if isinstance(content.get("arch"), str):
         state["arch"] = content["arch"]
     best = next((key for key in _BEST if key in content), None)
     if best:
-        state["best"] = {"top1": _number(content, best, path) / 100}
+        state["best"] = {"top1": _get_number(content, best, path) / 100}
     if isinstance(content.get("scheduler"), dict):
         state["scheduler"] = content["scheduler"]
     return state
 
 
-def _number(content: dict[str, Any], key: str, path: Path) -> float:
-    """Returns a number in main.py's file, 0 if it is missing. Raises UserError: the value is not a number."""
+def _get_number(content: dict[str, Any], key: str, path: Path) -> float:
+    """Returns the number under `key` in main.py's file; 0 if missing. Raises UserError: the value is not a number."""
     value = content.get(key, 0)
     if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
         value = value.item()
@@ -196,7 +196,7 @@ def _step_schedule(saved: Any, epoch: int, group: dict[str, Any]) -> dict[str, A
 
 
 def object_names(path: Path) -> list[str]:
-    """Returns names of objects other than tensors in a .pth file ("?": a computed name); [] if it is no pickle."""
+    """Lists the names of objects other than tensors in a .pth file ("?": a computed name); [] if not a pickle."""
     with contextlib.suppress(ValueError, OSError, KeyError, zipfile.BadZipFile, NotImplementedError, RuntimeError):
         with contextlib.ExitStack() as stack:
             if zipfile.is_zipfile(path):
@@ -210,7 +210,7 @@ def object_names(path: Path) -> list[str]:
 
 
 def _referenced_names(content: bytes) -> Iterator[str]:
-    """Yields "module.name" of each object that a pickle refers to. Raises ValueError: no pickle."""
+    """Yields "module.name" of each object that a pickle refers to. Raises ValueError: not a pickle."""
     stream = io.BytesIO(content)
     for number in range(5):  # older files of torch begin with a magic number, a version and system information
         if number and stream.read(1) not in (b"\x80", b"(", b"c", b"}"):

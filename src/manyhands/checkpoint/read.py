@@ -23,10 +23,10 @@ def torch_type(kind: describe.ElementType) -> torch.dtype:
 
 
 class StoredTensors:
-    """Named tensors in the order of writing; `take(name, region)` reads a region of the stored view."""
+    """Named tensors in the order of writing; `read_region(name, region)` reads a region of the stored view."""
 
-    def __init__(self, described: Tensors, take: Callable[[str, Region], Tensor]) -> None:
-        self.described, self._take = described, take
+    def __init__(self, described: Tensors, read_region: Callable[[str, Region], Tensor]) -> None:
+        self.described, self._read_region = described, read_region
 
     def names(self) -> list[str]:
         return list(self.described)
@@ -38,13 +38,13 @@ class StoredTensors:
         return torch_type(self.described[name].dtype)
 
     def read(self, name: str, view: tuple[int, ...] | None = None, region: Region | None = None) -> Tensor:
-        """Reads a region (default: all) of a view into new memory; reads all values if the view isn't stored."""
+        """Reads a region (default: all) of `view` into new memory. If `view` isn't the stored one, reads all values."""
         stored = self.described[name].layout
         view = stored.shape if view is None else view
         region = describe.whole_region(view) if region is None else region
         if view == stored.view:
-            return self._take(name, region)
-        everything = self._take(name, describe.whole_region(stored.view)).reshape(view)
+            return self._read_region(name, region)
+        everything = self._read_region(name, describe.whole_region(stored.view)).reshape(view)
         piece = everything[slices(region)]
         return piece if piece.numel() == everything.numel() else piece.clone(memory_format=torch.contiguous_format)
 
@@ -58,18 +58,18 @@ class _FileReader:
         self._placed = placed
         self._headers: dict[Path, tuple[int, dict[str, Any]]] = {}
 
-    def take(self, name: str, region: Region) -> Tensor:
+    def read(self, name: str, region: Region) -> Tensor:
         places = self._placed.places[name]
         if [there for _, there in places] == [region] and all(start < stop for start, stop in region):
-            return self._open(places[0][0], name, region, region).clone(memory_format=torch.contiguous_format)
+            return self._read_from(places[0][0], name, region, region).clone(memory_format=torch.contiguous_format)
         taken = torch.empty(size_of(region), dtype=torch_type(self._placed.entries[name].dtype))
         for file, there in places:
             common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(region, there, strict=True))
             if all(start < stop for start, stop in common):
-                taken[slices(common, region)] = self._open(file, name, there, common)
+                taken[slices(common, region)] = self._read_from(file, name, there, common)
         return taken
 
-    def _open(self, file: Path, name: str, there: Region, wanted: Region) -> Tensor:
+    def _read_from(self, file: Path, name: str, there: Region, wanted: Region) -> Tensor:
         expected = self._placed.entries[name].dtype
         try:
             if file not in self._headers:  # checked and read once, because a header may be long
@@ -97,7 +97,7 @@ def slices(region: Region, within: Region | None = None) -> tuple[slice, ...]:
 
 
 def entry_of(tensor: Tensor, layout: TensorLayout | None = None) -> TensorEntry:
-    """Describes a tensor, by default as unsharded; also one whose type no checkpoint file supports."""
+    """Describes a tensor, by default as unsharded; accepts types that no checkpoint file supports."""
     kind = describe.ElementType(str(tensor.dtype).removeprefix("torch."), tensor.dtype.itemsize)
     return TensorEntry(kind, layout or unsharded(tuple(tensor.shape)))
 
@@ -123,7 +123,7 @@ class Source(describe.Description):
         return self.stored.get(OPTIMIZER)
 
     def layouts(self, network_layout: NetworkLayout) -> dict[str, dict[str, TensorLayout]]:
-        """Returns each tensor's layout under a sharding, by kind and name. Raises UserError: wrong network."""
+        """Returns {kind: {name: layout}} of all tensors under a sharding. Raises UserError: wrong network."""
         given, hints = network_layout.layouts, ("use the plan that was made for this network",)
         if strange := [name for name in given if name not in self.model.described]:
             what = f"the plan shards {strange[0]}, which {self.path.name} lacks"
@@ -156,10 +156,10 @@ class Source(describe.Description):
 
 
 def open_checkpoint(path: Path, *, verified: bool = False, wanted: Collection[str] = ()) -> Source:
-    """Opens a checkpoint folder or file; reads a .pth.tar, .pth or .pt file into memory. See `open_description`."""
+    """Opens a checkpoint folder or file (.pth.tar, .pth and .pt are read into memory). See `open_description`."""
     found = None if describe.is_pickled(path) else describe.open_description(path, verified=verified, wanted=wanted)
     if found and (path.is_dir() or found.kinds[MODEL].entries.keys() >= set(wanted)):
-        stored = {kind: StoredTensors(placed.entries, _FileReader(placed).take) for kind, placed in found.kinds.items()}
+        stored = {kind: StoredTensors(placed.entries, _FileReader(placed).read) for kind, placed in found.kinds.items()}
         return Source(**vars(found), stored=stored)
     from manyhands.checkpoint.foreign import read_foreign
 

@@ -46,7 +46,7 @@ def flatten(tree: Any, name: str, tensors: dict[str, Tensor]) -> Any:
 
 
 def plain_extra_state(state_dict: Mapping[Any, Any]) -> dict[str, Any]:
-    """Returns a state dict's extra state as {"extra_state": {name: JSON data}}, or {}. Raises TypeError."""
+    """Extracts extra state as {"extra_state": {name: JSON data}}, or {}. Raises TypeError: not plain data."""
     found, inner = dict[str, Any](), dict[str, Tensor]()
     for name, value in state_dict.items():
         if not isinstance(name, str) or not (isinstance(value, Tensor) or is_extra(name)):
@@ -64,7 +64,7 @@ def flatten_optimizer(optimizer: dict[str, Any]) -> tuple[dict[str, Any], dict[s
 
 
 def parameter_names(branches: dict[str, Any]) -> dict[str, str]:
-    """Maps the names of tensors in a flattened optimizer to the names of their parameters."""
+    """Maps the names of tensors in a flattened optimizer state to the names of their parameters."""
     return {
         value[_TENSOR]: parameter
         for parameter, entries in branches.get("state", {}).items()
@@ -90,7 +90,7 @@ def unflatten(tree: Any, tensors: dict[str, Tensor]) -> Any:
 
 @dataclass
 class Snapshot:
-    """A run's state at one step, on one process."""
+    """The state of a run at one step, on one process."""
 
     model: dict[str, Tensor]  # CPU tensors by name, as in the network or in another tool's file
     # {"state": {parameter: {key: Tensor or number}}, "param_groups": [{"params": [names], "lr": …}]}, the form of
@@ -102,7 +102,7 @@ class Snapshot:
 
 
 def fitted(snapshot: Snapshot, wanted: Collection[str]) -> Snapshot:
-    """Renames tensors to a network's names (`fit_names`); adds BatchNorm counters, absent before torch 0.4.1."""
+    """Renames tensors to a network's names (`fit_names`); adds BatchNorm counters, which torch before 0.4.1 lacks."""
     extra = snapshot.state.get(EXTRA_STATE, {})
     names = fit_names([*snapshot.model, *extra], wanted)
     model = {names[key]: one for key, one in snapshot.model.items() if key in names}

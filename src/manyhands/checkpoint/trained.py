@@ -17,7 +17,7 @@ _TRAINED_ON: dict[int, "TrainedOn"] = {}  # by id(network): a class may define e
 
 
 class Pictures(BaseModel):
-    """The conversion of an image to a tensor.
+    """The preprocessing that converts an image to a network's input.
 
     The shorter side is resized to `resize` pixels, the center `size` x `size` is cropped, and each channel (0 to 1) is
     normalized by mean and standard deviation.
@@ -42,14 +42,14 @@ class Pictures(BaseModel):
 
 
 def note_trained_on(network: Any, pictures: Pictures, classes: tuple[str, ...]) -> None:
-    """Records a network's preprocessing and class names for this process."""
+    """Records the preprocessing and class names of a network, in the memory of this process."""
     if id(network) not in _TRAINED_ON:
         weakref.finalize(network, _TRAINED_ON.pop, id(network))
     _TRAINED_ON[id(network)] = TrainedOn(pictures, classes)
 
 
 def noted_trained_on(network: Any) -> "TrainedOn | None":
-    """Returns the record of a network, or of the one in a DDP or torch.compile wrapper; None without a record."""
+    """Returns the record of a network, or of the network in a DDP or torch.compile wrapper; None without a record."""
     inner = (network, *(getattr(network, name, None) for name in ("module", "_orig_mod")))
     return next((_TRAINED_ON[id(each)] for each in inner if id(each) in _TRAINED_ON), None)
 
@@ -87,7 +87,7 @@ class TrainedNetwork(BaseModel):
 
 
 def find_record(checkpoint: Path, state: Mapping[str, Any]) -> TrainedNetwork | None:
-    """Returns the record in a checkpoint's `state`, else the record in its run folder; None if both lack one."""
+    """Returns the record in a checkpoint's `state`, else in its run folder's network.json; None if both lack it."""
     if state.get(STATE_KEY) is not None:
         return parse_record(state[STATE_KEY], str(checkpoint))
     for folder in checkpoint.absolute().parents[:2]:
@@ -101,7 +101,7 @@ def find_record(checkpoint: Path, state: Mapping[str, Any]) -> TrainedNetwork | 
 
 
 def parse_record(content: Any, where: str) -> TrainedNetwork:
-    """Validates a record. Raises UserError: the record is damaged, or a newer manyhands wrote it."""
+    """Parses a record. Raises UserError: the record is damaged, or written by a newer manyhands."""
     version = cast(dict[str, Any], content).get("v") if isinstance(content, dict) else None
     if isinstance(version, int) and version > VERSION:
         hints = ("update manyhands",)

@@ -1,4 +1,4 @@
-"""Saves checkpoints, all processes together: writes a temporary folder, syncs it to disk, commits it by a rename."""
+"""Saves checkpoints from all processes: writes a temporary folder, syncs it to disk, then renames it to commit."""
 
 import errno
 import hashlib
@@ -54,7 +54,7 @@ def refuse_non_finite(snapshot: Snapshot) -> None:
 
 
 def refuse_too_little_space(folder: Path, size_bytes: int) -> None:
-    """Raises OSError if a folder's disk has less free space than `size_bytes` and a margin."""
+    """Raises OSError if a folder's disk has less free space than `size_bytes` plus a margin."""
     needed = size_bytes + _MARGIN_BYTES
     if (free := shutil.disk_usage(folder).free) < needed:
         raise OSError(errno.ENOSPC, f"{needed:,} bytes are needed, {free:,} are free")
@@ -66,14 +66,14 @@ def save_error(folder: Path, error: OSError) -> SaveError:
         free = "free some space, or point --out at another disk"
         hints = (free, "earlier checkpoints are kept; training can continue")
         return SaveError(f"the disk is full: {text}", str(folder), hints)
-    return SaveError(f"writing failed: {text}", str(folder), ("earlier checkpoints are kept",))
+    return SaveError(f"writing failed: {text}", str(folder), ("check the disk; earlier checkpoints are kept",))
 
 
 def write_stream(path: Path, specs: Specs, fetch: Callable[[str], Tensor]) -> None:
     """Writes a .safetensors file one tensor at a time, so that the file may exceed the memory.
 
-    `specs` has the order that readers see; `fetch` is called in the order of `in_file_order`. Raises OSError: the disk
-    fails. TypeError: the format doesn't support a type.
+    `specs` has the order that readers see; `fetch(name)` is called in the order of `in_file_order`. Raises OSError: the
+    disk fails. Raises TypeError: the format doesn't support a type.
     """
     header: dict[str, object] = {"__metadata__": {"order": json.dumps(list(specs))}}
     names, position = in_file_order(specs), 0
@@ -96,7 +96,7 @@ def write_stream(path: Path, specs: Specs, fetch: Callable[[str], Tensor]) -> No
 
 
 def in_file_order(specs: Specs) -> list[str]:
-    """Returns the names in file order: large elements first, which aligns each tensor."""
+    """Returns the tensor names in file order: largest element types first, which aligns each tensor."""
     return sorted(specs, key=lambda name: (-specs[name][0].itemsize, name))
 
 
@@ -138,7 +138,7 @@ class Contents:
         return sum(one.size_bytes for kind in kinds for one in self.tensors.get(kind, {}).values())
 
     def write_pieces(self, staged: Path, rank: int) -> Files:
-        """Writes the shards of one rank; returns the manifest entries of the files."""
+        """Writes the shards of one rank; returns the manifest entries {file name: entry}."""
         written: Files = {}
         for kind, tensors in self.tensors.items():
             if regions := describe.first_held(tensors, self.mesh, rank):
@@ -169,7 +169,7 @@ class Contents:
         write_stream(file, specs, fetch)
 
     def finish(self, staged: Path, written: Files, *, pieces: bool = False) -> None:
-        """Writes the remaining files, the manifest last. `written`: manifest entries of all ranks' files."""
+        """Writes the remaining files, the manifest last. `written`: manifest entries of the files of all ranks."""
         entries: Files = {}
         texts = {files.PIECES: files.json_text(describe.describe_pieces(self.mesh, self.tensors))} if pieces else {}
         for name, text in {**texts, **self.texts}.items():
@@ -195,7 +195,7 @@ def _manifest_entry(file: Path) -> dict[str, Any]:
 
 
 def save(folder: Path, step: int, snapshot: Snapshot) -> Path:
-    """Commits folder/step-NNNNNNNN with an unsharded network; see `CheckpointWriter`."""
+    """Saves an unsharded network as folder/step-NNNNNNNN, in one process; see `CheckpointWriter`."""
     return CheckpointWriter(folder, CheckpointGroup(), NetworkLayout()).write(step, snapshot)
 
 
@@ -211,10 +211,10 @@ class CheckpointWriter:
         self.folder, self.group, self.layout, self.pieces = folder, group, layout, pieces
 
     def write(self, step: int, snapshot: Snapshot) -> Path:
-        """Commits folder/step-NNNNNNNN; a collective. An existing valid checkpoint of that step is kept.
+        """Saves folder/step-NNNNNNNN; a collective. Keeps an existing valid checkpoint of that step.
 
         The snapshot has this process's shards, in the shapes of `TensorLayout.local_shape`, and must not change until
-        this method returns. With `pieces`, plain data is taken from rank 0.
+        this method returns. With `pieces`, rank 0 supplies the plain data.
 
         Raises:
             UserError: with `pieces`, the processes don't share the folder's disk.
@@ -222,9 +222,9 @@ class CheckpointWriter:
             SaveError: a disk is full or fails (with `pieces` any rank's, else rank 0's or this rank's).
             TypeError: the state or the optimizer state is not plain data.
         """
-        contents = self._describe(step, snapshot)
+        contents = self._collect_contents(step, snapshot)
         target = self.folder / files.step_name(step)
-        there = self._run(lambda: self._is_there(target, contents))
+        there = self._run_on_all(lambda: self._is_saved(target, contents))
         writers = [0] if self.pieces else self.group.writers
         if all(there[writer] for writer in writers):
             return target
@@ -234,7 +234,7 @@ class CheckpointWriter:
             self._write_unsharded(target, contents, writes=self.group.rank in writers and not there[self.group.rank])
         return target
 
-    def _run(self, work: Callable[[], T]) -> list[T]:
+    def _run_on_all(self, work: Callable[[], T]) -> list[T]:
         """Returns the results of `work` (JSON data) by rank; a collective. Raises the first failed rank's error."""
         error: Exception | None = None
         try:
@@ -256,8 +256,8 @@ class CheckpointWriter:
         kind, what, where, hints = answers[failed]["error"]
         raise _ERRORS[kind](what, f"rank {failed}: {where}" if where else f"rank {failed}", tuple(hints)) from error
 
-    def _describe(self, step: int, snapshot: Snapshot) -> Contents:
-        """Returns this rank's contents after a check that all ranks save the same network; a collective."""
+    def _collect_contents(self, step: int, snapshot: Snapshot) -> Contents:
+        """Returns this rank's contents to write; checks that all ranks save the same network. A collective."""
         made: list[Contents] = []
 
         def digest() -> str:
@@ -272,14 +272,14 @@ class CheckpointWriter:
             }
             return hashlib.sha256(json.dumps([step, mesh.as_dict(), tensors]).encode()).hexdigest()
 
-        digests = self._run(digest)
+        digests = self._run_on_all(digest)
         other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
         if other is not None:
             raise RunError(f"ranks 0 and {other} are saving different networks or steps", f"rank {other}")
         return made[0]
 
-    def _is_there(self, target: Path, contents: Contents) -> bool:
-        """True on a writer that already has a valid checkpoint. Otherwise rank 0 checks the free space."""
+    def _is_saved(self, target: Path, contents: Contents) -> bool:
+        """True on a writer that already has a valid checkpoint `target`. Otherwise rank 0 checks the free space."""
         if self.group.rank in self.group.writers and folders.verifies(target):
             return True
         if self.group.rank == 0:
@@ -295,7 +295,7 @@ class CheckpointWriter:
     def _write_pieces(self, target: Path, contents: Contents) -> None:
         with ExitStack() as stack:
             staged = self._shared_folder(stack, contents.step)
-            own = self._run(lambda: contents.write_pieces(staged, self.group.rank))
+            own = self._run_on_all(lambda: contents.write_pieces(staged, self.group.rank))
 
             def finish() -> None:
                 if self.group.rank == 0:
@@ -304,10 +304,10 @@ class CheckpointWriter:
                     folders.commit(staged, target)
                     folders.remember(target)
 
-            self._run(finish)
+            self._run_on_all(finish)
 
     def _shared_folder(self, stack: ExitStack, step: int) -> Path:
-        """Creates a staged folder on rank 0 and checks, by a token, that all ranks see it; a collective."""
+        """Creates a temporary folder on rank 0, and checks with a token file that all ranks see it; a collective."""
 
         def stage() -> list[str]:
             if self.group.rank != 0:
@@ -317,24 +317,24 @@ class CheckpointWriter:
             (staged / files.TOKEN).write_text(token)
             return [staged.name, token]
 
-        name, token = self._run(stage)[0]
+        name, token = self._run_on_all(stage)[0]
         staged = self.folder / name
 
-        def see() -> None:
+        def check_token() -> None:
             file = staged / files.TOKEN
             if not file.is_file() or file.read_text() != token:
                 what = f"rank {self.group.rank} can't see rank 0's checkpoint folder"
                 hints = ("move --out to a disk that all machines share", "or save without checkpoint.pieces")
                 raise UserError(what, str(self.folder), hints)
 
-        self._run(see)
+        self._run_on_all(check_token)
         return staged
 
     def _write_unsharded(self, target: Path, contents: Contents, *, writes: bool) -> None:
         assembled = self._assembled(contents)
         failed: list[OSError] = []
 
-        def take_part() -> None:
+        def write_or_send() -> None:
             try:
                 if writes:
                     self._prepare_folder(contents)
@@ -351,7 +351,7 @@ class CheckpointWriter:
                 for _ in assembled:
                     pass
 
-        self._run(take_part)
+        self._run_on_all(write_or_send)
         if failed:
             raise save_error(self.folder, failed[0]) from failed[0]
 
@@ -394,7 +394,7 @@ class CheckpointWriter:
 
 
 def _blocks(region: Region, item_bytes: int) -> Iterator[Region]:
-    """Divides a region into blocks, which are sent one by one to limit the memory."""
+    """Divides a region into blocks of about 4 MiB, which are sent one by one to limit memory use."""
     sizes = size_of(region)
     if not sizes:
         yield region
@@ -407,7 +407,7 @@ def _blocks(region: Region, item_bytes: int) -> Iterator[Region]:
 
 
 def held_contents(step: int, snapshot: Snapshot, network_layout: NetworkLayout, rank: int) -> Contents:
-    """Describes a rank's shards. Raises RunError: the shards don't match the layouts. TypeError: data is not plain."""
+    """Returns a rank's contents to write. Raises RunError: shards don't match layouts. TypeError: data isn't plain."""
     _refuse_partly_sharded_ties(snapshot.model, network_layout)
     held: dict[str, Mapping[str, Tensor]] = {MODEL: snapshot.model}
     owners = {name: name for name in snapshot.model}
@@ -417,7 +417,7 @@ def held_contents(step: int, snapshot: Snapshot, network_layout: NetworkLayout, 
         texts[files.OPTIMIZER_PLAN] = files.json_text(branches)
         owners |= parameter_names(branches)
     tensors = {
-        kind: {name: _describe(name, one, owners.get(name, ""), network_layout, rank) for name, one in named.items()}
+        kind: {name: _entry_for(name, one, owners.get(name, ""), network_layout, rank) for name, one in named.items()}
         for kind, named in held.items()
     }
 
@@ -436,8 +436,8 @@ def _refuse_partly_sharded_ties(model: Mapping[str, Tensor], network_layout: Net
             raise RunError(f"{name} is tied to the sharded {other}, but has no layout", name)
 
 
-def _describe(name: str, tensor: Tensor, owner: str, network_layout: NetworkLayout, rank: int) -> describe.TensorEntry:
-    """Describes a tensor by its parameter's layout if the shapes match, else as unsharded."""
+def _entry_for(name: str, tensor: Tensor, owner: str, network_layout: NetworkLayout, rank: int) -> describe.TensorEntry:
+    """Describes a tensor with the layout of its parameter `owner` if the shapes match, else as unsharded."""
     shape = tuple(tensor.shape)
     layout = network_layout.layouts.get(owner) or unsharded(shape)
     expected = layout.local_shape(network_layout.mesh, rank)

@@ -1,4 +1,4 @@
-"""Setup of data-loading worker processes, which end with their parent."""
+"""Setup of data-loading worker processes, which exit when their parent exits."""
 
 import ctypes
 import os
@@ -17,11 +17,11 @@ _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
 
 
 def begin_worker(_number: int, *, parent: int, follow: bool) -> None:
-    """Sets up a worker process that ends with its parent and ignores stop signals, except the parent's SIGTERM.
+    """Makes this worker exit with its parent (a process ID) and ignore stop signals except the parent's SIGTERM.
 
-    A stop signal reaches the entire process group, but the parent needs its workers until it has saved. With `follow`,
-    the kernel kills this process when the parent's thread that started it ends; inherited files and ports would
-    otherwise stay open for seconds. Don't use `follow` in a thread that may end before its process.
+    A stop signal reaches the entire process group, but the parent needs its workers until it has saved a checkpoint.
+    With `follow`, the kernel kills the worker as soon as the parent's thread that started it ends; otherwise inherited
+    files and ports stay open for seconds. Set `follow` only if that thread lives as long as the parent process.
     """
     for number in {*STOPS} - {signal.SIGTERM}:
         signal.signal(number, signal.SIG_IGN)
@@ -37,7 +37,7 @@ def begin_worker(_number: int, *, parent: int, follow: bool) -> None:
 
 
 def _answer_with_error(answers: Any, error: Exception, answer: tuple[int, Any]) -> None:
-    """Sends an error instead of an answer that failed to send; otherwise the training process would wait forever."""
+    """Sends an error in place of an answer that can't be sent, or the training process would wait forever."""
     traceback.print_exc()
     number, content = answer
     if isinstance(content, RunError):

@@ -43,10 +43,10 @@ def corrupt(path: str, reason: str) -> CorruptImageError:
 
 
 def decode(path: str, channels: int, content: bytes | None = None, scale: int = 1) -> Image.Image:
-    """Decodes a picture to mode "RGB" (3 channels) or "L" (1), upright and opaque; the first frame if there are more.
+    """Decodes a picture (its first frame) to mode "RGB" (3 channels) or "L" (1), upright and without transparency.
 
     `content`: the file's bytes, if already read. `scale` (2, 4 or 8): a JPEG may be decoded at 1/scale of its size.
-    Raises CorruptImageError: the file is missing, empty, truncated, no picture, or has over 89 megapixels.
+    Raises CorruptImageError: the file is missing, empty, truncated, not a picture, or over 89 megapixels.
     """
     with _opened(path, content_of(path) if content is None else content) as image:
         if scale > 1:
@@ -91,7 +91,7 @@ def is_readable(path: str, content: bytes) -> bool:
 
 
 def content_of(path: str) -> bytes:
-    """Reads all bytes of a file, because Pillow would request as many bytes as the header claims."""
+    """Reads an entire file, because Pillow would allocate as many bytes as the picture's header claims."""
     try:
         with open_file(Path(path)) as file:
             return file.read()
@@ -104,7 +104,7 @@ def content_of(path: str) -> bytes:
 
 @contextlib.contextmanager
 def _opened(path: str, content: bytes) -> Iterator[Image.Image]:
-    """Yields an image whose header is read. Raises CorruptImageError: it is too large, or reading or decoding fails."""
+    """Yields an image that is not decoded yet. Raises CorruptImageError: too large, or reading or decoding fails."""
     try:
         with Image.open(io.BytesIO(content)) as image:
             if image.width * image.height > _MOST_MEGAPIXELS * 1_000_000:
@@ -159,10 +159,10 @@ def _without_alpha(image: Image.Image) -> Image.Image:
 
 
 def _to_eight_bits(image: Image.Image) -> Image.Image:
-    """Scales wide values to 0 … 255 instead of clipping them at 255.
+    """Scales 16-bit and 32-bit values to 0 … 255 instead of clipping them at 255.
 
-    16-bit values are divided by 257. 32-bit integers and floats have no agreed range: 0 to 1 (floats) is multiplied by
-    255, 0 to 255 stays, 0 to 65,535 is divided by 257, and any other range is stretched from minimum to maximum.
+    16-bit values are divided by 257. 32-bit integers and floats have no standard range: floats up to 1 are multiplied
+    by 255, values up to 255 stay, values up to 65,535 are divided by 257; others are stretched from minimum to maximum.
     """
     values = numpy.nan_to_num(numpy.array(image), copy=False)
     low, high = float(values.min()), float(values.max())

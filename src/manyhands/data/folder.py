@@ -1,7 +1,7 @@
-"""Lists class folders or their packed copy, divided into training and evaluation. Imports no torch.
+"""Lists the pictures in class folders, or in a packed copy of them, by split. Imports no torch.
 
-One process per machine lists a folder and saves the listing, which its other processes map into memory. The file lies
-in a temporary folder of one start of a run, and is therefore never older than that start.
+One process per machine lists a folder and saves the listing; the machine's other processes memory-map the saved files.
+They are in a temporary folder that belongs to one start of a run, so a listing is never older than that start.
 """
 
 import hashlib
@@ -61,10 +61,10 @@ Listed = tuple[Parts, tuple[str, ...]]  # listings, and messages for the user
 
 
 def list_parts(root: Path, *, whole: bool = False) -> Parts:
-    """Lists a folder's splits (training, evaluation and, if present, the final test), or a folder without splits.
+    """Returns a listing per split (training, evaluation, perhaps final test), or one for a folder without splits.
 
-    All listings have the same classes: a folder without pictures is a class only if another split has pictures of it.
-    With `whole`, folders with names of splits are classes, too, and one class is enough. Raises UserError: there are no
+    All listings have the same classes. An empty class folder counts only if another split has pictures of that class.
+    With `whole`, folders named like splits are classes too, and one class is enough. Raises UserError: there are no
     class folders, fewer than two have pictures, or the training split lacks a class.
     """
     layout, unused = FolderLayout() if whole else read_layout(root), Unused()
@@ -105,7 +105,7 @@ def _divide_by_inner_folders(listing: Listing, splits: Sequence[str]) -> list[Li
 
 
 def _with_same_classes(parts: list[Listing], least: int) -> tuple[list[Listing], list[str]]:
-    """Gives all listings the same classes (at least `least`); also returns messages about folders without pictures."""
+    """Returns (listings with equal classes, at least `least`; messages about folders without pictures)."""
     full = [{part.classes[label] for label in numpy.unique(part.labels)} for part in parts]
     trained = [name for name in parts[0].classes if name in full[0]]
     empty = [name for name in parts[0].classes if name not in full[0]]
@@ -137,7 +137,7 @@ def _with_same_classes(parts: list[Listing], least: int) -> tuple[list[Listing],
 
 
 def _list_classes(root: Path, top: Path, unused: Unused, taken: set[Identity]) -> tuple[Listing, set[Identity]]:
-    """Lists the split in `root` of the data set in `top`; also returns `taken` plus the folders that it entered."""
+    """Lists the split `root` of the data set `top`; returns (listing, `taken` and all folders that were entered)."""
     for above in [place for place in (root, *root.parents) if top in place.parents]:
         unused.add_files(above, f"{above.relative_to(top).as_posix()}/")
     classes = folders_in(root)
@@ -156,7 +156,7 @@ def _list_classes(root: Path, top: Path, unused: Unused, taken: set[Identity]) -
 
 
 def _check_names(root: Path, classes: tuple[str, ...]) -> None:
-    """Raises UserError for names that can't be displayed, and for two names that look the same."""
+    """Raises UserError for class names that aren't valid text, and for two names that look the same."""
     encoding = sys.getfilesystemencoding().lower()
     for name in classes:
         raw = os.fsencode(name)
@@ -178,9 +178,9 @@ def _first_names(names: Sequence[str]) -> str:
 
 
 def split(listing: Listing, share: float) -> tuple[Listing, Listing]:
-    """Splits a listing class by class into training and evaluation, depending on the file names only.
+    """Splits a listing into (training, evaluation), class by class. The result depends only on the file names.
 
-    Evaluation gets the fraction `share` of all pictures (rounded), and of each class's pictures to within one. A class
+    Evaluation gets the fraction `share` of all pictures (rounded), and of each class give or take one picture. A class
     of two or more pictures keeps at least one for training.
     """
     names = listing.names.names
@@ -213,6 +213,7 @@ def place_of_pack(root: Path) -> Path:
 
 
 def list_pack(folder: Path) -> Listed:
+    """Returns (a listing per split, messages) of a pack. Raises UserError: the pack was altered."""
     pack = open_pack(folder)
     listings: list[Listing] = []
     for word, start, stop in pack.groups:
@@ -245,6 +246,7 @@ def difference(pack: PackedSet, listings: Sequence[Listing]) -> str:
 
 
 def use_pack(root: Path, listings: Parts, options: DataOptions) -> Listed:
+    """Makes listings read from the folder's pack if that is up to date; returns (listings, messages)."""
     place = place_of_pack(root)
     if not options.packed or not is_pack(place):
         return listings, ()
@@ -273,7 +275,7 @@ def _notes(pack: PackedSet) -> tuple[str, ...]:
 
 
 def list_folder(root: Path, options: DataOptions, *, whole: bool = False) -> Listed:
-    """Lists the splits of a folder or pack, as training, evaluation and perhaps final test; with `whole`, undivided."""
+    """Returns (listings of training, evaluation and perhaps final test; messages); with `whole`, a single listing."""
     parts, notes = list_pack(root) if is_pack(root) else use_pack(root, list_parts(root, whole=whole), options)
     if whole:
         return parts[:1], notes
@@ -281,7 +283,7 @@ def list_folder(root: Path, options: DataOptions, *, whole: bool = False) -> Lis
 
 
 def list_once(root: Path, options: DataOptions, *, whole: bool = False) -> Listed:
-    """Calls `list_folder` in one process per machine, which shares the result; a repeated request lists again."""
+    """Calls `list_folder` in one process per machine, which shares the result. A repeated call lists again."""
     shared = workers_folder()
     if shared is None or is_pack(root):
         return list_folder(root, options, whole=whole)
@@ -313,7 +315,7 @@ def _write_listings(folder: Path, root: Path, made: Listed) -> None:
 
 
 def _read_listings(folder: Path, root: Path) -> Listed:
-    """Maps the arrays copy-on-write: nothing writes to them, but torch accepts no read-only arrays."""
+    """Memory-maps a saved listing, copy-on-write only because torch accepts no read-only arrays."""
     index = parse_json((folder / _INDEX).read_bytes())
     pack = open_pack(place_of_pack(root)) if any(each["columns"] > 2 for each in index["listings"]) else None
     listings: list[Listing] = []

@@ -1,7 +1,7 @@
-"""Opens a folder of pictures; small ones of equal size are decoded once per host, others are read as files.
+"""Opens a folder of pictures. Small pictures of one size are decoded once per host; others are decoded when read.
 
-A cache entry is named by a digest of the folder's content (names, sizes, times). <key>.npy has the pixels; <key>.json,
-written last, marks the pixels as complete and lists the unreadable pictures.
+The key of a cache entry is a digest of the names, sizes and times of the folder's files. <key>.npy has the pixels;
+<key>.json, written last, marks the pixels as complete and lists the unreadable pictures.
 """
 
 import contextlib
@@ -37,15 +37,15 @@ _USUAL_SIZE = 224
 
 
 class _DiffersError(Exception):
-    """A picture differs from the others in size or in color."""
+    """Raised for a picture that has another size than expected, or color in place of grey."""
 
 
 def decode_once(listing: Listing, channels: int, size: int = 0, *, grey_only: bool = False) -> Decoded | None:
-    """Decodes all pictures once per host; `size` 0: only to find unreadable pictures.
+    """Decodes all pictures, once per host, and caches the pixels; `size` 0: only finds unreadable pictures.
 
-    Returns None if a picture is not size x size or, with `grey_only`, not grey.
+    Returns None if a picture is not `size` x `size` or, with `grey_only`, not grey.
     """
-    pixels = cache_folder() / "decoded" / f"{_key(listing, 'pixels', channels, size, grey_only)}.npy"
+    pixels = cache_folder() / "decoded" / f"{_cache_key(listing, 'pixels', channels, size, grey_only)}.npy"
     file = pixels.with_suffix(".json")
     with one_at_a_time(file):
         report = read_object(file)
@@ -62,11 +62,11 @@ def decode_once(listing: Listing, channels: int, size: int = 0, *, grey_only: bo
 
 
 def _decode_all(listing: Listing, target: Path, channels: int, size: int, grey_only: bool) -> dict[str, Any]:
-    """Writes the pixels to a file (a memory-mapped one would crash on a full disk); returns <key>.json's content."""
+    """Writes all pixels to `target`, without mmap, which crashes on a full disk; returns the content of <key>.json."""
     corrupt: list[int] = []
 
     def pixels(index: int) -> bytes | None:
-        image = _decoded(listing, index, channels, grey_only=grey_only)
+        image = _decode_or_none(listing, index, channels, grey_only=grey_only)
         if image is None:
             return None
         if size and image.size != (size, size):
@@ -87,7 +87,7 @@ def _decode_all(listing: Listing, target: Path, channels: int, size: int, grey_o
     return {"differs": False, "corrupt": corrupt}
 
 
-def _decoded(listing: Listing, index: int, channels: int, *, grey_only: bool = False) -> Image.Image | None:
+def _decode_or_none(listing: Listing, index: int, channels: int, *, grey_only: bool = False) -> Image.Image | None:
     path, content = listing.names[index], listing.names.content(index)
     try:
         if grey_only and not probe(path, content).grey:
@@ -104,7 +104,7 @@ def _in_threads(function: Callable[[int], Any], count: int) -> Iterator[Any]:
             yield from pool.map(function, range(start, min(start + _BLOCK, count)))
 
 
-def _key(listing: Listing, *purpose: object) -> str:
+def _cache_key(listing: Listing, *purpose: object) -> str:
     digest = hashlib.sha256(f"{_FORMAT} {purpose} {listing.root.resolve()}".encode(errors="surrogateescape"))
     if packed := listing.names.packed:
         digest.update(packed.pack.digest.encode() + packed.rows.tobytes())
@@ -119,20 +119,20 @@ def open_folder(
 ) -> Splits:
     """Opens a folder of class folders, or of train/ and val/ with class folders.
 
-    Square pictures of one size up to 64 stay in memory if they fit `options.memory_limit_mib`. `usual`: replaces the
-    measured preprocessing. `whole`: the folder is undivided, and both splits have all pictures. Raises UserError: the
-    folder can't be used.
+    Square pictures of one size, up to 64 pixels, stay in memory if they fit `options.memory_limit_mib`. `usual`:
+    preprocessing to use instead of measured values. `whole`: don't divide the folder; both splits have all pictures.
+    Raises UserError: the folder can't be used.
     """
     listings, notes = list_once(root, options, whole=whole)
     size, channels, equal = _probe_headers(listings[0], options.channels)
-    in_memory = _in_memory(listings, size, channels, options) if equal else None
+    in_memory = _try_decode(listings, size, channels, options) if equal else None
     if in_memory:
         pixels = measured_pixels(in_memory[0][0], "crop-flip")
     elif size <= _SMALL:
         pixels = photograph_pixels(size, channels, "crop-flip")
     else:
         pixels = photograph_pixels(_USUAL_SIZE, channels, "resized-crop-flip")
-    opened = [_source(listing, in_memory[n] if in_memory else None, options) for n, listing in enumerate(listings)]
+    opened = [_make_source(listing, in_memory[n] if in_memory else None, options) for n, listing in enumerate(listings)]
     sources, unreadable = [source for source, _ in opened], tuple(path for _, paths in opened for path in paths)
     train, test = sources[0], sources[0 if whole else 1]
     held_out = sources[2] if len(sources) > 2 else None
@@ -141,15 +141,15 @@ def open_folder(
     else:
         text = describe(title or root.resolve().name, train, test, str(root))
         text += f"; {len(unreadable):,} unreadable pictures skipped" if unreadable else ""
-        text += f"; {len(held_out):,} more in {listings[2].folder}/ are held out" if held_out is not None else ""
+        text += f"; {len(held_out):,} more in {listings[2].folder}/ for the final test" if held_out is not None else ""
     notes = (*(note for listing in listings for note in listing.notes), *notes)
     packed = listings[0].names.packed
     pack = packed.pack.folder.name if packed else ""
     return Splits(train, test, listings[0].classes, text, usual or pixels, unreadable, notes, pack, held_out)
 
 
-def _source(listing: Listing, decoded: Decoded | None, options: DataOptions) -> tuple[Source, list[str]]:
-    """Returns a listing's readable pictures, in memory if decoded, and the paths of the unreadable ones."""
+def _make_source(listing: Listing, decoded: Decoded | None, options: DataOptions) -> tuple[Source, list[str]]:
+    """Returns (source of the readable pictures, in memory if decoded; paths of the unreadable pictures)."""
     images, corrupt = decoded or (None, ())
     if decoded is None and options.skip_corrupt:
         _, corrupt = decode_once(listing, 3) or (None, ())
@@ -162,7 +162,7 @@ def _source(listing: Listing, decoded: Decoded | None, options: DataOptions) -> 
 
 
 def _probe_headers(listing: Listing, channels: int) -> tuple[int, int, bool]:
-    """Reads some headers; returns the largest side, the channels, and True for equal squares of at most 64 pixels."""
+    """Reads some headers; returns (largest side, channels, True if all are squares of one size up to 64 pixels)."""
     seen = []
     for index in spread(_PROBES, len(listing)).tolist():
         with contextlib.suppress(CorruptImageError):
@@ -174,8 +174,8 @@ def _probe_headers(listing: Listing, channels: int) -> tuple[int, int, bool]:
     return max(sizes), channels or (1 if all(header.grey for header in seen) else 3), equal
 
 
-def _in_memory(listings: tuple[Listing, ...], size: int, channels: int, options: DataOptions) -> list[Decoded] | None:
-    """Decodes all splits, in RGB if one picture has color; None if they exceed the memory limit or differ in size."""
+def _try_decode(listings: tuple[Listing, ...], size: int, channels: int, options: DataOptions) -> list[Decoded] | None:
+    """Decodes all splits, in RGB if any picture has color; returns None if memory is too small or sizes differ."""
     total = sum(map(len, listings)) * channels * size * size
     if total > options.memory_limit_mib << 20:
         return None
@@ -184,7 +184,7 @@ def _in_memory(listings: tuple[Listing, ...], size: int, channels: int, options:
     for listing in listings:
         decoded = decode_once(listing, channels, size, grey_only=grey_only)
         if decoded is None:
-            return _in_memory(listings, size, 3, options) if grey_only else None
+            return _try_decode(listings, size, 3, options) if grey_only else None
         if decoded[1] and not options.skip_corrupt:
             bad = decoded[1][0]
             decode(listing.names[bad], channels, listing.names.content(bad))  # raises the error that made it unreadable

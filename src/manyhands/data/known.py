@@ -1,4 +1,4 @@
-"""Known data sets, the names of their published files, and detection of a set in a folder. Imports no torch."""
+"""Built-in ("known") data sets: names of published files, and detection of a set in a folder. Imports no torch."""
 
 import functools
 import gzip
@@ -15,7 +15,7 @@ CHOICES = "manyhands.data.datasets"
 
 @dataclass(frozen=True)
 class CifarForm:
-    """The files of one published format of CIFAR."""
+    """The files of one of the formats in which CIFAR is published, such as Python pickles."""
 
     folder: str  # folder inside the archive
     archive: str
@@ -110,7 +110,7 @@ _MNIST = {name: known for name, known in KNOWN.items() if known.folder}
 
 
 def recognise(place: Path) -> str:
-    """Returns the name of the known set whose files are in the folder `place` or whose archive it is; else ""."""
+    """Returns the name of the built-in data set in a folder or archive, or "". Raises UserError: ambiguous files."""
     if not place.is_dir():
         return next((name for name, forms in _CIFAR.items() if place.name in {form.archive for form in forms}), "")
     found = [name for name in _CIFAR if cifar_files(place, name)]
@@ -134,18 +134,18 @@ def _choice_names() -> dict[str, tuple[str, ...]]:
 
 
 def is_published(name: str) -> bool:
-    """True for the exact name of a built-in data set, whose samples are in memory or generated."""
+    """True for the full name of a built-in data set; the samples of these sets are in memory or generated."""
     return any(name in names for names in _choice_names().values())
 
 
 def choice_named(name: str) -> str:
-    """Returns the `datasets` module that lists `name`, or its prefix such as "torchvision:"; empty: none does."""
+    """Returns the `datasets` module whose `NAMES` has `name` or its prefix, such as "torchvision:"; "" if none has."""
     words = {name, name.partition(":")[0] + ":"}
     return next((module for module, names in _choice_names().items() if words & {*names}), "")
 
 
 def find_choice(name: str) -> str:
-    """Returns the `datasets` module that opens `name`: a known name, "torchvision:…", an object or a folder."""
+    """Returns the `datasets` module that opens `name`: a built-in name, "torchvision:…", file.py:function or a path."""
     if module := choice_named(name):
         return module
     place = Path(name).expanduser()
@@ -170,14 +170,14 @@ def find_choice(name: str) -> str:
 
 
 def known_set_at(name: str) -> tuple[str, str] | None:
-    """Returns a known set's name and the folder of its files if `name` is a path to the set's files."""
+    """Returns (data set, folder) if `name` is the path of a built-in data set's folder or archive, else None."""
     place = Path(name).expanduser()
     known = recognise(place) if name and name not in KNOWN and place.exists() else ""
     return (known, str(place if place.is_dir() else place.parent)) if known else None
 
 
 def cifar_files(folder: Path, name: str) -> tuple[CifarForm, Path] | None:
-    """Finds the files of a CIFAR set at or below a data folder; returns their format, and their folder or archive."""
+    """Finds a CIFAR set's files in or below a data folder; returns (format, their folder or archive), or None."""
     for above in (folder / name, folder):
         for form in KNOWN[name].forms:
             for place in (above / form.folder, above / form.archive):
@@ -189,7 +189,7 @@ def cifar_files(folder: Path, name: str) -> tuple[CifarForm, Path] | None:
 
 
 def mnist_places(folder: Path, name: str) -> list[Path]:
-    """Returns folders in or below a data folder that may have the files of a set, the most likely first."""
+    """Returns the folders, in or below a data folder, that may contain the files of a set; the most likely first."""
     own, kept = folder / name, KNOWN[name].folder
     below = [own, own / "raw", own / kept / "raw", folder / kept / "raw"]
     # The data folder itself may have this set's files, or another set's under the same names.
@@ -197,20 +197,20 @@ def mnist_places(folder: Path, name: str) -> list[Path]:
 
 
 def mnist_files(place: Path) -> dict[str, Path]:
-    """Returns MNIST's four files by their published names, compressed or not; empty if one is missing."""
+    """Returns {published name: path} of MNIST's four files, compressed or not; {} if one is missing."""
     found = {name: file for name in _MNIST_FILES if (file := find_file(name, [place]))}
     return found if len(found) == len(_MNIST_FILES) else {}
 
 
 def find_file(name: str, places: list[Path]) -> Path | None:
-    """Finds a published file in the first folder that has it, with or without .gz, or "x.idx3" for "x-idx3"."""
+    """Finds a published file in the first folder that has it; its name may lack .gz, or be "x.idx3" for "x-idx3"."""
     plain = name.removesuffix(".gz")
     words = (name, plain, plain.replace("-idx", ".idx"))
     return next((place / word for place in places for word in words if (place / word).is_file()), None)
 
 
 def mnist_name(files: dict[str, Path]) -> str:
-    """Returns the name of the set that files named like MNIST's belong to, by the first test labels; "" if unknown."""
+    """Returns the data set of files with MNIST's names, as identified by the first test labels; "" if unknown."""
     if not files:
         return ""
     path = files["t10k-labels-idx1-ubyte.gz"]

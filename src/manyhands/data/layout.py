@@ -1,4 +1,4 @@
-"""Recognizes the splits of a folder of pictures by name, and lists its class folders' pictures. Imports no torch."""
+"""Recognizes a data set's splits by folder names, and lists the pictures in class folders. Imports no torch."""
 
 import os
 import re
@@ -45,7 +45,7 @@ _USES = ("training", "evaluation", "the test at the end")
 
 @dataclass(frozen=True)
 class FolderLayout:
-    """The splits of a folder."""
+    """The folders of a data set's splits."""
 
     splits: tuple[str, ...] = ()  # folders for training, evaluation and the final test; empty: class folders only
     inside: bool = False  # class folders hold the splits; `splits` has short names, such as "train"
@@ -67,7 +67,7 @@ def read_layout(root: Path) -> FolderLayout:
         _refuse_splits_as_classes(root, kinds, others)
         notes += [f'the folder "{name}" is used as a class, not as a split' for name in kinds if len(folders) > 1]
         splits = _splits_inside(root, folders)
-        notes += [f"within each class folder {_uses(splits)}"] if splits else []
+        notes += [f"within each class folder {_describe_uses(splits)}"] if splits else []
         same = folders_in(root / folders[0]) if len(folders) > 1 and not splits else ()
         if len(same) > 1 and all(folders_in(root / name) == same for name in folders):
             what = f"the classes {_quoted(folders[:3])} all hold the folders {_quoted(same[:3])}"
@@ -88,19 +88,19 @@ def read_layout(root: Path) -> FolderLayout:
             notes.append(f"{name}/ is not evaluated: the folder has no class folders")
     used = tuple(filter(None, (train, val, test)))
     if any(name not in _EXACT for name in used) or any(holds_pictures(root / name) for name in others):
-        notes.insert(0, _uses(used))
+        notes.insert(0, _describe_uses(used))
     unused = tuple(name for name in folders if name not in used)
     return FolderLayout(tuple(_without_nesting(root, name) for name in used), unused=unused, notes=tuple(notes))
 
 
 def split_word(path: str) -> str:
-    """Returns the short name of a split's folder: "train" for "Training"; "valid" is unchanged."""
+    """Returns the short name of a split's folder, such as "train" for "Training"; "valid" is unchanged."""
     name = path.rpartition("/")[2]
     return name if name in _EXACT else parse_split(name)[0]
 
 
 def _split_kinds(folders: Iterable[str]) -> dict[str, str]:
-    """Maps split folders to "train", "val" …; other words of a name must recur in another (pets_train, pets_test)."""
+    """Maps split folders to "train", "val" …; extra words must be common to several, as in pets_train, pets_test."""
     parsed = {name: parse_split(name) for name in folders}
     kinds = {rest: {kind for kind, other in parsed.values() if kind and other == rest} for _, rest in parsed.values()}
     common = {rest for rest, found in kinds.items() if "train" in found and len(found) > 1}
@@ -108,7 +108,7 @@ def _split_kinds(folders: Iterable[str]) -> dict[str, str]:
 
 
 def parse_split(name: str) -> tuple[str, tuple[str, ...]]:
-    """Returns the split that a folder's name contains ("" if none), and its other words without usual affixes."""
+    """Parses a folder's name into (split or "", other words): "pets_train_images" gives ("train", ("pets",))."""
     words = re.findall(r"[^\W\d_]+", re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name).lower())
     words = [joined[1] if (joined := _JOINED.fullmatch(word)) else word for word in words]
     found = sorted({_SPLITS[word] for word in words if word in _SPLITS})
@@ -150,7 +150,7 @@ def _splits_inside(root: Path, classes: Sequence[str]) -> tuple[str, ...]:
 
 
 def _choose_folder(root: Path, names: list[str]) -> str:
-    """Returns the folder to use for a split, or "". Raises UserError: several names are possible."""
+    """Returns the folder to use for a split, or "" if there is none. Raises UserError: several are possible."""
     exact = [name for name in _EXACT if name in names]
     if not exact and len(names) > 1:
         hint = f"rename the right folder to {parse_split(names[0])[0]}, or move the rest elsewhere"
@@ -159,7 +159,7 @@ def _choose_folder(root: Path, names: list[str]) -> str:
 
 
 def _without_nesting(root: Path, name: str) -> str:
-    """Returns the folder's path, or its only subfolder's if both have the same name, as in unpacked archives."""
+    """Returns "train/train" if that is the only subfolder of "train", as in unpacked archives; else `name`."""
     inner = root / name / name
     single = folders_in(root / name) == (name,) and not inner.is_symlink() and bool(folders_in(inner))
     return f"{name}/{name}" if single else name
@@ -181,7 +181,7 @@ def _refuse(root: Path, what: str, *hints: str) -> NoReturn:
     raise UserError(what, str(root), hints)
 
 
-def _uses(names: Iterable[str]) -> str:
+def _describe_uses(names: Iterable[str]) -> str:
     return ", ".join(f"{name}/ is used for {use}" for name, use in zip(names, _USES, strict=False))
 
 
@@ -190,7 +190,7 @@ def _quoted(names: Iterable[str]) -> str:
 
 
 def plain_form(name: str) -> str:
-    """Returns a name as it looks: in Unicode's composed form (NFC), without spaces at the ends."""
+    """Normalizes a name, so that names that look the same are equal: Unicode NFC, without spaces at the ends."""
     return unicodedata.normalize("NFC", name).strip()
 
 
@@ -209,7 +209,7 @@ def is_junk(name: str) -> bool:
 
 
 class Unused:
-    """Counts the unused files and folders of a data set by kind, and keeps an example of each."""
+    """Counts the unused files and folders of a data set by kind, with an example of each kind."""
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
@@ -231,7 +231,7 @@ class Unused:
         self._examples[word] = min(path, self._examples.get(word, path))
 
     def add_files(self, folder: Path, prefix: str = "") -> None:
-        """Counts what lies directly in `folder` and isn't a class folder: files, and junk folders."""
+        """Counts the files and junk folders directly in `folder`; its other subfolders are classes."""
         for entry, kind in _entries(folder):
             if kind != "folder" or is_junk(entry.name):
                 self.add(prefix + entry.name, kind)
@@ -256,11 +256,10 @@ class Unused:
 def list_classes(
     root: Path, classes: Sequence[str], entered: set[Identity], unused: Unused, prefix: str
 ) -> list[numpy.ndarray]:
-    """Lists the pictures in each class folder, at any depth, as sorted paths below `root`.
+    """Returns the pictures in each class folder, at any depth, as sorted paths below `root`; an array per class.
 
-    Adds listed folders to `entered`, and other files to `unused`, as paths that begin with `prefix`. Real folders are
-    listed before links. A link to an entered folder is not followed: the link could be a loop, or assign pictures to a
-    second class. Raises UserError: a folder can't be read.
+    Adds folders to `entered`, and other files, with `prefix`, to `unused`. Follows symbolic links last, and not to
+    entered folders: they could be loops, or put pictures into two classes. Raises UserError: a folder is unreadable.
     """
 
     def is_new(name: str) -> bool:
@@ -309,7 +308,7 @@ def class_identities(root: Path, folders: Sequence[str]) -> set[Identity]:
 
 
 def folders_in(root: Path) -> tuple[str, ...]:
-    """Returns the subfolders' names, including links, without junk. Raises UserError: the folder can't be read."""
+    """Returns the names of subfolders and links to folders, except junk. Raises UserError: `root` can't be read."""
     return tuple(sorted(entry.name for entry, kind in _entries(root) if kind == "folder" and not is_junk(entry.name)))
 
 
@@ -323,16 +322,16 @@ def holds_pictures(folder: Path, *, deep: bool = True, suffixes: frozenset[str] 
 
 
 def _entries(folder: Path) -> list[tuple["os.DirEntry[str]", str]]:
-    """Returns a folder's entries with their kinds, of `_kind`."""
+    """Returns a folder's entries as pairs (entry, its `_entry_kind`)."""
     try:
         with os.scandir(folder) as entries:
-            return [(entry, _kind(entry)) for entry in entries]
+            return [(entry, _entry_kind(entry)) for entry in entries]
     except OSError as error:
         hints = ("make the folder readable, or remove the folder",)
         raise UserError(f"the folder {folder.name} can't be read: {error.strerror}", str(folder), hints) from error
 
 
-def _kind(entry: "os.DirEntry[str]") -> str:
+def _entry_kind(entry: "os.DirEntry[str]") -> str:
     """Returns "folder", "file" (also for a broken link), or a description of a looping link or a device."""
     try:
         if entry.is_dir():

@@ -42,10 +42,10 @@ class Loader(ABC):
 
     @abstractmethod
     def batches(self, epoch: int, requests: Iterable[Tensor]) -> Iterator[Batch]:
-        """Yields a batch for each request, an int64 tensor [n] of sample indices, in order.
+        """Yields a batch for each request, in order; a request is an int64 tensor [n] of sample indices.
 
-        Reads ahead; only one iterator may be active. A sample's pixels depend only on seed, epoch and sample. Raises
-        CorruptImageError: a picture can't be read.
+        Prefetches, so only one iterator may be active. A sample's pixels depend only on the seed, the epoch and its
+        index. Raises CorruptImageError: a picture can't be read.
         """
 
     def close(self) -> None:  # noqa: B027 - most loaders have nothing to end
@@ -69,8 +69,8 @@ def open_loader(  # noqa: PLR0913 - all but two are named
 
     Pictures are normalized in float32 (float64 if `dtype` is float64), then converted to `dtype`. `workers`: decoding
     processes for samples that are not in memory; 0: decode in this process, -1: chosen from the number of cores.
-    `classes`: limit for the labels of user data; 0: unchecked. `replaces`: other pictures replace unreadable training
-    pictures.
+    `classes`: number of classes, to check the labels of user data; 0: unchecked. `replaces`: replace an unreadable
+    training picture by another one instead of raising an error.
     """
     layout = torch.channels_last if channels_last else torch.contiguous_format
     normalise = Normalise(pixels, torch.device(device), dtype, layout)
@@ -84,9 +84,9 @@ def open_loader(  # noqa: PLR0913 - all but two are named
 
 
 class MemoryLoader(Loader):
-    """Loads pictures from memory; processes several requests at once, because the overhead of operations dominates.
+    """Loads pictures from memory; processes several small requests at once to reduce the overhead of operations.
 
-    Grouping doesn't change values: augmentation depends on the sample only, and each pixel is normalized separately.
+    Pixels don't depend on the grouping: augmentation depends only on the sample, normalization only on the pixel.
     """
 
     def __init__(self, source: ImagesInMemory, pixels: Pixels, normalise: Normalise, *, train: bool, seed: int) -> None:
@@ -121,7 +121,7 @@ class MemoryLoader(Loader):
             yield from map(Batch, served, copied_to(self._normalise.device, labels).split(sizes), group)
 
     def _gather(self, group: list[Tensor]) -> tuple[Tensor, Tensor, tuple[list[Tensor], Tensor]]:
-        """Returns pictures uint8 [n, C * H * W], labels int64 [n], and the requests with their concatenation."""
+        """Returns (pictures uint8 [n, C * H * W], labels int64 [n], (requests, their concatenation int64 [n]))."""
         samples = group[0] if len(group) == 1 else torch.cat(group)
         if self._pins:
             samples = samples.pin_memory()
@@ -155,7 +155,7 @@ def _on_device(images: Tensor, device: torch.device) -> Tensor:
 
 
 def worker_count(requested: int, processes: int = 1) -> int:
-    """Returns the number of decoding processes per training process; -1 requests an equal share of the cores."""
+    """Returns the number of decoding processes per rank; `requested` -1: an equal share of the cores, at most 8."""
     if requested >= 0:
         return requested
     return max(1, min(_MOST_WORKERS, int(cores()) // max(1, processes)))
@@ -185,7 +185,7 @@ class WorkerLoader(Loader):
             yield Batch(self._normalise(images), labels, posted.popleft())
 
     def close(self) -> None:
-        """Ends the worker processes now: the garbage collector might end their queues first and wait 10 seconds."""
+        """Ends the worker processes now; the garbage collector might close their queues first, then wait 10 seconds."""
         end = getattr(self._answers, "_shutdown_workers", None)
         self._answers = self._loader = None
         if end is not None:
@@ -222,10 +222,10 @@ class WorkerLoader(Loader):
 
 
 def create_socket_folder() -> None:
-    """Makes multiprocessing create its socket folder in this start's folder, or elsewhere if that path is too long.
+    """Creates multiprocessing's folder for sockets in the run's temporary folder, or elsewhere if its path is too long.
 
-    Otherwise multiprocessing would create one when a process first sends a tensor; forked processes inherit the folder.
-    Raises RunError: no writable folder has a path that is short enough.
+    Forked processes inherit the folder; otherwise each process creates its own when it first sends a tensor. Raises
+    RunError: no writable folder has a path that is short enough.
     """
     before = tempfile.gettempdir()
     for place in map(str, filter(None, (workers_folder(), before, *_SHORT))):
@@ -242,10 +242,10 @@ def create_socket_folder() -> None:
 
 
 class _Requests:
-    """The batch sampler of torch's loader; yields the requests of the current epoch."""
+    """A batch sampler for torch's DataLoader that yields the current epoch's requests."""
 
     def begin(self, epoch: int, requests: Iterable[Tensor]) -> deque[Tensor]:
-        """Sets the requests; returns a queue of the requests that workers have received."""
+        """Sets the requests of an epoch; returns a queue that gets each request when it is sent to a worker."""
         self._epoch, self._requests, self._posted = epoch, requests, deque[Tensor]()
         return self._posted
 

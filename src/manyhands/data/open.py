@@ -19,27 +19,27 @@ _AHEAD: dict[tuple[str, str], Splits] = {}  # results of `open_ahead`, by option
 
 
 def open_ahead(options: DataOptions) -> None:
-    """Opens a local data set before processes are forked; ignores errors, which the forked processes report."""
+    """Opens a data set, without downloads, for processes forked later. Ignores errors, which those processes report."""
     with contextlib.suppress(UserError):
-        _AHEAD[_key(options)] = open_data(options.model_copy(update={"download": False}))
+        _AHEAD[_options_key(options)] = open_data(options.model_copy(update={"download": False}))
 
 
-def _key(options: DataOptions) -> tuple[str, str]:
+def _options_key(options: DataOptions) -> tuple[str, str]:
     return options.model_dump_json(exclude={"download"}), str(data_folder(options))
 
 
 def open_data(options: DataOptions) -> Splits:
     """Opens the data set `options.name`, downloading it if needed. Raises UserError: the data can't be used."""
-    if ahead := _AHEAD.get(_key(options)):
+    if ahead := _AHEAD.get(_options_key(options)):
         return ahead
     if known := known_set_at(options.name):
         options = options.model_copy(update={"name": known[0], "dir": known[1]})
     choice = load_choice(CHOICES, find_choice(options.name))
-    return with_named_held_out(_limited(choice.open(options.name, options), options), options)
+    return with_named_held_out(_limit_samples(choice.open(options.name, options), options), options)
 
 
 def with_named_held_out(splits: Splits, options: DataOptions) -> Splits:
-    """Adds the data set `options.held_out`, if any, for the final test. Raises UserError: its classes differ."""
+    """Adds the data set `options.held_out`, if set, for the final test. Raises UserError: its classes differ."""
     if not options.held_out:
         return splits
     own = options.model_copy(update={"name": options.held_out, "held_out": "", "train_samples": 0, "test_samples": 0})
@@ -49,7 +49,7 @@ def with_named_held_out(splits: Splits, options: DataOptions) -> Splits:
 
 
 def _with_held_out(splits: Splits, source: Source, place: str) -> Splits:
-    text = f"{splits.description}; {len(source):,} more of {place} are held out"
+    text = f"{splits.description}; {len(source):,} more of {place} for the final test"
     return replace(splits, held_out=source, description=text)
 
 
@@ -65,7 +65,7 @@ def is_plain_folder(name: str) -> bool:
 
 
 def open_whole(options: DataOptions) -> Splits:
-    """Opens a folder without splits for evaluation; both splits have all pictures, or `test_samples` of them."""
+    """Opens a folder without splits for evaluation; both splits get all pictures, or `options.test_samples` of them."""
     from manyhands.data.gallery import open_folder
 
     opened = open_folder(Path(options.name).expanduser(), options, whole=True)
@@ -74,12 +74,12 @@ def open_whole(options: DataOptions) -> Splits:
 
 
 def from_objects(train: Any, test: Any | None, options: DataOptions, held_out: Any | None = None) -> Splits:
-    """Wraps the user's data sets: torch Datasets, or objects with a length and an index; see `UserSamples`.
+    """Wraps the user's data sets: torch Datasets, or objects with __len__ and __getitem__; see `UserSamples`.
 
     Without `test`, the fraction `options.validation` of the training samples is used for evaluation; `held_out` is
-    evaluated once, at the end. Raises UserError: an object is no data set, or its samples can't be used.
+    evaluated once, at the end. Raises UserError: an object is not a data set, or has unusable samples.
     """
-    splits = with_named_held_out(_limited(splits_of_objects(train, test, options), options), options)
+    splits = with_named_held_out(_limit_samples(splits_of_objects(train, test, options), options), options)
     if held_out is None:
         return splits
     place = "the held-out set"
@@ -88,13 +88,13 @@ def from_objects(train: Any, test: Any | None, options: DataOptions, held_out: A
 
 def from_targets(train: Any, options: DataOptions) -> Splits:
     """Wraps samples whose targets are not classes, for a custom loss; see `UserSamples`."""
-    return _limited(splits_of_targets(train), options)
+    return _limit_samples(splits_of_targets(train), options)
 
 
 def resolve_pixels(
     options: DataOptions, pixels: Pixels, *, model_channels: int | None = None, model_size: int | None = None
 ) -> Pixels:
-    """Selects size, channels, mean, deviation and augmentation from the options, else the model, else the data."""
+    """Returns the preprocessing to use: each setting is taken from the options, else the model, else `pixels`."""
     channels = options.channels or model_channels or pixels.channels
     size = options.image_size or model_size or pixels.size
     return replace(
@@ -111,8 +111,8 @@ def resolve_pixels(
     )
 
 
-def _limited(splits: Splits, options: DataOptions) -> Splits:
-    """Reduces the splits to a fixed choice of `train_samples` and `test_samples` samples."""
+def _limit_samples(splits: Splits, options: DataOptions) -> Splits:
+    """Limits the splits to `train_samples` and `test_samples` samples: a random choice, the same each time."""
     train = _subset(splits.train, options.train_samples)
     test = _subset(splits.test, options.test_samples)
     held_out = _subset(splits.held_out, options.test_samples) if splits.held_out is not None else None
@@ -127,9 +127,9 @@ def _subset(source: Source, count: int) -> Source:
 
 
 def _per_channel(values: tuple[float, ...], channels: int, where: str) -> tuple[float, ...]:
-    """Returns a mean or deviation for each channel: one value is repeated, three are averaged for grey."""
+    """Returns a mean or deviation per channel: a single value is repeated, three are averaged for grey pictures."""
     if where == "data.std" and min(values) <= 0:
-        raise UserError("a standard deviation must be above zero", where, (f"found {list(values)}",))
+        raise UserError("a standard deviation must be above zero", where, (f"use positive values, not {list(values)}",))
     if len(values) == channels:
         return values
     if len(values) == 1:

@@ -70,13 +70,13 @@ class DataOptions(Options):
 
 
 def cache_folder() -> Path:
-    """Returns MANYHANDS_CACHE or the user's cache folder, without creating it."""
+    """Returns the folder that MANYHANDS_CACHE names, else the user's cache folder. Doesn't create it."""
     named = os.environ.get("MANYHANDS_CACHE", "")
     return Path(named).expanduser() if named else Path(user_cache_dir("manyhands"))
 
 
 def data_folder(options: DataOptions) -> Path:
-    """Returns the folder of named data sets: options.dir, MANYHANDS_DATA, or one in the cache. Doesn't create it."""
+    """Returns the folder of named data sets: options.dir, MANYHANDS_DATA, or data/ in the cache. Doesn't create it."""
     named = options.dir or os.environ.get("MANYHANDS_DATA", "")
     return Path(named).expanduser() if named else cache_folder() / "data"
 
@@ -94,7 +94,7 @@ def private_folder(name: str) -> Path:
 
 
 def others_can_write(folder: os.stat_result) -> bool:
-    """True if a user other than root and this one may replace the content of a folder."""
+    """True if any user except root and the current user may replace the content of a folder."""
     mode, user = folder.st_mode, os.getuid()
     # Many systems give each user a group with the same ID as the user.
     writable = mode & stat.S_IWOTH or (mode & stat.S_IWGRP and folder.st_gid not in {0, user})
@@ -103,7 +103,7 @@ def others_can_write(folder: os.stat_result) -> bool:
 
 
 def is_ours_alone(path: Path) -> bool:
-    """True for a file or folder (no symbolic link) that this user owns and no other user can write to."""
+    """True for a file or folder (not a symbolic link) that only the current user, its owner, can write to."""
     with suppress(FileNotFoundError):
         state = path.lstat()
         return not stat.S_ISLNK(state.st_mode) and state.st_uid == os.getuid() and not state.st_mode & 0o022

@@ -1,4 +1,4 @@
-"""The samples of each update, a pure function of seed, epoch and step, and each process's share of the samples.
+"""Selects the samples of each update from seed, epoch and step alone, and divides them among the processes.
 
 An epoch is a permutation of the training samples, divided into global batches. A global batch is divided into
 micro-batches, and a micro-batch into one contiguous share per process.
@@ -24,7 +24,7 @@ ALIGNED_SHARE_LIMIT = 1.15  # maximum ratio to the fair share if alignment with 
 
 @dataclass(frozen=True)
 class Order:
-    """The order of training samples."""
+    """The order of the training samples in each epoch."""
 
     length: int  # samples in the training split
     batch: int  # samples in a global batch
@@ -41,7 +41,7 @@ class Order:
         return torch.randperm(self.length, generator=generator)
 
     def batches(self, epoch: int, first_step: int = 0) -> Iterator[Tensor]:
-        """Yields the global batches of an epoch from `first_step` on, int64 [up to `batch`] each."""
+        """Yields the global batches of an epoch from `first_step` on, as sample indices int64 [n], n ≤ `batch`."""
         samples = self.permutation(epoch)
         for step in range(first_step, self.steps_per_epoch):
             yield samples[step * self.batch : (step + 1) * self.batch]
@@ -49,7 +49,7 @@ class Order:
 
 @dataclass(frozen=True)
 class BatchSharing:
-    """The division of global batches into micro-batches, and of micro-batches into shares of the processes."""
+    """The division of global batches into micro-batches, and of micro-batches into one share per process."""
 
     processes: int
     micro_batch: int = 0  # maximum samples of a process in one micro-batch; 0: no limit
@@ -64,11 +64,11 @@ class BatchSharing:
 
     @property
     def largest(self) -> int:
-        """The maximum samples in one micro-batch of all processes; 0: no limit."""
+        """The maximum number of samples in one micro-batch, over all processes; 0: no limit."""
         return self.micro_batch * self.edges[-1] // max(self.shares, default=1)
 
     def within(self, most: int, count: int) -> "BatchSharing":
-        """Returns a copy whose passes have up to `most` samples (0: any), or one group; `count`: samples per update."""
+        """Returns a copy that limits a pass to `most` samples (0: any) or one group; an update has `count` samples."""
         if self.micro_batch or not most:
             return replace(self, most=self.largest_share(count))
         widest = max(last - first for first, last in itertools.pairwise(group_edges(count, self.group)))
@@ -77,17 +77,17 @@ class BatchSharing:
         return replace(self, micro_batch=0 if fits else max(most, needed), most=most)
 
     def largest_share(self, count: int) -> int:
-        """Returns the maximum samples of a process in one pass, in updates of `count` samples."""
+        """Returns the maximum number of samples per process and pass, in an update of `count` samples."""
         return max(share.count for shares in self.micro_batches(count) for share in shares)
 
     def micro_batches(self, count: int) -> tuple[tuple[Share, ...], ...]:
-        """Returns each process's share of each micro-batch. Raises UserError: a group exceeds the micro-batch."""
+        """Divides `count` samples into micro-batches of one share per rank. Raises UserError: a group is too large."""
         return _micro_batches(self, count)
 
 
 @functools.lru_cache(maxsize=256)
 def shares_of_micro_batch(count: int, group: int, bounds: tuple[int, int], processes: int) -> tuple[Share, ...]:
-    """Returns equal shares of samples `bounds` of a batch of `count` samples; `group` 0: no BatchNorm groups."""
+    """Divides samples bounds[0] to bounds[1] of a batch of `count` equally; `group`: as in `BatchSharing`."""
     return _shares(BatchSharing(processes, 0, group, aligned=False), group_edges(count, group), *bounds)
 
 
@@ -107,12 +107,12 @@ def _micro_batches(batch_sharing: BatchSharing, count: int) -> tuple[tuple[Share
 
 
 def sharing(count: int, group: int, bounds: tuple[int, int]) -> Callable[[int, int], Share]:
-    """Returns a function (processes, index) -> share of the micro-batch; see `shares_of_micro_batch`."""
+    """Returns a function (number of processes, rank) -> share of the micro-batch; see `shares_of_micro_batch`."""
     return lambda parts, index: shares_of_micro_batch(count, group, bounds, parts)[index]
 
 
 def group_edges(count: int, group: int) -> list[int]:
-    """Returns the bounds of groups of at most `group` samples, whose sizes differ by at most one; 0: single samples."""
+    """Returns the boundaries of groups of up to `group` samples, whose sizes differ by at most 1; 0: single samples."""
     groups = math.ceil(count / group) if group else count
     return [count * number // groups for number in range(groups + 1)]
 
@@ -129,7 +129,7 @@ def _shares(batch_sharing: BatchSharing, edges: list[int], start: int, stop: int
 
 
 def _boundaries(edges: list[int], batch_sharing: BatchSharing) -> list[tuple[int, int]]:
-    """Returns contiguous shares: entire groups if sizes change little and no process is idle, else as requested."""
+    """Returns (start, stop) by rank: entire groups if sizes change little and no rank is idle, else fair shares."""
     first, count, groups, cuts = edges[0], edges[-1] - edges[0], len(edges) - 1, batch_sharing.edges
     fair = list(itertools.pairwise(first + count * cut // cuts[-1] for cut in cuts))
     aligned = list(itertools.pairwise(edges[groups * cut // cuts[-1]] for cut in cuts))
@@ -164,12 +164,12 @@ def large_batch_note(batch: int, length: int) -> str:
 
 
 def evaluation_blocks(length: int, block: int) -> list[range]:
-    """Divides the evaluation split into blocks of `block` samples, whatever the rank count; the last may be smaller."""
+    """Divides the evaluation split into ranges of `block` samples, for any number of ranks; the last may be smaller."""
     return [range(start, min(start + block, length)) for start in range(0, length, block)]
 
 
 def dealt_blocks(count: int, shares: Sequence[int]) -> list[list[int]]:
-    """Returns block indices for each process: each block goes to the process that would finish it first."""
+    """Returns block indices by rank: each block goes to the rank that would finish it first at the speeds `shares`."""
     dealt: list[list[int]] = [[] for _ in shares]
     waiting = [(1 / share, rank) for rank, share in enumerate(shares)]
     heapq.heapify(waiting)

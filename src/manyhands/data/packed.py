@@ -1,4 +1,4 @@
-"""Names of a folder's pictures, and its packed copy: tar files in WebDataset's format, and an index. Imports no torch.
+"""A folder's file names, and its packed copy: tar files in WebDataset's format with an index. Imports no torch.
 
 pets.pack/
     pack.json           written last: classes, settings, each shard's digest, the digest of the set
@@ -6,11 +6,11 @@ pets.pack/
     folder.npz          sizes and times of the folder's files, to detect changes
     train-000000.tar    000000000.jpg, 000000000.cls, 000000001.jpg …
 
-Rows have the folder's order. The shards hold the pictures in a random order, whose seed is in pack.json. Each read
-checks the picture's CRC; therefore startup doesn't compute digests of the shards.
+Rows of samples.npz have the folder's order. Shards hold the pictures in a random order, whose seed is in pack.json.
+Each read of a picture verifies its CRC, so that shards needn't be hashed at startup.
 
-The names of millions of files are one array, which processes share by mapping a file. Python strings would need four
-times the memory, and reading a string would copy its page in each process.
+Millions of file names form one array, which processes share by memory-mapping a file. Python strings would need four
+times the memory, and their reference counts would make each process copy the pages that it reads.
 """
 
 import hashlib
@@ -75,7 +75,7 @@ class PictureNames:
     __hash__ = None  # pyright: ignore[reportAssignmentType]
 
     def content(self, place: int) -> bytes | None:
-        """Returns a picture's packed bytes, or None without them. Raises UserError: the packed copy was altered."""
+        """Returns a picture's bytes in the packed copy, None without a copy. Raises UserError: the copy was altered."""
         return self.packed.pack.content(int(self.packed.rows[place])) if self.packed else None
 
     def file_states(self) -> tuple[numpy.ndarray, numpy.ndarray]:
@@ -97,7 +97,7 @@ class PictureNames:
         return PictureNames(self.names[rows], self.root, packed)
 
     def blocks(self) -> Iterator[bytes]:
-        """Yields blocks of some thousand names below the folder, each name followed by a zero byte."""
+        """Yields the names, some thousand at a time, as bytes with a zero byte after each name."""
         for first in range(0, len(self), _BLOCK):
             yield b"".join(name + b"\0" for name in self.names[first : first + _BLOCK].tolist())
 
@@ -120,7 +120,7 @@ class ShardEntry(NamedTuple):
 
 
 class PackedSet(BaseModel, frozen=True, arbitrary_types_allowed=True):
-    """An open pack: the content of pack.json, and the columns."""
+    """An open pack: the content of pack.json, and the columns of both .npz files."""
 
     folder: Path
     classes: tuple[str, ...]
@@ -151,7 +151,7 @@ class PackedSet(BaseModel, frozen=True, arbitrary_types_allowed=True):
         entry = self.shards[shard]
         path = self.folder / entry.name
         try:
-            content = _mapped(str(path), entry.size_bytes)[offset : offset + length]
+            content = _map_shard(str(path), entry.size_bytes)[offset : offset + length]
         except (OSError, ValueError) as error:
             raise altered(path, str(error)) from error
         if zlib.crc32(content) != crc:
@@ -160,7 +160,7 @@ class PackedSet(BaseModel, frozen=True, arbitrary_types_allowed=True):
 
     @property
     def outdated_reason(self) -> str:
-        """The reason to pack an unchanged folder again, or ""."""
+        """The reason why even an unchanged folder must be packed again; "" if there is none."""
         if not self.size or self.decoding >= DECODING:
             return ""
         blocks = (block.lower() for block in self.names.blocks())
@@ -190,7 +190,7 @@ def altered(path: Path, reason: str) -> UserError:
 
 
 @lru_cache(maxsize=_OPEN_SHARDS)
-def _mapped(path: str, size_bytes: int) -> mmap.mmap:
+def _map_shard(path: str, size_bytes: int) -> mmap.mmap:
     with open_file(Path(path)) as file:
         view = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     if len(view) != size_bytes:
@@ -237,7 +237,7 @@ def digest_of(content: Mapping[str, Any]) -> str:
 
 
 def columns_digest(columns: Columns) -> str:
-    """Returns a digest of the values, because a .npz also contains the time of writing."""
+    """Returns a SHA-256 of the values; a digest of the .npz file would depend on the time of writing."""
     digest = hashlib.sha256()
     for name in sorted(columns):
         digest.update(f"{name} {columns[name].dtype.str} {columns[name].shape}".encode())
@@ -246,7 +246,7 @@ def columns_digest(columns: Columns) -> str:
 
 
 def read_columns(path: Path) -> Columns:
-    """Reads a .npz file. Raises OSError, ValueError: the file can't be read."""
+    """Reads a .npz file as {column: array}. Raises OSError, ValueError: the file can't be read."""
     try:
         with open_file(path) as file:
             found = numpy.load(file, allow_pickle=False)
@@ -265,7 +265,7 @@ def write_columns(path: Path, columns: Columns) -> None:
 
 
 def altered_shards(pack: PackedSet) -> list[str]:
-    """Reads all shards; returns the names of altered ones."""
+    """Hashes all shards; returns the names of those that differ from the index."""
     bad: list[str] = []
     for entry in pack.shards:
         digest = ""

@@ -1,4 +1,4 @@
-"""Packs a folder in several processes; resumes after an interruption. Imports no torch."""
+"""Makes the packed copy of a folder, in several processes; can resume after an interruption. Imports no torch."""
 
 import functools
 import hashlib
@@ -42,9 +42,9 @@ _COLUMN_TYPES = {"shard": numpy.uint32, "offset": numpy.uint64, "length": numpy.
 class PictureFile(NamedTuple):
     """A picture file to pack."""
 
-    row: int
+    row: int  # index in the folder's order
     path: str
-    label: int
+    label: int  # class index
     size_bytes: int
     time_ns: int
 
@@ -76,7 +76,7 @@ class ShardTask:
 
 
 def write_shard(task: ShardTask) -> None:
-    """Writes a shard, then its report. Raises UserError: a picture changed, or the disk is full or fails."""
+    """Writes a shard, then its report file. Raises UserError: a picture changed, or the disk is full or fails."""
     try:
         with replacing(task.target) as part:
             columns, size_bytes, digest = _write_tar(task, part)
@@ -112,7 +112,7 @@ def _write_tar(task: ShardTask, part: Path) -> tuple[Columns, int, str]:
 
 
 def packed_picture(member: PictureFile, request: PackRequest) -> tuple[str, bytes, bool]:
-    """Returns a picture's suffix and content in the pack, and True if the picture is readable."""
+    """Returns (suffix, content, readable) of a picture in the pack; resizes it if the request has a size."""
     content = _read_unchanged(member)
     suffix = Path(member.path).suffix.lower()[1:]
     if not request.size:
@@ -145,7 +145,7 @@ def _read_unchanged(member: PictureFile) -> bytes:
 
 
 def read_report(task: ShardTask) -> Columns | None:
-    """Returns the report of a shard that was written earlier; None if the shard is incomplete."""
+    """Reads the report file of a shard that was written earlier; returns None if the shard is incomplete."""
     try:
         columns = packed.read_columns(task.report_file)
         whole = task.target.stat().st_size == int(columns["bytes"])
@@ -178,7 +178,7 @@ class _Contents:
 
 
 def read_contents(root: Path) -> _Contents:
-    """Lists a folder as training does. Raises UserError: the folder can't be used, or a picture is missing."""
+    """Lists the same pictures as training. Raises UserError: the folder can't be used, or a picture is missing."""
     listings = list_parts(root)
     states = [listing.names.file_states() for listing in listings]
     sizes, times = (numpy.concatenate([state[column] for state in states]) for column in (0, 1))
@@ -191,7 +191,7 @@ def read_contents(root: Path) -> _Contents:
 
 
 def is_up_to_date(contents: _Contents, request: PackRequest) -> bool:
-    """True if the pack exists and matches the folder. Raises UserError: the existing pack differs."""
+    """True if the pack matches the folder, False if there is no pack. Raises UserError: the existing pack differs."""
     if not packed.is_pack(request.target):
         return False
     pack = open_pack(request.target)
@@ -210,7 +210,7 @@ def is_up_to_date(contents: _Contents, request: PackRequest) -> bool:
 def make_pack(
     contents: _Contents, request: PackRequest, *, processes: int, replace: bool, progress: Callable[[int, int], None]
 ) -> tuple[packed.PackedSet, tuple[str, ...]]:
-    """Packs a folder, or resumes an interrupted call; returns the pack and unreadable paths. Raises ManyhandsError."""
+    """Packs a folder, or resumes packing; returns (pack, paths of unreadable pictures). Raises ManyhandsError."""
     target = request.target
     try:
         with one_at_a_time(target / HEAD, ("choose a writable folder: --to",)):
@@ -231,18 +231,18 @@ def make_pack(
 def _refuse_foreign_files(target: Path) -> None:
     if (target / SAMPLES).exists() or (target / _BEGUN).exists():
         return
-    strange = sorted(path.name for path in target.iterdir() if not (path.name.startswith(".") or _is_ours(path)))
+    strange = sorted(path.name for path in target.iterdir() if not (path.name.startswith(".") or _is_pack_file(path)))
     if strange:
         what = f"the folder holds files that don't belong to a pack, such as {strange[0]}"
         raise UserError(what, str(target), ("choose another folder: --to",))
 
 
-def _is_ours(path: Path) -> bool:
+def _is_pack_file(path: Path) -> bool:
     return path.name in {HEAD, SAMPLES, STATE, _BEGUN} or re.fullmatch(packed.SHARD_NAME, path.name) is not None
 
 
 def _start_or_resume(contents: _Contents, request: PackRequest) -> list[ShardTask]:
-    """Returns the shards to write; deletes shards that an interrupted call with other files or settings wrote."""
+    """Returns the tasks of all shards; deletes shards that an interrupted call wrote from other files or settings."""
     columns = {"labels": contents.labels, "sizes": contents.sizes, "times": contents.times, "names": _names(contents)}
     made = {"format": packed.FORMAT, "size": request.size, "quality": request.quality, "shard": request.shard_bytes}
     made |= {"decoding": packed.DECODING} if request.size else {}
@@ -250,7 +250,7 @@ def _start_or_resume(contents: _Contents, request: PackRequest) -> list[ShardTas
     key = digest_of(made | {"words": words, "files": columns_digest(columns)})
     begun = read_object(request.target / _BEGUN)
     if begun is None or begun.get("key") != key or not isinstance(begun.get("ratio"), float):
-        for path in (*filter(_is_ours, request.target.glob("*.tar")), *request.target.glob(".*.tar*")):
+        for path in (*filter(_is_pack_file, request.target.glob("*.tar")), *request.target.glob(".*.tar*")):
             path.unlink(missing_ok=True)
         ratio = 1.0
         if request.size:  # resized bytes / file bytes, estimated from some pictures spread over the folder
@@ -261,7 +261,7 @@ def _start_or_resume(contents: _Contents, request: PackRequest) -> list[ShardTas
         write_atomic(request.target / _BEGUN, json.dumps(begun))
     for path in request.target.glob(".*.part"):
         path.unlink(missing_ok=True)
-    return list(_tasks(contents, request, begun["ratio"]))
+    return list(_shard_tasks(contents, request, begun["ratio"]))
 
 
 def _names(contents: _Contents) -> numpy.ndarray:
@@ -270,8 +270,8 @@ def _names(contents: _Contents) -> numpy.ndarray:
     return numpy.frombuffer(text[:-1], numpy.uint8)
 
 
-def _tasks(contents: _Contents, request: PackRequest, ratio: float) -> Iterator[ShardTask]:
-    """Divides each group, in a random order, into shards of about equal size."""
+def _shard_tasks(contents: _Contents, request: PackRequest, ratio: float) -> Iterator[ShardTask]:
+    """Shuffles each group of pictures and divides it into shards of about equal size; yields a task per shard."""
     for word, start, stop in contents.groups():
         order = start + numpy.array(_shuffled(stop - start, word), numpy.int64)
         upto = numpy.cumsum(contents.sizes[order] * ratio + _TAR_ADDS)

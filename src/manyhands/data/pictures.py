@@ -1,8 +1,7 @@
-"""Decodes one picture file to uint8 pixels of the requested size, in worker processes.
+"""Decodes and preprocesses single picture files to uint8 pixels of the requested size, in worker processes.
 
-Preprocesses as `transforms` does, with the same random numbers, but single pictures of any size. simplejpeg decodes
-plain JPEGs to the same bits as Pillow, in less time; Pillow decodes the rest. A JPEG that is many times larger than
-needed is scaled down during decoding.
+Works like `transforms`, with equal random numbers, on single pictures of any size. simplejpeg decodes plain JPEGs
+faster than Pillow, to equal bits; Pillow decodes the rest. Much too large JPEGs are scaled down during decoding.
 """
 
 from collections.abc import Callable
@@ -42,7 +41,7 @@ def read_picture(
 
 
 def _scale(header: PictureHeader, pixels: Pixels, rng: SampleRng | None) -> int:
-    """Returns the factor by which a picture may be decoded smaller: 1, 2, 4 or 8."""
+    """Returns the factor (1, 2, 4 or 8) by which decoding may reduce the picture's size."""
     shorter, wanted = min(header.width, header.height), pixels.resized_to
     if rng is not None and pixels.augment == "resized-crop-flip":
         wanted = pixels.size
@@ -65,7 +64,7 @@ def _decode_plain_jpeg(content: bytes, header: PictureHeader, channels: int, sca
 
 
 def prepare(values: Tensor, pixels: Pixels, rng: SampleRng | None) -> Tensor:
-    """Resizes, crops and mirrors uint8 [c, H, W] to [c, S, S]. `rng` None: as for evaluation."""
+    """Resizes, crops and mirrors uint8 [c, H, W] to [c, S, S]. `rng` None: no augmentation."""
     if rng is None or pixels.augment == "none":
         return _center_crop(values, pixels)
     if pixels.augment == "resized-crop-flip":
@@ -88,7 +87,7 @@ def resized(values: Tensor, height: int, width: int) -> Tensor:
 
 
 def to_tensor(image: Image.Image) -> Tensor:
-    """Copies a picture of mode "RGB" or "L" to uint8 [C, H, W] with interleaved channels."""
+    """Copies a picture of mode "RGB" or "L" to uint8 [C, H, W], in channels-last memory format."""
     values = numpy.array(image)
     return torch.from_numpy(values[None] if values.ndim == 2 else values.transpose(2, 0, 1))
 

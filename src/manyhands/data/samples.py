@@ -1,7 +1,6 @@
-"""Samples that are read on request: pictures in files, and the user's data sets.
+"""Reads samples on request, from picture files and the user's data sets.
 
-These objects are sent to worker processes. Errors are returned as answers, because torch's queues drop the fields of
-exceptions that are raised.
+Runs in worker processes, which return errors as answers, because torch drops the fields of raised exceptions.
 """
 
 import math
@@ -46,7 +45,7 @@ class FileSamples:
         self._replaces = replaces and train
 
     def __getitems__(self, request: Request) -> Answer | ManyhandsError:
-        """Returns images uint8 [n, C, S, S], labels int64 [n] and the paths of replaced pictures, or the error."""
+        """Returns (images uint8 [n, C, S, S], labels int64 [n], paths of replaced pictures), or the error."""
         epoch, samples = request
         try:
             shape = (len(samples), self._pixels.channels, self._pixels.size, self._pixels.size)
@@ -72,7 +71,7 @@ class FileSamples:
         read_picture(self._source.paths[sample], self._pixels, rng, self._source.paths.content(sample), out)
 
     def _replace(self, epoch: int, sample: int, out: Tensor) -> int:
-        """Reads a replacement picture, the same on every process; returns its index."""
+        """Reads another picture in place of `sample`, the same one on every process; returns its index."""
         for number in range(_TRIES):
             other = derive(self._seed, "in its place", epoch, sample, number) % len(self._source)
             with suppress(CorruptImageError):
@@ -83,7 +82,7 @@ class FileSamples:
 
 
 class CustomSamples:
-    """Reads the user's data set; seeds all generators before each sample."""
+    """Reads the user's data set; seeds the generators of torch, Python and NumPy before each sample."""
 
     def __init__(self, source: UserSamples, pixels: Pixels, *, train: bool, seed: int, classes: int = 0) -> None:
         self._source, self._pixels, self._train, self._seed = source, pixels, train, seed
@@ -93,7 +92,7 @@ class CustomSamples:
         self.tensors = source.dataset.tensors if plain else None
 
     def __getitems__(self, request: Request) -> Answer | ManyhandsError:
-        """Returns images [n, …] (uint8 pictures, or the user's type) and labels int64 [n], or the error."""
+        """Returns (images [n, …], labels int64 [n] or targets, []), or the error. Images: uint8, or the user's type."""
         epoch, samples = request
         try:
             if self.tensors is not None and self.tensors[0].is_floating_point():
@@ -101,7 +100,7 @@ class CustomSamples:
                 return images, labels if self._source.targets else labels.to(torch.int64).reshape(-1), []
             with restored_generators():
                 pairs = [self._read_sample(epoch, sample) for sample in samples]
-            images = _stack([image for image, _ in pairs], samples)
+            images = _stack_images([image for image, _ in pairs], samples)
             if self._source.targets:
                 return images, as_targets([target for _, target in pairs]), []
             labels = torch.tensor([label for _, label in pairs])
@@ -154,7 +153,7 @@ def read_user_sample(source: UserSamples, sample: int) -> tuple[Any, Any]:
         return image, number
     if not 0 <= number < len(source.numbers):
         what = f"the label of sample {sample:,} is {number}, but the data set names {len(source.numbers)} classes"
-        raise UserError(what, "the data set", (f"labels are whole numbers from 0 to {len(source.numbers) - 1}",))
+        raise UserError(what, "the data set", (f"return labels from 0 to {len(source.numbers) - 1}",))
     return image, source.numbers[number]
 
 
@@ -197,7 +196,7 @@ def seed_generators(seed: int) -> None:
 
 @contextmanager
 def restored_generators() -> Iterator[None]:
-    """Restores the random generators of torch, Python and NumPy at the end, so that dropout masks don't change."""
+    """Restores the generators of torch, Python and NumPy on exit, so that reading data doesn't change dropout masks."""
     states = torch.get_rng_state(), random.getstate(), numpy.random.get_state()
     try:
         yield
@@ -207,7 +206,7 @@ def restored_generators() -> Iterator[None]:
         numpy.random.set_state(states[2])
 
 
-def _stack(images: list[Tensor], samples: list[int]) -> Tensor:
+def _stack_images(images: list[Tensor], samples: list[int]) -> Tensor:
     for image, sample in zip(images, samples, strict=True):
         if image.shape != images[0].shape or image.dtype != images[0].dtype:
             first, other = (f"{list(x.shape)} {x.dtype}" for x in (images[0], image))
@@ -217,10 +216,10 @@ def _stack(images: list[Tensor], samples: list[int]) -> Tensor:
 
 
 def splits_of_objects(train: Any, test: Any | None, options: DataOptions, title: str = "") -> Splits:
-    """Wraps the user's training and test data; without test data, holds out a fixed choice of training samples.
+    """Wraps the user's training and test data; without test data, holds out the same random training samples each time.
 
-    Uint8 tensors in a TensorDataset become pictures in memory. Raises UserError: an object is no data set, is empty, or
-    has unusable samples or labels.
+    Uint8 tensors in a TensorDataset become pictures in memory. Raises UserError: an object is not a data set, is empty,
+    or has unusable samples or labels.
     """
     datasets = [train] if test is None else [train, test]
     for word, dataset in zip(("train", "test"), datasets, strict=False):
@@ -244,7 +243,7 @@ def splits_of_objects(train: Any, test: Any | None, options: DataOptions, title:
 
 
 def splits_to_evaluate(dataset: Any, known: tuple[str, ...], place: str = "the data set") -> Splits:
-    """Wraps a data set for a network with the classes `known`; both splits have all samples."""
+    """Wraps a data set to evaluate a network whose classes are `known`; both splits have all samples."""
     _check_dataset(dataset, place.removeprefix("the ").removesuffix(" set"))
     source = source_to_evaluate(dataset, known_labels(dataset), known, place)
     return Splits(source, source, known, describe(f"your {type(dataset).__name__}", source, source), _pixels(source))
@@ -298,7 +297,7 @@ def _source(dataset: Any, labels: Tensor | None, classes: int, place: str) -> So
 
 
 def _hold_out(source: Source, share: float) -> tuple[Source, Source]:
-    """Holds out a fixed choice of the samples for evaluation; returns the sources for training and evaluation."""
+    """Holds out the fraction `share`, the same random samples each time; returns (training, evaluation)."""
     kept = spread(max(1, round(len(source) * share)), len(source))
     rest = torch.ones(len(source), dtype=torch.bool)
     rest[kept] = False
@@ -331,7 +330,7 @@ def known_labels(dataset: Any) -> Tensor | None:
 
 
 def _classes_of(dataset: Any) -> tuple[str, ...]:
-    """Returns the data set's class names, or "0", "1" … if it has only a count, else ()."""
+    """Returns the data set's class names, or "0", "1" … if it has only `num_classes`, else ()."""
     if isinstance(dataset, Subset):
         return _classes_of(dataset.dataset)
     if isinstance(dataset, ConcatDataset):
@@ -353,7 +352,7 @@ def _counted_classes(found: list[Tensor]) -> tuple[str, ...]:
 
 
 def _pixels(source: Source) -> Pixels:
-    """Returns preprocessing, from a few samples: pictures keep a common or small size, other tensors are unchanged."""
+    """Derives preprocessing from a few samples: pictures keep a common or small size; other tensors aren't changed."""
     if isinstance(source, ImagesInMemory):
         return measured_pixels(source.images, "none")
     assert isinstance(source, UserSamples)

@@ -56,7 +56,7 @@ class UserSamples:
     dataset: Any
     labels: Tensor | None = None  # int64 [N]; None: unknown without reading every sample
     targets: bool = False  # y is anything that torch's default_collate accepts, for a custom loss
-    numbers: tuple[int, ...] | None = None  # class of each value of y; None: y is the class. `labels` are classes
+    numbers: tuple[int, ...] | None = None  # class index of each y; None: y is the index. `labels` has indices
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -67,7 +67,7 @@ Source = ImagesInMemory | ImageFiles | UserSamples
 
 @dataclass(frozen=True)
 class Splits:
-    """An open data set."""
+    """An open data set: the splits, their classes and the default preprocessing."""
 
     train: Source
     test: Source
@@ -101,7 +101,7 @@ def check_labels(labels: Tensor, classes: int, place: str, samples: Sequence[int
 
 
 def by_names(source: Source, names: tuple[str, ...], known: tuple[str, ...], place: str) -> Source:
-    """Maps a source's labels from `names` to `known`, if both have names. Raises UserError: a name is unknown."""
+    """Converts labels from indices into `names` to indices into `known`, by name. Raises UserError: unknown names."""
     if names == known[: len(names)]:
         return source
     unknown = [name for name in names if name not in known]
@@ -131,6 +131,7 @@ def only_numbers(names: tuple[str, ...]) -> bool:
 
 
 def take(source: Source, samples: Tensor) -> Source:
+    """Returns a source with only the samples at these indices, int64 [n]."""
     if isinstance(source, ImagesInMemory):
         return ImagesInMemory(source.images[samples], source.labels[samples])
     if isinstance(source, ImageFiles):

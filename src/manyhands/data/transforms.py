@@ -25,30 +25,30 @@ _LUMA = (0.299, 0.587, 0.114)  # ITU-R BT.601, as Pillow's "L"
 _LOG_RATIO = (math.log(3 / 4), math.log(4 / 3))
 
 
-def _shift(values: Tensor, places: int) -> Tensor:
+def _logical_shift(values: Tensor, places: int) -> Tensor:
     return (values >> places) & ((1 << (64 - places)) - 1)
 
 
 def mix_bits(values: Tensor) -> Tensor:
     """Applies `core.seeds.mix` to each value of int64 [n]; products wrap at 64 bits in both functions."""
     values = values + _GOLDEN
-    values = (values ^ _shift(values, 30)) * _FIRST
-    values = (values ^ _shift(values, 27)) * _SECOND
-    return values ^ _shift(values, 31)
+    values = (values ^ _logical_shift(values, 30)) * _FIRST
+    values = (values ^ _logical_shift(values, 27)) * _SECOND
+    return values ^ _logical_shift(values, 31)
 
 
 def bits(states: Tensor, draw: int) -> Tensor:
-    """Returns 63 random bits per sample, int64 [n]; `states` are `mix_bits(samples ^ key of the epoch)`."""
-    return _shift(mix_bits(states ^ draw), 1)
+    """Returns 63 random bits per sample for the number `draw`, int64 [n]; `states`: `mix_bits(samples ^ epoch key)`."""
+    return _logical_shift(mix_bits(states ^ draw), 1)
 
 
 def below(drawn: Tensor, limit: int) -> Tensor:
-    """Converts numbers of 63 random bits to integers from 0 to limit - 1 (limit below 2**31)."""
+    """Scales 63-bit random numbers to integers from 0 to `limit` - 1; `limit` is below 2**31."""
     return ((drawn >> 31) * limit) >> 32
 
 
 def alternate(seed: int, epoch: int, samples: Tensor) -> Tensor:
-    """Returns bool [n]: True for samples to mirror in this epoch; each sample is mirrored in every second epoch."""
+    """Returns bool [n]: True for samples to mirror in this epoch. Each sample is mirrored in every second epoch."""
     first = below(bits(mix_bits(samples ^ derive(seed, "alternate")), 0), 2)
     return (first + epoch) % 2 == 1
 
@@ -77,14 +77,14 @@ def epoch_rng(seed: int, epoch: int, sample: int) -> SampleRng:
 
 
 def spread(count: int, length: int) -> Tensor:
-    """Returns fixed pseudo-random indices, sorted, int64 [min(count, length)]; a larger count only adds to them."""
+    """Selects `count` of `length` indices, always the same, sorted, int64 [n]; a larger count only adds to them."""
     order = torch.argsort(mix_bits(torch.arange(length)), stable=True)
     return order[:count].sort().values
 
 
 @dataclass(frozen=True)
 class Pixels:
-    """The preprocessing of pictures."""
+    """The settings of picture preprocessing."""
 
     size: int  # rows and columns
     channels: int  # 1 or 3
@@ -99,14 +99,14 @@ class Pixels:
 
     @property
     def resized_to(self) -> int:
-        """The size before an evaluation picture's center is cropped: 256 for 224 if training crops at random."""
+        """The shorter side before evaluation's center crop: 256 for size 224 if training uses random resized crops."""
         if self.resize:
             return self.resize
         return round(self.size * 256 / 224) if self.augment == "resized-crop-flip" else self.size
 
     @property
     def padding(self) -> int:
-        """The maximum shift; by default an eighth of the size, as is usual for CIFAR (4 of 32)."""
+        """The maximum shift in pixels; by default an eighth of the size, as is usual for CIFAR (4 of 32)."""
         return self.shift or max(1, round(self.size / 8))
 
     @property
@@ -194,7 +194,7 @@ class Batch:
 
 
 class SpareMemory:
-    """Reuses the memory of released batches, because page faults in new memory take half of the time of normalizing."""
+    """Reuses the memory of released batches: page faults in new memory would take half of the normalization time."""
 
     def __init__(self) -> None:
         self._held = [numpy.empty(0, numpy.uint8)] * 2
@@ -241,8 +241,8 @@ class Normalise:
     def __call__(self, images: Tensor) -> Tensor:
         """Normalizes uint8 [n, C, S, S]; other types are only converted to `dtype`.
 
-        The product and the sum are rounded separately. Fusing would affect only the vectorized part of a loop, and the
-        values of a picture must not depend on its position in the batch.
+        The product and the sum are rounded separately. A fused operation would apply only to the vectorized part of a
+        loop, so that a picture's values would depend on its position in the batch.
         """
         if images.dtype != torch.uint8:
             images = images.to(self._dtype)
@@ -266,7 +266,7 @@ class Normalise:
 
 
 def crop_box(width: int, height: int, rng: SampleRng) -> tuple[int, int, int, int]:
-    """Draws a random box (left, top, right, bottom): 8 to 100 % of the area, 3:4 to 4:3; after 10 failures, centered.
+    """Draws a box (left, top, right, bottom) of 8 to 100 % of the area and 3:4 to 4:3; after 10 failures, centered.
 
     Source: torchvision's RandomResizedCrop; Szegedy et al. 2014, arXiv:1409.4842.
     """
@@ -283,7 +283,7 @@ def crop_box(width: int, height: int, rng: SampleRng) -> tuple[int, int, int, in
 
 
 def measured_pixels(images: Tensor, augment: str) -> Pixels:
-    """Measures mean and deviation of up to 10,000 pictures [N, C, S, S]; integer sums, so equal on every machine."""
+    """Measures mean and deviation of up to 10,000 of the pictures [N, C, S, S]; integer sums are portable."""
     count, channels, size, _ = images.shape
     sums, squares, values = [0] * channels, [0] * channels, 0
     for block in spread(10_000, count).split(1000):

@@ -1,4 +1,4 @@
-"""Selects the sync method for a link. Imports no torch."""
+"""Selects the gradient synchronization method for a network link. Imports no torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -28,7 +28,7 @@ def check_method(word: str) -> None:
 
 @dataclass(frozen=True)
 class SyncChoice:
-    """A chosen method, and the costs from which it was chosen."""
+    """The chosen method, and the costs of all methods that it was chosen from."""
 
     chosen: Cost  # one of `costs`
     costs: tuple[Cost, ...]  # of all methods, and of each codec that was considered
@@ -38,13 +38,13 @@ class SyncChoice:
 def choose(
     case: LinkCase, options: SyncOptions, only: str = "", without: Mapping[str, str] | None = None
 ) -> SyncChoice:
-    """Selects the method for "auto": the first that synchronizes every update at a small cost, else a local method.
+    """Selects the method for sync.method = auto from the estimated costs; prefers methods that sync in every update.
 
-    A cost is small up to 10 % of a step of the fastest such method, or two minutes of the entire run. Methods with an
-    interval lost accuracy in our experiments, so they are chosen only if they save more than a third of the time. Among
-    equally fast codecs the first considered wins.
+    Of those, selects the first that loses at most 10 % per step, or two minutes per run, to the fastest. Methods with
+    an interval lost accuracy in our experiments, so they are chosen only if they save more than a third of the time.
+    Among equally fast codecs, the first one wins.
 
-    `only` restricts the choice to one method. `without` maps excluded methods, never the exact one, to the reason.
+    `only`: the one method to consider. `without`: maps excluded methods, never the exact one, to the reason.
     """
     out, step_s = without or {}, attrgetter("step_s")
     costs = tuple(
@@ -75,7 +75,7 @@ def _is_acceptable(cost: Cost, best: Cost, case: LinkCase, share: float) -> bool
 
 
 def label_of(cost: Cost) -> str:
-    """Describes a method briefly: "local (int4, every 96 steps)"."""
+    """Describes a method in a few words, such as "local (int4, every 96 steps)"."""
     if synchronizes_every_update(cost.method):
         return cost.method
     return f"{cost.method} ({cost.codec}, every {f'{cost.every} steps' if cost.every > 1 else 'step'})"
@@ -86,18 +86,18 @@ def _reason(case: LinkCase, chosen: Cost, best: Cost, exact: Cost) -> str:
         return f"{chosen.method} is kept: there is only one machine"
     speed = f"on {case.link.bytes_per_s * 8e-6:.4g} Mbit/s, with {case.step_s:.3g} s to compute a step"
     took = f"{label_of(chosen)} exchanges in {chosen.exchange_s:.3g} s and takes {chosen.step_s:.3g} s per step"
-    whole = f"the run takes {_time_of(chosen, case)}"
+    whole = f"the run takes {_run_time(chosen, case)}"
     if chosen != exact:
-        return f"{speed}: {took}; {whole} ({_time_of(exact, case)} with {EXACT})"
-    return f"{speed}: {took}; {whole}" + ("" if best == exact else f" ({_time_of(best, case)} with {label_of(best)})")
+        return f"{speed}: {took}; {whole} ({_run_time(exact, case)} with {EXACT})"
+    return f"{speed}: {took}; {whole}" + ("" if best == exact else f" ({_run_time(best, case)} with {label_of(best)})")
 
 
 def days_of(cost: Cost, case: LinkCase) -> float:
-    """Returns the days of all updates, without evaluation and saving."""
+    """Returns the days that all updates take, without evaluation and saving."""
     return cost.step_s * case.steps / _DAY_S
 
 
-def _time_of(cost: Cost, case: LinkCase) -> str:
+def _run_time(cost: Cost, case: LinkCase) -> str:
     whole_s = cost.step_s * case.steps
     for unit_s, unit in ((_DAY_S, "days"), (_HOUR_S, "hours"), (_MINUTE_S, "minutes")):
         if whole_s >= unit_s:

@@ -1,8 +1,8 @@
-"""Compression of vectors, value by value or as low-rank matrices, with a residual.
+"""Compresses vectors, value by value or as low-rank matrices, and keeps the compression error as a residual.
 
 The mean of the inputs (values plus earlier residuals) equals the returned mean plus the mean of the new residuals, so
-values are only delayed. The bits of factors must be equal on all machines, or their networks would drift apart. Library
-functions are fastest and give equal bits on machines of one kind; otherwise all processes use portable functions.
+no value is lost, only delayed. Factors must be bitwise equal on all machines, or the replicas would diverge. Library
+functions are fastest, and bitwise equal on machines of one kind; on others, all processes use portable functions.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ _EXPLAINED = 1e-6  # a unit column whose remainder is at most this long depends 
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """The functions that compute factors."""
+    """The functions that compute low-rank factors."""
 
     multiply: Multiply  # (left [r, n], right [r, m], out [n, m]): writes left.T @ right
     # (factors [r, n], replacements of zero columns) -> orthonormal columns; see `gram_schmidt`
@@ -31,12 +31,12 @@ class Arithmetic:
 
 
 def library_product(left: Tensor, right: Tensor, out: Tensor) -> None:
-    """Writes left.T @ right, of [r, n] and [r, m], to out [n, m]; the library chooses the order of the sums."""
+    """Writes left.T @ right, of [r, n] and [r, m], to out [n, m]; the order of sums depends on the machine."""
     torch.mm(left.T, right, out=out)
 
 
 def portable_product(left: Tensor, right: Tensor, out: Tensor) -> None:
-    """Like `library_product`, with equal bits on every machine: sums in order, and no fused multiply-add."""
+    """Like `library_product`, but bitwise equal on all machines: fixed order of sums, no fused multiply-add."""
     torch.mul(left[0][:, None], right[0], out=out)
     for one, other in zip(left[1:], right[1:], strict=True):
         out.add_(one[:, None] * other)
@@ -49,10 +49,10 @@ def householder(factors: Sequence[Tensor], first: Sequence[Tensor]) -> list[Tens
 
 
 def gram_schmidt(factors: Sequence[Tensor], first: Sequence[Tensor]) -> list[Tensor]:
-    """Returns orthonormal columns [r, n] with the span of each factor; zeros for a column that depends on earlier ones.
+    """Orthonormalizes the columns of each factor [r, n]. A column that depends linearly on earlier ones becomes zero.
 
-    A zero column is replaced by a column of `first`, or it would stay zero: a matrix that has changed in fewer than r
-    directions has zero columns. Sums are computed in double precision and rounded, for equal bits on all machines.
+    A column of zeros (from a matrix that changed in fewer than r directions) is first replaced by a column of `first`,
+    or it would stay zero. Sums are computed in double precision, then rounded, to be bitwise equal on all machines.
     """
     found: list[Tensor] = []
     for factor, one in zip(factors, first, strict=True):
@@ -85,7 +85,7 @@ def write_product(multiply: Multiply, left: Tensor, right: Tensor, out: Tensor) 
 
 
 def lengths_of(columns: Tensor) -> Tensor:
-    """Returns the lengths of vectors [..., n] as [..., 1], with equal bits on every machine."""
+    """Returns the Euclidean norms of vectors [..., n] as [..., 1], bitwise equal on all machines."""
     # Square roots differ between processors, as sums do, until they are rounded.
     return _rounded(_on_capable_device(columns * columns).sum(-1, keepdim=True, dtype=torch.float64).sqrt(), columns)
 
@@ -96,25 +96,25 @@ def _on_capable_device(values: Tensor) -> Tensor:
 
 
 def _rounded(exact: Tensor, like: Tensor) -> Tensor:
-    """Rounds to single precision, so that bits are equal, and returns the device and dtype of `like`."""
+    """Rounds to single precision, so that all machines agree, then converts to the device and dtype of `like`."""
     return exact.to(torch.float32).to(like.device, like.dtype)
 
 
 class Rounded:
-    """A compressor that rounds each value by a codec, before the sum and after it."""
+    """A compressor that rounds each value with a codec, before and after averaging."""
 
     def __init__(self, name: str, dtype: torch.dtype) -> None:
         self._codec = codec_named(name, dtype)
         self._sums: Tensor | None = None
 
     def average(self, values: Tensor, peers: SyncGroup) -> ExchangeSteps[tuple[Tensor, Tensor]]:
-        """Returns the mean [n] over peers and the residual [n]; the residual of the sums stays in this object."""
+        """Returns (mean over peers [n], residual of `values` [n]); this object keeps the averages' rounding error."""
         averaged, residual = yield from mean_of(values, self._codec, peers, self._sums)
         self._sums = residual.sums
         return averaged, residual.own
 
     def state(self) -> dict[str, Tensor]:
-        """Returns the residual of the sums that this process computes."""
+        """Returns the rounding error of the averages that this process computes for all peers."""
         return {} if self._sums is None else {"sums": self._sums}
 
     def load(self, state: dict[str, Tensor]) -> None:
@@ -122,16 +122,16 @@ class Rounded:
 
 
 class LowRank:
-    """Sends each matrix as a product of two thin factors; one of them is known on all processes from the previous turn.
+    """Compresses each matrix to a product of two thin factors, and sends one of the two factors per exchange ("turn").
 
-    Left and right factors alternate, so that two turns make one step of a power iteration, and each turn needs one
-    exchange. Sources: Vogels, Karimireddy and Jaggi, "PowerSGD", 2019, arXiv:1905.13727; Zhang et al., "Evaluation and
-    optimization of gradient compression for distributed deep learning" (ACP-SGD), 2023, arXiv:2306.08881. Factors are
-    sent column by column as 4-bit integers, whose rounding errors stay in the residual.
+    All processes know the other factor from the turn before. Left and right factors alternate, so two turns make one
+    step of a power iteration. Sources: Vogels, Karimireddy and Jaggi, "PowerSGD", 2019, arXiv:1905.13727; Zhang et al.,
+    "Evaluation and optimization of gradient compression for distributed deep learning" (ACP-SGD), 2023,
+    arXiv:2306.08881. Factors are sent column by column as 4-bit integers, whose rounding errors stay in the residual.
 
     Factors have `rank` columns, or more for small matrices; `seed` must be equal on all processes. `turn` (0 or 1) is
-    the turn of the first exchange: give vectors that are sent together 0 and 1 alternately, so that not all send their
-    longer factor at once.
+    the number of the first turn. Alternate it between vectors that are sent together, so that not all of them send
+    their longer factor at once.
     """
 
     def __init__(
@@ -168,7 +168,7 @@ class LowRank:
         return averaged, values
 
     def begin(self, values: Tensor) -> Tensor:
-        """Returns the values to send for `values` [n]: this turn's factors, and the uncompressed tensors."""
+        """Returns the vector to send for `values` [n]: this turn's factors, then the tensors sent uncompressed."""
         self.prepare()
         pieces = values.split(self._sizes)
         thin = [
@@ -178,7 +178,7 @@ class LowRank:
         return torch.cat([tensor.reshape(-1) for tensor in (*thin, *(pieces[place] for place in self.ranks.rest))])
 
     def send(self, sent: Tensor, peers: SyncGroup) -> ExchangeSteps[tuple[Tensor, Residual]]:
-        """Returns the mean over all peers of the result of `begin`, and its residual; an exchange of two messages."""
+        """Averages `sent` (from `begin`) over all peers; returns (mean, residual). An exchange of two collectives."""
         return (yield from mean_of(sent, self._codec, peers))
 
     def end(
@@ -191,7 +191,7 @@ class LowRank:
     ) -> None:
         """Writes the averaged tensors to `slots`, and leaves the residual in `values`, the argument of `begin`.
 
-        `received`: the mean of all peers' `sent`, and this process's rounding error. `between` follows each product.
+        `received`: (mean of `sent` over all peers, this process's rounding error). Calls `between` after each product.
         """
         mean, lost = received
         pieces = values.split(self._sizes)
@@ -217,7 +217,7 @@ class LowRank:
             self._known, self._averaged = self.arithmetic.orthonormal(self._averaged, first), None
 
     def state(self) -> dict[str, Tensor]:
-        """Returns the known factors and the turn."""
+        """Returns the factors that all processes know, and the turn number."""
         self.prepare()
         known = {f"known.{number}": factor for number, factor in enumerate(self._known)}
         return {"turn": torch.tensor(self._turn), **known}
@@ -246,12 +246,12 @@ Compressor = Rounded | LowRank
 def compressor_named(
     name: str, shapes: list[tuple[int, ...]], *, rank: int, seed: int, device: str, dtype: torch.dtype
 ) -> Compressor:
-    """Returns the compressor none, bf16, int8, int4 or lowrank for tensors of these shapes in one vector."""
+    """Creates a compressor (none, bf16, int8, int4 or lowrank) for a vector that holds tensors of these shapes."""
     return LowRank(shapes, rank, seed, device, dtype) if name == "lowrank" else Rounded(name, dtype)
 
 
 def select_arithmetic(compressors: Sequence[Compressor], peers: SyncGroup, like: Tensor) -> None:
-    """Selects the fastest arithmetic with equal bits on all peers, for the dtype and device of `like`; a collective."""
+    """Selects the fastest arithmetic with bitwise equal results on all peers, for tensors like `like`; a collective."""
     thin = [one for one in compressors if isinstance(one, LowRank)]
     if not thin:
         return
@@ -276,6 +276,6 @@ def select_arithmetic(compressors: Sequence[Compressor], peers: SyncGroup, like:
 
 
 def _random_columns(one: Matrix, turn: int, generator: torch.Generator) -> Tensor:
-    """Returns columns of length one for the factor of a turn; see `gram_schmidt`."""
+    """Returns random columns of norm 1 that replace zero columns of a turn's factor in `gram_schmidt`."""
     columns = torch.rand(one.rank, one.length(turn), generator=generator) - 0.5  # uniform, as in `select_arithmetic`
     return columns / lengths_of(columns)

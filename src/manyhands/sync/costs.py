@@ -30,7 +30,7 @@ class LinkCase:
     layers_s: float = 0.0  # seconds of the layers' collectives in every update (BatchNorm's sums)
 
     def compressing_s(self, passes: float) -> float:
-        """Returns the seconds of `passes` passes over all values, for compression; 0 on one machine."""
+        """Returns the seconds of a compression that takes `passes` passes over all values; 0 on one machine."""
         if self.machines == 1:
             return 0.0
         return passes * (self.pass_s or _STREAMS * self.values * self.item_bytes / _MEMORY_BYTES_PER_S)
@@ -51,7 +51,7 @@ class Cost:
     codec: CodecName = "none"  # of method `local`
     every: int = 1  # steps between exchanges
     delay: int = 0  # steps of training during an exchange
-    refused: str = ""  # why it must not be chosen; empty for candidates
+    refused: str = ""  # reason why it must not be chosen; empty: candidate
 
 
 # Values that share a 16-bit scale (4 bits become 4.0625 bits per value), and the unit in which vectors are divided.
@@ -67,7 +67,7 @@ _SHARE, _MOST, _MIN_VALUES = 0.4, 0.25, 8192
 
 @dataclass(frozen=True)
 class Matrix:
-    """A tensor that is sent as a thin factor."""
+    """A tensor that is sent as one of its two low-rank factors."""
 
     place: int  # index of the tensor
     rows: int  # of the tensor as a matrix
@@ -76,7 +76,7 @@ class Matrix:
     first: int  # the factor that is sent in turn 0: 0 the left one [rows, rank], 1 the right one [columns, rank]
 
     def length(self, turn: int) -> int:
-        """Returns the number of values in a column of a turn's factor."""
+        """Returns the length of the columns of the factor that is sent in `turn`."""
         return self.columns if (self.first + turn) % 2 else self.rows
 
 
@@ -95,10 +95,10 @@ class LowRankLayout:
 
 
 def low_rank_layout(shapes: Sequence[tuple[int, ...]], rank: int) -> LowRankLayout:
-    """Selects tensors to send as [rows, rank] x [rank, columns], if the factors together are at most half as large.
+    """Selects tensors to send as factors [rows, rank] and [rank, columns], if these have at most half as many values.
 
-    A matrix is reshaped until it is nearly square, because its factors are shortest then; both turns send about equally
-    many values. A small matrix has factors of more columns than `rank`, which cost little.
+    Reshapes each matrix to be nearly square, because its factors are shortest then. Both turns send about equally many
+    values. Factors of a small matrix have more than `rank` columns, at little cost.
     """
     found: list[tuple[int, int, int, int]] = []
     rest: list[int] = []
@@ -128,7 +128,7 @@ def _nearly_square(rows: int, columns: int) -> tuple[int, int]:
 
 
 def batches(shapes: Sequence[tuple[int, ...]], rank: int) -> list[list[int]]:
-    """Returns batches of tensor indices whose gradients are sent together, last first; `shapes`: in forward order."""
+    """Divides tensors (`shapes` in forward order) into batches to send together; returns indices, last batch first."""
     ranks = low_rank_layout(shapes, rank)
     sent = {matrix.place: matrix.rank * (matrix.rows + matrix.columns) / 2 for matrix in ranks.matrices}
     sent |= {place: float(math.prod(shapes[place])) for place in ranks.rest}
@@ -144,7 +144,7 @@ def batches(shapes: Sequence[tuple[int, ...]], rank: int) -> list[list[int]]:
 
 
 class RankOptions(Options):
-    """The rank of factors."""
+    """Options of the low-rank approximation."""
 
     rank: int = option(
         4, "rank of the low-rank approximation; used only with method powersgd or codec lowrank", ge=1, le=128
@@ -152,17 +152,17 @@ class RankOptions(Options):
 
 
 def chunk_values(count: int, machines: int) -> int:
-    """Returns how many of `count` values each machine averages for all: an equal share, rounded up to blocks."""
+    """Returns the number of values that each machine averages for all: an equal share, rounded up to entire blocks."""
     return -(-count // (machines * BLOCK)) * BLOCK
 
 
 def value_bytes(codec: str, item_bytes: int) -> float:
-    """Returns the bytes of a value as a codec sends it; "none" keeps `item_bytes`."""
+    """Returns the bytes per value that a codec sends; `item_bytes` for "none"."""
     return {"none": item_bytes, "bf16": 2, "int8": 1 + SCALE_BYTES / BLOCK, "int4": 0.5 + SCALE_BYTES / BLOCK}[codec]
 
 
 def mean_bytes(count: int, machines: int, each_bytes: float) -> float:
-    """Returns the bytes that a machine sends for the mean of `count` values: others' shares, then its share's mean."""
+    """Returns the bytes that a machine sends to average `count` values, in an all-to-all and an all-gather."""
     return 2 * (machines - 1) * chunk_values(count, machines) * each_bytes
 
 
@@ -184,15 +184,15 @@ class SyncMessage:
         return SyncMessage(self.sent_bytes + other.sent_bytes, self.seconds + other.seconds, self.work_s + other.work_s)
 
     def exposed_seconds(self, hiding_s: float) -> float:
-        """Returns the seconds by which a step becomes longer if `hiding_s` of its computation overlap with sending."""
+        """Returns the seconds that sending adds to a step if it overlaps with `hiding_s` seconds of computation."""
         return self.work_s + max(0.0, self.seconds - self.work_s - hiding_s)
 
 
 def gradients(case: LinkCase, item_bytes: int) -> SyncMessage:
     """Returns the cost of DDP's all-reduces of all gradients.
 
-    Machines count, not processes, because a machine's processes sum first (`modes.data.TwoLevelNetwork`). With bf16 and
-    on accelerators DDP alone sums, which sends half as much again between two machines of two processes each.
+    Counts machines, not processes, because a machine's processes sum first (`modes.data.TwoLevelNetwork`). With bf16
+    and on accelerators DDP sums over all processes, which sends 50 % more between two machines of two processes each.
     """
     return _all_reduce(case, case.values * item_bytes, -(-case.values * case.item_bytes // _BUCKET_BYTES))
 
@@ -203,7 +203,7 @@ def statistics(case: LinkCase) -> SyncMessage:
 
 
 def mean(case: LinkCase, count: int, each_bytes: float) -> SyncMessage:
-    """Returns the cost of the mean of `count` values: shares to their owners, then each owner's mean to all."""
+    """Returns the cost of averaging `count` values: an all-to-all of shares, then an all-gather of their means."""
     if not count:
         return SyncMessage()
     sent = mean_bytes(count, case.machines, each_bytes) + 2 * (case.machines - 1) * _CONTROL_BYTES
@@ -213,14 +213,14 @@ def mean(case: LinkCase, count: int, each_bytes: float) -> SyncMessage:
 
 
 def low_rank(case: LinkCase, shapes: Sequence[tuple[int, ...]], rank: int) -> SyncMessage:
-    """Returns the cost of one factor of each matrix, averaged over two turns."""
+    """Returns the cost of sending one factor per matrix: the mean of both turns."""
     ranks = low_rank_layout(shapes, rank)
     both = [mean(case, ranks.values(turn), FACTOR_VALUE_BYTES) for turn in (0, 1)]
     return SyncMessage(sum(one.sent_bytes for one in both) / 2, sum(one.seconds for one in both) / 2)
 
 
 def low_rank_batches(case: LinkCase, rank: int) -> list[SyncMessage]:
-    """Returns the costs of the batches that are sent during a backward pass."""
+    """Returns the cost of each batch of gradients that is sent during a backward pass."""
     places = batches(case.shapes, rank)
     return [low_rank(case, [case.shapes[place] for place in batch], rank) for batch in places]
 

@@ -3,9 +3,9 @@
 An exchange is a generator: it starts a collective, yields the work handle, and resumes when the collective is done. All
 processes take the same steps in the same order, so the result doesn't depend on timing.
 
-A codec rounds and returns the rounding error, which the sender adds to its next values (error feedback: Seide et al.
-2014, "1-bit stochastic gradient descent"; Karimireddy et al. 2019, arXiv:1901.09847). Integers share a scale per block,
-so that a large value costs only its neighbours precision.
+A codec rounds values and returns the rounding errors, which the sender adds to its next values (error feedback: Seide
+et al. 2014, "1-bit stochastic gradient descent"; Karimireddy et al. 2019, arXiv:1901.09847). Integers share a scale per
+block, so that a large value reduces only the precision of its own block.
 """
 
 import threading
@@ -34,7 +34,7 @@ ExchangeSteps = Generator[Any, None, T]
 
 @dataclass
 class SyncGroup:
-    """The processes that take part in exchanges."""
+    """The processes that exchange values with each other."""
 
     rank: int = 0  # this process's index in the group
     size: int = 1  # number of processes
@@ -55,7 +55,7 @@ class SyncGroup:
 
 
 def drive(steps: ExchangeSteps[T]) -> T:
-    """Runs an exchange to its end and returns its result."""
+    """Runs an exchange to its end, blocking, and returns its result."""
     while True:
         try:
             next(steps).wait()
@@ -64,7 +64,7 @@ def drive(steps: ExchangeSteps[T]) -> T:
 
 
 class AsyncExchange(Generic[T]):
-    """Runs an exchange in a thread or, unless `beside`, in the constructor; `seconds`: duration, 0 until the end."""
+    """Runs an exchange in a thread, or in the constructor if not `beside`. `seconds`: its duration, 0 until it ends."""
 
     def __init__(self, steps: ExchangeSteps[T], *, beside: bool = True) -> None:
         self._steps, self._began_s, self.seconds = steps, time.perf_counter(), 0.0
@@ -115,10 +115,10 @@ class AsyncExchange(Generic[T]):
 
 
 class CollectiveQueue(Generic[T]):
-    """Exchanges in one group whose collectives start in the same order on all processes.
+    """Runs several exchanges of one group; starts their collectives in the same order on all processes.
 
-    Each exchange has `messages` collectives. Its first starts before the last of the preceding one, so that the link is
-    never idle while data waits. `results` has the result of each exchange that has ended, by index.
+    Each exchange has `messages` collectives. The first one starts before the last one of the preceding exchange, so the
+    link is never idle while data waits. `results` maps indices of finished exchanges to results.
     """
 
     def __init__(self, exchanges: int, messages: int = 2) -> None:
@@ -136,7 +136,7 @@ class CollectiveQueue(Generic[T]):
         self._exchanges.append(steps)
 
     def advance(self) -> None:
-        """Starts each collective whose turn it is, without waiting. Raises RuntimeError if a collective failed."""
+        """Starts the next collectives in order, without waiting. Raises RuntimeError if a collective failed."""
         while self._order and self._advance_one(self._order[0]):
             self._order.popleft()
         for number in range(len(self._exchanges)):
@@ -175,14 +175,14 @@ class Plain:
 
 
 class Integers:
-    """A codec: 8-bit or 4-bit integers times a scale for each `block` of values; `block` divides BLOCK."""
+    """A codec of 8-bit or 4-bit integers, with a scale for every `block` values; BLOCK is a multiple of `block`."""
 
     def __init__(self, bits: int, block: int = BLOCK) -> None:
         self._bits, self._block = bits, block
         self._most = 2 ** (bits - 1) - 1
 
     def encode(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Rounds to the nearest integer; a block with an infinity or a NaN becomes NaN."""
+        """Rounds to the nearest integers; a block that contains an infinity or a NaN becomes NaN."""
         blocks = values.to(torch.float32).unflatten(-1, (-1, self._block))
         # bfloat16 has the range of a float32, and gradients may be small.
         scales = (blocks.abs().amax(-1, keepdim=True) / self._most).to(torch.bfloat16)
@@ -214,7 +214,7 @@ Codec = Plain | Integers
 
 
 def codec_named(name: str, dtype: torch.dtype) -> Codec:
-    """Returns the codec none, bf16, int8 or int4; `dtype` is for "none"."""
+    """Creates the codec none, bf16, int8 or int4; "none" sends values as `dtype`."""
     if name == "none":
         return Plain(dtype)
     return Plain(torch.bfloat16) if name == "bf16" else Integers(8 if name == "int8" else 4)
@@ -222,13 +222,13 @@ def codec_named(name: str, dtype: torch.dtype) -> Codec:
 
 @dataclass
 class Residual:
-    """The rounding errors of a process's values."""
+    """The rounding errors of one exchange, on one process."""
 
     own: Tensor  # of the process's values [n]
     sums: Tensor | None  # of the share [n / size] whose mean the process computes for all; None for a single process
 
     def combined(self, peers: SyncGroup) -> Tensor:
-        """Returns both as one residual [n], whose mean over all processes is the error of the exchanged mean."""
+        """Returns both errors as one residual [n], whose mean over all processes is the error of the exchanged mean."""
         kept = self.own.clone()
         if self.sums is not None:
             part = kept[peers.rank * self.sums.numel() :][: self.sums.numel()]
@@ -237,10 +237,10 @@ class Residual:
 
 
 def mean_of(values: Tensor, codec: Codec, peers: SyncGroup, sums_before: Tensor | None = None) -> ExchangeSteps[Any]:
-    """Averages vectors [n] over all peers, with equal bits on all of them; an exchange.
+    """Averages a vector [n] over all peers, bitwise equal on all of them; an exchange. Returns (mean [n], Residual).
 
-    Each process averages one share of the values and sends the rounded result to all. `sums_before` is the earlier
-    residual of this process's share, or None. Returns the mean [n] and the residual.
+    Each process averages one share of the values and sends the rounded result to all. `sums_before`: `Residual.sums` of
+    the previous exchange, or None.
     """
     count = values.numel()
     if peers.size == 1 or not count:

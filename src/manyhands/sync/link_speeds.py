@@ -34,7 +34,7 @@ _SSH = LinkSpeed(2.2e8, 300e-6)
 
 
 def named_link(text: str, where: str = "--link") -> LinkSpeed:
-    """Returns the link of a nominal bandwidth such as 10mbit. Raises UserError for another text."""
+    """Returns the speed of a link with the nominal bandwidth `text`, such as 10mbit. Raises UserError: invalid text."""
     return LinkSpeed(parse_bandwidth(text, where) * _PAYLOAD, BETWEEN_MACHINES.latency_s)
 
 
@@ -46,7 +46,7 @@ def through_ssh(link: LinkSpeed) -> LinkSpeed:
 def rounds(kind: str, processes: int) -> tuple[int, float]:
     """Returns (sequential messages, bytes that each process sends per byte of the tensor) of a collective.
 
-    The tensor is the entire one that is reduced, gathered or scattered; for all_to_all, one process's input.
+    The tensor is the full tensor that is reduced, gathered or scattered; for all_to_all, one process's input.
     """
     ring = processes - 1
     if processes == 1:
@@ -73,7 +73,7 @@ def work_seconds(kind: str, processes: int, size_bytes: float, link: LinkSpeed) 
 
 
 def fitted_link(kind: str, processes: int, points: Points) -> LinkSpeed:
-    """Fits a link to the first and last measured point (bytes, seconds); the latency is 0 if the last isn't slower."""
+    """Fits a link speed to the first and last point, (bytes, seconds); latency 0 if the last is no slower."""
     (small, first_s), (large, last_s) = points[0], points[-1]
     messages, share = rounds(kind, processes)
     if messages == 0 or share * large == 0 or last_s <= 0:

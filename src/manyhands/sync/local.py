@@ -36,7 +36,7 @@ class PendingExchange:
 
 @dataclass(frozen=True)
 class Pace:
-    """The interval of exchanges and the outer optimizer's step."""
+    """The interval of exchanges, and the settings of the outer optimizer's step."""
 
     every: int  # steps from one exchange to the next
     delay: int = 0  # steps of training during an exchange, at most `every`; 0: wait for the exchange
@@ -46,7 +46,7 @@ class Pace:
 
 @dataclass
 class LocalSteps(Synchronizer):
-    """Trains processes or machines separately, and averages their changes from a common anchor."""
+    """Trains processes or machines separately, and averages their changes from the last average (the anchor)."""
 
     alone = local_statistics = times_waits = True
 
@@ -69,7 +69,7 @@ class LocalSteps(Synchronizer):
         self.begin()
 
     def begin(self) -> None:
-        """Sets the parameters and buffers, which are equal on all processes, as the anchor; drops residuals."""
+        """Makes the current parameters and buffers, equal on all processes, the new anchor; drops residuals."""
         self.anchor = as_vector(self.parameters, self._dtype)
         self.buffers.begin()
         self._residual = torch.zeros_like(self.anchor)
@@ -105,7 +105,7 @@ class LocalSteps(Synchronizer):
         self._write(self.anchor, self.buffers.averaged)
 
     def average_buffers(self, step: int) -> None:
-        """Waits for an exchange in progress, then averages the buffers, once per step; a collective."""
+        """Waits for an exchange in progress, then averages the buffers, at most once per step; a collective."""
         if self._flight and self._flight.exchange:
             self._flight.exchange.result()  # both use one group, whose messages must not mix
         self.buffers.average(step)
@@ -145,7 +145,7 @@ class LocalSteps(Synchronizer):
         return tensors, {"rounds": self.rounds, "since": flight.since if flight else -1}
 
     def load(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, int]) -> None:
-        """Restores `state` into a network at the anchor; restarts an exchange that was in progress."""
+        """Restores `state`; the network must be at the anchor. Restarts an exchange that was in progress."""
         self.begin()
         moved = {name: tensor.to(self.anchor.device) for name, tensor in tensors.items()}
         self._write(moved["parameters"], moved["buffers"])

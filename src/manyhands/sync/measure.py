@@ -1,4 +1,4 @@
-"""Measures the link between the processes of a live group."""
+"""Measures the network link between the processes of a process group."""
 
 import statistics
 import time
@@ -16,10 +16,10 @@ _VALUE_BYTES = 4
 
 
 def measure_link(group: dist.ProcessGroup | None, device: str, budget_s: float = 5.0) -> LinkSpeed:
-    """Returns latency and bandwidth for the slowest process, equal on all processes of the group; a collective.
+    """Returns the slowest process's latency and bandwidth, the same result on all processes; a collective.
 
-    All-reduces of one value measure the latency; sizes that double until one takes long measure the bandwidth. The last
-    size is repeated, and the faster time counts. A size is tried only if the budget has twice the last time left.
+    All-reduces of one value measure the latency. For the bandwidth, sizes double until an all-reduce takes over 0.3 s;
+    the last size runs twice, and the faster time counts. A size is tried only if twice the last time is left.
     """
     processes = dist.get_world_size(group) if dist.is_initialized() else 1
     if processes == 1:
@@ -41,7 +41,7 @@ def _has_time_left(wanted_s: float, ends_s: float, group: dist.ProcessGroup | No
 
 
 def pass_seconds(count: int, device: str) -> float:
-    """Returns the seconds of one sum of two vectors of `count` values, the unit of compression work."""
+    """Returns the seconds to add two vectors of `count` values, the unit of compression work."""
     one, other, total = (torch.ones(count, device=device) for _ in range(3))
     taken: list[float] = []
     for _ in range(_REPEATS):

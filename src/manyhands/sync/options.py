@@ -66,7 +66,7 @@ class CommonOptions(Options):
         return self.method == AUTO
 
 
-def _sections() -> list[type[Options]]:
+def _option_classes() -> list[type[Options]]:
     """Returns the Options class of each method. Raises TypeError if two methods define an option differently."""
     found: list[type[Options]] = []
     for name, method in methods().items():
@@ -85,5 +85,5 @@ if TYPE_CHECKING:
     SyncOptions = CommonOptions  # other code reads only the common options
 else:
     SyncOptions = create_model(
-        "SyncOptions", __base__=(*_sections(), CommonOptions), __doc__=CommonOptions.__doc__, __module__=__name__
+        "SyncOptions", __base__=(*_option_classes(), CommonOptions), __doc__=CommonOptions.__doc__, __module__=__name__
     )

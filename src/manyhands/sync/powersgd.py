@@ -33,10 +33,10 @@ class PowerSgd(Synchronizer):
     """Averages gradients during the backward pass; the compression error is sent with the next gradients.
 
     A batch of gradients is sent when an update's last backward pass has computed it; the mean replaces it before the
-    optimizer's step. DDP's hook isn't used, because with several buckets processes start collectives in different
-    orders. Sources: Vogels, Karimireddy and Jaggi 2019, arXiv:1905.13727; Zhang et al. 2023, arXiv:2306.08881.
+    optimizer's step. DDP's hook isn't used: with several buckets, ranks would start collectives in different orders.
+    Sources: Vogels, Karimireddy and Jaggi 2019, arXiv:1905.13727; Zhang et al. 2023, arXiv:2306.08881.
 
-    `parameters` have the same order on all processes, best that of the forward pass. `rare`: parameters that may get no
+    `parameters` must have the same order on all processes, ideally forward order. `rare`: parameters that may get no
     gradient on any process. The processes of `machine` sum factors before the exchange. Construction is a collective.
     """
 
@@ -75,11 +75,11 @@ class PowerSgd(Synchronizer):
         self._complete: SimpleQueue[_Batch | None] = SimpleQueue()
         self._ended: SimpleQueue[Exception | None] = SimpleQueue()
         self._hooks = [
-            parameter.register_post_accumulate_grad_hook(functools.partial(self._arrived, batch))
+            parameter.register_post_accumulate_grad_hook(functools.partial(self._on_gradient, batch))
             for batch in self._batches
             for parameter in batch.parameters
         ]
-        self._thread = threading.Thread(target=self._serve, name="manyhands gradients", daemon=True)
+        self._thread = threading.Thread(target=self._run_thread, name="manyhands gradients", daemon=True)
         self._thread.start()
 
     def before_last_micro_batch(self) -> None:
@@ -121,7 +121,7 @@ class PowerSgd(Synchronizer):
             batch.compressor.load({name: one.to(batch.residual.device) for name, one in own.items()})
 
     def forget(self) -> str:
-        """Drops residuals and restores the first factors, between two updates; returns a sentence for the user."""
+        """Drops residuals and restores the initial factors, between two updates; returns a sentence for the user."""
         for batch, first in zip(self._batches, self._first, strict=True):
             batch.residual.zero_()
             batch.compressor.load(first)
@@ -156,7 +156,7 @@ class PowerSgd(Synchronizer):
         self._complete.put(None)
         self._thread.join(_CLOSING_S)
 
-    def _arrived(self, batch: "_Batch", parameter: Tensor) -> None:
+    def _on_gradient(self, batch: "_Batch", parameter: Tensor) -> None:
         if not self._expecting:
             return  # not the update's last backward pass
         if id(parameter) not in batch.missing:
@@ -175,18 +175,18 @@ class PowerSgd(Synchronizer):
             self._offered += 1
 
     @torch.no_grad()
-    def _serve(self) -> None:
+    def _run_thread(self) -> None:
         try:
             while True:
-                self._serve_update()
+                self._exchange_update()
                 self._ended.put(None)
         except _ClosedError:
             return
         except Exception as error:  # noqa: BLE001 - whatever it is, it is raised where the gradients are wanted
             self._ended.put(error)
 
-    def _serve_update(self) -> None:
-        """Sends the batches of an update as they are completed, and writes their averages."""
+    def _exchange_update(self) -> None:
+        """Sends the batches of one update as they are completed; replaces the gradients by the averages."""
         if not self._begun.get():
             raise _ClosedError
         for batch in self._batches:  # during the forward pass
@@ -198,19 +198,19 @@ class PowerSgd(Synchronizer):
                     time.sleep(_LOOK_S)
                 self._send(queue, wait=not queue.in_progress)
             # Batches that are completed meanwhile are sent first.
-            batch.give(*queue.results[number], lambda: self._send(queue))
+            batch.end_exchange(*queue.results[number], lambda: self._send(queue))
 
     def _send(self, queue: CollectiveQueue[_SentBatch], *, wait: bool = False) -> None:
-        """Starts to send the next complete batch, if any or after a `wait`; advances the batches in progress."""
+        """Starts sending the next complete batch (if `wait`, waits for one); advances the batches in progress."""
         with contextlib.suppress(Empty):
             batch = self._complete.get(block=wait)
             if batch is None:
                 raise _ClosedError
-            queue.add(self._mean(batch))
+            queue.add(self._average_batch(batch))
         queue.advance()
 
-    def _mean(self, batch: "_Batch") -> ExchangeSteps[_SentBatch]:
-        sent, machine = batch.take(), self._machine
+    def _average_batch(self, batch: "_Batch") -> ExchangeSteps[_SentBatch]:
+        sent, machine = batch.begin_exchange(), self._machine
         if machine is None:
             mean, residual = yield from batch.compressor.send(sent, self._peers)
             return sent, mean, residual.combined(self._peers)
@@ -226,7 +226,7 @@ class PowerSgd(Synchronizer):
 
 
 class _ClosedError(Exception):
-    """Raised in the thread when no more updates follow."""
+    """Raised in the background thread after `close`."""
 
 
 class _Batch:
@@ -248,7 +248,7 @@ class _Batch:
         self.missing: set[int] = set()  # ids of parameters that have no gradient of this update yet
 
     def expect(self) -> None:
-        """Prepares an update: backward accumulates gradients in the residual, for the parameters that allow it."""
+        """Prepares an update: backward will add gradients to the residual directly where layout and dtype allow it."""
         self.missing = {id(parameter) for parameter in self.parameters}
         for parameter, slot, averaged in zip(self.parameters, self._slots, self._averaged, strict=True):
             if averaged is not None:
@@ -256,7 +256,7 @@ class _Batch:
                     slot.add_(parameter.grad)  # of earlier micro-batches
                 parameter.grad = slot
 
-    def take(self) -> Tensor:
+    def begin_exchange(self) -> Tensor:
         """Adds the gradients to the residual; returns the values to send."""
         for parameter, slot, averaged in zip(self.parameters, self._slots, self._averaged, strict=True):
             if averaged is None and parameter.grad is not None:
@@ -265,8 +265,8 @@ class _Batch:
                 slot.copy_(parameter.grad)  # a user's hook has replaced the gradient
         return self.compressor.begin(self.residual)
 
-    def give(self, sent: Tensor, mean: Tensor, lost: Tensor, between: Callable[[], object]) -> None:
-        """Replaces this process's gradients by the averages."""
+    def end_exchange(self, sent: Tensor, mean: Tensor, lost: Tensor, between: Callable[[], object]) -> None:
+        """Replaces this process's gradients by the averages, and updates the residual."""
         for parameter, averaged in zip(self.parameters, self._averaged, strict=True):
             if averaged is not None:
                 parameter.grad = averaged

@@ -47,7 +47,7 @@ def add_vector(vector: Tensor, tensors: Sequence[Tensor]) -> None:
 
 @dataclass(frozen=True)
 class LocalGroup:
-    """The processes of one machine: they average with each other in every step; the leader exchanges for them all."""
+    """The processes of one machine, which average in every step. Their leader exchanges with the other machines."""
 
     group: Any  # their process group
     leader: int  # the leader's rank in the run
@@ -77,7 +77,7 @@ class Buffers:
         write_vector(values, self._buffers)
 
     def average(self, step: int) -> None:
-        """Averages the buffers, once per step; a collective."""
+        """Averages the buffers, at most once per step; a collective."""
         if step == self._step:
             return
         mean, machine = self.own(), self._machine
@@ -95,7 +95,7 @@ class Buffers:
 
 @dataclass(frozen=True)
 class Places:
-    """The processes of each machine."""
+    """The leaders of all machines, and the processes of this machine."""
 
     leaders: tuple[int, ...]  # rank of each machine's leader, which exchanges for the machine
     machine: tuple[int, ...]  # ranks on this machine
@@ -134,7 +134,7 @@ class SyncContext:
         return LocalGroup(places.group, places.machine[0], len(places.machine), self.world.rank == places.machine[0])
 
     def own(self, cost: "Cost", trained: Sequence[Tensor], rank: int = 0) -> dict[str, Any]:
-        """Returns the settings on which a process's state depends; a run restores the state only if they are equal."""
+        """Returns the settings that a process's state depends on; the state is restored only under equal settings."""
         return {
             "method": cost.method,
             "codec": cost.codec,
@@ -150,7 +150,7 @@ def trained_of(network: HasGradients) -> dict[str, nn.Parameter]:
 
 
 class Synchronizer:
-    """The interface of a sync method for the training loop; this class is for methods that the mode implements."""
+    """The training loop's interface to a sync method; this base class is for methods that the mode implements."""
 
     reduces = True  # True if the mode averages gradients
     group: Any = None  # the processes over which the mode averages gradients; None: all
@@ -163,7 +163,7 @@ class Synchronizer:
     own: Mapping[str, Any] = MappingProxyType({})
 
     def before_update(self, step: int) -> None:
-        """Called before an update, when `step` updates and the work after them are finished."""
+        """Called before an update, after `step` updates and the work that follows each."""
 
     def before_last_micro_batch(self) -> None:
         """Called before the backward pass of an update's last micro-batch."""
@@ -171,27 +171,27 @@ class Synchronizer:
     def on_gradients(self) -> None: ...
 
     def after_update(self, step: int) -> None:
-        """Called after an update, when `step` updates have been made."""
+        """Called after an update; `step` counts the updates made so far."""
 
     def forget(self) -> str:
-        """Drops the effects of non-finite gradients on the state; returns what else is lost, as a sentence."""
+        """Removes the effects of non-finite gradients from the state; returns a sentence on other losses, or ""."""
         return ""
 
     def adapt_pace(self, speeds_s: Sequence[float], exchanges_s: Sequence[float]) -> "Cost | None":
-        """Adapts the pace to all processes' seconds per step and exchange (0: none); returns a new Cost or None."""
+        """Adapts the interval to the seconds per step and exchange (0: none) by rank; returns a new Cost or None."""
 
     def finish(self, step: int) -> None:
         """Makes the networks of all processes equal, at the end of training; a collective."""
 
     def average_buffers(self, step: int) -> None:
-        """Prepares `averaged`, after `step` updates; a collective."""
+        """Averages the buffers for `averaged`, after `step` updates; a collective."""
 
     def averaged(self) -> contextlib.AbstractContextManager[None]:
         """Returns a context in which the network has the averaged parameters and buffers."""
         return contextlib.nullcontext()
 
     def replica_sum(self, value: Tensor, world: World) -> Tensor:
-        """Returns the sum [] of `value` over processes with equal gradients, scaled to all processes; a collective."""
+        """Sums a scalar tensor over processes with equal gradients, and scales to all processes; a collective."""
         if world.alone:
             return value
         if not self.alone:
@@ -207,7 +207,7 @@ class Synchronizer:
         return {name: one for name, one in model.state_dict().items() if isinstance(one, Tensor)}
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, int]] | None:
-        """Returns the state of this process alone on which later updates depend; None if there is none."""
+        """Returns this process's own state (tensors, numbers) that later updates depend on; None if there is none."""
         return None
 
     def load(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, int]) -> None: ...
@@ -216,4 +216,4 @@ class Synchronizer:
         """Ends an exchange in progress."""
 
     def begin(self) -> None:
-        """Starts from the current network, which is equal on all processes."""
+        """Resets the state to start from the current network, which is equal on all processes."""

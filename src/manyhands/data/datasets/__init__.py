@@ -1,1 +1,1 @@
-"""One module per kind of data set: `NAMES` lists values of data.name, `open(name, options)` returns the splits."""
+"""One module per kind of data set, with `NAMES` (its values of data.name) and `open(name, options) -> Splits`."""

@@ -1,8 +1,8 @@
-"""Opens or downloads the published files of MNIST, Fashion-MNIST, CIFAR-10, CIFAR-100 and the digits.
+"""Opens or downloads the published files of MNIST, Fashion-MNIST, CIFAR-10, CIFAR-100 and UCI digits.
 
 The readers are strict: a deviation from the published format raises UserError.
 IDX (MNIST): two zero bytes, a type (8: bytes), the number of dimensions, each size in four bytes (big-endian), then the
-values; a file that ends in .gz is the same, compressed.
+values. A file that ends in .gz is compressed with gzip.
 CIFAR's binary record: one label byte (CIFAR-100: coarse, then fine), then 3,072 bytes: red, green, blue, row by row.
 CIFAR's Python batch: a pickle of {"data": uint8 [n, 3072], "labels" or "fine_labels": list}.
 
@@ -52,7 +52,7 @@ _MOST_MEMBERS = 400_000
 
 
 def open(name: str, options: DataOptions) -> Splits:  # noqa: A001
-    """Opens both splits in memory; downloads missing files. Raises UserError: a file is missing or invalid."""
+    """Opens the training and test splits; downloads missing files. Raises UserError: a file is missing or invalid."""
     known = KNOWN[name]
     if known.forms:
         return _open_cifar(name, known, options)
@@ -100,10 +100,10 @@ def _fetch(name: str, file: str, options: DataOptions) -> Path:
 
 
 def fetch(name: str, urls: tuple[str, ...], md5: str, into: Path) -> Path:
-    """Downloads a file such as "mnist/train-images-idx3-ubyte.gz" unless it exists, one process per host at a time.
+    """Downloads `name`, such as "mnist/train-images-idx3-ubyte.gz", to the path `into`, unless that file exists.
 
-    Processes that waited for a failed attempt report its errors and don't try again. MANYHANDS_MIRROR names a server
-    that replaces `urls`, which are tried in order. Raises UserError: no attempt succeeded.
+    One process per host downloads; if it fails, waiting processes report its errors instead of trying again. Tries
+    `urls` in order, or only the server that MANYHANDS_MIRROR names. Raises UserError: every download failed.
     """
     from manyhands.core.download import Digest, download, without_password
 
@@ -133,7 +133,7 @@ def fetch(name: str, urls: tuple[str, ...], md5: str, into: Path) -> Path:
 
 
 def unpack_once(archive: Path) -> Path:
-    """Unpacks an archive into the host's cache, if needed; returns the folder. Raises UserError: damaged archive."""
+    """Unpacks an archive to this host's cache, once; returns the unpacked folder. Raises UserError: it is damaged."""
     try:
         state = archive.stat()
     except OSError as error:
@@ -157,7 +157,7 @@ def unpack_once(archive: Path) -> Path:
 
 
 def _extract(file: tarfile.TarFile, folder: Path, compressed: IO[bytes]) -> None:
-    """Extracts regular files and folders; tarfile's filter needs Python 3.11.4. Raises TarError: anything else."""
+    """Extracts regular files and folders. Raises TarError: the archive has other entries, or is too large."""
     most_bytes = max(_LIKELY_ARCHIVE_BYTES, os.fstat(compressed.fileno()).st_size * _MOST_COMPRESSION)
     members: list[tarfile.TarInfo] = []
     total = 0
@@ -170,7 +170,7 @@ def _extract(file: tarfile.TarFile, folder: Path, compressed: IO[bytes]) -> None
         if not inside or not (member.isreg() or member.isdir()):
             raise tarfile.TarError(f"{member.name} is not a regular file inside the archive")
         member.mode = 0o755 if member.isdir() else 0o644
-    file.extraction_filter = lambda member, _: member  # newer versions of Python warn if none is set
+    file.extraction_filter = lambda member, _: member  # named filters need Python 3.11.4; without any, newer ones warn
     file.extractall(folder, members)
 
 
@@ -179,7 +179,7 @@ def _refuse(what: str, place: Path | str) -> NoReturn:
 
 
 def read_idx(path: Path, dimensions: int) -> Tensor:
-    """Reads an IDX file of bytes, plain or .gz, as uint8 [N, H, W] (3 dimensions) or [N] (1)."""
+    """Reads an IDX file, plain or .gz, as uint8: [N, H, W] if `dimensions` is 3, [N] if it is 1."""
     try:
         with open_file(path) as stored, gzip.open(stored) if path.suffix == ".gz" else stored as file:
             shape = _read_idx_shape(file, path, dimensions)
@@ -228,7 +228,7 @@ def read_mnist_split(images: Path, labels: Path, classes: int) -> ImagesInMemory
 
 
 def read_cifar_files(place: Path, form: CifarForm) -> dict[str, bytes]:
-    """Reads the files of a CIFAR format from a folder or an archive; returns their contents by name."""
+    """Reads the files of a CIFAR format from a folder or tar archive; returns {file name: content}."""
     needed = (*form.train, form.test)
     names = (*needed, form.names)
     found: dict[str, bytes] = {}
@@ -268,10 +268,10 @@ def read_cifar_split(files: dict[str, bytes], names: tuple[str, ...], form: Cifa
 
 
 def read_cifar_names(content: bytes, form: CifarForm) -> tuple[str, ...]:
-    """Returns the class names: one per line, or the pickle's "label_names" or "fine_label_names"."""
+    """Parses class names: one per line (binary format), or a pickle's list "label_names" or "fine_label_names"."""
     if form.label_bytes:
         return tuple(content.decode("utf-8", "replace").split())
-    names = _field(_read_pickle(content, form.names), form.key.removesuffix("s") + "_names", form.names)
+    names = _get_field(_read_pickle(content, form.names), form.key.removesuffix("s") + "_names", form.names)
     if not isinstance(names, list) or not all(isinstance(name, str | bytes) for name in names):
         _refuse(f"{form.names}: expected a list of class names, found {type(names).__name__}", form.names)
     return tuple(name.decode("utf-8", "replace") if isinstance(name, bytes) else name for name in names)
@@ -288,7 +288,7 @@ def _read_records(content: bytes, file: str, form: CifarForm) -> tuple[Tensor, T
 
 def _read_batch(content: bytes, file: str, form: CifarForm) -> tuple[Tensor, Tensor]:
     batch = _read_pickle(content, file)
-    data, labels = _field(batch, "data", file), _field(batch, form.key, file)
+    data, labels = _get_field(batch, "data", file), _get_field(batch, form.key, file)
     try:
         _, shape, kind, by_columns, stored = data.state
         if kind.arguments[0] not in ("u1", b"u1") or by_columns or not isinstance(stored, bytes):
@@ -306,7 +306,7 @@ def _read_batch(content: bytes, file: str, form: CifarForm) -> tuple[Tensor, Ten
     return images, torch.tensor(labels)
 
 
-def _field(content: Any, key: str, file: str) -> Any:
+def _get_field(content: Any, key: str, file: str) -> Any:
     for word in (key, key.encode()):
         if isinstance(content, dict) and word in content:
             return content[word]
@@ -314,7 +314,7 @@ def _field(content: Any, key: str, file: str) -> Any:
 
 
 class _Inert:
-    """Replaces NumPy's arrays and dtypes, which crash on some damaged pickles; keeps their arguments and state."""
+    """Stores the pickled content of a NumPy array or dtype, because NumPy crashes on some damaged pickles."""
 
     def __init__(self, *arguments: object) -> None:
         self.arguments, self.state = arguments, ()
@@ -324,7 +324,7 @@ class _Inert:
 
 
 def _encode(text: str, encoding: str) -> bytes:
-    """Replaces _codecs.encode, which Python 3 calls in pickles of protocols 0 to 2 to store bytes."""
+    """Replaces _codecs.encode, which pickles of bytes call if Python 3 wrote them with protocol 0, 1 or 2."""
     if encoding not in ("latin1", "latin-1"):
         raise pickle.UnpicklingError(f"unknown encoding {encoding!r}")
     return text.encode("latin1")
@@ -340,7 +340,7 @@ _ALLOWED = {
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """An unpickler that imports nothing: it maps the few allowed names to inert classes."""
+    """An unpickler that imports nothing: the few allowed names map to harmless replacements."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _ALLOWED:
@@ -349,7 +349,7 @@ class _PlainUnpickler(pickle.Unpickler):
 
 
 def _read_pickle(content: bytes, file: str) -> Any:
-    """Reads a pickle of plain data and byte arrays; returns strings of Python 2 as bytes."""
+    """Reads a pickle of plain data and byte arrays. Strings that Python 2 wrote become bytes."""
     try:
         return _PlainUnpickler(io.BytesIO(content), encoding="bytes").load()
     except Exception as error:

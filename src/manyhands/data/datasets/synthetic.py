@@ -1,7 +1,7 @@
 """Random pictures for speed measurements and tests.
 
-"synthetic", or "synthetic:1000x3x32x32x10" (samples x channels x height x width x classes): in memory. The test split
-has a fifth of this number of samples. Each class has a pattern under the noise, so that a network can learn.
+"synthetic", or "synthetic:1000x3x32x32x10" (samples x channels x height x width x classes): pictures in memory. The
+test split has a fifth as many samples. Each class has a pattern under the noise, so that a network can learn it.
 
 "fake-imagenet": as many pictures as in ImageNet, generated on request. Labels are unrelated to pixels.
 """
@@ -28,17 +28,17 @@ _IMAGENET_TRAIN, _IMAGENET_TEST, _IMAGENET_CLASSES = 1_281_167, 50_000, 1000
 def open(name: str, options: DataOptions) -> Splits:  # noqa: A001
     if name == "fake-imagenet":
         height, channels, classes, title = options.image_size or 224, 3, _IMAGENET_CLASSES, "generated pictures"
-        train, test = _generated("train", _IMAGENET_TRAIN, height), _generated("test", _IMAGENET_TEST, height)
+        train, test = _generate_split("train", _IMAGENET_TRAIN, height), _generate_split("test", _IMAGENET_TEST, height)
     else:
-        count, channels, height, width, classes = _shape(name)
+        count, channels, height, width, classes = _parse_shape(name)
         patterns, title = _noise((classes, channels, height, width), "patterns"), f"synthetic {height} x {width}"
-        train, test = _split(patterns, count, "train"), _split(patterns, max(1, count // 5), "test")
+        train, test = _make_split(patterns, count, "train"), _make_split(patterns, max(1, count // 5), "test")
     pixels = Pixels(height, channels, (0.5,) * channels, (0.25,) * channels, "none")
     names = tuple(f"class {number}" for number in range(classes))
     return Splits(train, test, names, describe(title, train, test), pixels)
 
 
-def _shape(name: str) -> list[int]:
+def _parse_shape(name: str) -> list[int]:
     text = name.partition(":")[2] or _USUAL
     sizes = [typed_number(word) or 0 for word in text.split("x")]
     hints = (f"give samples x channels x height x width x classes, such as synthetic:{_USUAL}",)
@@ -49,7 +49,7 @@ def _shape(name: str) -> list[int]:
     return sizes
 
 
-def _split(patterns: Tensor, count: int, purpose: str) -> ImagesInMemory:
+def _make_split(patterns: Tensor, count: int, purpose: str) -> ImagesInMemory:
     labels = torch.arange(count) % len(patterns)
     images = _noise((count, *patterns.shape[1:]), purpose)
     for block, kind in zip(images.split(1024), labels.split(1024), strict=True):
@@ -64,7 +64,7 @@ def _noise(shape: tuple[int, ...], *purpose: str | int, name: str = "synthetic")
 
 @dataclass(frozen=True)
 class _Generated:
-    """Generated pictures, uint8 [3, size, size]; an index always returns the same picture."""
+    """A data set of generated pictures, uint8 [3, size, size]; an index always gives the same picture."""
 
     purpose: str  # "train" or "test"
     targets: Tensor  # int64 [N]
@@ -78,7 +78,7 @@ class _Generated:
         return picture, int(self.targets[sample])
 
 
-def _generated(purpose: str, count: int, size: int) -> UserSamples:
+def _generate_split(purpose: str, count: int, size: int) -> UserSamples:
     drawn = mix_bits(torch.arange(count) + derive(0, "fake-imagenet", purpose) % 2**31)
     labels = drawn.remainder(_IMAGENET_CLASSES)
     return UserSamples(_Generated(purpose, labels, size), labels)

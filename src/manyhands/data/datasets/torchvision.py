@@ -16,7 +16,7 @@ _TEST_WORDS = ("test", "val", "valid")
 
 
 def open(name: str, options: DataOptions) -> Splits:  # noqa: A001
-    """Opens a data set below the data folder, one process per host at a time. Raises UserError: it can't be opened."""
+    """Opens a data set in the data folder, one process per host at a time. Raises UserError: opening fails."""
     from torchvision import datasets
 
     word = name.partition(":")[2]
@@ -30,15 +30,15 @@ def open(name: str, options: DataOptions) -> Splits:  # noqa: A001
     with one_at_a_time(root / f"torchvision-{word}"):
         test = None
         if "train" in takes:
-            train, test = (_make(kind, given, "train", (value,)) for value in (True, False))
+            train, test = (_create_dataset(kind, given, "train", (value,)) for value in (True, False))
         elif "split" in takes:
-            train, test = (_make(kind, given, "split", words) for words in (_TRAIN_WORDS, _TEST_WORDS))
+            train, test = (_create_dataset(kind, given, "split", words) for words in (_TRAIN_WORDS, _TEST_WORDS))
         else:
-            train = _make(kind, given)
+            train = _create_dataset(kind, given)
     return splits_of_objects(train, test, options, title=name)
 
 
-def _make(kind: Any, given: dict[str, Any], parameter: str = "", values: tuple[Any, ...] = ("",)) -> Any:
+def _create_dataset(kind: Any, given: dict[str, Any], parameter: str = "", values: tuple[Any, ...] = ("",)) -> Any:
     for value in values:
         try:
             return kind(**given, **({parameter: value} if parameter else {}))

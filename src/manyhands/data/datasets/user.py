@@ -1,4 +1,4 @@
-"""The user's data: a folder of class folders, or "file.py:function", which returns (train, test) or Splits."""
+"""The user's data: a folder of class folders, or a function "file.py:function" that returns (train, test) or Splits."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ NAMES: tuple[str, ...] = ()
 
 
 def open(name: str, options: DataOptions) -> Splits:  # noqa: A001
-    """Opens the folder, or calls the function. Raises UserError: it can't be used, or the result is of another type."""
+    """Opens a folder, or calls a function. Raises UserError: either fails, or the function returns another type."""
     if not is_object_reference(name):
         return open_folder(Path(name).expanduser(), options)
     function = load_object(name, "data.name")

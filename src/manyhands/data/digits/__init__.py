@@ -1,1 +1,1 @@
-"""Files of the digits data set; SOURCE.md names their source."""
+"""Files of the UCI digits data set; SOURCE.md says where they come from."""

@@ -19,5 +19,5 @@ A module may define:
   raises UserError if options contradict each other. `fits(cost, options)` returns True if the options allow the
   interval of an earlier start.
 
-The job is read without torch, so a module imports whatever needs torch within its functions.
+A job is read without torch, so a module imports code that needs torch only within its functions.
 """

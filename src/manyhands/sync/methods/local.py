@@ -57,7 +57,7 @@ class Options(RankOptions):
 
 
 def asked(options: Options) -> Cost | None:
-    """Returns the pace if the options fix it. Raises UserError if an exchange would end after the next begins."""
+    """Returns a Cost with the interval and delay if the options fix both, or None. Raises UserError: delay too long."""
     if options.delay > options.every > 0:
         hints = (f"use --set sync.delay={options.every} or less",)
         what = f"an exchange every {options.every} steps can't be applied {options.delay} steps late"
@@ -69,7 +69,7 @@ def asked(options: Options) -> Cost | None:
 
 
 def fits(cost: Cost, options: Options) -> bool:
-    """Returns True if the options allow the pace of an earlier start."""
+    """Returns True if the options allow the codec, interval and delay of an earlier start."""
     wanted = options.codec in {"auto", cost.codec} and options.every in {0, cost.every}
     return wanted and (options.delay < 0 or min(options.delay, cost.every) == cost.delay)
 
@@ -80,7 +80,7 @@ def estimate(case: LinkCase, options: Options) -> list[Cost]:
 
 
 def make(network: HasGradients, context: "SyncContext", options: Options, cost: Cost) -> "Synchronizer":
-    """Creates the synchronizer, with the pace of `cost`; a collective."""
+    """Creates the synchronizer, with the interval and delay of `cost`; a collective."""
     import torch
 
     from manyhands.sync.compress import compressor_named, select_arithmetic
@@ -139,9 +139,9 @@ def fitting_delay(steps_long: float, every: int) -> int:
 
 
 def fitting_steps(steps_long: float, steps: int, compressing: float = 0.0) -> int:
-    """Returns the interval in steps between exchanges of `steps_long` steps; shorter if accuracy requires it.
+    """Returns the interval between exchanges that last `steps_long` steps; shorter if accuracy requires it.
 
-    `steps` are the updates of the run; `compressing` is the compression time of an exchange, in steps.
+    `steps`: updates of the run. `compressing`: compression time of an exchange. All times are in steps.
     """
     most = max(1, min(_MOST_STEPS, steps // _MIN_ROUNDS))
     return min(most, max(_MIN_STEPS, math.ceil(_SLACK * steps_long), math.ceil(compressing / _MOST_COMPRESSING)))
@@ -173,7 +173,7 @@ class Pacer:
         long = statistics.median(self._lengths)
         every = fitting_steps(long, self.total_steps, self.compressing_s / step_s)
         delay = fitting_delay(long, every) if self.options.delay < 0 else min(every, self.options.delay)
-        if not _differ(every, self.cost.every) and not _differ(delay, self.cost.delay):
+        if not _differs_enough(every, self.cost.every) and not _differs_enough(delay, self.cost.delay):
             return None
         self._lengths.clear()
         self.cost = replace(self.cost, every=every, delay=delay)
@@ -181,5 +181,5 @@ class Pacer:
         return self.cost
 
 
-def _differ(wanted: int, now: int) -> bool:
+def _differs_enough(wanted: int, now: int) -> bool:
     return abs(wanted - now) > 1 and not now / _CHANGE < wanted < now * _CHANGE
