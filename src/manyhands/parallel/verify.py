@@ -261,7 +261,7 @@ class _Check:
         return found
 
     def _run_alone(self) -> tuple[list[Tensor], dict[str, Tensor]]:
-        """Returns the single-process copy's (outputs for this rank's rows, gradients of this rank's loss by parameter)."""
+        """Returns the single-process copy's (outputs for this rank's rows, gradients of this rank's loss by name)."""
         _set_norm_groups(self.alone, self.shares, self.count)
         try:
             output = self.alone(self.sample)
@@ -275,7 +275,7 @@ class _Check:
         return [one.detach() for one in _tensors(output)], dict(zip(named, due, strict=True))
 
     def _run_on_mesh(self) -> tuple[list[Tensor], dict[str, Tensor]]:
-        """Returns the network's (outputs for this rank's rows, local gradients by parameter, not summed over samples)."""
+        """Returns the network's (outputs for this rank's rows, local gradients by name, not summed over samples)."""
         _set_norm_groups(self.network.model, [slice(0, self.rows.stop - self.rows.start)], self.count)
         output = self.network.model(self.sample[self.rows])
         Gradients(self.network, self.grid.world).backward_of(self._loss(output))

@@ -1,4 +1,4 @@
-"""Collectives for JSON data and tensors. torch's object collectives unpickle data, so a peer could run code here."""
+"""Collectives for JSON data and tensors. torch's object collectives unpickle, so a malicious peer could run code."""
 
 import json
 from collections.abc import Callable
@@ -26,7 +26,7 @@ def broadcast_plain(value: Any, world: World) -> Any:
 
 
 def broadcast_result(make: Callable[[], Any], world: World) -> Any:
-    """Returns rank 0's `make()` (JSON data) on all processes, or raises its ManyhandsError on all; a collective."""
+    """Calls `make` on rank 0; returns its result (JSON) or raises its ManyhandsError on all ranks; a collective."""
     found: dict[str, Any] = {}
     if world.is_main:
         try:
@@ -42,7 +42,7 @@ def broadcast_result(make: Callable[[], Any], world: World) -> Any:
 
 
 def gather_plain(value: Any, world: World, group: Any = None) -> list[Any]:
-    """Returns the values of all processes (or of `group`), in the order of ranks, on each of them; a collective."""
+    """Returns the list of all ranks' values (JSON data) on all ranks, or on those of `group`; a collective."""
     if world.alone:
         return [value]
     content, size = _encode(value), dist.get_world_size(group)
@@ -57,7 +57,7 @@ def gather_plain(value: Any, world: World, group: Any = None) -> list[Any]:
 
 
 def broadcast_tensors(tensors: dict[str, Tensor], world: World) -> dict[str, Tensor]:
-    """Returns rank 0's CPU tensors by name on the CPU of each process, broadcast one at a time; a collective."""
+    """Broadcasts rank 0's CPU tensors, one at a time; returns them by name, on the CPU; a collective."""
     if world.alone:
         return tensors
     mine = [[name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for name, tensor in tensors.items()]

@@ -70,7 +70,7 @@ class Grid:
         return self.mesh.parts(axes)
 
     def place(self, axes: Sequence[int]) -> int:
-        """Returns the index of this process in its group along the axes."""
+        """Returns the index of this process in its group along the axes (indices of mesh axes)."""
         return self.mesh.place(axes, self.world.rank)
 
     def first(self, axes: Sequence[int]) -> bool:
@@ -78,7 +78,7 @@ class Grid:
         return all(self.coordinates[axis] == 0 for axis in axes)
 
     def axis(self, *names: str) -> "Axis":
-        """Returns an axis by name, or several combined: `mesh.axis("tp")`. Raises UserError if there is none."""
+        """Returns a mesh axis by name; several names combine axes into one. Raises UserError for an unknown name."""
         return Axis(self, names)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Grid":
@@ -96,7 +96,7 @@ def open_mesh(sizes: str | Mapping[str, int] | Mesh, world: World | None = None)
 
     Args:
         sizes: the axes: "dp=2,tp=2" or {"dp": 2, "tp": 2}. The last axis varies fastest.
-        world: the processes; None: the default group of torch.distributed, or this process alone without one.
+        world: the processes; None: torch.distributed's default group, or this process alone if there is no group.
 
     Raises:
         UserError: `sizes` is not a mesh, or its size is not the number of processes.
@@ -156,7 +156,7 @@ class Axis:
         """Returns this process's shard of a tensor as a Parameter.
 
         All processes must pass the same full tensor (use the same seed). A parameter that is sharded over another axis
-        can be sharded again in another dimension. Raises UserError if `dim` is missing, sharded already or too short.
+        can be sharded again in another dimension. Raises UserError if `dim` is missing, already sharded or too short.
         """
         piece, mark = self._piece(tensor, dim, getattr(tensor, "mark", None))
         made = Parameter(piece, tensor.requires_grad or not isinstance(tensor, nn.Parameter))
@@ -166,8 +166,8 @@ class Axis:
     def shard_module(self, module: Module, **dims: int) -> Module:
         """Shards parameters and buffers of a layer in place: `tp.shard_module(nn.Linear(8, 6), weight=0, bias=0)`.
 
-        The layer must hold the same full tensors on all processes; `dims` are the dimensions to shard by name. Returns
-        the layer. Raises UserError if the layer has no such tensor, or the dimension can't be sharded.
+        The layer must hold the same full tensors on all processes. `dims`: the dimension to shard, by tensor name.
+        Returns the layer. Raises UserError if the layer has no such tensor, or the dimension can't be sharded.
         """
         for name, dim in dims.items():
             tensor = getattr(module, name, None)
@@ -217,7 +217,7 @@ class Axis:
     def gather(self, x: Tensor, dim: int, length: int | None = None) -> Tensor:
         """Concatenates the shards of all processes: all-gather in forward, slice in backward.
 
-        All processes along the axis must apply the same computation to the result; if it is sharded, use
+        All processes along the axis must apply the same computation to the result; before a sharded computation, use
         `tp.enter(tp.gather(x, dim))`. Shards have lengths as from `scatter`, differing by at most one. `length` is the
         full length of `dim`; None: the processes exchange their lengths in a small collective.
         """
@@ -275,7 +275,7 @@ class Axis:
         return dim % tensor.dim()
 
     def _length(self, piece: Tensor, dim: int, length: int | None) -> int:
-        """Returns the full length of `dim`. Raises UserError if the lengths of the shards don't match it."""
+        """Returns the full length of `dim`. Raises UserError unless shard lengths are those that `scatter` returns."""
         here = piece.shape[dim]
         if self.size == 1:
             lengths = [here]

@@ -15,7 +15,7 @@ BUCKET_BYTES = 25 * 1024 * 1024  # as in DDP: small enough to start during backw
 
 
 class Bucket:
-    """Gradients of one all-reduce over the mesh axes with the indices `axes`."""
+    """Parameters whose gradients share one all-reduce, over the mesh axes with the indices `axes`."""
 
     def __init__(self, axes: tuple[int, ...], parameters: list[nn.Parameter]) -> None:
         self.axes, self.parameters, self.waiting = axes, parameters, len(parameters)
@@ -24,7 +24,7 @@ class Bucket:
 
 
 class Reducer:
-    """All-reduces gradients over their layouts' `gradient_axes` during backward, in equal buckets on all processes."""
+    """All-reduces gradients over their layouts' `gradient_axes` during backward, in buckets as in DDP."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], layouts: Mapping[str, TensorLayout], grid: Grid) -> None:
         self._grid, self._held_back, self._next = grid, False, 0
@@ -43,7 +43,7 @@ class Reducer:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulates each process's own gradients in backward passes within this context, without communication."""
+        """Backward passes in this context accumulate local gradients, without communication."""
         self._held_back = True
         try:
             yield
@@ -51,7 +51,7 @@ class Reducer:
             self._held_back = False
 
     def finish(self) -> None:
-        """Sends the remaining buckets and writes all sums, after an update's last backward; a collective."""
+        """Starts the remaining all-reduces, waits for all, and writes the sums to the gradients; a collective."""
         while self._next < len(self.buckets):
             self._send()
         for bucket in self.buckets:
@@ -95,7 +95,7 @@ def summed_over(layout: TensorLayout, mesh: Mesh) -> tuple[int, ...]:
 def bucket_names(
     pieces: Sequence[tuple[str, tuple[int, ...], torch.dtype, int]],
 ) -> list[tuple[tuple[int, ...], list[str]]]:
-    """Groups gradients of equal axes and dtype into messages, last layers first, because backward computes them first.
+    """Groups gradients of equal axes and dtype into buckets, last layers first, because backward starts with these.
 
     `pieces`: (name, axes to sum over, dtype, local bytes) in network order. Returns (axes, names) in sending order.
     """

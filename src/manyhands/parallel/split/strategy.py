@@ -36,7 +36,7 @@ EXAMPLE = "such as n@dp o@tp"
 
 
 def parse_strategy(text: str, mesh: Mesh, where: str) -> dict[int, str]:
-    """Parses "n@dp o@tp" into letters by axis index. Raises UserError if it doesn't fit the mesh."""
+    """Parses "n@dp o@tp" into {axis index: letter}. Raises UserError if the text doesn't fit the mesh."""
     found: dict[int, str] = {}
     for word in text.split():
         # A letter alone applies to all axes.
@@ -58,7 +58,7 @@ def parse_strategy(text: str, mesh: Mesh, where: str) -> dict[int, str]:
 
 
 def write_strategy(letters: tuple[str, ...], mesh: Mesh) -> str:
-    """Returns the shortest text for the letters of all axes, in the order of the mesh: "n@dp,tp"."""
+    """Returns the strategy as text, such as "n@dp,tp", from one letter for each mesh axis."""
     axes: dict[str, list[str]] = {}
     for letter, name in zip(letters, mesh.names, strict=True):
         axes.setdefault(letter, []).append(name)
@@ -66,7 +66,7 @@ def write_strategy(letters: tuple[str, ...], mesh: Mesh) -> str:
 
 
 def is_tuples(text: str) -> bool:
-    """Returns True for MindSpore's form, which begins with a bracket."""
+    """Returns True if a strategy has MindSpore's form, such as ((1, 1), (1, 2))."""
     return text.lstrip()[:1] in {"(", "{", "["}
 
 
@@ -87,9 +87,9 @@ def parse_tuples(text: str, where: str) -> tuple[tuple[int, ...], ...]:
 
 
 def from_mindspore(kind: str, tuples: tuple[tuple[int, ...], ...], mesh: Mesh, where: str = "pin") -> dict[int, str]:
-    """Returns the letter of each axis index for MindSpore's tuples ("r": unused); axes are found by their sizes.
+    """Converts MindSpore's tuples to {axis index: letter}, "r" for unused axes. Axes are chosen by their sizes.
 
-    A tuple has the number of shards of each dimension of an input. A linear layer's weight is [inputs, outputs], a
+    Each tuple has the number of shards of each dimension of an input. A linear layer's weight is [inputs, outputs], a
     convolution's [outputs, inputs, height, width]. For ops without a weight the first tuple decides. Raises UserError.
     """
     letters: dict[int, str] = {}
@@ -139,17 +139,17 @@ _WEIGHTED = {
 
 
 def resolve(plan: Plan, graph: Graph, where: str = "plan") -> dict[str, tuple[str, ...]]:
-    """Returns the letters of each op of a network.
+    """Returns {op: letter for each mesh axis} for the ops of a network under a plan.
 
     An op that can't follow the default, such as an op that mixes samples, is replicated. A pattern that matches several
-    ops applies to the ops that have its letters; a pattern that names one op must fit. Raises UserError.
+    ops applies to the ops with these letters. Raises UserError if a pattern that names one op doesn't fit the op.
     """
     default = parse_strategy(plan.fallback, plan.mesh, f"{where}, default")
-    said, found = strategies(plan, graph, where), dict[str, tuple[str, ...]]()
+    explicit, found = strategies(plan, graph, where), dict[str, tuple[str, ...]]()
     for ops in graph.ties().values():
         chosen: dict[int, tuple[str, Op]] = {}
         for op in ops:
-            for axis, letter in said.get(op.name, ("", {}))[1].items():
+            for axis, letter in explicit.get(op.name, ("", {}))[1].items():
                 other, first = chosen.setdefault(axis, (letter, op))
                 if other != letter:
                     name = plan.mesh.names[axis]
@@ -160,15 +160,15 @@ def resolve(plan: Plan, graph: Graph, where: str = "plan") -> dict[str, tuple[st
             chosen[axis][0] if axis in chosen else _default(ops, default.get(axis, "n"))
             for axis in range(len(plan.mesh.axes))
         )
-        for op in sorted(ops, key=lambda op: op.name not in said):  # errors name an op that the user named
+        for op in sorted(ops, key=lambda op: op.name not in explicit):  # errors name an op that the user named
             _check(op, letters, plan.mesh, where)
             found[op.name] = letters
     return {name: found[name] for name in graph.ops}
 
 
 def strategies(plan: Plan, graph: Graph, where: str = "plan") -> dict[str, tuple[str, dict[int, str]]]:
-    """Returns (pattern, letters by axis index) for each op named in a plan. Raises UserError: a pattern doesn't fit."""
-    said: dict[str, tuple[str, dict[int, str]]] = {}
+    """Returns {op: (pattern, {axis index: letter})} for ops named in a plan. Raises UserError: misfit pattern."""
+    explicit: dict[str, tuple[str, dict[int, str]]] = {}
     for pattern, text in plan.ops.items():
         ops = graph.matching(pattern)
         if not ops:
@@ -180,7 +180,7 @@ def strategies(plan: Plan, graph: Graph, where: str = "plan") -> dict[str, tuple
             strategy = _parse_for_op(text, op, graph, plan.mesh, f"{where}, {pattern}")
             exact = len(ops) == 1 or op.name == pattern
             chosen = {axis: _letter_for_op(op, letter, exact=exact) for axis, letter in strategy.items()}
-            said[op.name] = (pattern, {axis: letter for axis, letter in chosen.items() if letter})
+            explicit[op.name] = (pattern, {axis: letter for axis, letter in chosen.items() if letter})
             unkept[op.name] = "".join(strategy[axis] for axis, letter in chosen.items() if not letter)
         refused = [one for one in "".join(unkept.values()) if all(one in letters for letters in unkept.values())]
         if refused:
@@ -188,7 +188,7 @@ def strategies(plan: Plan, graph: Graph, where: str = "plan") -> dict[str, tuple
             what = f"{pattern} can't be split as {text}: the ops {names} have no dimension {refused[0]}"
             hints = ("name one op and a dimension of that op", "see manyhands plan")
             raise UserError(what, f"{where}, {pattern}", hints)
-    return said
+    return explicit
 
 
 def _parse_for_op(text: str, op: Op, graph: Graph, mesh: Mesh, where: str) -> dict[int, str]:
@@ -201,7 +201,7 @@ def _parse_for_op(text: str, op: Op, graph: Graph, mesh: Mesh, where: str) -> di
     if any(not isinstance(op.letters.get(letter), Loop) for letter in letters.values()):
         return letters  # refused later, with a reason
     allowed = f"split the op by {', '.join(op.allowed())}, such as n@{mesh.names[0]}"
-    read = _pieces_read(op, graph, [letters[axis] for axis in sorted(letters)], mesh)
+    read = _shards_read(op, graph, [letters[axis] for axis in sorted(letters)], mesh)
     if len(tuples) > max(1, len(read)):
         what = f"{op.name} ({op.kind}) reads {len(read)} tensor(s), but {tuples} has {len(tuples)} tuples"
         raise UserError(what, where, ("give a tuple for each tensor that the op reads", allowed))
@@ -212,8 +212,8 @@ def _parse_for_op(text: str, op: Op, graph: Graph, mesh: Mesh, where: str) -> di
     return letters
 
 
-def _pieces_read(op: Op, graph: Graph, letters: list[str], mesh: Mesh) -> list[tuple[str, tuple[int, ...]]]:
-    """Returns (name, shards per dimension) of each tensor that an op reads under its letters."""
+def _shards_read(op: Op, graph: Graph, letters: list[str], mesh: Mesh) -> list[tuple[str, tuple[int, ...]]]:
+    """Returns (name, number of shards per dimension) of each tensor that an op reads. `letters`: one per axis."""
     loops = [loop for loop in (op.letters[letter] for letter in letters) if isinstance(loop, Loop)]
 
     def pieces(sides: list[Any], dims: int) -> tuple[int, ...]:
@@ -231,7 +231,7 @@ def _pieces_read(op: Op, graph: Graph, letters: list[str], mesh: Mesh) -> list[t
 
 
 def _letter_for_op(op: Op, letter: str, *, exact: bool) -> str:
-    """Returns `letter` if `exact` or the op has it; else the op's equivalent letter, or "" if it has none."""
+    """Returns `letter` if `exact` or the op allows it, else the op's equivalent letter, or "" without one."""
     if exact or letter in op.letters:
         return letter
     return "c" if letter in {"o", "c"} and "c" in op.letters else ""
@@ -267,7 +267,7 @@ def refusal(op: Op, letters: tuple[str, ...], mesh: Mesh) -> str:
 
 
 def concise(letters: Mapping[str, tuple[str, ...]], graph: Graph, mesh: Mesh) -> tuple[str, dict[str, str]]:
-    """Returns a default strategy and exceptions by op, as a short plan; `resolve` restores the same letters."""
+    """Returns a short plan for these letters, (default strategy, {op: other strategy}); `resolve` reverses this."""
     default = tuple("n" for _ in mesh.axes)
     exceptions: dict[str, str] = {}
     for ops in graph.ties().values():

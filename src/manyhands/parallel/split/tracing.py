@@ -1,4 +1,4 @@
-"""Builds a network's graph: traces it, compares runs on 3 and 2 samples to find ops that mix them, applies rules."""
+"""Builds a network's graph: traces ops, finds ops that mix samples by running 3 and 2 samples, and applies rules."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -76,7 +76,7 @@ def describe_ops(
 ) -> tuple[dict[str, Op], list[tuple[str, str]]]:
     """Returns the ops of a network or a loss by name, and pairs of ops that must have equal letters.
 
-    `many`, `few`: each node's values for `SAMPLES` and `FEWER` samples. `begin` sets inputs' letters; None: samples.
+    `many`, `few`: each node's values for `SAMPLES` and `FEWER` samples. `begin` sets an input's letters; None: n, r.
     """
     ops: dict[str, Op] = {INPUT: Op(INPUT, tied=INPUT)}
     ties: list[tuple[str, str]] = []
@@ -111,7 +111,7 @@ class _Trial(fx.Interpreter):
     _noise = torch.empty(0)
 
     def noise(self, shape: Tensor, device: torch.device) -> Tensor:
-        """Returns random numbers in the shape of `shape`, different for each node, so that differences don't vanish."""
+        """Returns random numbers shaped like `shape`, other numbers for each node, so that differences don't vanish."""
         start, count = len(self.env), shape.numel()
         if len(self._noise) < start + count or self._noise.device != device:
             self._noise = torch.randn(start + 2 * count, device=device)
@@ -139,7 +139,7 @@ def _run(traced: fx.GraphModule, model: nn.Module, picture: Tensor) -> tuple[dic
 
 
 def run_twice(traced: fx.GraphModule, inputs: tuple[Tensor, ...]) -> tuple[dict[fx.Node, Any], dict[fx.Node, Any]]:
-    """Returns each node's values on `SAMPLES` samples, and on the last `FEWER`: views of the first where equal."""
+    """Returns each node's values for `SAMPLES` samples and for the last `FEWER`, as views of the former where equal."""
     many, few = _Trial(traced), _Trial(traced)
     many.args_iter, few.args_iter = iter(inputs), iter([_last(one, 1) for one in inputs])
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
@@ -156,10 +156,10 @@ def run_twice(traced: fx.GraphModule, inputs: tuple[Tensor, ...]) -> tuple[dict[
 
 
 def _given_by_rows(node: fx.Node, many: _Trial, few: _Trial) -> Tensor | None:
-    """Returns a node's value for many samples if torch computes each row separately; None for other nodes.
+    """Returns a node's value for `SAMPLES` samples if torch computes each row separately; None for other nodes.
 
-    Convolutions, linear layers and BatchNorm return random numbers of the right shape instead: these also reveal
-    whether later nodes mix samples, and neither vanish nor explode.
+    For convolutions, linear layers and BatchNorm, returns random numbers of the right shape. They also reveal whether
+    later nodes mix samples, and don't vanish or explode over many layers.
     """
     reads = [(many.env[one], few.env[one]) for one in node.all_input_nodes]
     if not reads or not all(_is_last(*one) for one in reads):
@@ -210,7 +210,7 @@ def _rows(many: Tensor, few: Tensor) -> int:
 
 
 def _last(many: Tensor, rows: int) -> Tensor:
-    """Returns the last `FEWER` samples' rows: the first samples don't reveal that a running sum mixes samples."""
+    """Returns the rows of the last `FEWER` samples. The first rows of a cumulative sum would seem independent."""
     return many[len(many) - rows * FEWER :]
 
 
@@ -254,7 +254,7 @@ def _set_letters(op: Op, inputs: list[Op]) -> None:
 
 
 def _refuse_hidden(op: Op) -> None:
-    """Refuses to shard parameters that are computed from other tensors, and modules with hooks."""
+    """Disallows sharding of parameters that are computed from other tensors, and of modules with hooks."""
     module = op.module
     if module is None:
         return
@@ -297,13 +297,13 @@ def _notes(graph: Graph, unseen: dict[str, str]) -> list[str]:
         shown = ", ".join(mixing[:3])
         notes.append(f"{shown}{more}: computed on all samples in every process (samples mixed, or not in dimension 0)")
     plain = [op for op in graph.ops.values() if op.kind == Op.kind and op.name != INPUT and op.batched and op.extents]
-    words = sorted({_word(op) for op in plain if op.batchwise})
+    words = sorted({_type_name(op) for op in plain if op.batchwise})
     if words:
         notes.append(f"ops without a sharding rule shard only the batch: {', '.join(words)}")
     return notes
 
 
-def _word(op: Op) -> str:
+def _type_name(op: Op) -> str:
     target: Any = op.node.target if op.node is not None else op.name
     return type(op.module).__name__ if op.module is not None else getattr(target, "__name__", str(target))
 
@@ -312,7 +312,7 @@ def _word(op: Op) -> str:
 
 
 def pairs_with_shared_tensors(ops: dict[str, Op]) -> list[tuple[str, str]]:
-    """Returns pairs of ops that use the same parameter or buffer and therefore have equal placements."""
+    """Returns pairs of ops that use the same parameter or buffer, and so must have equal placements."""
     first: dict[int, str] = {}
     pairs: list[tuple[str, str]] = []
     for op in ops.values():
@@ -362,7 +362,7 @@ def _order(op: Op) -> list[int] | None:
 
 
 def _can_read_shards(reader: Op) -> bool:
-    """Returns True for products that can be sharded, and for transposed parameters that such products read."""
+    """Returns True for shardable matrix products, and for transposed parameters that such products read."""
     offered = {"o", "i"} & set(reader.letters)
     return bool(offered) and (reader.kind == "matmul" or _order(reader) is not None)
 
@@ -392,7 +392,7 @@ def _placement_for_readers(op: Op, letter: str, reading: list[tuple[Op, int]]) -
 
 
 def refuse_conflicting_letters(ops: dict[str, Op]) -> None:
-    """Refuses letters under which two ops would shard a shared parameter differently."""
+    """Disallows letters under which two ops would shard a shared parameter differently."""
     users: dict[int, list[tuple[Op, str]]] = {}
     for op in ops.values():
         for name, tensor in op.parameters().items():
@@ -420,7 +420,7 @@ def _sharding_of(op: Op, name: str, letter: str) -> Any:
 
 
 def refuse_training_only_letters(training: dict[str, Op], evaluation: dict[str, Op]) -> None:
-    """Removes training's letters under which evaluation couldn't read a sharded parameter."""
+    """Disallows letters in training under which evaluation couldn't read a sharded parameter."""
     for name, op in evaluation.items():
         if op.reads_attribute and name in training:
             for letter, loop in training[name].letters.items():

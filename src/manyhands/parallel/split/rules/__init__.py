@@ -1,7 +1,7 @@
-"""The rules by which ops are sharded.
+"""Sharding rules of ops.
 
 A rule sets the attributes `letters`, `feature` and `views` of the ops that it matches. `local(op, letters, grid)`
-returns a module that computes the op on this process's shards, or None if the op itself can.
+returns a module that computes the op on this process's shards, or None if the op works on shards unchanged.
 """
 
 from collections.abc import Callable
@@ -35,7 +35,7 @@ RULES: list[Rule] = []
 
 
 def rule(kind: str, matches: Callable[[Op], bool], local: Local | None = None) -> Callable[[Describe], Describe]:
-    """Registers a rule."""
+    """Registers the decorated function as the sharding rule of the ops that `matches` accepts."""
 
     def register(describe: Describe) -> Describe:
         RULES.append(Rule(kind, matches, describe, local))
