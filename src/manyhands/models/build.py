@@ -23,8 +23,8 @@ def describe(options: ModelOptions, size: int) -> ModelNeeds:
     """Returns a network's requirements for pictures of `size` pixels a side. Raises UserError for an unknown name."""
     if is_object_reference(options.name):
         return ModelNeeds()
-    name, choice = _find(options, size)
-    needs = _needs(name, choice, options, size)
+    name, choice = _find_architecture(options, size)
+    needs = _architecture_needs(name, choice, options, size)
     smaller = (each for each in _choices() if _max_size(each) < size <= _SMALL_UP_TO and name in each.NAMES)
     if name == options.name and not options.pretrained and (small := next(smaller, None)):
         note = f"{name} in its original form because pictures are {size} px; {small.PREFIX}{name} {small.DIFFERS}"
@@ -44,8 +44,8 @@ def build_model(options: ModelOptions, *, channels: int, size: int, num_classes:
         if options.pretrained:
             raise nothing_published(options.name)
         return build_user_model(options.name, options.arguments, classes, mesh)
-    name, choice = _find(options, size)
-    needs = _needs(name, choice, options, size)
+    name, choice = _find_architecture(options, size)
+    needs = _architecture_needs(name, choice, options, size)
     if needs.channels not in (None, channels):
         raise UserError(f"{name} takes pictures of {needs.channels} channels, not {channels}", "model.name")
     if needs.size not in (None, size):
@@ -70,15 +70,15 @@ def resolve_model(options: ModelOptions, size: int) -> ModelOptions:
     plain = {"weights": "", "pretrained": False}
     if is_object_reference(options.name):
         return options.model_copy(update=plain)
-    name, choice = _find(options, size)
+    name, choice = _find_architecture(options, size)
     arguments = choice.published_arguments(name, options.arguments) if options.pretrained else options.arguments
     return options.model_copy(update={**plain, "name": _prefix(choice) + name, "arguments": arguments})
 
 
-def _find(options: ModelOptions, size: int) -> tuple[str, ModuleType]:
+def _find_architecture(options: ModelOptions, size: int) -> tuple[str, ModuleType]:
     """Returns (a network's name without prefix, its architecture module). Raises UserError for an unknown name.
 
-    For a name without prefix, modules for small pictures come first, or with `pretrained` modules with such weights.
+    For a name without prefix, modules for small pictures come first, or if `pretrained`, those with published weights.
     """
 
     def priority(choice: ModuleType) -> tuple[bool, float]:
@@ -109,7 +109,7 @@ def _max_size(choice: ModuleType) -> float:
     return getattr(choice, "MAX_SIZE", float("inf"))
 
 
-def _needs(name: str, choice: ModuleType, options: ModelOptions, size: int) -> ModelNeeds:
+def _architecture_needs(name: str, choice: ModuleType, options: ModelOptions, size: int) -> ModelNeeds:
     if hasattr(choice, "needs"):
         return choice.needs(name, size, options.arguments, options.pretrained)
     smallest = getattr(choice, "SMALLEST", 0)

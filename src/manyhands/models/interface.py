@@ -27,7 +27,7 @@ def construct(builder: Callable[..., Any], name: str, arguments: dict[str, Any],
     except TypeError as error:
         raise refused(builder, name, arguments, error) from error
     except (ValueError, AssertionError, KeyError) as error:
-        raise UserError(f"{name} does not accept these arguments: {error}", WHERE, (f"given: {arguments}",)) from error
+        raise UserError(f"{name} does not accept these arguments: {error}", WHERE, (f"correct {arguments}",)) from error
 
 
 def refused(builder: Callable[..., Any], name: str, arguments: dict[str, Any], error: TypeError) -> UserError:
@@ -37,7 +37,7 @@ def refused(builder: Callable[..., Any], name: str, arguments: dict[str, Any], e
         return UserError(f"{name} takes no argument {word}", f"{WHERE}.{word}", _argument_hints(builder, word))
     if match := _MISSING.search(str(error)):
         return UserError(f"{name} needs {match[1]}", WHERE, ("set the argument under [model.arguments]",))
-    return UserError(f"{name} does not accept these arguments: {error}", WHERE, (f"given: {arguments}",))
+    return UserError(f"{name} does not accept these arguments: {error}", WHERE, (f"correct {arguments}",))
 
 
 def _argument_hints(builder: Callable[..., Any], word: str) -> tuple[str, ...]:
@@ -76,16 +76,16 @@ def main_and_auxiliary(output: Any) -> tuple[Tensor, list[tuple[Tensor, float]]]
             return main, [(head, weight) for head in heads]
     tuples = "or return a tuple of such tensors with equal shapes: the logits, then the logits of auxiliary heads"
     hints = ("return a tensor [N, classes]: one row for each picture", tuples)
-    raise UserError(f"the network's forward returns {_shown(output)}", "model", hints)
+    raise UserError(f"the network's forward returns {_format(output)}", "model", hints)
 
 
-def _shown(output: Any) -> str:
+def _format(output: Any) -> str:
     if isinstance(output, Tensor):
         return f"a tensor {list(output.shape)}"
     if isinstance(output, Sequence) and not isinstance(output, str) and output:
-        return f"a {type(output).__name__} of {', '.join(map(_shown, output))}"
+        return f"a {type(output).__name__} of {', '.join(map(_format, output))}"
     if isinstance(output, Mapping) and output:
-        return f"a {type(output).__name__} of {', '.join(f'{key}: {_shown(value)}' for key, value in output.items())}"
+        return f"a {type(output).__name__} of {', '.join(f'{key}: {_format(value)}' for key, value in output.items())}"
     return "nothing" if output is None else f"a {type(output).__name__}"
 
 

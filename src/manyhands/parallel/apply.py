@@ -41,7 +41,7 @@ def offers_of(mode: str) -> frozenset[needs.Need]:
 
 
 def limit_to_one_process(mode: str) -> str:
-    """Returns the mode's limit to one process as text ("one process for all devices"), or "" if it has no limit."""
+    """Returns a description such as "one process for all devices" for a single-process mode, "" for other modes."""
     return getattr(choices.load_choice(MODES, mode), "ONE_PROCESS", "")
 
 
@@ -119,7 +119,7 @@ def check_replicas(named: dict[str, Tensor], world: World, step: int, network: P
 
 
 def make_equal(named: dict[str, Tensor], world: World, *, always: bool = False) -> bool:
-    """Broadcasts rank 0's tensors if replicas differ or `always` is set; True after a broadcast. A collective."""
+    """Broadcasts rank 0's tensors if replicas differ or if `always`; returns True after a broadcast; a collective."""
     equal = not always and compare_replicas(named, world) is None
     if equal or world.alone:
         return False

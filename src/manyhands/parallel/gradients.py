@@ -41,7 +41,7 @@ class Gradients:
     """Accumulates a network's gradients over the micro-batches of an update, in the precision of a job.
 
     Without `loss_fn`, the user calls `backward_of`. `smoothing`: label smoothing of cross-entropy over sharded classes.
-    Precision "fp16" scales the loss. Without `mean`, gradients are summed over processes, not averaged.
+    With precision "fp16", the loss is scaled. Without `mean`, gradients are summed over processes, not averaged.
     """
 
     def __init__(

@@ -60,7 +60,7 @@ class DataShare:
     collective_forward: bool = False  # all processes must call forward equally often, also in evaluation
 
     def of_block(self, block: range) -> list[int]:
-        """Returns the indices of this process's samples; a block below `most_parts` samples repeats its first index."""
+        """Returns the indices of this process's samples in `block`, padded to `most_parts` with the first index."""
         filled = [*block, *[block.start] * (self.most_parts - len(block))]
         edges = bounds(len(filled), self.parts)
         return filled[edges[self.index] : edges[self.index + 1]]
@@ -86,7 +86,7 @@ class ModeTraits:
 
 
 class Layouts(dict[str, TensorLayout]):
-    """The sharding of each state_dict entry, by name, on a mesh and for a rank; empty if nothing is sharded."""
+    """The sharding of each state_dict entry, by name, for this rank of a mesh; empty if nothing is sharded."""
 
     def __init__(self, mesh: Mesh, rank: int, layouts: Mapping[str, TensorLayout]) -> None:
         super().__init__(layouts)

@@ -266,7 +266,7 @@ class _Check:
         try:
             output = self.alone(self.sample)
         except (RuntimeError, ValueError, TypeError, IndexError) as error:
-            give = "give the class or function of a network that stores the sizes of its shards, such as"
+            give = "if the network stores the sizes of its shards, pass its class or a function, such as"
             what = f"the network does not run on a mesh of one process: {type(error).__name__}: {error}"
             raise UserError(what, "verify_gradients", (give, "verify_gradients(Net, sample, mesh=mesh)")) from error
         output = pytree.tree_map_only(Tensor, lambda one: one[self.rows], output)

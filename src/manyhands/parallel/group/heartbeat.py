@@ -37,7 +37,7 @@ class Heartbeat(BaseModel):
 
 
 def leave_path(folder: Path) -> Path:
-    """Returns the path of a file that, once created, makes workers whose heartbeats are in `folder` stop waiting."""
+    """Returns the path of a file whose creation makes workers with heartbeats in `folder` stop waiting for peers."""
     return folder / "leave"
 
 

@@ -377,7 +377,7 @@ INIT = "the existing process group"
 
 
 def existing_process_info(device: str, backend: str) -> ProcessInfo | None:
-    """Returns this process's rank and size in torch's default group, or None. Raises UserError: wrong backend."""
+    """Returns this process's rank and size in torch's default group, or None. Raises UserError: other backend."""
     if not dist.is_available() or not dist.is_initialized():
         return None
     place, own = _device_and_backend(device)

@@ -20,7 +20,7 @@ def broadcast_plain(value: Any, world: World) -> Any:
     content = _encode(value) if world.rank == 0 else torch.empty(0, dtype=torch.uint8)
     length = torch.tensor([content.numel()], device=world.device)
     dist.broadcast(length, src=0)
-    buffer = content.to(world.device) if world.rank == 0 else _room(int(length), world)
+    buffer = content.to(world.device) if world.rank == 0 else _zero_bytes(int(length), world)
     dist.broadcast(buffer, src=0)
     return _decode(buffer)
 
@@ -49,9 +49,9 @@ def gather_plain(value: Any, world: World, group: Any = None) -> list[Any]:
     lengths = [torch.zeros(1, dtype=torch.int64, device=world.device) for _ in range(size)]
     dist.all_gather(lengths, torch.tensor([content.numel()], device=world.device), group=group)
     longest = max(int(length) for length in lengths)
-    mine = _room(longest, world)
+    mine = _zero_bytes(longest, world)
     mine[: content.numel()] = content.to(world.device)
-    everybody = [_room(longest, world) for _ in range(size)]
+    everybody = [_zero_bytes(longest, world) for _ in range(size)]
     dist.all_gather(everybody, mine, group=group)
     return [_decode(buffer[: int(length)]) for buffer, length in zip(everybody, lengths, strict=True)]
 
@@ -79,5 +79,5 @@ def _decode(buffer: Tensor) -> Any:
     return parse_json(bytes(buffer.cpu().numpy()), infinite=True)
 
 
-def _room(length: int, world: World) -> Tensor:
+def _zero_bytes(length: int, world: World) -> Tensor:
     return torch.zeros(length, dtype=torch.uint8, device=world.device)

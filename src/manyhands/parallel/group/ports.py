@@ -109,7 +109,7 @@ def interface_of(host: str) -> str:
 
 
 def interface_towards(theirs: Iterable[str]) -> str:
-    """Returns the interface that shares a network with an address in `theirs`, else has a route to one, else ""."""
+    """Returns the interface in the same network as an address in `theirs`, or with a route to an address, or ""."""
     wanted = [ipaddress.ip_address(address) for address in theirs]
     mine = set(outer_addresses())
     for name, own, netmask in _interfaces():

@@ -40,7 +40,7 @@ _MOST_BYTES = 1 << 18  # far above any message
 _LONGEST_WHAT = 2000
 
 
-def _shown(text: str) -> str:
+def _printable(text: str) -> str:
     return terminal.plain(text).strip()
 
 
@@ -49,7 +49,7 @@ def _address(text: str) -> str:
     return text
 
 
-_Name = Annotated[str, Field(max_length=256), AfterValidator(_shown)]
+_Name = Annotated[str, Field(max_length=256), AfterValidator(_printable)]
 _Pid = Annotated[int, Field(gt=0, lt=2**31)]
 _Rank = Annotated[int, Field(ge=0, lt=2**31)]
 
@@ -66,7 +66,7 @@ class Present(_Message):
     pid: _Pid
     addresses: Annotated[list[Annotated[str, AfterValidator(_address)]], Field(max_length=256)] = []
     size: Annotated[int, Field(ge=1, lt=2**31)]
-    digest: Annotated[str, Field(max_length=_MOST_BYTES // 2), AfterValidator(_shown)] = ""
+    digest: Annotated[str, Field(max_length=_MOST_BYTES // 2), AfterValidator(_printable)] = ""
     torch: _Name = ""
     python: _Name = ""
 
@@ -85,7 +85,7 @@ class InvalidRank(_Message):
     host: _Name
     pid: _Pid
     digest: Annotated[str, Field(max_length=_MOST_BYTES // 2)]
-    what: Annotated[str, Field(max_length=_LONGEST_WHAT), AfterValidator(_shown)]
+    what: Annotated[str, Field(max_length=_LONGEST_WHAT), AfterValidator(_printable)]
 
 
 class PeerFailure(_Message):
@@ -93,7 +93,7 @@ class PeerFailure(_Message):
 
     rank: _Rank
     host: _Name
-    what: Annotated[str, Field(max_length=_LONGEST_WHAT), AfterValidator(_shown)]
+    what: Annotated[str, Field(max_length=_LONGEST_WHAT), AfterValidator(_printable)]
 
     @classmethod
     def of(cls, rank: int, host: str, what: str) -> "PeerFailure":
@@ -127,7 +127,7 @@ def report_to_waiting_ranks(process_info: ProcessInfo, report: Callable[[Any], N
 
     def run() -> None:
         with contextlib.suppress(dist.DistError, ValueError, OSError):
-            report(dist.PrefixStore(f"present/{process_info.attempt}", _store(process_info)))
+            report(dist.PrefixStore(f"present/{process_info.attempt}", _connect_to_store(process_info)))
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
@@ -147,7 +147,7 @@ def init_path(process_info: ProcessInfo) -> Path | None:
     return Path(url.netloc + url.path) if url.scheme == "file" else None
 
 
-def _store(process_info: ProcessInfo) -> Any:
+def _connect_to_store(process_info: ProcessInfo) -> Any:
     if path := init_path(process_info):
         if not path.stat().st_size:
             raise OSError(f"no process listens at {path}")

@@ -45,13 +45,13 @@ def _parse_address(published: bytes, rank: int) -> tuple[str, int]:
 @cache
 def _device(ends: TunnelEnds) -> tuple[Any, int]:
     """Returns gloo's device and the port that gloo chose."""
-    before = _ports(ends.address)
+    before = _listening_ports(ends.address)
     device = _Gloo.create_device(hostname=ends.address)
-    (port,) = _ports(ends.address) - before
+    (port,) = _listening_ports(ends.address) - before
     return device, port
 
 
-def _ports(address: str) -> set[int]:
+def _listening_ports(address: str) -> set[int]:
     found = psutil.Process().net_connections("tcp4")
     return {entry.laddr.port for entry in found if entry.status == psutil.CONN_LISTEN and entry.laddr.ip == address}
 

@@ -158,7 +158,7 @@ class Axis:
         All processes must pass the same full tensor (use the same seed). A parameter that is sharded over another axis
         can be sharded again in another dimension. Raises UserError if `dim` is missing, already sharded or too short.
         """
-        piece, mark = self._piece(tensor, dim, getattr(tensor, "mark", None))
+        piece, mark = self._shard_and_mark(tensor, dim, getattr(tensor, "mark", None))
         made = Parameter(piece, tensor.requires_grad or not isinstance(tensor, nn.Parameter))
         made.mark = mark
         return made
@@ -174,17 +174,17 @@ class Axis:
             if isinstance(tensor, nn.Parameter):
                 setattr(module, name, self.shard(tensor, dim))
             elif name in module._buffers and tensor is not None:
-                piece, mark = self._piece(tensor, dim, None)
+                piece, mark = self._shard_and_mark(tensor, dim, None)
                 setattr(module, name, piece)
                 module.__dict__.setdefault(BUFFERS, {})[name] = mark
             else:
-                known = ", ".join(word for word, _ in [*module.named_parameters(), *module.named_buffers()])
-                raise UserError(f"{type(module).__name__} has no {name} to shard", "shard_module", (f"found: {known}",))
+                hint = "use " + " or ".join(word for word, _ in [*module.named_parameters(), *module.named_buffers()])
+                raise UserError(f"{type(module).__name__} has no {name} to shard", "shard_module", (hint,))
         if isinstance(getattr(module, "running_mean", None), Tensor):
             module.num_features = len(module.running_mean)  # pyright: ignore - BatchNorm's
         return module
 
-    def _piece(self, tensor: Tensor, dim: int, before: Mark | None) -> tuple[Tensor, Mark]:
+    def _shard_and_mark(self, tensor: Tensor, dim: int, before: Mark | None) -> tuple[Tensor, Mark]:
         dim = self._dim(tensor, dim, "shard")
         shape, cuts = tuple(tensor.shape), ()
         if before is not None:
@@ -194,7 +194,7 @@ class Axis:
         length = tensor.shape[dim]
         if length < self.size:
             what = f"dimension {dim} has length {length}, too short for {self.size} processes along {self.names}"
-            raise UserError(what, "shard", (f"the tensor's shape is {tuple(tensor.shape)}", "shard another dimension"))
+            raise UserError(what, "shard", (f"shard another dimension of {tuple(tensor.shape)}",))
         edges = bounds(length, self.size)
         piece = tensor.detach().narrow(dim, edges[self.rank], edges[self.rank + 1] - edges[self.rank])
         return piece.clone(memory_format=torch.contiguous_format), Mark((*cuts, (dim, self.names)), shape)

@@ -57,14 +57,14 @@ def apply(model: nn.Module, world: World, request: ModeRequest) -> ParallelNetwo
         return ParallelNetwork(model, world=world, traits=ModeTraits(float(world.size)))
     machines = _why_no_shared_memory(model, world, request) or machines_of_group(world, request.group)
     if isinstance(machines, str):
-        return _by_ddp(model, world, request, machines)
+        return _wrap_in_ddp(model, world, request, machines)
     between = len(machines) > 1
     if between and (len(machines) == world.size or request.group is not None or world.backend != "gloo"):
         sums = ON_SEVERAL
     else:
         sums = "some parameters get no gradient" if request.unused else share_within(machines, world, request.group)
     if isinstance(sums, str):
-        return _by_ddp(model, world, request, sums)
+        return _wrap_in_ddp(model, world, request, sums)
     if between:
         ranks = [machine[0] for machine in machines]
         with listeners.closed_once_formed(world.backend):
@@ -77,7 +77,7 @@ def apply(model: nn.Module, world: World, request: ModeRequest) -> ParallelNetwo
     return FlatNetwork(model, world, ModeTraits(world.size / sums.size, averages=averages), sums)
 
 
-def _by_ddp(model: nn.Module, world: World, request: ModeRequest, why: str) -> ParallelNetwork:
+def _wrap_in_ddp(model: nn.Module, world: World, request: ModeRequest, why: str) -> ParallelNetwork:
     wrapped = Replica(
         model,
         device_ids=None if world.device == "cpu" else [world.device],
@@ -173,7 +173,7 @@ class FlatGradients:
             one.grad = view
 
 
-def _by_dtype(model: nn.Module) -> list[list[nn.Parameter]]:
+def _parameters_by_dtype(model: nn.Module) -> list[list[nn.Parameter]]:
     kinds: dict[torch.dtype, list[nn.Parameter]] = {}
     for one in model.parameters():
         if one.requires_grad:
@@ -196,7 +196,7 @@ class FlatNetwork(ParallelNetwork):
         self.sums = sums
         if sums.of_all:
             self.norms.through_memory = sums.all_reduce
-        self.flats = [FlatGradients(parameters, sums) for parameters in _by_dtype(model)]
+        self.flats = [FlatGradients(parameters, sums) for parameters in _parameters_by_dtype(model)]
 
     @override
     def finish_gradients(self) -> list[Tensor]:
@@ -225,7 +225,7 @@ class TwoLevelNetwork(ParallelNetwork):
         super().__init__(model, world=world, traits=traits)
         self.sums, self.leaders = sums, leaders
         self._flats: list[tuple[list[nn.Parameter], Tensor, list[Tensor]]] = []
-        for parameters in _by_dtype(model):
+        for parameters in _parameters_by_dtype(model):
             values = torch.zeros(sum(one.numel() for one in parameters), dtype=parameters[0].dtype)
             self._flats.append((parameters, values, _views(parameters, values)))
 

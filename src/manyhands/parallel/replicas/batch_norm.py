@@ -156,7 +156,7 @@ class GroupedNorm(_BatchNorm):
             return self._normalise_local_group(part, weight)
         mean, variance = norm_pass.statistics_of(part, len(run))
         count = part.shape[0] // len(run) * _values_per_row(part)
-        self._add(torch.stack([mean, variance * (count / (count - 1))], 1), weight)
+        self._accumulate(torch.stack([mean, variance * (count / (count - 1))], 1), weight)
         held = norm_pass.PassGroups(((0, len(run)),), eps=self.eps)
         inverse = torch.rsqrt(variance + self.eps)
         return norm_pass.NormPass.apply(mean, inverse, count, held, self.weight, self.bias, part)[0]
@@ -168,7 +168,7 @@ class GroupedNorm(_BatchNorm):
             return F.batch_norm(part, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps)
         statistics = torch.zeros(2, self.num_features, dtype=norm_pass.computed_dtype(part), device=part.device)
         output = F.batch_norm(part, statistics[0], statistics[1], self.weight, self.bias, True, 1.0, self.eps)
-        self._add(statistics[None], weight)
+        self._accumulate(statistics[None], weight)
         return output
 
     def _normalise_shared(self, parts: list[tuple[Tensor, Span]], like: Tensor) -> list[Tensor]:
@@ -184,13 +184,13 @@ class GroupedNorm(_BatchNorm):
         for _, span in parts:
             if span.first:
                 unbiased = variance[span.shared] * (counts[span.shared] / (counts[span.shared] - 1).clamp_min(1))
-                self._add(torch.stack([mean[span.shared], unbiased])[None], span.size / self.groups.batch)
+                self._accumulate(torch.stack([mean[span.shared], unbiased])[None], span.size / self.groups.batch)
         inverse = torch.rsqrt(variance + self.eps)
         held = norm_pass.PassGroups(tuple((span.shared, 1) for _, span in parts) or ((0, 1),), self.groups.all_reduce)
         inputs = [part for part, _ in parts] or [like[:0]]
         return list(norm_pass.NormPass.apply(mean, inverse, counts[:, None], held, self.weight, self.bias, *inputs))
 
-    def _add(self, statistics: Tensor, weight: float) -> None:
+    def _accumulate(self, statistics: Tensor, weight: float) -> None:
         """Adds `weight` times the groups' statistics [groups, 2, C] (mean, unbiased variance) to `seen`."""
         flat = statistics.detach().to(norm_pass.precise_dtype(statistics.device)).flatten(1)
         flat = flat[0] if len(flat) == 1 else flat.sum(0)
@@ -283,7 +283,7 @@ def _grouped_class(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def group_batch_norms(model: nn.Module) -> tuple[NormGroups, Callable[[], None]]:
-    """Makes each BatchNorm layer a GroupedNorm; returns (its groups, a function that restores the layers' classes)."""
+    """Makes each BatchNorm layer a GroupedNorm; returns (their shared groups, a function that restores the classes)."""
     groups = NormGroups()
     classes: dict[type[nn.Module], type[nn.Module]] = {}
     changed: list[tuple[nn.Module, type[nn.Module]]] = []
@@ -305,7 +305,7 @@ def group_batch_norms(model: nn.Module) -> tuple[NormGroups, Callable[[], None]]
 
 
 def leave_batch_norms() -> tuple[NormGroups, Callable[[], None]]:
-    """Like `group_batch_norms`, but keeps torch's layers, for modes that run copies of layers, as DataParallel does."""
+    """Like `group_batch_norms`, but keeps torch's layers, because layer copies (DataParallel) lose statistics."""
     return NormGroups(), lambda: None
 
 

@@ -100,7 +100,7 @@ class NormPass(torch.autograd.Function):
         ctx.counts, ctx.held = counts, held
         outputs: list[Tensor] = []
         for part, (first, groups) in zip(parts, held.places, strict=True):
-            values, off = _centred(part, mean[first : first + groups], held)
+            values, off = _centered(part, mean[first : first + groups], held)
             scale = inverse[first : first + groups]
             scale = (scale if weight is None else scale * weight).to(computed_dtype(part))
             shift = -off * scale if bias is None else bias - off * scale
@@ -119,7 +119,7 @@ class NormPass(torch.autograd.Function):
         pieces: list[tuple[Tensor, Tensor, Tensor, Tensor, slice]] = []
         for part, (first, groups), gradient in zip(parts, held.places, gradients, strict=True):
             of = slice(first, first + groups)
-            values, off = _centred(part, mean[of], held)
+            values, off = _centered(part, mean[of], held)
             wide = in_groups(gradient.to(computed_dtype(part)), groups)
             total = _reduced(wide, sums.dtype)
             sums[of, 0] += total
@@ -143,7 +143,7 @@ class NormPass(torch.autograd.Function):
         return (None, None, None, None, weight_gradient, bias_gradient, *inputs)
 
 
-def _centred(part: Tensor, mean: Tensor, held: PassGroups) -> tuple[Tensor, Tensor]:
+def _centered(part: Tensor, mean: Tensor, held: PassGroups) -> tuple[Tensor, Tensor]:
     """Returns (`part` minus the rounded mean, the mean's rounding error); if unshared, (`part`, mean)."""
     values = in_groups(part, len(mean))
     if held.all_reduce is None:

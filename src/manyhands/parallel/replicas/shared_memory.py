@@ -103,7 +103,7 @@ class SharedSums:
         for piece in values.split(self.slot_bytes // values.element_size()):
             slots = self._slots_for(piece)[self.turn]
             if self.place:
-                _copy_alone(slots[self.place], piece)
+                _copy_on_one_thread(slots[self.place], piece)
             self.wait_for_slots()
             for more in slots[1:] if self.place == 0 else ():
                 for total, one in zip(piece.split(_ALONE), more.split(_ALONE), strict=True):
@@ -115,10 +115,10 @@ class SharedSums:
             turn = self.turn
             first = self.slots_of(0, piece)[turn]
             if self.place == 0:
-                _copy_alone(first, piece)
+                _copy_on_one_thread(first, piece)
             self.wait_for_slots()
             if self.place:
-                _copy_alone(piece, first)
+                _copy_on_one_thread(piece, first)
 
     def wait_for_slots(self) -> None:
         """Waits until all slots of this turn are filled; a collective that raises like `all_reduce`."""
@@ -173,7 +173,7 @@ class SharedSums:
         return True
 
 
-def _copy_alone(into: Tensor, values: Tensor) -> None:
+def _copy_on_one_thread(into: Tensor, values: Tensor) -> None:
     for own, one in zip(into.split(_ALONE), values.split(_ALONE), strict=True):
         own.copy_(one)
 
@@ -184,7 +184,7 @@ def tries_after(tries: int, waited_s: float) -> int:
 
 
 def machines_of_group(world: World, group: Any = None) -> list[list[int]] | str:
-    """Returns a list of ranks that share memory for each machine, or the reason why none do (text); a collective."""
+    """Returns the ranks that can share memory, one list per machine, or the reason why none can; a collective."""
     answers = gather_plain(_machine_key(), world, group)
     if not any(answers):
         return "this system supports no anonymous shared memory with semaphores"

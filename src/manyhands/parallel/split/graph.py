@@ -187,7 +187,7 @@ def _one_op(model: nn.Module, reason: str) -> tuple[fx.GraphModule, dict[str, st
 
 
 def make_out_of_place(traced: fx.GraphModule) -> None:
-    """Replaces in-place ops, which would change the input of other ops. Later readers of the input read the result."""
+    """Replaces in-place ops, which would change the input of other ops. Later readers of it read the result."""
     place = {node: number for number, node in enumerate(traced.graph.nodes)}
     for node in traced.graph.nodes:
         if _changes_its_input(traced, node) and isinstance(node.args[0], fx.Node):
@@ -264,7 +264,7 @@ def tie_all(ops: Mapping[str, Op], pairs: Iterable[tuple[str, str]]) -> None:
 
 
 def whole_or_batch(op: Op, inputs: list[Op]) -> dict[str, Loop | str]:
-    """Returns the placements that any op allows: replicated (r), and unless it mixes samples, samples sharded (n)."""
+    """Returns the placements that any op allows: replicated (r) and, unless it mixes samples, sharded samples (n)."""
     parameters = frozenset(op.parameters())
     together = Loop(tuple(WHOLE for _ in inputs), WHOLE)
     if not op.batchwise:

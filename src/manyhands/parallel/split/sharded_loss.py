@@ -27,7 +27,7 @@ CustomLoss = Callable[[Tensor, Tensor], Tensor]
 WHOLE_CLASSES = "classes are split for cross-entropy and for losses whose operators all have rules"
 
 
-class _Traced(nn.Module):
+class _LossModule(nn.Module):
     def __init__(self, function: CustomLoss) -> None:
         super().__init__()
         self.function = function
@@ -38,7 +38,7 @@ class _Traced(nn.Module):
 
 def describe_loss(function: CustomLoss, classes: int, dtype: torch.dtype, device: torch.device) -> Graph | str:
     """Returns a loss over `classes` classes as a graph of ops, or the reason (text) why classes can't be sharded."""
-    traced, unseen = trace(_Traced(function), lambda _: False, ("output", "labels"))
+    traced, unseen = trace(_LossModule(function), lambda _: False, ("output", "labels"))
     if unseen:
         return f"{WHOLE_CLASSES}; this loss can't be traced ({next(iter(unseen.values()))})"
     generator = torch.Generator().manual_seed(0)
@@ -46,7 +46,7 @@ def describe_loss(function: CustomLoss, classes: int, dtype: torch.dtype, device
     labels = torch.randint(classes, (tracing.SAMPLES,), generator=generator).to(device)
     try:
         _fold_sizes(traced, *tracing.run_twice(traced, (output, labels)))
-        _name_maxima(traced)
+        _replace_maxima(traced)
         many, few = tracing.run_twice(traced, (output, labels))
     except Exception as error:  # noqa: BLE001 - whatever a user's loss does with made-up outputs
         why = str(error).partition("\n")[0]
@@ -84,7 +84,7 @@ def _fold_sizes(traced: fx.GraphModule, many: dict[fx.Node, Any], few: dict[fx.N
     traced.recompile()
 
 
-def _name_maxima(traced: fx.GraphModule) -> None:
+def _replace_maxima(traced: fx.GraphModule) -> None:
     """Replaces `torch.max` over one dimension by `largest`, which returns no indices, if indices are unused."""
     for node in list(traced.graph.nodes):
         if node.target not in {torch.max, "max"} or len(node.args) + len(node.kwargs) < 2:
@@ -111,7 +111,7 @@ def _allow_sharded_maximum(op: Op, ops: dict[str, Op]) -> None:
 
 
 def shard_classes(graph: Graph) -> dict[str, str] | str:
-    """Returns {op: letter} along a mesh axis that shards the classes, or the reason (text) why an op has no letter."""
+    """Returns {op: sharding letter} along an axis that shards the classes, or the reason (text) why an op has none."""
     letters: dict[str, str] = {}
     for op in graph.ops.values():
         loops = [graph.ops[name].letters[letters[name]] for name in op.sources]
@@ -191,7 +191,7 @@ class _ShardedCrossEntropy(torch.autograd.Function):
 
     Logits [n, c] are of this process's classes, labels int64 [n] index all classes, and `classes` are (index of this
     process's first class, number of all classes). Returns the sum of losses [], equal on all processes, and [n, 2]: the
-    label's logit and the largest logit, minus the largest logit.
+    label's logit and the largest logit, both minus the largest logit.
     """
 
     @staticmethod

@@ -33,6 +33,7 @@ MEANINGS = {
 }
 _PART = re.compile(r"([a-z])@([A-Za-z0-9_,]+)")
 EXAMPLE = "such as n@dp o@tp"
+_FORM = f"write letters and mesh axes, {EXAMPLE}"
 
 
 def parse_strategy(text: str, mesh: Mesh, where: str) -> dict[int, str]:
@@ -43,17 +44,17 @@ def parse_strategy(text: str, mesh: Mesh, where: str) -> dict[int, str]:
         match = _PART.fullmatch(f"{word}@{','.join(mesh.names)}" if len(word) == 1 else word)
         if not match or match[1] not in MEANINGS:
             letters = ", ".join(f"{letter} ({meaning})" for letter, meaning in MEANINGS.items())
-            raise UserError(f'"{word}" is not a part of a strategy', where, (EXAMPLE, f"the letters are {letters}"))
+            raise UserError(f'"{word}" is not a part of a strategy', where, (_FORM, f"with the letters {letters}"))
         for name in match[2].split(","):
             if name not in mesh.names:
                 hints = (f"name axes of the mesh {mesh}, {EXAMPLE}",)
                 raise UserError(f'"{text}" names the axis {name}, which the mesh does not have', where, hints)
             axis = mesh.names.index(name)
             if axis in found:
-                raise UserError(f'"{text}" names the axis {name} twice', where, (EXAMPLE,))
+                raise UserError(f'"{text}" names the axis {name} twice', where, (_FORM,))
             found[axis] = match[1]
     if not found:
-        raise UserError("the strategy is empty", where, (EXAMPLE,))
+        raise UserError("the strategy is empty", where, (_FORM,))
     return found
 
 
@@ -117,7 +118,7 @@ def _counts_by_letter(kind: str, tuples: tuple[tuple[int, ...], ...], where: str
     if len(tuples) < 2 or len(tuples[0]) < 2 or len(tuples[1]) != dims:
         form = ", ".join("1" * dims)
         what = f"expected a tuple for the input and a tuple of {dims} numbers for the weight, found {tuples}"
-        raise UserError(what, where, (f"such as (({form}), ({form}))",))
+        raise UserError(what, where, (f"write tuples such as (({form}), ({form}))",))
     (samples, *pixels), weight = tuples[0], tuples[1]
     features = pixels.pop(0 if pixels_too else -1)
     if {*pixels, *weight[2:]} - {1}:
@@ -139,7 +140,7 @@ _WEIGHTED = {
 
 
 def resolve(plan: Plan, graph: Graph, where: str = "plan") -> dict[str, tuple[str, ...]]:
-    """Returns {op: letter for each mesh axis} for the ops of a network under a plan.
+    """Returns {op: sharding letter for each mesh axis} for a network under a plan.
 
     An op that can't follow the default, such as an op that mixes samples, is replicated. A pattern that matches several
     ops applies to the ops with these letters. Raises UserError if a pattern that names one op doesn't fit the op.
@@ -157,17 +158,17 @@ def resolve(plan: Plan, graph: Graph, where: str = "plan") -> dict[str, tuple[st
                     what = f"{two}, but are split differently along {name}: {other} and {letter}"
                     raise UserError(what, where, (f"give both ops {other}@{name}",))
         letters = tuple(
-            chosen[axis][0] if axis in chosen else _default(ops, default.get(axis, "n"))
+            chosen[axis][0] if axis in chosen else _default_letter(ops, default.get(axis, "n"))
             for axis in range(len(plan.mesh.axes))
         )
         for op in sorted(ops, key=lambda op: op.name not in explicit):  # errors name an op that the user named
-            _check(op, letters, plan.mesh, where)
+            _require_valid(op, letters, plan.mesh, where)
             found[op.name] = letters
     return {name: found[name] for name in graph.ops}
 
 
 def strategies(plan: Plan, graph: Graph, where: str = "plan") -> dict[str, tuple[str, dict[int, str]]]:
-    """Returns {op: (pattern, {axis index: letter})} for ops named in a plan. Raises UserError: misfit pattern."""
+    """Returns {op: (pattern, {axis index: letter})} for a plan's patterns. Raises UserError if one doesn't fit."""
     explicit: dict[str, tuple[str, dict[int, str]]] = {}
     for pattern, text in plan.ops.items():
         ops = graph.matching(pattern)
@@ -186,7 +187,7 @@ def strategies(plan: Plan, graph: Graph, where: str = "plan") -> dict[str, tuple
         if refused:
             names = ", ".join(list(unkept)[:4])
             what = f"{pattern} can't be split as {text}: the ops {names} have no dimension {refused[0]}"
-            hints = ("name one op and a dimension of that op", "see manyhands plan")
+            hints = ("name one op and a dimension of that op", "run manyhands plan to list the ops")
             raise UserError(what, f"{where}, {pattern}", hints)
     return explicit
 
@@ -237,11 +238,11 @@ def _letter_for_op(op: Op, letter: str, *, exact: bool) -> str:
     return "c" if letter in {"o", "c"} and "c" in op.letters else ""
 
 
-def _default(ops: list[Op], letter: str) -> str:
+def _default_letter(ops: list[Op], letter: str) -> str:
     return letter if all(isinstance(op.letters.get(letter), Loop) for op in ops if op.letters) else "r"
 
 
-def _check(op: Op, letters: tuple[str, ...], mesh: Mesh, where: str) -> None:
+def _require_valid(op: Op, letters: tuple[str, ...], mesh: Mesh, where: str) -> None:
     reason = refusal(op, letters, mesh)
     if reason:
         # letters that are valid along at least one axis
@@ -251,7 +252,7 @@ def _check(op: Op, letters: tuple[str, ...], mesh: Mesh, where: str) -> None:
 
 
 def refusal(op: Op, letters: tuple[str, ...], mesh: Mesh) -> str:
-    """Returns the reason why an op can't have these letters; empty if it can."""
+    """Returns the reason why an op can't be sharded by `letters`, one per mesh axis; empty if it can."""
     for letter in set(letters):
         loop = op.letters.get(letter)
         if loop is None:
@@ -267,11 +268,11 @@ def refusal(op: Op, letters: tuple[str, ...], mesh: Mesh) -> str:
 
 
 def concise(letters: Mapping[str, tuple[str, ...]], graph: Graph, mesh: Mesh) -> tuple[str, dict[str, str]]:
-    """Returns a short plan for these letters, (default strategy, {op: other strategy}); `resolve` reverses this."""
+    """Shortens `letters` to a plan: (default strategy, {op: another strategy}), which `resolve` converts back."""
     default = tuple("n" for _ in mesh.axes)
     exceptions: dict[str, str] = {}
     for ops in graph.ties().values():
-        natural = tuple(_default(ops, letter) for letter in default)
+        natural = tuple(_default_letter(ops, letter) for letter in default)
         # Names a product rather than the parameter that the product reads.
         first = next((op for op in ops if op.batched), ops[0])
         if letters[first.name] != natural:

@@ -26,11 +26,11 @@ class Rule:
     local: Local | None = None
 
 
-def _unknown(op: Op, inputs: list[Op]) -> None:
+def _describe_opaque(op: Op, inputs: list[Op]) -> None:
     op.letters = whole_or_batch(op, inputs)
 
 
-OPAQUE = Rule(Op.kind, lambda _: True, _unknown)  # for ops that no rule matches
+OPAQUE = Rule(Op.kind, lambda _: True, _describe_opaque)  # for ops that no rule matches
 RULES: list[Rule] = []
 
 

@@ -1,4 +1,4 @@
-"""Sharding rules of functions and parameterless layers; strategy.py explains the letters, such as n."""
+"""Sharding rules of functions and of layers without parameters; strategy.py explains the letters, such as n."""
 
 import operator
 from collections.abc import Mapping
@@ -75,7 +75,7 @@ def _side(source: Op, op: Op, feature: int) -> Side:
     return dim
 
 
-def _classes(op: Op) -> int:
+def _num_classes(op: Op) -> int:
     given: Any = None
     if op.node is not None:
         given = op.node.kwargs.get("num_classes", op.node.args[1] if len(op.node.args) > 1 else -1)
@@ -99,16 +99,16 @@ def _some_classes(op: Op, letters: tuple[str, ...], grid: Grid) -> nn.Module | N
     cut = [axis for axis, letter in enumerate(letters) if letter == "c"]
     if not cut:
         return None
-    edges, place = bounds(_classes(op), grid.parts(cut)), grid.place(cut)
+    edges, place = bounds(_num_classes(op), grid.parts(cut)), grid.place(cut)
     return SomeClasses(edges[place], edges[place + 1] - edges[place])
 
 
-@rule("one_hot", lambda op: _target(op) is F.one_hot and _classes(op) > 0, _some_classes)
+@rule("one_hot", lambda op: _target(op) is F.one_hot and _num_classes(op) > 0, _some_classes)
 def one_hot(op: Op, inputs: list[Op]) -> None:
     """Allows sharding of samples (n) and classes (c)."""
     op.letters = whole_or_batch(op, inputs)
     op.feature = len(op.extent.dims) - 1
-    op.letters["c"] = Loop((WHOLE,), op.feature, length=_classes(op))
+    op.letters["c"] = Loop((WHOLE,), op.feature, length=_num_classes(op))
 
 
 POOLS: tuple[type[nn.Module], ...] = (
