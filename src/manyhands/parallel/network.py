@@ -94,7 +94,7 @@ class Layouts(dict[str, TensorLayout]):
 
 
 class ParallelNetwork:
-    """A network in a parallel mode. Each process computes its own samples; in `NetworkOnMesh`, processes share samples.
+    """A network in a parallel mode. Each process computes its own samples, except in `NetworkOnMesh`.
 
     Attributes:
         model: the user's network under its own names, for evaluation and checkpoints.

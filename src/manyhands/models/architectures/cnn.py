@@ -20,7 +20,7 @@ def build(name: str, *, channels: int, size: int, num_classes: int, arguments: d
 
 
 def make_cnn(channels: int, size: int, num_classes: int, width: int = 16, dropout: float = 0.0) -> nn.Sequential:
-    """Builds blocks of convolution, BatchNorm, ReLU and max-pool, then one with average pooling, and a linear layer.
+    """Builds blocks of convolution, BatchNorm, ReLU and max-pool, a block with average pooling, and a linear layer.
 
     The first block has `width` channels; each further block doubles them, up to four times `width`. For pictures
     below 16 pixels, the first block has no max-pool. `dropout` (from 0 to below 1) is applied before the last layer.

@@ -298,7 +298,7 @@ def convert_both(
 ) -> Tensor:
     """Converts this process's shard, differentiably; a collective in forward and in backward.
 
-    `values`: the value's layouts (before, after). `gradients`: the gradient's layouts (backward's result, its input).
+    `values`: the value's layouts (before, after). `gradients`: the gradient's layouts (after backward, before).
     """
     result: Any = _Conversion.apply(tensor, (*values, *gradients), extent, grid)
     return result

@@ -136,7 +136,7 @@ _FEW = 16  # the most tensors that two processes add in place
 
 
 class FlatGradients:
-    """Sums the gradients of all parameters of one dtype. `values` [n]: the sums; empty if only `grad` holds them."""
+    """Sums the gradients of all parameters of one dtype. `values` [n]: the sums; empty if only `.grad` has them."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], sums: SharedSums) -> None:
         self._parameters, self._sums = parameters, sums

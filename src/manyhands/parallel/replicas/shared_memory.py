@@ -197,7 +197,7 @@ def machines_of_group(world: World, group: Any = None) -> list[list[int]] | str:
 def share_within(
     machines: list[list[int]], world: World, group: Any = None, slot_bytes: int = SLOT_BYTES
 ) -> SharedSums | str | None:
-    """Creates this machine's SharedSums; returns None for one process, a reason (text) on failure; a collective."""
+    """Returns SharedSums for this machine, None if the machine has one process, or a failure's reason; a collective."""
     mine = next(ranks for ranks in machines if world.rank in ranks)
     place, size = mine.index(world.rank), len(mine)
     file, offer = _create_memory(size, slot_bytes) if size > 1 and place == 0 else (None, {})

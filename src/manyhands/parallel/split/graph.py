@@ -187,7 +187,7 @@ def _one_op(model: nn.Module, reason: str) -> tuple[fx.GraphModule, dict[str, st
 
 
 def make_out_of_place(traced: fx.GraphModule) -> None:
-    """Replaces in-place ops, which would change the input of other ops. Later readers of it read the result."""
+    """Replaces in-place ops, which would change the input of other ops. Later readers of that input read the result."""
     place = {node: number for number, node in enumerate(traced.graph.nodes)}
     for node in traced.graph.nodes:
         if _changes_its_input(traced, node) and isinstance(node.args[0], fx.Node):

@@ -76,7 +76,7 @@ def describe_ops(
 ) -> tuple[dict[str, Op], list[tuple[str, str]]]:
     """Returns ({name: op} of a network or loss, pairs of ops that must be sharded alike).
 
-    `many`, `few`: each node's values for `SAMPLES` and `FEWER` samples. `begin` sets an input's letters; None: n, r.
+    `many`, `few`: each node's values for `SAMPLES` and `FEWER` samples. `begin` sets an input's letters; None: n and r.
     """
     ops: dict[str, Op] = {INPUT: Op(INPUT, tied=INPUT)}
     ties: list[tuple[str, str]] = []
