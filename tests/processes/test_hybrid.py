@@ -306,7 +306,7 @@ def test_what_the_marks_mean():
         (lambda grid: grid.axis("tp").shard(grid.axis("tp").shard(torch.zeros(9, 9)), 1), "already sharded"),
         (lambda grid: grid.axis("tp").shard_module(nn.Linear(3, 3), wait=0), "has no wait"),
         (lambda grid: grid.axis("tp").gather(torch.zeros(2), 0, length=9), "shards have lengths"),
-        (lambda grid: Parameter(torch.zeros(2), layerwise_parallel=("tp", 1)), "dimension 1 of the tensor isn't one"),
+        (lambda grid: Parameter(torch.zeros(2), layerwise_parallel=("tp", 1)), "doesn't fit dimension 1 of the tensor"),
         (lambda grid: Parameter(torch.zeros(2), layerwise_parallel=(1, "tp")), "layerwise_parallel can't be"),
         (lambda grid: Parameter(torch.zeros(2), shape=(4,)), "but the unsharded tensor has shape"),
         (lambda grid: open_mesh("dp=2,tp=3"), "for 6 processes, but 1 are running"),

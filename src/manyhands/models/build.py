@@ -20,14 +20,14 @@ _HINTS = ("name a subclass of torch.nn.Module, an instance, or a function that r
 
 
 def describe(options: ModelOptions, size: int) -> ModelNeeds:
-    """Returns a network's requirements for pictures, before any are loaded. Raises UserError: unknown name."""
+    """Returns a network's requirements for pictures of `size` pixels a side. Raises UserError for an unknown name."""
     if is_object_reference(options.name):
         return ModelNeeds()
-    name, choice = _find(options, size)
-    needs = _needs(name, choice, options, size)
+    name, choice = _find_architecture(options, size)
+    needs = _architecture_needs(name, choice, options, size)
     smaller = (each for each in _choices() if _max_size(each) < size <= _SMALL_UP_TO and name in each.NAMES)
     if name == options.name and not options.pretrained and (small := next(smaller, None)):
-        note = f"{name} for photographs, because pictures are {size} px; {small.PREFIX}{name} {small.DIFFERS}"
+        note = f"{name} in its original form because pictures are {size} px; {small.PREFIX}{name} {small.DIFFERS}"
         needs.notes.append(note)
     return needs
 
@@ -35,17 +35,17 @@ def describe(options: ModelOptions, size: int) -> ModelNeeds:
 def build_model(options: ModelOptions, *, channels: int, size: int, num_classes: int, mesh: Any = None) -> nn.Module:
     """Builds the network on torch's default device; random weights follow torch's global seed.
 
-    The network maps [N, channels, size, size] to [N, num_classes] (`options.num_classes` takes precedence). Some return
-    auxiliary outputs in training; see `main_and_auxiliary`. The caller loads `options.weights`. `mesh` is for a user's
-    network with this parameter. Raises UserError: unknown name, wrong argument, unsuitable pictures or missing weights.
+    The network maps [N, channels, size, size] to [N, num_classes]; `options.num_classes` takes precedence. A network
+    may return auxiliary outputs in training; see `main_and_auxiliary`. The caller loads `options.weights`. User code
+    with a parameter `mesh` gets it. Raises UserError: bad name or argument, unsuitable pictures, or missing weights.
     """
     classes = options.num_classes or num_classes
     if is_object_reference(options.name):
         if options.pretrained:
             raise nothing_published(options.name)
         return build_user_model(options.name, options.arguments, classes, mesh)
-    name, choice = _find(options, size)
-    needs = _needs(name, choice, options, size)
+    name, choice = _find_architecture(options, size)
+    needs = _architecture_needs(name, choice, options, size)
     if needs.channels not in (None, channels):
         raise UserError(f"{name} takes pictures of {needs.channels} channels, not {channels}", "model.name")
     if needs.size not in (None, size):
@@ -58,7 +58,7 @@ def build_model(options: ModelOptions, *, channels: int, size: int, num_classes:
 
 
 def is_built_in(name: str) -> bool:
-    """True for a network of this package, neither the user's nor torchvision's."""
+    """Returns True for a network of this package, False for torchvision's networks and user code."""
     if is_object_reference(name):
         return False
     own = [choice for choice in _choices() if not getattr(choice, "TORCHVISION", False)]
@@ -66,34 +66,34 @@ def is_built_in(name: str) -> bool:
 
 
 def resolve_model(options: ModelOptions, size: int) -> ModelOptions:
-    """Returns options that name the same network for any picture size, without published weights."""
+    """Returns options that build the same architecture at any picture size, without loading weights."""
     plain = {"weights": "", "pretrained": False}
     if is_object_reference(options.name):
         return options.model_copy(update=plain)
-    name, choice = _find(options, size)
+    name, choice = _find_architecture(options, size)
     arguments = choice.published_arguments(name, options.arguments) if options.pretrained else options.arguments
     return options.model_copy(update={**plain, "name": _prefix(choice) + name, "arguments": arguments})
 
 
-def _find(options: ModelOptions, size: int) -> tuple[str, ModuleType]:
-    """Returns a network's name without prefix, and its architecture module.
+def _find_architecture(options: ModelOptions, size: int) -> tuple[str, ModuleType]:
+    """Returns (a network's name without prefix, its architecture module). Raises UserError for an unknown name.
 
-    Without a prefix, modules with published weights come first if weights are requested, else those for small pictures.
+    For a name without prefix, modules for small pictures come first, or if `pretrained`, those with published weights.
     """
 
-    def place(choice: ModuleType) -> tuple[bool, float]:
+    def priority(choice: ModuleType) -> tuple[bool, float]:
         return options.pretrained and not hasattr(choice, "build_pretrained"), _max_size(choice)
 
     choices = _choices()
     named = next((choice for choice in choices if _prefix(choice) and options.name.startswith(_prefix(choice))), None)
     prefix = _prefix(named) if named else ""
     name = options.name.removeprefix(prefix)
-    asked = [named] if named else sorted(choices, key=place)
-    for choice in asked:
-        may = named or (options.pretrained and hasattr(choice, "build_pretrained")) or _max_size(choice) >= size
-        if may and name in choice.NAMES:
+    searched = [named] if named else sorted(choices, key=priority)
+    for choice in searched:
+        fits = named or (options.pretrained and hasattr(choice, "build_pretrained")) or _max_size(choice) >= size
+        if fits and name in choice.NAMES:
             return name, choice
-    known = {prefix + word for choice in asked for word in choice.NAMES}
+    known = {prefix + word for choice in searched for word in choice.NAMES}
     raise unknown_choice("network", options.name, known, "model.name")
 
 
@@ -109,21 +109,21 @@ def _max_size(choice: ModuleType) -> float:
     return getattr(choice, "MAX_SIZE", float("inf"))
 
 
-def _needs(name: str, choice: ModuleType, options: ModelOptions, size: int) -> ModelNeeds:
+def _architecture_needs(name: str, choice: ModuleType, options: ModelOptions, size: int) -> ModelNeeds:
     if hasattr(choice, "needs"):
         return choice.needs(name, size, options.arguments, options.pretrained)
     smallest = getattr(choice, "SMALLEST", 0)
     if size >= smallest:
         return ModelNeeds()
-    return ModelNeeds(size=smallest, notes=[f"{name} needs at least {smallest} px; pictures are enlarged to that"])
+    return ModelNeeds(size=smallest, notes=[f"{name} needs at least {smallest} px; pictures are enlarged"])
 
 
 def build_user_model(reference: str, arguments: dict[str, Any], num_classes: int, mesh: Any = None) -> nn.Module:
     """Builds the network that `file.py:object` names.
 
     A class or function is called with the user's arguments, and with num_classes and mesh if it has these parameters.
-    An instance is copied. Raises UserError: the file or object is missing, raises, refuses an argument, requires a mesh
-    that doesn't exist, or returns no nn.Module.
+    An nn.Module instance is copied. Raises UserError: the file or object is missing, the object rejects an argument,
+    requires a mesh that doesn't exist, raises an exception, or returns no nn.Module.
     """
     found = load_object(reference, "model.name")
     if isinstance(found, nn.Module):

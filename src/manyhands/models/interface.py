@@ -1,4 +1,4 @@
-"""The interface of networks: builder arguments, requirements for pictures, outputs, and initialization."""
+"""The interface of networks: constructor arguments, picture requirements, outputs and initialization."""
 
 import inspect
 import re
@@ -18,29 +18,29 @@ INITIALIZATION_SAMPLES = 1_000  # small pictures, which have a million patches
 
 
 def construct(builder: Callable[..., Any], name: str, arguments: dict[str, Any], fixed: dict[str, Any]) -> Any:
-    """Calls builder(**arguments, **fixed). Raises UserError: a user's argument is wrong or missing."""
+    """Returns builder(**arguments, **fixed). Raises UserError if one of the user's `arguments` is wrong or missing."""
     if taken := sorted(set(arguments) & set(fixed)):
-        hints = ("set the classes by model.num_classes, published weights by model.pretrained",)
+        hints = ("set the number of classes with model.num_classes, published weights with model.pretrained",)
         raise UserError(f"{name} already gets {taken[0]} from another option", f"{WHERE}.{taken[0]}", hints)
     try:
         return builder(**arguments, **fixed)
     except TypeError as error:
         raise refused(builder, name, arguments, error) from error
     except (ValueError, AssertionError, KeyError) as error:
-        raise UserError(f"{name} does not accept these arguments: {error}", WHERE, (f"given: {arguments}",)) from error
+        raise UserError(f"{name} does not accept these arguments: {error}", WHERE, (f"correct {arguments}",)) from error
 
 
 def refused(builder: Callable[..., Any], name: str, arguments: dict[str, Any], error: TypeError) -> UserError:
-    """Returns the error for refused arguments, with the wrong argument and those that the builder accepts."""
+    """Converts the TypeError of a builder call into a UserError that names the wrong and the accepted arguments."""
     if match := _UNEXPECTED.search(str(error)):
         word = match[1] or match[2]
-        return UserError(f"{name} takes no argument {word}", f"{WHERE}.{word}", _known(builder, word))
+        return UserError(f"{name} takes no argument {word}", f"{WHERE}.{word}", _argument_hints(builder, word))
     if match := _MISSING.search(str(error)):
         return UserError(f"{name} needs {match[1]}", WHERE, ("set the argument under [model.arguments]",))
-    return UserError(f"{name} does not accept these arguments: {error}", WHERE, (f"given: {arguments}",))
+    return UserError(f"{name} does not accept these arguments: {error}", WHERE, (f"correct {arguments}",))
 
 
-def _known(builder: Callable[..., Any], word: str) -> tuple[str, ...]:
+def _argument_hints(builder: Callable[..., Any], word: str) -> tuple[str, ...]:
     parameters = inspect.signature(builder).parameters.values()
     names = [p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)]
     names = [name for name in names if name not in ("weights", "progress", "num_classes", "channels", "size")]
@@ -59,11 +59,11 @@ class ModelNeeds:
 
 
 def main_and_auxiliary(output: Any) -> tuple[Tensor, list[tuple[Tensor, float]]]:
-    """Returns a network's logits [N, classes], and the logits of auxiliary heads, each with its factor in the loss.
+    """Returns (logits [N, classes], [(logits of an auxiliary head, weight of its loss), …]) from a network's output.
 
-    The logits come first in a tuple; None among the other items is ignored. The factor is 0.3 for several heads
-    (GoogLeNet, Szegedy et al. 2014, arXiv:1409.4842, section 5), 0.4 for a single one (as Inception v3 is usually
-    trained). Raises UserError: the output has another form.
+    In a tuple, the first item is the main logits, and None items are ignored. The weight is 0.3 with several heads
+    (GoogLeNet, Szegedy et al. 2014, arXiv:1409.4842, section 5) and 0.4 with one head (as Inception v3 is usually
+    trained). Raises UserError if the output has another form.
     """
     if isinstance(output, Tensor) and output.ndim == 2:
         return output, []
@@ -74,24 +74,24 @@ def main_and_auxiliary(output: Any) -> tuple[Tensor, list[tuple[Tensor, float]]]
         if len(heads) == len(others):
             weight = 0.4 if len(heads) == 1 else 0.3
             return main, [(head, weight) for head in heads]
-    tuples = "or a tuple of such tensors, all of one shape: the logits, then those of auxiliary heads"
+    tuples = "or return a tuple of such tensors with equal shapes: the logits, then the logits of auxiliary heads"
     hints = ("return a tensor [N, classes]: one row for each picture", tuples)
-    raise UserError(f"the network's forward returns {_shown(output)}", "model", hints)
+    raise UserError(f"the network's forward returns {_format(output)}", "model", hints)
 
 
-def _shown(output: Any) -> str:
+def _format(output: Any) -> str:
     if isinstance(output, Tensor):
         return f"a tensor {list(output.shape)}"
     if isinstance(output, Sequence) and not isinstance(output, str) and output:
-        return f"a {type(output).__name__} of {', '.join(map(_shown, output))}"
+        return f"a {type(output).__name__} of {', '.join(map(_format, output))}"
     if isinstance(output, Mapping) and output:
-        return f"a {type(output).__name__} of {', '.join(f'{key}: {_shown(value)}' for key, value in output.items())}"
+        return f"a {type(output).__name__} of {', '.join(f'{key}: {_format(value)}' for key, value in output.items())}"
     return "nothing" if output is None else f"a {type(output).__name__}"
 
 
 class InitializedFromData(nn.Module):
-    """A network that is initialized from pictures before training, unless training starts from saved weights."""
+    """Base class of networks initialized from training pictures, unless training starts from saved weights."""
 
     def initialize(self, pictures: Tensor) -> None:
-        """Initializes from training pictures [n, C, S, S], normalized, unaugmented; the same at any number of ranks."""
+        """Initializes weights from training pictures [n, C, S, S], normalized, unaugmented, equal on all ranks."""
         raise NotImplementedError

@@ -21,7 +21,7 @@ _ODD = 0x9E3779B1
 
 
 def resolve_mode(mode: str, world: World) -> str:
-    """Returns `mode`, or "single" if the mode has no effect with one process. Raises UserError if it can't run here."""
+    """Returns `mode`, or "single" if the mode has no effect with one process. Raises UserError: too many processes."""
     check_mode(mode)
     only = limit_to_one_process(mode)
     if only and not world.alone:
@@ -31,17 +31,17 @@ def resolve_mode(mode: str, world: World) -> str:
 
 
 def normalises_in_groups(mode: str) -> bool:
-    """Returns True if the mode's BatchNorm groups don't depend on the number of processes."""
+    """Returns True if BatchNorm's groups of samples don't depend on the number of processes in this mode."""
     return bool(choices.load_choice(MODES, mode).NORM_GROUPS)
 
 
 def offers_of(mode: str) -> frozenset[needs.Need]:
-    """Returns the requirements of sync methods that the mode meets."""
+    """Returns the requirements of gradient synchronization methods (`sync.method`) that the mode meets."""
     return choices.load_choice(MODES, mode).OFFERS
 
 
 def limit_to_one_process(mode: str) -> str:
-    """Returns the mode's limit to one process as text ("one process for all devices"), or "" if it has no limit."""
+    """Returns a description such as "one process for all devices" for a single-process mode, "" for other modes."""
     return getattr(choices.load_choice(MODES, mode), "ONE_PROCESS", "")
 
 
@@ -62,7 +62,7 @@ def apply_mode(mode: str, model: nn.Module, world: World, request: ModeRequest) 
 
 
 def checksums(tensors: Sequence[Tensor]) -> Tensor:
-    """Returns two sums of the bits of each tensor, plain and weighted by position: int64 [len(tensors), 2]."""
+    """Returns two checksums of each tensor's bits, a plain and a position-weighted sum: int64 [len(tensors), 2]."""
     widths = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     rows = torch.zeros(len(tensors), 2, dtype=torch.int64)
     for row, tensor in enumerate(tensors):
@@ -81,14 +81,14 @@ def checksums(tensors: Sequence[Tensor]) -> Tensor:
 
 @functools.cache
 def _weights(device: torch.device, count: int) -> Tensor:
-    """Returns an odd factor for each position, [count]; a sum weighted by them also detects swapped values."""
+    """Returns an odd weight for each position, int64 [count]; a weighted sum also detects swapped values."""
     return (2 * torch.arange(count, device=device) + 1) * _ODD
 
 
 def compare_replicas(
     named: dict[str, Tensor], world: World, network: ParallelNetwork | None = None
 ) -> tuple[str, list[int]] | None:
-    """Returns the name of the first tensor whose replicas differ, and the differing ranks, or None; a collective."""
+    """Returns (name, differing ranks) of the first tensor whose replicas differ, or None if none does; a collective."""
     if world.alone or not named:
         return None
     mine = checksums(list(named.values())).to(world.device)
@@ -106,7 +106,7 @@ def compare_replicas(
 
 
 def check_replicas(named: dict[str, Tensor], world: World, step: int, network: ParallelNetwork) -> None:
-    """Raises RunError if replicas differ; a collective."""
+    """Raises RunError if ranks hold different values of a replicated tensor; a collective."""
     drift = compare_replicas(named, world, network)
     if drift:
         name, ranks = drift
@@ -119,7 +119,7 @@ def check_replicas(named: dict[str, Tensor], world: World, step: int, network: P
 
 
 def make_equal(named: dict[str, Tensor], world: World, *, always: bool = False) -> bool:
-    """Broadcasts rank 0's tensors if replicas differ, or if `always`; returns True if it did; a collective."""
+    """Broadcasts rank 0's tensors if replicas differ or if `always`; returns True after a broadcast; a collective."""
     equal = not always and compare_replicas(named, world) is None
     if equal or world.alone:
         return False
@@ -129,7 +129,7 @@ def make_equal(named: dict[str, Tensor], world: World, *, always: bool = False) 
 
 
 def require_equal_networks(model: nn.Module, named: dict[str, Tensor], world: World) -> None:
-    """Raises UserError if a process's tensors or frozen parameters differ from rank 0's; a collective."""
+    """Raises UserError if tensor names, shapes or frozen parameters differ from rank 0's; a collective."""
     if world.alone:
         return
     frozen = {name for name, one in model.named_parameters(remove_duplicate=False) if not one.requires_grad}

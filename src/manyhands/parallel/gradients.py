@@ -1,4 +1,4 @@
-"""Forward, loss and backward of a network under any mode. No other file calls a tensor's `backward()`."""
+"""Forward, loss and backward of a network in any parallel mode. No other file calls a tensor's `backward()`."""
 
 import contextlib
 import math
@@ -19,14 +19,14 @@ AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def autocast(precision: str, device: str) -> contextlib.AbstractContextManager[object]:
-    """Returns a context in which forward computes in a job's precision, on a device such as cuda:0."""
+    """Returns an autocast context for a job's precision, such as "bf16", and a device, such as "cuda:0"."""
     kind = AUTOCAST.get(precision)
     return torch.autocast(device.partition(":")[0], dtype=kind) if kind else _AS_IT_IS
 
 
 @dataclass(slots=True)  # not frozen: creation would take three times as long
 class MicroBatchResult:
-    """The result of a forward pass."""
+    """The result of a forward pass of a micro-batch."""
 
     loss: Tensor  # sum [] of this process's losses
     logits: Tensor  # [n, C]
@@ -40,8 +40,8 @@ _AS_IT_IS = contextlib.nullcontext()  # shared, to avoid creating one in every u
 class Gradients:
     """Accumulates a network's gradients over the micro-batches of an update, in the precision of a job.
 
-    Without `loss_fn` the user computes the loss. `smoothing` is the label smoothing of cross-entropy over sharded
-    classes. Precision "fp16" scales the loss. Without `mean`, the processes' mean gradients are summed, not averaged.
+    Without `loss_fn`, the user calls `backward_of`. `smoothing`: label smoothing of cross-entropy over sharded classes.
+    With precision "fp16", the loss is scaled. Without `mean`, gradients are summed over processes, not averaged.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Gradients:
 
     @contextlib.contextmanager
     def custom_forward(self, *, last: bool) -> Iterator[None]:
-        """Returns a context for the user's forward and `backward_of`; `last`: the update's last micro-batch."""
+        """A context for the user's own forward and `backward_of`. `last` is True for an update's last micro-batch."""
         with _AS_IT_IS if last else self.network.traits.no_sync(), self.autocast():
             yield
 
@@ -88,9 +88,9 @@ class Gradients:
     ) -> MicroBatchResult:
         """Runs forward and backward of a micro-batch and adds its gradients.
 
-        The sum of losses is divided by `divisor`, usually the samples of the update. `last`: backward averages
-        gradients over processes. `on_result` is called with the result before backward; if it returns False, all
-        processes' gradients become NaN.
+        The sum of losses is divided by `divisor`, usually the number of samples in the update. If `last`, backward also
+        averages gradients over processes. `on_result` is called with the result before backward; if it returns False,
+        the gradients become NaN on all processes.
         """
         assert self._loss_fn is not None
         with _AS_IT_IS if last else self.network.traits.no_sync():
@@ -105,7 +105,7 @@ class Gradients:
         return result
 
     def backward_of(self, loss: Tensor, weight: float | Tensor = 1.0, *, last: bool = True) -> None:
-        """Runs backward of a loss [] that the user computed with `network.call`."""
+        """Runs backward of a loss [] that the user computed with `network.call`, multiplied by `weight`."""
         with _AS_IT_IS if last else self.network.traits.no_sync():
             self._backward(loss, self._scale * weight, last=last)
 
@@ -122,7 +122,7 @@ class Gradients:
         phases.CLOCK.backward_ends()
 
     def _initial_gradient(self, loss: Tensor, weight: float) -> Tensor:
-        """Returns `weight` as the loss's gradient [], with which backward starts; cached, because it rarely changes."""
+        """Returns the initial gradient [] of backward, `weight` as a tensor; cached, because weights rarely change."""
         goes_with = weight, loss.dtype, loss.device
         if type(loss) is not Tensor:
             return loss.new_full((), weight)
@@ -131,15 +131,15 @@ class Gradients:
         return self._begin
 
     def finish(self) -> None:
-        """Completes the gradients after an update's last micro-batch; a collective."""
+        """Finishes the synchronization of gradients after an update's last micro-batch; a collective."""
         before = phases.CLOCK.to(phases.COMMUNICATION)
         self.flat = self.network.finish_gradients()
         phases.CLOCK.to(before)
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divides gradients by the loss scale; after an overflow, `step` then skips the update on all processes.
+        """Divides gradients by the loss scale. If a gradient overflowed, `step` skips the update on all processes.
 
-        On an accelerator without a loss scale, `spoilt` records non-finite gradients, without synchronization.
+        On an accelerator without a loss scale, sets `spoilt` to 1.0 if a gradient isn't finite, without synchronizing.
         """
         if self.scaler:
             self.scaler.unscale_(optimizer)
@@ -162,7 +162,7 @@ class Gradients:
         return self.on_card and fused and not self.scaler
 
     def finish_statistics(self) -> None:
-        """Updates BatchNorm's running statistics; precedes `step`, so that no update is half applied; a collective."""
+        """Updates BatchNorm's running statistics; a collective. Precedes `step`, so that no update is half applied."""
         self.network.finish_update()
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -179,7 +179,7 @@ class Gradients:
 
 
 def all_finite(tensors: Iterable[Tensor]) -> bool:
-    """Returns True if all values are finite, by one sum over each tensor, the cheapest pass over memory."""
+    """Returns True if each tensor's sum is finite, which needs a single pass over memory."""
     sums = [tensor.sum() for tensor in tensors]
     if sums and sums[0].device.type != "cpu":  # one synchronization for all tensors
         return bool(torch.stack([torch.isfinite(one) for one in sums]).all())
@@ -187,7 +187,7 @@ def all_finite(tensors: Iterable[Tensor]) -> bool:
 
 
 def _nonfinite_flag(gradients: Sequence[Tensor], device: str) -> Tensor:
-    """Returns 1.0 [] if a value isn't finite, else 0.0; on the device."""
+    """Returns a tensor [] on the device: 1.0 if any gradient has a non-finite value, else 0.0."""
     found, scale = torch.zeros((), device=device), torch.ones((), device=device)
     for kind in {one.dtype for one in gradients}:
         torch._amp_foreach_non_finite_check_and_unscale_([one for one in gradients if one.dtype == kind], found, scale)
@@ -195,5 +195,5 @@ def _nonfinite_flag(gradients: Sequence[Tensor], device: str) -> Tensor:
 
 
 def summed_over_samples(loss: Tensor, count: int) -> Tensor:
-    """Returns the sum [] of a loss over `count` samples; `loss` is a value for each sample [n, …], or the mean []."""
+    """Returns the sum [] of a loss over `count` samples; `loss` has one value per sample [n, …] or is their mean []."""
     return loss * count if loss.ndim == 0 else loss.reshape(count, -1).mean(1).sum()

@@ -1,4 +1,4 @@
-"""A network under a parallel mode, as one process runs it: the interface that training, evaluation and saving use."""
+"""The interface of a network in a parallel mode, used by training, evaluation and checkpoints on each process."""
 
 import contextlib
 from collections.abc import Callable, Mapping
@@ -23,7 +23,7 @@ LossFnWithLabels = Callable[[Any, Tensor], tuple[Tensor, Tensor, Tensor]]  # als
 
 @dataclass(slots=True)  # not frozen: creation would take three times as long
 class MicroBatchShape:
-    """The size of a micro-batch over all processes, and its division."""
+    """The size of a micro-batch over all processes, and its partition into shares."""
 
     samples: int  # samples of this micro-batch
     batch: int  # samples of the entire update
@@ -43,7 +43,7 @@ class MicroBatch:
 
 
 def full_batch(inputs: Tensor, labels: Tensor) -> MicroBatch:
-    """Returns the only micro-batch of an update on one process; its samples form one BatchNorm group."""
+    """Returns a micro-batch with all samples of an update on one process; BatchNorm normalizes them together."""
     count = len(labels)
     everything = Share(0, count, (), ())
     return MicroBatch(inputs, labels, everything, MicroBatchShape(count, count, lambda _parts, _index: everything))
@@ -51,7 +51,7 @@ def full_batch(inputs: Tensor, labels: Tensor) -> MicroBatch:
 
 @dataclass(frozen=True)
 class DataShare:
-    """This process's share of the samples of a micro-batch, or of a block in evaluation."""
+    """This process's share of the samples of a micro-batch, or of an evaluation batch (block)."""
 
     parts: int = 1  # processes that get different samples
     index: int = 0  # this process's index among them
@@ -60,7 +60,7 @@ class DataShare:
     collective_forward: bool = False  # all processes must call forward equally often, also in evaluation
 
     def of_block(self, block: range) -> list[int]:
-        """Returns this process's samples of a block; a block with fewer samples than parts repeats its first sample."""
+        """Returns the indices of this process's samples in `block`, padded to `most_parts` with the first index."""
         filled = [*block, *[block.start] * (self.most_parts - len(block))]
         edges = bounds(len(filled), self.parts)
         return filled[edges[self.index] : edges[self.index + 1]]
@@ -68,7 +68,7 @@ class DataShare:
 
 @dataclass
 class ModeTraits:
-    """Properties of a network under a parallel mode."""
+    """Properties of a network in a parallel mode."""
 
     # factor of (this process's sum of losses / global batch): the number of processes for modes that average gradients
     gradient_scale: float = 1.0
@@ -86,7 +86,7 @@ class ModeTraits:
 
 
 class Layouts(dict[str, TensorLayout]):
-    """The layout of each entry of the state dict, by name, on a mesh for this rank; empty if nothing is sharded."""
+    """The sharding of each state_dict entry, by name, for this rank of a mesh; empty if nothing is sharded."""
 
     def __init__(self, mesh: Mesh, rank: int, layouts: Mapping[str, TensorLayout]) -> None:
         super().__init__(layouts)
@@ -94,13 +94,13 @@ class Layouts(dict[str, TensorLayout]):
 
 
 class ParallelNetwork:
-    """A network whose processes each compute their own samples (in `NetworkOnMesh`, all compute them together).
+    """A network in a parallel mode. Each process computes its own samples, except in `NetworkOnMesh`.
 
     Attributes:
         model: the user's network under its own names, for evaluation and checkpoints.
-        call: the module to call in training; its backward averages gradients if the mode does.
+        call: the module to call in training; in some modes its backward averages gradients.
         share: how processes share the samples; by default each process gets different samples.
-        norms: the groups of the BatchNorm layers, set for each micro-batch.
+        norms: the groups of samples that BatchNorm normalizes together, set for each micro-batch.
     """
 
     def __init__(
@@ -124,13 +124,13 @@ class ParallelNetwork:
         return lambda output, labels: (*loss_fn(output, labels), labels)
 
     def begin(self, part: MicroBatch) -> tuple[Tensor, Tensor, int]:
-        """Returns (input of `call`, labels of its output, number of samples whose loss this process reports)."""
+        """Starts a micro-batch. Returns (`call`'s input, labels, number of samples whose loss this process reports)."""
         share = part.share
         self.norms.begin_micro_batch(share.spans, share.shared_groups, share.count, part.shape.batch)
         return part.inputs, part.labels, share.count
 
     def finish_gradients(self) -> list[Tensor]:
-        """Completes an update's gradients; returns flat tensors [n] with all gradients, or no tensor; a collective."""
+        """Finishes synchronizing gradients; a collective. Returns flat tensors [n] of all gradients, or []."""
         return []
 
     def gradient_norm(self) -> Tensor:
@@ -139,15 +139,15 @@ class ParallelNetwork:
         return full_tensor(nn.utils.get_total_norm(gradients))
 
     def finish_update(self) -> None:
-        """Updates BatchNorm's running statistics by the samples of all processes; a collective."""
+        """Updates BatchNorm's running statistics from the samples of all processes; a collective."""
         self.norms.finish_update(self.share.parts)
 
     def evaluate(
         self, inputs: Tensor, labels: Tensor, count: int, run: Callable[[nn.Module, Tensor], Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """Returns the outputs [count, C] and labels [count] of a block of `count` samples; a collective on a mesh.
+        """Returns (outputs [count, C], labels [count]) of a block of `count` samples; a collective on a mesh.
 
-        `inputs`, `labels`: this process's samples of the block (on a mesh, `share.of_block`). `run` evaluates a module.
+        `inputs`, `labels`: this process's samples (on a mesh, `share.of_block`). `run`(module, inputs) returns outputs.
         """
         return run(self.model, inputs)[:count], labels
 
@@ -181,7 +181,7 @@ def shard_like(value: Tensor, parameter: Any) -> Tensor:
 
 @dataclass(frozen=True)
 class ModeRequest:
-    """The arguments of a mode's `apply`, besides network and processes."""
+    """Arguments of a parallel mode's `apply`, in addition to the network and the world."""
 
     unused: bool = False  # some parameters may get no gradient
     cross_entropy: bool = True  # the loss is plain cross-entropy, whose classes can be split

@@ -18,7 +18,7 @@ class NetworkOnMesh(ParallelNetwork):
     """A network whose processes compute each micro-batch together.
 
     `layouts`: the layout of each parameter and buffer, by name. `axes`: the indices of the mesh axes that shard the
-    input's samples, and of those that shard the loss's samples. An op shards samples into at most `most_parts`.
+    input's samples, and of those that shard the loss's samples. `most_parts`: the most shards of the samples in an op.
     """
 
     full_outputs = False  # True if evaluation returns the outputs of all samples on each process
@@ -50,7 +50,7 @@ class NetworkOnMesh(ParallelNetwork):
 
     @abstractmethod
     def begin_micro_batch(self, shape: MicroBatchShape) -> None:
-        """Prepares the network for a micro-batch, on each process."""
+        """Prepares the network for the next micro-batch; called on every process."""
 
     @override
     def begin(self, part: MicroBatch) -> tuple[Tensor, Tensor, int]:
@@ -82,7 +82,7 @@ class NetworkOnMesh(ParallelNetwork):
         return outputs[:count], labels[:count]
 
     def _converted(self, rows: Tensor, target: Layout, count: int) -> Tensor:
-        """Converts rows from the layout of the input to `target`; all processes together have `count` samples."""
+        """Converts rows from the input's layout to `target`. `count`: the number of samples over all processes."""
         return convert(rows, self._input, target, Extent((count,), 1), self.grid)
 
     @override

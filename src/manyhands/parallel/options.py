@@ -57,5 +57,5 @@ class ParallelOptions(Options):
 
     @property
     def searches(self) -> bool:
-        """True if the processes search for a plan."""
+        """True if training starts with a search for the fastest plan."""
         return self.mode == MODE_OF_SEARCHES or (self.mode == MODE_OF_PLANS and self.fill == SEARCH)

@@ -57,7 +57,7 @@ PlanLike = Plan | str | Path | Mapping[str, str]
 
 
 def as_plan(plan: PlanLike) -> Plan:
-    """Converts a Plan, the path of a plan.json, or a dict with the mesh and strategies by op into a plan."""
+    """Returns the Plan given as a Plan, as the path of a plan.json, or as {"mesh": "dp=2", "fc": "o@dp", …}."""
     if isinstance(plan, Plan):
         return plan
     if isinstance(plan, str | Path):
@@ -90,7 +90,7 @@ def _plan_of_record(record: PlanRecord, where: str) -> Plan:
 
 
 def parse_pins(words: tuple[str, ...], where: str = "--pin") -> dict[str, str]:
-    """Parses pins such as "fc=n@dp o@tp" into strategies by op. Raises UserError for another form."""
+    """Parses pins such as "fc=n@dp o@tp" into {op: strategy}. Raises UserError if a pin has another form."""
     pins: dict[str, str] = {}
     for word in words:
         match = re.fullmatch(r"\s*([^=\s]+)\s*=\s*(\S.*)", word)
@@ -101,7 +101,7 @@ def parse_pins(words: tuple[str, ...], where: str = "--pin") -> dict[str, str]:
 
 
 def plan_of(options: ParallelOptions, world_size: int) -> Plan:
-    """Returns the plan of a job, from its pins and perhaps a plan file. Raises UserError if either is invalid."""
+    """Returns the plan of a job: a plan file, if any, plus the job's pins. Raises UserError if one is invalid."""
     pins = parse_pins(options.pin, "parallel.pin")
     plan = read_plan(Path(options.plan).expanduser()) if options.plan else Plan(Mesh((("dp", world_size),)))
     if options.mesh or not options.plan:
@@ -118,5 +118,5 @@ def plan_of(options: ParallelOptions, world_size: int) -> Plan:
 
 
 def shared_plan(options: ParallelOptions, world: World) -> Plan:
-    """Returns rank 0's `plan_of`, because other machines may lack the file; a collective. Raises UserError."""
+    """Returns rank 0's `plan_of`, since other machines may lack the plan file; a collective. Raises UserError."""
     return plan_from_plain(broadcast_result(lambda: plan_of(options, world.size).as_plain(), world), "plan")

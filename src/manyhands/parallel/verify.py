@@ -1,4 +1,4 @@
-"""Compares the gradients of a network that is sharded by hand with gradients computed on one process."""
+"""Compares the gradients of a hand-sharded network with gradients computed on one process."""
 
 import copy
 import functools
@@ -185,7 +185,7 @@ class _Check:
         self.rows = self.shares[self.grid.place(network.samples)]
 
     def run(self) -> tuple[list[Finding], float]:
-        """Returns the findings, and the largest relative error of a gradient."""
+        """Returns (findings, largest relative error of a gradient)."""
         found = self._load_parameters()
         if found:
             return found, 0.0
@@ -227,7 +227,7 @@ class _Check:
         return tensor
 
     def _load_parameters(self) -> list[Finding]:
-        """Copies the full parameters and buffers to the network on one process; returns findings about them."""
+        """Copies full parameters and buffers to the single-process copy; returns a finding for each invalid tensor."""
         mesh, rank, found = self.grid.mesh, self.grid.world.rank, list[Finding]()
         local_state = self.network.model.state_dict(keep_vars=True)
         for name, target in self.alone.state_dict(keep_vars=True).items():
@@ -261,12 +261,12 @@ class _Check:
         return found
 
     def _run_alone(self) -> tuple[list[Tensor], dict[str, Tensor]]:
-        """Returns the outputs for this process's rows of the batch, and the gradients of its share of the loss."""
+        """Returns the single-process copy's (outputs for this rank's rows, gradients of this rank's loss by name)."""
         _set_norm_groups(self.alone, self.shares, self.count)
         try:
             output = self.alone(self.sample)
         except (RuntimeError, ValueError, TypeError, IndexError) as error:
-            give = "give the class or function of a network that stores the sizes of its shards, such as"
+            give = "if the network stores the sizes of its shards, pass its class or a function, such as"
             what = f"the network does not run on a mesh of one process: {type(error).__name__}: {error}"
             raise UserError(what, "verify_gradients", (give, "verify_gradients(Net, sample, mesh=mesh)")) from error
         output = pytree.tree_map_only(Tensor, lambda one: one[self.rows], output)
@@ -275,7 +275,7 @@ class _Check:
         return [one.detach() for one in _tensors(output)], dict(zip(named, due, strict=True))
 
     def _run_on_mesh(self) -> tuple[list[Tensor], dict[str, Tensor]]:
-        """Returns the outputs for this process's rows, and its gradients before they are summed over samples."""
+        """Returns the network's (outputs for this rank's rows, local gradients by name, not summed over samples)."""
         _set_norm_groups(self.network.model, [slice(0, self.rows.stop - self.rows.start)], self.count)
         output = self.network.model(self.sample[self.rows])
         Gradients(self.network, self.grid.world).backward_of(self._loss(output))
@@ -308,7 +308,7 @@ class _Check:
         return result
 
     def _compare(self, observed: Tensor, expected: Tensor, least: float = 0.0) -> tuple[float, int]:
-        """Returns the largest error relative to the largest expected value (or `least`), and its rank; a collective."""
+        """Returns (largest error / largest expected value or `least`, rank with the largest error); a collective."""
         error = 0.0
         if not torch.equal(observed, expected) and observed.numel():
             error = float((observed - expected).abs().max())
@@ -318,7 +318,7 @@ class _Check:
         return max(errors) / (max(least, *scales) or 1.0), errors.index(max(errors))
 
     def _explain(self, name: str, pairs: list[tuple[Tensor, Tensor]], sharded: Collection[int], rank: int) -> Finding:
-        """Finds the smallest sets of axes over which a missing or a repeated sum explains an error."""
+        """Returns a finding with the smallest sets of axes over which a missing or repeated sum explains the error."""
 
         def equal(observed: Tensor, expected: Tensor) -> bool:
             return self._compare(observed, expected)[0] <= self.tolerance
@@ -365,7 +365,7 @@ class _Check:
 
 
 def _set_norm_groups(model: nn.Module, shares: list[slice], count: int) -> None:
-    """Sets one BatchNorm group for each share, on the mesh as well as on one process."""
+    """Makes BatchNorm normalize each share of the samples separately, as processes do on the mesh."""
     pairs = enumerate(shares)
     spans = tuple(Span(number, one.start, one.stop, one.stop - one.start, -1, True) for number, one in pairs)
     for groups in {id(one.groups): one.groups for one in model.modules() if isinstance(one, GroupedNorm)}.values():

@@ -1,4 +1,4 @@
-"""A small convolutional network with BatchNorm, fast on a CPU, for pictures of at least 8 pixels."""
+"""A small convolutional network with BatchNorm, fast on a CPU, for pictures of at least 8x8 pixels."""
 
 from typing import Any
 
@@ -20,13 +20,13 @@ def build(name: str, *, channels: int, size: int, num_classes: int, arguments: d
 
 
 def make_cnn(channels: int, size: int, num_classes: int, width: int = 16, dropout: float = 0.0) -> nn.Sequential:
-    """Builds convolutions with BatchNorm, ReLU and max-pool until a side has at most 4 pixels, then the last layers.
+    """Builds blocks of convolution, BatchNorm, ReLU and max-pool, a block with average pooling, and a linear layer.
 
-    The first block has `width` channels. Each further block doubles the channels, up to four times `width`. Pictures
-    below 16 pixels pass a convolution at full size first. `dropout` (0 to below 1) precedes the last layer.
+    The first block has `width` channels; each further block doubles them, up to four times `width`. For pictures
+    below 16 pixels, the first block has no max-pool. `dropout` (from 0 to below 1) is applied before the last layer.
     """
     if not isinstance(width, int) or isinstance(width, bool) or width < 1:
-        raise UserError(f"width is {width!r}, expected a whole number", f"{WHERE}.width")
+        raise UserError(f"width is {width!r}, expected a whole number of at least 1", f"{WHERE}.width")
     if not isinstance(dropout, int | float) or not 0 <= dropout < 1:
         raise UserError(f"dropout is {dropout!r}, expected a number of at least 0 and less than 1", f"{WHERE}.dropout")
     layers: list[nn.Module] = []

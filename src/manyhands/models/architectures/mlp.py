@@ -1,4 +1,4 @@
-"""A multi-layer perceptron: pixels, hidden layers with ReLU, classes."""
+"""A multi-layer perceptron on flattened pictures, with ReLU after each hidden layer."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ def build(name: str, *, channels: int, size: int, num_classes: int, arguments: d
 
 
 def make_mlp(inputs: int, num_classes: int, hidden: int = 256, depth: int = 1, dropout: float = 0.0) -> nn.Sequential:
-    """Builds `depth` hidden layers with ReLU and, if above 0, dropout. Raises UserError: a value is out of range."""
+    """Builds `depth` hidden layers of `hidden` units, and a last layer. Raises UserError: a value is out of range."""
     for word, value in (("hidden", hidden), ("depth", depth)):
         if not isinstance(value, int) or isinstance(value, bool) or value < (1 if word == "hidden" else 0):
             raise UserError(f"{word} is {value!r}, expected a whole number", f"{WHERE}.{word}")

@@ -1,10 +1,10 @@
 """A convolutional network that learns small color pictures in few epochs.
 
-The first layer whitens 2x2 patches and isn't trained. Three groups of two convolutions follow, which initially pass
-their inputs on. BatchNorm has no scales, and a constant factor reduces the outputs.
+The first layer whitens 2x2 patches and isn't trained. Three groups of two convolutions follow, whose initial weights
+copy the input channels. BatchNorm has no trainable scale, and a constant factor reduces the outputs.
 
 Source: Jordan 2024, arXiv:2404.00498, section 3, after Page 2019, "How to train your ResNet". Here the first layer has
-no bias; therefore no gradient has to pass through it.
+no bias, so it needs no gradient at all.
 """
 
 from typing import Any
@@ -30,13 +30,13 @@ def build(name: str, *, channels: int, size: int, num_classes: int, arguments: d
 
 
 class QuickNet(InitializedFromData):
-    """The network.
+    """Whitening, three groups of two convolutions each, max-pool, and a linear layer with scaled outputs.
 
     Args:
         channels: number of channels of a picture.
-        size: side of a picture, in pixels.
+        size: height and width of a picture, in pixels.
         num_classes: number of outputs.
-        widths: channels of the three groups.
+        widths: output channels of each of the three groups.
         scale: factor of the last layer's outputs; with a smaller factor, that layer learns more slowly.
     """
 
@@ -72,7 +72,7 @@ class QuickNet(InitializedFromData):
 
 
 def _patches(pictures: Tensor) -> Tensor:
-    """Returns all patches of pictures [n, C, S, S] as float64 [patches, values]."""
+    """Returns all 2x2 patches of pictures [n, C, S, S] as float64 [patches, 4 C]."""
     windows = pictures.cpu().double().unfold(2, _PATCH, 1).unfold(3, _PATCH, 1)
     return windows.permute(0, 2, 3, 1, 4, 5).flatten(3).flatten(0, 2)
 
@@ -85,7 +85,7 @@ def _group(inputs: int, outputs: int) -> nn.Sequential:
 
 
 def _convolution(inputs: int, outputs: int) -> nn.Conv2d:
-    """Creates a convolution whose first outputs initially equal its inputs."""
+    """Creates a 3x3 convolution whose initial weights copy the inputs to the first output channels."""
     layer = nn.Conv2d(inputs, outputs, 3, padding=1, bias=False)
     nn.init.dirac_(layer.weight.detach()[:inputs])
     return layer

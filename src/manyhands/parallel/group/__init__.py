@@ -1,1 +1,1 @@
-"""Joining the processes of a run: rendezvous, ports, tunnels, failure reports and plain collectives."""
+"""Joining the processes of a run: rendezvous, ports, tunnels, failure reports, and collectives of JSON data."""

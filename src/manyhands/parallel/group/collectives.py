@@ -1,4 +1,4 @@
-"""Subgroups and their collectives, for one process or many."""
+"""Process subgroups, whose collectives also work with a single process."""
 
 from collections.abc import Sequence
 from datetime import timedelta
@@ -23,14 +23,14 @@ _OPERATIONS = {
 }
 
 
-def _known(operation: str, what: str) -> Any:
+def _reduce_op(operation: str, what: str) -> Any:
     if operation not in _OPERATIONS:
         raise UserError(f'there is no operation "{operation}"', what, (f"choose one of {', '.join(_OPERATIONS)}",))
     return _OPERATIONS[operation]
 
 
 class Subgroup:
-    """A group of processes and its collectives. All processes of the run must create it, in the same order.
+    """A group of processes and its collectives. All processes of the run must create the same groups in the same order.
 
     Attributes:
         ranks: the members' ranks in the run, in order.
@@ -47,25 +47,25 @@ class Subgroup:
     @CLOCK.within(COMMUNICATION)
     def all_reduce(self, tensor: Tensor, operation: Operation = "sum") -> Tensor:
         """Combines the members' tensors by `operation` and returns the result on all members."""
-        result, put_together = self._own_copy(tensor), _known(operation, "all_reduce")
+        result, reduce_op = self._own_copy(tensor), _reduce_op(operation, "all_reduce")
         if self.size > 1:
-            dist.all_reduce(result, put_together, group=self._handle)
+            dist.all_reduce(result, reduce_op, group=self._handle)
         return result / self.size if operation == "mean" else result
 
     @CLOCK.within(COMMUNICATION)
     def reduce(self, tensor: Tensor, target: int = 0, operation: Operation = "sum") -> Tensor | None:
-        """Combines the members' tensors by `operation` on member `target`; returns None on the others."""
+        """Combines the members' tensors by `operation` on member `target`; returns None on other members."""
         receiver, result = self._rank_of(target, "reduce"), self._own_copy(tensor)
-        put_together = _known(operation, "reduce")
+        reduce_op = _reduce_op(operation, "reduce")
         if self.size > 1:
-            dist.reduce(result, receiver, put_together, group=self._handle)
+            dist.reduce(result, receiver, reduce_op, group=self._handle)
         if self.rank != target:
             return None
         return result / self.size if operation == "mean" else result
 
     @CLOCK.within(COMMUNICATION)
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
-        """Returns the tensor of member `source` on all members. Others pass a tensor of equal shape and dtype."""
+        """Returns the tensor of member `source` on all members. The others pass a tensor of equal shape and dtype."""
         sender, result = self._rank_of(source, "broadcast"), self._own_copy(tensor)
         if self.size > 1:
             dist.broadcast(result, src=sender, group=self._handle)
@@ -83,7 +83,7 @@ class Subgroup:
 
     @CLOCK.within(COMMUNICATION)
     def gather(self, tensor: Tensor, target: int = 0) -> Tensor | None:
-        """Stacks the members' tensors in order, [size, …], on member `target`; returns None on the others."""
+        """Stacks the members' tensors in order, [size, …], on member `target`; returns None on other members."""
         receiver, mine = self._rank_of(target, "gather"), self._own_copy(tensor)
         if self.size == 1:
             return mine[None]
@@ -115,7 +115,7 @@ class Subgroup:
         return result
 
     def scatter(self, tensors: Tensor, source: int = 0) -> Tensor:
-        """Returns row `rank` of the tensor [size, …] of member `source`; others pass a tensor of equal shape."""
+        """Returns row `rank` of the tensor [size, …] of member `source`; other members pass a tensor of equal shape."""
         self._require_rows(tensors, "scatter")
         return self.broadcast(tensors, source)[self.rank].clone()
 
@@ -131,7 +131,7 @@ class Subgroup:
             dist.barrier(group=self._handle)
 
     def _own_copy(self, tensor: Tensor) -> Tensor:
-        """Returns a contiguous copy, because backends ignore strides. Raises UserError: this process is no member."""
+        """Returns a contiguous copy, for backends that ignore strides. Raises UserError on a non-member."""
         self._require_member()
         return tensor.detach().clone(memory_format=torch.contiguous_format)
 
@@ -168,7 +168,7 @@ def group_timeout(world: World) -> timedelta | None:
 
 
 def new_group(world: World, ranks: Sequence[int]) -> Subgroup:
-    """Creates a subgroup; a collective of all processes, also non-members. Raises UserError for invalid ranks."""
+    """Creates a subgroup. All processes, also non-members, must call it. Raises UserError for invalid ranks."""
     members = sorted(ranks)
     if not members or len(set(members)) != len(members) or members[0] < 0 or members[-1] >= world.size:
         raise UserError(f"{list(ranks)} are not distinct ranks from 0 to {world.size - 1}", "new_group")

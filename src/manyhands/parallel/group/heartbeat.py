@@ -1,4 +1,4 @@
-"""The heartbeat of each process of a run, from which stalls are detected."""
+"""Heartbeats of a run's processes, from which stalls are detected."""
 
 from pathlib import Path
 from typing import Annotated
@@ -14,7 +14,7 @@ _Seconds = Annotated[float, Field(ge=0, lt=1e9)]  # plausible values from other 
 
 
 class Heartbeat(BaseModel):
-    """The progress of a process."""
+    """The progress that a worker process reports periodically."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
     count: int  # heartbeats written; constant while the process doesn't run
@@ -37,12 +37,12 @@ class Heartbeat(BaseModel):
 
 
 def leave_path(folder: Path) -> Path:
-    """Returns the file whose existence makes processes with heartbeats in `folder` stop waiting for their peers."""
+    """Returns the path of a file whose creation makes workers with heartbeats in `folder` stop waiting for peers."""
     return folder / "leave"
 
 
 class Seen(Heartbeat):
-    """A heartbeat with the observations of the machine's agent."""
+    """A heartbeat, with observations by the machine's agent (the process that starts the workers)."""
 
     rank: int
     pid: int
@@ -51,10 +51,10 @@ class Seen(Heartbeat):
 
     @property
     def stood_s(self) -> float:
-        """Seconds since the last progress."""
+        """Seconds since the last progress, including the seconds since the last heartbeat."""
         return self.still_s + self.quiet_s
 
 
 def rescue_path(folder: Path, rank: int) -> Path:
-    """Returns the file whose existence means that rank `rank` is saving its state after a peer's failure."""
+    """Returns the path of a file that rank `rank` creates before saving its state after a peer's failure."""
     return folder / f"{rank}.saves"

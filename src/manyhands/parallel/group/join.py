@@ -37,10 +37,10 @@ PATIENCE_S = 5.0  # seconds to exit after a peer's failure that collectives don'
 
 
 class Cause:
-    """The first failure of a process, shared through the store, which rank 0 holds.
+    """Shares the run's first failure among all processes, through rank 0's store.
 
-    `leave` ends this process while a collective blocks it; its argument is the first failure, or None if the store
-    has ended. Without `leave`, closed connections end collectives, as with gloo.
+    `leave` is called with this failure, or None if the store has ended, to end a process that a collective still
+    blocks. gloo needs no `leave`, because closed connections end its collectives.
     """
 
     def __init__(
@@ -53,14 +53,14 @@ class Cause:
         self._thread.start()
 
     def publish(self, failure: rendezvous.PeerFailure) -> None:
-        """Publishes this process's failure, unless another process has failed before."""
+        """Publishes this process's failure, unless another failure is already published."""
         text = failure.model_dump_json()
         with contextlib.suppress(dist.DistError):
             if not rendezvous.parse_message(self._store.compare_set("text", "", text), rendezvous.PeerFailure):
                 self._store.set("text", text)  # replaces an invalid message
 
     def learn(self) -> rendezvous.PeerFailure | None:
-        """Returns the first failure, or None if none is published in time."""
+        """Waits up to LEARN_S seconds for the first failure; returns None if none is published."""
         self._known.wait(LEARN_S)
         return self._heard
 
@@ -98,7 +98,7 @@ class Group:
     present: dict[int, dict[str, Any]] = field(default_factory=dict[int, dict[str, Any]])
 
     def listen(self, attempt: int, leave: Callable[[rendezvous.PeerFailure | None], None] | None = None) -> None:
-        """Listens for failures of other processes, which only launchers without agents need; see `Cause`."""
+        """Starts to listen for failures of other processes; needed under launchers without agents. See `Cause`."""
         if self.store is not None and not self.world.alone:
             self.cause = Cause(self.store, attempt, leave)
 
@@ -110,7 +110,7 @@ class Group:
         os._exit(EXIT_FAILED)
 
     def leave(self, *, failed: bool = False) -> None:
-        """Destroys the groups created since `join`; after a failure, waits until other processes know the cause."""
+        """Destroys the groups created since `join`. If `failed`, waits until other processes have read the cause."""
         if self.groups_before is None:
             if dist.is_initialized():
                 dist.destroy_process_group()
@@ -132,9 +132,9 @@ class Group:
 def join(process_info: ProcessInfo, digest: str, collective_timeout_s: float, say: Say) -> Group:
     """Joins the group of processes; a collective.
 
-    `digest` describes what must be equal on all processes (versions, job). Collectives fail if a peer doesn't answer
-    for `collective_timeout_s`. `say` prints a line for the user. Raises PeerError if a rank is missing, and UserError
-    for an unusable address, a duplicate rank or a process of another job.
+    `digest` is a text that must be equal on all processes: version and options. Collectives fail if a peer doesn't
+    answer for `collective_timeout_s` seconds. `say` prints a line for the user. Raises PeerError if a rank is missing,
+    and UserError for an unusable address, a duplicate rank or a process of another job.
     """
     if process_info.started_by == STARTED_BY:
         return _use_existing(process_info, digest, say)
@@ -188,23 +188,23 @@ def _use_existing(process_info: ProcessInfo, digest: str, say: Say) -> Group:
 
 
 def _set_current_device(device: str) -> None:
-    """Makes an accelerator current: tensors for a device without an index ("cuda") are allocated on it."""
+    """Makes an accelerator the current one, which torch uses for devices without an index, such as "cuda"."""
     if ":" in device and not device.startswith("cpu"):
         torch.accelerator.set_device_index(device)
 
 
 def _with_local_rank(process_info: ProcessInfo, present: dict[int, dict[str, Any]]) -> ProcessInfo:
-    """Sets local rank and size from the machines of all ranks, for processes that were started individually."""
+    """Sets local rank and local size by comparing all ranks' machines, for processes started individually."""
     machines = [present[rank]["machine"] for rank in range(process_info.size)]
     here = [rank for rank, machine in enumerate(machines) if machine == machines[process_info.rank]]
     return replace(process_info, local_rank=here.index(process_info.rank), local_size=len(here))
 
 
 def choose_interface(process_info: ProcessInfo, present: dict[int, dict[str, Any]]) -> str:
-    """Sets the interface of collectives by environment variables; returns its name for gloo, or an empty string.
+    """Sets the network interface of collectives by environment variables; returns gloo's interface, or "".
 
-    Collectives within one machine use loopback, others the interface in the shell's variables, or by default the one
-    towards the other machines. Raises UserError if the shell names an interface that this machine lacks.
+    On one machine, collectives use loopback. On several machines, they use the interface that the environment already
+    names, or else the interface towards the other machines. Raises UserError if this machine lacks the named interface.
     """
     here, loopback = present[process_info.rank]["machine"], ports.loopback_interface()
     others = [who for _, who in sorted(present.items()) if who["machine"] != here]
@@ -215,8 +215,8 @@ def choose_interface(process_info: ProcessInfo, present: dict[int, dict[str, Any
     if tunnel_ends() or not others:
         os.environ.update(dict.fromkeys(IFNAMES, loopback))
         return loopback
-    if said := os.environ.get(IFNAMES[0], ""):
-        ports.require_interface(said, IFNAMES[0])
+    if configured := os.environ.get(IFNAMES[0], ""):
+        ports.require_interface(configured, IFNAMES[0])
     host = urlparse(process_info.init).hostname or os.environ.get("MASTER_ADDR", "")
     name = ports.interface_of(host) if host and host not in {"0.0.0.0", "::"} else ""
     if name in {"", loopback}:
@@ -225,11 +225,11 @@ def choose_interface(process_info: ProcessInfo, present: dict[int, dict[str, Any
     if name:
         for variable in IFNAMES:
             os.environ.setdefault(variable, name)
-    return said or name
+    return configured or name
 
 
 def describe_open_ports(process_info: ProcessInfo, interface: str) -> list[str]:
-    """Returns lines about ports that are open to other hosts; [] if the launcher or local rank 0 prints them."""
+    """Returns messages about ports that are open to other hosts; [] if the launcher or local rank 0 prints them."""
     if process_info.local_rank or process_info.started_by == "manyhands":
         return []
     lines = [] if interface == ports.loopback_interface() else [ports.describe_collectives(interface)]
@@ -314,7 +314,7 @@ def _address_source(process_info: ProcessInfo) -> str:
 
 
 def _connect(host: str, port: int, process_info: ProcessInfo) -> Any:
-    """Connects to rank 0's store; torch alone would wait forever for a listener that never answers."""
+    """Connects to rank 0's store. Raises PeerError if the listener doesn't answer; torch would wait forever."""
     found: list[Any] = []
 
     def connect() -> None:
@@ -377,7 +377,7 @@ INIT = "the existing process group"
 
 
 def existing_process_info(device: str, backend: str) -> ProcessInfo | None:
-    """Returns this process's rank and size in an existing group, or None. Raises UserError for another backend."""
+    """Returns this process's rank and size in torch's default group, or None. Raises UserError: other backend."""
     if not dist.is_available() or not dist.is_initialized():
         return None
     place, own = _device_and_backend(device)
@@ -389,7 +389,7 @@ def existing_process_info(device: str, backend: str) -> ProcessInfo | None:
 
 
 def _device_and_backend(wanted: str) -> tuple[str, str]:
-    """Returns this process's device and the group's backend for it; a group of gloo alone means the CPU."""
+    """Returns (this process's device, the group's backend for that device); with gloo alone, the device is the CPU."""
     backends = dict(part.split(":") for part in dist.get_backend_config().split(","))  # such as "cpu:gloo,cuda:nccl"
     kind = accelerator()
     if wanted == "auto" and kind != "cpu" and backends.get(kind, "gloo") != "gloo":

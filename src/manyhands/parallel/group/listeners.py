@@ -1,7 +1,7 @@
 """Stops listening for new connections once all processes of the run have connected.
 
-gloo listens as long as a group exists, so strangers could exhaust the process's file descriptors. A socket filter that
-passes nothing prevents that: existing connections stay, new ones get no answer. Linux only.
+gloo listens as long as a group exists, so any host could exhaust the process's file descriptors. A socket filter that
+drops all packets prevents that: existing connections stay, and new connections get no answer. Linux only.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ OPEN_FILES = Path("/proc/self/fd")
 
 
 def connections() -> Iterator[tuple[str, socket.socket]]:
-    """Yields the name and a duplicate of each TCP socket of this process; the duplicate is closed afterwards."""
+    """Yields (name, duplicate) of each TCP socket of this process; closes the duplicate after each iteration."""
     for path in OPEN_FILES.iterdir() if sys.platform == "linux" else ():
         with contextlib.suppress(OSError):  # it was closed meanwhile
             name = str(path.readlink())
@@ -45,7 +45,7 @@ def _block_new_connections(listener: socket.socket) -> None:
 
 @contextlib.contextmanager
 def closed_once_formed(backend: str = "") -> Generator[None]:
-    """Blocks, when the context ends, new connections to sockets that gloo opened in it; not NCCL's, needed later."""
+    """On exit, blocks new connections to sockets that gloo opened in the context. NCCL's stay open for later use."""
     later = os.environ.get("TORCH_GLOO_LAZY_INIT", "0") not in {"", "0"}  # connects when first needed
     # Through ssh all groups of a process share one listening socket, on loopback only.
     if "gloo" not in backend or "," in backend or later or tunnel_ends():
@@ -59,10 +59,10 @@ def closed_once_formed(backend: str = "") -> Generator[None]:
 
 
 def close_rendezvous(port: int, machines: Sequence[Collection[str]]) -> None:
-    """Closes the store's port after the rendezvous, on the process that holds the store, and disconnects strangers.
+    """Blocks new connections to the store's port after the rendezvous, and disconnects hosts outside the run.
 
-    `machines`: for each other machine, its addresses. If a machine isn't connected from any of them, nothing is
-    disconnected, because that machine may connect from another address.
+    Called on the process that holds the store. `machines` has the addresses of each other machine. If a machine isn't
+    connected from any of its addresses, no host is disconnected, because the machine may use an unlisted address.
     """
     own, theirs = [], []
     for _, one in connections():

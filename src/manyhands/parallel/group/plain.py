@@ -1,4 +1,4 @@
-"""Collectives for JSON data and tensors. torch's object collectives unpickle data, so a peer could run code here."""
+"""Collectives for JSON data and tensors. torch's object collectives unpickle, so a malicious peer could run code."""
 
 import json
 from collections.abc import Callable
@@ -20,13 +20,13 @@ def broadcast_plain(value: Any, world: World) -> Any:
     content = _encode(value) if world.rank == 0 else torch.empty(0, dtype=torch.uint8)
     length = torch.tensor([content.numel()], device=world.device)
     dist.broadcast(length, src=0)
-    buffer = content.to(world.device) if world.rank == 0 else _room(int(length), world)
+    buffer = content.to(world.device) if world.rank == 0 else _zero_bytes(int(length), world)
     dist.broadcast(buffer, src=0)
     return _decode(buffer)
 
 
 def broadcast_result(make: Callable[[], Any], world: World) -> Any:
-    """Returns rank 0's `make()` (JSON data) on all processes, or raises its ManyhandsError on all; a collective."""
+    """Calls `make` on rank 0; returns its result (JSON) or raises its ManyhandsError on all ranks; a collective."""
     found: dict[str, Any] = {}
     if world.is_main:
         try:
@@ -42,22 +42,22 @@ def broadcast_result(make: Callable[[], Any], world: World) -> Any:
 
 
 def gather_plain(value: Any, world: World, group: Any = None) -> list[Any]:
-    """Returns the values of all processes (or of `group`), in the order of ranks, on each of them; a collective."""
+    """Returns the list of all ranks' values (JSON data) on all ranks, or on those of `group`; a collective."""
     if world.alone:
         return [value]
     content, size = _encode(value), dist.get_world_size(group)
     lengths = [torch.zeros(1, dtype=torch.int64, device=world.device) for _ in range(size)]
     dist.all_gather(lengths, torch.tensor([content.numel()], device=world.device), group=group)
     longest = max(int(length) for length in lengths)
-    mine = _room(longest, world)
+    mine = _zero_bytes(longest, world)
     mine[: content.numel()] = content.to(world.device)
-    everybody = [_room(longest, world) for _ in range(size)]
+    everybody = [_zero_bytes(longest, world) for _ in range(size)]
     dist.all_gather(everybody, mine, group=group)
     return [_decode(buffer[: int(length)]) for buffer, length in zip(everybody, lengths, strict=True)]
 
 
 def broadcast_tensors(tensors: dict[str, Tensor], world: World) -> dict[str, Tensor]:
-    """Returns rank 0's CPU tensors by name on the CPU of each process, broadcast one at a time; a collective."""
+    """Broadcasts rank 0's CPU tensors, one at a time; returns them by name, on the CPU; a collective."""
     if world.alone:
         return tensors
     mine = [[name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for name, tensor in tensors.items()]
@@ -79,5 +79,5 @@ def _decode(buffer: Tensor) -> Any:
     return parse_json(bytes(buffer.cpu().numpy()), infinite=True)
 
 
-def _room(length: int, world: World) -> Tensor:
+def _zero_bytes(length: int, world: World) -> Tensor:
     return torch.zeros(length, dtype=torch.uint8, device=world.device)

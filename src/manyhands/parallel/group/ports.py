@@ -1,4 +1,4 @@
-"""Sockets that listen on one address only, and descriptions of who can reach them."""
+"""Sockets that listen on a single address, and messages about the hosts that can reach them."""
 
 import errno
 import ipaddress
@@ -21,7 +21,7 @@ class PortTakenError(UserError):
 def listen(host: str, port: int, given_by: str = "--init") -> socket.socket:
     """Listens on one address of this machine only (torch's own store would listen on every interface).
 
-    `given_by` names the source of the address. Raises UserError for another machine's address or a taken port.
+    `given_by` names the option that sets the address. Raises UserError for another machine's address or a taken port.
     """
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -52,7 +52,7 @@ def _cannot_listen(host: str, port: int, error: OSError, given_by: str) -> UserE
 
 
 def holder_of(port: int) -> str:
-    """Describes the process that listens on a port; empty if this user can't see it."""
+    """Returns the PID, name and user of the process that listens on a port; empty if this user can't see them."""
     try:
         connections = psutil.net_connections("tcp")
     except psutil.AccessDenied:
@@ -109,7 +109,7 @@ def interface_of(host: str) -> str:
 
 
 def interface_towards(theirs: Iterable[str]) -> str:
-    """Returns the interface in the same network as an address of `theirs`, else that of the route to one, else ""."""
+    """Returns the interface in the same network as an address in `theirs`, or with a route to an address, or ""."""
     wanted = [ipaddress.ip_address(address) for address in theirs]
     mine = set(outer_addresses())
     for name, own, netmask in _interfaces():
@@ -121,7 +121,7 @@ def interface_towards(theirs: Iterable[str]) -> str:
 
 
 def require_interface(names: str, given_by: str) -> None:
-    """Raises UserError if this machine lacks one of the interfaces in `names`, separated by commas."""
+    """Raises UserError if this machine lacks one of the interfaces in `names`, a comma-separated list."""
     mine = psutil.net_if_addrs()
     for name in names.split(","):
         if name not in mine:
@@ -130,7 +130,7 @@ def require_interface(names: str, given_by: str) -> None:
 
 
 def describe_collectives(interface: str) -> str:
-    """Returns one line: where collectives listen on this machine, and which hosts can connect."""
+    """Returns a message with the addresses that collectives listen on and the hosts that can connect."""
     entries = _interfaces()
     found = [
         address
@@ -146,7 +146,7 @@ def describe_collectives(interface: str) -> str:
 
 
 def describe_launcher(name: str) -> list[str]:
-    """Describes the ports of the parent process that other machines can reach, as far as this user can see them."""
+    """Returns a message about the parent process's ports that other machines can reach; [] if none is visible."""
     try:
         connections = psutil.Process(os.getppid()).net_connections("tcp")
     except psutil.Error:
@@ -167,7 +167,7 @@ def _is_loopback(address: str) -> bool:
 
 
 def describe_exposure(host: str, port: int) -> str:
-    """Returns one line: which hosts can reach the listening port."""
+    """Returns a message about the hosts that can reach the listening port."""
     if host in {"0.0.0.0", "::"}:
         return (
             f"port {port} is open on every interface ({', '.join(local_addresses())}): every host that can connect can "

@@ -40,7 +40,7 @@ _MOST_BYTES = 1 << 18  # far above any message
 _LONGEST_WHAT = 2000
 
 
-def _shown(text: str) -> str:
+def _printable(text: str) -> str:
     return terminal.plain(text).strip()
 
 
@@ -49,7 +49,7 @@ def _address(text: str) -> str:
     return text
 
 
-_Name = Annotated[str, Field(max_length=256), AfterValidator(_shown)]
+_Name = Annotated[str, Field(max_length=256), AfterValidator(_printable)]
 _Pid = Annotated[int, Field(gt=0, lt=2**31)]
 _Rank = Annotated[int, Field(ge=0, lt=2**31)]
 
@@ -59,20 +59,20 @@ class _Message(BaseModel):
 
 
 class Present(_Message):
-    """The record of a process at the rendezvous, under the key present/<attempt>/<rank>."""
+    """The record of a process at the rendezvous, stored under the key present/<attempt>/<rank>."""
 
     host: _Name
     machine: Annotated[str, Field(max_length=2000)]
     pid: _Pid
     addresses: Annotated[list[Annotated[str, AfterValidator(_address)]], Field(max_length=256)] = []
     size: Annotated[int, Field(ge=1, lt=2**31)]
-    digest: Annotated[str, Field(max_length=_MOST_BYTES // 2), AfterValidator(_shown)] = ""
+    digest: Annotated[str, Field(max_length=_MOST_BYTES // 2), AfterValidator(_printable)] = ""
     torch: _Name = ""
     python: _Name = ""
 
 
 class DuplicateRank(_Message):
-    """A rank that two processes have, reported by the second one under present/<attempt>/twice."""
+    """A rank that two processes have, reported by the second process under the key present/<attempt>/twice."""
 
     rank: _Rank
     host: _Name
@@ -80,20 +80,20 @@ class DuplicateRank(_Message):
 
 
 class InvalidRank(_Message):
-    """A process whose rank is outside the job, as it reports before it exits, under present/<attempt>/outsider."""
+    """The last message of a process whose rank is out of range, under the key present/<attempt>/outsider."""
 
     host: _Name
     pid: _Pid
     digest: Annotated[str, Field(max_length=_MOST_BYTES // 2)]
-    what: Annotated[str, Field(max_length=_LONGEST_WHAT), AfterValidator(_shown)]
+    what: Annotated[str, Field(max_length=_LONGEST_WHAT), AfterValidator(_printable)]
 
 
 class PeerFailure(_Message):
-    """The first failure of a process, under failure/<attempt>/text."""
+    """The run's first failure of a process, stored under the key failure/<attempt>/text."""
 
     rank: _Rank
     host: _Name
-    what: Annotated[str, Field(max_length=_LONGEST_WHAT), AfterValidator(_shown)]
+    what: Annotated[str, Field(max_length=_LONGEST_WHAT), AfterValidator(_printable)]
 
     @classmethod
     def of(cls, rank: int, host: str, what: str) -> "PeerFailure":
@@ -111,7 +111,7 @@ S = TypeVar("S", bound=_Message)
 
 
 def parse_message(content: bytes | str, kind: type[S]) -> S | None:
-    """Parses a message; returns None if it is invalid."""
+    """Parses a JSON message of class `kind`; returns None if the content is invalid."""
     if len(content) > _MOST_BYTES:
         return None
     with contextlib.suppress(ValueError):  # from JSON, UTF-8 or the validation
@@ -123,11 +123,11 @@ REPORT_S = 3.0  # a live rank 0 answers within this time
 
 
 def report_to_waiting_ranks(process_info: ProcessInfo, report: Callable[[Any], None]) -> None:
-    """Calls `report` with the part of the store under present/<attempt>; waits at most REPORT_S seconds."""
+    """Calls `report` with the running job's store (prefix present/<attempt>); gives up after REPORT_S seconds."""
 
     def run() -> None:
         with contextlib.suppress(dist.DistError, ValueError, OSError):
-            report(dist.PrefixStore(f"present/{process_info.attempt}", _store(process_info)))
+            report(dist.PrefixStore(f"present/{process_info.attempt}", _connect_to_store(process_info)))
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
@@ -147,7 +147,7 @@ def init_path(process_info: ProcessInfo) -> Path | None:
     return Path(url.netloc + url.path) if url.scheme == "file" else None
 
 
-def _store(process_info: ProcessInfo) -> Any:
+def _connect_to_store(process_info: ProcessInfo) -> Any:
     if path := init_path(process_info):
         if not path.stat().st_size:
             raise OSError(f"no process listens at {path}")
@@ -201,13 +201,13 @@ def report_duplicate_rank(names: Any, process_info: ProcessInfo, digest: str) ->
 
 
 def report_invalid_rank(names: Any, digest: str, what: str) -> None:
-    """Reports to the waiting ranks that a process of their job ends because its rank is invalid."""
+    """Reports to the waiting ranks that a process of their job exits because its rank is invalid."""
     invalid_rank = InvalidRank(host=socket.gethostname(), pid=os.getpid(), digest=digest, what=what)
     names.set("outsider", invalid_rank.model_dump_json())
 
 
 def _refuse_reported(names: Any, process_info: ProcessInfo, digest: str, present: dict[int, dict[str, Any]]) -> None:
-    """Raises UserError if a duplicate or invalid rank was reported: then another rank will never join."""
+    """Raises UserError if a process reported a duplicate or invalid rank, because some rank will never join."""
     two = parse_message(names.get("twice"), DuplicateRank) if names.check(["twice"]) else None
     invalid_rank = parse_message(names.get("outsider"), InvalidRank) if names.check(["outsider"]) else None
     if two and two.rank < process_info.size:
@@ -224,7 +224,7 @@ def _refuse_reported(names: Any, process_info: ProcessInfo, digest: str, present
 
 
 def linger(store: Any, key: str, count: int) -> None:
-    """Waits up to LINGER_S seconds until `count` processes have incremented a key."""
+    """Waits up to LINGER_S seconds until `count` processes have incremented the store's key."""
     until = time.monotonic() + LINGER_S
     with contextlib.suppress(dist.DistError, RuntimeError):
         while store.add(key, 0) < count and time.monotonic() < until:
@@ -237,10 +237,10 @@ def _wait_for_ranks(names: Any, process_info: ProcessInfo, digest: str, say: Say
     while True:
         for rank in range(process_info.size):
             if rank not in present and names.check([str(rank)]):
-                said = parse_message(names.get(str(rank)), Present)
-                if not said:
+                record = parse_message(names.get(str(rank)), Present)
+                if not record:
                     continue  # invalid; the process with this rank will overwrite it
-                present[rank] = said.model_dump()
+                present[rank] = record.model_dump()
                 _refuse_dead(present[rank], rank, process_info)
                 if present[rank]["size"] != process_info.size:
                     return present
@@ -269,7 +269,7 @@ def _rendezvous_address(process_info: ProcessInfo) -> str:
 
 
 def _refuse_dead(other: dict[str, Any], rank: int, process_info: ProcessInfo) -> None:
-    """Raises UserError if an init file has the record of a process that has ended, from an earlier run."""
+    """Raises UserError if an init file has a record from an earlier run, whose process has ended."""
     here = other["machine"] == this_machine()
     if process_info.init.startswith("file://") and here and not psutil.pid_exists(other["pid"]):
         path = process_info.init.removeprefix("file://")
@@ -288,7 +288,7 @@ def _compare(process_info: ProcessInfo, me: dict[str, Any], rank: int, other: di
 
 
 def _option_diff(here: str, there: str) -> str:
-    """Describes the options that differ between two texts that `shared_options` has returned; "" if none do."""
+    """Lists the options that differ between two results of `shared_options`; "" if none differ."""
 
     def by_option(text: str) -> dict[str, str]:
         return {key: value for key, _, value in (word.partition("=") for word in text.split())}
@@ -304,7 +304,7 @@ def _option_diff(here: str, there: str) -> str:
 
 
 def _rank_taken(names: Any, process_info: ProcessInfo) -> UserError:
-    """Returns the error for a rank that another process has, or the init file of an earlier run."""
+    """Returns the error for a rank that another process has, perhaps in an init file of an earlier run."""
     other: Present | None = None
     with contextlib.suppress(RuntimeError, ValueError):
         # The other process may not have written its record yet.

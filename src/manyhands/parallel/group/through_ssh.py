@@ -1,6 +1,6 @@
 """Gloo between machines connected through ssh, listening only on the tunnels' loopback addresses.
 
-torch has no public way to choose gloo's address, so ProcessGroupGloo is replaced. A process's groups share a port.
+torch has no public way to choose gloo's address, so ProcessGroupGloo is replaced. All groups of a process share a port.
 """
 
 from contextlib import suppress
@@ -34,9 +34,9 @@ class GlooThroughSsh(_Gloo):
         super().__init__(store, rank, size, options)
 
 
-def _parse_address(said: bytes, rank: int) -> tuple[str, int]:
+def _parse_address(published: bytes, rank: int) -> tuple[str, int]:
     with suppress(UnicodeDecodeError):
-        address, _, port = said.decode().partition(":")
+        address, _, port = published.decode().partition(":")
         if number := typed_number(port):
             return address, number
     raise PeerError(f"rank {rank} published an invalid address")
@@ -45,19 +45,19 @@ def _parse_address(said: bytes, rank: int) -> tuple[str, int]:
 @cache
 def _device(ends: TunnelEnds) -> tuple[Any, int]:
     """Returns gloo's device and the port that gloo chose."""
-    before = _ports(ends.address)
+    before = _listening_ports(ends.address)
     device = _Gloo.create_device(hostname=ends.address)
-    (port,) = _ports(ends.address) - before
+    (port,) = _listening_ports(ends.address) - before
     return device, port
 
 
-def _ports(address: str) -> set[int]:
+def _listening_ports(address: str) -> set[int]:
     found = psutil.Process().net_connections("tcp4")
     return {entry.laddr.port for entry in found if entry.status == psutil.CONN_LISTEN and entry.laddr.ip == address}
 
 
 def use_tunnels() -> bool:
-    """Routes groups created from now on through ssh, if this run has tunnels; returns True if it has."""
+    """Makes groups created from now on use this run's ssh tunnels; returns False if the run has no tunnels."""
     if tunnel_ends() is None:
         return False
     cast(Any, dist.distributed_c10d).ProcessGroupGloo = GlooThroughSsh

@@ -1,7 +1,7 @@
 """The ends of ssh tunnels on a machine: a folder of Unix sockets, and a loopback address for the machine's processes.
 
 Each machine's processes listen on their own loopback address, such as 127.84.19.2. After `reach`, other machines can
-connect to this address through the switchboards (`cluster.agents.switchboard`) and ssh.
+connect to this address through ssh and proxies (`cluster.agents.switchboard`).
 """
 
 import os
@@ -25,7 +25,7 @@ class TunnelEnds:
 
     @property
     def entrance(self) -> str:
-        """The path of the socket for connections from other machines; each begins with the port in two bytes."""
+        """The path of the socket for connections from other machines; their first two bytes are the target port."""
         return f"{self.folder}/in"
 
     @property
@@ -34,7 +34,7 @@ class TunnelEnds:
         return f"{self.folder}/ask"
 
     def towards(self, address: str) -> str:
-        """Returns the path of the socket, made by ssh, that leads to the entrance of the machine with that address."""
+        """Returns the path of the socket that ssh forwards to the `entrance` of the machine with that address."""
         return f"{self.folder}/to-{address}"
 
     def environment(self) -> dict[str, str]:
@@ -42,13 +42,13 @@ class TunnelEnds:
 
 
 def tunnel_ends() -> TunnelEnds | None:
-    """Returns the ends on this machine; None if the run has no tunnels."""
+    """Returns this machine's tunnel ends; None if the run has no tunnels."""
     given = os.environ.get(VARIABLE, "")
     return TunnelEnds(*given.split(" ", 1)) if given else None
 
 
 def reach(ends: TunnelEnds, address: str, port: int) -> None:
-    """Makes port `port` of the machine with loopback address `address` reachable at that address. Raises RunError."""
+    """Makes port `port` of the machine with loopback address `address` reachable from here. Raises RunError."""
     if address == ends.address:
         return
     with socket.socket(socket.AF_UNIX) as asked:
@@ -64,5 +64,5 @@ def reach(ends: TunnelEnds, address: str, port: int) -> None:
 
 
 def fits(folder: Path) -> bool:
-    """Returns True if the paths of sockets in a folder are short enough."""
+    """Returns True if the paths of sockets in a folder are short enough for Unix sockets."""
     return len(os.fsencode(folder)) + len("/to-127.255.255.255") < LONGEST_PATH

@@ -70,7 +70,7 @@ class Grid:
         return self.mesh.parts(axes)
 
     def place(self, axes: Sequence[int]) -> int:
-        """Returns the index of this process in its group along the axes."""
+        """Returns the index of this process in its group along the axes (indices of mesh axes)."""
         return self.mesh.place(axes, self.world.rank)
 
     def first(self, axes: Sequence[int]) -> bool:
@@ -78,7 +78,7 @@ class Grid:
         return all(self.coordinates[axis] == 0 for axis in axes)
 
     def axis(self, *names: str) -> "Axis":
-        """Returns an axis by name, or several combined: `mesh.axis("tp")`. Raises UserError if there is none."""
+        """Returns a mesh axis by name; several names combine axes into one. Raises UserError for an unknown name."""
         return Axis(self, names)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Grid":
@@ -96,7 +96,7 @@ def open_mesh(sizes: str | Mapping[str, int] | Mesh, world: World | None = None)
 
     Args:
         sizes: the axes: "dp=2,tp=2" or {"dp": 2, "tp": 2}. The last axis varies fastest.
-        world: the processes; None: the default group of torch.distributed, or this process alone without one.
+        world: the processes; None: torch.distributed's default group, or this process alone if there is no group.
 
     Raises:
         UserError: `sizes` is not a mesh, or its size is not the number of processes.
@@ -156,9 +156,9 @@ class Axis:
         """Returns this process's shard of a tensor as a Parameter.
 
         All processes must pass the same full tensor (use the same seed). A parameter that is sharded over another axis
-        can be sharded again in another dimension. Raises UserError if `dim` is missing, sharded already or too short.
+        can be sharded again in another dimension. Raises UserError if `dim` is missing, already sharded or too short.
         """
-        piece, mark = self._piece(tensor, dim, getattr(tensor, "mark", None))
+        piece, mark = self._shard_and_mark(tensor, dim, getattr(tensor, "mark", None))
         made = Parameter(piece, tensor.requires_grad or not isinstance(tensor, nn.Parameter))
         made.mark = mark
         return made
@@ -166,25 +166,25 @@ class Axis:
     def shard_module(self, module: Module, **dims: int) -> Module:
         """Shards parameters and buffers of a layer in place: `tp.shard_module(nn.Linear(8, 6), weight=0, bias=0)`.
 
-        The layer must hold the same full tensors on all processes; `dims` are the dimensions to shard by name. Returns
-        the layer. Raises UserError if the layer has no such tensor, or the dimension can't be sharded.
+        The layer must hold the same full tensors on all processes. `dims`: the dimension to shard, by tensor name.
+        Returns the layer. Raises UserError if the layer has no such tensor, or the dimension can't be sharded.
         """
         for name, dim in dims.items():
             tensor = getattr(module, name, None)
             if isinstance(tensor, nn.Parameter):
                 setattr(module, name, self.shard(tensor, dim))
             elif name in module._buffers and tensor is not None:
-                piece, mark = self._piece(tensor, dim, None)
+                piece, mark = self._shard_and_mark(tensor, dim, None)
                 setattr(module, name, piece)
                 module.__dict__.setdefault(BUFFERS, {})[name] = mark
             else:
-                known = ", ".join(word for word, _ in [*module.named_parameters(), *module.named_buffers()])
-                raise UserError(f"{type(module).__name__} has no {name} to shard", "shard_module", (f"found: {known}",))
+                hint = "use " + " or ".join(word for word, _ in [*module.named_parameters(), *module.named_buffers()])
+                raise UserError(f"{type(module).__name__} has no {name} to shard", "shard_module", (hint,))
         if isinstance(getattr(module, "running_mean", None), Tensor):
             module.num_features = len(module.running_mean)  # pyright: ignore - BatchNorm's
         return module
 
-    def _piece(self, tensor: Tensor, dim: int, before: Mark | None) -> tuple[Tensor, Mark]:
+    def _shard_and_mark(self, tensor: Tensor, dim: int, before: Mark | None) -> tuple[Tensor, Mark]:
         dim = self._dim(tensor, dim, "shard")
         shape, cuts = tuple(tensor.shape), ()
         if before is not None:
@@ -194,7 +194,7 @@ class Axis:
         length = tensor.shape[dim]
         if length < self.size:
             what = f"dimension {dim} has length {length}, too short for {self.size} processes along {self.names}"
-            raise UserError(what, "shard", (f"the tensor's shape is {tuple(tensor.shape)}", "shard another dimension"))
+            raise UserError(what, "shard", (f"shard another dimension of {tuple(tensor.shape)}",))
         edges = bounds(length, self.size)
         piece = tensor.detach().narrow(dim, edges[self.rank], edges[self.rank + 1] - edges[self.rank])
         return piece.clone(memory_format=torch.contiguous_format), Mark((*cuts, (dim, self.names)), shape)
@@ -217,7 +217,7 @@ class Axis:
     def gather(self, x: Tensor, dim: int, length: int | None = None) -> Tensor:
         """Concatenates the shards of all processes: all-gather in forward, slice in backward.
 
-        All processes along the axis must apply the same computation to the result; if it is sharded, use
+        All processes along the axis must apply the same computation to the result; before a sharded computation, use
         `tp.enter(tp.gather(x, dim))`. Shards have lengths as from `scatter`, differing by at most one. `length` is the
         full length of `dim`; None: the processes exchange their lengths in a small collective.
         """
@@ -275,7 +275,7 @@ class Axis:
         return dim % tensor.dim()
 
     def _length(self, piece: Tensor, dim: int, length: int | None) -> int:
-        """Returns the full length of `dim`. Raises UserError if the lengths of the shards don't match it."""
+        """Returns the full length of `dim`. Raises UserError unless shard lengths are those that `scatter` returns."""
         here = piece.shape[dim]
         if self.size == 1:
             lengths = [here]

@@ -1,4 +1,4 @@
-"""Marks on sharded parameters and buffers, and their conversion to layouts."""
+"""Marks, which record how parameters and buffers are sharded, and their conversion to layouts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -75,7 +75,7 @@ def _to_mark(given: bool | str | tuple[str, int], piece: tuple[int, ...], shape:
     if not all(isinstance(name, str) for name in names) or not isinstance(dim, int):
         raise UserError(f"layerwise_parallel can't be {given!r}", "Parameter", _FORMS)
     if not -len(piece) <= dim < len(piece) or (shape is not None and len(shape) != len(piece)):
-        raise UserError(f"dimension {dim} of {shape or 'the tensor'} isn't one of shard {piece}", "Parameter", _FORMS)
+        raise UserError(f"shard {piece} doesn't fit dimension {dim} of {shape or 'the tensor'}", "Parameter", _FORMS)
     if shape is not None and not isinstance(given, tuple):
         differing = [place for place, length in enumerate(shape) if length != piece[place]]
         dim = differing[0] if differing else dim
@@ -83,7 +83,7 @@ def _to_mark(given: bool | str | tuple[str, int], piece: tuple[int, ...], shape:
 
 
 def layouts_of(model: nn.Module, mesh: Mesh, rank: int) -> dict[str, TensorLayout]:
-    """Returns the layout of each tensor in the state dict. Raises UserError if a mark doesn't fit the mesh."""
+    """Returns the layout of each state_dict tensor, by name. Raises UserError if a mark doesn't fit the mesh."""
     found: dict[str, TensorLayout] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         if isinstance(tensor, Tensor):

@@ -41,7 +41,7 @@ def gradient_of(sides: Sequence[Side]) -> Layout:
 
 @dataclass(frozen=True)
 class Extent:
-    """The shape of a full tensor."""
+    """The shape of a full tensor, whose dimension 0 may grow with the batch."""
 
     dims: tuple[int, ...]  # lengths; if `rows` is set, the batch determines dimension 0
     rows: int = 0  # rows of dimension 0 per sample; 0 if dimension 0 doesn't grow with the batch
@@ -58,7 +58,7 @@ class Extent:
 
 @dataclass(frozen=True)
 class Step:
-    """One operation of a conversion, on this process's shard."""
+    """One operation on this process's shard, in a conversion between layouts."""
 
     # the name of a collective, or slice, pad (zeros around the shard), keep_first (zeros on all but the first process)
     kind: str
@@ -97,7 +97,7 @@ def _axes_of(layout: Sequence[Placement], dim: int) -> list[int]:
 
 
 def _unchanged_axes(current: Sequence[Placement], target: Layout, dim: int) -> int:
-    """Returns how many axes shard a dimension both before and after: the common prefix of its axes in the layouts."""
+    """Returns the number of axes that shard `dim` in both layouts: the length of their common prefix of axes."""
     pairs = zip(_axes_of(current, dim), _axes_of(target, dim), strict=False)
     return len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
 
@@ -145,7 +145,7 @@ def _additions(current: list[Placement], target: Layout) -> list[Step]:
 
 @dataclass(frozen=True)
 class CollectiveMessage:
-    """One collective of a conversion."""
+    """The kind, axes and size of one collective, in a conversion between layouts."""
 
     kind: str
     axes: tuple[int, ...]  # indices of the mesh axes of its group
@@ -155,7 +155,7 @@ class CollectiveMessage:
 def messages(
     source: Layout, target: Layout, extent: Extent, mesh: Mesh, batch: int, rank: int = 0
 ) -> list[CollectiveMessage]:
-    """Returns the collectives of a conversion, with sizes as on `rank`."""
+    """Returns the collectives that convert `source` to `target`, with the sizes of inputs on `rank`."""
     sizes = [_shard_length(extent, mesh, batch, rank, dim, _axes_of(source, dim)) for dim in range(len(extent.dims))]
     found: list[CollectiveMessage] = []
     for step in steps_between(source, target):
@@ -185,7 +185,7 @@ def _shard_length(extent: Extent, mesh: Mesh, batch: int, rank: int, dim: int, a
 def group_sizes(
     extent: Extent, mesh: Mesh, batch: int, rank: int, dim: int, outer: Sequence[int], axes: Sequence[int]
 ) -> list[int]:
-    """Returns the lengths of a dimension's shards in a group along `axes`, within the shard of `outer`."""
+    """Returns the shard length of `dim` on each process of a group along `axes`, within a shard along `outer`."""
     parts = mesh.parts(axes)
     edges = extent.edges(dim, mesh.parts(outer) * parts, batch)
     first = mesh.place(outer, rank) * parts
@@ -205,7 +205,7 @@ class _GridLike(Protocol):
 
 
 def convert(tensor: Tensor, source: Layout, target: Layout, extent: Extent, grid: _GridLike) -> Tensor:
-    """Returns this process's shard in another layout, possibly a view; a collective; not differentiable."""
+    """Converts this process's shard to another layout, possibly as a view; a collective; not differentiable."""
     for step in steps_between(source, target):
         tensor = _run_step(step, tensor, extent, grid)
     return tensor
@@ -276,7 +276,7 @@ def _all_to_all(step: Step, tensor: Tensor, cut: list[int], joined: list[int], g
 
 
 class _Conversion(torch.autograd.Function):
-    """Converts a value in forward, and its gradient, which has other layouts, in backward."""
+    """Converts a value between two layouts in forward, and its gradient between two other layouts in backward."""
 
     @staticmethod
     def forward(
@@ -298,7 +298,7 @@ def convert_both(
 ) -> Tensor:
     """Converts this process's shard, differentiably; a collective in forward and in backward.
 
-    `values`: layouts of the value before and after. `gradients`: of the gradient that backward returns and receives.
+    `values`: the value's layouts (before, after). `gradients`: the gradient's layouts (after backward, before).
     """
     result: Any = _Conversion.apply(tensor, (*values, *gradients), extent, grid)
     return result

@@ -15,7 +15,7 @@ BUCKET_BYTES = 25 * 1024 * 1024  # as in DDP: small enough to start during backw
 
 
 class Bucket:
-    """Gradients of one all-reduce over the mesh axes with the indices `axes`."""
+    """Parameters whose gradients share one all-reduce, over the mesh axes with the indices `axes`."""
 
     def __init__(self, axes: tuple[int, ...], parameters: list[nn.Parameter]) -> None:
         self.axes, self.parameters, self.waiting = axes, parameters, len(parameters)
@@ -24,10 +24,10 @@ class Bucket:
 
 
 class Reducer:
-    """All-reduces gradients over their layouts' `gradient_axes` during backward, in equal buckets on all processes."""
+    """All-reduces gradients over their layouts' `gradient_axes` during backward, in the same buckets on all ranks."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], layouts: Mapping[str, TensorLayout], grid: Grid) -> None:
-        self._grid, self._held_back, self._next = grid, False, 0
+        self._grid, self._paused, self._next = grid, False, 0
         pieces = [
             (name, summed_over(layouts[name], grid.mesh), one.dtype, one.numel() * one.element_size())
             for name, one in parameters.items()
@@ -36,24 +36,24 @@ class Reducer:
         self.buckets = [Bucket(axes, [parameters[name] for name in names]) for axes, names in bucket_names(pieces)]
         self._of = {id(parameter): bucket for bucket in self.buckets for parameter in bucket.parameters}
         self._hooks = [
-            parameter.register_post_accumulate_grad_hook(self._arrived)
+            parameter.register_post_accumulate_grad_hook(self._on_gradient)
             for bucket in self.buckets
             for parameter in bucket.parameters
         ]
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulates each process's own gradients in backward passes within this context, without communication."""
-        self._held_back = True
+        """Backward passes in this context accumulate local gradients, without communication."""
+        self._paused = True
         try:
             yield
         finally:
-            self._held_back = False
+            self._paused = False
 
     def finish(self) -> None:
-        """Sends the remaining buckets and writes all sums, after an update's last backward; a collective."""
+        """Starts the remaining all-reduces, waits for all, and writes the sums to the gradients; a collective."""
         while self._next < len(self.buckets):
-            self._send()
+            self._start_all_reduce()
         for bucket in self.buckets:
             bucket.work.wait()
             sizes = [parameter.numel() for parameter in bucket.parameters]
@@ -66,15 +66,15 @@ class Reducer:
         for hook in self._hooks:
             hook.remove()
 
-    def _arrived(self, parameter: Tensor) -> None:
-        if self._held_back:
+    def _on_gradient(self, parameter: Tensor) -> None:
+        if self._paused:
             return
         self._of[id(parameter)].waiting -= 1
         # All processes send buckets in this order, even if a later bucket is complete first.
         while self._next < len(self.buckets) and self.buckets[self._next].waiting <= 0:
-            self._send()
+            self._start_all_reduce()
 
-    def _send(self) -> None:
+    def _start_all_reduce(self) -> None:
         bucket = self.buckets[self._next]
         self._next += 1
         bucket.flat = torch.cat([_gradient(parameter).reshape(-1) for parameter in bucket.parameters])
@@ -95,7 +95,7 @@ def summed_over(layout: TensorLayout, mesh: Mesh) -> tuple[int, ...]:
 def bucket_names(
     pieces: Sequence[tuple[str, tuple[int, ...], torch.dtype, int]],
 ) -> list[tuple[tuple[int, ...], list[str]]]:
-    """Groups gradients of equal axes and dtype into messages, last layers first, because backward computes them first.
+    """Groups gradients of equal axes and dtype into buckets, last layers first, because backward starts with these.
 
     `pieces`: (name, axes to sum over, dtype, local bytes) in network order. Returns (axes, names) in sending order.
     """

@@ -1,6 +1,6 @@
 """Data parallel mode: every process holds the full network and a share of each batch.
 
-DDP averages gradients or, if all processes compute on CPUs, shared memory within a machine and gloo between machines.
+Gradients are averaged by DDP or, on CPUs, through shared memory within a machine and by gloo between machines.
 """
 
 import functools
@@ -47,9 +47,9 @@ class Replica(DistributedDataParallel):
 
 
 def apply(model: nn.Module, world: World, request: ModeRequest) -> ParallelNetwork:
-    """Wraps the network so that shared memory or DDP sums gradients over the processes, if there are several.
+    """Wraps the network so that gradients are averaged over processes, by DDP or through shared memory.
 
-    Skips DDP's initial broadcast, because parameters are equal; `replicas/batch_norm.py` synchronizes buffers.
+    Skips DDP's initial broadcast, because parameters are already equal; `replicas/batch_norm.py` synchronizes buffers.
     """
     if world.alone or not any(parameter.requires_grad for parameter in model.parameters()):
         return ParallelNetwork(model, world=world)
@@ -57,14 +57,14 @@ def apply(model: nn.Module, world: World, request: ModeRequest) -> ParallelNetwo
         return ParallelNetwork(model, world=world, traits=ModeTraits(float(world.size)))
     machines = _why_no_shared_memory(model, world, request) or machines_of_group(world, request.group)
     if isinstance(machines, str):
-        return _by_ddp(model, world, request, machines)
+        return _wrap_in_ddp(model, world, request, machines)
     between = len(machines) > 1
     if between and (len(machines) == world.size or request.group is not None or world.backend != "gloo"):
         sums = ON_SEVERAL
     else:
         sums = "some parameters get no gradient" if request.unused else share_within(machines, world, request.group)
     if isinstance(sums, str):
-        return _by_ddp(model, world, request, sums)
+        return _wrap_in_ddp(model, world, request, sums)
     if between:
         ranks = [machine[0] for machine in machines]
         with listeners.closed_once_formed(world.backend):
@@ -77,7 +77,7 @@ def apply(model: nn.Module, world: World, request: ModeRequest) -> ParallelNetwo
     return FlatNetwork(model, world, ModeTraits(world.size / sums.size, averages=averages), sums)
 
 
-def _by_ddp(model: nn.Module, world: World, request: ModeRequest, why: str) -> ParallelNetwork:
+def _wrap_in_ddp(model: nn.Module, world: World, request: ModeRequest, why: str) -> ParallelNetwork:
     wrapped = Replica(
         model,
         device_ids=None if world.device == "cpu" else [world.device],
@@ -114,7 +114,7 @@ def _why_no_shared_memory(model: nn.Module, world: World, request: ModeRequest) 
 
 
 class _Reach(torch.autograd.Function):
-    """Returns the loss; its backward marks all parameters as reached, so that DDP doesn't wait for unused ones."""
+    """An identity on the loss whose backward reaches all parameters, so that DDP doesn't wait for unused ones."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, *parameters: Tensor) -> Tensor:
@@ -136,7 +136,7 @@ _FEW = 16  # the most tensors that two processes add in place
 
 
 class FlatGradients:
-    """The gradients of parameters of one dtype. `values` [n] is the sum; empty if the parameters hold the sum."""
+    """Sums the gradients of all parameters of one dtype. `values` [n]: the sums; empty if only `.grad` has them."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], sums: SharedSums) -> None:
         self._parameters, self._sums = parameters, sums
@@ -173,7 +173,7 @@ class FlatGradients:
             one.grad = view
 
 
-def _by_dtype(model: nn.Module) -> list[list[nn.Parameter]]:
+def _parameters_by_dtype(model: nn.Module) -> list[list[nn.Parameter]]:
     kinds: dict[torch.dtype, list[nn.Parameter]] = {}
     for one in model.parameters():
         if one.requires_grad:
@@ -189,14 +189,14 @@ def _views(parameters: Sequence[nn.Parameter], flat: Tensor) -> list[Tensor]:
 
 
 class FlatNetwork(ParallelNetwork):
-    """A replica whose gradients are summed through shared memory after an update's last backward pass."""
+    """A model replica whose gradients are summed through shared memory after an update's last backward pass."""
 
     def __init__(self, model: nn.Module, world: World, traits: ModeTraits, sums: SharedSums) -> None:
         super().__init__(model, world=world, traits=traits)
         self.sums = sums
         if sums.of_all:
             self.norms.through_memory = sums.all_reduce
-        self.flats = [FlatGradients(parameters, sums) for parameters in _by_dtype(model)]
+        self.flats = [FlatGradients(parameters, sums) for parameters in _parameters_by_dtype(model)]
 
     @override
     def finish_gradients(self) -> list[Tensor]:
@@ -213,7 +213,7 @@ class FlatNetwork(ParallelNetwork):
 
 
 class TwoLevelNetwork(ParallelNetwork):
-    """A replica on one of several machines, whose gradients are summed after an update's last backward pass.
+    """A model replica on one of several machines; gradients are summed after an update's last backward pass.
 
     Each machine sums in shared memory (`sums`; None for one process on the machine), the first ranks of the machines
     all-reduce (`leaders`, their group; None on other ranks), and shared memory returns the result.
@@ -225,7 +225,7 @@ class TwoLevelNetwork(ParallelNetwork):
         super().__init__(model, world=world, traits=traits)
         self.sums, self.leaders = sums, leaders
         self._flats: list[tuple[list[nn.Parameter], Tensor, list[Tensor]]] = []
-        for parameters in _by_dtype(model):
+        for parameters in _parameters_by_dtype(model):
             values = torch.zeros(sum(one.numel() for one in parameters), dtype=parameters[0].dtype)
             self._flats.append((parameters, values, _views(parameters, values)))
 

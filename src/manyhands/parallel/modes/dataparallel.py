@@ -1,4 +1,4 @@
-"""torch's single-process DataParallel, for comparison: slower than `data`, and BatchNorm depends on the devices."""
+"""torch's DataParallel: one process, slower than mode `data`; BatchNorm depends on the number of devices."""
 
 import torch
 from torch import nn

@@ -21,8 +21,7 @@ def apply(model: nn.Module, world: World, request: ModeRequest) -> ParallelNetwo
     if world.alone:
         return ParallelNetwork(model)
     for parameter in model.parameters():
-        # fully_shard requires contiguous parameters; under channels_last the images carry the format through the
-        # layers.
+        # fully_shard requires contiguous parameters; activations stay in channels_last, because the images are.
         parameter.data = parameter.data.contiguous()
     mesh = init_device_mesh(world.device.partition(":")[0], (world.size,), mesh_dim_names=("dp",))
     for block in _blocks(model):
@@ -46,7 +45,7 @@ def apply(model: nn.Module, world: World, request: ModeRequest) -> ParallelNetwo
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:
-    """Returns the blocks of a network: members of its Sequentials and ModuleLists with children and parameters."""
+    """Returns the modules to shard separately: outer Sequential or ModuleList items with children and parameters."""
     blocks: list[nn.Module] = []
     for module in model.modules():
         if isinstance(module, nn.Sequential | nn.ModuleList):

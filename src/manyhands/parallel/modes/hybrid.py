@@ -1,7 +1,7 @@
-"""Hybrid mode: the network is sharded by hand; only gradients and BatchNorm statistics are synchronized here.
+"""Hybrid mode: the network is sharded by hand; this mode synchronizes gradients and BatchNorm statistics.
 
-The gradient of a parameter is summed over the axes that shard the samples and don't shard the parameter. Over other
-axes an unsharded parameter's gradient is complete: the backward of `Axis.enter`, called by the network, has summed it.
+The gradient of a parameter is summed over the axes that shard the samples but not the parameter. Over other axes, the
+network itself sums gradients of unsharded parameters: in the backward of `Axis.enter`.
 """
 
 from collections.abc import Sequence
@@ -37,7 +37,7 @@ def apply(model: nn.Module, world: World, request: ModeRequest) -> ParallelNetwo
 
 
 class HybridNetwork(NetworkOnMesh):
-    """A network that is sharded by hand; `samples`: indices of the mesh axes over which the samples are divided."""
+    """A network that is sharded by hand. `samples`: indices of the mesh axes that shard the samples."""
 
     def __init__(
         self, model: nn.Module, grid: Grid, layouts: dict[str, TensorLayout], samples: tuple[int, ...]
@@ -55,7 +55,7 @@ class HybridNetwork(NetworkOnMesh):
 
     @override
     def begin_micro_batch(self, shape: MicroBatchShape) -> None:
-        """Sets BatchNorm's groups, and equal random seeds on processes with the same samples."""
+        """Sets BatchNorm's groups of samples, and seeds torch equally on processes that hold the same samples."""
         self.grid.batch = shape.samples
         share = shape.share(self.share.parts, self.share.index)
         self.norms.begin_micro_batch(share.spans, share.shared_groups, share.count, shape.batch)
@@ -63,7 +63,7 @@ class HybridNetwork(NetworkOnMesh):
 
 
 def hybrid_network(model: nn.Module, grid: Grid, samples: Sequence[str] | None = None) -> HybridNetwork:
-    """Wraps a network that was constructed with this grid; unsharded parameters must be equal on all processes.
+    """Wraps a network that was constructed with `grid`; unsharded parameters must be equal on all processes.
 
     `samples` names axes that shard the samples; None: all that shard no parameter. Raises UserError: shards don't fit.
     """

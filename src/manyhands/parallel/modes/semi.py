@@ -1,4 +1,4 @@
-"""Semi-automatic mode: the user pins the sharding of some ops; conversions between ops are inserted."""
+"""Semi-automatic mode: the user sets the sharding of some ops; tensors are converted between ops."""
 
 from manyhands.core.needs import Need
 from manyhands.parallel.split.network import split

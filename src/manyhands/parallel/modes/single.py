@@ -1,4 +1,4 @@
-"""One process, one device."""
+"""Single-process mode, on one device."""
 
 from torch import nn
 

@@ -1,9 +1,9 @@
 """BatchNorm over groups of a fixed number of samples of the global batch, on any number of processes.
 
-torch's BatchNorm computes statistics over one process's samples, so training depends on the number of processes. Here
-statistics are those of fixed groups of the global batch (data/order.py). A group on one process uses torch's kernel or,
-on an accelerator, one pass with neighbouring groups; statistics of a group on several processes are synchronized.
-Running statistics are updated once per update, with the mean over the groups.
+torch's BatchNorm computes statistics over one process's samples, so training depends on the number of processes. Here,
+statistics cover fixed groups of samples of the global batch (data/order.py). A group on one process uses torch's kernel
+or, on an accelerator, one pass with neighboring groups; statistics of a group on several processes are synchronized.
+Running statistics are updated once per optimizer update, with the mean over the groups.
 """
 
 import functools
@@ -32,12 +32,12 @@ _MIN_IN_ONE_PASS = 3
 _MOST_VALUES = 1 << 22
 
 
-Run = tuple[Span, ...]  # neighbouring unshared groups of equal size, normalised by one pass; or a single group
+Run = tuple[Span, ...]  # neighboring unshared groups of equal size, normalized by one pass; or a single group
 
 
 @dataclass
 class NormGroups:
-    """The BatchNorm groups of the current pass of one network."""
+    """The groups of samples that a network's BatchNorm layers normalize together, in the current pass."""
 
     spans: Sequence[Span] = ()  # of the groups with samples on this process; empty: the pass is one group
     shared_sizes: Sequence[int] = ()  # the number of samples of each group that several processes hold
@@ -45,9 +45,9 @@ class NormGroups:
     batch: int = 0  # samples in the global batch
     processes: Any = None  # the process group that shares the samples; None: all processes
     through_memory: Callable[[Tensor], None] | None = None  # sums flat values [n] over them; None: all-reduce
-    apart: bool = False  # each process normalises its own samples and keeps its own statistics
+    apart: bool = False  # each process normalizes its own samples and keeps its own statistics
     layers: list["GroupedNorm"] = field(default_factory=list)
-    runs: "tuple[Run, ...]" = ()  # `spans`, grouped by the passes that normalise them
+    runs: "tuple[Run, ...]" = ()  # `spans`, grouped by the passes that normalize them
 
     def begin_micro_batch(self, spans: Sequence[Span], shared_sizes: Sequence[int], count: int, batch: int) -> None:
         """Sets the groups of the next pass: `count` samples on this process, `batch` in the entire update."""
@@ -56,7 +56,7 @@ class NormGroups:
         self.batch, self.weight = batch, count / batch
 
     def all_reduce(self, values: Tensor) -> None:
-        """Replaces values by their sum over `processes`; a collective."""
+        """Replaces `values` by their sum over `processes`; a collective."""
         before = phases.CLOCK.to(phases.COMMUNICATION)
         if self.through_memory:
             self.through_memory(values.view(-1))
@@ -65,7 +65,7 @@ class NormGroups:
         phases.CLOCK.to(before)
 
     def finish_update(self, size: int) -> None:
-        """Updates all layers' running statistics from the groups of `size` processes; one collective."""
+        """Updates all layers' running statistics from the groups on all `size` processes; a single collective."""
         layers = [layer for layer in self.layers if layer.running_mean is not None]
         if not layers:
             return
@@ -79,7 +79,7 @@ class NormGroups:
 
 
 class GroupedNorm(_BatchNorm):
-    """Normalises over BatchNorm groups in training, and like torch in evaluation."""
+    """A BatchNorm layer that normalizes within groups of samples in training, and like torch in evaluation."""
 
     groups: NormGroups
     # over an update's passes, the sums [2 C + 1] of factor * mean [C], factor * unbiased variance [C], and factor
@@ -95,7 +95,7 @@ class GroupedNorm(_BatchNorm):
             return super().forward(input)
         if _is_torchs_own(type(self).__mro__):
             return self.normalise(input)
-        # A subclass may do more than normalise, such as apply an activation (timm's BatchNormAct2d).
+        # A subclass may do more than normalize, such as apply an activation (timm's BatchNormAct2d).
         tracks, self.track_running_stats = self.track_running_stats, False
         try:
             with _InGroups(self) as ours:
@@ -109,7 +109,7 @@ class GroupedNorm(_BatchNorm):
         return output
 
     def normalise(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
-        """Normalises [N, C, ...] by the statistics of each sample's group; a collective if processes share groups."""
+        """Normalizes [N, C, ...] by the statistics of each sample's group; a collective if processes share groups."""
         self._check_input_dim(input)
         if not self.rows_per_sample:
             return self._normalise_local_group(input, self.groups.weight)
@@ -117,7 +117,7 @@ class GroupedNorm(_BatchNorm):
         return self._normalise_runs(input, self._runs(input))
 
     def _runs(self, input: Tensor) -> Sequence[Run]:  # noqa: A002
-        """Returns `groups.runs`, or each span as its own run if separate passes are faster or necessary."""
+        """Returns groups by pass: `groups.runs`, or one group per pass if that is faster or necessary."""
         spans = self.groups.spans
         # On a CPU a kernel for each group is faster: launches cost nothing, and data stays in the cache.
         if not is_tested(input.device):
@@ -150,29 +150,29 @@ class GroupedNorm(_BatchNorm):
             raise UserError(what, f"the network: BatchNorm of {self.num_features} channels", hints)
 
     def _normalise_local_run(self, part: Tensor, run: Run) -> Tensor:
-        """Normalises a run of equal groups that only this process holds; `part` is [groups n, C, ...]."""
+        """Normalizes equal groups that only this process holds, in one pass; `part` is [groups * n, C, ...]."""
         weight = run[0].size / self.groups.batch
         if len(run) == 1:
             return self._normalise_local_group(part, weight)
         mean, variance = norm_pass.statistics_of(part, len(run))
         count = part.shape[0] // len(run) * _values_per_row(part)
-        self._add(torch.stack([mean, variance * (count / (count - 1))], 1), weight)
+        self._accumulate(torch.stack([mean, variance * (count / (count - 1))], 1), weight)
         held = norm_pass.PassGroups(((0, len(run)),), eps=self.eps)
         inverse = torch.rsqrt(variance + self.eps)
         return norm_pass.NormPass.apply(mean, inverse, count, held, self.weight, self.bias, part)[0]
 
     def _normalise_local_group(self, part: Tensor, weight: float) -> Tensor:
-        """Normalises a group that only this process holds, [n, C, ...], by torch's kernel."""
+        """Normalizes a group [n, C, ...] that only this process holds, by torch's kernel."""
         if part.shape[0] * _values_per_row(part) < 2 or weight == 0:
             # A variance needs two values, so the last sample of an odd batch uses the running statistics.
             return F.batch_norm(part, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps)
         statistics = torch.zeros(2, self.num_features, dtype=norm_pass.computed_dtype(part), device=part.device)
         output = F.batch_norm(part, statistics[0], statistics[1], self.weight, self.bias, True, 1.0, self.eps)
-        self._add(statistics[None], weight)
+        self._accumulate(statistics[None], weight)
         return output
 
     def _normalise_shared(self, parts: list[tuple[Tensor, Span]], like: Tensor) -> list[Tensor]:
-        """Normalises groups that several processes hold; a collective, also for a process without parts."""
+        """Normalizes groups that span processes; a collective, also on a process without samples of these groups."""
         sizes = self.groups.shared_sizes
         shared = [(part, span.shared) for part, span in parts]
         moments = norm_pass.moments_of(shared, len(sizes), self.num_features, like)
@@ -184,21 +184,21 @@ class GroupedNorm(_BatchNorm):
         for _, span in parts:
             if span.first:
                 unbiased = variance[span.shared] * (counts[span.shared] / (counts[span.shared] - 1).clamp_min(1))
-                self._add(torch.stack([mean[span.shared], unbiased])[None], span.size / self.groups.batch)
+                self._accumulate(torch.stack([mean[span.shared], unbiased])[None], span.size / self.groups.batch)
         inverse = torch.rsqrt(variance + self.eps)
         held = norm_pass.PassGroups(tuple((span.shared, 1) for _, span in parts) or ((0, 1),), self.groups.all_reduce)
         inputs = [part for part, _ in parts] or [like[:0]]
         return list(norm_pass.NormPass.apply(mean, inverse, counts[:, None], held, self.weight, self.bias, *inputs))
 
-    def _add(self, statistics: Tensor, weight: float) -> None:
-        """Adds the groups' means and unbiased variances, [groups, 2, C], times the factor `weight`, to `seen`."""
+    def _accumulate(self, statistics: Tensor, weight: float) -> None:
+        """Adds `weight` times the groups' statistics [groups, 2, C] (mean, unbiased variance) to `seen`."""
         flat = statistics.detach().to(norm_pass.precise_dtype(statistics.device)).flatten(1)
         flat = flat[0] if len(flat) == 1 else flat.sum(0)
         weighted = torch.cat([flat, flat.new_full((1,), len(statistics))]) * weight
         self.seen = weighted if self.seen is None else self.seen + weighted
 
     def take_seen(self) -> Tensor:
-        """Returns `seen`, [2 C + 1], and clears it; zeros if it is None."""
+        """Returns the accumulated statistics `seen` [2 C + 1], or zeros without any, and resets `seen` to None."""
         seen, self.seen = self.seen, None
         if seen is not None:
             return seen
@@ -206,7 +206,7 @@ class GroupedNorm(_BatchNorm):
         return torch.zeros(2 * self.num_features + 1, dtype=norm_pass.precise_dtype(mean.device), device=mean.device)
 
     def move_running_statistics(self, total: Tensor) -> None:
-        """Moves running mean and variance towards the mean over all groups; `total` [2 C + 1] is the sum of `seen`."""
+        """Moves running mean and variance towards the groups' mean. `total` [2 C + 1]: sum of all processes' `seen`."""
         if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
             return
         on_cpu = total.device.type == "cpu"
@@ -225,7 +225,7 @@ class GroupedNorm(_BatchNorm):
 
 @functools.lru_cache(maxsize=256)
 def _runs(spans: tuple[Span, ...]) -> tuple[Run, ...]:
-    """Groups neighbouring spans of equal size, unshared ones, into runs that are normalised together."""
+    """Combines neighboring groups of equal size that no other process shares, to normalize them in one pass."""
     runs = [tuple(run) for _, run in itertools.groupby(spans, lambda span: (span.size, span.shared))]
     short = [[(span,) for span in run] if len(run) < _MIN_IN_ONE_PASS else [run] for run in runs]
     return tuple(itertools.chain.from_iterable(short))
@@ -237,7 +237,7 @@ def _cached_tensor(values: tuple[int, ...], dtype: torch.dtype, device: torch.de
 
 
 def forget_seen(model: nn.Module) -> None:
-    """Drops the statistics of a skipped update."""
+    """Discards the BatchNorm statistics of an update that is skipped."""
     for layer in model.modules():
         if isinstance(layer, GroupedNorm):
             layer.seen = None
@@ -261,7 +261,7 @@ _TORCHS_OWN = {nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm,
 
 
 def _is_torchs_own(kinds: Sequence[type]) -> bool:
-    """Returns True if the first class of the MRO that defines forward, except GroupedNorm, is torch's."""
+    """Returns True if a layer's forward, apart from GroupedNorm's, is torch's own. `kinds`: the layer class's MRO."""
     return next(kind for kind in kinds if "forward" in vars(kind) and kind is not GroupedNorm) in _TORCHS_OWN
 
 
@@ -283,7 +283,7 @@ def _grouped_class(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def group_batch_norms(model: nn.Module) -> tuple[NormGroups, Callable[[], None]]:
-    """Replaces the classes of BatchNorm layers by grouped ones; returns the groups and a function to restore them."""
+    """Makes each BatchNorm layer a GroupedNorm; returns (their shared groups, a function that restores the classes)."""
     groups = NormGroups()
     classes: dict[type[nn.Module], type[nn.Module]] = {}
     changed: list[tuple[nn.Module, type[nn.Module]]] = []
@@ -305,12 +305,12 @@ def group_batch_norms(model: nn.Module) -> tuple[NormGroups, Callable[[], None]]
 
 
 def leave_batch_norms() -> tuple[NormGroups, Callable[[], None]]:
-    """Like `group_batch_norms`, but keeps torch's layers, for modes whose layer copies can't return statistics."""
+    """Like `group_batch_norms`, but keeps torch's layers, because layer copies (DataParallel) lose statistics."""
     return NormGroups(), lambda: None
 
 
 def norms_of(model: nn.Module) -> NormGroups:
-    """Returns the NormGroups that all layers of a network share; if there is none, a new one with the layers."""
+    """Returns the NormGroups that all layers of a network share, else a new NormGroups with these layers."""
     layers = [module for module in model.modules() if isinstance(module, GroupedNorm)]
     alike = bool(layers) and all(layer.groups is layers[0].groups for layer in layers)
     return layers[0].groups if alike else NormGroups(layers=layers)
@@ -322,14 +322,14 @@ Inputs = dict[GroupedNorm, list[Tensor]]
 
 @contextmanager
 def watching(layers: Sequence[GroupedNorm]) -> Iterator[Inputs]:
-    """Collects the inputs of layers in this context."""
+    """Yields a dict that collects the inputs of each layer within this context."""
     seen: Inputs = {}
 
-    def look(layer: nn.Module, inputs: Any) -> None:
+    def collect(layer: nn.Module, inputs: Any) -> None:
         if isinstance(layer, GroupedNorm):
             seen.setdefault(layer, []).append(inputs[0].detach())
 
-    hooks = [layer.register_forward_pre_hook(look) for layer in layers]
+    hooks = [layer.register_forward_pre_hook(collect) for layer in layers]
     try:
         yield seen
     finally:
@@ -338,7 +338,7 @@ def watching(layers: Sequence[GroupedNorm]) -> Iterator[Inputs]:
 
 
 def find_rows(model: nn.Module, layers: Sequence[GroupedNorm], images: Tensor) -> None:
-    """Sets `rows_per_sample` of the layers by running two or more samples; leaves the network in training mode."""
+    """Sets the layers' `rows_per_sample` by running at least two `images`; leaves the network in training mode."""
     if layers:
         model.eval()
         with torch.no_grad(), watching(layers) as seen:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class PassGroups:
-    """The groups of a pass on this process."""
+    """The BatchNorm groups that one pass normalizes on this process."""
 
     places: tuple[tuple[int, int], ...]  # (first group, number of equal groups) of each part of the input
     all_reduce: Callable[[Tensor], None] | None = None  # sums over processes; None if no group is shared
@@ -24,12 +24,12 @@ def precise_dtype(device: str | torch.device) -> torch.dtype:
 
 
 def computed_dtype(like: Tensor) -> torch.dtype:
-    """Returns the dtype for tensors with the size of an activation."""
+    """Returns the dtype in which an activation is computed: float64 for float64, else float32."""
     return like.dtype if like.dtype == torch.float64 else torch.float32
 
 
 def moments_of(parts: Sequence[tuple[Tensor, int]], groups: int, channels: int, like: Tensor) -> Tensor:
-    """Returns sums and sums of squares [groups, 2, C] of `parts`: (local values [n, C, ...], index of the group)."""
+    """Returns sums and sums of squares [groups, 2, C]. `parts`: (local values [n, C, ...], group index) pairs."""
     dtype = precise_dtype(like.device)
     moments = torch.zeros(groups, 2, channels, dtype=dtype, device=like.device)
     for part, place in parts:
@@ -46,14 +46,14 @@ def moments_of(parts: Sequence[tuple[Tensor, int]], groups: int, channels: int, 
 
 
 def statistics_of(part: Tensor, groups: int) -> tuple[Tensor, Tensor]:
-    """Returns mean and biased variance, [groups, C] each, of the equal groups in [groups n, C, ...]."""
+    """Returns mean and biased variance, [groups, C] each, of the equal groups in `part` [groups * n, C, ...]."""
     values = in_groups(part.detach().to(computed_dtype(part)), groups)
     variance, mean = torch.var_mean(values, dim=[1, *range(3, values.dim())], correction=0)
     return mean.to(precise_dtype(part.device)), variance.to(precise_dtype(part.device))
 
 
 def in_groups(part: Tensor, groups: int) -> Tensor:
-    """Returns [groups n, C, ...] as a view [groups, n, C, ...]."""
+    """Returns `part` [groups * n, C, ...] as a view [groups, n, C, ...]."""
     return part.unflatten(0, (groups, part.shape[0] // groups))
 
 
@@ -70,7 +70,7 @@ def _reduced(values: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _times_plus(values: Tensor, scale: Tensor, shift: Tensor, like: Tensor, *, own: bool) -> Tensor:
-    """Returns `values` [groups, n, C, ...] * scale + shift, rounded once, in `like`'s dtype; `own`: overwrites them."""
+    """Returns values [groups, n, C, ...] * scale + shift in `like`'s dtype, rounded once. `own`: overwrites them."""
     # Not a view, because later ops such as activations may change it in place.
     if torch.compiler.is_compiling():  # torch.compile refuses `out`, and fuses this anyway
         return torch.addcmul(shift, values, scale).flatten(0, 1).to(like.dtype).clone()
@@ -84,10 +84,10 @@ def _times_plus(values: Tensor, scale: Tensor, shift: Tensor, like: Tensor, *, o
 
 
 class NormPass(torch.autograd.Function):
-    """Normalises groups with known statistics; backward has one collective if processes share groups.
+    """Normalizes groups with known statistics; backward has one collective if processes share groups.
 
-    Values of a shared group are centred first, so that a large mean costs no precision. Other groups use one
-    multiply-add, as torch does on CPUs, with the error of rounding an input once more.
+    Values of a shared group are centered first, so that a large mean costs no precision. Other groups use one
+    multiply-add, as torch does on CPUs, which adds the error of rounding an input once.
     """
 
     @staticmethod
@@ -95,12 +95,12 @@ class NormPass(torch.autograd.Function):
         ctx: Any, mean: Tensor, inverse: Tensor, counts: Tensor | int, held: PassGroups, weight: Tensor | None,
         bias: Tensor | None, *parts: Tensor,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        """`mean` and `inverse` deviation are [groups, C]; `counts`, values per channel, are int or [groups, 1, 1]."""
+        """`mean` and `inverse` (1 / deviation): [groups, C]. `counts` of values per channel: int or [groups, 1, 1]."""
         ctx.save_for_backward(mean, inverse, weight, bias, *parts)
         ctx.counts, ctx.held = counts, held
         outputs: list[Tensor] = []
         for part, (first, groups) in zip(parts, held.places, strict=True):
-            values, off = _centred(part, mean[first : first + groups], held)
+            values, off = _centered(part, mean[first : first + groups], held)
             scale = inverse[first : first + groups]
             scale = (scale if weight is None else scale * weight).to(computed_dtype(part))
             shift = -off * scale if bias is None else bias - off * scale
@@ -119,7 +119,7 @@ class NormPass(torch.autograd.Function):
         pieces: list[tuple[Tensor, Tensor, Tensor, Tensor, slice]] = []
         for part, (first, groups), gradient in zip(parts, held.places, gradients, strict=True):
             of = slice(first, first + groups)
-            values, off = _centred(part, mean[of], held)
+            values, off = _centered(part, mean[of], held)
             wide = in_groups(gradient.to(computed_dtype(part)), groups)
             total = _reduced(wide, sums.dtype)
             sums[of, 0] += total
@@ -143,8 +143,8 @@ class NormPass(torch.autograd.Function):
         return (None, None, None, None, weight_gradient, bias_gradient, *inputs)
 
 
-def _centred(part: Tensor, mean: Tensor, held: PassGroups) -> tuple[Tensor, Tensor]:
-    """Returns [groups, n, C, ...] minus the rounded mean, and its rounding error; if unshared: `part`, and the mean."""
+def _centered(part: Tensor, mean: Tensor, held: PassGroups) -> tuple[Tensor, Tensor]:
+    """Returns (`part` minus the rounded mean, the mean's rounding error); if unshared, (`part`, mean)."""
     values = in_groups(part, len(mean))
     if held.all_reduce is None:
         return values, mean
@@ -155,7 +155,7 @@ def _centred(part: Tensor, mean: Tensor, held: PassGroups) -> tuple[Tensor, Tens
 def _differentiable(
     held: PassGroups, weight: Tensor | None, bias: Tensor | None, parts: Sequence[Tensor], gradients: Sequence[Tensor]
 ) -> tuple[Tensor | None, ...]:
-    """Returns the gradients of `NormPass.backward`, differentiable, from torch's kernel for each group."""
+    """Returns the gradients of `NormPass.backward` as differentiable tensors, by torch's kernel for each group."""
 
     def groups_of(tensors: Sequence[Tensor]) -> list[Tensor]:
         pairs = zip(tensors, held.places, strict=True)

@@ -1,14 +1,14 @@
 """Sums over the processes of one machine through shared memory.
 
 Each process has two slots that alternate, and a semaphore for each other process that signals a filled slot. All
-processes add all slots in the order of ranks, so all get equal bits. Between two uses of a slot lies another sum, in
-which the process waits for all others; therefore all have read a slot before it is filled again.
+processes add all slots in the order of ranks, so the sums have equal bits. Between two uses of a slot there is another
+sum, which waits for all processes, so all processes have read a slot before the slot is filled again.
 
 POSIX requires sem_post and sem_wait to synchronize memory between processes (release and acquire in glibc, on ARM as on
 x86); no plain load or store serves as a flag.
 
-The memory is a memfd, which other processes open through /proc, so a killed run leaves no file. Each process locks its
-byte of the memfd; the lock ends with the process, so waiting processes detect its end within 50 ms.
+The memory is a memfd, which other processes open through /proc, so a killed run leaves no file. Each process locks one
+byte of the memfd. The kernel releases the lock when the process ends, which waiting processes detect within 50 ms.
 """
 
 import contextlib
@@ -49,14 +49,14 @@ class _Timespec(ctypes.Structure):
 
 
 class SharedSums:
-    """This process's part in sums over processes, one after another; concurrent sums need separate objects.
+    """Sums tensors over the processes of a machine, one tensor at a time; concurrent sums need separate objects.
 
     Attributes:
         slot_bytes: the size of each slot.
         size: the number of processes.
         place: this process's index among them.
         turn: the index (0 or 1) of the slots that are filled next.
-        of_all: True if all processes of the run take part.
+        of_all: True if `size` is the number of all processes of the run.
     """
 
     begun: ClassVar[int] = 0  # sums over all processes of the run that this process has started
@@ -78,7 +78,7 @@ class SharedSums:
         self.of_all = dist.is_initialized() and size == dist.get_world_size()
 
     def slots_of(self, place: int, like: Tensor) -> list[Tensor]:
-        """Returns a process's two slots, like `like` [n]; call `wait_for_slots` before reading another process's."""
+        """Returns process `place`'s two slots, like `like` [n]. Before reading others' slots, call `wait_for_slots`."""
         return [slots[place] for slots in self._slots_for(like)]
 
     def all_reduce(self, values: Tensor) -> None:
@@ -91,7 +91,7 @@ class SharedSums:
             self.all_reduce_slots(piece)
 
     def all_reduce_slots(self, total: Tensor) -> None:
-        """Sums all processes' slots of this turn into `total` [n]; a collective."""
+        """Writes the sum of all processes' current slots to `total` [n]; a collective that raises like `all_reduce`."""
         slots = self._slots_for(total)[self.turn]
         self.wait_for_slots()
         torch.add(slots[0], slots[1], out=total)
@@ -103,7 +103,7 @@ class SharedSums:
         for piece in values.split(self.slot_bytes // values.element_size()):
             slots = self._slots_for(piece)[self.turn]
             if self.place:
-                _copy_alone(slots[self.place], piece)
+                _copy_on_one_thread(slots[self.place], piece)
             self.wait_for_slots()
             for more in slots[1:] if self.place == 0 else ():
                 for total, one in zip(piece.split(_ALONE), more.split(_ALONE), strict=True):
@@ -115,10 +115,10 @@ class SharedSums:
             turn = self.turn
             first = self.slots_of(0, piece)[turn]
             if self.place == 0:
-                _copy_alone(first, piece)
+                _copy_on_one_thread(first, piece)
             self.wait_for_slots()
             if self.place:
-                _copy_alone(piece, first)
+                _copy_on_one_thread(piece, first)
 
     def wait_for_slots(self) -> None:
         """Waits until all slots of this turn are filled; a collective that raises like `all_reduce`."""
@@ -137,14 +137,14 @@ class SharedSums:
         self.turn ^= 1
 
     def close(self) -> None:
-        """Releases the lock; processes that wait for this process detect it."""
+        """Releases this process's lock, so that processes that wait for this process fail."""
         self._file.close()
 
     def __deepcopy__(self, memo: object) -> "SharedSums":
         return self
 
     def _slots_for(self, like: Tensor) -> list[list[Tensor]]:
-        """Returns the slots by turn and process, as flat tensors of this dtype and length."""
+        """Returns the slots by turn and process, as flat tensors of the dtype and length of `like`."""
         key = like.dtype, like.numel()
         if key not in self._views:
             self._views[key] = [[slot[: like.nbytes].view(like.dtype) for slot in slots] for slots in self._slots]
@@ -173,7 +173,7 @@ class SharedSums:
         return True
 
 
-def _copy_alone(into: Tensor, values: Tensor) -> None:
+def _copy_on_one_thread(into: Tensor, values: Tensor) -> None:
     for own, one in zip(into.split(_ALONE), values.split(_ALONE), strict=True):
         own.copy_(one)
 
@@ -184,7 +184,7 @@ def tries_after(tries: int, waited_s: float) -> int:
 
 
 def machines_of_group(world: World, group: Any = None) -> list[list[int]] | str:
-    """Returns the ranks that can share memory, by machine, or the reason why none can; a collective."""
+    """Returns the ranks that can share memory, one list per machine, or the reason why none can; a collective."""
     answers = gather_plain(_machine_key(), world, group)
     if not any(answers):
         return "this system supports no anonymous shared memory with semaphores"
@@ -197,7 +197,7 @@ def machines_of_group(world: World, group: Any = None) -> list[list[int]] | str:
 def share_within(
     machines: list[list[int]], world: World, group: Any = None, slot_bytes: int = SLOT_BYTES
 ) -> SharedSums | str | None:
-    """Returns this machine's sums, None if it has one process, or why memory can't be shared (a text); a collective."""
+    """Returns SharedSums for this machine, None if the machine has one process, or a failure's reason; a collective."""
     mine = next(ranks for ranks in machines if world.rank in ranks)
     place, size = mine.index(world.rank), len(mine)
     file, offer = _create_memory(size, slot_bytes) if size > 1 and place == 0 else (None, {})
@@ -217,7 +217,7 @@ def share_within(
 
 
 def _machine_key() -> str:
-    """Returns a text that is equal on processes that can open each other's memory; empty if unknown."""
+    """Returns a key that is equal for processes that can open each other's memory; empty if unknown."""
     if not hasattr(os, "memfd_create") or not hasattr(_LIBC, "sem_clockwait"):
         return ""
     with contextlib.suppress(OSError):
@@ -231,7 +231,7 @@ def _slots_begin(size: int) -> int:
 
 
 def _create_memory(size: int, slot_bytes: int) -> tuple[Any, dict[str, Any]]:
-    """Creates shared memory; returns its file, and either how other processes open it or why there is none."""
+    """Returns (memfd, data for `_open_memory`), or (None, {"lacks": reason}) if creation fails."""
     name = _MEMFD + secrets.token_hex(8)
     try:
         file = os.fdopen(os.memfd_create(name), "r+b", buffering=0)
@@ -242,7 +242,7 @@ def _create_memory(size: int, slot_bytes: int) -> tuple[Any, dict[str, Any]]:
 
 
 def _open_memory(offer: dict[str, Any]) -> Any:
-    """Opens another process's memory. Raises OSError or ValueError."""
+    """Opens another process's memory. Raises OSError or ValueError if that fails."""
     path = Path(f"/proc/{offer['pid']}/fd/{offer['file']}")
     # Checked before opening, because the descriptor may have become any other file.
     if offer["name"] not in str(path.readlink()):
@@ -251,7 +251,7 @@ def _open_memory(offer: dict[str, Any]) -> Any:
 
 
 def _wait_for_post(semaphore: ctypes.c_void_p) -> bool:
-    """Sleeps until another process posts (returns True), a signal arrives or _LOOK_NS have passed (False)."""
+    """Waits for a semaphore: True if another process posted; False after a signal or _LOOK_NS nanoseconds."""
     seconds, nanoseconds = divmod(time.monotonic_ns() + _LOOK_NS, 1_000_000_000)
     until = ctypes.byref(_Timespec(seconds, nanoseconds))
     return not _LIBC.sem_clockwait(semaphore, time.CLOCK_MONOTONIC, until)

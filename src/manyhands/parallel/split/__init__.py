@@ -1,1 +1,1 @@
-"""Splitting a network by a plan: tracing, rules of ops, strategies, execution."""
+"""Sharding of a network by a plan: tracing, sharding rules of ops, strategies, execution."""

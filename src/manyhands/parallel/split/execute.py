@@ -29,7 +29,7 @@ def loops_of(op: Op, letters: tuple[str, ...]) -> list[Loop]:
 
 
 def input_layouts(op: Op, letters: tuple[str, ...], place: int) -> tuple[placement.Layout, placement.Layout]:
-    """Returns the layouts in which an op reads its source with index `place` and returns the source's gradient."""
+    """Returns the layouts (value, gradient) of an op's input with index `place`. `letters`: one per mesh axis."""
     sides: list[placement.Side] = [loop.inputs[place] for loop in loops_of(op, letters)]
     return placement.value_of(sides), placement.gradient_of(sides)
 
@@ -80,7 +80,7 @@ def shard_tensor(tensor: Tensor, layout: TensorLayout, mesh: Mesh, rank: int) ->
 
 
 def split_network(model: nn.Module, layouts: Mapping[str, TensorLayout], grid: Grid) -> None:
-    """Replaces the data of each parameter and buffer by this process's shard; the objects stay the same."""
+    """Replaces the data of each parameter and buffer by this process's shard; keeps the Parameter objects."""
     done: set[int] = set()
     with torch.no_grad():
         for name, tensor in model.state_dict(keep_vars=True).items():
@@ -132,7 +132,7 @@ class SeedRng(nn.Module):
 def _is_random_op(op: Op) -> bool:
     if op.module is not None:
         return any(map(_is_random, op.module.modules()))
-    if op.node is None or not ("dropout" in _word(op) or _word(op) == _DEPTH):
+    if op.node is None or not ("dropout" in _target_name(op) or _target_name(op) == _DEPTH):
         return False
     share: Any = op.node.kwargs.get("p", op.node.args[1] if len(op.node.args) > 1 else None)
     return bool(share != 0)
@@ -145,7 +145,7 @@ def _is_random(module: nn.Module) -> bool:
     return isinstance(share, float) and share > 0
 
 
-def _word(op: Op) -> str:
+def _target_name(op: Op) -> str:
     return getattr(op.node.target, "__name__", str(op.node.target)) if op.node is not None else ""
 
 
@@ -164,7 +164,7 @@ class Builder:
             getattr(self._root, kind).update(getattr(graph.traced, kind))
 
     def build(self, *, training: bool) -> fx.GraphModule:
-        """Builds the graph; its outputs have the loss's layout in training, and are gathered in evaluation."""
+        """Builds the graph. Its outputs have the loss's input layout in training, and are gathered in evaluation."""
         loss = self._ops[LOSS]
         for number, node in enumerate(self._traced.graph.nodes):
             if node.op == "placeholder":
@@ -182,7 +182,7 @@ class Builder:
         args = fx.map_arg(node.args, lambda source: self._converted_source(source, op))
         kwargs = fx.map_arg(node.kwargs, lambda source: self._converted_source(source, op))
         if training and (_is_random_op(op) or (op.kind == "opaque" and bool(op.extents) and not op.reads_attribute)):
-            alike = {"r", "c"} if _word(op) == _DEPTH else {"r"}
+            alike = {"r", "c"} if _target_name(op) == _DEPTH else {"r"}
             axes = tuple(axis for axis, letter in enumerate(letters) if letter not in alike)
             self._call(f"draws_{number}", SeedRng(number, self._grid.place(axes), self._grid), ())
         local = self._local_module(op, letters) if node.op.startswith("call_") else None
@@ -204,7 +204,7 @@ class Builder:
         return self._graph.call_module(name, args, kwargs or {})
 
     def _converted_source(self, source: fx.Node, reader: Op, *, whole_output: bool = False) -> fx.Node:
-        """Returns the node for a source, converted to the reader's layout if needed; equal conversions are shared."""
+        """Returns the node of `source`, converted to the reader's layout if needed. Readers share conversions."""
         giver = self._ops[self._names.get(source, INPUT)]
         if not giver.extents:
             return self._copied[source]
@@ -226,7 +226,7 @@ class Builder:
 
 
 class SplitNetwork(nn.Module):
-    """A network that runs under a plan. In training and evaluation, forward is a collective."""
+    """A network whose ops are sharded by a plan. forward is a collective, in training and in evaluation."""
 
     def __init__(self, model: nn.Module, train: Graph, evaluate: Graph, letters: Letters, grid: Grid) -> None:
         super().__init__()

@@ -17,7 +17,7 @@ LOSS = "loss"
 
 @dataclass(frozen=True)
 class Loop:
-    """The placement of an op's inputs, output and parameters under one letter, along one mesh axis."""
+    """The placement of an op's tensors along a mesh axis, for one letter (kind of sharding; see strategy.py)."""
 
     inputs: tuple[Side, ...]  # of each input tensor, in the order of `Op.sources`
     output: Side
@@ -30,7 +30,7 @@ class Loop:
 
 @dataclass
 class Op:
-    """One op of a network."""
+    """A traced op of a network: a module, a function call or a tensor that forward reads."""
 
     name: str  # the module's path, or the path of the module it lies in and the function's name: "layer1.0.add"
     kind: str = "opaque"  # the rule's name: "conv", "linear", "elementwise" …; "opaque" where there is none
@@ -77,7 +77,7 @@ class Op:
 
 @dataclass
 class Graph:
-    """All ops of a network in their order, from "input" to "loss"."""
+    """All ops of a network in execution order, from the op "input" to the op "loss"."""
 
     ops: dict[str, Op]  # by name
     traced: fx.GraphModule  # the traced network
@@ -130,7 +130,7 @@ class _Tracer(fx.Tracer):
         is_module: bool,  # noqa: ARG002 - as fx calls it
         concrete_args: Any = None,  # noqa: ARG002
     ) -> tuple[Callable[..., Any], list[Any]]:
-        """Passes only the named inputs; other arguments of forward keep their defaults, as in training."""
+        """Passes forward only the named inputs; its other arguments keep their defaults, as in training."""
         given = [self.create_proxy("placeholder", name, (), {}) for name in self._inputs]
         return lambda model, *inputs: root_fn(model, *inputs), [self.root, *given]
 
@@ -161,7 +161,7 @@ class _Tracer(fx.Tracer):
 def trace(
     model: nn.Module, leaves: Callable[[nn.Module], bool], inputs: tuple[str, ...] = ("x",)
 ) -> tuple[fx.GraphModule, dict[str, str]]:
-    """Returns the network's graph in its current mode, and the reasons, by path, why modules can't be traced."""
+    """Traces a network in its current mode; returns (graph, {path of a module that can't be traced: reason})."""
     tracer = _Tracer(leaves, inputs)
     try:
         graph = tracer.trace(model)
@@ -187,7 +187,7 @@ def _one_op(model: nn.Module, reason: str) -> tuple[fx.GraphModule, dict[str, st
 
 
 def make_out_of_place(traced: fx.GraphModule) -> None:
-    """Replaces in-place ops, since other ops may read their input; later readers of the input read the op's result."""
+    """Replaces in-place ops, which would change the input of other ops. Later readers of that input read the result."""
     place = {node: number for number, node in enumerate(traced.graph.nodes)}
     for node in traced.graph.nodes:
         if _changes_its_input(traced, node) and isinstance(node.args[0], fx.Node):
@@ -254,7 +254,7 @@ def attribute(node: fx.Node | None) -> Tensor:
 
 
 def tie_all(ops: Mapping[str, Op], pairs: Iterable[tuple[str, str]]) -> None:
-    """Ties the ops of each pair, which must have equal placements, and all ops that are tied to them."""
+    """Ties the ops of each pair, and all ops tied to them already. Tied ops must have equal placements."""
     for first, second in pairs:
         old, new = ops[second].tied, ops[first].tied
         if old != new:
@@ -264,7 +264,7 @@ def tie_all(ops: Mapping[str, Op], pairs: Iterable[tuple[str, str]]) -> None:
 
 
 def whole_or_batch(op: Op, inputs: list[Op]) -> dict[str, Loop | str]:
-    """Returns the placements of any op: replicated (r), and samples sharded (n) unless the op mixes samples."""
+    """Returns the placements that any op allows: replicated (r) and, unless it mixes samples, sharded samples (n)."""
     parameters = frozenset(op.parameters())
     together = Loop(tuple(WHOLE for _ in inputs), WHOLE)
     if not op.batchwise:

@@ -1,7 +1,7 @@
 """The loss of a sharded network, with sharded samples or classes.
 
-A custom loss is traced into operators. Operators with a rule run on shards of the classes: sums over the classes are
-partial and added up; values without a class dimension are replicated.
+A custom loss is traced into operators. Operators with a rule run on shards of the classes: partial sums over the
+classes are added up over processes; values without a class dimension are replicated.
 """
 
 import operator
@@ -27,7 +27,7 @@ CustomLoss = Callable[[Tensor, Tensor], Tensor]
 WHOLE_CLASSES = "classes are split for cross-entropy and for losses whose operators all have rules"
 
 
-class _Traced(nn.Module):
+class _LossModule(nn.Module):
     def __init__(self, function: CustomLoss) -> None:
         super().__init__()
         self.function = function
@@ -37,8 +37,8 @@ class _Traced(nn.Module):
 
 
 def describe_loss(function: CustomLoss, classes: int, dtype: torch.dtype, device: torch.device) -> Graph | str:
-    """Returns a loss over `classes` classes as a graph of ops, or the reason if its classes can't be sharded."""
-    traced, unseen = trace(_Traced(function), lambda _: False, ("output", "labels"))
+    """Returns a loss over `classes` classes as a graph of ops, or the reason (text) why classes can't be sharded."""
+    traced, unseen = trace(_LossModule(function), lambda _: False, ("output", "labels"))
     if unseen:
         return f"{WHOLE_CLASSES}; this loss can't be traced ({next(iter(unseen.values()))})"
     generator = torch.Generator().manual_seed(0)
@@ -46,7 +46,7 @@ def describe_loss(function: CustomLoss, classes: int, dtype: torch.dtype, device
     labels = torch.randint(classes, (tracing.SAMPLES,), generator=generator).to(device)
     try:
         _fold_sizes(traced, *tracing.run_twice(traced, (output, labels)))
-        _name_maxima(traced)
+        _replace_maxima(traced)
         many, few = tracing.run_twice(traced, (output, labels))
     except Exception as error:  # noqa: BLE001 - whatever a user's loss does with made-up outputs
         why = str(error).partition("\n")[0]
@@ -65,7 +65,7 @@ def describe_loss(function: CustomLoss, classes: int, dtype: torch.dtype, device
 
 
 def _describe_input(given: Op) -> None:
-    """Allows sharded classes for the output; the labels are replicated."""
+    """Allows sharded classes for the network's output, and only replication for the labels."""
     given.letters = {"r": Loop((), WHOLE)}
     if given.name == INPUT:
         given.feature, given.trains = 1, True
@@ -73,7 +73,7 @@ def _describe_input(given: Op) -> None:
 
 
 def _fold_sizes(traced: fx.GraphModule, many: dict[fx.Node, Any], few: dict[fx.Node, Any]) -> None:
-    """Replaces sizes that don't depend on the samples by constants, because the sizes of a shard would differ."""
+    """Replaces sizes that don't depend on the batch by constants, because a shard would have other sizes."""
     for node in list(traced.graph.nodes):
         value = many.get(node)
         if type(value) is int and value == few.get(node):
@@ -84,8 +84,8 @@ def _fold_sizes(traced: fx.GraphModule, many: dict[fx.Node, Any], few: dict[fx.N
     traced.recompile()
 
 
-def _name_maxima(traced: fx.GraphModule) -> None:
-    """Replaces `torch.max` over one dimension by `largest` if only its values are used."""
+def _replace_maxima(traced: fx.GraphModule) -> None:
+    """Replaces `torch.max` over one dimension by `largest`, which returns no indices, if indices are unused."""
     for node in list(traced.graph.nodes):
         if node.target not in {torch.max, "max"} or len(node.args) + len(node.kwargs) < 2:
             continue
@@ -111,7 +111,7 @@ def _allow_sharded_maximum(op: Op, ops: dict[str, Op]) -> None:
 
 
 def shard_classes(graph: Graph) -> dict[str, str] | str:
-    """Returns each op's letter along an axis that shards the classes, or the reason why an op has none."""
+    """Returns {op: sharding letter} along an axis that shards the classes, or the reason (text) why an op has none."""
     letters: dict[str, str] = {}
     for op in graph.ops.values():
         loops = [graph.ops[name].letters[letters[name]] for name in op.sources]
@@ -129,7 +129,7 @@ def shard_classes(graph: Graph) -> dict[str, str] | str:
 
 
 def _sharded_loss(graph: Graph, axes: tuple[int, ...], grid: Grid) -> Callable[[Tensor, Tensor], Tensor]:
-    """Returns a function of output [n, c], with classes sharded over `axes`, and labels [n]."""
+    """Returns the loss as a function of (output [n, c], labels [n]); the classes c are sharded over `axes`."""
     chosen = shard_classes(graph)
     assert isinstance(chosen, dict)
     every = range(len(grid.mesh.axes))
@@ -154,7 +154,7 @@ class SplitLoss:
         self._own = _sharded_loss(own, self._classes, network.grid) if own and self._classes else None
 
     def __call__(self, output: Any, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns the sum [] of this process's losses, scores [n, …] and labels [n], the indices of correct scores."""
+        """Returns (sum [] of this process's losses, scores [n, …], index [n] of the correct score in each row)."""
         if not self._classes:
             loss, logits = self._loss_fn(output, labels)
             return loss, logits, labels
@@ -191,7 +191,7 @@ class _ShardedCrossEntropy(torch.autograd.Function):
 
     Logits [n, c] are of this process's classes, labels int64 [n] index all classes, and `classes` are (index of this
     process's first class, number of all classes). Returns the sum of losses [], equal on all processes, and [n, 2]: the
-    label's logit and the largest logit, relative to the largest.
+    label's logit and the largest logit, both minus the largest logit.
     """
 
     @staticmethod

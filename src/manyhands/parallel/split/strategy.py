@@ -33,32 +33,33 @@ MEANINGS = {
 }
 _PART = re.compile(r"([a-z])@([A-Za-z0-9_,]+)")
 EXAMPLE = "such as n@dp o@tp"
+_FORM = f"write letters and mesh axes, {EXAMPLE}"
 
 
 def parse_strategy(text: str, mesh: Mesh, where: str) -> dict[int, str]:
-    """Parses "n@dp o@tp" into letters by axis index. Raises UserError if it doesn't fit the mesh."""
+    """Parses "n@dp o@tp" into {axis index: letter}. Raises UserError if the text doesn't fit the mesh."""
     found: dict[int, str] = {}
     for word in text.split():
         # A letter alone applies to all axes.
         match = _PART.fullmatch(f"{word}@{','.join(mesh.names)}" if len(word) == 1 else word)
         if not match or match[1] not in MEANINGS:
             letters = ", ".join(f"{letter} ({meaning})" for letter, meaning in MEANINGS.items())
-            raise UserError(f'"{word}" is not a part of a strategy', where, (EXAMPLE, f"the letters are {letters}"))
+            raise UserError(f'"{word}" is not a part of a strategy', where, (_FORM, f"with the letters {letters}"))
         for name in match[2].split(","):
             if name not in mesh.names:
                 hints = (f"name axes of the mesh {mesh}, {EXAMPLE}",)
                 raise UserError(f'"{text}" names the axis {name}, which the mesh does not have', where, hints)
             axis = mesh.names.index(name)
             if axis in found:
-                raise UserError(f'"{text}" names the axis {name} twice', where, (EXAMPLE,))
+                raise UserError(f'"{text}" names the axis {name} twice', where, (_FORM,))
             found[axis] = match[1]
     if not found:
-        raise UserError("the strategy is empty", where, (EXAMPLE,))
+        raise UserError("the strategy is empty", where, (_FORM,))
     return found
 
 
 def write_strategy(letters: tuple[str, ...], mesh: Mesh) -> str:
-    """Returns the shortest text for the letters of all axes, in the order of the mesh: "n@dp,tp"."""
+    """Returns the strategy as text, such as "n@dp,tp", from one letter for each mesh axis."""
     axes: dict[str, list[str]] = {}
     for letter, name in zip(letters, mesh.names, strict=True):
         axes.setdefault(letter, []).append(name)
@@ -66,7 +67,7 @@ def write_strategy(letters: tuple[str, ...], mesh: Mesh) -> str:
 
 
 def is_tuples(text: str) -> bool:
-    """Returns True for MindSpore's form, which begins with a bracket."""
+    """Returns True if a strategy has MindSpore's form, such as ((1, 1), (1, 2))."""
     return text.lstrip()[:1] in {"(", "{", "["}
 
 
@@ -87,9 +88,9 @@ def parse_tuples(text: str, where: str) -> tuple[tuple[int, ...], ...]:
 
 
 def from_mindspore(kind: str, tuples: tuple[tuple[int, ...], ...], mesh: Mesh, where: str = "pin") -> dict[int, str]:
-    """Returns the letter of each axis index for MindSpore's tuples ("r": unused); axes are found by their sizes.
+    """Converts MindSpore's tuples to {axis index: letter}, "r" for unused axes. Axes are chosen by their sizes.
 
-    A tuple has the number of shards of each dimension of an input. A linear layer's weight is [inputs, outputs], a
+    Each tuple has the number of shards of each dimension of an input. A linear layer's weight is [inputs, outputs], a
     convolution's [outputs, inputs, height, width]. For ops without a weight the first tuple decides. Raises UserError.
     """
     letters: dict[int, str] = {}
@@ -117,7 +118,7 @@ def _counts_by_letter(kind: str, tuples: tuple[tuple[int, ...], ...], where: str
     if len(tuples) < 2 or len(tuples[0]) < 2 or len(tuples[1]) != dims:
         form = ", ".join("1" * dims)
         what = f"expected a tuple for the input and a tuple of {dims} numbers for the weight, found {tuples}"
-        raise UserError(what, where, (f"such as (({form}), ({form}))",))
+        raise UserError(what, where, (f"write tuples such as (({form}), ({form}))",))
     (samples, *pixels), weight = tuples[0], tuples[1]
     features = pixels.pop(0 if pixels_too else -1)
     if {*pixels, *weight[2:]} - {1}:
@@ -139,17 +140,17 @@ _WEIGHTED = {
 
 
 def resolve(plan: Plan, graph: Graph, where: str = "plan") -> dict[str, tuple[str, ...]]:
-    """Returns the letters of each op of a network.
+    """Returns {op: sharding letter for each mesh axis} for a network under a plan.
 
     An op that can't follow the default, such as an op that mixes samples, is replicated. A pattern that matches several
-    ops applies to the ops that have its letters; a pattern that names one op must fit. Raises UserError.
+    ops applies to the ops with these letters. Raises UserError if a pattern that names one op doesn't fit the op.
     """
     default = parse_strategy(plan.fallback, plan.mesh, f"{where}, default")
-    said, found = strategies(plan, graph, where), dict[str, tuple[str, ...]]()
+    explicit, found = strategies(plan, graph, where), dict[str, tuple[str, ...]]()
     for ops in graph.ties().values():
         chosen: dict[int, tuple[str, Op]] = {}
         for op in ops:
-            for axis, letter in said.get(op.name, ("", {}))[1].items():
+            for axis, letter in explicit.get(op.name, ("", {}))[1].items():
                 other, first = chosen.setdefault(axis, (letter, op))
                 if other != letter:
                     name = plan.mesh.names[axis]
@@ -157,18 +158,18 @@ def resolve(plan: Plan, graph: Graph, where: str = "plan") -> dict[str, tuple[st
                     what = f"{two}, but are split differently along {name}: {other} and {letter}"
                     raise UserError(what, where, (f"give both ops {other}@{name}",))
         letters = tuple(
-            chosen[axis][0] if axis in chosen else _default(ops, default.get(axis, "n"))
+            chosen[axis][0] if axis in chosen else _default_letter(ops, default.get(axis, "n"))
             for axis in range(len(plan.mesh.axes))
         )
-        for op in sorted(ops, key=lambda op: op.name not in said):  # errors name an op that the user named
-            _check(op, letters, plan.mesh, where)
+        for op in sorted(ops, key=lambda op: op.name not in explicit):  # errors name an op that the user named
+            _require_valid(op, letters, plan.mesh, where)
             found[op.name] = letters
     return {name: found[name] for name in graph.ops}
 
 
 def strategies(plan: Plan, graph: Graph, where: str = "plan") -> dict[str, tuple[str, dict[int, str]]]:
-    """Returns (pattern, letters by axis index) for each op named in a plan. Raises UserError: a pattern doesn't fit."""
-    said: dict[str, tuple[str, dict[int, str]]] = {}
+    """Returns {op: (pattern, {axis index: letter})} for a plan's patterns. Raises UserError if one doesn't fit."""
+    explicit: dict[str, tuple[str, dict[int, str]]] = {}
     for pattern, text in plan.ops.items():
         ops = graph.matching(pattern)
         if not ops:
@@ -180,15 +181,15 @@ def strategies(plan: Plan, graph: Graph, where: str = "plan") -> dict[str, tuple
             strategy = _parse_for_op(text, op, graph, plan.mesh, f"{where}, {pattern}")
             exact = len(ops) == 1 or op.name == pattern
             chosen = {axis: _letter_for_op(op, letter, exact=exact) for axis, letter in strategy.items()}
-            said[op.name] = (pattern, {axis: letter for axis, letter in chosen.items() if letter})
+            explicit[op.name] = (pattern, {axis: letter for axis, letter in chosen.items() if letter})
             unkept[op.name] = "".join(strategy[axis] for axis, letter in chosen.items() if not letter)
         refused = [one for one in "".join(unkept.values()) if all(one in letters for letters in unkept.values())]
         if refused:
             names = ", ".join(list(unkept)[:4])
             what = f"{pattern} can't be split as {text}: the ops {names} have no dimension {refused[0]}"
-            hints = ("name one op and a dimension of that op", "see manyhands plan")
+            hints = ("name one op and a dimension of that op", "run manyhands plan to list the ops")
             raise UserError(what, f"{where}, {pattern}", hints)
-    return said
+    return explicit
 
 
 def _parse_for_op(text: str, op: Op, graph: Graph, mesh: Mesh, where: str) -> dict[int, str]:
@@ -201,7 +202,7 @@ def _parse_for_op(text: str, op: Op, graph: Graph, mesh: Mesh, where: str) -> di
     if any(not isinstance(op.letters.get(letter), Loop) for letter in letters.values()):
         return letters  # refused later, with a reason
     allowed = f"split the op by {', '.join(op.allowed())}, such as n@{mesh.names[0]}"
-    read = _pieces_read(op, graph, [letters[axis] for axis in sorted(letters)], mesh)
+    read = _shards_read(op, graph, [letters[axis] for axis in sorted(letters)], mesh)
     if len(tuples) > max(1, len(read)):
         what = f"{op.name} ({op.kind}) reads {len(read)} tensor(s), but {tuples} has {len(tuples)} tuples"
         raise UserError(what, where, ("give a tuple for each tensor that the op reads", allowed))
@@ -212,8 +213,8 @@ def _parse_for_op(text: str, op: Op, graph: Graph, mesh: Mesh, where: str) -> di
     return letters
 
 
-def _pieces_read(op: Op, graph: Graph, letters: list[str], mesh: Mesh) -> list[tuple[str, tuple[int, ...]]]:
-    """Returns (name, shards per dimension) of each tensor that an op reads under its letters."""
+def _shards_read(op: Op, graph: Graph, letters: list[str], mesh: Mesh) -> list[tuple[str, tuple[int, ...]]]:
+    """Returns (name, number of shards per dimension) of each tensor that an op reads. `letters`: one per axis."""
     loops = [loop for loop in (op.letters[letter] for letter in letters) if isinstance(loop, Loop)]
 
     def pieces(sides: list[Any], dims: int) -> tuple[int, ...]:
@@ -231,17 +232,17 @@ def _pieces_read(op: Op, graph: Graph, letters: list[str], mesh: Mesh) -> list[t
 
 
 def _letter_for_op(op: Op, letter: str, *, exact: bool) -> str:
-    """Returns `letter` if `exact` or the op has it; else the op's equivalent letter, or "" if it has none."""
+    """Returns `letter` if `exact` or the op allows it, else the op's equivalent letter, or "" without one."""
     if exact or letter in op.letters:
         return letter
     return "c" if letter in {"o", "c"} and "c" in op.letters else ""
 
 
-def _default(ops: list[Op], letter: str) -> str:
+def _default_letter(ops: list[Op], letter: str) -> str:
     return letter if all(isinstance(op.letters.get(letter), Loop) for op in ops if op.letters) else "r"
 
 
-def _check(op: Op, letters: tuple[str, ...], mesh: Mesh, where: str) -> None:
+def _require_valid(op: Op, letters: tuple[str, ...], mesh: Mesh, where: str) -> None:
     reason = refusal(op, letters, mesh)
     if reason:
         # letters that are valid along at least one axis
@@ -251,7 +252,7 @@ def _check(op: Op, letters: tuple[str, ...], mesh: Mesh, where: str) -> None:
 
 
 def refusal(op: Op, letters: tuple[str, ...], mesh: Mesh) -> str:
-    """Returns the reason why an op can't have these letters; empty if it can."""
+    """Returns the reason why an op can't be sharded by `letters`, one per mesh axis; empty if it can."""
     for letter in set(letters):
         loop = op.letters.get(letter)
         if loop is None:
@@ -267,11 +268,11 @@ def refusal(op: Op, letters: tuple[str, ...], mesh: Mesh) -> str:
 
 
 def concise(letters: Mapping[str, tuple[str, ...]], graph: Graph, mesh: Mesh) -> tuple[str, dict[str, str]]:
-    """Returns a default strategy and exceptions by op, as a short plan; `resolve` restores the same letters."""
+    """Shortens `letters` to a plan: (default strategy, {op: another strategy}), which `resolve` converts back."""
     default = tuple("n" for _ in mesh.axes)
     exceptions: dict[str, str] = {}
     for ops in graph.ties().values():
-        natural = tuple(_default(ops, letter) for letter in default)
+        natural = tuple(_default_letter(ops, letter) for letter in default)
         # Names a product rather than the parameter that the product reads.
         first = next((op for op in ops if op.batched), ops[0])
         if letters[first.name] != natural:

@@ -1,4 +1,4 @@
-"""Builds a network's graph: traces it, compares runs on 3 and 2 samples to find ops that mix them, applies rules."""
+"""Builds a network's graph: traces ops, finds ops that mix samples by running 3 and 2 samples, and applies rules."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -74,9 +74,9 @@ def describe_ops(
     few: Mapping[fx.Node, Any],
     begin: Callable[[Op], None] | None = None,
 ) -> tuple[dict[str, Op], list[tuple[str, str]]]:
-    """Returns the ops of a network or a loss by name, and pairs of ops that must have equal letters.
+    """Returns ({name: op} of a network or loss, pairs of ops that must be sharded alike).
 
-    `many`, `few`: each node's values for `SAMPLES` and `FEWER` samples. `begin` sets inputs' letters; None: samples.
+    `many`, `few`: each node's values for `SAMPLES` and `FEWER` samples. `begin` sets an input's letters; None: n and r.
     """
     ops: dict[str, Op] = {INPUT: Op(INPUT, tied=INPUT)}
     ties: list[tuple[str, str]] = []
@@ -111,7 +111,7 @@ class _Trial(fx.Interpreter):
     _noise = torch.empty(0)
 
     def noise(self, shape: Tensor, device: torch.device) -> Tensor:
-        """Returns random numbers in the shape of `shape`, different for each node, so that differences don't vanish."""
+        """Returns random numbers shaped like `shape`, different for each node, so that differences remain."""
         start, count = len(self.env), shape.numel()
         if len(self._noise) < start + count or self._noise.device != device:
             self._noise = torch.randn(start + 2 * count, device=device)
@@ -139,27 +139,27 @@ def _run(traced: fx.GraphModule, model: nn.Module, picture: Tensor) -> tuple[dic
 
 
 def run_twice(traced: fx.GraphModule, inputs: tuple[Tensor, ...]) -> tuple[dict[fx.Node, Any], dict[fx.Node, Any]]:
-    """Returns each node's values on `SAMPLES` samples, and on the last `FEWER`: views of the first where equal."""
+    """Returns each node's values for `SAMPLES` samples and for the last `FEWER`, as views of the former where equal."""
     many, few = _Trial(traced), _Trial(traced)
     many.args_iter, few.args_iter = iter(inputs), iter([_last(one, 1) for one in inputs])
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         for node in traced.graph.nodes:
-            result = _given_by_rows(node, many, few)
+            result = _value_by_rows(node, many, few)
             if result is not None:
                 many.env[node], few.env[node] = result, _last(result, len(result) // SAMPLES)
                 continue
             many.env[node], few.env[node] = result, fewer = many.run_node(node), few.run_node(node)
             if isinstance(result, Tensor) and isinstance(fewer, Tensor):
                 last = _last(result, _rows(result, fewer)) if result.ndim else result
-                few.env[node] = last if _alike(last, fewer) else fewer
+                few.env[node] = last if _almost_equal(last, fewer) else fewer
     return many.env, few.env
 
 
-def _given_by_rows(node: fx.Node, many: _Trial, few: _Trial) -> Tensor | None:
-    """Returns a node's value for many samples if torch computes each row separately; None for other nodes.
+def _value_by_rows(node: fx.Node, many: _Trial, few: _Trial) -> Tensor | None:
+    """Returns a node's value for `SAMPLES` samples if torch computes each row separately; None for other nodes.
 
-    Convolutions, linear layers and BatchNorm return random numbers of the right shape instead: these also reveal
-    whether later nodes mix samples, and neither vanish nor explode.
+    For convolutions, linear layers and BatchNorm, returns random numbers of the right shape. They also reveal whether
+    later nodes mix samples, and don't vanish or explode over many layers.
     """
     reads = [(many.env[one], few.env[one]) for one in node.all_input_nodes]
     if not reads or not all(_is_last(*one) for one in reads):
@@ -194,7 +194,7 @@ def _describe_node(node: fx.Node, names: Mapping[fx.Node, str], many: Any, few: 
     grown = [_rows(one, other) for one, other in zip(tensors, fewer, strict=True)]
     op.batched = any(grown) or any(one.shape != other.shape for one, other in zip(tensors, fewer, strict=True))
     op.batchwise = not op.batched or all(
-        rows and _alike(_last(one, rows), other) for rows, one, other in zip(grown, tensors, fewer, strict=True)
+        rows and _almost_equal(_last(one, rows), other) for rows, one, other in zip(grown, tensors, fewer, strict=True)
     )
     op.extents = tuple(Extent(tuple(one.shape), rows) for one, rows in zip(tensors, grown, strict=True))
     op.dtype = tensors[0].dtype
@@ -210,7 +210,7 @@ def _rows(many: Tensor, few: Tensor) -> int:
 
 
 def _last(many: Tensor, rows: int) -> Tensor:
-    """Returns the last `FEWER` samples' rows: the first samples don't reveal that a running sum mixes samples."""
+    """Returns the last `FEWER` samples' rows, since a cumulative sum's first rows don't depend on other samples."""
     return many[len(many) - rows * FEWER :]
 
 
@@ -223,7 +223,7 @@ def _is_last(many: Any, few: Any) -> bool:
     return alike and len(many) * FEWER == len(few) * SAMPLES
 
 
-def _alike(one: Tensor, other: Tensor) -> bool:
+def _almost_equal(one: Tensor, other: Tensor) -> bool:
     if one.shape != other.shape:
         return False
     if one.data_ptr() == other.data_ptr() and one.stride() == other.stride():
@@ -254,7 +254,7 @@ def _set_letters(op: Op, inputs: list[Op]) -> None:
 
 
 def _refuse_hidden(op: Op) -> None:
-    """Refuses to shard parameters that are computed from other tensors, and modules with hooks."""
+    """Disallows sharding of parameters that are computed from other tensors, and of modules with hooks."""
     module = op.module
     if module is None:
         return
@@ -297,13 +297,13 @@ def _notes(graph: Graph, unseen: dict[str, str]) -> list[str]:
         shown = ", ".join(mixing[:3])
         notes.append(f"{shown}{more}: computed on all samples in every process (samples mixed, or not in dimension 0)")
     plain = [op for op in graph.ops.values() if op.kind == Op.kind and op.name != INPUT and op.batched and op.extents]
-    words = sorted({_word(op) for op in plain if op.batchwise})
+    words = sorted({_type_name(op) for op in plain if op.batchwise})
     if words:
         notes.append(f"ops without a sharding rule shard only the batch: {', '.join(words)}")
     return notes
 
 
-def _word(op: Op) -> str:
+def _type_name(op: Op) -> str:
     target: Any = op.node.target if op.node is not None else op.name
     return type(op.module).__name__ if op.module is not None else getattr(target, "__name__", str(target))
 
@@ -312,7 +312,7 @@ def _word(op: Op) -> str:
 
 
 def pairs_with_shared_tensors(ops: dict[str, Op]) -> list[tuple[str, str]]:
-    """Returns pairs of ops that use the same parameter or buffer and therefore have equal placements."""
+    """Returns pairs of ops that use the same parameter or buffer, and so must have equal placements."""
     first: dict[int, str] = {}
     pairs: list[tuple[str, str]] = []
     for op in ops.values():
@@ -324,7 +324,7 @@ def pairs_with_shared_tensors(ops: dict[str, Op]) -> list[tuple[str, str]]:
 
 
 def allow_sharded_operands(ops: dict[str, Op]) -> list[tuple[str, str]]:
-    """Allows sharding of parameters that matrix products read, directly or transposed; returns pairs of tied ops."""
+    """Allows sharding of parameters that matrix products read, also transposed; returns pairs of ops to shard alike."""
     ties: list[tuple[str, str]] = []
     readers: dict[str, list[tuple[Op, int]]] = {}
     for op in ops.values():
@@ -362,13 +362,13 @@ def _order(op: Op) -> list[int] | None:
 
 
 def _can_read_shards(reader: Op) -> bool:
-    """Returns True for products that can be sharded, and for transposed parameters that such products read."""
+    """Returns True for shardable matrix products, and for transposed parameters that such products read."""
     offered = {"o", "i"} & set(reader.letters)
     return bool(offered) and (reader.kind == "matmul" or _order(reader) is not None)
 
 
 def _placement_for_readers(op: Op, letter: str, reading: list[tuple[Op, int]]) -> Loop | str:
-    """Returns a parameter's placement that fits all its readers under one letter, or the reason why there is none."""
+    """Returns the placement of a parameter, sharded by `letter`, that fits all readers, or the reason why none fits."""
     sides: set[Side] = set()
     for reader, place in reading:
         loop = reader.letters.get(letter, f"the op has no dimension {letter}")
@@ -392,7 +392,7 @@ def _placement_for_readers(op: Op, letter: str, reading: list[tuple[Op, int]]) -
 
 
 def refuse_conflicting_letters(ops: dict[str, Op]) -> None:
-    """Refuses letters under which two ops would shard a shared parameter differently."""
+    """Disallows kinds of sharding (letters) under which two ops would shard a shared parameter differently."""
     users: dict[int, list[tuple[Op, str]]] = {}
     for op in ops.values():
         for name, tensor in op.parameters().items():
@@ -412,7 +412,7 @@ def refuse_conflicting_letters(ops: dict[str, Op]) -> None:
 
 
 def _sharding_of(op: Op, name: str, letter: str) -> Any:
-    """Returns how an op shards a parameter under a letter: (dimension, view, True if gradients are summed)."""
+    """Returns (dimension, view, True if gradients are summed): how an op sharded by `letter` shards a parameter."""
     loop = op.letters.get(letter)
     if not isinstance(loop, Loop):
         return None
@@ -420,7 +420,7 @@ def _sharding_of(op: Op, name: str, letter: str) -> Any:
 
 
 def refuse_training_only_letters(training: dict[str, Op], evaluation: dict[str, Op]) -> None:
-    """Removes training's letters under which evaluation couldn't read a sharded parameter."""
+    """Disallows kinds of sharding (letters) in training under which evaluation couldn't read a parameter."""
     for name, op in evaluation.items():
         if op.reads_attribute and name in training:
             for letter, loop in training[name].letters.items():

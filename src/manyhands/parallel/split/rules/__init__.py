@@ -1,7 +1,7 @@
-"""The rules by which ops are sharded.
+"""Sharding rules of ops.
 
 A rule sets the attributes `letters`, `feature` and `views` of the ops that it matches. `local(op, letters, grid)`
-returns a module that computes the op on this process's shards, or None if the op itself can.
+returns a module that computes the op on this process's shards, or None if the op works on shards unchanged.
 """
 
 from collections.abc import Callable
@@ -26,16 +26,16 @@ class Rule:
     local: Local | None = None
 
 
-def _unknown(op: Op, inputs: list[Op]) -> None:
+def _describe_opaque(op: Op, inputs: list[Op]) -> None:
     op.letters = whole_or_batch(op, inputs)
 
 
-OPAQUE = Rule(Op.kind, lambda _: True, _unknown)  # for ops that no rule matches
+OPAQUE = Rule(Op.kind, lambda _: True, _describe_opaque)  # for ops that no rule matches
 RULES: list[Rule] = []
 
 
 def rule(kind: str, matches: Callable[[Op], bool], local: Local | None = None) -> Callable[[Describe], Describe]:
-    """Registers a rule."""
+    """Registers the decorated function as the sharding rule of the ops that `matches` accepts."""
 
     def register(describe: Describe) -> Describe:
         RULES.append(Rule(kind, matches, describe, local))

@@ -1,4 +1,4 @@
-"""Rules of functions and parameterless layers: elementwise, pooling, products, reductions. Letters: strategy.py."""
+"""Sharding rules of functions and of layers without parameters; strategy.py explains the letters, such as n."""
 
 import operator
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ def _target(op: Op) -> Any:
 
 @rule("concat", lambda op: _target(op) in {torch.cat, torch.concat, torch.stack})
 def concat(op: Op, inputs: list[Op]) -> None:
-    """Letters: n, r. Channels are gathered first, because shards of the inputs don't form a shard of the result."""
+    """Allows sharded samples (n). Channels are gathered, since the inputs' shards don't form a shard of the result."""
     op.letters = whole_or_batch(op, inputs)
     op.feature = inputs[0].feature
 
@@ -55,7 +55,7 @@ def _is_elementwise(op: Op) -> bool:
 
 @rule("elementwise", _is_elementwise)
 def elementwise(op: Op, inputs: list[Op]) -> None:
-    """Letters: n, c (channels or features), r."""
+    """Allows sharding of samples (n) and of channels or features (c)."""
     op.letters = whole_or_batch(op, inputs)
     dims = len(op.extent.dims)
     known = [one.feature for one in inputs if len(one.extent.dims) == dims and one.feature is not None]
@@ -68,14 +68,14 @@ def elementwise(op: Op, inputs: list[Op]) -> None:
 
 
 def _side(source: Op, op: Op, feature: int) -> Side:
-    """Returns the source's dimension for the result's dimension `feature`; SPREAD if it is missing or broadcast."""
+    """Returns the source's dimension that becomes the result's `feature`; SPREAD if it is missing or broadcast."""
     dim = feature - (len(op.extent.dims) - len(source.extent.dims))
     if dim < 0 or (source.extent.dims[dim] == 1 and op.extent.dims[feature] > 1):
         return SPREAD
     return dim
 
 
-def _classes(op: Op) -> int:
+def _num_classes(op: Op) -> int:
     given: Any = None
     if op.node is not None:
         given = op.node.kwargs.get("num_classes", op.node.args[1] if len(op.node.args) > 1 else -1)
@@ -83,7 +83,7 @@ def _classes(op: Op) -> int:
 
 
 class SomeClasses(nn.Module):
-    """Computes this process's columns of a one-hot encoding."""
+    """Computes this process's shard (consecutive columns) of a one-hot encoding."""
 
     def __init__(self, first: int, count: int) -> None:
         super().__init__()
@@ -99,16 +99,16 @@ def _some_classes(op: Op, letters: tuple[str, ...], grid: Grid) -> nn.Module | N
     cut = [axis for axis, letter in enumerate(letters) if letter == "c"]
     if not cut:
         return None
-    edges, place = bounds(_classes(op), grid.parts(cut)), grid.place(cut)
+    edges, place = bounds(_num_classes(op), grid.parts(cut)), grid.place(cut)
     return SomeClasses(edges[place], edges[place + 1] - edges[place])
 
 
-@rule("one_hot", lambda op: _target(op) is F.one_hot and _classes(op) > 0, _some_classes)
+@rule("one_hot", lambda op: _target(op) is F.one_hot and _num_classes(op) > 0, _some_classes)
 def one_hot(op: Op, inputs: list[Op]) -> None:
-    """Letters: n, c (classes), r."""
+    """Allows sharding of samples (n) and classes (c)."""
     op.letters = whole_or_batch(op, inputs)
     op.feature = len(op.extent.dims) - 1
-    op.letters["c"] = Loop((WHOLE,), op.feature, length=_classes(op))
+    op.letters["c"] = Loop((WHOLE,), op.feature, length=_num_classes(op))
 
 
 POOLS: tuple[type[nn.Module], ...] = (
@@ -125,7 +125,7 @@ POOLING: set[Any] = {
 
 @rule("pool", lambda op: op.forward in {kind.forward for kind in POOLS} or _target(op) in POOLING)
 def pool(op: Op, inputs: list[Op]) -> None:
-    """Letters: n, c (channels), r."""
+    """Allows sharding of samples (n) and channels (c)."""
     op.letters = whole_or_batch(op, inputs)
     source, result = inputs[0].extent.dims, op.extent.dims
     if inputs[0].feature != 1 or len(source) < 3 or len(result) < 2 or result[1] % source[1]:
@@ -169,7 +169,7 @@ def _is_product(op: Op) -> bool:
 
 @rule("matmul", _is_product)
 def product(op: Op, inputs: list[Op]) -> None:
-    """Letters: n, o (columns of the result, or rows if only the right operand has samples), i (summed dimension), r."""
+    """Allows sharding of samples (n), the summed dimension (i), the result's columns or sample-free rows (o)."""
     op.letters = whole_or_batch(op, inputs)
     found = _operands(op.node) if op.node is not None else None
     by_node = {one.node: one for one in inputs}
@@ -199,7 +199,7 @@ def product(op: Op, inputs: list[Op]) -> None:
 
 
 def _dims_of_right(target: Any, right: Op) -> tuple[int, int | None]:
-    """Returns the right operand's summed dimension and its dimension of columns."""
+    """Returns the right operand's (summed dimension, dimension of the result's columns or None)."""
     dims = len(right.extent.dims)
     if target is F.linear:  # the weight has its outputs first
         return dims - 1, 0 if dims == 2 else None
@@ -207,7 +207,7 @@ def _dims_of_right(target: Any, right: Op) -> tuple[int, int | None]:
 
 
 def _sides(inputs: list[Op], cut: Mapping[str, Side | None]) -> tuple[Side, ...]:
-    """Returns the side of each source that `cut` has for its name, else SPREAD."""
+    """Returns `cut[name]` for each source in order, or SPREAD for a source without an entry."""
     sides: list[Side | None] = [cut.get(one.name) for one in inputs]
     return tuple(SPREAD if side is None else side for side in sides)
 
@@ -217,7 +217,7 @@ MEANS: set[Any] = {torch.mean, "mean"}
 
 
 def largest(values: Tensor, dim: int, keepdim: bool = False) -> Tensor:
-    """Returns torch.max over a dimension without indices: one of several equal values gets the gradient."""
+    """Returns torch.max's values over a dimension. Of several equal values, only one gets the gradient."""
     return values.max(dim, keepdim).values
 
 
@@ -239,7 +239,7 @@ class MeanOfPart(nn.Module):
 
 
 class LargestOfParts(nn.Module):
-    """Computes a maximum over a sharded dimension; a collective. One of several equal values gets the gradient."""
+    """Computes a maximum over a sharded dimension; a collective. Of equal values, only one gets the gradient."""
 
     def __init__(self, group: Any, place: int, parts: int) -> None:
         super().__init__()
@@ -283,7 +283,7 @@ _REDUCTIONS = SUMS | MEANS | MAXIMA | {torch.amax, torch.amin, "amax", "amin"}
 
 @rule("reduce", lambda op: _target(op) in _REDUCTIONS, _part_of_reduction)
 def reduction(op: Op, inputs: list[Op]) -> None:
-    """Letters: n, c (channels that aren't reduced), i (the reduced dimension), r."""
+    """Allows sharding of samples (n), unreduced channels (c) and the reduced dimension (i)."""
     op.letters = whole_or_batch(op, inputs)
     if len(inputs) != 1 or op.node is None:
         return
@@ -317,7 +317,7 @@ def reduced_dims(op: Op, dims: int) -> set[int] | None:
 
 
 def _order(op: Op, dims: int = 0) -> list[int] | None:
-    """Returns the source dimension of each dimension of the result; None if it isn't constant."""
+    """Returns the source's dimension for each dimension of the result, as permute takes them; None if not constant."""
     if op.module is not None:
         return [int(dim) % max(dims, 1) for dim in op.module.dims]  # type: ignore[union-attr, arg-type]
     if op.node is None:
@@ -345,7 +345,7 @@ def _is_reordering(op: Op) -> bool:
 
 @rule("reorder", _is_reordering)
 def reorder(op: Op, inputs: list[Op]) -> None:
-    """Letters: n, c (the channels, in any dimension), r."""
+    """Allows sharding of samples (n) and of channels in any dimension (c)."""
     op.letters = whole_or_batch(op, inputs)
     order, before = _order(op, len(inputs[0].extent.dims)), inputs[0].feature
     if order is None or before is None or order[0] != 0 or before == 0:

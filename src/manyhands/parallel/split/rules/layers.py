@@ -1,4 +1,4 @@
-"""Rules of layers: attention, normalization, convolutions, embeddings, linear layers. Letters: strategy.py."""
+"""Sharding rules of layers with parameters; strategy.py explains the letters, such as n."""
 
 from typing import Any, Generic, TypeVar, cast
 
@@ -23,7 +23,7 @@ def _axes(letters: tuple[str, ...], letter: str) -> list[int]:
 
 
 class PartialLayer(nn.Module, Generic[Layer]):
-    """Base of layers that compute with a shard; outputs are summed over processes; only one adds the bias."""
+    """Base class of layers that compute one term of a sum over processes; only the first process adds the bias."""
 
     def __init__(self, layer: Layer, first: bool) -> None:
         super().__init__()
@@ -61,11 +61,11 @@ def _some_heads(op: Op, letters: tuple[str, ...], grid: Grid) -> nn.Module | Non
 
 @rule("attention", lambda op: op.forward is nn.MultiheadAttention.forward, _some_heads)
 def attention(op: Op, inputs: list[Op]) -> None:
-    """Letters: n, h (heads, for self-attention without masks), r."""
+    """Allows sharding of samples (n), and in self-attention without masks, of heads (h)."""
     layer = cast(nn.MultiheadAttention, op.module)
     op.feature = 2
     op.letters = whole_or_batch(op, inputs)
-    reason = _why_whole(op, layer)
+    reason = _why_unsharded(op, layer)
     if reason:
         op.letters["h"] = reason
         return
@@ -79,7 +79,7 @@ def attention(op: Op, inputs: list[Op]) -> None:
     op.letters["h"] = Loop((SPREAD,), SUM, cuts, frozenset({"out_proj.bias"}), heads)
 
 
-def _why_whole(op: Op, layer: nn.MultiheadAttention) -> str:
+def _why_unsharded(op: Op, layer: nn.MultiheadAttention) -> str:
     node = op.node
     if len(op.sources) != 1 or node is None or len(set(node.args[:3])) != 1:
         return "heads are split only for self-attention without masks"
@@ -92,7 +92,7 @@ def _why_whole(op: Op, layer: nn.MultiheadAttention) -> str:
 
 @rule("batch_norm", lambda op: isinstance(op.module, _BatchNorm))
 def batch_norm(op: Op, inputs: list[Op]) -> None:
-    """Letters: n, c (channels), r. Statistics are computed over the job's BatchNorm groups."""
+    """Allows sharding of samples (n) and channels (c). Statistics cover the job's BatchNorm groups of samples."""
     op.feature = 1
     # Samples mix only within BatchNorm groups, whose statistics the executor synchronizes.
     op.batchwise = all(one.batchwise for one in inputs) and bool(op.extent.rows or not op.batched)
@@ -108,7 +108,7 @@ def batch_norm(op: Op, inputs: list[Op]) -> None:
 
 
 class PartialConvolution(PartialLayer[_ConvNd]):
-    """Convolves this process's input channels [N, C / parts, …] into a term of the sum [N, out, …]."""
+    """Convolves this process's input channels [N, C / parts, …]; returns a term of the sum [N, out, …]."""
 
     def forward(self, pictures: Tensor) -> Tensor:
         layer = self.layer
@@ -127,7 +127,7 @@ _CONVOLUTIONS = {nn.Conv1d.forward, nn.Conv2d.forward, nn.Conv3d.forward}  # tra
 
 @rule("conv", lambda op: op.forward in _CONVOLUTIONS, _partial_convolution)
 def convolution(op: Op, inputs: list[Op]) -> None:
-    """Letters: n, o (output channels), i (input channels), c (groups), r."""
+    """Allows sharding of samples (n), output channels (o), input channels (i) and groups (c)."""
     layer = cast(_ConvNd, op.module)
     op.feature = 1
     op.letters = whole_or_batch(op, inputs)
@@ -172,7 +172,7 @@ def _is_plain_embedding(op: Op) -> bool:
 
 @rule("embedding", _is_plain_embedding, _some_rows)
 def embedding(op: Op, inputs: list[Op]) -> None:
-    """Letters: n, o (features of a row), v (rows: the vocabulary), r."""
+    """Allows sharding of samples (n), embedding features (o) and rows of the table, the vocabulary (v)."""
     layer = cast(nn.Embedding, op.module)
     last = len(op.extent.dims) - 1
     op.feature = last
@@ -197,7 +197,7 @@ def _partial_linear(op: Op, letters: tuple[str, ...], grid: Grid) -> nn.Module |
 
 @rule("linear", lambda op: op.forward is nn.Linear.forward, _partial_linear)
 def linear(op: Op, inputs: list[Op]) -> None:
-    """Letters: n, o (output features), i (input features), r."""
+    """Allows sharding of samples (n), output features (o) and input features (i)."""
     layer = cast(nn.Linear, op.module)
     last = len(op.extent.dims) - 1
     op.feature = last
@@ -208,7 +208,7 @@ def linear(op: Op, inputs: list[Op]) -> None:
 
 
 def _fewer_groups(op: Op, letters: tuple[str, ...], grid: Grid) -> None:
-    """Changes a GroupNorm to this process's groups; the number of channels per group stays the same."""
+    """Reduces a GroupNorm to this process's groups; the number of channels per group stays the same."""
     parts = grid.parts(_axes(letters, "c"))
     if parts > 1:
         layer = cast(nn.GroupNorm, op.module)
@@ -218,7 +218,7 @@ def _fewer_groups(op: Op, letters: tuple[str, ...], grid: Grid) -> None:
 
 @rule("norm", lambda op: op.forward in {nn.LayerNorm.forward, nn.GroupNorm.forward}, _fewer_groups)
 def norm(op: Op, inputs: list[Op]) -> None:
-    """Letters: n, r; GroupNorm also c (groups of channels)."""
+    """Allows sharding of samples (n), and in GroupNorm, of groups of channels (c)."""
     op.letters = whole_or_batch(op, inputs)
     op.feature = inputs[0].feature
     if isinstance(op.module, nn.GroupNorm):
