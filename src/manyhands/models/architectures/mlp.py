@@ -16,9 +16,9 @@ def build(name: str, *, channels: int, size: int, num_classes: int, arguments: d
 
 def make_mlp(inputs: int, num_classes: int, hidden: int = 256, depth: int = 1, dropout: float = 0.0) -> nn.Sequential:
     """Builds `depth` hidden layers of `hidden` units, and a last layer. Raises UserError: a value is out of range."""
-    for word, value in (("hidden", hidden), ("depth", depth)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < (1 if word == "hidden" else 0):
-            raise UserError(f"{word} is {value!r}, expected a whole number", f"{WHERE}.{word}")
+    for word, value, lowest in (("hidden", hidden, 1), ("depth", depth, 0)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < lowest:
+            raise UserError(f"{word} is {value!r}, expected a whole number of at least {lowest}", f"{WHERE}.{word}")
     if not isinstance(dropout, int | float) or not 0 <= dropout < 1:
         raise UserError(f"dropout is {dropout!r}, expected a number of at least 0 and less than 1", f"{WHERE}.dropout")
     layers: list[nn.Module] = [nn.Flatten()]
