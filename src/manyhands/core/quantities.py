@@ -1,4 +1,4 @@
-"""Parsing of amounts of memory and link speeds, such as 14GiB and 1gbit, and formatting of shares and times."""
+"""Parses memory sizes and link speeds, such as 14GiB and 1gbit, and formats percentages and durations."""
 
 import re
 
@@ -46,7 +46,7 @@ def parse_bandwidth(text: str, where: str = "--link") -> float:
 
 
 def short_time(seconds: float) -> str:
-    """Formats a time with two or three digits: 0.45 ms, 750 ms, 1.03 s, 480 s."""
+    """Formats a duration with two or three digits: 0.45 ms, 750 ms, 1.03 s, 480 s."""
     milliseconds = seconds * 1e3
     if milliseconds < 9.95:
         return f"{milliseconds:.2g} ms"

@@ -1,4 +1,4 @@
-"""Signals that ask a run to save and stop."""
+"""Handles signals that request a run to save and stop."""
 
 import contextlib
 import os
@@ -25,7 +25,7 @@ _OPEN: list[Handler] = []  # handlers of the open contexts, innermost last; also
 
 @contextlib.contextmanager
 def handled(handler: Handler) -> Generator[dict[signal.Signals, Any]]:
-    """Calls `handler` for the signals `STOPS` in the context; yields the previous handlers, and restores them later.
+    """Calls `handler` for the signals `STOPS` in the context; yields the previous handlers and restores them at exit.
 
     Installs handlers only in the main thread. Keeps an ignored SIGHUP (nohup) and C handlers, which can't be restored.
     """
@@ -59,7 +59,7 @@ def request_stop() -> bool:
 
 
 def ended_like_ctrl_c() -> contextlib.AbstractContextManager[object]:
-    """Raises KeyboardInterrupt in the context at any of the signals `STOPS`, so that cleanup code runs."""
+    """Raises KeyboardInterrupt in the context on any signal in `STOPS`, so that cleanup code runs."""
     return handled(signal.default_int_handler)
 
 
@@ -83,7 +83,7 @@ class StopSignal:
         return self.asked
 
     def handle(self, number: int, _frame: FrameType | None) -> None:
-        """Signal handler: the first signal requests a save, a second Ctrl-C ends the process at once."""
+        """Signal handler: the first signal requests a save; a second Ctrl-C raises KeyboardInterrupt."""
         if self.asked and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.asked = True
@@ -103,7 +103,7 @@ def listening() -> Generator[StopSignal]:
 
 @contextlib.contextmanager
 def exit_if_hung(hung: Callable[[], str], before_exit: Callable[[str], None]) -> Generator[None]:
-    """In the context, ends this process at a stop request if the main thread hangs. Agents do this for their workers.
+    """Ends this process if it hangs at a stop request in the context. The agent does this for workers.
 
     `hung` returns why no save is possible, or an empty string; `before_exit` is called with that reason.
     """
