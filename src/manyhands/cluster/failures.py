@@ -1,4 +1,4 @@
-"""Results of the processes of a run, the first cause of a failure, and errors for the user from failure records."""
+"""Collects the results of a run's processes, finds the first cause of a failure, and converts it to an error."""
 
 import contextlib
 import platform
@@ -13,7 +13,7 @@ from manyhands.core.records import MACHINE_LOST, PROCESS_ENDED, Failure
 
 
 class Failed(Exception):  # noqa: N818 - carries a failure record
-    """Raised to end a process that has written its failure record."""
+    """Raised to end a process after it has written its failure record."""
 
     def __init__(self, record: Failure) -> None:
         super().__init__(record.what)
@@ -21,13 +21,13 @@ class Failed(Exception):  # noqa: N818 - carries a failure record
 
 
 def users_place(record: Failure) -> str:
-    """Returns file:line of the user's code in a failure record; an empty string if there is none."""
+    """Returns "file:line" of the user's code in a failure record; an empty string if there is none."""
     lines = re.findall(r'File "([^"\n]+)", line (\d+)', record.excerpt)
     return ":".join(lines[-1]) if lines else ""
 
 
 def as_error(record: Failure) -> ManyhandsError:
-    """Converts a failure record to an error, with the lines of the traceback that are in the user's files as a note."""
+    """Converts a failure record to an error. A note contains the part of the traceback in the user's files."""
     step = f", step {record.step}" if record.step is not None else ""
     line = users_place(record)
     rank = f"rank {record.rank} on {record.host}{step}{record.phase and f' ({record.phase})'}"
@@ -48,7 +48,7 @@ _UNRELATED = "hostname of the client socket cannot be retrieved"
 
 @dataclass
 class Ending:
-    """The results of one start of a run; dicts are by rank, unless noted."""
+    """The results of one start of a run's workers. Dicts are keyed by rank, unless noted."""
 
     returned: dict[int, Any] = field(default_factory=dict[int, Any])  # results
     failed: dict[int, int] = field(default_factory=dict[int, int])  # exit codes; -n if signal n killed the process
@@ -61,7 +61,7 @@ class Ending:
     evicted: dict[int, str] = field(default_factory=dict[int, str])  # why the launcher killed ranks that hung
     hung: str = ""  # why a stop request had no effect, so that the processes were killed
     interrupted: int = 0  # number of stop requests
-    replaced: str = ""  # the message about another launcher that the machines obey
+    replaced: str = ""  # the message about a newer launcher that has taken over the machines
     regrouped: bool = False  # the launcher had the processes save and exit, to restart them on other machines
     broken: str = ""  # the traceback or message of an agent that failed
     refused: ManyhandsError | None = None  # the error of an agent that could not carry out its orders
@@ -73,7 +73,7 @@ class Ending:
 
 
 def first_cause(ending: Ending) -> Failure | None:
-    """Returns a record of the evicted rank, else of the first original failure, a lost machine or a killed process."""
+    """Returns the first of: an evicted rank, an original failure, a lost machine, a killed process, any failure."""
     records = sorted(ending.records.values(), key=lambda record: (record.consequence, record.time))
     if ending.evicted:
         rank, why = next(iter(ending.evicted.items()))
@@ -100,7 +100,7 @@ def _lost(host: str, how: str, hints: str = "") -> Failure:
 
 
 def _killed(ending: Ending, rank: int, exit_code: int, why: str = "") -> Failure:
-    """Makes a failure record for a process that wrote none."""
+    """Creates a failure record for a process that wrote none."""
     said = "\n".join(line for line in ending.words.get(rank, "").splitlines() if _UNRELATED not in line)
     hints = [f"see the log of this rank: ranks/{rank}.log"]
     if exit_code == -signal.SIGKILL:

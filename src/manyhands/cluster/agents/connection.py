@@ -129,7 +129,7 @@ class AgentConnection:
         return not (self.closed or self._reconnect_at)
 
     def _disconnect(self) -> None:
-        """Schedules another connection, unless the agent itself has ended or the attempts have taken too long."""
+        """Schedules a reconnection, unless the agent itself has ended or the attempts have taken too long."""
         ended = False
         with contextlib.suppress(subprocess.TimeoutExpired):
             ended = 0 <= self.process.wait(ENDED_S) != SSH_FAILED
@@ -209,9 +209,9 @@ def end_processes(processes: Collection[subprocess.Popen[bytes]], patience_s: fl
 def ask_all(
     requests: Mapping[AgentConnection, Request[R]], timeout_s: float, others: Collection[AgentConnection] = ()
 ) -> dict[AgentConnection, R | RunError]:
-    """Sends each machine its request, and waits for all answers; `others` receive heartbeats meanwhile.
+    """Sends each machine its request and waits for all answers; connections in `others` get heartbeats meanwhile.
 
-    Returns for each machine the answer or an error: LinkClosed if the machine is lost, RunError if the request failed.
+    Returns the answer or the error of each machine: LinkClosed if the machine is lost, RunError if the request failed.
     """
     asked = {link: (link.post(request), request) for link, request in requests.items()}
     answers: dict[AgentConnection, R | RunError] = {}
@@ -228,7 +228,7 @@ def ask_all(
 
 
 def wait_for_links(links: Iterable[AgentConnection], patience_s: float) -> list[AgentConnection]:
-    """Waits up to `patience_s` for a connection to be ready; sends unsent bytes, and returns readable connections."""
+    """Waits up to `patience_s` until a connection is ready; sends unsent bytes and returns readable connections."""
     with selectors.DefaultSelector() as selector:
         for link in links:
             if link.readable:
@@ -243,7 +243,7 @@ def wait_for_links(links: Iterable[AgentConnection], patience_s: float) -> list[
 
 
 def answer_to(link: AgentConnection, number: int, request: Request[R]) -> list[R | RunError]:
-    """Returns [answer] or [error] of the request with the id `number`, or [] if none has arrived; never waits."""
+    """Returns [answer] or [error] of the request with the id `number`, or [] if nothing has arrived. Doesn't wait."""
     for answered, message in link.read():
         if answered == number and isinstance(message, messages.CallResult):
             try:
@@ -269,7 +269,7 @@ def _error(link: AgentConnection, failed: RequestFailed | str) -> RunError:
 
 
 class Wire:
-    """The agent's end: reads standard input, writes to `output`. Keeps no thread, because workers are forked."""
+    """The agent's end of the connection: reads standard input, writes to `output`. Runs no thread between calls."""
 
     def __init__(self, output: int) -> None:
         self._output, self._lines = output, Lines()
@@ -297,8 +297,8 @@ class Wire:
     def watched(self, clean_up: Callable[[], None]) -> Generator[None]:
         """Calls `clean_up` and ends this process if the launcher exits, or does not replace a lost connection.
 
-        For blocks that read no messages, such as an import of torch. The thread that watches ends with the block,
-        because workers are forked later.
+        For blocks that read no messages, such as an import of torch. The watching thread ends with the block, because
+        forking workers requires a process without threads.
         """
         ours, over = socket.socketpair()
 
@@ -324,7 +324,7 @@ class Wire:
                 thread.join()
 
     def listen(self, folder: Path) -> str:
-        """Accepts new connections of the launcher at a socket in a private folder; returns the socket's path."""
+        """Listens for new connections of the launcher on a Unix socket in a private folder; returns its path."""
         path = str(folder / "agent")
         listener = socket.socket(socket.AF_UNIX)
         listener.bind(path)
@@ -335,7 +335,7 @@ class Wire:
         return path
 
     def send(self, message: Message, number: int = 0) -> None:
-        """Sends a message; `number` is the id of the answered request. Does nothing once the launcher is gone."""
+        """Sends a message; `number`: id of the request that it answers. Does nothing once the launcher is gone."""
         line = self._lines.add(message, number)
         if self.connected:
             self._write(line)

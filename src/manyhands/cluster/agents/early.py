@@ -1,6 +1,6 @@
-"""Starts this machine's agent before the job is read, so that it imports torch meanwhile.
+"""Starts this machine's agent before the command reads the job, so that the agent imports torch meanwhile.
 
-This module imports nothing of manyhands, because a command runs it first.
+Imports no other module of manyhands, because a command runs this module first.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ _untaken: list["subprocess.Popen[bytes]"] = []
 
 
 def start_early(words: Sequence[str]) -> None:
-    """Starts the agent if the arguments look like a run on this machine; an unused agent costs a second."""
+    """Starts the agent if the arguments look like a run on this machine. An unused agent costs a second of CPU time."""
     trains = words[:1] == ["train"] and not any(name in os.environ for name in _STARTED)
     if not trains or any(word.endswith(".py") or word.partition("=")[0] in _WITHOUT for word in words):
         return
@@ -54,7 +54,7 @@ def raise_file_limit(needed: int) -> int:
 
 @contextlib.contextmanager
 def usr1_ignored() -> Generator[None]:
-    """Makes processes started in the block ignore SIGUSR1, which schedulers send to all processes of a job."""
+    """Makes processes that are started in the block ignore SIGUSR1, which schedulers send to all processes of a job."""
     previous = None
     with contextlib.suppress(ValueError):  # only the main thread may set handlers
         previous = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
@@ -66,13 +66,13 @@ def usr1_ignored() -> Generator[None]:
 
 
 def take_early() -> "subprocess.Popen[bytes] | None":
-    """Returns the agent that was started early, which waits for the path of its log; None if none runs."""
+    """Returns the agent that `start_early` started, which waits for the path of its log; None if there is none."""
     early = _untaken.pop() if _untaken else None
     return early if early and early.poll() is None else None
 
 
 def end_early() -> None:
-    """Kills the agent that was started early, if it is unused."""
+    """Kills the agent that `start_early` started, if it is unused."""
     while _untaken:
         with _untaken.pop() as early:
             early.kill()

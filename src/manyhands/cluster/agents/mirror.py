@@ -1,4 +1,4 @@
-"""Copies records and small files, but no checkpoints, from the machine of rank 0 to the launcher's folder."""
+"""Copies records and small files, but no checkpoints, from the machine of rank 0 to the launcher's run folder."""
 
 import contextlib
 import os
@@ -23,8 +23,8 @@ PIECE_BYTES = 1 << 20  # larger pieces would delay other messages
 class Sender:
     """Finds new records in the run folder of this machine.
 
-    `held` is the size of each growing file that the receiver has, in bytes. `output` includes the output of rank 0,
-    `rest` includes incomplete last lines.
+    `held` is the size in bytes of each growing file at the receiver. `output` also sends the output of rank 0, `rest`
+    also sends incomplete last lines.
     """
 
     def __init__(self, folder: Path, held: Mapping[str, int], *, output: bool = False, rest: bool = False) -> None:
@@ -35,7 +35,7 @@ class Sender:
         self._seen: dict[str, tuple[int, int]] = {}
 
     def news(self) -> Iterator[FilePiece]:
-        """Yields changes since the last call: new parts of growing files, and all of each changed small file."""
+        """Yields changes since the last call: new parts of growing files, and changed small files in full."""
         for name, sent in self._sent.items():
             path = self._folder / name
             offset = sent if sent <= size_of(path) else 0  # truncated or replaced
@@ -55,7 +55,7 @@ class Sender:
 
 
 class Receiver:
-    """Writes received records into a run folder; while the disk is full, pieces wait in memory."""
+    """Writes received records into a run folder; keeps records in memory while the disk is full."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -100,5 +100,5 @@ class Receiver:
 
 
 def _coding(name: str) -> tuple[str, str]:
-    """Returns encoding and error handler of a file; the output of a user's program may have any encoding."""
+    """Returns (encoding, error handler) of a file. The output of a user's program may have any encoding."""
     return ("latin-1", "strict") if name == OUTPUT else ("utf-8", "replace")

@@ -3,9 +3,9 @@
 The store listens on loopback of the first machine, and ssh forwards ports to it. If ssh servers refuse forwarding, the
 store listens on the first machine's network address, as the collectives do.
 
-Two machines are connected directly if one can log in to the other, otherwise through a relay. The machines of the run
-open the tunnels, so that these outlive the launcher. Only if no machine of the run reaches both of two machines, and
-the user allows it, the launcher's machine is the relay. No key is copied, and no ssh agent is forwarded.
+Two machines are connected directly if one can log in to the other, otherwise through a relay: a machine of the run that
+reaches both, else the launcher's machine if the user allows it (--relay). The machines of the run open the tunnels, so
+that the tunnels outlive the launcher. No key is copied, and no ssh agent is forwarded.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ Pair = tuple[str, str]
 
 
 class NoTunnelError(UserError):
-    """Raised if two machines can't reach each other, and there is no relay."""
+    """Raised if two machines can't log in to each other, and no relay is available."""
 
     alone = ""  # the machine that is in most of the unconnected pairs
 
@@ -63,8 +63,8 @@ class TunnelRoutes:
 def join_through_ssh(machines: Machines, options: ClusterOptions, head: Tunnels) -> TunnelRoutes:
     """Opens ssh tunnels between all pairs of machines; the agents keep the tunnels until the next call.
 
-    `head` are the launcher's own tunnels, used if they are needed and the options allow it. Raises NoTunnelError: two
-    machines can't be connected. Raises RunError: a machine is lost, or can't open tunnels.
+    `head` opens tunnels from the launcher's machine, if needed and if cluster.relay is set. Raises NoTunnelError if two
+    machines can't be connected. Raises RunError if a machine is lost, or can't open tunnels.
     """
     head.close()
     if (count := len(machines.running)) > MOST_MACHINES:
@@ -134,7 +134,7 @@ class _Opening:
             raise RunError(f"can't open an ssh tunnel to {name}: {error}", name, hints)
 
     def _passed_on(self, relays: Mapping[Pair, str], ends: Mapping[str, TunnelEnds]) -> dict[Pair, dict[str, str]]:
-        """Records each pair's relay; returns by (machine, relay) which socket of the relay serves each local socket."""
+        """Records the relay of each pair; returns {(machine, relay): {socket of the machine: socket of the relay}}."""
         self.routes.through |= relays
         sockets: dict[Pair, dict[str, str]] = defaultdict(dict)
         for pair, relay in relays.items():
@@ -148,7 +148,7 @@ class _Opening:
         return self.routes.opened_by.get((one, two)) or self.routes.opened_by.get((two, one), "")
 
     def _login(self, to: str, ours: Mapping[str, str], theirs: Mapping[str, str]) -> list[str]:
-        """Returns the ssh command to a machine; `ours` forwards local sockets to remote ones, `theirs` the reverse."""
+        """Returns the ssh command to a machine. `ours`: {local: remote socket} to forward; `theirs`: the reverse."""
         settings = {"ExitOnForwardFailure": "yes", "ControlMaster": "no", "ControlPath": "none", "ForwardAgent": "no",
                     "ForwardX11": "no"}  # fmt: skip
         words = [word for name, value in settings.items() for word in ("-o", f"{name}={value}")]
@@ -159,7 +159,7 @@ class _Opening:
         return [*ssh_command(self.named[to].spec, self._options, *words), f"exec sh -c {shlex.quote(script)}"]
 
     def _log_in(self, logins: Mapping[Pair, list[str]]) -> dict[Pair, str]:
-        """Makes machines log in to others; returns an error message for each pair, empty after a success."""
+        """Makes the first machine of each pair log in to the second; returns error messages by pair, "" for success."""
         commands: dict[str, dict[str, list[str]]] = defaultdict(dict)
         for (one, two), login in logins.items():
             commands[one][two] = login
@@ -188,7 +188,7 @@ def _some(pairs: Sequence[str]) -> str:
 
 
 class StoreTunnel(contextlib.ExitStack):
-    """Ssh tunnels to the store, opened again for each start of a run; a context manager that closes them."""
+    """Ssh tunnels to the store (TCPStore), opened anew for each start of a run and closed at the end of the context."""
 
     def __init__(self, options: ClusterOptions) -> None:
         super().__init__()
@@ -197,7 +197,7 @@ class StoreTunnel(contextlib.ExitStack):
     def open(self, machines: Machines) -> str:
         """Makes the first machine listen for the store, and sets `store` of each machine.
 
-        Returns why the store listens not only on loopback, else "". Raises RunError: a machine is lost.
+        Returns "", or why the store listens on the network instead of loopback. Raises RunError if a machine is lost.
         """
         self.close()
         first, *others = machines.running

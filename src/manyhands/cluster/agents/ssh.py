@@ -1,4 +1,4 @@
-"""Commands of the system's ssh: start of an agent on another machine, and explanations of failures."""
+"""Builds the ssh commands that start agents on other machines, and explains failures of ssh."""
 
 import shlex
 import sys
@@ -17,7 +17,7 @@ NO_PYTHON = "manyhands: no python here has manyhands"
 
 
 def ssh_words(options: ClusterOptions) -> list[str]:
-    """Returns the user's ssh command with options that prevent prompts and endless waits. Raises UserError."""
+    """Returns the user's ssh command with options that prevent prompts and hangs. Raises UserError if invalid."""
     try:
         words = shlex.split(options.ssh)
     except ValueError as error:
@@ -51,12 +51,12 @@ def port_words(machine: Machine) -> list[str]:
 
 
 def ssh_prefix(machine: Machine, options: ClusterOptions) -> str:
-    """Returns the ssh command that a user types in front of a command for the machine."""
+    """Returns the ssh command, for messages, that a user types before a command for the machine."""
     return " ".join([options.ssh, *port_words(machine), machine.host])
 
 
 def scp_command(machine: Machine, folder: str, to: str) -> str:
-    """Returns the command with which a user copies a folder from a machine."""
+    """Returns the scp command, for messages, that copies a folder from a machine."""
     port = ["-P", str(machine.port)] if machine.port else []
     user = machine.host.removesuffix(machine.address)
     return shlex.join(["scp", "-r", *port, f"{user}{in_brackets(machine.address)}:{folder}", to])
@@ -89,7 +89,7 @@ def _quoted(path: str) -> str:
 
 
 def explain_contact(machine: Machine, exit_code: int | None, said: str, options: ClusterOptions) -> RunError:
-    """Explains why a machine's agent did not answer.
+    """Returns the error that explains why a machine's agent did not answer.
 
     `said` is the end of ssh's standard error. `exit_code` is 255 for ssh's own failures, None while ssh runs.
     """

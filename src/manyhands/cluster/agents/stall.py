@@ -18,7 +18,7 @@ _ALONE = ("save", "at_epoch_end")  # phases in which all ranks wait for rank 0, 
 
 @dataclass
 class _Rank:
-    """The state of one process; `past` has tuples of time, bytes moved and processor seconds."""
+    """The state of one rank; `past` has tuples (time, bytes sent and received, CPU seconds)."""
 
     seen: Seen
     host: str
@@ -30,14 +30,14 @@ class _Rank:
         return f"rank {self.seen.rank} on {self.host}"
 
     def rates(self) -> tuple[float, float]:
-        """Returns the bytes moved per second, and the number of processors in use."""
+        """Returns (bytes sent and received per second, number of CPUs in use)."""
         (begin, before, spent), (end, after, now) = self.past[0], self.past[-1]
         seconds = max(end - begin, 1e-9)
         return ((after - before) / seconds if before else 0.0), (now - spent) / seconds
 
     @property
     def watched_s(self) -> float:
-        """Seconds that the kept reports span; small just after this machine or the run was suspended."""
+        """Seconds between the first and last kept report; small just after this machine or the run was suspended."""
         return self.past[-1][0] - self.past[0][0]
 
     @property
@@ -54,7 +54,7 @@ class Stalls:
         self._reported = False
 
     def take(self, news: WorkersSeen, at: float | None = None) -> None:
-        """Adds an agent's report; `at`: time of the report by the monotonic clock, by default now."""
+        """Adds an agent's report; `at`: `time.monotonic` of the report, now by default."""
         now = time.monotonic() if at is None else at
         for seen in news.ranks:
             rank = self._ranks.setdefault(seen.rank, _Rank(seen, news.host, now))
@@ -64,7 +64,7 @@ class Stalls:
                 rank.past.popleft()
 
     def new_warning(self) -> str:
-        """Returns a warning for the user, once for each stall; else an empty string."""
+        """Returns a warning for the user once per stall; otherwise an empty string."""
         ranks, reported = self._known(), self._reported
         late = max(ranks, key=lambda rank: rank.seen.stood_s - rank.seen.limit_s, default=None)
         self._reported = late is not None and late.seen.stood_s > late.seen.limit_s
@@ -76,7 +76,7 @@ class Stalls:
         return f"step {late.seen.step + 1} has been stalled for {late.seen.stood_s:.0f} s{usual}; {_why(ranks)}{wake}"
 
     def why_hung(self) -> str:
-        """Returns why a stop request can't take effect; an empty string if it can, or if that is unknown."""
+        """Returns why the run can't react to a stop request; an empty string if it can, or if the state is unknown."""
         ranks = self._known()
         late = any(rank.seen.stood_s > rank.seen.limit_s for rank in ranks)
         # A rank that computes or receives bytes may yet reach the point where stop requests are read.
@@ -109,7 +109,7 @@ def _traffic(ranks: Sequence[_Rank]) -> float:
 
 
 def _why(ranks: Sequence[_Rank]) -> str:
-    """Describes the ranks that the others wait for and what these do, or another cause of the stall."""
+    """Returns the cause of a stall: the ranks that other ranks wait for and their activity, or a slow network."""
     awaited = sorted((rank for rank in ranks if rank.silent), key=lambda rank: not rank.seen.stopped)
     if not awaited and (rate := _traffic(ranks)):
         return f"no process hangs, but the network is slow ({rate / 1e6:.2g} MB/s between the processes)"
@@ -128,7 +128,7 @@ def _why(ranks: Sequence[_Rank]) -> str:
 
 
 def _behind(ranks: Sequence[_Rank]) -> list[_Rank]:
-    """Returns the ranks that have called fewer collectives than others."""
+    """Returns the ranks that have called fewer collectives than other ranks."""
     return [rank for rank in ranks if rank.seen.calls < max(other.seen.calls for other in ranks)]
 
 

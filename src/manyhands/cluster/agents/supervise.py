@@ -1,4 +1,4 @@
-"""Supervises the workers of one start from the launcher: forwards Ctrl-C, detects losses, waits for the end."""
+"""Supervises the workers of one start: forwards Ctrl-C, detects lost machines, and waits until all workers exit."""
 
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -33,7 +33,7 @@ class Watch:
 
 
 def supervise_once(orders: Mapping[AgentConnection, protocol.Orders], watch: Watch) -> Ending:
-    """Sends each agent its orders and waits until all workers have ended; remaining agents accept new orders.
+    """Sends each agent its orders and waits until all workers have ended. Agents that remain accept new orders.
 
     At the first stop signal the workers save and exit; the second kills the workers. If workers of a machine fail, or
     the machine is lost, the workers of all other machines are ended too.
@@ -62,7 +62,7 @@ def supervise_once(orders: Mapping[AgentConnection, protocol.Orders], watch: Wat
 
 
 class _Head:
-    """The state of one start on all machines."""
+    """The launcher's state during one start of workers on all machines."""
 
     def __init__(self, links: Collection[AgentConnection], watch: Watch) -> None:
         self.ending, self._watch = Ending(), watch
@@ -127,7 +127,7 @@ class _Head:
             self._command(protocol.WorkerCommand("stop"))
 
     def check_links(self) -> None:
-        """Sends heartbeats, reports stalls, and drops machines that are silent or don't obey."""
+        """Sends heartbeats, reports stalls, and drops machines that are silent or don't follow commands."""
         for link in self._links:  # also machines whose workers have ended, which the next start needs
             if link.connected == (link in self._apart):
                 (self._apart.discard if link.connected else self._apart.add)(link)
@@ -175,7 +175,7 @@ class _Head:
         return [link for link in self.running if not link.here and now - link.last_received > timeouts.AWAITED_S]
 
     def _name_awaited(self, now: float) -> None:
-        """Prints the machines that the stop waits for: silent ones, or all remaining ones after a loss."""
+        """Prints the machines that delay a stop: the silent machines, or after a loss all remaining machines."""
         if self.ending.interrupted != 1:
             return
         silent = self._silent(now) if now - self._asked_at > timeouts.AWAITED_S else []
@@ -186,14 +186,14 @@ class _Head:
             self._watch.on_warning(f"waiting for {who}; press Ctrl-C again to stop at once")
 
     def _cut_off(self, what: str) -> None:
-        """Handles the end of a tunnel between machines: workers that wait for its data stop waiting and exit."""
+        """Handles the end of a tunnel between machines: workers stop waiting for data from this tunnel, and exit."""
         self.ending.lost_tunnel = self.ending.lost_tunnel or what
         if self._watch.recovers:
             self._command(protocol.WorkerCommand("free"))
         self._kill_at = min(self._kill_at, time.monotonic() + timeouts.LEAVE_LOST_S)
 
     def _evict(self) -> None:
-        """Kills a hung process; its peers handle this like any other failure."""
+        """Kills a hung rank; the other ranks handle this like any failure."""
         rank, why = self._stalls.culprit() or (-1, "")
         if why and rank not in self.ending.evicted:
             self.ending.evicted[rank], self._failure_reported = why, True

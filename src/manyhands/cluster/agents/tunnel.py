@@ -63,7 +63,7 @@ class _Child(subprocess.Popen[bytes]):
 
 
 class Children:
-    """Child processes that print READY, perhaps after a login shell's output, and end with their standard input."""
+    """Child processes that print READY, maybe after a login shell's output, and exit when standard input is closed."""
 
     def __init__(self, folder: Path = Path()) -> None:
         self.folder = folder  # files in it receive standard error
@@ -72,7 +72,7 @@ class Children:
     def start(
         self, commands: Mapping[str, Sequence[str]], patience_s: float, meanwhile: Callable[[], object] = lambda: None
     ) -> dict[str, str]:
-        """Starts processes and waits until they are ready; returns the last error line of each that failed, by name.
+        """Starts processes and waits until they are ready. Returns {name: last error line} for processes that failed.
 
         `patience_s` limits the wait for all processes, during which `meanwhile` is called every POLL_S.
         """
@@ -93,7 +93,7 @@ class Children:
         return {child.name: child.last_words() for child in failed}
 
     def ended(self) -> str:
-        """Describes the first child process that ended unexpectedly; an empty string while all run."""
+        """Returns a message about the first child process that ended unexpectedly; an empty string while all run."""
         for child in self._ready:
             if (code := child.poll()) is not None:
                 return f"the ssh tunnel to {child.name} ended ({child.last_words() or f'exit code {code}'})"
@@ -105,7 +105,7 @@ class Children:
 
 
 class SshTunnels(Children):
-    """Ssh connections with port forwarding; `folder`, with a short path, holds their sockets. Raises TunnelError."""
+    """Ssh connections with port forwarding. `folder`, a short path, gets their control sockets. Raises TunnelError."""
 
     def __init__(
         self, machines: Sequence[Machine], options: ClusterOptions, folder: Path, meanwhile: Callable[[], object]
@@ -150,7 +150,7 @@ class SshTunnels(Children):
 
 
 class Tunnels(Children):
-    """The ssh tunnels that this machine has opened for one start, and the switchboard that connects workers to them."""
+    """The ssh tunnels that this machine has opened for one start, and the switchboard between workers and tunnels."""
 
     ends = TunnelEnds("", "")  # ends of the tunnels on this machine
 
@@ -159,7 +159,7 @@ class Tunnels(Children):
         self._until_closed = contextlib.ExitStack()
 
     def open(self, address: str) -> str:
-        """Makes and returns a folder for the ends of tunnels; starts a switchboard unless `address` is empty."""
+        """Creates and returns a folder for the sockets of tunnels; starts a switchboard unless `address` is empty."""
         self.close()
         self.folder = folder = self._until_closed.enter_context(scratch("way"))
         if not fits(folder):

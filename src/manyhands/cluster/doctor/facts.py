@@ -109,7 +109,7 @@ def interfaces() -> list[dict[str, Any]]:
 
 
 def firewall_rules() -> list[str]:
-    """Returns firewall rules that drop or reject packets; an empty list unless root runs this."""
+    """Returns firewall rules that drop or reject packets; an empty list if this user is not root."""
     if os.name != "posix" or os.geteuid() != 0:
         return []
     rules: list[str] = []
@@ -124,7 +124,7 @@ def firewall_rules() -> list[str]:
 
 
 def places(named: Mapping[str, Path]) -> dict[str, dict[str, Any]]:
-    """Returns path, existence, write permission, size and free bytes of /dev/shm and of each named folder."""
+    """Returns path, existence, write permission, size and free bytes of /dev/shm and of each folder in `named`."""
     found: dict[str, dict[str, Any]] = {}
     for name, path in [*([("shm", SHM)] if SHM.is_dir() else []), *named.items()]:
         nearest = path.absolute()
@@ -139,7 +139,7 @@ def places(named: Mapping[str, Path]) -> dict[str, dict[str, Any]]:
 
 
 def other_jobs() -> list[dict[str, Any]]:
-    """Returns processes that look like training jobs, without the processes that they started."""
+    """Returns the processes that look like training jobs, without child processes of these jobs."""
     found: dict[int, dict[str, Any]] = {}
     ours = {os.getpid(), *(parent.pid for parent in psutil.Process().parents())}
     for process in psutil.process_iter(["pid", "ppid", "cmdline", "username"]):
@@ -165,7 +165,7 @@ def versions() -> dict[str, str]:
 
 
 def torchvision_misfit() -> str:
-    """Returns the import error of a torchvision built for another torch; an empty string if it can be imported."""
+    """Returns the import error of a torchvision that is built for another torch; an empty string without an error."""
     torch, torchvision = _version("torch") or "none", _version("torchvision")
     pins = (metadata.requires("torchvision") or ()) if torchvision else ()
     made_for = next((pin[1] for line in pins if (pin := re.match(r"torch *\(?==([^;,)+ ]+)", line))), "")
@@ -194,7 +194,7 @@ def _version(name: str) -> str:
 
 
 def code(folder: Path) -> dict[str, Any]:
-    """Hashes each code file and all together, and reads git's revision; "whole": False if files were left out."""
+    """Returns hashes of the code files and git's revision; "whole" is False if the folder has too many files."""
     if not folder.is_dir():
         return {"exists": False, "path": str(folder.absolute())}
     files, complete = dict[str, str](), False

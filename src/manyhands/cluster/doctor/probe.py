@@ -1,7 +1,7 @@
-"""Tests of connections between machines: listeners, attempts to connect, bandwidth, and manyhands' open ports.
+"""Tests connections between machines and measures their bandwidth; lists the open ports of manyhands.
 
-A listener answers only a peer that knows its token, so that another program, or another machine with the same address,
-is not mistaken for it. It only echoes or counts bytes, and closes after a time limit.
+A listener answers only peers that know its token. So an answer can't come from another program, or from another machine
+with the same address. A listener only echoes or counts bytes, and closes after a time limit.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ OPEN_AT_ONCE = 64
 
 @dataclass(frozen=True)
 class Listener:
-    """A listener of a machine, or the reason why there is none."""
+    """A listening port of a machine, or the reason why listening failed."""
 
     address: str  # of that machine
     port: int = 0  # of the listener
@@ -75,7 +75,7 @@ def _answer(connection: socket.socket, token: bytes) -> None:
 
 
 def _count(connection: socket.socket, seconds: float) -> tuple[float, float]:
-    """Returns the number of bytes received after a warm-up, and the seconds that they took."""
+    """Returns (bytes received after a warm-up, seconds that these bytes took)."""
     place, count, since = memoryview(bytearray(BLOCK_BYTES)), 0, 0.0
     start = last = time.monotonic()
     while last - start < seconds or not count:  # on a busy machine the time may be over before
@@ -90,7 +90,7 @@ def _count(connection: socket.socket, seconds: float) -> tuple[float, float]:
 
 
 def _connect(target: Listener, timeout_s: float) -> Attempt:
-    """Tries to reach one listener and measures the latency of small messages; `timeout_s` is for each answer."""
+    """Tries to reach a listener and measures the latency of small messages; `timeout_s` limits each answer."""
     local, latency_ms, times = "", None, list[float]()
     result: Reached = "ok"
     try:
@@ -148,7 +148,7 @@ def _lets_in(address: str, port: int) -> bool:
 
 
 class Probe:
-    """Remote methods that test a machine's connections; listeners stay open between calls."""
+    """Methods for the launcher that test a machine's connections. Listeners stay open between calls."""
 
     def __init__(self) -> None:
         self._listening: list[socket.socket] = []
@@ -238,7 +238,7 @@ class Probe:
 
     @remote
     def open_ports(self) -> tuple[OpenPort, ...]:
-        """Returns the ports of this user's manyhands processes and their children, as far as the system shows them."""
+        """Returns the listening ports of manyhands processes and their children that this user is allowed to see."""
         ours: dict[int, psutil.Process] = {}
         for process in psutil.process_iter(["cmdline"]):
             words = process.info["cmdline"] or []

@@ -1,4 +1,4 @@
-"""Machines that don't answer or are listed twice, misleading names, clocks, scarce resources, and accelerators."""
+"""Checks for machines that don't answer or are listed twice, host names, clocks, low resources and accelerators."""
 
 import ipaddress
 import math
@@ -47,7 +47,7 @@ def run(survey: Survey) -> Iterator[DoctorFinding]:
 
 
 def _listed_twice(survey: Survey) -> Iterator[DoctorFinding]:
-    """Yields machines that are listed under several names, which would start processes for each name."""
+    """Yields machines that are listed under several names; each name would start processes."""
     names: dict[str, list[str]] = {}
     for host, machine in survey.fact("machine").items():
         names.setdefault(machine, []).append(host)
@@ -59,7 +59,7 @@ def _listed_twice(survey: Survey) -> Iterator[DoctorFinding]:
 
 
 def _names(survey: Survey) -> Iterator[DoctorFinding]:
-    """Yields host names that resolve to loopback or to another machine, if there are several machines."""
+    """Yields host names that resolve to loopback or to another machine's address, if there are several machines."""
     loopback, hint = dict[str, str](), 'for other tools, add to /etc/hosts on {}: "{} {}"'
     hints: dict[str, tuple[str, ...]] = {}
     for host, name in survey.fact("name").items() if len(survey.hosts) > 1 else ():
@@ -78,7 +78,7 @@ def _names(survey: Survey) -> Iterator[DoctorFinding]:
 
 
 def _clocks(survey: Survey) -> Iterator[DoctorFinding]:
-    """Yields clocks that differ from the median by more than APART_S plus the error of the measurement."""
+    """Yields machines whose clock differs from the median by more than APART_S plus the measurement error."""
     if len(survey.clock_s) < 2:
         return
     middle = statistics.median_low([offset for offset, _ in survey.clock_s.values()])
@@ -91,7 +91,7 @@ def _clocks(survey: Survey) -> Iterator[DoctorFinding]:
     shown = ", ".join(f"{host} is {abs(by):.1f} s {'ahead' if by > 0 else 'behind'}" for host, by in far.items())
     others = who(host for host in apart if host not in far)
     what = f"clocks differ: {shown} of {others}; times in logs will not match, and certificates may be refused"
-    hints = tuple(f"synchronise the clock: {survey.on_host(host, 'sudo timedatectl set-ntp true')}" for host in far)
+    hints = tuple(f"synchronize the clock: {survey.on_host(host, 'sudo timedatectl set-ntp true')}" for host in far)
     yield DoctorFinding("clock", "warn", tuple(far), what, hints, "clock")
 
 
@@ -156,7 +156,7 @@ def _disk(survey: Survey) -> Iterator[DoctorFinding]:
 
 
 def _accelerators(survey: Survey) -> Iterator[DoctorFinding]:
-    """Yields problems with accelerators; a machine with a broken driver gets only that finding."""
+    """Yields problems with accelerators. For a machine with a broken driver, yields only the broken driver."""
     if survey.needs.device == "cpu":
         return
     broken = survey.fact("errors", "accelerators")
@@ -196,7 +196,7 @@ def _too_few(survey: Survey, found: dict[str, list[Any]]) -> Iterator[DoctorFind
 
 
 def _different(survey: Survey, found: dict[str, list[Any]]) -> Iterator[DoctorFinding]:
-    """Yields machines with another device type, which can't train together by default, or another accelerator."""
+    """Yields machines with another device type than most (by default they can't train together), or another model."""
     kinds = {host: ",".join(sorted({device["kind"] for device in devices})) or "cpu" for host, devices in found.items()}
     common, odd = odd_ones(kinds)
     if odd and survey.needs.device == "auto":

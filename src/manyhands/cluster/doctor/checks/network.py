@@ -1,4 +1,4 @@
-"""Machines that can't reach each other, unsuitable interfaces, a port in use, and slow links."""
+"""Checks for machines that can't reach each other, wrong network interfaces, a port in use, and slow links."""
 
 import statistics
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ MEANINGS = {  # results of attempts, the most informative first
 
 
 def run(survey: Survey) -> Iterator[DoctorFinding]:
-    """Yields findings on connections (one for each machine that explains failures), interfaces, port and speed."""
+    """Yields findings on connections (one per machine that explains failures), interfaces, the port and link speed."""
     failing = {pair for pair, tries in survey.reach.items() if not any(a.result == "ok" for a in tries)}
     if not failing:
         yield from _common_address(survey)
@@ -46,7 +46,7 @@ def run(survey: Survey) -> Iterator[DoctorFinding]:
 
 
 def _worst(survey: Survey, failing: set[Pair]) -> tuple[str, str, set[Pair]]:
-    """Returns the machine that explains most failing pairs, its role ("to", "from" or "both"), and these pairs."""
+    """Returns the machine in most failing pairs, the failing direction ("to", "from" or "both"), and these pairs."""
     candidates: list[tuple[int, int, str, str, set[Pair]]] = []
     for host in survey.hosts:
         to, back = ({pair for pair in failing if pair[side] == host} for side in (1, 0))
@@ -133,7 +133,7 @@ def _interfaces(survey: Survey) -> Iterator[DoctorFinding]:
 
 
 def _slow(survey: Survey) -> Iterator[DoctorFinding]:
-    """Yields slow links: one finding if all are slow, one for a machine slow in one direction, else one per pair."""
+    """Yields slow links: one finding if all are slow, one per machine that is slow in a direction, or one per pair."""
     limit = max(SLOW_MBPS, min(statistics.median(survey.mbps.values()) / ODD_FACTOR, ENOUGH_MBPS))
     slow = {pair for pair, mbps in survey.mbps.items() if mbps < limit}
     if len(slow) == len(survey.mbps):
@@ -179,7 +179,7 @@ def _far(survey: Survey) -> Iterator[DoctorFinding]:
         pair = max(far, key=lambda pair: far[pair])
         hosts = tuple(host for host in survey.hosts if any(host in pair for pair in far))
         what = f"the latency between {who(hosts)} is high: {far[pair]:.0f} ms from {pair[0]} to {pair[1]} and back"
-        hints = ("synchronise less often: --sync auto (each update waits for several messages)",)
+        hints = ("synchronize less often: --sync auto (each update waits for several messages)",)
         yield DoctorFinding("links", "warn", hosts, what, hints, "latency")
 
 

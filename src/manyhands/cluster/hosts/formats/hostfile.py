@@ -24,7 +24,7 @@ _SSH_PORTS = {22, 222}
 
 
 def recognise(path: str, text: str) -> bool:
-    """Returns True for lines with slots, or for lines of hosts if one has a number or the file name has "host"."""
+    """Returns True if a line has slots, or if all lines are hosts and a line has a colon or the name has "host"."""
     lines, name = [words for words in map(_words, text.splitlines()) if words], Path(path).name.lower()
     if not lines or lines[0][0].startswith(("{", "[")):
         return False
@@ -35,7 +35,7 @@ def recognise(path: str, text: str) -> bool:
 
 
 def read(text: str, where: str) -> Cluster:
-    """Reads a hostfile. Raises UserError: a line is not a host with its slots, or there are no hosts."""
+    """Reads a hostfile. Raises UserError if a line is not a host with optional settings, or there are no hosts."""
     found: dict[str, Machine] = {}
     for number, line in enumerate(text.splitlines(), 1):
         words, place = _words(line), at_line(where, number)
@@ -54,7 +54,7 @@ def read(text: str, where: str) -> Cluster:
 
 
 def read_list(text: str, where: str) -> Cluster:
-    """Reads "n1:4,user@n2,[fd00::1]:2,ssh://n3:2222,n4 slots=200". Raises UserError: invalid or repeated hosts."""
+    """Reads "n1:4,user@n2,[fd00::1]:2,ssh://n3:2222,n4 slots=200". Raises UserError for invalid or repeated hosts."""
     found: dict[str, Machine] = {}
     for part in map(str.strip, text.split(",")):
         if not part:
@@ -72,7 +72,7 @@ def read_list(text: str, where: str) -> Cluster:
 
 
 def write(cluster: Cluster) -> tuple[str, list[str]]:
-    """Returns a hostfile, and notes on values that the format doesn't support."""
+    """Returns (text of a hostfile, notes on values that the format doesn't support)."""
     notes = {
         "device numbers are omitted: hostfiles don't have device numbers": any(m.devices for m in cluster.machines),
         "the master's port is omitted: hostfiles don't have a port for the master": cluster.master_port,

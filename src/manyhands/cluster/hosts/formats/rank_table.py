@@ -147,7 +147,7 @@ class RankTable(_Part):
 
 
 def recognise(path: str, text: str) -> bool:
-    """Returns True for a JSON object with a list of servers, or an incomplete one with a rank table's file name."""
+    """Returns True for a JSON object with a list of servers, or for an object in a file named like a rank table."""
     named = re.search(r"(rank_?table|^hccl).*\.json$", Path(path).name)
     return text.lstrip().startswith("{") and bool(named or re.search(r'"(server|rank|group)_list"\s*:', text))
 
@@ -161,7 +161,7 @@ def read(text: str, where: str) -> inventory.Cluster:
 
 
 def read_table(text: str, where: str) -> RankTable:
-    """Reads a table. Raises UserError: invalid JSON, or a field that is wrong or breaks a rule of HCCL, by its path."""
+    """Reads a table. Raises UserError, with the field's path, if a field is wrong or breaks a rule of HCCL."""
     try:
         value = parse_json(text.removeprefix("\ufeff"), once_each=True)
     except UnreadableError as error:
@@ -183,7 +183,7 @@ def read_table(text: str, where: str) -> RankTable:
 
 
 def _dotted(path: Keys) -> str:
-    """Formats a path as in server_list[1].device[0].rank_id."""
+    """Formats a path, such as "server_list[1].device[0].rank_id"."""
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".")
 
 
@@ -275,7 +275,7 @@ def _broken_ranks(table: RankTable) -> Iterator[Mistake]:
 
 
 def wait(path: Path, timeout_s: float) -> str:
-    """Waits for a table that is missing, truncated or initializing; returns its text. Raises UserError: timeout."""
+    """Waits while a table is missing, truncated or initializing. Returns the text. Raises UserError on timeout."""
     ends, announced = time.monotonic() + timeout_s, timeout_s < POLL_S
     while True:
         text = ""
@@ -298,10 +298,10 @@ def wait(path: Path, timeout_s: float) -> str:
 
 
 def write(cluster: inventory.Cluster) -> tuple[str, list[str]]:
-    """Returns a table of version 1.0, and notes on values that it can't hold.
+    """Returns (text of a table of version 1.0, notes on values that the table can't hold).
 
-    Adds the NPUs' addresses if there is only one machine. Raises UserError: a number of processes is unknown, or the
-    table breaks a rule of HCCL.
+    Adds the NPUs' addresses if there is only one machine. Raises UserError if a number of processes is unknown, or if
+    the table breaks a rule of HCCL.
     """
     addresses = read_hccn() if len(cluster.machines) == 1 else {}
     notes = {
@@ -341,7 +341,7 @@ def write(cluster: inventory.Cluster) -> tuple[str, list[str]]:
 
 
 def read_hccn() -> dict[int, str]:
-    """Reads the NPUs' addresses from lines such as address_0=192.168.100.101. Raises UserError: an invalid address."""
+    """Returns the addresses by NPU, read from lines such as address_0=192.168.100.101. Raises UserError if invalid."""
     found: dict[int, str] = {}
     text = HCCN.read_text(encoding="utf-8", errors="replace") if HCCN.exists() else ""
     for at, line in enumerate(text.splitlines(), 1):
@@ -355,7 +355,7 @@ def read_hccn() -> dict[int, str]:
 
 
 def place(environment: Mapping[str, str]) -> inventory.LauncherPlace | None:
-    """Returns the rank by RANK_TABLE_FILE and RANK_ID; None if one is unset. Raises UserError: a contradiction."""
+    """Returns the rank by RANK_TABLE_FILE and RANK_ID; None if either is unset. Raises UserError."""
     where = environment.get("RANK_TABLE_FILE", "")
     if not where or not environment.get("RANK_ID"):
         return None
