@@ -2,7 +2,6 @@
 
 Code files are small text files. Hidden files, Python environments, run folders, links to files outside the folder, and
 files with passwords or keys are skipped.
-
 The folder's .git/config may come from another user and name programs; `core.user_code.git` runs none of them.
 """
 
@@ -58,8 +57,8 @@ def code_files(
 ) -> Iterator[Path]:
     """Yields the code files below a folder in a fixed order, without following links to folders.
 
-    Calls `leave(path, reason)` for each file skipped because of CREDENTIALS or ELSEWHERE. Raises UserError if there are
-    more than `most_folders` subfolders, after yielding the files of so many.
+    Calls `leave(path, reason)` for each file skipped because of CREDENTIALS or ELSEWHERE. After the files of the first
+    `most_folders` subfolders, raises UserError if there are more.
     """
     top = folder.resolve()
     for count, (place, folders, names) in enumerate(os.walk(folder)):

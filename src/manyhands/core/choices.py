@@ -1,4 +1,4 @@
-"""Finds and imports choices by name. A choice is a module in a package such as `models.architectures`."""
+"""Finds and imports choices by name, such as network architectures. Each choice is a module of a package."""
 
 import ast
 import difflib
@@ -24,7 +24,7 @@ def load_choice(package: str, name: str) -> ModuleType:
 
 
 def read_choice(package: str, name: str) -> dict[str, Any]:
-    """Parses a choice without importing it. Returns {name: constant value or constant return value, else None}."""
+    """Parses a choice without importing it. Returns {name: literal value or literal return value, else None}."""
     spec = importlib.util.find_spec(f"{package}.{name}")
     found: dict[str, Any] = {}
     for node in ast.parse(Path(str(spec and spec.origin)).read_text(encoding="utf-8")).body:

@@ -27,7 +27,7 @@ def is_accelerator(device: str | torch.device) -> bool:
 
 
 def is_tested(device: str | torch.device) -> bool:
-    """Returns True for an accelerator type that has passed the GPU tests; other types use only torch's defaults."""
+    """Returns True if this accelerator type has passed the GPU tests. Untested types use only torch's defaults."""
     return is_accelerator(device) and torch.device(device).type in TESTED_DEVICES
 
 

@@ -90,7 +90,7 @@ def parse_mesh(text: str, where: str = "parallel.mesh") -> Mesh:
 
 
 def make_mesh(sizes: Mapping[str, Any], where: str = "mesh", count: int | None = None) -> Mesh:
-    """Creates a mesh from {axis name: size}. Raises UserError if invalid, or if not `count` axes (repeated names)."""
+    """Creates a mesh from {axis name: size}. `count`: axes in the user's text, to find repeats. Raises UserError."""
     if not 0 < len(sizes) <= MOST_AXES or len(sizes) != (count or len(sizes)):
         hints = ("write a mesh such as dp=2,tp=2",)
         raise UserError("a mesh needs one to three axes with different names", where, hints)
@@ -111,7 +111,7 @@ def make_mesh(sizes: Mapping[str, Any], where: str = "mesh", count: int | None =
 def bounds(length: int, parts: int) -> list[int]:
     """Returns the `parts` + 1 boundaries of the shards of a dimension; shard sizes differ by at most one.
 
-    A dimension that is sharded over several axes is split once, by the product of their sizes; nested splits differ.
+    A dimension that is sharded over several axes is split once, by the product of their sizes, without nesting.
     """
     return [length * number // parts for number in range(parts + 1)]
 

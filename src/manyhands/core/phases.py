@@ -44,7 +44,7 @@ class PhaseClock:
         self._computed = perf_counter()
 
     def backward_ends(self) -> None:
-        """Assigns the time since the last `computed` to communication, if `computed` was called in this phase."""
+        """Assigns the time since the last call of `computed` to communication, if that call was in this phase."""
         if self._computed > self._since:
             self.to(self.to(COMMUNICATION, self._computed))
 

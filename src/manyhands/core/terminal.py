@@ -44,7 +44,7 @@ def say(text: str, who: str = "manyhands") -> None:
 
 
 def show(lines: str | Iterable[str], to: TextIO | None = None) -> None:
-    """Writes a command's output. Raises BrokenPipeError if the reader has exited, else UnwritableError."""
+    """Writes a command's output. Raises BrokenPipeError if the reader has exited, UnwritableError if writing fails."""
     stream = sys.stdout if to is None else to
     text = "".join(f"{plain_lines(line)}\n" for line in ([lines] if isinstance(lines, str) else lines))
     try:

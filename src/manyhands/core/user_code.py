@@ -50,6 +50,7 @@ def code_digests(words: Iterable[str]) -> dict[str, str]:
 
 
 def imported_files(file: Path) -> list[Path]:
+    """Returns the files in the folder of `file` that `file` imports, directly or indirectly."""
     found, waiting = dict.fromkeys([file]), [file]
     while waiting and len(found) < 500:
         module = waiting.pop()

@@ -110,7 +110,7 @@ class Agent(Probe):
     @remote
     @private_files()
     def take_code(self, files: dict[str, str]) -> str:
-        """Writes the job's code ({path: base64}) into a folder named by its hash; enters and returns this folder."""
+        """Writes the job's code ({path: base64}) into a folder named by its hash; changes to and returns the folder."""
         digest = hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()[:16]
         folder = platformdirs.user_cache_path("manyhands") / "code" / digest
         from manyhands.cluster.code_files import write_code
@@ -159,7 +159,7 @@ class Agent(Probe):
         return (folders.advance_term(folder.ranks, wanted) if ours else folders.term_in(folder.ranks)).head
 
     def _claim(self, folder: RunFolder, wanted: protocol.OpenRun) -> str | None:
-        """Locks the run folder until this agent ends. Returns the id of the run in it, or None if the lock is taken."""
+        """Locks the run folder until this agent ends. Returns its run's id, or None if another run has the lock."""
         folder.failures.mkdir(parents=True, exist_ok=True)
         try:
             lock = folders.claim(folder, wanted.holder, *((MAKE_WAY_S, MAKE_WAY_S) if wanted.term else (CLAIM_S,)))
@@ -210,7 +210,7 @@ class Agent(Probe):
 
     @remote
     def open_tunnel_ends(self, address: str) -> str:
-        """Creates and returns a folder for the sockets of ssh tunnels. Workers will listen on `address`, a loopback."""
+        """Creates and returns a folder for the sockets of ssh tunnels. Workers listen on the loopback `address`."""
         from manyhands.cluster.agents.tunnel import Tunnels
 
         self._tunnel_reported, self._tunnels = False, self._tunnels or Tunnels()

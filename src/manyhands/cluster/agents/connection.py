@@ -1,7 +1,6 @@
 """Both ends of the connection between a launcher and the agent of one machine, over a pipe or over ssh.
 
 The agent answers each call with the id of the call, and sends events with id 0. No port is opened.
-
 A lost connection is replaced through a Unix socket: `python -m manyhands.cluster.agents.connection SOCKET RECEIVED`,
 run over ssh, passes its standard streams to the agent.
 """
@@ -269,7 +268,7 @@ def _error(link: AgentConnection, failed: RequestFailed | str) -> RunError:
 
 
 class Wire:
-    """The agent's end of the connection: reads standard input, writes to `output`. Runs no thread between calls."""
+    """The agent's end: reads standard input, writes to `output`. Keeps no thread, because the agent forks workers."""
 
     def __init__(self, output: int) -> None:
         self._output, self._lines = output, Lines()
@@ -288,7 +287,7 @@ class Wire:
         return self.remote and time.monotonic() - self.last_received > SILENT_S
 
     def _replaceable(self) -> bool:
-        """Returns True if an ended connection can be replaced; a launcher that exits closes only one direction."""
+        """Returns True if an ended connection can be replaced. If the launcher exits, only one direction is closed."""
         poll = select.poll()
         poll.register(self._output, 0)
         return bool(self._listener and self.remote and poll.poll(ENDED_MS))

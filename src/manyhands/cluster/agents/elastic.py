@@ -69,7 +69,7 @@ class _Rendezvous(StaticTCPRendezvous):
 
 
 class ElasticAgent(cast(Any, LocalElasticAgent)):  # torch's decorators hide the methods' signatures
-    """PyTorch's agent with ranks from a list of sizes, a store on one address, and commands from the launcher."""
+    """PyTorch's elastic agent with ranks from the launcher, a store at one address, and commands from the launcher."""
 
     def __init__(self, orders: Orders, listener: socket.socket | None, scratch: str, wire: Wire, tick: Tick) -> None:
         self._orders, self._listener, self._wire, self._tick = orders, listener, wire, tick
@@ -225,7 +225,7 @@ class ElasticAgent(cast(Any, LocalElasticAgent)):  # torch's decorators hide the
             raise RendezvousGracefulExitError("the workers did not stop in time")
 
     def _launcher_lost_at(self) -> float:
-        """Returns when a lost launcher last sent a message, or when a newer launcher was noticed; 0 for neither."""
+        """Returns the time of a lost launcher's last message, or of the detection of a newer launcher; else 0."""
         if not self._orders.term:
             return 0.0 if self._wire.open else self._wire.last_received
         now = time.monotonic()

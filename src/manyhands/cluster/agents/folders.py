@@ -2,7 +2,6 @@
 
 All folders of one run, on several machines or on a shared disk, have the same id. The owner of the lock writes the id
 of its launch into the file `holder`.
-
 A machine obeys the launcher with the highest term, which is stored in the run folder. Each new launcher of a detached
 run increments the term. Agents with a lower term have their workers save and exit.
 """
@@ -28,7 +27,7 @@ _ID = re.compile("[0-9a-f]{8,64}")
 
 
 def use_run_folder(path: Path) -> RunFolder:
-    """Opens or creates a run folder named by the user. Raises UserError if not writable or not a run."""
+    """Opens or creates the user's run folder. Raises UserError if it isn't writable, or has files but no run."""
     with writing_into(path):
         path.mkdir(parents=True, exist_ok=True)
     folder = RunFolder(path)
@@ -100,7 +99,7 @@ def claim(folder: RunFolder, holder: str = "", patience_s: float = 0, leaving_s:
 
 
 def agent_lock(ranks: Path, machine: int, generation: int = 0) -> FileLock:
-    """Returns the lock that an agent holds while its workers run. To save, they may outlive a killed launcher.
+    """Returns the lock that an agent holds while its workers run. After a kill of the launcher, workers still save.
 
     Each start has its own lock, because a disconnected machine may keep its lock on a shared disk.
     """
@@ -110,7 +109,7 @@ def agent_lock(ranks: Path, machine: int, generation: int = 0) -> FileLock:
 
 
 def agent_has_left(ranks: Path, machine: int, generation: int) -> bool:
-    """Returns True if the lock of `agent_lock` is free; a disconnected machine may still train and save."""
+    """Returns True if the agent's `agent_lock` is free, so that no disconnected machine still trains or saves."""
     path = ranks / f"agent-{machine}-{generation}.lock"
     return not path.exists() or not _is_held(path)
 
@@ -166,6 +165,7 @@ class Term(NamedTuple):
 
 
 def term_in(ranks: Path) -> Term:
+    """Returns the highest term stored in `ranks`, the folder ranks/ of a run; (0, 0) if there is none."""
     with contextlib.suppress(OSError, ValueError):
         head, start = map(int, (ranks / "term").read_text("ascii").split())
         return Term(head, start)

@@ -59,7 +59,7 @@ class HeartbeatMonitor:
         return seen if all_of_them or any(each.stood_s > _WELL_S or each.stopped for each in seen) else []
 
     def last(self, rank: int) -> Heartbeat | None:
-        """Returns the last heartbeat of a process; None before it begins to train."""
+        """Returns the last heartbeat of a rank; None before the rank begins to train."""
         return self._last[rank][0] if rank in self._last else None
 
     def _worker_state(self, rank: int, now: float) -> Seen | None:

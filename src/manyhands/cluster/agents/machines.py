@@ -84,14 +84,14 @@ class RunMachine:
         return self.opened_folder
 
     def count_failure(self, step: int) -> float:
-        """Counts a failure at saved step `step`; returns the seconds to exclude the machine, 0 for a first failure."""
+        """Counts a failure at saved step `step`; returns the seconds to exclude the machine (0: first failure)."""
         useful = self.since_step is not None and step - self.since_step >= SOON_UPDATES
         self.failures, self.since_step = 1 if useful else self.failures + 1, None
         again = self.failures > 1
         return min(timeouts.EXCLUDED_MOST_S, timeouts.EXCLUDED_S * 2 ** (self.failures - 2)) if again else 0.0
 
     def lose(self, pause_s: float = 0.0) -> None:
-        """Ends the connection. Retries after `pause_s`, or RETRY_LEAST_S if longer and the user doesn't wait."""
+        """Ends the connection. Sets the next contact after `pause_s`, at least RETRY_LEAST_S unless `requested`."""
         self._leave(MachineState.LOST)
         self.until = self.since + max(pause_s, 0.0 if self.requested else timeouts.RETRY_LEAST_S)
         self.disconnect()
@@ -124,7 +124,7 @@ class RunMachine:
 
 
 class Machines:
-    """All machines of a run, including lost ones; machines that take part are in rank order."""
+    """All machines of a run, including lost machines. Running machines are in rank order."""
 
     def __init__(self, machines: list[RunMachine]) -> None:
         self.all = machines
@@ -207,7 +207,7 @@ def assembled(
         try:
             for machine in machines:
                 found.all.append(RunMachine(machine, link=open_agent(machine, options, logs)))
-            _greet(found, options, wanted)
+            _request_facts(found, options, wanted)
             yield found
         except KeyboardInterrupt:
             on_stop()
@@ -259,7 +259,7 @@ def open_agent(machine: Machine, options: ClusterOptions, logs: Path) -> AgentCo
     return link
 
 
-def _greet(machines: Machines, options: ClusterOptions, wanted: FactsWanted) -> None:
+def _request_facts(machines: Machines, options: ClusterOptions, wanted: FactsWanted) -> None:
     """Requests the facts of all machines. Machines that answer become RUNNING; other machines become LOST."""
     asked, links = time.time(), {machine.agent: machine for machine in machines.all}
     requests = {link: call(Agent.hello, wanted, not link.here) for link in links}

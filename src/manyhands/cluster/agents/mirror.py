@@ -43,7 +43,7 @@ class Sender:
             text = read_growing(path, offset, PIECE_BYTES, rest=self._rest or name == OUTPUT)
             self._sent[name] = offset + len(text)
             if text:
-                yield FilePiece(name, text.decode(*_coding(name)), offset)
+                yield FilePiece(name, text.decode(*_encoding(name)), offset)
         for name in WHOLE:
             path = self._folder / name
             with contextlib.suppress(OSError):
@@ -66,7 +66,7 @@ class Receiver:
         return {name: size_of(self._folder / name) for name in (*GROWING, OUTPUT)}
 
     def take(self, piece: FilePiece) -> None:
-        """Writes one piece; a piece with offset 0 starts a new file, and an existing file is renamed."""
+        """Writes a piece. A piece with offset 0 starts a new file; an existing growing file is renamed before."""
         self._waiting.append(piece)
         with contextlib.suppress(OSError):
             while self._waiting:
@@ -75,7 +75,7 @@ class Receiver:
 
     def _write(self, piece: FilePiece) -> None:
         name = piece.name
-        text, path = piece.text.encode(*_coding(name)), self._folder / name
+        text, path = piece.text.encode(*_encoding(name)), self._folder / name
         if name in {*GROWING, OUTPUT}:
             self._append(path, piece.offset, text)
         elif name == JOB:
@@ -99,6 +99,6 @@ class Receiver:
             raise
 
 
-def _coding(name: str) -> tuple[str, str]:
+def _encoding(name: str) -> tuple[str, str]:
     """Returns (encoding, error handler) of a file. The output of a user's program may have any encoding."""
     return ("latin-1", "strict") if name == OUTPUT else ("utf-8", "replace")

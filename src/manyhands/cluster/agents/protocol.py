@@ -67,7 +67,7 @@ class WorkersSeen(Message):
 
 @dataclass(frozen=True)
 class WorkerExited(Message):
-    """Reports that a worker has failed; sent at once, before the other workers of its machine are ended."""
+    """Reports that a worker has failed; sent at once, before the agent ends the other workers."""
 
     rank: int
     code: int

@@ -97,9 +97,9 @@ class _Head:
             case protocol.WorkersEnded():
                 self._add_results(link, message)
             case protocol.TunnelEnded():
-                self._cut_off(message.what)
+                self._handle_ended_tunnel(message.what)
             case RequestFailed():
-                self._refuse(link, message)
+                self._handle_refusal(link, message)
             case _:
                 pass
 
@@ -121,7 +121,7 @@ class _Head:
                 link.process.kill()
 
     def regroup(self) -> None:
-        """Makes the workers save and exit, if all have started and none is about to exit."""
+        """Makes the workers save and exit for a restart, if the workers of all machines have started and run."""
         if not (self.ending.regrouped or self.ending.interrupted) and self.running == self._started:
             self.ending.regrouped = True
             self._command(protocol.WorkerCommand("stop"))
@@ -137,11 +137,11 @@ class _Head:
             link.flush()
         now = time.monotonic()
         self._give_up_silent(now)
-        self._name_awaited(now)
+        self._report_awaited(now)
         if self._watch.stalls and (why := self._stalls.new_warning()):
             self._watch.on_warning(why)
         if not self.ending.lost_tunnel and (why := self._watch.lost_tunnel()):
-            self._cut_off(why)
+            self._handle_ended_tunnel(why)
         if self._watch.recovers and not self.ending.interrupted:
             self._evict()
         if self.ending.interrupted == 1 and not self.ending.hung and now - self._asked_at > timeouts.HUNG_S:
@@ -174,7 +174,7 @@ class _Head:
     def _silent(self, now: float) -> list[AgentConnection]:
         return [link for link in self.running if not link.here and now - link.last_received > timeouts.AWAITED_S]
 
-    def _name_awaited(self, now: float) -> None:
+    def _report_awaited(self, now: float) -> None:
         """Prints the machines that delay a stop: the silent machines, or after a loss all remaining machines."""
         if self.ending.interrupted != 1:
             return
@@ -185,7 +185,7 @@ class _Head:
             who = " and ".join(names) + (" (no response)" if silent else "")
             self._watch.on_warning(f"waiting for {who}; press Ctrl-C again to stop at once")
 
-    def _cut_off(self, what: str) -> None:
+    def _handle_ended_tunnel(self, what: str) -> None:
         """Handles the end of a tunnel between machines: workers stop waiting for data from this tunnel, and exit."""
         self.ending.lost_tunnel = self.ending.lost_tunnel or what
         if self._watch.recovers:
@@ -209,7 +209,7 @@ class _Head:
             how = f": {record.what}" if record else f" {how_it_ended(exited.code, worker=True)}"
             self._watch.on_warning(f"rank {exited.rank} on {exited.host}{how}; cleaning up")
 
-    def _refuse(self, link: AgentConnection, failed: RequestFailed) -> None:
+    def _handle_refusal(self, link: AgentConnection, failed: RequestFailed) -> None:
         name = link.machine.name
         if isinstance(failed, Misunderstood):
             self.ending.broken = f"{name}: {failed.what}"

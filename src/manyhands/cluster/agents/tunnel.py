@@ -125,14 +125,14 @@ class SshTunnels(Children):
         return ssh_command(machine, self._options, "-S", f"{self.folder}/{number}".replace("%", "%%"), *words)
 
     def there(self, name: str, to: str) -> int:
-        """Forwards a free loopback port of the machine to `to` here, and returns the port. Raises TunnelError."""
+        """Forwards a free loopback port of machine `name` to `to` on this machine; returns it. Raises TunnelError."""
         said = self._forward(name, "-R", f"{LOOPBACK}:0:{to}").strip()
         if not said.isdecimal():
             raise TunnelError(f"ssh to {name} did not report the forwarded port: {said!r}")
         return int(said)
 
     def here(self, name: str, listen: str, to: str) -> None:
-        """Forwards `listen` here to `to` on the machine, whose ssh server may refuse connections later."""
+        """Forwards `listen` on this machine to `to` on machine `name`. Its ssh server may refuse connections later."""
         self._forward(name, "-L", f"{listen}:{to}")
 
     def _forward(self, name: str, way: str, what: str) -> str:

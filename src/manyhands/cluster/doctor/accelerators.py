@@ -61,11 +61,11 @@ def count_accelerators() -> int:
 
 def driver_versions() -> dict[str, str]:
     """Returns the installed versions by name: nvidia (driver), ascend (driver) and cann."""
-    found = {name: re.search(pattern, _text(Path(file))) for name, (file, pattern) in DRIVER_FILES.items()}
+    found = {name: re.search(pattern, _read_text(Path(file))) for name, (file, pattern) in DRIVER_FILES.items()}
     return {name: match[1] for name, match in found.items() if match}
 
 
-def _text(path: Path) -> str:
+def _read_text(path: Path) -> str:
     return path.read_text(errors="replace").strip() if path.is_file() else ""
 
 
@@ -73,8 +73,8 @@ def cards(bus: Path = Path("/sys/bus/pci/devices")) -> list[dict[str, str]]:
     """Returns vendor and PCI address of each accelerator, with or without a driver."""
     found: list[dict[str, str]] = []
     for device in sorted(bus.iterdir()) if bus.is_dir() else []:
-        vendor, classes = CARDS.get(_text(device / "vendor"), ("", ()))
-        if vendor and _text(device / "class").startswith(classes):
+        vendor, classes = CARDS.get(_read_text(device / "vendor"), ("", ()))
+        if vendor and _read_text(device / "class").startswith(classes):
             found.append({"vendor": vendor, "address": device.name})
     return found
 

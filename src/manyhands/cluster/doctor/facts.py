@@ -52,6 +52,7 @@ DATA_S = 3.0
 
 
 def gather(wanted: FactsWanted) -> dict[str, Any]:
+    """Returns {name: value} of the requested facts, with environment variables, and errors by name."""
     workdir = Path(wanted.workdir or ".").expanduser()
     runs = workdir / Path(wanted.runs or "runs").expanduser()
     errors: dict[str, str] = {}
@@ -165,7 +166,7 @@ def versions() -> dict[str, str]:
 
 
 def torchvision_misfit() -> str:
-    """Returns the import error of a torchvision that is built for another torch; an empty string without an error."""
+    """Returns the import error of a torchvision that is built for another torch; "" if torchvision works."""
     torch, torchvision = _version("torch") or "none", _version("torchvision")
     pins = (metadata.requires("torchvision") or ()) if torchvision else ()
     made_for = next((pin[1] for line in pins if (pin := re.match(r"torch *\(?==([^;,)+ ]+)", line))), "")
@@ -217,21 +218,21 @@ def dataset(name: str, folder: str, workdir: Path) -> dict[str, Any]:
         return {"kind": "none"}
     path = workdir / Path(name).expanduser()
     if path.is_dir() or "/" in name or name.startswith("."):
-        return {"kind": "folder", "path": str(path.absolute()), **_tree([path] if path.is_dir() else [])}
+        return {"kind": "folder", "path": str(path.absolute()), **_hash_tree([path] if path.is_dir() else [])}
     above = data_folder(DataOptions(dir=folder))
-    word = _plain(name.partition(":")[2] or name)
+    word = _alphanumeric(name.partition(":")[2] or name)
     entries = sorted(above.iterdir()) if above.is_dir() else []
-    roots = [entry for entry in entries if _plain(entry.name).startswith(word)]
+    roots = [entry for entry in entries if _alphanumeric(entry.name).startswith(word)]
     if not roots and above.is_dir() and recognise(above) == name:
         roots = [above]
-    return {"kind": "named", "path": str(above / name), **_tree(roots)}
+    return {"kind": "named", "path": str(above / name), **_hash_tree(roots)}
 
 
-def _plain(name: str) -> str:
+def _alphanumeric(name: str) -> str:
     return "".join(filter(str.isalnum, name.lower()))
 
 
-def _tree(roots: list[Path]) -> dict[str, Any]:
+def _hash_tree(roots: list[Path]) -> dict[str, Any]:
     if not roots:
         return {"exists": False}
     until, lines, total, complete = time.monotonic() + DATA_S, list[str](), 0, True

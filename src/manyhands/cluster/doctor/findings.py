@@ -24,7 +24,7 @@ ORDER = ("contact", "twice", "reach", "interface", "port", "accelerators", "vers
 
 @dataclass(frozen=True)
 class FactsWanted:
-    """A request for facts about a machine, for a job."""
+    """The parameters of a request for facts about a machine."""
 
     workdir: str = ""  # of the job; empty for the agent's working folder
     runs: str = ""  # parent of the run folders; empty for the default

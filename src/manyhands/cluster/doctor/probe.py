@@ -59,22 +59,22 @@ class OpenPort:
 def _answer(connection: socket.socket, token: bytes) -> None:
     connection.settimeout(PEER_PATIENCE_S)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    if not hmac.compare_digest(_exactly(connection, TOKEN_BYTES), token):
+    if not hmac.compare_digest(_receive_exactly(connection, TOKEN_BYTES), token):
         return
     connection.sendall(READY)
-    asked = _exactly(connection, 1)
+    asked = _receive_exactly(connection, 1)
     if asked == ECHO:
         while part := connection.recv(64):
             connection.sendall(part)
     elif asked == COUNT:
-        (seconds,) = struct.unpack("!d", _exactly(connection, 8))
-        connection.sendall(struct.pack("!dd", *_count(connection, min(max(seconds, 0.01), 10.0))))
+        (seconds,) = struct.unpack("!d", _receive_exactly(connection, 8))
+        connection.sendall(struct.pack("!dd", *_count_bytes(connection, min(max(seconds, 0.01), 10.0))))
         # Closing with unread bytes would send a reset, which may overtake the answer on its way through ssh.
         while connection.recv(BLOCK_BYTES):
             pass
 
 
-def _count(connection: socket.socket, seconds: float) -> tuple[float, float]:
+def _count_bytes(connection: socket.socket, seconds: float) -> tuple[float, float]:
     """Returns (bytes received after a warm-up, seconds that these bytes took)."""
     place, count, since = memoryview(bytearray(BLOCK_BYTES)), 0, 0.0
     start = last = time.monotonic()
@@ -100,7 +100,7 @@ def _connect(target: Listener, timeout_s: float) -> Attempt:
             for _ in range(5):
                 start = time.perf_counter()
                 connection.sendall(b".")
-                _exactly(connection, 1)
+                _receive_exactly(connection, 1)
                 times.append(time.perf_counter() - start)
             latency_ms = 1000 * statistics.median(times)
     except _OtherError:
@@ -121,7 +121,7 @@ def _connected(target: Listener, timeout_s: float) -> Generator[socket.socket]:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         try:
             connection.sendall(bytes.fromhex(target.token))
-            known = _exactly(connection, len(READY)) == READY
+            known = _receive_exactly(connection, len(READY)) == READY
         except ConnectionError:
             known = False
         if not known:
@@ -129,7 +129,7 @@ def _connected(target: Listener, timeout_s: float) -> Generator[socket.socket]:
         yield connection
 
 
-def _exactly(connection: socket.socket, count: int) -> bytes:
+def _receive_exactly(connection: socket.socket, count: int) -> bytes:
     parts = b""
     while len(parts) < count:
         if not (part := connection.recv(count - len(parts))):
@@ -138,7 +138,7 @@ def _exactly(connection: socket.socket, count: int) -> bytes:
     return parts
 
 
-def _lets_in(address: str, port: int) -> bool:
+def _accepts_connections(address: str, port: int) -> bool:
     own = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(address, address)  # a wildcard includes loopback
     try:
         socket.create_connection((own, port), timeout=0.5).close()
@@ -225,7 +225,7 @@ class Probe:
                         with contextlib.suppress(BlockingIOError):
                             connection.send(block)
                 connection.settimeout(PEER_PATIENCE_S)
-                count, taken = struct.unpack("!dd", _exactly(connection, 16))
+                count, taken = struct.unpack("!dd", _receive_exactly(connection, 16))
                 # Drop what is still in the buffer.
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         except (_OtherError, OSError):
@@ -251,5 +251,5 @@ class Probe:
                 for each in process.net_connections("tcp"):
                     if each.status == psutil.CONN_LISTEN:
                         ip, port = each.laddr.ip, each.laddr.port
-                        found[ip, port] = OpenPort(ip, port, pid, _lets_in(ip, port))
+                        found[ip, port] = OpenPort(ip, port, pid, _accepts_connections(ip, port))
         return tuple(found[place] for place in sorted(found))

@@ -134,7 +134,7 @@ class _Surveyor:
 
 
 def connections_to_try(hosts: Sequence[str]) -> dict[str, list[str]]:
-    """Returns {host: hosts to connect to}: all other hosts, or, of many hosts, some that include the first."""
+    """Returns {host: hosts to connect to}: all other hosts; if there are many, a subset that includes the first."""
     pairs = {pair for pairs in rounds(hosts, MOST_TRIED) for pair in pairs} | {(host, hosts[0]) for host in hosts[1:]}
     found: dict[str, list[str]] = {host: [] for host in hosts}
     for host, other in sorted(pairs):
@@ -150,7 +150,7 @@ class _Candidate(NamedTuple):
 
 
 def choose_addresses(facts: Mapping[str, Facts], reach: Mapping[Pair, Sequence[Attempt]]) -> dict[str, tuple[str, str]]:
-    """Returns {host: (interface, address)}, with addresses that every machine which tried has reached.
+    """Returns {host: (interface, address)}. All machines that tried to connect to the address have reached it.
 
     Prefers, in this order: an address family of all machines (IPv4 first), no container bridge or tunnel, the most
     shared subnet, private addresses, the faster interface. The result omits machines without such an address.
@@ -195,7 +195,7 @@ def _candidates(facts: Facts) -> Iterator[_Candidate]:
 
 
 def rounds(hosts: Sequence[str], most: int = 0) -> list[list[tuple[str, str]]]:
-    """Returns rounds of disjoint pairs (sender, receiver): at most `most` rounds, or if 0, enough for all pairs."""
+    """Returns rounds of disjoint pairs (sender, receiver): at most `most` rounds, or all pairs if `most` is 0."""
     seats: list[str | None] = [*hosts, *([None] if len(hosts) % 2 else [])]
     played: list[list[Pair]] = []
     for _ in range(len(seats) - 1):

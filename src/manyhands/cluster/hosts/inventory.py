@@ -73,7 +73,7 @@ class LauncherPlace(ProcessInfo):
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """The processes of all machines, and the index of this machine."""
+    """The number of processes on each machine, the index of this machine, and the store of the process group."""
 
     sizes: tuple[int, ...]  # processes on each machine, in the order of their ranks
     machine: int = 0  # index of this machine in `sizes`
@@ -85,7 +85,7 @@ class Rendezvous:
 
 @dataclass(frozen=True)
 class Address:
-    """The address of a machine for the other machines."""
+    """The network interface and address at which other machines reach a machine."""
 
     interface: str  # its name; empty if all processes are on one machine
     address: str  # of that interface
@@ -163,7 +163,7 @@ def master_port(variables: Mapping[str, str], default: int = DEFAULT_PORT, origi
 
 
 def master_address(variables: Mapping[str, str], *, alone: bool) -> tuple[str, str] | None:
-    """Returns (MASTER_ADDR, origin), or (loopback, origin) if `alone` (one machine has all processes), or None."""
+    """Returns (address, origin for messages): MASTER_ADDR, or loopback if `alone` (on a single machine), else None."""
     if variables.get("MASTER_ADDR"):
         return variables["MASTER_ADDR"], "MASTER_ADDR"
     return (LOOPBACK, "all processes are on one machine") if alone else None
@@ -175,7 +175,7 @@ def derived_port(job: int) -> int:
 
 
 def check_rank(rank: int, size: int, rank_word: str, size_word: str) -> None:
-    """Raises UserError if a rank is out of range; `rank_word`, `size_word`: names of their flags or variables."""
+    """Raises UserError if a rank is out of range; `rank_word` and `size_word` name the flags or variables."""
     if not 0 <= rank < size:
         hint = f"number the ranks from 0 to {size - 1}" if size else f"set {size_word} to the number of processes"
         raise UserError(f"{rank_word} {rank} is out of range for {size_word} {size}", rank_word, (hint,))

@@ -37,7 +37,7 @@ class RankOutsideError(UserError):
 
 @dataclass(frozen=True)
 class LaunchDecision:
-    """The processes that this command starts, or the rank of this process."""
+    """The rank of this process in an existing group, or else the processes that this command starts."""
 
     process_info: ProcessInfo | None  # this process's rank in an existing group; None if manyhands starts the processes
     processes: int = 0  # number to start on this machine; 0 for one per accelerator
@@ -235,7 +235,7 @@ def _decision(options: ClusterOptions, place: inventory.LauncherPlace, variables
 
 
 def find_machine(cluster: inventory.Cluster) -> int:
-    """Returns this machine's index in the cluster, as given or by address. Raises UserError unless one matches."""
+    """Returns this machine's index in the cluster, as given or by address. Raises UserError without a unique match."""
     if cluster.machine is not None:
         return cluster.machine
     names, mine = [machine.address for machine in cluster.machines], set(local_addresses())

@@ -26,7 +26,7 @@ def run(survey: Survey) -> Iterator[DoctorFinding]:
     for host, error in survey.errors.items():
         cause = f"contact:{host}"
         yield DoctorFinding("contact", "fail", (host,), error.message, error.hints, cause, ("collective",))
-    for check in (_listed_twice, _names, _clocks, _cpu, _memory, _disk, _accelerators):
+    for check in (_listed_twice, _host_names, _clocks, _busy_cpus, _low_memory, _low_disk, _accelerators):
         yield from check(survey)
     for host, jobs in survey.fact("jobs").items():
         if jobs:
@@ -58,7 +58,7 @@ def _listed_twice(survey: Survey) -> Iterator[DoctorFinding]:
             yield DoctorFinding("twice", "fail", tuple(hosts), what, hints, cause, ("collective",))
 
 
-def _names(survey: Survey) -> Iterator[DoctorFinding]:
+def _host_names(survey: Survey) -> Iterator[DoctorFinding]:
     """Yields host names that resolve to loopback or to another machine's address, if there are several machines."""
     loopback, hint = dict[str, str](), 'for other tools, add to /etc/hosts on {}: "{} {}"'
     hints: dict[str, tuple[str, ...]] = {}
@@ -95,7 +95,7 @@ def _clocks(survey: Survey) -> Iterator[DoctorFinding]:
     yield DoctorFinding("clock", "warn", tuple(far), what, hints, "clock")
 
 
-def _cpu(survey: Survey) -> Iterator[DoctorFinding]:
+def _busy_cpus(survey: Survey) -> Iterator[DoctorFinding]:
     cores, over = survey.fact("cores"), dict[str, str]()
     for host, count in cores.items():
         variable = str(survey.facts[host].get("environment", {}).get("OMP_NUM_THREADS", ""))
@@ -118,7 +118,7 @@ def _cpu(survey: Survey) -> Iterator[DoctorFinding]:
         yield DoctorFinding("cpu", "warn", tuple(busy), what, hints, "load")
 
 
-def _memory(survey: Survey) -> Iterator[DoctorFinding]:
+def _low_memory(survey: Survey) -> Iterator[DoctorFinding]:
     small = {host: place for host, place in survey.fact("places", "shm").items() if place["free"] < SHM_LOW}
     if small:
         shown = ", ".join(f"{host} {p['free'] // MIB} MiB free of {p['size'] // MIB}" for host, p in small.items())
@@ -136,7 +136,7 @@ def _memory(survey: Survey) -> Iterator[DoctorFinding]:
         yield DoctorFinding("memory", "warn", tuple(short), f"free memory is low: {shown}", hints, "memory")
 
 
-def _disk(survey: Survey) -> Iterator[DoctorFinding]:
+def _low_disk(survey: Survey) -> Iterator[DoctorFinding]:
     places = survey.fact("places", "run folder")
     locked = [host for host, place in places.items() if not place["writable"]]
     if locked:
@@ -166,8 +166,8 @@ def _accelerators(survey: Survey) -> Iterator[DoctorFinding]:
         what, cause = f"the accelerators of {host} do not respond: {error}", f"accelerators:{host}"
         yield DoctorFinding("accelerators", "fail", (host,), what, hints, cause, ("collective",))
     found = survey.fact("accelerators")
-    yield from _too_few(survey, found)
-    yield from _different(survey, found)
+    yield from _too_few_devices(survey, found)
+    yield from _different_devices(survey, found)
     severity: Severity = "warn" if survey.needs.device == "auto" else "fail"
     for host, facts in survey.facts.items():
         if host not in broken and (explained := explain_unused(facts, host)):
@@ -184,7 +184,7 @@ def _accelerators(survey: Survey) -> Iterator[DoctorFinding]:
             yield DoctorFinding("accelerators", "warn", (host,), what, hints, f"busy:{host}", (f"jobs:{host}",))
 
 
-def _too_few(survey: Survey, found: dict[str, list[Any]]) -> Iterator[DoctorFinding]:
+def _too_few_devices(survey: Survey, found: dict[str, list[Any]]) -> Iterator[DoctorFinding]:
     kind, processes = survey.needs.device, {host: survey.needs.processes.get(host, 1) for host in found}
     counts = {host: sum(device["kind"] == kind for device in devices) for host, devices in found.items()}
     few = [host for host in found if kind in {"cuda", "npu"} and counts[host] < processes[host]]
@@ -195,7 +195,7 @@ def _too_few(survey: Survey, found: dict[str, list[Any]]) -> Iterator[DoctorFind
         yield DoctorFinding("accelerators", "fail", tuple(few), what, hints, "accelerators", ("unlike",))
 
 
-def _different(survey: Survey, found: dict[str, list[Any]]) -> Iterator[DoctorFinding]:
+def _different_devices(survey: Survey, found: dict[str, list[Any]]) -> Iterator[DoctorFinding]:
     """Yields machines with another device type than most (by default they can't train together), or another model."""
     kinds = {host: ",".join(sorted({device["kind"] for device in devices})) or "cpu" for host, devices in found.items()}
     common, odd = odd_ones(kinds)

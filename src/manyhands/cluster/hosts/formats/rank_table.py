@@ -67,7 +67,7 @@ Identity = Annotated[
 ]
 
 
-class _Part(BaseModel):
+class _Entry(BaseModel):
     model_config = ConfigDict(extra="ignore", frozen=True, strict=True)
 
     @model_validator(mode="before")
@@ -81,7 +81,7 @@ class _Part(BaseModel):
         return value
 
 
-class Device(_Part):
+class Device(_Entry):
     """An NPU; its process has the rank `rank_id`."""
 
     device_id: Number
@@ -94,7 +94,7 @@ class Device(_Part):
     host_port: Port | None = None
 
 
-class Server(_Part):
+class Server(_Entry):
     """One machine and its NPUs."""
 
     server_id: Identity
@@ -117,16 +117,16 @@ class Server(_Part):
         return next((name for name in given if name and inventory.is_address(name)), self.server_id)
 
 
-class _PodServer(_Part):
+class _PodServer(_Entry):
     server_id: Identity
 
 
-class _SuperPod(_Part):
+class _SuperPod(_Entry):
     super_pod_id: Identity
     server_list: list[_PodServer]
 
 
-class RankTable(_Part):
+class RankTable(_Entry):
     """A completed rank table of any supported version."""
 
     version: Literal["1.0", "1.2"] | None = None
@@ -355,7 +355,7 @@ def read_hccn() -> dict[int, str]:
 
 
 def place(environment: Mapping[str, str]) -> inventory.LauncherPlace | None:
-    """Returns the rank by RANK_TABLE_FILE and RANK_ID; None if either is unset. Raises UserError."""
+    """Returns the rank by RANK_TABLE_FILE and RANK_ID; None if either is unset. Raises UserError on contradictions."""
     where = environment.get("RANK_TABLE_FILE", "")
     if not where or not environment.get("RANK_ID"):
         return None

@@ -24,7 +24,7 @@ _COUNT = re.compile(r"([0-9]{1,18})(?:\(x([0-9]{1,18})\))?")
 
 
 def place(environment: Mapping[str, str]) -> inventory.LauncherPlace | None:
-    """Returns the rank of a Slurm task; None for a single task or a batch script. Raises UserError."""
+    """Returns the rank of a task; None for a single task or a batch script. Raises UserError on contradictions."""
     if not _in_step(environment) or (size := number(environment, "SLURM_STEP_NUM_TASKS")) == 1:
         return None
     rank, local_rank = number(environment, "SLURM_PROCID"), number(environment, "SLURM_LOCALID")
