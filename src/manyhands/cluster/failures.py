@@ -101,13 +101,13 @@ def _lost(host: str, how: str, hints: str = "") -> Failure:
 
 def _killed(ending: Ending, rank: int, exit_code: int, why: str = "") -> Failure:
     """Creates a failure record for a process that wrote none."""
-    said = "\n".join(line for line in ending.words.get(rank, "").splitlines() if _UNRELATED not in line)
+    output = "\n".join(line for line in ending.words.get(rank, "").splitlines() if _UNRELATED not in line)
     hints = [f"see the log of this rank: ranks/{rank}.log"]
     if exit_code == -signal.SIGKILL:
         hints = ["check `dmesg | tail` for an out-of-memory kill", "use fewer processes or a smaller train.micro_batch"]
     error = PROCESS_ENDED if why or exit_code < 0 else SystemExit.__name__
     what, host = why or f"rank {rank} {how_it_ended(exit_code, worker=True)}", ending.hosts.get(rank, "")
-    excerpt = said and f"last output of rank {rank}:\n{said}"
+    excerpt = output and f"last output of rank {rank}:\n{output}"
     return Failure(time=time.time(), rank=rank, host=host, pid=0, error=error, what=what, hints=hints, excerpt=excerpt)
 
 

@@ -177,7 +177,7 @@ def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     for name, value in pairs:
         if name in content:
             raise UnreadableError(
-                f'"{name}" is given twice in one object, the second value is {json.dumps(value)[:80]}'
+                f'"{name}" is given twice in one object; the second value is {json.dumps(value)[:80]}'
             )
         content[name] = value
     return content

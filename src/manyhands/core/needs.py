@@ -20,9 +20,9 @@ class Need:
 
 MODE = "parallel.mode"
 # Offered by parallel modes.
-WHOLE_GRADIENTS = Need("needs a mode that keeps the entire network and its gradients on each process", MODE)
-OWN_AVERAGE = Need("needs a mode whose gradient averaging can be replaced", MODE)
-AVERAGE_HOOK = Need("needs a mode whose gradient averaging accepts a hook", MODE)
+WHOLE_GRADIENTS = Need("needs a parallel mode that keeps the entire network and its gradients on each process", MODE)
+OWN_AVERAGE = Need("needs a parallel mode whose gradient averaging can be replaced", MODE)
+AVERAGE_HOOK = Need("needs a parallel mode whose gradient averaging accepts a hook", MODE)
 # Offered by jobs.
 OWN_STATISTICS = Need(
     "doesn't support train.norm_group=global, because each process normalizes its own samples",

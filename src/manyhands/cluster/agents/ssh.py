@@ -88,15 +88,15 @@ def _quoted(path: str) -> str:
     return f'"$HOME"/{shlex.quote(path[2:])}' if path.startswith("~/") else shlex.quote(path)
 
 
-def explain_contact(machine: Machine, exit_code: int | None, said: str, options: ClusterOptions) -> RunError:
+def explain_contact(machine: Machine, exit_code: int | None, stderr: str, options: ClusterOptions) -> RunError:
     """Returns the error that explains why a machine's agent did not answer.
 
-    `said` is the end of ssh's standard error. `exit_code` is 255 for ssh's own failures, None while ssh runs.
+    `stderr` is the end of ssh's standard error. `exit_code` is 255 for ssh's own failures, None while ssh runs.
     """
     name, reach = machine.name, ssh_prefix(machine, options)
     by_hand = f"test the connection: {reach} true"
     for words, what, hint in _known_problems(machine, options, reach):
-        if any(word in said for word in words):
+        if any(word in stderr for word in words):
             # Words of Python show that the connection works.
             return RunError(what, name, (hint,) if NO_PYTHON in words or "ImportError" in words else (hint, by_hand))
     if exit_code == 126 and options.workdir:
@@ -106,7 +106,7 @@ def explain_contact(machine: Machine, exit_code: int | None, said: str, options:
         hint = f"set the path of a Python on {name}: --cluster.python /path/to/{Path(sys.executable).name}"
         return RunError(f"{name} has no program {options.python}", name, (hint,))
     ended = "" if exit_code is None else f" (exit code {exit_code})"
-    last = said.strip().rpartition("\n")[2].strip()
+    last = stderr.strip().rpartition("\n")[2].strip()
     return RunError(f"the agent on {name} does not respond{ended}{last and f': {last}'}", name, (by_hand,))
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from manyhands.core.terminal import show
 from manyhands.parallel.group.tunnel_ends import TunnelEnds
 
-READY = "this tunnel of manyhands stands"  # printed by this process, and by the remote end of an open tunnel
+READY = "this tunnel of manyhands is open"  # printed by this process, and by the remote end of an open tunnel
 BUFFER, BACKLOG = 1 << 18, 1024
 AGAIN_S = 0.1  # pause after a connection that could not be accepted
 

@@ -115,9 +115,9 @@ class SshTunnels(Children):
         self._machines = {machine.name: (number, machine) for number, machine in enumerate(machines)}
         own = ("-o", "ControlMaster=yes", "-o", "ControlPersist=no", "-o", "ClearAllForwardings=yes", "-a", "-x")
         commands = {name: [*self._command(name, *own), _STAY] for name in self._machines}
-        for name, said in self.start(commands, TUNNEL_OPEN_S, meanwhile).items():
+        for name, error in self.start(commands, TUNNEL_OPEN_S, meanwhile).items():
             self.close()
-            raise TunnelError(f"can't open a second ssh connection to {name}{said and f': {said}'}")
+            raise TunnelError(f"can't open a second ssh connection to {name}{error and f': {error}'}")
 
     def _command(self, name: str, *words: str) -> list[str]:
         number, machine = self._machines[name]
@@ -126,10 +126,10 @@ class SshTunnels(Children):
 
     def there(self, name: str, to: str) -> int:
         """Forwards a free loopback port of machine `name` to `to` on this machine; returns it. Raises TunnelError."""
-        said = self._forward(name, "-R", f"{LOOPBACK}:0:{to}").strip()
-        if not said.isdecimal():
-            raise TunnelError(f"ssh to {name} did not report the forwarded port: {said!r}")
-        return int(said)
+        port = self._forward(name, "-R", f"{LOOPBACK}:0:{to}").strip()
+        if not port.isdecimal():
+            raise TunnelError(f"ssh to {name} did not report the forwarded port: {port!r}")
+        return int(port)
 
     def here(self, name: str, listen: str, to: str) -> None:
         """Forwards `listen` on this machine to `to` on machine `name`. Its ssh server may refuse connections later."""
@@ -168,8 +168,8 @@ class Tunnels(Children):
         self.ends = TunnelEnds(address, str(folder))
         if address:
             words = [sys.executable, "-P", "-m", switchboard.__name__, address, str(folder)]
-            for said in self.start({"the switchboard": words}, SWITCHBOARD_S).values():
-                raise RunError(f"can't start the process for ssh tunnels: {said}")
+            for error in self.start({"the switchboard": words}, SWITCHBOARD_S).values():
+                raise RunError(f"can't start the process for ssh tunnels: {error}")
         return str(folder)
 
     def close(self) -> None:

@@ -79,7 +79,7 @@ def attach_notice(options: ClusterOptions) -> str:
              "connect": {"host": LOOPBACK, "port": port}, "justMyCode": False}  # fmt: skip
     return (
         f"rank {rank} waits for a debugger on port {port} of its machine ({LOOPBACK}); "
-        "every user of that machine can run code as you by connecting to it\n"
+        "every user of that machine can run code as you through this port\n"
         f"add this entry to the configurations in VS Code's launch.json:\n{json.dumps(entry, indent=2)}\n"
         f"if the rank runs on another machine, first run: ssh -L {port}:{LOOPBACK}:{port} MACHINE\n"
         "stall detection, collective timeouts and recovery are off for this run"
@@ -93,7 +93,7 @@ def wait_for_editor(rank: int, size: int, options: ClusterOptions) -> None:
     """
     if options.debug_rank >= size:
         message = f"there is no rank {options.debug_rank} to debug: the ranks are 0 … {size - 1}"
-        raise UserError(message, "--debug-rank", ("ranks start at 0",))
+        raise UserError(message, "--debug-rank", (f"choose a rank from 0 to {size - 1}",))
     if rank != options.debug_rank:
         return
     if importlib.util.find_spec("debugpy") is None:

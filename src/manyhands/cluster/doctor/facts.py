@@ -176,9 +176,9 @@ def torchvision_misfit() -> str:
         return ""
     command = [sys.executable, "-P", "-c", "import torchvision"]
     tried = subprocess.run(command, capture_output=True, text=True, check=False)
-    said = tried.stderr.strip().rpartition("\n")[2]
+    error = tried.stderr.strip().rpartition("\n")[2]
     made = "is a different build" if fits else f"is for torch {made_for}"
-    misfit = f"torchvision {torchvision} {made} and can't be imported with torch {torch}: {said}"
+    misfit = f"torchvision {torchvision} {made} and can't be imported with torch {torch}: {error}"
     return misfit if tried.returncode else ""
 
 

@@ -73,7 +73,7 @@ def _host_names(survey: Survey) -> Iterator[DoctorFinding]:
     if loopback:
         first = next(iter(loopback))
         shown = f"the host name of {who(loopback)} resolves to {loopback[first]}"
-        what = f"{shown}; manyhands uses addresses instead, other tools may fail"
+        what = f"{shown}; manyhands uses addresses instead, but other tools may fail"
         yield DoctorFinding("names", "warn", tuple(loopback), what, hints[first], "loopback-name")
 
 

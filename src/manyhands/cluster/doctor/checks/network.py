@@ -187,7 +187,7 @@ def _slow_link_hints(survey: Survey, mbps: float) -> tuple[str, ...]:
     machines = len(survey.hosts)
     seconds = 2 * (machines - 1) / machines * RESNET18_BYTES * 8 / mbps / 1e6
     update = f"each update of resnet18 ({RESNET18_BYTES / 1e6:.0f} MB) takes at least {seconds:.1f} s of network time"
-    return (update, "use --sync auto to send less data; manyhands plan --link shows the effect")
+    return (f"use --sync auto to send less data: {update}", "estimate the effect: manyhands plan --link")
 
 
 def rate(mbps: float) -> str:
