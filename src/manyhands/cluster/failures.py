@@ -1,4 +1,4 @@
-"""Collects the results of a run's processes, finds the first cause of a failure, and converts it to an error."""
+"""Collects the results of a run's processes, and finds and reports the first cause of a failure."""
 
 import contextlib
 import platform
@@ -73,11 +73,11 @@ class Ending:
 
 
 def first_cause(ending: Ending) -> Failure | None:
-    """Returns the first of: an evicted rank, an original failure, a lost machine, a killed process, any failure."""
+    """Returns the first of: evicted rank, original failure, lost machine or tunnel, killed process, any failure."""
     records = sorted(ending.records.values(), key=lambda record: (record.consequence, record.time))
     if ending.evicted:
         rank, why = next(iter(ending.evicted.items()))
-        return _killed(ending, rank, 0, why)
+        return _kill_record(ending, rank, 0, why)
     if records and not records[0].consequence:
         # Of processes with the same error, prefer the rank that the error names.
         alike = [record for record in records if (record.what, record.where) == (records[0].what, records[0].where)]
@@ -89,7 +89,7 @@ def first_cause(ending: Ending) -> Failure | None:
         return _lost("", ending.lost_tunnel, "check that both machines are running and the network between them works")
     for rank, exit_code in ending.failed.items():
         if rank not in ending.records:
-            return _killed(ending, rank, exit_code)
+            return _kill_record(ending, rank, exit_code)
     return records[0] if records else None
 
 
@@ -99,7 +99,7 @@ def _lost(host: str, how: str, hints: str = "") -> Failure:
     return Failure(time=now, rank=0, host=host, pid=0, error=MACHINE_LOST, what=what, where=host, hints=[hints])
 
 
-def _killed(ending: Ending, rank: int, exit_code: int, why: str = "") -> Failure:
+def _kill_record(ending: Ending, rank: int, exit_code: int, why: str = "") -> Failure:
     """Creates a failure record for a process that wrote none."""
     output = "\n".join(line for line in ending.words.get(rank, "").splitlines() if _UNRELATED not in line)
     hints = [f"see the log of this rank: ranks/{rank}.log"]

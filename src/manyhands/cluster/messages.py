@@ -101,7 +101,7 @@ class Request(Generic[R]):
 
     def result(self, answer: CallResult) -> R:
         """Returns the value of the answer. Raises ValueError if the value does not have the annotated type."""
-        return _checked(self.call.method, _adapter(get_type_hints(self.method)["return"]), answer.value)
+        return _validated(self.call.method, _adapter(get_type_hints(self.method)["return"]), answer.value)
 
 
 def call(method: Callable[Concatenate[Any, P], R], /, *args: P.args, **kwargs: P.kwargs) -> Request[R]:
@@ -120,7 +120,7 @@ def perform(agent: object, call: Call) -> Any:
     if method is None or method not in _remote:
         raise InvalidCallError(f"unknown method {call.method!r}")
     try:
-        arguments = _checked(call.method, _arguments(method), call.arguments)
+        arguments = _validated(call.method, _arguments(method), call.arguments)
     except ValueError as error:
         raise InvalidCallError(error) from None
     return method(agent, **dict(arguments))
@@ -154,7 +154,7 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
     return TypeAdapter(kind)
 
 
-def _checked(name: str, kind: TypeAdapter[Any], value: Any) -> Any:
+def _validated(name: str, kind: TypeAdapter[Any], value: Any) -> Any:
     """Converts a value to a type. Raises ValueError, with `name` and the wrong field, if the value doesn't fit."""
     try:
         return kind.validate_python(value)
@@ -187,7 +187,7 @@ def decode(line: bytes) -> tuple[int, Message] | None:
         kind = Message.kinds.get(name) if isinstance(name, str) else None
         if not is_dataclass(kind):
             raise ValueError(f"unknown message type {name!r}")
-        return number, _checked(str(name), _adapter(kind), content.get("with"))
+        return number, _validated(str(name), _adapter(kind), content.get("with"))
     except ValueError as error:
         return number, Misunderstood(f"invalid message: {error}")
 

@@ -23,7 +23,7 @@ def percentage(share: float, digits: int = 1) -> str:
 
 def parse_memory(text: str, where: str = "--memory") -> int:
     """Returns the bytes of "14GiB", "500 MB" or "1000000". Raises UserError if the text is not a positive amount."""
-    number, unit = _split(text)
+    number, unit = _number_and_unit(text)
     size = _BYTES.get(unit.lower() or "b")
     if number <= 0 or size is None:
         hints = ("write a number and a unit, such as 14GiB or 500MB",)
@@ -33,7 +33,7 @@ def parse_memory(text: str, where: str = "--memory") -> int:
 
 def parse_bandwidth(text: str, where: str = "--link") -> float:
     """Returns the bytes per second of "1gbit", "100 Mbit/s" or "8GB/s". Raises UserError for any other text."""
-    number, unit = _split(text)
+    number, unit = _number_and_unit(text)
     unit = unit.removesuffix("/s")
     size = _BITS.get(unit.lower().removesuffix("s")) or _BITS.get(unit.lower())
     # "8gb" is ambiguous, and the plan would be wrong by a factor of eight.
@@ -53,7 +53,7 @@ def short_time(seconds: float) -> str:
     return f"{milliseconds:.0f} ms" if milliseconds < 999.5 else f"{float(f'{seconds:.3g}'):,g} s"
 
 
-def _split(text: str) -> tuple[float, str]:
+def _number_and_unit(text: str) -> tuple[float, str]:
     text = text.strip()
     match = _NUMBER.fullmatch(text) if len(text) <= 40 else None  # limits the value to a float's range
     return (float(match[1]), match[2]) if match else (0.0, "")

@@ -177,11 +177,11 @@ def _keep_user_frames(trace: traceback.TracebackException) -> bool:
 
 
 def _is_user_file(filename: str) -> bool:
-    return not filename.startswith(("<frozen ", *_libraries()))
+    return not filename.startswith(("<frozen ", *_library_folders()))
 
 
 @functools.cache
-def _libraries() -> tuple[str, ...]:
+def _library_folders() -> tuple[str, ...]:
     """Returns the folders of code that isn't the user's: Python, installed packages, and manyhands."""
     paths = sysconfig.get_paths()
     found = {_PACKAGE, *site.getsitepackages(), *(paths[key] for key in ("stdlib", "platstdlib", "purelib", "platlib"))}

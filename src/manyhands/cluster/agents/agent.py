@@ -58,7 +58,7 @@ class Agent(Probe):
         self._listener: socket.socket | None = None
         self._sender: Sender | None = None
         self._claimed: set[Path] = set()
-        self._keepers: dict[str, Receiver] = {}
+        self._receivers: dict[str, Receiver] = {}
         self._mirror_at, self._started, self._alone = 0.0, False, False
         self._tunnels: Tunnels | None = None  # of the last start
         self._tunnel_reported, self._reachable = False, False
@@ -179,7 +179,7 @@ class Agent(Probe):
     @private_files()
     def keep_records(self, folder: str, pieces: list[protocol.FilePiece]) -> None:
         """Writes records received from the launcher into the run folder, where rank 0 will append to them."""
-        keeper = self._keepers.setdefault(folder, Receiver(Path(folder)))
+        keeper = self._receivers.setdefault(folder, Receiver(Path(folder)))
         for piece in pieces:
             keeper.take(piece)
 
@@ -188,7 +188,7 @@ class Agent(Probe):
         try:
             perform(self, call)
         except (OSError, ValueError) as error:
-            self._keepers.clear()
+            self._receivers.clear()
             say(f"can't update the copy of the run's records: {error}", "agent")
 
     @remote

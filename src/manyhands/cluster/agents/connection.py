@@ -63,9 +63,9 @@ class AgentConnection:
         self._lines, self._socket = Lines(), ""
         self._reconnect_at = 0.0  # time of the next attempt after a loss; 0 if connected
         self._asked, self._log_start, self._heartbeat_at = 0, log_start, 0.0
-        self._use(process)
+        self._attach(process)
 
-    def _use(self, process: subprocess.Popen[bytes]) -> None:
+    def _attach(self, process: subprocess.Popen[bytes]) -> None:
         assert process.stdin is not None
         assert process.stdout is not None
         self.process, self._input, self._output = process, process.stdin, process.stdout
@@ -147,7 +147,7 @@ class AgentConnection:
         assert self.connect_again
         self.close(0.0)
         try:
-            self._use(self.connect_again((SAFE, "-m", RECONNECT, self._socket, str(self._lines.received))))
+            self._attach(self.connect_again((SAFE, "-m", RECONNECT, self._socket, str(self._lines.received))))
         except (UserError, OSError):  # such as no memory for a process
             self._disconnect()
             return
@@ -354,15 +354,15 @@ class Wire:
         while self.open:
             if self._received:
                 return self._received.popleft()
-            self._fill(1.0)
+            self._receive(1.0)
         return None
 
     def poll(self) -> list[Message]:
         """Returns the messages received so far, without waiting."""
-        self._fill(0)
+        self._receive(0)
         return [self._received.popleft()[1] for _ in range(len(self._received))]
 
-    def _fill(self, patience_s: float) -> None:
+    def _receive(self, patience_s: float) -> None:
         inputs = [self._listener] if self._listener else []
         while self.open and (ready := select.select([0, *inputs] if self.connected else inputs, [], [], patience_s)[0]):
             patience_s, received = 0, b""

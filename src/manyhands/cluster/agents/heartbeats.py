@@ -18,7 +18,7 @@ from manyhands.parallel.group.heartbeat import Heartbeat, Seen, rescue_path
 
 _WELL_S = 2.0  # a process with more recent progress is well
 # Stands in for the heartbeat of a suspended process that hasn't begun to train.
-_BEFORE_THE_FIRST = Heartbeat(count=0, step=0, phase="build", still_s=0.0, usual_s=0.0)
+_NO_HEARTBEAT = Heartbeat(count=0, step=0, phase="build", still_s=0.0, usual_s=0.0)
 UPDATES = 2.0  # after a failure a process computes for this many update durations, until its next collective fails
 
 
@@ -71,7 +71,7 @@ class HeartbeatMonitor:
         if rank in self._last:
             heartbeat, at = self._last[rank]
         elif found.get("stopped"):
-            heartbeat, at = _BEFORE_THE_FIRST, self._stopped.setdefault(rank, now)
+            heartbeat, at = _NO_HEARTBEAT, self._stopped.setdefault(rank, now)
         else:
             self._stopped.pop(rank, None)
             return None  # the process hasn't begun to train
@@ -96,9 +96,9 @@ class ExitTimer:
         began_s = time.monotonic() - self._since
         if began_s < LEAVE_S + UPDATES * usual_s:
             return True
-        return began_s < SAVE_MOST_S and any(self._saves(rank, pid) for rank, pid in left.items())
+        return began_s < SAVE_MOST_S and any(self._save_progresses(rank, pid) for rank, pid in left.items())
 
-    def _saves(self, rank: int, pid: int) -> bool:
+    def _save_progresses(self, rank: int, pid: int) -> bool:
         """Returns True if a worker is saving and makes progress, measured by CPU time and written bytes."""
         if not rescue_path(self._scratch, rank).exists():
             return False
@@ -122,11 +122,11 @@ class OutOfMemoryKills:
                 group = CGROUPS / line.removeprefix("0::/")
                 if line.startswith("0::") and (group / "memory.events").is_file():
                     self._group = group
-        self._reported = self._count()
+        self._reported = self._read_counter()
 
     def record(self, rank: int, pid: int, heartbeat: Heartbeat | None) -> Failure | None:
         """Returns a failure record for a killed worker if the counter has risen; None if not, or without a counter."""
-        if self._count() <= self._reported:
+        if self._read_counter() <= self._reported:
             return None
         self._reported += 1
         size = ""
@@ -139,7 +139,7 @@ class OutOfMemoryKills:
             phase=heartbeat.phase if heartbeat else "", error=PROCESS_ENDED, what=what, hints=hints,
         )  # fmt: skip
 
-    def _count(self) -> int:
+    def _read_counter(self) -> int:
         with contextlib.suppress(OSError, ValueError):
             for line in (self._group / "memory.events").read_text().splitlines():
                 name, _, count = line.partition(" ")

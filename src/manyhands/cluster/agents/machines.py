@@ -161,7 +161,7 @@ class Machines:
         return answers
 
     def ask_each(self, request: Request[R], timeout_s: float = timeouts.REQUEST_S) -> dict[RunMachine, R]:
-        """Sends the same request to every running machine and returns the answers; raises as `ask`."""
+        """Sends the same request to every running machine and returns the answers. Raises like `ask`."""
         return self.ask(dict.fromkeys(self.running, request), timeout_s)
 
     def ask_named(self, requests: Mapping[str, Request[R]], timeout_s: float) -> dict[str, R | RunError]:

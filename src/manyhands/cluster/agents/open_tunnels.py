@@ -77,7 +77,7 @@ def join_through_ssh(machines: Machines, options: ClusterOptions, head: Tunnels)
     opening.connect_through_relays([pair for pair in pairs if pair not in routes.opened_by])
     left = [pair for pair in pairs if pair not in routes.opened_by and pair not in routes.through]
     if left and not options.relay:
-        raise _no_tunnel(left, opening.errors)
+        raise _no_tunnel_error(left, opening.errors)
     if left:
         opening.connect_through_launcher(left, head)
     return routes
@@ -169,7 +169,7 @@ class _TunnelOpener:
         return {(one, two): answers[self.named[one]].get(two, "") for one, two in logins}
 
 
-def _no_tunnel(pairs: Sequence[Pair], errors: Mapping[Pair, str]) -> NoTunnelError:
+def _no_tunnel_error(pairs: Sequence[Pair], errors: Mapping[Pair, str]) -> NoTunnelError:
     (one, two), *_ = pairs
     why = errors.get((one, two)) or errors.get((two, one), "")
     more = f" (and {len(pairs) - 1} more pairs)" if len(pairs) > 1 else ""

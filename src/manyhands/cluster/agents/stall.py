@@ -1,4 +1,4 @@
-"""Detects a stalled run from worker heartbeats and identifies the rank the others are waiting for."""
+"""Detects a stalled run from worker heartbeats and identifies the rank that other ranks are waiting for."""
 
 import time
 from collections import deque

@@ -67,9 +67,9 @@ class _Head:
     def __init__(self, links: Collection[AgentConnection], watch: Watch) -> None:
         self.ending, self._watch = Ending(), watch
         self._links, self.running = links, set(links)
-        self._started, self._apart = set[AgentConnection](), set[AgentConnection]()
+        self._started, self._disconnected = set[AgentConnection](), set[AgentConnection]()
         self._kill_at = self._end_at = float("inf")
-        self._failure_reported, self._asked_elsewhere = False, 0
+        self._failure_reported, self._stopped_elsewhere = False, 0
         self._stalls, self._asked_at, self._awaited = Stalls(), float("inf"), list[str]()
         self._looked_at, self._paused_s, self._paused_at = time.monotonic(), 0.0, 0.0
 
@@ -106,8 +106,8 @@ class _Head:
     def obey(self, stop_requests: int) -> None:
         """Forwards a stop request, from the user or from a newer launcher, to the workers."""
         if self.ending.replaced and not (self.ending.interrupted or stop_requests):
-            self._asked_elsewhere = 1
-        stop_requests += self._asked_elsewhere
+            self._stopped_elsewhere = 1
+        stop_requests += self._stopped_elsewhere
         if stop_requests == self.ending.interrupted:
             return
         before, self.ending.interrupted = self.ending.interrupted, stop_requests
@@ -129,8 +129,8 @@ class _Head:
     def check_links(self) -> None:
         """Sends heartbeats, reports stalls, and drops machines that are silent or don't follow commands."""
         for link in self._links:  # also machines whose workers have ended, which the next start needs
-            if link.connected == (link in self._apart):
-                (self._apart.discard if link.connected else self._apart.add)(link)
+            if link.connected == (link in self._disconnected):
+                (self._disconnected.discard if link.connected else self._disconnected.add)(link)
                 how = "reconnected to" if link.connected else "lost the connection to"
                 self._watch.on_warning(f"{how} {link.machine.name}{'' if link.connected else '; reconnecting'}")
             link.heartbeat()

@@ -37,13 +37,13 @@ class Switchboard:
         port = int.from_bytes(tunnel.recv(2, socket.MSG_WAITALL))
         if not listens_at(self._ends.address, port):
             raise ConnectionRefusedError(f"no process of the run listens on port {port}")
-        _splice(tunnel, socket.create_connection((self._ends.address, port)))
+        _forward(tunnel, socket.create_connection((self._ends.address, port)))
 
     def _open_outgoing(self, connection: socket.socket, address: str, port: int) -> None:
         tunnel = socket.socket(socket.AF_UNIX)
         tunnel.connect(self._ends.towards(address))
         tunnel.sendall(port.to_bytes(2))
-        _splice(connection, tunnel)
+        _forward(connection, tunnel)
 
     def _answer(self, asking: socket.socket) -> None:
         """Handles a local process's request to make an address and port of another machine reachable."""
@@ -101,7 +101,7 @@ def _serve(listener: socket.socket, handle: Callable[[socket.socket], None]) -> 
     threading.Thread(target=accept, daemon=True).start()
 
 
-def _splice(one: socket.socket, other: socket.socket) -> None:
+def _forward(one: socket.socket, other: socket.socket) -> None:
     """Copies data in both directions until both directions have ended."""
     with other:
         for end in (one, other):

@@ -28,7 +28,7 @@ DRIVERS = {
     "AMD": "install the AMD driver (ROCm), then check that rocm-smi lists the card",
     "Huawei": "install the Ascend driver and firmware, then check that npu-smi info lists the card",
 }
-_ASK = """
+_TORCH_SCRIPT = """
 import json, warnings
 with warnings.catch_warnings(record=True) as said:
     warnings.simplefilter("always")
@@ -48,7 +48,7 @@ def ask_torch() -> dict[str, Any]:
     The keys are "version", "count" (of accelerators), "built_for" (such as CUDA 13.0; empty for CPU builds), and "said"
     (the last warning).
     """
-    done = subprocess.run([sys.executable, "-P", "-c", _ASK], capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-P", "-c", _TORCH_SCRIPT], capture_output=True, text=True, check=False)
     if found := re.search("^manyhands-accelerators (.*)", done.stdout, re.MULTILINE):
         return json.loads(found[1])
     last = done.stderr.strip().rpartition("\n")[2]

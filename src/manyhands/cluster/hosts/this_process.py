@@ -51,12 +51,12 @@ def participate(options: ClusterOptions, environment: Mapping[str, str] | None =
     """Determines the role of this process from flags, variables or files. Raises UserError for contradictions."""
     variables = os.environ if environment is None else environment
     if options.init:
-        place = _by_variables(variables) if options.init.startswith("env://") else _by_hand(options)
+        place = _from_variables(variables) if options.init.startswith("env://") else _from_flags(options)
         return _decision(options, place, variables)
     if options.rank >= 0 or options.world_size:
         hints = ("add the address of rank 0: --init tcp://ADDRESS:23456", "or start N processes on this machine: -n N")
         raise UserError("--rank and --world-size require --init", "--init", hints)
-    if launched := _launched(options, variables):
+    if launched := _from_launcher(options, variables):
         return launched
     cluster, origin = given_cluster(options, variables) or (described_cluster(variables), "")
     if cluster:
@@ -95,12 +95,12 @@ def refuse_unfollowed(options: ClusterOptions, found: LaunchDecision) -> None:
     raise UserError(message, "environment" if names else origins["size"], tuple(hints))
 
 
-def _launched(options: ClusterOptions, variables: Mapping[str, str]) -> LaunchDecision | None:
+def _from_launcher(options: ClusterOptions, variables: Mapping[str, str]) -> LaunchDecision | None:
     """Returns the decision from a launcher's variables; None without such variables."""
     # Kubeflow sets RANK to a machine's index, in addition to PET_…; torchrun's own workers have LOCAL_RANK.
     counts_machines = "LOCAL_RANK" not in variables and described_cluster(variables)
     if all(variables.get(name) for name in LAUNCHER_VARIABLES) and not counts_machines:
-        return _decision(options, _by_variables(variables), variables)
+        return _decision(options, _from_variables(variables), variables)
     if options.rank_table:
         variables = {**variables, "RANK_TABLE_FILE": options.rank_table}
     for module in modules_with("place"):
@@ -136,7 +136,7 @@ def described(
     return LaunchDecision(None, sizes[here], rendezvous, origins, cluster.requests)
 
 
-def _by_hand(options: ClusterOptions) -> inventory.LauncherPlace:
+def _from_flags(options: ClusterOptions) -> inventory.LauncherPlace:
     if options.processes > 1:
         message = "-n and --init contradict each other: -n starts several processes, and --init joins only one"
         raise UserError(message, "-n", ("remove -n and start each process with its own --rank", "or remove --init"))
@@ -164,7 +164,7 @@ def _by_hand(options: ClusterOptions) -> inventory.LauncherPlace:
     return inventory.LauncherPlace(options.rank, options.world_size, started_by="--init", origins=origins, init=init)
 
 
-def _by_variables(variables: Mapping[str, str]) -> inventory.LauncherPlace:
+def _from_variables(variables: Mapping[str, str]) -> inventory.LauncherPlace:
     if not all(variables.get(name) for name in LAUNCHER_VARIABLES):
         raise _incomplete("env:// requires", variables)
     size, local_size = inventory.number(variables, "WORLD_SIZE"), inventory.number(variables, "LOCAL_WORLD_SIZE", 1)

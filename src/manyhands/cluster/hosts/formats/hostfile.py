@@ -2,7 +2,7 @@
 
 A machine without a number runs one process per accelerator, or one process without accelerators. As in OpenMPI, a
 repeated machine adds its slots, or one process. An ssh port is written as ssh://user@host:port, or as port= after the
-host. A number after a colon counts processes; a number that may be an ssh port is refused, with hints for both cases.
+host. A number after a colon counts processes. If it may also be an ssh port, it is refused, with hints for both cases.
 """
 
 import re
@@ -41,7 +41,7 @@ def read(text: str, where: str) -> Cluster:
         words, place = _words(line), at_line(where, number)
         if not words:
             continue
-        machine = _with_settings(words, place)
+        machine = _parse_settings(words, place)
         known = found.setdefault(machine.name, machine)
         if known.host != machine.host:
             message = f"{machine.name} is listed with two users: {known.host} and {machine.host}"
@@ -63,7 +63,7 @@ def read_list(text: str, where: str) -> Cluster:
         if _BARE_SIX.fullmatch(part):
             message = f'"{part}" is ambiguous: the last part may belong to the address or be a number of processes'
             raise UserError(message, where, ("put the address in brackets: [fd00::1] or [fd00::1]:4",))
-        machine = _with_settings(part.split(), where)
+        machine = _parse_settings(part.split(), where)
         if machine is not found.setdefault(machine.name, machine):
             more = f"{machine.target} slots=2" if machine.port else f"{in_brackets(machine.name)}:2"
             hints = (f"write {more} for two processes on {machine.name}",)
@@ -92,7 +92,7 @@ def _looks_like_a_host(word: str) -> bool:
     return (matched := _HOST.fullmatch(word)) is not None and (matched["slots"] or "1").isdecimal()
 
 
-def _machine(word: str, where: str) -> Machine:
+def _parse_host(word: str, where: str) -> Machine:
     """Reads NAME, NAME:SLOTS or ssh://NAME:PORT, each with or without a user."""
     address = word.startswith("ssh://")
     matched = _SSH.fullmatch(word) if address else _BARE_SIX.fullmatch(word) or _HOST.fullmatch(word)
@@ -126,8 +126,8 @@ def _number(text: str, setting: str, name: str, where: str) -> int:
     return bounded_number(name, text, 1, _MOST[setting], where, f"write {form}")
 
 
-def _with_settings(words: list[str], where: str) -> Machine:
-    machine = _machine(words[0], where)
+def _parse_settings(words: list[str], where: str) -> Machine:
+    machine = _parse_host(words[0], where)
     found = {name: value for name, value in (("slots", machine.slots), ("port", machine.port)) if value}
     for word in words[1:]:
         name, equals, value = word.partition("=")

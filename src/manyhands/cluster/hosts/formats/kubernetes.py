@@ -64,7 +64,7 @@ def from_environment(environment: Mapping[str, str]) -> Cluster | None:
     size = 0 if slots in {"auto", "gpu", "xpu"} else _number("PET_NPROC_PER_NODE", slots, 1, 1024)
     rank = environment.get("PET_NODE_RANK")
     machine = _number("PET_NODE_RANK", rank, 0, count - 1) if rank else None
-    address, port = _master(environment)
+    address, port = _master_address(environment)
     if count > 1 and not address:
         hints = ("set PET_MASTER_ADDR to the first machine's address",)
         raise UserError(f"PET_NNODES is {count}, but the address of the first machine is missing", WHERE, hints)
@@ -72,7 +72,7 @@ def from_environment(environment: Mapping[str, str]) -> Cluster | None:
     return Cluster(machines, master_port=port, machine=machine, source="PET_* in the environment")
 
 
-def _master(environment: Mapping[str, str]) -> tuple[str, int]:
+def _master_address(environment: Mapping[str, str]) -> tuple[str, int]:
     """Returns (address, port) of the first machine's store, from PET_MASTER_ADDR or the rendezvous endpoint."""
     backend = environment.get("PET_RDZV_BACKEND") or "static"
     if backend not in {"static", "c10d"}:

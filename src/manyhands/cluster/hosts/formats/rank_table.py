@@ -168,15 +168,15 @@ def read_table(text: str, where: str) -> RankTable:
         hints = ("correct the file; JSON allows no comments, no trailing commas and no key twice in an object",)
         message = f"the rank table is not valid JSON: {error.problem}"
         raise UserError(message, inventory.at_line(where, error.line), hints) from None
-    mistakes = [*islice(_wrong_layout(value), 1)]
+    mistakes = [*islice(_layout_mistakes(value), 1)]
     if not mistakes:
         try:
             table = RankTable.model_validate(value)
-            mistakes = [*islice(chain(_broken_lists(table), _broken_ranks(table)), 1)]
+            mistakes = [*islice(chain(_list_mistakes(table), _rank_mistakes(table)), 1)]
             if not mistakes:
                 return table
         except ValidationError as error:
-            mistakes = [_wrong_value(dict(each)) for each in error.errors()]
+            mistakes = [_value_mistake(dict(each)) for each in error.errors()]
     # An unsupported version explains all other mistakes.
     path, message, *hints = min(mistakes, key=lambda mistake: mistake[0] != ("version",))
     raise UserError(message, ": ".join(filter(None, (where, _dotted(path)))), tuple(hints))
@@ -187,7 +187,7 @@ def _dotted(path: Keys) -> str:
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".")
 
 
-def _wrong_layout(value: Any) -> Iterator[Mistake]:
+def _layout_mistakes(value: Any) -> Iterator[Mistake]:
     if not isinstance(value, dict):
         yield (), "the rank table is not a JSON object, { … }", "see docs/guides/cluster-files.md for the format"
         return
@@ -199,7 +199,7 @@ def _wrong_layout(value: Any) -> Iterator[Mistake]:
         yield ("status",), f"the rank table is incomplete: {_INITIALIZING}", hint
 
 
-def _wrong_value(error: dict[str, Any]) -> Mistake:
+def _value_mistake(error: dict[str, Any]) -> Mistake:
     path: Keys = error["loc"]
     name, field = _dotted(path) or "the rank table", str(path[-1]) if path else ""
     if error["type"] == "missing":
@@ -227,7 +227,7 @@ def _wrong_value(error: dict[str, Any]) -> Mistake:
     return path, f"{name} is {found if len(found) < 80 else found[:77] + '…'}; {kind}", hint
 
 
-def _broken_lists(table: RankTable) -> Iterator[Mistake]:
+def _list_mistakes(table: RankTable) -> Iterator[Mistake]:
     """Yields a wrong count of servers, unlisted servers of super pods, and repeated values that must be unique."""
     ids = [server.server_id for server in table.server_list]
     if table.server_count is not None and int(table.server_count) != len(ids):
@@ -251,7 +251,7 @@ def _broken_lists(table: RankTable) -> Iterator[Mistake]:
             yield (*path, field), f'{field} "{value}" repeats the {field} of {_dotted(first)}', _UNIQUE[field]
 
 
-def _broken_ranks(table: RankTable) -> Iterator[Mistake]:
+def _rank_mistakes(table: RankTable) -> Iterator[Mistake]:
     """Yields ranks that repeat, are out of range, or don't follow the text order of server_id."""
     ranks = {(*path, "rank_id"): int(card.rank_id) for path, card in table.cards.items()}
     missing = sorted({*range(len(ranks))} - {*ranks.values()})
