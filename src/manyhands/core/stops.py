@@ -25,7 +25,7 @@ _HANDLERS: list[Handler] = []  # handlers of the open contexts, innermost last; 
 
 @contextlib.contextmanager
 def handled(handler: Handler) -> Generator[dict[signal.Signals, Any]]:
-    """Calls `handler` for the signals `STOPS` in the context; yields the previous handlers and restores them at exit.
+    """Calls `handler` for the signals `STOPS` in the context. Yields the previous handlers; restores them afterwards.
 
     Installs handlers only in the main thread. Keeps an ignored SIGHUP (nohup) and C handlers, which can't be restored.
     """
