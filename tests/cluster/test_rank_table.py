@@ -53,7 +53,7 @@ WRONG = {
     "wrong_missing_field": ("server_list[1].device[2].rank_id", ["is missing"]),
     "wrong_not_json": ("", ["not valid JSON", "expecting ',' delimiter"]),
     "wrong_comment": ("", ["JSON allows no comments"]),
-    "wrong_key_twice": ("", ['"server_id" is given twice in one object, the second value is "10.0.0.7"']),
+    "wrong_key_twice": ("", ['"server_id" is given twice in one object; the second value is "10.0.0.7"']),
     "wrong_name_too_long": ("server_list[1].server_id", ["at most 64 printable characters"]),
     "wrong_name_double": ("server_list[1].server_id", ['"10.0.0.1"', "server_list[0]"]),
     "wrong_initializing": ("status", ['"initializing"', "the rank table is incomplete"]),

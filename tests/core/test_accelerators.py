@@ -135,7 +135,7 @@ def _meaning(kind):
     group._set_current_device(group._device(place))
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
-        exec(accelerators._ASK, {})
+        exec(accelerators._TORCH_SCRIPT, {})
     with pytest.raises(UserError, match=f"there is no {kind}:2: this machine has 2 {kind}"):
         devices.require_device(f"{kind}:2")
     return {

@@ -40,7 +40,7 @@ def test_a_healthy_cluster_has_nothing_wrong(count, device, code):
 def test_what_to_type_on_another_machine_has_the_users_ssh_its_port_and_user():
     survey = healthy(3, Needs(reach={"n2": "ssh -F mine -p 31234 root@n2"}))
     survey.clock_s["n2"] = (100.0, 0.01)
-    assert only(survey).hints == ("synchronise the clock: ssh -F mine -p 31234 root@n2 sudo timedatectl set-ntp true",)
+    assert only(survey).hints == ("synchronize the clock: ssh -F mine -p 31234 root@n2 sudo timedatectl set-ntp true",)
 
 
 def test_two_names_of_one_machine():

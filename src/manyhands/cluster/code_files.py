@@ -2,8 +2,7 @@
 
 Code files are small text files. Hidden files, Python environments, run folders, links to files outside the folder, and
 files with passwords or keys are skipped.
-
-Another user may have written the folder's .git/config, which can name programs; `git` runs none of them.
+The folder's .git/config may come from another user and name programs; `core.user_code.git` runs none of them.
 """
 
 import base64
@@ -58,7 +57,7 @@ def code_files(
 ) -> Iterator[Path]:
     """Yields the code files below a folder in a fixed order, without following links to folders.
 
-    Calls `leave` with each file that is skipped for the reason CREDENTIALS or ELSEWHERE. After the files of the first
+    Calls `leave(path, reason)` for each file skipped because of CREDENTIALS or ELSEWHERE. After the files of the first
     `most_folders` subfolders, raises UserError if there are more.
     """
     top = folder.resolve()
@@ -87,12 +86,12 @@ def code_files(
 
 
 def holds_run(path: Path) -> bool:
-    """Returns True for a folder of an active or ended run."""
+    """Returns True if a folder is the run folder of an active or ended run."""
     return (path / "job.toml").is_file() and (path / "ranks").is_dir()
 
 
 def _reason_to_leave(path: Path, top: Path) -> str:
-    """Returns the reason to skip a file, from its name and the target of a link; an empty string if there is none."""
+    """Returns the reason to skip a file, found in its name or link target; an empty string if there is none."""
     if _named_like_credentials(path.name):
         return CREDENTIALS
     if not path.is_symlink():
@@ -115,9 +114,9 @@ def _holds_key(path: Path) -> bool:
 
 
 def copied_code(folder: Path) -> tuple[dict[str, str], list[str]]:
-    """Returns the code files of a folder (base64 by relative path), and messages about skipped files.
+    """Returns ({relative path: content in base64}, messages about skipped files) for the code files of a folder.
 
-    Files that git ignores are skipped too. Raises UserError: the code exceeds TOTAL_BYTES.
+    Files that git ignores are skipped too. Raises UserError if the code exceeds TOTAL_BYTES.
     """
     found, left, total = dict[str, str](), dict[str, list[str]](), 0
 
@@ -141,7 +140,7 @@ def copied_code(folder: Path) -> tuple[dict[str, str], list[str]]:
 
 
 def with_absolute_paths(job: Job) -> Job:
-    """Returns the job with absolute paths of data and checkpoint, because workers run in the copy of the folder."""
+    """Returns the job with absolute paths of data and checkpoint, because workers run in a copy of the folder."""
     data, checkpoint = job.data, job.checkpoint
     changed = {
         key: str(Path(path).absolute())
@@ -158,7 +157,7 @@ def with_absolute_paths(job: Job) -> Job:
 def write_code(folder: Path, files: Mapping[str, str]) -> None:
     """Writes the files of `copied_code` into a private folder, and restores files that a job has changed there.
 
-    Raises UserError: a path is outside the folder, a file is incomplete, or the code is too large.
+    Raises UserError if a path is outside the folder, a file is incomplete, or the code is too large.
     """
     contents: dict[str, bytes] = {}
     for name, text in files.items():

@@ -1,4 +1,4 @@
-"""Results of the processes of a run, the first cause of a failure, and errors for the user from failure records."""
+"""Collects the results of a run's processes, and finds and reports the first cause of a failure."""
 
 import contextlib
 import platform
@@ -13,7 +13,7 @@ from manyhands.core.records import MACHINE_LOST, PROCESS_ENDED, Failure
 
 
 class Failed(Exception):  # noqa: N818 - carries a failure record
-    """Raised to end a process that has written its failure record."""
+    """Raised to end a process after it has written its failure record."""
 
     def __init__(self, record: Failure) -> None:
         super().__init__(record.what)
@@ -21,13 +21,13 @@ class Failed(Exception):  # noqa: N818 - carries a failure record
 
 
 def users_place(record: Failure) -> str:
-    """Returns file:line of the user's code in a failure record; an empty string if there is none."""
+    """Returns "file:line" of the user's code in a failure record; an empty string if there is none."""
     lines = re.findall(r'File "([^"\n]+)", line (\d+)', record.excerpt)
     return ":".join(lines[-1]) if lines else ""
 
 
 def as_error(record: Failure) -> ManyhandsError:
-    """Converts a failure record to an error, with the lines of the traceback that are in the user's files as a note."""
+    """Converts a failure record to an error. A note contains the part of the traceback in the user's files."""
     step = f", step {record.step}" if record.step is not None else ""
     line = users_place(record)
     rank = f"rank {record.rank} on {record.host}{step}{record.phase and f' ({record.phase})'}"
@@ -48,7 +48,7 @@ _UNRELATED = "hostname of the client socket cannot be retrieved"
 
 @dataclass
 class Ending:
-    """The results of one start of a run; dicts are by rank, unless noted."""
+    """The results of one start of a run's workers. Dicts are keyed by rank, unless noted."""
 
     returned: dict[int, Any] = field(default_factory=dict[int, Any])  # results
     failed: dict[int, int] = field(default_factory=dict[int, int])  # exit codes; -n if signal n killed the process
@@ -61,7 +61,7 @@ class Ending:
     evicted: dict[int, str] = field(default_factory=dict[int, str])  # why the launcher killed ranks that hung
     hung: str = ""  # why a stop request had no effect, so that the processes were killed
     interrupted: int = 0  # number of stop requests
-    replaced: str = ""  # the message about another launcher that the machines obey
+    replaced: str = ""  # the message about a newer launcher that has taken over the machines
     regrouped: bool = False  # the launcher had the processes save and exit, to restart them on other machines
     broken: str = ""  # the traceback or message of an agent that failed
     refused: ManyhandsError | None = None  # the error of an agent that could not carry out its orders
@@ -73,11 +73,11 @@ class Ending:
 
 
 def first_cause(ending: Ending) -> Failure | None:
-    """Returns a record of the evicted rank, else of the first original failure, a lost machine or a killed process."""
+    """Returns the first of: evicted rank, original failure, lost machine or tunnel, killed process, any failure."""
     records = sorted(ending.records.values(), key=lambda record: (record.consequence, record.time))
     if ending.evicted:
         rank, why = next(iter(ending.evicted.items()))
-        return _killed(ending, rank, 0, why)
+        return _kill_record(ending, rank, 0, why)
     if records and not records[0].consequence:
         # Of processes with the same error, prefer the rank that the error names.
         alike = [record for record in records if (record.what, record.where) == (records[0].what, records[0].where)]
@@ -89,7 +89,7 @@ def first_cause(ending: Ending) -> Failure | None:
         return _lost("", ending.lost_tunnel, "check that both machines are running and the network between them works")
     for rank, exit_code in ending.failed.items():
         if rank not in ending.records:
-            return _killed(ending, rank, exit_code)
+            return _kill_record(ending, rank, exit_code)
     return records[0] if records else None
 
 
@@ -99,15 +99,15 @@ def _lost(host: str, how: str, hints: str = "") -> Failure:
     return Failure(time=now, rank=0, host=host, pid=0, error=MACHINE_LOST, what=what, where=host, hints=[hints])
 
 
-def _killed(ending: Ending, rank: int, exit_code: int, why: str = "") -> Failure:
-    """Makes a failure record for a process that wrote none."""
-    said = "\n".join(line for line in ending.words.get(rank, "").splitlines() if _UNRELATED not in line)
+def _kill_record(ending: Ending, rank: int, exit_code: int, why: str = "") -> Failure:
+    """Creates a failure record for a process that wrote none."""
+    output = "\n".join(line for line in ending.words.get(rank, "").splitlines() if _UNRELATED not in line)
     hints = [f"see the log of this rank: ranks/{rank}.log"]
     if exit_code == -signal.SIGKILL:
         hints = ["check `dmesg | tail` for an out-of-memory kill", "use fewer processes or a smaller train.micro_batch"]
     error = PROCESS_ENDED if why or exit_code < 0 else SystemExit.__name__
     what, host = why or f"rank {rank} {how_it_ended(exit_code, worker=True)}", ending.hosts.get(rank, "")
-    excerpt = said and f"last output of rank {rank}:\n{said}"
+    excerpt = output and f"last output of rank {rank}:\n{output}"
     return Failure(time=time.time(), rank=rank, host=host, pid=0, error=error, what=what, hints=hints, excerpt=excerpt)
 
 

@@ -1,10 +1,10 @@
-"""Messages between a launcher and its agents: dataclasses, each sent as one line of JSON with version and id.
+"""Messages between a launcher and the agent process of each machine: dataclasses, each sent as a line of JSON.
 
 The launcher calls methods of the agent that are marked `remote`:
 
     port = link.ask(call(Agent.bind, "127.0.0.1"), STORE_S)   # an int, as the method's annotation says
 
-Packages define the classes of the events that they send. Nothing is unpickled; values of a wrong type are refused.
+Each package defines the events that it sends. Nothing is unpickled; values of a wrong type are refused.
 """
 
 import functools
@@ -75,7 +75,7 @@ class RequestFailed(Message):
 
 @dataclass(frozen=True)
 class Misunderstood(RequestFailed):
-    """The answer to a message that has another version or a wrong type."""
+    """The answer to a message with another protocol version or a wrong type."""
 
     hints: tuple[str, ...] = ("install the same version of manyhands on all machines",)
 
@@ -87,21 +87,21 @@ _remote: set[Callable[..., Any]] = set()
 
 
 def remote(method: M) -> M:
-    """Marks a method that a launcher may call; `perform` checks the arguments against its annotations."""
+    """Marks a method that a launcher may call; `perform` checks arguments against the method's annotations."""
     _remote.add(method)
     return method
 
 
 @dataclass(frozen=True)
 class Request(Generic[R]):
-    """A call with its method, whose return annotation is the type of the answer."""
+    """A call and its method. The method's return annotation is the type of the answer."""
 
     call: Call
     method: Callable[..., R]
 
     def result(self, answer: CallResult) -> R:
-        """Returns the value of the answer. Raises ValueError: the value does not have the annotated type."""
-        return _checked(self.call.method, _adapter(get_type_hints(self.method)["return"]), answer.value)
+        """Returns the value of the answer. Raises ValueError if the value does not have the annotated type."""
+        return _validated(self.call.method, _adapter(get_type_hints(self.method)["return"]), answer.value)
 
 
 def call(method: Callable[Concatenate[Any, P], R], /, *args: P.args, **kwargs: P.kwargs) -> Request[R]:
@@ -115,12 +115,12 @@ class InvalidCallError(ValueError):
 
 
 def perform(agent: object, call: Call) -> Any:
-    """Calls a remote method of `agent` and returns its result. Raises InvalidCallError."""
+    """Calls a remote method of `agent` and returns the result. Raises InvalidCallError."""
     method: Callable[..., Any] | None = getattr(type(agent), call.method, None)
     if method is None or method not in _remote:
         raise InvalidCallError(f"unknown method {call.method!r}")
     try:
-        arguments = _checked(call.method, _arguments(method), call.arguments)
+        arguments = _validated(call.method, _arguments(method), call.arguments)
     except ValueError as error:
         raise InvalidCallError(error) from None
     return method(agent, **dict(arguments))
@@ -154,8 +154,8 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
     return TypeAdapter(kind)
 
 
-def _checked(name: str, kind: TypeAdapter[Any], value: Any) -> Any:
-    """Converts a value to a type. Raises ValueError: the value doesn't fit; the message has `name` and the field."""
+def _validated(name: str, kind: TypeAdapter[Any], value: Any) -> Any:
+    """Converts a value to a type. Raises ValueError, with `name` and the wrong field, if the value doesn't fit."""
     try:
         return kind.validate_python(value)
     except ValidationError as error:
@@ -171,7 +171,7 @@ def encode(message: Message, number: int = 0) -> bytes:
 
 
 def decode(line: bytes) -> tuple[int, Message] | None:
-    """Returns id and message of a line; `Misunderstood` for an invalid message, None for a login shell's output."""
+    """Returns (id, message) of a line: `Misunderstood` for an invalid message; None for output of a login shell."""
     try:
         content = parse_json(line, infinite=True)
     except ValueError as error:
@@ -187,7 +187,7 @@ def decode(line: bytes) -> tuple[int, Message] | None:
         kind = Message.kinds.get(name) if isinstance(name, str) else None
         if not is_dataclass(kind):
             raise ValueError(f"unknown message type {name!r}")
-        return number, _checked(str(name), _adapter(kind), content.get("with"))
+        return number, _validated(str(name), _adapter(kind), content.get("with"))
     except ValueError as error:
         return number, Misunderstood(f"invalid message: {error}")
 
@@ -195,7 +195,7 @@ def decode(line: bytes) -> tuple[int, Message] | None:
 class Lines:
     """One end of a connection: splits received bytes into messages, and keeps sent messages until acknowledged.
 
-    A heartbeat acknowledges the other messages by their count, and is not counted itself.
+    A heartbeat acknowledges all other messages received so far by their number. Heartbeats are not counted.
     """
 
     def __init__(self) -> None:
@@ -209,7 +209,7 @@ class Lines:
         return len(self._rest) > LONGEST_LINE
 
     def add(self, message: Message, number: int = 0) -> bytes:
-        """Returns a message as the line to send now."""
+        """Encodes a message to send now; keeps the line until acknowledged, unless it is a heartbeat."""
         line = encode(message, number)
         if not isinstance(message, Alive):
             self._sent += 1
@@ -217,7 +217,7 @@ class Lines:
         return line
 
     def take(self, received: bytes) -> list[tuple[int, Message]]:
-        """Adds received bytes; returns the messages that they complete, each with its id."""
+        """Adds received bytes; returns (id, message) for each message that is now complete."""
         self._rest += received
         if b"\n" not in received:
             return []
@@ -232,7 +232,7 @@ class Lines:
         return messages
 
     def acknowledge(self, count: int) -> None:
-        """Drops sent messages that the peer has received: the first `count` since the start."""
+        """Drops the sent messages that the peer has received, the first `count` since the start."""
         while len(self._unacknowledged) > max(0, self._sent - count):
             self._unacknowledged.popleft()
 

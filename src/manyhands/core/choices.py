@@ -1,4 +1,4 @@
-"""Finds and imports choices by name: modules of a package of choices, such as `models.architectures`."""
+"""Finds and imports choices by name, such as network architectures. Each choice is a module of a package."""
 
 import ast
 import difflib
@@ -24,7 +24,7 @@ def load_choice(package: str, name: str) -> ModuleType:
 
 
 def read_choice(package: str, name: str) -> dict[str, Any]:
-    """Parses a choice file without importing it; returns names with their constant (return) values, else None."""
+    """Parses a choice without importing it. Returns {name: literal value or literal return value, else None}."""
     spec = importlib.util.find_spec(f"{package}.{name}")
     found: dict[str, Any] = {}
     for node in ast.parse(Path(str(spec and spec.origin)).read_text(encoding="utf-8")).body:
@@ -43,7 +43,7 @@ def read_choice(package: str, name: str) -> dict[str, Any]:
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """Returns the most similar known word, ignoring case, hyphens and blanks, or an empty string."""
+    """Returns the known word most similar to `word`, ignoring case, hyphens and blanks; "" if no word is similar."""
     if len(word) > 200:  # comparing takes the product of both lengths, and no known word is as long
         return ""
     bare = {re.sub(r"[-_ ]", "", name).casefold(): name for name in known}
@@ -58,7 +58,7 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def unknown_choice(kind: str, word: str, known: Iterable[str], where: str) -> UserError:
-    """Returns the error for a word that names no choice, with a suggestion and the list of choices."""
+    """Returns the error for an unknown name, with the most similar known name and all known names as hints."""
     words = sorted(known)
     shown = ", ".join(words[:30]) + (f" … ({len(words)} in all)" if len(words) > 30 else "")
     hints = tuple(filter(None, (did_you_mean(word, words), f"choose one of: {shown}")))

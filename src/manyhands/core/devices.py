@@ -1,4 +1,4 @@
-"""The devices that torch computes on: selection, capabilities, synchronization."""
+"""Selection, capabilities and synchronization of the devices that torch computes on."""
 
 import inspect
 import os
@@ -22,12 +22,12 @@ def accelerator() -> str:
 
 
 def is_accelerator(device: str | torch.device) -> bool:
-    """Returns True if torch has streams, pinned memory and memory statistics for a device: not for CPU and mps."""
+    """Returns True for a device with streams, pinned memory and memory statistics: any device except CPU and MPS."""
     return torch.device(device).type not in {"cpu", "mps"}
 
 
 def is_tested(device: str | torch.device) -> bool:
-    """Returns True for an accelerator on which our GPU tests have passed; others use only torch's defaults."""
+    """Returns True if this accelerator type has passed the GPU tests. Untested types use only torch's defaults."""
     return is_accelerator(device) and torch.device(device).type in TESTED_DEVICES
 
 
@@ -62,13 +62,13 @@ def require_device(kind: str, *hints: str) -> None:
 
 
 def wait_for(device: str | torch.device) -> None:
-    """Waits until a device has finished its queued work; a CPU has no queue."""
+    """Waits until a device has finished its queued work. Does nothing for a CPU, which has no queue."""
     if torch.device(device).type != "cpu":
         torch.accelerator.synchronize(device)
 
 
 def computes_bf16(device: str) -> bool:
-    """Returns True if a device has instructions for bfloat16 and doesn't emulate them."""
+    """Returns True if a device has bfloat16 instructions, False if bfloat16 would be emulated."""
     if torch.device(device).type == "cpu":
         return this_processor().bf16
     supported = getattr(torch.get_device_module(device), "is_bf16_supported", None)

@@ -1,4 +1,4 @@
-"""Downloads a file completely or not at all, verifies it, and times out if the server does not answer."""
+"""Downloads a file, verifies its checksum and leaves no partial file. Times out if the server does not answer."""
 
 import base64
 import hashlib
@@ -23,7 +23,7 @@ class Digest(NamedTuple):
 
 
 def download(url: str, into: Path, digest: Digest | None) -> str:
-    """Downloads a file; returns an error message, or "" on success. Only the URL's server receives its password."""
+    """Downloads a file. Returns an error message, or "" on success. A redirect doesn't receive the URL's password."""
     try:
         parts = urllib.parse.urlsplit(url)
         user, at, server = parts.netloc.rpartition("@")

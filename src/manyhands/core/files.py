@@ -1,6 +1,6 @@
 """Reads untrusted files as plain data, and writes files atomically, durably and with the right permissions.
 
-Readers raise `UnreadableError` for content that is too large, too deeply nested, damaged or not plain data, or OSError.
+Readers raise OSError, or `UnreadableError` if the content is too large, too deeply nested, damaged or not plain data.
 """
 
 import contextlib
@@ -50,7 +50,7 @@ def read_bytes(path: Path, most_bytes: int = MOST_BYTES, *, pipes: bool = False)
 
 
 def read_growing(path: Path, offset: int, most_bytes: int, *, rest: bool = False) -> bytes:
-    """Reads complete lines from byte `offset`, a line over `most_bytes` in parts. `rest`: also an unfinished line."""
+    """Reads complete lines from byte `offset`, or part of a line over `most_bytes`. `rest`: also an unfinished line."""
     if not path.is_file():
         return b""
     with path.open("rb") as file:
@@ -68,7 +68,7 @@ def size_of(path: Path) -> int:
 
 
 def decoded(content: bytes) -> str:
-    """Decodes UTF-8, with or without a byte-order mark, or UTF-16 with one. Errors name the line, and GBK if likely."""
+    """Decodes UTF-8, or UTF-16 with a byte-order mark. Errors name the line, and whether the text may be GBK."""
     try:
         return content.decode("utf-16" if content.startswith((b"\xff\xfe", b"\xfe\xff")) else "utf-8-sig")
     except UnicodeDecodeError as error:
@@ -110,7 +110,7 @@ def parse_toml(text: str | bytes) -> dict[str, Any]:
 
 
 def parse_yaml(text: str | bytes) -> tuple[Any, Any]:
-    """Parses YAML and refuses aliases. Returns plain data and its `yaml.Node` with line numbers (None if empty)."""
+    """Parses YAML without aliases. Returns (plain data, `yaml.Node` with line numbers), or (None, None) if empty."""
     import yaml
 
     untyped: Any = yaml
@@ -130,7 +130,7 @@ def parse_yaml(text: str | bytes) -> tuple[Any, Any]:
 
 
 def read_object(path: Path) -> dict[str, Any] | None:
-    """Reads a JSON object from a file of manyhands. Returns None if the file is missing, damaged or not an object."""
+    """Reads a JSON object that manyhands wrote. Returns None if the file is missing, damaged or not an object."""
     try:
         content = parse_json(read_bytes(path))
     except (OSError, ValueError):
@@ -177,7 +177,7 @@ def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     for name, value in pairs:
         if name in content:
             raise UnreadableError(
-                f'"{name}" is given twice in one object, the second value is {json.dumps(value)[:80]}'
+                f'"{name}" is given twice in one object; the second value is {json.dumps(value)[:80]}'
             )
         content[name] = value
     return content
@@ -203,16 +203,16 @@ def private_files() -> Generator[None]:
 
 
 def usual_umask() -> int:
-    """Returns subprocess's argument `umask` that restores the user's umask; -1 (no change) if it is in force."""
+    """Returns the user's umask inside `private_files`, else -1, as the argument `umask` of `subprocess.Popen`."""
     return _umasks[0] if _umasks else -1
 
 
 @contextlib.contextmanager
 def one_at_a_time(path: Path, hints: tuple[str, ...] = ()) -> Generator[None]:
-    """Locks `path` during the context, by a lock file beside `path`; creates the folder if it is missing.
+    """Holds a lock on `path` during the context, with a lock file in the same folder; creates the folder if missing.
 
     The system releases the lock of a killed process. New files have the user's umask, because users may share data sets
-    and caches. Raises UserError, with the hints, if the folder can't be written.
+    and caches. Raises UserError with `hints` if the folder can't be written.
     """
     from filelock import FileLock  # not imported by readers of files, such as `--help`
 
@@ -235,7 +235,7 @@ def one_at_a_time(path: Path, hints: tuple[str, ...] = ()) -> Generator[None]:
 
 @contextlib.contextmanager
 def temporary(path: Path) -> Generator[Path]:
-    """Yields a temporary name next to `path`; a file of that name is removed after the context."""
+    """Yields a temporary path in the folder of `path`; removes the file at this temporary path after the context."""
     # Process ids repeat on machines that share a disk.
     part = path.with_name(f".{path.name}.{os.getpid()}-{os.urandom(4).hex()}.part")
     try:
@@ -246,14 +246,14 @@ def temporary(path: Path) -> Generator[Path]:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Generator[Path]:
-    """Yields a temporary name next to `path`, and renames it to `path` unless the context raises."""
+    """Yields a temporary path in the folder of `path`; renames this file to `path` unless the context raises."""
     with temporary(path) as part:
         yield part
         part.replace(path)
 
 
 def write_atomic(path: Path, text: str, *, durable: bool = False) -> None:
-    """Writes a text and a line end atomically, and creates the folder; `durable` syncs to disk. Raises OSError."""
+    """Writes a text and a newline atomically; creates the folder. With `durable`, syncs to disk. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as part:
         part.write_text(text + "\n", encoding="utf-8")
@@ -264,7 +264,7 @@ def write_atomic(path: Path, text: str, *, durable: bool = False) -> None:
 
 
 def append_line(path: Path, text: str) -> None:
-    """Ends an unfinished line, then appends a line, if possible in one write, because other processes may append."""
+    """Appends a line, in one write if possible, because other processes may append. First ends an unfinished line."""
     line = (text + "\n").encode()
     descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
     try:
@@ -283,7 +283,7 @@ def append_line(path: Path, text: str) -> None:
 
 
 def write_all(descriptor: int, content: bytes) -> None:
-    """Writes all bytes, because one write may be partial on a nearly full disk or after a signal."""
+    """Writes all bytes; repeats partial writes, as on a nearly full disk or after a signal."""
     rest = memoryview(content)
     while rest:
         rest = rest[os.write(descriptor, rest) :]

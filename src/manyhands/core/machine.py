@@ -16,7 +16,7 @@ _BF16 = {"avx512_bf16", "amx_bf16", "bf16"}  # Linux's names for bfloat16 instru
 
 
 def this_machine() -> str:
-    """Returns an identifier that processes share if they have the same network and PID namespaces of one machine."""
+    """Returns an identifier that is equal for processes in the same network and PID namespaces of one machine."""
     parts = [socket.gethostname()]
     for path in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/net", "/proc/self/ns/pid"):
         with contextlib.suppress(OSError):
@@ -25,7 +25,7 @@ def this_machine() -> str:
 
 
 def memory() -> tuple[int, int]:
-    """Returns the total and the available bytes of memory of this machine or container."""
+    """Returns (total, available) memory of this machine or container, in bytes."""
     system = psutil.virtual_memory()
     total, free = system.total, system.available
     with contextlib.suppress(OSError, ValueError):
@@ -37,7 +37,7 @@ def memory() -> tuple[int, int]:
 
 
 def cores() -> float:
-    """Returns the CPU cores that this process may use by its affinity and by the quotas of its cgroups."""
+    """Returns the number of CPU cores that the affinity and the cgroup quotas of this process allow."""
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min([float(count), *(quota for folder in _cgroups() if (quota := _cpu_quota(folder)) > 0)])
 
@@ -83,7 +83,7 @@ def this_processor() -> Processor:
 
 
 def processor_of(cpuinfo: str) -> Processor:
-    """Reads the first processor from the text of /proc/cpuinfo, which is empty on other systems than Linux."""
+    """Returns the first processor in the text of /proc/cpuinfo, which is empty on systems other than Linux."""
     rows = [line.partition(":") for line in cpuinfo.partition("\n\n")[0].splitlines()]
     values = {key.strip(): value.strip() for key, _, value in rows}
     keys = ("model name", "CPU part", "cpu model")

@@ -1,4 +1,4 @@
-"""The mesh, which is a grid of a run's processes with named axes, and the layout of sharded tensors on it."""
+"""Device meshes (a mesh is a grid of the run's ranks with named axes), and the layout of sharded tensors on a mesh."""
 
 import itertools
 import math
@@ -56,6 +56,7 @@ class Mesh:
         return number
 
     def parts(self, axes: Iterable[int]) -> int:
+        """Returns the number of shards of a dimension that is sharded over the given axes (indices)."""
         return math.prod(self.sizes[axis] for axis in axes)
 
     def place(self, axes: Iterable[int], rank: int) -> int:
@@ -79,7 +80,7 @@ class Mesh:
 
 
 def parse_mesh(text: str, where: str = "parallel.mesh") -> Mesh:
-    """Parses "dp=2,tp=2". Raises UserError for other texts."""
+    """Parses a text such as "dp=2,tp=2". Raises UserError if the text is not a mesh."""
     matches = [match for word in text.split(",") if (match := _AXIS.fullmatch(word.strip()))]
     count = text.count(",") + 1
     if len(matches) < count:
@@ -89,7 +90,7 @@ def parse_mesh(text: str, where: str = "parallel.mesh") -> Mesh:
 
 
 def make_mesh(sizes: Mapping[str, Any], where: str = "mesh", count: int | None = None) -> Mesh:
-    """Creates a mesh from sizes by axis name. `count`: number of axes as written, to find repeats. Raises UserError."""
+    """Creates a mesh from {axis name: size}. `count`: axes in the user's text, to find repeats. Raises UserError."""
     if not 0 < len(sizes) <= MOST_AXES or len(sizes) != (count or len(sizes)):
         hints = ("write a mesh such as dp=2,tp=2",)
         raise UserError("a mesh needs one to three axes with different names", where, hints)
@@ -108,16 +109,15 @@ def make_mesh(sizes: Mapping[str, Any], where: str = "mesh", count: int | None =
 
 
 def bounds(length: int, parts: int) -> list[int]:
-    """Returns the edges [parts + 1] that divide a length into `parts` shards, whose sizes differ by at most one.
+    """Returns the `parts` + 1 boundaries of the shards of a dimension; shard sizes differ by at most one.
 
-    Splitting 8 into 3 shards, and each of them into 2, differs from splitting 8 into 6. So a dimension that is sharded
-    over several axes is split once, by the product of their sizes.
+    A dimension that is sharded over several axes is split once, by the product of their sizes, without nesting.
     """
     return [length * number // parts for number in range(parts + 1)]
 
 
 def split_dimensions(shape: tuple[int, ...], view: tuple[int, ...]) -> list[range] | None:
-    """Returns, for each dimension of `shape`, the dimensions of `view` that it is split into; None for no match."""
+    """Returns for each dimension of `shape` the range of its dimensions in `view`; None if `view` doesn't match."""
     if len(shape) == len(view):
         return [range(dim, dim + 1) for dim in range(len(view))] if shape == view else None
     groups: list[range] = []
@@ -141,7 +141,7 @@ Length = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
 
 @dataclass(frozen=True)
 class TensorLayout:
-    """How a tensor of a network, or of its optimizer, is sharded over a mesh."""
+    """The sharding of a tensor of a network or an optimizer over a mesh."""
 
     shape: tuple[Length, ...]  # shape of the unsharded tensor
     # the shape that is sharded: `shape`, possibly with dimensions split up, such as into heads
@@ -164,7 +164,7 @@ class TensorLayout:
         return tuple(region)
 
     def local_shape(self, mesh: Mesh, rank: int) -> tuple[int, ...]:
-        """Returns the shape of a rank's shard as a tensor of the network, with as many dimensions as `shape`."""
+        """Returns the shape of a rank's shard, with as many dimensions as `shape`."""
         sizes = [stop - start for start, stop in self.region(mesh, rank)]
         groups = split_dimensions(self.shape, self.view)
         if groups is None:
@@ -172,17 +172,17 @@ class TensorLayout:
         return tuple(math.prod(sizes[position] for position in group) for group in groups)
 
     def first_holder(self, mesh: Mesh, rank: int) -> int:
-        """Returns the lowest rank that holds the same shard as `rank`; the lowest rank saves the shard."""
+        """Returns the lowest rank that holds the same shard as `rank`. Only this lowest rank saves the shard."""
         sharded = self.sharded_axes
         return mesh.rank(place if axis in sharded else 0 for axis, place in enumerate(mesh.coordinates(rank)))
 
     def pieces(self, mesh: Mesh) -> Iterator[tuple[int, Region]]:
-        """Yields the first holder's rank and the region of each distinct shard; the regions together are the tensor."""
+        """Yields (rank of the first holder, region) of each distinct shard; the regions together cover the tensor."""
         for first in mesh.peers(self.sharded_axes, 0):
             yield first, self.region(mesh, first)
 
     def nearest(self, mesh: Mesh, near: range) -> dict[int, Region]:
-        """Returns the region of each distinct shard, by a rank that holds the shard, preferably one in `near`."""
+        """Returns {rank: region} with one holder of each distinct shard; prefers holders in the range `near`."""
         free = set(range(len(mesh.axes))) - self.sharded_axes
         found = [(mesh.peers(free, first), region) for first, region in self.pieces(mesh)]
         return {min(holders, key=lambda rank: (rank not in near, rank)): region for holders, region in found}
@@ -199,7 +199,7 @@ def unsharded(shape: tuple[int, ...], gradient_axes: tuple[int, ...] = ()) -> Te
 
 
 def layout_from_plain(content: Any, mesh: Mesh, where: str) -> TensorLayout:
-    """Validates the result of `as_plain`. Raises UserError if it is no layout on this mesh."""
+    """Creates a layout from the result of `as_plain`. Raises UserError if the layout doesn't fit the mesh."""
     hints = ("create the plan or checkpoint again",)
     try:
         layout = _LAYOUT.validate_python(content)

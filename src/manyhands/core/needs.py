@@ -1,4 +1,4 @@
-"""Requirements of sync methods. Parallel modes and jobs list the requirements that they meet."""
+"""Requirements of gradient synchronization methods. Parallel modes and jobs list the requirements that they meet."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Need:
-    """A requirement of a sync method."""
+    """A requirement of a gradient synchronization method."""
 
     reason: str  # the end of an error message that begins with the method's name
     option: str  # key of the option that decides whether the requirement is fulfilled
@@ -20,12 +20,12 @@ class Need:
 
 MODE = "parallel.mode"
 # Offered by parallel modes.
-WHOLE_GRADIENTS = Need("needs a mode that keeps the entire network and its gradients on each process", MODE)
-OWN_AVERAGE = Need("needs a mode whose gradient averaging can be replaced", MODE)
-AVERAGE_HOOK = Need("needs a mode whose gradient averaging accepts a hook", MODE)
+WHOLE_GRADIENTS = Need("needs a parallel mode that keeps the entire network and its gradients on each process", MODE)
+OWN_AVERAGE = Need("needs a parallel mode whose gradient averaging can be replaced", MODE)
+AVERAGE_HOOK = Need("needs a parallel mode whose gradient averaging accepts a hook", MODE)
 # Offered by jobs.
 OWN_STATISTICS = Need(
-    "doesn't support train.norm_group=global, because each process normalises its own samples",
+    "doesn't support train.norm_group=global, because each process normalizes its own samples",
     "train.norm_group", ("remove train.norm_group",), "not with a global norm_group",
 )  # fmt: skip
 FINITE_GRADIENTS = Need(
@@ -38,12 +38,13 @@ class HasGradients(Protocol):
     """A network whose gradients a sync method can access, such as a torch module."""
 
     def named_parameters(self) -> "Iterator[tuple[str, nn.Parameter]]":
-        """Yields all parameters, unsharded, with the names of the user's network."""
+        """Yields (name in the user's network, unsharded parameter) for all parameters."""
         ...
 
     def buffers(self) -> "Iterator[Tensor]": ...
 
 
 def missing(needs: Iterable[Need], offers: Iterable[Need]) -> Need | None:
+    """Returns the first requirement in `needs` that `offers` doesn't have; None if all are met."""
     there = set(offers)
     return next((need for need in needs if need not in there), None)

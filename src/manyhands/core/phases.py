@@ -1,4 +1,4 @@
-"""The time that a process spends in each phase; the phases add up to the elapsed time."""
+"""Measures the time that a process spends in each phase, such as data loading, compute or communication."""
 
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
@@ -11,7 +11,7 @@ DATA, COMPUTE, COMMUNICATION, UPDATE, EVALUATION, SAVING, RECORDS, OTHER = range
 
 
 class PhaseClock:
-    """Measures host time by phase and never waits for a device. A change takes a fraction of a microsecond."""
+    """Measures wall-clock time by phase, without device synchronization. The phases add up to the elapsed time."""
 
     def __init__(self) -> None:
         # phase, start and end (`time.perf_counter`) of each span, or None to record no spans
@@ -22,7 +22,7 @@ class PhaseClock:
         self.take_queued()
 
     def to(self, phase: int, now: float = 0.0) -> int:
-        """Starts a phase, now or at a given time; returns the previous phase."""
+        """Starts a phase, now or at a given `time.perf_counter` value; returns the previous phase."""
         now, before = now or perf_counter(), self._phase
         self._seconds[before] += now - self._since
         if self.spans is not None:
@@ -32,7 +32,7 @@ class PhaseClock:
 
     @contextmanager
     def within(self, phase: int) -> Generator[None]:
-        """Assigns the time of the context to a phase; for work that isn't done in every update."""
+        """Assigns the time of the context to a phase. Code that runs in every update calls `to` instead."""
         before = self.to(phase)
         try:
             yield
@@ -40,16 +40,16 @@ class PhaseClock:
             self.to(before)
 
     def computed(self, _parameter: object = None) -> None:
-        """Records the time when a gradient was computed; after the last, backward only waits for other processes."""
+        """Gradient hook: records the time. After the last gradient, backward only waits for other processes."""
         self._computed = perf_counter()
 
     def backward_ends(self) -> None:
-        """Assigns the time since the last `computed` to communication, if `computed` was called in this phase."""
+        """Assigns the time since the last call of `computed` to communication, if that call was in this phase."""
         if self._computed > self._since:
             self.to(self.to(COMMUNICATION, self._computed))
 
     def take(self) -> list[float]:
-        """Returns the seconds of each phase since the last call."""
+        """Returns the seconds spent in each phase since the last call, in the order of PHASES."""
         self.to(self._phase)
         taken, self._seconds = self._seconds, [0.0] * len(PHASES)
         return taken

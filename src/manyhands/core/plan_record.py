@@ -1,4 +1,4 @@
-"""The record in plan.json: how work is divided, how the plan was found, and what a run decided."""
+"""The content of plan.json: the sharding of the network, the search that found it, and decisions of the run."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,10 +21,10 @@ class PlanRecord(BaseModel):
     model_config = ConfigDict(extra="allow", frozen=True, strict=True)
     format: str = Field(default=FORMAT)
     mesh: dict[str, Any] = Field(default={}, description="size of each axis, major to minor; see `make_mesh`")
-    default: str = Field(default="", description="the strategy of ops that none of `ops` matches")
+    default: str = Field(default="", description="strategy of ops that no key of `ops` matches")
     ops: dict[str, str] = Field(default={}, description="strategy by op, module path or glob")
     pinned: list[str] = Field(default=[], description="keys of `ops` that the user fixed")
-    layouts: dict[str, Any] | None = Field(default=None, description="of sharded tensors; see `layout_from_plain`")
+    layouts: dict[str, Any] | None = Field(default=None, description="by tensor name; see `layout_from_plain`")
     # How the plan was found.
     mode: str = Field(default="", description="parallel mode that runs the plan")
     reason: str = ""
@@ -32,35 +32,36 @@ class PlanRecord(BaseModel):
     predicted: dict[str, Any] = Field(default={}, description="time and traffic of an update, in ms and bytes")
     measured: dict[str, Any] = Field(default={}, description="time of an update in ms")
     candidates: list[dict[str, Any]] = Field(default=[], description="all compared plans")
-    untimed: list[str] = Field(default=[], description="sentences on ops that could not be timed")
+    untimed: list[str] = Field(default=[], description="messages about ops that could not be timed")
     wish: list[Any] = Field(default=[], description="options of the search")
     graph: dict[str, Any] = Field(default={}, description="sha, input and samples of the traced network")
     network: dict[str, Any] = Field(default={}, description="model, channels, size and classes")
     sync: dict[str, Any] = Field(default={}, description="sync method, or the costs of all methods")
-    notes: list[str] = Field(default=[], description="sentences on ops that are not sharded")
+    notes: list[str] = Field(default=[], description="messages about ops that are not sharded")
     # What a run decided.
     batch: int = Field(default=0, description="samples per update")
     shares: list[list[int]] = Field(default=[], description="samples by micro-batch and process")
     passes: int = 0
-    averages: str = Field(default="", description="how gradients are averaged, and why")
+    averages: str = Field(default="", description="method of gradient averaging, with the reason")
     precision: str = ""
     channels_last: bool | str = False
-    precision_measured: list[dict[str, Any]] = Field(default=[], description="seconds by kind of machine")
+    precision_measured: list[dict[str, Any]] = Field(default=[], description="seconds by machine kind and precision")
     compile: bool | str = False
     norm_group: int | str = ""
     steps_per_epoch: int = 0
     total_steps: int = 0
-    exceptions: list[str] = Field(default=[], description="why results depend on the number of processes")
+    exceptions: list[str] = Field(default=[], description="reasons why results depend on the number of processes")
     resolved: dict[str, Any] = Field(default={}, description="resolved values of automatic options, by dotted key")
 
     def as_plain(self) -> dict[str, Any]:
         return {"format": self.format, **self.model_dump(exclude_unset=True)}
 
     def about(self) -> dict[str, Any]:
+        """Returns the fields that describe the plan, without the fields that define it (SPLIT)."""
         return self.model_dump(exclude_unset=True, exclude=set(SPLIT))
 
     def mesh_and_layouts(self, where: str) -> tuple[Mesh, Mapping[str, TensorLayout]]:
-        """Returns the mesh and the layouts of the sharded tensors. Raises UserError if one of them is invalid."""
+        """Returns the mesh and the layouts of the sharded tensors. Raises UserError if either is invalid."""
         mesh = make_mesh(self.mesh, f"{where}, mesh")
         plain = (self.layouts or {}).items()
         return mesh, {name: layout_from_plain(layout, mesh, f"{where}, layouts, {name}") for name, layout in plain}
@@ -82,7 +83,7 @@ def read_plan_record(path: Path) -> PlanRecord:
 
 
 def parse_plan_record(content: Any, where: str) -> PlanRecord:
-    """Validates plain data of a plan, which a user may have edited. Raises UserError, naming the field, if invalid."""
+    """Creates a record from a plan's JSON data, which a user may have edited. Raises UserError for an invalid field."""
     try:
         record = PlanRecord.model_validate(content)
     except ValidationError as error:

@@ -1,4 +1,4 @@
-"""Parsing of amounts of memory and link speeds, such as 14GiB and 1gbit, and formatting of shares and times."""
+"""Parses memory sizes and link speeds, such as 14GiB and 1gbit, and formats percentages and durations."""
 
 import re
 
@@ -23,7 +23,7 @@ def percentage(share: float, digits: int = 1) -> str:
 
 def parse_memory(text: str, where: str = "--memory") -> int:
     """Returns the bytes of "14GiB", "500 MB" or "1000000". Raises UserError if the text is not a positive amount."""
-    number, unit = _split(text)
+    number, unit = _number_and_unit(text)
     size = _BYTES.get(unit.lower() or "b")
     if number <= 0 or size is None:
         hints = ("write a number and a unit, such as 14GiB or 500MB",)
@@ -33,7 +33,7 @@ def parse_memory(text: str, where: str = "--memory") -> int:
 
 def parse_bandwidth(text: str, where: str = "--link") -> float:
     """Returns the bytes per second of "1gbit", "100 Mbit/s" or "8GB/s". Raises UserError for any other text."""
-    number, unit = _split(text)
+    number, unit = _number_and_unit(text)
     unit = unit.removesuffix("/s")
     size = _BITS.get(unit.lower().removesuffix("s")) or _BITS.get(unit.lower())
     # "8gb" is ambiguous, and the plan would be wrong by a factor of eight.
@@ -46,14 +46,14 @@ def parse_bandwidth(text: str, where: str = "--link") -> float:
 
 
 def short_time(seconds: float) -> str:
-    """Formats a time with two or three digits: 0.45 ms, 750 ms, 1.03 s, 480 s."""
+    """Formats a duration with two or three digits: 0.45 ms, 750 ms, 1.03 s, 480 s."""
     milliseconds = seconds * 1e3
     if milliseconds < 9.95:
         return f"{milliseconds:.2g} ms"
     return f"{milliseconds:.0f} ms" if milliseconds < 999.5 else f"{float(f'{seconds:.3g}'):,g} s"
 
 
-def _split(text: str) -> tuple[float, str]:
+def _number_and_unit(text: str) -> tuple[float, str]:
     text = text.strip()
     match = _NUMBER.fullmatch(text) if len(text) <= 40 else None  # limits the value to a float's range
     return (float(match[1]), match[2]) if match else (0.0, "")

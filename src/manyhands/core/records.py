@@ -1,4 +1,4 @@
-"""Records: lines of metrics.jsonl and events.jsonl, and other small files. Readers ignore unknown keys."""
+"""Types and readers of records: the lines of metrics.jsonl and events.jsonl, and other small JSON files."""
 
 import json
 import platform
@@ -28,7 +28,7 @@ Figures = dict[Annotated[str, AfterValidator(_identifier)], float]  # the user's
 
 
 class Record(BaseModel):
-    """The base class of all records."""
+    """The base class of all records. Unknown keys are ignored."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
     v: int = Field(default=VERSION, le=VERSION)
@@ -55,7 +55,7 @@ class StepMetrics(Record):
         default=None, description="mean over the epoch; only in the last record of an epoch without a restart"
     )
     epoch_top1: float | None = Field(default=None, description="training accuracy over the same epoch, 0 to 1")
-    asked: bool = Field(default=False, description="run.log_steps requests a line for this step")
+    asked: bool = Field(default=False, description="True if run.log_steps requests a line for this step")
 
 
 class PhaseMetrics(Record):
@@ -65,7 +65,7 @@ class PhaseMetrics(Record):
     epoch: int = Field(ge=1, description="current epoch, counted from 1")
     step: int = Field(ge=0, description="completed updates")
     seconds: dict[str, list[float]] = Field(description="seconds by phase and rank; the phases add up to the time")
-    queued_s: list[float] = Field(default=[], description="seconds of that time waiting for a CPU core, by rank")
+    queued_s: list[float] = Field(default=[], description="seconds that the main thread waited for a CPU core, by rank")
 
 
 class EvaluationMetrics(Record):
@@ -85,7 +85,7 @@ class EvaluationMetrics(Record):
 
 
 class Event(Record):
-    """Something that happened: a start, a save, a decision, a failure."""
+    """An event of a run, such as a start, a save, a decision or a failure."""
 
     kind: str
     rank: int = 0
@@ -112,7 +112,7 @@ class EvaluationDetail(Record):
 
 
 class Failure(Record):
-    """The content of ranks/failures/<rank>.json: why a process ended, written by that process."""
+    """The content of ranks/failures/<rank>.json, which a failing process writes."""
 
     rank: int
     host: str
@@ -159,7 +159,7 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yields the objects in a .jsonl file. Skips damaged lines, and a last line without a line end.
+    """Yields the objects in a .jsonl file. Skips damaged lines, and a last line without a newline.
 
     Raises UserError if this user may not read the file.
     """

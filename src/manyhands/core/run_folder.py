@@ -45,11 +45,11 @@ class RunFolder:
     pictures = _Path("pictures")  # the figures of the report as PNG
 
     def exists(self) -> bool:
-        """Returns True if the folder contains a run; the job is the first file of a run."""
+        """Returns True if the folder contains a run, that is, its first file, job.toml."""
         return self.job.is_file()
 
     def wait_for_link(self) -> None:
-        """Waits up to 5 s for the launcher to link the old path of a moved run folder; see `run.folder`."""
+        """Waits up to 5 s until the launcher has linked the old path to a moved run folder; see `run.folder`."""
         until = time.monotonic() + 5.0
         while not self.exists() and time.monotonic() < until:
             time.sleep(0.05)
@@ -66,7 +66,7 @@ NOWHERE = RunFolder(Path(os.devnull))  # no run folder, or an unknown one
 
 
 def python_parts(path: Path) -> tuple[str, ...]:
-    """Returns the parts of a run that were Python objects of the user's program: "data", "network", both or none."""
+    """Returns which of "data" and "network" were Python objects of the user's program."""
     folder, data = RunFolder(path), None
     with suppress(OSError, ValueError):
         data = parse_toml(read_bytes(folder.job)).get("data")
@@ -76,7 +76,7 @@ def python_parts(path: Path) -> tuple[str, ...]:
 
 
 def resume_command(path: Path, flags: str = "", settings: str = "") -> str:
-    """Returns the command that resumes a run, with `flags`; for a run from Python, the arguments of `fit` instead."""
+    """Returns the command that resumes a run, with `flags`; for a run of `fit`, the argument `out` and `settings`."""
     if python_parts(path):
         return f"{_PROGRAM}{str(path)!r}{settings and ', '}{settings}"
     return f"{_COMMAND} {shlex.quote(str(path))}{flags and ' '}{flags}"

@@ -1,7 +1,4 @@
-"""Temporary folders of processes. A folder that a killed process leaves behind is removed later.
-
-The process locks a file in its folder. The next process that creates such a folder removes the folders without a lock.
-"""
+"""Temporary folders that processes lock. `scratch` also removes the unlocked folders of killed processes."""
 
 import os
 import shutil
@@ -47,7 +44,7 @@ def scratch(purpose: str, *, swept: bool = False) -> Generator[Path]:
 
 
 def workers_folder() -> Path | None:
-    """Returns the folder that the workers of this machine share until they end; None in a process without an agent."""
+    """Returns the scratch folder that this machine's workers share; None if no agent started this process."""
     record = os.environ.get(FAILURE_FILE)
     return Path(record).parent if record else None
 

@@ -1,4 +1,4 @@
-"""Signals that ask a run to save and stop."""
+"""Handles signals that request a run to save and stop."""
 
 import contextlib
 import os
@@ -18,14 +18,14 @@ Handler = Callable[[int, FrameType | None], Any]
 # Ctrl-C, a scheduler's end, a closed terminal, and a scheduler's early warning. Some systems lack some of them.
 STOPS = tuple(signal.Signals[name] for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1") if hasattr(signal, name))
 RECEIVED: list[int] = []  # signals that this process has received, in order
-_UP_S = 1.5  # limit for the main thread to handle a second signal, for which it must return from C++
+_SECOND_SIGNAL_S = 1.5  # limit for the main thread to handle a second signal, for which it must return from C++
 _POLL_S = 0.25
-_OPEN: list[Handler] = []  # handlers of the open contexts, innermost last; also of contexts in other threads
+_HANDLERS: list[Handler] = []  # handlers of the open contexts, innermost last; also of contexts in other threads
 
 
 @contextlib.contextmanager
 def handled(handler: Handler) -> Generator[dict[signal.Signals, Any]]:
-    """Calls `handler` for the signals `STOPS` in the context; yields the previous handlers, and restores them later.
+    """Calls `handler` for the signals `STOPS` in the context. Yields the previous handlers; restores them afterwards.
 
     Installs handlers only in the main thread. Keeps an ignored SIGHUP (nohup) and C handlers, which can't be restored.
     """
@@ -41,25 +41,25 @@ def handled(handler: Handler) -> Generator[dict[signal.Signals, Any]]:
         with contextlib.suppress(ValueError):  # not the main thread
             if not nohup and before is not None:
                 previous[number] = signal.signal(number, receive)
-    _OPEN.append(handler)
+    _HANDLERS.append(handler)
     try:
         yield previous
     finally:
-        del _OPEN[~_OPEN[::-1].index(handler)]  # the innermost, since the same handler may be open twice
+        del _HANDLERS[~_HANDLERS[::-1].index(handler)]  # the innermost, since the same handler may be open twice
         for number, before in previous.items():
             signal.signal(number, before)
 
 
 def request_stop() -> bool:
     """Calls the innermost handler as SIGTERM would, from any thread; returns False if no handler can save the run."""
-    if not _OPEN or _OPEN[-1] is signal.default_int_handler:
+    if not _HANDLERS or _HANDLERS[-1] is signal.default_int_handler:
         return False
-    _OPEN[-1](signal.SIGTERM, None)
+    _HANDLERS[-1](signal.SIGTERM, None)
     return True
 
 
 def ended_like_ctrl_c() -> contextlib.AbstractContextManager[object]:
-    """Raises KeyboardInterrupt in the context at any of the signals `STOPS`, so that cleanup code runs."""
+    """Raises KeyboardInterrupt in the context on any signal in `STOPS`, so that cleanup code runs."""
     return handled(signal.default_int_handler)
 
 
@@ -83,7 +83,7 @@ class StopSignal:
         return self.asked
 
     def handle(self, number: int, _frame: FrameType | None) -> None:
-        """Signal handler: the first signal requests a save, a second Ctrl-C ends the process at once."""
+        """Signal handler: the first signal requests a save; a second Ctrl-C raises KeyboardInterrupt."""
         if self.asked and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.asked = True
@@ -103,7 +103,7 @@ def listening() -> Generator[StopSignal]:
 
 @contextlib.contextmanager
 def exit_if_hung(hung: Callable[[], str], before_exit: Callable[[str], None]) -> Generator[None]:
-    """In the context, ends this process at a stop request if the main thread hangs. Agents do this for their workers.
+    """Exits if the main thread hangs when a stop request arrives in the context. For workers, the agent does this.
 
     `hung` returns why no save is possible, or an empty string; `before_exit` is called with that reason.
     """
@@ -123,7 +123,7 @@ def exit_if_hung(hung: Callable[[], str], before_exit: Callable[[str], None]) ->
                 if stop_requests > 1 and signal.SIGINT in received:
                     again_at = min(again_at, time.monotonic())
             reason = hung() if stop_requests else ""
-            if (reason or time.monotonic() - again_at > _UP_S) and not over.is_set():
+            if (reason or time.monotonic() - again_at > _SECOND_SIGNAL_S) and not over.is_set():
                 before_exit(reason)
                 os._exit(EXIT_INTERRUPTED)
 

@@ -1,4 +1,4 @@
-"""Output to the terminal, always through `say`, `show` and `show_json`, which remove control characters."""
+"""Writes to the terminal. All output passes through `say`, `show` or `show_json`, which remove control characters."""
 
 import errno
 import json
@@ -37,14 +37,14 @@ def as_json(content: Any) -> str:
 
 
 def say(text: str, who: str = "manyhands") -> None:
-    """Writes a message to standard error; ignores a closed or full stream."""
+    """Writes "`who`: `text`" to standard error; ignores errors such as a closed terminal."""
     with suppress(OSError):
         sys.stderr.write(f"{who}: {writable(plain_lines(text), sys.stderr)}\n")
         sys.stderr.flush()
 
 
 def show(lines: str | Iterable[str], to: TextIO | None = None) -> None:
-    """Writes a command's output. Raises BrokenPipeError if the reader has ended, UnwritableError for other errors."""
+    """Writes a command's output. Raises BrokenPipeError if the reader has exited, UnwritableError if writing fails."""
     stream = sys.stdout if to is None else to
     text = "".join(f"{plain_lines(line)}\n" for line in ([lines] if isinstance(lines, str) else lines))
     try:

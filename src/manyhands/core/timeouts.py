@@ -1,6 +1,6 @@
-"""Time limits and intervals of launchers, agents and heartbeats, which depend on one another, in seconds (_S).
+"""Time limits and intervals of launchers, agents and heartbeats, in seconds (_S). Many depend on one another.
 
-tests/core/test_timeouts.py checks the inequalities between them. `manyhands explain` prints the most important ones.
+tests/core/test_timeouts.py checks the inequalities between the limits. `manyhands explain` prints the main limits.
 """
 
 # --- Heartbeats and stalls ---

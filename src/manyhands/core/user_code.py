@@ -1,4 +1,4 @@
-"""The user's code: digests and loading of `file.py:object`, and the user's lines of a traceback."""
+"""Loads and hashes the user's `file.py:object`, and finds the user's lines in a traceback."""
 
 import ast
 import contextlib
@@ -35,7 +35,7 @@ def code_file(word: str) -> Path | None:
 
 
 def code_digests(words: Iterable[str]) -> dict[str, str]:
-    """Returns the SHA-256 of each readable "file.py:object", by this word, and of its local modules, by path."""
+    """Returns SHA-256 digests of each "file.py:object", by this reference, and of its local modules, by path."""
     found: dict[str, Path] = {}
     for word in words:
         if file := code_file(word):
@@ -50,6 +50,7 @@ def code_digests(words: Iterable[str]) -> dict[str, str]:
 
 
 def imported_files(file: Path) -> list[Path]:
+    """Returns the files in the folder of `file` that `file` imports, directly or indirectly."""
     found, waiting = dict.fromkeys([file]), [file]
     while waiting and len(found) < 500:
         module = waiting.pop()
@@ -66,7 +67,7 @@ def imported_files(file: Path) -> list[Path]:
 
 
 def _module_paths(node: ast.Import | ast.ImportFrom, module: Path, root: Path) -> Iterator[Path]:
-    """Yields files that an import statement may run, with the __init__.py of packages; they need not exist."""
+    """Yields the files that an import statement may run, including each __init__.py; some may not exist."""
     names = [name.name for name in node.names]
     level = 0
     if isinstance(node, ast.ImportFrom):
@@ -89,7 +90,7 @@ def refuse_missing_code(word: str, where: str) -> None:
 
 
 def load_object(reference: str, where: str) -> Any:
-    """Loads `object` from the user's `file.py:object`, whose folder becomes importable. Raises UserError if missing."""
+    """Imports the user's `file.py:object`, adds its folder to `sys.path`, and returns the object. Raises UserError."""
     refuse_missing_code(reference, where)
     path_text, _, name = reference.rpartition(":")
     module = _run_file(Path(path_text).expanduser().resolve(), where)
@@ -101,7 +102,7 @@ def load_object(reference: str, where: str) -> Any:
 
 
 def _make_importable(path: Path) -> None:
-    """Adds the folder of a user's file to `sys.path`, after the standard library, which no file there may shadow.
+    """Adds the folder of a user's file to `sys.path`, after the standard library, so that it shadows no module there.
 
     The current folder is also added, after all installed packages, if it contains the file.
     """
@@ -138,13 +139,13 @@ def _run_file(path: Path, where: str) -> ModuleType:
 
 
 def users_traceback(error: BaseException) -> str:
-    """Formats the frames of an error that are in the user's files; empty if there are none."""
+    """Formats the frames of an error that are in the user's files; an empty string if there are none."""
     trace = traceback.TracebackException.from_exception(error)
     return "".join(trace.format()).rstrip() if _keep_user_frames(trace) else ""
 
 
 def git(folder: Path, *words: str) -> bytes:
-    """Runs git in a folder and returns its output, with options that keep .git/config from running programs."""
+    """Runs git in a folder and returns the output. Prevents .git/config from running programs."""
     quiet = ("-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null", "-c", "protocol.allow=never")
     environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0", "GIT_NO_LAZY_FETCH": "1"}
     command = ["git", "-C", str(folder), *quiet, *words]
@@ -152,7 +153,7 @@ def git(folder: Path, *words: str) -> bytes:
 
 
 def revision(folder: Path) -> str:
-    """Returns the short hash of a folder's commit; empty if there is none."""
+    """Returns the short hash of a folder's commit; an empty string if there is none."""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         return os.fsdecode(git(folder, "rev-parse", "--short", "HEAD")).strip()
     return ""
@@ -176,11 +177,11 @@ def _keep_user_frames(trace: traceback.TracebackException) -> bool:
 
 
 def _is_user_file(filename: str) -> bool:
-    return not filename.startswith(("<frozen ", *_libraries()))
+    return not filename.startswith(("<frozen ", *_library_folders()))
 
 
 @functools.cache
-def _libraries() -> tuple[str, ...]:
+def _library_folders() -> tuple[str, ...]:
     """Returns the folders of code that isn't the user's: Python, installed packages, and manyhands."""
     paths = sysconfig.get_paths()
     found = {_PACKAGE, *site.getsitepackages(), *(paths[key] for key in ("stdlib", "platstdlib", "purelib", "platlib"))}

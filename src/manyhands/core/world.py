@@ -1,4 +1,4 @@
-"""Rank and size of the process group, before and after rendezvous, and a process's share of a micro-batch."""
+"""Rank and size of the process group, before and after rendezvous, and the samples of a rank in a micro-batch."""
 
 from dataclasses import dataclass
 
@@ -29,7 +29,7 @@ class World:
 
 @dataclass(frozen=True)
 class ProcessInfo:
-    """How a process joins its process group; determined before torch is imported."""
+    """Rank, size and rendezvous address of this process, determined before torch is imported."""
 
     rank: int = 0  # rank of this process
     size: int = 1  # number of processes
@@ -42,7 +42,7 @@ class ProcessInfo:
     started_by: str = "manyhands"  # for messages: "manyhands", "torchrun", "--init", "environment", "Slurm" …
     join_warn_s: float = 30.0  # seconds after which missing ranks are reported
     join_timeout_s: float = 600.0  # seconds after which the rendezvous fails
-    attempt: int = 0  # restarts of the workers by the launcher
+    attempt: int = 0  # number of restarts of the workers by the launcher
     device_index: int | None = None  # index of this process's accelerator; None: the local rank
 
 

@@ -1,1 +1,1 @@
-"""The launcher's and the agents' code that starts, supervises and ends workers, and the messages between them."""
+"""Starts and supervises workers: the launcher, an agent process on each machine, and the messages between both."""

@@ -1,8 +1,8 @@
-"""The agent process of each machine, including the launcher's: answers requests and starts workers.
+"""The agent process of each machine, including the launcher's machine: answers requests and starts workers.
 
-Started as `python -m manyhands.cluster.agents.agent`, here or over ssh. It receives messages on standard input, which
-the launcher closes when it ends, and sends on standard output. It imports torch to start workers, or earlier if it was
-started before the job was known (`early`).
+The launcher runs `python -m manyhands.cluster.agents.agent`, on its machine or over ssh. The agent reads messages from
+standard input until the launcher closes it, and writes messages to standard output. The agent imports torch when it
+starts workers, or at once if the launcher started it before reading the job (see `early`).
 """
 
 import atexit
@@ -50,7 +50,7 @@ MIRROR_S, LOG_BYTES = 0.4, 1 << 20  # interval of checks for new records; bytes 
 
 
 class Agent(Probe):
-    """The services of a machine for the launcher, which may call the methods that are marked `remote`."""
+    """The agent of a machine. The launcher calls the methods that are marked `remote`."""
 
     def __init__(self, wire: Wire, until_gone: contextlib.ExitStack) -> None:
         super().__init__()
@@ -58,14 +58,14 @@ class Agent(Probe):
         self._listener: socket.socket | None = None
         self._sender: Sender | None = None
         self._claimed: set[Path] = set()
-        self._keepers: dict[str, Receiver] = {}
+        self._receivers: dict[str, Receiver] = {}
         self._mirror_at, self._started, self._alone = 0.0, False, False
         self._tunnels: Tunnels | None = None  # of the last start
         self._tunnel_reported, self._reachable = False, False
         until_gone.callback(lambda: self._tunnels and self._tunnels.close())
 
     def tick(self) -> list[Message]:
-        """Sends new records and returns the launcher's commands; called often while workers run."""
+        """Sends new records of the run and returns new commands of the launcher. Called often while workers run."""
         commands: list[Message] = []
         for message in self.wire.poll():
             if not isinstance(message, Call):
@@ -97,7 +97,7 @@ class Agent(Probe):
 
     @remote
     def hello(self, wanted: FactsWanted, remote_launcher: bool = False) -> dict[str, Any]:
-        """Returns facts about this machine. With `remote_launcher`, a silent launcher counts as lost from now on."""
+        """Returns facts about this machine. With `remote_launcher`, a launcher silent for SILENT_S counts as lost."""
         from manyhands.cluster.doctor.facts import gather
 
         self.wire.remote = remote_launcher
@@ -110,7 +110,7 @@ class Agent(Probe):
     @remote
     @private_files()
     def take_code(self, files: dict[str, str]) -> str:
-        """Writes the job's code (base64 by path) into a folder named by the hash; makes it the working directory."""
+        """Writes the job's code ({path: base64}) into a folder named by its hash; changes to and returns the folder."""
         digest = hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()[:16]
         folder = platformdirs.user_cache_path("manyhands") / "code" / digest
         from manyhands.cluster.code_files import write_code
@@ -122,7 +122,7 @@ class Agent(Probe):
     @remote
     @private_files()
     def open_run(self, wanted: protocol.OpenRun) -> protocol.RunOpened:
-        """Creates and locks the run folder on this machine, unless the launcher has this folder on a shared disk."""
+        """Creates and locks the run folder on this machine, unless it is the launcher's own folder on a shared disk."""
         path = Path(wanted.folder).expanduser().absolute()
         folder, shared = RunFolder(path), (path / "ranks" / wanted.token).is_file()
         term = self._advance_term(folder, wanted.run, folders.Term(wanted.term))
@@ -143,10 +143,10 @@ class Agent(Probe):
     def inspect_run(
         self, folder: str, machine: int, generation: int, run: str = "", term: int = 0
     ) -> protocol.RunOpened:
-        """Returns the state of a run folder, with `taken` True while this machine's workers of an earlier start run.
+        """Returns the state of a run folder; `taken` is True while this machine runs workers of an earlier start.
 
         `machine` is the index of this machine in the earlier start, `generation` the index of that start. Agents with a
-        lower `term` make their workers exit.
+        lower `term` (see `folders`) make their workers exit.
         """
         found = RunFolder(Path(folder).expanduser().absolute())
         highest = self._advance_term(found, run, folders.Term(term, generation + 1))
@@ -154,12 +154,12 @@ class Agent(Probe):
         return protocol.RunOpened(folder, False, found.has_checkpoints(), busy, folders.run_id(found), term=highest)
 
     def _advance_term(self, folder: RunFolder, run: str, wanted: folders.Term) -> int:
-        """Raises the term of a detached run to the launcher's, and returns the highest term known here."""
+        """Raises the term (see `folders`) of a detached run to the launcher's; returns the highest term known here."""
         ours = wanted.head and folders.run_id(folder) in ("", run)
         return (folders.advance_term(folder.ranks, wanted) if ours else folders.term_in(folder.ranks)).head
 
     def _claim(self, folder: RunFolder, wanted: protocol.OpenRun) -> str | None:
-        """Locks the run folder until this agent ends; returns the run's id, or None if the lock is taken."""
+        """Locks the run folder until this agent ends. Returns its run's id, or None if another run has the lock."""
         folder.failures.mkdir(parents=True, exist_ok=True)
         try:
             lock = folders.claim(folder, wanted.holder, *((MAKE_WAY_S, MAKE_WAY_S) if wanted.term else (CLAIM_S,)))
@@ -178,17 +178,17 @@ class Agent(Probe):
     @remote
     @private_files()
     def keep_records(self, folder: str, pieces: list[protocol.FilePiece]) -> None:
-        """Writes pieces of a run's records into its folder, where rank 0 will append to them."""
-        keeper = self._keepers.setdefault(folder, Receiver(Path(folder)))
+        """Writes records received from the launcher into the run folder, where rank 0 will append to them."""
+        keeper = self._receivers.setdefault(folder, Receiver(Path(folder)))
         for piece in pieces:
             keeper.take(piece)
 
     def _keep_copy(self, call: Call) -> None:
-        """Writes copies of records. After a failure the run continues, and the next start sends all records."""
+        """Calls `keep_records`, but only prints errors: the run continues, and the next start sends all records."""
         try:
             perform(self, call)
         except (OSError, ValueError) as error:
-            self._keepers.clear()
+            self._receivers.clear()
             say(f"can't update the copy of the run's records: {error}", "agent")
 
     @remote
@@ -198,19 +198,19 @@ class Agent(Probe):
 
     @remote
     def read_log(self, path: str, offset: int, rest: bool) -> tuple[str, int]:
-        """Returns a file's lines from byte `offset` on, with `rest` also an incomplete last one, and the new offset."""
+        """Returns (lines of a file from byte `offset`, new offset); with `rest`, also an incomplete last line."""
         text = read_growing(Path(path).expanduser(), offset, LOG_BYTES, rest=rest)
         return text.decode(errors="replace"), offset + len(text)
 
     @remote
     def bind(self, address: str, port: int = 0) -> int:
-        """Listens on an address, where the store of the next start is served; returns the port."""
+        """Listens on an address for the store (TCPStore) of the next start; returns the port."""
         self._listener = listen(address, port)
         return self._listener.getsockname()[1]
 
     @remote
     def open_tunnel_ends(self, address: str) -> str:
-        """Creates and returns a folder for the sockets of ssh tunnels; workers listen on the loopback `address`."""
+        """Creates and returns a folder for the sockets of ssh tunnels. Workers listen on the loopback `address`."""
         from manyhands.cluster.agents.tunnel import Tunnels
 
         self._tunnel_reported, self._tunnels = False, self._tunnels or Tunnels()
@@ -218,7 +218,7 @@ class Agent(Probe):
 
     @remote
     def open_tunnels(self, commands: dict[str, list[str]], seconds: float) -> dict[str, str]:
-        """Starts ssh commands, by target machine; returns the last error line of those not ready in `seconds`."""
+        """Starts ssh commands (by target machine); returns the last error line of each not ready within `seconds`."""
         assert self._tunnels
         return self._tunnels.start(commands, seconds)
 
@@ -226,7 +226,7 @@ class Agent(Probe):
     def prepare(self, size: int, threads: int, device: str) -> tuple[str, int]:
         """Imports modules for `size` workers (0: unknown) with `threads` threads each (0: an equal share of cores).
 
-        Returns the device type that this machine uses, and its number of devices (1 for a CPU).
+        Returns (device type that this machine uses, number of these devices; 1 for a CPU).
         """
         set_threads(threads, size)
         with self.wire.watched(self._until_gone.close), importing():
@@ -263,8 +263,8 @@ class Agent(Probe):
 def importing() -> Iterator[None]:
     """Disables garbage collection in a block that imports torch, and shortens the spins of OpenMP threads.
 
-    A collection would take 0.25 s and free nothing; later ones skip the imported modules too, so that forked workers
-    share their memory. libgomp reads GOMP_SPINCOUNT once, and its default of 300,000 spins takes milliseconds.
+    A collection would take 0.25 s and free nothing. Later collections skip the imported modules too, so that forked
+    workers share this memory. libgomp reads GOMP_SPINCOUNT once, and its default of 300,000 spins takes milliseconds.
     """
     spins = not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & {*os.environ}
     if spins:
@@ -299,13 +299,13 @@ def import_early() -> None:
 
 
 def set_threads(threads: int, size: int) -> None:
-    """Sets OMP_NUM_THREADS, which OpenMP reads once when torch is loaded; does nothing if the number is unknown."""
+    """Sets OMP_NUM_THREADS, which OpenMP reads when torch is loaded. Does nothing if `threads` and `size` are 0."""
     if threads or (size and "OMP_NUM_THREADS" not in os.environ):
         os.environ["OMP_NUM_THREADS"] = str(threads or max(1, int(cores() / size)))
 
 
 def serve() -> None:
-    """Serves the launcher on standard input and output, until the launcher is gone."""
+    """Answers the launcher's requests on standard input and output until the launcher is gone."""
     for stop in (signal.SIGINT, signal.SIGUSR1):  # the launcher handles these and sends commands
         signal.signal(stop, signal.SIG_IGN)
     output = os.dup(1)  # output of libraries must not mix with messages, so it goes to standard error

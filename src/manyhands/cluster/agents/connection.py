@@ -1,7 +1,6 @@
 """Both ends of the connection between a launcher and the agent of one machine, over a pipe or over ssh.
 
 The agent answers each call with the id of the call, and sends events with id 0. No port is opened.
-
 A lost connection is replaced through a Unix socket: `python -m manyhands.cluster.agents.connection SOCKET RECEIVED`,
 run over ssh, passes its standard streams to the agent.
 """
@@ -64,9 +63,9 @@ class AgentConnection:
         self._lines, self._socket = Lines(), ""
         self._reconnect_at = 0.0  # time of the next attempt after a loss; 0 if connected
         self._asked, self._log_start, self._heartbeat_at = 0, log_start, 0.0
-        self._use(process)
+        self._attach(process)
 
-    def _use(self, process: subprocess.Popen[bytes]) -> None:
+    def _attach(self, process: subprocess.Popen[bytes]) -> None:
         assert process.stdin is not None
         assert process.stdout is not None
         self.process, self._input, self._output = process, process.stdin, process.stdout
@@ -129,7 +128,7 @@ class AgentConnection:
         return not (self.closed or self._reconnect_at)
 
     def _disconnect(self) -> None:
-        """Schedules another connection, unless the agent itself has ended or the attempts have taken too long."""
+        """Schedules a reconnection, unless the agent itself has ended or the attempts have taken too long."""
         ended = False
         with contextlib.suppress(subprocess.TimeoutExpired):
             ended = 0 <= self.process.wait(ENDED_S) != SSH_FAILED
@@ -148,7 +147,7 @@ class AgentConnection:
         assert self.connect_again
         self.close(0.0)
         try:
-            self._use(self.connect_again((SAFE, "-m", RECONNECT, self._socket, str(self._lines.received))))
+            self._attach(self.connect_again((SAFE, "-m", RECONNECT, self._socket, str(self._lines.received))))
         except (UserError, OSError):  # such as no memory for a process
             self._disconnect()
             return
@@ -209,9 +208,9 @@ def end_processes(processes: Collection[subprocess.Popen[bytes]], patience_s: fl
 def ask_all(
     requests: Mapping[AgentConnection, Request[R]], timeout_s: float, others: Collection[AgentConnection] = ()
 ) -> dict[AgentConnection, R | RunError]:
-    """Sends each machine its request, and waits for all answers; `others` receive heartbeats meanwhile.
+    """Sends each machine its request and waits for all answers; connections in `others` get heartbeats meanwhile.
 
-    Returns for each machine the answer or an error: LinkClosed if the machine is lost, RunError if the request failed.
+    Returns the answer or the error of each machine: LinkClosed if the machine is lost, RunError if the request failed.
     """
     asked = {link: (link.post(request), request) for link, request in requests.items()}
     answers: dict[AgentConnection, R | RunError] = {}
@@ -228,7 +227,7 @@ def ask_all(
 
 
 def wait_for_links(links: Iterable[AgentConnection], patience_s: float) -> list[AgentConnection]:
-    """Waits up to `patience_s` for a connection to be ready; sends unsent bytes, and returns readable connections."""
+    """Waits up to `patience_s` until a connection is ready; sends unsent bytes and returns readable connections."""
     with selectors.DefaultSelector() as selector:
         for link in links:
             if link.readable:
@@ -243,7 +242,7 @@ def wait_for_links(links: Iterable[AgentConnection], patience_s: float) -> list[
 
 
 def answer_to(link: AgentConnection, number: int, request: Request[R]) -> list[R | RunError]:
-    """Returns [answer] or [error] of the request with the id `number`, or [] if none has arrived; never waits."""
+    """Returns [answer] or [error] of the request with the id `number`, or [] if nothing has arrived. Doesn't wait."""
     for answered, message in link.read():
         if answered == number and isinstance(message, messages.CallResult):
             try:
@@ -269,7 +268,7 @@ def _error(link: AgentConnection, failed: RequestFailed | str) -> RunError:
 
 
 class Wire:
-    """The agent's end: reads standard input, writes to `output`. Keeps no thread, because workers are forked."""
+    """The agent's end: reads standard input, writes to `output`. Keeps no thread, because the agent forks workers."""
 
     def __init__(self, output: int) -> None:
         self._output, self._lines = output, Lines()
@@ -288,7 +287,7 @@ class Wire:
         return self.remote and time.monotonic() - self.last_received > SILENT_S
 
     def _replaceable(self) -> bool:
-        """Returns True if an ended connection can be replaced; a launcher that exits closes only one direction."""
+        """Returns True if an ended connection can be replaced. If the launcher exits, only one direction is closed."""
         poll = select.poll()
         poll.register(self._output, 0)
         return bool(self._listener and self.remote and poll.poll(ENDED_MS))
@@ -297,8 +296,8 @@ class Wire:
     def watched(self, clean_up: Callable[[], None]) -> Generator[None]:
         """Calls `clean_up` and ends this process if the launcher exits, or does not replace a lost connection.
 
-        For blocks that read no messages, such as an import of torch. The thread that watches ends with the block,
-        because workers are forked later.
+        For blocks that read no messages, such as an import of torch. The watching thread ends with the block, because
+        forking workers requires a process without threads.
         """
         ours, over = socket.socketpair()
 
@@ -324,7 +323,7 @@ class Wire:
                 thread.join()
 
     def listen(self, folder: Path) -> str:
-        """Accepts new connections of the launcher at a socket in a private folder; returns the socket's path."""
+        """Listens for new connections of the launcher on a Unix socket in a private folder; returns its path."""
         path = str(folder / "agent")
         listener = socket.socket(socket.AF_UNIX)
         listener.bind(path)
@@ -335,7 +334,7 @@ class Wire:
         return path
 
     def send(self, message: Message, number: int = 0) -> None:
-        """Sends a message; `number` is the id of the answered request. Does nothing once the launcher is gone."""
+        """Sends a message; `number`: id of the request that it answers. Does nothing once the launcher is gone."""
         line = self._lines.add(message, number)
         if self.connected:
             self._write(line)
@@ -355,15 +354,15 @@ class Wire:
         while self.open:
             if self._received:
                 return self._received.popleft()
-            self._fill(1.0)
+            self._receive(1.0)
         return None
 
     def poll(self) -> list[Message]:
         """Returns the messages received so far, without waiting."""
-        self._fill(0)
+        self._receive(0)
         return [self._received.popleft()[1] for _ in range(len(self._received))]
 
-    def _fill(self, patience_s: float) -> None:
+    def _receive(self, patience_s: float) -> None:
         inputs = [self._listener] if self._listener else []
         while self.open and (ready := select.select([0, *inputs] if self.connected else inputs, [], [], patience_s)[0]):
             patience_s, received = 0, b""

@@ -1,6 +1,6 @@
-"""Starts this machine's agent before the job is read, so that it imports torch meanwhile.
+"""Starts this machine's agent before the command reads the job, so that the agent imports torch meanwhile.
 
-This module imports nothing of manyhands, because a command runs it first.
+Imports no other module of manyhands, because a command runs this module first.
 """
 
 import contextlib
@@ -15,19 +15,19 @@ EARLY = "early"  # argument of an agent that imports torch, and then reads the p
 SAFE = "-P"  # keeps Python from importing from the working folder, where others may write
 AGENT = (SAFE, "-m", "manyhands.cluster.agents.agent")
 # Variables of launchers, whose processes train without an agent.
-_STARTED = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+_RANK_VARIABLES = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 # Arguments of commands that don't train, or that train in their own process.
-_WITHOUT = ("-h", "--help", "--dry-run", "--show-config", "--init")
+_WITHOUT_AGENT = ("-h", "--help", "--dry-run", "--show-config", "--init")
 
 FILES, FILES_EACH = 48, 8  # open files of a command with its agent (18 are too few), and of each worker
 
-_untaken: list["subprocess.Popen[bytes]"] = []
+_unused_agents: list["subprocess.Popen[bytes]"] = []
 
 
 def start_early(words: Sequence[str]) -> None:
-    """Starts the agent if the arguments look like a run on this machine; an unused agent costs a second."""
-    trains = words[:1] == ["train"] and not any(name in os.environ for name in _STARTED)
-    if not trains or any(word.endswith(".py") or word.partition("=")[0] in _WITHOUT for word in words):
+    """Starts the agent if the arguments look like a run on this machine. An unused agent costs a second."""
+    trains = words[:1] == ["train"] and not any(name in os.environ for name in _RANK_VARIABLES)
+    if not trains or any(word.endswith(".py") or word.partition("=")[0] in _WITHOUT_AGENT for word in words):
         return
     if raise_file_limit(FILES + FILES_EACH) < FILES + FILES_EACH:
         return
@@ -39,7 +39,7 @@ def start_early(words: Sequence[str]) -> None:
         stack.enter_context(usr1_ignored())
         command = [sys.executable, *AGENT, EARLY]
         agent = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=words_fd, start_new_session=True)
-        _untaken.append(agent)
+        _unused_agents.append(agent)
 
 
 def raise_file_limit(needed: int) -> int:
@@ -54,7 +54,7 @@ def raise_file_limit(needed: int) -> int:
 
 @contextlib.contextmanager
 def usr1_ignored() -> Generator[None]:
-    """Makes processes started in the block ignore SIGUSR1, which schedulers send to all processes of a job."""
+    """Makes processes that are started in the block ignore SIGUSR1, which schedulers send to all processes of a job."""
     previous = None
     with contextlib.suppress(ValueError):  # only the main thread may set handlers
         previous = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
@@ -66,13 +66,13 @@ def usr1_ignored() -> Generator[None]:
 
 
 def take_early() -> "subprocess.Popen[bytes] | None":
-    """Returns the agent that was started early, which waits for the path of its log; None if none runs."""
-    early = _untaken.pop() if _untaken else None
+    """Returns the agent that `start_early` started, which waits for the path of its log; None if there is none."""
+    early = _unused_agents.pop() if _unused_agents else None
     return early if early and early.poll() is None else None
 
 
 def end_early() -> None:
-    """Kills the agent that was started early, if it is unused."""
-    while _untaken:
-        with _untaken.pop() as early:
+    """Kills the agent that `start_early` started, if it is unused."""
+    while _unused_agents:
+        with _unused_agents.pop() as early:
             early.kill()

@@ -1,6 +1,6 @@
 """Runs the workers of this machine under PyTorch's elastic agent, and follows the launcher's commands.
 
-Runs in the process of `agent`. Each start of workers has a new elastic agent, rendezvous and store. No other module of
+Runs in the agent process. Each start of workers has a new elastic agent, rendezvous and store. No other module of
 `cluster` imports torch.
 """
 
@@ -53,7 +53,7 @@ LAST_WORDS, LAST_BYTES = 8, 1 << 14  # limits of the excerpt from the log of a f
 
 
 class _Rendezvous(StaticTCPRendezvous):
-    """A rendezvous with ranks from the launcher; each poll of the elastic agent calls `obey`."""
+    """A rendezvous with ranks assigned by the launcher. Each poll of the elastic agent calls `obey`."""
 
     def __init__(self, place: Rendezvous, obey: Callable[[], None]) -> None:
         super().__init__(place.address, place.port, place.machine, len(place.sizes), "manyhands", timeout=0)
@@ -69,7 +69,7 @@ class _Rendezvous(StaticTCPRendezvous):
 
 
 class ElasticAgent(cast(Any, LocalElasticAgent)):  # torch's decorators hide the methods' signatures
-    """PyTorch's agent with ranks from a list of sizes, a store on one address, and commands from the launcher."""
+    """PyTorch's elastic agent with ranks from the launcher, a store at one address, and commands from the launcher."""
 
     def __init__(self, orders: Orders, listener: socket.socket | None, scratch: str, wire: Wire, tick: Tick) -> None:
         self._orders, self._listener, self._wire, self._tick = orders, listener, wire, tick
@@ -120,7 +120,7 @@ class ElasticAgent(cast(Any, LocalElasticAgent)):  # torch's decorators hide the
         return started
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        """Reports workers that have ended, and decides how long to wait for the others."""
+        """Reports workers that have exited; after a failure, waits while other workers may save."""
         script, returned = bool(self._orders.script), self._returned()
         if len(returned) == len(self._ranks()):
             return self._release(returned)
@@ -146,7 +146,7 @@ class ElasticAgent(cast(Any, LocalElasticAgent)):  # torch's decorators hide the
         self._wire.send(protocol.WorkerExited(rank, exit_code, platform.node(), failure))
 
     def _returned(self) -> dict[int, Any]:
-        """Returns the results of finished workers, by rank; a finished worker waits for the others."""
+        """Returns the results of finished workers, by rank. Finished workers wait until `_release`."""
         if self._orders.script:
             return {}
         values = self._pcontext._return_values
@@ -156,7 +156,7 @@ class ElasticAgent(cast(Any, LocalElasticAgent)):  # torch's decorators hide the
         return {self._ranks()[number]: value for number, value in values.items()}
 
     def _release(self, returned: dict[int, Any]) -> RunResult:
-        """Lets the workers exit after all have returned; workers that don't exit are killed by the elastic agent."""
+        """Lets the workers exit after all have returned. The elastic agent kills workers that don't exit."""
         event: Any = self._pcontext._worker_finished_event  # `Event.set` waits for workers that may be dead
         event._flag.acquire(False)
         event._flag.release()
@@ -187,7 +187,7 @@ class ElasticAgent(cast(Any, LocalElasticAgent)):  # torch's decorators hide the
         return {rank: codes[number] for number, rank in enumerate(self._ranks())}
 
     def _exit_barrier(self) -> None:
-        """Overrides torch's wait for other machines, because the launcher waits for all."""
+        """Disables torch's wait for other machines, because the launcher waits for all machines."""
 
     def _pids(self) -> dict[int, int]:
         """Returns the process id of each rank on this machine; an empty dict before the workers are started."""
@@ -225,7 +225,7 @@ class ElasticAgent(cast(Any, LocalElasticAgent)):  # torch's decorators hide the
             raise RendezvousGracefulExitError("the workers did not stop in time")
 
     def _launcher_lost_at(self) -> float:
-        """Returns when a lost launcher last sent a message, or when a newer launcher was noticed; 0 for neither."""
+        """Returns the time of a lost launcher's last message, or of the detection of a newer launcher; else 0."""
         if not self._orders.term:
             return 0.0 if self._wire.open else self._wire.last_received
         now = time.monotonic()
@@ -260,7 +260,7 @@ def _script_words(orders: Orders, scratch: str) -> tuple[str, ...]:
 
 
 def prepare(device: str) -> tuple[str, int]:
-    """Imports the modules that CPU workers need; returns the device type and the number of devices."""
+    """Imports the modules that CPU workers need. Returns (device type, number of devices)."""
     kind, count = devices_here(device, 1)
     if kind == "cpu":
         importlib.import_module(WORKER).preload()
@@ -268,20 +268,20 @@ def prepare(device: str) -> tuple[str, int]:
 
 
 def devices_here(wanted: str, processes: int) -> tuple[str, int]:
-    """Returns the device type that a job's `device` selects on this machine, and how many processes it is for."""
+    """Returns (device type that cluster.device selects on this machine, number of these devices; 1 for a CPU)."""
     device = device_kind(wanted, processes)
     single = device in {"cpu", "mps"} or ":" in device  # cuda:1 names one of several
     return device, 1 if single else max(1, torch.accelerator.device_count())
 
 
 def preload(orders: Orders) -> None:
-    """Imports the modules that forked workers need, and opens their data."""
+    """Imports the modules and opens the data that forked workers need."""
     if not orders.script and devices_here(orders.device, sum(orders.rendezvous.sizes))[0] == "cpu":
         importlib.import_module(WORKER).preload(orders)
 
 
 def _resolve_devices(orders: Orders, listener: socket.socket | None) -> Orders:
-    """Resolves the device "auto" and sizes of 0 on this machine, and divides its cores among the processes."""
+    """Resolves the device "auto" and sizes of 0 for this machine, and divides its cores among the processes."""
     rendezvous = orders.rendezvous
     device, devices = devices_here(orders.device, sum(rendezvous.sizes))
     sizes = tuple(size or devices for size in rendezvous.sizes)

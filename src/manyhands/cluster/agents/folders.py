@@ -1,8 +1,7 @@
-"""A run folder on a machine: opening it, its job file, the lock of an active run, its id and its launcher's term.
+"""The run folder on a machine: opening, job file, lock of an active run, id of the run, and term of its launcher.
 
 All folders of one run, on several machines or on a shared disk, have the same id. The owner of the lock writes the id
 of its launch into the file `holder`.
-
 A machine obeys the launcher with the highest term, which is stored in the run folder. Each new launcher of a detached
 run increments the term. Agents with a lower term have their workers save and exit.
 """
@@ -28,7 +27,7 @@ _ID = re.compile("[0-9a-f]{8,64}")
 
 
 def use_run_folder(path: Path) -> RunFolder:
-    """Opens or creates a run folder named by the user. Raises UserError: no permission, or files but no run."""
+    """Opens or creates the user's run folder. Raises UserError if it isn't writable, or has files but no run."""
     with writing_into(path):
         path.mkdir(parents=True, exist_ok=True)
     folder = RunFolder(path)
@@ -57,7 +56,7 @@ def writing_into(path: Path) -> Generator[None]:
 
 
 def replace_job(folder: RunFolder, text: str) -> None:
-    """Writes the job file; keeps the file of an earlier trained job as job-1.toml … unless only comments differ."""
+    """Writes the job file. If the options differ, keeps the file of an earlier training as job-1.toml, job-2.toml …."""
     with files.temporary(folder.job) as part:
         part.write_text(text, encoding="utf-8")
         if folder.has_trained() and folder.job.is_file():
@@ -74,7 +73,7 @@ def claim(folder: RunFolder, holder: str = "", patience_s: float = 0, leaving_s:
     """Locks a run folder until this process ends; returns None if another machine of the same launch has the lock.
 
     `holder` is the id of the launch, random by default. `patience_s` limits the wait for the lock, or for another
-    process to write the same id; `leaving_s` limits the wait for each agent of an earlier start. Raises Timeout:
+    process to write the same id; `leaving_s` limits the wait for each agent of an earlier start. Raises Timeout if
     another run is active in the folder.
     """
     lock, holder = FileLock(folder.ranks / "lock"), holder or secrets.token_hex(16)
@@ -100,7 +99,7 @@ def claim(folder: RunFolder, holder: str = "", patience_s: float = 0, leaving_s:
 
 
 def agent_lock(ranks: Path, machine: int, generation: int = 0) -> FileLock:
-    """Returns the lock that an agent holds while its workers run, which may outlive a killed launcher to save.
+    """Returns the lock that an agent holds while its workers run. After a kill of the launcher, workers still save.
 
     Each start has its own lock, because a disconnected machine may keep its lock on a shared disk.
     """
@@ -110,19 +109,19 @@ def agent_lock(ranks: Path, machine: int, generation: int = 0) -> FileLock:
 
 
 def agent_has_left(ranks: Path, machine: int, generation: int) -> bool:
-    """Returns True if the lock of `agent_lock` is free; a disconnected machine may still train and save."""
+    """Returns True if the agent's `agent_lock` is free, so that no disconnected machine still trains or saves."""
     path = ranks / f"agent-{machine}-{generation}.lock"
     return not path.exists() or not _is_held(path)
 
 
 def agents_work(ranks: Path, after: int = -1) -> bool:
-    """Returns True while an agent runs workers of the run on this disk, in a start with an index above `after`."""
+    """Returns True while an agent runs workers in this run folder, from a start with an index above `after`."""
     numbered = ((path.stem.rpartition("-")[2], path) for path in ranks.glob("agent-*-*.lock"))
     return any(number.isdecimal() and int(number) > after and _is_held(path) for number, path in numbered)
 
 
 def agents_here(ranks: Path) -> list[int]:
-    """Returns the process ids of this machine's agents with workers of the run; empty without /proc/locks."""
+    """Returns the process ids of this machine's agents that run workers of the run; [] without /proc/locks."""
     files, rows = {path.stat().st_ino for path in ranks.glob("agent-*-*.lock")}, list[list[str]]()
     with contextlib.suppress(OSError):
         # 1: FLOCK  ADVISORY  WRITE 4711 fe:00:123456 0 EOF
@@ -144,7 +143,7 @@ def run_id(folder: RunFolder) -> str:
 
 
 def set_run_id(folder: RunFolder, wanted: str = "") -> str:
-    """Writes and returns the id of a run; a new random id if `wanted` is empty."""
+    """Writes and returns the id of a run: `wanted`, or a new random id if `wanted` is empty."""
     found = wanted or secrets.token_hex(16)
     files.write_atomic(folder.ranks / "id", found)
     return found
@@ -159,13 +158,14 @@ def _read_id(path: Path) -> str:
 
 
 class Term(NamedTuple):
-    """A launcher's term and the index of its start; agents obey the highest. (0, 0) precedes the first launcher."""
+    """A launcher's term and the index of a start; agents obey the highest Term. (0, 0) precedes the first launcher."""
 
     head: int = 0
     start: int = 0
 
 
 def term_in(ranks: Path) -> Term:
+    """Returns the highest term stored in `ranks`, the folder ranks/ of a run; (0, 0) if there is none."""
     with contextlib.suppress(OSError, ValueError):
         head, start = map(int, (ranks / "term").read_text("ascii").split())
         return Term(head, start)
@@ -173,7 +173,7 @@ def term_in(ranks: Path) -> Term:
 
 
 def advance_term(ranks: Path, wanted: Term) -> Term:
-    """Writes `wanted` unless the folder has a higher term; returns the higher of both."""
+    """Writes `wanted` unless the folder has a higher term; returns the higher of the two terms."""
     ranks.mkdir(parents=True, exist_ok=True)
     with files.private_files(), FileLock(ranks / "term.lock", mode=0o600):
         found = term_in(ranks)

@@ -1,4 +1,4 @@
-"""An agent's view of its workers: heartbeats, suspended processes, time to exit, and out-of-memory kills."""
+"""Observes an agent's workers: heartbeats, suspended processes, time to exit, and out-of-memory kills."""
 
 import contextlib
 import platform
@@ -18,7 +18,7 @@ from manyhands.parallel.group.heartbeat import Heartbeat, Seen, rescue_path
 
 _WELL_S = 2.0  # a process with more recent progress is well
 # Stands in for the heartbeat of a suspended process that hasn't begun to train.
-_BEFORE_THE_FIRST = Heartbeat(count=0, step=0, phase="build", still_s=0.0, usual_s=0.0)
+_NO_HEARTBEAT = Heartbeat(count=0, step=0, phase="build", still_s=0.0, usual_s=0.0)
 UPDATES = 2.0  # after a failure a process computes for this many update durations, until its next collective fails
 
 
@@ -27,7 +27,7 @@ def heartbeat_path(scratch: Path, rank: int) -> Path:
 
 
 def process_state(pid: int) -> dict[str, Any]:
-    """Returns the fields of `Seen` that the operating system reports for a local process; empty if it has ended."""
+    """Returns the fields of `Seen` that the operating system knows of a local process; {} if the process has ended."""
     with contextlib.suppress(psutil.Error):
         process = psutil.Process(pid)
         spent = process.cpu_times()
@@ -50,7 +50,7 @@ class HeartbeatMonitor:
         return max((heartbeat.usual_s for heartbeat, _ in self._last.values()), default=0.0)
 
     def news(self, *, all_of_them: bool) -> list[Seen]:
-        """Returns all workers' states if a worker makes no progress, or with `all_of_them`; else, or within 1 s, []."""
+        """Returns all workers' states if one is stalled or `all_of_them` is set; else []. Checks once a second."""
         now = time.monotonic()
         if now < self._due:
             return []
@@ -59,7 +59,7 @@ class HeartbeatMonitor:
         return seen if all_of_them or any(each.stood_s > _WELL_S or each.stopped for each in seen) else []
 
     def last(self, rank: int) -> Heartbeat | None:
-        """Returns the last heartbeat of a process; None before it begins to train."""
+        """Returns the last heartbeat of a rank; None before the rank begins to train."""
         return self._last[rank][0] if rank in self._last else None
 
     def _worker_state(self, rank: int, now: float) -> Seen | None:
@@ -71,7 +71,7 @@ class HeartbeatMonitor:
         if rank in self._last:
             heartbeat, at = self._last[rank]
         elif found.get("stopped"):
-            heartbeat, at = _BEFORE_THE_FIRST, self._stopped.setdefault(rank, now)
+            heartbeat, at = _NO_HEARTBEAT, self._stopped.setdefault(rank, now)
         else:
             self._stopped.pop(rank, None)
             return None  # the process hasn't begun to train
@@ -80,7 +80,7 @@ class HeartbeatMonitor:
 
 
 class ExitTimer:
-    """Limits how long workers may take to exit after a failure; those that save, with a file in `scratch`, get more."""
+    """Limits the time for workers to exit after a failure. Workers that are saving (`rescue_path`) get more time."""
 
     def __init__(self, scratch: Path) -> None:
         self._scratch, self._since, self.begun = scratch, 0.0, False
@@ -92,14 +92,14 @@ class ExitTimer:
             self.begun, self._since = True, time.monotonic()
 
     def patient(self, left: Mapping[int, int], usual_s: float) -> bool:
-        """Returns True while the workers `left` (process ids by rank) have time; an update usually takes `usual_s`."""
+        """Returns True while the workers `left` ({rank: process id}) have time. `usual_s`: duration of an update."""
         began_s = time.monotonic() - self._since
         if began_s < LEAVE_S + UPDATES * usual_s:
             return True
-        return began_s < SAVE_MOST_S and any(self._saves(rank, pid) for rank, pid in left.items())
+        return began_s < SAVE_MOST_S and any(self._save_progresses(rank, pid) for rank, pid in left.items())
 
-    def _saves(self, rank: int, pid: int) -> bool:
-        """Returns True if a process saves and makes progress: in CPU time, or in written bytes if available."""
+    def _save_progresses(self, rank: int, pid: int) -> bool:
+        """Returns True if a worker is saving and makes progress, measured by CPU time and written bytes."""
         if not rescue_path(self._scratch, rank).exists():
             return False
         done, now = None, time.monotonic()
@@ -113,7 +113,7 @@ class ExitTimer:
 
 
 class OutOfMemoryKills:
-    """Attributes out-of-memory kills to workers that ended by SIGKILL, with the counter of this cgroup (v2)."""
+    """Attributes SIGKILLs of workers to out-of-memory kills, using the kill counter of this cgroup (v2)."""
 
     def __init__(self) -> None:
         self._group = CGROUPS  # the root group, as in a container
@@ -122,11 +122,11 @@ class OutOfMemoryKills:
                 group = CGROUPS / line.removeprefix("0::/")
                 if line.startswith("0::") and (group / "memory.events").is_file():
                     self._group = group
-        self._reported = self._count()
+        self._reported = self._read_counter()
 
     def record(self, rank: int, pid: int, heartbeat: Heartbeat | None) -> Failure | None:
-        """Returns a failure record for a killed worker if the counter has risen; else None, also without a counter."""
-        if self._count() <= self._reported:
+        """Returns a failure record for a killed worker if the counter has risen; None if not, or without a counter."""
+        if self._read_counter() <= self._reported:
             return None
         self._reported += 1
         size = ""
@@ -139,7 +139,7 @@ class OutOfMemoryKills:
             phase=heartbeat.phase if heartbeat else "", error=PROCESS_ENDED, what=what, hints=hints,
         )  # fmt: skip
 
-    def _count(self) -> int:
+    def _read_counter(self) -> int:
         with contextlib.suppress(OSError, ValueError):
             for line in (self._group / "memory.events").read_text().splitlines():
                 name, _, count = line.partition(" ")

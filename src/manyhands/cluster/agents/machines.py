@@ -1,4 +1,4 @@
-"""The machines of a run with their states, and the start of their agents."""
+"""The machines of a run and their states. Starts the agents of the machines."""
 
 import os
 import subprocess
@@ -29,7 +29,7 @@ SOON_UPDATES = 20  # failures within this many saved updates after joining are c
 
 
 class MachineState(Enum):
-    """The state of a machine in a run, and the meaning of `RunMachine.until` in it."""
+    """The state of a machine in a run, and the meaning of `RunMachine.until` in each state."""
 
     LOST = "lost"  # no agent answers; until: the next contact
     CONTACTING = "contacting"  # its agent was started and answers requests; until: timeout
@@ -84,20 +84,20 @@ class RunMachine:
         return self.opened_folder
 
     def count_failure(self, step: int) -> float:
-        """Counts a failure at saved step `step`; returns the seconds to exclude the machine, 0 for a first failure."""
+        """Counts a failure at saved step `step`; returns the seconds to exclude the machine (0: first failure)."""
         useful = self.since_step is not None and step - self.since_step >= SOON_UPDATES
         self.failures, self.since_step = 1 if useful else self.failures + 1, None
         again = self.failures > 1
         return min(timeouts.EXCLUDED_MOST_S, timeouts.EXCLUDED_S * 2 ** (self.failures - 2)) if again else 0.0
 
     def lose(self, pause_s: float = 0.0) -> None:
-        """Ends the connection; the next contact is after `pause_s`, at least RETRY_LEAST_S unless the user waits."""
+        """Ends the connection. Sets the next contact after `pause_s`, at least RETRY_LEAST_S unless `requested`."""
         self._leave(MachineState.LOST)
         self.until = self.since + max(pause_s, 0.0 if self.requested else timeouts.RETRY_LEAST_S)
         self.disconnect()
 
     def exclude(self, pause_s: float) -> None:
-        """Removes the machine from the run until the pause (seconds) is over."""
+        """Removes the machine from the run for `pause_s` seconds."""
         self._leave(MachineState.READY)
         self.until = self.since + pause_s
 
@@ -106,9 +106,9 @@ class RunMachine:
         self.joined, self.records_may_differ = False, True
 
     def use(self, size: int, device: str, count: int) -> None:
-        """Sets the device type, and the number of processes to `size`, or if that is 0, to the `count` of devices.
+        """Sets the device type and the number of processes: `size`, or the number of devices `count` if `size` is 0.
 
-        Raises UserError: too few devices.
+        Raises UserError if there are fewer devices than processes.
         """
         if size > count and device not in {"cpu", "mps"}:
             what = f"{self.name} has {count} {device} devices, but {size} processes are requested"
@@ -124,7 +124,7 @@ class RunMachine:
 
 
 class Machines:
-    """All machines of a run, including lost ones; machines that take part are in rank order."""
+    """All machines of a run, including lost machines. Running machines are in rank order."""
 
     def __init__(self, machines: list[RunMachine]) -> None:
         self.all = machines
@@ -151,7 +151,7 @@ class Machines:
             link.heartbeat()
 
     def ask(self, requests: Mapping[RunMachine, Request[R]], timeout_s: float) -> dict[RunMachine, R]:
-        """Sends requests, and returns the answers. Raises RunError: a machine is lost, or a request failed."""
+        """Sends requests and returns the answers. Raises RunError if a machine is lost or a request failed."""
         asked, answers = {machine.agent: machine for machine in requests}, dict[RunMachine, R]()
         found = ask_all({link: requests[machine] for link, machine in asked.items()}, timeout_s, self.links)
         for link, answer in found.items():
@@ -161,11 +161,11 @@ class Machines:
         return answers
 
     def ask_each(self, request: Request[R], timeout_s: float = timeouts.REQUEST_S) -> dict[RunMachine, R]:
-        """Sends the same request to every machine that takes part, and returns the answers."""
+        """Sends the same request to every running machine and returns the answers. Raises like `ask`."""
         return self.ask(dict.fromkeys(self.running, request), timeout_s)
 
     def ask_named(self, requests: Mapping[str, Request[R]], timeout_s: float) -> dict[str, R | RunError]:
-        """Sends requests to machines by name, and returns the answer or error of each."""
+        """Sends requests to machines by name; returns the answer or the error of each machine."""
         asked = {machine.agent: requests[machine.name] for machine in self.running if machine.name in requests}
         return {link.machine.name: answer for link, answer in ask_all(asked, timeout_s, self.links).items()}
 
@@ -207,25 +207,25 @@ def assembled(
         try:
             for machine in machines:
                 found.all.append(RunMachine(machine, link=open_agent(machine, options, logs)))
-            _greet(found, options, wanted)
+            _request_facts(found, options, wanted)
             yield found
         except KeyboardInterrupt:
             on_stop()
-            found.close(STOPPED_S)  # ends the agents, whatever they are busy with
+            found.close(STOPPED_S)  # also ends agents that are busy
             raise
         finally:
             found.close()
 
 
 def allow_open_files(count: int) -> None:
-    """Raises this process's limit on open files. Raises UserError: the system's limit is lower."""
+    """Raises this process's limit on open files to `count`. Raises UserError if the hard limit is lower."""
     if (most := raise_file_limit(count)) < count:
         what = f"the connections to the machines need {count:,} open files, but the limit for this user is {most:,}"
         raise UserError(what, "cluster.hosts", (f"raise the limit in a root shell: ulimit -Hn {count}",))
 
 
 def open_here(log: Path, machine: Machine | None = None) -> AgentConnection:
-    """Starts an agent on this machine, or returns the agent that was started early."""
+    """Starts an agent on this machine, or connects to the agent that `start_early` started."""
     log_start, agent = size_of(log), take_early()
     if agent is None:
         agent = _start([sys.executable, *AGENT], log)
@@ -249,7 +249,7 @@ def _start(command: list[str], log: Path) -> subprocess.Popen[bytes]:
 
 
 def open_agent(machine: Machine, options: ClusterOptions, logs: Path) -> AgentConnection:
-    """Starts the agent of one machine; the first request reports whether that succeeded."""
+    """Starts the agent of one machine. The first request reports a failed start."""
     if is_here(machine):
         return open_here(logs / "agent.log", machine)
     log = logs / f"agent@{machine.name}.log"
@@ -259,8 +259,8 @@ def open_agent(machine: Machine, options: ClusterOptions, logs: Path) -> AgentCo
     return link
 
 
-def _greet(machines: Machines, options: ClusterOptions, wanted: FactsWanted) -> None:
-    """Asks all agents for their facts; machines that answer take part, the others become lost with a `problem`."""
+def _request_facts(machines: Machines, options: ClusterOptions, wanted: FactsWanted) -> None:
+    """Requests the facts of all machines. Machines that answer become RUNNING; other machines become LOST."""
     asked, links = time.time(), {machine.agent: machine for machine in machines.all}
     requests = {link: call(Agent.hello, wanted, not link.here) for link in links}
     answers = ask_all(requests, timeouts.HELLO_S + timeouts.HELLO_EACH_S * len(links))
@@ -281,7 +281,7 @@ def _greet(machines: Machines, options: ClusterOptions, wanted: FactsWanted) -> 
 
 
 def clock_offset(there: float, asked: float) -> float:
-    """Returns the smallest offset, in seconds, of a clock that read `there` between our time `asked` and now."""
+    """Returns the smallest possible offset (s) of a clock that read `there` between our time `asked` and now."""
     now = time.time()
     return there - now if there > now else there - asked if there < asked else 0.0
 
@@ -289,7 +289,7 @@ def clock_offset(there: float, asked: float) -> float:
 def prepare(machines: Machines, options: ClusterOptions, processes: int | None = None) -> None:
     """Makes the machines import torch, and sets the device type and the number of processes of each machine.
 
-    `processes` is the number per machine; None: its slots, or one per device. Raises UserError: too few devices.
+    `processes` is the number per machine; None: its slots, or one per device. Raises UserError if devices are missing.
     """
     sizes = {machine: machine.spec.slots if processes is None else processes for machine in machines.running}
     requests = {machine: call(Agent.prepare, size, options.threads, options.device) for machine, size in sizes.items()}

@@ -1,4 +1,4 @@
-"""Copies records and small files, but no checkpoints, from the machine of rank 0 to the launcher's folder."""
+"""Copies records and small files, but no checkpoints, from the machine of rank 0 to the launcher's run folder."""
 
 import contextlib
 import os
@@ -23,8 +23,8 @@ PIECE_BYTES = 1 << 20  # larger pieces would delay other messages
 class Sender:
     """Finds new records in the run folder of this machine.
 
-    `held` is the size of each growing file that the receiver has, in bytes. `output` includes the output of rank 0,
-    `rest` includes incomplete last lines.
+    `held` is the size in bytes of each growing file at the receiver. `output` also sends the output of rank 0, `rest`
+    also sends incomplete last lines.
     """
 
     def __init__(self, folder: Path, held: Mapping[str, int], *, output: bool = False, rest: bool = False) -> None:
@@ -35,7 +35,7 @@ class Sender:
         self._seen: dict[str, tuple[int, int]] = {}
 
     def news(self) -> Iterator[FilePiece]:
-        """Yields changes since the last call: new parts of growing files, and all of each changed small file."""
+        """Yields changes since the last call: new parts of growing files, and changed small files in full."""
         for name, sent in self._sent.items():
             path = self._folder / name
             offset = sent if sent <= size_of(path) else 0  # truncated or replaced
@@ -43,7 +43,7 @@ class Sender:
             text = read_growing(path, offset, PIECE_BYTES, rest=self._rest or name == OUTPUT)
             self._sent[name] = offset + len(text)
             if text:
-                yield FilePiece(name, text.decode(*_coding(name)), offset)
+                yield FilePiece(name, text.decode(*_encoding(name)), offset)
         for name in WHOLE:
             path = self._folder / name
             with contextlib.suppress(OSError):
@@ -55,7 +55,7 @@ class Sender:
 
 
 class Receiver:
-    """Writes received records into a run folder; while the disk is full, pieces wait in memory."""
+    """Writes received records into a run folder; keeps records in memory while the disk is full."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -66,7 +66,7 @@ class Receiver:
         return {name: size_of(self._folder / name) for name in (*GROWING, OUTPUT)}
 
     def take(self, piece: FilePiece) -> None:
-        """Writes one piece; a piece with offset 0 starts a new file, and an existing file is renamed."""
+        """Writes a piece. A piece with offset 0 starts a new file; an existing growing file is renamed before."""
         self._waiting.append(piece)
         with contextlib.suppress(OSError):
             while self._waiting:
@@ -75,7 +75,7 @@ class Receiver:
 
     def _write(self, piece: FilePiece) -> None:
         name = piece.name
-        text, path = piece.text.encode(*_coding(name)), self._folder / name
+        text, path = piece.text.encode(*_encoding(name)), self._folder / name
         if name in {*GROWING, OUTPUT}:
             self._append(path, piece.offset, text)
         elif name == JOB:
@@ -99,6 +99,6 @@ class Receiver:
             raise
 
 
-def _coding(name: str) -> tuple[str, str]:
-    """Returns encoding and error handler of a file; the output of a user's program may have any encoding."""
+def _encoding(name: str) -> tuple[str, str]:
+    """Returns (encoding, error handler) of a file. The output of a user's program may have any encoding."""
     return ("latin-1", "strict") if name == OUTPUT else ("utf-8", "replace")

@@ -3,9 +3,9 @@
 The store listens on loopback of the first machine, and ssh forwards ports to it. If ssh servers refuse forwarding, the
 store listens on the first machine's network address, as the collectives do.
 
-Two machines are connected directly if one can log in to the other, otherwise through a relay. The machines of the run
-open the tunnels, so that these outlive the launcher. Only if no machine of the run reaches both of two machines, and
-the user allows it, the launcher's machine is the relay. No key is copied, and no ssh agent is forwarded.
+Two machines are connected directly if one can log in to the other, otherwise through a relay: a machine of the run that
+reaches both, else the launcher's machine if the user allows it (--relay). The machines of the run open the tunnels, so
+that the tunnels outlive the launcher. No key is copied, and no ssh agent is forwarded.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ Pair = tuple[str, str]
 
 
 class NoTunnelError(UserError):
-    """Raised if two machines can't reach each other, and there is no relay."""
+    """Raised if two machines can't log in to each other, and no relay is available."""
 
     alone = ""  # the machine that is in most of the unconnected pairs
 
@@ -54,36 +54,36 @@ class TunnelRoutes:
         by_relay: dict[str, list[str]] = defaultdict(list)
         for pair, relay in self.through.items():
             by_relay[relay].append("–".join(pair))
-        straight = ["–".join(pair) for pair in self.opened_by]
-        parts = [f"{_some(straight)} directly"] if straight else []
-        parts += [f"{_some(pairs)} through {relay}" for relay, pairs in by_relay.items()]
+        direct = ["–".join(pair) for pair in self.opened_by]
+        parts = [f"{_join_pairs(direct)} directly"] if direct else []
+        parts += [f"{_join_pairs(pairs)} through {relay}" for relay, pairs in by_relay.items()]
         return f"ssh tunnels between machines: {'; '.join(parts)}; all other ports listen on loopback only"
 
 
 def join_through_ssh(machines: Machines, options: ClusterOptions, head: Tunnels) -> TunnelRoutes:
     """Opens ssh tunnels between all pairs of machines; the agents keep the tunnels until the next call.
 
-    `head` are the launcher's own tunnels, used if they are needed and the options allow it. Raises NoTunnelError: two
-    machines can't be connected. Raises RunError: a machine is lost, or can't open tunnels.
+    `head` opens tunnels from the launcher's machine, if needed and if cluster.relay is set. Raises NoTunnelError if two
+    machines can't be connected. Raises RunError if a machine is lost, or can't open tunnels.
     """
     head.close()
     if (count := len(machines.running)) > MOST_MACHINES:
         what = f"ssh tunnels support at most {MOST_MACHINES} machines, but the run has {count}"
         raise UserError(what, "cluster.interface", ("connect the machines to one network",))
-    opening = _Opening(machines, options)
+    opening = _TunnelOpener(machines, options)
     routes, pairs = opening.routes, list(combinations(opening.named, 2))
-    opening.straight(pairs)
-    opening.straight([pair for pair in pairs if pair not in routes.opened_by], back=True)
-    opening.relayed([pair for pair in pairs if pair not in routes.opened_by])
+    opening.connect_directly(pairs)
+    opening.connect_directly([pair for pair in pairs if pair not in routes.opened_by], back=True)
+    opening.connect_through_relays([pair for pair in pairs if pair not in routes.opened_by])
     left = [pair for pair in pairs if pair not in routes.opened_by and pair not in routes.through]
     if left and not options.relay:
-        raise _no_tunnel(left, opening.errors)
+        raise _no_tunnel_error(left, opening.errors)
     if left:
-        opening.through_head(left, head)
+        opening.connect_through_launcher(left, head)
     return routes
 
 
-class _Opening:
+class _TunnelOpener:
     def __init__(self, machines: Machines, options: ClusterOptions) -> None:
         self._machines, self._options = machines, options
         self.named = {machine.name: machine for machine in machines.running}
@@ -95,46 +95,47 @@ class _Opening:
         folders = machines.ask(requests, TUNNEL_ENDS_S)
         self.routes = TunnelRoutes({each.name: TunnelEnds(addresses[each], folders[each]) for each in folders})
 
-    def straight(self, pairs: Sequence[Pair], *, back: bool = False) -> None:
+    def connect_directly(self, pairs: Sequence[Pair], *, back: bool = False) -> None:
         """Connects pairs directly: the first machine, or with `back` the second, logs in to the other."""
         logins: dict[Pair, list[str]] = {}
         for one, two in (pair[::-1] if back else pair for pair in pairs):
             here, there = self.routes.ends[one], self.routes.ends[two]
             ours, theirs = {here.towards(there.address): there.entrance}, {there.towards(here.address): here.entrance}
-            logins[one, two] = self._login(two, ours, theirs)
-        for (one, two), error in self._log_in(logins).items():
+            logins[one, two] = self._login_command(two, ours, theirs)
+        for (one, two), error in self._run_logins(logins).items():
             if error:
                 self.errors[one, two] = error
             else:
                 self.routes.opened_by[(two, one) if back else (one, two)] = one
 
-    def relayed(self, pairs: Sequence[Pair]) -> None:
+    def connect_through_relays(self, pairs: Sequence[Pair]) -> None:
         """Relays the traffic of each pair through a machine that has a tunnel to both."""
         relays, logins = dict[Pair, str](), dict[Pair, list[str]]()
         for one, two in pairs:
             if found := [name for name in self.named if self._opener(one, name) and self._opener(two, name)]:
                 relays[one, two] = found[0]
-        for (name, relay), sockets in self._passed_on(relays, self.routes.ends).items():
+        for (name, relay), sockets in self._assign_relays(relays, self.routes.ends).items():
             if self._opener(name, relay) == name:
-                logins[name, relay] = self._login(relay, sockets, {})
+                logins[name, relay] = self._login_command(relay, sockets, {})
             else:
-                logins[relay, name] = self._login(name, {}, sockets)
-        for (one, two), error in self._log_in(logins).items():
+                logins[relay, name] = self._login_command(name, {}, sockets)
+        for (one, two), error in self._run_logins(logins).items():
             if error:
                 raise RunError(f"{one} can no longer log in to {two} by ssh: {error}", two)
 
-    def through_head(self, pairs: Sequence[Pair], head: Tunnels) -> None:
+    def connect_through_launcher(self, pairs: Sequence[Pair], head: Tunnels) -> None:
+        """Relays the traffic of each pair through the launcher's machine."""
         head.open("")
         relays, commands = dict.fromkeys(pairs, HEAD), dict[str, list[str]]()
-        for (name, _), sockets in self._passed_on(relays, {HEAD: head.ends}).items():
+        for (name, _), sockets in self._assign_relays(relays, {HEAD: head.ends}).items():
             ends = self.routes.ends[name]
-            commands[name] = self._login(name, {head.ends.towards(ends.address): ends.entrance}, sockets)
+            commands[name] = self._login_command(name, {head.ends.towards(ends.address): ends.entrance}, sockets)
         for name, error in head.start(commands, OPEN_TUNNELS_S, self._machines.heartbeat).items():
             hints = (f"set AllowStreamLocalForwarding yes in sshd_config on {name}",)
             raise RunError(f"can't open an ssh tunnel to {name}: {error}", name, hints)
 
-    def _passed_on(self, relays: Mapping[Pair, str], ends: Mapping[str, TunnelEnds]) -> dict[Pair, dict[str, str]]:
-        """Records each pair's relay; returns by (machine, relay) which socket of the relay serves each local socket."""
+    def _assign_relays(self, relays: Mapping[Pair, str], ends: Mapping[str, TunnelEnds]) -> dict[Pair, dict[str, str]]:
+        """Records the relay of each pair; returns {(machine, relay): {socket of the machine: socket of the relay}}."""
         self.routes.through |= relays
         sockets: dict[Pair, dict[str, str]] = defaultdict(dict)
         for pair, relay in relays.items():
@@ -147,8 +148,8 @@ class _Opening:
         """Returns the machine that opened the tunnel between two machines; an empty string without a tunnel."""
         return self.routes.opened_by.get((one, two)) or self.routes.opened_by.get((two, one), "")
 
-    def _login(self, to: str, ours: Mapping[str, str], theirs: Mapping[str, str]) -> list[str]:
-        """Returns the ssh command to a machine; `ours` forwards local sockets to remote ones, `theirs` the reverse."""
+    def _login_command(self, to: str, ours: Mapping[str, str], theirs: Mapping[str, str]) -> list[str]:
+        """Returns the ssh command to a machine. `ours`: {local: remote socket} to forward; `theirs`: the reverse."""
         settings = {"ExitOnForwardFailure": "yes", "ControlMaster": "no", "ControlPath": "none", "ForwardAgent": "no",
                     "ForwardX11": "no"}  # fmt: skip
         words = [word for name, value in settings.items() for word in ("-o", f"{name}={value}")]
@@ -158,8 +159,8 @@ class _Opening:
         script = f"test -d {shlex.quote(self.routes.ends[to].folder)} && echo {shlex.quote(READY)} && exec cat"
         return [*ssh_command(self.named[to].spec, self._options, *words), f"exec sh -c {shlex.quote(script)}"]
 
-    def _log_in(self, logins: Mapping[Pair, list[str]]) -> dict[Pair, str]:
-        """Makes machines log in to others; returns an error message for each pair, empty after a success."""
+    def _run_logins(self, logins: Mapping[Pair, list[str]]) -> dict[Pair, str]:
+        """Makes the first machine of each pair log in to the second; returns error messages by pair, "" for success."""
         commands: dict[str, dict[str, list[str]]] = defaultdict(dict)
         for (one, two), login in logins.items():
             commands[one][two] = login
@@ -168,7 +169,7 @@ class _Opening:
         return {(one, two): answers[self.named[one]].get(two, "") for one, two in logins}
 
 
-def _no_tunnel(pairs: Sequence[Pair], errors: Mapping[Pair, str]) -> NoTunnelError:
+def _no_tunnel_error(pairs: Sequence[Pair], errors: Mapping[Pair, str]) -> NoTunnelError:
     (one, two), *_ = pairs
     why = errors.get((one, two)) or errors.get((two, one), "")
     more = f" (and {len(pairs) - 1} more pairs)" if len(pairs) > 1 else ""
@@ -183,12 +184,12 @@ def _no_tunnel(pairs: Sequence[Pair], errors: Mapping[Pair, str]) -> NoTunnelErr
     return error
 
 
-def _some(pairs: Sequence[str]) -> str:
+def _join_pairs(pairs: Sequence[str]) -> str:
     return ", ".join(pairs) if len(pairs) <= 6 else f"{', '.join(pairs[:5])} and {len(pairs) - 5} more"
 
 
 class StoreTunnel(contextlib.ExitStack):
-    """Ssh tunnels to the store, opened again for each start of a run; a context manager that closes them."""
+    """Ssh tunnels to the store (TCPStore), opened anew for each start of a run and closed at the end of the context."""
 
     def __init__(self, options: ClusterOptions) -> None:
         super().__init__()
@@ -197,7 +198,7 @@ class StoreTunnel(contextlib.ExitStack):
     def open(self, machines: Machines) -> str:
         """Makes the first machine listen for the store, and sets `store` of each machine.
 
-        Returns why the store listens not only on loopback, else "". Raises RunError: a machine is lost.
+        Returns "", or why the store listens on the network instead of loopback. Raises RunError if a machine is lost.
         """
         self.close()
         first, *others = machines.running

@@ -1,7 +1,7 @@
 """Events between a launcher and its agents, and the argument and result types of the agent's methods.
 
-The launcher sends `WorkerCommand` while workers run; agents send all other events. `messages` encodes them. `Agent` and
-its base `Probe` define the methods that the launcher calls.
+The launcher sends `WorkerCommand` while workers run; agents send all other events. `messages` encodes the events.
+`Agent` and its base class `Probe` define the methods that the launcher calls.
 """
 
 from dataclasses import dataclass, field
@@ -59,7 +59,7 @@ class WorkersStarted(Message):
 
 @dataclass(frozen=True)
 class WorkersSeen(Message):
-    """The states of a machine's workers; sent while one makes no progress, or after a stop request."""
+    """The states of a machine's workers; sent while a worker makes no progress, or after a stop request."""
 
     host: str
     ranks: list[Seen]
@@ -67,7 +67,7 @@ class WorkersSeen(Message):
 
 @dataclass(frozen=True)
 class WorkerExited(Message):
-    """Reports that a worker has failed; sent at once, before the other workers of its machine are ended."""
+    """Reports that a worker has failed; sent at once, before the agent ends the other workers."""
 
     rank: int
     code: int
@@ -100,7 +100,7 @@ class WorkersEnded(Message):
 
 @dataclass(frozen=True)
 class OpenRun:
-    """A run folder to open on a machine."""
+    """The argument of `Agent.open_run`: the run folder to open on a machine."""
 
     folder: str  # absolute path, or relative to the work folder
     token: str  # name of a file in ranks/ that only the launcher's own folder has
@@ -133,7 +133,7 @@ ELASTIC = "manyhands.cluster.agents.elastic"  # starts and watches workers; impo
 
 @dataclass(frozen=True)
 class Orders:
-    """Orders for one start of workers on one machine."""
+    """The argument of `Agent.start_workers`: one start of workers on one machine."""
 
     argument: dict[str, Any]  # plain data: task, job, run folder on the machine, further arguments of the task
     logs: str  # folder of the workers' output, <rank>.log; ranks/ of the run folder
@@ -157,7 +157,7 @@ def orders_for(
     generation: int = 0,
     **more: Any,
 ) -> Orders:
-    """Returns orders for one machine; `folder` is an absolute path there; `more`: the task's arguments."""
+    """Returns orders for one machine. `folder`: absolute path on that machine; `more`: arguments of the task."""
     argument = {"task": task, "job": job.model_dump(mode="json"), "folder": folder, **more}
     script = job.run.script if task == "train" else ()
     device, threads = device or job.cluster.device, job.cluster.threads

@@ -1,4 +1,4 @@
-"""Commands of the system's ssh: start of an agent on another machine, and explanations of failures."""
+"""Builds the ssh commands that start agents on other machines, and explains failures of ssh."""
 
 import shlex
 import sys
@@ -17,7 +17,7 @@ NO_PYTHON = "manyhands: no python here has manyhands"
 
 
 def ssh_words(options: ClusterOptions) -> list[str]:
-    """Returns the user's ssh command with options that prevent prompts and endless waits. Raises UserError."""
+    """Returns the user's ssh command with options that prevent prompts and hangs. Raises UserError if invalid."""
     try:
         words = shlex.split(options.ssh)
     except ValueError as error:
@@ -51,12 +51,12 @@ def port_words(machine: Machine) -> list[str]:
 
 
 def ssh_prefix(machine: Machine, options: ClusterOptions) -> str:
-    """Returns the ssh command that a user types in front of a command for the machine."""
+    """Returns the ssh command, for messages, that a user types before a command for the machine."""
     return " ".join([options.ssh, *port_words(machine), machine.host])
 
 
 def scp_command(machine: Machine, folder: str, to: str) -> str:
-    """Returns the command with which a user copies a folder from a machine."""
+    """Returns the scp command, for messages, that copies a folder from a machine."""
     port = ["-P", str(machine.port)] if machine.port else []
     user = machine.host.removesuffix(machine.address)
     return shlex.join(["scp", "-r", *port, f"{user}{in_brackets(machine.address)}:{folder}", to])
@@ -88,15 +88,15 @@ def _quoted(path: str) -> str:
     return f'"$HOME"/{shlex.quote(path[2:])}' if path.startswith("~/") else shlex.quote(path)
 
 
-def explain_contact(machine: Machine, exit_code: int | None, said: str, options: ClusterOptions) -> RunError:
-    """Explains why a machine's agent did not answer.
+def explain_contact(machine: Machine, exit_code: int | None, stderr: str, options: ClusterOptions) -> RunError:
+    """Returns the error that explains why a machine's agent did not answer.
 
-    `said` is the end of ssh's standard error. `exit_code` is 255 for ssh's own failures, None while ssh runs.
+    `stderr` is the end of ssh's standard error. `exit_code` is 255 for ssh's own failures, None while ssh runs.
     """
     name, reach = machine.name, ssh_prefix(machine, options)
     by_hand = f"test the connection: {reach} true"
     for words, what, hint in _known_problems(machine, options, reach):
-        if any(word in said for word in words):
+        if any(word in stderr for word in words):
             # Words of Python show that the connection works.
             return RunError(what, name, (hint,) if NO_PYTHON in words or "ImportError" in words else (hint, by_hand))
     if exit_code == 126 and options.workdir:
@@ -106,7 +106,7 @@ def explain_contact(machine: Machine, exit_code: int | None, said: str, options:
         hint = f"set the path of a Python on {name}: --cluster.python /path/to/{Path(sys.executable).name}"
         return RunError(f"{name} has no program {options.python}", name, (hint,))
     ended = "" if exit_code is None else f" (exit code {exit_code})"
-    last = said.strip().rpartition("\n")[2].strip()
+    last = stderr.strip().rpartition("\n")[2].strip()
     return RunError(f"the agent on {name} does not respond{ended}{last and f': {last}'}", name, (by_hand,))
 
 

@@ -1,4 +1,4 @@
-"""Detects a stalled run from worker heartbeats and identifies the rank the others are waiting for."""
+"""Detects a stalled run from worker heartbeats and identifies the rank that other ranks are waiting for."""
 
 import time
 from collections import deque
@@ -9,7 +9,7 @@ from manyhands.cluster.agents.protocol import WorkersSeen
 from manyhands.core.timeouts import EVICT_S, HEARTBEAT_S
 from manyhands.parallel.group.heartbeat import Seen
 
-_HOLDS_S = 3 * HEARTBEAT_S  # validity of an agent's report; agents send none while their workers make progress
+_VALID_S = 3 * HEARTBEAT_S  # validity of an agent's report; agents send none while their workers make progress
 _WINDOW_S, _QUIET_S = 6.0, 4.0  # window of the rates; a process without a heartbeat for _QUIET_S is silent
 _MOVES_BYTES_PER_S, _BUSY = 4096, 0.3  # above these rates a process communicates, or computes (share of a CPU)
 _NAMED = 4
@@ -18,7 +18,7 @@ _ALONE = ("save", "at_epoch_end")  # phases in which all ranks wait for rank 0, 
 
 @dataclass
 class _Rank:
-    """The state of one process; `past` has tuples of time, bytes moved and processor seconds."""
+    """The state of one rank; `past` has tuples (time, bytes sent and received, CPU seconds)."""
 
     seen: Seen
     host: str
@@ -30,14 +30,14 @@ class _Rank:
         return f"rank {self.seen.rank} on {self.host}"
 
     def rates(self) -> tuple[float, float]:
-        """Returns the bytes moved per second, and the number of processors in use."""
+        """Returns (bytes sent and received per second, number of CPUs in use)."""
         (begin, before, spent), (end, after, now) = self.past[0], self.past[-1]
         seconds = max(end - begin, 1e-9)
         return ((after - before) / seconds if before else 0.0), (now - spent) / seconds
 
     @property
     def watched_s(self) -> float:
-        """Seconds that the kept reports span; small just after this machine or the run was suspended."""
+        """Seconds between the first and last kept report; small just after this machine or the run was suspended."""
         return self.past[-1][0] - self.past[0][0]
 
     @property
@@ -54,7 +54,7 @@ class Stalls:
         self._reported = False
 
     def take(self, news: WorkersSeen, at: float | None = None) -> None:
-        """Adds an agent's report; `at`: time of the report by the monotonic clock, by default now."""
+        """Adds an agent's report; `at`: `time.monotonic` of the report, now by default."""
         now = time.monotonic() if at is None else at
         for seen in news.ranks:
             rank = self._ranks.setdefault(seen.rank, _Rank(seen, news.host, now))
@@ -64,8 +64,8 @@ class Stalls:
                 rank.past.popleft()
 
     def new_warning(self) -> str:
-        """Returns a warning for the user, once for each stall; else an empty string."""
-        ranks, reported = self._known(), self._reported
+        """Returns a warning for the user once per stall; otherwise an empty string."""
+        ranks, reported = self._current_ranks(), self._reported
         late = max(ranks, key=lambda rank: rank.seen.stood_s - rank.seen.limit_s, default=None)
         self._reported = late is not None and late.seen.stood_s > late.seen.limit_s
         if late is None or reported or not self._reported:
@@ -73,66 +73,66 @@ class Stalls:
         usual = f" (usual: {late.seen.usual_s:.2g} s)" if late.seen.usual_s else ""
         stopped = [rank for rank in ranks if rank.seen.stopped]
         wake = "".join(f"; resume the process: kill -CONT {rank.seen.pid} on {rank.host}" for rank in stopped)
-        return f"step {late.seen.step + 1} has been stalled for {late.seen.stood_s:.0f} s{usual}; {_why(ranks)}{wake}"
+        return f"step {late.seen.step + 1} has been stalled for {late.seen.stood_s:.0f} s{usual}; {_cause(ranks)}{wake}"
 
     def why_hung(self) -> str:
-        """Returns why a stop request can't take effect; an empty string if it can, or if that is unknown."""
-        ranks = self._known()
+        """Returns why the run can't react to a stop request; an empty string if it can, or if the state is unknown."""
+        ranks = self._current_ranks()
         late = any(rank.seen.stood_s > rank.seen.limit_s for rank in ranks)
         # A rank that computes or receives bytes may yet reach the point where stop requests are read.
-        progressing = _traffic(ranks) or any(rank.rates()[1] > _BUSY for rank in _behind(ranks) or ranks)
-        return _why(ranks) if any(rank.silent for rank in ranks) or (late and not progressing) else ""
+        progressing = _traffic(ranks) or any(rank.rates()[1] > _BUSY for rank in _lagging(ranks) or ranks)
+        return _cause(ranks) if any(rank.silent for rank in ranks) or (late and not progressing) else ""
 
     def culprit(self) -> tuple[int, str] | None:
-        """Returns the rank that blocks the others permanently, and a message; None if no such rank is known."""
-        ranks = self._known()
+        """Returns (rank that blocks all other ranks permanently, message), or None if no such rank is known."""
+        ranks = self._current_ranks()
         for rank in ranks:
             if rank.watched_s >= _QUIET_S and rank.silent and rank.seen.quiet_s > EVICT_S:
                 how = "was stopped" if rank.seen.stopped else "did not respond"
                 return rank.seen.rank, f"{rank.name} {how} for {rank.seen.quiet_s:.0f} s and was killed"
-        for rank in [] if _traffic(ranks) else _behind(ranks):  # a rank that moves bytes or computes is late, not hung
+        for rank in [] if _traffic(ranks) else _lagging(ranks):  # a rank that moves bytes or computes is late, not hung
             late = rank.watched_s >= _QUIET_S and rank.seen.stood_s > 2 * rank.seen.limit_s
             if late and rank.seen.phase not in _ALONE and rank.rates()[1] < _BUSY:
-                how = f"blocked the other ranks for {rank.seen.stood_s:.0f} s ({_doing(rank)})"
+                how = f"blocked the other ranks for {rank.seen.stood_s:.0f} s ({_activity(rank)})"
                 return rank.seen.rank, f"{rank.name} {how} and was killed"
         return None
 
-    def _known(self) -> list[_Rank]:
+    def _current_ranks(self) -> list[_Rank]:
         now = time.monotonic()
-        return [rank for _, rank in sorted(self._ranks.items()) if now - rank.at < _HOLDS_S]
+        return [rank for _, rank in sorted(self._ranks.items()) if now - rank.at < _VALID_S]
 
 
 def _traffic(ranks: Sequence[_Rank]) -> float:
-    """Returns bytes per second between the processes; 0 if only heartbeats move."""
+    """Returns bytes per second between the ranks; 0 if the ranks exchange only heartbeats."""
     rate = sum(rank.rates()[0] for rank in ranks) / 2
     return rate if rate > _MOVES_BYTES_PER_S else 0.0
 
 
-def _why(ranks: Sequence[_Rank]) -> str:
-    """Describes the ranks that the others wait for and what these do, or another cause of the stall."""
+def _cause(ranks: Sequence[_Rank]) -> str:
+    """Returns the cause of a stall: the ranks that other ranks wait for and their activity, or a slow network."""
     awaited = sorted((rank for rank in ranks if rank.silent), key=lambda rank: not rank.seen.stopped)
     if not awaited and (rate := _traffic(ranks)):
         return f"no process hangs, but the network is slow ({rate / 1e6:.2g} MB/s between the processes)"
     if awaited:
         why = f"process {awaited[0].seen.pid} {'is stopped' if awaited[0].seen.stopped else 'does not respond'}"
-    elif awaited := _behind(ranks):
-        why = _doing(awaited[0])
+    elif awaited := _lagging(ranks):
+        why = _activity(awaited[0])
     elif busy := [rank for rank in ranks if rank.rates()[1] > _BUSY]:
-        return f"still computing: {_names(busy)}"
+        return f"still computing: {_join_names(busy)}"
     elif len(ranks) == 1:
-        return f"{ranks[0].name} is {_doing(ranks[0])}"
+        return f"{ranks[0].name} is {_activity(ranks[0])}"
     else:
         return "all processes wait for each other and no data moves; check the network between the machines"
-    more = f" and {_names(awaited[1:])}" if len(awaited) > 1 else ""
+    more = f" and {_join_names(awaited[1:])}" if len(awaited) > 1 else ""
     return f"waiting for {awaited[0].name} ({why}){more}"
 
 
-def _behind(ranks: Sequence[_Rank]) -> list[_Rank]:
-    """Returns the ranks that have called fewer collectives than others."""
+def _lagging(ranks: Sequence[_Rank]) -> list[_Rank]:
+    """Returns the ranks that have called fewer collectives than other ranks."""
     return [rank for rank in ranks if rank.seen.calls < max(other.seen.calls for other in ranks)]
 
 
-def _doing(rank: _Rank) -> str:
+def _activity(rank: _Rank) -> str:
     if rank.seen.phase == "data":
         return "loading data"
     if rank.rates()[1] > _BUSY:
@@ -140,6 +140,6 @@ def _doing(rank: _Rank) -> str:
     return f"blocked by a disk, a lock or your own code, phase {rank.seen.phase}"
 
 
-def _names(ranks: Sequence[_Rank]) -> str:
+def _join_names(ranks: Sequence[_Rank]) -> str:
     named = ", ".join(rank.name for rank in ranks[:_NAMED])
     return named if len(ranks) <= _NAMED else f"{named} and {len(ranks) - _NAMED} more"

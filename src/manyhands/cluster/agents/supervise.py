@@ -1,4 +1,4 @@
-"""Supervises the workers of one start from the launcher: forwards Ctrl-C, detects losses, waits for the end."""
+"""Supervises the workers of one start: forwards Ctrl-C, detects lost machines, and waits until all workers exit."""
 
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -33,7 +33,7 @@ class Watch:
 
 
 def supervise_once(orders: Mapping[AgentConnection, protocol.Orders], watch: Watch) -> Ending:
-    """Sends each agent its orders and waits until all workers have ended; remaining agents accept new orders.
+    """Sends each agent its orders and waits until all workers have ended. Agents that remain accept new orders.
 
     At the first stop signal the workers save and exit; the second kills the workers. If workers of a machine fail, or
     the machine is lost, the workers of all other machines are ended too.
@@ -62,14 +62,14 @@ def supervise_once(orders: Mapping[AgentConnection, protocol.Orders], watch: Wat
 
 
 class _Head:
-    """The state of one start on all machines."""
+    """The launcher's state during one start of workers on all machines."""
 
     def __init__(self, links: Collection[AgentConnection], watch: Watch) -> None:
         self.ending, self._watch = Ending(), watch
         self._links, self.running = links, set(links)
-        self._started, self._apart = set[AgentConnection](), set[AgentConnection]()
+        self._started, self._disconnected = set[AgentConnection](), set[AgentConnection]()
         self._kill_at = self._end_at = float("inf")
-        self._failure_reported, self._asked_elsewhere = False, 0
+        self._failure_reported, self._stopped_elsewhere = False, 0
         self._stalls, self._asked_at, self._awaited = Stalls(), float("inf"), list[str]()
         self._looked_at, self._paused_s, self._paused_at = time.monotonic(), 0.0, 0.0
 
@@ -97,17 +97,17 @@ class _Head:
             case protocol.WorkersEnded():
                 self._add_results(link, message)
             case protocol.TunnelEnded():
-                self._cut_off(message.what)
+                self._handle_ended_tunnel(message.what)
             case RequestFailed():
-                self._refuse(link, message)
+                self._handle_refusal(link, message)
             case _:
                 pass
 
     def obey(self, stop_requests: int) -> None:
         """Forwards a stop request, from the user or from a newer launcher, to the workers."""
         if self.ending.replaced and not (self.ending.interrupted or stop_requests):
-            self._asked_elsewhere = 1
-        stop_requests += self._asked_elsewhere
+            self._stopped_elsewhere = 1
+        stop_requests += self._stopped_elsewhere
         if stop_requests == self.ending.interrupted:
             return
         before, self.ending.interrupted = self.ending.interrupted, stop_requests
@@ -121,27 +121,27 @@ class _Head:
                 link.process.kill()
 
     def regroup(self) -> None:
-        """Makes the workers save and exit, if all have started and none is about to exit."""
+        """Makes the workers save and exit for a restart, if the workers of all machines have started and run."""
         if not (self.ending.regrouped or self.ending.interrupted) and self.running == self._started:
             self.ending.regrouped = True
             self._command(protocol.WorkerCommand("stop"))
 
     def check_links(self) -> None:
-        """Sends heartbeats, reports stalls, and drops machines that are silent or don't obey."""
+        """Sends heartbeats, reports stalls, and drops machines that are silent or don't follow commands."""
         for link in self._links:  # also machines whose workers have ended, which the next start needs
-            if link.connected == (link in self._apart):
-                (self._apart.discard if link.connected else self._apart.add)(link)
+            if link.connected == (link in self._disconnected):
+                (self._disconnected.discard if link.connected else self._disconnected.add)(link)
                 how = "reconnected to" if link.connected else "lost the connection to"
                 self._watch.on_warning(f"{how} {link.machine.name}{'' if link.connected else '; reconnecting'}")
             link.heartbeat()
             link.flush()
         now = time.monotonic()
         self._give_up_silent(now)
-        self._name_awaited(now)
+        self._report_awaited(now)
         if self._watch.stalls and (why := self._stalls.new_warning()):
             self._watch.on_warning(why)
         if not self.ending.lost_tunnel and (why := self._watch.lost_tunnel()):
-            self._cut_off(why)
+            self._handle_ended_tunnel(why)
         if self._watch.recovers and not self.ending.interrupted:
             self._evict()
         if self.ending.interrupted == 1 and not self.ending.hung and now - self._asked_at > timeouts.HUNG_S:
@@ -174,8 +174,8 @@ class _Head:
     def _silent(self, now: float) -> list[AgentConnection]:
         return [link for link in self.running if not link.here and now - link.last_received > timeouts.AWAITED_S]
 
-    def _name_awaited(self, now: float) -> None:
-        """Prints the machines that the stop waits for: silent ones, or all remaining ones after a loss."""
+    def _report_awaited(self, now: float) -> None:
+        """Prints the machines that delay a stop: the silent machines, or after a loss all remaining machines."""
         if self.ending.interrupted != 1:
             return
         silent = self._silent(now) if now - self._asked_at > timeouts.AWAITED_S else []
@@ -185,15 +185,15 @@ class _Head:
             who = " and ".join(names) + (" (no response)" if silent else "")
             self._watch.on_warning(f"waiting for {who}; press Ctrl-C again to stop at once")
 
-    def _cut_off(self, what: str) -> None:
-        """Handles the end of a tunnel between machines: workers that wait for its data stop waiting and exit."""
+    def _handle_ended_tunnel(self, what: str) -> None:
+        """Handles the end of a tunnel between machines: workers stop waiting for data from this tunnel, and exit."""
         self.ending.lost_tunnel = self.ending.lost_tunnel or what
         if self._watch.recovers:
             self._command(protocol.WorkerCommand("free"))
         self._kill_at = min(self._kill_at, time.monotonic() + timeouts.LEAVE_LOST_S)
 
     def _evict(self) -> None:
-        """Kills a hung process; its peers handle this like any other failure."""
+        """Kills a hung rank; the other ranks handle this like any failure."""
         rank, why = self._stalls.culprit() or (-1, "")
         if why and rank not in self.ending.evicted:
             self.ending.evicted[rank], self._failure_reported = why, True
@@ -209,7 +209,7 @@ class _Head:
             how = f": {record.what}" if record else f" {how_it_ended(exited.code, worker=True)}"
             self._watch.on_warning(f"rank {exited.rank} on {exited.host}{how}; cleaning up")
 
-    def _refuse(self, link: AgentConnection, failed: RequestFailed) -> None:
+    def _handle_refusal(self, link: AgentConnection, failed: RequestFailed) -> None:
         name = link.machine.name
         if isinstance(failed, Misunderstood):
             self.ending.broken = f"{name}: {failed.what}"

@@ -1,7 +1,7 @@
 """A process that passes connections between a machine's workers and the ssh tunnels to other machines.
 
 Started as `python -m manyhands.cluster.agents.switchboard ADDRESS FOLDER`; see `parallel.group.tunnel_ends`. Only this
-user can open its sockets, and it connects only to ADDRESS.
+user can open the sockets in FOLDER. The process connects only to ADDRESS.
 """
 
 import contextlib
@@ -17,13 +17,13 @@ from pathlib import Path
 from manyhands.core.terminal import show
 from manyhands.parallel.group.tunnel_ends import TunnelEnds
 
-READY = "this tunnel of manyhands stands"  # printed by this process, and by the remote end of an open tunnel
+READY = "this tunnel of manyhands is open"  # printed by this process, and by the remote end of an open tunnel
 BUFFER, BACKLOG = 1 << 18, 1024
 AGAIN_S = 0.1  # pause after a connection that could not be accepted
 
 
 class Switchboard:
-    """Forwards connections between one machine's workers and the ssh tunnels."""
+    """Forwards connections between one machine's workers and the ssh tunnels to other machines."""
 
     def __init__(self, ends: TunnelEnds) -> None:
         self._ends = ends
@@ -37,16 +37,16 @@ class Switchboard:
         port = int.from_bytes(tunnel.recv(2, socket.MSG_WAITALL))
         if not listens_at(self._ends.address, port):
             raise ConnectionRefusedError(f"no process of the run listens on port {port}")
-        _splice(tunnel, socket.create_connection((self._ends.address, port)))
+        _forward(tunnel, socket.create_connection((self._ends.address, port)))
 
     def _open_outgoing(self, connection: socket.socket, address: str, port: int) -> None:
         tunnel = socket.socket(socket.AF_UNIX)
         tunnel.connect(self._ends.towards(address))
         tunnel.sendall(port.to_bytes(2))
-        _splice(connection, tunnel)
+        _forward(connection, tunnel)
 
     def _answer(self, asking: socket.socket) -> None:
-        """Handles a request of a local process to reach another machine's process, given by address and port."""
+        """Handles a local process's request to make an address and port of another machine reachable."""
         with asking, asking.makefile("rw") as lines:
             try:
                 self._listen_for(lines.readline(64))
@@ -66,7 +66,7 @@ class Switchboard:
 
 
 def listens_at(address: str, port: int) -> bool:
-    """Returns True if a socket listens on exactly this address; sockets on 0.0.0.0 don't belong to the run."""
+    """Returns True if a socket listens on exactly this address. Sockets on 0.0.0.0 don't belong to the run."""
     table = Path("/proc/net/tcp")
     if not table.exists():  # not Linux
         return True
@@ -83,7 +83,7 @@ def _unix_listener(path: str) -> socket.socket:
 
 
 def _serve(listener: socket.socket, handle: Callable[[socket.socket], None]) -> None:
-    """Accepts connections in a thread, and handles each in another thread."""
+    """Accepts connections in a thread, and handles each connection in a thread of its own."""
 
     def handled(connection: socket.socket) -> None:
         with connection, contextlib.suppress(OSError):  # the peer sees the connection end
@@ -101,8 +101,8 @@ def _serve(listener: socket.socket, handle: Callable[[socket.socket], None]) -> 
     threading.Thread(target=accept, daemon=True).start()
 
 
-def _splice(one: socket.socket, other: socket.socket) -> None:
-    """Copies in both directions until both have ended."""
+def _forward(one: socket.socket, other: socket.socket) -> None:
+    """Copies data in both directions until both directions have ended."""
     with other:
         for end in (one, other):
             if end.family != socket.AF_UNIX:
@@ -114,7 +114,7 @@ def _splice(one: socket.socket, other: socket.socket) -> None:
 
 
 def _copy(source: socket.socket, sink: socket.socket) -> None:
-    """Copies in one direction; after an error shuts down both sockets, so that no peer waits."""
+    """Copies data from `source` to `sink`. After an error, shuts down both sockets, so that no peer waits."""
     buffer = memoryview(bytearray(BUFFER))
     try:
         while count := source.recv_into(buffer):

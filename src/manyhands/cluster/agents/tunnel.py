@@ -63,7 +63,7 @@ class _Child(subprocess.Popen[bytes]):
 
 
 class Children:
-    """Child processes that print READY, perhaps after a login shell's output, and end with their standard input."""
+    """Child processes that print READY, maybe after a login shell's output, and exit when standard input is closed."""
 
     def __init__(self, folder: Path = Path()) -> None:
         self.folder = folder  # files in it receive standard error
@@ -72,7 +72,7 @@ class Children:
     def start(
         self, commands: Mapping[str, Sequence[str]], patience_s: float, meanwhile: Callable[[], object] = lambda: None
     ) -> dict[str, str]:
-        """Starts processes and waits until they are ready; returns the last error line of each that failed, by name.
+        """Starts processes and waits until they are ready. Returns {name: last error line} for processes that failed.
 
         `patience_s` limits the wait for all processes, during which `meanwhile` is called every POLL_S.
         """
@@ -93,7 +93,7 @@ class Children:
         return {child.name: child.last_words() for child in failed}
 
     def ended(self) -> str:
-        """Describes the first child process that ended unexpectedly; an empty string while all run."""
+        """Returns a message about the first child process that ended unexpectedly; an empty string while all run."""
         for child in self._ready:
             if (code := child.poll()) is not None:
                 return f"the ssh tunnel to {child.name} ended ({child.last_words() or f'exit code {code}'})"
@@ -105,7 +105,7 @@ class Children:
 
 
 class SshTunnels(Children):
-    """Ssh connections with port forwarding; `folder`, with a short path, holds their sockets. Raises TunnelError."""
+    """Ssh connections with port forwarding. `folder`, a short path, gets their control sockets. Raises TunnelError."""
 
     def __init__(
         self, machines: Sequence[Machine], options: ClusterOptions, folder: Path, meanwhile: Callable[[], object]
@@ -115,9 +115,9 @@ class SshTunnels(Children):
         self._machines = {machine.name: (number, machine) for number, machine in enumerate(machines)}
         own = ("-o", "ControlMaster=yes", "-o", "ControlPersist=no", "-o", "ClearAllForwardings=yes", "-a", "-x")
         commands = {name: [*self._command(name, *own), _STAY] for name in self._machines}
-        for name, said in self.start(commands, TUNNEL_OPEN_S, meanwhile).items():
+        for name, error in self.start(commands, TUNNEL_OPEN_S, meanwhile).items():
             self.close()
-            raise TunnelError(f"can't open a second ssh connection to {name}{said and f': {said}'}")
+            raise TunnelError(f"can't open a second ssh connection to {name}{error and f': {error}'}")
 
     def _command(self, name: str, *words: str) -> list[str]:
         number, machine = self._machines[name]
@@ -125,14 +125,14 @@ class SshTunnels(Children):
         return ssh_command(machine, self._options, "-S", f"{self.folder}/{number}".replace("%", "%%"), *words)
 
     def there(self, name: str, to: str) -> int:
-        """Forwards a free loopback port of the machine to `to` here, and returns the port. Raises TunnelError."""
-        said = self._forward(name, "-R", f"{LOOPBACK}:0:{to}").strip()
-        if not said.isdecimal():
-            raise TunnelError(f"ssh to {name} did not report the forwarded port: {said!r}")
-        return int(said)
+        """Forwards a free loopback port of machine `name` to `to` on this machine; returns it. Raises TunnelError."""
+        port = self._forward(name, "-R", f"{LOOPBACK}:0:{to}").strip()
+        if not port.isdecimal():
+            raise TunnelError(f"ssh to {name} did not report the forwarded port: {port!r}")
+        return int(port)
 
     def here(self, name: str, listen: str, to: str) -> None:
-        """Forwards `listen` here to `to` on the machine, whose ssh server may refuse connections later."""
+        """Forwards `listen` on this machine to `to` on machine `name`. Its ssh server may refuse connections later."""
         self._forward(name, "-L", f"{listen}:{to}")
 
     def _forward(self, name: str, way: str, what: str) -> str:
@@ -150,7 +150,7 @@ class SshTunnels(Children):
 
 
 class Tunnels(Children):
-    """The ssh tunnels that this machine has opened for one start, and the switchboard that connects workers to them."""
+    """The ssh tunnels that this machine has opened for one start, and the switchboard between workers and tunnels."""
 
     ends = TunnelEnds("", "")  # ends of the tunnels on this machine
 
@@ -159,7 +159,7 @@ class Tunnels(Children):
         self._until_closed = contextlib.ExitStack()
 
     def open(self, address: str) -> str:
-        """Makes and returns a folder for the ends of tunnels; starts a switchboard unless `address` is empty."""
+        """Creates and returns a folder for the sockets of tunnels; starts a switchboard unless `address` is empty."""
         self.close()
         self.folder = folder = self._until_closed.enter_context(scratch("way"))
         if not fits(folder):
@@ -168,8 +168,8 @@ class Tunnels(Children):
         self.ends = TunnelEnds(address, str(folder))
         if address:
             words = [sys.executable, "-P", "-m", switchboard.__name__, address, str(folder)]
-            for said in self.start({"the switchboard": words}, SWITCHBOARD_S).values():
-                raise RunError(f"can't start the process for ssh tunnels: {said}")
+            for error in self.start({"the switchboard": words}, SWITCHBOARD_S).values():
+                raise RunError(f"can't start the process for ssh tunnels: {error}")
         return str(folder)
 
     def close(self) -> None:

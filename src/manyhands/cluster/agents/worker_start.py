@@ -1,4 +1,4 @@
-"""First steps of a worker before it uses torch: parent-death signal, output files, and the wait for a debugger."""
+"""Prepares a worker before it uses torch: parent-death signal, output files, and waiting for a debugger."""
 
 import ctypes
 import importlib.util
@@ -22,7 +22,7 @@ from manyhands.parallel.group.heartbeat import HEARTBEAT_FILE
 
 
 def take_orders(orders: Orders, scratch: str, agent: int) -> dict[str, Any]:
-    """Prepares this process, forked or spawned by the agent, as a worker; returns the argument of its task."""
+    """Prepares this process, which the agent has forked or spawned, as a worker; returns the arguments of its task."""
     for number in (*STOPS, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # sent to all processes of a job; the agent forwards it as SIGTERM
@@ -38,7 +38,7 @@ def take_orders(orders: Orders, scratch: str, agent: int) -> dict[str, Any]:
 
 
 def worker_process_info(options: ClusterOptions, file: str) -> ProcessInfo:
-    """Returns this worker's rank from the agent's variables; `file` is the URL of a file store, if one is used."""
+    """Returns this worker's rank from the agent's variables. `file`: the URL of a file store, or "" for a TCPStore."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     rank, size, local_rank, local_size = (int(os.environ[name]) for name in names)
     served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and not file
@@ -51,7 +51,7 @@ def worker_process_info(options: ClusterOptions, file: str) -> ProcessInfo:
 
 
 def begin(scratch: str, logs: str, agent: int) -> int:
-    """Makes this process end with its agent, write failure records to `scratch`, output to `logs`; returns the rank."""
+    """Makes this process exit with its agent, write failures to `scratch` and output to `logs`; returns the rank."""
     rank = int(os.environ["RANK"])
     if sys.platform == "linux":  # the kernel ends this process when its agent ends
         ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
@@ -73,13 +73,13 @@ def begin(scratch: str, logs: str, agent: int) -> int:
 
 
 def attach_notice(options: ClusterOptions) -> str:
-    """Returns the message for attaching a debugger: the entry for launch.json, and the exposure of the port."""
+    """Returns the message on attaching a debugger: an entry for launch.json, and a warning about the open port."""
     rank, port = options.debug_rank, options.debug_port
     entry = {"name": f"manyhands rank {rank}", "type": "debugpy", "request": "attach",
              "connect": {"host": LOOPBACK, "port": port}, "justMyCode": False}  # fmt: skip
     return (
         f"rank {rank} waits for a debugger on port {port} of its machine ({LOOPBACK}); "
-        "every user of that machine can run code as you by connecting to it\n"
+        "every user of that machine can run code as you through this port\n"
         f"add this entry to the configurations in VS Code's launch.json:\n{json.dumps(entry, indent=2)}\n"
         f"if the rank runs on another machine, first run: ssh -L {port}:{LOOPBACK}:{port} MACHINE\n"
         "stall detection, collective timeouts and recovery are off for this run"
@@ -87,13 +87,13 @@ def attach_notice(options: ClusterOptions) -> str:
 
 
 def wait_for_editor(rank: int, size: int, options: ClusterOptions) -> None:
-    """Prints how to attach and waits for an editor on the rank to debug; does nothing on other ranks.
+    """On the rank to debug, prints how to attach and waits for an editor; does nothing on other ranks.
 
-    Raises UserError: the run of `size` ranks has no such rank, debugpy is missing, or the port is in use.
+    Raises UserError if the run of `size` ranks has no such rank, debugpy is missing, or the port is in use.
     """
     if options.debug_rank >= size:
         message = f"there is no rank {options.debug_rank} to debug: the ranks are 0 … {size - 1}"
-        raise UserError(message, "--debug-rank", ("ranks start at 0",))
+        raise UserError(message, "--debug-rank", (f"choose a rank from 0 to {size - 1}",))
     if rank != options.debug_rank:
         return
     if importlib.util.find_spec("debugpy") is None:

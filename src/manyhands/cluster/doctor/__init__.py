@@ -1,1 +1,1 @@
-"""Examines machines and reports problems. Changes nothing; `agents` connects to other machines."""
+"""Examines a job's machines and reports problems, without changes. `agents` connects to other machines."""

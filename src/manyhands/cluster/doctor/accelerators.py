@@ -1,4 +1,4 @@
-"""Accelerators of this machine, as vendors' tools and torch report them, and reasons why torch can't use one."""
+"""Finds this machine's accelerators with vendors' tools and torch, and explains why torch can't use them."""
 
 import json
 import os
@@ -28,7 +28,7 @@ DRIVERS = {
     "AMD": "install the AMD driver (ROCm), then check that rocm-smi lists the card",
     "Huawei": "install the Ascend driver and firmware, then check that npu-smi info lists the card",
 }
-_ASK = """
+_TORCH_SCRIPT = """
 import json, warnings
 with warnings.catch_warnings(record=True) as said:
     warnings.simplefilter("always")
@@ -43,12 +43,12 @@ print("manyhands-accelerators", json.dumps(found))
 
 
 def ask_torch() -> dict[str, Any]:
-    """Imports torch in a new process. Raises RunError: torch can't be imported.
+    """Imports torch in a new process, and returns a dict of what torch reports. Raises RunError if the import fails.
 
-    Returns torch's "version", the "count" of accelerators, "built_for" (such as CUDA 13.0; empty for CPU builds), and
-    "said", the last warning.
+    The keys are "version", "count" (of accelerators), "built_for" (such as CUDA 13.0; empty for CPU builds), and "said"
+    (the last warning).
     """
-    done = subprocess.run([sys.executable, "-P", "-c", _ASK], capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-P", "-c", _TORCH_SCRIPT], capture_output=True, text=True, check=False)
     if found := re.search("^manyhands-accelerators (.*)", done.stdout, re.MULTILINE):
         return json.loads(found[1])
     last = done.stderr.strip().rpartition("\n")[2]
@@ -60,12 +60,12 @@ def count_accelerators() -> int:
 
 
 def driver_versions() -> dict[str, str]:
-    """Returns the versions of NVIDIA's driver, Ascend's driver and CANN, if installed."""
-    found = {name: re.search(pattern, _text(Path(file))) for name, (file, pattern) in DRIVER_FILES.items()}
+    """Returns the installed versions by name: nvidia (driver), ascend (driver) and cann."""
+    found = {name: re.search(pattern, _read_text(Path(file))) for name, (file, pattern) in DRIVER_FILES.items()}
     return {name: match[1] for name, match in found.items() if match}
 
 
-def _text(path: Path) -> str:
+def _read_text(path: Path) -> str:
     return path.read_text(errors="replace").strip() if path.is_file() else ""
 
 
@@ -73,14 +73,14 @@ def cards(bus: Path = Path("/sys/bus/pci/devices")) -> list[dict[str, str]]:
     """Returns vendor and PCI address of each accelerator, with or without a driver."""
     found: list[dict[str, str]] = []
     for device in sorted(bus.iterdir()) if bus.is_dir() else []:
-        vendor, classes = CARDS.get(_text(device / "vendor"), ("", ()))
-        if vendor and _text(device / "class").startswith(classes):
+        vendor, classes = CARDS.get(_read_text(device / "vendor"), ("", ()))
+        if vendor and _read_text(device / "class").startswith(classes):
             found.append({"vendor": vendor, "address": device.name})
     return found
 
 
 def accelerators() -> list[dict[str, Any]]:
-    """Returns name, memory and processes of each accelerator. Raises RuntimeError: the vendor's tool fails."""
+    """Returns kind, name, memory, load and processes of each accelerator. Raises RuntimeError if nvidia-smi fails."""
     found: dict[str, dict[str, Any]] = {}
     if shutil.which("nvidia-smi"):
         fields = "index,uuid,name,memory.total,memory.used,utilization.gpu"
@@ -113,9 +113,9 @@ def _number(text: str) -> int:
 
 
 def explain_unused(facts: Mapping[str, Any], host: str) -> tuple[str, tuple[str, ...]] | None:
-    """Returns a sentence that explains why torch sees no accelerator of a machine, and hints.
+    """Returns (sentence, hints) that explain why torch sees no accelerator of a machine.
 
-    Returns None if torch sees one, if the machine has none, if the user hid the devices, or if facts are missing.
+    Returns None if torch sees an accelerator, the machine has none, the user hid the devices, or facts are missing.
     """
     environment, seen = facts.get("environment", {}), facts.get("torch_devices")
     hidden = any(environment.get(name, "unset").strip() in {"", "-1", "NoDevFiles"} for name in HIDING)
@@ -148,7 +148,7 @@ def explain_unused(facts: Mapping[str, Any], host: str) -> tuple[str, tuple[str,
 
 
 def unused_here() -> tuple[str, tuple[str, ...]] | None:
-    """Runs `explain_unused` on this machine; asks torch only if there is an accelerator."""
+    """Returns the result of `explain_unused` for this machine; imports torch only if there is an accelerator."""
     try:
         working = accelerators()
     except (OSError, RuntimeError) as error:

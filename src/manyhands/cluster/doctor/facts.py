@@ -52,6 +52,7 @@ DATA_S = 3.0
 
 
 def gather(wanted: FactsWanted) -> dict[str, Any]:
+    """Returns {name: value} of the requested facts, with environment variables, and errors by name."""
     workdir = Path(wanted.workdir or ".").expanduser()
     runs = workdir / Path(wanted.runs or "runs").expanduser()
     errors: dict[str, str] = {}
@@ -109,7 +110,7 @@ def interfaces() -> list[dict[str, Any]]:
 
 
 def firewall_rules() -> list[str]:
-    """Returns firewall rules that drop or reject packets; an empty list unless root runs this."""
+    """Returns firewall rules that drop or reject packets; an empty list if this user is not root."""
     if os.name != "posix" or os.geteuid() != 0:
         return []
     rules: list[str] = []
@@ -124,7 +125,7 @@ def firewall_rules() -> list[str]:
 
 
 def places(named: Mapping[str, Path]) -> dict[str, dict[str, Any]]:
-    """Returns path, existence, write permission, size and free bytes of /dev/shm and of each named folder."""
+    """Returns path, existence, write permission, size and free bytes of /dev/shm and of each folder in `named`."""
     found: dict[str, dict[str, Any]] = {}
     for name, path in [*([("shm", SHM)] if SHM.is_dir() else []), *named.items()]:
         nearest = path.absolute()
@@ -139,7 +140,7 @@ def places(named: Mapping[str, Path]) -> dict[str, dict[str, Any]]:
 
 
 def other_jobs() -> list[dict[str, Any]]:
-    """Returns processes that look like training jobs, without the processes that they started."""
+    """Returns the processes that look like training jobs, without child processes of these jobs."""
     found: dict[int, dict[str, Any]] = {}
     ours = {os.getpid(), *(parent.pid for parent in psutil.Process().parents())}
     for process in psutil.process_iter(["pid", "ppid", "cmdline", "username"]):
@@ -165,7 +166,7 @@ def versions() -> dict[str, str]:
 
 
 def torchvision_misfit() -> str:
-    """Returns the import error of a torchvision built for another torch; an empty string if it can be imported."""
+    """Returns the import error of a torchvision that is built for another torch; "" if torchvision works."""
     torch, torchvision = _version("torch") or "none", _version("torchvision")
     pins = (metadata.requires("torchvision") or ()) if torchvision else ()
     made_for = next((pin[1] for line in pins if (pin := re.match(r"torch *\(?==([^;,)+ ]+)", line))), "")
@@ -175,9 +176,9 @@ def torchvision_misfit() -> str:
         return ""
     command = [sys.executable, "-P", "-c", "import torchvision"]
     tried = subprocess.run(command, capture_output=True, text=True, check=False)
-    said = tried.stderr.strip().rpartition("\n")[2]
+    error = tried.stderr.strip().rpartition("\n")[2]
     made = "is a different build" if fits else f"is for torch {made_for}"
-    misfit = f"torchvision {torchvision} {made} and can't be imported with torch {torch}: {said}"
+    misfit = f"torchvision {torchvision} {made} and can't be imported with torch {torch}: {error}"
     return misfit if tried.returncode else ""
 
 
@@ -194,7 +195,7 @@ def _version(name: str) -> str:
 
 
 def code(folder: Path) -> dict[str, Any]:
-    """Hashes each code file and all together, and reads git's revision; "whole": False if files were left out."""
+    """Returns hashes of the code files and git's revision; "whole" is False if the folder has too many files."""
     if not folder.is_dir():
         return {"exists": False, "path": str(folder.absolute())}
     files, complete = dict[str, str](), False
@@ -217,21 +218,21 @@ def dataset(name: str, folder: str, workdir: Path) -> dict[str, Any]:
         return {"kind": "none"}
     path = workdir / Path(name).expanduser()
     if path.is_dir() or "/" in name or name.startswith("."):
-        return {"kind": "folder", "path": str(path.absolute()), **_tree([path] if path.is_dir() else [])}
+        return {"kind": "folder", "path": str(path.absolute()), **_hash_tree([path] if path.is_dir() else [])}
     above = data_folder(DataOptions(dir=folder))
-    word = _plain(name.partition(":")[2] or name)
+    word = _alphanumeric(name.partition(":")[2] or name)
     entries = sorted(above.iterdir()) if above.is_dir() else []
-    roots = [entry for entry in entries if _plain(entry.name).startswith(word)]
+    roots = [entry for entry in entries if _alphanumeric(entry.name).startswith(word)]
     if not roots and above.is_dir() and recognise(above) == name:
         roots = [above]
-    return {"kind": "named", "path": str(above / name), **_tree(roots)}
+    return {"kind": "named", "path": str(above / name), **_hash_tree(roots)}
 
 
-def _plain(name: str) -> str:
+def _alphanumeric(name: str) -> str:
     return "".join(filter(str.isalnum, name.lower()))
 
 
-def _tree(roots: list[Path]) -> dict[str, Any]:
+def _hash_tree(roots: list[Path]) -> dict[str, Any]:
     if not roots:
         return {"exists": False}
     until, lines, total, complete = time.monotonic() + DATA_S, list[str](), 0, True

@@ -1,4 +1,4 @@
-"""The survey of a job's machines, and the findings of all checks, one for each cause."""
+"""Types for the survey of a job's machines and for findings; runs all checks and keeps one finding per cause."""
 
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping
@@ -24,7 +24,7 @@ ORDER = ("contact", "twice", "reach", "interface", "port", "accelerators", "vers
 
 @dataclass(frozen=True)
 class FactsWanted:
-    """The facts that a machine gathers for a job."""
+    """The parameters of a request for facts about a machine."""
 
     workdir: str = ""  # of the job; empty for the agent's working folder
     runs: str = ""  # parent of the run folders; empty for the default
@@ -48,7 +48,7 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Needs:
-    """The job's requirements."""
+    """A job's requirements for its machines."""
 
     processes: Mapping[str, int] = field(default_factory=dict)  # on each host; 1 for a missing host
     threads: int = 0  # of each process; 0: cores divided by processes
@@ -65,7 +65,7 @@ class Needs:
 class DoctorFinding:
     """A problem, or the result of a passed check."""
 
-    check: str  # its name, for scripts
+    check: str  # name of the check, for scripts
     severity: Severity  # fail: training would fail; warn: training would be slower or less reliable
     hosts: tuple[str, ...]  # the machines with the problem
     what: str  # the fact in one sentence
@@ -93,7 +93,7 @@ class Survey:
     needs: Needs = field(default_factory=Needs)  # of the job
 
     def fact(self, *path: str) -> dict[str, Any]:
-        """Returns the fact at the keys `path`, by host, for the machines that have this fact, in rank order."""
+        """Returns {host: fact at the nested keys `path`} for the machines that have this fact, in rank order."""
         found: dict[str, Any] = {host: self.facts.get(host) for host in self.hosts}
         for key in path:
             found = {host: value.get(key) for host, value in found.items() if isinstance(value, Mapping)}
@@ -111,7 +111,7 @@ def examine(survey: Survey) -> list[DoctorFinding]:
 
 
 def sort_out(found: list[DoctorFinding]) -> list[DoctorFinding]:
-    """Returns one finding for each cause, the worst first, without findings that others explain."""
+    """Returns one finding for each cause, the worst first, without findings that another finding explains."""
     explained = {cause for finding in found if finding.severity != "ok" for cause in finding.explains}
     by_cause: dict[str, DoctorFinding] = {}
     order = (*ORDER, *(finding.check for finding in found))  # a new check's findings come last
@@ -127,12 +127,12 @@ def fails(found: list[DoctorFinding]) -> bool:
 
 
 def odd_ones(values: Mapping[str, Value]) -> tuple[Value | None, dict[str, Value]]:
-    """Returns the most common value (the first host's, if several are equally common), and hosts with other values."""
+    """Returns (most common value, {host: other value}); of equally common values, the first host's counts."""
     common = max(values.values(), key=Counter(values.values()).__getitem__, default=None)
     return common, {host: value for host, value in values.items() if value != common}
 
 
 def who(hosts: Iterable[str]) -> str:
-    """Joins names: n1; n1 and n2; n1, n2 and n3."""
+    """Joins host names for a message: "n1", "n1 and n2", "n1, n2 and n3"."""
     names = list(hosts)
     return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]])) if names else ""

@@ -1,7 +1,7 @@
-"""Tests of connections between machines: listeners, attempts to connect, bandwidth, and manyhands' open ports.
+"""Tests connections between machines and measures their bandwidth; lists the open ports of manyhands.
 
-A listener answers only a peer that knows its token, so that another program, or another machine with the same address,
-is not mistaken for it. It only echoes or counts bytes, and closes after a time limit.
+A listener answers only peers that know its token. So an answer can't come from another program, or from another machine
+with the same address. A listener only echoes or counts bytes, and closes after a time limit.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ OPEN_AT_ONCE = 64
 
 @dataclass(frozen=True)
 class Listener:
-    """A listener of a machine, or the reason why there is none."""
+    """A listening port of a machine, or the reason why listening failed."""
 
     address: str  # of that machine
     port: int = 0  # of the listener
@@ -59,23 +59,23 @@ class OpenPort:
 def _answer(connection: socket.socket, token: bytes) -> None:
     connection.settimeout(PEER_PATIENCE_S)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    if not hmac.compare_digest(_exactly(connection, TOKEN_BYTES), token):
+    if not hmac.compare_digest(_receive_exactly(connection, TOKEN_BYTES), token):
         return
     connection.sendall(READY)
-    asked = _exactly(connection, 1)
+    asked = _receive_exactly(connection, 1)
     if asked == ECHO:
         while part := connection.recv(64):
             connection.sendall(part)
     elif asked == COUNT:
-        (seconds,) = struct.unpack("!d", _exactly(connection, 8))
-        connection.sendall(struct.pack("!dd", *_count(connection, min(max(seconds, 0.01), 10.0))))
+        (seconds,) = struct.unpack("!d", _receive_exactly(connection, 8))
+        connection.sendall(struct.pack("!dd", *_count_bytes(connection, min(max(seconds, 0.01), 10.0))))
         # Closing with unread bytes would send a reset, which may overtake the answer on its way through ssh.
         while connection.recv(BLOCK_BYTES):
             pass
 
 
-def _count(connection: socket.socket, seconds: float) -> tuple[float, float]:
-    """Returns the number of bytes received after a warm-up, and the seconds that they took."""
+def _count_bytes(connection: socket.socket, seconds: float) -> tuple[float, float]:
+    """Returns (bytes received after a warm-up, seconds that these bytes took)."""
     place, count, since = memoryview(bytearray(BLOCK_BYTES)), 0, 0.0
     start = last = time.monotonic()
     while last - start < seconds or not count:  # on a busy machine the time may be over before
@@ -90,7 +90,7 @@ def _count(connection: socket.socket, seconds: float) -> tuple[float, float]:
 
 
 def _connect(target: Listener, timeout_s: float) -> Attempt:
-    """Tries to reach one listener and measures the latency of small messages; `timeout_s` is for each answer."""
+    """Tries to reach a listener and measures the latency of small messages; `timeout_s` limits each answer."""
     local, latency_ms, times = "", None, list[float]()
     result: Reached = "ok"
     try:
@@ -100,7 +100,7 @@ def _connect(target: Listener, timeout_s: float) -> Attempt:
             for _ in range(5):
                 start = time.perf_counter()
                 connection.sendall(b".")
-                _exactly(connection, 1)
+                _receive_exactly(connection, 1)
                 times.append(time.perf_counter() - start)
             latency_ms = 1000 * statistics.median(times)
     except _OtherError:
@@ -121,7 +121,7 @@ def _connected(target: Listener, timeout_s: float) -> Generator[socket.socket]:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         try:
             connection.sendall(bytes.fromhex(target.token))
-            known = _exactly(connection, len(READY)) == READY
+            known = _receive_exactly(connection, len(READY)) == READY
         except ConnectionError:
             known = False
         if not known:
@@ -129,7 +129,7 @@ def _connected(target: Listener, timeout_s: float) -> Generator[socket.socket]:
         yield connection
 
 
-def _exactly(connection: socket.socket, count: int) -> bytes:
+def _receive_exactly(connection: socket.socket, count: int) -> bytes:
     parts = b""
     while len(parts) < count:
         if not (part := connection.recv(count - len(parts))):
@@ -138,7 +138,7 @@ def _exactly(connection: socket.socket, count: int) -> bytes:
     return parts
 
 
-def _lets_in(address: str, port: int) -> bool:
+def _accepts_connections(address: str, port: int) -> bool:
     own = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(address, address)  # a wildcard includes loopback
     try:
         socket.create_connection((own, port), timeout=0.5).close()
@@ -148,7 +148,7 @@ def _lets_in(address: str, port: int) -> bool:
 
 
 class Probe:
-    """Remote methods that test a machine's connections; listeners stay open between calls."""
+    """Methods for the launcher that test a machine's connections. Listeners stay open between calls."""
 
     def __init__(self) -> None:
         self._listening: list[socket.socket] = []
@@ -225,7 +225,7 @@ class Probe:
                         with contextlib.suppress(BlockingIOError):
                             connection.send(block)
                 connection.settimeout(PEER_PATIENCE_S)
-                count, taken = struct.unpack("!dd", _exactly(connection, 16))
+                count, taken = struct.unpack("!dd", _receive_exactly(connection, 16))
                 # Drop what is still in the buffer.
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         except (_OtherError, OSError):
@@ -238,7 +238,7 @@ class Probe:
 
     @remote
     def open_ports(self) -> tuple[OpenPort, ...]:
-        """Returns the ports of this user's manyhands processes and their children, as far as the system shows them."""
+        """Returns the listening ports of manyhands processes and their children that this user is allowed to see."""
         ours: dict[int, psutil.Process] = {}
         for process in psutil.process_iter(["cmdline"]):
             words = process.info["cmdline"] or []
@@ -251,5 +251,5 @@ class Probe:
                 for each in process.net_connections("tcp"):
                     if each.status == psutil.CONN_LISTEN:
                         ip, port = each.laddr.ip, each.laddr.port
-                        found[ip, port] = OpenPort(ip, port, pid, _lets_in(ip, port))
+                        found[ip, port] = OpenPort(ip, port, pid, _accepts_connections(ip, port))
         return tuple(found[place] for place in sorted(found))

@@ -25,7 +25,7 @@ AskMachines = Callable[[Mapping[str, Request[Any]], float], Mapping[str, Any]]
 
 
 def take_survey(ask: AskMachines, survey: Survey, *, measure: bool = True) -> None:
-    """Tests the connections between the machines of a survey; with `measure` also their clocks and speed."""
+    """Tests the connections between the machines of a survey; with `measure`, also measures clocks and link speeds."""
     surveyor = _Surveyor(ask, survey)
     if measure:
         surveyor.compare_clocks()
@@ -38,14 +38,14 @@ def take_survey(ask: AskMachines, survey: Survey, *, measure: bool = True) -> No
 
 
 class _Surveyor:
-    """Asks the machines that still answer, and fills in the survey."""
+    """Sends requests to the machines that still answer, and fills in the survey."""
 
     def __init__(self, ask: AskMachines, survey: Survey) -> None:
         self.survey, self.hosts, self._ask = survey, list(survey.facts), ask
         self._listeners: dict[str, tuple[Listener, ...]] = {}
 
     def ask(self, requests: Mapping[str, Request[R]]) -> dict[str, R]:
-        """Sends requests in parallel, returns the answers; a machine that fails is recorded and not asked again."""
+        """Sends requests in parallel; returns the answers by host. A machine that fails gets no more requests."""
         asked = {host: request for host, request in requests.items() if host in self.hosts}
         answers: dict[str, R] = {}
         for host, reply in self._ask(asked, ANSWER_S).items() if asked else ():
@@ -59,7 +59,7 @@ class _Surveyor:
         return answers
 
     def compare_clocks(self) -> None:
-        """Measures clock offsets by the fastest of three answers, whose duration bounds the error."""
+        """Measures clock offsets from the fastest of three requests; its duration is the error bound."""
         for host in list(self.hosts):
             tries: list[tuple[float, float]] = []
             for _ in range(3):
@@ -73,7 +73,7 @@ class _Surveyor:
                 self.survey.clock_s[host] = (offset, uncertain)
 
     def connect_all(self) -> None:
-        """Makes each machine listen on its addresses (of the job's interface, if it exists) and connect to others."""
+        """Makes machines listen on their addresses (of the job's interface, if it exists) and connect to each other."""
         wanted, survey = self.survey.needs.interface, self.survey
         narrowed = dict(survey.facts)
         for host, facts in survey.facts.items():
@@ -91,7 +91,7 @@ class _Surveyor:
         survey.chosen = choose_addresses({host: narrowed[host] for host in survey.facts}, survey.reach)
 
     def measure_all(self) -> None:
-        """Measures rounds of disjoint pairs; repeats slow ones, as a briefly busy machine makes a link look slow."""
+        """Measures bandwidth in rounds of disjoint pairs. Repeats slow pairs, because a machine may have been busy."""
         mbps, usual = self.survey.mbps, 0.0
         for again in (False, True):
             for pairs in rounds(self.hosts, MOST_ROUNDS):
@@ -99,7 +99,7 @@ class _Surveyor:
             usual = statistics.median(mbps.values()) if mbps else 0.0
 
     def _measure(self, pairs: list[Pair]) -> None:
-        """Measures pairs whose first machine reached the second, at the chosen or else at any reached address."""
+        """Measures each connected pair, at the chosen address of the second machine or else at any reached address."""
         survey, requests = self.survey, dict[str, Request[float | None]]()
         for pair in pairs:
             if reached := [attempt for attempt in survey.reach.get(pair, ()) if attempt.result == "ok"]:
@@ -115,7 +115,7 @@ class _Surveyor:
                 survey.mbps[pair] = max(mbps, survey.mbps.get(pair, 0.0))
 
     def try_port(self) -> None:
-        """Tests that the first machine can listen on the port that the job names, and that the others reach it."""
+        """Tests that the first machine can listen on the job's port, and that the other machines reach this port."""
         survey = self.survey
         host, port = survey.hosts[0], survey.needs.port
         address = survey.chosen.get(host, ("", ""))[1]
@@ -134,7 +134,7 @@ class _Surveyor:
 
 
 def connections_to_try(hosts: Sequence[str]) -> dict[str, list[str]]:
-    """Returns the machines that each machine connects to: all, or if there are many, some and always the first."""
+    """Returns {host: hosts to connect to}: all other hosts; if there are many, a subset that includes the first."""
     pairs = {pair for pairs in rounds(hosts, MOST_TRIED) for pair in pairs} | {(host, hosts[0]) for host in hosts[1:]}
     found: dict[str, list[str]] = {host: [] for host in hosts}
     for host, other in sorted(pairs):
@@ -150,10 +150,10 @@ class _Candidate(NamedTuple):
 
 
 def choose_addresses(facts: Mapping[str, Facts], reach: Mapping[Pair, Sequence[Attempt]]) -> dict[str, tuple[str, str]]:
-    """Selects each machine's interface and address, which all machines that tried to connect have reached.
+    """Returns {host: (interface, address)}. All machines that tried to connect to the address have reached it.
 
     Prefers, in this order: an address family of all machines (IPv4 first), no container bridge or tunnel, the most
-    shared subnet, private addresses, the faster interface. A machine without such an address is missing in the result.
+    shared subnet, private addresses, the faster interface. The result omits machines without such an address.
     """
     candidates: dict[str, list[_Candidate]] = {}
     for host in facts:
@@ -175,7 +175,7 @@ def choose_addresses(facts: Mapping[str, Facts], reach: Mapping[Pair, Sequence[A
 
 
 def local_candidates(facts: Facts) -> list[str]:
-    """Returns addresses at which others may reach a machine: of interfaces that are up, without loopback."""
+    """Returns the addresses of a machine's interfaces that are up, without loopback and link-local addresses."""
     return [str(candidate.ip) for candidate in _candidates(facts)]
 
 
@@ -195,7 +195,7 @@ def _candidates(facts: Facts) -> Iterator[_Candidate]:
 
 
 def rounds(hosts: Sequence[str], most: int = 0) -> list[list[tuple[str, str]]]:
-    """Returns rounds of disjoint pairs (sender, receiver) that together cover all pairs; at most `most`, 0: all."""
+    """Returns rounds of disjoint pairs (sender, receiver): at most `most` rounds, or all pairs if `most` is 0."""
     seats: list[str | None] = [*hosts, *([None] if len(hosts) % 2 else [])]
     played: list[list[Pair]] = []
     for _ in range(len(seats) - 1):

@@ -1,1 +1,1 @@
-"""Files and launchers' environments that list hosts, read into one inventory. Starts and contacts nothing."""
+"""Reads hosts from files and from launchers' environments into one inventory. Contacts no host."""

@@ -1,4 +1,4 @@
-"""Types for machines, clusters and ranks, and strict readers of launchers' variables, host names and addresses."""
+"""Types for machines, clusters and ranks; parses launchers' variables, host names and addresses strictly."""
 
 import ipaddress
 import re
@@ -28,7 +28,7 @@ class Machine:
 
     @property
     def address(self) -> str:
-        """The host without the user."""
+        """The host name or address, without the user."""
         return self.host.rpartition("@")[2]
 
     @property
@@ -57,7 +57,7 @@ class Cluster:
 
 @dataclass(frozen=True)
 class LauncherPlace(ProcessInfo):
-    """This process's rank, as read from flags or a launcher's environment, without the job's options."""
+    """This process's rank and size, read from flags or a launcher's environment, without the job's options."""
 
     master_address: str = ""  # of rank 0's store, if `init` is empty
     master_port: int = 0
@@ -73,7 +73,7 @@ class LauncherPlace(ProcessInfo):
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """The processes of all machines, and the index of this machine."""
+    """The number of processes on each machine, the index of this machine, and the store of the process group."""
 
     sizes: tuple[int, ...]  # processes on each machine, in the order of their ranks
     machine: int = 0  # index of this machine in `sizes`
@@ -85,19 +85,19 @@ class Rendezvous:
 
 @dataclass(frozen=True)
 class Address:
-    """The address of a machine for the other machines."""
+    """The network interface and address at which other machines reach a machine."""
 
     interface: str  # its name; empty if all processes are on one machine
     address: str  # of that interface
 
     def environment(self) -> dict[str, str]:
-        """Returns the variables that set this interface for the backends."""
+        """Returns the environment variables that make Gloo, NCCL and HCCL use this interface."""
         return dict.fromkeys(INTERFACE_VARIABLES, self.interface) if self.interface else {}
 
 
 @dataclass(frozen=True)
 class Submission:
-    """A job for a scheduler."""
+    """A job to submit to a scheduler such as Slurm or Kubernetes."""
 
     name: str  # of the job, in the scheduler's lists
     command: tuple[str, ...]  # of each process; an argument may contain JOB
@@ -112,7 +112,7 @@ def in_brackets(address: str) -> str:
 
 
 def at_line(where: str, line: int) -> str:
-    """Formats "FILE, line N"; leaves out an unknown file, "", and an unknown line, 0."""
+    """Formats "FILE, line N"; omits the file if `where` is empty, and the line if `line` is 0."""
     return ", ".join(filter(None, (where, f"line {line}" if line else "")))
 
 
@@ -131,7 +131,7 @@ def is_host(text: str) -> bool:
 
 
 def number(variables: Mapping[str, str], name: str, default: int | None = None) -> int:
-    """Reads an integer of at least 0; returns `default` if unset or empty. Raises UserError: invalid or missing."""
+    """Reads an integer >= 0 from a variable; `default` if unset or empty. Raises UserError if invalid or missing."""
     text = variables.get(name, "").strip()
     if not text and default is not None:
         return default
@@ -142,7 +142,7 @@ def number(variables: Mapping[str, str], name: str, default: int | None = None) 
 
 
 def bounded_number(name: str, text: str, least: int, most: int, where: str, hint: str) -> int:
-    """Parses an integer. Raises UserError: the text is not an integer from `least` to `most`."""
+    """Parses an integer. Raises UserError if the text is not an integer from `least` to `most`."""
     found = typed_number(text)
     if found is None or not least <= found <= most:
         raise UserError(f'{name} is "{text}"; expected a number from {least} to {most}', where, (hint,))
@@ -155,7 +155,7 @@ def first_set(variables: Mapping[str, str], names: Iterable[str]) -> str:
 
 
 def master_port(variables: Mapping[str, str], default: int = DEFAULT_PORT, origin: str = "default") -> tuple[int, str]:
-    """Returns MASTER_PORT or the default, with its origin. Raises UserError: MASTER_PORT is not a port."""
+    """Returns (MASTER_PORT or the default, origin for messages). Raises UserError if MASTER_PORT is not a port."""
     text, hint = variables.get("MASTER_PORT", "").strip(), "set a valid port: export MASTER_PORT=29500"
     if not text:
         return default, origin
@@ -163,19 +163,19 @@ def master_port(variables: Mapping[str, str], default: int = DEFAULT_PORT, origi
 
 
 def master_address(variables: Mapping[str, str], *, alone: bool) -> tuple[str, str] | None:
-    """Returns MASTER_ADDR, or loopback if all processes are on one machine, with its origin; None otherwise."""
+    """Returns (address, origin for messages): MASTER_ADDR, or loopback if `alone` (on a single machine), else None."""
     if variables.get("MASTER_ADDR"):
         return variables["MASTER_ADDR"], "MASTER_ADDR"
     return (LOOPBACK, "all processes are on one machine") if alone else None
 
 
 def derived_port(job: int) -> int:
-    """Returns a port derived from a job's id: equal in all its processes, and usually different between jobs."""
+    """Returns a port derived from a job's id: equal in all processes of a job, usually different between jobs."""
     return 15000 + job % 10000  # above the well-known ports, below the ephemeral ones
 
 
 def check_rank(rank: int, size: int, rank_word: str, size_word: str) -> None:
-    """Raises UserError if a rank is out of range; the words name the flags or variables of rank and size."""
+    """Raises UserError if a rank is out of range; `rank_word` and `size_word` name the flags or variables."""
     if not 0 <= rank < size:
         hint = f"number the ranks from 0 to {size - 1}" if size else f"set {size_word} to the number of processes"
         raise UserError(f"{rank_word} {rank} is out of range for {size_word} {size}", rank_word, (hint,))

@@ -1,9 +1,9 @@
 """Determines the role of this process: a single process, a launcher's worker, or a rank given with `--init`.
 
-The order of precedence is: the flags --init, --rank and --world-size; variables that torchrun and compatible launchers
-set for each worker; other launchers' variables; descriptions of a cluster. Otherwise manyhands starts the processes.
+The order of precedence is: the flags --init, --rank and --world-size; variables of torchrun and compatible launchers;
+other launchers' variables; files and variables that describe a cluster. Otherwise manyhands starts the processes.
 
-Also reads the machines of a job: from its list of hosts, from files, and from launchers' variables.
+Also reads the machines of a job from cluster.hosts, from files, and from launchers' variables.
 """
 
 import ipaddress
@@ -30,14 +30,14 @@ ANY = {"0.0.0.0", "::"}  # all addresses of a machine
 
 
 class RankOutsideError(UserError):
-    """Raised if the rank is out of range. The other ranks may already be waiting at the rendezvous."""
+    """Raised if this process's rank is out of range. Other ranks may already be waiting at the rendezvous."""
 
     process_info: ProcessInfo  # the requested rank, and the address of the other ranks
 
 
 @dataclass(frozen=True)
 class LaunchDecision:
-    """The processes that this command starts, or the rank of this process."""
+    """The rank of this process in an existing group, or else the processes that this command starts."""
 
     process_info: ProcessInfo | None  # this process's rank in an existing group; None if manyhands starts the processes
     processes: int = 0  # number to start on this machine; 0 for one per accelerator
@@ -48,15 +48,15 @@ class LaunchDecision:
 
 
 def participate(options: ClusterOptions, environment: Mapping[str, str] | None = None) -> LaunchDecision:
-    """Determines the role of this process by flags, launchers' variables or files. Raises UserError: a conflict."""
+    """Determines the role of this process from flags, variables or files. Raises UserError for contradictions."""
     variables = os.environ if environment is None else environment
     if options.init:
-        place = _by_variables(variables) if options.init.startswith("env://") else _by_hand(options)
+        place = _from_variables(variables) if options.init.startswith("env://") else _from_flags(options)
         return _decision(options, place, variables)
     if options.rank >= 0 or options.world_size:
         hints = ("add the address of rank 0: --init tcp://ADDRESS:23456", "or start N processes on this machine: -n N")
         raise UserError("--rank and --world-size require --init", "--init", hints)
-    if launched := _launched(options, variables):
+    if launched := _from_launcher(options, variables):
         return launched
     cluster, origin = given_cluster(options, variables) or (described_cluster(variables), "")
     if cluster:
@@ -95,12 +95,12 @@ def refuse_unfollowed(options: ClusterOptions, found: LaunchDecision) -> None:
     raise UserError(message, "environment" if names else origins["size"], tuple(hints))
 
 
-def _launched(options: ClusterOptions, variables: Mapping[str, str]) -> LaunchDecision | None:
+def _from_launcher(options: ClusterOptions, variables: Mapping[str, str]) -> LaunchDecision | None:
     """Returns the decision from a launcher's variables; None without such variables."""
     # Kubeflow sets RANK to a machine's index, in addition to PET_…; torchrun's own workers have LOCAL_RANK.
     counts_machines = "LOCAL_RANK" not in variables and described_cluster(variables)
     if all(variables.get(name) for name in LAUNCHER_VARIABLES) and not counts_machines:
-        return _decision(options, _by_variables(variables), variables)
+        return _decision(options, _from_variables(variables), variables)
     if options.rank_table:
         variables = {**variables, "RANK_TABLE_FILE": options.rank_table}
     for module in modules_with("place"):
@@ -114,7 +114,7 @@ def _launched(options: ClusterOptions, variables: Mapping[str, str]) -> LaunchDe
 def described(
     cluster: inventory.Cluster, origin: str, options: ClusterOptions, variables: Mapping[str, str]
 ) -> LaunchDecision:
-    """Returns the decision for this machine, by a cluster that was read from a file or variables."""
+    """Returns the decision for this machine, given a cluster from a file or from a launcher's variables."""
     here = find_machine(cluster)
     own, first, several = cluster.machines[here], cluster.machines[0].address, len(cluster.machines) > 1
     if first and not inventory.is_host(first):
@@ -136,7 +136,7 @@ def described(
     return LaunchDecision(None, sizes[here], rendezvous, origins, cluster.requests)
 
 
-def _by_hand(options: ClusterOptions) -> inventory.LauncherPlace:
+def _from_flags(options: ClusterOptions) -> inventory.LauncherPlace:
     if options.processes > 1:
         message = "-n and --init contradict each other: -n starts several processes, and --init joins only one"
         raise UserError(message, "-n", ("remove -n and start each process with its own --rank", "or remove --init"))
@@ -164,7 +164,7 @@ def _by_hand(options: ClusterOptions) -> inventory.LauncherPlace:
     return inventory.LauncherPlace(options.rank, options.world_size, started_by="--init", origins=origins, init=init)
 
 
-def _by_variables(variables: Mapping[str, str]) -> inventory.LauncherPlace:
+def _from_variables(variables: Mapping[str, str]) -> inventory.LauncherPlace:
     if not all(variables.get(name) for name in LAUNCHER_VARIABLES):
         raise _incomplete("env:// requires", variables)
     size, local_size = inventory.number(variables, "WORLD_SIZE"), inventory.number(variables, "LOCAL_WORLD_SIZE", 1)
@@ -194,7 +194,7 @@ def _incomplete(problem: str, variables: Mapping[str, str]) -> UserError:
 
 
 def _process_info(options: ClusterOptions, place: inventory.LauncherPlace) -> ProcessInfo:
-    """Adds the job's options to a rank; with several machines, resolves an address that all machines can reach."""
+    """Combines a rank with the job's options. On several machines, finds an address that all machines can reach."""
     init = place.init
     if not init:
         address = place.master_address if place.size == place.local_size else reachable_address(place.master_address)
@@ -211,7 +211,7 @@ def _process_info(options: ClusterOptions, place: inventory.LauncherPlace) -> Pr
 
 
 def _decision(options: ClusterOptions, place: inventory.LauncherPlace, variables: Mapping[str, str]) -> LaunchDecision:
-    """Returns the decision for a rank; `origins` names other variables and flags that were not followed."""
+    """Returns the decision for a rank; `origins["overridden"]` names other variables and flags that were ignored."""
     process_info = _process_info(options, place)
     origins, others = {key: value for key, value in place.origins.items() if value}, list[str]()
     for module in modules_with("place"):
@@ -235,7 +235,7 @@ def _decision(options: ClusterOptions, place: inventory.LauncherPlace, variables
 
 
 def find_machine(cluster: inventory.Cluster) -> int:
-    """Returns this machine's index, as given or by names and addresses. Raises UserError: no or several matches."""
+    """Returns this machine's index in the cluster, as given or by address. Raises UserError without a unique match."""
     if cluster.machine is not None:
         return cluster.machine
     names, mine = [machine.address for machine in cluster.machines], set(local_addresses())
@@ -254,7 +254,7 @@ def find_machine(cluster: inventory.Cluster) -> int:
 
 
 def is_here(machine: inventory.Machine) -> bool:
-    """Returns True if a host that the user names is or resolves to one of this machine's addresses."""
+    """Returns True if a host given by the user is, or resolves to, one of this machine's addresses."""
     if "@" in machine.host or machine.port:
         return False  # another user's account, or a container or a tunnel, if it is here at all
     own = set(local_addresses())
@@ -262,7 +262,7 @@ def is_here(machine: inventory.Machine) -> bool:
 
 
 def is_local_name(name: str, addresses: Collection[str]) -> bool:
-    """Returns True for an address of this machine, localhost, or this machine's host name; asks no name server."""
+    """Returns True for an address of this machine, localhost, or this machine's host name. Sends no DNS query."""
     if inventory.is_address(name):
         return name in addresses
     mine = socket.gethostname().lower()
@@ -272,10 +272,10 @@ def is_local_name(name: str, addresses: Collection[str]) -> bool:
 
 
 def reachable_address(address: str) -> str:
-    """Replaces a name that resolves to loopback here, as on Debian, by this machine's address; returns others as given.
+    """Returns this machine's address for a name that resolves to loopback, as on Debian; else `address` unchanged.
 
-    Raises UserError: `address` is a loopback address, or resolves to loopback, and this machine has several addresses
-    or none.
+    Raises UserError if `address` is a loopback address, or if it resolves to loopback and this machine has several
+    other addresses or none.
     """
     if address in ANY:
         return address
@@ -309,7 +309,7 @@ def _resolve(name: str) -> list[str]:
 
 
 def with_machines(options: ClusterOptions, more: Sequence[inventory.Machine]) -> ClusterOptions:
-    """Appends machines to the job's hosts or hostfile; returns the options unchanged if the job or `more` has none."""
+    """Returns options with `more` machines after the job's; the same options if the job or `more` has no machines."""
     named, hosts = machines_of(options), list[str]()
     if not (named and more):
         return options
@@ -319,7 +319,7 @@ def with_machines(options: ClusterOptions, more: Sequence[inventory.Machine]) ->
 
 
 def machines_of(options: ClusterOptions) -> tuple[inventory.Machine, ...]:
-    """Returns the machines in cluster.hosts or the hostfile, in rank order. Raises UserError: both are set."""
+    """Returns the machines in cluster.hosts or the hostfile, in rank order. Raises UserError if both are set."""
     if options.hosts and options.hostfile:
         raise UserError("both hosts and a hostfile are given", "cluster.hosts", ("remove --hosts or --hostfile",))
     from manyhands.cluster.hosts.formats import hostfile  # not needed in workers, which import this module
@@ -333,7 +333,7 @@ def machines_of(options: ClusterOptions) -> tuple[inventory.Machine, ...]:
 
 
 def given_cluster(options: ClusterOptions, variables: Mapping[str, str]) -> tuple[inventory.Cluster, str] | None:
-    """Reads the cluster file that a flag or RANK_TABLE_FILE names. Returns the cluster and its origin, or None."""
+    """Reads the cluster file that a flag or RANK_TABLE_FILE names. Returns (cluster, origin for messages) or None."""
     variable = variables.get("RANK_TABLE_FILE", "")
     named = {"--rank-table": options.rank_table, "--cluster": options.file, "RANK_TABLE_FILE": variable}
     for origin, path in named.items():
@@ -343,7 +343,7 @@ def given_cluster(options: ClusterOptions, variables: Mapping[str, str]) -> tupl
 
 
 def read_cluster(path: Path, wait_s: float = 0.0) -> inventory.Cluster:
-    """Reads a cluster file in any known format; waits up to `wait_s` for an incomplete one. Raises UserError."""
+    """Reads a cluster file in any known format; waits up to `wait_s` until the file is complete. Raises UserError."""
     text = _read_text(path)
     module = format_of(str(path), text)
     if wait_s and hasattr(module, "wait"):
@@ -363,7 +363,7 @@ def _read_text(path: Path) -> str:
 
 
 def format_of(path: str, text: str) -> ModuleType:
-    """Returns the module of the file's format. Raises UserError: the format is unknown."""
+    """Returns the module of a file's format. Raises UserError if the format is unknown."""
     formats = readable_formats()
     if found := next((module for module in formats.values() if module.recognise(path, text)), None):
         return found
@@ -372,18 +372,18 @@ def format_of(path: str, text: str) -> ModuleType:
 
 
 def readable_formats() -> dict[str, ModuleType]:
-    """Returns the modules of the formats that files can have, by name."""
+    """Returns the modules of all file formats, by name."""
     return {module.__name__.rpartition(".")[2]: module for module in modules_with("recognise")}
 
 
 def modules_with(function: str) -> list[ModuleType]:
-    """Returns the formats that define `function`, by ascending `PRECEDENCE`."""
+    """Returns the format modules that define `function`, in ascending order of `PRECEDENCE`."""
     found = (load_choice(FORMATS, name) for name in module_names(FORMATS))
     defining = (module for module in found if hasattr(module, function))
     return sorted(defining, key=lambda module: getattr(module, "PRECEDENCE", 0))
 
 
 def described_cluster(variables: Mapping[str, str]) -> inventory.Cluster | None:
-    """Returns the cluster that a launcher's variables describe, such as Kubeflow's PET_*; None without them."""
+    """Returns the cluster that a launcher's variables (such as Kubeflow's PET_*) describe; None without variables."""
     clusters = (module.from_environment(variables) for module in modules_with("from_environment"))
     return next(filter(None, clusters), None)

@@ -1,4 +1,4 @@
-"""Machines that don't answer or are listed twice, misleading names, clocks, scarce resources, and accelerators."""
+"""Checks for machines that don't answer or are listed twice, host names, clocks, low resources and accelerators."""
 
 import ipaddress
 import math
@@ -26,7 +26,7 @@ def run(survey: Survey) -> Iterator[DoctorFinding]:
     for host, error in survey.errors.items():
         cause = f"contact:{host}"
         yield DoctorFinding("contact", "fail", (host,), error.message, error.hints, cause, ("collective",))
-    for check in (_listed_twice, _names, _clocks, _cpu, _memory, _disk, _accelerators):
+    for check in (_listed_twice, _host_names, _clocks, _busy_cpus, _low_memory, _low_disk, _accelerators):
         yield from check(survey)
     for host, jobs in survey.fact("jobs").items():
         if jobs:
@@ -47,7 +47,7 @@ def run(survey: Survey) -> Iterator[DoctorFinding]:
 
 
 def _listed_twice(survey: Survey) -> Iterator[DoctorFinding]:
-    """Yields machines that are listed under several names, which would start processes for each name."""
+    """Yields machines that are listed under several names; each name would start processes."""
     names: dict[str, list[str]] = {}
     for host, machine in survey.fact("machine").items():
         names.setdefault(machine, []).append(host)
@@ -58,8 +58,8 @@ def _listed_twice(survey: Survey) -> Iterator[DoctorFinding]:
             yield DoctorFinding("twice", "fail", tuple(hosts), what, hints, cause, ("collective",))
 
 
-def _names(survey: Survey) -> Iterator[DoctorFinding]:
-    """Yields host names that resolve to loopback or to another machine, if there are several machines."""
+def _host_names(survey: Survey) -> Iterator[DoctorFinding]:
+    """Yields host names that resolve to loopback or to another machine's address, if there are several machines."""
     loopback, hint = dict[str, str](), 'for other tools, add to /etc/hosts on {}: "{} {}"'
     hints: dict[str, tuple[str, ...]] = {}
     for host, name in survey.fact("name").items() if len(survey.hosts) > 1 else ():
@@ -73,12 +73,12 @@ def _names(survey: Survey) -> Iterator[DoctorFinding]:
     if loopback:
         first = next(iter(loopback))
         shown = f"the host name of {who(loopback)} resolves to {loopback[first]}"
-        what = f"{shown}; manyhands uses addresses instead, other tools may fail"
+        what = f"{shown}; manyhands uses addresses instead, but other tools may fail"
         yield DoctorFinding("names", "warn", tuple(loopback), what, hints[first], "loopback-name")
 
 
 def _clocks(survey: Survey) -> Iterator[DoctorFinding]:
-    """Yields clocks that differ from the median by more than APART_S plus the error of the measurement."""
+    """Yields machines whose clock differs from the median by more than APART_S plus the measurement error."""
     if len(survey.clock_s) < 2:
         return
     middle = statistics.median_low([offset for offset, _ in survey.clock_s.values()])
@@ -91,11 +91,11 @@ def _clocks(survey: Survey) -> Iterator[DoctorFinding]:
     shown = ", ".join(f"{host} is {abs(by):.1f} s {'ahead' if by > 0 else 'behind'}" for host, by in far.items())
     others = who(host for host in apart if host not in far)
     what = f"clocks differ: {shown} of {others}; times in logs will not match, and certificates may be refused"
-    hints = tuple(f"synchronise the clock: {survey.on_host(host, 'sudo timedatectl set-ntp true')}" for host in far)
+    hints = tuple(f"synchronize the clock: {survey.on_host(host, 'sudo timedatectl set-ntp true')}" for host in far)
     yield DoctorFinding("clock", "warn", tuple(far), what, hints, "clock")
 
 
-def _cpu(survey: Survey) -> Iterator[DoctorFinding]:
+def _busy_cpus(survey: Survey) -> Iterator[DoctorFinding]:
     cores, over = survey.fact("cores"), dict[str, str]()
     for host, count in cores.items():
         variable = str(survey.facts[host].get("environment", {}).get("OMP_NUM_THREADS", ""))
@@ -118,7 +118,7 @@ def _cpu(survey: Survey) -> Iterator[DoctorFinding]:
         yield DoctorFinding("cpu", "warn", tuple(busy), what, hints, "load")
 
 
-def _memory(survey: Survey) -> Iterator[DoctorFinding]:
+def _low_memory(survey: Survey) -> Iterator[DoctorFinding]:
     small = {host: place for host, place in survey.fact("places", "shm").items() if place["free"] < SHM_LOW}
     if small:
         shown = ", ".join(f"{host} {p['free'] // MIB} MiB free of {p['size'] // MIB}" for host, p in small.items())
@@ -136,7 +136,7 @@ def _memory(survey: Survey) -> Iterator[DoctorFinding]:
         yield DoctorFinding("memory", "warn", tuple(short), f"free memory is low: {shown}", hints, "memory")
 
 
-def _disk(survey: Survey) -> Iterator[DoctorFinding]:
+def _low_disk(survey: Survey) -> Iterator[DoctorFinding]:
     places = survey.fact("places", "run folder")
     locked = [host for host, place in places.items() if not place["writable"]]
     if locked:
@@ -156,7 +156,7 @@ def _disk(survey: Survey) -> Iterator[DoctorFinding]:
 
 
 def _accelerators(survey: Survey) -> Iterator[DoctorFinding]:
-    """Yields problems with accelerators; a machine with a broken driver gets only that finding."""
+    """Yields problems with accelerators. For a machine with a broken driver, yields only the broken driver."""
     if survey.needs.device == "cpu":
         return
     broken = survey.fact("errors", "accelerators")
@@ -166,8 +166,8 @@ def _accelerators(survey: Survey) -> Iterator[DoctorFinding]:
         what, cause = f"the accelerators of {host} do not respond: {error}", f"accelerators:{host}"
         yield DoctorFinding("accelerators", "fail", (host,), what, hints, cause, ("collective",))
     found = survey.fact("accelerators")
-    yield from _too_few(survey, found)
-    yield from _different(survey, found)
+    yield from _too_few_devices(survey, found)
+    yield from _different_devices(survey, found)
     severity: Severity = "warn" if survey.needs.device == "auto" else "fail"
     for host, facts in survey.facts.items():
         if host not in broken and (explained := explain_unused(facts, host)):
@@ -184,7 +184,7 @@ def _accelerators(survey: Survey) -> Iterator[DoctorFinding]:
             yield DoctorFinding("accelerators", "warn", (host,), what, hints, f"busy:{host}", (f"jobs:{host}",))
 
 
-def _too_few(survey: Survey, found: dict[str, list[Any]]) -> Iterator[DoctorFinding]:
+def _too_few_devices(survey: Survey, found: dict[str, list[Any]]) -> Iterator[DoctorFinding]:
     kind, processes = survey.needs.device, {host: survey.needs.processes.get(host, 1) for host in found}
     counts = {host: sum(device["kind"] == kind for device in devices) for host, devices in found.items()}
     few = [host for host in found if kind in {"cuda", "npu"} and counts[host] < processes[host]]
@@ -195,8 +195,8 @@ def _too_few(survey: Survey, found: dict[str, list[Any]]) -> Iterator[DoctorFind
         yield DoctorFinding("accelerators", "fail", tuple(few), what, hints, "accelerators", ("unlike",))
 
 
-def _different(survey: Survey, found: dict[str, list[Any]]) -> Iterator[DoctorFinding]:
-    """Yields machines with another device type, which can't train together by default, or another accelerator."""
+def _different_devices(survey: Survey, found: dict[str, list[Any]]) -> Iterator[DoctorFinding]:
+    """Yields machines with another device type than most (by default they can't train together), or another model."""
     kinds = {host: ",".join(sorted({device["kind"] for device in devices})) or "cpu" for host, devices in found.items()}
     common, odd = odd_ones(kinds)
     if odd and survey.needs.device == "auto":

@@ -1,4 +1,4 @@
-"""Machines that can't reach each other, unsuitable interfaces, a port in use, and slow links."""
+"""Checks for machines that can't reach each other, wrong network interfaces, a port in use, and slow links."""
 
 import statistics
 from collections.abc import Iterator
@@ -20,12 +20,12 @@ MEANINGS = {  # results of attempts, the most informative first
 
 
 def run(survey: Survey) -> Iterator[DoctorFinding]:
-    """Yields findings on connections (one for each machine that explains failures), interfaces, port and speed."""
+    """Yields findings on connections (one per machine that explains failures), interfaces, the port and link speed."""
     failing = {pair for pair, tries in survey.reach.items() if not any(a.result == "ok" for a in tries)}
     if not failing:
         yield from _common_address(survey)
     while failing:
-        host, way, pairs = _worst(survey, failing)
+        host, way, pairs = _most_failing(survey, failing)
         yield _unreachable(survey, host, way, sorted(pairs))
         failing -= pairs
         if way == "both":
@@ -37,7 +37,7 @@ def run(survey: Survey) -> Iterator[DoctorFinding]:
                  "or end the process that uses the port")  # fmt: skip
         what = f"port {port} of {host} can't be used: {error}"
         yield DoctorFinding("port", "fail", (host,), what, hints, f"port:{host}", ("collective",))
-    links = [*_slow(survey), *_far(survey)] if survey.mbps else []
+    links = [*_slow_links(survey), *_high_latency(survey)] if survey.mbps else []
     yield from links
     if survey.mbps and not links:
         latency = max(survey.latency_ms.values(), default=0.0)
@@ -45,8 +45,8 @@ def run(survey: Survey) -> Iterator[DoctorFinding]:
         yield DoctorFinding("links", "ok", survey.hosts, what, cause="links")
 
 
-def _worst(survey: Survey, failing: set[Pair]) -> tuple[str, str, set[Pair]]:
-    """Returns the machine that explains most failing pairs, its role ("to", "from" or "both"), and these pairs."""
+def _most_failing(survey: Survey, failing: set[Pair]) -> tuple[str, str, set[Pair]]:
+    """Returns the machine in most failing pairs, the failing direction ("to", "from" or "both"), and these pairs."""
     candidates: list[tuple[int, int, str, str, set[Pair]]] = []
     for host in survey.hosts:
         to, back = ({pair for pair in failing if pair[side] == host} for side in (1, 0))
@@ -132,15 +132,15 @@ def _interfaces(survey: Survey) -> Iterator[DoctorFinding]:
         yield DoctorFinding("interface", "warn", tuple(hosts), f"{route}; manyhands uses {chosen}", hints, cause)
 
 
-def _slow(survey: Survey) -> Iterator[DoctorFinding]:
-    """Yields slow links: one finding if all are slow, one for a machine slow in one direction, else one per pair."""
+def _slow_links(survey: Survey) -> Iterator[DoctorFinding]:
+    """Yields slow links: one finding if all are slow, one per machine that is slow in a direction, or one per pair."""
     limit = max(SLOW_MBPS, min(statistics.median(survey.mbps.values()) / ODD_FACTOR, ENOUGH_MBPS))
     slow = {pair for pair, mbps in survey.mbps.items() if mbps < limit}
     if len(slow) == len(survey.mbps):
         slowest, fastest = min(survey.mbps.values()), max(survey.mbps.values())
         speed = rate(slowest) if rate(slowest) == rate(fastest) else f"{rate(slowest)} to {rate(fastest)}"
         what = f"the network is slow: {speed} between the machines"
-        yield DoctorFinding("links", "warn", survey.hosts, what, _consequence(survey, slowest), "links")
+        yield DoctorFinding("links", "warn", survey.hosts, what, _slow_link_hints(survey, slowest), "links")
         return
     for host in sorted(survey.hosts, key=lambda host: -sum(host in pair for pair in slow)):
         sides = {"sends": 0, "receives": 1}
@@ -156,7 +156,7 @@ def _slow(survey: Survey) -> Iterator[DoctorFinding]:
         what = f"the link from {one} to {two} is {word}: {rate(there)}{f' (reverse: {rate(back)})' if back else ''}"
         # Both directions of one slow link are one finding.
         cause = f"link:{one}:{two}" if uneven else f"link:{':'.join(sorted((one, two)))}"
-        yield DoctorFinding("links", "warn", (one, two), what, _consequence(survey, there), cause)
+        yield DoctorFinding("links", "warn", (one, two), what, _slow_link_hints(survey, there), cause)
 
 
 def _slow_machine(survey: Survey, host: str, ways: dict[str, set[Pair]], bad: list[str]) -> DoctorFinding:
@@ -169,25 +169,25 @@ def _slow_machine(survey: Survey, host: str, ways: dict[str, set[Pair]], bad: li
     speeds = {each["name"]: each["speed_mbps"] for each in survey.facts.get(host, {}).get("interfaces", ())}
     nominal = f"; the nominal speed of {name} is {speeds[name]} Mbit/s" if speeds.get(name) else ""
     check = f"check the cable, switch port, duplex setting and wireless of {host}{nominal}"
-    hints = (*_consequence(survey, min(mbps.values())), check)
+    hints = (*_slow_link_hints(survey, min(mbps.values())), check)
     return DoctorFinding("links", "warn", (host,), what, hints, f"link:{host}")
 
 
-def _far(survey: Survey) -> Iterator[DoctorFinding]:
+def _high_latency(survey: Survey) -> Iterator[DoctorFinding]:
     far = {pair: ms for pair, ms in survey.latency_ms.items() if ms > FAR_MS}
     if far:
         pair = max(far, key=lambda pair: far[pair])
         hosts = tuple(host for host in survey.hosts if any(host in pair for pair in far))
         what = f"the latency between {who(hosts)} is high: {far[pair]:.0f} ms from {pair[0]} to {pair[1]} and back"
-        hints = ("synchronise less often: --sync auto (each update waits for several messages)",)
+        hints = ("synchronize less often: --sync auto (each update waits for several messages)",)
         yield DoctorFinding("links", "warn", hosts, what, hints, "latency")
 
 
-def _consequence(survey: Survey, mbps: float) -> tuple[str, ...]:
+def _slow_link_hints(survey: Survey, mbps: float) -> tuple[str, ...]:
     machines = len(survey.hosts)
     seconds = 2 * (machines - 1) / machines * RESNET18_BYTES * 8 / mbps / 1e6
     update = f"each update of resnet18 ({RESNET18_BYTES / 1e6:.0f} MB) takes at least {seconds:.1f} s of network time"
-    return (update, "use --sync auto to send less data; manyhands plan --link shows the effect")
+    return (f"use --sync auto to send less data: {update}", "estimate the effect: manyhands plan --link")
 
 
 def rate(mbps: float) -> str:

@@ -1,4 +1,4 @@
-"""Checks that software, code and data exist on all machines and are the same."""
+"""Checks that software, code and data exist and are the same on all machines."""
 
 from collections.abc import Iterator
 
@@ -17,7 +17,7 @@ HINTS = ("copy the code with the job: --sync-code", "or update the folders: git 
 
 
 def run(survey: Survey) -> Iterator[DoctorFinding]:
-    """Yields findings on data, code and versions; a different torch hides a different NCCL, which comes with torch."""
+    """Yields findings on data, code and versions. A different torch hides a different NCCL, which torch installs."""
     yield from _data(survey)
     yield from _code(survey)
     found = [*_on_each_machine(survey), *_packages(survey), *_python_and_drivers(survey)]
@@ -31,7 +31,7 @@ def run(survey: Survey) -> Iterator[DoctorFinding]:
 
 
 def _on_each_machine(survey: Survey) -> Iterator[DoctorFinding]:
-    """Yields a torchvision built for another torch, and a missing compiler."""
+    """Yields machines whose torchvision is built for another torch version, and machines without a compiler."""
     for host, misfit in survey.fact("torchvision").items():
         if misfit:
             torch = survey.facts[host].get("versions", {}).get("torch", "").partition("+")[0]
@@ -126,7 +126,7 @@ def _code(survey: Survey) -> Iterator[DoctorFinding]:
 
 
 def _data(survey: Survey) -> Iterator[DoctorFinding]:
-    """Yields missing data, or else differences between the machines' data."""
+    """Yields machines without the data; if all have the data, yields machines with different data."""
     found = {host: data for host, data in survey.fact("data").items() if data["kind"] != "none"}
     missing = [host for host, data in found.items() if not data["exists"]]
     if missing:

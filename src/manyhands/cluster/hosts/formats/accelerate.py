@@ -36,7 +36,7 @@ def recognise(_path: str, text: str) -> bool:
 
 
 def read(text: str, where: str) -> Cluster:
-    """Reads accelerate's configuration. Raises UserError: a key is unknown, or a value is wrong or missing."""
+    """Reads accelerate's configuration. Raises UserError if a key is unknown, or a value is wrong or missing."""
     values = _Values(text, where)
     machines, size = values.number("num_machines", 1, 65536) or 1, values.number("num_processes", -1, 65536)
     size = (1 if values.kind == "NO" else -1) if size is None else size
@@ -76,7 +76,7 @@ def _devices(values: "_Values", slots: int) -> tuple[int, ...]:
 
 
 def _requests(values: "_Values") -> Iterator[tuple[str, str, str]]:
-    """Yields (line, option, value) for settings of the job in the file; option "" if there is no equivalent."""
+    """Yields (line of the file, matching option, value) for job settings; option and value are "" if none matches."""
     if precision := values.text("mixed_precision") or ("fp16" if values.switch("fp16") else ""):
         ours = PRECISIONS.get(precision, "")
         yield f"mixed_precision: {precision}", "train.precision" if ours else "", ours
@@ -88,7 +88,7 @@ def _requests(values: "_Values") -> Iterator[tuple[str, str, str]]:
 
 
 class _Values:
-    """The values of the file, with the line of each key."""
+    """The values of the file, and the line number of each key."""
 
     def __init__(self, text: str, where: str) -> None:
         self.where, self.lines = where, dict[str, int]()

@@ -2,7 +2,7 @@
 
 A machine without a number runs one process per accelerator, or one process without accelerators. As in OpenMPI, a
 repeated machine adds its slots, or one process. An ssh port is written as ssh://user@host:port, or as port= after the
-host. A number after a colon counts processes; a number that may be an ssh port is refused, with hints for both cases.
+host. A number after a colon counts processes. If it may also be an ssh port, it is refused, with hints for both cases.
 """
 
 import re
@@ -24,7 +24,7 @@ _SSH_PORTS = {22, 222}
 
 
 def recognise(path: str, text: str) -> bool:
-    """Returns True for lines with slots, or for lines of hosts if one has a number or the file name has "host"."""
+    """Returns True if a line has slots, or if all lines are hosts and a line has a colon or the name has "host"."""
     lines, name = [words for words in map(_words, text.splitlines()) if words], Path(path).name.lower()
     if not lines or lines[0][0].startswith(("{", "[")):
         return False
@@ -35,13 +35,13 @@ def recognise(path: str, text: str) -> bool:
 
 
 def read(text: str, where: str) -> Cluster:
-    """Reads a hostfile. Raises UserError: a line is not a host with its slots, or there are no hosts."""
+    """Reads a hostfile. Raises UserError if a line is not a host with optional settings, or there are no hosts."""
     found: dict[str, Machine] = {}
     for number, line in enumerate(text.splitlines(), 1):
         words, place = _words(line), at_line(where, number)
         if not words:
             continue
-        machine = _with_settings(words, place)
+        machine = _parse_settings(words, place)
         known = found.setdefault(machine.name, machine)
         if known.host != machine.host:
             message = f"{machine.name} is listed with two users: {known.host} and {machine.host}"
@@ -54,7 +54,7 @@ def read(text: str, where: str) -> Cluster:
 
 
 def read_list(text: str, where: str) -> Cluster:
-    """Reads "n1:4,user@n2,[fd00::1]:2,ssh://n3:2222,n4 slots=200". Raises UserError: invalid or repeated hosts."""
+    """Reads "n1:4,user@n2,[fd00::1]:2,ssh://n3:2222,n4 slots=200". Raises UserError for invalid or repeated hosts."""
     found: dict[str, Machine] = {}
     for part in map(str.strip, text.split(",")):
         if not part:
@@ -63,7 +63,7 @@ def read_list(text: str, where: str) -> Cluster:
         if _BARE_SIX.fullmatch(part):
             message = f'"{part}" is ambiguous: the last part may belong to the address or be a number of processes'
             raise UserError(message, where, ("put the address in brackets: [fd00::1] or [fd00::1]:4",))
-        machine = _with_settings(part.split(), where)
+        machine = _parse_settings(part.split(), where)
         if machine is not found.setdefault(machine.name, machine):
             more = f"{machine.target} slots=2" if machine.port else f"{in_brackets(machine.name)}:2"
             hints = (f"write {more} for two processes on {machine.name}",)
@@ -72,7 +72,7 @@ def read_list(text: str, where: str) -> Cluster:
 
 
 def write(cluster: Cluster) -> tuple[str, list[str]]:
-    """Returns a hostfile, and notes on values that the format doesn't support."""
+    """Returns (text of a hostfile, notes on values that the format doesn't support)."""
     notes = {
         "device numbers are omitted: hostfiles don't have device numbers": any(m.devices for m in cluster.machines),
         "the master's port is omitted: hostfiles don't have a port for the master": cluster.master_port,
@@ -92,7 +92,7 @@ def _looks_like_a_host(word: str) -> bool:
     return (matched := _HOST.fullmatch(word)) is not None and (matched["slots"] or "1").isdecimal()
 
 
-def _machine(word: str, where: str) -> Machine:
+def _parse_host(word: str, where: str) -> Machine:
     """Reads NAME, NAME:SLOTS or ssh://NAME:PORT, each with or without a user."""
     address = word.startswith("ssh://")
     matched = _SSH.fullmatch(word) if address else _BARE_SIX.fullmatch(word) or _HOST.fullmatch(word)
@@ -126,8 +126,8 @@ def _number(text: str, setting: str, name: str, where: str) -> int:
     return bounded_number(name, text, 1, _MOST[setting], where, f"write {form}")
 
 
-def _with_settings(words: list[str], where: str) -> Machine:
-    machine = _machine(words[0], where)
+def _parse_settings(words: list[str], where: str) -> Machine:
+    machine = _parse_host(words[0], where)
     found = {name: value for name, value in (("slots", machine.slots), ("port", machine.port)) if value}
     for word in words[1:]:
         name, equals, value = word.partition("=")

@@ -15,7 +15,7 @@ _number = partial(bounded_number, where=WHERE, hint="correct this value")
 
 
 def manifest(job: Submission) -> str:
-    """Returns the YAML text for kubectl; the pods find each other by the variables that Kubeflow sets (PET_…)."""
+    """Returns the YAML text for kubectl. Pods find each other by the variables PET_* that Kubeflow sets."""
     wanted, command = job.wanted, [word.replace(JOB, job.name) for word in job.command]
     resources: dict[str, Any] = {}
     if wanted.accelerators:  # Kubernetes accepts accelerators only as a limit
@@ -47,7 +47,7 @@ def manifest(job: Submission) -> str:
 def from_environment(environment: Mapping[str, str]) -> Cluster | None:
     """Returns the cluster that PET_* describe, with this machine's index; None without PET_NNODES.
 
-    Only the first machine's address is known; other machines' names are empty. Raises UserError: an invalid value.
+    Only the first machine's address is known; other machines' names are empty. Raises UserError for an invalid value.
     """
     nodes = environment.get("PET_NNODES", "")
     if not nodes:
@@ -64,7 +64,7 @@ def from_environment(environment: Mapping[str, str]) -> Cluster | None:
     size = 0 if slots in {"auto", "gpu", "xpu"} else _number("PET_NPROC_PER_NODE", slots, 1, 1024)
     rank = environment.get("PET_NODE_RANK")
     machine = _number("PET_NODE_RANK", rank, 0, count - 1) if rank else None
-    address, port = _master(environment)
+    address, port = _master_address(environment)
     if count > 1 and not address:
         hints = ("set PET_MASTER_ADDR to the first machine's address",)
         raise UserError(f"PET_NNODES is {count}, but the address of the first machine is missing", WHERE, hints)
@@ -72,8 +72,8 @@ def from_environment(environment: Mapping[str, str]) -> Cluster | None:
     return Cluster(machines, master_port=port, machine=machine, source="PET_* in the environment")
 
 
-def _master(environment: Mapping[str, str]) -> tuple[str, int]:
-    """Returns the address and port of the first machine's store: PET_MASTER_ADDR, else the rendezvous endpoint."""
+def _master_address(environment: Mapping[str, str]) -> tuple[str, int]:
+    """Returns (address, port) of the first machine's store, from PET_MASTER_ADDR or the rendezvous endpoint."""
     backend = environment.get("PET_RDZV_BACKEND") or "static"
     if backend not in {"static", "c10d"}:
         message = f'PET_RDZV_BACKEND is "{backend}"; only static and c10d are supported'

@@ -1,4 +1,4 @@
-"""Reads the rank that mpirun gives a process: OpenMPI, MVAPICH, and MPICH and others with PMI."""
+"""Reads the rank that mpirun gives a process: OpenMPI, MVAPICH, and MPICH or other MPIs with PMI."""
 
 import zlib
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ _PASSING = {"OpenMPI": "mpirun -x MASTER_ADDR=ADDRESS …", "MVAPICH": "mpirun_r
 
 
 def place(environment: Mapping[str, str]) -> inventory.LauncherPlace | None:
-    """Returns the rank; None for a single process. Raises UserError: a variable such as MASTER_ADDR is missing."""
+    """Returns the rank; None for a single process. Raises UserError if a variable such as MASTER_ADDR is missing."""
     family = next((name for name, variables in _FAMILIES.items() if variables[0][0] in environment), "")
     if not family:
         return None

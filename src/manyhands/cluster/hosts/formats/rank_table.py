@@ -67,7 +67,7 @@ Identity = Annotated[
 ]
 
 
-class _Part(BaseModel):
+class _Entry(BaseModel):
     model_config = ConfigDict(extra="ignore", frozen=True, strict=True)
 
     @model_validator(mode="before")
@@ -81,7 +81,7 @@ class _Part(BaseModel):
         return value
 
 
-class Device(_Part):
+class Device(_Entry):
     """An NPU; its process has the rank `rank_id`."""
 
     device_id: Number
@@ -94,7 +94,7 @@ class Device(_Part):
     host_port: Port | None = None
 
 
-class Server(_Part):
+class Server(_Entry):
     """One machine and its NPUs."""
 
     server_id: Identity
@@ -117,16 +117,16 @@ class Server(_Part):
         return next((name for name in given if name and inventory.is_address(name)), self.server_id)
 
 
-class _PodServer(_Part):
+class _PodServer(_Entry):
     server_id: Identity
 
 
-class _SuperPod(_Part):
+class _SuperPod(_Entry):
     super_pod_id: Identity
     server_list: list[_PodServer]
 
 
-class RankTable(_Part):
+class RankTable(_Entry):
     """A completed rank table of any supported version."""
 
     version: Literal["1.0", "1.2"] | None = None
@@ -147,7 +147,7 @@ class RankTable(_Part):
 
 
 def recognise(path: str, text: str) -> bool:
-    """Returns True for a JSON object with a list of servers, or an incomplete one with a rank table's file name."""
+    """Returns True for a JSON object with a list of servers, or for an object in a file named like a rank table."""
     named = re.search(r"(rank_?table|^hccl).*\.json$", Path(path).name)
     return text.lstrip().startswith("{") and bool(named or re.search(r'"(server|rank|group)_list"\s*:', text))
 
@@ -161,33 +161,33 @@ def read(text: str, where: str) -> inventory.Cluster:
 
 
 def read_table(text: str, where: str) -> RankTable:
-    """Reads a table. Raises UserError: invalid JSON, or a field that is wrong or breaks a rule of HCCL, by its path."""
+    """Reads a table. Raises UserError, with the field's path, if a field is wrong or breaks a rule of HCCL."""
     try:
         value = parse_json(text.removeprefix("\ufeff"), once_each=True)
     except UnreadableError as error:
         hints = ("correct the file; JSON allows no comments, no trailing commas and no key twice in an object",)
         message = f"the rank table is not valid JSON: {error.problem}"
         raise UserError(message, inventory.at_line(where, error.line), hints) from None
-    mistakes = [*islice(_wrong_layout(value), 1)]
+    mistakes = [*islice(_layout_mistakes(value), 1)]
     if not mistakes:
         try:
             table = RankTable.model_validate(value)
-            mistakes = [*islice(chain(_broken_lists(table), _broken_ranks(table)), 1)]
+            mistakes = [*islice(chain(_list_mistakes(table), _rank_mistakes(table)), 1)]
             if not mistakes:
                 return table
         except ValidationError as error:
-            mistakes = [_wrong_value(dict(each)) for each in error.errors()]
+            mistakes = [_value_mistake(dict(each)) for each in error.errors()]
     # An unsupported version explains all other mistakes.
     path, message, *hints = min(mistakes, key=lambda mistake: mistake[0] != ("version",))
     raise UserError(message, ": ".join(filter(None, (where, _dotted(path)))), tuple(hints))
 
 
 def _dotted(path: Keys) -> str:
-    """Formats a path as in server_list[1].device[0].rank_id."""
+    """Formats a path, such as "server_list[1].device[0].rank_id"."""
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".")
 
 
-def _wrong_layout(value: Any) -> Iterator[Mistake]:
+def _layout_mistakes(value: Any) -> Iterator[Mistake]:
     if not isinstance(value, dict):
         yield (), "the rank table is not a JSON object, { … }", "see docs/guides/cluster-files.md for the format"
         return
@@ -199,7 +199,7 @@ def _wrong_layout(value: Any) -> Iterator[Mistake]:
         yield ("status",), f"the rank table is incomplete: {_INITIALIZING}", hint
 
 
-def _wrong_value(error: dict[str, Any]) -> Mistake:
+def _value_mistake(error: dict[str, Any]) -> Mistake:
     path: Keys = error["loc"]
     name, field = _dotted(path) or "the rank table", str(path[-1]) if path else ""
     if error["type"] == "missing":
@@ -227,7 +227,7 @@ def _wrong_value(error: dict[str, Any]) -> Mistake:
     return path, f"{name} is {found if len(found) < 80 else found[:77] + '…'}; {kind}", hint
 
 
-def _broken_lists(table: RankTable) -> Iterator[Mistake]:
+def _list_mistakes(table: RankTable) -> Iterator[Mistake]:
     """Yields a wrong count of servers, unlisted servers of super pods, and repeated values that must be unique."""
     ids = [server.server_id for server in table.server_list]
     if table.server_count is not None and int(table.server_count) != len(ids):
@@ -251,7 +251,7 @@ def _broken_lists(table: RankTable) -> Iterator[Mistake]:
             yield (*path, field), f'{field} "{value}" repeats the {field} of {_dotted(first)}', _UNIQUE[field]
 
 
-def _broken_ranks(table: RankTable) -> Iterator[Mistake]:
+def _rank_mistakes(table: RankTable) -> Iterator[Mistake]:
     """Yields ranks that repeat, are out of range, or don't follow the text order of server_id."""
     ranks = {(*path, "rank_id"): int(card.rank_id) for path, card in table.cards.items()}
     missing = sorted({*range(len(ranks))} - {*ranks.values()})
@@ -275,7 +275,7 @@ def _broken_ranks(table: RankTable) -> Iterator[Mistake]:
 
 
 def wait(path: Path, timeout_s: float) -> str:
-    """Waits for a table that is missing, truncated or initializing; returns its text. Raises UserError: timeout."""
+    """Waits while a table is missing, truncated or initializing. Returns the text. Raises UserError on timeout."""
     ends, announced = time.monotonic() + timeout_s, timeout_s < POLL_S
     while True:
         text = ""
@@ -298,10 +298,10 @@ def wait(path: Path, timeout_s: float) -> str:
 
 
 def write(cluster: inventory.Cluster) -> tuple[str, list[str]]:
-    """Returns a table of version 1.0, and notes on values that it can't hold.
+    """Returns (text of a table of version 1.0, notes on values that the table can't hold).
 
-    Adds the NPUs' addresses if there is only one machine. Raises UserError: a number of processes is unknown, or the
-    table breaks a rule of HCCL.
+    Adds the NPUs' addresses if there is only one machine. Raises UserError if a number of processes is unknown, or if
+    the table breaks a rule of HCCL.
     """
     addresses = read_hccn() if len(cluster.machines) == 1 else {}
     notes = {
@@ -341,7 +341,7 @@ def write(cluster: inventory.Cluster) -> tuple[str, list[str]]:
 
 
 def read_hccn() -> dict[int, str]:
-    """Reads the NPUs' addresses from lines such as address_0=192.168.100.101. Raises UserError: an invalid address."""
+    """Returns the addresses by NPU, read from lines such as address_0=192.168.100.101. Raises UserError if invalid."""
     found: dict[int, str] = {}
     text = HCCN.read_text(encoding="utf-8", errors="replace") if HCCN.exists() else ""
     for at, line in enumerate(text.splitlines(), 1):
@@ -355,7 +355,7 @@ def read_hccn() -> dict[int, str]:
 
 
 def place(environment: Mapping[str, str]) -> inventory.LauncherPlace | None:
-    """Returns the rank by RANK_TABLE_FILE and RANK_ID; None if one is unset. Raises UserError: a contradiction."""
+    """Returns the rank by RANK_TABLE_FILE and RANK_ID; None if either is unset. Raises UserError on contradictions."""
     where = environment.get("RANK_TABLE_FILE", "")
     if not where or not environment.get("RANK_ID"):
         return None

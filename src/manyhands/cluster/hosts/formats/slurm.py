@@ -1,4 +1,4 @@
-"""Slurm: reads the rank of a task and the lists of nodes, and writes the script for sbatch."""
+"""Slurm: reads the rank of a task and the list of nodes, and writes a script for sbatch."""
 
 import itertools
 import math
@@ -24,7 +24,7 @@ _COUNT = re.compile(r"([0-9]{1,18})(?:\(x([0-9]{1,18})\))?")
 
 
 def place(environment: Mapping[str, str]) -> inventory.LauncherPlace | None:
-    """Returns a task's rank; None for a single task and in a batch script. Raises UserError: variables contradict."""
+    """Returns the rank of a task; None for a single task or a batch script. Raises UserError on contradictions."""
     if not _in_step(environment) or (size := number(environment, "SLURM_STEP_NUM_TASKS")) == 1:
         return None
     rank, local_rank = number(environment, "SLURM_PROCID"), number(environment, "SLURM_LOCALID")
@@ -58,13 +58,13 @@ def missing_launcher_error(environment: Mapping[str, str]) -> UserError | None:
 
 
 def _in_step(environment: Mapping[str, str]) -> bool:
-    """Returns True for a process that srun started; batch scripts have SLURM_PROCID and SLURM_NTASKS too."""
+    """Returns True for a process that srun started. SLURM_PROCID alone doesn't show that: batch scripts have it too."""
     # Steps that Slurm starts for its own purposes, such as an interactive shell, have ids from 0xFFFFFFF0 on.
     return number(environment, "SLURM_STEP_ID", 0xFFFFFFF0) < 0xFFFFFFF0 and "SLURM_PROCID" in environment
 
 
 def _first_host(environment: Mapping[str, str]) -> tuple[str, str]:
-    """Returns the machine of task 0 and its origin: the first line of SLURM_HOSTFILE, or the first node."""
+    """Returns (machine of task 0, origin for messages): the first line of SLURM_HOSTFILE, or the first node."""
     if not (environment.get("SLURM_DISTRIBUTION") == "arbitrary" and environment.get("SLURM_HOSTFILE")):
         name = first_set(environment, NODE_LISTS) or NODE_LISTS[0]
         return expand_hosts(environment.get(name, ""), name)[0], f"first of {name}"
@@ -128,7 +128,7 @@ def nodes(environment: Mapping[str, str]) -> inventory.Cluster | None:
 
 
 def expand_hosts(text: str, where: str) -> list[str]:
-    """Expands a list such as "a[01-03]b[1-2],c", with the last bracket varying fastest. Raises UserError: invalid."""
+    """Expands a list such as "a[01-03]b[1-2],c", with the last bracket varying fastest. Raises UserError."""
 
     def broken(at: str) -> UserError:
         message = f'{where} is not a list of machines such as "node[01-03,7],other": "{text}"'
@@ -157,7 +157,7 @@ def expand_hosts(text: str, where: str) -> list[str]:
 
 
 def expand_counts(text: str, where: str) -> list[int]:
-    """Expands a list such as "2(x3),1" to 2, 2, 2, 1. Raises UserError: the list is invalid."""
+    """Expands a list such as "2(x3),1" to 2, 2, 2, 1. Raises UserError if the list is invalid."""
     found: list[int] = []
     for match in map(_COUNT.fullmatch, text.strip().split(",")):
         if not match or int(match[2] or 1) > MOST:
