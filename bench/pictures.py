@@ -34,8 +34,8 @@ def main_py(folder):
     import torch
     from torchvision import datasets, transforms
 
-    normalise = transforms.Normalize(mean=[0.485, 0.456, 0.406], std=[0.229, 0.224, 0.225])
-    steps = [transforms.RandomResizedCrop(224), transforms.RandomHorizontalFlip(), transforms.ToTensor(), normalise]
+    normalize = transforms.Normalize(mean=[0.485, 0.456, 0.406], std=[0.229, 0.224, 0.225])
+    steps = [transforms.RandomResizedCrop(224), transforms.RandomHorizontalFlip(), transforms.ToTensor(), normalize]
     pictures = datasets.ImageFolder(folder, transforms.Compose(steps))
     loader = torch.utils.data.DataLoader(pictures, BATCH, shuffle=True, num_workers=WORKERS, pin_memory=True)
     yield from loader

@@ -1,4 +1,4 @@
-"""As little as DDP allows: all pictures normalised in memory, a permutation each epoch, a plain loop. For torchrun.
+"""As little as DDP allows: all pictures normalized in memory, a permutation each epoch, a plain loop. For torchrun.
 
 With `--alone` each process trains a network of its own, and nothing is sent: what averaging for nothing would give.
 """

@@ -27,7 +27,7 @@ def make_network():
 
 
 def pictures(folder):
-    """MNIST through torchvision, each picture turned into a tensor and normalised when it is asked for."""
+    """MNIST through torchvision, each picture turned into a tensor and normalized when it is asked for."""
     from torchvision import datasets, transforms
 
     steps = [transforms.ToTensor(), transforms.Normalize((MEAN,), (DEVIATION,))]

@@ -104,8 +104,8 @@ def test_no_text_is_a_surprise(text):
     """Any text is either read or refused in words, by every format."""
     for name in module_names(FORMATS):
         module = load_choice(FORMATS, name)
-        if hasattr(module, "recognise"):
-            assert module.recognise("file", text) in (True, False)
+        if hasattr(module, "recognize"):
+            assert module.recognize("file", text) in (True, False)
         if hasattr(module, "read"):
             try:
                 assert module.read(text, "file").machines
@@ -166,7 +166,7 @@ class TestHostfiles:
     def test_ssh_on_a_port_of_its_own(self, text, found):
         assert hostfile.read(f"{text}\n", "hosts").machines == (found,)
         assert hostfile.read_list(f"n9,{text}", "--hosts").machines == (Machine("n9"), found)
-        assert hostfile.recognise("any", f"{text}\n") == any(word in text for word in ("slots=", "port=", "//"))
+        assert hostfile.recognize("any", f"{text}\n") == any(word in text for word in ("slots=", "port=", "//"))
 
     @pytest.mark.parametrize("number", ["22", "222", "2222", "31234"])
     def test_a_number_that_may_be_a_port_is_asked_about(self, number):

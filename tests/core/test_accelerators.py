@@ -194,7 +194,7 @@ def _served(kind, source, workers):
     torch.accelerator.current_device_index = lambda: 0
     torch.accelerator.set_device_index = lambda index: None
     loader = open_loader(source, PIXELS, train=True, seed=5, device=kind, workers=workers)
-    copies.made.clear()  # what normalising needs
+    copies.made.clear()  # what normalizing needs
     batches = list(loader.batches(1, map(torch.tensor, REQUESTS)))
     loader.close()
     found = [(batch.images.tolist(), batch.labels.tolist(), batch.samples.tolist()) for batch in batches]

@@ -85,9 +85,9 @@ def test_only_what_was_given_is_written_and_comes_back(tmp_path):
 
 
 def test_fields_of_others_are_kept():
-    other = {"format": "plan/1", "mesh": {"dp": 2}, "colour": "red", "mode": "semi"}
+    other = {"format": "plan/1", "mesh": {"dp": 2}, "color": "red", "mode": "semi"}
     assert parse_plan_record(other, "plan.json").as_plain() == other
-    assert parse_plan_record(other, "plan.json").about() == {"colour": "red", "mode": "semi"}
+    assert parse_plan_record(other, "plan.json").about() == {"color": "red", "mode": "semi"}
 
 
 @pytest.mark.parametrize(

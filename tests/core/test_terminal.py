@@ -15,7 +15,7 @@ from manyhands.cli.main import main
 from manyhands.core.errors import UserError
 from manyhands.core.terminal import as_json, plain, plain_lines, say, show
 
-# Colours, a title, 8-bit sequences, the cursor's, marks of direction, ends of lines that aren't "\n", half a character.
+# Colors, a title, 8-bit sequences, the cursor's, marks of direction, ends of lines that aren't "\n", half a character.
 EVIL = "a\x1b[31mb\x1b]0;t\x07c\x9b2Jd\u202eed\u2066f\u200fg\x85h\u2028i\rj\x08k\x1bcl\ud800m\x00n"
 OBEYED = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]")
 

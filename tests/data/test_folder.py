@@ -62,7 +62,7 @@ def test_a_second_opening_decodes_nothing(tmp_path, monkeypatch):
     )
 
 
-def test_small_equal_pictures_are_in_memory_grey_until_a_colour_appears_and_others_are_files(tmp_path):
+def test_small_equal_pictures_are_in_memory_grey_until_a_color_appears_and_others_are_files(tmp_path):
     make(tmp_path / "small", count=40, mode="L")
     assert opened(tmp_path / "small").train.images.shape[1] == 1
     assert opened(tmp_path / "small", channels=3).train.images.shape[1] == 3

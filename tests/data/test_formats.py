@@ -25,7 +25,7 @@ from manyhands.data.datasets.published import (
     read_idx,
     read_mnist_split,
 )
-from manyhands.data.known import CifarForm, find_choice, recognise
+from manyhands.data.known import CifarForm, find_choice, recognize
 from manyhands.data.open import open_data
 from manyhands.data.options import DataOptions
 
@@ -348,7 +348,7 @@ def test_what_could_be_several_sets_is_asked_about(tmp_path):
     cifar10_bin(tmp_path / "cifar-10-batches-bin")
     idx(tmp_path / "MNIST" / "raw", MNIST)
     with pytest.raises(UserError, match="several data sets: cifar10 and mnist") as caught:
-        recognise(tmp_path)
+        recognize(tmp_path)
     assert caught.value.hints == (
         f"choose cifar10: cifar10 --data-dir {tmp_path}",
         f"choose mnist: mnist --data-dir {tmp_path}",
@@ -358,7 +358,7 @@ def test_what_could_be_several_sets_is_asked_about(tmp_path):
 def test_another_set_with_mnists_names_is_not_taken_for_it(tmp_path):
     idx(tmp_path / "kuzushiji", range(10))
     with pytest.raises(UserError, match="neither MNIST nor Fashion-MNIST"):
-        recognise(tmp_path / "kuzushiji")
+        recognize(tmp_path / "kuzushiji")
     idx(tmp_path / "fashion", FASHION)
     with pytest.raises(UserError, match="mnist has no train-images"):
         open_data(DataOptions(name="mnist", dir=str(tmp_path / "fashion"), download=False))
@@ -375,5 +375,5 @@ def test_folders_of_pictures_stay_that(tmp_path):
     for name in ("mnist", "cifar10", "train"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "picture.png").write_bytes(io.BytesIO().getvalue())
-    assert recognise(tmp_path) == ""
+    assert recognize(tmp_path) == ""
     assert find_choice(str(tmp_path)) == "user"

@@ -14,7 +14,7 @@ from manyhands.data.loading import open_loader
 from manyhands.data.pictures import prepare, to_tensor
 from manyhands.data.samples import as_picture
 from manyhands.data.splits import ImagesInMemory
-from manyhands.data.transforms import Normalise, Pixels, SampleRng, below, bits, epoch_rng, mix_bits, padded, spread
+from manyhands.data.transforms import Normalize, Pixels, SampleRng, below, bits, epoch_rng, mix_bits, padded, spread
 
 COUNT = 40
 AUGMENTS = ("none", "crop", "crop-flip", "resized-crop-flip")
@@ -65,7 +65,7 @@ def test_epochs_and_seeds_differ_where_there_is_chance(augment):
 
 
 def naive(data, wanted, train, epoch=0, seed=3):
-    """One picture at a time, through Pillow, normalised with plain arithmetic."""
+    """One picture at a time, through Pillow, normalized with plain arithmetic."""
     images = []
     for sample, image in enumerate(data.images):
         made = prepare(to_tensor(as_picture(image)), wanted, epoch_rng(seed, epoch, sample) if train else None)
@@ -166,7 +166,7 @@ WORDS = st.integers(-(2**63), 2**63 - 1)
 LAYOUTS = [torch.contiguous_format, torch.channels_last]
 
 
-# Normalising reuses memory, which nobody may see.
+# Normalizing reuses memory, which nobody may see.
 def pictures(seed, count=40):
     return torch.randint(0, 256, (count, 3, 96, 96), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
 
@@ -174,25 +174,25 @@ def pictures(seed, count=40):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_a_picture_is_the_same_in_any_batch(dtype, layout):
-    normalise = Normalise(LARGE, torch.device("cpu"), dtype, layout)
+    normalize = Normalize(LARGE, torch.device("cpu"), dtype, layout)
     batch = pictures(0)
-    together = normalise(batch)
+    together = normalize(batch)
     assert together.dtype == dtype
     assert together.is_contiguous(memory_format=layout)
-    assert torch.equal(together, torch.cat([normalise(picture[None]) for picture in batch]))
+    assert torch.equal(together, torch.cat([normalize(picture[None]) for picture in batch]))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_what_is_still_read_stays_as_it_is(layout):
-    normalise = Normalise(LARGE, torch.device("cpu"), torch.float32, layout)
+    normalize = Normalize(LARGE, torch.device("cpu"), torch.float32, layout)
     weight = torch.ones(1, 3, 1, 1, requires_grad=True)
-    loss = (normalise(pictures(0)) * weight).sum((0, 2, 3))  # only the graph still holds the batch
-    kept = normalise(pictures(1))[3:5, 1:]
-    shared = normalise(pictures(2)).numpy()
+    loss = (normalize(pictures(0)) * weight).sum((0, 2, 3))  # only the graph still holds the batch
+    kept = normalize(pictures(1))[3:5, 1:]
+    shared = normalize(pictures(2)).numpy()
     wanted, shown = kept.clone(), shared.copy()
     for seed in range(3, 9):
-        normalise(pictures(seed))
-    fresh = Normalise(LARGE, torch.device("cpu"), torch.float32, layout)
+        normalize(pictures(seed))
+    fresh = Normalize(LARGE, torch.device("cpu"), torch.float32, layout)
     loss.sum().backward()
     assert torch.allclose(weight.grad.flatten(), fresh(pictures(0)).sum((0, 2, 3)), rtol=1e-3)
     assert torch.equal(kept, wanted)
@@ -200,8 +200,8 @@ def test_what_is_still_read_stays_as_it_is(layout):
 
 
 def test_memory_that_nobody_reads_is_used_again():
-    normalise = Normalise(LARGE, torch.device("cpu"), torch.float32)
-    assert len({normalise(pictures(seed)).data_ptr() for seed in range(9)}) <= 2
+    normalize = Normalize(LARGE, torch.device("cpu"), torch.float32)
+    assert len({normalize(pictures(seed)).data_ptr() for seed in range(9)}) <= 2
 
 
 @given(st.lists(WORDS, min_size=1, max_size=20))

@@ -72,7 +72,7 @@ def test_no_process_takes_more_in_one_pass_than_when_the_run_began(count, group,
 
 
 @given(counts, processes, micro_batches, groups, wanted_shares)
-def test_normalisation_groups_do_not_depend_on_who_computes_them(count, size, micro, group, wanted):
+def test_normalization_groups_do_not_depend_on_who_computes_them(count, size, micro, group, wanted):
     micro_batches = _micro_batches(count, _sharing(size, micro, group, wanted))
     if micro_batches is None or not group:
         return

@@ -24,7 +24,7 @@ from manyhands.data.pictures import read_picture
 from manyhands.data.transforms import DRAW_MIRROR, Pixels, SampleRng, crop_box
 
 RAMP = numpy.arange(256, dtype=numpy.uint8).reshape(16, 16)
-COLOURS = numpy.stack([RAMP, RAMP.T, 255 - RAMP], axis=2)
+COLORS = numpy.stack([RAMP, RAMP.T, 255 - RAMP], axis=2)
 
 
 def save(path, image, **options):
@@ -66,16 +66,16 @@ def test_a_tiff_of_many_channels_is_one_error_without_other_lines(tmp_path, capf
 
 
 def test_plain_modes(tmp_path):
-    rgb = Image.fromarray(COLOURS)
-    near(decode(save(tmp_path / "rgb.png", rgb), 3), COLOURS, 0)
+    rgb = Image.fromarray(COLORS)
+    near(decode(save(tmp_path / "rgb.png", rgb), 3), COLORS, 0)
     near(decode(save(tmp_path / "l.png", Image.fromarray(RAMP)), 3), grey_in_rgb(RAMP), 0)
     near(decode(save(tmp_path / "l.png", Image.fromarray(RAMP)), 1), RAMP, 0)
     near(decode(save(tmp_path / "rgb.png", rgb), 1), numpy.asarray(rgb.convert("L")), 0)
-    near(decode(save(tmp_path / "rgba.png", rgb.convert("RGBA")), 3), COLOURS, 0)
+    near(decode(save(tmp_path / "rgba.png", rgb.convert("RGBA")), 3), COLORS, 0)
     near(decode(save(tmp_path / "la.png", Image.fromarray(RAMP).convert("LA")), 3), grey_in_rgb(RAMP), 0)
     bits = Image.fromarray(RAMP).convert("1")
     near(decode(save(tmp_path / "1.png", bits), 3), grey_in_rgb(numpy.asarray(bits) * 255), 0)
-    near(decode(save(tmp_path / "cmyk.tif", rgb.convert("CMYK")), 3), COLOURS, 2)
+    near(decode(save(tmp_path / "cmyk.tif", rgb.convert("CMYK")), 3), COLORS, 2)
     assert decode(save(tmp_path / "cmyk.jpg", rgb.convert("CMYK")), 3).mode == "RGB"
 
 
@@ -88,29 +88,29 @@ def test_palettes(tmp_path, transparency):
     near(found, numpy.stack([RAMP, 255 - RAMP, RAMP * 0 + 7], axis=2), 0)
 
 
-@pytest.mark.parametrize("colour", [0, 40, 255])
+@pytest.mark.parametrize("color", [0, 40, 255])
 @pytest.mark.parametrize("mode", ["RGBA", "LA", "P"])
 @pytest.mark.parametrize("channels", [1, 3])
-def test_a_shape_in_the_alpha_channel_alone_is_drawn(tmp_path, colour, mode, channels):
+def test_a_shape_in_the_alpha_channel_alone_is_drawn(tmp_path, color, mode, channels):
     shape = Image.fromarray(RAMP)
     if mode == "P":
         image = Image.fromarray(RAMP)
-        image.putpalette([colour] * 768)
+        image.putpalette([color] * 768)
         path = save(tmp_path / "a.png", image, transparency=bytes(range(256)))
     else:
-        image = Image.new("L", shape.size, colour).convert(mode)
+        image = Image.new("L", shape.size, color).convert(mode)
         image.putalpha(shape)
         path = save(tmp_path / "a.png", image)
-    ground = 0 if colour > 127 else 255
-    wanted = ground + (colour - ground) * (RAMP / 255)
+    ground = 0 if color > 127 else 255
+    wanted = ground + (color - ground) * (RAMP / 255)
     near(decode(path, channels), wanted if channels == 1 else grey_in_rgb(wanted))
 
 
-def test_transparency_is_dropped_where_the_colours_show_the_content(tmp_path):
-    for colours, alpha in ((COLOURS, RAMP), (COLOURS * 0 + 9, RAMP * 0 + 200)):
-        image = Image.fromarray(colours)
+def test_transparency_is_dropped_where_the_colors_show_the_content(tmp_path):
+    for colors, alpha in ((COLORS, RAMP), (COLORS * 0 + 9, RAMP * 0 + 200)):
+        image = Image.fromarray(colors)
         image.putalpha(Image.fromarray(alpha))
-        near(decode(save(tmp_path / "a.png", image), 3), colours, 0)
+        near(decode(save(tmp_path / "a.png", image), 3), colors, 0)
 
 
 def test_wide_pixels_are_scaled_not_cut_off(tmp_path):
@@ -141,20 +141,20 @@ def test_numbers_without_a_range(tmp_path, values, wanted):
 
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_a_turned_camera(tmp_path, orientation):
-    stored = Image.fromarray(COLOURS[:8])
+    stored = Image.fromarray(COLORS[:8])
     exif = Image.Exif()
     exif[0x0112] = orientation
     found = decode(save(tmp_path / "x.png", stored, exif=exif), 3)
     assert found.size == ((16, 8) if orientation < 5 else (8, 16))
     if orientation == 3:
-        near(found, COLOURS[:8][::-1, ::-1], 0)
+        near(found, COLORS[:8][::-1, ::-1], 0)
     if orientation == 6:
-        near(found, numpy.rot90(COLOURS[:8], -1), 0)
+        near(found, numpy.rot90(COLORS[:8], -1), 0)
 
 
 def test_broken_exif_leaves_the_picture(tmp_path):
-    path = save(tmp_path / "x.png", Image.fromarray(COLOURS), exif=b"Exif\0\0II*\0" + b"\xff" * 20)
-    near(decode(path, 3), COLOURS, 0)
+    path = save(tmp_path / "x.png", Image.fromarray(COLORS), exif=b"Exif\0\0II*\0" + b"\xff" * 20)
+    near(decode(path, 3), COLORS, 0)
 
 
 def test_the_first_frame_of_an_animation(tmp_path):
@@ -215,7 +215,7 @@ def test_a_picture_cut_short_is_corrupt(kind, tmp_path):
 @pytest.mark.filterwarnings("ignore::UserWarning:PIL")
 def test_changed_bytes_never_end_in_another_error(kind, place, change):
     buffer = io.BytesIO()
-    Image.fromarray(COLOURS).save(buffer, kind)
+    Image.fromarray(COLORS).save(buffer, kind)
     content = bytearray(buffer.getvalue())
     start = place % len(content)
     content[start : start + len(change)] = change

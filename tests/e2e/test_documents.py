@@ -47,7 +47,7 @@ class Editor:
         self._waiting = []
 
     def ask(self, command, **arguments):
-        """Sends a request; returns what its answer is recognised by."""
+        """Sends a request; returns what its answer is recognized by."""
         self._sent += 1
         body = json.dumps({"seq": self._sent, "type": "request", "command": command, "arguments": arguments}).encode()
         self._stream.write(b"Content-Length: %d\r\n\r\n%s" % (len(body), body))

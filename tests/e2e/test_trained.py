@@ -129,7 +129,7 @@ def numbers(count=60):
     return TensorDataset(noise * 0.2 + labels.view(-1, 1, 1, 1) * 0.2 + 0.5, labels)
 
 
-def test_numbers_of_ones_own_data_set_are_not_normalised_again(tmp_path):
+def test_numbers_of_ones_own_data_set_are_not_normalized_again(tmp_path):
     data = numbers()
     run = fit(threshold(), data, data, epochs=30, batch=10, lr=0.2)
     assert run.best.top1 == 1
@@ -146,7 +146,7 @@ def test_numbers_of_ones_own_data_set_are_not_normalised_again(tmp_path):
         evaluate_run(run.path, which="best", flags={})
 
 
-def colours(classes=3, size=40):
+def colors(classes=3, size=40):
     images = torch.randint(0, 256, (12, 3, size, size), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     return TensorDataset(images, torch.arange(12) % classes)
 
@@ -157,18 +157,18 @@ def test_a_run_from_published_weights_needs_them_no_more(tmp_path, monkeypatch):
     file.parent.mkdir(parents=True)
     torch.save(models.squeezenet1_1().state_dict(), file)
     options = {"batch": 6, "model__pretrained": True, "lr": 1e-4}
-    run = fit("squeezenet1_1", colours(), colours(), **options)
+    run = fit("squeezenet1_1", colors(), colors(), **options)
     file.unlink()
     monkeypatch.setenv("MANYHANDS_MIRROR", "http://127.0.0.1:9")  # nothing may be fetched
     assert len(manyhands.load(run).classes) == 3
-    again = fit("squeezenet1_1", colours(), colours(), epochs=2, checkpoint__resume="auto", **options)
+    again = fit("squeezenet1_1", colors(), colors(), epochs=2, checkpoint__resume="auto", **options)
     assert again.final.step == 4
 
 
 @pytest.mark.slow
 def test_weights_of_other_classes_give_the_body_and_the_last_layer_is_new(tmp_path):
-    run = fit("cnn", colours(size=8), colours(size=8), batch=6, out="three")
-    body, two = manyhands.load(run, "best").network.state_dict(), (colours(2, 8), colours(2, 8))
+    run = fit("cnn", colors(size=8), colors(size=8), batch=6, out="three")
+    body, two = manyhands.load(run, "best").network.state_dict(), (colors(2, 8), colors(2, 8))
     torch.save(body, "three.pth")
     options = {"batch": 6, "lr": 1e-12, "weight_decay": 0.0}
     for number, weights in enumerate((run.path, "three.pth")):
@@ -253,10 +253,10 @@ def test_the_test_is_the_same_over_processes():
 class Fixed(nn.Module):
     """Gives one output the highest score, whatever the picture."""
 
-    def __init__(self, outputs, favourite):
+    def __init__(self, outputs, favorite):
         super().__init__()
         self.scores = nn.Parameter(torch.zeros(outputs))
-        self.register_buffer("lead", nn.functional.one_hot(torch.tensor(favourite), outputs) * 100.0)
+        self.register_buffer("lead", nn.functional.one_hot(torch.tensor(favorite), outputs) * 100.0)
 
     def forward(self, images):
         return (self.scores + self.lead).expand(len(images), -1)

@@ -1,4 +1,4 @@
-"""What a neighbour on the network reaches while a job runs on several hosts, and what it can do there."""
+"""What a neighbor on the network reaches while a job runs on several hosts, and what it can do there."""
 
 import contextlib
 import json

@@ -172,7 +172,7 @@ def test_the_pass_is_taken_and_costs_fewer_operations():
         (60, 8, 8),  # 7, 8, 7, 8, 7, 8, 7, 8
     ],
 )
-def test_neighbouring_groups_of_one_size_are_one_pass(count, group, kernels):
+def test_neighboring_groups_of_one_size_are_one_pass(count, group, kernels):
     layer, images, slope = nn.BatchNorm1d(4).train().double(), torch.randn(count, 4).double(), torch.randn(count, 4)
     alone, together, _, once = both(layer, images, group, slope.double())
     assert once.kernels == kernels
@@ -207,16 +207,16 @@ def test_gradients_and_their_gradients_are_those_of_the_function(affine):
     share = BatchSharing(1, 0, 3).micro_batches(9)[0][0]
     parameters = list(layer.parameters())
 
-    def normalised(images, *values):
+    def normalized(images, *values):
         groups.begin_micro_batch(share.spans, share.shared_groups, 9, 9)
         return torch.func.functional_call(layer, dict(zip(("weight", "bias"), values, strict=False)), (images,))
 
     images = torch.randn(9, 2, 2, 1, dtype=torch.float64, requires_grad=True)
     with Calls() as calls:
-        normalised(images, *parameters)
+        normalized(images, *parameters)
     assert calls.kernels == 0
-    assert torch.autograd.gradcheck(normalised, (images, *parameters))
-    assert torch.autograd.gradgradcheck(normalised, (images, *parameters))
+    assert torch.autograd.gradcheck(normalized, (images, *parameters))
+    assert torch.autograd.gradgradcheck(normalized, (images, *parameters))
 
 
 @pytest.mark.usefixtures("one_pass")
@@ -324,6 +324,6 @@ def test_a_plain_mean_of_many_updates_in_half_precision_still_moves(kind):
     layer.running_mean = torch.zeros(2, dtype=kind)
     layer.num_batches_tracked.fill_(70_000)
     groups.begin_micro_batch((), (), 4, 4)
-    layer.normalise(torch.full((4, 2), 60_000.0))
+    layer.normalize(torch.full((4, 2), 60_000.0))
     groups.finish_update(1)
     assert (layer.running_mean > 0).all()

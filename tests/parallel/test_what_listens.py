@@ -1,4 +1,4 @@
-"""What a process that joins takes: its interface, device and neighbours; and what it says of them."""
+"""What a process that joins takes: its interface, device and neighbors; and what it says of them."""
 
 import socket
 import subprocess
@@ -57,7 +57,7 @@ def test_each_machine_says_what_its_processes_have_open(started_by):
 
 
 @pytest.mark.parametrize(("rank", "wanted"), [(0, (0, 2)), (1, (0, 1)), (2, (1, 2))])
-def test_processes_that_met_by_hand_count_their_neighbours(rank, wanted):
+def test_processes_that_met_by_hand_count_their_neighbors(rank, wanted):
     machines = enumerate(["here", "there", "here"])
     present = {number: {"machine": machine} for number, machine in machines}
     found = _with_local_rank(ProcessInfo(rank=rank, size=3), present)

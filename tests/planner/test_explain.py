@@ -65,13 +65,13 @@ def test_the_picture_is_drawn(tmp_path, sizes, count):
     assert [file.name for file in tmp_path.iterdir()] == ["plan.png"]
 
 
-def test_the_picture_has_each_layers_colours(tmp_path):
+def test_the_picture_has_each_layers_colors(tmp_path):
     draw_plan({"fc": ["o", "n"]}, make_mesh({"dp": 2, "tp": 16}), tmp_path / "plan.png")
     with Image.open(tmp_path / "plan.png") as picture:
-        found = [colour for _, colour in picture.getcolors(1 << 16)]
+        found = [color for _, color in picture.getcolors(1 << 16)]
         row = [picture.getpixel((x, 46)) for x in range(picture.width)]
     orange, blue = (245, 133, 24), (76, 120, 168)
     assert {orange, blue} <= set(found)
-    # A stripe of either colour for each of 32 devices.
-    changes = [colour for colour, after in itertools.pairwise(row) if colour != after]
+    # A stripe of either color for each of 32 devices.
+    changes = [color for color, after in itertools.pairwise(row) if color != after]
     assert changes.count(orange) == changes.count(blue) == 32

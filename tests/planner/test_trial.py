@@ -28,7 +28,7 @@ def _resnet():
 
 
 class Tokens(nn.Module):
-    """Normalises tokens as rows, [samples x tokens, C]."""
+    """Normalizes tokens as rows, [samples x tokens, C]."""
 
     def __init__(self):
         super().__init__()

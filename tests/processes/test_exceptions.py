@@ -51,7 +51,7 @@ class Attention(nn.Module):
 
 
 class Mixed(nn.Module):
-    """Normalises rows of which each has values of all samples."""
+    """Normalizes rows of which each has values of all samples."""
 
     def __init__(self, share):
         super().__init__()

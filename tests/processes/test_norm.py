@@ -17,7 +17,7 @@ from tests.processes.ranks import run_on_ranks
 
 
 class Flattened(nn.Module):
-    """Normalises tokens [samples, C, H, W] as rows [samples x H x W, C], or as [H x W x samples, C] (`mixed`)."""
+    """Normalizes tokens [samples, C, H, W] as rows [samples x H x W, C], or as [H x W x samples, C] (`mixed`)."""
 
     mixed = False
 
@@ -33,7 +33,7 @@ class Flattened(nn.Module):
 
 
 class Activated(nn.BatchNorm2d):
-    """A class of somebody's own, which normalises and does more."""
+    """A class of somebody's own, which normalizes and does more."""
 
     def forward(self, images):
         return torch.relu(super().forward(images))
@@ -126,7 +126,7 @@ def test_one_group_is_torchs_own_batch_norm_or_that_of_somebodys_own_class(kind)
     assert type(ours) is kind
 
 
-def test_a_class_that_normalises_by_itself_is_named():
+def test_a_class_that_normalizes_by_itself_is_named():
     layer = ByHand(3).train()
     groups, _ = group_batch_norms(layer)
     groups.begin_micro_batch((), (), 8, 8)
@@ -134,7 +134,7 @@ def test_a_class_that_normalises_by_itself_is_named():
         layer(torch.randn(8, 3, 4, 4))
 
 
-def test_rows_whose_samples_are_not_known_are_normalised_where_they_are():
+def test_rows_whose_samples_are_not_known_are_normalized_where_they_are():
     model = _network().train()
     model[4].mixed = True
     groups, _ = group_batch_norms(model)

@@ -87,7 +87,7 @@ def test_unequal_shares_make_the_same_updates(size):
 
 
 def test_more_of_three_processes():
-    """Groups over the whole batch, as torch's synchronised BatchNorm has them; none; an update in single precision."""
+    """Groups over the whole batch, as torch's synchronized BatchNorm has them; none; an update in single precision."""
     _compare(3, 20, "data", True, [{**EXACT, "train.norm_group": "global"}], 1e-9)
     _compare(3, 20, "data", False, [{**EXACT, "train.micro_batch": 4}], 1e-9)
     _compare(3, 1, "data", True, [{**GROUPS, "train.precision": "fp32"}], 1e-4)

@@ -87,7 +87,7 @@ class Activated(nn.BatchNorm2d):
 
 
 class Tokens(nn.Module):
-    """Normalises [samples x tokens, C], as timm's LeViT does."""
+    """Normalizes [samples x tokens, C], as timm's LeViT does."""
 
     def __init__(self):
         super().__init__()

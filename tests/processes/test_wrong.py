@@ -289,7 +289,7 @@ def test_one_process_alone():
     assert "gradient of linear" in message
 
 
-class Centred(nn.Module):
+class Centered(nn.Module):
     """Keeps a mean of its own samples; starts late to write into one buffer and to replace another."""
 
     def __init__(self):
@@ -316,7 +316,7 @@ class Centred(nn.Module):
 def _fit_moving(world, mode):
     flags = {"data.name": "synthetic:40x1x8x8x5", "train.batch": 9, "train.epochs": 2, "train.audit_every": 1}
     net = nn.Sequential(
-        nn.Conv2d(1, 4, 3), nn.InstanceNorm2d(4, track_running_stats=True), Centred(), nn.Flatten(), nn.Linear(144, 5)
+        nn.Conv2d(1, 4, 3), nn.InstanceNorm2d(4, track_running_stats=True), Centered(), nn.Flatten(), nn.Linear(144, 5)
     )
     with built(world, net, {**flags, "parallel.mode": mode}) as trainer:
         write_metadata(trainer)

@@ -102,7 +102,7 @@ def test_page_shows_the_configuration_and_the_plan(shown):
         assert words in shown
 
 
-def test_charts_fit_a_phone_and_take_the_page_s_colours(tmp_path):
+def test_charts_fit_a_phone_and_take_the_page_s_colors(tmp_path):
     complete(tmp_path, epochs=4, classes=[f"kind {number}" for number in range(12)])
     page = write_report(tmp_path).read_text(encoding="utf-8")
     widths = [float(width) for width in re.findall(r'<svg[^>]* viewBox="0 0 ([\d.]+) ', page)]

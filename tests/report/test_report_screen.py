@@ -111,14 +111,14 @@ def test_a_terminal_is_left_clean(tmp_path):
 
 
 @pytest.mark.parametrize(("name", "value"), [("NO_COLOR", "1"), ("TERM", "dumb")])
-def test_colours_can_be_refused(tmp_path, monkeypatch, name, value):
+def test_colors_can_be_refused(tmp_path, monkeypatch, name, value):
     monkeypatch.setenv(name, value)
     text = watched(tmp_path, Terminal())
     assert not re.search(r"\x1b\[[\d;]*[34]\dm", text)
     assert ("\x1b" in text) == (name == "NO_COLOR")
 
 
-def test_forced_colour_never_moves_the_cursor(tmp_path, monkeypatch):
+def test_forced_color_never_moves_the_cursor(tmp_path, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     text = watched(tmp_path, io.StringIO())
     assert "\x1b[33mWARNING" in text

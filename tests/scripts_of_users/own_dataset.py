@@ -20,12 +20,12 @@ class Waves(Dataset):
         return self.transform(wave), index % 3
 
 
-def centred(wave):
+def centered(wave):
     return (wave - wave.mean()) / wave.std()
 
 
 torch.manual_seed(10)
-train_set, test_set = Waves(75, 0, centred), Waves(30, 1, centred)
+train_set, test_set = Waves(75, 0, centered), Waves(30, 1, centered)
 model = nn.Sequential(nn.Linear(16, 12), nn.BatchNorm1d(12), nn.ReLU(), nn.Linear(12, 3)).double()
 decayed = [p for p in model.parameters() if p.ndim > 1]
 plain = [p for p in model.parameters() if p.ndim == 1]

@@ -149,10 +149,10 @@ def to_mode(image: Image.Image, channels: int) -> Image.Image:
 
 def _without_alpha(image: Image.Image) -> Image.Image:
     extremes: Any = image.getextrema()
-    *colours, (least, most) = extremes
-    if least == most or any(high - low > _EVEN for low, high in colours):
+    *colors, (least, most) = extremes
+    if least == most or any(high - low > _EVEN for low, high in colors):
         return image
-    ground = 0 if max(high for _, high in colours) > 127 else 255
+    ground = 0 if max(high for _, high in colors) > 127 else 255
     drawn = Image.new("RGB", image.size, (ground, ground, ground))
     drawn.paste(image, mask=image.getchannel("A"))
     return drawn

@@ -109,7 +109,7 @@ _CIFAR = {name: known.forms for name, known in KNOWN.items() if known.forms}
 _MNIST = {name: known for name, known in KNOWN.items() if known.folder}
 
 
-def recognise(place: Path) -> str:
+def recognize(place: Path) -> str:
     """Returns the name of the built-in data set in a folder or archive, or "". Raises UserError: ambiguous files."""
     if not place.is_dir():
         return next((name for name, forms in _CIFAR.items() if place.name in {form.archive for form in forms}), "")
@@ -172,7 +172,7 @@ def find_choice(name: str) -> str:
 def known_set_at(name: str) -> tuple[str, str] | None:
     """Returns (data set, folder) if `name` is the path of a built-in data set's folder or archive, else None."""
     place = Path(name).expanduser()
-    known = recognise(place) if name and name not in KNOWN and place.exists() else ""
+    known = recognize(place) if name and name not in KNOWN and place.exists() else ""
     return (known, str(place if place.is_dir() else place.parent)) if known else None
 
 

@@ -23,7 +23,7 @@ from manyhands.core.scratch import workers_folder
 from manyhands.data.child import begin_worker
 from manyhands.data.samples import Answer, CustomSamples, FileSamples, Request
 from manyhands.data.splits import ImageFiles, ImagesInMemory, Source
-from manyhands.data.transforms import Batch, Normalise, Pixels, augment, center_crop, set_channels
+from manyhands.data.transforms import Batch, Normalize, Pixels, augment, center_crop, set_channels
 
 _MOST_WORKERS = 8
 _LONGEST_SOCKET_FOLDER = 75  # a Unix socket's path has at most 107 bytes, of which multiprocessing adds 32
@@ -73,14 +73,14 @@ def open_loader(  # noqa: PLR0913 - all but two are named
     training picture by another one instead of raising an error.
     """
     layout = torch.channels_last if channels_last else torch.contiguous_format
-    normalise = Normalise(pixels, torch.device(device), dtype, layout)
+    normalize = Normalize(pixels, torch.device(device), dtype, layout)
     if isinstance(source, ImagesInMemory):
-        return MemoryLoader(source, pixels, normalise, train=train, seed=seed)
+        return MemoryLoader(source, pixels, normalize, train=train, seed=seed)
     if isinstance(source, ImageFiles):
         samples = FileSamples(source, pixels, train=train, seed=seed, replaces=replaces)
     else:
         samples = CustomSamples(source, pixels, train=train, seed=seed, classes=classes)
-    return WorkerLoader(samples, normalise, workers)
+    return WorkerLoader(samples, normalize, workers)
 
 
 class MemoryLoader(Loader):
@@ -89,11 +89,11 @@ class MemoryLoader(Loader):
     Pixels don't depend on the grouping: augmentation depends only on the sample, normalization only on the pixel.
     """
 
-    def __init__(self, source: ImagesInMemory, pixels: Pixels, normalise: Normalise, *, train: bool, seed: int) -> None:
+    def __init__(self, source: ImagesInMemory, pixels: Pixels, normalize: Normalize, *, train: bool, seed: int) -> None:
         super().__init__()
-        self._pixels, self._normalise, self._train, self._seed = pixels, normalise, train, seed
+        self._pixels, self._normalize, self._train, self._seed = pixels, normalize, train, seed
         self._cuts = train and pixels.augment == "resized-crop-flip"
-        images = _on_device(source.images, normalise.device)
+        images = _on_device(source.images, normalize.device)
         ready = images.shape[2:] == (pixels.size, pixels.size) and pixels.resized_to == pixels.size
         resized_bytes = len(images) * images.shape[1] * pixels.size**2
         self._sized = not self._cuts and (ready or resized_bytes <= _RESIZED_BYTES)
@@ -103,7 +103,7 @@ class MemoryLoader(Loader):
         self._flat = images.reshape(len(images), -1)  # rows of bytes: the fastest gather
         self._labels = source.labels.to(images.device)
         # Copies from unpinned memory wait for all earlier work of the device.
-        self._pins = is_accelerator(normalise.device)
+        self._pins = is_accelerator(normalize.device)
         self._copied = self._pins and images.device.type == "cpu"
         self._ahead_samples = max(1, _AHEAD_BYTES // (4 * pixels.channels * pixels.size**2))
 
@@ -111,14 +111,14 @@ class MemoryLoader(Loader):
         gathered = map(self._gather, _grouped(iter(requests), self._ahead_samples))
         for images, labels, (group, samples) in gathered:
             sizes = [len(request) for request in group]
-            images = copied_to(self._normalise.device, images).view(-1, *self._shape)
+            images = copied_to(self._normalize.device, images).view(-1, *self._shape)
             images = set_channels(images, self._pixels.channels)
             if not (self._cuts or self._sized):
                 images = center_crop(images, self._pixels)
             if self._train:
                 images = augment(images, self._pixels, self._seed, epoch, samples)
-            served = self._normalise(images).split(sizes)
-            yield from map(Batch, served, copied_to(self._normalise.device, labels).split(sizes), group)
+            served = self._normalize(images).split(sizes)
+            yield from map(Batch, served, copied_to(self._normalize.device, labels).split(sizes), group)
 
     def _gather(self, group: list[Tensor]) -> tuple[Tensor, Tensor, tuple[list[Tensor], Tensor]]:
         """Returns (pictures uint8 [n, C * H * W], labels int64 [n], (requests, their concatenation int64 [n]))."""
@@ -164,9 +164,9 @@ def worker_count(requested: int, processes: int = 1) -> int:
 class WorkerLoader(Loader):
     """Decodes files or reads user data, in worker processes (two requests ahead per worker) or in this process."""
 
-    def __init__(self, samples: FileSamples | CustomSamples, normalise: Normalise, workers: int) -> None:
+    def __init__(self, samples: FileSamples | CustomSamples, normalize: Normalize, workers: int) -> None:
         super().__init__()
-        self._samples, self._normalise = samples, normalise
+        self._samples, self._normalize = samples, normalize
         self._requests = _Requests()
         plain = isinstance(samples, CustomSamples) and samples.tensors is not None
         self._count = 0 if plain else worker_count(workers)
@@ -181,8 +181,8 @@ class WorkerLoader(Loader):
                 self.close()
                 raise answer
             self.replaced += answer[2]
-            images, labels = (copied_to(self._normalise.device, values) for values in answer[:2])
-            yield Batch(self._normalise(images), labels, posted.popleft())
+            images, labels = (copied_to(self._normalize.device, values) for values in answer[:2])
+            yield Batch(self._normalize(images), labels, posted.popleft())
 
     def close(self) -> None:
         """Ends the worker processes now; the garbage collector might close their queues first, then wait 10 seconds."""
@@ -214,7 +214,7 @@ class WorkerLoader(Loader):
             num_workers=self._count,
             collate_fn=_identity,
             persistent_workers=True,
-            pin_memory=is_accelerator(self._normalise.device),
+            pin_memory=is_accelerator(self._normalize.device),
             worker_init_fn=functools.partial(begin_worker, parent=os.getpid(), follow=in_main_thread),
             # A fork inherits the user's data set, lambdas included.
             multiprocessing_context="fork" if sys.platform == "linux" else None,

@@ -220,7 +220,7 @@ class SpareMemory:
         return values.view(shape)
 
 
-class Normalise:
+class Normalize:
     """Normalizes uint8 pictures on a device: (value / 255 - mean) / std, per channel."""
 
     def __init__(

@@ -30,7 +30,7 @@ def resolve_mode(mode: str, world: World) -> str:
     return MODE_ALONE if world.alone and getattr(choices.load_choice(MODES, mode), "NOTHING_ALONE", False) else mode
 
 
-def normalises_in_groups(mode: str) -> bool:
+def normalizes_in_groups(mode: str) -> bool:
     """Returns True if BatchNorm's groups of samples don't depend on the number of processes in this mode."""
     return bool(choices.load_choice(MODES, mode).NORM_GROUPS)
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 # Colors of Okabe and Ito. Computation is at the bottom, its delays are above.
-_PHASE_COLOURS = {
+_PHASE_COLORS = {
     "compute": BLUE, "update": "#56B4E9", "communication": "#E69F00", "data": VERMILION, "evaluation": GREEN,
     "saving": "#CC79A7", "records": "#F0E442", "other": GREY,
 }  # fmt: skip
@@ -142,13 +142,13 @@ def time_stack(run: read.RunData) -> "Figure | None":
     unit, unit_s = summary.time_unit(max(sum(seconds.values()) for seconds in epochs.values()))
     figure = new_figure(3.6)
     axes = figure.subplots()
-    centres, widths = [(bar[0] + bar[-1]) / 2 for bar in bars], [0.8 * len(bar) for bar in bars]
+    centers, widths = [(bar[0] + bar[-1]) / 2 for bar in bars], [0.8 * len(bar) for bar in bars]
     bottoms = [0.0] * len(bars)
-    for phase, colour in _PHASE_COLOURS.items():
+    for phase, color in _PHASE_COLORS.items():
         if sum(seconds[phase] for seconds in epochs.values()) < _LEAST_SHARE * total:
             continue
         heights = [statistics.fmean(epochs[one][phase] for one in bar) / unit_s for bar in bars]
-        axes.bar(centres, heights, widths, bottoms, color=colour, label=phase)
+        axes.bar(centers, heights, widths, bottoms, color=color, label=phase)
         bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
     axes.set_xlabel("epoch")
     axes.set_ylabel(f"{unit} per epoch")
@@ -261,8 +261,8 @@ def _matrix(detail: records.EvaluationDetail) -> "Figure":
     for true, row in enumerate(counts if size <= _WITH_COUNTS else []):
         for guess, number in enumerate(row):
             if number:
-                colour = "white" if shares[true][guess] > 0.55 else INK
-                axes.text(guess, true, str(number), ha="center", va="center", fontsize=9, color=colour)
+                color = "white" if shares[true][guess] > 0.55 else INK
+                axes.text(guess, true, str(number), ha="center", va="center", fontsize=9, color=color)
     bar = figure.colorbar(image, ax=axes, shrink=0.7, aspect=30, ticks=[0, 0.5, 1], label="share of the class")
     bar.outline.set_visible(False)  # pyright: ignore[reportCallIssue] -- matplotlib declares it as a callable
     bar.ax.set_yticklabels(["0", "50 %", "100 %"])

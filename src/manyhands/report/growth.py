@@ -51,12 +51,12 @@ def draw_growth(rows: Rows, title: str, file: Path) -> None:
         counts = [row["processes"] for row in rows]
         speeds = [row["images_per_s"] for row in rows]
         speed.plot(counts, [speeds[0] * count / counts[0] for count in counts], "--", color=GREY, lw=1, label="linear")
-        for axes, title, values, colour in (
+        for axes, title, values, color in (
             (speed, "images per second", speeds, BLUE),
             (efficiency, "efficiency, %", [100 * row["efficiency"] for row in rows], GREEN),
             (cost, "process-hours per epoch", [row["process_hours"] for row in rows], VERMILION),
         ):
-            axes.plot(counts, values, "o-", color=colour, markersize=4, label="predicted")
+            axes.plot(counts, values, "o-", color=color, markersize=4, label="predicted")
             axes.set_title(title)
         speed.legend()
         efficiency.set_ylim(bottom=0)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _NO_FONT = "no font on this machine has {}, so the pictures show boxes instead; install a font such as fonts-noto-cjk"
 _ROWS_IN_SIGHT = 20  # longer tables are folded after this many rows
 # Colors of pictures that become variables of the page's style, which has a light and a dark form.
-_PAGE_COLOURS = {INK: "--ink", GREY: "--dim", HAIR: "--hair", "#ffffff": "--sheet"}
+_PAGE_COLORS = {INK: "--ink", GREY: "--dim", HAIR: "--hair", "#ffffff": "--sheet"}
 _WARNINGS = ("warning", "stopping", "restarted", "left-out", "replaced", "slow", "stall", "undone")
 _LEVELS = {"failed": "error", **dict.fromkeys(_WARNINGS, "warning")}
 
@@ -235,9 +235,9 @@ def _svg_text(figure: "Figure", name: str) -> str:
 
 
 def _inline_tag(tag: str, name: str) -> str:
-    for colour, variable in _PAGE_COLOURS.items():
-        if colour != "#ffffff" or not tag.startswith("<text"):  # letters on a coloured cell stay white
-            tag = tag.replace(colour, f"var({variable})")
+    for color, variable in _PAGE_COLORS.items():
+        if color != "#ffffff" or not tag.startswith("<text"):  # letters on a colored cell stay white
+            tag = tag.replace(color, f"var({variable})")
     tag = re.sub(r' xmlns(:\w+)?="[^"]*"', "", tag).replace("xlink:href", "href").replace('href="#', f'href="#{name}-')
     tag = re.sub(r'\bid="', f'id="{name}-', tag).replace("url(#", f"url(#{name}-")
     if not tag.startswith("<svg"):

@@ -18,7 +18,7 @@ from manyhands.core.errors import UserError
 from manyhands.core.machine import memory
 from manyhands.core.world import check_batch
 from manyhands.data.order import ALIGNED_SHARE_LIMIT, BatchSharing, Order, group_edges
-from manyhands.parallel.apply import normalises_in_groups
+from manyhands.parallel.apply import normalizes_in_groups
 from manyhands.parallel.group.plain import broadcast_plain, gather_plain
 from manyhands.parallel.network import ParallelNetwork, full_batch
 from manyhands.parallel.options import USUAL_MODE
@@ -49,7 +49,7 @@ def order_and_sharing(
     batch, group = min(options.batch, samples), 0
     # Without BatchNorm there are no groups that must fit into a pass.
     layers = any(isinstance(module, GroupedNorm) for module in network.model.modules())
-    if options.norm_group != "local" and not own and normalises_in_groups(mode) and layers:
+    if options.norm_group != "local" and not own and normalizes_in_groups(mode) and layers:
         group = batch if options.norm_group == "global" else options.norm_group
     why = _why_equal(job, mode, network, own=own)
     if why and replicas > 1 and job.cluster.shares not in {"equal", MACHINES}:

@@ -23,7 +23,7 @@ from manyhands.data.options import DataOptions
 from manyhands.data.pictures import prepare, read_picture, to_tensor
 from manyhands.data.samples import as_picture
 from manyhands.data.splits import Source, by_names
-from manyhands.data.transforms import Normalise, Pixels
+from manyhands.data.transforms import Normalize, Pixels
 from manyhands.models.interface import main_and_auxiliary
 from manyhands.parallel.apply import apply_mode, follows_plan, limit_to_one_process, resolve_mode, takes_mesh
 from manyhands.parallel.gradients import autocast
@@ -133,7 +133,7 @@ class Transform:
         self._pixels, self._dtype, self._device = pixels, dtype, torch.device(device)
         # A run on a custom data set may have any number of channels, which aren't normalized.
         plain = replace(pixels, channels=1, mean=(0.0,), std=(1.0,)) if pixels.own else pixels
-        self._normalise: Callable[[Tensor], Tensor] = Normalise(plain, self._device, dtype)
+        self._normalize: Callable[[Tensor], Tensor] = Normalize(plain, self._device, dtype)
 
     def __call__(self, picture: Any) -> Tensor:
         """Returns the input [C, S, S] for a picture; tensors keep their shape. Raises UserError for other objects."""
@@ -148,7 +148,7 @@ class Transform:
                 values = read_picture(str(picture), self._pixels, None)
             else:
                 values = prepare(to_tensor(to_mode(image, self._pixels.channels)), self._pixels, None)
-            return self._normalise(values[None].to(self._device))[0]
+            return self._normalize(values[None].to(self._device))[0]
         if not isinstance(picture, Tensor | numpy.ndarray):
             what = f"a {type(picture).__name__} is neither a picture nor a path"
             raise UserError(what, "", ("pass a path, a PIL image, uint8 pixels, or a tensor like the data set's",))

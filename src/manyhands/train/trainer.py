@@ -18,7 +18,7 @@ from manyhands.core.phases import CLOCK, PHASES
 from manyhands.core.quantities import percentage
 from manyhands.core.records import EvaluationMetrics, PhaseMetrics, StepMetrics
 from manyhands.core.run_folder import NOWHERE
-from manyhands.parallel.apply import check_replicas, normalises_in_groups
+from manyhands.parallel.apply import check_replicas, normalizes_in_groups
 from manyhands.parallel.group.plain import gather_plain
 from manyhands.sync.options import exception_of
 from manyhands.train.choose_sync import ChosenSync
@@ -294,7 +294,7 @@ def _norm_reasons(trainer: Trainer) -> list[str]:
     if not any(isinstance(module, _BatchNorm) for module in modules):
         return []
     local = trainer.job.train.norm_group == "local" or trainer.synchronizer.local_statistics
-    if local or not normalises_in_groups(trainer.run.mode):
+    if local or not normalizes_in_groups(trainer.run.mode):
         return ["BatchNorm computes statistics over each process's own samples (norm_group = local)."]
     unknown = sum(not layer.rows_per_sample for layer in trainer.network.norms.layers)
     effect = "so each process computes the statistics of these layers over its own rows."

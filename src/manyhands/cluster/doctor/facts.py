@@ -31,7 +31,7 @@ from manyhands.cluster.hosts.inventory import INTERFACE_VARIABLES
 from manyhands.core.errors import UserError
 from manyhands.core.machine import cores, memory, this_machine
 from manyhands.core.user_code import revision
-from manyhands.data.known import choice_named, recognise
+from manyhands.data.known import choice_named, recognize
 from manyhands.data.options import DataOptions, data_folder
 from manyhands.parallel.group.ports import interface_of
 
@@ -223,7 +223,7 @@ def dataset(name: str, folder: str, workdir: Path) -> dict[str, Any]:
     word = _alphanumeric(name.partition(":")[2] or name)
     entries = sorted(above.iterdir()) if above.is_dir() else []
     roots = [entry for entry in entries if _alphanumeric(entry.name).startswith(word)]
-    if not roots and above.is_dir() and recognise(above) == name:
+    if not roots and above.is_dir() and recognize(above) == name:
         roots = [above]
     return {"kind": "named", "path": str(above / name), **_hash_tree(roots)}
 

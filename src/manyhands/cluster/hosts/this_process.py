@@ -365,7 +365,7 @@ def _read_text(path: Path) -> str:
 def format_of(path: str, text: str) -> ModuleType:
     """Returns the module of a file's format. Raises UserError if the format is unknown."""
     formats = readable_formats()
-    if found := next((module for module in formats.values() if module.recognise(path, text)), None):
+    if found := next((module for module in formats.values() if module.recognize(path, text)), None):
         return found
     message = "the cluster file is in an unknown format" if text.strip() else "the cluster file is empty"
     raise UserError(message, path, (f"use one of the supported formats: {', '.join(formats)}",))
@@ -373,7 +373,7 @@ def format_of(path: str, text: str) -> ModuleType:
 
 def readable_formats() -> dict[str, ModuleType]:
     """Returns the modules of all file formats, by name."""
-    return {module.__name__.rpartition(".")[2]: module for module in modules_with("recognise")}
+    return {module.__name__.rpartition(".")[2]: module for module in modules_with("recognize")}
 
 
 def modules_with(function: str) -> list[ModuleType]:

@@ -94,7 +94,7 @@ class GroupedNorm(_BatchNorm):
         if not self.training:
             return super().forward(input)
         if _is_torchs_own(type(self).__mro__):
-            return self.normalise(input)
+            return self.normalize(input)
         # A subclass may do more than normalize, such as apply an activation (timm's BatchNormAct2d).
         tracks, self.track_running_stats = self.track_running_stats, False
         try:
@@ -108,13 +108,13 @@ class GroupedNorm(_BatchNorm):
             raise UserError(what, f"the network: BatchNorm of {self.num_features} channels", hints)
         return output
 
-    def normalise(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
+    def normalize(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
         """Normalizes [N, C, ...] by the statistics of each sample's group; a collective if processes share groups."""
         self._check_input_dim(input)
         if not self.rows_per_sample:
-            return self._normalise_local_group(input, self.groups.weight)
+            return self._normalize_local_group(input, self.groups.weight)
         self._check_rows(input)
-        return self._normalise_runs(input, self._runs(input))
+        return self._normalize_runs(input, self._runs(input))
 
     def _runs(self, input: Tensor) -> Sequence[Run]:  # noqa: A002
         """Returns groups by pass: `groups.runs`, or one group per pass if that is faster or necessary."""
@@ -124,18 +124,18 @@ class GroupedNorm(_BatchNorm):
             return [(span,) for span in spans]
         values = self.rows_per_sample * _values_per_row(input)
         small = max((span.size for span in spans), default=0) * values * self.num_features <= _MOST_VALUES
-        single = any(span.size * values < 2 for span in spans)  # `_normalise_local_group` needs no statistics for these
+        single = any(span.size * values < 2 for span in spans)  # `_normalize_local_group` needs no statistics for these
         return self.groups.runs if small and not single else [(span,) for span in spans]
 
-    def _normalise_runs(self, input: Tensor, runs: Sequence[Run]) -> Tensor:  # noqa: A002
+    def _normalize_runs(self, input: Tensor, runs: Sequence[Run]) -> Tensor:  # noqa: A002
         lengths = [sum(span.stop - span.start for span in run) * self.rows_per_sample for run in runs]
         pairs = list(zip(input.split(lengths) if len(runs) > 1 else [input] * len(runs), runs, strict=True))
-        outputs = [self._normalise_local_run(part, run) for part, run in pairs if run[0].shared < 0]
+        outputs = [self._normalize_local_run(part, run) for part, run in pairs if run[0].shared < 0]
         if not runs:
-            outputs = [self._normalise_local_group(input, self.groups.weight)]
+            outputs = [self._normalize_local_group(input, self.groups.weight)]
         if self.groups.shared_sizes:
             shared = [(part, run[0]) for part, run in pairs if run[0].shared >= 0]
-            together, own = iter(self._normalise_shared(shared, input)), iter(outputs)
+            together, own = iter(self._normalize_shared(shared, input)), iter(outputs)
             in_order = [next(own if run[0].shared < 0 else together) for run in runs]
             # A process without samples of these groups joins backward's collective through an empty tensor.
             outputs = [*in_order, *own, *together]
@@ -149,11 +149,11 @@ class GroupedNorm(_BatchNorm):
             hints = ("compute statistics on each rank separately: --set train.norm_group=local",)
             raise UserError(what, f"the network: BatchNorm of {self.num_features} channels", hints)
 
-    def _normalise_local_run(self, part: Tensor, run: Run) -> Tensor:
+    def _normalize_local_run(self, part: Tensor, run: Run) -> Tensor:
         """Normalizes equal groups that only this process holds, in one pass; `part` is [groups * n, C, ...]."""
         weight = run[0].size / self.groups.batch
         if len(run) == 1:
-            return self._normalise_local_group(part, weight)
+            return self._normalize_local_group(part, weight)
         mean, variance = norm_pass.statistics_of(part, len(run))
         count = part.shape[0] // len(run) * _values_per_row(part)
         self._accumulate(torch.stack([mean, variance * (count / (count - 1))], 1), weight)
@@ -161,7 +161,7 @@ class GroupedNorm(_BatchNorm):
         inverse = torch.rsqrt(variance + self.eps)
         return norm_pass.NormPass.apply(mean, inverse, count, held, self.weight, self.bias, part)[0]
 
-    def _normalise_local_group(self, part: Tensor, weight: float) -> Tensor:
+    def _normalize_local_group(self, part: Tensor, weight: float) -> Tensor:
         """Normalizes a group [n, C, ...] that only this process holds, by torch's kernel."""
         if part.shape[0] * _values_per_row(part) < 2 or weight == 0:
             # A variance needs two values, so the last sample of an odd batch uses the running statistics.
@@ -171,7 +171,7 @@ class GroupedNorm(_BatchNorm):
         self._accumulate(statistics[None], weight)
         return output
 
-    def _normalise_shared(self, parts: list[tuple[Tensor, Span]], like: Tensor) -> list[Tensor]:
+    def _normalize_shared(self, parts: list[tuple[Tensor, Span]], like: Tensor) -> list[Tensor]:
         """Normalizes groups that span processes; a collective, also on a process without samples of these groups."""
         sizes = self.groups.shared_sizes
         shared = [(part, span.shared) for part, span in parts]
@@ -244,7 +244,7 @@ def forget_seen(model: nn.Module) -> None:
 
 
 class _InGroups(TorchFunctionMode):
-    """Replaces torch's batch_norm within a layer's forward by `GroupedNorm.normalise`."""
+    """Replaces torch's batch_norm within a layer's forward by `GroupedNorm.normalize`."""
 
     def __init__(self, layer: GroupedNorm) -> None:
         super().__init__()
@@ -253,7 +253,7 @@ class _InGroups(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.batch_norm:
             self.called = True
-            return self._layer.normalise(args[0] if args else kwargs["input"])
+            return self._layer.normalize(args[0] if args else kwargs["input"])
         return func(*args, **(kwargs or {}))
 
 

@@ -38,10 +38,10 @@ def moments_of(parts: Sequence[tuple[Tensor, int]], groups: int, channels: int, 
         if not count:
             continue
         middle = (_reduced(values, dtype) / count).to(values.dtype)
-        centred = values - per_channel(middle, values)  # for precision if the mean is far above the deviation
-        rest, middle = _reduced(centred, dtype)[0], middle[0].to(dtype)
+        centered = values - per_channel(middle, values)  # for precision if the mean is far above the deviation
+        rest, middle = _reduced(centered, dtype)[0], middle[0].to(dtype)
         moments[place, 0] += count * middle + rest
-        moments[place, 1] += _reduced(centred.square_(), dtype)[0] + middle * (2 * rest + count * middle)
+        moments[place, 1] += _reduced(centered.square_(), dtype)[0] + middle * (2 * rest + count * middle)
     return moments
 
 

@@ -2,7 +2,7 @@
 
 A module may define:
 
-- `recognise(path, text) -> bool`: True if the name and the text of a file match the format.
+- `recognize(path, text) -> bool`: True if the name and the text of a file match the format.
 - `read(text, where) -> Cluster`: parses a file strictly. Raises `UserError` with the file and the wrong value.
 - `wait(path, timeout_s) -> str`: waits for a file that another program is writing, and returns its text.
 - `write(cluster) -> (text, notes)`: formats a cluster, with notes on unsupported values. Raises `UserError`.

@@ -30,7 +30,7 @@ _KEYS = {
 }  # fmt: skip
 
 
-def recognise(_path: str, text: str) -> bool:
+def recognize(_path: str, text: str) -> bool:
     """Returns True for YAML or JSON with the key `distributed_type`, which only accelerate has."""
     return re.search(r"""^["' \t{]*distributed_type["']?\s*:""", text, re.MULTILINE) is not None
 

@@ -23,7 +23,7 @@ _LIKE_A_PORT = 128  # a larger number after a colon may be an ssh port
 _SSH_PORTS = {22, 222}
 
 
-def recognise(path: str, text: str) -> bool:
+def recognize(path: str, text: str) -> bool:
     """Returns True if a line has slots, or if all lines are hosts and a line has a colon or the name has "host"."""
     lines, name = [words for words in map(_words, text.splitlines()) if words], Path(path).name.lower()
     if not lines or lines[0][0].startswith(("{", "[")):

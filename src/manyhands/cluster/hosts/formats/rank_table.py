@@ -146,7 +146,7 @@ class RankTable(_Entry):
         return {("server_list", at, "device", n): card for at, each in servers for n, card in enumerate(each.device)}
 
 
-def recognise(path: str, text: str) -> bool:
+def recognize(path: str, text: str) -> bool:
     """Returns True for a JSON object with a list of servers, or for an object in a file named like a rank table."""
     named = re.search(r"(rank_?table|^hccl).*\.json$", Path(path).name)
     return text.lstrip().startswith("{") and bool(named or re.search(r'"(server|rank|group)_list"\s*:', text))
