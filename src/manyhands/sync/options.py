@@ -46,7 +46,6 @@ def option_keys(name: str) -> list[str]:
 
 AUTO = "auto"  # chosen by network speed
 
-
 _NAMES = f"{AUTO}, {', '.join([*methods()][:-1])} or {[*methods()][-1]}"
 
 

@@ -29,8 +29,6 @@ Say = Callable[[str], None]
 ANSWER_S = 20.0  # a listener that doesn't answer within this time is no store
 ABORT_S = 5.0  # aborting a backend may block too
 IFNAMES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # the interfaces that gloo and NCCL listen on
-
-
 LISTEN_S = 0.5
 LEARN_S = 2.0  # seconds that a process waits for the cause after it has lost a peer
 PATIENCE_S = 5.0  # seconds to exit after a peer's failure that collectives don't detect, as with NCCL

@@ -31,7 +31,6 @@ _MIN_IN_ONE_PASS = 3
 # For larger groups one pass is slower: it moves 52 bytes per value, torch's kernel 32 (calculated for an H100).
 _MOST_VALUES = 1 << 22
 
-
 Run = tuple[Span, ...]  # neighboring unshared groups of equal size, normalized by one pass; or a single group
 
 
