@@ -59,7 +59,7 @@ def test_the_table_fits_100_columns():
 def test_the_picture_is_drawn(tmp_path, sizes, count):
     mesh = make_mesh(sizes)
     letters = [["noicrz"[(number + axis) % 6] for axis in range(len(sizes))] for number in range(count)]
-    layers = {f"a$_{number}": loops for number, loops in enumerate(letters)}
+    layers = {f"a$_{number}": chosen for number, chosen in enumerate(letters)}
     draw_plan(layers, mesh, tmp_path / "plan.png")
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
     assert [file.name for file in tmp_path.iterdir()] == ["plan.png"]

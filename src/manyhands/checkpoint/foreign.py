@@ -72,11 +72,11 @@ def name_optimizer(optimizer_state: dict[str, Any], parameter_names: list[str]) 
 
 
 def write_foreign(path: Path, snapshot: Snapshot, arch: str, prefix: str = "module.") -> Path:
-    """Writes main.py's checkpoint.pth.tar atomically; main.py's --resume continues the run.
+    """Writes checkpoint.pth.tar of PyTorch's ImageNet example, main.py, atomically; main.py's --resume reads the file.
 
     The optimizer must be SGD. `snapshot.state` may have "epoch", "best" and "scheduler". Parameter groups are merged
-    into one, with the learning rate and weight decay of the first. `prefix`: of the names in the file; main.py writes
-    "module." on GPUs and "" on CPUs. Raises UserError: the snapshot has no optimizer state.
+    into one, with the learning rate and weight decay of the first. `prefix` precedes each parameter's name;
+    main.py writes "module." on GPUs and "" on CPUs. Raises UserError: the snapshot has no optimizer state.
     """
     if snapshot.optimizer is None:
         raise UserError("the checkpoint has no optimizer state, which main.py needs to resume")
@@ -196,7 +196,7 @@ def _step_schedule(saved: Any, epoch: int, group: dict[str, Any]) -> dict[str, A
 
 
 def object_names(path: Path) -> list[str]:
-    """Lists the names of objects other than tensors in a .pth file ("?": a computed name); [] if not a pickle."""
+    """Lists the classes and functions, except torch's, that a .pth file's pickle needs; "?" for a computed name."""
     with contextlib.suppress(ValueError, OSError, KeyError, zipfile.BadZipFile, NotImplementedError, RuntimeError):
         with contextlib.ExitStack() as stack:
             if zipfile.is_zipfile(path):

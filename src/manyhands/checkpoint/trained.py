@@ -80,10 +80,10 @@ class TrainedNetwork(BaseModel):
     digests: dict[str, str] = Field(default={}, description="SHA-256 of the data, and of objects passed in Python")
     samples: dict[str, int] = Field(default={}, description="number of samples of each split, by its name")
 
-    def changed(self, now: Mapping[str, str]) -> list[str]:
-        """Returns the names of code, objects and data whose recorded digest differs from the digest in `now`."""
+    def changed_names(self, digests: Mapping[str, str]) -> list[str]:
+        """Returns the names of code, objects and data whose recorded digest differs from the one in `digests`."""
         then = {**self.code, **self.digests}
-        return [name for name, digest in now.items() if then.get(name, digest) != digest]
+        return [name for name, digest in digests.items() if then.get(name, digest) != digest]
 
 
 def find_record(checkpoint: Path, state: Mapping[str, Any]) -> TrainedNetwork | None:

@@ -217,7 +217,7 @@ def rendezvous_of(nodes: Nodes, processes_per_node: int) -> "Rendezvous":
 
 
 def notes(flags: ImagenetFlags, nodes: Nodes) -> list[str]:
-    """Returns a sentence for each given flag that has less effect than in main.py."""
+    """Returns a sentence for each given flag that does less than in main.py, PyTorch's ImageNet example."""
     found: list[str] = []
     if flags.seed is not None:
         found.append(

@@ -145,7 +145,7 @@ def choice_named(name: str) -> str:
 
 
 def find_choice(name: str) -> str:
-    """Returns the `datasets` module that opens `name`: a built-in name, "torchvision:…", file.py:function or a path."""
+    """Returns the name of the module in data/datasets that opens data set `name`, which may be file.py:function."""
     if module := choice_named(name):
         return module
     place = Path(name).expanduser()

@@ -36,8 +36,8 @@ def build_model(options: ModelOptions, *, channels: int, size: int, num_classes:
     """Builds the network on torch's default device; random weights follow torch's global seed.
 
     The network maps [N, channels, size, size] to [N, num_classes]; `options.num_classes` takes precedence. A network
-    may return auxiliary outputs in training; see `main_and_auxiliary`. The caller loads `options.weights`. User code
-    with a parameter `mesh` gets it. Raises UserError: bad name or argument, unsuitable pictures, or missing weights.
+    may return auxiliary outputs in training; see `main_and_auxiliary`. The caller loads `options.weights`. `mesh` is
+    passed to user code with such a parameter. Raises UserError: bad name, argument, `size`, `channels` or weights.
     """
     classes = options.num_classes or num_classes
     if is_object_reference(options.name):

@@ -344,7 +344,8 @@ class _Check:
         if name.startswith(OUTPUT):
             subject = "the output"
             hints = "check for a missing collective, a wrong axis, or a bias added before an all_reduce"
-        return Finding(name, "wrong", (), f"{subject} is wrong on rank {rank}; no single sum explains the error", hints)
+        text = f"{subject} is wrong on rank {rank}; no single missing or extra all-reduce explains the error"
+        return Finding(name, "wrong", (), text, hints)
 
     def _finding(self, name: str, cause: Cause, sets: list[tuple[int, ...]], rank: int) -> Finding:
         names, axes = self.grid.mesh.names, tuple(dict.fromkeys(itertools.chain.from_iterable(sets)))

@@ -21,8 +21,8 @@ from manyhands.core.mesh import Mesh
 from manyhands.core.world import Share
 from manyhands.parallel.mesh.placement import Layout, Side, steps_between
 from manyhands.parallel.mesh.reduce import BUCKET_BYTES
-from manyhands.parallel.split.execute import Letters, batch_axes, input_layouts, loops_of, output_layouts
-from manyhands.parallel.split.graph import LOSS, Graph, Loop, Op, attribute
+from manyhands.parallel.split.execute import Letters, batch_axes, input_layouts, output_layouts, shardings_of
+from manyhands.parallel.split.graph import LOSS, Graph, Op, Sharding, attribute
 from manyhands.parallel.split.strategy import refusal
 from manyhands.planner.collectives import FORWARD, GRADIENTS, Collective, PlannedUpdate, norms_of, real_axes
 from manyhands.planner.links import LinkSpeeds
@@ -47,7 +47,7 @@ def values(op: Op, batch: int) -> float:
 
 def parameter_part(op: Op, name: str, letters: tuple[str, ...], mesh: Mesh) -> float:
     """Returns the fraction of a parameter's values on one process."""
-    return 1.0 / mesh.parts([axis for axis, loop in enumerate(loops_of(op, letters)) if name in loop.cuts])
+    return 1.0 / mesh.parts([axis for axis, one in enumerate(shardings_of(op, letters)) if name in one.cuts])
 
 
 def parameter_bytes(op: Op, letters: tuple[str, ...], mesh: Mesh) -> float:
@@ -67,7 +67,7 @@ def operations(op: Op, sources: list[Op], batch: int) -> float:
     if op.kind in {"conv", "linear"} and weights:
         return 2.0 * given * math.prod(weights[0].shape[1:])
     summed = op.letters.get("i")
-    if op.kind == "matmul" and isinstance(summed, Loop):
+    if op.kind == "matmul" and isinstance(summed, Sharding):
         return 2.0 * given * summed.length
     if op.kind == "attention" and sources:
         tokens, width = sources[0].extent.dims[-2:]
@@ -112,12 +112,12 @@ class Work:
         """Returns (forward seconds, backward seconds) of an op on one process in one update."""
         if not op.extents or not op.sources:
             return 0.0, 0.0
-        loops = loops_of(op, letters)
+        chosen = shardings_of(op, letters)
         cut = mesh.parts([axis for axis, letter in enumerate(letters) if letter != "r"])
         read = 0.0
         for place, source in enumerate(self._sources(op)):
-            read += part([loop.inputs[place] for loop in loops], mesh) * values(source, self.batch) * source.item_bytes
-        given = part([loop.output for loop in loops], mesh) * values(op, self.batch)
+            read += part([one.inputs[place] for one in chosen], mesh) * values(source, self.batch) * source.item_bytes
+        given = part([one.output for one in chosen], mesh) * values(op, self.batch)
         moved = read + given * op.item_bytes + parameter_bytes(op, letters, mesh)
         # Measure the op before any estimate, because the rates follow from measurements.
         if (key := self.signature(op.name)) not in self._factors:
@@ -207,7 +207,7 @@ def piece_shape(op: Op, letters: tuple[str, ...], mesh: Mesh, batch: int) -> lis
     """Returns an op's output shape on the last rank, which has the largest shards; [] if the output is no tensor."""
     if not op.extents:
         return []
-    sides = [loop.output for loop in loops_of(op, letters)]
+    sides = [one.output for one in shardings_of(op, letters)]
     cuts = [[axis for axis, side in enumerate(sides) if side == dim] for dim in range(len(op.extent.dims))]
     edges = [op.extent.edges(dim, mesh.parts(axes), batch) for dim, axes in enumerate(cuts)]
     return [one[-1] - one[-2] for one in edges]
@@ -274,18 +274,18 @@ class Prediction:
 
 def _op_cost(op: Op, letters: tuple[str, ...], setting: Setting) -> OpCost:
     """Returns the cost of an op on one process, without layout conversions between ops."""
-    mesh, work, links, loops = setting.mesh, setting.work, setting.links, loops_of(op, letters)
+    mesh, work, links, shardings = setting.mesh, setting.work, setting.links, shardings_of(op, letters)
     forward, backward = work.seconds(op, letters, mesh)
     held = sent = sending = working = 0.0  # parameter bytes, sent gradient bytes; seconds of sending, and of busy cores
     for name, tensor in work.parameters(op.name).items():
         if tensor.requires_grad:
             size = parameter_part(op, name, letters, mesh) * tensor.numel() * tensor.element_size()
             held += size
-            if axes := real_axes([axis for axis, loop in enumerate(loops) if name in loop.partial], mesh):
+            if axes := real_axes([axis for axis, one in enumerate(shardings) if name in one.partial], mesh):
                 sent += size
                 sending += size / BUCKET_BYTES * links.seconds("all_reduce", axes, BUCKET_BYTES)
                 working += size / BUCKET_BYTES * links.work_seconds("all_reduce", axes, BUCKET_BYTES)
-    saved = part([loop.output for loop in loops], mesh) * op.item_bytes * values(op, work.batch) if op.trains else 0.0
+    saved = part([one.output for one in shardings], mesh) * op.item_bytes * values(op, work.batch) if op.trains else 0.0
     layers, axes = norms_of(op), real_axes(batch_axes(letters), mesh)
     shared = len(setting.share(mesh.parts(axes), 0).shared_groups) if axes and layers else 0
     norms = sum(2 * links.seconds("all_reduce", axes, 16.0 * shared * layer.num_features) for layer in layers)

@@ -66,7 +66,7 @@ def draw_plan(layers: Mapping[str, Sequence[str]], mesh: Mesh, file: Path) -> No
 
     axes = len(mesh.axes)
     letters = sorted(
-        {letter for loops in layers.values() for letter in loops}, key=lambda letter: (letter not in _LEGEND, letter)
+        {letter for chosen in layers.values() for letter in chosen}, key=lambda letter: (letter not in _LEGEND, letter)
     )
     more = iter(_MORE_COLORS * len(letters))
     colors = {letter: ImageColor.getrgb(_COLORS.get(letter) or next(more)) for letter in letters}
@@ -77,7 +77,7 @@ def draw_plan(layers: Mapping[str, Sequence[str]], mesh: Mesh, file: Path) -> No
     width, height = min(_MOST_WIDTH, max(42 * mesh.size * axes, 300)), row * len(layers)
     picture = Image.new("RGB", (left + width + _LEGEND_WIDTH, _TOP + max(height, 20 * len(letters)) + 50), "white")
     if layers:
-        cells = np.array([[colors[letter] for letter in loops] for loops in layers.values()], np.uint8)
+        cells = np.array([[colors[letter] for letter in chosen] for chosen in layers.values()], np.uint8)
         stripes = np.arange(width) * mesh.size * axes // width % axes
         picture.paste(Image.fromarray(cells[:, stripes].repeat(row, axis=0)), (left, _TOP))
     draw = ImageDraw.Draw(picture)
@@ -93,11 +93,11 @@ def draw_plan(layers: Mapping[str, Sequence[str]], mesh: Mesh, file: Path) -> No
         x, y = left + width + 16, _TOP + 20 * number
         draw.rectangle((x, y, x + 24, y + 12), colors[letter])
         draw.text((x + 32, y + 6), f"{letter}: {_LEGEND.get(letter, 'split')}", "black", font, "lm")
-    for number, (name, loops) in enumerate(layers.items() if named else ()):
+    for number, (name, chosen) in enumerate(layers.items() if named else ()):
         y = _TOP + row * number + row // 2
         draw.text((left - 6, y), name, "black", small, "rm")
         for device in range(mesh.size) if mesh.size <= _MOST_LETTERED_DEVICES else ():
-            for stripe, (letter, place) in enumerate(zip(loops, mesh.coordinates(device), strict=True)):
+            for stripe, (letter, place) in enumerate(zip(chosen, mesh.coordinates(device), strict=True)):
                 middle = left + width * (2 * (device * axes + stripe) + 1) // (2 * mesh.size * axes)
                 draw.text((middle, y), letter if letter == "r" else f"{letter}{place}", "white", small, "mm")
     with replacing(file) as part:

@@ -76,7 +76,7 @@ def refuse_changes(
             record = find_record(folder.checkpoints / "any", {})
         except UserError:
             record = None  # without a readable record nothing can be compared
-        changed = record.changed({**code_digests(named), **digests()}) if record else ()
+        changed = record.changed_names({**code_digests(named), **digests()}) if record else ()
         found = [Change(name, None, None) for name in changed]
     if "checkpoint.resume" in loaded.origins:
         found = [change for change in found if change.key != INITIAL_WEIGHTS]  # a resumed run loads its own weights

@@ -128,7 +128,7 @@ def _disk_usage(path: Path) -> int:
 
 def pack_request(root: Path, target: Path | None, size: int, quality: int) -> packing.PackRequest:
     if not root.is_dir():
-        raise UserError(f"there is no folder {root}", str(root), ("name a folder of class folders",))
+        raise UserError(f"there is no folder {root}", str(root), ("use a folder with one folder per class",))
     if packed.is_pack(root):
         raise UserError(f"{root} is already a packed copy", "", (f"run manyhands train {shlex.quote(str(root))}",))
     if size < 0 or not 0 <= quality <= MOST_QUALITY or (quality and not size):

@@ -92,7 +92,7 @@ class RestartPolicy:
         self._times: dict[str, list[float]] = {}
 
     def after(self, ending: Ending, machines: RestartHooks) -> Restart | None:
-        """Returns the next restart; None if the run has ended or a restart would not help; prints the reason."""
+        """Returns the restart after this ending, or None for no restart. Prints the reason of either decision."""
         self._starts += 1
         if ending.interrupted or not self._recovers:
             return None

@@ -228,7 +228,7 @@ class Residual:
     sums: Tensor | None  # of the share [n / size] whose mean the process computes for all; None for a single process
 
     def combined(self, peers: SyncGroup) -> Tensor:
-        """Returns both errors as one residual [n], whose mean over all processes is the error of the exchanged mean."""
+        """Returns `own` plus `sums`, as one tensor [n]; its mean over processes is the exchanged mean's error."""
         kept = self.own.clone()
         if self.sums is not None:
             part = kept[peers.rank * self.sums.numel() :][: self.sums.numel()]

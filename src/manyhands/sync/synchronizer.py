@@ -104,7 +104,7 @@ class Places:
 
 @dataclass(frozen=True)
 class SyncContext:
-    """The processes of a run and other arguments of a method's `make`."""
+    """The argument of a sync method's `make`: the processes of the run, ways to communicate, the seed."""
 
     world: World  # all processes
     places: Places  # the processes by machine
@@ -119,7 +119,7 @@ class SyncContext:
         return self.world.rank in self.places.leaders
 
     def peers(self) -> "SyncGroup":
-        """Creates a group of the leaders, separate from the groups of other collectives; a collective."""
+        """Creates a process group of one process per machine, used by nothing else. All processes call this."""
         from manyhands.sync.exchange import SyncGroup
 
         leaders = self.places.leaders

@@ -250,7 +250,7 @@ def prepare_trainer(
             with reading_of(str(found.path)):
                 restore_scheduler(own.scheduler, json.loads(state["scheduler"]))
         record = find_record(found.path, found.snapshot.state)
-        changed = broadcast_plain(record.changed(trainer.trained.digests) if record else [], world)  # rank 0's
+        changed = broadcast_plain(record.changed_names(trainer.trained.digests) if record else [], world)  # rank 0's
         saved.update({"epochs": trainer.progress.epoch, **state, "changed": changed})
 
     parts = Parts.from_objects(job, folder, world, own)

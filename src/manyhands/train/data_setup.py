@@ -276,7 +276,7 @@ def _quoted(names: Sequence[str]) -> str:
 def data_changes(then: TrainedNetwork, now: TrainedNetwork, words: Collection[str] = (), *, contents: bool) -> str:
     """Returns a text of splits with changed labels, length or (with `contents`) samples; if `words`, only of these."""
     found = list[str]()
-    for name in then.changed(now.digests):
+    for name in then.changed_names(now.digests):
         word, _, kind = name.rpartition(" ")
         if word.startswith("metric ") or name not in then.digests or (words and word not in words):
             continue

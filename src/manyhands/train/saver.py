@@ -129,7 +129,7 @@ def best_interval(save_s: float, between_failures_s: float) -> float:
 
 
 def between_failures(failures: int, trained_s: float, machines: int) -> float:
-    """Estimates the seconds between failures, from `failures` in `trained_s` seconds; at most the initial estimate."""
+    """Estimates the seconds between failures after `failures` in `trained_s`; at most `EXPECTED_S` / `machines`."""
     expected_s = EXPECTED_S / machines
     return min(expected_s, (trained_s + WEIGHT_S) / (failures + WEIGHT_S / expected_s))
 

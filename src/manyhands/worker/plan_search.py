@@ -197,16 +197,16 @@ class JobCase:
         count = sum(one.numel() for one in self._model.parameters() if one.requires_grad)
         return pass_seconds(count, self.device) if self.measured else 0.0
 
-    def sync_methods(self, data: PlanCandidate, links: LinksOf, link: LinkSpeed) -> dict[str, Any]:
-        """Predicts the cost of each sync method as JSON data. `data`: data parallel with the method allreduce."""
+    def sync_methods(self, data_parallel: PlanCandidate, links: LinksOf, link: LinkSpeed) -> dict[str, Any]:
+        """Predicts the cost of each sync method, as JSON data; `data_parallel` has the prediction for allreduce."""
         trained = [one for one in self._model.parameters() if one.requires_grad]
-        own, predicted = links(data.mesh), data.prediction
+        own, predicted = links(data_parallel.mesh), data_parallel.prediction
         moved_s = sum(one.seconds(own) for one in predicted.collectives if one.when == STATISTICS)
         case = LinkCase(
             shapes=tuple(tuple(one.shape) for one in trained),
             item_bytes=max((one.element_size() for one in trained), default=4),
             buffers=sum(one.numel() for one in self._model.buffers()),
-            machines=data.mesh.size,
+            machines=data_parallel.mesh.size,
             step_s=predicted.compute_seconds,
             backward_s=predicted.hiding_seconds,
             link=link,
@@ -214,7 +214,7 @@ class JobCase:
             pass_s=self._pass_s,
             layers_s=max(0.0, predicted.communication_seconds - moved_s),
         )
-        job = with_processes(self.job, data.mesh.size)
+        job = with_processes(self.job, data_parallel.mesh.size)
         return as_plain(choose(case, job.sync, without=ruled_out(job, USUAL_MODE)), case, job.sync.method)
 
 

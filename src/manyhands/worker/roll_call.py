@@ -115,11 +115,11 @@ class LivenessCheck:
         silent = [rank for rank in self._present if rank not in answers]
         self._report(seen | self._observe_silent(silent, time.monotonic() - begun), min(late, default=0))
 
-    def _collect_answers(self, number: int) -> dict[int, Answer]:
+    def _collect_answers(self, call: int) -> dict[int, Answer]:
         answers, until = dict[int, Answer](), time.monotonic() + _SILENT_S
         while len(answers) < len(self._present) and time.monotonic() < until and not self._ended.wait(HEARTBEAT_S):
             for rank in self._present.keys() - answers.keys():
-                key = f"{number}/{rank}"
+                key = f"{call}/{rank}"
                 with self._timed_request():
                     if self._store.check([key]) and (said := parse_message(self._store.get(key), Answer)):
                         answers[rank] = said

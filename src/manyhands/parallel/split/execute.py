@@ -17,25 +17,25 @@ from manyhands.parallel.mesh import placement
 from manyhands.parallel.mesh.grid import Grid
 from manyhands.parallel.network import MicroBatchShape
 from manyhands.parallel.replicas.batch_norm import GroupedNorm, NormGroups
-from manyhands.parallel.split.graph import INPUT, LOSS, Graph, Loop, Op
+from manyhands.parallel.split.graph import INPUT, LOSS, Graph, Op, Sharding
 from manyhands.parallel.split.tracing import rule_of
 
 Letters = Mapping[str, tuple[str, ...]]
 _DEPTH = "stochastic_depth"  # torchvision's function, which drops all channels of a sample or none
 
 
-def loops_of(op: Op, letters: tuple[str, ...]) -> list[Loop]:
-    return [cast(Loop, op.letters[letter]) for letter in letters]
+def shardings_of(op: Op, letters: tuple[str, ...]) -> list[Sharding]:
+    return [cast(Sharding, op.letters[letter]) for letter in letters]
 
 
 def input_layouts(op: Op, letters: tuple[str, ...], place: int) -> tuple[placement.Layout, placement.Layout]:
     """Returns the layouts (value, gradient) of an op's input with index `place`. `letters`: one per mesh axis."""
-    sides: list[placement.Side] = [loop.inputs[place] for loop in loops_of(op, letters)]
+    sides: list[placement.Side] = [sharding.inputs[place] for sharding in shardings_of(op, letters)]
     return placement.value_of(sides), placement.gradient_of(sides)
 
 
 def output_layouts(op: Op, letters: tuple[str, ...]) -> tuple[placement.Layout, placement.Layout]:
-    sides: list[placement.Side] = [loop.output for loop in loops_of(op, letters)]
+    sides: list[placement.Side] = [sharding.output for sharding in shardings_of(op, letters)]
     return placement.value_of(sides), placement.gradient_of(sides)
 
 
@@ -61,10 +61,10 @@ def parameter_layouts(graph: Graph, letters: Letters) -> dict[str, TensorLayout]
 
 
 def _layout(op: Op, name: str, tensor: Tensor, letters: Letters) -> TensorLayout:
-    shape, loops = tuple(tensor.shape), list(enumerate(loops_of(op, letters[op.name])))
-    dims = sorted({loop.cuts[name] for _, loop in loops if name in loop.cuts})
-    cuts = tuple((dim, tuple(axis for axis, loop in loops if loop.cuts.get(name) == dim)) for dim in dims)
-    partial = tuple(axis for axis, loop in loops if name in loop.partial)
+    shape, shardings = tuple(tensor.shape), list(enumerate(shardings_of(op, letters[op.name])))
+    dims = sorted({sharding.cuts[name] for _, sharding in shardings if name in sharding.cuts})
+    cuts = tuple((dim, tuple(axis for axis, sharding in shardings if sharding.cuts.get(name) == dim)) for dim in dims)
+    partial = tuple(axis for axis, sharding in shardings if name in sharding.partial)
     return TensorLayout(shape, op.views.get(name, shape), cuts, partial)
 
 

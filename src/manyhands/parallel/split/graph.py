@@ -16,8 +16,8 @@ LOSS = "loss"
 
 
 @dataclass(frozen=True)
-class Loop:
-    """The placement of an op's tensors along a mesh axis, for one letter (kind of sharding; see strategy.py)."""
+class Sharding:
+    """The sharded dimensions of an op's tensors along a mesh axis, for one letter (see strategy.py)."""
 
     inputs: tuple[Side, ...]  # of each input tensor, in the order of `Op.sources`
     output: Side
@@ -44,7 +44,7 @@ class Op:
     trains: bool = False  # a gradient passes through the op
     feature: int | None = None  # the output's dimension that holds channels or features; None if unknown
     tied: str = ""  # ops with equal `tied` must have equal letters
-    letters: dict[str, Loop | str] = field(default_factory=dict)  # by letter: its placement, or why it is refused
+    letters: dict[str, Sharding | str] = field(default_factory=dict)  # by letter: its placement, or why it is refused
     # by parameter: the shape in which it is sharded, if that isn't its own shape
     views: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
@@ -72,7 +72,7 @@ class Op:
         return {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
 
     def allowed(self) -> list[str]:
-        return [letter for letter, loop in self.letters.items() if isinstance(loop, Loop)]
+        return [letter for letter, sharding in self.letters.items() if isinstance(sharding, Sharding)]
 
 
 @dataclass
@@ -263,11 +263,11 @@ def tie_all(ops: Mapping[str, Op], pairs: Iterable[tuple[str, str]]) -> None:
                     op.tied = new
 
 
-def whole_or_batch(op: Op, inputs: list[Op]) -> dict[str, Loop | str]:
+def whole_or_batch(op: Op, inputs: list[Op]) -> dict[str, Sharding | str]:
     """Returns the placements that any op allows: replicated (r) and, unless it mixes samples, sharded samples (n)."""
     parameters = frozenset(op.parameters())
-    together = Loop(tuple(WHOLE for _ in inputs), WHOLE)
+    together = Sharding(tuple(WHOLE for _ in inputs), WHOLE)
     if not op.batchwise:
         return {"n": "the op mixes samples (or has no samples in dimension 0)", "r": together}
     sides: tuple[Side, ...] = tuple(0 if one.batched else SPREAD for one in inputs)  # SPREAD: partial gradients
-    return {"n": Loop(sides, 0 if op.batched else SPREAD, partial=parameters), "r": together}
+    return {"n": Sharding(sides, 0 if op.batched else SPREAD, partial=parameters), "r": together}

@@ -11,7 +11,7 @@ from manyhands.parallel.on_mesh import NetworkOnMesh
 from manyhands.parallel.plan import Plan
 from manyhands.parallel.replicas.batch_norm import group_batch_norms
 from manyhands.parallel.split import execute, strategy, tracing
-from manyhands.parallel.split.graph import INPUT, LOSS, Graph, Loop
+from manyhands.parallel.split.graph import INPUT, LOSS, Graph, Sharding
 from manyhands.parallel.split.sharded_loss import WHOLE_CLASSES, SplitLoss, describe_loss
 
 
@@ -63,7 +63,7 @@ def split(model: nn.Module, world: World, request: ModeRequest) -> PlannedNetwor
 
 def _shard_loss(graph: Graph, request: ModeRequest) -> Graph | None:
     """Returns the graph of the user's loss for sharded classes; None, with a note, if the loss needs all classes."""
-    if not isinstance(graph.ops[LOSS].letters["o"], Loop):
+    if not isinstance(graph.ops[LOSS].letters["o"], Sharding):
         return None
     output = graph.ops[graph.ops[LOSS].sources[0]]
     found: Graph | str = WHOLE_CLASSES

@@ -18,7 +18,7 @@ from manyhands.parallel.mesh.grid import Grid
 from manyhands.parallel.mesh.placement import WHOLE
 from manyhands.parallel.network import LossFn
 from manyhands.parallel.split import execute, tracing
-from manyhands.parallel.split.graph import INPUT, LOSS, Graph, Loop, Op, name_nodes, trace
+from manyhands.parallel.split.graph import INPUT, LOSS, Graph, Op, Sharding, name_nodes, trace
 from manyhands.parallel.split.rules.functions import MAXIMA, largest, reduced_dims
 
 # (output [n, C], labels int64 [n]) -> the loss of each sample [n, …], or the mean loss [].
@@ -56,7 +56,7 @@ def describe_loss(function: CustomLoss, classes: int, dtype: torch.dtype, device
     result = next(node for node in traced.graph.nodes if node.op == "output").args[0]
     if not isinstance(result, fx.Node) or not ops[names[result]].extents:
         return f"{WHOLE_CLASSES}; this loss returns no tensor"
-    ops[LOSS] = Op(LOSS, LOSS, sources=(names[result],), tied=LOSS, letters={"r": Loop((WHOLE,), WHOLE)})
+    ops[LOSS] = Op(LOSS, LOSS, sources=(names[result],), tied=LOSS, letters={"r": Sharding((WHOLE,), WHOLE)})
     for op in ops.values():
         _allow_sharded_maximum(op, ops)
     graph = Graph(ops, traced, tracing.SAMPLES, (classes,))
@@ -66,10 +66,10 @@ def describe_loss(function: CustomLoss, classes: int, dtype: torch.dtype, device
 
 def _describe_input(given: Op) -> None:
     """Allows sharded classes for the network's output, and only replication for the labels."""
-    given.letters = {"r": Loop((), WHOLE)}
+    given.letters = {"r": Sharding((), WHOLE)}
     if given.name == INPUT:
         given.feature, given.trains = 1, True
-        given.letters["c"] = Loop((), 1, length=given.extent.dims[1])
+        given.letters["c"] = Sharding((), 1, length=given.extent.dims[1])
 
 
 def _fold_sizes(traced: fx.GraphModule, many: dict[fx.Node, Any], few: dict[fx.Node, Any]) -> None:
@@ -107,16 +107,16 @@ def _allow_sharded_maximum(op: Op, ops: dict[str, Op]) -> None:
         return
     source = ops[op.sources[0]]
     if source.feature and source.feature in (reduced_dims(op, len(source.extent.dims)) or ()):
-        op.letters["i"] = Loop((source.feature,), WHOLE, length=source.extent.dims[source.feature])
+        op.letters["i"] = Sharding((source.feature,), WHOLE, length=source.extent.dims[source.feature])
 
 
 def shard_classes(graph: Graph) -> dict[str, str] | str:
     """Returns {op: sharding letter} along an axis that shards the classes, or the reason (text) why an op has none."""
     letters: dict[str, str] = {}
     for op in graph.ops.values():
-        loops = [graph.ops[name].letters[letters[name]] for name in op.sources]
-        cut = any(isinstance(loop, Loop) and isinstance(loop.output, int) for loop in loops)
-        fitting = [letter for letter in ("c", "i") if isinstance(op.letters.get(letter), Loop)]
+        shardings = [graph.ops[name].letters[letters[name]] for name in op.sources]
+        cut = any(isinstance(sharding, Sharding) and isinstance(sharding.output, int) for sharding in shardings)
+        fitting = [letter for letter in ("c", "i") if isinstance(op.letters.get(letter), Sharding)]
         if op.name == INPUT or op.kind == "one_hot":
             letters[op.name] = "c" if fitting else "r"
         elif not cut or op.name == LOSS:

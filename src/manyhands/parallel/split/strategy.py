@@ -20,7 +20,7 @@ from manyhands.core.choices import did_you_mean
 from manyhands.core.errors import UserError
 from manyhands.core.mesh import Mesh
 from manyhands.parallel.plan import Plan
-from manyhands.parallel.split.graph import Graph, Loop, Op
+from manyhands.parallel.split.graph import Graph, Op, Sharding
 
 MEANINGS = {
     "n": "samples",
@@ -199,7 +199,7 @@ def _parse_for_op(text: str, op: Op, graph: Graph, mesh: Mesh, where: str) -> di
     letters = from_mindspore(op.kind, tuples, mesh, where)
     if op.module is not None and op.kind in {"linear", "conv"}:
         return letters  # the tuples include the parameters, and `_counts_by_letter` has compared them
-    if any(not isinstance(op.letters.get(letter), Loop) for letter in letters.values()):
+    if any(not isinstance(op.letters.get(letter), Sharding) for letter in letters.values()):
         return letters  # refused later, with a reason
     allowed = f"split the op by {', '.join(op.allowed())}, such as n@{mesh.names[0]}"
     read = _shards_read(op, graph, [letters[axis] for axis in sorted(letters)], mesh)
@@ -215,7 +215,7 @@ def _parse_for_op(text: str, op: Op, graph: Graph, mesh: Mesh, where: str) -> di
 
 def _shards_read(op: Op, graph: Graph, letters: list[str], mesh: Mesh) -> list[tuple[str, tuple[int, ...]]]:
     """Returns (name, number of shards per dimension) of each tensor that an op reads. `letters`: one per axis."""
-    loops = [loop for loop in (op.letters[letter] for letter in letters) if isinstance(loop, Loop)]
+    shardings = [sharding for sharding in (op.letters[letter] for letter in letters) if isinstance(sharding, Sharding)]
 
     def pieces(sides: list[Any], dims: int) -> tuple[int, ...]:
         cut = tuple(mesh.parts([axis for axis, side in enumerate(sides) if side == dim]) for dim in range(dims))
@@ -223,11 +223,11 @@ def _shards_read(op: Op, graph: Graph, letters: list[str], mesh: Mesh) -> list[t
 
     found: list[tuple[str, tuple[int, ...]]] = []
     for place, name in enumerate(op.sources):
-        taken = pieces([loop.inputs[place] for loop in loops], len(graph.ops[name].extents[0].dims))
+        taken = pieces([sharding.inputs[place] for sharding in shardings], len(graph.ops[name].extents[0].dims))
         transposed = place == 1 and op.node is not None and op.node.target is functional.linear
         found.append((name, taken[::-1] if transposed else taken))
     for name, tensor in op.parameters().items():
-        found.append((name, pieces([loop.cuts.get(name) for loop in loops], tensor.ndim)))
+        found.append((name, pieces([sharding.cuts.get(name) for sharding in shardings], tensor.ndim)))
     return found
 
 
@@ -239,7 +239,7 @@ def _letter_for_op(op: Op, letter: str, *, exact: bool) -> str:
 
 
 def _default_letter(ops: list[Op], letter: str) -> str:
-    return letter if all(isinstance(op.letters.get(letter), Loop) for op in ops if op.letters) else "r"
+    return letter if all(isinstance(op.letters.get(letter), Sharding) for op in ops if op.letters) else "r"
 
 
 def _require_valid(op: Op, letters: tuple[str, ...], mesh: Mesh, where: str) -> None:
@@ -254,16 +254,16 @@ def _require_valid(op: Op, letters: tuple[str, ...], mesh: Mesh, where: str) -> 
 def refusal(op: Op, letters: tuple[str, ...], mesh: Mesh) -> str:
     """Returns the reason why an op can't be sharded by `letters`, one per mesh axis; empty if it can."""
     for letter in set(letters):
-        loop = op.letters.get(letter)
-        if loop is None:
+        sharding = op.letters.get(letter)
+        if sharding is None:
             return f"the op has no dimension {letter}"
-        if isinstance(loop, str):
-            return loop
+        if isinstance(sharding, str):
+            return sharding
         parts = mesh.parts([axis for axis, one in enumerate(letters) if one == letter])
-        if loop.length and loop.even and loop.length % parts:
-            return f"the length {loop.length} can't be divided into {parts} equal pieces"
-        if loop.length and loop.length < parts:
-            return f"the length {loop.length} can't be divided into {parts} pieces"
+        if sharding.length and sharding.even and sharding.length % parts:
+            return f"the length {sharding.length} can't be divided into {parts} equal pieces"
+        if sharding.length and sharding.length < parts:
+            return f"the length {sharding.length} can't be divided into {parts} pieces"
     return ""
 
 

@@ -10,7 +10,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from manyhands.core.errors import UserError
 from manyhands.parallel.mesh.placement import SPREAD, SUM, WHOLE, Extent, Side
-from manyhands.parallel.split.graph import INPUT, LOSS, Graph, Loop, Op, name_nodes, tensors_of, tie_all, trace
+from manyhands.parallel.split.graph import INPUT, LOSS, Graph, Op, Sharding, name_nodes, tensors_of, tie_all, trace
 from manyhands.parallel.split.rules import OPAQUE, RULES, Describe, Rule, functions
 from manyhands.parallel.split.rules import layers as _layers  # noqa: F401 - registers its rules
 
@@ -24,16 +24,16 @@ def register_rule(kind: type[nn.Module]) -> Callable[[Describe], Describe]:
     """Registers a function that declares how modules of a class can be sharded.
 
     The function receives the op and the ops that compute its inputs, and sets two attributes. `op.feature` is the
-    dimension of the output that holds the channels or features. `op.letters` is a dict with a `Loop` for each letter
-    (n, o, i, c, h, v or r) that a plan may use for this op. A Loop states which dimension of each input, of the output
-    and of each parameter is sharded, and the length of that dimension. `whole_or_batch` returns the Loops of "r"
-    (replicated) and, unless the op mixes samples, "n" (samples sharded):
+    dimension of the output that holds the channels or features. `op.letters` has a `Sharding` for each letter (n, o, i,
+    c, h, v or r) that a plan may use for this op: which dimension of each input, of the output and of each parameter is
+    sharded, and the length of that dimension. `whole_or_batch` returns the `Sharding` of "r" (replicated) and, unless
+    the op mixes samples, of "n" (samples sharded):
 
         @manyhands.register_rule(Scale)  # multiplies each channel (dimension 1) by its parameter `weight` [C]
         def scale(op, inputs):
             op.feature = 1
             op.letters = whole_or_batch(op, inputs)
-            op.letters["c"] = Loop(inputs=(1,), output=1, cuts={"weight": 0}, length=op.extent.dims[1])
+            op.letters["c"] = Sharding(inputs=(1,), output=1, cuts={"weight": 0}, length=op.extent.dims[1])
     """
 
     def register(describe: Describe) -> Describe:
@@ -98,7 +98,7 @@ def describe_ops(
 
 
 def _describe_input(samples: Op) -> None:
-    samples.letters = {"n": Loop((), 0), "r": Loop((), WHOLE)}
+    samples.letters = {"n": Sharding((), 0), "r": Sharding((), WHOLE)}
 
 
 # Layers of torch that compute each row separately, and the number of dimensions of their input.
@@ -236,7 +236,7 @@ def _almost_equal(one: Tensor, other: Tensor) -> bool:
 
 def _set_letters(op: Op, inputs: list[Op]) -> None:
     if op.reads_attribute:
-        op.letters = {"n": Loop((), SPREAD, partial=frozenset({""})), "r": Loop((), WHOLE)}
+        op.letters = {"n": Sharding((), SPREAD, partial=frozenset({""})), "r": Sharding((), WHOLE)}
         return
     if any(one.batched and one.extents for one in inputs) and op.extents and not op.batched:
         op.batchwise = False
@@ -259,10 +259,10 @@ def _refuse_hidden(op: Op) -> None:
     if module is None:
         return
     own = op.parameters()
-    for letter, loop in op.letters.items():
-        if letter in {"n", "r"} or isinstance(loop, str):
+    for letter, sharding in op.letters.items():
+        if letter in {"n", "r"} or isinstance(sharding, str):
             continue
-        made = [name for name in loop.cuts if name not in own and getattr(module, name, None) is not None]
+        made = [name for name in sharding.cuts if name not in own and getattr(module, name, None) is not None]
         if made:
             op.letters[letter] = f"the parameter {made[0]} is computed from other tensors"
         elif module._forward_hooks or module._forward_pre_hooks:
@@ -278,10 +278,10 @@ def _add_loss(graph: Graph, traced: fx.GraphModule, names: dict[fx.Node, str]) -
     if not sources or not all(op.batched for op in sources):
         raise UserError("the network's output doesn't have one row per sample", "model.name")
     sides: tuple[Side, ...] = tuple(0 for _ in sources)
-    loss.letters = {"n": Loop(sides, SPREAD), "r": Loop(tuple(WHOLE for _ in sources), WHOLE)}
+    loss.letters = {"n": Sharding(sides, SPREAD), "r": Sharding(tuple(WHOLE for _ in sources), WHOLE)}
     dims = sources[0].extent.dims
     if len(sources) == 1 and len(sources[0].extents) == 1 and len(dims) == 2:
-        loss.letters["o"] = Loop((1,), WHOLE, length=dims[1])
+        loss.letters["o"] = Sharding((1,), WHOLE, length=dims[1])
     else:
         loss.letters["o"] = "classes are split only if the network returns one output [N, classes]"
     if not all(op.batchwise for op in sources):
@@ -367,14 +367,14 @@ def _can_read_shards(reader: Op) -> bool:
     return bool(offered) and (reader.kind == "matmul" or _order(reader) is not None)
 
 
-def _placement_for_readers(op: Op, letter: str, reading: list[tuple[Op, int]]) -> Loop | str:
+def _placement_for_readers(op: Op, letter: str, reading: list[tuple[Op, int]]) -> Sharding | str:
     """Returns the placement of a parameter, sharded by `letter`, that fits all readers, or the reason why none fits."""
     sides: set[Side] = set()
     for reader, place in reading:
-        loop = reader.letters.get(letter, f"the op has no dimension {letter}")
-        if isinstance(loop, str):
-            return f"{reader.name} reads the parameter, and {loop}"
-        sides.add(loop.inputs[place])
+        sharding = reader.letters.get(letter, f"the op has no dimension {letter}")
+        if isinstance(sharding, str):
+            return f"{reader.name} reads the parameter, and {sharding}"
+        sides.add(sharding.inputs[place])
     if len(sides) > 1:
         return f"{' and '.join(reader.name for reader, _ in reading)} would split the parameter differently"
     side = sides.pop()
@@ -382,9 +382,9 @@ def _placement_for_readers(op: Op, letter: str, reading: list[tuple[Op, int]]) -
     inputs: tuple[Side, ...] = () if op.reads_attribute else (order[side] if order and isinstance(side, int) else side,)
     if isinstance(side, int):
         cuts = {"": side} if op.reads_attribute else {}
-        return Loop(inputs, side, cuts, length=op.extent.dims[side])
+        return Sharding(inputs, side, cuts, length=op.extent.dims[side])
     # A reader takes its term of a sum from the full parameter, whose gradient is then complete.
-    return Loop(
+    return Sharding(
         inputs if side != SUM else tuple(WHOLE for _ in inputs),
         WHOLE if side == SUM else SPREAD,
         partial=frozenset({""} if op.reads_attribute and side == SPREAD else ()),
@@ -413,16 +413,16 @@ def refuse_conflicting_letters(ops: dict[str, Op]) -> None:
 
 def _sharding_of(op: Op, name: str, letter: str) -> Any:
     """Returns (dimension, view, True if gradients are summed): how an op sharded by `letter` shards a parameter."""
-    loop = op.letters.get(letter)
-    if not isinstance(loop, Loop):
+    sharding = op.letters.get(letter)
+    if not isinstance(sharding, Sharding):
         return None
-    return loop.cuts.get(name), op.views.get(name), name in loop.partial
+    return sharding.cuts.get(name), op.views.get(name), name in sharding.partial
 
 
 def refuse_training_only_letters(training: dict[str, Op], evaluation: dict[str, Op]) -> None:
     """Disallows kinds of sharding (letters) in training under which evaluation couldn't read a parameter."""
     for name, op in evaluation.items():
         if op.reads_attribute and name in training:
-            for letter, loop in training[name].letters.items():
-                if isinstance(loop, Loop) and loop.cuts and not isinstance(op.letters.get(letter), Loop):
+            for letter, one in training[name].letters.items():
+                if isinstance(one, Sharding) and one.cuts and not isinstance(op.letters.get(letter), Sharding):
                     training[name].letters[letter] = "evaluation reads the parameter differently"

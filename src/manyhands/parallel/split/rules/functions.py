@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from manyhands.core.mesh import bounds
 from manyhands.parallel.mesh.grid import Grid
 from manyhands.parallel.mesh.placement import SPREAD, SUM, WHOLE, Side
-from manyhands.parallel.split.graph import Loop, Op, whole_or_batch
+from manyhands.parallel.split.graph import Op, Sharding, whole_or_batch
 from manyhands.parallel.split.rules import rule
 
 
@@ -64,7 +64,7 @@ def elementwise(op: Op, inputs: list[Op]) -> None:
         return
     op.feature = known[0]
     sides: list[Side] = [_side(one, op, op.feature) for one in inputs]
-    op.letters["c"] = Loop(tuple(sides), op.feature, length=op.extent.dims[op.feature])
+    op.letters["c"] = Sharding(tuple(sides), op.feature, length=op.extent.dims[op.feature])
 
 
 def _side(source: Op, op: Op, feature: int) -> Side:
@@ -108,7 +108,7 @@ def one_hot(op: Op, inputs: list[Op]) -> None:
     """Allows sharding of samples (n) and classes (c)."""
     op.letters = whole_or_batch(op, inputs)
     op.feature = len(op.extent.dims) - 1
-    op.letters["c"] = Loop((WHOLE,), op.feature, length=_num_classes(op))
+    op.letters["c"] = Sharding((WHOLE,), op.feature, length=_num_classes(op))
 
 
 POOLS: tuple[type[nn.Module], ...] = (
@@ -133,7 +133,7 @@ def pool(op: Op, inputs: list[Op]) -> None:
     op.feature = 1
     flattened = result[1] != source[1]
     # A flattened channel is several features, so only equal shards of channels are shards of features.
-    op.letters["c"] = Loop((1,), 1, length=source[1], even=flattened)
+    op.letters["c"] = Sharding((1,), 1, length=source[1], even=flattened)
 
 
 # Matrix products. One operand or both depend on the samples.
@@ -191,11 +191,11 @@ def product(op: Op, inputs: list[Op]) -> None:
     if bias is not None:
         terms[bias.name] = SUM  # the bias is a term of the sum: complete on one process, zeros on the others
         outputs[bias.name] = len(bias.extent.dims) - 1
-    op.letters["i"] = Loop(_sides(inputs, terms), SUM, length=left.extent.dims[rows])
+    op.letters["i"] = Sharding(_sides(inputs, terms), SUM, length=left.extent.dims[rows])
     if columns is None or last < 1 or (bias is not None and bias.extent.dims[-1:] != op.extent.dims[-1:]):
         return
     op.feature = last
-    op.letters["o"] = Loop(_sides(inputs, outputs), last, length=op.extent.dims[last])
+    op.letters["o"] = Sharding(_sides(inputs, outputs), last, length=op.extent.dims[last])
 
 
 def _dims_of_right(target: Any, right: Op) -> tuple[int, int | None]:
@@ -270,12 +270,12 @@ class _LargestOfParts(torch.autograd.Function):
 
 def _part_of_reduction(op: Op, letters: tuple[str, ...], grid: Grid) -> nn.Module | None:
     cut = [axis for axis, letter in enumerate(letters) if letter == "i"]
-    loop = op.letters.get("i")
-    if grid.parts(cut) == 1 or op.node is None or not isinstance(loop, Loop) or op.node.target in SUMS:
+    sharding = op.letters.get("i")
+    if grid.parts(cut) == 1 or op.node is None or not isinstance(sharding, Sharding) or op.node.target in SUMS:
         return None
     if op.node.target in MAXIMA:
         return LargestOfParts(grid.group(cut), grid.place(cut), grid.parts(cut))
-    return MeanOfPart(op.node.target, int(loop.inputs[0]), loop.length)
+    return MeanOfPart(op.node.target, int(sharding.inputs[0]), sharding.length)
 
 
 _REDUCTIONS = SUMS | MEANS | MAXIMA | {torch.amax, torch.amin, "amax", "amin"}
@@ -293,13 +293,13 @@ def reduction(op: Op, inputs: list[Op]) -> None:
         return
     if feature in dims:
         if op.node.target in SUMS | MEANS:
-            op.letters["i"] = Loop((feature,), SUM, length=whole[feature])
+            op.letters["i"] = Sharding((feature,), SUM, length=whole[feature])
         else:
             op.letters["i"] = "a maximum over a split dimension is supported only in a loss"
     elif 0 not in dims:
         kept = len(op.extent.dims) == len(whole)
         op.feature = feature if kept else feature - sum(dim < feature for dim in dims)
-        op.letters["c"] = Loop((feature,), op.feature, length=whole[feature])
+        op.letters["c"] = Sharding((feature,), op.feature, length=whole[feature])
 
 
 def reduced_dims(op: Op, dims: int) -> set[int] | None:
@@ -351,4 +351,4 @@ def reorder(op: Op, inputs: list[Op]) -> None:
     if order is None or before is None or order[0] != 0 or before == 0:
         return
     op.feature = order.index(before)
-    op.letters["c"] = Loop((before,), op.feature, length=op.extent.dims[op.feature])
+    op.letters["c"] = Sharding((before,), op.feature, length=op.extent.dims[op.feature])

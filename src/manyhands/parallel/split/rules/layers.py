@@ -11,7 +11,7 @@ from torch.nn.modules.conv import _ConvNd
 from manyhands.core.mesh import bounds
 from manyhands.parallel.mesh.grid import Grid
 from manyhands.parallel.mesh.placement import SPREAD, SUM, WHOLE
-from manyhands.parallel.split.graph import Loop, Op, whole_or_batch
+from manyhands.parallel.split.graph import Op, Sharding, whole_or_batch
 from manyhands.parallel.split.rules import rule
 
 Layer = TypeVar("Layer", bound=nn.Module)
@@ -76,7 +76,7 @@ def attention(op: Op, inputs: list[Op]) -> None:
         "out_proj.weight": (whole, heads, width),
     }
     cuts = {"in_proj_weight": 1, "in_proj_bias": 1, "out_proj.weight": 1}
-    op.letters["h"] = Loop((SPREAD,), SUM, cuts, frozenset({"out_proj.bias"}), heads)
+    op.letters["h"] = Sharding((SPREAD,), SUM, cuts, frozenset({"out_proj.bias"}), heads)
 
 
 def _why_unsharded(op: Op, layer: nn.MultiheadAttention) -> str:
@@ -104,7 +104,7 @@ def batch_norm(op: Op, inputs: list[Op]) -> None:
     if others:
         op.letters["c"] = f"the module has more parameters than BatchNorm ({', '.join(sorted(others))})"
         return
-    op.letters["c"] = Loop((1,), 1, dict.fromkeys(PER_CHANNEL, 0), length=channels)
+    op.letters["c"] = Sharding((1,), 1, dict.fromkeys(PER_CHANNEL, 0), length=channels)
 
 
 class PartialConvolution(PartialLayer[_ConvNd]):
@@ -132,10 +132,10 @@ def convolution(op: Op, inputs: list[Op]) -> None:
     op.feature = 1
     op.letters = whole_or_batch(op, inputs)
     if layer.groups == 1:
-        op.letters["o"] = Loop((SPREAD,), 1, {"weight": 0, "bias": 0}, length=layer.out_channels)
-        op.letters["i"] = Loop((1,), SUM, {"weight": 1}, frozenset({"bias"}), layer.in_channels)
+        op.letters["o"] = Sharding((SPREAD,), 1, {"weight": 0, "bias": 0}, length=layer.out_channels)
+        op.letters["i"] = Sharding((1,), SUM, {"weight": 1}, frozenset({"bias"}), layer.in_channels)
     else:
-        op.letters["c"] = Loop((1,), 1, {"weight": 0, "bias": 0}, length=layer.groups, even=True)
+        op.letters["c"] = Sharding((1,), 1, {"weight": 0, "bias": 0}, length=layer.groups, even=True)
 
 
 class SomeRows(nn.Module):
@@ -177,8 +177,8 @@ def embedding(op: Op, inputs: list[Op]) -> None:
     last = len(op.extent.dims) - 1
     op.feature = last
     op.letters = whole_or_batch(op, inputs)
-    op.letters["o"] = Loop((WHOLE,), last, {"weight": 1}, length=layer.embedding_dim)
-    op.letters["v"] = Loop((WHOLE,), SUM, {"weight": 0}, length=layer.num_embeddings)
+    op.letters["o"] = Sharding((WHOLE,), last, {"weight": 1}, length=layer.embedding_dim)
+    op.letters["v"] = Sharding((WHOLE,), SUM, {"weight": 0}, length=layer.num_embeddings)
 
 
 class PartialLinear(PartialLayer[nn.Linear]):
@@ -203,8 +203,8 @@ def linear(op: Op, inputs: list[Op]) -> None:
     op.feature = last
     op.letters = whole_or_batch(op, inputs)
     if last:
-        op.letters["o"] = Loop((SPREAD,), last, {"weight": 0, "bias": 0}, length=layer.out_features)
-        op.letters["i"] = Loop((last,), SUM, {"weight": 1}, frozenset({"bias"}), layer.in_features)
+        op.letters["o"] = Sharding((SPREAD,), last, {"weight": 0, "bias": 0}, length=layer.out_features)
+        op.letters["i"] = Sharding((last,), SUM, {"weight": 1}, frozenset({"bias"}), layer.in_features)
 
 
 def _fewer_groups(op: Op, letters: tuple[str, ...], grid: Grid) -> None:
@@ -223,4 +223,4 @@ def norm(op: Op, inputs: list[Op]) -> None:
     op.feature = inputs[0].feature
     if isinstance(op.module, nn.GroupNorm):
         op.feature = 1
-        op.letters["c"] = Loop((1,), 1, {"weight": 0, "bias": 0}, length=op.module.num_groups, even=True)
+        op.letters["c"] = Sharding((1,), 1, {"weight": 0, "bias": 0}, length=op.module.num_groups, even=True)
