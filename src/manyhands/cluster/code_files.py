@@ -57,8 +57,8 @@ def code_files(
 ) -> Iterator[Path]:
     """Yields the code files below a folder in a fixed order, without following links to folders.
 
-    Calls `leave(path, reason)` for each file skipped because of CREDENTIALS or ELSEWHERE. After the files of the first
-    `most_folders` subfolders, raises UserError if there are more.
+    Calls `on_skip(path, reason)` for skipped files that look like credentials, or link out of the folder. Raises
+    UserError after the files of the first `most_folders` subfolders if there are more.
     """
     top = folder.resolve()
     for count, (place, folders, names) in enumerate(os.walk(folder)):

@@ -73,7 +73,7 @@ class Ending:
 
 
 def first_cause(ending: Ending) -> Failure | None:
-    """Returns the first of: evicted rank, original failure, lost machine or tunnel, killed process, any failure."""
+    """Returns the cause: an evicted rank, else an original failure, a lost machine or tunnel, a kill, any failure."""
     records = sorted(ending.records.values(), key=lambda record: (record.consequence, record.time))
     if ending.evicted:
         rank, why = next(iter(ending.evicted.items()))

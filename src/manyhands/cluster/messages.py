@@ -115,7 +115,7 @@ class InvalidCallError(ValueError):
 
 
 def perform(agent: object, call: Call) -> Any:
-    """Calls a remote method of `agent` and returns the result. Raises InvalidCallError."""
+    """Calls a remote method of `agent` and returns the result. Raises InvalidCallError for an invalid call."""
     method: Callable[..., Any] | None = getattr(type(agent), call.method, None)
     if method is None or method not in _remote:
         raise InvalidCallError(f"unknown method {call.method!r}")
@@ -171,7 +171,7 @@ def encode(message: Message, number: int = 0) -> bytes:
 
 
 def decode(line: bytes) -> tuple[int, Message] | None:
-    """Returns (id, message) of a line: `Misunderstood` for an invalid message; None for output of a login shell."""
+    """Returns (id, message) of a line; None for a login shell's output. An invalid message is `Misunderstood`."""
     try:
         content = parse_json(line, infinite=True)
     except ValueError as error:
@@ -195,7 +195,7 @@ def decode(line: bytes) -> tuple[int, Message] | None:
 class Lines:
     """One end of a connection: splits received bytes into messages, and keeps sent messages until acknowledged.
 
-    A heartbeat acknowledges all other messages received so far by their number. Heartbeats are not counted.
+    A heartbeat contains the number of other messages received so far, which acknowledges these messages.
     """
 
     def __init__(self) -> None:
@@ -232,7 +232,7 @@ class Lines:
         return messages
 
     def acknowledge(self, count: int) -> None:
-        """Drops the sent messages that the peer has received, the first `count` since the start."""
+        """Drops the first `count` messages sent on this connection, because the peer has received them."""
         while len(self._unacknowledged) > max(0, self._sent - count):
             self._unacknowledged.popleft()
 

@@ -203,7 +203,7 @@ def private_files() -> Generator[None]:
 
 
 def usual_umask() -> int:
-    """Returns the user's umask inside `private_files`, else -1, as the argument `umask` of `subprocess.Popen`."""
+    """Returns the `umask` for `subprocess.Popen`: the user's umask inside `private_files`, else -1 (unchanged)."""
     return _umasks[0] if _umasks else -1
 
 

@@ -90,7 +90,7 @@ def parse_mesh(text: str, where: str = "parallel.mesh") -> Mesh:
 
 
 def make_mesh(sizes: Mapping[str, Any], where: str = "mesh", count: int | None = None) -> Mesh:
-    """Creates a mesh from {axis name: size}. `count`: axes in the user's text, to find repeats. Raises UserError."""
+    """Creates a mesh from {axis name: size}. Raises UserError if invalid, or not of `count` axes."""
     if not 0 < len(sizes) <= MOST_AXES or len(sizes) != (count or len(sizes)):
         hints = ("write a mesh such as dp=2,tp=2",)
         raise UserError("a mesh needs one to three axes with different names", where, hints)
@@ -117,7 +117,7 @@ def bounds(length: int, parts: int) -> list[int]:
 
 
 def split_dimensions(shape: tuple[int, ...], view: tuple[int, ...]) -> list[range] | None:
-    """Returns for each dimension of `shape` the range of its dimensions in `view`; None if `view` doesn't match."""
+    """Returns the dimensions of `view` into which each dimension of `shape` is split; None if they don't factor it."""
     if len(shape) == len(view):
         return [range(dim, dim + 1) for dim in range(len(view))] if shape == view else None
     groups: list[range] = []

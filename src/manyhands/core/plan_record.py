@@ -28,7 +28,7 @@ class PlanRecord(BaseModel):
     # How the plan was found.
     mode: str = Field(default="", description="parallel mode that runs the plan")
     reason: str = ""
-    recommended: dict[str, Any] = Field(default={}, description="row of the table, and number of processes")
+    recommended: dict[str, Any] = Field(default={}, description="row of the comparison table, and number of processes")
     predicted: dict[str, Any] = Field(default={}, description="time and traffic of an update, in ms and bytes")
     measured: dict[str, Any] = Field(default={}, description="time of an update in ms")
     candidates: list[dict[str, Any]] = Field(default=[], description="all compared plans")
@@ -57,7 +57,7 @@ class PlanRecord(BaseModel):
         return {"format": self.format, **self.model_dump(exclude_unset=True)}
 
     def about(self) -> dict[str, Any]:
-        """Returns the fields that describe the plan, without the fields that define it (SPLIT)."""
+        """Returns the fields that describe the plan, without the fields that define the sharding."""
         return self.model_dump(exclude_unset=True, exclude=set(SPLIT))
 
     def mesh_and_layouts(self, where: str) -> tuple[Mesh, Mapping[str, TensorLayout]]:

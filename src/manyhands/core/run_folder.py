@@ -49,7 +49,7 @@ class RunFolder:
         return self.job.is_file()
 
     def wait_for_link(self) -> None:
-        """Waits up to 5 s until the launcher has linked the old path to a moved run folder; see `run.folder`."""
+        """Waits up to 5 s until this path exists: after moving a run folder, the launcher links the old path to it."""
         until = time.monotonic() + 5.0
         while not self.exists() and time.monotonic() < until:
             time.sleep(0.05)
@@ -76,7 +76,7 @@ def python_parts(path: Path) -> tuple[str, ...]:
 
 
 def resume_command(path: Path, flags: str = "", settings: str = "") -> str:
-    """Returns the command that resumes a run, with `flags`; for a run of `fit`, the argument `out` and `settings`."""
+    """Returns the command that resumes a run, with `flags`, or `fit`'s arguments (`out` and `settings`) for its runs."""
     if python_parts(path):
         return f"{_PROGRAM}{str(path)!r}{settings and ', '}{settings}"
     return f"{_COMMAND} {shlex.quote(str(path))}{flags and ' '}{flags}"

@@ -65,7 +65,7 @@ class Agent(Probe):
         until_gone.callback(lambda: self._tunnels and self._tunnels.close())
 
     def tick(self) -> list[Message]:
-        """Sends new records of the run and returns new commands of the launcher. Called often while workers run."""
+        """Sends new records of the run to the launcher; returns its new commands. Called often while workers run."""
         commands: list[Message] = []
         for message in self.wire.poll():
             if not isinstance(message, Call):
@@ -110,7 +110,7 @@ class Agent(Probe):
     @remote
     @private_files()
     def take_code(self, files: dict[str, str]) -> str:
-        """Writes the job's code ({path: base64}) into a folder named by its hash; changes to and returns the folder."""
+        """Writes the job's code ({path: base64}) into a folder named by its hash, enters the folder, and returns its path."""
         digest = hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()[:16]
         folder = platformdirs.user_cache_path("manyhands") / "code" / digest
         from manyhands.cluster.code_files import write_code
@@ -184,7 +184,7 @@ class Agent(Probe):
             keeper.take(piece)
 
     def _keep_copy(self, call: Call) -> None:
-        """Calls `keep_records`, but only prints errors: the run continues, and the next start sends all records."""
+        """Calls `keep_records`, and prints errors instead of raising: the next start sends all records again."""
         try:
             perform(self, call)
         except (OSError, ValueError) as error:
@@ -218,7 +218,7 @@ class Agent(Probe):
 
     @remote
     def open_tunnels(self, commands: dict[str, list[str]], seconds: float) -> dict[str, str]:
-        """Starts ssh commands (by target machine); returns the last error line of each not ready within `seconds`."""
+        """Starts ssh commands (by target machine); returns the last error lines of those not ready within `seconds`."""
         assert self._tunnels
         return self._tunnels.start(commands, seconds)
 
@@ -263,7 +263,7 @@ class Agent(Probe):
 def importing() -> Iterator[None]:
     """Disables garbage collection in a block that imports torch, and shortens the spins of OpenMP threads.
 
-    A collection would take 0.25 s and free nothing. Later collections skip the imported modules too, so that forked
+    A garbage collection would take 0.25 s and free nothing. Later ones skip the imported modules too, so that forked
     workers share this memory. libgomp reads GOMP_SPINCOUNT once, and its default of 300,000 spins takes milliseconds.
     """
     spins = not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & {*os.environ}

@@ -268,7 +268,7 @@ def _error(link: AgentConnection, failed: RequestFailed | str) -> RunError:
 
 
 class Wire:
-    """The agent's end: reads standard input, writes to `output`. Keeps no thread, because the agent forks workers."""
+    """The agent's end of a connection: reads standard input, writes to `output`. Keeps no thread, to allow forks."""
 
     def __init__(self, output: int) -> None:
         self._output, self._lines = output, Lines()
@@ -287,7 +287,7 @@ class Wire:
         return self.remote and time.monotonic() - self.last_received > SILENT_S
 
     def _replaceable(self) -> bool:
-        """Returns True if an ended connection can be replaced. If the launcher exits, only one direction is closed."""
+        """True if only the connection ended, which closes both directions. An exit of the launcher closes one."""
         poll = select.poll()
         poll.register(self._output, 0)
         return bool(self._listener and self.remote and poll.poll(ENDED_MS))
@@ -406,7 +406,7 @@ class Wire:
 
 
 def pass_on(path: str, received: str) -> int:
-    """Passes this process's standard streams to the agent at `path`, and waits until the agent closes them."""
+    """Passes this process's standard streams to the agent's socket `path`, and waits until the agent closes them."""
     with socket.socket(socket.AF_UNIX) as agent:
         try:
             agent.connect(path)

@@ -66,7 +66,7 @@ def usr1_ignored() -> Generator[None]:
 
 
 def take_early() -> "subprocess.Popen[bytes] | None":
-    """Returns the agent that `start_early` started, which waits for the path of its log; None if there is none."""
+    """Returns the agent that `start_early` started, or None. The agent reads its log's path from standard input."""
     early = _unused_agents.pop() if _unused_agents else None
     return early if early and early.poll() is None else None
 

@@ -225,7 +225,7 @@ class ElasticAgent(cast(Any, LocalElasticAgent)):  # torch's decorators hide the
             raise RendezvousGracefulExitError("the workers did not stop in time")
 
     def _launcher_lost_at(self) -> float:
-        """Returns the time of a lost launcher's last message, or of the detection of a newer launcher; else 0."""
+        """Returns the time of a lost launcher's last message, or when a newer launcher was detected, otherwise 0."""
         if not self._orders.term:
             return 0.0 if self._wire.open else self._wire.last_received
         now = time.monotonic()

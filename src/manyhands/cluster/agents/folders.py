@@ -99,7 +99,7 @@ def claim(folder: RunFolder, holder: str = "", patience_s: float = 0, leaving_s:
 
 
 def agent_lock(ranks: Path, machine: int, generation: int = 0) -> FileLock:
-    """Returns the lock that an agent holds while its workers run. After a kill of the launcher, workers still save.
+    """Returns the lock that an agent holds while its workers run or save, even after the launcher was killed.
 
     Each start has its own lock, because a disconnected machine may keep its lock on a shared disk.
     """
@@ -109,7 +109,7 @@ def agent_lock(ranks: Path, machine: int, generation: int = 0) -> FileLock:
 
 
 def agent_has_left(ranks: Path, machine: int, generation: int) -> bool:
-    """Returns True if the agent's `agent_lock` is free, so that no disconnected machine still trains or saves."""
+    """Returns True if an agent's `agent_lock` is free, that is, its workers no longer train or save."""
     path = ranks / f"agent-{machine}-{generation}.lock"
     return not path.exists() or not _is_held(path)
 

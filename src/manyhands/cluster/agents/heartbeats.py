@@ -50,7 +50,7 @@ class HeartbeatMonitor:
         return max((heartbeat.usual_s for heartbeat, _ in self._last.values()), default=0.0)
 
     def news(self, *, all_of_them: bool) -> list[Seen]:
-        """Returns all workers' states if one is stalled or `all_of_them` is set; else []. Checks once a second."""
+        """Returns all workers' states if one is stalled or `always` is set, otherwise []. Checks once a second."""
         now = time.monotonic()
         if now < self._due:
             return []
@@ -125,7 +125,7 @@ class OutOfMemoryKills:
         self._reported = self._read_counter()
 
     def record(self, rank: int, pid: int, heartbeat: Heartbeat | None) -> Failure | None:
-        """Returns a failure record for a killed worker if the counter has risen; None if not, or without a counter."""
+        """Returns a failure record for a killed worker if the kill counter has risen, otherwise None."""
         if self._read_counter() <= self._reported:
             return None
         self._reported += 1

@@ -84,14 +84,14 @@ class RunMachine:
         return self.opened_folder
 
     def count_failure(self, step: int) -> float:
-        """Counts a failure at saved step `step`; returns the seconds to exclude the machine (0: first failure)."""
+        """Counts a failure; `step` is the last saved step. Returns the seconds to exclude the machine (first: 0)."""
         useful = self.since_step is not None and step - self.since_step >= SOON_UPDATES
         self.failures, self.since_step = 1 if useful else self.failures + 1, None
         again = self.failures > 1
         return min(timeouts.EXCLUDED_MOST_S, timeouts.EXCLUDED_S * 2 ** (self.failures - 2)) if again else 0.0
 
     def lose(self, pause_s: float = 0.0) -> None:
-        """Ends the connection. Sets the next contact after `pause_s`, at least RETRY_LEAST_S unless `requested`."""
+        """Ends the connection and schedules the next contact in `pause_s`, at least RETRY_LEAST_S unless `requested`."""
         self._leave(MachineState.LOST)
         self.until = self.since + max(pause_s, 0.0 if self.requested else timeouts.RETRY_LEAST_S)
         self.disconnect()
@@ -281,7 +281,7 @@ def _request_facts(machines: Machines, options: ClusterOptions, wanted: FactsWan
 
 
 def clock_offset(there: float, asked: float) -> float:
-    """Returns the smallest possible offset (s) of a clock that read `there` between our time `asked` and now."""
+    """Returns the least offset (s) of another machine's clock that read `there` between our time `asked` and now."""
     now = time.time()
     return there - now if there > now else there - asked if there < asked else 0.0
 

@@ -21,7 +21,7 @@ PIECE_BYTES = 1 << 20  # larger pieces would delay other messages
 
 
 class Sender:
-    """Finds new records in the run folder of this machine.
+    """Collects the new records of this machine's run folder, to be sent to a `Receiver`.
 
     `held` is the size in bytes of each growing file at the receiver. `output` also sends the output of rank 0, `rest`
     also sends incomplete last lines.
@@ -66,7 +66,7 @@ class Receiver:
         return {name: size_of(self._folder / name) for name in (*GROWING, OUTPUT)}
 
     def take(self, piece: FilePiece) -> None:
-        """Writes a piece. A piece with offset 0 starts a new file; an existing growing file is renamed before."""
+        """Writes a piece. A piece with offset 0 starts a new file; an existing growing file is renamed first."""
         self._waiting.append(piece)
         with contextlib.suppress(OSError):
             while self._waiting:

@@ -198,7 +198,7 @@ class StoreTunnel(contextlib.ExitStack):
     def open(self, machines: Machines) -> str:
         """Makes the first machine listen for the store, and sets `store` of each machine.
 
-        Returns "", or why the store listens on the network instead of loopback. Raises RunError if a machine is lost.
+        Returns the reason why the store listens on the network, or "" if on loopback. Raises RunError if a machine is lost.
         """
         self.close()
         first, *others = machines.running

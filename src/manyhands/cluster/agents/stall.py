@@ -76,7 +76,7 @@ class Stalls:
         return f"step {late.seen.step + 1} has been stalled for {late.seen.stood_s:.0f} s{usual}; {_cause(ranks)}{wake}"
 
     def why_hung(self) -> str:
-        """Returns why the run can't react to a stop request; an empty string if it can, or if the state is unknown."""
+        """Returns the reason why the run can't react to a stop request, or an empty string if no reason is known."""
         ranks = self._current_ranks()
         late = any(rank.seen.stood_s > rank.seen.limit_s for rank in ranks)
         # A rank that computes or receives bytes may yet reach the point where stop requests are read.

@@ -33,7 +33,7 @@ class Switchboard:
         _serve(_unix_listener(ends.questions), self._answer)
 
     def _handle_tunnel(self, tunnel: socket.socket) -> None:
-        """Handles a connection from another machine, which starts with the port (2 bytes)."""
+        """Handles a connection from another machine, whose first 2 bytes are the port to connect to."""
         port = int.from_bytes(tunnel.recv(2, socket.MSG_WAITALL))
         if not listens_at(self._ends.address, port):
             raise ConnectionRefusedError(f"no process of the run listens on port {port}")

@@ -105,7 +105,7 @@ class Children:
 
 
 class SshTunnels(Children):
-    """Ssh connections with port forwarding. `folder`, a short path, gets their control sockets. Raises TunnelError."""
+    """Ssh connections with port forwarding. Their control sockets are in `folder`, a short path. Raises TunnelError."""
 
     def __init__(
         self, machines: Sequence[Machine], options: ClusterOptions, folder: Path, meanwhile: Callable[[], object]
@@ -125,14 +125,14 @@ class SshTunnels(Children):
         return ssh_command(machine, self._options, "-S", f"{self.folder}/{number}".replace("%", "%%"), *words)
 
     def there(self, name: str, to: str) -> int:
-        """Forwards a free loopback port of machine `name` to `to` on this machine; returns it. Raises TunnelError."""
+        """Forwards a free loopback port of machine `name` to `to` on this machine; returns the port. Raises TunnelError."""
         port = self._forward(name, "-R", f"{LOOPBACK}:0:{to}").strip()
         if not port.isdecimal():
             raise TunnelError(f"ssh to {name} did not report the forwarded port: {port!r}")
         return int(port)
 
     def here(self, name: str, listen: str, to: str) -> None:
-        """Forwards `listen` on this machine to `to` on machine `name`. Its ssh server may refuse connections later."""
+        """Forwards `listen` on this machine to `to` on machine `name`, whose ssh server may still refuse connections."""
         self._forward(name, "-L", f"{listen}:{to}")
 
     def _forward(self, name: str, way: str, what: str) -> str:

@@ -211,7 +211,7 @@ def code(folder: Path) -> dict[str, Any]:
 def dataset(name: str, folder: str, workdir: Path) -> dict[str, Any]:
     """Finds a data set on this machine, and hashes the names and sizes of its files.
 
-    "kind" is none (generated data), folder or named; "whole" is false if DATA_S was too short to list all files.
+    "kind" is "folder", "named" (found by name) or "none" (no files). "whole" is False if listing took over DATA_S.
     """
     in_files = choice_named(name) in {"", "published", "torchvision"} and name != "digits"
     if not name or not in_files or ".py:" in name:

@@ -127,7 +127,7 @@ def fails(found: list[DoctorFinding]) -> bool:
 
 
 def odd_ones(values: Mapping[str, Value]) -> tuple[Value | None, dict[str, Value]]:
-    """Returns (most common value, {host: other value}); of equally common values, the first host's counts."""
+    """Returns (most common value, {host: other value}). If values are equally common, the first host's is used."""
     common = max(values.values(), key=Counter(values.values()).__getitem__, default=None)
     return common, {host: value for host, value in values.items() if value != common}
 

@@ -48,7 +48,7 @@ class LaunchDecision:
 
 
 def participate(options: ClusterOptions, environment: Mapping[str, str] | None = None) -> LaunchDecision:
-    """Determines the role of this process from flags, variables or files. Raises UserError for contradictions."""
+    """Determines the role of this process from flags, variables or files. Raises UserError if they disagree."""
     variables = os.environ if environment is None else environment
     if options.init:
         place = _from_variables(variables) if options.init.startswith("env://") else _from_flags(options)
@@ -96,7 +96,7 @@ def refuse_unfollowed(options: ClusterOptions, found: LaunchDecision) -> None:
 
 
 def _from_launcher(options: ClusterOptions, variables: Mapping[str, str]) -> LaunchDecision | None:
-    """Returns the decision from a launcher's variables; None without such variables."""
+    """Returns the launch decision from a launcher's variables; None without such variables."""
     # Kubeflow sets RANK to a machine's index, in addition to PET_…; torchrun's own workers have LOCAL_RANK.
     counts_machines = "LOCAL_RANK" not in variables and described_cluster(variables)
     if all(variables.get(name) for name in LAUNCHER_VARIABLES) and not counts_machines:
@@ -114,7 +114,7 @@ def _from_launcher(options: ClusterOptions, variables: Mapping[str, str]) -> Lau
 def described(
     cluster: inventory.Cluster, origin: str, options: ClusterOptions, variables: Mapping[str, str]
 ) -> LaunchDecision:
-    """Returns the decision for this machine, given a cluster from a file or from a launcher's variables."""
+    """Returns the launch decision for this machine, given a cluster from a file or a launcher's variables."""
     here = find_machine(cluster)
     own, first, several = cluster.machines[here], cluster.machines[0].address, len(cluster.machines) > 1
     if first and not inventory.is_host(first):
@@ -211,7 +211,7 @@ def _process_info(options: ClusterOptions, place: inventory.LauncherPlace) -> Pr
 
 
 def _decision(options: ClusterOptions, place: inventory.LauncherPlace, variables: Mapping[str, str]) -> LaunchDecision:
-    """Returns the decision for a rank; `origins["overridden"]` names other variables and flags that were ignored."""
+    """Returns the launch decision for a rank. `origins["overridden"]` names the variables and flags it ignores."""
     process_info = _process_info(options, place)
     origins, others = {key: value for key, value in place.origins.items() if value}, list[str]()
     for module in modules_with("place"):
@@ -272,7 +272,7 @@ def is_local_name(name: str, addresses: Collection[str]) -> bool:
 
 
 def reachable_address(address: str) -> str:
-    """Returns this machine's address for a name that resolves to loopback, as on Debian; else `address` unchanged.
+    """Returns `address`, or this machine's other address if `address` is a name that resolves to loopback.
 
     Raises UserError if `address` is a loopback address, or if it resolves to loopback and this machine has several
     other addresses or none.
@@ -309,7 +309,7 @@ def _resolve(name: str) -> list[str]:
 
 
 def with_machines(options: ClusterOptions, more: Sequence[inventory.Machine]) -> ClusterOptions:
-    """Returns options with `more` machines after the job's; the same options if the job or `more` has no machines."""
+    """Returns options with `more` appended to the job's machines; the same options if either has no machines."""
     named, hosts = machines_of(options), list[str]()
     if not (named and more):
         return options

@@ -20,7 +20,7 @@ MEANINGS = {  # results of attempts, the most informative first
 
 
 def run(survey: Survey) -> Iterator[DoctorFinding]:
-    """Yields findings on connections (one per machine that explains failures), interfaces, the port and link speed."""
+    """Yields findings on failed connections (one per machine at fault), interfaces, the job's port and link speed."""
     failing = {pair for pair, tries in survey.reach.items() if not any(a.result == "ok" for a in tries)}
     if not failing:
         yield from _common_address(survey)
@@ -46,7 +46,7 @@ def run(survey: Survey) -> Iterator[DoctorFinding]:
 
 
 def _most_failing(survey: Survey, failing: set[Pair]) -> tuple[str, str, set[Pair]]:
-    """Returns the machine in most failing pairs, the failing direction ("to", "from" or "both"), and these pairs."""
+    """Returns (machine in the most failing pairs, failing direction "to", "from" or "both", these pairs)."""
     candidates: list[tuple[int, int, str, str, set[Pair]]] = []
     for host in survey.hosts:
         to, back = ({pair for pair in failing if pair[side] == host} for side in (1, 0))
@@ -133,7 +133,7 @@ def _interfaces(survey: Survey) -> Iterator[DoctorFinding]:
 
 
 def _slow_links(survey: Survey) -> Iterator[DoctorFinding]:
-    """Yields slow links: one finding if all are slow, one per machine that is slow in a direction, or one per pair."""
+    """Yields one finding if all links are slow; else one per machine with only slow links, and one per other slow link."""
     limit = max(SLOW_MBPS, min(statistics.median(survey.mbps.values()) / ODD_FACTOR, ENOUGH_MBPS))
     slow = {pair for pair, mbps in survey.mbps.items() if mbps < limit}
     if len(slow) == len(survey.mbps):

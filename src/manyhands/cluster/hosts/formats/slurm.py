@@ -24,7 +24,7 @@ _COUNT = re.compile(r"([0-9]{1,18})(?:\(x([0-9]{1,18})\))?")
 
 
 def place(environment: Mapping[str, str]) -> inventory.LauncherPlace | None:
-    """Returns the rank of a task; None for a single task or a batch script. Raises UserError on contradictions."""
+    """Returns the rank of a task; None for a single task or a batch script. Raises UserError if variables disagree."""
     if not _in_step(environment) or (size := number(environment, "SLURM_STEP_NUM_TASKS")) == 1:
         return None
     rank, local_rank = number(environment, "SLURM_PROCID"), number(environment, "SLURM_LOCALID")
@@ -80,7 +80,7 @@ def _first_host(environment: Mapping[str, str]) -> tuple[str, str]:
 
 
 def _device(environment: Mapping[str, str], local_size: int) -> tuple[int | None, str]:
-    """Returns (0, origin) if each task sees only its own accelerators (--gpus-per-task …), else (None, "")."""
+    """Returns (device 0, origin for messages) if each task sees only its own (--gpus-per-task …), else (None, "")."""
     name = first_set(environment, VISIBLE)
     if not name:
         return None, ""
@@ -114,7 +114,7 @@ exit $code
 
 
 def nodes(environment: Mapping[str, str]) -> inventory.Cluster | None:
-    """Returns the machines of a job or step with their numbers of tasks; None outside a job. Raises UserError."""
+    """Returns the machines of a job or step with their task counts; None outside a job. Raises UserError if invalid."""
     listed = first_set(environment, NODE_LISTS)
     if not listed:
         return None
@@ -128,7 +128,7 @@ def nodes(environment: Mapping[str, str]) -> inventory.Cluster | None:
 
 
 def expand_hosts(text: str, where: str) -> list[str]:
-    """Expands a list such as "a[01-03]b[1-2],c", with the last bracket varying fastest. Raises UserError."""
+    """Expands a list such as "a[01-03]b[1-2],c", with the last bracket varying fastest. Raises UserError if invalid."""
 
     def broken(at: str) -> UserError:
         message = f'{where} is not a list of machines such as "node[01-03,7],other": "{text}"'
