@@ -36,8 +36,8 @@ from manyhands.cluster.messages import (
     Call,
     CallResult,
     InvalidCallError,
-    Lines,
     Message,
+    MessageStream,
     Misunderstood,
     Reconnected,
     Request,
@@ -68,7 +68,7 @@ MESSAGES = (
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
 def test_what_is_sent_arrives_under_its_number_and_may_come_in_pieces(message):
-    line, lines = encode(message, 7), Lines()
+    line, lines = encode(message, 7), MessageStream()
     assert line.count(b"\n") == 1
     assert lines.take(line[:5]) == []
     assert lines.take(line[5:] + line[:9]) == [(7, message)]

@@ -10,7 +10,13 @@ from hypothesis import strategies as st
 
 from manyhands.cluster.hosts.formats import mpi, slurm
 from manyhands.cluster.hosts.inventory import Cluster, Machine, Rendezvous
-from manyhands.cluster.hosts.this_process import described, find_machine, is_local_name, participate, reachable_address
+from manyhands.cluster.hosts.this_process import (
+    decide_from_cluster,
+    decide_launch,
+    find_machine,
+    is_local_name,
+    reachable_address,
+)
 from manyhands.config.job import ClusterOptions
 from manyhands.config.load import load_job
 from manyhands.core.errors import UserError
@@ -44,7 +50,7 @@ MVAPICH = {f"MV2_COMM_WORLD_{key}": value for key, value in
 
 def member(environment, **options):
     """The membership that comes of variables and options."""
-    found = participate(ClusterOptions(**options), environment)
+    found = decide_launch(ClusterOptions(**options), environment)
     assert found.process_info
     return found.process_info, found.origins
 
@@ -106,15 +112,15 @@ def test_slurms_broken_variables_are_refused(wrong):
 def test_without_srun_there_is_no_place_and_it_is_said(environment):
     assert slurm.place(environment) is None
     with pytest.raises(UserError, match="4 tasks, but only one runs without srun") as caught:
-        participate(ClusterOptions(), environment)
+        decide_launch(ClusterOptions(), environment)
     assert "srun manyhands train" in caught.value.hints[0]
-    assert participate(ClusterOptions(processes=3), environment).processes == 3
+    assert decide_launch(ClusterOptions(processes=3), environment).processes == 3
 
 
 def test_a_job_of_one_task_is_this_machine_alone():
     one = {**BATCH, "SLURM_NTASKS": "1", "SLURM_TASKS_PER_NODE": "1"}
-    assert participate(ClusterOptions(), one).process_info is None
-    assert participate(ClusterOptions(processes=2), step(0, (1,))).processes == 2
+    assert decide_launch(ClusterOptions(), one).process_info is None
+    assert decide_launch(ClusterOptions(processes=2), step(0, (1,))).processes == 2
 
 
 @pytest.mark.parametrize(
@@ -137,7 +143,7 @@ def test_two_mpiruns_meet_at_different_ports():
 @pytest.mark.parametrize("environment", [MVAPICH, {**OPENMPI, "OMPI_COMM_WORLD_SIZE": "4"}])
 def test_mpi_over_several_machines_needs_an_address(environment):
     with pytest.raises(UserError, match="without the address of rank 0"):
-        participate(ClusterOptions(), environment)
+        decide_launch(ClusterOptions(), environment)
 
 
 def test_slurms_own_pmi_leaves_it_to_slurm():
@@ -164,20 +170,20 @@ def test_the_innermost_launcher_counts_and_the_others_are_named(environment, opt
 
 
 def test_masters_variables_alone_are_no_launcher():
-    assert participate(ClusterOptions(), {"MASTER_ADDR": "a", "MASTER_PORT": "1"}).process_info is None
+    assert decide_launch(ClusterOptions(), {"MASTER_ADDR": "a", "MASTER_PORT": "1"}).process_info is None
 
 
 @pytest.mark.parametrize("missing", [["RANK"], ["WORLD_SIZE"], ["MASTER_ADDR"], ["MASTER_ADDR", "MASTER_PORT"]])
 def test_some_of_a_workers_variables_are_not_enough(missing):
     with pytest.raises(UserError, match=", ".join(missing)):
-        participate(ClusterOptions(), {key: value for key, value in WORKER.items() if key not in missing})
+        decide_launch(ClusterOptions(), {key: value for key, value in WORKER.items() if key not in missing})
 
 
 def test_an_address_that_only_means_oneself_is_refused_over_several_machines():
     with pytest.raises(UserError, match=r"several machines, but 127\.0\.0\.1"):
-        participate(ClusterOptions(), {**WORKER, "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"})
+        decide_launch(ClusterOptions(), {**WORKER, "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"})
     with pytest.raises(UserError, match="several machines, but localhost"):
-        participate(ClusterOptions(), step(MASTER_ADDR="localhost"))
+        decide_launch(ClusterOptions(), step(MASTER_ADDR="localhost"))
 
 
 def test_a_name_that_means_loopback_here_becomes_an_address_or_is_refused():
@@ -217,14 +223,14 @@ def test_a_machine_asks_for_its_addresses_as_seldom_in_a_large_cluster_as_in_a_s
 
 def test_a_described_machine_meets_the_others():
     cluster = Cluster((Machine("192.0.2.77", 2), Machine(HERE, 3, (4, 5, 6))), master_port=2222)
-    found = described(cluster, "--cluster x", ClusterOptions(processes=9), {})
+    found = decide_from_cluster(cluster, "--cluster x", ClusterOptions(processes=9), {})
     rendezvous, origins = found.rendezvous, found.origins
     assert rendezvous == Rendezvous((2, 3), 1, "192.0.2.77", 2222, (4, 5, 6))
     assert origins["overridden"] == "-n 9"
     unsized = Cluster((Machine("192.0.2.77"), Machine(HERE)))
-    rendezvous = described(unsized, "x", ClusterOptions(processes=2), {"MASTER_PORT": "77"}).rendezvous
+    rendezvous = decide_from_cluster(unsized, "x", ClusterOptions(processes=2), {"MASTER_PORT": "77"}).rendezvous
     assert (rendezvous.sizes, rendezvous.port) == ((2, 2), 77)
-    assert described(unsized, "x", ClusterOptions(), {}).rendezvous.port == 29500
+    assert decide_from_cluster(unsized, "x", ClusterOptions(), {}).rendezvous.port == 29500
 
 
 ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}

@@ -39,9 +39,9 @@ def seen(rank, **more):
 def told(clock, *ranks, later=None):
     """What two looks, a second apart, have to say."""
     stalls = Stalls()
-    stalls.take(WorkersSeen("n1", list(ranks)))
+    stalls.add_report(WorkersSeen("n1", list(ranks)))
     clock.now += 1
-    stalls.take(WorkersSeen("n1", [each.model_copy(update=later) for each in ranks]))
+    stalls.add_report(WorkersSeen("n1", [each.model_copy(update=later) for each in ranks]))
     return stalls
 
 
@@ -70,7 +70,7 @@ def test_a_stall_names_who_did_not_come(ranks, later, wanted, hung, clock):
 @pytest.mark.parametrize("rank", [seen(0, still_s=29), seen(0, usual_s=20.0, still_s=80), seen(0, still_s=0.1)])
 def test_what_is_slow_as_usual_is_none(rank, clock):
     stalls = Stalls()
-    stalls.take(WorkersSeen("n1", [rank]))
+    stalls.add_report(WorkersSeen("n1", [rank]))
     assert stalls.new_warning() == stalls.why_hung() == ""
 
 
@@ -79,7 +79,7 @@ def test_finished_stall_is_forgotten_and_the_next_one_reported(clock):
     assert stalls.new_warning()
     clock.now += 10  # its agent has nothing to complain of any more
     assert stalls.new_warning() == stalls.why_hung() == ""
-    stalls.take(WorkersSeen("n1", [seen(0)]))
+    stalls.add_report(WorkersSeen("n1", [seen(0)]))
     assert stalls.new_warning()
 
 
@@ -101,7 +101,7 @@ def test_stopped_process_cannot_receive_a_request_at_once(clock):
 def test_who_is_ended_has_been_seen_to_hang_for_some_seconds(rank, wanted, clock):
     stalls = Stalls()
     for seconds in range(6):
-        stalls.take(WorkersSeen("n1", [seen(0), rank]))
+        stalls.add_report(WorkersSeen("n1", [seen(0), rank]))
         # At first it may have been a scheduler that had stopped the whole run, and has it go on.
         assert not stalls.culprit() or (wanted and seconds > 3)
         clock.now += 1
@@ -143,7 +143,7 @@ def stop(process):
 def test_pulses_of_a_real_process_are_read_and_one_that_is_stopped_is_seen(sleeper, tmp_path, monkeypatch):
     monkeypatch.setattr(status, "HEARTBEAT_S", 0.05)
     monkeypatch.setenv(HEARTBEAT_FILE, str(heartbeat_path(tmp_path, 1)))
-    assert HeartbeatMonitor(tmp_path, {1: sleeper.pid}).news(all_of_them=True) == []
+    assert HeartbeatMonitor(tmp_path, {1: sleeper.pid}).states(always=True) == []
     one = HeartbeatWriter()
     one.phase = "save"
     with one.beating():
@@ -151,13 +151,13 @@ def test_pulses_of_a_real_process_are_read_and_one_that_is_stopped_is_seen(sleep
     assert Heartbeat.model_validate_json(heartbeat_path(tmp_path, 1).read_bytes()).phase == "save"
     stop(sleeper)
     pulses = HeartbeatMonitor(tmp_path, {1: sleeper.pid})
-    (found,) = pulses.news(all_of_them=False)
+    (found,) = pulses.states(always=False)
     assert (found.rank, found.pid, found.stopped) == (1, sleeper.pid, True)
-    assert pulses.news(all_of_them=True) == []  # about once a second
+    assert pulses.states(always=True) == []  # about once a second
 
 
 def test_a_process_that_is_stopped_before_its_first_pulse_is_seen(sleeper, tmp_path):
-    assert HeartbeatMonitor(tmp_path, {1: sleeper.pid}).news(all_of_them=True) == []
+    assert HeartbeatMonitor(tmp_path, {1: sleeper.pid}).states(always=True) == []
     stop(sleeper)
-    (found,) = HeartbeatMonitor(tmp_path, {1: sleeper.pid}).news(all_of_them=False)
+    (found,) = HeartbeatMonitor(tmp_path, {1: sleeper.pid}).states(always=False)
     assert (found.rank, found.phase, found.stopped) == (1, "build", True)

@@ -11,7 +11,7 @@ import pytest
 
 from manyhands.cluster.agents import heartbeats
 from manyhands.cluster.agents.connection import AgentConnection, close_all
-from manyhands.cluster.agents.elastic import _last_words
+from manyhands.cluster.agents.elastic import _log_tail
 from manyhands.cluster.agents.protocol import (
     HeadReplaced,
     Orders,
@@ -113,10 +113,10 @@ def test_last_words_are_of_this_start(tmp_path):
         _orders = Orders({}, str(tmp_path), Rendezvous((2,)))
         log_starts = {1: 20}  # noqa: RUF012 - nobody changes it
 
-    words = _last_words(Started(), 1).splitlines()
+    words = _log_tail(Started(), 1).splitlines()
     assert len(words) == 8
     assert set(words) == {"now \ufffd"}
-    assert _last_words(Started(), 0) == ""
+    assert _log_tail(Started(), 0) == ""
 
 
 @pytest.mark.slow

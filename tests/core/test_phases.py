@@ -21,7 +21,7 @@ def test_phases_add_up_to_the_time(path, gradients):
     for number, phase in enumerate(path):
         clock.to(phase)
         if number in gradients:
-            clock.computed()
+            clock.record_gradient()
             clock.backward_ends()
     inner = time.perf_counter() - began
     taken = clock.take()
@@ -38,8 +38,8 @@ def test_phases_add_up_to_the_time(path, gradients):
 def test_what_follows_the_last_gradient_was_waiting():
     clock = PhaseClock()
     clock.to(COMPUTE)
-    clock.computed()
-    clock.computed()
+    clock.record_gradient()
+    clock.record_gradient()
     time.sleep(0.05)
     clock.backward_ends()
     # Without a gradient since, nothing was waited for.

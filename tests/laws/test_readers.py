@@ -23,7 +23,7 @@ from manyhands.checkpoint.snapshot import Snapshot
 from manyhands.checkpoint.trained import find_record
 from manyhands.checkpoint.write import save
 from manyhands.cluster.agents.protocol import FilePiece, WorkersEnded, WorkersStarted
-from manyhands.cluster.hosts.this_process import participate
+from manyhands.cluster.hosts.this_process import decide_launch
 from manyhands.cluster.messages import Alive, Call, CallResult, decode, encode
 from manyhands.config.job import ClusterOptions
 from manyhands.config.load import load_job
@@ -63,7 +63,7 @@ def read_job(folder):
 
 @reader(text("hostfile", "n1 slots=4 max_slots=8\nuser@n2 slots=4 # more\n10.0.0.3\n[fd00::1]:2\n"))
 def read_hostfile(folder):
-    participate(ClusterOptions(hostfile=str(folder / "hostfile")), {})
+    decide_launch(ClusterOptions(hostfile=str(folder / "hostfile")), {})
 
 
 def device(server, card):
@@ -76,7 +76,7 @@ TABLE = {"version": "1.0", "server_count": "1", "status": "completed", "server_l
 
 @reader(text("ranks.json", json.dumps(TABLE)))
 def read_rank_table(folder):
-    participate(ClusterOptions(rank_table=str(folder / "ranks.json"), join_timeout_s=1), {})
+    decide_launch(ClusterOptions(rank_table=str(folder / "ranks.json"), join_timeout_s=1), {})
 
 
 ACCELERATE = """compute_environment: LOCAL_MACHINE
@@ -92,7 +92,7 @@ mixed_precision: bf16
 
 @reader(text("accelerate.yaml", ACCELERATE))
 def read_accelerate(folder):
-    participate(ClusterOptions(file=str(folder / "accelerate.yaml")), {})
+    decide_launch(ClusterOptions(file=str(folder / "accelerate.yaml")), {})
 
 
 SLURM = {"STEP_ID": "0", "JOB_ID": "1", "PROCID": "1", "LOCALID": "1", "STEP_NUM_TASKS": "4", "NODEID": "0"}
@@ -102,7 +102,7 @@ SLURM |= {"STEP_TASKS_PER_NODE": "2(x2)", "STEP_NODELIST": "n[1-2]"}
 @reader(text("environment", "\n".join(f"SLURM_{name}={value}" for name, value in SLURM.items())))
 def read_launchers_variables(folder):
     lines = (folder / "environment").read_bytes().decode(errors="surrogateescape").replace("\0", "").splitlines()
-    participate(ClusterOptions(), dict(line.split("=", 1) for line in lines if "=" in line))
+    decide_launch(ClusterOptions(), dict(line.split("=", 1) for line in lines if "=" in line))
 
 
 @functools.cache

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manyhands.cli.main import main
-from manyhands.cluster.hosts.this_process import participate
+from manyhands.cluster.hosts.this_process import decide_launch
 from manyhands.config.load import load_job
 from manyhands.run.explain import explained
 from manyhands.run.train import launch_decision
@@ -26,7 +26,7 @@ def test_it_says_the_place_that_train_takes(shape):
     size, rank = shape
     variables = {**WORKER, "RANK": str(rank), "WORLD_SIZE": str(size)}
     rows = told(variables)
-    process_info = participate(load_job({}, environment={}).job.cluster, variables).process_info
+    process_info = decide_launch(load_job({}, environment={}).job.cluster, variables).process_info
     assert (rows["rank"].value, rows["world_size"].value) == (process_info.rank, process_info.size) == (rank, size)
     assert (rows["rank"].origin, rows["master_port"].value) == ("RANK", 29400)
 

@@ -36,7 +36,7 @@ def test_output_without_line_ends_comes_from_another_machine_too(tmp_path):
     for piece in (b"epoch 1\n", "\r 10 %|███".encode()[:-1], "█".encode()[-1:] + b"| it/s", b"\nlast words"):
         written += piece
         log.write_bytes(written)
-        for news in sender.news():
+        for news in sender.new_pieces():
             receiver.take(news)
         assert (here.path / OUTPUT).read_bytes() == written
 

@@ -53,7 +53,7 @@ def code_files(
     suffixes: frozenset[str] = SUFFIXES,
     *,
     most_folders: int | None = None,
-    leave: Callable[[Path, str], object] = lambda _path, _why: None,
+    on_skip: Callable[[Path, str], object] = lambda _path, _why: None,
 ) -> Iterator[Path]:
     """Yields the code files below a folder in a fixed order, without following links to folders.
 
@@ -73,14 +73,14 @@ def code_files(
         )
         for name in sorted(names):
             path = here / name
-            why = _reason_to_leave(path, top)
+            why = _skip_reason(path, top)
             if not why:
                 named = path.suffix in suffixes and not name.startswith(".") and path.is_file()
                 if not named or path.stat().st_size > FILE_BYTES or not os.access(path, os.R_OK):
                     continue  # not a code file
                 why = CREDENTIALS if _holds_key(path) else ""
             if why:
-                leave(path, why)
+                on_skip(path, why)
             else:
                 yield path
 
@@ -90,7 +90,7 @@ def holds_run(path: Path) -> bool:
     return (path / "job.toml").is_file() and (path / "ranks").is_dir()
 
 
-def _reason_to_leave(path: Path, top: Path) -> str:
+def _skip_reason(path: Path, top: Path) -> str:
     """Returns the reason to skip a file, found in its name or link target; an empty string if there is none."""
     if _named_like_credentials(path.name):
         return CREDENTIALS
@@ -120,11 +120,11 @@ def copied_code(folder: Path) -> tuple[dict[str, str], list[str]]:
     """
     found, left, total = dict[str, str](), dict[str, list[str]](), 0
 
-    def leave(path: Path, why: str) -> None:
+    def skip(path: Path, why: str) -> None:
         left.setdefault(why, []).append(path.relative_to(folder).as_posix())
 
     listed = listed_files(folder)
-    for path in sorted(code_files(folder, COPIED_SUFFIXES, leave=leave)):
+    for path in sorted(code_files(folder, COPIED_SUFFIXES, on_skip=skip)):
         if listed is not None and path not in listed:
             continue
         total += path.stat().st_size

@@ -106,12 +106,12 @@ def _kill_record(ending: Ending, rank: int, exit_code: int, why: str = "") -> Fa
     if exit_code == -signal.SIGKILL:
         hints = ["check `dmesg | tail` for an out-of-memory kill", "use fewer processes or a smaller train.micro_batch"]
     error = PROCESS_ENDED if why or exit_code < 0 else SystemExit.__name__
-    what, host = why or f"rank {rank} {how_it_ended(exit_code, worker=True)}", ending.hosts.get(rank, "")
+    what, host = why or f"rank {rank} {describe_exit(exit_code, worker=True)}", ending.hosts.get(rank, "")
     excerpt = output and f"last output of rank {rank}:\n{output}"
     return Failure(time=time.time(), rank=rank, host=host, pid=0, error=error, what=what, hints=hints, excerpt=excerpt)
 
 
-def how_it_ended(exit_code: int, *, worker: bool = False) -> str:
+def describe_exit(exit_code: int, *, worker: bool = False) -> str:
     """Describes an exit code for the user; a `worker` with exit code 0 has returned no result."""
     with contextlib.suppress(ValueError):
         if exit_code < 0:

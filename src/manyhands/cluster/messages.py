@@ -192,7 +192,7 @@ def decode(line: bytes) -> tuple[int, Message] | None:
         return number, Misunderstood(f"invalid message: {error}")
 
 
-class Lines:
+class MessageStream:
     """One end of a connection: splits received bytes into messages, and keeps sent messages until acknowledged.
 
     A heartbeat contains the number of other messages received so far, which acknowledges these messages.

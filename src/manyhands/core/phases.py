@@ -39,12 +39,12 @@ class PhaseClock:
         finally:
             self.to(before)
 
-    def computed(self, _parameter: object = None) -> None:
+    def record_gradient(self, _parameter: object = None) -> None:
         """Gradient hook: records the time. After the last gradient, backward only waits for other processes."""
         self._computed = perf_counter()
 
     def backward_ends(self) -> None:
-        """Assigns the time since the last call of `computed` to communication, if that call was in this phase."""
+        """Assigns the time since the last `record_gradient` to communication, if that call was in this phase."""
         if self._computed > self._since:
             self.to(self.to(COMMUNICATION, self._computed))
 

@@ -76,7 +76,7 @@ def python_parts(path: Path) -> tuple[str, ...]:
 
 
 def resume_command(path: Path, flags: str = "", settings: str = "") -> str:
-    """Returns the command that resumes a run, with `flags`, or `fit`'s arguments (`out` and `settings`) for its runs."""
+    """Returns the command that resumes a run, with `flags`. For a run of `fit`, returns arguments of `fit` instead."""
     if python_parts(path):
         return f"{_PROGRAM}{str(path)!r}{settings and ', '}{settings}"
     return f"{_COMMAND} {shlex.quote(str(path))}{flags and ' '}{flags}"

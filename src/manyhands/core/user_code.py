@@ -90,7 +90,7 @@ def refuse_missing_code(word: str, where: str) -> None:
 
 
 def load_object(reference: str, where: str) -> Any:
-    """Imports the user's `file.py:object`, adds its folder to `sys.path`, returns the object. Raises UserError on failure."""
+    """Imports and returns the user's `file.py:object`; adds its folder to `sys.path`. Raises UserError on failure."""
     refuse_missing_code(reference, where)
     path_text, _, name = reference.rpartition(":")
     module = _run_file(Path(path_text).expanduser().resolve(), where)

@@ -8,7 +8,7 @@ from urllib.parse import urlparse
 
 from manyhands.cluster.hosts.formats import hostfile, rank_table, slurm
 from manyhands.cluster.hosts.inventory import Cluster, Rendezvous
-from manyhands.cluster.hosts.this_process import described_cluster, given_cluster, machines_of, participate
+from manyhands.cluster.hosts.this_process import decide_launch, described_cluster, given_cluster, machines_of
 from manyhands.config.load import LoadedJob
 from manyhands.core.errors import UserError
 from manyhands.core.timeouts import time_limits
@@ -39,7 +39,7 @@ def explained(loaded: LoadedJob, environment: Mapping[str, str] | None = None) -
     """Returns the values that training would use, with their origins. Raises UserError: training couldn't start."""
     variables = os.environ if environment is None else environment
     cluster, origins = loaded.job.cluster, loaded.origins
-    found = participate(cluster.model_copy(update={"join_timeout_s": SHORT_S}), variables)
+    found = decide_launch(cluster.model_copy(update={"join_timeout_s": SHORT_S}), variables)
     if info := found.process_info:
         rows, many = _process_rows(info, found.origins, variables), info.size > 1
         index = info.local_rank if info.device_index is None else info.device_index

@@ -245,7 +245,7 @@ class Membership(RestartHooks):
         if self.code and not link.here:
             yield call(agent.Agent.take_code, self.code)
         options, slots = self._job.cluster, machine.spec.slots
-        machine.use(slots, *(yield call(agent.Agent.prepare, slots, options.threads, options.device)))
+        machine.set_device(slots, *(yield call(agent.Agent.prepare, slots, options.threads, options.device)))
 
     def _check_facts(self, machine: RunMachine, facts: Facts) -> None:
         """Raises RefusedError if training with this machine would fail, according to the facts of all machines."""

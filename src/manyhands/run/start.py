@@ -243,7 +243,7 @@ class Starts(contextlib.ExitStack):
         # The last records of a lost machine may not have been received.
         held = {} if machine.records_may_differ else machine.run_folder.held
         sender = Sender(self._folder.path, held, rest=True)
-        while pieces := list(sender.news()):
+        while pieces := list(sender.new_pieces()):
             machine.agent.ask(call(Agent.keep_records, machine.run_folder.folder, pieces), COPY_S, self._machines.links)
         machine.records_may_differ = False
 
@@ -259,7 +259,7 @@ class Starts(contextlib.ExitStack):
         """Sends new records to the machine that keeps a copy, at most every 0.4 s, without waiting for an answer."""
         if self._copy and time.monotonic() >= self._copy_at:
             (link, folder, sender), self._copy_at = self._copy, time.monotonic() + 0.4
-            if not link.closed and (pieces := list(sender.news())):
+            if not link.closed and (pieces := list(sender.new_pieces())):
                 link.post(call(Agent.keep_records, folder, pieces))
 
     def finish_copy(self) -> None:
@@ -267,7 +267,7 @@ class Starts(contextlib.ExitStack):
         if self._copy:
             link, folder, sender = self._copy
             with contextlib.suppress(RunError):
-                while not link.closed and (pieces := list(sender.news())):
+                while not link.closed and (pieces := list(sender.new_pieces())):
                     link.ask(call(Agent.keep_records, folder, pieces), COPY_S)
 
 

@@ -15,7 +15,7 @@ from manyhands.checkpoint.folders import choose
 from manyhands.cluster.agents import machines, protocol, ssh, supervise
 from manyhands.cluster.failures import Failed, as_error
 from manyhands.cluster.hosts.inventory import Rendezvous
-from manyhands.cluster.hosts.this_process import participate
+from manyhands.cluster.hosts.this_process import decide_launch
 from manyhands.config.job import OBJECT, Job
 from manyhands.config.load import announce, load_job
 from manyhands.core.errors import UserError
@@ -149,7 +149,7 @@ def predict_files(
     if model is None and record:
         announce([record.name], path, record, "--model {}")
     job = load_job({"cluster.processes": processes, "cluster.device": device}).job
-    if (processes or 1) > 1 or participate(job.cluster).process_info:
+    if (processes or 1) > 1 or decide_launch(job.cluster).process_info:
         named = [str(file.resolve()) for file in files]
         argument = {"task": "predict", "checkpoint": str(path.resolve()), "pictures": named, "model": model}
         found = _run_task(job, argument)

@@ -127,7 +127,7 @@ def _refuse_missing(job: Job, objects: Any) -> None:
 def launch_decision(job: Job) -> this_process.LaunchDecision:
     """Decides whether this process is a rank or a launcher. Raises UserError, and reports an invalid rank to peers."""
     try:
-        found = this_process.participate(job.cluster)
+        found = this_process.decide_launch(job.cluster)
     except this_process.RankOutsideError as outside:
         from manyhands.worker.member import publish_invalid_rank
 
@@ -210,7 +210,7 @@ def check_script(loaded: LoadedJob) -> None:
         raise UserError(f"{given[0]} has no effect on a script of your own", f"flag --{given[0]}", hints)
     if not this_process.machines_of(job.cluster) and not Path(script).is_file():
         raise UserError(f"there is no script {script}", str(Path.cwd()), ("write the path relative to this folder",))
-    if found := this_process.participate(job.cluster).process_info:
+    if found := this_process.decide_launch(job.cluster).process_info:
         what = f"this process is already rank {found.rank} of {found.size}, as set by {found.started_by}"
         hints = (f"start {script} without manyhands", f"or without a launcher: manyhands train {script} -n 2")
         raise UserError(what, script, hints)

@@ -90,7 +90,7 @@ class Agent(Probe):
 
     def _send_records(self) -> bool:
         """Sends new records of the run folder; returns False if there are none."""
-        pieces = list(self._sender.news()) if self._sender else []
+        pieces = list(self._sender.new_pieces()) if self._sender else []
         for piece in pieces:
             self.wire.send(piece)
         return bool(pieces)
@@ -110,7 +110,7 @@ class Agent(Probe):
     @remote
     @private_files()
     def take_code(self, files: dict[str, str]) -> str:
-        """Writes the job's code ({path: base64}) into a folder named by its hash, enters the folder, and returns its path."""
+        """Writes the job's code ({path: base64}) into a folder named by its hash; enters and returns the folder."""
         digest = hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()[:16]
         folder = platformdirs.user_cache_path("manyhands") / "code" / digest
         from manyhands.cluster.code_files import write_code

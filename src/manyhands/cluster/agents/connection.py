@@ -23,7 +23,7 @@ from manyhands.cluster import messages
 from manyhands.cluster.agents.early import SAFE
 from manyhands.cluster.agents.protocol import Reachable
 from manyhands.cluster.hosts.inventory import Machine
-from manyhands.cluster.messages import Lines, Message, Misunderstood, R, Request, RequestFailed
+from manyhands.cluster.messages import Message, MessageStream, Misunderstood, R, Request, RequestFailed
 from manyhands.core.errors import RunError, UserError
 from manyhands.core.timeouts import HEARTBEAT_S, RECONNECT_S, SILENT_S
 
@@ -60,7 +60,7 @@ class AgentConnection:
         # starts another ssh that runs Python with these arguments on the machine; None if that is impossible
         self.connect_again: Callable[[Sequence[str]], subprocess.Popen[bytes]] | None = None
         self.clock_offset_s = 0.0  # seconds that the machine's clock is ahead of ours
-        self._lines, self._socket = Lines(), ""
+        self._lines, self._socket = MessageStream(), ""
         self._reconnect_at = 0.0  # time of the next attempt after a loss; 0 if connected
         self._asked, self._log_start, self._heartbeat_at = 0, log_start, 0.0
         self._attach(process)
@@ -271,7 +271,7 @@ class Wire:
     """The agent's end of a connection: reads standard input, writes to `output`. Keeps no thread, to allow forks."""
 
     def __init__(self, output: int) -> None:
-        self._output, self._lines = output, Lines()
+        self._output, self._lines = output, MessageStream()
         self._received: deque[tuple[int, Message]] = deque()
         self._listener: socket.socket | None = None
         self._passed_by: socket.socket | None = None  # closing it ends the process that passed the connection on
@@ -405,7 +405,7 @@ class Wire:
             self._write(self._lines.add(messages.Reconnected(self._lines.received)) + self._lines.unacknowledged)
 
 
-def pass_on(path: str, received: str) -> int:
+def forward_streams(path: str, received: str) -> int:
     """Passes this process's standard streams to the agent's socket `path`, and waits until the agent closes them."""
     with socket.socket(socket.AF_UNIX) as agent:
         try:
@@ -419,4 +419,4 @@ def pass_on(path: str, received: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(pass_on(*sys.argv[1:]))
+    sys.exit(forward_streams(*sys.argv[1:]))

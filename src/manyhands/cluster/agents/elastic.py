@@ -121,7 +121,7 @@ class ElasticAgent(cast(Any, LocalElasticAgent)):  # torch's decorators hide the
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         """Reports workers that have exited; after a failure, waits while other workers may save."""
-        script, returned = bool(self._orders.script), self._returned()
+        script, returned = bool(self._orders.script), self._results()
         if len(returned) == len(self._ranks()):
             return self._release(returned)
         for rank, exit_code in self._exit_codes().items():
@@ -145,7 +145,7 @@ class ElasticAgent(cast(Any, LocalElasticAgent)):  # torch's decorators hide the
         failure = _failure_in(record) if record.is_file() else None
         self._wire.send(protocol.WorkerExited(rank, exit_code, platform.node(), failure))
 
-    def _returned(self) -> dict[int, Any]:
+    def _results(self) -> dict[int, Any]:
         """Returns the results of finished workers, by rank. Finished workers wait until `_release`."""
         if self._orders.script:
             return {}
@@ -213,7 +213,7 @@ class ElasticAgent(cast(Any, LocalElasticAgent)):  # torch's decorators hide the
                         raise RendezvousGracefulExitError("killed")
                 case _:
                     pass
-        if seen := self._heartbeats.news(all_of_them=bool(self._stopping_since)):
+        if seen := self._heartbeats.states(always=bool(self._stopping_since)):
             self._wire.send(protocol.WorkersSeen(platform.node(), seen))
         now, lost_at, alone_s = time.monotonic(), self._launcher_lost_at(), ALONE_S
         if lost_at:
@@ -305,11 +305,11 @@ def _result(agent: ElasticAgent, result: RunResult | None, scratch: str) -> prot
         return protocol.WorkersEnded(records=records)
     failed = agent.exits or {rank: failure.exitcode for rank, failure in result.failures.items()}
     explained = {record.rank for record in records}
-    words = {rank: _last_words(agent, rank) for rank in failed if rank not in explained}
+    words = {rank: _log_tail(agent, rank) for rank in failed if rank not in explained}
     return protocol.WorkersEnded(result.return_values, failed, words, records=records)
 
 
-def _last_words(agent: ElasticAgent, rank: int) -> str:
+def _log_tail(agent: ElasticAgent, rank: int) -> str:
     """Returns the last lines of a worker's log that were written in this start."""
     with contextlib.suppress(OSError), (Path(agent._orders.logs) / f"{rank}.log").open("rb") as log:
         end = log.seek(0, os.SEEK_END)

@@ -49,14 +49,14 @@ class HeartbeatMonitor:
         """The usual duration of an update in seconds; 0 if unknown."""
         return max((heartbeat.usual_s for heartbeat, _ in self._last.values()), default=0.0)
 
-    def news(self, *, all_of_them: bool) -> list[Seen]:
+    def states(self, *, always: bool) -> list[Seen]:
         """Returns all workers' states if one is stalled or `always` is set, otherwise []. Checks once a second."""
         now = time.monotonic()
         if now < self._due:
             return []
         self._due = now + HEARTBEAT_S
         seen = [found for rank in self._pids if (found := self._worker_state(rank, now))]
-        return seen if all_of_them or any(each.stood_s > _WELL_S or each.stopped for each in seen) else []
+        return seen if always or any(each.stood_s > _WELL_S or each.stopped for each in seen) else []
 
     def last(self, rank: int) -> Heartbeat | None:
         """Returns the last heartbeat of a rank; None before the rank begins to train."""

@@ -91,7 +91,7 @@ class RunMachine:
         return min(timeouts.EXCLUDED_MOST_S, timeouts.EXCLUDED_S * 2 ** (self.failures - 2)) if again else 0.0
 
     def lose(self, pause_s: float = 0.0) -> None:
-        """Ends the connection and schedules the next contact in `pause_s`, at least RETRY_LEAST_S unless `requested`."""
+        """Ends the connection, schedules the next contact in `pause_s`: at least RETRY_LEAST_S unless `requested`."""
         self._leave(MachineState.LOST)
         self.until = self.since + max(pause_s, 0.0 if self.requested else timeouts.RETRY_LEAST_S)
         self.disconnect()
@@ -105,7 +105,7 @@ class RunMachine:
         self.state, self.since, self.since_step = state, time.monotonic(), None
         self.joined, self.records_may_differ = False, True
 
-    def use(self, size: int, device: str, count: int) -> None:
+    def set_device(self, size: int, device: str, count: int) -> None:
         """Sets the device type and the number of processes: `size`, or the number of devices `count` if `size` is 0.
 
         Raises UserError if there are fewer devices than processes.
@@ -294,4 +294,4 @@ def prepare(machines: Machines, options: ClusterOptions, processes: int | None =
     sizes = {machine: machine.spec.slots if processes is None else processes for machine in machines.running}
     requests = {machine: call(Agent.prepare, size, options.threads, options.device) for machine, size in sizes.items()}
     for machine, devices in machines.ask(requests, timeouts.PREPARE_S).items():
-        machine.use(sizes[machine], *devices)
+        machine.set_device(sizes[machine], *devices)

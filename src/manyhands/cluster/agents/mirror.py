@@ -34,7 +34,7 @@ class Sender:
         self._sent = {name: held.get(name, 0) if held.get(name, 0) <= size else 0 for name, size in sizes.items()}
         self._seen: dict[str, tuple[int, int]] = {}
 
-    def news(self) -> Iterator[FilePiece]:
+    def new_pieces(self) -> Iterator[FilePiece]:
         """Yields changes since the last call: new parts of growing files, and changed small files in full."""
         for name, sent in self._sent.items():
             path = self._folder / name

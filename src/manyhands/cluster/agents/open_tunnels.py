@@ -198,7 +198,7 @@ class StoreTunnel(contextlib.ExitStack):
     def open(self, machines: Machines) -> str:
         """Makes the first machine listen for the store, and sets `store` of each machine.
 
-        Returns the reason why the store listens on the network, or "" if on loopback. Raises RunError if a machine is lost.
+        Returns why the store listens on the network, or "" if on loopback. Raises RunError if a machine is lost.
         """
         self.close()
         first, *others = machines.running
@@ -223,7 +223,7 @@ class StoreTunnel(contextlib.ExitStack):
         store = via = f"{LOOPBACK}:{listener.port}"
         if not first.agent.here:
             via = str(folder / "store")
-            tunnels.here(first.name, via, store)
+            tunnels.forward_local(first.name, via, store)
         first.store = LOOPBACK, listener.port
         asked: dict[RunMachine, Request[dict[str, tuple[Attempt, ...]]]] = {}
         for machine in others:
@@ -231,9 +231,9 @@ class StoreTunnel(contextlib.ExitStack):
             if machine.agent.here:
                 with socket.create_server((LOOPBACK, 0)) as free:
                     port = free.getsockname()[1]
-                tunnels.here(first.name, f"{LOOPBACK}:{port}", store)
+                tunnels.forward_local(first.name, f"{LOOPBACK}:{port}", store)
             else:
-                port = tunnels.there(machine.name, via)
+                port = tunnels.forward_remote(machine.name, via)
             machine.store = LOOPBACK, port
             # The forwarded port must not be open on the machine's network address.
             ways = {"loopback": LOOPBACK, "outside": machine.address.address}

@@ -53,12 +53,12 @@ class Stalls:
         self._ranks: dict[int, _Rank] = {}
         self._reported = False
 
-    def take(self, news: WorkersSeen, at: float | None = None) -> None:
+    def add_report(self, report: WorkersSeen, at: float | None = None) -> None:
         """Adds an agent's report; `at`: `time.monotonic` of the report, now by default."""
         now = time.monotonic() if at is None else at
-        for seen in news.ranks:
-            rank = self._ranks.setdefault(seen.rank, _Rank(seen, news.host, now))
-            rank.seen, rank.host, rank.at = seen, news.host, now
+        for seen in report.ranks:
+            rank = self._ranks.setdefault(seen.rank, _Rank(seen, report.host, now))
+            rank.seen, rank.host, rank.at = seen, report.host, now
             rank.past.append((now, seen.moved_bytes, seen.cpu_s))
             while now - rank.past[0][0] > _WINDOW_S:
                 rank.past.popleft()

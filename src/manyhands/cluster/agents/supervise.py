@@ -9,7 +9,7 @@ from manyhands.cluster.agents import protocol
 from manyhands.cluster.agents.agent import Agent
 from manyhands.cluster.agents.connection import AgentConnection, close_all, wait_for_links
 from manyhands.cluster.agents.stall import Stalls
-from manyhands.cluster.failures import Ending, how_it_ended
+from manyhands.cluster.failures import Ending, describe_exit
 from manyhands.cluster.messages import Message, Misunderstood, RequestFailed, call
 from manyhands.core import timeouts
 from manyhands.core.errors import EXIT_USAGE, UserError
@@ -84,7 +84,7 @@ class _Head:
             case protocol.WorkersStarted():
                 self._started.add(link)
             case protocol.WorkersSeen():
-                self._stalls.take(message)
+                self._stalls.add_report(message)
             case protocol.WorkerExited():
                 self._report_exit(message)
             case protocol.StillLeaving() if self._kill_at < float("inf") and self._watch.recovers:
@@ -206,7 +206,7 @@ class _Head:
         later = record is not None and (record.consequence or record.exit_code == EXIT_USAGE)
         if not (self._failure_reported or later or self.ending.interrupted):
             self._failure_reported = True
-            how = f": {record.what}" if record else f" {how_it_ended(exited.code, worker=True)}"
+            how = f": {record.what}" if record else f" {describe_exit(exited.code, worker=True)}"
             self._watch.on_warning(f"rank {exited.rank} on {exited.host}{how}; cleaning up")
 
     def _handle_refusal(self, link: AgentConnection, failed: RequestFailed) -> None:
@@ -239,12 +239,12 @@ class _Head:
             link.process.kill()
         code = link.close()
         if link.here:
-            self.ending.broken = f"the agent {how_it_ended(code)}"
+            self.ending.broken = f"the agent {describe_exit(code)}"
         else:
             if self._paused_s > timeouts.SILENT_S > time.monotonic() - self._paused_at:
                 self.ending.paused_s = self._paused_s
                 how = f"the agent timed out while the launcher was suspended for {self._paused_s:.0f} s"
-            tail = link.log_tail(1).strip() or f"ssh {how_it_ended(code)}"
+            tail = link.log_tail(1).strip() or f"ssh {describe_exit(code)}"
             self.ending.lost[link.machine.name] = how = how or f"the connection ended ({tail})"
             if not self.ending.interrupted:
                 self._failure_reported = True

@@ -1,8 +1,8 @@
 """Ssh tunnels between machines, and the ssh processes that carry them.
 
     tunnels = SshTunnels(machines, options, folder, lambda: None)  # opens a connection to each machine, in parallel
-    port = tunnels.there("n2", "127.0.0.1:5000")  # forwards `port` on n2's loopback to port 5000 here
-    tunnels.here("n2", f"{folder}/x", "127.0.0.1:7")  # forwards the Unix socket x here to port 7 of n2's loopback
+    port = tunnels.forward_remote("n2", "127.0.0.1:5000")  # forwards `port` on n2's loopback to port 5000 here
+    tunnels.forward_local("n2", f"{folder}/x", "127.0.0.1:7")  # forwards Unix socket x here to port 7 of n2's loopback
     tunnels.close()
 
 Each end is ADDRESS:PORT, or the path of a Unix socket that only this user can open. Tunnels don't use the agents' ssh
@@ -124,15 +124,15 @@ class SshTunnels(Children):
         # ssh expands % in this path.
         return ssh_command(machine, self._options, "-S", f"{self.folder}/{number}".replace("%", "%%"), *words)
 
-    def there(self, name: str, to: str) -> int:
-        """Forwards a free loopback port of machine `name` to `to` on this machine; returns the port. Raises TunnelError."""
+    def forward_remote(self, name: str, to: str) -> int:
+        """Forwards a free loopback port of machine `name` to `to` here, and returns the port. Raises TunnelError."""
         port = self._forward(name, "-R", f"{LOOPBACK}:0:{to}").strip()
         if not port.isdecimal():
             raise TunnelError(f"ssh to {name} did not report the forwarded port: {port!r}")
         return int(port)
 
-    def here(self, name: str, listen: str, to: str) -> None:
-        """Forwards `listen` on this machine to `to` on machine `name`, whose ssh server may still refuse connections."""
+    def forward_local(self, name: str, listen: str, to: str) -> None:
+        """Forwards `listen` here to `to` on machine `name`, whose ssh server may still refuse connections."""
         self._forward(name, "-L", f"{listen}:{to}")
 
     def _forward(self, name: str, way: str, what: str) -> str:

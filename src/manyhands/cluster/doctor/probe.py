@@ -103,7 +103,7 @@ def _connect(target: Listener, timeout_s: float) -> Attempt:
                 _receive_exactly(connection, 1)
                 times.append(time.perf_counter() - start)
             latency_ms = 1000 * statistics.median(times)
-    except _OtherError:
+    except _WrongPeerError:
         result = "other"
     except OSError as error:
         refused = isinstance(error, (ConnectionRefusedError, ConnectionResetError))
@@ -111,7 +111,7 @@ def _connect(target: Listener, timeout_s: float) -> Attempt:
     return Attempt(target.address, result, local, latency_ms, target.port)
 
 
-class _OtherError(Exception):
+class _WrongPeerError(Exception):
     """Raised if the peer that answers does not know the token."""
 
 
@@ -125,7 +125,7 @@ def _connected(target: Listener, timeout_s: float) -> Generator[socket.socket]:
         except ConnectionError:
             known = False
         if not known:
-            raise _OtherError
+            raise _WrongPeerError
         yield connection
 
 
@@ -228,7 +228,7 @@ class Probe:
                 count, taken = struct.unpack("!dd", _receive_exactly(connection, 16))
                 # Drop what is still in the buffer.
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        except (_OtherError, OSError):
+        except (_WrongPeerError, OSError):
             return None
         return count * 8 / taken / 1e6 if count and taken else None
 

@@ -47,7 +47,7 @@ class LaunchDecision:
     requests: tuple[tuple[str, str, str], ...] = ()  # `Cluster.requests`
 
 
-def participate(options: ClusterOptions, environment: Mapping[str, str] | None = None) -> LaunchDecision:
+def decide_launch(options: ClusterOptions, environment: Mapping[str, str] | None = None) -> LaunchDecision:
     """Determines the role of this process from flags, variables or files. Raises UserError if they disagree."""
     variables = os.environ if environment is None else environment
     if options.init:
@@ -60,7 +60,7 @@ def participate(options: ClusterOptions, environment: Mapping[str, str] | None =
         return launched
     cluster, origin = given_cluster(options, variables) or (described_cluster(variables), "")
     if cluster:
-        return described(cluster, origin or cluster.source or "environment", options, variables)
+        return decide_from_cluster(cluster, origin or cluster.source or "environment", options, variables)
     if not options.processes and not (options.hosts or options.hostfile):
         for module in modules_with("missing_launcher_error"):
             if error := module.missing_launcher_error(variables):  # such as one task of a Slurm job without srun
@@ -111,7 +111,7 @@ def _from_launcher(options: ClusterOptions, variables: Mapping[str, str]) -> Lau
     return None
 
 
-def described(
+def decide_from_cluster(
     cluster: inventory.Cluster, origin: str, options: ClusterOptions, variables: Mapping[str, str]
 ) -> LaunchDecision:
     """Returns the launch decision for this machine, given a cluster from a file or a launcher's variables."""

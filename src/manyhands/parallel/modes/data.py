@@ -90,7 +90,7 @@ def _wrap_in_ddp(model: nn.Module, world: World, request: ModeRequest, why: str)
     if world.device == "cpu":  # accelerators compute asynchronously
         for parameter in model.parameters():
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(phases.CLOCK.computed)
+                parameter.register_post_accumulate_grad_hook(phases.CLOCK.record_gradient)
     if request.hook:
         wrapped.register_comm_hook(None, request.hook)
     averages = f"gradients are averaged by {world.backend}: {why}"

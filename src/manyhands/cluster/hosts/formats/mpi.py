@@ -23,7 +23,7 @@ _PASSING = {"OpenMPI": "mpirun -x MASTER_ADDR=ADDRESS …", "MVAPICH": "mpirun_r
 
 
 def place(environment: Mapping[str, str]) -> inventory.LauncherPlace | None:
-    """Returns the rank from mpirun's variables; None for a single process. Raises UserError if a variable is missing."""
+    """Returns the rank by mpirun's variables; None for a single process. Raises UserError if a variable is missing."""
     family = next((name for name, variables in _FAMILIES.items() if variables[0][0] in environment), "")
     if not family:
         return None

@@ -355,7 +355,7 @@ def read_hccn() -> dict[int, str]:
 
 
 def place(environment: Mapping[str, str]) -> inventory.LauncherPlace | None:
-    """Returns the rank by RANK_TABLE_FILE and RANK_ID, or None if either is unset. Raises UserError if they disagree."""
+    """Returns the rank by RANK_TABLE_FILE and RANK_ID, None if either is unset. Raises UserError if they disagree."""
     where = environment.get("RANK_TABLE_FILE", "")
     if not where or not environment.get("RANK_ID"):
         return None
