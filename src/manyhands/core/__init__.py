@@ -1,1 +1,1 @@
-"""Code that several packages share. Imports no other package of manyhands; only the module `devices` imports torch."""
+"""Code that several packages share. Imports no other package of manyhands; only `core.devices` imports torch."""

@@ -23,7 +23,7 @@ class PlanRecord(BaseModel):
     mesh: dict[str, Any] = Field(default={}, description="size of each axis, major to minor; see `make_mesh`")
     default: str = Field(default="", description="strategy of ops that no key of `ops` matches")
     ops: dict[str, str] = Field(default={}, description="strategy by op, module path or glob")
-    pinned: list[str] = Field(default=[], description="keys of `ops` that the user fixed")
+    pinned: list[str] = Field(default=[], description="keys of `ops` whose strategy the user set")
     layouts: dict[str, Any] | None = Field(default=None, description="by tensor name; see `layout_from_plain`")
     # How the plan was found.
     mode: str = Field(default="", description="parallel mode that runs the plan")

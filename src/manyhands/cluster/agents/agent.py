@@ -2,7 +2,7 @@
 
 The launcher runs `python -m manyhands.cluster.agents.agent`, on its machine or over ssh. The agent reads messages from
 standard input until the launcher closes it, and writes messages to standard output. The agent imports torch when it
-starts workers, or at once if the launcher started it before reading the job (see `early`).
+starts workers, or at once if the launcher started it before reading the job (see `agents.early`).
 """
 
 import atexit
@@ -146,7 +146,7 @@ class Agent(Probe):
         """Returns the state of a run folder; `taken` is True while this machine runs workers of an earlier start.
 
         `machine` is the index of this machine in the earlier start, `generation` the index of that start. Agents with a
-        lower `term` (see `folders`) make their workers exit.
+        lower `term` (see `agents.folders`) make their workers exit.
         """
         found = RunFolder(Path(folder).expanduser().absolute())
         highest = self._advance_term(found, run, folders.Term(term, generation + 1))
@@ -154,7 +154,7 @@ class Agent(Probe):
         return protocol.RunOpened(folder, False, found.has_checkpoints(), busy, folders.run_id(found), term=highest)
 
     def _advance_term(self, folder: RunFolder, run: str, wanted: folders.Term) -> int:
-        """Raises the term (see `folders`) of a detached run to the launcher's; returns the highest term known here."""
+        """Increases a detached run's term to the launcher's (see `agents.folders`); returns the highest known term."""
         ours = wanted.head and folders.run_id(folder) in ("", run)
         return (folders.advance_term(folder.ranks, wanted) if ours else folders.term_in(folder.ranks)).head
 

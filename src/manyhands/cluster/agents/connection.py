@@ -413,7 +413,7 @@ def forward_streams(path: str, received: str) -> int:
             socket.send_fds(agent, [received.encode()], [0, 1, 2])
             agent.recv(1)
         except OSError:
-            os.write(2, b"its agent has ended\n")
+            os.write(2, b"the agent has ended\n")
             return NO_AGENT
     return 0
 

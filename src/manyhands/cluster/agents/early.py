@@ -43,7 +43,7 @@ def start_early(words: Sequence[str]) -> None:
 
 
 def raise_file_limit(needed: int) -> int:
-    """Raises this process's limit of open files to `needed`; returns the new limit, or a lower hard limit."""
+    """Increases this process's limit of open files to `needed`; returns the new limit, or a lower hard limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if needed > hard != resource.RLIM_INFINITY:
         return hard

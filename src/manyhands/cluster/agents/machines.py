@@ -218,7 +218,7 @@ def assembled(
 
 
 def allow_open_files(count: int) -> None:
-    """Raises this process's limit on open files to `count`. Raises UserError if the hard limit is lower."""
+    """Increases this process's limit of open files to `count`. Raises UserError if the hard limit is lower."""
     if (most := raise_file_limit(count)) < count:
         what = f"the connections to the machines need {count:,} open files, but the limit for this user is {most:,}"
         raise UserError(what, "cluster.hosts", (f"raise the limit in a root shell: ulimit -Hn {count}",))

@@ -1,6 +1,6 @@
 """Events between a launcher and its agents, and the argument and result types of the agent's methods.
 
-The launcher sends `WorkerCommand` while workers run; agents send all other events. `messages` encodes the events.
+The launcher sends `WorkerCommand` while workers run; agents send all other events. `cluster.messages` encodes events.
 `Agent` and its base class `Probe` define the methods that the launcher calls.
 """
 

@@ -38,7 +38,7 @@ def take_orders(orders: Orders, scratch: str, agent: int) -> dict[str, Any]:
 
 
 def worker_process_info(options: ClusterOptions, file: str) -> ProcessInfo:
-    """Returns this worker's rank from the agent's variables. `file`: the URL of a file store, or "" for a TCPStore."""
+    """Returns this worker's rank from environment variables. `file`: the URL of a file store, or "" for a TCPStore."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     rank, size, local_rank, local_size = (int(os.environ[name]) for name in names)
     served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and not file

@@ -1,1 +1,1 @@
-"""Examines a job's machines and reports problems, without changes. `agents` connects to other machines."""
+"""Examines a job's machines and reports problems, without changes. `cluster.agents` connects to other machines."""
