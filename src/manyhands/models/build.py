@@ -11,9 +11,9 @@ from torch import nn
 from manyhands.core.choices import load_choice, module_names, unknown_choice
 from manyhands.core.errors import UserError
 from manyhands.core.user_code import is_object_reference, load_object, users_line
-from manyhands.models.interface import WHERE, ModelNeeds, refused
+from manyhands.models.interface import WHERE, ModelNeeds, argument_error
 from manyhands.models.options import ModelOptions
-from manyhands.models.published import CHOICES, nothing_published
+from manyhands.models.published import CHOICES, no_weights_error
 
 _SMALL_UP_TO = 64  # pictures up to this size are called small
 _HINTS = ("name a subclass of torch.nn.Module, an instance, or a function that returns an instance",)
@@ -42,7 +42,7 @@ def build_model(options: ModelOptions, *, channels: int, size: int, num_classes:
     classes = options.num_classes or num_classes
     if is_object_reference(options.name):
         if options.pretrained:
-            raise nothing_published(options.name)
+            raise no_weights_error(options.name)
         return build_user_model(options.name, options.arguments, classes, mesh)
     name, choice = _find_architecture(options, size)
     needs = _architecture_needs(name, choice, options, size)
@@ -53,7 +53,7 @@ def build_model(options: ModelOptions, *, channels: int, size: int, num_classes:
     if not options.pretrained:
         return choice.build(name, channels=channels, size=size, num_classes=classes, arguments=options.arguments)
     if not hasattr(choice, "build_pretrained"):
-        raise nothing_published(name)
+        raise no_weights_error(name)
     return choice.build_pretrained(name, num_classes=classes, arguments=options.arguments)
 
 
@@ -138,7 +138,7 @@ def build_user_model(reference: str, arguments: dict[str, Any], num_classes: int
     try:
         inspect.signature(found).bind(**given)
     except TypeError as error:
-        raise refused(found, reference, given, error) from error
+        raise argument_error(found, reference, given, error) from error
     try:
         model = found(**given)
     except Exception as error:

@@ -25,12 +25,12 @@ def construct(builder: Callable[..., Any], name: str, arguments: dict[str, Any],
     try:
         return builder(**arguments, **fixed)
     except TypeError as error:
-        raise refused(builder, name, arguments, error) from error
+        raise argument_error(builder, name, arguments, error) from error
     except (ValueError, AssertionError, KeyError) as error:
         raise UserError(f"{name} does not accept these arguments: {error}", WHERE, (f"correct {arguments}",)) from error
 
 
-def refused(builder: Callable[..., Any], name: str, arguments: dict[str, Any], error: TypeError) -> UserError:
+def argument_error(builder: Callable[..., Any], name: str, arguments: dict[str, Any], error: TypeError) -> UserError:
     """Converts the TypeError of a builder call into a UserError that names the wrong and the accepted arguments."""
     if match := _UNEXPECTED.search(str(error)):
         word = match[1] or match[2]

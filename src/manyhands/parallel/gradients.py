@@ -131,7 +131,7 @@ class Gradients:
         return self._begin
 
     def finish(self) -> None:
-        """Finishes the synchronization of gradients after an update's last micro-batch; a collective."""
+        """Finishes the synchronization of gradients after an update's last micro-batch. A collective."""
         before = phases.CLOCK.to(phases.COMMUNICATION)
         self.flat = self.network.finish_gradients()
         phases.CLOCK.to(before)
@@ -162,7 +162,7 @@ class Gradients:
         return self.on_card and fused and not self.scaler
 
     def finish_statistics(self) -> None:
-        """Updates BatchNorm's running statistics; a collective. Precedes `step`, so that no update is half applied."""
+        """Updates BatchNorm's running statistics. A collective. Precedes `step`, so that no update is half applied."""
         self.network.finish_update()
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:

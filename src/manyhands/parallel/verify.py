@@ -308,7 +308,7 @@ class _Check:
         return result
 
     def _compare(self, observed: Tensor, expected: Tensor, least: float = 0.0) -> tuple[float, int]:
-        """Returns (largest error / largest expected value or `least`, rank with the largest error); a collective."""
+        """Returns (largest error / largest expected value or `least`, rank with the largest error). A collective."""
         error = 0.0
         if not torch.equal(observed, expected) and observed.numel():
             error = float((observed - expected).abs().max())

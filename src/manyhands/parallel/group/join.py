@@ -128,7 +128,7 @@ class Group:
 
 
 def join(process_info: ProcessInfo, digest: str, collective_timeout_s: float, say: Say) -> Group:
-    """Joins the group of processes; a collective.
+    """Joins the group of processes. A collective.
 
     `digest` is a text that must be equal on all processes: version and options. Collectives fail if a peer doesn't
     answer for `collective_timeout_s` seconds. `say` prints a line for the user. Raises PeerError if a rank is missing,
@@ -156,7 +156,7 @@ def join(process_info: ProcessInfo, digest: str, collective_timeout_s: float, sa
     backend = _backend(process_info, device)
     interface = choose_interface(process_info, present)
     _set_current_device(device)
-    with listeners.closed_once_formed(backend):
+    with listeners.close_listeners_on_exit(backend):
         dist.init_process_group(
             backend,
             store=dist.PrefixStore(f"group/{process_info.attempt}", store),

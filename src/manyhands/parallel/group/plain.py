@@ -14,7 +14,7 @@ from manyhands.core.world import World
 
 
 def broadcast_plain(value: Any, world: World) -> Any:
-    """Returns rank 0's value (JSON data, infinities allowed) on all processes; a collective."""
+    """Returns rank 0's value (JSON data, infinities allowed) on all processes. A collective."""
     if world.alone:
         return value
     content = _encode(value) if world.rank == 0 else torch.empty(0, dtype=torch.uint8)
@@ -26,7 +26,7 @@ def broadcast_plain(value: Any, world: World) -> Any:
 
 
 def broadcast_result(make: Callable[[], Any], world: World) -> Any:
-    """Calls `make` on rank 0; returns its result (JSON) or raises its ManyhandsError on all ranks; a collective."""
+    """Calls `make` on rank 0; returns its result (JSON) or raises its ManyhandsError on all ranks. A collective."""
     found: dict[str, Any] = {}
     if world.is_main:
         try:
@@ -42,7 +42,7 @@ def broadcast_result(make: Callable[[], Any], world: World) -> Any:
 
 
 def gather_plain(value: Any, world: World, group: Any = None) -> list[Any]:
-    """Returns the list of all ranks' values (JSON data) on all ranks, or on those of `group`; a collective."""
+    """Returns the list of all ranks' values (JSON data) on all ranks, or on those of `group`. A collective."""
     if world.alone:
         return [value]
     content, size = _encode(value), dist.get_world_size(group)
@@ -57,7 +57,7 @@ def gather_plain(value: Any, world: World, group: Any = None) -> list[Any]:
 
 
 def broadcast_tensors(tensors: dict[str, Tensor], world: World) -> dict[str, Tensor]:
-    """Broadcasts rank 0's CPU tensors, one at a time; returns them by name, on the CPU; a collective."""
+    """Broadcasts rank 0's CPU tensors, one at a time; returns them by name, on the CPU. A collective."""
     if world.alone:
         return tensors
     mine = [[name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for name, tensor in tensors.items()]

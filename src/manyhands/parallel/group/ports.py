@@ -35,11 +35,11 @@ def listen(host: str, port: int, given_by: str = "--init") -> socket.socket:
         listener.listen(1024)
     except OSError as error:
         listener.close()
-        raise _cannot_listen(host, port, error, given_by) from None
+        raise _listen_error(host, port, error, given_by) from None
     return listener
 
 
-def _cannot_listen(host: str, port: int, error: OSError, given_by: str) -> UserError:
+def _listen_error(host: str, port: int, error: OSError, given_by: str) -> UserError:
     if error.errno == errno.EADDRINUSE:
         holder = holder_of(port)
         hints = (f"choose another port on every process, such as {port + 1}", "or end that process")

@@ -29,7 +29,7 @@ class TunnelEnds:
         return f"{self.folder}/in"
 
     @property
-    def questions(self) -> str:
+    def requests(self) -> str:
         """The path of the socket to which `reach` sends its requests."""
         return f"{self.folder}/ask"
 
@@ -54,7 +54,7 @@ def reach(ends: TunnelEnds, address: str, port: int) -> None:
     with socket.socket(socket.AF_UNIX) as asked:
         asked.settimeout(ANSWER_S)
         try:
-            asked.connect(ends.questions)
+            asked.connect(ends.requests)
             asked.sendall(f"{address} {port}\n".encode())
             answer = asked.makefile().readline().strip()
         except OSError as error:

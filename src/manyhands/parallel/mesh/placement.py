@@ -205,7 +205,7 @@ class _GridLike(Protocol):
 
 
 def convert(tensor: Tensor, source: Layout, target: Layout, extent: Extent, grid: _GridLike) -> Tensor:
-    """Converts this process's shard to another layout, possibly as a view; a collective; not differentiable."""
+    """Converts this process's shard to another layout, possibly as a view. A collective. Not differentiable."""
     for step in steps_between(source, target):
         tensor = _run_step(step, tensor, extent, grid)
     return tensor
@@ -296,7 +296,7 @@ class _Conversion(torch.autograd.Function):
 def convert_both(
     tensor: Tensor, values: tuple[Layout, Layout], gradients: tuple[Layout, Layout], extent: Extent, grid: _GridLike
 ) -> Tensor:
-    """Converts this process's shard, differentiably; a collective in forward and in backward.
+    """Converts this process's shard, differentiably. A collective in forward and in backward.
 
     `values`: the value's layouts (before, after). `gradients`: the gradient's layouts (after backward, before).
     """
@@ -305,7 +305,7 @@ def convert_both(
 
 
 def gather_full(tensor: Tensor, layout: TensorLayout, grid: _GridLike) -> Tensor:
-    """Returns the full parameter or buffer [layout.shape] from all shards; a collective."""
+    """Returns the full parameter or buffer [layout.shape] from all shards. A collective."""
     if not layout.cuts:
         return tensor
     cut = {axis: dim for dim, axes in layout.cuts for axis in axes}

@@ -67,7 +67,7 @@ def apply(model: nn.Module, world: World, request: ModeRequest) -> ParallelNetwo
         return _wrap_in_ddp(model, world, request, sums)
     if between:
         ranks = [machine[0] for machine in machines]
-        with listeners.closed_once_formed(world.backend):
+        with listeners.close_listeners_on_exit(world.backend):
             group = dist.new_group(ranks, timeout=collectives.group_timeout(world))
         averages = "gradients are averaged in two levels: shared memory within machines, gloo between their first ranks"
         leaders = group if world.rank in ranks else None
@@ -151,7 +151,7 @@ class FlatGradients:
             self.values, self._views = self.values[:0], []
 
     def all_reduce(self) -> None:
-        """Sets each parameter's gradient (zeros if missing) to the sum over all processes; a collective."""
+        """Sets each parameter's gradient (zeros if missing) to the sum over all processes. A collective."""
         turn = self._sums.turn
         into = self._into[turn]
         if self._other:

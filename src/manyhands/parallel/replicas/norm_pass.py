@@ -69,14 +69,14 @@ def _reduced(values: Tensor, dtype: torch.dtype) -> Tensor:
     return values.sum(1).to(dtype)
 
 
-def _times_plus(values: Tensor, scale: Tensor, shift: Tensor, like: Tensor, *, own: bool) -> Tensor:
-    """Returns values [groups, n, C, ...] * scale + shift in `like`'s dtype, rounded once. `own`: overwrites them."""
+def _times_plus(values: Tensor, scale: Tensor, shift: Tensor, like: Tensor, *, in_place: bool) -> Tensor:
+    """Returns values [groups, n, C, ...] * scale + shift in `like`'s dtype, rounded once. `in_place`: overwrites them."""
     # Not a view, because later ops such as activations may change it in place.
     if torch.compiler.is_compiling():  # torch.compile refuses `out`, and fuses this anyway
         return torch.addcmul(shift, values, scale).flatten(0, 1).to(like.dtype).clone()
     result = torch.empty_like(like)
     into = in_groups(result, len(values))
-    if own:
+    if in_place:
         torch.add(values.mul_(scale), shift, out=into)
     else:
         torch.addcmul(shift, values, scale, out=into)
@@ -105,12 +105,12 @@ class NormPass(torch.autograd.Function):
             scale = (scale if weight is None else scale * weight).to(computed_dtype(part))
             shift = -off * scale if bias is None else bias - off * scale
             spread = per_channel(scale, values), per_channel(shift.to(scale.dtype), values)
-            outputs.append(_times_plus(values, *spread, part, own=held.all_reduce is not None))
+            outputs.append(_times_plus(values, *spread, part, in_place=held.all_reduce is not None))
         return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """Returns the gradients of weight, bias and parts; a collective if processes share groups."""
+        """Returns the gradients of weight, bias and parts. A collective if processes share groups."""
         mean, inverse, weight, bias, *parts = ctx.saved_tensors
         held: PassGroups = ctx.held
         if torch.is_grad_enabled() and held.all_reduce is None:
@@ -137,9 +137,9 @@ class NormPass(torch.autograd.Function):
             shift = (-means[of, 0] - slope * off) * scale[of]
             slope, times, shift = (per_channel(one.to(wide.dtype), values) for one in (slope, scale[of], shift))
             # (gradient + values times slope) times scale, plus shift
-            own = held.all_reduce is not None
-            tilted = values.mul_(slope).add_(wide) if own else torch.addcmul(wide, values, slope)
-            inputs.append(_times_plus(tilted, times, shift, part, own=own))
+            in_place = held.all_reduce is not None
+            tilted = values.mul_(slope).add_(wide) if in_place else torch.addcmul(wide, values, slope)
+            inputs.append(_times_plus(tilted, times, shift, part, in_place=in_place))
         return (None, None, None, None, weight_gradient, bias_gradient, *inputs)
 
 

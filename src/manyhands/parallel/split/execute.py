@@ -149,7 +149,7 @@ def _target_name(op: Op) -> str:
     return getattr(op.node.target, "__name__", str(op.node.target)) if op.node is not None else ""
 
 
-class Builder:
+class GraphBuilder:
     """Builds the graph that a process runs: the traced graph, with conversions between different layouts."""
 
     def __init__(self, graph: Graph, letters: Letters, grid: Grid, local: dict[int, nn.Module | None]) -> None:
@@ -244,8 +244,8 @@ class SplitNetwork(nn.Module):
         self.norms = _assign_norms(train, letters, grid)  # groups by the axes that shard the samples
         split_network(model, self.layouts, grid)
         local: dict[int, nn.Module | None] = {}
-        self.training_graph = Builder(train, letters, grid, local).build(training=True)
-        self.evaluation_graph = Builder(evaluate, letters, grid, local).build(training=False)
+        self.training_graph = GraphBuilder(train, letters, grid, local).build(training=True)
+        self.evaluation_graph = GraphBuilder(evaluate, letters, grid, local).build(training=False)
 
     @property
     def inner(self) -> nn.Module:

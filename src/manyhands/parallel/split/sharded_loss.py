@@ -134,7 +134,7 @@ def _sharded_loss(graph: Graph, axes: tuple[int, ...], grid: Grid) -> Callable[[
     assert isinstance(chosen, dict)
     every = range(len(grid.mesh.axes))
     letters = {name: tuple(letter if axis in axes else "r" for axis in every) for name, letter in chosen.items()}
-    return execute.Builder(graph, letters, grid, {}).build(training=True)
+    return execute.GraphBuilder(graph, letters, grid, {}).build(training=True)
 
 
 class SplitLoss:

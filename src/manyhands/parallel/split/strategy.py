@@ -267,7 +267,7 @@ def refusal(op: Op, letters: tuple[str, ...], mesh: Mesh) -> str:
     return ""
 
 
-def concise(letters: Mapping[str, tuple[str, ...]], graph: Graph, mesh: Mesh) -> tuple[str, dict[str, str]]:
+def shorten_strategies(letters: Mapping[str, tuple[str, ...]], graph: Graph, mesh: Mesh) -> tuple[str, dict[str, str]]:
     """Shortens `letters` to a plan: (default strategy, {op: another strategy}), which `resolve` converts back."""
     default = tuple("n" for _ in mesh.axes)
     exceptions: dict[str, str] = {}

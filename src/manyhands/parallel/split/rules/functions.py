@@ -239,7 +239,7 @@ class MeanOfPart(nn.Module):
 
 
 class LargestOfParts(nn.Module):
-    """Computes a maximum over a sharded dimension; a collective. Of equal values, only one gets the gradient."""
+    """Computes a maximum over a sharded dimension. A collective. Of equal values, only one gets the gradient."""
 
     def __init__(self, group: Any, place: int, parts: int) -> None:
         super().__init__()
