@@ -27,7 +27,7 @@ def describe(options: ModelOptions, size: int) -> ModelNeeds:
     needs = _architecture_needs(name, choice, options, size)
     smaller = (each for each in _choices() if _max_size(each) < size <= _SMALL_UP_TO and name in each.NAMES)
     if name == options.name and not options.pretrained and (small := next(smaller, None)):
-        note = f"{name} in its original form because pictures are {size} px; {small.PREFIX}{name} {small.DIFFERS}"
+        note = f"{name} has its original form because pictures are {size} px; {small.PREFIX}{name} {small.DIFFERS}"
         needs.notes.append(note)
     return needs
 
@@ -36,8 +36,8 @@ def build_model(options: ModelOptions, *, channels: int, size: int, num_classes:
     """Builds the network on torch's default device; random weights follow torch's global seed.
 
     The network maps [N, channels, size, size] to [N, num_classes]; `options.num_classes` takes precedence. A network
-    may return auxiliary outputs in training; see `main_and_auxiliary`. The caller loads `options.weights`. `mesh` is
-    passed to user code with such a parameter. Raises UserError: bad name, argument, `size`, `channels` or weights.
+    may return auxiliary outputs in training; see `main_and_auxiliary`. User code may have a
+    parameter `mesh`. `options.weights` isn't loaded here. Raises UserError: invalid option, `channels` or `size`.
     """
     classes = options.num_classes or num_classes
     if is_object_reference(options.name):

@@ -51,7 +51,7 @@ def _argument_hints(builder: Callable[..., Any], word: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class ModelNeeds:
-    """A network's requirements for pictures."""
+    """A network's requirements for pictures; None: any."""
 
     channels: int | None = None  # 1 or 3; None: any number
     size: int | None = None  # required height and width in pixels; None: any

@@ -22,7 +22,7 @@ def published_names() -> list[str]:
 
 
 def check_network(wanted: str, *, pretrained: bool) -> None:
-    """Raises UserError for an unknown network or missing published weights; doesn't import torch."""
+    """Raises UserError for an unknown network, or if `pretrained` weights aren't published. Doesn't import torch."""
     from manyhands.core.choices import module_names, read_choice, unknown_choice  # slow; not needed for --help
     from manyhands.core.user_code import is_object_reference
 

@@ -21,7 +21,7 @@ _ODD = 0x9E3779B1
 
 
 def resolve_mode(mode: str, world: World) -> str:
-    """Returns `mode`, or "single" if the mode has no effect with one process. Raises UserError: too many processes."""
+    """Returns `mode`, or "single" if it has no effect on one process. Raises UserError if `mode` allows only one."""
     check_mode(mode)
     only = one_process_label(mode)
     if only and not world.alone:
@@ -88,7 +88,7 @@ def _position_weights(device: torch.device, count: int) -> Tensor:
 def compare_replicas(
     named: dict[str, Tensor], world: World, network: ParallelNetwork | None = None
 ) -> tuple[str, list[int]] | None:
-    """Returns (name, differing ranks) of the first tensor whose replicas differ, or None if none does. A collective."""
+    """Returns (name, differing ranks) of the first tensor whose replicas differ, or None if all agree. A collective."""
     if world.alone or not named:
         return None
     mine = checksums(list(named.values())).to(world.device)
@@ -119,7 +119,7 @@ def check_replicas(named: dict[str, Tensor], world: World, step: int, network: P
 
 
 def make_equal(named: dict[str, Tensor], world: World, *, always: bool = False) -> bool:
-    """Broadcasts rank 0's tensors if replicas differ or if `always`; returns True after a broadcast. A collective."""
+    """Broadcasts rank 0's tensors if replicas differ or if `always`. Returns True if it did. A collective."""
     equal = not always and compare_replicas(named, world) is None
     if equal or world.alone:
         return False

@@ -139,7 +139,7 @@ class Gradients:
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
         """Divides gradients by the loss scale. If a gradient overflowed, `step` skips the update on all processes.
 
-        On an accelerator without a loss scale, sets `spoilt` to 1.0 if a gradient isn't finite, without synchronizing.
+        On an accelerator without a loss scale, only sets `spoilt` on the device: 1.0 if a gradient isn't finite.
         """
         if self.scaler:
             self.scaler.unscale_(optimizer)
@@ -162,7 +162,7 @@ class Gradients:
         return self.on_card and fused and not self.scaler
 
     def finish_statistics(self) -> None:
-        """Updates BatchNorm's running statistics. A collective. Precedes `step`, so that no update is half applied."""
+        """Updates BatchNorm's running statistics. A collective. Precedes `step`, to prevent partial updates."""
         self.network.finish_update()
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:

@@ -359,7 +359,7 @@ class _Check:
             what = f"{subject} {self.grid.parts(sets[0])} times too large on rank {rank}: summed twice over {where}"
             hints = f"remove one all-reduce over {where}: {where}.enter twice, or torch.distributed in backward"
             if set(axes) & set(self.network.samples):
-                hints = f"remove {where}.enter: the mode sums over the axes of the samples"
+                hints = f"remove {where}.enter: mode hybrid sums over the axes of the samples"
         if output:
             hints = f"add {where}.all_reduce" if cause == "missing" else f"remove one {where}.all_reduce"
         return Finding(name, cause, tuple(names[axis] for axis in axes), what, hints)

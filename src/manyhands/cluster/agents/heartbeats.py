@@ -27,7 +27,7 @@ def heartbeat_path(scratch: Path, rank: int) -> Path:
 
 
 def process_state(pid: int) -> dict[str, Any]:
-    """Returns the fields of `ObservedHeartbeat` that the operating system knows of a local process; {} if the process has ended."""
+    """Returns a local process's `ObservedHeartbeat` fields from the operating system; {} if the process has ended."""
     with contextlib.suppress(psutil.Error):
         process = psutil.Process(pid)
         spent = process.cpu_times()

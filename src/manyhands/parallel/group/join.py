@@ -63,7 +63,7 @@ class Cause:
         return self._heard
 
     def close(self, readers: int = 0) -> None:
-        """Stops listening; first waits up to LINGER_S seconds until `readers` processes have read the cause."""
+        """Waits up to LINGER_S seconds until `readers` processes have read the cause, then stops listening."""
         if readers:
             rendezvous.linger(self._store, "heard", readers)
         self._over.set()
@@ -169,7 +169,7 @@ def join(process_info: ProcessInfo, digest: str, collective_timeout_s: float, sa
     for line in describe_open_ports(process_info, interface):
         say(line)
     if process_info.started_by in {"--init", "met"} and not world.is_main:
-        say(f"rank {world.rank} of {world.size} has joined; rank 0 shows the progress")
+        say(f"rank {world.rank} of {world.size} has joined; rank 0 prints the progress")
     keeps_store = process_info.rank == 0 and not process_info.agent_store
     return Group(world, store, rendezvous.init_path(process_info), keeps_store, present=present)
 
@@ -192,7 +192,7 @@ def _set_current_device(device: str) -> None:
 
 
 def _with_local_rank(process_info: ProcessInfo, present: dict[int, dict[str, Any]]) -> ProcessInfo:
-    """Sets local rank and local size by comparing all ranks' machines, for processes started individually."""
+    """Returns `process_info` with local rank and size from all ranks' machines, for processes started one by one."""
     machines = [present[rank]["machine"] for rank in range(process_info.size)]
     here = [rank for rank, machine in enumerate(machines) if machine == machines[process_info.rank]]
     return replace(process_info, local_rank=here.index(process_info.rank), local_size=len(here))
@@ -227,7 +227,7 @@ def choose_interface(process_info: ProcessInfo, present: dict[int, dict[str, Any
 
 
 def describe_open_ports(process_info: ProcessInfo, interface: str) -> list[str]:
-    """Returns messages about ports that are open to other hosts; [] if the launcher or local rank 0 prints them."""
+    """Returns messages about ports that are open to other hosts, or [] if another process prints these messages."""
     if process_info.local_rank or process_info.started_by == "manyhands":
         return []
     lines = [] if interface == ports.loopback_interface() else [ports.describe_collectives(interface)]
@@ -375,7 +375,7 @@ INIT = "the existing process group"
 
 
 def existing_process_info(device: str, backend: str) -> ProcessInfo | None:
-    """Returns this process's rank and size in torch's default group, or None. Raises UserError: other backend."""
+    """Returns this process's rank and size in torch's default group, if any. Raises UserError if `backend` differs."""
     if not dist.is_available() or not dist.is_initialized():
         return None
     place, own = _device_and_backend(device)

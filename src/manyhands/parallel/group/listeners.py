@@ -61,7 +61,7 @@ def close_listeners_on_exit(backend: str = "") -> Generator[None]:
 def close_rendezvous(port: int, machines: Sequence[Collection[str]]) -> None:
     """Blocks new connections to the store's port after the rendezvous, and disconnects hosts outside the run.
 
-    Called on the process that holds the store. `machines` has the addresses of each other machine. If a machine isn't
+    Called on the process that holds the store. `machines`: the addresses of each other machine. If a machine isn't
     connected from any of its addresses, no host is disconnected, because the machine may use an unlisted address.
     """
     own, theirs = [], []

@@ -109,7 +109,7 @@ def interface_of(host: str) -> str:
 
 
 def interface_towards(theirs: Iterable[str]) -> str:
-    """Returns the interface in the same network as an address in `theirs`, or with a route to an address, or ""."""
+    """Returns the interface in the network of an address in `theirs`, else one that routes to an address, else ""."""
     wanted = [ipaddress.ip_address(address) for address in theirs]
     mine = set(outer_addresses())
     for name, own, netmask in _interfaces():
@@ -146,7 +146,7 @@ def describe_collectives(interface: str) -> str:
 
 
 def describe_launcher(name: str) -> list[str]:
-    """Returns a message about the parent process's ports that other machines can reach; [] if none is visible."""
+    """Returns a message about ports of the launcher (the parent process) that other machines can reach, else []."""
     try:
         connections = psutil.Process(os.getppid()).net_connections("tcp")
     except psutil.Error:

@@ -101,7 +101,7 @@ class PeerFailure(_Message):
 
 
 class LivenessAnswer(_Message):
-    """A process's answer to a liveness check: two heartbeats, under the key roll/<attempt>/<call>/<rank>."""
+    """A process's answer to a liveness check: two heartbeats, stored under the key roll/<attempt>/<call>/<rank>."""
 
     before: heartbeat.Heartbeat
     now: heartbeat.Heartbeat
@@ -161,7 +161,7 @@ def _connect_to_store(process_info: ProcessInfo) -> Any:
 def check_in(store: Any, process_info: ProcessInfo, digest: str, say: Say) -> dict[int, dict[str, Any]]:
     """Publishes this process's record in the store and waits for all ranks; returns the records by rank.
 
-    Raises UserError for a taken rank or another job, and PeerError if a rank is missing or rank 0 has ended.
+    Raises UserError for a taken rank or a different job, and PeerError if a rank is missing or rank 0 has ended.
     """
     store = dist.PrefixStore(f"present/{process_info.attempt}", store)
     me = {
@@ -288,7 +288,7 @@ def _compare(process_info: ProcessInfo, me: dict[str, Any], rank: int, other: di
 
 
 def _option_diff(here: str, there: str) -> str:
-    """Lists the options that differ between two results of `shared_options`; "" if none differ."""
+    """Returns a text that lists the options that differ between two results of `shared_options`, or ""."""
 
     def by_option(text: str) -> dict[str, str]:
         return {key: value for key, _, value in (word.partition("=") for word in text.split())}

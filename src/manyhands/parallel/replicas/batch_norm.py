@@ -55,7 +55,7 @@ class NormGroups:
         self.batch, self.weight = batch, count / batch
 
     def all_reduce(self, values: Tensor) -> None:
-        """Replaces `values` by their sum over `processes`. A collective."""
+        """Replaces `values` by their sum over the process group `processes`. A collective."""
         before = phases.CLOCK.to(phases.COMMUNICATION)
         if self.through_memory:
             self.through_memory(values.view(-1))
@@ -304,7 +304,7 @@ def group_batch_norms(model: nn.Module) -> tuple[NormGroups, Callable[[], None]]
 
 
 def keep_batch_norms() -> tuple[NormGroups, Callable[[], None]]:
-    """Like `group_batch_norms`, but keeps torch's layers, because layer copies (DataParallel) lose statistics."""
+    """Like `group_batch_norms`, but keeps torch's layers, because DataParallel's layer copies would lose statistics."""
     return NormGroups(), lambda: None
 
 

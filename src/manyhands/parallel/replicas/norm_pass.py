@@ -70,7 +70,7 @@ def _reduced(values: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _times_plus(values: Tensor, scale: Tensor, shift: Tensor, like: Tensor, *, in_place: bool) -> Tensor:
-    """Returns values [groups, n, C, ...] * scale + shift in `like`'s dtype, rounded once. `in_place`: overwrites them."""
+    """Returns values [groups, n, C, ...] * scale + shift in `like`'s dtype. If `in_place`, overwrites `values`."""
     # Not a view, because later ops such as activations may change it in place.
     if torch.compiler.is_compiling():  # torch.compile refuses `out`, and fuses this anyway
         return torch.addcmul(shift, values, scale).flatten(0, 1).to(like.dtype).clone()
@@ -95,7 +95,7 @@ class NormPass(torch.autograd.Function):
         ctx: Any, mean: Tensor, inverse: Tensor, counts: Tensor | int, held: PassGroups, weight: Tensor | None,
         bias: Tensor | None, *parts: Tensor,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        """`mean` and `inverse` (1 / deviation): [groups, C]. `counts` of values per channel: int or [groups, 1, 1]."""
+        """`mean`, `inverse` (1 / deviation): [groups, C]. `counts`: values per channel, int or [groups, 1, 1]."""
         ctx.save_for_backward(mean, inverse, weight, bias, *parts)
         ctx.counts, ctx.held = counts, held
         outputs: list[Tensor] = []
@@ -144,7 +144,7 @@ class NormPass(torch.autograd.Function):
 
 
 def _centered(part: Tensor, mean: Tensor, held: PassGroups) -> tuple[Tensor, Tensor]:
-    """Returns (`part` minus the rounded mean, the mean's rounding error); if unshared, (`part`, mean)."""
+    """Returns (`part` minus the rounded mean, the mean's rounding error); for unshared groups, (`part`, mean)."""
     values = in_groups(part, len(mean))
     if held.all_reduce is None:
         return values, mean

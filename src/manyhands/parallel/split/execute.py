@@ -29,7 +29,7 @@ def shardings_of(op: Op, letters: tuple[str, ...]) -> list[Sharding]:
 
 
 def input_layouts(op: Op, letters: tuple[str, ...], place: int) -> tuple[placement.Layout, placement.Layout]:
-    """Returns the layouts (value, gradient) of an op's input with index `place`. `letters`: one per mesh axis."""
+    """Returns an op's (value, gradient) layouts of input number `place`. `letters`: see strategy.py, one per axis."""
     sides: list[placement.Side] = [sharding.inputs[place] for sharding in shardings_of(op, letters)]
     return placement.value_of(sides), placement.gradient_of(sides)
 
@@ -55,7 +55,7 @@ def parameter_layouts(graph: Graph, letters: Letters) -> dict[str, TensorLayout]
             found[path.removeprefix("whole.") if "whole" in graph.ops else path] = layout
             first, other = users.setdefault(id(tensor), (op.name, layout))
             if other != layout:
-                hints = ("pin both ops to the same split of the parameter, or to n or r",)
+                hints = ("pin both ops to the same split of the parameter, or to n (samples) or r (replicated)",)
                 raise UserError(f"{first} and {op.name} share {name}, but split it differently", "plan", hints)
     return found
 

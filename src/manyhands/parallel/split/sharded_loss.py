@@ -24,7 +24,7 @@ from manyhands.parallel.split.rules.functions import MAXIMA, largest, reduced_di
 # (output [n, C], labels int64 [n]) -> the loss of each sample [n, …], or the mean loss [].
 CustomLoss = Callable[[Tensor, Tensor], Tensor]
 
-WHOLE_CLASSES = "classes are split for cross-entropy and for losses whose operators all have rules"
+WHOLE_CLASSES = "classes are split only for cross-entropy and losses whose operators all have rules"
 
 
 class _LossModule(nn.Module):
