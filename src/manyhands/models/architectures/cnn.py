@@ -32,15 +32,15 @@ def make_cnn(channels: int, size: int, num_classes: int, width: int = 16, dropou
     layers: list[nn.Module] = []
     inputs, outputs = channels, width
     if size < _COARSE:
-        layers += _convolution(inputs, outputs)
+        layers += _conv_block(inputs, outputs)
         inputs, outputs = outputs, 2 * outputs
     while size > _LAST_MAP:
-        layers += [*_convolution(inputs, outputs), nn.MaxPool2d(2)]
+        layers += [*_conv_block(inputs, outputs), nn.MaxPool2d(2)]
         inputs, outputs, size = outputs, min(2 * outputs, _WIDEST * width), size // 2
-    layers += [*_convolution(inputs, outputs), nn.AdaptiveAvgPool2d(_POOLED), nn.Flatten()]
+    layers += [*_conv_block(inputs, outputs), nn.AdaptiveAvgPool2d(_POOLED), nn.Flatten()]
     layers += [nn.Dropout(dropout)] if dropout else []
     return nn.Sequential(*layers, nn.Linear(outputs * _POOLED**2, num_classes))
 
 
-def _convolution(inputs: int, outputs: int) -> list[nn.Module]:
+def _conv_block(inputs: int, outputs: int) -> list[nn.Module]:
     return [nn.Conv2d(inputs, outputs, 3, padding=1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU(inplace=True)]

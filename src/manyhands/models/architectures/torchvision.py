@@ -31,7 +31,7 @@ _DIGEST = re.compile(r"-([0-9a-f]{8,})\.")  # torchvision's file names end in th
 
 def needs(name: str, size: int, arguments: dict[str, Any], pretrained: bool) -> ModelNeeds:
     """Requires three channels, and a size if the network's is fixed or pictures of `size` pixels are too small."""
-    meta = _published(name).meta
+    meta = _published_weights(name).meta
     smallest = max(meta["min_size"])
     argument, fixed = _SIZED.get(name.split("_")[0], ("", 0))
     if fixed:
@@ -58,7 +58,7 @@ def published_arguments(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
     added: dict[str, Any] = {}
     argument, fixed = _SIZED.get(name.split("_")[0], ("", 0))
     if argument and fixed:
-        sides = list(_published(name).meta["min_size"])
+        sides = list(_published_weights(name).meta["min_size"])
         added[argument] = sides if argument == "input_size" else max(sides)
     if name in _WITH_OPEN_DEFAULT:
         added["transform_input"] = True
@@ -69,7 +69,7 @@ def published_arguments(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
 
 def build_pretrained(name: str, *, num_classes: int, arguments: dict[str, Any]) -> nn.Module:
     """Builds a network with published weights, with new last layers unless `num_classes` is 1000. Raises UserError."""
-    weights = _published(name)
+    weights = _published_weights(name)
     path = fetch_weights(weights.url)
     try:
         fixed = {"weights": weights, "progress": False}
@@ -81,7 +81,7 @@ def build_pretrained(name: str, *, num_classes: int, arguments: dict[str, Any]) 
     return model
 
 
-def _published(name: str) -> Any:
+def _published_weights(name: str) -> Any:
     return _models().get_model_weights(name)["DEFAULT"]
 
 

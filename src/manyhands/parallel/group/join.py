@@ -113,7 +113,7 @@ class Group:
             if dist.is_initialized():
                 dist.destroy_process_group()
         elif not failed or self.world.device == "cpu":  # NCCL might block after a failure
-            for group in groups():
+            for group in process_groups():
                 if group not in self.groups_before:
                     dist.destroy_process_group(group)
         if self.cause:
@@ -135,8 +135,8 @@ def join(process_info: ProcessInfo, digest: str, collective_timeout_s: float, sa
     and UserError for an unusable address, a duplicate rank or a process of another job.
     """
     if process_info.started_by == STARTED_BY:
-        return _use_existing(process_info, digest, say)
-    device = _device(process_info)
+        return _join_existing(process_info, digest, say)
+    device = _choose_device(process_info)
     if process_info.size == 1 and not process_info.init:
         _set_current_device(device)
         return Group(World(device=device))
@@ -146,14 +146,14 @@ def join(process_info: ProcessInfo, digest: str, collective_timeout_s: float, sa
     present = rendezvous.check_in(store, process_info, digest, say)
     if process_info.started_by == "--init":
         process_info = _with_local_rank(process_info, present)
-        device = _device(process_info)
+        device = _choose_device(process_info)
         if "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(max(1, torch.get_num_threads() // process_info.local_size))
     elif "OMP_NUM_THREADS" not in os.environ and process_info.started_by != "manyhands":
         # If a launcher has bound this process to some cores, torch counts only these.
         share = (os.cpu_count() or 1) // process_info.local_size
         torch.set_num_threads(max(1, min(torch.get_num_threads(), share)))
-    backend = _backend(process_info, device)
+    backend = _choose_backend(process_info, device)
     interface = choose_interface(process_info, present)
     _set_current_device(device)
     with listeners.close_listeners_on_exit(backend):
@@ -174,11 +174,11 @@ def join(process_info: ProcessInfo, digest: str, collective_timeout_s: float, sa
     return Group(world, store, rendezvous.init_path(process_info), keeps_store, present=present)
 
 
-def _use_existing(process_info: ProcessInfo, digest: str, say: Say) -> Group:
-    before, store = tuple(groups()), store_of_run(dist.distributed_c10d._get_default_store(), dist.get_rank())
+def _join_existing(process_info: ProcessInfo, digest: str, say: Say) -> Group:
+    before, store = tuple(process_groups()), store_of_run(dist.distributed_c10d._get_default_store(), dist.get_rank())
     present = rendezvous.check_in(store, process_info, digest, say)
     process_info = _with_local_rank(process_info, present)
-    device = _device(process_info)
+    device = _choose_device(process_info)
     _set_current_device(device)
     place = (process_info.rank, process_info.size, process_info.local_rank, process_info.local_size)
     world = World(*place, device, process_info.backend)
@@ -236,7 +236,7 @@ def describe_open_ports(process_info: ProcessInfo, interface: str) -> list[str]:
     return lines
 
 
-def _device(process_info: ProcessInfo) -> str:
+def _choose_device(process_info: ProcessInfo) -> str:
     """Returns this process's device. Raises UserError if this machine has fewer accelerators than processes."""
     kind = device_kind(process_info.device, process_info.size)
     name, _, number = kind.partition(":")
@@ -263,7 +263,7 @@ def _device(process_info: ProcessInfo) -> str:
     return f"{kind}:{process_info.local_rank % count if index is None else index}"
 
 
-def _backend(process_info: ProcessInfo, device: str) -> str:
+def _choose_backend(process_info: ProcessInfo, device: str) -> str:
     backend = process_info.backend
     if backend == "auto":
         return dist.get_default_backend_for_device(device)
@@ -403,5 +403,5 @@ def store_of_run(store: Any, rank: int, attempt: int = 0) -> Any:
     return dist.PrefixStore(f"manyhands/{uses}", store)
 
 
-def groups() -> list[Any]:
+def process_groups() -> list[Any]:
     return list(dist.distributed_c10d._world.pg_map)

@@ -178,7 +178,7 @@ def check_in(store: Any, process_info: ProcessInfo, digest: str, say: Say) -> di
         present = _wait_for_ranks(store, process_info, digest, say)
         store.add("read", 1)
         for rank, other in present.items():
-            _compare(process_info, me, rank, other)
+            _require_equal_jobs(process_info, me, rank, other)
     except (dist.DistError, ValueError):  # ValueError: a count in an init file is not a number
         what = "the store failed during the rendezvous"
         hints = ("see rank 0's log if rank 0 has ended", "check that no other program writes to the store")
@@ -249,7 +249,7 @@ def _wait_for_ranks(store: Any, process_info: ProcessInfo, digest: str, say: Say
             return present
         _refuse_reported(store, process_info, digest, present)
         waited = time.monotonic() - started
-        text = f"{len(present)} of {process_info.size} processes have joined; missing: rank {_ranges(missing)}"
+        text = f"{len(present)} of {process_info.size} processes have joined; missing: rank {_format_ranges(missing)}"
         if waited > process_info.join_timeout_s:
             start = "start the missing ranks on their machines, with the same job and the same list of machines"
             if process_info.started_by == "--init":
@@ -277,7 +277,7 @@ def _refuse_dead(other: dict[str, Any], rank: int, process_info: ProcessInfo) ->
         raise UserError(what, "--init", (f"rm {path}, or use a new file name",))
 
 
-def _compare(process_info: ProcessInfo, me: dict[str, Any], rank: int, other: dict[str, Any]) -> None:
+def _require_equal_jobs(process_info: ProcessInfo, me: dict[str, Any], rank: int, other: dict[str, Any]) -> None:
     words = {"size": "--world-size", "torch": "torch's version", "digest": "the job (flags or job.toml)"}
     for key, word in words.items():
         if me[key] != other[key]:
@@ -320,7 +320,7 @@ def _rank_taken_error(store: Any, process_info: ProcessInfo) -> UserError:
     return UserError(f"rank {process_info.rank} is taken{who}", "--rank", hints)
 
 
-def _ranges(ranks: list[int]) -> str:
+def _format_ranges(ranks: list[int]) -> str:
     """Formats [1, 2, 3, 7] as "1-3, 7"."""
     groups = itertools.groupby(enumerate(ranks), lambda pair: pair[1] - pair[0])
     runs = [[rank for _, rank in group] for _, group in groups]

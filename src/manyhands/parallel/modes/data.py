@@ -97,7 +97,7 @@ def _wrap_in_ddp(model: nn.Module, world: World, request: ModeRequest, why: str)
     traits = ModeTraits(float(world.size), wrapped.no_sync, orders_sums=True, averages=averages)
     if not request.unused:  # else DDP itself finds parameters without gradients
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        traits.reach_all = functools.partial(_reach, trained)
+        traits.reach_all = functools.partial(_connect_loss, trained)
     return ParallelNetwork(model, wrapped, world, traits)
 
 
@@ -126,7 +126,7 @@ class _Reach(torch.autograd.Function):
         return gradients[0], *([None] * ctx.count)
 
 
-def _reach(parameters: list[nn.Parameter], loss: Tensor) -> Tensor:
+def _connect_loss(parameters: list[nn.Parameter], loss: Tensor) -> Tensor:
     """Connects the loss to all parameters (see `_Reach`), which costs less than DDP's find_unused_parameters."""
     reached: Any = _Reach.apply(loss, *parameters)
     return reached
