@@ -191,7 +191,7 @@ class ModeRequest:
     picture: Tensor = field(default_factory=lambda: torch.zeros(0))  # one sample, for modes that trace the network
     grid: "Grid | None" = None  # the mesh that the network was constructed with, for networks sharded by hand
     samples: tuple[str, ...] | None = None  # mesh axes that share samples; None: all that shard no parameter
-    reduces: bool = True  # False if a sync method averages gradients, for the mode data
-    group: Any = None  # the processes that average in each update, for the mode data; None: all
-    shared_memory: bool = True  # average through shared memory within a machine, for the mode data
-    hook: Any = None  # replaces DDP's mean of gradients, for the mode data
+    reduces: bool = True  # False if a sync method averages gradients, for mode `data`
+    group: Any = None  # the processes that average in each update, for mode `data`; None: all
+    shared_memory: bool = True  # average through shared memory within a machine, for mode `data`
+    hook: Any = None  # replaces DDP's mean of gradients, for mode `data`

@@ -84,7 +84,7 @@ class Cause:
 
 @dataclass
 class Group:
-    """This process's rank and the store that all processes share (None for a single process)."""
+    """The process group that `join` returns: this process's rank and the processes' store (None for one process)."""
 
     world: World  # rank, size and device of this process
     store: Any = None  # for small messages between processes
