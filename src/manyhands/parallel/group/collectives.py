@@ -11,7 +11,7 @@ from torch import Tensor
 from manyhands.core.errors import UserError
 from manyhands.core.phases import CLOCK, COMMUNICATION
 from manyhands.core.world import World
-from manyhands.parallel.group.listeners import close_listeners_on_exit
+from manyhands.parallel.group.listeners import block_listeners_on_exit
 
 Operation = Literal["sum", "mean", "max", "min", "product"]
 _OPERATIONS = {
@@ -174,6 +174,6 @@ def new_group(world: World, ranks: Sequence[int]) -> Subgroup:
         raise UserError(f"{list(ranks)} are not distinct ranks from 0 to {world.size - 1}", "new_group")
     if world.alone:
         return Subgroup(members, members.index(world.rank), None)
-    with close_listeners_on_exit(world.backend):
+    with block_listeners_on_exit(world.backend):
         handle = dist.new_group(members, timeout=group_timeout(world))
     return Subgroup(members, members.index(world.rank) if world.rank in members else -1, handle)

@@ -156,7 +156,7 @@ def join(process_info: ProcessInfo, digest: str, collective_timeout_s: float, sa
     backend = _choose_backend(process_info, device)
     interface = choose_interface(process_info, present)
     _set_current_device(device)
-    with listeners.close_listeners_on_exit(backend):
+    with listeners.block_listeners_on_exit(backend):
         dist.init_process_group(
             backend,
             store=dist.PrefixStore(f"group/{process_info.attempt}", store),
@@ -293,7 +293,7 @@ def _open_store(process_info: ProcessInfo, digest: str, say: Say) -> Any:
         except ports.PortTakenError:
             # A rank 0 of this job that waits for the other ranks may hold the port.
             rendezvous.report_to_waiting_ranks(
-                process_info, lambda names: rendezvous.report_duplicate_rank(names, process_info, digest)
+                process_info, lambda store: rendezvous.report_duplicate_rank(store, process_info, digest)
             )
             raise
         if process_info.started_by != "manyhands":

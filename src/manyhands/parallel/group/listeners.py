@@ -44,7 +44,7 @@ def _block_new_connections(listener: socket.socket) -> None:
 
 
 @contextlib.contextmanager
-def close_listeners_on_exit(backend: str = "") -> Generator[None]:
+def block_listeners_on_exit(backend: str = "") -> Generator[None]:
     """On exit, blocks new connections to sockets that gloo opened in the context. NCCL's stay open for later use."""
     later = os.environ.get("TORCH_GLOO_LAZY_INIT", "0") not in {"", "0"}  # connects when first needed
     # Through ssh all groups of a process share one listening socket, on loopback only.

@@ -67,7 +67,7 @@ def apply(model: nn.Module, world: World, request: ModeRequest) -> ParallelNetwo
         return _wrap_in_ddp(model, world, request, sums)
     if between:
         ranks = [machine[0] for machine in machines]
-        with listeners.close_listeners_on_exit(world.backend):
+        with listeners.block_listeners_on_exit(world.backend):
             group = dist.new_group(ranks, timeout=collectives.group_timeout(world))
         averages = "gradients are averaged in two levels: shared memory within machines, gloo between their first ranks"
         leaders = group if world.rank in ranks else None
