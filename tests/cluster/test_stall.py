@@ -10,7 +10,7 @@ from manyhands.cluster.agents import stall
 from manyhands.cluster.agents.heartbeats import HeartbeatMonitor, heartbeat_path
 from manyhands.cluster.agents.protocol import WorkersSeen
 from manyhands.cluster.agents.stall import Stalls
-from manyhands.parallel.group.heartbeat import HEARTBEAT_FILE, Heartbeat, Seen
+from manyhands.parallel.group.heartbeat import HEARTBEAT_FILE, Heartbeat, ObservedHeartbeat
 from manyhands.train import status
 from manyhands.train.status import HeartbeatWriter
 from tests.e2e.command import wait_until
@@ -33,7 +33,7 @@ def clock(monkeypatch):
 def seen(rank, **more):
     usual = {"count": 9, "step": 12, "phase": "train", "still_s": 40.0, "usual_s": 0.2, "calls": 50, "moved_bytes": 900,
              "pid": 100 + rank, "quiet_s": 0.0, "cpu_s": 5.0, "stopped": False}  # fmt: skip
-    return Seen(rank=rank, **{**usual, **more})
+    return ObservedHeartbeat(rank=rank, **{**usual, **more})
 
 
 def told(clock, *ranks, later=None):

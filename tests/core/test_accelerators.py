@@ -132,7 +132,7 @@ def _meaning(kind):
     place = ProcessInfo(rank=1, size=2, local_rank=1, local_size=2)
     chosen = []
     torch.accelerator.set_device_index = chosen.append
-    group._set_current_device(group._device(place))
+    group._set_current_device(group._choose_device(place))
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
         exec(accelerators._TORCH_SCRIPT, {})
@@ -141,7 +141,7 @@ def _meaning(kind):
     return {
         "accelerator": devices.accelerator() == kind,
         "each process its own": chosen == [f"{kind}:1"],
-        "the second alone": group._device(ProcessInfo(device="auto:1")) == f"{kind}:1",
+        "the second alone": group._choose_device(ProcessInfo(device="auto:1")) == f"{kind}:1",
         "what the doctor counts": json.loads(out.getvalue().partition(" ")[2])["count"],
     }
 
@@ -223,9 +223,9 @@ def test_torch_that_is_built_for_a_device_which_is_not_here_computes_on_the_proc
     """`current_accelerator()` names the type that torch was built for, with a device or without."""
     found = on(kind, cards=0)(lambda kind: (torch.accelerator.current_accelerator().type, devices.accelerator()))
     assert found == (kind, "cpu")
-    assert on(kind, cards=0)(lambda kind: group._device(ProcessInfo())) == "cpu"
+    assert on(kind, cards=0)(lambda kind: group._choose_device(ProcessInfo())) == "cpu"
     with pytest.raises(AssertionError, match="this machine has no accelerator"):
-        on(kind, cards=0)(lambda kind: group._device(ProcessInfo(device="auto:1")))
+        on(kind, cards=0)(lambda kind: group._choose_device(ProcessInfo(device="auto:1")))
 
 
 @pytest.mark.parametrize("kind", TYPES)

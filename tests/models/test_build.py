@@ -21,10 +21,10 @@ def build(name: str, *, size: int = 8, channels: int = 3, **options) -> nn.Modul
 @pytest.mark.parametrize(
     ("name", "size", "kernel", "words"),
     [
-        ("resnet18", 32, 3, ["resnet18 with the CIFAR stem (3x3, no max-pool) because pictures are 32 px",
+        ("resnet18", 32, 3, ["resnet18 uses the CIFAR stem (3x3, no max-pool) because pictures are 32 px",
                              "torchvision:resnet18 is the original"]),
         ("resnet18", 64, 7, ["cifar:resnet18 keeps every pixel (3x3 stem, no max-pool) at about 16 times the cost"]),
-        ("cifar:resnet18", 64, 3, ["resnet18 with the CIFAR stem (3x3, no max-pool) because pictures are 64 px"]),
+        ("cifar:resnet18", 64, 3, ["resnet18 uses the CIFAR stem (3x3, no max-pool) because pictures are 64 px"]),
         ("resnet18", 65, 7, []),
         ("torchvision:resnet18", 32, 7, []),
         ("torchvision:resnet18", 64, 7, []),

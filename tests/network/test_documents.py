@@ -107,7 +107,7 @@ def test_000_two_machines_train_mnist_with_the_documents_network(
     assert score["top1"] > 0.8
     opened = next(line for line in one.err.splitlines() if "23456" in line)
     assert ("every interface" in opened) == (first == "0.0.0.0"), opened
-    assert "rank 1 of 2 has joined; rank 0 shows the progress" in two.err
+    assert "rank 1 of 2 has joined; rank 0 prints the progress" in two.err
 
 
 # Document 002: torch.distributed.launch on two machines, and init_method's three kinds of address.

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from manyhands.parallel.group.listeners import close_rendezvous, closed_once_formed
+from manyhands.parallel.group.listeners import block_listeners_on_exit, close_rendezvous
 from manyhands.run.doctor import describe_public_addresses
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has filters on sockets")
@@ -25,7 +25,7 @@ def lets_in(one):
 
 def test_what_a_group_of_gloo_listens_on_is_closed_and_nothing_else():
     with listener() as before, contextlib.ExitStack() as stack:
-        with closed_once_formed("gloo"):
+        with block_listeners_on_exit("gloo"):
             group = stack.enter_context(listener())
             member = stack.enter_context(socket.create_connection(group.getsockname()))
             other = stack.enter_context(group.accept()[0])
@@ -38,7 +38,7 @@ def test_what_a_group_of_gloo_listens_on_is_closed_and_nothing_else():
 @pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl"])
 def test_what_connects_later_stays_open(backend):
     with contextlib.ExitStack() as stack:
-        with closed_once_formed(backend):
+        with block_listeners_on_exit(backend):
             group = stack.enter_context(listener())
         assert lets_in(group)
 

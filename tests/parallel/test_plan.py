@@ -16,7 +16,7 @@ from manyhands.parallel.options import ParallelOptions
 from manyhands.parallel.plan import Plan, parse_pins, plan_from_plain, plan_of, read_plan
 from manyhands.parallel.split.execute import parameter_layouts
 from manyhands.parallel.split.network import split
-from manyhands.parallel.split.strategy import concise, refusal, resolve
+from manyhands.parallel.split.strategy import refusal, resolve, shorten_strategies
 from manyhands.parallel.split.tracing import describe_network
 
 SQUARE = Mesh((("dp", 2), ("tp", 2)))
@@ -56,7 +56,7 @@ def test_a_concise_plan_says_all(mesh, data):
             lambda one, ops=ops: not any(refusal(op, one, mesh) for op in ops)
         )
         letters |= dict.fromkeys([op.name for op in ops], data.draw(fitting))
-    default, ops = concise(letters, GRAPH, mesh)
+    default, ops = shorten_strategies(letters, GRAPH, mesh)
     plan = Plan(mesh, ops, default)
     assert resolve(plan, GRAPH) == {name: letters[name] for name in GRAPH.ops}
     again = plan_from_plain(json.loads(json.dumps(plan.as_plain())), "plan.json")

@@ -16,7 +16,7 @@ from manyhands.core.world import ProcessInfo
 from manyhands.parallel.group import join as group
 from manyhands.parallel.group import rendezvous as meet
 from manyhands.parallel.group.join import Cause
-from manyhands.parallel.group.rendezvous import DuplicateRank, PeerFailure, Present, check_in, parse_message
+from manyhands.parallel.group.rendezvous import DuplicateRank, PeerFailure, ProcessRecord, check_in, parse_message
 from manyhands.worker.failure import describe_peer, first_failure_fields
 
 JUNK = [
@@ -31,7 +31,7 @@ JUNK = [
 
 
 @pytest.mark.parametrize("content", JUNK, ids=range(len(JUNK)))
-@pytest.mark.parametrize("kind", [Present, PeerFailure, DuplicateRank])
+@pytest.mark.parametrize("kind", [ProcessRecord, PeerFailure, DuplicateRank])
 def test_junk_is_not_said(kind, content):
     assert parse_message(content, kind) is None
 

@@ -100,8 +100,10 @@ def test_a_machine_without_apples_gpu_says_so(kind, monkeypatch):
 def test_apples_gpu_is_for_one_process(monkeypatch):
     """Read, not run: nobody here has such a computer; what is decided for one is."""
     with_apples_gpu(monkeypatch)
-    assert group._device(ProcessInfo(device="mps:0")) == group._device(ProcessInfo(device="auto")) == "mps"
+    assert (
+        group._choose_device(ProcessInfo(device="mps:0")) == group._choose_device(ProcessInfo(device="auto")) == "mps"
+    )
     pair = ProcessInfo(size=2, local_size=2, device="mps")
     with pytest.raises(UserError, match="2 processes can't communicate on mps"):
-        group._device(pair)
-    assert group._device(ProcessInfo(size=2, local_size=2, device="auto")) == "cpu"
+        group._choose_device(pair)
+    assert group._choose_device(ProcessInfo(size=2, local_size=2, device="auto")) == "cpu"

@@ -12,7 +12,7 @@ from torch import nn
 from manyhands.config.load import load_job
 from manyhands.core.world import World
 from manyhands.parallel.plan import Plan
-from manyhands.parallel.split.strategy import concise
+from manyhands.parallel.split.strategy import shorten_strategies
 from manyhands.planner.choose import DATA_PARALLEL
 from manyhands.planner.trial import PlanCase, Runner, measure, verify
 from manyhands.worker.plan_search import case_of
@@ -55,7 +55,7 @@ def _case(name, make=None):
 def _random_plan(name, sizes, seed):
     make, channels = MAKERS[name]
     graph, mesh = graph_of(make(), channels=channels), mesh_of(sizes)
-    default, ops = concise(random_letters(graph, mesh, random.Random(seed)), graph, mesh)
+    default, ops = shorten_strategies(random_letters(graph, mesh, random.Random(seed)), graph, mesh)
     return Plan(mesh, ops, default)
 
 

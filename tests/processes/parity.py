@@ -22,7 +22,7 @@ from manyhands.parallel.plan import Plan
 from manyhands.parallel.replicas.batch_norm import group_batch_norms
 from manyhands.parallel.split.execute import shard_tensor
 from manyhands.parallel.split.network import split
-from manyhands.parallel.split.strategy import concise, refusal
+from manyhands.parallel.split.strategy import refusal, shorten_strategies
 from manyhands.parallel.split.tracing import describe_network
 from manyhands.train.loss import make_loss_fn, verify_loss
 from tests.processes.ranks import run_on_ranks
@@ -190,7 +190,7 @@ def random_plan(model, picture, mesh, seed):
     model = copy.deepcopy(model).train()
     group_batch_norms(model)
     graph = describe_network(model, picture)
-    default, ops = concise(random_letters(graph, mesh, seed), graph, mesh)
+    default, ops = shorten_strategies(random_letters(graph, mesh, seed), graph, mesh)
     return Plan(mesh, ops, default)
 
 

@@ -57,7 +57,7 @@ def test_the_advice_is_tried_in_the_jobs_precision(tmp_path, precision, fits, ph
 
 def test_a_process_of_its_own_uses_the_device_that_it_was_given(monkeypatch):
     used = []
-    monkeypatch.setattr(group, "_device", lambda process_info: process_info.device)
+    monkeypatch.setattr(group, "_choose_device", lambda process_info: process_info.device)
     monkeypatch.setattr(torch.accelerator, "set_device_index", used.append)
     assert group.join(ProcessInfo(device="cuda:1"), "", 60, print).world.device == "cuda:1"
     assert used == ["cuda:1"]

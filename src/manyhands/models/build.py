@@ -11,9 +11,9 @@ from torch import nn
 from manyhands.core.choices import load_choice, module_names, unknown_choice
 from manyhands.core.errors import UserError
 from manyhands.core.user_code import is_object_reference, load_object, users_line
-from manyhands.models.interface import WHERE, ModelNeeds, refused
+from manyhands.models.interface import WHERE, ModelNeeds, argument_error
 from manyhands.models.options import ModelOptions
-from manyhands.models.published import CHOICES, nothing_published
+from manyhands.models.published import CHOICES, no_weights_error
 
 _SMALL_UP_TO = 64  # pictures up to this size are called small
 _HINTS = ("name a subclass of torch.nn.Module, an instance, or a function that returns an instance",)
@@ -27,7 +27,7 @@ def describe(options: ModelOptions, size: int) -> ModelNeeds:
     needs = _architecture_needs(name, choice, options, size)
     smaller = (each for each in _choices() if _max_size(each) < size <= _SMALL_UP_TO and name in each.NAMES)
     if name == options.name and not options.pretrained and (small := next(smaller, None)):
-        note = f"{name} in its original form because pictures are {size} px; {small.PREFIX}{name} {small.DIFFERS}"
+        note = f"{name} has its original form because pictures are {size} px; {small.PREFIX}{name} {small.DIFFERS}"
         needs.notes.append(note)
     return needs
 
@@ -36,13 +36,13 @@ def build_model(options: ModelOptions, *, channels: int, size: int, num_classes:
     """Builds the network on torch's default device; random weights follow torch's global seed.
 
     The network maps [N, channels, size, size] to [N, num_classes]; `options.num_classes` takes precedence. A network
-    may return auxiliary outputs in training; see `main_and_auxiliary`. The caller loads `options.weights`. `mesh` is
-    passed to user code with such a parameter. Raises UserError: bad name, argument, `size`, `channels` or weights.
+    may return auxiliary outputs in training; see `main_and_auxiliary`. User code may have a
+    parameter `mesh`. `options.weights` isn't loaded here. Raises UserError: invalid option, `channels` or `size`.
     """
     classes = options.num_classes or num_classes
     if is_object_reference(options.name):
         if options.pretrained:
-            raise nothing_published(options.name)
+            raise no_weights_error(options.name)
         return build_user_model(options.name, options.arguments, classes, mesh)
     name, choice = _find_architecture(options, size)
     needs = _architecture_needs(name, choice, options, size)
@@ -53,7 +53,7 @@ def build_model(options: ModelOptions, *, channels: int, size: int, num_classes:
     if not options.pretrained:
         return choice.build(name, channels=channels, size=size, num_classes=classes, arguments=options.arguments)
     if not hasattr(choice, "build_pretrained"):
-        raise nothing_published(name)
+        raise no_weights_error(name)
     return choice.build_pretrained(name, num_classes=classes, arguments=options.arguments)
 
 
@@ -138,7 +138,7 @@ def build_user_model(reference: str, arguments: dict[str, Any], num_classes: int
     try:
         inspect.signature(found).bind(**given)
     except TypeError as error:
-        raise refused(found, reference, given, error) from error
+        raise argument_error(found, reference, given, error) from error
     try:
         model = found(**given)
     except Exception as error:

@@ -25,19 +25,19 @@ def construct(builder: Callable[..., Any], name: str, arguments: dict[str, Any],
     try:
         return builder(**arguments, **fixed)
     except TypeError as error:
-        raise refused(builder, name, arguments, error) from error
+        raise argument_error(builder, name, arguments, error) from error
     except (ValueError, AssertionError, KeyError) as error:
-        raise UserError(f"{name} does not accept these arguments: {error}", WHERE, (f"correct {arguments}",)) from error
+        raise UserError(f"{name} does not accept these arguments: {error}", WHERE, (f"check {arguments}",)) from error
 
 
-def refused(builder: Callable[..., Any], name: str, arguments: dict[str, Any], error: TypeError) -> UserError:
+def argument_error(builder: Callable[..., Any], name: str, arguments: dict[str, Any], error: TypeError) -> UserError:
     """Converts the TypeError of a builder call into a UserError that names the wrong and the accepted arguments."""
     if match := _UNEXPECTED.search(str(error)):
         word = match[1] or match[2]
         return UserError(f"{name} takes no argument {word}", f"{WHERE}.{word}", _argument_hints(builder, word))
     if match := _MISSING.search(str(error)):
         return UserError(f"{name} needs {match[1]}", WHERE, ("set the argument under [model.arguments]",))
-    return UserError(f"{name} does not accept these arguments: {error}", WHERE, (f"correct {arguments}",))
+    return UserError(f"{name} does not accept these arguments: {error}", WHERE, (f"check {arguments}",))
 
 
 def _argument_hints(builder: Callable[..., Any], word: str) -> tuple[str, ...]:
@@ -51,7 +51,7 @@ def _argument_hints(builder: Callable[..., Any], word: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class ModelNeeds:
-    """A network's requirements for pictures."""
+    """A network's requirements for pictures; None: any."""
 
     channels: int | None = None  # 1 or 3; None: any number
     size: int | None = None  # required height and width in pixels; None: any

@@ -22,7 +22,7 @@ def published_names() -> list[str]:
 
 
 def check_network(wanted: str, *, pretrained: bool) -> None:
-    """Raises UserError for an unknown network or missing published weights; doesn't import torch."""
+    """Raises UserError for an unknown network, or if `pretrained` weights aren't published. Doesn't import torch."""
     from manyhands.core.choices import module_names, read_choice, unknown_choice  # slow; not needed for --help
     from manyhands.core.user_code import is_object_reference
 
@@ -39,9 +39,9 @@ def check_network(wanted: str, *, pretrained: bool) -> None:
     if not is_object_reference(wanted) and wanted not in known:
         raise unknown_choice("network", wanted, known, "model.name")
     if pretrained and wanted not in published:
-        raise nothing_published(wanted)
+        raise no_weights_error(wanted)
 
 
-def nothing_published(name: str) -> UserError:
+def no_weights_error(name: str) -> UserError:
     hints = ("remove model.pretrained, or choose one of torchvision's networks",)
     return UserError(f"{name} has no published weights", "model.pretrained", hints)

@@ -21,9 +21,9 @@ _ODD = 0x9E3779B1
 
 
 def resolve_mode(mode: str, world: World) -> str:
-    """Returns `mode`, or "single" if the mode has no effect with one process. Raises UserError: too many processes."""
+    """Returns `mode`, or "single" if it has no effect on one process. Raises UserError if `mode` allows only one."""
     check_mode(mode)
-    only = limit_to_one_process(mode)
+    only = one_process_label(mode)
     if only and not world.alone:
         hints = (f"use --parallel {USUAL_MODE} for several processes", "or start one process: -n 1")
         raise UserError(f"mode {mode} runs as {only}, but {world.size} processes are running", "parallel.mode", hints)
@@ -40,7 +40,7 @@ def offers_of(mode: str) -> frozenset[needs.Need]:
     return choices.load_choice(MODES, mode).OFFERS
 
 
-def limit_to_one_process(mode: str) -> str:
+def one_process_label(mode: str) -> str:
     """Returns a description such as "one process for all devices" for a single-process mode, "" for other modes."""
     return getattr(choices.load_choice(MODES, mode), "ONE_PROCESS", "")
 
@@ -68,7 +68,7 @@ def checksums(tensors: Sequence[Tensor]) -> Tensor:
     for row, tensor in enumerate(tensors):
         flat = tensor.detach().contiguous().view(-1)
         words = flat.view(widths[flat.element_size()] if not flat.is_complex() else torch.int64)
-        weights = _weights(flat.device, CHECKED_AT_ONCE if flat.device.type == "cpu" else CHECKED_ON_CARD)
+        weights = _position_weights(flat.device, CHECKED_AT_ONCE if flat.device.type == "cpu" else CHECKED_ON_CARD)
         sums = torch.zeros(2, dtype=torch.int64, device=flat.device)
         for number, piece in enumerate(words.split(len(weights))):
             bits = piece.to(torch.int64)
@@ -80,7 +80,7 @@ def checksums(tensors: Sequence[Tensor]) -> Tensor:
 
 
 @functools.cache
-def _weights(device: torch.device, count: int) -> Tensor:
+def _position_weights(device: torch.device, count: int) -> Tensor:
     """Returns an odd weight for each position, int64 [count]; a weighted sum also detects swapped values."""
     return (2 * torch.arange(count, device=device) + 1) * _ODD
 
@@ -88,7 +88,7 @@ def _weights(device: torch.device, count: int) -> Tensor:
 def compare_replicas(
     named: dict[str, Tensor], world: World, network: ParallelNetwork | None = None
 ) -> tuple[str, list[int]] | None:
-    """Returns (name, differing ranks) of the first tensor whose replicas differ, or None if none does; a collective."""
+    """Returns (name, differing ranks) of the first tensor whose replicas differ, or None if all agree. A collective."""
     if world.alone or not named:
         return None
     mine = checksums(list(named.values())).to(world.device)
@@ -106,7 +106,7 @@ def compare_replicas(
 
 
 def check_replicas(named: dict[str, Tensor], world: World, step: int, network: ParallelNetwork) -> None:
-    """Raises RunError if ranks hold different values of a replicated tensor; a collective."""
+    """Raises RunError if ranks hold different values of a replicated tensor. A collective."""
     drift = compare_replicas(named, world, network)
     if drift:
         name, ranks = drift
@@ -119,7 +119,7 @@ def check_replicas(named: dict[str, Tensor], world: World, step: int, network: P
 
 
 def make_equal(named: dict[str, Tensor], world: World, *, always: bool = False) -> bool:
-    """Broadcasts rank 0's tensors if replicas differ or if `always`; returns True after a broadcast; a collective."""
+    """Broadcasts rank 0's tensors if replicas differ or if `always`. Returns True if it did. A collective."""
     equal = not always and compare_replicas(named, world) is None
     if equal or world.alone:
         return False
@@ -129,7 +129,7 @@ def make_equal(named: dict[str, Tensor], world: World, *, always: bool = False) 
 
 
 def require_equal_networks(model: nn.Module, named: dict[str, Tensor], world: World) -> None:
-    """Raises UserError if tensor names, shapes or frozen parameters differ from rank 0's; a collective."""
+    """Raises UserError if tensor names, shapes or frozen parameters differ from rank 0's. A collective."""
     if world.alone:
         return
     frozen = {name for name, one in model.named_parameters(remove_duplicate=False) if not one.requires_grad}

@@ -131,7 +131,7 @@ class Gradients:
         return self._begin
 
     def finish(self) -> None:
-        """Finishes the synchronization of gradients after an update's last micro-batch; a collective."""
+        """Finishes the synchronization of gradients after an update's last micro-batch. A collective."""
         before = phases.CLOCK.to(phases.COMMUNICATION)
         self.flat = self.network.finish_gradients()
         phases.CLOCK.to(before)
@@ -139,7 +139,7 @@ class Gradients:
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
         """Divides gradients by the loss scale. If a gradient overflowed, `step` skips the update on all processes.
 
-        On an accelerator without a loss scale, sets `spoilt` to 1.0 if a gradient isn't finite, without synchronizing.
+        On an accelerator without a loss scale, only sets `spoilt` on the device: 1.0 if a gradient isn't finite.
         """
         if self.scaler:
             self.scaler.unscale_(optimizer)
@@ -162,7 +162,7 @@ class Gradients:
         return self.on_card and fused and not self.scaler
 
     def finish_statistics(self) -> None:
-        """Updates BatchNorm's running statistics; a collective. Precedes `step`, so that no update is half applied."""
+        """Updates BatchNorm's running statistics. A collective. Precedes `step`, to prevent partial updates."""
         self.network.finish_update()
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:

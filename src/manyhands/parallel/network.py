@@ -130,29 +130,29 @@ class ParallelNetwork:
         return part.inputs, part.labels, share.count
 
     def finish_gradients(self) -> list[Tensor]:
-        """Finishes synchronizing gradients; a collective. Returns flat tensors [n] of all gradients, or []."""
+        """Finishes synchronizing gradients. A collective. Returns flat tensors [n] of all gradients, or []."""
         return []
 
     def gradient_norm(self) -> Tensor:
-        """Returns the 2-norm [] of all gradients of the network; a collective if processes hold shards."""
+        """Returns the 2-norm [] of all gradients of the network. A collective if processes hold shards."""
         gradients = [one.grad for one in self.model.parameters() if one.grad is not None]
         return full_tensor(nn.utils.get_total_norm(gradients))
 
     def finish_update(self) -> None:
-        """Updates BatchNorm's running statistics from the samples of all processes; a collective."""
+        """Updates BatchNorm's running statistics from the samples of all processes. A collective."""
         self.norms.finish_update(self.share.parts)
 
     def evaluate(
         self, inputs: Tensor, labels: Tensor, count: int, run: Callable[[nn.Module, Tensor], Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """Returns (outputs [count, C], labels [count]) of a block of `count` samples; a collective on a mesh.
+        """Returns (outputs [count, C], labels [count]) of a block of `count` samples. A collective on a mesh.
 
         `inputs`, `labels`: this process's samples (on a mesh, `share.of_block`). `run`(module, inputs) returns outputs.
         """
         return run(self.model, inputs)[:count], labels
 
     def full_state_dict(self) -> dict[str, Any]:
-        """Returns the state dict with full tensors on the CPU; a collective if processes hold shards."""
+        """Returns the state dict with full tensors on the CPU. A collective if processes hold shards."""
         state = {name: full_tensor(one) for name, one in self.model.state_dict().items()}
         return {name: one.detach().cpu().clone() if isinstance(one, Tensor) else one for name, one in state.items()}
 
@@ -168,7 +168,7 @@ def is_dtensor(tensor: Any) -> bool:
 
 
 def full_tensor(tensor: Any) -> Any:
-    """Returns the full tensor; a collective for a DTensor."""
+    """Returns the full tensor. A collective for a DTensor."""
     return tensor.full_tensor() if is_dtensor(tensor) else tensor
 
 
@@ -191,7 +191,7 @@ class ModeRequest:
     picture: Tensor = field(default_factory=lambda: torch.zeros(0))  # one sample, for modes that trace the network
     grid: "Grid | None" = None  # the mesh that the network was constructed with, for networks sharded by hand
     samples: tuple[str, ...] | None = None  # mesh axes that share samples; None: all that shard no parameter
-    reduces: bool = True  # False if a sync method averages gradients, for the mode data
-    group: Any = None  # the processes that average in each update, for the mode data; None: all
-    shared_memory: bool = True  # average through shared memory within a machine, for the mode data
-    hook: Any = None  # replaces DDP's mean of gradients, for the mode data
+    reduces: bool = True  # False if a sync method averages gradients, for mode `data`
+    group: Any = None  # the processes that average in each update, for mode `data`; None: all
+    shared_memory: bool = True  # average through shared memory within a machine, for mode `data`
+    hook: Any = None  # replaces DDP's mean of gradients, for mode `data`

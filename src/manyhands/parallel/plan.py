@@ -118,5 +118,5 @@ def plan_of(options: ParallelOptions, world_size: int) -> Plan:
 
 
 def shared_plan(options: ParallelOptions, world: World) -> Plan:
-    """Returns rank 0's `plan_of`, since other machines may lack the plan file; a collective. Raises UserError."""
+    """Returns `plan_of` as computed on rank 0, since other machines may lack the plan file. A collective."""
     return plan_from_plain(broadcast_result(lambda: plan_of(options, world.size).as_plain(), world), "plan")

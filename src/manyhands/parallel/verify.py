@@ -179,8 +179,8 @@ class _Check:
         if not self.count:
             what = f"{len(batch[0])} samples can't be divided among {parts} processes"
             raise UserError(what, "verify_gradients", (f"give {parts} samples or more",))
-        self.sample = self._from_rank_0(batch[0])
-        self.labels = None if batch[1] is None else self._from_rank_0(batch[1])
+        self.sample = self._broadcast_from_rank_0(batch[0])
+        self.labels = None if batch[1] is None else self._broadcast_from_rank_0(batch[1])
         self.shares = [slice(*pair) for pair in itertools.pairwise(bounds(self.count, parts))]
         self.rows = self.shares[self.grid.place(network.samples)]
 
@@ -208,7 +208,7 @@ class _Check:
         for name, local in raw.items():
             layout, parameter = self.network.layouts[name], self.network.model.get_parameter(name)
             region = layout.region(self.grid.mesh, self.grid.world.rank)
-            total_due = _region(self._sum(due[name], self.network.samples), region)
+            total_due = _region(self._sum_over_axes(due[name], self.network.samples), region)
             total = torch.zeros_like(local) if parameter.grad is None else parameter.grad
             error, rank = self._compare(total, total_due, negligible)
             worst = max(worst, error)
@@ -218,7 +218,7 @@ class _Check:
                 found.append(self._explain(name, pairs, layout.sharded_axes, rank))
         return found, worst
 
-    def _from_rank_0(self, tensor: Tensor) -> Tensor:
+    def _broadcast_from_rank_0(self, tensor: Tensor) -> Tensor:
         tensor = tensor[: self.count].detach().to(self.grid.world.device).clone(memory_format=torch.contiguous_format)
         if tensor.is_floating_point():
             tensor = tensor.to(next((one.dtype for one in self.network.model.parameters()), torch.float64))
@@ -244,7 +244,7 @@ class _Check:
                 mesh.names[axis]
                 for axis in self.axes
                 if axis not in layout.sharded_axes
-                and self._compare(self._sum(local, (axis,)), mesh.sizes[axis] * local)[0] > self.tolerance
+                and self._compare(self._sum_over_axes(local, (axis,)), mesh.sizes[axis] * local)[0] > self.tolerance
             ]
             if differing:
                 where = " and ".join(differing)
@@ -254,7 +254,7 @@ class _Check:
             full = local.new_zeros(layout.shape)
             if layout.first_holder(mesh, rank) == rank:
                 _region(full, layout.region(mesh, rank)).copy_(local)
-            target.data = self._sum(full, range(len(mesh.axes)))
+            target.data = self._sum_over_axes(full, range(len(mesh.axes)))
         for module in self.alone.modules():
             if isinstance(module, GroupedNorm) and module.running_mean is not None:
                 module.num_features = len(module.running_mean)
@@ -298,17 +298,17 @@ class _Check:
         value = self.loss(output) if self.labels is None else self.loss(output, self.labels[self.rows])
         return (value.sum() if value.dim() else value * (self.rows.stop - self.rows.start)) / self.count
 
-    def _sum(self, tensor: Tensor, axes: Iterable[int]) -> Tensor:
+    def _sum_over_axes(self, tensor: Tensor, axes: Iterable[int]) -> Tensor:
         over = [axis for axis in axes if self.grid.mesh.sizes[axis] > 1]
         if tensor.dtype == torch.bool:
-            return self._sum(tensor.byte(), over).bool()
+            return self._sum_over_axes(tensor.byte(), over).bool()
         result = tensor.detach().clone(memory_format=torch.contiguous_format)
         if over:
             dist.all_reduce(result, group=self.grid.group(over))
         return result
 
     def _compare(self, observed: Tensor, expected: Tensor, least: float = 0.0) -> tuple[float, int]:
-        """Returns (largest error / largest expected value or `least`, rank with the largest error); a collective."""
+        """Returns (largest error / largest expected value or `least`, rank with the largest error). A collective."""
         error = 0.0
         if not torch.equal(observed, expected) and observed.numel():
             error = float((observed - expected).abs().max())
@@ -333,9 +333,9 @@ class _Check:
                     replicas = [one for one in over if one not in sharded]
                     # Shards can't be summed. If all processes hold an equal fraction of the value, no sum is missing.
                     summable = not pieces and not equal(self.grid.parts(over) * observed, expected)
-                    if summable and equal(self._sum(observed, over), expected):
+                    if summable and equal(self._sum_over_axes(observed, over), expected):
                         found["missing"].append(over)
-                    elif equal(observed, self.grid.parts(pieces) * self._sum(expected, replicas)):
+                    elif equal(observed, self.grid.parts(pieces) * self._sum_over_axes(expected, replicas)):
                         found["doubled"].append(over)
                 for cause, sets in found.items():
                     if sets:
@@ -359,7 +359,7 @@ class _Check:
             what = f"{subject} {self.grid.parts(sets[0])} times too large on rank {rank}: summed twice over {where}"
             hints = f"remove one all-reduce over {where}: {where}.enter twice, or torch.distributed in backward"
             if set(axes) & set(self.network.samples):
-                hints = f"remove {where}.enter: the mode sums over the axes of the samples"
+                hints = f"remove {where}.enter: mode hybrid sums over the axes of the samples"
         if output:
             hints = f"add {where}.all_reduce" if cause == "missing" else f"remove one {where}.all_reduce"
         return Finding(name, cause, tuple(names[axis] for axis in axes), what, hints)

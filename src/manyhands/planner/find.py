@@ -15,7 +15,7 @@ from manyhands.parallel.options import MODE_OF_PLANS, MODE_OF_SEARCHES, SEARCH, 
 from manyhands.parallel.plan import Plan
 from manyhands.parallel.split.execute import Letters, parameter_layouts
 from manyhands.parallel.split.graph import LOSS, Graph
-from manyhands.parallel.split.strategy import concise, refusal, resolve, strategies
+from manyhands.parallel.split.strategy import refusal, resolve, shorten_strategies, strategies
 from manyhands.planner.choose import DATA_PARALLEL, LEAST_GAIN, LEAST_PREDICTED_GAIN, Pick, pick_predicted
 from manyhands.planner.collectives import data_shares, shares
 from manyhands.planner.cost import Prediction, Setting, Work, predict, sharding_problem
@@ -103,7 +103,7 @@ class SearchResult:
 
     def plan_of(self, option: PlanCandidate) -> Plan:
         """Converts a candidate to a plan that can be written to a file."""
-        default, ops = concise(option.letters, self.graph, option.mesh)
+        default, ops = shorten_strategies(option.letters, self.graph, option.mesh)
         mode = MODE_OF_SEARCHES if self.request.fill == SEARCH else MODE_OF_PLANS
         about: dict[str, Any] = {
             "mode": USUAL_MODE if option.name == DATA_PARALLEL else mode,

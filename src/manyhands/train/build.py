@@ -19,7 +19,7 @@ from manyhands.data.splits import Source
 from manyhands.parallel.apply import apply_mode, make_equal, normalizes_in_groups, require_equal_networks
 from manyhands.parallel.group.plain import broadcast_plain, gather_plain
 from manyhands.parallel.network import ModeRequest, ParallelNetwork
-from manyhands.parallel.replicas.batch_norm import find_rows, group_batch_norms, leave_batch_norms
+from manyhands.parallel.replicas.batch_norm import find_rows, group_batch_norms, keep_batch_norms
 from manyhands.sync.choose import BY_MODE, EXACT
 from manyhands.sync.synchronizer import Synchronizer
 from manyhands.train import data_setup, state, trial_step
@@ -130,7 +130,7 @@ def _apply_sync_and_mode(
     """
     world, job = parts.world, parts.job
     _refuse_untrainable(model, world)
-    _, restore_norms = group_batch_norms(model) if normalizes_in_groups(parts.mode) else leave_batch_norms()
+    _, restore_norms = group_batch_norms(model) if normalizes_in_groups(parts.mode) else keep_batch_norms()
     picture = data_setup.first_picture(samples.train)
     if parts.plan:
         _start_equal(parts, model, grid)

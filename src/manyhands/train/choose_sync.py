@@ -18,7 +18,7 @@ from manyhands.core.needs import FINITE_GRADIENTS, OWN_STATISTICS, Need
 from manyhands.core.seeds import derive
 from manyhands.core.world import World
 from manyhands.parallel.apply import offers_of
-from manyhands.parallel.group.listeners import closed_once_formed
+from manyhands.parallel.group.listeners import block_listeners_on_exit
 from manyhands.parallel.group.plain import broadcast_plain, gather_plain
 from manyhands.parallel.network import ModeRequest
 from manyhands.parallel.options import MODES, USUAL_MODE
@@ -46,7 +46,7 @@ def machines_of(world: World) -> list[tuple[int, ...]]:
 
 def new_group(job: Job, ranks: Sequence[int], backend: str | None = None) -> Any:
     """Creates a process group with the timeout of the job."""
-    with closed_once_formed(backend or str(dist.get_backend())):
+    with block_listeners_on_exit(backend or str(dist.get_backend())):
         return dist.new_group(list(ranks), timedelta(seconds=job.cluster.peer_timeout_s), backend)
 
 

@@ -33,7 +33,7 @@ from manyhands.data.splits import Splits, describe_samples
 from manyhands.data.transforms import Pixels, spread
 from manyhands.models.build import build_model, describe, resolve_model
 from manyhands.models.interface import INITIALIZATION_SAMPLES, InitializedFromData
-from manyhands.parallel.apply import follows_plan, limit_to_one_process, resolve_mode, takes_mesh
+from manyhands.parallel.apply import follows_plan, one_process_label, resolve_mode, takes_mesh
 from manyhands.parallel.group.plain import gather_plain
 from manyhands.parallel.network import ParallelNetwork
 from manyhands.parallel.options import MODE_ALONE, MODE_OF_PLANS, USUAL_MODE
@@ -192,7 +192,7 @@ def refuse_unshardable(parts: Parts) -> None:
     """Raises UserError if options don't support a sharded network, or if --pin (an op's sharding) can't be applied."""
     job, plan, mode = parts.job, parts.plan, parts.mode
     if plan is None and job.parallel.pin and not (parts.folder is not NOWHERE and parts.folder.has_checkpoints()):
-        why = "one process has nothing to split" if limit_to_one_process(mode) else f"the mode {mode} splits no ops"
+        why = "one process has nothing to split" if one_process_label(mode) else f"the mode {mode} splits no ops"
         hints = ("start two or more processes with --parallel semi", "or remove --pin")
         raise UserError(f"the pin {job.parallel.pin[0]} can't be applied: {why}", "parallel.pin", hints)
     if plan is None and not takes_mesh(mode):

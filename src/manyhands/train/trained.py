@@ -25,7 +25,7 @@ from manyhands.data.samples import as_picture
 from manyhands.data.splits import Source, by_names
 from manyhands.data.transforms import Normalize, Pixels
 from manyhands.models.interface import main_and_auxiliary
-from manyhands.parallel.apply import apply_mode, follows_plan, limit_to_one_process, resolve_mode, takes_mesh
+from manyhands.parallel.apply import apply_mode, follows_plan, one_process_label, resolve_mode, takes_mesh
 from manyhands.parallel.gradients import autocast
 from manyhands.parallel.group.plain import broadcast_plain, gather_plain
 from manyhands.parallel.mesh.grid import Grid
@@ -268,7 +268,7 @@ def _network_and_samples(
 def _mode_and_plan(job: Job, world: World) -> tuple[str, Plan | None]:
     """Returns the parallel mode of an evaluation, and the job's plan, or None if for another number of processes."""
     mode = job.parallel.mode
-    if mode not in module_names(MODES) or not limit_to_one_process(mode):  # a mode of one process suits any number here
+    if mode not in module_names(MODES) or not one_process_label(mode):  # a mode of one process suits any number here
         mode = resolve_mode(mode, world)
     if world.alone or not follows_plan(mode):
         return mode, None

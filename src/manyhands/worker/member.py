@@ -125,7 +125,7 @@ def publish_invalid_rank(job: Job, process_info: ProcessInfo, what: str) -> None
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     from manyhands.parallel.group.rendezvous import report_invalid_rank, report_to_waiting_ranks
 
-    report_to_waiting_ranks(process_info, lambda names: report_invalid_rank(names, shared_options(job), what))
+    report_to_waiting_ranks(process_info, lambda store: report_invalid_rank(store, shared_options(job), what))
 
 
 def shared_options(job: Job) -> str:

@@ -17,9 +17,9 @@ from manyhands.cluster.agents.stall import Stalls
 from manyhands.core.machine import this_machine
 from manyhands.core.timeouts import HEARTBEAT_S
 from manyhands.core.world import ProcessInfo
-from manyhands.parallel.group.heartbeat import Heartbeat, Seen
+from manyhands.parallel.group.heartbeat import Heartbeat, ObservedHeartbeat
 from manyhands.parallel.group.listeners import close_rendezvous
-from manyhands.parallel.group.rendezvous import Answer, parse_message
+from manyhands.parallel.group.rendezvous import LivenessAnswer, parse_message
 
 _ANSWER_INTERVAL_S = 3.0  # seconds between the two heartbeats of an answer; the store is not used meanwhile
 _SILENT_S = 10.0  # seconds without an answer after which a process or the store counts as silent
@@ -104,7 +104,7 @@ class LivenessCheck:
         begun, before = time.monotonic(), self._heartbeat()
         if self._ended.wait(_ANSWER_INTERVAL_S):
             return
-        answer = Answer(before=before, now=self._heartbeat())
+        answer = LivenessAnswer(before=before, now=self._heartbeat())
         with self._timed_request():
             self._store.set(f"{number}/{self._process_info.rank}", answer.model_dump_json())
         if not answer.now.late or self._reported:
@@ -115,30 +115,30 @@ class LivenessCheck:
         silent = [rank for rank in self._present if rank not in answers]
         self._report(seen | self._observe_silent(silent, time.monotonic() - begun), min(late, default=0))
 
-    def _collect_answers(self, call: int) -> dict[int, Answer]:
-        answers, until = dict[int, Answer](), time.monotonic() + _SILENT_S
+    def _collect_answers(self, call: int) -> dict[int, LivenessAnswer]:
+        answers, until = dict[int, LivenessAnswer](), time.monotonic() + _SILENT_S
         while len(answers) < len(self._present) and time.monotonic() < until and not self._ended.wait(HEARTBEAT_S):
             for rank in self._present.keys() - answers.keys():
                 key = f"{call}/{rank}"
                 with self._timed_request():
-                    if self._store.check([key]) and (said := parse_message(self._store.get(key), Answer)):
+                    if self._store.check([key]) and (said := parse_message(self._store.get(key), LivenessAnswer)):
                         answers[rank] = said
         return answers
 
-    def _observe_silent(self, silent: Sequence[int], quiet_s: float) -> dict[int, list[Seen]]:
+    def _observe_silent(self, silent: Sequence[int], quiet_s: float) -> dict[int, list[ObservedHeartbeat]]:
         """Returns two records of each silent process by rank, some seconds apart, as seen by this machine's OS."""
         heartbeat = self._heartbeat().model_copy(update={"still_s": 0.0, "calls": -1, "moved_bytes": 0, "cpu_s": 0.0})
         seen = {rank: [self._seen(rank, heartbeat, quiet_s)] for rank in silent}
         self._ended.wait(_ANSWER_INTERVAL_S)
         return {rank: [*first, self._seen(rank, heartbeat, quiet_s)] for rank, first in seen.items()}
 
-    def _seen(self, rank: int, heartbeat: Heartbeat, quiet_s: float = 0.0) -> Seen:
+    def _seen(self, rank: int, heartbeat: Heartbeat, quiet_s: float = 0.0) -> ObservedHeartbeat:
         who, known = self._present[rank], heartbeat.model_dump()
         if quiet_s and who["machine"] == this_machine() and (found := process_state(who["pid"])):
             known |= found
-        return Seen(**{"stopped": False, **known, "rank": rank, "pid": who["pid"], "quiet_s": quiet_s})
+        return ObservedHeartbeat(**{"stopped": False, **known, "rank": rank, "pid": who["pid"], "quiet_s": quiet_s})
 
-    def _report(self, seen: Mapping[int, Sequence[Seen]], reporter: int) -> None:
+    def _report(self, seen: Mapping[int, Sequence[ObservedHeartbeat]], reporter: int) -> None:
         stalls = Stalls()
         for rank, (first, last) in seen.items():
             for at, each in ((time.monotonic() - _ANSWER_INTERVAL_S, first), (time.monotonic(), last)):

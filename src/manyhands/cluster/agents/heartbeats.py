@@ -14,7 +14,7 @@ from manyhands.core.files import read_bytes
 from manyhands.core.machine import CGROUPS
 from manyhands.core.records import PROCESS_ENDED, Failure
 from manyhands.core.timeouts import HEARTBEAT_S, LEAVE_S, SAVE_MOST_S, SAVE_QUIET_S
-from manyhands.parallel.group.heartbeat import Heartbeat, Seen, rescue_path
+from manyhands.parallel.group.heartbeat import Heartbeat, ObservedHeartbeat, rescue_path
 
 _WELL_S = 2.0  # a process with more recent progress is well
 # Stands in for the heartbeat of a suspended process that hasn't begun to train.
@@ -27,7 +27,7 @@ def heartbeat_path(scratch: Path, rank: int) -> Path:
 
 
 def process_state(pid: int) -> dict[str, Any]:
-    """Returns the operating system's state of a local process, as fields of `Seen`; {} if the process has ended."""
+    """Returns a local process's `ObservedHeartbeat` fields from the operating system; {} if the process has ended."""
     with contextlib.suppress(psutil.Error):
         process = psutil.Process(pid)
         spent = process.cpu_times()
@@ -49,7 +49,7 @@ class HeartbeatMonitor:
         """The usual duration of an update in seconds; 0 if unknown."""
         return max((heartbeat.usual_s for heartbeat, _ in self._last.values()), default=0.0)
 
-    def states(self, *, always: bool) -> list[Seen]:
+    def states(self, *, always: bool) -> list[ObservedHeartbeat]:
         """Returns all workers' states if one is stalled or `always` is set, otherwise []. Checks once a second."""
         now = time.monotonic()
         if now < self._due:
@@ -62,7 +62,7 @@ class HeartbeatMonitor:
         """Returns the last heartbeat of a rank; None before the rank begins to train."""
         return self._last[rank][0] if rank in self._last else None
 
-    def _worker_state(self, rank: int, now: float) -> Seen | None:
+    def _worker_state(self, rank: int, now: float) -> ObservedHeartbeat | None:
         with contextlib.suppress(OSError, ValueError, ValidationError):
             heartbeat = Heartbeat.model_validate_json(read_bytes(heartbeat_path(self._scratch, rank), 1 << 12))
             if rank not in self._last or self._last[rank][0].count != heartbeat.count:
@@ -76,7 +76,7 @@ class HeartbeatMonitor:
             self._stopped.pop(rank, None)
             return None  # the process hasn't begun to train
         known = heartbeat.model_dump() | {"rank": rank, "pid": self._pids[rank], "quiet_s": now - at}
-        return Seen(**known | found) if found else None
+        return ObservedHeartbeat(**known | found) if found else None
 
 
 class ExitTimer:

@@ -11,7 +11,7 @@ from manyhands.cluster.hosts.inventory import Rendezvous
 from manyhands.cluster.messages import Message
 from manyhands.config.job import Job
 from manyhands.core.records import Failure
-from manyhands.parallel.group.heartbeat import Seen
+from manyhands.parallel.group.heartbeat import ObservedHeartbeat
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class WorkersSeen(Message):
     """The states of a machine's workers; sent while a worker makes no progress, or after a stop request."""
 
     host: str
-    ranks: list[Seen]
+    ranks: list[ObservedHeartbeat]
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from manyhands.cluster.agents.protocol import WorkersSeen
 from manyhands.core.timeouts import EVICT_S, HEARTBEAT_S
-from manyhands.parallel.group.heartbeat import Seen
+from manyhands.parallel.group.heartbeat import ObservedHeartbeat
 
 _VALID_S = 3 * HEARTBEAT_S  # validity of an agent's report; agents send none while their workers make progress
 _WINDOW_S, _QUIET_S = 6.0, 4.0  # window of the rates; a process without a heartbeat for _QUIET_S is silent
@@ -20,7 +20,7 @@ _ALONE = ("save", "at_epoch_end")  # phases in which all ranks wait for rank 0, 
 class _Rank:
     """The state of one rank; `past` has tuples (time, bytes sent and received, CPU seconds)."""
 
-    seen: Seen
+    seen: ObservedHeartbeat
     host: str
     at: float
     past: deque[tuple[float, int, float]] = field(default_factory=deque[tuple[float, int, float]])

@@ -30,7 +30,7 @@ class Switchboard:
         self._listeners: dict[tuple[str, int], socket.socket] = {}
         self._asking = threading.Lock()
         _serve(_unix_listener(ends.entrance), self._handle_tunnel)
-        _serve(_unix_listener(ends.questions), self._answer)
+        _serve(_unix_listener(ends.requests), self._answer)
 
     def _handle_tunnel(self, tunnel: socket.socket) -> None:
         """Handles a connection from another machine, whose first 2 bytes are the port to connect to."""

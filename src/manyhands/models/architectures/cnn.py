@@ -23,7 +23,7 @@ def make_cnn(channels: int, size: int, num_classes: int, width: int = 16, dropou
     """Builds blocks of convolution, BatchNorm, ReLU and max-pool, a block with average pooling, and a linear layer.
 
     The first block has `width` channels; each further block doubles them, up to four times `width`. For pictures
-    below 16 pixels, the first block has no max-pool. `dropout` (from 0 to below 1) is applied before the last layer.
+    below 16x16 pixels, the first block has no max-pool. `dropout` (from 0 to below 1) is applied before the last layer.
     """
     if not isinstance(width, int) or isinstance(width, bool) or width < 1:
         raise UserError(f"width is {width!r}, expected a whole number of at least 1", f"{WHERE}.width")
@@ -32,15 +32,15 @@ def make_cnn(channels: int, size: int, num_classes: int, width: int = 16, dropou
     layers: list[nn.Module] = []
     inputs, outputs = channels, width
     if size < _COARSE:
-        layers += _convolution(inputs, outputs)
+        layers += _conv_block(inputs, outputs)
         inputs, outputs = outputs, 2 * outputs
     while size > _LAST_MAP:
-        layers += [*_convolution(inputs, outputs), nn.MaxPool2d(2)]
+        layers += [*_conv_block(inputs, outputs), nn.MaxPool2d(2)]
         inputs, outputs, size = outputs, min(2 * outputs, _WIDEST * width), size // 2
-    layers += [*_convolution(inputs, outputs), nn.AdaptiveAvgPool2d(_POOLED), nn.Flatten()]
+    layers += [*_conv_block(inputs, outputs), nn.AdaptiveAvgPool2d(_POOLED), nn.Flatten()]
     layers += [nn.Dropout(dropout)] if dropout else []
     return nn.Sequential(*layers, nn.Linear(outputs * _POOLED**2, num_classes))
 
 
-def _convolution(inputs: int, outputs: int) -> list[nn.Module]:
+def _conv_block(inputs: int, outputs: int) -> list[nn.Module]:
     return [nn.Conv2d(inputs, outputs, 3, padding=1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU(inplace=True)]

@@ -19,7 +19,7 @@ _STEM_WIDTH = 64
 
 
 def needs(name: str, size: int, arguments: dict[str, Any], pretrained: bool) -> ModelNeeds:  # noqa: ARG001 one shape for all
-    note = f"{name} with the CIFAR stem (3x3, no max-pool) because pictures are {size} px"
+    note = f"{name} uses the CIFAR stem (3x3, no max-pool) because pictures are {size} px"
     return ModelNeeds(notes=[f"{note}; torchvision:{name} is the original"])
 
 

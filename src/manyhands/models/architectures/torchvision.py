@@ -30,8 +30,8 @@ _DIGEST = re.compile(r"-([0-9a-f]{8,})\.")  # torchvision's file names end in th
 
 
 def needs(name: str, size: int, arguments: dict[str, Any], pretrained: bool) -> ModelNeeds:
-    """Requires three channels, and a picture size if the network's is fixed or the pictures are too small."""
-    meta = _published(name).meta
+    """Requires three channels, and a size if the network's is fixed or pictures of `size` pixels are too small."""
+    meta = _published_weights(name).meta
     smallest = max(meta["min_size"])
     argument, fixed = _SIZED.get(name.split("_")[0], ("", 0))
     if fixed:
@@ -54,11 +54,11 @@ def build(name: str, *, channels: int, size: int, num_classes: int, arguments: d
 
 
 def published_arguments(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Adds the arguments that published weights imply, so that `build` returns `build_pretrained`'s architecture."""
+    """Returns `arguments` plus those of the published weights, for which `build` and `build_pretrained` agree."""
     added: dict[str, Any] = {}
     argument, fixed = _SIZED.get(name.split("_")[0], ("", 0))
     if argument and fixed:
-        sides = list(_published(name).meta["min_size"])
+        sides = list(_published_weights(name).meta["min_size"])
         added[argument] = sides if argument == "input_size" else max(sides)
     if name in _WITH_OPEN_DEFAULT:
         added["transform_input"] = True
@@ -68,8 +68,8 @@ def published_arguments(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def build_pretrained(name: str, *, num_classes: int, arguments: dict[str, Any]) -> nn.Module:
-    """Builds a network with published weights, with new heads unless `num_classes` is 1000. Raises UserError."""
-    weights = _published(name)
+    """Builds a network with published weights, with new last layers unless `num_classes` is 1000. Raises UserError."""
+    weights = _published_weights(name)
     path = fetch_weights(weights.url)
     try:
         fixed = {"weights": weights, "progress": False}
@@ -81,7 +81,7 @@ def build_pretrained(name: str, *, num_classes: int, arguments: dict[str, Any]) 
     return model
 
 
-def _published(name: str) -> Any:
+def _published_weights(name: str) -> Any:
     return _models().get_model_weights(name)["DEFAULT"]
 
 
@@ -108,7 +108,7 @@ def _replace_heads(model: nn.Module, name: str, num_classes: int) -> None:
 
 
 def fetch_weights(url: str) -> Path:
-    """Returns the path of weights in torch hub's cache; downloads them if needed. Raises UserError if that fails."""
+    """Downloads weights unless torch hub's cache has them. Returns their path. Raises UserError if a download fails."""
     path = Path(torch.hub.get_dir()) / "checkpoints" / url.rpartition("/")[2]
     hints = (f"download {url}", f"and save the file as {path}", "or remove model.pretrained")
     if not path.is_file():

@@ -11,7 +11,7 @@ from torch import Tensor
 from manyhands.core.errors import UserError
 from manyhands.core.phases import CLOCK, COMMUNICATION
 from manyhands.core.world import World
-from manyhands.parallel.group.listeners import closed_once_formed
+from manyhands.parallel.group.listeners import block_listeners_on_exit
 
 Operation = Literal["sum", "mean", "max", "min", "product"]
 _OPERATIONS = {
@@ -47,7 +47,7 @@ class Subgroup:
     @CLOCK.within(COMMUNICATION)
     def all_reduce(self, tensor: Tensor, operation: Operation = "sum") -> Tensor:
         """Combines the members' tensors by `operation` and returns the result on all members."""
-        result, reduce_op = self._own_copy(tensor), _reduce_op(operation, "all_reduce")
+        result, reduce_op = self._contiguous_copy(tensor), _reduce_op(operation, "all_reduce")
         if self.size > 1:
             dist.all_reduce(result, reduce_op, group=self._handle)
         return result / self.size if operation == "mean" else result
@@ -55,7 +55,7 @@ class Subgroup:
     @CLOCK.within(COMMUNICATION)
     def reduce(self, tensor: Tensor, target: int = 0, operation: Operation = "sum") -> Tensor | None:
         """Combines the members' tensors by `operation` on member `target`; returns None on other members."""
-        receiver, result = self._rank_of(target, "reduce"), self._own_copy(tensor)
+        receiver, result = self._rank_of(target, "reduce"), self._contiguous_copy(tensor)
         reduce_op = _reduce_op(operation, "reduce")
         if self.size > 1:
             dist.reduce(result, receiver, reduce_op, group=self._handle)
@@ -66,7 +66,7 @@ class Subgroup:
     @CLOCK.within(COMMUNICATION)
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
         """Returns the tensor of member `source` on all members. The others pass a tensor of equal shape and dtype."""
-        sender, result = self._rank_of(source, "broadcast"), self._own_copy(tensor)
+        sender, result = self._rank_of(source, "broadcast"), self._contiguous_copy(tensor)
         if self.size > 1:
             dist.broadcast(result, src=sender, group=self._handle)
         return result
@@ -74,7 +74,7 @@ class Subgroup:
     @CLOCK.within(COMMUNICATION)
     def all_gather(self, tensor: Tensor) -> Tensor:
         """Stacks the members' tensors in order, [size, …], on all members."""
-        mine = self._own_copy(tensor)
+        mine = self._contiguous_copy(tensor)
         if self.size == 1:
             return mine[None]
         parts = [torch.empty_like(mine) for _ in self.ranks]
@@ -84,7 +84,7 @@ class Subgroup:
     @CLOCK.within(COMMUNICATION)
     def gather(self, tensor: Tensor, target: int = 0) -> Tensor | None:
         """Stacks the members' tensors in order, [size, …], on member `target`; returns None on other members."""
-        receiver, mine = self._rank_of(target, "gather"), self._own_copy(tensor)
+        receiver, mine = self._rank_of(target, "gather"), self._contiguous_copy(tensor)
         if self.size == 1:
             return mine[None]
         parts = [torch.empty_like(mine) for _ in self.ranks] if self.rank == target else None
@@ -95,7 +95,7 @@ class Subgroup:
     def all_to_all(self, tensors: Tensor) -> Tensor:
         """Sends row i of the tensor [size, …] to member i; returns the rows received, in the order of the members."""
         self._require_rows(tensors, "all_to_all")
-        mine = self._own_copy(tensors)
+        mine = self._contiguous_copy(tensors)
         if self.size == 1:
             return mine
         received = torch.empty_like(mine)
@@ -105,13 +105,13 @@ class Subgroup:
     @CLOCK.within(COMMUNICATION)
     def send(self, tensor: Tensor, target: int) -> None:
         """Sends a tensor to member `target`, which must call `receive`. Blocks until the tensor is sent."""
-        dist.send(self._own_copy(tensor), dst=self._other(target, "send"), group=self._handle)
+        dist.send(self._contiguous_copy(tensor), dst=self._rank_of_other(target, "send"), group=self._handle)
 
     @CLOCK.within(COMMUNICATION)
     def receive(self, tensor: Tensor, source: int) -> Tensor:
         """Receives a tensor from member `source`, with the shape, dtype and device of `tensor`."""
-        result = torch.empty_like(self._own_copy(tensor))
-        dist.recv(result, src=self._other(source, "receive"), group=self._handle)
+        result = torch.empty_like(self._contiguous_copy(tensor))
+        dist.recv(result, src=self._rank_of_other(source, "receive"), group=self._handle)
         return result
 
     def scatter(self, tensors: Tensor, source: int = 0) -> Tensor:
@@ -130,8 +130,8 @@ class Subgroup:
         if self.size > 1:
             dist.barrier(group=self._handle)
 
-    def _own_copy(self, tensor: Tensor) -> Tensor:
-        """Returns a contiguous copy, for backends that ignore strides. Raises UserError on a non-member."""
+    def _contiguous_copy(self, tensor: Tensor) -> Tensor:
+        """Returns a contiguous copy, because some backends ignore strides. Raises UserError on a non-member."""
         self._require_member()
         return tensor.detach().clone(memory_format=torch.contiguous_format)
 
@@ -152,7 +152,7 @@ class Subgroup:
             raise UserError(f"there is no member {member} in a group of {self.size}", what, hints)
         return self.ranks[member]
 
-    def _other(self, member: int, what: str) -> int:
+    def _rank_of_other(self, member: int, what: str) -> int:
         if member == self.rank:
             raise UserError(f"member {member} is this process itself", what, ("name another member of the group",))
         return self._rank_of(member, what)
@@ -174,6 +174,6 @@ def new_group(world: World, ranks: Sequence[int]) -> Subgroup:
         raise UserError(f"{list(ranks)} are not distinct ranks from 0 to {world.size - 1}", "new_group")
     if world.alone:
         return Subgroup(members, members.index(world.rank), None)
-    with closed_once_formed(world.backend):
+    with block_listeners_on_exit(world.backend):
         handle = dist.new_group(members, timeout=group_timeout(world))
     return Subgroup(members, members.index(world.rank) if world.rank in members else -1, handle)

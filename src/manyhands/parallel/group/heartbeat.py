@@ -41,7 +41,7 @@ def leave_path(folder: Path) -> Path:
     return folder / "leave"
 
 
-class Seen(Heartbeat):
+class ObservedHeartbeat(Heartbeat):
     """A heartbeat, with observations by the machine's agent (the process that starts the workers)."""
 
     rank: int

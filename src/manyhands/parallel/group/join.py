@@ -63,7 +63,7 @@ class Cause:
         return self._heard
 
     def close(self, readers: int = 0) -> None:
-        """Stops listening; first waits up to LINGER_S seconds until `readers` processes have read the cause."""
+        """Waits up to LINGER_S seconds until `readers` processes have read the cause, then stops listening."""
         if readers:
             rendezvous.linger(self._store, "heard", readers)
         self._over.set()
@@ -84,7 +84,7 @@ class Cause:
 
 @dataclass
 class Group:
-    """This process's rank and the store that all processes share (None for a single process)."""
+    """The process group that `join` returns: this process's rank and the processes' store (None for one process)."""
 
     world: World  # rank, size and device of this process
     store: Any = None  # for small messages between processes
@@ -113,7 +113,7 @@ class Group:
             if dist.is_initialized():
                 dist.destroy_process_group()
         elif not failed or self.world.device == "cpu":  # NCCL might block after a failure
-            for group in groups():
+            for group in process_groups():
                 if group not in self.groups_before:
                     dist.destroy_process_group(group)
         if self.cause:
@@ -128,15 +128,15 @@ class Group:
 
 
 def join(process_info: ProcessInfo, digest: str, collective_timeout_s: float, say: Say) -> Group:
-    """Joins the group of processes; a collective.
+    """Joins the group of processes. A collective.
 
     `digest` is a text that must be equal on all processes: version and options. Collectives fail if a peer doesn't
     answer for `collective_timeout_s` seconds. `say` prints a line for the user. Raises PeerError if a rank is missing,
     and UserError for an unusable address, a duplicate rank or a process of another job.
     """
     if process_info.started_by == STARTED_BY:
-        return _use_existing(process_info, digest, say)
-    device = _device(process_info)
+        return _join_existing(process_info, digest, say)
+    device = _choose_device(process_info)
     if process_info.size == 1 and not process_info.init:
         _set_current_device(device)
         return Group(World(device=device))
@@ -146,17 +146,17 @@ def join(process_info: ProcessInfo, digest: str, collective_timeout_s: float, sa
     present = rendezvous.check_in(store, process_info, digest, say)
     if process_info.started_by == "--init":
         process_info = _with_local_rank(process_info, present)
-        device = _device(process_info)
+        device = _choose_device(process_info)
         if "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(max(1, torch.get_num_threads() // process_info.local_size))
     elif "OMP_NUM_THREADS" not in os.environ and process_info.started_by != "manyhands":
         # If a launcher has bound this process to some cores, torch counts only these.
         share = (os.cpu_count() or 1) // process_info.local_size
         torch.set_num_threads(max(1, min(torch.get_num_threads(), share)))
-    backend = _backend(process_info, device)
+    backend = _choose_backend(process_info, device)
     interface = choose_interface(process_info, present)
     _set_current_device(device)
-    with listeners.closed_once_formed(backend):
+    with listeners.block_listeners_on_exit(backend):
         dist.init_process_group(
             backend,
             store=dist.PrefixStore(f"group/{process_info.attempt}", store),
@@ -169,16 +169,16 @@ def join(process_info: ProcessInfo, digest: str, collective_timeout_s: float, sa
     for line in describe_open_ports(process_info, interface):
         say(line)
     if process_info.started_by in {"--init", "met"} and not world.is_main:
-        say(f"rank {world.rank} of {world.size} has joined; rank 0 shows the progress")
+        say(f"rank {world.rank} of {world.size} has joined; rank 0 prints the progress")
     keeps_store = process_info.rank == 0 and not process_info.agent_store
     return Group(world, store, rendezvous.init_path(process_info), keeps_store, present=present)
 
 
-def _use_existing(process_info: ProcessInfo, digest: str, say: Say) -> Group:
-    before, store = tuple(groups()), store_of_run(dist.distributed_c10d._get_default_store(), dist.get_rank())
+def _join_existing(process_info: ProcessInfo, digest: str, say: Say) -> Group:
+    before, store = tuple(process_groups()), store_of_run(dist.distributed_c10d._get_default_store(), dist.get_rank())
     present = rendezvous.check_in(store, process_info, digest, say)
     process_info = _with_local_rank(process_info, present)
-    device = _device(process_info)
+    device = _choose_device(process_info)
     _set_current_device(device)
     place = (process_info.rank, process_info.size, process_info.local_rank, process_info.local_size)
     world = World(*place, device, process_info.backend)
@@ -192,7 +192,7 @@ def _set_current_device(device: str) -> None:
 
 
 def _with_local_rank(process_info: ProcessInfo, present: dict[int, dict[str, Any]]) -> ProcessInfo:
-    """Sets local rank and local size by comparing all ranks' machines, for processes started individually."""
+    """Returns `process_info` with local rank and size from all ranks' machines, for processes started one by one."""
     machines = [present[rank]["machine"] for rank in range(process_info.size)]
     here = [rank for rank, machine in enumerate(machines) if machine == machines[process_info.rank]]
     return replace(process_info, local_rank=here.index(process_info.rank), local_size=len(here))
@@ -227,7 +227,7 @@ def choose_interface(process_info: ProcessInfo, present: dict[int, dict[str, Any
 
 
 def describe_open_ports(process_info: ProcessInfo, interface: str) -> list[str]:
-    """Returns messages about ports that are open to other hosts; [] if the launcher or local rank 0 prints them."""
+    """Returns messages about ports that are open to other hosts, or [] if another process prints these messages."""
     if process_info.local_rank or process_info.started_by == "manyhands":
         return []
     lines = [] if interface == ports.loopback_interface() else [ports.describe_collectives(interface)]
@@ -236,7 +236,7 @@ def describe_open_ports(process_info: ProcessInfo, interface: str) -> list[str]:
     return lines
 
 
-def _device(process_info: ProcessInfo) -> str:
+def _choose_device(process_info: ProcessInfo) -> str:
     """Returns this process's device. Raises UserError if this machine has fewer accelerators than processes."""
     kind = device_kind(process_info.device, process_info.size)
     name, _, number = kind.partition(":")
@@ -263,7 +263,7 @@ def _device(process_info: ProcessInfo) -> str:
     return f"{kind}:{process_info.local_rank % count if index is None else index}"
 
 
-def _backend(process_info: ProcessInfo, device: str) -> str:
+def _choose_backend(process_info: ProcessInfo, device: str) -> str:
     backend = process_info.backend
     if backend == "auto":
         return dist.get_default_backend_for_device(device)
@@ -293,7 +293,7 @@ def _open_store(process_info: ProcessInfo, digest: str, say: Say) -> Any:
         except ports.PortTakenError:
             # A rank 0 of this job that waits for the other ranks may hold the port.
             rendezvous.report_to_waiting_ranks(
-                process_info, lambda names: rendezvous.report_duplicate_rank(names, process_info, digest)
+                process_info, lambda store: rendezvous.report_duplicate_rank(store, process_info, digest)
             )
             raise
         if process_info.started_by != "manyhands":
@@ -375,7 +375,7 @@ INIT = "the existing process group"
 
 
 def existing_process_info(device: str, backend: str) -> ProcessInfo | None:
-    """Returns this process's rank and size in torch's default group, or None. Raises UserError: other backend."""
+    """Returns this process's rank and size in torch's default group, if any. Raises UserError if `backend` differs."""
     if not dist.is_available() or not dist.is_initialized():
         return None
     place, own = _device_and_backend(device)
@@ -403,5 +403,5 @@ def store_of_run(store: Any, rank: int, attempt: int = 0) -> Any:
     return dist.PrefixStore(f"manyhands/{uses}", store)
 
 
-def groups() -> list[Any]:
+def process_groups() -> list[Any]:
     return list(dist.distributed_c10d._world.pg_map)

@@ -44,7 +44,7 @@ def _block_new_connections(listener: socket.socket) -> None:
 
 
 @contextlib.contextmanager
-def closed_once_formed(backend: str = "") -> Generator[None]:
+def block_listeners_on_exit(backend: str = "") -> Generator[None]:
     """On exit, blocks new connections to sockets that gloo opened in the context. NCCL's stay open for later use."""
     later = os.environ.get("TORCH_GLOO_LAZY_INIT", "0") not in {"", "0"}  # connects when first needed
     # Through ssh all groups of a process share one listening socket, on loopback only.
@@ -61,7 +61,7 @@ def closed_once_formed(backend: str = "") -> Generator[None]:
 def close_rendezvous(port: int, machines: Sequence[Collection[str]]) -> None:
     """Blocks new connections to the store's port after the rendezvous, and disconnects hosts outside the run.
 
-    Called on the process that holds the store. `machines` has the addresses of each other machine. If a machine isn't
+    Called on the process that holds the store. `machines`: the addresses of each other machine. If a machine isn't
     connected from any of its addresses, no host is disconnected, because the machine may use an unlisted address.
     """
     own, theirs = [], []

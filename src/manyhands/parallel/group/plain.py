@@ -1,4 +1,4 @@
-"""Collectives for JSON data and tensors. torch's object collectives unpickle, so a malicious peer could run code."""
+"""Collectives for JSON data and tensors, without pickle, because a malicious peer's pickle could run code."""
 
 import json
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from manyhands.core.world import World
 
 
 def broadcast_plain(value: Any, world: World) -> Any:
-    """Returns rank 0's value (JSON data, infinities allowed) on all processes; a collective."""
+    """Returns rank 0's value (JSON data, infinities allowed) on all processes. A collective."""
     if world.alone:
         return value
     content = _encode(value) if world.rank == 0 else torch.empty(0, dtype=torch.uint8)
@@ -26,7 +26,7 @@ def broadcast_plain(value: Any, world: World) -> Any:
 
 
 def broadcast_result(make: Callable[[], Any], world: World) -> Any:
-    """Calls `make` on rank 0; returns its result (JSON) or raises its ManyhandsError on all ranks; a collective."""
+    """Calls `make` on rank 0. All ranks return its result (JSON data) or raise its ManyhandsError. A collective."""
     found: dict[str, Any] = {}
     if world.is_main:
         try:
@@ -42,7 +42,7 @@ def broadcast_result(make: Callable[[], Any], world: World) -> Any:
 
 
 def gather_plain(value: Any, world: World, group: Any = None) -> list[Any]:
-    """Returns the list of all ranks' values (JSON data) on all ranks, or on those of `group`; a collective."""
+    """Returns the values (JSON data) of all ranks of `group` (None: of the run) on each of them. A collective."""
     if world.alone:
         return [value]
     content, size = _encode(value), dist.get_world_size(group)
@@ -57,7 +57,7 @@ def gather_plain(value: Any, world: World, group: Any = None) -> list[Any]:
 
 
 def broadcast_tensors(tensors: dict[str, Tensor], world: World) -> dict[str, Tensor]:
-    """Broadcasts rank 0's CPU tensors, one at a time; returns them by name, on the CPU; a collective."""
+    """Returns rank 0's CPU tensors by name on all ranks; broadcasts one at a time. A collective."""
     if world.alone:
         return tensors
     mine = [[name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for name, tensor in tensors.items()]

@@ -35,11 +35,11 @@ def listen(host: str, port: int, given_by: str = "--init") -> socket.socket:
         listener.listen(1024)
     except OSError as error:
         listener.close()
-        raise _cannot_listen(host, port, error, given_by) from None
+        raise _listen_error(host, port, error, given_by) from None
     return listener
 
 
-def _cannot_listen(host: str, port: int, error: OSError, given_by: str) -> UserError:
+def _listen_error(host: str, port: int, error: OSError, given_by: str) -> UserError:
     if error.errno == errno.EADDRINUSE:
         holder = holder_of(port)
         hints = (f"choose another port on every process, such as {port + 1}", "or end that process")
@@ -109,7 +109,7 @@ def interface_of(host: str) -> str:
 
 
 def interface_towards(theirs: Iterable[str]) -> str:
-    """Returns the interface in the same network as an address in `theirs`, or with a route to an address, or ""."""
+    """Returns the interface in the network of an address in `theirs`, else one that routes to an address, else ""."""
     wanted = [ipaddress.ip_address(address) for address in theirs]
     mine = set(outer_addresses())
     for name, own, netmask in _interfaces():
@@ -146,7 +146,7 @@ def describe_collectives(interface: str) -> str:
 
 
 def describe_launcher(name: str) -> list[str]:
-    """Returns a message about the parent process's ports that other machines can reach; [] if none is visible."""
+    """Returns a message about ports of the launcher (the parent process) that other machines can reach, else []."""
     try:
         connections = psutil.Process(os.getppid()).net_connections("tcp")
     except psutil.Error:

@@ -58,7 +58,7 @@ class _Message(BaseModel):
     model_config = ConfigDict(extra="ignore", frozen=True, strict=True)
 
 
-class Present(_Message):
+class ProcessRecord(_Message):
     """The record of a process at the rendezvous, stored under the key present/<attempt>/<rank>."""
 
     host: _Name
@@ -100,8 +100,8 @@ class PeerFailure(_Message):
         return cls(rank=rank, host=host[:256], what=what[:_LONGEST_WHAT])
 
 
-class Answer(_Message):
-    """A process's answer to a liveness check: two heartbeats, under the key roll/<attempt>/<call>/<rank>."""
+class LivenessAnswer(_Message):
+    """A process's answer to a liveness check: two heartbeats, stored under the key roll/<attempt>/<call>/<rank>."""
 
     before: heartbeat.Heartbeat
     now: heartbeat.Heartbeat
@@ -161,9 +161,9 @@ def _connect_to_store(process_info: ProcessInfo) -> Any:
 def check_in(store: Any, process_info: ProcessInfo, digest: str, say: Say) -> dict[int, dict[str, Any]]:
     """Publishes this process's record in the store and waits for all ranks; returns the records by rank.
 
-    Raises UserError for a taken rank or another job, and PeerError if a rank is missing or rank 0 has ended.
+    Raises UserError for a taken rank or a different job, and PeerError if a rank is missing or rank 0 has ended.
     """
-    names = dist.PrefixStore(f"present/{process_info.attempt}", store)
+    store = dist.PrefixStore(f"present/{process_info.attempt}", store)
     me = {
         "host": socket.gethostname(), "machine": this_machine(), "pid": os.getpid(),
         "addresses": ports.outer_addresses(),
@@ -171,45 +171,45 @@ def check_in(store: Any, process_info: ProcessInfo, digest: str, say: Say) -> di
         "torch": torch.__version__, "python": platform.python_version(), "time": time.time(),
     }  # fmt: skip
     try:
-        if names.add(f"count/{process_info.rank}", 1) > 1:
-            report_duplicate_rank(names, process_info, digest)
-            raise _rank_taken(names, process_info)
-        names.set(str(process_info.rank), json.dumps(me))
-        present = _wait_for_ranks(names, process_info, digest, say)
-        names.add("read", 1)
+        if store.add(f"count/{process_info.rank}", 1) > 1:
+            report_duplicate_rank(store, process_info, digest)
+            raise _rank_taken_error(store, process_info)
+        store.set(str(process_info.rank), json.dumps(me))
+        present = _wait_for_ranks(store, process_info, digest, say)
+        store.add("read", 1)
         for rank, other in present.items():
-            _compare(process_info, me, rank, other)
+            _require_equal_jobs(process_info, me, rank, other)
     except (dist.DistError, ValueError):  # ValueError: a count in an init file is not a number
         what = "the store failed during the rendezvous"
         hints = ("see rank 0's log if rank 0 has ended", "check that no other program writes to the store")
         raise PeerError(what, process_info.init, hints) from None
     except ManyhandsError:
         if process_info.rank == 0:
-            linger(names, "read", sum(names.check([str(rank)]) for rank in range(process_info.size)))
+            linger(store, "read", sum(store.check([str(rank)]) for rank in range(process_info.size)))
         raise
     return present
 
 
-def report_duplicate_rank(names: Any, process_info: ProcessInfo, digest: str) -> None:
+def report_duplicate_rank(store: Any, process_info: ProcessInfo, digest: str) -> None:
     """Reports to the waiting ranks that a second process of their job has this rank."""
     key = str(process_info.rank)
-    first = parse_message(names.get(key), Present) if names.check([key]) else None
+    first = parse_message(store.get(key), ProcessRecord) if store.check([key]) else None
     # The first process may not have written its record yet. A process of another job on this port is no duplicate.
     if not first or (first.size, first.digest) == (process_info.size, digest):
         two = DuplicateRank(rank=process_info.rank, host=socket.gethostname(), pid=os.getpid())
-        names.set("twice", two.model_dump_json())
+        store.set("twice", two.model_dump_json())
 
 
-def report_invalid_rank(names: Any, digest: str, what: str) -> None:
+def report_invalid_rank(store: Any, digest: str, what: str) -> None:
     """Reports to the waiting ranks that a process of their job exits because its rank is invalid."""
     invalid_rank = InvalidRank(host=socket.gethostname(), pid=os.getpid(), digest=digest, what=what)
-    names.set("outsider", invalid_rank.model_dump_json())
+    store.set("outsider", invalid_rank.model_dump_json())
 
 
-def _refuse_reported(names: Any, process_info: ProcessInfo, digest: str, present: dict[int, dict[str, Any]]) -> None:
+def _refuse_reported(store: Any, process_info: ProcessInfo, digest: str, present: dict[int, dict[str, Any]]) -> None:
     """Raises UserError if a process reported a duplicate or invalid rank, because some rank will never join."""
-    two = parse_message(names.get("twice"), DuplicateRank) if names.check(["twice"]) else None
-    invalid_rank = parse_message(names.get("outsider"), InvalidRank) if names.check(["outsider"]) else None
+    two = parse_message(store.get("twice"), DuplicateRank) if store.check(["twice"]) else None
+    invalid_rank = parse_message(store.get("outsider"), InvalidRank) if store.check(["outsider"]) else None
     if two and two.rank < process_info.size:
         first = present.get(two.rank)
         also = f" and to process {first['pid']} on {first['host']}" if first else ""
@@ -218,7 +218,7 @@ def _refuse_reported(names: Any, process_info: ProcessInfo, digest: str, present
         what = f"process {invalid_rank.pid} on {invalid_rank.host} can't join: {invalid_rank.what}"
     else:
         return
-    names.add("read", 1)
+    store.add("read", 1)
     hints = (f"restart all processes, each with a unique rank from 0 to {process_info.size - 1}",)
     raise UserError(what, "--rank" if process_info.started_by == "--init" else "RANK", hints)
 
@@ -231,13 +231,13 @@ def linger(store: Any, key: str, count: int) -> None:
             time.sleep(0.02)
 
 
-def _wait_for_ranks(names: Any, process_info: ProcessInfo, digest: str, say: Say) -> dict[int, dict[str, Any]]:
+def _wait_for_ranks(store: Any, process_info: ProcessInfo, digest: str, say: Say) -> dict[int, dict[str, Any]]:
     started, warned = time.monotonic(), False
     present: dict[int, dict[str, Any]] = {}
     while True:
         for rank in range(process_info.size):
-            if rank not in present and names.check([str(rank)]):
-                record = parse_message(names.get(str(rank)), Present)
+            if rank not in present and store.check([str(rank)]):
+                record = parse_message(store.get(str(rank)), ProcessRecord)
                 if not record:
                     continue  # invalid; the process with this rank will overwrite it
                 present[rank] = record.model_dump()
@@ -247,9 +247,9 @@ def _wait_for_ranks(names: Any, process_info: ProcessInfo, digest: str, say: Say
         missing = [rank for rank in range(process_info.size) if rank not in present]
         if not missing:
             return present
-        _refuse_reported(names, process_info, digest, present)
+        _refuse_reported(store, process_info, digest, present)
         waited = time.monotonic() - started
-        text = f"{len(present)} of {process_info.size} processes have joined; missing: rank {_ranges(missing)}"
+        text = f"{len(present)} of {process_info.size} processes have joined; missing: rank {_format_ranges(missing)}"
         if waited > process_info.join_timeout_s:
             start = "start the missing ranks on their machines, with the same job and the same list of machines"
             if process_info.started_by == "--init":
@@ -277,7 +277,7 @@ def _refuse_dead(other: dict[str, Any], rank: int, process_info: ProcessInfo) ->
         raise UserError(what, "--init", (f"rm {path}, or use a new file name",))
 
 
-def _compare(process_info: ProcessInfo, me: dict[str, Any], rank: int, other: dict[str, Any]) -> None:
+def _require_equal_jobs(process_info: ProcessInfo, me: dict[str, Any], rank: int, other: dict[str, Any]) -> None:
     words = {"size": "--world-size", "torch": "torch's version", "digest": "the job (flags or job.toml)"}
     for key, word in words.items():
         if me[key] != other[key]:
@@ -288,7 +288,7 @@ def _compare(process_info: ProcessInfo, me: dict[str, Any], rank: int, other: di
 
 
 def _option_diff(here: str, there: str) -> str:
-    """Lists the options that differ between two results of `shared_options`; "" if none differ."""
+    """Returns a text that lists the options that differ between two results of `shared_options`, or ""."""
 
     def by_option(text: str) -> dict[str, str]:
         return {key: value for key, _, value in (word.partition("=") for word in text.split())}
@@ -303,13 +303,13 @@ def _option_diff(here: str, there: str) -> str:
     return f": {', '.join(differing[:5])}{' …' * (len(differing) > 5)}" if differing else ""
 
 
-def _rank_taken(names: Any, process_info: ProcessInfo) -> UserError:
+def _rank_taken_error(store: Any, process_info: ProcessInfo) -> UserError:
     """Returns the error for a rank that another process has, perhaps in an init file of an earlier run."""
-    other: Present | None = None
+    other: ProcessRecord | None = None
     with contextlib.suppress(RuntimeError, ValueError):
         # The other process may not have written its record yet.
-        names.wait([str(process_info.rank)], timedelta(seconds=LINGER_S))
-        other = parse_message(names.get(str(process_info.rank)), Present)
+        store.wait([str(process_info.rank)], timedelta(seconds=LINGER_S))
+        other = parse_message(store.get(str(process_info.rank)), ProcessRecord)
     who = f" by process {other.pid} on {other.host}" if other else ""
     if process_info.init.startswith("file://"):
         path = process_info.init.removeprefix("file://")
@@ -320,7 +320,7 @@ def _rank_taken(names: Any, process_info: ProcessInfo) -> UserError:
     return UserError(f"rank {process_info.rank} is taken{who}", "--rank", hints)
 
 
-def _ranges(ranks: list[int]) -> str:
+def _format_ranges(ranks: list[int]) -> str:
     """Formats [1, 2, 3, 7] as "1-3, 7"."""
     groups = itertools.groupby(enumerate(ranks), lambda pair: pair[1] - pair[0])
     runs = [[rank for _, rank in group] for _, group in groups]

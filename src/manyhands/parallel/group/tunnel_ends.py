@@ -1,7 +1,7 @@
 """The ends of ssh tunnels on a machine: a folder of Unix sockets, and a loopback address for the machine's processes.
 
-Each machine's processes listen on their own loopback address, such as 127.84.19.2. After `reach`, other machines can
-connect to this address through ssh and proxies (`cluster.agents.switchboard`).
+Each machine's processes listen on a loopback address of the machine, such as 127.84.19.2. Processes of other machines
+call `reach`, then connect to this address through ssh and proxies (`cluster.agents.switchboard`).
 """
 
 import os
@@ -29,7 +29,7 @@ class TunnelEnds:
         return f"{self.folder}/in"
 
     @property
-    def questions(self) -> str:
+    def requests(self) -> str:
         """The path of the socket to which `reach` sends its requests."""
         return f"{self.folder}/ask"
 
@@ -48,13 +48,13 @@ def tunnel_ends() -> TunnelEnds | None:
 
 
 def reach(ends: TunnelEnds, address: str, port: int) -> None:
-    """Makes port `port` of the machine with loopback address `address` reachable from here. Raises RunError."""
+    """Makes port `port` of the machine with loopback address `address` reachable. Raises RunError if that fails."""
     if address == ends.address:
         return
     with socket.socket(socket.AF_UNIX) as asked:
         asked.settimeout(ANSWER_S)
         try:
-            asked.connect(ends.questions)
+            asked.connect(ends.requests)
             asked.sendall(f"{address} {port}\n".encode())
             answer = asked.makefile().readline().strip()
         except OSError as error:

@@ -104,14 +104,14 @@ def open_mesh(sizes: str | Mapping[str, int] | Mesh, world: World | None = None)
     mesh = (
         sizes if isinstance(sizes, Mesh) else parse_mesh(sizes, "mesh") if isinstance(sizes, str) else make_mesh(sizes)
     )
-    world = world or _present_world()
+    world = world or _default_world()
     if mesh.size != world.size:
         hints = ("set sizes whose product is the number of processes, such as -n 4 --mesh dp=2,tp=2",)
         raise UserError(f"the mesh {mesh} is for {mesh.size} processes, but {world.size} are running", "mesh", hints)
     return Grid(mesh, world)
 
 
-def _present_world() -> World:
+def _default_world() -> World:
     if not dist.is_initialized():
         return World()
     backend = str(dist.get_backend())
@@ -223,7 +223,7 @@ class Axis:
         """
         dim = self._dim(x, dim, "gather")
         shape = list(x.shape)
-        shape[dim] = self._length(x, dim, length)
+        shape[dim] = self._full_length(x, dim, length)
         return self._convert(x, (dim, "R"), (dim, "R"), shape)
 
     def scatter(self, x: Tensor, dim: int) -> Tensor:
@@ -250,7 +250,7 @@ class Axis:
             hints = ("give two different dimensions",)
             raise UserError(f"dimension {cut} can't be both split and concatenated", "all_to_all", hints)
         shape = list(x.shape)
-        shape[joined] = self._length(x, joined, length)
+        shape[joined] = self._full_length(x, joined, length)
         return self._convert(x, (joined, cut), (joined, cut), shape)
 
     def _convert(
@@ -274,7 +274,7 @@ class Axis:
             raise UserError(f"a tensor of shape {tuple(tensor.shape)} has no dimension {dim}", where)
         return dim % tensor.dim()
 
-    def _length(self, piece: Tensor, dim: int, length: int | None) -> int:
+    def _full_length(self, piece: Tensor, dim: int, length: int | None) -> int:
         """Returns the full length of `dim`. Raises UserError unless shard lengths are those that `scatter` returns."""
         here = piece.shape[dim]
         if self.size == 1:
@@ -285,15 +285,15 @@ class Axis:
             dist.all_gather_into_tensor(everybody, mine, group=self._grid.group(self._axes))
             lengths = everybody.tolist()
         else:
-            lengths = _lengths(length, self.size)
+            lengths = _shard_lengths(length, self.size)
             lengths[self.rank] = here
         total = sum(lengths) if length is None else length
-        if lengths != _lengths(total, self.size):
-            what = f"shards have lengths {lengths} in dimension {dim}, expected {_lengths(total, self.size)}"
+        if lengths != _shard_lengths(total, self.size):
+            what = f"shards have lengths {lengths} in dimension {dim}, expected {_shard_lengths(total, self.size)}"
             raise UserError(what, f"gather over {','.join(self.names)}", ("use shard, scatter or reduce_scatter",))
         return total
 
 
-def _lengths(total: int, parts: int) -> list[int]:
+def _shard_lengths(total: int, parts: int) -> list[int]:
     edges = bounds(total, parts)
     return [edges[number + 1] - edges[number] for number in range(parts)]

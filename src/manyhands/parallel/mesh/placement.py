@@ -3,7 +3,7 @@
 Along each axis a tensor is replicated ("R"), partial ("P": each process holds one term of a sum) or sharded (the index
 of the sharded dimension). A layout has a placement for each mesh axis, major to minor.
 
-A value and its gradient have separate placements. A `Side` names one of four pairs: a dimension (both sharded), WHOLE
+A value and its gradient have separate placements. A `Side` names such a pair: a dimension (both sharded), WHOLE
 (both replicated), SPREAD (value replicated, gradient partial: the op uses the full input for a part of its work) and
 SUM (value partial, gradient replicated).
 """
@@ -155,7 +155,7 @@ class CollectiveMessage:
 def messages(
     source: Layout, target: Layout, extent: Extent, mesh: Mesh, batch: int, rank: int = 0
 ) -> list[CollectiveMessage]:
-    """Returns the collectives that convert `source` to `target`, with the sizes of inputs on `rank`."""
+    """Returns the collectives that convert layout `source` to `target`, with the sizes of their inputs on `rank`."""
     sizes = [_shard_length(extent, mesh, batch, rank, dim, _axes_of(source, dim)) for dim in range(len(extent.dims))]
     found: list[CollectiveMessage] = []
     for step in steps_between(source, target):
@@ -205,7 +205,7 @@ class _GridLike(Protocol):
 
 
 def convert(tensor: Tensor, source: Layout, target: Layout, extent: Extent, grid: _GridLike) -> Tensor:
-    """Converts this process's shard to another layout, possibly as a view; a collective; not differentiable."""
+    """Converts this process's shard to another layout, possibly as a view. A collective. Not differentiable."""
     for step in steps_between(source, target):
         tensor = _run_step(step, tensor, extent, grid)
     return tensor
@@ -296,16 +296,16 @@ class _Conversion(torch.autograd.Function):
 def convert_both(
     tensor: Tensor, values: tuple[Layout, Layout], gradients: tuple[Layout, Layout], extent: Extent, grid: _GridLike
 ) -> Tensor:
-    """Converts this process's shard, differentiably; a collective in forward and in backward.
+    """Converts this process's shard, differentiably. A collective in forward and in backward.
 
-    `values`: the value's layouts (before, after). `gradients`: the gradient's layouts (after backward, before).
+    `values`: the value's layouts (before, after). `gradients`: the gradient's layouts (after, before backward).
     """
     result: Any = _Conversion.apply(tensor, (*values, *gradients), extent, grid)
     return result
 
 
 def gather_full(tensor: Tensor, layout: TensorLayout, grid: _GridLike) -> Tensor:
-    """Returns the full parameter or buffer [layout.shape] from all shards; a collective."""
+    """Returns the full parameter or buffer [layout.shape] from all shards. A collective."""
     if not layout.cuts:
         return tensor
     cut = {axis: dim for dim, axes in layout.cuts for axis in axes}

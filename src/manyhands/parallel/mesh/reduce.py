@@ -51,7 +51,7 @@ class Reducer:
             self._paused = False
 
     def finish(self) -> None:
-        """Starts the remaining all-reduces, waits for all, and writes the sums to the gradients; a collective."""
+        """Starts the remaining all-reduces, waits for all, and writes the sums to the gradients. A collective."""
         while self._next < len(self.buckets):
             self._start_all_reduce()
         for bucket in self.buckets:
@@ -115,7 +115,7 @@ def bucket_names(
 
 
 def total_norm(parameters: Mapping[str, nn.Parameter], layouts: Mapping[str, TensorLayout], grid: Grid) -> Tensor:
-    """Returns the 2-norm [] of all gradients of the network, equal on all processes; a collective."""
+    """Returns the 2-norm [] of all gradients of the network, equal on all processes. A collective."""
     squares: dict[tuple[int, ...], list[Tensor]] = {}
     for name, parameter in parameters.items():
         if parameter.grad is not None:

@@ -1,4 +1,4 @@
-"""Automatic mode: a search chooses the sharding of each op, or the mode `data` if data parallel is fastest."""
+"""Automatic mode: a search chooses the sharding of each op, or data parallelism (mode `data`) if that is fastest."""
 
 from manyhands.core.needs import Need
 from manyhands.parallel.split.network import split

@@ -33,7 +33,7 @@ _NO_BUFFERS: dict[str, Any] = {
 
 
 class Replica(DistributedDataParallel):
-    """DDP without the profiler range in forward, which takes 5 % of a small network's step."""
+    """DDP whose forward opens no profiler range, since the range takes 5 % of a small network's step."""
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         inputs, kwargs = self._pre_forward(*inputs, **kwargs)
@@ -67,7 +67,7 @@ def apply(model: nn.Module, world: World, request: ModeRequest) -> ParallelNetwo
         return _wrap_in_ddp(model, world, request, sums)
     if between:
         ranks = [machine[0] for machine in machines]
-        with listeners.closed_once_formed(world.backend):
+        with listeners.block_listeners_on_exit(world.backend):
             group = dist.new_group(ranks, timeout=collectives.group_timeout(world))
         averages = "gradients are averaged in two levels: shared memory within machines, gloo between their first ranks"
         leaders = group if world.rank in ranks else None
@@ -97,7 +97,7 @@ def _wrap_in_ddp(model: nn.Module, world: World, request: ModeRequest, why: str)
     traits = ModeTraits(float(world.size), wrapped.no_sync, orders_sums=True, averages=averages)
     if not request.unused:  # else DDP itself finds parameters without gradients
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        traits.reach_all = functools.partial(_reach, trained)
+        traits.reach_all = functools.partial(_connect_loss, trained)
     return ParallelNetwork(model, wrapped, world, traits)
 
 
@@ -126,8 +126,8 @@ class _Reach(torch.autograd.Function):
         return gradients[0], *([None] * ctx.count)
 
 
-def _reach(parameters: list[nn.Parameter], loss: Tensor) -> Tensor:
-    """Connects the loss to all parameters, which costs less than find_unused_parameters; see `_Reach`."""
+def _connect_loss(parameters: list[nn.Parameter], loss: Tensor) -> Tensor:
+    """Connects the loss to all parameters (see `_Reach`), which costs less than DDP's find_unused_parameters."""
     reached: Any = _Reach.apply(loss, *parameters)
     return reached
 
@@ -151,7 +151,7 @@ class FlatGradients:
             self.values, self._views = self.values[:0], []
 
     def all_reduce(self) -> None:
-        """Sets each parameter's gradient (zeros if missing) to the sum over all processes; a collective."""
+        """Sets each parameter's gradient (zeros if missing) to the sum over all processes. A collective."""
         turn = self._sums.turn
         into = self._into[turn]
         if self._other:

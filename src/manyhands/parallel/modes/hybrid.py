@@ -65,7 +65,7 @@ class HybridNetwork(NetworkOnMesh):
 def hybrid_network(model: nn.Module, grid: Grid, samples: Sequence[str] | None = None) -> HybridNetwork:
     """Wraps a network that was constructed with `grid`; unsharded parameters must be equal on all processes.
 
-    `samples` names axes that shard the samples; None: all that shard no parameter. Raises UserError: shards don't fit.
+    `samples`: axes that shard the samples; None: all that shard no parameter. Raises UserError if shards don't fit.
     """
     layouts = layouts_of(model, grid.mesh, grid.world.rank)
     if samples is None:

@@ -55,7 +55,7 @@ class NormGroups:
         self.batch, self.weight = batch, count / batch
 
     def all_reduce(self, values: Tensor) -> None:
-        """Replaces `values` by their sum over `processes`; a collective."""
+        """Replaces `values` by their sum over the process group `processes`. A collective."""
         before = phases.CLOCK.to(phases.COMMUNICATION)
         if self.through_memory:
             self.through_memory(values.view(-1))
@@ -108,7 +108,7 @@ class GroupedNorm(_BatchNorm):
         return output
 
     def normalize(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
-        """Normalizes [N, C, ...] by the statistics of each sample's group; a collective if processes share groups."""
+        """Normalizes [N, C, ...] by the statistics of each sample's group. A collective if processes share groups."""
         self._check_input_dim(input)
         if not self.rows_per_sample:
             return self._normalize_local_group(input, self.groups.weight)
@@ -171,7 +171,7 @@ class GroupedNorm(_BatchNorm):
         return output
 
     def _normalize_shared(self, parts: list[tuple[Tensor, Span]], like: Tensor) -> list[Tensor]:
-        """Normalizes groups that span processes; a collective, also on a process without samples of these groups."""
+        """Normalizes groups that span processes. A collective, also on a process without samples of these groups."""
         sizes = self.groups.shared_sizes
         shared = [(part, span.shared) for part, span in parts]
         moments = norm_pass.moments_of(shared, len(sizes), self.num_features, like)
@@ -303,8 +303,8 @@ def group_batch_norms(model: nn.Module) -> tuple[NormGroups, Callable[[], None]]
     return groups, restore
 
 
-def leave_batch_norms() -> tuple[NormGroups, Callable[[], None]]:
-    """Like `group_batch_norms`, but keeps torch's layers, because layer copies (DataParallel) lose statistics."""
+def keep_batch_norms() -> tuple[NormGroups, Callable[[], None]]:
+    """Like `group_batch_norms`, but keeps torch's layers, because DataParallel's layer copies would lose statistics."""
     return NormGroups(), lambda: None
 
 

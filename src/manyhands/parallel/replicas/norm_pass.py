@@ -69,14 +69,14 @@ def _reduced(values: Tensor, dtype: torch.dtype) -> Tensor:
     return values.sum(1).to(dtype)
 
 
-def _times_plus(values: Tensor, scale: Tensor, shift: Tensor, like: Tensor, *, own: bool) -> Tensor:
-    """Returns values [groups, n, C, ...] * scale + shift in `like`'s dtype, rounded once. `own`: overwrites them."""
+def _scale_and_shift(values: Tensor, scale: Tensor, shift: Tensor, like: Tensor, *, in_place: bool) -> Tensor:
+    """Returns values [groups, n, C, ...] * scale + shift in `like`'s dtype. If `in_place`, overwrites `values`."""
     # Not a view, because later ops such as activations may change it in place.
     if torch.compiler.is_compiling():  # torch.compile refuses `out`, and fuses this anyway
         return torch.addcmul(shift, values, scale).flatten(0, 1).to(like.dtype).clone()
     result = torch.empty_like(like)
     into = in_groups(result, len(values))
-    if own:
+    if in_place:
         torch.add(values.mul_(scale), shift, out=into)
     else:
         torch.addcmul(shift, values, scale, out=into)
@@ -92,34 +92,34 @@ class NormPass(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, mean: Tensor, inverse: Tensor, counts: Tensor | int, held: PassGroups, weight: Tensor | None,
+        ctx: Any, mean: Tensor, inverse: Tensor, counts: Tensor | int, info: PassGroups, weight: Tensor | None,
         bias: Tensor | None, *parts: Tensor,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        """`mean` and `inverse` (1 / deviation): [groups, C]. `counts` of values per channel: int or [groups, 1, 1]."""
+        """`mean`, `inverse` (1 / deviation): [groups, C]. `counts`: values per channel, int or [groups, 1, 1]."""
         ctx.save_for_backward(mean, inverse, weight, bias, *parts)
-        ctx.counts, ctx.held = counts, held
+        ctx.counts, ctx.info = counts, info
         outputs: list[Tensor] = []
-        for part, (first, groups) in zip(parts, held.places, strict=True):
-            values, off = _centered(part, mean[first : first + groups], held)
+        for part, (first, groups) in zip(parts, info.places, strict=True):
+            values, off = _centered(part, mean[first : first + groups], info)
             scale = inverse[first : first + groups]
             scale = (scale if weight is None else scale * weight).to(computed_dtype(part))
             shift = -off * scale if bias is None else bias - off * scale
             spread = per_channel(scale, values), per_channel(shift.to(scale.dtype), values)
-            outputs.append(_times_plus(values, *spread, part, own=held.all_reduce is not None))
+            outputs.append(_scale_and_shift(values, *spread, part, in_place=info.all_reduce is not None))
         return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """Returns the gradients of weight, bias and parts; a collective if processes share groups."""
+        """Returns the gradients of weight, bias and parts. A collective if processes share groups."""
         mean, inverse, weight, bias, *parts = ctx.saved_tensors
-        held: PassGroups = ctx.held
-        if torch.is_grad_enabled() and held.all_reduce is None:
-            return _differentiable(held, weight, bias, parts, gradients)
+        info: PassGroups = ctx.info
+        if torch.is_grad_enabled() and info.all_reduce is None:
+            return _differentiable(info, weight, bias, parts, gradients)
         sums = torch.zeros(mean.shape[0], 2, mean.shape[1], dtype=mean.dtype, device=mean.device)
         pieces: list[tuple[Tensor, Tensor, Tensor, Tensor, slice]] = []
-        for part, (first, groups), gradient in zip(parts, held.places, gradients, strict=True):
+        for part, (first, groups), gradient in zip(parts, info.places, gradients, strict=True):
             of = slice(first, first + groups)
-            values, off = _centered(part, mean[of], held)
+            values, off = _centered(part, mean[of], info)
             wide = in_groups(gradient.to(computed_dtype(part)), groups)
             total = _reduced(wide, sums.dtype)
             sums[of, 0] += total
@@ -127,8 +127,8 @@ class NormPass(torch.autograd.Function):
             pieces.append((part, wide, values, off, of))
         weight_gradient = None if weight is None else sums[:, 1].sum(0).to(weight.dtype)
         bias_gradient = None if bias is None else sums[:, 0].sum(0).to(bias.dtype)
-        if held.all_reduce is not None:
-            held.all_reduce(sums)
+        if info.all_reduce is not None:
+            info.all_reduce(sums)
         means = sums / ctx.counts
         scale = inverse if weight is None else inverse * weight
         inputs: list[Tensor] = []
@@ -137,31 +137,31 @@ class NormPass(torch.autograd.Function):
             shift = (-means[of, 0] - slope * off) * scale[of]
             slope, times, shift = (per_channel(one.to(wide.dtype), values) for one in (slope, scale[of], shift))
             # (gradient + values times slope) times scale, plus shift
-            own = held.all_reduce is not None
-            tilted = values.mul_(slope).add_(wide) if own else torch.addcmul(wide, values, slope)
-            inputs.append(_times_plus(tilted, times, shift, part, own=own))
+            in_place = info.all_reduce is not None
+            tilted = values.mul_(slope).add_(wide) if in_place else torch.addcmul(wide, values, slope)
+            inputs.append(_scale_and_shift(tilted, times, shift, part, in_place=in_place))
         return (None, None, None, None, weight_gradient, bias_gradient, *inputs)
 
 
-def _centered(part: Tensor, mean: Tensor, held: PassGroups) -> tuple[Tensor, Tensor]:
-    """Returns (`part` minus the rounded mean, the mean's rounding error); if unshared, (`part`, mean)."""
+def _centered(part: Tensor, mean: Tensor, info: PassGroups) -> tuple[Tensor, Tensor]:
+    """Returns (`part` minus the rounded mean, the mean's rounding error); for unshared groups, (`part`, mean)."""
     values = in_groups(part, len(mean))
-    if held.all_reduce is None:
+    if info.all_reduce is None:
         return values, mean
     middle = mean.to(computed_dtype(part))
     return values.to(middle.dtype) - per_channel(middle, values), mean - middle.to(mean.dtype)
 
 
 def _differentiable(
-    held: PassGroups, weight: Tensor | None, bias: Tensor | None, parts: Sequence[Tensor], gradients: Sequence[Tensor]
+    info: PassGroups, weight: Tensor | None, bias: Tensor | None, parts: Sequence[Tensor], gradients: Sequence[Tensor]
 ) -> tuple[Tensor | None, ...]:
     """Returns the gradients of `NormPass.backward` as differentiable tensors, by torch's kernel for each group."""
 
     def groups_of(tensors: Sequence[Tensor]) -> list[Tensor]:
-        pairs = zip(tensors, held.places, strict=True)
+        pairs = zip(tensors, info.places, strict=True)
         return [group for one, (_, count) in pairs for group in in_groups(one, count).unbind()]
 
-    outputs = [F.batch_norm(group, None, None, weight, bias, True, 0.0, held.eps) for group in groups_of(parts)]
+    outputs = [F.batch_norm(group, None, None, weight, bias, True, 0.0, info.eps) for group in groups_of(parts)]
     wanted = [one for one in (weight, bias, *parts) if one is not None and one.requires_grad]
     found = iter(torch.autograd.grad(outputs, wanted, groups_of(gradients), create_graph=True))
     answers = [next(found) if one is not None and one.requires_grad else None for one in (weight, bias, *parts)]

@@ -78,11 +78,11 @@ class SharedSums:
         self.of_all = dist.is_initialized() and size == dist.get_world_size()
 
     def slots_of(self, place: int, like: Tensor) -> list[Tensor]:
-        """Returns process `place`'s two slots, like `like` [n]. Before reading others' slots, call `wait_for_slots`."""
+        """Returns process `place`'s two slots, shaped like `like` [n]. Call `wait_for_slots` before reading them."""
         return [slots[place] for slots in self._slots_for(like)]
 
     def all_reduce(self, values: Tensor) -> None:
-        """Replaces flat values [n] by their sum over all processes; a collective.
+        """Replaces flat values [n] by their sum over all processes. A collective.
 
         Raises RuntimeError if a process has ended or timed out; this object can't be used afterwards.
         """
@@ -91,7 +91,7 @@ class SharedSums:
             self.all_reduce_slots(piece)
 
     def all_reduce_slots(self, total: Tensor) -> None:
-        """Writes the sum of all processes' current slots to `total` [n]; a collective that raises like `all_reduce`."""
+        """Writes the sum of all processes' current slots to `total` [n]. A collective; raises as `all_reduce` does."""
         slots = self._slots_for(total)[self.turn]
         self.wait_for_slots()
         torch.add(slots[0], slots[1], out=total)
@@ -99,7 +99,7 @@ class SharedSums:
             total.add_(more)
 
     def reduce_to_first(self, values: Tensor) -> None:
-        """Like `all_reduce`, but only the process with index 0 gets the sum; a collective."""
+        """Like `all_reduce`, but only the process with index 0 gets the sum. A collective."""
         for piece in values.split(self.slot_bytes // values.element_size()):
             slots = self._slots_for(piece)[self.turn]
             if self.place:
@@ -110,7 +110,7 @@ class SharedSums:
                     total.add_(one)
 
     def broadcast(self, values: Tensor) -> None:
-        """Replaces flat values [n] by those of the process with index 0; a collective that raises like `all_reduce`."""
+        """Replaces flat values [n] by those of the process with index 0. A collective; raises as `all_reduce` does."""
         for piece in values.split(self.slot_bytes // values.element_size()):
             turn = self.turn
             first = self.slots_of(0, piece)[turn]
@@ -121,7 +121,7 @@ class SharedSums:
                 _copy_on_one_thread(piece, first)
 
     def wait_for_slots(self) -> None:
-        """Waits until all slots of this turn are filled; a collective that raises like `all_reduce`."""
+        """Waits until all slots of this turn are filled. A collective; raises as `all_reduce` does."""
         try:
             if self._file.closed:
                 raise RuntimeError("this process has already released the shared memory")
@@ -184,7 +184,7 @@ def tries_after(tries: int, waited_s: float) -> int:
 
 
 def machines_of_group(world: World, group: Any = None) -> list[list[int]] | str:
-    """Returns the ranks that can share memory, one list per machine, or the reason why none can; a collective."""
+    """Returns one list per machine of ranks that can share memory, or a text: why none can. A collective."""
     answers = gather_plain(_machine_key(), world, group)
     if not any(answers):
         return "this system supports no anonymous shared memory with semaphores"
@@ -197,7 +197,7 @@ def machines_of_group(world: World, group: Any = None) -> list[list[int]] | str:
 def share_within(
     machines: list[list[int]], world: World, group: Any = None, slot_bytes: int = SLOT_BYTES
 ) -> SharedSums | str | None:
-    """Returns SharedSums for this machine, None if the machine has one process, or a failure's reason; a collective."""
+    """Returns SharedSums for this machine, None for a single process, or a text: why it failed. A collective."""
     mine = next(ranks for ranks in machines if world.rank in ranks)
     place, size = mine.index(world.rank), len(mine)
     file, offer = _create_memory(size, slot_bytes) if size > 1 and place == 0 else (None, {})

@@ -29,7 +29,7 @@ def shardings_of(op: Op, letters: tuple[str, ...]) -> list[Sharding]:
 
 
 def input_layouts(op: Op, letters: tuple[str, ...], place: int) -> tuple[placement.Layout, placement.Layout]:
-    """Returns the layouts (value, gradient) of an op's input with index `place`. `letters`: one per mesh axis."""
+    """Returns an op's (value, gradient) layouts of input number `place`. `letters`: see strategy.py, one per axis."""
     sides: list[placement.Side] = [sharding.inputs[place] for sharding in shardings_of(op, letters)]
     return placement.value_of(sides), placement.gradient_of(sides)
 
@@ -55,7 +55,7 @@ def parameter_layouts(graph: Graph, letters: Letters) -> dict[str, TensorLayout]
             found[path.removeprefix("whole.") if "whole" in graph.ops else path] = layout
             first, other = users.setdefault(id(tensor), (op.name, layout))
             if other != layout:
-                hints = ("pin both ops to the same split of the parameter, or to n or r",)
+                hints = ("pin both ops to the same split of the parameter, or to n (samples) or r (replicated)",)
                 raise UserError(f"{first} and {op.name} share {name}, but split it differently", "plan", hints)
     return found
 
@@ -149,7 +149,7 @@ def _target_name(op: Op) -> str:
     return getattr(op.node.target, "__name__", str(op.node.target)) if op.node is not None else ""
 
 
-class Builder:
+class GraphBuilder:
     """Builds the graph that a process runs: the traced graph, with conversions between different layouts."""
 
     def __init__(self, graph: Graph, letters: Letters, grid: Grid, local: dict[int, nn.Module | None]) -> None:
@@ -244,8 +244,8 @@ class SplitNetwork(nn.Module):
         self.norms = _assign_norms(train, letters, grid)  # groups by the axes that shard the samples
         split_network(model, self.layouts, grid)
         local: dict[int, nn.Module | None] = {}
-        self.training_graph = Builder(train, letters, grid, local).build(training=True)
-        self.evaluation_graph = Builder(evaluate, letters, grid, local).build(training=False)
+        self.training_graph = GraphBuilder(train, letters, grid, local).build(training=True)
+        self.evaluation_graph = GraphBuilder(evaluate, letters, grid, local).build(training=False)
 
     @property
     def inner(self) -> nn.Module:

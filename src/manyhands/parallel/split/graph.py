@@ -166,7 +166,7 @@ def trace(
     try:
         graph = tracer.trace(model)
     except Exception as error:  # noqa: BLE001 - the network's own forward can't be traced: it is one op
-        return _one_op(model, str(error))
+        return _single_op_graph(model, str(error))
     try:
         graph.lint()
         traced = fx.GraphModule(model, graph)
@@ -174,11 +174,11 @@ def trace(
         graph.eliminate_dead_code()
         traced.recompile()
     except Exception as error:  # noqa: BLE001 - such as values of an earlier trace, kept in the network itself
-        return _one_op(model, str(error))
+        return _single_op_graph(model, str(error))
     return traced, tracer.whole
 
 
-def _one_op(model: nn.Module, reason: str) -> tuple[fx.GraphModule, dict[str, str]]:
+def _single_op_graph(model: nn.Module, reason: str) -> tuple[fx.GraphModule, dict[str, str]]:
     graph = fx.Graph()
     graph.output(graph.call_module("whole", (graph.placeholder("x"),)))
     root = nn.Module()

@@ -16,7 +16,7 @@ from manyhands.parallel.split.sharded_loss import WHOLE_CLASSES, SplitLoss, desc
 
 
 class PlannedNetwork(NetworkOnMesh):
-    """A network whose ops are sharded by a plan."""
+    """A network whose ops are sharded by a plan, in mode semi or auto."""
 
     full_outputs = True
 
@@ -41,7 +41,7 @@ class PlannedNetwork(NetworkOnMesh):
 
 
 def split(model: nn.Module, world: World, request: ModeRequest) -> PlannedNetwork:
-    """Shards a network (in training mode, equal on all ranks) by a plan; a collective. Raises UserError: bad plan."""
+    """Shards a network (training mode, equal on all ranks) by a plan. A collective. Raises UserError: invalid plan."""
     plan = request.plan
     if plan is None:
         raise UserError("the plan is missing", "parallel", ('set --pin "fc=n@dp o@tp" or --parallel.plan plan.json',))

@@ -24,7 +24,7 @@ from manyhands.parallel.split.rules.functions import MAXIMA, largest, reduced_di
 # (output [n, C], labels int64 [n]) -> the loss of each sample [n, …], or the mean loss [].
 CustomLoss = Callable[[Tensor, Tensor], Tensor]
 
-WHOLE_CLASSES = "classes are split for cross-entropy and for losses whose operators all have rules"
+WHOLE_CLASSES = "classes are split only for cross-entropy and losses whose operators all have rules"
 
 
 class _LossModule(nn.Module):
@@ -134,7 +134,7 @@ def _sharded_loss(graph: Graph, axes: tuple[int, ...], grid: Grid) -> Callable[[
     assert isinstance(chosen, dict)
     every = range(len(grid.mesh.axes))
     letters = {name: tuple(letter if axis in axes else "r" for axis in every) for name, letter in chosen.items()}
-    return execute.Builder(graph, letters, grid, {}).build(training=True)
+    return execute.GraphBuilder(graph, letters, grid, {}).build(training=True)
 
 
 class SplitLoss:

@@ -143,7 +143,7 @@ def resolve(plan: Plan, graph: Graph, where: str = "plan") -> dict[str, tuple[st
     """Returns {op: sharding letter for each mesh axis} for a network under a plan.
 
     An op that can't follow the default, such as an op that mixes samples, is replicated. A pattern that matches several
-    ops applies to the ops with these letters. Raises UserError if a pattern that names one op doesn't fit the op.
+    ops applies to those that allow its letters. Raises UserError if a pattern that names one op doesn't fit the op.
     """
     default = parse_strategy(plan.fallback, plan.mesh, f"{where}, default")
     explicit, found = strategies(plan, graph, where), dict[str, tuple[str, ...]]()
@@ -252,7 +252,7 @@ def _require_valid(op: Op, letters: tuple[str, ...], mesh: Mesh, where: str) -> 
 
 
 def refusal(op: Op, letters: tuple[str, ...], mesh: Mesh) -> str:
-    """Returns the reason why an op can't be sharded by `letters`, one per mesh axis; empty if it can."""
+    """Returns the reason why an op can't be sharded by `letters` (one per mesh axis), or an empty text if it can."""
     for letter in set(letters):
         sharding = op.letters.get(letter)
         if sharding is None:
@@ -267,7 +267,7 @@ def refusal(op: Op, letters: tuple[str, ...], mesh: Mesh) -> str:
     return ""
 
 
-def concise(letters: Mapping[str, tuple[str, ...]], graph: Graph, mesh: Mesh) -> tuple[str, dict[str, str]]:
+def shorten_strategies(letters: Mapping[str, tuple[str, ...]], graph: Graph, mesh: Mesh) -> tuple[str, dict[str, str]]:
     """Shortens `letters` to a plan: (default strategy, {op: another strategy}), which `resolve` converts back."""
     default = tuple("n" for _ in mesh.axes)
     exceptions: dict[str, str] = {}

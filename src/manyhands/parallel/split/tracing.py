@@ -111,7 +111,7 @@ class _Trial(fx.Interpreter):
     _noise = torch.empty(0)
 
     def noise(self, shape: Tensor, device: torch.device) -> Tensor:
-        """Returns random numbers shaped like `shape`, different for each node, so that differences remain."""
+        """Returns random numbers shaped like `shape`, which differ between nodes but not between runs of the graph."""
         start, count = len(self.env), shape.numel()
         if len(self._noise) < start + count or self._noise.device != device:
             self._noise = torch.randn(start + 2 * count, device=device)
@@ -162,7 +162,7 @@ def _value_by_rows(node: fx.Node, many: _Trial, few: _Trial) -> Tensor | None:
     later nodes mix samples, and don't vanish or explode over many layers.
     """
     reads = [(many.env[one], few.env[one]) for one in node.all_input_nodes]
-    if not reads or not all(_is_last(*one) for one in reads):
+    if not reads or not all(_is_view_of_last(*one) for one in reads):
         return None
     first: Tensor = reads[0][0]
     module = many.fetch_attr(str(node.target)) if node.op == "call_module" else None
@@ -214,7 +214,7 @@ def _last(many: Tensor, rows: int) -> Tensor:
     return many[len(many) - rows * FEWER :]
 
 
-def _is_last(many: Any, few: Any) -> bool:
+def _is_view_of_last(many: Any, few: Any) -> bool:
     """Returns True if `few` is a view of the last samples in `many`."""
     if not isinstance(many, Tensor) or not isinstance(few, Tensor) or not many.ndim or not few.numel():
         return False

@@ -169,7 +169,7 @@ def _is_product(op: Op) -> bool:
 
 @rule("matmul", _is_product)
 def product(op: Op, inputs: list[Op]) -> None:
-    """Allows sharding of samples (n), the summed dimension (i), the result's columns or sample-free rows (o)."""
+    """Allows sharding of samples (n), of the summed dimension (i), and of a result dimension without samples (o)."""
     op.letters = whole_or_batch(op, inputs)
     found = _operands(op.node) if op.node is not None else None
     by_node = {one.node: one for one in inputs}
@@ -239,7 +239,7 @@ class MeanOfPart(nn.Module):
 
 
 class LargestOfParts(nn.Module):
-    """Computes a maximum over a sharded dimension; a collective. Of equal values, only one gets the gradient."""
+    """Computes a maximum over a sharded dimension. A collective. Of equal values, only one gets the gradient."""
 
     def __init__(self, group: Any, place: int, parts: int) -> None:
         super().__init__()

@@ -65,7 +65,7 @@ def attention(op: Op, inputs: list[Op]) -> None:
     layer = cast(nn.MultiheadAttention, op.module)
     op.feature = 2
     op.letters = whole_or_batch(op, inputs)
-    reason = _why_unsharded(op, layer)
+    reason = _why_heads_unsharded(op, layer)
     if reason:
         op.letters["h"] = reason
         return
@@ -79,7 +79,7 @@ def attention(op: Op, inputs: list[Op]) -> None:
     op.letters["h"] = Sharding((SPREAD,), SUM, cuts, frozenset({"out_proj.bias"}), heads)
 
 
-def _why_unsharded(op: Op, layer: nn.MultiheadAttention) -> str:
+def _why_heads_unsharded(op: Op, layer: nn.MultiheadAttention) -> str:
     node = op.node
     if len(op.sources) != 1 or node is None or len(set(node.args[:3])) != 1:
         return "heads are split only for self-attention without masks"
