@@ -34,7 +34,7 @@ _PLAIN_KINDS: dict[str, Any] = {"list": list, "tuple": tuple, "dict": dict}
 SetRates = Callable[[int], None]  # sets the learning rates for an update, given its index from 0
 
 
-def make_custom(make: MakeOptimizer, model: nn.Module) -> Optimizer:
+def make_custom_optimizer(make: MakeOptimizer, model: nn.Module) -> Optimizer:
     """Creates the user's optimizer from the trainable parameters, and stores the relative rates of its groups."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer: Any = make(list(parameters))
@@ -207,7 +207,7 @@ def make_optimizer(
         if not callable(make):
             hints = ("name a function of the parameters that returns a torch.optim.Optimizer",)
             raise UserError(f"{options.optimizer} is a {type(make).__name__}, not a function", _WHERE, hints)
-        return make_custom(cast(MakeOptimizer, make), model)
+        return make_custom_optimizer(cast(MakeOptimizer, make), model)
     groups, rate, momentum = _parameter_groups(model, options), options.lr, options.momentum
     # torch's fused kernels update all tensors in one call; sharded tensors take the ordinary path.
     fused = None if sharded else True
@@ -309,7 +309,7 @@ def scheduler_state(scheduler: LRScheduler) -> dict[str, Any]:
 
 
 def restore_scheduler(scheduler: LRScheduler, state: Mapping[str, Any]) -> None:
-    """Restores a scheduler from `scheduler_state`'s result. Invalid data may raise any exception; see `reading_of`."""
+    """Restores a scheduler from `scheduler_state`'s result. Invalid data may raise any exception."""
     given = {name: from_plain_data(value) for name, value in state.items()}
     if not isinstance(given.get("last_epoch", 0), int):
         raise ValueError(f"last_epoch is not an integer: {str(given['last_epoch'])[:60]}")
@@ -319,7 +319,7 @@ def restore_scheduler(scheduler: LRScheduler, state: Mapping[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def reading_of(where: str) -> Generator[None]:
+def scheduler_errors(where: str) -> Generator[None]:
     """Converts exceptions in the context to a UserError about the scheduler's state in the checkpoint `where`."""
     try:
         yield
@@ -403,7 +403,7 @@ def _arguments_of(function: Any, total_steps: int, steps_per_epoch: int) -> tupl
     for one in others:
         required = one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
         if required and one.name not in known:
-            hints = ("use only the further parameters total_steps and steps_per_epoch",)
+            hints = ("besides the first parameter, use only total_steps and steps_per_epoch",)
             raise UserError(f"the schedule function has an unknown parameter: {one.name}", _SCHEDULE, hints)
     return first.name == "optimizer", {one.name: known[one.name] for one in others if one.name in known}
 
@@ -456,7 +456,7 @@ class CustomScheduler:
                 self._scheduler.step()
                 self._made += 1
 
-    def evaluated(self, loss: float) -> None:
+    def step_with_loss(self, loss: float) -> None:
         """Steps ReduceLROnPlateau with the loss of an evaluation; does nothing for other schedulers."""
         if self.waits:
             self._scheduler.step(loss)
@@ -468,7 +468,7 @@ class CustomScheduler:
         return json.dumps({"kind": self._kind, "made": self._made, "as_made": self._as_made, "now": self._now()})
 
     def resume(self, saved: str, step: int) -> None:
-        """Restores the result of `saved` if it matches this scheduler and `step`. Invalid data raises any exception."""
+        """Restores `saved`, a state as JSON text, if it matches this scheduler and `step`. May raise any exception."""
         if (made := self._as_made) is None:
             return
         found = json.loads(saved)

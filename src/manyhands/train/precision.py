@@ -96,7 +96,7 @@ def choose_variant(options: TrainOptions, kinds: Sequence[KindOfMachine]) -> tup
 
 
 def _faster(kinds: Sequence[KindOfMachine], before: Variant, after: Variant, least: float) -> tuple[bool, list[str]]:
-    """Returns True if `after` is `least` times as fast as `before` on all machines, and a list of 0 or 1 reasons."""
+    """Returns True if `after` is `least` times as fast as `before` on all machines, and a list of up to one reason."""
     # A kind of machine that failed at a variant gains nothing; a failure of all variants is reported elsewhere.
     seconds = [(kind.seconds.get(str(before), 0.0), kind.seconds.get(str(after), 0.0)) for kind in kinds]
     gained = min(old / new if old and new else 0.0 for old, new in seconds)
@@ -180,7 +180,7 @@ def resolve_precision(
     measure: bool = True,
     say: Callable[["Measurement", str], object] = lambda *_: None,
 ) -> ResolvedPrecision:
-    """Resolves "auto" for precision and memory format; a collective.
+    """Resolves "auto" for precision and memory format. A collective.
 
     A resumed run keeps its values, and a run that resumes from another run's checkpoint uses that run's values.
     Otherwise, one process of each kind of machine measures once on one thread, so that the number of processes has no
@@ -209,7 +209,7 @@ def resolve_precision(
 def plain_precision(job: Job) -> ResolvedPrecision:
     """Resolves "auto" to fp32 and the default memory format, for a device that this machine doesn't have."""
     plain = _with(job, EXACT if job.train.precision == "auto" else job.train.precision, job.train.channels_last is True)
-    said = [f"{key} is {value}: no device to measure" for key, value in _resolved(job, plain).items()]
+    said = [f"{key} is {value}: this machine lacks the device" for key, value in _resolved(job, plain).items()]
     return ResolvedPrecision(plain, said)
 
 
@@ -228,7 +228,7 @@ def _resolved(asked: Job, resolved: Job) -> dict[str, Any]:
 
 
 def _previous(folder: RunFolder, job: Job) -> list[Any] | None:
-    """Returns [precision, channels_last] of an earlier start or checkpoint, "auto" if unknown; None without these."""
+    """Returns [precision, channels_last] of an earlier start or checkpoint, "auto" if unknown; None without either."""
     resume = job.checkpoint.resume
     if folder.exists() and folder.has_trained():
         precision, channels_last = (written_values(folder.job).get(key, "auto") for key in MEASURED)
@@ -327,7 +327,7 @@ class Measurement:
                     variants = [one for one in variants if one.channels_last == variants[0].channels_last and not small]
                 if len(variants) < 2:
                     return kind
-                say("benchmarking the network in each precision and layout; the results are cached")
+                say("benchmarking the network in each precision and memory format; the results are cached")
                 seconds, failed = time_variants(self.trials(model, variants), device)
         except Exception:  # noqa: BLE001 - errors of the network or the data are reported when they are built
             return kind
