@@ -111,7 +111,7 @@ def load_job(
         merged.pop("train.warmup_epochs", None)
     _overlay(merged, merged_origins, values, "")
     merged_origins.update(origins)
-    checked = _check(merged, merged_origins)
+    checked = _validated_job(merged, merged_origins)
     checked.cluster.mark_flags(key.partition(".")[2] for key, origin in origins.items() if origin == "flag")
     return LoadedJob(checked, merged_origins)
 
@@ -206,11 +206,11 @@ def known_keys() -> Mapping[str, Any]:
     return {f"{name}.{key}": field.annotation for name, fields in sections.items() for key, field in fields.items()}
 
 
-def _check(values: Values, origins: dict[str, str]) -> Job:
+def _validated_job(values: Values, origins: dict[str, str]) -> Job:
     keys = known_keys()
     # Names the flag, such as --train.lr.
     origins = {key: f"flag --{key}" if origin == "flag" else origin for key, origin in origins.items()}
-    problems = [_unknown(key, origins) for key in values if key not in keys]
+    problems = [_unknown_key(key, origins) for key in values if key not in keys]
     unusable = {key: why for key, value in values.items() if (why := _why_unusable(key, value))}
     problems += [(f"{key} {why}", origins.get(key, "job"), "") for key, why in unusable.items()]
     tree: dict[str, dict[str, Any]] = {}
@@ -240,7 +240,7 @@ def meant_key(word: str) -> str:
     return named.get(near, near)
 
 
-def _unknown(key: str, origins: dict[str, str]) -> Problem:
+def _unknown_key(key: str, origins: dict[str, str]) -> Problem:
     name, meant = key.rpartition(".")[2], meant_key(key)
     hint = f'did you mean "{meant}"?' if meant else "list all options with --show-config"
     if name in ONE_WORD and meant == f"{name}.{ONE_WORD[name]}":

@@ -159,7 +159,7 @@ def _apply_sync_and_mode(
 
 
 def _refuse_untrainable(model: nn.Module, world: World) -> None:
-    """Raises UserError on all ranks if any rank has no trainable or any complex parameters. A collective."""
+    """Raises UserError on all ranks if a rank has no trainable parameter or a complex one. A collective."""
     trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
     mine = [bool(trained), next((name for name, one in trained.items() if one.is_complex()), "")]
     trains, names = zip(*gather_plain(mine, world), strict=True)

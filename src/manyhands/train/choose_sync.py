@@ -83,7 +83,7 @@ def make_synchronizer(
 
 
 def values_by_rank(synchronizer: Synchronizer, value: Any, world: World) -> dict[int, Any]:
-    """Gathers `value` from all processes with the same gradients into a dict by rank. These processes call this."""
+    """Gathers `value` into a dict by rank. A collective of the processes with the same gradients."""
     if not synchronizer.alone:
         return dict(enumerate(gather_plain(value, world)))
     if (group := synchronizer.group) is None:

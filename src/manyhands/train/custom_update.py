@@ -130,7 +130,7 @@ class CustomUpdate:
         early = total if not updater.network.share.collective_forward else None
         with updater.gradients.without_autocast():
             if early is not None:
-                self._divide(early)
+                self._divide_gradients(early)
                 share = share / early
             if last:
                 updater.synchronizer.before_last_micro_batch()
@@ -139,9 +139,9 @@ class CustomUpdate:
                 updater.gradients.finish()
                 updater.synchronizer.on_gradients()
             if total is not None and early is None:
-                self._divide(total)
+                self._divide_gradients(total)
 
-    def _divide(self, total: Tensor) -> None:
+    def _divide_gradients(self, total: Tensor) -> None:
         for parameter in self._updater.parameters:
             if parameter.grad is not None:
                 parameter.grad.div_(total.to(parameter.grad.dtype))

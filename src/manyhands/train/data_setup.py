@@ -103,7 +103,7 @@ def pixels_for(job: Job, splits: Splits, objects: Objects) -> Pixels:
 
 
 def class_names(job: Job, splits: Splits, outputs: int = 0) -> tuple[str, ...]:
-    """Returns a name for each network output. `outputs`: the number in another tool's checkpoint, or 0."""
+    """Returns a name for each network output. `outputs`: their number in another tool's checkpoint, or 0."""
     names = splits.classes
     if not names:
         labels = [source.labels for _, source in splits.named_sources() if source.labels is not None]

@@ -163,19 +163,19 @@ class Evaluator:
         logits = logits if logits.dtype == torch.float64 else logits.float()
         return logits.log_softmax(1) if self._views > 1 and self._log_probabilities else logits
 
-    def _batches(self, numbers: list[int], rounds: int) -> Iterator[tuple[int, bool, Any]]:
-        """Yields a tuple for each block of this process: its index, True if the block counts, and the samples.
+    def _batches(self, blocks: list[int], rounds: int) -> Iterator[tuple[int, bool, Any]]:
+        """Yields a tuple for each of this process's `blocks`: its index, True if it counts, and the samples.
 
         If all processes must call the network equally often, uncounted blocks fill up to `rounds`. On a mesh, every
         process yields every block, with the samples that its shard of the network reads, and only rank 0 counts.
         """
-        share, mine = self.network.share, [(number, True) for number in numbers]
+        share, mine = self.network.share, [(number, True) for number in blocks]
         if share.together:
-            mine = [(number, self.world.is_main) for number in numbers]
+            mine = [(number, self.world.is_main) for number in blocks]
         elif share.collective_forward:
             mine += [(0, False)] * (rounds - len(mine))
-        blocks = (self.blocks[number] for number, _ in mine)
-        requests = (torch.tensor(share.of_block(one) if share.together else one) for one in blocks)
+        ranges = (self.blocks[number] for number, _ in mine)
+        requests = (torch.tensor(share.of_block(one) if share.together else one) for one in ranges)
         for (number, counted), batch in zip(mine, self.loader.batches(0, requests), strict=True):
             yield number, counted, batch
 
@@ -305,13 +305,13 @@ def _test_best(trainer: Trainer, last: EvaluationDetail, stop: StopSignal) -> Ev
         trainer.journal.event("warning", "the best checkpoint can't be read; the test uses the last weights", step)
         return None
     assert trainer.test is not None
-    epoch = _load(trainer, progress.best_step)
+    epoch = _load_weights(trainer, progress.best_step)
     try:
         found = describe(trainer.test(lambda: stop), trainer)
     except Interrupted:
-        _load(trainer, progress.step)  # the last weights are saved next
+        _load_weights(trainer, progress.step)  # the last weights are saved next
         raise
-    _load(trainer, progress.step)
+    _load_weights(trainer, progress.step)
     return found.model_copy(update={"step": progress.best_step, "epoch": epoch})
 
 
@@ -324,7 +324,7 @@ def _is_valid(path: Path) -> bool:
     return True
 
 
-def _load(trainer: Trainer, step: int) -> int:
+def _load_weights(trainer: Trainer, step: int) -> int:
     """Loads the weights that were saved at a step, and returns their epoch. A collective."""
     path, in_pieces = trainer.folder.checkpoints / files.step_name(step), bool(trainer.network.layouts)
     found = find_state(str(path), NOWHERE, trainer.world, in_pieces=in_pieces)

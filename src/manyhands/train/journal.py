@@ -41,7 +41,7 @@ class Journal:
     def line(self, text: str) -> None:
         """Appends a line with a timestamp to the log of this process."""
         at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-        self._keep(lambda: append_line(self._folder.ranks / f"{self._rank}.log", f"{at} {text}"))
+        self._write_or_keep(lambda: append_line(self._folder.ranks / f"{self._rank}.log", f"{at} {text}"))
 
     def metrics(self, record: Record) -> None:
         self.write_file(functools.partial(append, self._folder.metrics, record))
@@ -52,9 +52,9 @@ class Journal:
     def write_file(self, write: Callable[[], None]) -> None:
         """Calls `write` on rank 0. If it raises an OSError, retries it before the next record."""
         if self._rank == 0:
-            self._keep(write)
+            self._write_or_keep(write)
 
-    def _keep(self, write: Callable[[], None]) -> None:
+    def _write_or_keep(self, write: Callable[[], None]) -> None:
         """Runs the writes that failed before, then `write`; prints a message at the first failure."""
         if self._folder is NOWHERE:
             return

@@ -176,7 +176,7 @@ def _test_labels(classes: int, rows: int, generator: torch.Generator) -> Iterato
 
 
 def _reductions(function: Function, values: Tensor, labels: Tensor) -> set[str]:
-    """Returns {MEAN}, {SUM} or {NEITHER}: how a batch's gradient follows from its parts'. ValueError if unknown."""
+    """Returns a set of MEAN, SUM or NEITHER: how gradients of parts of a batch add up. Raises ValueError if unknown."""
     whole = _gradient(function, values, labels)
     if not bool(torch.isfinite(whole).all()):
         raise ValueError("the gradient for test outputs is not finite")
@@ -214,7 +214,7 @@ class CustomMetric:
         return hasattr(self.own, "update") and hasattr(self.own, "compute")
 
     def sums(self, logits: Tensor, labels: Tensor, dtype: torch.dtype) -> Tensor:
-        """Returns the metric's sums [k] over logits [n, C] and labels int64 [n]. Raises UserError if it has none."""
+        """Returns the metric's sums [k] over logits [n, C] and labels int64 [n]. Raises UserError if unusable."""
         value: Any = (self.own.update if self._adds_up else self.own)(logits, labels)
         if self._adds_up:
             if isinstance(value, Tensor):

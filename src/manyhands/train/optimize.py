@@ -442,7 +442,7 @@ class CustomScheduler:
         if self.waits and self._scheduler.mode != "min":
             raise UserError(f'{kind} monitors the loss, but has mode="max"', _SCHEDULE, ('set mode="min"',))
         self._optimizer, self._made = optimizer, 0
-        self._as_made = self._now() if self.waits or not _follows_steps(scheduler) else None
+        self._as_made = self._state() if self.waits or not _follows_steps(scheduler) else None
 
     def __call__(self, step: int) -> None:
         if self.waits:
@@ -465,7 +465,7 @@ class CustomScheduler:
         """Returns the state as JSON text; "" for a scheduler whose steps are repeated on resume."""
         if self._as_made is None:
             return ""
-        return json.dumps({"kind": self._kind, "made": self._made, "as_made": self._as_made, "now": self._now()})
+        return json.dumps({"kind": self._kind, "made": self._made, "as_made": self._as_made, "now": self._state()})
 
     def resume(self, saved: str, step: int) -> None:
         """Restores `saved`, a state as JSON text, if it matches this scheduler and `step`. May raise any exception."""
@@ -473,17 +473,17 @@ class CustomScheduler:
             return
         found = json.loads(saved)
         before, now = found["as_made"], found["now"]
-        changed = _changed(before["state"], now["state"])
+        changed = _changed_values(before["state"], now["state"])
         alike = all(made["state"].get(name) == one for name, one in before["state"].items() if name not in changed)
         if found["kind"] != self._kind or not (self.waits or (alike and found["made"] == max(0, step - 1))):
             return
         restore_scheduler(self._scheduler, changed)
         if not self.waits or before["groups"] == made["groups"]:
             for live, *both in zip(self._optimizer.param_groups, before["groups"], now["groups"], strict=True):
-                live.update({name: from_plain_data(one) for name, one in _changed(*both).items()})
+                live.update({name: from_plain_data(one) for name, one in _changed_values(*both).items()})
         self._made = int(found["made"])
 
-    def _now(self) -> dict[str, Any]:
+    def _state(self) -> dict[str, Any]:
         groups = [
             {name: as_plain_data(one) for name, one in group.items() if type(one) in (int, float, tuple)}
             for group in self._optimizer.param_groups
@@ -497,5 +497,5 @@ def _follows_steps(scheduler: Any) -> bool:
     return type(scheduler).__module__.startswith("torch.") and all(map(_follows_steps, inner))
 
 
-def _changed(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+def _changed_values(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
     return {name: one for name, one in now.items() if name not in before or before[name] != one}

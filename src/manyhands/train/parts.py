@@ -243,7 +243,7 @@ def record_setup(
 def _name_outputs(
     journal: Journal, classes: tuple[str, ...], network: ParallelNetwork, trial: TrialResult
 ) -> tuple[str, ...]:
-    """Returns a name for each output of a job's network. Also records events about it."""
+    """Returns a name for each output of a job's network; records notes on it. Raises UserError for too few outputs."""
     outputs = network.traits.outputs
     if outputs and outputs < len(classes):
         hints = (f"add outputs: --set model.num_classes={len(classes)}",)

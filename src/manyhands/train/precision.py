@@ -187,10 +187,10 @@ def resolve_precision(
     influence. Results are cached; without `measure`, only cached results are used. Before measuring, calls `say` with
     the `Measurement` and a sentence.
     """
-    previous = broadcast_plain(_previous(folder, job) if world.is_main else None, world) or ["auto", "auto"]
-    now = _with(job, *(old if new == "auto" else new for old, new in zip(previous, _values(job), strict=True)))
+    previous = broadcast_plain(_previous_values(folder, job) if world.is_main else None, world) or ["auto", "auto"]
+    now = _with(job, *(old if new == "auto" else new for old, new in zip(previous, _measured_values(job), strict=True)))
     if not now.train.measured_precision:
-        return ResolvedPrecision(now, about={"resolved": _resolved(job, now)})
+        return ResolvedPrecision(now, about={"resolved": _resolved_options(job, now)})
     splits = open_splits(job, world, objects)
     measurement = Measurement(job, splits, world.device, objects, pixels_for(job, splits, objects))
     mine = KindOfMachine(environment(world.device)["device"], computes_bf16(world.device))
@@ -202,18 +202,18 @@ def resolve_precision(
     kinds = [KindOfMachine(**one) for one in gather_plain(found, world) if one] or everybody
     taken, said = choose_variant(now.train, kinds)
     resolved = _with(job, taken.precision, taken.channels_last)
-    about = {"resolved": _resolved(job, resolved), "precision_measured": list(map(asdict, kinds))}
+    about = {"resolved": _resolved_options(job, resolved), "precision_measured": list(map(asdict, kinds))}
     return ResolvedPrecision(resolved, said, about, splits)
 
 
 def plain_precision(job: Job) -> ResolvedPrecision:
     """Resolves "auto" to fp32 and the default memory format, for a device that this machine doesn't have."""
     plain = _with(job, EXACT if job.train.precision == "auto" else job.train.precision, job.train.channels_last is True)
-    said = [f"{key} is {value}: this machine lacks the device" for key, value in _resolved(job, plain).items()]
+    said = [f"{key} is {value}: this machine lacks the device" for key, value in _resolved_options(job, plain).items()]
     return ResolvedPrecision(plain, said)
 
 
-def _values(job: Job) -> list[Any]:
+def _measured_values(job: Job) -> list[Any]:
     return [job.train.precision, job.train.channels_last]
 
 
@@ -222,12 +222,12 @@ def _with(job: Job, precision: str, channels_last: bool | str) -> Job:
     return job.model_copy(update={"train": job.train.model_copy(update=update)})
 
 
-def _resolved(asked: Job, resolved: Job) -> dict[str, Any]:
-    pairs = zip(MEASURED, _values(asked), _values(resolved), strict=True)
+def _resolved_options(asked: Job, resolved: Job) -> dict[str, Any]:
+    pairs = zip(MEASURED, _measured_values(asked), _measured_values(resolved), strict=True)
     return {key: value for key, before, value in pairs if before == "auto"}
 
 
-def _previous(folder: RunFolder, job: Job) -> list[Any] | None:
+def _previous_values(folder: RunFolder, job: Job) -> list[Any] | None:
     """Returns [precision, channels_last] of an earlier start or checkpoint, "auto" if unknown; None without either."""
     resume = job.checkpoint.resume
     if folder.exists() and folder.has_trained():

@@ -355,7 +355,7 @@ def _write_pth_tar(trainer: Trainer, snapshot: Snapshot, best: bool) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         for path in (folder / CHECKPOINT, folder / BEST)[: 1 + best]:
             resumed = Path(trainer.job.checkpoint.resume).expanduser().resolve() == path.resolve()
-            if path.exists() and not resumed and written.get(str(path.resolve())) != _identity(path):
+            if path.exists() and not resumed and written.get(str(path.resolve())) != _size_and_time(path):
                 aside = free_name(folder, path.name.removesuffix(".pth.tar"), ".pth.tar")
                 path.rename(aside)
                 trainer.journal.event("note", f"{path.name} existed before this run and was renamed to {aside.name}")
@@ -364,13 +364,13 @@ def _write_pth_tar(trainer: Trainer, snapshot: Snapshot, best: bool) -> None:
             else:
                 with replacing(path) as part:
                     shutil.copyfile(folder / CHECKPOINT, part)
-            written[str(path.resolve())] = _identity(path)
+            written[str(path.resolve())] = _size_and_time(path)
         write_json(record, written)
     except OSError as error:
         reason = f"{error.filename or folder}: {error.strerror or error}"
         trainer.journal.event("warning", f"the .pth.tar files can't be written: {reason}", trainer.progress.step)
 
 
-def _identity(path: Path) -> list[int]:
+def _size_and_time(path: Path) -> list[int]:
     found = path.stat()
     return [found.st_size, found.st_mtime_ns]

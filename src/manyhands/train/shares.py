@@ -214,7 +214,7 @@ def _seconds_per_sample(trainer: Trainer) -> list[float]:
 
 
 def _samples_that_fit(trainer: Trainer) -> int:
-    """Estimates the number of samples that fit into this process's memory; with train.micro_batch, any number.
+    """Estimates the number of samples that fit into this process's memory. With train.micro_batch, a batch fits.
 
     The peak memory so far is taken as that of an equal share; more samples may use half of the free memory.
     """

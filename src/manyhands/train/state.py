@@ -306,7 +306,7 @@ def training_digest(job: Job, length: int) -> str:
 
 
 def check_position(snapshot: Snapshot, digest: str, steps_per_epoch: int, names: list[str], where: str) -> None:
-    """Recomputes the step if another tool wrote it or `digest` changed. Raises UserError if changed within an epoch."""
+    """Recomputes the step if another tool saved it or `digest` differs. Raises UserError if it differs mid-epoch."""
     state = snapshot.state
     if state.get("foreign"):
         if snapshot.optimizer is not None:

@@ -174,7 +174,7 @@ class SpeedMonitor:
     _stalls_s: list[float] = field(default_factory=list[float], init=False)
 
     def numbers_to_sum(self, seconds: float, steps: int, _waiting_s: float) -> list[float]:
-        """Returns numbers to sum over processes: seconds per step, then of the last exchange, by rank."""
+        """Returns numbers to sum over processes: by rank, the seconds per step, then of the last exchange."""
         waited_s = self.synchronizer.waited_s
         self._stood_s, self._waited_s = waited_s - self._waited_s, waited_s
         step_s = (seconds - self._stood_s) / max(1, steps)
@@ -182,7 +182,7 @@ class SpeedMonitor:
         return [*(step_s * one for one in own), *(self.synchronizer.exchange_s * one for one in own)]
 
     def observe(self, status: Status, step: int, journal: Journal) -> Cost | None:
-        """Reports stalls and slow ranks. Returns the method with new `every` and `delay`; None if they stay."""
+        """Reports stalls and slow ranks. Returns the sync method with new `every` and `delay`, None if unchanged."""
         speeds_s, exchanges_s = status.extra[: self.world.size], status.extra[self.world.size :]
         self._report_stall(status.waited_s, step, journal)
         self._report_slow_rank(speeds_s, step, journal)
@@ -333,7 +333,7 @@ class HeartbeatWriter:
             yield
             return
         over = threading.Event()
-        thread = threading.Thread(target=self._write, args=(Path(path), over), daemon=True)
+        thread = threading.Thread(target=self._write_heartbeats, args=(Path(path), over), daemon=True)
         self.beat()
         thread.start()
         try:
@@ -360,7 +360,7 @@ class HeartbeatWriter:
     def _usual_s(self) -> float:
         return statistics.median(self._updates_s) if self._updates_s else 0.0
 
-    def _write(self, path: Path, over: threading.Event) -> None:
+    def _write_heartbeats(self, path: Path, over: threading.Event) -> None:
         count, temporary = 0, path.with_suffix(".new")
         while not over.wait(HEARTBEAT_S):
             count += 1

@@ -201,7 +201,7 @@ class Updater:
             if last:
                 self.synchronizer.before_last_micro_batch()
             part.shape.seed = self.pass_seed(step, number)
-            on_result = functools.partial(self._measure, part, step, scale)
+            on_result = functools.partial(self._record, part, step, scale)
             self.gradients.forward_backward(part, divisor, last=last, on_result=on_result)
         if averages:
             self.gradients.finish()
@@ -219,7 +219,7 @@ class Updater:
         copies = self.world.size // self.network.share.parts
         return nonzero(self.synchronizer.replica_sum(mine, self.world) / copies)
 
-    def _measure(self, part: MicroBatch, step: int, scale: float | Tensor | None, found: MicroBatchResult) -> bool:
+    def _record(self, part: MicroBatch, step: int, scale: float | Tensor | None, found: MicroBatchResult) -> bool:
         """Records a result; returns False after a non-finite loss, which makes all processes' gradients NaN."""
         if found.count:
             self.record_loss(part, step, found.loss if scale is None else found.loss * scale, found.count)
@@ -228,7 +228,7 @@ class Updater:
         return self.bad is None
 
     def record_loss(self, part: MicroBatch, step: int, loss: Tensor, count: int) -> None:
-        """Adds the sum [] of losses of `count` samples to the measurements. If not finite, may raise RunError."""
+        """Adds the sum [] of losses of `count` samples to the measurements. May raise RunError if not finite."""
         measured = self.measured
         if self.device == "cpu":
             value = loss.item()
@@ -248,7 +248,7 @@ class Updater:
         checked = self.gradients.scaler is None and self.gradients.spoilt is None
         # Sharded by a plan: local shards are checked before the collective norm. FSDP: only the norm is checked.
         asked, together = self.options.clip or self.network.traits.sharded, self.network.share.together
-        if checked and (together or not asked) and not self._check_finite(self._finite(), update, step):
+        if checked and (together or not asked) and not self._check_finite(self._all_finite(), update, step):
             return False
         if not asked:
             return True
@@ -291,7 +291,7 @@ class Updater:
         self.synchronizer.after_update(step + 1)
         CLOCK.to(COMPUTE)
 
-    def _finite(self) -> bool:
+    def _all_finite(self) -> bool:
         """Returns True if all gradients are finite; tests flat gradient buffers first. A collective on a mesh."""
         flat = self.gradients.flat if self.loss_fn else []
         finite = bool(flat) and all_finite(flat)
