@@ -190,7 +190,7 @@ def _requested(job: Job, mode: str) -> Cost | None:
 
 
 def ruled_out(job: Job, mode: str) -> dict[str, str]:
-    """Returns a dict from each sync method that the job rules out to the reason."""
+    """Returns the sync methods that the job rules out, as a dict from each method to why it can't be used."""
     offers = _needs_met(job, mode)
     return {name: need.short or need.reason for name in methods() if (need := missing_need(name, offers))}
 

@@ -153,7 +153,7 @@ def time_variants(trials: Mapping[Any, Trial], device: str) -> tuple[dict[str, f
 
 
 def make_network(job: Job, network: dict[str, Any], device: str) -> nn.Module:
-    """Creates a job's network in training mode, equal on every process; `network`: the result of `sizes_of`."""
+    """Creates a job's network in training mode, equal on every process. `network`: the sizes from `sizes_of`."""
     torch.manual_seed(derive(job.train.seed, "model"))
     options = job.model.model_copy(update={"pretrained": False, "weights": ""})
     model = build_model(options, channels=network["channels"], size=network["size"], num_classes=network["classes"])

@@ -1,6 +1,6 @@
 """Sessions: custom training loops on several processes, with collectives and the same updates as `fit`.
 
-Under plain `python`, a session is one process. Under torchrun, or with the variables of `--init`, it joins a group.
+Under plain `python`, a session is one process. Under torchrun, or with the option cluster.init, it joins others.
 """
 
 import contextlib

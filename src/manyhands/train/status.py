@@ -1,4 +1,4 @@
-"""The status round, heartbeats, and monitors: slow ranks, stalls, communication, divergence, non-finite values.
+"""The status round, heartbeats, and monitors of slow ranks, stalls, communication, divergence, non-finite values.
 
 In a status round, about every half second (run.log_every_s), a small all-reduce sums measurements and requests to save
 or stop. Therefore, a signal on one process stops all processes at the same step, and the records cover all processes.
@@ -85,8 +85,8 @@ class Status(StatusSums):
 class StatusRound:
     """Determines when a status round is due, the same on every process, and runs it.
 
-    `every_s` is the approximate interval; `save_every_s` are the seconds between checkpoints by rank 0's clock. Rounds
-    that aren't forced run at multiples of `multiple` steps, when a slow link is free, or at the latest after LONGEST_S.
+    `every_s` is the approximate interval; `save_every_s` are the seconds between checkpoints by rank 0's clock. Unless
+    forced, rounds run at multiples of `multiple` steps, between exchanges over a slow link, or after LONGEST_S seconds.
     """
 
     def __init__(self, world: World, every_s: float, save_every_s: float, multiple: int = 1) -> None:
@@ -343,7 +343,7 @@ class HeartbeatWriter:
             thread.join(HEARTBEAT_S)
 
     def heartbeat(self, count: int = 0) -> Heartbeat:
-        """Returns the current heartbeat; expensive fields are set only after `_STILL_S` seconds without progress."""
+        """Returns heartbeat number `count`; expensive fields are set only after `_STILL_S` seconds without progress."""
         still_s = time.monotonic() - self._at
         known = still_s > _STILL_S
         return Heartbeat(

@@ -58,7 +58,7 @@ def trace(trainer: Trainer, epoch: Callable[[], Iterator[UpdateShare]]) -> None:
 
 
 def _own_events(file: Path, rank: int) -> list[dict[str, Any]]:
-    """Returns this process's events in Chrome's trace format, in microseconds since 1970; phases are a thread."""
+    """Returns this process's events in Chrome's trace format, in microseconds since 1970; phases form a thread."""
     if not file.is_file():
         return []  # training ended during the warm-up
     content = json.loads(file.read_bytes())

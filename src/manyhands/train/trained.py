@@ -62,12 +62,12 @@ class NetworkSpec:
 
 
 def _grid_of_one(names: Collection[str], world: World) -> Grid:
-    """Returns a mesh with these axes, each of size 1, for a process with the unsharded network."""
+    """Returns a mesh with axes called `names`, each of size 1, for a process with the unsharded network."""
     return Grid(Mesh(tuple((name, 1) for name in names)), World(device=world.device))
 
 
 def spec_of(job: Job, record: TrainedNetwork, pixels: Pixels) -> NetworkSpec:
-    """Returns the spec of a checkpoint's recorded network, without initial weights. Other options come from `job`."""
+    """Returns the NetworkSpec of a checkpoint's network, without initial weights. Other options come from `job`."""
     plain = {"name": record.name, "arguments": record.arguments, "pretrained": False, "weights": "", "num_classes": 0}
     train = {"precision": "fp64"} if record.double else {}
     sections = {"model": job.model.model_copy(update=plain), "train": job.train.model_copy(update=train)}
@@ -169,7 +169,7 @@ def guess(trained: Trained, pictures: Sequence[Any], most: int = 5, *, skip: boo
 
 
 def guess_together(trained: Trained, pictures: Sequence[Any], world: World) -> list[Guesses | str]:
-    """Runs `guess` with `skip` on all pictures, divided among processes; returns a list by picture. A collective."""
+    """Runs `guess` with `skip` on all pictures, divided among processes; returns a result per picture. A collective."""
     starts = range(0, len(pictures), BLOCK)
     mine = starts[world.rank :: world.size]
     everybody = gather_plain([_guess_block(trained, pictures[at : at + BLOCK], 5, skip=True) for at in mine], world)
