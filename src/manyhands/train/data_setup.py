@@ -59,7 +59,7 @@ class DataSetup:
 
 
 def open_samples(run: RunContext, objects: Objects, outputs: int, splits: Splits | None) -> DataSetup:
-    """Opens the data unless passed as `splits`, checks labels, creates loaders. `outputs`: a checkpoint's number or 0."""
+    """Opens the data unless passed as `splits`, checks labels, creates loaders. `outputs`: in a checkpoint, or 0."""
     job, world, journal = run.job, run.world, run.journal
     splits = splits or open_splits(job, world, objects)
     record_data_notes(splits, journal)
