@@ -72,11 +72,11 @@ class Unwatched:
     """Leaves out what an update looks at, as long as the block lasts."""
 
     def __enter__(self):
-        self.before = Updater._measure, Updater._finite
-        Updater._measure, Updater._finite = (lambda *_: None), (lambda _: True)
+        self.before = Updater._record, Updater._all_finite
+        Updater._record, Updater._all_finite = (lambda *_: None), (lambda _: True)
 
     def __exit__(self, *_):
-        Updater._measure, Updater._finite = self.before
+        Updater._record, Updater._all_finite = self.before
 
 
 def used():

@@ -118,7 +118,7 @@ def test_update_that_took_much_longer_than_usual_is_reported(monkeypatch):
     for step, seconds in enumerate([9.0, 0.1, 0.1, 0.1, 8.0, 0.1, 2.9], 1):
         one.beat()
         clock.now += seconds
-        said.append(one.updated(step))
+        said.append(one.record_update(step))
     assert [bool(text) for text in said] == [False] * 4 + [True] + [False] * 2
     assert said[4] == "training stalled for 8 s, waiting for another process (usual: 0.1 s)"
     one.linked = True

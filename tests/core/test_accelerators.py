@@ -204,7 +204,7 @@ def _served(kind, source, workers):
 def _prefix(kind):
     prefixes = []
     foreign.write_foreign = lambda path, snapshot, arch, prefix: prefixes.append(prefix)
-    saving._identity = lambda path: []
+    saving._size_and_time = lambda path: []
     with tempfile.TemporaryDirectory() as folder:
         job = SimpleNamespace(checkpoint=SimpleNamespace(pth_tar=folder, resume=""), model=SimpleNamespace(name="cnn"))
         run = SimpleNamespace(job=job, world=World(device=f"{kind}:0"), folder=SimpleNamespace(path=Path(folder)))

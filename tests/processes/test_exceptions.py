@@ -7,7 +7,7 @@ from torch import nn
 from torchvision.ops import StochasticDepth
 
 from manyhands.core.world import World
-from manyhands.train.trainer import exceptions
+from manyhands.train.trainer import dependence_reasons
 from tests.processes.ranks import run_on_ranks
 from tests.processes.updates import built
 
@@ -68,7 +68,7 @@ def _encoder(share):
 def _found(world, between=None, **settings):
     flags = {"data.name": "synthetic:20x1x8x8x5", "train.batch": 8, **settings}
     with built(world, Net(between or nn.Identity()), flags) as trainer:
-        return exceptions(trainer)
+        return dependence_reasons(trainer)
 
 
 CASES = [

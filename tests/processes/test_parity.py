@@ -231,7 +231,7 @@ def test_a_run_resumes_under_another_plan(first, second, pieces, tmp_path):
     assert torch.equal(resumed[2][0], evaluated[0])
 
 
-@pytest.mark.parametrize(("mode", "why"), [("single", "nothing to split"), ("data", "splits no ops")])
+@pytest.mark.parametrize(("mode", "why"), [("single", "process shards no ops"), ("data", "mode data shards no ops")])
 def test_a_pin_under_a_mode_that_splits_nothing_is_refused(mode, why):
     flags = {"data.name": f"synthetic:{SAMPLES}x1x8x8x5", "parallel.mode": "data", "parallel.pin": ("*=n@dp",)}
     with pytest.raises(UserError, match=why), built(World(), network(True), flags, mode=mode):

@@ -284,7 +284,7 @@ def _kept_loop(world, folder, end, settings):
         scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 2], 0.5)
         data = pictures(double=False)
         model, optimizer, batches = here.prepare(net, optimizer, data, batch=BATCH, scheduler=scheduler)
-        first, updates = None, here._ready().progress
+        first, updates = None, here._prepared_trainer().progress
         for epoch in here.epochs(3):
             if end == "now":
                 raise Ended

@@ -125,17 +125,17 @@ def _by_loop(world, folder, settings, end_at=-1):
         model, optimizer, samples = here.prepare(net, optimizer, _data(), batch=16)
         for _ in here.epochs(EPOCHS):
             for x, y in samples:
-                first = here._ready().progress.step if first is None else first
+                first = here._prepared_trainer().progress.step if first is None else first
                 optimizer.zero_grad() if parts else net.zero_grad()
                 here.backward(F.cross_entropy(model(x), y))
                 optimizer.step()
-                if here._ready().progress.step == end_at and not here._unfinished():
+                if here._prepared_trainer().progress.step == end_at and not here._unfinished():
                     here.save()
                     raise Killed
             found = here.evaluate(model, _data())
         here.finish()
         weights = here.full_state_dict()
-        here._ready().verify_replicas()
+        here._prepared_trainer().verify_replicas()
         if not job_mode:
             assert_alike(dict(net.state_dict()), {name: weights[name] for name in net.state_dict()})
         return first, weights, found.loss, _recorded(folder) if world.is_main else None
@@ -204,7 +204,7 @@ def _chosen(world, folder):
     net = SyncedNetwork(idle=True)
     with _opened(world, settings, folder) as here:
         here.prepare(net, torch.optim.SGD(net.parameters(), 0.05), _data(), batch=16)
-        taken = here._ready().sync.cost
+        taken = here._prepared_trainer().sync.cost
     return taken.method, taken.codec, taken.every
 
 

@@ -17,7 +17,7 @@ from manyhands.core.errors import UserError
 from manyhands.core.world import World
 from manyhands.parallel.mesh.placement import gather_full
 from manyhands.train.loss import make_loss_fn, verify_loss
-from manyhands.train.trainer import exceptions
+from manyhands.train.trainer import dependence_reasons
 from tests.processes.ranks import run_on_ranks
 from tests.processes.updates import built
 
@@ -51,7 +51,7 @@ def _train(world, loss, network=None, **settings):
         update = next(trainer.feed.updates(0, 0))
         trainer.updater.add_gradients(update, 0)
         gradients = [_whole(name, one, trainer.network) for name, one in trainer.network.model.named_parameters()]
-        shown, named = trainer.updater.measured.take()[0], exceptions(trainer)
+        shown, named = trainer.updater.measured.take()[0], dependence_reasons(trainer)
         events = trainer.folder.events
         said = [json.loads(line) for line in events.read_text().splitlines()] if events.exists() else []
         warned = [event["message"] for event in said if event["kind"] == "warning"]

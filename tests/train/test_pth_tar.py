@@ -16,7 +16,7 @@ from manyhands.core.world import World
 from manyhands.train.build import build
 from manyhands.train.loop import fit
 from manyhands.train.parts import Parts
-from manyhands.train.saving import as_main, check_same_training
+from manyhands.train.saving import as_pth_tar, check_same_training
 from manyhands.train.state import Progress
 
 RECIPE = "imagenet-main"
@@ -40,7 +40,7 @@ def job_of(**options):
 def test_scheduler_resumes_as_torchs_own(epoch, steps, lr, every, factor, best):
     train = job_of(epochs=200, lr=lr, step_epochs=every, step_factor=factor).train
     progress = Progress(step=epoch * steps, epoch=epoch, best_figure=best)
-    found = as_main(snapshot(), train, progress, steps)
+    found = as_pth_tar(snapshot(), train, progress, steps)
     own = torch.optim.SGD([torch.ones(2, requires_grad=True)], lr, momentum=0.9, weight_decay=1e-4)
     scheduler = torch.optim.lr_scheduler.StepLR(own, every, factor)
     for _ in range(epoch):
@@ -59,7 +59,7 @@ def test_scheduler_resumes_as_torchs_own(epoch, steps, lr, every, factor, best):
 def test_other_rates_than_the_files_are_refused_by_flag(tmp_path):
     job = job_of(lr=0.4)
     path = tmp_path / "checkpoint.pth.tar"
-    write_foreign(path, as_main(snapshot(), job.train, Progress(step=10, epoch=2), 5), "resnet18")
+    write_foreign(path, as_pth_tar(snapshot(), job.train, Progress(step=10, epoch=2), 5), "resnet18")
     check_same_training(job, read_foreign(path), str(path))
     for options, flag in (
         ({}, "--lr 0.4"),

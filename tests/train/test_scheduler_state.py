@@ -13,8 +13,8 @@ from manyhands.train.optimize import (
     CustomScheduler,
     as_plain_data,
     from_plain_data,
-    reading_of,
     restore_scheduler,
+    scheduler_errors,
     scheduler_state,
 )
 
@@ -87,7 +87,7 @@ def stepped(make, steps):
     for step in range(steps):
         optimizer.step()
         scheduler(step)
-        scheduler.evaluated(1.0)
+        scheduler.step_with_loss(1.0)
     return scheduler, optimizer
 
 
@@ -135,6 +135,6 @@ def test_other_data_is_refused_in_words(make):
         for saved in [*junk, {**good, "now": spoilt}, {**good, "now": {"state": {"a": []}, "groups": []}}]:
             optimizer = sgd()
             again = CustomScheduler(make(optimizer), optimizer)
-            with pytest.raises(UserError) as caught, reading_of("runs/a/checkpoints/step-3"):
+            with pytest.raises(UserError) as caught, scheduler_errors("runs/a/checkpoints/step-3"):
                 again.resume(json.dumps(saved), 3)
             assert caught.value.where == "runs/a/checkpoints/step-3"

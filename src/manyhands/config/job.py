@@ -131,7 +131,7 @@ class TrainOptions(Options):
 
     @field_validator("optimizer", "schedule")
     @classmethod
-    def _is_known_or_custom(cls, word: str, info: ValidationInfo) -> str:
+    def _validate_choice(cls, word: str, info: ValidationInfo) -> str:
         known = BUILT_IN_OPTIMIZERS if info.field_name == "optimizer" else BUILT_IN_SCHEDULES
         if word not in {*known, OBJECT} and not user_code.is_object_reference(word):
             hint = choices.did_you_mean(word, known)
@@ -145,7 +145,7 @@ class TrainOptions(Options):
 
     @field_validator("metrics")
     @classmethod
-    def _are_metrics(cls, words: tuple[str, ...]) -> tuple[str, ...]:
+    def _validate_metrics(cls, words: tuple[str, ...]) -> tuple[str, ...]:
         names = list(_FIGURES)
         for word in words:
             kind, _, name = word.rpartition(":")
@@ -157,7 +157,7 @@ class TrainOptions(Options):
         return words
 
     @model_validator(mode="after")
-    def _fits_together(self) -> "TrainOptions":
+    def _validate_combination(self) -> "TrainOptions":
         if isinstance(self.norm_group, int) and self.norm_group < 2:
             raise ValueError("norm_group must be at least 2 samples: BatchNorm needs a variance")
         if (self.schedule == "one-cycle" or self.custom_schedule) and self.warmup_epochs:
@@ -256,7 +256,7 @@ class ClusterOptions(Options):
 
     @field_validator("elastic")
     @classmethod
-    def _is_elastic(cls, given: str) -> str:
+    def _validate_elastic(cls, given: str) -> str:
         least, colon, most = given.partition(":")
         numbers = [int(one) for one in (least, most) if re.fullmatch(r"[1-9]\d{0,3}", one)]
         if given not in {"on", "off"} and (len(numbers) != 1 + bool(colon) or numbers != sorted(numbers)):
@@ -265,8 +265,8 @@ class ClusterOptions(Options):
 
     @field_validator("shares", mode="before")
     @classmethod
-    def _are_shares(cls, given: object) -> object:
-        """Validates cluster.shares. Raises a single ValueError, not one per type of the union as pydantic does."""
+    def _validate_shares(cls, given: object) -> object:
+        """Validates cluster.shares. Raises one ValueError, whereas pydantic raises one for each type of the union."""
         if given in ("machines", "equal", "auto"):
             return given
         numbers: list[object] = list(cast(Any, given)) if isinstance(given, list | tuple) else []
@@ -332,15 +332,15 @@ class Job(Options):
     run: RunOptions = Field(default_factory=RunOptions)
 
     @model_validator(mode="after")
-    def _fits_together(self) -> "Job":
+    def _validate_combination(self) -> "Job":
         optimizer, schedule = self.train.optimizer, self.train.schedule
         if self.checkpoint.pth_tar and (optimizer != "sgd" or schedule not in {"constant", "step"}):
             raise ValueError(
-                f"checkpoint.pth_tar writes files for main.py, which requires sgd with schedule step or constant, not "
-                f"{optimizer} with {schedule}; to disable these files, add --set 'checkpoint.pth_tar=\"\"'"
+                f"checkpoint.pth_tar is for PyTorch's ImageNet example, main.py, which needs sgd with schedule "
+                f"step or constant, not {optimizer} with {schedule}; to write none, add --set 'checkpoint.pth_tar=\"\"'"
             )
         if self.checkpoint.pth_tar and self.train.best != BY_TOP1:
             raise ValueError(
-                f'checkpoint.pth_tar selects the best by "{BY_TOP1}", as PyTorch\'s main.py does; remove train.best'
+                f"for PyTorch's ImageNet example, main.py, checkpoint.pth_tar needs best '{BY_TOP1}'; remove train.best"
             )
         return self

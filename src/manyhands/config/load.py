@@ -1,6 +1,6 @@
 """Builds a Job from its sources, records the source of each value, and reports all invalid values at once.
 
-`announce` prints the code files that a run folder or plan requests, before they run, as another user may own them.
+`announce` prints the code files that a run folder or plan requests, before they run, because another user may own them.
 """
 
 import functools
@@ -111,7 +111,7 @@ def load_job(
         merged.pop("train.warmup_epochs", None)
     _overlay(merged, merged_origins, values, "")
     merged_origins.update(origins)
-    checked = _check(merged, merged_origins)
+    checked = _validated_job(merged, merged_origins)
     checked.cluster.mark_flags(key.partition(".")[2] for key, origin in origins.items() if origin == "flag")
     return LoadedJob(checked, merged_origins)
 
@@ -121,7 +121,7 @@ def _is_custom(value: Any) -> bool:
 
 
 def _drop_optimizer_options(recipe: Values, origins: dict[str, str]) -> None:
-    """Removes a recipe's options of SGD and AdamW. Raises UserError if the user has set such an option."""
+    """Removes SGD and AdamW options from `recipe`, for a custom optimizer. Raises UserError if the user set one."""
     for name in OF_BUILT_IN_OPTIMIZERS:
         recipe.pop(f"train.{name}", None)
         origin = origins.get(f"train.{name}", "")
@@ -132,7 +132,7 @@ def _drop_optimizer_options(recipe: Values, origins: dict[str, str]) -> None:
 
 
 def load_job_argument(base: Job | str | Path | None, flags: Mapping[str, Any]) -> LoadedJob:
-    """Builds the job from a Python function's `job` argument; `flags` override it. Raises UserError: invalid values."""
+    """Builds the job from a Python function's `job` argument; `flags` override it. Raises UserError if invalid."""
     if isinstance(base, str | Path):
         return load_job(flags, file=Path(base).expanduser())
     given: Any = base
@@ -192,7 +192,7 @@ def _from_environment(environment: Mapping[str, str]) -> Values:
 
 
 def parse_value(text: str) -> Any:
-    """Parses the value of a flag or environment variable as TOML; returns a text that isn't TOML unchanged."""
+    """Parses the value of a flag or environment variable as TOML; returns text that isn't TOML unchanged."""
     try:
         return files.parse_toml(f"value = {text}")["value"]
     except ValueError:
@@ -206,11 +206,11 @@ def known_keys() -> Mapping[str, Any]:
     return {f"{name}.{key}": field.annotation for name, fields in sections.items() for key, field in fields.items()}
 
 
-def _check(values: Values, origins: dict[str, str]) -> Job:
+def _validated_job(values: Values, origins: dict[str, str]) -> Job:
     keys = known_keys()
     # Names the flag, such as --train.lr.
     origins = {key: f"flag --{key}" if origin == "flag" else origin for key, origin in origins.items()}
-    problems = [_unknown(key, origins) for key in values if key not in keys]
+    problems = [_unknown_key(key, origins) for key in values if key not in keys]
     unusable = {key: why for key, value in values.items() if (why := _why_unusable(key, value))}
     problems += [(f"{key} {why}", origins.get(key, "job"), "") for key, why in unusable.items()]
     tree: dict[str, dict[str, Any]] = {}
@@ -240,7 +240,7 @@ def meant_key(word: str) -> str:
     return named.get(near, near)
 
 
-def _unknown(key: str, origins: dict[str, str]) -> Problem:
+def _unknown_key(key: str, origins: dict[str, str]) -> Problem:
     name, meant = key.rpartition(".")[2], meant_key(key)
     hint = f'did you mean "{meant}"?' if meant else "list all options with --show-config"
     if name in ONE_WORD and meant == f"{name}.{ONE_WORD[name]}":
@@ -336,30 +336,30 @@ def _section_given_twice(text: str, path: Path) -> UserError | None:
 
 
 def announce(
-    words: Iterable[str], said_by: Path, record: TrainedNetwork | None, instead: str, *, compared: bool = True
+    words: Iterable[str], requested_by: Path, record: TrainedNetwork | None, instead: str, *, compared: bool = True
 ) -> None:
     """Prints the code files that a run is about to execute and, with `compared`, whether they changed since training.
 
-    `words`: option values, some of which name code. `said_by`: the folder or file that contains them. `record`: has the
-    digests at training. `instead`: a hint, with {} for the code. Raises UserError if another user owns the code.
+    `words`: option values, some naming code. `requested_by`: the folder or file that has them. `record`: has the code's
+    digests from training. `instead`: a hint, with {} for the code. Raises UserError if another user owns the code.
     """
     known = record.code if record else {}
     for word in dict.fromkeys(words):
         file = user_code.code_file(word)
         if file is None or not file.is_file():
             continue
-        for place in (said_by, file):
-            refuse_other_users(word, place, said_by, instead.format(word))
+        for place in (requested_by, file):
+            refuse_other_users(word, place, requested_by, instead.format(word))
         digests = user_code.code_digests([word])
         unchanged = word in digests and all(known.get(name, digest) == digest for name, digest in digests.items())
         trained = "; unchanged since training" if unchanged else "; CHANGED since training"
         if word not in known:
             trained = "; the version used in training is unknown"
-        say(f"running code from {file}, as {said_by} requests{trained if compared else ''}")
+        say(f"running code from {file}, as {requested_by} requests{trained if compared else ''}")
 
 
-def refuse_other_users(word: str, place: Path, said_by: Path, instead: str) -> None:
+def refuse_other_users(word: str, place: Path, requested_by: Path, instead: str) -> None:
     """Raises UserError if neither this user nor root owns `place`, a path that is needed to run the code `word`."""
     if place.exists() and (owner := place.stat().st_uid) not in {0, os.geteuid()}:
-        what = f"{said_by} requests to run {word}, but {place} belongs to another user (uid {owner})"
+        what = f"{requested_by} requests to run {word}, but {place} belongs to another user (uid {owner})"
         raise UserError(what, str(place), (f"review {word}, then name it explicitly: {instead}",))

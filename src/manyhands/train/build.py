@@ -27,8 +27,8 @@ from manyhands.train.choose_sync import ChosenSync, SyncRequest, select_sync
 from manyhands.train.evaluate import Evaluator
 from manyhands.train.feed import Feed
 from manyhands.train.loss import BETTER_LOSS, Evaluation, verify_loss
-from manyhands.train.optimize import CustomScheduler, reading_of, steps_to_make, total_steps
-from manyhands.train.parts import Parts, describe_trained, grid_of, layouts_by_hand, record_setup, refuse_unshardable
+from manyhands.train.optimize import CustomScheduler, scheduler_errors, steps_to_make, total_steps
+from manyhands.train.parts import Parts, describe_trained, grid_of, layouts_from_code, record_setup, refuse_unshardable
 from manyhands.train.saver import SaveInterval
 from manyhands.train.saving import check_same_training, load_rank_state
 from manyhands.train.shares import order_and_sharing, refuse_small_micro_batches
@@ -44,7 +44,7 @@ _FEW, _FAILURES = 8, (RuntimeError, TypeError, ValueError, IndexError)
 
 
 def build(parts: Parts) -> Trainer:
-    """Builds the trainer from its parts; a collective. Raises UserError if data, model and job don't match."""
+    """Builds the trainer from its parts. A collective. Raises UserError if data, model and job don't match."""
     job, folder, world = parts.job, parts.folder, parts.world
     refuse_unshardable(parts)
     resume_from, in_pieces = job.checkpoint.resume, parts.plan is not None
@@ -124,7 +124,7 @@ def build(parts: Parts) -> Trainer:
 def _apply_sync_and_mode(
     parts: Parts, model: nn.Module, samples: data_setup.DataSetup, grid: "Grid | None", found: state.Resumable | None
 ) -> tuple[ParallelNetwork, ChosenSync, trial_step.TrialResult, Callable[[], None], float]:
-    """Makes the network equal on all processes, selects the sync method and applies the mode; a collective.
+    """Makes the network equal on all processes, selects the sync method and applies the parallel mode. A collective.
 
     Returns the network, sync method, trial result, a function that restores BatchNorm layers, and seconds per sample.
     """
@@ -159,7 +159,7 @@ def _apply_sync_and_mode(
 
 
 def _refuse_untrainable(model: nn.Module, world: World) -> None:
-    """Raises UserError on all ranks if any rank has no trainable parameters or complex ones; a collective."""
+    """Raises UserError on all ranks if a rank has no trainable parameter or a complex one. A collective."""
     trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
     mine = [bool(trained), next((name for name, one in trained.items() if one.is_complex()), "")]
     trains, names = zip(*gather_plain(mine, world), strict=True)
@@ -173,7 +173,7 @@ def _refuse_untrainable(model: nn.Module, world: World) -> None:
 
 
 def _run_trial(parts: Parts, samples: data_setup.DataSetup, probe: trial_step.StepProbe) -> trial_step.TrialResult:
-    """Runs the trial step on two samples; for a custom loss on eight or, after an error, a micro-batch. Collective."""
+    """Runs the trial step on two samples, or eight for a custom loss (on error: a micro-batch). A collective."""
     world, train = parts.world, parts.job.train
     count = most = min(2, len(samples.splits.train))
     if parts.loss_fn and parts.loss_fn.own:
@@ -206,9 +206,9 @@ def _run_trial(parts: Parts, samples: data_setup.DataSetup, probe: trial_step.St
 
 
 def _start_equal(parts: Parts, model: nn.Module, grid: "Grid | None") -> None:
-    """Copies rank 0's initial weights, except shards, to all ranks; a collective. Raises UserError if shapes differ."""
+    """Copies rank 0's initial weights, except shards, to all ranks. A collective. Raises UserError if shapes differ."""
     world, always = parts.world, parts.job.parallel.parameter_broadcast
-    sharded = {name for name, one in layouts_by_hand(model, grid, world).items() if one.cuts}
+    sharded = {name for name, one in layouts_from_code(model, grid, world).items() if one.cuts}
     named = {name: tensor for name, tensor in state.split_state(model)[0].items() if name not in sharded}
     require_equal_networks(model, named, world)
     if make_equal(named, world, always=always) and not always:
@@ -216,7 +216,7 @@ def _start_equal(parts: Parts, model: nn.Module, grid: "Grid | None") -> None:
 
 
 def _resume(trainer: Trainer, found: state.Resumable) -> None:
-    """Restores the trainer from a checkpoint; a collective."""
+    """Restores the trainer from a checkpoint. A collective."""
     names = [name for name, parameter in trainer.network.model.named_parameters() if parameter.requires_grad]
     where, saved = str(found.path), found.snapshot.state
     check_same_training(trainer.job, found.snapshot, where)
@@ -231,7 +231,7 @@ def _resume(trainer: Trainer, found: state.Resumable) -> None:
         trainer.updater.gradients.scaler.load_state_dict(saved["scaler"])
     load_rank_state(trainer, found.path)
     if isinstance(trainer.updater.set_rates, CustomScheduler) and saved.get("schedule"):
-        with reading_of(where):
+        with scheduler_errors(where):
             trainer.updater.set_rates.resume(saved["schedule"], trainer.progress.step)
     step = trainer.progress.step
     for note in (*found.notes, *found.snapshot.notes, *filter(None, [anew, _data_changes(trainer, found)])):

@@ -32,9 +32,9 @@ from manyhands.train.status import CommunicationMonitor, SpeedMonitor
 
 
 def machines_of(world: World) -> list[tuple[int, ...]]:
-    """Returns a tuple of ranks for each machine, ordered by first rank; a collective.
+    """Returns a tuple of ranks for each machine, ordered by first rank. A collective.
 
-    Host names may repeat (raspberrypi): two ranks with the same host name and local rank are on different machines.
+    Machines may share a host name: two ranks with the same host name and local rank are on different machines.
     """
     values_by_rank = gather_plain([platform.node(), world.local_size, world.local_rank], world)
     machines: dict[tuple[Any, ...], list[int]] = {}
@@ -51,7 +51,7 @@ def new_group(job: Job, ranks: Sequence[int], backend: str | None = None) -> Any
 
 
 def places_of(world: World, job: Job) -> Places:
-    """Returns this process's group, which averages in every update, and the leaders of all groups; a collective."""
+    """Returns the group in which this process averages every update, and each group's first rank. A collective."""
     machines, within = machines_of(world), job.sync.within
     single = within == "process" or (within == "auto" and len(machines) == 1)
     if single or len(machines) == world.size:
@@ -83,7 +83,7 @@ def make_synchronizer(
 
 
 def values_by_rank(synchronizer: Synchronizer, value: Any, world: World) -> dict[int, Any]:
-    """Gathers `value` from all processes with the same gradients into a dict by rank; a collective of these."""
+    """Gathers `value` into a dict by rank. A collective of the processes with the same gradients."""
     if not synchronizer.alone:
         return dict(enumerate(gather_plain(value, world)))
     if (group := synchronizer.group) is None:
@@ -132,7 +132,7 @@ class SyncRequest:
 
 
 def select_sync(sync_request: SyncRequest, request: ModeRequest) -> ChosenSync:
-    """Selects the sync method for all processes and adds it to the mode's settings; a collective."""
+    """Selects the sync method for all processes and adds it to the mode's settings. A collective."""
     job, mode, world = sync_request.run.job, sync_request.run.mode, sync_request.run.world
     by_mode, exact = ChosenSync(BY_MODE, Synchronizer(), request), job.sync.method == EXACT
     if world.alone or not leaves_a_choice(mode):
@@ -155,7 +155,7 @@ def select_sync(sync_request: SyncRequest, request: ModeRequest) -> ChosenSync:
 def check_combination(method: str, mode: str) -> None:
     """Raises UserError if the sync method doesn't exist or can't be combined with the parallel mode."""
     check_method(method)
-    need = missing_need(method, _offers(None, mode)) if method in methods() else None
+    need = missing_need(method, _needs_met(None, mode)) if method in methods() else None
     if need:
         taking = [name for name in (USUAL_MODE, *module_names(MODES)) if need in offers_of(name)]
         what = f"the parallel mode {mode} can't be combined with --sync {method}, which {need.reason}"
@@ -163,7 +163,7 @@ def check_combination(method: str, mode: str) -> None:
         raise UserError(what, "sync.method", hints)
 
 
-def _offers(job: Job | None, mode: str) -> set[Need]:
+def _needs_met(job: Job | None, mode: str) -> set[Need]:
     """Returns the requirements of sync methods that a parallel mode meets and the job's options don't rule out."""
     lacking = {OWN_STATISTICS} if job and job.train.norm_group == "global" else set[Need]()
     lacking |= {FINITE_GRADIENTS} if job and job.train.precision == "fp16" else set[Need]()
@@ -172,7 +172,7 @@ def _offers(job: Job | None, mode: str) -> set[Need]:
 
 def leaves_a_choice(mode: str) -> bool:
     """Returns True for modes with more than one possible sync method."""
-    return any(not missing_need(name, _offers(None, mode)) for name in methods() if name != EXACT)
+    return any(not missing_need(name, _needs_met(None, mode)) for name in methods() if name != EXACT)
 
 
 def _requested(job: Job, mode: str) -> Cost | None:
@@ -183,28 +183,28 @@ def _requested(job: Job, mode: str) -> Cost | None:
             if not synchronizes_every_update(name):
                 methods()[name].asked(job.sync)
         return None
-    need = missing_need(method, _offers(job, mode))
+    need = missing_need(method, _needs_met(job, mode))
     if need:
         raise UserError(f"--sync {method} {need.reason}", need.option, (*need.hints, f"or choose --sync {EXACT}"))
     return Cost(method, 0.0, 0.0) if synchronizes_every_update(method) else methods()[method].asked(job.sync)
 
 
 def ruled_out(job: Job, mode: str) -> dict[str, str]:
-    """Returns a dict from each sync method that the job rules out to the reason."""
-    offers = _offers(job, mode)
+    """Returns the sync methods that the job rules out, as a dict from each method to why it can't be used."""
+    offers = _needs_met(job, mode)
     return {name: need.short or need.reason for name in methods() if (need := missing_need(name, offers))}
 
 
-def previous_cost(kept: Any, job: Job, processes: int, mode: str = USUAL_MODE) -> Cost | None:
-    """Returns the sync method in a checkpoint's record `kept`; None if invalid or for another job or process count."""
+def previous_cost(record: Any, job: Job, processes: int, mode: str = USUAL_MODE) -> Cost | None:
+    """Returns the sync method in a checkpoint's `record`; None if invalid or for another job or process count."""
     names = {one.name for one in fields(Cost)}
-    if not isinstance(kept, dict) or kept.get("processes") != processes or not names <= kept.keys():
+    if not isinstance(record, dict) or record.get("processes") != processes or not names <= record.keys():
         return None  # older checkpoints have incomplete records
     try:
-        cost = TypeAdapter(Cost).validate_python({name: kept[name] for name in names})
+        cost = TypeAdapter(Cost).validate_python({name: record[name] for name in names})
     except ValidationError:
         return None
-    options, possible = job.sync, cost.method in methods() and not missing_need(cost.method, _offers(job, mode))
+    options, possible = job.sync, cost.method in methods() and not missing_need(cost.method, _needs_met(job, mode))
     # A recorded allreduce without a predicted time was never compared with other methods.
     asked = (options.is_auto or options.method == cost.method) and (cost.method != EXACT or cost.step_s)
     if not (possible and asked and cost.every >= 1 and 0 <= cost.delay <= cost.every):
@@ -213,7 +213,7 @@ def previous_cost(kept: Any, job: Job, processes: int, mode: str = USUAL_MODE) -
 
 
 def _fastest(sync_request: SyncRequest, places: Places) -> Cost:
-    """Selects the fastest sync method from measurements of the link and the model; a collective."""
+    """Selects the fastest sync method from measurements of the link and the model. A collective."""
     options, world = sync_request.run.job.sync, sync_request.run.world
     case = sync_request.case(sync_request.time_step(), places)
     without = ruled_out(sync_request.run.job, sync_request.run.mode)
@@ -228,7 +228,7 @@ def _fastest(sync_request: SyncRequest, places: Places) -> Cost:
 
 
 def _link_speed(job: Job, world: World, places: Places) -> LinkSpeed:
-    """Measures the speed of the link between machines, with one process per machine; a collective."""
+    """Measures the speed of the link between machines, with one process per machine. A collective."""
     group: Any = new_group(job, places.leaders) if len(places.leaders) < world.size else None
     link = LinkSpeed(0.0, 0.0)
     if world.rank in places.leaders:

@@ -26,7 +26,7 @@ from manyhands.train.build import build
 from manyhands.train.feed import UpdateShare
 from manyhands.train.loop import start_clocks
 from manyhands.train.loss import nonzero
-from manyhands.train.optimize import CustomScheduler, reading_of, restore_scheduler
+from manyhands.train.optimize import CustomScheduler, restore_scheduler, scheduler_errors
 from manyhands.train.parts import CustomParts, Parts
 from manyhands.train.state import Resumable
 from manyhands.train.step import Updater
@@ -87,8 +87,8 @@ class CustomUpdate:
     def take_loss(self, loss: Tensor, weight: Tensor | float | None) -> tuple[Tensor, Tensor]:
         """Runs backward for a micro-batch's mean loss [], multiplied by the micro-batch's fraction of the update.
 
-        `weight` is the sum of the samples' weights if the loss is a weighted mean. Returns a tuple: the sum [] of
-        losses and the total weight [] of the samples that this process reports.
+        `weight` is the sum of the samples' weights if the loss is a weighted mean. Returns the sum [] of
+        losses and the sum [] of weights over the samples that this process reports.
         """
         if not self._open:
             raise UserError("session.backward was called twice for the same samples", "session.backward", _LOOP)
@@ -130,7 +130,7 @@ class CustomUpdate:
         early = total if not updater.network.share.collective_forward else None
         with updater.gradients.without_autocast():
             if early is not None:
-                self._divide(early)
+                self._divide_gradients(early)
                 share = share / early
             if last:
                 updater.synchronizer.before_last_micro_batch()
@@ -139,21 +139,21 @@ class CustomUpdate:
                 updater.gradients.finish()
                 updater.synchronizer.on_gradients()
             if total is not None and early is None:
-                self._divide(total)
+                self._divide_gradients(total)
 
-    def _divide(self, total: Tensor) -> None:
+    def _divide_gradients(self, total: Tensor) -> None:
         for parameter in self._updater.parameters:
             if parameter.grad is not None:
                 parameter.grad.div_(total.to(parameter.grad.dtype))
 
     def _refuse_changes(self) -> None:
         if any(one.grad is not grad or grad._version != version for one, grad, version in self._added):
-            hints = ("to clip, use manyhands.session(clip=1.0)", "to reset gradients, call optimizer.zero_grad()")
+            hints = ("clip gradients with manyhands.session(clip=1.0)", "reset gradients with optimizer.zero_grad()")
             raise UserError("the loop changed gradients before the update was complete", "samples", hints)
         self._added.clear()
 
     def finish(self) -> bool:
-        """If all gradients are complete, updates the parameters (a collective) and returns True; else False."""
+        """Updates the parameters (a collective) and returns True if all gradients are complete; else returns False."""
         if not self._gradients or self.made:
             return False
         self._refuse_changes()
@@ -247,7 +247,7 @@ def prepare_trainer(
     def restore_session(trainer: Trainer, found: Resumable) -> None:
         state = found.snapshot.state.get(SESSION, {})
         if own.scheduler and state.get("scheduler"):
-            with reading_of(str(found.path)):
+            with scheduler_errors(str(found.path)):
                 restore_scheduler(own.scheduler, json.loads(state["scheduler"]))
         record = find_record(found.path, found.snapshot.state)
         changed = broadcast_plain(record.changed_names(trainer.trained.digests) if record else [], world)  # rank 0's

@@ -59,7 +59,7 @@ class DataSetup:
 
 
 def open_samples(run: RunContext, objects: Objects, outputs: int, splits: Splits | None) -> DataSetup:
-    """Opens the data unless passed as `splits`, checks labels and creates loaders. For `outputs`, see `class_names`."""
+    """Opens the data unless passed as `splits`, checks labels, creates loaders. `outputs`: in a checkpoint, or 0."""
     job, world, journal = run.job, run.world, run.journal
     splits = splits or open_splits(job, world, objects)
     record_data_notes(splits, journal)
@@ -79,7 +79,7 @@ def open_samples(run: RunContext, objects: Objects, outputs: int, splits: Splits
 
 
 def open_splits(job: Job, world: World, objects: Objects, *, whole: bool = False) -> Splits:
-    """Opens the data, which must be equal on all processes; a collective. `whole`: use the folder as both splits."""
+    """Opens the data, which must be equal on all processes. A collective. `whole`: both splits are the folder."""
     if objects.targets:
         splits = from_targets(objects.train_set, job.data)
     elif objects.train_set is not None:
@@ -103,14 +103,14 @@ def pixels_for(job: Job, splits: Splits, objects: Objects) -> Pixels:
 
 
 def class_names(job: Job, splits: Splits, outputs: int = 0) -> tuple[str, ...]:
-    """Returns a name for each network output. `outputs`: their number in another tool's checkpoint; 0 if unknown."""
+    """Returns a name for each network output. `outputs`: their number in another tool's checkpoint, or 0."""
     names = splits.classes
     if not names:
         labels = [source.labels for _, source in splits.named_sources() if source.labels is not None]
         names = name_outputs((), 1 + max((int(one.max()) for one in labels), default=-1))
     wanted = job.model.num_classes or outputs
     if not names and not wanted:
-        hints = ("set the number, such as --set model.num_classes=10", "or give the data set an attribute `classes`")
+        hints = ("set the number of classes: --set model.num_classes=10", "or give the data set an attribute `classes`")
         raise UserError("the number of classes is unknown", "model.num_classes", hints)
     return name_outputs(names, wanted)
 
@@ -165,7 +165,7 @@ def check_bad_pictures(bad: Collection[str], samples: int, kind: type[ManyhandsE
     """Raises an error of class `kind` if more than ten pictures, and more than 0.1 %, can't be read."""
     most = max(10, samples // 1000)
     if len(bad) > most:  # more means a damaged disk or data set
-        hints = (f"repair or remove the pictures (limit: {most} of {samples:,})", "check the disk: dmesg | tail")
+        hints = (f"repair or remove pictures; at most {most} of {samples:,} may be bad", "check the disk: dmesg | tail")
         shown = first_names(sorted(bad), 3)
         raise kind(f"{len(bad)} pictures can't be read, such as {shown}", "data.skip_corrupt", hints)
 
@@ -201,7 +201,7 @@ def first_picture(loader: Loader) -> Tensor:
 
 
 def require_equal_data(splits: Splits, world: World) -> None:
-    """Raises UserError if a process has different data than rank 0; a collective."""
+    """Raises UserError if a process has different data than rank 0. A collective."""
     if world.alone:
         return
     parts = dict(_compared_contents(splits, elsewhere=world.local_size < world.size))
@@ -227,7 +227,7 @@ def digest_trainable(model: nn.Module) -> dict[str, str]:
 
 
 def digest_weights(model: nn.Module) -> dict[str, str]:
-    """Returns a dict with a digest of the initial weights; {} if torch is unseeded or the weights are not initial."""
+    """Returns a dict with a digest of the initial weights; {} if torch is unseeded or the network is trained."""
     if torch.initial_seed() >= 1 << 32 or noted_trained_on(model) is not None:
         return {}
     try:
@@ -245,7 +245,7 @@ def split_names(splits: Splits) -> Iterator[tuple[str, Source]]:
 
 
 def refuse_other_classes(old: Sequence[str], new: Sequence[str], where: str) -> None:
-    """Raises UserError if class names or their order changed since the checkpoint: outputs would change meaning."""
+    """Raises UserError if class names or their order changed since the checkpoint, so outputs would change meaning."""
     then, now = map(_known_names, (old, new))
     if not then or not now or then == now:
         return
@@ -274,7 +274,7 @@ def _quoted(names: Sequence[str]) -> str:
 
 
 def data_changes(then: TrainedNetwork, now: TrainedNetwork, words: Collection[str] = (), *, contents: bool) -> str:
-    """Returns a text of splits with changed labels, length or (with `contents`) samples; if `words`, only of these."""
+    """Lists changed labels, lengths or (with `contents`) samples of splits, as text; `words`: only these splits."""
     found = list[str]()
     for name in then.changed_names(now.digests):
         word, _, kind = name.rpartition(" ")

@@ -54,7 +54,7 @@ class StopRequest:
         self._last, self._next, self._since = 0, 0, time.perf_counter()
 
     def check_stop(self, done: int) -> None:
-        """Raises Interrupted on all processes if any was asked to stop; about once a second, a collective.
+        """Raises Interrupted on all processes if any was asked to stop. A collective about once a second.
 
         `done`: finished blocks. All processes must call this equally often, at equal fractions of their work.
         """
@@ -116,7 +116,7 @@ class Evaluator:
         asked: Callable[[], object] | None = None,
         shares: Sequence[int] = (),
     ) -> Evaluation:
-        """Evaluates all samples and restores the network's mode; a collective.
+        """Evaluates all samples and restores the network's mode. A collective.
 
         `asked` returns True if this process was asked to stop; all processes then raise Interrupted. Either all or no
         processes must pass `asked`. Blocks are assigned in proportion to `shares`, the samples of each process in an
@@ -125,24 +125,24 @@ class Evaluator:
         started = time.perf_counter()
         # If all processes must call the network equally often, unequal shares would only add calls.
         turns = not shares or self.network.share.collective_forward
-        dealt = dealt_blocks(len(self.blocks), (1,) * self.world.size if turns else shares)
+        blocks_by_rank = dealt_blocks(len(self.blocks), (1,) * self.world.size if turns else shares)
         if self.network.share.together:
-            dealt = [list(range(len(self.blocks)))] * self.world.size
+            blocks_by_rank = [list(range(len(self.blocks)))] * self.world.size
         # Under inference_mode, the tensors that a sharded network creates in its first pass couldn't be trained.
         with evaluating(self.network.call), torch.no_grad(), autocast:
-            counts = self._count(dealt, StopRequest(self.world, asked) if asked else None)
+            counts = self._count(blocks_by_rank, StopRequest(self.world, asked) if asked else None)
         return self._sum_up(*counts, started)
 
-    def _count(self, dealt: list[list[int]], request: StopRequest | None) -> tuple[Tensor, Tensor, Tensor]:
+    def _count(self, blocks_by_rank: list[list[int]], request: StopRequest | None) -> tuple[Tensor, Tensor, Tensor]:
         """Returns classes (true, predicted) [2, length], counts (top-5, all) [2], sums (loss, metrics) [k, blocks]."""
         device, width = self.world.device, 1 + (self._custom.width if self._custom else 0)
         pairs = torch.zeros(2, self.length, dtype=torch.int64, device=device)
         tallies = torch.zeros(2, dtype=torch.int64, device=device)
         sums = torch.zeros(width, len(self.blocks), dtype=self._precise, device=device)
-        mine, common = dealt[self.world.rank], min(map(len, dealt))
+        mine, common = blocks_by_rank[self.world.rank], min(map(len, blocks_by_rank))
         # All processes check equally often, at the same fractions of their blocks, so that none waits long.
         asks = {len(mine) * turn // common: turn for turn in range(common)}
-        for place, (number, counted, batch) in enumerate(self._batches(mine, max(map(len, dealt)))):
+        for place, (number, counted, batch) in enumerate(self._batches(mine, max(map(len, blocks_by_rank)))):
             if request and place in asks:
                 request.check_stop(asks[place])
             block = self.blocks[number]
@@ -155,7 +155,7 @@ class Evaluator:
             loss = F.nll_loss if self._log_probabilities else F.cross_entropy
             sums[0, number] = loss(logits.to(self._precise), labels, reduction="sum")
             if self._custom:
-                sums[1:, number] = self._custom.of(logits, labels)
+                sums[1:, number] = self._custom.batch_sums(logits, labels)
         return pairs, tallies, sums
 
     def _outputs(self, model: nn.Module, images: Tensor) -> Tensor:
@@ -163,19 +163,19 @@ class Evaluator:
         logits = logits if logits.dtype == torch.float64 else logits.float()
         return logits.log_softmax(1) if self._views > 1 and self._log_probabilities else logits
 
-    def _batches(self, numbers: list[int], rounds: int) -> Iterator[tuple[int, bool, Any]]:
-        """Yields a tuple for each block of this process: its index, True if the block counts, and the samples.
+    def _batches(self, blocks: list[int], rounds: int) -> Iterator[tuple[int, bool, Any]]:
+        """Yields a tuple for each of this process's `blocks`: its index, True if it counts, and the samples.
 
         If all processes must call the network equally often, uncounted blocks fill up to `rounds`. On a mesh, every
         process yields every block, with the samples that its shard of the network reads, and only rank 0 counts.
         """
-        share, mine = self.network.share, [(number, True) for number in numbers]
+        share, mine = self.network.share, [(number, True) for number in blocks]
         if share.together:
-            mine = [(number, self.world.is_main) for number in numbers]
+            mine = [(number, self.world.is_main) for number in blocks]
         elif share.collective_forward:
             mine += [(0, False)] * (rounds - len(mine))
-        blocks = (self.blocks[number] for number, _ in mine)
-        requests = (torch.tensor(share.of_block(one) if share.together else one) for one in blocks)
+        ranges = (self.blocks[number] for number, _ in mine)
+        requests = (torch.tensor(share.of_block(one) if share.together else one) for one in ranges)
         for (number, counted), batch in zip(mine, self.loader.batches(0, requests), strict=True):
             yield number, counted, batch
 
@@ -212,8 +212,8 @@ def view_average(model: nn.Module, pictures: Tensor, count: int) -> Tensor:
     if count == 1:
         return main_and_auxiliary(model(pictures))[0]
     if pictures.ndim != 4 or min(pictures.shape[2:]) < 2:
-        shape = "x".join(map(str, pictures.shape[1:]))
-        raise UserError(f"samples of shape {shape} can't be mirrored", "train.evaluate_views", ("set the option to 1",))
+        what = f"samples of shape {'x'.join(map(str, pictures.shape[1:]))} can't be mirrored"
+        raise UserError(what, "train.evaluate_views", ("set train.evaluate_views to 1",))
     height, width = pictures.shape[2:]
     wide, views = F.pad(pictures, (1, 1, 1, 1), "reflect"), [(0.25 if count == 6 else 0.5, pictures)]
     if count == 6:
@@ -225,7 +225,7 @@ def view_average(model: nn.Module, pictures: Tensor, count: int) -> Tensor:
 
 @CLOCK.within(EVALUATION)
 def evaluate(trainer: Trainer, stop: StopSignal) -> bool:
-    """Evaluates and records the result; a collective. Returns True if the result is the best. Raises Interrupted."""
+    """Evaluates and records the result. A collective. Returns True if the result is the best. Raises Interrupted."""
     trainer.progress.owed = True
     with trainer.paused("evaluate"):
         with synchronized(trainer):
@@ -249,7 +249,7 @@ def record_evaluation(trainer: Trainer, found: Evaluation) -> bool:
     # Accuracies of a network with NaN outputs are meaningless.
     best = not math.isnan(found.loss) and progress.improves(by, found.figure(by.partition(" ")[2]))
     if isinstance(trainer.updater.set_rates, CustomScheduler) and trainer.due.evaluation_requested():
-        trainer.updater.set_rates.evaluated(found.loss)
+        trainer.updater.set_rates.step_with_loss(found.loss)
     about = {"best": best, "classes": len(trainer.trained.classes)}
     trainer.observed.evaluated = EvaluationMetrics(**_figures(found, trainer) | about)
     trainer.journal.metrics(trainer.observed.evaluated)
@@ -270,7 +270,7 @@ def describe(found: Evaluation, trainer: Trainer) -> EvaluationDetail:
 
 @CLOCK.within(EVALUATION)
 def test_once(trainer: Trainer, stop: StopSignal) -> None:
-    """Evaluates the last and the best weights on the held-out samples, unless already done; a collective.
+    """Evaluates the last and the best weights on the held-out samples, unless already done. A collective.
 
     The network has the last weights afterwards, also if Interrupted is raised.
     """
@@ -295,7 +295,7 @@ def test_once(trainer: Trainer, stop: StopSignal) -> None:
 
 
 def _test_best(trainer: Trainer, last: EvaluationDetail, stop: StopSignal) -> EvaluationDetail | None:
-    """Evaluates the best checkpoint on the held-out samples; a collective. Returns None if it can't be read."""
+    """Evaluates the best checkpoint on the held-out samples. A collective. Returns None if it can't be read."""
     progress, folder = trainer.progress, trainer.folder.checkpoints
     if progress.best_step == progress.step:
         return last
@@ -305,13 +305,13 @@ def _test_best(trainer: Trainer, last: EvaluationDetail, stop: StopSignal) -> Ev
         trainer.journal.event("warning", "the best checkpoint can't be read; the test uses the last weights", step)
         return None
     assert trainer.test is not None
-    epoch = _load(trainer, progress.best_step)
+    epoch = _load_weights(trainer, progress.best_step)
     try:
         found = describe(trainer.test(lambda: stop), trainer)
     except Interrupted:
-        _load(trainer, progress.step)  # the last weights are saved next
+        _load_weights(trainer, progress.step)  # the last weights are saved next
         raise
-    _load(trainer, progress.step)
+    _load_weights(trainer, progress.step)
     return found.model_copy(update={"step": progress.best_step, "epoch": epoch})
 
 
@@ -324,8 +324,8 @@ def _is_valid(path: Path) -> bool:
     return True
 
 
-def _load(trainer: Trainer, step: int) -> int:
-    """Loads the weights that were saved at a step, and returns their epoch; a collective."""
+def _load_weights(trainer: Trainer, step: int) -> int:
+    """Loads the weights that were saved at a step, and returns their epoch. A collective."""
     path, in_pieces = trainer.folder.checkpoints / files.step_name(step), bool(trainer.network.layouts)
     found = find_state(str(path), NOWHERE, trainer.world, in_pieces=in_pieces)
     assert found is not None  # `find_state` reads a path or raises

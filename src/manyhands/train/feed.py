@@ -41,7 +41,7 @@ class Feed:
             yield [self.micro_batch(shares, next(batches), count) for shares in self.sharing.micro_batches(count)]
 
     def micro_batch(self, shares: Sequence[Share], batch: Batch, count: int) -> MicroBatch:
-        """Builds this process's micro-batch. `shares`: those of all processes; `count`: the samples of the update."""
+        """Builds this process's micro-batch. `shares`: one per process; `count`: the samples of the update."""
         bounds = shares[0].start, shares[-1].stop
         shape = MicroBatchShape(bounds[1] - bounds[0], count, sharing(count, self.sharing.group, bounds))
         return MicroBatch(batch.images, batch.labels, shares[self.rank], shape, batch.samples)

@@ -36,25 +36,25 @@ class Journal:
         if self._spoken and self._rank == 0 and kind in _SPOKEN:
             say(message)
         record = Event(time=time.time(), kind=kind, rank=self._rank, step=step, message=message, data=data)
-        self.file(functools.partial(append, self._folder.events, record))
+        self.write_file(functools.partial(append, self._folder.events, record))
 
     def line(self, text: str) -> None:
         """Appends a line with a timestamp to the log of this process."""
         at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-        self._keep(lambda: append_line(self._folder.ranks / f"{self._rank}.log", f"{at} {text}"))
+        self._write_or_keep(lambda: append_line(self._folder.ranks / f"{self._rank}.log", f"{at} {text}"))
 
     def metrics(self, record: Record) -> None:
-        self.file(functools.partial(append, self._folder.metrics, record))
+        self.write_file(functools.partial(append, self._folder.metrics, record))
 
     def detail(self, name: str, record: EvaluationDetail) -> None:
-        self.file(functools.partial(write_json, self._folder.evaluations / f"{name}.json", record))
+        self.write_file(functools.partial(write_json, self._folder.evaluations / f"{name}.json", record))
 
-    def file(self, write: Callable[[], None]) -> None:
-        """Calls `write` on rank 0; after an OSError, retries `write` before the next record."""
+    def write_file(self, write: Callable[[], None]) -> None:
+        """Calls `write` on rank 0. If it raises an OSError, retries it before the next record."""
         if self._rank == 0:
-            self._keep(write)
+            self._write_or_keep(write)
 
-    def _keep(self, write: Callable[[], None]) -> None:
+    def _write_or_keep(self, write: Callable[[], None]) -> None:
         """Runs the writes that failed before, then `write`; prints a message at the first failure."""
         if self._folder is NOWHERE:
             return

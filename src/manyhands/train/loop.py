@@ -15,7 +15,7 @@ from manyhands.train.trainer import Trainer, call_at_epoch_end, record_status, r
 
 
 def fit(trainer: Trainer) -> str:
-    """Trains until the job ends or a stop is requested; a collective. Returns "finished" or, after a save, "stopped".
+    """Trains until the job ends or a stop is requested. A collective. Returns "finished", or "stopped" after saving.
 
     With run.trace_steps, only trains and traces a few updates, without a final evaluation and save.
     """
@@ -76,7 +76,7 @@ def updates(trainer: Trainer, stop: StopSignal) -> Iterator[UpdateShare]:
         started = time.perf_counter()
         yield update
         CLOCK.to(RECORDS)
-        trainer.record_stall(heartbeats.updated(progress.step), time.perf_counter() - started)
+        trainer.record_stall(heartbeats.record_update(progress.step), time.perf_counter() - started)
         if due.finished():
             trainer.synchronizer.finish(progress.step)
         if trainer.folder is not NOWHERE:
@@ -85,7 +85,7 @@ def updates(trainer: Trainer, stop: StopSignal) -> Iterator[UpdateShare]:
 
 
 def run_due_work(trainer: Trainer, stop: StopSignal) -> None:
-    """Runs the replica check, status round, evaluation and save that are due; a collective. May set `due.stopped`."""
+    """Runs the replica check, status round, evaluation and save that are due. A collective. May set `due.stopped`."""
     due, progress = trainer.due, trainer.progress
     if due.verification():
         trainer.verify_replicas()
@@ -108,7 +108,7 @@ def run_due_work(trainer: Trainer, stop: StopSignal) -> None:
 
 
 def exchange_status(trainer: Trainer, stop: StopSignal) -> Status:
-    """Runs a status round; records its result, slow ranks, stalls. A collective. Raises RunError: non-finite loss."""
+    """Runs a status round and records its result. A collective. Raises RunError if a loss or gradient isn't finite."""
     progress, saver, sync = trainer.progress, trainer.saver, trainer.sync
     status = trainer.status_round.run(
         trainer.updater.measured,
@@ -129,7 +129,7 @@ def exchange_status(trainer: Trainer, stop: StopSignal) -> Status:
 
 
 def conclude(trainer: Trainer, stop: StopSignal) -> bool:
-    """Runs a due evaluation and the work at an epoch's end; a collective. Returns True if the result is the best."""
+    """Runs a due evaluation and the work at an epoch's end. A collective. Returns True if the result is the best."""
     improved = trainer.progress.owed and evaluate(trainer, stop)
     if trainer.job.checkpoint.pth_tar and trainer.due.epoch_ends():
         with CLOCK.within(SAVING):
@@ -139,7 +139,7 @@ def conclude(trainer: Trainer, stop: StopSignal) -> bool:
 
 
 def finish(trainer: Trainer, stop: StopSignal) -> None:
-    """Evaluates and saves the final weights unless already done, then tests on held-out samples; a collective."""
+    """Evaluates and saves the final weights unless already done, then tests on held-out samples. A collective."""
     progress = trainer.progress
     if progress.evaluated_step != progress.step:
         evaluate(trainer, stop)

@@ -65,7 +65,7 @@ def make_loss_fn(options: TrainOptions, own: Function | None = None) -> LossFn:
     if own is None and options.loss == "cross-entropy":
         return _split_loss(F.cross_entropy, {"label_smoothing": smoothing})
     if own is None and options.loss != OBJECT and smoothing:
-        raise UserError("label smoothing needs cross-entropy", "train.label_smoothing", ("set the option to 0",))
+        raise UserError("label smoothing needs cross-entropy", "train.label_smoothing", ("set label_smoothing to 0",))
     if own is None and options.loss == "nll":
         return _split_loss(F.nll_loss, {})
     function = user_object("train.loss", options.loss, own)
@@ -133,7 +133,7 @@ BETTER_LOSS = 'pass torch.nn.CrossEntropyLoss(weight=…) itself, or return one 
 
 
 def verify_loss(loss_fn: LossFn, outputs: int, classes: int, world: World, dtype: torch.dtype) -> LossFn:
-    """Tests on rank 0 if a custom loss is a mean or a sum over samples; if neither, sets `dependent`. A collective."""
+    """Tests if a custom loss is a mean or a sum over samples; if neither, sets its `dependent`. A collective."""
     if loss_fn.own is None:
         return loss_fn
     kind, dependent = broadcast_plain(list(_test_loss(loss_fn.own, outputs, classes, world.device, dtype)), world)
@@ -176,7 +176,7 @@ def _test_labels(classes: int, rows: int, generator: torch.Generator) -> Iterato
 
 
 def _reductions(function: Function, values: Tensor, labels: Tensor) -> set[str]:
-    """Tests if a batch's gradient is the {MEAN}, {SUM} or {NEITHER} of its parts'. Raises ValueError if untestable."""
+    """Returns a set of MEAN, SUM or NEITHER: how gradients of parts of a batch add up. Raises ValueError if unknown."""
     whole = _gradient(function, values, labels)
     if not bool(torch.isfinite(whole).all()):
         raise ValueError("the gradient for test outputs is not finite")
@@ -214,7 +214,7 @@ class CustomMetric:
         return hasattr(self.own, "update") and hasattr(self.own, "compute")
 
     def sums(self, logits: Tensor, labels: Tensor, dtype: torch.dtype) -> Tensor:
-        """Returns the metric's sums [k] over logits [n, C] and labels int64 [n]. Raises UserError for other results."""
+        """Returns the metric's sums [k] over logits [n, C] and labels int64 [n]. Raises UserError if unusable."""
         value: Any = (self.own.update if self._adds_up else self.own)(logits, labels)
         if self._adds_up:
             if isinstance(value, Tensor):
@@ -253,7 +253,7 @@ class MetricSums:
             self._widths = [len(_tested_sums(metric, logits, labels, dtype)) for metric in metrics]
         self.width = sum(self._widths)
 
-    def of(self, logits: Tensor, labels: Tensor) -> Tensor:
+    def batch_sums(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Returns the sums [width] of all metrics over logits [n, C] and labels int64 [n]."""
         # Each metric gets copies, because it may change them.
         found = [metric.sums(logits.clone(), labels.clone(), self._dtype) for metric in self._metrics]
@@ -265,7 +265,7 @@ class MetricSums:
         return torch.cat(found)
 
     def figures(self, sums: Tensor, count: int) -> dict[str, float]:
-        """Computes each metric, by name, from sums [width] over `count` samples. Raises UserError: not finite."""
+        """Computes each metric, by name, from sums [width] over `count` samples. Raises UserError if not finite."""
         parts = zip(self._metrics, sums.split(self._widths), strict=True)
         found = {metric.name: metric.number(part, count) for metric, part in parts}
         for name, figure in found.items():
@@ -290,9 +290,9 @@ def _tested_sums(metric: CustomMetric, logits: Tensor, labels: Tensor, dtype: to
 
 
 def make_metrics(
-    words: Iterable[str], given: Mapping[str, Any] | None, *, live_only: bool = False
+    words: Iterable[str], given: Mapping[str, Any] | None, *, skip_missing: bool = False
 ) -> tuple[CustomMetric, ...]:
-    """Creates the metrics of train.metrics; `given`: Python objects by name. `live_only`: skip objects not given."""
+    """Creates the metrics of train.metrics; `given`: objects by name. `skip_missing`: skip those without an object."""
     found: list[CustomMetric] = []
     for word in words:
         kind, _, name = word.rpartition(":")
@@ -300,7 +300,7 @@ def make_metrics(
             own = load_object(word, _METRICS)
         elif given and name in given:
             own = given[name]
-        elif live_only:
+        elif skip_missing:
             continue
         else:
             hints = (

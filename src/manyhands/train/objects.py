@@ -43,7 +43,7 @@ MakeOptimizer = Callable[["list[nn.Parameter]"], "torch.optim.Optimizer"]
 
 @dataclass
 class Objects:
-    """The Python objects that the user passes; each is optional."""
+    """The Python objects that the user passes to `fit()` in place of names; each is optional."""
 
     model: Any = None  # an nn.Module
     train_set: Any = None  # a data set; so are test_set and held_out_set
@@ -124,7 +124,7 @@ def _source(thing: Any) -> Iterator[str]:
 
 
 def user_object(key: str, word: str, given: Any) -> Any:
-    """Returns `given`, else the object that `word` names; None for a built-in's name. Raises UserError if missing."""
+    """Returns `given` or the object that `word` names, None for a built-in. Raises UserError if `given` is required."""
     if given is not None:
         return given
     if word == OBJECT:

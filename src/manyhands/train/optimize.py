@@ -34,7 +34,7 @@ _PLAIN_KINDS: dict[str, Any] = {"list": list, "tuple": tuple, "dict": dict}
 SetRates = Callable[[int], None]  # sets the learning rates for an update, given its index from 0
 
 
-def make_custom(make: MakeOptimizer, model: nn.Module) -> Optimizer:
+def make_custom_optimizer(make: MakeOptimizer, model: nn.Module) -> Optimizer:
     """Creates the user's optimizer from the trainable parameters, and stores the relative rates of its groups."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer: Any = make(list(parameters))
@@ -207,7 +207,7 @@ def make_optimizer(
         if not callable(make):
             hints = ("name a function of the parameters that returns a torch.optim.Optimizer",)
             raise UserError(f"{options.optimizer} is a {type(make).__name__}, not a function", _WHERE, hints)
-        return make_custom(cast(MakeOptimizer, make), model)
+        return make_custom_optimizer(cast(MakeOptimizer, make), model)
     groups, rate, momentum = _parameter_groups(model, options), options.lr, options.momentum
     # torch's fused kernels update all tensors in one call; sharded tensors take the ordinary path.
     fused = None if sharded else True
@@ -309,7 +309,7 @@ def scheduler_state(scheduler: LRScheduler) -> dict[str, Any]:
 
 
 def restore_scheduler(scheduler: LRScheduler, state: Mapping[str, Any]) -> None:
-    """Restores a scheduler from `scheduler_state`'s result. Invalid data may raise any exception; see `reading_of`."""
+    """Restores a scheduler from `scheduler_state`'s result. Invalid data may raise any exception."""
     given = {name: from_plain_data(value) for name, value in state.items()}
     if not isinstance(given.get("last_epoch", 0), int):
         raise ValueError(f"last_epoch is not an integer: {str(given['last_epoch'])[:60]}")
@@ -319,7 +319,7 @@ def restore_scheduler(scheduler: LRScheduler, state: Mapping[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def reading_of(where: str) -> Generator[None]:
+def scheduler_errors(where: str) -> Generator[None]:
     """Converts exceptions in the context to a UserError about the scheduler's state in the checkpoint `where`."""
     try:
         yield
@@ -403,7 +403,7 @@ def _arguments_of(function: Any, total_steps: int, steps_per_epoch: int) -> tupl
     for one in others:
         required = one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
         if required and one.name not in known:
-            hints = ("use only the further parameters total_steps and steps_per_epoch",)
+            hints = ("besides the first parameter, use only total_steps and steps_per_epoch",)
             raise UserError(f"the schedule function has an unknown parameter: {one.name}", _SCHEDULE, hints)
     return first.name == "optimizer", {one.name: known[one.name] for one in others if one.name in known}
 
@@ -442,7 +442,7 @@ class CustomScheduler:
         if self.waits and self._scheduler.mode != "min":
             raise UserError(f'{kind} monitors the loss, but has mode="max"', _SCHEDULE, ('set mode="min"',))
         self._optimizer, self._made = optimizer, 0
-        self._as_made = self._now() if self.waits or not _follows_steps(scheduler) else None
+        self._as_made = self._state() if self.waits or not _follows_steps(scheduler) else None
 
     def __call__(self, step: int) -> None:
         if self.waits:
@@ -456,7 +456,7 @@ class CustomScheduler:
                 self._scheduler.step()
                 self._made += 1
 
-    def evaluated(self, loss: float) -> None:
+    def step_with_loss(self, loss: float) -> None:
         """Steps ReduceLROnPlateau with the loss of an evaluation; does nothing for other schedulers."""
         if self.waits:
             self._scheduler.step(loss)
@@ -465,25 +465,25 @@ class CustomScheduler:
         """Returns the state as JSON text; "" for a scheduler whose steps are repeated on resume."""
         if self._as_made is None:
             return ""
-        return json.dumps({"kind": self._kind, "made": self._made, "as_made": self._as_made, "now": self._now()})
+        return json.dumps({"kind": self._kind, "made": self._made, "as_made": self._as_made, "now": self._state()})
 
     def resume(self, saved: str, step: int) -> None:
-        """Restores the result of `saved` if it matches this scheduler and `step`. Invalid data raises any exception."""
+        """Restores `saved`, a state as JSON text, if it matches this scheduler and `step`. May raise any exception."""
         if (made := self._as_made) is None:
             return
         found = json.loads(saved)
         before, now = found["as_made"], found["now"]
-        changed = _changed(before["state"], now["state"])
+        changed = _changed_values(before["state"], now["state"])
         alike = all(made["state"].get(name) == one for name, one in before["state"].items() if name not in changed)
         if found["kind"] != self._kind or not (self.waits or (alike and found["made"] == max(0, step - 1))):
             return
         restore_scheduler(self._scheduler, changed)
         if not self.waits or before["groups"] == made["groups"]:
             for live, *both in zip(self._optimizer.param_groups, before["groups"], now["groups"], strict=True):
-                live.update({name: from_plain_data(one) for name, one in _changed(*both).items()})
+                live.update({name: from_plain_data(one) for name, one in _changed_values(*both).items()})
         self._made = int(found["made"])
 
-    def _now(self) -> dict[str, Any]:
+    def _state(self) -> dict[str, Any]:
         groups = [
             {name: as_plain_data(one) for name, one in group.items() if type(one) in (int, float, tuple)}
             for group in self._optimizer.param_groups
@@ -497,5 +497,5 @@ def _follows_steps(scheduler: Any) -> bool:
     return type(scheduler).__module__.startswith("torch.") and all(map(_follows_steps, inner))
 
 
-def _changed(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+def _changed_values(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
     return {name: one for name, one in now.items() if name not in before or before[name] != one}

@@ -1,4 +1,4 @@
-"""The inputs of `build`, for a job or a custom loop. Also creates and describes the network."""
+"""The inputs from which `build` creates a trainer, for a job or a custom loop. Also creates the network."""
 
 import functools
 import math
@@ -108,7 +108,7 @@ class Parts(RunContext):
 
         def model_of(samples: data_setup.DataSetup, grid: "Grid | None", found: Resumable | None) -> nn.Module:
             classes, pixels = len(samples.classes), samples.pixels
-            starting = without_first_weights(job, pixels.size, brought) if found else job
+            starting = without_initial_weights(job, pixels.size, brought) if found else job
             model = make_model(starting, pixels, classes, world, brought, journal, grid)
             if not found and isinstance(model, InitializedFromData) and not job.model.weights:
                 chosen = spread(INITIALIZATION_SAMPLES, len(samples.splits.train))
@@ -136,7 +136,7 @@ class Parts(RunContext):
 
     @classmethod
     def from_objects(cls, job: Job, folder: RunFolder | None, world: World, own: CustomParts) -> "Parts":
-        """Creates the parts of a custom loop and records the setup; a collective."""
+        """Creates the parts of a custom loop and records the setup. A collective."""
         mode, plan = _mode_and_plan(job, world, own.plan)
         if job.train.deterministic:
             set_determinism(job)
@@ -159,7 +159,7 @@ class Parts(RunContext):
                 set_compile_cache()
                 model.compile()
             if own.scheduled:
-                return optimize.make_custom(lambda _: own.optimizer, model)
+                return optimize.make_custom_optimizer(lambda _: own.optimizer, model)
             optimize.mark_custom(own.optimizer)
             return own.optimizer
 
@@ -176,7 +176,7 @@ class Parts(RunContext):
             make_schedule=functools.partial(_schedule_of_loop, job, own),
             previous_shares=lambda found: ([] if found else None, 0),  # a session doesn't measure shares
         )
-        classes, layouts = data_setup.class_names(job, splits), layouts_by_hand(model, grid, world)
+        classes, layouts = data_setup.class_names(job, splits), layouts_from_code(model, grid, world)
         record_setup(parts, objects, splits, classes, model, layouts, own.optimizer)
         return parts
 
@@ -192,9 +192,9 @@ def refuse_unshardable(parts: Parts) -> None:
     """Raises UserError if options don't support a sharded network, or if --pin (an op's sharding) can't be applied."""
     job, plan, mode = parts.job, parts.plan, parts.mode
     if plan is None and job.parallel.pin and not (parts.folder is not NOWHERE and parts.folder.has_checkpoints()):
-        why = "one process has nothing to split" if one_process_label(mode) else f"the mode {mode} splits no ops"
+        why = "one process shards no ops" if one_process_label(mode) else f"the parallel mode {mode} shards no ops"
         hints = ("start two or more processes with --parallel semi", "or remove --pin")
-        raise UserError(f"the pin {job.parallel.pin[0]} can't be applied: {why}", "parallel.pin", hints)
+        raise UserError(f"--pin {job.parallel.pin[0]} can't be applied: {why}", "parallel.pin", hints)
     if plan is None and not takes_mesh(mode):
         idle = [name for name in ("pin", "mesh", "plan") if getattr(job.parallel, name)]
         if idle and mode != MODE_ALONE and not job.parallel.searches:
@@ -243,7 +243,7 @@ def record_setup(
 def _name_outputs(
     journal: Journal, classes: tuple[str, ...], network: ParallelNetwork, trial: TrialResult
 ) -> tuple[str, ...]:
-    """Returns a name for each output of a job's network. Records the averaging of gradients and unnamed outputs."""
+    """Returns a name for each output of a job's network; records notes on it. Raises UserError for too few outputs."""
     outputs = network.traits.outputs
     if outputs and outputs < len(classes):
         hints = (f"add outputs: --set model.num_classes={len(classes)}",)
@@ -271,7 +271,7 @@ def _schedule_of_loop(job: Job, own: CustomParts, optimizer: Optimizer, steps_pe
 
 
 def _compile_and_balance(trainer: Trainer) -> Trainer:
-    """If the job requests it, balances shares of batches by measured speeds and compiles the network; a collective."""
+    """If the job requests it, balances shares of batches by measured speeds and compiles the network. A collective."""
     world, sharing, wanted = trainer.world, trainer.feed.sharing, trainer.job.cluster.shares
     balance = sharing.processes > 1 and wanted == "auto"
     if sharing.processes > 1 and wanted == MACHINES:
@@ -291,7 +291,7 @@ def _compile_and_balance(trainer: Trainer) -> Trainer:
 
 
 def _mode_and_plan(job: Job, world: World, plan: "Plan | None") -> "tuple[str, Plan | None]":
-    """Returns a session's parallel mode, and plan or None, from `prepare`'s argument or the job; a collective."""
+    """Returns a session's parallel mode and its plan, from `prepare`'s argument or the job. A collective."""
     if job.cluster.shares == "auto" and not world.alone:
         hints = ("set the shares, such as --set cluster.shares=[24,8]", "or remove cluster.shares")
         raise UserError("cluster.shares = auto is not available in a session", "cluster.shares", hints)
@@ -309,7 +309,7 @@ def _mode_and_plan(job: Job, world: World, plan: "Plan | None") -> "tuple[str, P
 
 
 def _resolve_and_move(model: nn.Module, job: Job, world: World) -> tuple[nn.Module, Job]:
-    """Moves the network to this process's device; also returns the job with "auto" precision and layout resolved."""
+    """Moves the network to this process's device; also returns the job with "auto" options resolved."""
     options, changes = job.train, dict[str, Any](channels_last=job.train.channels_last is True)
     if options.precision != "fp64" and {parameter.dtype for parameter in model.parameters()} == {torch.float64}:
         changes["precision"] = "fp64"
@@ -321,7 +321,7 @@ def _resolve_and_move(model: nn.Module, job: Job, world: World) -> tuple[nn.Modu
 
 
 def grid_of(job: Job, world: World, mode: str) -> "Grid | None":
-    """Returns the job's device mesh, None if the mode needs no mesh. Raises UserError if the mesh has another size."""
+    """Returns the job's device mesh, None if the mode needs none. Raises UserError if its size isn't the world size."""
     if not takes_mesh(mode):
         return None
     mesh = mesh_of(job, world)
@@ -331,7 +331,7 @@ def grid_of(job: Job, world: World, mode: str) -> "Grid | None":
     return Grid(mesh, world)
 
 
-def layouts_by_hand(model: nn.Module, grid: "Grid | None", world: World) -> Mapping[str, TensorLayout]:
+def layouts_from_code(model: nn.Module, grid: "Grid | None", world: World) -> Mapping[str, TensorLayout]:
     """Returns the layouts, by name, of parameters that the network's code shards over `grid`; {} without a grid."""
     if grid is None:
         return {}
@@ -367,8 +367,8 @@ def on_device(model: nn.Module, options: TrainOptions, device: str) -> nn.Module
     return model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue] - missing in its types
 
 
-def without_first_weights(job: Job, size: int, objects: Objects) -> Job:
-    """Returns the job without initial weights, for weights from a checkpoint. `size`: of pictures, in pixels."""
+def without_initial_weights(job: Job, size: int, objects: Objects) -> Job:
+    """Returns the job without initial weights, if a checkpoint has the weights. `size`: of pictures, in pixels."""
     model = resolve_model(job.model, size) if objects.model is None else job.model.model_copy(update={"weights": ""})
     return job.model_copy(update={"model": model})
 

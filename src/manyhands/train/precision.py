@@ -96,7 +96,7 @@ def choose_variant(options: TrainOptions, kinds: Sequence[KindOfMachine]) -> tup
 
 
 def _faster(kinds: Sequence[KindOfMachine], before: Variant, after: Variant, least: float) -> tuple[bool, list[str]]:
-    """Returns True if `after` is `least` times as fast as `before` on all machines, and a list of 0 or 1 reasons."""
+    """Returns True if `after` is `least` times as fast as `before` on all machines, and a list of up to one reason."""
     # A kind of machine that failed at a variant gains nothing; a failure of all variants is reported elsewhere.
     seconds = [(kind.seconds.get(str(before), 0.0), kind.seconds.get(str(after), 0.0)) for kind in kinds]
     gained = min(old / new if old and new else 0.0 for old, new in seconds)
@@ -153,7 +153,7 @@ def time_variants(trials: Mapping[Any, Trial], device: str) -> tuple[dict[str, f
 
 
 def make_network(job: Job, network: dict[str, Any], device: str) -> nn.Module:
-    """Creates a job's network in training mode, equal on every process; `network`: the result of `sizes_of`."""
+    """Creates a job's network in training mode, equal on every process. `network`: the sizes from `sizes_of`."""
     torch.manual_seed(derive(job.train.seed, "model"))
     options = job.model.model_copy(update={"pretrained": False, "weights": ""})
     model = build_model(options, channels=network["channels"], size=network["size"], num_classes=network["classes"])
@@ -180,17 +180,17 @@ def resolve_precision(
     measure: bool = True,
     say: Callable[["Measurement", str], object] = lambda *_: None,
 ) -> ResolvedPrecision:
-    """Resolves "auto" for precision and memory format; a collective.
+    """Resolves "auto" for precision and memory format. A collective.
 
     A resumed run keeps its values, and a run that resumes from another run's checkpoint uses that run's values.
     Otherwise, one process of each kind of machine measures once on one thread, so that the number of processes has no
     influence. Results are cached; without `measure`, only cached results are used. Before measuring, calls `say` with
     the `Measurement` and a sentence.
     """
-    previous = broadcast_plain(_previous(folder, job) if world.is_main else None, world) or ["auto", "auto"]
-    now = _with(job, *(old if new == "auto" else new for old, new in zip(previous, _values(job), strict=True)))
+    previous = broadcast_plain(_previous_values(folder, job) if world.is_main else None, world) or ["auto", "auto"]
+    now = _with(job, *(old if new == "auto" else new for old, new in zip(previous, _measured_values(job), strict=True)))
     if not now.train.measured_precision:
-        return ResolvedPrecision(now, about={"resolved": _resolved(job, now)})
+        return ResolvedPrecision(now, about={"resolved": _resolved_options(job, now)})
     splits = open_splits(job, world, objects)
     measurement = Measurement(job, splits, world.device, objects, pixels_for(job, splits, objects))
     mine = KindOfMachine(environment(world.device)["device"], computes_bf16(world.device))
@@ -202,18 +202,18 @@ def resolve_precision(
     kinds = [KindOfMachine(**one) for one in gather_plain(found, world) if one] or everybody
     taken, said = choose_variant(now.train, kinds)
     resolved = _with(job, taken.precision, taken.channels_last)
-    about = {"resolved": _resolved(job, resolved), "precision_measured": list(map(asdict, kinds))}
+    about = {"resolved": _resolved_options(job, resolved), "precision_measured": list(map(asdict, kinds))}
     return ResolvedPrecision(resolved, said, about, splits)
 
 
 def plain_precision(job: Job) -> ResolvedPrecision:
     """Resolves "auto" to fp32 and the default memory format, for a device that this machine doesn't have."""
     plain = _with(job, EXACT if job.train.precision == "auto" else job.train.precision, job.train.channels_last is True)
-    said = [f"{key} is {value}: no device to measure" for key, value in _resolved(job, plain).items()]
+    said = [f"{key} is {value}: this machine lacks the device" for key, value in _resolved_options(job, plain).items()]
     return ResolvedPrecision(plain, said)
 
 
-def _values(job: Job) -> list[Any]:
+def _measured_values(job: Job) -> list[Any]:
     return [job.train.precision, job.train.channels_last]
 
 
@@ -222,13 +222,13 @@ def _with(job: Job, precision: str, channels_last: bool | str) -> Job:
     return job.model_copy(update={"train": job.train.model_copy(update=update)})
 
 
-def _resolved(asked: Job, resolved: Job) -> dict[str, Any]:
-    pairs = zip(MEASURED, _values(asked), _values(resolved), strict=True)
+def _resolved_options(asked: Job, resolved: Job) -> dict[str, Any]:
+    pairs = zip(MEASURED, _measured_values(asked), _measured_values(resolved), strict=True)
     return {key: value for key, before, value in pairs if before == "auto"}
 
 
-def _previous(folder: RunFolder, job: Job) -> list[Any] | None:
-    """Returns [precision, channels_last] of an earlier start or checkpoint, "auto" if unknown; None without these."""
+def _previous_values(folder: RunFolder, job: Job) -> list[Any] | None:
+    """Returns [precision, channels_last] of an earlier start or checkpoint, "auto" if unknown; None without either."""
     resume = job.checkpoint.resume
     if folder.exists() and folder.has_trained():
         precision, channels_last = (written_values(folder.job).get(key, "auto") for key in MEASURED)
@@ -327,7 +327,7 @@ class Measurement:
                     variants = [one for one in variants if one.channels_last == variants[0].channels_last and not small]
                 if len(variants) < 2:
                     return kind
-                say("benchmarking the network in each precision and layout; the results are cached")
+                say("benchmarking the network in each precision and memory format; the results are cached")
                 seconds, failed = time_variants(self.trials(model, variants), device)
         except Exception:  # noqa: BLE001 - errors of the network or the data are reported when they are built
             return kind

@@ -83,9 +83,9 @@ class Saver:
 
 
 def writers_of(folder: RunFolder, world: World, *, in_pieces: bool) -> dict[int, range]:
-    """Returns a dict from each rank that writes checkpoints to the ranks of its machine; a collective.
+    """Returns a dict from each rank that writes checkpoints to the ranks of its machine. A collective.
 
-    These are rank 0 and the first rank of one machine that doesn't see rank 0's disk; with `in_pieces`, only rank 0.
+    Writers are rank 0 and the first rank of one machine that doesn't see rank 0's disk; with `in_pieces`, only rank 0.
     """
     if world.local_size == world.size or in_pieces or folder is NOWHERE:
         return {0: range(world.local_size)}

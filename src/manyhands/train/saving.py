@@ -1,6 +1,6 @@
 """Saves checkpoints; saves and loads the synchronization state of each rank (with sync methods such as local SGD).
 
-With checkpoint.pth_tar, also writes .pth.tar files after each epoch, for --resume of PyTorch's ImageNet main.py.
+With checkpoint.pth_tar, also writes .pth.tar files after each epoch, for PyTorch's ImageNet example, main.py.
 """
 
 import functools
@@ -40,7 +40,7 @@ from manyhands.train.trainer import Trainer
 
 @CLOCK.within(SAVING)
 def save(trainer: Trainer) -> None:
-    """Waits for the previous save, then starts writing a checkpoint, in the background if possible; a collective.
+    """Waits for the previous save, then starts writing a checkpoint, in the background if possible. A collective.
 
     `finish_save` reports errors.
     """
@@ -68,7 +68,7 @@ def save(trainer: Trainer) -> None:
 
 @CLOCK.within(SAVING)
 def finish_save(trainer: Trainer, *, written: float | None = None) -> None:
-    """Waits for the save in progress, if any, and handles its result; a collective.
+    """Waits for the save in progress, if any, and handles its result. A collective.
 
     After a disk error, records a warning, and the run continues without this checkpoint. `written`: the number of
     processes that have finished writing; if some have not, the function returns at once. None: waits for all.
@@ -153,11 +153,11 @@ def _plain_state(trainer: Trainer) -> dict[str, Any]:
 
 
 def save_last(trainer: Trainer) -> None:
-    """Saves the final state of a run and waits; a collective. Raises RunError on all processes if the save fails."""
+    """Saves the final state of a run and waits. A collective. Raises RunError on all processes if the save fails."""
     save(trainer)
     finish_save(trainer)
     if trainer.progress.saved_step != trainer.progress.step:
-        what = f"step {trainer.progress.step} could not be saved; the last warning gives the reason"
+        what = f"step {trainer.progress.step} could not be saved; for the error, see the last warning"
         hint = f"free disk space, then resume from the last checkpoint: {resume_command(trainer.folder.path)}"
         raise RunError(what, str(trainer.folder.checkpoints), (hint,))
 
@@ -209,7 +209,7 @@ def _rank_states(checkpoints: Path, world: World) -> Path:
 
 
 def save_rank_state(trainer: Trainer) -> None:
-    """Saves the synchronization state of each process; a collective. A failure is reported and doesn't end the run."""
+    """Saves the synchronization state of each process. A collective. A failure is reported and doesn't end the run."""
     mine = trainer.synchronizer.state()
     if mine is None:
         return
@@ -233,7 +233,7 @@ def save_rank_state(trainer: Trainer) -> None:
 
 
 def load_rank_state(trainer: Trainer, checkpoint: Path) -> None:
-    """Restores the synchronization state of each process if every process finds its state; a collective."""
+    """Restores the synchronization state of each process if every process finds its state. A collective."""
     if not trainer.synchronizer.own:
         return
     trainer.synchronizer.begin()
@@ -252,7 +252,7 @@ def load_rank_state(trainer: Trainer, checkpoint: Path) -> None:
 
 
 def _find_rank_state(trainer: Trainer, checkpoint: Path) -> tuple[Snapshot | None, str]:
-    """Returns this process's synchronization state at a checkpoint, or None, and the reason if unusable, else ""."""
+    """Returns a checkpoint's synchronization state of this process or None, and why it is unusable or ""."""
     # The run's own folder, and the one that it resumes from, which may belong to another run.
     folders = (trainer.folder.checkpoints, checkpoint.parent)
     paths = [_rank_states(folder, trainer.world) / checkpoint.name for folder in folders]
@@ -283,7 +283,7 @@ WRITTEN = "pth_tar.json"  # in the run folder: size and time of the files that t
 
 
 def write_pth_tar(trainer: Trainer, *, best: bool) -> None:
-    """Writes checkpoint.pth.tar, and model_best.pth.tar if this epoch is the best; a collective."""
+    """Writes checkpoint.pth.tar, and model_best.pth.tar if this epoch is the best. A collective."""
     progress, is_main = trainer.progress, trainer.world.is_main
     with trainer.paused("save"):
         trainer.synchronizer.average_buffers(progress.step)
@@ -291,12 +291,12 @@ def write_pth_tar(trainer: Trainer, *, best: bool) -> None:
             with trainer.synchronizer.averaged():
                 snapshot = capture(trainer.network, trainer.updater.optimizer, progress, {}, keep=is_main)
             if is_main:
-                snapshot = as_main(snapshot, trainer.job.train, progress, trainer.due.steps_per_epoch)
+                snapshot = as_pth_tar(snapshot, trainer.job.train, progress, trainer.due.steps_per_epoch)
                 _write_pth_tar(trainer, snapshot, best)
 
 
-def as_main(snapshot: Snapshot, options: TrainOptions, progress: Progress, steps_per_epoch: int) -> Snapshot:
-    """Converts a snapshot to main.py's state after an epoch's scheduler.step(), with the next epoch's learning rate."""
+def as_pth_tar(snapshot: Snapshot, options: TrainOptions, progress: Progress, steps_per_epoch: int) -> Snapshot:
+    """Converts a snapshot at an epoch's end to a checkpoint of PyTorch's ImageNet example, main.py."""
     assert snapshot.optimizer is not None
     rate = learning_rate(options, progress.step, steps_per_epoch)
     groups = [{**group, "lr": rate, "initial_lr": options.lr} for group in snapshot.optimizer["param_groups"]]
@@ -315,7 +315,7 @@ def as_main(snapshot: Snapshot, options: TrainOptions, progress: Progress, steps
 
 
 def check_same_training(job: Job, snapshot: Snapshot, where: str) -> None:
-    """Raises UserError if main.py trained a .pth.tar file with another network or other settings than the job's."""
+    """Raises UserError if PyTorch's ImageNet example, main.py, saved `snapshot` with other settings than the job's."""
     if not job.checkpoint.pth_tar or snapshot.state.get("foreign") != "imagenet-main":
         return
     options, group = job.train, (snapshot.optimizer or {}).get("param_groups", [{}])[0]
@@ -355,7 +355,7 @@ def _write_pth_tar(trainer: Trainer, snapshot: Snapshot, best: bool) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         for path in (folder / CHECKPOINT, folder / BEST)[: 1 + best]:
             resumed = Path(trainer.job.checkpoint.resume).expanduser().resolve() == path.resolve()
-            if path.exists() and not resumed and written.get(str(path.resolve())) != _identity(path):
+            if path.exists() and not resumed and written.get(str(path.resolve())) != _size_and_time(path):
                 aside = free_name(folder, path.name.removesuffix(".pth.tar"), ".pth.tar")
                 path.rename(aside)
                 trainer.journal.event("note", f"{path.name} existed before this run and was renamed to {aside.name}")
@@ -364,13 +364,13 @@ def _write_pth_tar(trainer: Trainer, snapshot: Snapshot, best: bool) -> None:
             else:
                 with replacing(path) as part:
                     shutil.copyfile(folder / CHECKPOINT, part)
-            written[str(path.resolve())] = _identity(path)
+            written[str(path.resolve())] = _size_and_time(path)
         write_json(record, written)
     except OSError as error:
         reason = f"{error.filename or folder}: {error.strerror or error}"
         trainer.journal.event("warning", f"the .pth.tar files can't be written: {reason}", trainer.progress.step)
 
 
-def _identity(path: Path) -> list[int]:
+def _size_and_time(path: Path) -> list[int]:
     found = path.stat()
     return [found.st_size, found.st_mtime_ns]

@@ -1,6 +1,6 @@
 """Sessions: custom training loops on several processes, with collectives and the same updates as `fit`.
 
-Under plain `python`, a session is one process. Under torchrun, or with the variables of `--init`, it joins a group.
+Under plain `python`, a session is one process. Under torchrun, or with the option cluster.init, it joins others.
 """
 
 import contextlib
@@ -152,28 +152,28 @@ class Session(Subgroup):
         Raises:
             UserError: the run is complete, and the network or the data have changed since.
         """
-        trainer = self._ready()
+        trainer = self._prepared_trainer()
         trainer.due.total_steps = self._last_step = count * trainer.feed.order.steps_per_epoch
         if self._concluded >= count and self._changed:
             what = f"the {self._concluded} epochs of this run are complete, but {self._changed[0]} changed"
-            hints = (f"train longer: epochs({2 * self._concluded})", "or start another run: session(out=…)")
+            hints = (f"train longer: session.epochs({2 * self._concluded})", "or start another run: session(out=…)")
             raise UserError(what, str(trainer.folder.path), hints)
         while self._concluded < count:
             epoch = self._concluded
             yield epoch
             if trainer.progress.epoch == epoch:  # the loop left the epoch before its end
                 trainer.progress.end_epoch()
-            self._conclude()
+            self._save_epoch()
 
     def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yields the remaining micro-batches of this process in the current epoch."""
-        trainer = self._ready()
+        trainer = self._prepared_trainer()
         if self._owed:  # resumed at the end of an epoch, where only the loop's own code must run
             self._owed = False
             return
         if self._begun and trainer.progress.step_in_epoch:
             trainer.progress.end_epoch()
-        self._conclude()
+        self._save_epoch()
         self._begun = True
         for update in updates(trainer, self._stop):
             self._own = custom_update.CustomUpdate(trainer.updater, update, trainer.progress.step)
@@ -197,7 +197,7 @@ class Session(Subgroup):
             weight: the sum of the weights if `loss` is a weighted mean; None: the number of samples. Pass weights for
                 all micro-batches or for none.
         """
-        self._ready()
+        self._prepared_trainer()
         if loss.numel() != 1:
             what = f"the loss is a tensor of shape {list(loss.shape)}"
             raise UserError(what, "session.backward", ("pass the mean over samples: loss.mean()",))
@@ -225,7 +225,7 @@ class Session(Subgroup):
         Raises:
             UserError: the session has no run folder, or the update isn't finished.
         """
-        trainer = self._ready()
+        trainer = self._prepared_trainer()
         if not self._folder:
             raise UserError("this session has no run folder", "session.save", ('open session(out="runs/mine")',))
         if self._unfinished():
@@ -260,7 +260,7 @@ class Session(Subgroup):
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """Returns the model's state dict with full, synchronized tensors on the CPU. Call it on all processes."""
-        trainer = self._ready()
+        trainer = self._prepared_trainer()
         with synchronized(trainer):
             return trainer.network.full_state_dict()
 
@@ -274,7 +274,7 @@ class Session(Subgroup):
             return
         self._synchronize(trainer)
         if self._folder:
-            self._conclude()
+            self._save_epoch()
             finish_save(trainer)
             if trainer.progress.step != trainer.progress.saved_step:
                 save_last(trainer)
@@ -291,7 +291,7 @@ class Session(Subgroup):
         self._trainer = self._hook = None
 
     def _synchronize(self, trainer: Trainer) -> None:
-        """Synchronizes the networks of all processes unless they are in sync; a collective."""
+        """Synchronizes the networks of all processes unless they are in sync. A collective."""
         if trainer.progress.step != self._together_at:
             self._together_at = trainer.progress.step
             trainer.synchronizer.finish(trainer.progress.step)
@@ -326,7 +326,7 @@ class Session(Subgroup):
         with evaluating(evaluated), torch.no_grad():
             return main_and_auxiliary(evaluated(images))[0].shape[1]
 
-    def _ready(self) -> Trainer:
+    def _prepared_trainer(self) -> Trainer:
         if self._trainer is None:
             raise UserError("session.prepare was not called", "session", ("call prepare before training",))
         return self._trainer
@@ -341,16 +341,16 @@ class Session(Subgroup):
         if self._own is None:
             raise UserError("optimizer.step() was called outside the loop over samples", "optimizer.step")
         if self._own.finish():
-            self._ready().count_update()
+            self._prepared_trainer().count_update()
 
     def _state(self) -> dict[str, Any]:
-        """Returns the session's entry in a checkpoint; a collective."""
+        """Returns the session's entry in a checkpoint. A collective."""
         state = json.dumps(scheduler_state(self._scheduler)) if self._scheduler else ""
         losses = self.all_gather(self._loss_sums()).tolist()
         return {custom_update.SESSION: {"epochs": self._concluded, "scheduler": state, "losses": losses}}
 
     def _saved_losses(self, saved: dict[str, Any]) -> list[Tensor]:
-        """Returns up to one tensor [2]: this process's saved loss sums; rank 0 gets all if the world size changed."""
+        """Returns this process's saved loss sums: [] or one tensor [2]. Rank 0 gets all if the world size changed."""
         losses = saved.get("losses", [])
         if len(losses) != self.size:
             losses = [[sum(column) for column in zip(*losses, strict=True)]] if self.is_main and losses else []
@@ -360,9 +360,9 @@ class Session(Subgroup):
     def _loss_sums(self) -> Tensor:
         return sum(self._loss, torch.zeros(2, device=self.device)).to(precise_dtype(self.device))
 
-    def _conclude(self) -> None:
-        """Saves a checkpoint, once, for a completed epoch and the loop's own code at the epoch's end; a collective."""
-        trainer = self._ready()
+    def _save_epoch(self) -> None:
+        """Saves a checkpoint, once per epoch, after the loop's own code at the epoch's end. A collective."""
+        trainer = self._prepared_trainer()
         self._owed, self._begun = False, False
         if trainer.progress.epoch > self._concluded:
             self._concluded = trainer.progress.epoch

@@ -26,7 +26,7 @@ from manyhands.parallel.replicas.batch_norm import GroupedNorm
 from manyhands.train.journal import RunContext
 from manyhands.train.state import Resumable
 from manyhands.train.trainer import Trainer
-from manyhands.train.trial_step import first_samples, now, restored
+from manyhands.train.trial_step import first_samples, restored, synchronized_time
 
 MACHINES = "machines"  # the default: measure speeds if the machines are of several kinds
 _WHERE, _EQUAL = "cluster.shares", "add --set cluster.shares=equal"
@@ -100,7 +100,7 @@ def _why_equal(job: Job, mode: str, network: ParallelNetwork, *, own: bool) -> s
 
 
 def previous_shares(found: Resumable | None) -> tuple[list[int] | None, int]:
-    """Returns `previous` and `most` for `order_and_sharing`, from a checkpoint."""
+    """Returns a checkpoint's shares (empty: equal; None: new run) and its largest micro-batch, 0 if unknown."""
     if found is None:
         return None, 0
     kept, most = found.snapshot.state.get("shares", []), int(found.snapshot.state.get("most_in_a_pass", 0))
@@ -124,13 +124,13 @@ def refuse_small_micro_batches(order: Order, batch_sharing: BatchSharing, networ
 
 
 class BalancedShares:
-    """Measures speeds and sets shares at the start of epochs; `known`: an earlier start has measured them."""
+    """Measures speeds and sets shares at the start of epochs; `known`: measured in an earlier start."""
 
     def __init__(self, *, known: bool) -> None:
         self._known, self._set_s, self._took_s = known, time.monotonic(), _WHILE_S * (_WHILES + 1)
 
     def balance(self, trainer: Trainer) -> None:
-        """Measures speeds and sets the shares, in later epochs only if that takes little time; a collective."""
+        """Measures speeds and sets the shares, in later epochs only if that takes little time. A collective."""
         if self._known and trainer.progress.step_in_epoch:
             return
         began_s = time.monotonic()
@@ -200,11 +200,11 @@ def _seconds_per_sample(trainer: Trainer) -> list[float]:
     micro_batch = full_batch(batch.images, batch.labels)
 
     def mean_s(least_s: float) -> float:
-        began_s, passes = now(world), 0
-        while not passes or now(world) - began_s < least_s:
+        began_s, passes = synchronized_time(world), 0
+        while not passes or synchronized_time(world) - began_s < least_s:
             updater.gradients.forward_backward(micro_batch, count, last=False)
             passes += 1
-        return (now(world) - began_s) / passes / count
+        return (synchronized_time(world) - began_s) / passes / count
 
     with restored(updater.network), torch.random.fork_rng(devices=[]):
         mean_s(0.0)  # the first pass is slower
@@ -214,7 +214,7 @@ def _seconds_per_sample(trainer: Trainer) -> list[float]:
 
 
 def _samples_that_fit(trainer: Trainer) -> int:
-    """Estimates the number of samples that fit into this process's memory; the entire batch with train.micro_batch.
+    """Estimates the number of samples that fit into this process's memory. With train.micro_batch, a batch fits.
 
     The peak memory so far is taken as that of an equal share; more samples may use half of the free memory.
     """

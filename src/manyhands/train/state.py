@@ -82,12 +82,12 @@ def capture(
 
 
 def split_state(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Returns two dicts: a network's tensors and its extra state as plain data. Raises UserError: not plain."""
+    """Returns two dicts: a network's tensors and its extra state as plain data. Raises UserError if not plain."""
     state = model.state_dict()
     try:
         extra = plain_extra_state(state)
     except TypeError as error:
-        hints = ("return numbers, strings, lists and dicts with string keys, or one tensor",)
+        hints = ("return one tensor, or numbers, strings, lists and dicts with string keys, from get_extra_state",)
         raise UserError(f"a module's get_extra_state can't be saved: {error}", "the network", hints) from None
     return {name: one for name, one in state.items() if isinstance(one, Tensor)}, extra
 
@@ -152,7 +152,7 @@ def restore(found: Resumable, network: ParallelNetwork, optimizer: Optimizer | N
 
 
 def load_snapshot(snapshot: Snapshot, model: nn.Module, where: str, *, renames: bool = True) -> None:
-    """Loads tensors and extra state into an unsharded network; see `fit_snapshot`."""
+    """Loads tensors and extra state into an unsharded network. Raises UserError if they don't match."""
     state = fit_snapshot(snapshot, model, where, renames=renames)
     # A custom `load_state_dict` may lack `strict`, which is needed only if extra state isn't saved.
     incomplete = model.state_dict().keys() - state.keys()
@@ -162,7 +162,7 @@ def load_snapshot(snapshot: Snapshot, model: nn.Module, where: str, *, renames: 
 def fit_snapshot(snapshot: Snapshot, model: nn.Module, where: str, *, renames: bool = True) -> dict[str, Any]:
     """Returns a snapshot as a state dict of `model`; skips unknown extra state with a note.
 
-    With `renames`, names may differ as in `fit_names`. Raises UserError if names or shapes don't match.
+    With `renames`, adds or removes prefixes such as "module.". Raises UserError if names or shapes don't match.
     """
     live = model.state_dict()
     fit = fitted(snapshot, live) if renames else snapshot
@@ -306,7 +306,7 @@ def training_digest(job: Job, length: int) -> str:
 
 
 def check_position(snapshot: Snapshot, digest: str, steps_per_epoch: int, names: list[str], where: str) -> None:
-    """Adjusts the step of another tool's checkpoint, or if `digest` differs. Raises UserError if within an epoch."""
+    """Recomputes the step if another tool saved it or `digest` differs. Raises UserError if it differs mid-epoch."""
     state = snapshot.state
     if state.get("foreign"):
         if snapshot.optimizer is not None:
@@ -321,7 +321,7 @@ def check_position(snapshot: Snapshot, digest: str, steps_per_epoch: int, names:
         return
     if state.get("step_in_epoch", 0):
         what = "the checkpoint is from the middle of an epoch, but train.batch, train.seed or the data changed"
-        hints = ("restore the batch, seed and data", "or resume from a checkpoint at the end of an epoch")
+        hints = ("restore train.batch, train.seed and the data", "or resume from a checkpoint at the end of an epoch")
         raise UserError(what, where, hints)
     state["step"] = int(state.get("epoch", 0)) * steps_per_epoch
 

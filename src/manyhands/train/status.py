@@ -1,4 +1,4 @@
-"""The status round, heartbeats, and monitors: slow ranks, stalls, communication, divergence, non-finite values.
+"""The status round, heartbeats, and monitors of slow ranks, stalls, communication, divergence, non-finite values.
 
 In a status round, about every half second (run.log_every_s), a small all-reduce sums measurements and requests to save
 or stop. Therefore, a signal on one process stops all processes at the same step, and the records cover all processes.
@@ -85,8 +85,8 @@ class Status(StatusSums):
 class StatusRound:
     """Determines when a status round is due, the same on every process, and runs it.
 
-    `every_s` is the approximate interval; `save_every_s` are the seconds between checkpoints by rank 0's clock. Rounds
-    that aren't forced run at multiples of `multiple` steps, when a slow link is free, or at the latest after LONGEST_S.
+    `every_s` is the approximate interval; `save_every_s` are the seconds between checkpoints by rank 0's clock. Unless
+    forced, rounds run at multiples of `multiple` steps, between exchanges over a slow link, or after LONGEST_S seconds.
     """
 
     def __init__(self, world: World, every_s: float, save_every_s: float, multiple: int = 1) -> None:
@@ -118,7 +118,7 @@ class StatusRound:
         extra: Callable[[float, int, float], list[float]] | None = None,
         replaced: int = 0,
     ) -> Status:
-        """Sums the measurements of all processes; a collective.
+        """Sums the measurements of all processes. A collective.
 
         `written`: this process has finished writing the save in progress. `extra`: called with the seconds, steps and
         seconds of waiting for data since the last round; returns more numbers to sum. `replaced`: unreadable pictures.
@@ -174,7 +174,7 @@ class SpeedMonitor:
     _stalls_s: list[float] = field(default_factory=list[float], init=False)
 
     def numbers_to_sum(self, seconds: float, steps: int, _waiting_s: float) -> list[float]:
-        """Returns numbers to sum over processes: each rank's seconds per step, then those of its last exchange."""
+        """Returns numbers to sum over processes: by rank, the seconds per step, then of the last exchange."""
         waited_s = self.synchronizer.waited_s
         self._stood_s, self._waited_s = waited_s - self._waited_s, waited_s
         step_s = (seconds - self._stood_s) / max(1, steps)
@@ -182,7 +182,7 @@ class SpeedMonitor:
         return [*(step_s * one for one in own), *(self.synchronizer.exchange_s * one for one in own)]
 
     def observe(self, status: Status, step: int, journal: Journal) -> Cost | None:
-        """Reports stalls and slow ranks; returns the method with its new pace, or None. The same on all processes."""
+        """Reports stalls and slow ranks. Returns the sync method with new `every` and `delay`, None if unchanged."""
         speeds_s, exchanges_s = status.extra[: self.world.size], status.extra[self.world.size :]
         self._report_stall(status.waited_s, step, journal)
         self._report_slow_rank(speeds_s, step, journal)
@@ -251,7 +251,7 @@ class CommunicationMonitor:
         return [max(0.0, seconds - busy_s - waiting_s), seconds, 1.0]
 
     def observe(self, status: Status, step: int, journal: Journal) -> None:
-        """Reports once if communication takes a large fraction of the time; a collective when it reports."""
+        """Reports once if communication takes a large fraction of the time. A collective if it reports."""
         if self._first < 0:
             self._first = step
             return
@@ -301,7 +301,7 @@ class HeartbeatWriter:
         """Records progress; `waiting`: the process now waits for data."""
         self._at, self._waiting = time.monotonic(), waiting
 
-    def updated(self, step: int) -> str:
+    def record_update(self, step: int) -> str:
         """Records an update that began at the last `beat`; returns a message if it took too long."""
         took_s, self._step = time.monotonic() - self._at, step
         message = self.stall_warning(took_s)
@@ -333,7 +333,7 @@ class HeartbeatWriter:
             yield
             return
         over = threading.Event()
-        thread = threading.Thread(target=self._write, args=(Path(path), over), daemon=True)
+        thread = threading.Thread(target=self._write_heartbeats, args=(Path(path), over), daemon=True)
         self.beat()
         thread.start()
         try:
@@ -343,7 +343,7 @@ class HeartbeatWriter:
             thread.join(HEARTBEAT_S)
 
     def heartbeat(self, count: int = 0) -> Heartbeat:
-        """Returns the current heartbeat; expensive fields are set only after `_STILL_S` seconds without progress."""
+        """Returns heartbeat number `count`; expensive fields are set only after `_STILL_S` seconds without progress."""
         still_s = time.monotonic() - self._at
         known = still_s > _STILL_S
         return Heartbeat(
@@ -360,7 +360,7 @@ class HeartbeatWriter:
     def _usual_s(self) -> float:
         return statistics.median(self._updates_s) if self._updates_s else 0.0
 
-    def _write(self, path: Path, over: threading.Event) -> None:
+    def _write_heartbeats(self, path: Path, over: threading.Event) -> None:
         count, temporary = 0, path.with_suffix(".new")
         while not over.wait(HEARTBEAT_S):
             count += 1
@@ -482,7 +482,7 @@ def _first_bad(model: nn.Module, images: Tensor) -> str:
 
 
 def explain_nonfinite(network: ParallelNetwork, world: World, measured: StepSums) -> RunError:
-    """Returns the error for a non-finite value found by a status round or a save; a collective."""
+    """Returns the error for a non-finite value found by a status round or a save. A collective."""
     mine = [float(measured.first_bad), float(measured.first_spoilt)]
     by_rank: list[list[float]] = gather_plain(mine, world)
     step = min(map(min, by_rank))

@@ -125,7 +125,7 @@ class Updater:
         self.skipped: list[str] = []  # messages about skipped updates, taken by the caller that reports them
 
     def __call__(self, update: UpdateShare, step: int) -> None:
-        """Runs update `step`, counted from 0; a collective.
+        """Runs update `step`, counted from 0. A collective.
 
         Calls the synchronizer's `before_update` (which may start an exchange), `before_last_micro_batch`,
         `on_gradients` and `after_update`, in this order; the last two may be collectives. Raises RunError if an update
@@ -147,7 +147,7 @@ class Updater:
         self.synchronizer.before_update(step)
 
     def finish(self, update: UpdateShare, step: int) -> None:
-        """Updates the parameters from the complete gradients; a collective. Raises RunError as `__call__` does."""
+        """Updates the parameters from the complete gradients. A collective. Raises RunError as `__call__` does."""
         CLOCK.to(UPDATE)
         for parameter in self._used:
             if parameter.grad is None and parameter.requires_grad:  # weight decay would move a frozen one
@@ -170,7 +170,7 @@ class Updater:
         CLOCK.to(COMPUTE)
 
     def _share_buffers(self) -> None:
-        """Broadcasts rank 0's buffers, as DDP does, because modules may update them from local data; a collective."""
+        """Broadcasts rank 0's buffers, as DDP does, because modules may update them from local data. A collective."""
         named = self.partial_update.buffers
         buffers = [named[name] for name in self._shared_buffers]
         before = [one.reshape(-1).view(torch.uint8) for one in buffers]
@@ -185,7 +185,7 @@ class Updater:
             buffers[number].copy_(value.clone().view(buffers[number].dtype).view_as(buffers[number]))
 
     def differing_buffers(self) -> list[str]:
-        """Returns the names of buffers that differed between processes before rank 0's broadcast; a collective."""
+        """Returns the names of buffers that differed between processes before rank 0's broadcast. A collective."""
         if self._shared_buffers:
             dist.all_reduce(self._differing, dist.ReduceOp.MAX)
         return [name for name, one in zip(self._shared_buffers, self._differing.tolist(), strict=True) if one]
@@ -201,7 +201,7 @@ class Updater:
             if last:
                 self.synchronizer.before_last_micro_batch()
             part.shape.seed = self.pass_seed(step, number)
-            on_result = functools.partial(self._measure, part, step, scale)
+            on_result = functools.partial(self._record, part, step, scale)
             self.gradients.forward_backward(part, divisor, last=last, on_result=on_result)
         if averages:
             self.gradients.finish()
@@ -211,7 +211,7 @@ class Updater:
         return mix(self._pass_seed ^ (step << 8) ^ number)
 
     def _divisor(self, update: UpdateShare, loss_fn: LossFn) -> float | Tensor:
-        """Returns the divisor of the sum of losses of the global batch; a collective if samples have weights."""
+        """Returns the divisor of the sum of losses of the global batch. A collective if samples have weights."""
         weigh = loss_fn.weigh
         if loss_fn.is_sum or weigh is None:
             return 1.0 if loss_fn.is_sum else float(update[0].shape.batch)
@@ -219,7 +219,7 @@ class Updater:
         copies = self.world.size // self.network.share.parts
         return nonzero(self.synchronizer.replica_sum(mine, self.world) / copies)
 
-    def _measure(self, part: MicroBatch, step: int, scale: float | Tensor | None, found: MicroBatchResult) -> bool:
+    def _record(self, part: MicroBatch, step: int, scale: float | Tensor | None, found: MicroBatchResult) -> bool:
         """Records a result; returns False after a non-finite loss, which makes all processes' gradients NaN."""
         if found.count:
             self.record_loss(part, step, found.loss if scale is None else found.loss * scale, found.count)
@@ -228,7 +228,7 @@ class Updater:
         return self.bad is None
 
     def record_loss(self, part: MicroBatch, step: int, loss: Tensor, count: int) -> None:
-        """Adds the sum [] of losses of `count` samples to the measurements. Raises RunError: the sum is not finite."""
+        """Adds the sum [] of losses of `count` samples to the measurements. May raise RunError if not finite."""
         measured = self.measured
         if self.device == "cpu":
             value = loss.item()
@@ -248,7 +248,7 @@ class Updater:
         checked = self.gradients.scaler is None and self.gradients.spoilt is None
         # Sharded by a plan: local shards are checked before the collective norm. FSDP: only the norm is checked.
         asked, together = self.options.clip or self.network.traits.sharded, self.network.share.together
-        if checked and (together or not asked) and not self._check_finite(self._finite(), update, step):
+        if checked and (together or not asked) and not self._check_finite(self._all_finite(), update, step):
             return False
         if not asked:
             return True
@@ -274,7 +274,7 @@ class Updater:
         return finite
 
     def _skip_update(self, update: UpdateShare, step: int) -> None:
-        """Skips this update, which still counts as a step; a collective of the processes with the same gradients."""
+        """Skips this update, which still counts as a step. A collective of the processes with the same gradients."""
         self._in_a_row += 1
         last = self._in_a_row if self._in_a_row >= self.options.stop_after_bad else 0
         error = explain_skipped(self, update, step, closely=bool(last))
@@ -291,7 +291,7 @@ class Updater:
         self.synchronizer.after_update(step + 1)
         CLOCK.to(COMPUTE)
 
-    def _finite(self) -> bool:
+    def _all_finite(self) -> bool:
         """Returns True if all gradients are finite; tests flat gradient buffers first. A collective on a mesh."""
         flat = self.gradients.flat if self.loss_fn else []
         finite = bool(flat) and all_finite(flat)
@@ -310,7 +310,7 @@ def _first_bad_step(so_far: Tensor | float, good: Tensor, step: int) -> Tensor:
 
 
 def explain_skipped(updater: Updater, update: UpdateShare, step: int, *, closely: bool) -> RunError:
-    """Returns the error for a non-finite loss or gradient; a collective of the processes with the same gradients.
+    """Returns the error for a non-finite loss or gradient. A collective of the processes with the same gradients.
 
     `closely` runs the network again to find the cause.
     """

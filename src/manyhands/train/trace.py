@@ -53,12 +53,12 @@ def trace(trainer: Trainer, epoch: Callable[[], Iterator[UpdateShare]]) -> None:
         began_us = min((event["ts"] for event in events if "ts" in event), default=0.0)
         moved = [{**event, "ts": event["ts"] - began_us} if "ts" in event else event for event in events]
         text = json.dumps({"traceEvents": moved, "displayTimeUnit": "ms"})
-        trainer.journal.file(lambda: write_atomic(trainer.folder.trace, text))
+        trainer.journal.write_file(lambda: write_atomic(trainer.folder.trace, text))
     CLOCK.take()  # the time of the profiler is not recorded
 
 
 def _own_events(file: Path, rank: int) -> list[dict[str, Any]]:
-    """Returns this process's events in Chrome's trace format, in microseconds since 1970; phases are a thread."""
+    """Returns this process's events in Chrome's trace format, in microseconds since 1970; phases form a thread."""
     if not file.is_file():
         return []  # training ended during the warm-up
     content = json.loads(file.read_bytes())

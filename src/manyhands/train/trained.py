@@ -37,7 +37,7 @@ from manyhands.train.evaluate import Evaluator
 from manyhands.train.journal import Journal
 from manyhands.train.loss import Evaluation, make_metrics
 from manyhands.train.objects import Objects
-from manyhands.train.parts import PICTURES, make_model, mesh_of, pixels_of, read_any, without_first_weights
+from manyhands.train.parts import PICTURES, make_model, mesh_of, pixels_of, read_any, without_initial_weights
 from manyhands.train.state import Resumable, find_state, outputs_of, restore
 
 
@@ -53,7 +53,7 @@ class NetworkSpec:
     def build(
         self, world: World, objects: Objects, found: Resumable | None, grid: Grid | None, request: ModeRequest | None
     ) -> ParallelNetwork:
-        """Builds the network, unsharded if `request` is None, and loads `found`'s weights, if any; a collective."""
+        """Builds the network, unsharded if `request` is None, and loads `found`'s weights, if any. A collective."""
         model = make_model(self.job, self.pixels, self.num_classes, world, objects, Journal(NOWHERE, rank=-1), grid)
         network = apply_mode(self.job.parallel.mode, model, world, request) if request else ParallelNetwork(model)
         if found:
@@ -62,12 +62,12 @@ class NetworkSpec:
 
 
 def _grid_of_one(names: Collection[str], world: World) -> Grid:
-    """Returns a mesh with these axes, each of size 1, for a process with the unsharded network."""
+    """Returns a mesh with axes called `names`, each of size 1, for a process with the unsharded network."""
     return Grid(Mesh(tuple((name, 1) for name in names)), World(device=world.device))
 
 
 def spec_of(job: Job, record: TrainedNetwork, pixels: Pixels) -> NetworkSpec:
-    """Returns the spec of a checkpoint's recorded network, without initial weights; other options are the job's."""
+    """Returns the NetworkSpec of a checkpoint's network, without initial weights. Other options come from `job`."""
     plain = {"name": record.name, "arguments": record.arguments, "pretrained": False, "weights": "", "num_classes": 0}
     train = {"precision": "fp64"} if record.double else {}
     sections = {"model": job.model.model_copy(update=plain), "train": job.train.model_copy(update=train)}
@@ -169,7 +169,7 @@ def guess(trained: Trained, pictures: Sequence[Any], most: int = 5, *, skip: boo
 
 
 def guess_together(trained: Trained, pictures: Sequence[Any], world: World) -> list[Guesses | str]:
-    """Runs `guess` with `skip` on all pictures, divided among processes; returns a list by picture. A collective."""
+    """Runs `guess` with `skip` on all pictures, divided among processes; returns a result per picture. A collective."""
     starts = range(0, len(pictures), BLOCK)
     mine = starts[world.rank :: world.size]
     everybody = gather_plain([_guess_block(trained, pictures[at : at + BLOCK], 5, skip=True) for at in mine], world)
@@ -210,9 +210,9 @@ def evaluate_checkpoint(
     given: Collection[str] = (),
     whole: bool = False,
 ) -> dict[str, Any]:
-    """Evaluates a checkpoint (or the job's initial network if `path` is None) on the job's data; a collective.
+    """Evaluates a checkpoint (or the job's initial network if `path` is None) on the job's data. A collective.
 
-    Returns the result of `as_plain`. Network and preprocessing come from the checkpoint if it records them, except for
+    Returns the evaluation as a dict. Network and preprocessing come from the checkpoint if it records them, except for
     the options whose keys are in `given`. With `whole`, the data is a plain folder of class folders, used completely.
     """
     objects = objects or Objects()
@@ -230,7 +230,7 @@ def evaluate_checkpoint(
     elif plan:
         request = ModeRequest(plan=plan, picture=data_setup.first_picture(loader))
     network = spec.build(world, objects, found, grid, request)
-    metrics = make_metrics(job.train.metrics, objects.metrics, live_only=True)
+    metrics = make_metrics(job.train.metrics, objects.metrics, skip_missing=True)
     try:
         evaluator = Evaluator(loader, len(source), len(classes), job, world, network, metrics)
         return as_plain(evaluator(autocast(job.train.precision, world.device)), classes)
@@ -258,7 +258,7 @@ def _network_and_samples(
         classes = data_setup.class_names(job, splits, outputs_of(found.snapshot) if found else 0)
         data_setup.check_labels(splits, len(classes))
         pixels = data_setup.pixels_for(job, splits, objects)
-        plain = without_first_weights(job, pixels.size, objects) if found else job
+        plain = without_initial_weights(job, pixels.size, objects) if found else job
         return NetworkSpec(plain, pixels, classes, len(classes)), splits.test
     source = by_names(splits.test, splits.classes, record.classes, job.data.name)
     now = DataOptions(**{key: getattr(job.data, key) for key in PICTURES if f"data.{key}" in given})
@@ -266,7 +266,7 @@ def _network_and_samples(
 
 
 def _mode_and_plan(job: Job, world: World) -> tuple[str, Plan | None]:
-    """Returns the parallel mode of an evaluation, and the job's plan, or None if for another number of processes."""
+    """Returns the parallel mode of an evaluation, and the job's plan, None if that is for another world size."""
     mode = job.parallel.mode
     if mode not in module_names(MODES) or not one_process_label(mode):  # a mode of one process suits any number here
         mode = resolve_mode(mode, world)

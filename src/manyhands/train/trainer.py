@@ -164,7 +164,7 @@ class Trainer:
             self.journal.event("stall", message, self.progress.step, seconds=seconds)
 
     def verify_replicas(self) -> None:
-        """Checks that unsharded networks are equal on all processes; a collective."""
+        """Checks that unsharded networks are equal on all processes. A collective."""
         if not self.network.traits.sharded and not self.world.alone:
             named = self.synchronizer.replicas(self.network.model)
             check_replicas(named, self.world, self.progress.step, self.network)
@@ -179,7 +179,7 @@ def seconds_between_saves(text: str) -> float:
 
 
 def record_status(trainer: Trainer, status: Status) -> None:
-    """Records the result of a status round; a collective for some results, on all processes or on none."""
+    """Records the result of a status round. All processes call this, because some results need collectives."""
     progress, steps_per_epoch = trainer.progress, trainer.feed.order.steps_per_epoch
     if progress.step == 1:
         trainer.journal.event("first-step", step=1)
@@ -231,7 +231,7 @@ def record_status(trainer: Trainer, status: Status) -> None:
 
 
 def record_time(trainer: Trainer) -> None:
-    """Records the seconds by phase of all processes since the last call; a collective if there is a run folder."""
+    """Records the seconds by phase of all processes since the last call. A collective if there is a run folder."""
     if trainer.folder is NOWHERE:
         return
     progress = trainer.progress
@@ -249,7 +249,7 @@ def record_time(trainer: Trainer) -> None:
 
 
 def record_replaced(trainer: Trainer) -> None:
-    """Records the pictures replaced since the last call; a collective. Raises RunError if there are too many."""
+    """Records the pictures replaced since the last call. A collective. Raises RunError if there are too many."""
     mine = trainer.feed.loader.replaced
     found = {name for names in gather_plain(mine, trainer.world) for name in names}
     mine.clear()
@@ -278,7 +278,7 @@ _MASKS = {
 }
 
 
-def exceptions(trainer: Trainer) -> list[str]:
+def dependence_reasons(trainer: Trainer) -> list[str]:
     """Returns the reasons why results depend on the number of processes, as sentences for plan.json and the report."""
     loss_fn = trainer.updater.loss_fn
     found = [loss_fn.dependent if loss_fn else "", *_norm_reasons(trainer), *_rng_reasons(trainer)]
@@ -302,7 +302,7 @@ def _norm_reasons(trainer: Trainer) -> list[str]:
     return [said] if unknown else []
 
 
-def exception_of_buffers(names: list[str]) -> str:
+def differing_buffers_reason(names: list[str]) -> str:
     more = f" and {len(names) - 3} more buffers" if len(names) > 3 else ""
     return f"{', '.join(names[:3])}{more}: each process updates these from its own samples; all use rank 0's values."
 

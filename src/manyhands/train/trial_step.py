@@ -102,16 +102,16 @@ def time_sample(model: nn.Module, images: Tensor, world: World) -> float:
     model.eval()
     with torch.no_grad(), seeded_generators(0, world.device), suppress(Exception):
         for _ in range(2):  # the first pass also sets things up
-            started = now(world)
+            started = synchronized_time(world)
             model(images)
-            taken.append(now(world) - started)
+            taken.append(synchronized_time(world) - started)
     model.train()
     # A backward pass takes about twice as long as a forward pass.
     return 3 * max(gather_plain(min(taken, default=0.0), world)) / len(images)
 
 
 def time_step(probe: StepProbe, loader: Loader, share: int, world: World) -> tuple[float, float]:
-    """Returns the seconds of an update of `share` samples and of its backward on the slowest process; a collective."""
+    """Returns the seconds of an update of `share` samples and of its backward on the slowest process. A collective."""
     count = min(share, MOST_TIMED, probe.options.micro_batch or share)
     batch = first_samples(loader, count)
     trained = [parameter for parameter in probe.network.model.parameters() if parameter.requires_grad]
@@ -123,13 +123,13 @@ def time_step(probe: StepProbe, loader: Loader, share: int, world: World) -> tup
         for number in range(TIMED):
             for parameter in trained:
                 parameter.grad = None
-            marks = [now(world)]
-            probe.run(batch, lambda _, marks=marks: marks.append(now(world)))
-            marks.append(now(world))
+            marks = [synchronized_time(world)]
+            probe.run(batch, lambda _, marks=marks: marks.append(synchronized_time(world)))
+            marks.append(synchronized_time(world))
             for copy, parameter in zip(copies, trained, strict=True):
                 copy.grad = parameter.grad
             optimizer.step()
-            marks.append(now(world))
+            marks.append(synchronized_time(world))
             taken[number] = torch.tensor([later - earlier for earlier, later in itertools.pairwise(marks)])
     forward_s, backward_s, update_s = taken.median(0).values.tolist()
     backward_s *= share / count
@@ -138,14 +138,14 @@ def time_step(probe: StepProbe, loader: Loader, share: int, world: World) -> tup
     return float(slowest[0]), float(slowest[1])
 
 
-def now(world: World) -> float:
-    """Returns the time in seconds after the device has finished its work."""
+def synchronized_time(world: World) -> float:
+    """Waits until the device has finished its work; returns the time in seconds."""
     wait_for(world.device)
     return time.perf_counter()
 
 
 def warm_up(updater: Updater, loader: Loader, count: int) -> None:
-    """Runs one backward pass, which fixes the order of DDP's buckets in new and resumed runs; a collective."""
+    """Runs one backward pass, which fixes the order of DDP's buckets in new and resumed runs. A collective."""
     # With three or more processes, the order of a sum changes its last bits. Parameters and buffers don't change.
     if updater.world.size < 3 or not updater.network.traits.orders_sums:
         return
@@ -156,7 +156,7 @@ def warm_up(updater: Updater, loader: Loader, count: int) -> None:
 
 
 def sum_of_outputs(output: Any, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Replaces an unknown custom loss: returns the sum [] of all outputs, and empty logits [n, 0]."""
+    """Takes the place of an unknown custom loss: returns the sum [] of all outputs, and empty logits [n, 0]."""
     zero = torch.zeros((), device=labels.device, requires_grad=True)
     found = (one for one in tree_leaves(output) if isinstance(one, Tensor) and one.requires_grad)
     return sum((one.float().sum() for one in found), zero), labels.new_zeros(len(labels), 0)
@@ -213,7 +213,7 @@ class _CompiledCalls:
 
 
 def compile_updates(trainer: Trainer) -> None:
-    """Compiles the passes of an update before training, so that compilation isn't reported as a stall; a collective."""
+    """Compiles the passes of an update before training, so that compilation isn't reported as a stall. A collective."""
     network, updater, feed = trainer.network, trainer.updater, trainer.feed
     calls, count = _CompiledCalls(network.model, network.norms), min(feed.order.batch, feed.order.length)
     world, began = trainer.world, time.monotonic()

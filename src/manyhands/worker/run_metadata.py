@@ -30,7 +30,7 @@ def write_metadata(trainer: Any, about: Mapping[str, Any] = MappingProxyType({})
     fields of plan.json. Raises UserError if options were changed, but no update remains.
     """
     from manyhands.parallel.group.plain import gather_plain
-    from manyhands.train.trainer import exception_of_buffers
+    from manyhands.train.trainer import differing_buffers_reason
 
     ranks = gather_plain(local_environment(trainer.world), trainer.world)
     if not trainer.world.is_main:
@@ -65,18 +65,18 @@ def write_metadata(trainer: Any, about: Mapping[str, Any] = MappingProxyType({})
         write_plan_record(folder.plan, plan.model_copy(update={**about, "resolved": options}))
 
     def note_differing_buffers(names: list[str]) -> None:
-        message = exception_of_buffers(names)
+        message = differing_buffers_reason(names)
         if message not in plan.exceptions:
             plan.exceptions[known:] = [message]
             journal.event("warning", message, trainer.progress.step)
-            journal.file(write_files)
+            journal.write_file(write_files)
 
     def write_on_first_update() -> None:
         for change in changes:
             message = f"{change} (from step {step})"
             journal.event("changed", message, step, option=change.key, old=change.old, new=change.new)
-        journal.file(lambda: replace_job(folder, job))
-        journal.file(write_files)
+        journal.write_file(lambda: replace_job(folder, job))
+        journal.write_file(write_files)
 
     if trained:
         trainer.hooks.on_first_update = write_on_first_update
@@ -164,7 +164,7 @@ def local_environment(world: Any) -> dict[str, Any]:
 
 def plan_of(trainer: Any) -> PlanRecord:
     """Returns the plan for plan.json. `exceptions` lists why results depend on the number of processes."""
-    from manyhands.train.trainer import exceptions
+    from manyhands.train.trainer import dependence_reasons
 
     order, sharing, plan = trainer.feed.order, trainer.feed.sharing, trainer.network.traits.plan
     shares = sharing.micro_batches(min(order.batch, order.length))
@@ -183,5 +183,5 @@ def plan_of(trainer: Any) -> PlanRecord:
         "norm_group": trainer.job.train.norm_group,
         "steps_per_epoch": order.steps_per_epoch,
         "total_steps": trainer.due.total_steps,
-        "exceptions": exceptions(trainer),
+        "exceptions": dependence_reasons(trainer),
     })  # fmt: skip
