@@ -42,7 +42,7 @@ class SaveError(RunError):
 
 
 def refuse_non_finite(snapshot: Snapshot) -> None:
-    """Raises NotFiniteError for the first tensor with NaN or infinite values that was finite initially."""
+    """Raises NotFiniteError for the first tensor with NaN or infinite values, unless its initial values had some."""
     for name, tensor in snapshot.model.items():
         if name in snapshot.endless or not (tensor.is_floating_point() or tensor.is_complex()):
             continue
@@ -211,7 +211,7 @@ class CheckpointWriter:
         self.folder, self.group, self.layout, self.pieces = folder, group, layout, pieces
 
     def write(self, step: int, snapshot: Snapshot) -> Path:
-        """Saves folder/step-NNNNNNNN; a collective. Keeps an existing valid checkpoint of that step.
+        """Saves folder/step-NNNNNNNN. A collective. Keeps an existing valid checkpoint of that step.
 
         The snapshot has this process's shards, in the shapes of `TensorLayout.local_shape`, and must not change until
         this method returns. With `pieces`, rank 0 supplies the plain data.
@@ -235,7 +235,7 @@ class CheckpointWriter:
         return target
 
     def _run_on_all(self, work: Callable[[], T]) -> list[T]:
-        """Returns the results of `work` (JSON data) by rank; a collective. Raises the first failed rank's error."""
+        """Runs `work` on all ranks; returns its results (JSON data) by rank. Raises the first failed rank's error."""
         error: Exception | None = None
         try:
             answer: dict[str, Any] = {"result": work()}
@@ -280,7 +280,7 @@ class CheckpointWriter:
 
     def _is_saved(self, target: Path, contents: Contents) -> bool:
         """True on a writer that already has a valid checkpoint `target`. Otherwise rank 0 checks the free space."""
-        if self.group.rank in self.group.writers and folders.verifies(target):
+        if self.group.rank in self.group.writers and folders.is_intact(target):
             return True
         if self.group.rank == 0:
             self._prepare_folder(contents)
@@ -302,12 +302,12 @@ class CheckpointWriter:
                     (staged / files.TOKEN).unlink()
                     contents.finish(staged, {name: entry for one in own for name, entry in one.items()}, pieces=True)
                     folders.commit(staged, target)
-                    folders.remember(target)
+                    folders.mark_intact(target)
 
             self._run_on_all(finish)
 
     def _shared_folder(self, stack: ExitStack, step: int) -> Path:
-        """Creates a temporary folder on rank 0, and checks with a token file that all ranks see it; a collective."""
+        """Creates a temporary folder on rank 0, and checks with a token file that all ranks see it. A collective."""
 
         def stage() -> list[str]:
             if self.group.rank != 0:
@@ -341,7 +341,7 @@ class CheckpointWriter:
                     with folders.staging(self.folder, contents.step) as staged:
                         replace(contents, fetch=lambda *_: next(assembled)).write_unsharded(staged)
                         folders.commit(staged, target)
-                    folders.remember(target)
+                    folders.mark_intact(target)
             except OSError as error:
                 if self.group.rank == 0:
                     raise

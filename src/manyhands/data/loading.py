@@ -86,7 +86,7 @@ def open_loader(  # noqa: PLR0913 - all but two are named
 class MemoryLoader(Loader):
     """Loads pictures from memory; processes several small requests at once to reduce the overhead of operations.
 
-    Pixels don't depend on the grouping: augmentation depends only on the sample, normalization only on the pixel.
+    Grouping requests doesn't change pixels: augmentation depends only on the sample, normalization only on the pixel.
     """
 
     def __init__(self, source: ImagesInMemory, pixels: Pixels, normalize: Normalize, *, train: bool, seed: int) -> None:

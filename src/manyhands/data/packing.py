@@ -178,7 +178,7 @@ class _Contents:
 
 
 def read_contents(root: Path) -> _Contents:
-    """Lists the same pictures as training. Raises UserError: the folder can't be used, or a picture is missing."""
+    """Lists a folder's pictures as training does. Raises UserError: the folder is unusable, or a picture is missing."""
     listings = list_parts(root)
     states = [listing.names.file_states() for listing in listings]
     sizes, times = (numpy.concatenate([state[column] for state in states]) for column in (0, 1))

@@ -89,7 +89,7 @@ class PowerSgd(Synchronizer):
         self._begun.put(True)
 
     def on_gradients(self) -> None:
-        """Waits until the gradients are averaged; a collective. Raises RuntimeError if a collective fails."""
+        """Waits until the gradients are averaged. A collective. Raises RuntimeError if a collective fails."""
         if not self._expecting:
             self.before_last_micro_batch()
         self._offer(also_incomplete=True)
@@ -121,7 +121,7 @@ class PowerSgd(Synchronizer):
             batch.compressor.load({name: one.to(batch.residual.device) for name, one in own.items()})
 
     def forget(self) -> str:
-        """Drops residuals and restores the initial factors, between two updates; returns a sentence for the user."""
+        """Drops residuals and restores the initial factors, between two updates; returns a message for the user."""
         for batch, first in zip(self._batches, self._first, strict=True):
             batch.residual.zero_()
             batch.compressor.load(first)
