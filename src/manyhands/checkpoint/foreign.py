@@ -32,7 +32,7 @@ _HARMLESS = re.compile(r"torch\._utils\._rebuild\w+|torch\.(storage\.)?\w+Storag
 
 
 def read_foreign(path: Path) -> Snapshot:
-    """Reads a .pth.tar of PyTorch's ImageNet example, main.py, a state dict or .safetensors; runs no code in the file.
+    """Reads a state dict, .safetensors or .pth.tar of PyTorch's ImageNet example, main.py; runs no code in the file.
 
     `model` keeps the file's names (see `fit_names`), `optimizer` main.py's parameter numbers (see `name_optimizer`).
     `state` has "foreign" ("imagenet-main", "state-dict" or "safetensors"), and for main.py "arch", "epoch", "best"
@@ -140,7 +140,7 @@ def _unloadable(path: Path) -> UserError:
 
 
 def _main_state(content: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Extracts plain values from a file of PyTorch's ImageNet example, main.py, whose best_acc1 is in percent."""
+    """Extracts epoch, scores … from a file of PyTorch's ImageNet example, main.py, whose best_acc1 is in percent."""
     state: dict[str, Any] = {"foreign": "imagenet-main", "epoch": int(_get_number(content, "epoch", path))}
     if isinstance(content.get("arch"), str):
         state["arch"] = content["arch"]
@@ -181,7 +181,7 @@ def _main_optimizer(content: dict[str, Any], path: Path) -> dict[str, Any] | Non
 
 
 def _step_schedule(saved: Any, epoch: int, group: dict[str, Any]) -> dict[str, Any]:
-    """Returns the saved StepLR state, else that of PyTorch's ImageNet example, main.py, at this epoch and rate."""
+    """Returns the saved StepLR state, else the one that PyTorch's ImageNet example, main.py, has at this epoch."""
     if isinstance(saved, dict) and {"step_size", "gamma", "last_epoch"} <= set(saved):
         return saved
     rate = float(group["lr"])

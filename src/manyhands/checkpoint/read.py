@@ -23,7 +23,7 @@ def torch_type(kind: describe.ElementType) -> torch.dtype:
 
 
 class StoredTensors:
-    """A file's tensors by name, in the order of writing; `read_region(name, region)` reads part of a tensor."""
+    """Tensors by name, in the order of writing. `read_region(name, region)` reads part of a tensor as it is stored."""
 
     def __init__(self, described: Tensors, read_region: Callable[[str, Region], Tensor]) -> None:
         self.described, self._read_region = described, read_region

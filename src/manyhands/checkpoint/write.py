@@ -42,7 +42,7 @@ class SaveError(RunError):
 
 
 def refuse_non_finite(snapshot: Snapshot) -> None:
-    """Raises NotFiniteError for the first tensor with NaN or infinite values, unless its initial values had some."""
+    """Raises NotFiniteError for the first tensor with NaN or infinity, except tensors that had some before training."""
     for name, tensor in snapshot.model.items():
         if name in snapshot.endless or not (tensor.is_floating_point() or tensor.is_complex()):
             continue
@@ -279,7 +279,7 @@ class CheckpointWriter:
         return made[0]
 
     def _is_saved(self, target: Path, contents: Contents) -> bool:
-        """True on a writer that already has a valid checkpoint `target`. Otherwise rank 0 checks the free space."""
+        """True if this rank writes and has a valid checkpoint `target`. If not, rank 0 also checks the free space."""
         if self.group.rank in self.group.writers and folders.is_intact(target):
             return True
         if self.group.rank == 0:

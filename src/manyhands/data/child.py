@@ -37,7 +37,7 @@ def begin_worker(_number: int, *, parent: int, follow: bool) -> None:
 
 
 def _answer_with_error(answers: Any, error: Exception, answer: tuple[int, Any]) -> None:
-    """Sends the training process an error in place of `answer`, which can't be sent. Exits after a RunError."""
+    """Sends an error in place of `answer`, which can't be sent. If `answer` is an error already, exits."""
     traceback.print_exc()
     number, content = answer
     if isinstance(content, RunError):

@@ -100,7 +100,7 @@ def split_word(path: str) -> str:
 
 
 def _split_kinds(folders: Iterable[str]) -> dict[str, str]:
-    """Maps split folders to "train", "val" …. Other words in a name count only if shared: pets_train, pets_test."""
+    """Maps split folders to "train", "val" …. A name with other words needs a partner: pets_train and pets_test."""
     parsed = {name: parse_split(name) for name in folders}
     kinds = {rest: {kind for kind, other in parsed.values() if kind and other == rest} for _, rest in parsed.values()}
     common = {rest for rest, found in kinds.items() if "train" in found and len(found) > 1}

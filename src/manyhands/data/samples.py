@@ -351,7 +351,7 @@ def _counted_classes(found: list[Tensor]) -> tuple[str, ...]:
 
 
 def _pixels(source: Source) -> Pixels:
-    """Derives preprocessing from samples. Pictures get their one size, the largest if small, else 224; tensors stay."""
+    """Derives preprocessing from a few samples. Size: that of all pictures, the largest if small, else 224."""
     if isinstance(source, ImagesInMemory):
         return measured_pixels(source.images, "none")
     assert isinstance(source, UserSamples)

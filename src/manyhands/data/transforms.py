@@ -77,7 +77,7 @@ def epoch_rng(seed: int, epoch: int, sample: int) -> SampleRng:
 
 
 def spread(count: int, length: int) -> Tensor:
-    """Selects `count` of `length` indices, always the same, sorted, int64 [n]; a larger count selects them too."""
+    """Selects `count` of `length` indices, sorted, int64 [n]. Deterministic; a larger count selects a superset."""
     order = torch.argsort(mix_bits(torch.arange(length)), stable=True)
     return order[:count].sort().values
 

@@ -64,7 +64,7 @@ def drive(steps: ExchangeSteps[T]) -> T:
 
 
 class AsyncExchange(Generic[T]):
-    """Runs an exchange in a thread, or blocks in the constructor if not `in_thread`. `seconds`: duration, 0 until done."""
+    """Runs an exchange in a thread, or blocks if not `in_thread`. `seconds`: its duration, 0 until it ends."""
 
     def __init__(self, steps: ExchangeSteps[T], *, in_thread: bool = True) -> None:
         self._steps, self._began_s, self.seconds = steps, time.perf_counter(), 0.0

@@ -150,7 +150,7 @@ def trained_of(network: HasGradients) -> dict[str, nn.Parameter]:
 
 
 class Synchronizer:
-    """The training loop's interface to a sync method. In the base class, the mode (such as DDP) averages gradients."""
+    """The training loop's interface to a sync method. With this base class, the parallel mode averages gradients."""
 
     reduces = True  # True if the mode averages gradients
     group: Any = None  # the processes over which the mode averages gradients; None: all
@@ -184,7 +184,7 @@ class Synchronizer:
         """Makes the networks of all processes equal, at the end of training. A collective."""
 
     def average_buffers(self, step: int) -> None:
-        """Averages the buffers for `averaged`, after `step` updates. A collective."""
+        """Averages the buffers over processes, after `step` updates; `averaged` uses the result. A collective."""
 
     def averaged(self) -> contextlib.AbstractContextManager[None]:
         """Returns a context in which the network has the averaged parameters and buffers."""
