@@ -125,7 +125,7 @@ def choose(reference: Path, which: Literal["best", "last"]) -> tuple[Path, list[
     folder = reference / "checkpoints" if (reference / "checkpoints").is_dir() else reference
     last, passed_over = newest(folder)
     if last is not None:
-        found = last if which == "last" else _best(folder, last, passed_over)
+        found = last if which == "last" else _best_checkpoint(folder, last, passed_over)
         return found, [*passed_over, f"{found.name} is used instead"] if passed_over else []
     if not any(folder.glob("*.distcp")):
         raise UserError(f"{reference} holds no checkpoint that can be read", str(folder), tuple(passed_over))
@@ -134,7 +134,7 @@ def choose(reference: Path, which: Literal["best", "last"]) -> tuple[Path, list[
     raise UserError(what, str(folder), hints)
 
 
-def _best(folder: Path, last: Path, passed_over: list[str]) -> Path:
+def _best_checkpoint(folder: Path, last: Path, passed_over: list[str]) -> Path:
     """Returns the best checkpoint that `last` records; if damaged, the newest that was best when saved, else `last`."""
     step = (read_state(last).get("best") or {}).get("step")
     best = last if step is None else folder / files.step_name(step)

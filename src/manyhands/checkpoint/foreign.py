@@ -54,7 +54,7 @@ def read_foreign(path: Path) -> Snapshot:
         return Snapshot(model, None, {"foreign": "safetensors"})
     if weights is not content.get("state_dict") or _LIGHTNING in content:
         return Snapshot(model, None, {"foreign": "state-dict", **extra})
-    return Snapshot(model, _main_optimizer(content, path), {**_main_state(content, path), **extra})
+    return Snapshot(model, _imagenet_optimizer(content, path), {**_imagenet_state(content, path), **extra})
 
 
 def name_optimizer(optimizer_state: dict[str, Any], parameter_names: list[str]) -> dict[str, Any]:
@@ -109,7 +109,7 @@ def _load_file(path: Path) -> dict[str, Any]:
             warnings.simplefilter("ignore")  # about pickle protocols that torch itself doesn't write
             content = torch.load(path, weights_only=True, map_location="cpu")
     except pickle.UnpicklingError as error:
-        raise _unloadable(path) from error
+        raise _unloadable_error(path) from error
     except Exception as error:  # torch's unpickler raises struct.error, KeyError and others
         # Besides BadZipFile: damaged names raise ValueError, unknown ZIP versions NotImplementedError.
         damage, script = (zipfile.BadZipFile, OSError, NotImplementedError, ValueError), False
@@ -125,7 +125,7 @@ def _load_file(path: Path) -> dict[str, Any]:
     return content
 
 
-def _unloadable(path: Path) -> UserError:
+def _unloadable_error(path: Path) -> UserError:
     found = object_names(path)
     if not found:
         return damaged_error(path)
@@ -139,7 +139,7 @@ def _unloadable(path: Path) -> UserError:
     return UserError(f"{path.name} holds Python objects ({shown}), which are not loaded", str(path), hints)
 
 
-def _main_state(content: dict[str, Any], path: Path) -> dict[str, Any]:
+def _imagenet_state(content: dict[str, Any], path: Path) -> dict[str, Any]:
     """Extracts epoch, scores … from a file of PyTorch's ImageNet example, main.py, whose best_acc1 is in percent."""
     state: dict[str, Any] = {"foreign": "imagenet-main", "epoch": int(_get_number(content, "epoch", path))}
     if isinstance(content.get("arch"), str):
@@ -163,7 +163,7 @@ def _get_number(content: dict[str, Any], key: str, path: Path) -> float:
     return value
 
 
-def _main_optimizer(content: dict[str, Any], path: Path) -> dict[str, Any] | None:
+def _imagenet_optimizer(content: dict[str, Any], path: Path) -> dict[str, Any] | None:
     found = content.get("optimizer")
     if not isinstance(found, dict):
         return None

@@ -32,7 +32,7 @@ class Preprocessing(BaseModel):
     std: tuple[float, ...]
 
     @model_validator(mode="after")
-    def _fits_together(self) -> "Preprocessing":
+    def _check_consistency(self) -> "Preprocessing":
         if not self.own:
             if self.channels not in (1, 3) or not len(self.mean) == len(self.std) == self.channels:
                 raise ValueError("mean and std don't match the number of channels")
@@ -96,7 +96,7 @@ def find_record(checkpoint: Path, state: Mapping[str, Any]) -> TrainedNetwork | 
             try:
                 return parse_record(parse_json(read_bytes(file)), str(file))
             except (OSError, ValueError) as error:
-                raise _damaged(str(file), str(error)) from error
+                raise _damaged_error(str(file), str(error)) from error
     return None
 
 
@@ -109,9 +109,9 @@ def parse_record(content: Any, where: str) -> TrainedNetwork:
     try:
         return TrainedNetwork.model_validate(content)
     except ValidationError as error:
-        raise _damaged(where, str(error.errors()[0]["msg"])) from error
+        raise _damaged_error(where, str(error.errors()[0]["msg"])) from error
 
 
-def _damaged(where: str, reason: str) -> UserError:
+def _damaged_error(where: str, reason: str) -> UserError:
     what = f"the network description can't be read: {reason.splitlines()[0] if reason else 'empty file'}"
     return UserError(what, where, ("use another checkpoint of the run, or a copy of this checkpoint",))

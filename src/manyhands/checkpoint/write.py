@@ -331,7 +331,7 @@ class CheckpointWriter:
         return staged
 
     def _write_unsharded(self, target: Path, contents: Contents, *, writes: bool) -> None:
-        assembled = self._assembled(contents)
+        assembled = self._assemble_tensors(contents)
         failed: list[OSError] = []
 
         def write_or_send() -> None:
@@ -355,7 +355,7 @@ class CheckpointWriter:
         if failed:
             raise save_error(self.folder, failed[0]) from failed[0]
 
-    def _assembled(self, contents: Contents) -> Iterator[Tensor]:
+    def _assemble_tensors(self, contents: Contents) -> Iterator[Tensor]:
         """Yields each unsharded tensor in its view, in file order, on writers; yields nothing elsewhere. A collective.
 
         The writers take turns to receive shards, from ranks on their machine where possible. No reference to a tensor
@@ -366,7 +366,7 @@ class CheckpointWriter:
                 for writer, near in self.group.writers.items():
                     regions = tensors[name].layout.nearest(contents.mesh, near)
                     if self.group.rank == writer:
-                        yield self._received(contents, kind, name, regions)
+                        yield self._receive_tensor(contents, kind, name, regions)
                     elif self.group.rank in regions:
                         region = regions[self.group.rank]
                         piece = contents.fetch(kind, name, region)
@@ -374,7 +374,7 @@ class CheckpointWriter:
                             if (values := piece[read.slices(block, region)]).numel():
                                 dist.send(_as_bytes(values).to(self.group.device), dst=writer)
 
-    def _received(self, contents: Contents, kind: str, name: str, regions: dict[int, Region]) -> Tensor:
+    def _receive_tensor(self, contents: Contents, kind: str, name: str, regions: dict[int, Region]) -> Tensor:
         described = contents.tensors[kind][name]
         if not described.layout.cuts and self.group.rank in regions:
             return contents.fetch(kind, name, regions[self.group.rank])

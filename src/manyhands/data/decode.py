@@ -108,7 +108,7 @@ def _opened(path: str, content: bytes) -> Iterator[Image.Image]:
     try:
         with Image.open(io.BytesIO(content)) as image:
             if image.width * image.height > _MOST_MEGAPIXELS * 1_000_000:
-                raise _too_large(path, image.width * image.height)
+                raise _too_large_error(path, image.width * image.height)
             channels = getattr(image, "tag_v2", {}).get(TiffImagePlugin.SAMPLESPERPIXEL, 1)
             if channels > 2 and len(image.getbands()) == 1:  # separate planes, of which Pillow reads only the first
                 raise corrupt_image_error(path, f"{_OTHER_TIFF}; found {channels} channels")
@@ -116,7 +116,7 @@ def _opened(path: str, content: bytes) -> Iterator[Image.Image]:
     except (CorruptImageError, MemoryError):
         raise
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:  # the latter with -W error
-        raise _too_large(path, int((re.search(r"\d+", str(error)) or [0])[0])) from error
+        raise _too_large_error(path, int((re.search(r"\d+", str(error)) or [0])[0])) from error
     except Exception as error:
         reason = str(error) or type(error).__name__
         if isinstance(error, Image.UnidentifiedImageError):
@@ -125,7 +125,7 @@ def _opened(path: str, content: bytes) -> Iterator[Image.Image]:
         raise corrupt_image_error(path, reason) from error
 
 
-def _too_large(path: str, pixels: int) -> CorruptImageError:
+def _too_large_error(path: str, pixels: int) -> CorruptImageError:
     reason = f"{pixels / 1e6:.0f} megapixels exceed the limit of {_MOST_MEGAPIXELS}; resize the picture"
     return corrupt_image_error(path, reason)
 

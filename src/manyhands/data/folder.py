@@ -221,7 +221,7 @@ def list_pack(folder: Path) -> Listed:
         packed = PackedRows(pack, numpy.arange(start, stop))
         names = PictureNames(pack.names.names[start:stop], str(pack.folder / word), packed)
         listings.append(Listing(pack.folder / word, pack.classes, names, labels, word))
-    return tuple(listings), _notes(pack)
+    return tuple(listings), _pack_notes(pack)
 
 
 def difference(pack: PackedSet, listings: Sequence[Listing]) -> str:
@@ -261,10 +261,10 @@ def use_pack(root: Path, listings: Parts, options: DataOptions) -> Listed:
         return listings, (f"the packed copy {place.name} is ignored: its pictures are too small ({pack.resizing})",)
     rows = {word: PackedRows(pack, numpy.arange(start, stop)) for word, start, stop in pack.groups}
     found = (replace(listing, names=replace(listing.names, packed=rows[listing.word])) for listing in listings)
-    return tuple(found), _notes(pack)
+    return tuple(found), _pack_notes(pack)
 
 
-def _notes(pack: PackedSet) -> tuple[str, ...]:
+def _pack_notes(pack: PackedSet) -> tuple[str, ...]:
     if not pack.size:
         return ()
     notes = [f"{pack.folder.name} holds resized pictures ({pack.resizing}), which may change the results"]

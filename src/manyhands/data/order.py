@@ -68,7 +68,7 @@ class BatchSharing:
         return self.micro_batch * self.edges[-1] // max(self.shares, default=1)
 
     def within(self, most: int, count: int) -> "BatchSharing":
-        """Returns a copy for updates of `count` samples; a rank gets up to `most` per pass (0: any), or a BatchNorm group."""
+        """Returns a copy for updates of `count` samples: `most` per rank and pass (0: any number), or one group."""
         if self.micro_batch or not most:
             return replace(self, most=self.largest_share(count))
         widest = max(last - first for first, last in itertools.pairwise(group_edges(count, self.group)))

@@ -172,7 +172,7 @@ class LowRank:
         self.prepare()
         pieces = values.split(self._sizes)
         thin = [
-            known @ (matrix if self._sends_right(one) else matrix.T)
+            known @ (matrix if self._sends_right_factor(one) else matrix.T)
             for one, known, matrix in zip(self.ranks.matrices, self._known, self._matrices(pieces), strict=True)
         ]
         return torch.cat([tensor.reshape(-1) for tensor in (*thin, *(pieces[place] for place in self.ranks.rest))])
@@ -198,11 +198,11 @@ class LowRank:
         averaged, own, unsent = self._unflatten(mean), self._unflatten(sent - lost), self._unflatten(lost)
         for number, (one, matrix) in enumerate(zip(self.ranks.matrices, self._matrices(pieces), strict=True)):
             known = self._known[number]
-            left, right = (known, averaged[number]) if self._sends_right(one) else (averaged[number], known)
+            left, right = (known, averaged[number]) if self._sends_right_factor(one) else (averaged[number], known)
             write_product(self.arithmetic.multiply, left, right, slots[one.place])
             between()
             # Not relative to the mean of all factors: the distance from the mean would accumulate.
-            left, right = (known, own[number]) if self._sends_right(one) else (own[number], known)
+            left, right = (known, own[number]) if self._sends_right_factor(one) else (own[number], known)
             matrix.addmm_(left.T, right, alpha=-1)
             between()
         for number, place in enumerate(self.ranks.rest, len(self.ranks.matrices)):
@@ -226,7 +226,7 @@ class LowRank:
         self._turn, self._averaged = int(state["turn"]), None
         self._known = [state[f"known.{number}"] for number in range(len(self._known))]
 
-    def _sends_right(self, one: Matrix) -> bool:
+    def _sends_right_factor(self, one: Matrix) -> bool:
         return bool((one.first + self._turn) % 2)
 
     def _matrices(self, pieces: Sequence[Tensor]) -> list[Tensor]:

@@ -102,7 +102,7 @@ class LocalSteps(Synchronizer):
             self._apply_exchange()
         self._average_now(step)
         self.average_buffers(step)
-        self._write(self.anchor, self.buffers.averaged)
+        self._write_network(self.anchor, self.buffers.averaged)
 
     def average_buffers(self, step: int) -> None:
         """Waits for an exchange in progress, then averages the buffers, at most once per step. A collective."""
@@ -120,11 +120,11 @@ class LocalSteps(Synchronizer):
     def averaged(self) -> Iterator[None]:
         """Sets the network to the anchor and the averaged buffers in this context, for evaluation and checkpoints."""
         own = as_vector(self.parameters, self._dtype), self.buffers.own()
-        self._write(self.anchor, self.buffers.averaged)
+        self._write_network(self.anchor, self.buffers.averaged)
         try:
             yield
         finally:
-            self._write(*own)
+            self._write_network(*own)
 
     def replicas(self, model: nn.Module) -> dict[str, Tensor]:
         frozen = {name: one.detach() for name, one in model.named_parameters() if not one.requires_grad}
@@ -148,7 +148,7 @@ class LocalSteps(Synchronizer):
         """Restores `state`; the network must be at the anchor. Restarts an exchange that was in progress."""
         self.begin()
         moved = {name: tensor.to(self.anchor.device) for name, tensor in tensors.items()}
-        self._write(moved["parameters"], moved["buffers"])
+        self._write_network(moved["parameters"], moved["buffers"])
         self._residual, self.rounds = moved["held"], numbers["rounds"]
         if self.pace.momentum and moved["speed"].numel():
             self._speed = moved["speed"]
@@ -198,6 +198,6 @@ class LocalSteps(Synchronizer):
             add_vector(mean.sub_(flight.moved), self.parameters)
         self._flight, self.rounds = None, self.rounds + 1
 
-    def _write(self, parameters: Tensor, buffers: Tensor) -> None:
+    def _write_network(self, parameters: Tensor, buffers: Tensor) -> None:
         write_vector(parameters, self.parameters)
         self.buffers.write(buffers)
