@@ -5,12 +5,12 @@ import json
 import pytest
 import torch
 
-from manyhands.checkpoint.trained import Pictures, TrainedNetwork, find_record, parse_record
+from manyhands.checkpoint.trained import Preprocessing, TrainedNetwork, find_record, parse_record
 from manyhands.core.errors import UserError
 from manyhands.data.samples import read_user_sample
 from manyhands.data.splits import ImagesInMemory, UserSamples, by_names
 
-PICTURES = Pictures(size=8, resize=9, channels=1, mean=(0.5,), std=(0.25,))
+PICTURES = Preprocessing(size=8, resize=9, channels=1, mean=(0.5,), std=(0.25,))
 RECORD = TrainedNetwork(name="cnn", num_classes=2, pictures=PICTURES, classes=("cat", "dog"))
 
 

@@ -192,7 +192,7 @@ def open_description(path: Path, *, verified: bool = False, wanted: Collection[s
         try:
             return Description(path, "safetensors", {MODEL: _locate_in_file(path, wanted)})
         except (SafetensorError, OSError, ValueError) as error:
-            raise files.damaged(path) from error
+            raise files.damaged_error(path) from error
     if not verified:
         files.verify(path)
     names = files.read_manifest(path)["files"]
@@ -206,7 +206,7 @@ def open_description(path: Path, *, verified: bool = False, wanted: Collection[s
             present = {kind: name for kind, name in UNSHARDED_FILES.items() if name in names}
             mesh, kinds = None, {kind: _locate_in_file(path / name) for kind, name in present.items()}
     except (SafetensorError, OSError, ValueError) as error:
-        raise files.torn(path, f"has unreadable content: {error}") from error
+        raise files.torn_error(path, f"has unreadable content: {error}") from error
     return Description(path, "whole" if mesh is None else "pieces", kinds, branches, state, mesh)
 
 
@@ -220,7 +220,7 @@ def _locate_pieces(path: Path, names: dict[str, Any]) -> tuple[Mesh, dict[str, P
             for rank, region in written_pieces(entry.layout, mesh):
                 piece = path / files.piece_name(kind, rank, mesh.size)
                 if piece.name not in names:
-                    raise files.torn(piece, "is missing from the manifest")
+                    raise files.torn_error(piece, "is missing from the manifest")
                 places[name].append((piece, region))
         placed[kind] = PlacedTensors(tensors, places)
     return mesh, placed

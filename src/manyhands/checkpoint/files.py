@@ -66,7 +66,7 @@ def is_piece(file: Path) -> bool:
     return bool(_PIECE.fullmatch(file.name)) and (file.parent / PIECES).exists()
 
 
-def are_contents(names: set[str]) -> bool:
+def are_checkpoint_files(names: set[str]) -> bool:
     if PIECES not in names:
         return {MODEL, STATE} <= names <= set(CONTENTS)
     rest = {name for name in names if not _PIECE.fullmatch(name)}
@@ -145,46 +145,46 @@ class TornCheckpointError(UserError):
 
 
 def verify(path: Path) -> None:
-    """Compares a checkpoint's files with its manifest. Raises TornCheckpointError, or UserError: a newer format."""
+    """Raises TornCheckpointError if files differ from a checkpoint's manifest, UserError if its format is newer."""
     for name, entry in read_manifest(path)["files"].items():
         file = path / name
         try:
             if not file.is_file():
-                raise torn(file, "is missing")
+                raise torn_error(file, "is missing")
             if (size := file.stat().st_size) != entry["size"]:
-                raise torn(file, f"has {size} bytes, expected {entry['size']}")
+                raise torn_error(file, f"has {size} bytes, expected {entry['size']}")
             if (seen := digest(file)) != entry["sha256"]:
-                raise torn(file, f"has the SHA-256 {seen}, expected {entry['sha256']}")
+                raise torn_error(file, f"has the SHA-256 {seen}, expected {entry['sha256']}")
         except OSError as error:
-            raise torn(file, f"can't be read: {error.strerror or error}") from error
+            raise torn_error(file, f"can't be read: {error.strerror or error}") from error
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """Reads the manifest and checks it, but not the listed files. Raises the errors of `verify`."""
+    """Reads the manifest and checks it, but not the listed files. Raises the same errors as `verify`."""
     file = path / MANIFEST
     if not path.is_dir():
-        raise torn(path, "is missing")
+        raise torn_error(path, "is missing")
     if not file.is_file():
-        raise torn(file, "is missing")
+        raise torn_error(file, "is missing")
     try:
         text = read_bytes(file)
         content = checked_plain(MANIFEST, text)
     except (OSError, ValueError) as error:
-        raise torn(file, f"was altered or truncated: {error}") from error
+        raise torn_error(file, f"was altered or truncated: {error}") from error
     if manifest_text(content) != text:
-        raise torn(file, "was altered or truncated: the SHA-256 at the end doesn't match")
+        raise torn_error(file, "was altered or truncated: the SHA-256 at the end doesn't match")
     if content.get("format", 0) > PIECES_FORMAT:
         hints = f"install manyhands {content.get('manyhands')} or later"
         raise UserError(f"{path.name} was written by a newer manyhands", str(file), (hints,))
-    if not are_contents(set(content["files"])):
-        raise torn(file, f"lists files that don't belong to a checkpoint: {', '.join(content['files'])}")
+    if not are_checkpoint_files(set(content["files"])):
+        raise torn_error(file, f"lists files that don't belong to a checkpoint: {', '.join(content['files'])}")
     return content
 
 
-def torn(path: Path, what: str) -> TornCheckpointError:
+def torn_error(path: Path, what: str) -> TornCheckpointError:
     hints = ("resume from an earlier checkpoint of the run, or copy the checkpoint again",)
     return TornCheckpointError(f"{path.name} {what}", str(path), hints)
 
 
-def damaged(path: Path) -> UserError:
+def damaged_error(path: Path) -> UserError:
     return UserError(f"{path.name} is damaged or not a checkpoint", str(path), ("copy or download the file again",))

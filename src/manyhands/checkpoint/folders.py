@@ -107,9 +107,9 @@ def resolve(reference: Path, which: Literal["best", "last"]) -> Path:
 def choose(reference: Path, which: Literal["best", "last"]) -> tuple[Path, list[str]]:
     """Returns (checkpoint that a user refers to, a message for each damaged checkpoint that was skipped).
 
-    `reference`: a run folder, a checkpoints folder, a checkpoint folder or a weights file. "best" selects the best
-    checkpoint that the newest valid one records; if the best is damaged, the newest valid checkpoint that was the best
-    when saved, else the newest. Raises UserError: no checkpoint is valid, or `reference` itself is damaged.
+    `reference`: a run folder, a checkpoints folder, a checkpoint folder or a weights file. "best" selects the
+    best checkpoint that the newest valid one records. If that is damaged, "best" selects the newest valid checkpoint
+    that was best when saved, else the newest. Raises UserError: no checkpoint is valid, or `reference` is damaged.
     """
     if reference.is_file():
         if not reference.name.endswith(FOREIGN_SUFFIXES):
@@ -125,7 +125,7 @@ def choose(reference: Path, which: Literal["best", "last"]) -> tuple[Path, list[
     folder = reference / "checkpoints" if (reference / "checkpoints").is_dir() else reference
     last, passed_over = newest(folder)
     if last is not None:
-        found = last if which == "last" else _best(folder, last, passed_over)
+        found = last if which == "last" else _best_checkpoint(folder, last, passed_over)
         return found, [*passed_over, f"{found.name} is used instead"] if passed_over else []
     if not any(folder.glob("*.distcp")):
         raise UserError(f"{reference} holds no checkpoint that can be read", str(folder), tuple(passed_over))
@@ -134,8 +134,8 @@ def choose(reference: Path, which: Literal["best", "last"]) -> tuple[Path, list[
     raise UserError(what, str(folder), hints)
 
 
-def _best(folder: Path, last: Path, passed_over: list[str]) -> Path:
-    """Returns the best checkpoint according to `last`; if damaged, the newest that was best when saved, else `last`."""
+def _best_checkpoint(folder: Path, last: Path, passed_over: list[str]) -> Path:
+    """Returns the best checkpoint that `last` records; if damaged, the newest that was best when saved, else `last`."""
     step = (read_state(last).get("best") or {}).get("step")
     best = last if step is None else folder / files.step_name(step)
     if best == last:
@@ -161,7 +161,7 @@ def read_state(path: Path) -> dict[str, Any]:
     try:
         return files.read_plain(path / files.STATE)
     except (OSError, ValueError) as error:
-        raise files.torn(path, f"has unreadable content: {error}") from error
+        raise files.torn_error(path, f"has unreadable content: {error}") from error
 
 
 def prune(folder: Path, keep: int, best: Path | None) -> list[Path]:
@@ -171,7 +171,7 @@ def prune(folder: Path, keep: int, best: Path | None) -> list[Path]:
     for path in files.step_folders(folder):
         if kept >= keep and not (best is not None and path.name == best.name):
             removed += [path] if remove(path) else []
-        elif verifies(path):
+        elif is_intact(path):
             kept += 1
     if folder.is_dir():
         removed += [path for path in folder.iterdir() if files.is_temporary(path) and sweep(path)]
@@ -182,7 +182,7 @@ def remove_step(folder: Path, step: int) -> None:
     remove(folder / files.step_name(step))
 
 
-def verifies(path: Path) -> bool:
+def is_intact(path: Path) -> bool:
     """True for a valid checkpoint. Hashes its files once per process, and again if an inode, size or time changes."""
     try:
         stamp = _file_stamp(path)
@@ -195,7 +195,7 @@ def verifies(path: Path) -> bool:
     return True
 
 
-def remember(path: Path) -> None:
+def mark_intact(path: Path) -> None:
     _known_good[path] = _file_stamp(path)
 
 
@@ -225,7 +225,7 @@ def kept_step(folder: RunFolder) -> int | None:
 
 
 def unsaved_error(run: Path, step: int | None, why: str = "", *, idle: bool = False) -> ManyhandsError:
-    """Creates the error for a run that the user stopped without a save.
+    """Creates the error for a run that the user stopped before its state was saved.
 
     `step`: the last saved step. `why`: the reason for a failed save; empty if a second stop request skipped it.
     `idle`: no process was training, so there was nothing to save.

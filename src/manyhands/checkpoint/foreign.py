@@ -1,4 +1,4 @@
-"""Reads and writes other tools' files: checkpoints of PyTorch's imagenet main.py, state dicts, .safetensors."""
+"""Reads and writes files of other tools: PyTorch's ImageNet example (main.py), state dicts, .safetensors."""
 
 import contextlib
 import io
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from manyhands.checkpoint.files import damaged
+from manyhands.checkpoint.files import damaged_error
 from manyhands.checkpoint.snapshot import EXTRA_STATE, Snapshot, plain_extra_state, read_tensors, unflatten
 from manyhands.core.errors import UserError, shortened
 from manyhands.core.files import replacing
@@ -24,7 +24,7 @@ from manyhands.core.files import replacing
 _WRAPPERS = ("state_dict", "model_state_dict", "model")
 _BEST = ("best_acc1", "best_prec1")  # keys of main.py since 2019, and before
 _LIGHTNING = "pytorch-lightning_version"
-_AGAIN = ("write the file again with imagenet main.py, or save only its state_dict",)
+_AGAIN = ("write the file again with PyTorch's ImageNet example, main.py, or save only its state_dict",)
 
 _MOST_BYTES, _MOST_STEPS = 32 << 20, 2_000_000  # scan limits; a network's pickle is far smaller without tensors
 # Objects that torch loads with weights_only: tensors and plain data.
@@ -32,7 +32,7 @@ _HARMLESS = re.compile(r"torch\._utils\._rebuild\w+|torch\.(storage\.)?\w+Storag
 
 
 def read_foreign(path: Path) -> Snapshot:
-    """Reads another tool's file without running code in it: main.py's .pth.tar, a state dict, or .safetensors.
+    """Reads a state dict, .safetensors or .pth.tar of PyTorch's ImageNet example, main.py; runs no code in the file.
 
     `model` keeps the file's names (see `fit_names`), `optimizer` main.py's parameter numbers (see `name_optimizer`).
     `state` has "foreign" ("imagenet-main", "state-dict" or "safetensors"), and for main.py "arch", "epoch", "best"
@@ -54,7 +54,7 @@ def read_foreign(path: Path) -> Snapshot:
         return Snapshot(model, None, {"foreign": "safetensors"})
     if weights is not content.get("state_dict") or _LIGHTNING in content:
         return Snapshot(model, None, {"foreign": "state-dict", **extra})
-    return Snapshot(model, _main_optimizer(content, path), {**_main_state(content, path), **extra})
+    return Snapshot(model, _imagenet_optimizer(content, path), {**_imagenet_state(content, path), **extra})
 
 
 def name_optimizer(optimizer_state: dict[str, Any], parameter_names: list[str]) -> dict[str, Any]:
@@ -79,7 +79,7 @@ def write_foreign(path: Path, snapshot: Snapshot, arch: str, prefix: str = "modu
     main.py writes "module." on GPUs and "" on CPUs. Raises UserError: the snapshot has no optimizer state.
     """
     if snapshot.optimizer is None:
-        raise UserError("the checkpoint has no optimizer state, which main.py needs to resume")
+        raise UserError("the checkpoint has no optimizer state, which the ImageNet example, main.py, needs to resume")
     epoch, other = int(snapshot.state.get("epoch", 0)), unflatten(snapshot.state.get(EXTRA_STATE, {}), {})
     # main.py has one parameter group and numbers the parameters in the network's order.
     groups = snapshot.optimizer["param_groups"]
@@ -109,14 +109,14 @@ def _load_file(path: Path) -> dict[str, Any]:
             warnings.simplefilter("ignore")  # about pickle protocols that torch itself doesn't write
             content = torch.load(path, weights_only=True, map_location="cpu")
     except pickle.UnpicklingError as error:
-        raise _unloadable(path) from error
+        raise _unloadable_error(path) from error
     except Exception as error:  # torch's unpickler raises struct.error, KeyError and others
         # Besides BadZipFile: damaged names raise ValueError, unknown ZIP versions NotImplementedError.
         damage, script = (zipfile.BadZipFile, OSError, NotImplementedError, ValueError), False
         with contextlib.suppress(*damage), zipfile.ZipFile(path) as archive:
             script = any(name.endswith("/constants.pkl") for name in archive.namelist())
         if not script:
-            raise damaged(path) from error
+            raise damaged_error(path) from error
         hints = ("if you trust the file: torch.save(torch.jit.load(FILE).state_dict(), 'weights.pth')",)
         raise UserError(f"{path.name} is not loaded: TorchScript files contain code", str(path), hints) from error
     if not isinstance(content, dict):
@@ -125,10 +125,10 @@ def _load_file(path: Path) -> dict[str, Any]:
     return content
 
 
-def _unloadable(path: Path) -> UserError:
+def _unloadable_error(path: Path) -> UserError:
     found = object_names(path)
     if not found:
-        return damaged(path)
+        return damaged_error(path)
     shown = ", ".join(map(shortened, found[:3])) + (" …" if len(found) > 3 else "")
     hints = (
         "save only tensors and plain data, since other objects could run code",
@@ -139,8 +139,8 @@ def _unloadable(path: Path) -> UserError:
     return UserError(f"{path.name} holds Python objects ({shown}), which are not loaded", str(path), hints)
 
 
-def _main_state(content: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Converts main.py's plain values to JSON data; best_acc1 is a percentage."""
+def _imagenet_state(content: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Extracts epoch, scores … from a file of PyTorch's ImageNet example, main.py, whose best_acc1 is in percent."""
     state: dict[str, Any] = {"foreign": "imagenet-main", "epoch": int(_get_number(content, "epoch", path))}
     if isinstance(content.get("arch"), str):
         state["arch"] = content["arch"]
@@ -153,7 +153,7 @@ def _main_state(content: dict[str, Any], path: Path) -> dict[str, Any]:
 
 
 def _get_number(content: dict[str, Any], key: str, path: Path) -> float:
-    """Returns the number under `key` in main.py's file; 0 if missing. Raises UserError: the value is not a number."""
+    """Returns the number under `key` in a file's content; 0 if missing. Raises UserError: the value is not a number."""
     value = content.get(key, 0)
     if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
         value = value.item()
@@ -163,7 +163,7 @@ def _get_number(content: dict[str, Any], key: str, path: Path) -> float:
     return value
 
 
-def _main_optimizer(content: dict[str, Any], path: Path) -> dict[str, Any] | None:
+def _imagenet_optimizer(content: dict[str, Any], path: Path) -> dict[str, Any] | None:
     found = content.get("optimizer")
     if not isinstance(found, dict):
         return None
@@ -181,7 +181,7 @@ def _main_optimizer(content: dict[str, Any], path: Path) -> dict[str, Any] | Non
 
 
 def _step_schedule(saved: Any, epoch: int, group: dict[str, Any]) -> dict[str, Any]:
-    """Returns the saved StepLR state, else the state of main.py's scheduler at this epoch and learning rate."""
+    """Returns the saved StepLR state, else the one that PyTorch's ImageNet example, main.py, has at this epoch."""
     if isinstance(saved, dict) and {"step_size", "gamma", "last_epoch"} <= set(saved):
         return saved
     rate = float(group["lr"])

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from manyhands.checkpoint import describe
 from manyhands.checkpoint.describe import MODEL, OPTIMIZER, NetworkLayout, Region, TensorEntry, Tensors, size_of
-from manyhands.checkpoint.files import torn
+from manyhands.checkpoint.files import torn_error
 from manyhands.checkpoint.snapshot import EXTRA_STATE, Snapshot, fitted, flatten_optimizer, parameter_names, unflatten
 from manyhands.core.errors import UserError
 from manyhands.core.files import parse_json
@@ -23,7 +23,7 @@ def torch_type(kind: describe.ElementType) -> torch.dtype:
 
 
 class StoredTensors:
-    """Named tensors in the order of writing; `read_region(name, region)` reads a region of the stored view."""
+    """Tensors by name, in the order of writing. `read_region(name, region)` reads part of a tensor as it is stored."""
 
     def __init__(self, described: Tensors, read_region: Callable[[str, Region], Tensor]) -> None:
         self.described, self._read_region = described, read_region
@@ -80,11 +80,11 @@ class _FileReader:
             entry = entries[self._placed.keys.get(name, name)]
             found = (describe.BY_CODE.get(entry["dtype"]), tuple(entry["shape"]))
             if found != (expected, size_of(there)):
-                raise torn(file, f"holds {name} as {entry['dtype']} {list(found[1])}, expected {list(size_of(there))}")
+                raise torn_error(file, f"holds {name} as {entry['dtype']} {[*found[1]]}, expected {[*size_of(there)]}")
             first, end = (start + offset for offset in entry["data_offsets"])
             piece = torch.from_file(str(file), shared=False, size=end, dtype=torch.uint8)[first:]
         except (SafetensorError, OSError, RuntimeError, KeyError, ValueError) as error:
-            raise torn(file, f"can't be read: {error}") from error
+            raise torn_error(file, f"can't be read: {error}") from error
         if first % expected.item_bytes:
             piece = piece.clone()  # some writers don't align tensors
         return piece.view(torch_type(expected)).reshape(found[1])[slices(wanted, there)]
@@ -110,7 +110,7 @@ def in_memory(tensors: Mapping[str, Tensor]) -> StoredTensors:
 
 @dataclass(frozen=True)
 class Source(describe.Description):
-    """An open checkpoint; for another tool's file, `state` contains only the extra state."""
+    """An open checkpoint. For a file that another tool wrote, `state` has only the modules' extra state."""
 
     stored: Mapping[str, StoredTensors] = field(default_factory=dict[str, StoredTensors])  # by kind
 
@@ -123,7 +123,7 @@ class Source(describe.Description):
         return self.stored.get(OPTIMIZER)
 
     def layouts(self, network_layout: NetworkLayout) -> dict[str, dict[str, TensorLayout]]:
-        """Returns {kind: {name: layout}} of all tensors under a sharding. Raises UserError: wrong network."""
+        """Returns {kind: {name: layout}} of all tensors. Raises UserError: the sharding is for another network."""
         given, hints = network_layout.layouts, ("use the plan that was made for this network",)
         if strange := [name for name in given if name not in self.model.described]:
             what = f"the plan shards {strange[0]}, which {self.path.name} lacks"
@@ -151,7 +151,7 @@ class Source(describe.Description):
         try:
             optimizer = unflatten(self.branches, read[OPTIMIZER]) if OPTIMIZER in read else None
         except ValueError as error:
-            raise torn(self.path, f"has unreadable content: {error}") from error
+            raise torn_error(self.path, f"has unreadable content: {error}") from error
         return Snapshot(read[MODEL], optimizer, self.state)
 
 

@@ -46,7 +46,7 @@ def flatten(tree: Any, name: str, tensors: dict[str, Tensor]) -> Any:
 
 
 def plain_extra_state(state_dict: Mapping[Any, Any]) -> dict[str, Any]:
-    """Extracts extra state as {"extra_state": {name: JSON data}}, or {}. Raises TypeError: not plain data."""
+    """Returns modules' extra state as {"extra_state": {name: JSON data}}, or {}. Raises TypeError: not plain data."""
     found, inner = dict[str, Any](), dict[str, Tensor]()
     for name, value in state_dict.items():
         if not isinstance(name, str) or not (isinstance(value, Tensor) or is_extra(name)):
@@ -102,7 +102,7 @@ class Snapshot:
 
 
 def fitted(snapshot: Snapshot, wanted: Collection[str]) -> Snapshot:
-    """Renames tensors to a network's names (`fit_names`); adds BatchNorm counters, which torch before 0.4.1 lacks."""
+    """Renames tensors to a network's names (`fit_names`); adds BatchNorm counters that files of torch < 0.4.1 lack."""
     extra = snapshot.state.get(EXTRA_STATE, {})
     names = fit_names([*snapshot.model, *extra], wanted)
     model = {names[key]: one for key, one in snapshot.model.items() if key in names}

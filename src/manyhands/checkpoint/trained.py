@@ -16,7 +16,7 @@ INITIAL_WEIGHTS, TRAINABLE = "initial weights", "trainable parameters"  # keys o
 _TRAINED_ON: dict[int, "TrainedOn"] = {}  # by id(network): a class may define equality by value
 
 
-class Pictures(BaseModel):
+class Preprocessing(BaseModel):
     """The preprocessing that converts an image to a network's input.
 
     The shorter side is resized to `resize` pixels, the center `size` x `size` is cropped, and each channel (0 to 1) is
@@ -32,7 +32,7 @@ class Pictures(BaseModel):
     std: tuple[float, ...]
 
     @model_validator(mode="after")
-    def _fits_together(self) -> "Pictures":
+    def _check_consistency(self) -> "Preprocessing":
         if not self.own:
             if self.channels not in (1, 3) or not len(self.mean) == len(self.std) == self.channels:
                 raise ValueError("mean and std don't match the number of channels")
@@ -41,7 +41,7 @@ class Pictures(BaseModel):
         return self
 
 
-def note_trained_on(network: Any, pictures: Pictures, classes: tuple[str, ...]) -> None:
+def note_trained_on(network: Any, pictures: Preprocessing, classes: tuple[str, ...]) -> None:
     """Records the preprocessing and class names of a network, in the memory of this process."""
     if id(network) not in _TRAINED_ON:
         weakref.finalize(network, _TRAINED_ON.pop, id(network))
@@ -49,15 +49,15 @@ def note_trained_on(network: Any, pictures: Pictures, classes: tuple[str, ...]) 
 
 
 def noted_trained_on(network: Any) -> "TrainedOn | None":
-    """Returns the record of a network, or of the network in a DDP or torch.compile wrapper; None without a record."""
+    """Returns what `note_trained_on` recorded for a network, or for the one in a DDP or torch.compile wrapper."""
     inner = (network, *(getattr(network, name, None) for name in ("module", "_orig_mod")))
     return next((_TRAINED_ON[id(each)] for each in inner if id(each) in _TRAINED_ON), None)
 
 
 class TrainedOn(NamedTuple):
-    """The data that a network was trained on in this process."""
+    """The preprocessing and class names with which a network was trained in this process."""
 
-    pictures: Pictures
+    pictures: Preprocessing
     classes: tuple[str, ...]  # a name for each output
 
 
@@ -66,7 +66,7 @@ class TrainedNetwork(BaseModel):
 
     model_config = ConfigDict(extra="ignore", frozen=True)
     v: int = Field(default=VERSION)
-    name: str = Field(description="as model.name, and for any size of picture: torchvision:resnet18, file.py:object …")
+    name: str = Field(description="a model.name that builds the network for any picture size: torchvision:resnet18 …")
     made_in_python: bool = Field(default=False, description="the network was an object, which can't be built by name")
     arguments: dict[str, Any] = {}
     num_classes: int = Field(ge=1, description="number of outputs, an argument of the network's builder")
@@ -74,9 +74,9 @@ class TrainedNetwork(BaseModel):
     double: bool = Field(default=False, description="the network computes in double precision")
     precision: str = Field(default="", description="training precision, as in train.precision")
     channels_last: bool = Field(default=False, description="training memory format, as in train.channels_last")
-    pictures: Pictures
+    pictures: Preprocessing
     classes: tuple[str, ...] = Field(min_length=1, description="a name for each output")
-    code: dict[str, str] = Field(default={}, description="SHA-256 of each code file of the run: net.py:Net …")
+    code: dict[str, str] = Field(default={}, description="SHA-256 of each code file of the run, such as net.py:Net")
     digests: dict[str, str] = Field(default={}, description="SHA-256 of the data, and of objects passed in Python")
     samples: dict[str, int] = Field(default={}, description="number of samples of each split, by its name")
 
@@ -87,7 +87,7 @@ class TrainedNetwork(BaseModel):
 
 
 def find_record(checkpoint: Path, state: Mapping[str, Any]) -> TrainedNetwork | None:
-    """Returns the record in a checkpoint's `state`, else in its run folder's network.json; None if both lack it."""
+    """Returns the description in a checkpoint's `state`, else in its run folder's network.json; None if none exists."""
     if state.get(STATE_KEY) is not None:
         return parse_record(state[STATE_KEY], str(checkpoint))
     for folder in checkpoint.absolute().parents[:2]:
@@ -96,12 +96,12 @@ def find_record(checkpoint: Path, state: Mapping[str, Any]) -> TrainedNetwork | 
             try:
                 return parse_record(parse_json(read_bytes(file)), str(file))
             except (OSError, ValueError) as error:
-                raise _damaged(str(file), str(error)) from error
+                raise _damaged_error(str(file), str(error)) from error
     return None
 
 
 def parse_record(content: Any, where: str) -> TrainedNetwork:
-    """Parses a record. Raises UserError: the record is damaged, or written by a newer manyhands."""
+    """Parses a network's description. Raises UserError: it is damaged, or written by a newer manyhands."""
     version = cast(dict[str, Any], content).get("v") if isinstance(content, dict) else None
     if isinstance(version, int) and version > VERSION:
         hints = ("update manyhands",)
@@ -109,9 +109,9 @@ def parse_record(content: Any, where: str) -> TrainedNetwork:
     try:
         return TrainedNetwork.model_validate(content)
     except ValidationError as error:
-        raise _damaged(where, str(error.errors()[0]["msg"])) from error
+        raise _damaged_error(where, str(error.errors()[0]["msg"])) from error
 
 
-def _damaged(where: str, reason: str) -> UserError:
+def _damaged_error(where: str, reason: str) -> UserError:
     what = f"the network description can't be read: {reason.splitlines()[0] if reason else 'empty file'}"
     return UserError(what, where, ("use another checkpoint of the run, or a copy of this checkpoint",))

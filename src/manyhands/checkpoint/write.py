@@ -42,7 +42,7 @@ class SaveError(RunError):
 
 
 def refuse_non_finite(snapshot: Snapshot) -> None:
-    """Raises NotFiniteError for the first tensor with NaN or infinite values that was finite initially."""
+    """Raises NotFiniteError for the first tensor with NaN or infinity, except tensors that had some before training."""
     for name, tensor in snapshot.model.items():
         if name in snapshot.endless or not (tensor.is_floating_point() or tensor.is_complex()):
             continue
@@ -211,7 +211,7 @@ class CheckpointWriter:
         self.folder, self.group, self.layout, self.pieces = folder, group, layout, pieces
 
     def write(self, step: int, snapshot: Snapshot) -> Path:
-        """Saves folder/step-NNNNNNNN; a collective. Keeps an existing valid checkpoint of that step.
+        """Saves folder/step-NNNNNNNN. A collective. Keeps an existing valid checkpoint of that step.
 
         The snapshot has this process's shards, in the shapes of `TensorLayout.local_shape`, and must not change until
         this method returns. With `pieces`, rank 0 supplies the plain data.
@@ -235,7 +235,7 @@ class CheckpointWriter:
         return target
 
     def _run_on_all(self, work: Callable[[], T]) -> list[T]:
-        """Returns the results of `work` (JSON data) by rank; a collective. Raises the first failed rank's error."""
+        """Runs `work` on all ranks; returns its results (JSON data) by rank. Raises the first failed rank's error."""
         error: Exception | None = None
         try:
             answer: dict[str, Any] = {"result": work()}
@@ -279,8 +279,8 @@ class CheckpointWriter:
         return made[0]
 
     def _is_saved(self, target: Path, contents: Contents) -> bool:
-        """True on a writer that already has a valid checkpoint `target`. Otherwise rank 0 checks the free space."""
-        if self.group.rank in self.group.writers and folders.verifies(target):
+        """True if this rank writes and has a valid checkpoint `target`. If not, rank 0 also checks the free space."""
+        if self.group.rank in self.group.writers and folders.is_intact(target):
             return True
         if self.group.rank == 0:
             self._prepare_folder(contents)
@@ -302,12 +302,12 @@ class CheckpointWriter:
                     (staged / files.TOKEN).unlink()
                     contents.finish(staged, {name: entry for one in own for name, entry in one.items()}, pieces=True)
                     folders.commit(staged, target)
-                    folders.remember(target)
+                    folders.mark_intact(target)
 
             self._run_on_all(finish)
 
     def _shared_folder(self, stack: ExitStack, step: int) -> Path:
-        """Creates a temporary folder on rank 0, and checks with a token file that all ranks see it; a collective."""
+        """Creates a temporary folder on rank 0, and checks with a token file that all ranks see it. A collective."""
 
         def stage() -> list[str]:
             if self.group.rank != 0:
@@ -331,7 +331,7 @@ class CheckpointWriter:
         return staged
 
     def _write_unsharded(self, target: Path, contents: Contents, *, writes: bool) -> None:
-        assembled = self._assembled(contents)
+        assembled = self._assemble_tensors(contents)
         failed: list[OSError] = []
 
         def write_or_send() -> None:
@@ -341,7 +341,7 @@ class CheckpointWriter:
                     with folders.staging(self.folder, contents.step) as staged:
                         replace(contents, fetch=lambda *_: next(assembled)).write_unsharded(staged)
                         folders.commit(staged, target)
-                    folders.remember(target)
+                    folders.mark_intact(target)
             except OSError as error:
                 if self.group.rank == 0:
                     raise
@@ -355,7 +355,7 @@ class CheckpointWriter:
         if failed:
             raise save_error(self.folder, failed[0]) from failed[0]
 
-    def _assembled(self, contents: Contents) -> Iterator[Tensor]:
+    def _assemble_tensors(self, contents: Contents) -> Iterator[Tensor]:
         """Yields each unsharded tensor in its view, in file order, on writers; yields nothing elsewhere. A collective.
 
         The writers take turns to receive shards, from ranks on their machine where possible. No reference to a tensor
@@ -366,7 +366,7 @@ class CheckpointWriter:
                 for writer, near in self.group.writers.items():
                     regions = tensors[name].layout.nearest(contents.mesh, near)
                     if self.group.rank == writer:
-                        yield self._received(contents, kind, name, regions)
+                        yield self._receive_tensor(contents, kind, name, regions)
                     elif self.group.rank in regions:
                         region = regions[self.group.rank]
                         piece = contents.fetch(kind, name, region)
@@ -374,7 +374,7 @@ class CheckpointWriter:
                             if (values := piece[read.slices(block, region)]).numel():
                                 dist.send(_as_bytes(values).to(self.group.device), dst=writer)
 
-    def _received(self, contents: Contents, kind: str, name: str, regions: dict[int, Region]) -> Tensor:
+    def _receive_tensor(self, contents: Contents, kind: str, name: str, regions: dict[int, Region]) -> Tensor:
         described = contents.tensors[kind][name]
         if not described.layout.cuts and self.group.rank in regions:
             return contents.fetch(kind, name, regions[self.group.rank])

@@ -17,7 +17,7 @@ _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
 
 
 def begin_worker(_number: int, *, parent: int, follow: bool) -> None:
-    """Makes this worker exit with its parent (a process ID) and ignore stop signals except the parent's SIGTERM.
+    """Makes this worker exit when process `parent` exits, and ignore stop signals except SIGTERM from `parent`.
 
     A stop signal reaches the entire process group, but the parent needs its workers until it has saved a checkpoint.
     With `follow`, the kernel kills the worker as soon as the parent's thread that started it ends; otherwise inherited
@@ -37,7 +37,7 @@ def begin_worker(_number: int, *, parent: int, follow: bool) -> None:
 
 
 def _answer_with_error(answers: Any, error: Exception, answer: tuple[int, Any]) -> None:
-    """Sends an error in place of an answer that can't be sent, or the training process would wait forever."""
+    """Sends an error in place of `answer`, which can't be sent. If `answer` is an error already, exits."""
     traceback.print_exc()
     number, content = answer
     if isinstance(content, RunError):

@@ -37,7 +37,7 @@ class CorruptImageError(UserError):
     """A picture file can't be read."""
 
 
-def corrupt(path: str, reason: str) -> CorruptImageError:
+def corrupt_image_error(path: str, reason: str) -> CorruptImageError:
     hints = ("repair or remove the file", "or skip unreadable pictures in training: --data.skip-corrupt")
     return CorruptImageError(f"the picture {Path(path).name} can't be read: {reason}", path, hints)
 
@@ -91,15 +91,15 @@ def is_readable(path: str, content: bytes) -> bool:
 
 
 def content_of(path: str) -> bytes:
-    """Reads an entire file, because Pillow would allocate as many bytes as the picture's header claims."""
+    """Reads an entire file. Given only the path, Pillow would allocate as many bytes as the picture's header claims."""
     try:
         with open_file(Path(path)) as file:
             return file.read()
     except (UnreadableError, IsADirectoryError) as error:
-        raise corrupt(path, "the path is a folder, a pipe or a device") from error
+        raise corrupt_image_error(path, "the path is a folder, a pipe or a device") from error
     except OSError as error:
         reasons = {FileNotFoundError: "the file no longer exists", PermissionError: "no permission to read it"}
-        raise corrupt(path, reasons.get(type(error), str(error))) from error
+        raise corrupt_image_error(path, reasons.get(type(error), str(error))) from error
 
 
 @contextlib.contextmanager
@@ -108,25 +108,26 @@ def _opened(path: str, content: bytes) -> Iterator[Image.Image]:
     try:
         with Image.open(io.BytesIO(content)) as image:
             if image.width * image.height > _MOST_MEGAPIXELS * 1_000_000:
-                raise _too_large(path, image.width * image.height)
+                raise _too_large_error(path, image.width * image.height)
             channels = getattr(image, "tag_v2", {}).get(TiffImagePlugin.SAMPLESPERPIXEL, 1)
             if channels > 2 and len(image.getbands()) == 1:  # separate planes, of which Pillow reads only the first
-                raise corrupt(path, f"{_OTHER_TIFF}; found {channels} channels")
+                raise corrupt_image_error(path, f"{_OTHER_TIFF}; found {channels} channels")
             yield image
     except (CorruptImageError, MemoryError):
         raise
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:  # the latter with -W error
-        raise _too_large(path, int((re.search(r"\d+", str(error)) or [0])[0])) from error
+        raise _too_large_error(path, int((re.search(r"\d+", str(error)) or [0])[0])) from error
     except Exception as error:
         reason = str(error) or type(error).__name__
         if isinstance(error, Image.UnidentifiedImageError):
             reason = "Pillow doesn't recognize the format" if content else "the file is empty"
             reason = _OTHER_TIFF if content.startswith((b"II*\0", b"MM\0*")) else reason
-        raise corrupt(path, reason) from error
+        raise corrupt_image_error(path, reason) from error
 
 
-def _too_large(path: str, pixels: int) -> CorruptImageError:
-    return corrupt(path, f"{pixels / 1e6:.0f} megapixels exceed the limit of {_MOST_MEGAPIXELS}; resize the picture")
+def _too_large_error(path: str, pixels: int) -> CorruptImageError:
+    reason = f"{pixels / 1e6:.0f} megapixels exceed the limit of {_MOST_MEGAPIXELS}; resize the picture"
+    return corrupt_image_error(path, reason)
 
 
 def is_grey(image: Image.Image) -> bool:

@@ -1,7 +1,7 @@
 """Lists the pictures in class folders, or in a packed copy of them, by split. Imports no torch.
 
 One process per machine lists a folder and saves the listing; the machine's other processes memory-map the saved files.
-They are in a temporary folder that belongs to one start of a run, so a listing is never older than that start.
+The files are in a temporary folder that belongs to one start of a run, so a listing is never older than that start.
 """
 
 import hashlib
@@ -137,7 +137,7 @@ def _with_same_classes(parts: list[Listing], least: int) -> tuple[list[Listing],
 
 
 def _list_classes(root: Path, top: Path, unused: Unused, taken: set[Identity]) -> tuple[Listing, set[Identity]]:
-    """Lists the split `root` of the data set `top`; returns (listing, `taken` and all folders that were entered)."""
+    """Lists the split folder `root` of data set `top`; returns (listing, the folders `taken` and those entered)."""
     for above in [place for place in (root, *root.parents) if top in place.parents]:
         unused.add_files(above, f"{above.relative_to(top).as_posix()}/")
     classes = folders_in(root)
@@ -213,7 +213,7 @@ def place_of_pack(root: Path) -> Path:
 
 
 def list_pack(folder: Path) -> Listed:
-    """Returns (a listing per split, messages) of a pack. Raises UserError: the pack was altered."""
+    """Reads a packed copy; returns (a listing per split, messages). Raises UserError: the packed copy was altered."""
     pack = open_pack(folder)
     listings: list[Listing] = []
     for word, start, stop in pack.groups:
@@ -221,11 +221,11 @@ def list_pack(folder: Path) -> Listed:
         packed = PackedRows(pack, numpy.arange(start, stop))
         names = PictureNames(pack.names.names[start:stop], str(pack.folder / word), packed)
         listings.append(Listing(pack.folder / word, pack.classes, names, labels, word))
-    return tuple(listings), _notes(pack)
+    return tuple(listings), _pack_notes(pack)
 
 
 def difference(pack: PackedSet, listings: Sequence[Listing]) -> str:
-    """Describes the differences between a pack and a folder's current listings; "" if there are none."""
+    """Describes the differences between a packed copy and the current listings of its folder; "" if none."""
     groups = {group.word: group for group in pack.groups}
     words = [listing.word for listing in listings]
     if any(listing.classes != pack.classes for listing in listings) or not {*words} <= {*groups}:
@@ -246,7 +246,7 @@ def difference(pack: PackedSet, listings: Sequence[Listing]) -> str:
 
 
 def use_pack(root: Path, listings: Parts, options: DataOptions) -> Listed:
-    """Makes listings read from the folder's pack if that is up to date; returns (listings, messages)."""
+    """Returns (listings, messages). The listings read from the folder's packed copy if it is up to date."""
     place = place_of_pack(root)
     if not options.packed or not is_pack(place):
         return listings, ()
@@ -261,10 +261,10 @@ def use_pack(root: Path, listings: Parts, options: DataOptions) -> Listed:
         return listings, (f"the packed copy {place.name} is ignored: its pictures are too small ({pack.resizing})",)
     rows = {word: PackedRows(pack, numpy.arange(start, stop)) for word, start, stop in pack.groups}
     found = (replace(listing, names=replace(listing.names, packed=rows[listing.word])) for listing in listings)
-    return tuple(found), _notes(pack)
+    return tuple(found), _pack_notes(pack)
 
 
-def _notes(pack: PackedSet) -> tuple[str, ...]:
+def _pack_notes(pack: PackedSet) -> tuple[str, ...]:
     if not pack.size:
         return ()
     notes = [f"{pack.folder.name} holds resized pictures ({pack.resizing}), which may change the results"]
@@ -275,7 +275,7 @@ def _notes(pack: PackedSet) -> tuple[str, ...]:
 
 
 def list_folder(root: Path, options: DataOptions, *, whole: bool = False) -> Listed:
-    """Returns (listings of training, evaluation and perhaps final test; messages); with `whole`, a single listing."""
+    """Returns (listings of training, evaluation and perhaps final test; messages). With `whole`, a single listing."""
     parts, notes = list_pack(root) if is_pack(root) else use_pack(root, list_parts(root, whole=whole), options)
     if whole:
         return parts[:1], notes
@@ -283,7 +283,7 @@ def list_folder(root: Path, options: DataOptions, *, whole: bool = False) -> Lis
 
 
 def list_once(root: Path, options: DataOptions, *, whole: bool = False) -> Listed:
-    """Calls `list_folder` in one process per machine, which shares the result. A repeated call lists again."""
+    """Calls `list_folder` in one process per machine, which shares the result. A second call lists the folder anew."""
     shared = workers_folder()
     if shared is None or is_pack(root):
         return list_folder(root, options, whole=whole)
@@ -315,7 +315,7 @@ def _write_listings(folder: Path, root: Path, made: Listed) -> None:
 
 
 def _read_listings(folder: Path, root: Path) -> Listed:
-    """Memory-maps a saved listing, copy-on-write only because torch accepts no read-only arrays."""
+    """Memory-maps a saved listing; the maps are copy-on-write, because torch accepts no read-only arrays."""
     index = parse_json((folder / _INDEX).read_bytes())
     pack = open_pack(place_of_pack(root)) if any(each["columns"] > 2 for each in index["listings"]) else None
     listings: list[Listing] = []

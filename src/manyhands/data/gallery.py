@@ -37,7 +37,7 @@ _USUAL_SIZE = 224
 
 
 class _DiffersError(Exception):
-    """Raised for a picture that has another size than expected, or color in place of grey."""
+    """Raised for a picture whose size is not the expected one, or that has color although grey is expected."""
 
 
 def decode_once(listing: Listing, channels: int, size: int = 0, *, grey_only: bool = False) -> Decoded | None:

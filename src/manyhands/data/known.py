@@ -134,18 +134,18 @@ def _choice_names() -> dict[str, tuple[str, ...]]:
 
 
 def is_published(name: str) -> bool:
-    """True for the full name of a built-in data set; the samples of these sets are in memory or generated."""
+    """True for the full name of a built-in data set, whose samples are read into memory or generated."""
     return any(name in names for names in _choice_names().values())
 
 
 def choice_named(name: str) -> str:
-    """Returns the `datasets` module whose `NAMES` has `name` or its prefix, such as "torchvision:"; "" if none has."""
+    """Returns the name of the data/datasets module whose NAMES has `name` or its prefix ("torchvision:"), else ""."""
     words = {name, name.partition(":")[0] + ":"}
     return next((module for module, names in _choice_names().items() if words & {*names}), "")
 
 
 def find_choice(name: str) -> str:
-    """Returns the name of the module in data/datasets that opens data set `name`, which may be file.py:function."""
+    """Returns the name of the module in data/datasets that opens a data set, folder or file.py:function `name`."""
     if module := choice_named(name):
         return module
     place = Path(name).expanduser()
@@ -189,7 +189,7 @@ def cifar_files(folder: Path, name: str) -> tuple[CifarForm, Path] | None:
 
 
 def mnist_places(folder: Path, name: str) -> list[Path]:
-    """Returns the folders, in or below a data folder, that may contain the files of a set; the most likely first."""
+    """Returns the folders, in or below a data folder, that may hold MNIST's files or its variants'; likeliest first."""
     own, kept = folder / name, KNOWN[name].folder
     below = [own, own / "raw", own / kept / "raw", folder / kept / "raw"]
     # The data folder itself may have this set's files, or another set's under the same names.
@@ -210,7 +210,7 @@ def find_file(name: str, places: list[Path]) -> Path | None:
 
 
 def mnist_name(files: dict[str, Path]) -> str:
-    """Returns the data set of files with MNIST's names, as identified by the first test labels; "" if unknown."""
+    """Returns "mnist" or "fashion-mnist" for files of these names, by the first test labels; "" if unknown."""
     if not files:
         return ""
     path = files["t10k-labels-idx1-ubyte.gz"]

@@ -94,13 +94,13 @@ def read_layout(root: Path) -> FolderLayout:
 
 
 def split_word(path: str) -> str:
-    """Returns the short name of a split's folder, such as "train" for "Training"; "valid" is unchanged."""
+    """Returns the split that a folder's name means, such as "train" for "Training"; "valid" is unchanged."""
     name = path.rpartition("/")[2]
     return name if name in _EXACT else parse_split(name)[0]
 
 
 def _split_kinds(folders: Iterable[str]) -> dict[str, str]:
-    """Maps split folders to "train", "val" …; extra words must be common to several, as in pets_train, pets_test."""
+    """Maps split folders to "train", "val" …. A name with other words needs a partner: pets_train and pets_test."""
     parsed = {name: parse_split(name) for name in folders}
     kinds = {rest: {kind for kind, other in parsed.values() if kind and other == rest} for _, rest in parsed.values()}
     common = {rest for rest, found in kinds.items() if "train" in found and len(found) > 1}
@@ -153,7 +153,7 @@ def _choose_folder(root: Path, names: list[str]) -> str:
     """Returns the folder to use for a split, or "" if there is none. Raises UserError: several are possible."""
     exact = [name for name in _EXACT if name in names]
     if not exact and len(names) > 1:
-        hint = f"rename the right folder to {parse_split(names[0])[0]}, or move the rest elsewhere"
+        hint = f"rename the folder to use to {parse_split(names[0])[0]}, or move the others elsewhere"
         _refuse(root, f"the folders {_quoted(names)} are for the same split", hint)
     return next(iter(exact + names), "")
 

@@ -86,7 +86,7 @@ def open_loader(  # noqa: PLR0913 - all but two are named
 class MemoryLoader(Loader):
     """Loads pictures from memory; processes several small requests at once to reduce the overhead of operations.
 
-    Pixels don't depend on the grouping: augmentation depends only on the sample, normalization only on the pixel.
+    Grouping requests doesn't change pixels: augmentation depends only on the sample, normalization only on the pixel.
     """
 
     def __init__(self, source: ImagesInMemory, pixels: Pixels, normalize: Normalize, *, train: bool, seed: int) -> None:
@@ -195,7 +195,7 @@ class WorkerLoader(Loader):
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # about fork in a process with threads, and more workers than cores
-                self._loader = self._start() if self._loader is None else self._loader
+                self._loader = self._start_workers() if self._loader is None else self._loader
                 self._answers = iter(self._loader)
             yield from self._answers
         except Exception as error:
@@ -205,7 +205,7 @@ class WorkerLoader(Loader):
             hints = ("free memory or space in /dev/shm, or lower --data.workers (0: none)",)
             raise RunError(f"a decoding process ended unexpectedly: {error}", "data.workers", hints) from error
 
-    def _start(self) -> DataLoader[Any]:
+    def _start_workers(self) -> DataLoader[Any]:
         create_socket_folder()
         in_main_thread = threading.current_thread() is threading.main_thread()
         return DataLoader(

@@ -19,7 +19,7 @@ _AHEAD: dict[tuple[str, str], Splits] = {}  # results of `open_ahead`, by option
 
 
 def open_ahead(options: DataOptions) -> None:
-    """Opens a data set, without downloads, for processes forked later. Ignores errors, which those processes report."""
+    """Opens a data set, without downloads, for processes forked later. They report the errors that are ignored here."""
     with contextlib.suppress(UserError):
         _AHEAD[_options_key(options)] = open_data(options.model_copy(update={"download": False}))
 

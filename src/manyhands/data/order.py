@@ -64,11 +64,11 @@ class BatchSharing:
 
     @property
     def largest(self) -> int:
-        """The maximum number of samples in one micro-batch, over all processes; 0: no limit."""
+        """The maximum total of all processes' samples in one micro-batch; 0: no limit."""
         return self.micro_batch * self.edges[-1] // max(self.shares, default=1)
 
     def within(self, most: int, count: int) -> "BatchSharing":
-        """Returns a copy that limits a pass to `most` samples (0: any) or one group; an update has `count` samples."""
+        """Returns a copy for updates of `count` samples: `most` per rank and pass (0: any number), or one group."""
         if self.micro_batch or not most:
             return replace(self, most=self.largest_share(count))
         widest = max(last - first for first, last in itertools.pairwise(group_edges(count, self.group)))
@@ -77,7 +77,7 @@ class BatchSharing:
         return replace(self, micro_batch=0 if fits else max(most, needed), most=most)
 
     def largest_share(self, count: int) -> int:
-        """Returns the maximum number of samples per process and pass, in an update of `count` samples."""
+        """Returns the maximum number of samples of a process in one micro-batch, in an update of `count` samples."""
         return max(share.count for shares in self.micro_batches(count) for share in shares)
 
     def micro_batches(self, count: int) -> tuple[tuple[Share, ...], ...]:
@@ -87,7 +87,7 @@ class BatchSharing:
 
 @functools.lru_cache(maxsize=256)
 def shares_of_micro_batch(count: int, group: int, bounds: tuple[int, int], processes: int) -> tuple[Share, ...]:
-    """Divides samples bounds[0] to bounds[1] of a batch of `count` equally; `group`: as in `BatchSharing`."""
+    """Divides samples bounds[0] to bounds[1] of a batch of `count` equally; `group`: size of a BatchNorm group."""
     return _shares(BatchSharing(processes, 0, group, aligned=False), group_edges(count, group), *bounds)
 
 
@@ -112,7 +112,7 @@ def sharing(count: int, group: int, bounds: tuple[int, int]) -> Callable[[int, i
 
 
 def group_edges(count: int, group: int) -> list[int]:
-    """Returns the boundaries of groups of up to `group` samples, whose sizes differ by at most 1; 0: single samples."""
+    """Divides `count` samples into groups of `group` or fewer (0: of 1), equal to within 1; returns the boundaries."""
     groups = math.ceil(count / group) if group else count
     return [count * number // groups for number in range(groups + 1)]
 
@@ -129,7 +129,7 @@ def _shares(batch_sharing: BatchSharing, edges: list[int], start: int, stop: int
 
 
 def _boundaries(edges: list[int], batch_sharing: BatchSharing) -> list[tuple[int, int]]:
-    """Returns (start, stop) by rank: entire groups if sizes change little and no rank is idle, else fair shares."""
+    """Returns (start, stop) by rank: entire groups if shares stay nearly fair and none is empty, else fair shares."""
     first, count, groups, cuts = edges[0], edges[-1] - edges[0], len(edges) - 1, batch_sharing.edges
     fair = list(itertools.pairwise(first + count * cut // cuts[-1] for cut in cuts))
     aligned = list(itertools.pairwise(edges[groups * cut // cuts[-1]] for cut in cuts))

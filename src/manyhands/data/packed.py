@@ -153,14 +153,14 @@ class PackedSet(BaseModel, frozen=True, arbitrary_types_allowed=True):
         try:
             content = _map_shard(str(path), entry.size_bytes)[offset : offset + length]
         except (OSError, ValueError) as error:
-            raise altered(path, str(error)) from error
+            raise altered_error(path, str(error)) from error
         if zlib.crc32(content) != crc:
-            raise altered(path, f"the checksum of the picture {self.names[row]} doesn't match")
+            raise altered_error(path, f"the checksum of the picture {self.names[row]} doesn't match")
         return content
 
     @property
     def outdated_reason(self) -> str:
-        """The reason why even an unchanged folder must be packed again; "" if there is none."""
+        """The reason why even an unchanged folder should be packed again; "" if the packed copy is current."""
         if not self.size or self.decoding >= DECODING:
             return ""
         blocks = (block.lower() for block in self.names.blocks())
@@ -183,7 +183,7 @@ class PackedRows(NamedTuple):
     rows: numpy.ndarray  # int64 [n]
 
 
-def altered(path: Path, reason: str) -> UserError:
+def altered_error(path: Path, reason: str) -> UserError:
     again = "pack the folder again: manyhands pack FOLDER --replace"
     hints = (again, "or remove the packed copy to train from the folder itself")
     return UserError(f"the packed copy was altered: {reason}", str(path), hints)
@@ -207,7 +207,7 @@ def open_pack(folder: Path) -> PackedSet:
     head = read_object(folder / HEAD)
     content = head.get("set") if head else None
     if head is None or not isinstance(content, dict) or head.get("digest") != digest_of(content):
-        raise altered(folder / HEAD, "the index is incomplete")
+        raise altered_error(folder / HEAD, "the index is incomplete")
     if content.get("format") != FORMAT:
         hints = ("use the version of manyhands that packed the folder, or pack the folder again: --replace",)
         raise UserError(f"format {content.get('format')} of the packed copy is not supported", str(folder), hints)
@@ -216,19 +216,19 @@ def open_pack(folder: Path) -> PackedSet:
         try:
             read.append(read_columns(folder / name))
         except (OSError, ValueError) as error:
-            raise altered(folder / name, str(error)) from error
+            raise altered_error(folder / name, str(error)) from error
     samples, state = read
     if columns_digest(samples) != content.get("samples_sha256"):
-        raise altered(folder / SAMPLES, "the checksum of the file doesn't match")
+        raise altered_error(folder / SAMPLES, "the checksum of the file doesn't match")
     columns = samples | {name: state[name] for name in _OF_STATE if name in state}
     try:
         names = PictureNames(numpy.array(bytes(columns.pop("names", numpy.zeros(0))).split(b"\0")))
         opened = {"folder": folder, "digest": head["digest"], "columns": columns, "names": names}
         pack = PackedSet.model_validate(content | opened)
     except (ValidationError, MemoryError) as error:
-        raise altered(folder / HEAD, "the index is incomplete") from error
+        raise altered_error(folder / HEAD, "the index is incomplete") from error
     if not pack.is_consistent():
-        raise altered(folder, f"{HEAD}, {SAMPLES} and {STATE} don't match each other")
+        raise altered_error(folder, f"{HEAD}, {SAMPLES} and {STATE} don't match each other")
     return pack
 
 

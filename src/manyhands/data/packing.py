@@ -178,7 +178,7 @@ class _Contents:
 
 
 def read_contents(root: Path) -> _Contents:
-    """Lists the same pictures as training. Raises UserError: the folder can't be used, or a picture is missing."""
+    """Lists a folder's pictures as training does. Raises UserError: the folder is unusable, or a picture is missing."""
     listings = list_parts(root)
     states = [listing.names.file_states() for listing in listings]
     sizes, times = (numpy.concatenate([state[column] for state in states]) for column in (0, 1))
@@ -220,7 +220,7 @@ def make_pack(
             (target / HEAD).unlink(missing_ok=True)
             tasks = _start_or_resume(contents, request)
             missing = [task for task in tasks if read_report(task) is None]
-            for done, _ in enumerate(_write_all(missing, processes), 1 + len(tasks) - len(missing)):
+            for done, _ in enumerate(_write_shards(missing, processes), 1 + len(tasks) - len(missing)):
                 progress(done, len(tasks))
             bad = _finish(contents, request, tasks)
     except OSError as error:
@@ -290,7 +290,7 @@ def _shuffled(count: int, word: str) -> list[int]:
     return sorted(range(count), key=lambda row: mix(key ^ row))
 
 
-def _write_all(tasks: Sequence[ShardTask], processes: int) -> Iterator[object]:
+def _write_shards(tasks: Sequence[ShardTask], processes: int) -> Iterator[object]:
     if min(processes, len(tasks)) <= 1:
         yield from map(write_shard, tasks)
         return

@@ -1,6 +1,6 @@
 """Decodes and preprocesses single picture files to uint8 pixels of the requested size, in worker processes.
 
-Works like `transforms`, with equal random numbers, on single pictures of any size. simplejpeg decodes plain JPEGs
+Works like transforms.py, with equal random numbers, on single pictures of any size. simplejpeg decodes plain JPEGs
 faster than Pillow, to equal bits; Pillow decodes the rest. Much too large JPEGs are scaled down during decoding.
 """
 
@@ -64,7 +64,7 @@ def _decode_plain_jpeg(content: bytes, header: PictureHeader, channels: int, sca
 
 
 def prepare(values: Tensor, pixels: Pixels, rng: SampleRng | None) -> Tensor:
-    """Resizes, crops and mirrors uint8 [c, H, W] to [c, S, S]. `rng` None: no augmentation."""
+    """Resizes, crops and mirrors uint8 [c, H, W] to [c, S, S], S = `pixels.size`. `rng` None: no augmentation."""
     if rng is None or pixels.augment == "none":
         return _center_crop(values, pixels)
     if pixels.augment == "resized-crop-flip":

@@ -218,8 +218,7 @@ def _stack_images(images: list[Tensor], samples: list[int]) -> Tensor:
 def splits_of_objects(train: Any, test: Any | None, options: DataOptions, title: str = "") -> Splits:
     """Wraps the user's training and test data; without test data, holds out the same random training samples each time.
 
-    Uint8 tensors in a TensorDataset become pictures in memory. Raises UserError: an object is not a data set, is empty,
-    or has unusable samples or labels.
+    Uint8 tensors in a TensorDataset become pictures in memory. Raises UserError: an object is not a usable data set.
     """
     datasets = [train] if test is None else [train, test]
     for word, dataset in zip(("train", "test"), datasets, strict=False):
@@ -352,7 +351,7 @@ def _counted_classes(found: list[Tensor]) -> tuple[str, ...]:
 
 
 def _pixels(source: Source) -> Pixels:
-    """Derives preprocessing from a few samples: pictures keep a common or small size; other tensors aren't changed."""
+    """Derives preprocessing from a few samples. Size: that of all pictures, the largest if small, else 224."""
     if isinstance(source, ImagesInMemory):
         return measured_pixels(source.images, "none")
     assert isinstance(source, UserSamples)

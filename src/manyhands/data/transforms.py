@@ -77,7 +77,7 @@ def epoch_rng(seed: int, epoch: int, sample: int) -> SampleRng:
 
 
 def spread(count: int, length: int) -> Tensor:
-    """Selects `count` of `length` indices, always the same, sorted, int64 [n]; a larger count only adds to them."""
+    """Selects `count` of `length` indices, sorted, int64 [n]. Deterministic; a larger count selects a superset."""
     order = torch.argsort(mix_bits(torch.arange(length)), stable=True)
     return order[:count].sort().values
 
@@ -266,7 +266,7 @@ class Normalize:
 
 
 def crop_box(width: int, height: int, rng: SampleRng) -> tuple[int, int, int, int]:
-    """Draws a box (left, top, right, bottom) of 8 to 100 % of the area and 3:4 to 4:3; after 10 failures, centered.
+    """Draws a random crop (left, top, right, bottom): 8 to 100 % of the area, 3:4 to 4:3; centered after 10 failures.
 
     Source: torchvision's RandomResizedCrop; Szegedy et al. 2014, arXiv:1409.4842.
     """
@@ -283,7 +283,7 @@ def crop_box(width: int, height: int, rng: SampleRng) -> tuple[int, int, int, in
 
 
 def measured_pixels(images: Tensor, augment: str) -> Pixels:
-    """Measures mean and deviation of up to 10,000 of the pictures [N, C, S, S]; integer sums are portable."""
+    """Measures mean and deviation of up to 10,000 of the pictures [N, C, S, S]; equal on all machines."""
     count, channels, size, _ = images.shape
     sums, squares, values = [0] * channels, [0] * channels, 0
     for block in spread(10_000, count).split(1000):

@@ -161,5 +161,5 @@ def check_pack(folder: Path, target: Path | None) -> packed.PackedSet:
     pack = packed.open_pack(place)
     if bad := packed.altered_shards(pack):
         more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
-        raise packed.altered(place / bad[0], f"{bad[0]}{more} changed after packing")
+        raise packed.altered_error(place / bad[0], f"{bad[0]}{more} changed after packing")
     return pack

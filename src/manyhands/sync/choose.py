@@ -40,11 +40,11 @@ def choose(
 ) -> SyncChoice:
     """Selects the method for sync.method = auto from the estimated costs; prefers methods that sync in every update.
 
-    Of those, selects the first that loses at most 10 % per step, or two minutes per run, to the fastest. Methods with
-    an interval lost accuracy in our experiments, so they are chosen only if they save more than a third of the time.
-    Among equally fast codecs, the first one wins.
+    Of those, selects the first that is at most 10 % per step, or two minutes per run, slower than the fastest. Methods
+    that sync every few steps lost accuracy in our experiments; they must save more than a third of the time. Among
+    their variants of about equal speed, the first one is chosen.
 
-    `only`: the one method to consider. `without`: maps excluded methods, never the exact one, to the reason.
+    `only`: the one method to consider. `without`: {excluded method: reason}; allreduce is never excluded.
     """
     out, step_s = without or {}, attrgetter("step_s")
     costs = tuple(
@@ -93,7 +93,7 @@ def _reason(case: LinkCase, chosen: Cost, best: Cost, exact: Cost) -> str:
 
 
 def days_of(cost: Cost, case: LinkCase) -> float:
-    """Returns the days that all updates take, without evaluation and saving."""
+    """Returns the estimated days of all updates of a run, without evaluation and saving."""
     return cost.step_s * case.steps / _DAY_S
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from manyhands.core.seeds import mix
 from manyhands.sync.costs import FACTOR_BITS, FACTOR_BLOCK, Matrix, low_rank_layout
-from manyhands.sync.exchange import ExchangeSteps, Integers, Residual, SyncGroup, codec_named, mean_of
+from manyhands.sync.exchange import ExchangeSteps, IntegerCodec, Residual, SyncGroup, codec_named, mean_of
 
 Multiply = Callable[[Tensor, Tensor, Tensor], object]
 
@@ -31,19 +31,19 @@ class Arithmetic:
 
 
 def library_product(left: Tensor, right: Tensor, out: Tensor) -> None:
-    """Writes left.T @ right, of [r, n] and [r, m], to out [n, m]; the order of sums depends on the machine."""
+    """Writes left.T @ right to out [n, m], from left [r, n] and right [r, m]. Rounding depends on the machine."""
     torch.mm(left.T, right, out=out)
 
 
 def portable_product(left: Tensor, right: Tensor, out: Tensor) -> None:
-    """Like `library_product`, but bitwise equal on all machines: fixed order of sums, no fused multiply-add."""
+    """Writes left.T @ right to out, bitwise equal on all machines: fixed order of sums, no fused multiply-add."""
     torch.mul(left[0][:, None], right[0], out=out)
     for one, other in zip(left[1:], right[1:], strict=True):
         out.add_(one[:, None] * other)
 
 
 def householder(factors: Sequence[Tensor], first: Sequence[Tensor]) -> list[Tensor]:
-    """Returns orthonormal columns by Householder reflections; see `gram_schmidt`."""
+    """Orthonormalizes the columns of each factor by Householder reflections; arguments: see `gram_schmidt`."""
     live = [torch.where(factor.any(1, keepdim=True), factor, one) for factor, one in zip(factors, first, strict=True)]
     return [torch.linalg.qr(_on_capable_device(factor).T).Q.T.contiguous().to(factor.device) for factor in live]
 
@@ -100,7 +100,7 @@ def _rounded(exact: Tensor, like: Tensor) -> Tensor:
     return exact.to(torch.float32).to(like.device, like.dtype)
 
 
-class Rounded:
+class RoundingCompressor:
     """A compressor that rounds each value with a codec, before and after averaging."""
 
     def __init__(self, name: str, dtype: torch.dtype) -> None:
@@ -147,7 +147,7 @@ class LowRank:
         self.arithmetic: Arithmetic = PORTABLE  # equal on all peers; see `select_arithmetic`
         self.ranks = low_rank_layout(shapes, rank)  # how the tensors are sent
         self._sizes = [int(torch.Size(shape).numel()) for shape in shapes]
-        self._codec = Integers(FACTOR_BITS, FACTOR_BLOCK)
+        self._codec = IntegerCodec(FACTOR_BITS, FACTOR_BLOCK)
         generator = torch.Generator().manual_seed(mix(seed))
         # Factors [n, rank] are stored as columns [rank, n]. For even and odd turns, columns that replace zeros.
         self._first = [
@@ -172,13 +172,13 @@ class LowRank:
         self.prepare()
         pieces = values.split(self._sizes)
         thin = [
-            known @ (matrix if self._sends_right(one) else matrix.T)
+            known @ (matrix if self._sends_right_factor(one) else matrix.T)
             for one, known, matrix in zip(self.ranks.matrices, self._known, self._matrices(pieces), strict=True)
         ]
         return torch.cat([tensor.reshape(-1) for tensor in (*thin, *(pieces[place] for place in self.ranks.rest))])
 
     def send(self, sent: Tensor, peers: SyncGroup) -> ExchangeSteps[tuple[Tensor, Residual]]:
-        """Averages `sent` (from `begin`) over all peers; returns (mean, residual). An exchange of two collectives."""
+        """Averages `sent` (from `begin`) over all peers in two collectives; the exchange returns (mean, residual)."""
         return (yield from mean_of(sent, self._codec, peers))
 
     def end(
@@ -189,7 +189,7 @@ class LowRank:
         slots: Sequence[Tensor],
         between: Callable[[], object] = lambda: None,
     ) -> None:
-        """Writes the averaged tensors to `slots`, and leaves the residual in `values`, the argument of `begin`.
+        """Writes the averaged tensors to `slots`, and the residual to `values`, the argument of `begin`.
 
         `received`: (mean of `sent` over all peers, this process's rounding error). Calls `between` after each product.
         """
@@ -198,11 +198,11 @@ class LowRank:
         averaged, own, unsent = self._unflatten(mean), self._unflatten(sent - lost), self._unflatten(lost)
         for number, (one, matrix) in enumerate(zip(self.ranks.matrices, self._matrices(pieces), strict=True)):
             known = self._known[number]
-            left, right = (known, averaged[number]) if self._sends_right(one) else (averaged[number], known)
+            left, right = (known, averaged[number]) if self._sends_right_factor(one) else (averaged[number], known)
             write_product(self.arithmetic.multiply, left, right, slots[one.place])
             between()
             # Not relative to the mean of all factors: the distance from the mean would accumulate.
-            left, right = (known, own[number]) if self._sends_right(one) else (own[number], known)
+            left, right = (known, own[number]) if self._sends_right_factor(one) else (own[number], known)
             matrix.addmm_(left.T, right, alpha=-1)
             between()
         for number, place in enumerate(self.ranks.rest, len(self.ranks.matrices)):
@@ -217,7 +217,7 @@ class LowRank:
             self._known, self._averaged = self.arithmetic.orthonormal(self._averaged, first), None
 
     def state(self) -> dict[str, Tensor]:
-        """Returns the factors that all processes know, and the turn number."""
+        """Returns the known factors, which are equal on all processes, and the turn number."""
         self.prepare()
         known = {f"known.{number}": factor for number, factor in enumerate(self._known)}
         return {"turn": torch.tensor(self._turn), **known}
@@ -226,7 +226,7 @@ class LowRank:
         self._turn, self._averaged = int(state["turn"]), None
         self._known = [state[f"known.{number}"] for number in range(len(self._known))]
 
-    def _sends_right(self, one: Matrix) -> bool:
+    def _sends_right_factor(self, one: Matrix) -> bool:
         return bool((one.first + self._turn) % 2)
 
     def _matrices(self, pieces: Sequence[Tensor]) -> list[Tensor]:
@@ -240,18 +240,18 @@ class LowRank:
         return [*shaped, *pieces[len(shaped) :]]
 
 
-Compressor = Rounded | LowRank
+Compressor = RoundingCompressor | LowRank
 
 
 def compressor_named(
     name: str, shapes: list[tuple[int, ...]], *, rank: int, seed: int, device: str, dtype: torch.dtype
 ) -> Compressor:
     """Creates a compressor (none, bf16, int8, int4 or lowrank) for a vector that holds tensors of these shapes."""
-    return LowRank(shapes, rank, seed, device, dtype) if name == "lowrank" else Rounded(name, dtype)
+    return LowRank(shapes, rank, seed, device, dtype) if name == "lowrank" else RoundingCompressor(name, dtype)
 
 
 def select_arithmetic(compressors: Sequence[Compressor], peers: SyncGroup, like: Tensor) -> None:
-    """Selects the fastest arithmetic with bitwise equal results on all peers, for tensors like `like`; a collective."""
+    """Selects the fastest functions that are bitwise equal on all peers, for tensors like `like`. A collective."""
     thin = [one for one in compressors if isinstance(one, LowRank)]
     if not thin:
         return

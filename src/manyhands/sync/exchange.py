@@ -64,16 +64,16 @@ def drive(steps: ExchangeSteps[T]) -> T:
 
 
 class AsyncExchange(Generic[T]):
-    """Runs an exchange in a thread, or in the constructor if not `beside`. `seconds`: its duration, 0 until it ends."""
+    """Runs an exchange in a thread, or blocks if not `in_thread`. `seconds`: its duration, 0 until it ends."""
 
-    def __init__(self, steps: ExchangeSteps[T], *, beside: bool = True) -> None:
+    def __init__(self, steps: ExchangeSteps[T], *, in_thread: bool = True) -> None:
         self._steps, self._began_s, self.seconds = steps, time.perf_counter(), 0.0
         self._results: list[T] = []
         self._error: Exception | None = None
         self._ended = threading.Event()
         # The first message is sent before training continues, because training changes the values.
         self._work = self._next()
-        while not beside and not self._ended.is_set():
+        while not in_thread and not self._ended.is_set():
             self._work.wait()
             self._work = self._next()
         if not self._ended.is_set():
@@ -160,7 +160,7 @@ class CollectiveQueue(Generic[T]):
         return True
 
 
-class Plain:
+class FloatCodec:
     """A codec that converts values to a floating type."""
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -174,7 +174,7 @@ class Plain:
         return coded.view(self._dtype).to(dtype)
 
 
-class Integers:
+class IntegerCodec:
     """A codec of 8-bit or 4-bit integers, with a scale for every `block` values; BLOCK is a multiple of `block`."""
 
     def __init__(self, bits: int, block: int = BLOCK) -> None:
@@ -210,14 +210,14 @@ class Integers:
 
 
 # `encode` converts values [..., n], n a multiple of BLOCK, to uint8 and rounding errors; `decode` returns [..., n].
-Codec = Plain | Integers
+Codec = FloatCodec | IntegerCodec
 
 
 def codec_named(name: str, dtype: torch.dtype) -> Codec:
     """Creates the codec none, bf16, int8 or int4; "none" sends values as `dtype`."""
     if name == "none":
-        return Plain(dtype)
-    return Plain(torch.bfloat16) if name == "bf16" else Integers(8 if name == "int8" else 4)
+        return FloatCodec(dtype)
+    return FloatCodec(torch.bfloat16) if name == "bf16" else IntegerCodec(8 if name == "int8" else 4)
 
 
 @dataclass
@@ -228,7 +228,7 @@ class Residual:
     sums: Tensor | None  # of the share [n / size] whose mean the process computes for all; None for a single process
 
     def combined(self, peers: SyncGroup) -> Tensor:
-        """Returns `own` plus `sums`, as one tensor [n]; its mean over processes is the exchanged mean's error."""
+        """Returns `own` plus `sums` as one tensor [n]. Its mean over processes is the error of the exchanged mean."""
         kept = self.own.clone()
         if self.sums is not None:
             part = kept[peers.rank * self.sums.numel() :][: self.sums.numel()]
@@ -237,7 +237,7 @@ class Residual:
 
 
 def mean_of(values: Tensor, codec: Codec, peers: SyncGroup, sums_before: Tensor | None = None) -> ExchangeSteps[Any]:
-    """Averages a vector [n] over all peers, bitwise equal on all of them; an exchange. Returns (mean [n], Residual).
+    """Averages a vector [n] over all peers, bitwise equal on all. The exchange returns (mean [n], Residual).
 
     Each process averages one share of the values and sends the rounded result to all. `sums_before`: `Residual.sums` of
     the previous exchange, or None.

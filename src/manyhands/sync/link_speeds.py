@@ -73,7 +73,7 @@ def work_seconds(kind: str, processes: int, size_bytes: float, link: LinkSpeed) 
 
 
 def fitted_link(kind: str, processes: int, points: Points) -> LinkSpeed:
-    """Fits a link speed to the first and last point, (bytes, seconds); latency 0 if the last is no slower."""
+    """Fits a link speed to the first and last of `points`, (bytes, seconds). Latency 0 if the last took no longer."""
     (small, first_s), (large, last_s) = points[0], points[-1]
     messages, share = rounds(kind, processes)
     if messages == 0 or share * large == 0 or last_s <= 0:

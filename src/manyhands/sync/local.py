@@ -46,7 +46,7 @@ class Pace:
 
 @dataclass
 class LocalSteps(Synchronizer):
-    """Trains processes or machines separately, and averages their changes from the last average (the anchor)."""
+    """Trains processes or machines separately, and averages their changes since the last average (the anchor)."""
 
     alone = local_statistics = times_waits = True
 
@@ -97,15 +97,15 @@ class LocalSteps(Synchronizer):
         return self.adapt(speeds_s, exchanges_s) if self.adapt else None
 
     def finish(self, step: int) -> None:
-        """Applies a last exchange and sets all processes' networks to the anchor; a collective."""
+        """Applies a last exchange and sets all processes' networks to the anchor. A collective."""
         if self._flight:
             self._apply_exchange()
         self._average_now(step)
         self.average_buffers(step)
-        self._write(self.anchor, self.buffers.averaged)
+        self._write_network(self.anchor, self.buffers.averaged)
 
     def average_buffers(self, step: int) -> None:
-        """Waits for an exchange in progress, then averages the buffers, at most once per step; a collective."""
+        """Waits for an exchange in progress, then averages the buffers, at most once per step. A collective."""
         if self._flight and self._flight.exchange:
             self._flight.exchange.result()  # both use one group, whose messages must not mix
         self.buffers.average(step)
@@ -120,15 +120,15 @@ class LocalSteps(Synchronizer):
     def averaged(self) -> Iterator[None]:
         """Sets the network to the anchor and the averaged buffers in this context, for evaluation and checkpoints."""
         own = as_vector(self.parameters, self._dtype), self.buffers.own()
-        self._write(self.anchor, self.buffers.averaged)
+        self._write_network(self.anchor, self.buffers.averaged)
         try:
             yield
         finally:
-            self._write(*own)
+            self._write_network(*own)
 
     def replicas(self, model: nn.Module) -> dict[str, Tensor]:
         frozen = {name: one.detach() for name, one in model.named_parameters() if not one.requires_grad}
-        return {"the agreed parameters": self.anchor, **frozen}
+        return {"the averaged parameters": self.anchor, **frozen}
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, int]]:
         flight = self._flight
@@ -148,7 +148,7 @@ class LocalSteps(Synchronizer):
         """Restores `state`; the network must be at the anchor. Restarts an exchange that was in progress."""
         self.begin()
         moved = {name: tensor.to(self.anchor.device) for name, tensor in tensors.items()}
-        self._write(moved["parameters"], moved["buffers"])
+        self._write_network(moved["parameters"], moved["buffers"])
         self._residual, self.rounds = moved["held"], numbers["rounds"]
         if self.pace.momentum and moved["speed"].numel():
             self._speed = moved["speed"]
@@ -158,20 +158,20 @@ class LocalSteps(Synchronizer):
             self._start_exchange(numbers["since"], moved["flight.moved"])
 
     def _average_now(self, step: int) -> None:
-        self._start_exchange(step, beside=False)
-        self._apply_exchange(still=True)
+        self._start_exchange(step, in_thread=False)
+        self._apply_exchange(unchanged=True)
 
-    def _start_exchange(self, step: int, moved: Tensor | None = None, *, beside: bool = True) -> None:
+    def _start_exchange(self, step: int, moved: Tensor | None = None, *, in_thread: bool = True) -> None:
         if moved is None:
             moved = as_vector(self.parameters, self._dtype, self._moved).sub_(self.anchor)
         before, exchange = dict(self.compressor.state()), None
         if self.machine is None or self.machine.is_leader:
             values = torch.add(self._residual, moved, alpha=self.weight, out=self._spare)
-            exchange = AsyncExchange(self.compressor.average(values, self.peers), beside=beside)
+            exchange = AsyncExchange(self.compressor.average(values, self.peers), in_thread=in_thread)
         self._flight = PendingExchange(step, moved, self._residual, before, exchange)
 
-    def _apply_exchange(self, *, still: bool = False) -> None:
-        """Waits for the exchange and applies it; `still`: the parameters have not changed since its start."""
+    def _apply_exchange(self, *, unchanged: bool = False) -> None:
+        """Waits for the exchange and applies it. `unchanged`: the parameters have not changed since its start."""
         flight = self._flight
         if flight is None:
             return
@@ -192,12 +192,12 @@ class LocalSteps(Synchronizer):
             mean.mul_(self.pace.lr)
         self.anchor.add_(mean)
         self._residual, self._spare = residual, flight.residual
-        if still:
+        if unchanged:
             write_vector(self.anchor, self.parameters)
         else:
             add_vector(mean.sub_(flight.moved), self.parameters)
         self._flight, self.rounds = None, self.rounds + 1
 
-    def _write(self, parameters: Tensor, buffers: Tensor) -> None:
+    def _write_network(self, parameters: Tensor, buffers: Tensor) -> None:
         write_vector(parameters, self.parameters)
         self.buffers.write(buffers)

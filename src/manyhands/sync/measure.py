@@ -16,10 +16,10 @@ _VALUE_BYTES = 4
 
 
 def measure_link(group: dist.ProcessGroup | None, device: str, budget_s: float = 5.0) -> LinkSpeed:
-    """Returns the slowest process's latency and bandwidth, the same result on all processes; a collective.
+    """Returns the slowest process's latency and bandwidth, the same result on all processes. A collective.
 
     All-reduces of one value measure the latency. For the bandwidth, sizes double until an all-reduce takes over 0.3 s;
-    the last size runs twice, and the faster time counts. A size is tried only if twice the last time is left.
+    the last size runs twice, and the faster time counts. A size is tried only if the budget allows twice the last time.
     """
     processes = dist.get_world_size(group) if dist.is_initialized() else 1
     if processes == 1:
@@ -53,7 +53,7 @@ def pass_seconds(count: int, device: str) -> float:
 
 
 def _seconds(count: int, group: dist.ProcessGroup | None, device: str) -> float:
-    """Returns the seconds of one all-reduce on the slowest process; a collective."""
+    """Returns the seconds of one all-reduce on the slowest process. A collective."""
     values = torch.zeros(count, device=device)
     # All processes start together; otherwise the first would measure the delay of the others.
     _max_over_ranks(0.0, group, device)

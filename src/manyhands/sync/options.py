@@ -15,7 +15,7 @@ _LAST = 1000
 
 @functools.cache
 def methods() -> dict[str, Any]:
-    """Returns the modules of all methods by name, in the order in which `auto` prefers them."""
+    """Returns {sync method: module}, in the order in which sync.method = auto prefers them."""
     found = {name: load_choice(METHODS, name) for name in module_names(METHODS)}
     return dict(sorted(found.items(), key=lambda one: getattr(one[1], "PRECEDENCE", _LAST)))
 
@@ -25,7 +25,7 @@ def synchronizes_every_update(name: str) -> bool:
 
 
 def exception_of(name: str) -> str:
-    """Returns a sentence on how results depend on the number of processes under a method; empty if they don't."""
+    """Returns a sentence on how a method's results depend on the number of processes; "" if they don't."""
     method = methods()[name]
     if method.EXACT:
         return ""
@@ -34,7 +34,7 @@ def exception_of(name: str) -> str:
 
 
 def missing_need(name: str, offers: "frozenset[Need] | set[Need]") -> Need | None:
-    """Returns the first need of a method that isn't offered; None if the method can run."""
+    """Returns the first requirement (NEEDS) of a sync method that `offers` lacks; None if the method can run."""
     return missing(methods()[name].NEEDS, offers)
 
 

@@ -89,10 +89,10 @@ class PowerSgd(Synchronizer):
         self._begun.put(True)
 
     def on_gradients(self) -> None:
-        """Waits until the gradients are averaged; a collective. Raises RuntimeError if a collective fails."""
+        """Waits until the gradients are averaged. A collective. Raises RuntimeError if a collective fails."""
         if not self._expecting:
             self.before_last_micro_batch()
-        self._offer(also_incomplete=True)
+        self._queue_batches(also_incomplete=True)
         self._expecting = False
         began_s, before = time.perf_counter(), CLOCK.to(COMMUNICATION)
         error = self._ended.get()
@@ -121,7 +121,7 @@ class PowerSgd(Synchronizer):
             batch.compressor.load({name: one.to(batch.residual.device) for name, one in own.items()})
 
     def forget(self) -> str:
-        """Drops residuals and restores the initial factors, between two updates; returns a sentence for the user."""
+        """Drops residuals and restores the initial factors, between two updates; returns a message for the user."""
         for batch, first in zip(self._batches, self._first, strict=True):
             batch.residual.zero_()
             batch.compressor.load(first)
@@ -163,9 +163,9 @@ class PowerSgd(Synchronizer):
             what = "a parameter got a gradient twice in one backward pass"
             raise RunError(what, "sync.method", ("use --sync allreduce", "or pass use_reentrant=False to checkpoint()"))
         batch.missing.remove(id(parameter))
-        self._offer()
+        self._queue_batches()
 
-    def _offer(self, *, also_incomplete: bool = False) -> None:
+    def _queue_batches(self, *, also_incomplete: bool = False) -> None:
         """Queues complete batches, in order; with `also_incomplete`, all batches."""
         while self._offered < len(self._batches):
             batch = self._batches[self._offered]
@@ -196,11 +196,11 @@ class PowerSgd(Synchronizer):
             while number not in queue.results:
                 if queue.in_progress:  # not get(timeout=…), which may wait forever on a busy machine (CPython 3.11)
                     time.sleep(_LOOK_S)
-                self._send(queue, wait=not queue.in_progress)
+                self._send_next_batch(queue, wait=not queue.in_progress)
             # Batches that are completed meanwhile are sent first.
-            batch.end_exchange(*queue.results[number], lambda: self._send(queue))
+            batch.end_exchange(*queue.results[number], lambda: self._send_next_batch(queue))
 
-    def _send(self, queue: CollectiveQueue[_SentBatch], *, wait: bool = False) -> None:
+    def _send_next_batch(self, queue: CollectiveQueue[_SentBatch], *, wait: bool = False) -> None:
         """Starts sending the next complete batch (if `wait`, waits for one); advances the batches in progress."""
         with contextlib.suppress(Empty):
             batch = self._complete.get(block=wait)

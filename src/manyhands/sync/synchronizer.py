@@ -77,7 +77,7 @@ class Buffers:
         write_vector(values, self._buffers)
 
     def average(self, step: int) -> None:
-        """Averages the buffers, at most once per step; a collective."""
+        """Averages the buffers, at most once per step. A collective."""
         if step == self._step:
             return
         mean, machine = self.own(), self._machine
@@ -85,29 +85,29 @@ class Buffers:
             dist.all_reduce(mean, group=machine.group)
             mean /= machine.size
         if machine is None or machine.is_leader:
-            from manyhands.sync.exchange import Plain, drive, mean_of
+            from manyhands.sync.exchange import FloatCodec, drive, mean_of
 
-            mean, _ = drive(mean_of(mean, Plain(self._dtype), self._peers))
+            mean, _ = drive(mean_of(mean, FloatCodec(self._dtype), self._peers))
         if machine:
             dist.broadcast(mean, machine.leader, group=machine.group)
         self.averaged, self._step = mean, step
 
 
 @dataclass(frozen=True)
-class Places:
-    """The leaders of all machines, and the processes of this machine."""
+class MachineRanks:
+    """The leader rank of each machine, which communicates for the machine, and the ranks of this machine."""
 
-    leaders: tuple[int, ...]  # rank of each machine's leader, which exchanges for the machine
+    leaders: tuple[int, ...]  # one rank per machine
     machine: tuple[int, ...]  # ranks on this machine
     group: Any = None  # process group of this machine; None for one process
 
 
 @dataclass(frozen=True)
 class SyncContext:
-    """The argument of a sync method's `make`: the processes of the run, ways to communicate, the seed."""
+    """The settings from which a sync method is created: processes of the run, functions to communicate, seed."""
 
     world: World  # all processes
-    places: Places  # the processes by machine
+    places: MachineRanks  # the processes by machine
     new_group: Callable[[Sequence[int]], Any]  # creates a group for exchanges during training; a collective
     from_rank_0: Callable[[float], float]  # broadcasts rank 0's number; a collective
     seed: int  # equal on all processes
@@ -119,7 +119,7 @@ class SyncContext:
         return self.world.rank in self.places.leaders
 
     def peers(self) -> "SyncGroup":
-        """Creates a process group of one process per machine, used by nothing else. All processes call this."""
+        """Creates a new process group with one process (the leader) of each machine. All processes call this."""
         from manyhands.sync.exchange import SyncGroup
 
         leaders = self.places.leaders
@@ -134,7 +134,7 @@ class SyncContext:
         return LocalGroup(places.group, places.machine[0], len(places.machine), self.world.rank == places.machine[0])
 
     def own(self, cost: "Cost", trained: Sequence[Tensor], rank: int = 0) -> dict[str, Any]:
-        """Returns the settings that a process's state depends on; the state is restored only under equal settings."""
+        """Returns the settings of this run that sync state depends on; saved state is loaded only if they are equal."""
         return {
             "method": cost.method,
             "codec": cost.codec,
@@ -150,7 +150,7 @@ def trained_of(network: HasGradients) -> dict[str, nn.Parameter]:
 
 
 class Synchronizer:
-    """The training loop's interface to a sync method; this base class is for methods that the mode implements."""
+    """The training loop's interface to a sync method. With this base class, the parallel mode averages gradients."""
 
     reduces = True  # True if the mode averages gradients
     group: Any = None  # the processes over which the mode averages gradients; None: all
@@ -163,7 +163,7 @@ class Synchronizer:
     own: Mapping[str, Any] = MappingProxyType({})
 
     def before_update(self, step: int) -> None:
-        """Called before an update, after `step` updates and the work that follows each."""
+        """Called before an update, when `step` updates and their `after_update` calls are complete."""
 
     def before_last_micro_batch(self) -> None:
         """Called before the backward pass of an update's last micro-batch."""
@@ -174,24 +174,24 @@ class Synchronizer:
         """Called after an update; `step` counts the updates made so far."""
 
     def forget(self) -> str:
-        """Removes the effects of non-finite gradients from the state; returns a sentence on other losses, or ""."""
+        """Removes non-finite gradients from the state; returns a message if other values are lost too, else ""."""
         return ""
 
     def adapt_pace(self, speeds_s: Sequence[float], exchanges_s: Sequence[float]) -> "Cost | None":
-        """Adapts the interval to the seconds per step and exchange (0: none) by rank; returns a new Cost or None."""
+        """Adapts the interval to each rank's seconds per step and exchange (0: none). Returns a new Cost, or None."""
 
     def finish(self, step: int) -> None:
-        """Makes the networks of all processes equal, at the end of training; a collective."""
+        """Makes the networks of all processes equal, at the end of training. A collective."""
 
     def average_buffers(self, step: int) -> None:
-        """Averages the buffers for `averaged`, after `step` updates; a collective."""
+        """Averages the buffers over processes, after `step` updates; `averaged` uses the result. A collective."""
 
     def averaged(self) -> contextlib.AbstractContextManager[None]:
         """Returns a context in which the network has the averaged parameters and buffers."""
         return contextlib.nullcontext()
 
     def replica_sum(self, value: Tensor, world: World) -> Tensor:
-        """Sums a scalar tensor over processes with equal gradients, and scales to all processes; a collective."""
+        """Estimates a scalar's sum over all processes from the sum over those with equal gradients. A collective."""
         if world.alone:
             return value
         if not self.alone:
@@ -216,4 +216,4 @@ class Synchronizer:
         """Ends an exchange in progress."""
 
     def begin(self) -> None:
-        """Resets the state to start from the current network, which is equal on all processes."""
+        """Resets the state to start from the current network. The network must be equal on all processes."""

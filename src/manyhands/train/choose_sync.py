@@ -26,7 +26,7 @@ from manyhands.sync.choose import BY_MODE, EXACT, check_method, choose
 from manyhands.sync.costs import Cost, LinkCase
 from manyhands.sync.link_speeds import LinkSpeed, named_link
 from manyhands.sync.options import methods, missing_need, synchronizes_every_update
-from manyhands.sync.synchronizer import Places, SyncContext, Synchronizer
+from manyhands.sync.synchronizer import MachineRanks, SyncContext, Synchronizer
 from manyhands.train.journal import RunContext
 from manyhands.train.status import CommunicationMonitor, SpeedMonitor
 
@@ -50,19 +50,19 @@ def new_group(job: Job, ranks: Sequence[int], backend: str | None = None) -> Any
         return dist.new_group(list(ranks), timedelta(seconds=job.cluster.peer_timeout_s), backend)
 
 
-def places_of(world: World, job: Job) -> Places:
+def places_of(world: World, job: Job) -> MachineRanks:
     """Returns the group in which this process averages every update, and each group's first rank. A collective."""
     machines, within = machines_of(world), job.sync.within
     single = within == "process" or (within == "auto" and len(machines) == 1)
     if single or len(machines) == world.size:
-        return Places(tuple(range(world.size)), (world.rank,))
+        return MachineRanks(tuple(range(world.size)), (world.rank,))
     groups = [new_group(job, machine) for machine in machines]  # all processes create all groups in the same order
     place = next(place for place, machine in enumerate(machines) if world.rank in machine)
-    return Places(tuple(machine[0] for machine in machines), machines[place], groups[place])
+    return MachineRanks(tuple(machine[0] for machine in machines), machines[place], groups[place])
 
 
 def make_synchronizer(
-    cost: Cost, job: Job, model: nn.Module, unused: list[str], world: World, places: Places, steps: int = 0
+    cost: Cost, job: Job, model: nn.Module, unused: list[str], world: World, places: MachineRanks, steps: int = 0
 ) -> Synchronizer:
     """Creates the synchronizer of `cost.method`; the network must be equal on all processes. A collective."""
     if world.alone:
@@ -112,7 +112,7 @@ class SyncRequest:
     previous: Any  # the sync record in the checkpoint, or None
     time_step: Callable[[], tuple[float, float]]  # see `trial_step.time_step`
 
-    def case(self, taken_s: tuple[float, float], places: Places) -> LinkCase:
+    def case(self, taken_s: tuple[float, float], places: MachineRanks) -> LinkCase:
         """Measures the network link; returns the cost model's inputs. `taken_s`: `time_step`'s result. A collective."""
         from manyhands.sync.measure import pass_seconds
 
@@ -212,7 +212,7 @@ def previous_cost(record: Any, job: Job, processes: int, mode: str = USUAL_MODE)
     return cost if synchronizes_every_update(cost.method) or methods()[cost.method].fits(cost, options) else None
 
 
-def _fastest(sync_request: SyncRequest, places: Places) -> Cost:
+def _fastest(sync_request: SyncRequest, places: MachineRanks) -> Cost:
     """Selects the fastest sync method from measurements of the link and the model. A collective."""
     options, world = sync_request.run.job.sync, sync_request.run.world
     case = sync_request.case(sync_request.time_step(), places)
@@ -227,7 +227,7 @@ def _fastest(sync_request: SyncRequest, places: Places) -> Cost:
     return Cost(**broadcast_plain(taken, world))
 
 
-def _link_speed(job: Job, world: World, places: Places) -> LinkSpeed:
+def _link_speed(job: Job, world: World, places: MachineRanks) -> LinkSpeed:
     """Measures the speed of the link between machines, with one process per machine. A collective."""
     group: Any = new_group(job, places.leaders) if len(places.leaders) < world.size else None
     link = LinkSpeed(0.0, 0.0)

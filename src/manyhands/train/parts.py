@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from manyhands.checkpoint.folders import choose
 from manyhands.checkpoint.read import load
 from manyhands.checkpoint.snapshot import Snapshot, fitted
-from manyhands.checkpoint.trained import Pictures, TrainedNetwork, note_trained_on
+from manyhands.checkpoint.trained import Preprocessing, TrainedNetwork, note_trained_on
 from manyhands.config.job import Job, TrainOptions
 from manyhands.core.devices import device_name
 from manyhands.core.errors import UserError
@@ -428,7 +428,7 @@ def describe_trained(parts: Parts, samples: data_setup.DataSetup, classes: tuple
     """Returns the description of network and data that checkpoints contain; `classes` names each output."""
     job, objects, pixels = parts.job, parts.objects, samples.pixels
     fields = {name: getattr(pixels, name) for name in ("own", "size", "channels", "mean", "std")}
-    pictures = Pictures(resize=pixels.resized_to, **fields)
+    pictures = Preprocessing(resize=pixels.resized_to, **fields)
     if objects.model is not None:
         note_trained_on(objects.model, pictures, classes)
     model = job.model if objects.model is not None else resolve_model(job.model, pixels.size)
@@ -455,6 +455,6 @@ def mesh_of(job: Job, world: World) -> Mesh:
     return parse_mesh(job.parallel.mesh) if job.parallel.mesh else Mesh((("dp", world.size),))
 
 
-def pixels_of(about: Pictures) -> Pixels:
+def pixels_of(about: Preprocessing) -> Pixels:
     """Converts the preprocessing recorded in a checkpoint to the preprocessing of an evaluation."""
     return Pixels(about.size, about.channels, about.mean, about.std, "none", resize=about.resize, own=about.own)

@@ -133,7 +133,7 @@ def fetch(name: str, urls: tuple[str, ...], md5: str, into: Path) -> Path:
 
 
 def unpack_once(archive: Path) -> Path:
-    """Unpacks an archive to this host's cache, once; returns the unpacked folder. Raises UserError: it is damaged."""
+    """Unpacks an archive to this host's cache, once; returns the folder. Raises UserError: the archive is damaged."""
     try:
         state = archive.stat()
     except OSError as error:

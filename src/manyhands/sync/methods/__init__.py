@@ -6,7 +6,7 @@ A module defines:
 - `EXACT`: True if the updates equal those of one process, up to the order of sums.
 - `NEEDS`: the requirements of the method (`core/needs.py`); empty if the parallel mode does all the work.
 - `estimate(case, options) -> list[Cost]`: the estimated cost of each variant of the method.
-- `make(network, context, options, cost) -> Synchronizer`: builds the synchronizer; a collective. See
+- `make(network, context, options, cost) -> Synchronizer`: builds the synchronizer. A collective. See
   `sync/synchronizer.py`.
 
 A module may define:
@@ -17,7 +17,7 @@ A module may define:
 - `EVERY_UPDATE = False`: processes don't synchronize in every update. The module then defines two more functions:
   `asked(options)` returns the `Cost` with the interval that the options fix, or None if it depends on the link, and
   raises UserError if options contradict each other. `fits(cost, options)` returns True if the options allow the
-  interval of an earlier start.
+  interval of an earlier start of the run.
 
 A job is read without torch, so a module imports code that needs torch only within its functions.
 """

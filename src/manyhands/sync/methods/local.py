@@ -37,7 +37,7 @@ _CHANGE, _TIMES = 1.5, 3
 
 
 class Options(RankOptions):
-    """The interval of exchanges and how they are sent."""
+    """Options of local steps: the interval and the encoding of exchanges."""
 
     codec: Literal["auto", "none", "bf16", "int8", "int4", "lowrank"] = option(
         "auto", "compression of exchanged parameter changes; used only with method local"
@@ -57,10 +57,10 @@ class Options(RankOptions):
 
 
 def asked(options: Options) -> Cost | None:
-    """Returns a Cost with the interval and delay if the options fix both, or None. Raises UserError: delay too long."""
+    """Returns a Cost if the options fix interval and delay, else None. Raises UserError: the delay is longer."""
     if options.delay > options.every > 0:
         hints = (f"use --set sync.delay={options.every} or less",)
-        what = f"an exchange every {options.every} steps can't be applied {options.delay} steps late"
+        what = f"the delay of {options.delay} steps exceeds the interval of {options.every} steps between exchanges"
         raise UserError(what, "sync.delay", hints)
     if not options.every or options.codec == "auto":
         return None
@@ -69,7 +69,7 @@ def asked(options: Options) -> Cost | None:
 
 
 def fits(cost: Cost, options: Options) -> bool:
-    """Returns True if the options allow the codec, interval and delay of an earlier start."""
+    """Returns True if the options allow the codec, interval and delay of an earlier start of the run."""
     wanted = options.codec in {"auto", cost.codec} and options.every in {0, cost.every}
     return wanted and (options.delay < 0 or min(options.delay, cost.every) == cost.delay)
 
@@ -80,7 +80,7 @@ def estimate(case: LinkCase, options: Options) -> list[Cost]:
 
 
 def make(network: HasGradients, context: "SyncContext", options: Options, cost: Cost) -> "Synchronizer":
-    """Creates the synchronizer, with the interval and delay of `cost`; a collective."""
+    """Creates the synchronizer, with the interval and delay of `cost`. A collective."""
     import torch
 
     from manyhands.sync.compress import compressor_named, select_arithmetic
@@ -149,7 +149,7 @@ def fitting_steps(steps_long: float, steps: int, compressing: float = 0.0) -> in
 
 @dataclass
 class Pacer:
-    """Adapts the pace of local steps to measured exchanges."""
+    """Adapts the interval and delay of local steps to the measured duration of exchanges."""
 
     steps: "LocalSteps"  # the synchronizer whose pace is adapted
     cost: Cost  # the method with its current pace

@@ -26,7 +26,7 @@ class Options(RankOptions):
 
 
 def estimate(case: LinkCase, options: Options) -> list[Cost]:
-    """Estimates batches sent during backward, without BatchNorm statistics (only sent to evaluate or save)."""
+    """Estimates the cost of gradients only: BatchNorm statistics are sent only for evaluation and checkpoints."""
     batches = low_rank_batches(case, options.rank)
     sent = sum(batches, SyncMessage())
     # The first batch is complete some time after backward begins, the last at its end; compression overlaps sending.
