@@ -155,10 +155,10 @@ class JobFlags(Flags):
     def job_values(self) -> dict[str, Any]:
         """Extends `Flags.job_values` by the mode that --pin implies and the run folder that --resume names."""
         from manyhands.parallel.options import MODE_OF_PLANS
-        from manyhands.run.registry import find_start
+        from manyhands.run.registry import resolve_resume
 
         mode = self.parallel or (MODE_OF_PLANS if self.pin else None)
-        return super().job_values() | {"parallel.mode": mode, "checkpoint.resume": find_start(self.resume)}
+        return super().job_values() | {"parallel.mode": mode, "checkpoint.resume": resolve_resume(self.resume)}
 
 
 @dataclass(kw_only=True, eq=False, repr=False)

@@ -18,7 +18,7 @@ from manyhands.parallel.split.graph import LOSS, Graph
 from manyhands.parallel.split.strategy import concise, refusal, resolve, strategies
 from manyhands.planner.choose import DATA_PARALLEL, LEAST_GAIN, LEAST_PREDICTED_GAIN, Pick, pick_predicted
 from manyhands.planner.collectives import data_shares, shares
-from manyhands.planner.cost import Prediction, Setting, Work, predict, sharding_problem
+from manyhands.planner.cost import Prediction, Setting, ShardedOpTimes, predict, sharding_problem
 from manyhands.planner.links import LinkSpeeds, links_of
 from manyhands.planner.solve import NoPlanError, solve_all
 from manyhands.planner.timing import OpTimes, Timing
@@ -199,7 +199,7 @@ class Pricing:
         known = all(link.work_s_per_byte for link in speeds.axes)
         apart = request.accelerator or known or any(speeds.across)
         self.base = Setting(
-            Work(graph, request.batch, request.world_size, times),
+            ShardedOpTimes(graph, request.batch, request.world_size, times),
             speeds,
             shares(request.batch, request.norm_group),
             slots=request.slots,
@@ -367,7 +367,7 @@ def name_of(processes: int) -> str:
     return "one process" if processes == 1 else f"{DATA_PARALLEL} on {processes}"
 
 
-def enough(found: SearchResult, fewer: Sequence[PlanCandidate], seconds: float, spread: float) -> tuple[int, str]:
+def needed_count(found: SearchResult, fewer: Sequence[PlanCandidate], seconds: float, spread: float) -> tuple[int, str]:
     """Returns (smallest number of processes that is as fast as all processes, reason); (0, "") if all are needed.
 
     Returns a larger number if it is predicted to be clearly faster. `seconds`: time of an update with the selected plan

@@ -35,7 +35,7 @@ class Change(NamedTuple):
     new: Any
 
     @property
-    def decides(self) -> bool:
+    def affects_result(self) -> bool:
         """True if the change affects the result, or adds metrics."""
         if self.key == "train.metrics" and self.old is not None:
             return not set(self.new) <= set(self.old)
@@ -69,7 +69,7 @@ def refuse_changes(
         return
     if status(run := read_run(folder.path)) != "finished":
         return
-    found = [change for change in changes_since(folder, job) if change.decides]
+    found = [change for change in changes_since(folder, job) if change.affects_result]
     if not found:
         named = (job.model.name, job.data.name, job.data.held_out, *job.train.custom_code)
         try:
@@ -84,7 +84,7 @@ def refuse_changes(
         return
     if not resume_hint and "checkpoint.resume" not in loaded.origins:
         another = free_name(folder.path.parent, folder.path.name, first=2)
-        hints = [*_train_longer(folder, job, found), f"to train from scratch, use --out {shlex.quote(str(another))}"]
+        hints = [*_longer_hint(folder, job, found), f"to train from scratch, use --out {shlex.quote(str(another))}"]
         if [change.key for change in found] == [INITIAL_WEIGHTS]:
             hints.append('to return the finished run, pass checkpoint__resume="auto"')
         what = f"the run in {folder.path} has finished, but the job has changed: {_listed(found)}"
@@ -98,14 +98,14 @@ def refuse_changes(
 
 
 def refuse_ineffective(folder: RunFolder, found: list[Change], step: int, total: int) -> None:
-    if deciding := [change for change in found if change.decides]:
+    if deciding := [change for change in found if change.affects_result]:
         made = f"this run has made {step} updates and the job asks for {total}"
         hints = ("increase --epochs to train longer", "or use another --out to train from scratch")
         what = f"{made}, so the changes would have no effect: {_listed(deciding)}"
         raise UserError(what, str(folder.path), hints)
 
 
-def _train_longer(folder: RunFolder, job: Job, found: list[Change]) -> list[str]:
+def _longer_hint(folder: RunFolder, job: Job, found: list[Change]) -> list[str]:
     """Returns a hint with the command that trains a finished run longer; none for another network."""
     if any(change.key.startswith("model.") for change in found):
         return []

@@ -197,7 +197,7 @@ def _test_all_reduce(job: Job, agents: Machines, survey: Survey, say: Callable[[
         try:
             orders = _orders(job, agents, survey, tunnel)
         except ManyhandsError as error:
-            return all_reduce_failed(survey, error.message)
+            return all_reduce_finding(survey, error.message)
         rendezvous = next(iter(orders.values())).rendezvous
         store = "" if rendezvous.address == LOOPBACK else f"port {rendezvous.port} of {rendezvous.address} and "
         where = ", ".join(survey.chosen[host][1] for host in survey.hosts)
@@ -209,10 +209,10 @@ def _test_all_reduce(job: Job, agents: Machines, survey: Survey, say: Callable[[
         return DoctorFinding("collective", "ok", survey.hosts, what, cause="collective")
     cause = first_cause(ending)
     reason = cause.what if cause else ending.broken.strip().rpartition("\n")[2]
-    return all_reduce_failed(survey, reason, tuple(ending.lost))
+    return all_reduce_finding(survey, reason, tuple(ending.lost))
 
 
-def all_reduce_failed(survey: Survey, why: str, lost: tuple[str, ...] = ()) -> DoctorFinding:
+def all_reduce_finding(survey: Survey, why: str, lost: tuple[str, ...] = ()) -> DoctorFinding:
     what = f"the machines reach each other, but an all-reduce failed: {why}{f'; missing: {who(lost)}' if lost else ''}"
     hints = ("try gloo: --backend gloo", "with NCCL, set NCCL_DEBUG=INFO on the machines for details")
     return DoctorFinding("collective", "fail", lost or survey.hosts, what, hints, "collective")

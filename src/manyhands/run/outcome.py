@@ -79,7 +79,7 @@ def _record_failure(job: Job, folder: RunFolder, ending: Ending) -> ManyhandsErr
     records = [record for record in ending.records.values() if not (follows and record.consequence)]
     if ending.interrupted and (ending.hung or not (records or killed)):
         idle = first and not (ending.hung or ending.lost) and (unready or not codes)
-        return interrupted(folder, ending.hung, idle=idle)
+        return record_interrupt(folder, ending.hung, idle=idle)
     cause, error = first_cause(ending), failure_of(folder, ending)
     if cause:
         note_cause(folder, cause)
@@ -100,7 +100,7 @@ def failure_here(folder: RunFolder, record: Failure) -> ManyhandsError:
     """Records a failure of training in this process; returns the error to raise."""
     note_cause(folder, record)
     if record.exit_code == EXIT_INTERRUPTED:
-        return interrupted(folder)
+        return record_interrupt(folder)
     return with_resume_hint(as_error(record), folder)
 
 
@@ -128,7 +128,7 @@ def report_on(job: Job, folder: RunFolder) -> None:
         say(f"report.html is not written; to write the report, run manyhands report {shlex.quote(str(folder.path))}")
 
 
-def interrupted(folder: RunFolder, hung: str = "", *, idle: bool = False) -> ManyhandsError:
+def record_interrupt(folder: RunFolder, hung: str = "", *, idle: bool = False) -> ManyhandsError:
     """Records a stop without a save; returns the error to raise. For `hung` and `idle` see `unsaved_error`."""
     step = saved_step(folder)
     error = unsaved_error(folder.path, step, hung, idle=idle)
@@ -178,7 +178,7 @@ def ends_noted(job: Job, folder: RunFolder) -> Generator[None]:
         yield
     except KeyboardInterrupt as interrupt:
         # A second Ctrl-C, while the first is handled, has the first as its context.
-        raise interrupted(folder, idle=not isinstance(interrupt.__context__, KeyboardInterrupt)) from None
+        raise record_interrupt(folder, idle=not isinstance(interrupt.__context__, KeyboardInterrupt)) from None
     except Exception as error:
         note_launcher_failure(job, folder, error)
         raise

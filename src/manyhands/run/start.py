@@ -82,7 +82,7 @@ class Starts(contextlib.ExitStack):
         try:
             if again:
                 self._add_joining()
-                if why := self._membership.why_too_few():
+                if why := self._membership.shortage_reason():
                     raise RunError(why)
                 self._reopen_folders()
             return self._connect()
@@ -93,7 +93,7 @@ class Starts(contextlib.ExitStack):
             name = error.alone if isinstance(error, open_tunnels.NoTunnelError) else error.where
             machine = next(machine for machine in self._machines.running if machine.name == name)
             machine.agent.close(0.0)
-            if too_few := self._membership.why_too_few():
+            if too_few := self._membership.shortage_reason():
                 self._say(f"{error.message}: {too_few}", "INFO")
                 raise
             self._say(f"{error.message}: continuing without {name}", "INFO")
