@@ -20,7 +20,7 @@ from manyhands.planner.choose import DATA_PARALLEL
 from manyhands.planner.collectives import shares
 from manyhands.planner.cost import Setting, ShardedOpTimes, sharding_problem
 from manyhands.planner.device_models import REACHED_OPERATIONS, device_model
-from manyhands.planner.find import GAP, SearchRequest, digest, needed_count, fewer_counts, find, one_weird_trick
+from manyhands.planner.find import GAP, SearchRequest, digest, fewer_counts, find, needed_count, one_weird_trick
 from manyhands.planner.links import links_of
 from manyhands.planner.solve import NoPlanError, evaluate, solve_all
 from manyhands.planner.timing import OpTimes, Timing

@@ -209,7 +209,7 @@ class LaunchFlags(Flags):
         bool | None, Help("connect machines via this machine if they can't log in to each other"), Key("cluster.relay")
     ] = None
     detach: Annotated[
-        bool | None, Help("keep training after this terminal closes or this machine is lost"), Key("cluster.detach")
+        bool | None, Help("keep training without a terminal or connection to this machine"), Key("cluster.detach")
     ] = None
     sync_code: Annotated[
         bool | None, Help("copy the code in this directory to the other machines first"), Key("cluster.sync_code")
@@ -227,7 +227,7 @@ class ResumeFlags(Flags):
     detach: Annotated[
         bool | None,
         Parameter(
-            negative="--no-detach", help="keep training without this terminal and this machine; default: as at launch"
+            negative="--no-detach", help="keep training if this terminal closes, as in launch; default: as at launch"
         ),
         Key("cluster.detach"),
     ] = None

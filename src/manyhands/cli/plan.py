@@ -37,7 +37,7 @@ class PlanFlags(Flags):
     pin: Annotated[list[str] | None, Help('fixed sharding of an op, such as "fc=n@dp o@tp"')] = None
     memory: Annotated[str | None, Help("memory limit per process, such as 14GiB")] = None
     link: Annotated[
-        str | None, Help("bandwidth between processes on different machines: 10mbit; default: processes on one machine")
+        str | None, Help("bandwidth between machines with one process each: 10mbit; default: one machine")
     ] = None
     fill: Annotated[
         Literal["search", "data"], Help("sharding of ops without --pin; search: the fastest; data: shard the batch")

@@ -25,7 +25,7 @@ def run_job(
 ) -> int:
     """Trains and prints the result, or describes the run under --dry-run; returns the exit code.
 
-    `rendezvous`: of machines that each start their own processes. `resume_hint`: the user asked to resume the run.
+    `rendezvous` connects machines that each start their own processes. `resume_hint`: the user asked to resume the run.
     """
     job, script = loaded.job, loaded.job.run.script
     if script and resume_hint:
@@ -44,9 +44,9 @@ def run_job(
     if machines and not launch_decision(job).process_info:
         announce_reach(loaded)
         early.end_early()  # this machine may not take part, and a detached launcher is another process
-        from manyhands.run.launch import Background, launch
+        from manyhands.run.launch import DetachedLauncher, launch
 
-        background = Background() if job.cluster.detach else None
+        background = DetachedLauncher() if job.cluster.detach else None
         if background and background.child_pid:
             return background.wait(as_json=flags.as_json)
         outcome = launch(job, machines, quiet=flags.quiet, begun=background.leave if background else lambda _run: None)

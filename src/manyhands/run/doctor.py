@@ -78,36 +78,36 @@ def diagnose(job: Job, say: Callable[[str], object]) -> Diagnosis:
 
 @dataclass(frozen=True)
 class Exposure:
-    """Open ports, and the hosts that can reach them."""
+    """The ports that manyhands has open now, and those that a job would open."""
 
-    now: dict[str, tuple[OpenPort, ...]]  # ports that manyhands has open now, by machine
-    why_not: dict[str, str]  # error message for each machine that couldn't be asked, by machine
-    then: tuple[str, ...]  # a line for each kind of port that the job would open
+    open_ports: dict[str, tuple[OpenPort, ...]]  # ports that manyhands has open now, by machine
+    errors: dict[str, str]  # error message for each machine that couldn't be asked, by machine
+    planned: tuple[str, ...]  # a line for each kind of port that the job would open
 
     def as_json(self) -> dict[str, Any]:
-        now = {host: [asdict(port) for port in ports] for host, ports in self.now.items()}
-        return {"v": 1, "open": now, "errors": self.why_not, "then": list(self.then)}
+        now = {host: [asdict(port) for port in ports] for host, ports in self.open_ports.items()}
+        return {"v": 1, "open": now, "errors": self.errors, "then": list(self.planned)}
 
     def lines(self) -> list[str]:
-        found = [f"{host}: {what}" for host, what in self.why_not.items()]
-        for host, ports in self.now.items():
+        found = [f"{host}: {what}" for host, what in self.errors.items()]
+        for host, ports in self.open_ports.items():
             found += [f"{host}: {_describe(port)}" for port in ports] or [f"{host}: manyhands has no open port"]
-        return [*found, "a job would open:", *(f"  {line}" for line in self.then)]
+        return [*found, "a job would open:", *(f"  {line}" for line in self.planned)]
 
 
 def exposure(job: Job, say: Callable[[str], object]) -> Exposure:
     """Lists ports that are open on the job's machines (or on this one), and ports that the job would open."""
     machines = machines_of(job.cluster)
     if not machines:
-        then = "train, fit and session open ports on loopback only, for users of this machine"
-        return Exposure({"this machine": Probe().open_ports()}, {}, (then,))
+        planned = "train, fit and session open ports on loopback only, for users of this machine"
+        return Exposure({"this machine": Probe().open_ports()}, {}, (planned,))
     with scratch("doctor") as logs, assembled(machines, job.cluster, logs, facts_wanted(job)) as agents:
         ports = {machine.name: found for machine, found in agents.ask_each(call(agent.Agent.open_ports)).items()}
         if len(machines) > 1:
             say(LISTENING)
         survey = survey_agents(job, agents, machines, measure=False)
-        why_not = {host: problem.message for host, problem in agents.problems.items()}
-    return Exposure(ports, why_not, tuple(_ports_of_job(job, survey)))
+        errors = {host: problem.message for host, problem in agents.problems.items()}
+    return Exposure(ports, errors, tuple(_ports_of_job(job, survey)))
 
 
 def _ports_of_job(job: Job, survey: Survey) -> Iterator[str]:
@@ -190,7 +190,7 @@ def survey_agents(job: Job, agents: Machines, machines: Sequence[Machine], *, me
 
 
 def _test_all_reduce(job: Job, agents: Machines, survey: Survey, say: Callable[[str], object]) -> DoctorFinding | None:
-    """Tests an all-reduce with one process per machine; None for one machine or a predicted failure."""
+    """Tests an all-reduce with one process per machine; returns None for one machine or a predicted failure."""
     if len(survey.hosts) < 2 or survey.errors or set(survey.chosen) != set(survey.hosts) or fails(examine(survey)):
         return None
     with StoreTunnel(job.cluster) as tunnel:
@@ -219,7 +219,7 @@ def all_reduce_finding(survey: Survey, why: str, lost: tuple[str, ...] = ()) -> 
 
 
 def _orders(job: Job, agents: Machines, survey: Survey, store: StoreTunnel) -> dict[connection.AgentConnection, Orders]:
-    """Returns the orders of the all-reduce test by agent: one process per machine, in a temporary folder."""
+    """Returns the orders for the all-reduce test, by agent. Each agent starts one process in a temporary folder."""
     prepare(agents, job.cluster, processes=1)
     for machine in agents.running:
         machine.address = Address(*survey.chosen[machine.name])

@@ -207,7 +207,7 @@ class FolderWatch:
 
 
 def record_of(checkpoint: Path) -> trained.TrainedNetwork | None:
-    """Reads the description of a network from its checkpoint or run; None without one. Raises UserError: damaged."""
+    """Reads the description of the network in a checkpoint or run; None without one. Raises UserError: damaged file."""
     return trained.find_record(checkpoint, read_state(checkpoint) if checkpoint.is_dir() else {})
 
 

@@ -133,7 +133,7 @@ EXECUTED = ("ssh", "python", "workdir")  # executed here or on the run's machine
 
 
 def _ssh_options(folder: RunFolder, settings: Mapping[str, Any]) -> ClusterOptions:
-    """Returns the ssh options from `settings` or else from the launch; prints which values of job.toml are ignored."""
+    """Returns the ssh options in `settings`, else those of the launch. Prints which values of job.toml are ignored."""
     own = load_job(settings).job.cluster
     given = {key.removeprefix("cluster.") for key in settings}
     remembered = remembered_reach(folder.path) or {}

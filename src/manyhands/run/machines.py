@@ -133,7 +133,7 @@ class Membership(RestartHooks):
     def note_ending(self, ending: Ending) -> None:
         """Refuses machines whose first start failed; otherwise counts a failure of each lost or failed machine.
 
-        Repeated failures cause longer pauses: a lost machine isn't contacted, a failed one is excluded unless needed.
+        After repeated failures, a lost machine isn't contacted for a while, and an unneeded failed one is excluded.
         """
         if self.newly_joined() and not ending.regrouped and not from_outside(first_cause(ending)):
             for machine in self.joined:
@@ -270,6 +270,6 @@ class Membership(RestartHooks):
 
 
 def folder_on(machine: RunMachine, folder: RunFolder) -> str:
-    """Returns a machine's path of `folder`: as opened before, or else relative to the working directory if inside."""
+    """Returns the path of the run folder on a machine. In the working directory, the path is relative to it."""
     path = folder.path.absolute()
     return machine.folder or str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)

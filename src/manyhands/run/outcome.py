@@ -45,7 +45,7 @@ class Outcome:
 
 
 def conclude(job: Job, folder: RunFolder, ending: Ending, earlier: int = 0) -> Outcome:
-    """Records a run's end, writes the report, raises the failure. `earlier`: number of older start and stop events."""
+    """Records a run's end and writes the report. Raises its failure. `earlier`: number of old start and stop events."""
     if job.run.script and ending.interrupted:
         note(folder, "stopped")
         hints = (f"to see the output: manyhands logs {shlex.quote(str(folder.path))}",)
@@ -143,7 +143,7 @@ def starts_and_stops(folder: RunFolder) -> list[dict[str, Any]]:
 
 
 def _stop_saved(folder: RunFolder, earlier: int) -> bool:
-    """Returns True and records the stop if the run saved at the requested stop, even if a later action failed."""
+    """Records the stop and returns True if the run saved for the stop request, even if it failed later."""
     last = [{}, *starts_and_stops(folder)[earlier:]][-1]
     step, saved = last.get("step"), saved_step(folder)
     if last.get("kind") not in {"stopping", "stopped"} or step is None or saved is None or saved < step:
@@ -163,7 +163,7 @@ def note_cause(folder: RunFolder, cause: Failure) -> None:
 
 
 def note_launcher_failure(job: Job, folder: RunFolder, error: Exception) -> None:
-    """Records a failure that belongs to no rank: of a machine or of the launcher."""
+    """Records a failure of a machine or of the launcher, which belongs to no rank."""
     known = isinstance(error, ManyhandsError)
     what = error.message if known else f"{type(error).__name__}: {error}"
     where, hints = (error.where, [*error.hints]) if known else ("", [])
@@ -173,7 +173,7 @@ def note_launcher_failure(job: Job, folder: RunFolder, error: Exception) -> None
 
 @contextmanager
 def ends_noted(job: Job, folder: RunFolder) -> Generator[None]:
-    """Records an exception that ends the block while no process trains. Raises ManyhandsError after Ctrl-C."""
+    """Context for launcher code that runs while no process trains: records its errors and Ctrl-C, and raises them."""
     try:
         yield
     except KeyboardInterrupt as interrupt:
@@ -245,7 +245,7 @@ def explained(run: RunData, head: Running | None = None) -> Why:
             all_killed = "all processes were killed from outside, or the machine of the launcher went down"
             look = "look for out-of-memory kills with dmesg | tail, and for a shutdown of the machine with last -x"
             headline, do = f"{folder} ended without a record {after}{_last_record(run)}", [look, _resume_hint(run)]
-            cause = f"no process recorded a reason: {all_killed}"
+            cause = f"no process recorded an error: {all_killed}"
         case "stopped" | "interrupted":
             return _stopped(run, state, after, done)
         case _:

@@ -6,8 +6,8 @@ states of the machines, and `Starts` (run/start.py) prepares the next start on t
 `Watch.regroups` contacts lost machines. core/timeouts.py has the time limits.
 
 A *start* is one launch of the processes on all machines of the run; a restart is another start of the same launcher.
-`number` counts the starts of a launcher from 0. `generation` is this number in an agent's orders; in a `RunMachine`, of
-the last start that included the machine. `term` (cluster/agents/folders.py) counts the launchers of a detached run.
+`number` counts the starts of a launcher from 0. `generation` is this number in an agent's orders; in a `RunMachine`, it
+is the number of the last start with the machine. `term` (cluster/agents/folders.py) counts a detached run's launchers.
 """
 
 import time

@@ -45,7 +45,7 @@ class Starts(contextlib.ExitStack):
         self._copy_at = 0.0  # time of the next copy
 
     def orders(self, job: Job, number: int) -> dict[AgentConnection, protocol.Orders]:
-        """Prepares start `number` on the machines that can train together; returns the orders by agent.
+        """Prepares start number `number` on the machines that can train together. Returns the orders for each agent.
 
         Raises ManyhandsError: too few machines remain, or none of them has a checkpoint of the run.
         """
@@ -168,8 +168,8 @@ class Starts(contextlib.ExitStack):
     def open_folders(self, *, records: bool = True, anew: bool = False) -> None:
         """Opens the run folder on every machine. Raises RunError: another launcher has taken over the run.
 
-        With `records`, the first machine sends its new records; with `anew`, all records, because the launcher's copies
-        may differ and are renamed. For a user's script, the first machine also sends the output of rank 0.
+        `records`: the first machine sends its new records to the launcher. `anew`: it sends all records, and the
+        launcher renames its own, which may differ. If the run is a user's script, it also sends rank 0's output.
         """
         term = self._membership.term
         with self._token() as token:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from manyhands.planner.choose import DATA_PARALLEL
-from manyhands.planner.find import PlanCandidate, SearchResult, needed_count, name_of
+from manyhands.planner.find import PlanCandidate, SearchResult, name_of, needed_count
 from manyhands.sync.choose import EXACT, SyncChoice, days_of
 from manyhands.sync.costs import LinkCase
 from manyhands.sync.options import AUTO, synchronizes_every_update
