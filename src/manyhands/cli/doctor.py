@@ -40,7 +40,7 @@ def doctor(
 
         found = find_exposure(loaded.job, say)
         print_answer(found.as_json(), found.lines(), json=as_json)
-        return EXIT_DOCTOR if found.errors else EXIT_OK
+        return EXIT_DOCTOR if found.why_not else EXIT_OK
     from manyhands.run.doctor import diagnose
 
     diagnosis = diagnose(loaded.job, say)

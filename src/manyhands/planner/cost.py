@@ -40,12 +40,12 @@ def part(sides: Sequence[Side], mesh: Mesh) -> float:
     return 1.0 / mesh.parts([axis for axis, side in enumerate(sides) if isinstance(side, int)])
 
 
-def numel(op: Op, batch: int) -> float:
+def values(op: Op, batch: int) -> float:
     """Returns the number of values in an op's unsharded output."""
     return sum(extent.values(batch) for extent in op.extents)
 
 
-def _parameter_fraction(op: Op, name: str, letters: tuple[str, ...], mesh: Mesh) -> float:
+def parameter_part(op: Op, name: str, letters: tuple[str, ...], mesh: Mesh) -> float:
     """Returns the fraction of a parameter's values on one process."""
     return 1.0 / mesh.parts([axis for axis, one in enumerate(shardings_of(op, letters)) if name in one.cuts])
 
@@ -53,7 +53,7 @@ def _parameter_fraction(op: Op, name: str, letters: tuple[str, ...], mesh: Mesh)
 def parameter_bytes(op: Op, letters: tuple[str, ...], mesh: Mesh) -> float:
     """Returns the bytes of an op's parameters and buffers on one process."""
     return sum(
-        _parameter_fraction(op, name, letters, mesh) * tensor.numel() * tensor.element_size()
+        parameter_part(op, name, letters, mesh) * tensor.numel() * tensor.element_size()
         for name, tensor in op.parameters().items()
     )
 
@@ -62,7 +62,7 @@ def operations(op: Op, sources: list[Op], batch: int) -> float:
     """Returns the number of additions and multiplications in the forward pass of an unsharded op."""
     if not op.extents:
         return 0.0
-    given = numel(op, batch)
+    given = values(op, batch)
     weights = [tensor for tensor in op.parameters().values() if tensor.ndim > 1]
     if op.kind in {"conv", "linear"} and weights:
         return 2.0 * given * math.prod(weights[0].shape[1:])
@@ -116,8 +116,8 @@ class ShardedOpTimes:
         cut = mesh.parts([axis for axis, letter in enumerate(letters) if letter != "r"])
         read = 0.0
         for place, source in enumerate(self._sources(op)):
-            read += part([one.inputs[place] for one in chosen], mesh) * numel(source, self.batch) * source.item_bytes
-        given = part([one.output for one in chosen], mesh) * numel(op, self.batch)
+            read += part([one.inputs[place] for one in chosen], mesh) * values(source, self.batch) * source.item_bytes
+        given = part([one.output for one in chosen], mesh) * values(op, self.batch)
         moved = read + given * op.item_bytes + parameter_bytes(op, letters, mesh)
         # Measure the op before any estimate, because the rates follow from measurements.
         if (key := self.signature(op.name)) not in self._factors:
@@ -132,7 +132,7 @@ class ShardedOpTimes:
         return _BACKWARD if any(one.trains for one in self._sources(op)) else _BACKWARD / 2
 
     def _measured_ratio(self, op: Op) -> float:
-        """Returns an op's measured time divided by the estimate; if untimed, the median ratio of ops of this kind."""
+        """Returns an op's measured time divided by the estimate; for an untimed op, the median ratio of its kind."""
         runs = _op_runner(op, self._graph, self._share_size)
         known = self._of_kind.setdefault(op.kind, [])
         usual = statistics.median(known) if known else 1.0
@@ -141,7 +141,7 @@ class ShardedOpTimes:
         sources, directions = self._sources(op), 1 + self._backward_factor(op)
         work = operations(op, sources, self._share_size)
         held = sum(tensor.numel() * tensor.element_size() for tensor in op.parameters().values())
-        passed = sum(numel(one, self.batch) * one.item_bytes for one in [op, *sources])
+        passed = sum(values(one, self.batch) * one.item_bytes for one in [op, *sources])
         moved = held + self._share_size / self.batch * passed
         before = self._times.measured
         key = f"{self._share_size} samples, {self._backward_factor(op):.0f} backward: {self._op_key(op)}"
@@ -279,13 +279,13 @@ def _op_cost(op: Op, letters: tuple[str, ...], setting: Setting) -> OpCost:
     held = sent = sending = working = 0.0  # parameter bytes, sent gradient bytes; seconds of sending, and of busy cores
     for name, tensor in work.parameters(op.name).items():
         if tensor.requires_grad:
-            size = _parameter_fraction(op, name, letters, mesh) * tensor.numel() * tensor.element_size()
+            size = parameter_part(op, name, letters, mesh) * tensor.numel() * tensor.element_size()
             held += size
             if axes := real_axes([axis for axis, one in enumerate(shardings) if name in one.partial], mesh):
                 sent += size
                 sending += size / BUCKET_BYTES * links.seconds("all_reduce", axes, BUCKET_BYTES)
                 working += size / BUCKET_BYTES * links.work_seconds("all_reduce", axes, BUCKET_BYTES)
-    saved = part([one.output for one in shardings], mesh) * op.item_bytes * numel(op, work.batch) if op.trains else 0.0
+    saved = part([one.output for one in shardings], mesh) * op.item_bytes * values(op, work.batch) if op.trains else 0.0
     layers, axes = norms_of(op), real_axes(batch_axes(letters), mesh)
     shared = len(setting.share(mesh.parts(axes), 0).shared_groups) if axes and layers else 0
     norms = sum(2 * links.seconds("all_reduce", axes, 16.0 * shared * layer.num_features) for layer in layers)
@@ -409,9 +409,9 @@ class _Conversions:
     def between(
         self, giver: Op, reader: Op, place: int, gives: Choices, reads: Choices
     ) -> tuple[Matrix, Matrix | None]:
-        """Returns matrices [giver choice, reader choice]: seconds forward plus backward; bytes, None without limit."""
+        """Returns matrices [giver choice, reader choice] of seconds (both passes) and of bytes (None without a limit)."""
         given, wanted = self._layouts_of(giver, gives), self._layouts_of(reader, reads, place)
-        size = float(giver.item_bytes * numel(giver, self._setting.work.batch))
+        size = float(giver.item_bytes * values(giver, self._setting.work.batch))
         return self._known_matrices(given, wanted, size, giver.trains and bool(reader.extents or reader.name == LOSS))
 
     def _layouts_of(self, op: Op, taken: Choices, place: int | None = None) -> tuple[Both, ...]:
@@ -436,7 +436,7 @@ class _Conversions:
         return seconds, _pairwise(*values, lambda source, target: self._copied_bytes(source, target, size))
 
     def _seconds(self, sources: tuple[Layout, ...], targets: tuple[Layout, ...], size: float) -> Matrix:
-        """Returns the seconds of all conversions. If all links are equal, uses the faster linear fit."""
+        """Returns the seconds of all conversions. If all links are equal, uses a linear fit in the size."""
         if not self._setting.links.alike or not size:
             return self._seconds_at(sources, targets, size)
         start, slope = self._known_line(sources, targets)
@@ -454,7 +454,7 @@ class _Conversions:
         return _pairwise(sources, targets, price)
 
     def _copied_bytes(self, source: Layout, target: Layout, size: float) -> float:
-        """Returns the bytes that a conversion keeps, as in `predict`: the inputs of collectives except all-reduces."""
+        """Returns the memory that a conversion needs, as in `predict`: the inputs of collectives except all-reduces."""
         return sum(
             share * size / (self._setting.mesh.parts(axes) if kind == "all_gather" else 1)
             for kind, axes, share in self._path(source, target)

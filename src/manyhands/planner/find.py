@@ -1,4 +1,4 @@
-"""Finds candidate plans for a network: data parallel, the user's pins, a known pattern, and a search on each mesh."""
+"""Finds candidate plans for a network: data parallel, the user's pins, `one_weird_trick`, a search on each mesh."""
 
 import hashlib
 import itertools
@@ -124,11 +124,11 @@ class SearchResult:
         return {one.name: None if one.name == DATA_PARALLEL else self.plan_of(one).as_plain() for one in options}
 
     def repicked(self, seconds: float) -> "SearchResult":
-        """Repeats the selection with `seconds` as data parallel's step time, which depends on the sync method."""
+        """Repeats the selection with `seconds` as the step time of data parallel with the job's sync method."""
         return replace(self, pick=_select(self.options, self.request, self.spread, seconds))
 
     def fewer(self, shares: Mapping[int, Timing | None]) -> tuple[PlanCandidate, ...]:
-        """Returns data parallel on fewer processes. `shares`: timing of a share (None: estimated) by process count."""
+        """Predicts data parallel on fewer processes. `shares`: time of a share (None: estimate) by process count."""
         found: list[PlanCandidate] = []
         for count, share in shares.items():
             one = self.data_parallel(count)
@@ -250,7 +250,7 @@ class Pricing:
         return [replace(option, name=f"search {number}") for number, option in enumerate(options, 1)], least_bytes
 
     def _meshes_for_pins(self) -> list[tuple[Mesh, dict[str, dict[int, str]]]]:
-        """Returns (mesh, sharding letters by op) for meshes on which pins are valid. Raises UserError without any."""
+        """Returns (mesh, sharding letters by op) for meshes on which pins are valid. Raises UserError: no such mesh."""
         request, graph, pins = self._request, self._graph, self._request.pins or {}
         # Larger axes come first; axes of equal size are interchangeable.
         meshes = factorisations(request.world_size)

@@ -244,7 +244,7 @@ class OpTimes:
         return OpTime(seconds=found.seconds, spread=found.spread, busy=self._busy())
 
     def _measured_rates(self) -> tuple[float, float]:
-        """Returns (operations, bytes) per second, from a matrix product and a copy; assumed if no op was measured."""
+        """Returns (operations, bytes) per second, of a matrix product and a copy; constants if no op was measured."""
         known = [self._seconds.get(key) for key in ("rate of a product", "rate of a copy")]
         if known[0] and known[1]:
             product_s, copy_s = known[0].seconds, known[1].seconds

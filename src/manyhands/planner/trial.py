@@ -109,7 +109,7 @@ def _micro_batches(case: PlanCase, network: ParallelNetwork) -> list[MicroBatch]
 
 
 def measure(case: PlanCase, plans: Mapping[str, Plan | None], world: World, rounds: int = 8) -> dict[str, list[float]]:
-    """Returns the seconds of an update on the slowest rank, by plan (None: data parallel) and round; a collective."""
+    """Returns the seconds of an update on the slowest rank, by plan and round. All processes call this."""
     runners = {name: PlanRunner(case, plan, world) for name, plan in plans.items()}
 
     def slowest(name: str) -> float:
@@ -131,7 +131,7 @@ def measure(case: PlanCase, plans: Mapping[str, Plan | None], world: World, roun
 
 @dataclass(frozen=True)
 class Verification:
-    """The difference between an update with a plan and the same update on one process."""
+    """The largest difference between an update with a plan and the same update on one process."""
 
     worst: float  # largest difference, relative to the tensor's largest value
     where: str  # the tensor with that difference, or "loss"
@@ -146,7 +146,7 @@ class Verification:
 
 
 def verify(case: PlanCase, plan: Plan, world: World) -> Verification:
-    """Compares an update with a plan and an unsharded update in double precision; a collective.
+    """Compares an update with a plan and an unsharded update in double precision. All processes call this.
 
     Each process computes the unsharded update and compares its own shards. Dropout is disabled, because a sharded
     network draws different masks.
@@ -205,7 +205,7 @@ _MIN_SAMPLES = 2  # BatchNorm needs two samples for a variance
 
 
 def share_timing(case: PlanCase, processes: int, threads: int = 0, budget_s: float = 10.0) -> Timing:
-    """Times an update of the largest share in this process, if the batch is divided among `processes`.
+    """Times, in this process, an update with the largest share of a batch that is divided among `processes`.
 
     `threads`: CPU threads (0: unchanged). If the case has micro-batches, one of them is timed and scaled to the share.
     """

@@ -35,7 +35,7 @@ class Change(NamedTuple):
     new: Any
 
     @property
-    def affects_result(self) -> bool:
+    def decides(self) -> bool:
         """True if the change affects the result, or adds metrics."""
         if self.key == "train.metrics" and self.old is not None:
             return not set(self.new) <= set(self.old)
@@ -59,7 +59,7 @@ def changes_since(folder: RunFolder, job: Job) -> list[Change]:
 def refuse_changes(
     loaded: LoadedJob, *, resume_hint: bool = False, digests: Callable[[], Mapping[str, str]] = dict
 ) -> None:
-    """Raises UserError if the job or the code of a finished run has changed, because a resumed run would not train.
+    """Raises UserError if the job or the code of a finished run has changed: no updates are left to train with them.
 
     `resume_hint`: the user asked to resume, so that only changes without effect are refused. `digests`: returns the
     digests, by name, of objects and code that the job doesn't name.
@@ -69,7 +69,7 @@ def refuse_changes(
         return
     if status(run := read_run(folder.path)) != "finished":
         return
-    found = [change for change in changes_since(folder, job) if change.affects_result]
+    found = [change for change in changes_since(folder, job) if change.decides]
     if not found:
         named = (job.model.name, job.data.name, job.data.held_out, *job.train.custom_code)
         try:
@@ -98,7 +98,7 @@ def refuse_changes(
 
 
 def refuse_ineffective(folder: RunFolder, found: list[Change], step: int, total: int) -> None:
-    if deciding := [change for change in found if change.affects_result]:
+    if deciding := [change for change in found if change.decides]:
         made = f"this run has made {step} updates and the job asks for {total}"
         hints = ("increase --epochs to train longer", "or use another --out to train from scratch")
         what = f"{made}, so the changes would have no effect: {_listed(deciding)}"
@@ -106,7 +106,7 @@ def refuse_ineffective(folder: RunFolder, found: list[Change], step: int, total:
 
 
 def _longer_hint(folder: RunFolder, job: Job, found: list[Change]) -> list[str]:
-    """Returns a hint with the command that trains a finished run longer; none for another network."""
+    """Returns a hint with the command that trains a finished run longer; [] if the network has changed."""
     if any(change.key.startswith("model.") for change in found):
         return []
     former = written_values(folder.job).get("train.epochs")

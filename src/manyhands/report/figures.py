@@ -179,7 +179,7 @@ class ClassScore:
 
 
 @dataclass(frozen=True)
-class ConfusedPair:
+class Pair:
     """The number of samples of one class that were predicted as another class."""
 
     true: str
@@ -213,14 +213,14 @@ def class_scores(detail: records.EvaluationDetail) -> list[ClassScore]:
     return sorted(scores, key=lambda score: (score.count == 0, score.recall if score.count else 0.0))
 
 
-def confused_pairs(detail: records.EvaluationDetail, most: int = _PAIRS) -> list[ConfusedPair]:
+def confused_pairs(detail: records.EvaluationDetail, most: int = _PAIRS) -> list[Pair]:
     """Returns the `most` frequent confusions, sorted by count, then by fraction of the class."""
     names, cells = _names_and_cells(detail)
     totals = Counter[int]()
     for true, _, number in cells:
         totals[true] += number
     wrong = [cell for cell in cells if cell[0] != cell[1] and cell[2] > 0]
-    pairs = [ConfusedPair(names[true], names[guess], number, number / totals[true]) for true, guess, number in wrong]
+    pairs = [Pair(names[true], names[guess], number, number / totals[true]) for true, guess, number in wrong]
     return sorted(pairs, key=lambda pair: (-pair.count, -pair.share))[:most]
 
 

@@ -80,34 +80,34 @@ def diagnose(job: Job, say: Callable[[str], object]) -> Diagnosis:
 class Exposure:
     """The ports that manyhands has open now, and those that a job would open."""
 
-    open_ports: dict[str, tuple[OpenPort, ...]]  # ports that manyhands has open now, by machine
-    errors: dict[str, str]  # error message for each machine that couldn't be asked, by machine
-    planned: tuple[str, ...]  # a line for each kind of port that the job would open
+    now: dict[str, tuple[OpenPort, ...]]  # ports that manyhands has open now, by machine
+    why_not: dict[str, str]  # error message for each machine that couldn't be asked, by machine
+    then: tuple[str, ...]  # a line for each kind of port that the job would open
 
     def as_json(self) -> dict[str, Any]:
-        now = {host: [asdict(port) for port in ports] for host, ports in self.open_ports.items()}
-        return {"v": 1, "open": now, "errors": self.errors, "then": list(self.planned)}
+        now = {host: [asdict(port) for port in ports] for host, ports in self.now.items()}
+        return {"v": 1, "open": now, "errors": self.why_not, "then": list(self.then)}
 
     def lines(self) -> list[str]:
-        found = [f"{host}: {what}" for host, what in self.errors.items()]
-        for host, ports in self.open_ports.items():
+        found = [f"{host}: {what}" for host, what in self.why_not.items()]
+        for host, ports in self.now.items():
             found += [f"{host}: {_describe(port)}" for port in ports] or [f"{host}: manyhands has no open port"]
-        return [*found, "a job would open:", *(f"  {line}" for line in self.planned)]
+        return [*found, "a job would open:", *(f"  {line}" for line in self.then)]
 
 
 def exposure(job: Job, say: Callable[[str], object]) -> Exposure:
     """Lists ports that are open on the job's machines (or on this one), and ports that the job would open."""
     machines = machines_of(job.cluster)
     if not machines:
-        planned = "train, fit and session open ports on loopback only, for users of this machine"
-        return Exposure({"this machine": Probe().open_ports()}, {}, (planned,))
+        then = "train, fit and session open ports on loopback only, for users of this machine"
+        return Exposure({"this machine": Probe().open_ports()}, {}, (then,))
     with scratch("doctor") as logs, assembled(machines, job.cluster, logs, facts_wanted(job)) as agents:
         ports = {machine.name: found for machine, found in agents.ask_each(call(agent.Agent.open_ports)).items()}
         if len(machines) > 1:
             say(LISTENING)
         survey = survey_agents(job, agents, machines, measure=False)
-        errors = {host: problem.message for host, problem in agents.problems.items()}
-    return Exposure(ports, errors, tuple(_ports_of_job(job, survey)))
+        why_not = {host: problem.message for host, problem in agents.problems.items()}
+    return Exposure(ports, why_not, tuple(_ports_of_job(job, survey)))
 
 
 def _ports_of_job(job: Job, survey: Survey) -> Iterator[str]:

@@ -69,7 +69,7 @@ def advised(found: SearchResult, sync: dict[str, Any], fewer: Sequence[PlanCandi
 
 
 def sync_row(method: dict[str, Any]) -> str:
-    """Returns a sync method's name in the table. `method`: an item of "methods" from `as_plain`."""
+    """Returns a sync method's name for the table of plans. `method`: an item of "methods" from `as_plain`."""
     return DATA_PARALLEL if method["method"] == EXACT else f"{DATA_PARALLEL}, {sync_words(method)}"
 
 

@@ -178,7 +178,7 @@ class JobCase:
         return share_timing(self._case, processes, threads, budget_s)
 
     def fewer(self, found: SearchResult) -> tuple[PlanCandidate, ...]:
-        """Predicts data parallel on fewer processes; () with pins, or if unmeasured processes share CPU cores."""
+        """Predicts data parallel on fewer processes; () with pins, or for CPU cores in common without measurements."""
         # Estimates ignore that the processes of one machine share its cores.
         apart = self.between is not None or self.device != "cpu"
         if found.request.pins or not (apart or self.measured):
@@ -406,7 +406,7 @@ def _check_free(path: Path, *, force: bool) -> Path:
 
 
 def decide(job: Job, world: World, folder: RunFolder, objects: Objects) -> tuple[Plan | None, dict[str, Any]]:
-    """Selects the plan of a run, the same on all processes; a collective.
+    """Selects the plan of a run, the same on all processes. A collective.
 
     A resumed run with the same number of processes and the same plan options keeps the plan. Returns the plan (None:
     data parallel) and fields for plan.json: the reason, and each candidate's times. Raises UserError on all processes

@@ -99,17 +99,17 @@ class LivenessCheck:
         yield
         self._request_began = float("inf")
 
-    def _answer(self, number: int) -> None:
-        """Answers call `number`. If this process is late too, collects all answers and reports the silent processes."""
+    def _answer(self, call: int) -> None:
+        """Answers call number `call`. If this process is also late, collects answers and reports silent processes."""
         begun, before = time.monotonic(), self._heartbeat()
         if self._ended.wait(_ANSWER_INTERVAL_S):
             return
         answer = Answer(before=before, now=self._heartbeat())
         with self._timed_request():
-            self._store.set(f"{number}/{self._process_info.rank}", answer.model_dump_json())
+            self._store.set(f"{call}/{self._process_info.rank}", answer.model_dump_json())
         if not answer.now.late or self._reported:
             return
-        answers = self._collect_answers(number)
+        answers = self._collect_answers(call)
         seen = {rank: [self._seen(rank, one.before), self._seen(rank, one.now)] for rank, one in answers.items()}
         late = [rank for rank, said in answers.items() if said.now.late]
         silent = [rank for rank in self._present if rank not in answers]
