@@ -164,7 +164,7 @@ def _check_files(flags: ImagenetFlags, nodes: Nodes) -> None:
 
 
 def nodes_of(flags: ImagenetFlags, environment: Mapping[str, str] | None = None) -> Nodes:
-    """Reads the nodes from the flags or, with `--dist-url env://`, from the environment. Raises UserError: conflict."""
+    """Reads the nodes from the flags or, with `--dist-url env://`, the environment. Raises UserError: bad values."""
     variables = os.environ if environment is None else environment
     _check_launcher(flags, variables)
     by_environment = (flags.dist_url or "").startswith("env://")

@@ -409,7 +409,7 @@ class _Conversions:
     def between(
         self, giver: Op, reader: Op, place: int, gives: Choices, reads: Choices
     ) -> tuple[Matrix, Matrix | None]:
-        """Returns matrices [giver choice, reader choice] of seconds (both passes) and of bytes (None without a limit)."""
+        """Returns matrices [giver choice, reader choice] of seconds (both passes) and of bytes (None without limit)."""
         given, wanted = self._layouts_of(giver, gives), self._layouts_of(reader, reads, place)
         size = float(giver.item_bytes * values(giver, self._setting.work.batch))
         return self._known_matrices(given, wanted, size, giver.trains and bool(reader.extents or reader.name == LOSS))

@@ -39,7 +39,7 @@ class Timing:
 
 
 def quickest(run: Callable[[], object], device: str, most: int, budget_s: float, *, busy: bool = False) -> Timing:
-    """Times `run`, which the caller has warmed up, 1 to `most` times. `busy`: True if other processes use the CPU."""
+    """Returns the fastest of 1 to `most` calls of `run`, already warmed up. `busy`: other processes use the CPU."""
     threads, clock, factor = torch.get_num_threads(), time.perf_counter, 1.0
     if torch.device(device).type == "cpu":
         if (allowed := cores()) < threads:

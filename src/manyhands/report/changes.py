@@ -59,7 +59,7 @@ def changes_since(folder: RunFolder, job: Job) -> list[Change]:
 def refuse_changes(
     loaded: LoadedJob, *, resume_hint: bool = False, digests: Callable[[], Mapping[str, str]] = dict
 ) -> None:
-    """Raises UserError if the job or the code of a finished run has changed: no updates are left to train with them.
+    """Raises UserError if the job or the code of a finished run has changed, because changes would have no effect.
 
     `resume_hint`: the user asked to resume, so that only changes without effect are refused. `digests`: returns the
     digests, by name, of objects and code that the job doesn't name.

@@ -152,7 +152,7 @@ def _local_logs(folder: RunFolder) -> dict[int, Log]:
 
 
 def read_places(folder: RunFolder) -> list[LogPlace]:
-    """Reads the location of each machine's logs from machines.json; [] without the file. Raises UserError: damaged."""
+    """Reads the location of each machine's logs from machines.json; [] without the file. Raises UserError: bad file."""
     path = folder.machines
     try:
         return TypeAdapter(list[LogPlace]).validate_python(files.parse_json(files.read_bytes(path)))

@@ -151,7 +151,7 @@ class Membership(RestartHooks):
                 machine.exclude(pause_s)
 
     def take_in(self) -> list[RunMachine]:
-        """Marks disconnected machines as lost; adds ready machines up to the maximum of --elastic; returns these."""
+        """Marks disconnected machines as lost; adds and returns ready machines, up to the maximum of --elastic."""
         for machine in self.machines.running:
             if machine.agent.closed:
                 machine.lose()
@@ -270,6 +270,6 @@ class Membership(RestartHooks):
 
 
 def folder_on(machine: RunMachine, folder: RunFolder) -> str:
-    """Returns the path of the run folder on a machine. In the working directory, the path is relative to it."""
+    """Returns the run folder's path on a machine: as opened before, else the local path, relative if possible."""
     path = folder.path.absolute()
     return machine.folder or str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)

@@ -45,7 +45,7 @@ class Outcome:
 
 
 def conclude(job: Job, folder: RunFolder, ending: Ending, earlier: int = 0) -> Outcome:
-    """Records a run's end and writes the report. Raises its failure. `earlier`: number of old start and stop events."""
+    """Records a run's end, writes the report. Raises the run's failure. `earlier`: number of earlier starts and stops."""
     if job.run.script and ending.interrupted:
         note(folder, "stopped")
         hints = (f"to see the output: manyhands logs {shlex.quote(str(folder.path))}",)
@@ -143,7 +143,7 @@ def starts_and_stops(folder: RunFolder) -> list[dict[str, Any]]:
 
 
 def _stop_saved(folder: RunFolder, earlier: int) -> bool:
-    """Records the stop and returns True if the run saved for the stop request, even if it failed later."""
+    """Returns True, and records the stop, if the run saved after the stop request, even if it failed later."""
     last = [{}, *starts_and_stops(folder)[earlier:]][-1]
     step, saved = last.get("step"), saved_step(folder)
     if last.get("kind") not in {"stopping", "stopped"} or step is None or saved is None or saved < step:
@@ -173,7 +173,7 @@ def note_launcher_failure(job: Job, folder: RunFolder, error: Exception) -> None
 
 @contextmanager
 def ends_noted(job: Job, folder: RunFolder) -> Generator[None]:
-    """Context for launcher code that runs while no process trains: records its errors and Ctrl-C, and raises them."""
+    """Context for launcher code while no process trains: records errors and Ctrl-C, which raises ManyhandsError."""
     try:
         yield
     except KeyboardInterrupt as interrupt:

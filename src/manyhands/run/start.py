@@ -78,7 +78,7 @@ class Starts(contextlib.ExitStack):
         return orders
 
     def _try_connect(self, *, again: bool) -> str | None:
-        """Connects the machines of a start. Returns the result of `_connect`; None to retry: a machine was lost."""
+        """Connects the machines of a start. Returns the result of `_connect`, or None to retry after a lost machine."""
         try:
             if again:
                 self._add_joining()

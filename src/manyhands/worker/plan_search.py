@@ -83,7 +83,7 @@ def norm_group(job: Job, batch: int) -> int:
 
 
 def case_of(job: Job, network: dict[str, Any], device: str, objects: Objects | None = None) -> PlanCase:
-    """Creates the case that times or verifies a job's plans on random samples. `network`: see `network_of`."""
+    """Creates the `PlanCase` that times or verifies a job's plans on random samples. `network`: see `network_of`."""
     own, batch, side = objects or Objects(), network["batch"], network["size"]
     options = job.train.model_copy(update={"lr": 1e-6})
     kind = torch.float64 if job.train.precision == "fp64" else torch.float32

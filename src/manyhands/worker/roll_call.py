@@ -29,8 +29,8 @@ BY_HAND = "--init"  # `started_by` of processes that have their own terminals
 class LivenessCheck:
     """The liveness check of this process.
 
-    `present`: machine, host, addresses and pid of each process by rank, from the rendezvous. `say`: prints the report
-    of missing processes, on each late process that was started by hand, else on one process.
+    `present`: machine, host, addresses and pid of each process by rank, from the rendezvous. `say`: prints a report
+    of missing processes: on every late process if processes were started by hand, else on one late process.
     """
 
     def __init__(
