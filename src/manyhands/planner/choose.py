@@ -27,7 +27,7 @@ class Pick:
 
 
 def time_in_turns(finalists: Sequence[str], measure: Callable[[str], float], rounds: int) -> dict[str, list[float]]:
-    """Times each plan once per round, so that a brief slowdown affects all plans. Returns seconds by plan and round.
+    """Times each plan once per round, after a warm-up round, to spread slowdowns. Returns seconds by plan and round.
 
     All processes call this. `measure(name)` returns equal seconds on all ranks; infinity if the plan can't run here.
     """

@@ -88,7 +88,7 @@ def real_axes(axes: Sequence[int], mesh: Mesh) -> tuple[int, ...]:
 
 
 def _conversions(update: PlannedUpdate) -> Iterator[Collective]:
-    """Yields the collectives of layout conversions between ops. Ops that read equal layouts share one."""
+    """Yields the collectives of layout conversions between ops. Ops that read the same layout share one."""
     readers: dict[tuple[str, Layout, Layout], list[Op]] = {}
     for giver, reader, place in update.graph.edges():
         if giver.extents:

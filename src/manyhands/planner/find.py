@@ -357,7 +357,7 @@ _FEW = 4  # up to this process count, all smaller counts are considered; above i
 
 
 def fewer_counts(processes: int) -> list[int]:
-    """Returns the smaller numbers of processes to consider, ascending."""
+    """Returns the numbers below `processes` for which data parallel is considered, ascending."""
     if processes <= _FEW:
         return list(range(1, processes))
     return [processes >> power for power in range(processes.bit_length() - 1, 0, -1)]
@@ -370,8 +370,8 @@ def name_of(processes: int) -> str:
 def needed_count(found: SearchResult, fewer: Sequence[PlanCandidate], seconds: float, spread: float) -> tuple[int, str]:
     """Returns (smallest number of processes that is as fast as all processes, reason); (0, "") if all are needed.
 
-    Returns a larger number if it is predicted to be clearly faster. `seconds`: time of an update with the selected plan
-    on all processes. `spread`: relative variation of timings, added to predicted times.
+    If a larger number is predicted to be clearly faster than the smallest, returns that. `seconds`: time of an update
+    with the selected plan on all processes. `spread`: relative variation of timings, added to predicted times.
     """
     sizes, every = enumerate(found.chosen.mesh.sizes), found.chosen.letters.values()
     # processes that don't repeat the computation of others

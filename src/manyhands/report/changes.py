@@ -49,7 +49,7 @@ class Change(NamedTuple):
 
 
 def changes_since(folder: RunFolder, job: Job) -> list[Change]:
-    """Returns options that differ from job.toml, except measured ones that are "auto". Raises UserError: damaged."""
+    """Returns options that differ from job.toml, unless "auto" and measured earlier. Raises UserError: damaged file."""
     former = written_values(folder.job) if folder.exists() else {}
     now = flatten(job.model_dump(mode="json")).items()
     known = [Change(key, former[key], value) for key, value in now if key in former and key not in _OF_THE_START]
@@ -59,7 +59,7 @@ def changes_since(folder: RunFolder, job: Job) -> list[Change]:
 def refuse_changes(
     loaded: LoadedJob, *, resume_hint: bool = False, digests: Callable[[], Mapping[str, str]] = dict
 ) -> None:
-    """Raises UserError if the job or the code of a finished run has changed, because changes would have no effect.
+    """Raises UserError if the job or code has changed after the run finished, because the change would have no effect.
 
     `resume_hint`: the user asked to resume, so that only changes without effect are refused. `digests`: returns the
     digests, by name, of objects and code that the job doesn't name.

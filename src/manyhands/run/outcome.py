@@ -45,7 +45,7 @@ class Outcome:
 
 
 def conclude(job: Job, folder: RunFolder, ending: Ending, earlier: int = 0) -> Outcome:
-    """Records a run's end, writes the report. Raises the run's failure. `earlier`: number of earlier starts and stops."""
+    """Records a run's end, writes the report, raises the run's failure. `earlier`: number of old starts and stops."""
     if job.run.script and ending.interrupted:
         note(folder, "stopped")
         hints = (f"to see the output: manyhands logs {shlex.quote(str(folder.path))}",)

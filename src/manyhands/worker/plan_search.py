@@ -479,7 +479,7 @@ def _search(job: Job, world: World, case: PlanCase, link: LinkSpeed) -> dict[str
 
 
 def try_out(job: Job, world: World, argument: dict[str, Any]) -> dict[str, Any]:
-    """Measures links, or times or verifies plans (`argument["action"]`). A collective; all ranks return equal data."""
+    """Measures links, or times or verifies plans (`argument["action"]`). All ranks call this; results are equal."""
     if argument["action"] == LINKS:
         return {"link": asdict(measure_link(None, world.device, _LINK_BUDGET_S))}
     case = case_of(job, argument["network"], world.device)
