@@ -12,7 +12,7 @@ from manyhands.cluster.doctor.findings import Attempt, DoctorFinding, Needs, exa
 from manyhands.cluster.doctor.survey import choose_addresses, connections_to_try
 from manyhands.core.choices import load_choice, module_names
 from manyhands.core.errors import RunError
-from manyhands.run.doctor import all_reduce_failed
+from manyhands.run.doctor import all_reduce_finding
 from tests.doctor.planted import GIB, change, gpu, healthy
 
 MIB = 1 << 20
@@ -208,7 +208,7 @@ def test_a_card_without_a_driver_is_named_with_its_mend():
 def test_a_machine_that_cannot_be_asked_is_one_finding():
     survey = without(healthy(), "n2")
     survey.errors["n2"] = RunError("n2 can't be reached", "n2", ("is it switched on?",))
-    survey.collective = all_reduce_failed(survey, "n2 did not come", ("n2",))
+    survey.collective = all_reduce_finding(survey, "n2 did not come", ("n2",))
     finding = only(survey)
     assert (finding.check, finding.what, finding.hosts) == ("contact", "n2 can't be reached", ("n2",))
 
@@ -231,7 +231,7 @@ def test_a_closed_machine_is_blamed_once(host, result, way):
     for (one, two), (attempt,) in survey.reach.items():
         if (way in {"to", "both"} and two == host) or (way in {"from", "both"} and one == host):
             survey.reach[one, two] = (Attempt(attempt.address, result, port=4711),)
-    survey.collective = all_reduce_failed(survey, "timeout")
+    survey.collective = all_reduce_finding(survey, "timeout")
     finding = only(survey)
     assert (finding.check, finding.severity, finding.hosts[0]) == ("reach", "fail", host)
     assert "4711" in finding.what
@@ -314,7 +314,7 @@ def test_clocks_apart(host, by, ahead):
     [
         (Needs(), lambda survey: survey.chosen.pop("n2"), "fail", "n2 has no address"),
         (Needs(interface="ib0"), str, "fail", "the interface ib0 is missing"),
-        (Needs(), lambda one: setattr(one, "collective", all_reduce_failed(one, "no device")), "fail", "no device"),
+        (Needs(), lambda one: setattr(one, "collective", all_reduce_finding(one, "no device")), "fail", "no device"),
         (Needs(processes={"n1": 4}, threads=4), str, "warn", "4 × 4 on the 8 cores of n1"),
     ],
 )

@@ -203,7 +203,7 @@ def test_why_reports_active_stopped_disconnected_killed_and_finished_runs(here):
         one.kill()
     finish(process)
     psutil.wait_procs(everybody, timeout=60)  # the system takes a while to end a large process
-    named(r"run ended without a record", "why: no process recorded a reason")
+    named(r"run ended without a record", "why: no process recorded an error")
     assert "do: resume from step" in why()
     saved, before = max(_saved()), _steps()
     done(f"resume run --set train.max_steps={before + 20}")

@@ -267,7 +267,7 @@ def test_a_killed_process_is_replaced_and_costs_no_update(processes, here, fault
 @pytest.mark.slow
 def test_stop_between_two_starts_reports_the_step_to_resume_from(here, fault, monkeypatch):
     """The head hears it just when a fault has ended its processes and it is about to start others."""
-    after = RestartPolicy.after
+    after = RestartPolicy.next_restart
 
     def stopped_after(*given):
         restart = after(*given)
@@ -275,7 +275,7 @@ def test_stop_between_two_starts_reports_the_step_to_resume_from(here, fault, mo
             os.kill(os.getpid(), signal.SIGINT)
         return restart
 
-    monkeypatch.setattr(RestartPolicy, "after", stopped_after)
+    monkeypatch.setattr(RestartPolicy, "next_restart", stopped_after)
     stopped = done(ONCE, "2 --out run", code=75, **fault)
     assert "stopped while no process was training; the last checkpoint is step" in stopped.err
     assert ": manyhands resume run" in stopped.err

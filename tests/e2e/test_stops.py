@@ -394,9 +394,9 @@ def test_what_fails_before_it_trains_is_said_on_the_terminal(here):
 # Ctrl-C comes between the two, when the command has become two processes.
 AT_ONCE = """
 import os, signal, time
-from manyhands.run.launch import Background
+from manyhands.run.launch import DetachedLauncher
 signal.signal(signal.SIGTERM, lambda *_: os._exit(75 if os.getsid(0) == os.getpid() else 1))
-background = Background()
+background = DetachedLauncher()
 if background.child_pid:
     os.kill(os.getpid(), signal.SIGTERM)
     os._exit(background.wait(as_json=False))

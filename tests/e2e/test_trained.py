@@ -206,7 +206,7 @@ def test_a_test_folder_beside_train_and_val_is_evaluated_at_the_end(here):
     assert result_object(record)["test_top1"] == run.test.top1
     page = write_report(run.path).read_text()
     assert "test top-1, best weights" in page
-    assert "selected on these samples" not in page
+    assert "selected on the evaluation samples" not in page
     # Once: what is done for these weights isn't done again.
     fit("mlp", str(data), **FIT)
     assert len(events("run", "tested")) == 1
@@ -234,9 +234,9 @@ def test_without_labels_a_test_folder_is_not_evaluated_and_the_best_figure_is_sa
     run = fit("mlp", str(data), **FIT)
     assert run.test is None
     assert any("test/ is not evaluated" in message for message in messages("run", "warning"))
-    assert any("selected on these samples" in line for line in result_lines(read_run(run.path)))
+    assert any("selected on the evaluation samples" in line for line in result_lines(read_run(run.path)))
     assert result_object(read_run(run.path))["test_top1"] is None
-    assert "selected on these samples" in write_report(run.path).read_text()
+    assert "selected on the evaluation samples" in write_report(run.path).read_text()
 
 
 def test_the_test_is_the_same_over_processes():

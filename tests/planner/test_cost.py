@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from manyhands.parallel.replicas.batch_norm import group_batch_norms
 from manyhands.planner.collectives import BACKWARD, FORWARD, shares
-from manyhands.planner.cost import Setting, Work, piece_shape, predict, sharding_problem
+from manyhands.planner.cost import Setting, ShardedOpTimes, piece_shape, predict, sharding_problem
 from manyhands.planner.links import links_of
 from manyhands.planner.solve import evaluate
 from manyhands.planner.timing import OpTimes, OtherLoad
@@ -27,7 +27,7 @@ TIMES = OpTimes(budget_s=0.0)
 def _setting(graph, sizes, **others):
     mesh = mesh_of(sizes)
     links = links_of(mesh, per_machine=1, between=LinkSpeed(1e8, 1e-4))
-    work = Work(graph, BATCH, mesh.size, TIMES)
+    work = ShardedOpTimes(graph, BATCH, mesh.size, TIMES)
     return Setting(work, links, shares(BATCH, 0), **others)
 
 
@@ -83,7 +83,7 @@ def test_groups_that_span_processes_cost_sums_in_both_directions():
     group_batch_norms(model)
     graph = graph_of(model)
     mesh = mesh_of((4,))
-    work = Work(graph, BATCH, 4, TIMES)
+    work = ShardedOpTimes(graph, BATCH, 4, TIMES)
     letters = dict.fromkeys(graph.ops, ("n",))
     apart = predict(graph, letters, Setting(work, links_of(mesh), shares(BATCH, 4)))
     spanning = predict(graph, letters, Setting(work, links_of(mesh), shares(BATCH, 8)))
@@ -95,14 +95,14 @@ def test_ops_are_measured_once_and_scaled(tmp_path, monkeypatch):
     # What was measured while others were busy is measured anew once they aren't.
     monkeypatch.setattr(OtherLoad, "share", lambda self: 0.0)
     times = OpTimes(budget_s=60.0, folder=tmp_path)
-    work = Work(CHAIN, BATCH, 2, times)
+    work = ShardedOpTimes(CHAIN, BATCH, 2, times)
     op, mesh = CHAIN.ops["3"], mesh_of((2,))
     whole, half = (work.seconds(op, letters, mesh)[0] for letters in (("r",), ("n",)))
     assert times.measured == 1
     assert 0 < half < whole
     times.save()
     again = OpTimes(budget_s=60.0, folder=tmp_path)
-    assert Work(CHAIN, BATCH, 2, again).seconds(op, ("n",), mesh)[0] > 0
+    assert ShardedOpTimes(CHAIN, BATCH, 2, again).seconds(op, ("n",), mesh)[0] > 0
     assert again.measured == 0
 
 

@@ -18,9 +18,9 @@ from manyhands.parallel.plan import Plan, plan_from_plain
 from manyhands.parallel.split.strategy import resolve
 from manyhands.planner.choose import DATA_PARALLEL
 from manyhands.planner.collectives import shares
-from manyhands.planner.cost import Setting, Work, sharding_problem
+from manyhands.planner.cost import Setting, ShardedOpTimes, sharding_problem
 from manyhands.planner.device_models import REACHED_OPERATIONS, device_model
-from manyhands.planner.find import GAP, SearchRequest, digest, enough, fewer_counts, find, one_weird_trick
+from manyhands.planner.find import GAP, SearchRequest, digest, fewer_counts, find, needed_count, one_weird_trick
 from manyhands.planner.links import links_of
 from manyhands.planner.solve import NoPlanError, evaluate, solve_all
 from manyhands.planner.timing import OpTimes, Timing
@@ -42,7 +42,7 @@ slow = links_at(12.5e6)
 @pytest.mark.parametrize("graph", [HEAVY, CHAIN, RESNET], ids=["heavy", "chain", "resnet18"])
 def test_the_search_is_never_above_what_is_written_by_hand(graph, sizes):
     mesh = mesh_of(sizes)
-    setting = Setting(Work(graph, 64, mesh.size, OpTimes(budget_s=0.0)), slow(mesh), shares(64, 0))
+    setting = Setting(ShardedOpTimes(graph, 64, mesh.size, OpTimes(budget_s=0.0)), slow(mesh), shares(64, 0))
     one = sharding_problem(graph, setting)
     ((found,), _) = solve_all([one.problem], gap=GAP)
     hands = [Plan(mesh), Plan(mesh, default=f"r@{','.join(mesh.names)}")]
@@ -178,7 +178,7 @@ def test_finalists_hold_data_parallel_and_the_best():
 
 def fewest(found, spread=0.0):
     fewer = found.fewer(dict.fromkeys(fewer_counts(found.request.world_size)))
-    return enough(found, fewer, found.chosen.prediction.seconds, spread)
+    return needed_count(found, fewer, found.chosen.prediction.seconds, spread)
 
 
 def test_all_are_looked_at_while_they_are_few():
@@ -212,8 +212,8 @@ def test_nothing_is_recommended_by_less_than_what_was_timed_varies(slow_data):
     found = slow_data
     alone = found.fewer({1: None})
     as_fast = alone[0].prediction.seconds
-    assert enough(found, alone, as_fast, spread=0.0)[0] == 1
-    assert enough(found, alone, as_fast, spread=0.2)[0] == 0
+    assert needed_count(found, alone, as_fast, spread=0.0)[0] == 1
+    assert needed_count(found, alone, as_fast, spread=0.2)[0] == 0
 
 
 def test_of_fewer_processes_a_clearly_faster_number_goes_before_a_smaller_one(slow_data):
@@ -225,7 +225,7 @@ def test_of_fewer_processes_a_clearly_faster_number_goes_before_a_smaller_one(sl
             replace(option, prediction=replace(one.prediction, compute_seconds=took_s))
             for option, took_s in ((one, 1.0), (two, two_s))
         ]
-        return enough(found, pair, 5.0, spread)
+        return needed_count(found, pair, 5.0, spread)
 
     assert taken(0.6)[0] == 2
     assert taken(0.6)[1].startswith("data parallel on 2 takes 600 ms per step, while data parallel on 4 takes 5 s")

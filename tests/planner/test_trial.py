@@ -14,7 +14,7 @@ from manyhands.core.world import World
 from manyhands.parallel.plan import Plan
 from manyhands.parallel.split.strategy import shorten_strategies
 from manyhands.planner.choose import DATA_PARALLEL
-from manyhands.planner.trial import PlanCase, Runner, measure, verify
+from manyhands.planner.trial import PlanCase, PlanRunner, measure, verify
 from manyhands.worker.plan_search import case_of
 from tests.planner.nets import chain, graph_of, loss_fn_of_sums, mesh_of, random_letters
 from tests.processes.ranks import run_on_ranks
@@ -131,7 +131,7 @@ def test_a_trial_computes_in_the_jobs_precision_and_micro_batches(precision, kin
     network, seen = {"channels": 3, "size": 2, "classes": 16, "batch": 8}, []
     case = case_of(job, network, "cpu")
     case = replace(case, make=lambda: _Watched(seen).to(case.picture.dtype))
-    runner = Runner(case, None, World())
+    runner = PlanRunner(case, None, World())
     seen.clear()
     runner.update()
     assert seen == [(3, kind), (3, kind), (2, kind)]
@@ -143,7 +143,7 @@ def _micro_batches(world):
     found = []
     for plan, size in itertools.product([None, Plan(mesh_of((2,)))], (0, 2)):
         case = replace(_case("chain", lambda: chain().double()), norm_group=2, micro_batch=size)
-        runner = Runner(replace(case, picture=case.picture.double(), precision="fp64"), plan, world)
+        runner = PlanRunner(replace(case, picture=case.picture.double(), precision="fp64"), plan, world)
         loss = runner.gradients()
         found.append([loss, *(one.grad.clone() for one in runner.model.parameters() if one.grad is not None)])
         runner.network.close()

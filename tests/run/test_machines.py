@@ -256,7 +256,7 @@ def test_two_machines_lost_at_once_are_both_contacted(scene):
         machine.link.closed = True
     scene.run.note_ending(Ending(lost={"n2": "", "n3": ""}))
     assert scene.machines.running == [scene.n1]
-    assert scene.run.why_too_few() == ""
+    assert scene.run.shortage_reason() == ""
     scene.wait(RETRY_LEAST_S)
     assert scene.opened == ["n2", "n3"]
 
@@ -264,23 +264,23 @@ def test_two_machines_lost_at_once_are_both_contacted(scene):
 def test_a_restart_waits_for_a_machine_that_is_about_to_be_ready(scene):
     scene.ready()
     scene.trains()
-    assert scene.run.can_join() == ["n3"]
+    assert scene.run.joining_next() == ["n3"]
     scene.n2.link.closed = True
     scene.run.take_in()
     scene.n3.exclude(0.0)
     scene.wait(RETRY_LEAST_S)
-    assert scene.run.can_join() == ["n3"]
+    assert scene.run.joining_next() == ["n3"]
     scene.n2.link.answer(CallResult(FACTS))
     scene.run.tick()
-    assert scene.run.can_join() == []
+    assert scene.run.joining_next() == []
 
 
 def test_what_fails_once_a_machine_on_trial_has_trained_is_not_its_fault(scene):
     scene.running_on_trial()
     scene.run.record_start(1)
-    assert scene.run.on_trial() == ["n3"]
+    assert scene.run.newly_joined() == ["n3"]
     scene.trains()
-    assert scene.run.on_trial() == []
+    assert scene.run.newly_joined() == []
     scene.raises_on_trial()
     assert scene.n3 in scene.machines.running
 
@@ -293,7 +293,7 @@ def test_another_launcher_takes_over(tmp_path, monkeypatch):
     assert scene.n3.state is MachineState.LOST
     assert scene.run.replaced_on == "n3"
     assert scene.run.regroups()
-    assert scene.run.why_too_few() == "another launcher has taken over the run on n3"
+    assert scene.run.shortage_reason() == "another launcher has taken over the run on n3"
 
 
 def test_a_machine_that_the_user_adds(scene):

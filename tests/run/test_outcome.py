@@ -19,8 +19,8 @@ from manyhands.run.outcome import (
     ends_noted,
     explained,
     failure_of,
-    interrupted,
     note,
+    record_interrupt,
     report_on,
     starts_and_stops,
 )
@@ -171,7 +171,7 @@ def test_a_process_that_left_no_word_is_named_with_its_own_machine():
 
 def test_the_last_saved_step_is_known_here_and_where_the_checkpoints_are_elsewhere(folder):
     assert saved_step(folder) is None
-    assert NOTHING in str(interrupted(folder))
+    assert NOTHING in str(record_interrupt(folder))
     put(folder, "saved|7", "saved|40")
     assert (saved_step(folder), kept_step(folder)) == (40, None)  # the checkpoints were deleted
     for local in (True, False):
@@ -179,7 +179,7 @@ def test_the_last_saved_step_is_known_here_and_where_the_checkpoints_are_elsewhe
         assert kept_step(folder) == (None if local else 40)
     put(folder, saved=50)
     (folder.checkpoints / ".step-00000060.part").mkdir()
-    told = str(interrupted(folder))
+    told = str(record_interrupt(folder))
     assert "the last checkpoint is step 50" in told
     assert f"resume from step 50: manyhands resume '{folder.path}'" in told
 

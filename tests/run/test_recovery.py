@@ -55,7 +55,7 @@ def test_what_the_user_names_holds_until_this_run_has_saved(folder, named, monke
 
 
 def test_a_run_that_does_not_recover_has_one_start(folder):
-    assert policy(folder, {"cluster.elastic": "off"}).after(Ending(failed={0: -9}), RestartHooks()) is None
+    assert policy(folder, {"cluster.elastic": "off"}).next_restart(Ending(failed={0: -9}), RestartHooks()) is None
 
 
 @pytest.mark.parametrize("word", ["sometimes", "4:2", "0", "2:", ":3", "1:2:3", "99999"])
@@ -96,20 +96,22 @@ class Joining(RestartHooks):
     def __init__(self, trial=()):
         self.trial = trial
 
-    def on_trial(self):
+    def newly_joined(self):
         return [*self.trial]
 
-    def can_join(self):
+    def joining_next(self):
         return ["n4"]
 
 
 def test_a_start_for_a_machine_that_comes_is_no_fault(folder):
     decides, stopped = policy(folder), Ending(returned={0: {"status": "stopped"}}, regrouped=True)
-    restarts = [decides.after(stopped, Joining()) for _ in range(2 * MOST_IN_VAIN)]
+    restarts = [decides.next_restart(stopped, Joining()) for _ in range(2 * MOST_IN_VAIN)]
     assert set(restarts) == {Restart("regrouped", "n4 can join")}
-    assert not decides.after(Ending(returned={0: {"status": "finished"}}, regrouped=True), Joining())
-    assert not decides.after(Ending(returned={0: {"status": "stopped"}}, regrouped=True, interrupted=1), Joining())
-    assert not decides.after(Ending(returned={0: {"status": "stopped"}}), Joining())
+    assert not decides.next_restart(Ending(returned={0: {"status": "finished"}}, regrouped=True), Joining())
+    assert not decides.next_restart(
+        Ending(returned={0: {"status": "stopped"}}, regrouped=True, interrupted=1), Joining()
+    )
+    assert not decides.next_restart(Ending(returned={0: {"status": "stopped"}}), Joining())
 
 
 @pytest.mark.parametrize(
@@ -131,7 +133,7 @@ def test_what_fails_with_a_machine_that_has_just_come_does_not_end_the_run(folde
     assert run_to_end(job, folder, Joining(["n4"]), lambda *_: {}, Watch(), lambda *_: None).ok
     (line,) = read_lines(folder.events)
     assert line["message"] == "starting with n4 failed (that is too much for n4): restarting from step 10"
-    assert not policy(folder).after(refused, Joining())
+    assert not policy(folder).next_restart(refused, Joining())
 
 
 def failure(at, line, step, error="KeyError", rank=0):

@@ -27,7 +27,6 @@ from manyhands.run.folder import FolderWatch
 from manyhands.run.registry import (
     find_reference,
     find_run,
-    find_start,
     head_of_active,
     headless,
     is_running,
@@ -35,6 +34,7 @@ from manyhands.run.registry import (
     read_named,
     registered,
     registry_folder,
+    resolve_resume,
     running,
     signal_head,
 )
@@ -212,7 +212,7 @@ def test_ended_runs_are_found_by_a_part_of_their_names_or_as_the_last(tmp_path, 
     assert "the last run is runs/2026-11-25-mnist-cnn" in capsys.readouterr().err
     ended(tmp_path / "elsewhere", 3000)
     assert find_run("last").path.name == "elsewhere"
-    assert [find_start(word) for word in ("auto", "mnist", "x.pth.tar", None)] == [
+    assert [resolve_resume(word) for word in ("auto", "mnist", "x.pth.tar", None)] == [
         "auto", "runs/2026-11-25-mnist-cnn", "x.pth.tar", None,
     ]  # fmt: skip
     assert read_named("mnist") is None, "a data set's name stays one"

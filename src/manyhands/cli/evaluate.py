@@ -11,7 +11,7 @@ from manyhands.core.terminal import plain, say, show, show_json
 
 
 def evaluate(
-    run: Annotated[str, Help("a run (folder, part of its name, or last), a checkpoint, or a .pth.tar file of main.py")],
+    run: Annotated[str, Help("a run (folder, part of its name, or last), a checkpoint, or a .pth.tar file")],
     data: Annotated[
         str | None, Help("evaluation data; default: as in the run; a folder without train/ and val/ is used entirely")
     ] = None,

@@ -155,10 +155,10 @@ class JobFlags(Flags):
     def job_values(self) -> dict[str, Any]:
         """Extends `Flags.job_values` by the mode that --pin implies and the run folder that --resume names."""
         from manyhands.parallel.options import MODE_OF_PLANS
-        from manyhands.run.registry import find_start
+        from manyhands.run.registry import resolve_resume
 
         mode = self.parallel or (MODE_OF_PLANS if self.pin else None)
-        return super().job_values() | {"parallel.mode": mode, "checkpoint.resume": find_start(self.resume)}
+        return super().job_values() | {"parallel.mode": mode, "checkpoint.resume": resolve_resume(self.resume)}
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -209,7 +209,7 @@ class LaunchFlags(Flags):
         bool | None, Help("connect machines via this machine if they can't log in to each other"), Key("cluster.relay")
     ] = None
     detach: Annotated[
-        bool | None, Help("keep training after this terminal closes or this machine is lost"), Key("cluster.detach")
+        bool | None, Help("keep training without a terminal or connection to this machine"), Key("cluster.detach")
     ] = None
     sync_code: Annotated[
         bool | None, Help("copy the code in this directory to the other machines first"), Key("cluster.sync_code")
@@ -227,7 +227,7 @@ class ResumeFlags(Flags):
     detach: Annotated[
         bool | None,
         Parameter(
-            negative="--no-detach", help="keep training without this terminal and this machine; default: as at launch"
+            negative="--no-detach", help="keep training if this terminal closes, as in launch; default: as at launch"
         ),
         Key("cluster.detach"),
     ] = None

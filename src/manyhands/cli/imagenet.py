@@ -1,4 +1,4 @@
-"""The command imagenet, which takes the flags of main.py in pytorch/examples/imagenet with the same meanings.
+"""The command imagenet, which takes the flags of PyTorch's ImageNet example, main.py, with the same meanings.
 
 `--world-size` and `--rank` count nodes. The recipe imagenet-main sets all other options.
 """
@@ -41,7 +41,7 @@ DUMMY_SIZES = {"inception_v3": 299}  # the only network for pictures of another 
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class ImagenetFlags(Flags):
-    """main.py's flags as given; None for a flag that wasn't given."""
+    """The flags of PyTorch's ImageNet example, main.py; None for a flag that wasn't given."""
 
     data: Annotated[str | None, Parameter(parse=False)] = None  # the folder with train/ and val/
     arch: Annotated[str | None, Parameter(name=["-a", "--arch"], help=f"{NETWORKS}; default: resnet18")] = None
@@ -164,7 +164,7 @@ def _check_files(flags: ImagenetFlags, nodes: Nodes) -> None:
 
 
 def nodes_of(flags: ImagenetFlags, environment: Mapping[str, str] | None = None) -> Nodes:
-    """Reads the nodes from the flags or, with `--dist-url env://`, from the environment. Raises UserError: conflict."""
+    """Reads the nodes from the flags or, with `--dist-url env://`, the environment. Raises UserError: bad values."""
     variables = os.environ if environment is None else environment
     _check_launcher(flags, variables)
     by_environment = (flags.dist_url or "").startswith("env://")
@@ -277,7 +277,7 @@ def _url(flags: ImagenetFlags, variables: Mapping[str, str], *, asked: bool) -> 
 
 
 def _check_conflicts(flags: ImagenetFlags) -> None:
-    """Raises UserError for two flags of which main.py would silently ignore one, and for values that are too small."""
+    """Raises UserError for two flags of which PyTorch's main.py ignores one silently, and for values too small."""
     by_gpu = flags.gpu is not None
     for one, other, both, reason in (
         ("--gpu", "--multiprocessing-distributed", by_gpu and flags.multiprocessing_distributed,

@@ -37,7 +37,7 @@ class PlanFlags(Flags):
     pin: Annotated[list[str] | None, Help('fixed sharding of an op, such as "fc=n@dp o@tp"')] = None
     memory: Annotated[str | None, Help("memory limit per process, such as 14GiB")] = None
     link: Annotated[
-        str | None, Help("bandwidth between processes on different machines: 10mbit; default: processes on one machine")
+        str | None, Help("bandwidth between machines with one process each, such as 10mbit; default: one machine")
     ] = None
     fill: Annotated[
         Literal["search", "data"], Help("sharding of ops without --pin; search: the fastest; data: shard the batch")
@@ -84,13 +84,13 @@ def plan(
     if other_model:
         raise UserError(f"unexpected argument {other_model}", "", ("use manyhands plan DATA MODEL",))
     if flags.measure:
-        hints = ("remove --measure: a search for a plan always measures",)
+        hints = ("remove --measure: a search for a plan measures by default",)
         raise UserError("--measure applies only to an existing plan.json", "--measure", hints)
     first, last = _counts(flags.processes)
     if first != last:
         alone = {"--mesh": flags.mesh, "--pin": flags.pin, "--memory": flags.memory, "--verify": flags.verify}
         if given := next((name for name, value in alone.items() if value), ""):
-            what = f"{given} needs one number of processes; a range is predicted for data parallelism only"
+            what = f"{given} does not apply to a range of processes, which is predicted for data parallelism only"
             raise UserError(what, given, (f"remove {given}", "or use --world-size 4"))
     values, file = named(target, model)
     job = load(values, flags, file=file).job

@@ -41,34 +41,34 @@ def ps(*, as_json: Annotated[bool, Help("print one JSON array", "--json")] = Fal
     return 0
 
 
-def _row(record: "Running", now: "RunProgress") -> tuple[str, ...]:
+def _row(record: "Running", progress: "RunProgress") -> tuple[str, ...]:
     from manyhands.report.follow import as_object
     from manyhands.report.summary import duration, epoch_position, percent
     from manyhands.run.logs import read_places
 
-    about = as_object(record, now)
+    about = as_object(record, progress)
     run = Path(record.run)
-    state = now.state
+    state = progress.state
     if not record.here:
-        silent_s = time.time() - now.heard if now.heard else 0.0
+        silent_s = time.time() - progress.heard if progress.heard else 0.0
         state = f"on {plain(record.host)}" + (f", silent for {duration(silent_s)}" if silent_s > SILENT_S else "")
     try:
         # The machines of the last start, if the run folder names them: a machine may have joined, or be lost.
         hosts = [each.host for each in read_places(RunFolder(run))] or record.hosts
     except UserError:
         hosts = record.hosts
-    progress = "-"
-    if now.step:
-        epoch, done = epoch_position(now.step)
-        progress = f"epoch {epoch}/{about['epochs']}, step {done}/{now.step.steps_per_epoch}"
+    position = "-"
+    if progress.step:
+        epoch, done = epoch_position(progress.step)
+        position = f"epoch {epoch}/{about['epochs']}, step {done}/{progress.step.steps_per_epoch}"
     return (
         plain(str(run.relative_to(Path.cwd())) if run.is_relative_to(Path.cwd()) else record.run),
         state,
-        "-" if now.state == NO_LAUNCHER else str(record.pid),
-        (f"{now.processes} x " if now.processes else "") + plain(",".join(hosts)),
+        "-" if progress.state == NO_LAUNCHER else str(record.pid),
+        (f"{progress.processes} x " if progress.processes else "") + plain(",".join(hosts)),
         duration(about["age_s"]),
-        progress,
-        percent(now.top1) if now.top1 is not None else "-",
+        position,
+        percent(progress.top1) if progress.top1 is not None else "-",
     )
 
 

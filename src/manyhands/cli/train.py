@@ -73,7 +73,7 @@ def launch(
 
 
 def job_or_script(data: str | None, model: str | None, arguments: Sequence[str]) -> tuple[dict[str, Any], Path | None]:
-    """Returns (options by dotted key: data and network or else the user's script, path of the job.toml or None)."""
+    """Returns (options that name data and network or a script, by dotted key; path of the job.toml or None)."""
     if data and data.endswith(".py"):
         return {"run.script": (data, *filter(None, (model,)), *arguments)}, None
     words = [word for word in (data, model, *arguments) if word and re.match(r"[A-Za-z_][\w.]*=", word)]

@@ -25,7 +25,7 @@ def run_job(
 ) -> int:
     """Trains and prints the result, or describes the run under --dry-run; returns the exit code.
 
-    `rendezvous`: of machines that each start their own processes. `resume_hint`: the user asked to resume the run.
+    `rendezvous` connects machines that each start their own processes. `resume_hint`: the user asked to resume the run.
     """
     job, script = loaded.job, loaded.job.run.script
     if script and resume_hint:
@@ -44,9 +44,9 @@ def run_job(
     if machines and not launch_decision(job).process_info:
         announce_reach(loaded)
         early.end_early()  # this machine may not take part, and a detached launcher is another process
-        from manyhands.run.launch import Background, launch
+        from manyhands.run.launch import DetachedLauncher, launch
 
-        background = Background() if job.cluster.detach else None
+        background = DetachedLauncher() if job.cluster.detach else None
         if background and background.child_pid:
             return background.wait(as_json=flags.as_json)
         outcome = launch(job, machines, quiet=flags.quiet, begun=background.leave if background else lambda _run: None)
@@ -90,11 +90,11 @@ def describe(loaded: LoadedJob) -> list[str]:
         epochs = f"{job.train.epochs} epochs, {job.train.batch} samples per update, {job.train.optimizer}{rate}"
         work = [f"would train {job.model.name} on {job.data.name}: {epochs}", *([f"with {data}"] if data else [])]
     machines = this_process.machines_of(job.cluster)
-    processes, starts = _on_machines(machines, job.cluster) if machines else (_on_this_machine(job), [])
+    processes, starts = _describe_machines(machines, job.cluster) if machines else (_describe_local_processes(job), [])
     return [*work, f"as {processes}", f"into {new_run_path(job)}", *starts]
 
 
-def _on_machines(machines: Sequence[inventory.Machine], options: ClusterOptions) -> tuple[str, list[str]]:
+def _describe_machines(machines: Sequence[inventory.Machine], options: ClusterOptions) -> tuple[str, list[str]]:
     """Returns (description of the processes, lines with the commands that start an agent on each machine)."""
     names = ", ".join(f"{machine.name} ({machine.slots})" if machine.slots else machine.name for machine in machines)
     starts: list[str] = []
@@ -105,7 +105,7 @@ def _on_machines(machines: Sequence[inventory.Machine], options: ClusterOptions)
     return f"processes on {names}", [*starts, "SCRIPT, run by sh:", *(f"  {line}" for line in script)]
 
 
-def _on_this_machine(job: Job) -> str:
+def _describe_local_processes(job: Job) -> str:
     place = launch_decision(job)
     if found := place.process_info:
         by = f"rendezvous at {found.init}" if found.started_by == "--init" else f"by {found.started_by}"

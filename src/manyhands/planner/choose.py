@@ -27,9 +27,9 @@ class Pick:
 
 
 def time_in_turns(finalists: Sequence[str], measure: Callable[[str], float], rounds: int) -> dict[str, list[float]]:
-    """Times each plan once per round, so that a brief slowdown affects all plans. Returns seconds by plan and round.
+    """Times each plan once per round, after a warm-up round, to spread slowdowns. Returns seconds by plan and round.
 
-    A collective. `measure(name)`: seconds, equal on all ranks (infinity: can't run). A warm-up round is not returned.
+    All processes call this. `measure(name)` returns equal seconds on all ranks; infinity if the plan can't run here.
     """
     seconds: dict[str, list[float]] = {name: [] for name in finalists}
     for number in range(-1, rounds):
@@ -83,7 +83,7 @@ def _beats(gain: float, error: float) -> bool:
 def pick_predicted(predicted_seconds: dict[str, float], doubtful_seconds: Mapping[str, float] | None = None) -> Pick:
     """Selects the plan with the shortest predicted step if it is at least 1.1 times as fast as data parallel.
 
-    `doubtful_seconds`: possible error by plan. With the error added, the plan must be as fast as data parallel.
+    `doubtful_seconds`: possible error of the prediction, by plan. The selected plan must win even if it is added.
     """
     best = min(predicted_seconds, key=lambda name: (predicted_seconds[name], name))
     if DATA_PARALLEL not in predicted_seconds:

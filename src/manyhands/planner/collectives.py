@@ -35,7 +35,7 @@ class Collective:
     op: str = ""  # the op that causes it; empty: several ops
 
     def whole_bytes(self, mesh: Mesh) -> int:
-        """Returns the size of the unsharded tensor in bytes, as an argument for `sync.link_speeds`."""
+        """Returns the bytes of the unsharded tensor, from which `LinkSpeeds` computes the time of the collective."""
         return self.values * self.item_bytes * (mesh.parts(self.axes) if self.kind == "all_gather" else 1)
 
     def seconds(self, links: LinkSpeeds) -> float:
@@ -63,12 +63,12 @@ class PlannedUpdate:
 
 
 def shares(batch: int, norm_group: int) -> ShareOf:
-    """Returns a function (processes, index) -> equal share of one micro-batch. `norm_group` 0: no BatchNorm groups."""
+    """Returns f(process count, index): one process's equal share of a micro-batch. `norm_group` 0: no groups."""
     return sharing(batch, norm_group, (0, batch))
 
 
 def data_shares(batch: int, norm_group: int) -> ShareOf:
-    """Returns a function (processes, index) -> share in data parallel, if possible of entire BatchNorm groups."""
+    """Returns f(process count, index): a process's share in data parallel, of whole BatchNorm groups if possible."""
     return lambda parts, index: BatchSharing(parts, 0, norm_group).micro_batches(batch)[0][index]
 
 
@@ -88,7 +88,7 @@ def real_axes(axes: Sequence[int], mesh: Mesh) -> tuple[int, ...]:
 
 
 def _conversions(update: PlannedUpdate) -> Iterator[Collective]:
-    """Yields the collectives of layout conversions between ops. Ops that read equal layouts share one."""
+    """Yields the collectives of layout conversions between ops. Ops that read the same layout share one."""
     readers: dict[tuple[str, Layout, Layout], list[Op]] = {}
     for giver, reader, place in update.graph.edges():
         if giver.extents:

@@ -76,7 +76,7 @@ def operations(op: Op, sources: list[Op], batch: int) -> float:
     return given + 2.0 * batch * sum(tensor.numel() for tensor in weights) if op.kind == Op.kind else float(given)
 
 
-class Work:
+class ShardedOpTimes:
     """Computes op times under any sharding, for updates of `batch` samples that are divided among `processes`."""
 
     def __init__(self, graph: Graph, batch: int, processes: int, times: OpTimes) -> None:
@@ -132,7 +132,7 @@ class Work:
         return _BACKWARD if any(one.trains for one in self._sources(op)) else _BACKWARD / 2
 
     def _measured_ratio(self, op: Op) -> float:
-        """Returns an op's measured time divided by the estimate; if untimed, the median ratio of ops of this kind."""
+        """Returns an op's measured time divided by the estimate; for an untimed op, the median ratio of its kind."""
         runs = _op_runner(op, self._graph, self._share_size)
         known = self._of_kind.setdefault(op.kind, [])
         usual = statistics.median(known) if known else 1.0
@@ -217,7 +217,7 @@ def piece_shape(op: Op, letters: tuple[str, ...], mesh: Mesh, batch: int) -> lis
 class Setting:
     """The inputs of the cost model except the sharding."""
 
-    work: Work  # seconds of ops
+    work: ShardedOpTimes  # seconds of ops
     links: LinkSpeeds  # seconds of collectives, on a mesh
     share: Callable[[int, int], Share]  # see `PlannedUpdate.share`
     slots: int = 1  # values that the optimizer keeps for each parameter
@@ -409,7 +409,7 @@ class _Conversions:
     def between(
         self, giver: Op, reader: Op, place: int, gives: Choices, reads: Choices
     ) -> tuple[Matrix, Matrix | None]:
-        """Returns matrices [giver choice, reader choice]: seconds forward plus backward; bytes, None without limit."""
+        """Returns matrices [giver choice, reader choice] of seconds (both passes) and of bytes (None without limit)."""
         given, wanted = self._layouts_of(giver, gives), self._layouts_of(reader, reads, place)
         size = float(giver.item_bytes * values(giver, self._setting.work.batch))
         return self._known_matrices(given, wanted, size, giver.trains and bool(reader.extents or reader.name == LOSS))
@@ -436,7 +436,7 @@ class _Conversions:
         return seconds, _pairwise(*values, lambda source, target: self._copied_bytes(source, target, size))
 
     def _seconds(self, sources: tuple[Layout, ...], targets: tuple[Layout, ...], size: float) -> Matrix:
-        """Returns the seconds of all conversions. If all links are equal, uses the faster linear fit."""
+        """Returns the seconds of all conversions. If all links are equal, uses a linear fit in the size."""
         if not self._setting.links.alike or not size:
             return self._seconds_at(sources, targets, size)
         start, slope = self._known_line(sources, targets)
@@ -454,7 +454,7 @@ class _Conversions:
         return _pairwise(sources, targets, price)
 
     def _copied_bytes(self, source: Layout, target: Layout, size: float) -> float:
-        """Returns the bytes that a conversion keeps, as in `predict`: the inputs of collectives except all-reduces."""
+        """Returns the memory that a conversion needs, as in `predict`: the inputs of collectives except all-reduces."""
         return sum(
             share * size / (self._setting.mesh.parts(axes) if kind == "all_gather" else 1)
             for kind, axes, share in self._path(source, target)

@@ -28,7 +28,7 @@ _TOP, _MOST_WIDTH, _MOST_HEIGHT, _LEGEND_WIDTH = 30, 1920, 4500, 150
 
 
 def candidates_table(candidates: "Sequence[PlanCandidate]", chosen: str, more: str = "") -> Table:
-    """Formats candidates as a table of up to 100 characters per line. `chosen`: the marked plan; `more`: text below."""
+    """Formats candidates as a table with up to 100 characters per line. `chosen`: plan to mark; `more`: text below."""
     caption = Text(more) if more else None
     table = Table(box=box.SIMPLE_HEAD, caption=caption, caption_justify="left", pad_edge=False, collapse_padding=True)
     table.add_column("plan")

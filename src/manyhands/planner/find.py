@@ -1,4 +1,4 @@
-"""Finds candidate plans for a network: data parallel, the user's pins, a known pattern, and a search on each mesh."""
+"""Finds candidate plans for a network: data parallel, the user's pins, `one_weird_trick`, a search on each mesh."""
 
 import hashlib
 import itertools
@@ -18,7 +18,7 @@ from manyhands.parallel.split.graph import LOSS, Graph
 from manyhands.parallel.split.strategy import refusal, resolve, shorten_strategies, strategies
 from manyhands.planner.choose import DATA_PARALLEL, LEAST_GAIN, LEAST_PREDICTED_GAIN, Pick, pick_predicted
 from manyhands.planner.collectives import data_shares, shares
-from manyhands.planner.cost import Prediction, Setting, Work, predict, sharding_problem
+from manyhands.planner.cost import Prediction, Setting, ShardedOpTimes, predict, sharding_problem
 from manyhands.planner.links import LinkSpeeds, links_of
 from manyhands.planner.solve import NoPlanError, solve_all
 from manyhands.planner.timing import OpTimes, Timing
@@ -124,11 +124,11 @@ class SearchResult:
         return {one.name: None if one.name == DATA_PARALLEL else self.plan_of(one).as_plain() for one in options}
 
     def repicked(self, seconds: float) -> "SearchResult":
-        """Repeats the selection with `seconds` as data parallel's step time, which depends on the sync method."""
+        """Repeats the selection with `seconds` as the step time of data parallel with the job's sync method."""
         return replace(self, pick=_select(self.options, self.request, self.spread, seconds))
 
     def fewer(self, shares: Mapping[int, Timing | None]) -> tuple[PlanCandidate, ...]:
-        """Returns data parallel on fewer processes. `shares`: timing of a share (None: estimated) by process count."""
+        """Predicts data parallel on fewer processes. `shares`: time of a share (None: estimate) by process count."""
         found: list[PlanCandidate] = []
         for count, share in shares.items():
             one = self.data_parallel(count)
@@ -199,7 +199,7 @@ class Pricing:
         known = all(link.work_s_per_byte for link in speeds.axes)
         apart = request.accelerator or known or any(speeds.across)
         self.base = Setting(
-            Work(graph, request.batch, request.world_size, times),
+            ShardedOpTimes(graph, request.batch, request.world_size, times),
             speeds,
             shares(request.batch, request.norm_group),
             slots=request.slots,
@@ -250,7 +250,7 @@ class Pricing:
         return [replace(option, name=f"search {number}") for number, option in enumerate(options, 1)], least_bytes
 
     def _meshes_for_pins(self) -> list[tuple[Mesh, dict[str, dict[int, str]]]]:
-        """Returns (mesh, sharding letters by op) for meshes on which pins are valid. Raises UserError without any."""
+        """Returns (mesh, sharding letters by op) for meshes on which pins are valid. Raises UserError: no such mesh."""
         request, graph, pins = self._request, self._graph, self._request.pins or {}
         # Larger axes come first; axes of equal size are interchangeable.
         meshes = factorisations(request.world_size)
@@ -357,7 +357,7 @@ _FEW = 4  # up to this process count, all smaller counts are considered; above i
 
 
 def fewer_counts(processes: int) -> list[int]:
-    """Returns the smaller numbers of processes to consider, ascending."""
+    """Returns the numbers below `processes` for which data parallel is considered, ascending."""
     if processes <= _FEW:
         return list(range(1, processes))
     return [processes >> power for power in range(processes.bit_length() - 1, 0, -1)]
@@ -367,11 +367,11 @@ def name_of(processes: int) -> str:
     return "one process" if processes == 1 else f"{DATA_PARALLEL} on {processes}"
 
 
-def enough(found: SearchResult, fewer: Sequence[PlanCandidate], seconds: float, spread: float) -> tuple[int, str]:
+def needed_count(found: SearchResult, fewer: Sequence[PlanCandidate], seconds: float, spread: float) -> tuple[int, str]:
     """Returns (smallest number of processes that is as fast as all processes, reason); (0, "") if all are needed.
 
-    Returns a larger number if it is predicted to be clearly faster. `seconds`: time of an update with the selected plan
-    on all processes. `spread`: relative variation of timings, added to predicted times.
+    If a larger number is predicted to be clearly faster than the smallest, returns that. `seconds`: time of an update
+    with the selected plan on all processes. `spread`: relative variation of timings, added to predicted times.
     """
     sizes, every = enumerate(found.chosen.mesh.sizes), found.chosen.letters.values()
     # processes that don't repeat the computation of others

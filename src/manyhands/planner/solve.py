@@ -117,7 +117,7 @@ class SolverResult:
 
 
 class Program:
-    """An integer program with columns for choices of nodes, pairs of choices of edges, and the exposed seconds.
+    """An integer program with columns for choices of nodes, pairs of choices of edges, and exposed seconds (`Problem`).
 
     The memory limit applies from the second relaxation on. Raises UserError if a cost is negative or NaN.
     """

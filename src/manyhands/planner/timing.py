@@ -39,7 +39,7 @@ class Timing:
 
 
 def quickest(run: Callable[[], object], device: str, most: int, budget_s: float, *, busy: bool = False) -> Timing:
-    """Times `run`, which the caller has warmed up, 1 to `most` times. `busy`: True if other processes use the CPU."""
+    """Returns the fastest of 1 to `most` calls of `run`, already warmed up. `busy`: other processes use the CPU."""
     threads, clock, factor = torch.get_num_threads(), time.perf_counter, 1.0
     if torch.device(device).type == "cpu":
         if (allowed := cores()) < threads:
@@ -244,7 +244,7 @@ class OpTimes:
         return OpTime(seconds=found.seconds, spread=found.spread, busy=self._busy())
 
     def _measured_rates(self) -> tuple[float, float]:
-        """Returns (operations, bytes) per second, from a matrix product and a copy; assumed if no op was measured."""
+        """Returns (operations, bytes) per second, of a matrix product and a copy; constants if no op was measured."""
         known = [self._seconds.get(key) for key in ("rate of a product", "rate of a copy")]
         if known[0] and known[1]:
             product_s, copy_s = known[0].seconds, known[1].seconds

@@ -58,7 +58,7 @@ class PlanCase:
         return pictures.to(self.picture), labels.to(self.picture.device)
 
 
-class Runner:
+class PlanRunner:
     """A network that is sharded by a plan and ready for updates. `plan` None: data parallel, or one process."""
 
     def __init__(self, case: PlanCase, plan: Plan | None, world: World) -> None:
@@ -109,8 +109,8 @@ def _micro_batches(case: PlanCase, network: ParallelNetwork) -> list[MicroBatch]
 
 
 def measure(case: PlanCase, plans: Mapping[str, Plan | None], world: World, rounds: int = 8) -> dict[str, list[float]]:
-    """Returns the seconds of an update on the slowest rank, by plan (None: data parallel) and round; a collective."""
-    runners = {name: Runner(case, plan, world) for name, plan in plans.items()}
+    """Returns the seconds of an update on the slowest rank, by plan and round. All processes call this."""
+    runners = {name: PlanRunner(case, plan, world) for name, plan in plans.items()}
 
     def slowest(name: str) -> float:
         wait_for(world.device)
@@ -131,7 +131,7 @@ def measure(case: PlanCase, plans: Mapping[str, Plan | None], world: World, roun
 
 @dataclass(frozen=True)
 class Verification:
-    """The difference between an update with a plan and the same update on one process."""
+    """The largest difference between an update with a plan and the same update on one process."""
 
     worst: float  # largest difference, relative to the tensor's largest value
     where: str  # the tensor with that difference, or "loss"
@@ -146,14 +146,14 @@ class Verification:
 
 
 def verify(case: PlanCase, plan: Plan, world: World) -> Verification:
-    """Compares an update with a plan and an unsharded update in double precision; a collective.
+    """Compares an update with a plan and an unsharded update in double precision. All processes call this.
 
     Each process computes the unsharded update and compares its own shards. Dropout is disabled, because a sharded
     network draws different masks.
     """
     make, picture = lambda: _without_dropout(case.make().double()), case.picture.double()
     exact = replace(case, make=make, picture=picture, precision="fp64", micro_batch=0)
-    alone, cut = Runner(exact, None, World(device=world.device)), Runner(exact, plan, world)
+    alone, cut = PlanRunner(exact, None, World(device=world.device)), PlanRunner(exact, plan, world)
     try:
         expected, total = alone.gradients(), cut.gradients()
         alone.network.finish_update()
@@ -178,7 +178,7 @@ def _without_dropout(model: nn.Module) -> nn.Module:
     return model
 
 
-def _differences(whole: nn.Module, cut: Runner) -> dict[str, float]:
+def _differences(whole: nn.Module, cut: PlanRunner) -> dict[str, float]:
     """Returns the largest difference of each gradient and buffer by name, relative to the tensor's largest value."""
     expected, found = (
         {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
@@ -205,7 +205,7 @@ _MIN_SAMPLES = 2  # BatchNorm needs two samples for a variance
 
 
 def share_timing(case: PlanCase, processes: int, threads: int = 0, budget_s: float = 10.0) -> Timing:
-    """Times an update of the largest share in this process, if the batch is divided among `processes`.
+    """Times, in this process, an update with the largest share of a batch that is divided among `processes`.
 
     `threads`: CPU threads (0: unchanged). If the case has micro-batches, one of them is timed and scaled to the share.
     """
@@ -214,7 +214,7 @@ def share_timing(case: PlanCase, processes: int, threads: int = 0, budget_s: flo
     device, before = str(case.picture.device), torch.get_num_threads()
     torch.set_num_threads(threads or before)
     try:
-        runner, others = Runner(replace(case, batch=timed, micro_batch=0), None, World(device=device)), OtherLoad()
+        runner, others = PlanRunner(replace(case, batch=timed, micro_batch=0), None, World(device=device)), OtherLoad()
         runner.update()
         found = quickest(runner.update, device, _MOST_REPEATS, budget_s, busy=others.share() > BUSY)
         return Timing(found.seconds * (share / timed), found.spread)

@@ -49,7 +49,7 @@ class Change(NamedTuple):
 
 
 def changes_since(folder: RunFolder, job: Job) -> list[Change]:
-    """Returns options that differ from job.toml, except measured ones that are "auto". Raises UserError: damaged."""
+    """Returns options that differ from job.toml, unless "auto" and measured earlier. Raises UserError: damaged file."""
     former = written_values(folder.job) if folder.exists() else {}
     now = flatten(job.model_dump(mode="json")).items()
     known = [Change(key, former[key], value) for key, value in now if key in former and key not in _OF_THE_START]
@@ -59,7 +59,7 @@ def changes_since(folder: RunFolder, job: Job) -> list[Change]:
 def refuse_changes(
     loaded: LoadedJob, *, resume_hint: bool = False, digests: Callable[[], Mapping[str, str]] = dict
 ) -> None:
-    """Raises UserError if the job or the code of a finished run has changed, because a resumed run would not train.
+    """Raises UserError if the job or code has changed after the run finished, because the change would have no effect.
 
     `resume_hint`: the user asked to resume, so that only changes without effect are refused. `digests`: returns the
     digests, by name, of objects and code that the job doesn't name.
@@ -84,7 +84,7 @@ def refuse_changes(
         return
     if not resume_hint and "checkpoint.resume" not in loaded.origins:
         another = free_name(folder.path.parent, folder.path.name, first=2)
-        hints = [*_train_longer(folder, job, found), f"to train from scratch, use --out {shlex.quote(str(another))}"]
+        hints = [*_longer_hint(folder, job, found), f"to train from scratch, use --out {shlex.quote(str(another))}"]
         if [change.key for change in found] == [INITIAL_WEIGHTS]:
             hints.append('to return the finished run, pass checkpoint__resume="auto"')
         what = f"the run in {folder.path} has finished, but the job has changed: {_listed(found)}"
@@ -105,8 +105,8 @@ def refuse_ineffective(folder: RunFolder, found: list[Change], step: int, total:
         raise UserError(what, str(folder.path), hints)
 
 
-def _train_longer(folder: RunFolder, job: Job, found: list[Change]) -> list[str]:
-    """Returns a hint with the command that trains a finished run longer; none for another network."""
+def _longer_hint(folder: RunFolder, job: Job, found: list[Change]) -> list[str]:
+    """Returns a hint with the command that trains a finished run longer; [] if the network has changed."""
     if any(change.key.startswith("model.") for change in found):
         return []
     former = written_values(folder.job).get("train.epochs")

@@ -93,15 +93,15 @@ def read_progress(record: Running) -> RunProgress:
     )
 
 
-def as_object(record: Running, now: RunProgress) -> dict[str, Any]:
-    step = now.step
+def as_object(record: Running, progress: RunProgress) -> dict[str, Any]:
+    step = progress.step
     return {
-        "run": record.run, "state": now.state, "pid": record.pid, "host": record.host, "hosts": record.hosts,
-        "processes": now.processes, "started": record.time, "age_s": max(0.0, time.time() - record.time),
+        "run": record.run, "state": progress.state, "pid": record.pid, "host": record.host, "hosts": record.hosts,
+        "processes": progress.processes, "started": record.time, "age_s": max(0.0, time.time() - record.time),
         "epoch": summary.epoch_position(step)[0] if step else None,
         "epochs": -(-step.total_steps // step.steps_per_epoch) if step else None,
         "step": step.step if step else None, "total_steps": step.total_steps if step else None,
-        "top1": now.top1, "command": record.command,
+        "top1": progress.top1, "command": record.command,
     }  # fmt: skip
 
 

@@ -207,7 +207,7 @@ def _time_line(run: read.RunData) -> list[dict[str, str]]:
 
 
 def _draw_pictures(run: read.RunData, folder: Path) -> dict[str, str]:
-    """Draws the pictures that have records to PNG files; returns SVG texts by picture name. Sets `run.unreadable`."""
+    """Draws pictures to PNG files; returns SVG texts by picture name. Sets `run.unreadable`: letters without a font."""
     drawn: dict[str, str] = {}
     folder.mkdir(parents=True, exist_ok=True)
     fonts, run.unreadable = fonts_for(name for detail in (run.best, run.last) if detail for name in detail.classes)

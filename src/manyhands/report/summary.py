@@ -16,7 +16,7 @@ ENDS = {"finished": "finished", "stopped": "stopped", "failed": "failed"}
 FEW_CLASSES = 5  # up to this number of classes, top-5 accuracy is always 100 %
 # Shown with the best figure of a run without a held-out set.
 CHOSEN = (
-    "the best epoch was selected on these samples; for an independent test, "
+    "the best epoch was selected on the evaluation samples; for an independent test, "
     "use --data.held-out FOLDER, or test/ beside train/ and val/"
 )
 

@@ -78,7 +78,7 @@ def diagnose(job: Job, say: Callable[[str], object]) -> Diagnosis:
 
 @dataclass(frozen=True)
 class Exposure:
-    """Open ports, and the hosts that can reach them."""
+    """The ports that manyhands has open now, and those that a job would open."""
 
     now: dict[str, tuple[OpenPort, ...]]  # ports that manyhands has open now, by machine
     why_not: dict[str, str]  # error message for each machine that couldn't be asked, by machine
@@ -190,14 +190,14 @@ def survey_agents(job: Job, agents: Machines, machines: Sequence[Machine], *, me
 
 
 def _test_all_reduce(job: Job, agents: Machines, survey: Survey, say: Callable[[str], object]) -> DoctorFinding | None:
-    """Tests an all-reduce with one process per machine; None for one machine or a predicted failure."""
+    """Tests an all-reduce with one process per machine; returns None for one machine or a predicted failure."""
     if len(survey.hosts) < 2 or survey.errors or set(survey.chosen) != set(survey.hosts) or fails(examine(survey)):
         return None
     with StoreTunnel(job.cluster) as tunnel:
         try:
             orders = _orders(job, agents, survey, tunnel)
         except ManyhandsError as error:
-            return all_reduce_failed(survey, error.message)
+            return all_reduce_finding(survey, error.message)
         rendezvous = next(iter(orders.values())).rendezvous
         store = "" if rendezvous.address == LOOPBACK else f"port {rendezvous.port} of {rendezvous.address} and "
         where = ", ".join(survey.chosen[host][1] for host in survey.hosts)
@@ -209,17 +209,17 @@ def _test_all_reduce(job: Job, agents: Machines, survey: Survey, say: Callable[[
         return DoctorFinding("collective", "ok", survey.hosts, what, cause="collective")
     cause = first_cause(ending)
     reason = cause.what if cause else ending.broken.strip().rpartition("\n")[2]
-    return all_reduce_failed(survey, reason, tuple(ending.lost))
+    return all_reduce_finding(survey, reason, tuple(ending.lost))
 
 
-def all_reduce_failed(survey: Survey, why: str, lost: tuple[str, ...] = ()) -> DoctorFinding:
+def all_reduce_finding(survey: Survey, why: str, lost: tuple[str, ...] = ()) -> DoctorFinding:
     what = f"the machines reach each other, but an all-reduce failed: {why}{f'; missing: {who(lost)}' if lost else ''}"
     hints = ("try gloo: --backend gloo", "with NCCL, set NCCL_DEBUG=INFO on the machines for details")
     return DoctorFinding("collective", "fail", lost or survey.hosts, what, hints, "collective")
 
 
 def _orders(job: Job, agents: Machines, survey: Survey, store: StoreTunnel) -> dict[connection.AgentConnection, Orders]:
-    """Returns the orders of the all-reduce test by agent: one process per machine, in a temporary folder."""
+    """Returns the orders for the all-reduce test, by agent. Each agent starts one process in a temporary folder."""
     prepare(agents, job.cluster, processes=1)
     for machine in agents.running:
         machine.address = Address(*survey.chosen[machine.name])

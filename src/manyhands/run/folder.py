@@ -97,7 +97,7 @@ def _open_folder(job: Job) -> tuple[RunFolder, FileLock | None]:
     return folder, lock
 
 
-def already_running(folder: RunFolder, *more: str) -> UserError:
+def active_run_error(folder: RunFolder, *more: str) -> UserError:
     hints = (f"wait until the run ends, or stop the run: manyhands stop {shlex.quote(str(folder.path))}", *more)
     return UserError(f"a run is active in {folder.path}", "--out" if more else str(folder.path), hints)
 
@@ -110,7 +110,7 @@ def _lock(folder: RunFolder, *, takes_over: bool) -> FileLock | None:
             folders.advance_term(folder.ranks, folders.Term(folders.term_in(folder.ranks).head + 1))
         lock = folders.claim(folder, "", *((timeouts.MAKE_WAY_S, timeouts.MAKE_WAY_S) if takes_over else ()))
     except Timeout:
-        raise already_running(folder, "or choose another --out") from None
+        raise active_run_error(folder, "or choose another --out") from None
     if not folders.run_id(folder):
         folders.set_run_id(folder)
     folder.failures.mkdir(exist_ok=True)
@@ -207,7 +207,7 @@ class FolderWatch:
 
 
 def record_of(checkpoint: Path) -> trained.TrainedNetwork | None:
-    """Reads the description of a network from its checkpoint or run; None without one. Raises UserError: damaged."""
+    """Reads the description of the network in a checkpoint or run; None without one. Raises UserError: damaged file."""
     return trained.find_record(checkpoint, read_state(checkpoint) if checkpoint.is_dir() else {})
 
 
@@ -215,7 +215,7 @@ def load_resumed(name: str, flags: Mapping[str, Any]) -> load.LoadedJob:
     """Loads a run's job to resume it, changed by `flags`. Raises UserError: the run doesn't exist, or is active."""
     folder = RunFolder(find_reference(name))
     if headed_here(folder.path):
-        raise already_running(folder)
+        raise active_run_error(folder)
     read_run(folder.path)
     loaded = load.load_job({"run.out": str(folder.path), "checkpoint.resume": "auto", **flags}, file=folder.job)
     announce_resumed(folder, loaded)

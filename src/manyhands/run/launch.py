@@ -35,7 +35,7 @@ _REQUEST, _JOINED = re.compile(rb"join (.+)\n", re.DOTALL), "joined: "
 def launch(
     job: Job, machines: Sequence[Machine], *, quiet: bool = False, begun: Callable[[Path], None] = lambda _run: None
 ) -> Outcome:
-    """Trains on several machines, with rank 0 on the first. During training, calls `begun` often with the folder."""
+    """Trains on several machines, with rank 0 on the first. During training, often calls `begun(run folder)`."""
     if not job.run.script:
         check_names(job, data=False)
     if len(machines) not in job.cluster.machines_wanted:
@@ -85,7 +85,7 @@ def launch(
 
 
 def _require_enough(job: Job, folder: RunFolder, machines: Machines, screen: Screen) -> None:
-    """Raises RunError if a machine doesn't answer, unless a resumed run has enough machines without this machine."""
+    """Raises RunError if a machine doesn't answer, unless the run is resumed and the other machines are enough."""
     resumes = job.cluster.recovers and saved_step(folder) is not None and job.checkpoint.resume == "auto"
     if not (resumes and len(machines.running) >= max(1, job.cluster.machines_wanted.start)):
         machines.require_all()
@@ -96,7 +96,7 @@ def _require_enough(job: Job, folder: RunFolder, machines: Machines, screen: Scr
 
 
 def _keep_records(watch: supervise.Watch, receiver: mirror.Receiver, screen: Screen, source: str) -> None:
-    """Writes records sent by machines to this run folder. After a write error, new records are on `source` only."""
+    """Writes records sent by machines to this run folder. After a write error, only machine `source` keeps records."""
 
     def keep(piece: protocol.FilePiece) -> None:
         try:
@@ -269,7 +269,7 @@ def join_here(run: str, host: str) -> str:
     raise RunError(text, host) if text else RunError(f"the run ended before {host} joined", str(folder))
 
 
-class Background:
+class DetachedLauncher:
     """Forks for --detach: the child launches the run, and the parent waits. `child_pid` is 0 in the child."""
 
     def __init__(self) -> None:

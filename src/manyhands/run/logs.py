@@ -133,7 +133,7 @@ EXECUTED = ("ssh", "python", "workdir")  # executed here or on the run's machine
 
 
 def _ssh_options(folder: RunFolder, settings: Mapping[str, Any]) -> ClusterOptions:
-    """Returns the ssh options from `settings` or else from the launch; prints which values of job.toml are ignored."""
+    """Returns the ssh options in `settings`, else those of the launch. Prints which values of job.toml are ignored."""
     own = load_job(settings).job.cluster
     given = {key.removeprefix("cluster.") for key in settings}
     remembered = remembered_reach(folder.path) or {}
@@ -152,7 +152,7 @@ def _local_logs(folder: RunFolder) -> dict[int, Log]:
 
 
 def read_places(folder: RunFolder) -> list[LogPlace]:
-    """Reads the location of each machine's logs from machines.json; [] without the file. Raises UserError: damaged."""
+    """Reads the location of each machine's logs from machines.json; [] without the file. Raises UserError: bad file."""
     path = folder.machines
     try:
         return TypeAdapter(list[LogPlace]).validate_python(files.parse_json(files.read_bytes(path)))

@@ -80,7 +80,7 @@ class Membership(RestartHooks):
     def added(self) -> list[Machine]:
         return [machine.spec for machine in self.machines.all if machine.added]
 
-    def why_too_few(self) -> str:
+    def shortage_reason(self) -> str:
         left, least = len(self.connected), self._job.cluster.machines_wanted.start
         if self.replaced_on:
             return f"{REPLACED} on {self.replaced_on}"
@@ -88,17 +88,17 @@ class Membership(RestartHooks):
             return ""
         return f"--elastic {self._job.cluster.elastic} requires at least {least} machines, but the run has only {left}"
 
-    def on_trial(self) -> list[str]:
+    def newly_joined(self) -> list[str]:
         return [] if self.trained else [machine.name for machine in self.joined]
 
-    def can_join(self) -> list[str]:
+    def joining_next(self) -> list[str]:
         # No machine while another contact progresses, so that one restart serves both.
         soon = any(machine.state is MachineState.CONTACTING and machine.facts for machine in self.machines.all)
         return [] if soon else [machine.name for machine in self.ready][: self.room]
 
     def regroups(self) -> bool:
         """Returns True if the run must restart now: a machine can join, or another launcher has taken over."""
-        joins = not self._job.run.script and self.can_join() and self.trained and worth_restarting(self._folder)
+        joins = not self._job.run.script and self.joining_next() and self.trained and worth_restarting(self._folder)
         return bool(joins or self.replaced_on)
 
     def record_start(self, number: int) -> None:
@@ -133,9 +133,9 @@ class Membership(RestartHooks):
     def note_ending(self, ending: Ending) -> None:
         """Refuses machines whose first start failed; otherwise counts a failure of each lost or failed machine.
 
-        Repeated failures cause longer pauses: a lost machine isn't contacted, a failed one is excluded unless needed.
+        After repeated failures, a lost machine isn't contacted for a while, and an unneeded failed one is excluded.
         """
-        if self.on_trial() and not ending.regrouped and not from_outside(first_cause(ending)):
+        if self.newly_joined() and not ending.regrouped and not from_outside(first_cause(ending)):
             for machine in self.joined:
                 self.refuse(machine, RefusedError(f"starting with {machine.name} failed: {what_failed(ending)}"))
             return
@@ -151,7 +151,7 @@ class Membership(RestartHooks):
                 machine.exclude(pause_s)
 
     def take_in(self) -> list[RunMachine]:
-        """Marks disconnected machines as lost; adds ready machines up to the maximum of --elastic; returns these."""
+        """Marks disconnected machines as lost; adds and returns ready machines, up to the maximum of --elastic."""
         for machine in self.machines.running:
             if machine.agent.closed:
                 machine.lose()
@@ -270,6 +270,6 @@ class Membership(RestartHooks):
 
 
 def folder_on(machine: RunMachine, folder: RunFolder) -> str:
-    """Returns a machine's path of `folder`: as opened before, or else relative to the working directory if inside."""
+    """Returns the run folder's path on a machine: as opened before, else the local path, relative if possible."""
     path = folder.path.absolute()
     return machine.folder or str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)

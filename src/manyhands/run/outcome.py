@@ -45,7 +45,7 @@ class Outcome:
 
 
 def conclude(job: Job, folder: RunFolder, ending: Ending, earlier: int = 0) -> Outcome:
-    """Records a run's end, writes the report, raises the failure. `earlier`: number of older start and stop events."""
+    """Records a run's end, writes the report, raises the run's failure. `earlier`: number of old starts and stops."""
     if job.run.script and ending.interrupted:
         note(folder, "stopped")
         hints = (f"to see the output: manyhands logs {shlex.quote(str(folder.path))}",)
@@ -79,7 +79,7 @@ def _record_failure(job: Job, folder: RunFolder, ending: Ending) -> ManyhandsErr
     records = [record for record in ending.records.values() if not (follows and record.consequence)]
     if ending.interrupted and (ending.hung or not (records or killed)):
         idle = first and not (ending.hung or ending.lost) and (unready or not codes)
-        return interrupted(folder, ending.hung, idle=idle)
+        return record_interrupt(folder, ending.hung, idle=idle)
     cause, error = first_cause(ending), failure_of(folder, ending)
     if cause:
         note_cause(folder, cause)
@@ -100,7 +100,7 @@ def failure_here(folder: RunFolder, record: Failure) -> ManyhandsError:
     """Records a failure of training in this process; returns the error to raise."""
     note_cause(folder, record)
     if record.exit_code == EXIT_INTERRUPTED:
-        return interrupted(folder)
+        return record_interrupt(folder)
     return with_resume_hint(as_error(record), folder)
 
 
@@ -128,7 +128,7 @@ def report_on(job: Job, folder: RunFolder) -> None:
         say(f"report.html is not written; to write the report, run manyhands report {shlex.quote(str(folder.path))}")
 
 
-def interrupted(folder: RunFolder, hung: str = "", *, idle: bool = False) -> ManyhandsError:
+def record_interrupt(folder: RunFolder, hung: str = "", *, idle: bool = False) -> ManyhandsError:
     """Records a stop without a save; returns the error to raise. For `hung` and `idle` see `unsaved_error`."""
     step = saved_step(folder)
     error = unsaved_error(folder.path, step, hung, idle=idle)
@@ -143,7 +143,7 @@ def starts_and_stops(folder: RunFolder) -> list[dict[str, Any]]:
 
 
 def _stop_saved(folder: RunFolder, earlier: int) -> bool:
-    """Returns True and records the stop if the run saved at the requested stop, even if a later action failed."""
+    """Returns True, and records the stop, if the run saved after the stop request, even if it failed later."""
     last = [{}, *starts_and_stops(folder)[earlier:]][-1]
     step, saved = last.get("step"), saved_step(folder)
     if last.get("kind") not in {"stopping", "stopped"} or step is None or saved is None or saved < step:
@@ -163,7 +163,7 @@ def note_cause(folder: RunFolder, cause: Failure) -> None:
 
 
 def note_launcher_failure(job: Job, folder: RunFolder, error: Exception) -> None:
-    """Records a failure that belongs to no rank: of a machine or of the launcher."""
+    """Records a failure of a machine or of the launcher, which belongs to no rank."""
     known = isinstance(error, ManyhandsError)
     what = error.message if known else f"{type(error).__name__}: {error}"
     where, hints = (error.where, [*error.hints]) if known else ("", [])
@@ -173,12 +173,12 @@ def note_launcher_failure(job: Job, folder: RunFolder, error: Exception) -> None
 
 @contextmanager
 def ends_noted(job: Job, folder: RunFolder) -> Generator[None]:
-    """Records an exception that ends the block while no process trains. Raises ManyhandsError after Ctrl-C."""
+    """Context for launcher code while no process trains: records errors and Ctrl-C, which raises ManyhandsError."""
     try:
         yield
     except KeyboardInterrupt as interrupt:
         # A second Ctrl-C, while the first is handled, has the first as its context.
-        raise interrupted(folder, idle=not isinstance(interrupt.__context__, KeyboardInterrupt)) from None
+        raise record_interrupt(folder, idle=not isinstance(interrupt.__context__, KeyboardInterrupt)) from None
     except Exception as error:
         note_launcher_failure(job, folder, error)
         raise
@@ -245,7 +245,7 @@ def explained(run: RunData, head: Running | None = None) -> Why:
             all_killed = "all processes were killed from outside, or the machine of the launcher went down"
             look = "look for out-of-memory kills with dmesg | tail, and for a shutdown of the machine with last -x"
             headline, do = f"{folder} ended without a record {after}{_last_record(run)}", [look, _resume_hint(run)]
-            cause = f"no process recorded a reason: {all_killed}"
+            cause = f"no process recorded an error: {all_killed}"
         case "stopped" | "interrupted":
             return _stopped(run, state, after, done)
         case _:

@@ -1,13 +1,13 @@
 """Restarts the processes of a run after a fault, from the newest checkpoint, unless a restart would not help.
 
 After a fault, `supervise_once` (cluster/agents/supervise.py) lets the workers save, stops the workers and returns an
-`Ending`. `RestartPolicy.after` decides whether to restart, `Membership.note_ending` (run/machines.py) updates the
+`Ending`. `RestartPolicy.next_restart` decides on a restart, `Membership.note_ending` (run/machines.py) updates the
 states of the machines, and `Starts` (run/start.py) prepares the next start on the remaining machines. During training,
 `Watch.regroups` contacts lost machines. core/timeouts.py has the time limits.
 
 A *start* is one launch of the processes on all machines of the run; a restart is another start of the same launcher.
-`number` counts the starts of a launcher from 0. `generation` is this number in an agent's orders; in a `RunMachine`, of
-the last start that included the machine. `term` (cluster/agents/folders.py) counts the launchers of a detached run.
+`number` counts the starts of a launcher from 0. `generation` is this number in an agent's orders; in a `RunMachine`, it
+is the number of the last start with the machine. `term` (cluster/agents/folders.py) counts a detached run's launchers.
 """
 
 import time
@@ -38,16 +38,16 @@ Prepare = Callable[[Job, int], Mapping[connection.AgentConnection, protocol.Orde
 class RestartHooks:
     """Decisions about restarts that depend on the machines; `Membership` overrides these for several machines."""
 
-    def why_too_few(self) -> str:
+    def shortage_reason(self) -> str:
         """Returns the reason why the run can't continue on the remaining machines, or an empty string."""
         return ""
 
-    def on_trial(self) -> list[str]:
-        """Returns the names of machines that joined with this start; empty after its first update."""
+    def newly_joined(self) -> list[str]:
+        """Returns the names of machines that joined with the current start; [] after its first update."""
         return []
 
-    def can_join(self) -> list[str]:
-        """Returns the names of machines that join with the next start."""
+    def joining_next(self) -> list[str]:
+        """Returns the names of machines that will join with the next start of the processes."""
         return []
 
     def note_ending(self, ending: Ending) -> None:
@@ -59,7 +59,7 @@ def run_to_end(job: Job, folder: RunFolder, machines: RestartHooks, orders: Prep
     policy, number, first_step = RestartPolicy(job, folder, say), 0, saved_step(folder)
     while True:
         ending = supervise_once(orders(job, number), watch)
-        restart = policy.after(ending, machines)
+        restart = policy.next_restart(ending, machines)
         if restart is None:
             return ending
         step = saved_step(folder)
@@ -91,20 +91,20 @@ class RestartPolicy:
         self._last: tuple[str, int, int] | None = None
         self._times: dict[str, list[float]] = {}
 
-    def after(self, ending: Ending, machines: RestartHooks) -> Restart | None:
-        """Returns the restart after this ending, or None for no restart. Prints the reason of either decision."""
+    def next_restart(self, ending: Ending, machines: RestartHooks) -> Restart | None:
+        """Decides whether to restart after `ending`; None for no restart. Prints why a fault leads to no restart."""
         self._starts += 1
         if ending.interrupted or not self._recovers:
             return None
         if ending.ok:
-            return self._after_regrouping(ending, machines) if ending.regrouped else None
+            return self._restart_to_regroup(ending, machines) if ending.regrouped else None
         cause = first_cause(ending)
-        trial = "" if from_outside(cause) else " and ".join(machines.on_trial())
+        trial = "" if from_outside(cause) else " and ".join(machines.newly_joined())
         if trial:
             return Restart("restarted", f"starting with {trial} failed ({what_failed(ending)})", cause)
         if ending.refused:
             return None
-        useless, too_few = self.count_fault(cause), machines.why_too_few()
+        useless, too_few = self.count_fault(cause), machines.shortage_reason()
         if useless or too_few:
             if too_few or self._starts > 1:
                 self._say(too_few or useless, "WARNING")
@@ -112,15 +112,15 @@ class RestartPolicy:
         broken = f"the agent that watches the processes failed: {ending.broken}"
         return Restart("restarted", cause.what if cause else broken, cause)
 
-    def _after_regrouping(self, ending: Ending, machines: RestartHooks) -> Restart | None:
-        """Returns the restart that adds a machine; None if the run has finished or too few machines remain."""
+    def _restart_to_regroup(self, ending: Ending, machines: RestartHooks) -> Restart | None:
+        """Returns the restart that adds the joining machines; None if the run is finished, or machines are too few."""
         if all(value["status"] == "finished" for value in ending.returned.values()):
             return None
-        if why := machines.why_too_few():
+        if why := machines.shortage_reason():
             self._say(why, "WARNING")
             return None
         self._began = time.time()
-        return Restart("regrouped", f"{' and '.join(machines.can_join()) or 'a machine'} can join")
+        return Restart("regrouped", f"{' and '.join(machines.joining_next()) or 'a machine'} can join")
 
     def count_fault(self, cause: Failure | None) -> str:
         """Counts a fault; returns the reason why a restart would not help, or an empty string."""

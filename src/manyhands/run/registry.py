@@ -216,7 +216,7 @@ def find_reference(word: str) -> Path:
     return place if place.exists() else find_run(word).path
 
 
-def find_start(word: str | None) -> str | None:
+def resolve_resume(word: str | None) -> str | None:
     """Replaces the name of a run in a value of --resume by its folder; keeps None, "auto", "never" and paths."""
     files = (".tar", ".pth", ".pt", ".ckpt", ".safetensors")
     if not word or word in {"auto", "never"} or "/" in word or word.endswith(files) or Path(word).exists():

@@ -45,7 +45,7 @@ class Starts(contextlib.ExitStack):
         self._copy_at = 0.0  # time of the next copy
 
     def orders(self, job: Job, number: int) -> dict[AgentConnection, protocol.Orders]:
-        """Prepares start `number` on the machines that can train together; returns the orders by agent.
+        """Prepares start number `number` on the machines that can train together. Returns the orders for each agent.
 
         Raises ManyhandsError: too few machines remain, or none of them has a checkpoint of the run.
         """
@@ -78,11 +78,11 @@ class Starts(contextlib.ExitStack):
         return orders
 
     def _try_connect(self, *, again: bool) -> str | None:
-        """Connects the machines of a start. Returns the result of `_connect`; None to retry: a machine was lost."""
+        """Connects the machines of a start. Returns the result of `_connect`, or None to retry after a lost machine."""
         try:
             if again:
                 self._add_joining()
-                if why := self._membership.why_too_few():
+                if why := self._membership.shortage_reason():
                     raise RunError(why)
                 self._reopen_folders()
             return self._connect()
@@ -93,7 +93,7 @@ class Starts(contextlib.ExitStack):
             name = error.alone if isinstance(error, open_tunnels.NoTunnelError) else error.where
             machine = next(machine for machine in self._machines.running if machine.name == name)
             machine.agent.close(0.0)
-            if too_few := self._membership.why_too_few():
+            if too_few := self._membership.shortage_reason():
                 self._say(f"{error.message}: {too_few}", "INFO")
                 raise
             self._say(f"{error.message}: continuing without {name}", "INFO")
@@ -168,8 +168,8 @@ class Starts(contextlib.ExitStack):
     def open_folders(self, *, records: bool = True, anew: bool = False) -> None:
         """Opens the run folder on every machine. Raises RunError: another launcher has taken over the run.
 
-        With `records`, the first machine sends its new records; with `anew`, all records, because the launcher's copies
-        may differ and are renamed. For a user's script, the first machine also sends the output of rank 0.
+        `records`: the first machine sends its new records to the launcher. `anew`: it sends all records, and the
+        launcher renames its own, which may differ. If the run is a user's script, it also sends rank 0's output.
         """
         term = self._membership.term
         with self._token() as token:

@@ -204,7 +204,7 @@ def rewrite_checkpoint(reference: Path, target: Path, *, which: str, plan: Path 
 
 
 def _run_task(job: Job, argument: dict[str, Any]) -> dict[str, Any]:
-    """Runs a task on new processes, or as a collective in a launcher's process group; returns {} on ranks except 0."""
+    """Runs a task on new processes, or on all ranks of a launcher's process group; only rank 0 returns a result."""
     process_info = train.launch_decision(job).process_info
     if process_info is None:
         return run_by_agent(job, argument)

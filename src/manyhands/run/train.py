@@ -39,7 +39,7 @@ def train(job: Job, *, quiet: bool = False, objects: Any = None, rendezvous: Ren
     """Trains a job: starts processes on this machine, or joins the group that a launcher formed.
 
     `objects` are the `train.objects.Objects` of a Python user. `rendezvous` connects machines that each start their own
-    processes; None: taken from flags and environment. Raises ManyhandsError: the first cause of a failure.
+    processes; None: taken from flags and environment. Raises ManyhandsError: the run failed.
     """
     decision = this_process.LaunchDecision(None, rendezvous=rendezvous) if rendezvous else launch_decision(job)
     if job.cluster.detach:
@@ -91,7 +91,7 @@ def trace(job: Job, steps: int, *, quiet: bool) -> Outcome:
 
 
 def check_names(job: Job, *, data: bool = True, model: bool = True) -> None:
-    """Checks a job's data set, network, mode and method without torch. Raises UserError: a name is unknown.
+    """Checks a job's data set, network, parallel mode and sync method, without torch. Raises UserError: unknown name.
 
     `data` is False for objects and for folders that only another machine may have; `model` is False for objects.
     """
@@ -125,7 +125,7 @@ def _refuse_missing(job: Job, objects: Any) -> None:
 
 
 def launch_decision(job: Job) -> this_process.LaunchDecision:
-    """Decides whether this process is a rank or a launcher. Raises UserError, and reports an invalid rank to peers."""
+    """Decides whether this process is a rank or a launcher. Raises UserError, also reported to peers: invalid rank."""
     try:
         found = this_process.decide_launch(job.cluster)
     except this_process.RankOutsideError as outside:
@@ -144,7 +144,7 @@ def launch_decision(job: Job) -> this_process.LaunchDecision:
 
 
 def _job_of_machine(job: Job, rendezvous: Rendezvous, *, quiet: bool) -> Job:
-    """Returns a machine's job if each machine has its own command: only rank 0's machine uses the job's run folder."""
+    """Returns this machine's job if the user starts each machine: only the machine of rank 0 uses the run folder."""
     if rendezvous.machine:
         out = f"{job.run.out}.node{rendezvous.machine}" if job.run.out else ""
         return job.model_copy(update={"run": job.run.model_copy(update={"out": out, "report": False})})

@@ -35,7 +35,7 @@ NUMBERS = 10_000  # values in the doctor's all-reduce: more than fit into a pack
 
 
 def work(orders: Orders, scratch: str, agent: int) -> dict[str, Any]:
-    """Runs the task in `orders`. `agent`: this machine's agent's process id; `scratch`: the agent's record folder."""
+    """Runs the task in `orders`. `agent`: process id of this machine's agent; `scratch`: the agent's record folder."""
     argument = {**take_orders(orders, scratch, agent), "generation": orders.generation}
     job = Job.model_validate(argument["job"])
     folder = RunFolder(Path(argument["folder"]))
@@ -84,7 +84,7 @@ def train_here(
 
 
 def _rescue(mine: GroupMember, *, consequence: bool) -> None:
-    """Saves this process's state for the restart. `consequence`: True if another process failed first."""
+    """Saves the training state before a restart. `consequence`: True if another process failed first."""
     from manyhands.train.saving import rescue
 
     # On an accelerator, an aborted collective doesn't stop the update, so the parameters may be wrong.
@@ -111,7 +111,7 @@ def _join_and_build(mine: GroupMember, job: Job, argument: dict[str, Any], say: 
 
 
 def _with_rank_0_resume(job: Job, world: Any, say: Say) -> Job:
-    """Returns the job with rank 0's checkpoint.resume, because rank 0 reads and sends the state; a collective."""
+    """Returns the job with rank 0's checkpoint.resume, because rank 0 reads and sends the state. A collective."""
     from manyhands.parallel.group.plain import broadcast_plain
 
     own = job.checkpoint.resume
@@ -166,7 +166,7 @@ def _build(job: Job, folder: RunFolder, world: Any, argument: dict[str, Any]) ->
 
 
 def _resolve_precision(job: Job, folder: RunFolder, world: Any, mode: str, objects: Any) -> tuple[Any, bool]:
-    """Returns (`ResolvedPrecision`, True if measuring it has already recorded the run's header)."""
+    """Returns (the precision, True if a measurement of it has already recorded the run's data and network)."""
     from manyhands.train.data_setup import class_names
     from manyhands.train.parts import record_setup
     from manyhands.train.precision import resolve_precision

@@ -166,7 +166,7 @@ def write_record(record: Failure, folder: RunFolder) -> None:
 
 
 def with_first_cause(group: Any, record: Failure) -> Failure:
-    """Publishes a failure as the first cause; if it is a consequence, adds the published first cause to the record."""
+    """Publishes a failure as the first cause. A consequence isn't published: its record gets the known first cause."""
     if not record.consequence:
         group.cause.publish(PeerFailure.of(record.rank, record.host, record.what))
         return record

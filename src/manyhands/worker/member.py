@@ -23,7 +23,7 @@ OUR_HEAD, MET = "manyhands", "met"  # values of `ProcessInfo.started_by`: one la
 
 
 class GroupMember:
-    """This process as a member of a process group; also read by other threads. `phase`: for failure records."""
+    """This process as a member of a process group; also read by other threads. `phase` is for failure records."""
 
     def __init__(self, process_info: ProcessInfo, folder: RunFolder, phase: str) -> None:
         self.process_info, self.folder, self._phase = process_info, folder, phase
@@ -60,7 +60,7 @@ class GroupMember:
             self.group.abort()
 
     def liveness_checked(self) -> AbstractContextManager[None]:
-        """Returns a context that runs the liveness check of all processes; an empty context if an agent does so."""
+        """Returns a context that runs the liveness check of all processes, or does nothing if an agent runs it."""
         group, trainer = self.group, self.trainer
         if group.store is None or self.process_info.started_by in {OUR_HEAD, MET}:
             return nullcontext()
@@ -111,7 +111,7 @@ class GroupMember:
 
 
 def share_folder(world: Any, folder: RunFolder) -> RunFolder:
-    """Creates the run folder at rank 0's path on every machine, and returns it; a collective."""
+    """Creates the run folder at rank 0's path on every machine, and returns it. A collective."""
     from manyhands.parallel.group.plain import broadcast_plain
 
     folder = RunFolder(Path(broadcast_plain(str(folder.path.absolute()), world)))

@@ -71,7 +71,7 @@ def opened(
 
 
 def load_weights(model: nn.Module, run: Path) -> None:
-    """Loads a run's last checkpoint into a network, and notes the data on which the network was trained."""
+    """Loads a run's last checkpoint into a network, and records its training data's properties in the network."""
     path = resolve(run, "last")
     snapshot = load(path)
     load_snapshot(snapshot, model, str(path))

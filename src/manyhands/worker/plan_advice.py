@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from manyhands.planner.choose import DATA_PARALLEL
-from manyhands.planner.find import PlanCandidate, SearchResult, enough, name_of
+from manyhands.planner.find import PlanCandidate, SearchResult, name_of, needed_count
 from manyhands.sync.choose import EXACT, SyncChoice, days_of
 from manyhands.sync.costs import LinkCase
 from manyhands.sync.options import AUTO, synchronizes_every_update
@@ -59,7 +59,7 @@ def advised(found: SearchResult, sync: dict[str, Any], fewer: Sequence[PlanCandi
     name = found.pick.name
     if name == DATA_PARALLEL and (agreed := sync_seconds(sync)) and not found.pick.measured_seconds:
         name, seconds = sync_row(job_sync_row(sync)), agreed
-    count, why = (0, "") if found.request.pins else enough(found, fewer, seconds, found.spread)
+    count, why = (0, "") if found.request.pins else needed_count(found, fewer, seconds, found.spread)
     if not count:
         return Advice(name, with_sync(found.pick.reason, sync), world_size)
     what = "machine" if apart else "process"
@@ -69,7 +69,7 @@ def advised(found: SearchResult, sync: dict[str, Any], fewer: Sequence[PlanCandi
 
 
 def sync_row(method: dict[str, Any]) -> str:
-    """Returns a sync method's name in the table. `method`: an item of "methods" from `as_plain`."""
+    """Returns a sync method's name for the table of plans. `method`: an item of "methods" from `as_plain`."""
     return DATA_PARALLEL if method["method"] == EXACT else f"{DATA_PARALLEL}, {sync_words(method)}"
 
 

@@ -83,7 +83,7 @@ def norm_group(job: Job, batch: int) -> int:
 
 
 def case_of(job: Job, network: dict[str, Any], device: str, objects: Objects | None = None) -> PlanCase:
-    """Creates the case that times or verifies a job's plans on random samples. `network`: see `network_of`."""
+    """Creates the `PlanCase` that times or verifies a job's plans on random samples. `network`: see `network_of`."""
     own, batch, side = objects or Objects(), network["batch"], network["size"]
     options = job.train.model_copy(update={"lr": 1e-6})
     kind = torch.float64 if job.train.precision == "fp64" else torch.float32
@@ -178,7 +178,7 @@ class JobCase:
         return share_timing(self._case, processes, threads, budget_s)
 
     def fewer(self, found: SearchResult) -> tuple[PlanCandidate, ...]:
-        """Predicts data parallel on fewer processes; () with pins, or if unmeasured processes share CPU cores."""
+        """Predicts data parallel on fewer processes; () with pins, or for CPU cores in common without measurements."""
         # Estimates ignore that the processes of one machine share its cores.
         apart = self.between is not None or self.device != "cpu"
         if found.request.pins or not (apart or self.measured):
@@ -406,7 +406,7 @@ def _check_free(path: Path, *, force: bool) -> Path:
 
 
 def decide(job: Job, world: World, folder: RunFolder, objects: Objects) -> tuple[Plan | None, dict[str, Any]]:
-    """Selects the plan of a run, the same on all processes; a collective.
+    """Selects the plan of a run, the same on all processes. A collective.
 
     A resumed run with the same number of processes and the same plan options keeps the plan. Returns the plan (None:
     data parallel) and fields for plan.json: the reason, and each candidate's times. Raises UserError on all processes
@@ -479,7 +479,7 @@ def _search(job: Job, world: World, case: PlanCase, link: LinkSpeed) -> dict[str
 
 
 def try_out(job: Job, world: World, argument: dict[str, Any]) -> dict[str, Any]:
-    """Measures links, or times or verifies plans (`argument["action"]`). A collective; all ranks return equal data."""
+    """Measures links, or times or verifies plans (`argument["action"]`). All ranks call this; results are equal."""
     if argument["action"] == LINKS:
         return {"link": asdict(measure_link(None, world.device, _LINK_BUDGET_S))}
     case = case_of(job, argument["network"], world.device)

@@ -20,7 +20,7 @@ from manyhands.worker import plan_search
 
 @dataclass(frozen=True)
 class PlanRow:
-    """A row of the table: one op of a plan."""
+    """One op of a plan, as a row of the table that is printed."""
 
     name: str
     kind: str = ""

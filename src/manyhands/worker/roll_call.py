@@ -29,8 +29,8 @@ BY_HAND = "--init"  # `started_by` of processes that have their own terminals
 class LivenessCheck:
     """The liveness check of this process.
 
-    `present`: machine, host, addresses and pid of each process by rank, from the rendezvous. `say`: prints the report
-    of missing processes, on each late process that was started by hand, else on one process.
+    `present`: machine, host, addresses and pid of each process by rank, from the rendezvous. `say`: prints a report
+    of missing processes: on every late process if processes were started by hand, else on one late process.
     """
 
     def __init__(
@@ -99,17 +99,17 @@ class LivenessCheck:
         yield
         self._request_began = float("inf")
 
-    def _answer(self, number: int) -> None:
-        """Answers call `number`. If this process is late too, collects all answers and reports the silent processes."""
+    def _answer(self, call: int) -> None:
+        """Answers call number `call`. If this process is also late, collects answers and reports silent processes."""
         begun, before = time.monotonic(), self._heartbeat()
         if self._ended.wait(_ANSWER_INTERVAL_S):
             return
         answer = LivenessAnswer(before=before, now=self._heartbeat())
         with self._timed_request():
-            self._store.set(f"{number}/{self._process_info.rank}", answer.model_dump_json())
+            self._store.set(f"{call}/{self._process_info.rank}", answer.model_dump_json())
         if not answer.now.late or self._reported:
             return
-        answers = self._collect_answers(number)
+        answers = self._collect_answers(call)
         seen = {rank: [self._seen(rank, one.before), self._seen(rank, one.now)] for rank, one in answers.items()}
         late = [rank for rank, said in answers.items() if said.now.late]
         silent = [rank for rank in self._present if rank not in answers]

@@ -24,7 +24,7 @@ from manyhands.train.journal import Journal
 
 
 def write_metadata(trainer: Any, about: Mapping[str, Any] = MappingProxyType({})) -> None:
-    """Writes job.toml, env.json, network.json and plan.json, and an event for each changed option; a collective.
+    """Writes job.toml, env.json, network.json and plan.json, and an event for each changed option. A collective.
 
     If an earlier start of the run has trained, writes the files after the first update of this start. `about`: further
     fields of plan.json. Raises UserError if options were changed, but no update remains.
