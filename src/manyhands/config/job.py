@@ -207,7 +207,7 @@ class ClusterOptions(Options):
     relay: bool = option(
         False, "with ssh tunnels, connect machines through the launching machine if they can't log in to each other"
     )
-    detach: bool = option(False, "keep training after the terminal closes or the launching machine goes down")
+    detach: bool = option(False, "keep training after the terminal closes or the launching machine is lost")
     ssh: str = option("ssh", "ssh command, including its options")
     python: str = option("", "Python interpreter on the other machines; empty: detected")
     workdir: str = option("", "working directory on the other machines; empty: the same path as here")

@@ -142,7 +142,7 @@ class LivenessCheck:
         stalls = Stalls()
         for rank, (first, last) in seen.items():
             for at, each in ((time.monotonic() - _ANSWER_INTERVAL_S, first), (time.monotonic(), last)):
-                stalls.take(WorkersSeen(self._present[rank]["host"], [each]), at)
+                stalls.add_report(WorkersSeen(self._present[rank]["host"], [each]), at)
         self._reported = True
         reports = self._process_info.rank == reporter or self._process_info.started_by == BY_HAND
         if (words := stalls.new_warning()) and reports:
