@@ -12,7 +12,7 @@ from torch import Tensor
 from manyhands.checkpoint import describe
 from manyhands.checkpoint.describe import MODEL, OPTIMIZER, NetworkLayout, Region, TensorEntry, Tensors, size_of
 from manyhands.checkpoint.files import torn_error
-from manyhands.checkpoint.snapshot import EXTRA_STATE, Snapshot, fitted, flatten_optimizer, parameter_names, unflatten
+from manyhands.checkpoint.snapshot import EXTRA_STATE, Snapshot, fitted, flatten_optimizer, tensor_owners, unflatten
 from manyhands.core.errors import UserError
 from manyhands.core.files import parse_json
 from manyhands.core.mesh import Mesh, TensorLayout, unsharded
@@ -123,14 +123,14 @@ class Source(describe.Description):
         return self.stored.get(OPTIMIZER)
 
     def layouts(self, network_layout: NetworkLayout) -> dict[str, dict[str, TensorLayout]]:
-        """Returns {kind: {name: layout}} of all tensors. Raises UserError: the sharding is for another network."""
+        """Returns {MODEL or OPTIMIZER: {tensor: layout}}. Raises UserError: the sharding is for another network."""
         given, hints = network_layout.layouts, ("use the plan that was made for this network",)
         if strange := [name for name in given if name not in self.model.described]:
             what = f"the plan shards {strange[0]}, which {self.path.name} lacks"
             raise UserError(what, f"layouts.{strange[0]}", hints)
         found: dict[str, dict[str, TensorLayout]] = {}
         for kind, stored in self.stored.items():
-            owners = parameter_names(self.branches) if kind == OPTIMIZER else {name: name for name in stored.names()}
+            owners = tensor_owners(self.branches) if kind == OPTIMIZER else {name: name for name in stored.names()}
             found[kind] = {}
             for name, entry in stored.described.items():
                 layout, shape = given.get(owners.get(name, "")), entry.layout.shape

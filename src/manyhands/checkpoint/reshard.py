@@ -49,7 +49,7 @@ def reshard(source: read.Source, target: Path, network_layout: describe.NetworkL
 
 
 def merge(source: read.Source, target: Path) -> None:
-    """Writes an unsharded checkpoint folder, or a file with the weights only. Raises the errors of `reshard`."""
+    """Writes an unsharded checkpoint folder, or only weights (.pth, .safetensors). Raises the errors of `reshard`."""
     contents = _contents(source, describe.NetworkLayout())
     if target.name.endswith(_UNKNOWN):
         hints = ("end the name in .safetensors or .pth, or give a checkpoint folder's name without a suffix",)

@@ -63,7 +63,7 @@ def flatten_optimizer(optimizer: dict[str, Any]) -> tuple[dict[str, Any], dict[s
     return {key: flatten(value, key, tensors) for key, value in optimizer.items()}, tensors
 
 
-def parameter_names(branches: dict[str, Any]) -> dict[str, str]:
+def tensor_owners(branches: dict[str, Any]) -> dict[str, str]:
     """Maps the names of tensors in a flattened optimizer state to the names of their parameters."""
     return {
         value[_TENSOR]: parameter

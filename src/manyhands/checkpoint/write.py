@@ -19,7 +19,7 @@ from torch import Tensor
 
 from manyhands.checkpoint import describe, files, folders, read
 from manyhands.checkpoint.describe import MODEL, OPTIMIZER, NetworkLayout, Region, Tensors, size_of
-from manyhands.checkpoint.snapshot import Snapshot, flatten_optimizer, parameter_names
+from manyhands.checkpoint.snapshot import Snapshot, flatten_optimizer, tensor_owners
 from manyhands.core.errors import ManyhandsError, RunError, UserError
 from manyhands.core.files import sync
 from manyhands.core.mesh import Mesh, unsharded
@@ -415,7 +415,7 @@ def held_contents(step: int, snapshot: Snapshot, network_layout: NetworkLayout, 
     if snapshot.optimizer is not None:
         branches, held[OPTIMIZER] = flatten_optimizer(snapshot.optimizer)
         texts[files.OPTIMIZER_PLAN] = files.json_text(branches)
-        owners |= parameter_names(branches)
+        owners |= tensor_owners(branches)
     tensors = {
         kind: {name: _entry_for(name, one, owners.get(name, ""), network_layout, rank) for name, one in named.items()}
         for kind, named in held.items()

@@ -92,7 +92,7 @@ def make_app(command: str = "") -> cyclopts.App:
 
 
 def main(arguments: Sequence[str] | None = None, *, handles_ctrl_c: bool = False) -> None:
-    """Runs one command and exits with its exit code. With `handles_ctrl_c`, Ctrl-C raises KeyboardInterrupt."""
+    """Runs one command and exits with its exit code. `handles_ctrl_c`: False if the caller set a SIGINT handler."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     as_json = "--json" in _before_separator(given)
     try:

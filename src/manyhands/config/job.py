@@ -224,7 +224,7 @@ class ClusterOptions(Options):
     debug_port: int = option(5678, "port for debugpy on 127.0.0.1", ge=1, le=65535)
 
     def mark_flags(self, names: Iterable[str]) -> None:
-        """Records the names of options that a flag or a Python argument has set; not stored in job.toml."""
+        """Records the names of options that a flag or a Python argument has set. job.toml doesn't store the names."""
         object.__setattr__(self, "flags", frozenset(names))
 
     @cached_property

@@ -91,7 +91,7 @@ class StopSignal:
 
 @contextlib.contextmanager
 def listening() -> Generator[StopSignal]:
-    """Yields a flag that stop signals set in the context; outside the main thread, the flag stays False."""
+    """A context whose flag is set when a stop signal arrives. Outside the main thread, the flag stays False."""
     stop = StopSignal()
     with handled(stop.handle) as previous:
         for number, handler in previous.items():

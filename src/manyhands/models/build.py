@@ -66,7 +66,7 @@ def is_built_in(name: str) -> bool:
 
 
 def resolve_model(options: ModelOptions, size: int) -> ModelOptions:
-    """Returns options that build the same architecture at any picture size, without loading weights."""
+    """Returns options that build the architecture for `size` at any picture size, with random weights."""
     plain = {"weights": "", "pretrained": False}
     if is_object_reference(options.name):
         return options.model_copy(update=plain)

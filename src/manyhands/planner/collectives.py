@@ -72,7 +72,7 @@ def data_shares(batch: int, norm_group: int) -> ShareOf:
     return lambda parts, index: BatchSharing(parts, 0, norm_group).micro_batches(batch)[0][index]
 
 
-def _sent(
+def _moves(
     update: PlannedUpdate, move: tuple[Layout, Layout], extent: Extent, item_bytes: int, place: tuple[str, str]
 ) -> list[Collective]:
     return [
@@ -99,9 +99,9 @@ def _conversions(update: PlannedUpdate) -> Iterator[Collective]:
         value, gradient = output_layouts(giver, update.letters[name])
         trains = giver.trains and any(reader.extents or reader.name == LOSS for reader in reading)
         for extent in giver.extents:
-            yield from _sent(update, (value, wanted[0]), extent, giver.item_bytes, (FORWARD, reading[0].name))
+            yield from _moves(update, (value, wanted[0]), extent, giver.item_bytes, (FORWARD, reading[0].name))
             if trains:  # false for ops that only read a tensor's sizes
-                yield from _sent(update, (wanted[1], gradient), extent, giver.item_bytes, (BACKWARD, reading[0].name))
+                yield from _moves(update, (wanted[1], gradient), extent, giver.item_bytes, (BACKWARD, reading[0].name))
 
 
 def norms_of(op: Op) -> list[GroupedNorm]:
@@ -136,7 +136,7 @@ def _loss(update: PlannedUpdate) -> Iterator[Collective]:
     mesh, letters = update.mesh, update.letters[LOSS]
     given = value_of([0 if letter == "n" else "R" for letter in update.letters[INPUT]])
     wanted = value_of([0 if letter == "n" else "R" for letter in letters])
-    yield from _sent(update, (given, wanted), Extent((update.batch,), 1), _LONG_BYTES, (FORWARD, LOSS))
+    yield from _moves(update, (given, wanted), Extent((update.batch,), 1), _LONG_BYTES, (FORWARD, LOSS))
     axes = real_axes([axis for axis, letter in enumerate(letters) if letter == "o"], mesh)
     if axes:
         batch = batch_axes(letters)

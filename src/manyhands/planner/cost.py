@@ -324,7 +324,7 @@ Choices = tuple[tuple[str, ...], ...]
 
 @dataclass(frozen=True)
 class LabelledProblem:
-    """A solver problem, and the ops and sharding letters that the problem's nodes and choices represent."""
+    """A solver problem, with the ops that each node stands for and the shardings that each choice stands for."""
 
     problem: Problem  # numbers only
     groups: list[list[Op]]  # tied ops of each node; tied ops share their letters
@@ -342,7 +342,7 @@ Fixed = Mapping[str, Mapping[int, str]]
 
 
 def sharding_problem(graph: Graph, setting: Setting, fixed: Fixed | None = None) -> LabelledProblem:
-    """Creates the solver problem of sharding a network over a mesh. `fixed`: required letters by op and axis.
+    """Creates the solver problem of sharding a network over a mesh. `fixed`: required shardings by op and axis.
 
     If several ops read the same tensor, the problem counts a conversion for each of them, because an edge connects two
     ops; `predict` counts equal conversions once.

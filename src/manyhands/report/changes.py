@@ -49,7 +49,7 @@ class Change(NamedTuple):
 
 
 def changes_since(folder: RunFolder, job: Job) -> list[Change]:
-    """Returns options that differ from job.toml, unless "auto" and measured earlier. Raises UserError: damaged file."""
+    """Returns options that differ from job.toml, except "auto" for a measured value. Raises UserError: damaged file."""
     former = written_values(folder.job) if folder.exists() else {}
     now = flatten(job.model_dump(mode="json")).items()
     known = [Change(key, former[key], value) for key, value in now if key in former and key not in _OF_THE_START]

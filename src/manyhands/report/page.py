@@ -63,7 +63,7 @@ def _template() -> "Template":
 
 def _content(run: read.RunData, pictures: dict[str, str]) -> dict[str, Any]:
     detail = figures.shown_detail(run)
-    change, slow = time_shares.change_line(run), time_shares.slow_rank(run)
+    change, slow = time_shares.change_line(run), time_shares.slow_rank_line(run)
     return {
         "title": " · ".join(plain(str(run.option(part, "name") or f"unknown {part}")) for part in ("data", "model")),
         "folder": run.folder.path.resolve().name,

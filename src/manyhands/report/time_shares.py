@@ -88,7 +88,7 @@ def change_line(run: RunData) -> str:
     return change.what + (f" (up to {change.gain:.0%} less time)" if change.gain else "") if change else ""
 
 
-def slow_rank(run: RunData) -> str:
+def slow_rank_line(run: RunData) -> str:
     """Describes a rank that is slow over the entire run, and what to do; "" if no rank is slow."""
     return next((found.what for found in _slow_rank(run, seconds_by_rank(run)) if found.gain > _LEAST_GAIN), "")
 

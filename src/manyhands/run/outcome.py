@@ -61,7 +61,7 @@ def conclude(job: Job, folder: RunFolder, ending: Ending, earlier: int = 0) -> O
     if ending.ok:
         statuses = {value["status"] for value in ending.returned.values()}
         status, error = "stopped" if "stopped" in statuses else "finished", None
-    elif ending.interrupted == 1 and not job.run.script and _stop_saved(folder, earlier):
+    elif ending.interrupted == 1 and not job.run.script and _saved_on_stop(folder, earlier):
         status, error = "stopped", None
     else:
         status, error = "failed", _record_failure(job, folder, ending)
@@ -142,7 +142,7 @@ def starts_and_stops(folder: RunFolder) -> list[dict[str, Any]]:
     return [line for line in read_lines(folder.events) if line.get("kind") in kinds]
 
 
-def _stop_saved(folder: RunFolder, earlier: int) -> bool:
+def _saved_on_stop(folder: RunFolder, earlier: int) -> bool:
     """Returns True, and records the stop, if the run saved after the stop request, even if it failed later."""
     last = [{}, *starts_and_stops(folder)[earlier:]][-1]
     step, saved = last.get("step"), saved_step(folder)
@@ -345,7 +345,7 @@ def _notices(run: RunData) -> list[str]:
     for kind, words in (("left-out", "skipped updates"), ("replaced", "replaced pictures")):
         if events := run.counted(kind):
             found.append(f"{len(events)} {words}; the last: {events[-1].message}")
-    found += filter(None, [time_shares.slow_rank(run)])
+    found += filter(None, [time_shares.slow_rank_line(run)])
     for kind in ("slow", "stall"):
         alike: dict[str, list[str]] = {}
         for event in run.events:

@@ -97,8 +97,8 @@ class LowRankLayout:
 def low_rank_layout(shapes: Sequence[tuple[int, ...]], rank: int) -> LowRankLayout:
     """Selects tensors to send as factors [rows, rank] and [rank, columns], if these have at most half as many values.
 
-    Reshapes each matrix to be nearly square, because its factors are shortest then. Both turns send about equally many
-    values. Factors of a small matrix have more than `rank` columns, at little cost.
+    Reshapes each matrix to be nearly square, because its factors are shortest then. Updates send left and right factors
+    in turn, and about equally many values in each turn. Small matrices get a rank above `rank`, at little cost.
     """
     found: list[tuple[int, int, int, int]] = []
     rest: list[int] = []

@@ -88,7 +88,7 @@ class CustomUpdate:
         """Runs backward for a micro-batch's mean loss [], multiplied by the micro-batch's fraction of the update.
 
         `weight` is the sum of the samples' weights if the loss is a weighted mean. Returns the sum [] of
-        losses and the sum [] of weights over the samples that this process reports.
+        losses and the sum [] of weights over the samples that count in this process's metrics.
         """
         if not self._open:
             raise UserError("session.backward was called twice for the same samples", "session.backward", _LOOP)

@@ -67,14 +67,14 @@ def run_trial(probe: StepProbe, loader: Loader, classes: int, count: int) -> Tri
     model, batch = probe.network.model, first_samples(loader, count)
     seed, device = derive(probe.options.seed, "rehearse"), batch.labels.device.type
 
-    def check(_module: nn.Module, _inputs: Any, output: Any) -> None:
+    def check_shape(_module: nn.Module, _inputs: Any, output: Any) -> None:
         # Checked before the loss, because labels beyond the outputs make an accelerator unusable.
         main = output[0] if isinstance(output, tuple | list) and output else output
         if isinstance(main, Tensor) and main.ndim == 2 and len(main) == count:
             _check_outputs(main.shape, count, classes)
 
     with restored(probe.network), seeded_generators(seed, device) as drawn:
-        with model.register_forward_hook(check), watching(probe.network.norms.layers) as seen:
+        with model.register_forward_hook(check_shape), watching(probe.network.norms.layers) as seen:
             given = probe.run(batch, lambda found: _check_outputs(found.logits.shape, count, classes))
         trained = {name: one.grad for name, one in model.named_parameters() if one.requires_grad}
         unused = [name for name, gradient in trained.items() if gradient is None]

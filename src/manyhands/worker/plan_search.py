@@ -178,7 +178,7 @@ class JobCase:
         return share_timing(self._case, processes, threads, budget_s)
 
     def fewer(self, found: SearchResult) -> tuple[PlanCandidate, ...]:
-        """Predicts data parallel on fewer processes; () with pins, or for CPU cores in common without measurements."""
+        """Predicts data parallelism on fewer processes; () if ops are pinned, or for shared CPUs unmeasured."""
         # Estimates ignore that the processes of one machine share its cores.
         apart = self.between is not None or self.device != "cpu"
         if found.request.pins or not (apart or self.measured):
@@ -388,7 +388,7 @@ def with_processes(job: Job, count: int) -> Job:
 
 
 def plan_task(action: str, network: dict[str, Any], plans: dict[str, Any]) -> dict[str, Any]:
-    """Creates the task that verifies or times `plans`, by name; None: data parallel. `action`: VERIFY or MEASURE."""
+    """Creates the task that verifies or times (`action`) plans. `plans`: {name: plan, or None for data parallel}."""
     return {"task": "plan", "action": action, "network": network, "plans": plans, "rounds": ROUNDS}
 
 

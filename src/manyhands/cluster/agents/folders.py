@@ -158,7 +158,7 @@ def _read_id(path: Path) -> str:
 
 
 class Term(NamedTuple):
-    """A launcher's term and the index of a start; agents obey the highest Term. (0, 0) precedes the first launcher."""
+    """The launcher's number and the number of its start of workers. Agents obey only commands of the highest Term."""
 
     head: int = 0
     start: int = 0

@@ -30,7 +30,7 @@ _DIGEST = re.compile(r"-([0-9a-f]{8,})\.")  # torchvision's file names end in th
 
 
 def needs(name: str, size: int, arguments: dict[str, Any], pretrained: bool) -> ModelNeeds:
-    """Requires three channels, and a size if the network's is fixed or pictures of `size` pixels are too small."""
+    """Returns required channels (3), and the picture size if the network needs a fixed one or `size` is too small."""
     meta = _published_weights(name).meta
     smallest = max(meta["min_size"])
     argument, fixed = _SIZED.get(name.split("_")[0], ("", 0))

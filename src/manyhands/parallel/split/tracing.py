@@ -24,10 +24,10 @@ def register_rule(kind: type[nn.Module]) -> Callable[[Describe], Describe]:
     """Registers a function that declares how modules of a class can be sharded.
 
     The function receives the op and the ops that compute its inputs, and sets two attributes. `op.feature` is the
-    dimension of the output that holds the channels or features. `op.letters` has a `Sharding` for each letter (n, o, i,
-    c, h, v or r) that a plan may use for this op: which dimension of each input, of the output and of each parameter is
-    sharded, and the length of that dimension. `whole_or_batch` returns the `Sharding` of "r" (replicated) and, unless
-    the op mixes samples, of "n" (samples sharded):
+    dimension of the output that holds the channels or features. `op.letters` maps the letters that a plan may use for
+    this op (n samples, o outputs, i inputs, c channels, h heads, v rows, r replicated) to a `Sharding`: the sharded
+    dimension of each input, of the output and of each parameter, and the dimension's length. `whole_or_batch` returns
+    the `Sharding` of r and, unless the op mixes samples, of n:
 
         @manyhands.register_rule(Scale)  # multiplies each channel (dimension 1) by its parameter `weight` [C]
         def scale(op, inputs):

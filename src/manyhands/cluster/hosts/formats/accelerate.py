@@ -77,10 +77,10 @@ def _devices(values: "_Values", slots: int) -> tuple[int, ...]:
 
 def _requests(values: "_Values") -> Iterator[tuple[str, str, str]]:
     """Yields (line of the file, matching option, value) for job settings; option and value are "" if none matches."""
-    if precision := values.text("mixed_precision") or ("fp16" if values.switch("fp16") else ""):
+    if precision := values.text("mixed_precision") or ("fp16" if values.boolean("fp16") else ""):
         ours = PRECISIONS.get(precision, "")
         yield f"mixed_precision: {precision}", "train.precision" if ours else "", ours
-    if values.switch("use_cpu") or values.kind == "MULTI_CPU":
+    if values.boolean("use_cpu") or values.kind == "MULTI_CPU":
         yield "use_cpu: true", "cluster.device", "cpu"
     if values.kind in OTHER_TYPES:
         ours = values.kind.lower() if values.kind == "FSDP" else ""
@@ -130,7 +130,7 @@ class _Values:
             return "NO" if key == "distributed_type" else "no"  # YAML reads an unquoted no as false
         return "" if value is None or value == "null" else str(value)
 
-    def switch(self, key: str) -> bool:
+    def boolean(self, key: str) -> bool:
         word = self.text(key).lower()
         if word not in {"", "true", "false", "yes", "no"}:
             raise self.unexpected(key, "true or false")

@@ -54,7 +54,7 @@ def read(text: str, where: str) -> Cluster:
 
 
 def read_list(text: str, where: str) -> Cluster:
-    """Reads "n1:4,user@n2,[fd00::1]:2,ssh://n3:2222,n4 slots=200". Raises UserError for invalid or repeated hosts."""
+    """Reads "n1:4,user@n2" (:4: processes), "ssh://n3:2222" (port), "n4 slots=2". Raises UserError: invalid hosts."""
     found: dict[str, Machine] = {}
     for part in map(str.strip, text.split(",")):
         if not part:
