@@ -101,9 +101,10 @@ def test_each_rank_writes_its_own_losses_which_add_up_to_the_records(here):
         assert mean == pytest.approx(record["loss"], abs=2e-4)
     for epoch, last in ((1, 29), (2, 58)):
         of_epoch = [record for record in steps if 29 * (epoch - 1) < record["step"] <= last]
-        mean = sum(record["loss"] * record["samples"] for record in of_epoch) / 1437
-        assert of_epoch[-1]["epoch_loss"] == pytest.approx(mean)
-        assert [record["epoch_loss"] for record in of_epoch[:-1]] == [None] * (len(of_epoch) - 1)
+        for key in ("loss", "top1"):
+            mean = sum(record[key] * record["samples"] for record in of_epoch) / 1437
+            assert of_epoch[-1][f"epoch_{key}"] == pytest.approx(mean)
+            assert [record[f"epoch_{key}"] for record in of_epoch[:-1]] == [None] * (len(of_epoch) - 1)
     environment = read("r/env.json")
     assert [rank["rank"] for rank in environment["ranks"]] == [0, 1]
     assert environment["ranks"][0]["pid"] != environment["ranks"][1]["pid"]
