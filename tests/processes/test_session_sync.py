@@ -1,11 +1,13 @@
 """A loop of the user's own under each sync method and mode: `fit`'s updates to the bit, and resuming likewise."""
 
 import contextlib
+import itertools
 import json
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -16,7 +18,7 @@ from manyhands.core.run_folder import RunFolder
 from manyhands.parallel.apply import resolve_mode
 from manyhands.parallel.mesh.grid import open_mesh
 from manyhands.sync.options import methods
-from manyhands.train.loop import fit
+from manyhands.train.loop import fit, updates
 from manyhands.train.session import Session
 from manyhands.worker.run_metadata import write_metadata
 from tests.processes.ranks import run_on_ranks
@@ -173,6 +175,29 @@ def test_session_equals_fit_under_each_sync_method_and_resumes_to_the_same_bits(
                 assert own_losses == pytest.approx(losses, rel=1e-6), name
             assert again[0] == 5, name
             assert_alike(again[1], own)
+
+
+def _equal_after_updates(world, folder, settings):
+    """Whether the processes' parameters are equal after each of nine updates."""
+    found = []
+    mode = resolve_mode("data", world)
+    given = {**_flags(settings, world), "run.out": str(folder)}
+    with built(world, SyncedNetwork(), given, folder, mode, train_set=_data(), test_set=_data()) as trainer:
+        for update in itertools.chain.from_iterable(updates(trainer, False) for _ in range(EPOCHS)):
+            trainer.updater(update, trainer.progress.step)
+            trainer.count_update()
+            own = torch.cat([one.detach().flatten() for one in trainer.network.model.parameters()])
+            others = [torch.empty_like(own) for _ in range(world.size)]
+            dist.all_gather(others, own)
+            found.append(all(torch.equal(own, one) for one in others))
+    return found
+
+
+@pytest.mark.parametrize("every", [2, 3])
+def test_local_steps_average_after_each_interval_counted_from_the_first_update(every, tmp_path):
+    settings = {"sync.method": "local", "sync.every": every, "sync.delay": 0, "sync.codec": "none"}
+    wanted = [step % every == 0 for step in range(1, STEPS + 1)]
+    assert run_on_ranks(_equal_after_updates, 2, tmp_path, settings) == [wanted, wanted]
 
 
 def _refused(world, cases):
