@@ -154,7 +154,7 @@ MISTAKES = [
     (CNN, "4..1", "is not a number of processes"),
     (CNN, "many", "is not a number of processes"),
     (CNN, "1..8", "need the link speed"),
-    (CNN, "1..8 --link 1gbit --mesh dp=2", "--mesh needs one number"),
+    (CNN, "1..8 --link 1gbit --mesh dp=2", "--mesh does not apply to a range of processes"),
     (CNN, "1..8 --link 1gbit --out plan.json", "must be a .svg or .png file"),
     (CNN, "64..128 --link 1gbit", "at most 32 machines"),
 ]

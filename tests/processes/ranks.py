@@ -70,7 +70,9 @@ def run_on_ranks(function, size, *arguments, start="fork", device="cpu", backend
     with tempfile.TemporaryDirectory() as folder:
         try:
             given = (size, function, arguments, folder, device, backend)
-            mp.start_processes(_child, given, nprocs=size, start_method=start)
+            started = mp.start_processes(_child, given, nprocs=size, start_method=start, join=False)
+            while not started.join(grace_period=5):  # the others write their own errors
+                pass
         except Exception as error:
             texts = [path.read_text() for path in sorted(Path(folder).glob("*.err"))]
             raise AssertionError("\n".join(texts) or str(error)) from error
