@@ -14,7 +14,7 @@ from manyhands.parallel.split.strategy import (
     parse_tuples,
     write_strategy,
 )
-from manyhands.planner.find import factorisations
+from manyhands.planner.find import factorizations
 
 SQUARE = Mesh((("dp", 2), ("tp", 2)))
 CUBE = Mesh((("a", 2), ("b", 3), ("c", 4)))
@@ -115,7 +115,7 @@ def test_a_wrong_strategy_is_named(read, text, names):
 
 @given(st.integers(2, 24), st.data())
 def test_as_many_pieces_come_out_as_were_asked_for(world_size, data):
-    mesh = data.draw(st.sampled_from(factorisations(world_size)))
+    mesh = data.draw(st.sampled_from(factorizations(world_size)))
     letters = tuple(data.draw(st.sampled_from("nior")) for _ in mesh.axes)
     counts = {letter: mesh.parts([a for a, one in enumerate(letters) if one == letter]) for letter in "nio"}
     tuples = ((counts["n"], counts["i"]), (counts["i"], counts["o"]))

@@ -196,7 +196,7 @@ def _step_schedule(saved: Any, epoch: int, group: dict[str, Any]) -> dict[str, A
 
 
 def object_names(path: Path) -> list[str]:
-    """Lists the classes and functions, except torch's, that a .pth file's pickle needs; "?" for a computed name."""
+    """Lists the classes and functions, except torch's, that a pickle needs ("?": a computed name); [] if no pickle."""
     with contextlib.suppress(ValueError, OSError, KeyError, zipfile.BadZipFile, NotImplementedError, RuntimeError):
         with contextlib.ExitStack() as stack:
             if zipfile.is_zipfile(path):

@@ -49,7 +49,7 @@ def note_trained_on(network: Any, pictures: Preprocessing, classes: tuple[str, .
 
 
 def noted_trained_on(network: Any) -> "TrainedOn | None":
-    """Returns what `note_trained_on` recorded for a network, or for the one in a DDP or torch.compile wrapper."""
+    """Returns the record of `note_trained_on` for a network or the one in a DDP or torch.compile wrapper, or None."""
     inner = (network, *(getattr(network, name, None) for name in ("module", "_orig_mod")))
     return next((_TRAINED_ON[id(each)] for each in inner if id(each) in _TRAINED_ON), None)
 

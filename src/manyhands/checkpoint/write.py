@@ -235,7 +235,7 @@ class CheckpointWriter:
         return target
 
     def _run_on_all(self, work: Callable[[], T]) -> list[T]:
-        """Runs `work` on all ranks; returns its results (JSON data) by rank. Raises the first failed rank's error."""
+        """Runs `work` on all ranks. Returns its results (JSON data) by rank. A collective. Raises the first error."""
         error: Exception | None = None
         try:
             answer: dict[str, Any] = {"result": work()}

@@ -107,7 +107,7 @@ def _micro_batches(batch_sharing: BatchSharing, count: int) -> tuple[tuple[Share
 
 
 def sharing(count: int, group: int, bounds: tuple[int, int]) -> Callable[[int, int], Share]:
-    """Returns a function (number of processes, rank) -> share of the micro-batch; see `shares_of_micro_batch`."""
+    """Returns a function (number of shares, index) -> share of the micro-batch; see `shares_of_micro_batch`."""
     return lambda parts, index: shares_of_micro_batch(count, group, bounds, parts)[index]
 
 

@@ -27,7 +27,7 @@ def construct(builder: Callable[..., Any], name: str, arguments: dict[str, Any],
     except TypeError as error:
         raise argument_error(builder, name, arguments, error) from error
     except (ValueError, AssertionError, KeyError) as error:
-        raise UserError(f"{name} does not accept these arguments: {error}", WHERE, (f"check {arguments}",)) from error
+        raise UserError(f"{name} does not accept these arguments: {error}", WHERE, (f"given: {arguments}",)) from error
 
 
 def argument_error(builder: Callable[..., Any], name: str, arguments: dict[str, Any], error: TypeError) -> UserError:
@@ -37,7 +37,7 @@ def argument_error(builder: Callable[..., Any], name: str, arguments: dict[str, 
         return UserError(f"{name} takes no argument {word}", f"{WHERE}.{word}", _argument_hints(builder, word))
     if match := _MISSING.search(str(error)):
         return UserError(f"{name} needs {match[1]}", WHERE, ("set the argument under [model.arguments]",))
-    return UserError(f"{name} does not accept these arguments: {error}", WHERE, (f"check {arguments}",))
+    return UserError(f"{name} does not accept these arguments: {error}", WHERE, (f"given: {arguments}",))
 
 
 def _argument_hints(builder: Callable[..., Any], word: str) -> tuple[str, ...]:

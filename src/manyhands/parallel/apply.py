@@ -21,7 +21,7 @@ _ODD = 0x9E3779B1
 
 
 def resolve_mode(mode: str, world: World) -> str:
-    """Returns `mode`, or "single" if it has no effect on one process. Raises UserError if `mode` allows only one."""
+    """Returns `mode`, or "single" if one process needs no mode. Raises UserError: `mode` allows only one process."""
     check_mode(mode)
     only = one_process_label(mode)
     if only and not world.alone:

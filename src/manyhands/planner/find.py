@@ -253,7 +253,7 @@ class Pricing:
         """Returns (mesh, sharding letters by op) for meshes on which pins are valid. Raises UserError: no such mesh."""
         request, graph, pins = self._request, self._graph, self._request.pins or {}
         # Larger axes come first; axes of equal size are interchangeable.
-        meshes = factorisations(request.world_size)
+        meshes = factorizations(request.world_size)
         meshes = [mesh for mesh in meshes if list(mesh.sizes) == sorted(mesh.sizes)[::-1]]
         found: list[tuple[Mesh, dict[str, dict[int, str]]]] = []
         refused: UserError | None = None
@@ -285,7 +285,7 @@ def _data_mesh(world_size: int) -> Mesh:
     return Mesh((("dp", world_size),))
 
 
-def factorisations(world_size: int) -> list[Mesh]:
+def factorizations(world_size: int) -> list[Mesh]:
     """Returns all meshes of `world_size` processes with one to three axes (dp, tp, tp2) longer than one."""
     names = ("dp", "tp", "tp2")
     divisors = [size for size in range(2, world_size + 1) if world_size % size == 0]

@@ -161,7 +161,7 @@ class Program:
         self._solver = self._create_solver()
 
     def _add_edge(self, pair: Pair, both: Matrix, count: int) -> int:
-        """Adds columns for an edge's pairs of choices, shared by pairs of equal cost. Returns the number of columns."""
+        """Adds columns for an edge: one per pair of classes of choices with equal costs. Returns the new total."""
         key = repr(both.shape).encode() + both.tobytes()
         if key not in self._known:
             (first, of_first), (second, of_second) = (
@@ -359,7 +359,7 @@ def _least_memory_bytes(problem: Problem, deadline: float) -> float:
 def solve_all(
     problems: Sequence[Problem], limit_s: float = DEFAULT_LIMIT_S, gap: float = 0.0
 ) -> tuple[list[Solution | None], float]:
-    """Solves one problem per mesh within `limit_s` seconds; the fastest solution is optimal up to `gap`.
+    """Solves one problem per mesh. The fastest solution is optimal up to `gap` unless `limit_s` seconds end first.
 
     Other solutions fit into memory and are proven to be slower, but may not be the best on their mesh. Returns a
     solution or None per problem, and the smallest memory of any assignment in bytes if no problem has a solution.

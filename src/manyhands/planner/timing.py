@@ -39,7 +39,7 @@ class Timing:
 
 
 def quickest(run: Callable[[], object], device: str, most: int, budget_s: float, *, busy: bool = False) -> Timing:
-    """Returns the fastest of 1 to `most` calls of `run`, already warmed up. `busy`: other processes use the CPU."""
+    """Times 1 to `most` calls of `run`, already warmed up: the fastest; on a `busy` or limited CPU, the median."""
     threads, clock, factor = torch.get_num_threads(), time.perf_counter, 1.0
     if torch.device(device).type == "cpu":
         if (allowed := cores()) < threads:

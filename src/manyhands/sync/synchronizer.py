@@ -95,9 +95,9 @@ class Buffers:
 
 @dataclass(frozen=True)
 class MachineRanks:
-    """The leader rank of each machine, which communicates for the machine, and the ranks of this machine."""
+    """The leaders, which exchange between machines or, with sync.within = process, are all ranks; and this machine."""
 
-    leaders: tuple[int, ...]  # one rank per machine
+    leaders: tuple[int, ...]  # one rank per machine, or all ranks
     machine: tuple[int, ...]  # ranks on this machine
     group: Any = None  # process group of this machine; None for one process
 
@@ -119,7 +119,7 @@ class SyncContext:
         return self.world.rank in self.places.leaders
 
     def peers(self) -> "SyncGroup":
-        """Creates a new process group with one process (the leader) of each machine. All processes call this."""
+        """Creates a new process group of the leaders (see `MachineRanks`). All processes call this."""
         from manyhands.sync.exchange import SyncGroup
 
         leaders = self.places.leaders

@@ -206,7 +206,7 @@ def _run_trial(parts: Parts, samples: data_setup.DataSetup, probe: trial_step.St
 
 
 def _start_equal(parts: Parts, model: nn.Module, grid: "Grid | None") -> None:
-    """Copies rank 0's initial weights, except shards, to all ranks. A collective. Raises UserError if shapes differ."""
+    """Copies rank 0's initial weights, except shards, to all ranks. A collective. Raises UserError: networks differ."""
     world, always = parts.world, parts.job.parallel.parameter_broadcast
     sharded = {name for name, one in layouts_from_code(model, grid, world).items() if one.cuts}
     named = {name: tensor for name, tensor in state.split_state(model)[0].items() if name not in sharded}

@@ -194,7 +194,7 @@ def refuse_unshardable(parts: Parts) -> None:
     if plan is None and job.parallel.pin and not (parts.folder is not NOWHERE and parts.folder.has_checkpoints()):
         why = "one process shards no ops" if one_process_label(mode) else f"the parallel mode {mode} shards no ops"
         hints = ("start two or more processes with --parallel semi", "or remove --pin")
-        raise UserError(f"--pin {job.parallel.pin[0]} can't be applied: {why}", "parallel.pin", hints)
+        raise UserError(f"the pin {job.parallel.pin[0]} can't be applied: {why}", "parallel.pin", hints)
     if plan is None and not takes_mesh(mode):
         idle = [name for name in ("pin", "mesh", "plan") if getattr(job.parallel, name)]
         if idle and mode != MODE_ALONE and not job.parallel.searches:
@@ -332,7 +332,7 @@ def grid_of(job: Job, world: World, mode: str) -> "Grid | None":
 
 
 def layouts_from_code(model: nn.Module, grid: "Grid | None", world: World) -> Mapping[str, TensorLayout]:
-    """Returns the layouts, by name, of parameters that the network's code shards over `grid`; {} without a grid."""
+    """Returns the layout of each tensor of a network that its own code shards over `grid`; {} without a grid."""
     if grid is None:
         return {}
     from manyhands.parallel.mesh.marks import layouts_of

@@ -45,7 +45,7 @@ class Progress:
     owed: bool = False  # an evaluation of this step is due and has not run; `record_evaluation` clears it
 
     def improves(self, by: str, figure: float) -> bool:
-        """Returns True and records `figure` if it is the best so far by criterion `by`; ignores other criteria."""
+        """Returns True and records `figure` if it is the best by criterion `by`; bests by others don't count."""
         best, sign = self.best_figure if by == self.best_by else None, 1 if by.startswith("highest") else -1
         if math.isnan(figure) or (best is not None and sign * figure <= sign * best):
             return False
@@ -93,7 +93,7 @@ def split_state(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def copied(value: Any, *, keep: bool = True) -> Any:
-    """Copies nested data, with full tensors on the CPU or, without `keep`, None for tensors. Collective if sharded."""
+    """Copies nested data, with full tensors on the CPU, or None for tensors without `keep`. A collective if sharded."""
     if isinstance(value, Tensor):
         tensor = full_tensor(value.detach())
         return tensor.to("cpu", copy=True) if keep else None

@@ -71,7 +71,7 @@ def opened(
 
 
 def load_weights(model: nn.Module, run: Path) -> None:
-    """Loads a run's last checkpoint into a network, and records its training data's properties in the network."""
+    """Loads a run's last checkpoint into a network, and notes the run's preprocessing and classes for this network."""
     path = resolve(run, "last")
     snapshot = load(path)
     load_snapshot(snapshot, model, str(path))

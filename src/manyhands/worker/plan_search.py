@@ -145,7 +145,7 @@ class JobCase:
         return "cpu" if self.modelled else self.device
 
     def resolved(self, processes: int) -> "JobCase":
-        """Returns a copy with precision and memory layout resolved, by measurement if requested and possible."""
+        """Returns a copy with precision and memory format resolved, by measurement if requested and possible."""
         smaller = large_batch_note(self.job.train.batch, self.network["samples"])
         if self.modelled:
             found = plain_precision(self.job)

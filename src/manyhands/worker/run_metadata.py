@@ -102,9 +102,9 @@ def record_undone_steps(folder: RunFolder, journal: Journal, step: int) -> None:
 
 
 def resolved(trainer: Any, plan: PlanRecord) -> dict[str, Any]:
-    """Returns the selected values of options that the job leaves to measurement ("auto" or 0), by dotted key.
+    """Returns the selected values of automatic options ("auto", "", 0, -1 or []), by dotted key.
 
-    The job file still says "auto" or 0, so a resumed run selects values again, except for precision and layout.
+    The job file keeps the automatic values, so a resumed run selects again, except for precision and memory format.
     """
     job, pictures, world, sync = trainer.job, trainer.trained.pictures, trainer.world, trainer.sync.cost
     found: dict[str, Any] = {

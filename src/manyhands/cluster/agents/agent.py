@@ -299,7 +299,7 @@ def import_early() -> None:
 
 
 def set_threads(threads: int, size: int) -> None:
-    """Sets OMP_NUM_THREADS, which OpenMP reads when torch is loaded. Does nothing if `threads` and `size` are 0."""
+    """Sets OMP_NUM_THREADS, which OpenMP reads when torch is loaded, to `threads` or, if unset, to cores / `size`."""
     if threads or (size and "OMP_NUM_THREADS" not in os.environ):
         os.environ["OMP_NUM_THREADS"] = str(threads or max(1, int(cores() / size)))
 

@@ -50,7 +50,7 @@ class HeartbeatMonitor:
         return max((heartbeat.usual_s for heartbeat, _ in self._last.values()), default=0.0)
 
     def states(self, *, always: bool) -> list[ObservedHeartbeat]:
-        """Returns all workers' states if one is stalled or `always` is set, otherwise []. Checks once a second."""
+        """Returns all workers' states if one is stalled or `always` is set; [] otherwise, and within a second."""
         now = time.monotonic()
         if now < self._due:
             return []

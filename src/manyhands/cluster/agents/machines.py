@@ -91,7 +91,7 @@ class RunMachine:
         return min(timeouts.EXCLUDED_MOST_S, timeouts.EXCLUDED_S * 2 ** (self.failures - 2)) if again else 0.0
 
     def lose(self, pause_s: float = 0.0) -> None:
-        """Ends the connection, schedules the next contact in `pause_s`: at least RETRY_LEAST_S unless `requested`."""
+        """Ends the connection. Waits `pause_s` (RETRY_LEAST_S or more unless `requested`) until the next contact."""
         self._leave(MachineState.LOST)
         self.until = self.since + max(pause_s, 0.0 if self.requested else timeouts.RETRY_LEAST_S)
         self.disconnect()
@@ -108,7 +108,7 @@ class RunMachine:
     def set_device(self, size: int, device: str, count: int) -> None:
         """Sets the device type and the number of processes: `size`, or the number of devices `count` if `size` is 0.
 
-        Raises UserError if there are fewer devices than processes.
+        Raises UserError if there are fewer accelerators than processes.
         """
         if size > count and device not in {"cpu", "mps"}:
             what = f"{self.name} has {count} {device} devices, but {size} processes are requested"

@@ -59,7 +59,7 @@ class _Surveyor:
         return answers
 
     def compare_clocks(self) -> None:
-        """Measures clock offsets from the fastest of three requests; its duration is the error bound."""
+        """Measures clock offsets from the fastest of three requests; half its duration is the error bound."""
         for host in list(self.hosts):
             tries: list[tuple[float, float]] = []
             for _ in range(3):

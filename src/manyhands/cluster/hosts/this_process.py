@@ -48,7 +48,7 @@ class LaunchDecision:
 
 
 def decide_launch(options: ClusterOptions, environment: Mapping[str, str] | None = None) -> LaunchDecision:
-    """Determines the role of this process from flags, variables or files. Raises UserError if they disagree."""
+    """Determines the role of this process from flags, variables or files. Raises UserError: invalid values."""
     variables = os.environ if environment is None else environment
     if options.init:
         place = _from_variables(variables) if options.init.startswith("env://") else _from_flags(options)
@@ -235,7 +235,7 @@ def _decision(options: ClusterOptions, place: inventory.LauncherPlace, variables
 
 
 def find_machine(cluster: inventory.Cluster) -> int:
-    """Returns this machine's index in the cluster, as given or by address. Raises UserError without a unique match."""
+    """Returns this machine's index in the cluster, as given, or by name or address. Raises UserError: none fits."""
     if cluster.machine is not None:
         return cluster.machine
     names, mine = [machine.address for machine in cluster.machines], set(local_addresses())
@@ -384,6 +384,6 @@ def modules_with(function: str) -> list[ModuleType]:
 
 
 def described_cluster(variables: Mapping[str, str]) -> inventory.Cluster | None:
-    """Returns the cluster that a launcher's variables (such as Kubeflow's PET_*) describe; None without variables."""
+    """Returns the cluster that a launcher's variables (such as Kubeflow's PET_*) describe; None without them."""
     clusters = (module.from_environment(variables) for module in modules_with("from_environment"))
     return next(filter(None, clusters), None)

@@ -108,7 +108,7 @@ def _replace_heads(model: nn.Module, name: str, num_classes: int) -> None:
 
 
 def fetch_weights(url: str) -> Path:
-    """Downloads weights unless torch hub's cache has them. Returns their path. Raises UserError if a download fails."""
+    """Downloads weights unless torch hub's cache has them. Returns their path. Raises UserError: failed, no weights."""
     path = Path(torch.hub.get_dir()) / "checkpoints" / url.rpartition("/")[2]
     hints = (f"download {url}", f"and save the file as {path}", "or remove model.pretrained")
     if not path.is_file():

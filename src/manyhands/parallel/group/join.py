@@ -120,8 +120,9 @@ class Group:
             self.cause.close(self.world.size if failed and self.keeps_store else 0)
         if self.init_file:
             # A process that still writes to the store after rank 0 has removed the file would create it again.
-            if not failed and self.init_file.exists():
-                self.store.add("left", 1)
+            with contextlib.suppress(dist.DistError, RuntimeError):
+                if not failed and self.init_file.exists():
+                    self.store.add("left", 1)
             if self.world.is_main:
                 rendezvous.linger(self.store, "left", 0 if failed else self.world.size)
                 self.init_file.unlink(missing_ok=True)

@@ -35,7 +35,7 @@ Say = Callable[[str], None]
 # Values of another process's options that messages may include: a number, true or false.
 _NUMBER = re.compile(r"-?[0-9][0-9.eE+-]{0,30}|true|false|Infinity")
 
-LINGER_S = 3.0  # seconds that the store's process waits after a failure for other processes to read the cause
+LINGER_S = 3.0  # seconds that rank 0 waits at the end for the others to read the cause of a failure, or to leave
 _MOST_BYTES = 1 << 18  # far above any message
 _LONGEST_WHAT = 2000
 

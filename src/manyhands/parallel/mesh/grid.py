@@ -178,8 +178,8 @@ class Axis:
                 setattr(module, name, piece)
                 module.__dict__.setdefault(BUFFERS, {})[name] = mark
             else:
-                hint = "use " + " or ".join(word for word, _ in [*module.named_parameters(), *module.named_buffers()])
-                raise UserError(f"{type(module).__name__} has no {name} to shard", "shard_module", (hint,))
+                hint = " or ".join(module.state_dict()) or "a layer with parameters"
+                raise UserError(f"{type(module).__name__} has no {name} to shard", "shard_module", (f"use {hint}",))
         if isinstance(getattr(module, "running_mean", None), Tensor):
             module.num_features = len(module.running_mean)  # pyright: ignore - BatchNorm's
         return module
@@ -194,7 +194,7 @@ class Axis:
         length = tensor.shape[dim]
         if length < self.size:
             what = f"dimension {dim} has length {length}, too short for {self.size} processes along {self.names}"
-            raise UserError(what, "shard", (f"shard another dimension of {tuple(tensor.shape)}",))
+            raise UserError(what, "shard", (f"shard another dimension of the shape {tuple(tensor.shape)}",))
         edges = bounds(length, self.size)
         piece = tensor.detach().narrow(dim, edges[self.rank], edges[self.rank + 1] - edges[self.rank])
         return piece.clone(memory_format=torch.contiguous_format), Mark((*cuts, (dim, self.names)), shape)

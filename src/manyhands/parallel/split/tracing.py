@@ -111,7 +111,7 @@ class _Trial(fx.Interpreter):
     _noise = torch.empty(0)
 
     def noise(self, shape: Tensor, device: torch.device) -> Tensor:
-        """Returns random numbers shaped like `shape`, which differ between nodes but not between runs of the graph."""
+        """Returns random numbers shaped like `shape`, which differ between nodes."""
         start, count = len(self.env), shape.numel()
         if len(self._noise) < start + count or self._noise.device != device:
             self._noise = torch.randn(start + 2 * count, device=device)

@@ -57,7 +57,7 @@ class Options(RankOptions):
 
 
 def asked(options: Options) -> Cost | None:
-    """Returns a Cost if the options fix interval and delay, else None. Raises UserError: the delay is longer."""
+    """Returns a Cost if the options fix interval and codec, else None. Raises UserError: delay above interval."""
     if options.delay > options.every > 0:
         hints = (f"use --set sync.delay={options.every} or less",)
         what = f"the delay of {options.delay} steps exceeds the interval of {options.every} steps between exchanges"

@@ -133,7 +133,7 @@ def _interfaces(survey: Survey) -> Iterator[DoctorFinding]:
 
 
 def _slow_links(survey: Survey) -> Iterator[DoctorFinding]:
-    """Yields one finding if all links are slow; else one per machine with only slow links, and per other slow link."""
+    """Yields a finding for all links if all are slow, else per machine whose links are slow and per other slow link."""
     limit = max(SLOW_MBPS, min(statistics.median(survey.mbps.values()) / ODD_FACTOR, ENOUGH_MBPS))
     slow = {pair for pair, mbps in survey.mbps.items() if mbps < limit}
     if len(slow) == len(survey.mbps):

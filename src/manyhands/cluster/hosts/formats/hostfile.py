@@ -24,7 +24,7 @@ _SSH_PORTS = {22, 222}
 
 
 def recognize(path: str, text: str) -> bool:
-    """True if a line sets slots. Also True if all lines are hosts, and a line has ":" or the file name has "host"."""
+    """True if the name has "hostfile", a line sets slots or a port, or all are hosts with ":" or a name with "host"."""
     lines, name = [words for words in map(_words, text.splitlines()) if words], Path(path).name.lower()
     if not lines or lines[0][0].startswith(("{", "[")):
         return False
