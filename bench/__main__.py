@@ -72,7 +72,8 @@ ASKED = [
 
 def run(name: str, given: argparse.Namespace) -> bool:
     """One bench, whose output goes to the screen; False where it failed, which leaves no file of it."""
-    places = {DATA: str(given.data), PICTURES: str(given.data / "imagenet-sample"), PEERS: given.peers}
+    peers = str(Path(given.peers).absolute())  # the benches start peers in other folders
+    places = {DATA: str(given.data), PICTURES: str(given.data / "imagenet-sample"), PEERS: peers}
     words = [places.get(word, word) for word in BENCHES[name]]
     command = [sys.executable, "-m", f"bench.{name}", *words, "--rounds", str(given.rounds)]
     print(f"\n{' '.join(command)}", flush=True)

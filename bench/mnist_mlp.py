@@ -51,7 +51,8 @@ def contenders(scratch, python=sys.executable):
     """The others, started by the Python that has them."""
     port = free_port()
     torchrun = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(PROCESSES)]
-    msrun = ["msrun", "--worker_num", str(PROCESSES), "--local_worker_num", str(PROCESSES), "--join", "True"]
+    msrun = [str(Path(python).parent / "msrun"), "--worker_num", str(PROCESSES)]
+    msrun += ["--local_worker_num", str(PROCESSES), "--join", "True"]
     msrun += ["--tail_worker_log", "0", "--log_dir", f"{scratch}/mindspore", "--master_port", str(port)]
     return [
         Contender("bare", "torch", [*torchrun, "-m", "bench.contenders.bare"]),
@@ -68,9 +69,9 @@ def free_port():
         return listener.getsockname()[1]
 
 
-def environment(source=None):
-    """One thread for each process, everything on loopback, this checkout importable, the venv's own commands found."""
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+def environment(program, source=None):
+    """One thread for each process, everything on loopback, this checkout importable, `program`'s neighbors found."""
+    path = f"{Path(program).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     here = {"PYTHONPATH": str(source or ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PATH": path}
     return {**os.environ, **here, "PYTHONWARNINGS": "ignore"}
 
@@ -96,13 +97,16 @@ def run(command, scratch, source=None):
     try:
         done = subprocess.run(
             command,
-            env=environment(source),
+            env=environment(command[0], source),
             cwd=scratch,
             capture_output=True,
             text=True,
             timeout=LONGEST_S,
             check=False,
         )
+    except OSError as error:
+        say(f"  {error}")
+        return None
     except subprocess.TimeoutExpired:
         say(f"  took more than {LONGEST_S} s: {' '.join(command[:6])} …")
         return None
