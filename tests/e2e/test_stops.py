@@ -154,9 +154,9 @@ def test_a_launch_that_is_stopped_while_it_prepares_says_so_and_ends(here):
     assert "stopped before anything was saved" in ended.err
     assert "resume" not in ended.err
     wait_until(lambda: not marked(str(here)))
-    told = done("why run", by=inside).out
-    assert "run was stopped without saving" in told.splitlines()[0], told
-    assert "why: stopped before anything was saved" in told
+    output = done("why run", by=inside).out
+    assert "run was stopped without saving" in output.splitlines()[0], output
+    assert "why: stopped before anything was saved" in output
 
 
 # As torchrun sets them.

@@ -179,9 +179,9 @@ def test_the_last_saved_step_is_known_here_and_where_the_checkpoints_are_elsewhe
         assert kept_step(folder) == (None if local else 40)
     put(folder, saved=50)
     (folder.checkpoints / ".step-00000060.part").mkdir()
-    told = str(record_interrupt(folder))
-    assert "the last checkpoint is step 50" in told
-    assert f"resume from step 50: manyhands resume '{folder.path}'" in told
+    text = str(record_interrupt(folder))
+    assert "the last checkpoint is step 50" in text
+    assert f"resume from step 50: manyhands resume '{folder.path}'" in text
 
 
 @pytest.mark.parametrize(
