@@ -85,7 +85,7 @@ def test_the_messages_that_the_chinese_page_explains_are_those_of_the_source():
 
 def test_what_the_architecture_page_names_is_in_the_file():
     page = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
-    named = re.findall(r"`?([\w/]+\.py)[`)]*`?: (\w+)`", page)
+    named = re.findall(r"([\w/]+\.py)[`)]*: ?`?(\w+)`", page)
     assert len(named) >= 10
     for path, name in named:
         text = (ROOT / "src/manyhands" / path.removeprefix("src/manyhands/")).read_text(encoding="utf-8")
