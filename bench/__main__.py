@@ -1,13 +1,13 @@
-"""All that is asked of speed beside other tools, in one go, and a table of what was asked and what was found.
+"""Runs the benches beside other tools and prints a table of required and measured ratios.
 
     make bench [DATA=FOLDER] [ROUNDS=5]
     python -m bench [NAME …] --data FOLDER [--peers PYTHON] [--rounds 5] [--out build/bench]
 
 FOLDER has mnist/ as it is published, and imagenet-sample/, some class folders of ImageNet's JPEGs; PYTHON has
-accelerate and lightning. "Document 001" is a tutorial's MNIST job: 784-256-10, 32 pictures on each of two processes,
-plain SGD. Each bench is a program of its own (see its first lines), whose rounds take turns with the others'; what it
-found stays as NAME.json. A whole round takes some ten minutes on two cores. What isn't here takes longer, or needs
-more: `bench.slow_links`.
+accelerate and lightning. "The DDP introduction" is a tutorial's MNIST job: 784-256-10, 32 pictures on each of two
+processes, plain SGD. Each bench is a program with its own description, and runs the tools in turns; its results are
+in NAME.json. A round of all benches takes about ten minutes on two cores. `bench.slow_links` takes longer and is run
+separately.
 """
 
 import argparse
@@ -45,7 +45,7 @@ class Asked:
 
 
 ASKED = [
-    Asked("document 001's job, of a bare DDP loop", "mnist_mlp", "manyhands", "bare", least=3),
+    Asked("the DDP introduction's job, of a bare DDP loop", "mnist_mlp", "manyhands", "bare", least=3),
     Asked("the same, of a loop that sends nothing", "mnist_mlp", "manyhands", "alone", least=0.6),
     Asked("the same, of the document's script", "mnist_mlp", "manyhands", "document", least=5),
     Asked("the same, of Accelerate", "mnist_mlp", "manyhands", "accelerate", least=5),
@@ -64,8 +64,8 @@ ASKED = [
           most=1.1),
     Asked("the same, of its own 2,000 updates before", "memory", "manyhands, resident, late",
           "manyhands, resident, early", most=1.01),
-    Asked("records, checks, checkpoints, in % of document 001's update", "own_cost", "document 001, by the clock", "",
-          most=10),
+    Asked("records, checks, checkpoints, in % of the DDP introduction's update", "own_cost",
+          "DDP introduction, by the clock", "", most=10),
     Asked("the same, in % of ResNet-18's", "own_cost", "ResNet-18, by the clock", "", most=2),
 ]  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Document 001's job, side by side: images a second by manyhands and by other tools, and the time to the first step.
+"""The DDP introduction's job in manyhands and in other tools: images per second, and the time to the first step.
 
     MANYHANDS_DATA=DIR python -m bench.mnist_mlp [--python PYTHON] [--rounds 5]
 

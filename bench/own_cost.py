@@ -1,4 +1,4 @@
-"""What logging, checks and checkpoints take of an update, at their default intervals: document 001's job, ResNet-18.
+"""Share of an update spent on logging, checks and checkpoints by default: the DDP introduction's job, ResNet-18.
 
     MANYHANDS_DATA=DIR python -m bench.own_cost [--rounds 7] [--out FILE.json]
 
@@ -34,7 +34,7 @@ from manyhands.worker.entry import _build
 
 # Flags, updates in a block, and the share of an update's time that is asked for.
 JOBS = {
-    "document 001": (
+    "DDP introduction": (
         {"data.name": "mnist", "model.name": "mlp", "train.batch": 64, "train.momentum": 0.0, "train.nesterov": False,
          "train.weight_decay": 0.0, "train.lr": 0.001},
         800,

@@ -1,4 +1,4 @@
-"""From the command to the first update, side by side: document 001's job on 2 processes, without training it further.
+"""Time from the command to the first update of the DDP introduction's job on 2 processes, in several tools.
 
     MANYHANDS_DATA=DIR python -m bench.start [--rounds 7] [--also OTHER_CHECKOUT] [--out FILE.json]
 

@@ -71,7 +71,7 @@ def evaluation(folder):
     return metrics(folder, "evaluation")[-1]
 
 
-# Document 000: two machines with one GPU each, MNIST.
+# The PyTorch two-machine script: two machines with one GPU each, MNIST.
 
 NETWORK_OF_000 = """
 import torch.nn as nn
@@ -110,7 +110,7 @@ def test_000_two_machines_train_mnist_with_the_documents_network(
     assert "rank 1 of 2 has joined; rank 0 prints the progress" in two.err
 
 
-# Document 002: torch.distributed.launch on two machines, and init_method's three kinds of address.
+# The torch.distributed notes: torch.distributed.launch on two machines, and init_method's three kinds of address.
 
 
 @pytest.mark.slow
@@ -165,7 +165,7 @@ def test_002_the_environment_by_hand(flag, by, lab, names_as_in_debian, type_eve
     assert processes_of("n1/run") == 2
 
 
-# Document 003: rank tables, on two servers.
+# MindSpore's tutorial: rank tables, on two servers.
 
 
 def table_of(addresses, cards, *, newer=False):
@@ -243,7 +243,7 @@ def test_003_run_cluster_sh_on_two_servers(lab, type_on, here):
     assert processes_of("n1/device_0/run") == 4
 
 
-# Document 004: imagenet main.py on three nodes.
+# ImageNet over three machines: imagenet main.py on three nodes.
 
 
 @pytest.mark.slow
