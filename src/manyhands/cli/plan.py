@@ -204,7 +204,7 @@ def _print_plan(shown: "Shown") -> None:
     from rich.text import Text
 
     plan = shown.plan
-    show(f"mesh {plan.mesh}, default sharding {plan.fallback}")
+    show(f"mesh {plan.mesh}, default sharding {plan.default_strategy}")
     for key in ("mode", "reason"):
         if key in plan.about:
             show(plain(f"{key}: {plan.about[key]}"))

@@ -19,13 +19,13 @@ _SMALL_UP_TO = 64  # pictures up to this size are called small
 _HINTS = ("name a subclass of torch.nn.Module, an instance, or a function that returns an instance",)
 
 
-def describe(options: ModelOptions, size: int) -> ModelNeeds:
+def picture_needs(options: ModelOptions, size: int) -> ModelNeeds:
     """Returns a network's requirements for pictures of `size` pixels a side. Raises UserError for an unknown name."""
     if is_object_reference(options.name):
         return ModelNeeds()
     name, choice = _find_architecture(options, size)
     needs = _architecture_needs(name, choice, options, size)
-    smaller = (each for each in _choices() if _max_size(each) < size <= _SMALL_UP_TO and name in each.NAMES)
+    smaller = (each for each in _modules() if _max_size(each) < size <= _SMALL_UP_TO and name in each.NAMES)
     if name == options.name and not options.pretrained and (small := next(smaller, None)):
         note = f"{name} has its original form because pictures are {size} px; {small.PREFIX}{name} {small.DIFFERS}"
         needs.notes.append(note)
@@ -61,7 +61,7 @@ def is_built_in(name: str) -> bool:
     """Returns True for a network of this package, False for torchvision's networks and user code."""
     if is_object_reference(name):
         return False
-    own = [choice for choice in _choices() if not getattr(choice, "TORCHVISION", False)]
+    own = [choice for choice in _modules() if not getattr(choice, "TORCHVISION", False)]
     return any(name in choice.NAMES for choice in own)
 
 
@@ -84,7 +84,7 @@ def _find_architecture(options: ModelOptions, size: int) -> tuple[str, ModuleTyp
     def priority(choice: ModuleType) -> tuple[bool, float]:
         return options.pretrained and not hasattr(choice, "build_pretrained"), _max_size(choice)
 
-    choices = _choices()
+    choices = _modules()
     named = next((choice for choice in choices if _prefix(choice) and options.name.startswith(_prefix(choice))), None)
     prefix = _prefix(named) if named else ""
     name = options.name.removeprefix(prefix)
@@ -97,7 +97,7 @@ def _find_architecture(options: ModelOptions, size: int) -> tuple[str, ModuleTyp
     raise unknown_choice("network", options.name, known, "model.name")
 
 
-def _choices() -> list[ModuleType]:
+def _modules() -> list[ModuleType]:
     return [load_choice(CHOICES, word) for word in module_names(CHOICES)]
 
 

@@ -35,7 +35,7 @@ def normalizes_in_groups(mode: str) -> bool:
     return bool(choices.load_choice(MODES, mode).NORM_GROUPS)
 
 
-def offers_of(mode: str) -> frozenset[needs.Need]:
+def met_sync_needs(mode: str) -> frozenset[needs.Need]:
     """Returns the requirements of gradient synchronization methods (`sync.method`) that the mode meets."""
     return choices.load_choice(MODES, mode).OFFERS
 
@@ -57,7 +57,7 @@ def follows_plan(mode: str) -> bool:
 def apply_mode(mode: str, model: nn.Module, world: World, request: ModeRequest) -> ParallelNetwork:
     network: ParallelNetwork = choices.load_choice(MODES, mode).apply(model, world, request)
     endless = {name for name, one in model.named_buffers() if not bool(torch.isfinite(one).all())}
-    network.traits.endless = frozenset(endless)
+    network.traits.nonfinite_buffers = frozenset(endless)
     return network
 
 
@@ -118,7 +118,7 @@ def check_replicas(named: dict[str, Tensor], world: World, step: int, network: P
         raise RunError(what, f"rank {shown}, {name}", hints)
 
 
-def make_equal(named: dict[str, Tensor], world: World, *, always: bool = False) -> bool:
+def equalize_replicas(named: dict[str, Tensor], world: World, *, always: bool = False) -> bool:
     """Broadcasts rank 0's tensors if replicas differ or if `always`. Returns True if it did. A collective."""
     equal = not always and compare_replicas(named, world) is None
     if equal or world.alone:

@@ -21,7 +21,7 @@ AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 def autocast(precision: str, device: str) -> contextlib.AbstractContextManager[object]:
     """Returns an autocast context for a job's precision, such as "bf16", and a device, such as "cuda:0"."""
     kind = AUTOCAST.get(precision)
-    return torch.autocast(device.partition(":")[0], dtype=kind) if kind else _AS_IT_IS
+    return torch.autocast(device.partition(":")[0], dtype=kind) if kind else _NO_CONTEXT
 
 
 @dataclass(slots=True)  # not frozen: creation would take three times as long
@@ -34,13 +34,13 @@ class MicroBatchResult:
     count: int  # samples that this process reports; 0 if another process reports them
 
 
-_AS_IT_IS = contextlib.nullcontext()  # shared, to avoid creating one in every update
+_NO_CONTEXT = contextlib.nullcontext()  # shared, to avoid creating one in every update
 
 
 class Gradients:
     """Accumulates a network's gradients over the micro-batches of an update, in the precision of a job.
 
-    Without `loss_fn`, the user calls `backward_of`. `smoothing`: label smoothing of cross-entropy over sharded classes.
+    Without `loss_fn`, the user calls `backward_custom_loss`. `smoothing`: label smoothing of cross-entropy over sharded classes.
     With precision "fp16", the loss is scaled. Without `mean`, gradients are summed over processes, not averaged.
     """
 
@@ -58,7 +58,7 @@ class Gradients:
         self.scaler = torch.amp.GradScaler(world.device.partition(":")[0]) if precision == "fp16" else None
         self.on_card = devices.is_accelerator(world.device)
         self.flat: list[Tensor] = []  # tensors [n] that hold all gradients of the update; see `finish_gradients`
-        self.spoilt: Tensor | None = None  # 1.0 [] if the accelerator skipped the last update; see `unscale`
+        self.skipped: Tensor | None = None  # 1.0 [] if the accelerator skipped the last update; see `unscale`
         self._begin, self._goes_with = torch.ones(()), (1.0, torch.float32, torch.device("cpu"))
         self._loss_fn = network.loss_fn(loss_fn, smoothing) if loss_fn else None
         self._scale = network.traits.gradient_scale * (1 if mean else network.share.parts)
@@ -67,9 +67,9 @@ class Gradients:
         return autocast(self.precision, self.world.device)
 
     @contextlib.contextmanager
-    def custom_forward(self, *, last: bool) -> Iterator[None]:
-        """A context for the user's own forward and `backward_of`. `last` is True for an update's last micro-batch."""
-        with _AS_IT_IS if last else self.network.traits.no_sync(), self.autocast():
+    def custom_forward_context(self, *, last: bool) -> Iterator[None]:
+        """A context for the user's own forward and `backward_custom_loss`. `last` is True for an update's last micro-batch."""
+        with _NO_CONTEXT if last else self.network.traits.no_sync(), self.autocast():
             yield
 
     def without_autocast(self) -> contextlib.AbstractContextManager[object]:
@@ -93,7 +93,7 @@ class Gradients:
         the gradients become NaN on all processes.
         """
         assert self._loss_fn is not None
-        with _AS_IT_IS if last else self.network.traits.no_sync():
+        with _NO_CONTEXT if last else self.network.traits.no_sync():
             inputs, labels, count = self.network.begin(part)
             with self.autocast():
                 loss, logits, labels = self._loss_fn(self.network.call(inputs), labels)
@@ -104,14 +104,14 @@ class Gradients:
             self._backward(loss, math.nan if bad else weight, last=last)
         return result
 
-    def backward_of(self, loss: Tensor, weight: float | Tensor = 1.0, *, last: bool = True) -> None:
+    def backward_custom_loss(self, loss: Tensor, weight: float | Tensor = 1.0, *, last: bool = True) -> None:
         """Runs backward of a loss [] that the user computed with `network.call`, multiplied by `weight`."""
-        with _AS_IT_IS if last else self.network.traits.no_sync():
+        with _NO_CONTEXT if last else self.network.traits.no_sync():
             self._backward(loss, self._scale * weight, last=last)
 
     def _backward(self, loss: Tensor, weight: float | Tensor, *, last: bool) -> None:
-        if last and self.network.traits.reach_all:
-            loss = self.network.traits.reach_all(loss)
+        if last and self.network.traits.connect_loss:
+            loss = self.network.traits.connect_loss(loss)
         if self.scaler or loss.ndim:
             loss = loss * (weight.to(loss.dtype) if isinstance(weight, Tensor) else weight)
             (self.scaler.scale(loss) if self.scaler else loss).backward()
@@ -139,7 +139,7 @@ class Gradients:
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
         """Divides gradients by the loss scale. If a gradient overflowed, `step` skips the update on all processes.
 
-        On an accelerator without a loss scale, only sets `spoilt` on the device: 1.0 if a gradient isn't finite.
+        On an accelerator without a loss scale, only sets `skipped` on the device: 1.0 if a gradient isn't finite.
         """
         if self.scaler:
             self.scaler.unscale_(optimizer)
@@ -149,7 +149,7 @@ class Gradients:
                 one.grad for group in optimizer.param_groups for one in group["params"] if one.grad is not None
             ]
             found = [_nonfinite_flag(gradients, self.world.device)]
-            self.spoilt = found[0]
+            self.skipped = found[0]
         else:
             return
         if self.network.share.together and not self.world.alone:
@@ -161,7 +161,7 @@ class Gradients:
         fused: bool = getattr(optimizer, "_step_supports_amp_scaling", False)
         return self.on_card and fused and not self.scaler
 
-    def finish_statistics(self) -> None:
+    def update_running_statistics(self) -> None:
         """Updates BatchNorm's running statistics. A collective. Precedes `step`, to prevent partial updates."""
         self.network.finish_update()
 
@@ -169,9 +169,9 @@ class Gradients:
         if self.scaler:
             self.scaler.step(optimizer)
             self.scaler.update()
-        elif self.spoilt is not None:
+        elif self.skipped is not None:
             untyped: Any = optimizer  # as torch's GradScaler sets it
-            untyped.grad_scale, untyped.found_inf = None, self.spoilt
+            untyped.grad_scale, untyped.found_inf = None, self.skipped
             optimizer.step()
             del untyped.grad_scale, untyped.found_inf
         else:
@@ -194,6 +194,6 @@ def _nonfinite_flag(gradients: Sequence[Tensor], device: str) -> Tensor:
     return found
 
 
-def summed_over_samples(loss: Tensor, count: int) -> Tensor:
+def sum_over_samples(loss: Tensor, count: int) -> Tensor:
     """Returns the sum [] of a loss over `count` samples; `loss` has one value per sample [n, …] or is their mean []."""
     return loss * count if loss.ndim == 0 else loss.reshape(count, -1).mean(1).sum()

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from manyhands.core.mesh import Mesh, TensorLayout, bounds
 from manyhands.core.world import Share, World
-from manyhands.parallel.replicas.batch_norm import norms_of
+from manyhands.parallel.replicas.batch_norm import find_norm_groups
 
 if TYPE_CHECKING:
     from manyhands.parallel.mesh.grid import Grid
@@ -59,7 +59,7 @@ class DataShare:
     most_parts: int = 1  # the most parts into which an op shards the samples
     collective_forward: bool = False  # all processes must call forward equally often, also in evaluation
 
-    def of_block(self, block: range) -> list[int]:
+    def sample_indices(self, block: range) -> list[int]:
         """Returns the indices of this process's samples in `block`, padded to `most_parts` with the first index."""
         filled = [*block, *[block.start] * (self.most_parts - len(block))]
         edges = bounds(len(filled), self.parts)
@@ -67,7 +67,7 @@ class DataShare:
 
 
 @dataclass
-class ModeTraits:
+class NetworkTraits:
     """Properties of a network in a parallel mode."""
 
     # factor of (this process's sum of losses / global batch): the number of processes for modes that average gradients
@@ -75,14 +75,14 @@ class ModeTraits:
     # a context in which backward accumulates gradients without averaging them
     no_sync: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
     # connects the loss of an update's last micro-batch to all parameters, also unused ones; None: not needed
-    reach_all: Callable[[Tensor], Tensor] | None = None
+    connect_loss: Callable[[Tensor], Tensor] | None = None
     sharded: bool = False  # parameters are torch's DTensors
     orders_sums: bool = False  # the first backward pass determines the order of the sums
-    averages: str = ""  # how gradients are averaged, and why, in a sentence; empty if the mode has no choice
-    endless: frozenset[str] = frozenset()  # names of buffers with infinite or NaN values at the start
+    averaging: str = ""  # how gradients are averaged, and why, in a sentence; empty if the mode has no choice
+    nonfinite_buffers: frozenset[str] = frozenset()  # names of buffers with infinite or NaN values at the start
     plan: "Plan | None" = None  # the plan by which the network is split
-    outputs: int = 0  # the number of classes in the output, if sharding has determined it; else 0
-    draws: bool = False  # an op draws random numbers in training
+    class_count: int = 0  # the number of classes in the output, if sharding has determined it; else 0
+    is_random: bool = False  # an op draws random numbers in training
 
 
 class Layouts(dict[str, TensorLayout]):
@@ -108,16 +108,16 @@ class ParallelNetwork:
         model: nn.Module,
         call: nn.Module | None = None,
         world: World | None = None,
-        traits: ModeTraits | None = None,
+        traits: NetworkTraits | None = None,
         *,
         share: DataShare | None = None,
         layouts: Layouts | None = None,
     ) -> None:
         world = world or World()
         self.model, self.call = model, model if call is None else call
-        self.traits, self.share = traits or ModeTraits(), share or DataShare(world.size, world.rank)
+        self.traits, self.share = traits or NetworkTraits(), share or DataShare(world.size, world.rank)
         self.layouts = Layouts(Mesh((("dp", 1),)), 0, {}) if layouts is None else layouts
-        self.norms = norms_of(model)
+        self.norms = find_norm_groups(model)
 
     def loss_fn(self, loss_fn: LossFn, smoothing: float) -> LossFnWithLabels:  # noqa: ARG002 - for split classes
         """Returns the loss function for `call`'s output in training; `smoothing` is cross-entropy's label smoothing."""
@@ -147,7 +147,7 @@ class ParallelNetwork:
     ) -> tuple[Tensor, Tensor]:
         """Returns (outputs [count, C], labels [count]) of a block of `count` samples. A collective on a mesh.
 
-        `inputs`, `labels`: this process's samples (on a mesh, `share.of_block`). `run`(module, inputs) returns outputs.
+        `inputs`, `labels`: this process's samples (on a mesh, `share.sample_indices`). `run`(module, inputs) returns outputs.
         """
         return run(self.model, inputs)[:count], labels
 

@@ -11,7 +11,7 @@ from manyhands.core.mesh import TensorLayout
 from manyhands.parallel.mesh.grid import Grid
 from manyhands.parallel.mesh.placement import Extent, Layout, convert, gather_full
 from manyhands.parallel.mesh.reduce import Reducer, total_norm
-from manyhands.parallel.network import DataShare, Layouts, MicroBatch, MicroBatchShape, ModeTraits, ParallelNetwork
+from manyhands.parallel.network import DataShare, Layouts, MicroBatch, MicroBatchShape, NetworkTraits, ParallelNetwork
 
 
 class NetworkOnMesh(ParallelNetwork):
@@ -32,7 +32,7 @@ class NetworkOnMesh(ParallelNetwork):
         axes: tuple[tuple[int, ...], tuple[int, ...]],
         *,
         most_parts: int,
-        traits: ModeTraits,
+        traits: NetworkTraits,
     ) -> None:
         input_axes, loss_axes = axes
         self.grid, self.loss_axes = grid, loss_axes

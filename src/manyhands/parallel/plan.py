@@ -37,12 +37,12 @@ class Plan:
     about: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def fallback(self) -> str:
+    def default_strategy(self) -> str:
         """The strategy of ops that no pattern matches; by default, samples are sharded over all axes."""
         return self.default or f"n@{','.join(self.mesh.names)}"
 
     def record(self) -> PlanRecord:
-        split: dict[str, Any] = {"mesh": self.mesh.as_dict(), "default": self.fallback, "ops": dict(self.ops)}
+        split: dict[str, Any] = {"mesh": self.mesh.as_dict(), "default": self.default_strategy, "ops": dict(self.ops)}
         if self.pinned:
             split["pinned"] = list(self.pinned)
         if self.layouts is not None:
@@ -56,7 +56,7 @@ class Plan:
 PlanLike = Plan | str | Path | Mapping[str, str]
 
 
-def as_plan(plan: PlanLike) -> Plan:
+def to_plan(plan: PlanLike) -> Plan:
     """Returns the Plan given as a Plan, as the path of a plan.json, or as {"mesh": "dp=2", "fc": "o@dp", …}."""
     if isinstance(plan, Plan):
         return plan
@@ -100,7 +100,7 @@ def parse_pins(words: tuple[str, ...], where: str = "--pin") -> dict[str, str]:
     return pins
 
 
-def plan_of(options: ParallelOptions, world_size: int) -> Plan:
+def plan_from_options(options: ParallelOptions, world_size: int) -> Plan:
     """Returns the plan of a job: a plan file, if any, plus the job's pins. Raises UserError if one is invalid."""
     pins = parse_pins(options.pin, "parallel.pin")
     plan = read_plan(Path(options.plan).expanduser()) if options.plan else Plan(Mesh((("dp", world_size),)))
@@ -117,6 +117,6 @@ def plan_of(options: ParallelOptions, world_size: int) -> Plan:
     return replace(plan, ops={**rest, **pins, **whole_input}, pinned=(*kept, *pins))
 
 
-def shared_plan(options: ParallelOptions, world: World) -> Plan:
-    """Returns `plan_of` as computed on rank 0, since other machines may lack the plan file. A collective."""
-    return plan_from_plain(broadcast_result(lambda: plan_of(options, world.size).as_plain(), world), "plan")
+def broadcast_plan(options: ParallelOptions, world: World) -> Plan:
+    """Returns `plan_from_options` as computed on rank 0, since other machines may lack the plan file. A collective."""
+    return plan_from_plain(broadcast_result(lambda: plan_from_options(options, world.size).as_plain(), world), "plan")

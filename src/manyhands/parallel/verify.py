@@ -119,11 +119,11 @@ def verify_gradients(  # noqa: PLR0913 - few are ever given
         UserError: there is no mesh, there are too few samples, or a copy of the network can't run on one process.
         RunError: there are findings, and `check` is set.
     """
-    grid = mesh or _mesh_of(net)
+    grid = mesh or _find_mesh(net)
     if loss is None and labels is not None:
         loss = functools.partial(F.cross_entropy, reduction="none")
     with torch.random.fork_rng():
-        live, alone = _copies(net, grid)
+        live, alone = _copy_networks(net, grid)
         network = hybrid_network(live, grid, samples)
         try:
             findings, worst = _Check(network, alone, (sample, labels), loss, tolerance).run()
@@ -135,7 +135,7 @@ def verify_gradients(  # noqa: PLR0913 - few are ever given
     return result
 
 
-def _mesh_of(net: Any) -> Grid:
+def _find_mesh(net: Any) -> Grid:
     for module in net.modules() if isinstance(net, nn.Module) else []:
         for value in vars(module).values():
             if isinstance(value, Axis | Grid):
@@ -144,7 +144,7 @@ def _mesh_of(net: Any) -> Grid:
     raise UserError("no module of the network stores a mesh axis", "verify_gradients", hints)
 
 
-def _copies(net: nn.Module | Make, grid: Grid) -> tuple[nn.Module, nn.Module]:
+def _copy_networks(net: nn.Module | Make, grid: Grid) -> tuple[nn.Module, nn.Module]:
     alone = Grid(Mesh(tuple((name, 1) for name in grid.mesh.names)), World(device=grid.world.device))
     dtype = torch.float32 if grid.world.device.startswith("mps") else torch.float64
 
@@ -278,7 +278,7 @@ class _Check:
         """Returns the network's (outputs for this rank's rows, local gradients by name, not summed over samples)."""
         _set_norm_groups(self.network.model, [slice(0, self.rows.stop - self.rows.start)], self.count)
         output = self.network.model(self.sample[self.rows])
-        Gradients(self.network, self.grid.world).backward_of(self._loss(output))
+        Gradients(self.network, self.grid.world).backward_custom_loss(self._loss(output))
         raw = {
             name: torch.zeros_like(one) if one.grad is None else one.grad.clone()
             for name, one in self.network.model.named_parameters()

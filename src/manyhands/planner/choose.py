@@ -26,7 +26,7 @@ class Pick:
     measured_seconds: dict[str, float]  # median seconds of a step, by finalist; empty if nothing was timed
 
 
-def time_in_turns(finalists: Sequence[str], measure: Callable[[str], float], rounds: int) -> dict[str, list[float]]:
+def time_in_rounds(finalists: Sequence[str], measure: Callable[[str], float], rounds: int) -> dict[str, list[float]]:
     """Times each plan once per round, after a warm-up round, to spread slowdowns. Returns seconds by plan and round.
 
     All processes call this. `measure(name)` returns equal seconds on all ranks; infinity if the plan can't run here.
@@ -57,12 +57,12 @@ def pick_measured(seconds: dict[str, list[float]]) -> Pick:
         fastest = min(medians, key=lambda name: (medians[name], name))
         return Pick(fastest, f"{fastest} is chosen: data parallel can't run here", medians)
     gains = {name: _gain_and_error(base, values) for name, values in seconds.items() if name != DATA_PARALLEL}
-    best = max(gains, key=lambda name: (_beats(*gains[name]), gains[name][0], name), default="")
+    best = max(gains, key=lambda name: (_is_significant_gain(*gains[name]), gains[name][0], name), default="")
     if not best:
         return Pick(DATA_PARALLEL, "data parallel is kept: no other plan was found", medians)
     gain, error = gains[best]
     measured = f"measured {gain:.2f}x as fast"
-    if _beats(gain, error):
+    if _is_significant_gain(gain, error):
         return Pick(best, f"{best} is chosen: {measured} as data parallel (± {error:.2f})", medians)
     why = "slower than data parallel" if gain < 1 else "within noise"
     found = f"the best other plan, {best}, {measured} (± {error:.2f}), {why}"
@@ -76,7 +76,7 @@ def _gain_and_error(base: Sequence[float], values: Sequence[float]) -> tuple[flo
     return middle, _ERROR_OF_MEDIAN * distance / math.sqrt(len(ratios))
 
 
-def _beats(gain: float, error: float) -> bool:
+def _is_significant_gain(gain: float, error: float) -> bool:
     return gain >= LEAST_GAIN and gain - _STANDARD_ERRORS * error > 1
 
 

@@ -9,12 +9,12 @@ import torch
 from manyhands.core.mesh import Mesh
 from manyhands.core.world import Share
 from manyhands.data.order import BatchSharing, sharing
-from manyhands.parallel.mesh.placement import Extent, Layout, messages, value_of
-from manyhands.parallel.mesh.reduce import bucket_names, summed_over
+from manyhands.parallel.mesh.placement import Extent, Layout, conversion_collectives, value_layout
+from manyhands.parallel.mesh.reduce import gradient_sum_axes, make_buckets
 from manyhands.parallel.replicas.batch_norm import GroupedNorm
 from manyhands.parallel.split.execute import Letters, batch_axes, input_layouts, output_layouts, parameter_layouts
 from manyhands.parallel.split.graph import INPUT, LOSS, Graph, Op
-from manyhands.planner.links import LinkSpeeds
+from manyhands.planner.links import MeshLinks
 
 FORWARD, BACKWARD, GRADIENTS, STATISTICS = "forward", "backward", "gradients", "statistics"
 _LONG_BYTES = 8  # size of labels, and of values in BatchNorm's sums
@@ -35,13 +35,13 @@ class Collective:
     op: str = ""  # the op that causes it; empty: several ops
 
     def whole_bytes(self, mesh: Mesh) -> int:
-        """Returns the bytes of the unsharded tensor, from which `LinkSpeeds` computes the time of the collective."""
+        """Returns the bytes of the unsharded tensor, from which `MeshLinks` computes the time of the collective."""
         return self.values * self.item_bytes * (mesh.parts(self.axes) if self.kind == "all_gather" else 1)
 
-    def seconds(self, links: LinkSpeeds) -> float:
+    def seconds(self, links: MeshLinks) -> float:
         return links.seconds(self.kind, self.axes, self.whole_bytes(links.mesh))
 
-    def work_seconds(self, links: LinkSpeeds) -> float:
+    def work_seconds(self, links: MeshLinks) -> float:
         """Returns the seconds in which CPU cores run the collective and can't compute."""
         return links.work_seconds(self.kind, self.axes, self.whole_bytes(links.mesh))
 
@@ -67,7 +67,7 @@ def shares(batch: int, norm_group: int) -> ShareOf:
     return sharing(batch, norm_group, (0, batch))
 
 
-def data_shares(batch: int, norm_group: int) -> ShareOf:
+def data_parallel_shares(batch: int, norm_group: int) -> ShareOf:
     """Returns f(process count, index): a process's share in data parallel, of whole BatchNorm groups if possible."""
     return lambda parts, index: BatchSharing(parts, 0, norm_group).micro_batches(batch)[0][index]
 
@@ -77,12 +77,12 @@ def _moves(
 ) -> list[Collective]:
     return [
         Collective(message.kind, axes, message.values, item_bytes, *place)
-        for message in messages(*move, extent, update.mesh, update.batch, update.rank)
-        if (axes := real_axes(message.axes, update.mesh))
+        for message in conversion_collectives(*move, extent, update.mesh, update.batch, update.rank)
+        if (axes := long_axes(message.axes, update.mesh))
     ]
 
 
-def real_axes(axes: Sequence[int], mesh: Mesh) -> tuple[int, ...]:
+def long_axes(axes: Sequence[int], mesh: Mesh) -> tuple[int, ...]:
     """Returns the axes with more than one process."""
     return tuple(axis for axis in axes if mesh.sizes[axis] > 1)
 
@@ -104,7 +104,7 @@ def _conversions(update: PlannedUpdate) -> Iterator[Collective]:
                 yield from _moves(update, (wanted[1], gradient), extent, giver.item_bytes, (BACKWARD, reading[0].name))
 
 
-def norms_of(op: Op) -> list[GroupedNorm]:
+def grouped_norm_layers(op: Op) -> list[GroupedNorm]:
     """Returns an op's BatchNorm layers that compute statistics per BatchNorm group."""
     modules = op.module.modules() if op.module is not None else ()
     return [module for module in modules if isinstance(module, GroupedNorm)]
@@ -122,8 +122,8 @@ def _local_channels(op: Op, layer: GroupedNorm, update: PlannedUpdate) -> int:
 def _norms(update: PlannedUpdate) -> Iterator[Collective]:
     """Yields the all-reduces of BatchNorm groups that span processes: one in the forward, one in the backward pass."""
     for op in update.graph.ops.values():
-        for layer in norms_of(op):
-            axes = real_axes(batch_axes(update.letters[op.name]), update.mesh)
+        for layer in grouped_norm_layers(op):
+            axes = long_axes(batch_axes(update.letters[op.name]), update.mesh)
             shared = update.share(update.mesh.parts(axes), update.mesh.place(axes, update.rank)).shared_groups
             if axes and shared:
                 values = len(shared) * 2 * _local_channels(op, layer, update)
@@ -134,10 +134,10 @@ def _norms(update: PlannedUpdate) -> Iterator[Collective]:
 def _loss(update: PlannedUpdate) -> Iterator[Collective]:
     """Yields the collectives that convert the labels' layout, and two small all-reduces if classes are sharded."""
     mesh, letters = update.mesh, update.letters[LOSS]
-    given = value_of([0 if letter == "n" else "R" for letter in update.letters[INPUT]])
-    wanted = value_of([0 if letter == "n" else "R" for letter in letters])
+    given = value_layout([0 if letter == "n" else "R" for letter in update.letters[INPUT]])
+    wanted = value_layout([0 if letter == "n" else "R" for letter in letters])
     yield from _moves(update, (given, wanted), Extent((update.batch,), 1), _LONG_BYTES, (FORWARD, LOSS))
-    axes = real_axes([axis for axis, letter in enumerate(letters) if letter == "o"], mesh)
+    axes = long_axes([axis for axis, letter in enumerate(letters) if letter == "o"], mesh)
     if axes:
         batch = batch_axes(letters)
         edges = Extent((update.batch,), 1).edges(0, mesh.parts(batch), update.batch)
@@ -156,9 +156,9 @@ def _gradients(update: PlannedUpdate) -> Iterator[Collective]:
         if parameter.requires_grad and name in layouts:
             region = layouts[name].region(update.mesh, update.rank)
             sizes[name] = math.prod(stop - start for start, stop in region)
-            axes = summed_over(layouts[name], update.mesh)
+            axes = gradient_sum_axes(layouts[name], update.mesh)
             gradients.append((name, axes, parameter.dtype, sizes[name] * parameter.element_size()))
-    for axes, names in bucket_names(gradients):
+    for axes, names in make_buckets(gradients):
         item_bytes = update.graph.parameters[names[0]].element_size()
         yield Collective("all_reduce", axes, sum(sizes[name] for name in names), item_bytes, GRADIENTS)
 
@@ -168,8 +168,8 @@ def _statistics(update: PlannedUpdate) -> Iterator[Collective]:
     values: dict[tuple[int, ...], int] = {}
     seen: set[int] = set()
     for op in update.graph.ops.values():
-        axes = real_axes(batch_axes(update.letters[op.name]), update.mesh)
-        for layer in norms_of(op):
+        axes = long_axes(batch_axes(update.letters[op.name]), update.mesh)
+        for layer in grouped_norm_layers(op):
             if axes and id(layer) not in seen and layer.running_mean is not None:
                 values[axes] = values.get(axes, 0) + 2 * _local_channels(op, layer, update) + 1
             seen.add(id(layer))

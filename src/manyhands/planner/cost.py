@@ -19,13 +19,13 @@ from torch import Tensor, fx
 
 from manyhands.core.mesh import Mesh
 from manyhands.core.world import Share
-from manyhands.parallel.mesh.placement import Layout, Side, steps_between
+from manyhands.parallel.mesh.placement import Layout, Side, conversion_steps
 from manyhands.parallel.mesh.reduce import BUCKET_BYTES
-from manyhands.parallel.split.execute import Letters, batch_axes, input_layouts, output_layouts, shardings_of
-from manyhands.parallel.split.graph import LOSS, Graph, Op, Sharding, attribute
+from manyhands.parallel.split.execute import Letters, batch_axes, input_layouts, op_shardings, output_layouts
+from manyhands.parallel.split.graph import LOSS, Graph, Op, Sharding, attribute_tensor
 from manyhands.parallel.split.strategy import refusal
-from manyhands.planner.collectives import FORWARD, GRADIENTS, Collective, PlannedUpdate, norms_of, real_axes
-from manyhands.planner.links import LinkSpeeds
+from manyhands.planner.collectives import FORWARD, GRADIENTS, Collective, PlannedUpdate, grouped_norm_layers, long_axes
+from manyhands.planner.links import MeshLinks
 from manyhands.planner.solve import Edge, Matrix, OpCost, Problem
 from manyhands.planner.timing import OpTimes
 from manyhands.sync.link_speeds import sent_bytes
@@ -35,34 +35,34 @@ _BACKWARD = 2.0  # a backward pass computes the gradients of the inputs and of t
 _LEAST_FACTOR, _MOST_FACTOR = 0.02, 50.0
 
 
-def part(sides: Sequence[Side], mesh: Mesh) -> float:
+def local_share(sides: Sequence[Side], mesh: Mesh) -> float:
     """Returns the fraction of a tensor's values on one process. `sides`: the tensor's placement on each mesh axis."""
     return 1.0 / mesh.parts([axis for axis, side in enumerate(sides) if isinstance(side, int)])
 
 
-def values(op: Op, batch: int) -> float:
+def output_size(op: Op, batch: int) -> float:
     """Returns the number of values in an op's unsharded output."""
     return sum(extent.values(batch) for extent in op.extents)
 
 
-def parameter_part(op: Op, name: str, letters: tuple[str, ...], mesh: Mesh) -> float:
+def parameter_share(op: Op, name: str, letters: tuple[str, ...], mesh: Mesh) -> float:
     """Returns the fraction of a parameter's values on one process."""
-    return 1.0 / mesh.parts([axis for axis, one in enumerate(shardings_of(op, letters)) if name in one.cuts])
+    return 1.0 / mesh.parts([axis for axis, one in enumerate(op_shardings(op, letters)) if name in one.cuts])
 
 
 def parameter_bytes(op: Op, letters: tuple[str, ...], mesh: Mesh) -> float:
     """Returns the bytes of an op's parameters and buffers on one process."""
     return sum(
-        parameter_part(op, name, letters, mesh) * tensor.numel() * tensor.element_size()
+        parameter_share(op, name, letters, mesh) * tensor.numel() * tensor.element_size()
         for name, tensor in op.parameters().items()
     )
 
 
-def operations(op: Op, sources: list[Op], batch: int) -> float:
+def forward_flops(op: Op, sources: list[Op], batch: int) -> float:
     """Returns the number of additions and multiplications in the forward pass of an unsharded op."""
     if not op.extents:
         return 0.0
-    given = values(op, batch)
+    given = output_size(op, batch)
     weights = [tensor for tensor in op.parameters().values() if tensor.ndim > 1]
     if op.kind in {"conv", "linear"} and weights:
         return 2.0 * given * math.prod(weights[0].shape[1:])
@@ -112,17 +112,18 @@ class ShardedOpTimes:
         """Returns (forward seconds, backward seconds) of an op on one process in one update."""
         if not op.extents or not op.sources:
             return 0.0, 0.0
-        chosen = shardings_of(op, letters)
+        chosen = op_shardings(op, letters)
         cut = mesh.parts([axis for axis, letter in enumerate(letters) if letter != "r"])
         read = 0.0
         for place, source in enumerate(self._sources(op)):
-            read += part([one.inputs[place] for one in chosen], mesh) * values(source, self.batch) * source.item_bytes
-        given = part([one.output for one in chosen], mesh) * values(op, self.batch)
+            size_bytes = output_size(source, self.batch) * source.item_bytes
+            read += local_share([one.inputs[place] for one in chosen], mesh) * size_bytes
+        given = local_share([one.output for one in chosen], mesh) * output_size(op, self.batch)
         moved = read + given * op.item_bytes + parameter_bytes(op, letters, mesh)
         # Measure the op before any estimate, because the rates follow from measurements.
         if (key := self.signature(op.name)) not in self._factors:
             self._factors[key] = self._measured_ratio(op)
-        work = operations(op, self._sources(op), self.batch) / cut
+        work = forward_flops(op, self._sources(op), self.batch) / cut
         forward = self._factors[key] * self.estimate(work, moved)
         return forward, forward * self._backward_factor(op)
 
@@ -139,9 +140,9 @@ class ShardedOpTimes:
         if runs is None:
             return usual
         sources, directions = self._sources(op), 1 + self._backward_factor(op)
-        work = operations(op, sources, self._share_size)
+        work = forward_flops(op, sources, self._share_size)
         held = sum(tensor.numel() * tensor.element_size() for tensor in op.parameters().values())
-        passed = sum(values(one, self.batch) * one.item_bytes for one in [op, *sources])
+        passed = sum(output_size(one, self.batch) * one.item_bytes for one in [op, *sources])
         moved = held + self._share_size / self.batch * passed
         before = self._times.measured
         key = f"{self._share_size} samples, {self._backward_factor(op):.0f} backward: {self._op_key(op)}"
@@ -178,7 +179,7 @@ def _op_runner(op: Op, graph: Graph, batch: int) -> Callable[[], Callable[[], ob
 def _input(source: Op, batch: int, device: torch.device) -> Tensor:
     """Creates an op's input: the parameter or buffer that the op reads, random floats, or zeros for integers."""
     if source.reads_attribute:
-        own = attribute(source.node).detach()
+        own = attribute_tensor(source.node).detach()
         return own.requires_grad_() if source.trains and own.is_floating_point() else own
     extent = source.extent
     dims = (batch * extent.rows, *extent.dims[1:]) if extent.rows else extent.dims
@@ -203,22 +204,22 @@ def _run_once(module: Any, node: fx.Node, args: Any, kwargs: Any, inputs: list[T
         torch.autograd.grad(result, wanted, torch.ones_like(result), allow_unused=True)
 
 
-def piece_shape(op: Op, letters: tuple[str, ...], mesh: Mesh, batch: int) -> list[int]:
+def largest_shard_shape(op: Op, letters: tuple[str, ...], mesh: Mesh, batch: int) -> list[int]:
     """Returns an op's output shape on the last rank, which has the largest shards; [] if the output is no tensor."""
     if not op.extents:
         return []
-    sides = [one.output for one in shardings_of(op, letters)]
+    sides = [one.output for one in op_shardings(op, letters)]
     cuts = [[axis for axis, side in enumerate(sides) if side == dim] for dim in range(len(op.extent.dims))]
     edges = [op.extent.edges(dim, mesh.parts(axes), batch) for dim, axes in enumerate(cuts)]
     return [one[-1] - one[-2] for one in edges]
 
 
 @dataclass(frozen=True)
-class Setting:
+class CostInputs:
     """The inputs of the cost model except the sharding."""
 
     work: ShardedOpTimes  # seconds of ops
-    links: LinkSpeeds  # seconds of collectives, on a mesh
+    links: MeshLinks  # seconds of collectives, on a mesh
     share: Callable[[int, int], Share]  # see `PlannedUpdate.share`
     slots: int = 1  # values that the optimizer keeps for each parameter
     overlap: float = 0.3  # fraction of the backward pass that can hide gradient collectives
@@ -233,7 +234,7 @@ class Setting:
     def mesh(self) -> Mesh:
         return self.links.mesh
 
-    def cached(self, function: "Callable[[Op, tuple[str, ...], Setting], T]", op: Op, letters: tuple[str, ...]) -> T:
+    def cached(self, function: "Callable[[Op, tuple[str, ...], CostInputs], T]", op: Op, letters: tuple[str, ...]) -> T:
         """Returns `function(op, letters, self)`, cached for ops of equal cost; axes with equal links count as equal."""
         alike: Any = self.mesh.sizes, letters
         if self.links.alike:
@@ -272,21 +273,22 @@ class Prediction:
         }
 
 
-def _op_cost(op: Op, letters: tuple[str, ...], setting: Setting) -> OpCost:
+def _op_cost(op: Op, letters: tuple[str, ...], setting: CostInputs) -> OpCost:
     """Returns the cost of an op on one process, without layout conversions between ops."""
-    mesh, work, links, shardings = setting.mesh, setting.work, setting.links, shardings_of(op, letters)
+    mesh, work, links, shardings = setting.mesh, setting.work, setting.links, op_shardings(op, letters)
     forward, backward = work.seconds(op, letters, mesh)
     held = sent = sending = working = 0.0  # parameter bytes, sent gradient bytes; seconds of sending, and of busy cores
     for name, tensor in work.parameters(op.name).items():
         if tensor.requires_grad:
-            size = parameter_part(op, name, letters, mesh) * tensor.numel() * tensor.element_size()
+            size = parameter_share(op, name, letters, mesh) * tensor.numel() * tensor.element_size()
             held += size
-            if axes := real_axes([axis for axis, one in enumerate(shardings) if name in one.partial], mesh):
+            if axes := long_axes([axis for axis, one in enumerate(shardings) if name in one.partial], mesh):
                 sent += size
                 sending += size / BUCKET_BYTES * links.seconds("all_reduce", axes, BUCKET_BYTES)
                 working += size / BUCKET_BYTES * links.work_seconds("all_reduce", axes, BUCKET_BYTES)
-    saved = part([one.output for one in shardings], mesh) * op.item_bytes * values(op, work.batch) if op.trains else 0.0
-    layers, axes = norms_of(op), real_axes(batch_axes(letters), mesh)
+    saved = op.item_bytes * output_size(op, work.batch) if op.trains else 0.0
+    saved *= local_share([one.output for one in shardings], mesh)
+    layers, axes = grouped_norm_layers(op), long_axes(batch_axes(letters), mesh)
     shared = len(setting.share(mesh.parts(axes), 0).shared_groups) if axes and layers else 0
     norms = sum(2 * links.seconds("all_reduce", axes, 16.0 * shared * layer.num_features) for layer in layers)
     compute = setting.scale * (forward + backward + work.estimate(0.0, held * (3 + 2 * setting.slots)))
@@ -299,7 +301,7 @@ def _op_cost(op: Op, letters: tuple[str, ...], setting: Setting) -> OpCost:
     )
 
 
-def predict(graph: Graph, letters: Letters, setting: Setting) -> Prediction:
+def predict(graph: Graph, letters: Letters, setting: CostInputs) -> Prediction:
     """Predicts the cost of one update sharded by `letters`, on the process with the largest shards."""
     mesh, links = setting.mesh, setting.links
     sent = PlannedUpdate(graph, letters, mesh, setting.work.batch, setting.share, mesh.size - 1).collectives()
@@ -337,17 +339,17 @@ class LabelledProblem:
 
 # The seconds of a conversion are modeled as linear in the bytes, fitted at this size and at twice this size.
 _FEW_BYTES = float(1 << 20)
-Both = tuple[Layout, Layout]
+LayoutPair = tuple[Layout, Layout]
 Fixed = Mapping[str, Mapping[int, str]]
 
 
-def sharding_problem(graph: Graph, setting: Setting, fixed: Fixed | None = None) -> LabelledProblem:
+def sharding_problem(graph: Graph, setting: CostInputs, fixed: Fixed | None = None) -> LabelledProblem:
     """Creates the solver problem of sharding a network over a mesh. `fixed`: required shardings by op and axis.
 
     If several ops read the same tensor, the problem counts a conversion for each of them, because an edge connects two
     ops; `predict` counts equal conversions once.
     """
-    groups = list(graph.ties().values())
+    groups = list(graph.ops_by_tie().values())
     rows: dict[Any, tuple[Choices, list[OpCost]]] = {}  # by the ops' signatures
     choices, nodes = list[Choices](), list[list[OpCost]]()
     for ops in groups:
@@ -363,32 +365,32 @@ def sharding_problem(graph: Graph, setting: Setting, fixed: Fixed | None = None)
     for giver, reader, place in graph.edges():
         if giver.extents:
             a, b = number[giver.name], number[reader.name]
-            edges.append(Edge(a, b, *prices.between(giver, reader, place, choices[a], choices[b])))
+            edges.append(Edge(a, b, *prices.cost_matrices(giver, reader, place, choices[a], choices[b])))
     names = [ops[0].name for ops in groups]
     problem = Problem(nodes, edges, setting.memory_limit_bytes, setting.overlap, names)
     return LabelledProblem(problem, groups, choices)
 
 
-def _valid_choices(ops: list[Op], setting: Setting, pinned: Mapping[int, str]) -> Choices:
-    letters = [letter for letter in ops[0].allowed() if all(letter in op.allowed() for op in ops)]
+def _valid_choices(ops: list[Op], setting: CostInputs, pinned: Mapping[int, str]) -> Choices:
+    letters = [letter for letter in ops[0].allowed_letters() if all(letter in op.allowed_letters() for op in ops)]
     ways = [[pinned[axis]] if axis in pinned else letters for axis in range(len(setting.mesh.axes))]
     return tuple(taken for taken in itertools.product(*ways) if all(setting.cached(_is_valid, op, taken) for op in ops))
 
 
-def _is_valid(op: Op, letters: tuple[str, ...], setting: Setting) -> bool:
+def _is_valid(op: Op, letters: tuple[str, ...], setting: CostInputs) -> bool:
     mesh = setting.mesh
     idle = mesh.parts(batch_axes(letters)) > setting.work.batch
     repeats = any(letter == "r" and mesh.sizes[axis] > 1 for axis, letter in enumerate(letters))
     learns = any(tensor.requires_grad for tensor in setting.work.parameters(op.name).values())
-    must = not op.batchwise or op.allowed() == ["r"]
+    must = not op.batchwise or op.allowed_letters() == ["r"]
     drifts = repeats and learns and not setting.repeat and not must
     return not idle and not drifts and not refusal(op, letters, mesh)
 
 
-def _choice_cost(ops: list[Op], letters: tuple[str, ...], setting: Setting) -> OpCost:
+def _choice_cost(ops: list[Op], letters: tuple[str, ...], setting: CostInputs) -> OpCost:
     """Returns the total cost of tied ops. Includes the all-reduces of the loss if classes are sharded."""
     mesh, loss = setting.mesh, 0.0
-    axes = real_axes([axis for axis, letter in enumerate(letters) if letter == "o"], mesh)
+    axes = long_axes([axis for axis, letter in enumerate(letters) if letter == "o"], mesh)
     if axes and any(op.name == LOSS for op in ops):
         rows = setting.work.batch / mesh.parts(batch_axes(letters))
         loss = sum(setting.links.seconds("all_reduce", axes, 4.0 * count * rows) for count in (1, 3))
@@ -398,23 +400,23 @@ def _choice_cost(ops: list[Op], letters: tuple[str, ...], setting: Setting) -> O
 class _Conversions:
     """Computes and caches matrices of the seconds and bytes of layout conversions between the choices of two ops."""
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: CostInputs) -> None:
         self._setting, mesh = setting, setting.mesh
-        self._path = functools.cache(lambda source, target: traffic(source, target, mesh))
+        self._path = functools.cache(lambda source, target: conversion_traffic(source, target, mesh))
         self._link_seconds = functools.cache(setting.links.seconds)
         self._known_matrices = functools.cache(self._matrices)
         self._known_line = functools.cache(self._fit_line)
-        self._layouts: dict[Any, tuple[Both, ...]] = {}
+        self._layouts: dict[Any, tuple[LayoutPair, ...]] = {}
 
-    def between(
+    def cost_matrices(
         self, giver: Op, reader: Op, place: int, gives: Choices, reads: Choices
     ) -> tuple[Matrix, Matrix | None]:
         """Returns matrices [giver choice, reader choice] of seconds (both passes) and of bytes (None without limit)."""
         given, wanted = self._layouts_of(giver, gives), self._layouts_of(reader, reads, place)
-        size = float(giver.item_bytes * values(giver, self._setting.work.batch))
+        size = float(giver.item_bytes * output_size(giver, self._setting.work.batch))
         return self._known_matrices(given, wanted, size, giver.trains and bool(reader.extents or reader.name == LOSS))
 
-    def _layouts_of(self, op: Op, taken: Choices, place: int | None = None) -> tuple[Both, ...]:
+    def _layouts_of(self, op: Op, taken: Choices, place: int | None = None) -> tuple[LayoutPair, ...]:
         """Returns (value layout, gradient layout) of an op's output, or of the input at `place`, for each choice."""
         key = self._setting.work.signature(op.name), op.name == LOSS, taken, place
         if key not in self._layouts:
@@ -424,7 +426,7 @@ class _Conversions:
         return self._layouts[key]
 
     def _matrices(
-        self, given: tuple[Both, ...], wanted: tuple[Both, ...], size: float, trains: bool
+        self, given: tuple[LayoutPair, ...], wanted: tuple[LayoutPair, ...], size: float, trains: bool
     ) -> tuple[Matrix, Matrix | None]:
         values = tuple(one[0] for one in given), tuple(one[0] for one in wanted)
         seconds = self._seconds(*values, size)
@@ -462,11 +464,11 @@ class _Conversions:
         )
 
 
-def traffic(source: Layout, target: Layout, mesh: Mesh) -> list[tuple[str, tuple[int, ...], float]]:
+def conversion_traffic(source: Layout, target: Layout, mesh: Mesh) -> list[tuple[str, tuple[int, ...], float]]:
     """Returns (kind, axes, fraction of the unsharded tensor's bytes) of each conversion step. "slice" sends nothing."""
     share = 1.0 / mesh.parts([axis for axis, here in enumerate(source) if isinstance(here, int)])
     found: list[tuple[str, tuple[int, ...], float]] = []
-    for step in steps_between(source, target):
+    for step in conversion_steps(source, target):
         group = mesh.parts(step.axes)
         share *= group if step.kind in {"all_gather", "pad"} else 1
         found.append((step.kind if step.communicates else "slice", step.axes, share))

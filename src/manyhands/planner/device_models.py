@@ -44,7 +44,7 @@ class DeviceModel(BaseModel):
         )
 
 
-def device_model(name: str) -> DeviceModel:
+def load_device_model(name: str) -> DeviceModel:
     """Returns a device model, from the user's file or built in. Raises UserError if it is unknown or invalid."""
     ours = resources.files("manyhands.planner").joinpath("device_models.toml")
     known: dict[str, tuple[Any, str]] = {}

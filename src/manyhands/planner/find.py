@@ -15,11 +15,11 @@ from manyhands.parallel.options import MODE_OF_PLANS, MODE_OF_SEARCHES, SEARCH, 
 from manyhands.parallel.plan import Plan
 from manyhands.parallel.split.execute import Letters, parameter_layouts
 from manyhands.parallel.split.graph import LOSS, Graph
-from manyhands.parallel.split.strategy import refusal, resolve, shorten_strategies, strategies
+from manyhands.parallel.split.strategy import explicit_letters, refusal, resolve_letters, shorten_strategies
 from manyhands.planner.choose import DATA_PARALLEL, LEAST_GAIN, LEAST_PREDICTED_GAIN, Pick, pick_predicted
-from manyhands.planner.collectives import data_shares, shares
-from manyhands.planner.cost import Prediction, Setting, ShardedOpTimes, predict, sharding_problem
-from manyhands.planner.links import LinkSpeeds, links_of
+from manyhands.planner.collectives import data_parallel_shares, shares
+from manyhands.planner.cost import CostInputs, Prediction, ShardedOpTimes, predict, sharding_problem
+from manyhands.planner.links import MeshLinks, mesh_links
 from manyhands.planner.solve import NoPlanError, solve_all
 from manyhands.planner.timing import OpTimes, Timing
 
@@ -28,7 +28,7 @@ GAP = 0.001  # relative: how much slower than the optimum a solver's result may 
 _LARGE = 0.05  # linear layers with less than this fraction of the network's parameters gain nothing from sharding
 # Fraction of a backward pass that can hide communication: if other hardware sends, and if the computing cores send.
 _OVERLAP_APART, _OVERLAP_TOGETHER = 0.7, 0.3
-LinksOf = Callable[[Mesh], LinkSpeeds]
+LinksOf = Callable[[Mesh], MeshLinks]
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class SearchRequest:
     world_size: int  # processes
     batch: int  # samples in an update
     mesh: Mesh | None = None  # the only mesh to consider; None: all meshes
-    pins: Mapping[str, str] | None = None  # the user's strategies, by op name or glob
+    pins: Mapping[str, str] | None = None  # the user's explicit_letters, by op name or glob
     memory_limit_bytes: int | None = None  # of each process; None: no limit
     norm_group: int = 0  # samples in a BatchNorm group; 0: no groups
     slots: int = 1  # values that the optimizer keeps for each parameter
@@ -99,9 +99,9 @@ class SearchResult:
 
     @property
     def plan(self) -> Plan:
-        return self.plan_of(self.chosen)
+        return self.candidate_plan(self.chosen)
 
-    def plan_of(self, option: PlanCandidate) -> Plan:
+    def candidate_plan(self, option: PlanCandidate) -> Plan:
         """Converts a candidate to a plan that can be written to a file."""
         default, ops = shorten_strategies(option.letters, self.graph, option.mesh)
         mode = MODE_OF_SEARCHES if self.request.fill == SEARCH else MODE_OF_PLANS
@@ -109,31 +109,32 @@ class SearchResult:
             "mode": USUAL_MODE if option.name == DATA_PARALLEL else mode,
             "reason": self.pick.reason,
             "predicted": option.prediction.as_plain(),
-            "graph": {"sha": digest(self.graph), "input": list(self.graph.input_shape), "samples": self.request.batch},
         }
+        shape = list(self.graph.input_shape)
+        about["graph"] = {"sha": graph_digest(self.graph), "input": shape, "samples": self.request.batch}
         measured = self.pick.measured_seconds.get(option.name)
         if measured is not None:
             about["measured"] = {"step_ms": round(measured * 1e3, 3)}
         pins = self.request.pins or {} if option.allowed else {}
-        tied = {self.graph.ops[name].tied for name in strategies(Plan(option.mesh, pins), self.graph)}
+        tied = {self.graph.ops[name].tied for name in explicit_letters(Plan(option.mesh, pins), self.graph)}
         kept = tuple(name for name in ops if self.graph.ops[name].tied in tied)
         return Plan(option.mesh, ops, default, kept, parameter_layouts(self.graph, option.letters), about)
 
-    def plans_of(self, options: Sequence[PlanCandidate]) -> dict[str, dict[str, Any] | None]:
+    def plans_as_plain(self, options: Sequence[PlanCandidate]) -> dict[str, dict[str, Any] | None]:
         """Returns plans by name as JSON data, for the processes that time them; None for data parallel."""
-        return {one.name: None if one.name == DATA_PARALLEL else self.plan_of(one).as_plain() for one in options}
+        return {one.name: None if one.name == DATA_PARALLEL else self.candidate_plan(one).as_plain() for one in options}
 
-    def repicked(self, seconds: float) -> "SearchResult":
+    def reselect(self, seconds: float) -> "SearchResult":
         """Repeats the selection with `seconds` as the step time of data parallel with the job's sync method."""
         return replace(self, pick=_select(self.options, self.request, self.spread, seconds))
 
-    def fewer(self, shares: Mapping[int, Timing | None]) -> tuple[PlanCandidate, ...]:
+    def predict_fewer(self, shares: Mapping[int, Timing | None]) -> tuple[PlanCandidate, ...]:
         """Predicts data parallel on fewer processes. `shares`: time of a share (None: estimate) by process count."""
         found: list[PlanCandidate] = []
         for count, share in shares.items():
             one = self.data_parallel(count)
             predicted = replace(one.prediction, compute_seconds=share.seconds) if share else one.prediction
-            found.append(replace(one, name=name_of(count), prediction=predicted))
+            found.append(replace(one, name=data_parallel_name(count), prediction=predicted))
         return tuple(found)
 
     def finalists(self, count: int = 3) -> list[PlanCandidate]:
@@ -144,7 +145,7 @@ class SearchResult:
         return [*always, *others[:count]]
 
 
-def digest(graph: Graph) -> str:
+def graph_digest(graph: Graph) -> str:
     """Returns a digest of a network's ops and shapes, to detect a plan for another network."""
     lines = [
         repr((op.name, op.kind, op.sources, op.extents, [tuple(one.shape) for one in op.parameters().values()]))
@@ -153,11 +154,11 @@ def digest(graph: Graph) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
-def find(
+def search_plans(
     graph: Graph,
     request: SearchRequest,
     times: OpTimes | None = None,
-    links: LinksOf = links_of,
+    links: LinksOf = mesh_links,
     share: Timing | None = None,
 ) -> SearchResult:
     """Finds candidate plans for `graph`, the unsharded network in training mode, and selects one by predicted time.
@@ -173,22 +174,22 @@ def find(
         request.mesh.check_size(request.world_size, "--mesh")
     times, least_bytes = times or OpTimes(budget_s=0.0), math.inf
     try:
-        pricing = Pricing(graph, request, times, links, share)
-        options = [pricing.data_parallel(request.world_size), *pricing.by_hand()]
+        pricing = CandidatePredictor(graph, request, times, links, share)
+        options = [pricing.data_parallel(request.world_size), *pricing.predict_by_hand()]
         if request.fill == SEARCH:
-            found, least_bytes = pricing.searched()
+            found, least_bytes = pricing.search_meshes()
             options += found
     finally:
         times.save()
-    options = _distinct(options)
+    options = _without_duplicates(options)
     spread = max(times.spread, share.spread if share else 0.0)
     notes = tuple(_untimed_notes(pricing.base.work.untimed))
     pick = _select(options, request, spread, least_bytes=least_bytes)
     return SearchResult(tuple(options), pick, graph, request, notes, spread, pricing.data_parallel)
 
 
-class Pricing:
-    """Predicts the costs of candidate plans. See `find` for the arguments."""
+class CandidatePredictor:
+    """Predicts the costs of candidate plans. See `search_plans` for the arguments."""
 
     def __init__(
         self, graph: Graph, request: SearchRequest, times: OpTimes, links: LinksOf, share: Timing | None
@@ -198,7 +199,7 @@ class Pricing:
         # Within a machine without accelerators, sending takes time from computing, even if the amount is unknown.
         known = all(link.work_s_per_byte for link in speeds.axes)
         apart = request.accelerator or known or any(speeds.across)
-        self.base = Setting(
+        self.base = CostInputs(
             ShardedOpTimes(graph, request.batch, request.world_size, times),
             speeds,
             shares(request.batch, request.norm_group),
@@ -212,31 +213,32 @@ class Pricing:
 
     def data_parallel(self, processes: int) -> PlanCandidate:
         """Predicts data parallel on `processes` processes, with the batch divided as in training."""
-        plan, share = Plan(_data_mesh(processes)), data_shares(self._request.batch, self._request.norm_group)
+        plan, share = Plan(_data_mesh(processes)), data_parallel_shares(self._request.batch, self._request.norm_group)
         setting = replace(self._setting(plan.mesh), share=share, known={})
-        return self._predict(DATA_PARALLEL, resolve(plan, self._graph, "pin"), setting, allowed=not self._request.pins)
+        letters = resolve_letters(plan, self._graph, "pin")
+        return self._predict(DATA_PARALLEL, letters, setting, allowed=not self._request.pins)
 
-    def _setting(self, mesh: Mesh) -> Setting:
+    def _setting(self, mesh: Mesh) -> CostInputs:
         return replace(self.base, links=self._links(mesh))
 
-    def _predict(self, name: str, letters: Letters, setting: Setting, *, allowed: bool = True) -> PlanCandidate:
+    def _predict(self, name: str, letters: Letters, setting: CostInputs, *, allowed: bool = True) -> PlanCandidate:
         prediction, limit = predict(self._graph, letters, setting), setting.memory_limit_bytes
         fits = limit is None or prediction.memory_bytes <= limit
         return PlanCandidate(name, setting.mesh, letters, prediction, fits, allowed)
 
-    def by_hand(self) -> list[PlanCandidate]:
+    def predict_by_hand(self) -> list[PlanCandidate]:
         """Returns the plan with the user's pins and all other ops data parallel; without pins, `one_weird_trick`."""
         if self._request.pins:
             options: list[PlanCandidate] = []
             for mesh, _ in self._meshes_for_pins():
-                letters = resolve(Plan(mesh, self._request.pins), self._graph, "pin")
+                letters = resolve_letters(Plan(mesh, self._request.pins), self._graph, "pin")
                 options.append(self._predict(YOURS, letters, self._setting(mesh)))
             return [min(options, key=lambda option: (not option.fits, option.prediction.seconds))]
         mesh = _data_mesh(self._request.world_size)
         letters = one_weird_trick(self._graph, mesh) if self._request.mesh is None else None
         return [self._predict(TRICK, letters, self._setting(mesh))] if letters else []
 
-    def searched(self) -> tuple[list[PlanCandidate], float]:
+    def search_meshes(self) -> tuple[list[PlanCandidate], float]:
         """Returns the best plan on each mesh, and the memory of the smallest plan in bytes if none fits."""
         settings = [(self._setting(mesh), fixed) for mesh, fixed in self._meshes_for_pins()]
         labelled = [sharding_problem(self._graph, setting, fixed) for setting, fixed in settings]
@@ -260,11 +262,12 @@ class Pricing:
         for mesh in [request.mesh] if request.mesh else meshes:
             plan = Plan(mesh, pins)
             try:
-                resolve(plan, graph, "pin")
+                resolve_letters(plan, graph, "pin")
             except UserError as error:
                 refused = error
             else:
-                found.append((mesh, {name: letters for name, (_, letters) in strategies(plan, graph, "pin").items()}))
+                pinned = explicit_letters(plan, graph, "pin").items()
+                found.append((mesh, {name: letters for name, (_, letters) in pinned}))
         if not found and refused is not None:
             raise refused
         return found
@@ -310,7 +313,7 @@ def one_weird_trick(graph: Graph, mesh: Mesh) -> dict[str, tuple[str, ...]] | No
         wanted = "n"
         if op.kind == "linear" and own > _LARGE * total:
             wanted, cut = ("i", False) if cut else ("o", True)
-        elif cut and "c" in op.allowed():
+        elif cut and "c" in op.allowed_letters():
             wanted = "c"
         elif op.name == LOSS and cut:
             wanted = "o"
@@ -319,10 +322,10 @@ def one_weird_trick(graph: Graph, mesh: Mesh) -> dict[str, tuple[str, ...]] | No
         taken = tuple(wanted for _ in mesh.axes)
         if wanted != "n" and op.tied == op.name and not refusal(op, taken, mesh):
             whole[op.name] = taken
-    return {**resolve(Plan(mesh), graph), **whole} if whole else None
+    return {**resolve_letters(Plan(mesh), graph), **whole} if whole else None
 
 
-def _distinct(options: Sequence[PlanCandidate]) -> list[PlanCandidate]:
+def _without_duplicates(options: Sequence[PlanCandidate]) -> list[PlanCandidate]:
     """Removes duplicates. A plan with the same letter on all axes equals the plan with that letter on one axis."""
     found: dict[Any, PlanCandidate] = {}
     for option in options:
@@ -363,7 +366,7 @@ def fewer_counts(processes: int) -> list[int]:
     return [processes >> power for power in range(processes.bit_length() - 1, 0, -1)]
 
 
-def name_of(processes: int) -> str:
+def data_parallel_name(processes: int) -> str:
     return "one process" if processes == 1 else f"{DATA_PARALLEL} on {processes}"
 
 

@@ -17,7 +17,7 @@ from manyhands.sync.link_speeds import BETWEEN_MACHINES, WITHIN_A_MACHINE, LinkS
 
 
 @dataclass(frozen=True)
-class LinkSpeeds:
+class MeshLinks:
     """The speeds of the links along the axes of a mesh."""
 
     mesh: Mesh  # mesh of the processes
@@ -57,19 +57,19 @@ class LinkSpeeds:
         return max(work_seconds(kind, processes, size_bytes, self.axes[axis]) for axis in axes)
 
 
-def links_of(
+def mesh_links(
     mesh: Mesh,
     per_machine: int | None = None,
     within: LinkSpeed = WITHIN_A_MACHINE,
     between: LinkSpeed = BETWEEN_MACHINES,
-) -> LinkSpeeds:
+) -> MeshLinks:
     """Returns the links of a mesh with `per_machine` consecutive ranks on each machine (None: one machine for all)."""
     across: list[bool] = []
     spanned = 1
     for size in reversed(mesh.sizes):
         spanned *= size
         across.insert(0, per_machine is not None and size > 1 and (spanned > per_machine or per_machine % spanned != 0))
-    return LinkSpeeds(mesh, tuple(between if far else within for far in across), tuple(across))
+    return MeshLinks(mesh, tuple(between if far else within for far in across), tuple(across))
 
 
 _GROUP_SIZE = 2

@@ -38,7 +38,7 @@ class Timing:
     spread: float = 0.0
 
 
-def quickest(run: Callable[[], object], device: str, most: int, budget_s: float, *, busy: bool = False) -> Timing:
+def time_calls(run: Callable[[], object], device: str, most: int, budget_s: float, *, busy: bool = False) -> Timing:
     """Times 1 to `most` calls of `run`, already warmed up: the fastest; on a `busy` or limited CPU, the median."""
     threads, clock, factor = torch.get_num_threads(), time.perf_counter, 1.0
     if torch.device(device).type == "cpu":
@@ -94,7 +94,7 @@ _ASSUMED_RATES = {"cpu": (3e10, 8e9), "mps": (3e12, 1e11), "others": (2e13, 6e11
 _MATRIX, _COPIED_VALUES = 384, 1 << 21
 
 
-def environment(device: str, threads: int = 0) -> dict[str, str]:
+def timing_environment(device: str, threads: int = 0) -> dict[str, str]:
     """Returns the conditions that affect op times: torch version, device, threads and cores."""
     return {
         "torch": torch.__version__,
@@ -125,7 +125,7 @@ class _TimesFile(BaseModel):
 class OpTimes:
     """A cache of op times that measures new ops until `budget_s` is used up, and then estimates.
 
-    Callers choose the keys, such as op, shapes and dtype. Each `environment()` has one file; concurrent writes are
+    Callers choose the keys, such as op, shapes and dtype. Each `timing_environment()` has one file; concurrent writes are
     merged, and a damaged file is replaced. `rates`: (operations, bytes) per second of a device that isn't on this
     machine; then nothing is measured or cached. `threads`: CPU threads of a measurement; 0: torch's current setting.
     """
@@ -140,7 +140,7 @@ class OpTimes:
     ) -> None:
         self._device = torch.device(device)
         self._left_s = 0.0 if rates else budget_s
-        self._environment = environment(device, threads)
+        self._environment = timing_environment(device, threads)
         digest = hashlib.sha256(json.dumps(self._environment, sort_keys=True).encode()).hexdigest()[:16]
         self.file = (folder or platformdirs.user_cache_path("manyhands") / "planner") / f"ops-{digest}.json"
         self.notes: list[str] = []  # messages about the files
@@ -174,7 +174,7 @@ class OpTimes:
         """Returns the cached seconds, even if measured on a busy machine; None if `key` isn't cached."""
         return self._seconds[key].seconds if key in self._seconds else None
 
-    def keep(self, key: str, seconds: float) -> None:
+    def store(self, key: str, seconds: float) -> None:
         """Stores seconds that another process measured."""
         self._seconds[key] = self._fresh[key] = OpTime(seconds=seconds)
 
@@ -184,7 +184,7 @@ class OpTimes:
         whole_s = sum(one.seconds for one in self._used.values())
         return sum(one.seconds * one.spread for one in self._used.values()) / whole_s if whole_s else 0.0
 
-    def doubts(self) -> list[str]:
+    def busy_warnings(self) -> list[str]:
         """Returns a list with a warning if some times were measured on a busy machine, else an empty list."""
         busy = max((one.busy for one in self._used.values()), default=0.0)
         text = (
@@ -239,7 +239,7 @@ class OpTimes:
         run = make()
         run()
         wait_for(self._device)
-        found = quickest(run, str(self._device), _REPEATS, _LONG_S, busy=busy > BUSY)
+        found = time_calls(run, str(self._device), _REPEATS, _LONG_S, busy=busy > BUSY)
         self._left_s -= time.perf_counter() - began
         return OpTime(seconds=found.seconds, spread=found.spread, busy=self._busy())
 

@@ -19,11 +19,11 @@ from manyhands.parallel.gradients import Gradients
 from manyhands.parallel.network import LossFn, MicroBatch, MicroBatchShape, ModeRequest, ParallelNetwork
 from manyhands.parallel.options import USUAL_MODE
 from manyhands.parallel.plan import Plan
-from manyhands.parallel.replicas.batch_norm import find_rows, group_batch_norms
+from manyhands.parallel.replicas.batch_norm import group_batch_norms, measure_rows
 from manyhands.parallel.split.execute import shard_tensor
-from manyhands.parallel.split.network import split
-from manyhands.planner.choose import time_in_turns
-from manyhands.planner.timing import BUSY, OtherLoad, Timing, quickest
+from manyhands.parallel.split.network import shard_by_plan
+from manyhands.planner.choose import time_in_rounds
+from manyhands.planner.timing import BUSY, OtherLoad, Timing, time_calls
 
 # Smaller differences, relative to the network's largest gradient, are noise of values that should be zero, such as the
 # gradient of a bias before a BatchNorm.
@@ -65,10 +65,10 @@ class PlanRunner:
         self.model = case.make().train()
         if plan:
             request = ModeRequest(plan=plan, picture=case.picture, cross_entropy=case.cross_entropy)
-            self.network: ParallelNetwork = split(self.model, world, request)
+            self.network: ParallelNetwork = shard_by_plan(self.model, world, request)
         else:
             groups, _ = group_batch_norms(self.model)
-            find_rows(self.model, groups.layers, case.samples()[0][:2])
+            measure_rows(self.model, groups.layers, case.samples()[0][:2])
             data_parallel = ModeRequest(shared_memory=case.shared_memory)
             self.network = apply_mode(resolve_mode(USUAL_MODE, world), self.model, world, data_parallel)
         self._gradients = Gradients(
@@ -90,7 +90,7 @@ class PlanRunner:
     def update(self) -> None:
         self.gradients()
         self._gradients.unscale(self._optimizer)
-        self._gradients.finish_statistics()
+        self._gradients.update_running_statistics()
         self._gradients.step(self._optimizer)
 
 
@@ -108,8 +108,11 @@ def _micro_batches(case: PlanCase, network: ParallelNetwork) -> list[MicroBatch]
     return found
 
 
-def measure(case: PlanCase, plans: Mapping[str, Plan | None], world: World, rounds: int = 8) -> dict[str, list[float]]:
-    """Returns the seconds of an update on the slowest rank, by plan and round. All processes call this."""
+Plans = Mapping[str, Plan | None]  # by name; None: data parallel
+
+
+def time_plans(case: PlanCase, plans: Plans, world: World, rounds: int = 8) -> dict[str, list[float]]:
+    """Returns {plan: seconds of an update on the slowest rank in each round}. All processes must call this."""
     runners = {name: PlanRunner(case, plan, world) for name, plan in plans.items()}
 
     def slowest(name: str) -> float:
@@ -123,7 +126,7 @@ def measure(case: PlanCase, plans: Mapping[str, Plan | None], world: World, roun
         return float(taken)
 
     try:
-        return time_in_turns(list(plans), slowest, rounds)
+        return time_in_rounds(list(plans), slowest, rounds)
     finally:
         for runner in runners.values():
             runner.network.close()
@@ -145,7 +148,7 @@ class Verification:
         return {**asdict(self), "holds": self.holds}
 
 
-def verify(case: PlanCase, plan: Plan, world: World) -> Verification:
+def verify_plan(case: PlanCase, plan: Plan, world: World) -> Verification:
     """Compares an update with a plan and an unsharded update in double precision. All processes call this.
 
     Each process computes the unsharded update and compares its own shards. Dropout is disabled, because a sharded
@@ -204,7 +207,7 @@ _MOST_REPEATS = 7
 _MIN_SAMPLES = 2  # BatchNorm needs two samples for a variance
 
 
-def share_timing(case: PlanCase, processes: int, threads: int = 0, budget_s: float = 10.0) -> Timing:
+def time_share(case: PlanCase, processes: int, threads: int = 0, budget_s: float = 10.0) -> Timing:
     """Times, in this process, an update with the largest share of a batch that is divided among `processes`.
 
     `threads`: CPU threads (0: unchanged). If the case has micro-batches, one of them is timed and scaled to the share.
@@ -216,7 +219,7 @@ def share_timing(case: PlanCase, processes: int, threads: int = 0, budget_s: flo
     try:
         runner, others = PlanRunner(replace(case, batch=timed, micro_batch=0), None, World(device=device)), OtherLoad()
         runner.update()
-        found = quickest(runner.update, device, _MOST_REPEATS, budget_s, busy=others.share() > BUSY)
+        found = time_calls(runner.update, device, _MOST_REPEATS, budget_s, busy=others.share() > BUSY)
         return Timing(found.seconds * (share / timed), found.spread)
     finally:
         torch.set_num_threads(before)

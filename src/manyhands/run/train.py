@@ -23,7 +23,7 @@ from manyhands.core.scratch import scratch
 from manyhands.core.world import ProcessInfo, check_batch
 from manyhands.data.known import find_choice
 from manyhands.models.published import check_network
-from manyhands.parallel.group.ports import describe_exposure, listen
+from manyhands.parallel.group.ports import describe_reachability, listen
 from manyhands.parallel.options import check_mode
 from manyhands.report.screen import Screen
 from manyhands.run.folder import FolderWatch, run_folder
@@ -152,7 +152,7 @@ def _job_of_machine(job: Job, rendezvous: Rendezvous, *, quiet: bool) -> Job:
         # The agent opens the port; here it is only checked before it is announced.
         listen(rendezvous.address, rendezvous.port, "MASTER_ADDR and MASTER_PORT, or the cluster file").close()
         if not quiet:
-            terminal.say(describe_exposure(rendezvous.address, rendezvous.port))
+            terminal.say(describe_reachability(rendezvous.address, rendezvous.port))
     return job
 
 

@@ -35,7 +35,7 @@ class SyncChoice:
     reason: str  # one sentence with figures
 
 
-def choose(
+def choose_method(
     case: LinkCase, options: SyncOptions, only: str = "", without: Mapping[str, str] | None = None
 ) -> SyncChoice:
     """Selects the method for sync.method = auto from the estimated costs; prefers methods that sync in every update.
@@ -74,7 +74,7 @@ def _is_acceptable(cost: Cost, best: Cost, case: LinkCase, share: float) -> bool
     return lost_s <= max(_LOST_STEP_S, share * best.step_s) or lost_s * case.steps < _LOST_S
 
 
-def label_of(cost: Cost) -> str:
+def cost_label(cost: Cost) -> str:
     """Describes a method in a few words, such as "local (int4, every 96 steps)"."""
     if synchronizes_every_update(cost.method):
         return cost.method
@@ -85,14 +85,15 @@ def _reason(case: LinkCase, chosen: Cost, best: Cost, exact: Cost) -> str:
     if case.machines == 1:
         return f"{chosen.method} is kept: there is only one machine"
     speed = f"on {case.link.bytes_per_s * 8e-6:.4g} Mbit/s, with {case.step_s:.3g} s to compute a step"
-    took = f"{label_of(chosen)} exchanges in {chosen.exchange_s:.3g} s and takes {chosen.step_s:.3g} s per step"
+    took = f"{cost_label(chosen)} exchanges in {chosen.exchange_s:.3g} s and takes {chosen.step_s:.3g} s per step"
     whole = f"the run takes {_run_time(chosen, case)}"
     if chosen != exact:
         return f"{speed}: {took}; {whole} ({_run_time(exact, case)} with {EXACT})"
-    return f"{speed}: {took}; {whole}" + ("" if best == exact else f" ({_run_time(best, case)} with {label_of(best)})")
+    fastest = "" if best == exact else f" ({_run_time(best, case)} with {cost_label(best)})"
+    return f"{speed}: {took}; {whole}{fastest}"
 
 
-def days_of(cost: Cost, case: LinkCase) -> float:
+def run_days(cost: Cost, case: LinkCase) -> float:
     """Returns the estimated days of all updates of a run, without evaluation and saving."""
     return cost.step_s * case.steps / _DAY_S
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from manyhands.core.seeds import mix
 from manyhands.sync.costs import FACTOR_BITS, FACTOR_BLOCK, Matrix, low_rank_layout
-from manyhands.sync.exchange import ExchangeSteps, IntegerCodec, Residual, SyncGroup, codec_named, mean_of
+from manyhands.sync.exchange import ExchangeSteps, IntegerCodec, Residual, SyncGroup, average_vector, create_codec
 
 Multiply = Callable[[Tensor, Tensor, Tensor], object]
 
@@ -56,12 +56,12 @@ def gram_schmidt(factors: Sequence[Tensor], first: Sequence[Tensor]) -> list[Ten
     """
     found: list[Tensor] = []
     for factor, one in zip(factors, first, strict=True):
-        lengths = lengths_of(factor)
+        lengths = column_norms(factor)
         live = lengths > 0
         whole = torch.where(live, factor / torch.where(live, lengths, 1), one)
         for number in range(len(whole)):
             column, later = whole[number : number + 1], whole[number + 1 :]
-            length = lengths_of(column)
+            length = column_norms(column)
             column.copy_(torch.where(length <= _EXPLAINED, 0.0, column / length))
             products = column * later
             total = _on_capable_device(products).sum(-1, keepdim=True, dtype=torch.float64)
@@ -84,7 +84,7 @@ def write_product(multiply: Multiply, left: Tensor, right: Tensor, out: Tensor) 
         out.copy_(whole.view(out.shape))
 
 
-def lengths_of(columns: Tensor) -> Tensor:
+def column_norms(columns: Tensor) -> Tensor:
     """Returns the Euclidean norms of vectors [..., n] as [..., 1], bitwise equal on all machines."""
     # Square roots differ between processors, as sums do, until they are rounded.
     return _rounded(_on_capable_device(columns * columns).sum(-1, keepdim=True, dtype=torch.float64).sqrt(), columns)
@@ -104,12 +104,12 @@ class RoundingCompressor:
     """A compressor that rounds each value with a codec, before and after averaging."""
 
     def __init__(self, name: str, dtype: torch.dtype) -> None:
-        self._codec = codec_named(name, dtype)
+        self._codec = create_codec(name, dtype)
         self._sums: Tensor | None = None
 
     def average(self, values: Tensor, peers: SyncGroup) -> ExchangeSteps[tuple[Tensor, Tensor]]:
         """Returns (mean over peers [n], residual of `values` [n]); this object keeps the averages' rounding error."""
-        averaged, residual = yield from mean_of(values, self._codec, peers, self._sums)
+        averaged, residual = yield from average_vector(values, self._codec, peers, self._sums)
         self._sums = residual.sums
         return averaged, residual.own
 
@@ -175,11 +175,11 @@ class LowRank:
             known @ (matrix if self._sends_right_factor(one) else matrix.T)
             for one, known, matrix in zip(self.ranks.matrices, self._known, self._matrices(pieces), strict=True)
         ]
-        return torch.cat([tensor.reshape(-1) for tensor in (*thin, *(pieces[place] for place in self.ranks.rest))])
+        return torch.cat([tensor.reshape(-1) for tensor in (*thin, *(pieces[place] for place in self.ranks.dense))])
 
     def send(self, sent: Tensor, peers: SyncGroup) -> ExchangeSteps[tuple[Tensor, Residual]]:
         """Averages `sent` (from `begin`) over all peers in two collectives; the exchange returns (mean, residual)."""
-        return (yield from mean_of(sent, self._codec, peers))
+        return (yield from average_vector(sent, self._codec, peers))
 
     def end(
         self,
@@ -205,7 +205,7 @@ class LowRank:
             left, right = (known, own[number]) if self._sends_right_factor(one) else (own[number], known)
             matrix.addmm_(left.T, right, alpha=-1)
             between()
-        for number, place in enumerate(self.ranks.rest, len(self.ranks.matrices)):
+        for number, place in enumerate(self.ranks.dense, len(self.ranks.matrices)):
             slots[place].copy_(averaged[number].view(slots[place].shape))
             pieces[place].copy_(unsent[number])
         self._averaged, self._turn = averaged[: len(self._known)], self._turn + 1
@@ -235,7 +235,7 @@ class LowRank:
     def _unflatten(self, sent: Tensor) -> list[Tensor]:
         lengths = [one.length(self._turn) for one in self.ranks.matrices]
         thin = [length * one.rank for length, one in zip(lengths, self.ranks.matrices, strict=True)]
-        pieces = sent.split([*thin, *(self._sizes[place] for place in self.ranks.rest)])
+        pieces = sent.split([*thin, *(self._sizes[place] for place in self.ranks.dense)])
         shaped = [piece.view(-1, length) for piece, length in zip(pieces, lengths, strict=False)]
         return [*shaped, *pieces[len(shaped) :]]
 
@@ -243,7 +243,7 @@ class LowRank:
 Compressor = RoundingCompressor | LowRank
 
 
-def compressor_named(
+def create_compressor(
     name: str, shapes: list[tuple[int, ...]], *, rank: int, seed: int, device: str, dtype: torch.dtype
 ) -> Compressor:
     """Creates a compressor (none, bf16, int8, int4 or lowrank) for a vector that holds tensors of these shapes."""
@@ -278,4 +278,4 @@ def select_arithmetic(compressors: Sequence[Compressor], peers: SyncGroup, like:
 def _random_columns(one: Matrix, turn: int, generator: torch.Generator) -> Tensor:
     """Returns random columns of norm 1 that replace zero columns of a turn's factor in `gram_schmidt`."""
     columns = torch.rand(one.rank, one.length(turn), generator=generator) - 0.5  # uniform, as in `select_arithmetic`
-    return columns / lengths_of(columns)
+    return columns / column_norms(columns)

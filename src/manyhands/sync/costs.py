@@ -85,13 +85,13 @@ class LowRankLayout:
     """The division of a flat buffer's tensors into those sent as low-rank factors and those sent uncompressed."""
 
     matrices: tuple[Matrix, ...]  # tensors that are sent as factors, one of the two in each turn
-    rest: tuple[int, ...]  # indices of tensors that are sent uncompressed
+    dense: tuple[int, ...]  # indices of tensors that are sent uncompressed
     shapes: tuple[tuple[int, ...], ...]  # of all tensors
 
     def values(self, turn: int) -> int:
         """Returns the number of values sent in a turn: one factor of each matrix, and the uncompressed tensors."""
         thin = sum(matrix.rank * matrix.length(turn) for matrix in self.matrices)
-        return thin + sum(math.prod(self.shapes[place]) for place in self.rest)
+        return thin + sum(math.prod(self.shapes[place]) for place in self.dense)
 
 
 def low_rank_layout(shapes: Sequence[tuple[int, ...]], rank: int) -> LowRankLayout:
@@ -101,13 +101,13 @@ def low_rank_layout(shapes: Sequence[tuple[int, ...]], rank: int) -> LowRankLayo
     in turn, and about equally many values in each turn. Small matrices get a rank above `rank`, at little cost.
     """
     found: list[tuple[int, int, int, int]] = []
-    rest: list[int] = []
+    dense: list[int] = []
     for place, shape in enumerate(shapes):
         # A vector has no structure that factors could follow.
         rows, columns = _nearly_square(shape[0], math.prod(shape[1:])) if len(shape) > 1 else (1, math.prod(shape))
         most = rows * columns // (2 * (rows + columns)) if rows * columns >= _MIN_IN_MATRIX else 0
         if most < rank:
-            rest.append(place)
+            dense.append(place)
         else:
             found.append((place, rows, columns, min(most, max(rank, 2 * _MIN_IN_FACTOR // (rows + columns)))))
     matrices: list[Matrix] = []
@@ -116,7 +116,7 @@ def low_rank_layout(shapes: Sequence[tuple[int, ...]], rank: int) -> LowRankLayo
         first = int((rows > columns) == (ahead > 0))
         ahead += own * (columns - rows if first else rows - columns)
         matrices.append(Matrix(place, rows, columns, own, first))
-    return LowRankLayout(tuple(sorted(matrices, key=lambda matrix: matrix.place)), tuple(rest), tuple(shapes))
+    return LowRankLayout(tuple(sorted(matrices, key=lambda matrix: matrix.place)), tuple(dense), tuple(shapes))
 
 
 def _nearly_square(rows: int, columns: int) -> tuple[int, int]:
@@ -127,11 +127,11 @@ def _nearly_square(rows: int, columns: int) -> tuple[int, int]:
     return rows, columns
 
 
-def batches(shapes: Sequence[tuple[int, ...]], rank: int) -> list[list[int]]:
+def divide_into_batches(shapes: Sequence[tuple[int, ...]], rank: int) -> list[list[int]]:
     """Divides tensors (`shapes` in forward order) into batches to send together; returns indices, last batch first."""
     ranks = low_rank_layout(shapes, rank)
     sent = {matrix.place: matrix.rank * (matrix.rows + matrix.columns) / 2 for matrix in ranks.matrices}
-    sent |= {place: float(math.prod(shapes[place])) for place in ranks.rest}
+    sent |= {place: float(math.prod(shapes[place])) for place in ranks.dense}
     whole = sum(sent.values())
     left, found, gathered = whole, [list[int]()], 0.0
     for place in reversed(range(len(shapes))):
@@ -151,7 +151,7 @@ class RankOptions(Options):
     )
 
 
-def chunk_values(count: int, machines: int) -> int:
+def values_per_machine(count: int, machines: int) -> int:
     """Returns the number of values that each machine averages for all: an equal share, rounded up to entire blocks."""
     return -(-count // (machines * BLOCK)) * BLOCK
 
@@ -163,7 +163,7 @@ def value_bytes(codec: str, item_bytes: int) -> float:
 
 def mean_bytes(count: int, machines: int, each_bytes: float) -> float:
     """Returns the bytes that a machine sends to average `count` values, in an all-to-all and an all-gather."""
-    return 2 * (machines - 1) * chunk_values(count, machines) * each_bytes
+    return 2 * (machines - 1) * values_per_machine(count, machines) * each_bytes
 
 
 _BUCKET_BYTES = 25 << 20  # of DDP; each bucket adds the latency
@@ -173,62 +173,62 @@ _CONTROL_BYTES = 220  # of gloo, to each peer in each collective; measured
 
 
 @dataclass(frozen=True)
-class SyncMessage:
+class MessageCost:
     """The cost of a message, or of several in sequence."""
 
     sent_bytes: float = 0.0  # bytes that each machine sends
     seconds: float = 0.0  # until all machines have received the message
     work_s: float = 0.0  # the part of `seconds` in which a machine's cores can't compute
 
-    def __add__(self, other: "SyncMessage") -> "SyncMessage":
-        return SyncMessage(self.sent_bytes + other.sent_bytes, self.seconds + other.seconds, self.work_s + other.work_s)
+    def __add__(self, other: "MessageCost") -> "MessageCost":
+        return MessageCost(self.sent_bytes + other.sent_bytes, self.seconds + other.seconds, self.work_s + other.work_s)
 
     def exposed_seconds(self, hiding_s: float) -> float:
         """Returns the seconds that sending adds to a step if it overlaps with `hiding_s` seconds of computation."""
         return self.work_s + max(0.0, self.seconds - self.work_s - hiding_s)
 
 
-def gradients(case: LinkCase, item_bytes: int) -> SyncMessage:
+def gradient_cost(case: LinkCase, item_bytes: int) -> MessageCost:
     """Returns the cost of DDP's all-reduces of all gradients.
 
     Counts machines, not processes, because a machine's processes sum first (`modes.data.TwoLevelNetwork`). With bf16
     and on accelerators DDP sums over all processes, which sends 50 % more between two machines of two processes each.
     """
-    return _all_reduce(case, case.values * item_bytes, -(-case.values * case.item_bytes // _BUCKET_BYTES))
+    return _all_reduce_cost(case, case.values * item_bytes, -(-case.values * case.item_bytes // _BUCKET_BYTES))
 
 
-def statistics(case: LinkCase) -> SyncMessage:
+def statistics_cost(case: LinkCase) -> MessageCost:
     """Returns the cost of one all-reduce of BatchNorm's running statistics per update."""
-    return _all_reduce(case, case.buffers * _STATISTIC_BYTES, 1)
+    return _all_reduce_cost(case, case.buffers * _STATISTIC_BYTES, 1)
 
 
-def mean(case: LinkCase, count: int, each_bytes: float) -> SyncMessage:
+def averaging_cost(case: LinkCase, count: int, each_bytes: float) -> MessageCost:
     """Returns the cost of averaging `count` values: an all-to-all of shares, then an all-gather of their means."""
     if not count:
-        return SyncMessage()
+        return MessageCost()
     sent = mean_bytes(count, case.machines, each_bytes) + 2 * (case.machines - 1) * _CONTROL_BYTES
     messages = 2 * rounds("all_to_all", case.machines)[0]
     crossing = _CROSSING if case.machines > 2 else 1.0
-    return SyncMessage(sent, crossing * sent / case.link.bytes_per_s + messages * case.link.latency_s)
+    return MessageCost(sent, crossing * sent / case.link.bytes_per_s + messages * case.link.latency_s)
 
 
-def low_rank(case: LinkCase, shapes: Sequence[tuple[int, ...]], rank: int) -> SyncMessage:
+def low_rank_cost(case: LinkCase, shapes: Sequence[tuple[int, ...]], rank: int) -> MessageCost:
     """Returns the cost of sending one factor per matrix: the mean of both turns."""
     ranks = low_rank_layout(shapes, rank)
-    both = [mean(case, ranks.values(turn), FACTOR_VALUE_BYTES) for turn in (0, 1)]
-    return SyncMessage(sum(one.sent_bytes for one in both) / 2, sum(one.seconds for one in both) / 2)
+    both = [averaging_cost(case, ranks.values(turn), FACTOR_VALUE_BYTES) for turn in (0, 1)]
+    return MessageCost(sum(one.sent_bytes for one in both) / 2, sum(one.seconds for one in both) / 2)
 
 
-def low_rank_batches(case: LinkCase, rank: int) -> list[SyncMessage]:
+def low_rank_batch_costs(case: LinkCase, rank: int) -> list[MessageCost]:
     """Returns the cost of each batch of gradients that is sent during a backward pass."""
-    places = batches(case.shapes, rank)
-    return [low_rank(case, [case.shapes[place] for place in batch], rank) for batch in places]
+    places = divide_into_batches(case.shapes, rank)
+    return [low_rank_cost(case, [case.shapes[place] for place in batch], rank) for batch in places]
 
 
-def _all_reduce(case: LinkCase, size_bytes: float, calls: int) -> SyncMessage:
+def _all_reduce_cost(case: LinkCase, size_bytes: float, calls: int) -> MessageCost:
     if not size_bytes:
-        return SyncMessage()
+        return MessageCost()
     parties, link = case.machines, case.link
     seconds = calls * link_seconds("all_reduce", parties, size_bytes / calls, link)
     work_s = calls * work_seconds("all_reduce", parties, size_bytes / calls, link)
-    return SyncMessage(sent_bytes("all_reduce", parties, size_bytes), seconds, work_s)
+    return MessageCost(sent_bytes("all_reduce", parties, size_bytes), seconds, work_s)

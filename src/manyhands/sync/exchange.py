@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import Tensor
 
-from manyhands.sync.costs import BLOCK, SCALE_BYTES, chunk_values
+from manyhands.sync.costs import BLOCK, SCALE_BYTES, values_per_machine
 
 T = TypeVar("T")
 
@@ -54,7 +54,7 @@ class SyncGroup:
         return received, dist.all_gather_into_tensor(received.view(-1), part, group=self.group, async_op=True)
 
 
-def drive(steps: ExchangeSteps[T]) -> T:
+def run_exchange(steps: ExchangeSteps[T]) -> T:
     """Runs an exchange to its end, blocking, and returns its result."""
     while True:
         try:
@@ -213,7 +213,7 @@ class IntegerCodec:
 Codec = FloatCodec | IntegerCodec
 
 
-def codec_named(name: str, dtype: torch.dtype) -> Codec:
+def create_codec(name: str, dtype: torch.dtype) -> Codec:
     """Creates the codec none, bf16, int8 or int4; "none" sends values as `dtype`."""
     if name == "none":
         return FloatCodec(dtype)
@@ -236,7 +236,9 @@ class Residual:
         return kept
 
 
-def mean_of(values: Tensor, codec: Codec, peers: SyncGroup, sums_before: Tensor | None = None) -> ExchangeSteps[Any]:
+def average_vector(
+    values: Tensor, codec: Codec, peers: SyncGroup, sums_before: Tensor | None = None
+) -> ExchangeSteps[Any]:
     """Averages a vector [n] over all peers, bitwise equal on all. The exchange returns (mean [n], Residual).
 
     Each process averages one share of the values and sends the rounded result to all. `sums_before`: `Residual.sums` of
@@ -245,7 +247,7 @@ def mean_of(values: Tensor, codec: Codec, peers: SyncGroup, sums_before: Tensor 
     count = values.numel()
     if peers.size == 1 or not count:
         return values.clone(), Residual(torch.zeros_like(values), None)
-    chunk = chunk_values(count, peers.size)
+    chunk = values_per_machine(count, peers.size)
     parts = F.pad(values, (0, chunk * peers.size - count)).view(peers.size, chunk)
     coded, own = codec.encode(parts)
     received, work = peers.exchange(coded)

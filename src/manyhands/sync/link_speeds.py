@@ -21,7 +21,7 @@ class LinkSpeed:
     work_s_per_byte: float = 0.0  # seconds in which a process's cores are busy per byte sent
     work_s_per_message: float = 0.0  # seconds in which they are busy per message
 
-    def with_work_of(self, other: "LinkSpeed") -> "LinkSpeed":
+    def with_cpu_cost_of(self, other: "LinkSpeed") -> "LinkSpeed":
         return replace(self, work_s_per_byte=other.work_s_per_byte, work_s_per_message=other.work_s_per_message)
 
 
@@ -33,12 +33,12 @@ _PAYLOAD = 0.956  # without the headers of Ethernet, IP and TCP: 1448 of 1514 by
 _SSH = LinkSpeed(2.2e8, 300e-6)
 
 
-def named_link(text: str, where: str = "--link") -> LinkSpeed:
+def parse_link(text: str, where: str = "--link") -> LinkSpeed:
     """Returns the speed of a link with the nominal bandwidth `text`, such as 10mbit. Raises UserError: invalid text."""
     return LinkSpeed(parse_bandwidth(text, where) * _PAYLOAD, BETWEEN_MACHINES.latency_s)
 
 
-def through_ssh(link: LinkSpeed) -> LinkSpeed:
+def link_through_ssh(link: LinkSpeed) -> LinkSpeed:
     """Returns the speed of a link whose traffic is tunnelled through ssh."""
     return replace(link, bytes_per_s=min(link.bytes_per_s, _SSH.bytes_per_s), latency_s=link.latency_s + _SSH.latency_s)
 
@@ -72,7 +72,7 @@ def work_seconds(kind: str, processes: int, size_bytes: float, link: LinkSpeed) 
     return messages * link.work_s_per_message + share * size_bytes * link.work_s_per_byte
 
 
-def fitted_link(kind: str, processes: int, points: Points) -> LinkSpeed:
+def fit_link_speed(kind: str, processes: int, points: Points) -> LinkSpeed:
     """Fits a link speed to the first and last of `points`, (bytes, seconds). Latency 0 if the last took no longer."""
     (small, first_s), (large, last_s) = points[0], points[-1]
     messages, share = rounds(kind, processes)

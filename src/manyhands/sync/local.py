@@ -57,7 +57,7 @@ class LocalSteps(Synchronizer):
     pace: Pace  # interval and outer step
     weight: float = 1.0  # factor of this machine's changes in the mean; the mean of all factors is 1
     machine: LocalGroup | None = None  # the processes of this machine, if several train together
-    own: Mapping[str, Any] = field(default_factory=dict)  # see `Synchronizer`
+    settings: Mapping[str, Any] = field(default_factory=dict)  # see `Synchronizer`
     # see `Synchronizer.adapt_pace`; None if the pace is fixed
     adapt: Callable[[Sequence[float], Sequence[float]], Cost | None] | None = None
     rounds: int = field(default=0, init=False)  # exchanges that have been applied
@@ -119,7 +119,7 @@ class LocalSteps(Synchronizer):
     @contextmanager
     def averaged(self) -> Iterator[None]:
         """Sets the network to the anchor and the averaged buffers in this context, for evaluation and checkpoints."""
-        own = as_vector(self.parameters, self._dtype), self.buffers.own()
+        own = as_vector(self.parameters, self._dtype), self.buffers.local_values()
         self._write_network(self.anchor, self.buffers.averaged)
         try:
             yield
@@ -134,7 +134,7 @@ class LocalSteps(Synchronizer):
         flight = self._flight
         tensors = {
             "parameters": as_vector(self.parameters, self._dtype),
-            "buffers": self.buffers.own(),
+            "buffers": self.buffers.local_values(),
             "held": flight.residual if flight else self._residual,
             "speed": self._speed,
         }

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from manyhands.core.devices import wait_for
-from manyhands.sync.link_speeds import LinkSpeed, fitted_link
+from manyhands.sync.link_speeds import LinkSpeed, fit_link_speed
 
 _REPEATS = 5
 _SMALLEST_BYTES, _LARGEST_BYTES = 1 << 14, 1 << 26
@@ -33,7 +33,7 @@ def measure_link(group: dist.ProcessGroup | None, device: str, budget_s: float =
         taken_s = _seconds(size // _VALUE_BYTES, group, device)
     if _has_time_left(taken_s, ends_s, group, device):
         taken_s = min(taken_s, _seconds(size // _VALUE_BYTES, group, device))
-    return fitted_link("all_reduce", processes, ((_VALUE_BYTES, small_s), (size, taken_s)))
+    return fit_link_speed("all_reduce", processes, ((_VALUE_BYTES, small_s), (size, taken_s)))
 
 
 def _has_time_left(wanted_s: float, ends_s: float, group: dist.ProcessGroup | None, device: str) -> bool:

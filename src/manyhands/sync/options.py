@@ -24,7 +24,7 @@ def synchronizes_every_update(name: str) -> bool:
     return bool(getattr(methods()[name], "EVERY_UPDATE", True))
 
 
-def exception_of(name: str) -> str:
+def process_count_effect(name: str) -> str:
     """Returns a sentence on how a method's results depend on the number of processes; "" if they don't."""
     method = methods()[name]
     if method.EXACT:
@@ -38,7 +38,7 @@ def missing_need(name: str, offers: "frozenset[Need] | set[Need]") -> Need | Non
     return missing(methods()[name].NEEDS, offers)
 
 
-def option_keys(name: str) -> list[str]:
+def method_option_keys(name: str) -> list[str]:
     """Returns the names of a method's options in the job's section `sync`."""
     section = getattr(methods()[name], "Options", None)
     return list(section.model_fields) if section else []

@@ -17,7 +17,7 @@ from manyhands.core.errors import RunError
 from manyhands.core.phases import CLOCK, COMMUNICATION
 from manyhands.core.seeds import mix
 from manyhands.sync.compress import LowRank, select_arithmetic
-from manyhands.sync.costs import batches
+from manyhands.sync.costs import divide_into_batches
 from manyhands.sync.exchange import CollectiveQueue, ExchangeSteps, SyncGroup
 from manyhands.sync.synchronizer import Buffers, LocalGroup, Synchronizer, dtype_of
 
@@ -54,15 +54,15 @@ class PowerSgd(Synchronizer):
         machine: LocalGroup | None = None,
         processes: int = 0,
         buffers: Buffers | None = None,
-        own: Mapping[str, Any] = MappingProxyType({}),
+        settings: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        self.own, self._buffers = own, buffers or Buffers([], peers, machine)
+        self.settings, self._buffers = settings, buffers or Buffers([], peers, machine)
         self._peers, self._rare, self._machine = peers, list(rare), machine
         self._weight = peers.size / (processes or peers.size)
         dtype, device = dtype_of(parameters), str(parameters[0].device)
         shapes = [tuple(parameter.shape) for parameter in parameters]
         self._batches: list[_Batch] = []
-        for number, places in enumerate(batches(shapes, rank)):
+        for number, places in enumerate(divide_into_batches(shapes, rank)):
             sent, turn = [shapes[place] for place in places], number % 2
             compressor = LowRank(sent, rank, mix(seed + number), device, dtype, turn=turn)
             self._batches.append(_Batch([parameters[place] for place in places], compressor, dtype))
@@ -106,7 +106,7 @@ class PowerSgd(Synchronizer):
                 parameter.grad = None
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, int]]:
-        state = {"buffers": self._buffers.own()}
+        state = {"buffers": self._buffers.local_values()}
         for number, batch in enumerate(self._batches):
             state[f"{number}.held"] = batch.residual
             state |= {f"{number}.{name}": tensor for name, tensor in batch.compressor.state().items()}
@@ -120,7 +120,7 @@ class PowerSgd(Synchronizer):
             batch.residual.copy_(own.pop("held"))
             batch.compressor.load({name: one.to(batch.residual.device) for name, one in own.items()})
 
-    def forget(self) -> str:
+    def clear_residuals(self) -> str:
         """Drops residuals and restores the initial factors, between two updates; returns a message for the user."""
         for batch, first in zip(self._batches, self._first, strict=True):
             batch.residual.zero_()
@@ -139,7 +139,7 @@ class PowerSgd(Synchronizer):
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
-        own = self._buffers.own()
+        own = self._buffers.local_values()
         self._buffers.write(self._buffers.averaged)
         try:
             yield

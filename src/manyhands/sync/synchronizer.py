@@ -68,9 +68,9 @@ class Buffers:
 
     def begin(self) -> None:
         """Sets `averaged` to the current buffers, which are equal on all processes."""
-        self.averaged, self._step = self.own(), -1
+        self.averaged, self._step = self.local_values(), -1
 
-    def own(self) -> Tensor:
+    def local_values(self) -> Tensor:
         return as_vector(self._buffers, self._dtype)
 
     def write(self, values: Tensor) -> None:
@@ -80,14 +80,14 @@ class Buffers:
         """Averages the buffers, at most once per step. A collective."""
         if step == self._step:
             return
-        mean, machine = self.own(), self._machine
+        mean, machine = self.local_values(), self._machine
         if machine:
             dist.all_reduce(mean, group=machine.group)
             mean /= machine.size
         if machine is None or machine.is_leader:
-            from manyhands.sync.exchange import FloatCodec, drive, mean_of
+            from manyhands.sync.exchange import FloatCodec, average_vector, run_exchange
 
-            mean, _ = drive(mean_of(mean, FloatCodec(self._dtype), self._peers))
+            mean, _ = run_exchange(average_vector(mean, FloatCodec(self._dtype), self._peers))
         if machine:
             dist.broadcast(mean, machine.leader, group=machine.group)
         self.averaged, self._step = mean, step
@@ -107,7 +107,7 @@ class SyncContext:
     """The settings from which a sync method is created: processes of the run, functions to communicate, seed."""
 
     world: World  # all processes
-    places: MachineRanks  # the processes by machine
+    machine_ranks: MachineRanks  # the processes by machine
     new_group: Callable[[Sequence[int]], Any]  # creates a group for exchanges during training; a collective
     from_rank_0: Callable[[float], float]  # broadcasts rank 0's number; a collective
     seed: int  # equal on all processes
@@ -116,36 +116,36 @@ class SyncContext:
 
     @property
     def is_leader(self) -> bool:
-        return self.world.rank in self.places.leaders
+        return self.world.rank in self.machine_ranks.leaders
 
     def peers(self) -> "SyncGroup":
         """Creates a new process group of the leaders (see `MachineRanks`). All processes call this."""
         from manyhands.sync.exchange import SyncGroup
 
-        leaders = self.places.leaders
+        leaders = self.machine_ranks.leaders
         group = self.new_group(leaders)
         return SyncGroup(leaders.index(self.world.rank) if self.is_leader else 0, len(leaders), group)
 
     def machine(self) -> LocalGroup | None:
         """Returns the processes of this machine, or None if they have no group."""
-        places = self.places
+        places = self.machine_ranks
         if places.group is None:
             return None
         return LocalGroup(places.group, places.machine[0], len(places.machine), self.world.rank == places.machine[0])
 
-    def own(self, cost: "Cost", trained: Sequence[Tensor], rank: int = 0) -> dict[str, Any]:
+    def settings(self, cost: "Cost", trained: Sequence[Tensor], rank: int = 0) -> dict[str, Any]:
         """Returns the settings of this run that sync state depends on; saved state is loaded only if they are equal."""
         return {
             "method": cost.method,
             "codec": cost.codec,
             "rank": rank,
-            "speakers": list(self.places.leaders),
+            "speakers": list(self.machine_ranks.leaders),
             "values": sum(one.numel() for one in trained),
             **({"format of factors": FACTORS_FORMAT} if rank else {}),
         }
 
 
-def trained_of(network: HasGradients) -> dict[str, nn.Parameter]:
+def trainable_parameters(network: HasGradients) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in network.named_parameters() if parameter.requires_grad}
 
 
@@ -160,7 +160,7 @@ class Synchronizer:
     times_waits = False  # True if `waited_s` is measured; False if the mode waits
     waited_s, exchange_s = 0.0, 0.0  # training's waits for other processes; the last exchange during training, if any
     # settings on which the `state` of each process depends (method, codec, leaders …), as JSON data; empty: no state
-    own: Mapping[str, Any] = MappingProxyType({})
+    settings: Mapping[str, Any] = MappingProxyType({})
 
     def before_update(self, step: int) -> None:
         """Called before an update, when `step` updates and their `after_update` calls are complete."""
@@ -173,7 +173,7 @@ class Synchronizer:
     def after_update(self, step: int) -> None:
         """Called after an update; `step` counts the updates made so far."""
 
-    def forget(self) -> str:
+    def clear_residuals(self) -> str:
         """Removes non-finite gradients from the state; returns a message if other values are lost too, else ""."""
         return ""
 

@@ -16,10 +16,10 @@ from manyhands.core.run_folder import NOWHERE, OBJECTS, resume_command
 from manyhands.core.world import World
 from manyhands.data.loading import Loader
 from manyhands.data.splits import Source
-from manyhands.parallel.apply import apply_mode, make_equal, normalizes_in_groups, require_equal_networks
+from manyhands.parallel.apply import apply_mode, equalize_replicas, normalizes_in_groups, require_equal_networks
 from manyhands.parallel.group.plain import broadcast_plain, gather_plain
 from manyhands.parallel.network import ModeRequest, ParallelNetwork
-from manyhands.parallel.replicas.batch_norm import find_rows, group_batch_norms, keep_batch_norms
+from manyhands.parallel.replicas.batch_norm import group_batch_norms, keep_torch_batch_norms, measure_rows
 from manyhands.sync.choose import BY_MODE, EXACT
 from manyhands.sync.synchronizer import Synchronizer
 from manyhands.train import data_setup, state, trial_step
@@ -130,7 +130,7 @@ def _apply_sync_and_mode(
     """
     world, job = parts.world, parts.job
     _refuse_untrainable(model, world)
-    _, restore_norms = group_batch_norms(model) if normalizes_in_groups(parts.mode) else keep_batch_norms()
+    _, restore_norms = group_batch_norms(model) if normalizes_in_groups(parts.mode) else keep_torch_batch_norms()
     picture = data_setup.first_picture(samples.train)
     if parts.plan:
         _start_equal(parts, model, grid)
@@ -154,7 +154,7 @@ def _apply_sync_and_mode(
         sync = select_sync(sync_request, request)
     sample_s = trial_step.time_sample(model, picture.expand(2, *picture.shape), world)
     network = apply_mode(parts.mode, model, world, sync.how)
-    network.traits.draws |= trial.draws
+    network.traits.is_random |= trial.draws
     return network, sync, trial, restore_norms, sample_s
 
 
@@ -182,7 +182,7 @@ def _run_trial(parts: Parts, samples: data_setup.DataSetup, probe: trial_step.St
     layers = probe.network.norms.layers
     if parts.loss_fn is None and (world.alone or parts.job.sync.method == EXACT):
         # A custom loop may call the network in any way; only the rows per sample are needed.
-        find_rows(probe.network.model, layers, next(iter(samples.train.batches(0, [torch.arange(count)]))).images)
+        measure_rows(probe.network.model, layers, next(iter(samples.train.batches(0, [torch.arange(count)]))).images)
         return trial_step.TrialResult([], draws=False)
     classes = len(samples.classes) if parts.loss_fn else 0
     try:
@@ -211,7 +211,7 @@ def _start_equal(parts: Parts, model: nn.Module, grid: "Grid | None") -> None:
     sharded = {name for name, one in layouts_from_code(model, grid, world).items() if one.cuts}
     named = {name: tensor for name, tensor in state.split_state(model)[0].items() if name not in sharded}
     require_equal_networks(model, named, world)
-    if make_equal(named, world, always=always) and not always:
+    if equalize_replicas(named, world, always=always) and not always:
         parts.journal.event("note", "the processes built different networks (missing seed?); all use rank 0's network")
 
 

@@ -17,14 +17,14 @@ from manyhands.core.errors import UserError
 from manyhands.core.needs import FINITE_GRADIENTS, OWN_STATISTICS, Need
 from manyhands.core.seeds import derive
 from manyhands.core.world import World
-from manyhands.parallel.apply import offers_of
+from manyhands.parallel.apply import met_sync_needs
 from manyhands.parallel.group.listeners import block_listeners_on_exit
 from manyhands.parallel.group.plain import broadcast_plain, gather_plain
 from manyhands.parallel.network import ModeRequest
 from manyhands.parallel.options import MODES, USUAL_MODE
-from manyhands.sync.choose import BY_MODE, EXACT, check_method, choose
+from manyhands.sync.choose import BY_MODE, EXACT, check_method, choose_method
 from manyhands.sync.costs import Cost, LinkCase
-from manyhands.sync.link_speeds import LinkSpeed, named_link
+from manyhands.sync.link_speeds import LinkSpeed, parse_link
 from manyhands.sync.options import methods, missing_need, synchronizes_every_update
 from manyhands.sync.synchronizer import MachineRanks, SyncContext, Synchronizer
 from manyhands.train.journal import RunContext
@@ -117,7 +117,7 @@ class SyncRequest:
         from manyhands.sync.measure import pass_seconds
 
         job, world = self.run.job, self.run.world
-        link = named_link(job.sync.link, "sync.link") if job.sync.link else _link_speed(job, world, places)
+        link = parse_link(job.sync.link, "sync.link") if job.sync.link else _link_speed(job, world, places)
         parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         return LinkCase(
             tuple(tuple(parameter.shape) for parameter in parameters),
@@ -157,7 +157,7 @@ def check_combination(method: str, mode: str) -> None:
     check_method(method)
     need = missing_need(method, _needs_met(None, mode)) if method in methods() else None
     if need:
-        taking = [name for name in (USUAL_MODE, *module_names(MODES)) if need in offers_of(name)]
+        taking = [name for name in (USUAL_MODE, *module_names(MODES)) if need in met_sync_needs(name)]
         what = f"the parallel mode {mode} can't be combined with --sync {method}, which {need.reason}"
         hints = (f"set --parallel {taking[0]}", f"or set --sync {EXACT}") if taking else (f"set --sync {EXACT}",)
         raise UserError(what, "sync.method", hints)
@@ -167,7 +167,7 @@ def _needs_met(job: Job | None, mode: str) -> set[Need]:
     """Returns the requirements of sync methods that a parallel mode meets and the job's options don't rule out."""
     lacking = {OWN_STATISTICS} if job and job.train.norm_group == "global" else set[Need]()
     lacking |= {FINITE_GRADIENTS} if job and job.train.precision == "fp16" else set[Need]()
-    return ({*offers_of(mode)} | {OWN_STATISTICS, FINITE_GRADIENTS}) - lacking
+    return ({*met_sync_needs(mode)} | {OWN_STATISTICS, FINITE_GRADIENTS}) - lacking
 
 
 def leaves_a_choice(mode: str) -> bool:
@@ -181,12 +181,12 @@ def _requested(job: Job, mode: str) -> Cost | None:
     if method not in methods():
         for name in methods():
             if not synchronizes_every_update(name):
-                methods()[name].asked(job.sync)
+                methods()[name].requested_cost(job.sync)
         return None
     need = missing_need(method, _needs_met(job, mode))
     if need:
         raise UserError(f"--sync {method} {need.reason}", need.option, (*need.hints, f"or choose --sync {EXACT}"))
-    return Cost(method, 0.0, 0.0) if synchronizes_every_update(method) else methods()[method].asked(job.sync)
+    return Cost(method, 0.0, 0.0) if synchronizes_every_update(method) else methods()[method].requested_cost(job.sync)
 
 
 def ruled_out(job: Job, mode: str) -> dict[str, str]:
@@ -209,7 +209,7 @@ def previous_cost(record: Any, job: Job, processes: int, mode: str = USUAL_MODE)
     asked = (options.is_auto or options.method == cost.method) and (cost.method != EXACT or cost.step_s)
     if not (possible and asked and cost.every >= 1 and 0 <= cost.delay <= cost.every):
         return None
-    return cost if synchronizes_every_update(cost.method) or methods()[cost.method].fits(cost, options) else None
+    return cost if synchronizes_every_update(cost.method) or methods()[cost.method].allows_cost(cost, options) else None
 
 
 def _fastest(sync_request: SyncRequest, places: MachineRanks) -> Cost:
@@ -217,7 +217,7 @@ def _fastest(sync_request: SyncRequest, places: MachineRanks) -> Cost:
     options, world = sync_request.run.job.sync, sync_request.run.world
     case = sync_request.case(sync_request.time_step(), places)
     without = ruled_out(sync_request.run.job, sync_request.run.mode)
-    choice = choose(case, options, "" if options.is_auto else options.method, without)
+    choice = choose_method(case, options, "" if options.is_auto else options.method, without)
     # The speed within one machine is infinite, which JSON can't express.
     speed = case.link.bytes_per_s if math.isfinite(case.link.bytes_per_s) else None
     taken, figures = asdict(choice.chosen), {"latency_s": case.link.latency_s, "step_s": case.step_s}

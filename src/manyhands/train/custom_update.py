@@ -73,7 +73,7 @@ class CustomUpdate:
             part.shape.seed = updater.pass_seed(self._step, number)
             inputs, labels, reported = updater.network.begin(part)
             self._open = part, labels, reported
-            with updater.gradients.custom_forward(last=last):
+            with updater.gradients.custom_forward_context(last=last):
                 yield inputs, labels
             if self._open:
                 raise UserError("the loop body didn't call session.backward", "samples", _LOOP)
@@ -134,7 +134,7 @@ class CustomUpdate:
                 share = share / early
             if last:
                 updater.synchronizer.before_last_micro_batch()
-            updater.gradients.backward_of(loss, share, last=last)
+            updater.gradients.backward_custom_loss(loss, share, last=last)
             if last:
                 updater.gradients.finish()
                 updater.synchronizer.on_gradients()

@@ -29,7 +29,7 @@ from manyhands.data.pictures import decode_jpeg
 from manyhands.data.samples import read_user_sample, restored_generators, seed_generators
 from manyhands.data.splits import ImageFiles, ImagesInMemory, Source, Splits, UserSamples
 from manyhands.data.transforms import Pixels, spread
-from manyhands.models.build import describe
+from manyhands.models.build import picture_needs
 from manyhands.parallel.group.plain import gather_plain
 from manyhands.train.journal import Journal, RunContext
 from manyhands.train.objects import Objects
@@ -98,7 +98,7 @@ def pixels_for(job: Job, splits: Splits, objects: Objects) -> Pixels:
     """Returns the preprocessing of pictures: from the job, else as the network requires, else from the data."""
     if objects.model is not None:
         return resolve_pixels(job.data, splits.pixels, model_channels=None, model_size=None)
-    needs = describe(job.model, job.data.image_size or splits.pixels.size)
+    needs = picture_needs(job.model, job.data.image_size or splits.pixels.size)
     return resolve_pixels(job.data, splits.pixels, model_channels=needs.channels, model_size=needs.size)
 
 

@@ -175,7 +175,7 @@ class Evaluator:
         elif share.collective_forward:
             mine += [(0, False)] * (rounds - len(mine))
         ranges = (self.blocks[number] for number, _ in mine)
-        requests = (torch.tensor(share.of_block(one) if share.together else one) for one in ranges)
+        requests = (torch.tensor(share.sample_indices(one) if share.together else one) for one in ranges)
         for (number, counted), batch in zip(mine, self.loader.batches(0, requests), strict=True):
             yield number, counted, batch
 

@@ -24,7 +24,7 @@ from manyhands.core.seeds import derive
 from manyhands.core.user_code import load_object, users_line
 from manyhands.core.world import World
 from manyhands.models.interface import main_and_auxiliary
-from manyhands.parallel.gradients import summed_over_samples
+from manyhands.parallel.gradients import sum_over_samples
 from manyhands.parallel.group.plain import broadcast_plain
 from manyhands.parallel.replicas.norm_pass import precise_dtype
 from manyhands.train.feed import seeded_generators
@@ -120,7 +120,7 @@ def _summed(function: Function, output: Tensor, labels: Tensor) -> Tensor:
     """Returns the sum [] of a custom loss that returns one value per sample or their mean."""
     loss: Any = function(output, labels)
     if isinstance(loss, Tensor) and (loss.ndim == 0 or len(loss) == len(labels)):
-        return summed_over_samples(loss, len(labels))
+        return sum_over_samples(loss, len(labels))
     given = f"a tensor {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
     hints = ("return one value per sample, or the mean over the samples",)
     raise UserError(f"the loss function returned {given} for {len(labels)} samples", "train.loss", hints)

@@ -31,7 +31,7 @@ from manyhands.data.order import Order
 from manyhands.data.samples import has_targets
 from manyhands.data.splits import Splits, describe_samples
 from manyhands.data.transforms import Pixels, spread
-from manyhands.models.build import build_model, describe, resolve_model
+from manyhands.models.build import build_model, picture_needs, resolve_model
 from manyhands.models.interface import INITIALIZATION_SAMPLES, InitializedFromData
 from manyhands.parallel.apply import follows_plan, one_process_label, resolve_mode, takes_mesh
 from manyhands.parallel.group.plain import gather_plain
@@ -244,12 +244,12 @@ def _name_outputs(
     journal: Journal, classes: tuple[str, ...], network: ParallelNetwork, trial: TrialResult
 ) -> tuple[str, ...]:
     """Returns a name for each output of a job's network; records notes on it. Raises UserError for too few outputs."""
-    outputs = network.traits.outputs
+    outputs = network.traits.class_count
     if outputs and outputs < len(classes):
         hints = (f"add outputs: --set model.num_classes={len(classes)}",)
         raise UserError(f"the network has {outputs} outputs for {len(classes)} classes", "model.name", hints)
-    if network.traits.averages:
-        journal.event("averaging", network.traits.averages, 0)
+    if network.traits.averaging:
+        journal.event("averaging", network.traits.averaging, 0)
     for note in network.traits.plan.about.get("notes", []) if network.traits.plan else ():
         journal.event("note", note)
     outputs = max(trial.outputs, outputs)
@@ -303,9 +303,9 @@ def _mode_and_plan(job: Job, world: World, plan: "Plan | None") -> "tuple[str, P
         what = f"--parallel {mode} benchmarks plans with the job's loss, but sessions have their own loss"
         hints = ("call session.prepare(…, plan=manyhands.find_plan(net, x, world_size=here.size))",)
         raise UserError(what, "parallel.mode", hints)
-    from manyhands.parallel.plan import shared_plan
+    from manyhands.parallel.plan import broadcast_plan
 
-    return mode, shared_plan(job.parallel, world)
+    return mode, broadcast_plan(job.parallel, world)
 
 
 def _resolve_and_move(model: nn.Module, job: Job, world: World) -> tuple[nn.Module, Job]:
@@ -335,9 +335,9 @@ def layouts_from_code(model: nn.Module, grid: "Grid | None", world: World) -> Ma
     """Returns the layout of each tensor of a network that its own code shards over `grid`; {} without a grid."""
     if grid is None:
         return {}
-    from manyhands.parallel.mesh.marks import layouts_of
+    from manyhands.parallel.mesh.marks import state_dict_layouts
 
-    return layouts_of(model, grid.mesh, world.rank)
+    return state_dict_layouts(model, grid.mesh, world.rank)
 
 
 def make_model(
@@ -347,7 +347,7 @@ def make_model(
     torch.manual_seed(derive(job.train.seed, "model"))
     model = objects.model
     if model is None:
-        for note in describe(job.model, pixels.size).notes:
+        for note in picture_needs(job.model, pixels.size).notes:
             journal.event("note", note)
         model = build_model(job.model, channels=pixels.channels, size=pixels.size, num_classes=classes, mesh=grid)
     if job.model.weights:

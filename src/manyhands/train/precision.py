@@ -31,7 +31,7 @@ from manyhands.models.build import build_model
 from manyhands.parallel.apply import takes_mesh
 from manyhands.parallel.group.plain import broadcast_plain, gather_plain
 from manyhands.parallel.replicas.batch_norm import group_batch_norms
-from manyhands.planner.timing import OpTimes, environment
+from manyhands.planner.timing import OpTimes, timing_environment
 from manyhands.train.data_setup import class_names, make_loader, open_splits, pixels_for
 from manyhands.train.feed import seeded_generators
 from manyhands.train.loss import make_loss_fn
@@ -193,7 +193,7 @@ def resolve_precision(
         return ResolvedPrecision(now, about={"resolved": _resolved_options(job, now)})
     splits = open_splits(job, world, objects)
     measurement = Measurement(job, splits, world.device, objects, pixels_for(job, splits, objects))
-    mine = KindOfMachine(environment(world.device)["device"], computes_bf16(world.device))
+    mine = KindOfMachine(timing_environment(world.device)["device"], computes_bf16(world.device))
     everybody = [KindOfMachine(**one) for one in gather_plain(asdict(mine), world)]
     found = None
     if everybody.index(mine) == world.rank and not takes_mesh(mode):
@@ -332,6 +332,6 @@ class Measurement:
         except Exception:  # noqa: BLE001 - errors of the network or the data are reported when they are built
             return kind
         for name, one in seconds.items():
-            times.keep(f"precision {key} {name}", one)
+            times.store(f"precision {key} {name}", one)
         times.save()
         return replace(kind, seconds=seconds, failed=failed)

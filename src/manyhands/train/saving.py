@@ -86,7 +86,7 @@ def finish_save(trainer: Trainer, *, written: float | None = None) -> None:
         raise explain_nonfinite(trainer.network, trainer.world, trainer.updater.measured)
     if not outcomes[0].error:
         trainer.progress.saved_step = step
-        if trainer.synchronizer.own:  # also deletes the states of deleted checkpoints
+        if trainer.synchronizer.settings:  # also deletes the states of deleted checkpoints
             _prune(trainer, _rank_states(trainer.folder.checkpoints, trainer.world), trainer.progress.best_step)
     for rank, outcome in outcomes.items():
         if outcome.error:
@@ -113,7 +113,7 @@ def rescue(trainer: Trainer) -> bool:
     is lost. Returns False if the network is sharded or each process has its own synchronization state.
     """
     network, progress = trainer.network, trainer.progress
-    incomplete = network.traits.sharded or network.layouts or trainer.synchronizer.own
+    incomplete = network.traits.sharded or network.layouts or trainer.synchronizer.settings
     # A torch scheduler is stepped at the beginning of an update.
     partial_update, scheduled = trainer.updater.partial_update, isinstance(trainer.updater.set_rates, CustomScheduler)
     between = partial_update.in_pieces or (partial_update.begun and scheduled)
@@ -195,7 +195,7 @@ def _write_once(trainer: Trainer, snapshot: Snapshot, step: int, best_step: int)
     trainer.journal.event("saved", path.name, step, seconds=seconds, waited=waited_s)
     entries = read_manifest(path)["files"]
     # With some sync methods, each process has its own optimizer state.
-    compared = (MODEL,) if trainer.synchronizer.own else (MODEL, OPTIMIZER)
+    compared = (MODEL,) if trainer.synchronizer.settings else (MODEL, OPTIMIZER)
     return SaveOutcome(digests={name: entries[name]["sha256"] for name in compared if name in entries})
 
 
@@ -215,11 +215,12 @@ def save_rank_state(trainer: Trainer) -> None:
         return
     tensors, numbers = mine
     step, folder = trainer.progress.step, _rank_states(trainer.folder.checkpoints, trainer.world)
-    state: dict[str, Any] = {"belongs_to": _fingerprint(trainer), "numbers": numbers, "own": trainer.synchronizer.own}
+    settings = trainer.synchronizer.settings
+    state: dict[str, Any] = {"belongs_to": _fingerprint(trainer), "numbers": numbers, "own": settings}
     if trainer.updater.gradients.scaler:
         state["scaler"] = trainer.updater.gradients.scaler.state_dict()
     content = {name: tensor.detach().cpu() for name, tensor in tensors.items()}
-    endless = frozenset({"buffers"} if trainer.network.traits.endless else set[str]())
+    endless = frozenset({"buffers"} if trainer.network.traits.nonfinite_buffers else set[str]())
     optimizer = named_optimizer(trainer.network.model, trainer.updater.optimizer)
     failure = ""
     try:
@@ -234,7 +235,7 @@ def save_rank_state(trainer: Trainer) -> None:
 
 def load_rank_state(trainer: Trainer, checkpoint: Path) -> None:
     """Restores the synchronization state of each process if every process finds its state. A collective."""
-    if not trainer.synchronizer.own:
+    if not trainer.synchronizer.settings:
         return
     trainer.synchronizer.begin()
     found, reason = _find_rank_state(trainer, checkpoint)
@@ -256,7 +257,7 @@ def _find_rank_state(trainer: Trainer, checkpoint: Path) -> tuple[Snapshot | Non
     # The run's own folder, and the one that it resumes from, which may belong to another run.
     folders = (trainer.folder.checkpoints, checkpoint.parent)
     paths = [_rank_states(folder, trainer.world) / checkpoint.name for folder in folders]
-    belongs_to, now = _fingerprint(trainer), trainer.synchronizer.own
+    belongs_to, now = _fingerprint(trainer), trainer.synchronizer.settings
     path = next((one for one in paths if one.is_dir()), None)
     if path is None:
         return None, f"{paths[0]} doesn't exist"

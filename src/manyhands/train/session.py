@@ -31,7 +31,7 @@ from manyhands.models.interface import main_and_auxiliary
 from manyhands.parallel.gradients import autocast
 from manyhands.parallel.group.collectives import Subgroup, new_group, world_group
 from manyhands.parallel.network import ParallelNetwork
-from manyhands.parallel.plan import PlanLike, as_plan
+from manyhands.parallel.plan import PlanLike, to_plan
 from manyhands.parallel.replicas.norm_pass import precise_dtype
 from manyhands.train import custom_update
 from manyhands.train.data_setup import first_picture, make_loader
@@ -125,7 +125,7 @@ class Session(Subgroup):
             raise UserError("both session(schedule=…) and scheduler=… set the learning rate", "session.prepare", hints)
         self.close()
         job = self.job.model_copy(update={"train": self.job.train.model_copy(update={"batch": batch})})
-        split = None if plan is None else as_plan(plan)
+        split = None if plan is None else to_plan(plan)
         if isinstance(optimizer, custom_update.PreparedOptimizer):
             optimizer = optimizer.__dict__["_inner"]
         own = CustomParts(model, optimizer, train_set, split, scheduler, self._scheduled)
@@ -243,7 +243,7 @@ class Session(Subgroup):
         trainer = own if own and model in (own.network.call, own.network.model) else None
         network = trainer.network if trainer else ParallelNetwork(model)
         precision = (trainer.job if trainer else self.job).train.precision
-        outputs = classes or network.traits.outputs or self._count_outputs(network, test_set)
+        outputs = classes or network.traits.class_count or self._count_outputs(network, test_set)
         words = dict.fromkeys((*self.job.train.metrics, *(metric_words(metrics) or ())))
         given = {**self._metrics, **(metrics if isinstance(metrics, Mapping) else {})}
         started = time.perf_counter()

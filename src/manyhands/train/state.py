@@ -78,7 +78,7 @@ def capture(
         model, optimizer_state = copied(tensors), named_optimizer(network.model, optimizer)
     best = {"step": progress.best_step if progress.best_step >= 0 else None, "figure": progress.best_figure}
     state = copied({**asdict(progress), "best": best, **extra, **other})
-    return Snapshot(model, optimizer_state, state, network.traits.endless)
+    return Snapshot(model, optimizer_state, state, network.traits.nonfinite_buffers)
 
 
 def split_state(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -29,13 +29,13 @@ from manyhands.core.phases import CLOCK, COMMUNICATION, COMPUTE, RECORDS
 from manyhands.core.run_folder import resume_command
 from manyhands.core.timeouts import HEARTBEAT_S, STALL_FACTOR, STALL_S
 from manyhands.core.world import World
-from manyhands.parallel.group.heartbeat import HEARTBEAT_FILE, Heartbeat, leave_path
-from manyhands.parallel.group.listeners import connections, listens
+from manyhands.parallel.group.heartbeat import HEARTBEAT_FILE, Heartbeat, stop_waiting_path
+from manyhands.parallel.group.listeners import is_listening, tcp_sockets
 from manyhands.parallel.group.plain import gather_plain
 from manyhands.parallel.network import MicroBatch, ParallelNetwork
 from manyhands.parallel.replicas.norm_pass import precise_dtype
 from manyhands.parallel.replicas.shared_memory import SharedSums
-from manyhands.sync.choose import EXACT, choose, label_of
+from manyhands.sync.choose import EXACT, choose_method, cost_label
 from manyhands.sync.costs import Cost, LinkCase
 from manyhands.sync.synchronizer import Synchronizer
 from manyhands.train.feed import StepSums
@@ -269,7 +269,8 @@ class CommunicationMonitor:
     def _message(self, share: float, step_s: float) -> str:
         computing_s = (1 - share) * step_s
         case = self.case(computing_s)
-        choice = choose(replace(case, backward_s=_BACKWARD * computing_s), self.run.job.sync, without=self.without)
+        case = replace(case, backward_s=_BACKWARD * computing_s)
+        choice = choose_method(case, self.run.job.sync, without=self.without)
         chosen = choice.chosen
         message = f"communication between machines takes {share:.0%} of the {step_s:.3g} s per step"
         if chosen.method == EXACT:
@@ -277,7 +278,7 @@ class CommunicationMonitor:
         folder = self.run.folder.path
         resume = resume_command(folder, "--set sync.method=auto", 'sync__method="auto"')
         change = f"manyhands stop {shlex.quote(str(folder))}, then {resume}"
-        return f"{message}; --sync auto would take about {chosen.step_s:.3g} s ({label_of(chosen)}): {change}"
+        return f"{message}; --sync auto would take about {chosen.step_s:.3g} s ({cost_label(chosen)}): {change}"
 
 
 # A reported stall takes at least so many seconds, and so many times the usual update.
@@ -368,16 +369,16 @@ class HeartbeatWriter:
             with contextlib.suppress(OSError):  # a full disk; the agent checks separately that this process runs
                 temporary.write_text(heartbeat.model_dump_json(), encoding="utf-8")
                 temporary.replace(path)
-            if leave_path(path.parent).exists():
+            if stop_waiting_path(path.parent).exists():
                 shut_connections()
                 return
 
 
 def shut_connections() -> None:
     """Shuts down connections except listening sockets, so that gloo fails at once instead of waiting for lost peers."""
-    for _, connection in connections():
+    for _, connection in tcp_sockets():
         with contextlib.suppress(OSError):
-            if not listens(connection):
+            if not is_listening(connection):
                 connection.shutdown(socket.SHUT_RDWR)
 
 
@@ -401,7 +402,7 @@ def collectives_begun() -> int:
 def moved_bytes() -> int:
     """Returns the bytes that the connections of this process have sent (acknowledged) and received; 0 if unknown."""
     total = 0
-    for _, connection in connections():
+    for _, connection in tcp_sockets():
         with contextlib.suppress(OSError, AttributeError):
             found = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
             if len(found) >= _INFO_BYTES:
@@ -486,7 +487,7 @@ def explain_nonfinite(network: ParallelNetwork, world: World, measured: StepSums
     mine = [float(measured.first_bad), float(measured.first_spoilt)]
     by_rank: list[list[float]] = gather_plain(mine, world)
     step = min(map(min, by_rank))
-    endless = network.traits.endless
+    endless = network.traits.nonfinite_buffers
     named = [(f"parameter {name}", one) for name, one in network.model.named_parameters()]
     named += [(f"buffer {name}", one) for name, one in network.model.named_buffers() if name not in endless]
     lost = next((name for name, one in named if not is_finite(one)), "")

@@ -14,7 +14,7 @@ from manyhands.core.phases import CLOCK, COMPUTE, UPDATE
 from manyhands.core.seeds import derive, mix
 from manyhands.parallel.gradients import Gradients, MicroBatchResult, all_finite
 from manyhands.parallel.network import MicroBatch, ParallelNetwork
-from manyhands.parallel.replicas.batch_norm import forget_seen
+from manyhands.parallel.replicas.batch_norm import discard_accumulated
 from manyhands.sync.synchronizer import Synchronizer
 from manyhands.train.choose_sync import values_by_rank
 from manyhands.train.feed import StepSums, UpdateShare, seed_generators, uses_torch_rng_alone
@@ -94,7 +94,7 @@ class Updater:
         self.device = world.device.partition(":")[0]
         self.measured = StepSums()
         self.synchronizer = synchronizer or Synchronizer()
-        network.norms.apart = self.synchronizer.local_statistics
+        network.norms.local_only = self.synchronizer.local_statistics
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
         optimized = {id(p) for p in self.parameters}
         # Gradients of parameters that the optimizer wasn't given are neither cleared nor unscaled.
@@ -158,11 +158,11 @@ class Updater:
             self._skip_update(update, step)
             return
         self._in_a_row = 0
-        if self.gradients.spoilt is not None:
-            self.measured.first_spoilt = _first_bad_step(self.measured.first_spoilt, self.gradients.spoilt == 0, step)
+        if self.gradients.skipped is not None:
+            self.measured.first_spoilt = _first_bad_step(self.measured.first_spoilt, self.gradients.skipped == 0, step)
         if self._shared_buffers:
             self._share_buffers()  # before BatchNorm's statistics, since only these buffers can be restored
-        self.gradients.finish_statistics()
+        self.gradients.update_running_statistics()
         self.partial_update.in_pieces = True
         self.gradients.step(self.optimizer)
         self.synchronizer.after_update(step + 1)
@@ -245,7 +245,7 @@ class Updater:
 
     def _check_and_clip(self, update: UpdateShare, step: int) -> bool:
         """Clips by the global gradient norm; returns False if a gradient is not finite: the update must be skipped."""
-        checked = self.gradients.scaler is None and self.gradients.spoilt is None
+        checked = self.gradients.scaler is None and self.gradients.skipped is None
         # Sharded by a plan: local shards are checked before the collective norm. FSDP: only the norm is checked.
         asked, together = self.options.clip or self.network.traits.sharded, self.network.share.together
         if checked and (together or not asked) and not self._check_finite(self._all_finite(), update, step):
@@ -282,10 +282,10 @@ class Updater:
             row = f"; the last {last} updates were skipped" if last > 1 else ""
             raise RunError(f"{error.message}{row}", error.where, error.hints)
         self.measured.restore_mark(self._mark)
-        forget_seen(self.network.model)
+        discard_accumulated(self.network.model)
         self.partial_update.undo()
         self.partial_update.end()
-        also = self.synchronizer.forget()
+        also = self.synchronizer.clear_residuals()
         cost = f" ({also})" if also else ""
         self.skipped.append(f"the update after step {step} is skipped: {error.message} ({error.where}){cost}")
         self.synchronizer.after_update(step + 1)

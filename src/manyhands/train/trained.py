@@ -31,7 +31,7 @@ from manyhands.parallel.group.plain import broadcast_plain, gather_plain
 from manyhands.parallel.mesh.grid import Grid
 from manyhands.parallel.network import ModeRequest, ParallelNetwork
 from manyhands.parallel.options import MODES
-from manyhands.parallel.plan import Plan, read_plan, shared_plan
+from manyhands.parallel.plan import Plan, broadcast_plan, read_plan
 from manyhands.train import data_setup
 from manyhands.train.evaluate import Evaluator
 from manyhands.train.journal import Journal
@@ -274,7 +274,7 @@ def _mode_and_plan(job: Job, world: World) -> tuple[str, Plan | None]:
         return mode, None
     mesh = parse_mesh(job.parallel.mesh) if job.parallel.mesh else None
     mesh = mesh or (read_plan(Path(job.parallel.plan)).mesh if job.parallel.plan else None)
-    return mode, shared_plan(job.parallel, world) if mesh is None or mesh.size == world.size else None
+    return mode, broadcast_plan(job.parallel, world) if mesh is None or mesh.size == world.size else None
 
 
 def as_plain(found: Evaluation, classes: tuple[str, ...]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from manyhands.core.records import EvaluationMetrics, PhaseMetrics, StepMetrics
 from manyhands.core.run_folder import NOWHERE
 from manyhands.parallel.apply import check_replicas, normalizes_in_groups
 from manyhands.parallel.group.plain import gather_plain
-from manyhands.sync.options import exception_of
+from manyhands.sync.options import process_count_effect
 from manyhands.train.choose_sync import ChosenSync
 from manyhands.train.data_setup import check_bad_pictures, first_names
 from manyhands.train.feed import Feed
@@ -282,7 +282,7 @@ def dependence_reasons(trainer: Trainer) -> list[str]:
     """Returns the reasons why results depend on the number of processes, as sentences for plan.json and the report."""
     loss_fn = trainer.updater.loss_fn
     found = [loss_fn.dependent if loss_fn else "", *_norm_reasons(trainer), *_rng_reasons(trainer)]
-    found.append(exception_of(trainer.sync.cost.method))
+    found.append(process_count_effect(trainer.sync.cost.method))
     if not trainer.job.parallel.gradients_mean:
         summed = "Gradients are summed over processes and grow with the number of processes"
         found.append(f"{summed} (gradients_mean = false).")
@@ -310,7 +310,7 @@ def differing_buffers_reason(names: list[str]) -> str:
 def _rng_reasons(trainer: Trainer) -> list[str]:
     modules = list(trainer.network.model.modules())
     found = [kind for kind in _MASKS if any(_has_random_mask(module, kind) for module in modules)]
-    if not found and trainer.network.traits.draws:
+    if not found and trainer.network.traits.is_random:
         return ["The network's random numbers in training depend on the number of processes."]
     return [f"{kind} masks depend on the number of processes." for kind in found]
 

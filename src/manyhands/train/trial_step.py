@@ -26,7 +26,7 @@ from manyhands.data.transforms import Batch
 from manyhands.parallel.gradients import Gradients, MicroBatchResult
 from manyhands.parallel.group.plain import gather_plain
 from manyhands.parallel.network import LossFn, ParallelNetwork, full_batch
-from manyhands.parallel.replicas.batch_norm import NormGroups, set_rows_per_sample, watching
+from manyhands.parallel.replicas.batch_norm import NormGroups, record_inputs, set_rows_per_sample
 from manyhands.train.feed import seeded_generators
 from manyhands.train.step import Updater
 from manyhands.train.trainer import Trainer
@@ -74,7 +74,7 @@ def run_trial(probe: StepProbe, loader: Loader, classes: int, count: int) -> Tri
             _check_outputs(main.shape, count, classes)
 
     with restored(probe.network), seeded_generators(seed, device) as drawn:
-        with model.register_forward_hook(check_shape), watching(probe.network.norms.layers) as seen:
+        with model.register_forward_hook(check_shape), record_inputs(probe.network.norms.layers) as seen:
             given = probe.run(batch, lambda found: _check_outputs(found.logits.shape, count, classes))
         trained = {name: one.grad for name, one in model.named_parameters() if one.requires_grad}
         unused = [name for name, gradient in trained.items() if gradient is None]
@@ -183,7 +183,7 @@ def restored(network: ParallelNetwork) -> Iterator[None]:
         for parameter in model.parameters():
             parameter.grad = None
         for layer in network.norms.layers:
-            layer.seen = None
+            layer.accumulated = None
 
 
 def set_compile_cache() -> None:

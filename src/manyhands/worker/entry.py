@@ -25,7 +25,7 @@ from manyhands.core.run_folder import RunFolder
 from manyhands.core.stops import exit_if_hung
 from manyhands.core.world import ProcessInfo
 from manyhands.data.known import is_published
-from manyhands.parallel.group.heartbeat import HEARTBEAT_FILE, rescue_path
+from manyhands.parallel.group.heartbeat import HEARTBEAT_FILE, emergency_save_path
 from manyhands.parallel.options import USUAL_MODE
 from manyhands.train.journal import Journal, RunContext
 from manyhands.worker.member import MET, OUR_HEAD, GroupMember, Say, share_folder, shared_options
@@ -92,7 +92,7 @@ def _rescue(mine: GroupMember, *, consequence: bool) -> None:
     if not world or (consequence and world.device != "cpu" and world.backend != "gloo"):
         return
     if HEARTBEAT_FILE in os.environ:  # makes the agent wait for the save
-        rescue_path(Path(os.environ[HEARTBEAT_FILE]).parent, mine.process_info.rank).touch()
+        emergency_save_path(Path(os.environ[HEARTBEAT_FILE]).parent, mine.process_info.rank).touch()
     mine.trainer.saver.wait()
     try:
         if rescue(mine.trainer):
@@ -152,9 +152,9 @@ def _build(job: Job, folder: RunFolder, world: Any, argument: dict[str, Any]) ->
         followed, about = decide(job, world, folder, objects or Objects())
         mode = mode if followed else USUAL_MODE
     elif follows_plan(mode):
-        from manyhands.parallel.plan import shared_plan
+        from manyhands.parallel.plan import broadcast_plan
 
-        followed = shared_plan(job.parallel, world)
+        followed = broadcast_plan(job.parallel, world)
     splits = precision.splits if precision else None
     trainer = build(Parts.from_job(job, folder, world, mode, objects, followed, splits, header=not announced))
     trainer.saver.writers = writers_of(folder, world, in_pieces=job.checkpoint.pieces and bool(trainer.network.layouts))
@@ -289,5 +289,5 @@ def _needs_no_torchvision(orders: Orders, job: Job) -> bool:
     from manyhands.models.build import is_built_in
 
     own = is_built_in(job.model.name) and is_published(job.data.name) and job.train.built_in and not job.train.compile
-    through_memory = job.parallel.mode == USUAL_MODE and job.parallel.shared_memory
-    return orders.argument["task"] == "train" and own and through_memory and len(orders.rendezvous.sizes) == 1
+    shared_memory_sum = job.parallel.mode == USUAL_MODE and job.parallel.shared_memory
+    return orders.argument["task"] == "train" and own and shared_memory_sum and len(orders.rendezvous.sizes) == 1

@@ -170,7 +170,7 @@ def with_first_cause(group: Any, record: Failure) -> Failure:
     if not record.consequence:
         group.cause.publish(PeerFailure.of(record.rank, record.host, record.what))
         return record
-    failure = group.cause.learn()
+    failure = group.cause.wait_for_failure()
     if not failure:
         what = f"another process ended or is unreachable: {record.what}"
         hints = ["see the last messages of the other processes", *record.hints]

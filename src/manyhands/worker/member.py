@@ -43,7 +43,7 @@ class GroupMember:
         self.group = group = join(process_info, options, job.cluster.peer_timeout_s, say)
         if process_info.started_by != OUR_HEAD:
             # A closed connection ends gloo's collectives; a group that existed before isn't aborted.
-            ends_itself = group.world.device in {"cpu", "mps"} or group.groups_before is not None
+            ends_itself = group.world.device in {"cpu", "mps"} or group.earlier_groups is not None
             group.listen(
                 process_info.attempt,
                 None if ends_itself else lambda failure: self.leave(failure) if failure or ends_with_rank_0 else None,

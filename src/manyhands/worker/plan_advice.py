@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from manyhands.planner.choose import DATA_PARALLEL
-from manyhands.planner.find import PlanCandidate, SearchResult, name_of, needed_count
-from manyhands.sync.choose import EXACT, SyncChoice, days_of
+from manyhands.planner.find import PlanCandidate, SearchResult, data_parallel_name, needed_count
+from manyhands.sync.choose import EXACT, SyncChoice, run_days
 from manyhands.sync.costs import LinkCase
 from manyhands.sync.options import AUTO, synchronizes_every_update
 
@@ -32,7 +32,7 @@ def as_plain(choice: SyncChoice, case: LinkCase, asked: str) -> dict[str, Any]:
                 "sent_mb": cost.sent_bytes / _MB,
                 "exchange_s": cost.exchange_s,
                 "efficiency": case.step_s / cost.step_s,
-                "days": days_of(cost, case),
+                "days": run_days(cost, case),
                 "chosen": cost == choice.chosen,
                 "refused": cost.refused,
             }
@@ -65,7 +65,7 @@ def advised(found: SearchResult, sync: dict[str, Any], fewer: Sequence[PlanCandi
     what = "machine" if apart else "process"
     use = f"use one {what}" if count == 1 else f"use {count} {what}{'s' if apart else 'es'}"
     reason = f"{use}: {why}; to use all {world_size}, run the saved plan, {found.pick.name}"
-    return Advice(name_of(count), with_sync(reason, sync), count)
+    return Advice(data_parallel_name(count), with_sync(reason, sync), count)
 
 
 def sync_row(method: dict[str, Any]) -> str:

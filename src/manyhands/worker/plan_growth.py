@@ -8,7 +8,7 @@ from typing import Any
 
 from manyhands.config.job import Job
 from manyhands.core.errors import UserError
-from manyhands.planner.find import Pricing
+from manyhands.planner.find import CandidatePredictor
 from manyhands.planner.timing import OpTimes, Timing
 from manyhands.sync.link_speeds import LinkSpeed
 from manyhands.worker.plan_advice import job_sync_row, sync_seconds, sync_words
@@ -112,7 +112,7 @@ def _rows(case: JobCase, shares: dict[int, Timing | None], link: LinkSpeed) -> l
     batch, samples = case.network["batch"], case.network["samples"]
     for count, share in shares.items():
         wanted = parse_request(case.job, batch, case.device, world_size=count)
-        option = Pricing(case.graph, wanted, times, links, share).data_parallel(count)
+        option = CandidatePredictor(case.graph, wanted, times, links, share).data_parallel(count)
         sync = case.sync_methods(option, links, link)
         seconds = sync_seconds(sync) or option.prediction.seconds
         epoch_s = samples * seconds / batch

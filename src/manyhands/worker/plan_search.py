@@ -25,21 +25,21 @@ from manyhands.data.order import large_batch_note
 from manyhands.parallel.apply import follows_plan
 from manyhands.parallel.group.plain import broadcast_plain, broadcast_result
 from manyhands.parallel.options import MODE_OF_SEARCHES, MODES, USUAL_MODE
-from manyhands.parallel.plan import Plan, parse_pins, plan_from_plain, plan_of, read_plan, shared_plan
+from manyhands.parallel.plan import Plan, broadcast_plan, parse_pins, plan_from_options, plan_from_plain, read_plan
 from manyhands.parallel.replicas.batch_norm import group_batch_norms
 from manyhands.parallel.split.graph import Graph
 from manyhands.parallel.split.tracing import describe_network
 from manyhands.planner.choose import DATA_PARALLEL, pick_measured
 from manyhands.planner.collectives import STATISTICS
-from manyhands.planner.device_models import DeviceModel, device_model
+from manyhands.planner.device_models import DeviceModel, load_device_model
 from manyhands.planner.explain import draw_plan
-from manyhands.planner.find import LinksOf, PlanCandidate, SearchRequest, SearchResult, fewer_counts, find
-from manyhands.planner.links import all_reduce_cpu_cost, links_of
+from manyhands.planner.find import LinksOf, PlanCandidate, SearchRequest, SearchResult, fewer_counts, search_plans
+from manyhands.planner.links import all_reduce_cpu_cost, mesh_links
 from manyhands.planner.timing import OpTimes, Timing
-from manyhands.planner.trial import PlanCase, measure, share_timing, verify
-from manyhands.sync.choose import EXACT, check_method, choose
+from manyhands.planner.trial import PlanCase, time_plans, time_share, verify_plan
+from manyhands.sync.choose import EXACT, check_method, choose_method
 from manyhands.sync.costs import LinkCase
-from manyhands.sync.link_speeds import WITHIN_A_MACHINE, LinkSpeed, named_link, through_ssh
+from manyhands.sync.link_speeds import WITHIN_A_MACHINE, LinkSpeed, link_through_ssh, parse_link
 from manyhands.sync.measure import measure_link, pass_seconds
 from manyhands.train.choose_sync import ruled_out
 from manyhands.train.data_setup import open_splits, pixels_for
@@ -122,8 +122,8 @@ def parse_request(job: Job, batch: int, device: str, *, mesh: str = "", memory: 
 def make_links(within: LinkSpeed, between: LinkSpeed | None) -> LinksOf:
     """Returns a function from a mesh to its links. With `between`, each process runs on its own machine."""
     if between:
-        return lambda mesh: links_of(mesh, per_machine=1, between=between)
-    return lambda mesh: links_of(mesh, within=within)
+        return lambda mesh: mesh_links(mesh, per_machine=1, between=between)
+    return lambda mesh: mesh_links(mesh, within=within)
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ class JobCase:
         if not self.measured:
             return None
         threads = self.job.cluster.threads or (0 if self.between else max(1, torch.get_num_threads() // processes))
-        return share_timing(self._case, processes, threads, budget_s)
+        return time_share(self._case, processes, threads, budget_s)
 
     def fewer(self, found: SearchResult) -> tuple[PlanCandidate, ...]:
         """Predicts data parallelism on fewer processes; () if ops are pinned, or for shared CPUs unmeasured."""
@@ -183,13 +183,14 @@ class JobCase:
         apart = self.between is not None or self.device != "cpu"
         if found.request.pins or not (apart or self.measured):
             return ()
-        return found.fewer({count: self.share(count, _FEWER_S) for count in fewer_counts(found.request.world_size)})
+        counts = fewer_counts(found.request.world_size)
+        return found.predict_fewer({count: self.share(count, _FEWER_S) for count in counts})
 
     def with_cpu_time(self, link: LinkSpeed) -> LinkSpeed:
         """Adds the measured CPU time of messages to a link; unchanged on accelerators or without measurements."""
         if self.device != "cpu" or not self.measured:
             return link
-        return link.with_work_of(all_reduce_cpu_cost(cores() / (1 if self.between else self.job.cluster.processes)))
+        return link.with_cpu_cost_of(all_reduce_cpu_cost(cores() / (1 if self.between else self.job.cluster.processes)))
 
     @functools.cached_property
     def _pass_s(self) -> float:
@@ -215,7 +216,7 @@ class JobCase:
             layers_s=max(0.0, predicted.communication_seconds - moved_s),
         )
         job = with_processes(self.job, data_parallel.mesh.size)
-        return as_plain(choose(case, job.sync, without=ruled_out(job, USUAL_MODE)), case, job.sync.method)
+        return as_plain(choose_method(case, job.sync, without=ruled_out(job, USUAL_MODE)), case, job.sync.method)
 
 
 def case_to_plan(job: Job, requested: Mapping[str, Any]) -> JobCase:
@@ -225,15 +226,15 @@ def case_to_plan(job: Job, requested: Mapping[str, Any]) -> JobCase:
     two processes, such as 1gbit; "": one machine); device_model (of a device elsewhere; nothing is measured; "": none).
     """
     check_method(job.sync.method)
-    modelled = device_model(requested["device_model"]) if requested["device_model"] else None
+    modelled = load_device_model(requested["device_model"]) if requested["device_model"] else None
     device = modelled.name if modelled else device_kind(job.cluster.device, requested["world_size"])
     if not modelled:
         require_device(device, "for other devices, estimate with --device-model h100 (a100, 910b, rtx4090 …)")
     network = network_of(job)
     link, where = (requested["link"], "--link") if requested["link"] else (job.sync.link, "sync.link")
-    between = named_link(link, where) if link else None
+    between = parse_link(link, where) if link else None
     if between and job.cluster.through_ssh:
-        between = through_ssh(between)
+        between = link_through_ssh(between)
     return JobCase(job, network, device, between, modelled, requested["measure"] and not modelled)
 
 
@@ -287,8 +288,8 @@ def find_plan(  # noqa: PLR0913 - each is one request
     try:
         graph = describe_network(model.train(), sample[0] if batched else sample)
         times = OpTimes(device, TIMES_BUDGET_S if measure else 0.0)
-        links = make_links(WITHIN_A_MACHINE, named_link(link) if link else None)
-        return find(graph, request, times, links).plan
+        links = make_links(WITHIN_A_MACHINE, parse_link(link) if link else None)
+        return search_plans(graph, request, times, links).plan
     finally:
         restore()
         model.train(training)
@@ -362,16 +363,16 @@ def search_plan(job: Job, requested: Mapping[str, Any], out: Path, run_task: Run
     link = case.with_cpu_time(link)
     links = make_links(link, link if apart else None)
     times = OpTimes(case.here, TIMES_BUDGET_S if case.measured else 0.0, rates=case.rates)
-    found = find(graph, wanted, times, links, case.share(world_size))
-    notes = (*case.said, *times.notes, *times.doubts(), *found.notes, *graph.notes)
+    found = search_plans(graph, wanted, times, links, case.share(world_size))
+    notes = (*case.said, *times.notes, *times.busy_warnings(), *found.notes, *graph.notes)
     fewer = case.fewer(found)
-    plans = found.plans_of(found.finalists())
+    plans = found.plans_as_plain(found.finalists())
     if together and len(plans) > 1:
         pick = pick_measured(run_task(case.job, plan_task(MEASURE, case.network, plans))["seconds"])
         found = replace(found, pick=pick if DATA_PARALLEL in plans else replace(pick, reason=found.pick.reason))
     sync = case.sync_methods(found.options[0], links, link)
     if not found.pick.measured_seconds and (seconds := sync_seconds(sync)):
-        found = found.repicked(seconds)
+        found = found.reselect(seconds)
     planned = Planned(found, case, notes, sync, fewer, advised(found, sync, fewer, apart=apart), (out, drawing))
     plan, letters = planned.plan, found.chosen.letters
     _check_free(out, force=force)  # another search may have ended meanwhile
@@ -423,7 +424,7 @@ def decide(job: Job, world: World, folder: RunFolder, objects: Objects) -> tuple
             raise unknown_choice("parallel mode", mode, known, "plan.json")
         return replace(plan, layouts=None, about=about) if follows_plan(mode) else None, about
     if options.plan:
-        return shared_plan(options, world), {}
+        return broadcast_plan(options, world), {}
     network = network_of(job, world, objects)
     case = case_of(job, network, world.device, objects)
     if own := objects.model:
@@ -434,7 +435,7 @@ def decide(job: Job, world: World, folder: RunFolder, objects: Objects) -> tuple
     answer = broadcast_result(lambda: _search(job, world, case, link), world)
     plans = plans_from(answer["finalists"])
     if len(plans) > 1 and options.measure and answer["measurable"]:
-        pick = pick_measured(measure(case, plans, world, ROUNDS))
+        pick = pick_measured(time_plans(case, plans, world, ROUNDS))
         answer |= {"chosen": pick.name, "reason": pick.reason}
         for row in answer["candidates"]:
             if row["name"] in pick.measured_seconds:
@@ -457,15 +458,15 @@ def _previous_plan(folder: RunFolder, world_size: int, key: list[Any]) -> dict[s
 def _search(job: Job, world: World, case: PlanCase, link: LinkSpeed) -> dict[str, Any]:
     """Searches for plans, on rank 0 only (see `broadcast_result`). Returns the result as JSON data."""
     options = job.parallel
-    pins = plan_of(options, world.size).ops if options.pin or options.full_batch else {}
+    pins = plan_from_options(options, world.size).ops if options.pin or options.full_batch else {}
     limits = {"mesh": options.mesh, "memory": options.memory}
     wanted = parse_request(job, case.batch, world.device, **limits, world_size=world.size, pins=pins)
     graph = graph_of(case.make(), case)
     times = OpTimes(world.device, TIMES_BUDGET_S if options.measure else 0.0)
-    found = find(graph, wanted, times, make_links(link, named_link(options.link) if options.link else None))
+    found = search_plans(graph, wanted, times, make_links(link, parse_link(options.link) if options.link else None))
     finalists, limit = found.finalists(), wanted.memory_limit_bytes
     return {
-        "finalists": found.plans_of(finalists),
+        "finalists": found.plans_as_plain(finalists),
         "chosen": found.pick.name,
         "reason": found.pick.reason,
         "candidates": [
@@ -485,11 +486,11 @@ def try_out(job: Job, world: World, argument: dict[str, Any]) -> dict[str, Any]:
     case = case_of(job, argument["network"], world.device)
     plans = plans_from(argument["plans"])
     if argument["action"] == VERIFY:
-        proofs = {name: verify(case, plan, world).as_plain() for name, plan in plans.items() if plan is not None}
+        proofs = {name: verify_plan(case, plan, world).as_plain() for name, plan in plans.items() if plan is not None}
         return {"proofs": proofs}
-    return {"seconds": measure(case, plans, world, argument["rounds"])}
+    return {"seconds": time_plans(case, plans, world, argument["rounds"])}
 
 
 def plans_from(plans: dict[str, Any]) -> dict[str, Plan | None]:
-    """Parses the result of `SearchResult.plans_of` into plans by name; None: data parallel."""
+    """Parses the result of `SearchResult.plans_as_plain` into plans by name; None: data parallel."""
     return {name: plan_from_plain(plan, f"plan of {name}") if plan else None for name, plan in plans.items()}

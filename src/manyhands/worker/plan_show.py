@@ -10,11 +10,11 @@ from manyhands.config.load import announce, load_job
 from manyhands.core.errors import UserError
 from manyhands.parallel.plan import Plan, read_plan
 from manyhands.parallel.split.graph import Graph
-from manyhands.parallel.split.strategy import parse_strategy, resolve, write_strategy
+from manyhands.parallel.split.strategy import parse_strategy, resolve_letters, write_strategy
 from manyhands.planner.choose import DATA_PARALLEL
 from manyhands.planner.collectives import GRADIENTS, STATISTICS, Collective, PlannedUpdate, shares
-from manyhands.planner.cost import parameter_bytes, piece_shape
-from manyhands.planner.find import digest
+from manyhands.planner.cost import largest_shard_shape, parameter_bytes
+from manyhands.planner.find import graph_digest
 from manyhands.worker import plan_search
 
 
@@ -64,9 +64,9 @@ def show_plan(path: Path, flags: Mapping[str, Any]) -> Shown:
     job, network = _job_and_network(plan, flags, str(path))
     case = plan_search.case_of(job, network, "cpu")
     graph = plan_search.graph_of(case.make(), replace(case, cross_entropy=True))
-    letters, notes = resolve(plan, graph, str(path)), list(graph.notes)
+    letters, notes = resolve_letters(plan, graph, str(path)), list(graph.notes)
     known = plan.about.get("graph", {})
-    if isinstance(known, dict) and known.get("sha") not in {None, digest(graph)}:
+    if isinstance(known, dict) and known.get("sha") not in {None, graph_digest(graph)}:
         notes.append("the network changed after the plan was made; the plan's strategies still apply")
     batch = network["batch"]
     share = shares(batch, case.norm_group)
@@ -103,12 +103,12 @@ def _rows(
     plan: Plan, graph: Graph, letters: Mapping[str, Any], batch: int, sent: dict[str, list[Collective]]
 ) -> list[PlanRow]:
     mesh, rows = plan.mesh, list[PlanRow]()
-    usual = parse_strategy(plan.fallback, mesh, "default")
+    usual = parse_strategy(plan.default_strategy, mesh, "default")
     for op in graph.ops.values():
         held = parameter_bytes(op, letters[op.name], mesh)
         special = letters[op.name] != tuple(usual.get(axis, "n") for axis in range(len(mesh.axes)))
         if held or special or op.name in sent:
-            shape = " ".join(str(piece_shape(op, letters[op.name], mesh, batch)).split())
+            shape = " ".join(str(largest_shard_shape(op, letters[op.name], mesh, batch)).split())
             words = _words(sent.get(op.name, []))
             rows.append(PlanRow(op.name, op.kind, write_strategy(letters[op.name], mesh), shape, held / 1e6, words))
     return [*rows, *(PlanRow(when, collectives=_words(sent[when])) for when in (GRADIENTS, STATISTICS) if when in sent)]

@@ -19,7 +19,7 @@ from manyhands.core.records import read_lines, write_json
 from manyhands.core.run_folder import RunFolder
 from manyhands.core.terminal import plain
 from manyhands.core.user_code import revision
-from manyhands.sync.options import option_keys
+from manyhands.sync.options import method_option_keys
 from manyhands.train.journal import Journal
 
 
@@ -124,7 +124,7 @@ def resolved(trainer: Any, plan: PlanRecord) -> dict[str, Any]:
         "run.out": str(trainer.folder.path),
     }
     decided = asdict(sync)
-    found |= {f"sync.{key}": decided[key] for key in option_keys(sync.method) if key in decided}
+    found |= {f"sync.{key}": decided[key] for key in method_option_keys(sync.method) if key in decided}
     values = job.model_dump(mode="json")
     asked = {key: values[key.partition(".")[0]][key.partition(".")[2]] for key in found}
     automatic: tuple[Any, ...] = ("auto", "", 0, -1, [])
@@ -176,7 +176,7 @@ def plan_of(trainer: Any) -> PlanRecord:
         "batch": order.batch,
         "shares": [[share.count for share in each] for each in shares],
         "passes": len(shares),
-        "averages": trainer.network.traits.averages,
+        "averages": trainer.network.traits.averaging,
         "precision": trainer.job.train.precision,
         "channels_last": trainer.job.train.channels_last,
         "compile": trainer.job.train.compile,

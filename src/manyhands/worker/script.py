@@ -46,9 +46,9 @@ def _run_script(script: str, own: list[str]) -> None:
         hints = ("copy this folder to the other machines: --sync-code", "or copy the script by hand")
         raise UserError(f"{script} doesn't exist", here, hints)
     if tunnel_ends():
-        from manyhands.parallel.group.through_ssh import use_tunnels
+        from manyhands.parallel.group.through_ssh import route_gloo_through_tunnels
 
-        use_tunnels()
+        route_gloo_through_tunnels()
     sys.argv = [script, *own]
     sys.path.insert(0, str(Path(script).resolve().parent))
     runpy.run_path(script, run_name="__main__")

@@ -41,7 +41,7 @@ from manyhands.core.scratch import scratch
 from manyhands.core.terminal import say
 from manyhands.core.timeouts import CLAIM_S, MAKE_WAY_S
 from manyhands.parallel.group.ports import listen
-from manyhands.parallel.group.tunnel_ends import reach
+from manyhands.parallel.group.tunnel_ends import request_tunnel
 
 if TYPE_CHECKING:
     from manyhands.cluster.agents.tunnel import Tunnels
@@ -245,7 +245,7 @@ class Agent(Probe):
         if listener is None and rendezvous.machine == 0 and not rendezvous.file:
             listener = listen(rendezvous.address, rendezvous.port)
         if self._tunnels and self._tunnels.ends.address:
-            reach(self._tunnels.ends, rendezvous.address, rendezvous.port)
+            request_tunnel(self._tunnels.ends, rendezvous.address, rendezvous.port)
         self._listener, self._started = None, True
         mine = folders.Term(orders.term, orders.generation)
         if orders.term and folders.advance_term(Path(orders.logs), mine) > mine:

@@ -42,7 +42,7 @@ from manyhands.core.records import Failure, write_json
 from manyhands.core.scratch import scratch as scratch_folder
 from manyhands.core.stops import STOPS
 from manyhands.core.timeouts import ALONE_S, ALONE_SAVING_S, LEAVE_S, STOP_S
-from manyhands.parallel.group.heartbeat import leave_path
+from manyhands.parallel.group.heartbeat import stop_waiting_path
 from manyhands.parallel.group.join import IFNAMES
 from manyhands.parallel.group.ports import loopback_interface
 
@@ -206,7 +206,7 @@ class ElasticAgent(cast(Any, LocalElasticAgent)):  # torch's decorators hide the
                 case protocol.WorkerCommand("leave") if not self._orders.script:
                     self._leaving.begin()
                 case protocol.WorkerCommand("free"):
-                    leave_path(self._scratch).touch()
+                    stop_waiting_path(self._scratch).touch()
                 case protocol.WorkerCommand("kill", rank):
                     self._signal(signal.SIGKILL, rank)
                     if rank is None:

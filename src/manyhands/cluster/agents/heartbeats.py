@@ -14,7 +14,7 @@ from manyhands.core.files import read_bytes
 from manyhands.core.machine import CGROUPS
 from manyhands.core.records import PROCESS_ENDED, Failure
 from manyhands.core.timeouts import HEARTBEAT_S, LEAVE_S, SAVE_MOST_S, SAVE_QUIET_S
-from manyhands.parallel.group.heartbeat import Heartbeat, ObservedHeartbeat, rescue_path
+from manyhands.parallel.group.heartbeat import Heartbeat, ObservedHeartbeat, emergency_save_path
 
 _WELL_S = 2.0  # a process with more recent progress is well
 # Stands in for the heartbeat of a suspended process that hasn't begun to train.
@@ -80,7 +80,7 @@ class HeartbeatMonitor:
 
 
 class ExitTimer:
-    """Limits the time for workers to exit after a failure. Workers that are saving (`rescue_path`) get more time."""
+    """Limits the time for workers to exit after a failure. Workers that are saving (`emergency_save_path`) get more time."""
 
     def __init__(self, scratch: Path) -> None:
         self._scratch, self._since, self.begun = scratch, 0.0, False
@@ -100,7 +100,7 @@ class ExitTimer:
 
     def _save_progresses(self, rank: int, pid: int) -> bool:
         """Returns True if a worker is saving and makes progress, measured by CPU time and written bytes."""
-        if not rescue_path(self._scratch, rank).exists():
+        if not emergency_save_path(self._scratch, rank).exists():
             return False
         done, now = None, time.monotonic()
         with contextlib.suppress(psutil.Error):

@@ -100,7 +100,8 @@ class _TunnelOpener:
         logins: dict[Pair, list[str]] = {}
         for one, two in (pair[::-1] if back else pair for pair in pairs):
             here, there = self.routes.ends[one], self.routes.ends[two]
-            ours, theirs = {here.towards(there.address): there.entrance}, {there.towards(here.address): here.entrance}
+            ours = {here.socket_to(there.address): there.in_socket}
+            theirs = {there.socket_to(here.address): here.in_socket}
             logins[one, two] = self._login_command(two, ours, theirs)
         for (one, two), error in self._run_logins(logins).items():
             if error:
@@ -129,7 +130,7 @@ class _TunnelOpener:
         relays, commands = dict.fromkeys(pairs, HEAD), dict[str, list[str]]()
         for (name, _), sockets in self._assign_relays(relays, {HEAD: head.ends}).items():
             ends = self.routes.ends[name]
-            commands[name] = self._login_command(name, {head.ends.towards(ends.address): ends.entrance}, sockets)
+            commands[name] = self._login_command(name, {head.ends.socket_to(ends.address): ends.in_socket}, sockets)
         for name, error in head.start(commands, OPEN_TUNNELS_S, self._machines.heartbeat).items():
             hints = (f"set AllowStreamLocalForwarding yes in sshd_config on {name}",)
             raise RunError(f"can't open an ssh tunnel to {name}: {error}", name, hints)
@@ -141,7 +142,7 @@ class _TunnelOpener:
         for pair, relay in relays.items():
             for name, other in (pair, pair[::-1]):
                 address = self.routes.ends[other].address
-                sockets[name, relay][self.routes.ends[name].towards(address)] = ends[relay].towards(address)
+                sockets[name, relay][self.routes.ends[name].socket_to(address)] = ends[relay].socket_to(address)
         return sockets
 
     def _opener(self, one: str, two: str) -> str:

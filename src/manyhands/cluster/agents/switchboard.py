@@ -29,8 +29,8 @@ class Switchboard:
         self._ends = ends
         self._listeners: dict[tuple[str, int], socket.socket] = {}
         self._asking = threading.Lock()
-        _serve(_unix_listener(ends.entrance), self._handle_tunnel)
-        _serve(_unix_listener(ends.requests), self._answer)
+        _serve(_unix_listener(ends.in_socket), self._handle_tunnel)
+        _serve(_unix_listener(ends.request_socket), self._answer)
 
     def _handle_tunnel(self, tunnel: socket.socket) -> None:
         """Handles a connection from another machine, whose first 2 bytes are the port to connect to."""
@@ -41,7 +41,7 @@ class Switchboard:
 
     def _open_outgoing(self, connection: socket.socket, address: str, port: int) -> None:
         tunnel = socket.socket(socket.AF_UNIX)
-        tunnel.connect(self._ends.towards(address))
+        tunnel.connect(self._ends.socket_to(address))
         tunnel.sendall(port.to_bytes(2))
         _forward(connection, tunnel)
 
@@ -56,7 +56,7 @@ class Switchboard:
 
     def _listen_for(self, asked: str) -> None:
         address, _, port = asked.strip().partition(" ")
-        if not ipaddress.ip_address(address).is_loopback or not Path(self._ends.towards(address)).is_socket():
+        if not ipaddress.ip_address(address).is_loopback or not Path(self._ends.socket_to(address)).is_socket():
             raise ValueError("there is no ssh tunnel to this address")
         with self._asking:
             if (address, int(port)) not in self._listeners:

@@ -27,7 +27,7 @@ from manyhands.config.job import ClusterOptions
 from manyhands.core.errors import RunError
 from manyhands.core.scratch import scratch
 from manyhands.core.timeouts import SWITCHBOARD_S, TUNNEL_ASK_S, TUNNEL_CLOSE_S, TUNNEL_OPEN_S
-from manyhands.parallel.group.tunnel_ends import TunnelEnds, fits
+from manyhands.parallel.group.tunnel_ends import TunnelEnds, has_short_socket_paths
 
 # Remote command (also for csh); ends with its standard input, and thus with its parent.
 _STAY = f"echo {switchboard.READY}; exec cat"
@@ -162,7 +162,7 @@ class Tunnels(Children):
         """Creates and returns a folder for the sockets of tunnels; starts a switchboard unless `address` is empty."""
         self.close()
         self.folder = folder = self._until_closed.enter_context(scratch("way"))
-        if not fits(folder):
+        if not has_short_socket_paths(folder):
             hints = ("set a shorter path on this machine: export TMPDIR=/tmp",)
             raise RunError(f"the path {folder} is too long for Unix sockets", "TMPDIR", hints)
         self.ends = TunnelEnds(address, str(folder))

@@ -33,7 +33,7 @@ from manyhands.core.machine import cores, memory, this_machine
 from manyhands.core.user_code import revision
 from manyhands.data.known import choice_named, recognize
 from manyhands.data.options import DataOptions, data_folder
-from manyhands.parallel.group.ports import interface_of
+from manyhands.parallel.group.ports import route_interface
 
 VARIABLES = (  # variables that affect how processes connect and how many cores they use
     *INTERFACE_VARIABLES, "OMP_NUM_THREADS", "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "NCCL_IB_DISABLE",
@@ -59,7 +59,7 @@ def gather(wanted: FactsWanted) -> dict[str, Any]:
     facts: dict[str, Any] = {"time": time.time(), "system": platform.system(), "architecture": platform.machine()}
     collectors: dict[str, Callable[[], Any]] = {
         "name": host_and_addresses, "interfaces": interfaces, "firewall": firewall_rules,
-        "default_interface": lambda: interface_of("192.0.2.1") or interface_of("2001:db8::1"),
+        "default_interface": lambda: route_interface("192.0.2.1") or route_interface("2001:db8::1"),
         "python": lambda: {"version": platform.python_version(), "path": sys.executable},
         "versions": versions, "torchvision": torchvision_misfit,
         "compiler": lambda: any(map(shutil.which, filter(None, (os.environ.get("CXX"), "c++", "g++", "clang++")))),

@@ -24,7 +24,7 @@ import psutil
 
 from manyhands.cluster.doctor.findings import Attempt, Reached
 from manyhands.cluster.messages import remote
-from manyhands.parallel.group.ports import holder_of
+from manyhands.parallel.group.ports import port_holder
 
 TOKEN_BYTES = 16
 ECHO, COUNT = b"E", b"C"
@@ -165,7 +165,7 @@ class Probe:
             listener = socket.create_server((address, port), family=family, backlog=OPEN_AT_ONCE)
         except OSError as error:
             reason = os.strerror(error.errno) if error.errno else str(error)
-            holder = holder_of(port) if error.errno == errno.EADDRINUSE else ""
+            holder = port_holder(port) if error.errno == errno.EADDRINUSE else ""
             return Listener(address, error=f"{reason}, by {holder}" if holder else reason)
         self._listening.append(listener)
         token = secrets.token_bytes(TOKEN_BYTES)

@@ -21,7 +21,7 @@ from manyhands.core.choices import load_choice, module_names
 from manyhands.core.errors import UserError
 from manyhands.core.files import MOST_TEXT_BYTES, decoded, read_bytes
 from manyhands.core.world import ProcessInfo
-from manyhands.parallel.group.ports import local_addresses, outer_addresses
+from manyhands.parallel.group.ports import local_addresses, reachable_addresses
 
 # Variables that torchrun, torch.distributed.launch and compatible launchers set for each worker.
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -244,7 +244,7 @@ def find_machine(cluster: inventory.Cluster) -> int:
     here = here or [place for place, name in enumerate(names) if not outer.isdisjoint(_resolve(name))]
     if len(here) == 1:
         return here[0]
-    own = f"host name {socket.gethostname()}, addresses {', '.join(outer_addresses()) or 'only loopback'}"
+    own = f"host name {socket.gethostname()}, addresses {', '.join(reachable_addresses()) or 'only loopback'}"
     found = ", ".join(names[:8]) + (" …" if len(names) > 8 else "")
     what, hint = f"is not in the list of machines: {found}", "add one of this machine's names or addresses to the list"
     if here:
@@ -286,7 +286,7 @@ def reachable_address(address: str) -> str:
     found = [] if inventory.is_address(address) else _resolve(address)
     if not (found and all(map(_is_loopback, found))):
         return address
-    candidates = [found for found in outer_addresses() if ":" not in found] or outer_addresses()
+    candidates = [found for found in reachable_addresses() if ":" not in found] or reachable_addresses()
     if len(candidates) == 1:
         return candidates[0]
     has = f"has the addresses {' and '.join(candidates)}" if candidates else "has no other address"

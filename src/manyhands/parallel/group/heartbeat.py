@@ -36,7 +36,7 @@ class Heartbeat(BaseModel):
         return self.still_s > self.limit_s
 
 
-def leave_path(folder: Path) -> Path:
+def stop_waiting_path(folder: Path) -> Path:
     """Returns the path of a file whose creation makes workers with heartbeats in `folder` stop waiting for peers."""
     return folder / "leave"
 
@@ -55,6 +55,6 @@ class ObservedHeartbeat(Heartbeat):
         return self.still_s + self.quiet_s
 
 
-def rescue_path(folder: Path, rank: int) -> Path:
+def emergency_save_path(folder: Path, rank: int) -> Path:
     """Returns the path of a file that rank `rank` creates before saving its state after a peer's failure."""
     return folder / f"{rank}.saves"

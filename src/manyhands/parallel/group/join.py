@@ -34,7 +34,7 @@ LEARN_S = 2.0  # seconds that a process waits for the cause after it has lost a 
 PATIENCE_S = 5.0  # seconds to exit after a peer's failure that collectives don't detect, as with NCCL
 
 
-class Cause:
+class FailureBroadcast:
     """Shares the run's first failure among all processes, through rank 0's store.
 
     `leave` is called with this failure, or None if the store has ended, to end a process that a collective still
@@ -57,7 +57,7 @@ class Cause:
             if not rendezvous.parse_message(self._store.compare_set("text", "", text), rendezvous.PeerFailure):
                 self._store.set("text", text)  # replaces an invalid message
 
-    def learn(self) -> rendezvous.PeerFailure | None:
+    def wait_for_failure(self) -> rendezvous.PeerFailure | None:
         """Waits up to LEARN_S seconds for the first failure; returns None if none is published."""
         self._known.wait(LEARN_S)
         return self._heard
@@ -65,7 +65,7 @@ class Cause:
     def close(self, readers: int = 0) -> None:
         """Waits up to LINGER_S seconds until `readers` processes have read the cause, then stops listening."""
         if readers:
-            rendezvous.linger(self._store, "heard", readers)
+            rendezvous.wait_for_count(self._store, "heard", readers)
         self._over.set()
         self._thread.join(LEARN_S)
 
@@ -83,22 +83,22 @@ class Cause:
 
 
 @dataclass
-class Group:
+class JoinedGroup:
     """The process group that `join` returns: this process's rank and the processes' store (None for one process)."""
 
     world: World  # rank, size and device of this process
     store: Any = None  # for small messages between processes
     init_file: Path | None = None  # of file://; removed at the end, because the next run could not use it
-    keeps_store: bool = False  # True on the process that holds the store
-    cause: Cause | None = None  # receives another process's failure; None until `listen`
-    groups_before: tuple[Any, ...] | None = None  # as `join` found them; None if it created the default group
+    holds_store: bool = False  # True on the process that holds the store
+    cause: FailureBroadcast | None = None  # receives another process's failure; None until `listen`
+    earlier_groups: tuple[Any, ...] | None = None  # as `join` found them; None if it created the default group
     # each process's record at the rendezvous, by rank
     present: dict[int, dict[str, Any]] = field(default_factory=dict[int, dict[str, Any]])
 
     def listen(self, attempt: int, leave: Callable[[rendezvous.PeerFailure | None], None] | None = None) -> None:
-        """Starts to listen for failures of other processes; needed under launchers without agents. See `Cause`."""
+        """Starts to listen for failures of other processes; needed under launchers without agents. See `FailureBroadcast`."""
         if self.store is not None and not self.world.alone:
-            self.cause = Cause(self.store, attempt, leave)
+            self.cause = FailureBroadcast(self.store, attempt, leave)
 
     def abort(self) -> None:
         """Aborts collectives and ends this process; called by another thread if the main thread is blocked."""
@@ -109,26 +109,26 @@ class Group:
 
     def leave(self, *, failed: bool = False) -> None:
         """Destroys the groups created since `join`. If `failed`, waits until other processes have read the cause."""
-        if self.groups_before is None:
+        if self.earlier_groups is None:
             if dist.is_initialized():
                 dist.destroy_process_group()
         elif not failed or self.world.device == "cpu":  # NCCL might block after a failure
             for group in process_groups():
-                if group not in self.groups_before:
+                if group not in self.earlier_groups:
                     dist.destroy_process_group(group)
         if self.cause:
-            self.cause.close(self.world.size if failed and self.keeps_store else 0)
+            self.cause.close(self.world.size if failed and self.holds_store else 0)
         if self.init_file:
             # A process that still writes to the store after rank 0 has removed the file would create it again.
             with contextlib.suppress(dist.DistError, RuntimeError):
                 if not failed and self.init_file.exists():
                     self.store.add("left", 1)
             if self.world.is_main:
-                rendezvous.linger(self.store, "left", 0 if failed else self.world.size)
+                rendezvous.wait_for_count(self.store, "left", 0 if failed else self.world.size)
                 self.init_file.unlink(missing_ok=True)
 
 
-def join(process_info: ProcessInfo, digest: str, collective_timeout_s: float, say: Say) -> Group:
+def join(process_info: ProcessInfo, digest: str, collective_timeout_s: float, say: Say) -> JoinedGroup:
     """Joins the group of processes. A collective.
 
     `digest` is a text that must be equal on all processes: version and options. Collectives fail if a peer doesn't
@@ -140,11 +140,11 @@ def join(process_info: ProcessInfo, digest: str, collective_timeout_s: float, sa
     device = _choose_device(process_info)
     if process_info.size == 1 and not process_info.init:
         _set_current_device(device)
-        return Group(World(device=device))
+        return JoinedGroup(World(device=device))
     store = _open_store(process_info, digest, say)
     if process_info.agent_store:
-        store = store_of_run(store, process_info.rank, process_info.attempt)
-    present = rendezvous.check_in(store, process_info, digest, say)
+        store = run_store(store, process_info.rank, process_info.attempt)
+    present = rendezvous.exchange_records(store, process_info, digest, say)
     if process_info.started_by == "--init":
         process_info = _with_local_rank(process_info, present)
         device = _choose_device(process_info)
@@ -155,7 +155,7 @@ def join(process_info: ProcessInfo, digest: str, collective_timeout_s: float, sa
         share = (os.cpu_count() or 1) // process_info.local_size
         torch.set_num_threads(max(1, min(torch.get_num_threads(), share)))
     backend = _choose_backend(process_info, device)
-    interface = choose_interface(process_info, present)
+    interface = set_collective_interface(process_info, present)
     _set_current_device(device)
     with listeners.block_listeners_on_exit(backend):
         dist.init_process_group(
@@ -171,19 +171,19 @@ def join(process_info: ProcessInfo, digest: str, collective_timeout_s: float, sa
         say(line)
     if process_info.started_by in {"--init", "met"} and not world.is_main:
         say(f"rank {world.rank} of {world.size} has joined; rank 0 prints the progress")
-    keeps_store = process_info.rank == 0 and not process_info.agent_store
-    return Group(world, store, rendezvous.init_path(process_info), keeps_store, present=present)
+    holds_store = process_info.rank == 0 and not process_info.agent_store
+    return JoinedGroup(world, store, rendezvous.init_path(process_info), holds_store, present=present)
 
 
-def _join_existing(process_info: ProcessInfo, digest: str, say: Say) -> Group:
-    before, store = tuple(process_groups()), store_of_run(dist.distributed_c10d._get_default_store(), dist.get_rank())
-    present = rendezvous.check_in(store, process_info, digest, say)
+def _join_existing(process_info: ProcessInfo, digest: str, say: Say) -> JoinedGroup:
+    before, store = tuple(process_groups()), run_store(dist.distributed_c10d._get_default_store(), dist.get_rank())
+    present = rendezvous.exchange_records(store, process_info, digest, say)
     process_info = _with_local_rank(process_info, present)
     device = _choose_device(process_info)
     _set_current_device(device)
     place = (process_info.rank, process_info.size, process_info.local_rank, process_info.local_size)
     world = World(*place, device, process_info.backend)
-    return Group(world, store, keeps_store=process_info.rank == 0, groups_before=before, present=present)
+    return JoinedGroup(world, store, holds_store=process_info.rank == 0, earlier_groups=before, present=present)
 
 
 def _set_current_device(device: str) -> None:
@@ -199,7 +199,7 @@ def _with_local_rank(process_info: ProcessInfo, present: dict[int, dict[str, Any
     return replace(process_info, local_rank=here.index(process_info.rank), local_size=len(here))
 
 
-def choose_interface(process_info: ProcessInfo, present: dict[int, dict[str, Any]]) -> str:
+def set_collective_interface(process_info: ProcessInfo, present: dict[int, dict[str, Any]]) -> str:
     """Sets the network interface of collectives by environment variables; returns gloo's interface, or "".
 
     On one machine, collectives use loopback. On several machines, they use the interface that the environment already
@@ -208,19 +208,19 @@ def choose_interface(process_info: ProcessInfo, present: dict[int, dict[str, Any
     here, loopback = present[process_info.rank]["machine"], ports.loopback_interface()
     others = [who for _, who in sorted(present.items()) if who["machine"] != here]
     if tunnel_ends():
-        from manyhands.parallel.group.through_ssh import use_tunnels
+        from manyhands.parallel.group.through_ssh import route_gloo_through_tunnels
 
-        use_tunnels()
+        route_gloo_through_tunnels()
     if tunnel_ends() or not others:
         os.environ.update(dict.fromkeys(IFNAMES, loopback))
         return loopback
     if configured := os.environ.get(IFNAMES[0], ""):
-        ports.require_interface(configured, IFNAMES[0])
+        ports.require_interfaces(configured, IFNAMES[0])
     host = urlparse(process_info.init).hostname or os.environ.get("MASTER_ADDR", "")
-    name = ports.interface_of(host) if host and host not in {"0.0.0.0", "::"} else ""
+    name = ports.route_interface(host) if host and host not in {"0.0.0.0", "::"} else ""
     if name in {"", loopback}:
         # By default the backends use the address of this machine's name, which is often loopback.
-        name = ports.interface_towards(address for who in others for address in who["addresses"])
+        name = ports.interface_to_addresses(address for who in others for address in who["addresses"])
     if name:
         for variable in IFNAMES:
             os.environ.setdefault(variable, name)
@@ -231,9 +231,9 @@ def describe_open_ports(process_info: ProcessInfo, interface: str) -> list[str]:
     """Returns messages about ports that are open to other hosts, or [] if another process prints these messages."""
     if process_info.local_rank or process_info.started_by == "manyhands":
         return []
-    lines = [] if interface == ports.loopback_interface() else [ports.describe_collectives(interface)]
+    lines = [] if interface == ports.loopback_interface() else [ports.describe_collective_ports(interface)]
     if process_info.agent_store and process_info.started_by != "met":
-        lines += ports.describe_launcher(process_info.started_by)
+        lines += ports.describe_launcher_ports(process_info.started_by)
     return lines
 
 
@@ -298,7 +298,7 @@ def _open_store(process_info: ProcessInfo, digest: str, say: Say) -> Any:
             )
             raise
         if process_info.started_by != "manyhands":
-            say(ports.describe_exposure(host, port))
+            say(ports.describe_reachability(host, port))
         descriptor = listener.detach()
         return dist.TCPStore(host, port, None, True, timeout, False, master_listen_fd=descriptor)
     if host in {"0.0.0.0", "::"}:
@@ -398,7 +398,7 @@ def _device_and_backend(wanted: str) -> tuple[str, str]:
     return device, backends.get(device.partition(":")[0], str(dist.get_backend()))
 
 
-def store_of_run(store: Any, rank: int, attempt: int = 0) -> Any:
+def run_store(store: Any, rank: int, attempt: int = 0) -> Any:
     """Returns a view of the store with a prefix for this run, because several runs may share the store."""
     uses = store.add(f"manyhands/uses/{attempt}/{rank}", 1)  # all processes count their uses in the same order
     return dist.PrefixStore(f"manyhands/{uses}", store)

@@ -17,11 +17,11 @@ from manyhands.parallel.group.ports import local_addresses
 from manyhands.parallel.group.tunnel_ends import tunnel_ends
 
 SO_ATTACH_FILTER = 26
-LETS_NOTHING_THROUGH = struct.pack("HBBI", 0x06, 0, 0, 0)  # a BPF program of one instruction: pass 0 bytes
+DROP_ALL_PACKETS = struct.pack("HBBI", 0x06, 0, 0, 0)  # a BPF program of one instruction: pass 0 bytes
 OPEN_FILES = Path("/proc/self/fd")
 
 
-def connections() -> Iterator[tuple[str, socket.socket]]:
+def tcp_sockets() -> Iterator[tuple[str, socket.socket]]:
     """Yields (name, duplicate) of each TCP socket of this process; closes the duplicate after each iteration."""
     for path in OPEN_FILES.iterdir() if sys.platform == "linux" else ():
         with contextlib.suppress(OSError):  # it was closed meanwhile
@@ -32,12 +32,12 @@ def connections() -> Iterator[tuple[str, socket.socket]]:
                         yield name, found
 
 
-def listens(one: socket.socket) -> bool:
+def is_listening(one: socket.socket) -> bool:
     return bool(one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
 
 
 def _block_new_connections(listener: socket.socket) -> None:
-    code = ctypes.create_string_buffer(LETS_NOTHING_THROUGH)
+    code = ctypes.create_string_buffer(DROP_ALL_PACKETS)
     # In a sandbox without filters the port stays open, as `doctor --exposure` reports.
     with contextlib.suppress(OSError):
         listener.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, struct.pack("HL", 1, ctypes.addressof(code)))
@@ -51,10 +51,10 @@ def block_listeners_on_exit(backend: str = "") -> Generator[None]:
     if "gloo" not in backend or "," in backend or later or tunnel_ends():
         yield
         return
-    before = {name for name, one in connections() if listens(one)}
+    before = {name for name, one in tcp_sockets() if is_listening(one)}
     yield
-    for name, one in connections():
-        if name not in before and listens(one):
+    for name, one in tcp_sockets():
+        if name not in before and is_listening(one):
             _block_new_connections(one)
 
 
@@ -65,9 +65,9 @@ def close_rendezvous(port: int, machines: Sequence[Collection[str]]) -> None:
     connected from any of its addresses, no host is disconnected, because the machine may use an unlisted address.
     """
     own, theirs = [], []
-    for _, one in connections():
+    for _, one in tcp_sockets():
         if one.getsockname()[1] == port:
-            (own if listens(one) else theirs).append(one.dup())
+            (own if is_listening(one) else theirs).append(one.dup())
     try:
         for listener in own:
             _block_new_connections(listener)

@@ -18,16 +18,16 @@ class PortTakenError(UserError):
     """Another process listens on the port."""
 
 
-def listen(host: str, port: int, given_by: str = "--init") -> socket.socket:
+def listen(host: str, port: int, option_name: str = "--init") -> socket.socket:
     """Listens on one address of this machine only (torch's own store would listen on every interface).
 
-    `given_by` names the option that sets the address. Raises UserError for another machine's address or a taken port.
+    `option_name` names the option that sets the address. Raises UserError for another machine's address or a taken port.
     """
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except socket.gaierror as error:
         what = f"the name {host} has no address: {error.strerror}"
-        raise UserError(what, given_by, ("give an IP address",)) from None
+        raise UserError(what, option_name, ("give an IP address",)) from None
     listener = socket.socket(family, kind)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -35,23 +35,23 @@ def listen(host: str, port: int, given_by: str = "--init") -> socket.socket:
         listener.listen(1024)
     except OSError as error:
         listener.close()
-        raise _listen_error(host, port, error, given_by) from None
+        raise _listen_error(host, port, error, option_name) from None
     return listener
 
 
-def _listen_error(host: str, port: int, error: OSError, given_by: str) -> UserError:
+def _listen_error(host: str, port: int, error: OSError, option_name: str) -> UserError:
     if error.errno == errno.EADDRINUSE:
-        holder = holder_of(port)
+        holder = port_holder(port)
         hints = (f"choose another port on every process, such as {port + 1}", "or end that process")
-        return PortTakenError(f"port {port} is in use{holder and f' by {holder}'}", given_by, hints)
+        return PortTakenError(f"port {port} is in use{holder and f' by {holder}'}", option_name, hints)
     if error.errno == errno.EADDRNOTAVAIL:
         what = f"{host} is not an address of this machine (it has {', '.join(local_addresses())})"
         hints = ("run rank 0 on the machine with that address", "or correct the --rank of this process")
-        return UserError(what, given_by, hints)
-    return UserError(f"can't listen on {host}:{port}: {error.strerror}", given_by, ("choose a port above 1024",))
+        return UserError(what, option_name, hints)
+    return UserError(f"can't listen on {host}:{port}: {error.strerror}", option_name, ("choose a port above 1024",))
 
 
-def holder_of(port: int) -> str:
+def port_holder(port: int) -> str:
     """Returns the PID, name and user of the process that listens on a port; empty if this user can't see them."""
     try:
         connections = psutil.net_connections("tcp")
@@ -87,7 +87,7 @@ def local_addresses() -> list[str]:
     return sorted(found, key=lambda text: (text.startswith(("127.", "::1")), ":" in text, text))
 
 
-def outer_addresses() -> list[str]:
+def reachable_addresses() -> list[str]:
     """Returns this machine's addresses that other machines may reach."""
     return [one for one in local_addresses() if not _is_loopback(one) and not one.startswith(INNER_NETWORKS)]
 
@@ -97,7 +97,7 @@ def loopback_interface() -> str:
     return _interface_with("127.0.0.1") or "lo"
 
 
-def interface_of(host: str) -> str:
+def route_interface(host: str) -> str:
     """Returns the interface of the route to `host`, or an empty string."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
@@ -108,28 +108,28 @@ def interface_of(host: str) -> str:
         return ""
 
 
-def interface_towards(theirs: Iterable[str]) -> str:
+def interface_to_addresses(theirs: Iterable[str]) -> str:
     """Returns the interface in the network of an address in `theirs`, else one that routes to an address, else ""."""
     wanted = [ipaddress.ip_address(address) for address in theirs]
-    mine = set(outer_addresses())
+    mine = set(reachable_addresses())
     for name, own, netmask in _interfaces():
         if own in mine and netmask:
             network = ipaddress.ip_network(f"{own}/{int(ipaddress.ip_address(netmask)).bit_count()}", strict=False)
             if any(address in network for address in wanted):
                 return name
-    return next(filter(None, (interface_of(str(address)) for address in wanted)), "")
+    return next(filter(None, (route_interface(str(address)) for address in wanted)), "")
 
 
-def require_interface(names: str, given_by: str) -> None:
+def require_interfaces(names: str, option_name: str) -> None:
     """Raises UserError if this machine lacks one of the interfaces in `names`, a comma-separated list."""
     mine = psutil.net_if_addrs()
     for name in names.split(","):
         if name not in mine:
-            what = f'{given_by} names "{name}", but this machine has the interfaces {", ".join(sorted(mine))}'
-            raise UserError(what, given_by, (f"unset {given_by}", "or name one of these interfaces"))
+            what = f'{option_name} names "{name}", but this machine has the interfaces {", ".join(sorted(mine))}'
+            raise UserError(what, option_name, (f"unset {option_name}", "or name one of these interfaces"))
 
 
-def describe_collectives(interface: str) -> str:
+def describe_collective_ports(interface: str) -> str:
     """Returns a message with the addresses that collectives listen on and the hosts that can connect."""
     entries = _interfaces()
     found = [
@@ -145,7 +145,7 @@ def describe_collectives(interface: str) -> str:
     )
 
 
-def describe_launcher(name: str) -> list[str]:
+def describe_launcher_ports(name: str) -> list[str]:
     """Returns a message about ports of the launcher (the parent process) that other machines can reach, else []."""
     try:
         connections = psutil.Process(os.getppid()).net_connections("tcp")
@@ -166,7 +166,7 @@ def _is_loopback(address: str) -> bool:
     return (mapped or ipaddress.ip_address(address)).is_loopback
 
 
-def describe_exposure(host: str, port: int) -> str:
+def describe_reachability(host: str, port: int) -> str:
     """Returns a message about the hosts that can reach the listening port."""
     if host in {"0.0.0.0", "::"}:
         return (

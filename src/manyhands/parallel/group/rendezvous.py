@@ -158,7 +158,7 @@ def _connect_to_store(process_info: ProcessInfo) -> Any:
     return dist.TCPStore(host, port, None, False, timedelta(seconds=REPORT_S), False)
 
 
-def check_in(store: Any, process_info: ProcessInfo, digest: str, say: Say) -> dict[int, dict[str, Any]]:
+def exchange_records(store: Any, process_info: ProcessInfo, digest: str, say: Say) -> dict[int, dict[str, Any]]:
     """Publishes this process's record in the store and waits for all ranks; returns the records by rank.
 
     Raises UserError for a taken rank or a different job, and PeerError if a rank is missing or rank 0 has ended.
@@ -166,7 +166,7 @@ def check_in(store: Any, process_info: ProcessInfo, digest: str, say: Say) -> di
     store = dist.PrefixStore(f"present/{process_info.attempt}", store)
     me = {
         "host": socket.gethostname(), "machine": this_machine(), "pid": os.getpid(),
-        "addresses": ports.outer_addresses(),
+        "addresses": ports.reachable_addresses(),
         "size": process_info.size, "digest": digest,
         "torch": torch.__version__, "python": platform.python_version(), "time": time.time(),
     }  # fmt: skip
@@ -185,7 +185,7 @@ def check_in(store: Any, process_info: ProcessInfo, digest: str, say: Say) -> di
         raise PeerError(what, process_info.init, hints) from None
     except ManyhandsError:
         if process_info.rank == 0:
-            linger(store, "read", sum(store.check([str(rank)]) for rank in range(process_info.size)))
+            wait_for_count(store, "read", sum(store.check([str(rank)]) for rank in range(process_info.size)))
         raise
     return present
 
@@ -223,7 +223,7 @@ def _refuse_reported(store: Any, process_info: ProcessInfo, digest: str, present
     raise UserError(what, "--rank" if process_info.started_by == "--init" else "RANK", hints)
 
 
-def linger(store: Any, key: str, count: int) -> None:
+def wait_for_count(store: Any, key: str, count: int) -> None:
     """Waits up to LINGER_S seconds until `count` processes have incremented the store's key."""
     until = time.monotonic() + LINGER_S
     with contextlib.suppress(dist.DistError, RuntimeError):
@@ -241,7 +241,7 @@ def _wait_for_ranks(store: Any, process_info: ProcessInfo, digest: str, say: Say
                 if not record:
                     continue  # invalid; the process with this rank will overwrite it
                 present[rank] = record.model_dump()
-                _refuse_dead(present[rank], rank, process_info)
+                _refuse_ended_run(present[rank], rank, process_info)
                 if present[rank]["size"] != process_info.size:
                     return present
         missing = [rank for rank in range(process_info.size) if rank not in present]
@@ -268,7 +268,7 @@ def _rendezvous_address(process_info: ProcessInfo) -> str:
     return f"tcp://{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '')}"
 
 
-def _refuse_dead(other: dict[str, Any], rank: int, process_info: ProcessInfo) -> None:
+def _refuse_ended_run(other: dict[str, Any], rank: int, process_info: ProcessInfo) -> None:
     """Raises UserError if an init file has a record from an earlier run, whose process has ended."""
     here = other["machine"] == this_machine()
     if process_info.init.startswith("file://") and here and not psutil.pid_exists(other["pid"]):

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from manyhands.core.errors import PeerError
 from manyhands.core.files import typed_number
-from manyhands.parallel.group.tunnel_ends import TunnelEnds, reach, tunnel_ends
+from manyhands.parallel.group.tunnel_ends import TunnelEnds, request_tunnel, tunnel_ends
 
 _Gloo: Any = dist.ProcessGroupGloo  # torch's types lack the class's options and devices
 
@@ -24,11 +24,11 @@ class GlooThroughSsh(_Gloo):
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, **_: Any) -> None:
         ends = tunnel_ends()
         assert ends is not None
-        device, port = _device(ends)
+        device, port = _gloo_device(ends)
         places = dist.PrefixStore("through-ssh", store)
         places.set(str(rank), f"{ends.address}:{port}")
         for other in range(size):
-            reach(ends, *_parse_address(places.get(str(other)), other))
+            request_tunnel(ends, *_parse_address(places.get(str(other)), other))
         options = _Gloo._Options()
         options._devices, options._timeout = [device], timeout
         super().__init__(store, rank, size, options)
@@ -43,7 +43,7 @@ def _parse_address(published: bytes, rank: int) -> tuple[str, int]:
 
 
 @cache
-def _device(ends: TunnelEnds) -> tuple[Any, int]:
+def _gloo_device(ends: TunnelEnds) -> tuple[Any, int]:
     """Returns gloo's device and the port that gloo chose."""
     before = _listening_ports(ends.address)
     device = _Gloo.create_device(hostname=ends.address)
@@ -56,7 +56,7 @@ def _listening_ports(address: str) -> set[int]:
     return {entry.laddr.port for entry in found if entry.status == psutil.CONN_LISTEN and entry.laddr.ip == address}
 
 
-def use_tunnels() -> bool:
+def route_gloo_through_tunnels() -> bool:
     """Makes groups created from now on use this run's ssh tunnels; returns False if the run has no tunnels."""
     if tunnel_ends() is None:
         return False

@@ -1,7 +1,7 @@
 """The ends of ssh tunnels on a machine: a folder of Unix sockets, and a loopback address for the machine's processes.
 
 Each machine's processes listen on a loopback address of the machine, such as 127.84.19.2. Processes of other machines
-call `reach`, then connect to this address through ssh and proxies (`cluster.agents.switchboard`).
+call `request_tunnel`, then connect to this address through ssh and proxies (`cluster.agents.switchboard`).
 """
 
 import os
@@ -24,17 +24,17 @@ class TunnelEnds:
     folder: str  # only this user may enter it
 
     @property
-    def entrance(self) -> str:
+    def in_socket(self) -> str:
         """The path of the socket for connections from other machines; their first two bytes are the target port."""
         return f"{self.folder}/in"
 
     @property
-    def requests(self) -> str:
-        """The path of the socket to which `reach` sends its requests."""
+    def request_socket(self) -> str:
+        """The path of the socket to which `request_tunnel` sends its requests."""
         return f"{self.folder}/ask"
 
-    def towards(self, address: str) -> str:
-        """Returns the path of the socket that ssh forwards to the `entrance` of the machine with that address."""
+    def socket_to(self, address: str) -> str:
+        """Returns the path of the socket that ssh forwards to the `in_socket` of the machine with that address."""
         return f"{self.folder}/to-{address}"
 
     def environment(self) -> dict[str, str]:
@@ -47,14 +47,14 @@ def tunnel_ends() -> TunnelEnds | None:
     return TunnelEnds(*given.split(" ", 1)) if given else None
 
 
-def reach(ends: TunnelEnds, address: str, port: int) -> None:
+def request_tunnel(ends: TunnelEnds, address: str, port: int) -> None:
     """Makes port `port` of the machine with loopback address `address` reachable. Raises RunError if that fails."""
     if address == ends.address:
         return
     with socket.socket(socket.AF_UNIX) as asked:
         asked.settimeout(ANSWER_S)
         try:
-            asked.connect(ends.requests)
+            asked.connect(ends.request_socket)
             asked.sendall(f"{address} {port}\n".encode())
             answer = asked.makefile().readline().strip()
         except OSError as error:
@@ -63,6 +63,6 @@ def reach(ends: TunnelEnds, address: str, port: int) -> None:
         raise RunError(f"can't reach {address} port {port} through ssh: {answer or 'the ssh tunnels are closed'}")
 
 
-def fits(folder: Path) -> bool:
+def has_short_socket_paths(folder: Path) -> bool:
     """Returns True if the paths of sockets in a folder are short enough for Unix sockets."""
     return len(os.fsencode(folder)) + len("/to-127.255.255.255") < LONGEST_PATH

@@ -28,7 +28,7 @@ from manyhands.core.errors import UserError
 from manyhands.core.mesh import Mesh, bounds, make_mesh, parse_mesh
 from manyhands.core.world import World
 from manyhands.parallel.group.collectives import group_timeout
-from manyhands.parallel.mesh.marks import BUFFERS, Mark, Parameter, axis_numbers
+from manyhands.parallel.mesh.marks import BUFFERS, Parameter, ShardMark, axis_indices
 
 if TYPE_CHECKING:
     from manyhands.parallel.mesh.placement import Placement
@@ -127,7 +127,7 @@ class Axis:
     """
 
     def __init__(self, grid: Grid, names: Sequence[str]) -> None:
-        self._grid, self._axes = grid, axis_numbers(names, grid.mesh, "axis")
+        self._grid, self._axes = grid, axis_indices(names, grid.mesh, "axis")
         if not self._axes:
             raise UserError("no mesh axis is given", "axis", (f"give an axis of the mesh {grid.mesh}",))
 
@@ -184,7 +184,7 @@ class Axis:
             module.num_features = len(module.running_mean)  # pyright: ignore - BatchNorm's
         return module
 
-    def _shard_and_mark(self, tensor: Tensor, dim: int, before: Mark | None) -> tuple[Tensor, Mark]:
+    def _shard_and_mark(self, tensor: Tensor, dim: int, before: ShardMark | None) -> tuple[Tensor, ShardMark]:
         dim = self._dim(tensor, dim, "shard")
         shape, cuts = tuple(tensor.shape), ()
         if before is not None:
@@ -197,7 +197,7 @@ class Axis:
             raise UserError(what, "shard", (f"shard another dimension of the shape {tuple(tensor.shape)}",))
         edges = bounds(length, self.size)
         piece = tensor.detach().narrow(dim, edges[self.rank], edges[self.rank + 1] - edges[self.rank])
-        return piece.clone(memory_format=torch.contiguous_format), Mark((*cuts, (dim, self.names)), shape)
+        return piece.clone(memory_format=torch.contiguous_format), ShardMark((*cuts, (dim, self.names)), shape)
 
     def enter(self, x: Tensor) -> Tensor:
         """Marks x as the input of a sharded computation: identity in forward, all-reduce in backward.
@@ -260,14 +260,14 @@ class Axis:
         gradients: "tuple[Placement, Placement]",
         whole: Sequence[int],
     ) -> Tensor:
-        from manyhands.parallel.mesh.placement import Extent, convert_both  # not loaded in data-parallel training
+        from manyhands.parallel.mesh.placement import Extent, convert_with_grad  # not loaded in data-parallel training
 
         def along(placement: "Placement") -> "tuple[Placement, ...]":
             return tuple(placement if axis in self._axes else "R" for axis in range(len(self._grid.mesh.axes)))
 
         before, after = (along(value) for value in values)
         leaving, coming = (along(gradient) for gradient in gradients)
-        return convert_both(tensor, (before, after), (leaving, coming), Extent(tuple(whole)), self._grid)
+        return convert_with_grad(tensor, (before, after), (leaving, coming), Extent(tuple(whole)), self._grid)
 
     def _dim(self, tensor: Tensor, dim: int, where: str) -> int:
         if not -tensor.dim() <= dim < tensor.dim():

@@ -18,7 +18,7 @@ _FORMS = (
 
 
 @dataclass(frozen=True)
-class Mark:
+class ShardMark:
     """The sharded dimensions and the full shape of a sharded tensor."""
 
     cuts: tuple[tuple[int, tuple[str, ...]], ...]  # (dimension, names of mesh axes); no names: all axes but the first
@@ -39,7 +39,7 @@ class Parameter(nn.Parameter):
             first one in which `shape` differs from the shard's shape is sharded; without `shape`, dimension 0.
     """
 
-    mark: Mark | None
+    mark: ShardMark | None
 
     def __new__(
         cls,
@@ -65,7 +65,9 @@ class Parameter(nn.Parameter):
         return memo[id(self)]
 
 
-def _to_mark(given: bool | str | tuple[str, int], piece: tuple[int, ...], shape: tuple[int, ...] | None) -> Mark | None:
+def _to_mark(
+    given: bool | str | tuple[str, int], piece: tuple[int, ...], shape: tuple[int, ...] | None
+) -> ShardMark | None:
     if given is False:
         if shape is not None and shape != piece:
             raise UserError(f"shape={shape}, but the unsharded tensor has shape {piece}", "Parameter", _FORMS)
@@ -79,10 +81,10 @@ def _to_mark(given: bool | str | tuple[str, int], piece: tuple[int, ...], shape:
     if shape is not None and not isinstance(given, tuple):
         differing = [place for place, length in enumerate(shape) if length != piece[place]]
         dim = differing[0] if differing else dim
-    return Mark(((dim % len(piece), names),), shape)
+    return ShardMark(((dim % len(piece), names),), shape)
 
 
-def layouts_of(model: nn.Module, mesh: Mesh, rank: int) -> dict[str, TensorLayout]:
+def state_dict_layouts(model: nn.Module, mesh: Mesh, rank: int) -> dict[str, TensorLayout]:
     """Returns the layout of each state_dict tensor, by name. Raises UserError if a mark doesn't fit the mesh."""
     found: dict[str, TensorLayout] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -94,9 +96,9 @@ def layouts_of(model: nn.Module, mesh: Mesh, rank: int) -> dict[str, TensorLayou
     return found
 
 
-def _layout_of(mark: Mark, piece: tuple[int, ...], mesh: Mesh, rank: int, name: str) -> TensorLayout:
+def _layout_of(mark: ShardMark, piece: tuple[int, ...], mesh: Mesh, rank: int, name: str) -> TensorLayout:
     every = tuple(range(1, len(mesh.axes))) or (0,)  # for a mark that names no axes
-    cuts = tuple(sorted((dim, axis_numbers(names, mesh, name) if names else every) for dim, names in mark.cuts))
+    cuts = tuple(sorted((dim, axis_indices(names, mesh, name) if names else every) for dim, names in mark.cuts))
     parts = {dim: mesh.parts(axes) for dim, axes in cuts}
     shape = mark.shape or tuple(length * parts.get(dim, 1) for dim, length in enumerate(piece))
     layout = TensorLayout(shape, shape, cuts)
@@ -106,7 +108,7 @@ def _layout_of(mark: Mark, piece: tuple[int, ...], mesh: Mesh, rank: int, name: 
     return layout
 
 
-def axis_numbers(names: Sequence[str], mesh: Mesh, where: str) -> tuple[int, ...]:
+def axis_indices(names: Sequence[str], mesh: Mesh, where: str) -> tuple[int, ...]:
     """Returns the indices of named axes, ascending. Raises UserError for an unknown or repeated name."""
     unknown = [name for name in names if name not in mesh.names]
     if unknown:

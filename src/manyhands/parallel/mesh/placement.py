@@ -31,11 +31,11 @@ SPREAD: Side = "B"
 SUM: Side = "P"
 
 
-def value_of(sides: Sequence[Side]) -> Layout:
+def value_layout(sides: Sequence[Side]) -> Layout:
     return tuple("R" if side == "B" else side for side in sides)
 
 
-def gradient_of(sides: Sequence[Side]) -> Layout:
+def gradient_layout(sides: Sequence[Side]) -> Layout:
     return tuple("P" if side == "B" else "R" if side == "P" else side for side in sides)
 
 
@@ -57,7 +57,7 @@ class Extent:
 
 
 @dataclass(frozen=True)
-class Step:
+class ConversionStep:
     """One operation on this process's shard, in a conversion between layouts."""
 
     # the name of a collective, or slice, pad (zeros around the shard), keep_first (zeros on all but the first process)
@@ -73,23 +73,23 @@ class Step:
         return self.kind not in {"slice", "pad", "keep_first"}
 
 
-def steps_between(source: Layout, target: Layout) -> list[Step]:
+def conversion_steps(source: Layout, target: Layout) -> list[ConversionStep]:
     """Returns the steps that convert one layout into another, at most one collective for each dimension and kind.
 
     The axes that shard a dimension are nested, major to minor; axes are removed and added at the minor end.
     """
     current = list(source)
-    found: list[Step] = []
+    found: list[ConversionStep] = []
     sums = tuple(a for a, here in enumerate(current) if here == "P" and target[a] == "R")
     if sums:
-        found.append(Step("all_reduce", sums))
+        found.append(ConversionStep("all_reduce", sums))
         for axis in sums:
             current[axis] = "R"
-    found += _exchanges(current, target)
-    found += _removals(current, target)
-    found += _additions(current, target)
+    found += _all_to_all_steps(current, target)
+    found += _steps_removing_axes(current, target)
+    found += _steps_adding_axes(current, target)
     first = tuple(a for a, here in enumerate(current) if here == "R" and target[a] == "P")
-    return [*found, Step("keep_first", first)] if first else found
+    return [*found, ConversionStep("keep_first", first)] if first else found
 
 
 def _axes_of(layout: Sequence[Placement], dim: int) -> list[int]:
@@ -102,9 +102,9 @@ def _unchanged_axes(current: Sequence[Placement], target: Layout, dim: int) -> i
     return len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
 
 
-def _exchanges(current: list[Placement], target: Layout) -> list[Step]:
+def _all_to_all_steps(current: list[Placement], target: Layout) -> list[ConversionStep]:
     """Returns an all-to-all for each axis that moves between the minor ends of two dimensions; updates `current`."""
-    found: list[Step] = []
+    found: list[ConversionStep] = []
     for axis, there in enumerate(target):
         here = current[axis]
         if not isinstance(here, int) or not isinstance(there, int) or here == there:
@@ -113,13 +113,13 @@ def _exchanges(current: list[Placement], target: Layout) -> list[Step]:
         place = after.index(axis)
         if before[-1] == axis and _axes_of(current, there) == after[:place]:
             outer, joined_outer = tuple(after[:place]), tuple(before[:-1])
-            found.append(Step("all_to_all", (axis,), there, here, outer, joined_outer))
+            found.append(ConversionStep("all_to_all", (axis,), there, here, outer, joined_outer))
             current[axis] = there
     return found
 
 
-def _removals(current: list[Placement], target: Layout) -> list[Step]:
-    found: list[Step] = []
+def _steps_removing_axes(current: list[Placement], target: Layout) -> list[ConversionStep]:
+    found: list[ConversionStep] = []
     for dim in sorted({here for here in current if isinstance(here, int)}):
         leaving = _axes_of(current, dim)[_unchanged_axes(current, target, dim) :]
         runs = itertools.groupby(reversed(leaving), lambda axis: "pad" if target[axis] == "P" else "all_gather")
@@ -127,24 +127,24 @@ def _removals(current: list[Placement], target: Layout) -> list[Step]:
             axes = tuple(sorted(run))
             for axis in axes:
                 current[axis] = "P" if kind == "pad" else "R"
-            found.append(Step(kind, axes, dim, outer=tuple(_axes_of(current, dim))))
+            found.append(ConversionStep(kind, axes, dim, outer=tuple(_axes_of(current, dim))))
     return found
 
 
-def _additions(current: list[Placement], target: Layout) -> list[Step]:
-    found: list[Step] = []
+def _steps_adding_axes(current: list[Placement], target: Layout) -> list[ConversionStep]:
+    found: list[ConversionStep] = []
     for dim in sorted({there for there in target if isinstance(there, int)}):
         coming = _axes_of(target, dim)[len(_axes_of(current, dim)) :]
         for kind, run in itertools.groupby(coming, lambda axis: "reduce_scatter" if current[axis] == "P" else "slice"):
             axes, outer = tuple(run), tuple(_axes_of(current, dim))
             for axis in axes:
                 current[axis] = dim
-            found.append(Step(kind, axes, dim, outer=outer))
+            found.append(ConversionStep(kind, axes, dim, outer=outer))
     return found
 
 
 @dataclass(frozen=True)
-class CollectiveMessage:
+class ConversionCollective:
     """The kind, axes and size of one collective, in a conversion between layouts."""
 
     kind: str
@@ -152,13 +152,13 @@ class CollectiveMessage:
     values: int  # values in each process's input, padding included
 
 
-def messages(
+def conversion_collectives(
     source: Layout, target: Layout, extent: Extent, mesh: Mesh, batch: int, rank: int = 0
-) -> list[CollectiveMessage]:
+) -> list[ConversionCollective]:
     """Returns the collectives that convert layout `source` to `target`, with the sizes of their inputs on `rank`."""
     sizes = [_shard_length(extent, mesh, batch, rank, dim, _axes_of(source, dim)) for dim in range(len(extent.dims))]
-    found: list[CollectiveMessage] = []
-    for step in steps_between(source, target):
+    found: list[ConversionCollective] = []
+    for step in conversion_steps(source, target):
         before = list(sizes)
         group = mesh.parts(step.axes)
         if step.kind in {"slice", "reduce_scatter", "all_to_all"}:
@@ -168,11 +168,11 @@ def messages(
         if step.kind in {"all_gather", "pad"}:
             sizes[step.dim] = _shard_length(extent, mesh, batch, rank, step.dim, list(step.outer))
         if step.kind == "all_gather":
-            before[step.dim] = max(group_sizes(extent, mesh, batch, rank, step.dim, step.outer, step.axes))
+            before[step.dim] = max(group_lengths(extent, mesh, batch, rank, step.dim, step.outer, step.axes))
         if step.kind == "reduce_scatter":
-            before[step.dim] = max(group_sizes(extent, mesh, batch, rank, step.dim, step.outer, step.axes)) * group
+            before[step.dim] = max(group_lengths(extent, mesh, batch, rank, step.dim, step.outer, step.axes)) * group
         if step.communicates and group > 1:
-            found.append(CollectiveMessage(step.kind, step.axes, math.prod(before)))
+            found.append(ConversionCollective(step.kind, step.axes, math.prod(before)))
     return found
 
 
@@ -182,7 +182,7 @@ def _shard_length(extent: Extent, mesh: Mesh, batch: int, rank: int, dim: int, a
     return edges[place + 1] - edges[place]
 
 
-def group_sizes(
+def group_lengths(
     extent: Extent, mesh: Mesh, batch: int, rank: int, dim: int, outer: Sequence[int], axes: Sequence[int]
 ) -> list[int]:
     """Returns the shard length of `dim` on each process of a group along `axes`, within a shard along `outer`."""
@@ -206,12 +206,12 @@ class _GridLike(Protocol):
 
 def convert(tensor: Tensor, source: Layout, target: Layout, extent: Extent, grid: _GridLike) -> Tensor:
     """Converts this process's shard to another layout, possibly as a view. A collective. Not differentiable."""
-    for step in steps_between(source, target):
+    for step in conversion_steps(source, target):
         tensor = _run_step(step, tensor, extent, grid)
     return tensor
 
 
-def _run_step(step: Step, tensor: Tensor, extent: Extent, grid: _GridLike) -> Tensor:
+def _run_step(step: ConversionStep, tensor: Tensor, extent: Extent, grid: _GridLike) -> Tensor:
     if grid.parts(step.axes) == 1:
         return tensor
     before, place, dim = CLOCK.to(COMMUNICATION), grid.place(step.axes), step.dim
@@ -221,7 +221,7 @@ def _run_step(step: Step, tensor: Tensor, extent: Extent, grid: _GridLike) -> Te
         converted = tensor.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(converted, group=grid.group(step.axes))
     else:
-        sizes = group_sizes(extent, grid.mesh, grid.batch, grid.world.rank, dim, step.outer, step.axes)
+        sizes = group_lengths(extent, grid.mesh, grid.batch, grid.world.rank, dim, step.outer, step.axes)
         start = sum(sizes[:place])
         if step.kind == "slice":
             converted = tensor.narrow(dim, start, sizes[place])
@@ -233,7 +233,7 @@ def _run_step(step: Step, tensor: Tensor, extent: Extent, grid: _GridLike) -> Te
         elif step.kind == "reduce_scatter":
             converted = _reduce_scatter(step, tensor, sizes, grid)
         else:
-            joined = group_sizes(
+            joined = group_lengths(
                 extent, grid.mesh, grid.batch, grid.world.rank, step.joined, step.joined_outer, step.axes
             )
             converted = _all_to_all(step, tensor, sizes, joined, grid)
@@ -241,14 +241,14 @@ def _run_step(step: Step, tensor: Tensor, extent: Extent, grid: _GridLike) -> Te
     return converted
 
 
-def _all_gather(step: Step, tensor: Tensor, sizes: list[int], grid: _GridLike) -> Tensor:
+def _all_gather(step: ConversionStep, tensor: Tensor, sizes: list[int], grid: _GridLike) -> Tensor:
     mine = _padded(tensor, step.dim, max(sizes)).contiguous()
     everybody = mine.new_empty(len(sizes), *mine.shape)
     dist.all_gather_into_tensor(everybody.view(-1), mine.view(-1), group=grid.group(step.axes))
     return torch.cat([part.narrow(step.dim, 0, size) for part, size in zip(everybody, sizes, strict=True)], step.dim)
 
 
-def _reduce_scatter(step: Step, tensor: Tensor, sizes: list[int], grid: _GridLike) -> Tensor:
+def _reduce_scatter(step: ConversionStep, tensor: Tensor, sizes: list[int], grid: _GridLike) -> Tensor:
     parts = torch.stack([_padded(part, step.dim, max(sizes)) for part in tensor.split(sizes, step.dim)]).contiguous()
     mine = torch.empty_like(parts[0])
     dist.reduce_scatter_tensor(mine.view(-1), parts.view(-1), group=grid.group(step.axes))
@@ -262,7 +262,7 @@ def _padded(tensor: Tensor, dim: int, length: int) -> Tensor:
     return torch.cat([tensor, tensor.new_zeros(*tensor.shape[:dim], missing, *tensor.shape[dim + 1 :])], dim)
 
 
-def _all_to_all(step: Step, tensor: Tensor, cut: list[int], joined: list[int], grid: _GridLike) -> Tensor:
+def _all_to_all(step: ConversionStep, tensor: Tensor, cut: list[int], joined: list[int], grid: _GridLike) -> Tensor:
     sent = [part.contiguous() for part in tensor.split(cut, step.dim)]
     shape = list(tensor.shape)
     shape[step.dim] = cut[grid.place(step.axes)]
@@ -293,7 +293,7 @@ class _Conversion(torch.autograd.Function):
         return back, None, None, None
 
 
-def convert_both(
+def convert_with_grad(
     tensor: Tensor, values: tuple[Layout, Layout], gradients: tuple[Layout, Layout], extent: Extent, grid: _GridLike
 ) -> Tensor:
     """Converts this process's shard, differentiably. A collective in forward and in backward.

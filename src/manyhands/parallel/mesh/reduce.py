@@ -29,11 +29,11 @@ class Reducer:
     def __init__(self, parameters: Mapping[str, nn.Parameter], layouts: Mapping[str, TensorLayout], grid: Grid) -> None:
         self._grid, self._paused, self._next = grid, False, 0
         pieces = [
-            (name, summed_over(layouts[name], grid.mesh), one.dtype, one.numel() * one.element_size())
+            (name, gradient_sum_axes(layouts[name], grid.mesh), one.dtype, one.numel() * one.element_size())
             for name, one in parameters.items()
             if one.requires_grad
         ]
-        self.buckets = [Bucket(axes, [parameters[name] for name in names]) for axes, names in bucket_names(pieces)]
+        self.buckets = [Bucket(axes, [parameters[name] for name in names]) for axes, names in make_buckets(pieces)]
         self._of = {id(parameter): bucket for bucket in self.buckets for parameter in bucket.parameters}
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._on_gradient)
@@ -87,12 +87,12 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
     return parameter.grad
 
 
-def summed_over(layout: TensorLayout, mesh: Mesh) -> tuple[int, ...]:
+def gradient_sum_axes(layout: TensorLayout, mesh: Mesh) -> tuple[int, ...]:
     """Returns the mesh axes (indices) over which a parameter's gradient must be summed."""
     return tuple(axis for axis in layout.gradient_axes if mesh.sizes[axis] > 1)
 
 
-def bucket_names(
+def make_buckets(
     pieces: Sequence[tuple[str, tuple[int, ...], torch.dtype, int]],
 ) -> list[tuple[tuple[int, ...], list[str]]]:
     """Groups gradients of equal axes and dtype into buckets, last layers first, because backward starts with these.

@@ -1,7 +1,7 @@
 """Automatic mode: a search chooses the sharding of each op, or data parallelism (mode `data`) if that is fastest."""
 
 from manyhands.core.needs import Need
-from manyhands.parallel.split.network import split
+from manyhands.parallel.split.network import shard_by_plan
 
 DESCRIPTION = "searches for the fastest sharding of each op, by measured costs"
 NORM_GROUPS = True
@@ -9,4 +9,4 @@ OFFERS = frozenset[Need]()
 NOTHING_ALONE = True
 FOLLOWS_PLAN = True
 
-apply = split
+apply = shard_by_plan

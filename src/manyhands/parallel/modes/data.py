@@ -17,8 +17,8 @@ from typing_extensions import override
 from manyhands.core import needs, phases
 from manyhands.core.world import World
 from manyhands.parallel.group import collectives, listeners
-from manyhands.parallel.network import ModeRequest, ModeTraits, ParallelNetwork
-from manyhands.parallel.replicas.shared_memory import ALONE, ON_SEVERAL, SharedSums, machines_of_group, share_within
+from manyhands.parallel.network import ModeRequest, NetworkTraits, ParallelNetwork
+from manyhands.parallel.replicas.shared_memory import ALONE, ON_SEVERAL, SharedSums, ranks_by_machine, share_memory
 
 DESCRIPTION = "every process holds the whole network and a share of each batch"
 NORM_GROUPS = True
@@ -27,7 +27,7 @@ NOTHING_ALONE = True
 
 # torch 2.15 renamed the flag and warns of the old name.
 _PARAMETERS = inspect.signature(DistributedDataParallel.__init__).parameters
-_NO_BUFFERS: dict[str, Any] = {
+_NO_BUFFER_SYNC: dict[str, Any] = {
     "forward_sync_buffers" if "forward_sync_buffers" in _PARAMETERS else "broadcast_buffers": False
 }
 
@@ -54,15 +54,15 @@ def apply(model: nn.Module, world: World, request: ModeRequest) -> ParallelNetwo
     if world.alone or not any(parameter.requires_grad for parameter in model.parameters()):
         return ParallelNetwork(model, world=world)
     if not request.reduces:
-        return ParallelNetwork(model, world=world, traits=ModeTraits(float(world.size)))
-    machines = _why_no_shared_memory(model, world, request) or machines_of_group(world, request.group)
+        return ParallelNetwork(model, world=world, traits=NetworkTraits(float(world.size)))
+    machines = _shared_memory_obstacle(model, world, request) or ranks_by_machine(world, request.group)
     if isinstance(machines, str):
         return _wrap_in_ddp(model, world, request, machines)
     between = len(machines) > 1
     if between and (len(machines) == world.size or request.group is not None or world.backend != "gloo"):
         sums = ON_SEVERAL
     else:
-        sums = "some parameters get no gradient" if request.unused else share_within(machines, world, request.group)
+        sums = "some parameters get no gradient" if request.unused else share_memory(machines, world, request.group)
     if isinstance(sums, str):
         return _wrap_in_ddp(model, world, request, sums)
     if between:
@@ -71,18 +71,18 @@ def apply(model: nn.Module, world: World, request: ModeRequest) -> ParallelNetwo
             group = dist.new_group(ranks, timeout=collectives.group_timeout(world))
         averages = "gradients are averaged in two levels: shared memory within machines, gloo between their first ranks"
         leaders = group if world.rank in ranks else None
-        return TwoLevelNetwork(model, world, ModeTraits(averages=averages), sums, leaders)
+        return TwoLevelNetwork(model, world, NetworkTraits(averaging=averages), sums, leaders)
     assert sums is not None
     averages = f"gradients are averaged through shared memory: {sums.size} processes compute on the CPU of one machine"
-    return FlatNetwork(model, world, ModeTraits(world.size / sums.size, averages=averages), sums)
+    return SharedMemoryNetwork(model, world, NetworkTraits(world.size / sums.size, averaging=averages), sums)
 
 
-def _wrap_in_ddp(model: nn.Module, world: World, request: ModeRequest, why: str) -> ParallelNetwork:
+def _wrap_in_ddp(model: nn.Module, world: World, request: ModeRequest, reason: str) -> ParallelNetwork:
     wrapped = Replica(
         model,
         device_ids=None if world.device == "cpu" else [world.device],
         process_group=request.group,
-        **_NO_BUFFERS,
+        **_NO_BUFFER_SYNC,
         init_sync=False,
         find_unused_parameters=request.unused,
         gradient_as_bucket_view=True,
@@ -93,16 +93,16 @@ def _wrap_in_ddp(model: nn.Module, world: World, request: ModeRequest, why: str)
                 parameter.register_post_accumulate_grad_hook(phases.CLOCK.record_gradient)
     if request.hook:
         wrapped.register_comm_hook(None, request.hook)
-    averages = f"gradients are averaged by {world.backend}: {why}"
-    traits = ModeTraits(float(world.size), wrapped.no_sync, orders_sums=True, averages=averages)
+    averages = f"gradients are averaged by {world.backend}: {reason}"
+    traits = NetworkTraits(float(world.size), wrapped.no_sync, orders_sums=True, averaging=averages)
     if not request.unused:  # else DDP itself finds parameters without gradients
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        traits.reach_all = functools.partial(_connect_loss, trained)
+        traits.connect_loss = functools.partial(_connect_loss, trained)
     return ParallelNetwork(model, wrapped, world, traits)
 
 
-def _why_no_shared_memory(model: nn.Module, world: World, request: ModeRequest) -> str:
-    """Returns the reason why gradients can't be averaged through shared memory; empty if they can."""
+def _shared_memory_obstacle(model: nn.Module, world: World, request: ModeRequest) -> str:
+    """Returns the reason reason gradients can't be averaged through shared memory; empty if they can."""
     reasons = {
         "the gradients are on an accelerator": world.device != "cpu",
         "parallel.shared_memory is false": not request.shared_memory,
@@ -110,10 +110,10 @@ def _why_no_shared_memory(model: nn.Module, world: World, request: ModeRequest) 
         "the sync method transforms the gradients": request.hook is not None,
         "some gradients are sparse": any(getattr(module, "sparse", False) for module in model.modules()),
     }
-    return next((why for why, holds in reasons.items() if holds), "")
+    return next((reason for reason, holds in reasons.items() if holds), "")
 
 
-class _Reach(torch.autograd.Function):
+class _ReachParameters(torch.autograd.Function):
     """An identity on the loss whose backward reaches all parameters, so that DDP doesn't wait for unused ones."""
 
     @staticmethod
@@ -127,8 +127,8 @@ class _Reach(torch.autograd.Function):
 
 
 def _connect_loss(parameters: list[nn.Parameter], loss: Tensor) -> Tensor:
-    """Connects the loss to all parameters (see `_Reach`), which costs less than DDP's find_unused_parameters."""
-    reached: Any = _Reach.apply(loss, *parameters)
+    """Connects the loss to all parameters (see `_ReachParameters`), which costs less than DDP's find_unused_parameters."""
+    reached: Any = _ReachParameters.apply(loss, *parameters)
     return reached
 
 
@@ -141,14 +141,14 @@ class FlatGradients:
     def __init__(self, parameters: Sequence[nn.Parameter], sums: SharedSums) -> None:
         self._parameters, self._sums = parameters, sums
         self.values = torch.zeros(sum(one.numel() for one in parameters), dtype=parameters[0].dtype)
-        self._views = _views(parameters, self.values)
+        self._views_like = _views_like(parameters, self.values)
         self._fits = self.values.nbytes <= sums.slot_bytes  # gradients that fit into a slot are copied there at once
-        slots = sums.slots_of(sums.place, self.values) if self._fits else [self.values] * 2
-        self._into = [_views(parameters, slot) for slot in slots]
+        slots = sums.process_slots(sums.place, self.values) if self._fits else [self.values] * 2
+        self._into = [_views_like(parameters, slot) for slot in slots]
         self._other: list[list[Tensor]] = []
         if self._fits and sums.size == 2 and len(parameters) <= _FEW:
-            self._other = [_views(parameters, slot) for slot in sums.slots_of(1 - sums.place, self.values)]
-            self.values, self._views = self.values[:0], []
+            self._other = [_views_like(parameters, slot) for slot in sums.process_slots(1 - sums.place, self.values)]
+            self.values, self._views_like = self.values[:0], []
 
     def all_reduce(self) -> None:
         """Sets each parameter's gradient (zeros if missing) to the sum over all processes. A collective."""
@@ -168,8 +168,8 @@ class FlatGradients:
             view.zero_() if one.grad is None else one.grad for one, view in zip(self._parameters, into, strict=True)
         ]
         torch._foreach_copy_(into, given)
-        (self._sums.all_reduce_slots if self._fits else self._sums.all_reduce)(self.values)
-        for one, view in zip(self._parameters, self._views, strict=True):
+        (self._sums.sum_slots if self._fits else self._sums.all_reduce)(self.values)
+        for one, view in zip(self._parameters, self._views_like, strict=True):
             one.grad = view
 
 
@@ -181,21 +181,21 @@ def _parameters_by_dtype(model: nn.Module) -> list[list[nn.Parameter]]:
     return list(kinds.values())
 
 
-def _views(parameters: Sequence[nn.Parameter], flat: Tensor) -> list[Tensor]:
+def _views_like(parameters: Sequence[nn.Parameter], flat: Tensor) -> list[Tensor]:
     """Returns views of consecutive ranges of `flat` [n], with the shapes and strides of the parameters."""
     pieces = flat.split([one.numel() for one in parameters])
     likes = [torch.empty_like(one, device="meta") for one in parameters]
     return [piece.as_strided(one.size(), one.stride()) for piece, one in zip(pieces, likes, strict=True)]
 
 
-class FlatNetwork(ParallelNetwork):
+class SharedMemoryNetwork(ParallelNetwork):
     """A model replica whose gradients are summed through shared memory after an update's last backward pass."""
 
-    def __init__(self, model: nn.Module, world: World, traits: ModeTraits, sums: SharedSums) -> None:
+    def __init__(self, model: nn.Module, world: World, traits: NetworkTraits, sums: SharedSums) -> None:
         super().__init__(model, world=world, traits=traits)
         self.sums = sums
-        if sums.of_all:
-            self.norms.through_memory = sums.all_reduce
+        if sums.covers_run:
+            self.norms.shared_memory_sum = sums.all_reduce
         self.flats = [FlatGradients(parameters, sums) for parameters in _parameters_by_dtype(model)]
 
     @override
@@ -208,7 +208,7 @@ class FlatNetwork(ParallelNetwork):
 
     @override
     def close(self) -> None:
-        self.norms.through_memory = None
+        self.norms.shared_memory_sum = None
         self.sums.close()
 
 
@@ -220,14 +220,14 @@ class TwoLevelNetwork(ParallelNetwork):
     """
 
     def __init__(
-        self, model: nn.Module, world: World, traits: ModeTraits, sums: SharedSums | None, leaders: Any
+        self, model: nn.Module, world: World, traits: NetworkTraits, sums: SharedSums | None, leaders: Any
     ) -> None:
         super().__init__(model, world=world, traits=traits)
         self.sums, self.leaders = sums, leaders
         self._flats: list[tuple[list[nn.Parameter], Tensor, list[Tensor]]] = []
         for parameters in _parameters_by_dtype(model):
             values = torch.zeros(sum(one.numel() for one in parameters), dtype=parameters[0].dtype)
-            self._flats.append((parameters, values, _views(parameters, values)))
+            self._flats.append((parameters, values, _views_like(parameters, values)))
 
     @override
     def finish_gradients(self) -> list[Tensor]:

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from manyhands.core.needs import Need
 from manyhands.core.world import World
-from manyhands.parallel.network import DataShare, ModeRequest, ModeTraits, ParallelNetwork
+from manyhands.parallel.network import DataShare, ModeRequest, NetworkTraits, ParallelNetwork
 
 DESCRIPTION = "each process holds a shard of every parameter and gathers parameters when needed"
 NORM_GROUPS = True
@@ -40,7 +40,7 @@ def apply(model: nn.Module, world: World, request: ModeRequest) -> ParallelNetwo
         finally:
             sharded.set_requires_gradient_sync(True)
 
-    traits = ModeTraits(float(world.size), no_sync, sharded=True)
+    traits = NetworkTraits(float(world.size), no_sync, sharded=True)
     return ParallelNetwork(model, traits=traits, share=DataShare(world.size, world.rank, collective_forward=True))
 
 

@@ -17,8 +17,8 @@ from manyhands.core.needs import Need
 from manyhands.core.seeds import mix
 from manyhands.core.world import World
 from manyhands.parallel.mesh.grid import Grid
-from manyhands.parallel.mesh.marks import axis_numbers, layouts_of
-from manyhands.parallel.network import MicroBatchShape, ModeRequest, ModeTraits, ParallelNetwork
+from manyhands.parallel.mesh.marks import axis_indices, state_dict_layouts
+from manyhands.parallel.network import MicroBatchShape, ModeRequest, NetworkTraits, ParallelNetwork
 from manyhands.parallel.on_mesh import NetworkOnMesh
 from manyhands.parallel.plan import Plan
 from manyhands.parallel.replicas.batch_norm import GroupedNorm, NormGroups
@@ -49,7 +49,7 @@ class HybridNetwork(NetworkOnMesh):
             if isinstance(module, GroupedNorm):
                 module.groups = groups
                 groups.layers.append(module)
-        traits = ModeTraits(plan=Plan(grid.mesh, layouts=layouts))
+        traits = NetworkTraits(plan=Plan(grid.mesh, layouts=layouts))
         super().__init__(model, model, grid, layouts, (samples, samples), most_parts=parts, traits=traits)
         self.norms = groups
 
@@ -67,12 +67,12 @@ def hybrid_network(model: nn.Module, grid: Grid, samples: Sequence[str] | None =
 
     `samples`: axes that shard the samples; None: all that shard no parameter. Raises UserError if shards don't fit.
     """
-    layouts = layouts_of(model, grid.mesh, grid.world.rank)
+    layouts = state_dict_layouts(model, grid.mesh, grid.world.rank)
     if samples is None:
         cut = {axis for layout in layouts.values() for axis in layout.sharded_axes}
         axes = tuple(axis for axis in range(len(grid.mesh.axes)) if axis not in cut)
     else:
-        axes = axis_numbers(samples, grid.mesh, "parallel.samples")
+        axes = axis_indices(samples, grid.mesh, "parallel.samples")
     for name, parameter in model.state_dict(keep_vars=True).items():
         if name in layouts and isinstance(parameter, nn.Parameter):
             over = tuple(axis for axis in axes if axis not in layouts[name].sharded_axes)

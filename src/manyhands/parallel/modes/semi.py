@@ -1,11 +1,11 @@
 """Semi-automatic mode: the user sets the sharding of some ops; tensors are converted between ops."""
 
 from manyhands.core.needs import Need
-from manyhands.parallel.split.network import split
+from manyhands.parallel.split.network import shard_by_plan
 
 DESCRIPTION = "shards the ops given by --pin; all other ops shard the batch"
 NORM_GROUPS = True
 OFFERS = frozenset[Need]()
 FOLLOWS_PLAN = True
 
-apply = split
+apply = shard_by_plan

@@ -43,22 +43,22 @@ class NormGroups:
     weight: float = 1.0  # factor of the pass's statistics if `spans` is empty: this process's share of the global batch
     batch: int = 0  # samples in the global batch
     processes: Any = None  # the process group that shares the samples; None: all processes
-    through_memory: Callable[[Tensor], None] | None = None  # sums flat values [n] over them; None: all-reduce
-    apart: bool = False  # each process normalizes its own samples and keeps its own statistics
+    shared_memory_sum: Callable[[Tensor], None] | None = None  # sums flat values [n] over them; None: all-reduce
+    local_only: bool = False  # each process normalizes its own samples and keeps its own statistics
     layers: list["GroupedNorm"] = field(default_factory=list)
     runs: "tuple[Run, ...]" = ()  # `spans`, grouped by the passes that normalize them
 
     def begin_micro_batch(self, spans: Sequence[Span], shared_sizes: Sequence[int], count: int, batch: int) -> None:
         """Sets the groups of the next pass: `count` samples on this process, `batch` in the entire update."""
-        self.spans, self.shared_sizes = ((), ()) if self.apart else (spans, shared_sizes)
-        self.runs = _runs(tuple(self.spans))
+        self.spans, self.shared_sizes = ((), ()) if self.local_only else (spans, shared_sizes)
+        self.runs = _group_spans(tuple(self.spans))
         self.batch, self.weight = batch, count / batch
 
     def all_reduce(self, values: Tensor) -> None:
         """Replaces `values` by their sum over the process group `processes`. A collective."""
         before = phases.CLOCK.to(phases.COMMUNICATION)
-        if self.through_memory:
-            self.through_memory(values.view(-1))
+        if self.shared_memory_sum:
+            self.shared_memory_sum(values.view(-1))
         else:
             dist.all_reduce(values, group=self.processes)
         phases.CLOCK.to(before)
@@ -69,8 +69,8 @@ class NormGroups:
         if not layers:
             return
         # A process that holds no group's first sample takes part with zeros.
-        flat = torch.cat([layer.take_seen() for layer in layers])
-        if size > 1 and not self.apart:
+        flat = torch.cat([layer.pop_accumulated() for layer in layers])
+        if size > 1 and not self.local_only:
             self.all_reduce(flat)
         lengths = [2 * layer.num_features + 1 for layer in layers]
         for layer, total in zip(layers, flat.split(lengths), strict=True):
@@ -82,7 +82,7 @@ class GroupedNorm(_BatchNorm):
 
     groups: NormGroups
     # over an update's passes, the sums [2 C + 1] of factor * mean [C], factor * unbiased variance [C], and factor
-    seen: Tensor | None
+    accumulated: Tensor | None
     rows_per_sample: int  # input rows per sample, such as flattened tokens; 0: unknown, so that statistics are local
 
     def _check_input_dim(self, input: Tensor) -> None:  # noqa: A002 - torch's name
@@ -113,9 +113,9 @@ class GroupedNorm(_BatchNorm):
         if not self.rows_per_sample:
             return self._normalize_local_group(input, self.groups.weight)
         self._check_rows(input)
-        return self._normalize_runs(input, self._runs(input))
+        return self._normalize_runs(input, self._select_runs(input))
 
-    def _runs(self, input: Tensor) -> Sequence[Run]:  # noqa: A002
+    def _select_runs(self, input: Tensor) -> Sequence[Run]:  # noqa: A002
         """Returns groups by pass: `groups.runs`, or one group per pass if that is faster or necessary."""
         spans = self.groups.spans
         # On a CPU a kernel for each group is faster: launches cost nothing, and data stays in the cache.
@@ -153,7 +153,7 @@ class GroupedNorm(_BatchNorm):
         weight = run[0].size / self.groups.batch
         if len(run) == 1:
             return self._normalize_local_group(part, weight)
-        mean, variance = norm_pass.statistics_of(part, len(run))
+        mean, variance = norm_pass.group_statistics(part, len(run))
         count = part.shape[0] // len(run) * _values_per_row(part)
         self._accumulate(torch.stack([mean, variance * (count / (count - 1))], 1), weight)
         held = norm_pass.PassGroups(((0, len(run)),), eps=self.eps)
@@ -174,7 +174,7 @@ class GroupedNorm(_BatchNorm):
         """Normalizes groups that span processes. A collective, also on a process without samples of these groups."""
         sizes = self.groups.shared_sizes
         shared = [(part, span.shared) for part, span in parts]
-        moments = norm_pass.moments_of(shared, len(sizes), self.num_features, like)
+        moments = norm_pass.sum_moments(shared, len(sizes), self.num_features, like)
         self.groups.all_reduce(moments)
         per_sample = _values_per_row(like) * self.rows_per_sample
         counts = _cached_tensor(tuple(sizes), moments.dtype, moments.device)[:, None] * per_sample
@@ -190,22 +190,22 @@ class GroupedNorm(_BatchNorm):
         return list(norm_pass.NormPass.apply(mean, inverse, counts[:, None], held, self.weight, self.bias, *inputs))
 
     def _accumulate(self, statistics: Tensor, weight: float) -> None:
-        """Adds `weight` times the groups' statistics [groups, 2, C] (mean, unbiased variance) to `seen`."""
+        """Adds `weight` times the groups' statistics [groups, 2, C] (mean, unbiased variance) to `accumulated`."""
         flat = statistics.detach().to(norm_pass.precise_dtype(statistics.device)).flatten(1)
         flat = flat[0] if len(flat) == 1 else flat.sum(0)
         weighted = torch.cat([flat, flat.new_full((1,), len(statistics))]) * weight
-        self.seen = weighted if self.seen is None else self.seen + weighted
+        self.accumulated = weighted if self.accumulated is None else self.accumulated + weighted
 
-    def take_seen(self) -> Tensor:
-        """Returns the accumulated statistics `seen` [2 C + 1], or zeros without any, and resets `seen` to None."""
-        seen, self.seen = self.seen, None
+    def pop_accumulated(self) -> Tensor:
+        """Returns the accumulated statistics `accumulated` [2 C + 1], or zeros without any, and resets `accumulated` to None."""
+        seen, self.accumulated = self.accumulated, None
         if seen is not None:
             return seen
         mean = cast(Tensor, self.running_mean)
         return torch.zeros(2 * self.num_features + 1, dtype=norm_pass.precise_dtype(mean.device), device=mean.device)
 
     def move_running_statistics(self, total: Tensor) -> None:
-        """Moves running mean and variance towards the groups' mean. `total` [2 C + 1]: sum of all processes' `seen`."""
+        """Moves running mean and variance towards the groups' mean. `total` [2 C + 1]: sum of all processes' `accumulated`."""
         if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
             return
         on_cpu = total.device.type == "cpu"
@@ -223,7 +223,7 @@ class GroupedNorm(_BatchNorm):
 
 
 @functools.lru_cache(maxsize=256)
-def _runs(spans: tuple[Span, ...]) -> tuple[Run, ...]:
+def _group_spans(spans: tuple[Span, ...]) -> tuple[Run, ...]:
     """Combines neighboring groups of equal size that no other process shares, to normalize them in one pass."""
     runs = [tuple(run) for _, run in itertools.groupby(spans, lambda span: (span.size, span.shared))]
     short = [[(span,) for span in run] if len(run) < _MIN_IN_ONE_PASS else [run] for run in runs]
@@ -235,11 +235,11 @@ def _cached_tensor(values: tuple[int, ...], dtype: torch.dtype, device: torch.de
     return torch.tensor(values, dtype=dtype, device=device)
 
 
-def forget_seen(model: nn.Module) -> None:
+def discard_accumulated(model: nn.Module) -> None:
     """Discards the BatchNorm statistics of an update that is skipped."""
     for layer in model.modules():
         if isinstance(layer, GroupedNorm):
-            layer.seen = None
+            layer.accumulated = None
 
 
 class _InGroups(TorchFunctionMode):
@@ -292,23 +292,23 @@ def group_batch_norms(model: nn.Module) -> tuple[NormGroups, Callable[[], None]]
             changed.append((module, kind))
             module.__class__ = cast(Any, classes.setdefault(kind, _grouped_class(kind)))
             layer = cast(GroupedNorm, module)
-            layer.groups, layer.seen, layer.rows_per_sample = groups, None, 1
+            layer.groups, layer.accumulated, layer.rows_per_sample = groups, None, 1
             groups.layers.append(layer)
 
     def restore() -> None:
         for module, kind in changed:
             module.__class__ = kind
-            del module.groups, module.seen, module.rows_per_sample
+            del module.groups, module.accumulated, module.rows_per_sample
 
     return groups, restore
 
 
-def keep_batch_norms() -> tuple[NormGroups, Callable[[], None]]:
+def keep_torch_batch_norms() -> tuple[NormGroups, Callable[[], None]]:
     """Like `group_batch_norms`, but keeps torch's layers, because DataParallel's layer copies would lose statistics."""
     return NormGroups(), lambda: None
 
 
-def norms_of(model: nn.Module) -> NormGroups:
+def find_norm_groups(model: nn.Module) -> NormGroups:
     """Returns the NormGroups that all layers of a network share, else a new NormGroups with these layers."""
     layers = [module for module in model.modules() if isinstance(module, GroupedNorm)]
     alike = bool(layers) and all(layer.groups is layers[0].groups for layer in layers)
@@ -320,7 +320,7 @@ Inputs = dict[GroupedNorm, list[Tensor]]
 
 
 @contextmanager
-def watching(layers: Sequence[GroupedNorm]) -> Iterator[Inputs]:
+def record_inputs(layers: Sequence[GroupedNorm]) -> Iterator[Inputs]:
     """Yields a dict that collects the inputs of each layer within this context."""
     seen: Inputs = {}
 
@@ -336,11 +336,11 @@ def watching(layers: Sequence[GroupedNorm]) -> Iterator[Inputs]:
             hook.remove()
 
 
-def find_rows(model: nn.Module, layers: Sequence[GroupedNorm], images: Tensor) -> None:
+def measure_rows(model: nn.Module, layers: Sequence[GroupedNorm], images: Tensor) -> None:
     """Sets the layers' `rows_per_sample` by running at least two `images`; leaves the network in training mode."""
     if layers:
         model.eval()
-        with torch.no_grad(), watching(layers) as seen:
+        with torch.no_grad(), record_inputs(layers) as seen:
             model(images)
         set_rows_per_sample(model.train(), seen, images)
 
@@ -348,7 +348,7 @@ def find_rows(model: nn.Module, layers: Sequence[GroupedNorm], images: Tensor) -
 def set_rows_per_sample(model: nn.Module, seen: Inputs, images: Tensor) -> None:
     """Sets `rows_per_sample` of layers whose inputs don't have one row per sample.
 
-    `seen`: the layers' inputs in a pass over `images` [n, ...] in training mode. If there are such layers, runs the
+    `accumulated`: the layers' inputs in a pass over `images` [n, ...] in training mode. If there are such layers, runs the
     network twice in evaluation mode, and leaves it in training mode.
     """
     count = len(images)
@@ -360,9 +360,9 @@ def set_rows_per_sample(model: nn.Module, seen: Inputs, images: Tensor) -> None:
     model.eval()
     try:
         with torch.no_grad():
-            with watching(odd) as before:
+            with record_inputs(odd) as before:
                 model(images)
-            with watching(odd) as after:
+            with record_inputs(odd) as after:
                 model(other)
     finally:
         model.train()

@@ -13,7 +13,7 @@ from torch import Tensor
 class PassGroups:
     """The BatchNorm groups that one pass normalizes on this process."""
 
-    places: tuple[tuple[int, int], ...]  # (first group, number of equal groups) of each part of the input
+    part_groups: tuple[tuple[int, int], ...]  # (first group, number of equal groups) of each part of the input
     all_reduce: Callable[[Tensor], None] | None = None  # sums over processes; None if no group is shared
     eps: float = 0.0  # for groups that aren't shared
 
@@ -28,41 +28,41 @@ def computed_dtype(like: Tensor) -> torch.dtype:
     return like.dtype if like.dtype == torch.float64 else torch.float32
 
 
-def moments_of(parts: Sequence[tuple[Tensor, int]], groups: int, channels: int, like: Tensor) -> Tensor:
+def sum_moments(parts: Sequence[tuple[Tensor, int]], groups: int, channels: int, like: Tensor) -> Tensor:
     """Returns sums and sums of squares [groups, 2, C]. `parts`: (local values [n, C, ...], group index) pairs."""
     dtype = precise_dtype(like.device)
     moments = torch.zeros(groups, 2, channels, dtype=dtype, device=like.device)
     for part, place in parts:
-        values = in_groups(part.detach().to(computed_dtype(part)), 1)
+        values = split_into_groups(part.detach().to(computed_dtype(part)), 1)
         count = values.numel() // channels
         if not count:
             continue
-        middle = (_reduced(values, dtype) / count).to(values.dtype)
-        centered = values - per_channel(middle, values)  # for precision if the mean is far above the deviation
-        rest, middle = _reduced(centered, dtype)[0], middle[0].to(dtype)
+        middle = (_sum_per_channel(values, dtype) / count).to(values.dtype)
+        centered = values - expand_per_channel(middle, values)  # for precision if the mean is far above the deviation
+        rest, middle = _sum_per_channel(centered, dtype)[0], middle[0].to(dtype)
         moments[place, 0] += count * middle + rest
-        moments[place, 1] += _reduced(centered.square_(), dtype)[0] + middle * (2 * rest + count * middle)
+        moments[place, 1] += _sum_per_channel(centered.square_(), dtype)[0] + middle * (2 * rest + count * middle)
     return moments
 
 
-def statistics_of(part: Tensor, groups: int) -> tuple[Tensor, Tensor]:
+def group_statistics(part: Tensor, groups: int) -> tuple[Tensor, Tensor]:
     """Returns mean and biased variance, [groups, C] each, of the equal groups in `part` [groups * n, C, ...]."""
-    values = in_groups(part.detach().to(computed_dtype(part)), groups)
+    values = split_into_groups(part.detach().to(computed_dtype(part)), groups)
     variance, mean = torch.var_mean(values, dim=[1, *range(3, values.dim())], correction=0)
     return mean.to(precise_dtype(part.device)), variance.to(precise_dtype(part.device))
 
 
-def in_groups(part: Tensor, groups: int) -> Tensor:
+def split_into_groups(part: Tensor, groups: int) -> Tensor:
     """Returns `part` [groups * n, C, ...] as a view [groups, n, C, ...]."""
     return part.unflatten(0, (groups, part.shape[0] // groups))
 
 
-def per_channel(values: Tensor, like: Tensor) -> Tensor:
+def expand_per_channel(values: Tensor, like: Tensor) -> Tensor:
     """Returns values [groups, C] as [groups, 1, C, ...], to broadcast over an activation."""
     return values.view(values.shape[0], 1, -1, *([1] * (like.dim() - 3)))
 
 
-def _reduced(values: Tensor, dtype: torch.dtype) -> Tensor:
+def _sum_per_channel(values: Tensor, dtype: torch.dtype) -> Tensor:
     """Sums [groups, n, C, ...] to [groups, C]; the sum over samples is computed in `dtype`."""
     if values.dim() > 3:
         return values.sum(dim=list(range(3, values.dim()))).sum(1, dtype=dtype)
@@ -75,7 +75,7 @@ def _scale_and_shift(values: Tensor, scale: Tensor, shift: Tensor, like: Tensor,
     if torch.compiler.is_compiling():  # torch.compile refuses `out`, and fuses this anyway
         return torch.addcmul(shift, values, scale).flatten(0, 1).to(like.dtype).clone()
     result = torch.empty_like(like)
-    into = in_groups(result, len(values))
+    into = split_into_groups(result, len(values))
     if in_place:
         torch.add(values.mul_(scale), shift, out=into)
     else:
@@ -99,12 +99,12 @@ class NormPass(torch.autograd.Function):
         ctx.save_for_backward(mean, inverse, weight, bias, *parts)
         ctx.counts, ctx.info = counts, info
         outputs: list[Tensor] = []
-        for part, (first, groups) in zip(parts, info.places, strict=True):
+        for part, (first, groups) in zip(parts, info.part_groups, strict=True):
             values, off = _centered(part, mean[first : first + groups], info)
             scale = inverse[first : first + groups]
             scale = (scale if weight is None else scale * weight).to(computed_dtype(part))
             shift = -off * scale if bias is None else bias - off * scale
-            spread = per_channel(scale, values), per_channel(shift.to(scale.dtype), values)
+            spread = expand_per_channel(scale, values), expand_per_channel(shift.to(scale.dtype), values)
             outputs.append(_scale_and_shift(values, *spread, part, in_place=info.all_reduce is not None))
         return tuple(outputs)
 
@@ -117,13 +117,13 @@ class NormPass(torch.autograd.Function):
             return _differentiable(info, weight, bias, parts, gradients)
         sums = torch.zeros(mean.shape[0], 2, mean.shape[1], dtype=mean.dtype, device=mean.device)
         pieces: list[tuple[Tensor, Tensor, Tensor, Tensor, slice]] = []
-        for part, (first, groups), gradient in zip(parts, info.places, gradients, strict=True):
+        for part, (first, groups), gradient in zip(parts, info.part_groups, gradients, strict=True):
             of = slice(first, first + groups)
             values, off = _centered(part, mean[of], info)
-            wide = in_groups(gradient.to(computed_dtype(part)), groups)
-            total = _reduced(wide, sums.dtype)
+            wide = split_into_groups(gradient.to(computed_dtype(part)), groups)
+            total = _sum_per_channel(wide, sums.dtype)
             sums[of, 0] += total
-            sums[of, 1] += (_reduced(wide * values, sums.dtype) - off * total) * inverse[of]
+            sums[of, 1] += (_sum_per_channel(wide * values, sums.dtype) - off * total) * inverse[of]
             pieces.append((part, wide, values, off, of))
         weight_gradient = None if weight is None else sums[:, 1].sum(0).to(weight.dtype)
         bias_gradient = None if bias is None else sums[:, 0].sum(0).to(bias.dtype)
@@ -135,7 +135,7 @@ class NormPass(torch.autograd.Function):
         for part, wide, values, off, of in pieces:
             slope = -means[of, 1] * inverse[of]
             shift = (-means[of, 0] - slope * off) * scale[of]
-            slope, times, shift = (per_channel(one.to(wide.dtype), values) for one in (slope, scale[of], shift))
+            slope, times, shift = (expand_per_channel(one.to(wide.dtype), values) for one in (slope, scale[of], shift))
             # (gradient + values times slope) times scale, plus shift
             in_place = info.all_reduce is not None
             tilted = values.mul_(slope).add_(wide) if in_place else torch.addcmul(wide, values, slope)
@@ -145,11 +145,11 @@ class NormPass(torch.autograd.Function):
 
 def _centered(part: Tensor, mean: Tensor, info: PassGroups) -> tuple[Tensor, Tensor]:
     """Returns (`part` minus the rounded mean, the mean's rounding error); for unshared groups, (`part`, mean)."""
-    values = in_groups(part, len(mean))
+    values = split_into_groups(part, len(mean))
     if info.all_reduce is None:
         return values, mean
     middle = mean.to(computed_dtype(part))
-    return values.to(middle.dtype) - per_channel(middle, values), mean - middle.to(mean.dtype)
+    return values.to(middle.dtype) - expand_per_channel(middle, values), mean - middle.to(mean.dtype)
 
 
 def _differentiable(
@@ -158,8 +158,8 @@ def _differentiable(
     """Returns the gradients of `NormPass.backward` as differentiable tensors, by torch's kernel for each group."""
 
     def groups_of(tensors: Sequence[Tensor]) -> list[Tensor]:
-        pairs = zip(tensors, info.places, strict=True)
-        return [group for one, (_, count) in pairs for group in in_groups(one, count).unbind()]
+        pairs = zip(tensors, info.part_groups, strict=True)
+        return [group for one, (_, count) in pairs for group in split_into_groups(one, count).unbind()]
 
     outputs = [F.batch_norm(group, None, None, weight, bias, True, 0.0, info.eps) for group in groups_of(parts)]
     wanted = [one for one in (weight, bias, *parts) if one is not None and one.requires_grad]

@@ -56,7 +56,7 @@ class SharedSums:
         size: the number of processes.
         place: this process's index among them.
         turn: the index (0 or 1) of the slots that are filled next.
-        of_all: True if `size` is the number of all processes of the run.
+        covers_run: True if `size` is the number of all processes of the run.
     """
 
     begun: ClassVar[int] = 0  # sums over all processes of the run that this process has started
@@ -70,14 +70,14 @@ class SharedSums:
         own, others = memory.data_ptr(), [one for one in range(size) if one != place]
         self._mine = [ctypes.c_void_p(own + _PLACE_BYTES * (place * size + one)) for one in others]
         self._theirs = [(one, ctypes.c_void_p(own + _PLACE_BYTES * (one * size + place))) for one in others]
-        for semaphore in self._mine:  # no process waits for these before the last collective of `share_within`
+        for semaphore in self._mine:  # no process waits for these before the last collective of `share_memory`
             _LIBC.sem_init(semaphore, 1, 0)
         slots = memory[_slots_begin(size) :].view(2, size, slot_bytes)
         self._slots, self._ranks = slots, ranks
         self._views: dict[tuple[torch.dtype, int], list[list[Tensor]]] = {}
-        self.of_all = dist.is_initialized() and size == dist.get_world_size()
+        self.covers_run = dist.is_initialized() and size == dist.get_world_size()
 
-    def slots_of(self, place: int, like: Tensor) -> list[Tensor]:
+    def process_slots(self, place: int, like: Tensor) -> list[Tensor]:
         """Returns process `place`'s two slots, shaped like `like` [n]. Call `wait_for_slots` before reading them."""
         return [slots[place] for slots in self._slots_for(like)]
 
@@ -87,10 +87,10 @@ class SharedSums:
         Raises RuntimeError if a process has ended or timed out; this object can't be used afterwards.
         """
         for piece in values.split(self.slot_bytes // values.element_size()):
-            self.slots_of(self.place, piece)[self.turn].copy_(piece)
-            self.all_reduce_slots(piece)
+            self.process_slots(self.place, piece)[self.turn].copy_(piece)
+            self.sum_slots(piece)
 
-    def all_reduce_slots(self, total: Tensor) -> None:
+    def sum_slots(self, total: Tensor) -> None:
         """Writes the sum of all processes' current slots to `total` [n]. A collective; raises as `all_reduce` does."""
         slots = self._slots_for(total)[self.turn]
         self.wait_for_slots()
@@ -113,7 +113,7 @@ class SharedSums:
         """Replaces flat values [n] by those of the process with index 0. A collective; raises as `all_reduce` does."""
         for piece in values.split(self.slot_bytes // values.element_size()):
             turn = self.turn
-            first = self.slots_of(0, piece)[turn]
+            first = self.process_slots(0, piece)[turn]
             if self.place == 0:
                 _copy_on_one_thread(first, piece)
             self.wait_for_slots()
@@ -125,7 +125,7 @@ class SharedSums:
         try:
             if self._file.closed:
                 raise RuntimeError("this process has already released the shared memory")
-            SharedSums.begun += self.of_all
+            SharedSums.begun += self.covers_run
             for semaphore in self._mine:
                 _QUICK.sem_post(semaphore)
             for place, semaphore in self._theirs:
@@ -163,7 +163,7 @@ class SharedSums:
             if time.monotonic() - began > self._timeout_s:
                 what = f"Timed out waiting for rank {self._ranks[place]}, silent for {self._timeout_s:.0f} s"
                 raise RuntimeError(what)
-        self._tries = tries_after(self._tries, time.monotonic() - began)
+        self._tries = next_poll_count(self._tries, time.monotonic() - began)
 
     def _has_ended(self, place: int) -> bool:
         try:
@@ -178,12 +178,12 @@ def _copy_on_one_thread(into: Tensor, values: Tensor) -> None:
         own.copy_(one)
 
 
-def tries_after(tries: int, waited_s: float) -> int:
+def next_poll_count(tries: int, waited_s: float) -> int:
     """Returns the number of polls before sleeping: twice as many after a short wait, half as many after a long one."""
     return min(2 * tries, MOST_TRIES) if waited_s < _SHORT_S else max(tries // 2, 1)
 
 
-def machines_of_group(world: World, group: Any = None) -> list[list[int]] | str:
+def ranks_by_machine(world: World, group: Any = None) -> list[list[int]] | str:
     """Returns one list per machine of ranks that can share memory, or a text: why none can. A collective."""
     answers = gather_plain(_machine_key(), world, group)
     if not any(answers):
@@ -194,7 +194,7 @@ def machines_of_group(world: World, group: Any = None) -> list[list[int]] | str:
     return list(machines.values())
 
 
-def share_within(
+def share_memory(
     machines: list[list[int]], world: World, group: Any = None, slot_bytes: int = SLOT_BYTES
 ) -> SharedSums | str | None:
     """Returns SharedSums for this machine, None for a single process, or a text: why it failed. A collective."""

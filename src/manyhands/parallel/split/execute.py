@@ -18,25 +18,25 @@ from manyhands.parallel.mesh.grid import Grid
 from manyhands.parallel.network import MicroBatchShape
 from manyhands.parallel.replicas.batch_norm import GroupedNorm, NormGroups
 from manyhands.parallel.split.graph import INPUT, LOSS, Graph, Op, Sharding
-from manyhands.parallel.split.tracing import rule_of
+from manyhands.parallel.split.tracing import find_rule
 
 Letters = Mapping[str, tuple[str, ...]]
 _DEPTH = "stochastic_depth"  # torchvision's function, which drops all channels of a sample or none
 
 
-def shardings_of(op: Op, letters: tuple[str, ...]) -> list[Sharding]:
+def op_shardings(op: Op, letters: tuple[str, ...]) -> list[Sharding]:
     return [cast(Sharding, op.letters[letter]) for letter in letters]
 
 
 def input_layouts(op: Op, letters: tuple[str, ...], place: int) -> tuple[placement.Layout, placement.Layout]:
     """Returns an op's (value, gradient) layouts of input number `place`. `letters`: see strategy.py, one per axis."""
-    sides: list[placement.Side] = [sharding.inputs[place] for sharding in shardings_of(op, letters)]
-    return placement.value_of(sides), placement.gradient_of(sides)
+    sides: list[placement.Side] = [sharding.inputs[place] for sharding in op_shardings(op, letters)]
+    return placement.value_layout(sides), placement.gradient_layout(sides)
 
 
 def output_layouts(op: Op, letters: tuple[str, ...]) -> tuple[placement.Layout, placement.Layout]:
-    sides: list[placement.Side] = [sharding.output for sharding in shardings_of(op, letters)]
-    return placement.value_of(sides), placement.gradient_of(sides)
+    sides: list[placement.Side] = [sharding.output for sharding in op_shardings(op, letters)]
+    return placement.value_layout(sides), placement.gradient_layout(sides)
 
 
 def batch_axes(letters: tuple[str, ...]) -> tuple[int, ...]:
@@ -51,7 +51,7 @@ def parameter_layouts(graph: Graph, letters: Letters) -> dict[str, TensorLayout]
         node = op.node
         for name, tensor in op.parameters().items():
             path = f"{node.target}.{name}".removesuffix(".") if node is not None else name
-            layout = _layout(op, name, tensor, letters)
+            layout = _parameter_layout(op, name, tensor, letters)
             found[path.removeprefix("whole.") if "whole" in graph.ops else path] = layout
             first, other = users.setdefault(id(tensor), (op.name, layout))
             if other != layout:
@@ -60,8 +60,8 @@ def parameter_layouts(graph: Graph, letters: Letters) -> dict[str, TensorLayout]
     return found
 
 
-def _layout(op: Op, name: str, tensor: Tensor, letters: Letters) -> TensorLayout:
-    shape, shardings = tuple(tensor.shape), list(enumerate(shardings_of(op, letters[op.name])))
+def _parameter_layout(op: Op, name: str, tensor: Tensor, letters: Letters) -> TensorLayout:
+    shape, shardings = tuple(tensor.shape), list(enumerate(op_shardings(op, letters[op.name])))
     dims = sorted({sharding.cuts[name] for _, sharding in shardings if name in sharding.cuts})
     cuts = tuple((dim, tuple(axis for axis, sharding in shardings if sharding.cuts.get(name) == dim)) for dim in dims)
     partial = tuple(axis for axis, sharding in shardings if name in sharding.partial)
@@ -79,7 +79,7 @@ def shard_tensor(tensor: Tensor, layout: TensorLayout, mesh: Mesh, rank: int) ->
     return local.clone(memory_format=torch.channels_last if last else torch.contiguous_format)
 
 
-def split_network(model: nn.Module, layouts: Mapping[str, TensorLayout], grid: Grid) -> None:
+def shard_in_place(model: nn.Module, layouts: Mapping[str, TensorLayout], grid: Grid) -> None:
     """Replaces the data of each parameter and buffer by this process's shard; keeps the Parameter objects."""
     done: set[int] = set()
     with torch.no_grad():
@@ -91,7 +91,7 @@ def split_network(model: nn.Module, layouts: Mapping[str, TensorLayout], grid: G
                 done.add(id(tensor))
 
 
-class Convert(nn.Module):
+class ConvertLayout(nn.Module):
     """Converts an op's output to the layout in which another op reads it; values without tensors are unchanged."""
 
     def __init__(
@@ -109,13 +109,13 @@ class Convert(nn.Module):
 
         def converted(tensor: Tensor) -> Tensor:
             if torch.is_grad_enabled() and tensor.requires_grad:
-                return placement.convert_both(tensor, self.values, self.gradients, next(extents), self.grid)
+                return placement.convert_with_grad(tensor, self.values, self.gradients, next(extents), self.grid)
             return placement.convert(tensor, *self.values, next(extents), self.grid)
 
         return pytree.tree_map_only(Tensor, converted, value)
 
 
-class SeedRng(nn.Module):
+class SeedGenerators(nn.Module):
     """Seeds the random number generators for the next op; only processes with the same samples get equal seeds."""
 
     def __init__(self, number: int, place: int, grid: Grid) -> None:
@@ -184,7 +184,7 @@ class GraphBuilder:
         if training and (_is_random_op(op) or (op.kind == "opaque" and bool(op.extents) and not op.reads_attribute)):
             alike = {"r", "c"} if _target_name(op) == _DEPTH else {"r"}
             axes = tuple(axis for axis, letter in enumerate(letters) if letter not in alike)
-            self._call(f"draws_{number}", SeedRng(number, self._grid.place(axes), self._grid), ())
+            self._call(f"draws_{number}", SeedGenerators(number, self._grid.place(axes), self._grid), ())
         local = self._local_module(op, letters) if node.op.startswith("call_") else None
         if local is not None:
             return self._call(f"local_{number}", local, args, kwargs)
@@ -193,7 +193,7 @@ class GraphBuilder:
     def _local_module(self, op: Op, letters: tuple[str, ...]) -> nn.Module | None:
         key = id(op.module if op.module is not None else op.node)
         if key not in self._local:
-            rule = rule_of(op)
+            rule = find_rule(op)
             # The op may have a user's rule although a built-in rule matches too.
             built_in = op.kind == rule.kind and rule.local is not None
             self._local[key] = rule.local(op, letters, self._grid) if built_in and rule.local else None
@@ -214,13 +214,13 @@ class GraphBuilder:
             wanted = everywhere, everywhere
         else:
             wanted = input_layouts(reader, self._letters[reader.name], reader.sources.index(giver.name))
-        moves = placement.steps_between(value, wanted[0])
-        back = giver.trains and placement.steps_between(wanted[1], gradient)
+        moves = placement.conversion_steps(value, wanted[0])
+        back = giver.trains and placement.conversion_steps(wanted[1], gradient)
         if not moves and not back:
             return self._copied[source]
         key = (source, *wanted)
         if key not in self._made:
-            turn = Convert((value, wanted[0]), (gradient, wanted[1]), giver.extents, self._grid)
+            turn = ConvertLayout((value, wanted[0]), (gradient, wanted[1]), giver.extents, self._grid)
             self._made[key] = self._call(f"convert_{len(self._made)}", turn, (self._copied[source],))
         return self._made[key]
 
@@ -242,7 +242,7 @@ class SplitNetwork(nn.Module):
         for name, tensor in tensors.items():
             self.layouts.setdefault(name, of.get(id(tensor), unsharded(tuple(tensor.shape))))
         self.norms = _assign_norms(train, letters, grid)  # groups by the axes that shard the samples
-        split_network(model, self.layouts, grid)
+        shard_in_place(model, self.layouts, grid)
         local: dict[int, nn.Module | None] = {}
         self.training_graph = GraphBuilder(train, letters, grid, local).build(training=True)
         self.evaluation_graph = GraphBuilder(evaluate, letters, grid, local).build(training=False)

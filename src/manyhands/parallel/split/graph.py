@@ -68,10 +68,10 @@ class Op:
     def parameters(self) -> dict[str, Tensor]:
         """Returns the module's parameters and buffers by name, or {"": tensor} if the op reads a tensor directly."""
         if self.module is None:
-            return {"": attribute(self.node)} if self.reads_attribute else {}
+            return {"": attribute_tensor(self.node)} if self.reads_attribute else {}
         return {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
 
-    def allowed(self) -> list[str]:
+    def allowed_letters(self) -> list[str]:
         return [letter for letter, sharding in self.letters.items() if isinstance(sharding, Sharding)]
 
 
@@ -86,7 +86,7 @@ class Graph:
     notes: list[str] = field(default_factory=list)  # sentences on ops that aren't sharded
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)  # of the network, by name, in the network's order
 
-    def matching(self, pattern: str) -> list[Op]:
+    def ops_matching(self, pattern: str) -> list[Op]:
         """Returns the ops whose name matches a glob, and the ops in the module of that name."""
         return [
             op for op in self.ops.values() if fnmatch.fnmatchcase(op.name, pattern) or op.name.startswith(pattern + ".")
@@ -101,18 +101,18 @@ class Graph:
             for place, name in enumerate(op.sources):
                 yield self.ops[name], op, place
 
-    def ties(self) -> dict[str, list[Op]]:
+    def ops_by_tie(self) -> dict[str, list[Op]]:
         found: dict[str, list[Op]] = {}
         for op in self.ops.values():
             found.setdefault(op.tied, []).append(op)
         return found
 
 
-def tensors_of(value: Any) -> list[Tensor]:
+def tensors_in(value: Any) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, list | tuple | dict):  # subclasses too, which torch's pytree doesn't know
-        return [tensor for one in (value.values() if isinstance(value, dict) else value) for tensor in tensors_of(one)]
+        return [tensor for one in (value.values() if isinstance(value, dict) else value) for tensor in tensors_in(one)]
     return []
 
 
@@ -245,7 +245,7 @@ def name_nodes(traced: fx.GraphModule) -> dict[fx.Node, str]:
     return names
 
 
-def attribute(node: fx.Node | None) -> Tensor:
+def attribute_tensor(node: fx.Node | None) -> Tensor:
     assert node is not None
     found: Any = node.graph.owning_module
     for word in str(node.target).split("."):
@@ -253,7 +253,7 @@ def attribute(node: fx.Node | None) -> Tensor:
     return found
 
 
-def tie_all(ops: Mapping[str, Op], pairs: Iterable[tuple[str, str]]) -> None:
+def tie_ops(ops: Mapping[str, Op], pairs: Iterable[tuple[str, str]]) -> None:
     """Ties the ops of each pair, and all ops tied to them already. Tied ops must have equal placements."""
     for first, second in pairs:
         old, new = ops[second].tied, ops[first].tied

@@ -6,13 +6,13 @@ from typing_extensions import override
 from manyhands.core.errors import UserError
 from manyhands.core.world import World
 from manyhands.parallel.mesh.grid import Grid
-from manyhands.parallel.network import LossFn, LossFnWithLabels, MicroBatchShape, ModeRequest, ModeTraits
+from manyhands.parallel.network import LossFn, LossFnWithLabels, MicroBatchShape, ModeRequest, NetworkTraits
 from manyhands.parallel.on_mesh import NetworkOnMesh
 from manyhands.parallel.plan import Plan
 from manyhands.parallel.replicas.batch_norm import group_batch_norms
 from manyhands.parallel.split import execute, strategy, tracing
 from manyhands.parallel.split.graph import INPUT, LOSS, Graph, Sharding
-from manyhands.parallel.split.sharded_loss import WHOLE_CLASSES, SplitLoss, describe_loss
+from manyhands.parallel.split.sharded_loss import WHOLE_CLASSES, ShardedLoss, describe_loss
 
 
 class PlannedNetwork(NetworkOnMesh):
@@ -20,7 +20,7 @@ class PlannedNetwork(NetworkOnMesh):
 
     full_outputs = True
 
-    def __init__(self, network: execute.SplitNetwork, loss: Graph | None, traits: ModeTraits) -> None:
+    def __init__(self, network: execute.SplitNetwork, loss: Graph | None, traits: NetworkTraits) -> None:
         letters, grid = network.letters, network.grid
         most = max(grid.parts(execute.batch_axes(one)) for one in letters.values())
         axes = execute.batch_axes(letters[INPUT]), execute.batch_axes(letters[LOSS])
@@ -29,7 +29,7 @@ class PlannedNetwork(NetworkOnMesh):
 
     @override
     def loss_fn(self, loss_fn: LossFn, smoothing: float) -> LossFnWithLabels:
-        return SplitLoss(self._split, loss_fn, smoothing, self._sharded_loss)
+        return ShardedLoss(self._split, loss_fn, smoothing, self._sharded_loss)
 
     @override
     def begin_micro_batch(self, shape: MicroBatchShape) -> None:
@@ -40,7 +40,7 @@ class PlannedNetwork(NetworkOnMesh):
         self._split.finish_update()
 
 
-def split(model: nn.Module, world: World, request: ModeRequest) -> PlannedNetwork:
+def shard_by_plan(model: nn.Module, world: World, request: ModeRequest) -> PlannedNetwork:
     """Shards a network (training mode, equal on all ranks) by a plan. A collective. Raises UserError: invalid plan."""
     plan = request.plan
     if plan is None:
@@ -53,12 +53,13 @@ def split(model: nn.Module, world: World, request: ModeRequest) -> PlannedNetwor
     evaluated = tracing.describe_network(model, request.picture)
     model.train()
     tracing.refuse_training_only_letters(graph.ops, evaluated.ops)
-    letters = strategy.resolve(plan, graph)
+    letters = strategy.resolve_letters(plan, graph)
     rest = {name: ("r",) * len(plan.mesh.axes) for name in evaluated.ops}
     network = execute.SplitNetwork(model, graph, evaluated, {**rest, **letters}, Grid(plan.mesh, world)).train()
     about = {**plan.about, "notes": graph.notes}
     found = Plan(plan.mesh, plan.ops, plan.default, plan.pinned, network.layouts, about)
-    return PlannedNetwork(network, sharded_loss, ModeTraits(plan=found, outputs=network.classes, draws=network.draws))
+    traits = NetworkTraits(plan=found, class_count=network.classes, is_random=network.draws)
+    return PlannedNetwork(network, sharded_loss, traits)
 
 
 def _shard_loss(graph: Graph, request: ModeRequest) -> Graph | None:

@@ -13,13 +13,13 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 
 from manyhands.core.mesh import bounds
-from manyhands.parallel.gradients import summed_over_samples
+from manyhands.parallel.gradients import sum_over_samples
 from manyhands.parallel.mesh.grid import Grid
 from manyhands.parallel.mesh.placement import WHOLE
 from manyhands.parallel.network import LossFn
 from manyhands.parallel.split import execute, tracing
 from manyhands.parallel.split.graph import INPUT, LOSS, Graph, Op, Sharding, name_nodes, trace
-from manyhands.parallel.split.rules.functions import MAXIMA, largest, reduced_dims
+from manyhands.parallel.split.rules.functions import MAXIMA, max_values, reduced_dims
 
 # (output [n, C], labels int64 [n]) -> the loss of each sample [n, …], or the mean loss [].
 CustomLoss = Callable[[Tensor, Tensor], Tensor]
@@ -45,9 +45,9 @@ def describe_loss(function: CustomLoss, classes: int, dtype: torch.dtype, device
     output = torch.randn(tracing.SAMPLES, classes, generator=generator).to(device, dtype)
     labels = torch.randint(classes, (tracing.SAMPLES,), generator=generator).to(device)
     try:
-        _fold_sizes(traced, *tracing.run_twice(traced, (output, labels)))
+        _fold_sizes(traced, *tracing.run_two_sizes(traced, (output, labels)))
         _replace_maxima(traced)
-        many, few = tracing.run_twice(traced, (output, labels))
+        many, few = tracing.run_two_sizes(traced, (output, labels))
     except Exception as error:  # noqa: BLE001 - whatever a user's loss does with made-up outputs
         why = str(error).partition("\n")[0]
         return f"{WHOLE_CLASSES}; this loss fails on {tracing.FEWER} or {tracing.SAMPLES} samples ({why})"
@@ -60,7 +60,7 @@ def describe_loss(function: CustomLoss, classes: int, dtype: torch.dtype, device
     for op in ops.values():
         _allow_sharded_maximum(op, ops)
     graph = Graph(ops, traced, tracing.SAMPLES, (classes,))
-    letters = shard_classes(graph)
+    letters = letters_for_classes(graph)
     return letters if isinstance(letters, str) else graph
 
 
@@ -85,7 +85,7 @@ def _fold_sizes(traced: fx.GraphModule, many: dict[fx.Node, Any], few: dict[fx.N
 
 
 def _replace_maxima(traced: fx.GraphModule) -> None:
-    """Replaces `torch.max` over one dimension by `largest`, which returns no indices, if indices are unused."""
+    """Replaces `torch.max` over one dimension by `max_values`, which returns no indices, if indices are unused."""
     for node in list(traced.graph.nodes):
         if node.target not in {torch.max, "max"} or len(node.args) + len(node.kwargs) < 2:
             continue
@@ -94,7 +94,7 @@ def _replace_maxima(traced: fx.GraphModule) -> None:
         chosen = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else None)
         if len(values) != len(users) or not isinstance(chosen, int):
             continue
-        node.op, node.target = "call_function", largest
+        node.op, node.target = "call_function", max_values
         for one in values:
             one.replace_all_uses_with(node)
             traced.graph.erase_node(one)
@@ -110,7 +110,7 @@ def _allow_sharded_maximum(op: Op, ops: dict[str, Op]) -> None:
         op.letters["i"] = Sharding((source.feature,), WHOLE, length=source.extent.dims[source.feature])
 
 
-def shard_classes(graph: Graph) -> dict[str, str] | str:
+def letters_for_classes(graph: Graph) -> dict[str, str] | str:
     """Returns {op: sharding letter} along an axis that shards the classes, or the reason (text) why an op has none."""
     letters: dict[str, str] = {}
     for op in graph.ops.values():
@@ -130,14 +130,14 @@ def shard_classes(graph: Graph) -> dict[str, str] | str:
 
 def _sharded_loss(graph: Graph, axes: tuple[int, ...], grid: Grid) -> Callable[[Tensor, Tensor], Tensor]:
     """Returns the loss as a function of (output [n, c], labels [n]); the classes c are sharded over `axes`."""
-    chosen = shard_classes(graph)
+    chosen = letters_for_classes(graph)
     assert isinstance(chosen, dict)
     every = range(len(grid.mesh.axes))
     letters = {name: tuple(letter if axis in axes else "r" for axis in every) for name, letter in chosen.items()}
     return execute.GraphBuilder(graph, letters, grid, {}).build(training=True)
 
 
-class SplitLoss:
+class ShardedLoss:
     """The training loss of a sharded network.
 
     `loss_fn`(outputs, labels int64 [n]) returns the sum [] of losses and the logits [n, C]; it is used for unsharded
@@ -169,12 +169,12 @@ class SplitLoss:
         else:
             given = self._own(output, labels)
             is_sum = getattr(self._loss_fn, "is_sum", False)  # a sum with all classes is a sum here too
-            loss = given.sum() if is_sum else summed_over_samples(given, len(labels))
-            scores = shard_scores(output.detach(), labels, classes[0], group)
+            loss = given.sum() if is_sum else sum_over_samples(given, len(labels))
+            scores = sharded_scores(output.detach(), labels, classes[0], group)
         return loss, scores, torch.zeros_like(labels)
 
 
-def shard_scores(logits: Tensor, labels: Tensor, first: int, group: Any) -> Tensor:
+def sharded_scores(logits: Tensor, labels: Tensor, first: int, group: Any) -> Tensor:
     """Returns [n, 2]: the label's logit and the largest logit over sharded classes, by two small all-reduces."""
     largest = logits.max(1).values
     dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)

@@ -66,12 +66,12 @@ def write_strategy(letters: tuple[str, ...], mesh: Mesh) -> str:
     return " ".join(f"{letter}@{','.join(names)}" for letter, names in axes.items())
 
 
-def is_tuples(text: str) -> bool:
+def is_mindspore(text: str) -> bool:
     """Returns True if a strategy has MindSpore's form, such as ((1, 1), (1, 2))."""
     return text.lstrip()[:1] in {"(", "{", "["}
 
 
-def parse_tuples(text: str, where: str) -> tuple[tuple[int, ...], ...]:
+def parse_mindspore(text: str, where: str) -> tuple[tuple[int, ...], ...]:
     """Parses "((1, 1), (1, 2))" or "{(1, 1), (1, 2)}": the number of shards of each dimension of each input."""
     plain = text.strip()
     if plain.startswith("{"):
@@ -87,7 +87,7 @@ def parse_tuples(text: str, where: str) -> tuple[tuple[int, ...], ...]:
     return found
 
 
-def from_mindspore(kind: str, tuples: tuple[tuple[int, ...], ...], mesh: Mesh, where: str = "pin") -> dict[int, str]:
+def mindspore_letters(kind: str, tuples: tuple[tuple[int, ...], ...], mesh: Mesh, where: str = "pin") -> dict[int, str]:
     """Converts MindSpore's tuples to {axis index: letter}, "r" for unused axes. Axes are chosen by their sizes.
 
     Each tuple has the number of shards of each dimension of an input. A linear layer's weight is [inputs, outputs], a
@@ -139,15 +139,15 @@ _WEIGHTED = {
 }
 
 
-def resolve(plan: Plan, graph: Graph, where: str = "plan") -> dict[str, tuple[str, ...]]:
+def resolve_letters(plan: Plan, graph: Graph, where: str = "plan") -> dict[str, tuple[str, ...]]:
     """Returns {op: sharding letter for each mesh axis} for a network under a plan.
 
     An op that can't follow the default, such as an op that mixes samples, is replicated. A pattern that matches several
     ops applies to those that allow its letters. Raises UserError if a pattern that names one op doesn't fit the op.
     """
-    default = parse_strategy(plan.fallback, plan.mesh, f"{where}, default")
-    explicit, found = strategies(plan, graph, where), dict[str, tuple[str, ...]]()
-    for ops in graph.ties().values():
+    default = parse_strategy(plan.default_strategy, plan.mesh, f"{where}, default")
+    explicit, found = explicit_letters(plan, graph, where), dict[str, tuple[str, ...]]()
+    for ops in graph.ops_by_tie().values():
         chosen: dict[int, tuple[str, Op]] = {}
         for op in ops:
             for axis, letter in explicit.get(op.name, ("", {}))[1].items():
@@ -167,11 +167,11 @@ def resolve(plan: Plan, graph: Graph, where: str = "plan") -> dict[str, tuple[st
     return {name: found[name] for name in graph.ops}
 
 
-def strategies(plan: Plan, graph: Graph, where: str = "plan") -> dict[str, tuple[str, dict[int, str]]]:
+def explicit_letters(plan: Plan, graph: Graph, where: str = "plan") -> dict[str, tuple[str, dict[int, str]]]:
     """Returns {op: (pattern, {axis index: letter})} for a plan's patterns. Raises UserError if one doesn't fit."""
     explicit: dict[str, tuple[str, dict[int, str]]] = {}
     for pattern, text in plan.ops.items():
-        ops = graph.matching(pattern)
+        ops = graph.ops_matching(pattern)
         if not ops:
             hint = did_you_mean(pattern, list(graph.ops))
             names = ", ".join(list(graph.ops)[:8])
@@ -193,15 +193,15 @@ def strategies(plan: Plan, graph: Graph, where: str = "plan") -> dict[str, tuple
 
 
 def _parse_for_op(text: str, op: Op, graph: Graph, mesh: Mesh, where: str) -> dict[int, str]:
-    if not is_tuples(text):
+    if not is_mindspore(text):
         return parse_strategy(text, mesh, where)
-    tuples = parse_tuples(text, where)
-    letters = from_mindspore(op.kind, tuples, mesh, where)
+    tuples = parse_mindspore(text, where)
+    letters = mindspore_letters(op.kind, tuples, mesh, where)
     if op.module is not None and op.kind in {"linear", "conv"}:
         return letters  # the tuples include the parameters, and `_counts_by_letter` has compared them
     if any(not isinstance(op.letters.get(letter), Sharding) for letter in letters.values()):
         return letters  # refused later, with a reason
-    allowed = f"split the op by {', '.join(op.allowed())}, such as n@{mesh.names[0]}"
+    allowed = f"split the op by {', '.join(op.allowed_letters())}, such as n@{mesh.names[0]}"
     read = _shards_read(op, graph, [letters[axis] for axis in sorted(letters)], mesh)
     if len(tuples) > max(1, len(read)):
         what = f"{op.name} ({op.kind}) reads {len(read)} tensor(s), but {tuples} has {len(tuples)} tuples"
@@ -246,7 +246,8 @@ def _require_valid(op: Op, letters: tuple[str, ...], mesh: Mesh, where: str) -> 
     reason = refusal(op, letters, mesh)
     if reason:
         # letters that are valid along at least one axis
-        fitting = [one for one in op.allowed() if any(not refusal(op, (one,), Mesh((axis,))) for axis in mesh.axes)]
+        axes = [Mesh((axis,)) for axis in mesh.axes]
+        fitting = [one for one in op.allowed_letters() if any(not refusal(op, (one,), axis) for axis in axes)]
         what = f"{op.name} ({op.kind}) can't be split as {write_strategy(letters, mesh)}: {reason}"
         raise UserError(what, f"{where}, {op.name}", (f"split the op by {', '.join(fitting or ['r'])}",))
 
@@ -268,10 +269,10 @@ def refusal(op: Op, letters: tuple[str, ...], mesh: Mesh) -> str:
 
 
 def shorten_strategies(letters: Mapping[str, tuple[str, ...]], graph: Graph, mesh: Mesh) -> tuple[str, dict[str, str]]:
-    """Shortens `letters` to a plan: (default strategy, {op: another strategy}), which `resolve` converts back."""
+    """Shortens `letters` to a plan: (default strategy, {op: another strategy}), which `resolve_letters` converts back."""
     default = tuple("n" for _ in mesh.axes)
     exceptions: dict[str, str] = {}
-    for ops in graph.ties().values():
+    for ops in graph.ops_by_tie().values():
         natural = tuple(_default_letter(ops, letter) for letter in default)
         # Names a product rather than the parameter that the product reads.
         first = next((op for op in ops if op.batched), ops[0])

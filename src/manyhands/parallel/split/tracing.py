@@ -10,14 +10,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from manyhands.core.errors import UserError
 from manyhands.parallel.mesh.placement import SPREAD, SUM, WHOLE, Extent, Side
-from manyhands.parallel.split.graph import INPUT, LOSS, Graph, Op, Sharding, name_nodes, tensors_of, tie_all, trace
+from manyhands.parallel.split.graph import INPUT, LOSS, Graph, Op, Sharding, name_nodes, tensors_in, tie_ops, trace
 from manyhands.parallel.split.rules import OPAQUE, RULES, Describe, Rule, functions
 from manyhands.parallel.split.rules import layers as _layers  # noqa: F401 - registers its rules
 
 SAMPLES, FEWER = 3, 2
 SAME = 1e-3  # relative tolerance: kernels for other batch sizes may sum in another order
 
-_of_users: dict[type[nn.Module], Describe] = {}
+_user_rules: dict[type[nn.Module], Describe] = {}
 
 
 def register_rule(kind: type[nn.Module]) -> Callable[[Describe], Describe]:
@@ -37,13 +37,13 @@ def register_rule(kind: type[nn.Module]) -> Callable[[Describe], Describe]:
     """
 
     def register(describe: Describe) -> Describe:
-        _of_users[kind] = describe
+        _user_rules[kind] = describe
         return describe
 
     return register
 
 
-def rule_of(op: Op) -> Rule:
+def find_rule(op: Op) -> Rule:
     return next((rule for rule in RULES if rule.matches(op)), OPAQUE)
 
 
@@ -52,17 +52,17 @@ def describe_network(model: nn.Module, picture: Tensor) -> Graph:
 
     `picture` is one sample of any shape, whose values don't matter. Raises UserError if the network fails on samples.
     """
-    traced, unseen = trace(model, lambda module: type(module) in _of_users or isinstance(module, _BatchNorm))
+    traced, unseen = trace(model, lambda module: type(module) in _user_rules or isinstance(module, _BatchNorm))
     names = name_nodes(traced)
-    many, few = _run(traced, model, picture)
+    many, few = _run_network(traced, model, picture)
     ops, ties = describe_ops(traced, names, many, few)
     graph = Graph(ops, traced, SAMPLES, tuple(picture.shape))
     _add_loss(graph, traced, names)
     ties += allow_sharded_operands(ops)
     shared = pairs_with_shared_tensors(ops)
-    tie_all(ops, [*ties, *shared])
+    tie_ops(ops, [*ties, *shared])
     refuse_conflicting_letters(ops)
-    graph.notes = _notes(graph, unseen)
+    graph.notes = _sharding_notes(graph, unseen)
     graph.parameters = dict(model.named_parameters())
     return graph
 
@@ -105,7 +105,7 @@ def _describe_input(samples: Op) -> None:
 _ROW_BY_ROW: dict[type[nn.Module], int] = {nn.Conv1d: 3, nn.Conv2d: 4, nn.Conv3d: 5, nn.Linear: 2}
 
 
-class _Trial(fx.Interpreter):
+class _NodeRunner(fx.Interpreter):
     """Runs a graph node by node, without dropout."""
 
     _noise = torch.empty(0)
@@ -123,13 +123,15 @@ class _Trial(fx.Interpreter):
         return super().call_function(target, args, kwargs)
 
 
-def _run(traced: fx.GraphModule, model: nn.Module, picture: Tensor) -> tuple[dict[fx.Node, Any], dict[fx.Node, Any]]:
+def _run_network(
+    traced: fx.GraphModule, model: nn.Module, picture: Tensor
+) -> tuple[dict[fx.Node, Any], dict[fx.Node, Any]]:
     modes = {module: module.training for module in model.modules()}
     generator = torch.Generator().manual_seed(0)
     samples = torch.rand(SAMPLES, *picture.shape, generator=generator).to(picture)
     try:
         model.eval()
-        return run_twice(traced, (samples,))
+        return run_two_sizes(traced, (samples,))
     except Exception as error:
         what = f"the network fails on {FEWER} or {SAMPLES} samples of shape {list(picture.shape)}: {error}"
         raise UserError(what.partition("\n")[0], "model.name", ("use one process: --parallel single",)) from error
@@ -138,9 +140,9 @@ def _run(traced: fx.GraphModule, model: nn.Module, picture: Tensor) -> tuple[dic
             module.training = training
 
 
-def run_twice(traced: fx.GraphModule, inputs: tuple[Tensor, ...]) -> tuple[dict[fx.Node, Any], dict[fx.Node, Any]]:
+def run_two_sizes(traced: fx.GraphModule, inputs: tuple[Tensor, ...]) -> tuple[dict[fx.Node, Any], dict[fx.Node, Any]]:
     """Returns each node's values for `SAMPLES` samples and for the last `FEWER`, as views of the former where equal."""
-    many, few = _Trial(traced), _Trial(traced)
+    many, few = _NodeRunner(traced), _NodeRunner(traced)
     many.args_iter, few.args_iter = iter(inputs), iter([_last(one, 1) for one in inputs])
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         for node in traced.graph.nodes:
@@ -150,12 +152,12 @@ def run_twice(traced: fx.GraphModule, inputs: tuple[Tensor, ...]) -> tuple[dict[
                 continue
             many.env[node], few.env[node] = result, fewer = many.run_node(node), few.run_node(node)
             if isinstance(result, Tensor) and isinstance(fewer, Tensor):
-                last = _last(result, _rows(result, fewer)) if result.ndim else result
+                last = _last(result, _rows_per_sample(result, fewer)) if result.ndim else result
                 few.env[node] = last if _almost_equal(last, fewer) else fewer
     return many.env, few.env
 
 
-def _value_by_rows(node: fx.Node, many: _Trial, few: _Trial) -> Tensor | None:
+def _value_by_rows(node: fx.Node, many: _NodeRunner, few: _NodeRunner) -> Tensor | None:
     """Returns a node's value for `SAMPLES` samples if torch computes each row separately; None for other nodes.
 
     For convolutions, linear layers and BatchNorm, returns random numbers of the right shape. They also reveal whether
@@ -186,12 +188,12 @@ def _describe_node(node: fx.Node, names: Mapping[fx.Node, str], many: Any, few: 
     name = names[node]
     graph_module = node.graph.owning_module
     module = graph_module.get_submodule(str(node.target)) if node.op == "call_module" and graph_module else None
-    tensors, fewer = tensors_of(many), tensors_of(few)
+    tensors, fewer = tensors_in(many), tensors_in(few)
     op = Op(name, module=module, node=node, tied=name)
     if not tensors:
         op.batched = isinstance(many, int | float | tuple | list) and bool(many != few)
         return op
-    grown = [_rows(one, other) for one, other in zip(tensors, fewer, strict=True)]
+    grown = [_rows_per_sample(one, other) for one, other in zip(tensors, fewer, strict=True)]
     op.batched = any(grown) or any(one.shape != other.shape for one, other in zip(tensors, fewer, strict=True))
     op.batchwise = not op.batched or all(
         rows and _almost_equal(_last(one, rows), other) for rows, one, other in zip(grown, tensors, fewer, strict=True)
@@ -201,7 +203,7 @@ def _describe_node(node: fx.Node, names: Mapping[fx.Node, str], many: Any, few: 
     return op
 
 
-def _rows(many: Tensor, few: Tensor) -> int:
+def _rows_per_sample(many: Tensor, few: Tensor) -> int:
     """Returns the rows of dimension 0 per sample; 0 if dimension 0 doesn't grow with the samples."""
     if not many.ndim or many.shape[1:] != few.shape[1:] or many.shape[0] == few.shape[0]:
         return 0
@@ -243,11 +245,11 @@ def _set_letters(op: Op, inputs: list[Op]) -> None:
     if any(not one.batchwise for one in inputs if one.batched):
         # After an op that mixes samples, no row belongs to a single sample.
         op.batchwise = op.batchwise and not op.batched
-    if op.module is not None and type(op.module) in _of_users:
+    if op.module is not None and type(op.module) in _user_rules:
         op.kind = type(op.module).__name__
-        _of_users[type(op.module)](op, inputs)
+        _user_rules[type(op.module)](op, inputs)
         return
-    rule = rule_of(op) if len(op.extents) == 1 else OPAQUE
+    rule = find_rule(op) if len(op.extents) == 1 else OPAQUE
     op.kind = rule.kind
     rule.describe(op, inputs)
     _refuse_hidden(op)
@@ -289,7 +291,7 @@ def _add_loss(graph: Graph, traced: fx.GraphModule, names: dict[fx.Node, str]) -
     graph.ops[LOSS] = loss
 
 
-def _notes(graph: Graph, unseen: dict[str, str]) -> list[str]:
+def _sharding_notes(graph: Graph, unseen: dict[str, str]) -> list[str]:
     notes = [f"{name} is not split: tracing fails ({reason})" for name, reason in unseen.items()]
     mixing = [op.name for op in graph.ops.values() if op.extents and not op.batchwise]
     if mixing:
@@ -345,10 +347,10 @@ def _is_parameter(op: Op, ops: dict[str, Op]) -> bool:
     if op.reads_attribute:
         return isinstance(op.parameters()[""], nn.Parameter)
     source = ops[op.sources[0]] if len(op.sources) == 1 else None
-    return source is not None and source.reads_attribute and _order(op) is not None and _is_parameter(source, ops)
+    return source is not None and source.reads_attribute and _permutation(op) is not None and _is_parameter(source, ops)
 
 
-def _order(op: Op) -> list[int] | None:
+def _permutation(op: Op) -> list[int] | None:
     """Returns the permutation of a transposed matrix; None for other ops."""
     node, dims = op.node, len(op.extents[0].dims) if len(op.extents) == 1 else 0
     if node is None or dims != 2:
@@ -364,7 +366,7 @@ def _order(op: Op) -> list[int] | None:
 def _can_read_shards(reader: Op) -> bool:
     """Returns True for shardable matrix products, and for transposed parameters that such products read."""
     offered = {"o", "i"} & set(reader.letters)
-    return bool(offered) and (reader.kind == "matmul" or _order(reader) is not None)
+    return bool(offered) and (reader.kind == "matmul" or _permutation(reader) is not None)
 
 
 def _placement_for_readers(op: Op, letter: str, reading: list[tuple[Op, int]]) -> Sharding | str:
@@ -378,7 +380,7 @@ def _placement_for_readers(op: Op, letter: str, reading: list[tuple[Op, int]]) -
     if len(sides) > 1:
         return f"{' and '.join(reader.name for reader, _ in reading)} would split the parameter differently"
     side = sides.pop()
-    order = None if op.reads_attribute else _order(op)
+    order = None if op.reads_attribute else _permutation(op)
     inputs: tuple[Side, ...] = () if op.reads_attribute else (order[side] if order and isinstance(side, int) else side,)
     if isinstance(side, int):
         cuts = {"": side} if op.reads_attribute else {}

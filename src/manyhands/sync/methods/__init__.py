@@ -15,8 +15,8 @@ A module may define:
 - `EXCEPTION`: a sentence for plan.json on how results depend on the number of processes, if not `EXACT`.
 - `PRECEDENCE`: `auto` prefers the method with the lowest value; a method without a value comes last.
 - `EVERY_UPDATE = False`: processes don't synchronize in every update. The module then defines two more functions:
-  `asked(options)` returns the `Cost` with the interval that the options fix, or None if it depends on the link, and
-  raises UserError if options contradict each other. `fits(cost, options)` returns True if the options allow the
+  `requested_cost(options)` returns the `Cost` with the interval that the options fix, or None if it depends on the link, and
+  raises UserError if options contradict each other. `allows_cost(cost, options)` returns True if the options allow the
   interval of an earlier start of the run.
 
 A job is read without torch, so a module imports code that needs torch only within its functions.

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from manyhands.core.needs import HasGradients, Need
 from manyhands.core.options import Options
-from manyhands.sync.costs import Cost, LinkCase, gradients, statistics
+from manyhands.sync.costs import Cost, LinkCase, gradient_cost, statistics_cost
 
 if TYPE_CHECKING:
     from manyhands.sync.synchronizer import SyncContext, Synchronizer
@@ -17,7 +17,7 @@ NEEDS: tuple[Need, ...] = ()
 
 def estimate(case: LinkCase, options: Options) -> list[Cost]:  # noqa: ARG001 - as all methods
     """Estimates a ring all-reduce that overlaps backward (Patarasuk and Yuan 2009, doi:10.1016/j.jpdc.2008.09.002)."""
-    sent, moved = gradients(case, case.item_bytes), statistics(case)
+    sent, moved = gradient_cost(case, case.item_bytes), statistics_cost(case)
     step_s = case.step_s + case.layers_s + sent.exposed_seconds(case.backward_s) + moved.seconds
     whole = sent + moved
     return [Cost("allreduce", step_s, whole.sent_bytes, whole.seconds)]

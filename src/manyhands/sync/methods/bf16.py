@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from manyhands.core.needs import AVERAGE_HOOK, WHOLE_GRADIENTS, HasGradients
 from manyhands.core.options import Options
-from manyhands.sync.costs import Cost, LinkCase, gradients, statistics
+from manyhands.sync.costs import Cost, LinkCase, gradient_cost, statistics_cost
 
 if TYPE_CHECKING:
     from manyhands.sync.synchronizer import SyncContext, Synchronizer
@@ -20,7 +20,7 @@ _ROUNDING = 0.005  # cost of the conversions, as a share of a step
 
 def estimate(case: LinkCase, options: Options) -> list[Cost]:  # noqa: ARG001 - as all methods
     """Estimates a ring all-reduce of half the bytes, which overlaps the backward pass."""
-    sent, moved = gradients(case, 2), statistics(case)
+    sent, moved = gradient_cost(case, 2), statistics_cost(case)
     computed = case.step_s * (1 + _ROUNDING) if case.machines > 1 else case.step_s
     step_s = computed + case.layers_s + sent.exposed_seconds(case.backward_s) + moved.seconds
     whole = sent + moved

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 from manyhands.core.errors import UserError
 from manyhands.core.needs import OWN_AVERAGE, OWN_STATISTICS, WHOLE_GRADIENTS, HasGradients
 from manyhands.core.options import option
-from manyhands.sync.costs import CodecName, Cost, LinkCase, RankOptions, low_rank, mean, value_bytes
+from manyhands.sync.costs import CodecName, Cost, LinkCase, RankOptions, averaging_cost, low_rank_cost, value_bytes
 
 if TYPE_CHECKING:
     from manyhands.sync.local import LocalSteps, Pace
@@ -56,7 +56,7 @@ class Options(RankOptions):
     )
 
 
-def asked(options: Options) -> Cost | None:
+def requested_cost(options: Options) -> Cost | None:
     """Returns a Cost if the options fix interval and codec, else None. Raises UserError: delay above interval."""
     if options.delay > options.every > 0:
         hints = (f"use --set sync.delay={options.every} or less",)
@@ -68,7 +68,7 @@ def asked(options: Options) -> Cost | None:
     return Cost("local", 0.0, 0.0, codec=options.codec, every=options.every, delay=delay)
 
 
-def fits(cost: Cost, options: Options) -> bool:
+def allows_cost(cost: Cost, options: Options) -> bool:
     """Returns True if the options allow the codec, interval and delay of an earlier start of the run."""
     wanted = options.codec in {"auto", cost.codec} and options.every in {0, cost.every}
     return wanted and (options.delay < 0 or min(options.delay, cost.every) == cost.delay)
@@ -83,27 +83,27 @@ def make(network: HasGradients, context: "SyncContext", options: Options, cost: 
     """Creates the synchronizer, with the interval and delay of `cost`. A collective."""
     import torch
 
-    from manyhands.sync.compress import compressor_named, select_arithmetic
+    from manyhands.sync.compress import create_compressor, select_arithmetic
     from manyhands.sync.local import LocalSteps
     from manyhands.sync.measure import pass_seconds
-    from manyhands.sync.synchronizer import Buffers, dtype_of, trained_of
+    from manyhands.sync.synchronizer import Buffers, dtype_of, trainable_parameters
 
-    trained = list(trained_of(network).values())
-    peers, machine, world, places = context.peers(), context.machine(), context.world, context.places
+    trained = list(trainable_parameters(network).values())
+    peers, machine, world, places = context.peers(), context.machine(), context.world, context.machine_ranks
     buffers = Buffers(list(network.buffers()), peers, machine, world.device)
     shapes, kind = [tuple(parameter.shape) for parameter in trained], dtype_of(trained)
-    compressor = compressor_named(
+    compressor = create_compressor(
         cost.codec, shapes, rank=options.rank, seed=context.seed, device=world.device, dtype=kind
     )
     if context.is_leader:
         select_arithmetic([compressor], peers, torch.zeros(0, dtype=kind, device=world.device))
     weight = len(places.machine) * len(places.leaders) / world.size
-    own = context.own(cost, trained, options.rank if cost.codec == "lowrank" else 0)
-    steps = LocalSteps(trained, buffers, peers, compressor, pace_of(cost, options), weight, machine, own)
+    settings = context.settings(cost, trained, options.rank if cost.codec == "lowrank" else 0)
+    steps = LocalSteps(trained, buffers, peers, compressor, pace_from_cost(cost, options), weight, machine, settings)
     if not _is_fixed(cost, options):
         values = sum(one.numel() for one in trained)
         compressing_s = context.from_rank_0(PASSES[cost.codec] * pass_seconds(values, world.device))
-        steps.adapt = Pacer(steps, cost, options, context.steps, compressing_s)
+        steps.adapt = PaceAdapter(steps, cost, options, context.steps, compressing_s)
     return steps
 
 
@@ -112,7 +112,7 @@ def _is_fixed(cost: Cost, options: Options) -> bool:
     return bool(options.every) or not cost.delay
 
 
-def pace_of(cost: Cost, options: Options) -> "Pace":
+def pace_from_cost(cost: Cost, options: Options) -> "Pace":
     from manyhands.sync.local import Pace
 
     return Pace(cost.every, cost.delay, options.outer_lr, options.outer_momentum)
@@ -121,24 +121,24 @@ def pace_of(cost: Cost, options: Options) -> "Pace":
 def _cost(case: LinkCase, options: Options, codec: CodecName) -> Cost:
     # Only parameters: BatchNorm's statistics are sent at evaluations and checkpoints.
     if codec == "lowrank":
-        exchange = low_rank(case, case.shapes, options.rank)
+        exchange = low_rank_cost(case, case.shapes, options.rank)
     else:
-        exchange = mean(case, case.values, value_bytes(codec, 8 if case.item_bytes == 8 else 4))
+        exchange = averaging_cost(case, case.values, value_bytes(codec, 8 if case.item_bytes == 8 else 4))
     steps_long = exchange.seconds / case.step_s
     compressing_s = case.compressing_s(PASSES[codec])
-    every = options.every or fitting_steps(steps_long, case.steps, compressing_s / case.step_s)
-    delay = fitting_delay(steps_long, every) if options.delay < 0 else min(every, options.delay)
+    every = options.every or interval_for_exchange(steps_long, case.steps, compressing_s / case.step_s)
+    delay = delay_for_exchange(steps_long, every) if options.delay < 0 else min(every, options.delay)
     waiting_s = max(0.0, exchange.seconds - delay * case.step_s) / every
     step_s = case.step_s + compressing_s / every + waiting_s
     return Cost("local", step_s, exchange.sent_bytes / every, exchange.seconds, codec, every, delay)
 
 
-def fitting_delay(steps_long: float, every: int) -> int:
+def delay_for_exchange(steps_long: float, every: int) -> int:
     """Returns the delay in steps: the length of an exchange (`steps_long` steps) plus a margin, at most `every`."""
     return min(every, max(1, math.ceil(_LATE * steps_long)))
 
 
-def fitting_steps(steps_long: float, steps: int, compressing: float = 0.0) -> int:
+def interval_for_exchange(steps_long: float, steps: int, compressing: float = 0.0) -> int:
     """Returns the interval between exchanges that last `steps_long` steps; shorter if accuracy requires it.
 
     `steps`: updates of the run. `compressing`: compression time of an exchange. All times are in steps.
@@ -148,7 +148,7 @@ def fitting_steps(steps_long: float, steps: int, compressing: float = 0.0) -> in
 
 
 @dataclass
-class Pacer:
+class PaceAdapter:
     """Adapts the interval and delay of local steps to the measured duration of exchanges."""
 
     steps: "LocalSteps"  # the synchronizer whose pace is adapted
@@ -171,13 +171,13 @@ class Pacer:
         if len(self._lengths) < _TIMES or _is_fixed(self.cost, self.options) or not self.steps.idle:
             return None
         long = statistics.median(self._lengths)
-        every = fitting_steps(long, self.total_steps, self.compressing_s / step_s)
-        delay = fitting_delay(long, every) if self.options.delay < 0 else min(every, self.options.delay)
+        every = interval_for_exchange(long, self.total_steps, self.compressing_s / step_s)
+        delay = delay_for_exchange(long, every) if self.options.delay < 0 else min(every, self.options.delay)
         if not _differs_enough(every, self.cost.every) and not _differs_enough(delay, self.cost.delay):
             return None
         self._lengths.clear()
         self.cost = replace(self.cost, every=every, delay=delay)
-        self.steps.pace = pace_of(self.cost, self.options)
+        self.steps.pace = pace_from_cost(self.cost, self.options)
         return self.cost
 
 

@@ -7,7 +7,7 @@ Source: Vogels, Karimireddy and Jaggi, "PowerSGD: Practical low-rank gradient co
 from typing import TYPE_CHECKING
 
 from manyhands.core.needs import FINITE_GRADIENTS, OWN_AVERAGE, OWN_STATISTICS, WHOLE_GRADIENTS, HasGradients
-from manyhands.sync.costs import Cost, LinkCase, RankOptions, SyncMessage, low_rank_batches
+from manyhands.sync.costs import Cost, LinkCase, MessageCost, RankOptions, low_rank_batch_costs
 
 if TYPE_CHECKING:
     from manyhands.sync.synchronizer import SyncContext, Synchronizer
@@ -27,8 +27,8 @@ class Options(RankOptions):
 
 def estimate(case: LinkCase, options: Options) -> list[Cost]:
     """Estimates the cost of gradients only: BatchNorm statistics are sent only for evaluation and checkpoints."""
-    batches = low_rank_batches(case, options.rank)
-    sent = sum(batches, SyncMessage())
+    batches = low_rank_batch_costs(case, options.rank)
+    sent = sum(batches, MessageCost())
     # The first batch is complete some time after backward begins, the last at its end; compression overlaps sending.
     before_last = 1 - 1 / len(batches)
     compressing_s = case.compressing_s(_PASSES)
@@ -39,13 +39,13 @@ def estimate(case: LinkCase, options: Options) -> list[Cost]:
 
 def make(network: HasGradients, context: "SyncContext", options: Options, cost: Cost) -> "Synchronizer":
     from manyhands.sync.powersgd import PowerSgd
-    from manyhands.sync.synchronizer import Buffers, trained_of
+    from manyhands.sync.synchronizer import Buffers, trainable_parameters
 
-    named, peers, machine, world = trained_of(network), context.peers(), context.machine(), context.world
+    named, peers, machine, world = trainable_parameters(network), context.peers(), context.machine(), context.world
     buffers = Buffers(list(network.buffers()), peers, machine, world.device)
     rare, trained = [named[name] for name in context.unused], list(named.values())
-    own = context.own(cost, trained, options.rank)
+    settings = context.settings(cost, trained, options.rank)
     return PowerSgd(
         trained, peers, options.rank, context.seed, rare,
-        machine=machine, processes=world.size, buffers=buffers, own=own,
+        machine=machine, processes=world.size, buffers=buffers, settings=settings,
     )  # fmt: skip

@@ -63,11 +63,11 @@ def elementwise(op: Op, inputs: list[Op]) -> None:
     if not known or known[0] == 0 or any(feature != known[0] for feature in known):
         return
     op.feature = known[0]
-    sides: list[Side] = [_side(one, op, op.feature) for one in inputs]
+    sides: list[Side] = [_feature_side(one, op, op.feature) for one in inputs]
     op.letters["c"] = Sharding(tuple(sides), op.feature, length=op.extent.dims[op.feature])
 
 
-def _side(source: Op, op: Op, feature: int) -> Side:
+def _feature_side(source: Op, op: Op, feature: int) -> Side:
     """Returns the source's dimension that becomes the result's `feature`; SPREAD if it is missing or broadcast."""
     dim = feature - (len(op.extent.dims) - len(source.extent.dims))
     if dim < 0 or (source.extent.dims[dim] == 1 and op.extent.dims[feature] > 1):
@@ -82,7 +82,7 @@ def _num_classes(op: Op) -> int:
     return given if isinstance(given, int) else -1
 
 
-class SomeClasses(nn.Module):
+class ShardedOneHot(nn.Module):
     """Computes this process's shard (consecutive columns) of a one-hot encoding."""
 
     def __init__(self, first: int, count: int) -> None:
@@ -95,15 +95,15 @@ class SomeClasses(nn.Module):
         return (numbers[..., None] == own).long()
 
 
-def _some_classes(op: Op, letters: tuple[str, ...], grid: Grid) -> nn.Module | None:
+def _local_one_hot(op: Op, letters: tuple[str, ...], grid: Grid) -> nn.Module | None:
     cut = [axis for axis, letter in enumerate(letters) if letter == "c"]
     if not cut:
         return None
     edges, place = bounds(_num_classes(op), grid.parts(cut)), grid.place(cut)
-    return SomeClasses(edges[place], edges[place + 1] - edges[place])
+    return ShardedOneHot(edges[place], edges[place + 1] - edges[place])
 
 
-@rule("one_hot", lambda op: _target(op) is F.one_hot and _num_classes(op) > 0, _some_classes)
+@rule("one_hot", lambda op: _target(op) is F.one_hot and _num_classes(op) > 0, _local_one_hot)
 def one_hot(op: Op, inputs: list[Op]) -> None:
     """Allows sharding of samples (n) and classes (c)."""
     op.letters = whole_or_batch(op, inputs)
@@ -216,15 +216,15 @@ SUMS: set[Any] = {torch.sum, "sum"}
 MEANS: set[Any] = {torch.mean, "mean"}
 
 
-def largest(values: Tensor, dim: int, keepdim: bool = False) -> Tensor:
+def max_values(values: Tensor, dim: int, keepdim: bool = False) -> Tensor:
     """Returns torch.max's values over a dimension. Of several equal values, only one gets the gradient."""
     return values.max(dim, keepdim).values
 
 
-MAXIMA: set[Any] = {largest}
+MAXIMA: set[Any] = {max_values}
 
 
-class MeanOfPart(nn.Module):
+class ShardedMean(nn.Module):
     """Computes a term of a mean: the mean of a shard times the shard's fraction of the dimension's full length."""
 
     def __init__(self, target: Any, dim: int, length: int) -> None:
@@ -238,7 +238,7 @@ class MeanOfPart(nn.Module):
         return mean * (values.shape[self._dim] / self._length)
 
 
-class LargestOfParts(nn.Module):
+class ShardedMaximum(nn.Module):
     """Computes a maximum over a sharded dimension. A collective. Of equal values, only one gets the gradient."""
 
     def __init__(self, group: Any, place: int, parts: int) -> None:
@@ -246,11 +246,11 @@ class LargestOfParts(nn.Module):
         self._group, self._place, self._parts = group, place, parts
 
     def forward(self, values: Tensor, dim: int, keepdim: bool = False) -> Tensor:
-        found: Any = _LargestOfParts.apply(values, dim, self._group, self._place, self._parts)
+        found: Any = _MaximumOverShards.apply(values, dim, self._group, self._place, self._parts)
         return found if keepdim else found.squeeze(dim)
 
 
-class _LargestOfParts(torch.autograd.Function):
+class _MaximumOverShards(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, dim: int, group: Any, place: int, parts: int) -> Tensor:
         mine, index = values.max(dim, keepdim=True)
@@ -268,20 +268,20 @@ class _LargestOfParts(torch.autograd.Function):
         return back, None, None, None, None
 
 
-def _part_of_reduction(op: Op, letters: tuple[str, ...], grid: Grid) -> nn.Module | None:
+def _local_reduction(op: Op, letters: tuple[str, ...], grid: Grid) -> nn.Module | None:
     cut = [axis for axis, letter in enumerate(letters) if letter == "i"]
     sharding = op.letters.get("i")
     if grid.parts(cut) == 1 or op.node is None or not isinstance(sharding, Sharding) or op.node.target in SUMS:
         return None
     if op.node.target in MAXIMA:
-        return LargestOfParts(grid.group(cut), grid.place(cut), grid.parts(cut))
-    return MeanOfPart(op.node.target, int(sharding.inputs[0]), sharding.length)
+        return ShardedMaximum(grid.group(cut), grid.place(cut), grid.parts(cut))
+    return ShardedMean(op.node.target, int(sharding.inputs[0]), sharding.length)
 
 
 _REDUCTIONS = SUMS | MEANS | MAXIMA | {torch.amax, torch.amin, "amax", "amin"}
 
 
-@rule("reduce", lambda op: _target(op) in _REDUCTIONS, _part_of_reduction)
+@rule("reduce", lambda op: _target(op) in _REDUCTIONS, _local_reduction)
 def reduction(op: Op, inputs: list[Op]) -> None:
     """Allows sharding of samples (n), unreduced channels (c) and the reduced dimension (i)."""
     op.letters = whole_or_batch(op, inputs)
@@ -316,7 +316,7 @@ def reduced_dims(op: Op, dims: int) -> set[int] | None:
     return numbers or set(range(dims))
 
 
-def _order(op: Op, dims: int = 0) -> list[int] | None:
+def _permutation(op: Op, dims: int = 0) -> list[int] | None:
     """Returns the source's dimension for each dimension of the result, as permute takes them; None if not constant."""
     if op.module is not None:
         return [int(dim) % max(dims, 1) for dim in op.module.dims]  # type: ignore[union-attr, arg-type]
@@ -340,14 +340,14 @@ def _is_reordering(op: Op) -> bool:
     """Returns True for permute and transpose with constant dimensions: functions, methods, or torchvision's module."""
     if op.module is not None:
         return type(op.module).__name__ == "Permute" and hasattr(op.module, "dims")
-    return _target(op) in {torch.permute, torch.transpose, "permute", "transpose"} and _order(op) is not None
+    return _target(op) in {torch.permute, torch.transpose, "permute", "transpose"} and _permutation(op) is not None
 
 
 @rule("reorder", _is_reordering)
 def reorder(op: Op, inputs: list[Op]) -> None:
     """Allows sharding of samples (n) and of channels in any dimension (c)."""
     op.letters = whole_or_batch(op, inputs)
-    order, before = _order(op, len(inputs[0].extent.dims)), inputs[0].feature
+    order, before = _permutation(op, len(inputs[0].extent.dims)), inputs[0].feature
     if order is None or before is None or order[0] != 0 or before == 0:
         return
     op.feature = order.index(before)

@@ -35,12 +35,12 @@ class PartialLayer(nn.Module, Generic[Layer]):
     def layer(self) -> Layer:
         return self._layer[0]
 
-    def term_of_bias(self, bias: Tensor | None) -> Tensor | None:
+    def bias_term(self, bias: Tensor | None) -> Tensor | None:
         """Returns the bias [out] on the first process, zeros on the others."""
         return None if bias is None else bias * self._share
 
 
-class SomeHeads(PartialLayer[nn.MultiheadAttention]):
+class ShardedAttention(PartialLayer[nn.MultiheadAttention]):
     """Computes self-attention with this process's heads: a term [N, L, E] of the sum over all heads."""
 
     def forward(self, tokens: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
@@ -51,15 +51,15 @@ class SomeHeads(PartialLayer[nn.MultiheadAttention]):
         dropout = layer.dropout if layer.training else 0.0
         seen = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout)
         joined = seen.transpose(1, 2).reshape(batch, length, -1)
-        return F.linear(joined, layer.out_proj.weight, self.term_of_bias(layer.out_proj.bias)), None
+        return F.linear(joined, layer.out_proj.weight, self.bias_term(layer.out_proj.bias)), None
 
 
-def _some_heads(op: Op, letters: tuple[str, ...], grid: Grid) -> nn.Module | None:
+def _local_attention(op: Op, letters: tuple[str, ...], grid: Grid) -> nn.Module | None:
     cut = _axes(letters, "h")
-    return SomeHeads(cast(nn.MultiheadAttention, op.module), grid.first(cut)) if cut else None
+    return ShardedAttention(cast(nn.MultiheadAttention, op.module), grid.first(cut)) if cut else None
 
 
-@rule("attention", lambda op: op.forward is nn.MultiheadAttention.forward, _some_heads)
+@rule("attention", lambda op: op.forward is nn.MultiheadAttention.forward, _local_attention)
 def attention(op: Op, inputs: list[Op]) -> None:
     """Allows sharding of samples (n), and in self-attention without masks, of heads (h)."""
     layer = cast(nn.MultiheadAttention, op.module)
@@ -112,10 +112,10 @@ class PartialConvolution(PartialLayer[_ConvNd]):
 
     def forward(self, pictures: Tensor) -> Tensor:
         layer = self.layer
-        return layer._conv_forward(pictures, layer.weight, self.term_of_bias(layer.bias))  # type: ignore[attr-defined]
+        return layer._conv_forward(pictures, layer.weight, self.bias_term(layer.bias))  # type: ignore[attr-defined]
 
 
-def _partial_convolution(op: Op, letters: tuple[str, ...], grid: Grid) -> nn.Module | None:
+def _local_convolution(op: Op, letters: tuple[str, ...], grid: Grid) -> nn.Module | None:
     layer = cast(_ConvNd, op.module)
     layer.groups //= grid.parts(_axes(letters, "c"))
     inner = _axes(letters, "i")
@@ -125,7 +125,7 @@ def _partial_convolution(op: Op, letters: tuple[str, ...], grid: Grid) -> nn.Mod
 _CONVOLUTIONS = {nn.Conv1d.forward, nn.Conv2d.forward, nn.Conv3d.forward}  # transposed convolutions have no rule
 
 
-@rule("conv", lambda op: op.forward in _CONVOLUTIONS, _partial_convolution)
+@rule("conv", lambda op: op.forward in _CONVOLUTIONS, _local_convolution)
 def convolution(op: Op, inputs: list[Op]) -> None:
     """Allows sharding of samples (n), output channels (o), input channels (i) and groups (c)."""
     layer = cast(_ConvNd, op.module)
@@ -138,7 +138,7 @@ def convolution(op: Op, inputs: list[Op]) -> None:
         op.letters["c"] = Sharding((1,), 1, {"weight": 0, "bias": 0}, length=layer.groups, even=True)
 
 
-class SomeRows(nn.Module):
+class ShardedEmbedding(nn.Module):
     """Looks up rows in this process's shard of a table; returns zeros for rows of other processes."""
 
     def __init__(self, layer: nn.Embedding, first: int, count: int) -> None:
@@ -153,7 +153,7 @@ class SomeRows(nn.Module):
         return torch.where(here[..., None], rows, torch.zeros_like(rows))
 
 
-def _some_rows(op: Op, letters: tuple[str, ...], grid: Grid) -> nn.Module | None:
+def _local_embedding(op: Op, letters: tuple[str, ...], grid: Grid) -> nn.Module | None:
     cut = _axes(letters, "v")
     layer = cast(nn.Embedding, op.module)
     if "v" not in letters:
@@ -161,7 +161,7 @@ def _some_rows(op: Op, letters: tuple[str, ...], grid: Grid) -> nn.Module | None
         return None
     edges = bounds(layer.num_embeddings, grid.parts(cut))
     place = grid.place(cut)
-    return SomeRows(layer, edges[place], edges[place + 1] - edges[place])
+    return ShardedEmbedding(layer, edges[place], edges[place + 1] - edges[place])
 
 
 def _is_plain_embedding(op: Op) -> bool:
@@ -170,7 +170,7 @@ def _is_plain_embedding(op: Op) -> bool:
     return op.forward is nn.Embedding.forward and layer.max_norm is None and not layer.scale_grad_by_freq
 
 
-@rule("embedding", _is_plain_embedding, _some_rows)
+@rule("embedding", _is_plain_embedding, _local_embedding)
 def embedding(op: Op, inputs: list[Op]) -> None:
     """Allows sharding of samples (n), embedding features (o) and rows of the table, the vocabulary (v)."""
     layer = cast(nn.Embedding, op.module)
@@ -186,16 +186,16 @@ class PartialLinear(PartialLayer[nn.Linear]):
 
     def forward(self, features: Tensor) -> Tensor:
         layer = self.layer
-        return F.linear(features, layer.weight, self.term_of_bias(layer.bias))
+        return F.linear(features, layer.weight, self.bias_term(layer.bias))
 
 
-def _partial_linear(op: Op, letters: tuple[str, ...], grid: Grid) -> nn.Module | None:
+def _local_linear(op: Op, letters: tuple[str, ...], grid: Grid) -> nn.Module | None:
     layer = cast(nn.Linear, op.module)
     inner = _axes(letters, "i")
     return PartialLinear(layer, grid.first(inner)) if inner and layer.bias is not None else None
 
 
-@rule("linear", lambda op: op.forward is nn.Linear.forward, _partial_linear)
+@rule("linear", lambda op: op.forward is nn.Linear.forward, _local_linear)
 def linear(op: Op, inputs: list[Op]) -> None:
     """Allows sharding of samples (n), output features (o) and input features (i)."""
     layer = cast(nn.Linear, op.module)
@@ -207,7 +207,7 @@ def linear(op: Op, inputs: list[Op]) -> None:
         op.letters["i"] = Sharding((last,), SUM, {"weight": 1}, frozenset({"bias"}), layer.in_features)
 
 
-def _fewer_groups(op: Op, letters: tuple[str, ...], grid: Grid) -> None:
+def _local_group_norm(op: Op, letters: tuple[str, ...], grid: Grid) -> None:
     """Reduces a GroupNorm to this process's groups; the number of channels per group stays the same."""
     parts = grid.parts(_axes(letters, "c"))
     if parts > 1:
@@ -216,7 +216,7 @@ def _fewer_groups(op: Op, letters: tuple[str, ...], grid: Grid) -> None:
         layer.num_channels //= parts
 
 
-@rule("norm", lambda op: op.forward in {nn.LayerNorm.forward, nn.GroupNorm.forward}, _fewer_groups)
+@rule("norm", lambda op: op.forward in {nn.LayerNorm.forward, nn.GroupNorm.forward}, _local_group_norm)
 def norm(op: Op, inputs: list[Op]) -> None:
     """Allows sharding of samples (n), and in GroupNorm, of groups of channels (c)."""
     op.letters = whole_or_batch(op, inputs)
