@@ -1,1 +1,1 @@
-"""Networks for one device, independent of ranks."""
+"""Networks, built for one device without knowledge of ranks."""

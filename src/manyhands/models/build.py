@@ -20,7 +20,7 @@ _HINTS = ("name a subclass of torch.nn.Module, an instance, or a function that r
 
 
 def picture_needs(options: ModelOptions, size: int) -> ModelNeeds:
-    """Returns a network's requirements for pictures of `size` pixels a side. Raises UserError for an unknown name."""
+    """Returns what a network requires of pictures with sides of `size` pixels. Raises UserError for an unknown name."""
     if is_object_reference(options.name):
         return ModelNeeds()
     name, choice = _find_architecture(options, size)
@@ -33,11 +33,11 @@ def picture_needs(options: ModelOptions, size: int) -> ModelNeeds:
 
 
 def build_model(options: ModelOptions, *, channels: int, size: int, num_classes: int, mesh: Any = None) -> nn.Module:
-    """Builds the network on torch's default device; random weights follow torch's global seed.
+    """Builds the network on torch's default device. Random weights depend on torch's global seed.
 
-    The network maps [N, channels, size, size] to [N, num_classes]; `options.num_classes` takes precedence. A network
-    may return auxiliary outputs in training; see `main_and_auxiliary`. User code may have a
-    parameter `mesh`. `options.weights` isn't loaded here. Raises UserError: invalid option, `channels` or `size`.
+    The network maps [N, channels, size, size] to [N, options.num_classes or num_classes]. In training it may return
+    auxiliary outputs too; see `main_and_auxiliary`. `mesh` is passed to user code with such a parameter. The file
+    `options.weights` isn't loaded. Raises UserError if an option is invalid, or doesn't fit `channels` or `size`.
     """
     classes = options.num_classes or num_classes
     if is_object_reference(options.name):
@@ -58,7 +58,7 @@ def build_model(options: ModelOptions, *, channels: int, size: int, num_classes:
 
 
 def is_built_in(name: str) -> bool:
-    """Returns True for a network of this package, False for torchvision's networks and user code."""
+    """Returns True for a network of this package, and False for torchvision's networks and user code."""
     if is_object_reference(name):
         return False
     own = [choice for choice in _modules() if not getattr(choice, "TORCHVISION", False)]
@@ -66,7 +66,7 @@ def is_built_in(name: str) -> bool:
 
 
 def resolve_model(options: ModelOptions, size: int) -> ModelOptions:
-    """Returns options that build the architecture for `size` at any picture size, with random weights."""
+    """Returns options that build the network of `options` and `size` for any picture size, with random weights."""
     plain = {"weights": "", "pretrained": False}
     if is_object_reference(options.name):
         return options.model_copy(update=plain)
@@ -76,9 +76,9 @@ def resolve_model(options: ModelOptions, size: int) -> ModelOptions:
 
 
 def _find_architecture(options: ModelOptions, size: int) -> tuple[str, ModuleType]:
-    """Returns (a network's name without prefix, its architecture module). Raises UserError for an unknown name.
+    """Returns (the network's name without prefix, its architecture module). Raises UserError for an unknown name.
 
-    For a name without prefix, modules for small pictures come first, or if `pretrained`, those with published weights.
+    For a name without prefix, prefers modules for small pictures, or if `pretrained` those with published weights.
     """
 
     def priority(choice: ModuleType) -> tuple[bool, float]:
@@ -122,8 +122,8 @@ def build_user_model(reference: str, arguments: dict[str, Any], num_classes: int
     """Builds the network that `file.py:object` names.
 
     A class or function is called with the user's arguments, and with num_classes and mesh if it has these parameters.
-    An nn.Module instance is copied. Raises UserError: the file or object is missing, the object rejects an argument,
-    requires a mesh that doesn't exist, raises an exception, or returns no nn.Module.
+    An nn.Module instance is copied. Raises UserError if the file or object is missing, or if the object rejects an
+    argument, requires a mesh that doesn't exist, raises an exception, or returns no nn.Module.
     """
     found = load_object(reference, "model.name")
     if isinstance(found, nn.Module):

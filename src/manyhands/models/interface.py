@@ -18,7 +18,7 @@ INITIALIZATION_SAMPLES = 1_000  # small pictures, which have a million patches
 
 
 def construct(builder: Callable[..., Any], name: str, arguments: dict[str, Any], fixed: dict[str, Any]) -> Any:
-    """Returns builder(**arguments, **fixed). Raises UserError if one of the user's `arguments` is wrong or missing."""
+    """Returns `builder(**arguments, **fixed)`. Raises UserError if the user's `arguments` don't fit the builder."""
     if taken := sorted(set(arguments) & set(fixed)):
         hints = ("set the number of classes with model.num_classes, published weights with model.pretrained",)
         raise UserError(f"{name} already gets {taken[0]} from another option", f"{WHERE}.{taken[0]}", hints)
@@ -31,7 +31,7 @@ def construct(builder: Callable[..., Any], name: str, arguments: dict[str, Any],
 
 
 def argument_error(builder: Callable[..., Any], name: str, arguments: dict[str, Any], error: TypeError) -> UserError:
-    """Converts the TypeError of a builder call into a UserError that names the wrong and the accepted arguments."""
+    """Converts the TypeError of a call of `builder` to a UserError that names wrong and accepted arguments."""
     if match := _UNEXPECTED.search(str(error)):
         word = match[1] or match[2]
         return UserError(f"{name} takes no argument {word}", f"{WHERE}.{word}", _argument_hints(builder, word))
@@ -51,7 +51,7 @@ def _argument_hints(builder: Callable[..., Any], word: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class ModelNeeds:
-    """A network's requirements for pictures; None: any."""
+    """The pictures that a network requires."""
 
     channels: int | None = None  # 1 or 3; None: any number
     size: int | None = None  # required height and width in pixels; None: any
@@ -59,10 +59,10 @@ class ModelNeeds:
 
 
 def main_and_auxiliary(output: Any) -> tuple[Tensor, list[tuple[Tensor, float]]]:
-    """Returns (logits [N, classes], [(logits of an auxiliary head, weight of its loss), …]) from a network's output.
+    """Splits an output into (logits [N, classes], [(logits of an auxiliary head, weight of its loss), …]).
 
-    In a tuple, the first item is the main logits, and None items are ignored. The weight is 0.3 with several heads
-    (GoogLeNet, Szegedy et al. 2014, arXiv:1409.4842, section 5) and 0.4 with one head (as Inception v3 is usually
+    In a tuple, the first item is the main logits, and items that are None are ignored. The weight is 0.3 with several
+    heads (GoogLeNet, Szegedy et al. 2014, arXiv:1409.4842, section 5) and 0.4 with one head (as Inception v3 is usually
     trained). Raises UserError if the output has another form.
     """
     if isinstance(output, Tensor) and output.ndim == 2:
@@ -90,8 +90,8 @@ def _format(output: Any) -> str:
 
 
 class InitializedFromData(nn.Module):
-    """Base class of networks initialized from training pictures, unless training starts from saved weights."""
+    """Base class of networks that are initialized from training pictures, unless there are saved weights."""
 
     def initialize(self, pictures: Tensor) -> None:
-        """Initializes weights from training pictures [n, C, S, S], normalized, unaugmented, equal on all ranks."""
+        """Initializes weights from training pictures [n, C, S, S], which are normalized, and equal on all ranks."""
         raise NotImplementedError

@@ -1,4 +1,4 @@
-"""Names of networks, read from source files: importing torch or torchvision is too slow for `--help`."""
+"""Names of networks, read from source files, because importing torch or torchvision is too slow for `--help`."""
 
 import re
 from importlib.util import find_spec
@@ -13,7 +13,7 @@ _BUILDER = re.compile(r"^@register_model\(\)\n(?:@.*\n(?:[ )].*\n)*)*def (\w+)\(
 
 
 def published_names() -> list[str]:
-    """Returns `torchvision.models.list_models(module=torchvision.models)`, or [] if torchvision isn't installed."""
+    """Returns the names of torchvision's classification networks, or [] if torchvision isn't installed."""
     found = find_spec("torchvision")
     if found is None or not found.origin:
         return []
@@ -22,7 +22,7 @@ def published_names() -> list[str]:
 
 
 def check_network(wanted: str, *, pretrained: bool) -> None:
-    """Raises UserError for an unknown network, or if `pretrained` weights aren't published. Doesn't import torch."""
+    """Raises UserError if a network is unknown, or if `pretrained` weights aren't published. Imports no torch."""
     from manyhands.core.choices import module_names, read_choice, unknown_choice  # slow; not needed for --help
     from manyhands.core.user_code import is_object_reference
 

@@ -1,4 +1,4 @@
-"""Applies the parallel mode, and compares and equalizes replicas."""
+"""Applies parallel modes, and compares the replicas of a network."""
 
 import functools
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ _ODD = 0x9E3779B1
 
 
 def resolve_mode(mode: str, world: World) -> str:
-    """Returns `mode`, or "single" if one process needs no mode. Raises UserError: `mode` allows only one process."""
+    """Returns `mode`, or "single" if one process doesn't need the mode. Raises UserError if it can't run on several."""
     check_mode(mode)
     only = one_process_label(mode)
     if only and not world.alone:
@@ -31,12 +31,12 @@ def resolve_mode(mode: str, world: World) -> str:
 
 
 def normalizes_in_groups(mode: str) -> bool:
-    """Returns True if BatchNorm's groups of samples don't depend on the number of processes in this mode."""
+    """Returns True if BatchNorm's groups of samples are the same on any number of processes in this mode."""
     return bool(choices.load_choice(MODES, mode).NORM_GROUPS)
 
 
 def met_sync_needs(mode: str) -> frozenset[needs.Need]:
-    """Returns the requirements of gradient synchronization methods (`sync.method`) that the mode meets."""
+    """Returns those requirements (`NEEDS`) of gradient synchronization methods that the parallel mode meets."""
     return choices.load_choice(MODES, mode).OFFERS
 
 
@@ -46,7 +46,7 @@ def one_process_label(mode: str) -> str:
 
 
 def takes_mesh(mode: str) -> bool:
-    """Returns True if the mode's network is constructed with the mesh and shards itself."""
+    """Returns True if the mode requires a network that takes the mesh in its constructor and shards itself."""
     return bool(getattr(choices.load_choice(MODES, mode), "TAKES_MESH", False))
 
 
@@ -81,14 +81,14 @@ def checksums(tensors: Sequence[Tensor]) -> Tensor:
 
 @functools.cache
 def _position_weights(device: torch.device, count: int) -> Tensor:
-    """Returns an odd weight for each position, int64 [count]; a weighted sum also detects swapped values."""
+    """Returns odd weights, int64 [count], one per position. A sum with these weights also detects swapped values."""
     return (2 * torch.arange(count, device=device) + 1) * _ODD
 
 
 def compare_replicas(
     named: dict[str, Tensor], world: World, network: ParallelNetwork | None = None
 ) -> tuple[str, list[int]] | None:
-    """Returns (name, differing ranks) of the first tensor whose replicas differ, or None if all agree. A collective."""
+    """Returns (name, ranks that differ) of the first tensor with unequal replicas, or None. A collective."""
     if world.alone or not named:
         return None
     mine = checksums(list(named.values())).to(world.device)
@@ -119,7 +119,7 @@ def check_replicas(named: dict[str, Tensor], world: World, step: int, network: P
 
 
 def equalize_replicas(named: dict[str, Tensor], world: World, *, always: bool = False) -> bool:
-    """Broadcasts rank 0's tensors if replicas differ or if `always`. Returns True if it did. A collective."""
+    """Broadcasts rank 0's tensors if replicas differ, or `always`. Returns True if it sent them. A collective."""
     equal = not always and compare_replicas(named, world) is None
     if equal or world.alone:
         return False
@@ -129,7 +129,7 @@ def equalize_replicas(named: dict[str, Tensor], world: World, *, always: bool = 
 
 
 def require_equal_networks(model: nn.Module, named: dict[str, Tensor], world: World) -> None:
-    """Raises UserError if tensor names, shapes or frozen parameters differ from rank 0's. A collective."""
+    """Raises UserError if a rank's tensor names, shapes or frozen parameters differ from rank 0's. A collective."""
     if world.alone:
         return
     frozen = {name for name, one in model.named_parameters(remove_duplicate=False) if not one.requires_grad}

@@ -19,14 +19,13 @@ AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def autocast(precision: str, device: str) -> contextlib.AbstractContextManager[object]:
-    """Returns an autocast context for a job's precision, such as "bf16", and a device, such as "cuda:0"."""
     kind = AUTOCAST.get(precision)
     return torch.autocast(device.partition(":")[0], dtype=kind) if kind else _NO_CONTEXT
 
 
 @dataclass(slots=True)  # not frozen: creation would take three times as long
 class MicroBatchResult:
-    """The result of a forward pass of a micro-batch."""
+    """Loss, logits and labels of a micro-batch, after its forward pass."""
 
     loss: Tensor  # sum [] of this process's losses
     logits: Tensor  # [n, C]
@@ -38,10 +37,10 @@ _NO_CONTEXT = contextlib.nullcontext()  # shared, to avoid creating one in every
 
 
 class Gradients:
-    """Accumulates a network's gradients over the micro-batches of an update, in the precision of a job.
+    """Accumulates the gradients of a network over the micro-batches of an update.
 
-    Without `loss_fn`, the user calls `backward_custom_loss`. `smoothing`: label smoothing of cross-entropy over sharded classes.
-    With precision "fp16", the loss is scaled. Without `mean`, gradients are summed over processes, not averaged.
+    `loss_fn` is the loss of `forward_backward`; None: the caller uses `backward_custom_loss`. `smoothing` of labels is
+    for sharded classes. With precision "fp16", the loss is scaled. If `mean` is False, gradients are summed.
     """
 
     def __init__(
@@ -68,12 +67,11 @@ class Gradients:
 
     @contextlib.contextmanager
     def custom_forward_context(self, *, last: bool) -> Iterator[None]:
-        """A context for the user's own forward and `backward_custom_loss`. `last` is True for an update's last micro-batch."""
+        """Context of a custom forward and backward pass. `last` is True for the update's last micro-batch."""
         with _NO_CONTEXT if last else self.network.traits.no_sync(), self.autocast():
             yield
 
     def without_autocast(self) -> contextlib.AbstractContextManager[object]:
-        """Returns a context without autocast, for computations outside of the forward pass."""
         if self.precision not in AUTOCAST:
             return contextlib.nullcontext()
         return torch.autocast(self.world.device.partition(":")[0], enabled=False)
@@ -86,11 +84,11 @@ class Gradients:
         last: bool = True,
         on_result: Callable[[MicroBatchResult], bool | None] = lambda _: None,
     ) -> MicroBatchResult:
-        """Runs forward and backward of a micro-batch and adds its gradients.
+        """Runs the forward and backward pass of a micro-batch and accumulates its gradients.
 
-        The sum of losses is divided by `divisor`, usually the number of samples in the update. If `last`, backward also
-        averages gradients over processes. `on_result` is called with the result before backward; if it returns False,
-        the gradients become NaN on all processes.
+        The summed loss is divided by `divisor`, usually the number of samples in the update. In the update's `last`
+        micro-batch, backward also averages gradients over processes. `on_result` is called before backward; if it
+        returns False, the gradients become NaN on all processes.
         """
         assert self._loss_fn is not None
         with _NO_CONTEXT if last else self.network.traits.no_sync():
@@ -105,7 +103,7 @@ class Gradients:
         return result
 
     def backward_custom_loss(self, loss: Tensor, weight: float | Tensor = 1.0, *, last: bool = True) -> None:
-        """Runs backward of a loss [] that the user computed with `network.call`, multiplied by `weight`."""
+        """Runs backward of `weight` times a scalar loss that the caller computed with `network.call`."""
         with _NO_CONTEXT if last else self.network.traits.no_sync():
             self._backward(loss, self._scale * weight, last=last)
 
@@ -122,7 +120,6 @@ class Gradients:
         phases.CLOCK.backward_ends()
 
     def _initial_gradient(self, loss: Tensor, weight: float) -> Tensor:
-        """Returns the initial gradient [] of backward, `weight` as a tensor; cached, because weights rarely change."""
         goes_with = weight, loss.dtype, loss.device
         if type(loss) is not Tensor:
             return loss.new_full((), weight)
@@ -131,15 +128,16 @@ class Gradients:
         return self._begin
 
     def finish(self) -> None:
-        """Finishes the synchronization of gradients after an update's last micro-batch. A collective."""
+        """Waits until the gradients of the update are synchronized. A collective, called after the last micro-batch."""
         before = phases.CLOCK.to(phases.COMMUNICATION)
         self.flat = self.network.finish_gradients()
         phases.CLOCK.to(before)
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divides gradients by the loss scale. If a gradient overflowed, `step` skips the update on all processes.
+        """Divides the gradients by the loss scale of fp16, and has `step` skip the update if a gradient is not finite.
 
-        On an accelerator without a loss scale, only sets `skipped` on the device: 1.0 if a gradient isn't finite.
+        Without a loss scale, gradients stay unchanged. Then `step` can only skip an update on an accelerator whose
+        optimizer supports it, and `skipped` becomes 1.0 (a scalar tensor on the device) if a gradient is not finite.
         """
         if self.scaler:
             self.scaler.unscale_(optimizer)
@@ -157,12 +155,12 @@ class Gradients:
                 dist.all_reduce(one, dist.ReduceOp.MAX)
 
     def skips_on_device(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Returns True if the optimizer skips non-finite updates on the device, as torch's fused optimizers can."""
+        """Returns True if the optimizer itself skips non-finite updates on the accelerator, as fused optimizers can."""
         fused: bool = getattr(optimizer, "_step_supports_amp_scaling", False)
         return self.on_card and fused and not self.scaler
 
     def update_running_statistics(self) -> None:
-        """Updates BatchNorm's running statistics. A collective. Precedes `step`, to prevent partial updates."""
+        """Updates BatchNorm's running statistics. A collective, called before `step` in case it fails."""
         self.network.finish_update()
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -179,7 +177,7 @@ class Gradients:
 
 
 def all_finite(tensors: Iterable[Tensor]) -> bool:
-    """Returns True if each tensor's sum is finite, which needs a single pass over memory."""
+    """Returns True if the sum of each tensor is finite; a sum reads the tensor only once."""
     sums = [tensor.sum() for tensor in tensors]
     if sums and sums[0].device.type != "cpu":  # one synchronization for all tensors
         return bool(torch.stack([torch.isfinite(one) for one in sums]).all())
@@ -187,7 +185,7 @@ def all_finite(tensors: Iterable[Tensor]) -> bool:
 
 
 def _nonfinite_flag(gradients: Sequence[Tensor], device: str) -> Tensor:
-    """Returns a tensor [] on the device: 1.0 if any gradient has a non-finite value, else 0.0."""
+    """Returns a scalar tensor on `device`: 1.0 if a gradient has an infinite or NaN value, otherwise 0.0."""
     found, scale = torch.zeros((), device=device), torch.ones((), device=device)
     for kind in {one.dtype for one in gradients}:
         torch._amp_foreach_non_finite_check_and_unscale_([one for one in gradients if one.dtype == kind], found, scale)
@@ -195,5 +193,5 @@ def _nonfinite_flag(gradients: Sequence[Tensor], device: str) -> Tensor:
 
 
 def sum_over_samples(loss: Tensor, count: int) -> Tensor:
-    """Returns the sum [] of a loss over `count` samples; `loss` has one value per sample [n, …] or is their mean []."""
+    """Returns the loss summed over `count` samples. `loss`: their mean [], or the loss of each sample [n, …]."""
     return loss * count if loss.ndim == 0 else loss.reshape(count, -1).mean(1).sum()

@@ -23,7 +23,7 @@ LossFnWithLabels = Callable[[Any, Tensor], tuple[Tensor, Tensor, Tensor]]  # als
 
 @dataclass(slots=True)  # not frozen: creation would take three times as long
 class MicroBatchShape:
-    """The size of a micro-batch over all processes, and its partition into shares."""
+    """The number of samples in a micro-batch over all processes, and their partition into shares."""
 
     samples: int  # samples of this micro-batch
     batch: int  # samples of the entire update
@@ -33,7 +33,7 @@ class MicroBatchShape:
 
 @dataclass(slots=True)  # not frozen: creation would take three times as long
 class MicroBatch:
-    """The samples of this process for one forward and backward pass."""
+    """The samples of one process for one forward and backward pass."""
 
     inputs: Tensor  # [n, …]; if the share is empty, one sample of weight zero
     labels: Tensor  # int64 [n]
@@ -43,7 +43,7 @@ class MicroBatch:
 
 
 def full_batch(inputs: Tensor, labels: Tensor) -> MicroBatch:
-    """Returns a micro-batch with all samples of an update on one process; BatchNorm normalizes them together."""
+    """Returns a micro-batch of all samples of an update, for a single process. BatchNorm sees them as one group."""
     count = len(labels)
     everything = Share(0, count, (), ())
     return MicroBatch(inputs, labels, everything, MicroBatchShape(count, count, lambda _parts, _index: everything))
@@ -51,7 +51,7 @@ def full_batch(inputs: Tensor, labels: Tensor) -> MicroBatch:
 
 @dataclass(frozen=True)
 class DataShare:
-    """This process's share of the samples of a micro-batch, or of an evaluation batch (block)."""
+    """How processes share the samples of a micro-batch or of an evaluation batch (block)."""
 
     parts: int = 1  # processes that get different samples
     index: int = 0  # this process's index among them
@@ -60,7 +60,7 @@ class DataShare:
     collective_forward: bool = False  # all processes must call forward equally often, also in evaluation
 
     def sample_indices(self, block: range) -> list[int]:
-        """Returns the indices of this process's samples in `block`, padded to `most_parts` with the first index."""
+        """Returns this process's share of the sample indices `block`, which is first padded to `most_parts` indices."""
         filled = [*block, *[block.start] * (self.most_parts - len(block))]
         edges = bounds(len(filled), self.parts)
         return filled[edges[self.index] : edges[self.index + 1]]
@@ -68,7 +68,7 @@ class DataShare:
 
 @dataclass
 class NetworkTraits:
-    """Properties of a network in a parallel mode."""
+    """Properties of a network that depend on its parallel mode."""
 
     # factor of (this process's sum of losses / global batch): the number of processes for modes that average gradients
     gradient_scale: float = 1.0
@@ -81,12 +81,12 @@ class NetworkTraits:
     averaging: str = ""  # how gradients are averaged, and why, in a sentence; empty if the mode has no choice
     nonfinite_buffers: frozenset[str] = frozenset()  # names of buffers with infinite or NaN values at the start
     plan: "Plan | None" = None  # the plan by which the network is split
-    class_count: int = 0  # the number of classes in the output, if sharding has determined it; else 0
+    class_count: int = 0  # the number of classes in the output, if the mode has determined it, otherwise 0
     is_random: bool = False  # an op draws random numbers in training
 
 
 class Layouts(dict[str, TensorLayout]):
-    """The sharding of each state_dict entry, by name, for this rank of a mesh; empty if nothing is sharded."""
+    """{state_dict name: layout of the tensor}, with the mesh and this process's rank. Empty if nothing is sharded."""
 
     def __init__(self, mesh: Mesh, rank: int, layouts: Mapping[str, TensorLayout]) -> None:
         super().__init__(layouts)
@@ -94,7 +94,7 @@ class Layouts(dict[str, TensorLayout]):
 
 
 class ParallelNetwork:
-    """A network in a parallel mode. Each process computes its own samples, except in `NetworkOnMesh`.
+    """A network in a parallel mode. Except in `NetworkOnMesh`, each process computes its own samples.
 
     Attributes:
         model: the user's network under its own names, for evaluation and checkpoints.
@@ -120,21 +120,21 @@ class ParallelNetwork:
         self.norms = find_norm_groups(model)
 
     def loss_fn(self, loss_fn: LossFn, smoothing: float) -> LossFnWithLabels:  # noqa: ARG002 - for split classes
-        """Returns the loss function for `call`'s output in training; `smoothing` is cross-entropy's label smoothing."""
+        """Returns a loss of `call`'s output, made from the job's loss. `smoothing`: label smoothing."""
         return lambda output, labels: (*loss_fn(output, labels), labels)
 
     def begin(self, part: MicroBatch) -> tuple[Tensor, Tensor, int]:
-        """Starts a micro-batch. Returns (`call`'s input, labels, number of samples whose loss this process reports)."""
+        """Starts a micro-batch. Returns (input of `call`, labels, number of samples that this process reports)."""
         share = part.share
         self.norms.begin_micro_batch(share.spans, share.shared_groups, share.count, part.shape.batch)
         return part.inputs, part.labels, share.count
 
     def finish_gradients(self) -> list[Tensor]:
-        """Finishes synchronizing gradients. A collective. Returns flat tensors [n] of all gradients, or []."""
+        """Waits until gradients are synchronized. A collective. Returns flat tensors [n] of all gradients, or []."""
         return []
 
     def gradient_norm(self) -> Tensor:
-        """Returns the 2-norm [] of all gradients of the network. A collective if processes hold shards."""
+        """Returns the 2-norm of all gradients of the network, a scalar. A collective if processes hold shards."""
         gradients = [one.grad for one in self.model.parameters() if one.grad is not None]
         return full_tensor(nn.utils.get_total_norm(gradients))
 
@@ -147,17 +147,17 @@ class ParallelNetwork:
     ) -> tuple[Tensor, Tensor]:
         """Returns (outputs [count, C], labels [count]) of a block of `count` samples. A collective on a mesh.
 
-        `inputs`, `labels`: this process's samples (on a mesh, `share.sample_indices`). `run`(module, inputs) returns outputs.
+        `inputs`, `labels`: the block, or on a mesh its `share.sample_indices`. `run(module, inputs)` returns outputs.
         """
         return run(self.model, inputs)[:count], labels
 
     def full_state_dict(self) -> dict[str, Any]:
-        """Returns the state dict with full tensors on the CPU. A collective if processes hold shards."""
+        """Returns the state dict, with unsharded tensors on the CPU. A collective if processes hold shards."""
         state = {name: full_tensor(one) for name, one in self.model.state_dict().items()}
         return {name: one.detach().cpu().clone() if isinstance(one, Tensor) else one for name, one in state.items()}
 
     def close(self) -> None:
-        """Releases process groups, hooks and shared memory."""
+        """Releases the process groups, hooks and shared memory of the mode."""
 
 
 # torch's DTensors, whose constructors are imported late because that takes half a second.
@@ -168,12 +168,12 @@ def is_dtensor(tensor: Any) -> bool:
 
 
 def full_tensor(tensor: Any) -> Any:
-    """Returns the full tensor. A collective for a DTensor."""
+    """Returns the unsharded tensor. A collective if `tensor` is a DTensor."""
     return tensor.full_tensor() if is_dtensor(tensor) else tensor
 
 
 def shard_like(value: Tensor, parameter: Any) -> Tensor:
-    """Shards a full tensor like the DTensor `parameter`, without communication; all processes must hold the tensor."""
+    """Shards `value` like the DTensor `parameter`, without communication. `value` must be equal on all processes."""
     from torch.distributed.tensor import distribute_tensor
 
     return distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
@@ -181,7 +181,7 @@ def shard_like(value: Tensor, parameter: Any) -> Tensor:
 
 @dataclass(frozen=True)
 class ModeRequest:
-    """Arguments of a parallel mode's `apply`, in addition to the network and the world."""
+    """Inputs of a parallel mode's `apply(model, world, request)`. A mode uses those that concern it."""
 
     unused: bool = False  # some parameters may get no gradient
     cross_entropy: bool = True  # the loss is plain cross-entropy, whose classes can be split

@@ -1,4 +1,4 @@
-"""Networks whose processes compute each micro-batch together on a mesh."""
+"""Networks that the processes of a mesh compute together, each a shard."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
@@ -17,8 +17,8 @@ from manyhands.parallel.network import DataShare, Layouts, MicroBatch, MicroBatc
 class NetworkOnMesh(ParallelNetwork):
     """A network whose processes compute each micro-batch together.
 
-    `layouts`: the layout of each parameter and buffer, by name. `axes`: the indices of the mesh axes that shard the
-    input's samples, and of those that shard the loss's samples. `most_parts`: the most shards of the samples in an op.
+    `layouts` has the layout of each parameter and buffer by name. `axes` are (indices of the mesh axes that shard the
+    samples of the input, those that shard the samples of the loss). `most_parts`: the most shards of samples in an op.
     """
 
     full_outputs = False  # True if evaluation returns the outputs of all samples on each process
@@ -50,7 +50,7 @@ class NetworkOnMesh(ParallelNetwork):
 
     @abstractmethod
     def begin_micro_batch(self, shape: MicroBatchShape) -> None:
-        """Prepares the network for the next micro-batch; called on every process."""
+        """Prepares the network for the next micro-batch. Called on every process."""
 
     @override
     def begin(self, part: MicroBatch) -> tuple[Tensor, Tensor, int]:
@@ -82,7 +82,7 @@ class NetworkOnMesh(ParallelNetwork):
         return outputs[:count], labels[:count]
 
     def _converted(self, rows: Tensor, target: Layout, count: int) -> Tensor:
-        """Converts rows from the input's layout to `target`. `count`: the number of samples over all processes."""
+        """Converts one row per sample from the input's layout to `target`. `count`: samples over all processes."""
         return convert(rows, self._input, target, Extent((count,), 1), self.grid)
 
     @override

@@ -12,7 +12,6 @@ SEARCH = "search"
 
 
 def check_mode(mode: str) -> None:
-    """Raises UserError if no parallel mode has this name."""
     if mode not in module_names(MODES):
         raise unknown_choice("parallel mode", mode, module_names(MODES), "parallel.mode")
 
@@ -57,5 +56,5 @@ class ParallelOptions(Options):
 
     @property
     def searches(self) -> bool:
-        """True if training starts with a search for the fastest plan."""
+        """True if training begins with a search for the fastest plan."""
         return self.mode == MODE_OF_SEARCHES or (self.mode == MODE_OF_PLANS and self.fill == SEARCH)

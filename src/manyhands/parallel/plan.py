@@ -1,4 +1,4 @@
-"""Plans: how the ops of a network are sharded on a mesh, and their file plan.json."""
+"""Plans, which say how the ops of a network are sharded over a mesh, and their file plan.json."""
 
 import re
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ INPUT = "input"  # the op for the network's input
 
 @dataclass(frozen=True)
 class Plan:
-    """The strategy of each op of a network on a mesh.
+    """The sharding (strategy) of each op of a network over a mesh.
 
     Attributes:
         mesh: the mesh of processes.
@@ -38,7 +38,7 @@ class Plan:
 
     @property
     def default_strategy(self) -> str:
-        """The strategy of ops that no pattern matches; by default, samples are sharded over all axes."""
+        """The strategy of ops that match no key of `ops`: `default`, or samples sharded over all axes."""
         return self.default or f"n@{','.join(self.mesh.names)}"
 
     def record(self) -> PlanRecord:
@@ -57,7 +57,7 @@ PlanLike = Plan | str | Path | Mapping[str, str]
 
 
 def to_plan(plan: PlanLike) -> Plan:
-    """Returns the Plan given as a Plan, as the path of a plan.json, or as {"mesh": "dp=2", "fc": "o@dp", …}."""
+    """Converts the path of a plan.json, or a dict {"mesh": "dp=2", "fc": "o@dp", …}, to a Plan."""
     if isinstance(plan, Plan):
         return plan
     if isinstance(plan, str | Path):
@@ -77,7 +77,7 @@ def read_plan(path: Path) -> Plan:
 
 
 def plan_from_plain(content: Any, where: str) -> Plan:
-    """Parses the result of `Plan.as_plain`. Raises UserError if a field is invalid."""
+    """Creates a Plan from the result of `as_plain`. Raises UserError if a field is invalid. `where` is its origin."""
     return _plan_of_record(parse_plan_record(content, where), where)
 
 
@@ -101,7 +101,7 @@ def parse_pins(words: tuple[str, ...], where: str = "--pin") -> dict[str, str]:
 
 
 def plan_from_options(options: ParallelOptions, world_size: int) -> Plan:
-    """Returns the plan of a job: a plan file, if any, plus the job's pins. Raises UserError if one is invalid."""
+    """Returns a job's plan: its plan file, changed by its pins. Raises UserError if the file or a pin is invalid."""
     pins = parse_pins(options.pin, "parallel.pin")
     plan = read_plan(Path(options.plan).expanduser()) if options.plan else Plan(Mesh((("dp", world_size),)))
     if options.mesh or not options.plan:
@@ -118,5 +118,5 @@ def plan_from_options(options: ParallelOptions, world_size: int) -> Plan:
 
 
 def broadcast_plan(options: ParallelOptions, world: World) -> Plan:
-    """Returns `plan_from_options` as computed on rank 0, since other machines may lack the plan file. A collective."""
+    """Returns `plan_from_options` of rank 0, because other machines may lack the plan file. A collective."""
     return plan_from_plain(broadcast_result(lambda: plan_from_options(options, world.size).as_plain(), world), "plan")

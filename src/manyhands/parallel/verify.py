@@ -1,4 +1,4 @@
-"""Compares the gradients of a hand-sharded network with gradients computed on one process."""
+"""Verifies a network that shards itself: compares its gradients with those computed on one process."""
 
 import copy
 import functools
@@ -34,7 +34,7 @@ _MOST_SHOWN = 12
 
 @dataclass(frozen=True)
 class Finding:
-    """One error that `verify_gradients` found in a network that is sharded by hand.
+    """An error that `verify_gradients` has found in a network that shards itself.
 
     Attributes:
         name: the parameter, or "output".
@@ -42,7 +42,7 @@ class Finding:
             differ; "cut": the output has a wrong shape; "mark": a shard is not a manyhands.Parameter; "wrong": other.
         axes: the names of the mesh axes over which the error occurs.
         what: the observation, with the rank that has the largest error.
-        hints: a likely correction.
+        hints: the likely correction.
     """
 
     name: str
@@ -57,7 +57,7 @@ class GradientCheck:
     """The result of `verify_gradients`, the same on every process.
 
     Attributes:
-        findings: the mismatches: of the output first, then of gradients.
+        findings: the errors of the output, then those of gradients.
         worst: the largest deviation of a gradient, relative to the largest value of that gradient.
         compared: the number of parameters compared.
     """
@@ -71,7 +71,7 @@ class GradientCheck:
         return not self.findings
 
     def require(self) -> None:
-        """Raises RunError if there are findings."""
+        """Raises RunError with the findings, if there are any."""
         if self.findings:
             first = self.findings[0]
             raise RunError(first.what, first.name, tuple(str(self).splitlines()[1:]))
@@ -98,7 +98,7 @@ def verify_gradients(  # noqa: PLR0913 - few are ever given
     tolerance: float = 1e-6,
     check: bool = False,
 ) -> GradientCheck:
-    """Compares the gradients of a network that is sharded by hand with the gradients computed on one process.
+    """Compares the gradients of a network that shards itself with the gradients computed on one process.
 
     All processes must call it with the same arguments. Copies of the network run in double precision, in training mode
     without dropout; BatchNorm treats the samples of each process as one group. The network itself is not changed.
@@ -107,7 +107,7 @@ def verify_gradients(  # noqa: PLR0913 - few are ever given
         net: the network, or a function of a mesh that returns it (such as the class of the network). A copy also runs
             on a mesh of one process, so `forward` must read the axis sizes at each call, not store them.
         sample: a batch [n, …]. The batch of rank 0 is used, truncated so that processes get equal shares.
-        labels: the labels of the samples, passed to `loss`, or to cross-entropy without a `loss`.
+        labels: the labels of the samples, passed to `loss`, or to cross-entropy if `loss` is None.
         mesh: the mesh; required if `net` is a function, or a network that holds no Axis.
         loss: a function of (output, labels) that returns the mean loss or one loss per sample. Without labels
             and loss, a fixed weighted sum of all outputs is used, whose gradient does not depend on their values.
@@ -166,7 +166,7 @@ def _copy_networks(net: nn.Module | Make, grid: Grid) -> tuple[nn.Module, nn.Mod
 
 
 class _Check:
-    """One comparison of a network on a mesh with its copy on one process. All methods are collectives."""
+    """A comparison of a network on a mesh with its copy on one process. All methods are collectives."""
 
     def __init__(
         self, network: HybridNetwork, alone: nn.Module, batch: tuple[Any, Any], loss: Loss | None, tolerance: float
@@ -227,7 +227,7 @@ class _Check:
         return tensor
 
     def _load_parameters(self) -> list[Finding]:
-        """Copies full parameters and buffers to the single-process copy; returns a finding for each invalid tensor."""
+        """Copies unsharded parameters and buffers to the single-process copy. Returns findings on invalid tensors."""
         mesh, rank, found = self.grid.mesh, self.grid.world.rank, list[Finding]()
         local_state = self.network.model.state_dict(keep_vars=True)
         for name, target in self.alone.state_dict(keep_vars=True).items():
@@ -249,7 +249,8 @@ class _Check:
             if differing:
                 where = " and ".join(differing)
                 what = f"the values differ between processes along {where}, which does not shard the tensor"
-                found.append(Finding(name, "replicas", tuple(differing), what, f"use one seed, or shard over {where}"))
+                do = f"use one seed on all processes, or shard the tensor over {where}"
+                found.append(Finding(name, "replicas", tuple(differing), what, do))
                 continue
             full = local.new_zeros(layout.shape)
             if layout.first_holder(mesh, rank) == rank:
@@ -261,7 +262,7 @@ class _Check:
         return found
 
     def _run_alone(self) -> tuple[list[Tensor], dict[str, Tensor]]:
-        """Returns the single-process copy's (outputs for this rank's rows, gradients of this rank's loss by name)."""
+        """Runs the single-process copy. Returns (outputs of this rank's rows, gradients of its loss by name)."""
         _set_norm_groups(self.alone, self.shares, self.count)
         try:
             output = self.alone(self.sample)
@@ -271,14 +272,16 @@ class _Check:
             raise UserError(what, "verify_gradients", (give, "verify_gradients(Net, sample, mesh=mesh)")) from error
         output = pytree.tree_map_only(Tensor, lambda one: one[self.rows], output)
         named = {name: one for name, one in self.alone.named_parameters() if one.requires_grad}
-        due = torch.autograd.grad(self._loss(output), list(named.values()), materialize_grads=True, allow_unused=True)
+        due = torch.autograd.grad(
+            self._loss_share(output), list(named.values()), materialize_grads=True, allow_unused=True
+        )
         return [one.detach() for one in _tensors(output)], dict(zip(named, due, strict=True))
 
     def _run_on_mesh(self) -> tuple[list[Tensor], dict[str, Tensor]]:
-        """Returns the network's (outputs for this rank's rows, local gradients by name, not summed over samples)."""
+        """Runs the network on the mesh. Returns (outputs of this rank's rows, local gradients by name)."""
         _set_norm_groups(self.network.model, [slice(0, self.rows.stop - self.rows.start)], self.count)
         output = self.network.model(self.sample[self.rows])
-        Gradients(self.network, self.grid.world).backward_custom_loss(self._loss(output))
+        Gradients(self.network, self.grid.world).backward_custom_loss(self._loss_share(output))
         raw = {
             name: torch.zeros_like(one) if one.grad is None else one.grad.clone()
             for name, one in self.network.model.named_parameters()
@@ -286,8 +289,7 @@ class _Check:
         }
         return [one.detach() for one in _tensors(output)], raw
 
-    def _loss(self, output: Any) -> Tensor:
-        """Returns this process's share of the mean loss."""
+    def _loss_share(self, output: Any) -> Tensor:
         if self.loss is None:
             parts: list[Tensor] = []
             for one in _tensors(output):
@@ -308,7 +310,7 @@ class _Check:
         return result
 
     def _compare(self, observed: Tensor, expected: Tensor, least: float = 0.0) -> tuple[float, int]:
-        """Returns (largest error / largest expected value or `least`, rank with the largest error). A collective."""
+        """Returns (largest error / max(largest expected value, `least`), rank with the largest error)."""
         error = 0.0
         if not torch.equal(observed, expected) and observed.numel():
             error = float((observed - expected).abs().max())
@@ -318,7 +320,7 @@ class _Check:
         return max(errors) / (max(least, *scales) or 1.0), errors.index(max(errors))
 
     def _explain(self, name: str, pairs: list[tuple[Tensor, Tensor]], sharded: Collection[int], rank: int) -> Finding:
-        """Returns a finding with the smallest sets of axes over which a missing or repeated sum explains the error."""
+        """Returns a finding: the smallest sets of axes over which a missing or repeated sum explains the error."""
 
         def equal(observed: Tensor, expected: Tensor) -> bool:
             return self._compare(observed, expected)[0] <= self.tolerance
@@ -366,7 +368,6 @@ class _Check:
 
 
 def _set_norm_groups(model: nn.Module, shares: list[slice], count: int) -> None:
-    """Makes BatchNorm normalize each share of the samples separately, as processes do on the mesh."""
     pairs = enumerate(shares)
     spans = tuple(Span(number, one.start, one.stop, one.stop - one.start, -1, True) for number, one in pairs)
     for groups in {id(one.groups): one.groups for one in model.modules() if isinstance(one, GroupedNorm)}.values():

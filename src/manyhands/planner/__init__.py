@@ -1,1 +1,1 @@
-"""Selects a parallel plan before training, and explains the choice."""
+"""Selects a plan, which says how ops are sharded, before training, and explains the choice."""

@@ -19,7 +19,7 @@ _ERROR_OF_MEDIAN = 1.2533 * 1.4826
 
 @dataclass(frozen=True)
 class Pick:
-    """The selected plan and the reason for the selection."""
+    """The name of the selected plan, and the reason for the selection."""
 
     name: str  # name of the selected plan
     reason: str  # one sentence
@@ -27,9 +27,9 @@ class Pick:
 
 
 def time_in_rounds(finalists: Sequence[str], measure: Callable[[str], float], rounds: int) -> dict[str, list[float]]:
-    """Times each plan once per round, after a warm-up round, to spread slowdowns. Returns seconds by plan and round.
+    """Times each plan once per round, after a warm-up round. Returns {plan: seconds in each round}.
 
-    All processes call this. `measure(name)` returns equal seconds on all ranks; infinity if the plan can't run here.
+    All processes must call this. `measure(name)` returns equal seconds on all ranks; infinity if a plan can't run here.
     """
     seconds: dict[str, list[float]] = {name: [] for name in finalists}
     for number in range(-1, rounds):
@@ -41,11 +41,11 @@ def time_in_rounds(finalists: Sequence[str], measure: Callable[[str], float], ro
 
 
 def pick_measured(seconds: dict[str, list[float]]) -> Pick:
-    """Selects a plan from measured times. `seconds`: step times by plan, one for each round.
+    """Selects a plan by measured times. `seconds` has the step times of each plan, one for each round.
 
     A plan's gain in a round is the time of data parallel divided by the time of the plan. A plan beats data parallel if
     the median gain is at least 1.03 and exceeds 1 by at least two standard errors. Returns the plan with the largest
-    median gain; data parallel if no plan beats it; the plan with the smallest median time if data parallel can't run.
+    median gain, or data parallel if no plan beats it, or the fastest median if data parallel can't run.
     Raises UserError if there are fewer than 3 rounds, or plans have different numbers of rounds.
     """
     counts = {len(values) for values in seconds.values()}
@@ -83,7 +83,7 @@ def _is_significant_gain(gain: float, error: float) -> bool:
 def pick_predicted(predicted_seconds: dict[str, float], doubtful_seconds: Mapping[str, float] | None = None) -> Pick:
     """Selects the plan with the shortest predicted step if it is at least 1.1 times as fast as data parallel.
 
-    `doubtful_seconds`: possible error of the prediction, by plan. The selected plan must win even if it is added.
+    `doubtful_seconds` has the possible error of each prediction. The plan must be fastest even with its error added.
     """
     best = min(predicted_seconds, key=lambda name: (predicted_seconds[name], name))
     if DATA_PARALLEL not in predicted_seconds:

@@ -1,4 +1,4 @@
-"""Lists the collectives of one update (optimizer step) of a sharded network, exactly as they run in training."""
+"""Lists the collectives of one update (optimizer step) of a sharded network, as they run in training."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -35,14 +35,14 @@ class Collective:
     op: str = ""  # the op that causes it; empty: several ops
 
     def whole_bytes(self, mesh: Mesh) -> int:
-        """Returns the bytes of the unsharded tensor, from which `MeshLinks` computes the time of the collective."""
+        """Returns the bytes of the tensor before sharding, from which `MeshLinks` computes times."""
         return self.values * self.item_bytes * (mesh.parts(self.axes) if self.kind == "all_gather" else 1)
 
     def seconds(self, links: MeshLinks) -> float:
         return links.seconds(self.kind, self.axes, self.whole_bytes(links.mesh))
 
     def work_seconds(self, links: MeshLinks) -> float:
-        """Returns the seconds in which CPU cores run the collective and can't compute."""
+        """Returns the seconds in which the collective keeps the CPU cores from computing."""
         return links.work_seconds(self.kind, self.axes, self.whole_bytes(links.mesh))
 
 
@@ -58,17 +58,17 @@ class PlannedUpdate:
     rank: int = 0  # the process's rank; the last rank has the largest shards
 
     def collectives(self) -> list[Collective]:
-        """Returns the update's collectives for layout conversions, loss, gradients and BatchNorm statistics."""
+        """Returns all collectives of the update: layout conversions, BatchNorm, loss, gradients, running statistics."""
         return [*_conversions(self), *_norms(self), *_loss(self), *_gradients(self), *_statistics(self)]
 
 
 def shares(batch: int, norm_group: int) -> ShareOf:
-    """Returns f(process count, index): one process's equal share of a micro-batch. `norm_group` 0: no groups."""
+    """Returns a function (process count, index) -> equal share of a batch. `norm_group`: samples per group."""
     return sharing(batch, norm_group, (0, batch))
 
 
 def data_parallel_shares(batch: int, norm_group: int) -> ShareOf:
-    """Returns f(process count, index): a process's share in data parallel, of whole BatchNorm groups if possible."""
+    """Returns a function as `shares` does, for data parallel: shares consist of entire BatchNorm groups if possible."""
     return lambda parts, index: BatchSharing(parts, 0, norm_group).micro_batches(batch)[0][index]
 
 
@@ -83,12 +83,12 @@ def _moves(
 
 
 def long_axes(axes: Sequence[int], mesh: Mesh) -> tuple[int, ...]:
-    """Returns the axes with more than one process."""
+    """Returns those of the given mesh axes (indices) that have more than one process."""
     return tuple(axis for axis in axes if mesh.sizes[axis] > 1)
 
 
 def _conversions(update: PlannedUpdate) -> Iterator[Collective]:
-    """Yields the collectives of layout conversions between ops. Ops that read the same layout share one."""
+    """Yields the collectives of layout conversions between ops. Ops that read the same layout share conversions."""
     readers: dict[tuple[str, Layout, Layout], list[Op]] = {}
     for giver, reader, place in update.graph.edges():
         if giver.extents:
@@ -105,7 +105,6 @@ def _conversions(update: PlannedUpdate) -> Iterator[Collective]:
 
 
 def grouped_norm_layers(op: Op) -> list[GroupedNorm]:
-    """Returns an op's BatchNorm layers that compute statistics per BatchNorm group."""
     modules = op.module.modules() if op.module is not None else ()
     return [module for module in modules if isinstance(module, GroupedNorm)]
 
@@ -164,7 +163,7 @@ def _gradients(update: PlannedUpdate) -> Iterator[Collective]:
 
 
 def _statistics(update: PlannedUpdate) -> Iterator[Collective]:
-    """Yields all-reduces of BatchNorm running statistics, one for all layers that shard samples over the same axes."""
+    """Yields the all-reduces of running statistics: one for all BatchNorms with samples sharded over the same axes."""
     values: dict[tuple[int, ...], int] = {}
     seen: set[int] = set()
     for op in update.graph.ops.values():

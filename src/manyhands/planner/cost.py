@@ -1,4 +1,4 @@
-"""Cost model of plans: op times under any sharding, the solver's problem, and predicted step times.
+"""Cost model of plans: op times under any sharding, the problem for the solver, and predicted step times.
 
 Each op is timed once, on a data-parallel share of the batch. For another sharding, that time is scaled by the
 operations and bytes per process.
@@ -36,22 +36,20 @@ _LEAST_FACTOR, _MOST_FACTOR = 0.02, 50.0
 
 
 def local_share(sides: Sequence[Side], mesh: Mesh) -> float:
-    """Returns the fraction of a tensor's values on one process. `sides`: the tensor's placement on each mesh axis."""
+    """Returns the fraction of a tensor on one process. `sides`: the tensor's placement along each mesh axis."""
     return 1.0 / mesh.parts([axis for axis, side in enumerate(sides) if isinstance(side, int)])
 
 
 def output_size(op: Op, batch: int) -> float:
-    """Returns the number of values in an op's unsharded output."""
+    """Returns the number of values in the unsharded output of an op."""
     return sum(extent.values(batch) for extent in op.extents)
 
 
 def parameter_share(op: Op, name: str, letters: tuple[str, ...], mesh: Mesh) -> float:
-    """Returns the fraction of a parameter's values on one process."""
     return 1.0 / mesh.parts([axis for axis, one in enumerate(op_shardings(op, letters)) if name in one.cuts])
 
 
 def parameter_bytes(op: Op, letters: tuple[str, ...], mesh: Mesh) -> float:
-    """Returns the bytes of an op's parameters and buffers on one process."""
     return sum(
         parameter_share(op, name, letters, mesh) * tensor.numel() * tensor.element_size()
         for name, tensor in op.parameters().items()
@@ -59,7 +57,7 @@ def parameter_bytes(op: Op, letters: tuple[str, ...], mesh: Mesh) -> float:
 
 
 def forward_flops(op: Op, sources: list[Op], batch: int) -> float:
-    """Returns the number of additions and multiplications in the forward pass of an unsharded op."""
+    """Returns the additions and multiplications in the forward pass of an unsharded op on `batch` samples."""
     if not op.extents:
         return 0.0
     given = output_size(op, batch)
@@ -77,7 +75,7 @@ def forward_flops(op: Op, sources: list[Op], batch: int) -> float:
 
 
 class ShardedOpTimes:
-    """Computes op times under any sharding, for updates of `batch` samples that are divided among `processes`."""
+    """Computes op times under any sharding. Updates have `batch` samples, divided among `processes` processes."""
 
     def __init__(self, graph: Graph, batch: int, processes: int, times: OpTimes) -> None:
         self.batch, self.estimate = batch, times.estimate
@@ -94,14 +92,14 @@ class ShardedOpTimes:
         return [self._graph.ops[name] for name in op.sources]
 
     def _signature(self, name: str) -> str:
-        """Returns a key that is equal for ops with the same cost under the same sharding."""
+        """Returns a key that is equal for ops with equal costs under the same sharding."""
         op = self._graph.ops[name]
         reads = [(one.extents, one.trains) for one in self._sources(op)]
         learns = [tensor.requires_grad for tensor in op.parameters().values()]
         return repr((self._op_key(op), reads, learns, op.batchwise, op.letters))
 
     def _op_key(self, op: Op) -> str:
-        """Returns the op's part of the cache key, without memory addresses, which differ between processes."""
+        """Returns a description of the op for cache keys, without memory addresses, which differ between processes."""
         target = getattr(op.node, "target", "")
         name = repr(op.module) if op.module is not None else getattr(target, "__name__", str(target))
         shapes = [tuple(tensor.shape) for tensor in op.parameters().values()]
@@ -109,7 +107,7 @@ class ShardedOpTimes:
         return f"{op.kind} {name} {shapes} {reads} {op.dtype}"
 
     def seconds(self, op: Op, letters: tuple[str, ...], mesh: Mesh) -> tuple[float, float]:
-        """Returns (forward seconds, backward seconds) of an op on one process in one update."""
+        """Returns (forward seconds, backward seconds) of an op in one update on one process."""
         if not op.extents or not op.sources:
             return 0.0, 0.0
         chosen = op_shardings(op, letters)
@@ -133,7 +131,7 @@ class ShardedOpTimes:
         return _BACKWARD if any(one.trains for one in self._sources(op)) else _BACKWARD / 2
 
     def _measured_ratio(self, op: Op) -> float:
-        """Returns an op's measured time divided by the estimate; for an untimed op, the median ratio of its kind."""
+        """Returns the measured time of an op divided by its estimate, or if untimed the median ratio of its kind."""
         runs = _op_runner(op, self._graph, self._share_size)
         known = self._of_kind.setdefault(op.kind, [])
         usual = statistics.median(known) if known else 1.0
@@ -157,7 +155,7 @@ class ShardedOpTimes:
 
 
 def _op_runner(op: Op, graph: Graph, batch: int) -> Callable[[], Callable[[], object]] | None:
-    """Returns a factory for a function that runs an op's forward and backward pass; None if the op can't run alone."""
+    """Returns a factory of functions that run forward and backward of an op, or None if the op can't run alone."""
     node = op.node
     if node is None or node.op not in {"call_module", "call_function", "call_method"} or op.name == LOSS:
         return None
@@ -177,7 +175,7 @@ def _op_runner(op: Op, graph: Graph, batch: int) -> Callable[[], Callable[[], ob
 
 
 def _input(source: Op, batch: int, device: torch.device) -> Tensor:
-    """Creates an op's input: the parameter or buffer that the op reads, random floats, or zeros for integers."""
+    """Creates the output of op `source` as input of another op: its parameter, or random floats, or zero integers."""
     if source.reads_attribute:
         own = attribute_tensor(source.node).detach()
         return own.requires_grad_() if source.trains and own.is_floating_point() else own
@@ -205,7 +203,7 @@ def _run_once(module: Any, node: fx.Node, args: Any, kwargs: Any, inputs: list[T
 
 
 def largest_shard_shape(op: Op, letters: tuple[str, ...], mesh: Mesh, batch: int) -> list[int]:
-    """Returns an op's output shape on the last rank, which has the largest shards; [] if the output is no tensor."""
+    """Returns the shape of an op's output on the last rank, whose shard is largest. Returns [] without a tensor."""
     if not op.extents:
         return []
     sides = [one.output for one in op_shardings(op, letters)]
@@ -216,7 +214,7 @@ def largest_shard_shape(op: Op, letters: tuple[str, ...], mesh: Mesh, batch: int
 
 @dataclass(frozen=True)
 class CostInputs:
-    """The inputs of the cost model except the sharding."""
+    """The inputs of the cost model, apart from the sharding."""
 
     work: ShardedOpTimes  # seconds of ops
     links: MeshLinks  # seconds of collectives, on a mesh
@@ -235,7 +233,7 @@ class CostInputs:
         return self.links.mesh
 
     def cached(self, function: "Callable[[Op, tuple[str, ...], CostInputs], T]", op: Op, letters: tuple[str, ...]) -> T:
-        """Returns `function(op, letters, self)`, cached for ops of equal cost; axes with equal links count as equal."""
+        """Returns `function(op, letters, self)`, cached by the op's signature. Axes with equal links count as equal."""
         alike: Any = self.mesh.sizes, letters
         if self.links.alike:
             parts: dict[str, int] = {}
@@ -274,7 +272,7 @@ class Prediction:
 
 
 def _op_cost(op: Op, letters: tuple[str, ...], setting: CostInputs) -> OpCost:
-    """Returns the cost of an op on one process, without layout conversions between ops."""
+    """Returns the cost of an op on one process, without conversions of its inputs' layouts."""
     mesh, work, links, shardings = setting.mesh, setting.work, setting.links, op_shardings(op, letters)
     forward, backward = work.seconds(op, letters, mesh)
     held = sent = sending = working = 0.0  # parameter bytes, sent gradient bytes; seconds of sending, and of busy cores
@@ -302,7 +300,7 @@ def _op_cost(op: Op, letters: tuple[str, ...], setting: CostInputs) -> OpCost:
 
 
 def predict(graph: Graph, letters: Letters, setting: CostInputs) -> Prediction:
-    """Predicts the cost of one update sharded by `letters`, on the process with the largest shards."""
+    """Predicts the cost of one update of a network sharded by `letters`, on the process with the largest shards."""
     mesh, links = setting.mesh, setting.links
     sent = PlannedUpdate(graph, letters, mesh, setting.work.batch, setting.share, mesh.size - 1).collectives()
     owns = [setting.cached(_op_cost, op, letters[op.name]) for op in graph.ops.values()]
@@ -326,14 +324,14 @@ Choices = tuple[tuple[str, ...], ...]
 
 @dataclass(frozen=True)
 class LabelledProblem:
-    """A solver problem, with the ops that each node stands for and the shardings that each choice stands for."""
+    """A problem for the solver, with the ops that its nodes stand for and the shardings that choices stand for."""
 
     problem: Problem  # numbers only
     groups: list[list[Op]]  # tied ops of each node; tied ops share their letters
     choices: list[Choices]  # letters of each choice of each node
 
     def letters(self, chosen: tuple[int, ...]) -> dict[str, tuple[str, ...]]:
-        """Returns the sharding letters of each op. `chosen`: the index of each node's choice."""
+        """Returns {op: letters}. `chosen` has the index of each node's choice."""
         return {op.name: self.choices[node][choice] for node, choice in enumerate(chosen) for op in self.groups[node]}
 
 
@@ -344,7 +342,7 @@ Fixed = Mapping[str, Mapping[int, str]]
 
 
 def sharding_problem(graph: Graph, setting: CostInputs, fixed: Fixed | None = None) -> LabelledProblem:
-    """Creates the solver problem of sharding a network over a mesh. `fixed`: required shardings by op and axis.
+    """Creates the solver's problem of sharding a network over a mesh. `fixed`: {op: {axis index: required letter}}.
 
     If several ops read the same tensor, the problem counts a conversion for each of them, because an edge connects two
     ops; `predict` counts equal conversions once.
@@ -388,7 +386,7 @@ def _is_valid(op: Op, letters: tuple[str, ...], setting: CostInputs) -> bool:
 
 
 def _choice_cost(ops: list[Op], letters: tuple[str, ...], setting: CostInputs) -> OpCost:
-    """Returns the total cost of tied ops. Includes the all-reduces of the loss if classes are sharded."""
+    """Returns the total cost of tied ops, with the all-reduces of the loss if classes are sharded."""
     mesh, loss = setting.mesh, 0.0
     axes = long_axes([axis for axis, letter in enumerate(letters) if letter == "o"], mesh)
     if axes and any(op.name == LOSS for op in ops):
@@ -398,7 +396,7 @@ def _choice_cost(ops: list[Op], letters: tuple[str, ...], setting: CostInputs) -
 
 
 class _Conversions:
-    """Computes and caches matrices of the seconds and bytes of layout conversions between the choices of two ops."""
+    """Computes matrices of the costs of layout conversions between the choices of two ops, and caches them."""
 
     def __init__(self, setting: CostInputs) -> None:
         self._setting, mesh = setting, setting.mesh
@@ -411,13 +409,13 @@ class _Conversions:
     def cost_matrices(
         self, giver: Op, reader: Op, place: int, gives: Choices, reads: Choices
     ) -> tuple[Matrix, Matrix | None]:
-        """Returns matrices [giver choice, reader choice] of seconds (both passes) and of bytes (None without limit)."""
+        """Returns matrices [giver choice, reader choice]: seconds of both passes, and bytes (None without a limit)."""
         given, wanted = self._layouts_of(giver, gives), self._layouts_of(reader, reads, place)
         size = float(giver.item_bytes * output_size(giver, self._setting.work.batch))
         return self._known_matrices(given, wanted, size, giver.trains and bool(reader.extents or reader.name == LOSS))
 
     def _layouts_of(self, op: Op, taken: Choices, place: int | None = None) -> tuple[LayoutPair, ...]:
-        """Returns (value layout, gradient layout) of an op's output, or of the input at `place`, for each choice."""
+        """Returns (value layout, gradient layout) of an op's output, or of input `place`, for each choice."""
         key = self._setting.work.signature(op.name), op.name == LOSS, taken, place
         if key not in self._layouts:
             self._layouts[key] = tuple(
@@ -438,7 +436,7 @@ class _Conversions:
         return seconds, _pairwise(*values, lambda source, target: self._copied_bytes(source, target, size))
 
     def _seconds(self, sources: tuple[Layout, ...], targets: tuple[Layout, ...], size: float) -> Matrix:
-        """Returns the seconds of all conversions. If all links are equal, uses a linear fit in the size."""
+        """Returns the seconds of conversions [source, target]. If all links are equal, they are linear in `size`."""
         if not self._setting.links.alike or not size:
             return self._seconds_at(sources, targets, size)
         start, slope = self._known_line(sources, targets)
@@ -456,7 +454,7 @@ class _Conversions:
         return _pairwise(sources, targets, price)
 
     def _copied_bytes(self, source: Layout, target: Layout, size: float) -> float:
-        """Returns the memory that a conversion needs, as in `predict`: the inputs of collectives except all-reduces."""
+        """Returns the memory that a conversion needs in bytes: the inputs of its collectives except all-reduces."""
         return sum(
             share * size / (self._setting.mesh.parts(axes) if kind == "all_gather" else 1)
             for kind, axes, share in self._path(source, target)
@@ -465,7 +463,7 @@ class _Conversions:
 
 
 def conversion_traffic(source: Layout, target: Layout, mesh: Mesh) -> list[tuple[str, tuple[int, ...], float]]:
-    """Returns (kind, axes, fraction of the unsharded tensor's bytes) of each conversion step. "slice" sends nothing."""
+    """Returns (kind, axes, fraction of the unsharded tensor) of each step of a conversion. "slice" sends nothing."""
     share = 1.0 / mesh.parts([axis for axis, here in enumerate(source) if isinstance(here, int)])
     found: list[tuple[str, tuple[int, ...], float]] = []
     for step in conversion_steps(source, target):
@@ -477,7 +475,7 @@ def conversion_traffic(source: Layout, target: Layout, mesh: Mesh) -> list[tuple
 
 
 def _pairwise(rows: Sequence[Layout], columns: Sequence[Layout], price: Callable[[Layout, Layout], float]) -> Matrix:
-    """Returns the matrix of `price(row, column)`; computes each distinct pair once."""
+    """Returns the matrix of `price(row, column)`. Computes the price of equal pairs once."""
     some_rows, some_columns = list(dict.fromkeys(rows)), list(dict.fromkeys(columns))
     small = np.array([[price(row, column) for column in some_columns] for row in some_rows], dtype=float)
     small = small.reshape(len(some_rows), len(some_columns))

@@ -1,4 +1,4 @@
-"""Peak performance of devices that this machine doesn't have, and the fraction of the peak that training reaches."""
+"""Memory and peak speeds of devices that this machine lacks, and the fraction of them that training reaches."""
 
 from importlib import resources
 from typing import Annotated, Any
@@ -16,7 +16,7 @@ Rate = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
 
 
 class DeviceModel(BaseModel):
-    """A device's memory and peak speeds, as specified by the vendor."""
+    """Memory and peak speeds of an accelerator, as specified by the vendor."""
 
     model_config = ConfigDict(coerce_numbers_to_str=True)
 
@@ -28,7 +28,7 @@ class DeviceModel(BaseModel):
     source: str  # source of these figures
 
     def rates(self, precision: str) -> tuple[float, float]:
-        """Returns (operations, memory bytes) per second in training. Raises UserError if the precision isn't listed."""
+        """Returns (operations, memory bytes) per second in training. Raises UserError for an unlisted precision."""
         if precision not in self.operations:
             known = ", ".join(self.operations)
             hint = "add " + " or ".join(f"--set train.precision={one}" for one in self.operations)
@@ -36,7 +36,7 @@ class DeviceModel(BaseModel):
         return REACHED_OPERATIONS * self.operations[precision], REACHED_BANDWIDTH * self.bandwidth
 
     def describe_source(self, precision: str) -> str:
-        """Returns a sentence that names the device and the speeds from which times are estimated."""
+        """Returns a sentence with the device and the speeds from which times are estimated."""
         return (
             f"times are estimated for {self.name}, at {REACHED_OPERATIONS:.0%} of "
             f"{self.operations[precision] / 1e12:.4g} TFLOP/s in {precision} and {REACHED_BANDWIDTH:.0%} of "
@@ -45,7 +45,7 @@ class DeviceModel(BaseModel):
 
 
 def load_device_model(name: str) -> DeviceModel:
-    """Returns a device model, from the user's file or built in. Raises UserError if it is unknown or invalid."""
+    """Returns the device model `name` from the user's file, or a built-in one. Raises UserError: unknown or invalid."""
     ours = resources.files("manyhands.planner").joinpath("device_models.toml")
     known: dict[str, tuple[Any, str]] = {}
     known |= {key: (value, "device_models.toml") for key, value in parse_toml(ours.read_bytes()).items()}

@@ -28,7 +28,7 @@ _TOP, _MOST_WIDTH, _MOST_HEIGHT, _LEGEND_WIDTH = 30, 1920, 4500, 150
 
 
 def candidates_table(candidates: "Sequence[PlanCandidate]", chosen: str, more: str = "") -> Table:
-    """Formats candidates as a table with up to 100 characters per line. `chosen`: plan to mark; `more`: text below."""
+    """Formats plans as a table of at most 100 columns. `chosen`: name of the plan to mark. `more`: text below it."""
     caption = Text(more) if more else None
     table = Table(box=box.SIMPLE_HEAD, caption=caption, caption_justify="left", pad_edge=False, collapse_padding=True)
     table.add_column("plan")
@@ -60,7 +60,7 @@ def _milliseconds(seconds: float) -> str:
 
 
 def draw_plan(layers: Mapping[str, Sequence[str]], mesh: Mesh, file: Path) -> None:
-    """Draws a plan as a PNG: a row per layer, a column per device, a stripe per mesh axis, a color per letter."""
+    """Draws a plan as a PNG file. Rows are layers, columns devices, stripes mesh axes, and colors letters."""
     # Pillow, because importing matplotlib takes longer than the search.
     from PIL import Image, ImageColor, ImageDraw, ImageFont
 

@@ -1,4 +1,4 @@
-"""Finds candidate plans for a network: data parallel, the user's pins, `one_weird_trick`, a search on each mesh."""
+"""Searches for plans of a network: data parallel, the user's pins, `one_weird_trick`, and the best on each mesh."""
 
 import hashlib
 import itertools
@@ -33,7 +33,7 @@ LinksOf = Callable[[Mesh], MeshLinks]
 
 @dataclass(frozen=True)
 class SearchRequest:
-    """The parameters of a plan search."""
+    """The parameters of a search for a plan."""
 
     world_size: int  # processes
     batch: int  # samples in an update
@@ -49,7 +49,7 @@ class SearchRequest:
 
 @dataclass(frozen=True)
 class PlanCandidate:
-    """A plan that the search may select, with its predicted cost."""
+    """A plan that a search may select, with its predicted cost."""
 
     name: str  # such as "data parallel", "search 1", "yours"
     mesh: Mesh  # mesh of the processes
@@ -78,7 +78,7 @@ class PlanCandidate:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The selected plan and all candidates."""
+    """The result of a search: the selected plan and all candidates."""
 
     options: tuple[PlanCandidate, ...]  # all candidates without measured times; data parallel first
     pick: Pick
@@ -102,7 +102,6 @@ class SearchResult:
         return self.candidate_plan(self.chosen)
 
     def candidate_plan(self, option: PlanCandidate) -> Plan:
-        """Converts a candidate to a plan that can be written to a file."""
         default, ops = shorten_strategies(option.letters, self.graph, option.mesh)
         mode = MODE_OF_SEARCHES if self.request.fill == SEARCH else MODE_OF_PLANS
         about: dict[str, Any] = {
@@ -121,15 +120,15 @@ class SearchResult:
         return Plan(option.mesh, ops, default, kept, parameter_layouts(self.graph, option.letters), about)
 
     def plans_as_plain(self, options: Sequence[PlanCandidate]) -> dict[str, dict[str, Any] | None]:
-        """Returns plans by name as JSON data, for the processes that time them; None for data parallel."""
+        """Returns {name: plan as JSON data}, for the processes that time the plans. Data parallel is None."""
         return {one.name: None if one.name == DATA_PARALLEL else self.candidate_plan(one).as_plain() for one in options}
 
     def reselect(self, seconds: float) -> "SearchResult":
-        """Repeats the selection with `seconds` as the step time of data parallel with the job's sync method."""
+        """Repeats the selection with `seconds` as the step time of data parallel, for a job's sync method."""
         return replace(self, pick=_select(self.options, self.request, self.spread, seconds))
 
     def predict_fewer(self, shares: Mapping[int, Timing | None]) -> tuple[PlanCandidate, ...]:
-        """Predicts data parallel on fewer processes. `shares`: time of a share (None: estimate) by process count."""
+        """Predicts data parallel on fewer processes. `shares`: {process count: time of a share (None: estimated)}."""
         found: list[PlanCandidate] = []
         for count, share in shares.items():
             one = self.data_parallel(count)
@@ -138,7 +137,7 @@ class SearchResult:
         return tuple(found)
 
     def finalists(self, count: int = 3) -> list[PlanCandidate]:
-        """Returns the candidates to time: data parallel, the pinned plan, and the `count` fastest other predictions."""
+        """Returns the candidates to time: data parallel, the plan of the pins, and the `count` fastest others."""
         able = [option for option in self.options if option.fits and option.allowed]
         always = [option for option in able if option.name in {DATA_PARALLEL, YOURS}]
         others = sorted((one for one in able if one not in always), key=lambda one: one.prediction.seconds)
@@ -146,7 +145,7 @@ class SearchResult:
 
 
 def graph_digest(graph: Graph) -> str:
-    """Returns a digest of a network's ops and shapes, to detect a plan for another network."""
+    """Returns a digest of the ops and shapes of a network, by which a plan for another network is detected."""
     lines = [
         repr((op.name, op.kind, op.sources, op.extents, [tuple(one.shape) for one in op.parameters().values()]))
         for op in graph.ops.values()
@@ -161,11 +160,11 @@ def search_plans(
     links: LinksOf = mesh_links,
     share: Timing | None = None,
 ) -> SearchResult:
-    """Finds candidate plans for `graph`, the unsharded network in training mode, and selects one by predicted time.
+    """Finds candidate plans for a network and selects one by predicted time.
 
-    `times`: measures op times and saves them; None: op times are estimated. `share`: measured time of one process's
-    data-parallel update, which scales the op times of all plans. Raises UserError if a pin can't be applied, or if no
-    plan fits into memory.
+    `graph` is the unsharded network in training mode. `times` measures op times and saves them; None: op times are
+    estimated. `share`: measured time of one process's data-parallel update, which scales the op times of all plans.
+    Raises UserError if a pin can't be applied, or if no plan fits into memory.
     """
     if request.world_size < 2:
         raise UserError("a plan needs two or more processes", "--world-size", ("set --world-size 2 or higher",))
@@ -189,7 +188,7 @@ def search_plans(
 
 
 class CandidatePredictor:
-    """Predicts the costs of candidate plans. See `search_plans` for the arguments."""
+    """Creates candidate plans and predicts their costs. The arguments are those of `search_plans`."""
 
     def __init__(
         self, graph: Graph, request: SearchRequest, times: OpTimes, links: LinksOf, share: Timing | None
@@ -212,7 +211,7 @@ class CandidatePredictor:
             self.base = replace(self.base, scale=share.seconds / compute_s, known={})
 
     def data_parallel(self, processes: int) -> PlanCandidate:
-        """Predicts data parallel on `processes` processes, with the batch divided as in training."""
+        """Predicts data parallel on `processes` processes, which divide the batch as in training."""
         plan, share = Plan(_data_mesh(processes)), data_parallel_shares(self._request.batch, self._request.norm_group)
         setting = replace(self._setting(plan.mesh), share=share, known={})
         letters = resolve_letters(plan, self._graph, "pin")
@@ -227,7 +226,7 @@ class CandidatePredictor:
         return PlanCandidate(name, setting.mesh, letters, prediction, fits, allowed)
 
     def predict_by_hand(self) -> list[PlanCandidate]:
-        """Returns the plan with the user's pins and all other ops data parallel; without pins, `one_weird_trick`."""
+        """Predicts the plan of the user's pins, with all other ops data parallel. Without pins: `one_weird_trick`."""
         if self._request.pins:
             options: list[PlanCandidate] = []
             for mesh, _ in self._meshes_for_pins():
@@ -239,7 +238,7 @@ class CandidatePredictor:
         return [self._predict(TRICK, letters, self._setting(mesh))] if letters else []
 
     def search_meshes(self) -> tuple[list[PlanCandidate], float]:
-        """Returns the best plan on each mesh, and the memory of the smallest plan in bytes if none fits."""
+        """Returns (best plan on each mesh, bytes of memory of the smallest plan if none fits)."""
         settings = [(self._setting(mesh), fixed) for mesh, fixed in self._meshes_for_pins()]
         labelled = [sharding_problem(self._graph, setting, fixed) for setting, fixed in settings]
         answers, least_bytes = solve_all([one.problem for one in labelled], self._request.limit_s, GAP)
@@ -252,7 +251,7 @@ class CandidatePredictor:
         return [replace(option, name=f"search {number}") for number, option in enumerate(options, 1)], least_bytes
 
     def _meshes_for_pins(self) -> list[tuple[Mesh, dict[str, dict[int, str]]]]:
-        """Returns (mesh, sharding letters by op) for meshes on which pins are valid. Raises UserError: no such mesh."""
+        """Returns (mesh, {op: {axis index: letter}}) of the meshes on which pins are valid. Raises UserError: none."""
         request, graph, pins = self._request, self._graph, self._request.pins or {}
         # Larger axes come first; axes of equal size are interchangeable.
         meshes = factorizations(request.world_size)
@@ -289,7 +288,7 @@ def _data_mesh(world_size: int) -> Mesh:
 
 
 def factorizations(world_size: int) -> list[Mesh]:
-    """Returns all meshes of `world_size` processes with one to three axes (dp, tp, tp2) longer than one."""
+    """Returns all meshes of `world_size` processes with one to three axes (dp, tp, tp2), each longer than one."""
     names = ("dp", "tp", "tp2")
     divisors = [size for size in range(2, world_size + 1) if world_size % size == 0]
     found = [
@@ -302,7 +301,7 @@ def factorizations(world_size: int) -> list[Mesh]:
 
 
 def one_weird_trick(graph: Graph, mesh: Mesh) -> dict[str, tuple[str, ...]] | None:
-    """Shards large linear layers alternately by outputs and inputs, other ops by samples; None without large layers.
+    """Returns letters that shard large linear layers by outputs and inputs in turn, or None without such layers.
 
     Krizhevsky, "One weird trick for parallelizing convolutional neural networks", 2014.
     """
@@ -326,7 +325,7 @@ def one_weird_trick(graph: Graph, mesh: Mesh) -> dict[str, tuple[str, ...]] | No
 
 
 def _without_duplicates(options: Sequence[PlanCandidate]) -> list[PlanCandidate]:
-    """Removes duplicates. A plan with the same letter on all axes equals the plan with that letter on one axis."""
+    """Returns the plans without duplicates. A plan with equal letters on all axes is a plan on a single axis."""
     found: dict[Any, PlanCandidate] = {}
     for option in options:
         alike = all(len(set(letters)) == 1 for letters in option.letters.values())
@@ -360,7 +359,7 @@ _FEW = 4  # up to this process count, all smaller counts are considered; above i
 
 
 def fewer_counts(processes: int) -> list[int]:
-    """Returns the numbers below `processes` for which data parallel is considered, ascending."""
+    """Returns the process counts below `processes` for which data parallel is predicted, ascending."""
     if processes <= _FEW:
         return list(range(1, processes))
     return [processes >> power for power in range(processes.bit_length() - 1, 0, -1)]
@@ -371,10 +370,11 @@ def data_parallel_name(processes: int) -> str:
 
 
 def needed_count(found: SearchResult, fewer: Sequence[PlanCandidate], seconds: float, spread: float) -> tuple[int, str]:
-    """Returns (smallest number of processes that is as fast as all processes, reason); (0, "") if all are needed.
+    """Returns (smallest process count that is as fast as all processes, reason), or (0, "") if all are needed.
 
-    If a larger number is predicted to be clearly faster than the smallest, returns that. `seconds`: time of an update
-    with the selected plan on all processes. `spread`: relative variation of timings, added to predicted times.
+    A larger count is returned if its prediction is clearly faster than that of the smallest. `fewer`: predictions of
+    data parallel on fewer processes. `seconds`: time of an update with the selected plan on all processes. `spread`:
+    relative variation of timings, which is added to predicted times.
     """
     sizes, every = enumerate(found.chosen.mesh.sizes), found.chosen.letters.values()
     # processes that don't repeat the computation of others

@@ -1,4 +1,4 @@
-"""Predicts the time of collectives along mesh axes, and measures the CPU time of an all-reduce."""
+"""The speeds of links along mesh axes, for the time of collectives, and a measurement of the CPU time they take."""
 
 import datetime
 import functools
@@ -18,7 +18,7 @@ from manyhands.sync.link_speeds import BETWEEN_MACHINES, WITHIN_A_MACHINE, LinkS
 
 @dataclass(frozen=True)
 class MeshLinks:
-    """The speeds of the links along the axes of a mesh."""
+    """The speeds of the links along all axes of a mesh."""
 
     mesh: Mesh  # mesh of the processes
     axes: tuple[LinkSpeed, ...]  # link along each axis
@@ -26,11 +26,10 @@ class MeshLinks:
 
     @functools.cached_property
     def alike(self) -> bool:
-        """True if all axes have equal links."""
         return len(set(zip(self.axes, self.across, strict=True))) <= 1
 
     def seconds(self, kind: str, axes: Collection[int], size_bytes: float) -> float:
-        """Returns the seconds of a collective that all groups along `axes` run at the same time.
+        """Returns the seconds of a collective of `size_bytes` that all groups along `axes` run at the same time.
 
         A group over several axes is as slow as its slowest axis. Between machines, a group shares each
         machine's network interface with the groups of the other processes on that machine.
@@ -50,7 +49,7 @@ class MeshLinks:
         return slowest
 
     def work_seconds(self, kind: str, axes: Collection[int], size_bytes: float) -> float:
-        """Returns the seconds in which a process's CPU cores run a collective and can't compute."""
+        """Returns the seconds in which a collective keeps the CPU cores of a process from computing."""
         processes = self.mesh.parts(axes)
         if processes == 1 or not size_bytes:
             return 0.0
@@ -63,7 +62,7 @@ def mesh_links(
     within: LinkSpeed = WITHIN_A_MACHINE,
     between: LinkSpeed = BETWEEN_MACHINES,
 ) -> MeshLinks:
-    """Returns the links of a mesh with `per_machine` consecutive ranks on each machine (None: one machine for all)."""
+    """Returns the links of a mesh with `per_machine` consecutive ranks on each machine (None: one machine)."""
     across: list[bool] = []
     spanned = 1
     for size in reversed(mesh.sizes):
@@ -79,7 +78,7 @@ _TIMEOUT = datetime.timedelta(seconds=60)
 
 
 def all_reduce_cpu_cost(cores: float) -> LinkSpeed:
-    """Measures the CPU time of an all-reduce. Returns a link with only this cost, divided by `cores`."""
+    """Measures the CPU time of an all-reduce, divided by `cores`. Returns a LinkSpeed with only this cost."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # several threads would spin while waiting for each other
     try:
@@ -109,7 +108,7 @@ def _gloo_pair() -> list[Any]:
 
 
 def _cpu_seconds(groups: list[Any], size: int, repeats: int) -> float:
-    """Returns a rank's CPU seconds for an all-reduce of `size` bytes, with the copy into a bucket as in DDP."""
+    """Measures a rank's CPU seconds for an all-reduce of `size` bytes, with the copy to a bucket as in DDP."""
     tensors = [torch.zeros(size // 4) for _ in groups]
     buckets = [torch.zeros(size // 4) for _ in groups]
 

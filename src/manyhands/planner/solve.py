@@ -1,4 +1,4 @@
-"""Solver: assigns a choice to each node of a graph so that a step is fastest and fits into memory.
+"""A solver that assigns a choice to each node of a graph, so that a step is fastest and fits into memory.
 
 The solution of the linear relaxation is nearly always integral, and then optimal. If it exceeds the memory limit, the
 limit is added as a row, and the relaxation is solved again from a warm start. If the solution is fractional, integer
@@ -30,7 +30,7 @@ Matrix = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class OpCost:
-    """The cost of one sharding of an op, per process and step. Infinite seconds forbid the choice."""
+    """The cost of one sharding of an op, per process and step. Infinite seconds forbid the sharding."""
 
     seconds: float  # computation (forward, backward, update), and collectives that can't overlap
     gradient_seconds: float = 0.0  # collectives for the gradients of its parameters
@@ -44,7 +44,7 @@ class OpCost:
 
 @dataclass(frozen=True)
 class Edge:
-    """The costs between two nodes for each pair of their choices."""
+    """The costs between two nodes, for each pair of their choices."""
 
     a: int  # index of the first node
     b: int  # index of the second node
@@ -72,7 +72,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Solution:
-    """A choice for each node, with the total cost."""
+    """An assignment of a choice to each node, with its total cost."""
 
     choices: tuple[int, ...]  # index of the choice of each node
     seconds: float  # of a step
@@ -91,7 +91,7 @@ class NoPlanError(UserError):
 
 
 def evaluate(problem: Problem, choices: Sequence[int]) -> Solution:
-    """Computes the cost of an assignment; infinite if a choice is forbidden. Ignores the memory limit."""
+    """Returns an assignment with its cost, which is infinite if a choice is forbidden. Ignores the memory limit."""
     taken = [node[choice] for node, choice in zip(problem.nodes, choices, strict=True)]
     pairs = [(edge, (choices[edge.a], choices[edge.b])) for edge in problem.edges]
     hidden_seconds = problem.overlap * sum(choice.hideable_seconds for choice in taken)
@@ -210,7 +210,7 @@ class Program:
         return solver
 
     def relax(self, deadline: float) -> SolverResult:
-        """Solves the linear relaxation, with a warm start if only the memory limit has changed since the last call."""
+        """Solves the linear relaxation. Starts from the last solution if only the memory limit has changed since."""
         self._solver.setOptionValue("solve_relaxation", True)
         # Presolving takes longer than the simplex method, and prevents a warm start.
         self._solver.setOptionValue("presolve", "off")
@@ -252,9 +252,9 @@ class Program:
     def solve(self, deadline: float, gap: float, cutoff_seconds: float) -> Solution | None:
         """Returns an assignment that fits into memory and is slower than the best by at most the fraction `gap`.
 
-        After the deadline, returns the best assignment so far, whose `bound_seconds` limits the error.
-        `cutoff_seconds`: time of a plan on another mesh. If no assignment can be faster, returns any that fits. Returns
-        None if no assignment is allowed, fits, or was found in time. Repeated calls reuse the relaxations.
+        After the deadline, returns the best assignment so far, whose `bound_seconds` limits the error. If no assignment
+        can be faster than `cutoff_seconds` (a plan on another mesh), returns any that fits. Returns None if no
+        assignment is allowed and fits, or none was found in time. Repeated calls reuse the relaxations.
         """
         if not self.relaxations:
             self.relaxations.append(self.relax(deadline))
@@ -316,7 +316,7 @@ class _Incumbent:
 
 
 def _nodes(problem: Problem) -> list[Matrix]:
-    """Returns a matrix [3, choices] for each node: seconds, bytes, and gradient seconds minus hidden seconds."""
+    """Returns a matrix [3, choices] for each node: seconds, bytes, and gradient seconds minus hideable ones."""
     nodes: list[Matrix] = []
     for number, node in enumerate(problem.nodes):
         columns = [(one.seconds, one.memory_bytes, one.gradient_seconds, one.hideable_seconds) for one in node]
@@ -327,7 +327,7 @@ def _nodes(problem: Problem) -> list[Matrix]:
 
 
 def _edges(problem: Problem) -> dict[Pair, Matrix]:
-    """Returns arrays [2, choices of a, choices of b] of seconds and bytes by (a, b), a <= b; adds up parallel edges."""
+    """Returns {(a, b): seconds and bytes [2, choices of a, choices of b]}, a <= b. Adds up parallel edges."""
     edges: dict[Pair, Matrix] = {}
     for edge in problem.edges:
         a, b, name = edge.a, edge.b, f"{problem.name(edge.a)} to {problem.name(edge.b)}"
@@ -346,7 +346,6 @@ def _check_costs(name: str, seconds: Matrix, others: Matrix) -> None:
 
 
 def _least_memory_bytes(problem: Problem, deadline: float) -> float:
-    """Returns the smallest memory of any assignment, in bytes; infinite if no assignment is allowed."""
     nodes = [[OpCost(one.memory_bytes if one.seconds < _INF else _INF) for one in node] for node in problem.nodes]
     edges = [
         Edge(one.a, one.b, np.where(one.seconds < _INF, 0.0 if one.memory_bytes is None else one.memory_bytes, _INF))
@@ -359,10 +358,10 @@ def _least_memory_bytes(problem: Problem, deadline: float) -> float:
 def solve_all(
     problems: Sequence[Problem], limit_s: float = DEFAULT_LIMIT_S, gap: float = 0.0
 ) -> tuple[list[Solution | None], float]:
-    """Solves one problem per mesh. The fastest solution is optimal up to `gap` unless `limit_s` seconds end first.
+    """Solves one problem per mesh. The fastest solution is optimal up to `gap`, unless `limit_s` seconds end first.
 
-    Other solutions fit into memory and are proven to be slower, but may not be the best on their mesh. Returns a
-    solution or None per problem, and the smallest memory of any assignment in bytes if no problem has a solution.
+    Other solutions fit into memory and are proven to be slower, but may not be the best on their mesh. Returns (a
+    solution or None per problem, bytes of the smallest assignment if no problem has a solution).
     """
     allowed = {number: problem for number, problem in enumerate(problems) if all(problem.nodes)}
     deadline = time.monotonic() + limit_s

@@ -1,4 +1,4 @@
-"""Times code on this device reproducibly, as the fastest of several repeats, and measures their variation.
+"""Times code on a device reproducibly, as the fastest of several repeats, and measures their variation.
 
 The fastest repeat is used, because other load can only slow a repeat down. On a busy CPU, threads also wait for each
 other, so one thread is timed, and the CPU time is divided by the expected speedup of all threads. Under a CPU quota, a
@@ -31,7 +31,7 @@ _WATCHED_S = 0.1  # processor times have a resolution of 0.01 s
 
 @dataclass(frozen=True)
 class Timing:
-    """A measured time, and the variation of the repeats."""
+    """A measured time, and its variation over repeats."""
 
     seconds: float  # of the fastest repeat, or the median of CPU times
     # relative difference between the first-quartile repeat (at least the second) and the fastest; 0 for one repeat
@@ -39,7 +39,7 @@ class Timing:
 
 
 def time_calls(run: Callable[[], object], device: str, most: int, budget_s: float, *, busy: bool = False) -> Timing:
-    """Times 1 to `most` calls of `run`, already warmed up: the fastest; on a `busy` or limited CPU, the median."""
+    """Times up to `most` calls of `run`, already warmed up. Returns the fastest, or on a busy CPU the median."""
     threads, clock, factor = torch.get_num_threads(), time.perf_counter, 1.0
     if torch.device(device).type == "cpu":
         if (allowed := cores()) < threads:
@@ -64,19 +64,19 @@ def time_calls(run: Callable[[], object], device: str, most: int, budget_s: floa
 
 
 class OtherLoad:
-    """Measures the CPU time that other processes use after the creation of this object."""
+    """Measures the CPU time that other processes have used since the creation of this object."""
 
     def __init__(self) -> None:
         self._began = self._cpu_times()
 
     def share(self) -> float:
-        """Returns the fraction of the CPU time that other processes used, 0 to 1; measures for at least 0.1 s."""
+        """Returns the fraction (0 to 1) of the CPU time that other processes used. Measures for at least 0.1 s."""
         time.sleep(max(0.0, self._began[1] + _WATCHED_S - time.perf_counter()))
         busy_s, wall_s, own_s = (now - before for now, before in zip(self._cpu_times(), self._began, strict=True))
         return min(1.0, max(0.0, (busy_s - own_s) / (wall_s * (os.cpu_count() or 1))))
 
     def _cpu_times(self) -> tuple[float, float, float]:
-        """Returns seconds: busy time of all processors since boot (0: unknown), wall time, this process's CPU time."""
+        """Returns seconds of (busy processors since boot or 0 if unknown, wall clock, CPU time of this process)."""
         try:
             words = _STAT.read_text().split("\n", 1)[0].split()
             user, nice, system, _idle, _waiting, *rest = map(int, words[1:9])
@@ -95,7 +95,7 @@ _MATRIX, _COPIED_VALUES = 384, 1 << 21
 
 
 def timing_environment(device: str, threads: int = 0) -> dict[str, str]:
-    """Returns the conditions that affect op times: torch version, device, threads and cores."""
+    """Returns the conditions on which op times depend: torch version, device, threads and cores."""
     return {
         "torch": torch.__version__,
         "device": f"{torch.device(device).type} {device_name(device)}",
@@ -108,7 +108,7 @@ _Number = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
 
 
 class OpTime(BaseModel):
-    """The cached time of an op."""
+    """The measured time of an op in the cache."""
 
     seconds: _Number  # of the fastest repeat, forward and backward
     spread: _Number = 0.0  # see `Timing.spread`
@@ -123,11 +123,11 @@ class _TimesFile(BaseModel):
 
 
 class OpTimes:
-    """A cache of op times that measures new ops until `budget_s` is used up, and then estimates.
+    """A cache of op times. Measures new ops until `budget_s` seconds are used up, and then estimates times.
 
-    Callers choose the keys, such as op, shapes and dtype. Each `timing_environment()` has one file; concurrent writes are
-    merged, and a damaged file is replaced. `rates`: (operations, bytes) per second of a device that isn't on this
-    machine; then nothing is measured or cached. `threads`: CPU threads of a measurement; 0: torch's current setting.
+    Callers choose the keys, such as op, shapes and dtype. Each `timing_environment()` has one file. Concurrent writes
+    are merged, and a damaged file is replaced. `rates` are (operations, bytes) per second of a device that isn't on
+    this machine, for which nothing is measured or cached. `threads`: CPU threads of measurements; 0: unchanged.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class OpTimes:
     def seconds(
         self, key: str, make: Callable[[], Callable[[], object]], operations: float, moved_bytes: float
     ) -> float:
-        """Returns the measured or estimated time. `make` creates a function that runs the op forward and backward."""
+        """Returns the measured or estimated time of an op. `make` creates a function that runs forward and backward."""
         if key not in self._seconds or self._is_stale(key):
             if self._left_s > 0 and key not in self.failed:
                 try:
@@ -171,21 +171,20 @@ class OpTimes:
         return self._seconds[key].seconds
 
     def cached(self, key: str) -> float | None:
-        """Returns the cached seconds, even if measured on a busy machine; None if `key` isn't cached."""
+        """Returns the cached seconds, even if measured on a busy machine, or None if `key` isn't cached."""
         return self._seconds[key].seconds if key in self._seconds else None
 
     def store(self, key: str, seconds: float) -> None:
-        """Stores seconds that another process measured."""
         self._seconds[key] = self._fresh[key] = OpTime(seconds=seconds)
 
     @property
     def spread(self) -> float:
-        """The relative variation of the times used so far, weighted by time."""
+        """The mean relative variation of the times used so far, weighted by time."""
         whole_s = sum(one.seconds for one in self._used.values())
         return sum(one.seconds * one.spread for one in self._used.values()) / whole_s if whole_s else 0.0
 
     def busy_warnings(self) -> list[str]:
-        """Returns a list with a warning if some times were measured on a busy machine, else an empty list."""
+        """Returns a list with one warning if a time was measured on a busy machine, otherwise an empty list."""
         busy = max((one.busy for one in self._used.values()), default=0.0)
         text = (
             f"other programs used {busy:.0%} of the processors while ops were timed, so times may be too long; "
@@ -194,22 +193,25 @@ class OpTimes:
         return [text] if busy > BUSY else []
 
     def _is_stale(self, key: str) -> bool:
-        """Returns True if the time was measured on a busy machine, and the machine is no longer busy."""
-        return key not in self._fresh and self._seconds[key].busy > BUSY and self._left_s > 0 and self._busy() <= BUSY
+        """Returns True if the time was measured on a busy machine that is no longer busy."""
+        return (
+            key not in self._fresh
+            and self._seconds[key].busy > BUSY
+            and self._left_s > 0
+            and self._other_load() <= BUSY
+        )
 
-    def _busy(self) -> float:
-        """Returns the fraction of the CPU time that other processes have used since the first call."""
+    def _other_load(self) -> float:
         self._others = self._others or OtherLoad()
         return self._others.share()
 
     def estimate(self, operations: float, moved_bytes: float) -> float:
-        """Returns the roofline estimate in seconds: the longer of computation and memory access."""
+        """Returns the roofline estimate in seconds: the longer of computing and of accessing memory."""
         if self._rates is None:
             self._rates = self._measured_rates()
         return max(operations / self._rates[0], moved_bytes / self._rates[1])
 
     def save(self) -> None:
-        """Adds new measurements to the cache file atomically."""
         if not self._fresh:
             return
         content = _TimesFile(format="op-times/2", environment=self._environment, times=self._read_file() | self._fresh)
@@ -234,17 +236,17 @@ class OpTimes:
         return {key: one for key, one in file.times.items() if one.at >= oldest}
 
     def _measure(self, make: Callable[[], Callable[[], object]]) -> OpTime:
-        busy = self._busy()
+        busy = self._other_load()
         began = time.perf_counter()
         run = make()
         run()
         wait_for(self._device)
         found = time_calls(run, str(self._device), _REPEATS, _LONG_S, busy=busy > BUSY)
         self._left_s -= time.perf_counter() - began
-        return OpTime(seconds=found.seconds, spread=found.spread, busy=self._busy())
+        return OpTime(seconds=found.seconds, spread=found.spread, busy=self._other_load())
 
     def _measured_rates(self) -> tuple[float, float]:
-        """Returns (operations, bytes) per second, of a matrix product and a copy; constants if no op was measured."""
+        """Returns measured (operations, bytes) per second, or assumed ones if no op has been measured."""
         known = [self._seconds.get(key) for key in ("rate of a product", "rate of a copy")]
         if known[0] and known[1]:
             product_s, copy_s = known[0].seconds, known[1].seconds

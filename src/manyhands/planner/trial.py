@@ -1,4 +1,4 @@
-"""Runs plans on several processes: times updates on random samples, or compares results with one process."""
+"""Runs plans on several processes, to time updates on random samples or to verify results."""
 
 import math
 import time
@@ -33,7 +33,7 @@ VERIFIED_WITHIN = 1e-9
 
 @dataclass(frozen=True)
 class PlanCase:
-    """The network, loss and batch with which plans are timed or verified."""
+    """The network, loss and batch with which plans are timed and verified."""
 
     make: Callable[[], nn.Module]  # returns a new network in training mode, the same each time and on each process
     picture: Tensor  # one sample
@@ -59,7 +59,7 @@ class PlanCase:
 
 
 class PlanRunner:
-    """A network that is sharded by a plan and ready for updates. `plan` None: data parallel, or one process."""
+    """A network, sharded by a plan, that makes updates. Without a plan: data parallel, or a single process."""
 
     def __init__(self, case: PlanCase, plan: Plan | None, world: World) -> None:
         self.model = case.make().train()
@@ -78,7 +78,7 @@ class PlanRunner:
         self._optimizer = case.optimizer(self.model)
 
     def gradients(self) -> Tensor:
-        """Computes and reduces gradients. Returns the summed loss of this rank as a scalar tensor. A collective."""
+        """Computes and synchronizes gradients. Returns the summed loss of this rank, a scalar. A collective."""
         self._optimizer.zero_grad()
         total = torch.zeros((), device=self._parts[0].labels.device)
         for number, part in enumerate(self._parts, start=1):
@@ -134,7 +134,7 @@ def time_plans(case: PlanCase, plans: Plans, world: World, rounds: int = 8) -> d
 
 @dataclass(frozen=True)
 class Verification:
-    """The largest difference between an update with a plan and the same update on one process."""
+    """The largest difference between an update under a plan and the same update on one process."""
 
     worst: float  # largest difference, relative to the tensor's largest value
     where: str  # the tensor with that difference, or "loss"
@@ -149,7 +149,7 @@ class Verification:
 
 
 def verify_plan(case: PlanCase, plan: Plan, world: World) -> Verification:
-    """Compares an update with a plan and an unsharded update in double precision. All processes call this.
+    """Compares an update under a plan with an unsharded update, in double precision. All processes must call this.
 
     Each process computes the unsharded update and compares its own shards. Dropout is disabled, because a sharded
     network draws different masks.
@@ -182,7 +182,7 @@ def _without_dropout(model: nn.Module) -> nn.Module:
 
 
 def _differences(whole: nn.Module, cut: PlanRunner) -> dict[str, float]:
-    """Returns the largest difference of each gradient and buffer by name, relative to the tensor's largest value."""
+    """Returns {name: largest difference, relative to the tensor's largest value} of all gradients and buffers."""
     expected, found = (
         {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
         for model in (whole, cut.model)
@@ -208,9 +208,9 @@ _MIN_SAMPLES = 2  # BatchNorm needs two samples for a variance
 
 
 def time_share(case: PlanCase, processes: int, threads: int = 0, budget_s: float = 10.0) -> Timing:
-    """Times, in this process, an update with the largest share of a batch that is divided among `processes`.
+    """Times an update of this process alone, with the largest share of a batch that `processes` processes divide.
 
-    `threads`: CPU threads (0: unchanged). If the case has micro-batches, one of them is timed and scaled to the share.
+    `threads`: CPU threads; 0: unchanged. If the case has micro-batches, times one and scales its time to the share.
     """
     share = max(_MIN_SAMPLES, -(-case.batch // processes))
     timed = min(share, max(_MIN_SAMPLES, case.micro_batch or share))

@@ -20,15 +20,14 @@ _ALIKE_SHARE = 0.02
 _DAY_S, _HOUR_S, _MINUTE_S = 86400.0, 3600.0, 60.0
 
 
-def check_method(word: str) -> None:
-    """Raises UserError if no sync method has this name and it isn't "auto"."""
-    if word not in {AUTO, *methods()}:
-        raise unknown_choice("sync method", word, [AUTO, *methods()], "sync.method")
+def check_method(method: str) -> None:
+    if method not in {AUTO, *methods()}:
+        raise unknown_choice("sync method", method, [AUTO, *methods()], "sync.method")
 
 
 @dataclass(frozen=True)
 class SyncChoice:
-    """The chosen method, and the costs of all methods that it was chosen from."""
+    """The chosen sync method, the costs of all methods, and the reason for the choice."""
 
     chosen: Cost  # one of `costs`
     costs: tuple[Cost, ...]  # of all methods, and of each codec that was considered
@@ -38,13 +37,13 @@ class SyncChoice:
 def choose_method(
     case: LinkCase, options: SyncOptions, only: str = "", without: Mapping[str, str] | None = None
 ) -> SyncChoice:
-    """Selects the method for sync.method = auto from the estimated costs; prefers methods that sync in every update.
+    """Selects the method for sync.method = auto by the estimated costs.
 
-    Of those, selects the first that is at most 10 % per step, or two minutes per run, slower than the fastest. Methods
-    that sync every few steps lost accuracy in our experiments; they must save more than a third of the time. Among
-    their variants of about equal speed, the first one is chosen.
+    Of the methods that sync in every update, selects the first one that is at most 10 % per step, or two minutes per
+    run, slower than the fastest of them. Methods that sync every few steps lost accuracy in our experiments, so the
+    fastest of those (the first of about equal ones) is selected only if it saves more than a third of the time.
 
-    `only`: the one method to consider. `without`: {excluded method: reason}; allreduce is never excluded.
+    `only` is the one method to consider. `without`: {excluded method: reason}; allreduce is never excluded.
     """
     out, step_s = without or {}, attrgetter("step_s")
     costs = tuple(
@@ -54,28 +53,28 @@ def choose_method(
     )
     able = [cost for cost in costs if not cost.refused and only in {"", cost.method}]
     each = [cost for cost in able if synchronizes_every_update(cost.method)]
-    rest = [cost for cost in able if cost not in each]
+    local = [cost for cost in able if cost not in each]
     chosen = None
     if each:
         fastest = min(each, key=step_s)
-        chosen = next(cost for cost in each if _is_acceptable(cost, fastest, case, _LOST_SHARE))
-    if rest:
-        fastest = min(rest, key=step_s)
-        paced = next(cost for cost in rest if cost.step_s <= fastest.step_s * (1 + _ALIKE_SHARE))
-        chosen = chosen if chosen and _is_acceptable(chosen, paced, case, _LOST_FOR_ACCURACY) else paced
+        chosen = next(cost for cost in each if _is_fast_enough(cost, fastest, case, _LOST_SHARE))
+    if local:
+        fastest = min(local, key=step_s)
+        paced = next(cost for cost in local if cost.step_s <= fastest.step_s * (1 + _ALIKE_SHARE))
+        chosen = chosen if chosen and _is_fast_enough(chosen, paced, case, _LOST_FOR_ACCURACY) else paced
     if chosen is None:
         raise ValueError(f"there is no sync method {only}")
     best = min(able, key=step_s)
     return SyncChoice(chosen, costs, _reason(case, chosen, best, next(cost for cost in costs if cost.method == EXACT)))
 
 
-def _is_acceptable(cost: Cost, best: Cost, case: LinkCase, share: float) -> bool:
+def _is_fast_enough(cost: Cost, best: Cost, case: LinkCase, slowdown: float) -> bool:
     lost_s = cost.step_s - best.step_s
-    return lost_s <= max(_LOST_STEP_S, share * best.step_s) or lost_s * case.steps < _LOST_S
+    return lost_s <= max(_LOST_STEP_S, slowdown * best.step_s) or lost_s * case.steps < _LOST_S
 
 
 def cost_label(cost: Cost) -> str:
-    """Describes a method in a few words, such as "local (int4, every 96 steps)"."""
+    """Describes the method of a cost in a few words, such as "local (int4, every 96 steps)"."""
     if synchronizes_every_update(cost.method):
         return cost.method
     return f"{cost.method} ({cost.codec}, every {f'{cost.every} steps' if cost.every > 1 else 'step'})"
@@ -94,7 +93,7 @@ def _reason(case: LinkCase, chosen: Cost, best: Cost, exact: Cost) -> str:
 
 
 def run_days(cost: Cost, case: LinkCase) -> float:
-    """Returns the estimated days of all updates of a run, without evaluation and saving."""
+    """Returns the estimated time of all updates of a run in days, without evaluation and saving."""
     return cost.step_s * case.steps / _DAY_S
 
 

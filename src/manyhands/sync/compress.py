@@ -1,8 +1,8 @@
-"""Compresses vectors, value by value or as low-rank matrices, and keeps the compression error as a residual.
+"""Compressors of exchanged vectors. They round values or approximate matrices, and return the error as a residual.
 
 The mean of the inputs (values plus earlier residuals) equals the returned mean plus the mean of the new residuals, so
-no value is lost, only delayed. Factors must be bitwise equal on all machines, or the replicas would diverge. Library
-functions are fastest, and bitwise equal on machines of one kind; on others, all processes use portable functions.
+no value is lost, only delayed. Low-rank factors must be bitwise equal on all machines, or the replicas would diverge.
+Library functions are fastest, but bitwise equal only on machines of one kind. Otherwise, portable functions are used.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ _EXPLAINED = 1e-6  # a unit column whose remainder is at most this long depends 
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """The functions that compute low-rank factors."""
+    """A set of functions that compute low-rank factors and their products."""
 
     multiply: Multiply  # (left [r, n], right [r, m], out [n, m]): writes left.T @ right
     # (factors [r, n], replacements of zero columns) -> orthonormal columns; see `gram_schmidt`
@@ -31,31 +31,32 @@ class Arithmetic:
 
 
 def library_product(left: Tensor, right: Tensor, out: Tensor) -> None:
-    """Writes left.T @ right to out [n, m], from left [r, n] and right [r, m]. Rounding depends on the machine."""
+    """Writes left.T @ right to `out` [n, m], for left [r, n] and right [r, m]. Rounding depends on the machine."""
     torch.mm(left.T, right, out=out)
 
 
 def portable_product(left: Tensor, right: Tensor, out: Tensor) -> None:
-    """Writes left.T @ right to out, bitwise equal on all machines: fixed order of sums, no fused multiply-add."""
+    """Writes left.T @ right to `out`, bitwise equal on all machines: fixed order of sums, no fused multiply-add."""
     torch.mul(left[0][:, None], right[0], out=out)
     for one, other in zip(left[1:], right[1:], strict=True):
         out.add_(one[:, None] * other)
 
 
-def householder(factors: Sequence[Tensor], first: Sequence[Tensor]) -> list[Tensor]:
-    """Orthonormalizes the columns of each factor by Householder reflections; arguments: see `gram_schmidt`."""
-    live = [torch.where(factor.any(1, keepdim=True), factor, one) for factor, one in zip(factors, first, strict=True)]
+def householder(factors: Sequence[Tensor], replacements: Sequence[Tensor]) -> list[Tensor]:
+    """Orthonormalizes the columns of each factor by Householder reflections. Arguments are as in `gram_schmidt`."""
+    pairs = zip(factors, replacements, strict=True)
+    live = [torch.where(factor.any(1, keepdim=True), factor, one) for factor, one in pairs]
     return [torch.linalg.qr(_on_capable_device(factor).T).Q.T.contiguous().to(factor.device) for factor in live]
 
 
-def gram_schmidt(factors: Sequence[Tensor], first: Sequence[Tensor]) -> list[Tensor]:
-    """Orthonormalizes the columns of each factor [r, n]. A column that depends linearly on earlier ones becomes zero.
+def gram_schmidt(factors: Sequence[Tensor], replacements: Sequence[Tensor]) -> list[Tensor]:
+    """Orthonormalizes the r columns of each factor [r, n]. A column that depends linearly on earlier ones becomes zero.
 
-    A column of zeros (from a matrix that changed in fewer than r directions) is first replaced by a column of `first`,
-    or it would stay zero. Sums are computed in double precision, then rounded, to be bitwise equal on all machines.
+    First replaces columns of zeros, which would stay zero, by those of `replacements` [r, n]. Sums are computed in
+    double precision, then rounded, so that they are bitwise equal on all machines.
     """
     found: list[Tensor] = []
-    for factor, one in zip(factors, first, strict=True):
+    for factor, one in zip(factors, replacements, strict=True):
         lengths = column_norms(factor)
         live = lengths > 0
         whole = torch.where(live, factor / torch.where(live, lengths, 1), one)
@@ -74,7 +75,7 @@ LIBRARY, PORTABLE = Arithmetic(library_product, householder), Arithmetic(portabl
 
 
 def write_product(multiply: Multiply, left: Tensor, right: Tensor, out: Tensor) -> None:
-    """Writes left.T @ right to `out`, which has n x m values in any shape, dtype and memory format."""
+    """Writes left.T @ right to `out`, a tensor of n x m values with any shape, dtype and memory format."""
     shape = (left.shape[1], right.shape[1])
     if out.is_contiguous() and out.dtype == left.dtype:
         multiply(left, right, out.view(shape))
@@ -85,18 +86,17 @@ def write_product(multiply: Multiply, left: Tensor, right: Tensor, out: Tensor) 
 
 
 def column_norms(columns: Tensor) -> Tensor:
-    """Returns the Euclidean norms of vectors [..., n] as [..., 1], bitwise equal on all machines."""
+    """Returns the 2-norms of vectors [..., n] as [..., 1], bitwise equal on all machines."""
     # Square roots differ between processors, as sums do, until they are rounded.
     return _rounded(_on_capable_device(columns * columns).sum(-1, keepdim=True, dtype=torch.float64).sqrt(), columns)
 
 
 def _on_capable_device(values: Tensor) -> Tensor:
-    """Moves values to the CPU if their device lacks double precision or Householder reflections."""
     return values if values.device.type in {"cpu", "cuda"} else values.cpu()
 
 
 def _rounded(exact: Tensor, like: Tensor) -> Tensor:
-    """Rounds to single precision, so that all machines agree, then converts to the device and dtype of `like`."""
+    """Rounds to single precision, so that all machines agree. Returns a tensor with device and dtype of `like`."""
     return exact.to(torch.float32).to(like.device, like.dtype)
 
 
@@ -108,13 +108,13 @@ class RoundingCompressor:
         self._sums: Tensor | None = None
 
     def average(self, values: Tensor, peers: SyncGroup) -> ExchangeSteps[tuple[Tensor, Tensor]]:
-        """Returns (mean over peers [n], residual of `values` [n]); this object keeps the averages' rounding error."""
+        """Returns (mean over peers [n], residual of `values` [n]). Rounding errors of the means stay in this object."""
         averaged, residual = yield from average_vector(values, self._codec, peers, self._sums)
         self._sums = residual.sums
         return averaged, residual.own
 
     def state(self) -> dict[str, Tensor]:
-        """Returns the rounding error of the averages that this process computes for all peers."""
+        """Returns the rounding errors of the means that this process computes for all peers."""
         return {} if self._sums is None else {"sums": self._sums}
 
     def load(self, state: dict[str, Tensor]) -> None:
@@ -122,16 +122,16 @@ class RoundingCompressor:
 
 
 class LowRank:
-    """Compresses each matrix to a product of two thin factors, and sends one of the two factors per exchange ("turn").
+    """Compresses each matrix to a product of two thin factors, and sends one of the two in each exchange ("turn").
 
-    All processes know the other factor from the turn before. Left and right factors alternate, so two turns make one
+    All processes know the other factor from the previous turn. Left and right factors alternate, so two turns make one
     step of a power iteration. Sources: Vogels, Karimireddy and Jaggi, "PowerSGD", 2019, arXiv:1905.13727; Zhang et al.,
     "Evaluation and optimization of gradient compression for distributed deep learning" (ACP-SGD), 2023,
     arXiv:2306.08881. Factors are sent column by column as 4-bit integers, whose rounding errors stay in the residual.
 
-    Factors have `rank` columns, or more for small matrices; `seed` must be equal on all processes. `turn` (0 or 1) is
-    the number of the first turn. Alternate it between vectors that are sent together, so that not all of them send
-    their longer factor at once.
+    Factors have `rank` columns, or more for small matrices. `seed` must be equal on all processes. `turn` (0 or 1) is
+    the number of the first turn. It should alternate between vectors that are sent together, so that not all of them
+    send their longer factor at once.
     """
 
     def __init__(
@@ -168,7 +168,7 @@ class LowRank:
         return averaged, values
 
     def begin(self, values: Tensor) -> Tensor:
-        """Returns the vector to send for `values` [n]: this turn's factors, then the tensors sent uncompressed."""
+        """Returns the vector to send for `values` [n]: the factors of this turn, then the uncompressed tensors."""
         self.prepare()
         pieces = values.split(self._sizes)
         thin = [
@@ -178,7 +178,7 @@ class LowRank:
         return torch.cat([tensor.reshape(-1) for tensor in (*thin, *(pieces[place] for place in self.ranks.dense))])
 
     def send(self, sent: Tensor, peers: SyncGroup) -> ExchangeSteps[tuple[Tensor, Residual]]:
-        """Averages `sent` (from `begin`) over all peers in two collectives; the exchange returns (mean, residual)."""
+        """Averages `sent`, the result of `begin`, over all peers in two collectives. Returns (mean, residual)."""
         return (yield from average_vector(sent, self._codec, peers))
 
     def end(
@@ -191,7 +191,7 @@ class LowRank:
     ) -> None:
         """Writes the averaged tensors to `slots`, and the residual to `values`, the argument of `begin`.
 
-        `received`: (mean of `sent` over all peers, this process's rounding error). Calls `between` after each product.
+        `received`: (mean of `sent` over all peers, rounding error of this process). Calls `between` after each product.
         """
         mean, lost = received
         pieces = values.split(self._sizes)
@@ -211,13 +211,13 @@ class LowRank:
         self._averaged, self._turn = averaged[: len(self._known)], self._turn + 1
 
     def prepare(self) -> None:
-        """Orthonormalizes the received factors for the next turn; `begin` calls it if necessary."""
+        """Orthonormalizes the received factors for the next turn. `begin` calls this if nobody has."""
         if self._averaged is not None:
             first = self._first[1 - self._turn % 2]
             self._known, self._averaged = self.arithmetic.orthonormal(self._averaged, first), None
 
     def state(self) -> dict[str, Tensor]:
-        """Returns the known factors, which are equal on all processes, and the turn number."""
+        """Returns the factors of the previous turn, which are equal on all processes, and the number of the turn."""
         self.prepare()
         known = {f"known.{number}": factor for number, factor in enumerate(self._known)}
         return {"turn": torch.tensor(self._turn), **known}
@@ -246,7 +246,7 @@ Compressor = RoundingCompressor | LowRank
 def create_compressor(
     name: str, shapes: list[tuple[int, ...]], *, rank: int, seed: int, device: str, dtype: torch.dtype
 ) -> Compressor:
-    """Creates a compressor (none, bf16, int8, int4 or lowrank) for a vector that holds tensors of these shapes."""
+    """Creates the compressor `name` (none, bf16, int8, int4 or lowrank) of a vector of tensors with these shapes."""
     return LowRank(shapes, rank, seed, device, dtype) if name == "lowrank" else RoundingCompressor(name, dtype)
 
 
@@ -276,6 +276,6 @@ def select_arithmetic(compressors: Sequence[Compressor], peers: SyncGroup, like:
 
 
 def _random_columns(one: Matrix, turn: int, generator: torch.Generator) -> Tensor:
-    """Returns random columns of norm 1 that replace zero columns of a turn's factor in `gram_schmidt`."""
+    """Returns random columns of norm 1, which replace zero columns of the factor of a turn in `gram_schmidt`."""
     columns = torch.rand(one.rank, one.length(turn), generator=generator) - 0.5  # uniform, as in `select_arithmetic`
     return columns / column_norms(columns)

@@ -1,4 +1,4 @@
-"""Estimated costs of sync methods: seconds and bytes per step. Imports no torch."""
+"""Estimates the costs of sync methods: seconds and bytes per step. Imports no torch."""
 
 import math
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ _STREAMS, _MEMORY_BYTES_PER_S = 3, 1e10  # a sum reads two vectors and writes on
 
 @dataclass(frozen=True)
 class LinkCase:
-    """The inputs of a cost estimate."""
+    """The network, the link and the run for which costs are estimated."""
 
     shapes: tuple[tuple[int, ...], ...]  # of all trainable parameters
     item_bytes: int  # bytes of a parameter's value
@@ -30,7 +30,7 @@ class LinkCase:
     layers_s: float = 0.0  # seconds of the layers' collectives in every update (BatchNorm's sums)
 
     def compressing_s(self, passes: float) -> float:
-        """Returns the seconds of a compression that takes `passes` passes over all values; 0 on one machine."""
+        """Returns the seconds of a compression with `passes` passes over all values, or 0 if there is one machine."""
         if self.machines == 1:
             return 0.0
         return passes * (self.pass_s or _STREAMS * self.values * self.item_bytes / _MEMORY_BYTES_PER_S)
@@ -42,7 +42,7 @@ class LinkCase:
 
 @dataclass(frozen=True)
 class Cost:
-    """A variant of a sync method, and its costs."""
+    """A variant of a sync method, with its estimated costs."""
 
     method: str  # the method's name
     step_s: float  # average seconds of an update, with synchronization
@@ -67,7 +67,7 @@ _SHARE, _MOST, _MIN_VALUES = 0.4, 0.25, 8192
 
 @dataclass(frozen=True)
 class Matrix:
-    """A tensor that is sent as one of its two low-rank factors."""
+    """A tensor of which one low-rank factor is sent in each turn."""
 
     place: int  # index of the tensor
     rows: int  # of the tensor as a matrix
@@ -76,29 +76,29 @@ class Matrix:
     first: int  # the factor that is sent in turn 0: 0 the left one [rows, rank], 1 the right one [columns, rank]
 
     def length(self, turn: int) -> int:
-        """Returns the length of the columns of the factor that is sent in `turn`."""
+        """Returns the number of rows of the factor that is sent in `turn`."""
         return self.columns if (self.first + turn) % 2 else self.rows
 
 
 @dataclass(frozen=True)
 class LowRankLayout:
-    """The division of a flat buffer's tensors into those sent as low-rank factors and those sent uncompressed."""
+    """How the tensors of a flat buffer are sent: as low-rank factors or uncompressed."""
 
     matrices: tuple[Matrix, ...]  # tensors that are sent as factors, one of the two in each turn
     dense: tuple[int, ...]  # indices of tensors that are sent uncompressed
     shapes: tuple[tuple[int, ...], ...]  # of all tensors
 
     def values(self, turn: int) -> int:
-        """Returns the number of values sent in a turn: one factor of each matrix, and the uncompressed tensors."""
+        """Returns the number of values that are sent in `turn`: a factor of each matrix, and uncompressed tensors."""
         thin = sum(matrix.rank * matrix.length(turn) for matrix in self.matrices)
         return thin + sum(math.prod(self.shapes[place]) for place in self.dense)
 
 
 def low_rank_layout(shapes: Sequence[tuple[int, ...]], rank: int) -> LowRankLayout:
-    """Selects tensors to send as factors [rows, rank] and [rank, columns], if these have at most half as many values.
+    """Selects the tensors to send as low-rank factors: those whose factors have at most half as many values.
 
-    Reshapes each matrix to be nearly square, because its factors are shortest then. Updates send left and right factors
-    in turn, and about equally many values in each turn. Small matrices get a rank above `rank`, at little cost.
+    Reshapes each matrix to be nearly square, because its factors are shortest then. Left and right factors are sent in
+    turn, with about equally many values in each turn. Small matrices get a rank above `rank`, at little cost.
     """
     found: list[tuple[int, int, int, int]] = []
     dense: list[int] = []
@@ -128,7 +128,7 @@ def _nearly_square(rows: int, columns: int) -> tuple[int, int]:
 
 
 def divide_into_batches(shapes: Sequence[tuple[int, ...]], rank: int) -> list[list[int]]:
-    """Divides tensors (`shapes` in forward order) into batches to send together; returns indices, last batch first."""
+    """Divides tensors, with shapes in forward order, into batches to send. Returns their indices, last layers first."""
     ranks = low_rank_layout(shapes, rank)
     sent = {matrix.place: matrix.rank * (matrix.rows + matrix.columns) / 2 for matrix in ranks.matrices}
     sent |= {place: float(math.prod(shapes[place])) for place in ranks.dense}
@@ -152,17 +152,17 @@ class RankOptions(Options):
 
 
 def values_per_machine(count: int, machines: int) -> int:
-    """Returns the number of values that each machine averages for all: an equal share, rounded up to entire blocks."""
+    """Returns the number of values that each machine averages for all: its share of `count`, rounded up to blocks."""
     return -(-count // (machines * BLOCK)) * BLOCK
 
 
 def value_bytes(codec: str, item_bytes: int) -> float:
-    """Returns the bytes per value that a codec sends; `item_bytes` for "none"."""
+    """Returns the number of bytes that a codec sends per value. The codec "none" sends `item_bytes`."""
     return {"none": item_bytes, "bf16": 2, "int8": 1 + SCALE_BYTES / BLOCK, "int4": 0.5 + SCALE_BYTES / BLOCK}[codec]
 
 
 def mean_bytes(count: int, machines: int, each_bytes: float) -> float:
-    """Returns the bytes that a machine sends to average `count` values, in an all-to-all and an all-gather."""
+    """Returns the bytes that a machine sends to average `count` values by an all-to-all and an all-gather."""
     return 2 * (machines - 1) * values_per_machine(count, machines) * each_bytes
 
 
@@ -174,7 +174,7 @@ _CONTROL_BYTES = 220  # of gloo, to each peer in each collective; measured
 
 @dataclass(frozen=True)
 class MessageCost:
-    """The cost of a message, or of several in sequence."""
+    """The cost of a message, or of several messages in sequence."""
 
     sent_bytes: float = 0.0  # bytes that each machine sends
     seconds: float = 0.0  # until all machines have received the message
@@ -184,26 +184,26 @@ class MessageCost:
         return MessageCost(self.sent_bytes + other.sent_bytes, self.seconds + other.seconds, self.work_s + other.work_s)
 
     def exposed_seconds(self, hiding_s: float) -> float:
-        """Returns the seconds that sending adds to a step if it overlaps with `hiding_s` seconds of computation."""
+        """Returns the seconds that the message adds to a step if it overlaps `hiding_s` seconds of computation."""
         return self.work_s + max(0.0, self.seconds - self.work_s - hiding_s)
 
 
 def gradient_cost(case: LinkCase, item_bytes: int) -> MessageCost:
-    """Returns the cost of DDP's all-reduces of all gradients.
+    """Returns the cost of all-reducing all gradients between machines.
 
-    Counts machines, not processes, because a machine's processes sum first (`modes.data.TwoLevelNetwork`). With bf16
-    and on accelerators DDP sums over all processes, which sends 50 % more between two machines of two processes each.
+    The processes of a machine sum first (`modes.data.TwoLevelNetwork`). With bf16 and on accelerators, DDP sums over
+    all processes instead, which sends 50 % more between two machines of two processes each.
     """
     return _all_reduce_cost(case, case.values * item_bytes, -(-case.values * case.item_bytes // _BUCKET_BYTES))
 
 
 def statistics_cost(case: LinkCase) -> MessageCost:
-    """Returns the cost of one all-reduce of BatchNorm's running statistics per update."""
+    """Returns the cost of the all-reduce of BatchNorm's running statistics in each update."""
     return _all_reduce_cost(case, case.buffers * _STATISTIC_BYTES, 1)
 
 
 def averaging_cost(case: LinkCase, count: int, each_bytes: float) -> MessageCost:
-    """Returns the cost of averaging `count` values: an all-to-all of shares, then an all-gather of their means."""
+    """Returns the cost of averaging `count` values: an all-to-all, then an all-gather of the means."""
     if not count:
         return MessageCost()
     sent = mean_bytes(count, case.machines, each_bytes) + 2 * (case.machines - 1) * _CONTROL_BYTES
@@ -213,14 +213,14 @@ def averaging_cost(case: LinkCase, count: int, each_bytes: float) -> MessageCost
 
 
 def low_rank_cost(case: LinkCase, shapes: Sequence[tuple[int, ...]], rank: int) -> MessageCost:
-    """Returns the cost of sending one factor per matrix: the mean of both turns."""
+    """Returns the cost of averaging low-rank factors of tensors of the given shapes: the mean of both turns."""
     ranks = low_rank_layout(shapes, rank)
     both = [averaging_cost(case, ranks.values(turn), FACTOR_VALUE_BYTES) for turn in (0, 1)]
     return MessageCost(sum(one.sent_bytes for one in both) / 2, sum(one.seconds for one in both) / 2)
 
 
 def low_rank_batch_costs(case: LinkCase, rank: int) -> list[MessageCost]:
-    """Returns the cost of each batch of gradients that is sent during a backward pass."""
+    """Returns the cost of each batch of low-rank gradients that is sent during a backward pass."""
     places = divide_into_batches(case.shapes, rank)
     return [low_rank_cost(case, [case.shapes[place] for place in batch], rank) for batch in places]
 

@@ -34,7 +34,7 @@ ExchangeSteps = Generator[Any, None, T]
 
 @dataclass
 class SyncGroup:
-    """The processes that exchange values with each other."""
+    """The processes that exchange values with each other, and the collectives of exchanges."""
 
     rank: int = 0  # this process's index in the group
     size: int = 1  # number of processes
@@ -42,20 +42,20 @@ class SyncGroup:
     sent_bytes: int = 0  # bytes that this process has sent in exchanges
 
     def exchange(self, parts: Tensor) -> tuple[Tensor, Any]:
-        """Starts an all-to-all of uint8 [size, n], row r to rank r; returns the received rows and the work handle."""
+        """Starts an all-to-all of uint8 [size, n], row r to rank r. Returns (received rows, work handle)."""
         received = torch.empty_like(parts)
         self.sent_bytes += (self.size - 1) * parts[0].numel()
         return received, dist.all_to_all_single(received, parts, group=self.group, async_op=True)
 
     def gather(self, part: Tensor) -> tuple[Tensor, Any]:
-        """Starts an all-gather of uint8 [n]; returns the received rows [size, n] and the work handle."""
+        """Starts an all-gather of `part` uint8 [n]. Returns (received rows [size, n], work handle)."""
         received = part.new_empty(self.size, part.numel())
         self.sent_bytes += (self.size - 1) * part.numel()
         return received, dist.all_gather_into_tensor(received.view(-1), part, group=self.group, async_op=True)
 
 
 def run_exchange(steps: ExchangeSteps[T]) -> T:
-    """Runs an exchange to its end, blocking, and returns its result."""
+    """Runs all steps of an exchange, blocking, and returns its result."""
     while True:
         try:
             next(steps).wait()
@@ -64,7 +64,7 @@ def run_exchange(steps: ExchangeSteps[T]) -> T:
 
 
 class AsyncExchange(Generic[T]):
-    """Runs an exchange in a thread, or blocks if not `in_thread`. `seconds`: its duration, 0 until it ends."""
+    """An exchange that runs in a thread, or blocks if not `in_thread`. `seconds` is its duration, 0 until it ends."""
 
     def __init__(self, steps: ExchangeSteps[T], *, in_thread: bool = True) -> None:
         self._steps, self._began_s, self.seconds = steps, time.perf_counter(), 0.0
@@ -80,14 +80,14 @@ class AsyncExchange(Generic[T]):
             threading.Thread(target=self._continue, name="manyhands exchange", daemon=True).start()
 
     def result(self) -> T:
-        """Waits for the end and returns the result. Raises RuntimeError if a collective failed."""
+        """Waits for the end of the exchange, and returns its result. Raises RuntimeError if a collective failed."""
         self._ended.wait()
         if self._error:
             raise self._error
         return self._results[0]
 
     def close(self) -> None:
-        """Waits up to 60 s for the end, so that the process group can be released."""
+        """Waits up to 60 s for the end of the exchange, so that its process group can be released."""
         self._ended.wait(_LONGEST_S)
         self._ended.set()
 
@@ -115,10 +115,10 @@ class AsyncExchange(Generic[T]):
 
 
 class CollectiveQueue(Generic[T]):
-    """Runs several exchanges of one group; starts their collectives in the same order on all processes.
+    """Runs several exchanges of one group, and starts their collectives in the same order on all processes.
 
     Each exchange has `messages` collectives. The first one starts before the last one of the preceding exchange, so the
-    link is never idle while data waits. `results` maps indices of finished exchanges to results.
+    link is never idle while data waits. `results` maps the indices of finished exchanges to their results.
     """
 
     def __init__(self, exchanges: int, messages: int = 2) -> None:
@@ -136,7 +136,7 @@ class CollectiveQueue(Generic[T]):
         self._exchanges.append(steps)
 
     def advance(self) -> None:
-        """Starts the next collectives in order, without waiting. Raises RuntimeError if a collective failed."""
+        """Starts the collectives that are next, without waiting for any. Raises RuntimeError if a collective failed."""
         while self._order and self._advance_one(self._order[0]):
             self._order.popleft()
         for number in range(len(self._exchanges)):
@@ -161,7 +161,7 @@ class CollectiveQueue(Generic[T]):
 
 
 class FloatCodec:
-    """A codec that converts values to a floating type."""
+    """A codec that converts values to a floating-point dtype."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
@@ -175,14 +175,14 @@ class FloatCodec:
 
 
 class IntegerCodec:
-    """A codec of 8-bit or 4-bit integers, with a scale for every `block` values; BLOCK is a multiple of `block`."""
+    """A codec of 8-bit or 4-bit integers. Every `block` values share a scale. BLOCK is a multiple of `block`."""
 
     def __init__(self, bits: int, block: int = BLOCK) -> None:
         self._bits, self._block = bits, block
         self._most = 2 ** (bits - 1) - 1
 
     def encode(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Rounds to the nearest integers; a block that contains an infinity or a NaN becomes NaN."""
+        """Rounds scaled values to integers. If a block has an infinite or NaN value, the entire block becomes NaN."""
         blocks = values.to(torch.float32).unflatten(-1, (-1, self._block))
         # bfloat16 has the range of a float32, and gradients may be small.
         scales = (blocks.abs().amax(-1, keepdim=True) / self._most).to(torch.bfloat16)
@@ -214,7 +214,7 @@ Codec = FloatCodec | IntegerCodec
 
 
 def create_codec(name: str, dtype: torch.dtype) -> Codec:
-    """Creates the codec none, bf16, int8 or int4; "none" sends values as `dtype`."""
+    """Creates the codec `name`: none, bf16, int8 or int4. The codec "none" sends values as `dtype`."""
     if name == "none":
         return FloatCodec(dtype)
     return FloatCodec(torch.bfloat16) if name == "bf16" else IntegerCodec(8 if name == "int8" else 4)
@@ -228,7 +228,7 @@ class Residual:
     sums: Tensor | None  # of the share [n / size] whose mean the process computes for all; None for a single process
 
     def combined(self, peers: SyncGroup) -> Tensor:
-        """Returns `own` plus `sums` as one tensor [n]. Its mean over processes is the error of the exchanged mean."""
+        """Returns the sum of `own` and `sums` [n]. Its mean over all processes is the error of the exchanged mean."""
         kept = self.own.clone()
         if self.sums is not None:
             part = kept[peers.rank * self.sums.numel() :][: self.sums.numel()]
@@ -239,10 +239,10 @@ class Residual:
 def average_vector(
     values: Tensor, codec: Codec, peers: SyncGroup, sums_before: Tensor | None = None
 ) -> ExchangeSteps[Any]:
-    """Averages a vector [n] over all peers, bitwise equal on all. The exchange returns (mean [n], Residual).
+    """Averages `values` [n] over all peers. The exchange returns (mean [n], bitwise equal on all peers; Residual).
 
     Each process averages one share of the values and sends the rounded result to all. `sums_before`: `Residual.sums` of
-    the previous exchange, or None.
+    the previous exchange; None: there is none.
     """
     count = values.numel()
     if peers.size == 1 or not count:

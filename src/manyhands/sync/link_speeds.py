@@ -1,4 +1,4 @@
-"""A cost model of collectives from the latency and the bandwidth of a link.
+"""A model of the time of collectives, based on the latency and the bandwidth of a link.
 
 For p processes in a ring, an all-reduce is a reduce-scatter and an all-gather of p - 1 messages each, of a p-th of the
 bytes (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009). gloo and NCCL
@@ -14,7 +14,7 @@ Points = tuple[tuple[float, float], ...]
 
 @dataclass(frozen=True)
 class LinkSpeed:
-    """The speed of a link between two processes."""
+    """Bandwidth and latency of a link between two processes, and the CPU time that its use takes."""
 
     bytes_per_s: float  # in one direction, with long messages
     latency_s: float  # until the first byte of a message arrives
@@ -34,19 +34,18 @@ _SSH = LinkSpeed(2.2e8, 300e-6)
 
 
 def parse_link(text: str, where: str = "--link") -> LinkSpeed:
-    """Returns the speed of a link with the nominal bandwidth `text`, such as 10mbit. Raises UserError: invalid text."""
+    """Returns the speed of a link with a nominal bandwidth such as "10mbit". Raises UserError if `text` is invalid."""
     return LinkSpeed(parse_bandwidth(text, where) * _PAYLOAD, BETWEEN_MACHINES.latency_s)
 
 
 def link_through_ssh(link: LinkSpeed) -> LinkSpeed:
-    """Returns the speed of a link whose traffic is tunnelled through ssh."""
     return replace(link, bytes_per_s=min(link.bytes_per_s, _SSH.bytes_per_s), latency_s=link.latency_s + _SSH.latency_s)
 
 
 def rounds(kind: str, processes: int) -> tuple[int, float]:
-    """Returns (sequential messages, bytes that each process sends per byte of the tensor) of a collective.
+    """Returns (number of sequential messages, bytes that each process sends per byte of the tensor) of a collective.
 
-    The tensor is the full tensor that is reduced, gathered or scattered; for all_to_all, one process's input.
+    The tensor is the full one that is reduced, gathered or scattered, or for all_to_all the input of one process.
     """
     ring = processes - 1
     if processes == 1:
@@ -67,13 +66,13 @@ def link_seconds(kind: str, processes: int, size_bytes: float, link: LinkSpeed) 
 
 
 def work_seconds(kind: str, processes: int, size_bytes: float, link: LinkSpeed) -> float:
-    """Returns the seconds that the cores of a process are busy with a collective."""
+    """Returns the seconds in which a collective keeps the CPU cores of a process busy."""
     messages, share = rounds(kind, processes)
     return messages * link.work_s_per_message + share * size_bytes * link.work_s_per_byte
 
 
 def fit_link_speed(kind: str, processes: int, points: Points) -> LinkSpeed:
-    """Fits a link speed to the first and last of `points`, (bytes, seconds). Latency 0 if the last took no longer."""
+    """Fits a link speed to the first and last (bytes, seconds) of a collective; latency 0 if the last wasn't slower."""
     (small, first_s), (large, last_s) = points[0], points[-1]
     messages, share = rounds(kind, processes)
     if messages == 0 or share * large == 0 or last_s <= 0:

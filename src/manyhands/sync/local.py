@@ -1,7 +1,7 @@
 """Local steps: machines train separately, and average their parameter changes every few steps.
 
-Every `every` steps each machine sends the compressed changes of its parameters since the last average, while training
-continues; `delay` steps later the averaged changes are applied. Compression errors are sent with the next changes.
+Every `every` steps, each machine sends the compressed changes of its parameters since the last average, while training
+continues. `delay` steps later, the averaged changes are applied. Compression errors are sent with the next changes.
 Sources: Stich 2018 (arXiv:1805.09767); Douillard et al. 2023, 2025 ("DiLoCo", arXiv:2311.08105; "Streaming DiLoCo",
 arXiv:2501.18512) for the outer momentum and the overlap.
 """
@@ -25,7 +25,7 @@ from manyhands.sync.synchronizer import Buffers, LocalGroup, Synchronizer, add_v
 
 @dataclass
 class PendingExchange:
-    """An exchange in progress."""
+    """An exchange of parameter changes that is in progress."""
 
     since: int  # the step at which the exchange began
     moved: Tensor  # this process's changes from the anchor at that step [n]
@@ -36,7 +36,7 @@ class PendingExchange:
 
 @dataclass(frozen=True)
 class Pace:
-    """The interval of exchanges, and the settings of the outer optimizer's step."""
+    """The interval and delay of exchanges, and the settings of the outer optimizer."""
 
     every: int  # steps from one exchange to the next
     delay: int = 0  # steps of training during an exchange, at most `every`; 0: wait for the exchange
@@ -46,7 +46,7 @@ class Pace:
 
 @dataclass
 class LocalSteps(Synchronizer):
-    """Trains processes or machines separately, and averages their changes since the last average (the anchor)."""
+    """Averages the parameter changes since the last average (the anchor) of machines that train separately."""
 
     alone = local_statistics = times_waits = True
 
@@ -69,7 +69,7 @@ class LocalSteps(Synchronizer):
         self.begin()
 
     def begin(self) -> None:
-        """Makes the current parameters and buffers, equal on all processes, the new anchor; drops residuals."""
+        """Makes the current parameters and buffers (equal on all processes) the new anchor, and drops residuals."""
         self.anchor = as_vector(self.parameters, self._dtype)
         self.buffers.begin()
         self._residual = torch.zeros_like(self.anchor)
@@ -97,7 +97,7 @@ class LocalSteps(Synchronizer):
         return self.adapt(speeds_s, exchanges_s) if self.adapt else None
 
     def finish(self, step: int) -> None:
-        """Applies a last exchange and sets all processes' networks to the anchor. A collective."""
+        """Averages a last time, and sets the networks of all processes to the anchor. A collective."""
         if self._flight:
             self._apply_exchange()
         self._average_now(step)
@@ -105,20 +105,18 @@ class LocalSteps(Synchronizer):
         self._write_network(self.anchor, self.buffers.averaged)
 
     def average_buffers(self, step: int) -> None:
-        """Waits for an exchange in progress, then averages the buffers, at most once per step. A collective."""
         if self._flight and self._flight.exchange:
             self._flight.exchange.result()  # both use one group, whose messages must not mix
         self.buffers.average(step)
 
     def close(self) -> None:
-        """Waits for an exchange in progress and drops it, so that its process group can be released."""
         if self._flight and self._flight.exchange:
             self._flight.exchange.close()
         self._flight = None
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Sets the network to the anchor and the averaged buffers in this context, for evaluation and checkpoints."""
+        """Context in which the network has the anchor's parameters and averaged buffers, to evaluate or save it."""
         own = as_vector(self.parameters, self._dtype), self.buffers.local_values()
         self._write_network(self.anchor, self.buffers.averaged)
         try:
@@ -145,7 +143,7 @@ class LocalSteps(Synchronizer):
         return tensors, {"rounds": self.rounds, "since": flight.since if flight else -1}
 
     def load(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, int]) -> None:
-        """Restores `state`; the network must be at the anchor. Restarts an exchange that was in progress."""
+        """Restores the result of `state` and restarts an exchange. The network must have the anchor's parameters."""
         self.begin()
         moved = {name: tensor.to(self.anchor.device) for name, tensor in tensors.items()}
         self._write_network(moved["parameters"], moved["buffers"])
@@ -171,7 +169,7 @@ class LocalSteps(Synchronizer):
         self._flight = PendingExchange(step, moved, self._residual, before, exchange)
 
     def _apply_exchange(self, *, unchanged: bool = False) -> None:
-        """Waits for the exchange and applies it. `unchanged`: the parameters have not changed since its start."""
+        """Waits for the exchange and applies its mean. `unchanged`: the parameters are as at its beginning."""
         flight = self._flight
         if flight is None:
             return

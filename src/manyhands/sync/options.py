@@ -1,4 +1,4 @@
-"""Sync methods by name, and the [sync] section of a job: common options and each method's. Imports no torch."""
+"""Sync methods by name, and the [sync] section of a job, with the options of all methods. Imports no torch."""
 
 import functools
 from typing import TYPE_CHECKING, Any, Literal
@@ -15,7 +15,7 @@ _LAST = 1000
 
 @functools.cache
 def methods() -> dict[str, Any]:
-    """Returns {sync method: module}, in the order in which sync.method = auto prefers them."""
+    """Returns {name: module} of all sync methods, in the order in which sync.method = auto prefers them."""
     found = {name: load_choice(METHODS, name) for name in module_names(METHODS)}
     return dict(sorted(found.items(), key=lambda one: getattr(one[1], "PRECEDENCE", _LAST)))
 
@@ -25,7 +25,7 @@ def synchronizes_every_update(name: str) -> bool:
 
 
 def process_count_effect(name: str) -> str:
-    """Returns a sentence on how a method's results depend on the number of processes; "" if they don't."""
+    """Returns a sentence on how a method's results depend on the number of processes, or "" if they don't."""
     method = methods()[name]
     if method.EXACT:
         return ""
@@ -34,12 +34,11 @@ def process_count_effect(name: str) -> str:
 
 
 def missing_need(name: str, offers: "frozenset[Need] | set[Need]") -> Need | None:
-    """Returns the first requirement (NEEDS) of a sync method that `offers` lacks; None if the method can run."""
+    """Returns the first requirement (NEEDS) of a sync method that `offers` lacks, or None if it lacks none."""
     return missing(methods()[name].NEEDS, offers)
 
 
 def method_option_keys(name: str) -> list[str]:
-    """Returns the names of a method's options in the job's section `sync`."""
     section = getattr(methods()[name], "Options", None)
     return list(section.model_fields) if section else []
 
@@ -66,7 +65,6 @@ class CommonOptions(Options):
 
 
 def _option_classes() -> list[type[Options]]:
-    """Returns the Options class of each method. Raises TypeError if two methods define an option differently."""
     found: list[type[Options]] = []
     for name, method in methods().items():
         section = getattr(method, "Options", None)

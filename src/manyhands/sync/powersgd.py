@@ -30,13 +30,13 @@ _SentBatch = tuple[Tensor, Tensor, Tensor]
 
 
 class PowerSgd(Synchronizer):
-    """Averages gradients during the backward pass; the compression error is sent with the next gradients.
+    """Averages gradients during the backward pass. Compression errors are sent with the next gradients.
 
-    A batch of gradients is sent when an update's last backward pass has computed it; the mean replaces it before the
-    optimizer's step. DDP's hook isn't used: with several buckets, ranks would start collectives in different orders.
-    Sources: Vogels, Karimireddy and Jaggi 2019, arXiv:1905.13727; Zhang et al. 2023, arXiv:2306.08881.
+    The last backward pass of an update sends each batch of gradients once it is complete. The mean replaces the batch
+    before the optimizer's step. DDP's hook isn't used, because with several buckets, ranks would start collectives in
+    different orders. Sources: Vogels et al. 2019, arXiv:1905.13727; Zhang et al. 2023, arXiv:2306.08881.
 
-    `parameters` must have the same order on all processes, ideally forward order. `rare`: parameters that may get no
+    `parameters` must have the same order on all processes, ideally forward order. `rare` are parameters that may get no
     gradient on any process. The processes of `machine` sum factors before the exchange. Construction is a collective.
     """
 
@@ -89,7 +89,7 @@ class PowerSgd(Synchronizer):
         self._begun.put(True)
 
     def on_gradients(self) -> None:
-        """Waits until the gradients are averaged. A collective. Raises RuntimeError if a collective fails."""
+        """Waits until the gradients are averaged. A collective. Raises RuntimeError if the averaging failed."""
         if not self._expecting:
             self.before_last_micro_batch()
         self._queue_batches(also_incomplete=True)
@@ -121,7 +121,10 @@ class PowerSgd(Synchronizer):
             batch.compressor.load({name: one.to(batch.residual.device) for name, one in own.items()})
 
     def clear_residuals(self) -> str:
-        """Drops residuals and restores the initial factors, between two updates; returns a message for the user."""
+        """Sets residuals to zero and factors to their initial values. Returns a message for the user.
+
+        Called between two updates, after gradients with infinite or NaN values.
+        """
         for batch, first in zip(self._batches, self._first, strict=True):
             batch.residual.zero_()
             batch.compressor.load(first)
@@ -166,7 +169,7 @@ class PowerSgd(Synchronizer):
         self._queue_batches()
 
     def _queue_batches(self, *, also_incomplete: bool = False) -> None:
-        """Queues complete batches, in order; with `also_incomplete`, all batches."""
+        """Queues batches, in order, up to the first incomplete one; with `also_incomplete`, all batches."""
         while self._offered < len(self._batches):
             batch = self._batches[self._offered]
             if batch.missing and not also_incomplete:
@@ -186,7 +189,7 @@ class PowerSgd(Synchronizer):
             self._ended.put(error)
 
     def _exchange_update(self) -> None:
-        """Sends the batches of one update as they are completed; replaces the gradients by the averages."""
+        """Sends the batches of one update as they are completed, and replaces their gradients by the means."""
         if not self._begun.get():
             raise _ClosedError
         for batch in self._batches:  # during the forward pass
@@ -201,7 +204,7 @@ class PowerSgd(Synchronizer):
             batch.end_exchange(*queue.results[number], lambda: self._send_next_batch(queue))
 
     def _send_next_batch(self, queue: CollectiveQueue[_SentBatch], *, wait: bool = False) -> None:
-        """Starts sending the next complete batch (if `wait`, waits for one); advances the batches in progress."""
+        """Starts to send the next complete batch, for which it may `wait`, and advances those in progress."""
         with contextlib.suppress(Empty):
             batch = self._complete.get(block=wait)
             if batch is None:
@@ -226,11 +229,11 @@ class PowerSgd(Synchronizer):
 
 
 class _ClosedError(Exception):
-    """Raised in the background thread after `close`."""
+    """Raised in the background thread after `close`, to end it."""
 
 
 class _Batch:
-    """Parameters whose gradients are sent together, in this order."""
+    """Parameters whose gradients are sent together, in this order, and the residual of these gradients."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], compressor: LowRank, dtype: torch.dtype) -> None:
         self.parameters, self.compressor = list(parameters), compressor
@@ -248,7 +251,7 @@ class _Batch:
         self.missing: set[int] = set()  # ids of parameters that have no gradient of this update yet
 
     def expect(self) -> None:
-        """Prepares an update: backward will add gradients to the residual directly where layout and dtype allow it."""
+        """Prepares backward, which adds gradients directly to the residual if layout and dtype allow it."""
         self.missing = {id(parameter) for parameter in self.parameters}
         for parameter, slot, averaged in zip(self.parameters, self._slots, self._averaged, strict=True):
             if averaged is not None:
@@ -257,7 +260,7 @@ class _Batch:
                 parameter.grad = slot
 
     def begin_exchange(self) -> Tensor:
-        """Adds the gradients to the residual; returns the values to send."""
+        """Adds the gradients to the residual, and returns the values to send."""
         for parameter, slot, averaged in zip(self.parameters, self._slots, self._averaged, strict=True):
             if averaged is None and parameter.grad is not None:
                 slot.add_(parameter.grad)
@@ -266,7 +269,7 @@ class _Batch:
         return self.compressor.begin(self.residual)
 
     def end_exchange(self, sent: Tensor, mean: Tensor, lost: Tensor, between: Callable[[], object]) -> None:
-        """Replaces this process's gradients by the averages, and updates the residual."""
+        """Replaces the gradients by their means, and updates the residual. Arguments are as in `LowRank.end`."""
         for parameter, averaged in zip(self.parameters, self._averaged, strict=True):
             if averaged is not None:
                 parameter.grad = averaged

@@ -1,4 +1,4 @@
-"""The interface of a sync method in training, the processes that take part, and the averaging of buffers."""
+"""The interface of sync methods in training, their processes, and the averaging of buffers."""
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +27,7 @@ def dtype_of(tensors: Sequence[Tensor]) -> torch.dtype:
 
 
 def as_vector(tensors: Sequence[Tensor], dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-    """Copies all values into a vector [n] (`out` if given), in the order of indices, whatever the memory format."""
+    """Copies the values of all tensors, in the order of their indices, into `out` [n] or a new vector."""
     if not tensors:
         return torch.zeros(0, dtype=dtype)
     return torch.cat([tensor.detach().reshape(-1).to(dtype) for tensor in tensors], out=out)
@@ -47,7 +47,7 @@ def add_vector(vector: Tensor, tensors: Sequence[Tensor]) -> None:
 
 @dataclass(frozen=True)
 class LocalGroup:
-    """The processes of one machine, which average in every step. Their leader exchanges with the other machines."""
+    """The processes of one machine, which average in every step. Their leader exchanges with other machines."""
 
     group: Any  # their process group
     leader: int  # the leader's rank in the run
@@ -56,7 +56,7 @@ class LocalGroup:
 
 
 class Buffers:
-    """The buffers of a network, in the same order on all processes; `averaged` is their last mean [n]."""
+    """A network's floating-point buffers, in the same order on all processes. `averaged`: their last mean [n]."""
 
     def __init__(
         self, buffers: Sequence[Tensor], peers: "SyncGroup", machine: LocalGroup | None = None, device: str = "cpu"
@@ -67,7 +67,7 @@ class Buffers:
         self.begin()
 
     def begin(self) -> None:
-        """Sets `averaged` to the current buffers, which are equal on all processes."""
+        """Sets `averaged` to the current buffers, which must be equal on all processes."""
         self.averaged, self._step = self.local_values(), -1
 
     def local_values(self) -> Tensor:
@@ -77,7 +77,7 @@ class Buffers:
         write_vector(values, self._buffers)
 
     def average(self, step: int) -> None:
-        """Averages the buffers, at most once per step. A collective."""
+        """Sets `averaged` to the mean of all processes' buffers, at most once per step. A collective."""
         if step == self._step:
             return
         mean, machine = self.local_values(), self._machine
@@ -95,16 +95,16 @@ class Buffers:
 
 @dataclass(frozen=True)
 class MachineRanks:
-    """The leaders, which exchange between machines or, with sync.within = process, are all ranks; and this machine."""
+    """The ranks on this machine, and the ranks that exchange with each other (leaders)."""
 
-    leaders: tuple[int, ...]  # one rank per machine, or all ranks
+    leaders: tuple[int, ...]  # one rank per machine, or with sync.within = process all ranks
     machine: tuple[int, ...]  # ranks on this machine
     group: Any = None  # process group of this machine; None for one process
 
 
 @dataclass(frozen=True)
 class SyncContext:
-    """The settings from which a sync method is created: processes of the run, functions to communicate, seed."""
+    """The input of a sync method's `make`: processes of the run, functions that communicate, and the seed."""
 
     world: World  # all processes
     machine_ranks: MachineRanks  # the processes by machine
@@ -119,7 +119,7 @@ class SyncContext:
         return self.world.rank in self.machine_ranks.leaders
 
     def peers(self) -> "SyncGroup":
-        """Creates a new process group of the leaders (see `MachineRanks`). All processes call this."""
+        """Creates a process group of the leaders (see `MachineRanks`). All processes must call this."""
         from manyhands.sync.exchange import SyncGroup
 
         leaders = self.machine_ranks.leaders
@@ -127,14 +127,14 @@ class SyncContext:
         return SyncGroup(leaders.index(self.world.rank) if self.is_leader else 0, len(leaders), group)
 
     def machine(self) -> LocalGroup | None:
-        """Returns the processes of this machine, or None if they have no group."""
+        """Returns the group of processes on this machine, or None if they have no process group."""
         places = self.machine_ranks
         if places.group is None:
             return None
         return LocalGroup(places.group, places.machine[0], len(places.machine), self.world.rank == places.machine[0])
 
     def settings(self, cost: "Cost", trained: Sequence[Tensor], rank: int = 0) -> dict[str, Any]:
-        """Returns the settings of this run that sync state depends on; saved state is loaded only if they are equal."""
+        """Returns the settings on which sync state depends. Saved state is loaded only if its settings are equal."""
         return {
             "method": cost.method,
             "codec": cost.codec,
@@ -150,7 +150,7 @@ def trainable_parameters(network: HasGradients) -> dict[str, nn.Parameter]:
 
 
 class Synchronizer:
-    """The training loop's interface to a sync method. With this base class, the parallel mode averages gradients."""
+    """The interface of a sync method in the training loop. This base class lets the parallel mode average gradients."""
 
     reduces = True  # True if the mode averages gradients
     group: Any = None  # the processes over which the mode averages gradients; None: all
@@ -174,24 +174,27 @@ class Synchronizer:
         """Called after an update; `step` counts the updates made so far."""
 
     def clear_residuals(self) -> str:
-        """Removes non-finite gradients from the state; returns a message if other values are lost too, else ""."""
+        """Removes infinite and NaN values of the last gradients from the state.
+
+        Returns a message for the user if this loses other values too, or "" if not.
+        """
         return ""
 
     def adapt_pace(self, speeds_s: Sequence[float], exchanges_s: Sequence[float]) -> "Cost | None":
-        """Adapts the interval to each rank's seconds per step and exchange (0: none). Returns a new Cost, or None."""
+        """Adapts the interval to all ranks' seconds per step and exchange (0: none). Returns a Cost if it changes."""
 
     def finish(self, step: int) -> None:
-        """Makes the networks of all processes equal, at the end of training. A collective."""
+        """Makes the networks of all processes equal at the end of training. A collective."""
 
     def average_buffers(self, step: int) -> None:
-        """Averages the buffers over processes, after `step` updates; `averaged` uses the result. A collective."""
+        """Averages the buffers over processes after `step` updates, for use in `averaged`. A collective."""
 
     def averaged(self) -> contextlib.AbstractContextManager[None]:
         """Returns a context in which the network has the averaged parameters and buffers."""
         return contextlib.nullcontext()
 
     def replica_sum(self, value: Tensor, world: World) -> Tensor:
-        """Estimates a scalar's sum over all processes from the sum over those with equal gradients. A collective."""
+        """Sums a scalar over all processes, or estimates this sum if processes train separately. A collective."""
         if world.alone:
             return value
         if not self.alone:
@@ -207,13 +210,13 @@ class Synchronizer:
         return {name: one for name, one in model.state_dict().items() if isinstance(one, Tensor)}
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, int]] | None:
-        """Returns this process's own state (tensors, numbers) that later updates depend on; None if there is none."""
+        """Returns the state on which later updates depend, (tensors, numbers), or None if there is none."""
         return None
 
     def load(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, int]) -> None: ...
 
     def close(self) -> None:
-        """Ends an exchange in progress."""
+        """Ends the exchange in progress and background threads."""
 
     def begin(self) -> None:
-        """Resets the state to start from the current network. The network must be equal on all processes."""
+        """Resets the state to that of a start with the current network, which must be equal on all processes."""

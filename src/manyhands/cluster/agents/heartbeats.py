@@ -80,7 +80,7 @@ class HeartbeatMonitor:
 
 
 class ExitTimer:
-    """Limits the time for workers to exit after a failure. Workers that are saving (`emergency_save_path`) get more time."""
+    """Limits the time for workers to exit after a failure. Workers that save (`emergency_save_path`) get more time."""
 
     def __init__(self, scratch: Path) -> None:
         self._scratch, self._since, self.begun = scratch, 0.0, False

@@ -1,1 +1,1 @@
-"""One module per family of networks: its `NAMES` are values of model.name, and its `build(…)` builds a network."""
+"""One module per family of networks. Its `NAMES` are values of model.name, and its `build` builds a network."""

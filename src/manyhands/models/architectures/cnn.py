@@ -1,4 +1,4 @@
-"""A small convolutional network with BatchNorm, fast on a CPU, for pictures of at least 8x8 pixels."""
+"""A small convolutional network with BatchNorm that is fast on a CPU, for pictures of at least 8x8 pixels."""
 
 from typing import Any
 
@@ -20,10 +20,10 @@ def build(name: str, *, channels: int, size: int, num_classes: int, arguments: d
 
 
 def make_cnn(channels: int, size: int, num_classes: int, width: int = 16, dropout: float = 0.0) -> nn.Sequential:
-    """Builds blocks of convolution, BatchNorm, ReLU and max-pool, a block with average pooling, and a linear layer.
+    """Builds blocks of convolution, BatchNorm, ReLU and max-pool, then a block with average pool, and a linear layer.
 
     The first block has `width` channels; each further block doubles them, up to four times `width`. For pictures
-    below 16x16 pixels, the first block has no max-pool. `dropout` (from 0 to below 1) is applied before the last layer.
+    below 16x16 pixels, the first block has no max-pool. `dropout`: probability of dropout before the linear layer.
     """
     if not isinstance(width, int) or isinstance(width, bool) or width < 1:
         raise UserError(f"width is {width!r}, expected a whole number of at least 1", f"{WHERE}.width")

@@ -15,7 +15,7 @@ def build(name: str, *, channels: int, size: int, num_classes: int, arguments: d
 
 
 def make_mlp(inputs: int, num_classes: int, hidden: int = 256, depth: int = 1, dropout: float = 0.0) -> nn.Sequential:
-    """Builds `depth` hidden layers of `hidden` units, and a last layer. Raises UserError if a value is out of range."""
+    """Builds `depth` hidden layers of `hidden` units, and an output layer. Raises UserError for invalid arguments."""
     for word, value, lowest in (("hidden", hidden, 1), ("depth", depth, 0)):
         if not isinstance(value, int) or isinstance(value, bool) or value < lowest:
             raise UserError(f"{word} is {value!r}, expected a whole number of at least {lowest}", f"{WHERE}.{word}")

@@ -1,7 +1,7 @@
 """A convolutional network that learns small color pictures in few epochs.
 
-The first layer whitens 2x2 patches and isn't trained. Three groups of two convolutions follow, whose initial weights
-copy the input channels. BatchNorm has no trainable scale, and a constant factor reduces the outputs.
+The first layer whitens 2x2 patches and isn't trained. Three groups of two convolutions follow. Their initial weights
+copy the input channels. BatchNorm has no trainable scale, and a constant factor scales the outputs.
 
 Source: Jordan 2024, arXiv:2404.00498, section 3, after Page 2019, "How to train your ResNet". Here the first layer has
 no bias, so it needs no gradient at all.
@@ -37,7 +37,7 @@ class QuickNet(InitializedFromData):
         size: height and width of a picture, in pixels.
         num_classes: number of outputs.
         widths: output channels of each of the three groups.
-        scale: factor of the last layer's outputs; with a smaller factor, that layer learns more slowly.
+        scale: factor of the outputs of the last layer. With a smaller factor, this layer learns more slowly.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class QuickNet(InitializedFromData):
     @override
     @torch.no_grad()
     def initialize(self, pictures: Tensor) -> None:
-        """Initializes the first layer to whiten patches: its outputs have variance 1 in each principal direction."""
+        """Sets the first layer to whiten patches, so that it has variance 1 in each principal direction."""
         parts = [_patches(part) for part in pictures.split(_AT_ONCE)]
         products, count = sum(part.T @ part for part in parts), sum(len(part) for part in parts)
         variances, directions = torch.linalg.eigh(products / count)
@@ -85,7 +85,7 @@ def _group(inputs: int, outputs: int) -> nn.Sequential:
 
 
 def _convolution(inputs: int, outputs: int) -> nn.Conv2d:
-    """Creates a 3x3 convolution whose initial weights copy the inputs to the first output channels."""
+    """Creates a 3x3 convolution. Its initial weights copy the input channels to the first output channels."""
     layer = nn.Conv2d(inputs, outputs, 3, padding=1, bias=False)
     nn.init.dirac_(layer.weight.detach()[:inputs])
     return layer

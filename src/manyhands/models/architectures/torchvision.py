@@ -30,7 +30,7 @@ _DIGEST = re.compile(r"-([0-9a-f]{8,})\.")  # torchvision's file names end in th
 
 
 def needs(name: str, size: int, arguments: dict[str, Any], pretrained: bool) -> ModelNeeds:
-    """Returns required channels (3), and the picture size if the network needs a fixed one or `size` is too small."""
+    """Returns the required channels (3), and the required size if it is fixed or `size` is too small."""
     meta = _published_weights(name).meta
     smallest = max(meta["min_size"])
     argument, fixed = _SIZED.get(name.split("_")[0], ("", 0))
@@ -50,11 +50,13 @@ def needs(name: str, size: int, arguments: dict[str, Any], pretrained: bool) -> 
 def build(name: str, *, channels: int, size: int, num_classes: int, arguments: dict[str, Any]) -> nn.Module:  # noqa: ARG001 one shape for all
     if name in _WITH_OPEN_DEFAULT:
         arguments = {"init_weights": True, **arguments}
-    return construct(_models().get_model_builder(name), name, arguments, {"weights": None, "num_classes": num_classes})
+    return construct(
+        _torchvision_models().get_model_builder(name), name, arguments, {"weights": None, "num_classes": num_classes}
+    )
 
 
 def published_arguments(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Returns `arguments` plus those of the published weights, for which `build` and `build_pretrained` agree."""
+    """Adds the arguments with which `build` builds the network that `build_pretrained` builds."""
     added: dict[str, Any] = {}
     argument, fixed = _SIZED.get(name.split("_")[0], ("", 0))
     if argument and fixed:
@@ -68,32 +70,30 @@ def published_arguments(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def build_pretrained(name: str, *, num_classes: int, arguments: dict[str, Any]) -> nn.Module:
-    """Builds a network with published weights, with new last layers unless `num_classes` is 1000. Raises UserError."""
+    """Builds a network with published weights. Its last layers are new unless `num_classes` is 1000."""
     weights = _published_weights(name)
     path = fetch_weights(weights.url)
     try:
         fixed = {"weights": weights, "progress": False}
-        model = construct(_models().get_model_builder(name), name, arguments, fixed)
+        model = construct(_torchvision_models().get_model_builder(name), name, arguments, fixed)
     except RuntimeError as error:
         raise UserError(f"{path.name} holds another network's weights", str(path), ("delete the file",)) from error
     if num_classes != _PUBLISHED_CLASSES:
-        _replace_heads(model, name, num_classes)
+        _replace_imagenet_heads(model, name, num_classes)
     return model
 
 
 def _published_weights(name: str) -> Any:
-    return _models().get_model_weights(name)["DEFAULT"]
+    return _torchvision_models().get_model_weights(name)["DEFAULT"]
 
 
-def _models() -> ModuleType:
-    """Returns torchvision.models, imported late because the import takes a second."""
-    from torchvision import models
+def _torchvision_models() -> ModuleType:
+    from torchvision import models  # takes a second
 
     return models
 
 
-def _replace_heads(model: nn.Module, name: str, num_classes: int) -> None:
-    """Replaces each layer that has ImageNet's 1000 outputs: the main head and auxiliary heads."""
+def _replace_imagenet_heads(model: nn.Module, name: str, num_classes: int) -> None:
     heads: dict[str, nn.Module] = {}
     for path, layer in model.named_modules():
         if isinstance(layer, nn.Linear) and layer.out_features == _PUBLISHED_CLASSES:
@@ -108,7 +108,7 @@ def _replace_heads(model: nn.Module, name: str, num_classes: int) -> None:
 
 
 def fetch_weights(url: str) -> Path:
-    """Downloads weights unless torch hub's cache has them. Returns their path. Raises UserError: failed, no weights."""
+    """Returns the path of weights in torch hub's cache, after a download if needed. Raises UserError if that fails."""
     path = Path(torch.hub.get_dir()) / "checkpoints" / url.rpartition("/")[2]
     hints = (f"download {url}", f"and save the file as {path}", "or remove model.pretrained")
     if not path.is_file():

@@ -1,4 +1,4 @@
-"""Process subgroups, whose collectives also work with a single process."""
+"""Subgroups of processes. Their collectives also work in a group of one process."""
 
 from collections.abc import Sequence
 from datetime import timedelta
@@ -23,18 +23,18 @@ _OPERATIONS = {
 }
 
 
-def _reduce_op(operation: str, what: str) -> Any:
+def _reduce_op(operation: str, caller: str) -> Any:
     if operation not in _OPERATIONS:
-        raise UserError(f'there is no operation "{operation}"', what, (f"choose one of {', '.join(_OPERATIONS)}",))
+        raise UserError(f'there is no operation "{operation}"', caller, (f"choose one of {', '.join(_OPERATIONS)}",))
     return _OPERATIONS[operation]
 
 
 class Subgroup:
-    """A group of processes and its collectives. All processes of the run must create the same groups in the same order.
+    """A group of processes with collectives. All processes of the run must create the same groups in the same order.
 
     Attributes:
         ranks: the members' ranks in the run, in order.
-        rank: this process's index in the group, or -1 if it is not a member.
+        rank: this process's index in `ranks`, or -1 if this process is not a member.
     """
 
     def __init__(self, ranks: Sequence[int], rank: int, handle: Any) -> None:
@@ -46,7 +46,7 @@ class Subgroup:
 
     @CLOCK.within(COMMUNICATION)
     def all_reduce(self, tensor: Tensor, operation: Operation = "sum") -> Tensor:
-        """Combines the members' tensors by `operation` and returns the result on all members."""
+        """Reduces the members' tensors by `operation`. Returns the result on all members."""
         result, reduce_op = self._contiguous_copy(tensor), _reduce_op(operation, "all_reduce")
         if self.size > 1:
             dist.all_reduce(result, reduce_op, group=self._handle)
@@ -54,7 +54,7 @@ class Subgroup:
 
     @CLOCK.within(COMMUNICATION)
     def reduce(self, tensor: Tensor, target: int = 0, operation: Operation = "sum") -> Tensor | None:
-        """Combines the members' tensors by `operation` on member `target`; returns None on other members."""
+        """Reduces the members' tensors by `operation`. Returns the result on member `target`, None on others."""
         receiver, result = self._rank_of(target, "reduce"), self._contiguous_copy(tensor)
         reduce_op = _reduce_op(operation, "reduce")
         if self.size > 1:
@@ -65,7 +65,7 @@ class Subgroup:
 
     @CLOCK.within(COMMUNICATION)
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
-        """Returns the tensor of member `source` on all members. The others pass a tensor of equal shape and dtype."""
+        """Returns the tensor of member `source` on all members. All must pass tensors of the same shape and dtype."""
         sender, result = self._rank_of(source, "broadcast"), self._contiguous_copy(tensor)
         if self.size > 1:
             dist.broadcast(result, src=sender, group=self._handle)
@@ -73,7 +73,7 @@ class Subgroup:
 
     @CLOCK.within(COMMUNICATION)
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """Stacks the members' tensors in order, [size, …], on all members."""
+        """Returns the tensors of all members, stacked in the order of `ranks`, as [size, …]."""
         mine = self._contiguous_copy(tensor)
         if self.size == 1:
             return mine[None]
@@ -83,7 +83,7 @@ class Subgroup:
 
     @CLOCK.within(COMMUNICATION)
     def gather(self, tensor: Tensor, target: int = 0) -> Tensor | None:
-        """Stacks the members' tensors in order, [size, …], on member `target`; returns None on other members."""
+        """Returns the tensors of all members, stacked as [size, …], on member `target`, and None on the others."""
         receiver, mine = self._rank_of(target, "gather"), self._contiguous_copy(tensor)
         if self.size == 1:
             return mine[None]
@@ -93,7 +93,7 @@ class Subgroup:
 
     @CLOCK.within(COMMUNICATION)
     def all_to_all(self, tensors: Tensor) -> Tensor:
-        """Sends row i of the tensor [size, …] to member i; returns the rows received, in the order of the members."""
+        """Sends row i of `tensors` [size, …] to member i. Returns the rows received; row i is from member i."""
         self._require_rows(tensors, "all_to_all")
         mine = self._contiguous_copy(tensors)
         if self.size == 1:
@@ -104,23 +104,23 @@ class Subgroup:
 
     @CLOCK.within(COMMUNICATION)
     def send(self, tensor: Tensor, target: int) -> None:
-        """Sends a tensor to member `target`, which must call `receive`. Blocks until the tensor is sent."""
+        """Sends `tensor` to member `target`, which must call `receive`. Blocks until the tensor is sent."""
         dist.send(self._contiguous_copy(tensor), dst=self._rank_of_other(target, "send"), group=self._handle)
 
     @CLOCK.within(COMMUNICATION)
     def receive(self, tensor: Tensor, source: int) -> Tensor:
-        """Receives a tensor from member `source`, with the shape, dtype and device of `tensor`."""
+        """Returns the tensor that member `source` sends. It must have the shape and dtype of `tensor`."""
         result = torch.empty_like(self._contiguous_copy(tensor))
         dist.recv(result, src=self._rank_of_other(source, "receive"), group=self._handle)
         return result
 
     def scatter(self, tensors: Tensor, source: int = 0) -> Tensor:
-        """Returns row `rank` of the tensor [size, …] of member `source`; other members pass a tensor of equal shape."""
+        """Returns row `rank` of the tensor [size, …] of member `source`. All pass tensors of equal shape and dtype."""
         self._require_rows(tensors, "scatter")
         return self.broadcast(tensors, source)[self.rank].clone()
 
     def reduce_scatter(self, tensors: Tensor, operation: Operation = "sum") -> Tensor:
-        """Combines the members' `tensors` [size, …] by `operation` and returns row `rank` of the result."""
+        """Reduces the members' `tensors` [size, …] by `operation`. Returns row `rank` of the result."""
         self._require_rows(tensors, "reduce_scatter")
         return self.all_reduce(tensors, operation)[self.rank].clone()
 
@@ -131,7 +131,7 @@ class Subgroup:
             dist.barrier(group=self._handle)
 
     def _contiguous_copy(self, tensor: Tensor) -> Tensor:
-        """Returns a contiguous copy, because some backends ignore strides. Raises UserError on a non-member."""
+        """Returns a contiguous copy, because some backends ignore strides. Raises UserError if this is no member."""
         self._require_member()
         return tensor.detach().clone(memory_format=torch.contiguous_format)
 
@@ -139,23 +139,23 @@ class Subgroup:
         if self.rank < 0:
             raise UserError(f"this process is not one of ranks {', '.join(map(str, self.ranks))}", "subgroup")
 
-    def _require_rows(self, tensors: Tensor, what: str) -> None:
+    def _require_rows(self, tensors: Tensor, caller: str) -> None:
         self._require_member()
         rows = tensors.shape[0] if tensors.ndim else 0
         if rows != self.size:
-            raise UserError(f"{what} needs {self.size} rows, one for each process, but got {rows}", what)
+            raise UserError(f"{caller} needs {self.size} rows, one for each process, but got {rows}", caller)
 
-    def _rank_of(self, member: int, what: str) -> int:
+    def _rank_of(self, member: int, caller: str) -> int:
         self._require_member()
         if not 0 <= member < self.size:
-            hints = (f"give 0 to {self.size - 1}, the index in ranks {', '.join(map(str, self.ranks))}",)
-            raise UserError(f"there is no member {member} in a group of {self.size}", what, hints)
+            hints = (f"give an index from 0 to {self.size - 1} into the ranks {', '.join(map(str, self.ranks))}",)
+            raise UserError(f"there is no member {member} in a group of {self.size}", caller, hints)
         return self.ranks[member]
 
-    def _rank_of_other(self, member: int, what: str) -> int:
+    def _rank_of_other(self, member: int, caller: str) -> int:
         if member == self.rank:
-            raise UserError(f"member {member} is this process itself", what, ("name another member of the group",))
-        return self._rank_of(member, what)
+            raise UserError(f"member {member} is this process itself", caller, ("name another member of the group",))
+        return self._rank_of(member, caller)
 
 
 def world_group(world: World) -> Subgroup:
@@ -163,12 +163,12 @@ def world_group(world: World) -> Subgroup:
 
 
 def group_timeout(world: World) -> timedelta | None:
-    """Returns the job's timeout for the collectives of new groups; None: torch's default, half an hour."""
+    """Returns the timeout of collectives that the job sets, or None for torch's default (half an hour)."""
     return timedelta(seconds=world.collective_timeout_s) if world.collective_timeout_s else None
 
 
 def new_group(world: World, ranks: Sequence[int]) -> Subgroup:
-    """Creates a subgroup. All processes, also non-members, must call it. Raises UserError for invalid ranks."""
+    """Creates a subgroup. All processes of the run must call this. Raises UserError if `ranks` are invalid."""
     members = sorted(ranks)
     if not members or len(set(members)) != len(members) or members[0] < 0 or members[-1] >= world.size:
         raise UserError(f"{list(ranks)} are not distinct ranks from 0 to {world.size - 1}", "new_group")

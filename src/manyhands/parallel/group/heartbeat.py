@@ -28,7 +28,7 @@ class Heartbeat(BaseModel):
 
     @property
     def limit_s(self) -> float:
-        """Seconds without progress that count as a stall."""
+        """Seconds without progress after which the process counts as stalled."""
         return STALL_S + STALL_FACTOR * self.usual_s
 
     @property
@@ -37,12 +37,12 @@ class Heartbeat(BaseModel):
 
 
 def stop_waiting_path(folder: Path) -> Path:
-    """Returns the path of a file whose creation makes workers with heartbeats in `folder` stop waiting for peers."""
+    """Returns the path of the file that signals workers (heartbeats in `folder`) to stop waiting for lost peers."""
     return folder / "leave"
 
 
 class ObservedHeartbeat(Heartbeat):
-    """A heartbeat, with observations by the machine's agent (the process that starts the workers)."""
+    """A worker's heartbeat, with what the machine's agent (the process that starts the workers) observes."""
 
     rank: int
     pid: int
@@ -51,10 +51,10 @@ class ObservedHeartbeat(Heartbeat):
 
     @property
     def stood_s(self) -> float:
-        """Seconds since the last progress, including the seconds since the last heartbeat."""
+        """Seconds since the worker's last progress, now rather than at its last heartbeat."""
         return self.still_s + self.quiet_s
 
 
 def emergency_save_path(folder: Path, rank: int) -> Path:
-    """Returns the path of a file that rank `rank` creates before saving its state after a peer's failure."""
+    """Returns the path of the file by which rank `rank` announces a save after a peer's failure."""
     return folder / f"{rank}.saves"

@@ -35,10 +35,10 @@ PATIENCE_S = 5.0  # seconds to exit after a peer's failure that collectives don'
 
 
 class FailureBroadcast:
-    """Shares the run's first failure among all processes, through rank 0's store.
+    """Publishes the run's first failure to all processes through rank 0's store, and listens for it in a thread.
 
-    `leave` is called with this failure, or None if the store has ended, to end a process that a collective still
-    blocks. gloo needs no `leave`, because closed connections end its collectives.
+    `leave` ends a process whose main thread is blocked in a collective. The thread calls it with the failure, or with
+    None if the store is lost. gloo needs no `leave`, because closed connections end its collectives.
     """
 
     def __init__(
@@ -51,19 +51,19 @@ class FailureBroadcast:
         self._thread.start()
 
     def publish(self, failure: rendezvous.PeerFailure) -> None:
-        """Publishes this process's failure, unless another failure is already published."""
+        """Publishes the failure of this process, unless another process has already published one."""
         text = failure.model_dump_json()
         with contextlib.suppress(dist.DistError):
             if not rendezvous.parse_message(self._store.compare_set("text", "", text), rendezvous.PeerFailure):
                 self._store.set("text", text)  # replaces an invalid message
 
     def wait_for_failure(self) -> rendezvous.PeerFailure | None:
-        """Waits up to LEARN_S seconds for the first failure; returns None if none is published."""
+        """Waits up to LEARN_S seconds for the published failure. Returns None if no failure is published by then."""
         self._known.wait(LEARN_S)
         return self._heard
 
     def close(self, readers: int = 0) -> None:
-        """Waits up to LINGER_S seconds until `readers` processes have read the cause, then stops listening."""
+        """Stops listening, after `readers` processes have read the failure, but at most LINGER_S seconds later."""
         if readers:
             rendezvous.wait_for_count(self._store, "heard", readers)
         self._over.set()
@@ -84,7 +84,7 @@ class FailureBroadcast:
 
 @dataclass
 class JoinedGroup:
-    """The process group that `join` returns: this process's rank and the processes' store (None for one process)."""
+    """The process group as `join` returns it: rank and device of this process, and the store of all processes."""
 
     world: World  # rank, size and device of this process
     store: Any = None  # for small messages between processes
@@ -96,19 +96,19 @@ class JoinedGroup:
     present: dict[int, dict[str, Any]] = field(default_factory=dict[int, dict[str, Any]])
 
     def listen(self, attempt: int, leave: Callable[[rendezvous.PeerFailure | None], None] | None = None) -> None:
-        """Starts to listen for failures of other processes; needed under launchers without agents. See `FailureBroadcast`."""
+        """Starts a `FailureBroadcast`, which launchers without agents need. `leave` is passed to it."""
         if self.store is not None and not self.world.alone:
             self.cause = FailureBroadcast(self.store, attempt, leave)
 
     def abort(self) -> None:
-        """Aborts collectives and ends this process; called by another thread if the main thread is blocked."""
+        """Aborts collectives and exits. Called from another thread while a collective blocks the main thread."""
         threading.Timer(ABORT_S, os._exit, (EXIT_FAILED,)).start()
         if dist.is_initialized():
             dist.distributed_c10d._abort_process_group()
         os._exit(EXIT_FAILED)
 
     def leave(self, *, failed: bool = False) -> None:
-        """Destroys the groups created since `join`. If `failed`, waits until other processes have read the cause."""
+        """Destroys the groups created since `join`. If `failed`, waits until other processes have read the failure."""
         if self.earlier_groups is None:
             if dist.is_initialized():
                 dist.destroy_process_group()
@@ -129,11 +129,11 @@ class JoinedGroup:
 
 
 def join(process_info: ProcessInfo, digest: str, collective_timeout_s: float, say: Say) -> JoinedGroup:
-    """Joins the group of processes. A collective.
+    """Joins this process to the process group of the run. A collective.
 
-    `digest` is a text that must be equal on all processes: version and options. Collectives fail if a peer doesn't
-    answer for `collective_timeout_s` seconds. `say` prints a line for the user. Raises PeerError if a rank is missing,
-    and UserError for an unusable address, a duplicate rank or a process of another job.
+    `digest` is a text with the version and the options, which must be equal on all processes. Collectives fail after
+    `collective_timeout_s` seconds without an answer of a peer. `say` prints a message to the user. Raises PeerError if
+    a rank is missing, and UserError for an unusable address, a duplicate rank or a process of another job.
     """
     if process_info.started_by == STARTED_BY:
         return _join_existing(process_info, digest, say)
@@ -187,23 +187,22 @@ def _join_existing(process_info: ProcessInfo, digest: str, say: Say) -> JoinedGr
 
 
 def _set_current_device(device: str) -> None:
-    """Makes an accelerator the current one, which torch uses for devices without an index, such as "cuda"."""
     if ":" in device and not device.startswith("cpu"):
         torch.accelerator.set_device_index(device)
 
 
 def _with_local_rank(process_info: ProcessInfo, present: dict[int, dict[str, Any]]) -> ProcessInfo:
-    """Returns `process_info` with local rank and size from all ranks' machines, for processes started one by one."""
+    """Returns a copy of `process_info` with the local rank and size that follow from the records of all ranks."""
     machines = [present[rank]["machine"] for rank in range(process_info.size)]
     here = [rank for rank, machine in enumerate(machines) if machine == machines[process_info.rank]]
     return replace(process_info, local_rank=here.index(process_info.rank), local_size=len(here))
 
 
 def set_collective_interface(process_info: ProcessInfo, present: dict[int, dict[str, Any]]) -> str:
-    """Sets the network interface of collectives by environment variables; returns gloo's interface, or "".
+    """Sets the environment variables that name the network interface of gloo and NCCL. Returns gloo's interface.
 
-    On one machine, collectives use loopback. On several machines, they use the interface that the environment already
-    names, or else the interface towards the other machines. Raises UserError if this machine lacks the named interface.
+    On one machine, it is loopback. On several, it is the interface that the environment already names, or that of the
+    route to other machines ("" without a route). `present`: {rank: record}. Raises UserError for a missing interface.
     """
     here, loopback = present[process_info.rank]["machine"], ports.loopback_interface()
     others = [who for _, who in sorted(present.items()) if who["machine"] != here]
@@ -228,7 +227,7 @@ def set_collective_interface(process_info: ProcessInfo, present: dict[int, dict[
 
 
 def describe_open_ports(process_info: ProcessInfo, interface: str) -> list[str]:
-    """Returns messages about ports that are open to other hosts, or [] if another process prints these messages."""
+    """Returns messages on ports that other hosts can reach. Returns [] if another process has to print the messages."""
     if process_info.local_rank or process_info.started_by == "manyhands":
         return []
     lines = [] if interface == ports.loopback_interface() else [ports.describe_collective_ports(interface)]
@@ -238,7 +237,6 @@ def describe_open_ports(process_info: ProcessInfo, interface: str) -> list[str]:
 
 
 def _choose_device(process_info: ProcessInfo) -> str:
-    """Returns this process's device. Raises UserError if this machine has fewer accelerators than processes."""
     kind = device_kind(process_info.device, process_info.size)
     name, _, number = kind.partition(":")
     if name == "cpu":
@@ -259,8 +257,8 @@ def _choose_device(process_info: ProcessInfo) -> str:
         raise UserError(what, "-n", (f"start fewer processes: -n {count}", "or use --device cpu"))
     if index is not None and index >= count:
         what = f"this process is assigned {kind} device {index}, but the devices here are 0 to {count - 1}"
-        hints = ("number the devices from 0 within the visible ones (CUDA_VISIBLE_DEVICES)",)
-        raise UserError(what, "DEVICE_ID, or the cluster file", hints)
+        hints = ("count only visible devices (CUDA_VISIBLE_DEVICES), from 0",)
+        raise UserError(what, "DEVICE_ID or the cluster file", hints)
     return f"{kind}:{process_info.local_rank % count if index is None else index}"
 
 
@@ -313,7 +311,7 @@ def _address_source(process_info: ProcessInfo) -> str:
 
 
 def _connect(host: str, port: int, process_info: ProcessInfo) -> Any:
-    """Connects to rank 0's store. Raises PeerError if the listener doesn't answer; torch would wait forever."""
+    """Connects to rank 0's store. Raises PeerError if the listener doesn't answer, where torch would wait forever."""
     found: list[Any] = []
 
     def connect() -> None:
@@ -376,7 +374,7 @@ INIT = "the existing process group"
 
 
 def existing_process_info(device: str, backend: str) -> ProcessInfo | None:
-    """Returns this process's rank and size in torch's default group, if any. Raises UserError if `backend` differs."""
+    """Returns rank and size in torch's default group, or None without one. Raises UserError if `backend` is another."""
     if not dist.is_available() or not dist.is_initialized():
         return None
     place, own = _device_and_backend(device)
@@ -388,7 +386,7 @@ def existing_process_info(device: str, backend: str) -> ProcessInfo | None:
 
 
 def _device_and_backend(wanted: str) -> tuple[str, str]:
-    """Returns (this process's device, the group's backend for that device); with gloo alone, the device is the CPU."""
+    """Returns (device of this process, backend of the group for this device); the CPU if the only backend is gloo."""
     backends = dict(part.split(":") for part in dist.get_backend_config().split(","))  # such as "cpu:gloo,cuda:nccl"
     kind = accelerator()
     if wanted == "auto" and kind != "cpu" and backends.get(kind, "gloo") != "gloo":
@@ -399,7 +397,7 @@ def _device_and_backend(wanted: str) -> tuple[str, str]:
 
 
 def run_store(store: Any, rank: int, attempt: int = 0) -> Any:
-    """Returns a view of the store with a prefix for this run, because several runs may share the store."""
+    """Returns the store with a key prefix of this run, because several runs may share the store."""
     uses = store.add(f"manyhands/uses/{attempt}/{rank}", 1)  # all processes count their uses in the same order
     return dist.PrefixStore(f"manyhands/{uses}", store)
 

@@ -1,7 +1,7 @@
-"""Stops listening for new connections once all processes of the run have connected.
+"""Blocks new connections to the sockets of gloo and of the store once all processes have connected. Linux only.
 
 gloo listens as long as a group exists, so any host could exhaust the process's file descriptors. A socket filter that
-drops all packets prevents that: existing connections stay, and new connections get no answer. Linux only.
+drops all packets prevents that: existing connections stay, and new connections get no answer.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ OPEN_FILES = Path("/proc/self/fd")
 
 
 def tcp_sockets() -> Iterator[tuple[str, socket.socket]]:
-    """Yields (name, duplicate) of each TCP socket of this process; closes the duplicate after each iteration."""
+    """Yields (name, duplicate) of each TCP socket of this process. Each duplicate is closed after its iteration."""
     for path in OPEN_FILES.iterdir() if sys.platform == "linux" else ():
         with contextlib.suppress(OSError):  # it was closed meanwhile
             name = str(path.readlink())
@@ -32,8 +32,8 @@ def tcp_sockets() -> Iterator[tuple[str, socket.socket]]:
                         yield name, found
 
 
-def is_listening(one: socket.socket) -> bool:
-    return bool(one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+def is_listening(tcp_socket: socket.socket) -> bool:
+    return bool(tcp_socket.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
 
 
 def _block_new_connections(listener: socket.socket) -> None:
@@ -45,7 +45,7 @@ def _block_new_connections(listener: socket.socket) -> None:
 
 @contextlib.contextmanager
 def block_listeners_on_exit(backend: str = "") -> Generator[None]:
-    """On exit, blocks new connections to sockets that gloo opened in the context. NCCL's stay open for later use."""
+    """When the context exits, blocks new connections to the sockets that gloo opened in it. NCCL's stay open."""
     later = os.environ.get("TORCH_GLOO_LAZY_INIT", "0") not in {"", "0"}  # connects when first needed
     # Through ssh all groups of a process share one listening socket, on loopback only.
     if "gloo" not in backend or "," in backend or later or tunnel_ends():
@@ -61,8 +61,8 @@ def block_listeners_on_exit(backend: str = "") -> Generator[None]:
 def close_rendezvous(port: int, machines: Sequence[Collection[str]]) -> None:
     """Blocks new connections to the store's port after the rendezvous, and disconnects hosts outside the run.
 
-    Called on the process that holds the store. `machines`: the addresses of each other machine. If a machine isn't
-    connected from any of its addresses, no host is disconnected, because the machine may use an unlisted address.
+    Called on the process that holds the store. `machines` has the addresses of each other machine. If a machine is not
+    connected from one of its addresses, it may use an unlisted address, so no host is disconnected.
     """
     own, theirs = [], []
     for _, one in tcp_sockets():
@@ -71,15 +71,15 @@ def close_rendezvous(port: int, machines: Sequence[Collection[str]]) -> None:
     try:
         for listener in own:
             _block_new_connections(listener)
-        seen = {_address(other) for other in theirs}
+        seen = {_peer_address(other) for other in theirs}
         known = {*local_addresses(), *(address for machine in machines for address in machine)}
         for other in theirs if all(seen.intersection(machine) for machine in machines) else ():
-            if _address(other) not in known:
+            if _peer_address(other) not in known:
                 other.shutdown(socket.SHUT_RDWR)
     finally:
         for one in (*own, *theirs):
             one.close()
 
 
-def _address(one: socket.socket) -> str:
-    return one.getpeername()[0].removeprefix("::ffff:").partition("%")[0]
+def _peer_address(tcp_socket: socket.socket) -> str:
+    return tcp_socket.getpeername()[0].removeprefix("::ffff:").partition("%")[0]

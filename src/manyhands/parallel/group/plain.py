@@ -1,4 +1,4 @@
-"""Collectives for JSON data and tensors, without pickle, because a malicious peer's pickle could run code."""
+"""Collectives of JSON data and tensors. They don't use pickle, because unpickling a peer's data could run code."""
 
 import json
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from manyhands.core.world import World
 
 
 def broadcast_plain(value: Any, world: World) -> Any:
-    """Returns rank 0's value (JSON data, infinities allowed) on all processes. A collective."""
+    """Returns rank 0's `value` (JSON data, which may contain infinities) on all processes. A collective."""
     if world.alone:
         return value
     content = _encode(value) if world.rank == 0 else torch.empty(0, dtype=torch.uint8)
@@ -26,7 +26,7 @@ def broadcast_plain(value: Any, world: World) -> Any:
 
 
 def broadcast_result(make: Callable[[], Any], world: World) -> Any:
-    """Calls `make` on rank 0. All ranks return its result (JSON data) or raise its ManyhandsError. A collective."""
+    """Calls `make` on rank 0, and returns its result (JSON data) or raises its error on all ranks. A collective."""
     found: dict[str, Any] = {}
     if world.is_main:
         try:
@@ -42,7 +42,7 @@ def broadcast_result(make: Callable[[], Any], world: World) -> Any:
 
 
 def gather_plain(value: Any, world: World, group: Any = None) -> list[Any]:
-    """Returns the values (JSON data) of all ranks of `group` (None: of the run) on each of them. A collective."""
+    """Returns the values (JSON data) of all ranks of `group`, in order; None: all ranks of the run. A collective."""
     if world.alone:
         return [value]
     content, size = _encode(value), dist.get_world_size(group)
@@ -57,7 +57,7 @@ def gather_plain(value: Any, world: World, group: Any = None) -> list[Any]:
 
 
 def broadcast_tensors(tensors: dict[str, Tensor], world: World) -> dict[str, Tensor]:
-    """Returns rank 0's CPU tensors by name on all ranks; broadcasts one at a time. A collective."""
+    """Returns rank 0's tensors by name, as CPU tensors, on all ranks. A collective."""
     if world.alone:
         return tensors
     mine = [[name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for name, tensor in tensors.items()]

@@ -1,4 +1,4 @@
-"""Sockets that listen on a single address, and messages about the hosts that can reach them."""
+"""Listening sockets, network interfaces, and messages about the hosts that can reach a port."""
 
 import errno
 import ipaddress
@@ -15,13 +15,13 @@ INNER_NETWORKS = ("172.17.", "192.168.122.", "169.254.", "fe80:")
 
 
 class PortTakenError(UserError):
-    """Another process listens on the port."""
+    """Raised if another process already listens on the port."""
 
 
 def listen(host: str, port: int, option_name: str = "--init") -> socket.socket:
-    """Listens on one address of this machine only (torch's own store would listen on every interface).
+    """Listens on one address of this machine, whereas torch's store would listen on every interface.
 
-    `option_name` names the option that sets the address. Raises UserError for another machine's address or a taken port.
+    `option_name` is the option that sets the address. Raises UserError if it isn't this machine's or the port is taken.
     """
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -52,7 +52,7 @@ def _listen_error(host: str, port: int, error: OSError, option_name: str) -> Use
 
 
 def port_holder(port: int) -> str:
-    """Returns the PID, name and user of the process that listens on a port; empty if this user can't see them."""
+    """Describes the process that listens on a port: PID, name and user. Returns "" if this user can't see it."""
     try:
         connections = psutil.net_connections("tcp")
     except psutil.AccessDenied:
@@ -68,7 +68,7 @@ def port_holder(port: int) -> str:
 
 
 def _interfaces() -> list[tuple[str, str, str | None]]:
-    """Returns (interface, address, netmask) of each IPv4 and IPv6 address of this machine."""
+    """Returns (interface name, address, netmask) of each IPv4 and IPv6 address of this machine."""
     return [
         (name, entry.address.partition("%")[0], entry.netmask)
         for name, entries in psutil.net_if_addrs().items()
@@ -88,17 +88,17 @@ def local_addresses() -> list[str]:
 
 
 def reachable_addresses() -> list[str]:
-    """Returns this machine's addresses that other machines may reach."""
+    """Returns the addresses of this machine that other machines may reach: not loopback, bridges or link-local."""
     return [one for one in local_addresses() if not _is_loopback(one) and not one.startswith(INNER_NETWORKS)]
 
 
 def loopback_interface() -> str:
-    """Returns the interface with 127.0.0.1: "lo" on Linux, "lo0" on macOS."""
+    """Returns the name of the interface with address 127.0.0.1, such as "lo" on Linux and "lo0" on macOS."""
     return _interface_with("127.0.0.1") or "lo"
 
 
 def route_interface(host: str) -> str:
-    """Returns the interface of the route to `host`, or an empty string."""
+    """Returns the name of the interface through which this machine reaches `host`. Returns "" without a route."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -108,9 +108,9 @@ def route_interface(host: str) -> str:
         return ""
 
 
-def interface_to_addresses(theirs: Iterable[str]) -> str:
-    """Returns the interface in the network of an address in `theirs`, else one that routes to an address, else ""."""
-    wanted = [ipaddress.ip_address(address) for address in theirs]
+def interface_to_addresses(addresses: Iterable[str]) -> str:
+    """Returns the interface in the network of one of the addresses, or of the route to one, or "" without a route."""
+    wanted = [ipaddress.ip_address(address) for address in addresses]
     mine = set(reachable_addresses())
     for name, own, netmask in _interfaces():
         if own in mine and netmask:
@@ -121,7 +121,7 @@ def interface_to_addresses(theirs: Iterable[str]) -> str:
 
 
 def require_interfaces(names: str, option_name: str) -> None:
-    """Raises UserError if this machine lacks one of the interfaces in `names`, a comma-separated list."""
+    """Raises UserError if this machine lacks one of the interfaces in the comma-separated list `names`."""
     mine = psutil.net_if_addrs()
     for name in names.split(","):
         if name not in mine:
@@ -130,7 +130,7 @@ def require_interfaces(names: str, option_name: str) -> None:
 
 
 def describe_collective_ports(interface: str) -> str:
-    """Returns a message with the addresses that collectives listen on and the hosts that can connect."""
+    """Returns a message that names the addresses on which collectives listen, and the hosts that can connect."""
     entries = _interfaces()
     found = [
         address
@@ -146,7 +146,7 @@ def describe_collective_ports(interface: str) -> str:
 
 
 def describe_launcher_ports(name: str) -> list[str]:
-    """Returns a message about ports of the launcher (the parent process) that other machines can reach, else []."""
+    """Returns [message] if other machines can reach ports of the launcher (parent process) `name`, otherwise []."""
     try:
         connections = psutil.Process(os.getppid()).net_connections("tcp")
     except psutil.Error:
@@ -167,7 +167,7 @@ def _is_loopback(address: str) -> bool:
 
 
 def describe_reachability(host: str, port: int) -> str:
-    """Returns a message about the hosts that can reach the listening port."""
+    """Returns a message that says which hosts can reach a port on which this process listens."""
     if host in {"0.0.0.0", "::"}:
         return (
             f"port {port} is open on every interface ({', '.join(local_addresses())}): every host that can connect can "

@@ -59,7 +59,7 @@ class _Message(BaseModel):
 
 
 class ProcessRecord(_Message):
-    """The record of a process at the rendezvous, stored under the key present/<attempt>/<rank>."""
+    """The record that a process publishes at the rendezvous, under the key present/<attempt>/<rank>."""
 
     host: _Name
     machine: Annotated[str, Field(max_length=2000)]
@@ -80,7 +80,7 @@ class DuplicateRank(_Message):
 
 
 class InvalidRank(_Message):
-    """The last message of a process whose rank is out of range, under the key present/<attempt>/outsider."""
+    """A report of a process that its own rank is out of range, under the key present/<attempt>/outsider."""
 
     host: _Name
     pid: _Pid
@@ -89,7 +89,7 @@ class InvalidRank(_Message):
 
 
 class PeerFailure(_Message):
-    """The run's first failure of a process, stored under the key failure/<attempt>/text."""
+    """The first failure of a process in this run, stored under the key failure/<attempt>/text."""
 
     rank: _Rank
     host: _Name
@@ -101,7 +101,7 @@ class PeerFailure(_Message):
 
 
 class LivenessAnswer(_Message):
-    """A process's answer to a liveness check: two heartbeats, stored under the key roll/<attempt>/<call>/<rank>."""
+    """A process's answer to a liveness check: two of its heartbeats, under the key roll/<attempt>/<call>/<rank>."""
 
     before: heartbeat.Heartbeat
     now: heartbeat.Heartbeat
@@ -123,7 +123,7 @@ REPORT_S = 3.0  # a live rank 0 answers within this time
 
 
 def report_to_waiting_ranks(process_info: ProcessInfo, report: Callable[[Any], None]) -> None:
-    """Calls `report` with the running job's store (prefix present/<attempt>); gives up after REPORT_S seconds."""
+    """Calls `report(store)` with the store of the waiting ranks. Gives up after REPORT_S seconds without an answer."""
 
     def run() -> None:
         with contextlib.suppress(dist.DistError, ValueError, OSError):
@@ -135,7 +135,7 @@ def report_to_waiting_ranks(process_info: ProcessInfo, report: Callable[[Any], N
 
 
 def store_address(process_info: ProcessInfo) -> tuple[str, int]:
-    """Returns the store's host and port, from --init or the environment; ("", 0) if unknown."""
+    """Returns the store's host and port from --init or the environment. Returns ("", 0) if neither names them."""
     url = urlparse(process_info.init)
     if url.scheme == "tcp":
         return url.hostname or "", url.port or 0
@@ -159,9 +159,9 @@ def _connect_to_store(process_info: ProcessInfo) -> Any:
 
 
 def exchange_records(store: Any, process_info: ProcessInfo, digest: str, say: Say) -> dict[int, dict[str, Any]]:
-    """Publishes this process's record in the store and waits for all ranks; returns the records by rank.
+    """Publishes this process's record in the store and waits for the records of all ranks. Returns {rank: record}.
 
-    Raises UserError for a taken rank or a different job, and PeerError if a rank is missing or rank 0 has ended.
+    Raises UserError if the rank is taken or the jobs differ, and PeerError if a rank is missing or rank 0 has ended.
     """
     store = dist.PrefixStore(f"present/{process_info.attempt}", store)
     me = {
@@ -191,7 +191,7 @@ def exchange_records(store: Any, process_info: ProcessInfo, digest: str, say: Sa
 
 
 def report_duplicate_rank(store: Any, process_info: ProcessInfo, digest: str) -> None:
-    """Reports to the waiting ranks that a second process of their job has this rank."""
+    """Reports to the waiting ranks that this process has a rank that another process already has."""
     key = str(process_info.rank)
     first = parse_message(store.get(key), ProcessRecord) if store.check([key]) else None
     # The first process may not have written its record yet. A process of another job on this port is no duplicate.
@@ -201,13 +201,13 @@ def report_duplicate_rank(store: Any, process_info: ProcessInfo, digest: str) ->
 
 
 def report_invalid_rank(store: Any, digest: str, what: str) -> None:
-    """Reports to the waiting ranks that a process of their job exits because its rank is invalid."""
+    """Reports to the waiting ranks that this process exits because its rank is invalid, as `what` says."""
     invalid_rank = InvalidRank(host=socket.gethostname(), pid=os.getpid(), digest=digest, what=what)
     store.set("outsider", invalid_rank.model_dump_json())
 
 
 def _refuse_reported(store: Any, process_info: ProcessInfo, digest: str, present: dict[int, dict[str, Any]]) -> None:
-    """Raises UserError if a process reported a duplicate or invalid rank, because some rank will never join."""
+    """Raises UserError if a process has reported a duplicate or invalid rank, since then some rank never joins."""
     two = parse_message(store.get("twice"), DuplicateRank) if store.check(["twice"]) else None
     invalid_rank = parse_message(store.get("outsider"), InvalidRank) if store.check(["outsider"]) else None
     if two and two.rank < process_info.size:
@@ -224,7 +224,7 @@ def _refuse_reported(store: Any, process_info: ProcessInfo, digest: str, present
 
 
 def wait_for_count(store: Any, key: str, count: int) -> None:
-    """Waits up to LINGER_S seconds until `count` processes have incremented the store's key."""
+    """Waits until the counter `key` in the store has reached `count`, but at most LINGER_S seconds."""
     until = time.monotonic() + LINGER_S
     with contextlib.suppress(dist.DistError, RuntimeError):
         while store.add(key, 0) < count and time.monotonic() < until:
@@ -269,7 +269,6 @@ def _rendezvous_address(process_info: ProcessInfo) -> str:
 
 
 def _refuse_ended_run(other: dict[str, Any], rank: int, process_info: ProcessInfo) -> None:
-    """Raises UserError if an init file has a record from an earlier run, whose process has ended."""
     here = other["machine"] == this_machine()
     if process_info.init.startswith("file://") and here and not psutil.pid_exists(other["pid"]):
         path = process_info.init.removeprefix("file://")
@@ -288,7 +287,7 @@ def _require_equal_jobs(process_info: ProcessInfo, me: dict[str, Any], rank: int
 
 
 def _option_diff(here: str, there: str) -> str:
-    """Returns a text that lists the options that differ between two results of `shared_options`, or ""."""
+    """Lists the options that differ between two results of `shared_options`. Returns "" if none differ."""
 
     def by_option(text: str) -> dict[str, str]:
         return {key: value for key, _, value in (word.partition("=") for word in text.split())}
@@ -304,7 +303,6 @@ def _option_diff(here: str, there: str) -> str:
 
 
 def _rank_taken_error(store: Any, process_info: ProcessInfo) -> UserError:
-    """Returns the error for a rank that another process has, perhaps in an init file of an earlier run."""
     other: ProcessRecord | None = None
     with contextlib.suppress(RuntimeError, ValueError):
         # The other process may not have written its record yet.
@@ -321,7 +319,6 @@ def _rank_taken_error(store: Any, process_info: ProcessInfo) -> UserError:
 
 
 def _format_ranges(ranks: list[int]) -> str:
-    """Formats [1, 2, 3, 7] as "1-3, 7"."""
     groups = itertools.groupby(enumerate(ranks), lambda pair: pair[1] - pair[0])
     runs = [[rank for _, rank in group] for _, group in groups]
     return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)

@@ -1,4 +1,4 @@
-"""Gloo between machines connected through ssh, listening only on the tunnels' loopback addresses.
+"""Gloo between machines that are connected through ssh. It listens only on the tunnels' loopback addresses.
 
 torch has no public way to choose gloo's address, so ProcessGroupGloo is replaced. All groups of a process share a port.
 """
@@ -25,10 +25,10 @@ class GlooThroughSsh(_Gloo):
         ends = tunnel_ends()
         assert ends is not None
         device, port = _gloo_device(ends)
-        places = dist.PrefixStore("through-ssh", store)
-        places.set(str(rank), f"{ends.address}:{port}")
+        addresses = dist.PrefixStore("through-ssh", store)
+        addresses.set(str(rank), f"{ends.address}:{port}")
         for other in range(size):
-            request_tunnel(ends, *_parse_address(places.get(str(other)), other))
+            request_tunnel(ends, *_parse_address(addresses.get(str(other)), other))
         options = _Gloo._Options()
         options._devices, options._timeout = [device], timeout
         super().__init__(store, rank, size, options)
@@ -44,7 +44,7 @@ def _parse_address(published: bytes, rank: int) -> tuple[str, int]:
 
 @cache
 def _gloo_device(ends: TunnelEnds) -> tuple[Any, int]:
-    """Returns gloo's device and the port that gloo chose."""
+    """Creates gloo's device, which listens on the tunnels' address. Returns (device, port chosen by gloo)."""
     before = _listening_ports(ends.address)
     device = _Gloo.create_device(hostname=ends.address)
     (port,) = _listening_ports(ends.address) - before
@@ -57,7 +57,7 @@ def _listening_ports(address: str) -> set[int]:
 
 
 def route_gloo_through_tunnels() -> bool:
-    """Makes groups created from now on use this run's ssh tunnels; returns False if the run has no tunnels."""
+    """Makes all gloo groups created from now on use the run's ssh tunnels. Returns False if the run has none."""
     if tunnel_ends() is None:
         return False
     cast(Any, dist.distributed_c10d).ProcessGroupGloo = GlooThroughSsh

@@ -1,4 +1,4 @@
-"""Tensor parallelism written by hand: mesh axes with differentiable collectives.
+"""Tensor parallelism that a network does itself: mesh axes with differentiable collectives.
 
 A network is constructed with a mesh, shards its parameters along an axis, and calls the axis's collectives in forward:
 
@@ -37,10 +37,10 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 class Grid:
-    """A mesh with the process groups of this process. All processes must create the same meshes in the same order.
+    """A mesh with its process groups. All processes must create the same meshes in the same order.
 
     Attributes:
-        mesh: the axes.
+        mesh: names and sizes of the axes.
         world: rank, size, device and backend of this process.
         coordinates: this process's index on each axis.
         batch: the number of samples in the current micro-batch over all processes; set by the training loop.
@@ -63,22 +63,22 @@ class Grid:
                     self._groups[chosen] = own
 
     def group(self, axes: Sequence[int]) -> Any:
-        """Returns this process's group along the axes; None for torch's default group of all processes."""
+        """Returns the process group of this process along the axes (indices). None is torch's default group."""
         return self._groups[tuple(axis for axis in axes if self.mesh.sizes[axis] > 1)]
 
     def parts(self, axes: Sequence[int]) -> int:
         return self.mesh.parts(axes)
 
     def place(self, axes: Sequence[int]) -> int:
-        """Returns the index of this process in its group along the axes (indices of mesh axes)."""
+        """Returns the index of this process in its group along the axes (indices)."""
         return self.mesh.place(axes, self.world.rank)
 
     def first(self, axes: Sequence[int]) -> bool:
-        """Returns True if this process is the first in its group along the axes."""
+        """Returns True if this process is the first one in its group along the axes (indices)."""
         return all(self.coordinates[axis] == 0 for axis in axes)
 
     def axis(self, *names: str) -> "Axis":
-        """Returns a mesh axis by name; several names combine axes into one. Raises UserError for an unknown name."""
+        """Returns the axis with a name, or several axes combined into one. Raises UserError for an unknown name."""
         return Axis(self, names)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Grid":
@@ -92,11 +92,11 @@ class Grid:
 
 
 def open_mesh(sizes: str | Mapping[str, int] | Mesh, world: World | None = None) -> Grid:
-    """Arranges all processes as a mesh. Must be called on all processes.
+    """Arranges all processes in a mesh. All processes must call this.
 
     Args:
         sizes: the axes: "dp=2,tp=2" or {"dp": 2, "tp": 2}. The last axis varies fastest.
-        world: the processes; None: torch.distributed's default group, or this process alone if there is no group.
+        world: the processes; None: those of torch's default group, or this process alone if there is no group.
 
     Raises:
         UserError: `sizes` is not a mesh, or its size is not the number of processes.
@@ -121,9 +121,9 @@ def _default_world() -> World:
 
 
 class Axis:
-    """An axis of a mesh, or several combined into one. With one process along the axis, collectives return their input.
+    """An axis of a mesh, or several axes combined into one. All processes along it must call the same methods in order.
 
-    All processes along the axis must call the same methods in the same order.
+    With one process along the axis, collectives return their input.
     """
 
     def __init__(self, grid: Grid, names: Sequence[str]) -> None:
@@ -137,7 +137,7 @@ class Axis:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the axes, the slowest varying axis first."""
+        """The names of the combined axes. The index on the last one varies fastest."""
         return tuple(self._grid.mesh.names[axis] for axis in self._axes)
 
     @property
@@ -146,7 +146,7 @@ class Axis:
 
     @property
     def rank(self) -> int:
-        """This process's index along the axis, from 0."""
+        """The index of this process along the axis, from 0."""
         return self._grid.place(self._axes)
 
     def __repr__(self) -> str:
@@ -156,7 +156,7 @@ class Axis:
         """Returns this process's shard of a tensor as a Parameter.
 
         All processes must pass the same full tensor (use the same seed). A parameter that is sharded over another axis
-        can be sharded again in another dimension. Raises UserError if `dim` is missing, already sharded or too short.
+        can be sharded again in another dimension. Raises UserError if the tensor can't be sharded in dimension `dim`.
         """
         piece, mark = self._shard_and_mark(tensor, dim, getattr(tensor, "mark", None))
         made = Parameter(piece, tensor.requires_grad or not isinstance(tensor, nn.Parameter))
@@ -166,8 +166,8 @@ class Axis:
     def shard_module(self, module: Module, **dims: int) -> Module:
         """Shards parameters and buffers of a layer in place: `tp.shard_module(nn.Linear(8, 6), weight=0, bias=0)`.
 
-        The layer must hold the same full tensors on all processes. `dims`: the dimension to shard, by tensor name.
-        Returns the layer. Raises UserError if the layer has no such tensor, or the dimension can't be sharded.
+        The layer must hold the same full tensors on all processes. `dims` names tensors and the dimension to shard.
+        Returns the layer. Raises UserError if the layer lacks a named tensor, or the dimension can't be sharded.
         """
         for name, dim in dims.items():
             tensor = getattr(module, name, None)
@@ -200,9 +200,9 @@ class Axis:
         return piece.clone(memory_format=torch.contiguous_format), ShardMark((*cuts, (dim, self.names)), shape)
 
     def enter(self, x: Tensor) -> Tensor:
-        """Marks x as the input of a sharded computation: identity in forward, all-reduce in backward.
+        """Returns x as the input of a sharded computation: identity in forward, all-reduce in backward.
 
-        Each process computes one term of x's gradient; the all-reduce sums the terms.
+        Each process computes one term of x's gradient, and the all-reduce sums these terms.
         """
         return self._convert(x, ("R", "R"), ("R", "P"), x.shape)
 
@@ -215,11 +215,11 @@ class Axis:
         return self._convert(y, ("P", "R"), ("R", "R"), y.shape)
 
     def gather(self, x: Tensor, dim: int, length: int | None = None) -> Tensor:
-        """Concatenates the shards of all processes: all-gather in forward, slice in backward.
+        """Concatenates the shards of all processes in dimension `dim`: all-gather in forward, slice in backward.
 
         All processes along the axis must apply the same computation to the result; before a sharded computation, use
-        `tp.enter(tp.gather(x, dim))`. Shards have lengths as from `scatter`, differing by at most one. `length` is the
-        full length of `dim`; None: the processes exchange their lengths in a small collective.
+        `tp.enter(tp.gather(x, dim))`. The lengths of the shards must be those that `scatter` returns. `length` is the
+        length of the result in `dim`; None: the processes exchange the lengths of their shards.
         """
         dim = self._dim(x, dim, "gather")
         shape = list(x.shape)
@@ -227,7 +227,7 @@ class Axis:
         return self._convert(x, (dim, "R"), (dim, "R"), shape)
 
     def scatter(self, x: Tensor, dim: int) -> Tensor:
-        """Returns this process's shard of x, which all processes hold: slice in forward, all-gather in backward."""
+        """Returns this process's shard of x, which is equal on all: slice in forward, all-gather in backward."""
         dim = self._dim(x, dim, "scatter")
         return self._convert(x, ("R", dim), ("R", dim), x.shape)
 
@@ -240,10 +240,10 @@ class Axis:
         return self._convert(x, ("P", dim), ("R", dim), x.shape)
 
     def all_to_all(self, x: Tensor, cut: int, joined: int, length: int | None = None) -> Tensor:
-        """Moves the sharding from dimension `joined` to `cut`: all-to-all in forward and backward.
+        """Gathers x in dimension `joined` and shards it in dimension `cut`: all-to-all in forward and backward.
 
         Equal to `gather` along `joined` followed by `scatter` along `cut`, with a fraction of the traffic. `length` is
-        the full length of `joined`; None: the processes exchange their lengths in a small collective.
+        the length of the result in `joined`; None: the processes exchange the lengths of their shards.
         """
         cut, joined = self._dim(x, cut, "all_to_all"), self._dim(x, joined, "all_to_all")
         if cut == joined:
@@ -275,7 +275,7 @@ class Axis:
         return dim % tensor.dim()
 
     def _full_length(self, piece: Tensor, dim: int, length: int | None) -> int:
-        """Returns the full length of `dim`. Raises UserError unless shard lengths are those that `scatter` returns."""
+        """Returns the length of all shards together in `dim`. Raises UserError if `scatter` returns other lengths."""
         here = piece.shape[dim]
         if self.size == 1:
             lengths = [here]

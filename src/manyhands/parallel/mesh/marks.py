@@ -1,4 +1,4 @@
-"""Marks, which record how parameters and buffers are sharded, and their conversion to layouts."""
+"""Marks on parameters and buffers, which record how they are sharded, and the conversion of marks to layouts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ _FORMS = (
 
 @dataclass(frozen=True)
 class ShardMark:
-    """The sharded dimensions and the full shape of a sharded tensor."""
+    """A record of how a parameter or buffer is sharded: the sharded dimensions, and the full shape."""
 
     cuts: tuple[tuple[int, tuple[str, ...]], ...]  # (dimension, names of mesh axes); no names: all axes but the first
     shape: tuple[int, ...] | None = None  # the full shape; None: the shard's length times the number of processes
@@ -33,10 +33,10 @@ class Parameter(nn.Parameter):
     Args:
         data: this process's shard, or the full tensor if layerwise_parallel is False.
         requires_grad: as in torch.
-        layerwise_parallel: the mesh axis and the sharded dimension, such as ("tp", 1); "tp" means the axis tp. True
-            means all axes except the first; if the mesh has only one axis, that axis.
+        layerwise_parallel: the mesh axis and the sharded dimension, such as ("tp", 1), or only the axis, such as "tp".
+            True: all axes except the first, or the only axis. False: the parameter is not sharded.
         shape: the full shape; None: all shards have the same length. If layerwise_parallel names no dimension, the
-            first one in which `shape` differs from the shard's shape is sharded; without `shape`, dimension 0.
+            sharded one is the first in which `shape` and the shard's shape differ, or 0 without `shape`.
     """
 
     mark: ShardMark | None
@@ -85,7 +85,7 @@ def _to_mark(
 
 
 def state_dict_layouts(model: nn.Module, mesh: Mesh, rank: int) -> dict[str, TensorLayout]:
-    """Returns the layout of each state_dict tensor, by name. Raises UserError if a mark doesn't fit the mesh."""
+    """Returns {state_dict name: layout of the tensor} from the marks. Raises UserError if one doesn't fit the mesh."""
     found: dict[str, TensorLayout] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         if isinstance(tensor, Tensor):
@@ -109,7 +109,7 @@ def _layout_of(mark: ShardMark, piece: tuple[int, ...], mesh: Mesh, rank: int, n
 
 
 def axis_indices(names: Sequence[str], mesh: Mesh, where: str) -> tuple[int, ...]:
-    """Returns the indices of named axes, ascending. Raises UserError for an unknown or repeated name."""
+    """Returns the indices of the named mesh axes, ascending. Raises UserError for an unknown or repeated name."""
     unknown = [name for name in names if name not in mesh.names]
     if unknown:
         hints = (f"use one of the axes {', '.join(mesh.names)}", "or change --mesh")

@@ -41,13 +41,13 @@ def gradient_layout(sides: Sequence[Side]) -> Layout:
 
 @dataclass(frozen=True)
 class Extent:
-    """The shape of a full tensor, whose dimension 0 may grow with the batch."""
+    """The shape of an unsharded tensor. Its dimension 0 may grow with the number of samples in the batch."""
 
     dims: tuple[int, ...]  # lengths; if `rows` is set, the batch determines dimension 0
     rows: int = 0  # rows of dimension 0 per sample; 0 if dimension 0 doesn't grow with the batch
 
     def edges(self, dim: int, parts: int, batch: int) -> list[int]:
-        """Returns the boundaries [parts + 1] of a dimension's shards, for a batch of `batch` samples."""
+        """Returns the `parts` + 1 boundaries of the shards of dimension `dim`, for a batch of `batch` samples."""
         if dim == 0 and self.rows:
             return [edge * self.rows for edge in bounds(batch, parts)]
         return bounds(self.dims[dim], parts)
@@ -58,7 +58,7 @@ class Extent:
 
 @dataclass(frozen=True)
 class ConversionStep:
-    """One operation on this process's shard, in a conversion between layouts."""
+    """One operation of a conversion between layouts, on this process's shard."""
 
     # the name of a collective, or slice, pad (zeros around the shard), keep_first (zeros on all but the first process)
     kind: str
@@ -74,9 +74,9 @@ class ConversionStep:
 
 
 def conversion_steps(source: Layout, target: Layout) -> list[ConversionStep]:
-    """Returns the steps that convert one layout into another, at most one collective for each dimension and kind.
+    """Returns the steps that convert layout `source` into `target`: at most one collective per dimension and kind.
 
-    The axes that shard a dimension are nested, major to minor; axes are removed and added at the minor end.
+    The axes that shard a dimension are nested, major to minor. Steps remove and add axes at the minor end.
     """
     current = list(source)
     found: list[ConversionStep] = []
@@ -97,13 +97,13 @@ def _axes_of(layout: Sequence[Placement], dim: int) -> list[int]:
 
 
 def _unchanged_axes(current: Sequence[Placement], target: Layout, dim: int) -> int:
-    """Returns the number of axes that shard `dim` in both layouts: the length of their common prefix of axes."""
+    """Returns the number of leading axes that shard dimension `dim` in both layouts."""
     pairs = zip(_axes_of(current, dim), _axes_of(target, dim), strict=False)
     return len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
 
 
 def _all_to_all_steps(current: list[Placement], target: Layout) -> list[ConversionStep]:
-    """Returns an all-to-all for each axis that moves between the minor ends of two dimensions; updates `current`."""
+    """Returns an all-to-all for each axis that moves between the minor ends of two dimensions. Updates `current`."""
     found: list[ConversionStep] = []
     for axis, there in enumerate(target):
         here = current[axis]
@@ -145,7 +145,7 @@ def _steps_adding_axes(current: list[Placement], target: Layout) -> list[Convers
 
 @dataclass(frozen=True)
 class ConversionCollective:
-    """The kind, axes and size of one collective, in a conversion between layouts."""
+    """Kind, axes and size of one collective that a conversion between layouts runs."""
 
     kind: str
     axes: tuple[int, ...]  # indices of the mesh axes of its group
@@ -155,7 +155,7 @@ class ConversionCollective:
 def conversion_collectives(
     source: Layout, target: Layout, extent: Extent, mesh: Mesh, batch: int, rank: int = 0
 ) -> list[ConversionCollective]:
-    """Returns the collectives that convert layout `source` to `target`, with the sizes of their inputs on `rank`."""
+    """Returns the collectives that convert layout `source` into `target`, with the sizes of their inputs on `rank`."""
     sizes = [_shard_length(extent, mesh, batch, rank, dim, _axes_of(source, dim)) for dim in range(len(extent.dims))]
     found: list[ConversionCollective] = []
     for step in conversion_steps(source, target):
@@ -185,7 +185,7 @@ def _shard_length(extent: Extent, mesh: Mesh, batch: int, rank: int, dim: int, a
 def group_lengths(
     extent: Extent, mesh: Mesh, batch: int, rank: int, dim: int, outer: Sequence[int], axes: Sequence[int]
 ) -> list[int]:
-    """Returns the shard length of `dim` on each process of a group along `axes`, within a shard along `outer`."""
+    """Returns the length of `dim` on each process of `rank`'s group along `axes`, within a shard along `outer`."""
     parts = mesh.parts(axes)
     edges = extent.edges(dim, mesh.parts(outer) * parts, batch)
     first = mesh.place(outer, rank) * parts
@@ -193,7 +193,7 @@ def group_lengths(
 
 
 class _GridLike(Protocol):
-    """The part of `grid.Grid` that conversions use."""
+    """The attributes and methods of `grid.Grid` that conversions use."""
 
     mesh: Mesh
     world: World
@@ -205,7 +205,7 @@ class _GridLike(Protocol):
 
 
 def convert(tensor: Tensor, source: Layout, target: Layout, extent: Extent, grid: _GridLike) -> Tensor:
-    """Converts this process's shard to another layout, possibly as a view. A collective. Not differentiable."""
+    """Converts this process's shard from layout `source` to `target`, without autograd. A collective."""
     for step in conversion_steps(source, target):
         tensor = _run_step(step, tensor, extent, grid)
     return tensor
@@ -296,16 +296,16 @@ class _Conversion(torch.autograd.Function):
 def convert_with_grad(
     tensor: Tensor, values: tuple[Layout, Layout], gradients: tuple[Layout, Layout], extent: Extent, grid: _GridLike
 ) -> Tensor:
-    """Converts this process's shard, differentiably. A collective in forward and in backward.
+    """Converts this process's shard to another layout, and its gradient in backward. A collective in both passes.
 
-    `values`: the value's layouts (before, after). `gradients`: the gradient's layouts (after, before backward).
+    `values`: layouts of (the tensor, the result). `gradients`: layouts of the gradients of (the tensor, the result).
     """
     result: Any = _Conversion.apply(tensor, (*values, *gradients), extent, grid)
     return result
 
 
 def gather_full(tensor: Tensor, layout: TensorLayout, grid: _GridLike) -> Tensor:
-    """Returns the full parameter or buffer [layout.shape] from all shards. A collective."""
+    """Gathers the shards of a parameter or buffer. Returns the full tensor [layout.shape]. A collective."""
     if not layout.cuts:
         return tensor
     cut = {axis: dim for dim, axes in layout.cuts for axis in axes}

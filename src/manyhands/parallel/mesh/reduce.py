@@ -1,4 +1,4 @@
-"""Sums the gradients of a sharded network over the mesh axes along which they are partial."""
+"""Sums the gradients of a sharded network over mesh axes along which each process has one term of the sum."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,7 +15,7 @@ BUCKET_BYTES = 25 * 1024 * 1024  # as in DDP: small enough to start during backw
 
 
 class Bucket:
-    """Parameters whose gradients share one all-reduce, over the mesh axes with the indices `axes`."""
+    """Parameters whose gradients share one all-reduce over mesh axes (indices)."""
 
     def __init__(self, axes: tuple[int, ...], parameters: list[nn.Parameter]) -> None:
         self.axes, self.parameters, self.waiting = axes, parameters, len(parameters)
@@ -24,7 +24,7 @@ class Bucket:
 
 
 class Reducer:
-    """All-reduces gradients over their layouts' `gradient_axes` during backward, in the same buckets on all ranks."""
+    """All-reduces each gradient over its layout's `gradient_axes` during backward, in equal buckets on all ranks."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], layouts: Mapping[str, TensorLayout], grid: Grid) -> None:
         self._grid, self._paused, self._next = grid, False, 0
@@ -43,7 +43,6 @@ class Reducer:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes in this context accumulate local gradients, without communication."""
         self._paused = True
         try:
             yield
@@ -88,16 +87,17 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
 
 
 def gradient_sum_axes(layout: TensorLayout, mesh: Mesh) -> tuple[int, ...]:
-    """Returns the mesh axes (indices) over which a parameter's gradient must be summed."""
+    """Returns the indices of the mesh axes, longer than one, over which a parameter's gradient must be summed."""
     return tuple(axis for axis in layout.gradient_axes if mesh.sizes[axis] > 1)
 
 
 def make_buckets(
     pieces: Sequence[tuple[str, tuple[int, ...], torch.dtype, int]],
 ) -> list[tuple[tuple[int, ...], list[str]]]:
-    """Groups gradients of equal axes and dtype into buckets, last layers first, because backward starts with these.
+    """Groups gradients with equal axes and dtype into buckets, starting with the last layer, as backward does.
 
-    `pieces`: (name, axes to sum over, dtype, local bytes) in network order. Returns (axes, names) in sending order.
+    `pieces`: (parameter name, axes to sum over, dtype, local bytes) in the network's order. Returns (axes, parameter
+    names) of each bucket, in the order of the all-reduces.
     """
     filling: dict[tuple[tuple[int, ...], torch.dtype], list[str]] = {}
     filled_bytes: dict[tuple[tuple[int, ...], torch.dtype], int] = {}
@@ -115,7 +115,7 @@ def make_buckets(
 
 
 def total_norm(parameters: Mapping[str, nn.Parameter], layouts: Mapping[str, TensorLayout], grid: Grid) -> Tensor:
-    """Returns the 2-norm [] of all gradients of the network, equal on all processes. A collective."""
+    """Returns the 2-norm of all gradients of the network, a scalar that is equal on all processes. A collective."""
     squares: dict[tuple[int, ...], list[Tensor]] = {}
     for name, parameter in parameters.items():
         if parameter.grad is not None:

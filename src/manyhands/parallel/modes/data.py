@@ -33,7 +33,7 @@ _NO_BUFFER_SYNC: dict[str, Any] = {
 
 
 class Replica(DistributedDataParallel):
-    """DDP whose forward opens no profiler range, since the range takes 5 % of a small network's step."""
+    """DDP without the profiler range in forward, which takes 5 % of a small network's step."""
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         inputs, kwargs = self._pre_forward(*inputs, **kwargs)
@@ -47,9 +47,9 @@ class Replica(DistributedDataParallel):
 
 
 def apply(model: nn.Module, world: World, request: ModeRequest) -> ParallelNetwork:
-    """Wraps the network so that gradients are averaged over processes, by DDP or through shared memory.
+    """Wraps the network so that its gradients are averaged over processes, by DDP or through shared memory.
 
-    Skips DDP's initial broadcast, because parameters are already equal; `replicas/batch_norm.py` synchronizes buffers.
+    DDP broadcasts nothing: parameters are already equal, and `replicas/batch_norm.py` synchronizes buffers.
     """
     if world.alone or not any(parameter.requires_grad for parameter in model.parameters()):
         return ParallelNetwork(model, world=world)
@@ -102,7 +102,6 @@ def _wrap_in_ddp(model: nn.Module, world: World, request: ModeRequest, reason: s
 
 
 def _shared_memory_obstacle(model: nn.Module, world: World, request: ModeRequest) -> str:
-    """Returns the reason reason gradients can't be averaged through shared memory; empty if they can."""
     reasons = {
         "the gradients are on an accelerator": world.device != "cpu",
         "parallel.shared_memory is false": not request.shared_memory,
@@ -114,7 +113,7 @@ def _shared_memory_obstacle(model: nn.Module, world: World, request: ModeRequest
 
 
 class _ReachParameters(torch.autograd.Function):
-    """An identity on the loss whose backward reaches all parameters, so that DDP doesn't wait for unused ones."""
+    """Identity of the loss. Its backward also reaches unused parameters, for whose gradients DDP would wait."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, *parameters: Tensor) -> Tensor:
@@ -127,7 +126,6 @@ class _ReachParameters(torch.autograd.Function):
 
 
 def _connect_loss(parameters: list[nn.Parameter], loss: Tensor) -> Tensor:
-    """Connects the loss to all parameters (see `_ReachParameters`), which costs less than DDP's find_unused_parameters."""
     reached: Any = _ReachParameters.apply(loss, *parameters)
     return reached
 
@@ -136,7 +134,7 @@ _FEW = 16  # the most tensors that two processes add in place
 
 
 class FlatGradients:
-    """Sums the gradients of all parameters of one dtype. `values` [n]: the sums; empty if only `.grad` has them."""
+    """Sums the gradients of the parameters of one dtype. `values` [n] has the sums; it is empty if only `.grad` has."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], sums: SharedSums) -> None:
         self._parameters, self._sums = parameters, sums
@@ -151,7 +149,7 @@ class FlatGradients:
             self.values, self._views_like = self.values[:0], []
 
     def all_reduce(self) -> None:
-        """Sets each parameter's gradient (zeros if missing) to the sum over all processes. A collective."""
+        """Replaces each parameter's gradient (None counts as zeros) by its sum over all processes. A collective."""
         turn = self._sums.turn
         into = self._into[turn]
         if self._other:
@@ -182,14 +180,14 @@ def _parameters_by_dtype(model: nn.Module) -> list[list[nn.Parameter]]:
 
 
 def _views_like(parameters: Sequence[nn.Parameter], flat: Tensor) -> list[Tensor]:
-    """Returns views of consecutive ranges of `flat` [n], with the shapes and strides of the parameters."""
+    """Returns views of `flat` [n], one per parameter in order, with the parameters' shapes and strides."""
     pieces = flat.split([one.numel() for one in parameters])
     likes = [torch.empty_like(one, device="meta") for one in parameters]
     return [piece.as_strided(one.size(), one.stride()) for piece, one in zip(pieces, likes, strict=True)]
 
 
 class SharedMemoryNetwork(ParallelNetwork):
-    """A model replica whose gradients are summed through shared memory after an update's last backward pass."""
+    """A replica on a single machine. Gradients are summed in shared memory after an update's last backward pass."""
 
     def __init__(self, model: nn.Module, world: World, traits: NetworkTraits, sums: SharedSums) -> None:
         super().__init__(model, world=world, traits=traits)
@@ -213,10 +211,10 @@ class SharedMemoryNetwork(ParallelNetwork):
 
 
 class TwoLevelNetwork(ParallelNetwork):
-    """A model replica on one of several machines; gradients are summed after an update's last backward pass.
+    """A replica on one of several machines. Gradients are summed after an update's last backward pass.
 
-    Each machine sums in shared memory (`sums`; None for one process on the machine), the first ranks of the machines
-    all-reduce (`leaders`, their group; None on other ranks), and shared memory returns the result.
+    Each machine sums in shared memory (`sums`; None if it has one process). The first ranks of the machines all-reduce
+    the sums (`leaders`: their process group; None on other ranks), and shared memory distributes the result.
     """
 
     def __init__(

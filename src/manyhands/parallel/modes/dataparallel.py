@@ -1,4 +1,4 @@
-"""torch's DataParallel: one process, slower than DDP (mode `data`). BatchNorm depends on the number of devices."""
+"""torch's DataParallel: one process, slower than mode `data`. BatchNorm depends on the number of devices."""
 
 import torch
 from torch import nn

@@ -45,7 +45,7 @@ def apply(model: nn.Module, world: World, request: ModeRequest) -> ParallelNetwo
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:
-    """Returns modules to shard separately: outermost Sequential or ModuleList items with children and parameters."""
+    """Returns modules to shard separately: outermost items of Sequential or ModuleList with children and parameters."""
     blocks: list[nn.Module] = []
     for module in model.modules():
         if isinstance(module, nn.Sequential | nn.ModuleList):

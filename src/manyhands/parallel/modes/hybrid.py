@@ -1,4 +1,4 @@
-"""Hybrid mode: the network is sharded by hand; this mode synchronizes gradients and BatchNorm statistics.
+"""Hybrid mode: the network shards itself, and the mode synchronizes gradients and BatchNorm statistics.
 
 The gradient of a parameter is summed over the axes that shard the samples but not the parameter. Over other axes, the
 network itself sums gradients of unsharded parameters: in the backward of `Axis.enter`.
@@ -37,7 +37,7 @@ def apply(model: nn.Module, world: World, request: ModeRequest) -> ParallelNetwo
 
 
 class HybridNetwork(NetworkOnMesh):
-    """A network that is sharded by hand. `samples`: indices of the mesh axes that shard the samples."""
+    """A network that shards itself. `samples` are the indices of the mesh axes that shard the samples."""
 
     def __init__(
         self, model: nn.Module, grid: Grid, layouts: dict[str, TensorLayout], samples: tuple[int, ...]
@@ -55,7 +55,7 @@ class HybridNetwork(NetworkOnMesh):
 
     @override
     def begin_micro_batch(self, shape: MicroBatchShape) -> None:
-        """Sets BatchNorm's groups of samples, and seeds torch equally on processes that hold the same samples."""
+        """Sets BatchNorm's groups of samples, and seeds torch. Processes with the same samples get the same seed."""
         self.grid.batch = shape.samples
         share = shape.share(self.share.parts, self.share.index)
         self.norms.begin_micro_batch(share.spans, share.shared_groups, share.count, shape.batch)
@@ -63,9 +63,9 @@ class HybridNetwork(NetworkOnMesh):
 
 
 def hybrid_network(model: nn.Module, grid: Grid, samples: Sequence[str] | None = None) -> HybridNetwork:
-    """Wraps a network that was constructed with `grid`; unsharded parameters must be equal on all processes.
+    """Wraps a network that was constructed with `grid`. Unsharded parameters must be equal on all processes.
 
-    `samples`: axes that shard the samples; None: all that shard no parameter. Raises UserError if shards don't fit.
+    `samples` names axes that shard the samples; None: all that shard no parameter. Raises UserError for wrong shards.
     """
     layouts = state_dict_layouts(model, grid.mesh, grid.world.rank)
     if samples is None:

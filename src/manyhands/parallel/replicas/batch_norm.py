@@ -1,9 +1,9 @@
 """BatchNorm over groups of a fixed number of samples of the global batch, on any number of processes.
 
 torch's BatchNorm computes statistics over one process's samples, so training depends on the number of processes. Here,
-statistics cover fixed groups of samples of the global batch (data/order.py). A group on one process uses torch's kernel
-or, on an accelerator, one pass with neighboring groups; statistics of a group on several processes are synchronized.
-Running statistics are updated once per optimizer update, with the mean over the groups.
+statistics cover fixed groups of samples of the global batch (data/order.py). A group on one process is normalized by
+torch's kernel or, on an accelerator, together with neighboring groups. The statistics of a group on several processes
+are synchronized. Running statistics are updated once per optimizer update, with the mean over the groups.
 """
 
 import functools
@@ -36,7 +36,7 @@ Run = tuple[Span, ...]  # neighboring unshared groups of equal size, normalized 
 
 @dataclass
 class NormGroups:
-    """The groups of samples that a network's BatchNorm layers normalize together, in the current pass."""
+    """The groups of samples in the current forward pass. BatchNorm layers normalize each group separately."""
 
     spans: Sequence[Span] = ()  # of the groups with samples on this process; empty: the pass is one group
     shared_sizes: Sequence[int] = ()  # the number of samples of each group that several processes hold
@@ -49,13 +49,13 @@ class NormGroups:
     runs: "tuple[Run, ...]" = ()  # `spans`, grouped by the passes that normalize them
 
     def begin_micro_batch(self, spans: Sequence[Span], shared_sizes: Sequence[int], count: int, batch: int) -> None:
-        """Sets the groups of the next pass: `count` samples on this process, `batch` in the entire update."""
+        """Sets the groups of the next pass. `count`: samples on this process. `batch`: samples of the entire update."""
         self.spans, self.shared_sizes = ((), ()) if self.local_only else (spans, shared_sizes)
         self.runs = _group_spans(tuple(self.spans))
         self.batch, self.weight = batch, count / batch
 
     def all_reduce(self, values: Tensor) -> None:
-        """Replaces `values` by their sum over the process group `processes`. A collective."""
+        """Replaces `values` by their sum over the processes that share the samples. A collective."""
         before = phases.CLOCK.to(phases.COMMUNICATION)
         if self.shared_memory_sum:
             self.shared_memory_sum(values.view(-1))
@@ -64,7 +64,7 @@ class NormGroups:
         phases.CLOCK.to(before)
 
     def finish_update(self, size: int) -> None:
-        """Updates all layers' running statistics from the groups on all `size` processes; a single collective."""
+        """Updates the running statistics of all layers from the groups on all `size` processes, by one collective."""
         layers = [layer for layer in self.layers if layer.running_mean is not None]
         if not layers:
             return
@@ -78,7 +78,7 @@ class NormGroups:
 
 
 class GroupedNorm(_BatchNorm):
-    """A BatchNorm layer that normalizes within groups of samples in training, and like torch in evaluation."""
+    """A BatchNorm layer that normalizes groups of samples separately in training. Evaluation is torch's."""
 
     groups: NormGroups
     # over an update's passes, the sums [2 C + 1] of factor * mean [C], factor * unbiased variance [C], and factor
@@ -108,7 +108,7 @@ class GroupedNorm(_BatchNorm):
         return output
 
     def normalize(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
-        """Normalizes [N, C, ...] by the statistics of each sample's group. A collective if processes share groups."""
+        """Normalizes `input` [N, C, ...], each group by its own statistics. A collective if processes share groups."""
         self._check_input_dim(input)
         if not self.rows_per_sample:
             return self._normalize_local_group(input, self.groups.weight)
@@ -116,7 +116,7 @@ class GroupedNorm(_BatchNorm):
         return self._normalize_runs(input, self._select_runs(input))
 
     def _select_runs(self, input: Tensor) -> Sequence[Run]:  # noqa: A002
-        """Returns groups by pass: `groups.runs`, or one group per pass if that is faster or necessary."""
+        """Returns the runs to normalize: `groups.runs`, or runs of one group each if that is faster or necessary."""
         spans = self.groups.spans
         # On a CPU a kernel for each group is faster: launches cost nothing, and data stays in the cache.
         if not is_tested(input.device):
@@ -149,7 +149,7 @@ class GroupedNorm(_BatchNorm):
             raise UserError(what, f"the network: BatchNorm of {self.num_features} channels", hints)
 
     def _normalize_local_run(self, part: Tensor, run: Run) -> Tensor:
-        """Normalizes equal groups that only this process holds, in one pass; `part` is [groups * n, C, ...]."""
+        """Normalizes a run of equal groups that only this process holds. `part`: their rows [groups * n, C, ...]."""
         weight = run[0].size / self.groups.batch
         if len(run) == 1:
             return self._normalize_local_group(part, weight)
@@ -161,7 +161,7 @@ class GroupedNorm(_BatchNorm):
         return norm_pass.NormPass.apply(mean, inverse, count, held, self.weight, self.bias, part)[0]
 
     def _normalize_local_group(self, part: Tensor, weight: float) -> Tensor:
-        """Normalizes a group [n, C, ...] that only this process holds, by torch's kernel."""
+        """Normalizes one group [n, C, ...] that only this process holds, by torch's kernel."""
         if part.shape[0] * _values_per_row(part) < 2 or weight == 0:
             # A variance needs two values, so the last sample of an odd batch uses the running statistics.
             return F.batch_norm(part, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps)
@@ -171,7 +171,7 @@ class GroupedNorm(_BatchNorm):
         return output
 
     def _normalize_shared(self, parts: list[tuple[Tensor, Span]], like: Tensor) -> list[Tensor]:
-        """Normalizes groups that span processes. A collective, also on a process without samples of these groups."""
+        """Normalizes groups that processes share. A collective, also on a process without samples of these groups."""
         sizes = self.groups.shared_sizes
         shared = [(part, span.shared) for part, span in parts]
         moments = norm_pass.sum_moments(shared, len(sizes), self.num_features, like)
@@ -190,14 +190,14 @@ class GroupedNorm(_BatchNorm):
         return list(norm_pass.NormPass.apply(mean, inverse, counts[:, None], held, self.weight, self.bias, *inputs))
 
     def _accumulate(self, statistics: Tensor, weight: float) -> None:
-        """Adds `weight` times the groups' statistics [groups, 2, C] (mean, unbiased variance) to `accumulated`."""
+        """Adds `weight` times the groups' statistics [groups, 2, C], mean and unbiased variance, to `accumulated`."""
         flat = statistics.detach().to(norm_pass.precise_dtype(statistics.device)).flatten(1)
         flat = flat[0] if len(flat) == 1 else flat.sum(0)
         weighted = torch.cat([flat, flat.new_full((1,), len(statistics))]) * weight
         self.accumulated = weighted if self.accumulated is None else self.accumulated + weighted
 
     def pop_accumulated(self) -> Tensor:
-        """Returns the accumulated statistics `accumulated` [2 C + 1], or zeros without any, and resets `accumulated` to None."""
+        """Returns `accumulated` [2 C + 1], with zeros in place of None, and resets the attribute to None."""
         seen, self.accumulated = self.accumulated, None
         if seen is not None:
             return seen
@@ -205,7 +205,7 @@ class GroupedNorm(_BatchNorm):
         return torch.zeros(2 * self.num_features + 1, dtype=norm_pass.precise_dtype(mean.device), device=mean.device)
 
     def move_running_statistics(self, total: Tensor) -> None:
-        """Moves running mean and variance towards the groups' mean. `total` [2 C + 1]: sum of all processes' `accumulated`."""
+        """Updates running mean and variance. `total` [2 C + 1] is the sum of `accumulated` over all processes."""
         if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
             return
         on_cpu = total.device.type == "cpu"
@@ -224,7 +224,7 @@ class GroupedNorm(_BatchNorm):
 
 @functools.lru_cache(maxsize=256)
 def _group_spans(spans: tuple[Span, ...]) -> tuple[Run, ...]:
-    """Combines neighboring groups of equal size that no other process shares, to normalize them in one pass."""
+    """Combines neighboring groups of equal size that no other process shares into runs, each for one pass."""
     runs = [tuple(run) for _, run in itertools.groupby(spans, lambda span: (span.size, span.shared))]
     short = [[(span,) for span in run] if len(run) < _MIN_IN_ONE_PASS else [run] for run in runs]
     return tuple(itertools.chain.from_iterable(short))
@@ -236,14 +236,13 @@ def _cached_tensor(values: tuple[int, ...], dtype: torch.dtype, device: torch.de
 
 
 def discard_accumulated(model: nn.Module) -> None:
-    """Discards the BatchNorm statistics of an update that is skipped."""
     for layer in model.modules():
         if isinstance(layer, GroupedNorm):
             layer.accumulated = None
 
 
 class _InGroups(TorchFunctionMode):
-    """Replaces torch's batch_norm within a layer's forward by `GroupedNorm.normalize`."""
+    """Context in which calls of torch's batch_norm run `GroupedNorm.normalize` of a layer instead."""
 
     def __init__(self, layer: GroupedNorm) -> None:
         super().__init__()
@@ -260,7 +259,7 @@ _TORCHS_OWN = {nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm,
 
 
 def _is_torchs_own(kinds: Sequence[type]) -> bool:
-    """Returns True if a layer's forward, apart from GroupedNorm's, is torch's own. `kinds`: the layer class's MRO."""
+    """Returns True if a layer inherits forward from torch, not from a user's class. `kinds`: the MRO of its class."""
     return next(kind for kind in kinds if "forward" in vars(kind) and kind is not GroupedNorm) in _TORCHS_OWN
 
 
@@ -272,7 +271,7 @@ def _values_per_row(like: Tensor) -> int:
 
 
 def _grouped_class(kind: type[nn.Module]) -> type[nn.Module]:
-    """Returns a subclass of a BatchNorm class and of GroupedNorm; isinstance and state_dict work as before."""
+    """Creates a subclass of GroupedNorm and of the class `kind`. isinstance and state_dict work as before."""
     if issubclass(kind, nn.SyncBatchNorm) and not _is_torchs_own(kind.__mro__):
         what = f"{kind.__name__} is a custom SyncBatchNorm, which can't be replaced"
         hints = ("use plain BatchNorm: statistics already cover groups of the global batch",)
@@ -282,7 +281,7 @@ def _grouped_class(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def group_batch_norms(model: nn.Module) -> tuple[NormGroups, Callable[[], None]]:
-    """Makes each BatchNorm layer a GroupedNorm; returns (their shared groups, a function that restores the classes)."""
+    """Makes each BatchNorm layer a GroupedNorm. Returns (their shared groups, a function that undoes the change)."""
     groups = NormGroups()
     classes: dict[type[nn.Module], type[nn.Module]] = {}
     changed: list[tuple[nn.Module, type[nn.Module]]] = []
@@ -304,12 +303,12 @@ def group_batch_norms(model: nn.Module) -> tuple[NormGroups, Callable[[], None]]
 
 
 def keep_torch_batch_norms() -> tuple[NormGroups, Callable[[], None]]:
-    """Like `group_batch_norms`, but keeps torch's layers, because DataParallel's layer copies would lose statistics."""
+    """Replaces `group_batch_norms` for DataParallel, whose copies of layers would lose accumulated statistics."""
     return NormGroups(), lambda: None
 
 
 def find_norm_groups(model: nn.Module) -> NormGroups:
-    """Returns the NormGroups that all layers of a network share, else a new NormGroups with these layers."""
+    """Returns the NormGroups that all layers of a network share. Without such, creates one with all layers."""
     layers = [module for module in model.modules() if isinstance(module, GroupedNorm)]
     alike = bool(layers) and all(layer.groups is layers[0].groups for layer in layers)
     return layers[0].groups if alike else NormGroups(layers=layers)
@@ -321,7 +320,7 @@ Inputs = dict[GroupedNorm, list[Tensor]]
 
 @contextmanager
 def record_inputs(layers: Sequence[GroupedNorm]) -> Iterator[Inputs]:
-    """Yields a dict that collects the inputs of each layer within this context."""
+    """Context that records the inputs of the given layers. Yields a dict {layer: inputs}, which forward fills."""
     seen: Inputs = {}
 
     def collect(layer: nn.Module, inputs: Any) -> None:
@@ -337,7 +336,7 @@ def record_inputs(layers: Sequence[GroupedNorm]) -> Iterator[Inputs]:
 
 
 def measure_rows(model: nn.Module, layers: Sequence[GroupedNorm], images: Tensor) -> None:
-    """Sets the layers' `rows_per_sample` by running at least two `images`; leaves the network in training mode."""
+    """Sets `rows_per_sample` of the layers by runs on `images` (two or more). Leaves the model in training mode."""
     if layers:
         model.eval()
         with torch.no_grad(), record_inputs(layers) as seen:
@@ -348,8 +347,8 @@ def measure_rows(model: nn.Module, layers: Sequence[GroupedNorm], images: Tensor
 def set_rows_per_sample(model: nn.Module, seen: Inputs, images: Tensor) -> None:
     """Sets `rows_per_sample` of layers whose inputs don't have one row per sample.
 
-    `accumulated`: the layers' inputs in a pass over `images` [n, ...] in training mode. If there are such layers, runs the
-    network twice in evaluation mode, and leaves it in training mode.
+    `seen` has the inputs of all layers in a pass over `images` [n, ...]. If some don't have n rows, runs the network
+    twice in evaluation mode, and leaves it in training mode.
     """
     count = len(images)
     odd = [layer for layer, inputs in seen.items() if any(one.shape[0] != count for one in inputs)]
@@ -374,7 +373,7 @@ def set_rows_per_sample(model: nn.Module, seen: Inputs, images: Tensor) -> None:
 
 
 def _rows_of_each(one: Tensor, two: Tensor, count: int) -> int:
-    """Returns the rows per sample, from inputs [n, ...] before and after the last sample changed; 0: unknown."""
+    """Returns the rows per sample, or 0 if unknown. `one`, `two`: inputs that differ in the last of `count` samples."""
     if count < 2 or one.shape != two.shape or one.shape[0] % count:
         return 0
     each = one.shape[0] // count

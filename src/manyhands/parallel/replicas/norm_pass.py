@@ -1,4 +1,4 @@
-"""The forward and backward pass of BatchNorm over several groups, or over groups that processes share."""
+"""Forward and backward pass of BatchNorm over several groups at once, or over groups that processes share."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class PassGroups:
-    """The BatchNorm groups that one pass normalizes on this process."""
+    """The BatchNorm groups that one `NormPass` normalizes on this process."""
 
     part_groups: tuple[tuple[int, int], ...]  # (first group, number of equal groups) of each part of the input
     all_reduce: Callable[[Tensor], None] | None = None  # sums over processes; None if no group is shared
@@ -19,17 +19,17 @@ class PassGroups:
 
 
 def precise_dtype(device: str | torch.device) -> torch.dtype:
-    """Returns the dtype of sums on a device: float64, or float32 on mps, which has no float64."""
+    """Returns the dtype in which to sum values on a device: float64, or float32 on mps, which has no float64."""
     return torch.float32 if torch.device(device).type == "mps" else torch.float64
 
 
 def computed_dtype(like: Tensor) -> torch.dtype:
-    """Returns the dtype in which an activation is computed: float64 for float64, else float32."""
+    """Returns the dtype in which to normalize an activation: float64 for float64, float32 for all others."""
     return like.dtype if like.dtype == torch.float64 else torch.float32
 
 
 def sum_moments(parts: Sequence[tuple[Tensor, int]], groups: int, channels: int, like: Tensor) -> Tensor:
-    """Returns sums and sums of squares [groups, 2, C]. `parts`: (local values [n, C, ...], group index) pairs."""
+    """Returns each group's sum and sum of squares [groups, 2, C]. `parts`: (values [n, C, ...], group index) pairs."""
     dtype = precise_dtype(like.device)
     moments = torch.zeros(groups, 2, channels, dtype=dtype, device=like.device)
     for part, place in parts:
@@ -46,7 +46,7 @@ def sum_moments(parts: Sequence[tuple[Tensor, int]], groups: int, channels: int,
 
 
 def group_statistics(part: Tensor, groups: int) -> tuple[Tensor, Tensor]:
-    """Returns mean and biased variance, [groups, C] each, of the equal groups in `part` [groups * n, C, ...]."""
+    """Returns mean and biased variance [groups, C] of each of the equal groups in `part` [groups * n, C, ...]."""
     values = split_into_groups(part.detach().to(computed_dtype(part)), groups)
     variance, mean = torch.var_mean(values, dim=[1, *range(3, values.dim())], correction=0)
     return mean.to(precise_dtype(part.device)), variance.to(precise_dtype(part.device))
@@ -58,19 +58,19 @@ def split_into_groups(part: Tensor, groups: int) -> Tensor:
 
 
 def expand_per_channel(values: Tensor, like: Tensor) -> Tensor:
-    """Returns values [groups, C] as [groups, 1, C, ...], to broadcast over an activation."""
+    """Views `values` [groups, C] as [groups, 1, C, 1, ...], which broadcasts over the activation `like`."""
     return values.view(values.shape[0], 1, -1, *([1] * (like.dim() - 3)))
 
 
 def _sum_per_channel(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Sums [groups, n, C, ...] to [groups, C]; the sum over samples is computed in `dtype`."""
+    """Sums values [groups, n, C, ...] to [groups, C]. The sum over samples is computed in `dtype`."""
     if values.dim() > 3:
         return values.sum(dim=list(range(3, values.dim()))).sum(1, dtype=dtype)
     return values.sum(1).to(dtype)
 
 
 def _scale_and_shift(values: Tensor, scale: Tensor, shift: Tensor, like: Tensor, *, in_place: bool) -> Tensor:
-    """Returns values [groups, n, C, ...] * scale + shift in `like`'s dtype. If `in_place`, overwrites `values`."""
+    """Returns values [groups, n, C, ...] * scale + shift, shaped like `like`. If `in_place`, overwrites `values`."""
     # Not a view, because later ops such as activations may change it in place.
     if torch.compiler.is_compiling():  # torch.compile refuses `out`, and fuses this anyway
         return torch.addcmul(shift, values, scale).flatten(0, 1).to(like.dtype).clone()
@@ -84,7 +84,7 @@ def _scale_and_shift(values: Tensor, scale: Tensor, shift: Tensor, like: Tensor,
 
 
 class NormPass(torch.autograd.Function):
-    """Normalizes groups with known statistics; backward has one collective if processes share groups.
+    """Normalizes groups whose statistics are known. Backward has one collective if processes share groups.
 
     Values of a shared group are centered first, so that a large mean costs no precision. Other groups use one
     multiply-add, as torch does on CPUs, which adds the error of rounding an input once.
@@ -110,7 +110,6 @@ class NormPass(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """Returns the gradients of weight, bias and parts. A collective if processes share groups."""
         mean, inverse, weight, bias, *parts = ctx.saved_tensors
         info: PassGroups = ctx.info
         if torch.is_grad_enabled() and info.all_reduce is None:
@@ -144,7 +143,7 @@ class NormPass(torch.autograd.Function):
 
 
 def _centered(part: Tensor, mean: Tensor, info: PassGroups) -> tuple[Tensor, Tensor]:
-    """Returns (`part` minus the rounded mean, the mean's rounding error); for unshared groups, (`part`, mean)."""
+    """Returns (`part` minus the rounded mean, rounding error of the mean), or (`part`, mean) for unshared groups."""
     values = split_into_groups(part, len(mean))
     if info.all_reduce is None:
         return values, mean
@@ -155,7 +154,7 @@ def _centered(part: Tensor, mean: Tensor, info: PassGroups) -> tuple[Tensor, Ten
 def _differentiable(
     info: PassGroups, weight: Tensor | None, bias: Tensor | None, parts: Sequence[Tensor], gradients: Sequence[Tensor]
 ) -> tuple[Tensor | None, ...]:
-    """Returns the gradients of `NormPass.backward` as differentiable tensors, by torch's kernel for each group."""
+    """Computes the gradients of `NormPass.backward` by torch's kernels, so that they are differentiable too."""
 
     def groups_of(tensors: Sequence[Tensor]) -> list[Tensor]:
         pairs = zip(tensors, info.part_groups, strict=True)

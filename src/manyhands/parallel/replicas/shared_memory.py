@@ -1,4 +1,4 @@
-"""Sums over the processes of one machine through shared memory.
+"""Sums and broadcasts of tensors among the processes of one machine, through shared memory.
 
 Each process has two slots that alternate, and a semaphore for each other process that signals a filled slot. All
 processes add all slots in the order of ranks, so the sums have equal bits. Between two uses of a slot there is another
@@ -49,14 +49,14 @@ class _Timespec(ctypes.Structure):
 
 
 class SharedSums:
-    """Sums tensors over the processes of a machine, one tensor at a time; concurrent sums need separate objects.
+    """Sums tensors over the processes of a machine, one at a time. Concurrent sums need separate objects.
 
     Attributes:
         slot_bytes: the size of each slot.
         size: the number of processes.
-        place: this process's index among them.
+        place: the index of this process among them.
         turn: the index (0 or 1) of the slots that are filled next.
-        covers_run: True if `size` is the number of all processes of the run.
+        covers_run: True if these are all processes of the run.
     """
 
     begun: ClassVar[int] = 0  # sums over all processes of the run that this process has started
@@ -78,20 +78,20 @@ class SharedSums:
         self.covers_run = dist.is_initialized() and size == dist.get_world_size()
 
     def process_slots(self, place: int, like: Tensor) -> list[Tensor]:
-        """Returns process `place`'s two slots, shaped like `like` [n]. Call `wait_for_slots` before reading them."""
+        """Returns the two slots of process `place` as tensors like `like` [n]. Call `wait_for_slots` before reading."""
         return [slots[place] for slots in self._slots_for(like)]
 
     def all_reduce(self, values: Tensor) -> None:
-        """Replaces flat values [n] by their sum over all processes. A collective.
+        """Replaces `values` [n] by their sum over the processes. A collective.
 
-        Raises RuntimeError if a process has ended or timed out; this object can't be used afterwards.
+        Raises RuntimeError if a process has ended or timed out. The object can't be used afterwards.
         """
         for piece in values.split(self.slot_bytes // values.element_size()):
             self.process_slots(self.place, piece)[self.turn].copy_(piece)
             self.sum_slots(piece)
 
     def sum_slots(self, total: Tensor) -> None:
-        """Writes the sum of all processes' current slots to `total` [n]. A collective; raises as `all_reduce` does."""
+        """Waits for the slots of all processes, and writes their sum to `total` [n]. A collective; see `all_reduce`."""
         slots = self._slots_for(total)[self.turn]
         self.wait_for_slots()
         torch.add(slots[0], slots[1], out=total)
@@ -99,7 +99,7 @@ class SharedSums:
             total.add_(more)
 
     def reduce_to_first(self, values: Tensor) -> None:
-        """Like `all_reduce`, but only the process with index 0 gets the sum. A collective."""
+        """Replaces `values` by their sum, but only on the process with index 0. A collective; see `all_reduce`."""
         for piece in values.split(self.slot_bytes // values.element_size()):
             slots = self._slots_for(piece)[self.turn]
             if self.place:
@@ -110,7 +110,7 @@ class SharedSums:
                     total.add_(one)
 
     def broadcast(self, values: Tensor) -> None:
-        """Replaces flat values [n] by those of the process with index 0. A collective; raises as `all_reduce` does."""
+        """Replaces `values` [n] by those of the process with index 0. A collective; see `all_reduce`."""
         for piece in values.split(self.slot_bytes // values.element_size()):
             turn = self.turn
             first = self.process_slots(0, piece)[turn]
@@ -121,7 +121,7 @@ class SharedSums:
                 _copy_on_one_thread(piece, first)
 
     def wait_for_slots(self) -> None:
-        """Waits until all slots of this turn are filled. A collective; raises as `all_reduce` does."""
+        """Waits until all processes have filled their slots of this turn. A collective; see `all_reduce`."""
         try:
             if self._file.closed:
                 raise RuntimeError("this process has already released the shared memory")
@@ -137,14 +137,14 @@ class SharedSums:
         self.turn ^= 1
 
     def close(self) -> None:
-        """Releases this process's lock, so that processes that wait for this process fail."""
+        """Releases the lock of this process, so that processes that wait for it fail."""
         self._file.close()
 
     def __deepcopy__(self, memo: object) -> "SharedSums":
         return self
 
     def _slots_for(self, like: Tensor) -> list[list[Tensor]]:
-        """Returns the slots by turn and process, as flat tensors of the dtype and length of `like`."""
+        """Returns the slots, first by turn and then by process, as tensors with the dtype and length of `like`."""
         key = like.dtype, like.numel()
         if key not in self._views:
             self._views[key] = [[slot[: like.nbytes].view(like.dtype) for slot in slots] for slots in self._slots]
@@ -179,12 +179,12 @@ def _copy_on_one_thread(into: Tensor, values: Tensor) -> None:
 
 
 def next_poll_count(tries: int, waited_s: float) -> int:
-    """Returns the number of polls before sleeping: twice as many after a short wait, half as many after a long one."""
+    """Returns the next number of polls before a wait sleeps: twice as many after a short wait, else half as many."""
     return min(2 * tries, MOST_TRIES) if waited_s < _SHORT_S else max(tries // 2, 1)
 
 
 def ranks_by_machine(world: World, group: Any = None) -> list[list[int]] | str:
-    """Returns one list per machine of ranks that can share memory, or a text: why none can. A collective."""
+    """Returns the ranks of each machine that can share memory, or the reason (a text) why none can. A collective."""
     answers = gather_plain(_machine_key(), world, group)
     if not any(answers):
         return "this system supports no anonymous shared memory with semaphores"
@@ -197,7 +197,7 @@ def ranks_by_machine(world: World, group: Any = None) -> list[list[int]] | str:
 def share_memory(
     machines: list[list[int]], world: World, group: Any = None, slot_bytes: int = SLOT_BYTES
 ) -> SharedSums | str | None:
-    """Returns SharedSums for this machine, None for a single process, or a text: why it failed. A collective."""
+    """Returns the machine's SharedSums, None for a single process, or the reason (text) for failure. A collective."""
     mine = next(ranks for ranks in machines if world.rank in ranks)
     place, size = mine.index(world.rank), len(mine)
     file, offer = _create_memory(size, slot_bytes) if size > 1 and place == 0 else (None, {})
@@ -217,7 +217,7 @@ def share_memory(
 
 
 def _machine_key() -> str:
-    """Returns a key that is equal for processes that can open each other's memory; empty if unknown."""
+    """Returns a key that is equal on processes that can open each other's memory, or "" if memory can't be shared."""
     if not hasattr(os, "memfd_create") or not hasattr(_LIBC, "sem_clockwait"):
         return ""
     with contextlib.suppress(OSError):
@@ -231,7 +231,7 @@ def _slots_begin(size: int) -> int:
 
 
 def _create_memory(size: int, slot_bytes: int) -> tuple[Any, dict[str, Any]]:
-    """Returns (memfd, data for `_open_memory`), or (None, {"lacks": reason}) if creation fails."""
+    """Creates the memory. Returns (memfd, data for `_open_memory`), or (None, {"lacks": reason}) if it fails."""
     name = _MEMFD + secrets.token_hex(8)
     try:
         file = os.fdopen(os.memfd_create(name), "r+b", buffering=0)
@@ -242,7 +242,6 @@ def _create_memory(size: int, slot_bytes: int) -> tuple[Any, dict[str, Any]]:
 
 
 def _open_memory(offer: dict[str, Any]) -> Any:
-    """Opens another process's memory. Raises OSError or ValueError if that fails."""
     path = Path(f"/proc/{offer['pid']}/fd/{offer['file']}")
     # Checked before opening, because the descriptor may have become any other file.
     if offer["name"] not in str(path.readlink()):
@@ -251,7 +250,7 @@ def _open_memory(offer: dict[str, Any]) -> Any:
 
 
 def _wait_for_post(semaphore: ctypes.c_void_p) -> bool:
-    """Waits for a semaphore: True if another process posted; False after a signal or _LOOK_NS nanoseconds."""
+    """Waits up to _LOOK_NS nanoseconds for a semaphore. Returns True if another process has posted it."""
     seconds, nanoseconds = divmod(time.monotonic_ns() + _LOOK_NS, 1_000_000_000)
     until = ctypes.byref(_Timespec(seconds, nanoseconds))
     return not _LIBC.sem_clockwait(semaphore, time.CLOCK_MONOTONIC, until)

@@ -1,4 +1,4 @@
-"""Runs a network under a plan: shards its parameters and inserts conversions between its ops."""
+"""Executes a network under a plan: shards its parameters, and converts tensors between differently sharded ops."""
 
 import random
 from collections.abc import Mapping
@@ -28,9 +28,9 @@ def op_shardings(op: Op, letters: tuple[str, ...]) -> list[Sharding]:
     return [cast(Sharding, op.letters[letter]) for letter in letters]
 
 
-def input_layouts(op: Op, letters: tuple[str, ...], place: int) -> tuple[placement.Layout, placement.Layout]:
-    """Returns an op's (value, gradient) layouts of input number `place`. `letters`: see strategy.py, one per axis."""
-    sides: list[placement.Side] = [sharding.inputs[place] for sharding in op_shardings(op, letters)]
+def input_layouts(op: Op, letters: tuple[str, ...], number: int) -> tuple[placement.Layout, placement.Layout]:
+    """Returns (value layout, gradient layout) of input `number` of an op. `letters`: see strategy.py, one per axis."""
+    sides: list[placement.Side] = [sharding.inputs[number] for sharding in op_shardings(op, letters)]
     return placement.value_layout(sides), placement.gradient_layout(sides)
 
 
@@ -44,7 +44,7 @@ def batch_axes(letters: tuple[str, ...]) -> tuple[int, ...]:
 
 
 def parameter_layouts(graph: Graph, letters: Letters) -> dict[str, TensorLayout]:
-    """Returns the layout of each parameter and buffer. Raises UserError if two ops shard a tensor differently."""
+    """Returns {name: layout} of all parameters and buffers. Raises UserError if two ops shard a tensor differently."""
     found: dict[str, TensorLayout] = {}
     users: dict[int, tuple[str, TensorLayout]] = {}
     for op in graph.ops.values():
@@ -69,7 +69,7 @@ def _parameter_layout(op: Op, name: str, tensor: Tensor, letters: Letters) -> Te
 
 
 def shard_tensor(tensor: Tensor, layout: TensorLayout, mesh: Mesh, rank: int) -> Tensor:
-    """Returns this process's shard of a full tensor, as a copy."""
+    """Returns a copy of the shard of `tensor` that `rank` holds."""
     piece = tensor if layout.view == layout.shape else tensor.reshape(layout.view)
     for dim, (start, stop) in enumerate(layout.region(mesh, rank)):
         piece = piece.narrow(dim, start, stop - start)
@@ -80,7 +80,7 @@ def shard_tensor(tensor: Tensor, layout: TensorLayout, mesh: Mesh, rank: int) ->
 
 
 def shard_in_place(model: nn.Module, layouts: Mapping[str, TensorLayout], grid: Grid) -> None:
-    """Replaces the data of each parameter and buffer by this process's shard; keeps the Parameter objects."""
+    """Replaces the data of parameters and buffers by this process's shards. The Parameter objects stay the same."""
     done: set[int] = set()
     with torch.no_grad():
         for name, tensor in model.state_dict(keep_vars=True).items():
@@ -92,7 +92,7 @@ def shard_in_place(model: nn.Module, layouts: Mapping[str, TensorLayout], grid: 
 
 
 class ConvertLayout(nn.Module):
-    """Converts an op's output to the layout in which another op reads it; values without tensors are unchanged."""
+    """Converts the output of an op to the layout in which another op reads it. Returns other values unchanged."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class ConvertLayout(nn.Module):
 
 
 class SeedGenerators(nn.Module):
-    """Seeds the random number generators for the next op; only processes with the same samples get equal seeds."""
+    """Seeds the random number generators for the next op. Processes with the same samples get the same seed."""
 
     def __init__(self, number: int, place: int, grid: Grid) -> None:
         super().__init__()
@@ -150,7 +150,7 @@ def _target_name(op: Op) -> str:
 
 
 class GraphBuilder:
-    """Builds the graph that a process runs: the traced graph, with conversions between different layouts."""
+    """Builds the graph that a process runs: the traced graph, with conversions where layouts differ."""
 
     def __init__(self, graph: Graph, letters: Letters, grid: Grid, local: dict[int, nn.Module | None]) -> None:
         self._traced, self._ops, self._letters, self._grid = graph.traced, graph.ops, letters, grid
@@ -164,7 +164,7 @@ class GraphBuilder:
             getattr(self._root, kind).update(getattr(graph.traced, kind))
 
     def build(self, *, training: bool) -> fx.GraphModule:
-        """Builds the graph. Its outputs have the loss's input layout in training, and are gathered in evaluation."""
+        """Builds the graph. Its output has the layout that the loss reads, or is gathered if `training` is False."""
         loss = self._ops[LOSS]
         for number, node in enumerate(self._traced.graph.nodes):
             if node.op == "placeholder":
@@ -204,7 +204,7 @@ class GraphBuilder:
         return self._graph.call_module(name, args, kwargs or {})
 
     def _converted_source(self, source: fx.Node, reader: Op, *, whole_output: bool = False) -> fx.Node:
-        """Returns the node of `source`, converted to the reader's layout if needed. Readers share conversions."""
+        """Returns the node of `source`, or of its conversion to the reader's layout. Readers share conversions."""
         giver = self._ops[self._names.get(source, INPUT)]
         if not giver.extents:
             return self._copied[source]
@@ -226,7 +226,7 @@ class GraphBuilder:
 
 
 class SplitNetwork(nn.Module):
-    """A network whose ops are sharded by a plan. forward is a collective, in training and in evaluation."""
+    """A module that runs a network whose ops are sharded by a plan. forward is a collective."""
 
     def __init__(self, model: nn.Module, train: Graph, evaluate: Graph, letters: Letters, grid: Grid) -> None:
         super().__init__()
@@ -257,7 +257,7 @@ class SplitNetwork(nn.Module):
         return self
 
     def forward(self, pictures: Tensor) -> Any:
-        """Returns the shard of the outputs that the loss reads in training, and the full outputs in evaluation."""
+        """Returns the outputs: in training the shard that the loss reads, in evaluation all of them."""
         return (self.training_graph if self.training else self.evaluation_graph)(pictures)
 
     def begin_micro_batch(self, shape: MicroBatchShape) -> None:

@@ -17,7 +17,7 @@ LOSS = "loss"
 
 @dataclass(frozen=True)
 class Sharding:
-    """The sharded dimensions of an op's tensors along a mesh axis, for one letter (see strategy.py)."""
+    """The dimensions in which an op's tensors are sharded along a mesh axis, for one letter of strategy.py."""
 
     inputs: tuple[Side, ...]  # of each input tensor, in the order of `Op.sources`
     output: Side
@@ -30,7 +30,7 @@ class Sharding:
 
 @dataclass
 class Op:
-    """A traced op of a network: a module, a function call or a tensor that forward reads."""
+    """A traced op of a network: a module, a function call, or a parameter or buffer that forward reads."""
 
     name: str  # the module's path, or the path of the module it lies in and the function's name: "layer1.0.add"
     kind: str = "opaque"  # the rule's name: "conv", "linear", "elementwise" …; "opaque" where there is none
@@ -58,7 +58,7 @@ class Op:
 
     @property
     def reads_attribute(self) -> bool:
-        """True for a parameter, buffer or constant that the network's forward reads."""
+        """True if the op is a parameter, buffer or constant that the network's forward reads."""
         return self.node is not None and self.node.op == "get_attr"
 
     @property
@@ -66,7 +66,7 @@ class Op:
         return getattr(type(self.module), "forward", None)
 
     def parameters(self) -> dict[str, Tensor]:
-        """Returns the module's parameters and buffers by name, or {"": tensor} if the op reads a tensor directly."""
+        """Returns {name: tensor} of the op's parameters and buffers; {"": tensor} if the op is a tensor itself."""
         if self.module is None:
             return {"": attribute_tensor(self.node)} if self.reads_attribute else {}
         return {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
@@ -87,7 +87,7 @@ class Graph:
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)  # of the network, by name, in the network's order
 
     def ops_matching(self, pattern: str) -> list[Op]:
-        """Returns the ops whose name matches a glob, and the ops in the module of that name."""
+        """Returns the ops whose name matches the glob `pattern`, and the ops within the module `pattern`."""
         return [
             op for op in self.ops.values() if fnmatch.fnmatchcase(op.name, pattern) or op.name.startswith(pattern + ".")
         ]
@@ -96,7 +96,7 @@ class Graph:
         self.ops[LOSS].letters["o"] = reason
 
     def edges(self) -> Iterator[tuple[Op, Op, int]]:
-        """Yields (source, reader, index in the reader's `sources`) for each output that an op reads."""
+        """Yields (source op, reader op, index of the source in the reader's `sources`) for each read output."""
         for op in self.ops.values():
             for place, name in enumerate(op.sources):
                 yield self.ops[name], op, place
@@ -117,7 +117,7 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 class _Tracer(fx.Tracer):
-    """Traces into all modules except torch's own; a module that can't be traced stays one op."""
+    """Traces into all modules except torch's own. A module that can't be traced becomes a single op."""
 
     def __init__(self, leaves: Callable[[nn.Module], bool], inputs: tuple[str, ...]) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ class _Tracer(fx.Tracer):
         is_module: bool,  # noqa: ARG002 - as fx calls it
         concrete_args: Any = None,  # noqa: ARG002
     ) -> tuple[Callable[..., Any], list[Any]]:
-        """Passes forward only the named inputs; its other arguments keep their defaults, as in training."""
+        """Calls forward with the named inputs only. Its other arguments keep their defaults, as in training."""
         given = [self.create_proxy("placeholder", name, (), {}) for name in self._inputs]
         return lambda model, *inputs: root_fn(model, *inputs), [self.root, *given]
 
@@ -161,7 +161,7 @@ class _Tracer(fx.Tracer):
 def trace(
     model: nn.Module, leaves: Callable[[nn.Module], bool], inputs: tuple[str, ...] = ("x",)
 ) -> tuple[fx.GraphModule, dict[str, str]]:
-    """Traces a network in its current mode; returns (graph, {path of a module that can't be traced: reason})."""
+    """Traces a network in its current mode. Returns (graph, {path of a module that can't be traced: reason})."""
     tracer = _Tracer(leaves, inputs)
     try:
         graph = tracer.trace(model)
@@ -187,7 +187,7 @@ def _single_op_graph(model: nn.Module, reason: str) -> tuple[fx.GraphModule, dic
 
 
 def make_out_of_place(traced: fx.GraphModule) -> None:
-    """Replaces in-place ops, which would change the input of other ops. Later readers of that input read the result."""
+    """Replaces ops that change their input in place by others. Later readers of that input read the result instead."""
     place = {node: number for number, node in enumerate(traced.graph.nodes)}
     for node in traced.graph.nodes:
         if _changes_its_input(traced, node) and isinstance(node.args[0], fx.Node):
@@ -226,7 +226,7 @@ _IN_PLACE: dict[Any, Any] = {
 
 
 def name_nodes(traced: fx.GraphModule) -> dict[fx.Node, str]:
-    """Names each node after its module and function, equally in training and evaluation: "layer1.0.add"."""
+    """Returns a unique name for each node, such as "layer1.0.add". Training and evaluation use the same names."""
     names: dict[fx.Node, str] = {}
     taken: set[str] = set()
     for node in traced.graph.nodes:
@@ -254,7 +254,7 @@ def attribute_tensor(node: fx.Node | None) -> Tensor:
 
 
 def tie_ops(ops: Mapping[str, Op], pairs: Iterable[tuple[str, str]]) -> None:
-    """Ties the ops of each pair, and all ops tied to them already. Tied ops must have equal placements."""
+    """Ties the ops of each pair, and the ops that are already tied to them. Tied ops must have equal letters."""
     for first, second in pairs:
         old, new = ops[second].tied, ops[first].tied
         if old != new:
@@ -264,7 +264,7 @@ def tie_ops(ops: Mapping[str, Op], pairs: Iterable[tuple[str, str]]) -> None:
 
 
 def whole_or_batch(op: Op, inputs: list[Op]) -> dict[str, Sharding | str]:
-    """Returns the placements that any op allows: replicated (r) and, unless it mixes samples, sharded samples (n)."""
+    """Returns an op's sharding for r (replicated) and n (by samples), or instead of n's the reason why it has none."""
     parameters = frozenset(op.parameters())
     together = Sharding(tuple(WHOLE for _ in inputs), WHOLE)
     if not op.batchwise:

@@ -16,7 +16,7 @@ from manyhands.parallel.split.sharded_loss import WHOLE_CLASSES, ShardedLoss, de
 
 
 class PlannedNetwork(NetworkOnMesh):
-    """A network whose ops are sharded by a plan, in mode semi or auto."""
+    """The network of the modes semi and auto, whose ops are sharded by a plan."""
 
     full_outputs = True
 
@@ -41,7 +41,7 @@ class PlannedNetwork(NetworkOnMesh):
 
 
 def shard_by_plan(model: nn.Module, world: World, request: ModeRequest) -> PlannedNetwork:
-    """Shards a network (training mode, equal on all ranks) by a plan. A collective. Raises UserError: invalid plan."""
+    """Shards a network (in training mode, equal on all ranks) by a plan. Raises UserError if the plan is invalid."""
     plan = request.plan
     if plan is None:
         raise UserError("the plan is missing", "parallel", ('set --pin "fc=n@dp o@tp" or --parallel.plan plan.json',))
@@ -54,8 +54,8 @@ def shard_by_plan(model: nn.Module, world: World, request: ModeRequest) -> Plann
     model.train()
     tracing.refuse_training_only_letters(graph.ops, evaluated.ops)
     letters = strategy.resolve_letters(plan, graph)
-    rest = {name: ("r",) * len(plan.mesh.axes) for name in evaluated.ops}
-    network = execute.SplitNetwork(model, graph, evaluated, {**rest, **letters}, Grid(plan.mesh, world)).train()
+    replicated = {name: ("r",) * len(plan.mesh.axes) for name in evaluated.ops}
+    network = execute.SplitNetwork(model, graph, evaluated, {**replicated, **letters}, Grid(plan.mesh, world)).train()
     about = {**plan.about, "notes": graph.notes}
     found = Plan(plan.mesh, plan.ops, plan.default, plan.pinned, network.layouts, about)
     traits = NetworkTraits(plan=found, class_count=network.classes, is_random=network.draws)
@@ -63,7 +63,7 @@ def shard_by_plan(model: nn.Module, world: World, request: ModeRequest) -> Plann
 
 
 def _shard_loss(graph: Graph, request: ModeRequest) -> Graph | None:
-    """Returns the graph of the user's loss for sharded classes; None, with a note, if the loss needs all classes."""
+    """Returns the graph of the user's loss for sharded classes. Returns None, with a note, if it needs all classes."""
     if not isinstance(graph.ops[LOSS].letters["o"], Sharding):
         return None
     output = graph.ops[graph.ops[LOSS].sources[0]]

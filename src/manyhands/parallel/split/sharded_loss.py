@@ -1,7 +1,7 @@
-"""The loss of a sharded network, with sharded samples or classes.
+"""The loss of a network whose samples or classes are sharded.
 
-A custom loss is traced into operators. Operators with a rule run on shards of the classes: partial sums over the
-classes are added up over processes; values without a class dimension are replicated.
+A custom loss is traced into operators. Operators with a rule run on shards of the classes. Partial sums over classes
+are added up over processes, and values without a class dimension are replicated.
 """
 
 import operator
@@ -37,7 +37,7 @@ class _LossModule(nn.Module):
 
 
 def describe_loss(function: CustomLoss, classes: int, dtype: torch.dtype, device: torch.device) -> Graph | str:
-    """Returns a loss over `classes` classes as a graph of ops, or the reason (text) why classes can't be sharded."""
+    """Traces a loss over `classes` classes. Returns its graph, or the reason (a text) why classes can't be sharded."""
     traced, unseen = trace(_LossModule(function), lambda _: False, ("output", "labels"))
     if unseen:
         return f"{WHOLE_CLASSES}; this loss can't be traced ({next(iter(unseen.values()))})"
@@ -65,7 +65,7 @@ def describe_loss(function: CustomLoss, classes: int, dtype: torch.dtype, device
 
 
 def _describe_input(given: Op) -> None:
-    """Allows sharded classes for the network's output, and only replication for the labels."""
+    """Sets the letters of the loss's inputs: the network's output may have sharded classes, the labels may not."""
     given.letters = {"r": Sharding((), WHOLE)}
     if given.name == INPUT:
         given.feature, given.trains = 1, True
@@ -73,7 +73,7 @@ def _describe_input(given: Op) -> None:
 
 
 def _fold_sizes(traced: fx.GraphModule, many: dict[fx.Node, Any], few: dict[fx.Node, Any]) -> None:
-    """Replaces sizes that don't depend on the batch by constants, because a shard would have other sizes."""
+    """Replaces tensor sizes that don't depend on the batch by constants, because shards have other sizes."""
     for node in list(traced.graph.nodes):
         value = many.get(node)
         if type(value) is int and value == few.get(node):
@@ -85,7 +85,7 @@ def _fold_sizes(traced: fx.GraphModule, many: dict[fx.Node, Any], few: dict[fx.N
 
 
 def _replace_maxima(traced: fx.GraphModule) -> None:
-    """Replaces `torch.max` over one dimension by `max_values`, which returns no indices, if indices are unused."""
+    """Replaces `torch.max` over one dimension by `max_values`, unless the loss uses the indices."""
     for node in list(traced.graph.nodes):
         if node.target not in {torch.max, "max"} or len(node.args) + len(node.kwargs) < 2:
             continue
@@ -102,7 +102,7 @@ def _replace_maxima(traced: fx.GraphModule) -> None:
 
 
 def _allow_sharded_maximum(op: Op, ops: dict[str, Op]) -> None:
-    """Allows a maximum over sharded classes: the maximum of the local maxima of all processes."""
+    """Lets a maximum over classes be sharded by classes (i): the maximum of the maxima of all processes."""
     if op.node is None or op.node.target not in MAXIMA or len(op.sources) != 1:
         return
     source = ops[op.sources[0]]
@@ -111,7 +111,7 @@ def _allow_sharded_maximum(op: Op, ops: dict[str, Op]) -> None:
 
 
 def letters_for_classes(graph: Graph) -> dict[str, str] | str:
-    """Returns {op: sharding letter} along an axis that shards the classes, or the reason (text) why an op has none."""
+    """Returns {op: letter} along an axis that shards the classes, or the reason (a text) why an op has no letter."""
     letters: dict[str, str] = {}
     for op in graph.ops.values():
         shardings = [graph.ops[name].letters[letters[name]] for name in op.sources]
@@ -129,7 +129,7 @@ def letters_for_classes(graph: Graph) -> dict[str, str] | str:
 
 
 def _sharded_loss(graph: Graph, axes: tuple[int, ...], grid: Grid) -> Callable[[Tensor, Tensor], Tensor]:
-    """Returns the loss as a function of (output [n, c], labels [n]); the classes c are sharded over `axes`."""
+    """Returns the loss as a function of (output [n, c], labels [n]). c: this process's classes, sharded over `axes`."""
     chosen = letters_for_classes(graph)
     assert isinstance(chosen, dict)
     every = range(len(grid.mesh.axes))
@@ -140,21 +140,21 @@ def _sharded_loss(graph: Graph, axes: tuple[int, ...], grid: Grid) -> Callable[[
 class ShardedLoss:
     """The training loss of a sharded network.
 
-    `loss_fn`(outputs, labels int64 [n]) returns the sum [] of losses and the logits [n, C]; it is used for unsharded
-    classes. Sharded classes use cross-entropy with `smoothing`, or `own`, the graph of a custom loss.
+    If the plan doesn't shard the classes, it is `loss_fn`. If the plan does, it is `custom`, the graph of a custom loss
+    from `describe_loss`, or without such a graph cross-entropy with label smoothing `smoothing`.
     """
 
     def __init__(
-        self, network: execute.SplitNetwork, loss_fn: LossFn, smoothing: float = 0.0, own: Graph | None = None
+        self, network: execute.SplitNetwork, loss_fn: LossFn, smoothing: float = 0.0, custom: Graph | None = None
     ) -> None:
         self._network, self._loss_fn, self._smoothing = network, loss_fn, smoothing
         letters = network.letters[LOSS]
         sizes = network.grid.mesh.sizes
         self._classes = tuple(axis for axis, letter in enumerate(letters) if letter == "o" and sizes[axis] > 1)
-        self._own = _sharded_loss(own, self._classes, network.grid) if own and self._classes else None
+        self._custom = _sharded_loss(custom, self._classes, network.grid) if custom and self._classes else None
 
     def __call__(self, output: Any, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns (sum [] of this process's losses, scores [n, …], index [n] of the correct score in each row)."""
+        """Returns (summed loss of this process, scores [n, …], index [n] of the correct score in each row)."""
         if not self._classes:
             loss, logits = self._loss_fn(output, labels)
             return loss, logits, labels
@@ -163,11 +163,11 @@ class ShardedLoss:
         edges = bounds(self._network.classes, grid.parts(self._classes))
         place = grid.place(self._classes)
         classes = edges[place], edges[-1]
-        if self._own is None:
+        if self._custom is None:
             result: Any = _ShardedCrossEntropy.apply(output, labels, classes, group, self._smoothing)
             loss, scores = result
         else:
-            given = self._own(output, labels)
+            given = self._custom(output, labels)
             is_sum = getattr(self._loss_fn, "is_sum", False)  # a sum with all classes is a sum here too
             loss = given.sum() if is_sum else sum_over_samples(given, len(labels))
             scores = sharded_scores(output.detach(), labels, classes[0], group)
@@ -175,7 +175,7 @@ class ShardedLoss:
 
 
 def sharded_scores(logits: Tensor, labels: Tensor, first: int, group: Any) -> Tensor:
-    """Returns [n, 2]: the label's logit and the largest logit over sharded classes, by two small all-reduces."""
+    """Returns [n, 2]: the logit of the correct class, and the largest logit. Two small all-reduces."""
     largest = logits.max(1).values
     dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
     place = labels - first
@@ -189,9 +189,9 @@ def sharded_scores(logits: Tensor, labels: Tensor, first: int, group: Any) -> Te
 class _ShardedCrossEntropy(torch.autograd.Function):
     """Cross-entropy over sharded classes, with two small all-reduces in forward and none in backward.
 
-    Logits [n, c] are of this process's classes, labels int64 [n] index all classes, and `classes` are (index of this
-    process's first class, number of all classes). Returns the sum of losses [], equal on all processes, and [n, 2]: the
-    label's logit and the largest logit, both minus the largest logit.
+    `logits` [n, c] are those of this process's classes, and `labels` int64 [n] index all classes. `classes`: (index of
+    this process's first class, number of all classes). Returns the summed loss, equal on all processes, and scores
+    [n, 2]: the logit of the correct class and the largest logit, both minus the largest logit.
     """
 
     @staticmethod

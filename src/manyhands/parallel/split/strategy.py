@@ -1,6 +1,6 @@
 """Strategies of ops as users write them: "n@dp o@tp", or MindSpore's tuples.
 
-A strategy has letters for the sharded dimensions, each with the mesh axes that shard it:
+A letter names a dimension of an op. The mesh axes after the letter shard this dimension:
 
     n  samples            o  output channels or features     i  input channels or features
     c  channels           h  heads of attention              v  rows of a table
@@ -37,7 +37,7 @@ _FORM = f"write letters and mesh axes, {EXAMPLE}"
 
 
 def parse_strategy(text: str, mesh: Mesh, where: str) -> dict[int, str]:
-    """Parses "n@dp o@tp" into {axis index: letter}. Raises UserError if the text doesn't fit the mesh."""
+    """Parses a strategy such as "n@dp o@tp" into {axis index: letter}. Raises UserError if it doesn't fit the mesh."""
     found: dict[int, str] = {}
     for word in text.split():
         # A letter alone applies to all axes.
@@ -59,7 +59,7 @@ def parse_strategy(text: str, mesh: Mesh, where: str) -> dict[int, str]:
 
 
 def write_strategy(letters: tuple[str, ...], mesh: Mesh) -> str:
-    """Returns the strategy as text, such as "n@dp,tp", from one letter for each mesh axis."""
+    """Formats one letter for each mesh axis as a strategy, such as "n@dp,tp"."""
     axes: dict[str, list[str]] = {}
     for letter, name in zip(letters, mesh.names, strict=True):
         axes.setdefault(letter, []).append(name)
@@ -67,12 +67,12 @@ def write_strategy(letters: tuple[str, ...], mesh: Mesh) -> str:
 
 
 def is_mindspore(text: str) -> bool:
-    """Returns True if a strategy has MindSpore's form, such as ((1, 1), (1, 2))."""
+    """Returns True if a strategy consists of MindSpore's tuples, such as ((1, 1), (1, 2))."""
     return text.lstrip()[:1] in {"(", "{", "["}
 
 
 def parse_mindspore(text: str, where: str) -> tuple[tuple[int, ...], ...]:
-    """Parses "((1, 1), (1, 2))" or "{(1, 1), (1, 2)}": the number of shards of each dimension of each input."""
+    """Parses MindSpore's tuples, such as "((1, 1), (1, 2))": the number of shards of each dimension of each input."""
     plain = text.strip()
     if plain.startswith("{"):
         plain = f"({plain[1:-1]},)"
@@ -88,10 +88,10 @@ def parse_mindspore(text: str, where: str) -> tuple[tuple[int, ...], ...]:
 
 
 def mindspore_letters(kind: str, tuples: tuple[tuple[int, ...], ...], mesh: Mesh, where: str = "pin") -> dict[int, str]:
-    """Converts MindSpore's tuples to {axis index: letter}, "r" for unused axes. Axes are chosen by their sizes.
+    """Converts MindSpore's tuples to {axis index: letter}. Chooses axes by their sizes; unused ones get the letter r.
 
     Each tuple has the number of shards of each dimension of an input. A linear layer's weight is [inputs, outputs], a
-    convolution's [outputs, inputs, height, width]. For ops without a weight the first tuple decides. Raises UserError.
+    convolution's [outputs, inputs, height, width]. Without a weight, the first tuple decides. Raises UserError.
     """
     letters: dict[int, str] = {}
     for letter, count in _counts_by_letter(kind.lower(), tuples, where).items():
@@ -140,10 +140,10 @@ _WEIGHTED = {
 
 
 def resolve_letters(plan: Plan, graph: Graph, where: str = "plan") -> dict[str, tuple[str, ...]]:
-    """Returns {op: sharding letter for each mesh axis} for a network under a plan.
+    """Returns {op: letter for each mesh axis} for all ops of a network under a plan.
 
-    An op that can't follow the default, such as an op that mixes samples, is replicated. A pattern that matches several
-    ops applies to those that allow its letters. Raises UserError if a pattern that names one op doesn't fit the op.
+    An op that doesn't allow the default, such as one that mixes samples, is replicated. A pattern that matches several
+    ops applies to those that allow its letters. Raises UserError if a pattern that names one op doesn't fit it.
     """
     default = parse_strategy(plan.default_strategy, plan.mesh, f"{where}, default")
     explicit, found = explicit_letters(plan, graph, where), dict[str, tuple[str, ...]]()
@@ -168,7 +168,7 @@ def resolve_letters(plan: Plan, graph: Graph, where: str = "plan") -> dict[str, 
 
 
 def explicit_letters(plan: Plan, graph: Graph, where: str = "plan") -> dict[str, tuple[str, dict[int, str]]]:
-    """Returns {op: (pattern, {axis index: letter})} for a plan's patterns. Raises UserError if one doesn't fit."""
+    """Returns {op: (pattern, {axis index: letter})} of ops that patterns match. Raises UserError if one doesn't fit."""
     explicit: dict[str, tuple[str, dict[int, str]]] = {}
     for pattern, text in plan.ops.items():
         ops = graph.ops_matching(pattern)
@@ -214,7 +214,7 @@ def _parse_for_op(text: str, op: Op, graph: Graph, mesh: Mesh, where: str) -> di
 
 
 def _shards_read(op: Op, graph: Graph, letters: list[str], mesh: Mesh) -> list[tuple[str, tuple[int, ...]]]:
-    """Returns (name, number of shards per dimension) of each tensor that an op reads. `letters`: one per axis."""
+    """Returns (name, number of shards of each dimension) of all tensors that an op reads. `letters`: one per axis."""
     shardings = [sharding for sharding in (op.letters[letter] for letter in letters) if isinstance(sharding, Sharding)]
 
     def pieces(sides: list[Any], dims: int) -> tuple[int, ...]:
@@ -232,7 +232,7 @@ def _shards_read(op: Op, graph: Graph, letters: list[str], mesh: Mesh) -> list[t
 
 
 def _letter_for_op(op: Op, letter: str, *, exact: bool) -> str:
-    """Returns `letter` if `exact` or the op allows it, else the op's equivalent letter, or "" without one."""
+    """Returns `letter` if the op has it or `exact` is True, otherwise the equivalent c for o, or "" without any."""
     if exact or letter in op.letters:
         return letter
     return "c" if letter in {"o", "c"} and "c" in op.letters else ""
@@ -253,7 +253,7 @@ def _require_valid(op: Op, letters: tuple[str, ...], mesh: Mesh, where: str) -> 
 
 
 def refusal(op: Op, letters: tuple[str, ...], mesh: Mesh) -> str:
-    """Returns the reason why an op can't be sharded by `letters` (one per mesh axis), or an empty text if it can."""
+    """Returns the reason why an op can't be sharded by `letters` (one per mesh axis), or "" if it can."""
     for letter in set(letters):
         sharding = op.letters.get(letter)
         if sharding is None:
@@ -269,7 +269,7 @@ def refusal(op: Op, letters: tuple[str, ...], mesh: Mesh) -> str:
 
 
 def shorten_strategies(letters: Mapping[str, tuple[str, ...]], graph: Graph, mesh: Mesh) -> tuple[str, dict[str, str]]:
-    """Shortens `letters` to a plan: (default strategy, {op: another strategy}), which `resolve_letters` converts back."""
+    """Converts letters of all ops to (default strategy, {op: other strategy}). `resolve_letters` is the inverse."""
     default = tuple("n" for _ in mesh.axes)
     exceptions: dict[str, str] = {}
     for ops in graph.ops_by_tie().values():

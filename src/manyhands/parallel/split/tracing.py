@@ -1,4 +1,4 @@
-"""Builds a network's graph: traces ops, finds ops that mix samples by running 3 and 2 samples, and applies rules."""
+"""Builds a network's graph: traces it, finds ops that mix samples by runs with 3 and 2 samples, and applies rules."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -48,9 +48,9 @@ def find_rule(op: Op) -> Rule:
 
 
 def describe_network(model: nn.Module, picture: Tensor) -> Graph:
-    """Returns the network's graph in its current mode (training or evaluation); in-place ops become out of place.
+    """Returns the graph of a network in its current mode (training or evaluation). Replaces ops that work in place.
 
-    `picture` is one sample of any shape, whose values don't matter. Raises UserError if the network fails on samples.
+    `picture` is one sample, whose values don't matter. Raises UserError if the network fails on samples of its shape.
     """
     traced, unseen = trace(model, lambda module: type(module) in _user_rules or isinstance(module, _BatchNorm))
     names = name_nodes(traced)
@@ -74,9 +74,9 @@ def describe_ops(
     few: Mapping[fx.Node, Any],
     begin: Callable[[Op], None] | None = None,
 ) -> tuple[dict[str, Op], list[tuple[str, str]]]:
-    """Returns ({name: op} of a network or loss, pairs of ops that must be sharded alike).
+    """Returns ({name: op} of a traced network or loss, pairs of ops that must have equal letters).
 
-    `many`, `few`: each node's values for `SAMPLES` and `FEWER` samples. `begin` sets an input's letters; None: n and r.
+    `many`, `few`: the nodes' values for `SAMPLES` and `FEWER` samples. `begin` sets letters of inputs; None: n and r.
     """
     ops: dict[str, Op] = {INPUT: Op(INPUT, tied=INPUT)}
     ties: list[tuple[str, str]] = []
@@ -106,12 +106,12 @@ _ROW_BY_ROW: dict[type[nn.Module], int] = {nn.Conv1d: 3, nn.Conv2d: 4, nn.Conv3d
 
 
 class _NodeRunner(fx.Interpreter):
-    """Runs a graph node by node, without dropout."""
+    """Runs single nodes of a graph, without dropout."""
 
     _noise = torch.empty(0)
 
     def noise(self, shape: Tensor, device: torch.device) -> Tensor:
-        """Returns random numbers shaped like `shape`, which differ between nodes."""
+        """Returns random numbers with the shape of the tensor `shape`. They differ between nodes."""
         start, count = len(self.env), shape.numel()
         if len(self._noise) < start + count or self._noise.device != device:
             self._noise = torch.randn(start + 2 * count, device=device)
@@ -141,7 +141,7 @@ def _run_network(
 
 
 def run_two_sizes(traced: fx.GraphModule, inputs: tuple[Tensor, ...]) -> tuple[dict[fx.Node, Any], dict[fx.Node, Any]]:
-    """Returns each node's values for `SAMPLES` samples and for the last `FEWER`, as views of the former where equal."""
+    """Returns {node: value} for `SAMPLES` samples and for the last `FEWER`. Equal values are views of the former."""
     many, few = _NodeRunner(traced), _NodeRunner(traced)
     many.args_iter, few.args_iter = iter(inputs), iter([_last(one, 1) for one in inputs])
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
@@ -158,7 +158,7 @@ def run_two_sizes(traced: fx.GraphModule, inputs: tuple[Tensor, ...]) -> tuple[d
 
 
 def _value_by_rows(node: fx.Node, many: _NodeRunner, few: _NodeRunner) -> Tensor | None:
-    """Returns a node's value for `SAMPLES` samples if torch computes each row separately; None for other nodes.
+    """Returns the value for `SAMPLES` samples of a node that treats each row separately, or None for other nodes.
 
     For convolutions, linear layers and BatchNorm, returns random numbers of the right shape. They also reveal whether
     later nodes mix samples, and don't vanish or explode over many layers.
@@ -204,7 +204,7 @@ def _describe_node(node: fx.Node, names: Mapping[fx.Node, str], many: Any, few: 
 
 
 def _rows_per_sample(many: Tensor, few: Tensor) -> int:
-    """Returns the rows of dimension 0 per sample; 0 if dimension 0 doesn't grow with the samples."""
+    """Returns the number of rows (dimension 0) per sample, or 0 if it doesn't grow with the number of samples."""
     if not many.ndim or many.shape[1:] != few.shape[1:] or many.shape[0] == few.shape[0]:
         return 0
     rows = many.shape[0] // SAMPLES
@@ -212,12 +212,11 @@ def _rows_per_sample(many: Tensor, few: Tensor) -> int:
 
 
 def _last(many: Tensor, rows: int) -> Tensor:
-    """Returns the last `FEWER` samples' rows, since a cumulative sum's first rows don't depend on other samples."""
+    """Returns the rows of the last `FEWER` samples. In a cumulative sum, the first rows wouldn't show any mixing."""
     return many[len(many) - rows * FEWER :]
 
 
 def _is_view_of_last(many: Any, few: Any) -> bool:
-    """Returns True if `few` is a view of the last samples in `many`."""
     if not isinstance(many, Tensor) or not isinstance(few, Tensor) or not many.ndim or not few.numel():
         return False
     last = many[len(many) - len(few) :]
@@ -256,7 +255,7 @@ def _set_letters(op: Op, inputs: list[Op]) -> None:
 
 
 def _refuse_hidden(op: Op) -> None:
-    """Disallows sharding of parameters that are computed from other tensors, and of modules with hooks."""
+    """Disallows sharding of modules with hooks, and of parameters that are computed from other tensors."""
     module = op.module
     if module is None:
         return
@@ -272,7 +271,7 @@ def _refuse_hidden(op: Op) -> None:
 
 
 def _add_loss(graph: Graph, traced: fx.GraphModule, names: dict[fx.Node, str]) -> None:
-    """Adds the loss, which reads all outputs; sharded classes (o) need a single output [N, classes]."""
+    """Adds the loss, which reads all outputs. Classes (o) can be sharded if there is a single output [N, classes]."""
     output = next(node for node in traced.graph.nodes if node.op == "output")
     reads = [graph.ops[names[node]] for node in output.all_input_nodes]
     sources = [op for op in reads if op.extents]
@@ -314,7 +313,7 @@ def _type_name(op: Op) -> str:
 
 
 def pairs_with_shared_tensors(ops: dict[str, Op]) -> list[tuple[str, str]]:
-    """Returns pairs of ops that use the same parameter or buffer, and so must have equal placements."""
+    """Returns pairs of ops that read the same parameter or buffer, and so must have equal letters."""
     first: dict[int, str] = {}
     pairs: list[tuple[str, str]] = []
     for op in ops.values():
@@ -326,7 +325,7 @@ def pairs_with_shared_tensors(ops: dict[str, Op]) -> list[tuple[str, str]]:
 
 
 def allow_sharded_operands(ops: dict[str, Op]) -> list[tuple[str, str]]:
-    """Allows sharding of parameters that matrix products read, also transposed; returns pairs of ops to shard alike."""
+    """Lets parameters be sharded that matrix products read, also transposed. Returns pairs of ops to shard alike."""
     ties: list[tuple[str, str]] = []
     readers: dict[str, list[tuple[Op, int]]] = {}
     for op in ops.values():
@@ -343,7 +342,6 @@ def allow_sharded_operands(ops: dict[str, Op]) -> list[tuple[str, str]]:
 
 
 def _is_parameter(op: Op, ops: dict[str, Op]) -> bool:
-    """Returns True for a parameter and for a transposed parameter."""
     if op.reads_attribute:
         return isinstance(op.parameters()[""], nn.Parameter)
     source = ops[op.sources[0]] if len(op.sources) == 1 else None
@@ -351,7 +349,7 @@ def _is_parameter(op: Op, ops: dict[str, Op]) -> bool:
 
 
 def _permutation(op: Op) -> list[int] | None:
-    """Returns the permutation of a transposed matrix; None for other ops."""
+    """Returns the permutation of dimensions, if the op transposes a matrix. Returns None for other ops."""
     node, dims = op.node, len(op.extents[0].dims) if len(op.extents) == 1 else 0
     if node is None or dims != 2:
         return None
@@ -364,13 +362,13 @@ def _permutation(op: Op) -> list[int] | None:
 
 
 def _can_read_shards(reader: Op) -> bool:
-    """Returns True for shardable matrix products, and for transposed parameters that such products read."""
+    """Returns True if the op is a shardable matrix product, or a transposed parameter that such a product reads."""
     offered = {"o", "i"} & set(reader.letters)
     return bool(offered) and (reader.kind == "matmul" or _permutation(reader) is not None)
 
 
 def _placement_for_readers(op: Op, letter: str, reading: list[tuple[Op, int]]) -> Sharding | str:
-    """Returns the placement of a parameter, sharded by `letter`, that fits all readers, or the reason why none fits."""
+    """Returns the sharding of a parameter by `letter` that fits all readers, or the reason (a text) why none fits."""
     sides: set[Side] = set()
     for reader, place in reading:
         sharding = reader.letters.get(letter, f"the op has no dimension {letter}")
@@ -394,7 +392,7 @@ def _placement_for_readers(op: Op, letter: str, reading: list[tuple[Op, int]]) -
 
 
 def refuse_conflicting_letters(ops: dict[str, Op]) -> None:
-    """Disallows kinds of sharding (letters) under which two ops would shard a shared parameter differently."""
+    """Disallows letters under which two ops would shard a parameter that both read differently."""
     users: dict[int, list[tuple[Op, str]]] = {}
     for op in ops.values():
         for name, tensor in op.parameters().items():
@@ -414,7 +412,7 @@ def refuse_conflicting_letters(ops: dict[str, Op]) -> None:
 
 
 def _sharding_of(op: Op, name: str, letter: str) -> Any:
-    """Returns (dimension, view, True if gradients are summed): how an op sharded by `letter` shards a parameter."""
+    """Returns how an op sharded by `letter` shards a parameter: (dimension, view, True if gradients are summed)."""
     sharding = op.letters.get(letter)
     if not isinstance(sharding, Sharding):
         return None
@@ -422,7 +420,7 @@ def _sharding_of(op: Op, name: str, letter: str) -> Any:
 
 
 def refuse_training_only_letters(training: dict[str, Op], evaluation: dict[str, Op]) -> None:
-    """Disallows kinds of sharding (letters) in training under which evaluation couldn't read a parameter."""
+    """Disallows letters in training under which the graph of evaluation couldn't read a parameter."""
     for name, op in evaluation.items():
         if op.reads_attribute and name in training:
             for letter, one in training[name].letters.items():

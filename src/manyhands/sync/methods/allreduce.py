@@ -1,4 +1,4 @@
-"""Averages all gradients in every update, in full precision, by the parallel mode's own reducer."""
+"""Leaves the averaging of gradients to the parallel mode, in every update and in full precision."""
 
 from typing import TYPE_CHECKING
 
@@ -16,7 +16,7 @@ NEEDS: tuple[Need, ...] = ()
 
 
 def estimate(case: LinkCase, options: Options) -> list[Cost]:  # noqa: ARG001 - as all methods
-    """Estimates a ring all-reduce that overlaps backward (Patarasuk and Yuan 2009, doi:10.1016/j.jpdc.2008.09.002)."""
+    """Estimates a ring all-reduce during backward (Patarasuk and Yuan 2009, doi:10.1016/j.jpdc.2008.09.002)."""
     sent, moved = gradient_cost(case, case.item_bytes), statistics_cost(case)
     step_s = case.step_s + case.layers_s + sent.exposed_seconds(case.backward_s) + moved.seconds
     whole = sent + moved

@@ -1,4 +1,4 @@
-"""Like allreduce, but sends gradients as bfloat16: half the bytes, with 8 bits of precision."""
+"""Averages gradients like allreduce, but sends them as bfloat16: half the bytes, and 8 bits of precision."""
 
 from typing import TYPE_CHECKING
 
@@ -19,7 +19,6 @@ _ROUNDING = 0.005  # cost of the conversions, as a share of a step
 
 
 def estimate(case: LinkCase, options: Options) -> list[Cost]:  # noqa: ARG001 - as all methods
-    """Estimates a ring all-reduce of half the bytes, which overlaps the backward pass."""
     sent, moved = gradient_cost(case, 2), statistics_cost(case)
     computed = case.step_s * (1 + _ROUNDING) if case.machines > 1 else case.step_s
     step_s = computed + case.layers_s + sent.exposed_seconds(case.backward_s) + moved.seconds

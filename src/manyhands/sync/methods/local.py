@@ -1,4 +1,4 @@
-"""Local steps: machines train separately, and average compressed parameter changes during training.
+"""Local steps: machines train separately, and average compressed parameter changes every few steps.
 
 Sources: Stich, "Local SGD converges fast and communicates little", 2018, arXiv:1805.09767; Douillard et al., "DiLoCo",
 2023, arXiv:2311.08105, and "Streaming DiLoCo", 2025, arXiv:2501.18512.
@@ -37,7 +37,7 @@ _CHANGE, _TIMES = 1.5, 3
 
 
 class Options(RankOptions):
-    """Options of local steps: the interval and the encoding of exchanges."""
+    """Options of local steps: interval and compression of exchanges, and the outer optimizer."""
 
     codec: Literal["auto", "none", "bf16", "int8", "int4", "lowrank"] = option(
         "auto", "compression of exchanged parameter changes; used only with method local"
@@ -57,7 +57,10 @@ class Options(RankOptions):
 
 
 def requested_cost(options: Options) -> Cost | None:
-    """Returns a Cost if the options fix interval and codec, else None. Raises UserError: delay above interval."""
+    """Returns a Cost with the codec, interval and delay that the options set.
+
+    Returns None if the link decides on codec or interval. Raises UserError if the delay exceeds the interval.
+    """
     if options.delay > options.every > 0:
         hints = (f"use --set sync.delay={options.every} or less",)
         what = f"the delay of {options.delay} steps exceeds the interval of {options.every} steps between exchanges"
@@ -69,7 +72,7 @@ def requested_cost(options: Options) -> Cost | None:
 
 
 def allows_cost(cost: Cost, options: Options) -> bool:
-    """Returns True if the options allow the codec, interval and delay of an earlier start of the run."""
+    """Returns True if the options allow the codec, interval and delay of `cost`, from an earlier start of the run."""
     wanted = options.codec in {"auto", cost.codec} and options.every in {0, cost.every}
     return wanted and (options.delay < 0 or min(options.delay, cost.every) == cost.delay)
 
@@ -80,7 +83,7 @@ def estimate(case: LinkCase, options: Options) -> list[Cost]:
 
 
 def make(network: HasGradients, context: "SyncContext", options: Options, cost: Cost) -> "Synchronizer":
-    """Creates the synchronizer, with the interval and delay of `cost`. A collective."""
+    """Creates the synchronizer with the codec, interval and delay of `cost`. A collective."""
     import torch
 
     from manyhands.sync.compress import create_compressor, select_arithmetic
@@ -108,7 +111,7 @@ def make(network: HasGradients, context: "SyncContext", options: Options, cost: 
 
 
 def _is_fixed(cost: Cost, options: Options) -> bool:
-    """Returns True if the pace is fixed: the user has set it, or training waits for exchanges."""
+    """Returns True if interval and delay stay the same, since the user has set them or training waits for exchanges."""
     return bool(options.every) or not cost.delay
 
 
@@ -134,14 +137,14 @@ def _cost(case: LinkCase, options: Options, codec: CodecName) -> Cost:
 
 
 def delay_for_exchange(steps_long: float, every: int) -> int:
-    """Returns the delay in steps: the length of an exchange (`steps_long` steps) plus a margin, at most `every`."""
+    """Returns the delay for exchanges that last `steps_long` steps: this plus a margin, but at most `every` steps."""
     return min(every, max(1, math.ceil(_LATE * steps_long)))
 
 
 def interval_for_exchange(steps_long: float, steps: int, compressing: float = 0.0) -> int:
-    """Returns the interval between exchanges that last `steps_long` steps; shorter if accuracy requires it.
+    """Returns the interval in steps between exchanges that last `steps_long` steps, or less if accuracy requires it.
 
-    `steps`: updates of the run. `compressing`: compression time of an exchange. All times are in steps.
+    `steps`: updates of the entire run. `compressing`: compression time of an exchange, in steps.
     """
     most = max(1, min(_MOST_STEPS, steps // _MIN_ROUNDS))
     return min(most, max(_MIN_STEPS, math.ceil(_SLACK * steps_long), math.ceil(compressing / _MOST_COMPRESSING)))

@@ -1,4 +1,4 @@
-"""Averages low-rank factors of the gradients in every update; the residual is added to the next gradients.
+"""Averages low-rank factors of the gradients in every update. The residual is added to the next gradients.
 
 Source: Vogels, Karimireddy and Jaggi, "PowerSGD: Practical low-rank gradient compression for distributed optimization",
 2019, arXiv:1905.13727.
@@ -22,11 +22,11 @@ _PASSES = 5  # passes over all values, measured for a ResNet-18 on a CPU
 
 
 class Options(RankOptions):
-    """Options of the method: the rank of the factors."""
+    """Options of PowerSGD: the rank of the factors."""
 
 
 def estimate(case: LinkCase, options: Options) -> list[Cost]:
-    """Estimates the cost of gradients only: BatchNorm statistics are sent only for evaluation and checkpoints."""
+    """Estimates the cost of sending gradients. BatchNorm statistics are sent only at evaluations and checkpoints."""
     batches = low_rank_batch_costs(case, options.rank)
     sent = sum(batches, MessageCost())
     # The first batch is complete some time after backward begins, the last at its end; compression overlaps sending.

@@ -1,6 +1,6 @@
 """Sharding rules of ops.
 
-A rule sets the attributes `letters`, `feature` and `views` of the ops that it matches. `local(op, letters, grid)`
+A rule's `describe` sets `letters`, `feature` and `views` of the ops that the rule matches. `local(op, letters, grid)`
 returns a module that computes the op on this process's shards, or None if the op works on shards unchanged.
 """
 
@@ -18,7 +18,7 @@ Local = Callable[[Op, tuple[str, ...], Grid], nn.Module | None]
 
 @dataclass(frozen=True)
 class Rule:
-    """The sharding rule of a kind of op."""
+    """The sharding rule of one kind of op."""
 
     kind: str
     matches: Callable[[Op], bool]

@@ -1,4 +1,4 @@
-"""Sharding rules of functions and of layers without parameters; strategy.py explains the letters, such as n."""
+"""Sharding rules of functions and of layers without parameters. strategy.py explains the letters, such as n."""
 
 import operator
 from collections.abc import Mapping
@@ -17,13 +17,13 @@ from manyhands.parallel.split.rules import rule
 
 
 def _target(op: Op) -> Any:
-    """Returns the function, or the name of the method, that an op calls; None for other ops."""
+    """Returns the function, or the name of the method, that an op calls. Returns None for other ops."""
     return op.node.target if op.node is not None and op.node.op in {"call_function", "call_method"} else None
 
 
 @rule("concat", lambda op: _target(op) in {torch.cat, torch.concat, torch.stack})
 def concat(op: Op, inputs: list[Op]) -> None:
-    """Allows sharded samples (n). Channels are gathered, since the inputs' shards don't form a shard of the result."""
+    """Lets a concatenation be sharded by samples (n) only: shards of channels wouldn't form a shard of the result."""
     op.letters = whole_or_batch(op, inputs)
     op.feature = inputs[0].feature
 
@@ -55,7 +55,7 @@ def _is_elementwise(op: Op) -> bool:
 
 @rule("elementwise", _is_elementwise)
 def elementwise(op: Op, inputs: list[Op]) -> None:
-    """Allows sharding of samples (n) and of channels or features (c)."""
+    """Lets an elementwise op be sharded by samples (n) and by channels or features (c)."""
     op.letters = whole_or_batch(op, inputs)
     dims = len(op.extent.dims)
     known = [one.feature for one in inputs if len(one.extent.dims) == dims and one.feature is not None]
@@ -68,7 +68,7 @@ def elementwise(op: Op, inputs: list[Op]) -> None:
 
 
 def _feature_side(source: Op, op: Op, feature: int) -> Side:
-    """Returns the source's dimension that becomes the result's `feature`; SPREAD if it is missing or broadcast."""
+    """Returns the dimension of `source` that becomes dimension `feature` of `op`; SPREAD if missing or broadcast."""
     dim = feature - (len(op.extent.dims) - len(source.extent.dims))
     if dim < 0 or (source.extent.dims[dim] == 1 and op.extent.dims[feature] > 1):
         return SPREAD
@@ -83,14 +83,13 @@ def _num_classes(op: Op) -> int:
 
 
 class ShardedOneHot(nn.Module):
-    """Computes this process's shard (consecutive columns) of a one-hot encoding."""
+    """Computes consecutive columns of a one-hot encoding, this process's shard."""
 
     def __init__(self, first: int, count: int) -> None:
         super().__init__()
         self._first, self._count = first, count
 
     def forward(self, numbers: Tensor, *_: Any, **__: Any) -> Tensor:
-        """Converts classes int64 [n, …] to columns int64 [n, …, count]."""
         own = torch.arange(self._first, self._first + self._count, device=numbers.device)
         return (numbers[..., None] == own).long()
 
@@ -105,7 +104,7 @@ def _local_one_hot(op: Op, letters: tuple[str, ...], grid: Grid) -> nn.Module | 
 
 @rule("one_hot", lambda op: _target(op) is F.one_hot and _num_classes(op) > 0, _local_one_hot)
 def one_hot(op: Op, inputs: list[Op]) -> None:
-    """Allows sharding of samples (n) and classes (c)."""
+    """Lets a one-hot encoding be sharded by samples (n) and by classes (c)."""
     op.letters = whole_or_batch(op, inputs)
     op.feature = len(op.extent.dims) - 1
     op.letters["c"] = Sharding((WHOLE,), op.feature, length=_num_classes(op))
@@ -125,7 +124,7 @@ POOLING: set[Any] = {
 
 @rule("pool", lambda op: op.forward in {kind.forward for kind in POOLS} or _target(op) in POOLING)
 def pool(op: Op, inputs: list[Op]) -> None:
-    """Allows sharding of samples (n) and channels (c)."""
+    """Lets pooling and similar ops be sharded by samples (n) and by channels (c)."""
     op.letters = whole_or_batch(op, inputs)
     source, result = inputs[0].extent.dims, op.extent.dims
     if inputs[0].feature != 1 or len(source) < 3 or len(result) < 2 or result[1] % source[1]:
@@ -142,7 +141,7 @@ WITH_BIAS: set[Any] = {torch.addmm, "addmm"}
 
 
 def _operands(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None] | None:
-    """Returns the nodes of the left [..., k] and right operand [..., k, m] or [k], and of the bias [..., m] or None.
+    """Returns the nodes of a product: (left operand [..., k], right operand [..., k, m] or [k], bias [..., m] or None).
 
     The right operand of `F.linear` is [m, k]. Returns None for arguments of another form.
     """
@@ -169,7 +168,7 @@ def _is_product(op: Op) -> bool:
 
 @rule("matmul", _is_product)
 def product(op: Op, inputs: list[Op]) -> None:
-    """Allows sharding of samples (n), of the summed dimension (i), and of a result dimension without samples (o)."""
+    """Lets a matrix product be sharded by samples (n), summed dimension (i), and a dimension without samples (o)."""
     op.letters = whole_or_batch(op, inputs)
     found = _operands(op.node) if op.node is not None else None
     by_node = {one.node: one for one in inputs}
@@ -199,7 +198,7 @@ def product(op: Op, inputs: list[Op]) -> None:
 
 
 def _dims_of_right(target: Any, right: Op) -> tuple[int, int | None]:
-    """Returns the right operand's (summed dimension, dimension of the result's columns or None)."""
+    """Returns the right operand's (summed dimension, dimension that becomes the result's columns, or None)."""
     dims = len(right.extent.dims)
     if target is F.linear:  # the weight has its outputs first
         return dims - 1, 0 if dims == 2 else None
@@ -207,7 +206,7 @@ def _dims_of_right(target: Any, right: Op) -> tuple[int, int | None]:
 
 
 def _sides(inputs: list[Op], cut: Mapping[str, Side | None]) -> tuple[Side, ...]:
-    """Returns `cut[name]` for each source in order, or SPREAD for a source without an entry."""
+    """Returns `cut[name]` of each input in order, or SPREAD for an input without an entry."""
     sides: list[Side | None] = [cut.get(one.name) for one in inputs]
     return tuple(SPREAD if side is None else side for side in sides)
 
@@ -217,7 +216,7 @@ MEANS: set[Any] = {torch.mean, "mean"}
 
 
 def max_values(values: Tensor, dim: int, keepdim: bool = False) -> Tensor:
-    """Returns torch.max's values over a dimension. Of several equal values, only one gets the gradient."""
+    """Returns the maxima over a dimension, without indices. Of equal values, only one gets the gradient."""
     return values.max(dim, keepdim).values
 
 
@@ -225,7 +224,7 @@ MAXIMA: set[Any] = {max_values}
 
 
 class ShardedMean(nn.Module):
-    """Computes a term of a mean: the mean of a shard times the shard's fraction of the dimension's full length."""
+    """Computes this process's term of a mean over a sharded dimension: its shard's mean times the shard's fraction."""
 
     def __init__(self, target: Any, dim: int, length: int) -> None:
         super().__init__()
@@ -283,7 +282,7 @@ _REDUCTIONS = SUMS | MEANS | MAXIMA | {torch.amax, torch.amin, "amax", "amin"}
 
 @rule("reduce", lambda op: _target(op) in _REDUCTIONS, _local_reduction)
 def reduction(op: Op, inputs: list[Op]) -> None:
-    """Allows sharding of samples (n), unreduced channels (c) and the reduced dimension (i)."""
+    """Lets a reduction be sharded by samples (n), by channels (c), and by a reduced dimension (i)."""
     op.letters = whole_or_batch(op, inputs)
     if len(inputs) != 1 or op.node is None:
         return
@@ -303,7 +302,7 @@ def reduction(op: Op, inputs: list[Op]) -> None:
 
 
 def reduced_dims(op: Op, dims: int) -> set[int] | None:
-    """Returns the reduced dimensions of a tensor with `dims` dimensions; None if they aren't constant."""
+    """Returns the dimensions that `op` reduces, of a tensor with `dims` dimensions; None if they aren't constant."""
     if op.node is None:
         return None
     given: Any = op.node.args[1] if len(op.node.args) > 1 else None
@@ -317,7 +316,7 @@ def reduced_dims(op: Op, dims: int) -> set[int] | None:
 
 
 def _permutation(op: Op, dims: int = 0) -> list[int] | None:
-    """Returns the source's dimension for each dimension of the result, as permute takes them; None if not constant."""
+    """Returns the input's dimension for each dimension of the result, as in torch.permute; None if not constant."""
     if op.module is not None:
         return [int(dim) % max(dims, 1) for dim in op.module.dims]  # type: ignore[union-attr, arg-type]
     if op.node is None:
@@ -337,7 +336,6 @@ def _permutation(op: Op, dims: int = 0) -> list[int] | None:
 
 
 def _is_reordering(op: Op) -> bool:
-    """Returns True for permute and transpose with constant dimensions: functions, methods, or torchvision's module."""
     if op.module is not None:
         return type(op.module).__name__ == "Permute" and hasattr(op.module, "dims")
     return _target(op) in {torch.permute, torch.transpose, "permute", "transpose"} and _permutation(op) is not None
@@ -345,7 +343,7 @@ def _is_reordering(op: Op) -> bool:
 
 @rule("reorder", _is_reordering)
 def reorder(op: Op, inputs: list[Op]) -> None:
-    """Allows sharding of samples (n) and of channels in any dimension (c)."""
+    """Lets permute and transpose be sharded by samples (n) and by channels in any dimension (c)."""
     op.letters = whole_or_batch(op, inputs)
     order, before = _permutation(op, len(inputs[0].extent.dims)), inputs[0].feature
     if order is None or before is None or order[0] != 0 or before == 0:

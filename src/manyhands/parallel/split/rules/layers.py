@@ -1,4 +1,4 @@
-"""Sharding rules of layers with parameters; strategy.py explains the letters, such as n."""
+"""Sharding rules of layers with parameters. strategy.py explains the letters, such as n."""
 
 from typing import Any, Generic, TypeVar, cast
 
@@ -18,12 +18,12 @@ Layer = TypeVar("Layer", bound=nn.Module)
 PER_CHANNEL = ("weight", "bias", "running_mean", "running_var")
 
 
-def _axes(letters: tuple[str, ...], letter: str) -> list[int]:
+def _axes_with_letter(letters: tuple[str, ...], letter: str) -> list[int]:
     return [axis for axis, one in enumerate(letters) if one == letter]
 
 
 class PartialLayer(nn.Module, Generic[Layer]):
-    """Base class of layers that compute one term of a sum over processes; only the first process adds the bias."""
+    """Base class of layers that compute one term of a sum over processes. Only the first process adds the bias."""
 
     def __init__(self, layer: Layer, first: bool) -> None:
         super().__init__()
@@ -36,12 +36,12 @@ class PartialLayer(nn.Module, Generic[Layer]):
         return self._layer[0]
 
     def bias_term(self, bias: Tensor | None) -> Tensor | None:
-        """Returns the bias [out] on the first process, zeros on the others."""
+        """Returns the bias [out] on the first process, and zeros on the others."""
         return None if bias is None else bias * self._share
 
 
 class ShardedAttention(PartialLayer[nn.MultiheadAttention]):
-    """Computes self-attention with this process's heads: a term [N, L, E] of the sum over all heads."""
+    """Computes self-attention with this process's heads, which is a term [N, L, E] of the sum over all heads."""
 
     def forward(self, tokens: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
         layer = self.layer
@@ -55,13 +55,13 @@ class ShardedAttention(PartialLayer[nn.MultiheadAttention]):
 
 
 def _local_attention(op: Op, letters: tuple[str, ...], grid: Grid) -> nn.Module | None:
-    cut = _axes(letters, "h")
+    cut = _axes_with_letter(letters, "h")
     return ShardedAttention(cast(nn.MultiheadAttention, op.module), grid.first(cut)) if cut else None
 
 
 @rule("attention", lambda op: op.forward is nn.MultiheadAttention.forward, _local_attention)
 def attention(op: Op, inputs: list[Op]) -> None:
-    """Allows sharding of samples (n), and in self-attention without masks, of heads (h)."""
+    """Lets attention be sharded by samples (n) and, in self-attention without masks, by heads (h)."""
     layer = cast(nn.MultiheadAttention, op.module)
     op.feature = 2
     op.letters = whole_or_batch(op, inputs)
@@ -92,7 +92,7 @@ def _why_heads_unsharded(op: Op, layer: nn.MultiheadAttention) -> str:
 
 @rule("batch_norm", lambda op: isinstance(op.module, _BatchNorm))
 def batch_norm(op: Op, inputs: list[Op]) -> None:
-    """Allows sharding of samples (n) and channels (c). Statistics cover the job's BatchNorm groups of samples."""
+    """Lets BatchNorm be sharded by samples (n) and by channels (c). Statistics cover the job's groups of samples."""
     op.feature = 1
     # Samples mix only within BatchNorm groups, whose statistics the executor synchronizes.
     op.batchwise = all(one.batchwise for one in inputs) and bool(op.extent.rows or not op.batched)
@@ -108,7 +108,7 @@ def batch_norm(op: Op, inputs: list[Op]) -> None:
 
 
 class PartialConvolution(PartialLayer[_ConvNd]):
-    """Convolves this process's input channels [N, C / parts, …]; returns a term of the sum [N, out, …]."""
+    """Convolves this process's input channels [N, C / parts, …], which gives a term of the sum [N, out, …]."""
 
     def forward(self, pictures: Tensor) -> Tensor:
         layer = self.layer
@@ -117,8 +117,8 @@ class PartialConvolution(PartialLayer[_ConvNd]):
 
 def _local_convolution(op: Op, letters: tuple[str, ...], grid: Grid) -> nn.Module | None:
     layer = cast(_ConvNd, op.module)
-    layer.groups //= grid.parts(_axes(letters, "c"))
-    inner = _axes(letters, "i")
+    layer.groups //= grid.parts(_axes_with_letter(letters, "c"))
+    inner = _axes_with_letter(letters, "i")
     return PartialConvolution(layer, grid.first(inner)) if inner and layer.bias is not None else None
 
 
@@ -127,7 +127,7 @@ _CONVOLUTIONS = {nn.Conv1d.forward, nn.Conv2d.forward, nn.Conv3d.forward}  # tra
 
 @rule("conv", lambda op: op.forward in _CONVOLUTIONS, _local_convolution)
 def convolution(op: Op, inputs: list[Op]) -> None:
-    """Allows sharding of samples (n), output channels (o), input channels (i) and groups (c)."""
+    """Lets a convolution be sharded by samples (n), output channels (o), input channels (i) and groups (c)."""
     layer = cast(_ConvNd, op.module)
     op.feature = 1
     op.letters = whole_or_batch(op, inputs)
@@ -139,14 +139,13 @@ def convolution(op: Op, inputs: list[Op]) -> None:
 
 
 class ShardedEmbedding(nn.Module):
-    """Looks up rows in this process's shard of a table; returns zeros for rows of other processes."""
+    """Looks up rows in this process's shard of a table. Rows that other processes hold become zeros."""
 
     def __init__(self, layer: nn.Embedding, first: int, count: int) -> None:
         super().__init__()
         self._layer, self._first, self._count = (layer,), first, count
 
     def forward(self, numbers: Tensor) -> Tensor:
-        """Converts indices int64 [N, …] to a term of the sum [N, …, E]."""
         place = numbers - self._first
         here = (place >= 0) & (place < self._count)
         rows = self._layer[0].weight[place.clamp(0, self._count - 1)]
@@ -154,7 +153,7 @@ class ShardedEmbedding(nn.Module):
 
 
 def _local_embedding(op: Op, letters: tuple[str, ...], grid: Grid) -> nn.Module | None:
-    cut = _axes(letters, "v")
+    cut = _axes_with_letter(letters, "v")
     layer = cast(nn.Embedding, op.module)
     if "v" not in letters:
         layer.embedding_dim = layer.weight.shape[1]
@@ -165,14 +164,13 @@ def _local_embedding(op: Op, letters: tuple[str, ...], grid: Grid) -> nn.Module 
 
 
 def _is_plain_embedding(op: Op) -> bool:
-    """Returns True unless the layer renormalizes its table or scales gradients by frequency."""
     layer: Any = op.module
     return op.forward is nn.Embedding.forward and layer.max_norm is None and not layer.scale_grad_by_freq
 
 
 @rule("embedding", _is_plain_embedding, _local_embedding)
 def embedding(op: Op, inputs: list[Op]) -> None:
-    """Allows sharding of samples (n), embedding features (o) and rows of the table, the vocabulary (v)."""
+    """Lets an embedding be sharded by samples (n), features (o) and rows of the table, the vocabulary (v)."""
     layer = cast(nn.Embedding, op.module)
     last = len(op.extent.dims) - 1
     op.feature = last
@@ -182,7 +180,7 @@ def embedding(op: Op, inputs: list[Op]) -> None:
 
 
 class PartialLinear(PartialLayer[nn.Linear]):
-    """Applies a layer to this process's input features [N, …, in / parts]; returns a term of the sum [N, …, out]."""
+    """Applies a layer to this process's input features [N, …, in / parts], for a term of the sum [N, …, out]."""
 
     def forward(self, features: Tensor) -> Tensor:
         layer = self.layer
@@ -191,13 +189,13 @@ class PartialLinear(PartialLayer[nn.Linear]):
 
 def _local_linear(op: Op, letters: tuple[str, ...], grid: Grid) -> nn.Module | None:
     layer = cast(nn.Linear, op.module)
-    inner = _axes(letters, "i")
+    inner = _axes_with_letter(letters, "i")
     return PartialLinear(layer, grid.first(inner)) if inner and layer.bias is not None else None
 
 
 @rule("linear", lambda op: op.forward is nn.Linear.forward, _local_linear)
 def linear(op: Op, inputs: list[Op]) -> None:
-    """Allows sharding of samples (n), output features (o) and input features (i)."""
+    """Lets a linear layer be sharded by samples (n), output features (o) and input features (i)."""
     layer = cast(nn.Linear, op.module)
     last = len(op.extent.dims) - 1
     op.feature = last
@@ -208,8 +206,8 @@ def linear(op: Op, inputs: list[Op]) -> None:
 
 
 def _local_group_norm(op: Op, letters: tuple[str, ...], grid: Grid) -> None:
-    """Reduces a GroupNorm to this process's groups; the number of channels per group stays the same."""
-    parts = grid.parts(_axes(letters, "c"))
+    """Reduces a GroupNorm to this process's groups. The number of channels per group stays the same."""
+    parts = grid.parts(_axes_with_letter(letters, "c"))
     if parts > 1:
         layer = cast(nn.GroupNorm, op.module)
         layer.num_groups //= parts
@@ -218,7 +216,7 @@ def _local_group_norm(op: Op, letters: tuple[str, ...], grid: Grid) -> None:
 
 @rule("norm", lambda op: op.forward in {nn.LayerNorm.forward, nn.GroupNorm.forward}, _local_group_norm)
 def norm(op: Op, inputs: list[Op]) -> None:
-    """Allows sharding of samples (n), and in GroupNorm, of groups of channels (c)."""
+    """Lets LayerNorm and GroupNorm be sharded by samples (n), and GroupNorm by groups of channels (c)."""
     op.letters = whole_or_batch(op, inputs)
     op.feature = inputs[0].feature
     if isinstance(op.module, nn.GroupNorm):
