@@ -86,15 +86,15 @@ def _position_weights(device: torch.device, count: int) -> Tensor:
 
 
 def compare_replicas(
-    named: dict[str, Tensor], world: World, network: ParallelNetwork | None = None
+    tensors: dict[str, Tensor], world: World, network: ParallelNetwork | None = None
 ) -> tuple[str, list[int]] | None:
     """Returns (name, ranks that differ) of the first tensor with unequal replicas, or None. A collective."""
-    if world.alone or not named:
+    if world.alone or not tensors:
         return None
-    mine = checksums(list(named.values())).to(world.device)
+    mine = checksums(list(tensors.values())).to(world.device)
     everybody = [torch.zeros_like(mine) for _ in range(world.size)]
     dist.all_gather(everybody, mine)
-    for number, name in enumerate(named):
+    for number, name in enumerate(tensors):
         layout = network.layouts.get(name) if network else None
         mesh = network.layouts.mesh if network else None
         first = [layout.first_holder(mesh, rank) if layout and mesh else 0 for rank in range(world.size)]
@@ -105,9 +105,9 @@ def compare_replicas(
     return None
 
 
-def check_replicas(named: dict[str, Tensor], world: World, step: int, network: ParallelNetwork) -> None:
+def check_replicas(tensors: dict[str, Tensor], world: World, step: int, network: ParallelNetwork) -> None:
     """Raises RunError if ranks hold different values of a replicated tensor. A collective."""
-    drift = compare_replicas(named, world, network)
+    drift = compare_replicas(tensors, world, network)
     if drift:
         name, ranks = drift
         shown = ", ".join(map(str, ranks))
@@ -118,22 +118,22 @@ def check_replicas(named: dict[str, Tensor], world: World, step: int, network: P
         raise RunError(what, f"rank {shown}, {name}", hints)
 
 
-def equalize_replicas(named: dict[str, Tensor], world: World, *, always: bool = False) -> bool:
+def equalize_replicas(tensors: dict[str, Tensor], world: World, *, always: bool = False) -> bool:
     """Broadcasts rank 0's tensors if replicas differ, or `always`. Returns True if it sent them. A collective."""
-    equal = not always and compare_replicas(named, world) is None
+    equal = not always and compare_replicas(tensors, world) is None
     if equal or world.alone:
         return False
-    for tensor in named.values():
+    for tensor in tensors.values():
         dist.broadcast(tensor, src=0)
     return True
 
 
-def require_equal_networks(model: nn.Module, named: dict[str, Tensor], world: World) -> None:
+def require_equal_networks(model: nn.Module, tensors: dict[str, Tensor], world: World) -> None:
     """Raises UserError if a rank's tensor names, shapes or frozen parameters differ from rank 0's. A collective."""
     if world.alone:
         return
     frozen = {name for name, one in model.named_parameters(remove_duplicate=False) if not one.requires_grad}
-    mine = [f"{name} {list(one.shape)}{' frozen' if name in frozen else ''}" for name, one in named.items()]
+    mine = [f"{name} {list(one.shape)}{' frozen' if name in frozen else ''}" for name, one in tensors.items()]
     first, *others = gather_plain(mine, world)
     for rank, theirs in enumerate(others, 1):
         for one, other in zip_longest(first, theirs, fillvalue="nothing"):

@@ -320,7 +320,7 @@ class _Check:
         return max(errors) / (max(least, *scales) or 1.0), errors.index(max(errors))
 
     def _explain(self, name: str, pairs: list[tuple[Tensor, Tensor]], sharded: Collection[int], rank: int) -> Finding:
-        """Returns a finding: the smallest sets of axes over which a missing or repeated sum explains the error."""
+        """Explains an error by a missing or repeated sum. Returns a finding with the smallest possible sets of axes."""
 
         def equal(observed: Tensor, expected: Tensor) -> bool:
             return self._compare(observed, expected)[0] <= self.tolerance

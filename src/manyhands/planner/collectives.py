@@ -62,13 +62,13 @@ class PlannedUpdate:
         return [*_conversions(self), *_norms(self), *_loss(self), *_gradients(self), *_statistics(self)]
 
 
-def shares(batch: int, norm_group: int) -> ShareOf:
+def equal_shares(batch: int, norm_group: int) -> ShareOf:
     """Returns a function (process count, index) -> equal share of a batch. `norm_group`: samples per group."""
     return sharing(batch, norm_group, (0, batch))
 
 
 def data_parallel_shares(batch: int, norm_group: int) -> ShareOf:
-    """Returns a function as `shares` does, for data parallel: shares consist of entire BatchNorm groups if possible."""
+    """Returns a function like `equal_shares`, but for data parallel: of entire BatchNorm groups if possible."""
     return lambda parts, index: BatchSharing(parts, 0, norm_group).micro_batches(batch)[0][index]
 
 

@@ -17,7 +17,7 @@ from manyhands.parallel.split.execute import Letters, parameter_layouts
 from manyhands.parallel.split.graph import LOSS, Graph
 from manyhands.parallel.split.strategy import explicit_letters, refusal, resolve_letters, shorten_strategies
 from manyhands.planner.choose import DATA_PARALLEL, LEAST_GAIN, LEAST_PREDICTED_GAIN, Pick, pick_predicted
-from manyhands.planner.collectives import data_parallel_shares, shares
+from manyhands.planner.collectives import data_parallel_shares, equal_shares
 from manyhands.planner.cost import CostInputs, Prediction, ShardedOpTimes, predict, sharding_problem
 from manyhands.planner.links import MeshLinks, mesh_links
 from manyhands.planner.solve import NoPlanError, solve_all
@@ -182,7 +182,7 @@ def search_plans(
         times.save()
     options = _without_duplicates(options)
     spread = max(times.spread, share.spread if share else 0.0)
-    notes = tuple(_untimed_notes(pricing.base.work.untimed))
+    notes = tuple(_notes_on_untimed_ops(pricing.base.work.untimed))
     pick = _select(options, request, spread, least_bytes=least_bytes)
     return SearchResult(tuple(options), pick, graph, request, notes, spread, pricing.data_parallel)
 
@@ -201,7 +201,7 @@ class CandidatePredictor:
         self.base = CostInputs(
             ShardedOpTimes(graph, request.batch, request.world_size, times),
             speeds,
-            shares(request.batch, request.norm_group),
+            equal_shares(request.batch, request.norm_group),
             slots=request.slots,
             overlap=_OVERLAP_APART if apart else _OVERLAP_TOGETHER,
             repeat=not request.accelerator,
@@ -213,11 +213,11 @@ class CandidatePredictor:
     def data_parallel(self, processes: int) -> PlanCandidate:
         """Predicts data parallel on `processes` processes, which divide the batch as in training."""
         plan, share = Plan(_data_mesh(processes)), data_parallel_shares(self._request.batch, self._request.norm_group)
-        setting = replace(self._setting(plan.mesh), share=share, known={})
+        setting = replace(self._cost_inputs(plan.mesh), share=share, known={})
         letters = resolve_letters(plan, self._graph, "pin")
         return self._predict(DATA_PARALLEL, letters, setting, allowed=not self._request.pins)
 
-    def _setting(self, mesh: Mesh) -> CostInputs:
+    def _cost_inputs(self, mesh: Mesh) -> CostInputs:
         return replace(self.base, links=self._links(mesh))
 
     def _predict(self, name: str, letters: Letters, setting: CostInputs, *, allowed: bool = True) -> PlanCandidate:
@@ -231,15 +231,15 @@ class CandidatePredictor:
             options: list[PlanCandidate] = []
             for mesh, _ in self._meshes_for_pins():
                 letters = resolve_letters(Plan(mesh, self._request.pins), self._graph, "pin")
-                options.append(self._predict(YOURS, letters, self._setting(mesh)))
+                options.append(self._predict(YOURS, letters, self._cost_inputs(mesh)))
             return [min(options, key=lambda option: (not option.fits, option.prediction.seconds))]
         mesh = _data_mesh(self._request.world_size)
         letters = one_weird_trick(self._graph, mesh) if self._request.mesh is None else None
-        return [self._predict(TRICK, letters, self._setting(mesh))] if letters else []
+        return [self._predict(TRICK, letters, self._cost_inputs(mesh))] if letters else []
 
     def search_meshes(self) -> tuple[list[PlanCandidate], float]:
         """Returns (best plan on each mesh, bytes of memory of the smallest plan if none fits)."""
-        settings = [(self._setting(mesh), fixed) for mesh, fixed in self._meshes_for_pins()]
+        settings = [(self._cost_inputs(mesh), fixed) for mesh, fixed in self._meshes_for_pins()]
         labelled = [sharding_problem(self._graph, setting, fixed) for setting, fixed in settings]
         answers, least_bytes = solve_all([one.problem for one in labelled], self._request.limit_s, GAP)
         options = [
@@ -272,7 +272,7 @@ class CandidatePredictor:
         return found
 
 
-def _untimed_notes(reasons: Mapping[str, str]) -> list[str]:
+def _notes_on_untimed_ops(reasons: Mapping[str, str]) -> list[str]:
     names: dict[str, list[str]] = {}
     for name, reason in reasons.items():
         names.setdefault(reason, []).append(name)

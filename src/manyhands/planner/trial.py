@@ -163,7 +163,7 @@ def verify_plan(case: PlanCase, plan: Plan, world: World) -> Verification:
         cut.network.finish_update()
         dist.all_reduce(total)
         errors = {"loss": float((total - expected).abs() / expected.abs().clamp_min(1e-12))}
-        errors |= _differences(alone.model, cut)
+        errors |= _largest_differences(alone.model, cut)
     finally:
         cut.network.close()
     values = torch.tensor(list(errors.values()), dtype=torch.float64, device=world.device).nan_to_num(nan=math.inf)
@@ -181,7 +181,7 @@ def _without_dropout(model: nn.Module) -> nn.Module:
     return model
 
 
-def _differences(whole: nn.Module, cut: PlanRunner) -> dict[str, float]:
+def _largest_differences(whole: nn.Module, cut: PlanRunner) -> dict[str, float]:
     """Returns {name: largest difference, relative to the tensor's largest value} of all gradients and buffers."""
     expected, found = (
         {name: one.grad for name, one in model.named_parameters() if one.grad is not None}

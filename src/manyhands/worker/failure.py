@@ -168,7 +168,7 @@ def write_record(record: Failure, folder: RunFolder) -> None:
 def with_first_cause(group: Any, record: Failure) -> Failure:
     """Publishes a failure as the first cause. A consequence isn't published: its record gets the known first cause."""
     if not record.consequence:
-        group.cause.publish(PeerFailure.of(record.rank, record.host, record.what))
+        group.cause.publish(PeerFailure.create(record.rank, record.host, record.what))
         return record
     failure = group.cause.wait_for_failure()
     if not failure:

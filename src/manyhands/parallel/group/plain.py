@@ -42,7 +42,7 @@ def broadcast_result(make: Callable[[], Any], world: World) -> Any:
 
 
 def gather_plain(value: Any, world: World, group: Any = None) -> list[Any]:
-    """Returns the values (JSON data) of all ranks of `group`, in order; None: all ranks of the run. A collective."""
+    """Returns the values (JSON data) of all ranks of `group`, by default of the run, in order. A collective."""
     if world.alone:
         return [value]
     content, size = _encode(value), dist.get_world_size(group)

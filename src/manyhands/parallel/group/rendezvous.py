@@ -96,7 +96,7 @@ class PeerFailure(_Message):
     what: Annotated[str, Field(max_length=_LONGEST_WHAT), AfterValidator(_printable)]
 
     @classmethod
-    def of(cls, rank: int, host: str, what: str) -> "PeerFailure":
+    def create(cls, rank: int, host: str, what: str) -> "PeerFailure":
         return cls(rank=rank, host=host[:256], what=what[:_LONGEST_WHAT])
 
 
@@ -111,7 +111,7 @@ S = TypeVar("S", bound=_Message)
 
 
 def parse_message(content: bytes | str, kind: type[S]) -> S | None:
-    """Parses a JSON message of class `kind`; returns None if the content is invalid."""
+    """Parses a JSON message of class `kind`. Returns None if the content is invalid."""
     if len(content) > _MOST_BYTES:
         return None
     with contextlib.suppress(ValueError):  # from JSON, UTF-8 or the validation

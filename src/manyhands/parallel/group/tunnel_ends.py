@@ -48,7 +48,7 @@ def tunnel_ends() -> TunnelEnds | None:
 
 
 def request_tunnel(ends: TunnelEnds, address: str, port: int) -> None:
-    """Opens a way to a port of the machine with loopback address `address`. Raises RunError if this fails."""
+    """Requests a tunnel to a port of the machine with loopback address `address`. Raises RunError if that fails."""
     if address == ends.address:
         return
     with socket.socket(socket.AF_UNIX) as request:

@@ -227,7 +227,7 @@ class Axis:
         return self._convert(x, (dim, "R"), (dim, "R"), shape)
 
     def scatter(self, x: Tensor, dim: int) -> Tensor:
-        """Returns this process's shard of x, which is equal on all: slice in forward, all-gather in backward."""
+        """Returns this process's shard of x, equal on all processes: slice in forward, all-gather in backward."""
         dim = self._dim(x, dim, "scatter")
         return self._convert(x, ("R", dim), ("R", dim), x.shape)
 

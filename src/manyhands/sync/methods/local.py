@@ -79,7 +79,7 @@ def allows_cost(cost: Cost, options: Options) -> bool:
 
 def estimate(case: LinkCase, options: Options) -> list[Cost]:
     codecs = _CONSIDERED if options.codec == "auto" else (options.codec,)
-    return [_cost(case, options, codec) for codec in codecs]
+    return [_codec_cost(case, options, codec) for codec in codecs]
 
 
 def make(network: HasGradients, context: "SyncContext", options: Options, cost: Cost) -> "Synchronizer":
@@ -121,7 +121,7 @@ def pace_from_cost(cost: Cost, options: Options) -> "Pace":
     return Pace(cost.every, cost.delay, options.outer_lr, options.outer_momentum)
 
 
-def _cost(case: LinkCase, options: Options, codec: CodecName) -> Cost:
+def _codec_cost(case: LinkCase, options: Options, codec: CodecName) -> Cost:
     # Only parameters: BatchNorm's statistics are sent at evaluations and checkpoints.
     if codec == "lowrank":
         exchange = low_rank_cost(case, case.shapes, options.rank)
