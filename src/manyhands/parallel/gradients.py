@@ -119,7 +119,7 @@ class Gradients:
             # Like loss.backward(weight), without its checks, which import sympy (0.3 s).
             start = weight.to(loss) if isinstance(weight, Tensor) else self._initial_gradient(loss, weight)
             _engine_run_backward((loss,), (start,), False, False, (), allow_unreachable=True, accumulate_grad=True)
-        phases.CLOCK.backward_ends()
+        phases.CLOCK.end_backward()
 
     def _initial_gradient(self, loss: Tensor, weight: float) -> Tensor:
         """Returns the initial gradient [] of backward, `weight` as a tensor; cached, because weights rarely change."""
@@ -132,9 +132,9 @@ class Gradients:
 
     def finish(self) -> None:
         """Finishes the synchronization of gradients after an update's last micro-batch. A collective."""
-        before = phases.CLOCK.to(phases.COMMUNICATION)
+        before = phases.CLOCK.start_phase(phases.COMMUNICATION)
         self.flat = self.network.finish_gradients()
-        phases.CLOCK.to(before)
+        phases.CLOCK.start_phase(before)
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
         """Divides gradients by the loss scale. If a gradient overflowed, `step` skips the update on all processes.

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from operator import attrgetter
 
-from manyhands.core.choices import unknown_choice
+from manyhands.core.choices import unknown_choice_error
 from manyhands.sync.costs import Cost, LinkCase
 from manyhands.sync.options import AUTO, SyncOptions, methods, synchronizes_every_update
 
@@ -23,7 +23,7 @@ _DAY_S, _HOUR_S, _MINUTE_S = 86400.0, 3600.0, 60.0
 def check_method(word: str) -> None:
     """Raises UserError if no sync method has this name and it isn't "auto"."""
     if word not in {AUTO, *methods()}:
-        raise unknown_choice("sync method", word, [AUTO, *methods()], "sync.method")
+        raise unknown_choice_error("sync method", word, [AUTO, *methods()], "sync.method")
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ class Subgroup:
     def size(self) -> int:
         return len(self.ranks)
 
-    @CLOCK.within(COMMUNICATION)
+    @CLOCK.in_phase(COMMUNICATION)
     def all_reduce(self, tensor: Tensor, operation: Operation = "sum") -> Tensor:
         """Combines the members' tensors by `operation` and returns the result on all members."""
         result, reduce_op = self._contiguous_copy(tensor), _reduce_op(operation, "all_reduce")
@@ -52,7 +52,7 @@ class Subgroup:
             dist.all_reduce(result, reduce_op, group=self._handle)
         return result / self.size if operation == "mean" else result
 
-    @CLOCK.within(COMMUNICATION)
+    @CLOCK.in_phase(COMMUNICATION)
     def reduce(self, tensor: Tensor, target: int = 0, operation: Operation = "sum") -> Tensor | None:
         """Combines the members' tensors by `operation` on member `target`; returns None on other members."""
         receiver, result = self._rank_of(target, "reduce"), self._contiguous_copy(tensor)
@@ -63,7 +63,7 @@ class Subgroup:
             return None
         return result / self.size if operation == "mean" else result
 
-    @CLOCK.within(COMMUNICATION)
+    @CLOCK.in_phase(COMMUNICATION)
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
         """Returns the tensor of member `source` on all members. The others pass a tensor of equal shape and dtype."""
         sender, result = self._rank_of(source, "broadcast"), self._contiguous_copy(tensor)
@@ -71,7 +71,7 @@ class Subgroup:
             dist.broadcast(result, src=sender, group=self._handle)
         return result
 
-    @CLOCK.within(COMMUNICATION)
+    @CLOCK.in_phase(COMMUNICATION)
     def all_gather(self, tensor: Tensor) -> Tensor:
         """Stacks the members' tensors in order, [size, …], on all members."""
         mine = self._contiguous_copy(tensor)
@@ -81,7 +81,7 @@ class Subgroup:
         dist.all_gather(parts, mine, group=self._handle)
         return torch.stack(parts)
 
-    @CLOCK.within(COMMUNICATION)
+    @CLOCK.in_phase(COMMUNICATION)
     def gather(self, tensor: Tensor, target: int = 0) -> Tensor | None:
         """Stacks the members' tensors in order, [size, …], on member `target`; returns None on other members."""
         receiver, mine = self._rank_of(target, "gather"), self._contiguous_copy(tensor)
@@ -91,7 +91,7 @@ class Subgroup:
         dist.gather(mine, parts, dst=receiver, group=self._handle)
         return torch.stack(parts) if parts else None
 
-    @CLOCK.within(COMMUNICATION)
+    @CLOCK.in_phase(COMMUNICATION)
     def all_to_all(self, tensors: Tensor) -> Tensor:
         """Sends row i of the tensor [size, …] to member i; returns the rows received, in the order of the members."""
         self._require_rows(tensors, "all_to_all")
@@ -102,12 +102,12 @@ class Subgroup:
         dist.all_to_all_single(received, mine, group=self._handle)
         return received
 
-    @CLOCK.within(COMMUNICATION)
+    @CLOCK.in_phase(COMMUNICATION)
     def send(self, tensor: Tensor, target: int) -> None:
         """Sends a tensor to member `target`, which must call `receive`. Blocks until the tensor is sent."""
         dist.send(self._contiguous_copy(tensor), dst=self._rank_of_other(target, "send"), group=self._handle)
 
-    @CLOCK.within(COMMUNICATION)
+    @CLOCK.in_phase(COMMUNICATION)
     def receive(self, tensor: Tensor, source: int) -> Tensor:
         """Receives a tensor from member `source`, with the shape, dtype and device of `tensor`."""
         result = torch.empty_like(self._contiguous_copy(tensor))
@@ -124,7 +124,7 @@ class Subgroup:
         self._require_rows(tensors, "reduce_scatter")
         return self.all_reduce(tensors, operation)[self.rank].clone()
 
-    @CLOCK.within(COMMUNICATION)
+    @CLOCK.in_phase(COMMUNICATION)
     def barrier(self) -> None:
         self._require_member()
         if self.size > 1:
