@@ -276,7 +276,7 @@ def _without_wrapper_prefixes(name: str) -> str:
 
 
 def _candidate_names(names: list[str]) -> Iterator[dict[str, str]]:
-    """Yields dicts from each name to a shorter form: the same, without wrappers, then also without common prefixes."""
+    """Yields dicts from each name to a candidate: the same name, without wrappers, then without common prefixes."""
     yield {name: name for name in names}
     short = {name: _without_wrapper_prefixes(name) for name in names}
     yield short

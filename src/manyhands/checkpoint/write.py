@@ -195,7 +195,7 @@ def _manifest_entry(file: Path) -> dict[str, Any]:
 
 
 def save_unsharded(folder: Path, step: int, snapshot: Snapshot) -> Path:
-    """Saves an unsharded network as folder/step-NNNNNNNN, in one process; see `CheckpointWriter`."""
+    """Saves an unsharded network as folder/step-NNNNNNNN, in one process, with a `CheckpointWriter`."""
     return CheckpointWriter(folder, CheckpointGroup(), NetworkLayout()).write(step, snapshot)
 
 

@@ -24,7 +24,7 @@ def load_choice(package: str, name: str) -> ModuleType:
 
 
 def read_choice(package: str, name: str) -> dict[str, Any]:
-    """Returns a choice's literal values and literal return values by name, others as None. Doesn't import it."""
+    """Parses a choice without importing it. Returns its literals by variable or function name; None: no literal."""
     spec = importlib.util.find_spec(f"{package}.{name}")
     found: dict[str, Any] = {}
     for node in ast.parse(Path(str(spec and spec.origin)).read_text(encoding="utf-8")).body:

@@ -44,7 +44,7 @@ class PhaseClock:
         self._computed = perf_counter()
 
     def end_backward(self) -> None:
-        """Counts the time since the last call of `record_gradient` in this phase, if any, for communication."""
+        """Assigns the time since the last `record_gradient`, if that was in this phase, to communication."""
         if self._computed > self._since:
             self.start_phase(self.start_phase(COMMUNICATION, self._computed))
 

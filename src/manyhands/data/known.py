@@ -203,7 +203,7 @@ def mnist_files(place: Path) -> dict[str, Path]:
 
 
 def find_file(name: str, places: list[Path]) -> Path | None:
-    """Returns the path of a published file in one of the folders, also without ".gz" and with ".idx" for "-idx"."""
+    """Returns the path of a published file in the first folder that has it, also uncompressed or as "x.idx3"."""
     plain = name.removesuffix(".gz")
     words = (name, plain, plain.replace("-idx", ".idx"))
     return next((place / word for place in places for word in words if (place / word).is_file()), None)

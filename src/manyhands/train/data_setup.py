@@ -133,7 +133,7 @@ def check_labels(splits: Splits, classes: int) -> None:
 
 
 def missing_class_warnings(splits: Splits) -> Iterator[str]:
-    """Yields a warning for each split without samples of some classes (in evaluation, of training's classes)."""
+    """Yields a warning for each split that lacks samples of a class. Evaluation needs only the training classes."""
     counts = {word: source.labels.bincount() for word, source in splits.named_sources() if source.labels is not None}
     total = max(len(splits.classes), *map(len, counts.values())) if counts else 0
     names = name_outputs(splits.classes, total)
@@ -274,7 +274,7 @@ def _quoted(names: Sequence[str]) -> str:
 
 
 def data_changes(then: TrainedNetwork, now: TrainedNetwork, names: Collection[str] = (), *, contents: bool) -> str:
-    """Returns a text with the splits whose labels, length or (if `contents`) samples changed. `names`: only these."""
+    """Lists, as a text, the splits (of `names`, or all) whose labels, length or, if `contents`, samples changed."""
     found = list[str]()
     for name in then.changed_names(now.digests):
         word, _, kind = name.rpartition(" ")

@@ -54,7 +54,7 @@ class StopRequest:
         self._last, self._next, self._since = 0, 0, time.perf_counter()
 
     def check_stop(self, done: int) -> None:
-        """Raises Interrupted on all processes if one has a stop request. A collective, about once a second.
+        """Raises Interrupted on all processes if any of them should stop. A collective, about once a second.
 
         `done`: number of finished blocks. All processes must call this equally often, at equal fractions of their work.
         """
@@ -134,7 +134,7 @@ class Evaluator:
         return self._make_evaluation(*counts, started)
 
     def _tally(self, blocks_by_rank: list[list[int]], request: StopRequest | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns labels and predictions [2, length], top-5 and all counts [2], loss and metric sums [k, blocks]."""
+        """Returns labels and predictions [2, length], top-5 hits and samples [2], loss and metric sums [k, blocks]."""
         device, width = self.world.device, 1 + (self._custom.width if self._custom else 0)
         pairs = torch.zeros(2, self.length, dtype=torch.int64, device=device)
         tallies = torch.zeros(2, dtype=torch.int64, device=device)

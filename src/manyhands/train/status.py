@@ -174,7 +174,7 @@ class SpeedMonitor:
     _stalls_s: list[float] = field(default_factory=list[float], init=False)
 
     def numbers_to_sum(self, seconds: float, steps: int, _waiting_s: float) -> list[float]:
-        """Returns numbers to sum over processes: each rank's seconds per step, then each rank's of an exchange."""
+        """Returns numbers to sum over processes: seconds per step, by rank, then seconds of an exchange, by rank."""
         waited_s = self.synchronizer.waited_s
         self._stood_s, self._waited_s = waited_s - self._waited_s, waited_s
         step_s = (seconds - self._stood_s) / max(1, steps)

@@ -163,7 +163,7 @@ BLOCK = 32  # pictures computed together, so that results are the same at any nu
 
 
 def guess(trained: Trained, pictures: Sequence[Any], most: int = 5, *, skip: bool = False) -> Iterator[Guesses | str]:
-    """Yields each picture's list of (class, probability), best first. With `skip`, errors become messages."""
+    """Yields each picture's list of (class, probability), best first, or with `skip` a message if unreadable."""
     for start in range(0, len(pictures), BLOCK):
         yield from _guess_block(trained, pictures[start : start + BLOCK], most, skip=skip)
 

@@ -111,7 +111,7 @@ def time_sample(model: nn.Module, images: Tensor, world: World) -> float:
 
 
 def time_step(probe: StepProbe, loader: Loader, share: int, world: World) -> tuple[float, float]:
-    """Returns the seconds, on the slowest process, of an update of `share` samples and of its backward pass."""
+    """Returns the slowest process's seconds for an update of `share` samples and for its backward. A collective."""
     count = min(share, MOST_TIMED, probe.options.micro_batch or share)
     batch = first_samples(loader, count)
     trained = [parameter for parameter in probe.network.model.parameters() if parameter.requires_grad]

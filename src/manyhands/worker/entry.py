@@ -260,7 +260,7 @@ def import_training() -> None:
         importlib.import_module(f"manyhands.{name}")
 
 
-def preload_modules(orders: Orders | None = None) -> None:
+def preload(orders: Orders | None = None) -> None:
     """Imports the modules for training and, if workers may need them, the precision measurement and torchvision.
 
     torchvision takes as long as torch, because it imports torch's compiler. Meanwhile, a thread opens the data if it is

@@ -100,7 +100,7 @@ def _time_updates(case: JobCase, sizes: Mapping[int, int]) -> dict[int, Timing |
 
 
 def _extrapolate_time(points: Sequence[tuple[int, Timing]], samples: int) -> Timing:
-    """Extrapolates an update's time linearly from the last two of `points`, pairs (samples, time), or from one."""
+    """Extrapolates linearly from the last two `points` (samples, time of an update), or from the origin and one."""
     few, shorter = points[-2] if len(points) > 1 else (0, Timing(0.0))
     many, longer = points[-1]
     slope = max(0.0, longer.seconds - shorter.seconds) / (many - few)

@@ -120,7 +120,7 @@ def parse_request(job: Job, batch: int, device: str, *, mesh: str = "", memory: 
 
 
 def make_links(within: LinkSpeed, between: LinkSpeed | None) -> LinksOf:
-    """Returns a function that takes a mesh and returns its links. `between`: the link if each process has a machine."""
+    """Returns a function that takes a mesh and returns its links. With `between`, each process has its own machine."""
     if between:
         return lambda mesh: links_of(mesh, per_machine=1, between=between)
     return lambda mesh: links_of(mesh, within=within)
