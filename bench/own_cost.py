@@ -27,10 +27,10 @@ from manyhands.config.load import load_job
 from manyhands.core.run_folder import RunFolder
 from manyhands.train.loop import updates
 from manyhands.train.objects import Objects
-from manyhands.train.saver import EXPECTED_S, best_interval
+from manyhands.train.saver import EXPECTED_S, best_save_interval
 from manyhands.train.saving import save
 from manyhands.train.step import Updater
-from manyhands.worker.entry import _build
+from manyhands.worker.entry import _build_trainer
 
 # Flags, updates in a block, and the share of an update's time that is asked for.
 JOBS = {
@@ -72,11 +72,11 @@ class Unwatched:
     """Leaves out what an update looks at, as long as the block lasts."""
 
     def __enter__(self):
-        self.before = Updater._record, Updater._all_finite
-        Updater._record, Updater._all_finite = (lambda *_: None), (lambda _: True)
+        self.before = Updater._record_pass, Updater._all_finite
+        Updater._record_pass, Updater._all_finite = (lambda *_: None), (lambda _: True)
 
     def __exit__(self, *_):
-        Updater._record, Updater._all_finite = self.before
+        Updater._record_pass, Updater._all_finite = self.before
 
 
 def used():
@@ -99,7 +99,7 @@ def measure(world, folder, job, given):
         flags = {**flags, "data.dir": given.data_dir}
     loaded = load_job({**flags, **ALWAYS, "checkpoint.every": "never"}, environment={}).job
     Path(folder, "ranks").mkdir(parents=True, exist_ok=True)
-    trainer = _build(loaded, RunFolder(Path(folder)), world, {"live": Objects()})
+    trainer = _build_trainer(loaded, RunFolder(Path(folder)), world, {"live": Objects()})
     whole, bare = as_a_run(trainer), without(trainer)
     found = {"as a run": [], "without": []}
 
@@ -137,7 +137,7 @@ def tell(job, ranks):
     save_s = statistics.median(
         max(one[0] for one in each) for each in zip(*(rank["checkpoint"] for rank in ranks), strict=True)
     )
-    seconds = best_interval(save_s, fails_s)
+    seconds = best_save_interval(save_s, fails_s)
     asked, found = JOBS[job][2], {}
     for place, of in enumerate(("by the clock", "of a processor")):
         by = {

@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 from manyhands.checkpoint import files
 from manyhands.core.errors import UserError
 from manyhands.core.files import UnreadableError, parse_json
-from manyhands.core.mesh import Mesh, TensorLayout, layout_from_plain, make_mesh, unsharded
+from manyhands.core.mesh import Mesh, TensorLayout, layout_from_plain, make_mesh, unsharded_layout
 
 # Name components added by DDP, torch.compile, Fabric, FSDP and activation checkpointing.
 _WRAPPERS = ("module", "_orig_mod", "_forward_module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
@@ -70,27 +70,27 @@ class NetworkLayout:
     layouts: Mapping[str, TensorLayout] = field(default_factory=dict[str, TensorLayout])
 
 
-def size_of(region: Region) -> tuple[int, ...]:
+def shape_of(region: Region) -> tuple[int, ...]:
     return tuple(stop - start for start, stop in region)
 
 
-def whole_region(shape: tuple[int, ...]) -> Region:
+def full_region(shape: tuple[int, ...]) -> Region:
     return tuple((0, length) for length in shape)
 
 
-def first_held(tensors: Tensors, mesh: Mesh, rank: int) -> dict[str, Region]:
-    """Returns {tensor name: region} of the shards that a rank writes: non-empty ones that no lower rank holds."""
+def shards_to_write(tensors: Tensors, mesh: Mesh, rank: int) -> dict[str, Region]:
+    """Returns {tensor name: region} of the shards that a rank saves, which are not empty and on no lower rank."""
     return {
         name: region
         for name, described in tensors.items()
         if described.layout.first_holder(mesh, rank) == rank
-        and math.prod(size_of(region := described.layout.region(mesh, rank)))
+        and math.prod(shape_of(region := described.layout.region(mesh, rank)))
     }
 
 
-def written_pieces(layout: TensorLayout, mesh: Mesh) -> list[tuple[int, Region]]:
-    """Returns (rank, region) of each non-empty shard of a tensor; `rank` is the lowest that holds the shard."""
-    return sorted((rank, region) for rank, region in layout.pieces(mesh) if math.prod(size_of(region)))
+def written_shards(layout: TensorLayout, mesh: Mesh) -> list[tuple[int, Region]]:
+    """Returns (rank, region) of each non-empty shard of a tensor, where `rank` is the rank that saves the shard."""
+    return sorted((rank, region) for rank, region in layout.distinct_shards(mesh) if math.prod(shape_of(region)))
 
 
 def describe_pieces(mesh: Mesh, tensors: Mapping[str, Tensors]) -> dict[str, Any]:
@@ -103,7 +103,7 @@ def describe_pieces(mesh: Mesh, tensors: Mapping[str, Tensors]) -> dict[str, Any
                 "layout": described.layout.as_plain(),
                 "pieces": [
                     {"file": files.piece_name(kind, rank, mesh.size), "region": [list(edge) for edge in region]}
-                    for rank, region in written_pieces(described.layout, mesh)
+                    for rank, region in written_shards(described.layout, mesh)
                 ],
             }
             for name, described in named.items()
@@ -112,7 +112,7 @@ def describe_pieces(mesh: Mesh, tensors: Mapping[str, Tensors]) -> dict[str, Any
 
 
 def read_description(content: Any, where: str) -> tuple[Mesh, dict[str, Tensors]]:
-    """Parses pieces.json; returns (mesh, {kind: tensors}). Raises UserError: invalid, or it contradicts the layouts."""
+    """Parses pieces.json into (mesh, {kind: tensors}). Raises UserError if it is invalid or contradicts the layouts."""
     hints = ("use another checkpoint: manyhands did not write this pieces.json",)
     try:
         mesh = make_mesh(content["mesh"], f"{where}: mesh")
@@ -134,7 +134,7 @@ def read_description(content: Any, where: str) -> tuple[Mesh, dict[str, Tensors]
     return mesh, tensors
 
 
-class PlacedTensors(NamedTuple):
+class LocatedTensors(NamedTuple):
     """Tensors and their positions in .safetensors files."""
 
     entries: Tensors
@@ -148,7 +148,7 @@ class Description:
 
     path: Path  # folder or file
     form: str  # "whole", "pieces", "safetensors" or "pth"
-    kinds: Mapping[str, PlacedTensors]  # keys: "model" and, if it was saved, "optimizer"
+    kinds: Mapping[str, LocatedTensors]  # keys: "model" and, if it was saved, "optimizer"
     branches: dict[str, Any] = field(default_factory=dict)  # optimizer state with {"$tensor": name} in place of tensors
     state: dict[str, Any] = field(default_factory=dict)  # step, epoch and so on
     mesh: Mesh | None = None  # None: unsharded
@@ -175,15 +175,15 @@ class Description:
 
 
 def is_pickled(path: Path) -> bool:
-    """True for a file other than .safetensors, such as .pth, which only torch can read."""
+    """Returns True for a file such as .pth, which only torch can read, and False for .safetensors."""
     return path.is_file() and not path.name.endswith(".safetensors")
 
 
 def open_description(path: Path, *, verified: bool = False, wanted: Collection[str] = ()) -> Description:
     """Reads the description of a checkpoint folder or a .safetensors file.
 
-    `verified`: the files match the manifest, so skip the check. `wanted`: the names in the network's state dict, to
-    which `fit_names` maps a file's names. Raises UserError: the checkpoint is missing or damaged (TornCheckpointError).
+    With `verified`, skips the check that files match the manifest. `wanted`: the names in the network's state dict, to
+    which `fit_names` maps a file's names. Raises UserError if the checkpoint is missing or damaged.
     """
     if files.is_piece(path):
         what = f"{path.name} contains only one process's shards of a checkpoint"
@@ -194,7 +194,7 @@ def open_description(path: Path, *, verified: bool = False, wanted: Collection[s
         except (SafetensorError, OSError, ValueError) as error:
             raise files.damaged_error(path) from error
     if not verified:
-        files.verify(path)
+        files.verify_checkpoint(path)
     names = files.read_manifest(path)["files"]
     try:
         state, branches = files.read_plain(path / files.STATE), {}
@@ -210,23 +210,23 @@ def open_description(path: Path, *, verified: bool = False, wanted: Collection[s
     return Description(path, "whole" if mesh is None else "pieces", kinds, branches, state, mesh)
 
 
-def _locate_pieces(path: Path, names: dict[str, Any]) -> tuple[Mesh, dict[str, PlacedTensors]]:
+def _locate_pieces(path: Path, names: dict[str, Any]) -> tuple[Mesh, dict[str, LocatedTensors]]:
     file = path / files.PIECES
     mesh, kinds = read_description(files.read_plain(file), str(file))
-    placed: dict[str, PlacedTensors] = {}
+    placed: dict[str, LocatedTensors] = {}
     for kind, tensors in kinds.items():
         places: dict[str, list[tuple[Path, Region]]] = {name: [] for name in tensors}
         for name, entry in tensors.items():
-            for rank, region in written_pieces(entry.layout, mesh):
+            for rank, region in written_shards(entry.layout, mesh):
                 piece = path / files.piece_name(kind, rank, mesh.size)
                 if piece.name not in names:
                     raise files.torn_error(piece, "is missing from the manifest")
                 places[name].append((piece, region))
-        placed[kind] = PlacedTensors(tensors, places)
+        placed[kind] = LocatedTensors(tensors, places)
     return mesh, placed
 
 
-def _locate_in_file(file: Path, wanted: Collection[str] = ()) -> PlacedTensors:
+def _locate_in_file(file: Path, wanted: Collection[str] = ()) -> LocatedTensors:
     with safe_open(file, framework="numpy") as opened:  # reads no values; "pt" would import torch
         keys = {name: key for key, name in fit_names(written_order(opened), wanted).items()}
         entries: Tensors = {}
@@ -234,13 +234,13 @@ def _locate_in_file(file: Path, wanted: Collection[str] = ()) -> PlacedTensors:
             tensor = opened.get_slice(key)
             if tensor.get_dtype() not in BY_CODE:
                 raise UserError(f"{key} has the type {tensor.get_dtype()}, which this version can't read", str(file))
-            entries[name] = TensorEntry(BY_CODE[tensor.get_dtype()], unsharded(tuple(tensor.get_shape())))
-    places = {name: [(file, whole_region(entry.layout.shape))] for name, entry in entries.items()}
-    return PlacedTensors(entries, places, keys)
+            entries[name] = TensorEntry(BY_CODE[tensor.get_dtype()], unsharded_layout(tuple(tensor.get_shape())))
+    places = {name: [(file, full_region(entry.layout.shape))] for name, entry in entries.items()}
+    return LocatedTensors(entries, places, keys)
 
 
 def written_order(file: Any) -> list[str]:
-    """Returns a file's tensor names in the order that its metadata gives. Raises UnreadableError: invalid order."""
+    """Returns a file's tensor names in the order in its metadata. Raises UnreadableError if that is invalid."""
     names = list(file.keys())
     order = (file.metadata() or {}).get("order")
     written = parse_json(order) if order is not None else names
@@ -250,35 +250,35 @@ def written_order(file: Any) -> list[str]:
 
 
 def fit_names(saved: Collection[str], wanted: Collection[str]) -> dict[str, str]:
-    """Maps the names in a file to the names in a network's state dict, `wanted` (empty: unknown).
+    """Maps the names in a file to the names in a network's state dict, `wanted`, which is empty if unknown.
 
-    Removes a prefix only if more names match without it: the prefix of a wrapper (DDP, torch.compile, …) or of all
-    names, such as "backbone." or "model.". Skips the counter of an AveragedModel. A tensor without a match keeps its
-    name; extra state loses the same prefix as the tensors.
+    Removes the prefix of a wrapper (DDP, torch.compile, …) or of all names, such as "backbone." or "model.", if more
+    names match without it. Skips the counter of an AveragedModel. A tensor without a match keeps its name. Extra state
+    loses the same prefix as the tensors.
     """
     found, most = dict[str, str](), -1
-    for known in ({name: name for name in wanted}, {_unwrapped(name): name for name in wanted}):
-        for form in _shorter_forms([name for name in saved if name != _AVERAGES or name in wanted or not wanted]):
-            fits = {name: known.get(short, short if is_extra(name) else name) for name, short in form.items()}
+    for known in ({name: name for name in wanted}, {_without_wrapper_prefixes(name): name for name in wanted}):
+        for form in _candidate_names([name for name in saved if name != _AVERAGES or name in wanted or not wanted]):
+            fits = {name: known.get(short, short if is_extra_state(name) else name) for name, short in form.items()}
             count = sum(name in wanted for name in fits.values())
             if count > most and len(set(fits.values())) == len(fits):
                 found, most = fits, count
     return found
 
 
-def is_extra(name: str) -> bool:
-    """True for the name of a module's extra state in a state dict."""
+def is_extra_state(name: str) -> bool:
+    """Returns True for the name of a module's extra state in a state dict."""
     return name.rpartition(".")[2] == "_extra_state"
 
 
-def _unwrapped(name: str) -> str:
+def _without_wrapper_prefixes(name: str) -> str:
     return ".".join(word for word in name.split(".") if word not in _WRAPPERS)
 
 
-def _shorter_forms(names: list[str]) -> Iterator[dict[str, str]]:
-    """Yields maps from names to candidates: unchanged, without wrappers, then without common first components."""
+def _candidate_names(names: list[str]) -> Iterator[dict[str, str]]:
+    """Yields dicts from each name to a candidate: the same name, without wrappers, then without common prefixes."""
     yield {name: name for name in names}
-    short = {name: _unwrapped(name) for name in names}
+    short = {name: _without_wrapper_prefixes(name) for name in names}
     yield short
     while len({word.partition(".")[0] for word in short.values()}) == 1 and all("." in one for one in short.values()):
         short = {name: word.partition(".")[2] for name, word in short.items()}

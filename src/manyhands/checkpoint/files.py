@@ -37,7 +37,7 @@ def step_name(step: int) -> str:
 
 
 def step_of(path: Path) -> int | None:
-    """Returns the step in the name of a checkpoint folder, or None if the name has another form."""
+    """Returns the step in the name of a checkpoint folder, or None for any other name."""
     match = _STEP.fullmatch(path.name)
     return int(match[1]) if match else None
 
@@ -73,12 +73,12 @@ def are_checkpoint_files(names: set[str]) -> bool:
     return {PIECES, STATE} <= rest <= {PIECES, STATE, OPTIMIZER_PLAN}
 
 
-def is_ours(file: Path) -> bool:
+def is_checkpoint_file(file: Path) -> bool:
     name = file.name
     return name in (*FILES, PIECES, TOKEN) or bool(_SCRATCH.fullmatch(name) or _PIECE.fullmatch(name))
 
 
-def digest(path: Path) -> str:
+def file_digest(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -88,7 +88,7 @@ def json_text(content: dict[str, Any]) -> bytes:
 
 
 def manifest_text(content: dict[str, Any]) -> bytes:
-    """Formats a manifest, deterministically; the last key is the SHA-256 of the other keys and values."""
+    """Formats a manifest. The last key is the SHA-256 of the other keys and values."""
     body = {key: value for key, value in content.items() if key != "sha256"}
     seal = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
     return (json.dumps({**body, "sha256": seal}, indent=1) + "\n").encode()
@@ -99,7 +99,7 @@ _Count = Annotated[int, Field(ge=-1, le=2**53)]
 
 
 def _schema(fields: dict[str, Any], needed: dict[str, Any] | None = None) -> Any:
-    """Returns a pydantic model that checks the types of these fields (`needed`: required) and allows others."""
+    """Creates a pydantic model with optional `fields` and required fields `needed`, which allows other fields."""
     typed: Any = {name: (kind, None) for name, kind in fields.items()}
     typed |= {name: (kind, ...) for name, kind in (needed or {}).items()}
     return create_model("Plain", __config__=ConfigDict(extra="allow", strict=True), **typed)
@@ -121,12 +121,12 @@ _SCHEMAS: dict[str, type[BaseModel]] = {
 
 
 def read_plain(file: Path) -> dict[str, Any]:
-    """Reads a checkpoint's .json file. Raises OSError, or ValueError: the file has invalid JSON or a wrong value."""
-    return checked_plain(file.name, read_bytes(file))
+    """Reads a checkpoint's .json file. Raises OSError, or ValueError for invalid JSON or a wrong value."""
+    return parse_plain(file.name, read_bytes(file))
 
 
-def checked_plain(name: str, content: bytes) -> dict[str, Any]:
-    """Parses the content of the file `name`. Raises ValueError: the content is invalid JSON or has a wrong value."""
+def parse_plain(name: str, content: bytes) -> dict[str, Any]:
+    """Parses the content of the .json file `name`. Raises ValueError for invalid JSON or a wrong value."""
     found = parse_json(content, infinite=True)  # the best figure or the loss scale may be infinite
     if not isinstance(found, dict):
         raise ValueError(f"{name} is not a JSON object")
@@ -141,11 +141,11 @@ def checked_plain(name: str, content: bytes) -> dict[str, Any]:
 
 
 class TornCheckpointError(UserError):
-    """Raised if files of a checkpoint are missing or differ from its manifest."""
+    """Raised if a file of a checkpoint is missing or differs from the manifest."""
 
 
-def verify(path: Path) -> None:
-    """Raises TornCheckpointError if files differ from a checkpoint's manifest, UserError if its format is newer."""
+def verify_checkpoint(path: Path) -> None:
+    """Raises TornCheckpointError if a file differs from the manifest, UserError if the format is too new."""
     for name, entry in read_manifest(path)["files"].items():
         file = path / name
         try:
@@ -153,14 +153,14 @@ def verify(path: Path) -> None:
                 raise torn_error(file, "is missing")
             if (size := file.stat().st_size) != entry["size"]:
                 raise torn_error(file, f"has {size} bytes, expected {entry['size']}")
-            if (seen := digest(file)) != entry["sha256"]:
+            if (seen := file_digest(file)) != entry["sha256"]:
                 raise torn_error(file, f"has the SHA-256 {seen}, expected {entry['sha256']}")
         except OSError as error:
             raise torn_error(file, f"can't be read: {error.strerror or error}") from error
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """Reads the manifest and checks it, but not the listed files. Raises the same errors as `verify`."""
+    """Reads and checks the manifest, but not the listed files. Raises the errors of `verify_checkpoint`."""
     file = path / MANIFEST
     if not path.is_dir():
         raise torn_error(path, "is missing")
@@ -168,7 +168,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
         raise torn_error(file, "is missing")
     try:
         text = read_bytes(file)
-        content = checked_plain(MANIFEST, text)
+        content = parse_plain(MANIFEST, text)
     except (OSError, ValueError) as error:
         raise torn_error(file, f"was altered or truncated: {error}") from error
     if manifest_text(content) != text:

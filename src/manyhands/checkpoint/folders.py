@@ -1,6 +1,6 @@
 """Commits, finds, prunes and deletes checkpoint folders; finds the saved steps of a run. Imports no torch.
 
-A checkpoint folder appears complete or not at all. `sweep` removes the temporary folder of an interrupted save.
+A checkpoint folder appears complete or not at all. `sweep_interrupted_save` removes interrupted saves.
 """
 
 import fcntl
@@ -12,7 +12,7 @@ from typing import Any, Literal, cast
 
 from manyhands.checkpoint import files
 from manyhands.core.errors import EXIT_INTERRUPTED, EXIT_SAVED, ManyhandsError, UserError
-from manyhands.core.files import parse_json, read_bytes, sync
+from manyhands.core.files import parse_json, read_bytes, sync_to_disk
 from manyhands.core.records import read_lines
 from manyhands.core.run_folder import RunFolder, resume_command
 
@@ -24,8 +24,8 @@ _known_good: dict[Path, Stamp] = {}
 
 
 @contextmanager
-def staging(folder: Path, step: int) -> Iterator[Path]:
-    """Yields a new temporary folder, locked against `sweep`; removes the folder at the end unless it was committed."""
+def staging_folder(folder: Path, step: int) -> Iterator[Path]:
+    """Creates a locked temporary folder for a checkpoint. Removes the folder at the end unless it was committed."""
     path = folder / files.temporary_name(step)
     path.mkdir()
     descriptor = os.open(path, os.O_RDONLY)
@@ -36,62 +36,62 @@ def staging(folder: Path, step: int) -> Iterator[Path]:
     finally:
         os.close(descriptor)
         if path.exists():
-            remove_files(path)
+            remove_checkpoint_files(path)
 
 
-def commit(staged: Path, target: Path) -> None:
-    """Renames a staged folder, whose files are synced, to `target`; first moves an existing damaged `target` away."""
-    sync(staged)
+def commit_folder(staged: Path, target: Path) -> None:
+    """Renames a staging folder, whose files are on disk, to `target`. First moves a damaged `target` away."""
+    sync_to_disk(staged)
     if target.exists():
         target.rename(target.with_name(files.temporary_name(files.step_of(target) or 0)))
     staged.rename(target)
-    sync(target.parent)
+    sync_to_disk(target.parent)
 
 
-def sweep(path: Path) -> bool:
-    """Removes the folder of an interrupted save unless a process holds its lock; returns True if the folder is gone."""
+def sweep_interrupted_save(path: Path) -> bool:
+    """Removes a staging folder, unless a process has locked it. Returns True if the folder no longer exists."""
     with suppress(OSError):
         descriptor = os.open(path, os.O_RDONLY)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         finally:
             os.close(descriptor)
-        return remove_files(path)
+        return remove_checkpoint_files(path)
     return False
 
 
-def remove(path: Path) -> bool:
-    """Removes a checkpoint; returns True if its folder is gone. Keeps foreign files, and folders without a manifest."""
+def remove_checkpoint(path: Path) -> bool:
+    """Removes a checkpoint, except files that aren't its own. Returns True if the folder no longer exists."""
     _known_good.pop(path, None)
     if not (path / files.MANIFEST).is_file():
         return False
-    if not all(map(files.is_ours, path.iterdir())):
-        return remove_files(path)
+    if not all(map(files.is_checkpoint_file, path.iterdir())):
+        return remove_checkpoint_files(path)
     doomed = path.with_name(files.temporary_name(files.step_of(path) or 0))
     with suppress(OSError):
         path.rename(doomed)
-        remove_files(doomed)
+        remove_checkpoint_files(doomed)
         return True
     return False
 
 
-def remove_files(path: Path) -> bool:
-    """Removes checkpoint files, manifest first, then the folder if empty; returns True if the folder is gone."""
+def remove_checkpoint_files(path: Path) -> bool:
+    """Removes checkpoint files, manifest first, then the folder if it is empty. Returns True if it no longer exists."""
     with suppress(OSError):
         (path / files.MANIFEST).unlink(missing_ok=True)
         for entry in list(path.iterdir()):
-            if files.is_ours(entry):
+            if files.is_checkpoint_file(entry):
                 entry.unlink(missing_ok=True)
         path.rmdir()
     return not path.exists()
 
 
-def newest(folder: Path) -> tuple[Path | None, list[str]]:
-    """Returns (newest valid checkpoint or None, a message for each newer checkpoint that is damaged)."""
+def newest_checkpoint(folder: Path) -> tuple[Path | None, list[str]]:
+    """Returns the newest valid checkpoint or None, and a list of messages about newer, damaged checkpoints."""
     passed_over: list[str] = []
     for path in files.step_folders(folder):
         try:
-            files.verify(path)
+            files.verify_checkpoint(path)
             read_state(path)
         except UserError as error:
             passed_over.append(f"{path.name} was skipped: {error.message}")
@@ -100,30 +100,30 @@ def newest(folder: Path) -> tuple[Path | None, list[str]]:
     return None, passed_over
 
 
-def resolve(reference: Path, which: Literal["best", "last"]) -> Path:
-    return choose(reference, which)[0]
+def find_checkpoint(reference: Path, which: Literal["best", "last"]) -> Path:
+    return choose_checkpoint(reference, which)[0]
 
 
-def choose(reference: Path, which: Literal["best", "last"]) -> tuple[Path, list[str]]:
-    """Returns (checkpoint that a user refers to, a message for each damaged checkpoint that was skipped).
+def choose_checkpoint(reference: Path, which: Literal["best", "last"]) -> tuple[Path, list[str]]:
+    """Returns the checkpoint that a user refers to, and a list of messages about skipped damaged checkpoints.
 
     `reference`: a run folder, a checkpoints folder, a checkpoint folder or a weights file. "best" selects the
     best checkpoint that the newest valid one records. If that is damaged, "best" selects the newest valid checkpoint
-    that was best when saved, else the newest. Raises UserError: no checkpoint is valid, or `reference` is damaged.
+    that was best when saved, else the newest. Raises UserError if no checkpoint is valid, or `reference` is damaged.
     """
     if reference.is_file():
         if not reference.name.endswith(FOREIGN_SUFFIXES):
             raise UserError(f"{reference} is not a checkpoint", hints=(f"use {', '.join(FOREIGN_SUFFIXES)}",))
         if reference.name in files.CONTENTS and (reference.parent / files.MANIFEST).is_file():
-            files.verify(reference.parent)  # a file of our own checkpoint
+            files.verify_checkpoint(reference.parent)  # a file of our own checkpoint
         return reference, []
     if not reference.is_dir():
         raise UserError(f"there is no {reference}", hints=("name a run folder, a checkpoint folder or a weights file",))
     if (reference / files.MANIFEST).exists() or files.step_of(reference) is not None:
-        files.verify(reference)
+        files.verify_checkpoint(reference)
         return reference, []
     folder = reference / "checkpoints" if (reference / "checkpoints").is_dir() else reference
-    last, passed_over = newest(folder)
+    last, passed_over = newest_checkpoint(folder)
     if last is not None:
         found = last if which == "last" else _best_checkpoint(folder, last, passed_over)
         return found, [*passed_over, f"{found.name} is used instead"] if passed_over else []
@@ -135,19 +135,19 @@ def choose(reference: Path, which: Literal["best", "last"]) -> tuple[Path, list[
 
 
 def _best_checkpoint(folder: Path, last: Path, passed_over: list[str]) -> Path:
-    """Returns the best checkpoint that `last` records; if damaged, the newest that was best when saved, else `last`."""
+    """Returns the best checkpoint that `last` records. If damaged, returns an earlier best checkpoint, or `last`."""
     step = (read_state(last).get("best") or {}).get("step")
     best = last if step is None else folder / files.step_name(step)
     if best == last:
         return last
     try:
-        files.verify(best)
+        files.verify_checkpoint(best)
         return best
     except UserError as error:
         passed_over.append(f"the best checkpoint, {best.name}, was skipped: {error.message}")
     for path in files.step_folders(folder):
         try:
-            files.verify(path)
+            files.verify_checkpoint(path)
             best = read_state(path).get("best") or {}
         except UserError:
             continue
@@ -157,37 +157,37 @@ def _best_checkpoint(folder: Path, last: Path, passed_over: list[str]) -> Path:
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """Reads a checkpoint's plain data: step, epoch, best … Raises TornCheckpointError: the data can't be read."""
+    """Reads a checkpoint's plain data: step, epoch, best … Raises TornCheckpointError if it can't be read."""
     try:
         return files.read_plain(path / files.STATE)
     except (OSError, ValueError) as error:
         raise files.torn_error(path, f"has unreadable content: {error}") from error
 
 
-def prune(folder: Path, keep: int, best: Path | None) -> list[Path]:
-    """Deletes interrupted saves and checkpoints except `best` and the newest `keep` valid ones; returns their paths."""
+def prune_checkpoints(folder: Path, keep: int, best: Path | None) -> list[Path]:
+    """Deletes interrupted saves, and all checkpoints except `best` and the newest `keep`. Returns the deleted paths."""
     removed: list[Path] = []
     kept = 0
     for path in files.step_folders(folder):
         if kept >= keep and not (best is not None and path.name == best.name):
-            removed += [path] if remove(path) else []
+            removed += [path] if remove_checkpoint(path) else []
         elif is_intact(path):
             kept += 1
     if folder.is_dir():
-        removed += [path for path in folder.iterdir() if files.is_temporary(path) and sweep(path)]
+        removed += [path for path in folder.iterdir() if files.is_temporary(path) and sweep_interrupted_save(path)]
     return removed
 
 
-def remove_step(folder: Path, step: int) -> None:
-    remove(folder / files.step_name(step))
+def remove_saved_step(folder: Path, step: int) -> None:
+    remove_checkpoint(folder / files.step_name(step))
 
 
 def is_intact(path: Path) -> bool:
-    """True for a valid checkpoint. Hashes its files once per process, and again if an inode, size or time changes."""
+    """Returns True for a valid checkpoint. Hashes the files only once per process unless a file's status changes."""
     try:
         stamp = _file_stamp(path)
         if _known_good.get(path) != stamp:
-            files.verify(path)
+            files.verify_checkpoint(path)
             _known_good[path] = stamp
     except (UserError, OSError):
         _known_good.pop(path, None)
@@ -210,14 +210,14 @@ def saved_steps(folder: RunFolder) -> list[int]:
 
 
 def saved_step(folder: RunFolder) -> int | None:
-    """Returns the newest step saved on this disk, else recorded in the run's events; None if nothing was saved."""
+    """Returns the newest saved step on this disk or, without one, in the run's events, or None if nothing was saved."""
     recorded = [line.get("step") for line in read_lines(folder.events) if line.get("kind") == "saved"]
     steps = saved_steps(folder) or [step for step in recorded if isinstance(step, int)]
     return max(steps, default=None)
 
 
-def kept_step(folder: RunFolder) -> int | None:
-    """Returns the newest saved step if its checkpoint still exists, here or on the machine of rank 0."""
+def available_step(folder: RunFolder) -> int | None:
+    """Returns the newest saved step if the checkpoint still exists, here or on rank 0's machine, else None."""
     elsewhere = False  # True if rank 0 and its disk are on another machine
     with suppress(OSError, ValueError, LookupError, TypeError):
         elsewhere = not cast(list[dict[str, Any]], parse_json(read_bytes(folder.machines)))[0]["local"]
@@ -227,8 +227,8 @@ def kept_step(folder: RunFolder) -> int | None:
 def unsaved_error(run: Path, step: int | None, why: str = "", *, idle: bool = False) -> ManyhandsError:
     """Creates the error for a run that the user stopped before its state was saved.
 
-    `step`: the last saved step. `why`: the reason for a failed save; empty if a second stop request skipped it.
-    `idle`: no process was training, so there was nothing to save.
+    `step`: the last saved step. `why`: the reason of a failed save; empty if a second stop request skipped the save.
+    `idle`: True if no process was training, so there was nothing to save.
     """
     since = f" (could not save: {why})" if why else ""
     if step is None:

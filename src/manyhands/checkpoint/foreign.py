@@ -19,7 +19,7 @@ from torch import Tensor
 from manyhands.checkpoint.files import damaged_error
 from manyhands.checkpoint.snapshot import EXTRA_STATE, Snapshot, plain_extra_state, read_tensors, unflatten
 from manyhands.core.errors import UserError, shortened
-from manyhands.core.files import replacing
+from manyhands.core.files import replaced_on_success
 
 _WRAPPERS = ("state_dict", "model_state_dict", "model")
 _BEST = ("best_acc1", "best_prec1")  # keys of main.py since 2019, and before
@@ -36,7 +36,7 @@ def read_foreign(path: Path) -> Snapshot:
 
     `model` keeps the file's names (see `fit_names`), `optimizer` main.py's parameter numbers (see `name_optimizer`).
     `state` has "foreign" ("imagenet-main", "state-dict" or "safetensors"), and for main.py "arch", "epoch", "best"
-    (top1, 0 to 1) and "scheduler". Raises UserError: the file is missing or damaged, or contains code or no weights.
+    (top1, 0 to 1) and "scheduler". Raises UserError if the file is missing or damaged, or contains code or no weights.
     """
     if not path.is_file():
         raise UserError(f"there is no file {path}")
@@ -58,7 +58,7 @@ def read_foreign(path: Path) -> Snapshot:
 
 
 def name_optimizer(optimizer_state: dict[str, Any], parameter_names: list[str]) -> dict[str, Any]:
-    """Replaces the parameter numbers in an optimizer state dict by names, in order, as in `Snapshot.optimizer`."""
+    """Replaces the parameter numbers in an optimizer's state dict by these names, as in `Snapshot.optimizer`."""
     groups = optimizer_state["param_groups"]
     numbers = [number for group in groups for number in group["params"]]
     if len(numbers) != len(parameter_names):
@@ -75,8 +75,8 @@ def write_foreign(path: Path, snapshot: Snapshot, arch: str, prefix: str = "modu
     """Writes checkpoint.pth.tar of PyTorch's ImageNet example, main.py, atomically; main.py's --resume reads the file.
 
     The optimizer must be SGD. `snapshot.state` may have "epoch", "best" and "scheduler". Parameter groups are merged
-    into one, with the learning rate and weight decay of the first. `prefix` precedes each parameter's name;
-    main.py writes "module." on GPUs and "" on CPUs. Raises UserError: the snapshot has no optimizer state.
+    into one, with the learning rate and weight decay of the first. `prefix` precedes each parameter's name, and is
+    "module." in main.py's files from GPUs and "" from CPUs. Raises UserError if there is no optimizer state.
     """
     if snapshot.optimizer is None:
         raise UserError("the checkpoint has no optimizer state, which the ImageNet example, main.py, needs to resume")
@@ -94,7 +94,7 @@ def write_foreign(path: Path, snapshot: Snapshot, arch: str, prefix: str = "modu
         "optimizer": {"state": state, "param_groups": [{**groups[0], "params": list(range(len(numbers)))}]},
         "scheduler": _step_schedule(snapshot.state.get("scheduler"), epoch, groups[0]),
     }
-    with replacing(path) as part, part.open("wb") as file:
+    with replaced_on_success(path) as part, part.open("wb") as file:
         torch.save(content, file)
         file.flush()
         os.fsync(file.fileno())
@@ -140,7 +140,7 @@ def _unloadable_error(path: Path) -> UserError:
 
 
 def _imagenet_state(content: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Extracts epoch, scores … from a file of PyTorch's ImageNet example, main.py, whose best_acc1 is in percent."""
+    """Returns epoch, best score … of a file of PyTorch's ImageNet example, main.py, whose best_acc1 is in percent."""
     state: dict[str, Any] = {"foreign": "imagenet-main", "epoch": int(_get_number(content, "epoch", path))}
     if isinstance(content.get("arch"), str):
         state["arch"] = content["arch"]
@@ -153,7 +153,7 @@ def _imagenet_state(content: dict[str, Any], path: Path) -> dict[str, Any]:
 
 
 def _get_number(content: dict[str, Any], key: str, path: Path) -> float:
-    """Returns the number under `key` in a file's content; 0 if missing. Raises UserError: the value is not a number."""
+    """Returns the number under `key` in a file's content, or 0. Raises UserError if the value is not a number."""
     value = content.get(key, 0)
     if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
         value = value.item()
@@ -181,7 +181,7 @@ def _imagenet_optimizer(content: dict[str, Any], path: Path) -> dict[str, Any] |
 
 
 def _step_schedule(saved: Any, epoch: int, group: dict[str, Any]) -> dict[str, Any]:
-    """Returns the saved StepLR state, else the one that PyTorch's ImageNet example, main.py, has at this epoch."""
+    """Returns the saved StepLR state. If there is none, returns the state in PyTorch's main.py at this epoch."""
     if isinstance(saved, dict) and {"step_size", "gamma", "last_epoch"} <= set(saved):
         return saved
     rate = float(group["lr"])
@@ -196,7 +196,7 @@ def _step_schedule(saved: Any, epoch: int, group: dict[str, Any]) -> dict[str, A
 
 
 def object_names(path: Path) -> list[str]:
-    """Lists the classes and functions, except torch's, that a pickle needs ("?": a computed name); [] if no pickle."""
+    """Returns the names of the classes and functions, except torch's, in a pickle, or [] if the file is no pickle."""
     with contextlib.suppress(ValueError, OSError, KeyError, zipfile.BadZipFile, NotImplementedError, RuntimeError):
         with contextlib.ExitStack() as stack:
             if zipfile.is_zipfile(path):
@@ -210,7 +210,7 @@ def object_names(path: Path) -> list[str]:
 
 
 def _referenced_names(content: bytes) -> Iterator[str]:
-    """Yields "module.name" of each object that a pickle refers to. Raises ValueError: not a pickle."""
+    """Yields "module.name" of each object that a pickle refers to. Raises ValueError if it is not a pickle."""
     stream = io.BytesIO(content)
     for number in range(5):  # older files of torch begin with a magic number, a version and system information
         if number and stream.read(1) not in (b"\x80", b"(", b"c", b"}"):

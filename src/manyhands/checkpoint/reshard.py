@@ -9,7 +9,7 @@ import torch
 from manyhands.checkpoint import describe, files, folders, read, snapshot
 from manyhands.checkpoint.write import Contents, Files, refuse_too_little_space, save_error
 from manyhands.core.errors import UserError
-from manyhands.core.files import replacing, sync
+from manyhands.core.files import replaced_on_success, sync_to_disk
 from manyhands.core.plan_record import read_plan_record
 
 SAFETENSORS, PICKLED = (".safetensors",), (".pth", ".pt")
@@ -17,7 +17,7 @@ _UNKNOWN = (".tar", ".bin", ".ckpt", ".pkl", ".zip", ".json", ".npz", ".onnx")
 
 
 def read_network_layout(file: Path) -> describe.NetworkLayout:
-    """Reads the mesh and the layouts of a plan.json. Raises UserError: the plan lacks them."""
+    """Reads the mesh and the layouts of a plan.json. Raises UserError if the plan lacks them."""
     record = read_plan_record(file)
     for key in ("mesh", "layouts"):
         if getattr(record, key) is None or key not in record.model_fields_set:
@@ -36,8 +36,8 @@ def refuse_existing(target: Path) -> None:
 
 
 def reshard(source: read.Source, target: Path, network_layout: describe.NetworkLayout) -> None:
-    """Writes a checkpoint folder with another sharding. Raises UserError, or SaveError: the disk is full or fails."""
-    contents = _contents(source, network_layout)
+    """Writes a checkpoint folder with another sharding. Raises SaveError if the disk is full or fails."""
+    contents = _resharded_contents(source, network_layout)
 
     def write(staged: Path) -> None:
         written: Files = {}
@@ -45,12 +45,12 @@ def reshard(source: read.Source, target: Path, network_layout: describe.NetworkL
             written |= contents.write_pieces(staged, rank)
         contents.finish(staged, written, pieces=True)
 
-    _commit(target, contents, write)
+    _commit_folder(target, contents, write)
 
 
 def merge(source: read.Source, target: Path) -> None:
     """Writes an unsharded checkpoint folder, or only weights (.pth, .safetensors). Raises the errors of `reshard`."""
-    contents = _contents(source, describe.NetworkLayout())
+    contents = _resharded_contents(source, describe.NetworkLayout())
     if target.name.endswith(_UNKNOWN):
         hints = ("end the name in .safetensors or .pth, or give a checkpoint folder's name without a suffix",)
         raise UserError(f"{target.name} has an unsupported file type", str(target), hints)
@@ -64,14 +64,14 @@ def merge(source: read.Source, target: Path) -> None:
         else:
             contents.write_unsharded(part)
 
-    _commit(target, contents, write)
+    _commit_folder(target, contents, write)
 
 
 def is_single_file(target: Path) -> bool:
     return target.name.endswith(SAFETENSORS + PICKLED)
 
 
-def _contents(source: read.Source, network_layout: describe.NetworkLayout) -> Contents:
+def _resharded_contents(source: read.Source, network_layout: describe.NetworkLayout) -> Contents:
     layouts, kinds = source.layouts(network_layout), source.stored
     tensors = {
         kind: {name: describe.TensorEntry(entry.dtype, layouts[kind][name]) for name, entry in stored.described.items()}
@@ -87,18 +87,18 @@ def _contents(source: read.Source, network_layout: describe.NetworkLayout) -> Co
     return Contents(int(source.state.get("step", 0)), network_layout.mesh, tensors, texts, fetch)
 
 
-def _commit(target: Path, contents: Contents, write: Callable[[Path], None]) -> None:
+def _commit_folder(target: Path, contents: Contents, write: Callable[[Path], None]) -> None:
     single, above = is_single_file(target), target.absolute().parent
     refuse_existing(target)
     try:
         refuse_too_little_space(above, contents.size_bytes([describe.MODEL] if single else describe.KINDS))
-        with replacing(target) if single else folders.staging(above, contents.step) as part:
+        with replaced_on_success(target) if single else folders.staging_folder(above, contents.step) as part:
             write(part)
             if single:
-                sync(part)
+                sync_to_disk(part)
             refuse_existing(target)
             if not single:
-                folders.commit(part, target.absolute())
-        sync(above)
+                folders.commit_folder(part, target.absolute())
+        sync_to_disk(above)
     except OSError as error:
         raise save_error(target, error) from error

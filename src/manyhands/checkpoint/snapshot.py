@@ -9,7 +9,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from manyhands.checkpoint.describe import fit_names, is_extra, written_order
+from manyhands.checkpoint.describe import fit_names, is_extra_state, written_order
 from manyhands.core.files import UnreadableError
 
 EXTRA_STATE = "extra_state"  # key of a snapshot's state: the results of modules' `get_extra_state`
@@ -19,13 +19,13 @@ _COUNTER, _MEAN = "num_batches_tracked", "running_mean"  # of BatchNorm
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Reads all tensors of a .safetensors file, in the order of writing, into new memory."""
+    """Reads all tensors of a .safetensors file into new memory, in the order in which they were written."""
     with safe_open(path, framework="pt", device="cpu") as file:
         return {name: file.get_tensor(name).clone() for name in written_order(file)}
 
 
 def flatten(tree: Any, name: str, tensors: dict[str, Tensor]) -> Any:
-    """Moves the tensors of nested dicts, lists and tuples into `tensors`, named by their path below `name`.
+    """Moves the tensors of nested dicts, lists and tuples into `tensors`. A tensor's name is its path below `name`.
 
     Returns JSON data with {"$tensor": name} in place of tensors. Raises TypeError for values of other types.
     """
@@ -46,10 +46,10 @@ def flatten(tree: Any, name: str, tensors: dict[str, Tensor]) -> Any:
 
 
 def plain_extra_state(state_dict: Mapping[Any, Any]) -> dict[str, Any]:
-    """Returns modules' extra state as {"extra_state": {name: JSON data}}, or {}. Raises TypeError: not plain data."""
+    """Returns modules' extra state as {"extra_state": {name: JSON data}}, or {}. Raises TypeError for other data."""
     found, inner = dict[str, Any](), dict[str, Tensor]()
     for name, value in state_dict.items():
-        if not isinstance(name, str) or not (isinstance(value, Tensor) or is_extra(name)):
+        if not isinstance(name, str) or not (isinstance(value, Tensor) or is_extra_state(name)):
             raise TypeError(f"{name} is a {type(value).__name__}, expected a tensor")
         if not isinstance(value, Tensor):
             found[name] = flatten(value, name, inner)
@@ -74,7 +74,7 @@ def tensor_owners(branches: dict[str, Any]) -> dict[str, str]:
 
 
 def unflatten(tree: Any, tensors: dict[str, Tensor]) -> Any:
-    """Reverses `flatten`. Raises UnreadableError: a tensor is missing."""
+    """Converts the result of `flatten` back. Raises UnreadableError if a tensor is missing."""
     if isinstance(tree, list):
         return [unflatten(value, tensors) for value in tree]
     if not isinstance(tree, dict):
@@ -97,12 +97,12 @@ class Snapshot:
     # torch's get_optimizer_state_dict with full_state_dict
     optimizer: dict[str, Any] | None = None
     state: dict[str, Any] = field(default_factory=dict)  # JSON data: step, epoch, best, scaler, extra_state …
-    endless: frozenset[str] = frozenset()  # buffers with infinite or NaN initial values, such as an attention mask
+    allowed_nonfinite: frozenset[str] = frozenset()  # buffers whose initial values are infinite or NaN
     notes: list[str] = field(default_factory=list[str])  # messages about ignored extra state
 
 
-def fitted(snapshot: Snapshot, wanted: Collection[str]) -> Snapshot:
-    """Renames tensors to a network's names (`fit_names`); adds BatchNorm counters that files of torch < 0.4.1 lack."""
+def renamed(snapshot: Snapshot, wanted: Collection[str]) -> Snapshot:
+    """Renames tensors to a network's names (see `fit_names`). Adds BatchNorm counters, which old files lack."""
     extra = snapshot.state.get(EXTRA_STATE, {})
     names = fit_names([*snapshot.model, *extra], wanted)
     model = {names[key]: one for key, one in snapshot.model.items() if key in names}

@@ -20,7 +20,7 @@ class Preprocessing(BaseModel):
     """The preprocessing that converts an image to a network's input.
 
     The shorter side is resized to `resize` pixels, the center `size` x `size` is cropped, and each channel (0 to 1) is
-    normalized by mean and standard deviation.
+    normalized with its mean and standard deviation.
     """
 
     model_config = ConfigDict(extra="ignore", frozen=True, allow_inf_nan=False)
@@ -41,15 +41,15 @@ class Preprocessing(BaseModel):
         return self
 
 
-def note_trained_on(network: Any, pictures: Preprocessing, classes: tuple[str, ...]) -> None:
-    """Records the preprocessing and class names of a network, in the memory of this process."""
+def record_trained_on(network: Any, pictures: Preprocessing, classes: tuple[str, ...]) -> None:
+    """Stores the preprocessing and class names of a network in the memory of this process."""
     if id(network) not in _TRAINED_ON:
         weakref.finalize(network, _TRAINED_ON.pop, id(network))
     _TRAINED_ON[id(network)] = TrainedOn(pictures, classes)
 
 
-def noted_trained_on(network: Any) -> "TrainedOn | None":
-    """Returns the record of `note_trained_on` for a network or the one in a DDP or torch.compile wrapper, or None."""
+def recorded_trained_on(network: Any) -> "TrainedOn | None":
+    """Returns what `record_trained_on` stored for a network, which DDP or torch.compile may wrap now, or None."""
     inner = (network, *(getattr(network, name, None) for name in ("module", "_orig_mod")))
     return next((_TRAINED_ON[id(each)] for each in inner if id(each) in _TRAINED_ON), None)
 
@@ -87,7 +87,7 @@ class TrainedNetwork(BaseModel):
 
 
 def find_record(checkpoint: Path, state: Mapping[str, Any]) -> TrainedNetwork | None:
-    """Returns the description in a checkpoint's `state`, else in its run folder's network.json; None if none exists."""
+    """Returns the description in a checkpoint's `state` or, without one, in the run's network.json; or None."""
     if state.get(STATE_KEY) is not None:
         return parse_record(state[STATE_KEY], str(checkpoint))
     for folder in checkpoint.absolute().parents[:2]:
@@ -101,7 +101,7 @@ def find_record(checkpoint: Path, state: Mapping[str, Any]) -> TrainedNetwork | 
 
 
 def parse_record(content: Any, where: str) -> TrainedNetwork:
-    """Parses a network's description. Raises UserError: it is damaged, or written by a newer manyhands."""
+    """Parses a network's description. Raises UserError if it is damaged or from a newer manyhands."""
     version = cast(dict[str, Any], content).get("v") if isinstance(content, dict) else None
     if isinstance(version, int) and version > VERSION:
         hints = ("update manyhands",)

@@ -18,11 +18,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from manyhands.checkpoint import describe, files, folders, read
-from manyhands.checkpoint.describe import MODEL, OPTIMIZER, NetworkLayout, Region, Tensors, size_of
+from manyhands.checkpoint.describe import MODEL, OPTIMIZER, NetworkLayout, Region, Tensors, shape_of
 from manyhands.checkpoint.snapshot import Snapshot, flatten_optimizer, tensor_owners
 from manyhands.core.errors import ManyhandsError, RunError, UserError
-from manyhands.core.files import sync
-from manyhands.core.mesh import Mesh, unsharded
+from manyhands.core.files import sync_to_disk
+from manyhands.core.mesh import Mesh, unsharded_layout
 
 _MARGIN_BYTES = 64 * 1024
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -42,9 +42,9 @@ class SaveError(RunError):
 
 
 def refuse_non_finite(snapshot: Snapshot) -> None:
-    """Raises NotFiniteError for the first tensor with NaN or infinity, except tensors that had some before training."""
+    """Raises NotFiniteError if a tensor has NaN or infinity, unless it had some before training."""
     for name, tensor in snapshot.model.items():
-        if name in snapshot.endless or not (tensor.is_floating_point() or tensor.is_complex()):
+        if name in snapshot.allowed_nonfinite or not (tensor.is_floating_point() or tensor.is_complex()):
             continue
         values = tensor.float() if tensor.element_size() == 1 else tensor
         if not bool(torch.isfinite(values).all()):
@@ -72,8 +72,8 @@ def save_error(folder: Path, error: OSError) -> SaveError:
 def write_stream(path: Path, specs: Specs, fetch: Callable[[str], Tensor]) -> None:
     """Writes a .safetensors file one tensor at a time, so that the file may exceed the memory.
 
-    `specs` has the order that readers see; `fetch(name)` is called in the order of `in_file_order`. Raises OSError: the
-    disk fails. Raises TypeError: the format doesn't support a type.
+    Readers see the order of `specs`. `fetch(name)` returns a tensor, and is called in the order of `in_file_order`.
+    Raises OSError if the disk fails, TypeError if the format doesn't support a type.
     """
     header: dict[str, object] = {"__metadata__": {"order": json.dumps(list(specs))}}
     names, position = in_file_order(specs), 0
@@ -96,12 +96,12 @@ def write_stream(path: Path, specs: Specs, fetch: Callable[[str], Tensor]) -> No
 
 
 def in_file_order(specs: Specs) -> list[str]:
-    """Returns the tensor names in file order: largest element types first, which aligns each tensor."""
+    """Returns the tensor names with the largest element types first, which aligns each tensor in the file."""
     return sorted(specs, key=lambda name: (-specs[name][0].itemsize, name))
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
-    """Returns a tensor's values as uint8 on the CPU [bytes]; shares memory with a contiguous CPU tensor."""
+    """Returns a tensor's values as uint8 [bytes] on the CPU, in the same memory if it is contiguous there."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
 
 
@@ -138,10 +138,10 @@ class Contents:
         return sum(one.size_bytes for kind in kinds for one in self.tensors.get(kind, {}).values())
 
     def write_pieces(self, staged: Path, rank: int) -> Files:
-        """Writes the shards of one rank; returns the manifest entries {file name: entry}."""
+        """Writes the shards of one rank. Returns their files' manifest entries, {file name: entry}."""
         written: Files = {}
         for kind, tensors in self.tensors.items():
-            if regions := describe.first_held(tensors, self.mesh, rank):
+            if regions := describe.shards_to_write(tensors, self.mesh, rank):
                 file = staged / files.piece_name(kind, rank, self.mesh.size)
                 self.write_file(file, kind, regions)
                 written[file.name] = _manifest_entry(file)
@@ -156,20 +156,20 @@ class Contents:
         self.finish(staged, written)
 
     def write_file(self, file: Path, kind: str, regions: Mapping[str, Region] | None = None) -> None:
-        """Writes the unsharded tensors of one kind, in their shapes, or only `regions` of their views."""
+        """Writes the unsharded tensors of one kind or, if given, the `regions` of their views."""
         tensors = self.tensors[kind]
         specs = unsharded_specs(tensors)
         if regions is not None:
-            specs = {name: (specs[name][0], size_of(region)) for name, region in regions.items()}
+            specs = {name: (specs[name][0], shape_of(region)) for name, region in regions.items()}
 
         def fetch(name: str) -> Tensor:
-            region = describe.whole_region(tensors[name].layout.view) if regions is None else regions[name]
+            region = describe.full_region(tensors[name].layout.view) if regions is None else regions[name]
             return self.fetch(kind, name, region).reshape(specs[name][1])
 
         write_stream(file, specs, fetch)
 
     def finish(self, staged: Path, written: Files, *, pieces: bool = False) -> None:
-        """Writes the remaining files, the manifest last. `written`: manifest entries of the files of all ranks."""
+        """Writes the other files, the manifest last. `written`: the manifest entries of all ranks' files."""
         entries: Files = {}
         texts = {files.PIECES: files.json_text(describe.describe_pieces(self.mesh, self.tensors))} if pieces else {}
         for name, text in {**texts, **self.texts}.items():
@@ -182,7 +182,7 @@ class Contents:
         form = files.PIECES_FORMAT if pieces else files.FORMAT
         manifest = {"format": form, "step": self.step, "torch": torch.__version__, "manyhands": own}
         (staged / files.MANIFEST).write_bytes(files.manifest_text({**manifest, "files": {**entries, **written}}))
-        sync(staged / files.MANIFEST)
+        sync_to_disk(staged / files.MANIFEST)
 
 
 def unsharded_specs(tensors: Tensors) -> Specs:
@@ -190,21 +190,21 @@ def unsharded_specs(tensors: Tensors) -> Specs:
 
 
 def _manifest_entry(file: Path) -> dict[str, Any]:
-    sync(file)
-    return {"size": file.stat().st_size, "sha256": files.digest(file)}
+    sync_to_disk(file)
+    return {"size": file.stat().st_size, "sha256": files.file_digest(file)}
 
 
-def save(folder: Path, step: int, snapshot: Snapshot) -> Path:
-    """Saves an unsharded network as folder/step-NNNNNNNN, in one process; see `CheckpointWriter`."""
+def save_unsharded(folder: Path, step: int, snapshot: Snapshot) -> Path:
+    """Saves an unsharded network as folder/step-NNNNNNNN, in one process, with a `CheckpointWriter`."""
     return CheckpointWriter(folder, CheckpointGroup(), NetworkLayout()).write(step, snapshot)
 
 
 class CheckpointWriter:
     """Writes the checkpoints of one network, together with the processes that hold its other shards.
 
-    `group` has the size of the layout's mesh. With `pieces` each process writes its shards to a shared disk. Otherwise
-    each writer in the group writes unsharded tensors to its local folder and receives the other ranks' shards one
-    tensor at a time: a process holds at most its shards and one unsharded tensor.
+    `group` has the size of the layout's mesh. With `pieces`, each process writes its shards to a shared disk. Else each
+    writer in the group writes unsharded tensors to its local folder. It receives the other ranks' shards one tensor
+    at a time, so a process holds at most its shards and one unsharded tensor.
     """
 
     def __init__(self, folder: Path, group: CheckpointGroup, layout: NetworkLayout, *, pieces: bool = False) -> None:
@@ -224,7 +224,7 @@ class CheckpointWriter:
         """
         contents = self._collect_contents(step, snapshot)
         target = self.folder / files.step_name(step)
-        there = self._run_on_all(lambda: self._is_saved(target, contents))
+        there = self._run_on_all(lambda: self._has_valid_checkpoint(target, contents))
         writers = [0] if self.pieces else self.group.writers
         if all(there[writer] for writer in writers):
             return target
@@ -235,7 +235,7 @@ class CheckpointWriter:
         return target
 
     def _run_on_all(self, work: Callable[[], T]) -> list[T]:
-        """Runs `work` on all ranks. Returns its results (JSON data) by rank. A collective. Raises the first error."""
+        """Calls `work` on all ranks. Returns each rank's result (JSON), or raises the first error. A collective."""
         error: Exception | None = None
         try:
             answer: dict[str, Any] = {"result": work()}
@@ -257,7 +257,7 @@ class CheckpointWriter:
         raise _ERRORS[kind](what, f"rank {failed}: {where}" if where else f"rank {failed}", tuple(hints)) from error
 
     def _collect_contents(self, step: int, snapshot: Snapshot) -> Contents:
-        """Returns this rank's contents to write; checks that all ranks save the same network. A collective."""
+        """Returns what this rank writes, after checking that all ranks save the same network. A collective."""
         made: list[Contents] = []
 
         def digest() -> str:
@@ -265,7 +265,7 @@ class CheckpointWriter:
             if self.group.size != mesh.size:
                 raise RunError(f"{self.group.size} processes can't save tensors sharded over {mesh}")
             refuse_non_finite(snapshot)
-            made.append(held_contents(step, snapshot, self.layout, self.group.rank))
+            made.append(local_contents(step, snapshot, self.layout, self.group.rank))
             tensors = {
                 kind: {name: [entry.dtype.name, entry.layout.as_plain()] for name, entry in named.items()}
                 for kind, named in made[0].tensors.items()
@@ -278,8 +278,8 @@ class CheckpointWriter:
             raise RunError(f"ranks 0 and {other} are saving different networks or steps", f"rank {other}")
         return made[0]
 
-    def _is_saved(self, target: Path, contents: Contents) -> bool:
-        """True if this rank writes and has a valid checkpoint `target`. If not, rank 0 also checks the free space."""
+    def _has_valid_checkpoint(self, target: Path, contents: Contents) -> bool:
+        """Returns True if this writer already has a valid checkpoint `target`. If not, rank 0 checks the free space."""
         if self.group.rank in self.group.writers and folders.is_intact(target):
             return True
         if self.group.rank == 0:
@@ -289,7 +289,7 @@ class CheckpointWriter:
     def _prepare_folder(self, contents: Contents) -> None:
         if not self.folder.is_dir():
             self.folder.mkdir(parents=True, exist_ok=True)
-            sync(self.folder.parent)
+            sync_to_disk(self.folder.parent)
         refuse_too_little_space(self.folder, contents.size_bytes())
 
     def _write_pieces(self, target: Path, contents: Contents) -> None:
@@ -301,18 +301,18 @@ class CheckpointWriter:
                 if self.group.rank == 0:
                     (staged / files.TOKEN).unlink()
                     contents.finish(staged, {name: entry for one in own for name, entry in one.items()}, pieces=True)
-                    folders.commit(staged, target)
+                    folders.commit_folder(staged, target)
                     folders.mark_intact(target)
 
             self._run_on_all(finish)
 
     def _shared_folder(self, stack: ExitStack, step: int) -> Path:
-        """Creates a temporary folder on rank 0, and checks with a token file that all ranks see it. A collective."""
+        """Creates a staging folder on rank 0. Checks with a token file that all ranks see it. A collective."""
 
         def stage() -> list[str]:
             if self.group.rank != 0:
                 return []
-            staged = stack.enter_context(folders.staging(self.folder, step))
+            staged = stack.enter_context(folders.staging_folder(self.folder, step))
             token = os.urandom(16).hex()
             (staged / files.TOKEN).write_text(token)
             return [staged.name, token]
@@ -338,9 +338,9 @@ class CheckpointWriter:
             try:
                 if writes:
                     self._prepare_folder(contents)
-                    with folders.staging(self.folder, contents.step) as staged:
+                    with folders.staging_folder(self.folder, contents.step) as staged:
                         replace(contents, fetch=lambda *_: next(assembled)).write_unsharded(staged)
-                        folders.commit(staged, target)
+                        folders.commit_folder(staged, target)
                     folders.mark_intact(target)
             except OSError as error:
                 if self.group.rank == 0:
@@ -356,7 +356,7 @@ class CheckpointWriter:
             raise save_error(self.folder, failed[0]) from failed[0]
 
     def _assemble_tensors(self, contents: Contents) -> Iterator[Tensor]:
-        """Yields each unsharded tensor in its view, in file order, on writers; yields nothing elsewhere. A collective.
+        """Yields each unsharded tensor in file order on writers, and nothing on other ranks. A collective.
 
         The writers take turns to receive shards, from ranks on their machine where possible. No reference to a tensor
         is kept while the next one is assembled.
@@ -364,14 +364,14 @@ class CheckpointWriter:
         for kind, tensors in contents.tensors.items():
             for name in in_file_order(unsharded_specs(tensors)):
                 for writer, near in self.group.writers.items():
-                    regions = tensors[name].layout.nearest(contents.mesh, near)
+                    regions = tensors[name].layout.nearest_holders(contents.mesh, near)
                     if self.group.rank == writer:
                         yield self._receive_tensor(contents, kind, name, regions)
                     elif self.group.rank in regions:
                         region = regions[self.group.rank]
                         piece = contents.fetch(kind, name, region)
-                        for block in _blocks(region, tensors[name].dtype.item_bytes):
-                            if (values := piece[read.slices(block, region)]).numel():
+                        for block in _divide_region(region, tensors[name].dtype.item_bytes):
+                            if (values := piece[read.region_slices(block, region)]).numel():
                                 dist.send(_as_bytes(values).to(self.group.device), dst=writer)
 
     def _receive_tensor(self, contents: Contents, kind: str, name: str, regions: dict[int, Region]) -> Tensor:
@@ -382,20 +382,20 @@ class CheckpointWriter:
         assembled = torch.empty(described.layout.view, dtype=dtype)
         for rank, region in regions.items():
             if rank == self.group.rank:
-                assembled[read.slices(region)] = contents.fetch(kind, name, region)
+                assembled[read.region_slices(region)] = contents.fetch(kind, name, region)
                 continue
-            for block in _blocks(region, dtype.itemsize):
-                count = math.prod(size_of(block)) * dtype.itemsize
+            for block in _divide_region(region, dtype.itemsize):
+                count = math.prod(shape_of(block)) * dtype.itemsize
                 buffer = torch.empty(count, dtype=torch.uint8, device=self.group.device)
                 if count:
                     dist.recv(buffer, src=rank)
-                assembled[read.slices(block)] = buffer.cpu().view(dtype).reshape(size_of(block))
+                assembled[read.region_slices(block)] = buffer.cpu().view(dtype).reshape(shape_of(block))
         return assembled
 
 
-def _blocks(region: Region, item_bytes: int) -> Iterator[Region]:
-    """Divides a region into blocks of about 4 MiB, which are sent one by one to limit memory use."""
-    sizes = size_of(region)
+def _divide_region(region: Region, item_bytes: int) -> Iterator[Region]:
+    """Divides a region into blocks of about 4 MiB, to send one at a time, which limits memory use."""
+    sizes = shape_of(region)
     if not sizes:
         yield region
         return
@@ -406,8 +406,8 @@ def _blocks(region: Region, item_bytes: int) -> Iterator[Region]:
         yield (*region[:longest], (first, min(first + step, stop)), *region[longest + 1 :])
 
 
-def held_contents(step: int, snapshot: Snapshot, network_layout: NetworkLayout, rank: int) -> Contents:
-    """Returns a rank's contents to write. Raises RunError: shards don't match layouts. TypeError: data isn't plain."""
+def local_contents(step: int, snapshot: Snapshot, network_layout: NetworkLayout, rank: int) -> Contents:
+    """Returns what a rank writes. Raises RunError if shards don't fit the layouts, TypeError for non-plain data."""
     _refuse_partly_sharded_ties(snapshot.model, network_layout)
     held: dict[str, Mapping[str, Tensor]] = {MODEL: snapshot.model}
     owners = {name: name for name in snapshot.model}
@@ -422,7 +422,7 @@ def held_contents(step: int, snapshot: Snapshot, network_layout: NetworkLayout, 
     }
 
     def fetch(kind: str, name: str, region: Region) -> Tensor:
-        return held[kind][name].detach().reshape(size_of(region))
+        return held[kind][name].detach().reshape(shape_of(region))
 
     return Contents(step, network_layout.mesh, tensors, texts, fetch)
 
@@ -437,9 +437,9 @@ def _refuse_partly_sharded_ties(model: Mapping[str, Tensor], network_layout: Net
 
 
 def _entry_for(name: str, tensor: Tensor, owner: str, network_layout: NetworkLayout, rank: int) -> describe.TensorEntry:
-    """Describes a tensor with the layout of its parameter `owner` if the shapes match, else as unsharded."""
+    """Describes a tensor. It has the layout of its parameter `owner` if the shapes match, else it is unsharded."""
     shape = tuple(tensor.shape)
-    layout = network_layout.layouts.get(owner) or unsharded(shape)
+    layout = network_layout.layouts.get(owner) or unsharded_layout(shape)
     expected = layout.local_shape(network_layout.mesh, rank)
     if shape == expected:
         return read.entry_of(tensor, layout)

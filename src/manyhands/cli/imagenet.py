@@ -299,10 +299,10 @@ def _check_conflicts(flags: ImagenetFlags) -> None:
 
 
 def _number_variable(variables: Mapping[str, str], name: str) -> int:
-    from manyhands.core.files import typed_number
+    from manyhands.core.files import parse_count
 
     text = variables.get(name, "")
-    if (number := typed_number(text)) is None:
+    if (number := parse_count(text)) is None:
         found = f'found "{text}"' if text else "which isn't set"
         _refuse(f"env:// needs a number in {name}, {found}", "environment", f"export {name} with a whole number")
     return number

@@ -17,7 +17,7 @@ from manyhands import __version__
 from manyhands.cli.system import require_system
 from manyhands.cluster.agents.early import end_early
 from manyhands.core.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, ManyhandsError
-from manyhands.core.terminal import Tolerant, UnwritableError, plain_lines, show_json
+from manyhands.core.terminal import TolerantStream, UnwritableError, plain_lines, show_json
 
 HELP = """Train an image classifier on one laptop or many machines, with one command.
 
@@ -114,7 +114,7 @@ def main(arguments: Sequence[str] | None = None, *, handles_ctrl_c: bool = False
         _print_error(ManyhandsError(str(error), hints=("free disk space, or redirect the output",)), as_json=False)
         code = EXIT_FAILED
     except KeyboardInterrupt:
-        Tolerant(sys.stderr).write("\nstopped\n")
+        TolerantStream(sys.stderr).write("\nstopped\n")
         code = EXIT_INTERRUPTED
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
@@ -174,7 +174,7 @@ def _suggestion(error: cyclopts.CycloptsError, given: list[str]) -> str:
     if not isinstance(error, cyclopts.UnknownOptionError):
         return ""
     from manyhands.config.load import meant_key
-    from manyhands.core.choices import nearest
+    from manyhands.core.choices import most_similar_word
 
     known = [name for argument in error.argument_collection for name in argument.names]
     name = (error.token.keyword or error.token.value).partition("=")[0]
@@ -182,7 +182,7 @@ def _suggestion(error: cyclopts.CycloptsError, given: list[str]) -> str:
     if key in {"data.name", "model.name"} and "--epochs" in known:
         return "write the data set and the network without flags: manyhands train digits mlp"
     flag = f"--{key.rpartition('.')[2].replace('_', '-')}"
-    alike = nearest(name, [each for each in known if each.startswith("--")])
+    alike = most_similar_word(name, [each for each in known if each.startswith("--")])
     meant = flag if flag in known else f"--{key}" if key and "--set" in known else alike
     return f"did you mean {meant}?" if meant else ""
 
@@ -197,7 +197,7 @@ def _print_error(error: ManyhandsError, *, as_json: bool, most_lines: int = 30) 
     from rich.text import Text
 
     # If standard error is closed, the exit code still reports the failure.
-    console = Console(file=cast(TextIO, Tolerant(sys.stderr)), highlight=False, soft_wrap=True)
+    console = Console(file=cast(TextIO, TolerantStream(sys.stderr)), highlight=False, soft_wrap=True)
     console.print(Text(f"manyhands: {error.message}", style="bold red"))
     if error.where:
         console.print(Text(f"  where: {error.where}"))

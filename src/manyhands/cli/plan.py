@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from manyhands.config.job import Job
-    from manyhands.worker.plan_show import Shown
+    from manyhands.worker.plan_show import ShownPlan
 
 _WIDTH, _TABLE_WIDTH = 155, 100
 _MOST_PROCESSES = 1 << 20
@@ -190,7 +190,7 @@ def _show(path: Path, values: dict[str, Any], flags: PlanFlags) -> int:
     if flags.measure:
         from manyhands.planner.choose import pick_measured
 
-        seconds = run_by_agent(*shown.task(verify=False))["seconds"]
+        seconds = run_by_agent(*shown.make_task(verify=False))["seconds"]
         for name, times in seconds.items():
             median = f"{statistics.median(times) * 1e3:8.1f} ms"
             show(f"{name:<15} {median} per update, median of {len(times)} rounds", flags.output)
@@ -198,7 +198,7 @@ def _show(path: Path, values: dict[str, Any], flags: PlanFlags) -> int:
     return code
 
 
-def _print_plan(shown: "Shown") -> None:
+def _print_plan(shown: "ShownPlan") -> None:
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -224,10 +224,10 @@ def _print_plan(shown: "Shown") -> None:
         say(note)
 
 
-def _verify(shown: "Shown") -> int:
+def _verify(shown: "ShownPlan") -> int:
     from manyhands.run.tasks import run_by_agent
 
-    verification = run_by_agent(*shown.task(verify=True))["proofs"]["plan"]
+    verification = run_by_agent(*shown.make_task(verify=True))["proofs"]["plan"]
     what = f"largest difference {verification['worst']:.1e} of the largest value, in {verification['where']}"
     words = "computes the same as one process" if verification["holds"] else "DOES NOT compute the same as one process"
     how = f"({verification['compared']} tensors, float64)"

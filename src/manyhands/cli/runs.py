@@ -34,7 +34,7 @@ def ps(*, as_json: Annotated[bool, Help("print one JSON array", "--json")] = Fal
         return 0
     head = ("run", "state", "pid", "on", "for", "progress", "top-1")
     show(align([head, *(_row(record, now) for record, now in found)]))
-    if any(not record.here for record, _ in found):
+    if any(not record.is_local for record, _ in found):
         say(f"to remove the runs of a dead machine from this list, delete their files in {registry_folder()}")
     if left:
         say(f"{NO_LAUNCHER}: to save and stop the processes, run manyhands stop RUN; for details, manyhands why RUN")
@@ -49,7 +49,7 @@ def _row(record: "Running", progress: "RunProgress") -> tuple[str, ...]:
     about = as_object(record, progress)
     run = Path(record.run)
     state = progress.state
-    if not record.here:
+    if not record.is_local:
         silent_s = time.time() - progress.heard if progress.heard else 0.0
         state = f"on {plain(record.host)}" + (f", silent for {duration(silent_s)}" if silent_s > SILENT_S else "")
     try:

@@ -112,9 +112,9 @@ def _describe_local_processes(job: Job) -> str:
         return f"rank {found.rank} of {found.size}, {by}"
     count = place.processes
     if not count and not job.run.script:
-        from manyhands.worker.launcher import processes_here
+        from manyhands.worker.launcher import default_processes
 
-        count = processes_here(job)
+        count = default_processes(job)
     processes = f"{count} process{'es' if count > 1 else ''}" if count else "one process, or one per accelerator"
     if not place.rendezvous:
         return f"{processes} on this machine"

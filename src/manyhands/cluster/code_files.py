@@ -2,7 +2,7 @@
 
 Code files are small text files. Hidden files, Python environments, run folders, links to files outside the folder, and
 files with passwords or keys are skipped.
-The folder's .git/config may come from another user and name programs; `core.user_code.git` runs none of them.
+The folder's .git/config may come from another user and name programs; `core.user_code.run_git` runs none of them.
 """
 
 import base64
@@ -16,8 +16,8 @@ from pathlib import Path, PurePosixPath
 
 from manyhands.config.job import Job
 from manyhands.core.errors import UserError
-from manyhands.core.files import replacing
-from manyhands.core.user_code import git
+from manyhands.core.files import replaced_on_success
+from manyhands.core.user_code import run_git
 
 SUFFIXES = frozenset({".py", ".toml", ".yaml", ".yml", ".json", ".cfg", ".ini"})
 COPIED_SUFFIXES = SUFFIXES | {".txt", ".md"}
@@ -177,7 +177,7 @@ def write_code(folder: Path, files: Mapping[str, str]) -> None:
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         if not path.is_file() or path.read_bytes() != content:
-            with replacing(path) as part:
+            with replaced_on_success(path) as part:
                 part.write_bytes(content)
     os.utime(folder)
 
@@ -186,6 +186,6 @@ def listed_files(folder: Path) -> set[Path] | None:
     """Returns the files of a work tree that git tracks or would add; None if the folder has no .git or git fails."""
     with suppress(OSError, subprocess.SubprocessError):
         if (folder / ".git").exists():
-            listed = git(folder, "ls-files", "-z", "--cached", "--others", "--exclude-standard")
+            listed = run_git(folder, "ls-files", "-z", "--cached", "--others", "--exclude-standard")
             return {folder / os.fsdecode(name) for name in listed.split(b"\0") if name}
     return None

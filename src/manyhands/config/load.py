@@ -236,7 +236,7 @@ def meant_key(word: str) -> str:
     last = name.rpartition(".")[2]
     keys = [*known_keys()]
     named = _ELSEWHERE | {key.rpartition(".")[2]: key for key in reversed(keys)}
-    near = last if last in named else choices.nearest(name, keys if "." in name else named)
+    near = last if last in named else choices.most_similar_word(name, keys if "." in name else named)
     return named.get(near, near)
 
 
@@ -302,7 +302,7 @@ def _kinds(declared: Any) -> tuple[list[str], list[str]]:
 def read_toml(path: Path) -> dict[str, Any]:
     """Reads a UTF-8 TOML file, with or without a byte-order mark. Raises UserError if it is missing or invalid."""
     try:
-        text = files.decoded(files.read_bytes(path, files.MOST_TOML_BYTES, pipes=True))
+        text = files.decode_text(files.read_bytes(path, files.MOST_TOML_BYTES, pipes=True))
     except FileNotFoundError:
         raise UserError(f"there is no job file {path}", hints=("name an existing job.toml",)) from None
     except OSError as error:

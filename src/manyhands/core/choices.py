@@ -24,7 +24,7 @@ def load_choice(package: str, name: str) -> ModuleType:
 
 
 def read_choice(package: str, name: str) -> dict[str, Any]:
-    """Parses a choice without importing it. Returns {variable or function: its literal (return) value, or None}."""
+    """Parses a choice without importing it. Returns its literals by variable or function name; None: no literal."""
     spec = importlib.util.find_spec(f"{package}.{name}")
     found: dict[str, Any] = {}
     for node in ast.parse(Path(str(spec and spec.origin)).read_text(encoding="utf-8")).body:
@@ -42,8 +42,8 @@ def read_choice(package: str, name: str) -> dict[str, Any]:
     return found
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
-    """Returns the known word most similar to `word`, ignoring case, hyphens and blanks; "" if no word is similar."""
+def most_similar_word(word: str, known: Iterable[str]) -> str:
+    """Returns the known word most similar to `word`, ignoring case, hyphens and blanks, or "" if no word is similar."""
     if len(word) > 200:  # comparing takes the product of both lengths, and no known word is as long
         return ""
     bare = {re.sub(r"[-_ ]", "", name).casefold(): name for name in known}
@@ -53,11 +53,11 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    near = nearest(word, known)
+    near = most_similar_word(word, known)
     return f'did you mean "{near}"?' if near else ""
 
 
-def unknown_choice(kind: str, word: str, known: Iterable[str], where: str) -> UserError:
+def unknown_choice_error(kind: str, word: str, known: Iterable[str], where: str) -> UserError:
     """Returns the error for an unknown name, with the most similar known name and all known names as hints."""
     words = sorted(known)
     shown = ", ".join(words[:30]) + (f" … ({len(words)} in all)" if len(words) > 30 else "")

@@ -10,27 +10,27 @@ from pathlib import Path
 from socket import getaddrinfo
 from typing import NamedTuple
 
-from manyhands.core.files import temporary
+from manyhands.core.files import temporary_path
 
 PATIENCE_S = 5.0
 
 
 class Digest(NamedTuple):
-    """The expected digest of a file: the name of a hash function, and the first hexadecimal digits."""
+    """The expected digest of a file: the hash function, and the first hexadecimal digits of the digest."""
 
     function: str
     begin: str
 
 
 def download(url: str, into: Path, digest: Digest | None) -> str:
-    """Downloads a file. Returns an error message, or "" on success. A redirect doesn't receive the URL's password."""
+    """Downloads a file. Returns an error message, or "" on success. Redirects don't get the URL's password."""
     try:
         parts = urllib.parse.urlsplit(url)
         user, at, server = parts.netloc.rpartition("@")
         address = parts._replace(netloc=server)
         if address.hostname is None or (address.port or 1) < 1 or "@" in address.geturl():
             raise ValueError
-        if not _resolves(address):
+        if not _can_resolve_host(address):
             return "the server's name can't be resolved on this machine (no network?)"
     except ValueError:  # its message may contain the password
         return "invalid URL; in a user name or password write / as %2F, # as %23, ? as %3F, @ as %40, : as %3A"
@@ -42,7 +42,7 @@ def download(url: str, into: Path, digest: Digest | None) -> str:
         words = urllib.parse.unquote(user if ":" in user else f"{user}:")
         request.add_unredirected_header("Authorization", f"Basic {base64.b64encode(words.encode()).decode()}")
     content = hashlib.new(digest.function if digest else "md5", usedforsecurity=False)
-    with temporary(into) as part:
+    with temporary_path(into) as part:
         try:
             with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer, part.open("wb") as file:
                 while block := answer.read(1 << 20):
@@ -63,8 +63,8 @@ def without_password(url: str) -> str:
     return f"{scheme}{slashes}{rest.rpartition('@')[2]}"
 
 
-def _resolves(address: urllib.parse.SplitResult) -> bool:
-    """Returns True if the server's name can be resolved within PATIENCE_S (the system's own limit can be a minute)."""
+def _can_resolve_host(address: urllib.parse.SplitResult) -> bool:
+    """Returns True if DNS resolves the host within PATIENCE_S seconds. The system's own timeout can be a minute."""
     if urllib.request.getproxies().get(address.scheme):
         return True
     found: list[bool] = []

@@ -34,7 +34,7 @@ class UnreadableError(ValueError):
 
 
 def open_file(path: Path, *, pipes: bool = False) -> IO[bytes]:
-    """Opens a regular file for reading; with `pipes`, also a pipe. Refuses sockets and devices, which could block."""
+    """Opens a regular file (with `pipes`, also a pipe) for reading. Refuses sockets and devices, which could block."""
     kind = path.stat().st_mode
     if stat.S_ISREG(kind) or stat.S_ISDIR(kind) or (pipes and stat.S_ISFIFO(kind)):
         return path.open("rb")
@@ -42,15 +42,15 @@ def open_file(path: Path, *, pipes: bool = False) -> IO[bytes]:
 
 
 def read_bytes(path: Path, most_bytes: int = MOST_BYTES, *, pipes: bool = False) -> bytes:
-    """Reads an entire file; with `pipes`, also a pipe until its end, such as bash's `<(COMMAND)`."""
+    """Reads an entire file. With `pipes`, the path may be a pipe, such as bash's `<(COMMAND)`."""
     with open_file(path, pipes=pipes) as file:
         content = file.read(most_bytes + 1)
     _check_size(content, most_bytes)
     return content
 
 
-def read_growing(path: Path, offset: int, most_bytes: int, *, rest: bool = False) -> bytes:
-    """Reads complete lines from byte `offset`, or part of a line over `most_bytes`. `rest`: also an unfinished line."""
+def read_new_lines(path: Path, offset: int, most_bytes: int, *, unfinished: bool = False) -> bytes:
+    """Reads up to `most_bytes` of complete lines from `offset` and, with `unfinished`, also of an unfinished line."""
     if not path.is_file():
         return b""
     with path.open("rb") as file:
@@ -59,16 +59,16 @@ def read_growing(path: Path, offset: int, most_bytes: int, *, rest: bool = False
     lines = content[: content.rfind(b"\n") + 1]
     if len(content) == most_bytes:
         return lines or content
-    return content if rest else lines
+    return content if unfinished else lines
 
 
-def size_of(path: Path) -> int:
-    """Returns the size of a file in bytes; 0 if it is missing."""
+def file_size(path: Path) -> int:
+    """Returns the size of a file in bytes, or 0 if the file is missing."""
     return path.stat().st_size if path.is_file() else 0
 
 
-def decoded(content: bytes) -> str:
-    """Decodes UTF-8, or UTF-16 with a byte-order mark. Errors name the line, and whether the text may be GBK."""
+def decode_text(content: bytes) -> str:
+    """Decodes UTF-8, or UTF-16 with a byte-order mark. Raises UnreadableError for other bytes, such as GBK text."""
     try:
         return content.decode("utf-16" if content.startswith((b"\xff\xfe", b"\xfe\xff")) else "utf-8-sig")
     except UnicodeDecodeError as error:
@@ -84,12 +84,12 @@ def parse_json(text: str | bytes, *, infinite: bool = False, once_each: bool = F
     """Parses JSON. Lone surrogates, which can't be printed or encoded, are replaced.
 
     Args:
-        text: the JSON; bytes are decoded as `decoded` does.
-        infinite: accept NaN and Infinity, for values that the processes of one run exchange.
-        once_each: raise if an object has a key twice; otherwise the last value counts.
+        text: the JSON, as a string or as bytes for `decode_text`.
+        infinite: accept NaN and Infinity, which the processes of a run may send to each other.
+        once_each: raise UnreadableError if an object has a key twice. If False, the last value is used.
     """
-    text = decoded(text) if isinstance(text, bytes) else text
-    with _parsing():
+    text = decode_text(text) if isinstance(text, bytes) else text
+    with _convert_parse_errors():
         content = json.loads(
             text,
             parse_int=_short_integer,
@@ -103,20 +103,20 @@ def parse_json(text: str | bytes, *, infinite: bool = False, once_each: bool = F
 
 
 def parse_toml(text: str | bytes) -> dict[str, Any]:
-    text = decoded(text) if isinstance(text, bytes) else text
+    text = decode_text(text) if isinstance(text, bytes) else text
     _check_size(text, MOST_TOML_BYTES)
-    with _parsing():
+    with _convert_parse_errors():
         return tomllib.loads(text)
 
 
 def parse_yaml(text: str | bytes) -> tuple[Any, Any]:
-    """Parses YAML without aliases. Returns (plain data, `yaml.Node` with line numbers), or (None, None) if empty."""
+    """Parses YAML without aliases. Returns plain data, and a `yaml.Node` with line numbers (None for empty text)."""
     import yaml
 
     untyped: Any = yaml
-    text = decoded(text) if isinstance(text, bytes) else text
+    text = decode_text(text) if isinstance(text, bytes) else text
     _check_size(text, _MOST_YAML_BYTES)
-    with _parsing("a value can't be read: "):
+    with _convert_parse_errors("a value can't be read: "):
         try:
             for token in untyped.scan(text) if "*" in text else ():
                 if isinstance(token, yaml.AliasToken):  # a few aliases can expand to billions of values
@@ -138,13 +138,13 @@ def read_object(path: Path) -> dict[str, Any] | None:
     return cast(dict[str, Any], content) if isinstance(content, dict) else None
 
 
-def typed_number(text: str) -> int | None:
-    """Parses a count or an index from user input, with at most 18 digits. Returns None for anything else."""
+def parse_count(text: str) -> int | None:
+    """Parses a nonnegative integer of at most 18 digits from user input. Returns None for any other text."""
     return int(text) if re.fullmatch("[0-9]{1,18}", text) else None
 
 
 @contextlib.contextmanager
-def _parsing(prefix: str = "") -> Generator[None]:
+def _convert_parse_errors(prefix: str = "") -> Generator[None]:
     try:
         yield
     except UnreadableError:
@@ -158,7 +158,7 @@ def _parsing(prefix: str = "") -> Generator[None]:
 
 
 def _short_integer(digits: str) -> int:
-    """Parses an integer. Raises UnreadableError if it is too long for a message or a float."""
+    """Parses an integer. Raises UnreadableError if the integer has more than 40 digits."""
     if len(digits) > _MOST_DIGITS:
         raise UnreadableError(f"a number has more than {_MOST_DIGITS} digits")
     return int(digits)
@@ -194,7 +194,7 @@ _umasks: list[int] = []  # the umasks to restore; the first is the user's
 
 @contextlib.contextmanager
 def private_files() -> Generator[None]:
-    """Makes files and folders created in the context, also by forked processes, accessible to their owner only."""
+    """Restricts files and folders that are created within the context, also by forked processes, to their owner."""
     _umasks.append(os.umask(0o077))
     try:
         yield
@@ -203,16 +203,16 @@ def private_files() -> Generator[None]:
 
 
 def usual_umask() -> int:
-    """Returns the `umask` for `subprocess.Popen`: the user's umask inside `private_files`, else -1 (unchanged)."""
+    """Returns the user's umask within `private_files`. Elsewhere returns -1, with which Popen keeps the umask."""
     return _umasks[0] if _umasks else -1
 
 
 @contextlib.contextmanager
-def one_at_a_time(path: Path, hints: tuple[str, ...] = ()) -> Generator[None]:
-    """Holds a lock on `path` during the context, with a lock file in the same folder; creates the folder if missing.
+def locked(path: Path, hints: tuple[str, ...] = ()) -> Generator[None]:
+    """Holds a lock on `path` within the context. The lock is a file in the folder of `path`, which may not exist yet.
 
-    The system releases the lock of a killed process. New files have the user's umask, because users may share data sets
-    and caches. Raises UserError with `hints` if the folder can't be written.
+    The system releases the lock of a killed process. Files created within the context have the user's umask, because
+    users may share data sets and caches. Raises UserError with `hints` if the folder can't be written.
     """
     from filelock import FileLock  # not imported by readers of files, such as `--help`
 
@@ -234,8 +234,8 @@ def one_at_a_time(path: Path, hints: tuple[str, ...] = ()) -> Generator[None]:
 
 
 @contextlib.contextmanager
-def temporary(path: Path) -> Generator[Path]:
-    """Yields a temporary path in the folder of `path`; removes the file at this temporary path after the context."""
+def temporary_path(path: Path) -> Generator[Path]:
+    """Yields a temporary path in the folder of `path`. Removes the file at the temporary path after the context."""
     # Process ids repeat on machines that share a disk.
     part = path.with_name(f".{path.name}.{os.getpid()}-{os.urandom(4).hex()}.part")
     try:
@@ -245,26 +245,26 @@ def temporary(path: Path) -> Generator[Path]:
 
 
 @contextlib.contextmanager
-def replacing(path: Path) -> Generator[Path]:
-    """Yields a temporary path in the folder of `path`; renames this file to `path` unless the context raises."""
-    with temporary(path) as part:
+def replaced_on_success(path: Path) -> Generator[Path]:
+    """Yields a temporary path in the folder of `path`. Renames that file to `path` unless the context raises."""
+    with temporary_path(path) as part:
         yield part
         part.replace(path)
 
 
 def write_atomic(path: Path, text: str, *, durable: bool = False) -> None:
-    """Writes a text and a newline atomically; creates the folder. With `durable`, syncs to disk. Raises OSError."""
+    """Writes a text and a newline atomically, and creates the folder. With `durable`, waits for the disk (fsync)."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as part:
+    with replaced_on_success(path) as part:
         part.write_text(text + "\n", encoding="utf-8")
         if durable:
-            sync(part)
+            sync_to_disk(part)
     if durable:
-        sync(path.parent)
+        sync_to_disk(path.parent)
 
 
 def append_line(path: Path, text: str) -> None:
-    """Appends a line, in one write if possible, because other processes may append. First ends an unfinished line."""
+    """Appends a line with one write, because other processes may append too. Ends an unfinished last line first."""
     line = (text + "\n").encode()
     descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
     try:
@@ -283,14 +283,14 @@ def append_line(path: Path, text: str) -> None:
 
 
 def write_all(descriptor: int, content: bytes) -> None:
-    """Writes all bytes; repeats partial writes, as on a nearly full disk or after a signal."""
+    """Writes all bytes to a file descriptor. Continues after partial writes, such as those that a signal interrupts."""
     rest = memoryview(content)
     while rest:
         rest = rest[os.write(descriptor, rest) :]
 
 
-def sync(path: Path) -> None:
-    """Waits until the bytes of a file, or the entries of a folder, are on the disk."""
+def sync_to_disk(path: Path) -> None:
+    """Calls fsync, which waits until the bytes of a file, or the entries of a folder, are on the disk."""
     folder = path.is_dir()
     descriptor = os.open(path, os.O_RDONLY if folder else os.O_RDWR)
     try:
@@ -302,13 +302,13 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def free_name(folder: Path, stem: str, suffix: str = "", first: int = 1) -> Path:
-    """Returns the first path <stem>-<number><suffix> that doesn't exist in a folder."""
+def unused_path(folder: Path, stem: str, suffix: str = "", first: int = 1) -> Path:
+    """Returns the first path folder/<stem>-<number><suffix> that doesn't exist, counting from `first`."""
     return next(path for number in itertools.count(first) if not (path := folder / f"{stem}-{number}{suffix}").exists())
 
 
-def is_full(path: Path) -> bool:
-    """Returns True if this user has less than 64 KiB left on the disk of a folder."""
+def is_disk_full(path: Path) -> bool:
+    """Returns True if the disk of the folder `path` has less than 64 KiB of free space for this user."""
     try:
         state = os.statvfs(path)
     except OSError:

@@ -15,8 +15,8 @@ CGROUPS = Path("/sys/fs/cgroup")
 _BF16 = {"avx512_bf16", "amx_bf16", "bf16"}  # Linux's names for bfloat16 instructions: x86 vectors, x86 matrices, ARM
 
 
-def this_machine() -> str:
-    """Returns an identifier that is equal for processes in the same network and PID namespaces of one machine."""
+def machine_id() -> str:
+    """Returns an identifier of this machine and of the network and PID namespaces of this process."""
     parts = [socket.gethostname()]
     for path in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/net", "/proc/self/ns/pid"):
         with contextlib.suppress(OSError):
@@ -24,7 +24,7 @@ def this_machine() -> str:
     return " ".join(parts)
 
 
-def memory() -> tuple[int, int]:
+def memory_bytes() -> tuple[int, int]:
     """Returns (total, available) memory of this machine or container, in bytes."""
     system = psutil.virtual_memory()
     total, free = system.total, system.available
@@ -39,11 +39,11 @@ def memory() -> tuple[int, int]:
 def cores() -> float:
     """Returns the number of CPU cores that the affinity and the cgroup quotas of this process allow."""
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min([float(count), *(quota for folder in _cgroups() if (quota := _cpu_quota(folder)) > 0)])
+    return min([float(count), *(quota for folder in _cgroup_folders() if (quota := _cpu_quota(folder)) > 0)])
 
 
-def _cgroups() -> Iterator[Path]:
-    """Yields the folders of this process's cgroups and their parents; a container sees its cgroup as the root."""
+def _cgroup_folders() -> Iterator[Path]:
+    """Yields the folders of this process's cgroups and of their parents. In a container, the root is its own cgroup."""
     lines: list[str] = []
     with contextlib.suppress(OSError):
         lines = Path("/proc/self/cgroup").read_text().splitlines()
@@ -67,27 +67,27 @@ def _cpu_quota(folder: Path) -> float:
     return 0.0
 
 
-class Processor(NamedTuple):
-    """A processor model."""
+class CpuModel(NamedTuple):
+    """The model of a CPU."""
 
     name: str
     bf16: bool  # has instructions for bfloat16; False if that is unknown
 
 
 @functools.cache
-def this_processor() -> Processor:
+def cpu_model() -> CpuModel:
     text = ""
     with contextlib.suppress(OSError):
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-    return processor_of(text)
+    return parse_cpuinfo(text)
 
 
-def processor_of(cpuinfo: str) -> Processor:
-    """Returns the first processor in the text of /proc/cpuinfo, which is empty on systems other than Linux."""
+def parse_cpuinfo(cpuinfo: str) -> CpuModel:
+    """Parses the first CPU in the text of /proc/cpuinfo, which is empty on systems other than Linux."""
     rows = [line.partition(":") for line in cpuinfo.partition("\n\n")[0].splitlines()]
     values = {key.strip(): value.strip() for key, _, value in rows}
     keys = ("model name", "CPU part", "cpu model")
     name = next((values[key] for key in keys if values.get(key)), platform.processor() or platform.machine())
     flags = set(values.get("flags", values.get("Features", "")).split())
     known = sorted(flags & (_BF16 | {"avx2", "avx512f"}))  # some clouds use one name for all processors
-    return Processor(" ".join([name, *known]), bool(flags & _BF16))
+    return CpuModel(" ".join([name, *known]), bool(flags & _BF16))

@@ -20,7 +20,7 @@ MOST_PROCESSES = 65_536
 
 @dataclass(frozen=True)
 class Mesh:
-    """The named axes of a mesh. The last axis varies fastest: with dp=2,tp=4, ranks 0 to 3 share an index on dp."""
+    """A grid of ranks with named axes. The last axis varies fastest: with dp=2,tp=4, ranks 0 to 3 are index 0 on dp."""
 
     axes: tuple[tuple[str, int], ...]  # (name, size) of each axis
 
@@ -49,25 +49,25 @@ class Mesh:
         return tuple(reversed(places))
 
     def rank(self, coordinates: Iterable[int]) -> int:
-        """Returns the rank at the given indices on the axes; the inverse of `coordinates`."""
+        """Returns the rank with these coordinates, as the inverse of the method `coordinates`."""
         number = 0
         for place, size in zip(coordinates, self.sizes, strict=True):
             number = number * size + place
         return number
 
-    def parts(self, axes: Iterable[int]) -> int:
-        """Returns the number of shards of a dimension that is sharded over the given axes (indices)."""
+    def shard_count(self, axes: Iterable[int]) -> int:
+        """Returns the number of shards of a dimension that is sharded over the axes with these indices."""
         return math.prod(self.sizes[axis] for axis in axes)
 
-    def place(self, axes: Iterable[int], rank: int) -> int:
-        """Returns the position of a rank in `peers(axes, rank)`; `axes` are ascending indices of axes."""
+    def shard_of(self, axes: Iterable[int], rank: int) -> int:
+        """Returns the index of a rank's shard of a dimension sharded over the axes with these ascending indices."""
         place, coordinates = 0, self.coordinates(rank)
         for axis in axes:
             place = place * self.sizes[axis] + coordinates[axis]
         return place
 
     def peers(self, axes: Iterable[int], rank: int) -> list[int]:
-        """Returns `rank` and the ranks that differ from it only on the given axes (indices), in ascending order."""
+        """Returns the ascending ranks whose coordinates differ from those of `rank` only on `axes` (axis indices)."""
         free, here = set(axes), self.coordinates(rank)
         choices = [range(size) if axis in free else (here[axis],) for axis, size in enumerate(self.sizes)]
         return [self.rank(place) for place in itertools.product(*choices)]
@@ -90,7 +90,7 @@ def parse_mesh(text: str, where: str = "parallel.mesh") -> Mesh:
 
 
 def make_mesh(sizes: Mapping[str, Any], where: str = "mesh", count: int | None = None) -> Mesh:
-    """Creates a mesh from {axis name: size}. Raises UserError if invalid, or not of `count` axes."""
+    """Creates a mesh from {axis name: size}. Raises UserError if the mesh is invalid or doesn't have `count` axes."""
     if not 0 < len(sizes) <= MOST_AXES or len(sizes) != (count or len(sizes)):
         hints = ("write a mesh such as dp=2,tp=2",)
         raise UserError("a mesh needs one to three axes with different names", where, hints)
@@ -108,16 +108,16 @@ def make_mesh(sizes: Mapping[str, Any], where: str = "mesh", count: int | None =
     return mesh
 
 
-def bounds(length: int, parts: int) -> list[int]:
-    """Returns the `parts` + 1 boundaries of the shards of a dimension; shard sizes differ by at most one.
+def shard_boundaries(length: int, parts: int) -> list[int]:
+    """Divides a dimension into `parts` shards whose sizes differ by at most 1. Returns the `parts` + 1 boundaries.
 
     A dimension that is sharded over several axes is split once, by the product of their sizes, without nesting.
     """
     return [length * number // parts for number in range(parts + 1)]
 
 
-def split_dimensions(shape: tuple[int, ...], view: tuple[int, ...]) -> list[range] | None:
-    """Returns the dimensions of `view` into which each dimension of `shape` is split; None if they don't factor it."""
+def match_dimensions(shape: tuple[int, ...], view: tuple[int, ...]) -> list[range] | None:
+    """Returns, for each dimension of `shape`, the dimensions of `view` whose product it is; None if there are none."""
     if len(shape) == len(view):
         return [range(dim, dim + 1) for dim in range(len(view))] if shape == view else None
     groups: list[range] = []
@@ -141,7 +141,7 @@ Length = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
 
 @dataclass(frozen=True)
 class TensorLayout:
-    """The sharding of a tensor of a network or an optimizer over a mesh."""
+    """The sharding of one tensor over a mesh."""
 
     shape: tuple[Length, ...]  # shape of the unsharded tensor
     # the shape that is sharded: `shape`, possibly with dimensions split up, such as into heads
@@ -155,36 +155,36 @@ class TensorLayout:
         return {axis for _, axes in self.cuts for axis in axes}
 
     def region(self, mesh: Mesh, rank: int) -> Region:
-        """Returns (start, stop) of a rank's shard in each dimension of the view."""
+        """Returns the (start, stop) indices of a rank's shard in each dimension of the view."""
         region = [(0, length) for length in self.view]
         for dim, axes in self.cuts:
-            edges = bounds(self.view[dim], mesh.parts(axes))
-            place = mesh.place(axes, rank)
+            edges = shard_boundaries(self.view[dim], mesh.shard_count(axes))
+            place = mesh.shard_of(axes, rank)
             region[dim] = (edges[place], edges[place + 1])
         return tuple(region)
 
     def local_shape(self, mesh: Mesh, rank: int) -> tuple[int, ...]:
         """Returns the shape of a rank's shard, with as many dimensions as `shape`."""
         sizes = [stop - start for start, stop in self.region(mesh, rank)]
-        groups = split_dimensions(self.shape, self.view)
+        groups = match_dimensions(self.shape, self.view)
         if groups is None:
             raise ValueError(f"the view {self.view} doesn't factor the dimensions of the shape {self.shape}")
         return tuple(math.prod(sizes[position] for position in group) for group in groups)
 
     def first_holder(self, mesh: Mesh, rank: int) -> int:
-        """Returns the lowest rank that holds the same shard as `rank`. Only this lowest rank saves the shard."""
+        """Returns the lowest rank that has the same shard as `rank`. Only this lowest rank saves the shard."""
         sharded = self.sharded_axes
         return mesh.rank(place if axis in sharded else 0 for axis, place in enumerate(mesh.coordinates(rank)))
 
-    def pieces(self, mesh: Mesh) -> Iterator[tuple[int, Region]]:
-        """Yields (rank of the first holder, region) of each distinct shard; the regions together cover the tensor."""
+    def distinct_shards(self, mesh: Mesh) -> Iterator[tuple[int, Region]]:
+        """Yields (rank, region) of each distinct shard, where `rank` is the lowest rank that has the shard."""
         for first in mesh.peers(self.sharded_axes, 0):
             yield first, self.region(mesh, first)
 
-    def nearest(self, mesh: Mesh, near: range) -> dict[int, Region]:
-        """Returns {rank: region} with one holder of each distinct shard; prefers holders in the range `near`."""
+    def nearest_holders(self, mesh: Mesh, near: range) -> dict[int, Region]:
+        """Returns {rank: region} with one rank for each distinct shard. Prefers ranks in the range `near`."""
         free = set(range(len(mesh.axes))) - self.sharded_axes
-        found = [(mesh.peers(free, first), region) for first, region in self.pieces(mesh)]
+        found = [(mesh.peers(free, first), region) for first, region in self.distinct_shards(mesh)]
         return {min(holders, key=lambda rank: (rank not in near, rank)): region for holders, region in found}
 
     def as_plain(self) -> dict[str, Any]:
@@ -194,12 +194,12 @@ class TensorLayout:
 _LAYOUT = TypeAdapter(TensorLayout)
 
 
-def unsharded(shape: tuple[int, ...], gradient_axes: tuple[int, ...] = ()) -> TensorLayout:
+def unsharded_layout(shape: tuple[int, ...], gradient_axes: tuple[int, ...] = ()) -> TensorLayout:
     return TensorLayout(shape, shape, (), gradient_axes)
 
 
 def layout_from_plain(content: Any, mesh: Mesh, where: str) -> TensorLayout:
-    """Creates a layout from the result of `as_plain`. Raises UserError if the layout doesn't fit the mesh."""
+    """Creates a layout from the result of `TensorLayout.as_plain`. Raises UserError if it doesn't fit the mesh."""
     hints = ("create the plan or checkpoint again",)
     try:
         layout = _LAYOUT.validate_python(content)
@@ -208,7 +208,7 @@ def layout_from_plain(content: Any, mesh: Mesh, where: str) -> TensorLayout:
     axes = [axis for _, axes in layout.cuts for axis in axes]
     dims = [dim for dim, _ in layout.cuts]
     sound = (
-        split_dimensions(layout.shape, layout.view) is not None
+        match_dimensions(layout.shape, layout.view) is not None
         and len(set(axes)) == len(axes)
         and len(set(dims)) == len(dims)
         and all(axis < len(mesh.axes) for axis in (*axes, *layout.gradient_axes))

@@ -44,7 +44,7 @@ class HasGradients(Protocol):
     def buffers(self) -> "Iterator[Tensor]": ...
 
 
-def missing(needs: Iterable[Need], offers: Iterable[Need]) -> Need | None:
-    """Returns the first requirement in `needs` that `offers` doesn't have; None if all are met."""
-    there = set(offers)
+def first_unmet_need(needs: Iterable[Need], met: Iterable[Need]) -> Need | None:
+    """Returns the first requirement in `needs` that is not in `met`, or None if `met` contains all of them."""
+    there = set(met)
     return next((need for need in needs if need not in there), None)

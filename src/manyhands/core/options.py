@@ -6,7 +6,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class Options(BaseModel):
-    """A section of a job's options. Unknown keys are refused; values never change after loading."""
+    """A section of a job's options. Unknown keys are refused, and values never change after loading."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False,
@@ -15,5 +15,5 @@ class Options(BaseModel):
 
 
 def option(default: Any, meaning: str, **limits: Any) -> Any:
-    """Declares an option; docs/reference.md shows `meaning`."""
+    """Declares an option, whose `meaning` is shown in docs/reference.md."""
     return Field(default=default, description=meaning, **limits)

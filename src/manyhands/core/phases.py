@@ -21,8 +21,8 @@ class PhaseClock:
         self._queued = 0.0
         self.take_queued()
 
-    def to(self, phase: int, now: float = 0.0) -> int:
-        """Starts a phase, now or at a given `time.perf_counter` value; returns the previous phase."""
+    def start_phase(self, phase: int, now: float = 0.0) -> int:
+        """Starts a phase now, or at `now` if it is not 0 (by `time.perf_counter`). Returns the previous phase."""
         now, before = now or perf_counter(), self._phase
         self._seconds[before] += now - self._since
         if self.spans is not None:
@@ -31,31 +31,31 @@ class PhaseClock:
         return before
 
     @contextmanager
-    def within(self, phase: int) -> Generator[None]:
-        """Assigns the time of the context to a phase. Code that runs in every update calls `to` instead."""
-        before = self.to(phase)
+    def in_phase(self, phase: int) -> Generator[None]:
+        """Assigns the time of the context to a phase. Code that runs in every update calls `start_phase` instead."""
+        before = self.start_phase(phase)
         try:
             yield
         finally:
-            self.to(before)
+            self.start_phase(before)
 
     def record_gradient(self, _parameter: object = None) -> None:
-        """Gradient hook: records the time. After the last gradient, backward only waits for other processes."""
+        """Records the time, as a gradient hook. After the last gradient, backward only waits for other processes."""
         self._computed = perf_counter()
 
-    def backward_ends(self) -> None:
-        """Assigns the time since the last `record_gradient` to communication, if that call was in this phase."""
+    def end_backward(self) -> None:
+        """Assigns the time since the last `record_gradient`, if that was in this phase, to communication."""
         if self._computed > self._since:
-            self.to(self.to(COMMUNICATION, self._computed))
+            self.start_phase(self.start_phase(COMMUNICATION, self._computed))
 
-    def take(self) -> list[float]:
+    def take_seconds(self) -> list[float]:
         """Returns the seconds spent in each phase since the last call, in the order of PHASES."""
-        self.to(self._phase)
+        self.start_phase(self._phase)
         taken, self._seconds = self._seconds, [0.0] * len(PHASES)
         return taken
 
     def take_queued(self) -> float:
-        """Returns the seconds that the main thread waited for a CPU core since the last call; 0 if unknown."""
+        """Returns the seconds that the main thread waited for a CPU core since the last call, or 0 if unknown."""
         before = self._queued
         with suppress(OSError, ValueError, IndexError):
             self._queued = int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e9

@@ -61,7 +61,7 @@ class PlanRecord(BaseModel):
         return self.model_dump(exclude_unset=True, exclude=set(SPLIT))
 
     def mesh_and_layouts(self, where: str) -> tuple[Mesh, Mapping[str, TensorLayout]]:
-        """Returns the mesh and the layouts of the sharded tensors. Raises UserError if either is invalid."""
+        """Returns the mesh and the layouts of the sharded tensors. Raises UserError if they are invalid."""
         mesh = make_mesh(self.mesh, f"{where}, mesh")
         plain = (self.layouts or {}).items()
         return mesh, {name: layout_from_plain(layout, mesh, f"{where}, layouts, {name}") for name, layout in plain}
@@ -72,7 +72,7 @@ def write_plan_record(path: Path, record: PlanRecord) -> None:
 
 
 def read_plan_record(path: Path) -> PlanRecord:
-    """Reads a plan.json. Raises UserError if the file is missing or not a plan; the error names the field."""
+    """Reads a plan.json. Raises UserError if the file is missing, is not a plan, or has an invalid field."""
     try:
         content = files.parse_json(files.read_bytes(path), once_each=True)
     except OSError as error:

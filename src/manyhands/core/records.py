@@ -18,13 +18,13 @@ REPLACED = "head-replaced"  # kind of the event that a launcher records after an
 FAILURE_FILE = "MANYHANDS_FAILURE_FILE"  # variable with the path of a worker's `Failure`, outside the run folder
 
 
-def _identifier(name: str) -> str:
+def _check_identifier(name: str) -> str:
     if not name.isidentifier():
         raise ValueError("should be a Python identifier")
     return name
 
 
-Figures = dict[Annotated[str, AfterValidator(_identifier)], float]  # the user's own metrics by name
+Figures = dict[Annotated[str, AfterValidator(_check_identifier)], float]  # the user's own metrics by name
 
 
 class Record(BaseModel):
@@ -130,7 +130,7 @@ class Failure(Record):
 
 
 class Running(Record):
-    """An active run in the user's list of runs; `time` is the start of the run."""
+    """An active run in the user's list of runs. `time` is the start of the run."""
 
     pid: int = Field(gt=0, description="process id of the launcher")
     created: float = Field(description="start time of the launcher, because process ids are reused")
@@ -144,7 +144,7 @@ class Running(Record):
         return Path(self.run).name
 
     @property
-    def here(self) -> bool:
+    def is_local(self) -> bool:
         return self.host == platform.node()
 
 
@@ -153,7 +153,7 @@ def append(path: Path, record: Record) -> None:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Writes a record or plain data as a JSON file; see `write_atomic`."""
+    """Writes a record or plain data as a JSON file, atomically."""
     text = content.model_dump_json(indent=1) if isinstance(content, BaseModel) else json.dumps(content, indent=1)
     write_atomic(path, text)
 
@@ -174,12 +174,12 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
         while line := lines.readline(MOST_BYTES):
             if not line.endswith(b"\n"):
                 return
-            if (content := line_object(line)) is not None:
+            if (content := parse_record_line(line)) is not None:
                 yield content
 
 
-def line_object(line: bytes) -> dict[str, Any] | None:
-    """Parses a line of a .jsonl file. Returns None if the line is damaged or `time` is not a number."""
+def parse_record_line(line: bytes) -> dict[str, Any] | None:
+    """Parses a line of a .jsonl file. Returns None if the line is damaged or its "time" is not a number."""
     try:
         content = parse_json(line)
     except ValueError:

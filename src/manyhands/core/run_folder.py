@@ -49,7 +49,7 @@ class RunFolder:
         return self.job.is_file()
 
     def wait_for_link(self) -> None:
-        """Waits up to 5 s until this path exists: after moving a run folder, the launcher links the old path to it."""
+        """Waits up to 5 s until this path exists. The launcher creates a link here if the run folder was moved."""
         until = time.monotonic() + 5.0
         while not self.exists() and time.monotonic() < until:
             time.sleep(0.05)
@@ -65,8 +65,8 @@ class RunFolder:
 NOWHERE = RunFolder(Path(os.devnull))  # no run folder, or an unknown one
 
 
-def python_parts(path: Path) -> tuple[str, ...]:
-    """Returns which of "data" and "network" were Python objects of the user's program."""
+def parts_made_in_python(path: Path) -> tuple[str, ...]:
+    """Returns those of "data" and "network" that were Python objects of the user's program."""
     folder, data = RunFolder(path), None
     with suppress(OSError, ValueError):
         data = parse_toml(read_bytes(folder.job)).get("data")
@@ -76,11 +76,11 @@ def python_parts(path: Path) -> tuple[str, ...]:
 
 
 def resume_command(path: Path, flags: str = "", settings: str = "") -> str:
-    """Returns the command that resumes a run, with `flags`. For a run of `fit`, returns arguments of `fit` instead."""
-    if python_parts(path):
+    """Returns the command that resumes a run with `flags` or, for a run of `fit`, the call of `fit` with `settings`."""
+    if parts_made_in_python(path):
         return f"{_PROGRAM}{str(path)!r}{settings and ', '}{settings}"
     return f"{_COMMAND} {shlex.quote(str(path))}{flags and ' '}{flags}"
 
 
-def names_resume(line: str) -> bool:
+def mentions_resume(line: str) -> bool:
     return _COMMAND in line or _PROGRAM in line

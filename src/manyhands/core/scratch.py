@@ -1,4 +1,4 @@
-"""Temporary folders that processes lock. `scratch` also removes the unlocked folders of killed processes."""
+"""Temporary folders that processes lock. `scratch_folder` also removes the unlocked folders of killed processes."""
 
 import os
 import shutil
@@ -23,9 +23,9 @@ _SWEEP = 'read -r _; rm -rf -- "$0" || { sleep 1; exec rm -rf -- "$0"; }'
 
 @contextmanager
 def scratch(purpose: str, *, swept: bool = False) -> Generator[Path]:
-    """Creates a folder that only this user can read, and removes it after the context.
+    """Creates a temporary folder that only this user can read, and removes the folder after the context.
 
-    With `swept`, a shell removes the folder as soon as this process is killed. `purpose` is part of the folder's name.
+    With `swept`, a shell removes the folder even if this process is killed. `purpose` is part of the folder's name.
     """
     for folder in abandoned():
         shutil.rmtree(folder, ignore_errors=True)
@@ -44,7 +44,7 @@ def scratch(purpose: str, *, swept: bool = False) -> Generator[Path]:
 
 
 def workers_folder() -> Path | None:
-    """Returns the scratch folder that this machine's workers share; None if no agent started this process."""
+    """Returns the scratch folder that this machine's workers share, or None if no agent started this process."""
     record = os.environ.get(FAILURE_FILE)
     return Path(record).parent if record else None
 

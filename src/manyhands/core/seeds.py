@@ -12,8 +12,8 @@ def mix(value: int) -> int:
     return value ^ (value >> 31)
 
 
-def derive(seed: int, *parts: int | str) -> int:
-    """Derives a seed of 63 bits for a purpose, such as (7, "order", epoch); equal on all machines."""
+def derive_seed(seed: int, *parts: int | str) -> int:
+    """Derives a seed of 63 bits for a purpose, such as (7, "order", epoch). It is the same on all machines."""
     state = mix(seed & _MASK)
     for part in parts:
         if isinstance(part, str):

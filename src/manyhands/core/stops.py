@@ -24,8 +24,8 @@ _HANDLERS: list[Handler] = []  # handlers of the open contexts, innermost last; 
 
 
 @contextlib.contextmanager
-def handled(handler: Handler) -> Generator[dict[signal.Signals, Any]]:
-    """Calls `handler` for the signals `STOPS` in the context. Yields the previous handlers; restores them afterwards.
+def on_stop(handler: Handler) -> Generator[dict[signal.Signals, Any]]:
+    """Calls `handler` for each signal in `STOPS` within the context. Yields the previous handlers, and restores them.
 
     Installs handlers only in the main thread. Keeps an ignored SIGHUP (nohup) and C handlers, which can't be restored.
     """
@@ -51,23 +51,23 @@ def handled(handler: Handler) -> Generator[dict[signal.Signals, Any]]:
 
 
 def request_stop() -> bool:
-    """Calls the innermost handler as SIGTERM would, from any thread; returns False if no handler can save the run."""
+    """Calls the innermost handler as SIGTERM would, from any thread. Returns False if there is no handler."""
     if not _HANDLERS or _HANDLERS[-1] is signal.default_int_handler:
         return False
     _HANDLERS[-1](signal.SIGTERM, None)
     return True
 
 
-def ended_like_ctrl_c() -> contextlib.AbstractContextManager[object]:
-    """Raises KeyboardInterrupt in the context on any signal in `STOPS`, so that cleanup code runs."""
-    return handled(signal.default_int_handler)
+def stop_signals_as_ctrl_c() -> contextlib.AbstractContextManager[object]:
+    """Raises KeyboardInterrupt at any signal in `STOPS` within the context, so that cleanup code runs."""
+    return on_stop(signal.default_int_handler)
 
 
 @contextlib.contextmanager
-def delayed_stops() -> Generator[None]:
-    """Delays stop signals until after the context, because an interrupted import of torch cannot be repeated."""
+def stop_signals_delayed() -> Generator[None]:
+    """Delays stop signals until after the context, because an interrupted import of torch can't be repeated."""
     received: list[int] = []
-    with handled(lambda number, _frame: received.append(number)):
+    with on_stop(lambda number, _frame: received.append(number)):
         yield
     if received:
         signal.raise_signal(received[0])
@@ -83,17 +83,17 @@ class StopSignal:
         return self.asked
 
     def handle(self, number: int, _frame: FrameType | None) -> None:
-        """Signal handler: the first signal requests a save; a second Ctrl-C raises KeyboardInterrupt."""
+        """Handles a stop signal: the first one requests a save, and a second Ctrl-C raises KeyboardInterrupt."""
         if self.asked and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.asked = True
 
 
 @contextlib.contextmanager
-def listening() -> Generator[StopSignal]:
-    """A context whose flag is set when a stop signal arrives. Outside the main thread, the flag stays False."""
+def stop_signal() -> Generator[StopSignal]:
+    """Yields a flag that a stop signal sets within the context. Outside the main thread, the flag stays False."""
     stop = StopSignal()
-    with handled(stop.handle) as previous:
+    with on_stop(stop.handle) as previous:
         for number, handler in previous.items():
             # An agent's worker is ending at that time, and a late request to stop must not kill it.
             if handler is signal.SIG_DFL and FAILURE_FILE in os.environ:
@@ -103,9 +103,9 @@ def listening() -> Generator[StopSignal]:
 
 @contextlib.contextmanager
 def exit_if_hung(hung: Callable[[], str], before_exit: Callable[[str], None]) -> Generator[None]:
-    """Exits if the main thread hangs when a stop request arrives in the context. For workers, the agent does this.
+    """Exits if the main thread hangs when a stop request arrives within the context. The agent does this for workers.
 
-    `hung` returns why no save is possible, or an empty string; `before_exit` is called with that reason.
+    `hung` returns the reason why no save is possible, or "" if not hung. `before_exit` is called with that reason.
     """
     if FAILURE_FILE in os.environ or threading.current_thread() is not threading.main_thread():
         yield

@@ -18,7 +18,7 @@ _UNESCAPED_BY_JSON = re.compile(f"[{_SINGLE}]")
 
 
 def plain(text: str) -> str:
-    """Removes control characters from a text and joins its lines with " | "."""
+    """Removes control characters from a text and joins the lines of the text with " | "."""
     lines = [_CONTROL.sub("", line.replace("\t", " ")) for line in _LINE_ENDS.split(text)]
     return lines[0] if len(lines) == 1 else " | ".join(line.strip() for line in lines if line.strip())
 
@@ -36,10 +36,10 @@ def as_json(content: Any) -> str:
     return _UNESCAPED_BY_JSON.sub(lambda found: f"\\u{ord(found[0]):04x}", json.dumps(content, ensure_ascii=False))
 
 
-def say(text: str, who: str = "manyhands") -> None:
-    """Writes "`who`: `text`" to standard error; ignores errors such as a closed terminal."""
+def say(text: str, sender: str = "manyhands") -> None:
+    """Writes "`sender`: `text`" to standard error. Ignores errors such as a closed terminal."""
     with suppress(OSError):
-        sys.stderr.write(f"{who}: {writable(plain_lines(text), sys.stderr)}\n")
+        sys.stderr.write(f"{sender}: {escape_unencodable(plain_lines(text), sys.stderr)}\n")
         sys.stderr.flush()
 
 
@@ -48,7 +48,7 @@ def show(lines: str | Iterable[str], to: TextIO | None = None) -> None:
     stream = sys.stdout if to is None else to
     text = "".join(f"{plain_lines(line)}\n" for line in ([lines] if isinstance(lines, str) else lines))
     try:
-        stream.write(writable(text, stream))
+        stream.write(escape_unencodable(text, stream))
         stream.flush()
     except OSError as error:
         if error.errno in {errno.EPIPE, errno.EIO}:  # EIO: the terminal was closed
@@ -60,13 +60,13 @@ def show_json(content: Any) -> None:
     show(as_json(content))
 
 
-def writable(text: str, stream: IO[str]) -> str:
+def escape_unencodable(text: str, stream: IO[str]) -> str:
     """Escapes the characters that a stream can't encode."""
     encoding = getattr(stream, "encoding", None) or "utf-8"
     return text.encode(encoding, "backslashreplace").decode(encoding)
 
 
-class Tolerant:
+class TolerantStream:
     """A text stream that ignores failed writes, such as to a closed terminal or to a log on a full disk."""
 
     def __init__(self, stream: TextIO) -> None:

@@ -30,12 +30,12 @@ def is_object_reference(word: str) -> bool:
 
 
 def code_file(word: str) -> Path | None:
-    """Returns the path in "file.py:object", even if there is no such file; None for other values."""
+    """Returns the path in a text such as "file.py:object", even if the file is missing, or None for other texts."""
     return Path(word.rpartition(":")[0]).expanduser().resolve() if is_object_reference(word) else None
 
 
 def code_digests(words: Iterable[str]) -> dict[str, str]:
-    """Returns SHA-256 digests of each "file.py:object", by this reference, and of its local modules, by path."""
+    """Returns the SHA-256 of each file in `words`, such as "net.py:Net", and of the local modules that it imports."""
     found: dict[str, Path] = {}
     for word in words:
         if file := code_file(word):
@@ -50,7 +50,7 @@ def code_digests(words: Iterable[str]) -> dict[str, str]:
 
 
 def imported_files(file: Path) -> list[Path]:
-    """Returns the files in the folder of `file` that `file` imports, directly or indirectly."""
+    """Returns the modules in the folder of the Python file `file` that it imports, directly or indirectly."""
     found, waiting = dict.fromkeys([file]), [file]
     while waiting and len(found) < 500:
         module = waiting.pop()
@@ -67,7 +67,7 @@ def imported_files(file: Path) -> list[Path]:
 
 
 def _module_paths(node: ast.Import | ast.ImportFrom, module: Path, root: Path) -> Iterator[Path]:
-    """Yields the files that an import statement may run, including each __init__.py; some may not exist."""
+    """Yields the paths of files, which may not exist, that an import statement may run, with each __init__.py."""
     names = [name.name for name in node.names]
     level = 0
     if isinstance(node, ast.ImportFrom):
@@ -90,7 +90,7 @@ def refuse_missing_code(word: str, where: str) -> None:
 
 
 def load_object(reference: str, where: str) -> Any:
-    """Imports and returns the user's `file.py:object`; adds its folder to `sys.path`. Raises UserError on failure."""
+    """Imports and returns the user's `file.py:object`. Adds its folder to `sys.path`. Raises UserError on failure."""
     refuse_missing_code(reference, where)
     path_text, _, name = reference.rpartition(":")
     module = _run_file(Path(path_text).expanduser().resolve(), where)
@@ -102,7 +102,7 @@ def load_object(reference: str, where: str) -> Any:
 
 
 def _make_importable(path: Path) -> None:
-    """Adds the folder of a user's file to `sys.path`, after the standard library, so that it shadows no module there.
+    """Adds the folder of a user's file to `sys.path`, after the standard library, whose modules it must not shadow.
 
     The current folder is also added, after all installed packages, if it contains the file.
     """
@@ -134,17 +134,17 @@ def _run_file(path: Path, where: str) -> ModuleType:
         del sys.modules[name]
         message = error.msg if isinstance(error, SyntaxError) else error
         what = f"{path.name} can't be loaded: {type(error).__name__}: {message}"
-        raise UserError(what, users_line(error) or str(path)) from error
+        raise UserError(what, user_line(error) or str(path)) from error
     return module
 
 
-def users_traceback(error: BaseException) -> str:
-    """Formats the frames of an error that are in the user's files; an empty string if there are none."""
+def user_traceback(error: BaseException) -> str:
+    """Formats those frames of an error that are in the user's files. Returns "" if there are none."""
     trace = traceback.TracebackException.from_exception(error)
     return "".join(trace.format()).rstrip() if _keep_user_frames(trace) else ""
 
 
-def git(folder: Path, *words: str) -> bytes:
+def run_git(folder: Path, *words: str) -> bytes:
     """Runs git in a folder and returns the output. Prevents .git/config from running programs."""
     quiet = ("-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null", "-c", "protocol.allow=never")
     environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0", "GIT_NO_LAZY_FETCH": "1"}
@@ -152,15 +152,15 @@ def git(folder: Path, *words: str) -> bytes:
     return subprocess.run(command, capture_output=True, check=True, timeout=10.0, env=environment).stdout
 
 
-def revision(folder: Path) -> str:
-    """Returns the short hash of a folder's commit; an empty string if there is none."""
+def git_revision(folder: Path) -> str:
+    """Returns the short hash of a folder's commit, or "" if there is none."""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
-        return os.fsdecode(git(folder, "rev-parse", "--short", "HEAD")).strip()
+        return os.fsdecode(run_git(folder, "rev-parse", "--short", "HEAD")).strip()
     return ""
 
 
-def users_line(error: BaseException) -> str:
-    """Returns file:line of the innermost frame in the user's files, or an empty string."""
+def user_line(error: BaseException) -> str:
+    """Returns "file:line" of an error's innermost frame in the user's files, or "" if there is none."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}"
     mine = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_user_file(frame.filename)]
@@ -168,7 +168,7 @@ def users_line(error: BaseException) -> str:
 
 
 def _keep_user_frames(trace: traceback.TracebackException) -> bool:
-    """Drops all frames outside the user's files from an error and its causes; returns True if a frame remains."""
+    """Removes all frames outside the user's files from an error and its causes. Returns True if any frame is left."""
     trace.stack[:] = [frame for frame in trace.stack if _is_user_file(frame.filename)]
     found = bool(trace.stack) or issubclass(trace.exc_type or object, SyntaxError)
     for before in (trace.__cause__, trace.__context__):

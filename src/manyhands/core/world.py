@@ -48,7 +48,7 @@ class ProcessInfo:
 
 @dataclass(frozen=True)
 class Span:
-    """The samples of a BatchNorm group on one process."""
+    """Those samples of a BatchNorm group that are on one process."""
 
     group: int  # index of the group within the micro-batch
     start: int  # first row in the process's batch
@@ -60,7 +60,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Share:
-    """The samples of a process in a micro-batch."""
+    """One process's samples of a micro-batch."""
 
     start: int  # first sample, by index in the global batch
     stop: int  # sample after the last one; equal to start for a process without samples

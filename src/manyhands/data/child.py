@@ -16,19 +16,19 @@ from manyhands.core.stops import STOPS
 _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
 
 
-def begin_worker(_number: int, *, parent: int, follow: bool) -> None:
-    """Makes this worker exit when process `parent` exits, and ignore stop signals except SIGTERM from `parent`.
+def set_up_worker(_number: int, *, parent: int, end_with_thread: bool) -> None:
+    """Makes this worker process exit when its parent exits, and ignore stop signals except SIGTERM from the parent.
 
     A stop signal reaches the entire process group, but the parent needs its workers until it has saved a checkpoint.
-    With `follow`, the kernel kills the worker as soon as the parent's thread that started it ends; otherwise inherited
-    files and ports stay open for seconds. Set `follow` only if that thread lives as long as the parent process.
+    With `end_with_thread`, the kernel kills the worker when the parent's thread that started it ends. Otherwise, files
+    and ports stay open for seconds. Set it only if that thread lives as long as the parent, whose pid is `parent`.
     """
     for number in {*STOPS} - {signal.SIGTERM}:
         signal.signal(number, signal.SIG_IGN)
     if sys.platform == "linux":
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         threading.Thread(target=_exit_with_parent, args=(parent,), daemon=True).start()
-        if follow:
+        if end_with_thread:
             ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGKILL)
             if os.getppid() != parent:
                 os._exit(1)
@@ -37,7 +37,7 @@ def begin_worker(_number: int, *, parent: int, follow: bool) -> None:
 
 
 def _answer_with_error(answers: Any, error: Exception, answer: tuple[int, Any]) -> None:
-    """Sends an error in place of `answer`, which can't be sent. If `answer` is an error already, exits."""
+    """Sends an error in place of `answer`, which can't be sent. Exits if `answer` is an error itself."""
     traceback.print_exc()
     number, content = answer
     if isinstance(content, RunError):

@@ -45,10 +45,10 @@ def corrupt_image_error(path: str, reason: str) -> CorruptImageError:
 def decode(path: str, channels: int, content: bytes | None = None, scale: int = 1) -> Image.Image:
     """Decodes a picture (its first frame) to mode "RGB" (3 channels) or "L" (1), upright and without transparency.
 
-    `content`: the file's bytes, if already read. `scale` (2, 4 or 8): a JPEG may be decoded at 1/scale of its size.
-    Raises CorruptImageError: the file is missing, empty, truncated, not a picture, or over 89 megapixels.
+    `content`: the bytes of the file, if already read. `scale`: 2, 4 or 8 to decode a JPEG at about 1/scale of its size.
+    Raises CorruptImageError if the file is missing, empty, truncated, not a picture, or over 89 megapixels.
     """
-    with _opened(path, content_of(path) if content is None else content) as image:
+    with _opened_image(path, read_content(path) if content is None else content) as image:
         if scale > 1:
             image.draft(None, (image.width // scale, image.height // scale))
         image.load()
@@ -67,9 +67,9 @@ class PictureHeader:
     plain_jpeg: bool  # True for an upright JPEG in grey or RGB
 
 
-def probe(path: str, content: bytes | None = None) -> PictureHeader:
-    """Reads a picture's header. Raises CorruptImageError: the header can't be read."""
-    with _opened(path, content_of(path) if content is None else content) as image:
+def read_header(path: str, content: bytes | None = None) -> PictureHeader:
+    """Reads a picture's header. Raises CorruptImageError if the header can't be read."""
+    with _opened_image(path, read_content(path) if content is None else content) as image:
         plain = False
         # MPO: several pictures in one file, written by some cameras; the first one is used.
         if image.format in ("JPEG", "MPO") and image.mode in ("L", "RGB"):
@@ -79,9 +79,9 @@ def probe(path: str, content: bytes | None = None) -> PictureHeader:
 
 
 def is_readable(path: str, content: bytes) -> bool:
-    """True if a picture can be read. A JPEG or PNG with an intact end marker counts as readable and isn't decoded."""
+    """Returns True if a picture can be decoded. Trusts a JPEG or PNG with an intact end marker without decoding it."""
     try:
-        with _opened(path, content) as image:
+        with _opened_image(path, content) as image:
             end = _ENDS.get(image.format or "", b"")
         if not end or end not in content[-_NEAR_END:]:
             decode(path, 3, content)
@@ -90,8 +90,8 @@ def is_readable(path: str, content: bytes) -> bool:
     return True
 
 
-def content_of(path: str) -> bytes:
-    """Reads an entire file. Given only the path, Pillow would allocate as many bytes as the picture's header claims."""
+def read_content(path: str) -> bytes:
+    """Reads an entire file, because Pillow would allocate as many bytes as the header of a damaged picture claims."""
     try:
         with open_file(Path(path)) as file:
             return file.read()
@@ -103,8 +103,8 @@ def content_of(path: str) -> bytes:
 
 
 @contextlib.contextmanager
-def _opened(path: str, content: bytes) -> Iterator[Image.Image]:
-    """Yields an image that is not decoded yet. Raises CorruptImageError: too large, or reading or decoding fails."""
+def _opened_image(path: str, content: bytes) -> Iterator[Image.Image]:
+    """Yields an image that isn't decoded yet. Raises CorruptImageError for a large image or errors in the context."""
     try:
         with Image.open(io.BytesIO(content)) as image:
             if image.width * image.height > _MOST_MEGAPIXELS * 1_000_000:
@@ -137,8 +137,8 @@ def is_grey(image: Image.Image) -> bool:
 def to_mode(image: Image.Image, channels: int) -> Image.Image:
     """Converts a loaded picture of any mode to "RGB" (3 channels) or "L" (1).
 
-    Transparency is dropped, unless the picture has a single color and its content is in the alpha channel, as in many
-    icons. Such a picture is drawn on white, or on black if its color is bright.
+    Drops the alpha channel. A picture of a single color, such as an icon, has its content in the alpha channel, and is
+    drawn on white, or on black if the color is bright.
     """
     if image.mode in ("I", "F") or image.mode.startswith("I;16"):
         image = _to_eight_bits(image)

@@ -19,11 +19,11 @@ from typing import NoReturn
 import numpy
 
 from manyhands.core.errors import UserError
-from manyhands.core.files import one_at_a_time, parse_json, write_atomic
+from manyhands.core.files import locked, parse_json, write_atomic
 from manyhands.core.scratch import workers_folder
 from manyhands.data import layout as folders
 from manyhands.data.decode import PICTURE_SUFFIXES
-from manyhands.data.layout import FolderLayout, Identity, Unused, folders_in, parse_split, read_layout, split_word
+from manyhands.data.layout import FolderLayout, Identity, UnusedFiles, folders_in, parse_split, read_layout, split_kind
 from manyhands.data.options import DataOptions
 from manyhands.data.packed import PackedRows, PackedSet, PictureNames, is_pack, open_pack
 
@@ -50,24 +50,24 @@ class Listing:
 
     @property
     def folder(self) -> str:
-        return self.root.name if split_word(self.root.name) == self.word else self.word
+        return self.root.name if split_kind(self.root.name) == self.word else self.word
 
-    def part(self, chosen: Sequence[int] | numpy.ndarray) -> "Listing":
-        return Listing(self.root, self.classes, self.names.part(chosen), self.labels[chosen], self.word)
+    def take(self, chosen: Sequence[int] | numpy.ndarray) -> "Listing":
+        return Listing(self.root, self.classes, self.names.take(chosen), self.labels[chosen], self.word)
 
 
 Parts = tuple[Listing, ...]
 Listed = tuple[Parts, tuple[str, ...]]  # listings, and messages for the user
 
 
-def list_parts(root: Path, *, whole: bool = False) -> Parts:
-    """Returns a listing per split (training, evaluation, perhaps final test), or one for a folder without splits.
+def list_splits(root: Path, *, whole: bool = False) -> Parts:
+    """Returns a listing for each split (training, evaluation and perhaps final test), or one for an unsplit folder.
 
     All listings have the same classes. An empty class folder counts only if another split has pictures of that class.
-    With `whole`, folders named like splits are classes too, and one class is enough. Raises UserError: there are no
-    class folders, fewer than two have pictures, or the training split lacks a class.
+    With `whole`, all folders are classes, even if they are named like splits, and one class is enough. Raises UserError
+    if there are no class folders, fewer than two have pictures, or the training split lacks a class.
     """
-    layout, unused = FolderLayout() if whole else read_layout(root), Unused()
+    layout, unused = FolderLayout() if whole else read_layout(root), UnusedFiles()
     unused.add_files(root)
     for name in layout.unused:
         unused.add(name, "folder")
@@ -83,12 +83,12 @@ def list_parts(root: Path, *, whole: bool = False) -> Parts:
             why = ("training pictures are used for evaluation", "the final test uses pictures of other splits")
             of = f"{layout.splits[0]}/" if number == 1 else "other splits"
             notes.append(f"{layout.splits[number]}/ and {of} share {shared} class folder(s): {why[number - 1]}")
-        part, below = _list_classes(place, root, unused, taken | homes[number])
-        parts.append(replace(part, word=split_word(place.name) if place != root else ""))
+        part, below = _list_split(place, root, unused, taken | homes[number])
+        parts.append(replace(part, word=split_kind(place.name) if place != root else ""))
         entered.append(below)
     if layout.inside:
         parts = _divide_by_inner_folders(parts[0], layout.splits)
-    parts, more = _with_same_classes(parts, least=1 if whole else 2)
+    parts, more = _unify_classes(parts, least=1 if whole else 2)
     return (replace(parts[0], notes=(*notes, *more, *unused.notes())), *parts[1:])
 
 
@@ -101,43 +101,43 @@ def _divide_by_inner_folders(listing: Listing, splits: Sequence[str]) -> list[Li
         hints = ("move or remove folders that are not splits, including links to folders",)
         raise UserError(what, str(listing.root), hints)
     found = numpy.array([splits.index(kinds[name]) for name in inside], numpy.int64)
-    return [replace(listing.part(numpy.flatnonzero(found == number)), word=word) for number, word in enumerate(splits)]
+    return [replace(listing.take(numpy.flatnonzero(found == number)), word=word) for number, word in enumerate(splits)]
 
 
-def _with_same_classes(parts: list[Listing], least: int) -> tuple[list[Listing], list[str]]:
-    """Returns (listings with equal classes, at least `least`; messages about folders without pictures)."""
-    full = [{part.classes[label] for label in numpy.unique(part.labels)} for part in parts]
-    trained = [name for name in parts[0].classes if name in full[0]]
-    empty = [name for name in parts[0].classes if name not in full[0]]
+def _unify_classes(listings: list[Listing], least: int) -> tuple[list[Listing], list[str]]:
+    """Gives all listings the same classes, at least `least`. Also returns messages about folders without pictures."""
+    full = [{part.classes[label] for label in numpy.unique(part.labels)} for part in listings]
+    trained = [name for name in listings[0].classes if name in full[0]]
+    empty = [name for name in listings[0].classes if name not in full[0]]
     if len(trained) < least:
-        _refuse_few_classes(parts[0].root, trained, empty)
-    for part, there in zip(parts[1:], full[1:], strict=True):
-        if unknown := sorted(there - {*parts[0].classes}):
-            what = f"{part.folder}/ has class folders that {parts[0].folder}/ lacks ({len(unknown)}): "
-            alike = tuple(filter(None, (folders.lookalike_difference(name, parts[0].classes) for name in unknown)))
-            hints = (*alike, f"add training pictures of the classes to {parts[0].folder}/, or remove the folders")
+        _refuse_few_classes(listings[0].root, trained, empty)
+    for part, there in zip(listings[1:], full[1:], strict=True):
+        if unknown := sorted(there - {*listings[0].classes}):
+            what = f"{part.folder}/ has class folders that {listings[0].folder}/ lacks ({len(unknown)}): "
+            alike = tuple(filter(None, (folders.lookalike_difference(name, listings[0].classes) for name in unknown)))
+            hints = (*alike, f"add training pictures of the classes to {listings[0].folder}/, or remove the folders")
             raise UserError(what + _first_names(unknown), str(part.root), hints)
         if not there:
             hints = (f"put pictures into the class folders of {part.folder}/, or remove {part.folder}/",)
             raise UserError(f"{part.folder}/ has no pictures", str(part.root), hints)
     seen = set[str]().union(*full)
-    classes = tuple(name for name in parts[0].classes if name in seen)
+    classes = tuple(name for name in listings[0].classes if name in seen)
     unseen = [name for name in empty if name not in seen]
     for name in unseen:
-        if folders.holds_pictures(parts[0].root / name, suffixes=folders.UNREAD_SUFFIXES):
+        if folders.holds_pictures(listings[0].root / name, suffixes=folders.UNREAD_SUFFIXES):
             hints = ("convert the pictures, for example to JPEG", _FORMATS)
             what = f'the class folder "{name}" has only pictures in formats that can\'t be read'
-            raise UserError(what, str(parts[0].root / name), hints)
+            raise UserError(what, str(listings[0].root / name), hints)
     notes = [f"ignored folders without pictures: {_first_names(unseen)}"] if unseen else []
-    extras = [(part.folder, sorted({*part.classes} - {*parts[0].classes})) for part in parts[1:]]
+    extras = [(part.folder, sorted({*part.classes} - {*listings[0].classes})) for part in listings[1:]]
     notes += [f"{folder}/ has folders without pictures: {_first_names(extra)}" for folder, extra in extras if extra]
     numbers = {name: number for number, name in enumerate(classes)}
-    found = [(part, numpy.array([numbers.get(name, -1) for name in part.classes], numpy.int64)) for part in parts]
+    found = [(part, numpy.array([numbers.get(name, -1) for name in part.classes], numpy.int64)) for part in listings]
     return [replace(part, classes=classes, labels=places[part.labels]) for part, places in found], notes
 
 
-def _list_classes(root: Path, top: Path, unused: Unused, taken: set[Identity]) -> tuple[Listing, set[Identity]]:
-    """Lists the split folder `root` of data set `top`; returns (listing, the folders `taken` and those entered)."""
+def _list_split(root: Path, top: Path, unused: UnusedFiles, before: set[Identity]) -> tuple[Listing, set[Identity]]:
+    """Lists the pictures in the split folder `root` of `top`. Also returns all folders entered before or now."""
     for above in [place for place in (root, *root.parents) if top in place.parents]:
         unused.add_files(above, f"{above.relative_to(top).as_posix()}/")
     classes = folders_in(root)
@@ -149,14 +149,14 @@ def _list_classes(root: Path, top: Path, unused: Unused, taken: set[Identity]) -
         raise UserError(f"{root} has no class folders{more}", str(root), hints)
     _check_names(root, classes)
     prefix = "" if root == top else f"{root.relative_to(top).as_posix()}/"
-    entered = taken | {os.path.realpath(place) for place in (top, root.resolve(), *root.resolve().parents)}
+    entered = before | {os.path.realpath(place) for place in (top, root.resolve(), *root.resolve().parents)}
     names = folders.list_classes(root, classes, entered, unused, prefix)
     labels = numpy.repeat(numpy.arange(len(classes), dtype=numpy.int64), list(map(len, names)))
     return Listing(root, classes, PictureNames(numpy.concatenate(names), str(root)), labels), entered
 
 
 def _check_names(root: Path, classes: tuple[str, ...]) -> None:
-    """Raises UserError for class names that aren't valid text, and for two names that look the same."""
+    """Raises UserError if a class name isn't valid text, or if two class names look the same."""
     encoding = sys.getfilesystemencoding().lower()
     for name in classes:
         raw = os.fsencode(name)
@@ -167,7 +167,7 @@ def _check_names(root: Path, classes: tuple[str, ...]) -> None:
         if text != name and not _NOT_TEXT.search(text):
             hints = ("export PYTHONUTF8=1", "or choose a UTF-8 locale: export LC_ALL=C.UTF-8")
             raise UserError(f"{shown} is UTF-8, but the locale's encoding is {encoding}", str(root), hints)
-    if len({folders.plain_form(name) for name in classes}) < len(classes):
+    if len({folders.normalize_name(name) for name in classes}) < len(classes):
         alike = next(filter(None, (folders.lookalike_difference(name, classes) for name in classes)))
         hints = ("move the pictures of both folders into one folder",)
         raise UserError(f"two class folders look the same: {alike}", str(root), hints)
@@ -177,11 +177,11 @@ def _first_names(names: Sequence[str]) -> str:
     return ", ".join(names[:_MOST_NAMES]) + (" …" if len(names) > _MOST_NAMES else "")
 
 
-def split(listing: Listing, share: float) -> tuple[Listing, Listing]:
+def split_listing(listing: Listing, evaluation_fraction: float) -> tuple[Listing, Listing]:
     """Splits a listing into (training, evaluation), class by class. The result depends only on the file names.
 
-    Evaluation gets the fraction `share` of all pictures (rounded), and of each class give or take one picture. A class
-    of two or more pictures keeps at least one for training.
+    Evaluation gets `evaluation_fraction` of all pictures and, up to one picture, of each class. A class of two or more
+    pictures keeps at least one for training.
     """
     names = listing.names.names
     digests = numpy.fromiter((int.from_bytes(hashlib.sha256(name).digest()[:8]) for name in names), numpy.uint64)
@@ -189,13 +189,13 @@ def split(listing: Listing, share: float) -> tuple[Listing, Listing]:
     kept = numpy.zeros(len(listing), bool)
     seen = 0
     for indices in numpy.split(by_class, numpy.flatnonzero(numpy.diff(listing.labels[by_class])) + 1):
-        wanted = int((seen + len(indices)) * share + 0.5) - int(seen * share + 0.5)
+        wanted = int((seen + len(indices)) * evaluation_fraction + 0.5) - int(seen * evaluation_fraction + 0.5)
         seen += len(indices)
         kept[indices[: min(wanted, max(1, len(indices) - 1))]] = True
     if not kept.any():
         kept[digests.argmin()] = True
-    train = listing.part(numpy.flatnonzero(~kept))
-    return replace(train, notes=listing.notes), listing.part(numpy.flatnonzero(kept))
+    train = listing.take(numpy.flatnonzero(~kept))
+    return replace(train, notes=listing.notes), listing.take(numpy.flatnonzero(kept))
 
 
 def _refuse_few_classes(root: Path, full: list[str], empty: list[str]) -> NoReturn:
@@ -207,13 +207,13 @@ def _refuse_few_classes(root: Path, full: list[str], empty: list[str]) -> NoRetu
     raise UserError(f'{only}the class folder "{empty[0]}" has no pictures', str(root / empty[0]), hints)
 
 
-def place_of_pack(root: Path) -> Path:
+def pack_path(root: Path) -> Path:
     whole = root.resolve()
     return whole.with_name(f"{whole.name}.pack")
 
 
 def list_pack(folder: Path) -> Listed:
-    """Reads a packed copy; returns (a listing per split, messages). Raises UserError: the packed copy was altered."""
+    """Returns (a listing for each split of a packed copy, messages). Raises UserError if the copy was altered."""
     pack = open_pack(folder)
     listings: list[Listing] = []
     for word, start, stop in pack.groups:
@@ -224,8 +224,8 @@ def list_pack(folder: Path) -> Listed:
     return tuple(listings), _pack_notes(pack)
 
 
-def difference(pack: PackedSet, listings: Sequence[Listing]) -> str:
-    """Describes the differences between a packed copy and the current listings of its folder; "" if none."""
+def describe_pack_difference(pack: PackedSet, listings: Sequence[Listing]) -> str:
+    """Describes how the listings of a folder differ from its packed copy. Returns "" if they are equal."""
     groups = {group.word: group for group in pack.groups}
     words = [listing.word for listing in listings]
     if any(listing.classes != pack.classes for listing in listings) or not {*words} <= {*groups}:
@@ -233,7 +233,7 @@ def difference(pack: PackedSet, listings: Sequence[Listing]) -> str:
     added = removed = changed = 0
     for word, listing in zip(words, listings, strict=True):
         rows = slice(groups[word].start, groups[word].stop)
-        packed = pack.names.part(rows)
+        packed = pack.names.take(rows)
         if listing.names != packed:
             here, there = ({*names.names.tolist()} for names in (listing.names, packed))
             added, removed = added + len(here - there), removed + len(there - here)
@@ -245,13 +245,13 @@ def difference(pack: PackedSet, listings: Sequence[Listing]) -> str:
     return ", ".join(f"{count:,} {word}" for count, word in counts if count)
 
 
-def use_pack(root: Path, listings: Parts, options: DataOptions) -> Listed:
-    """Returns (listings, messages). The listings read from the folder's packed copy if it is up to date."""
-    place = place_of_pack(root)
+def read_from_pack(root: Path, listings: Parts, options: DataOptions) -> Listed:
+    """Makes listings read from the folder's packed copy if that is up to date. Returns (listings, messages)."""
+    place = pack_path(root)
     if not options.packed or not is_pack(place):
         return listings, ()
     pack = open_pack(place)
-    changed = difference(pack, listings)
+    changed = describe_pack_difference(pack, listings)
     if changed or pack.outdated_reason:
         reason = f"the folder has changed ({changed})" if changed else pack.outdated_reason
         how = f" --size {pack.size} --quality {pack.quality}" if pack.size else ""
@@ -275,15 +275,15 @@ def _pack_notes(pack: PackedSet) -> tuple[str, ...]:
 
 
 def list_folder(root: Path, options: DataOptions, *, whole: bool = False) -> Listed:
-    """Returns (listings of training, evaluation and perhaps final test; messages). With `whole`, a single listing."""
-    parts, notes = list_pack(root) if is_pack(root) else use_pack(root, list_parts(root, whole=whole), options)
+    """Returns (a listing for each split, messages) of a folder. With `whole`, returns a single listing."""
+    parts, notes = list_pack(root) if is_pack(root) else read_from_pack(root, list_splits(root, whole=whole), options)
     if whole:
         return parts[:1], notes
-    return split(parts[0], options.validation) if len(parts) == 1 else parts, notes
+    return split_listing(parts[0], options.validation) if len(parts) == 1 else parts, notes
 
 
-def list_once(root: Path, options: DataOptions, *, whole: bool = False) -> Listed:
-    """Calls `list_folder` in one process per machine, which shares the result. A second call lists the folder anew."""
+def list_once_per_machine(root: Path, options: DataOptions, *, whole: bool = False) -> Listed:
+    """Calls `list_folder` in one process of each machine, which shares the result. Each call lists the folder again."""
     shared = workers_folder()
     if shared is None or is_pack(root):
         return list_folder(root, options, whole=whole)
@@ -291,7 +291,7 @@ def list_once(root: Path, options: DataOptions, *, whole: bool = False) -> Liste
     _requests[key] += 1
     name = hashlib.sha256(f"{_requests[key]} {key}".encode(errors="surrogateescape")).hexdigest()[:32]
     folder = shared / "listed" / name
-    with one_at_a_time(folder):
+    with locked(folder):
         if not (folder / _INDEX).is_file():
             made = list_folder(root, options, whole=whole)
             try:
@@ -315,9 +315,9 @@ def _write_listings(folder: Path, root: Path, made: Listed) -> None:
 
 
 def _read_listings(folder: Path, root: Path) -> Listed:
-    """Memory-maps a saved listing; the maps are copy-on-write, because torch accepts no read-only arrays."""
+    """Memory-maps saved listings. The maps are copy-on-write, because torch doesn't accept read-only arrays."""
     index = parse_json((folder / _INDEX).read_bytes())
-    pack = open_pack(place_of_pack(root)) if any(each["columns"] > 2 for each in index["listings"]) else None
+    pack = open_pack(pack_path(root)) if any(each["columns"] > 2 for each in index["listings"]) else None
     listings: list[Listing] = []
     for number, each in enumerate(index["listings"]):
         files = [folder / f"{number}-{column}.npy" for column in range(each["columns"])]

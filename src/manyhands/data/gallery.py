@@ -19,13 +19,13 @@ from PIL import Image
 from torch import Tensor
 
 from manyhands.core.errors import UserError
-from manyhands.core.files import one_at_a_time, read_object, replacing
-from manyhands.data.decode import CorruptImageError, decode, probe
-from manyhands.data.folder import Listing, list_once
+from manyhands.core.files import locked, read_object, replaced_on_success
+from manyhands.data.decode import CorruptImageError, decode, read_header
+from manyhands.data.folder import Listing, list_once_per_machine
 from manyhands.data.options import DataOptions, cache_folder
 from manyhands.data.pictures import to_tensor
 from manyhands.data.splits import ImageFiles, ImagesInMemory, Source, Splits, describe
-from manyhands.data.transforms import Pixels, measured_pixels, photograph_pixels, spread
+from manyhands.data.transforms import Pixels, imagenet_pixels, measure_pixels, spread
 
 _FORMAT = 2  # changes with the result of decoding, too
 _BLOCK = 1024
@@ -37,22 +37,22 @@ _USUAL_SIZE = 224
 
 
 class _DiffersError(Exception):
-    """Raised for a picture whose size is not the expected one, or that has color although grey is expected."""
+    """Raised for a picture that doesn't have the expected size, or has color although grey is expected."""
 
 
-def decode_once(listing: Listing, channels: int, size: int = 0, *, grey_only: bool = False) -> Decoded | None:
-    """Decodes all pictures, once per host, and caches the pixels; `size` 0: only finds unreadable pictures.
+def decode_once_per_host(listing: Listing, channels: int, size: int = 0, *, grey_only: bool = False) -> Decoded | None:
+    """Decodes all pictures, once per host, and caches the pixels. With `size` 0, only finds unreadable pictures.
 
-    Returns None if a picture is not `size` x `size` or, with `grey_only`, not grey.
+    Returns None if a picture isn't `size` x `size` or, with `grey_only`, isn't grey.
     """
     pixels = cache_folder() / "decoded" / f"{_cache_key(listing, 'pixels', channels, size, grey_only)}.npy"
     file = pixels.with_suffix(".json")
-    with one_at_a_time(file):
+    with locked(file):
         report = read_object(file)
         complete = report and isinstance(report.get("corrupt"), list) and (report.get("differs") or pixels.is_file())
         if not report or not complete:
             report = _decode_all(listing, pixels, channels, size, grey_only)
-            with _committed(file) as part:
+            with _replaced_at_end(file) as part:
                 part.write_text(json.dumps(report), encoding="utf-8")
     if report["differs"]:
         return None
@@ -62,7 +62,7 @@ def decode_once(listing: Listing, channels: int, size: int = 0, *, grey_only: bo
 
 
 def _decode_all(listing: Listing, target: Path, channels: int, size: int, grey_only: bool) -> dict[str, Any]:
-    """Writes all pixels to `target`, without mmap, which crashes on a full disk; returns the content of <key>.json."""
+    """Writes all pixels to `target`, without mmap, which crashes on a full disk. Returns the content of <key>.json."""
     corrupt: list[int] = []
 
     def pixels(index: int) -> bytes | None:
@@ -74,7 +74,7 @@ def _decode_all(listing: Listing, target: Path, channels: int, size: int, grey_o
         return to_tensor(image).numpy().tobytes() if size else b""
 
     try:
-        with _committed(target) as part, part.open("wb") as file:
+        with _replaced_at_end(target) as part, part.open("wb") as file:
             shape = (len(listing), channels, size, size)
             header = {"descr": "|u1", "fortran_order": False, "shape": shape}
             numpy.lib.format.write_array_header_1_0(file, header)
@@ -90,7 +90,7 @@ def _decode_all(listing: Listing, target: Path, channels: int, size: int, grey_o
 def _decode_or_none(listing: Listing, index: int, channels: int, *, grey_only: bool = False) -> Image.Image | None:
     path, content = listing.names[index], listing.names.content(index)
     try:
-        if grey_only and not probe(path, content).grey:
+        if grey_only and not read_header(path, content).grey:
             raise _DiffersError
         return decode(path, channels, content)
     except CorruptImageError:
@@ -98,7 +98,7 @@ def _decode_or_none(listing: Listing, index: int, channels: int, *, grey_only: b
 
 
 def _in_threads(function: Callable[[int], Any], count: int) -> Iterator[Any]:
-    """Yields function(0) … function(count - 1), computed in threads; Pillow decodes without the GIL."""
+    """Yields function(0) … function(count - 1), computed in threads, because Pillow decodes without the GIL."""
     with ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1)) as pool:
         for start in range(0, count, _BLOCK):
             yield from pool.map(function, range(start, min(start + _BLOCK, count)))
@@ -120,18 +120,18 @@ def open_folder(
     """Opens a folder of class folders, or of train/ and val/ with class folders.
 
     Square pictures of one size, up to 64 pixels, stay in memory if they fit `options.memory_limit_mib`. `usual`:
-    preprocessing to use instead of measured values. `whole`: don't divide the folder; both splits have all pictures.
-    Raises UserError: the folder can't be used.
+    preprocessing to use instead of measured values. With `whole`, both splits have all pictures of the folder.
+    Raises UserError if the folder can't be used.
     """
-    listings, notes = list_once(root, options, whole=whole)
+    listings, notes = list_once_per_machine(root, options, whole=whole)
     size, channels, equal = _probe_headers(listings[0], options.channels)
     in_memory = _try_decode(listings, size, channels, options) if equal else None
     if in_memory:
-        pixels = measured_pixels(in_memory[0][0], "crop-flip")
+        pixels = measure_pixels(in_memory[0][0], "crop-flip")
     elif size <= _SMALL:
-        pixels = photograph_pixels(size, channels, "crop-flip")
+        pixels = imagenet_pixels(size, channels, "crop-flip")
     else:
-        pixels = photograph_pixels(_USUAL_SIZE, channels, "resized-crop-flip")
+        pixels = imagenet_pixels(_USUAL_SIZE, channels, "resized-crop-flip")
     opened = [_make_source(listing, in_memory[n] if in_memory else None, options) for n, listing in enumerate(listings)]
     sources, unreadable = [source for source, _ in opened], tuple(path for _, paths in opened for path in paths)
     train, test = sources[0], sources[0 if whole else 1]
@@ -149,12 +149,12 @@ def open_folder(
 
 
 def _make_source(listing: Listing, decoded: Decoded | None, options: DataOptions) -> tuple[Source, list[str]]:
-    """Returns (source of the readable pictures, in memory if decoded; paths of the unreadable pictures)."""
+    """Returns the source of the readable pictures (in memory if `decoded`), and the paths of unreadable ones."""
     images, corrupt = decoded or (None, ())
     if decoded is None and options.skip_corrupt:
-        _, corrupt = decode_once(listing, 3) or (None, ())
+        _, corrupt = decode_once_per_host(listing, 3) or (None, ())
     good = numpy.delete(numpy.arange(len(listing)), corrupt)
-    read = listing.part(good) if corrupt else listing
+    read = listing.take(good) if corrupt else listing
     labels, paths = torch.from_numpy(read.labels), list(map(listing.names.__getitem__, corrupt))
     if images is None:
         return ImageFiles(read.names, labels), paths
@@ -162,11 +162,11 @@ def _make_source(listing: Listing, decoded: Decoded | None, options: DataOptions
 
 
 def _probe_headers(listing: Listing, channels: int) -> tuple[int, int, bool]:
-    """Reads some headers; returns (largest side, channels, True if all are squares of one size up to 64 pixels)."""
+    """Returns (largest side, channels, True if all are squares of one size up to 64 pixels) from some headers."""
     seen = []
     for index in spread(_PROBES, len(listing)).tolist():
         with contextlib.suppress(CorruptImageError):
-            seen.append(probe(listing.names[index], listing.names.content(index)))
+            seen.append(read_header(listing.names[index], listing.names.content(index)))
     if not seen:
         return _USUAL_SIZE, channels or 3, False
     sizes = {side for header in seen for side in (header.width, header.height)}
@@ -175,14 +175,14 @@ def _probe_headers(listing: Listing, channels: int) -> tuple[int, int, bool]:
 
 
 def _try_decode(listings: tuple[Listing, ...], size: int, channels: int, options: DataOptions) -> list[Decoded] | None:
-    """Decodes all splits, in RGB if any picture has color; returns None if memory is too small or sizes differ."""
+    """Decodes all splits, in RGB if any picture has color. Returns None if memory is too small or sizes differ."""
     total = sum(map(len, listings)) * channels * size * size
     if total > options.memory_limit_mib << 20:
         return None
     grey_only = channels == 1 and not options.channels
     opened: list[Decoded] = []
     for listing in listings:
-        decoded = decode_once(listing, channels, size, grey_only=grey_only)
+        decoded = decode_once_per_host(listing, channels, size, grey_only=grey_only)
         if decoded is None:
             return _try_decode(listings, size, 3, options) if grey_only else None
         if decoded[1] and not options.skip_corrupt:
@@ -193,10 +193,10 @@ def _try_decode(listings: tuple[Listing, ...], size: int, channels: int, options
 
 
 @contextlib.contextmanager
-def _committed(path: Path) -> Generator[Path]:
-    """Yields a temporary path that replaces `path` at the end. Raises UserError: the file can't be written."""
+def _replaced_at_end(path: Path) -> Generator[Path]:
+    """Yields a temporary path that replaces `path` at the end. Raises UserError if the file can't be written."""
     try:
-        with replacing(path) as part:
+        with replaced_on_success(path) as part:
             yield part
     except OSError as error:
         hints = ("free disk space or choose another folder: --data-dir for data, MANYHANDS_CACHE for the cache",)

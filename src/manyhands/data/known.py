@@ -6,7 +6,7 @@ import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from manyhands.core.choices import load_choice, module_names, read_choice, unknown_choice
+from manyhands.core.choices import load_choice, module_names, read_choice, unknown_choice_error
 from manyhands.core.errors import UserError
 from manyhands.core.user_code import is_object_reference
 
@@ -15,7 +15,7 @@ CHOICES = "manyhands.data.datasets"
 
 @dataclass(frozen=True)
 class CifarForm:
-    """The files of one of the formats in which CIFAR is published, such as Python pickles."""
+    """The files of one format in which CIFAR is published, such as Python pickles."""
 
     folder: str  # folder inside the archive
     archive: str
@@ -109,21 +109,21 @@ _CIFAR = {name: known.forms for name, known in KNOWN.items() if known.forms}
 _MNIST = {name: known for name, known in KNOWN.items() if known.folder}
 
 
-def recognize(place: Path) -> str:
-    """Returns the name of the built-in data set in a folder or archive, or "". Raises UserError: ambiguous files."""
-    if not place.is_dir():
-        return next((name for name, forms in _CIFAR.items() if place.name in {form.archive for form in forms}), "")
-    found = [name for name in _CIFAR if cifar_files(place, name)]
-    here = mnist_files(place) or mnist_files(place / "raw")
+def recognize_data_set(path: Path) -> str:
+    """Returns the name of the built-in data set in a folder or archive, or "". Raises UserError for several sets."""
+    if not path.is_dir():
+        return next((name for name, forms in _CIFAR.items() if path.name in {form.archive for form in forms}), "")
+    found = [name for name in _CIFAR if cifar_files(path, name)]
+    here = mnist_files(path) or mnist_files(path / "raw")
     if here and not mnist_name(here):
         what = "the files have MNIST's names, but their first labels match neither MNIST nor Fashion-MNIST"
-        hints = (f"read the files as MNIST: mnist --data-dir {place}", "or read another set: torchvision:KMNIST")
-        raise UserError(what, str(place), hints)
-    below = [name for name in _MNIST if any(map(mnist_files, mnist_places(place, name)))]
+        hints = (f"read the files as MNIST: mnist --data-dir {path}", "or read another set: torchvision:KMNIST")
+        raise UserError(what, str(path), hints)
+    below = [name for name in _MNIST if any(map(mnist_files, mnist_folders(path, name)))]
     found += [mnist_name(here)] if here else below
     if len(found) > 1:
-        hints = tuple(f"choose {name}: {name} --data-dir {place}" for name in found)
-        raise UserError(f"the folder holds several data sets: {' and '.join(found)}", str(place), hints)
+        hints = tuple(f"choose {name}: {name} --data-dir {path}" for name in found)
+        raise UserError(f"the folder holds several data sets: {' and '.join(found)}", str(path), hints)
     return found[0] if found else ""
 
 
@@ -134,19 +134,19 @@ def _choice_names() -> dict[str, tuple[str, ...]]:
 
 
 def is_published(name: str) -> bool:
-    """True for the full name of a built-in data set, whose samples are read into memory or generated."""
+    """Returns True for the full name of a built-in data set, whose samples are read into memory or generated."""
     return any(name in names for names in _choice_names().values())
 
 
-def choice_named(name: str) -> str:
-    """Returns the name of the data/datasets module whose NAMES has `name` or its prefix ("torchvision:"), else ""."""
+def find_named_choice(name: str) -> str:
+    """Returns the module of data/datasets whose NAMES has `name` or its prefix (such as "torchvision:"), or ""."""
     words = {name, name.partition(":")[0] + ":"}
     return next((module for module, names in _choice_names().items() if words & {*names}), "")
 
 
 def find_choice(name: str) -> str:
-    """Returns the name of the module in data/datasets that opens a data set, folder or file.py:function `name`."""
-    if module := choice_named(name):
+    """Returns the module of data/datasets that opens `name`: a data set, a folder or a file.py:function."""
+    if module := find_named_choice(name):
         return module
     place = Path(name).expanduser()
     if is_object_reference(name):
@@ -166,18 +166,18 @@ def find_choice(name: str) -> str:
                 hints = ("write the job in TOML: manyhands train job.toml", f"or {folder}")
         raise UserError(what, "data.name", hints)
     words = [word + "…" if word.endswith(":") else word for names in _choice_names().values() for word in names]
-    raise unknown_choice("data set", name, [*words, "a folder", "file.py:function"], "data.name")
+    raise unknown_choice_error("data set", name, [*words, "a folder", "file.py:function"], "data.name")
 
 
 def known_set_at(name: str) -> tuple[str, str] | None:
     """Returns (data set, folder) if `name` is the path of a built-in data set's folder or archive, else None."""
     place = Path(name).expanduser()
-    known = recognize(place) if name and name not in KNOWN and place.exists() else ""
+    known = recognize_data_set(place) if name and name not in KNOWN and place.exists() else ""
     return (known, str(place if place.is_dir() else place.parent)) if known else None
 
 
 def cifar_files(folder: Path, name: str) -> tuple[CifarForm, Path] | None:
-    """Finds a CIFAR set's files in or below a data folder; returns (format, their folder or archive), or None."""
+    """Finds the files of a CIFAR set in or below a data folder. Returns (format, folder or archive), or None."""
     for above in (folder / name, folder):
         for form in KNOWN[name].forms:
             for place in (above / form.folder, above / form.archive):
@@ -188,8 +188,8 @@ def cifar_files(folder: Path, name: str) -> tuple[CifarForm, Path] | None:
     return None
 
 
-def mnist_places(folder: Path, name: str) -> list[Path]:
-    """Returns the folders, in or below a data folder, that may hold MNIST's files or its variants'; likeliest first."""
+def mnist_folders(folder: Path, name: str) -> list[Path]:
+    """Returns the folders in a data folder that may hold the files of MNIST or Fashion-MNIST, likeliest first."""
     own, kept = folder / name, KNOWN[name].folder
     below = [own, own / "raw", own / kept / "raw", folder / kept / "raw"]
     # The data folder itself may have this set's files, or another set's under the same names.
@@ -197,20 +197,20 @@ def mnist_places(folder: Path, name: str) -> list[Path]:
 
 
 def mnist_files(place: Path) -> dict[str, Path]:
-    """Returns {published name: path} of MNIST's four files, compressed or not; {} if one is missing."""
+    """Returns {published name: path} of MNIST's four files, compressed or not, or {} if one is missing."""
     found = {name: file for name in _MNIST_FILES if (file := find_file(name, [place]))}
     return found if len(found) == len(_MNIST_FILES) else {}
 
 
 def find_file(name: str, places: list[Path]) -> Path | None:
-    """Finds a published file in the first folder that has it; its name may lack .gz, or be "x.idx3" for "x-idx3"."""
+    """Returns the path of a published file in the first folder that has it, also uncompressed or as "x.idx3"."""
     plain = name.removesuffix(".gz")
     words = (name, plain, plain.replace("-idx", ".idx"))
     return next((place / word for place in places for word in words if (place / word).is_file()), None)
 
 
 def mnist_name(files: dict[str, Path]) -> str:
-    """Returns "mnist" or "fashion-mnist" for files of these names, by the first test labels; "" if unknown."""
+    """Returns "mnist" or "fashion-mnist", whose files have the same names, by the first test labels, or ""."""
     if not files:
         return ""
     path = files["t10k-labels-idx1-ubyte.gz"]

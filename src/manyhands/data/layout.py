@@ -54,7 +54,7 @@ class FolderLayout:
 
 
 def read_layout(root: Path) -> FolderLayout:
-    """Recognizes splits by folder names. Raises UserError: the names are ambiguous."""
+    """Recognizes splits by folder names. Raises UserError if the names are ambiguous."""
     folders = folders_in(root)
     kinds = _split_kinds(folders)
     others = [name for name in folders if name not in kinds]
@@ -76,7 +76,7 @@ def read_layout(root: Path) -> FolderLayout:
     train = _choose_folder(root, training)
     if len(beside) > 1:
         what = f'"{train}" may be the training split, or a class like {_quoted(beside)}'
-        _refuse(root, what, f"if a split, give its path: {root / train}", f'if a class, rename "{train}"')
+        _refuse_layout(root, what, f"if a split, give its path: {root / train}", f'if a class, rename "{train}"')
     val, test = (
         _choose_folder(root, [name for name in evaluated if kinds[name] == kind and folders_in(root / name)])
         for kind in ("val", "test")
@@ -84,23 +84,23 @@ def read_layout(root: Path) -> FolderLayout:
     for name in evaluated:
         if not folders_in(root / name):
             if kinds[name] == "val" and not val and holds_pictures(root / name):
-                _refuse(root, f'"{name}" has no class folders', _SORT.format(name))
+                _refuse_layout(root, f'"{name}" has no class folders', _SORT.format(name))
             notes.append(f"{name}/ is not evaluated: the folder has no class folders")
     used = tuple(filter(None, (train, val, test)))
     if any(name not in _EXACT for name in used) or any(holds_pictures(root / name) for name in others):
         notes.insert(0, _describe_uses(used))
     unused = tuple(name for name in folders if name not in used)
-    return FolderLayout(tuple(_without_nesting(root, name) for name in used), unused=unused, notes=tuple(notes))
+    return FolderLayout(tuple(_skip_nested_folder(root, name) for name in used), unused=unused, notes=tuple(notes))
 
 
-def split_word(path: str) -> str:
-    """Returns the split that a folder's name means, such as "train" for "Training"; "valid" is unchanged."""
+def split_kind(path: str) -> str:
+    """Returns the split that a folder name means: "train" for "Training", "valid" for "valid", "" for "cats"."""
     name = path.rpartition("/")[2]
     return name if name in _EXACT else parse_split(name)[0]
 
 
 def _split_kinds(folders: Iterable[str]) -> dict[str, str]:
-    """Maps split folders to "train", "val" …. A name with other words needs a partner: pets_train and pets_test."""
+    """Returns the split of each split folder. Names with other words must form a pair: pets_train and pets_test."""
     parsed = {name: parse_split(name) for name in folders}
     kinds = {rest: {kind for kind, other in parsed.values() if kind and other == rest} for _, rest in parsed.values()}
     common = {rest for rest, found in kinds.items() if "train" in found and len(found) > 1}
@@ -108,7 +108,7 @@ def _split_kinds(folders: Iterable[str]) -> dict[str, str]:
 
 
 def parse_split(name: str) -> tuple[str, tuple[str, ...]]:
-    """Parses a folder's name into (split or "", other words): "pets_train_images" gives ("train", ("pets",))."""
+    """Returns the split (or "") and the other words in a folder's name: ("train", ("pets",)) for "pets_train"."""
     words = re.findall(r"[^\W\d_]+", re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name).lower())
     words = [joined[1] if (joined := _JOINED.fullmatch(word)) else word for word in words]
     found = sorted({_SPLITS[word] for word in words if word in _SPLITS})
@@ -122,7 +122,7 @@ def _has_classes(folder: Path) -> bool:
 
 
 def _splits_inside(root: Path, classes: Sequence[str]) -> tuple[str, ...]:
-    """Returns the splits that every class folder holds, as in cat/train, cat/test, dog/train, dog/test; else ()."""
+    """Returns the splits in each class folder, as in cat/train, cat/test, dog/train, dog/test, or () if none."""
     kinds = {name: _split_kinds(folders_in(root / name)) for name in classes}
     found = {kind for inner in kinds.values() for kind in inner.values()}
     if "train" not in found or not found & {"val", "test"}:
@@ -139,7 +139,7 @@ def _splits_inside(root: Path, classes: Sequence[str]) -> tuple[str, ...]:
     if contents.keys() != {tuple(sorted(splits))}:
         held = "; ".join(f"{name}/ holds {', '.join(content)}" for content, name in [*contents.items()][:2])
         name = next(iter(contents.values()))
-        _refuse(
+        _refuse_layout(
             root,
             f"class folders hold splits, but not each holds {', '.join(splits)} and nothing else: {held}",
             "give each class folder the same splits, and nothing else",
@@ -150,16 +150,16 @@ def _splits_inside(root: Path, classes: Sequence[str]) -> tuple[str, ...]:
 
 
 def _choose_folder(root: Path, names: list[str]) -> str:
-    """Returns the folder to use for a split, or "" if there is none. Raises UserError: several are possible."""
+    """Returns which of `names` to use for a split, or "" if there are none. Raises UserError if that is ambiguous."""
     exact = [name for name in _EXACT if name in names]
     if not exact and len(names) > 1:
         hint = f"rename the folder to use to {parse_split(names[0])[0]}, or move the others elsewhere"
-        _refuse(root, f"the folders {_quoted(names)} are for the same split", hint)
+        _refuse_layout(root, f"the folders {_quoted(names)} are for the same split", hint)
     return next(iter(exact + names), "")
 
 
-def _without_nesting(root: Path, name: str) -> str:
-    """Returns "train/train" if that is the only subfolder of "train", as in unpacked archives; else `name`."""
+def _skip_nested_folder(root: Path, name: str) -> str:
+    """Returns "train/train" for "train" if that is its only subfolder, as in unpacked archives, else `name`."""
     inner = root / name / name
     single = folders_in(root / name) == (name,) and not inner.is_symlink() and bool(folders_in(inner))
     return f"{name}/{name}" if single else name
@@ -170,14 +170,14 @@ def _refuse_splits_as_classes(root: Path, kinds: dict[str, str], others: list[st
     if len(names) > 1 and "train" in kinds.values():
         rename = f"rename folders that are classes, such as {names[0]} to class-{names[0]}"
         what = f"the folders {_quoted(names)} have names of splits, but hold no class folders"
-        _refuse(root, what, _SORT.format(names[0]), rename)
+        _refuse_layout(root, what, _SORT.format(names[0]), rename)
     splits = len(names) > 1 or (names and folders_in(root / names[0]))
     if splits and not any(holds_pictures(root / name) for name in others):
         hint = f"name the folder of class folders: {root / names[0]}"
-        _refuse(root, f"there is {_quoted(names)}, but no training split", hint, 'or add a folder named "train"')
+        _refuse_layout(root, f"there is {_quoted(names)}, but no training split", hint, 'or add a folder named "train"')
 
 
-def _refuse(root: Path, what: str, *hints: str) -> NoReturn:
+def _refuse_layout(root: Path, what: str, *hints: str) -> NoReturn:
     raise UserError(what, str(root), hints)
 
 
@@ -189,26 +189,26 @@ def _quoted(names: Iterable[str]) -> str:
     return ", ".join(f'"{name}"' for name in names)
 
 
-def plain_form(name: str) -> str:
-    """Normalizes a name, so that names that look the same are equal: Unicode NFC, without spaces at the ends."""
+def normalize_name(name: str) -> str:
+    """Converts a name to Unicode NFC without spaces at the ends, so that names that look the same are equal."""
     return unicodedata.normalize("NFC", name).strip()
 
 
 def lookalike_difference(name: str, known: Iterable[str]) -> str:
-    """Describes how a name differs from a known name that looks the same; "" if no known name does."""
+    """Describes how a name differs from a known name that looks the same, or returns "" if there is none."""
     for other in known:
-        if other != name and plain_form(other) == plain_form(name):
+        if other != name and normalize_name(other) == normalize_name(name):
             how = "spaces at the start or end" if other.strip() == name.strip() else "Unicode form (such as NFC, NFD)"
             return f"{name!a} and {other!a} differ in {how}"
     return ""
 
 
 def is_junk(name: str) -> bool:
-    """True for the name of a hidden file or folder, or of a system file such as Thumbs.db."""
+    """Returns True for the name of a hidden file or folder, or of a system file such as Thumbs.db."""
     return name.startswith(".") or name.lower() in _JUNK
 
 
-class Unused:
+class UnusedFiles:
     """Counts the unused files and folders of a data set by kind, with an example of each kind."""
 
     def __init__(self) -> None:
@@ -216,7 +216,7 @@ class Unused:
         self._examples: dict[str, str] = {}
 
     def add(self, path: str, kind: str) -> None:
-        """Counts a path below the data set's root; `kind` is "folder", "file" or a description of another kind."""
+        """Counts a path, relative to the data set's root. `kind`: "folder", "file" or a description of another kind."""
         name = path.rpartition("/")[2]
         if kind == "folder":
             word, path = f"{name}/", f"{path}/"
@@ -231,7 +231,7 @@ class Unused:
         self._examples[word] = min(path, self._examples.get(word, path))
 
     def add_files(self, folder: Path, prefix: str = "") -> None:
-        """Counts the files and junk folders directly in `folder`; its other subfolders are classes."""
+        """Counts the files and system folders directly in `folder`. All other subfolders are classes."""
         for entry, kind in _entries(folder):
             if kind != "folder" or is_junk(entry.name):
                 self.add(prefix + entry.name, kind)
@@ -254,12 +254,12 @@ class Unused:
 
 
 def list_classes(
-    root: Path, classes: Sequence[str], entered: set[Identity], unused: Unused, prefix: str
+    root: Path, classes: Sequence[str], entered: set[Identity], unused: UnusedFiles, prefix: str
 ) -> list[numpy.ndarray]:
-    """Returns the pictures in each class folder, at any depth, as sorted paths below `root`; an array per class.
+    """Returns an array for each class folder, with the sorted paths, relative to `root`, of pictures at any depth.
 
     Adds folders to `entered`, and other files, with `prefix`, to `unused`. Follows symbolic links last, and not to
-    entered folders: they could be loops, or put pictures into two classes. Raises UserError: a folder is unreadable.
+    entered folders, which could be loops or in two classes. Raises UserError if a folder is unreadable.
     """
 
     def is_new(name: str) -> bool:
@@ -292,7 +292,7 @@ def list_classes(
                 else:
                     unused.add(prefix + name, kind)
         queue += [(number, link) for link in sorted(links)]
-        found[number] = PictureNames.of(sorted(pictures)).names
+        found[number] = PictureNames.from_strings(sorted(pictures)).names
     return [found[number] for number in range(len(classes))]
 
 
@@ -308,12 +308,12 @@ def class_identities(root: Path, folders: Sequence[str]) -> set[Identity]:
 
 
 def folders_in(root: Path) -> tuple[str, ...]:
-    """Returns the names of subfolders and links to folders, except junk. Raises UserError: `root` can't be read."""
+    """Returns the names of subfolders and links to folders, except system folders. Raises UserError on failure."""
     return tuple(sorted(entry.name for entry, kind in _entries(root) if kind == "folder" and not is_junk(entry.name)))
 
 
 def holds_pictures(folder: Path, *, deep: bool = True, suffixes: frozenset[str] = PICTURE_SUFFIXES) -> bool:
-    """True if a folder contains pictures or, with `deep`, a subfolder does. Doesn't follow links."""
+    """Returns True if a folder or, with `deep`, a subfolder contains pictures. Doesn't follow links."""
     for _, below, files in os.walk(folder):
         below[:] = [name for name in below if deep and not is_junk(name)]
         if any(Path(name).suffix.lower() in suffixes and not is_junk(name) for name in files):

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from manyhands.core.devices import is_accelerator, is_tested
+from manyhands.core.devices import is_accelerator, is_tested_accelerator
 from manyhands.core.errors import ManyhandsError, RunError
 from manyhands.core.machine import cores
 from manyhands.core.scratch import workers_folder
-from manyhands.data.child import begin_worker
+from manyhands.data.child import set_up_worker
 from manyhands.data.samples import Answer, CustomSamples, FileSamples, Request
 from manyhands.data.splits import ImageFiles, ImagesInMemory, Source
 from manyhands.data.transforms import Batch, Normalize, Pixels, augment, center_crop, set_channels
@@ -42,10 +42,10 @@ class Loader(ABC):
 
     @abstractmethod
     def batches(self, epoch: int, requests: Iterable[Tensor]) -> Iterator[Batch]:
-        """Yields a batch for each request, in order; a request is an int64 tensor [n] of sample indices.
+        """Yields a batch for each request, in order. A request is a tensor of sample indices, int64 [n].
 
         Prefetches, so only one iterator may be active. A sample's pixels depend only on the seed, the epoch and its
-        index. Raises CorruptImageError: a picture can't be read.
+        index. Raises CorruptImageError if a picture can't be read.
         """
 
     def close(self) -> None:  # noqa: B027 - most loaders have nothing to end
@@ -67,10 +67,10 @@ def open_loader(  # noqa: PLR0913 - all but two are named
 ) -> Loader:
     """Creates a loader without reading data or starting processes.
 
-    Pictures are normalized in float32 (float64 if `dtype` is float64), then converted to `dtype`. `workers`: decoding
-    processes for samples that are not in memory; 0: decode in this process, -1: chosen from the number of cores.
-    `classes`: number of classes, to check the labels of user data; 0: unchecked. `replaces`: replace an unreadable
-    training picture by another one instead of raising an error.
+    Pictures are normalized in float32 (float64 if `dtype` is float64), then converted to `dtype`. `workers`: number of
+    decoding processes for samples that aren't in memory (0: decode in this process, -1: chosen by the number of cores).
+    `classes`: number of classes, to check the labels of user data (0: don't check). With `replaces`, an unreadable
+    training picture is replaced by another picture instead of raising an error.
     """
     layout = torch.channels_last if channels_last else torch.contiguous_format
     normalize = Normalize(pixels, torch.device(device), dtype, layout)
@@ -84,9 +84,9 @@ def open_loader(  # noqa: PLR0913 - all but two are named
 
 
 class MemoryLoader(Loader):
-    """Loads pictures from memory; processes several small requests at once to reduce the overhead of operations.
+    """Loads pictures from memory. Processes several small requests at once, which takes fewer operations.
 
-    Grouping requests doesn't change pixels: augmentation depends only on the sample, normalization only on the pixel.
+    The results are the same, because augmentation depends only on the sample and normalization only on the pixel.
     """
 
     def __init__(self, source: ImagesInMemory, pixels: Pixels, normalize: Normalize, *, train: bool, seed: int) -> None:
@@ -108,20 +108,20 @@ class MemoryLoader(Loader):
         self._ahead_samples = max(1, _AHEAD_BYTES // (4 * pixels.channels * pixels.size**2))
 
     def batches(self, epoch: int, requests: Iterable[Tensor]) -> Iterator[Batch]:
-        gathered = map(self._gather, _grouped(iter(requests), self._ahead_samples))
+        gathered = map(self._gather, _group_requests(iter(requests), self._ahead_samples))
         for images, labels, (group, samples) in gathered:
             sizes = [len(request) for request in group]
-            images = copied_to(self._normalize.device, images).view(-1, *self._shape)
+            images = copy_to_device(self._normalize.device, images).view(-1, *self._shape)
             images = set_channels(images, self._pixels.channels)
             if not (self._cuts or self._sized):
                 images = center_crop(images, self._pixels)
             if self._train:
                 images = augment(images, self._pixels, self._seed, epoch, samples)
             served = self._normalize(images).split(sizes)
-            yield from map(Batch, served, copied_to(self._normalize.device, labels).split(sizes), group)
+            yield from map(Batch, served, copy_to_device(self._normalize.device, labels).split(sizes), group)
 
     def _gather(self, group: list[Tensor]) -> tuple[Tensor, Tensor, tuple[list[Tensor], Tensor]]:
-        """Returns (pictures uint8 [n, C * H * W], labels int64 [n], (requests, their concatenation int64 [n]))."""
+        """Returns the pictures, uint8 [n, C * H * W], and labels, int64 [n], of some requests, and the requests."""
         samples = group[0] if len(group) == 1 else torch.cat(group)
         if self._pins:
             samples = samples.pin_memory()
@@ -133,7 +133,7 @@ class MemoryLoader(Loader):
         return images, self._labels.index_select(0, where), (group, samples)
 
 
-def _grouped(requests: Iterable[Tensor], samples: int) -> Iterator[list[Tensor]]:
+def _group_requests(requests: Iterable[Tensor], samples: int) -> Iterator[list[Tensor]]:
     group: list[Tensor] = []
     held = 0
     for request in requests:
@@ -147,51 +147,51 @@ def _grouped(requests: Iterable[Tensor], samples: int) -> Iterator[list[Tensor]]
 
 
 def _on_device(images: Tensor, device: torch.device) -> Tensor:
-    """Moves the pictures to the device if it is an accelerator and they need at most half of its free memory."""
-    if not is_tested(device):
+    """Moves pictures to an accelerator if they fit into half of its free memory. Otherwise returns `images`."""
+    if not is_tested_accelerator(device):
         return images
     free, _ = torch.get_device_module(device).mem_get_info(device)
     return images.to(device) if images.nbytes <= free // 2 else images
 
 
-def worker_count(requested: int, processes: int = 1) -> int:
-    """Returns the number of decoding processes per rank; `requested` -1: an equal share of the cores, at most 8."""
+def workers_per_rank(requested: int, processes: int = 1) -> int:
+    """Returns the number of decoding processes per rank: `requested` or, for -1, the rank's cores, at most 8."""
     if requested >= 0:
         return requested
     return max(1, min(_MOST_WORKERS, int(cores()) // max(1, processes)))
 
 
 class WorkerLoader(Loader):
-    """Decodes files or reads user data, in worker processes (two requests ahead per worker) or in this process."""
+    """Decodes files or reads user data in this process or in worker processes, each two requests ahead."""
 
     def __init__(self, samples: FileSamples | CustomSamples, normalize: Normalize, workers: int) -> None:
         super().__init__()
         self._samples, self._normalize = samples, normalize
-        self._requests = _Requests()
+        self._requests = _RequestSampler()
         plain = isinstance(samples, CustomSamples) and samples.tensors is not None
-        self._count = 0 if plain else worker_count(workers)
+        self._count = 0 if plain else workers_per_rank(workers)
         self._loader: DataLoader[Any] | None = None
         self._answers: Any = None  # torch's iterator, which owns the processes
 
     def batches(self, epoch: int, requests: Iterable[Tensor]) -> Iterator[Batch]:
         posted = self._requests.begin(epoch, requests)
-        answers = self._from_workers() if self._count else map(self._samples.__getitems__, self._requests)
+        answers = self._receive_answers() if self._count else map(self._samples.__getitems__, self._requests)
         for answer in answers:
             if isinstance(answer, ManyhandsError):
                 self.close()
                 raise answer
             self.replaced += answer[2]
-            images, labels = (copied_to(self._normalize.device, values) for values in answer[:2])
+            images, labels = (copy_to_device(self._normalize.device, values) for values in answer[:2])
             yield Batch(self._normalize(images), labels, posted.popleft())
 
     def close(self) -> None:
-        """Ends the worker processes now; the garbage collector might close their queues first, then wait 10 seconds."""
+        """Ends the worker processes now. The garbage collector might close their queues first, and wait 10 seconds."""
         end = getattr(self._answers, "_shutdown_workers", None)
         self._answers = self._loader = None
         if end is not None:
             end()
 
-    def _from_workers(self) -> Iterator[Answer | ManyhandsError]:
+    def _receive_answers(self) -> Iterator[Answer | ManyhandsError]:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # about fork in a process with threads, and more workers than cores
@@ -212,20 +212,20 @@ class WorkerLoader(Loader):
             self._samples,  # pyright: ignore[reportArgumentType]  # torch calls __getitems__ alone
             batch_sampler=self._requests,  # pyright: ignore[reportArgumentType]
             num_workers=self._count,
-            collate_fn=_identity,
+            collate_fn=_return_unchanged,
             persistent_workers=True,
             pin_memory=is_accelerator(self._normalize.device),
-            worker_init_fn=functools.partial(begin_worker, parent=os.getpid(), follow=in_main_thread),
+            worker_init_fn=functools.partial(set_up_worker, parent=os.getpid(), end_with_thread=in_main_thread),
             # A fork inherits the user's data set, lambdas included.
             multiprocessing_context="fork" if sys.platform == "linux" else None,
         )
 
 
 def create_socket_folder() -> None:
-    """Creates multiprocessing's folder for sockets in the run's temporary folder, or elsewhere if its path is too long.
+    """Creates the folder for multiprocessing's sockets: in the temporary folder of the run if its path is short enough.
 
-    Forked processes inherit the folder; otherwise each process creates its own when it first sends a tensor. Raises
-    RunError: no writable folder has a path that is short enough.
+    Forked processes inherit the folder. Without this call, each process creates its own when it first sends a tensor.
+    Raises RunError if no writable folder has a path that is short enough.
     """
     before = tempfile.gettempdir()
     for place in map(str, filter(None, (workers_folder(), before, *_SHORT))):
@@ -241,11 +241,11 @@ def create_socket_folder() -> None:
         tempfile.tempdir = before
 
 
-class _Requests:
-    """A batch sampler for torch's DataLoader that yields the current epoch's requests."""
+class _RequestSampler:
+    """A batch sampler for torch's DataLoader, which yields the requests of the current epoch."""
 
     def begin(self, epoch: int, requests: Iterable[Tensor]) -> deque[Tensor]:
-        """Sets the requests of an epoch; returns a queue that gets each request when it is sent to a worker."""
+        """Sets the requests of an epoch. Returns a queue to which each request is added when it is sent to a worker."""
         self._epoch, self._requests, self._posted = epoch, requests, deque[Tensor]()
         return self._posted
 
@@ -256,11 +256,11 @@ class _Requests:
             yield self._epoch, samples.tolist()
 
 
-def _identity(answer: Any) -> Any:
+def _return_unchanged(answer: Any) -> Any:
     return answer
 
 
-def copied_to(device: torch.device, values: Tensor) -> Tensor:
+def copy_to_device(device: torch.device, values: Tensor) -> Tensor:
     """Copies values to a device through pinned memory, so that the host doesn't wait for an accelerator."""
     if values.device.type == "cpu" and is_accelerator(device) and not (values.is_pinned() and values.is_contiguous()):
         values = values.contiguous().pin_memory()

@@ -12,14 +12,14 @@ from manyhands.core.user_code import is_object_reference
 from manyhands.data.known import CHOICES, find_choice, known_set_at
 from manyhands.data.options import DataOptions, data_folder
 from manyhands.data.samples import splits_of_objects, splits_of_targets, splits_to_evaluate
-from manyhands.data.splits import Source, Splits, by_names, take
+from manyhands.data.splits import Source, Splits, map_labels_by_name, take
 from manyhands.data.transforms import Pixels, spread
 
 _AHEAD: dict[tuple[str, str], Splits] = {}  # results of `open_ahead`, by options and folder
 
 
 def open_ahead(options: DataOptions) -> None:
-    """Opens a data set, without downloads, for processes forked later. They report the errors that are ignored here."""
+    """Opens a data set, without downloads, for processes that are forked later. Ignores errors, which they report."""
     with contextlib.suppress(UserError):
         _AHEAD[_options_key(options)] = open_data(options.model_copy(update={"download": False}))
 
@@ -29,32 +29,32 @@ def _options_key(options: DataOptions) -> tuple[str, str]:
 
 
 def open_data(options: DataOptions) -> Splits:
-    """Opens the data set `options.name`, downloading it if needed. Raises UserError: the data can't be used."""
+    """Opens the data set `options.name`, and downloads it if needed. Raises UserError if the data can't be used."""
     if ahead := _AHEAD.get(_options_key(options)):
         return ahead
     if known := known_set_at(options.name):
         options = options.model_copy(update={"name": known[0], "dir": known[1]})
     choice = load_choice(CHOICES, find_choice(options.name))
-    return with_named_held_out(_limit_samples(choice.open(options.name, options), options), options)
+    return add_named_held_out(_limit_samples(choice.open(options.name, options), options), options)
 
 
-def with_named_held_out(splits: Splits, options: DataOptions) -> Splits:
-    """Adds the data set `options.held_out`, if set, for the final test. Raises UserError: its classes differ."""
+def add_named_held_out(splits: Splits, options: DataOptions) -> Splits:
+    """Adds the data set `options.held_out`, if set, for the final test. Raises UserError if its classes differ."""
     if not options.held_out:
         return splits
     own = options.model_copy(update={"name": options.held_out, "held_out": "", "train_samples": 0, "test_samples": 0})
-    opened = open_whole(own) if is_plain_folder(own.name) else open_data(own)
-    source = by_names(opened.test, opened.classes, splits.classes or opened.classes, options.held_out)
-    return _with_held_out(splits, source, options.held_out)
+    opened = open_unsplit_folder(own) if is_unsplit_folder(own.name) else open_data(own)
+    source = map_labels_by_name(opened.test, opened.classes, splits.classes or opened.classes, options.held_out)
+    return _add_held_out(splits, source, options.held_out)
 
 
-def _with_held_out(splits: Splits, source: Source, place: str) -> Splits:
+def _add_held_out(splits: Splits, source: Source, place: str) -> Splits:
     text = f"{splits.description}; {len(source):,} more of {place} for the final test"
     return replace(splits, held_out=source, description=text)
 
 
-def is_plain_folder(name: str) -> bool:
-    """True for a folder of class folders without splits. Raises UserError: the layout is ambiguous."""
+def is_unsplit_folder(name: str) -> bool:
+    """Returns True for a folder of class folders without splits. Raises UserError if the layout is ambiguous."""
     if is_object_reference(name) or known_set_at(name) or find_choice(name) != "user":
         return False
     from manyhands.data.layout import read_layout
@@ -64,8 +64,8 @@ def is_plain_folder(name: str) -> bool:
     return not (open_pack(place).groups[0].word if is_pack(place) else read_layout(place).splits)
 
 
-def open_whole(options: DataOptions) -> Splits:
-    """Opens a folder without splits for evaluation; both splits get all pictures, or `options.test_samples` of them."""
+def open_unsplit_folder(options: DataOptions) -> Splits:
+    """Opens an unsplit folder for evaluation. Both splits have all pictures, or `options.test_samples` of them."""
     from manyhands.data.gallery import open_folder
 
     opened = open_folder(Path(options.name).expanduser(), options, whole=True)
@@ -73,28 +73,28 @@ def open_whole(options: DataOptions) -> Splits:
     return replace(opened, train=test, test=test)
 
 
-def from_objects(train: Any, test: Any | None, options: DataOptions, held_out: Any | None = None) -> Splits:
-    """Wraps the user's data sets: torch Datasets, or objects with __len__ and __getitem__; see `UserSamples`.
+def wrap_data_sets(train: Any, test: Any | None, options: DataOptions, held_out: Any | None = None) -> Splits:
+    """Wraps the user's data sets, which are torch Datasets or other objects with __len__ and __getitem__.
 
-    Without `test`, the fraction `options.validation` of the training samples is used for evaluation; `held_out` is
-    evaluated once, at the end. Raises UserError: an object is not a data set, or has unusable samples.
+    Without `test`, the fraction `options.validation` of the training samples is used for evaluation. `held_out` is
+    evaluated once, at the end. Raises UserError if an object is not a data set, or has unusable samples.
     """
-    splits = with_named_held_out(_limit_samples(splits_of_objects(train, test, options), options), options)
+    splits = add_named_held_out(_limit_samples(splits_of_objects(train, test, options), options), options)
     if held_out is None:
         return splits
     place = "the held-out set"
-    return _with_held_out(splits, splits_to_evaluate(held_out, splits.classes, place).test, place)
+    return _add_held_out(splits, splits_to_evaluate(held_out, splits.classes, place).test, place)
 
 
-def from_targets(train: Any, options: DataOptions) -> Splits:
-    """Wraps samples whose targets are not classes, for a custom loss; see `UserSamples`."""
+def wrap_targets(train: Any, options: DataOptions) -> Splits:
+    """Wraps a data set whose targets are not classes, for a custom loss."""
     return _limit_samples(splits_of_targets(train), options)
 
 
 def resolve_pixels(
     options: DataOptions, pixels: Pixels, *, model_channels: int | None = None, model_size: int | None = None
 ) -> Pixels:
-    """Returns the preprocessing to use: each setting is taken from the options, else the model, else `pixels`."""
+    """Returns the preprocessing to use. Each setting is the option, else the model's, else that of `pixels`."""
     channels = options.channels or model_channels or pixels.channels
     size = options.image_size or model_size or pixels.size
     return replace(
@@ -112,7 +112,7 @@ def resolve_pixels(
 
 
 def _limit_samples(splits: Splits, options: DataOptions) -> Splits:
-    """Limits the splits to `train_samples` and `test_samples` samples: a random choice, the same each time."""
+    """Limits the splits to `train_samples` and `test_samples` random samples, the same in every run."""
     train = _subset(splits.train, options.train_samples)
     test = _subset(splits.test, options.test_samples)
     held_out = _subset(splits.held_out, options.test_samples) if splits.held_out is not None else None
@@ -127,7 +127,7 @@ def _subset(source: Source, count: int) -> Source:
 
 
 def _per_channel(values: tuple[float, ...], channels: int, where: str) -> tuple[float, ...]:
-    """Returns a mean or deviation per channel: a single value is repeated, three are averaged for grey pictures."""
+    """Returns one mean or deviation for each channel. Repeats a single value, and averages three for grey pictures."""
     if where == "data.std" and min(values) <= 0:
         raise UserError("a standard deviation must be above zero", where, (f"use positive values, not {list(values)}",))
     if len(values) == channels:

@@ -70,31 +70,31 @@ class DataOptions(Options):
 
 
 def cache_folder() -> Path:
-    """Returns the folder that MANYHANDS_CACHE names, else the user's cache folder. Doesn't create it."""
+    """Returns the path in MANYHANDS_CACHE, or of the user's cache folder. Doesn't create the folder."""
     named = os.environ.get("MANYHANDS_CACHE", "")
     return Path(named).expanduser() if named else Path(user_cache_dir("manyhands"))
 
 
 def data_folder(options: DataOptions) -> Path:
-    """Returns the folder of named data sets: options.dir, MANYHANDS_DATA, or data/ in the cache. Doesn't create it."""
+    """Returns the path for named data sets: options.dir, MANYHANDS_DATA, or data/ in the cache folder."""
     named = options.dir or os.environ.get("MANYHANDS_DATA", "")
     return Path(named).expanduser() if named else cache_folder() / "data"
 
 
 def private_folder(name: str) -> Path:
-    """Creates a private cache folder for executable code. Raises UserError: other users can write to the folder."""
+    """Creates a private cache folder for executable code. Raises UserError if other users can write to it."""
     folder = Path()
     for base in (cache_folder(), Path(user_cache_dir("manyhands"))):
         folder = base / name
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if is_ours_alone(folder) and not any(others_can_write(place.stat()) for place in folder.resolve().parents):
+        if is_private(folder) and not any(others_can_write(place.stat()) for place in folder.resolve().parents):
             return folder
     what = "other users can write to the folder that manyhands loads code from"
     raise UserError(what, str(folder), ("set MANYHANDS_CACHE to a private folder",))
 
 
 def others_can_write(folder: os.stat_result) -> bool:
-    """True if any user except root and the current user may replace the content of a folder."""
+    """Returns True if a user other than root and the current user may replace the content of a folder."""
     mode, user = folder.st_mode, os.getuid()
     # Many systems give each user a group with the same ID as the user.
     writable = mode & stat.S_IWOTH or (mode & stat.S_IWGRP and folder.st_gid not in {0, user})
@@ -102,8 +102,8 @@ def others_can_write(folder: os.stat_result) -> bool:
     return folder.st_uid not in {0, user} or bool(writable and not mode & stat.S_ISVTX)
 
 
-def is_ours_alone(path: Path) -> bool:
-    """True for a file or folder (not a symbolic link) that only the current user, its owner, can write to."""
+def is_private(path: Path) -> bool:
+    """Returns True for a file or folder (not a symbolic link) that the current user owns and no other can write to."""
     with suppress(FileNotFoundError):
         state = path.lstat()
         return not stat.S_ISLNK(state.st_mode) and state.st_uid == os.getuid() and not state.st_mode & 0o022

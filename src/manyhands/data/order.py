@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from manyhands.core.errors import UserError
-from manyhands.core.seeds import derive
+from manyhands.core.seeds import derive_seed
 from manyhands.core.world import Share, Span
 
 ALIGNED_SHARE_LIMIT = 1.15  # maximum ratio to the fair share if alignment with BatchNorm groups saves communication
@@ -36,12 +36,12 @@ class Order:
         return max(1, self.length // self.batch if self.drop_last else math.ceil(self.length / self.batch))
 
     def permutation(self, epoch: int) -> Tensor:
-        """Returns all samples of an epoch in order, int64 [length]."""
-        generator = torch.Generator().manual_seed(derive(self.seed, "order", epoch))
+        """Returns the indices of all samples, int64 [length], in the order of an epoch."""
+        generator = torch.Generator().manual_seed(derive_seed(self.seed, "order", epoch))
         return torch.randperm(self.length, generator=generator)
 
     def batches(self, epoch: int, first_step: int = 0) -> Iterator[Tensor]:
-        """Yields the global batches of an epoch from `first_step` on, as sample indices int64 [n], n ≤ `batch`."""
+        """Yields each global batch of an epoch from `first_step` on, as sample indices int64 [n], n ≤ `batch`."""
         samples = self.permutation(epoch)
         for step in range(first_step, self.steps_per_epoch):
             yield samples[step * self.batch : (step + 1) * self.batch]
@@ -49,51 +49,51 @@ class Order:
 
 @dataclass(frozen=True)
 class BatchSharing:
-    """The division of global batches into micro-batches, and of micro-batches into one share per process."""
+    """The division of global batches into micro-batches, and of each micro-batch into one share per process."""
 
     processes: int
     micro_batch: int = 0  # maximum samples of a process in one micro-batch; 0: no limit
     group: int = 0  # samples in a BatchNorm group; 0: no groups
     aligned: bool = True  # align shares with groups, if possible; False: equal shares
     shares: tuple[int, ...] = ()  # relative shares of the processes; empty: equal
-    most: int = 0  # maximum samples of a process in one pass since the run began; 0: unknown
+    largest_since_start: int = 0  # maximum samples of a process in one pass since the run began; 0: unknown
 
     @functools.cached_property
-    def edges(self) -> tuple[int, ...]:
+    def share_boundaries(self) -> tuple[int, ...]:
         return tuple(itertools.accumulate(self.shares or (1,) * self.processes, initial=0))
 
     @property
-    def largest(self) -> int:
-        """The maximum total of all processes' samples in one micro-batch; 0: no limit."""
-        return self.micro_batch * self.edges[-1] // max(self.shares, default=1)
+    def largest_micro_batch(self) -> int:
+        """The maximum number of samples in one micro-batch, of all processes together (0: no limit)."""
+        return self.micro_batch * self.share_boundaries[-1] // max(self.shares, default=1)
 
-    def within(self, most: int, count: int) -> "BatchSharing":
-        """Returns a copy for updates of `count` samples: `most` per rank and pass (0: any number), or one group."""
-        if self.micro_batch or not most:
-            return replace(self, most=self.largest_share(count))
-        widest = max(last - first for first, last in itertools.pairwise(group_edges(count, self.group)))
-        needed = math.ceil(widest * max(self.shares, default=1) / self.edges[-1])
-        fits = self.largest_share(count) <= most
-        return replace(self, micro_batch=0 if fits else max(most, needed), most=most)
+    def limited(self, limit: int, count: int) -> "BatchSharing":
+        """Returns a copy for `count` samples with micro-batches of `limit` per rank (0: any) or of one group."""
+        if self.micro_batch or not limit:
+            return replace(self, largest_since_start=self.largest_share(count))
+        widest = max(last - first for first, last in itertools.pairwise(group_boundaries(count, self.group)))
+        needed = math.ceil(widest * max(self.shares, default=1) / self.share_boundaries[-1])
+        fits = self.largest_share(count) <= limit
+        return replace(self, micro_batch=0 if fits else max(limit, needed), largest_since_start=limit)
 
     def largest_share(self, count: int) -> int:
-        """Returns the maximum number of samples of a process in one micro-batch, in an update of `count` samples."""
+        """Returns the largest number of samples of a process in a micro-batch, for updates of `count` samples."""
         return max(share.count for shares in self.micro_batches(count) for share in shares)
 
     def micro_batches(self, count: int) -> tuple[tuple[Share, ...], ...]:
-        """Divides `count` samples into micro-batches of one share per rank. Raises UserError: a group is too large."""
+        """Divides `count` samples into micro-batches, and each into one share for each process."""
         return _micro_batches(self, count)
 
 
 @functools.lru_cache(maxsize=256)
-def shares_of_micro_batch(count: int, group: int, bounds: tuple[int, int], processes: int) -> tuple[Share, ...]:
-    """Divides samples bounds[0] to bounds[1] of a batch of `count` equally; `group`: size of a BatchNorm group."""
-    return _shares(BatchSharing(processes, 0, group, aligned=False), group_edges(count, group), *bounds)
+def equal_shares(count: int, group: int, bounds: tuple[int, int], processes: int) -> tuple[Share, ...]:
+    """Divides samples bounds[0] to bounds[1] of a batch of `count` equally. `group`: samples in a BatchNorm group."""
+    return _divide_samples(BatchSharing(processes, 0, group, aligned=False), group_boundaries(count, group), *bounds)
 
 
 @functools.lru_cache(maxsize=64)
 def _micro_batches(batch_sharing: BatchSharing, count: int) -> tuple[tuple[Share, ...], ...]:
-    edges, limit = group_edges(count, batch_sharing.group), batch_sharing.largest or count
+    edges, limit = group_boundaries(count, batch_sharing.group), batch_sharing.largest_micro_batch or count
     bounds = [edges[0]]
     for first, last in itertools.pairwise(edges):
         if last - first > limit:
@@ -103,34 +103,34 @@ def _micro_batches(batch_sharing: BatchSharing, count: int) -> tuple[tuple[Share
             raise UserError(what, "train.micro_batch", ("raise train.micro_batch", hint))
         if last - bounds[-1] > limit:
             bounds.append(first)
-    return tuple(_shares(batch_sharing, edges, *each) for each in itertools.pairwise([*bounds, edges[-1]]))
+    return tuple(_divide_samples(batch_sharing, edges, *each) for each in itertools.pairwise([*bounds, edges[-1]]))
 
 
-def sharing(count: int, group: int, bounds: tuple[int, int]) -> Callable[[int, int], Share]:
-    """Returns a function (number of shares, index) -> share of the micro-batch; see `shares_of_micro_batch`."""
-    return lambda parts, index: shares_of_micro_batch(count, group, bounds, parts)[index]
+def equal_share_function(count: int, group: int, bounds: tuple[int, int]) -> Callable[[int, int], Share]:
+    """Returns a function that takes a number of shares and an index, and returns that share of `equal_shares`."""
+    return lambda parts, index: equal_shares(count, group, bounds, parts)[index]
 
 
-def group_edges(count: int, group: int) -> list[int]:
-    """Divides `count` samples into groups of `group` or fewer (0: of 1), equal to within 1; returns the boundaries."""
-    groups = math.ceil(count / group) if group else count
+def group_boundaries(count: int, group_size: int) -> list[int]:
+    """Returns the boundaries of BatchNorm groups of at most `group_size` samples, whose sizes differ by at most 1."""
+    groups = math.ceil(count / group_size) if group_size else count
     return [count * number // groups for number in range(groups + 1)]
 
 
-def _shares(batch_sharing: BatchSharing, edges: list[int], start: int, stop: int) -> tuple[Share, ...]:
+def _divide_samples(batch_sharing: BatchSharing, edges: list[int], start: int, stop: int) -> tuple[Share, ...]:
     inner = [edge for edge in edges if start <= edge <= stop]
-    bounds = _boundaries(inner, batch_sharing)
+    bounds = _share_boundaries(inner, batch_sharing)
     if not batch_sharing.group:
         return tuple(Share(first, last, (), ()) for first, last in bounds)
     cuts = {first for first, last in bounds if last > first} - set(inner)
     shared = sorted({bisect.bisect_right(inner, cut) - 1 for cut in cuts})
     sizes = tuple(inner[number + 1] - inner[number] for number in shared)
-    return tuple(Share(first, last, _spans(first, last, inner, shared), sizes) for first, last in bounds)
+    return tuple(Share(first, last, _group_spans(first, last, inner, shared), sizes) for first, last in bounds)
 
 
-def _boundaries(edges: list[int], batch_sharing: BatchSharing) -> list[tuple[int, int]]:
-    """Returns (start, stop) by rank: entire groups if shares stay nearly fair and none is empty, else fair shares."""
-    first, count, groups, cuts = edges[0], edges[-1] - edges[0], len(edges) - 1, batch_sharing.edges
+def _share_boundaries(edges: list[int], batch_sharing: BatchSharing) -> list[tuple[int, int]]:
+    """Returns each rank's (start, stop), of entire BatchNorm groups if such shares are nearly fair and not empty."""
+    first, count, groups, cuts = edges[0], edges[-1] - edges[0], len(edges) - 1, batch_sharing.share_boundaries
     fair = list(itertools.pairwise(first + count * cut // cuts[-1] for cut in cuts))
     aligned = list(itertools.pairwise(edges[groups * cut // cuts[-1]] for cut in cuts))
     largest = max(stop - start for start, stop in aligned)
@@ -145,7 +145,7 @@ def _boundaries(edges: list[int], batch_sharing: BatchSharing) -> list[tuple[int
     return aligned if longest <= ALIGNED_SHARE_LIMIT * longest_fair else fair
 
 
-def _spans(first: int, last: int, edges: list[int], shared: list[int]) -> tuple[Span, ...]:
+def _group_spans(first: int, last: int, edges: list[int], shared: list[int]) -> tuple[Span, ...]:
     spans, row = list[Span](), first
     while row < last:
         number = bisect.bisect_right(edges, row) - 1
@@ -157,19 +157,19 @@ def _spans(first: int, last: int, edges: list[int], shared: list[int]) -> tuple[
 
 
 def large_batch_note(batch: int, length: int) -> str:
-    """Returns a message if the batch is larger than the training set, else ""."""
+    """Returns a message if the batch is larger than the training split of `length` samples, else ""."""
     if batch <= length:
         return ""
     return f"each update uses all {length:,} training samples, fewer than the batch of {batch:,}"
 
 
 def evaluation_blocks(length: int, block: int) -> list[range]:
-    """Divides the evaluation split into ranges of `block` samples, for any number of ranks; the last may be smaller."""
+    """Divides `length` evaluation samples into ranges of `block` samples. The last range may be smaller."""
     return [range(start, min(start + block, length)) for start in range(0, length, block)]
 
 
-def dealt_blocks(count: int, shares: Sequence[int]) -> list[list[int]]:
-    """Returns block indices by rank: each block goes to the rank that would finish it first at the speeds `shares`."""
+def assign_blocks(count: int, shares: Sequence[int]) -> list[list[int]]:
+    """Assigns each block to the rank that would finish it first. Returns block indices by rank. `shares`: speeds."""
     dealt: list[list[int]] = [[] for _ in shares]
     waiting = [(1 / share, rank) for rank, share in enumerate(shares)]
     heapq.heapify(waiting)

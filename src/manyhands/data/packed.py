@@ -30,7 +30,7 @@ import numpy
 from pydantic import BaseModel, Field, NonNegativeInt, ValidationError
 
 from manyhands.core.errors import UserError
-from manyhands.core.files import open_file, read_object, replacing
+from manyhands.core.files import open_file, read_object, replaced_on_success
 
 FORMAT = 1
 DECODING = 2  # decoding of resized pictures; 1: content only in the alpha channel became black
@@ -50,14 +50,14 @@ DAMAGED = (ValueError, EOFError, KeyError, TypeError, RuntimeError, MemoryError,
 
 @dataclass(frozen=True, eq=False)
 class PictureNames:
-    """Paths of pictures, in files or in a pack. Objects are equal if their paths below the folder are equal."""
+    """Paths of pictures in a folder or its packed copy. Equal if the paths relative to the folder are equal."""
 
     names: numpy.ndarray  # bytes [n]
     root: str = ""  # the prefix of each path
     packed: "PackedRows | None" = None  # copies to read instead of the files
 
     @classmethod
-    def of(cls, names: Iterable[str]) -> "PictureNames":
+    def from_strings(cls, names: Iterable[str]) -> "PictureNames":
         return cls(numpy.array([name.encode(errors="surrogateescape") for name in names], numpy.bytes_))
 
     def __len__(self) -> int:
@@ -75,11 +75,11 @@ class PictureNames:
     __hash__ = None  # pyright: ignore[reportAssignmentType]
 
     def content(self, place: int) -> bytes | None:
-        """Returns a picture's bytes in the packed copy, None without a copy. Raises UserError: the copy was altered."""
+        """Returns a picture's bytes in the packed copy, or None without a copy. Raises UserError if it was altered."""
         return self.packed.pack.content(int(self.packed.rows[place])) if self.packed else None
 
     def file_states(self) -> tuple[numpy.ndarray, numpy.ndarray]:
-        """Returns sizes and modification times (ns) of the files, int64 [n] each; -1 for unreadable files."""
+        """Returns the sizes and the modification times (ns) of the files, int64 [n], with -1 for unreadable files."""
 
         def state(path: str) -> tuple[int, int]:
             try:
@@ -91,19 +91,19 @@ class PictureNames:
         found = numpy.fromiter(map(state, self), numpy.dtype((numpy.int64, 2)))
         return found[:, 0], found[:, 1]
 
-    def part(self, chosen: slice | Sequence[int] | numpy.ndarray) -> "PictureNames":
+    def take(self, chosen: slice | Sequence[int] | numpy.ndarray) -> "PictureNames":
         rows = chosen if isinstance(chosen, slice) else numpy.asarray(chosen, numpy.int64)
         packed = PackedRows(self.packed.pack, self.packed.rows[rows]) if self.packed else None
         return PictureNames(self.names[rows], self.root, packed)
 
     def blocks(self) -> Iterator[bytes]:
-        """Yields the names, some thousand at a time, as bytes with a zero byte after each name."""
+        """Yields blocks of some thousand names, as bytes with a zero byte after each name."""
         for first in range(0, len(self), _BLOCK):
             yield b"".join(name + b"\0" for name in self.names[first : first + _BLOCK].tolist())
 
 
-class PackedGroup(NamedTuple):
-    """The pictures of one split of a folder, such as train/, in consecutive rows of the pack."""
+class PackedSplit(NamedTuple):
+    """The consecutive rows of a pack with the pictures of one split, such as train/."""
 
     word: Annotated[str, Field(pattern="^[a-z]*$")]  # the split's name; empty: the folder has no splits
     start: NonNegativeInt
@@ -124,7 +124,7 @@ class PackedSet(BaseModel, frozen=True, arbitrary_types_allowed=True):
 
     folder: Path
     classes: tuple[str, ...]
-    groups: tuple[PackedGroup, ...]
+    groups: tuple[PackedSplit, ...]
     shards: tuple[ShardEntry, ...]
     size: NonNegativeInt  # limit of the shorter side; 0: pictures are unchanged
     quality: NonNegativeInt  # of resized JPEGs; 0: pictures are unchanged
@@ -146,7 +146,7 @@ class PackedSet(BaseModel, frozen=True, arbitrary_types_allowed=True):
         )  # fmt: skip
 
     def content(self, row: int) -> bytes:
-        """Returns the bytes of a picture's file. Raises UserError: the shard was altered."""
+        """Returns the bytes of a picture's file. Raises UserError if the shard was altered."""
         shard, offset, length, crc = (int(self.columns[name][row]) for name in ("shard", "offset", "length", "crc"))
         entry = self.shards[shard]
         path = self.folder / entry.name
@@ -160,7 +160,7 @@ class PackedSet(BaseModel, frozen=True, arbitrary_types_allowed=True):
 
     @property
     def outdated_reason(self) -> str:
-        """The reason why even an unchanged folder should be packed again; "" if the packed copy is current."""
+        """The reason why a folder should be packed again even if it hasn't changed, or ""."""
         if not self.size or self.decoding >= DECODING:
             return ""
         blocks = (block.lower() for block in self.names.blocks())
@@ -203,7 +203,7 @@ def is_pack(folder: Path) -> bool:
 
 
 def open_pack(folder: Path) -> PackedSet:
-    """Reads the index of a pack. Raises UserError: the index was altered, or its version is unknown."""
+    """Reads the index of a pack. Raises UserError if the index was altered or its version is unknown."""
     head = read_object(folder / HEAD)
     content = head.get("set") if head else None
     if head is None or not isinstance(content, dict) or head.get("digest") != digest_of(content):
@@ -237,7 +237,7 @@ def digest_of(content: Mapping[str, Any]) -> str:
 
 
 def columns_digest(columns: Columns) -> str:
-    """Returns a SHA-256 of the values; a digest of the .npz file would depend on the time of writing."""
+    """Returns the SHA-256 of the values, because that of the .npz file depends on the time of writing."""
     digest = hashlib.sha256()
     for name in sorted(columns):
         digest.update(f"{name} {columns[name].dtype.str} {columns[name].shape}".encode())
@@ -246,7 +246,7 @@ def columns_digest(columns: Columns) -> str:
 
 
 def read_columns(path: Path) -> Columns:
-    """Reads a .npz file as {column: array}. Raises OSError, ValueError: the file can't be read."""
+    """Reads a .npz file as {column: array}. Raises OSError or ValueError if the file can't be read."""
     try:
         with open_file(path) as file:
             found = numpy.load(file, allow_pickle=False)
@@ -260,12 +260,12 @@ def read_columns(path: Path) -> Columns:
 
 def write_columns(path: Path, columns: Columns) -> None:
     arrays: dict[str, Any] = dict(columns)
-    with replacing(path) as part, part.open("wb") as file:
+    with replaced_on_success(path) as part, part.open("wb") as file:
         numpy.savez(file, **arrays)
 
 
 def altered_shards(pack: PackedSet) -> list[str]:
-    """Hashes all shards; returns the names of those that differ from the index."""
+    """Hashes all shards. Returns the names of the shards that differ from the index."""
     bad: list[str] = []
     for entry in pack.shards:
         digest = ""

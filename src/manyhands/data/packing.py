@@ -1,4 +1,4 @@
-"""Makes the packed copy of a folder, in several processes; can resume after an interruption. Imports no torch."""
+"""Makes the packed copy of a folder in several processes. Can resume after an interruption. Imports no torch."""
 
 import functools
 import hashlib
@@ -21,12 +21,12 @@ import numpy
 from PIL import Image
 
 from manyhands.core.errors import RunError, UserError
-from manyhands.core.files import one_at_a_time, read_object, replacing, write_atomic
-from manyhands.core.seeds import derive, mix
+from manyhands.core.files import locked, read_object, replaced_on_success, write_atomic
+from manyhands.core.seeds import derive_seed, mix
 from manyhands.data import packed
-from manyhands.data.child import begin_worker
+from manyhands.data.child import set_up_worker
 from manyhands.data.decode import CorruptImageError, decode, is_grey, is_readable
-from manyhands.data.folder import Listing, difference, list_parts
+from manyhands.data.folder import Listing, describe_pack_difference, list_splits
 from manyhands.data.packed import HEAD, SAMPLES, STATE, Columns, columns_digest, digest_of, open_pack, write_columns
 
 _TAR_BLOCK = 512
@@ -71,14 +71,14 @@ class ShardTask:
 
     @property
     def report_file(self) -> Path:
-        """The file with the shard's columns for the index; exists once the shard is complete."""
+        """The file with the shard's columns for the index. It exists as soon as the shard is complete."""
         return self.target.with_name(f".{self.target.name}.npz")
 
 
-def write_shard(task: ShardTask) -> None:
-    """Writes a shard, then its report file. Raises UserError: a picture changed, or the disk is full or fails."""
+def write_shard_and_report(task: ShardTask) -> None:
+    """Writes a shard, then its report file. Raises UserError if a picture changed, or the disk is full or fails."""
     try:
-        with replacing(task.target) as part:
+        with replaced_on_success(task.target) as part:
             columns, size_bytes, digest = _write_tar(task, part)
         write_columns(task.report_file, columns | {"sha256": numpy.array(digest), "bytes": numpy.array(size_bytes)})
     except OSError as error:
@@ -112,7 +112,7 @@ def _write_tar(task: ShardTask, part: Path) -> tuple[Columns, int, str]:
 
 
 def packed_picture(member: PictureFile, request: PackRequest) -> tuple[str, bytes, bool]:
-    """Returns (suffix, content, readable) of a picture in the pack; resizes it if the request has a size."""
+    """Returns (file suffix, bytes, True if readable) of a picture to pack, resized if the request has a size."""
     content = _read_unchanged(member)
     suffix = Path(member.path).suffix.lower()[1:]
     if not request.size:
@@ -145,7 +145,7 @@ def _read_unchanged(member: PictureFile) -> bytes:
 
 
 def read_report(task: ShardTask) -> Columns | None:
-    """Reads the report file of a shard that was written earlier; returns None if the shard is incomplete."""
+    """Reads the report file of a shard that was written earlier. Returns None if the shard is incomplete."""
     try:
         columns = packed.read_columns(task.report_file)
         whole = task.target.stat().st_size == int(columns["bytes"])
@@ -178,8 +178,8 @@ class _Contents:
 
 
 def read_contents(root: Path) -> _Contents:
-    """Lists a folder's pictures as training does. Raises UserError: the folder is unusable, or a picture is missing."""
-    listings = list_parts(root)
+    """Lists a folder's pictures as training does. Raises UserError if the folder or a picture can't be read."""
+    listings = list_splits(root)
     states = [listing.names.file_states() for listing in listings]
     sizes, times = (numpy.concatenate([state[column] for state in states]) for column in (0, 1))
     contents = _Contents(listings, numpy.concatenate([listing.labels for listing in listings]), sizes, times)
@@ -191,11 +191,11 @@ def read_contents(root: Path) -> _Contents:
 
 
 def is_up_to_date(contents: _Contents, request: PackRequest) -> bool:
-    """True if the pack matches the folder, False if there is no pack. Raises UserError: the existing pack differs."""
+    """Returns True if the pack matches the folder, False if there is no pack. Raises UserError if it differs."""
     if not packed.is_pack(request.target):
         return False
     pack = open_pack(request.target)
-    if changed := difference(pack, contents.listings):
+    if changed := describe_pack_difference(pack, contents.listings):
         what = f"the folder has changed since the packed copy was made: {changed}"
     elif pack.outdated_reason:
         what = f"the packed copy was made by an older version: {pack.outdated_reason}"
@@ -210,10 +210,10 @@ def is_up_to_date(contents: _Contents, request: PackRequest) -> bool:
 def make_pack(
     contents: _Contents, request: PackRequest, *, processes: int, replace: bool, progress: Callable[[int, int], None]
 ) -> tuple[packed.PackedSet, tuple[str, ...]]:
-    """Packs a folder, or resumes packing; returns (pack, paths of unreadable pictures). Raises ManyhandsError."""
+    """Packs a folder, or resumes packing. Returns (pack, paths of unreadable pictures). Raises ManyhandsError."""
     target = request.target
     try:
-        with one_at_a_time(target / HEAD, ("choose a writable folder: --to",)):
+        with locked(target / HEAD, ("choose a writable folder: --to",)):
             if not replace and is_up_to_date(contents, request):
                 return open_pack(target), ()
             _refuse_foreign_files(target)
@@ -222,7 +222,7 @@ def make_pack(
             missing = [task for task in tasks if read_report(task) is None]
             for done, _ in enumerate(_write_shards(missing, processes), 1 + len(tasks) - len(missing)):
                 progress(done, len(tasks))
-            bad = _finish(contents, request, tasks)
+            bad = _write_index(contents, request, tasks)
     except OSError as error:
         raise UserError(f"the packed copy can't be made: {error.strerror or error}", str(target), _NO_SPACE) from error
     return open_pack(target), bad
@@ -242,8 +242,8 @@ def _is_pack_file(path: Path) -> bool:
 
 
 def _start_or_resume(contents: _Contents, request: PackRequest) -> list[ShardTask]:
-    """Returns the tasks of all shards; deletes shards that an interrupted call wrote from other files or settings."""
-    columns = {"labels": contents.labels, "sizes": contents.sizes, "times": contents.times, "names": _names(contents)}
+    """Returns the tasks of all shards. Deletes shards of an interrupted call that had other files or settings."""
+    columns = {"labels": contents.labels, "sizes": contents.sizes, "times": contents.times, "names": _joined(contents)}
     made = {"format": packed.FORMAT, "size": request.size, "quality": request.quality, "shard": request.shard_bytes}
     made |= {"decoding": packed.DECODING} if request.size else {}
     words = [listing.word for listing in contents.listings]
@@ -254,7 +254,7 @@ def _start_or_resume(contents: _Contents, request: PackRequest) -> list[ShardTas
             path.unlink(missing_ok=True)
         ratio = 1.0
         if request.size:  # resized bytes / file bytes, estimated from some pictures spread over the folder
-            tried = [contents.member(row) for row in sorted(_shuffled(len(contents.sizes), "tried")[:_TRIED])]
+            tried = [contents.member(row) for row in sorted(_shuffled_rows(len(contents.sizes), "tried")[:_TRIED])]
             sizes = [len(packed_picture(member, request)[1]) for member in tried]
             ratio = sum(sizes) / max(1, sum(member.size_bytes for member in tried))
         begun = {"key": key, "ratio": ratio}
@@ -264,16 +264,16 @@ def _start_or_resume(contents: _Contents, request: PackRequest) -> list[ShardTas
     return list(_shard_tasks(contents, request, begun["ratio"]))
 
 
-def _names(contents: _Contents) -> numpy.ndarray:
+def _joined(contents: _Contents) -> numpy.ndarray:
     """Returns all names, separated by zero bytes, as uint8."""
     text = b"".join(block for listing in contents.listings for block in listing.names.blocks())
     return numpy.frombuffer(text[:-1], numpy.uint8)
 
 
 def _shard_tasks(contents: _Contents, request: PackRequest, ratio: float) -> Iterator[ShardTask]:
-    """Shuffles each group of pictures and divides it into shards of about equal size; yields a task per shard."""
+    """Shuffles the pictures of each split, divides them into shards of about equal size, and yields a task for each."""
     for word, start, stop in contents.groups():
-        order = start + numpy.array(_shuffled(stop - start, word), numpy.int64)
+        order = start + numpy.array(_shuffled_rows(stop - start, word), numpy.int64)
         upto = numpy.cumsum(contents.sizes[order] * ratio + _TAR_ADDS)
         count = min(len(order), max(1, round(float(upto[-1]) / request.shard_bytes)))
         ends = numpy.searchsorted(upto, upto[-1] * numpy.arange(1, count) / count, side="right")
@@ -285,19 +285,19 @@ def _shard_tasks(contents: _Contents, request: PackRequest, ratio: float) -> Ite
             first += len(rows)
 
 
-def _shuffled(count: int, word: str) -> list[int]:
-    key = derive(_SEED, "pack", word)
+def _shuffled_rows(count: int, word: str) -> list[int]:
+    key = derive_seed(_SEED, "pack", word)
     return sorted(range(count), key=lambda row: mix(key ^ row))
 
 
 def _write_shards(tasks: Sequence[ShardTask], processes: int) -> Iterator[object]:
     if min(processes, len(tasks)) <= 1:
-        yield from map(write_shard, tasks)
+        yield from map(write_shard_and_report, tasks)
         return
-    begin = functools.partial(begin_worker, 0, parent=os.getpid(), follow=True)
+    begin = functools.partial(set_up_worker, 0, parent=os.getpid(), end_with_thread=True)
     pool = ProcessPoolExecutor(min(processes, len(tasks)), multiprocessing.get_context("spawn"), begin)
     try:
-        for future in as_completed([pool.submit(write_shard, task) for task in tasks]):
+        for future in as_completed([pool.submit(write_shard_and_report, task) for task in tasks]):
             yield future.result()
     except BrokenProcessPool as error:
         hints = ("free memory or use --processes 1, then run the same command again",)
@@ -306,11 +306,11 @@ def _write_shards(tasks: Sequence[ShardTask], processes: int) -> Iterator[object
         pool.shutdown(cancel_futures=True)
 
 
-def _finish(contents: _Contents, request: PackRequest, tasks: Sequence[ShardTask]) -> tuple[str, ...]:
-    """Writes the index, and pack.json last to complete the pack; returns the paths of unreadable pictures."""
+def _write_index(contents: _Contents, request: PackRequest, tasks: Sequence[ShardTask]) -> tuple[str, ...]:
+    """Writes the index, pack.json last, which completes the pack. Returns the paths of unreadable pictures."""
     count, target = len(contents.sizes), request.target
     columns: Columns = {name: numpy.zeros(count, kind) for name, kind in _COLUMN_TYPES.items()}
-    columns |= {"label": contents.labels.astype(numpy.uint32), "names": _names(contents)}
+    columns |= {"label": contents.labels.astype(numpy.uint32), "names": _joined(contents)}
     shards: list[tuple[str, int, int, str]] = []
     bad: list[int] = []
     for number, task in enumerate(tasks):

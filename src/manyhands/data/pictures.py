@@ -13,8 +13,8 @@ from PIL import Image
 from torch import Tensor
 from torch.nn import functional
 
-from manyhands.data.decode import PictureHeader, content_of, decode, probe
-from manyhands.data.transforms import DRAW_DOWN, DRAW_MIRROR, DRAW_RIGHT, Pixels, SampleRng, crop_box, padded
+from manyhands.data.decode import PictureHeader, decode, read_content, read_header
+from manyhands.data.transforms import DRAW_DOWN, DRAW_MIRROR, DRAW_RIGHT, Pixels, SampleRng, crop_box, pad
 
 decode_jpeg: Callable[..., Any] | None
 try:
@@ -29,19 +29,19 @@ _MOST_TIMES = 16  # maximum aspect ratio to resize: a picture of 60,000 x 1 pixe
 def read_picture(
     path: str, pixels: Pixels, rng: SampleRng | None, content: bytes | None = None, out: Tensor | None = None
 ) -> Tensor:
-    """Reads a picture file or its `content` as uint8 [C, S, S], into `out` if given; augments it if `rng` is given."""
-    content = content_of(path) if content is None else content
-    header = probe(path, content)
+    """Reads a picture file, or `content`, as uint8 [C, S, S], into `out` if given. Augments it if `rng` is given."""
+    content = read_content(path) if content is None else content
+    header = read_header(path, content)
     scale = _scale(header, pixels, rng)
     values = _decode_plain_jpeg(content, header, pixels.channels, scale)
     if values is None:
         values = to_tensor(decode(path, pixels.channels, content, scale))
     out = torch.empty((pixels.channels, pixels.size, pixels.size), dtype=torch.uint8) if out is None else out
-    return out.copy_(prepare(values, pixels, rng))
+    return out.copy_(prepare_pixels(values, pixels, rng))
 
 
 def _scale(header: PictureHeader, pixels: Pixels, rng: SampleRng | None) -> int:
-    """Returns the factor (1, 2, 4 or 8) by which decoding may reduce the picture's size."""
+    """Returns the factor, 1, 2, 4 or 8, by which decoding may reduce the picture's width and height."""
     shorter, wanted = min(header.width, header.height), pixels.resized_to
     if rng is not None and pixels.augment == "resized-crop-flip":
         wanted = pixels.size
@@ -52,7 +52,7 @@ def _scale(header: PictureHeader, pixels: Pixels, rng: SampleRng | None) -> int:
 
 
 def _decode_plain_jpeg(content: bytes, header: PictureHeader, channels: int, scale: int) -> Tensor | None:
-    """Decodes a plain JPEG to uint8 [C or 1, H, W]; returns None for files that Pillow must decode."""
+    """Decodes a plain JPEG to uint8 [C or 1, H, W]. Returns None for files that Pillow must decode."""
     if decode_jpeg is None or not header.plain_jpeg or (channels == 1 and not header.grey):
         return None
     height, width = -(-header.height // scale), -(-header.width // scale)
@@ -63,23 +63,23 @@ def _decode_plain_jpeg(content: bytes, header: PictureHeader, channels: int, sca
     return torch.from_numpy(values).permute(2, 0, 1)
 
 
-def prepare(values: Tensor, pixels: Pixels, rng: SampleRng | None) -> Tensor:
-    """Resizes, crops and mirrors uint8 [c, H, W] to [c, S, S], S = `pixels.size`. `rng` None: no augmentation."""
+def prepare_pixels(values: Tensor, pixels: Pixels, rng: SampleRng | None) -> Tensor:
+    """Resizes and crops uint8 [c, H, W] to [c, S, S], where S is `pixels.size`. Augments if `rng` is given."""
     if rng is None or pixels.augment == "none":
         return _center_crop(values, pixels)
     if pixels.augment == "resized-crop-flip":
         left, top, right, bottom = crop_box(values.shape[2], values.shape[1], rng)
-        values = resized(values[:, top:bottom, left:right], pixels.size, pixels.size)
+        values = resize_bilinear(values[:, top:bottom, left:right], pixels.size, pixels.size)
     else:
         values, margin = _center_crop(values, pixels), pixels.padding
         left, top = (rng.below(draw, 2 * margin + 1) for draw in (DRAW_RIGHT, DRAW_DOWN))
-        values = padded(values, margin, reflects=pixels.reflects)
+        values = pad(values, margin, reflects=pixels.reflects)
         values = values[:, top : top + pixels.size, left : left + pixels.size]
-    mirrors = pixels.flips and (rng.turn if pixels.alternates else rng.below(DRAW_MIRROR, 2))
+    mirrors = pixels.flips and (rng.mirrored if pixels.alternates else rng.below(DRAW_MIRROR, 2))
     return values.flip(2) if mirrors else values
 
 
-def resized(values: Tensor, height: int, width: int) -> Tensor:
+def resize_bilinear(values: Tensor, height: int, width: int) -> Tensor:
     """Resizes uint8 [C, H, W] with antialiased bilinear interpolation."""
     if values.shape[1:] == (height, width):
         return values
@@ -93,11 +93,11 @@ def to_tensor(image: Image.Image) -> Tensor:
 
 
 def _center_crop(values: Tensor, pixels: Pixels) -> Tensor:
-    """Resizes the shorter side and crops the center; first removes the ends of a very long picture."""
+    """Resizes the shorter side and crops the center. First removes the ends of a very long picture, to save time."""
     size, shorter = pixels.size, min(values.shape[1:])
     most = _MOST_TIMES * shorter
     top, left = (max(0, side - most) // 2 for side in values.shape[1:])
     values = values[:, top : top + most, left : left + most]
     high, wide = (round(side * pixels.resized_to / shorter) for side in values.shape[1:])
     left, top = (wide - size) // 2, (high - size) // 2
-    return resized(values, high, wide)[:, top : top + size, left : left + size]
+    return resize_bilinear(values, high, wide)[:, top : top + size, left : left + size]

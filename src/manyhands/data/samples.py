@@ -18,14 +18,14 @@ from torch import Tensor
 from torch.utils.data import ConcatDataset, IterableDataset, Subset, TensorDataset, default_collate, get_worker_info
 
 from manyhands.core.errors import ManyhandsError, RunError, UserError, shortened
-from manyhands.core.seeds import derive
-from manyhands.core.user_code import users_line, users_traceback
+from manyhands.core.seeds import derive_seed
+from manyhands.core.user_code import user_line, user_traceback
 from manyhands.data import splits
 from manyhands.data.decode import CorruptImageError, is_grey, to_mode
 from manyhands.data.options import DataOptions
-from manyhands.data.pictures import prepare, read_picture, to_tensor
+from manyhands.data.pictures import prepare_pixels, read_picture, to_tensor
 from manyhands.data.splits import ImageFiles, ImagesInMemory, Source, Splits, UserSamples, check_labels, describe, take
-from manyhands.data.transforms import Pixels, epoch_rng, measured_pixels, photograph_pixels, spread
+from manyhands.data.transforms import Pixels, imagenet_pixels, measure_pixels, sample_rng, spread
 
 _PAIR = ("give (x, y): x as a tensor or a PIL image, y as a whole number",)
 _TARGET = ("give y as numbers or tensors of one shape",)
@@ -38,14 +38,14 @@ _SMALL = 64
 
 
 class FileSamples:
-    """Decodes, crops and mirrors pictures in files. `replaces`: other pictures replace unreadable training pictures."""
+    """Decodes, crops and mirrors picture files. With `replaces`, replaces unreadable training pictures by others."""
 
     def __init__(self, source: ImageFiles, pixels: Pixels, *, train: bool, seed: int, replaces: bool = False) -> None:
         self._source, self._pixels, self._train, self._seed = source, pixels, train, seed
         self._replaces = replaces and train
 
     def __getitems__(self, request: Request) -> Answer | ManyhandsError:
-        """Returns (images uint8 [n, C, S, S], labels int64 [n], paths of replaced pictures), or the error."""
+        """Returns (images uint8 [n, C, S, S], labels int64 [n], paths of replaced pictures), or an error object."""
         epoch, samples = request
         try:
             shape = (len(samples), self._pixels.channels, self._pixels.size, self._pixels.size)
@@ -67,13 +67,13 @@ class FileSamples:
             return error
 
     def _read_sample(self, epoch: int, sample: int, out: Tensor) -> None:
-        rng = epoch_rng(self._seed, epoch, sample) if self._train else None
+        rng = sample_rng(self._seed, epoch, sample) if self._train else None
         read_picture(self._source.paths[sample], self._pixels, rng, self._source.paths.content(sample), out)
 
     def _replace(self, epoch: int, sample: int, out: Tensor) -> int:
-        """Reads another picture in place of `sample`, the same one on every process; returns its index."""
+        """Reads another picture, the same on every process, in place of `sample`. Returns the other's index."""
         for number in range(_TRIES):
-            other = derive(self._seed, "in its place", epoch, sample, number) % len(self._source)
+            other = derive_seed(self._seed, "in its place", epoch, sample, number) % len(self._source)
             with suppress(CorruptImageError):
                 self._read_sample(epoch, other, out)
                 return other
@@ -82,7 +82,7 @@ class FileSamples:
 
 
 class CustomSamples:
-    """Reads the user's data set; seeds the generators of torch, Python and NumPy before each sample."""
+    """Reads the user's data set. Seeds the generators of torch, Python and NumPy before each sample."""
 
     def __init__(self, source: UserSamples, pixels: Pixels, *, train: bool, seed: int, classes: int = 0) -> None:
         self._source, self._pixels, self._train, self._seed = source, pixels, train, seed
@@ -92,7 +92,7 @@ class CustomSamples:
         self.tensors = source.dataset.tensors if plain else None
 
     def __getitems__(self, request: Request) -> Answer | ManyhandsError:
-        """Returns (images [n, …], labels int64 [n] or targets, []), or the error. Images: uint8, or the user's type."""
+        """Returns (images [n, …] of uint8 or the user's type, labels int64 [n] or targets, []), or an error object."""
         epoch, samples = request
         try:
             if self.tensors is not None and self.tensors[0].is_floating_point():
@@ -102,22 +102,22 @@ class CustomSamples:
                 pairs = [self._read_sample(epoch, sample) for sample in samples]
             images = _stack_images([image for image, _ in pairs], samples)
             if self._source.targets:
-                return images, as_targets([target for _, target in pairs]), []
+                return images, collate_targets([target for _, target in pairs]), []
             labels = torch.tensor([label for _, label in pairs])
             # Labels that the data set knows without reading samples were checked when it was opened.
             return images, check_labels(labels, self._classes, "the data set", samples) if self._classes else labels, []
         except ManyhandsError as error:
             if (cause := error.__cause__) is not None:  # the queue drops the cause; a note keeps its traceback
-                error.add_note(users_traceback(cause) or "".join(traceback.format_exception(cause)).rstrip())
+                error.add_note(user_traceback(cause) or "".join(traceback.format_exception(cause)).rstrip())
             return error
 
     def _read_sample(self, epoch: int, sample: int) -> tuple[Tensor, Any]:
-        seed_generators(derive(self._seed, "sample", epoch, sample))
+        seed_generators(derive_seed(self._seed, "sample", epoch, sample))
         image, label = read_user_sample(self._source, sample)
-        rng = epoch_rng(self._seed, epoch, sample) if self._train else None
-        picture = as_picture(image)
+        rng = sample_rng(self._seed, epoch, sample) if self._train else None
+        picture = to_pil_image(image)
         if picture is not None:
-            return prepare(to_tensor(to_mode(picture, self._pixels.channels)), self._pixels, rng), label
+            return prepare_pixels(to_tensor(to_mode(picture, self._pixels.channels)), self._pixels, rng), label
         if str(getattr(image, "dtype", "")).endswith("uint8"):
             what = f"sample {sample:,} has 8-bit pixels of shape {list(image.shape)}"
             raise UserError(what, "the data set", ("give pictures as [H, W], [1 or 3, H, W] or an array [H, W, 3]",))
@@ -128,22 +128,22 @@ class CustomSamples:
 
 
 def read_user_sample(source: UserSamples, sample: int) -> tuple[Any, Any]:
-    """Reads (x, y) from the user's data set; converts y to a class index unless y is the target of a custom loss."""
+    """Reads (x, y) from the user's data set. Converts y to a class index unless y is the target of a custom loss."""
     try:
         content = source.dataset[sample]
     except (ManyhandsError, MemoryError):
         raise
     except Exception as error:
         what = f"the data set raised {type(error).__name__} for sample {sample:,}: {error}"
-        raise RunError(what, users_line(error)) from error
+        raise RunError(what, user_line(error)) from error
     if not isinstance(content, tuple | list) or len(content) != 2:
         raise UserError(f"sample {sample:,} is a {type(content).__name__}, not a pair (x, y)", "the data set", _PAIR)
     image, label = content
     if source.targets:
         return image, label
-    number = whole_number(label)
+    number = label_as_int(label)
     if number is None:
-        swapped = whole_number(image) is not None and getattr(label, "ndim", 0)
+        swapped = label_as_int(image) is not None and getattr(label, "ndim", 0)
         hints = ("return (x, y): the label comes second",) if swapped else _PAIR
         shown = shortened(repr(label))
         if isinstance(label, Tensor | numpy.ndarray) and math.prod(label.shape) > _MOST_SHOWN:
@@ -157,14 +157,14 @@ def read_user_sample(source: UserSamples, sample: int) -> tuple[Any, Any]:
     return image, source.numbers[number]
 
 
-def whole_number(label: Any) -> int | None:
-    """Returns a label as an int, or None if it is not a single integer."""
+def label_as_int(label: Any) -> int | None:
+    """Converts a label to an int. Returns None if it is not a single integer."""
     if isinstance(label, Tensor | numpy.ndarray | numpy.generic) and all(size == 1 for size in label.shape):
         label = label.item()
     return None if isinstance(label, bool) or not isinstance(label, int) else label
 
 
-def as_targets(found: list[Any]) -> Tensor:
+def collate_targets(found: list[Any]) -> Tensor:
     try:
         targets: Any = default_collate(found)
     except (TypeError, RuntimeError) as error:
@@ -174,8 +174,8 @@ def as_targets(found: list[Any]) -> Tensor:
     return targets
 
 
-def as_picture(image: Any) -> Image.Image | None:
-    """Converts 8-bit pixels [H, W], [1 or 3, H, W] (tensor) or [H, W, 1 or 3] (array) to a PIL image; else None."""
+def to_pil_image(image: Any) -> Image.Image | None:
+    """Converts uint8 [H, W], [1 or 3, H, W] (tensor) or [H, W, 1 or 3] (array) to a PIL image, others to None."""
     if isinstance(image, Image.Image):
         return image
     if isinstance(image, Tensor) and image.dtype == torch.uint8 and image.ndim in (2, 3):
@@ -216,23 +216,23 @@ def _stack_images(images: list[Tensor], samples: list[int]) -> Tensor:
 
 
 def splits_of_objects(train: Any, test: Any | None, options: DataOptions, title: str = "") -> Splits:
-    """Wraps the user's training and test data; without test data, holds out the same random training samples each time.
+    """Wraps the user's data sets. Without `test`, holds out random training samples, the same in every run.
 
-    Uint8 tensors in a TensorDataset become pictures in memory. Raises UserError: an object is not a usable data set.
+    Uint8 tensors in a TensorDataset become pictures in memory. Raises UserError if an object isn't a usable data set.
     """
     datasets = [train] if test is None else [train, test]
     for word, dataset in zip(("train", "test"), datasets, strict=False):
         _check_dataset(dataset, word)
-    labels = [known_labels(dataset) for dataset in datasets]
-    classes = next((names for names in map(_classes_of, datasets) if len(names) > 1), ())
+    labels = [stored_labels(dataset) for dataset in datasets]
+    classes = next((names for names in map(_class_names, datasets) if len(names) > 1), ())
     if not classes:
         for number, dataset in enumerate(datasets):
             if labels[number] is None:
                 with restored_generators():
                     found = [read_user_sample(UserSamples(dataset), sample)[1] for sample in range(len(dataset))]
                 labels[number] = torch.tensor(found)
-        classes = _counted_classes([found for found in labels if found is not None])
-    source = _source(train, labels[0], len(classes), "the train set")
+        classes = _numbered_classes([found for found in labels if found is not None])
+    source = _wrap_samples(train, labels[0], len(classes), "the train set")
     if test is None:
         source, evaluated = _hold_out(source, options.validation)
     else:
@@ -242,32 +242,32 @@ def splits_of_objects(train: Any, test: Any | None, options: DataOptions, title:
 
 
 def splits_to_evaluate(dataset: Any, known: tuple[str, ...], place: str = "the data set") -> Splits:
-    """Wraps a data set to evaluate a network whose classes are `known`; both splits have all samples."""
+    """Wraps a data set to evaluate a network with the classes `known`. Both splits have all samples."""
     _check_dataset(dataset, place.removeprefix("the ").removesuffix(" set"))
-    source = source_to_evaluate(dataset, known_labels(dataset), known, place)
+    source = source_to_evaluate(dataset, stored_labels(dataset), known, place)
     return Splits(source, source, known, describe(f"your {type(dataset).__name__}", source, source), _pixels(source))
 
 
 def source_to_evaluate(dataset: Any, labels: Tensor | None, known: tuple[str, ...], place: str) -> Source:
-    """Wraps a data set; converts its labels to indices into `known`, by name if both have class names.
+    """Wraps a data set for a network with the classes `known`. Converts labels by name if both have class names.
 
     Names aren't compared if the data set has a target_transform, which may already have changed the labels.
     """
-    names = _classes_of(dataset)
+    names = _class_names(dataset)
     transformed = getattr(dataset, "target_transform", None) is not None
-    if splits.only_numbers(names) or splits.only_numbers(known) or transformed:
-        return _source(dataset, labels, len(known), place)
-    return splits.by_names(_source(dataset, labels, len(names), place), names, known, place)
+    if splits.are_numbered(names) or splits.are_numbered(known) or transformed:
+        return _wrap_samples(dataset, labels, len(known), place)
+    return splits.map_labels_by_name(_wrap_samples(dataset, labels, len(names), place), names, known, place)
 
 
 def has_targets(dataset: Any) -> bool:
-    """True if the first sample's y is not an integer, as for a custom loss."""
+    """Returns True if the first sample's y is not an integer, as for a custom loss."""
     _check_dataset(dataset, "train")
-    if known_labels(dataset) is not None:
+    if stored_labels(dataset) is not None:
         return False
     with restored_generators():
         seed_generators(0)
-        return whole_number(read_user_sample(UserSamples(dataset, targets=True), 0)[1]) is None
+        return label_as_int(read_user_sample(UserSamples(dataset, targets=True), 0)[1]) is None
 
 
 def splits_of_targets(train: Any) -> Splits:
@@ -285,7 +285,7 @@ def _check_dataset(dataset: Any, word: str) -> None:
         raise UserError(f"the {word} set is empty", word)
 
 
-def _source(dataset: Any, labels: Tensor | None, classes: int, place: str) -> Source:
+def _wrap_samples(dataset: Any, labels: Tensor | None, classes: int, place: str) -> Source:
     if labels is not None and classes:
         labels = check_labels(labels, classes, place)
     if type(dataset) is TensorDataset and labels is not None:
@@ -296,7 +296,7 @@ def _source(dataset: Any, labels: Tensor | None, classes: int, place: str) -> So
 
 
 def _hold_out(source: Source, share: float) -> tuple[Source, Source]:
-    """Holds out the fraction `share`, the same random samples each time; returns (training, evaluation)."""
+    """Splits a source into (training, evaluation). Evaluation gets the fraction `share`, the same in every run."""
     kept = spread(max(1, round(len(source) * share)), len(source))
     rest = torch.ones(len(source), dtype=torch.bool)
     rest[kept] = False
@@ -306,13 +306,13 @@ def _hold_out(source: Source, share: float) -> tuple[Source, Source]:
     return take(source, rest.nonzero().flatten()), take(source, kept)
 
 
-def known_labels(dataset: Any) -> Tensor | None:
-    """Returns the labels, int64 [N], if the data set has them without reading samples, else None."""
+def stored_labels(dataset: Any) -> Tensor | None:
+    """Returns the labels, int64 [N], if the data set has them without reading samples. Otherwise returns None."""
     if isinstance(dataset, Subset):
-        labels = known_labels(dataset.dataset)
+        labels = stored_labels(dataset.dataset)
         return None if labels is None else labels[torch.as_tensor(dataset.indices)]
     if isinstance(dataset, ConcatDataset):
-        parts = [known_labels(part) for part in dataset.datasets]
+        parts = [stored_labels(part) for part in dataset.datasets]
         return None if any(part is None for part in parts) else torch.cat([p for p in parts if p is not None])
     if type(dataset) is TensorDataset and len(dataset.tensors) == 2:
         found: Any = dataset.tensors[1]
@@ -328,12 +328,12 @@ def known_labels(dataset: Any) -> Tensor | None:
     return torch.from_numpy(values.astype(numpy.int64).reshape(count)) if known else None
 
 
-def _classes_of(dataset: Any) -> tuple[str, ...]:
-    """Returns the data set's class names, or "0", "1" … if it has only `num_classes`, else ()."""
+def _class_names(dataset: Any) -> tuple[str, ...]:
+    """Returns the data set's class names, "0", "1" … if it has only `num_classes`, or () if it has neither."""
     if isinstance(dataset, Subset):
-        return _classes_of(dataset.dataset)
+        return _class_names(dataset.dataset)
     if isinstance(dataset, ConcatDataset):
-        parts = {_classes_of(part) for part in dataset.datasets}
+        parts = {_class_names(part) for part in dataset.datasets}
         return parts.pop() if len(parts) == 1 else ()
     names, number = getattr(dataset, "classes", None), getattr(dataset, "num_classes", None)
     if isinstance(names, list | tuple) and names:
@@ -341,7 +341,7 @@ def _classes_of(dataset: Any) -> tuple[str, ...]:
     return tuple(map(str, range(number))) if isinstance(number, int) and number > 1 else ()
 
 
-def _counted_classes(found: list[Tensor]) -> tuple[str, ...]:
+def _numbered_classes(found: list[Tensor]) -> tuple[str, ...]:
     greatest = max(int(labels.max()) for labels in found)
     for labels in found:
         check_labels(labels, max(2, greatest + 1), "the data set")  # refuses negative labels
@@ -351,18 +351,18 @@ def _counted_classes(found: list[Tensor]) -> tuple[str, ...]:
 
 
 def _pixels(source: Source) -> Pixels:
-    """Derives preprocessing from a few samples. Size: that of all pictures, the largest if small, else 224."""
+    """Returns default preprocessing from a few samples. Large pictures of different sizes are resized to 224."""
     if isinstance(source, ImagesInMemory):
-        return measured_pixels(source.images, "none")
+        return measure_pixels(source.images, "none")
     assert isinstance(source, UserSamples)
     with restored_generators():
         seed_generators(0)
         images = [read_user_sample(source, index)[0] for index in spread(_PROBES, len(source)).tolist()]
-    pictures = [picture for picture in map(as_picture, images) if picture is not None]
+    pictures = [picture for picture in map(to_pil_image, images) if picture is not None]
     if len(pictures) < len(images):
         shape = tuple(getattr(images[0], "shape", ())) or (1,)
-        pixels = photograph_pixels(int(shape[-1]), int(shape[0]) if len(shape) == 3 else 1, "none")
+        pixels = imagenet_pixels(int(shape[-1]), int(shape[0]) if len(shape) == 3 else 1, "none")
         return replace(pixels, own=True)
     sizes = {size for picture in pictures for size in picture.size}
     size = max(sizes) if len(sizes) == 1 or max(sizes) <= _SMALL else 224
-    return photograph_pixels(size, 1 if all(map(is_grey, pictures)) else 3, "none")
+    return imagenet_pixels(size, 1 if all(map(is_grey, pictures)) else 3, "none")

@@ -89,7 +89,7 @@ def describe(title: str, train: Source, test: Source, place: str = "") -> str:
 
 
 def check_labels(labels: Tensor, classes: int, place: str, samples: Sequence[int] | None = None) -> Tensor:
-    """Returns integer labels [N] as int64. Raises UserError: a label is outside 0 … classes - 1."""
+    """Converts integer labels [N] to int64. Raises UserError if a label is outside 0 … classes - 1."""
     labels = labels.to(torch.int64)
     wrong = ((labels < 0) | (labels >= classes)).nonzero()
     if len(wrong):
@@ -100,24 +100,24 @@ def check_labels(labels: Tensor, classes: int, place: str, samples: Sequence[int
     return labels
 
 
-def by_names(source: Source, names: tuple[str, ...], known: tuple[str, ...], place: str) -> Source:
-    """Converts labels from indices into `names` to indices into `known`, by name. Raises UserError: unknown names."""
-    if names == known[: len(names)]:
+def map_labels_by_name(source: Source, names: tuple[str, ...], target_names: tuple[str, ...], place: str) -> Source:
+    """Converts labels (indices into `names`) to indices into `target_names`. Raises UserError if a name is missing."""
+    if names == target_names[: len(names)]:
         return source
-    unknown = [name for name in names if name not in known]
-    if unknown and len(names) <= len(known) and (only_numbers(names) or only_numbers(known)):
+    unknown = [name for name in names if name not in target_names]
+    if unknown and len(names) <= len(target_names) and (are_numbered(names) or are_numbered(target_names)):
         return source
     if unknown:
         from manyhands.data.layout import lookalike_difference
 
         shown = ", ".join(f'"{name}"' for name in unknown[:5]) + (" …" if len(unknown) > 5 else "")
-        classes = ", ".join(known[:8]) + (f" … ({len(known)} in all)" if len(known) > 8 else "")
-        alike = filter(None, (lookalike_difference(name, known) for name in unknown))
+        classes = ", ".join(target_names[:8]) + (f" … ({len(target_names)} in all)" if len(target_names) > 8 else "")
+        alike = filter(None, (lookalike_difference(name, target_names) for name in unknown))
         hint = "give the folder that holds the class folders"
         if isinstance(source, UserSamples):
             hint = "correct the class names in the data set's attribute classes"
         raise UserError(f"the run has no class {shown}", place, (*alike, f"the run's classes: {classes}", hint))
-    numbers = [known.index(name) for name in names]
+    numbers = [target_names.index(name) for name in names]
     labels = None if source.labels is None else torch.tensor(numbers)[source.labels]
     if not isinstance(source, UserSamples):
         return replace(source, labels=labels)
@@ -125,17 +125,17 @@ def by_names(source: Source, names: tuple[str, ...], known: tuple[str, ...], pla
     return replace(source, labels=labels, numbers=now)
 
 
-def only_numbers(names: tuple[str, ...]) -> bool:
-    """True if the classes are named "0", "1" …."""
+def are_numbered(names: tuple[str, ...]) -> bool:
+    """Returns True if the classes are named "0", "1" …."""
     return names == tuple(str(number) for number in range(len(names)))
 
 
 def take(source: Source, samples: Tensor) -> Source:
-    """Returns a source with only the samples at these indices, int64 [n]."""
+    """Returns a source with only the samples whose indices are in `samples`, int64 [n]."""
     if isinstance(source, ImagesInMemory):
         return ImagesInMemory(source.images[samples], source.labels[samples])
     if isinstance(source, ImageFiles):
-        return ImageFiles(source.paths.part(samples.numpy()), source.labels[samples])
+        return ImageFiles(source.paths.take(samples.numpy()), source.labels[samples])
     labels = None if source.labels is None else source.labels[samples]
     if type(source.dataset) is TensorDataset:
         part: Any = TensorDataset(*(tensor[samples] for tensor in source.dataset.tensors))
@@ -145,7 +145,7 @@ def take(source: Source, samples: Tensor) -> Source:
 
 
 def describe_samples(train: int, test: int | None, classes: Sequence[str], what: str = "pictures") -> str:
-    """Describes the numbers of samples, and the classes, in one line. `test` None: no evaluation."""
+    """Describes the numbers of samples, and the classes, in one line. `test` is None if there is no evaluation."""
     names = textwrap.shorten(", ".join(map(plain, classes)), 72, placeholder=" …")
     evaluated = "" if test is None else f" and {test:,} evaluation"
     return f"{train:,} training{evaluated} {what}" + (f", {len(classes):,} classes: {names}" if classes else "")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from manyhands.core.seeds import derive, mix
+from manyhands.core.seeds import derive_seed, mix
 
 _CONSTANTS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 0x9E3779B97F4A7C15)  # of `core.seeds.mix`
 _FIRST, _SECOND, _GOLDEN = (number - (1 << 64) for number in _CONSTANTS)
@@ -30,7 +30,7 @@ def _logical_shift(values: Tensor, places: int) -> Tensor:
 
 
 def mix_bits(values: Tensor) -> Tensor:
-    """Applies `core.seeds.mix` to each value of int64 [n]; products wrap at 64 bits in both functions."""
+    """Applies `core.seeds.mix` to each value of int64 [n]. In both functions, products wrap at 64 bits."""
     values = values + _GOLDEN
     values = (values ^ _logical_shift(values, 30)) * _FIRST
     values = (values ^ _logical_shift(values, 27)) * _SECOND
@@ -38,28 +38,28 @@ def mix_bits(values: Tensor) -> Tensor:
 
 
 def bits(states: Tensor, draw: int) -> Tensor:
-    """Returns 63 random bits per sample for the number `draw`, int64 [n]; `states`: `mix_bits(samples ^ epoch key)`."""
+    """Returns random number `draw` of each sample: 63 bits, int64 [n]. `states`: `mix_bits(samples ^ epoch key)`."""
     return _logical_shift(mix_bits(states ^ draw), 1)
 
 
-def below(drawn: Tensor, limit: int) -> Tensor:
-    """Scales 63-bit random numbers to integers from 0 to `limit` - 1; `limit` is below 2**31."""
-    return ((drawn >> 31) * limit) >> 32
+def scaled(random_bits: Tensor, limit: int) -> Tensor:
+    """Scales 63-bit random numbers to integers from 0 to `limit` - 1. `limit` must be below 2**31."""
+    return ((random_bits >> 31) * limit) >> 32
 
 
-def alternate(seed: int, epoch: int, samples: Tensor) -> Tensor:
-    """Returns bool [n]: True for samples to mirror in this epoch. Each sample is mirrored in every second epoch."""
-    first = below(bits(mix_bits(samples ^ derive(seed, "alternate")), 0), 2)
+def mirrored(seed: int, epoch: int, samples: Tensor) -> Tensor:
+    """Returns True for the samples to mirror in this epoch, bool [n]. Each is mirrored in every second epoch."""
+    first = scaled(bits(mix_bits(samples ^ derive_seed(seed, "alternate")), 0), 2)
     return (first + epoch) % 2 == 1
 
 
 @dataclass(frozen=True)
 class SampleRng:
-    """The random numbers of one sample, in plain Python."""
+    """The random numbers of one sample in one epoch, without torch."""
 
     key: int  # of the epoch
     sample: int  # index in the data set
-    turn: bool = False  # True if `alternate` mirrors the sample in this epoch
+    mirrored: bool = False  # True if `mirrored` mirrors the sample in this epoch
 
     def bits(self, draw: int) -> int:
         return mix(mix(self.key ^ self.sample) ^ draw) >> 1
@@ -71,13 +71,13 @@ class SampleRng:
         return (self.bits(draw) >> 10) * 2.0**-53
 
 
-def epoch_rng(seed: int, epoch: int, sample: int) -> SampleRng:
-    first = SampleRng(derive(seed, "alternate"), sample).below(0, 2)
-    return SampleRng(derive(seed, "augment", epoch), sample, (first + epoch) % 2 == 1)
+def sample_rng(seed: int, epoch: int, sample: int) -> SampleRng:
+    first = SampleRng(derive_seed(seed, "alternate"), sample).below(0, 2)
+    return SampleRng(derive_seed(seed, "augment", epoch), sample, (first + epoch) % 2 == 1)
 
 
 def spread(count: int, length: int) -> Tensor:
-    """Selects `count` of `length` indices, sorted, int64 [n]. Deterministic; a larger count selects a superset."""
+    """Selects `count` of the indices below `length` in a fixed random order. Returns them sorted, int64 [n]."""
     order = torch.argsort(mix_bits(torch.arange(length)), stable=True)
     return order[:count].sort().values
 
@@ -99,14 +99,14 @@ class Pixels:
 
     @property
     def resized_to(self) -> int:
-        """The shorter side before evaluation's center crop: 256 for size 224 if training uses random resized crops."""
+        """The shorter side before evaluation's center crop, such as 256 for size 224 with random resized crops."""
         if self.resize:
             return self.resize
         return round(self.size * 256 / 224) if self.augment == "resized-crop-flip" else self.size
 
     @property
     def padding(self) -> int:
-        """The maximum shift in pixels; by default an eighth of the size, as is usual for CIFAR (4 of 32)."""
+        """The maximum shift in pixels, by default an eighth of the size, as is usual for CIFAR (4 of 32)."""
         return self.shift or max(1, round(self.size / 8))
 
     @property
@@ -114,7 +114,7 @@ class Pixels:
         return self.augment.endswith("-flip")
 
 
-def padded(images: Tensor, margin: int, *, reflects: bool) -> Tensor:
+def pad(images: Tensor, margin: int, *, reflects: bool) -> Tensor:
     """Pads [..., S, S] by `margin` pixels on each side: black, or the mirrored edge (without its last pixel)."""
     if not reflects:
         return functional.pad(images, (margin,) * 4)
@@ -126,12 +126,12 @@ def padded(images: Tensor, margin: int, *, reflects: bool) -> Tensor:
 
 @functools.cache
 def _luma(device: torch.device) -> Tensor:
-    """Returns the weights of red, green and blue, [1, 3, 1, 1]; cached, because a copy to an accelerator blocks."""
+    """Returns the weights of red, green and blue, [1, 3, 1, 1]. Cached, because copies to an accelerator block."""
     return torch.tensor(_LUMA, device=device).view(1, 3, 1, 1)
 
 
 def set_channels(images: Tensor, channels: int) -> Tensor:
-    """Converts uint8 [n, C, H, W] to [n, channels, H, W]: grey is repeated, color is converted to luma."""
+    """Converts uint8 [n, C, H, W] to [n, channels, H, W]. Grey is repeated, and color is converted to luma."""
     if images.shape[1] == channels:
         return images
     if channels == 3:
@@ -148,7 +148,7 @@ def resize(images: Tensor, height: int, width: int) -> Tensor:
 
 
 def center_crop(images: Tensor, pixels: Pixels) -> Tensor:
-    """Resizes the shorter side of uint8 [n, C, H, W] and crops the center: uint8 [n, C, S, S]."""
+    """Resizes the shorter side of uint8 [n, C, H, W], and crops the center to uint8 [n, C, S, S]."""
     height, width = images.shape[2:]
     shorter = min(height, width)
     height, width = (round(side * pixels.resized_to / shorter) for side in (height, width))
@@ -160,11 +160,11 @@ def center_crop(images: Tensor, pixels: Pixels) -> Tensor:
 def augment(images: Tensor, pixels: Pixels, seed: int, epoch: int, samples: Tensor) -> Tensor:
     """Augments training pictures uint8 [n, C, S, S], each as a function of (seed, epoch, sample).
 
-    For "resized-crop-flip", pictures may have any height and width. `samples`: indices, int64 [n] on the CPU.
+    For "resized-crop-flip", pictures may have any height and width. `samples`: sample indices, int64 [n] on the CPU.
     """
     if pixels.augment == "none":
         return images
-    key, samples_there = derive(seed, "augment", epoch), samples.to(images.device, non_blocking=True)
+    key, samples_there = derive_seed(seed, "augment", epoch), samples.to(images.device, non_blocking=True)
     states = mix_bits(samples_there ^ key)
     if pixels.augment == "resized-crop-flip":
         parts = []
@@ -175,12 +175,12 @@ def augment(images: Tensor, pixels: Pixels, seed: int, epoch: int, samples: Tens
     else:
         size, margin = images.shape[-1], pixels.padding
         # a view, [n, C, 2 margin + 1, 2 margin + 1, S, S]
-        windows = padded(images, margin, reflects=pixels.reflects).unfold(2, size, 1).unfold(3, size, 1)
-        down, right = (below(bits(states, draw), 2 * margin + 1) for draw in (DRAW_DOWN, DRAW_RIGHT))
+        windows = pad(images, margin, reflects=pixels.reflects).unfold(2, size, 1).unfold(3, size, 1)
+        down, right = (scaled(bits(states, draw), 2 * margin + 1) for draw in (DRAW_DOWN, DRAW_RIGHT))
         images = windows[torch.arange(len(images), device=images.device), :, down, right]
     if not pixels.flips:
         return images
-    turned = alternate(seed, epoch, samples_there) if pixels.alternates else below(bits(states, DRAW_MIRROR), 2).bool()
+    turned = mirrored(seed, epoch, samples_there) if pixels.alternates else scaled(bits(states, DRAW_MIRROR), 2).bool()
     return torch.where(turned.view(-1, 1, 1, 1), images.flip(3), images)
 
 
@@ -194,20 +194,20 @@ class Batch:
 
 
 class SpareMemory:
-    """Reuses the memory of released batches: page faults in new memory would take half of the normalization time."""
+    """Reuses the memory of released batches, because page faults in new memory take half of the normalization time."""
 
     def __init__(self) -> None:
         self._held = [numpy.empty(0, numpy.uint8)] * 2
-        self._unread = self._references(0) - 1
+        self._unread = self._reference_count(0) - 1
 
-    def _references(self, place: int) -> int:
+    def _reference_count(self, place: int) -> int:
         return sys.getrefcount(self._held[place])
 
-    def take(self, shape: torch.Size, dtype: torch.dtype, layout: torch.memory_format) -> Tensor:
+    def allocate(self, shape: torch.Size, dtype: torch.dtype, layout: torch.memory_format) -> Tensor:
         """Returns an uninitialized tensor, whose memory isn't reused while the tensor or a view of it exists."""
         size_bytes = shape.numel() * dtype.itemsize
         for place in range(len(self._held)):
-            if self._held[place].nbytes == size_bytes and self._references(place) == self._unread:
+            if self._held[place].nbytes == size_bytes and self._reference_count(place) == self._unread:
                 memory = self._held[place]
                 break
         else:
@@ -239,7 +239,7 @@ class Normalize:
         self._spare = SpareMemory()
 
     def __call__(self, images: Tensor) -> Tensor:
-        """Normalizes uint8 [n, C, S, S]; other types are only converted to `dtype`.
+        """Normalizes uint8 [n, C, S, S]. Only converts other types to `dtype`.
 
         The product and the sum are rounded separately. A fused operation would apply only to the vectorized part of a
         loop, so that a picture's values would depend on its position in the batch.
@@ -250,7 +250,7 @@ class Normalize:
         if images.device.type != "cpu" or images.numel() <= 5 * _PART:
             return self._scaled(images).to(self._dtype).contiguous(memory_format=self._layout)
         # In blocks: a large batch would otherwise pass through memory four times.
-        out = self._spare.take(images.shape, self._dtype, self._layout)
+        out = self._spare.allocate(images.shape, self._dtype, self._layout)
         step = max(1, _PART // images[0].numel())
         for part, own in zip(images.split(step), out.split(step), strict=True):
             if self._as_scaled:
@@ -266,9 +266,9 @@ class Normalize:
 
 
 def crop_box(width: int, height: int, rng: SampleRng) -> tuple[int, int, int, int]:
-    """Draws a random crop (left, top, right, bottom): 8 to 100 % of the area, 3:4 to 4:3; centered after 10 failures.
+    """Draws a random crop (left, top, right, bottom) of 8 to 100 % of the area, with an aspect ratio of 3:4 to 4:3.
 
-    Source: torchvision's RandomResizedCrop; Szegedy et al. 2014, arXiv:1409.4842.
+    After 10 failures, the crop is centered. Source: torchvision's RandomResizedCrop; Szegedy et al., arXiv:1409.4842.
     """
     for first in range(16, 56, 4):
         area = width * height * (0.08 + 0.92 * rng.uniform(first))
@@ -282,8 +282,8 @@ def crop_box(width: int, height: int, rng: SampleRng) -> tuple[int, int, int, in
     return left, top, left + wide, top + high
 
 
-def measured_pixels(images: Tensor, augment: str) -> Pixels:
-    """Measures mean and deviation of up to 10,000 of the pictures [N, C, S, S]; equal on all machines."""
+def measure_pixels(images: Tensor, augment: str) -> Pixels:
+    """Measures mean and deviation of up to 10,000 of the pictures [N, C, S, S], equally on all machines."""
     count, channels, size, _ = images.shape
     sums, squares, values = [0] * channels, [0] * channels, 0
     for block in spread(10_000, count).split(1000):
@@ -297,7 +297,7 @@ def measured_pixels(images: Tensor, augment: str) -> Pixels:
     return Pixels(size, channels, rounded[0], rounded[1], augment)
 
 
-def photograph_pixels(size: int, channels: int, augment: str) -> Pixels:
+def imagenet_pixels(size: int, channels: int, augment: str) -> Pixels:
     """Returns preprocessing with ImageNet's mean and deviation (averaged for grey), for unmeasured pictures."""
     mean, std = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
     if channels != 3:

@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import nn
 
-from manyhands.core.choices import load_choice, module_names, unknown_choice
+from manyhands.core.choices import load_choice, module_names, unknown_choice_error
 from manyhands.core.errors import UserError
-from manyhands.core.user_code import is_object_reference, load_object, users_line
+from manyhands.core.user_code import is_object_reference, load_object, user_line
 from manyhands.models.interface import WHERE, ModelNeeds, argument_error
 from manyhands.models.options import ModelOptions
 from manyhands.models.published import CHOICES, no_weights_error
@@ -94,7 +94,7 @@ def _find_architecture(options: ModelOptions, size: int) -> tuple[str, ModuleTyp
         if fits and name in choice.NAMES:
             return name, choice
     known = {prefix + word for choice in searched for word in choice.NAMES}
-    raise unknown_choice("network", options.name, known, "model.name")
+    raise unknown_choice_error("network", options.name, known, "model.name")
 
 
 def _modules() -> list[ModuleType]:
@@ -142,7 +142,7 @@ def build_user_model(reference: str, arguments: dict[str, Any], num_classes: int
     try:
         model = found(**given)
     except Exception as error:
-        where = users_line(error) or WHERE
+        where = user_line(error) or WHERE
         raise UserError(f"{reference} failed: {type(error).__name__}: {error}", where) from error
     if not isinstance(model, nn.Module):
         raise UserError(f"{reference} returned a {type(model).__name__}, not a network", "model.name", _HINTS)

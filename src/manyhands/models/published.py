@@ -23,7 +23,7 @@ def published_names() -> list[str]:
 
 def check_network(wanted: str, *, pretrained: bool) -> None:
     """Raises UserError if a network is unknown, or if `pretrained` weights aren't published. Imports no torch."""
-    from manyhands.core.choices import module_names, read_choice, unknown_choice  # slow; not needed for --help
+    from manyhands.core.choices import module_names, read_choice, unknown_choice_error  # slow; not needed for --help
     from manyhands.core.user_code import is_object_reference
 
     known, published, prefix = set[str](), set[str](), f"{wanted.partition(':')[0]}:"
@@ -37,7 +37,7 @@ def check_network(wanted: str, *, pretrained: bool) -> None:
         known |= words
         published |= words if "build_pretrained" in choice else set()
     if not is_object_reference(wanted) and wanted not in known:
-        raise unknown_choice("network", wanted, known, "model.name")
+        raise unknown_choice_error("network", wanted, known, "model.name")
     if pretrained and wanted not in published:
         raise no_weights_error(wanted)
 

@@ -117,7 +117,7 @@ class Gradients:
             # Like loss.backward(weight), without its checks, which import sympy (0.3 s).
             start = weight.to(loss) if isinstance(weight, Tensor) else self._initial_gradient(loss, weight)
             _engine_run_backward((loss,), (start,), False, False, (), allow_unreachable=True, accumulate_grad=True)
-        phases.CLOCK.backward_ends()
+        phases.CLOCK.end_backward()
 
     def _initial_gradient(self, loss: Tensor, weight: float) -> Tensor:
         goes_with = weight, loss.dtype, loss.device
@@ -129,9 +129,9 @@ class Gradients:
 
     def finish(self) -> None:
         """Waits until the gradients of the update are synchronized. A collective, called after the last micro-batch."""
-        before = phases.CLOCK.to(phases.COMMUNICATION)
+        before = phases.CLOCK.start_phase(phases.COMMUNICATION)
         self.flat = self.network.finish_gradients()
-        phases.CLOCK.to(before)
+        phases.CLOCK.start_phase(before)
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
         """Divides the gradients by the loss scale of fp16, and has `step` skip the update if a gradient is not finite.

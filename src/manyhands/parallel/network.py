@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from manyhands.core.mesh import Mesh, TensorLayout, bounds
+from manyhands.core.mesh import Mesh, TensorLayout, shard_boundaries
 from manyhands.core.world import Share, World
 from manyhands.parallel.replicas.batch_norm import find_norm_groups
 
@@ -62,7 +62,7 @@ class DataShare:
     def sample_indices(self, block: range) -> list[int]:
         """Returns this process's share of the sample indices `block`, which is first padded to `most_parts` indices."""
         filled = [*block, *[block.start] * (self.most_parts - len(block))]
-        edges = bounds(len(filled), self.parts)
+        edges = shard_boundaries(len(filled), self.parts)
         return filled[edges[self.index] : edges[self.index + 1]]
 
 

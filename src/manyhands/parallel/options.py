@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from manyhands.core.choices import module_names, unknown_choice
+from manyhands.core.choices import module_names, unknown_choice_error
 from manyhands.core.options import Options, option
 
 MODES = "manyhands.parallel.modes"
@@ -13,7 +13,7 @@ SEARCH = "search"
 
 def check_mode(mode: str) -> None:
     if mode not in module_names(MODES):
-        raise unknown_choice("parallel mode", mode, module_names(MODES), "parallel.mode")
+        raise unknown_choice_error("parallel mode", mode, module_names(MODES), "parallel.mode")
 
 
 class ParallelOptions(Options):

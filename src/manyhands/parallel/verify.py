@@ -16,7 +16,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.utils import _pytree as pytree
 
 from manyhands.core.errors import RunError, UserError
-from manyhands.core.mesh import Mesh, bounds
+from manyhands.core.mesh import Mesh, shard_boundaries
 from manyhands.core.world import Span, World
 from manyhands.parallel.gradients import Gradients
 from manyhands.parallel.group.plain import broadcast_plain, gather_plain
@@ -181,7 +181,7 @@ class _Check:
             raise UserError(what, "verify_gradients", (f"give {parts} samples or more",))
         self.sample = self._broadcast_from_rank_0(batch[0])
         self.labels = None if batch[1] is None else self._broadcast_from_rank_0(batch[1])
-        self.shares = [slice(*pair) for pair in itertools.pairwise(bounds(self.count, parts))]
+        self.shares = [slice(*pair) for pair in itertools.pairwise(shard_boundaries(self.count, parts))]
         self.rows = self.shares[self.grid.place(network.samples)]
 
     def run(self) -> tuple[list[Finding], float]:

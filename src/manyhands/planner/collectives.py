@@ -8,7 +8,7 @@ import torch
 
 from manyhands.core.mesh import Mesh
 from manyhands.core.world import Share
-from manyhands.data.order import BatchSharing, sharing
+from manyhands.data.order import BatchSharing, equal_share_function
 from manyhands.parallel.mesh.placement import Extent, Layout, conversion_collectives, value_layout
 from manyhands.parallel.mesh.reduce import gradient_sum_axes, make_buckets
 from manyhands.parallel.replicas.batch_norm import GroupedNorm
@@ -36,7 +36,7 @@ class Collective:
 
     def whole_bytes(self, mesh: Mesh) -> int:
         """Returns the bytes of the tensor before sharding, from which `MeshLinks` computes times."""
-        return self.values * self.item_bytes * (mesh.parts(self.axes) if self.kind == "all_gather" else 1)
+        return self.values * self.item_bytes * (mesh.shard_count(self.axes) if self.kind == "all_gather" else 1)
 
     def seconds(self, links: MeshLinks) -> float:
         return links.seconds(self.kind, self.axes, self.whole_bytes(links.mesh))
@@ -64,7 +64,7 @@ class PlannedUpdate:
 
 def equal_shares(batch: int, norm_group: int) -> ShareOf:
     """Returns a function (process count, index) -> equal share of a batch. `norm_group`: samples per group."""
-    return sharing(batch, norm_group, (0, batch))
+    return equal_share_function(batch, norm_group, (0, batch))
 
 
 def data_parallel_shares(batch: int, norm_group: int) -> ShareOf:
@@ -113,8 +113,8 @@ def _local_channels(op: Op, layer: GroupedNorm, update: PlannedUpdate) -> int:
     if layer is not op.module:
         return layer.num_features
     cut = [axis for axis, letter in enumerate(update.letters[op.name]) if letter == "c"]
-    edges = Extent((layer.num_features,)).edges(0, update.mesh.parts(cut), update.batch)
-    place = update.mesh.place(cut, update.rank)
+    edges = Extent((layer.num_features,)).edges(0, update.mesh.shard_count(cut), update.batch)
+    place = update.mesh.shard_of(cut, update.rank)
     return edges[place + 1] - edges[place]
 
 
@@ -123,7 +123,7 @@ def _norms(update: PlannedUpdate) -> Iterator[Collective]:
     for op in update.graph.ops.values():
         for layer in grouped_norm_layers(op):
             axes = long_axes(batch_axes(update.letters[op.name]), update.mesh)
-            shared = update.share(update.mesh.parts(axes), update.mesh.place(axes, update.rank)).shared_groups
+            shared = update.share(update.mesh.shard_count(axes), update.mesh.shard_of(axes, update.rank)).shared_groups
             if axes and shared:
                 values = len(shared) * 2 * _local_channels(op, layer, update)
                 for when in (FORWARD, BACKWARD):
@@ -139,8 +139,8 @@ def _loss(update: PlannedUpdate) -> Iterator[Collective]:
     axes = long_axes([axis for axis, letter in enumerate(letters) if letter == "o"], mesh)
     if axes:
         batch = batch_axes(letters)
-        edges = Extent((update.batch,), 1).edges(0, mesh.parts(batch), update.batch)
-        place = mesh.place(batch, update.rank)
+        edges = Extent((update.batch,), 1).edges(0, mesh.shard_count(batch), update.batch)
+        place = mesh.shard_of(batch, update.rank)
         rows = edges[place + 1] - edges[place]
         item_bytes = max(_FLOAT_BYTES, update.graph.ops[update.graph.ops[LOSS].sources[0]].item_bytes)
         yield Collective("all_reduce", axes, rows, item_bytes, FORWARD, LOSS)

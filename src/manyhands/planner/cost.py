@@ -37,7 +37,7 @@ _LEAST_FACTOR, _MOST_FACTOR = 0.02, 50.0
 
 def local_share(sides: Sequence[Side], mesh: Mesh) -> float:
     """Returns the fraction of a tensor on one process. `sides`: the tensor's placement along each mesh axis."""
-    return 1.0 / mesh.parts([axis for axis, side in enumerate(sides) if isinstance(side, int)])
+    return 1.0 / mesh.shard_count([axis for axis, side in enumerate(sides) if isinstance(side, int)])
 
 
 def output_size(op: Op, batch: int) -> float:
@@ -46,7 +46,7 @@ def output_size(op: Op, batch: int) -> float:
 
 
 def parameter_share(op: Op, name: str, letters: tuple[str, ...], mesh: Mesh) -> float:
-    return 1.0 / mesh.parts([axis for axis, one in enumerate(op_shardings(op, letters)) if name in one.cuts])
+    return 1.0 / mesh.shard_count([axis for axis, one in enumerate(op_shardings(op, letters)) if name in one.cuts])
 
 
 def parameter_bytes(op: Op, letters: tuple[str, ...], mesh: Mesh) -> float:
@@ -111,7 +111,7 @@ class ShardedOpTimes:
         if not op.extents or not op.sources:
             return 0.0, 0.0
         chosen = op_shardings(op, letters)
-        cut = mesh.parts([axis for axis, letter in enumerate(letters) if letter != "r"])
+        cut = mesh.shard_count([axis for axis, letter in enumerate(letters) if letter != "r"])
         read = 0.0
         for place, source in enumerate(self._sources(op)):
             size_bytes = output_size(source, self.batch) * source.item_bytes
@@ -208,7 +208,7 @@ def largest_shard_shape(op: Op, letters: tuple[str, ...], mesh: Mesh, batch: int
         return []
     sides = [one.output for one in op_shardings(op, letters)]
     cuts = [[axis for axis, side in enumerate(sides) if side == dim] for dim in range(len(op.extent.dims))]
-    edges = [op.extent.edges(dim, mesh.parts(axes), batch) for dim, axes in enumerate(cuts)]
+    edges = [op.extent.edges(dim, mesh.shard_count(axes), batch) for dim, axes in enumerate(cuts)]
     return [one[-1] - one[-2] for one in edges]
 
 
@@ -287,7 +287,7 @@ def _op_cost(op: Op, letters: tuple[str, ...], setting: CostInputs) -> OpCost:
     saved = op.item_bytes * output_size(op, work.batch) if op.trains else 0.0
     saved *= local_share([one.output for one in shardings], mesh)
     layers, axes = grouped_norm_layers(op), long_axes(batch_axes(letters), mesh)
-    shared = len(setting.share(mesh.parts(axes), 0).shared_groups) if axes and layers else 0
+    shared = len(setting.share(mesh.shard_count(axes), 0).shared_groups) if axes and layers else 0
     norms = sum(2 * links.seconds("all_reduce", axes, 16.0 * shared * layer.num_features) for layer in layers)
     compute = setting.scale * (forward + backward + work.estimate(0.0, held * (3 + 2 * setting.slots)))
     return OpCost(
@@ -314,7 +314,7 @@ def predict(graph: Graph, letters: Letters, setting: CostInputs) -> Prediction:
         gradient_seconds=working + max(0.0, gradients - working - hiding),
         memory_bytes=sum(own.memory_bytes for own in owns) + sum(one.values * one.item_bytes for one in moved),
         collectives=tuple(sent),
-        sent_bytes=sum(sent_bytes(one.kind, mesh.parts(one.axes), one.whole_bytes(mesh)) for one in sent),
+        sent_bytes=sum(sent_bytes(one.kind, mesh.shard_count(one.axes), one.whole_bytes(mesh)) for one in sent),
         hiding_seconds=hiding,
     )
 
@@ -377,7 +377,7 @@ def _valid_choices(ops: list[Op], setting: CostInputs, pinned: Mapping[int, str]
 
 def _is_valid(op: Op, letters: tuple[str, ...], setting: CostInputs) -> bool:
     mesh = setting.mesh
-    idle = mesh.parts(batch_axes(letters)) > setting.work.batch
+    idle = mesh.shard_count(batch_axes(letters)) > setting.work.batch
     repeats = any(letter == "r" and mesh.sizes[axis] > 1 for axis, letter in enumerate(letters))
     learns = any(tensor.requires_grad for tensor in setting.work.parameters(op.name).values())
     must = not op.batchwise or op.allowed_letters() == ["r"]
@@ -390,7 +390,7 @@ def _choice_cost(ops: list[Op], letters: tuple[str, ...], setting: CostInputs) -
     mesh, loss = setting.mesh, 0.0
     axes = long_axes([axis for axis, letter in enumerate(letters) if letter == "o"], mesh)
     if axes and any(op.name == LOSS for op in ops):
-        rows = setting.work.batch / mesh.parts(batch_axes(letters))
+        rows = setting.work.batch / mesh.shard_count(batch_axes(letters))
         loss = sum(setting.links.seconds("all_reduce", axes, 4.0 * count * rows) for count in (1, 3))
     return sum((setting.cached(_op_cost, op, letters) for op in ops), OpCost(loss))
 
@@ -456,7 +456,7 @@ class _Conversions:
     def _copied_bytes(self, source: Layout, target: Layout, size: float) -> float:
         """Returns the memory that a conversion needs in bytes: the inputs of its collectives except all-reduces."""
         return sum(
-            share * size / (self._setting.mesh.parts(axes) if kind == "all_gather" else 1)
+            share * size / (self._setting.mesh.shard_count(axes) if kind == "all_gather" else 1)
             for kind, axes, share in self._path(source, target)
             if kind not in {"slice", "all_reduce"}
         )
@@ -464,10 +464,10 @@ class _Conversions:
 
 def conversion_traffic(source: Layout, target: Layout, mesh: Mesh) -> list[tuple[str, tuple[int, ...], float]]:
     """Returns (kind, axes, fraction of the unsharded tensor) of each step of a conversion. "slice" sends nothing."""
-    share = 1.0 / mesh.parts([axis for axis, here in enumerate(source) if isinstance(here, int)])
+    share = 1.0 / mesh.shard_count([axis for axis, here in enumerate(source) if isinstance(here, int)])
     found: list[tuple[str, tuple[int, ...], float]] = []
     for step in conversion_steps(source, target):
-        group = mesh.parts(step.axes)
+        group = mesh.shard_count(step.axes)
         share *= group if step.kind in {"all_gather", "pad"} else 1
         found.append((step.kind if step.communicates else "slice", step.axes, share))
         share /= group if step.kind in {"slice", "reduce_scatter"} else 1

@@ -9,7 +9,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from manyhands.core.files import replacing
+from manyhands.core.files import replaced_on_success
 from manyhands.core.mesh import Mesh
 
 if TYPE_CHECKING:
@@ -100,5 +100,5 @@ def draw_plan(layers: Mapping[str, Sequence[str]], mesh: Mesh, file: Path) -> No
             for stripe, (letter, place) in enumerate(zip(chosen, mesh.coordinates(device), strict=True)):
                 middle = left + width * (2 * (device * axes + stripe) + 1) // (2 * mesh.size * axes)
                 draw.text((middle, y), letter if letter == "r" else f"{letter}{place}", "white", small, "mm")
-    with replacing(file) as part:
+    with replaced_on_success(file) as part:
         picture.save(part, format="PNG")

@@ -35,10 +35,10 @@ class MeshLinks:
         machine's network interface with the groups of the other processes on that machine.
         """
         axes = tuple(sorted(axes))
-        processes = self.mesh.parts(axes)
+        processes = self.mesh.shard_count(axes)
         if processes == 1 or not size_bytes:
             return 0.0
-        beside = self.mesh.parts(axis for axis, far in enumerate(self.across) if axis not in axes and not far)
+        beside = self.mesh.shard_count(axis for axis, far in enumerate(self.across) if axis not in axes and not far)
         slowest = 0.0
         for axis in axes:
             link = self.axes[axis]
@@ -50,7 +50,7 @@ class MeshLinks:
 
     def work_seconds(self, kind: str, axes: Collection[int], size_bytes: float) -> float:
         """Returns the seconds in which a collective keeps the CPU cores of a process from computing."""
-        processes = self.mesh.parts(axes)
+        processes = self.mesh.shard_count(axes)
         if processes == 1 or not size_bytes:
             return 0.0
         return max(work_seconds(kind, processes, size_bytes, self.axes[axis]) for axis in axes)

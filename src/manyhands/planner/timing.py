@@ -19,8 +19,8 @@ import platformdirs
 import torch
 from pydantic import BaseModel, Field, ValidationError
 
-from manyhands.core.devices import device_name, wait_for
-from manyhands.core.files import parse_json, read_bytes, replacing
+from manyhands.core.devices import device_name, wait_for_device
+from manyhands.core.files import parse_json, read_bytes, replaced_on_success
 from manyhands.core.machine import cores
 
 BUSY = 0.15  # the machine is busy if other processes use more than this fraction of its processors
@@ -52,7 +52,7 @@ def time_calls(run: Callable[[], object], device: str, most: int, budget_s: floa
         while not taken or (len(taken) < most and time.perf_counter() - began < budget_s):
             start = clock()
             run()
-            wait_for(device)
+            wait_for_device(device)
             taken.append(clock() - start)
     finally:
         torch.set_num_threads(threads)
@@ -216,7 +216,7 @@ class OpTimes:
             return
         content = _TimesFile(format="op-times/2", environment=self._environment, times=self._read_file() | self._fresh)
         self.file.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(self.file) as part:
+        with replaced_on_success(self.file) as part:
             part.write_text(json.dumps(content.model_dump(), indent=1, sort_keys=True), encoding="utf-8")
         self._fresh = {}
 
@@ -240,7 +240,7 @@ class OpTimes:
         began = time.perf_counter()
         run = make()
         run()
-        wait_for(self._device)
+        wait_for_device(self._device)
         found = time_calls(run, str(self._device), _REPEATS, _LONG_S, busy=busy > BUSY)
         self._left_s -= time.perf_counter() - began
         return OpTime(seconds=found.seconds, spread=found.spread, busy=self._other_load())

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from manyhands.core.devices import wait_for
+from manyhands.core.devices import wait_for_device
 from manyhands.core.world import World
-from manyhands.data.order import BatchSharing, sharing
+from manyhands.data.order import BatchSharing, equal_share_function
 from manyhands.parallel.apply import apply_mode, resolve_mode
 from manyhands.parallel.gradients import Gradients
 from manyhands.parallel.network import LossFn, MicroBatch, MicroBatchShape, ModeRequest, ParallelNetwork
@@ -103,7 +103,7 @@ def _micro_batches(case: PlanCase, network: ParallelNetwork) -> list[MicroBatch]
         whole, mine = (shares[0].start, shares[-1].stop), shares[network.share.index]
         first = min(mine.start, batch - 1)  # a process without samples computes one sample that doesn't count
         rows = slice(first, max(mine.stop, first + 1))
-        shape = MicroBatchShape(whole[1] - whole[0], batch, sharing(batch, group, whole))
+        shape = MicroBatchShape(whole[1] - whole[0], batch, equal_share_function(batch, group, whole))
         found.append(MicroBatch(samples[rows], labels[rows], mine, shape))
     return found
 
@@ -116,11 +116,11 @@ def time_plans(case: PlanCase, plans: Plans, world: World, rounds: int = 8) -> d
     runners = {name: PlanRunner(case, plan, world) for name, plan in plans.items()}
 
     def slowest(name: str) -> float:
-        wait_for(world.device)
+        wait_for_device(world.device)
         dist.barrier()
         start = time.perf_counter()
         runners[name].update()
-        wait_for(world.device)
+        wait_for_device(world.device)
         taken = torch.tensor(time.perf_counter() - start, device=world.device)
         dist.all_reduce(taken, dist.ReduceOp.MAX)
         return float(taken)

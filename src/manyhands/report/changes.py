@@ -11,7 +11,7 @@ from manyhands.checkpoint.trained import INITIAL_WEIGHTS, find_record
 from manyhands.config.job import KEYS_OF_BUILT_IN_OPTIMIZERS, MEASURED, Job
 from manyhands.config.load import LoadedJob, flatten, written_values
 from manyhands.core.errors import UserError
-from manyhands.core.files import free_name
+from manyhands.core.files import unused_path
 from manyhands.core.run_folder import OBJECTS, RunFolder
 from manyhands.core.user_code import code_digests
 from manyhands.report.read import read_run
@@ -83,7 +83,7 @@ def refuse_changes(
     if not found:
         return
     if not resume_hint and "checkpoint.resume" not in loaded.origins:
-        another = free_name(folder.path.parent, folder.path.name, first=2)
+        another = unused_path(folder.path.parent, folder.path.name, first=2)
         hints = [*_longer_hint(folder, job, found), f"to train from scratch, use --out {shlex.quote(str(another))}"]
         if [change.key for change in found] == [INITIAL_WEIGHTS]:
             hints.append('to return the finished run, pass checkpoint__resume="auto"')

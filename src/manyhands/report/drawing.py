@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from manyhands.core.files import replacing
+from manyhands.core.files import replaced_on_success
 from manyhands.report import read, summary
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def new_figure(height: float, width: float = 5.0) -> "Figure":
 def write_figure(figure: "Figure", file: Path) -> None:
     """Writes a figure as .png or .svg, without a date, so that equal figures make equal files."""
     kind = file.suffix.lower()[1:]
-    with replacing(file) as part:
+    with replaced_on_success(file) as part:
         figure.savefig(part, format=kind, dpi=150, metadata={"Date" if kind == "svg" else "Software": None})
 
 

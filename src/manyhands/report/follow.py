@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from manyhands.core.files import open_file, read_object
-from manyhands.core.records import EvaluationMetrics, Event, Running, StepMetrics, line_object
+from manyhands.core.records import EvaluationMetrics, Event, Running, StepMetrics, parse_record_line
 from manyhands.core.run_folder import RunFolder
 from manyhands.report import read, summary
 
@@ -35,7 +35,7 @@ class Tail:
             return []
         complete = text[: text.rfind(b"\n") + 1]
         self.offset += len(complete)
-        return [content for line in complete.split(b"\n") if (content := line_object(line)) is not None]
+        return [content for line in complete.split(b"\n") if (content := parse_record_line(line)) is not None]
 
 
 class Follower:
@@ -84,7 +84,7 @@ def read_progress(record: Running) -> RunProgress:
     environment = (started and read_object(folder.environment)) or {}
     detail = {} if scores else read_object(folder.evaluations / "last.json") or {}
     return RunProgress(
-        state=state if record.here else "unknown",
+        state=state if record.is_local else "unknown",
         processes=environment.get("processes"),
         step=next((found for found in reversed(measured) if isinstance(found, StepMetrics)), None),
         top1=scores[-1] if scores else detail.get("top1"),

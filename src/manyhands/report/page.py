@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from markupsafe import Markup
 
 from manyhands.config.job import Job
-from manyhands.core.files import private_files, replacing
+from manyhands.core.files import private_files, replaced_on_success
 from manyhands.core.terminal import plain, plain_lines, say
 from manyhands.report import figures, read, summary, time_shares
 from manyhands.report.drawing import GREY, HAIR, INK, fonts_for, house_style, write_figure
@@ -33,7 +33,7 @@ def write_report(path: Path) -> Path:
     run = read.read_run(path)
     with private_files():
         text = render(run, _draw_pictures(run, run.folder.pictures))
-        with replacing(run.folder.report) as part:
+        with replaced_on_success(run.folder.report) as part:
             part.write_text(text, encoding="utf-8")
     if run.unreadable:
         say(f"report: {_NO_FONT.format(run.unreadable[:12])}")

@@ -17,7 +17,7 @@ from rich.text import Text
 from manyhands.core import files, quantities
 from manyhands.core.errors import UserError
 from manyhands.core.records import EvaluationMetrics, Event, StepMetrics
-from manyhands.core.terminal import Tolerant, plain, writable
+from manyhands.core.terminal import TolerantStream, escape_unencodable, plain
 from manyhands.report import follow, read, summary
 
 _WINDOW_S = 120.0  # window of the speed for the remaining time, which should neither jump nor lag
@@ -167,7 +167,7 @@ class Screen:
         self.folder, self._quiet, self._clock = folder, quiet, clock
         self._follower = follow.Follower(folder, only_new=True)
         self._console = Console(
-            file=cast(TextIO, Tolerant(output)),
+            file=cast(TextIO, TolerantStream(output)),
             # rich reads NO_COLOR itself. FORCE_COLOR may color a log, but never moves its cursor.
             force_terminal=terminal or bool(os.environ.get("FORCE_COLOR")),
             highlight=False,
@@ -219,11 +219,11 @@ class Screen:
         if self.live:
             self._erase()
             prefix = "" if level == "INFO" else f"{level.lower()}: "
-            text = writable(prefix + plain(message), self._console.file)
+            text = escape_unencodable(prefix + plain(message), self._console.file)
             self._console.print(Text(text, _STYLES[level]), soft_wrap=False)
         elif always or not (self._quiet and level == "INFO"):
             line = Text(f"{summary.moment(self._clock())} ")
-            line.append(level, _STYLES[level]).append(f" {writable(plain(message), self._console.file)}")
+            line.append(level, _STYLES[level]).append(f" {escape_unencodable(plain(message), self._console.file)}")
             self._console.print(line)
 
     def close(self) -> None:
@@ -268,7 +268,7 @@ class Screen:
         if (now := self._clock()) - self._disk_at < _DISK_EVERY_S:
             return
         self._disk_at, before = now, self._disk_full
-        self._disk_full = files.is_full(self.folder)
+        self._disk_full = files.is_disk_full(self.folder)
         if self._disk_full > before:
             effect = "training continues, but records are delayed and checkpoints are skipped"
             self.say(f"the disk of {self.folder} is full: {effect}", "WARNING")

@@ -21,7 +21,7 @@ from manyhands.core import machine, stops
 from manyhands.core.errors import UserError
 from manyhands.core.scratch import PREFIX, abandoned
 from manyhands.data import packed, packing
-from manyhands.data.folder import place_of_pack
+from manyhands.data.folder import pack_path
 from manyhands.data.options import cache_folder
 from manyhands.run.registry import find_run, running
 
@@ -134,7 +134,7 @@ def pack_request(root: Path, target: Path | None, size: int, quality: int) -> pa
     if size < 0 or not 0 <= quality <= MOST_QUALITY or (quality and not size):
         hints = (f"use a --size in pixels, such as 256; --quality (1 to {MOST_QUALITY}) requires --size",)
         raise UserError(f"--size {size} with --quality {quality} is not valid", "--size", hints)
-    target = target or place_of_pack(root)
+    target = target or pack_path(root)
     if target.resolve().is_relative_to(root.resolve()):
         hints = ("name a folder outside with --to, or remove --to",)
         raise UserError("the packed copy would be inside the folder of pictures", str(target), hints)
@@ -149,13 +149,13 @@ def pack(
     if not replaced and packing.is_up_to_date(contents, request):
         return packed.open_pack(request.target), None
     processes = processes or max(1, int(machine.cores()))
-    with stops.ended_like_ctrl_c():
+    with stops.stop_signals_as_ctrl_c():
         return packing.make_pack(contents, request, processes=processes, replace=replaced, progress=progress)
 
 
 def check_pack(folder: Path, target: Path | None) -> packed.PackedSet:
     """Verifies a packed copy, named by its path or source folder. Raises UserError: the copy is missing or altered."""
-    place = target or (folder if packed.is_pack(folder) else place_of_pack(folder))
+    place = target or (folder if packed.is_pack(folder) else pack_path(folder))
     if not packed.is_pack(place):
         raise UserError(f"there is no packed copy at {place}", str(place), ("run manyhands pack FOLDER",))
     pack = packed.open_pack(place)

@@ -26,8 +26,8 @@ from manyhands.config import load
 from manyhands.config.job import ClusterOptions, Job
 from manyhands.core import stops, terminal, timeouts
 from manyhands.core.errors import EXIT_DOCTOR, EXIT_USAGE, ManyhandsError, UserError
-from manyhands.core.files import free_name, private_files
-from manyhands.core.run_folder import RunFolder, python_parts, resume_command
+from manyhands.core.files import private_files, unused_path
+from manyhands.core.run_folder import RunFolder, parts_made_in_python, resume_command
 from manyhands.report.read import read_run
 from manyhands.run.registry import RUNS, find_reference, headed_here, registered, remembered_reach
 
@@ -47,7 +47,7 @@ def run_folder(job: Job) -> Iterator[RunFolder]:
         topmost = missing[-1] if missing else None if job.run.out else folder.path
         try:
             names = [machine.name for machine in machines_of(job.cluster)]
-            with registered(folder.path, names), stops.ended_like_ctrl_c():
+            with registered(folder.path, names), stops.stop_signals_as_ctrl_c():
                 yield folder
         except ManyhandsError as error:
             if error.exit_code in {EXIT_USAGE, EXIT_DOCTOR} and topmost and not folder.metrics.exists():
@@ -176,7 +176,7 @@ class FolderWatch:
         if self._path.is_symlink():
             self._path.unlink()
         elif self._path.exists():  # created by a process that was saving, or by another run
-            self._path.rename(free_name(place, "written-while-moved"))
+            self._path.rename(unused_path(place, "written-while-moved"))
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._path.symlink_to(place)
         self._warn(f"{self._name} was moved to {place}; the run continues there, with a link at the old path")
@@ -228,7 +228,7 @@ def announce_resumed(folder: RunFolder, loaded: load.LoadedJob) -> None:
     Raises UserError: the code belongs to another user, or only a Python program can resume the run.
     """
     keys = {"data": "data.name", "network": "model.name"}
-    lost = [what for what in python_parts(folder.path) if loaded.origins.get(keys[what]) == str(folder.job)]
+    lost = [what for what in parts_made_in_python(folder.path) if loaded.origins.get(keys[what]) == str(folder.job)]
     if lost:
         longer = 'to train longer, use epochs(20) of the session, or fit(…, epochs=20, checkpoint__resume="auto")'
         hints = (f"to resume, run {resume_command(folder.path)}", longer)

@@ -251,7 +251,7 @@ def join_here(run: str, host: str) -> str:
     """Asks a run's launcher to add `host`; returns the answer. Raises ManyhandsError: the launcher refuses."""
     found = registry.find_run(run, active=True)
     folder = found.path
-    if not (folder / SOCKET).exists() and not (head := registry.head_of_active(found)).here:
+    if not (folder / SOCKET).exists() and not (head := registry.head_of_active(found)).is_local:
         hints = (f"run this on {head.host}: manyhands join {shlex.quote(run)} --host {host}",)
         raise UserError(f"{head.name} was launched from {head.host}", head.run, hints)
     with socket.socket(socket.AF_UNIX) as head:
@@ -300,7 +300,7 @@ class DetachedLauncher:
     def wait(self, *, as_json: bool) -> int:
         """Waits in the parent until training starts or the run ends, and forwards signals; returns the exit code."""
         os.close(self._writer)
-        with stops.handled(lambda number, _: os.kill(self.child_pid, number)), os.fdopen(self._heard, "rb") as heard:
+        with stops.on_stop(lambda number, _: os.kill(self.child_pid, number)), os.fdopen(self._heard, "rb") as heard:
             signal.pthread_sigmask(signal.SIG_SETMASK, self._unblocked)
             run = Path(os.fsdecode(heard.read()))
             if not run.name:

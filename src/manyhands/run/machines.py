@@ -30,7 +30,7 @@ from manyhands.cluster.hosts.inventory import Machine
 from manyhands.cluster.messages import Request, call
 from manyhands.config.job import Job
 from manyhands.core.errors import ManyhandsError, RunError, UserError
-from manyhands.core.files import size_of
+from manyhands.core.files import file_size
 from manyhands.core.run_folder import RunFolder
 from manyhands.core.timeouts import CONTACT_S, RETRY_LEAST_S, RETRY_MOST_S, SILENT_S
 from manyhands.run.doctor import facts_wanted, untested_survey
@@ -74,7 +74,7 @@ class Membership(RestartHooks):
 
     @property
     def trained(self) -> bool:
-        return size_of(self._folder.metrics) > self._measured
+        return file_size(self._folder.metrics) > self._measured
 
     @property
     def added(self) -> list[Machine]:
@@ -104,7 +104,7 @@ class Membership(RestartHooks):
     def record_start(self, number: int) -> None:
         """Stores each running machine's position, folder and start number; notifies the clients of joined machines."""
         step = saved_step(self._folder) or 0
-        self._measured = size_of(self._folder.metrics)
+        self._measured = file_size(self._folder.metrics)
         for position, machine in enumerate(self.machines.running):
             machine.folder, machine.position, machine.generation = machine.run_folder.folder, position, number
             machine.since_step = step if machine.since_step is None else machine.since_step

@@ -11,14 +11,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from manyhands.checkpoint.folders import kept_step, saved_step, unsaved_error
+from manyhands.checkpoint.folders import available_step, saved_step, unsaved_error
 from manyhands.cluster.agents.folders import Term, agents_work, term_in
 from manyhands.cluster.failures import Ending, as_error, first_cause, users_place
 from manyhands.cluster.hosts.this_process import machines_of
 from manyhands.config.job import Job
 from manyhands.core.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_SAVED, ManyhandsError, RunError, shortened
 from manyhands.core.records import MACHINE_LOST, REPLACED, Event, Failure, Running, append, read_lines, write_json
-from manyhands.core.run_folder import RunFolder, names_resume, resume_command
+from manyhands.core.run_folder import RunFolder, mentions_resume, resume_command
 from manyhands.core.terminal import plain, say
 from manyhands.report import summary, time_shares
 from manyhands.report.read import RunData, read_run
@@ -106,9 +106,9 @@ def failure_here(folder: RunFolder, record: Failure) -> ManyhandsError:
 
 def with_resume_hint(error: ManyhandsError, folder: RunFolder) -> ManyhandsError:
     """Adds a hint with the resume command to a failure, if a checkpoint was saved and no hint has this command."""
-    if error.exit_code != EXIT_FAILED or any(map(names_resume, error.hints)):
+    if error.exit_code != EXIT_FAILED or any(map(mentions_resume, error.hints)):
         return error
-    if (step := kept_step(folder)) is not None:
+    if (step := available_step(folder)) is not None:
         options = "with the same or other options"
         error.hints += (f"resume from the last checkpoint, of step {step}, {options}: {resume_command(folder.path)}",)
     return error
@@ -228,7 +228,7 @@ def explained(run: RunData, head: Running | None = None) -> Why:
     now, cause, on, do = f"{_progress(run)}{_last_record(run)}", "", "", list[str]()
     match state:
         case "running" if head:
-            where = "" if head.here else f" on {head.host}, unless that machine is down"
+            where = "" if head.is_local else f" on {head.host}, unless that machine is down"
             do = [f"to see the output of the processes: manyhands logs {folder} --follow"]
             headline = f"{folder} is active{where}, {now}"
             ranks = [(place.host, place.ranks[0], sum(place.ranks) - 1) for place in logs.read_places(run.folder)]
@@ -276,7 +276,7 @@ def _failed(run: RunData, headline: str, done: list[str], do: list[str]) -> Why:
         cause, host = _shorten_middle(event.message), plain(str(event.data.get("host", "")))
         if where and where not in cause:
             cause = f"machine {host}: {cause}" if host else f"{cause} ({where})"
-        do = [*(line for line in map(plain, map(str, hints)) if not names_resume(line)), *do]
+        do = [*(line for line in map(plain, map(str, hints)) if not mentions_resume(line)), *do]
         return Why(str(run.folder.path), "failed", headline, cause, host=host, done=done, do=do)
     first = _first_failure(run, event)
     if first.error == MACHINE_LOST:
@@ -289,7 +289,7 @@ def _failed(run: RunData, headline: str, done: list[str], do: list[str]) -> Why:
         do = ["look at the logs of all processes in ranks/, and at any machine without a log", *do]
     elif file and file not in cause:
         cause += f" ({file})"
-    do = [*(line for line in first.hints if not names_resume(line)), *do]
+    do = [*(line for line in first.hints if not mentions_resume(line)), *do]
     return Why(
         str(run.folder.path), "failed", headline, cause, rank, first.host, first.step, first.phase, file,
         _others(run, first), done, do,
@@ -363,7 +363,7 @@ def _shorten_middle(text: str) -> str:
 
 
 def _resume_hint(run: RunData) -> str:
-    step = kept_step(run.folder)
+    step = available_step(run.folder)
     if step is None:
         if any(event.kind == "saved" for event in run.events):
             return f"no checkpoint is left in {run.folder.checkpoints}: restore one from a copy, or use another --out"

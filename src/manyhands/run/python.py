@@ -24,7 +24,7 @@ from manyhands.run.folder import record_of, run_folder
 from manyhands.run.outcome import Outcome, report_on
 from manyhands.run.tasks import list_pictures, resolve_checkpoint
 from manyhands.run.train import launch_decision, train, train_in_process
-from manyhands.train.objects import Objects, digest_objects, metric_words
+from manyhands.train.objects import Objects, digest_objects, metric_names
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -180,7 +180,7 @@ def fit(  # noqa: PLR0913 - all but three are named
     if job is None and (model is None or train_set is None):
         what = "network" if model is None else "training set"
         raise UserError(f"fit was called without a {what}", "fit", ("call fit(model, train_set)", "or fit(job=…)"))
-    named = _options_of(model) | {"train.metrics": metric_words(metrics), "cluster.processes": processes}
+    named = _options_of(model) | {"train.metrics": metric_names(metrics), "cluster.processes": processes}
     named["run.out"] = str(out) if out else None
     if train_set is not None:
         named["data.name"] = str(train_set) if isinstance(train_set, str | Path) else OBJECTS
@@ -212,9 +212,9 @@ def fit(  # noqa: PLR0913 - all but three are named
         objects.digests |= digest_trainable(objects.model) | digest_weights(objects.model)
 
     def digests() -> dict[str, str]:
-        from manyhands.worker.own_process import digest_of_objects
+        from manyhands.worker.own_process import digest_data_objects
 
-        return objects.digests | digest_of_objects(loaded.job, objects)
+        return objects.digests | digest_data_objects(loaded.job, objects)
 
     changes.refuse_changes(loaded, digests=digests)
     stops.RECEIVED.clear()
@@ -373,9 +373,9 @@ def predict(
     Raises:
         UserError: a picture can't be read, or the preprocessing of the training data is unknown.
     """
-    from manyhands.worker.own_process import as_picture, guess
+    from manyhands.worker.own_process import guess, to_pil_image
 
-    if isinstance(pictures, str | Path) or not hasattr(pictures, "__iter__") or as_picture(pictures):
+    if isinstance(pictures, str | Path) or not hasattr(pictures, "__iter__") or to_pil_image(pictures):
         pictures = [pictures]  # one picture, not a sequence of its channels
     inputs: list[Any] = []
     for picture in pictures:
@@ -434,7 +434,7 @@ def _session(job: JobLike, metrics: Any, out: str | Path | None, settings: dict[
         if unused := sorted(of_prepare & set(flags)):
             what = f"session has no argument {unused[0].partition('.')[2]}"
             raise UserError(what, "session", ("pass optimizer and batch to the prepare method of the session",))
-        named = {"data.name": OBJECTS, "run.out": str(out) if out else None, "train.metrics": metric_words(metrics)}
+        named = {"data.name": OBJECTS, "run.out": str(out) if out else None, "train.metrics": metric_names(metrics)}
         loaded = load_job_argument(job, {**flags, **named})
         resolved = loaded.job
         # A recipe's values apply only to fit.
@@ -445,7 +445,7 @@ def _session(job: JobLike, metrics: Any, out: str | Path | None, settings: dict[
             raise UserError("session has a schedule, but no number of epochs", "session", hints)
         program = os.path.basename(sys.argv[0]).replace(" ", "_")  # noqa: PTH119 - sys.argv[0] may be "-c"
         process_info = _process_info(resolved)
-        from manyhands.worker.own_process import opened
+        from manyhands.worker.own_process import open_session
 
         functions: Mapping[str, Any] = metrics if isinstance(metrics, Mapping) else {}
         with contextlib.ExitStack() as stack:
@@ -453,4 +453,4 @@ def _session(job: JobLike, metrics: Any, out: str | Path | None, settings: dict[
             if resolved.run.out and not process_info.rank:  # rank 0 keeps the run folder
                 folder = stack.enter_context(run_folder(resolved))
                 stack.callback(report_on, resolved, folder)
-            yield stack.enter_context(opened(resolved, process_info, program, folder, scheduled, functions))
+            yield stack.enter_context(open_session(resolved, process_info, program, folder, scheduled, functions))

@@ -133,17 +133,17 @@ def _list_runs() -> tuple[list[Running], list[Running]]:
 def head_of(run: Path) -> Running | None:
     """Returns the record of a run's launcher, or None. Prefers a launcher on this machine, then the newest launcher."""
     heads = [record for record in running() if record.run == str(run.resolve())]
-    return max(heads, key=lambda record: (record.here, record.time), default=None)
+    return max(heads, key=lambda record: (record.is_local, record.time), default=None)
 
 
 def headed_here(run: Path) -> bool:
     head = head_of(run)
-    return bool(head and head.here)
+    return bool(head and head.is_local)
 
 
 def is_running(record: Running) -> bool:
     """Returns True while the record exists and its launcher runs; launchers on other machines count as running."""
-    return _path(record).is_file() and (not record.here or is_alive(record))
+    return _path(record).is_file() and (not record.is_local or is_alive(record))
 
 
 def is_alive(record: Running) -> bool:
@@ -267,7 +267,7 @@ def stop_run(record: Running, *, now: bool) -> Event | None:
 
     Raises UserError: the launcher is on another machine. Raises RunError: the launcher survived SIGKILL.
     """
-    if not record.here:
+    if not record.is_local:
         hints = (f"run this on {record.host}: manyhands stop {shlex.quote(record.name)}",)
         raise UserError(f"{record.name} was launched from {record.host}", record.run, hints)
     signal_head(record, signal.SIGTERM)

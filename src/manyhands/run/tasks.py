@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from manyhands.checkpoint.describe import is_pickled, open_description
-from manyhands.checkpoint.folders import choose
+from manyhands.checkpoint.folders import choose_checkpoint
 from manyhands.cluster.agents import machines, protocol, ssh, supervise
 from manyhands.cluster.failures import Failed, as_error
 from manyhands.cluster.hosts.inventory import Rendezvous
@@ -29,7 +29,7 @@ from manyhands.run.folder import record_of
 
 if TYPE_CHECKING:
     from manyhands.worker.plan_growth import Growth
-    from manyhands.worker.plan_search import Planned
+    from manyhands.worker.plan_search import PlannedJob
 
 Guesses = list[tuple[str, float]]
 
@@ -40,7 +40,7 @@ def evaluate_run(reference: Path, *, which: str, flags: Mapping[str, Any]) -> di
     `flags` are changes to the run's job, by dotted key. Returns a dict with checkpoint, data, count, loss, top1, top5,
     per_class and confusion; None on ranks other than 0. Raises ManyhandsError: the evaluation failed.
     """
-    from manyhands.worker.launcher import is_plain_folder
+    from manyhands.worker.launcher import is_unsplit_folder
 
     job, path = job_of(reference, flags), resolve_checkpoint(reference, which)
     given = [key for key, value in flags.items() if value is not None]
@@ -48,7 +48,7 @@ def evaluate_run(reference: Path, *, which: str, flags: Mapping[str, Any]) -> di
     if job.data.name == OBJECTS:
         hints = ("name a folder of pictures: manyhands eval RUN FOLDER", "or call manyhands.evaluate(MODEL, TEST_SET)")
         raise UserError("the data of this run was a Python object in the training program", str(reference), hints)
-    whole = "data.name" in given and is_plain_folder(job.data.name)
+    whole = "data.name" in given and is_unsplit_folder(job.data.name)
     trained_on = load_job({}, file=run.job).job.data.name if whole and (run := run_of(reference)) else ""
     if trained_on and Path(trained_on).expanduser().resolve() == Path(job.data.name).expanduser().resolve():
         say(f"{job.data.name} contains training pictures of this run; to evaluate only the evaluation split, omit DATA")
@@ -123,7 +123,7 @@ def resolve_checkpoint(reference: Path, which: str) -> Path:
             what, there = f"the checkpoints of {reference} are on {away.machine.name}", f"{away.folder}/checkpoints"
             hints = (ssh.scp_command(away.machine, there, f"{reference}/"),)
             raise UserError(f"{what}, where rank 0 ran", f"{away.host}:{there}", hints)
-    path, passed_over = choose(reference, which)  # pyright: ignore[reportArgumentType]
+    path, passed_over = choose_checkpoint(reference, which)  # pyright: ignore[reportArgumentType]
     for note in passed_over:
         say(note)
     return path
@@ -198,9 +198,9 @@ def rewrite_checkpoint(reference: Path, target: Path, *, which: str, plan: Path 
 
     Returns a sentence about each omitted part. Raises ManyhandsError: the target exists, or the plan doesn't fit.
     """
-    from manyhands.worker.launcher import rewrite
+    from manyhands.worker.launcher import convert_checkpoint
 
-    return rewrite(lambda: resolve_checkpoint(reference, which), target, plan)
+    return convert_checkpoint(lambda: resolve_checkpoint(reference, which), target, plan)
 
 
 def _run_task(job: Job, argument: dict[str, Any]) -> dict[str, Any]:
@@ -253,7 +253,7 @@ def _no_garbage_collection() -> Iterator[None]:
 
 
 @_no_garbage_collection()
-def search_plan(job: Job, requested: Mapping[str, Any], out: Path, *, force: bool) -> "Planned":
+def search_plan(job: Job, requested: Mapping[str, Any], out: Path, *, force: bool) -> "PlannedJob":
     """Searches for the best parallel plan of a job; writes the plan to `out`, and a picture beside it."""
     train.check_names(job)
     from manyhands.worker import plan_search

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from manyhands.checkpoint.folders import resolve
+from manyhands.checkpoint.folders import find_checkpoint
 from manyhands.cluster.agents import connection, early, machines, protocol, supervise, worker_start
 from manyhands.cluster.failures import Failed, as_error
 from manyhands.cluster.hosts import this_process
@@ -121,7 +121,7 @@ def _refuse_missing(job: Job, objects: Any) -> None:
     weights = Path(job.model.weights).expanduser()
     resumed = job.run.out and RunFolder(Path(job.run.out).expanduser()).has_checkpoints()
     if not (resumed or weights.exists()):
-        resolve(weights, "best")
+        find_checkpoint(weights, "best")
 
 
 def launch_decision(job: Job) -> this_process.LaunchDecision:
@@ -195,7 +195,7 @@ class ScriptOutput:
 
     def show_new(self) -> None:
         end = self._log.stat().st_size if self._log.is_file() else 0  # a script may write without a pause
-        while self._shown < end and (new := files.read_growing(self._log, self._shown, 1 << 20, rest=True)):
+        while self._shown < end and (new := files.read_new_lines(self._log, self._shown, 1 << 20, unfinished=True)):
             self._shown += len(new)
             sys.stdout.flush()
             files.write_all(sys.stdout.fileno(), new)
@@ -251,10 +251,10 @@ def train_in_process(job: Job, process_info: ProcessInfo, *, quiet: bool, object
 def _train_rank(
     job: Job, process_info: ProcessInfo, folder: RunFolder, objects: Any, notify: Callable[[str], None]
 ) -> dict[str, Any]:
-    from manyhands.worker.entry import train_here
+    from manyhands.worker.entry import run_training
 
     try:
-        return train_here(job, process_info, folder, {"live": objects}, notify)
+        return run_training(job, process_info, folder, {"live": objects}, notify)
     except Failed as failed:
         cause = None if failed.record.exit_code == EXIT_INTERRUPTED else failed.__cause__
         raise (as_error(failed.record) if process_info.rank else failure_here(folder, failed.record)) from cause

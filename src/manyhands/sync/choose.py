@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from operator import attrgetter
 
-from manyhands.core.choices import unknown_choice
+from manyhands.core.choices import unknown_choice_error
 from manyhands.sync.costs import Cost, LinkCase
 from manyhands.sync.options import AUTO, SyncOptions, methods, synchronizes_every_update
 
@@ -22,7 +22,7 @@ _DAY_S, _HOUR_S, _MINUTE_S = 86400.0, 3600.0, 60.0
 
 def check_method(method: str) -> None:
     if method not in {AUTO, *methods()}:
-        raise unknown_choice("sync method", method, [AUTO, *methods()], "sync.method")
+        raise unknown_choice_error("sync method", method, [AUTO, *methods()], "sync.method")
 
 
 @dataclass(frozen=True)

@@ -173,7 +173,7 @@ class LocalSteps(Synchronizer):
         flight = self._flight
         if flight is None:
             return
-        began_s, before = time.perf_counter(), CLOCK.to(COMMUNICATION)
+        began_s, before = time.perf_counter(), CLOCK.start_phase(COMMUNICATION)
         if flight.exchange:
             mean, residual = flight.exchange.result()
         else:
@@ -181,7 +181,7 @@ class LocalSteps(Synchronizer):
         if self.machine:
             dist.broadcast(mean, self.machine.leader, group=self.machine.group)
         self.waited_s += time.perf_counter() - began_s
-        CLOCK.to(before)
+        CLOCK.start_phase(before)
         self.exchange_s = flight.exchange.seconds if flight.exchange else 0.0
         if self.pace.momentum:
             self._speed.mul_(self.pace.momentum).add_(mean)

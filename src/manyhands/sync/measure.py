@@ -6,7 +6,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from manyhands.core.devices import wait_for
+from manyhands.core.devices import wait_for_device
 from manyhands.sync.link_speeds import LinkSpeed, fit_link_speed
 
 _REPEATS = 5
@@ -47,7 +47,7 @@ def pass_seconds(count: int, device: str) -> float:
     for _ in range(_REPEATS):
         start = time.perf_counter()
         torch.add(one, other, out=total)
-        wait_for(device)
+        wait_for_device(device)
         taken.append(time.perf_counter() - start)
     return statistics.median(taken)
 
@@ -58,7 +58,7 @@ def _all_reduce_seconds(count: int, group: dist.ProcessGroup | None, device: str
     _max_over_ranks(0.0, group, device)
     start = time.perf_counter()
     dist.all_reduce(values, group=group)
-    wait_for(device)
+    wait_for_device(device)
     return _max_over_ranks(time.perf_counter() - start, group, device)
 
 

@@ -94,10 +94,10 @@ class PowerSgd(Synchronizer):
             self.before_last_micro_batch()
         self._queue_batches(also_incomplete=True)
         self._expecting = False
-        began_s, before = time.perf_counter(), CLOCK.to(COMMUNICATION)
+        began_s, before = time.perf_counter(), CLOCK.start_phase(COMMUNICATION)
         error = self._ended.get()
         self.waited_s += time.perf_counter() - began_s
-        CLOCK.to(before)
+        CLOCK.start_phase(before)
         if error:
             raise error
         for parameter in self._rare:

@@ -27,14 +27,14 @@ from manyhands.train.choose_sync import ChosenSync, SyncRequest, select_sync
 from manyhands.train.evaluate import Evaluator
 from manyhands.train.feed import Feed
 from manyhands.train.loss import BETTER_LOSS, Evaluation, verify_loss
-from manyhands.train.optimize import CustomScheduler, scheduler_errors, steps_to_make, total_steps
-from manyhands.train.parts import Parts, describe_trained, grid_of, layouts_from_code, record_setup, refuse_unshardable
+from manyhands.train.optimize import CustomScheduler, count_updates, scheduler_errors, total_steps
+from manyhands.train.parts import Parts, describe_trained, job_grid, layouts_from_code, record_setup, refuse_unshardable
 from manyhands.train.saver import SaveInterval
 from manyhands.train.saving import check_same_training, load_rank_state
 from manyhands.train.shares import order_and_sharing, refuse_small_micro_batches
-from manyhands.train.status import Divergence, SpeedMonitor, StatusRound
+from manyhands.train.status import DivergenceDetector, SpeedMonitor, StatusRound
 from manyhands.train.step import Updater
-from manyhands.train.trainer import Due, Hooks, Observed, Trainer, seconds_between_saves
+from manyhands.train.trainer import DueWork, Hooks, ObservedResults, Trainer, seconds_between_saves
 
 if TYPE_CHECKING:
     from manyhands.parallel.mesh.grid import Grid
@@ -44,29 +44,29 @@ _FEW, _FAILURES = 8, (RuntimeError, TypeError, ValueError, IndexError)
 
 
 def build(parts: Parts) -> Trainer:
-    """Builds the trainer from its parts. A collective. Raises UserError if data, model and job don't match."""
+    """Builds the trainer from `parts`. A collective. Raises UserError if data, model and job don't match."""
     job, folder, world = parts.job, parts.folder, parts.world
     refuse_unshardable(parts)
     resume_from, in_pieces = job.checkpoint.resume, parts.plan is not None
-    found = state.find_state(resume_from, folder, world, in_pieces=in_pieces) if folder is not NOWHERE else None
-    outputs = state.outputs_of(found.snapshot) if found else 0
+    found = state.find_resumable(resume_from, folder, world, in_pieces=in_pieces) if folder is not NOWHERE else None
+    outputs = state.foreign_outputs(found.snapshot) if found else 0
     samples = data_setup.open_samples(parts, parts.objects, outputs, parts.splits)
-    splits, grid = samples.splits, grid_of(job, world, parts.mode)
+    splits, grid = samples.splits, job_grid(job, world, parts.mode)
     model = parts.make_model(samples, grid, found)
     network, sync, trial, restore_norms, sample_s = _apply_sync_and_mode(parts, model, samples, grid, found)
     synchronizer = sync.synchronizer
     classes = parts.name_outputs(samples.classes, network, trial)
     previous, most = parts.previous_shares(found)
     own = synchronizer.local_statistics
-    order, sharing = order_and_sharing(parts, len(splits.train), network, previous, own=own, most=most)
+    order, sharing = order_and_sharing(parts, len(splits.train), network, previous, own_groups=own, limit=most)
     refuse_small_micro_batches(order, sharing, network)
     optimizer = parts.make_optimizer(model, sharded=network.traits.sharded)
     loss_fn = parts.loss_fn
     if loss_fn:
         dtype = data_setup.DTYPES.get(job.train.precision, torch.float32)
         loss_fn = verify_loss(loss_fn, len(classes), len(samples.classes), world, dtype)
-        if loss_fn.dependent:
-            parts.journal.event("warning", f"{loss_fn.dependent} (do: {BETTER_LOSS})")
+        if loss_fn.dependence_reason:
+            parts.journal.event("warning", f"{loss_fn.dependence_reason} (do: {BETTER_LOSS})")
     set_rates, unused = parts.make_schedule(optimizer, steps_per_epoch=order.steps_per_epoch), trial.unused
     updater = Updater(parts, network, optimizer, loss_fn, set_rates, synchronizer=synchronizer, unused=unused)
     trial_step.warm_up(updater, samples.train, min(trial.count, order.length))
@@ -95,10 +95,10 @@ def build(parts: Parts) -> Trainer:
         updater=updater,
         evaluate=evaluate_on(samples.test, splits.test),
         test=test,
-        due=Due(job, steps_per_epoch, steps, progress, parts.custom_loop),
+        due=DueWork(job, steps_per_epoch, steps, progress, parts.custom_loop),
         status_round=StatusRound(world, job.run.log_every_s, save_every_s, sync.cost.every),
         sync=sync,
-        observed=Observed(Divergence(len(classes)), set(splits.skipped)),
+        observed=ObservedResults(DivergenceDetector(len(classes)), set(splits.skipped)),
         hooks=Hooks(at_epoch_end=parts.objects.at_epoch_end),
         resources=resources,
     )
@@ -133,33 +133,33 @@ def _apply_sync_and_mode(
     _, restore_norms = group_batch_norms(model) if normalizes_in_groups(parts.mode) else keep_torch_batch_norms()
     picture = data_setup.first_picture(samples.train)
     if parts.plan:
-        _start_equal(parts, model, grid)
+        _broadcast_initial_weights(parts, model, grid)
         # The network may be too large for one process's gradients, so the mode tries it without gradients instead.
-        own = parts.loss_fn.own if parts.loss_fn else None
+        own = parts.loss_fn.custom if parts.loss_fn else None
         request = ModeRequest(plan=parts.plan, picture=picture, cross_entropy=parts.cross_entropy, loss=own)
         sync, trial = ChosenSync(BY_MODE, Synchronizer(), request), trial_step.TrialResult([], draws=False)
     else:
-        probe = trial_step.StepProbe(model, parts.loss_fn or trial_step.sum_of_outputs, job.train, world)
+        probe = trial_step.StepProbe(model, parts.loss_fn or trial_step.sum_outputs_as_loss, job.train, world)
         trial = _run_trial(parts, samples, probe)
-        _start_equal(parts, model, grid)
+        _broadcast_initial_weights(parts, model, grid)
         count = len(samples.splits.train)
         share = -(-min(job.train.batch, count) // world.size)
         axes = tuple(word.strip() for word in job.parallel.samples.split(",") if word.strip()) or None
         previous = found.snapshot.state.get("sync") if found else None
-        steps = steps_to_make(job.train, count)
+        steps = count_updates(job.train, count)
         timed = functools.partial(trial_step.time_step, probe, samples.train, share, world)
         sync_request = SyncRequest(parts, model, trial.unused, steps, previous, timed)
         shared_memory = job.parallel.shared_memory
         request = ModeRequest(bool(trial.unused), grid=grid, samples=axes, shared_memory=shared_memory)
         sync = select_sync(sync_request, request)
     sample_s = trial_step.time_sample(model, picture.expand(2, *picture.shape), world)
-    network = apply_mode(parts.mode, model, world, sync.how)
+    network = apply_mode(parts.mode, model, world, sync.mode_request)
     network.traits.is_random |= trial.draws
     return network, sync, trial, restore_norms, sample_s
 
 
 def _refuse_untrainable(model: nn.Module, world: World) -> None:
-    """Raises UserError on all ranks if a rank has no trainable parameter or a complex one. A collective."""
+    """Raises UserError on all ranks if a rank has no trainable parameter or a complex parameter. A collective."""
     trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
     mine = [bool(trained), next((name for name, one in trained.items() if one.is_complex()), "")]
     trains, names = zip(*gather_plain(mine, world), strict=True)
@@ -173,10 +173,10 @@ def _refuse_untrainable(model: nn.Module, world: World) -> None:
 
 
 def _run_trial(parts: Parts, samples: data_setup.DataSetup, probe: trial_step.StepProbe) -> trial_step.TrialResult:
-    """Runs the trial step on two samples, or eight for a custom loss (on error: a micro-batch). A collective."""
+    """Runs the trial step on two samples. A custom loss gets eight or, after an error, a micro-batch. A collective."""
     world, train = parts.world, parts.job.train
     count = most = min(2, len(samples.splits.train))
-    if parts.loss_fn and parts.loss_fn.own:
+    if parts.loss_fn and parts.loss_fn.custom:
         most = min(max(count, train.micro_batch or train.batch // world.size), len(samples.splits.train))
         count = min(_FEW, most)
     layers = probe.network.norms.layers
@@ -205,8 +205,8 @@ def _run_trial(parts: Parts, samples: data_setup.DataSetup, probe: trial_step.St
     return trial_step.TrialResult(unused, draws, found.outputs, found.count)
 
 
-def _start_equal(parts: Parts, model: nn.Module, grid: "Grid | None") -> None:
-    """Copies rank 0's initial weights, except shards, to all ranks. A collective. Raises UserError: networks differ."""
+def _broadcast_initial_weights(parts: Parts, model: nn.Module, grid: "Grid | None") -> None:
+    """Copies rank 0's unsharded weights to all ranks. A collective. Raises UserError if the networks differ."""
     world, always = parts.world, parts.job.parallel.parameter_broadcast
     sharded = {name for name, one in layouts_from_code(model, grid, world).items() if one.cuts}
     named = {name: tensor for name, tensor in state.split_state(model)[0].items() if name not in sharded}
@@ -223,10 +223,10 @@ def _resume(trainer: Trainer, found: state.Resumable) -> None:
     data_setup.refuse_other_classes(saved.get("classes") or (), trainer.trained.classes, where)
     order = trainer.feed.order
     digest = state.training_digest(trainer.job, order.length)
-    state.check_position(found.snapshot, digest, order.steps_per_epoch, names, where)
+    state.check_resume_position(found.snapshot, digest, order.steps_per_epoch, names, where)
     if trainer.world.is_main:
         state.refuse_later_checkpoints(trainer.folder.checkpoints, int(saved.get("step", 0)))
-    trainer.due.progress, anew = state.restore(found, trainer.network, trainer.updater.optimizer)
+    trainer.due.progress, anew = state.restore_state(found, trainer.network, trainer.updater.optimizer)
     if trainer.updater.gradients.scaler and "scaler" in saved:
         trainer.updater.gradients.scaler.load_state_dict(saved["scaler"])
     load_rank_state(trainer, found.path)
@@ -246,7 +246,7 @@ def _resume(trainer: Trainer, found: state.Resumable) -> None:
 
 
 def _data_changes(trainer: Trainer, found: state.Resumable) -> str:
-    """Returns a sentence that names the data changed since the checkpoint was saved; "" if nothing changed."""
+    """Returns a sentence that names the data that changed since the checkpoint was saved, or "" without a change."""
     with suppress(UserError):  # without a readable record, nothing is compared
         record = find_record(found.path, found.snapshot.state)
         # A folder's contents aren't compared, because packing the folder would count as a change.

@@ -15,7 +15,7 @@ from manyhands.config.job import Job
 from manyhands.core.choices import module_names
 from manyhands.core.errors import UserError
 from manyhands.core.needs import FINITE_GRADIENTS, OWN_STATISTICS, Need
-from manyhands.core.seeds import derive
+from manyhands.core.seeds import derive_seed
 from manyhands.core.world import World
 from manyhands.parallel.apply import met_sync_needs
 from manyhands.parallel.group.listeners import block_listeners_on_exit
@@ -31,8 +31,8 @@ from manyhands.train.journal import RunContext
 from manyhands.train.status import CommunicationMonitor, SpeedMonitor
 
 
-def machines_of(world: World) -> list[tuple[int, ...]]:
-    """Returns a tuple of ranks for each machine, ordered by first rank. A collective.
+def ranks_by_machine(world: World) -> list[tuple[int, ...]]:
+    """Returns a list with one tuple of ranks for each machine, ordered by first rank. A collective.
 
     Machines may share a host name: two ranks with the same host name and local rank are on different machines.
     """
@@ -45,14 +45,14 @@ def machines_of(world: World) -> list[tuple[int, ...]]:
 
 
 def new_group(job: Job, ranks: Sequence[int], backend: str | None = None) -> Any:
-    """Creates a process group with the timeout of the job."""
+    """Creates a process group of `ranks` with the job's timeout."""
     with block_listeners_on_exit(backend or str(dist.get_backend())):
         return dist.new_group(list(ranks), timedelta(seconds=job.cluster.peer_timeout_s), backend)
 
 
-def places_of(world: World, job: Job) -> MachineRanks:
-    """Returns the group in which this process averages every update, and each group's first rank. A collective."""
-    machines, within = machines_of(world), job.sync.within
+def sync_groups(world: World, job: Job) -> MachineRanks:
+    """Creates the groups, of a machine or a process each, that average every update. Returns ours. A collective."""
+    machines, within = ranks_by_machine(world), job.sync.within
     single = within == "process" or (within == "auto" and len(machines) == 1)
     if single or len(machines) == world.size:
         return MachineRanks(tuple(range(world.size)), (world.rank,))
@@ -62,9 +62,9 @@ def places_of(world: World, job: Job) -> MachineRanks:
 
 
 def make_synchronizer(
-    cost: Cost, job: Job, model: nn.Module, unused: list[str], world: World, places: MachineRanks, steps: int = 0
+    cost: Cost, job: Job, model: nn.Module, unused: list[str], world: World, ranks: MachineRanks, steps: int = 0
 ) -> Synchronizer:
-    """Creates the synchronizer of `cost.method`; the network must be equal on all processes. A collective."""
+    """Creates the synchronizer of `cost.method`. `model` must be equal on all processes. A collective."""
     if world.alone:
         return Synchronizer()
     # Background exchanges use gloo instead of a second NCCL communicator: threads start them in a different order on
@@ -72,10 +72,10 @@ def make_synchronizer(
     beside = "gloo" if "nccl" in world.backend and dist.is_gloo_available() else None
     context = SyncContext(
         world,
-        places,
+        ranks,
         new_group=lambda ranks: new_group(job, ranks, beside),
         from_rank_0=lambda number: broadcast_plain(number, world),
-        seed=derive(job.train.seed, "sync"),
+        seed=derive_seed(job.train.seed, "sync"),
         unused=unused,
         steps=steps,
     )
@@ -83,7 +83,7 @@ def make_synchronizer(
 
 
 def values_by_rank(synchronizer: Synchronizer, value: Any, world: World) -> dict[int, Any]:
-    """Gathers `value` into a dict by rank. A collective of the processes with the same gradients."""
+    """Returns `value` of each process, by rank. A collective of the processes that have the same gradients."""
     if not synchronizer.alone:
         return dict(enumerate(gather_plain(value, world)))
     if (group := synchronizer.group) is None:
@@ -93,11 +93,11 @@ def values_by_rank(synchronizer: Synchronizer, value: Any, world: World) -> dict
 
 @dataclass
 class ChosenSync:
-    """The selected sync method and its synchronizer."""
+    """The result of `select_sync`: the selected sync method and its synchronizer."""
 
     cost: Cost  # the method, its pace, and its predicted cost
     synchronizer: Synchronizer  # carries out the method
-    how: ModeRequest  # the parallel mode's settings, including those of the method
+    mode_request: ModeRequest  # the parallel mode's settings, including those of the method
     monitor: SpeedMonitor | CommunicationMonitor | None = None  # None if the mode itself averages on one machine
 
 
@@ -112,18 +112,18 @@ class SyncRequest:
     previous: Any  # the sync record in the checkpoint, or None
     time_step: Callable[[], tuple[float, float]]  # see `trial_step.time_step`
 
-    def case(self, taken_s: tuple[float, float], places: MachineRanks) -> LinkCase:
-        """Measures the network link; returns the cost model's inputs. `taken_s`: `time_step`'s result. A collective."""
+    def link_case(self, taken_s: tuple[float, float], ranks: MachineRanks) -> LinkCase:
+        """Measures the link. Returns the inputs of the cost model. `taken_s`: result of `time_step`. A collective."""
         from manyhands.sync.measure import pass_seconds
 
         job, world = self.run.job, self.run.world
-        link = parse_link(job.sync.link, "sync.link") if job.sync.link else _link_speed(job, world, places)
+        link = parse_link(job.sync.link, "sync.link") if job.sync.link else _measure_link(job, world, ranks)
         parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         return LinkCase(
             tuple(tuple(parameter.shape) for parameter in parameters),
             max((parameter.element_size() for parameter in parameters), default=4),
             sum(buffer.numel() for buffer in self.model.buffers()),
-            len(places.leaders),
+            len(ranks.leaders),
             *taken_s,
             link,
             self.steps,
@@ -132,27 +132,28 @@ class SyncRequest:
 
 
 def select_sync(sync_request: SyncRequest, request: ModeRequest) -> ChosenSync:
-    """Selects the sync method for all processes and adds it to the mode's settings. A collective."""
-    job, mode, world = sync_request.run.job, sync_request.run.mode, sync_request.run.world
+    """Selects the sync method of a run, and adds it to `request`, the settings of the mode. A collective."""
+    run = sync_request.run
+    job, mode, world = run.job, run.mode, run.world
     by_mode, exact = ChosenSync(BY_MODE, Synchronizer(), request), job.sync.method == EXACT
-    if world.alone or not leaves_a_choice(mode):
+    if world.alone or not has_sync_choice(mode):
         return by_mode
-    if (exact or job.sync.is_auto) and not job.sync.link and len(machines_of(world)) == 1:
+    if (exact or job.sync.is_auto) and not job.sync.link and len(ranks_by_machine(world)) == 1:
         return by_mode  # processes of one machine communicate through its memory
     if exact:
         without, compute_s = ruled_out(job, mode), 0.0 if world.device == "cpu" else sync_request.time_step()[0]
         by_mode.monitor = CommunicationMonitor(
-            lambda step_s: sync_request.case((step_s, 0.0), places_of(world, job)), sync_request.run, without, compute_s
+            lambda step_s: sync_request.link_case((step_s, 0.0), sync_groups(world, job)), run, without, compute_s
         )
         return by_mode
-    requested = _requested(job, mode)
-    places = places_of(world, job)
-    cost = previous_cost(sync_request.previous, job, world.size, mode) or requested or _fastest(sync_request, places)
-    made = make_synchronizer(cost, job, sync_request.model, sync_request.unused, world, places, sync_request.steps)
+    named = _requested_sync(job, mode)
+    ranks = sync_groups(world, job)
+    cost = previous_cost(sync_request.previous, job, world.size, mode) or named or _fastest_sync(sync_request, ranks)
+    made = make_synchronizer(cost, job, sync_request.model, sync_request.unused, world, ranks, sync_request.steps)
     return ChosenSync(cost, made, replace(request, reduces=made.reduces, group=made.group, hook=made.hook))
 
 
-def check_combination(method: str, mode: str) -> None:
+def check_sync_and_mode(method: str, mode: str) -> None:
     """Raises UserError if the sync method doesn't exist or can't be combined with the parallel mode."""
     check_method(method)
     need = missing_need(method, _needs_met(None, mode)) if method in methods() else None
@@ -164,19 +165,19 @@ def check_combination(method: str, mode: str) -> None:
 
 
 def _needs_met(job: Job | None, mode: str) -> set[Need]:
-    """Returns the requirements of sync methods that a parallel mode meets and the job's options don't rule out."""
+    """Returns those requirements of sync methods that the parallel mode and the job's options both meet."""
     lacking = {OWN_STATISTICS} if job and job.train.norm_group == "global" else set[Need]()
     lacking |= {FINITE_GRADIENTS} if job and job.train.precision == "fp16" else set[Need]()
     return ({*met_sync_needs(mode)} | {OWN_STATISTICS, FINITE_GRADIENTS}) - lacking
 
 
-def leaves_a_choice(mode: str) -> bool:
+def has_sync_choice(mode: str) -> bool:
     """Returns True for modes with more than one possible sync method."""
     return any(not missing_need(name, _needs_met(None, mode)) for name in methods() if name != EXACT)
 
 
-def _requested(job: Job, mode: str) -> Cost | None:
-    """Returns the job's sync method, or None to select by measurement. Raises UserError if options contradict it."""
+def _requested_sync(job: Job, mode: str) -> Cost | None:
+    """Returns the sync method that the job names, None for auto. Raises UserError if other options contradict it."""
     method = job.sync.method
     if method not in methods():
         for name in methods():
@@ -190,13 +191,13 @@ def _requested(job: Job, mode: str) -> Cost | None:
 
 
 def ruled_out(job: Job, mode: str) -> dict[str, str]:
-    """Returns the sync methods that the job rules out, as a dict from each method to why it can't be used."""
+    """Returns a dict from each sync method that can't be used with this job and mode to the reason."""
     offers = _needs_met(job, mode)
     return {name: need.short or need.reason for name in methods() if (need := missing_need(name, offers))}
 
 
 def previous_cost(record: Any, job: Job, processes: int, mode: str = USUAL_MODE) -> Cost | None:
-    """Returns the sync method in a checkpoint's `record`; None if invalid or for another job or process count."""
+    """Parses a checkpoint's `record` of the sync method. Returns None if the record doesn't fit this run."""
     names = {one.name for one in fields(Cost)}
     if not isinstance(record, dict) or record.get("processes") != processes or not names <= record.keys():
         return None  # older checkpoints have incomplete records
@@ -212,10 +213,10 @@ def previous_cost(record: Any, job: Job, processes: int, mode: str = USUAL_MODE)
     return cost if synchronizes_every_update(cost.method) or methods()[cost.method].allows_cost(cost, options) else None
 
 
-def _fastest(sync_request: SyncRequest, places: MachineRanks) -> Cost:
+def _fastest_sync(sync_request: SyncRequest, ranks: MachineRanks) -> Cost:
     """Selects the fastest sync method from measurements of the link and the model. A collective."""
     options, world = sync_request.run.job.sync, sync_request.run.world
-    case = sync_request.case(sync_request.time_step(), places)
+    case = sync_request.link_case(sync_request.time_step(), ranks)
     without = ruled_out(sync_request.run.job, sync_request.run.mode)
     choice = choose_method(case, options, "" if options.is_auto else options.method, without)
     # The speed within one machine is infinite, which JSON can't express.
@@ -227,11 +228,11 @@ def _fastest(sync_request: SyncRequest, places: MachineRanks) -> Cost:
     return Cost(**broadcast_plain(taken, world))
 
 
-def _link_speed(job: Job, world: World, places: MachineRanks) -> LinkSpeed:
+def _measure_link(job: Job, world: World, ranks: MachineRanks) -> LinkSpeed:
     """Measures the speed of the link between machines, with one process per machine. A collective."""
-    group: Any = new_group(job, places.leaders) if len(places.leaders) < world.size else None
+    group: Any = new_group(job, ranks.leaders) if len(ranks.leaders) < world.size else None
     link = LinkSpeed(0.0, 0.0)
-    if world.rank in places.leaders:
+    if world.rank in ranks.leaders:
         from manyhands.sync.measure import measure_link
 
         link = measure_link(group, world.device)

@@ -25,7 +25,7 @@ from manyhands.parallel.replicas.norm_pass import precise_dtype
 from manyhands.train.build import build
 from manyhands.train.feed import UpdateShare
 from manyhands.train.loop import start_clocks
-from manyhands.train.loss import nonzero
+from manyhands.train.loss import as_divisor
 from manyhands.train.optimize import CustomScheduler, restore_scheduler, scheduler_errors
 from manyhands.train.parts import CustomParts, Parts
 from manyhands.train.state import Resumable
@@ -37,7 +37,7 @@ _LOOP = ("write for x, y in samples: session.backward(loss_of(model(x), y)); opt
 
 
 class OutputHook:
-    """Forward hook that calls `show` with a network's output. A copy of the hook, in a copied network, does nothing."""
+    """A forward hook that calls `show` with the network's output. In a copy of the network, the hook does nothing."""
 
     def __init__(self, show: Callable[[Any], None] | None = None) -> None:
         self._show = show
@@ -52,7 +52,7 @@ class OutputHook:
 
 
 class CustomUpdate:
-    """An update of a custom loop: yields micro-batches, accepts each mean loss, then updates the parameters."""
+    """One update of a custom loop: yields micro-batches, takes the mean loss of each, and updates the parameters."""
 
     def __init__(self, updater: Updater, update: UpdateShare, step: int) -> None:
         self._updater, self._update, self._step = updater, update, step
@@ -65,12 +65,12 @@ class CustomUpdate:
         self._added: list[tuple[nn.Parameter, Tensor, int]] = []
 
     def micro_batches(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields inputs and labels of each micro-batch; the loop body runs in the job's autocast until `backward`."""
+        """Yields inputs and labels of each micro-batch. The loop body runs in the job's autocast until `backward`."""
         updater = self._updater
         updater.begin(self._step)
         for number, part in enumerate(self._update):
             last = self.at_last = number == len(self._update) - 1
-            part.shape.seed = updater.pass_seed(self._step, number)
+            part.shape.seed = updater.micro_batch_seed(self._step, number)
             inputs, labels, reported = updater.network.begin(part)
             self._open = part, labels, reported
             with updater.gradients.custom_forward_context(last=last):
@@ -121,11 +121,11 @@ class CustomUpdate:
         return detached * counts, counts
 
     def _add_gradients(self, loss: Tensor, share: Tensor | float, *, last: bool) -> None:
-        """Runs backward; after the last micro-batch, averages the gradients over processes (a collective)."""
+        """Runs backward. After the last micro-batch, averages the gradients over processes, which is a collective."""
         updater, total = self._updater, None
         if last and self._weights:
-            with CLOCK.within(COMMUNICATION):
-                total = nonzero(updater.synchronizer.replica_sum(torch.stack(self._weights).sum(), updater.world))
+            with CLOCK.in_phase(COMMUNICATION):
+                total = as_divisor(updater.synchronizer.replica_sum(torch.stack(self._weights).sum(), updater.world))
         # A sync method may send gradients during the last backward pass, so they are divided before it.
         early = total if not updater.network.share.collective_forward else None
         with updater.gradients.without_autocast():
@@ -153,7 +153,7 @@ class CustomUpdate:
         self._added.clear()
 
     def finish(self) -> bool:
-        """Updates the parameters (a collective) and returns True if all gradients are complete; else returns False."""
+        """Updates the parameters and returns True if all gradients are complete. Else returns False. A collective."""
         if not self._gradients or self.made:
             return False
         self._refuse_changes()
@@ -164,14 +164,14 @@ class CustomUpdate:
 
 
 class PreparedOptimizer(Optimizer):
-    """Wraps the user's optimizer for a loop over micro-batches; shares its parameter groups and state.
+    """Wraps the user's optimizer, whose parameter groups and state it shares, for a loop over micro-batches.
 
     `step` does nothing before an update's last micro-batch. `zero_grad` does nothing within an unfinished update.
     """
 
     def __init__(self, inner: Optimizer, finish: Callable[[], object], unfinished: Callable[[], bool]) -> None:
         # torch's constructor isn't called, because groups and state belong to the inner optimizer.
-        self.__dict__.update(_inner=inner, _finish=finish, _unfinished=unfinished)
+        self.__dict__.update(_inner=inner, _finish=finish, _has_unfinished_update=unfinished)
         self.__dict__.update(state_dict=inner.state_dict, load_state_dict=inner.load_state_dict)
 
     def __getattr__(self, name: str) -> Any:
@@ -195,7 +195,7 @@ class PreparedOptimizer(Optimizer):
 
     @override
     def zero_grad(self, set_to_none: bool = True) -> None:
-        if not self._unfinished():
+        if not self._has_unfinished_update():
             self._inner.zero_grad(set_to_none)
 
     @override
@@ -205,7 +205,7 @@ class PreparedOptimizer(Optimizer):
 
 
 def postpone_steps(scheduler: LRScheduler, waits: Callable[[], bool]) -> None:
-    """Makes a scheduler's `step` do nothing while `waits()` returns True; doesn't change its `state_dict()`."""
+    """Makes `scheduler.step` do nothing while `waits()` returns True. The scheduler's `state_dict()` stays the same."""
     kind = type(scheduler)
 
     def step(self: LRScheduler, *arguments: Any, **named: Any) -> None:
@@ -229,16 +229,16 @@ class SessionSamples:
 
 
 def prepare_trainer(
-    job: Job, folder: RunFolder | None, world: World, own: CustomParts
+    job: Job, folder: RunFolder | None, world: World, loop: CustomParts
 ) -> tuple[Trainer, dict[str, Any]]:
-    """Builds or resumes the trainer; also returns the checkpoint's entry for the session, or {}. A collective."""
+    """Returns the built or resumed trainer, and the session's entry in the checkpoint or {}. A collective."""
     saved = dict[str, Any]()
 
     def restore_groups(trainer: Trainer, found: Resumable) -> None:
         groups: Any = (found.snapshot.optimizer or {}).get("param_groups", [])
         if found.source:
             groups = unflatten(found.source.branches.get("param_groups", []), {})
-        live = own.optimizer.param_groups
+        live = loop.optimizer.param_groups
         if not isinstance(trainer.updater.set_rates, CustomScheduler) and len(groups) == len(live):
             for group, before in zip(live, groups, strict=True):
                 known = {*group, "initial_lr"} - {"params"}
@@ -246,14 +246,14 @@ def prepare_trainer(
 
     def restore_session(trainer: Trainer, found: Resumable) -> None:
         state = found.snapshot.state.get(SESSION, {})
-        if own.scheduler and state.get("scheduler"):
+        if loop.scheduler and state.get("scheduler"):
             with scheduler_errors(str(found.path)):
-                restore_scheduler(own.scheduler, json.loads(state["scheduler"]))
+                restore_scheduler(loop.scheduler, json.loads(state["scheduler"]))
         record = find_record(found.path, found.snapshot.state)
         changed = broadcast_plain(record.changed_names(trainer.trained.digests) if record else [], world)  # rank 0's
         saved.update({"epochs": trainer.progress.epoch, **state, "changed": changed})
 
-    parts = Parts.from_objects(job, folder, world, own)
+    parts = Parts.from_objects(job, folder, world, loop)
     trainer = build(replace(parts, before_resume=restore_groups, after_resume=restore_session))
     start_clocks(trainer)
     return trainer, saved

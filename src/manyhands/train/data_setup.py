@@ -17,13 +17,13 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from manyhands.checkpoint.trained import INITIAL_WEIGHTS, TRAINABLE, TrainedNetwork, noted_trained_on
+from manyhands.checkpoint.trained import INITIAL_WEIGHTS, TRAINABLE, TrainedNetwork, recorded_trained_on
 from manyhands.config.job import Job
 from manyhands.core.errors import ManyhandsError, UserError
-from manyhands.core.seeds import derive
+from manyhands.core.seeds import derive_seed
 from manyhands.core.world import World
-from manyhands.data.loading import Loader, open_loader, worker_count
-from manyhands.data.open import from_objects, from_targets, open_data, open_whole, resolve_pixels
+from manyhands.data.loading import Loader, open_loader, workers_per_rank
+from manyhands.data.open import open_data, open_unsplit_folder, resolve_pixels, wrap_data_sets, wrap_targets
 from manyhands.data.order import large_batch_note
 from manyhands.data.pictures import decode_jpeg
 from manyhands.data.samples import read_user_sample, restored_generators, seed_generators
@@ -59,7 +59,7 @@ class DataSetup:
 
 
 def open_samples(run: RunContext, objects: Objects, outputs: int, splits: Splits | None) -> DataSetup:
-    """Opens the data unless passed as `splits`, checks labels, creates loaders. `outputs`: in a checkpoint, or 0."""
+    """Opens the data (`splits` if given), checks the labels and creates the loaders. `outputs`: see `class_names`."""
     job, world, journal = run.job, run.world, run.journal
     splits = splits or open_splits(job, world, objects)
     record_data_notes(splits, journal)
@@ -68,7 +68,7 @@ def open_samples(run: RunContext, objects: Objects, outputs: int, splits: Splits
     pixels = pixels_for(job, splits, objects)
     classes = class_names(job, splits, 0 if splits.classes else outputs)
     check_labels(splits, len(classes))
-    for missing in missing_classes(splits):
+    for missing in missing_class_warnings(splits):
         journal.event("warning", missing)
 
     def loader(source: Source, *, train: bool = False) -> Loader:
@@ -79,13 +79,13 @@ def open_samples(run: RunContext, objects: Objects, outputs: int, splits: Splits
 
 
 def open_splits(job: Job, world: World, objects: Objects, *, whole: bool = False) -> Splits:
-    """Opens the data, which must be equal on all processes. A collective. `whole`: both splits are the folder."""
+    """Opens the data, equal on all processes. A collective. With `whole`, each split has all pictures of the folder."""
     if objects.targets:
-        splits = from_targets(objects.train_set, job.data)
+        splits = wrap_targets(objects.train_set, job.data)
     elif objects.train_set is not None:
-        splits = from_objects(objects.train_set, objects.test_set, job.data, objects.held_out_set)
+        splits = wrap_data_sets(objects.train_set, objects.test_set, job.data, objects.held_out_set)
     else:
-        splits = open_whole(job.data) if whole else open_data(job.data)
+        splits = open_unsplit_folder(job.data) if whole else open_data(job.data)
     for word, split in splits.named_sources():
         if not len(split):
             hints = ("add samples", "or change the fraction held out for evaluation: --set data.validation=0.3")
@@ -95,7 +95,7 @@ def open_splits(job: Job, world: World, objects: Objects, *, whole: bool = False
 
 
 def pixels_for(job: Job, splits: Splits, objects: Objects) -> Pixels:
-    """Returns the preprocessing of pictures: from the job, else as the network requires, else from the data."""
+    """Returns the preprocessing: each setting is the job's, else the network's requirement, else the data's default."""
     if objects.model is not None:
         return resolve_pixels(job.data, splits.pixels, model_channels=None, model_size=None)
     needs = picture_needs(job.model, job.data.image_size or splits.pixels.size)
@@ -103,7 +103,7 @@ def pixels_for(job: Job, splits: Splits, objects: Objects) -> Pixels:
 
 
 def class_names(job: Job, splits: Splits, outputs: int = 0) -> tuple[str, ...]:
-    """Returns a name for each network output. `outputs`: their number in another tool's checkpoint, or 0."""
+    """Returns a name for each network output. `outputs`: their number in another tool's checkpoint (0: unknown)."""
     names = splits.classes
     if not names:
         labels = [source.labels for _, source in splits.named_sources() if source.labels is not None]
@@ -116,12 +116,12 @@ def class_names(job: Job, splits: Splits, outputs: int = 0) -> tuple[str, ...]:
 
 
 def name_outputs(names: tuple[str, ...], outputs: int) -> tuple[str, ...]:
-    """Returns a name for each output: the class names, then the indices of further outputs."""
+    """Returns a name for each of `outputs` outputs: the class names, and indices as the names of further outputs."""
     return names + tuple(str(number) for number in range(len(names), outputs))
 
 
 def check_labels(splits: Splits, classes: int) -> None:
-    """Raises UserError if a label is not the index of one of the network's outputs, 0 to `classes` - 1."""
+    """Raises UserError if a label is not an index of a network output, from 0 to `classes` - 1."""
     for word, source in splits.named_sources():
         labels = torch.empty(0) if source.labels is None else source.labels
         bad = ((labels < 0) | (labels >= classes)).nonzero()
@@ -132,8 +132,8 @@ def check_labels(splits: Splits, classes: int) -> None:
             raise UserError(f"{what}; the network has outputs 0 to {classes - 1}", where, hints)
 
 
-def missing_classes(splits: Splits) -> Iterator[str]:
-    """Yields a warning for each split in which classes have no samples; evaluation needs only the training classes."""
+def missing_class_warnings(splits: Splits) -> Iterator[str]:
+    """Yields a warning for each split that lacks samples of a class. Evaluation needs only the training classes."""
     counts = {word: source.labels.bincount() for word, source in splits.named_sources() if source.labels is not None}
     total = max(len(splits.classes), *map(len, counts.values())) if counts else 0
     names = name_outputs(splits.classes, total)
@@ -161,13 +161,13 @@ def record_data_notes(splits: Splits, journal: Journal) -> None:
         journal.event("warning", f"{len(splits.skipped)} unreadable picture(s) are skipped: {shown}")
 
 
-def check_bad_pictures(bad: Collection[str], samples: int, kind: type[ManyhandsError]) -> None:
-    """Raises an error of class `kind` if more than ten pictures, and more than 0.1 %, can't be read."""
+def check_bad_pictures(bad: Collection[str], samples: int, error_class: type[ManyhandsError]) -> None:
+    """Raises `error_class` if more than ten pictures and more than 0.1 % of all `samples` can't be read."""
     most = max(10, samples // 1000)
     if len(bad) > most:  # more means a damaged disk or data set
         hints = (f"repair or remove pictures; at most {most} of {samples:,} may be bad", "check the disk: dmesg | tail")
         shown = first_names(sorted(bad), 3)
-        raise kind(f"{len(bad)} pictures can't be read, such as {shown}", "data.skip_corrupt", hints)
+        raise error_class(f"{len(bad)} pictures can't be read, such as {shown}", "data.skip_corrupt", hints)
 
 
 def first_names(names: Sequence[str], most: int) -> str:
@@ -175,8 +175,8 @@ def first_names(names: Sequence[str], most: int) -> str:
 
 
 def make_loader(job: Job, source: Any, pixels: Pixels, world: World, *, train: bool, classes: int = 0) -> Loader:
-    """Creates a loader that puts samples on this process's device; `classes` is 0 if unknown."""
-    workers = worker_count(job.data.workers, world.local_size)
+    """Creates a loader that puts samples on this process's device. `classes`: number of classes (0: unknown)."""
+    workers = workers_per_rank(job.data.workers, world.local_size)
     if job.data.workers < 0 and isinstance(source, UserSamples) and world.device == "cpu":
         workers = 0  # most custom data sets are fast, and some fail in other processes
     elif job.data.machine_workers:
@@ -185,7 +185,7 @@ def make_loader(job: Job, source: Any, pixels: Pixels, world: World, *, train: b
         source,
         pixels,
         train=train,
-        seed=derive(job.train.seed, "augment"),
+        seed=derive_seed(job.train.seed, "augment"),
         device=world.device,
         workers=workers,
         dtype=DTYPES.get(job.train.precision, torch.float32),
@@ -216,37 +216,37 @@ def require_equal_data(splits: Splits, world: World) -> None:
 
 
 def digest_data(splits: Splits) -> dict[str, str]:
-    """Returns digests by name: of the data's lengths, shapes, labels, file names, and some of the samples."""
+    """Returns a dict of digests of the data: of lengths, shapes, labels, file names, and some of the samples."""
     found = {name: _digest(content).hex() for name, content in _compared_contents(splits, elsewhere=False)}
     return found if splits.held_out is not None else {**found, f"{HELD_OUT} data": ""}
 
 
 def digest_trainable(model: nn.Module) -> dict[str, str]:
-    """Returns a dict with one digest, of the names of the trainable parameters."""
+    """Returns a dict with one entry, the digest of the names of the trainable parameters."""
     return {TRAINABLE: _digest(name.encode() for name, one in model.named_parameters() if one.requires_grad).hex()}
 
 
 def digest_weights(model: nn.Module) -> dict[str, str]:
-    """Returns a dict with a digest of the initial weights; {} if torch is unseeded or the network is trained."""
-    if torch.initial_seed() >= 1 << 32 or noted_trained_on(model) is not None:
+    """Returns a dict with a digest of the initial weights, or {} if torch is unseeded or the network was trained."""
+    if torch.initial_seed() >= 1 << 32 or recorded_trained_on(model) is not None:
         return {}
     try:
         state = {name: one for name, one in model.state_dict().items() if isinstance(one, Tensor)}
-        parts = [part for name, one in state.items() for part in (name.encode(), _bytes_of(one))]
+        parts = [part for name, one in state.items() for part in (name.encode(), _tensor_bytes(one))]
     except (RuntimeError, TypeError, ValueError, NotImplementedError):
         return {}  # parameters that get their shapes later, or are not plain tensors
     return {INITIAL_WEIGHTS: _digest(parts).hex()}
 
 
-def split_names(splits: Splits) -> Iterator[tuple[str, Source]]:
-    """Yields (name, split) for each split, named as in digests; the held-out set has the same name in all runs."""
+def named_splits(splits: Splits) -> Iterator[tuple[str, Source]]:
+    """Yields (name, source) for each split. The name of the held-out split is the same in all runs."""
     for word, source in splits.named_sources():
         yield HELD_OUT if source is splits.held_out else word, source
 
 
 def refuse_other_classes(old: Sequence[str], new: Sequence[str], where: str) -> None:
-    """Raises UserError if class names or their order changed since the checkpoint, so outputs would change meaning."""
-    then, now = map(_known_names, (old, new))
+    """Raises UserError if the class names or their order changed since the checkpoint was saved."""
+    then, now = map(_without_numbered_names, (old, new))
     if not then or not now or then == now:
         return
     from manyhands.data.layout import lookalike_difference
@@ -258,11 +258,11 @@ def refuse_other_classes(old: Sequence[str], new: Sequence[str], where: str) -> 
         changes = f"the order of the classes changed from {_quoted(then)} to {_quoted(now)}"
     alike = [difference for name in new if name not in old and (difference := lookalike_difference(name, old))]
     hints = (*alike[:3], "undo the change of the class names", "or start a new run in another folder: --out NEW")
-    raise UserError(f"{changes}, so the network's outputs would no longer match them", where, hints)
+    raise UserError(f"{changes}; the network's outputs are for the previous classes", where, hints)
 
 
-def _known_names(names: Sequence[str]) -> list[str]:
-    """Returns the class names without trailing names that are only the indices of outputs."""
+def _without_numbered_names(names: Sequence[str]) -> list[str]:
+    """Returns the class names without those at the end that are only output indices, such as "10"."""
     count = len(names)
     while count and names[count - 1] == str(count - 1):
         count -= 1
@@ -273,12 +273,12 @@ def _quoted(names: Sequence[str]) -> str:
     return first_names([f'"{name}"' for name in names], 5)
 
 
-def data_changes(then: TrainedNetwork, now: TrainedNetwork, words: Collection[str] = (), *, contents: bool) -> str:
-    """Lists changed labels, lengths or (with `contents`) samples of splits, as text; `words`: only these splits."""
+def data_changes(then: TrainedNetwork, now: TrainedNetwork, names: Collection[str] = (), *, contents: bool) -> str:
+    """Lists, as a text, the splits (of `names`, or all) whose labels, length or, if `contents`, samples changed."""
     found = list[str]()
     for name in then.changed_names(now.digests):
         word, _, kind = name.rpartition(" ")
-        if word.startswith("metric ") or name not in then.digests or (words and word not in words):
+        if word.startswith("metric ") or name not in then.digests or (names and word not in names):
             continue
         if kind in {"samples", "pictures"} and contents:
             found.append(name)
@@ -298,30 +298,30 @@ def _digest(parts: Iterable[bytes]) -> bytes:
 
 
 def _compared_contents(splits: Splits, *, elsewhere: bool) -> Iterator[tuple[str, Iterable[bytes]]]:
-    """Yields (name, contents) pairs to compare between processes; `elsewhere`: some processes read other disks."""
+    """Yields (name, bytes) pairs that must be equal on all processes. `elsewhere`: some processes read other disks."""
     yield "classes", [name.encode(errors="surrogateescape") for name in splits.classes]
-    for word, source in split_names(splits):
+    for word, source in named_splits(splits):
         labels = [] if source.labels is None else [source.labels.numpy().tobytes()]
         yield f"{word} data", [str(len(source)).encode(), *labels]
         if isinstance(source, ImageFiles):
             yield f"names of {word} pictures", source.paths.blocks()  # relative to the folder of the data
         kind = "samples" if isinstance(source, UserSamples) else "pictures"
-        yield f"{word} {kind}", _contents(source, elsewhere=elsewhere)
+        yield f"{word} {kind}", _split_contents(source, elsewhere=elsewhere)
 
 
-def _contents(source: Source, *, elsewhere: bool) -> Iterable[bytes]:
+def _split_contents(source: Source, *, elsewhere: bool) -> Iterable[bytes]:
     if isinstance(source, ImageFiles):
         made = source.paths.packed.pack.resizing if source.paths.packed else ""
         return [made.encode(), *(_file_contents(source) if elsewhere else [])]
     if isinstance(source, ImagesInMemory):
-        return _rows(source.images, MOST_BYTES if elsewhere else MOST_HERE)
+        return _some_rows(source.images, MOST_BYTES if elsewhere else MOST_HERE)
     if type(source.dataset) is TensorDataset:
-        return [part for tensor in source.dataset.tensors for part in _rows(tensor)]
+        return [part for tensor in source.dataset.tensors for part in _some_rows(tensor)]
     return _sample_contents(source)
 
 
 def _file_contents(source: ImageFiles) -> Iterator[bytes]:
-    """Yields all file sizes, and the contents of some files, from the packed copy if there is one."""
+    """Yields the sizes of all files and the contents of some files, or of their copies in a packed copy."""
     paths = source.paths
     if paths.packed is None:
         sizes, _ = paths.file_states()
@@ -336,36 +336,36 @@ def _file_contents(source: ImageFiles) -> Iterator[bytes]:
             yield Path(paths[index]).read_bytes() if content is None else content
 
 
-def _rows(tensor: Tensor, most_bytes: int = MOST_BYTES) -> Iterator[bytes]:
-    """Yields a tensor's type and shape, and the bytes of some of its rows."""
+def _some_rows(tensor: Tensor, most_bytes: int = MOST_BYTES) -> Iterator[bytes]:
+    """Yields a tensor's type, shape, and some of its rows, as bytes."""
     yield f"{tensor.dtype} {list(tensor.shape)}".encode()
     row_bytes = max(1, tensor[0].numel() * tensor.element_size())
     count = max(1, min(len(tensor), most_bytes // row_bytes))
     rows = tensor if count == len(tensor) else tensor[spread(count, len(tensor))]
-    yield _bytes_of(rows)
+    yield _tensor_bytes(rows)
 
 
-def _bytes_of(tensor: Tensor) -> bytes:
+def _tensor_bytes(tensor: Tensor) -> bytes:
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def _sample_contents(source: UserSamples) -> Iterator[bytes]:
-    """Yields the labels of some samples and, if reading twice returns the same inputs, a few of the inputs."""
+    """Yields the labels of some samples, and a few inputs if a sample is the same when it is read twice."""
     inputs, again = list[bytes](), list[bytes]()
     with restored_generators():
         for place, index in enumerate(spread(min(LABELS, len(source)), len(source)).tolist()):
             seed_generators(index)
             content, label = read_user_sample(source, index)
-            yield _bytes_of_any(label) or str(label).encode()
+            yield _object_bytes(label) or str(label).encode()
             if place % (LABELS // INPUTS) == 0:
-                inputs.append(_bytes_of_any(content))
+                inputs.append(_object_bytes(content))
                 seed_generators(index)
-                again.append(_bytes_of_any(read_user_sample(source, index)[0]))
+                again.append(_object_bytes(read_user_sample(source, index)[0]))
     # A data set with its own random generator may return different inputs on each process.
     yield from inputs if inputs == again else ()
 
 
-def _bytes_of_any(content: Any) -> bytes:
+def _object_bytes(content: Any) -> bytes:
     if isinstance(content, Tensor):
-        return _bytes_of(content)
+        return _tensor_bytes(content)
     return content.tobytes() if isinstance(content, numpy.ndarray | Image.Image) else b""

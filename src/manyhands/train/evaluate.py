@@ -28,14 +28,14 @@ from manyhands.core.run_folder import NOWHERE
 from manyhands.core.stops import StopSignal
 from manyhands.core.world import World
 from manyhands.data.loading import Loader
-from manyhands.data.order import dealt_blocks, evaluation_blocks
+from manyhands.data.order import assign_blocks, evaluation_blocks
 from manyhands.models.interface import main_and_auxiliary
 from manyhands.parallel.group.plain import broadcast_plain
 from manyhands.parallel.network import ParallelNetwork
 from manyhands.parallel.replicas.norm_pass import precise_dtype
 from manyhands.train.loss import CustomMetric, Evaluation, MetricSums
 from manyhands.train.optimize import CustomScheduler
-from manyhands.train.state import find_state, restore
+from manyhands.train.state import find_resumable, restore_state
 from manyhands.train.trainer import Trainer
 
 ASK_S, MOST_BLOCKS = 1.0, 1000  # approximate seconds, and the most blocks, between two checks for a stop
@@ -47,16 +47,16 @@ class Interrupted(Exception):  # noqa: N818 - a request, not an error
 
 
 class StopRequest:
-    """Stops all processes at the same block of an evaluation if `asked` returns True on any process."""
+    """Stops all processes at the same block of an evaluation if `stop_requested` returns True on any process."""
 
-    def __init__(self, world: World, asked: Callable[[], object]) -> None:
-        self._world, self._asked = world, asked
+    def __init__(self, world: World, stop_requested: Callable[[], object]) -> None:
+        self._world, self._asked = world, stop_requested
         self._last, self._next, self._since = 0, 0, time.perf_counter()
 
     def check_stop(self, done: int) -> None:
-        """Raises Interrupted on all processes if any was asked to stop. A collective about once a second.
+        """Raises Interrupted on all processes if any of them should stop. A collective, about once a second.
 
-        `done`: finished blocks. All processes must call this equally often, at equal fractions of their work.
+        `done`: number of finished blocks. All processes must call this equally often, at equal fractions of their work.
         """
         if done < self._next:
             return
@@ -113,28 +113,28 @@ class Evaluator:
     def __call__(
         self,
         autocast: contextlib.AbstractContextManager[object],
-        asked: Callable[[], object] | None = None,
+        stop_requested: Callable[[], object] | None = None,
         shares: Sequence[int] = (),
     ) -> Evaluation:
         """Evaluates all samples and restores the network's mode. A collective.
 
-        `asked` returns True if this process was asked to stop; all processes then raise Interrupted. Either all or no
-        processes must pass `asked`. Blocks are assigned in proportion to `shares`, the samples of each process in an
-        update (empty: equally). Raises RunError if the number of counted samples is not that of the split.
+        If `stop_requested` returns True on any process, all processes raise Interrupted. Either all or no processes
+        must pass it. Blocks are assigned in proportion to `shares`, the samples of each process in an update (empty:
+        equally). Raises RunError if the number of counted samples is not that of the split.
         """
         started = time.perf_counter()
         # If all processes must call the network equally often, unequal shares would only add calls.
         turns = not shares or self.network.share.collective_forward
-        blocks_by_rank = dealt_blocks(len(self.blocks), (1,) * self.world.size if turns else shares)
+        blocks_by_rank = assign_blocks(len(self.blocks), (1,) * self.world.size if turns else shares)
         if self.network.share.together:
             blocks_by_rank = [list(range(len(self.blocks)))] * self.world.size
         # Under inference_mode, the tensors that a sharded network creates in its first pass couldn't be trained.
         with evaluating(self.network.call), torch.no_grad(), autocast:
-            counts = self._count(blocks_by_rank, StopRequest(self.world, asked) if asked else None)
-        return self._sum_up(*counts, started)
+            counts = self._tally(blocks_by_rank, StopRequest(self.world, stop_requested) if stop_requested else None)
+        return self._make_evaluation(*counts, started)
 
-    def _count(self, blocks_by_rank: list[list[int]], request: StopRequest | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns classes (true, predicted) [2, length], counts (top-5, all) [2], sums (loss, metrics) [k, blocks]."""
+    def _tally(self, blocks_by_rank: list[list[int]], request: StopRequest | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns labels and predictions [2, length], top-5 hits and samples [2], loss and metric sums [k, blocks]."""
         device, width = self.world.device, 1 + (self._custom.width if self._custom else 0)
         pairs = torch.zeros(2, self.length, dtype=torch.int64, device=device)
         tallies = torch.zeros(2, dtype=torch.int64, device=device)
@@ -146,7 +146,7 @@ class Evaluator:
             if request and place in asks:
                 request.check_stop(asks[place])
             block = self.blocks[number]
-            logits, labels = self.network.evaluate(batch.images, batch.labels, len(block), self._outputs)
+            logits, labels = self.network.evaluate(batch.images, batch.labels, len(block), self._average_logits)
             if not counted:
                 continue
             guesses = logits.topk(min(5, logits.shape[1]), dim=1).indices
@@ -158,13 +158,13 @@ class Evaluator:
                 sums[1:, number] = self._custom.batch_sums(logits, labels)
         return pairs, tallies, sums
 
-    def _outputs(self, model: nn.Module, images: Tensor) -> Tensor:
+    def _average_logits(self, model: nn.Module, images: Tensor) -> Tensor:
         logits = view_average(model, images, self._views)
         logits = logits if logits.dtype == torch.float64 else logits.float()
         return logits.log_softmax(1) if self._views > 1 and self._log_probabilities else logits
 
     def _batches(self, blocks: list[int], rounds: int) -> Iterator[tuple[int, bool, Any]]:
-        """Yields a tuple for each of this process's `blocks`: its index, True if it counts, and the samples.
+        """Yields a tuple for each of this process's `blocks`: the block's index, True if it counts, and the samples.
 
         If all processes must call the network equally often, uncounted blocks fill up to `rounds`. On a mesh, every
         process yields every block, with the samples that its shard of the network reads, and only rank 0 counts.
@@ -179,7 +179,7 @@ class Evaluator:
         for (number, counted), batch in zip(mine, self.loader.batches(0, requests), strict=True):
             yield number, counted, batch
 
-    def _sum_up(self, pairs: Tensor, tallies: Tensor, sums: Tensor, started: float) -> Evaluation:
+    def _make_evaluation(self, pairs: Tensor, tallies: Tensor, sums: Tensor, started: float) -> Evaluation:
         if not self.world.alone:
             for tensor in (pairs, tallies, sums):
                 dist.all_reduce(tensor)
@@ -199,7 +199,7 @@ class Evaluator:
             cells=cells,
             classes=columns,
             seconds=time.perf_counter() - started,
-            metrics=self._custom.figures(sums[1:].cpu().sum(1), count) if self._custom else {},
+            metrics=self._custom.compute_values(sums[1:].cpu().sum(1), count) if self._custom else {},
         )
 
 
@@ -223,53 +223,53 @@ def view_average(model: nn.Module, pictures: Tensor, count: int) -> Tensor:
     return torch.stack([weight * output.to(precise) for weight, output in outputs]).sum(0)
 
 
-@CLOCK.within(EVALUATION)
-def evaluate(trainer: Trainer, stop: StopSignal) -> bool:
-    """Evaluates and records the result. A collective. Returns True if the result is the best. Raises Interrupted."""
+@CLOCK.in_phase(EVALUATION)
+def evaluate_and_record(trainer: Trainer, stop: StopSignal) -> bool:
+    """Evaluates the network and records the result. Returns True if it is the best so far. A collective."""
     trainer.progress.owed = True
     with trainer.paused("evaluate"):
         with synchronized(trainer):
-            found = trainer.evaluate(lambda: trainer.heartbeats.beat() or stop)
+            found = trainer.evaluate(lambda: trainer.heartbeats.record_progress() or stop)
         return record_evaluation(trainer, found)
 
 
 @contextlib.contextmanager
 def synchronized(trainer: Trainer) -> Iterator[None]:
-    """Replaces parameters and buffers by averages over processes within the context; entering is a collective."""
+    """Replaces parameters and buffers by their averages over processes, within the context. A collective."""
     trainer.synchronizer.average_buffers(trainer.progress.step)
     with trainer.synchronizer.averaged():
         yield
 
 
 def record_evaluation(trainer: Trainer, found: Evaluation) -> bool:
-    """Records an evaluation and clears `progress.owed`; if it is the best, sets `best_step` and returns True."""
+    """Records an evaluation in the run folder and in `progress`. Returns True if it is the best so far."""
     progress = trainer.progress
     progress.evaluated_step, progress.owed = progress.step, False
     by = trainer.job.train.best
     # Accuracies of a network with NaN outputs are meaningless.
-    best = not math.isnan(found.loss) and progress.improves(by, found.figure(by.partition(" ")[2]))
+    best = not math.isnan(found.loss) and progress.record_if_best(by, found.figure(by.partition(" ")[2]))
     if isinstance(trainer.updater.set_rates, CustomScheduler) and trainer.due.evaluation_requested():
         trainer.updater.set_rates.step_with_loss(found.loss)
     about = {"best": best, "classes": len(trainer.trained.classes)}
-    trainer.observed.evaluated = EvaluationMetrics(**_figures(found, trainer) | about)
+    trainer.observed.evaluated = EvaluationMetrics(**_named_figures(found, trainer) | about)
     trainer.journal.metrics(trainer.observed.evaluated)
-    detail = describe(found, trainer)
+    detail = evaluation_detail(found, trainer)
     for name in ("last", "best") if best else ("last",):
-        trainer.journal.detail(name, detail)
+        trainer.journal.write_detail(name, detail)
     return best
 
 
-def _figures(found: Evaluation, trainer: Trainer) -> dict[str, Any]:
+def _named_figures(found: Evaluation, trainer: Trainer) -> dict[str, Any]:
     return {**vars(found), "time": time.time(), "epoch": trainer.progress.epoch, "step": trainer.progress.step}
 
 
-def describe(found: Evaluation, trainer: Trainer) -> EvaluationDetail:
+def evaluation_detail(found: Evaluation, trainer: Trainer) -> EvaluationDetail:
     about = {"classes": list(trainer.trained.classes), "confusion": found.cells.tolist()}
-    return EvaluationDetail(**_figures(found, trainer) | about)
+    return EvaluationDetail(**_named_figures(found, trainer) | about)
 
 
-@CLOCK.within(EVALUATION)
-def test_once(trainer: Trainer, stop: StopSignal) -> None:
+@CLOCK.in_phase(EVALUATION)
+def test_on_held_out(trainer: Trainer, stop: StopSignal) -> None:
     """Evaluates the last and the best weights on the held-out samples, unless already done. A collective.
 
     The network has the last weights afterwards, also if Interrupted is raised.
@@ -282,32 +282,32 @@ def test_once(trainer: Trainer, stop: StopSignal) -> None:
         return
     with trainer.paused("evaluate"):
         with trainer.synchronizer.averaged():
-            last = describe(trainer.test(lambda: stop), trainer)
-        best = _test_best(trainer, last, stop)
-    trainer.journal.detail(LAST, last)
+            last = evaluation_detail(trainer.test(lambda: stop), trainer)
+        best = _test_best_weights(trainer, last, stop)
+    trainer.journal.write_detail(LAST, last)
     message = f"test on {last.count:,} held-out samples: top-1 "
     if best:
-        trainer.journal.detail(BEST, best)
+        trainer.journal.write_detail(BEST, best)
         message += f"{percentage(best.top1, 2)}% with the best weights (step {best.step}), "
     message += f"{percentage(last.top1, 2)}% with the last weights"
     top1 = {"best": best.top1 if best else None, "last": last.top1}
     trainer.journal.event("tested", message, progress.step, **top1)
 
 
-def _test_best(trainer: Trainer, last: EvaluationDetail, stop: StopSignal) -> EvaluationDetail | None:
-    """Evaluates the best checkpoint on the held-out samples. A collective. Returns None if it can't be read."""
+def _test_best_weights(trainer: Trainer, last: EvaluationDetail, stop: StopSignal) -> EvaluationDetail | None:
+    """Evaluates the best checkpoint on the held-out samples. Returns None if it can't be read. A collective."""
     progress, folder = trainer.progress, trainer.folder.checkpoints
     if progress.best_step == progress.step:
         return last
     paths = [folder / files.step_name(step) for step in (progress.best_step, progress.step)]
-    if progress.best_step < 0 or not broadcast_plain(all(map(_is_valid, paths)), trainer.world):
+    if progress.best_step < 0 or not broadcast_plain(all(map(_matches_hashes, paths)), trainer.world):
         step = progress.step
         trainer.journal.event("warning", "the best checkpoint can't be read; the test uses the last weights", step)
         return None
     assert trainer.test is not None
     epoch = _load_weights(trainer, progress.best_step)
     try:
-        found = describe(trainer.test(lambda: stop), trainer)
+        found = evaluation_detail(trainer.test(lambda: stop), trainer)
     except Interrupted:
         _load_weights(trainer, progress.step)  # the last weights are saved next
         raise
@@ -315,18 +315,18 @@ def _test_best(trainer: Trainer, last: EvaluationDetail, stop: StopSignal) -> Ev
     return found.model_copy(update={"step": progress.best_step, "epoch": epoch})
 
 
-def _is_valid(path: Path) -> bool:
-    """Returns True if a checkpoint matches its hashes; reads all files, even those that this process wrote."""
+def _matches_hashes(path: Path) -> bool:
+    """Returns True if a checkpoint's files match their hashes. Hashes all files, even if this process wrote them."""
     try:
-        files.verify(path)
+        files.verify_checkpoint(path)
     except UserError:
         return False
     return True
 
 
 def _load_weights(trainer: Trainer, step: int) -> int:
-    """Loads the weights that were saved at a step, and returns their epoch. A collective."""
+    """Loads the weights of the checkpoint of a step. Returns the epoch of that checkpoint. A collective."""
     path, in_pieces = trainer.folder.checkpoints / files.step_name(step), bool(trainer.network.layouts)
-    found = find_state(str(path), NOWHERE, trainer.world, in_pieces=in_pieces)
-    assert found is not None  # `find_state` reads a path or raises
-    return restore(found, trainer.network, None)[0].epoch
+    found = find_resumable(str(path), NOWHERE, trainer.world, in_pieces=in_pieces)
+    assert found is not None  # `find_resumable` reads a path or raises
+    return restore_state(found, trainer.network, None)[0].epoch

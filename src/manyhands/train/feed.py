@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from manyhands.core.world import Share
 from manyhands.data import samples as data_samples
 from manyhands.data.loading import Loader
-from manyhands.data.order import BatchSharing, Order, sharing
+from manyhands.data.order import BatchSharing, Order, equal_share_function
 from manyhands.data.transforms import Batch
 from manyhands.parallel.network import MicroBatch, MicroBatchShape
 
@@ -35,23 +35,23 @@ class Feed:
     augment: str = "none"  # augmentation of pictures
 
     def updates(self, epoch: int, first_step: int) -> Iterator[UpdateShare]:
-        batches = self.loader.batches(epoch, self._requests(epoch, first_step))
+        batches = self.loader.batches(epoch, self._sample_requests(epoch, first_step))
         for step in range(first_step, self.order.steps_per_epoch):
             count = min(self.order.batch, self.order.length - step * self.order.batch)
             yield [self.micro_batch(shares, next(batches), count) for shares in self.sharing.micro_batches(count)]
 
     def micro_batch(self, shares: Sequence[Share], batch: Batch, count: int) -> MicroBatch:
-        """Builds this process's micro-batch. `shares`: one per process; `count`: the samples of the update."""
+        """Builds this process's micro-batch. `shares`: all processes' shares. `count`: samples in the update."""
         bounds = shares[0].start, shares[-1].stop
-        shape = MicroBatchShape(bounds[1] - bounds[0], count, sharing(count, self.sharing.group, bounds))
+        shape = MicroBatchShape(bounds[1] - bounds[0], count, equal_share_function(count, self.sharing.group, bounds))
         return MicroBatch(batch.images, batch.labels, shares[self.rank], shape, batch.samples)
 
-    def samples_of_each(self) -> list[int]:
-        """Returns the number of samples in a full update, by rank."""
+    def samples_by_rank(self) -> list[int]:
+        """Returns the number of samples of each rank in an update with a full batch."""
         parts = self.sharing.micro_batches(min(self.order.batch, self.order.length))
         return [sum(share.count for share in shares) for shares in zip(*parts, strict=True)]
 
-    def _requests(self, epoch: int, first_step: int) -> Iterator[Tensor]:
+    def _sample_requests(self, epoch: int, first_step: int) -> Iterator[Tensor]:
         for samples in self.order.batches(epoch, first_step):
             for shares in self.sharing.micro_batches(len(samples)):
                 share = shares[self.rank]
@@ -62,41 +62,41 @@ class Feed:
 
 @dataclass
 class StepSums:
-    """Sums over this process's samples since the last `take`, kept on the device to avoid synchronization."""
+    """Sums over this process's samples since the last `take_sums`, kept on the device to avoid synchronization."""
 
     loss: Tensor | float = 0.0  # sum of losses
     samples: int = 0  # samples that this process reports
-    first_bad: Tensor | float = math.inf  # first step with a non-finite loss; infinite: none; not reset
-    first_spoilt: Tensor | float = math.inf  # first step that the accelerator skipped for its gradients; as above
+    bad_loss: Tensor | float = math.inf  # first step with a non-finite loss; infinite: none; not reset
+    bad_gradient: Tensor | float = math.inf  # first step that the accelerator skipped for its gradients; as above
     _correct: float | Tensor = 0.0
     _guesses: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # replaced, not cleared: marks refer to it
 
     def add_predictions(self, logits: Tensor, labels: Tensor) -> None:
-        """Counts correct predictions in logits [n, C] for labels int64 [n]; small tensors are counted later."""
+        """Counts the correct predictions in logits [n, C] for labels int64 [n], in a later call if there are few."""
         self._guesses.append((logits, labels))
         if len(self._guesses) * logits.numel() >= COUNTED_AT_ONCE:
-            self._count()
+            self._count_predictions()
 
     def skip_predictions(self) -> None:
         self._correct = math.nan
 
-    def take(self) -> tuple[float, float, int]:
-        """Returns the sum of losses and the numbers of correct and of all samples since the last call; resets them."""
-        self._count()
+    def take_sums(self) -> tuple[float, float, int]:
+        """Returns, since the last call, the sum of losses and the numbers of correct and of all samples."""
+        self._count_predictions()
         # NaN also reports a non-finite gradient.
-        loss = float(self.loss) if float(self.first_spoilt) == math.inf else math.nan
+        loss = float(self.loss) if float(self.bad_gradient) == math.inf else math.nan
         values = loss, float(self._correct), self.samples
         self.loss, self._correct, self.samples = 0.0, 0.0, 0
         return values
 
-    def mark(self) -> tuple[Any, ...]:
+    def copy_sums(self) -> tuple[Any, ...]:
         return self.loss, self.samples, self._correct, self._guesses, len(self._guesses)
 
-    def restore_mark(self, mark: tuple[Any, ...]) -> None:
+    def restore_sums(self, mark: tuple[Any, ...]) -> None:
         self.loss, self.samples, self._correct, self._guesses, guesses = mark
         del self._guesses[guesses:]
 
-    def _count(self) -> None:
+    def _count_predictions(self) -> None:
         if self._guesses:
             logits, labels = (torch.cat(tensors) for tensors in zip(*self._guesses, strict=True))
             self._correct = self._correct + (logits.argmax(1) == labels).sum()
@@ -104,7 +104,7 @@ class StepSums:
 
 
 def uses_torch_rng_alone(model: nn.Module) -> bool:
-    """Returns True if forward uses only torch's generators: all layers are torch's or manyhands', without hooks."""
+    """Returns True if all layers are torch's or manyhands' without hooks, so forward uses only torch's generators."""
 
     def is_known(layer: nn.Module) -> bool:
         own = vars(layer)
@@ -115,7 +115,7 @@ def uses_torch_rng_alone(model: nn.Module) -> bool:
 
 
 def seed_generators(seed: int, device: str, *, torch_alone: bool = False) -> None:
-    """Seeds the generators of torch and, unless `torch_alone`, of random and numpy; `device` is a device type."""
+    """Seeds the generators of torch and, unless `torch_alone`, of random and numpy. `device`: a type such as cuda."""
     if device != "cpu":  # on a CPU, this call would store a traceback for each kind of unused accelerator
         torch.manual_seed(seed)
     if torch_alone:  # seeding the others takes 2 % of a small network's update
@@ -126,12 +126,12 @@ def seed_generators(seed: int, device: str, *, torch_alone: bool = False) -> Non
 
 @contextmanager
 def seeded_generators(seed: int, device: str) -> Iterator[Callable[[], bool]]:
-    """Seeds all generators within the context; yields a function that returns True if random numbers were drawn."""
+    """Seeds all generators within the context. Yields a function that returns True if random numbers were drawn."""
     before = _rng_states(device)
     seed_generators(seed, device)
     seeded = _rng_states(device)
     try:
-        yield lambda: _differ(_rng_states(device), seeded)
+        yield lambda: _rng_states_differ(_rng_states(device), seeded)
     finally:
         torch.set_rng_state(before[0])
         random.setstate(before[1])
@@ -145,7 +145,7 @@ def _rng_states(device: str) -> list[Any]:
     return [torch.get_rng_state(), random.getstate(), np.random.get_state(legacy=False), *own]
 
 
-def _differ(one: list[Any], other: list[Any]) -> bool:
+def _rng_states_differ(one: list[Any], other: list[Any]) -> bool:
     tensors = [torch.equal(a, b) for a, b in zip(one, other, strict=True) if isinstance(a, Tensor)]
     numpy_states = [state[2]["state"] for state in (one, other)]
     same = numpy_states[0]["pos"] == numpy_states[1]["pos"] and np.array_equal(*(s["key"] for s in numpy_states))

@@ -21,14 +21,14 @@ _SPOKEN = {"setup", "note", "warning", "resumed", "stall", "sync", "changed", "s
 
 
 class Journal:
-    """Records the events of a run; records nothing if the folder is NOWHERE.
+    """Records the events of a run in its folder. Records nothing if the folder is NOWHERE.
 
-    While the disk is full, the last ten thousand records wait in memory; they are written in order once there is space.
-    `spoken`: also print important events, for runs without a progress screen.
+    While the disk is full, the last ten thousand records wait in memory, to be written in order once there is space.
+    With `prints`, also prints important events, for runs without a progress screen.
     """
 
-    def __init__(self, folder: RunFolder, rank: int, *, spoken: bool = False) -> None:
-        self._folder, self._rank, self._spoken, self._warned = folder, rank, spoken, False
+    def __init__(self, folder: RunFolder, rank: int, *, prints: bool = False) -> None:
+        self._folder, self._rank, self._spoken, self._warned = folder, rank, prints, False
         self._waiting: deque[Callable[[], None]] = deque(maxlen=_MOST_WAITING)
         self._writing = threading.Lock()  # a background thread writes checkpoints and their events
 
@@ -41,21 +41,21 @@ class Journal:
     def line(self, text: str) -> None:
         """Appends a line with a timestamp to the log of this process."""
         at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-        self._write_or_keep(lambda: append_line(self._folder.ranks / f"{self._rank}.log", f"{at} {text}"))
+        self._write_or_retry_later(lambda: append_line(self._folder.ranks / f"{self._rank}.log", f"{at} {text}"))
 
     def metrics(self, record: Record) -> None:
         self.write_file(functools.partial(append, self._folder.metrics, record))
 
-    def detail(self, name: str, record: EvaluationDetail) -> None:
+    def write_detail(self, name: str, record: EvaluationDetail) -> None:
         self.write_file(functools.partial(write_json, self._folder.evaluations / f"{name}.json", record))
 
     def write_file(self, write: Callable[[], None]) -> None:
         """Calls `write` on rank 0. If it raises an OSError, retries it before the next record."""
         if self._rank == 0:
-            self._write_or_keep(write)
+            self._write_or_retry_later(write)
 
-    def _write_or_keep(self, write: Callable[[], None]) -> None:
-        """Runs the writes that failed before, then `write`; prints a message at the first failure."""
+    def _write_or_retry_later(self, write: Callable[[], None]) -> None:
+        """Calls the functions that failed before, then `write`. Prints a message at the first failure."""
         if self._folder is NOWHERE:
             return
         self._waiting.append(write)

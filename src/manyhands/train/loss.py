@@ -18,17 +18,17 @@ import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import Tensor, nn
 
 from manyhands.config.job import OBJECT, TrainOptions
-from manyhands.core.choices import unknown_choice
+from manyhands.core.choices import unknown_choice_error
 from manyhands.core.errors import UserError
-from manyhands.core.seeds import derive
-from manyhands.core.user_code import load_object, users_line
+from manyhands.core.seeds import derive_seed
+from manyhands.core.user_code import load_object, user_line
 from manyhands.core.world import World
 from manyhands.models.interface import main_and_auxiliary
 from manyhands.parallel.gradients import sum_over_samples
 from manyhands.parallel.group.plain import broadcast_plain
 from manyhands.parallel.replicas.norm_pass import precise_dtype
 from manyhands.train.feed import seeded_generators
-from manyhands.train.objects import user_object
+from manyhands.train.objects import load_user_object
 
 Function = Callable[[Tensor, Tensor], Tensor]
 _METRICS = "train.metrics"
@@ -40,10 +40,10 @@ class LossFn:
     """Computes the sum [] of losses and the logits [n, C] from a network's output and labels int64 [n]."""
 
     summed: Function  # returns the sum [] of losses of outputs [n, C] and labels [n]
-    weigh: Callable[[Tensor], Tensor] | None = None  # returns the sum [] of weights of labels int64 [n]; None: all 1
+    sum_weights: Callable[[Tensor], Tensor] | None = None  # sum [] of the weights of labels [n]; None: all 1
     is_sum: bool = False  # the loss of a batch is the sum itself, without a divisor
-    own: Function | None = None  # the user's function if it is unknown how it adds up; see `verify_loss`
-    dependent: str = ""  # why the loss depends on the division of a batch; empty: it doesn't, or wasn't tested
+    custom: Function | None = None  # the user's function if it is unknown how it adds up; see `verify_loss`
+    dependence_reason: str = ""  # why the loss depends on the division of a batch; empty: it doesn't, or wasn't tested
 
     def __call__(self, output: Any, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the sum [] of losses, including those of auxiliary heads, and the logits [n, C]."""
@@ -54,32 +54,32 @@ class LossFn:
         return loss, logits
 
 
-def nonzero(weights: Tensor) -> Tensor:
-    """Returns a sum [] of weights, or 1 if the sum is 0, for use as a divisor."""
+def as_divisor(weights: Tensor) -> Tensor:
+    """Returns a sum [] of weights as a divisor, which is 1 if the sum is 0."""
     return torch.where(weights == 0, torch.ones_like(weights), weights)
 
 
-def make_loss_fn(options: TrainOptions, own: Function | None = None) -> LossFn:
-    """Creates the job's loss, or wraps `own`, a function that returns one loss per sample [n] or their mean []."""
+def make_loss_fn(options: TrainOptions, custom: Function | None = None) -> LossFn:
+    """Creates the job's loss or wraps `custom`, which returns one loss for each sample [n] or the mean loss []."""
     smoothing = options.label_smoothing
-    if own is None and options.loss == "cross-entropy":
+    if custom is None and options.loss == "cross-entropy":
         return _split_loss(F.cross_entropy, {"label_smoothing": smoothing})
-    if own is None and options.loss != OBJECT and smoothing:
+    if custom is None and options.loss != OBJECT and smoothing:
         raise UserError("label smoothing needs cross-entropy", "train.label_smoothing", ("set label_smoothing to 0",))
-    if own is None and options.loss == "nll":
+    if custom is None and options.loss == "nll":
         return _split_loss(F.nll_loss, {})
-    function = user_object("train.loss", options.loss, own)
+    function = load_user_object("train.loss", options.loss, custom)
     if function is None:
-        raise unknown_choice("loss", options.loss, ["cross-entropy", "nll", "file.py:function"], "train.loss")
+        raise unknown_choice_error("loss", options.loss, ["cross-entropy", "nll", "file.py:function"], "train.loss")
     if isinstance(function, type) and issubclass(function, nn.Module):
         name = function.__name__
         raise UserError(f"the loss {name} is a class", "train.loss", (f"pass an instance: {name}()",))
-    known = _settings_of(function)
-    return _split_loss(*known) if known else LossFn(functools.partial(_summed, function), own=function)
+    known = _torch_settings(function)
+    return _split_loss(*known) if known else LossFn(functools.partial(_custom_sum, function), custom=function)
 
 
-def _settings_of(function: Any) -> tuple[Callable[..., Tensor], dict[str, Any]] | None:
-    """Returns torch's function and keyword arguments for cross-entropy or NLL; None for another loss."""
+def _torch_settings(function: Any) -> tuple[Callable[..., Tensor], dict[str, Any]] | None:
+    """Returns the torch function and keyword arguments of a cross-entropy or NLL loss, or None for another loss."""
     names, settings = ("weight", "ignore_index", "reduction"), dict[str, Any]()
     if type(function) is nn.CrossEntropyLoss:
         return F.cross_entropy, {name: getattr(function, name) for name in (*names, "label_smoothing")}
@@ -93,7 +93,7 @@ def _settings_of(function: Any) -> tuple[Callable[..., Tensor], dict[str, Any]] 
 
 
 def _split_loss(function: Callable[..., Tensor], settings: dict[str, Any]) -> LossFn:
-    """Splits a torch loss into the sum of losses and its divisor, the sum of the labels' weights."""
+    """Splits a torch loss into two functions, which return the sum of losses and the sum of the labels' weights."""
     weight: Tensor | None = settings.get("weight")
     ignored: int = settings.get("ignore_index", -100)
     reduction: str = settings.get("reduction", "mean")
@@ -116,8 +116,8 @@ def _split_loss(function: Callable[..., Tensor], settings: dict[str, Any]) -> Lo
     return LossFn(summed, weigh if mean else None, is_sum=reduction == "sum")
 
 
-def _summed(function: Function, output: Tensor, labels: Tensor) -> Tensor:
-    """Returns the sum [] of a custom loss that returns one value per sample or their mean."""
+def _custom_sum(function: Function, output: Tensor, labels: Tensor) -> Tensor:
+    """Returns the sum [] of losses of a custom loss function, which returns one loss per sample or their mean."""
     loss: Any = function(output, labels)
     if isinstance(loss, Tensor) and (loss.ndim == 0 or len(loss) == len(labels)):
         return sum_over_samples(loss, len(labels))
@@ -133,29 +133,29 @@ BETTER_LOSS = 'pass torch.nn.CrossEntropyLoss(weight=…) itself, or return one 
 
 
 def verify_loss(loss_fn: LossFn, outputs: int, classes: int, world: World, dtype: torch.dtype) -> LossFn:
-    """Tests if a custom loss is a mean or a sum over samples; if neither, sets its `dependent`. A collective."""
-    if loss_fn.own is None:
+    """Tests if a custom loss is a mean or a sum over samples. If not, sets `dependence_reason`. A collective."""
+    if loss_fn.custom is None:
         return loss_fn
-    kind, dependent = broadcast_plain(list(_test_loss(loss_fn.own, outputs, classes, world.device, dtype)), world)
+    kind, dependent = broadcast_plain(list(_test_loss(loss_fn.custom, outputs, classes, world.device, dtype)), world)
     if kind == SUM:
-        own = loss_fn.own  # `_summed` multiplies by n, as for a mean
+        own = loss_fn.custom  # `_custom_sum` multiplies by n, as for a mean
         return replace(loss_fn, summed=lambda output, labels: own(output, labels).sum(), is_sum=True)
-    return replace(loss_fn, dependent=dependent)
+    return replace(loss_fn, dependence_reason=dependent)
 
 
-def _test_loss(own: Function, outputs: int, classes: int, device: str, dtype: torch.dtype) -> tuple[str, str]:
-    """Returns MEAN, SUM or NEITHER and, for NEITHER, a sentence that explains the consequence or the failed test."""
+def _test_loss(custom: Function, outputs: int, classes: int, device: str, dtype: torch.dtype) -> tuple[str, str]:
+    """Returns MEAN, SUM or NEITHER and, for NEITHER, a sentence on the consequence or on the failed test."""
     rows = max(8, min(2 * classes + 5, MOST_VALUES // outputs))
     failed = ""
-    with seeded_generators(derive(0, "loss"), device.partition(":")[0]):
-        generator = torch.Generator().manual_seed(derive(0, "made-up"))
+    with seeded_generators(derive_seed(0, "loss"), device.partition(":")[0]):
+        generator = torch.Generator().manual_seed(derive_seed(0, "made-up"))
         for make in (Tensor.log_softmax, Tensor.softmax):
             found: set[str] = set()
             try:
-                function = copy.deepcopy(own) if isinstance(own, nn.Module) else own  # the test would change it
+                function = copy.deepcopy(custom) if isinstance(custom, nn.Module) else custom  # the test changes it
                 for labels in _test_labels(classes, rows, generator):
                     values = make(torch.randn(len(labels), outputs, generator=generator), 1)
-                    found |= _reductions(function, values.to(device, dtype), labels.to(device))
+                    found |= _classify_reduction(function, values.to(device, dtype), labels.to(device))
             except Exception as error:  # noqa: BLE001 - the user's own code, of values that it may not be made for
                 failed = failed or f"{type(error).__name__}: {error}".partition("\n")[0]
                 continue
@@ -167,7 +167,7 @@ def _test_loss(own: Function, outputs: int, classes: int, device: str, dtype: to
 
 
 def _test_labels(classes: int, rows: int, generator: torch.Generator) -> Iterator[Tensor]:
-    """Yields tensors of labels, int64 [up to `rows`], sorted or shuffled, which together contain each class."""
+    """Yields tensors of test labels, int64 [up to `rows`], sorted or shuffled. Together they have all classes."""
     for some in torch.randperm(classes, generator=generator).split(max(2, rows // 2)):
         count = max(8, 2 * len(some))
         twice = some.repeat(-(-count // len(some)))[:count]
@@ -175,25 +175,25 @@ def _test_labels(classes: int, rows: int, generator: torch.Generator) -> Iterato
         yield twice[torch.randperm(len(twice), generator=generator)]
 
 
-def _reductions(function: Function, values: Tensor, labels: Tensor) -> set[str]:
-    """Returns a set of MEAN, SUM or NEITHER: how gradients of parts of a batch add up. Raises ValueError if unknown."""
-    whole = _gradient(function, values, labels)
+def _classify_reduction(function: Function, values: Tensor, labels: Tensor) -> set[str]:
+    """Compares a batch's gradient with those of its parts. Returns {MEAN}, {SUM} or {NEITHER}. May raise ValueError."""
+    whole = _mean_loss_gradient(function, values, labels)
     if not bool(torch.isfinite(whole).all()):
         raise ValueError("the gradient for test outputs is not finite")
-    if not torch.equal(whole, _gradient(function, values, labels)):
+    if not torch.equal(whole, _mean_loss_gradient(function, values, labels)):
         raise ValueError("the loss function returns different values for the same outputs")
     count = len(labels)
     first, second = (round(part * count) for part in PARTS)
     parts = itertools.starmap(slice, itertools.pairwise([0, max(2, first), max(4, second), count]))
-    gradients = [_gradient(function, values[part], labels[part]) for part in parts]
+    gradients = [_mean_loss_gradient(function, values[part], labels[part]) for part in parts]
     limit = ROUNDING * float(whole.abs().max())
     ways = {MEAN: [each * (len(each) / count) for each in gradients], SUM: gradients}
     near = (way for way, parts in ways.items() if bool(((torch.cat(parts) - whole).abs() <= limit).all()))
     return {next(near, NEITHER)}
 
 
-def _gradient(function: Function, values: Tensor, labels: Tensor) -> Tensor:
-    """Returns the gradient [n, C] of the mean loss; zeros if the loss doesn't depend on `values`."""
+def _mean_loss_gradient(function: Function, values: Tensor, labels: Tensor) -> Tensor:
+    """Returns the gradient [n, C] of the mean loss with respect to the outputs `values` (zeros if it has none)."""
     with torch.enable_grad():
         values = values.detach().requires_grad_()
         loss = function(values, labels)
@@ -204,19 +204,19 @@ def _gradient(function: Function, values: Tensor, labels: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class CustomMetric:
-    """A custom metric; `own` is a function, or an object with `update` and `compute`."""
+    """A custom metric: a function of outputs and labels, or an object with the methods `update` and `compute`."""
 
     name: str
-    own: Any
+    metric: Any
 
     @property
-    def _adds_up(self) -> bool:
-        return hasattr(self.own, "update") and hasattr(self.own, "compute")
+    def _has_update_and_compute(self) -> bool:
+        return hasattr(self.metric, "update") and hasattr(self.metric, "compute")
 
     def sums(self, logits: Tensor, labels: Tensor, dtype: torch.dtype) -> Tensor:
-        """Returns the metric's sums [k] over logits [n, C] and labels int64 [n]. Raises UserError if unusable."""
-        value: Any = (self.own.update if self._adds_up else self.own)(logits, labels)
-        if self._adds_up:
+        """Returns the metric's sums [k] for logits [n, C] and labels int64 [n]. Raises UserError for wrong results."""
+        value: Any = (self.metric.update if self._has_update_and_compute else self.metric)(logits, labels)
+        if self._has_update_and_compute:
             if isinstance(value, Tensor):
                 return value.to(dtype).flatten()
             hints = (
@@ -231,9 +231,9 @@ class CustomMetric:
             raise UserError(f"the metric {self.name} returned {given} for {len(labels)} samples", _METRICS, hints)
         return value.to(dtype).sum()[None]
 
-    def number(self, sums: Tensor, count: int) -> float:
-        """Computes the metric from sums [k] over `count` samples. Raises UserError if the result is not a number."""
-        value: Any = self.own.compute(sums) if self._adds_up else sums[0] / count
+    def compute_value(self, sums: Tensor, count: int) -> float:
+        """Computes the metric from its sums [k] over `count` samples. Raises UserError unless it is a number."""
+        value: Any = self.metric.compute(sums) if self._has_update_and_compute else sums[0] / count
         try:
             return float(value)
         except (TypeError, ValueError) as error:
@@ -242,7 +242,7 @@ class CustomMetric:
 
 
 class MetricSums:
-    """Computes the sums [width] of an evaluation's metrics. The constructor tests each metric on random outputs."""
+    """Computes all custom metrics of an evaluation. The constructor tests each metric on random outputs."""
 
     def __init__(self, metrics: Sequence[CustomMetric], outputs: int, device: str, dtype: torch.dtype) -> None:
         self._metrics, self._dtype = metrics, dtype
@@ -250,11 +250,11 @@ class MetricSums:
         logits = torch.randn(_TRIED, outputs, generator=generator).to(device)
         labels = (torch.arange(_TRIED) % outputs).to(device)
         with torch.inference_mode():
-            self._widths = [len(_tested_sums(metric, logits, labels, dtype)) for metric in metrics]
+            self._widths = [len(_test_metric(metric, logits, labels, dtype)) for metric in metrics]
         self.width = sum(self._widths)
 
     def batch_sums(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Returns the sums [width] of all metrics over logits [n, C] and labels int64 [n]."""
+        """Returns the sums of all metrics, joined into one tensor [width], for logits [n, C] and labels int64 [n]."""
         # Each metric gets copies, because it may change them.
         found = [metric.sums(logits.clone(), labels.clone(), self._dtype) for metric in self._metrics]
         for metric, sums, width in zip(self._metrics, found, self._widths, strict=True):
@@ -264,10 +264,10 @@ class MetricSums:
                 raise UserError(what, _METRICS, hints)
         return torch.cat(found)
 
-    def figures(self, sums: Tensor, count: int) -> dict[str, float]:
-        """Computes each metric, by name, from sums [width] over `count` samples. Raises UserError if not finite."""
+    def compute_values(self, sums: Tensor, count: int) -> dict[str, float]:
+        """Returns each metric's value, by name, from the sums [width]. Raises UserError if one isn't finite."""
         parts = zip(self._metrics, sums.split(self._widths), strict=True)
-        found = {metric.name: metric.number(part, count) for metric, part in parts}
+        found = {metric.name: metric.compute_value(part, count) for metric, part in parts}
         for name, figure in found.items():
             if not math.isfinite(figure):
                 hint = "return a finite number, such as 0 for a division by 0: torch.nan_to_num"
@@ -275,31 +275,31 @@ class MetricSums:
         return found
 
 
-def _tested_sums(metric: CustomMetric, logits: Tensor, labels: Tensor, dtype: torch.dtype) -> Tensor:
+def _test_metric(metric: CustomMetric, logits: Tensor, labels: Tensor, dtype: torch.dtype) -> Tensor:
     try:
         sums = metric.sums(logits, labels, dtype)
         with suppress(ArithmeticError):  # random samples may give a division by 0
-            metric.number(sums.cpu().clone(), len(labels))
+            metric.compute_value(sums.cpu().clone(), len(labels))
         return sums
     except UserError:
         raise
     except Exception as error:
         shapes = f"{list(logits.shape)} and labels {list(labels.shape)}"
         what = f"the metric {metric.name} failed on outputs {shapes}: {type(error).__name__}: {error}"
-        raise UserError(what, users_line(error) or _METRICS, ("accept a batch of outputs and its labels",)) from error
+        raise UserError(what, user_line(error) or _METRICS, ("accept a batch of outputs and its labels",)) from error
 
 
 def make_metrics(
-    words: Iterable[str], given: Mapping[str, Any] | None, *, skip_missing: bool = False
+    names: Iterable[str], objects: Mapping[str, Any] | None, *, skip_missing: bool = False
 ) -> tuple[CustomMetric, ...]:
-    """Creates the metrics of train.metrics; `given`: objects by name. `skip_missing`: skip those without an object."""
+    """Creates the metrics `names` from `objects` and code files. With `skip_missing`, skips those without an object."""
     found: list[CustomMetric] = []
-    for word in words:
+    for word in names:
         kind, _, name = word.rpartition(":")
         if kind != OBJECT:
             own = load_object(word, _METRICS)
-        elif given and name in given:
-            own = given[name]
+        elif objects and name in objects:
+            own = objects[name]
         elif skip_missing:
             continue
         else:

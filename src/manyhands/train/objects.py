@@ -43,7 +43,7 @@ MakeOptimizer = Callable[["list[nn.Parameter]"], "torch.optim.Optimizer"]
 
 @dataclass
 class Objects:
-    """The Python objects that the user passes to `fit()` in place of names; each is optional."""
+    """The Python objects that the user may pass to `fit()` in place of names."""
 
     model: Any = None  # an nn.Module
     train_set: Any = None  # a data set; so are test_set and held_out_set
@@ -58,8 +58,8 @@ class Objects:
     digests: dict[str, str] = field(default_factory=dict[str, str])  # the result of `digest_objects`
 
 
-def metric_words(given: Any) -> tuple[str, ...] | None:
-    """Converts `metrics`, a dict of objects or a list of names, to train.metrics. Raises UserError for other types."""
+def metric_names(given: Any) -> tuple[str, ...] | None:
+    """Returns train.metrics for the argument `metrics`, a dict of objects or a list of names."""
     if isinstance(given, Mapping):
         named: Mapping[Any, Any] = given
         for name in named:
@@ -76,15 +76,15 @@ def metric_words(given: Any) -> tuple[str, ...] | None:
 
 def digest_objects(**objects: Any) -> dict[str, str]:
     """Returns a SHA-256 digest of the structure, source and plain attributes of each network or function, by name."""
-    texts = {name: "\n".join(_definition(thing)) for name, thing in objects.items() if thing is not None}
+    texts = {name: "\n".join(_definition_texts(thing)) for name, thing in objects.items() if thing is not None}
     plain = {name: re.sub(r" at 0x[0-9a-f]+", "", text).encode() for name, text in texts.items()}
     return {name: hashlib.sha256(text).hexdigest() for name, text in plain.items()}
 
 
-def _definition(thing: Any) -> Iterator[str]:
+def _definition_texts(thing: Any) -> Iterator[str]:
     if isinstance(thing, functools.partial):
-        yield _values({"args": thing.args, **thing.keywords})
-        yield from _definition(thing.func)
+        yield _plain_values_text({"args": thing.args, **thing.keywords})
+        yield from _definition_texts(thing.func)
         return
     yield repr(thing)
     sources, named = [thing], dict[str, Any]()
@@ -97,21 +97,21 @@ def _definition(thing: Any) -> Iterator[str]:
         fixed = str | int | float | tuple | FunctionType  # the contents of lists and dicts may change in training
         named |= {f"{number}.{name}": one for name, one in held.items() if isinstance(one, fixed)}
         sources += type(part).__mro__
-    yield _values(named)
+    yield _plain_values_text(named)
     for one in dict.fromkeys([*sources, *filter(inspect.isfunction, named.values())]):
         if getattr(one, "__module__", "").partition(".")[0] not in {"torch", "torchvision", "builtins"}:
-            yield from _source(one)
+            yield from _source_or_bytecode(one)
 
 
-def _values(named: Mapping[str, Any]) -> str:
-    """Returns plain values as a text that is equal in all processes; sorts sets, whose order differs."""
+def _plain_values_text(named: Mapping[str, Any]) -> str:
+    """Formats plain values so that the text is equal in all processes. Sorts sets, whose order differs."""
     plain = (str, int, float, tuple, list, dict, set, frozenset, FunctionType)
     kept = {name: one for name, one in named.items() if isinstance(one, plain) or type(one).__name__ == "Tensor"}
     return repr({k: sorted(map(repr, one)) if isinstance(one, set | frozenset) else one for k, one in kept.items()})
 
 
-def _source(thing: Any) -> Iterator[str]:
-    """Yields the source of a class or function or, if there is none (in a notebook), the bytecode of its functions."""
+def _source_or_bytecode(thing: Any) -> Iterator[str]:
+    """Yields the source of a class or function or, if it has none (in a notebook), the bytecode."""
     try:
         yield (text := inspect.getsource(thing))
         if isinstance(thing, FunctionType) and text.count("lambda") > 1:  # the column distinguishes them
@@ -123,8 +123,8 @@ def _source(thing: Any) -> Iterator[str]:
                 yield f"{one.__code__.co_code.hex()} {one.__code__.co_names} {constants}"
 
 
-def user_object(key: str, word: str, given: Any) -> Any:
-    """Returns `given` or the object that `word` names, None for a built-in. Raises UserError if `given` is required."""
+def load_user_object(key: str, word: str, given: Any) -> Any:
+    """Returns `given`, else the object that `word` names, else None. Raises UserError if the run needs an object."""
     if given is not None:
         return given
     if word == OBJECT:

@@ -20,10 +20,10 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from manyhands.config.job import TrainOptions
 from manyhands.core.errors import UserError
-from manyhands.core.user_code import users_line
+from manyhands.core.user_code import user_line
 from manyhands.data.order import Order
 from manyhands.parallel.network import is_dtensor, shard_like
-from manyhands.train.objects import MakeOptimizer, user_object
+from manyhands.train.objects import MakeOptimizer, load_user_object
 
 # Keys of a parameter group: the learning rate as a fraction of the largest (custom), or as a multiple of train.lr.
 _OF_PEAK, _OF_LR = "of_peak_lr", "of_lr"
@@ -35,7 +35,7 @@ SetRates = Callable[[int], None]  # sets the learning rates for an update, given
 
 
 def make_custom_optimizer(make: MakeOptimizer, model: nn.Module) -> Optimizer:
-    """Creates the user's optimizer from the trainable parameters, and stores the relative rates of its groups."""
+    """Creates the user's optimizer of the trainable parameters. Stores the relative learning rates of its groups."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer: Any = make(list(parameters))
     if not isinstance(optimizer, Optimizer):
@@ -63,7 +63,7 @@ def make_custom_optimizer(make: MakeOptimizer, model: nn.Module) -> Optimizer:
 
 
 def _start_momentum(optimizer: Optimizer) -> None:
-    """Initializes fused SGD's momentum, which torch leaves uninitialized if the first update is skipped."""
+    """Initializes the momentum of fused SGD. torch leaves it uninitialized if the first update is skipped."""
     for group in optimizer.param_groups if isinstance(optimizer, torch.optim.SGD) else ():
         if not (group["fused"] and group["momentum"]):
             continue
@@ -75,35 +75,35 @@ def _start_momentum(optimizer: Optimizer) -> None:
                 optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 
-def mark_custom(optimizer: Optimizer) -> None:
-    """Marks an optimizer as custom, so that its learning rates are not changed."""
+def mark_custom_optimizer(optimizer: Optimizer) -> None:
+    """Marks an optimizer as the user's, so that its relative learning rates are not changed."""
     for group in optimizer.param_groups:
         group[_OF_PEAK] = 1.0
     _start_momentum(optimizer)
 
 
-def is_custom(optimizer: Optimizer) -> bool:
+def is_custom_optimizer(optimizer: Optimizer) -> bool:
     return _OF_PEAK in optimizer.param_groups[0]
 
 
-def largest_rate(optimizer: Optimizer) -> float:
+def largest_learning_rate(optimizer: Optimizer) -> float:
     """Returns the largest learning rate of all groups, without the multiplier train.bias_rate."""
     return max(float(group["lr"]) / group.get(_OF_LR, 1.0) for group in optimizer.param_groups)
 
 
 def set_learning_rate(optimizer: Optimizer, rate: float) -> None:
-    """Sets each group's learning rate to `rate` times the group's initial factor."""
+    """Sets the learning rate of each parameter group to `rate` times the group's initial relative rate."""
     for group in optimizer.param_groups:
         group["lr"] = rate * group.get(_OF_PEAK, 1.0) * group.get(_OF_LR, 1.0)
 
 
 def restore_optimizer(saved: dict[str, Any], model: nn.Module, optimizer: Optimizer) -> str:
-    """Restores an optimizer's state by parameter name; ignores saved parameters that the optimizer doesn't have.
+    """Restores an optimizer's state by parameter name. Ignores saved parameters that the optimizer doesn't have.
 
-    Resets a parameter's state if none was saved (it was frozen, for example) or if the saved state is of another
-    optimizer. Returns a sentence about the latter case, else "". With a plan, `saved` has this process's shards.
+    Resets a parameter's state if no state was saved, for example of a frozen parameter, or if another optimizer saved
+    it. Returns a sentence if another optimizer saved it, else "". With a plan, `saved` has this process's shards.
     """
-    entries, groups, custom = saved["state"], saved.get("param_groups", []), is_custom(optimizer)
+    entries, groups, custom = saved["state"], saved.get("param_groups", []), is_custom_optimizer(optimizer)
     kind, other_keys = type(optimizer).__name__, set[str]()
     if custom and entries and (not groups or (set(groups[0]) ^ set(optimizer.param_groups[0])) - _OF_SCHEDULERS):
         return f"the state of {kind} is reset: the saved state is of another optimizer"
@@ -113,7 +113,7 @@ def restore_optimizer(saved: dict[str, Any], model: nn.Module, optimizer: Optimi
     for number, parameter in enumerate(order):
         found = entries.get(names[id(parameter)], {})
         if not custom:
-            fresh = start_state(optimizer, parameter)
+            fresh = initial_state(optimizer, parameter)
             found = {key: value for key, value in found.items() if value is not None}
             shapes = {
                 key: torch.as_tensor(value).shape if isinstance(value, Tensor | int | float) else None
@@ -125,7 +125,7 @@ def restore_optimizer(saved: dict[str, Any], model: nn.Module, optimizer: Optimi
                 other_keys |= found.keys() if fresh else set()
                 found = fresh
         if found:
-            state[number] = {key: _to_layout_of(value, parameter) for key, value in found.items()}
+            state[number] = {key: _copy_in_layout(value, parameter) for key, value in found.items()}
     optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
     for number, values in state.items():
         live = optimizer.state[order[number]]
@@ -137,8 +137,8 @@ def restore_optimizer(saved: dict[str, Any], model: nn.Module, optimizer: Optimi
     return f"the state of {kind.lower()} is reset: the saved state is of another optimizer ({named})" if named else ""
 
 
-def _to_layout_of(value: Any, parameter: Tensor) -> Any:
-    """Copies a saved tensor, with the strides and sharding of its parameter if the shapes are equal."""
+def _copy_in_layout(value: Any, parameter: Tensor) -> Any:
+    """Copies a saved tensor. If it has the parameter's shape, the copy has the parameter's strides and sharding."""
     if isinstance(value, Tensor) and parameter.ndim and value.shape == parameter.shape:
         if is_dtensor(parameter):
             return value if is_dtensor(value) else shard_like(value.to(parameter.device), parameter)
@@ -151,12 +151,12 @@ Kind = TypeVar("Kind", bound=Optimizer)
 _WRAPPED = ("add_param_group", "zero_grad", "state_dict", "load_state_dict")
 
 
-def _unwrapped(kind: type[Kind], fused: Callable[[Any], bool] = lambda _: False) -> type[Kind]:
+def _without_torch_wrappers(kind: type[Kind], fused_step: Callable[[Any], bool] = lambda _: False) -> type[Kind]:
     """Returns the optimizer class without torch's wrappers around its methods.
 
     torch's wrapper that prevents compilation imports the compiler at the first call, which takes as long as importing
     torch. The wrapper for hooks and the profiler takes 5 % of a small network's update; it is used if there are hooks.
-    `fused` tries a faster update and returns True if it succeeded.
+    `fused_step` tries a faster update, and returns True if it succeeded.
     """
     methods: dict[str, Any] = {name: inspect.unwrap(getattr(kind, name)) for name in _WRAPPED}
     update = torch.no_grad()(inspect.unwrap(kind.step))
@@ -166,14 +166,14 @@ def _unwrapped(kind: type[Kind], fused: Callable[[Any], bool] = lambda _: False)
     def step(self: Any, *arguments: Any, **named: Any) -> Any:
         if any((self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks, *of_all)):
             return hooked(self, *arguments, **named)
-        return None if not (arguments or named) and fused(self) else update(self, *arguments, **named)
+        return None if not (arguments or named) and fused_step(self) else update(self, *arguments, **named)
 
     vars(step)["hooked"] = True  # otherwise torch wraps it
     return cast(type[Kind], type(kind.__name__, (kind,), {**methods, "step": step}))
 
 
-def _fused_sgd(optimizer: torch.optim.SGD) -> bool:
-    """Updates with torch's fused kernel without grouping tensors by kind; returns False if that isn't possible."""
+def _step_fused_sgd(optimizer: torch.optim.SGD) -> bool:
+    """Calls torch's fused SGD kernel without grouping tensors by kind. Returns False if that isn't possible."""
     calls: list[tuple[list[Tensor], list[Tensor], list[Tensor], dict[str, Any]]] = []
     kinds: set[Any] = set()
     for group in optimizer.param_groups:
@@ -196,14 +196,14 @@ def _fused_sgd(optimizer: torch.optim.SGD) -> bool:
 _NO_GRAD = torch.no_grad()
 _SGD_TAKES = ("lr", "momentum", "weight_decay", "dampening", "nesterov", "maximize")
 # The classes keep torch's names, so that an optimizer can be pickled.
-SGD, AdamW = _unwrapped(torch.optim.SGD, _fused_sgd), _unwrapped(torch.optim.AdamW)
+SGD, AdamW = _without_torch_wrappers(torch.optim.SGD, _step_fused_sgd), _without_torch_wrappers(torch.optim.AdamW)
 
 
 def make_optimizer(
-    model: nn.Module, options: TrainOptions, *, sharded: bool, own: MakeOptimizer | None = None
+    model: nn.Module, options: TrainOptions, *, sharded: bool, custom: MakeOptimizer | None = None
 ) -> Optimizer:
-    """Creates the job's optimizer, or `own`. By default, SGD and AdamW don't apply weight decay to biases and norms."""
-    if (make := user_object(_WHERE, options.optimizer, own)) is not None:
+    """Creates the optimizer of the job, or with `custom`. The job's doesn't decay biases and norms by default."""
+    if (make := load_user_object(_WHERE, options.optimizer, custom)) is not None:
         if not callable(make):
             hints = ("name a function of the parameters that returns a torch.optim.Optimizer",)
             raise UserError(f"{options.optimizer} is a {type(make).__name__}, not a function", _WHERE, hints)
@@ -217,11 +217,11 @@ def make_optimizer(
         optimizer = SGD(groups, lr=rate, momentum=momentum, nesterov=options.nesterov and momentum > 0, fused=fused)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            optimizer.state[parameter] = start_state(optimizer, parameter)
+            optimizer.state[parameter] = initial_state(optimizer, parameter)
     return optimizer
 
 
-def start_state(optimizer: Optimizer, parameter: Tensor) -> dict[str, Tensor]:
+def initial_state(optimizer: Optimizer, parameter: Tensor) -> dict[str, Tensor]:
     """Returns the optimizer's initial state of a parameter: tensors by name.
 
     torch itself creates state in the first step. Fused SGD's state would be uninitialized memory if a loss scaler skips
@@ -238,20 +238,20 @@ def start_state(optimizer: Optimizer, parameter: Tensor) -> dict[str, Tensor]:
     return {"momentum_buffer": torch.zeros_like(parameter)} if optimizer.defaults["momentum"] else {}
 
 
-def slots_of(options: TrainOptions) -> int:
-    """Returns the number of optimizer state values per parameter value, such as 2 for AdamW; see `start_state`."""
+def state_values_per_parameter(options: TrainOptions) -> int:
+    """Returns the number of optimizer state values for each parameter value, such as 2 for AdamW."""
     if options.optimizer != "sgd":
         return 2  # unknown for a custom optimizer; most have two, like adamw
     return 1 if options.momentum else 0
 
 
 def total_steps(options: TrainOptions, steps_per_epoch: int) -> int:
-    """Returns the step at which a job ends, counted from epoch 0 even if train.start_epoch is greater than 0."""
+    """Returns the step at which a job ends, counted from epoch 0 even if train.start_epoch is later."""
     steps = options.epochs * steps_per_epoch
     return min(steps, options.max_steps) if options.max_steps else steps
 
 
-def steps_to_make(options: TrainOptions, samples: int) -> int:
+def count_updates(options: TrainOptions, samples: int) -> int:
     """Returns the number of updates of a job on `samples` training samples, at least one."""
     order = Order(samples, min(options.batch, samples), options.seed, options.drop_last)
     begun = options.start_epoch * order.steps_per_epoch
@@ -295,7 +295,7 @@ def learning_rate(options: TrainOptions, step: int, steps_per_epoch: int) -> flo
 
 
 def scheduler_state(scheduler: LRScheduler) -> dict[str, Any]:
-    """Returns the scheduler's state as JSON data, without functions. Raises UserError for types that JSON lacks."""
+    """Returns a scheduler's state as JSON data, without functions. Raises UserError for types that JSON lacks."""
     found = dict[str, Any]()
     for name, value in scheduler.state_dict().items():
         try:
@@ -309,7 +309,7 @@ def scheduler_state(scheduler: LRScheduler) -> dict[str, Any]:
 
 
 def restore_scheduler(scheduler: LRScheduler, state: Mapping[str, Any]) -> None:
-    """Restores a scheduler from `scheduler_state`'s result. Invalid data may raise any exception."""
+    """Restores a scheduler from the result of `scheduler_state`. Invalid data may raise any exception."""
     given = {name: from_plain_data(value) for name, value in state.items()}
     if not isinstance(given.get("last_epoch", 0), int):
         raise ValueError(f"last_epoch is not an integer: {str(given['last_epoch'])[:60]}")
@@ -342,7 +342,7 @@ def as_plain_data(value: Any) -> Any:
 
 
 def from_plain_data(value: Any) -> Any:
-    """Inverts `as_plain_data`. Raises ValueError, TypeError or KeyError for other data."""
+    """Converts the result of `as_plain_data` back. Raises ValueError, TypeError or KeyError for other data."""
     if isinstance(value, list):
         raise TypeError("unsupported list")
     if not isinstance(value, dict):
@@ -355,17 +355,17 @@ def _is_constant(value: Any) -> bool:
     return callable(value) or isinstance(value, Counter)
 
 
-def make_schedule(optimizer: Optimizer, options: TrainOptions, steps_per_epoch: int, own: Any = None) -> SetRates:
-    """Creates the function that sets learning rates. A custom schedule, `own` or the job's, is tested at step 0."""
-    function = user_object(_SCHEDULE, options.schedule, own)
-    if is_custom(optimizer):
-        options = options.model_copy(update={"lr": largest_rate(optimizer)})
+def make_schedule(optimizer: Optimizer, options: TrainOptions, steps_per_epoch: int, custom: Any = None) -> SetRates:
+    """Creates the function that sets the learning rates of a step. Tests a custom schedule at step 0."""
+    function = load_user_object(_SCHEDULE, options.schedule, custom)
+    if is_custom_optimizer(optimizer):
+        options = options.model_copy(update={"lr": largest_learning_rate(optimizer)})
     if function is None:
         return lambda step: set_learning_rate(optimizer, learning_rate(options, step, steps_per_epoch))
-    of_optimizer, asked = _arguments_of(function, max(1, options.epochs * steps_per_epoch), steps_per_epoch)
+    of_optimizer, asked = _schedule_arguments(function, max(1, options.epochs * steps_per_epoch), steps_per_epoch)
 
     def set_rates(step: int) -> None:
-        set_learning_rate(optimizer, options.lr * _factor(function(step, **asked), step))
+        set_learning_rate(optimizer, options.lr * _check_rate_factor(function(step, **asked), step))
 
     try:
         if of_optimizer:
@@ -381,12 +381,12 @@ def make_schedule(optimizer: Optimizer, options: TrainOptions, steps_per_epoch: 
         given = "with this optimizer" if of_optimizer else "at step 0"
         what = f"the schedule failed {given}: {type(error).__name__}: {error}"
         hints = () if of_optimizer else ("for a torch scheduler, name the function's first parameter optimizer",)
-        raise UserError(what, users_line(error) or _SCHEDULE, hints) from error
+        raise UserError(what, user_line(error) or _SCHEDULE, hints) from error
     return set_rates
 
 
-def _arguments_of(function: Any, total_steps: int, steps_per_epoch: int) -> tuple[bool, dict[str, int]]:
-    """Returns True if a function takes the optimizer instead of the step, and a dict of its other arguments."""
+def _schedule_arguments(function: Any, total_steps: int, steps_per_epoch: int) -> tuple[bool, dict[str, int]]:
+    """Returns two values: True if a schedule takes the optimizer instead of the step, and its other arguments."""
     of_step = "pass a function of the step: schedule=lambda step: 0.99 ** step"
     if not callable(function):
         of_optimizer = "or of the optimizer: schedule=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 9)"
@@ -408,8 +408,8 @@ def _arguments_of(function: Any, total_steps: int, steps_per_epoch: int) -> tupl
     return first.name == "optimizer", {one.name: known[one.name] for one in others if one.name in known}
 
 
-def _factor(value: Any, step: int) -> float:
-    """Converts a custom schedule's result to a factor of the peak rate. Raises UserError unless finite and >= 0."""
+def _check_rate_factor(value: Any, step: int) -> float:
+    """Returns a custom schedule's result, a factor of the peak rate. Raises UserError unless finite and >= 0."""
     try:
         part = float(value)
     except (TypeError, ValueError):
@@ -442,7 +442,7 @@ class CustomScheduler:
         if self.waits and self._scheduler.mode != "min":
             raise UserError(f'{kind} monitors the loss, but has mode="max"', _SCHEDULE, ('set mode="min"',))
         self._optimizer, self._made = optimizer, 0
-        self._as_made = self._state() if self.waits or not _follows_steps(scheduler) else None
+        self._as_made = self._state() if self.waits or not _consists_of_torch_schedulers(scheduler) else None
 
     def __call__(self, step: int) -> None:
         if self.waits:
@@ -457,18 +457,18 @@ class CustomScheduler:
                 self._made += 1
 
     def step_with_loss(self, loss: float) -> None:
-        """Steps ReduceLROnPlateau with the loss of an evaluation; does nothing for other schedulers."""
+        """Calls ReduceLROnPlateau's `step` with the loss of an evaluation. Does nothing for other schedulers."""
         if self.waits:
             self._scheduler.step(loss)
 
-    def saved(self) -> str:
-        """Returns the state as JSON text; "" for a scheduler whose steps are repeated on resume."""
+    def state_text(self) -> str:
+        """Returns the scheduler's state as JSON text, or "" for a scheduler whose steps are repeated on resume."""
         if self._as_made is None:
             return ""
         return json.dumps({"kind": self._kind, "made": self._made, "as_made": self._as_made, "now": self._state()})
 
     def resume(self, saved: str, step: int) -> None:
-        """Restores `saved`, a state as JSON text, if it matches this scheduler and `step`. May raise any exception."""
+        """Restores the result of `state_text` if it matches this scheduler and `step`. May raise any exception."""
         if (made := self._as_made) is None:
             return
         found = json.loads(saved)
@@ -491,10 +491,10 @@ class CustomScheduler:
         return {"state": scheduler_state(self._scheduler), "groups": groups}
 
 
-def _follows_steps(scheduler: Any) -> bool:
-    """Returns True if a scheduler and all schedulers in it are torch's own classes."""
+def _consists_of_torch_schedulers(scheduler: Any) -> bool:
+    """Returns True if a scheduler and all schedulers that it contains are of torch's own classes."""
     inner = getattr(scheduler, "_schedulers", ())
-    return type(scheduler).__module__.startswith("torch.") and all(map(_follows_steps, inner))
+    return type(scheduler).__module__.startswith("torch.") and all(map(_consists_of_torch_schedulers, inner))
 
 
 def _changed_values(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:

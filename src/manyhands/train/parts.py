@@ -13,17 +13,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from manyhands.checkpoint.folders import choose
-from manyhands.checkpoint.read import load
-from manyhands.checkpoint.snapshot import Snapshot, fitted
-from manyhands.checkpoint.trained import Preprocessing, TrainedNetwork, note_trained_on
+from manyhands.checkpoint.folders import choose_checkpoint
+from manyhands.checkpoint.read import load_checkpoint
+from manyhands.checkpoint.snapshot import Snapshot, renamed
+from manyhands.checkpoint.trained import Preprocessing, TrainedNetwork, record_trained_on
 from manyhands.config.job import Job, TrainOptions
 from manyhands.core.devices import device_name
 from manyhands.core.errors import UserError
 from manyhands.core.machine import cores
 from manyhands.core.mesh import Mesh, TensorLayout, parse_mesh
 from manyhands.core.run_folder import NOWHERE, RunFolder
-from manyhands.core.seeds import derive
+from manyhands.core.seeds import derive_seed
 from manyhands.core.terminal import plain
 from manyhands.core.user_code import code_digests
 from manyhands.core.world import World
@@ -38,11 +38,11 @@ from manyhands.parallel.group.plain import gather_plain
 from manyhands.parallel.network import ParallelNetwork
 from manyhands.parallel.options import MODE_ALONE, MODE_OF_PLANS, USUAL_MODE
 from manyhands.train import data_setup, optimize
-from manyhands.train.choose_sync import check_combination
+from manyhands.train.choose_sync import check_sync_and_mode
 from manyhands.train.journal import Journal, RunContext
 from manyhands.train.loss import CustomMetric, LossFn, make_loss_fn, make_metrics
 from manyhands.train.objects import Objects, digest_objects
-from manyhands.train.shares import MACHINES, BalancedShares, previous_shares
+from manyhands.train.shares import MACHINES, ShareBalancer, previous_shares
 from manyhands.train.state import Resumable, load_snapshot, split_state
 from manyhands.train.trainer import Trainer
 from manyhands.train.trial_step import TrialResult, compile_updates, set_compile_cache
@@ -68,7 +68,7 @@ class CustomParts:
 
 @dataclass(frozen=True)
 class Parts(RunContext):
-    """The inputs of `build`, which creates a trainer. Jobs and custom loops differ only in these fields."""
+    """The inputs of `build`, which creates a trainer. A job and a custom loop differ only in these fields."""
 
     objects: Objects  # the user's Python objects
     make_model: Callable[[data_setup.DataSetup, "Grid | None", Resumable | None], nn.Module]
@@ -116,7 +116,7 @@ class Parts(RunContext):
                 model.initialize(next(iter(loader.batches(0, [chosen]))).images)
                 loader.close()
             if found and grid is None:
-                refuse_other_head(found.snapshot, model, classes, str(found.path))
+                refuse_other_class_count(found.snapshot, model, classes, str(found.path))
             return model
 
         return cls(
@@ -128,28 +128,28 @@ class Parts(RunContext):
             cross_entropy=brought.loss is None and job.train.loss == "cross-entropy",
             metrics=make_metrics(job.train.metrics, brought.metrics),
             make_model=model_of,
-            make_optimizer=functools.partial(optimize.make_optimizer, options=job.train, own=brought.optimizer),
-            make_schedule=functools.partial(optimize.make_schedule, options=job.train, own=brought.schedule),
+            make_optimizer=functools.partial(optimize.make_optimizer, options=job.train, custom=brought.optimizer),
+            make_schedule=functools.partial(optimize.make_schedule, options=job.train, custom=brought.schedule),
             name_outputs=functools.partial(_name_outputs, journal),
             finish=_compile_and_balance,
         )
 
     @classmethod
-    def from_objects(cls, job: Job, folder: RunFolder | None, world: World, own: CustomParts) -> "Parts":
+    def from_objects(cls, job: Job, folder: RunFolder | None, world: World, loop: CustomParts) -> "Parts":
         """Creates the parts of a custom loop and records the setup. A collective."""
-        mode, plan = _mode_and_plan(job, world, own.plan)
+        mode, plan = _mode_and_plan(job, world, loop.plan)
         if job.train.deterministic:
             set_determinism(job)
         # Layers that the user keeps in evaluation mode, such as a pretrained network's BatchNorm.
-        frozen = [module for module in own.model.modules() if not module.training] if own.model.training else []
-        model, job = _resolve_and_move(own.model, job, world)
+        frozen = [module for module in loop.model.modules() if not module.training] if loop.model.training else []
+        model, job = _resolve_and_move(loop.model, job, world)
         digests = digest_objects(network=model) | data_setup.digest_trainable(model)
-        objects = Objects(model, own.train_set, own.train_set, targets=has_targets(own.train_set), digests=digests)
+        objects = Objects(model, loop.train_set, loop.train_set, targets=has_targets(loop.train_set), digests=digests)
         names = {id(parameter): name for name, parameter in model.named_parameters()}
 
         def optimizer_of(model: nn.Module, *, sharded: bool) -> Optimizer:  # noqa: ARG001 - as for a job
-            live = dict(own.model.named_parameters())  # the parameters after the mode was applied
-            for group in own.optimizer.param_groups:
+            live = dict(loop.model.named_parameters())  # the parameters after the mode was applied
+            for group in loop.optimizer.param_groups:
                 if any(id(parameter) not in names for parameter in group["params"]):
                     hints = ("create the optimizer from model.parameters() before session.prepare",)
                     what = "the optimizer has parameters that don't belong to the network"
@@ -158,14 +158,14 @@ class Parts(RunContext):
             if job.train.compile:
                 set_compile_cache()
                 model.compile()
-            if own.scheduled:
-                return optimize.make_custom_optimizer(lambda _: own.optimizer, model)
-            optimize.mark_custom(own.optimizer)
-            return own.optimizer
+            if loop.scheduled:
+                return optimize.make_custom_optimizer(lambda _: loop.optimizer, model)
+            optimize.mark_custom_optimizer(loop.optimizer)
+            return loop.optimizer
 
-        splits, grid = data_setup.open_splits(job, world, objects), grid_of(job, world, mode)
+        splits, grid = data_setup.open_splits(job, world, objects), job_grid(job, world, mode)
         parts = cls(
-            *(job, folder or NOWHERE, world, Journal(folder or NOWHERE, world.rank, spoken=True), mode, objects),
+            *(job, folder or NOWHERE, world, Journal(folder or NOWHERE, world.rank, prints=True), mode, objects),
             plan=plan,
             splits=splits,
             header=False,
@@ -173,11 +173,11 @@ class Parts(RunContext):
             frozen=frozen,
             make_model=lambda _samples, _grid, _found: model,
             make_optimizer=optimizer_of,
-            make_schedule=functools.partial(_schedule_of_loop, job, own),
+            make_schedule=functools.partial(_custom_loop_schedule, job, loop),
             previous_shares=lambda found: ([] if found else None, 0),  # a session doesn't measure shares
         )
         classes, layouts = data_setup.class_names(job, splits), layouts_from_code(model, grid, world)
-        record_setup(parts, objects, splits, classes, model, layouts, own.optimizer)
+        record_setup(parts, objects, splits, classes, model, layouts, loop.optimizer)
         return parts
 
 
@@ -189,7 +189,7 @@ def set_determinism(job: Job) -> None:
 
 
 def refuse_unshardable(parts: Parts) -> None:
-    """Raises UserError if options don't support a sharded network, or if --pin (an op's sharding) can't be applied."""
+    """Raises UserError if an option doesn't support sharded networks, or --pin (an op's sharding) can't be used."""
     job, plan, mode = parts.job, parts.plan, parts.mode
     if plan is None and job.parallel.pin and not (parts.folder is not NOWHERE and parts.folder.has_checkpoints()):
         why = "one process shards no ops" if one_process_label(mode) else f"the parallel mode {mode} shards no ops"
@@ -216,7 +216,7 @@ def record_setup(
     layouts: Mapping[str, TensorLayout] = {},
     optimizer: Optimizer | None = None,
 ) -> None:
-    """Records three lines about data, network and training settings. `layouts`: of sharded parameters, by name."""
+    """Records the lines on data, network and training. `layouts`: layouts of sharded parameters, by name."""
     job, world, custom_loop = run.job, run.world, isinstance(run, Parts) and run.custom_loop
     options, count = job.train, len(splits.train)
     order = Order(count, min(options.batch, count), 0, options.drop_last)
@@ -229,7 +229,7 @@ def record_setup(
     counted = describe_samples(count, tested, classes, "samples" if splits.pixels.own else "pictures")
     kind, rate = plain(options.optimizer), f" at learning rate {options.lr:g}" if options.built_in else ""
     if optimizer and (custom_loop or not options.built_in):
-        kind, rate = type(optimizer).__name__, f" at learning rate {optimize.largest_rate(optimizer):g}"
+        kind, rate = type(optimizer).__name__, f" at learning rate {optimize.largest_learning_rate(optimizer):g}"
     epochs = "" if custom_loop else f"epochs {options.epochs}, "
     lines = (
         f"data: {plain(data)}, {counted}",
@@ -243,7 +243,7 @@ def record_setup(
 def _name_outputs(
     journal: Journal, classes: tuple[str, ...], network: ParallelNetwork, trial: TrialResult
 ) -> tuple[str, ...]:
-    """Returns a name for each output of a job's network; records notes on it. Raises UserError for too few outputs."""
+    """Returns a name for each output of a job's network. Raises UserError if it has fewer outputs than classes."""
     outputs = network.traits.class_count
     if outputs and outputs < len(classes):
         hints = (f"add outputs: --set model.num_classes={len(classes)}",)
@@ -259,9 +259,9 @@ def _name_outputs(
     return data_setup.name_outputs(classes, outputs)
 
 
-def _schedule_of_loop(job: Job, own: CustomParts, optimizer: Optimizer, steps_per_epoch: int) -> optimize.SetRates:
-    """Returns the function that sets a custom loop's learning rates, a no-op if the session has no schedule."""
-    if not own.scheduled:
+def _custom_loop_schedule(job: Job, loop: CustomParts, optimizer: Optimizer, steps_per_epoch: int) -> optimize.SetRates:
+    """Returns the function that sets a custom loop's learning rates. It does nothing without a schedule."""
+    if not loop.scheduled:
         return lambda _step: None
     set_rates = optimize.make_schedule(optimizer, job.train, steps_per_epoch)
     if isinstance(set_rates, optimize.CustomScheduler) and set_rates.waits:
@@ -271,7 +271,7 @@ def _schedule_of_loop(job: Job, own: CustomParts, optimizer: Optimizer, steps_pe
 
 
 def _compile_and_balance(trainer: Trainer) -> Trainer:
-    """If the job requests it, balances shares of batches by measured speeds and compiles the network. A collective."""
+    """Balances shares by measured speeds, and compiles the network, if the job requests these. A collective."""
     world, sharing, wanted = trainer.world, trainer.feed.sharing, trainer.job.cluster.shares
     balance = sharing.processes > 1 and wanted == "auto"
     if sharing.processes > 1 and wanted == MACHINES:
@@ -281,7 +281,7 @@ def _compile_and_balance(trainer: Trainer) -> Trainer:
             kinds = gather_plain(f"{device_name(world.device)}, {cores():.3g} cores", world)
             balance = len(set(kinds)) > 1
     if balance:
-        trainer.hooks.balance_shares = functools.partial(BalancedShares(known=bool(sharing.shares)).balance, trainer)
+        trainer.hooks.balance_shares = functools.partial(ShareBalancer(measured=bool(sharing.shares)).balance, trainer)
         trainer.hooks.balance_shares()
     elif wanted == MACHINES:  # the checkpoint's shares were measured on other machines
         trainer.feed.sharing = replace(sharing, shares=())
@@ -291,12 +291,12 @@ def _compile_and_balance(trainer: Trainer) -> Trainer:
 
 
 def _mode_and_plan(job: Job, world: World, plan: "Plan | None") -> "tuple[str, Plan | None]":
-    """Returns a session's parallel mode and its plan, from `prepare`'s argument or the job. A collective."""
+    """Returns a session's parallel mode, and the plan from `session.prepare` or from the job. A collective."""
     if job.cluster.shares == "auto" and not world.alone:
         hints = ("set the shares, such as --set cluster.shares=[24,8]", "or remove cluster.shares")
         raise UserError("cluster.shares = auto is not available in a session", "cluster.shares", hints)
     mode = MODE_OF_PLANS if plan else resolve_mode(job.parallel.mode, world)
-    check_combination(job.sync.method, mode)
+    check_sync_and_mode(job.sync.method, mode)
     if plan or not follows_plan(mode):
         return mode, plan
     if job.parallel.searches:
@@ -309,7 +309,7 @@ def _mode_and_plan(job: Job, world: World, plan: "Plan | None") -> "tuple[str, P
 
 
 def _resolve_and_move(model: nn.Module, job: Job, world: World) -> tuple[nn.Module, Job]:
-    """Moves the network to this process's device; also returns the job with "auto" options resolved."""
+    """Resolves "auto" options. Returns the network on this process's device, and the resolved job."""
     options, changes = job.train, dict[str, Any](channels_last=job.train.channels_last is True)
     if options.precision != "fp64" and {parameter.dtype for parameter in model.parameters()} == {torch.float64}:
         changes["precision"] = "fp64"
@@ -317,14 +317,14 @@ def _resolve_and_move(model: nn.Module, job: Job, world: World) -> tuple[nn.Modu
         changes["precision"] = "fp32"
     named = job.model.model_copy(update={"name": type(model).__name__})
     changed = job.model_copy(update={"model": named, "train": options.model_copy(update=changes)})
-    return on_device(model, options, world.device), changed
+    return prepare_on_device(model, options, world.device), changed
 
 
-def grid_of(job: Job, world: World, mode: str) -> "Grid | None":
-    """Returns the job's device mesh, None if the mode needs none. Raises UserError if its size isn't the world size."""
+def job_grid(job: Job, world: World, mode: str) -> "Grid | None":
+    """Creates the job's device mesh, or None for a mode without a mesh. Raises UserError for another size."""
     if not takes_mesh(mode):
         return None
-    mesh = mesh_of(job, world)
+    mesh = job_mesh(job, world)
     mesh.check_size(world.size)
     from manyhands.parallel.mesh.grid import Grid
 
@@ -332,7 +332,7 @@ def grid_of(job: Job, world: World, mode: str) -> "Grid | None":
 
 
 def layouts_from_code(model: nn.Module, grid: "Grid | None", world: World) -> Mapping[str, TensorLayout]:
-    """Returns the layout of each tensor of a network that its own code shards over `grid`; {} without a grid."""
+    """Returns the layouts of tensors, by name, if the network's own code shards them over `grid`, else {}."""
     if grid is None:
         return {}
     from manyhands.parallel.mesh.marks import state_dict_layouts
@@ -343,8 +343,8 @@ def layouts_from_code(model: nn.Module, grid: "Grid | None", world: World) -> Ma
 def make_model(
     job: Job, pixels: Pixels, classes: int, world: World, objects: Objects, journal: Journal, grid: "Grid | None" = None
 ) -> nn.Module:
-    """Creates the network on its device: equal on all processes (same seed), or sharded over `grid` by its own code."""
-    torch.manual_seed(derive(job.train.seed, "model"))
+    """Creates the job's network on its device. All processes use the same seed. The network may shard itself."""
+    torch.manual_seed(derive_seed(job.train.seed, "model"))
     model = objects.model
     if model is None:
         for note in picture_needs(job.model, pixels.size).notes:
@@ -355,11 +355,11 @@ def make_model(
     if job.train.precision != "fp64" and {one.dtype for one in model.parameters()} == {torch.float64}:
         what = f"the network is float64, but train.precision is {job.train.precision}"
         raise UserError(what, "train.precision", ("add --set train.precision=fp64", "or make the network float32"))
-    return on_device(model, job.train, world.device)
+    return prepare_on_device(model, job.train, world.device)
 
 
-def on_device(model: nn.Module, options: TrainOptions, device: str) -> nn.Module:
-    """Returns the network on a device, in training mode, in the precision and the memory format of the options."""
+def prepare_on_device(model: nn.Module, options: TrainOptions, device: str) -> nn.Module:
+    """Moves a network to a device, in training mode, with the precision and memory format of `options`."""
     model = model.double() if options.precision == "fp64" else model
     model = model.to(device).train()
     if options.channels_last is not True:  # lazy layers have no memory format yet
@@ -368,28 +368,28 @@ def on_device(model: nn.Module, options: TrainOptions, device: str) -> nn.Module
 
 
 def without_initial_weights(job: Job, size: int, objects: Objects) -> Job:
-    """Returns the job without initial weights, if a checkpoint has the weights. `size`: of pictures, in pixels."""
+    """Returns the job without initial weights, because a checkpoint has them. `size`: picture size in pixels."""
     model = resolve_model(job.model, size) if objects.model is None else job.model.model_copy(update={"weights": ""})
     return job.model_copy(update={"model": model})
 
 
-def read_any(path: Path) -> Snapshot:
+def read_snapshot(path: Path) -> Snapshot:
     """Reads a checkpoint of manyhands or of another tool."""
     if path.is_dir():
-        return load(path)
+        return load_checkpoint(path)
     from manyhands.checkpoint.foreign import read_foreign
 
     return read_foreign(path)
 
 
 def load_initial_weights(model: nn.Module, reference: Path, classes: int, journal: Journal) -> None:
-    """Loads the weights of a file, a checkpoint or a run, except for a last layer with another number of classes."""
-    path, passed_over = choose(reference, "best")
+    """Loads the weights in a file, a checkpoint or a run, but no last layer that has another number of classes."""
+    path, passed_over = choose_checkpoint(reference, "best")
     for note in passed_over:
         journal.event("warning", note)
-    snapshot, (live, _) = fitted(read_any(path), model.state_dict()), split_state(model)
+    snapshot, (live, _) = renamed(read_snapshot(path), model.state_dict()), split_state(model)
     saved = snapshot.model
-    if head := _other_head(saved, live, classes):
+    if head := _differing_last_layers(saved, live, classes):
         outputs = len(saved[head[0]])
         journal.event("note", f"{', '.join(head)} not loaded: {path.name} has {outputs:,} classes, not {classes:,}")
         saved.update({name: live[name] for name in head})
@@ -402,10 +402,10 @@ def load_initial_weights(model: nn.Module, reference: Path, classes: int, journa
         journal.event("note", note)
 
 
-def refuse_other_head(snapshot: Snapshot, model: nn.Module, classes: int, where: str) -> None:
-    """Raises UserError if a checkpoint's last layer has another number of outputs than `classes`."""
-    saved, live = fitted(snapshot, model.state_dict()).model, split_state(model)[0]
-    if head := _other_head(saved, live, classes):
+def refuse_other_class_count(snapshot: Snapshot, model: nn.Module, classes: int, where: str) -> None:
+    """Raises UserError if the last layer in a checkpoint doesn't have `classes` outputs."""
+    saved, live = renamed(snapshot, model.state_dict()).model, split_state(model)[0]
+    if head := _differing_last_layers(saved, live, classes):
         outputs = len(saved[head[0]])
         hints = (
             f"start from these weights with a new last layer: --model.weights {where}",
@@ -414,8 +414,8 @@ def refuse_other_head(snapshot: Snapshot, model: nn.Module, classes: int, where:
         raise UserError(f"the network has {outputs:,} outputs, but the data has {classes:,} classes", where, hints)
 
 
-def _other_head(saved: dict[str, Tensor], live: dict[str, Tensor], classes: int) -> list[str]:
-    """Returns the names of the last layers' tensors if only the number of outputs differs; else []."""
+def _differing_last_layers(saved: dict[str, Tensor], live: dict[str, Tensor], classes: int) -> list[str]:
+    """Returns the last layers' tensor names if the saved network differs only in the number of outputs, else []."""
     if saved.keys() != live.keys():
         return []
     other = [name for name in live if saved[name].shape != live[name].shape]
@@ -425,14 +425,14 @@ def _other_head(saved: dict[str, Tensor], live: dict[str, Tensor], classes: int)
 
 
 def describe_trained(parts: Parts, samples: data_setup.DataSetup, classes: tuple[str, ...]) -> TrainedNetwork:
-    """Returns the description of network and data that checkpoints contain; `classes` names each output."""
+    """Returns the description of network and data that checkpoints contain. `classes`: a name for each output."""
     job, objects, pixels = parts.job, parts.objects, samples.pixels
     fields = {name: getattr(pixels, name) for name in ("own", "size", "channels", "mean", "std")}
     pictures = Preprocessing(resize=pixels.resized_to, **fields)
     if objects.model is not None:
-        note_trained_on(objects.model, pictures, classes)
+        record_trained_on(objects.model, pictures, classes)
     model = job.model if objects.model is not None else resolve_model(job.model, pixels.size)
-    grid = mesh_of(job, parts.world) if takes_mesh(parts.mode) else None
+    grid = job_mesh(job, parts.world) if takes_mesh(parts.mode) else None
     return TrainedNetwork(
         name=model.name,
         made_in_python=objects.model is not None,
@@ -446,15 +446,15 @@ def describe_trained(parts: Parts, samples: data_setup.DataSetup, classes: tuple
         classes=classes,
         code=code_digests((model.name, job.data.name, job.data.held_out, *job.train.custom_code)),
         digests={**objects.digests, **data_setup.digest_data(samples.splits)},
-        samples={word: len(source) for word, source in data_setup.split_names(samples.splits)},
+        samples={word: len(source) for word, source in data_setup.named_splits(samples.splits)},
     )
 
 
-def mesh_of(job: Job, world: World) -> Mesh:
-    """Returns the job's device mesh; by default, one axis dp over all processes."""
+def job_mesh(job: Job, world: World) -> Mesh:
+    """Returns the job's device mesh. By default, it has one axis, dp, over all processes."""
     return parse_mesh(job.parallel.mesh) if job.parallel.mesh else Mesh((("dp", world.size),))
 
 
-def pixels_of(about: Preprocessing) -> Pixels:
-    """Converts the preprocessing recorded in a checkpoint to the preprocessing of an evaluation."""
-    return Pixels(about.size, about.channels, about.mean, about.std, "none", resize=about.resize, own=about.own)
+def pixels_of(saved: Preprocessing) -> Pixels:
+    """Converts the preprocessing in a checkpoint to the `Pixels` of an evaluation."""
+    return Pixels(saved.size, saved.channels, saved.mean, saved.std, "none", resize=saved.resize, own=saved.own)

@@ -15,14 +15,14 @@ import torch
 from torch import nn
 
 from manyhands.checkpoint.files import STATE, read_plain
-from manyhands.checkpoint.folders import resolve
+from manyhands.checkpoint.folders import find_checkpoint
 from manyhands.checkpoint.trained import find_record
 from manyhands.config.job import MEASURED, Job, TrainOptions
 from manyhands.config.load import written_values
-from manyhands.core.devices import computes_bf16, wait_for
+from manyhands.core.devices import has_native_bf16, wait_for_device
 from manyhands.core.errors import UserError
 from manyhands.core.run_folder import RunFolder
-from manyhands.core.seeds import derive
+from manyhands.core.seeds import derive_seed
 from manyhands.core.user_code import code_digests
 from manyhands.core.world import World
 from manyhands.data.splits import Splits
@@ -36,7 +36,7 @@ from manyhands.train.data_setup import class_names, make_loader, open_splits, pi
 from manyhands.train.feed import seeded_generators
 from manyhands.train.loss import make_loss_fn
 from manyhands.train.objects import Objects
-from manyhands.train.parts import on_device
+from manyhands.train.parts import prepare_on_device
 from manyhands.train.trial_step import StepProbe
 
 EXACT, HALF = "fp32", "bf16"
@@ -60,7 +60,7 @@ class Variant:
 
 
 @dataclass(frozen=True)
-class KindOfMachine:
+class MachineKind:
     """A kind of machine, and the seconds of each variant measured on it."""
 
     name: str  # of the processor or accelerator
@@ -70,39 +70,39 @@ class KindOfMachine:
 
 
 def variants_of(options: TrainOptions, *, bf16: bool) -> list[Variant]:
-    """Returns the variants to compare for "auto" options; `bf16`: all machines have native bf16."""
+    """Returns the variants to compare for the "auto" options. `bf16`: True if all machines have native bf16."""
     precisions = [EXACT, *([HALF] if bf16 else [])] if options.precision == "auto" else [options.precision]
     layouts = [False, True] if options.channels_last == "auto" else [options.channels_last]
     return [Variant(precision, layout) for precision in precisions for layout in layouts]
 
 
-def choose_variant(options: TrainOptions, kinds: Sequence[KindOfMachine]) -> tuple[Variant, list[str]]:
-    """Returns the variant for all machines of a run, and a list with a sentence on each measured "auto" option."""
+def choose_variant(options: TrainOptions, kinds: Sequence[MachineKind]) -> tuple[Variant, list[str]]:
+    """Returns the variant for all machines of a run, and a list with a reason for each measured "auto" option."""
 
     def layout(precision: str) -> tuple[Variant, list[str]]:
         if options.channels_last != "auto":
             return Variant(precision, options.channels_last), []
-        pays, why = _faster(kinds, Variant(precision, False), Variant(precision, True), LEAST_GAIN_OF_LAYOUT)
+        pays, why = _is_faster(kinds, Variant(precision, False), Variant(precision, True), LEAST_GAIN_OF_LAYOUT)
         return Variant(precision, pays), [f"train.channels_last is {str(pays).lower()}: {one}" for one in why]
 
     if options.precision != "auto":
         return layout(options.precision)
     (exact, _), (half, _), without = layout(EXACT), layout(HALF), [kind.name for kind in kinds if not kind.bf16]
-    pays, why = _faster(kinds, exact, half, LEAST_GAIN)
+    pays, why = _is_faster(kinds, exact, half, LEAST_GAIN)
     if without:
         pays, why = False, [f"{without[0]} has no native bf16"]
     taken, said = layout(HALF if pays else EXACT)
     return taken, [*(f"train.precision is {taken.precision}: {one}" for one in why), *said]
 
 
-def _faster(kinds: Sequence[KindOfMachine], before: Variant, after: Variant, least: float) -> tuple[bool, list[str]]:
-    """Returns True if `after` is `least` times as fast as `before` on all machines, and a list of up to one reason."""
+def _is_faster(kinds: Sequence[MachineKind], before: Variant, after: Variant, gain: float) -> tuple[bool, list[str]]:
+    """Tests if `after` is `gain` times as fast as `before` on all machines. Also returns a reason, if any."""
     # A kind of machine that failed at a variant gains nothing; a failure of all variants is reported elsewhere.
     seconds = [(kind.seconds.get(str(before), 0.0), kind.seconds.get(str(after), 0.0)) for kind in kinds]
     gained = min(old / new if old and new else 0.0 for old, new in seconds)
     if gained:
         said = f"{after} is {gained:.2f} times as fast as {before} in a short measurement"
-        return gained >= least, [said if gained >= least else f"{said}, below the threshold of {least}"]
+        return gained >= gain, [said if gained >= gain else f"{said}, below the threshold of {gain}"]
     failed = [kind.failed[str(after)] for kind in kinds if str(after) in kind.failed and kind.seconds]
     return False, [f"the benchmark of {after} failed ({one})" for one in failed[:1]]
 
@@ -112,7 +112,7 @@ Trial = tuple[Callable[[], None], Callable[[], torch.Tensor]]
 
 
 def time_variants(trials: Mapping[Any, Trial], device: str) -> tuple[dict[str, float], dict[str, str]]:
-    """Times variants on one thread; returns a dict of the shortest times in seconds, and a dict of error messages."""
+    """Times variants on one thread. Returns dicts of the shortest time in seconds and of errors, by variant."""
     # Processor time depends neither on the number of processes nor on the load of the machine.
     clock = time.process_time if torch.device(device).type == "cpu" else time.perf_counter
     seconds, failed, threads = dict[str, float](), dict[str, str](), torch.get_num_threads()
@@ -120,9 +120,9 @@ def time_variants(trials: Mapping[Any, Trial], device: str) -> tuple[dict[str, f
     def timed(trial: Trial) -> tuple[float, torch.Tensor]:
         ready, run = trial
         ready()
-        wait_for(device)
+        wait_for_device(device)
         started, loss = clock(), run()
-        wait_for(device)
+        wait_for_device(device)
         return clock() - started, loss
 
     torch.set_num_threads(1)
@@ -152,12 +152,12 @@ def time_variants(trials: Mapping[Any, Trial], device: str) -> tuple[dict[str, f
     return seconds, failed
 
 
-def make_network(job: Job, network: dict[str, Any], device: str) -> nn.Module:
-    """Creates a job's network in training mode, equal on every process. `network`: the sizes from `sizes_of`."""
-    torch.manual_seed(derive(job.train.seed, "model"))
+def make_network(job: Job, sizes: dict[str, Any], device: str) -> nn.Module:
+    """Creates a job's network in training mode, equal on every process. `sizes`: the result of `network_sizes`."""
+    torch.manual_seed(derive_seed(job.train.seed, "model"))
     options = job.model.model_copy(update={"pretrained": False, "weights": ""})
-    model = build_model(options, channels=network["channels"], size=network["size"], num_classes=network["classes"])
-    return on_device(model, job.train, device)
+    model = build_model(options, channels=sizes["channels"], size=sizes["size"], num_classes=sizes["classes"])
+    return prepare_on_device(model, job.train, device)
 
 
 @dataclass(frozen=True)
@@ -165,8 +165,8 @@ class ResolvedPrecision:
     """A job with resolved precision and memory format."""
 
     job: Job
-    said: list[str] = field(default_factory=list[str])  # a sentence on each measured option
-    about: dict[str, Any] = field(default_factory=dict[str, Any])  # for plan.json: values, and measured seconds
+    reasons: list[str] = field(default_factory=list[str])  # a sentence on each measured option
+    plan_fields: dict[str, Any] = field(default_factory=dict[str, Any])  # for plan.json: values, and measured seconds
     splits: Splits | None = None  # the data, if it was opened
 
 
@@ -190,24 +190,24 @@ def resolve_precision(
     previous = broadcast_plain(_previous_values(folder, job) if world.is_main else None, world) or ["auto", "auto"]
     now = _with(job, *(old if new == "auto" else new for old, new in zip(previous, _measured_values(job), strict=True)))
     if not now.train.measured_precision:
-        return ResolvedPrecision(now, about={"resolved": _resolved_options(job, now)})
+        return ResolvedPrecision(now, plan_fields={"resolved": _resolved_options(job, now)})
     splits = open_splits(job, world, objects)
     measurement = Measurement(job, splits, world.device, objects, pixels_for(job, splits, objects))
-    mine = KindOfMachine(timing_environment(world.device)["device"], computes_bf16(world.device))
-    everybody = [KindOfMachine(**one) for one in gather_plain(asdict(mine), world)]
+    mine = MachineKind(timing_environment(world.device)["device"], has_native_bf16(world.device))
+    everybody = [MachineKind(**one) for one in gather_plain(asdict(mine), world)]
     found = None
     if everybody.index(mine) == world.rank and not takes_mesh(mode):
         variants = variants_of(now.train, bf16=all(one.bf16 for one in everybody))
-        found = asdict(measurement.measured(mine, variants, functools.partial(say, measurement) if measure else None))
-    kinds = [KindOfMachine(**one) for one in gather_plain(found, world) if one] or everybody
+        found = asdict(measurement.with_times(mine, variants, functools.partial(say, measurement) if measure else None))
+    kinds = [MachineKind(**one) for one in gather_plain(found, world) if one] or everybody
     taken, said = choose_variant(now.train, kinds)
     resolved = _with(job, taken.precision, taken.channels_last)
     about = {"resolved": _resolved_options(job, resolved), "precision_measured": list(map(asdict, kinds))}
     return ResolvedPrecision(resolved, said, about, splits)
 
 
-def plain_precision(job: Job) -> ResolvedPrecision:
-    """Resolves "auto" to fp32 and the default memory format, for a device that this machine doesn't have."""
+def fp32_precision(job: Job) -> ResolvedPrecision:
+    """Replaces "auto" by fp32 and the default memory format, for a device that this machine doesn't have."""
     plain = _with(job, EXACT if job.train.precision == "auto" else job.train.precision, job.train.channels_last is True)
     said = [f"{key} is {value}: this machine lacks the device" for key, value in _resolved_options(job, plain).items()]
     return ResolvedPrecision(plain, said)
@@ -222,13 +222,13 @@ def _with(job: Job, precision: str, channels_last: bool | str) -> Job:
     return job.model_copy(update={"train": job.train.model_copy(update=update)})
 
 
-def _resolved_options(asked: Job, resolved: Job) -> dict[str, Any]:
-    pairs = zip(MEASURED, _measured_values(asked), _measured_values(resolved), strict=True)
+def _resolved_options(requested: Job, resolved: Job) -> dict[str, Any]:
+    pairs = zip(MEASURED, _measured_values(requested), _measured_values(resolved), strict=True)
     return {key: value for key, before, value in pairs if before == "auto"}
 
 
 def _previous_values(folder: RunFolder, job: Job) -> list[Any] | None:
-    """Returns [precision, channels_last] of an earlier start or checkpoint, "auto" if unknown; None without either."""
+    """Returns [precision, channels_last] ("auto": unknown) of an earlier start or the checkpoint to load, or None."""
     resume = job.checkpoint.resume
     if folder.exists() and folder.has_trained():
         precision, channels_last = (written_values(folder.job).get(key, "auto") for key in MEASURED)
@@ -236,14 +236,14 @@ def _previous_values(folder: RunFolder, job: Job) -> list[Any] | None:
         return [precision if named else "auto", channels_last if isinstance(channels_last, bool) else "auto"]
     # An unreadable checkpoint is reported when the run loads it.
     with contextlib.suppress(UserError, OSError):
-        if resume not in {"auto", "never"} and (path := resolve(Path(resume).expanduser(), "last")).is_dir():
+        if resume not in {"auto", "never"} and (path := find_checkpoint(Path(resume).expanduser(), "last")).is_dir():
             record = find_record(path, read_plain(path / STATE))
             return [record.precision, record.channels_last] if record and record.precision else None
     return None
 
 
-def sizes_of(job: Job, splits: Splits, pixels: Pixels) -> dict[str, Any]:
-    """Returns the input channels, picture size and number of classes for `make_network`, as a dict."""
+def network_sizes(job: Job, splits: Splits, pixels: Pixels) -> dict[str, Any]:
+    """Returns a dict for `make_network`: the numbers of input channels and classes, and the picture size in pixels."""
     return {"channels": pixels.channels, "size": pixels.size, "classes": len(class_names(job, splits))}
 
 
@@ -257,10 +257,10 @@ class Measurement:
     objects: Objects
     pixels: Pixels
 
-    def key(self) -> str:
-        """Returns the cache key: everything that affects the seconds except the kind of machine."""
+    def cache_key(self) -> str:
+        """Returns the key in the cache of times: a digest of everything but the device that affects the times."""
         job, objects = self.job, self.objects
-        words: list[Any] = [self.sizes, self.count(), job.train.loss, job.train.label_smoothing]
+        words: list[Any] = [self.sizes, self.sample_count(), job.train.loss, job.train.label_smoothing]
         words += [job.model.model_dump(mode="json"), code_digests((job.model.name, *job.train.custom_code))]
         if isinstance(objects.model, nn.Module):
             shapes = [[name, list(one.shape), str(one.dtype)] for name, one in objects.model.named_parameters()]
@@ -272,14 +272,14 @@ class Measurement:
             return copy.deepcopy(own).to(self.device).train()
         return make_network(self.job, self.sizes, self.device)
 
-    def trials(self, model: nn.Module, variants: list[Variant]) -> dict[Variant, Trial]:
+    def make_trials(self, model: nn.Module, variants: list[Variant]) -> dict[Variant, Trial]:
         job = self.job
         group_batch_norms(model)
         data = job.data.model_copy(update={"workers": 0, "machine_workers": 0})
         plain = _with(job.model_copy(update={"data": data}), EXACT, channels_last=False)
         classes, world = self.sizes["classes"], World(device=self.device)
         loader = make_loader(plain, self.splits.train, self.pixels, world, train=True, classes=classes)
-        batch = next(iter(loader.batches(0, [torch.arange(self.count())])))
+        batch = next(iter(loader.batches(0, [torch.arange(self.sample_count())])))
         loader.close()
         loss_fn = make_loss_fn(job.train, self.objects.loss)
 
@@ -300,26 +300,26 @@ class Measurement:
 
     @functools.cached_property
     def sizes(self) -> dict[str, Any]:
-        return sizes_of(self.job, self.splits, self.pixels)
+        return network_sizes(self.job, self.splits, self.pixels)
 
-    def count(self) -> int:
+    def sample_count(self) -> int:
         """Returns the number of samples per pass, which is independent of the number of processes."""
         most = max(_MIN, min(_MOST, _PIXELS // max(1, self.pixels.size) ** 2))
         return min(most, self.job.train.batch, len(self.splits.train), self.job.train.micro_batch or most)
 
-    def measured(
-        self, kind: KindOfMachine, variants: list[Variant], say: Callable[[str], object] | None
-    ) -> KindOfMachine:
-        """Returns `kind` with the seconds of all variants: cached or, if `say` is passed, measured now."""
+    def with_times(
+        self, kind: MachineKind, variants: list[Variant], say: Callable[[str], object] | None
+    ) -> MachineKind:
+        """Returns `kind` with the times of all variants. Measures times that aren't cached if `say` is given."""
         if len(variants) < 2:
             return kind
-        times, key = OpTimes(self.device, 0.0, threads=1), self.key()
+        times, key = OpTimes(self.device, 0.0, threads=1), self.cache_key()
         known = {str(one): times.cached(f"precision {key} {one}") for one in variants}
         if say is None or all(known.values()):
             return replace(kind, seconds={name: seconds for name, seconds in known.items() if seconds})
         device = self.device
         try:
-            with seeded_generators(derive(self.job.train.seed, "precision"), device.partition(":")[0]):
+            with seeded_generators(derive_seed(self.job.train.seed, "precision"), device.partition(":")[0]):
                 model = self.network()
                 numbers = list(model.parameters())
                 if not any(one.ndim == 4 for one in numbers):  # without a convolution no layout pays, nor bf16 if small
@@ -328,7 +328,7 @@ class Measurement:
                 if len(variants) < 2:
                     return kind
                 say("benchmarking the network in each precision and memory format; the results are cached")
-                seconds, failed = time_variants(self.trials(model, variants), device)
+                seconds, failed = time_variants(self.make_trials(model, variants), device)
         except Exception:  # noqa: BLE001 - errors of the network or the data are reported when they are built
             return kind
         for name, one in seconds.items():

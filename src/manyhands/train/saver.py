@@ -30,7 +30,7 @@ class SaveOutcome:
 
 
 class Saver:
-    """Runs one save at a time on a process that writes; other processes only track the save."""
+    """Runs one save at a time on a process that writes checkpoints. Other processes only track the save."""
 
     def __init__(self) -> None:
         self.step: int | None = None  # step of the save in progress; equal on all processes
@@ -44,16 +44,16 @@ class Saver:
         self.interval: SaveInterval | None = None  # on rank 0, unless checkpoint.every sets the time between saves
         self._written: Future[SaveOutcome] | None = None
 
-    def begin(self, step: int, write: Callable[[], SaveOutcome] | None, *, background: bool = True) -> None:
-        """Starts a save, in the background or blocking; `write` is None on processes that don't write."""
+    def start_save(self, step: int, write: Callable[[], SaveOutcome] | None, *, background: bool = True) -> None:
+        """Starts a save or, without `background`, runs it. `write` is None on processes that don't write."""
         self.step, self.wrote_s, self._written = step, 0.0, None
         if write is None:
             return
         written = self._written = Future[SaveOutcome]()
         if background:
-            threading.Thread(target=self._run, args=(write, written), name="saving", daemon=True).start()
+            threading.Thread(target=self._run_write, args=(write, written), name="saving", daemon=True).start()
         else:
-            self._run(write, written)
+            self._run_write(write, written)
             self.wrote_s = 0.0
 
     @property
@@ -64,18 +64,18 @@ class Saver:
         if self._written:
             wait([self._written])
 
-    def end(self) -> SaveOutcome | None:
-        """Waits for the save; returns its result, or None if this process doesn't write. Raises unexpected errors."""
+    def end_save(self) -> SaveOutcome | None:
+        """Waits for the save and returns its result, None if this process doesn't write. Raises unexpected errors."""
         written, self._written, self.step = self._written, None, None
         return written.result() if written else None
 
-    def _run(self, write: Callable[[], SaveOutcome], written: Future[SaveOutcome]) -> None:
+    def _run_write(self, write: Callable[[], SaveOutcome], written: Future[SaveOutcome]) -> None:
         began_s = time.perf_counter()
         try:
             outcome = write()
         except (SaveError, NotFiniteError) as error:
             outcome = SaveOutcome(error.message, finite=isinstance(error, SaveError))
-        except Exception as error:  # noqa: BLE001 - raised by `end`
+        except Exception as error:  # noqa: BLE001 - raised by `end_save`
             written.set_exception(error)
             return
         self.wrote_s = time.perf_counter() - began_s
@@ -83,9 +83,9 @@ class Saver:
 
 
 def writers_of(folder: RunFolder, world: World, *, in_pieces: bool) -> dict[int, range]:
-    """Returns a dict from each rank that writes checkpoints to the ranks of its machine. A collective.
+    """Returns a dict from each rank that writes checkpoints (a writer) to the ranks of its machine. A collective.
 
-    Writers are rank 0 and the first rank of one machine that doesn't see rank 0's disk; with `in_pieces`, only rank 0.
+    With `in_pieces`, only rank 0 is a writer. Otherwise, so is the first rank of one machine that lacks rank 0's disk.
     """
     if world.local_size == world.size or in_pieces or folder is NOWHERE:
         return {0: range(world.local_size)}
@@ -117,7 +117,7 @@ _BEGINS, _FAILS = {"first-step", "resumed"}, {"restarted", "failed"}
 _ENDS = {*_FAILS, "regrouped", "stopped", "interrupted", "finished"}
 
 
-def best_interval(save_s: float, between_failures_s: float) -> float:
+def best_save_interval(save_s: float, between_failures_s: float) -> float:
     """Returns the seconds between saves that minimize the cost of saves and of repeated work, within bounds.
 
     The interval is sqrt(2 * cost of a save * time between failures): J. W. Young, A first order approximation to the
@@ -128,14 +128,14 @@ def best_interval(save_s: float, between_failures_s: float) -> float:
     return min(longest_s, max(SHORTEST_S, math.sqrt(2 * save_s * between_failures_s)))
 
 
-def between_failures(failures: int, trained_s: float, machines: int) -> float:
-    """Estimates the seconds between failures after `failures` in `trained_s`; at most `EXPECTED_S` / `machines`."""
+def estimate_seconds_between_failures(failures: int, trained_s: float, machines: int) -> float:
+    """Estimates the mean seconds between failures of a run from its number of failures in `trained_s` seconds."""
     expected_s = EXPECTED_S / machines
     return min(expected_s, (trained_s + WEIGHT_S) / (failures + WEIGHT_S / expected_s))
 
 
-def seen_failures(folder: RunFolder) -> tuple[int, float]:
-    """Returns the number of failures and the seconds of training in all earlier starts of a run."""
+def count_earlier_failures(folder: RunFolder) -> tuple[int, float]:
+    """Returns the number of failures, and the seconds of training, of all earlier starts of a run."""
     failures, trained_s, last_s = 0, 0.0, 0.0
     began_s: float | None = None
     # The current start is the last event.
@@ -151,23 +151,23 @@ def seen_failures(folder: RunFolder) -> tuple[int, float]:
 
 
 class SaveInterval:
-    """Determines on rank 0 the seconds between checkpoints, from the cost of a save and the rate of failures so far."""
+    """Determines the seconds between checkpoints, on rank 0, from the cost of a save and the failures so far."""
 
     def __init__(self, folder: RunFolder, world: World) -> None:
         self.machines = -(-world.size // max(1, world.local_size))
-        self.failures, self._before_s = seen_failures(folder)
+        self.failures, self._before_s = count_earlier_failures(folder)
         self._on_cpu, self._began_s = world.device == "cpu", time.perf_counter()
         self._reported_s, self._said = 0.0, False
         self._saves_s: deque[float] = deque(maxlen=_SAVES)
 
     def record_save(self, waited_s: float, wrote_s: float) -> float:
-        """Records the times of a save; returns the seconds until the next one."""
+        """Records how long training waited for a save and how long it took. Returns the seconds until the next save."""
         # On a CPU, the writing thread may delay training while it runs.
         self._saves_s.append(waited_s + (wrote_s if self._on_cpu else 0.0))
-        return best_interval(statistics.median(self._saves_s), self._between_failures_s())
+        return best_save_interval(statistics.median(self._saves_s), self._between_failures_s())
 
-    def record(self, seconds: float, journal: Journal, step: int) -> None:
-        """Records the interval and its large changes as events; prints the interval once, when it takes effect."""
+    def record_interval(self, seconds: float, journal: Journal, step: int) -> None:
+        """Records the interval and its large changes as events. Prints the interval once, when it takes effect."""
         save_s, fails_s = statistics.median(self._saves_s), self._between_failures_s()
         message = (
             f"saving a checkpoint every {seconds:.0f} s, because a save delays training by {save_s:.2g} s and "
@@ -183,4 +183,4 @@ class SaveInterval:
 
     def _between_failures_s(self) -> float:
         trained_s = self._before_s + time.perf_counter() - self._began_s
-        return between_failures(self.failures, trained_s, self.machines)
+        return estimate_seconds_between_failures(self.failures, trained_s, self.machines)

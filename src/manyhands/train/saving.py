@@ -15,16 +15,16 @@ from filelock import FileLock
 
 from manyhands.checkpoint.describe import NetworkLayout
 from manyhands.checkpoint.files import MODEL, OPTIMIZER, TornCheckpointError, read_manifest
-from manyhands.checkpoint.folders import prune, remove_step
-from manyhands.checkpoint.read import load
+from manyhands.checkpoint.folders import prune_checkpoints, remove_saved_step
+from manyhands.checkpoint.read import load_checkpoint
 from manyhands.checkpoint.snapshot import Snapshot
 from manyhands.checkpoint.trained import STATE_KEY
 from manyhands.checkpoint.write import CheckpointGroup, CheckpointWriter, SaveError
-from manyhands.checkpoint.write import save as commit
+from manyhands.checkpoint.write import save_unsharded as commit
 from manyhands.config.job import Job, TrainOptions
 from manyhands.core.errors import RunError, UserError
-from manyhands.core.files import free_name, read_object, replacing
-from manyhands.core.machine import memory
+from manyhands.core.files import read_object, replaced_on_success, unused_path
+from manyhands.core.machine import memory_bytes
 from manyhands.core.phases import CLOCK, SAVING
 from manyhands.core.records import write_json
 from manyhands.core.run_folder import NOWHERE, resume_command
@@ -38,7 +38,7 @@ from manyhands.train.status import explain_nonfinite
 from manyhands.train.trainer import Trainer
 
 
-@CLOCK.within(SAVING)
+@CLOCK.in_phase(SAVING)
 def save(trainer: Trainer) -> None:
     """Waits for the previous save, then starts writing a checkpoint, in the background if possible. A collective.
 
@@ -55,30 +55,30 @@ def save(trainer: Trainer) -> None:
         if writes or network.share.collective_forward:
             with trainer.synchronizer.averaged():
                 snapshot = capture(network, trainer.updater.optimizer, trainer.progress, extra, keep=writes)
-            background = background and memory()[1] > sum(tensor.nbytes for tensor in snapshot.model.values())
+            background = background and memory_bytes()[1] > sum(tensor.nbytes for tensor in snapshot.model.values())
             write = functools.partial(_write, trainer, snapshot, step, trainer.progress.best_step) if writes else None
         saver.saves += 1
         saver.waited_s = time.perf_counter() - started
-        saver.begin(step, write, background=background)
+        saver.start_save(step, write, background=background)
         trainer.status_round.saved_s = time.perf_counter()
     saver.stalled_s = time.perf_counter() - started
     if network.layouts:
         finish_save(trainer)
 
 
-@CLOCK.within(SAVING)
+@CLOCK.in_phase(SAVING)
 def finish_save(trainer: Trainer, *, written: float | None = None) -> None:
-    """Waits for the save in progress, if any, and handles its result. A collective.
+    """Waits for the save in progress, if any, and records its result. A collective.
 
-    After a disk error, records a warning, and the run continues without this checkpoint. `written`: the number of
-    processes that have finished writing; if some have not, the function returns at once. None: waits for all.
+    After a disk error, records a warning, and the run continues without this checkpoint. If `written`, the number of
+    processes that have finished writing, is given and some haven't finished, returns without waiting.
     """
     saver, step, started = trainer.saver, trainer.saver.step, time.perf_counter()
     if step is None or written not in {None, len(saver.writers)}:
         return
     # If all processes have written, a wait here is a stall, so the phase stays.
     phase, trainer.heartbeats.phase = trainer.heartbeats.phase, "save" if written is None else trainer.heartbeats.phase
-    written_here = saver.end()
+    written_here = saver.end_save()
     by_rank = gather_plain(written_here and asdict(written_here), trainer.world)
     trainer.heartbeats.phase = phase
     outcomes = {rank: SaveOutcome(**by_rank[rank]) for rank in saver.writers}
@@ -87,7 +87,7 @@ def finish_save(trainer: Trainer, *, written: float | None = None) -> None:
     if not outcomes[0].error:
         trainer.progress.saved_step = step
         if trainer.synchronizer.settings:  # also deletes the states of deleted checkpoints
-            _prune(trainer, _rank_states(trainer.folder.checkpoints, trainer.world), trainer.progress.best_step)
+            _prune_folder(trainer, _state_folder(trainer.folder.checkpoints, trainer.world), trainer.progress.best_step)
     for rank, outcome in outcomes.items():
         if outcome.error:
             which = f"checkpoint copy on rank {rank}'s machine" if rank else "checkpoint"
@@ -100,14 +100,14 @@ def finish_save(trainer: Trainer, *, written: float | None = None) -> None:
             message = f"the checkpoint copies of ranks 0 and {rank} differ at step {step}: {', '.join(other)}"
             trainer.journal.event("warning", message, step)
     took_s = time.perf_counter() - started
-    trainer.status_round.leave_out(took_s)
+    trainer.status_round.exclude_time(took_s)
     if interval := saver.interval:
         trainer.status_round.save_every_s = interval.record_save(saver.stalled_s + took_s, saver.wrote_s)
-        interval.record(trainer.status_round.save_every_s, trainer.journal, trainer.progress.step)
+        interval.record_interval(trainer.status_round.save_every_s, trainer.journal, trainer.progress.step)
 
 
 def rescue(trainer: Trainer) -> bool:
-    """Saves a checkpoint on this process alone after another process failed; returns True if it was saved.
+    """Saves a checkpoint on this process alone after another process failed. Returns True if it was saved.
 
     All processes have the same network. Each saves its last update, and the run resumes from the newest, so no update
     is lost. Returns False if the network is sharded or each process has its own synchronization state.
@@ -132,7 +132,7 @@ def rescue(trainer: Trainer) -> bool:
 
 
 def _plain_state(trainer: Trainer) -> dict[str, Any]:
-    """Returns a checkpoint's entries besides the network, the optimizer and the progress."""
+    """Returns those entries of a checkpoint that are not network, optimizer or progress."""
     extra: dict[str, Any] = {
         "saved_step": trainer.progress.step,
         "job": training_digest(trainer.job, trainer.feed.order.length),
@@ -141,13 +141,13 @@ def _plain_state(trainer: Trainer) -> dict[str, Any]:
         STATE_KEY: trainer.trained.model_dump(mode="json"),
         **trainer.hooks.extra_state(),
         "sync": {**asdict(trainer.sync.cost), "processes": trainer.world.size},
-        "most_in_a_pass": trainer.feed.sharing.most,
+        "most_in_a_pass": trainer.feed.sharing.largest_since_start,
     }
     if trainer.hooks.balance_shares:
         extra["shares"] = list(trainer.feed.sharing.shares) or [1] * trainer.feed.sharing.processes
     if trainer.updater.gradients.scaler:
         extra["scaler"] = trainer.updater.gradients.scaler.state_dict()
-    if isinstance(trainer.updater.set_rates, CustomScheduler) and (state := trainer.updater.set_rates.saved()):
+    if isinstance(trainer.updater.set_rates, CustomScheduler) and (state := trainer.updater.set_rates.state_text()):
         extra["schedule"] = state
     return extra
 
@@ -179,7 +179,7 @@ def _write(trainer: Trainer, snapshot: Snapshot, step: int, best_step: int) -> S
 
 
 def _write_once(trainer: Trainer, snapshot: Snapshot, step: int, best_step: int) -> SaveOutcome:
-    """Writes the checkpoint and deletes old ones; reads no state that changes if training continues meanwhile."""
+    """Writes the checkpoint and deletes old ones, in a thread: reads no state that training changes meanwhile."""
     folder, network, world, started = trainer.folder.checkpoints, trainer.network, trainer.world, time.perf_counter()
     if network.layouts:
         gather = functools.partial(gather_plain, world=world)
@@ -190,7 +190,7 @@ def _write_once(trainer: Trainer, snapshot: Snapshot, step: int, best_step: int)
         path = commit(folder, step, snapshot)
     if world.rank not in trainer.saver.writers:  # this process only sent its shards to a writer
         return SaveOutcome()
-    _prune(trainer, folder, best_step)
+    _prune_folder(trainer, folder, best_step)
     waited_s, seconds = trainer.saver.waited_s, time.perf_counter() - started
     trainer.journal.event("saved", path.name, step, seconds=seconds, waited=waited_s)
     entries = read_manifest(path)["files"]
@@ -199,22 +199,22 @@ def _write_once(trainer: Trainer, snapshot: Snapshot, step: int, best_step: int)
     return SaveOutcome(digests={name: entries[name]["sha256"] for name in compared if name in entries})
 
 
-def _prune(trainer: Trainer, folder: Path, best_step: int) -> None:
+def _prune_folder(trainer: Trainer, folder: Path, best_step: int) -> None:
     best = folder / f"step-{best_step:08d}"
-    prune(folder, trainer.job.checkpoint.keep, best if best.is_dir() else None)
+    prune_checkpoints(folder, trainer.job.checkpoint.keep, best if best.is_dir() else None)
 
 
-def _rank_states(checkpoints: Path, world: World) -> Path:
+def _state_folder(checkpoints: Path, world: World) -> Path:
     return checkpoints / f"rank-{world.rank:05d}-of-{world.size:05d}"
 
 
 def save_rank_state(trainer: Trainer) -> None:
-    """Saves the synchronization state of each process. A collective. A failure is reported and doesn't end the run."""
+    """Saves the synchronization state of each process. Records an error as a warning. A collective."""
     mine = trainer.synchronizer.state()
     if mine is None:
         return
     tensors, numbers = mine
-    step, folder = trainer.progress.step, _rank_states(trainer.folder.checkpoints, trainer.world)
+    step, folder = trainer.progress.step, _state_folder(trainer.folder.checkpoints, trainer.world)
     settings = trainer.synchronizer.settings
     state: dict[str, Any] = {"belongs_to": _fingerprint(trainer), "numbers": numbers, "own": settings}
     if trainer.updater.gradients.scaler:
@@ -224,7 +224,7 @@ def save_rank_state(trainer: Trainer) -> None:
     optimizer = named_optimizer(trainer.network.model, trainer.updater.optimizer)
     failure = ""
     try:
-        remove_step(folder, step)  # of an earlier attempt, whose state may differ
+        remove_saved_step(folder, step)  # of an earlier attempt, whose state may differ
         commit(folder, step, Snapshot(content, optimizer, state, endless))
     except SaveError as error:
         failure = error.message
@@ -234,7 +234,7 @@ def save_rank_state(trainer: Trainer) -> None:
 
 
 def load_rank_state(trainer: Trainer, checkpoint: Path) -> None:
-    """Restores the synchronization state of each process if every process finds its state. A collective."""
+    """Restores the synchronization state of all processes, or of none if a process lacks its file. A collective."""
     if not trainer.synchronizer.settings:
         return
     trainer.synchronizer.begin()
@@ -253,16 +253,16 @@ def load_rank_state(trainer: Trainer, checkpoint: Path) -> None:
 
 
 def _find_rank_state(trainer: Trainer, checkpoint: Path) -> tuple[Snapshot | None, str]:
-    """Returns a checkpoint's synchronization state of this process or None, and why it is unusable or ""."""
+    """Reads this process's synchronization state at a checkpoint. Also returns the reason if it is unusable, or ""."""
     # The run's own folder, and the one that it resumes from, which may belong to another run.
     folders = (trainer.folder.checkpoints, checkpoint.parent)
-    paths = [_rank_states(folder, trainer.world) / checkpoint.name for folder in folders]
+    paths = [_state_folder(folder, trainer.world) / checkpoint.name for folder in folders]
     belongs_to, now = _fingerprint(trainer), trainer.synchronizer.settings
     path = next((one for one in paths if one.is_dir()), None)
     if path is None:
         return None, f"{paths[0]} doesn't exist"
     try:
-        found = load(path)
+        found = load_checkpoint(path)
     except (UserError, OSError) as error:
         return None, str(getattr(error, "message", error))
     if found.state.get("belongs_to") != belongs_to:
@@ -273,7 +273,7 @@ def _find_rank_state(trainer: Trainer, checkpoint: Path) -> tuple[Snapshot | Non
 
 
 def _fingerprint(trainer: Trainer) -> list[Any]:
-    """Returns the step and the checksums of the synchronized network, which identify a checkpoint."""
+    """Returns the step and the checksums of the synchronized network, which together identify a checkpoint."""
     with trainer.synchronizer.averaged():
         sums = checksums(list(split_state(trainer.network.model)[0].values())).sum(0).tolist()
     return [trainer.progress.step, *sums]
@@ -331,7 +331,7 @@ def check_same_training(job: Job, snapshot: Snapshot, where: str) -> None:
         "--train.step-epochs": (scheduler.get("step_size"), options.step_epochs),
         "--train.step-factor": (scheduler.get("gamma"), options.step_factor),
     }
-    wrong = {flag: both for flag, both in settings.items() if both[0] is not None and _differ(*both)}
+    wrong = {flag: both for flag, both in settings.items() if both[0] is not None and _settings_differ(*both)}
     if wrong:
         differing = ", ".join(f"{flag} {value}, not {asked}" for flag, (value, asked) in wrong.items())
         hints = "resume with " + " ".join(f"{flag} {str(value).lower()}" for flag, (value, _) in wrong.items())
@@ -339,13 +339,13 @@ def check_same_training(job: Job, snapshot: Snapshot, where: str) -> None:
         raise UserError(what, where, (hints, "or use `manyhands train --resume`"))
 
 
-def _differ(one: Any, other: Any) -> bool:
+def _settings_differ(one: Any, other: Any) -> bool:
     numbers = isinstance(one, float) and isinstance(other, int | float)
     return not math.isclose(one, other, rel_tol=1e-6) if numbers else bool(one != other)
 
 
 def _write_pth_tar(trainer: Trainer, snapshot: Snapshot, best: bool) -> None:
-    """Writes the files; renames existing files that this run neither wrote nor resumed from."""
+    """Writes both .pth.tar files. Renames existing files that this run neither wrote nor resumed from."""
     from manyhands.checkpoint.foreign import write_foreign
 
     folder, arch = Path(trainer.job.checkpoint.pth_tar).expanduser(), trainer.job.model.name
@@ -357,13 +357,13 @@ def _write_pth_tar(trainer: Trainer, snapshot: Snapshot, best: bool) -> None:
         for path in (folder / CHECKPOINT, folder / BEST)[: 1 + best]:
             resumed = Path(trainer.job.checkpoint.resume).expanduser().resolve() == path.resolve()
             if path.exists() and not resumed and written.get(str(path.resolve())) != _size_and_time(path):
-                aside = free_name(folder, path.name.removesuffix(".pth.tar"), ".pth.tar")
+                aside = unused_path(folder, path.name.removesuffix(".pth.tar"), ".pth.tar")
                 path.rename(aside)
                 trainer.journal.event("note", f"{path.name} existed before this run and was renamed to {aside.name}")
             if path.name == CHECKPOINT:
                 write_foreign(path, snapshot, arch.removeprefix("torchvision:"), prefix)
             else:
-                with replacing(path) as part:
+                with replaced_on_success(path) as part:
                     shutil.copyfile(folder / CHECKPOINT, part)
             written[str(path.resolve())] = _size_and_time(path)
         write_json(record, written)

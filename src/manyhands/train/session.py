@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.hooks import RemovableHandle
 
-from manyhands.checkpoint.trained import TrainedOn, noted_trained_on
+from manyhands.checkpoint.trained import TrainedOn, recorded_trained_on
 from manyhands.config.job import Job
 from manyhands.core.errors import EXIT_SAVED, UserError
 from manyhands.core.phases import CLOCK, EVALUATION
@@ -38,7 +38,7 @@ from manyhands.train.data_setup import first_picture, make_loader
 from manyhands.train.evaluate import Evaluator, evaluating, record_evaluation, synchronized
 from manyhands.train.loop import updates
 from manyhands.train.loss import Evaluation, make_metrics
-from manyhands.train.objects import metric_words
+from manyhands.train.objects import metric_names
 from manyhands.train.optimize import scheduler_state
 from manyhands.train.parts import PICTURES, CustomParts, pixels_of
 from manyhands.train.saving import finish_save, save, save_last
@@ -134,7 +134,7 @@ class Session(Subgroup):
         self._concluded, self._changed = int(saved.get("epochs", 0)), saved.get("changed", [])
         self._owed, self._begun = trainer.progress.epoch > self._concluded, False
         self._last_step, self._together_at = -1, trainer.progress.step
-        trainer.hooks.extra_state = self._state
+        trainer.hooks.extra_state = self._checkpoint_entry
         if self._folder:
             hook = custom_update.OutputHook(lambda output: self._own.store_output(output) if self._own else None)
             self._hook = trainer.network.call.register_forward_hook(hook)
@@ -142,8 +142,8 @@ class Session(Subgroup):
         if scheduler:
             scheduler_state(scheduler)  # refused before anything is trained
             custom_update.postpone_steps(scheduler, lambda: self._own is not None and not self._own.at_last)
-        finish = functools.partial(self._finish, trainer)
-        prepared = custom_update.PreparedOptimizer(optimizer, finish, self._unfinished)
+        finish = functools.partial(self._finish_update, trainer)
+        prepared = custom_update.PreparedOptimizer(optimizer, finish, self._has_unfinished_update)
         return trainer.network.call, prepared, custom_update.SessionSamples(self.batches, trainer.feed.order)
 
     def epochs(self, count: int) -> Iterator[int]:
@@ -228,13 +228,13 @@ class Session(Subgroup):
         trainer = self._prepared_trainer()
         if not self._folder:
             raise UserError("this session has no run folder", "session.save", ('open session(out="runs/mine")',))
-        if self._unfinished():
+        if self._has_unfinished_update():
             raise UserError("save was called within an update", "session.save", ("save after optimizer.step()",))
         if trainer.progress.step_in_epoch:
             save(trainer)
             finish_save(trainer)
 
-    @CLOCK.within(EVALUATION)
+    @CLOCK.in_phase(EVALUATION)
     def evaluate(
         self, model: nn.Module, test_set: Any, classes: int | None = None, metrics: Mapping[str, Any] | None = None
     ) -> Evaluation:
@@ -244,7 +244,7 @@ class Session(Subgroup):
         network = trainer.network if trainer else ParallelNetwork(model)
         precision = (trainer.job if trainer else self.job).train.precision
         outputs = classes or network.traits.class_count or self._count_outputs(network, test_set)
-        words = dict.fromkeys((*self.job.train.metrics, *(metric_words(metrics) or ())))
+        words = dict.fromkeys((*self.job.train.metrics, *(metric_names(metrics) or ())))
         given = {**self._metrics, **(metrics if isinstance(metrics, Mapping) else {})}
         started = time.perf_counter()
         with contextlib.closing(self._test_loader(test_set, network.model, outputs)) as loader:
@@ -255,7 +255,7 @@ class Session(Subgroup):
                 found = evaluator(autocast(precision, self.world.device), shares=shares)
         if trainer and self._folder:
             record_evaluation(trainer, found)
-            trainer.status_round.leave_out(time.perf_counter() - started)
+            trainer.status_round.exclude_time(time.perf_counter() - started)
         return found
 
     def full_state_dict(self) -> dict[str, Tensor]:
@@ -282,7 +282,7 @@ class Session(Subgroup):
             trainer.journal.event("finished", step=trainer.progress.step)
 
     def close(self) -> None:
-        """Releases the resources of `prepare`; the model keeps its weights."""
+        """Releases the resources of `prepare`. The model keeps its weights."""
         if self._hook:
             self._hook.remove()
         if self._trainer:
@@ -297,13 +297,13 @@ class Session(Subgroup):
             trainer.synchronizer.finish(trainer.progress.step)
 
     def _test_loader(self, data: Any, model: nn.Module, classes: int = 0) -> Loader:
-        """Returns a loader in the network's dtype. Raises UserError if labels are not below `classes` (0: unknown)."""
+        """Creates a loader of test data. Raises UserError if a label is not below `classes`, unless that is 0."""
         if has_targets(data):
             hints = ("add up your own metric with session.all_reduce(sums)",)
             raise UserError("evaluate needs class indices, but y is not a whole number", "session.evaluate", hints)
         # The preprocessing of a network that was trained in this process, else that of the prepared network.
         trained = self._trainer.trained if self._trainer else None
-        trained_on = noted_trained_on(model) or (TrainedOn(trained.pictures, trained.classes) if trained else None)
+        trained_on = recorded_trained_on(model) or (TrainedOn(trained.pictures, trained.classes) if trained else None)
         splits = splits_to_evaluate(data, trained_on.classes if trained_on else ())
         if classes and splits.train.labels is not None:
             check_labels(splits.train.labels, classes, "the data set")
@@ -331,10 +331,10 @@ class Session(Subgroup):
             raise UserError("session.prepare was not called", "session", ("call prepare before training",))
         return self._trainer
 
-    def _unfinished(self) -> bool:
+    def _has_unfinished_update(self) -> bool:
         return self._own is not None and not self._own.made
 
-    def _finish(self, trainer: Trainer) -> None:
+    def _finish_update(self, trainer: Trainer) -> None:
         if self._trainer not in (trainer, None):
             what = "session.prepare was called again after this optimizer was prepared"
             raise UserError(what, "optimizer.step", ("put several networks into one nn.Module",))
@@ -343,14 +343,14 @@ class Session(Subgroup):
         if self._own.finish():
             self._prepared_trainer().count_update()
 
-    def _state(self) -> dict[str, Any]:
+    def _checkpoint_entry(self) -> dict[str, Any]:
         """Returns the session's entry in a checkpoint. A collective."""
         state = json.dumps(scheduler_state(self._scheduler)) if self._scheduler else ""
         losses = self.all_gather(self._loss_sums()).tolist()
         return {custom_update.SESSION: {"epochs": self._concluded, "scheduler": state, "losses": losses}}
 
     def _saved_losses(self, saved: dict[str, Any]) -> list[Tensor]:
-        """Returns this process's saved loss sums: [] or one tensor [2]. Rank 0 gets all if the world size changed."""
+        """Returns a list with this process's saved loss sums [2], if any. For another world size, rank 0 gets all."""
         losses = saved.get("losses", [])
         if len(losses) != self.size:
             losses = [[sum(column) for column in zip(*losses, strict=True)]] if self.is_main and losses else []
@@ -361,7 +361,7 @@ class Session(Subgroup):
         return sum(self._loss, torch.zeros(2, device=self.device)).to(precise_dtype(self.device))
 
     def _save_epoch(self) -> None:
-        """Saves a checkpoint, once per epoch, after the loop's own code at the epoch's end. A collective."""
+        """Saves a checkpoint once per epoch, after the user's code at the end of the epoch has run. A collective."""
         trainer = self._prepared_trainer()
         self._owed, self._begun = False, False
         if trainer.progress.epoch > self._concluded:

@@ -1,4 +1,4 @@
-"""Divides the samples of each update among the processes: equally, as the job sets, or by measured speeds."""
+"""Divides the samples of each update among the processes: equally, by the job's shares, or by measured speeds."""
 
 import dataclasses
 import heapq
@@ -15,9 +15,9 @@ import torch.distributed as dist
 from manyhands.config.job import Job
 from manyhands.core.devices import is_accelerator
 from manyhands.core.errors import UserError
-from manyhands.core.machine import memory
+from manyhands.core.machine import memory_bytes
 from manyhands.core.world import check_batch
-from manyhands.data.order import ALIGNED_SHARE_LIMIT, BatchSharing, Order, group_edges
+from manyhands.data.order import ALIGNED_SHARE_LIMIT, BatchSharing, Order, group_boundaries
 from manyhands.parallel.apply import normalizes_in_groups
 from manyhands.parallel.group.plain import broadcast_plain, gather_plain
 from manyhands.parallel.network import ParallelNetwork, full_batch
@@ -26,7 +26,7 @@ from manyhands.parallel.replicas.batch_norm import GroupedNorm
 from manyhands.train.journal import RunContext
 from manyhands.train.state import Resumable
 from manyhands.train.trainer import Trainer
-from manyhands.train.trial_step import first_samples, restored, synchronized_time
+from manyhands.train.trial_step import first_samples, restored_network, synchronized_time
 
 MACHINES = "machines"  # the default: measure speeds if the machines are of several kinds
 _WHERE, _EQUAL = "cluster.shares", "add --set cluster.shares=equal"
@@ -36,12 +36,11 @@ _SELDOM = 50  # measure again at the start of an epoch if that takes at most thi
 
 
 def order_and_sharing(
-    run: RunContext, samples: int, network: ParallelNetwork, previous: list[int] | None, *, own: bool, most: int
+    run: RunContext, samples: int, network: ParallelNetwork, previous: list[int] | None, *, own_groups: bool, limit: int
 ) -> tuple[Order, BatchSharing]:
     """Returns the order of the samples, and the division of each update among processes.
 
-    `previous`: the shares (samples per process) in the checkpoint; empty if equal, None for a new run. `most`: the
-    largest micro-batch at the start of the run; 0 if unknown. `own`: each process has its own BatchNorm groups.
+    `previous`, `limit`: the result of `previous_shares`. `own_groups`: True if each process normalizes its own samples.
     """
     job, mode = run.job, run.mode
     options, replicas = job.train, network.share.parts
@@ -49,27 +48,27 @@ def order_and_sharing(
     batch, group = min(options.batch, samples), 0
     # Without BatchNorm there are no groups that must fit into a pass.
     layers = any(isinstance(module, GroupedNorm) for module in network.model.modules())
-    if options.norm_group != "local" and not own and normalizes_in_groups(mode) and layers:
+    if options.norm_group != "local" and not own_groups and normalizes_in_groups(mode) and layers:
         group = batch if options.norm_group == "global" else options.norm_group
-    why = _why_equal(job, mode, network, own=own)
+    why = _reason_for_equal_shares(job, mode, network, own_groups=own_groups)
     if why and replicas > 1 and job.cluster.shares not in {"equal", MACHINES}:
         hints = ("set --parallel data --sync allreduce", f"or {_EQUAL}")
         raise UserError(f"cluster.shares can't be used: {why}", _WHERE, hints)
-    shares = () if why and job.cluster.shares == MACHINES else _shares(run, replicas, previous)
+    shares = () if why and job.cluster.shares == MACHINES else _requested_shares(run, replicas, previous)
     sharing = BatchSharing(replicas, options.micro_batch, group, aligned=not network.share.together, shares=shares)
-    within = sharing.within(most, batch)
+    within = sharing.limited(limit, batch)
     if within.micro_batch != sharing.micro_batch:
         passes, largest = len(within.micro_batches(batch)), within.largest_share(batch)
-        said = f"each process computes an update in {passes} micro-batches of at most {most} samples, "
+        said = f"each process computes an update in {passes} micro-batches of at most {limit} samples, "
         said += "the limit from the start of the run"
-        if largest > most:
-            said = f"micro-batches now have up to {largest} samples, not {most}, because train.norm_group is {group}"
+        if largest > limit:
+            said = f"micro-batches now have up to {largest} samples, not {limit}, because train.norm_group is {group}"
         run.journal.event("note", f"{said} (with enough memory, add --set train.micro_batch={batch})", 0)
     return Order(samples, batch, options.seed, options.drop_last), within
 
 
-def _shares(run: RunContext, replicas: int, previous: list[int] | None) -> tuple[int, ...]:
-    """Returns the samples per process, from the job or the checkpoint, for `replicas` processes; empty if equal."""
+def _requested_shares(run: RunContext, replicas: int, previous: list[int] | None) -> tuple[int, ...]:
+    """Returns the samples of each of `replicas` processes, by the job or the checkpoint, or () for equal shares."""
     job, shares = run.job, run.job.cluster.shares
     if isinstance(shares, str):
         fits = shares != "equal" and previous and len(previous) == replicas
@@ -88,19 +87,19 @@ def _shares(run: RunContext, replicas: int, previous: list[int] | None) -> tuple
     return ()
 
 
-def _why_equal(job: Job, mode: str, network: ParallelNetwork, *, own: bool) -> str:
-    """Returns the reason why the mode or the sync method doesn't support the job's shares; "" if both support them."""
+def _reason_for_equal_shares(job: Job, mode: str, network: ParallelNetwork, *, own_groups: bool) -> str:
+    """Returns why the mode or the sync method doesn't support the job's shares, or "" if both support them."""
     if network.share.together:
         return f"--parallel {mode} splits each batch into equal parts"
     if job.cluster.shares in {"auto", MACHINES} and mode != USUAL_MODE:
         return f"with --parallel {mode}, each layer waits for all processes, so their speed can't be measured"
-    if own:
+    if own_groups:
         return f"--sync {job.sync.method} normalizes each process's own samples, so shares would change the result"
     return ""
 
 
 def previous_shares(found: Resumable | None) -> tuple[list[int] | None, int]:
-    """Returns a checkpoint's shares (empty: equal; None: new run) and its largest micro-batch, 0 if unknown."""
+    """Returns a checkpoint's shares ([]: equal; None: no checkpoint) and its largest micro-batch (0: unknown)."""
     if found is None:
         return None, 0
     kept, most = found.snapshot.state.get("shares", []), int(found.snapshot.state.get("most_in_a_pass", 0))
@@ -110,7 +109,7 @@ def previous_shares(found: Resumable | None) -> tuple[list[int] | None, int]:
 
 
 def refuse_small_micro_batches(order: Order, batch_sharing: BatchSharing, network: ParallelNetwork) -> None:
-    """Raises UserError if a micro-batch has fewer samples than an op has shards, because ops fail on empty input."""
+    """Raises UserError if an op shards the batch into more parts than a micro-batch has samples."""
     parts, counts = network.share.most_parts, {min(order.batch, order.length)}
     if not order.drop_last:
         counts.add(order.length - (order.steps_per_epoch - 1) * order.batch)
@@ -123,14 +122,14 @@ def refuse_small_micro_batches(order: Order, batch_sharing: BatchSharing, networ
             raise UserError(what, "train.batch", hints)
 
 
-class BalancedShares:
-    """Measures speeds and sets shares at the start of epochs; `known`: measured in an earlier start."""
+class ShareBalancer:
+    """Sets shares by measured speeds at the start of epochs. `measured`: True if an earlier start did so."""
 
-    def __init__(self, *, known: bool) -> None:
-        self._known, self._set_s, self._took_s = known, time.monotonic(), _WHILE_S * (_WHILES + 1)
+    def __init__(self, *, measured: bool) -> None:
+        self._known, self._set_s, self._took_s = measured, time.monotonic(), _WHILE_S * (_WHILES + 1)
 
     def balance(self, trainer: Trainer) -> None:
-        """Measures speeds and sets the shares, in later epochs only if that takes little time. A collective."""
+        """Measures speeds and sets the shares. In later epochs, does so only if it takes little time. A collective."""
         if self._known and trainer.progress.step_in_epoch:
             return
         began_s = time.monotonic()
@@ -138,61 +137,61 @@ class BalancedShares:
             return
         order, sharing, speeds_s = trainer.feed.order, trainer.feed.sharing, _seconds_per_sample(trainer)
         found = balanced(speeds_s, order.batch, sharing.group, gather_plain(_samples_that_fit(trainer), trainer.world))
-        slow_s = _slowest_s(speeds_s, trainer.feed.samples_of_each())
+        slow_s = _slowest_s(speeds_s, trainer.feed.samples_by_rank())
         if tuple(found) != sharing.shares and slow_s > _GAIN * _slowest_s(speeds_s, found):
             # These shares fit into memory, so each can be one pass, also in a resumed run.
-            pieces = dataclasses.replace(sharing, shares=tuple(found)).within(0, min(order.batch, order.length))
+            pieces = dataclasses.replace(sharing, shares=tuple(found)).limited(0, min(order.batch, order.length))
             trainer.feed.sharing = pieces
-            each, taken = [round(1 / one, 1) for one in speeds_s], trainer.feed.samples_of_each()
+            each, taken = [round(1 / one, 1) for one in speeds_s], trainer.feed.samples_by_rank()
             counts, rates = (", ".join(f"{one:,.0f}" for one in numbers) for numbers in (taken, each))
             said = f"shares of the batch of {order.batch} samples, by process: {counts} (measured: {rates} samples/s)"
             trainer.journal.event("shares", said, trainer.progress.step, shares=taken, samples_per_s=each)
         self._known, self._set_s = True, time.monotonic()
         self._took_s = self._set_s - began_s
-        trainer.status_round.leave_out(self._took_s)
+        trainer.status_round.exclude_time(self._took_s)
 
 
-def balanced(speeds_s: Sequence[float], batch: int, group: int, most: Sequence[int]) -> list[int]:
-    """Returns the samples of a batch for each process, at least one, so that all finish at about the same time.
+def balanced(sample_s: Sequence[float], batch: int, norm_group: int, limits: Sequence[int]) -> list[int]:
+    """Returns each process's number of samples of a batch, at least 1, so that all finish at about the same time.
 
-    `speeds_s` are seconds per sample. `group` is the size of BatchNorm groups (0: none), which are split only if that
-    saves much time. `most` are the samples that fit into each process's memory, in total at least the batch.
+    `sample_s`: each process's seconds per sample. `norm_group`: samples in a BatchNorm group (0: no groups). Groups are
+    split only if that saves much time. `limits`: the samples that fit into each process's memory.
     """
-    fine = _assign_parts(speeds_s, [1] * batch, most)
-    if not group:
+    fine = _assign_to_fastest(sample_s, [1] * batch, limits)
+    if not norm_group:
         return fine
-    sizes = [stop - start for start, stop in itertools.pairwise(group_edges(batch, group))]
-    whole = _assign_parts(speeds_s, sizes, most) if len(sizes) >= len(speeds_s) else fine
-    costs_little = _slowest_s(speeds_s, whole) <= ALIGNED_SHARE_LIMIT * _slowest_s(speeds_s, fine)
+    sizes = [stop - start for start, stop in itertools.pairwise(group_boundaries(batch, norm_group))]
+    whole = _assign_to_fastest(sample_s, sizes, limits) if len(sizes) >= len(sample_s) else fine
+    costs_little = _slowest_s(sample_s, whole) <= ALIGNED_SHARE_LIMIT * _slowest_s(sample_s, fine)
     # Sizes of groups differ by one sample, so a process at its limit may get one sample too many.
-    fits = all(count <= limit for count, limit in zip(whole, most, strict=True))
+    fits = all(count <= limit for count, limit in zip(whole, limits, strict=True))
     return whole if costs_little and fits and sum(whole) == batch else fine
 
 
-def _assign_parts(speeds_s: Sequence[float], sizes: Sequence[int], most: Sequence[int]) -> list[int]:
-    """Assigns parts of `sizes` samples, each to the process that would finish it first; returns samples by rank."""
-    counts, parts = [0] * len(speeds_s), [0] * len(speeds_s)
+def _assign_to_fastest(sample_s: Sequence[float], sizes: Sequence[int], limits: Sequence[int]) -> list[int]:
+    """Assigns parts of `sizes` samples, each to the rank that would finish it first. Returns each rank's samples."""
+    counts, parts = [0] * len(sample_s), [0] * len(sample_s)
     # Processes without a part come first.
-    waiting = [(0.0, rank) for rank in range(len(speeds_s))]
+    waiting = [(0.0, rank) for rank in range(len(sample_s))]
     for size in sizes:
         while waiting:
             _, rank = heapq.heappop(waiting)
-            if parts[rank] and counts[rank] + size > most[rank]:
+            if parts[rank] and counts[rank] + size > limits[rank]:
                 continue
             counts[rank], parts[rank] = counts[rank] + size, parts[rank] + 1
-            heapq.heappush(waiting, (speeds_s[rank] * (counts[rank] + size), rank))
+            heapq.heappush(waiting, (sample_s[rank] * (counts[rank] + size), rank))
             break
     # Parts are handed out in the order of ranks; their sizes differ by one at most.
     dealt = iter(sizes)
     return [sum(next(dealt) for _ in range(count)) for count in parts]
 
 
-def _slowest_s(speeds_s: Sequence[float], counts: Sequence[int]) -> float:
-    return max(one * count for one, count in zip(speeds_s, counts, strict=True))
+def _slowest_s(sample_s: Sequence[float], counts: Sequence[int]) -> float:
+    return max(one * count for one, count in zip(sample_s, counts, strict=True))
 
 
 def _seconds_per_sample(trainer: Trainer) -> list[float]:
-    """Times forward and backward on all processes at once; returns seconds per sample, by rank. A collective."""
+    """Times forward and backward on all processes at once. Returns each rank's seconds per sample. A collective."""
     updater, feed, world = trainer.updater, trainer.feed, trainer.world
     equal = -(-feed.order.batch // world.size)
     count = min(equal, feed.sharing.micro_batch or equal)
@@ -206,7 +205,7 @@ def _seconds_per_sample(trainer: Trainer) -> list[float]:
             passes += 1
         return (synchronized_time(world) - began_s) / passes / count
 
-    with restored(updater.network), torch.random.fork_rng(devices=[]):
+    with restored_network(updater.network), torch.random.fork_rng(devices=[]):
         mean_s(0.0)  # the first pass is slower
         dist.barrier()
         own_s = statistics.median(mean_s(_WHILE_S) for _ in range(_WHILES))
@@ -214,9 +213,9 @@ def _seconds_per_sample(trainer: Trainer) -> list[float]:
 
 
 def _samples_that_fit(trainer: Trainer) -> int:
-    """Estimates the number of samples that fit into this process's memory. With train.micro_batch, a batch fits.
+    """Estimates the number of samples that fit into this process's memory: with train.micro_batch, the entire batch.
 
-    The peak memory so far is taken as that of an equal share; more samples may use half of the free memory.
+    The peak memory so far is assumed to be that of an equal share. Further samples may use half of the free memory.
     """
     order, world = trainer.feed.order, trainer.world
     if trainer.feed.sharing.micro_batch:
@@ -227,6 +226,6 @@ def _samples_that_fit(trainer: Trainer) -> int:
         free = max(0, card.mem_get_info(world.device)[0] + card.memory_reserved(world.device) - used)
     else:
         used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-        free = memory()[1] // world.local_size  # a fraction of the free memory of the machine or container
+        free = memory_bytes()[1] // world.local_size  # a fraction of the free memory of the machine or container
     equal = -(-order.batch // world.size)
     return min(order.batch, equal + int(equal * free / (2 * max(1, used))))

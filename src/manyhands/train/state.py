@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from manyhands.checkpoint import files
-from manyhands.checkpoint.describe import OPTIMIZER, NetworkLayout, is_extra
-from manyhands.checkpoint.folders import newest, resolve, saved_step
-from manyhands.checkpoint.read import Source, from_snapshot, load, open_checkpoint
-from manyhands.checkpoint.snapshot import EXTRA_STATE, Snapshot, fitted, flatten, plain_extra_state, unflatten
+from manyhands.checkpoint.describe import OPTIMIZER, NetworkLayout, is_extra_state
+from manyhands.checkpoint.folders import find_checkpoint, newest_checkpoint, saved_step
+from manyhands.checkpoint.read import Source, load_checkpoint, open_checkpoint, source_from_snapshot
+from manyhands.checkpoint.snapshot import EXTRA_STATE, Snapshot, flatten, plain_extra_state, renamed, unflatten
 from manyhands.config.job import BY_TOP1, Job
 from manyhands.core.errors import UserError
 from manyhands.core.run_folder import RunFolder
@@ -44,8 +44,8 @@ class Progress:
     saved_step: int = 0  # step of the newest committed checkpoint; 0 before the first
     owed: bool = False  # an evaluation of this step is due and has not run; `record_evaluation` clears it
 
-    def improves(self, by: str, figure: float) -> bool:
-        """Returns True and records `figure` if it is the best by criterion `by`; bests by others don't count."""
+    def record_if_best(self, by: str, figure: float) -> bool:
+        """Records `figure`, and returns True, if it is the best so far by the criterion `by`, a value of train.best."""
         best, sign = self.best_figure if by == self.best_by else None, 1 if by.startswith("highest") else -1
         if math.isnan(figure) or (best is not None and sign * figure <= sign * best):
             return False
@@ -65,24 +65,24 @@ class Progress:
 def capture(
     network: ParallelNetwork, optimizer: Optimizer, progress: Progress, extra: dict[str, Any], *, keep: bool = True
 ) -> Snapshot:
-    """Copies the state to the CPU: with a plan, local shards; without `keep`, no tensors. A collective if sharded."""
+    """Copies the state (of local shards with a plan) to the CPU. Without `keep`, only helps other ranks to gather."""
     tensors, other = split_state(network.model)
     if network.traits.sharded:
         from torch.distributed.checkpoint.state_dict import get_state_dict
 
         # FSDP's shards are gathered one tensor after another.
-        full, optimizer_state = copied(get_state_dict(network.model, optimizer), keep=keep)
+        full, optimizer_state = copy_to_cpu(get_state_dict(network.model, optimizer), keep=keep)
         model = {name: one for name, one in full.items() if isinstance(one, Tensor)}
         optimizer_state = optimizer_state if keep else {}
     else:
-        model, optimizer_state = copied(tensors), named_optimizer(network.model, optimizer)
+        model, optimizer_state = copy_to_cpu(tensors), named_optimizer(network.model, optimizer)
     best = {"step": progress.best_step if progress.best_step >= 0 else None, "figure": progress.best_figure}
-    state = copied({**asdict(progress), "best": best, **extra, **other})
+    state = copy_to_cpu({**asdict(progress), "best": best, **extra, **other})
     return Snapshot(model, optimizer_state, state, network.traits.nonfinite_buffers)
 
 
 def split_state(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Returns two dicts: a network's tensors and its extra state as plain data. Raises UserError if not plain."""
+    """Returns two dicts: a network's tensors, and its extra state. Raises UserError if that isn't plain data."""
     state = model.state_dict()
     try:
         extra = plain_extra_state(state)
@@ -92,23 +92,23 @@ def split_state(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
     return {name: one for name, one in state.items() if isinstance(one, Tensor)}, extra
 
 
-def copied(value: Any, *, keep: bool = True) -> Any:
-    """Copies nested data, with full tensors on the CPU, or None for tensors without `keep`. A collective if sharded."""
+def copy_to_cpu(value: Any, *, keep: bool = True) -> Any:
+    """Copies nested data to the CPU, with tensors unsharded or, without `keep`, None."""
     if isinstance(value, Tensor):
         tensor = full_tensor(value.detach())
         return tensor.to("cpu", copy=True) if keep else None
     if isinstance(value, dict):
-        return {key: copied(one, keep=keep) for key, one in cast(dict[Any, Any], value).items()}
+        return {key: copy_to_cpu(one, keep=keep) for key, one in cast(dict[Any, Any], value).items()}
     if type(value) in {list, tuple}:
-        return type(value)(copied(one, keep=keep) for one in value)
+        return type(value)(copy_to_cpu(one, keep=keep) for one in value)
     return copy.deepcopy(value)
 
 
 def named_optimizer(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    state = {names[id(parameter)]: copied(values) for parameter, values in optimizer.state.items()}
+    state = {names[id(parameter)]: copy_to_cpu(values) for parameter, values in optimizer.state.items()}
     groups = [{**group, "params": [names[id(each)] for each in group["params"]]} for group in optimizer.param_groups]
-    return {"state": state, "param_groups": copied(groups)}
+    return {"state": state, "param_groups": copy_to_cpu(groups)}
 
 
 @dataclass(frozen=True)
@@ -121,8 +121,8 @@ class Resumable:
     source: Source | None = None  # the checkpoint opened for reading shards
 
 
-def restore(found: Resumable, network: ParallelNetwork, optimizer: Optimizer | None) -> tuple[Progress, str]:
-    """Loads a checkpoint under any parallel mode; returns the progress, and the note of `restore_optimizer`.
+def restore_state(found: Resumable, network: ParallelNetwork, optimizer: Optimizer | None) -> tuple[Progress, str]:
+    """Loads a checkpoint under any parallel mode. Returns the progress, and the result of `restore_optimizer`.
 
     Without an optimizer, loads only the network. Raises UserError if the checkpoint belongs to another network.
     """
@@ -131,10 +131,10 @@ def restore(found: Resumable, network: ParallelNetwork, optimizer: Optimizer | N
     progress = Progress(**{key: value for key, value in snapshot.state.items() if key in known})
     if network.layouts:
         live = {name: layout.shape for name, layout in network.layouts.items()}
-        snapshot = snapshot if source else fitted(snapshot, live)
-        opened = source or from_snapshot(snapshot)
+        snapshot = snapshot if source else renamed(snapshot, live)
+        opened = source or source_from_snapshot(snapshot)
         check_shapes({name: opened.model.shape(name) for name in opened.model.names()}, live, where)
-        if extra := _without_unknown(extra_state(snapshot, where), network.model.state_dict(), snapshot.notes):
+        if extra := _drop_unknown(extra_state(snapshot, where), network.model.state_dict(), snapshot.notes):
             network.model.load_state_dict(extra, strict=False)
         return progress, _restore_shards(opened, network, optimizer)
     # manyhands stores optimizer state by parameter name, so the names must stay.
@@ -142,7 +142,7 @@ def restore(found: Resumable, network: ParallelNetwork, optimizer: Optimizer | N
     if network.traits.sharded:
         from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
-        state = fit_snapshot(snapshot, network.model, where, renames=renames)
+        state = matching_state_dict(snapshot, network.model, where, renames=renames)
         set_model_state_dict(network.model, state, options=StateDictOptions(full_state_dict=True, strict=False))
     else:
         load_snapshot(snapshot, network.model, where, renames=renames)
@@ -153,29 +153,29 @@ def restore(found: Resumable, network: ParallelNetwork, optimizer: Optimizer | N
 
 def load_snapshot(snapshot: Snapshot, model: nn.Module, where: str, *, renames: bool = True) -> None:
     """Loads tensors and extra state into an unsharded network. Raises UserError if they don't match."""
-    state = fit_snapshot(snapshot, model, where, renames=renames)
+    state = matching_state_dict(snapshot, model, where, renames=renames)
     # A custom `load_state_dict` may lack `strict`, which is needed only if extra state isn't saved.
     incomplete = model.state_dict().keys() - state.keys()
     model.load_state_dict(state, **({"strict": False} if incomplete else {}))
 
 
-def fit_snapshot(snapshot: Snapshot, model: nn.Module, where: str, *, renames: bool = True) -> dict[str, Any]:
-    """Returns a snapshot as a state dict of `model`; skips unknown extra state with a note.
+def matching_state_dict(snapshot: Snapshot, model: nn.Module, where: str, *, renames: bool = True) -> dict[str, Any]:
+    """Returns a snapshot as a state dict for `model`. Skips extra state that the network lacks, and adds a note.
 
     With `renames`, adds or removes prefixes such as "module.". Raises UserError if names or shapes don't match.
     """
     live = model.state_dict()
-    fit = fitted(snapshot, live) if renames else snapshot
-    saved = _without_unknown({**fit.model, **extra_state(fit, where)}, live, snapshot.notes)
+    fit = renamed(snapshot, live) if renames else snapshot
+    saved = _drop_unknown({**fit.model, **extra_state(fit, where)}, live, snapshot.notes)
     live = {name: one for name, one in live.items() if isinstance(one, Tensor) or name in saved}
     shapes, others = ({name: tuple(getattr(one, "shape", ())) for name, one in each.items()} for each in (saved, live))
     check_shapes(shapes, others, where, tuple(snapshot.model))
     return saved
 
 
-def _without_unknown(saved: Mapping[str, Any], live: Collection[str], notes: list[str]) -> dict[str, Any]:
-    """Returns the saved values without extra state that the network doesn't have; adds a note that names it."""
-    unknown = [name for name in saved if is_extra(name) and name not in live]
+def _drop_unknown(saved: Mapping[str, Any], live: Collection[str], notes: list[str]) -> dict[str, Any]:
+    """Returns the saved values, except extra state that the network lacks. Adds a note about it to `notes`."""
+    unknown = [name for name in saved if is_extra_state(name) and name not in live]
     if unknown:
         notes.append(f"{', '.join(unknown[:3])}: ignored, because the network has no such extra state")
     return {name: one for name, one in saved.items() if name not in unknown}
@@ -189,7 +189,7 @@ def extra_state(snapshot: Snapshot, where: str) -> dict[str, Any]:
 
 
 def check_shapes(saved: Shapes, live: Shapes, where: str, names: Sequence[str] = ()) -> None:
-    """Raises UserError with the first differences of saved and live shapes; `names` are the names in the file."""
+    """Raises UserError if saved and live shapes differ. `names`: the names in the file, for a hint."""
     problems = [f"{name} is missing in the checkpoint" for name in live if name not in saved]
     problems += [f"{name} is not in the network" for name in saved if name not in live]
     problems += [
@@ -206,24 +206,24 @@ def check_shapes(saved: Shapes, live: Shapes, where: str, names: Sequence[str] =
 
 
 def _restore_shards(source: Source, network: ParallelNetwork, optimizer: Optimizer | None) -> str:
-    """Reads this process's shards into the network and its optimizer; returns the note of `restore_optimizer`."""
+    """Reads this process's shards into network and optimizer. Returns the result of `restore_optimizer`."""
     mesh, rank = network.layouts.mesh, network.layouts.rank
     with torch.no_grad():
         for name, tensor in network.model.state_dict().items():
             if isinstance(tensor, Tensor):  # extra state is restored separately
-                tensor.copy_(source.model.piece(name, network.layouts[name], mesh, rank))
+                tensor.copy_(source.model.shard(name, network.layouts[name], mesh, rank))
     if optimizer is None or source.optimizer is None:
         return ""
     layouts, stored = source.layouts(NetworkLayout(mesh, network.layouts))[OPTIMIZER], source.optimizer
-    tensors = {name: stored.piece(name, layouts[name], mesh, rank) for name in stored.names()}
+    tensors = {name: stored.shard(name, layouts[name], mesh, rank) for name in stored.names()}
     return restore_optimizer(unflatten(source.branches, tensors), network.model, optimizer)
 
 
-def find_state(resume: str, folder: RunFolder, world: World, *, in_pieces: bool = False) -> Resumable | None:
-    """Returns the checkpoint that a run resumes from, None for a new run; equal on all processes. A collective.
+def find_resumable(resume: str, folder: RunFolder, world: World, *, in_pieces: bool = False) -> Resumable | None:
+    """Returns the checkpoint that a run resumes from, or None for a new run. A collective.
 
-    Rank 0 selects the checkpoint, and sends its content to processes that see other files. With `in_pieces`, each
-    process reads its own shards later, if all processes see the checkpoint. `resume` is checkpoint.resume, or a path.
+    Rank 0 selects the checkpoint, and sends the content to processes that don't have the same file. With `in_pieces`,
+    each process reads its own shards later if all have the same file. `resume`: checkpoint.resume, or a path.
     """
     found = None
     # Another machine may lack the files, and receives the state below.
@@ -237,10 +237,10 @@ def find_state(resume: str, folder: RunFolder, world: World, *, in_pieces: bool 
         return found
     if found and found.source:  # tensors are sent to processes that don't see the files
         found = replace(found, snapshot=found.source.snapshot(), source=None)
-    return _broadcast_state(found, world)
+    return _broadcast_resumable(found, world)
 
 
-def _broadcast_state(found: Resumable | None, world: World) -> Resumable | None:
+def _broadcast_resumable(found: Resumable | None, world: World) -> Resumable | None:
     tensors: dict[str, Tensor] = {}
     tree = None
     if found and world.is_main:
@@ -263,7 +263,7 @@ def _find_resumable(resume: str, folder: RunFolder, *, in_pieces: bool) -> Resum
     if resume == "never":
         return None
     if resume == "auto":
-        path, skipped = newest(folder.checkpoints)
+        path, skipped = newest_checkpoint(folder.checkpoints)
         if path is None and skipped:
             hints = (*skipped[:3], "start a new run in another folder: --out DIR")
             raise UserError("no checkpoint of this run can be read", str(folder.checkpoints), hints)
@@ -279,20 +279,20 @@ def _find_resumable(resume: str, folder: RunFolder, *, in_pieces: bool) -> Resum
         if not reference.exists():
             hints = ("choose auto, never, a run folder, a checkpoint folder or a weights file",)
             raise UserError(f"{resume} doesn't exist", "--resume", hints)
-        path = resolve(reference, "last")
+        path = find_checkpoint(reference, "last")
         if not path.is_dir():
             from manyhands.checkpoint.foreign import read_foreign
 
             return Resumable(read_foreign(path), path)
-        skipped = [] if path == reference else newest(path.parent)[1]
+        skipped = [] if path == reference else newest_checkpoint(path.parent)[1]
     if not in_pieces:
-        return Resumable(load(path), path, tuple(skipped))
-    source = open_checkpoint(path, verified=True)  # `newest` and `resolve` have verified it just now
+        return Resumable(load_checkpoint(path), path, tuple(skipped))
+    source = open_checkpoint(path, verified=True)  # verified just now
     return Resumable(Snapshot({}, None, dict(source.state)), path, tuple(skipped), source)
 
 
-def outputs_of(snapshot: Snapshot) -> int:
-    """Returns the number of outputs, the last tensor's length, in another tool's checkpoint; 0 for manyhands' own."""
+def foreign_outputs(snapshot: Snapshot) -> int:
+    """Returns the number of outputs (the last tensor's length) in another tool's checkpoint, or 0 for one of ours."""
     if not snapshot.state.get("foreign") or not snapshot.model:
         return 0
     last = list(snapshot.model.values())[-1]
@@ -300,13 +300,13 @@ def outputs_of(snapshot: Snapshot) -> int:
 
 
 def training_digest(job: Job, length: int) -> str:
-    """Returns a digest of the settings that select samples; with equal digests, a run can resume within an epoch."""
+    """Returns a digest of the settings that select samples. A run can resume within an epoch if it is the same."""
     text = f"{length} {job.train.batch} {job.train.seed} {job.train.drop_last}"
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def check_position(snapshot: Snapshot, digest: str, steps_per_epoch: int, names: list[str], where: str) -> None:
-    """Recomputes the step if another tool saved it or `digest` differs. Raises UserError if it differs mid-epoch."""
+def check_resume_position(snapshot: Snapshot, digest: str, steps_per_epoch: int, names: list[str], where: str) -> None:
+    """Recomputes the step if another tool saved it, or `training_digest` changed (UserError if within an epoch)."""
     state = snapshot.state
     if state.get("foreign"):
         if snapshot.optimizer is not None:
@@ -327,9 +327,9 @@ def check_position(snapshot: Snapshot, digest: str, steps_per_epoch: int, names:
 
 
 def refuse_later_checkpoints(folder: Path, step: int) -> None:
-    """Raises UserError if `folder` has a checkpoint after `step`, from which the run would resume the next time."""
+    """Raises UserError if `folder` has a checkpoint later than `step`, because the next start would resume from it."""
     later = [path for path in files.step_folders(folder) if (files.step_of(path) or 0) > step]
-    path = newest(folder)[0] if later else None
+    path = newest_checkpoint(folder)[0] if later else None
     if path in later:  # readers skip torn checkpoints
         what = f"the run would resume from step {step}, but its folder has a later checkpoint, {path.name}"
         hints = ("resume in another folder: --out NEW --resume CHECKPOINT", "or restore the earlier train.batch")

@@ -48,7 +48,7 @@ REPORT_S, REPORT_SHARE = 30.0, 1 / 20  # seconds between records of phases; in l
 
 @dataclass
 class StatusSums:
-    """Measurements and requests since the last round, of one process or summed over all."""
+    """Measurements and requests of one process since the last status round, or their sums over all processes."""
 
     loss_sum: float  # sum of the samples' losses; NaN after a non-finite loss or gradient
     correct: float  # samples predicted correctly
@@ -63,12 +63,12 @@ class StatusSums:
 
     @property
     def loss(self) -> float:
-        """The mean loss; 0 without samples, NaN after a non-finite value."""
+        """The mean loss. 0 if there are no samples, and NaN if a loss or gradient wasn't finite."""
         return self.loss_sum / max(1, self.samples)
 
     @property
     def top1(self) -> float:
-        """The fraction of samples predicted correctly; 0 without samples."""
+        """The fraction of samples predicted correctly, or 0 if there are no samples."""
         return self.correct / max(1, self.samples)
 
 
@@ -83,10 +83,10 @@ class Status(StatusSums):
 
 
 class StatusRound:
-    """Determines when a status round is due, the same on every process, and runs it.
+    """Runs status rounds and determines, the same on every process, when the next round is due.
 
-    `every_s` is the approximate interval; `save_every_s` are the seconds between checkpoints by rank 0's clock. Unless
-    forced, rounds run at multiples of `multiple` steps, between exchanges over a slow link, or after LONGEST_S seconds.
+    `every_s`: seconds between rounds. `save_every_s`: seconds between checkpoints. `multiple`: rounds are at
+    multiples of this number of steps, between exchanges over a slow link, or after LONGEST_S seconds.
     """
 
     def __init__(self, world: World, every_s: float, save_every_s: float, multiple: int = 1) -> None:
@@ -97,18 +97,18 @@ class StatusRound:
         self.waiting_s = 0.0
 
     def due(self, step: int, *, force: bool) -> bool:
-        """Returns True if forced, or at and after the step that the last round selected; equal on all processes."""
+        """Returns True if `force`, or if `step` has reached the step that the last round chose for the next round."""
         return force or step >= self._next_step
 
-    def leave_out(self, seconds: float) -> None:
-        """Excludes the seconds of an evaluation or a save from the training time; keeps the measurements."""
+    def exclude_time(self, seconds: float) -> None:
+        """Excludes the seconds of an evaluation or a save from the training time. Measurements stay."""
         self._last += seconds
 
     def reset(self, step: int) -> None:
-        """Restarts the clock and the count of steps, for example if nothing was measured since the last round."""
+        """Restarts the clock and the count of steps, as at the end of a round."""
         self._last, self._last_step, self.waiting_s = time.perf_counter(), step, 0.0
 
-    def run(
+    def sum_measurements(
         self,
         measured: StepSums,
         step: int,
@@ -116,33 +116,33 @@ class StatusRound:
         stop: bool,
         written: bool = False,
         extra: Callable[[float, int, float], list[float]] | None = None,
-        replaced: int = 0,
+        replaced_pictures: int = 0,
     ) -> Status:
-        """Sums the measurements of all processes. A collective.
+        """Runs a status round: sums measurements and requests over all processes. A collective.
 
-        `written`: this process has finished writing the save in progress. `extra`: called with the seconds, steps and
-        seconds of waiting for data since the last round; returns more numbers to sum. `replaced`: unreadable pictures.
+        `written`: True if this process has finished writing the save in progress. `extra`: returns more numbers to sum,
+        given the seconds, steps and seconds of waiting for data since the last round. `replaced_pictures`: how many.
         """
         now = time.perf_counter()
         took_s, steps = now - self._last, step - self._last_step
         more = extra(took_s, steps, self.waiting_s) if extra else []
         if self._world.device != "cpu":
-            CLOCK.to(COMPUTE)  # an accelerator must finish its updates first
-        sums = measured.take()
-        CLOCK.to(RECORDS)
+            CLOCK.start_phase(COMPUTE)  # an accelerator must finish its updates first
+        sums = measured.take_sums()
+        CLOCK.start_phase(RECORDS)
         save = self._world.is_main and now - self.saved_s > self.save_every_s
         report_every_s = max(REPORT_S, REPORT_SHARE * (now - self._began))
         report_time = self._world.is_main and now - self._reported > report_every_s
-        own = StatusSums(*sums, stop, save, written, report_time, took_s, replaced, more)
+        own = StatusSums(*sums, stop, save, written, report_time, took_s, replaced_pictures, more)
         *numbers, _ = vars(own).values()
         device = self._world.device
         vector = torch.tensor([*map(float, numbers), *more], dtype=precise_dtype(device), device=device)
-        began_s, before = time.perf_counter(), CLOCK.to(COMMUNICATION)
+        began_s, before = time.perf_counter(), CLOCK.start_phase(COMMUNICATION)
         if not self._world.alone:
             dist.all_reduce(vector)
         added = vector.tolist()
         total = StatusSums(*added[: len(numbers)], extra=added[len(numbers) :])
-        CLOCK.to(before)
+        CLOCK.start_phase(before)
         waited_s = time.perf_counter() - began_s
         self._reported = now if total.report_time else self._reported
         mean_s = max(total.elapsed_s / self._world.size / max(1, steps), 1e-6)
@@ -174,7 +174,7 @@ class SpeedMonitor:
     _stalls_s: list[float] = field(default_factory=list[float], init=False)
 
     def numbers_to_sum(self, seconds: float, steps: int, _waiting_s: float) -> list[float]:
-        """Returns numbers to sum over processes: by rank, the seconds per step, then of the last exchange."""
+        """Returns numbers to sum over processes: seconds per step, by rank, then seconds of an exchange, by rank."""
         waited_s = self.synchronizer.waited_s
         self._stood_s, self._waited_s = waited_s - self._waited_s, waited_s
         step_s = (seconds - self._stood_s) / max(1, steps)
@@ -182,7 +182,7 @@ class SpeedMonitor:
         return [*(step_s * one for one in own), *(self.synchronizer.exchange_s * one for one in own)]
 
     def observe(self, status: Status, step: int, journal: Journal) -> Cost | None:
-        """Reports stalls and slow ranks. Returns the sync method with new `every` and `delay`, None if unchanged."""
+        """Reports stalls and slow ranks. Returns the sync method if `every` or `delay` changed, else None."""
         speeds_s, exchanges_s = status.extra[: self.world.size], status.extra[self.world.size :]
         self._report_stall(status.waited_s, step, journal)
         self._report_slow_rank(speeds_s, step, journal)
@@ -196,12 +196,12 @@ class SpeedMonitor:
         return now
 
     def _report_stall(self, waited_s: float, step: int, journal: Journal) -> None:
-        """Reports an unusual stall; `waited_s`: the wait of this process in the status round."""
+        """Reports an unusually long wait. `waited_s`: the seconds that this process waited in the status round."""
         stood_s = self._stood_s + waited_s
         # The first wait depends on how unequally the processes started.
         usual_s = statistics.median(self._stalls_s) if self._stalls_s else stood_s
         self._stalls_s = [*self._stalls_s[-4:], stood_s]
-        if message := stall_message(stood_s, usual_s, linked=len({*self.hosts}) > 1):
+        if message := stall_message(stood_s, usual_s, remote=len({*self.hosts}) > 1):
             journal.event("stall", message, step, seconds=stood_s)
 
     def _report_slow_rank(self, speeds: list[float], step: int, journal: Journal) -> None:
@@ -234,9 +234,9 @@ class CommunicationMonitor:
     """
 
     # measures the link; takes the seconds of computing per step, and returns the inputs of the cost model; a collective
-    case: Callable[[float], LinkCase]
+    link_case: Callable[[float], LinkCase]
     run: RunContext
-    without: dict[str, str]  # methods that the job rules out, and why
+    ruled_out: dict[str, str]  # methods that the job rules out, and why
     compute_s: float = 0.0  # seconds of computing per step on accelerators; 0 on a CPU
     _own_s: float = field(default_factory=time.thread_time, init=False)
     _stood_s: float = field(default=0.0, init=False)
@@ -245,13 +245,13 @@ class CommunicationMonitor:
     _reported: bool = field(default=False, init=False)
 
     def numbers_to_sum(self, seconds: float, steps: int, waiting_s: float) -> list[float]:
-        """Returns numbers to sum over all processes: the seconds of waiting for other processes, all seconds, and 1."""
+        """Returns three numbers to sum over processes: seconds of waiting for others, seconds, and 1 (to count)."""
         before, self._own_s = self._own_s, time.thread_time()
         busy_s = self.compute_s * steps if self.compute_s else self._own_s - before
         return [max(0.0, seconds - busy_s - waiting_s), seconds, 1.0]
 
     def observe(self, status: Status, step: int, journal: Journal) -> None:
-        """Reports once if communication takes a large fraction of the time. A collective if it reports."""
+        """Reports once if communication takes a large fraction of the time. The report is a collective."""
         if self._first < 0:
             self._first = step
             return
@@ -264,13 +264,13 @@ class CommunicationMonitor:
         if share > _LONG:
             self._reported = True
             step_s = self._all_s / processes / steps
-            journal.event("sync", self._message(share, step_s), step, share=share, step_s=step_s)
+            journal.event("sync", self._sync_message(share, step_s), step, share=share, step_s=step_s)
 
-    def _message(self, share: float, step_s: float) -> str:
+    def _sync_message(self, share: float, step_s: float) -> str:
         computing_s = (1 - share) * step_s
-        case = self.case(computing_s)
+        case = self.link_case(computing_s)
         case = replace(case, backward_s=_BACKWARD * computing_s)
-        choice = choose_method(case, self.run.job.sync, without=self.without)
+        choice = choose_method(case, self.run.job.sync, without=self.ruled_out)
         chosen = choice.chosen
         message = f"communication between machines takes {share:.0%} of the {step_s:.3g} s per step"
         if chosen.method == EXACT:
@@ -298,44 +298,44 @@ class HeartbeatWriter:
         self._updates_s: deque[float] = deque(maxlen=_KEPT)
         self._at, self._step, self._waiting = time.monotonic(), 0, False
 
-    def beat(self, *, waiting: bool = False) -> None:
-        """Records progress; `waiting`: the process now waits for data."""
+    def record_progress(self, *, waiting: bool = False) -> None:
+        """Records that this process made progress. `waiting`: True if it waits for data next."""
         self._at, self._waiting = time.monotonic(), waiting
 
     def record_update(self, step: int) -> str:
-        """Records an update that began at the last `beat`; returns a message if it took too long."""
+        """Records an update that began at the last `record_progress`. Returns a message if it was slow, else ""."""
         took_s, self._step = time.monotonic() - self._at, step
         message = self.stall_warning(took_s)
         # One stall must not change the usual time.
         self._updates_s.append(min(took_s, _REPORTED_TIMES * max(self._usual_s(), _REPORTED_S)) if message else took_s)
-        self.beat()
+        self.record_progress()
         return message
 
     def stall_warning(self, took_s: float) -> str:
         known = len(self._updates_s) >= _ENOUGH
-        return stall_message(took_s, self._usual_s(), linked=self.linked) if known and took_s > _REPORTED_S else ""
+        return stall_message(took_s, self._usual_s(), remote=self.linked) if known and took_s > _REPORTED_S else ""
 
     def hang_reason(self) -> str:
-        """Returns the reason to consider this process hung, or an empty string. May take a second."""
+        """Returns a sentence if this process seems to hang, else "". May take a second."""
         stood_s, usual_s = time.monotonic() - self._at, self._usual_s() or self.expected_s
         if stood_s <= STALL_S + STALL_FACTOR * usual_s:
             return ""
-        before, spent = moved_bytes(), time.process_time()
+        before, spent = count_network_bytes(), time.process_time()
         time.sleep(HEARTBEAT_S)
-        if moved_bytes() - before > _MOVES_BYTES or time.process_time() - spent > _BUSY_S:
+        if count_network_bytes() - before > _MOVES_BYTES or time.process_time() - spent > _BUSY_S:
             return ""
         return f"this process has been waiting for {stood_s:.0f} s without progress"
 
     @contextlib.contextmanager
-    def beating(self) -> Generator[None]:
-        """Writes heartbeats in the context, for the agent that started this process, if there is one."""
+    def write_in_background(self) -> Generator[None]:
+        """Writes heartbeats within the context, for the agent that started this process, if there is one."""
         path = os.environ.get(HEARTBEAT_FILE)
         if not path:
             yield
             return
         over = threading.Event()
         thread = threading.Thread(target=self._write_heartbeats, args=(Path(path), over), daemon=True)
-        self.beat()
+        self.record_progress()
         thread.start()
         try:
             yield
@@ -344,7 +344,7 @@ class HeartbeatWriter:
             thread.join(HEARTBEAT_S)
 
     def heartbeat(self, count: int = 0) -> Heartbeat:
-        """Returns heartbeat number `count`; expensive fields are set only after `_STILL_S` seconds without progress."""
+        """Returns heartbeat number `count`. Sets expensive fields only after `_STILL_S` seconds without progress."""
         still_s = time.monotonic() - self._at
         known = still_s > _STILL_S
         return Heartbeat(
@@ -353,8 +353,8 @@ class HeartbeatWriter:
             phase="data" if self._waiting else self.phase,
             still_s=still_s,
             usual_s=self._usual_s() or self.expected_s,
-            calls=collectives_begun() if known else -1,
-            moved_bytes=moved_bytes() if known else 0,
+            calls=count_collectives() if known else -1,
+            moved_bytes=count_network_bytes() if known else 0,
             cpu_s=time.process_time(),
         )
 
@@ -375,23 +375,23 @@ class HeartbeatWriter:
 
 
 def shut_connections() -> None:
-    """Shuts down connections except listening sockets, so that gloo fails at once instead of waiting for lost peers."""
+    """Shuts down all connections of this process, so that gloo fails at once instead of waiting for lost peers."""
     for _, connection in tcp_sockets():
         with contextlib.suppress(OSError):
             if not is_listening(connection):
                 connection.shutdown(socket.SHUT_RDWR)
 
 
-def stall_message(took_s: float, usual_s: float, *, linked: bool = True) -> str:
-    """Returns a message if `took_s` is unusually long, else "". `linked`: several machines are involved."""
+def stall_message(took_s: float, usual_s: float, *, remote: bool = True) -> str:
+    """Returns a message if `took_s` is much longer than `usual_s`, else "". `remote`: other machines take part."""
     if took_s <= max(_REPORTED_S, _REPORTED_TIMES * usual_s):
         return ""
-    waited = "the network or another process" if linked else "another process"
+    waited = "the network or another process" if remote else "another process"
     return f"training stalled for {took_s:.3g} s, waiting for {waited} (usual: {usual_s:.2g} s)"
 
 
-def collectives_begun() -> int:
-    """Returns the number of collectives over all processes that this process started; -1 without a process group."""
+def count_collectives() -> int:
+    """Returns the number of collectives over all processes that this process started, or -1 without a process group."""
     if not dist.is_initialized():
         return -1
     size = dist.get_world_size()
@@ -399,8 +399,8 @@ def collectives_begun() -> int:
     return SharedSums.begun + sum(group._get_sequence_number_for_group() for group in groups if group.size() == size)
 
 
-def moved_bytes() -> int:
-    """Returns the bytes that the connections of this process have sent (acknowledged) and received; 0 if unknown."""
+def count_network_bytes() -> int:
+    """Returns the bytes that this process has received and sent (if acknowledged) over TCP, or 0 if unknown."""
     total = 0
     for _, connection in tcp_sockets():
         with contextlib.suppress(OSError, AttributeError):
@@ -414,8 +414,8 @@ _DIVERGED, _ROUNDS = 3.0, 3  # multiple of the first loss, for so many rounds in
 
 
 @dataclass
-class Divergence:
-    """Detects losses far above the first loss, or far above the loss of random guesses if that is larger."""
+class DivergenceDetector:
+    """Detects losses far above the first loss and far above the loss of random guesses."""
 
     classes: int
     _began: float = math.nan
@@ -423,7 +423,7 @@ class Divergence:
     _reported: bool = False
 
     def observe(self, loss: float) -> str:
-        """Returns a warning, once, if the loss stays far above the first loss; else an empty string."""
+        """Returns a warning, only once, if the loss stays far too high. Otherwise returns ""."""
         if math.isnan(self._began):
             self._began = loss
         # A resumed run begins with a small loss, which may triple without divergence.
@@ -444,7 +444,7 @@ INPUT_HINTS = ("check these samples (counted from 0 in the training split) and t
 def explain_loss(
     network: ParallelNetwork, part: MicroBatch, world: World, step: int, *, closely: bool = True
 ) -> RunError:
-    """Returns the error for a non-finite loss on this process; `closely`: search for the first non-finite tensor.
+    """Returns the error for a non-finite loss on this process. With `closely`, finds the first non-finite tensor.
 
     Not a collective, so a network whose forward pass needs other processes isn't searched.
     """
@@ -458,19 +458,19 @@ def explain_loss(
     if not finite:
         what = "the loss is not finite, because the input pictures contain NaN or infinity"
         return RunError(what, where, INPUT_HINTS)
-    found = f": {_first_bad(network.model, images)}" if closely and not network.share.collective_forward else ""
+    found = f": {_nonfinite(network.model, images)}" if closely and not network.share.collective_forward else ""
     return RunError(f"the loss is not finite{found}", where, HINTS)
 
 
-def _first_bad(model: nn.Module, images: Tensor) -> str:
+def _nonfinite(model: nn.Module, images: Tensor) -> str:
     for name, parameter in model.named_parameters():
         if not is_finite(parameter):
-            return f"parameter {name} is {kind_of(parameter)}"
+            return f"parameter {name} is {value_kind(parameter)}"
     found, names = list[str](), {module: name or "the network" for name, module in model.named_modules()}
 
     def check_output(module: nn.Module, _inputs: Any, output: Any) -> None:
         if isinstance(output, Tensor) and module in names and not found and not is_finite(output):
-            found.append(f"the output of {names[module]} is {kind_of(output)}")
+            found.append(f"the output of {names[module]} is {value_kind(output)}")
 
     hook = register_module_forward_hook(check_output)
     try:
@@ -483,8 +483,8 @@ def _first_bad(model: nn.Module, images: Tensor) -> str:
 
 
 def explain_nonfinite(network: ParallelNetwork, world: World, measured: StepSums) -> RunError:
-    """Returns the error for a non-finite value found by a status round or a save. A collective."""
-    mine = [float(measured.first_bad), float(measured.first_spoilt)]
+    """Returns the error for a non-finite value that a status round or a save found. A collective."""
+    mine = [float(measured.bad_loss), float(measured.bad_gradient)]
     by_rank: list[list[float]] = gather_plain(mine, world)
     step = min(map(min, by_rank))
     endless = network.traits.nonfinite_buffers
@@ -506,5 +506,5 @@ def is_finite(tensor: Tensor) -> bool:
     return bool(torch.isfinite(tensor).all()) if tensor.is_floating_point() else True
 
 
-def kind_of(tensor: Tensor) -> str:
+def value_kind(tensor: Tensor) -> str:
     return "NaN" if bool(torch.isnan(tensor).any()) else "infinite"

@@ -1,4 +1,4 @@
-"""One update: forward, backward, averaging, optimizer step. No input or output."""
+"""One update: forward, backward, averaging, optimizer step. Reads and writes no files."""
 
 import functools
 import math
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from manyhands.core.errors import RunError
 from manyhands.core.phases import CLOCK, COMPUTE, UPDATE
-from manyhands.core.seeds import derive, mix
+from manyhands.core.seeds import derive_seed, mix
 from manyhands.parallel.gradients import Gradients, MicroBatchResult, all_finite
 from manyhands.parallel.network import MicroBatch, ParallelNetwork
 from manyhands.parallel.replicas.batch_norm import discard_accumulated
@@ -19,8 +19,8 @@ from manyhands.sync.synchronizer import Synchronizer
 from manyhands.train.choose_sync import values_by_rank
 from manyhands.train.feed import StepSums, UpdateShare, seed_generators, uses_torch_rng_alone
 from manyhands.train.journal import RunContext
-from manyhands.train.loss import LossFn, nonzero
-from manyhands.train.status import HINTS, explain_loss, is_finite, kind_of
+from manyhands.train.loss import LossFn, as_divisor
+from manyhands.train.status import HINTS, explain_loss, is_finite, value_kind
 
 
 class PartialUpdate:
@@ -44,7 +44,7 @@ class PartialUpdate:
 
     @property
     def buffers(self) -> dict[str, Tensor]:
-        """The network's buffers by name, except those of BatchNorm groups and buffers that a module has removed."""
+        """The network's buffers by name, except those of BatchNorm groups and those that a module has removed."""
         places = self._places.items()
         return {name: one for name, (module, key) in places if (one := module._buffers.get(key)) is not None}
 
@@ -66,10 +66,10 @@ class PartialUpdate:
 
 
 class Updater:
-    """Runs updates: by a call or, for a custom loop (`custom_update.py`), by `begin`, micro-batches and `finish`.
+    """Runs updates: with a call or, for a custom loop (`custom_update.py`), with `begin` and `finish`.
 
-    `loss_fn` is None if the user computes the loss; `set_rates` sets the learning rates for an update, given its index;
-    `unused` names parameters that got no gradient in the trial step.
+    `loss_fn` is None if the user computes the loss. `set_rates(step)` sets the learning rates of an update. `unused`
+    are the names of parameters that got no gradient in the trial step.
 
     A non-finite loss or gradient is handled in one of three ways. On a CPU with the job's loss and without fp16, all
     processes with the same gradients skip the update. With fp16, or with a fused optimizer on an accelerator, the loss
@@ -107,7 +107,7 @@ class Updater:
             precision=options.precision,
             mean=run.job.parallel.gradients_mean,
         )
-        self._seed, self._pass_seed = derive(options.seed, "step", world.rank), derive(options.seed, "pass")
+        self._seed, self._pass_seed = derive_seed(options.seed, "step", world.rank), derive_seed(options.seed, "pass")
         self.partial_update = PartialUpdate(network)
         self._shared_buffers: list[str] = []
         if not world.alone and not self.synchronizer.local_statistics:
@@ -115,12 +115,12 @@ class Updater:
             shared = network.model.state_dict().keys() - sharing
             self._shared_buffers = [name for name in self.partial_update.buffers if name in shared]
         self._differing = torch.zeros(len(self._shared_buffers), dtype=torch.int32, device=world.device)
-        by_us = loss_fn is not None and not loss_fn.own and type(optimizer).__module__.startswith("manyhands.")
+        by_us = loss_fn is not None and not loss_fn.custom and type(optimizer).__module__.startswith("manyhands.")
         self._torch_alone = by_us and uses_torch_rng_alone(network.model)
         # Accelerators report later, fp16's scaler has its own rules, and a custom loop may read the gradients.
         self._leaves_out = self.device == "cpu" and loss_fn is not None and self.gradients.scaler is None
         self.bad: MicroBatch | None = None  # the first micro-batch with a non-finite loss
-        self._mark = self.measured.mark()
+        self._mark = self.measured.copy_sums()
         self._in_a_row = 0
         self.skipped: list[str] = []  # messages about skipped updates, taken by the caller that reports them
 
@@ -142,13 +142,13 @@ class Updater:
         self.set_rates(step)
         for parameter in self.parameters:
             parameter.grad = None
-        self.bad, self._mark = None, self.measured.mark()
+        self.bad, self._mark = None, self.measured.copy_sums()
         self.partial_update.begin()
         self.synchronizer.before_update(step)
 
     def finish(self, update: UpdateShare, step: int) -> None:
         """Updates the parameters from the complete gradients. A collective. Raises RunError as `__call__` does."""
-        CLOCK.to(UPDATE)
+        CLOCK.start_phase(UPDATE)
         for parameter in self._used:
             if parameter.grad is None and parameter.requires_grad:  # weight decay would move a frozen one
                 # The gradient of an unused branch is zero, as DDP has it if another process used the branch.
@@ -159,7 +159,7 @@ class Updater:
             return
         self._in_a_row = 0
         if self.gradients.skipped is not None:
-            self.measured.first_spoilt = _first_bad_step(self.measured.first_spoilt, self.gradients.skipped == 0, step)
+            self.measured.bad_gradient = _first_bad_step(self.measured.bad_gradient, self.gradients.skipped == 0, step)
         if self._shared_buffers:
             self._share_buffers()  # before BatchNorm's statistics, since only these buffers can be restored
         self.gradients.update_running_statistics()
@@ -167,7 +167,7 @@ class Updater:
         self.gradients.step(self.optimizer)
         self.synchronizer.after_update(step + 1)
         self.partial_update.end()
-        CLOCK.to(COMPUTE)
+        CLOCK.start_phase(COMPUTE)
 
     def _share_buffers(self) -> None:
         """Broadcasts rank 0's buffers, as DDP does, because modules may update them from local data. A collective."""
@@ -191,36 +191,36 @@ class Updater:
         return [name for name, one in zip(self._shared_buffers, self._differing.tolist(), strict=True) if one]
 
     def add_gradients(self, update: UpdateShare, step: int, *, averages: bool = True) -> None:
-        """Accumulates the gradients of all micro-batches; with `averages`, also averages gradients over processes."""
+        """Computes the gradients of all micro-batches. With `averages`, also averages them over processes."""
         assert self.loss_fn is not None
         divisor = self._divisor(update, self.loss_fn)
         # The reported loss is a mean over samples; with unequal weights, the weighted mean of the full batch.
-        scale = None if self.loss_fn.weigh is None else update[0].shape.batch / divisor
+        scale = None if self.loss_fn.sum_weights is None else update[0].shape.batch / divisor
         for number, part in enumerate(update):
             last = averages and number == len(update) - 1
             if last:
                 self.synchronizer.before_last_micro_batch()
-            part.shape.seed = self.pass_seed(step, number)
-            on_result = functools.partial(self._record, part, step, scale)
+            part.shape.seed = self.micro_batch_seed(step, number)
+            on_result = functools.partial(self._record_pass, part, step, scale)
             self.gradients.forward_backward(part, divisor, last=last, on_result=on_result)
         if averages:
             self.gradients.finish()
 
-    def pass_seed(self, step: int, number: int) -> int:
+    def micro_batch_seed(self, step: int, number: int) -> int:
         """Returns the random seed of micro-batch `number` of an update, the same on all processes."""
         return mix(self._pass_seed ^ (step << 8) ^ number)
 
     def _divisor(self, update: UpdateShare, loss_fn: LossFn) -> float | Tensor:
-        """Returns the divisor of the sum of losses of the global batch. A collective if samples have weights."""
-        weigh = loss_fn.weigh
+        """Returns the divisor of the global batch's sum of losses. A collective if samples have weights."""
+        weigh = loss_fn.sum_weights
         if loss_fn.is_sum or weigh is None:
             return 1.0 if loss_fn.is_sum else float(update[0].shape.batch)
         mine = torch.stack([weigh(part.labels[: part.share.count]) for part in update]).sum()
         copies = self.world.size // self.network.share.parts
-        return nonzero(self.synchronizer.replica_sum(mine, self.world) / copies)
+        return as_divisor(self.synchronizer.replica_sum(mine, self.world) / copies)
 
-    def _record(self, part: MicroBatch, step: int, scale: float | Tensor | None, found: MicroBatchResult) -> bool:
-        """Records a result; returns False after a non-finite loss, which makes all processes' gradients NaN."""
+    def _record_pass(self, part: MicroBatch, step: int, scale: float | Tensor | None, found: MicroBatchResult) -> bool:
+        """Records loss and predictions of a micro-batch. Returns False if a loss of this update isn't finite."""
         if found.count:
             self.record_loss(part, step, found.loss if scale is None else found.loss * scale, found.count)
             rows, labels = found.logits.size(0), found.labels
@@ -228,7 +228,7 @@ class Updater:
         return self.bad is None
 
     def record_loss(self, part: MicroBatch, step: int, loss: Tensor, count: int) -> None:
-        """Adds the sum [] of losses of `count` samples to the measurements. May raise RunError if not finite."""
+        """Records the sum [] of losses of `count` samples. Raises RunError if it isn't finite and can't be skipped."""
         measured = self.measured
         if self.device == "cpu":
             value = loss.item()
@@ -240,11 +240,11 @@ class Updater:
             measured.loss += value
         else:
             measured.loss = measured.loss + loss
-            measured.first_bad = _first_bad_step(measured.first_bad, torch.isfinite(loss), step)
+            measured.bad_loss = _first_bad_step(measured.bad_loss, torch.isfinite(loss), step)
         measured.samples += count
 
     def _check_and_clip(self, update: UpdateShare, step: int) -> bool:
-        """Clips by the global gradient norm; returns False if a gradient is not finite: the update must be skipped."""
+        """Clips by the global gradient norm. Returns False if a gradient isn't finite, so the update is skipped."""
         checked = self.gradients.scaler is None and self.gradients.skipped is None
         # Sharded by a plan: local shards are checked before the collective norm. FSDP: only the norm is checked.
         asked, together = self.options.clip or self.network.traits.sharded, self.network.share.together
@@ -265,7 +265,7 @@ class Updater:
         return True
 
     def _check_finite(self, finite: bool, update: UpdateShare, step: int) -> bool:
-        """Returns `finite`. Raises RunError if a value is not finite and not all processes can skip the update."""
+        """Returns `finite`. Raises RunError if a value isn't finite and some process can't skip the update."""
         if not self._leaves_out:
             if not finite:
                 raise explain_gradient(self, update, step, alone=self.network.share.together or self.loss_fn is None)
@@ -281,7 +281,7 @@ class Updater:
         if last:
             row = f"; the last {last} updates were skipped" if last > 1 else ""
             raise RunError(f"{error.message}{row}", error.where, error.hints)
-        self.measured.restore_mark(self._mark)
+        self.measured.restore_sums(self._mark)
         discard_accumulated(self.network.model)
         self.partial_update.undo()
         self.partial_update.end()
@@ -289,10 +289,10 @@ class Updater:
         cost = f" ({also})" if also else ""
         self.skipped.append(f"the update after step {step} is skipped: {error.message} ({error.where}){cost}")
         self.synchronizer.after_update(step + 1)
-        CLOCK.to(COMPUTE)
+        CLOCK.start_phase(COMPUTE)
 
     def _all_finite(self) -> bool:
-        """Returns True if all gradients are finite; tests flat gradient buffers first. A collective on a mesh."""
+        """Returns True if all gradients are finite. A collective on a mesh."""
         flat = self.gradients.flat if self.loss_fn else []
         finite = bool(flat) and all_finite(flat)
         finite = finite or all_finite([one.grad for one in self.parameters if one.grad is not None])
@@ -304,7 +304,7 @@ class Updater:
 
 
 def _first_bad_step(so_far: Tensor | float, good: Tensor, step: int) -> Tensor:
-    """Returns the first step [] that was not `good`, on the device; infinite if there is none."""
+    """Returns the smaller of `so_far` and, if not `good`, `step`, as a tensor [] on the device."""
     bad = torch.where(good, math.inf, float(step))
     return torch.minimum(bad, so_far if isinstance(so_far, Tensor) else torch.full_like(bad, so_far))
 
@@ -327,12 +327,12 @@ def explain_skipped(updater: Updater, update: UpdateShare, step: int, *, closely
 
 
 def explain_gradient(updater: Updater, update: UpdateShare, step: int, *, alone: bool = False) -> RunError:
-    """Returns the error for a non-finite gradient; unless `alone`, a collective of processes with equal gradients."""
+    """Returns the error for a non-finite gradient. A collective of the processes with equal gradients, or `alone`."""
     if updater.loss_fn and not updater.network.share.together:
         updater.optimizer.zero_grad(set_to_none=True)
         updater.add_gradients(update, step, averages=False)
     found = ((name, one.grad) for name, one in updater.network.model.named_parameters())
-    mine = next((f"the gradient of {n} is {kind_of(g)}" for n, g in found if g is not None and not is_finite(g)), "")
+    mine = next((f"the gradient of {n} is {value_kind(g)}" for n, g in found if g is not None and not is_finite(g)), "")
     world = updater.world
     by_rank = {world.rank: mine} if alone else values_by_rank(updater.synchronizer, mine, world)
     rank = next((rank for rank, text in by_rank.items() if text), min(by_rank))

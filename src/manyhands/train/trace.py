@@ -26,26 +26,26 @@ _KEPT = ("name", "ph", "ts", "dur", "tid", "cat", "id", "bp")
 
 
 def trace(trainer: Trainer, epoch: Callable[[], Iterator[UpdateShare]]) -> None:
-    """Traces run.trace_steps updates after some warm-up updates; `epoch` yields an epoch's updates. A collective."""
+    """Traces run.trace_steps updates after some warm-up updates. `epoch` yields an epoch's updates. A collective."""
     steps, made = trainer.job.run.trace_steps, 0
     CLOCK.spans = []
     plan = schedule(wait=0, warmup=_WARM_UP, active=steps, repeat=1)
     with scratch("trace") as folder, profile(schedule=plan) as profiler:
         profiler.on_trace_ready = lambda _: profiler.export_chrome_trace(str(folder / "own.json"))
-        while made < _WARM_UP + steps and not trainer.due.over():
+        while made < _WARM_UP + steps and not trainer.due.run_is_over():
             for update in epoch():
                 trainer.updater(update, trainer.progress.step)
                 trainer.count_update()
                 profiler.step()
                 made += 1
                 if made == _WARM_UP:
-                    CLOCK.take()
+                    CLOCK.take_seconds()
                 if made == _WARM_UP + steps:
                     break
-        CLOCK.to(OTHER)
+        CLOCK.start_phase(OTHER)
         record_time(trainer)
         profiler.stop()
-        own = _own_events(folder / "own.json", trainer.world.rank) if trainer.world.rank < _MOST_RANKS else []
+        own = _read_process_events(folder / "own.json", trainer.world.rank) if trainer.world.rank < _MOST_RANKS else []
     packed = base64.b64encode(zlib.compress(json.dumps(own).encode())).decode()
     everybody = gather_plain(packed, trainer.world)
     if trainer.world.is_main:
@@ -54,11 +54,11 @@ def trace(trainer: Trainer, epoch: Callable[[], Iterator[UpdateShare]]) -> None:
         moved = [{**event, "ts": event["ts"] - began_us} if "ts" in event else event for event in events]
         text = json.dumps({"traceEvents": moved, "displayTimeUnit": "ms"})
         trainer.journal.write_file(lambda: write_atomic(trainer.folder.trace, text))
-    CLOCK.take()  # the time of the profiler is not recorded
+    CLOCK.take_seconds()  # the time of the profiler is not recorded
 
 
-def _own_events(file: Path, rank: int) -> list[dict[str, Any]]:
-    """Returns this process's events in Chrome's trace format, in microseconds since 1970; phases form a thread."""
+def _read_process_events(file: Path, rank: int) -> list[dict[str, Any]]:
+    """Reads this process's trace events in Chrome's format, in microseconds since 1970. Adds phases as a thread."""
     if not file.is_file():
         return []  # training ended during the warm-up
     content = json.loads(file.read_bytes())

@@ -9,7 +9,7 @@ import numpy
 import torch
 from torch import Tensor, nn
 
-from manyhands.checkpoint.trained import TrainedNetwork, find_record, note_trained_on, parse_record
+from manyhands.checkpoint.trained import TrainedNetwork, find_record, parse_record, record_trained_on
 from manyhands.config.job import Job
 from manyhands.core.choices import module_names
 from manyhands.core.devices import require_device
@@ -20,9 +20,9 @@ from manyhands.core.world import World
 from manyhands.data.decode import CorruptImageError, to_mode
 from manyhands.data.open import resolve_pixels
 from manyhands.data.options import DataOptions
-from manyhands.data.pictures import prepare, read_picture, to_tensor
-from manyhands.data.samples import as_picture
-from manyhands.data.splits import Source, by_names
+from manyhands.data.pictures import prepare_pixels, read_picture, to_tensor
+from manyhands.data.samples import to_pil_image
+from manyhands.data.splits import Source, map_labels_by_name
 from manyhands.data.transforms import Normalize, Pixels
 from manyhands.models.interface import main_and_auxiliary
 from manyhands.parallel.apply import apply_mode, follows_plan, one_process_label, resolve_mode, takes_mesh
@@ -37,13 +37,13 @@ from manyhands.train.evaluate import Evaluator
 from manyhands.train.journal import Journal
 from manyhands.train.loss import Evaluation, make_metrics
 from manyhands.train.objects import Objects
-from manyhands.train.parts import PICTURES, make_model, mesh_of, pixels_of, read_any, without_initial_weights
-from manyhands.train.state import Resumable, find_state, outputs_of, restore
+from manyhands.train.parts import PICTURES, job_mesh, make_model, pixels_of, read_snapshot, without_initial_weights
+from manyhands.train.state import Resumable, find_resumable, foreign_outputs, restore_state
 
 
 @dataclass(frozen=True)
 class NetworkSpec:
-    """Describes the network of a checkpoint or a job, and the network's input; `build` creates the network."""
+    """Describes the network of a checkpoint or a job, and the network's input. `build` creates the network."""
 
     job: Job  # with the network that was trained
     pixels: Pixels
@@ -53,20 +53,20 @@ class NetworkSpec:
     def build(
         self, world: World, objects: Objects, found: Resumable | None, grid: Grid | None, request: ModeRequest | None
     ) -> ParallelNetwork:
-        """Builds the network, unsharded if `request` is None, and loads `found`'s weights, if any. A collective."""
+        """Builds the network (unsharded if `request` is None) and loads the weights of `found`. A collective."""
         model = make_model(self.job, self.pixels, self.num_classes, world, objects, Journal(NOWHERE, rank=-1), grid)
         network = apply_mode(self.job.parallel.mode, model, world, request) if request else ParallelNetwork(model)
         if found:
-            restore(found, network, None)
+            restore_state(found, network, None)
         return network
 
 
-def _grid_of_one(names: Collection[str], world: World) -> Grid:
-    """Returns a mesh with axes called `names`, each of size 1, for a process with the unsharded network."""
+def _single_process_grid(names: Collection[str], world: World) -> Grid:
+    """Returns a mesh of one process, which has the axes `names`, for an unsharded network."""
     return Grid(Mesh(tuple((name, 1) for name in names)), World(device=world.device))
 
 
-def spec_of(job: Job, record: TrainedNetwork, pixels: Pixels) -> NetworkSpec:
+def network_spec(job: Job, record: TrainedNetwork, pixels: Pixels) -> NetworkSpec:
     """Returns the NetworkSpec of a checkpoint's network, without initial weights. Other options come from `job`."""
     plain = {"name": record.name, "arguments": record.arguments, "pretrained": False, "weights": "", "num_classes": 0}
     train = {"precision": "fp64"} if record.double else {}
@@ -103,11 +103,11 @@ class Trained(NamedTuple):
 def open_trained(path: Path, *, model: nn.Module | str | None = None, device: str = "cpu") -> Trained:
     """Creates the network of a checkpoint folder or file, on a device, and loads its weights.
 
-    `model` is a network to load the weights into, or its name; required if the network can't be created by name. Raises
+    `model` is a network to load the weights into, or its name. It is required if the run's has no name. Raises
     UserError if the checkpoint doesn't record its network, or belongs to another network.
     """
     require_device(device)
-    snapshot, where = read_any(path), str(path)
+    snapshot, where = read_snapshot(path), str(path)
     record = find_record(path, snapshot.state)
     if record is None:
         hint = "choose a run folder of manyhands, or a checkpoint in a run folder"
@@ -117,11 +117,11 @@ def open_trained(path: Path, *, model: nn.Module | str | None = None, device: st
         record = record.model_copy(update={"name": model, "arguments": {}, "made_in_python": False})
     objects = Objects(model=model if isinstance(model, nn.Module) else None)
     require_network(record, objects, where)
-    spec = spec_of(Job(), record, pixels_of(record.pictures))
+    spec = network_spec(Job(), record, pixels_of(record.pictures))
     world = World(device=device)
-    grid = _grid_of_one(record.axes, world) if record.axes else None
+    grid = _single_process_grid(record.axes, world) if record.axes else None
     network = spec.build(world, objects, Resumable(snapshot, path), grid, None).model
-    note_trained_on(network, record.pictures, record.classes)
+    record_trained_on(network, record.pictures, record.classes)
     dtype = torch.float64 if record.double else torch.float32
     return Trained(network.eval(), Transform(spec.pixels, device, dtype), record.classes)
 
@@ -136,8 +136,8 @@ class Transform:
         self._normalize: Callable[[Tensor], Tensor] = Normalize(plain, self._device, dtype)
 
     def __call__(self, picture: Any) -> Tensor:
-        """Returns the input [C, S, S] for a picture; tensors keep their shape. Raises UserError for other objects."""
-        named, image = isinstance(picture, str | Path), as_picture(picture)
+        """Returns the input [C, S, S] for a picture. Tensors keep their shape. Raises UserError for other objects."""
+        named, image = isinstance(picture, str | Path), to_pil_image(picture)
         if named or image is not None:
             if self._pixels.own:
                 given = "a picture file" if named else "a picture"
@@ -147,7 +147,7 @@ class Transform:
             if image is None:
                 values = read_picture(str(picture), self._pixels, None)
             else:
-                values = prepare(to_tensor(to_mode(image, self._pixels.channels)), self._pixels, None)
+                values = prepare_pixels(to_tensor(to_mode(image, self._pixels.channels)), self._pixels, None)
             return self._normalize(values[None].to(self._device))[0]
         if not isinstance(picture, Tensor | numpy.ndarray):
             what = f"a {type(picture).__name__} is neither a picture nor a path"
@@ -163,13 +163,13 @@ BLOCK = 32  # pictures computed together, so that results are the same at any nu
 
 
 def guess(trained: Trained, pictures: Sequence[Any], most: int = 5, *, skip: bool = False) -> Iterator[Guesses | str]:
-    """Yields a list of (class, probability) for each picture, best first; with `skip`, a message if unreadable."""
+    """Yields each picture's list of (class, probability), best first, or with `skip` a message if unreadable."""
     for start in range(0, len(pictures), BLOCK):
         yield from _guess_block(trained, pictures[start : start + BLOCK], most, skip=skip)
 
 
 def guess_together(trained: Trained, pictures: Sequence[Any], world: World) -> list[Guesses | str]:
-    """Runs `guess` with `skip` on all pictures, divided among processes; returns a result per picture. A collective."""
+    """Divides pictures among processes, and returns each picture's result of `guess`. A collective."""
     starts = range(0, len(pictures), BLOCK)
     mine = starts[world.rank :: world.size]
     everybody = gather_plain([_guess_block(trained, pictures[at : at + BLOCK], 5, skip=True) for at in mine], world)
@@ -217,15 +217,15 @@ def evaluate_checkpoint(
     """
     objects = objects or Objects()
     mode, plan = _mode_and_plan(job, world)
-    found = find_state(str(path), NOWHERE, world, in_pieces=plan is not None) if path else None
+    found = find_resumable(str(path), NOWHERE, world, in_pieces=plan is not None) if path else None
     spec, source = _network_and_samples(job, found, world, objects, given, whole=whole)
     job, classes = spec.job, spec.classes
     loader = data_setup.make_loader(job, source, spec.pixels, world, train=False, classes=len(classes))
     grid = request = None
     if takes_mesh(mode):
-        mesh = mesh_of(job, world)
+        mesh = job_mesh(job, world)
         fits = mesh.size == world.size
-        grid = Grid(mesh, world) if fits else _grid_of_one(mesh.names, world)
+        grid = Grid(mesh, world) if fits else _single_process_grid(mesh.names, world)
         request = ModeRequest(grid=grid) if fits else None
     elif plan:
         request = ModeRequest(plan=plan, picture=data_setup.first_picture(loader))
@@ -233,7 +233,7 @@ def evaluate_checkpoint(
     metrics = make_metrics(job.train.metrics, objects.metrics, skip_missing=True)
     try:
         evaluator = Evaluator(loader, len(source), len(classes), job, world, network, metrics)
-        return as_plain(evaluator(autocast(job.train.precision, world.device)), classes)
+        return evaluation_as_plain(evaluator(autocast(job.train.precision, world.device)), classes)
     finally:
         loader.close()
         network.close()
@@ -255,18 +255,18 @@ def _network_and_samples(
         require_network(record, objects, str(found and found.path))
     splits = data_setup.open_splits(job, world, objects, whole=whole)
     if record is None:
-        classes = data_setup.class_names(job, splits, outputs_of(found.snapshot) if found else 0)
+        classes = data_setup.class_names(job, splits, foreign_outputs(found.snapshot) if found else 0)
         data_setup.check_labels(splits, len(classes))
         pixels = data_setup.pixels_for(job, splits, objects)
         plain = without_initial_weights(job, pixels.size, objects) if found else job
         return NetworkSpec(plain, pixels, classes, len(classes)), splits.test
-    source = by_names(splits.test, splits.classes, record.classes, job.data.name)
+    source = map_labels_by_name(splits.test, splits.classes, record.classes, job.data.name)
     now = DataOptions(**{key: getattr(job.data, key) for key in PICTURES if f"data.{key}" in given})
-    return spec_of(job, record, resolve_pixels(now, pixels_of(record.pictures))), source
+    return network_spec(job, record, resolve_pixels(now, pixels_of(record.pictures))), source
 
 
 def _mode_and_plan(job: Job, world: World) -> tuple[str, Plan | None]:
-    """Returns the parallel mode of an evaluation, and the job's plan, None if that is for another world size."""
+    """Returns the parallel mode of an evaluation, and the job's plan or None if it is for another world size."""
     mode = job.parallel.mode
     if mode not in module_names(MODES) or not one_process_label(mode):  # a mode of one process suits any number here
         mode = resolve_mode(mode, world)
@@ -277,7 +277,7 @@ def _mode_and_plan(job: Job, world: World) -> tuple[str, Plan | None]:
     return mode, broadcast_plan(job.parallel, world) if mesh is None or mesh.size == world.size else None
 
 
-def as_plain(found: Evaluation, classes: tuple[str, ...]) -> dict[str, Any]:
+def evaluation_as_plain(found: Evaluation, classes: tuple[str, ...]) -> dict[str, Any]:
     classes = data_setup.name_outputs(classes, found.classes)
     totals, right = [0] * len(classes), [0] * len(classes)
     cells: list[list[int]] = found.cells.tolist()

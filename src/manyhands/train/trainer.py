@@ -1,4 +1,4 @@
-"""The trainer: a run's objects, due work and records, and reasons why results depend on the number of processes."""
+"""The trainer: the objects, due work and records of a run, and why results depend on the number of processes."""
 
 import contextlib
 import functools
@@ -27,16 +27,16 @@ from manyhands.train.feed import Feed
 from manyhands.train.journal import RunContext
 from manyhands.train.loss import Evaluation
 from manyhands.train.objects import AtEpochEnd, EpochEnd
-from manyhands.train.optimize import largest_rate
+from manyhands.train.optimize import largest_learning_rate
 from manyhands.train.saver import FIRST_S, Saver
 from manyhands.train.state import Progress
-from manyhands.train.status import Divergence, HeartbeatWriter, SpeedMonitor, Status, StatusRound
+from manyhands.train.status import DivergenceDetector, HeartbeatWriter, SpeedMonitor, Status, StatusRound
 from manyhands.train.step import Updater
 
 
 @dataclass
-class Due:
-    """Determines the work that is due after an update, the same on all processes."""
+class DueWork:
+    """Determines, the same on all processes, which work is due after an update."""
 
     job: Job
     steps_per_epoch: int
@@ -46,10 +46,10 @@ class Due:
     stopped: bool = False  # a stop was requested, and all is saved
 
     def finished(self) -> bool:
-        """Returns True if no update is left; a custom loop decides this itself."""
+        """Returns True if no update is left. In a custom loop, the user decides this."""
         return not self.custom_loop and self.progress.step >= self.total_steps
 
-    def over(self) -> bool:
+    def run_is_over(self) -> bool:
         return self.finished() or self.stopped
 
     def epoch_ends(self) -> bool:
@@ -60,38 +60,38 @@ class Due:
         return self.progress.step == 1 or bool(every and self.progress.step % every == 0)
 
     def evaluation(self) -> bool:
-        """Returns True if an evaluation is due: also after the last update, for the last checkpoint."""
+        """Returns True if an evaluation is due. The last update is always evaluated, for the last checkpoint."""
         return not self.custom_loop and (self.finished() or self.evaluation_requested())
 
     def evaluation_requested(self) -> bool:
         every = round(self.job.train.evaluate_every * self.steps_per_epoch)
         return bool(self.job.train.evaluate_every) and self.progress.step % max(1, every) == 0
 
-    def line(self) -> bool:
-        """Returns True if run.log_steps requires a progress line: at an epoch's first update and every N updates."""
+    def log_line(self) -> bool:
+        """Returns True if run.log_steps = N requests a line: at an epoch's first update and every N updates."""
         every = self.job.run.log_steps
         return bool(every) and (self.progress.step - 1) % self.steps_per_epoch % every == 0
 
     def status(self) -> bool:
         """Returns True if a status round is due at this step, regardless of time."""
-        return self.progress.step == 1 or self.epoch_ends() or self.evaluation() or self.finished() or self.line()
+        return self.progress.step == 1 or self.epoch_ends() or self.evaluation() or self.finished() or self.log_line()
 
     def save(self) -> bool:
-        """Returns True if a save by steps or epochs is due (checkpoint.every). Status rounds start saves by time."""
+        """Returns True if checkpoint.every in steps or epochs requests a save. Status rounds start saves by time."""
         return self._save_every > 0 and self.progress.step % self._save_every == 0
 
     @functools.cached_property
     def _save_every(self) -> int:
-        """The number of updates between saves for "100steps" or "2epochs"; 0 for other values of checkpoint.every."""
+        """The number of updates between saves for "100steps" or "2epochs", 0 for other values of checkpoint.every."""
         match = re.fullmatch(r"(\d+)(step|epoch)s?", self.job.checkpoint.every)
         return int(match[1]) * (self.steps_per_epoch if match[2] == "epoch" else 1) if match else 0
 
 
 @dataclass
-class Observed:
+class ObservedResults:
     """Results of status rounds and evaluations that later records need."""
 
-    divergence: Divergence
+    divergence: DivergenceDetector
     bad_pictures: set[str]  # unreadable pictures, skipped or replaced
     epoch_sums: tuple[float, ...] = (0.0, 0.0, 0.0)  # losses, correct predictions and samples of the current epoch
     complete_epoch: bool = True  # False if the run resumed within the epoch, which leaves its means unknown
@@ -120,10 +120,10 @@ class Trainer:
     # evaluates on all processes; takes a function that returns True if this process was asked to stop
     evaluate: Callable[..., Evaluation]
     test: Callable[..., Evaluation] | None  # evaluates the held-out samples; None if there are none
-    due: Due
+    due: DueWork
     status_round: StatusRound
     sync: ChosenSync
-    observed: Observed
+    observed: ObservedResults
     hooks: Hooks
     resources: contextlib.ExitStack  # ends worker processes and groups, and restores changed classes
     saver: Saver = field(default_factory=Saver)
@@ -156,7 +156,7 @@ class Trainer:
         """
         began_s, self.heartbeats.phase = time.perf_counter(), phase
         yield
-        self.status_round.leave_out(time.perf_counter() - began_s)
+        self.status_round.exclude_time(time.perf_counter() - began_s)
         self.heartbeats.phase = "train"
 
     def record_stall(self, message: str, seconds: float) -> None:
@@ -171,7 +171,7 @@ class Trainer:
 
 
 def seconds_between_saves(text: str) -> float:
-    """Converts checkpoint.every: "60s", "10min" or "2h" to seconds, "auto" to FIRST_S, other values to infinity."""
+    """Converts checkpoint.every to seconds: "10min" to 600, "auto" to FIRST_S, and other values to infinity."""
     if text == "auto":
         return FIRST_S
     match = re.fullmatch(r"(\d+(?:\.\d+)?)(s|min|h)", text)
@@ -186,7 +186,7 @@ def record_status(trainer: Trainer, status: Status) -> None:
     if differing := trainer.updater.differing_buffers():
         trainer.hooks.on_differing_buffers(differing)
     if status.replaced:
-        record_replaced(trainer)
+        record_replaced_pictures(trainer)
     if status.report_time:
         record_time(trainer)
     if not status.samples:  # all updates since the last round were skipped
@@ -212,14 +212,14 @@ def record_status(trainer: Trainer, status: Status) -> None:
             total_steps=trainer.due.total_steps,
             loss=status.loss,
             top1=status.top1,
-            learning_rate=largest_rate(trainer.updater.optimizer),
+            learning_rate=largest_learning_rate(trainer.updater.optimizer),
             images_per_s=status.samples / status.seconds,
             samples=round(status.samples),
             data_share=status.data_share,
             saved_step=progress.saved_step,
             epoch_loss=epoch_loss,
             epoch_top1=epoch_top1,
-            asked=trainer.due.line(),
+            asked=trainer.due.log_line(),
         )
     )
     own = status.own
@@ -231,11 +231,11 @@ def record_status(trainer: Trainer, status: Status) -> None:
 
 
 def record_time(trainer: Trainer) -> None:
-    """Records the seconds by phase of all processes since the last call. A collective if there is a run folder."""
+    """Records each process's seconds by phase since the last call. A collective if there is a run folder."""
     if trainer.folder is NOWHERE:
         return
     progress = trainer.progress
-    own = [round(seconds, 6) for seconds in (*CLOCK.take(), CLOCK.take_queued())]
+    own = [round(seconds, 6) for seconds in (*CLOCK.take_seconds(), CLOCK.take_queued())]
     *columns, queued = zip(*gather_plain(own, trainer.world), strict=True)
     trainer.journal.metrics(
         PhaseMetrics(
@@ -248,8 +248,8 @@ def record_time(trainer: Trainer) -> None:
     )
 
 
-def record_replaced(trainer: Trainer) -> None:
-    """Records the pictures replaced since the last call. A collective. Raises RunError if there are too many."""
+def record_replaced_pictures(trainer: Trainer) -> None:
+    """Records the pictures that were replaced since the last call. A collective. Raises RunError for too many."""
     mine = trainer.feed.loader.replaced
     found = {name for names in gather_plain(mine, trainer.world) for name in names}
     mine.clear()
@@ -260,14 +260,14 @@ def record_replaced(trainer: Trainer) -> None:
 
 
 def call_at_epoch_end(trainer: Trainer) -> None:
-    """Calls the user's function on rank 0 at the end of an epoch; an exception ends the run."""
+    """Calls the user's function on rank 0 at the end of an epoch. An exception ends the run."""
     progress, evaluated = trainer.progress, trainer.observed.evaluated
     if trainer.hooks.at_epoch_end is None or not trainer.world.is_main or progress.step_in_epoch:
         return
     made = evaluated if evaluated and evaluated.step == progress.step else None
     with trainer.paused("at_epoch_end"):
         trainer.hooks.at_epoch_end(EpochEnd(progress.epoch, progress.step, made, trainer.folder.path.absolute()))
-        trainer.heartbeats.beat()  # before the phase ends: its time is no stall of training
+        trainer.heartbeats.record_progress()  # before the phase ends: its time is no stall of training
 
 
 # Kinds of random masks: parts of class names (torchvision, timm, …) and attributes with a probability.
@@ -278,10 +278,10 @@ _MASKS = {
 }
 
 
-def dependence_reasons(trainer: Trainer) -> list[str]:
-    """Returns the reasons why results depend on the number of processes, as sentences for plan.json and the report."""
+def process_count_dependence_reasons(trainer: Trainer) -> list[str]:
+    """Returns sentences on why results depend on the number of processes, for plan.json and the report."""
     loss_fn = trainer.updater.loss_fn
-    found = [loss_fn.dependent if loss_fn else "", *_norm_reasons(trainer), *_rng_reasons(trainer)]
+    found = [loss_fn.dependence_reason if loss_fn else "", *_norm_reasons(trainer), *_rng_reasons(trainer)]
     found.append(process_count_effect(trainer.sync.cost.method))
     if not trainer.job.parallel.gradients_mean:
         summed = "Gradients are summed over processes and grow with the number of processes"

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from manyhands.config.job import TrainOptions
-from manyhands.core.devices import wait_for
+from manyhands.core.devices import wait_for_device
 from manyhands.core.errors import RunError, UserError
 from manyhands.core.quantities import short_time
-from manyhands.core.seeds import derive
+from manyhands.core.seeds import derive_seed
 from manyhands.core.world import World
 from manyhands.data.loading import Loader
 from manyhands.data.options import private_folder
@@ -35,7 +35,7 @@ MOST_TIMED, TIMED = 64, 3  # the most samples of a timed pass; timed passes, of 
 
 
 class StepProbe:
-    """Runs forward and backward outside training, of an nn.Module on this process alone or of a ParallelNetwork."""
+    """Runs forward and backward outside training. An nn.Module runs on this process alone, without collectives."""
 
     def __init__(
         self, network: nn.Module | ParallelNetwork, loss_fn: LossFn | None, options: TrainOptions, world: World
@@ -47,7 +47,7 @@ class StepProbe:
         self.gradients = Gradients(network, world, loss_fn, smoothing=smoothing, precision=precision)
 
     def run(self, batch: Batch, on_result: Callable[[MicroBatchResult], None] = lambda _: None) -> MicroBatchResult:
-        """Adds the gradients of a batch's mean loss; `on_result` gets the outputs before the backward pass."""
+        """Computes the gradients of a batch's mean loss. Calls `on_result` with the outputs before backward."""
         count = len(batch.labels)
         return self.gradients.forward_backward(full_batch(batch.images, batch.labels), count, on_result=on_result)
 
@@ -65,7 +65,7 @@ class TrialResult:
 def run_trial(probe: StepProbe, loader: Loader, classes: int, count: int) -> TrialResult:
     """Runs forward and backward on `count` samples, on this process alone, and restores the network."""
     model, batch = probe.network.model, first_samples(loader, count)
-    seed, device = derive(probe.options.seed, "rehearse"), batch.labels.device.type
+    seed, device = derive_seed(probe.options.seed, "rehearse"), batch.labels.device.type
 
     def check_shape(_module: nn.Module, _inputs: Any, output: Any) -> None:
         # Checked before the loss, because labels beyond the outputs make an accelerator unusable.
@@ -73,7 +73,7 @@ def run_trial(probe: StepProbe, loader: Loader, classes: int, count: int) -> Tri
         if isinstance(main, Tensor) and main.ndim == 2 and len(main) == count:
             _check_outputs(main.shape, count, classes)
 
-    with restored(probe.network), seeded_generators(seed, device) as drawn:
+    with restored_network(probe.network), seeded_generators(seed, device) as drawn:
         with model.register_forward_hook(check_shape), record_inputs(probe.network.norms.layers) as seen:
             given = probe.run(batch, lambda found: _check_outputs(found.logits.shape, count, classes))
         trained = {name: one.grad for name, one in model.named_parameters() if one.requires_grad}
@@ -95,7 +95,7 @@ def _check_outputs(shape: torch.Size, count: int, classes: int) -> None:
 
 
 def time_sample(model: nn.Module, images: Tensor, world: World) -> float:
-    """Estimates the seconds of an update per sample; 0 on accelerators, and if a forward pass fails. A collective."""
+    """Estimates an update's seconds per sample. Returns 0 on accelerators, or if a forward pass fails. A collective."""
     if world.device != "cpu":
         return 0.0
     taken: list[float] = []
@@ -111,7 +111,7 @@ def time_sample(model: nn.Module, images: Tensor, world: World) -> float:
 
 
 def time_step(probe: StepProbe, loader: Loader, share: int, world: World) -> tuple[float, float]:
-    """Returns the seconds of an update of `share` samples and of its backward on the slowest process. A collective."""
+    """Returns the slowest process's seconds for an update of `share` samples and for its backward. A collective."""
     count = min(share, MOST_TIMED, probe.options.micro_batch or share)
     batch = first_samples(loader, count)
     trained = [parameter for parameter in probe.network.model.parameters() if parameter.requires_grad]
@@ -119,7 +119,7 @@ def time_step(probe: StepProbe, loader: Loader, share: int, world: World) -> tup
     copies = [parameter.detach().clone() for parameter in trained]
     optimizer = torch.optim.SGD(copies, lr=0.0, momentum=0.9)
     taken = torch.zeros(TIMED, 3, dtype=torch.float64)
-    with restored(probe.network), torch.random.fork_rng(devices=[]):
+    with restored_network(probe.network), torch.random.fork_rng(devices=[]):
         for number in range(TIMED):
             for parameter in trained:
                 parameter.grad = None
@@ -139,8 +139,8 @@ def time_step(probe: StepProbe, loader: Loader, share: int, world: World) -> tup
 
 
 def synchronized_time(world: World) -> float:
-    """Waits until the device has finished its work; returns the time in seconds."""
-    wait_for(world.device)
+    """Waits until the device has finished its work. Returns the current time in seconds."""
+    wait_for_device(world.device)
     return time.perf_counter()
 
 
@@ -149,14 +149,14 @@ def warm_up(updater: Updater, loader: Loader, count: int) -> None:
     # With three or more processes, the order of a sum changes its last bits. Parameters and buffers don't change.
     if updater.world.size < 3 or not updater.network.traits.orders_sums:
         return
-    probe = StepProbe(updater.network, updater.loss_fn or sum_of_outputs, updater.options, updater.world)
-    with restored(updater.network), torch.random.fork_rng(devices=[]):
+    probe = StepProbe(updater.network, updater.loss_fn or sum_outputs_as_loss, updater.options, updater.world)
+    with restored_network(updater.network), torch.random.fork_rng(devices=[]):
         probe.run(first_samples(loader, count))
         probe.gradients.finish()
 
 
-def sum_of_outputs(output: Any, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Takes the place of an unknown custom loss: returns the sum [] of all outputs, and empty logits [n, 0]."""
+def sum_outputs_as_loss(output: Any, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Replaces an unknown custom loss. Returns the sum [] of all outputs, and empty logits [n, 0]."""
     zero = torch.zeros((), device=labels.device, requires_grad=True)
     found = (one for one in tree_leaves(output) if isinstance(one, Tensor) and one.requires_grad)
     return sum((one.float().sum() for one in found), zero), labels.new_zeros(len(labels), 0)
@@ -171,7 +171,7 @@ def first_samples(loader: Loader, count: int) -> Batch:
 
 
 @contextmanager
-def restored(network: ParallelNetwork) -> Iterator[None]:
+def restored_network(network: ParallelNetwork) -> Iterator[None]:
     """Restores the buffers and clears the gradients of a network after the context."""
     model = network.model
     before = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
@@ -194,8 +194,8 @@ def set_compile_cache() -> None:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(private_folder("compiled"))
 
 
-class _CompiledCalls:
-    """Replaces a network's `__call__`: compiles passes while `learning`; later passes of other sizes run eagerly."""
+class _CompiledForward:
+    """Replaces a network's `__call__`. Compiles while `learning`. Later, input of an unknown size runs eagerly."""
 
     def __init__(self, model: nn.Module, norms: NormGroups) -> None:
         set_compile_cache()
@@ -215,14 +215,14 @@ class _CompiledCalls:
 def compile_updates(trainer: Trainer) -> None:
     """Compiles the passes of an update before training, so that compilation isn't reported as a stall. A collective."""
     network, updater, feed = trainer.network, trainer.updater, trainer.feed
-    calls, count = _CompiledCalls(network.model, network.norms), min(feed.order.batch, feed.order.length)
+    calls, count = _CompiledForward(network.model, network.norms), min(feed.order.batch, feed.order.length)
     world, began = trainer.world, time.monotonic()
     gradients = StepProbe(network, updater.loss_fn, updater.options, world).gradients
     message = "compiling the network, which may take some minutes; compiled code is cached for the next run"
     if not network.norms.shared_sizes:
         trainer.journal.event("note", message)
-    seed = derive(updater.options.seed, "compile")
-    with restored(network), seeded_generators(seed, world.device.partition(":")[0]):
+    seed = derive_seed(updater.options.seed, "compile")
+    with restored_network(network), seeded_generators(seed, world.device.partition(":")[0]):
         for shares in feed.sharing.micro_batches(count):
             batch = first_samples(feed.loader, max(1, shares[network.share.index].count))
             gradients.forward_backward(feed.micro_batch(shares, batch, count), count, last=False)

@@ -35,7 +35,7 @@ NUMBERS = 10_000  # values in the doctor's all-reduce: more than fit into a pack
 
 
 def work(orders: Orders, scratch: str, agent: int) -> dict[str, Any]:
-    """Runs the task in `orders`. `agent`: process id of this machine's agent; `scratch`: the agent's record folder."""
+    """Runs the task in `orders`. `scratch`: the agent's folder for records. `agent`: process id of the agent."""
     argument = {**take_orders(orders, scratch, agent), "generation": orders.generation}
     job = Job.model_validate(argument["job"])
     folder = RunFolder(Path(argument["folder"]))
@@ -55,10 +55,10 @@ def work(orders: Orders, scratch: str, agent: int) -> dict[str, Any]:
         raise SystemExit(failed.record.exit_code) from None
 
 
-def train_here(
+def run_training(
     job: Job, process_info: ProcessInfo, folder: RunFolder, argument: dict[str, Any], say: Say
 ) -> dict[str, Any]:
-    """Joins the process group, builds the trainer, trains, and leaves. Raises Failed after recording an error."""
+    """Joins the process group, builds the trainer, trains, and leaves the group. Records errors, and raises Failed."""
     mine = GroupMember(process_info, folder, "build")
     with exit_if_hung(mine.hang_reason, mine.print_unsaved):
         try:
@@ -75,43 +75,43 @@ def train_here(
                 raise SystemExit(EXIT_FAILED) from error
             record = mine.record_failure(error)
             if record.exit_code == EXIT_FAILED and job.cluster.recovers:
-                _rescue(mine, consequence=record.consequence)
+                _save_before_restart(mine, consequence=record.consequence)
             if mine.trainer and isinstance(error, Exception):
                 mine.trainer.saver.wait()
             raise Failed(record) from error
         finally:
-            mine.release()
+            mine.release_resources()
 
 
-def _rescue(mine: GroupMember, *, consequence: bool) -> None:
+def _save_before_restart(member: GroupMember, *, consequence: bool) -> None:
     """Saves the training state before a restart. `consequence`: True if another process failed first."""
     from manyhands.train.saving import rescue
 
     # On an accelerator, an aborted collective doesn't stop the update, so the parameters may be wrong.
-    world = mine.trainer.world if mine.trainer else None
+    world = member.trainer.world if member.trainer else None
     if not world or (consequence and world.device != "cpu" and world.backend != "gloo"):
         return
     if HEARTBEAT_FILE in os.environ:  # makes the agent wait for the save
-        emergency_save_path(Path(os.environ[HEARTBEAT_FILE]).parent, mine.process_info.rank).touch()
-    mine.trainer.saver.wait()
+        emergency_save_path(Path(os.environ[HEARTBEAT_FILE]).parent, member.process_info.rank).touch()
+    member.trainer.saver.wait()
     try:
-        if rescue(mine.trainer):
-            mine.trainer.journal.line(f"saved step {mine.trainer.progress.step} for the restart")
+        if rescue(member.trainer):
+            member.trainer.journal.line(f"saved step {member.trainer.progress.step} for the restart")
     except Exception as error:  # noqa: BLE001 - also from the user's state_dict(); the first failure is raised
-        mine.trainer.journal.line(f"could not save for the restart: {error}")
+        member.trainer.journal.line(f"could not save for the restart: {error}")
 
 
-def _join_and_build(mine: GroupMember, job: Job, argument: dict[str, Any], say: Say) -> Any:
-    world = mine.join(job, shared_options(job), say).world
-    if mine.process_info.started_by not in {OUR_HEAD, MET}:
-        mine.folder = share_folder(world, mine.folder)
+def _join_and_build(member: GroupMember, job: Job, argument: dict[str, Any], say: Say) -> Any:
+    world = member.join(job, shared_options(job), say).world
+    if member.process_info.started_by not in {OUR_HEAD, MET}:
+        member.folder = share_folder(world, member.folder)
     wait_for_editor(world.rank, world.size, job.cluster)
-    mine.trainer = _build(_with_rank_0_resume(job, world, say), mine.folder, world, argument)
-    return mine.trainer
+    member.trainer = _build_trainer(_with_rank_0_resume(job, world, say), member.folder, world, argument)
+    return member.trainer
 
 
 def _with_rank_0_resume(job: Job, world: Any, say: Say) -> Job:
-    """Returns the job with rank 0's checkpoint.resume, because rank 0 reads and sends the state. A collective."""
+    """Replaces the job's checkpoint.resume by rank 0's, because rank 0 reads and sends the state. A collective."""
     from manyhands.parallel.group.plain import broadcast_plain
 
     own = job.checkpoint.resume
@@ -121,16 +121,16 @@ def _with_rank_0_resume(job: Job, world: Any, say: Say) -> Job:
     return job.model_copy(update={"checkpoint": job.checkpoint.model_copy(update={"resume": shared})})
 
 
-def _build(job: Job, folder: RunFolder, world: Any, argument: dict[str, Any]) -> Any:
+def _build_trainer(job: Job, folder: RunFolder, world: Any, argument: dict[str, Any]) -> Any:
     from manyhands.parallel.apply import follows_plan, resolve_mode
     from manyhands.train.build import build
-    from manyhands.train.choose_sync import check_combination
+    from manyhands.train.choose_sync import check_sync_and_mode
     from manyhands.train.objects import Objects
     from manyhands.train.parts import Parts
     from manyhands.train.saver import writers_of
 
     mode = resolve_mode(job.parallel.mode, world)
-    check_combination(job.sync.method, mode)
+    check_sync_and_mode(job.sync.method, mode)
     journal = Journal(folder, world.rank)
     if world.is_main:
         journal.event("started", processes=world.size, device=world.device, backend=world.backend, mode=mode)
@@ -147,9 +147,9 @@ def _build(job: Job, folder: RunFolder, world: Any, argument: dict[str, Any]) ->
         job = precision.job
     followed, about = None, dict[str, Any]()
     if follows_plan(mode) and not world.alone and job.parallel.searches:
-        from manyhands.worker.plan_search import decide
+        from manyhands.worker.plan_search import select_run_plan
 
-        followed, about = decide(job, world, folder, objects or Objects())
+        followed, about = select_run_plan(job, world, folder, objects or Objects())
         mode = mode if followed else USUAL_MODE
     elif follows_plan(mode):
         from manyhands.parallel.plan import broadcast_plan
@@ -158,15 +158,15 @@ def _build(job: Job, folder: RunFolder, world: Any, argument: dict[str, Any]) ->
     splits = precision.splits if precision else None
     trainer = build(Parts.from_job(job, folder, world, mode, objects, followed, splits, header=not announced))
     trainer.saver.writers = writers_of(folder, world, in_pieces=job.checkpoint.pieces and bool(trainer.network.layouts))
-    notes = (*(precision.said if precision else ()), *about.get("untimed", ()), about.get("reason"))
+    notes = (*(precision.reasons if precision else ()), *about.get("untimed", ()), about.get("reason"))
     for note in filter(None, notes):
         trainer.journal.event("note", note)
-    write_metadata(trainer, {**about, **(precision.about if precision else {})})
+    write_metadata(trainer, {**about, **(precision.plan_fields if precision else {})})
     return trainer
 
 
 def _resolve_precision(job: Job, folder: RunFolder, world: Any, mode: str, objects: Any) -> tuple[Any, bool]:
-    """Returns (the precision, True if a measurement of it has already recorded the run's data and network)."""
+    """Returns the resolved precision, and True if data and network were already recorded before a measurement."""
     from manyhands.train.data_setup import class_names
     from manyhands.train.parts import record_setup
     from manyhands.train.precision import resolve_precision
@@ -183,7 +183,7 @@ def _resolve_precision(job: Job, folder: RunFolder, world: Any, mode: str, objec
 
 
 def load_objects(argument: dict[str, Any]) -> Any:
-    """Returns the user's Python objects, from a pickle file or as passed in this process; None without objects."""
+    """Returns the user's Python objects, from a pickle file or as passed in this process, or None."""
     path = argument.get("objects")
     if not path:
         return argument.get("live")
@@ -208,13 +208,13 @@ def _predict(_job: Job, world: Any, argument: dict[str, Any]) -> dict[str, Any]:
 
 
 def _try_plans(job: Job, world: Any, argument: dict[str, Any]) -> dict[str, Any]:
-    from manyhands.worker.plan_search import try_out
+    from manyhands.worker.plan_search import run_plan_task
 
-    return try_out(job, world, argument)
+    return run_plan_task(job, world, argument)
 
 
-def _check_sum(_job: Job, world: Any, argument: dict[str, Any]) -> dict[str, Any]:
-    """Runs the doctor's all-reduce; returns the seconds since the start. Raises RuntimeError if the sum is wrong."""
+def _check_all_reduce(_job: Job, world: Any, argument: dict[str, Any]) -> dict[str, Any]:
+    """Runs the doctor's all-reduce. Returns the seconds since the start. Raises RuntimeError for a wrong sum."""
     import torch
     import torch.distributed as dist
 
@@ -232,16 +232,16 @@ _TASKS: dict[str, tuple[Callable[[Job, Any, dict[str, Any]], dict[str, Any]], st
     "evaluate": (_evaluate, "evaluate"),
     "predict": (_predict, "predict"),
     "plan": (_try_plans, None),
-    "add-up": (_check_sum, "doctor"),
+    "add-up": (_check_all_reduce, "doctor"),
 }
 
 
 def run_task(
     job: Job, process_info: ProcessInfo, folder: RunFolder, argument: dict[str, Any], say: Say
 ) -> dict[str, Any]:
-    """Joins the process group, runs `argument["task"]`, and leaves. Raises Failed after recording an error."""
+    """Joins the process group, runs `argument["task"]`, and leaves the group. Records errors, and raises Failed."""
     if argument["task"] == "train":
-        return train_here(job, process_info, folder, argument, say)
+        return run_training(job, process_info, folder, argument, say)
     function, phase = _TASKS[argument["task"]]
     mine = GroupMember(process_info, folder, phase or argument["action"])
     argument = {**argument, "joining_since": time.monotonic()}
@@ -250,7 +250,7 @@ def run_task(
     except (Exception, KeyboardInterrupt) as error:
         raise Failed(mine.record_failure(error)) from error
     finally:
-        mine.release()
+        mine.release_resources()
 
 
 def import_training() -> None:
@@ -261,10 +261,10 @@ def import_training() -> None:
 
 
 def preload(orders: Orders | None = None) -> None:
-    """Imports the training modules, and, if workers may need them, the precision measurement and torchvision.
+    """Imports the modules for training and, if workers may need them, the precision measurement and torchvision.
 
-    torchvision imports torch's compiler and takes as long as torch. Meanwhile, a thread opens the data if it is a
-    built-in data set, such as cifar10. Raises RunError if torchvision can't be imported.
+    torchvision takes as long as torch, because it imports torch's compiler. Meanwhile, a thread opens the data if it is
+    a built-in data set, such as cifar10. Raises RunError if torchvision can't be imported.
     """
     job = Job.model_validate(orders.argument["job"]) if orders else None
     with ThreadPoolExecutor(1, "opens the data") as pool:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from manyhands.core.errors import EXIT_INTERRUPTED, EXIT_USAGE, ManyhandsError, RunError
 from manyhands.core.records import FAILURE_FILE, Failure, write_json
 from manyhands.core.run_folder import RunFolder
-from manyhands.core.user_code import users_traceback
+from manyhands.core.user_code import user_traceback
 from manyhands.parallel.gradients import AUTOCAST
 from manyhands.parallel.group.rendezvous import PeerFailure
 
@@ -35,36 +35,36 @@ OWN_MISTAKES = ("EADDRINUSE", "Address already in use", "address already in use"
 
 
 def describe_failure(error: BaseException, *, rank: int, step: int | None, phase: str) -> Failure:
-    """Returns the failure record of an exception on this process. `phase`: such as "build" or "evaluate"."""
+    """Returns the failure record of an exception on this process. `phase`: the activity, such as "evaluate"."""
     if isinstance(error, KeyboardInterrupt):
         error = ManyhandsError("stopped without a save")
         error.exit_code = EXIT_INTERRUPTED
     known = error if isinstance(error, ManyhandsError) else None
     text = "".join(traceback.format_exception(error))
     cause = known.__cause__ if known else error
-    excerpt = users_traceback(cause) if cause else "\n".join(getattr(error, "__notes__", ()))
+    excerpt = user_traceback(cause) if cause else "\n".join(getattr(error, "__notes__", ()))
     own: dict[str, Any] = {"what": f"{type(error).__name__}: {error}".strip()}
     if known:
         own = {"what": known.message, "where": known.where, "hints": list(known.hints), "exit_code": known.exit_code}
-    return _record(
+    return _make_record(
         rank,
         step,
         phase,
         error=type(error).__name__,
         traceback="" if known and known.__cause__ is None else text,
         excerpt=excerpt or ("" if known else text),
-        consequence=is_consequence(error),
+        consequence=is_peer_loss(error),
         **own,
     )
 
 
-def _record(rank: int, step: int | None, phase: str, **fields: Any) -> Failure:
+def _make_record(rank: int, step: int | None, phase: str, **fields: Any) -> Failure:
     here = {"time": time.time(), "host": socket.gethostname(), "pid": os.getpid()}
     return Failure(rank=rank, step=step, phase=phase, **here, **fields)
 
 
-def is_consequence(error: BaseException) -> bool:
-    """Returns True if the error only reports the loss of a peer."""
+def is_peer_loss(error: BaseException) -> bool:
+    """Returns True if an error only reports that another process ended or is unreachable."""
     if isinstance(error, ManyhandsError):
         return False
     said = str(error)
@@ -75,13 +75,13 @@ def is_consequence(error: BaseException) -> bool:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Returns True if a device or the machine was out of memory."""
+    """Returns True if an error reports that a device or the machine is out of memory."""
     known = isinstance(error, torch.OutOfMemoryError | MemoryError)
     return known or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error))
 
 
-def explain_memory(error: BaseException, trainer: "Trainer | None") -> RunError:
-    """Returns an error with hints for out of memory; runs smaller batches on this process to suggest one that fits."""
+def explain_out_of_memory(error: BaseException, trainer: "Trainer | None") -> RunError:
+    """Returns an error with hints for an out-of-memory error. Runs smaller batches, to suggest one that fits."""
     first_line = str(error).strip().partition("\n")[0][:200] or type(error).__name__
     if trainer is None:
         hints = ["choose a smaller network or a smaller data.image_size"]
@@ -97,7 +97,7 @@ def explain_memory(error: BaseException, trainer: "Trainer | None") -> RunError:
         fits = _largest_that_fits(trainer, taken, evaluating=True)
         hints = [f"reduce the batch: --set train.evaluate_batch={fits}"] if fits else []
     else:
-        share = max(trainer.feed.samples_of_each())
+        share = max(trainer.feed.samples_by_rank())
         taken = min(options.micro_batch or share, share)
         fits = _largest_that_fits(trainer, taken, evaluating=False)
         hints = [f"add --set train.micro_batch={fits}; the global batch stays {options.batch}"] if fits else []
@@ -113,7 +113,7 @@ def explain_memory(error: BaseException, trainer: "Trainer | None") -> RunError:
 
 
 def _largest_that_fits(trainer: "Trainer", taken: int, *, evaluating: bool) -> int:
-    """Halves the number of samples until a pass fits into memory; 0 if none fits or a pass needs other processes."""
+    """Halves the number of samples until a pass fits into memory. Returns 0 if that isn't possible on this process."""
     from manyhands.train.trial_step import StepProbe
 
     model, size = trainer.network.model, taken // 2 if not trainer.network.share.collective_forward else 0
@@ -141,7 +141,7 @@ def _largest_that_fits(trainer: "Trainer", taken: int, *, evaluating: bool) -> i
 
 
 def save_record(record: Failure, folder: RunFolder) -> Failure:
-    """Writes the record for agent and launcher, and the full traceback into the log. Returns the record.
+    """Writes the record for agent and launcher, and the full traceback into the log. Returns it with a hint.
 
     Call this before any operation that may wait for other processes. Creates no folders, because the run folder may not
     be known yet, or may have been removed.
@@ -165,8 +165,8 @@ def write_record(record: Failure, folder: RunFolder) -> None:
             write_json(place, record)
 
 
-def with_first_cause(group: Any, record: Failure) -> Failure:
-    """Publishes a failure as the first cause. A consequence isn't published: its record gets the known first cause."""
+def publish_or_adopt_first_cause(group: Any, record: Failure) -> Failure:
+    """Publishes a failure as the first cause, unless it is a consequence. Then, the record gets the first cause."""
     if not record.consequence:
         group.cause.publish(PeerFailure.create(record.rank, record.host, record.what))
         return record
@@ -179,13 +179,13 @@ def with_first_cause(group: Any, record: Failure) -> Failure:
 
 
 def first_failure_fields(failure: Any) -> dict[str, Any]:
-    """Returns the fields of a record (what, hints, excerpt) that report another process's failure as the cause."""
+    """Returns a record's "what", "hints" and "excerpt" that report another process's failure as the cause."""
     what = f"rank {failure.rank} on {failure.host} failed first: {failure.what}"
     return {"what": what, "hints": [f"see the terminal or log of rank {failure.rank}"], "excerpt": ""}
 
 
-def describe_peer(failure: Any, *, rank: int, step: int | None, phase: str) -> Failure:
-    """Returns this process's record after another process failed. `failure`: that process's failure, or None."""
+def describe_peer_failure(failure: Any, *, rank: int, step: int | None, phase: str) -> Failure:
+    """Returns this process's record after another process failed. `failure`: the other's failure; None: unknown."""
     what, hints = "rank 0's store is unreachable, so the run can't continue", ["see the last messages of rank 0"]
     known = first_failure_fields(failure) if failure else {"what": what, "hints": hints}
-    return _record(rank, step, phase, error="PeerGone", consequence=True, **known)
+    return _make_record(rank, step, phase, error="PeerGone", consequence=True, **known)

@@ -8,15 +8,15 @@ from manyhands.config.job import Job
 from manyhands.core.errors import UserError
 from manyhands.data.folder import list_folder
 from manyhands.data.known import is_published
-from manyhands.data.open import is_plain_folder, open_data
+from manyhands.data.open import is_unsplit_folder, open_data
 from manyhands.data.order import large_batch_note
 from manyhands.data.splits import describe_samples
 
-__all__ = ["describe_data", "describe_pickled", "is_plain_folder", "processes_here", "rewrite"]
+__all__ = ["convert_checkpoint", "default_processes", "describe_data", "describe_pickled", "is_unsplit_folder"]
 
 
 def describe_data(job: Job) -> tuple[str, str]:
-    """Returns a description of the data, and a message if the batch is larger than the training split (else "").
+    """Returns a description of the data, and a message if the batch is larger than the training split.
 
     Both are empty if the data requires a download or user code. Raises UserError if a data folder is unusable.
     """
@@ -37,7 +37,7 @@ def describe_data(job: Job) -> tuple[str, str]:
     return describe_samples(samples, evaluated, classes), large_batch_note(job.train.batch, samples)
 
 
-def processes_here(job: Job) -> int:
+def default_processes(job: Job) -> int:
     """Returns the number of processes to start on this machine by default."""
     from manyhands.cluster.agents.elastic import devices_here  # imports torch's elastic agent
 
@@ -50,15 +50,15 @@ def describe_pickled(path: Path) -> dict[str, Any]:
     return open_checkpoint(path).as_plain()
 
 
-def rewrite(find: Callable[[], Path], target: Path, plan: Path | None) -> tuple[str, ...]:
-    """Copies the checkpoint at `find()` to `target`, sharded by `plan` or unsharded. Returns notes on omitted data."""
+def convert_checkpoint(find_source: Callable[[], Path], target: Path, plan: Path | None) -> tuple[str, ...]:
+    """Writes a copy of a checkpoint, sharded by `plan` or unsharded. Returns messages about omitted data."""
     from manyhands.checkpoint import reshard
     from manyhands.checkpoint.read import open_checkpoint
     from manyhands.checkpoint.snapshot import EXTRA_STATE
 
     reshard.refuse_existing(target)
     layout = reshard.read_network_layout(plan) if plan else None
-    path = find()
+    path = find_source()
     source = open_checkpoint(path, verified=path.is_dir(), wanted=layout.layouts if layout else ())
     if layout:
         reshard.reshard(source, target, layout)

@@ -15,7 +15,7 @@ from manyhands.config.job import ClusterOptions, Job
 from manyhands.core import terminal
 from manyhands.core.records import Failure
 from manyhands.core.run_folder import RunFolder
-from manyhands.core.stops import delayed_stops
+from manyhands.core.stops import stop_signals_delayed
 from manyhands.core.world import ProcessInfo
 
 Say = Callable[[str], None]
@@ -23,7 +23,7 @@ OUR_HEAD, MET = "manyhands", "met"  # values of `ProcessInfo.started_by`: one la
 
 
 class GroupMember:
-    """This process as a member of a process group; also read by other threads. `phase` is for failure records."""
+    """This process as a member of a process group. `phase`: the activity, for failure records."""
 
     def __init__(self, process_info: ProcessInfo, folder: RunFolder, phase: str) -> None:
         self.process_info, self.folder, self._phase = process_info, folder, phase
@@ -32,11 +32,11 @@ class GroupMember:
         self._failed = False
 
     def join(self, job: Job, options: str, say: Say, *, ends_with_rank_0: bool = True) -> Any:
-        """Joins and returns the process group. `options` must be equal on all processes.
+        """Joins and returns the process group. `options`: a text that must be equal on all processes.
 
         `ends_with_rank_0`: False if rank 0 may finish before this process.
         """
-        with delayed_stops():
+        with stop_signals_delayed():
             from manyhands.parallel.group.join import join
 
         process_info = self.process_info
@@ -46,21 +46,21 @@ class GroupMember:
             ends_itself = group.world.device in {"cpu", "mps"} or group.earlier_groups is not None
             group.listen(
                 process_info.attempt,
-                None if ends_itself else lambda failure: self.leave(failure) if failure or ends_with_rank_0 else None,
+                None if ends_itself else lambda failure: self.exit(failure) if failure or ends_with_rank_0 else None,
             )
         return group
 
-    def leave(self, failure: Any) -> None:
-        """Records a peer's failure and ends this process. Called by a thread, as the main thread may hang."""
-        from manyhands.worker.failure import describe_peer, save_record
+    def exit(self, failure: Any) -> None:
+        """Records a peer's failure and ends this process, from a thread, because the main thread may hang."""
+        from manyhands.worker.failure import describe_peer_failure, save_record
 
-        record = save_record(describe_peer(failure, **self._position()), self.folder)
+        record = save_record(describe_peer_failure(failure, **self._step_and_phase()), self.folder)
         terminal.say(str(as_error(record)))
         if self.group:
             self.group.abort()
 
     def liveness_checked(self) -> AbstractContextManager[None]:
-        """Returns a context that runs the liveness check of all processes, or does nothing if an agent runs it."""
+        """Returns a context in which the liveness check runs, unless an agent runs it."""
         group, trainer = self.group, self.trainer
         if group.store is None or self.process_info.started_by in {OUR_HEAD, MET}:
             return nullcontext()
@@ -73,37 +73,37 @@ class GroupMember:
             trainer.journal.event("warning", words, trainer.progress.step)
 
         beat = trainer.heartbeats.heartbeat
-        return LivenessCheck(group.store, self.process_info, group.present, beat, say).answering()
+        return LivenessCheck(group.store, self.process_info, group.present, beat, say).run_in_background()
 
     def hang_reason(self) -> str:
-        """Returns why this process hangs and can't save; an empty string if it doesn't hang."""
+        """Returns a sentence if this process hangs, so that it can't save a checkpoint, else ""."""
         return self.trainer.heartbeats.hang_reason() if self.trainer else ""
 
     def print_unsaved(self, why: str) -> None:
-        """Prints the last saved step, and `why` no later step was saved; called before this process is killed."""
+        """Prints the last saved step, and the reason `why` no later step is saved, before this process is killed."""
         if self.process_info.rank == 0 or self.process_info.started_by == "--init":
             terminal.say(str(unsaved_error(self.folder.path, saved_step(self.folder), why)))
 
     def record_failure(self, error: BaseException) -> Failure:
-        """Writes and returns this process's failure record, with the first cause if known."""
+        """Writes and returns this process's failure record. If another process failed first, reports that failure."""
         from manyhands.worker import failure
 
-        self._failed, position = True, self._position()
+        self._failed, position = True, self._step_and_phase()
         if failure.is_out_of_memory(error):
-            cause, error = error, failure.explain_memory(error, self.trainer)
+            cause, error = error, failure.explain_out_of_memory(error, self.trainer)
             error.__cause__ = cause
         record = failure.save_record(failure.describe_failure(error, **position), self.folder)
         if self.group and self.group.cause:
-            record = failure.with_first_cause(self.group, record)
+            record = failure.publish_or_adopt_first_cause(self.group, record)
             failure.write_record(record, self.folder)
         return record
 
-    def _position(self) -> dict[str, Any]:
+    def _step_and_phase(self) -> dict[str, Any]:
         trainer = self.trainer
         phase = trainer.heartbeats.phase if trainer else self._phase if self.group else "join"
         return {"rank": self.process_info.rank, "step": trainer.progress.step if trainer else None, "phase": phase}
 
-    def release(self) -> None:
+    def release_resources(self) -> None:
         if self.trainer:
             self.trainer.resources.close()
         if self.group:
@@ -111,7 +111,7 @@ class GroupMember:
 
 
 def share_folder(world: Any, folder: RunFolder) -> RunFolder:
-    """Creates the run folder at rank 0's path on every machine, and returns it. A collective."""
+    """Creates and returns the run folder, at rank 0's path on every machine. A collective."""
     from manyhands.parallel.group.plain import broadcast_plain
 
     folder = RunFolder(Path(broadcast_plain(str(folder.path.absolute()), world)))
@@ -120,7 +120,7 @@ def share_folder(world: Any, folder: RunFolder) -> RunFolder:
 
 
 def publish_invalid_rank(job: Job, process_info: ProcessInfo, what: str) -> None:
-    """Reports this process's invalid rank, described by `what`, to all processes that wait in the rendezvous."""
+    """Reports that this process has an invalid rank to all processes that wait in the rendezvous. `what`: why."""
     # Silences torch's C++ log.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     from manyhands.parallel.group.rendezvous import report_invalid_rank, report_to_waiting_ranks
@@ -129,7 +129,7 @@ def publish_invalid_rank(job: Job, process_info: ProcessInfo, what: str) -> None
 
 
 def shared_options(job: Job) -> str:
-    """Returns the version and the options that must be equal on all processes, such as "train.epochs=3 …".
+    """Returns a text of the version and the options that must be equal on all processes, such as "train.epochs=3 …".
 
     Numbers are written as text. Other values are written as digests, because values may be private.
     """

@@ -7,17 +7,17 @@ from typing import Any
 
 from torch import nn
 
-from manyhands.checkpoint.folders import resolve
-from manyhands.checkpoint.read import load
-from manyhands.checkpoint.trained import find_record, note_trained_on
+from manyhands.checkpoint.folders import find_checkpoint
+from manyhands.checkpoint.read import load_checkpoint
+from manyhands.checkpoint.trained import find_record, record_trained_on
 from manyhands.cluster.failures import as_error
 from manyhands.config.job import Job
 from manyhands.core.errors import EXIT_SAVED
 from manyhands.core.run_folder import NOWHERE, RunFolder
-from manyhands.core.stops import StopSignal, listening
+from manyhands.core.stops import StopSignal, stop_signal
 from manyhands.core.terminal import say
 from manyhands.core.world import ProcessInfo, World
-from manyhands.data.samples import as_picture
+from manyhands.data.samples import to_pil_image
 from manyhands.parallel.group.join import existing_process_info
 from manyhands.train.data_setup import digest_data, digest_trainable, digest_weights, open_splits
 from manyhands.train.objects import Objects
@@ -27,14 +27,14 @@ from manyhands.train.trained import guess, open_trained
 from manyhands.worker.member import GroupMember, share_folder, shared_options
 from manyhands.worker.run_metadata import write_metadata
 
-__all__ = ["as_picture", "digest_of_objects", "digest_trainable", "digest_weights", "existing_process_info"]
-__all__ += ["guess", "load_weights", "open_trained", "opened"]
+__all__ = ["digest_data_objects", "digest_trainable", "digest_weights", "existing_process_info", "to_pil_image"]
+__all__ += ["guess", "load_weights", "open_session", "open_trained"]
 
 _SUCCESS_CODES = {None, 0, EXIT_SAVED}  # exit codes of a user's loop that aren't failures
 
 
 @contextlib.contextmanager
-def opened(
+def open_session(
     job: Job,
     process_info: ProcessInfo,
     program: str,
@@ -42,7 +42,7 @@ def opened(
     scheduled: bool,
     metrics: Mapping[str, Any],
 ) -> Iterator[Session]:
-    """Opens a session of processes that run the same `program`, with rank 0's run folder or without a folder.
+    """Opens a session with the processes that run the same `program`, with rank 0's run folder or without a folder.
 
     `scheduled`: True if the job sets the learning rate. `metrics`: the user's metric objects by name.
     """
@@ -50,7 +50,7 @@ def opened(
     options = f"{shared_options(job)} program={program} folder={folder is not None}"
     try:
         world = mine.join(job, options, say, ends_with_rank_0=False).world
-        with listening() if folder else contextlib.nullcontext(StopSignal()) as stop:
+        with stop_signal() if folder else contextlib.nullcontext(StopSignal()) as stop:
             shared = share_folder(world, folder) if folder else None
             mine.folder = shared or NOWHERE
             own = {"scheduled": scheduled, "metrics": metrics}
@@ -67,18 +67,18 @@ def opened(
     finally:
         if here:
             here.close()
-        mine.release()
+        mine.release_resources()
 
 
 def load_weights(model: nn.Module, run: Path) -> None:
-    """Loads a run's last checkpoint into a network, and notes the run's preprocessing and classes for this network."""
-    path = resolve(run, "last")
-    snapshot = load(path)
+    """Loads a run's last checkpoint into a network. Stores the run's preprocessing and classes for this network."""
+    path = find_checkpoint(run, "last")
+    snapshot = load_checkpoint(path)
     load_snapshot(snapshot, model, str(path))
     if record := find_record(path, snapshot.state):
-        note_trained_on(model, record.pictures, record.classes)
+        record_trained_on(model, record.pictures, record.classes)
 
 
-def digest_of_objects(job: Job, objects: Objects) -> dict[str, str]:
-    """Returns digests of data sets that were passed as Python objects; an empty dict without such data sets."""
+def digest_data_objects(job: Job, objects: Objects) -> dict[str, str]:
+    """Returns a dict of digests of the data if the data sets were passed as Python objects, else {}."""
     return digest_data(open_splits(job, World(), objects)) if objects.train_set is not None else {}

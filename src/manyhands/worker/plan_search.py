@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from manyhands.config.job import Job
 from manyhands.config.load import load_job_argument
-from manyhands.core.choices import module_names, unknown_choice
-from manyhands.core.devices import device_kind, require_device
+from manyhands.core.choices import module_names, unknown_choice_error
+from manyhands.core.devices import require_device, resolve_device_type
 from manyhands.core.errors import UserError
 from manyhands.core.machine import cores
 from manyhands.core.mesh import Mesh, parse_mesh
@@ -45,9 +45,9 @@ from manyhands.train.choose_sync import ruled_out
 from manyhands.train.data_setup import open_splits, pixels_for
 from manyhands.train.loss import make_loss_fn
 from manyhands.train.objects import Objects
-from manyhands.train.optimize import make_optimizer, slots_of, steps_to_make
-from manyhands.train.precision import make_network, plain_precision, resolve_precision, sizes_of
-from manyhands.worker.plan_advice import Advice, advised, as_plain, sync_row, sync_seconds
+from manyhands.train.optimize import count_updates, make_optimizer, state_values_per_parameter
+from manyhands.train.precision import fp32_precision, make_network, network_sizes, resolve_precision
+from manyhands.worker.plan_advice import Advice, choice_as_plain, recommend, sync_row, sync_seconds
 
 RunTask = Callable[[Job, dict[str, Any]], dict[str, Any]]  # runs a task in a job's processes; returns rank 0's result
 MOST_TIMED = 8  # timings of more processes on one machine depend more on the machine than on the plan
@@ -59,16 +59,16 @@ LINKS, MEASURE, VERIFY = "links", "measure", "verify"  # actions of the task "pl
 _LINK_BUDGET_S = 5.0
 
 
-def network_of(job: Job, world: World | None = None, objects: Objects | None = None) -> dict[str, Any]:
-    """Returns a dict of channels, size, classes, batch and samples (per epoch). Raises UserError without data."""
+def network_description(job: Job, world: World | None = None, objects: Objects | None = None) -> dict[str, Any]:
+    """Returns a dict: channels, size, classes, batch, samples (in an epoch). Raises UserError without data."""
     objects = objects or Objects()
     splits = open_splits(job, world or World(), objects)
-    sizes, samples = sizes_of(job, splits, pixels_for(job, splits, objects)), len(splits.train)
+    sizes, samples = network_sizes(job, splits, pixels_for(job, splits, objects)), len(splits.train)
     return {**sizes, "batch": min(job.train.batch, samples), "samples": samples}
 
 
-def graph_of(model: nn.Module, case: PlanCase) -> Graph:
-    """Traces `model` in training mode and returns the graph of its ops. Converts BatchNorm layers to grouped ones."""
+def trace_graph(model: nn.Module, case: PlanCase) -> Graph:
+    """Converts BatchNorm layers to grouped ones, traces the model in training mode, and returns the graph of ops."""
     group_batch_norms(model)
     graph = describe_network(model, case.picture)
     if not case.cross_entropy:
@@ -76,14 +76,14 @@ def graph_of(model: nn.Module, case: PlanCase) -> Graph:
     return graph
 
 
-def norm_group(job: Job, batch: int) -> int:
-    """Returns the number of samples in a BatchNorm group; 0: no groups, each process uses its own samples."""
+def samples_per_norm_group(job: Job, batch: int) -> int:
+    """Returns the number of samples in a BatchNorm group, or 0 if each process normalizes its own samples."""
     group = job.train.norm_group
     return batch if group == "global" else group if isinstance(group, int) else 0
 
 
-def case_of(job: Job, network: dict[str, Any], device: str, objects: Objects | None = None) -> PlanCase:
-    """Creates the `PlanCase` that times or verifies a job's plans on random samples. `network`: see `network_of`."""
+def make_plan_case(job: Job, network: dict[str, Any], device: str, objects: Objects | None = None) -> PlanCase:
+    """Creates the `PlanCase` that times or verifies a job's plans. `network`: from `network_description`."""
     own, batch, side = objects or Objects(), network["batch"], network["size"]
     options = job.train.model_copy(update={"lr": 1e-6})
     kind = torch.float64 if job.train.precision == "fp64" else torch.float32
@@ -95,11 +95,11 @@ def case_of(job: Job, network: dict[str, Any], device: str, objects: Objects | N
         loss=lambda: make_loss_fn(job.train, own.loss),
         smoothing=job.train.label_smoothing,
         cross_entropy=own.loss is None and job.train.loss == "cross-entropy",
-        norm_group=norm_group(job, batch),
+        norm_group=samples_per_norm_group(job, batch),
         precision=job.train.precision,
         micro_batch=job.train.micro_batch,
         shared_memory=job.parallel.shared_memory,
-        optimizer=lambda model: make_optimizer(model, options, sharded=False, own=own.optimizer),
+        optimizer=lambda model: make_optimizer(model, options, sharded=False, custom=own.optimizer),
     )
 
 
@@ -112,15 +112,15 @@ def parse_request(job: Job, batch: int, device: str, *, mesh: str = "", memory: 
         batch=batch,
         mesh=parse_mesh(mesh, "--mesh") if mesh else None,
         memory_limit_bytes=parse_memory(memory) if memory else None,
-        norm_group=norm_group(job, batch),
-        slots=slots_of(job.train),
+        norm_group=samples_per_norm_group(job, batch),
+        slots=state_values_per_parameter(job.train),
         accelerator=not device.startswith("cpu"),
         **more,
     )
 
 
 def make_links(within: LinkSpeed, between: LinkSpeed | None) -> LinksOf:
-    """Returns a function from a mesh to its links. With `between`, each process runs on its own machine."""
+    """Returns a function that takes a mesh and returns its links. With `between`, each process has its own machine."""
     if between:
         return lambda mesh: mesh_links(mesh, per_machine=1, between=between)
     return lambda mesh: mesh_links(mesh, within=within)
@@ -128,39 +128,39 @@ def make_links(within: LinkSpeed, between: LinkSpeed | None) -> LinksOf:
 
 @dataclass(frozen=True)
 class JobCase:
-    """A job to plan, and the measurements of the job on this machine."""
+    """A job to plan. The properties and methods measure it on this machine."""
 
     job: Job  # the job; `resolved` sets the number of processes, the precision and the layout
-    network: dict[str, Any]  # see `network_of`
+    network: dict[str, Any]  # see `network_description`
     device: str  # torch's device, or the name of a device model
     between: LinkSpeed | None  # the link between machines, if each process has its own machine
     modelled: DeviceModel | None  # the model of a device that isn't on this machine
     measured: bool  # False: all times are estimated
     rates: tuple[float, float] | None = None  # operations and bytes per second of a device model
-    said: tuple[str, ...] = ()  # messages about the choices
+    notes: tuple[str, ...] = ()  # messages about the choices
 
     @property
-    def here(self) -> str:
-        """The device of this machine on which the network is created."""
+    def own_device(self) -> str:
+        """The device of this machine that the network is created on."""
         return "cpu" if self.modelled else self.device
 
     def resolved(self, processes: int) -> "JobCase":
         """Returns a copy with precision and memory format resolved, by measurement if requested and possible."""
         smaller = large_batch_note(self.job.train.batch, self.network["samples"])
         if self.modelled:
-            found = plain_precision(self.job)
+            found = fp32_precision(self.job)
             precision = found.job.train.precision
             rates, model = self.modelled.rates(precision), self.modelled.describe_source(precision)
         else:
-            world, mode = World(device=device_kind(self.job.cluster.device, processes)), self.job.parallel.mode
+            world, mode = World(device=resolve_device_type(self.job.cluster.device, processes)), self.job.parallel.mode
             found = resolve_precision(self.job, NOWHERE, world, mode, Objects(), measure=self.measured)
             rates, model = None, ""
-        said = (*filter(None, (*found.said, model, smaller)),)
-        return replace(self, job=with_processes(found.job, processes), rates=rates, said=said)
+        said = (*filter(None, (*found.reasons, model, smaller)),)
+        return replace(self, job=with_processes(found.job, processes), rates=rates, notes=said)
 
     @functools.cached_property
     def graph(self) -> Graph:
-        return graph_of(self._model, self._case)
+        return trace_graph(self._model, self._case)
 
     @functools.cached_property
     def _model(self) -> nn.Module:
@@ -168,38 +168,38 @@ class JobCase:
 
     @functools.cached_property
     def _case(self) -> PlanCase:
-        return case_of(self.job, self.network, self.here)
+        return make_plan_case(self.job, self.network, self.own_device)
 
-    def share(self, processes: int, budget_s: float = _SHARE_S) -> Timing | None:
-        """Times one process's share of an update that is divided among `processes`; None without measurements."""
+    def timing(self, processes: int, budget_s: float = _SHARE_S) -> Timing | None:
+        """Times the share of one of `processes` processes in an update. Returns None if nothing may be measured."""
         if not self.measured:
             return None
         threads = self.job.cluster.threads or (0 if self.between else max(1, torch.get_num_threads() // processes))
         return time_share(self._case, processes, threads, budget_s)
 
-    def fewer(self, found: SearchResult) -> tuple[PlanCandidate, ...]:
-        """Predicts data parallelism on fewer processes; () if ops are pinned, or for shared CPUs unmeasured."""
+    def predict_smaller_runs(self, found: SearchResult) -> tuple[PlanCandidate, ...]:
+        """Predicts data parallelism on fewer processes. Returns () if ops are pinned or it can't be predicted."""
         # Estimates ignore that the processes of one machine share its cores.
         apart = self.between is not None or self.device != "cpu"
         if found.request.pins or not (apart or self.measured):
             return ()
         counts = fewer_counts(found.request.world_size)
-        return found.predict_fewer({count: self.share(count, _FEWER_S) for count in counts})
+        return found.predict_fewer({count: self.timing(count, _FEWER_S) for count in counts})
 
     def with_cpu_time(self, link: LinkSpeed) -> LinkSpeed:
-        """Adds the measured CPU time of messages to a link; unchanged on accelerators or without measurements."""
+        """Adds the measured CPU time of messages to a link. Returns it unchanged for accelerators or unmeasured."""
         if self.device != "cpu" or not self.measured:
             return link
         return link.with_cpu_cost_of(all_reduce_cpu_cost(cores() / (1 if self.between else self.job.cluster.processes)))
 
     @functools.cached_property
-    def _pass_s(self) -> float:
-        """The seconds to add two vectors as long as all trained parameters; 0 without measurements."""
+    def _vector_sum_s(self) -> float:
+        """The seconds to add two vectors as long as all trained parameters, or 0 if nothing may be measured."""
         count = sum(one.numel() for one in self._model.parameters() if one.requires_grad)
         return pass_seconds(count, self.device) if self.measured else 0.0
 
-    def sync_methods(self, data_parallel: PlanCandidate, links: LinksOf, link: LinkSpeed) -> dict[str, Any]:
-        """Predicts the cost of each sync method, as JSON data; `data_parallel` has the prediction for allreduce."""
+    def predict_sync_costs(self, data_parallel: PlanCandidate, links: LinksOf, link: LinkSpeed) -> dict[str, Any]:
+        """Predicts the cost of each sync method, as JSON data. `data_parallel`: the prediction for allreduce."""
         trained = [one for one in self._model.parameters() if one.requires_grad]
         own, predicted = links(data_parallel.mesh), data_parallel.prediction
         moved_s = sum(one.seconds(own) for one in predicted.collectives if one.when == STATISTICS)
@@ -211,26 +211,26 @@ class JobCase:
             step_s=predicted.compute_seconds,
             backward_s=predicted.hiding_seconds,
             link=link,
-            steps=steps_to_make(self.job.train, self.network["samples"]),
-            pass_s=self._pass_s,
+            steps=count_updates(self.job.train, self.network["samples"]),
+            pass_s=self._vector_sum_s,
             layers_s=max(0.0, predicted.communication_seconds - moved_s),
         )
         job = with_processes(self.job, data_parallel.mesh.size)
-        return as_plain(choose_method(case, job.sync, without=ruled_out(job, USUAL_MODE)), case, job.sync.method)
+        return choice_as_plain(choose_method(case, job.sync, without=ruled_out(job, USUAL_MODE)), case, job.sync.method)
 
 
 def case_to_plan(job: Job, requested: Mapping[str, Any]) -> JobCase:
     """Reads a job's data and link speed. Raises UserError if the data, link speed or device is missing or invalid.
 
-    `requested` has the keys world_size; measure (True: time ops and the best plans on this machine); link (between any
-    two processes, such as 1gbit; "": one machine); device_model (of a device elsewhere; nothing is measured; "": none).
+    `requested` has four keys: world_size, measure (True to time ops and plans on this machine), link (between any two
+    processes, such as 1gbit; "" if on one machine), device_model (of a device that isn't here; "" for this device).
     """
     check_method(job.sync.method)
     modelled = load_device_model(requested["device_model"]) if requested["device_model"] else None
-    device = modelled.name if modelled else device_kind(job.cluster.device, requested["world_size"])
+    device = modelled.name if modelled else resolve_device_type(job.cluster.device, requested["world_size"])
     if not modelled:
         require_device(device, "for other devices, estimate with --device-model h100 (a100, 910b, rtx4090 …)")
-    network = network_of(job)
+    network = network_description(job)
     link, where = (requested["link"], "--link") if requested["link"] else (job.sync.link, "sync.link")
     between = parse_link(link, where) if link else None
     if between and job.cluster.through_ssh:
@@ -296,13 +296,13 @@ def find_plan(  # noqa: PLR0913 - each is one request
 
 
 @dataclass(frozen=True)
-class Planned:
+class PlannedJob:
     """The result of `search_plan`."""
 
     found: SearchResult
     case: JobCase
     notes: tuple[str, ...]  # sentences on ops that are not sharded or not timed
-    sync: dict[str, Any]  # see `JobCase.sync_methods`
+    sync: dict[str, Any]  # see `JobCase.predict_sync_costs`
     fewer: tuple[PlanCandidate, ...]  # data parallel on fewer processes
     advice: Advice  # the recommended plan, with the reason
     files: tuple[Path, Path]  # of the plan and of its picture
@@ -339,10 +339,10 @@ class Planned:
         return {"plan": str(self.files[0]), "picture": str(self.files[1]), **self.plan.as_plain()}
 
 
-def search_plan(job: Job, requested: Mapping[str, Any], out: Path, run_task: RunTask, *, force: bool) -> Planned:
+def search_plan(job: Job, requested: Mapping[str, Any], out: Path, run_task: RunTask, *, force: bool) -> PlannedJob:
     """Finds a job's plan, times the best plans here if requested and possible, and writes the plan and a picture.
 
-    `requested`: the keys of `case_to_plan`, and mesh, pins, memory, and fill (for ops without a pin: "search" or
+    `requested` has the keys for `case_to_plan`, and mesh, pins, memory, and fill (ops without a pin: "search" or
     "data"). Raises ManyhandsError if a request can't be satisfied, timing fails, or a file would be overwritten.
     """
     world_size, case = requested["world_size"], case_to_plan(job, requested)
@@ -350,7 +350,7 @@ def search_plan(job: Job, requested: Mapping[str, Any], out: Path, run_task: Run
     more: dict[str, Any] = {key: requested[key] for key in ("mesh", "world_size", "fill")}
     more |= {"memory": memory, "pins": parse_pins(requested["pins"])}
     wanted = parse_request(job, case.network["batch"], case.device, **more)
-    drawing = _check_free(out, force=force)
+    drawing = _check_output_paths(out, force=force)
     case = case.resolved(world_size)
     apart, graph = case.between is not None, case.graph
     together = case.measured and not apart and 1 < world_size <= MOST_TIMED
@@ -362,20 +362,20 @@ def search_plan(job: Job, requested: Mapping[str, Any], out: Path, run_task: Run
         link = replace(WITHIN_A_MACHINE, bytes_per_s=case.modelled.within) if case.modelled else WITHIN_A_MACHINE
     link = case.with_cpu_time(link)
     links = make_links(link, link if apart else None)
-    times = OpTimes(case.here, TIMES_BUDGET_S if case.measured else 0.0, rates=case.rates)
-    found = search_plans(graph, wanted, times, links, case.share(world_size))
-    notes = (*case.said, *times.notes, *times.busy_warnings(), *found.notes, *graph.notes)
-    fewer = case.fewer(found)
+    times = OpTimes(case.own_device, TIMES_BUDGET_S if case.measured else 0.0, rates=case.rates)
+    found = search_plans(graph, wanted, times, links, case.timing(world_size))
+    notes = (*case.notes, *times.notes, *times.busy_warnings(), *found.notes, *graph.notes)
+    fewer = case.predict_smaller_runs(found)
     plans = found.plans_as_plain(found.finalists())
     if together and len(plans) > 1:
         pick = pick_measured(run_task(case.job, plan_task(MEASURE, case.network, plans))["seconds"])
         found = replace(found, pick=pick if DATA_PARALLEL in plans else replace(pick, reason=found.pick.reason))
-    sync = case.sync_methods(found.options[0], links, link)
+    sync = case.predict_sync_costs(found.options[0], links, link)
     if not found.pick.measured_seconds and (seconds := sync_seconds(sync)):
         found = found.reselect(seconds)
-    planned = Planned(found, case, notes, sync, fewer, advised(found, sync, fewer, apart=apart), (out, drawing))
+    planned = PlannedJob(found, case, notes, sync, fewer, recommend(found, sync, fewer, apart=apart), (out, drawing))
     plan, letters = planned.plan, found.chosen.letters
-    _check_free(out, force=force)  # another search may have ended meanwhile
+    _check_output_paths(out, force=force)  # another search may have ended meanwhile
     out.parent.mkdir(parents=True, exist_ok=True)
     write_plan_record(out, plan.record())
     draw_plan({name: letters[name] for name in graph.ops if name in letters}, plan.mesh, drawing)
@@ -389,12 +389,12 @@ def with_processes(job: Job, count: int) -> Job:
 
 
 def plan_task(action: str, network: dict[str, Any], plans: dict[str, Any]) -> dict[str, Any]:
-    """Creates the task that verifies or times (`action`) plans. `plans`: {name: plan, or None for data parallel}."""
+    """Creates the task that verifies or times plans, by `action`. `plans`: by name, None for data parallel."""
     return {"task": "plan", "action": action, "network": network, "plans": plans, "rounds": ROUNDS}
 
 
-def _check_free(path: Path, *, force: bool) -> Path:
-    """Returns the picture's path. Raises UserError if `path` isn't .json or a file exists; `force` overwrites plans."""
+def _check_output_paths(path: Path, *, force: bool) -> Path:
+    """Returns the path of the plan's picture. Raises UserError if a file exists (unless `force`) or isn't .json."""
     if path.suffix.lower() != ".json":
         raise UserError(f"the plan file must end in .json: {path.name}", "--out", ("choose --out plan.json",))
     drawing = path.with_suffix(".png")
@@ -406,11 +406,11 @@ def _check_free(path: Path, *, force: bool) -> Path:
     return drawing
 
 
-def decide(job: Job, world: World, folder: RunFolder, objects: Objects) -> tuple[Plan | None, dict[str, Any]]:
+def select_run_plan(job: Job, world: World, folder: RunFolder, objects: Objects) -> tuple[Plan | None, dict[str, Any]]:
     """Selects the plan of a run, the same on all processes. A collective.
 
-    A resumed run with the same number of processes and the same plan options keeps the plan. Returns the plan (None:
-    data parallel) and fields for plan.json: the reason, and each candidate's times. Raises UserError on all processes
+    A resumed run with the same number of processes and the same plan options keeps the plan. Returns the plan, None for
+    data parallel, and fields for plan.json: the reason, and each candidate's times. Raises UserError on all processes
     if an option can't be satisfied.
     """
     options = job.parallel
@@ -421,12 +421,12 @@ def decide(job: Job, world: World, folder: RunFolder, objects: Objects) -> tuple
         about = {name: plan.about[name] for name in ("reason", "candidates", "wish") if name in plan.about}
         mode, known = str(plan.about.get("mode", MODE_OF_SEARCHES)), module_names(MODES)
         if mode not in known:
-            raise unknown_choice("parallel mode", mode, known, "plan.json")
+            raise unknown_choice_error("parallel mode", mode, known, "plan.json")
         return replace(plan, layouts=None, about=about) if follows_plan(mode) else None, about
     if options.plan:
         return broadcast_plan(options, world), {}
-    network = network_of(job, world, objects)
-    case = case_of(job, network, world.device, objects)
+    network = network_description(job, world, objects)
+    case = make_plan_case(job, network, world.device, objects)
     if own := objects.model:
         # The user's network on the device of the pictures, in double precision if they are.
         kind, device = torch.float64 if case.picture.dtype == torch.float64 else None, case.picture.device
@@ -448,7 +448,7 @@ def decide(job: Job, world: World, folder: RunFolder, objects: Objects) -> tuple
 
 
 def _previous_plan(folder: RunFolder, world_size: int, key: list[Any]) -> dict[str, Any] | None:
-    """Returns the run folder's plan if the process count and the plan options (`key`) are unchanged, else None."""
+    """Returns the plan in the run folder if it is for the same process count and plan options (`key`), else None."""
     if not folder.plan.is_file() or not folder.has_checkpoints():
         return None
     plan = read_plan(folder.plan)
@@ -456,12 +456,12 @@ def _previous_plan(folder: RunFolder, world_size: int, key: list[Any]) -> dict[s
 
 
 def _search(job: Job, world: World, case: PlanCase, link: LinkSpeed) -> dict[str, Any]:
-    """Searches for plans, on rank 0 only (see `broadcast_result`). Returns the result as JSON data."""
+    """Searches for the fastest plan, on rank 0 only. Returns the result as JSON data."""
     options = job.parallel
     pins = plan_from_options(options, world.size).ops if options.pin or options.full_batch else {}
     limits = {"mesh": options.mesh, "memory": options.memory}
     wanted = parse_request(job, case.batch, world.device, **limits, world_size=world.size, pins=pins)
-    graph = graph_of(case.make(), case)
+    graph = trace_graph(case.make(), case)
     times = OpTimes(world.device, TIMES_BUDGET_S if options.measure else 0.0)
     found = search_plans(graph, wanted, times, make_links(link, parse_link(options.link) if options.link else None))
     finalists, limit = found.finalists(), wanted.memory_limit_bytes
@@ -479,11 +479,11 @@ def _search(job: Job, world: World, case: PlanCase, link: LinkSpeed) -> dict[str
     }
 
 
-def try_out(job: Job, world: World, argument: dict[str, Any]) -> dict[str, Any]:
-    """Measures links, or times or verifies plans (`argument["action"]`). All ranks call this; results are equal."""
+def run_plan_task(job: Job, world: World, argument: dict[str, Any]) -> dict[str, Any]:
+    """Measures links, or times or verifies plans, by `argument["action"]`. A collective, with equal results."""
     if argument["action"] == LINKS:
         return {"link": asdict(measure_link(None, world.device, _LINK_BUDGET_S))}
-    case = case_of(job, argument["network"], world.device)
+    case = make_plan_case(job, argument["network"], world.device)
     plans = plans_from(argument["plans"])
     if argument["action"] == VERIFY:
         proofs = {name: verify_plan(case, plan, world).as_plain() for name, plan in plans.items() if plan is not None}
@@ -492,5 +492,5 @@ def try_out(job: Job, world: World, argument: dict[str, Any]) -> dict[str, Any]:
 
 
 def plans_from(plans: dict[str, Any]) -> dict[str, Plan | None]:
-    """Parses the result of `SearchResult.plans_as_plain` into plans by name; None: data parallel."""
+    """Parses the result of `SearchResult.plans_as_plain` into plans by name, with None for data parallel."""
     return {name: plan_from_plain(plan, f"plan of {name}") if plan else None for name, plan in plans.items()}

@@ -20,7 +20,7 @@ from manyhands.worker import plan_search
 
 @dataclass(frozen=True)
 class PlanRow:
-    """One op of a plan, as a row of the table that is printed."""
+    """One op of a plan, as a row of the printed table."""
 
     name: str
     kind: str = ""
@@ -31,7 +31,7 @@ class PlanRow:
 
 
 @dataclass(frozen=True)
-class Shown:
+class ShownPlan:
     """A plan file and its network, for display."""
 
     plan: Plan  # the plan as read
@@ -43,7 +43,7 @@ class Shown:
     def as_plain(self) -> dict[str, Any]:
         return {**self.plan.as_plain(), "rows": [asdict(row) for row in self.rows], "notes": self.notes}
 
-    def task(self, *, verify: bool) -> tuple[Job, dict[str, Any]]:
+    def make_task(self, *, verify: bool) -> tuple[Job, dict[str, Any]]:
         """Returns (the job with the plan's number of processes, a task that runs the plan).
 
         The task compares the plan's results with one process (`verify`), or times the plan and data parallel.
@@ -55,15 +55,15 @@ class Shown:
         return job, plan_search.plan_task(action, self.network, {**plans, "plan": plan})
 
 
-def show_plan(path: Path, flags: Mapping[str, Any]) -> Shown:
-    """Reads a plan and rebuilds its network. `flags`: job options by dotted key, may name other data or networks.
+def show_plan(path: Path, flags: Mapping[str, Any]) -> ShownPlan:
+    """Reads a plan and rebuilds its network. `flags`: job options by dotted key, such as another model.name.
 
     Raises UserError if the file is not a plan, or the plan doesn't match the network.
     """
     plan = read_plan(path)
     job, network = _job_and_network(plan, flags, str(path))
-    case = plan_search.case_of(job, network, "cpu")
-    graph = plan_search.graph_of(case.make(), replace(case, cross_entropy=True))
+    case = plan_search.make_plan_case(job, network, "cpu")
+    graph = plan_search.trace_graph(case.make(), replace(case, cross_entropy=True))
     letters, notes = resolve_letters(plan, graph, str(path)), list(graph.notes)
     known = plan.about.get("graph", {})
     if isinstance(known, dict) and known.get("sha") not in {None, graph_digest(graph)}:
@@ -73,15 +73,15 @@ def show_plan(path: Path, flags: Mapping[str, Any]) -> Shown:
     sent: dict[str, list[Collective]] = {}
     for one in PlannedUpdate(graph, letters, plan.mesh, batch, share, plan.mesh.size - 1).collectives():
         sent.setdefault(one.op or one.when, []).append(one)
-    return Shown(plan, _rows(plan, graph, letters, batch, sent), job, network, notes)
+    return ShownPlan(plan, _plan_rows(plan, graph, letters, batch, sent), job, network, notes)
 
 
 def _job_and_network(plan: Plan, flags: Mapping[str, Any], where: str) -> tuple[Job, dict[str, Any]]:
-    """Returns the job and the network (see `network_of`) from the flags if they name data or a model, else the plan."""
+    """Returns the job and the network description, from `flags` if they name data or a model, else from the plan."""
     given = {key: value for key, value in flags.items() if value is not None}
     if given.get("data.name") or given.get("model.name"):
         job = load_job(given).job
-        return job, plan_search.network_of(job)
+        return job, plan_search.network_description(job)
     about, graph = plan.about.get(plan_search.NETWORK), plan.about.get("graph")
     try:
         if not isinstance(about, dict) or not isinstance(graph, dict):
@@ -99,7 +99,7 @@ def _job_and_network(plan: Plan, flags: Mapping[str, Any], where: str) -> tuple[
     return job, network
 
 
-def _rows(
+def _plan_rows(
     plan: Plan, graph: Graph, letters: Mapping[str, Any], batch: int, sent: dict[str, list[Collective]]
 ) -> list[PlanRow]:
     mesh, rows = plan.mesh, list[PlanRow]()
@@ -109,14 +109,14 @@ def _rows(
         special = letters[op.name] != tuple(usual.get(axis, "n") for axis in range(len(mesh.axes)))
         if held or special or op.name in sent:
             shape = " ".join(str(largest_shard_shape(op, letters[op.name], mesh, batch)).split())
-            words = _words(sent.get(op.name, []))
+            words = _label(sent.get(op.name, []))
             rows.append(PlanRow(op.name, op.kind, write_strategy(letters[op.name], mesh), shape, held / 1e6, words))
-    return [*rows, *(PlanRow(when, collectives=_words(sent[when])) for when in (GRADIENTS, STATISTICS) if when in sent)]
+    return [*rows, *(PlanRow(when, collectives=_label(sent[when])) for when in (GRADIENTS, STATISTICS) if when in sent)]
 
 
-def _words(sent: list[Collective]) -> str:
-    """Formats collectives by kind: number, kind and size, such as "2 all_reduce 0.4 MB"."""
+def _label(collectives: list[Collective]) -> str:
+    """Formats number and total size of each kind of collectives, such as "2 all_reduce 0.4 MB"."""
     sizes: dict[str, list[int]] = {}
-    for one in sent:
+    for one in collectives:
         sizes.setdefault(one.kind, []).append(one.values * one.item_bytes)
     return ", ".join(f"{len(each)} {kind} {sum(each) / 1e6:.3g} MB" for kind, each in sizes.items())

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from manyhands.cluster.agents.heartbeats import process_state
 from manyhands.cluster.agents.protocol import WorkersSeen
 from manyhands.cluster.agents.stall import Stalls
-from manyhands.core.machine import this_machine
+from manyhands.core.machine import machine_id
 from manyhands.core.timeouts import HEARTBEAT_S
 from manyhands.core.world import ProcessInfo
 from manyhands.parallel.group.heartbeat import Heartbeat, ObservedHeartbeat
@@ -29,15 +29,15 @@ BY_HAND = "--init"  # `started_by` of processes that have their own terminals
 class LivenessCheck:
     """The liveness check of this process.
 
-    `present`: machine, host, addresses and pid of each process by rank, from the rendezvous. `say`: prints a report
-    of missing processes: on every late process if processes were started by hand, else on one late process.
+    `processes`: machine, host, addresses and pid of each process, by rank, from the rendezvous. `say`: prints a report
+    of missing processes, on every late process if the processes were started by hand, else on one late process.
     """
 
     def __init__(
         self,
         store: Any,
         process_info: ProcessInfo,
-        present: Mapping[int, Mapping[str, Any]],
+        processes: Mapping[int, Mapping[str, Any]],
         heartbeat: Callable[[], Heartbeat],
         say: Callable[[str], None],
     ) -> None:
@@ -45,7 +45,7 @@ class LivenessCheck:
         # A separate client, so that the main thread never waits for this thread's answers. A second client of a file
         # would create the file again after rank 0 has removed it.
         self._store = own if by_file else own.clone()
-        self._process_info, self._present, self._heartbeat, self._say = process_info, present, heartbeat, say
+        self._process_info, self._present, self._heartbeat, self._say = process_info, processes, heartbeat, say
         self._held_by_rank_0 = not process_info.agent_store and not by_file
         # The port of this process's store, until the store is closed to other hosts.
         self._open_port = store.port if self._held_by_rank_0 and process_info.rank == 0 else 0
@@ -54,8 +54,8 @@ class LivenessCheck:
         self._reported, self._request_began, self._ended = False, float("inf"), threading.Event()
 
     @contextlib.contextmanager
-    def answering(self) -> Generator[None]:
-        """Runs the check within the context: one thread calls and answers, a second thread watches the store."""
+    def run_in_background(self) -> Generator[None]:
+        """Runs the check within the context. One thread calls and answers, and a second thread watches the store."""
         threads = [threading.Thread(target=each, daemon=True) for each in (self._check_calls, self._watch_the_store)]
         for thread in threads:
             thread.start()
@@ -78,7 +78,7 @@ class LivenessCheck:
                     called = self._store.check([str(number)])
                     all_attend = self._open_port and self._store.add("attending", 0) >= len(self._present)
                 if all_attend:
-                    here, every = this_machine(), self._present.values()
+                    here, every = machine_id(), self._present.values()
                     others = {each["machine"]: each["addresses"] for each in every if each["machine"] != here}
                     close_rendezvous(self._open_port, list(others.values()))
                     self._open_port = 0
@@ -90,8 +90,8 @@ class LivenessCheck:
         while not self._ended.wait(HEARTBEAT_S):
             asked_s = time.monotonic() - self._request_began
             if asked_s > _SILENT_S and self._heartbeat().late and self._held_by_rank_0 and not self._reported:
-                mine = [self._seen(self._process_info.rank, self._heartbeat())] * 2
-                self._report({self._process_info.rank: mine} | self._observe_silent([0], asked_s), reporter=1)
+                mine = [self._observe(self._process_info.rank, self._heartbeat())] * 2
+                self._report_silent({self._process_info.rank: mine} | self._observe_silent([0], asked_s), reporter=1)
 
     @contextlib.contextmanager
     def _timed_request(self) -> Generator[None]:
@@ -100,7 +100,7 @@ class LivenessCheck:
         self._request_began = float("inf")
 
     def _answer(self, call: int) -> None:
-        """Answers call number `call`. If this process is also late, collects answers and reports silent processes."""
+        """Answers a call. If this process is late too, collects all answers and reports silent processes."""
         begun, before = time.monotonic(), self._heartbeat()
         if self._ended.wait(_ANSWER_INTERVAL_S):
             return
@@ -110,10 +110,10 @@ class LivenessCheck:
         if not answer.now.late or self._reported:
             return
         answers = self._collect_answers(call)
-        seen = {rank: [self._seen(rank, one.before), self._seen(rank, one.now)] for rank, one in answers.items()}
+        seen = {rank: [self._observe(rank, one.before), self._observe(rank, one.now)] for rank, one in answers.items()}
         late = [rank for rank, said in answers.items() if said.now.late]
         silent = [rank for rank in self._present if rank not in answers]
-        self._report(seen | self._observe_silent(silent, time.monotonic() - begun), min(late, default=0))
+        self._report_silent(seen | self._observe_silent(silent, time.monotonic() - begun), min(late, default=0))
 
     def _collect_answers(self, call: int) -> dict[int, LivenessAnswer]:
         answers, until = dict[int, LivenessAnswer](), time.monotonic() + _SILENT_S
@@ -126,19 +126,19 @@ class LivenessCheck:
         return answers
 
     def _observe_silent(self, silent: Sequence[int], quiet_s: float) -> dict[int, list[ObservedHeartbeat]]:
-        """Returns two records of each silent process by rank, some seconds apart, as seen by this machine's OS."""
+        """Returns two observations of each silent process, some seconds apart, by this machine's system, by rank."""
         heartbeat = self._heartbeat().model_copy(update={"still_s": 0.0, "calls": -1, "moved_bytes": 0, "cpu_s": 0.0})
-        seen = {rank: [self._seen(rank, heartbeat, quiet_s)] for rank in silent}
+        seen = {rank: [self._observe(rank, heartbeat, quiet_s)] for rank in silent}
         self._ended.wait(_ANSWER_INTERVAL_S)
-        return {rank: [*first, self._seen(rank, heartbeat, quiet_s)] for rank, first in seen.items()}
+        return {rank: [*first, self._observe(rank, heartbeat, quiet_s)] for rank, first in seen.items()}
 
-    def _seen(self, rank: int, heartbeat: Heartbeat, quiet_s: float = 0.0) -> ObservedHeartbeat:
+    def _observe(self, rank: int, heartbeat: Heartbeat, quiet_s: float = 0.0) -> ObservedHeartbeat:
         who, known = self._present[rank], heartbeat.model_dump()
-        if quiet_s and who["machine"] == this_machine() and (found := process_state(who["pid"])):
+        if quiet_s and who["machine"] == machine_id() and (found := process_state(who["pid"])):
             known |= found
         return ObservedHeartbeat(**{"stopped": False, **known, "rank": rank, "pid": who["pid"], "quiet_s": quiet_s})
 
-    def _report(self, seen: Mapping[int, Sequence[ObservedHeartbeat]], reporter: int) -> None:
+    def _report_silent(self, seen: Mapping[int, Sequence[ObservedHeartbeat]], reporter: int) -> None:
         stalls = Stalls()
         for rank, (first, last) in seen.items():
             for at, each in ((time.monotonic() - _ANSWER_INTERVAL_S, first), (time.monotonic(), last)):

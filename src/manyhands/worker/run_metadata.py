@@ -18,16 +18,16 @@ from manyhands.core.plan_record import PlanRecord, write_plan_record
 from manyhands.core.records import read_lines, write_json
 from manyhands.core.run_folder import RunFolder
 from manyhands.core.terminal import plain
-from manyhands.core.user_code import revision
+from manyhands.core.user_code import git_revision
 from manyhands.sync.options import method_option_keys
 from manyhands.train.journal import Journal
 
 
-def write_metadata(trainer: Any, about: Mapping[str, Any] = MappingProxyType({})) -> None:
+def write_metadata(trainer: Any, plan_fields: Mapping[str, Any] = MappingProxyType({})) -> None:
     """Writes job.toml, env.json, network.json and plan.json, and an event for each changed option. A collective.
 
-    If an earlier start of the run has trained, writes the files after the first update of this start. `about`: further
-    fields of plan.json. Raises UserError if options were changed, but no update remains.
+    If an earlier start of the run has trained, writes the files after the first update of this start. `plan_fields`:
+    further fields of plan.json. Raises UserError if options were changed, but no update remains.
     """
     from manyhands.parallel.group.plain import gather_plain
     from manyhands.train.trainer import differing_buffers_reason
@@ -45,8 +45,8 @@ def write_metadata(trainer: Any, about: Mapping[str, Any] = MappingProxyType({})
             changes = changes_since(folder, trainer.job)
         if trainer.due.finished():
             refuse_ineffective(folder, changes, step, trainer.due.total_steps)
-    plan = plan_of(trainer)
-    known, became = len(plan.exceptions), resolved(trainer, plan)
+    plan = plan_record(trainer)
+    known, became = len(plan.exceptions), resolved_options(trainer, plan)
     job, own = job_text(trainer.job, became), ranks[0]
     differing = [key for key in own if any(one[key] != own[key] for one in ranks)]
     environment = {
@@ -54,15 +54,15 @@ def write_metadata(trainer: Any, about: Mapping[str, Any] = MappingProxyType({})
         **own,
         "processes": trainer.world.size,
         "backend": trainer.world.backend,
-        "git_revision": revision(Path.cwd()),
+        "git_revision": git_revision(Path.cwd()),
         "ranks": [{"rank": rank, **{key: one[key] for key in differing}} for rank, one in enumerate(ranks)],
     }
 
     def write_files() -> None:
         write_json(folder.environment, environment)
         write_json(folder.network, trainer.trained)
-        options = became | about.get("resolved", {})
-        write_plan_record(folder.plan, plan.model_copy(update={**about, "resolved": options}))
+        options = became | plan_fields.get("resolved", {})
+        write_plan_record(folder.plan, plan.model_copy(update={**plan_fields, "resolved": options}))
 
     def note_differing_buffers(names: list[str]) -> None:
         message = differing_buffers_reason(names)
@@ -88,7 +88,7 @@ def write_metadata(trainer: Any, about: Mapping[str, Any] = MappingProxyType({})
 
 
 def record_undone_steps(folder: RunFolder, journal: Journal, step: int) -> None:
-    """Records an event if updates are repeated because the previous start did not save their results."""
+    """Records an event if updates are repeated because the previous start of the run didn't save them."""
     from manyhands.report.follow import last_records
 
     # The last event is from this start.
@@ -101,7 +101,7 @@ def record_undone_steps(folder: RunFolder, journal: Journal, step: int) -> None:
         journal.event("undone", message, step, first=step + 1, last=newest)
 
 
-def resolved(trainer: Any, plan: PlanRecord) -> dict[str, Any]:
+def resolved_options(trainer: Any, plan: PlanRecord) -> dict[str, Any]:
     """Returns the selected values of automatic options ("auto", "", 0, -1 or []), by dotted key.
 
     The job file keeps the automatic values, so a resumed run selects again, except for precision and memory format.
@@ -131,14 +131,14 @@ def resolved(trainer: Any, plan: PlanRecord) -> dict[str, Any]:
     return {key: value for key, value in found.items() if asked[key] in automatic and value != asked[key]}
 
 
-def job_text(job: Any, known: dict[str, Any]) -> str:
-    """Returns the job as TOML, with the values of automatic options (`known`, by dotted key) as comments."""
-    shown = {key: plain(value) if isinstance(value, str) else value for key, value in known.items()}
+def job_text(job: Any, resolved: dict[str, Any]) -> str:
+    """Returns the job as TOML, with the resolved values of automatic options, by dotted key, as comments."""
+    shown = {key: plain(value) if isinstance(value, str) else value for key, value in resolved.items()}
     lines, section = list[str](), ""
     for line in tomli_w.dumps(job.model_dump(mode="json")).splitlines():
         section = line.strip("[]") if line.startswith("[") else section
         key = f"{section}.{line.partition(' = ')[0]}"
-        comment = f"  # here: {json.dumps(shown[key], ensure_ascii=False)}" if " = " in line and key in known else ""
+        comment = f"  # here: {json.dumps(shown[key], ensure_ascii=False)}" if " = " in line and key in resolved else ""
         lines.append(line + comment)
     return "\n".join(lines) + "\n"
 
@@ -162,9 +162,9 @@ def local_environment(world: Any) -> dict[str, Any]:
     }
 
 
-def plan_of(trainer: Any) -> PlanRecord:
-    """Returns the plan for plan.json. `exceptions` lists why results depend on the number of processes."""
-    from manyhands.train.trainer import dependence_reasons
+def plan_record(trainer: Any) -> PlanRecord:
+    """Returns the content of plan.json. Its `exceptions` say why results depend on the number of processes."""
+    from manyhands.train.trainer import process_count_dependence_reasons
 
     order, sharing, plan = trainer.feed.order, trainer.feed.sharing, trainer.network.traits.plan
     shares = sharing.micro_batches(min(order.batch, order.length))
@@ -183,5 +183,5 @@ def plan_of(trainer: Any) -> PlanRecord:
         "norm_group": trainer.job.train.norm_group,
         "steps_per_epoch": order.steps_per_epoch,
         "total_steps": trainer.due.total_steps,
-        "exceptions": dependence_reasons(trainer),
+        "exceptions": process_count_dependence_reasons(trainer),
     })  # fmt: skip

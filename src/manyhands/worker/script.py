@@ -18,7 +18,7 @@ from manyhands.parallel.group.tunnel_ends import tunnel_ends
 
 
 def main(words: list[str]) -> None:
-    """Runs a script. `words`: the agent's folders and process id, debug rank and port, the script, its arguments."""
+    """Runs the user's script. `words`: the agent's folders and process id, debug rank and port, script, arguments."""
     scratch, logs, agent, debug_rank, debug_port, script, *own = words
     rank = begin(scratch, logs, int(agent))
     try:
@@ -40,7 +40,7 @@ def main(words: list[str]) -> None:
         sys.exit(EXIT_USAGE if isinstance(error, UserError) else EXIT_FAILED)
 
 
-def _run_script(script: str, own: list[str]) -> None:
+def _run_script(script: str, arguments: list[str]) -> None:
     if not Path(script).is_file():
         here = f"{os.uname().nodename}:{Path.cwd()}"
         hints = ("copy this folder to the other machines: --sync-code", "or copy the script by hand")
@@ -49,7 +49,7 @@ def _run_script(script: str, own: list[str]) -> None:
         from manyhands.parallel.group.through_ssh import route_gloo_through_tunnels
 
         route_gloo_through_tunnels()
-    sys.argv = [script, *own]
+    sys.argv = [script, *arguments]
     sys.path.insert(0, str(Path(script).resolve().parent))
     runpy.run_path(script, run_name="__main__")
     # The threads of an open process group sometimes abort the process at exit.

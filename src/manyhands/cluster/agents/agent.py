@@ -34,7 +34,7 @@ from manyhands.cluster.doctor.findings import FactsWanted
 from manyhands.cluster.doctor.probe import Probe
 from manyhands.cluster.messages import Call, Message, perform, remote, reply_to
 from manyhands.core.errors import UserError
-from manyhands.core.files import private_files, read_growing
+from manyhands.core.files import private_files, read_new_lines
 from manyhands.core.machine import cores
 from manyhands.core.run_folder import RunFolder
 from manyhands.core.scratch import scratch
@@ -199,7 +199,7 @@ class Agent(Probe):
     @remote
     def read_log(self, path: str, offset: int, rest: bool) -> tuple[str, int]:
         """Returns (lines of a file from byte `offset`, new offset); with `rest`, also an incomplete last line."""
-        text = read_growing(Path(path).expanduser(), offset, LOG_BYTES, rest=rest)
+        text = read_new_lines(Path(path).expanduser(), offset, LOG_BYTES, unfinished=rest)
         return text.decode(errors="replace"), offset + len(text)
 
     @remote

@@ -35,8 +35,8 @@ from manyhands.cluster.agents.heartbeats import ExitTimer, HeartbeatMonitor, Out
 from manyhands.cluster.agents.protocol import SCRIPT, WORKER, Orders
 from manyhands.cluster.hosts.inventory import Rendezvous
 from manyhands.cluster.messages import Message
-from manyhands.core.devices import device_kind
-from manyhands.core.files import parse_json, size_of
+from manyhands.core.devices import resolve_device_type
+from manyhands.core.files import file_size, parse_json
 from manyhands.core.machine import cores
 from manyhands.core.records import Failure, write_json
 from manyhands.core.scratch import scratch as scratch_folder
@@ -99,7 +99,7 @@ class ElasticAgent(cast(Any, LocalElasticAgent)):  # torch's decorators hide the
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         for worker in worker_group.workers:  # logs continue over all starts of a run
-            self.log_starts[worker.global_rank] = size_of(Path(self._orders.logs) / f"{worker.global_rank}.log")
+            self.log_starts[worker.global_rank] = file_size(Path(self._orders.logs) / f"{worker.global_rank}.log")
         # Signals reach a worker once it has set its handlers, and this process once it knows its workers.
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ASKED)
         try:
@@ -269,7 +269,7 @@ def prepare(device: str) -> tuple[str, int]:
 
 def devices_here(wanted: str, processes: int) -> tuple[str, int]:
     """Returns (device type that cluster.device selects on this machine, number of these devices; 1 for a CPU)."""
-    device = device_kind(wanted, processes)
+    device = resolve_device_type(wanted, processes)
     single = device in {"cpu", "mps"} or ":" in device  # cuda:1 names one of several
     return device, 1 if single else max(1, torch.accelerator.device_count())
 

@@ -57,15 +57,15 @@ def writing_into(path: Path) -> Generator[None]:
 
 def replace_job(folder: RunFolder, text: str) -> None:
     """Writes the job file. If the options differ, keeps the file of an earlier training as job-1.toml, job-2.toml …."""
-    with files.temporary(folder.job) as part:
+    with files.temporary_path(folder.job) as part:
         part.write_text(text, encoding="utf-8")
         if folder.has_trained() and folder.job.is_file():
             same = False
             with contextlib.suppress(ValueError):
-                before = files.decoded(files.read_bytes(folder.job, files.MOST_TOML_BYTES))
+                before = files.decode_text(files.read_bytes(folder.job, files.MOST_TOML_BYTES))
                 same = files.parse_toml(before) == files.parse_toml(text)
             if not same:
-                folder.job.rename(files.free_name(folder.path, "job", ".toml"))
+                folder.job.rename(files.unused_path(folder.path, "job", ".toml"))
         part.replace(folder.job)
 
 

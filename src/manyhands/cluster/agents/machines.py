@@ -22,8 +22,8 @@ from manyhands.cluster.messages import R, Request, call
 from manyhands.config.job import ClusterOptions
 from manyhands.core import timeouts
 from manyhands.core.errors import EXIT_DOCTOR, RunError, UserError
-from manyhands.core.files import size_of, usual_umask
-from manyhands.core.stops import ended_like_ctrl_c
+from manyhands.core.files import file_size, usual_umask
+from manyhands.core.stops import stop_signals_as_ctrl_c
 
 SOON_UPDATES = 20  # failures within this many saved updates after joining are consecutive
 
@@ -203,7 +203,7 @@ def assembled(
     """
     allow_open_files(OWN_FILES + FILES_EACH * len(machines))
     found = Machines([])
-    with ended_like_ctrl_c():
+    with stop_signals_as_ctrl_c():
         try:
             for machine in machines:
                 found.all.append(RunMachine(machine, link=open_agent(machine, options, logs)))
@@ -226,7 +226,7 @@ def allow_open_files(count: int) -> None:
 
 def open_here(log: Path, machine: Machine | None = None) -> AgentConnection:
     """Starts an agent on this machine, or connects to the agent that `start_early` started."""
-    log_start, agent = size_of(log), take_early()
+    log_start, agent = file_size(log), take_early()
     if agent is None:
         agent = _start([sys.executable, *AGENT], log)
     elif agent.stdin:
@@ -253,7 +253,7 @@ def open_agent(machine: Machine, options: ClusterOptions, logs: Path) -> AgentCo
     if is_here(machine):
         return open_here(logs / "agent.log", machine)
     log = logs / f"agent@{machine.name}.log"
-    command, log_start = ssh.agent_command(machine, options, Path.cwd()), size_of(log)
+    command, log_start = ssh.agent_command(machine, options, Path.cwd()), file_size(log)
     link = AgentConnection(machine, _start(command, log), log, here=False, log_start=log_start)
     link.connect_again = lambda words: _start(ssh.agent_command(machine, options, Path.cwd(), words), log)
     return link

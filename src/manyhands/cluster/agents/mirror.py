@@ -8,7 +8,7 @@ from pathlib import Path
 
 from manyhands.cluster.agents.folders import replace_job
 from manyhands.cluster.agents.protocol import FilePiece
-from manyhands.core.files import free_name, read_growing, replacing, size_of, write_all
+from manyhands.core.files import file_size, read_new_lines, replaced_on_success, unused_path, write_all
 from manyhands.core.run_folder import RunFolder
 
 GROWING = ("metrics.jsonl", "events.jsonl")
@@ -30,7 +30,7 @@ class Sender:
     def __init__(self, folder: Path, held: Mapping[str, int], *, output: bool = False, rest: bool = False) -> None:
         self._folder, self._rest = folder, rest
         # If the receiver's file is longer, it has other records (of an earlier failure): send the entire file.
-        sizes = {name: size_of(folder / name) for name in ((*GROWING, OUTPUT) if output else GROWING)}
+        sizes = {name: file_size(folder / name) for name in ((*GROWING, OUTPUT) if output else GROWING)}
         self._sent = {name: held.get(name, 0) if held.get(name, 0) <= size else 0 for name, size in sizes.items()}
         self._seen: dict[str, tuple[int, int]] = {}
 
@@ -38,9 +38,9 @@ class Sender:
         """Yields changes since the last call: new parts of growing files, and changed small files in full."""
         for name, sent in self._sent.items():
             path = self._folder / name
-            offset = sent if sent <= size_of(path) else 0  # truncated or replaced
+            offset = sent if sent <= file_size(path) else 0  # truncated or replaced
             # Progress bars write incomplete lines.
-            text = read_growing(path, offset, PIECE_BYTES, rest=self._rest or name == OUTPUT)
+            text = read_new_lines(path, offset, PIECE_BYTES, unfinished=self._rest or name == OUTPUT)
             self._sent[name] = offset + len(text)
             if text:
                 yield FilePiece(name, text.decode(*_encoding(name)), offset)
@@ -63,7 +63,7 @@ class Receiver:
 
     def held(self) -> dict[str, int]:
         """Returns the size in bytes of each growing file; 0 for a missing file."""
-        return {name: size_of(self._folder / name) for name in (*GROWING, OUTPUT)}
+        return {name: file_size(self._folder / name) for name in (*GROWING, OUTPUT)}
 
     def take(self, piece: FilePiece) -> None:
         """Writes a piece. A piece with offset 0 starts a new file; an existing growing file is renamed first."""
@@ -82,13 +82,13 @@ class Receiver:
             replace_job(RunFolder(self._folder), piece.text)
         elif name in WHOLE:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with replacing(path) as part:
+            with replaced_on_success(path) as part:
                 part.write_bytes(text)
 
     def _append(self, path: Path, offset: int, text: bytes) -> None:
-        size = size_of(path)
+        size = file_size(path)
         if size and offset == 0:
-            path.rename(free_name(path.parent, path.stem, path.suffix))
+            path.rename(unused_path(path.parent, path.stem, path.suffix))
         elif size != offset:
             raise ValueError(f"{path} has {size} bytes, but the received piece starts at byte {offset}")
         try:

@@ -13,7 +13,7 @@ from manyhands.cluster.failures import Ending, describe_exit
 from manyhands.cluster.messages import Message, Misunderstood, RequestFailed, call
 from manyhands.core import timeouts
 from manyhands.core.errors import EXIT_USAGE, UserError
-from manyhands.core.stops import handled
+from manyhands.core.stops import on_stop
 
 POLL_S = 0.1
 
@@ -40,7 +40,7 @@ def supervise_once(orders: Mapping[AgentConnection, protocol.Orders], watch: Wat
     """
     head, signals = _Head(orders, watch), list[int]()
     try:
-        with handled(lambda number, _frame: signals.append(number)):
+        with on_stop(lambda number, _frame: signals.append(number)):
             for link, order in orders.items():
                 link.last_received = time.monotonic()
                 link.post(call(Agent.start_workers, order))

@@ -16,7 +16,7 @@ from manyhands.config.job import ClusterOptions
 from manyhands.core.errors import UserError
 from manyhands.core.records import FAILURE_FILE
 from manyhands.core.stops import STOPS
-from manyhands.core.terminal import Tolerant, say
+from manyhands.core.terminal import TolerantStream, say
 from manyhands.core.world import ProcessInfo
 from manyhands.parallel.group.heartbeat import HEARTBEAT_FILE
 
@@ -67,7 +67,7 @@ def begin(scratch: str, logs: str, agent: int) -> int:
     os.close(output)
     os.close(nothing)
     # On a full disk log lines are lost, but the code that prints them must not fail.
-    sys.stdout, sys.stderr = cast(TextIO, Tolerant(sys.stdout)), cast(TextIO, Tolerant(sys.stderr))
+    sys.stdout, sys.stderr = cast(TextIO, TolerantStream(sys.stdout)), cast(TextIO, TolerantStream(sys.stderr))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)  # blocked by the agent while it starts its workers
     return rank
 

@@ -29,9 +29,9 @@ from manyhands.cluster.doctor.accelerators import HIDING, accelerators, ask_torc
 from manyhands.cluster.doctor.findings import FactsWanted
 from manyhands.cluster.hosts.inventory import INTERFACE_VARIABLES
 from manyhands.core.errors import UserError
-from manyhands.core.machine import cores, memory, this_machine
-from manyhands.core.user_code import revision
-from manyhands.data.known import choice_named, recognize
+from manyhands.core.machine import cores, machine_id, memory_bytes
+from manyhands.core.user_code import git_revision
+from manyhands.data.known import find_named_choice, recognize_data_set
 from manyhands.data.options import DataOptions, data_folder
 from manyhands.parallel.group.ports import route_interface
 
@@ -68,12 +68,12 @@ def gather(wanted: FactsWanted) -> dict[str, Any]:
         else None,
         "cores": cores,
         "load": lambda: psutil.getloadavg()[0],  # processes running or ready, averaged over the last minute
-        "memory": lambda: dict(zip(("total", "free"), memory(), strict=True)),
+        "memory": lambda: dict(zip(("total", "free"), memory_bytes(), strict=True)),
         "places": lambda: places({"work folder": workdir, "run folder": runs}),
         "jobs": other_jobs,
         "code": lambda: code(workdir),
         "data": lambda: dataset(wanted.data, wanted.data_dir, workdir),
-        "machine": this_machine, "user": getpass.getuser,
+        "machine": machine_id, "user": getpass.getuser,
         "open_files": lambda: resource.getrlimit(resource.RLIMIT_NOFILE)[0],
     }  # fmt: skip
     for name in wanted.only or collectors:
@@ -205,7 +205,7 @@ def code(folder: Path) -> dict[str, Any]:
         complete = next(found, None) is None
     common = _hash_lines(f"{name} {digest}" for name, digest in files.items())
     return {"exists": True, "path": str(folder.absolute()), "hash": common, "files": files, "whole": complete,
-            "revision": revision(folder)}  # fmt: skip
+            "revision": git_revision(folder)}  # fmt: skip
 
 
 def dataset(name: str, folder: str, workdir: Path) -> dict[str, Any]:
@@ -213,7 +213,7 @@ def dataset(name: str, folder: str, workdir: Path) -> dict[str, Any]:
 
     "kind" is "folder", "named" (found by name) or "none" (no files). "whole" is False if listing took over DATA_S.
     """
-    in_files = choice_named(name) in {"", "published", "torchvision"} and name != "digits"
+    in_files = find_named_choice(name) in {"", "published", "torchvision"} and name != "digits"
     if not name or not in_files or ".py:" in name:
         return {"kind": "none"}
     path = workdir / Path(name).expanduser()
@@ -223,7 +223,7 @@ def dataset(name: str, folder: str, workdir: Path) -> dict[str, Any]:
     word = _alphanumeric(name.partition(":")[2] or name)
     entries = sorted(above.iterdir()) if above.is_dir() else []
     roots = [entry for entry in entries if _alphanumeric(entry.name).startswith(word)]
-    if not roots and above.is_dir() and recognize(above) == name:
+    if not roots and above.is_dir() and recognize_data_set(above) == name:
         roots = [above]
     return {"kind": "named", "path": str(above / name), **_hash_tree(roots)}
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from manyhands.config.job import SubmitOptions
 from manyhands.core.errors import UserError
-from manyhands.core.files import typed_number
+from manyhands.core.files import parse_count
 from manyhands.core.world import ProcessInfo
 
 LOOPBACK, DEFAULT_PORT = "127.0.0.1", 29500
@@ -135,7 +135,7 @@ def number(variables: Mapping[str, str], name: str, default: int | None = None) 
     text = variables.get(name, "").strip()
     if not text and default is not None:
         return default
-    if (found := typed_number(text)) is None:
+    if (found := parse_count(text)) is None:
         message = f'{name} is not a number: "{text}"' if text else f"{name} is not set"
         raise UserError(message, "environment", (f"export {name}=0, 1, 2 …",))
     return found
@@ -143,7 +143,7 @@ def number(variables: Mapping[str, str], name: str, default: int | None = None) 
 
 def bounded_number(name: str, text: str, least: int, most: int, where: str, hint: str) -> int:
     """Parses an integer. Raises UserError if the text is not an integer from `least` to `most`."""
-    found = typed_number(text)
+    found = parse_count(text)
     if found is None or not least <= found <= most:
         raise UserError(f'{name} is "{text}"; expected a number from {least} to {most}', where, (hint,))
     return found

@@ -19,7 +19,7 @@ from manyhands.cluster.hosts import inventory
 from manyhands.config.job import ClusterOptions
 from manyhands.core.choices import load_choice, module_names
 from manyhands.core.errors import UserError
-from manyhands.core.files import MOST_TEXT_BYTES, decoded, read_bytes
+from manyhands.core.files import MOST_TEXT_BYTES, decode_text, read_bytes
 from manyhands.core.world import ProcessInfo
 from manyhands.parallel.group.ports import local_addresses, reachable_addresses
 
@@ -353,7 +353,7 @@ def read_cluster(path: Path, wait_s: float = 0.0) -> inventory.Cluster:
 
 def _read_text(path: Path) -> str:
     try:
-        return decoded(read_bytes(path, MOST_TEXT_BYTES, pipes=True))
+        return decode_text(read_bytes(path, MOST_TEXT_BYTES, pipes=True))
     except OSError as error:
         hints = ("check the path and the permissions of the file",)
         raise UserError(f"{path} can't be read: {error.strerror}", str(path), hints) from None

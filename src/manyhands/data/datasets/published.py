@@ -29,9 +29,9 @@ import torch
 from torch import Tensor
 
 from manyhands.core.errors import UserError
-from manyhands.core.files import one_at_a_time, open_file
+from manyhands.core.files import locked, open_file
 from manyhands.data import digits
-from manyhands.data.known import KNOWN, MNIST_KINDS, CifarForm, KnownSet, cifar_files, find_file, mnist_places
+from manyhands.data.known import KNOWN, MNIST_KINDS, CifarForm, KnownSet, cifar_files, find_file, mnist_folders
 from manyhands.data.options import DataOptions, cache_folder, data_folder
 from manyhands.data.splits import ImagesInMemory, Splits, check_labels, describe
 from manyhands.data.transforms import Pixels
@@ -52,7 +52,7 @@ _MOST_MEMBERS = 400_000
 
 
 def open(name: str, options: DataOptions) -> Splits:  # noqa: A001
-    """Opens the training and test splits; downloads missing files. Raises UserError: a file is missing or invalid."""
+    """Opens the training and test splits. Downloads missing files. Raises UserError if a file is missing or invalid."""
     known = KNOWN[name]
     if known.forms:
         return _open_cifar(name, known, options)
@@ -60,7 +60,7 @@ def open(name: str, options: DataOptions) -> Splits:  # noqa: A001
         parts, places, text = ("train", "test"), [Path(digits.__path__[0])], "UCI, in the package"
     else:
         folder = data_folder(options)
-        parts, places, text = ("train", "t10k"), mnist_places(folder, name), str(folder)
+        parts, places, text = ("train", "t10k"), mnist_folders(folder, name), str(folder)
     splits = []
     for part in parts:
         files = [find_file(f"{part}-{kind}", places) or _fetch(name, f"{part}-{kind}", options) for kind in MNIST_KINDS]
@@ -102,8 +102,8 @@ def _fetch(name: str, file: str, options: DataOptions) -> Path:
 def fetch(name: str, urls: tuple[str, ...], md5: str, into: Path) -> Path:
     """Downloads `name`, such as "mnist/train-images-idx3-ubyte.gz", to the path `into`, unless that file exists.
 
-    One process per host downloads; if it fails, waiting processes report its errors instead of trying again. Tries
-    `urls` in order, or only the server that MANYHANDS_MIRROR names. Raises UserError: every download failed.
+    One process per host downloads. If it fails, waiting processes report its errors instead of trying again. Tries
+    `urls` in order, or only the server that MANYHANDS_MIRROR names. Raises UserError if every download failed.
     """
     from manyhands.core.download import Digest, download, without_password
 
@@ -111,7 +111,7 @@ def fetch(name: str, urls: tuple[str, ...], md5: str, into: Path) -> Path:
     mirror = os.environ.get("MANYHANDS_MIRROR", "")
     tried: list[str] = []
     failure = into.with_name(f".{into.name}.failed")
-    with one_at_a_time(into):
+    with locked(into):
         if into.is_file():
             return into
         if failure.is_file() and failure.stat().st_mtime >= began:
@@ -133,14 +133,14 @@ def fetch(name: str, urls: tuple[str, ...], md5: str, into: Path) -> Path:
 
 
 def unpack_once(archive: Path) -> Path:
-    """Unpacks an archive to this host's cache, once; returns the folder. Raises UserError: the archive is damaged."""
+    """Unpacks an archive to this host's cache, once. Returns the folder. Raises UserError if the archive is damaged."""
     try:
         state = archive.stat()
     except OSError as error:
         raise UserError(f"{archive.name} can't be read: {error.strerror}", str(archive), ("copy it again",)) from error
     key = hashlib.sha256(f"{archive.resolve()} {state.st_size} {state.st_mtime_ns}".encode()).hexdigest()[:32]
     target = cache_folder() / "unpacked" / key
-    with one_at_a_time(target):
+    with locked(target):
         if not target.is_dir():
             part = target.with_name(f"{key}.part")
             shutil.rmtree(part, ignore_errors=True)  # remains of a process that died: this one holds the lock
@@ -157,7 +157,7 @@ def unpack_once(archive: Path) -> Path:
 
 
 def _extract(file: tarfile.TarFile, folder: Path, compressed: IO[bytes]) -> None:
-    """Extracts regular files and folders. Raises TarError: the archive has other entries, or is too large."""
+    """Extracts regular files and folders. Raises TarError if the archive has other entries or is too large."""
     most_bytes = max(_LIKELY_ARCHIVE_BYTES, os.fstat(compressed.fileno()).st_size * _MOST_COMPRESSION)
     members: list[tarfile.TarInfo] = []
     total = 0
@@ -174,7 +174,7 @@ def _extract(file: tarfile.TarFile, folder: Path, compressed: IO[bytes]) -> None
     file.extractall(folder, members)
 
 
-def _refuse(what: str, place: Path | str) -> NoReturn:
+def _refuse_file(what: str, place: Path | str) -> NoReturn:
     raise UserError(what, str(place), _HINTS)
 
 
@@ -192,7 +192,7 @@ def read_idx(path: Path, dimensions: int) -> Tensor:
         raise UserError(what, str(path), _HINTS) from error
     if len(content) != expected:
         found = "more" if len(content) > expected else f"{len(content):,}"
-        _refuse(f"{path.name}: expected {expected:,} values ({_shape_text(shape)}), found {found}", path)
+        _refuse_file(f"{path.name}: expected {expected:,} values ({_shape_text(shape)}), found {found}", path)
     return torch.frombuffer(content, dtype=torch.uint8).view(shape)
 
 
@@ -202,16 +202,16 @@ def _read_idx_shape(file: IO[bytes] | gzip.GzipFile, path: Path, dimensions: int
     expected = struct.pack(">HBB", 0, _IDX_BYTES, dimensions)
     if header[:4] != expected:
         found = header[:4].hex(" ")
-        _refuse(f"{path.name}: expected an IDX file (first bytes {expected.hex(' ')}), found {found}", path)
+        _refuse_file(f"{path.name}: expected an IDX file (first bytes {expected.hex(' ')}), found {found}", path)
     if len(header) < length:
-        _refuse(f"{path.name}: expected a header of {length} bytes, found {len(header)}", path)
+        _refuse_file(f"{path.name}: expected a header of {length} bytes, found {len(header)}", path)
     shape = struct.unpack(f">{dimensions}I", header[4:])
     values, stored = math.prod(shape), path.stat().st_size
     if not 0 < values <= _MOST_IDX_BYTES:
         what = f"{path.name}: expected 1 to {_MOST_IDX_BYTES:,} values, found {_shape_text(shape)} in the header"
         raise UserError(what, str(path))
     if path.suffix == ".gz" and values > max(_LIKELY_IDX_BYTES, stored * _MOST_COMPRESSION):
-        _refuse(f"{path.name}: the header says {values:,} values, too many for {stored:,} compressed bytes", path)
+        _refuse_file(f"{path.name}: the header says {values:,} values, too many for {stored:,} compressed bytes", path)
     return shape
 
 
@@ -223,12 +223,12 @@ def read_mnist_split(images: Path, labels: Path, classes: int) -> ImagesInMemory
     pictures, numbers = read_idx(images, 3), read_idx(labels, 1)
     if len(pictures) != len(numbers):
         counts = f"{len(pictures):,} pictures and {labels.name} {len(numbers):,} labels"
-        _refuse(f"{images.name} holds {counts}", images.parent)
+        _refuse_file(f"{images.name} holds {counts}", images.parent)
     return ImagesInMemory(pictures.unsqueeze(1), check_labels(numbers, classes, str(labels)))
 
 
 def read_cifar_files(place: Path, form: CifarForm) -> dict[str, bytes]:
-    """Reads the files of a CIFAR format from a folder or tar archive; returns {file name: content}."""
+    """Returns {file name: content} of the files of a CIFAR format in a folder or tar archive."""
     needed = (*form.train, form.test)
     names = (*needed, form.names)
     found: dict[str, bytes] = {}
@@ -237,27 +237,27 @@ def read_cifar_files(place: Path, form: CifarForm) -> dict[str, bytes]:
             for name in names:
                 if name and (place / name).exists():
                     with open_file(place / name) as file:
-                        _check_size(name, os.fstat(file.fileno()).st_size, place)
+                        _refuse_large_file(name, os.fstat(file.fileno()).st_size, place)
                         found[name] = file.read()
         else:
             with open_file(place) as stored, tarfile.open(fileobj=stored) as archive:
                 for member in archive:
-                    _check_size(place.name, member.offset_data + member.size, place, _MOST_ARCHIVE_BYTES)
+                    _refuse_large_file(place.name, member.offset_data + member.size, place, _MOST_ARCHIVE_BYTES)
                     name = PurePosixPath(member.name).name
                     content = archive.extractfile(member) if member.isfile() and name in names else None
                     if content is not None:
-                        _check_size(name, member.size, place)
+                        _refuse_large_file(name, member.size, place)
                         found[name] = content.read()
     except (tarfile.TarError, EOFError, OSError, zlib.error, lzma.LZMAError, ValueError) as error:
         raise UserError(f"{place.name} can't be read: {error}", str(place), _HINTS) from error
     if missing := [name for name in needed if name not in found]:
-        _refuse(f"{place.name} has no {', '.join(missing)}", place)
+        _refuse_file(f"{place.name} has no {', '.join(missing)}", place)
     return found
 
 
-def _check_size(name: str, size: int, place: Path, most: int = _MOST_CIFAR_BYTES) -> None:
+def _refuse_large_file(name: str, size: int, place: Path, most: int = _MOST_CIFAR_BYTES) -> None:
     if size > most:
-        _refuse(f"{name} has {size:,} bytes, expected at most {most:,}", place)
+        _refuse_file(f"{name} has {size:,} bytes, expected at most {most:,}", place)
 
 
 def read_cifar_split(files: dict[str, bytes], names: tuple[str, ...], form: CifarForm, classes: int) -> ImagesInMemory:
@@ -268,12 +268,12 @@ def read_cifar_split(files: dict[str, bytes], names: tuple[str, ...], form: Cifa
 
 
 def read_cifar_names(content: bytes, form: CifarForm) -> tuple[str, ...]:
-    """Parses class names: one per line (binary format), or a pickle's list "label_names" or "fine_label_names"."""
+    """Parses class names: one in each line (binary format), or a list in a pickle (Python format)."""
     if form.label_bytes:
         return tuple(content.decode("utf-8", "replace").split())
     names = _get_field(_read_pickle(content, form.names), form.key.removesuffix("s") + "_names", form.names)
     if not isinstance(names, list) or not all(isinstance(name, str | bytes) for name in names):
-        _refuse(f"{form.names}: expected a list of class names, found {type(names).__name__}", form.names)
+        _refuse_file(f"{form.names}: expected a list of class names, found {type(names).__name__}", form.names)
     return tuple(name.decode("utf-8", "replace") if isinstance(name, bytes) else name for name in names)
 
 
@@ -281,7 +281,7 @@ def _read_records(content: bytes, file: str, form: CifarForm) -> tuple[Tensor, T
     length = form.label_bytes + _CIFAR_PIXELS
     if not content or len(content) % length:
         found = f"{len(content):,} bytes ({len(content) / length:,.3f} records)"
-        _refuse(f"{file}: expected whole records of {length:,} bytes, found {found}", file)
+        _refuse_file(f"{file}: expected whole records of {length:,} bytes, found {found}", file)
     records = torch.frombuffer(bytearray(content), dtype=torch.uint8).view(-1, length)
     return records[:, form.label_bytes :], records[:, form.label_bytes - 1]
 
@@ -300,9 +300,9 @@ def _read_batch(content: bytes, file: str, form: CifarForm) -> tuple[Tensor, Ten
         what = f'{file}: expected "data" to be bytes [n, {_CIFAR_PIXELS:,}], row by row'
         raise UserError(what, file, _HINTS) from error
     if not isinstance(labels, list) or not all(type(label) is int and abs(label) < 1 << 31 for label in labels):
-        _refuse(f'{file}: expected "{form.key}" to be a list of whole numbers', file)
+        _refuse_file(f'{file}: expected "{form.key}" to be a list of whole numbers', file)
     if len(labels) != len(images):
-        _refuse(f"{file}: {len(images):,} pictures, but {len(labels):,} labels", file)
+        _refuse_file(f"{file}: {len(images):,} pictures, but {len(labels):,} labels", file)
     return images, torch.tensor(labels)
 
 
@@ -310,7 +310,7 @@ def _get_field(content: Any, key: str, file: str) -> Any:
     for word in (key, key.encode()):
         if isinstance(content, dict) and word in content:
             return content[word]
-    _refuse(f'{file} has no "{key}"', file)
+    _refuse_file(f'{file} has no "{key}"', file)
 
 
 class _Inert:
@@ -340,7 +340,7 @@ _ALLOWED = {
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """An unpickler that imports nothing: the few allowed names map to harmless replacements."""
+    """An unpickler that imports nothing, because the few allowed names map to harmless replacements."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _ALLOWED:

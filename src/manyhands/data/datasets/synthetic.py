@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from manyhands.core.errors import UserError
-from manyhands.core.files import typed_number
-from manyhands.core.seeds import derive
+from manyhands.core.files import parse_count
+from manyhands.core.seeds import derive_seed
 from manyhands.data.options import DataOptions
 from manyhands.data.splits import ImagesInMemory, Splits, UserSamples, describe
 from manyhands.data.transforms import Pixels, mix_bits
@@ -40,7 +40,7 @@ def open(name: str, options: DataOptions) -> Splits:  # noqa: A001
 
 def _parse_shape(name: str) -> list[int]:
     text = name.partition(":")[2] or _USUAL
-    sizes = [typed_number(word) or 0 for word in text.split("x")]
+    sizes = [parse_count(word) or 0 for word in text.split("x")]
     hints = (f"give samples x channels x height x width x classes, such as synthetic:{_USUAL}",)
     if len(sizes) != 5 or min(sizes) < 1 or sizes[1] not in (1, 3) or sizes[4] < 2:
         raise UserError(f'"{name}" is not a synthetic data set', "data.name", hints)
@@ -58,13 +58,13 @@ def _make_split(patterns: Tensor, count: int, purpose: str) -> ImagesInMemory:
 
 
 def _noise(shape: tuple[int, ...], *purpose: str | int, name: str = "synthetic") -> Tensor:
-    generator = torch.Generator().manual_seed(derive(0, name, *purpose))
+    generator = torch.Generator().manual_seed(derive_seed(0, name, *purpose))
     return torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
 
 
 @dataclass(frozen=True)
 class _Generated:
-    """A data set of generated pictures, uint8 [3, size, size]; an index always gives the same picture."""
+    """A data set of generated pictures, uint8 [3, size, size]. The same index always gives the same picture."""
 
     purpose: str  # "train" or "test"
     targets: Tensor  # int64 [N]
@@ -79,6 +79,6 @@ class _Generated:
 
 
 def _generate_split(purpose: str, count: int, size: int) -> UserSamples:
-    drawn = mix_bits(torch.arange(count) + derive(0, "fake-imagenet", purpose) % 2**31)
+    drawn = mix_bits(torch.arange(count) + derive_seed(0, "fake-imagenet", purpose) % 2**31)
     labels = drawn.remainder(_IMAGENET_CLASSES)
     return UserSamples(_Generated(purpose, labels, size), labels)

@@ -3,9 +3,9 @@
 import inspect
 from typing import Any
 
-from manyhands.core.choices import unknown_choice
+from manyhands.core.choices import unknown_choice_error
 from manyhands.core.errors import UserError
-from manyhands.core.files import one_at_a_time
+from manyhands.core.files import locked
 from manyhands.data.options import DataOptions, data_folder
 from manyhands.data.samples import splits_of_objects
 from manyhands.data.splits import Splits
@@ -16,18 +16,18 @@ _TEST_WORDS = ("test", "val", "valid")
 
 
 def open(name: str, options: DataOptions) -> Splits:  # noqa: A001
-    """Opens a data set in the data folder, one process per host at a time. Raises UserError: opening fails."""
+    """Opens a data set in the data folder, one process per host at a time. Raises UserError if that fails."""
     from torchvision import datasets
 
     word = name.partition(":")[2]
     if word not in datasets.__all__:
-        raise unknown_choice("torchvision data set", word, datasets.__all__, "data.name")
+        raise unknown_choice_error("torchvision data set", word, datasets.__all__, "data.name")
     kind = getattr(datasets, word)
     root = data_folder(options)
     takes = inspect.signature(kind).parameters
     given: dict[str, Any] = {"root": str(root)} if "root" in takes else {}
     given |= {"download": options.download} if "download" in takes else {}
-    with one_at_a_time(root / f"torchvision-{word}"):
+    with locked(root / f"torchvision-{word}"):
         test = None
         if "train" in takes:
             train, test = (_create_dataset(kind, given, "train", (value,)) for value in (True, False))

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from manyhands.core.errors import ManyhandsError, UserError
-from manyhands.core.user_code import is_object_reference, load_object, users_line
+from manyhands.core.user_code import is_object_reference, load_object, user_line
 from manyhands.data.gallery import open_folder
 from manyhands.data.options import DataOptions
 from manyhands.data.samples import splits_of_objects
@@ -13,7 +13,7 @@ NAMES: tuple[str, ...] = ()
 
 
 def open(name: str, options: DataOptions) -> Splits:  # noqa: A001
-    """Opens a folder, or calls a function. Raises UserError: either fails, or the function returns another type."""
+    """Opens a folder or calls the user's function. Raises UserError if that fails or the result has a wrong type."""
     if not is_object_reference(name):
         return open_folder(Path(name).expanduser(), options)
     function = load_object(name, "data.name")
@@ -25,7 +25,7 @@ def open(name: str, options: DataOptions) -> Splits:  # noqa: A001
     except ManyhandsError:
         raise
     except Exception as error:
-        where = users_line(error) or "data.name"
+        where = user_line(error) or "data.name"
         raise UserError(f"{name} failed: {type(error).__name__}: {error}", where) from error
     if isinstance(made, Splits):
         return made

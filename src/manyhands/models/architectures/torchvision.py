@@ -12,7 +12,7 @@ from torch import nn
 
 from manyhands.core.download import Digest, download
 from manyhands.core.errors import UserError
-from manyhands.core.files import one_at_a_time
+from manyhands.core.files import locked
 from manyhands.models.interface import ModelNeeds, construct
 from manyhands.models.published import published_names
 
@@ -112,7 +112,7 @@ def fetch_weights(url: str) -> Path:
     path = Path(torch.hub.get_dir()) / "checkpoints" / url.rpartition("/")[2]
     hints = (f"download {url}", f"and save the file as {path}", "or remove model.pretrained")
     if not path.is_file():
-        with one_at_a_time(path):
+        with locked(path):
             begin = _DIGEST.search(path.name)
             digest = Digest("sha256", begin[1]) if begin else None
             if not path.is_file() and (problem := download(url, path, digest)):

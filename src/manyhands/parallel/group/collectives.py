@@ -44,7 +44,7 @@ class Subgroup:
     def size(self) -> int:
         return len(self.ranks)
 
-    @CLOCK.within(COMMUNICATION)
+    @CLOCK.in_phase(COMMUNICATION)
     def all_reduce(self, tensor: Tensor, operation: Operation = "sum") -> Tensor:
         """Reduces the members' tensors by `operation`. Returns the result on all members."""
         result, reduce_op = self._contiguous_copy(tensor), _reduce_op(operation, "all_reduce")
@@ -52,7 +52,7 @@ class Subgroup:
             dist.all_reduce(result, reduce_op, group=self._handle)
         return result / self.size if operation == "mean" else result
 
-    @CLOCK.within(COMMUNICATION)
+    @CLOCK.in_phase(COMMUNICATION)
     def reduce(self, tensor: Tensor, target: int = 0, operation: Operation = "sum") -> Tensor | None:
         """Reduces the members' tensors by `operation`. Returns the result on member `target`, None on others."""
         receiver, result = self._rank_of(target, "reduce"), self._contiguous_copy(tensor)
@@ -63,7 +63,7 @@ class Subgroup:
             return None
         return result / self.size if operation == "mean" else result
 
-    @CLOCK.within(COMMUNICATION)
+    @CLOCK.in_phase(COMMUNICATION)
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
         """Returns the tensor of member `source` on all members. All must pass tensors of the same shape and dtype."""
         sender, result = self._rank_of(source, "broadcast"), self._contiguous_copy(tensor)
@@ -71,7 +71,7 @@ class Subgroup:
             dist.broadcast(result, src=sender, group=self._handle)
         return result
 
-    @CLOCK.within(COMMUNICATION)
+    @CLOCK.in_phase(COMMUNICATION)
     def all_gather(self, tensor: Tensor) -> Tensor:
         """Returns the tensors of all members, stacked in the order of `ranks`, as [size, …]."""
         mine = self._contiguous_copy(tensor)
@@ -81,7 +81,7 @@ class Subgroup:
         dist.all_gather(parts, mine, group=self._handle)
         return torch.stack(parts)
 
-    @CLOCK.within(COMMUNICATION)
+    @CLOCK.in_phase(COMMUNICATION)
     def gather(self, tensor: Tensor, target: int = 0) -> Tensor | None:
         """Returns the tensors of all members, stacked as [size, …], on member `target`, and None on the others."""
         receiver, mine = self._rank_of(target, "gather"), self._contiguous_copy(tensor)
@@ -91,7 +91,7 @@ class Subgroup:
         dist.gather(mine, parts, dst=receiver, group=self._handle)
         return torch.stack(parts) if parts else None
 
-    @CLOCK.within(COMMUNICATION)
+    @CLOCK.in_phase(COMMUNICATION)
     def all_to_all(self, tensors: Tensor) -> Tensor:
         """Sends row i of `tensors` [size, …] to member i. Returns the rows received; row i is from member i."""
         self._require_rows(tensors, "all_to_all")
@@ -102,12 +102,12 @@ class Subgroup:
         dist.all_to_all_single(received, mine, group=self._handle)
         return received
 
-    @CLOCK.within(COMMUNICATION)
+    @CLOCK.in_phase(COMMUNICATION)
     def send(self, tensor: Tensor, target: int) -> None:
         """Sends `tensor` to member `target`, which must call `receive`. Blocks until the tensor is sent."""
         dist.send(self._contiguous_copy(tensor), dst=self._rank_of_other(target, "send"), group=self._handle)
 
-    @CLOCK.within(COMMUNICATION)
+    @CLOCK.in_phase(COMMUNICATION)
     def receive(self, tensor: Tensor, source: int) -> Tensor:
         """Returns the tensor that member `source` sends. It must have the shape and dtype of `tensor`."""
         result = torch.empty_like(self._contiguous_copy(tensor))
@@ -124,7 +124,7 @@ class Subgroup:
         self._require_rows(tensors, "reduce_scatter")
         return self.all_reduce(tensors, operation)[self.rank].clone()
 
-    @CLOCK.within(COMMUNICATION)
+    @CLOCK.in_phase(COMMUNICATION)
     def barrier(self) -> None:
         self._require_member()
         if self.size > 1:

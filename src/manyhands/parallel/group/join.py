@@ -18,7 +18,7 @@ from urllib.parse import urlparse
 import torch
 import torch.distributed as dist
 
-from manyhands.core.devices import accelerator, device_kind, require_device
+from manyhands.core.devices import accelerator, require_device, resolve_device_type
 from manyhands.core.errors import EXIT_FAILED, PeerError, UserError
 from manyhands.core.world import ProcessInfo, World
 from manyhands.parallel.group import listeners, ports, rendezvous
@@ -237,7 +237,7 @@ def describe_open_ports(process_info: ProcessInfo, interface: str) -> list[str]:
 
 
 def _choose_device(process_info: ProcessInfo) -> str:
-    kind = device_kind(process_info.device, process_info.size)
+    kind = resolve_device_type(process_info.device, process_info.size)
     name, _, number = kind.partition(":")
     if name == "cpu":
         return kind

@@ -26,7 +26,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from manyhands.core import files, terminal
 from manyhands.core.errors import ManyhandsError, PeerError, UserError
-from manyhands.core.machine import this_machine
+from manyhands.core.machine import machine_id
 from manyhands.core.world import ProcessInfo
 from manyhands.parallel.group import heartbeat, ports
 
@@ -165,7 +165,7 @@ def exchange_records(store: Any, process_info: ProcessInfo, digest: str, say: Sa
     """
     store = dist.PrefixStore(f"present/{process_info.attempt}", store)
     me = {
-        "host": socket.gethostname(), "machine": this_machine(), "pid": os.getpid(),
+        "host": socket.gethostname(), "machine": machine_id(), "pid": os.getpid(),
         "addresses": ports.reachable_addresses(),
         "size": process_info.size, "digest": digest,
         "torch": torch.__version__, "python": platform.python_version(), "time": time.time(),
@@ -269,7 +269,7 @@ def _rendezvous_address(process_info: ProcessInfo) -> str:
 
 
 def _refuse_ended_run(other: dict[str, Any], rank: int, process_info: ProcessInfo) -> None:
-    here = other["machine"] == this_machine()
+    here = other["machine"] == machine_id()
     if process_info.init.startswith("file://") and here and not psutil.pid_exists(other["pid"]):
         path = process_info.init.removeprefix("file://")
         what = f"the init file {path} is from an earlier run, whose rank {rank} (process {other['pid']}) has ended"

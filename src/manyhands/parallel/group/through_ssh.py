@@ -12,7 +12,7 @@ import psutil
 import torch.distributed as dist
 
 from manyhands.core.errors import PeerError
-from manyhands.core.files import typed_number
+from manyhands.core.files import parse_count
 from manyhands.parallel.group.tunnel_ends import TunnelEnds, request_tunnel, tunnel_ends
 
 _Gloo: Any = dist.ProcessGroupGloo  # torch's types lack the class's options and devices
@@ -37,7 +37,7 @@ class GlooThroughSsh(_Gloo):
 def _parse_address(published: bytes, rank: int) -> tuple[str, int]:
     with suppress(UnicodeDecodeError):
         address, _, port = published.decode().partition(":")
-        if number := typed_number(port):
+        if number := parse_count(port):
             return address, number
     raise PeerError(f"rank {rank} published an invalid address")
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from manyhands.core.devices import accelerator
 from manyhands.core.errors import UserError
-from manyhands.core.mesh import Mesh, bounds, make_mesh, parse_mesh
+from manyhands.core.mesh import Mesh, make_mesh, parse_mesh, shard_boundaries
 from manyhands.core.world import World
 from manyhands.parallel.group.collectives import group_timeout
 from manyhands.parallel.mesh.marks import BUFFERS, Parameter, ShardMark, axis_indices
@@ -67,11 +67,11 @@ class Grid:
         return self._groups[tuple(axis for axis in axes if self.mesh.sizes[axis] > 1)]
 
     def parts(self, axes: Sequence[int]) -> int:
-        return self.mesh.parts(axes)
+        return self.mesh.shard_count(axes)
 
     def place(self, axes: Sequence[int]) -> int:
         """Returns the index of this process in its group along the axes (indices)."""
-        return self.mesh.place(axes, self.world.rank)
+        return self.mesh.shard_of(axes, self.world.rank)
 
     def first(self, axes: Sequence[int]) -> bool:
         """Returns True if this process is the first one in its group along the axes (indices)."""
@@ -195,7 +195,7 @@ class Axis:
         if length < self.size:
             what = f"dimension {dim} has length {length}, too short for {self.size} processes along {self.names}"
             raise UserError(what, "shard", (f"shard another dimension of the shape {tuple(tensor.shape)}",))
-        edges = bounds(length, self.size)
+        edges = shard_boundaries(length, self.size)
         piece = tensor.detach().narrow(dim, edges[self.rank], edges[self.rank + 1] - edges[self.rank])
         return piece.clone(memory_format=torch.contiguous_format), ShardMark((*cuts, (dim, self.names)), shape)
 
@@ -295,5 +295,5 @@ class Axis:
 
 
 def _shard_lengths(total: int, parts: int) -> list[int]:
-    edges = bounds(total, parts)
+    edges = shard_boundaries(total, parts)
     return [edges[number + 1] - edges[number] for number in range(parts)]

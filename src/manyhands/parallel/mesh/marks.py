@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from manyhands.core.errors import UserError
-from manyhands.core.mesh import Mesh, TensorLayout, unsharded
+from manyhands.core.mesh import Mesh, TensorLayout, unsharded_layout
 
 BUFFERS = "cut_buffers"  # the module attribute with marks of buffers, which lose their own attributes when moved
 _FORMS = (
@@ -92,14 +92,14 @@ def state_dict_layouts(model: nn.Module, mesh: Mesh, rank: int) -> dict[str, Ten
             path, _, word = name.rpartition(".")
             module, piece = model.get_submodule(path), tuple(tensor.shape)
             mark = getattr(module, BUFFERS, {}).get(word) or getattr(getattr(module, word), "mark", None)
-            found[name] = _layout_of(mark, piece, mesh, rank, name) if mark else unsharded(piece)
+            found[name] = _layout_of(mark, piece, mesh, rank, name) if mark else unsharded_layout(piece)
     return found
 
 
 def _layout_of(mark: ShardMark, piece: tuple[int, ...], mesh: Mesh, rank: int, name: str) -> TensorLayout:
     every = tuple(range(1, len(mesh.axes))) or (0,)  # for a mark that names no axes
     cuts = tuple(sorted((dim, axis_indices(names, mesh, name) if names else every) for dim, names in mark.cuts))
-    parts = {dim: mesh.parts(axes) for dim, axes in cuts}
+    parts = {dim: mesh.shard_count(axes) for dim, axes in cuts}
     shape = mark.shape or tuple(length * parts.get(dim, 1) for dim, length in enumerate(piece))
     layout = TensorLayout(shape, shape, cuts)
     if layout.local_shape(mesh, rank) != piece:

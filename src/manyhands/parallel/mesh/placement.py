@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from manyhands.core.mesh import Mesh, TensorLayout, bounds
+from manyhands.core.mesh import Mesh, TensorLayout, shard_boundaries
 from manyhands.core.phases import CLOCK, COMMUNICATION
 from manyhands.core.world import World
 
@@ -49,8 +49,8 @@ class Extent:
     def edges(self, dim: int, parts: int, batch: int) -> list[int]:
         """Returns the `parts` + 1 boundaries of the shards of dimension `dim`, for a batch of `batch` samples."""
         if dim == 0 and self.rows:
-            return [edge * self.rows for edge in bounds(batch, parts)]
-        return bounds(self.dims[dim], parts)
+            return [edge * self.rows for edge in shard_boundaries(batch, parts)]
+        return shard_boundaries(self.dims[dim], parts)
 
     def values(self, batch: int) -> int:
         return math.prod((batch * self.rows, *self.dims[1:]) if self.rows else self.dims)
@@ -160,7 +160,7 @@ def conversion_collectives(
     found: list[ConversionCollective] = []
     for step in conversion_steps(source, target):
         before = list(sizes)
-        group = mesh.parts(step.axes)
+        group = mesh.shard_count(step.axes)
         if step.kind in {"slice", "reduce_scatter", "all_to_all"}:
             sizes[step.dim] = _shard_length(extent, mesh, batch, rank, step.dim, [*step.outer, *step.axes])
         if step.kind == "all_to_all":
@@ -177,8 +177,8 @@ def conversion_collectives(
 
 
 def _shard_length(extent: Extent, mesh: Mesh, batch: int, rank: int, dim: int, axes: Sequence[int]) -> int:
-    edges = extent.edges(dim, mesh.parts(axes), batch)
-    place = mesh.place(axes, rank)
+    edges = extent.edges(dim, mesh.shard_count(axes), batch)
+    place = mesh.shard_of(axes, rank)
     return edges[place + 1] - edges[place]
 
 
@@ -186,9 +186,9 @@ def group_lengths(
     extent: Extent, mesh: Mesh, batch: int, rank: int, dim: int, outer: Sequence[int], axes: Sequence[int]
 ) -> list[int]:
     """Returns the length of `dim` on each process of `rank`'s group along `axes`, within a shard along `outer`."""
-    parts = mesh.parts(axes)
-    edges = extent.edges(dim, mesh.parts(outer) * parts, batch)
-    first = mesh.place(outer, rank) * parts
+    parts = mesh.shard_count(axes)
+    edges = extent.edges(dim, mesh.shard_count(outer) * parts, batch)
+    first = mesh.shard_of(outer, rank) * parts
     return [edges[first + number + 1] - edges[first + number] for number in range(parts)]
 
 
@@ -214,7 +214,7 @@ def convert(tensor: Tensor, source: Layout, target: Layout, extent: Extent, grid
 def _run_step(step: ConversionStep, tensor: Tensor, extent: Extent, grid: _GridLike) -> Tensor:
     if grid.parts(step.axes) == 1:
         return tensor
-    before, place, dim = CLOCK.to(COMMUNICATION), grid.place(step.axes), step.dim
+    before, place, dim = CLOCK.start_phase(COMMUNICATION), grid.place(step.axes), step.dim
     if step.kind == "keep_first":
         converted = tensor if place == 0 else torch.zeros_like(tensor)
     elif step.kind == "all_reduce":
@@ -237,7 +237,7 @@ def _run_step(step: ConversionStep, tensor: Tensor, extent: Extent, grid: _GridL
                 extent, grid.mesh, grid.batch, grid.world.rank, step.joined, step.joined_outer, step.axes
             )
             converted = _all_to_all(step, tensor, sizes, joined, grid)
-    CLOCK.to(before)
+    CLOCK.start_phase(before)
     return converted
 
 

@@ -21,7 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
 from manyhands.core import phases
-from manyhands.core.devices import is_tested
+from manyhands.core.devices import is_tested_accelerator
 from manyhands.core.errors import UserError
 from manyhands.core.world import Span
 from manyhands.parallel.replicas import norm_pass
@@ -56,12 +56,12 @@ class NormGroups:
 
     def all_reduce(self, values: Tensor) -> None:
         """Replaces `values` by their sum over the processes that share the samples. A collective."""
-        before = phases.CLOCK.to(phases.COMMUNICATION)
+        before = phases.CLOCK.start_phase(phases.COMMUNICATION)
         if self.shared_memory_sum:
             self.shared_memory_sum(values.view(-1))
         else:
             dist.all_reduce(values, group=self.processes)
-        phases.CLOCK.to(before)
+        phases.CLOCK.start_phase(before)
 
     def finish_update(self, size: int) -> None:
         """Updates the running statistics of all layers from the groups on all `size` processes, by one collective."""
@@ -119,7 +119,7 @@ class GroupedNorm(_BatchNorm):
         """Returns the runs to normalize: `groups.runs`, or runs of one group each if that is faster or necessary."""
         spans = self.groups.spans
         # On a CPU a kernel for each group is faster: launches cost nothing, and data stays in the cache.
-        if not is_tested(input.device):
+        if not is_tested_accelerator(input.device):
             return [(span,) for span in spans]
         values = self.rows_per_sample * _values_per_row(input)
         small = max((span.size for span in spans), default=0) * values * self.num_features <= _MOST_VALUES

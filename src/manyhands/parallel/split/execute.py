@@ -11,7 +11,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.utils import _pytree as pytree
 
 from manyhands.core.errors import UserError
-from manyhands.core.mesh import Mesh, TensorLayout, bounds, unsharded
+from manyhands.core.mesh import Mesh, TensorLayout, shard_boundaries, unsharded_layout
 from manyhands.core.seeds import mix
 from manyhands.parallel.mesh import placement
 from manyhands.parallel.mesh.grid import Grid
@@ -240,7 +240,7 @@ class SplitNetwork(nn.Module):
         # The graph reads a shared tensor under only one of its names.
         of = {id(tensors[name]): layout for name, layout in self.layouts.items() if name in tensors}
         for name, tensor in tensors.items():
-            self.layouts.setdefault(name, of.get(id(tensor), unsharded(tuple(tensor.shape))))
+            self.layouts.setdefault(name, of.get(id(tensor), unsharded_layout(tuple(tensor.shape))))
         self.norms = _assign_norms(train, letters, grid)  # groups by the axes that shard the samples
         shard_in_place(model, self.layouts, grid)
         local: dict[int, nn.Module | None] = {}
@@ -278,7 +278,7 @@ def _assign_norms(graph: Graph, letters: Letters, grid: Grid) -> dict[tuple[int,
     for op in graph.ops.values():
         if isinstance(op.module, GroupedNorm):
             channels = [axis for axis, letter in enumerate(letters[op.name]) if letter == "c"]
-            edges, place = bounds(op.extent.dims[1], grid.parts(channels)), grid.place(channels)
+            edges, place = shard_boundaries(op.extent.dims[1], grid.parts(channels)), grid.place(channels)
             op.module.num_features = edges[place + 1] - edges[place]
         for module in op.module.modules() if op.module is not None else ():
             if isinstance(module, GroupedNorm) and id(module) not in seen:

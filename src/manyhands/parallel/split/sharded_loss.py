@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
 
-from manyhands.core.mesh import bounds
+from manyhands.core.mesh import shard_boundaries
 from manyhands.parallel.gradients import sum_over_samples
 from manyhands.parallel.mesh.grid import Grid
 from manyhands.parallel.mesh.placement import WHOLE
@@ -160,7 +160,7 @@ class ShardedLoss:
             return loss, logits, labels
         grid = self._network.grid
         group = grid.group(self._classes)
-        edges = bounds(self._network.classes, grid.parts(self._classes))
+        edges = shard_boundaries(self._network.classes, grid.parts(self._classes))
         place = grid.place(self._classes)
         classes = edges[place], edges[-1]
         if self._custom is None:

@@ -99,7 +99,7 @@ def mindspore_letters(kind: str, tuples: tuple[tuple[int, ...], ...], mesh: Mesh
         counts = range(len(free) + 1)  # one axis before several
         subsets = itertools.chain.from_iterable(itertools.combinations(free, number) for number in counts)
         in_order = sorted(subsets, key=lambda axes: (len(axes), axes[::-1]))
-        axes = next((axes for axes in in_order if mesh.parts(axes) == count), None)
+        axes = next((axes for axes in in_order if mesh.shard_count(axes) == count), None)
         if axes is None:
             what = f"{count} pieces are needed, but no combination of unused axes of the mesh {mesh} has that size"
             raise UserError(what, where, ("change --mesh",))
@@ -218,7 +218,7 @@ def _shards_read(op: Op, graph: Graph, letters: list[str], mesh: Mesh) -> list[t
     shardings = [sharding for sharding in (op.letters[letter] for letter in letters) if isinstance(sharding, Sharding)]
 
     def pieces(sides: list[Any], dims: int) -> tuple[int, ...]:
-        cut = tuple(mesh.parts([axis for axis, side in enumerate(sides) if side == dim]) for dim in range(dims))
+        cut = tuple(mesh.shard_count([axis for axis, side in enumerate(sides) if side == dim]) for dim in range(dims))
         return cut or (1,)
 
     found: list[tuple[str, tuple[int, ...]]] = []
@@ -260,7 +260,7 @@ def refusal(op: Op, letters: tuple[str, ...], mesh: Mesh) -> str:
             return f"the op has no dimension {letter}"
         if isinstance(sharding, str):
             return sharding
-        parts = mesh.parts([axis for axis, one in enumerate(letters) if one == letter])
+        parts = mesh.shard_count([axis for axis, one in enumerate(letters) if one == letter])
         if sharding.length and sharding.even and sharding.length % parts:
             return f"the length {sharding.length} can't be divided into {parts} equal pieces"
         if sharding.length and sharding.length < parts:

@@ -18,7 +18,7 @@ from pydantic_core import PydanticCustomError
 
 from manyhands.cluster.hosts import inventory
 from manyhands.core.errors import UserError
-from manyhands.core.files import UnreadableError, parse_json, typed_number
+from manyhands.core.files import UnreadableError, parse_count, parse_json
 from manyhands.core.terminal import say
 
 POLL_S = 1.0
@@ -54,7 +54,7 @@ def _rule(holds: Callable[[str], object], expected: str) -> AfterValidator:
 
 
 Number = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,8})$")]
-Port = Annotated[str, _rule(lambda word: 0 < (typed_number(word) or 0) < 65536, 'a port from "1" to "65535"')]
+Port = Annotated[str, _rule(lambda word: 0 < (parse_count(word) or 0) < 65536, 'a port from "1" to "65535"')]
 Address = Annotated[
     str,
     _rule(lambda word: word in _UNKNOWN or not _PLACEHOLDER.search(word), _NO_PLACEHOLDER),

@@ -10,7 +10,7 @@ from pathlib import Path
 from manyhands.cluster.hosts import inventory
 from manyhands.cluster.hosts.inventory import derived_port, first_set, master_address, master_port, number
 from manyhands.core.errors import EXIT_SAVED, UserError
-from manyhands.core.files import MOST_TEXT_BYTES, decoded, read_bytes
+from manyhands.core.files import MOST_TEXT_BYTES, decode_text, read_bytes
 
 PRECEDENCE = 2  # after MPI: in mpirun's batch job, Slurm's variables belong to mpirun's daemons
 # Variables that hide accelerators from a process.
@@ -70,7 +70,7 @@ def _first_host(environment: Mapping[str, str]) -> tuple[str, str]:
         return expand_hosts(environment.get(name, ""), name)[0], f"first of {name}"
     name = environment["SLURM_HOSTFILE"]
     try:
-        lines = decoded(read_bytes(Path(name), MOST_TEXT_BYTES)).splitlines()
+        lines = decode_text(read_bytes(Path(name), MOST_TEXT_BYTES)).splitlines()
     except (OSError, ValueError) as error:
         hints = ("set MASTER_ADDR to an address of the first machine in the file",)
         message = f"can't read the SLURM_HOSTFILE {name}: {error}"

@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import Tensor, fx, nn
 
-from manyhands.core.mesh import bounds
+from manyhands.core.mesh import shard_boundaries
 from manyhands.parallel.mesh.grid import Grid
 from manyhands.parallel.mesh.placement import SPREAD, SUM, WHOLE, Side
 from manyhands.parallel.split.graph import Op, Sharding, whole_or_batch
@@ -98,7 +98,7 @@ def _local_one_hot(op: Op, letters: tuple[str, ...], grid: Grid) -> nn.Module | 
     cut = [axis for axis, letter in enumerate(letters) if letter == "c"]
     if not cut:
         return None
-    edges, place = bounds(_num_classes(op), grid.parts(cut)), grid.place(cut)
+    edges, place = shard_boundaries(_num_classes(op), grid.parts(cut)), grid.place(cut)
     return ShardedOneHot(edges[place], edges[place + 1] - edges[place])
 
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
-from manyhands.core.mesh import bounds
+from manyhands.core.mesh import shard_boundaries
 from manyhands.parallel.mesh.grid import Grid
 from manyhands.parallel.mesh.placement import SPREAD, SUM, WHOLE
 from manyhands.parallel.split.graph import Op, Sharding, whole_or_batch
@@ -158,7 +158,7 @@ def _local_embedding(op: Op, letters: tuple[str, ...], grid: Grid) -> nn.Module 
     if "v" not in letters:
         layer.embedding_dim = layer.weight.shape[1]
         return None
-    edges = bounds(layer.num_embeddings, grid.parts(cut))
+    edges = shard_boundaries(layer.num_embeddings, grid.parts(cut))
     place = grid.place(cut)
     return ShardedEmbedding(layer, edges[place], edges[place + 1] - edges[place])
 
