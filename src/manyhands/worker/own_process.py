@@ -10,7 +10,7 @@ from torch import nn
 from manyhands.checkpoint.folders import resolve
 from manyhands.checkpoint.read import load
 from manyhands.checkpoint.trained import find_record, note_trained_on
-from manyhands.cluster.failures import as_error
+from manyhands.cluster.failures import error_of_record
 from manyhands.config.job import Job
 from manyhands.core.errors import EXIT_SAVED
 from manyhands.core.run_folder import NOWHERE, RunFolder
@@ -62,7 +62,7 @@ def opened(
             raise
         record = mine.record_failure(error)
         if record.consequence:
-            raise as_error(record) from None
+            raise error_of_record(record) from None
         raise
     finally:
         if here:
