@@ -11,9 +11,9 @@ if HANDLES_CTRL_C:
 
 def start() -> None:
     """Runs the command line in `sys.argv`."""
-    from manyhands.cluster.agents.early import start_early
+    from manyhands.cluster.agents.early import start_early_agent
 
-    start_early(sys.argv[1:])
+    start_early_agent(sys.argv[1:])
     from manyhands.cli.main import main
 
     main(handles_ctrl_c=HANDLES_CTRL_C)

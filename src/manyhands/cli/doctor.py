@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from manyhands.cli.flags import Data, DoctorFlags, ExplainFlags, Help, Int, Json, Model, load, named
+from manyhands.cli.flags import Data, DoctorFlags, ExplainFlags, Help, Int, Json, Model, load, parse_names
 from manyhands.cli.printing import align, print_answer
 from manyhands.core.errors import EXIT_DOCTOR, EXIT_OK
 from manyhands.core.terminal import plain, say, show, show_json
@@ -30,11 +30,11 @@ def doctor(
 
     Exits with code 3 if training would fail.
     """
-    from manyhands.run.folder import announce_reach
+    from manyhands.run.folder import announce_ssh_command
 
-    values, file = named(data, model)
+    values, file = parse_names(data, model)
     loaded = load(values, flags, file=file)
-    announce_reach(loaded)
+    announce_ssh_command(loaded)
     if exposure:
         from manyhands.run.doctor import exposure as find_exposure
 
@@ -47,11 +47,11 @@ def doctor(
     if as_json:
         show_json(diagnosis.as_json())
     else:
-        _print(diagnosis)
+        _print_diagnosis(diagnosis)
     return diagnosis.exit_code
 
 
-def _print(diagnosis: "Diagnosis") -> None:
+def _print_diagnosis(diagnosis: "Diagnosis") -> None:
     from rich.console import Console
     from rich.text import Text
 
@@ -61,7 +61,7 @@ def _print(diagnosis: "Diagnosis") -> None:
         console.print(Text(f"{mark} {plain(finding.what)}", style=style))
         for number, line in enumerate(finding.hints):
             console.print(Text(f"    {'do:' if number == 0 else '   '} {plain(line)}"))
-    for line in _table(diagnosis.survey):
+    for line in _link_table(diagnosis.survey):
         console.print(Text(plain(line)))
     fails, warnings = (sum(found.severity == word for found in diagnosis.findings) for word in ("fail", "warn"))
     where = f"on {len(diagnosis.survey.hosts)} machines" if len(diagnosis.survey.hosts) > 1 else "here"
@@ -71,7 +71,7 @@ def _print(diagnosis: "Diagnosis") -> None:
     console.print(Text(summary, style="bold"))
 
 
-def _table(survey: "Survey") -> list[str]:
+def _link_table(survey: "Survey") -> list[str]:
     """Formats the bandwidth and latency between each pair of machines as a table; [] if nothing was measured."""
     if not survey.mbps:
         return []
@@ -103,7 +103,7 @@ def explain(
 
     Run explain in place of train, for example: srun manyhands explain.
     """
-    from manyhands.run.explain import explained, write_cluster
+    from manyhands.run.explain import explain_values, write_cluster
 
     loaded = load({"cluster.processes": processes}, flags, file=job)
     if write:
@@ -111,7 +111,7 @@ def explain(
             say(plain(note), "note")
         say(plain(f"wrote {write}"))
         return 0
-    rows = explained(loaded)
+    rows = explain_values(loaded)
     print_answer(
         {row.key: {"value": row.value, "from": row.origin} for row in rows},
         map(plain, align([(row.key.replace("_", " "), row.text, row.origin) for row in rows])),

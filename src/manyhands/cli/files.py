@@ -62,19 +62,19 @@ def _tensor_row(name: str, entry: dict[str, Any]) -> tuple[str, ...]:
 @checkpoint.command
 def merge(src: Source, dst: MergeTarget, /, *, which: Which = "best") -> int:
     """Write a checkpoint unsharded, as a folder or one file."""
-    return _rewrite(src, dst, None, which)
+    return _rewrite_checkpoint(src, dst, None, which)
 
 
 @checkpoint.command
 def split(src: Source, dst: Target, /, *, plan: Plan, which: Which = "last") -> int:
     """Shard an unsharded checkpoint or weights file as a plan specifies."""
-    return _rewrite(src, dst, plan, which)
+    return _rewrite_checkpoint(src, dst, plan, which)
 
 
 checkpoint.command(split, name="reshard", help="Reshard a checkpoint for another plan or number of processes.")
 
 
-def _rewrite(src: str, dst: Path, plan: Path | None, which: str) -> int:
+def _rewrite_checkpoint(src: str, dst: Path, plan: Path | None, which: str) -> int:
     from manyhands.run import registry, tasks
 
     for note in tasks.rewrite_checkpoint(registry.find_reference(src), dst, plan=plan, which=which):
@@ -102,7 +102,7 @@ def pack(  # noqa: PLR0913 - one argument for each flag
     from manyhands.run import disk
 
     folder, to = folder.expanduser(), to and to.expanduser()
-    request = None if check else disk.pack_request(folder, to, size, quality)
+    request = None if check else disk.create_pack_request(folder, to, size, quality)
     began = reported = time.perf_counter()
 
     def say_progress(done: int, total: int) -> None:

@@ -162,7 +162,7 @@ class JobFlags(Flags):
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
-class PlaceFlags(Flags):
+class ProcessFlags(Flags):
     """The flags of train and explain for the rank and rendezvous of this process."""
 
     init: Annotated[
@@ -260,7 +260,7 @@ class DoctorFlags(Flags):
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
-class ExplainFlags(PlaceFlags):
+class ExplainFlags(ProcessFlags):
     """The flags of explain: rank, rendezvous and device of this process."""
 
     device: Device = None
@@ -269,7 +269,7 @@ class ExplainFlags(PlaceFlags):
 
 
 def settings(words: Sequence[str] | None) -> dict[str, Any]:
-    """Parses `key=value` arguments; returns the values by dotted key. Raises UserError: "=" or the value is missing."""
+    """Parses `key=value` arguments to {key: value}. Raises UserError if "=" or the value is missing."""
     from manyhands.config.load import parse_value
 
     found: dict[str, Any] = {}
@@ -281,14 +281,14 @@ def settings(words: Sequence[str] | None) -> dict[str, Any]:
     return found
 
 
-def named(target: str | None, model: str | None) -> tuple[dict[str, Any], Path | None]:
-    """Returns (options by dotted key for data set and network, path of the job.toml if `target` is one, else None)."""
+def parse_names(target: str | None, model: str | None) -> tuple[dict[str, Any], Path | None]:
+    """Returns ({"data.name": …, "model.name": …}, path). `path` is None unless `target` is the path of a job.toml."""
     file = Path(target) if target and target.endswith(".toml") else None
     return {"data.name": None if file else target, "model.name": model}, file
 
 
 def load(values: dict[str, Any], *flags: Flags, file: Path | None = None, recipe: str | None = None) -> "LoadedJob":
-    """Builds the job from `values` by dotted key. Given flags override `values`; later groups override earlier ones."""
+    """Builds the job from `values` (by dotted key), which flags override. Later groups override earlier ones."""
     from manyhands.config.load import load_job
 
     for group in flags:

@@ -93,7 +93,7 @@ class ImagenetFlags(Flags):
 
 @dataclass(frozen=True)
 class Nodes:
-    """The nodes of a run, and the rank of this node."""
+    """The number of nodes of a run, the rank of this node, and the rendezvous URL."""
 
     count: int = 1
     rank: int = 0  # rank of this node
@@ -164,7 +164,7 @@ def _check_files(flags: ImagenetFlags, nodes: Nodes) -> None:
 
 
 def nodes_of(flags: ImagenetFlags, environment: Mapping[str, str] | None = None) -> Nodes:
-    """Reads the nodes from the flags or, with `--dist-url env://`, the environment. Raises UserError: bad values."""
+    """Reads the nodes from the flags or, with `--dist-url env://`, from the environment. Raises UserError."""
     variables = os.environ if environment is None else environment
     _check_launcher(flags, variables)
     by_environment = (flags.dist_url or "").startswith("env://")
@@ -177,11 +177,11 @@ def nodes_of(flags: ImagenetFlags, environment: Mapping[str, str] | None = None)
     _check_rank(count, rank)
     if count in (None, 1) and not by_environment:
         return Nodes()
-    return Nodes(count or 1, rank or 0, _url(flags, variables, asked=asked))
+    return Nodes(count or 1, rank or 0, _rendezvous_url(flags, variables, asked=asked))
 
 
 def job_values(flags: ImagenetFlags, nodes: Nodes) -> dict[str, Any]:
-    """Returns the job options that the flags set, by dotted key; None: not set. Raises UserError for conflicts."""
+    """Returns the job options that the flags set, by dotted key; None for flags that weren't given."""
     _check_conflicts(flags)
     arch = (flags.arch or "").removeprefix("torchvision:")
     # One process on each node, or one for each accelerator of a single node.
@@ -203,7 +203,7 @@ def job_values(flags: ImagenetFlags, nodes: Nodes) -> dict[str, Any]:
 
 
 def rendezvous_of(nodes: Nodes, processes_per_node: int) -> "Rendezvous":
-    """Returns this node's rendezvous. Raises UserError: the URL is neither tcp://HOST:PORT nor file://."""
+    """Returns this node's rendezvous. Raises UserError if its URL is neither tcp://HOST:PORT nor file://."""
     from manyhands.cluster.hosts.inventory import Rendezvous
 
     sizes = (processes_per_node,) * nodes.count
@@ -257,7 +257,7 @@ def _check_rank(count: int | None, rank: int | None) -> None:
         _refuse(what, "--rank", f"count nodes from 0: the last node is {count - 1}")
 
 
-def _url(flags: ImagenetFlags, variables: Mapping[str, str], *, asked: bool) -> str:
+def _rendezvous_url(flags: ImagenetFlags, variables: Mapping[str, str], *, asked: bool) -> str:
     url = flags.dist_url or ""
     if not url:
         what = "several nodes need --dist-url: torch does not support the default of main.py, a multicast address"
@@ -277,7 +277,7 @@ def _url(flags: ImagenetFlags, variables: Mapping[str, str], *, asked: bool) -> 
 
 
 def _check_conflicts(flags: ImagenetFlags) -> None:
-    """Raises UserError for two flags of which PyTorch's main.py ignores one silently, and for values too small."""
+    """Raises UserError for flags that contradict each other, which main.py accepts, and for too small values."""
     by_gpu = flags.gpu is not None
     for one, other, both, reason in (
         ("--gpu", "--multiprocessing-distributed", by_gpu and flags.multiprocessing_distributed,

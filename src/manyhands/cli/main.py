@@ -15,7 +15,7 @@ from cyclopts.argument import _collection  # pyright: ignore[reportPrivateUsage]
 
 from manyhands import __version__
 from manyhands.cli.system import require_system
-from manyhands.cluster.agents.early import end_early
+from manyhands.cluster.agents.early import kill_unused_agent
 from manyhands.core.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, ManyhandsError
 from manyhands.core.terminal import TolerantStream, UnwritableError, plain_lines, show_json
 
@@ -129,7 +129,7 @@ def _exit(code: int, *, entire_process: bool) -> None:
     """
     if not entire_process:
         sys.exit(code)
-    end_early()
+    kill_unused_agent()
     if threading.active_count() == 1:
         atexit._run_exitfuncs()  # pyright: ignore[reportPrivateUsage] - as Python does at exit
     for stream in (sys.stdout, sys.stderr):

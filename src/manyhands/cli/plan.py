@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from manyhands.cli.flags import Batch, DataDir, Device, Elastic, Flags, Help, Json, Model, Settings, Sync, load, named
+from manyhands.cli.flags import Batch, DataDir, Device, Elastic, Flags, Help, Json, Model, Settings, Sync
 from manyhands.core.errors import EXIT_FAILED, EXIT_OK, UserError
 from manyhands.core.terminal import plain, say, show, show_json
 
@@ -80,27 +80,29 @@ def plan(
     if target and target.endswith(".json"):
         if model and model.endswith(".json"):
             raise UserError("two plans are named", "", ("name one plan: manyhands plan plan.json",))
-        return _show(Path(target), flags.job_values() | {"data.name": model, "model.name": other_model}, flags)
+        return _show_plan(Path(target), flags.job_values() | {"data.name": model, "model.name": other_model}, flags)
     if other_model:
         raise UserError(f"unexpected argument {other_model}", "", ("use manyhands plan DATA MODEL",))
     if flags.measure:
         hints = ("remove --measure: a search for a plan measures by default",)
         raise UserError("--measure applies only to an existing plan.json", "--measure", hints)
-    first, last = _counts(flags.processes)
+    first, last = _parse_counts(flags.processes)
     if first != last:
         alone = {"--mesh": flags.mesh, "--pin": flags.pin, "--memory": flags.memory, "--verify": flags.verify}
         if given := next((name for name, value in alone.items() if value), ""):
             what = f"{given} does not apply to a range of processes, which is predicted for data parallelism only"
             raise UserError(what, given, (f"remove {given}", "or use --world-size 4"))
-    values, file = named(target, model)
+    from manyhands.cli.flags import load, parse_names
+
+    values, file = parse_names(target, model)
     job = load(values, flags, file=file).job
     if first != last:
-        return _predict(job, first, last, flags)
-    return _search(job, last, flags, values | flags.job_values())
+        return _predict_scaling(job, first, last, flags)
+    return _search_plan(job, last, flags, values | flags.job_values())
 
 
-def _counts(text: str | None) -> tuple[int, int]:
-    """Parses a number or a range of processes; returns (smallest, largest) number, or (0, 0) for None."""
+def _parse_counts(text: str | None) -> tuple[int, int]:
+    """Parses a number of processes or a range such as 1..64. Returns (smallest, largest) number; (0, 0) for None."""
     if text is None:
         return 0, 0
     first, dots, last = text.partition("..")
@@ -114,7 +116,7 @@ def _counts(text: str | None) -> tuple[int, int]:
     return counts
 
 
-def _predict(job: "Job", first: int, last: int, flags: PlanFlags) -> int:
+def _predict_scaling(job: "Job", first: int, last: int, flags: PlanFlags) -> int:
     from manyhands.report.growth import growth_table
     from manyhands.run.tasks import predict_growth
 
@@ -133,7 +135,7 @@ def _predict(job: "Job", first: int, last: int, flags: PlanFlags) -> int:
     return EXIT_OK
 
 
-def _search(job: "Job", processes: int, flags: PlanFlags, values: dict[str, Any]) -> int:
+def _search_plan(job: "Job", processes: int, flags: PlanFlags, values: dict[str, Any]) -> int:
     """Finds, writes and explains the best plan; `values` are the job options by dotted key, for --verify."""
     from manyhands.planner.explain import candidates_table
     from manyhands.run.tasks import search_plan
@@ -145,10 +147,8 @@ def _search(job: "Job", processes: int, flags: PlanFlags, values: dict[str, Any]
         "pins": tuple(flags.pin or ()) or options.pin,
         "memory": flags.memory or options.memory,
         "link": flags.link or options.link,
-        "fill": flags.fill,
-        "measure": not flags.no_measure,
-        "device_model": flags.device_model or "",
     }
+    requested |= {"fill": flags.fill, "measure": not flags.no_measure, "device_model": flags.device_model or ""}
     out = flags.out or Path("plan.json")
     planned = search_plan(job, requested, out, force=flags.force)
     found, advice = planned.found, planned.advice
@@ -166,7 +166,7 @@ def _search(job: "Job", processes: int, flags: PlanFlags, values: dict[str, Any]
         return EXIT_OK
     from manyhands.worker.plan_show import show_plan
 
-    return _verify(show_plan(out, {key: value for key, value in values.items() if key != "train.batch"}))
+    return _verify_plan(show_plan(out, {key: value for key, value in values.items() if key != "train.batch"}))
 
 
 def wide_console(file: Any, least: int = _WIDTH) -> "Console":
@@ -177,7 +177,7 @@ def wide_console(file: Any, least: int = _WIDTH) -> "Console":
     return Console(file=file, highlight=False, width=max(least, console.width))
 
 
-def _show(path: Path, values: dict[str, Any], flags: PlanFlags) -> int:
+def _show_plan(path: Path, values: dict[str, Any], flags: PlanFlags) -> int:
     from manyhands.run.tasks import run_by_agent
     from manyhands.worker.plan_show import show_plan
 
@@ -186,7 +186,7 @@ def _show(path: Path, values: dict[str, Any], flags: PlanFlags) -> int:
         show_json(shown.as_plain())
     else:
         _print_plan(shown)
-    code = _verify(shown) if flags.verify else EXIT_OK
+    code = _verify_plan(shown) if flags.verify else EXIT_OK
     if flags.measure:
         from manyhands.planner.choose import pick_measured
 
@@ -224,7 +224,7 @@ def _print_plan(shown: "ShownPlan") -> None:
         say(note)
 
 
-def _verify(shown: "ShownPlan") -> int:
+def _verify_plan(shown: "ShownPlan") -> int:
     from manyhands.run.tasks import run_by_agent
 
     verification = run_by_agent(*shown.make_task(verify=True))["proofs"]["plan"]

@@ -21,19 +21,19 @@ SILENT_S = 60.0  # a launcher on another machine without a record for so long ma
 
 def ps(*, as_json: Annotated[bool, Help("print one JSON array", "--json")] = False) -> int:
     """List active runs: machine, running time and progress."""
-    from manyhands.report.follow import as_object, read_progress
-    from manyhands.run.registry import headless, registry_folder, running
+    from manyhands.report.follow import progress_object, read_progress
+    from manyhands.run.registry import list_active_runs, list_headless_runs, registry_folder
 
-    left = [(record, replace(read_progress(record), state=NO_LAUNCHER)) for record in headless()]
-    found = [*((record, read_progress(record)) for record in running()), *left]
+    left = [(record, replace(read_progress(record), state=NO_LAUNCHER)) for record in list_headless_runs()]
+    found = [*((record, read_progress(record)) for record in list_active_runs()), *left]
     if as_json:
-        show_json([as_object(record, now) for record, now in found])
+        show_json([progress_object(record, now) for record, now in found])
         return 0
     if not found:
         show("no run is active")
         return 0
     head = ("run", "state", "pid", "on", "for", "progress", "top-1")
-    show(align([head, *(_row(record, now) for record, now in found)]))
+    show(align([head, *(_run_row(record, now) for record, now in found)]))
     if any(not record.is_local for record, _ in found):
         say(f"to remove the runs of a dead machine from this list, delete their files in {registry_folder()}")
     if left:
@@ -41,12 +41,12 @@ def ps(*, as_json: Annotated[bool, Help("print one JSON array", "--json")] = Fal
     return 0
 
 
-def _row(record: "Running", progress: "RunProgress") -> tuple[str, ...]:
-    from manyhands.report.follow import as_object
+def _run_row(record: "Running", progress: "RunProgress") -> tuple[str, ...]:
+    from manyhands.report.follow import progress_object
     from manyhands.report.summary import duration, epoch_position, percent
-    from manyhands.run.logs import read_places
+    from manyhands.run.logs import read_log_locations
 
-    about = as_object(record, progress)
+    about = progress_object(record, progress)
     run = Path(record.run)
     state = progress.state
     if not record.is_local:
@@ -54,7 +54,7 @@ def _row(record: "Running", progress: "RunProgress") -> tuple[str, ...]:
         state = f"on {plain(record.host)}" + (f", silent for {duration(silent_s)}" if silent_s > SILENT_S else "")
     try:
         # The machines of the last start, if the run folder names them: a machine may have joined, or be lost.
-        hosts = [each.host for each in read_places(RunFolder(run))] or record.hosts
+        hosts = [each.host for each in read_log_locations(RunFolder(run))] or record.hosts
     except UserError:
         hosts = record.hosts
     position = "-"
@@ -96,9 +96,9 @@ def logs(
 
 def why(run: RunName, /, *, as_json: Json = False) -> int:
     """Explain why a run ended (rank, machine, step, file, and what to do), or show its progress."""
-    from manyhands.run.outcome import why as find_why
+    from manyhands.run.outcome import explain_named_run
 
-    found = find_why(run)
+    found = explain_named_run(run)
     print_answer(asdict(found), found.lines(), json=as_json)
     return 0
 
@@ -106,12 +106,12 @@ def why(run: RunName, /, *, as_json: Json = False) -> int:
 def stop(run: RunName, /, *, now: Annotated[bool, Help("end the run at once, without saving")] = False) -> int:
     """Ask an active run to save and stop, and wait for its end."""
     from manyhands.checkpoint.folders import saved_step
-    from manyhands.run.registry import find_run, head_of_active, stop_headless, stop_run
+    from manyhands.run.registry import find_run, require_launcher, stop_headless_run, stop_run
 
     folder = find_run(run, active=True)
     try:
-        headless = stop_headless(folder, now=now)
-        end = None if headless else stop_run(head_of_active(folder), now=now)
+        headless = stop_headless_run(folder, now=now)
+        end = None if headless else stop_run(require_launcher(folder), now=now)
     except KeyboardInterrupt:
         say("this command no longer waits; the run is still stopping")
         raise
@@ -147,9 +147,9 @@ def join(
     ] = None,
 ) -> int:
     """Add a machine to an active run. Run join on the machine that launched the run."""
-    from manyhands.run.launch import join_here
+    from manyhands.run.launch import request_join
 
     if not host:
         raise UserError("no machine is named", "manyhands join", ("name the machine: --host n4",))
-    show(join_here(run, host))
+    show(request_join(run, host))
     return EXIT_OK

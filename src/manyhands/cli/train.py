@@ -22,7 +22,7 @@ def train(
     *arguments: flags.Arguments,
     processes: flags.Processes = None,
     job: flags.JobFlags = flags.JobFlags(),
-    place: flags.PlaceFlags = flags.PlaceFlags(),
+    place: flags.ProcessFlags = flags.ProcessFlags(),
     run: flags.RunFlags = flags.RunFlags(),
 ) -> int:
     """Train a classifier.
@@ -86,7 +86,7 @@ def job_or_script(data: str | None, model: str | None, arguments: Sequence[str])
     if arguments:
         hints = ("pass arguments only to a script of your own: manyhands train train.py -n 2 -- ARGUMENTS",)
         raise UserError(f'unexpected argument "{arguments[0]}"', "command line", hints)
-    return flags.named(data, model)
+    return flags.parse_names(data, model)
 
 
 def resume(
@@ -120,20 +120,20 @@ def profile(
     manyhands profile RUN            reads the records of the run
     manyhands profile DATA MODEL …   trains for some updates and writes a trace for Perfetto
     """
-    from manyhands.run.registry import read_named
-    from manyhands.run.train import trace
+    from manyhands.run.registry import read_run_named
+    from manyhands.run.train import trace_training
 
-    found = read_named(run) if run and not model else None
+    found = read_run_named(run) if run and not model else None
     if found:
         _print_profile(found, as_json=output.as_json)
         return 0
     if steps < 1:
         raise UserError(f"--steps must be 1 or more, found {steps}", "--steps", ("use --steps 20, for example",))
-    values, file = flags.named(run, model)
+    values, file = flags.parse_names(run, model)
     loaded = flags.load(values | {"cluster.processes": processes}, job, output, file=file, recipe=job.recipe)
     if output.show_config or output.dry_run:
         return _run(loaded, output)
-    outcome = trace(loaded.job, steps, quiet=output.quiet)
+    outcome = trace_training(loaded.job, steps, quiet=output.quiet)
     if outcome.is_main and not outcome.exit_code:
         _print_profile(outcome.read(), as_json=output.as_json)
     return outcome.exit_code
@@ -146,7 +146,7 @@ def _print_profile(run: "RunData", *, as_json: bool) -> None:
     if as_json:
         suggestion = {"what": change.what, "gain": change.gain} if change else None
         more = {"trace": str(trace)} if trace.is_file() else {}
-        shares = time_shares.samples_of_each(run)
+        shares = time_shares.samples_by_rank(run)
         show_json({"run": str(run.folder.path), "ranks": ranks, "shares": shares, "change": suggestion, **more})
         return
     if not change:
@@ -154,10 +154,10 @@ def _print_profile(run: "RunData", *, as_json: bool) -> None:
         return
     rows = {str(rank): seconds for rank, seconds in enumerate(ranks)}
     if len(rows) > 1:
-        rows["mean"] = time_shares.mean_of(ranks)
+        rows["mean"] = time_shares.mean_over_ranks(ranks)
     lines = [["rank", "seconds", *ranks[0]]]
     for name, seconds in rows.items():
-        shares = time_shares.shares_of(seconds)
+        shares = time_shares.time_fractions(seconds)
         cells = [f"{value:.1f} s {shares[phase]:4.0%}" for phase, value in seconds.items()]
         lines.append([name, f"{sum(seconds.values()):.1f}", *cells])
     show(align(lines, left=0))

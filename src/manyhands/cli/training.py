@@ -15,7 +15,7 @@ from manyhands.config.load import LoadedJob
 from manyhands.core.errors import UserError
 from manyhands.core.terminal import say, show, show_json
 from manyhands.report import changes, summary
-from manyhands.run.folder import announce_reach, new_run_path
+from manyhands.run.folder import announce_ssh_command, new_run_path
 from manyhands.run.outcome import Outcome
 from manyhands.run.train import check_names, check_script, launch_decision, train
 
@@ -42,14 +42,14 @@ def run_job(
     machines = tuple(this_process.machines_of(job.cluster))
     # srun or a similar launcher may already have set this process's rank.
     if machines and not launch_decision(job).process_info:
-        announce_reach(loaded)
-        early.end_early()  # this machine may not take part, and a detached launcher is another process
+        announce_ssh_command(loaded)
+        early.kill_unused_agent()  # this machine may not take part, and a detached launcher is another process
         from manyhands.run.launch import DetachedLauncher, launch
 
         background = DetachedLauncher() if job.cluster.detach else None
         if background and background.child_pid:
             return background.wait(as_json=flags.as_json)
-        outcome = launch(job, machines, quiet=flags.quiet, begun=background.leave if background else lambda _run: None)
+        outcome = launch(job, machines, quiet=flags.quiet, on_train=background.leave if background else lambda _: None)
     else:
         outcome = train(job, quiet=flags.quiet, rendezvous=rendezvous)
     if outcome.is_main:
@@ -59,7 +59,7 @@ def run_job(
 
 
 def _print_result(outcome: Outcome, job: Job, *, as_json: bool, quiet: bool) -> None:
-    """Prints the result of a run; for a user's script, only the status and the location of its output."""
+    """Prints the result of a run. For a user's script, prints only the run folder and the command to see its output."""
     if job.run.script and as_json:
         show_json({"run": str(outcome.folder.path), "status": outcome.status, "exit_code": outcome.exit_code})
     elif job.run.script:
@@ -75,7 +75,7 @@ def _print_result(outcome: Outcome, job: Job, *, as_json: bool, quiet: bool) -> 
 
 
 def describe(loaded: LoadedJob) -> list[str]:
-    """Describes the run for --dry-run without starting processes or reading pictures. Raises UserError: invalid job."""
+    """Returns lines for --dry-run that describe the run, without starting processes or reading pictures."""
     job = loaded.job
     if job.run.script:
         work = [f"would run {shlex.join(job.run.script)}"]
@@ -99,8 +99,8 @@ def _describe_machines(machines: Sequence[inventory.Machine], options: ClusterOp
     names = ", ".join(f"{machine.name} ({machine.slots})" if machine.slots else machine.name for machine in machines)
     starts: list[str] = []
     for machine in machines:
-        words = [shlex.join(ssh.ssh_words(options)), *ssh.port_words(machine), "--", machine.host, "SCRIPT"]
-        starts.append(f"{machine.name}: {'this machine' if this_process.is_here(machine) else ' '.join(words)}")
+        words = [shlex.join(ssh.ssh_arguments(options)), *ssh.ssh_port_option(machine), "--", machine.host, "SCRIPT"]
+        starts.append(f"{machine.name}: {'this machine' if this_process.is_this_machine(machine) else ' '.join(words)}")
     script = ssh.agent_script(options, Path.cwd()).splitlines()
     return f"processes on {names}", [*starts, "SCRIPT, run by sh:", *(f"  {line}" for line in script)]
 

@@ -57,8 +57,8 @@ def code_files(
 ) -> Iterator[Path]:
     """Yields the code files below a folder in a fixed order, without following links to folders.
 
-    Calls `on_skip(path, reason)` for skipped files that look like credentials, or link out of the folder. Raises
-    UserError after the files of the first `most_folders` subfolders if there are more.
+    Calls `on_skip(path, reason)` for skipped files that look like credentials, or link out of the folder. If there are
+    more than `most_folders` subfolders, raises UserError after the files of the first ones.
     """
     top = folder.resolve()
     for count, (place, folders, names) in enumerate(os.walk(folder)):
@@ -78,7 +78,7 @@ def code_files(
                 named = path.suffix in suffixes and not name.startswith(".") and path.is_file()
                 if not named or path.stat().st_size > FILE_BYTES or not os.access(path, os.R_OK):
                     continue  # not a code file
-                why = CREDENTIALS if _holds_key(path) else ""
+                why = CREDENTIALS if _contains_private_key(path) else ""
             if why:
                 on_skip(path, why)
             else:
@@ -91,7 +91,7 @@ def holds_run(path: Path) -> bool:
 
 
 def _skip_reason(path: Path, top: Path) -> str:
-    """Returns the reason to skip a file, found in its name or link target; an empty string if there is none."""
+    """Returns the reason to skip a file, found in its name or link target; an empty string for other files."""
     if _named_like_credentials(path.name):
         return CREDENTIALS
     if not path.is_symlink():
@@ -106,15 +106,15 @@ def _named_like_credentials(name: str) -> bool:
     return name.lower() not in _HARMLESS and _NAMES.fullmatch(name) is not None
 
 
-def _holds_key(path: Path) -> bool:
+def _contains_private_key(path: Path) -> bool:
     if path.suffix == ".py":
         return False
     with path.open("rb") as file:
         return _WORDS.search(file.read(_HEAD_BYTES)) is not None
 
 
-def copied_code(folder: Path) -> tuple[dict[str, str], list[str]]:
-    """Returns ({relative path: content in base64}, messages about skipped files) for the code files of a folder.
+def read_code_files(folder: Path) -> tuple[dict[str, str], list[str]]:
+    """Reads the code files below a folder. Returns ({relative path: content in base64}, messages on skipped files).
 
     Files that git ignores are skipped too. Raises UserError if the code exceeds TOTAL_BYTES.
     """
@@ -123,7 +123,7 @@ def copied_code(folder: Path) -> tuple[dict[str, str], list[str]]:
     def skip(path: Path, why: str) -> None:
         left.setdefault(why, []).append(path.relative_to(folder).as_posix())
 
-    listed = listed_files(folder)
+    listed = files_of_git(folder)
     for path in sorted(code_files(folder, COPIED_SUFFIXES, on_skip=skip)):
         if listed is not None and path not in listed:
             continue
@@ -140,7 +140,7 @@ def copied_code(folder: Path) -> tuple[dict[str, str], list[str]]:
 
 
 def with_absolute_paths(job: Job) -> Job:
-    """Returns the job with absolute paths of data and checkpoint, because workers run in a copy of the folder."""
+    """Returns the job with absolute paths of data and checkpoint, for workers that run in a copy of this folder."""
     data, checkpoint = job.data, job.checkpoint
     changed = {
         key: str(Path(path).absolute())
@@ -155,7 +155,7 @@ def with_absolute_paths(job: Job) -> Job:
 
 
 def write_code(folder: Path, files: Mapping[str, str]) -> None:
-    """Writes the files of `copied_code` into a private folder, and restores files that a job has changed there.
+    """Writes the files of `read_code_files` into a private folder, and restores files that a job has changed there.
 
     Raises UserError if a path is outside the folder, a file is incomplete, or the code is too large.
     """
@@ -182,7 +182,7 @@ def write_code(folder: Path, files: Mapping[str, str]) -> None:
     os.utime(folder)
 
 
-def listed_files(folder: Path) -> set[Path] | None:
+def files_of_git(folder: Path) -> set[Path] | None:
     """Returns the files of a work tree that git tracks or would add; None if the folder has no .git or git fails."""
     with suppress(OSError, subprocess.SubprocessError):
         if (folder / ".git").exists():

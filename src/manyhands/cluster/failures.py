@@ -20,16 +20,16 @@ class Failed(Exception):  # noqa: N818 - carries a failure record
         self.record = record
 
 
-def users_place(record: Failure) -> str:
-    """Returns "file:line" of the user's code in a failure record; an empty string if there is none."""
+def user_code_location(record: Failure) -> str:
+    """Returns "file:line" of the user's code that raised a failure; an empty string if the record has no traceback."""
     lines = re.findall(r'File "([^"\n]+)", line (\d+)', record.excerpt)
     return ":".join(lines[-1]) if lines else ""
 
 
-def as_error(record: Failure) -> ManyhandsError:
-    """Converts a failure record to an error. A note contains the part of the traceback in the user's files."""
+def error_of_record(record: Failure) -> ManyhandsError:
+    """Converts a failure record to an error, with the user's part of the traceback as a note."""
     step = f", step {record.step}" if record.step is not None else ""
-    line = users_place(record)
+    line = user_code_location(record)
     rank = f"rank {record.rank} on {record.host}{step}{record.phase and f' ({record.phase})'}"
     where = record.where or f"{rank}{line and f', at {line}'}"
     if record.where and record.host not in {"", record.where, platform.node()}:
@@ -73,7 +73,7 @@ class Ending:
 
 
 def first_cause(ending: Ending) -> Failure | None:
-    """Returns the cause: an evicted rank, else an original failure, a lost machine or tunnel, a kill, any failure."""
+    """Returns the cause of a failed start. Prefers, in order: hung ranks, original failures, lost machines, tunnels."""
     records = sorted(ending.records.values(), key=lambda record: (record.consequence, record.time))
     if ending.evicted:
         rank, why = next(iter(ending.evicted.items()))
@@ -112,7 +112,7 @@ def _kill_record(ending: Ending, rank: int, exit_code: int, why: str = "") -> Fa
 
 
 def describe_exit(exit_code: int, *, worker: bool = False) -> str:
-    """Describes an exit code for the user; a `worker` with exit code 0 has returned no result."""
+    """Describes how a process ended, for a message. `worker`: exit code 0 means that it returned no result."""
     with contextlib.suppress(ValueError):
         if exit_code < 0:
             return f"was killed by {signal.Signals(-exit_code).name}"

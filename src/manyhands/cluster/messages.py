@@ -21,7 +21,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError, create_model
 from manyhands.core.errors import ManyhandsError
 from manyhands.core.files import parse_json
 
-VERSION = 11  # of the protocol, equal at both ends; every change of a message increments it
+VERSION = 12  # of the protocol, equal at both ends; every change of a message increments it
 LONGEST_LINE = 64 * 1024 * 1024  # bytes; a request may contain all code of a job
 
 
@@ -171,7 +171,7 @@ def encode(message: Message, number: int = 0) -> bytes:
 
 
 def decode(line: bytes) -> tuple[int, Message] | None:
-    """Returns (id, message) of a line; None for a login shell's output. An invalid message is `Misunderstood`."""
+    """Returns (id, message) of a line; None for a login shell's output; a `Misunderstood` for an invalid message."""
     try:
         content = parse_json(line, infinite=True)
     except ValueError as error:

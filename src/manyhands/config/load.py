@@ -95,7 +95,7 @@ def load_job(
     ]
     values, origins = dict[str, Any](), dict[str, str]()
     for layer, name in layers:
-        _overlay(values, origins, layer, name)
+        _apply_layer(values, origins, layer, name)
     name = str(values.get("data.name", ""))
     if not _why_unusable("data.name", name) and (known := known_set_at(name)):  # a path to a known set's files
         values["data.name"], values["data.dir"] = known
@@ -109,7 +109,7 @@ def load_job(
         _drop_optimizer_options(merged, origins)
     if _is_custom(values.get("train.schedule")):
         merged.pop("train.warmup_epochs", None)
-    _overlay(merged, merged_origins, values, "")
+    _apply_layer(merged, merged_origins, values, "")
     merged_origins.update(origins)
     checked = _validated_job(merged, merged_origins)
     checked.cluster.mark_flags(key.partition(".")[2] for key, origin in origins.items() if origin == "flag")
@@ -121,7 +121,7 @@ def _is_custom(value: Any) -> bool:
 
 
 def _drop_optimizer_options(recipe: Values, origins: dict[str, str]) -> None:
-    """Removes SGD and AdamW options from `recipe`, for a custom optimizer. Raises UserError if the user set one."""
+    """Removes SGD and AdamW options from `recipe`, for a custom optimizer. Raises UserError if the user has set one."""
     for name in OF_BUILT_IN_OPTIMIZERS:
         recipe.pop(f"train.{name}", None)
         origin = origins.get(f"train.{name}", "")
@@ -145,19 +145,19 @@ def load_job_argument(base: Job | str | Path | None, flags: Mapping[str, Any]) -
 def written_values(file: Path) -> Values:
     """Reads a job.toml's values by dotted key, unvalidated. Raises UserError if the file is missing or not TOML."""
     values: Values = {}
-    _overlay(values, {}, flatten(read_toml(file)), "")
+    _apply_layer(values, {}, flatten(read_toml(file)), "")
     values.pop("train.cuda_graphs", None)  # an option of older versions, like "auto" for train.compile
     if values.get("train.compile") == "auto":
         values["train.compile"] = False
     return values
 
 
-def _overlay(values: Values, origins: dict[str, str], layer: Values, name: str) -> None:
-    """Overwrites `values` with one source's values, and `origins` with its `name`; data = "mnist" sets data.name."""
+def _apply_layer(values: Values, origins: dict[str, str], layer: Values, name: str) -> None:
+    """Overwrites `values` by those of `layer`, and their `origins` by the layer's name. Expands data = "mnist"."""
     for given, value in layer.items():
         key = f"{given}.{ONE_WORD[given]}" if given in ONE_WORD and not isinstance(value, dict) else given
         values[key] = value
-        origins[key] = f"{name} {_variable(key)}" if name == "environment" else name
+        origins[key] = f"{name} {_variable_name(key)}" if name == "environment" else name
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> Values:
@@ -171,7 +171,7 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> Values:
     return flat
 
 
-def _variable(key: str) -> str:
+def _variable_name(key: str) -> str:
     return ENVIRONMENT_PREFIX + key.upper().replace(".", "__")
 
 
@@ -184,10 +184,10 @@ def _from_environment(environment: Mapping[str, str]) -> Values:
         if "__" in word:
             found[word.replace("__", ".", 1)] = parse_value(text)
         elif meant := [key for key in known_keys() if word in (key.partition(".")[2], key.replace(".", "_"))]:
-            hint = " or ".join(f"{_variable(key)}={text}" for key in meant)
-            raise UserError(f"{name} sets no option of the job", "environment", (f"write {hint}", f"or unset {name}"))
+            hint = " or ".join(f"{_variable_name(key)}={text}" for key in meant)
+            raise UserError(f"no option matches variable {name}", "environment", (f"write {hint}", f"or unset {name}"))
         else:
-            say(f"{name} sets no option of the job and is ignored; options are written like {_variable('train.lr')}")
+            say(f"ignoring {name}, which matches no option; options are written like {_variable_name('train.lr')}")
     return found
 
 
@@ -210,7 +210,7 @@ def _validated_job(values: Values, origins: dict[str, str]) -> Job:
     keys = known_keys()
     # Names the flag, such as --train.lr.
     origins = {key: f"flag --{key}" if origin == "flag" else origin for key, origin in origins.items()}
-    problems = [_unknown_key(key, origins) for key in values if key not in keys]
+    problems = [_unknown_key_problem(key, origins) for key in values if key not in keys]
     unusable = {key: why for key, value in values.items() if (why := _why_unusable(key, value))}
     problems += [(f"{key} {why}", origins.get(key, "job"), "") for key, why in unusable.items()]
     tree: dict[str, dict[str, Any]] = {}
@@ -222,7 +222,7 @@ def _validated_job(values: Values, origins: dict[str, str]) -> Job:
         if not problems:
             return job
     except ValidationError as error:
-        problems += _explained(error, origins)
+        problems += _list_problems(error, origins)
     if len(problems) == 1:
         what, where, hints = problems[0]
         raise UserError(what, where, tuple(filter(None, (hints,))))
@@ -231,7 +231,7 @@ def _validated_job(values: Values, origins: dict[str, str]) -> Job:
 
 
 def meant_key(word: str) -> str:
-    """Guesses the option meant by a misspelled key, a key without a section or another tool's name; "" if none."""
+    """Returns the option that a misspelled or incomplete key, or another tool's option, probably means, or ""."""
     name = word.replace("-", "_").lower()
     last = name.rpartition(".")[2]
     keys = [*known_keys()]
@@ -240,7 +240,7 @@ def meant_key(word: str) -> str:
     return named.get(near, near)
 
 
-def _unknown_key(key: str, origins: dict[str, str]) -> Problem:
+def _unknown_key_problem(key: str, origins: dict[str, str]) -> Problem:
     name, meant = key.rpartition(".")[2], meant_key(key)
     hint = f'did you mean "{meant}"?' if meant else "list all options with --show-config"
     if name in ONE_WORD and meant == f"{name}.{ONE_WORD[name]}":
@@ -249,7 +249,7 @@ def _unknown_key(key: str, origins: dict[str, str]) -> Problem:
 
 
 def _why_unusable(key: str, value: Any) -> str:
-    """Returns the reason why a value can't be a path or be written to job.toml; "" if there is none."""
+    """Returns the reason why a value can't be used as a path or written to job.toml; "" if it can."""
     words = cast(list[Any], value) if isinstance(value, list | tuple) else [value]
     texts = [word for word in words if isinstance(word, str)]
     if any("\0" in text for text in texts):
@@ -263,13 +263,13 @@ def _why_unusable(key: str, value: Any) -> str:
     return ""
 
 
-def _explained(error: ValidationError, origins: dict[str, str]) -> list[Problem]:
-    """Converts a ValidationError to one problem per option; pydantic has one error for each type of a union."""
+def _list_problems(error: ValidationError, origins: dict[str, str]) -> list[Problem]:
+    """Converts a ValidationError to one problem per option. pydantic reports one for each type of a union."""
     problems: dict[Any, Problem] = {}
     for number, item in enumerate(error.errors()):
         # The option's key; empty for an error that concerns several sections.
         key = ".".join(part for part in item["loc"][:2] if isinstance(part, str))
-        kinds, words = _kinds(known_keys().get(key))
+        kinds, words = _describe_types(known_keys().get(key))
         kinds = [] if item["type"] == "value_error" else kinds
         given = item.get("input")
         message = str(item["msg"]).removeprefix("Value error, ")
@@ -287,8 +287,8 @@ def is_switch(key: str) -> bool:
     return known_keys().get(key if "." in key else f"train.{key}") is bool
 
 
-def _kinds(declared: Any) -> tuple[list[str], list[str]]:
-    """Returns two lists: descriptions of a union's types (empty for other types), and all literal strings."""
+def _describe_types(declared: Any) -> tuple[list[str], list[str]]:
+    """Returns ([description of each type of a union], [all literal strings]) of a declared type."""
     several = get_origin(declared) in (Union, UnionType)
     names = {bool: ["true", "false"], int: ["a whole number"], tuple[int, ...]: ["a list of whole numbers"]}
     kinds, words = list[str](), list[str]()
@@ -322,7 +322,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def _section_given_twice(text: str, path: Path) -> UserError | None:
-    """Returns the error for a section that is both a value and a table, which TOML forbids; else None."""
+    """Returns the error for a section that is both a value and a table, which TOML forbids; None if there is none."""
     for section, main in ONE_WORD.items():
         word = re.search(rf"^[ \t]*{section}[ \t]*=[ \t]*(?P<value>[^\s{{][^\n#]*)", text, re.MULTILINE)
         table = re.search(rf"^[ \t]*(\[[ \t]*{section}[ \t]*[\].]|{section}[ \t]*\.)", text, re.MULTILINE)
@@ -340,8 +340,8 @@ def announce(
 ) -> None:
     """Prints the code files that a run is about to execute and, with `compared`, whether they changed since training.
 
-    `words`: option values, some naming code. `requested_by`: the folder or file that has them. `record`: has the code's
-    digests from training. `instead`: a hint, with {} for the code. Raises UserError if another user owns the code.
+    `words`: option values, some of which name code. `requested_by`: the folder or file with these values. `record`: has
+    digests of the code at training. `instead`: a hint, with {} for the code. Raises UserError for other users' code.
     """
     known = record.code if record else {}
     for word in dict.fromkeys(words):
@@ -359,7 +359,7 @@ def announce(
 
 
 def refuse_other_users(word: str, place: Path, requested_by: Path, instead: str) -> None:
-    """Raises UserError if neither this user nor root owns `place`, a path that is needed to run the code `word`."""
+    """Raises UserError unless this user or root owns the file or folder `place`, which is needed to run `word`."""
     if place.exists() and (owner := place.stat().st_uid) not in {0, os.geteuid()}:
         what = f"{requested_by} requests to run {word}, but {place} belongs to another user (uid {owner})"
         raise UserError(what, str(place), (f"review {word}, then name it explicitly: {instead}",))

@@ -36,7 +36,7 @@ class Change(NamedTuple):
 
     @property
     def decides(self) -> bool:
-        """True if the change affects the result, or adds metrics."""
+        """True if the change affects the result of the run, or adds metrics."""
         if self.key == "train.metrics" and self.old is not None:
             return not set(self.new) <= set(self.old)
         return self.old is None or (self.key.partition(".")[0] in _DECIDING and self.key not in _NOT_DECIDING)
@@ -49,11 +49,11 @@ class Change(NamedTuple):
 
 
 def changes_since(folder: RunFolder, job: Job) -> list[Change]:
-    """Returns options that differ from job.toml, except "auto" for a measured value. Raises UserError: damaged file."""
+    """Returns the options that differ from job.toml. Ignores an "auto" for an option whose value was measured."""
     former = written_values(folder.job) if folder.exists() else {}
     now = flatten(job.model_dump(mode="json")).items()
     known = [Change(key, former[key], value) for key, value in now if key in former and key not in _OF_THE_START]
-    return [one for one in known if not _same(one.old, one.new) and not (one.key in MEASURED and one.new == "auto")]
+    return [one for one in known if not _equal(one.old, one.new) and not (one.key in MEASURED and one.new == "auto")]
 
 
 def refuse_changes(
@@ -87,7 +87,7 @@ def refuse_changes(
         hints = [*_longer_hint(folder, job, found), f"to train from scratch, use --out {shlex.quote(str(another))}"]
         if [change.key for change in found] == [INITIAL_WEIGHTS]:
             hints.append('to return the finished run, pass checkpoint__resume="auto"')
-        what = f"the run in {folder.path} has finished, but the job has changed: {_listed(found)}"
+        what = f"the run in {folder.path} has finished, but the job has changed: {_format_changes(found)}"
         raise UserError(what, "--out", tuple(hints))
     longer = any(
         change.key in {"train.max_steps", "train.batch"} or (change.key == "train.epochs" and change.new > change.old)
@@ -101,7 +101,7 @@ def refuse_ineffective(folder: RunFolder, found: list[Change], step: int, total:
     if deciding := [change for change in found if change.decides]:
         made = f"this run has made {step} updates and the job asks for {total}"
         hints = ("increase --epochs to train longer", "or use another --out to train from scratch")
-        what = f"{made}, so the changes would have no effect: {_listed(deciding)}"
+        what = f"{made}, so the changes would have no effect: {_format_changes(deciding)}"
         raise UserError(what, str(folder.path), hints)
 
 
@@ -122,11 +122,11 @@ def _longer_hint(folder: RunFolder, job: Job, found: list[Change]) -> list[str]:
     return [f"to train this run longer: {shlex.join(words)}"]
 
 
-def _listed(found: list[Change]) -> str:
+def _format_changes(found: list[Change]) -> str:
     more = f"; and {len(found) - _MOST_SHOWN} more" if len(found) > _MOST_SHOWN else ""
     return "; ".join(map(str, found[:_MOST_SHOWN])) + more
 
 
-def _same(old: Any, new: Any) -> bool:
+def _equal(old: Any, new: Any) -> bool:
     paths = [os.path.abspath(Path(value).expanduser()) for value in (old, new) if isinstance(value, str) and value]  # noqa: PTH100
     return old == new or (len(paths) == 2 and paths[0] == paths[1])

@@ -88,7 +88,7 @@ def epochs_axis(axes: "Axes", run: read.RunData) -> None:
 
 
 def log_axis(axes: "Axes", form: str) -> None:
-    """Makes the vertical axis logarithmic, with numbers formatted by `form`: formulas such as 10^3 are disabled."""
+    """Makes the vertical axis logarithmic. `form` is the format of its numbers, which replace labels like 10^3."""
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter(lambda value, _place: format(value, form))
     axes.yaxis.set_minor_formatter(lambda _value, _place: "")
@@ -104,7 +104,7 @@ def thin(xs: Sequence[float], ys: Sequence[float]) -> tuple[list[float], list[fl
 
 
 def smooth(values: Sequence[float], weights: Sequence[float], share: float = 0.04) -> list[float]:
-    """Returns moving averages weighted by `weights`; the centered window has the fraction `share` of all values."""
+    """Returns weighted moving averages over a centered window. The window contains the fraction `share` of `values`."""
     half = max(1, round(len(values) * share / 2)) if len(values) >= 10 else 0
     totals, sums = [0.0], [0.0]
     for value, weight in zip(values, weights, strict=True):
@@ -126,14 +126,14 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def fonts_for(texts: Iterable[str]) -> tuple[list[str], str]:
-    """Returns (names of fonts for the letters of `texts`, matplotlib's own first; string of letters without a font)."""
+    """Returns (fonts that have the letters of `texts`, matplotlib's own first; the letters that no font has)."""
     from matplotlib import font_manager
 
     missing = {letter for text in texts for letter in text if letter.isprintable() and not letter.isspace()}
-    missing -= _letters(str(font_manager.findfont(_FIRST_FONT)))
+    missing -= _letters_of_font(str(font_manager.findfont(_FIRST_FONT)))
     chosen = [_FIRST_FONT]
     for name, file in _installed_fonts() if missing else ():
-        if found := missing & _letters(file):
+        if found := missing & _letters_of_font(file):
             chosen.append(name)
             missing -= found
         if not missing:
@@ -160,7 +160,7 @@ def _installed_fonts() -> list[tuple[str, str]]:
 
 
 @cache
-def _letters(file: str) -> frozenset[str]:
+def _letters_of_font(file: str) -> frozenset[str]:
     from matplotlib import ft2font
 
     try:

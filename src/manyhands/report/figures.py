@@ -1,4 +1,4 @@
-"""The pictures of a report: training curves, time by phase, and confusion between classes."""
+"""The pictures of a report: training draw_curves, time by phase, and confusion between classes."""
 
 import math
 import statistics
@@ -27,7 +27,7 @@ _WITH_COUNTS, _AS_MATRIX = 12, 50
 _WORST_CLASSES, _PAIRS = 20, 30
 
 
-def curves(run: read.RunData) -> "Figure | None":
+def draw_curves(run: read.RunData) -> "Figure | None":
     if not run.steps and not run.evaluations:
         return None
     figure = new_figure(6)
@@ -65,7 +65,7 @@ def _training_and_evaluation(axes: "Axes", run: read.RunData, training: list[flo
     epochs_axis(axes, run)
 
 
-def learning_rate(run: read.RunData) -> "Figure | None":
+def draw_learning_rate(run: read.RunData) -> "Figure | None":
     if not run.steps:
         return None
     figure = new_figure(2.4)
@@ -79,7 +79,7 @@ def learning_rate(run: read.RunData) -> "Figure | None":
     return figure
 
 
-def throughput(run: read.RunData) -> "Figure | None":
+def draw_throughput(run: read.RunData) -> "Figure | None":
     if not run.steps:
         return None
     unit, unit_s = summary.time_unit(sum(session.seconds for session in run.sessions))
@@ -107,7 +107,7 @@ def throughput(run: read.RunData) -> "Figure | None":
 
 
 def _along_time(run: read.RunData, unit_s: float) -> tuple[list[float], list[float], list[float]]:
-    """Returns training times in units of `unit_s` seconds, images per second, and % of time waiting; pauses are NaN."""
+    """Returns training times (units of `unit_s`), images per second, and % of time waiting. Pauses are NaN."""
     points: list[tuple[float, float, float]] = []
     last = None
     for step in run.steps:
@@ -123,7 +123,7 @@ def _along_time(run: read.RunData, unit_s: float) -> tuple[list[float], list[flo
     return times, speeds, waits
 
 
-def time_stack(run: read.RunData) -> "Figure | None":
+def draw_time_stack(run: read.RunData) -> "Figure | None":
     """Draws seconds by phase, averaged over processes, with a bar for each epoch or group of epochs."""
     epochs: dict[int, dict[str, float]] = {}
     for record in run.phases:
@@ -224,19 +224,19 @@ def confused_pairs(detail: records.EvaluationDetail, most: int = _PAIRS) -> list
     return sorted(pairs, key=lambda pair: (-pair.count, -pair.share))[:most]
 
 
-def confusion(run: read.RunData) -> "Figure | None":
+def draw_confusion(run: read.RunData) -> "Figure | None":
     detail = shown_detail(run)
     if detail and len(detail.classes) <= _AS_MATRIX:
-        return _matrix(detail)
+        return _draw_matrix(detail)
     pairs = confused_pairs(detail) if detail else []
     if not pairs:
         return None
     names = [f"{summary.shorten(pair.true, 22)} → {summary.shorten(pair.guess, 22)}" for pair in pairs]
     notes = [f"{pair.count}  ({summary.percent(pair.share)})" for pair in pairs]
-    return _bars(names, [float(pair.count) for pair in pairs], notes, "samples (share of the class)")
+    return _draw_bars(names, [float(pair.count) for pair in pairs], notes, "samples (share of the class)")
 
 
-def _matrix(detail: records.EvaluationDetail) -> "Figure":
+def _draw_matrix(detail: records.EvaluationDetail) -> "Figure":
     from matplotlib.colors import LinearSegmentedColormap
 
     names, cells = _names_and_cells(detail)
@@ -269,14 +269,14 @@ def _matrix(detail: records.EvaluationDetail) -> "Figure":
     return figure
 
 
-def per_class(run: read.RunData) -> "Figure | None":
+def draw_per_class(run: read.RunData) -> "Figure | None":
     detail = shown_detail(run)
     worst = [score for score in class_scores(detail) if score.count][:_WORST_CLASSES] if detail else []
     if not detail or not worst:
         return None
     names = [summary.shorten(score.name, 26) for score in worst]
     notes = [f"{quantities.percentage(score.recall)}  ({score.right} of {score.count})" for score in worst]
-    figure = _bars(names, [100 * score.recall for score in worst], notes, "recall, %", limit=140)
+    figure = _draw_bars(names, [100 * score.recall for score in worst], notes, "recall, %", limit=140)
     axes, top1 = figure.axes[0], detail.top1
     axes.set_xticks(range(0, 101, 20))
     axes.axvline(100 * top1, color=VERMILION, linewidth=1.2, linestyle="--", label=f"top-1: {summary.percent(top1)}")
@@ -284,7 +284,7 @@ def per_class(run: read.RunData) -> "Figure | None":
     return figure
 
 
-def _bars(names: list[str], values: list[float], notes: list[str], label: str, limit: float = 0.0) -> "Figure":
+def _draw_bars(names: list[str], values: list[float], notes: list[str], label: str, limit: float = 0.0) -> "Figure":
     figure = new_figure(1.3 + 0.27 * len(names))
     axes = figure.subplots()
     axes.barh(range(len(names)), values, color=BLUE, height=0.68)
@@ -304,10 +304,10 @@ def _bars(names: list[str], values: list[float], notes: list[str], label: str, l
 
 # File name, title on the page, and drawing function, which returns None if records are missing.
 PICTURES: tuple[tuple[str, str, "Callable[[read.RunData], Figure | None]"], ...] = (
-    ("curves", "Loss and accuracy", curves),
-    ("learning-rate", "Learning rate", learning_rate),
-    ("throughput", "Speed", throughput),
-    ("time", "Where the time goes", time_stack),
-    ("confusion", "Confusion matrix", confusion),
-    ("classes", "Recall by class", per_class),
+    ("curves", "Loss and accuracy", draw_curves),
+    ("learning-rate", "Learning rate", draw_learning_rate),
+    ("throughput", "Speed", draw_throughput),
+    ("time", "Where the time goes", draw_time_stack),
+    ("confusion", "Confusion matrix", draw_confusion),
+    ("classes", "Recall by class", draw_per_class),
 )

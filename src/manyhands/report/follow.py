@@ -69,7 +69,7 @@ class RunProgress:
 
 
 def read_progress(record: Running) -> RunProgress:
-    """Reads the progress of a run from the ends of its files, so that a long run takes no longer than a short one."""
+    """Reads the progress of a run from the ends of its files, which takes as long for long runs as for short ones."""
     folder = RunFolder(Path(record.run))
     measured = [found for line in last_records(folder.metrics) if (found := read.parse_metrics(line, folder))]
     events = [event for line in last_records(folder.events) if (event := read.parse(Event, line, folder.events))]
@@ -93,7 +93,7 @@ def read_progress(record: Running) -> RunProgress:
     )
 
 
-def as_object(record: Running, progress: RunProgress) -> dict[str, Any]:
+def progress_object(record: Running, progress: RunProgress) -> dict[str, Any]:
     step = progress.step
     return {
         "run": record.run, "state": progress.state, "pid": record.pid, "host": record.host, "hosts": record.hosts,

@@ -16,7 +16,7 @@ _ENDINGS = (".svg", ".png")
 _FEW = 7  # maximum number of axis labels that don't overlap
 
 
-def refuse_file(file: Path, *, force: bool) -> None:
+def check_picture_file(file: Path, *, force: bool) -> None:
     if file.suffix.lower() not in _ENDINGS:
         what = f"the picture must be a {' or '.join(_ENDINGS)} file, found {file.name}"
         raise UserError(what, "--out", ("use --out growth.svg", "or print the values with --json"))

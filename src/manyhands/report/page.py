@@ -29,10 +29,10 @@ _LEVELS = {"failed": "error", **dict.fromkeys(_WARNINGS, "warning")}
 
 
 def write_report(path: Path) -> Path:
-    """Writes the report of a run, active or ended, and returns the path of report.html. Raises UserError: no run."""
+    """Writes the report of an active or ended run; returns the path of report.html. Raises UserError if none exists."""
     run = read.read_run(path)
     with private_files():
-        text = render(run, _draw_pictures(run, run.folder.pictures))
+        text = render_page(run, _draw_pictures(run, run.folder.pictures))
         with replaced_on_success(run.folder.report) as part:
             part.write_text(text, encoding="utf-8")
     if run.unreadable:
@@ -40,8 +40,8 @@ def write_report(path: Path) -> Path:
     return run.folder.report
 
 
-def render(run: read.RunData, pictures: dict[str, str]) -> str:
-    return _template().render(_content(run, pictures))
+def render_page(run: read.RunData, pictures: dict[str, str]) -> str:
+    return _template().render(_page_content(run, pictures))
 
 
 @cache
@@ -61,7 +61,7 @@ def _template() -> "Template":
     return environment.get_template("page.html.j2")
 
 
-def _content(run: read.RunData, pictures: dict[str, str]) -> dict[str, Any]:
+def _page_content(run: read.RunData, pictures: dict[str, str]) -> dict[str, Any]:
     detail = figures.shown_detail(run)
     change, slow = time_shares.change_line(run), time_shares.slow_rank_line(run)
     return {
@@ -70,12 +70,12 @@ def _content(run: read.RunData, pictures: dict[str, str]) -> dict[str, Any]:
         "status": summary.status(run),
         "setup": next((event.message.split("\n") for event in reversed(run.events) if event.kind == "setup"), []),
         "best": _evaluation(run, summary.best_evaluation(run)),
-        "best_by": summary.best_by(run),
+        "best_by": summary.best_criterion(run),
         "final": _evaluation(run, summary.final_evaluation(run)),
         "tests": [(name, _evaluation(run, test)) for name, test in run.tests.items()],
         "test_count": next((f"{test.count:,}" for test in run.tests.values()), ""),
         "chosen": summary.CHOSEN[0].upper() + summary.CHOSEN[1:],
-        "facts": _facts(run),
+        "facts": _run_facts(run),
         "change": change if slow in change else f"{change}; {slow}",
         "unequal": time_shares.unequal_line(run),
         "pictures": {name: (title, Markup(pictures[name])) for name, title, _ in figures.PICTURES if name in pictures},
@@ -98,7 +98,7 @@ def _content(run: read.RunData, pictures: dict[str, str]) -> dict[str, Any]:
 def _evaluation(run: read.RunData, evaluation: Any) -> dict[str, Any] | None:
     if evaluation is None:
         return None
-    few = 0 < summary.classes_of(evaluation) <= summary.FEW_CLASSES
+    few = 0 < summary.count_classes(evaluation) <= summary.FEW_CLASSES
     return {
         "top1": evaluation.top1,
         "top5": None if few else evaluation.top5,
@@ -108,12 +108,12 @@ def _evaluation(run: read.RunData, evaluation: Any) -> dict[str, Any] | None:
     }
 
 
-def _facts(run: read.RunData) -> list[tuple[str, str]]:
+def _run_facts(run: read.RunData) -> list[tuple[str, str]]:
     speed, evaluation = summary.images_per_s(run), summary.final_evaluation(run)
     found = {
         "images/s": summary.rate(speed) if speed is not None else "",
         "training time": summary.duration(summary.seconds(run)) if run.sessions else "",
-        "epochs": _epochs(run) if run.steps else "",
+        "epochs": _describe_epochs(run) if run.steps else "",
         "processes": _first_value(run, "processes", "world_size", "size"),
         "device": _first_value(run, "device", "devices"),
         "mode": _first_value(run, "mode"),
@@ -124,7 +124,7 @@ def _facts(run: read.RunData) -> list[tuple[str, str]]:
     return [(name, value) for name, value in found.items() if value]
 
 
-def _epochs(run: read.RunData) -> str:
+def _describe_epochs(run: read.RunData) -> str:
     last = run.steps[-1]
     epoch, done = summary.epoch_position(last)
     epochs = max(epoch, -(-last.total_steps // last.steps_per_epoch))
@@ -136,7 +136,7 @@ def _first_value(run: read.RunData, *keys: str) -> str:
     for source in (run.plan.as_plain(), run.environment):
         for key in keys:
             if source.get(key) and not isinstance(source[key], dict):
-                return plain(_shown(source[key]))
+                return plain(_format_value(source[key]))
     return ""
 
 
@@ -148,7 +148,7 @@ class _Row(NamedTuple):
 
 def _configuration(run: read.RunData) -> list[tuple[str, list[_Row]]]:
     """Returns the values of job.toml by section, with descriptions and the selected values of automatic options."""
-    loose = [_Row(name, _shown(value)) for name, value in run.job.items() if not isinstance(value, dict)]
+    loose = [_Row(name, _format_value(value)) for name, value in run.job.items() if not isinstance(value, dict)]
     groups = [("", loose)] if loose else []
     for section, values in run.job.items():
         if not isinstance(values, dict):
@@ -157,7 +157,7 @@ def _configuration(run: read.RunData) -> list[tuple[str, list[_Row]]]:
         options = getattr(field.annotation, "model_fields", {}) if field else {}
         for name, value, _ in _rows(values):
             chosen = run.plan.resolved.get(f"{section}.{name}")
-            if chosen is not None and value != (found := plain(_shown(chosen))):
+            if chosen is not None and value != (found := plain(_format_value(chosen))):
                 value = f"{found} (chosen; requested: {value})"
             rows.append(_Row(name, value, (name in options and options[name].description) or ""))
         groups.append((section, rows))
@@ -173,16 +173,16 @@ def _rows(content: Mapping[str, Any], prefix: str = "") -> list[_Row]:
         if isinstance(value, Mapping) and value:
             rows += _rows(value, f"{prefix}{key}.")
         else:
-            rows.append(_Row(plain(f"{prefix}{key}"), _shown(value)))
+            rows.append(_Row(plain(f"{prefix}{key}"), _format_value(value)))
     return rows
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     """Formats a value as in job.toml, but without quotes."""
     if isinstance(value, str):
         return value or "–"
     if isinstance(value, list):
-        return ", ".join(map(_shown, value)) or "–"
+        return ", ".join(map(_format_value, value)) or "–"
     if value is None or isinstance(value, bool):
         return "–" if value is None else str(value).lower()
     return f"{value:g}" if isinstance(value, float) else str(value)
@@ -201,13 +201,13 @@ def _time_line(run: read.RunData) -> list[dict[str, str]]:
             elif event.step is not None and str(event.step) not in text:
                 text = f"step {event.step}" + (f": {text}" if text else "")
             text += f" (rank {event.rank})" if event.rank else ""
-            when = {"time": summary.moment(event.time), "since": summary.duration(event.time - start)}
+            when = {"time": summary.format_utc(event.time), "since": summary.duration(event.time - start)}
             lines.append({**when, "kind": kind, "text": text, "level": _LEVELS.get(kind, "")})
     return lines
 
 
 def _draw_pictures(run: read.RunData, folder: Path) -> dict[str, str]:
-    """Draws pictures to PNG files; returns SVG texts by picture name. Sets `run.unreadable`: letters without a font."""
+    """Draws the pictures to PNG files; returns {name: SVG text}. Sets `run.unreadable` to letters without a font."""
     drawn: dict[str, str] = {}
     folder.mkdir(parents=True, exist_ok=True)
     fonts, run.unreadable = fonts_for(name for detail in (run.best, run.last) if detail for name in detail.classes)

@@ -77,10 +77,10 @@ class RunData:
 
 
 def read_run(path: Path) -> RunData:
-    """Reads the run in folder `path`. Raises UserError: there is no run, or a newer manyhands wrote it."""
+    """Reads the run in folder `path`. Raises UserError if it contains no run, or a run of a newer manyhands."""
     folder = RunFolder(path)
     if not folder.exists():
-        raise no_run(path)
+        raise missing_run_error(path)
     events = [event for line in records.read_lines(folder.events) if (event := parse(Event, line, folder.events))]
     starts = sorted(event.time for event in events if event.kind in STARTS)
     evaluations: list[EvaluationMetrics] = []
@@ -146,7 +146,7 @@ def parse_metrics(line: dict[str, Any], folder: RunFolder) -> StepMetrics | Eval
 
 
 def parse(schema: type[AnyRecord], line: dict[str, Any], file: Path) -> AnyRecord | None:
-    """Parses a record, with null numbers as NaN; None if damaged. Raises UserError: written by a newer version."""
+    """Parses a record, with NaN for null; None if it is damaged. Raises UserError if a newer version wrote it."""
     version = line.get("v")
     if isinstance(version, int) and version > records.VERSION:
         raise UserError("this run was written by a newer manyhands", str(file), ("update manyhands",))
@@ -173,7 +173,7 @@ def _read_plan(file: Path) -> PlanRecord:
     return PlanRecord()
 
 
-def no_run(path: Path) -> UserError:
+def missing_run_error(path: Path) -> UserError:
     """Returns the error for a folder without a run; the hint lists the newest runs nearby."""
     what = f"{path} is not a run folder: job.toml is missing" if path.is_dir() else f"there is no folder {path}"
     near = [str(run) for run in newest_runs((path, path.parent, Path("runs")))]
@@ -189,7 +189,7 @@ def newest_runs(bases: Iterable[Path], listed: Iterable[Path] = (), count: int =
 
 
 def without_repeats(measured: Iterable[Measured], events: Iterable[Event], most: int = sys.maxsize) -> list[Measured]:
-    """Removes records of updates that were repeated later; averages neighbors to keep at most `most` records.
+    """Removes records of updates that were repeated later. Averages neighbors so that at most `most` records remain.
 
     `most` must be even. Only step records can be averaged, so omit `most` for evaluations.
     """
@@ -198,15 +198,15 @@ def without_repeats(measured: Iterable[Measured], events: Iterable[Event], most:
     newest: list[Measured] = []  # not averaged yet
     size = 1
 
-    def drop(from_step: int) -> None:
+    def drop_records(from_step: int) -> None:
         for made in (newest, kept):
             while made and made[-1].step >= from_step:
                 made.pop()
 
     for record in measured:
         while returns and returns[0][0] <= record.time:
-            drop(returns.pop(0)[1] + 1)
-        drop(record.step)  # for runs without events, and if the clock of another machine is behind
+            drop_records(returns.pop(0)[1] + 1)
+        drop_records(record.step)  # for runs without events, and if the clock of another machine is behind
         newest.append(record)
         if len(newest) == size:
             kept.append(_average(newest))
@@ -215,7 +215,7 @@ def without_repeats(measured: Iterable[Measured], events: Iterable[Event], most:
             kept[:] = [_average(kept[at : at + 2]) for at in range(0, most, 2)]
             size *= 2
     for _, step in returns:
-        drop(step + 1)
+        drop_records(step + 1)
     return [*kept, *([_average(newest)] if newest else [])]
 
 

@@ -45,7 +45,7 @@ class ScreenProgress:
     heard: float | None = None  # time of the newest record
     recent: deque[tuple[float, int]] = field(default_factory=deque)  # (time, step) of the last minutes
 
-    def take(self, record: StepMetrics | EvaluationMetrics | Event) -> None:
+    def add_record(self, record: StepMetrics | EvaluationMetrics | Event) -> None:
         self.heard = record.time
         if isinstance(record, StepMetrics):
             if self.last and record.saved_step > self.last.saved_step:
@@ -61,8 +61,8 @@ class ScreenProgress:
         elif isinstance(record, Event) and record.kind in read.STARTS:
             self.recent.clear()
 
-    def left_s(self, now: float) -> float | None:
-        """Estimates the remaining seconds from the last two minutes, evaluations included; None if unknown."""
+    def remaining_s(self, now: float) -> float | None:
+        """Estimates the remaining time (s) of the run from the speed in the last two minutes; None if unknown."""
         if self.last is None or len(self.recent) < 2:
             return None
         (start, first), (end, newest) = self.recent[0], self.recent[-1]
@@ -73,14 +73,14 @@ class ScreenProgress:
 
 
 def live_line(progress: ScreenProgress, now: float, width: int, *, ascii_only: bool = False) -> Text:
-    """Returns a line of at most `width` columns; drops the least important fields first."""
+    """Returns the progress as a line of at most `width` columns, without the least important fields if necessary."""
     step = progress.last
     if step is None:
         return Text(("starting ..." if ascii_only else "starting …")[:width], "dim")
     epoch, done = summary.epoch_position(step)
     epochs, share = max(epoch, -(-step.total_steps // step.steps_per_epoch)), done / step.steps_per_epoch
     head, shown = f"epoch {epoch}/{epochs} ", f" {quantities.percentage(share, 0):>3}%"
-    fields = _fields(progress, step, now)
+    fields = _line_fields(progress, step, now)
     room = width - len(head) - len(shown) - _BAR_MIN
     while fields and sum(len(words) + 2 for words, _ in fields) > room:
         fields.remove(max(fields, key=lambda entry: entry[1]))
@@ -95,9 +95,9 @@ def live_line(progress: ScreenProgress, now: float, width: int, *, ascii_only: b
     return line
 
 
-def _fields(progress: ScreenProgress, step: StepMetrics, now: float) -> list[tuple[str, int]]:
-    """Returns the fields after the bar as (text, number); fields with the highest number are dropped first."""
-    silent, left = now - (progress.heard or now), progress.left_s(now)
+def _line_fields(progress: ScreenProgress, step: StepMetrics, now: float) -> list[tuple[str, int]]:
+    """Returns (text, priority) of the fields after the bar. Fields with the highest number are dropped first."""
+    silent, left = now - (progress.heard or now), progress.remaining_s(now)
     heard = f"last record {summary.ago(silent)}" if silent > _SILENT_S else f"{summary.rate(step.images_per_s)} img/s"
     fields = [(f"loss {summary.number(step.loss)}", 0), (f"acc {summary.percent(step.top1)}", 1), (heard, 3)]
     if left is not None:
@@ -195,7 +195,7 @@ class Screen:
             if isinstance(record, StepMetrics):
                 self._show_epoch()
                 self._epoch_end = record if record.epoch_loss is not None else None
-            self._progress.take(record)
+            self._progress.add_record(record)
             if isinstance(record, EvaluationMetrics):
                 last = self._progress.last
                 if last and record.step == last.step:
@@ -222,7 +222,7 @@ class Screen:
             text = escape_unencodable(prefix + plain(message), self._console.file)
             self._console.print(Text(text, _STYLES[level]), soft_wrap=False)
         elif always or not (self._quiet and level == "INFO"):
-            line = Text(f"{summary.moment(self._clock())} ")
+            line = Text(f"{summary.format_utc(self._clock())} ")
             line.append(level, _STYLES[level]).append(f" {escape_unencodable(plain(message), self._console.file)}")
             self._console.print(line)
 

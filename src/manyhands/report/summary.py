@@ -42,7 +42,7 @@ def best_evaluation(run: RunData) -> EvaluationMetrics | EvaluationDetail | None
     return noted[-1] if noted else max(measured, key=lambda evaluation: evaluation.top1, default=run.best)
 
 
-def best_by(run: RunData) -> str:
+def best_criterion(run: RunData) -> str:
     """Returns the run's option train.best, such as "lowest loss"; empty for top-1, the default."""
     by = run.option("train", "best")
     return terminal.plain(by) if isinstance(by, str) and by != "highest top1" else ""
@@ -63,7 +63,7 @@ def images_per_s(run: RunData) -> float | None:
     return statistics.median(rates) if rates else None
 
 
-def classes_of(evaluation: EvaluationMetrics | EvaluationDetail) -> int:
+def count_classes(evaluation: EvaluationMetrics | EvaluationDetail) -> int:
     return evaluation.classes if isinstance(evaluation, EvaluationMetrics) else len(evaluation.classes)
 
 
@@ -81,7 +81,7 @@ def evaluation_name(run: RunData, evaluation: EvaluationMetrics | EvaluationDeta
 
 
 def result_object(run: RunData) -> dict[str, Any]:
-    """Returns the object for --json, with null for unknown values and for NaN."""
+    """Returns the result of a run as an object for --json, with null for unknown values and for NaN."""
     best, final, word = best_evaluation(run), final_evaluation(run), status(run)
     counted = [(record.step, record.epoch) for record in (*run.steps[-1:], *run.evaluations[-1:])]
     step, epoch = max(counted, default=(0, 0))
@@ -114,11 +114,11 @@ def result_lines(run: RunData) -> list[str]:
     lines: list[str] = []
     if best and final:
         same = best.step == final.step
-        by = best_by(run) and f" ({best_by(run)})"
-        lines.append(f"{'best and final' if same else 'best'}{by}  {_scores(run, best)}")
+        by = best_criterion(run) and f" ({best_criterion(run)})"
+        lines.append(f"{'best and final' if same else 'best'}{by}  {_format_scores(run, best)}")
         if not same:
-            lines.append(f"final {_scores(run, final)}")
-        lines += [f"test  {_scores(run, test)}, the {name} weights" for name, test in run.tests.items()]
+            lines.append(f"final {_format_scores(run, final)}")
+        lines += [f"test  {_format_scores(run, test)}, the {name} weights" for name, test in run.tests.items()]
         if not run.tests:
             lines.append(CHOSEN)
     else:
@@ -137,9 +137,9 @@ def result_lines(run: RunData) -> list[str]:
     return lines
 
 
-def _scores(run: RunData, evaluation: EvaluationMetrics | EvaluationDetail) -> str:
+def _format_scores(run: RunData, evaluation: EvaluationMetrics | EvaluationDetail) -> str:
     return (
-        f"top-1 {percent(evaluation.top1)}  {top5(evaluation.top5, classes_of(evaluation), 'top-5 {}  ')}"
+        f"top-1 {percent(evaluation.top1)}  {top5(evaluation.top5, count_classes(evaluation), 'top-5 {}  ')}"
         f"loss {number(evaluation.loss)}{custom_metrics(evaluation.metrics, '  {} {}')}"
         f"  (epoch {evaluation_name(run, evaluation)})"
     )
@@ -179,7 +179,7 @@ def percent(share: float) -> str:
 
 
 def top5(share: float, classes: int, form: str) -> str:
-    """Formats a top-5 accuracy by `form`, such as "top-5 {}  "; "" for up to 5 classes. `classes` is 0 if unknown."""
+    """Formats a top-5 accuracy by `form`, such as "top-5 {}"; "" for 1 to 5 classes. `classes` is 0 if unknown."""
     return form.format(percent(share)) if not 0 < classes <= FEW_CLASSES else ""
 
 
@@ -204,7 +204,7 @@ def rate(images_per_s: float) -> str:
     return f"{images_per_s:.0f}" if images_per_s >= 100 else f"{images_per_s:.3g}"
 
 
-def moment(time: float) -> str:
+def format_utc(time: float) -> str:
     """Formats a time in UTC, such as 2026-11-20T20:01:07Z."""
     try:
         return f"{datetime.fromtimestamp(time, UTC):%Y-%m-%dT%H:%M:%SZ}"

@@ -38,7 +38,7 @@ def seconds_by_rank(run: RunData) -> list[Seconds]:
     return found
 
 
-def samples_of_each(run: RunData) -> list[int]:
+def samples_by_rank(run: RunData) -> list[int]:
     """Returns the current number of samples per update on each rank; [] if unknown."""
     planned = [sum(passes) for passes in zip(*run.plan.shares, strict=False)]
     taken = planned
@@ -52,18 +52,18 @@ def samples_of_each(run: RunData) -> list[int]:
 
 def unequal_line(run: RunData) -> str:
     """Describes the number of samples per update of each process; "" if the numbers differ by at most one."""
-    shares = samples_of_each(run)
+    shares = samples_by_rank(run)
     if not shares or max(shares) - min(shares) <= 1:
         return ""
     return f"shares of the batch of {sum(shares):,} samples, by process: {', '.join(f'{one:,}' for one in shares)}"
 
 
-def shares_of(seconds: Mapping[str, float]) -> Seconds:
+def time_fractions(seconds: Mapping[str, float]) -> Seconds:
     total = sum(seconds.values()) or 1.0
     return {phase: value / total for phase, value in seconds.items()}
 
 
-def mean_of(ranks: Sequence[Seconds]) -> Seconds:
+def mean_over_ranks(ranks: Sequence[Seconds]) -> Seconds:
     return {phase: statistics.fmean(one[phase] for one in ranks) for phase in PHASES}
 
 
@@ -72,8 +72,8 @@ def best_change(run: RunData) -> Improvement | None:
     ranks = seconds_by_rank(run)
     if not any(sum(one.values()) for one in ranks):
         return None
-    mean = shares_of(mean_of(ranks))
-    changes = [*_slow_rank(run, ranks), *_synchronization(run, ranks), _data(run, mean), *_between_updates(run, mean)]
+    mean = time_fractions(mean_over_ranks(ranks))
+    changes = [*_slow_rank(run, ranks), *_sync_changes(run, ranks), _data(run, mean), *_overhead_changes(run, mean)]
     best = max(changes, key=lambda change: change.gain)
     if best.gain >= _LEAST_GAIN:
         return best
@@ -104,13 +104,13 @@ def _slow_rank(run: RunData, ranks: Sequence[Seconds]) -> list[Improvement]:
     if not others_s > 0 or own_s[slowest] <= _SLOW * others_s:
         return []
     hint = _balanced_shares(run, own_s) or "stop other programs on its machine, or remove the machine"
-    rank, slower = f"rank {slowest}{_host(run, slowest)}", own_s[slowest] / others_s
+    rank, slower = f"rank {slowest}{_on_host(run, slowest)}", own_s[slowest] / others_s
     what = f"{rank} takes {slower:.2f} times as long as the other ranks, which wait: {hint}"
     return [Improvement(what, (own_s[slowest] - others_s) / sum(ranks[slowest].values()))]
 
 
 def _balanced_shares(run: RunData, own_s: Sequence[float]) -> str:
-    """Returns a hint with cluster.shares that balance the load; "" if shares are unequal already or can't be set."""
+    """Returns a hint to set cluster.shares; "" if the shares of the batch are unequal already, or can't be set."""
     batch = _option(run, "train", "batch", 0)
     open_ = _option(run, "cluster", "shares", "equal") in ("machines", "equal")
     equal = open_ and run.plan.mode == USUAL_MODE and not any(event.kind == "shares" for event in run.events)
@@ -123,21 +123,21 @@ def _balanced_shares(run: RunData, own_s: Sequence[float]) -> str:
     return f"use --set cluster.shares=[{written}] to balance the load" if min(shares) > 0 else ""
 
 
-def _host(run: RunData, rank: int) -> str:
+def _on_host(run: RunData, rank: int) -> str:
     ranks = run.environment.get("ranks")
     about = ranks[rank] if isinstance(ranks, list) and rank < len(ranks) and isinstance(ranks[rank], dict) else {}
     return f" on {about['host']}" if isinstance(about.get("host"), str) else ""
 
 
-def _synchronization(run: RunData, ranks: Sequence[Seconds]) -> list[Improvement]:
+def _sync_changes(run: RunData, ranks: Sequence[Seconds]) -> list[Improvement]:
     # A process that waits for a CPU core delays the others, which count the delay as communication.
     total = sum(map(sum, (value for record in run.phases if record.queued_s for value in record.seconds.values())))
     busy = min(1.0, sum(sum(record.queued_s) for record in run.phases) / total) if total else 0.0
     what = f"processes wait for a free CPU core {busy:.0%} of the time: end other programs, or use fewer processes"
     found = [Improvement(what, busy)]
     # The rank that waits least waits for no other rank; its communication is synchronization only.
-    share = min(shares_of(one)["communication"] for one in ranks) - busy
-    usual, apart = SyncOptions().method, any(_host(run, rank) for rank in range(len(ranks)))
+    share = min(time_fractions(one)["communication"] for one in ranks) - busy
+    usual, apart = SyncOptions().method, any(_on_host(run, rank) for rank in range(len(ranks)))
     start = f"gradient synchronization takes {share:.0%} of the time: use"
     if share > _LEAST_SYNC and apart and _option(run, "sync", "method", usual) == usual:
         what = f"{start} --sync auto, which selects bf16, powersgd or local to send less data or less often"
@@ -158,8 +158,8 @@ def _data(run: RunData, mean: Seconds) -> Improvement:
     return Improvement(f"waiting for data takes {mean['data']:.0%} of the time: {hint}", mean["data"])
 
 
-def _between_updates(run: RunData, mean: Seconds) -> list[Improvement]:
-    """Returns changes that make work outside the forward and backward passes half as frequent."""
+def _overhead_changes(run: RunData, mean: Seconds) -> list[Improvement]:
+    """Returns changes that halve the number of evaluations, saves or updates, if these take much time."""
     found: list[Improvement] = []
     share, every = mean["evaluation"], _option(run, "train", "evaluate_every", 1.0)
     if isinstance(every, int | float) and every > 0:

@@ -16,14 +16,14 @@ import psutil
 from filelock import Timeout
 from platformdirs import user_cache_path
 
-from manyhands.cluster.agents.folders import claim
+from manyhands.cluster.agents.folders import claim_run_folder
 from manyhands.core import machine, stops
 from manyhands.core.errors import UserError
 from manyhands.core.scratch import PREFIX, abandoned
 from manyhands.data import packed, packing
 from manyhands.data.folder import pack_path
 from manyhands.data.options import cache_folder
-from manyhands.run.registry import find_run, running
+from manyhands.run.registry import find_run, list_active_runs
 
 USUAL_QUALITY, MOST_QUALITY = 90, 95  # of JPEG
 _CACHES = {
@@ -47,19 +47,19 @@ class Leftover:
 def find_leftovers(runs: Sequence[str] = ()) -> tuple[list[Leftover], list[str]]:
     """Finds removable files of this user: caches, files of killed processes, and the runs named in `runs`.
 
-    Returns (removable files, descriptions of files in use). Raises UserError: a name matches no run, or an active run.
+    Returns (removable files, descriptions of files in use). Raises UserError if a name matches no run or an active run.
     """
     active = [process for process in psutil.process_iter(["cmdline", "cwd", "uids"]) if _is_manyhands_process(process)]
     places = [Path(process.info["cwd"]) for process in active if process.info["cwd"]]
-    cache, copies = cache_folder(), set(_owned((user_cache_path("manyhands") / "code").glob("*")))
+    cache, copies = cache_folder(), set(_owned_paths((user_cache_path("manyhands") / "code").glob("*")))
     used = {copy for copy in copies if any(place.is_relative_to(copy) for place in places)}
     kept = [f"copies of code that processes use now: {len(used)}"] if used else []
-    made = {kind: list(_owned((cache / kind).glob("*"))) for kind in _CACHES}
-    if any(made.values()) and (active or running()):
+    made = {kind: list(_owned_paths((cache / kind).glob("*"))) for kind in _CACHES}
+    if any(made.values()) and (active or list_active_runs()):
         made = {}
         kept.append("compiled networks, decoded pictures and unpacked archives, which your processes may be using")
-    parts = [path for path in _owned(cache.rglob(".*.part"), old=True) if path.is_file() and not path.is_symlink()]
-    there = _owned(Path(tempfile.gettempdir()).glob(f"{PREFIX}*"), old=True)
+    parts = [p for p in _owned_paths(cache.rglob(".*.part"), old=True) if p.is_file() and not p.is_symlink()]
+    there = _owned_paths(Path(tempfile.gettempdir()).glob(f"{PREFIX}*"), old=True)
     ours = [path for path in there if _MADE_BY_US.fullmatch(path.name) and not path.is_symlink()]
     unlocked = [path for path in ours if path.is_dir() and not any(path.glob(".alive"))]
     table = [
@@ -67,7 +67,7 @@ def find_leftovers(runs: Sequence[str] = ()) -> tuple[list[Leftover], list[str]]
         *((kind, what, made.get(kind, ())) for kind, what in _CACHES.items()),
         ("parts", "incomplete files of ended processes", parts),
         ("temporary", f"temporary folders of killed processes in {tempfile.gettempdir()}", {*abandoned(), *unlocked}),
-        *(("run", f"the run {path}", [path]) for path in map(_removable_run, runs)),
+        *(("run", f"the run {path}", [path]) for path in map(_find_removable_run, runs)),
     ]
     listed = [(kind, what, tuple(sorted(paths))) for kind, what, paths in table]
     return [Leftover(kind, what, paths, sum(map(_disk_usage, paths))) for kind, what, paths in listed if paths], kept
@@ -88,7 +88,7 @@ def remove(leftovers: Iterable[Leftover], say: Callable[[str], object]) -> bool:
     return complete
 
 
-def _owned(paths: Iterable[Path], *, old: bool = False) -> Iterator[Path]:
+def _owned_paths(paths: Iterable[Path], *, old: bool = False) -> Iterator[Path]:
     """Yields the paths that this user owns; with `old`, only paths last modified more than a day ago."""
     for path in paths:
         with suppress(OSError):
@@ -97,10 +97,10 @@ def _owned(paths: Iterable[Path], *, old: bool = False) -> Iterator[Path]:
                 yield path
 
 
-def _removable_run(word: str) -> Path:
+def _find_removable_run(word: str) -> Path:
     folder = find_run(word, parts=False)
     try:
-        lock = claim(folder)
+        lock = claim_run_folder(folder)
     except Timeout:
         hints = (f"stop the run: manyhands stop {shlex.quote(word)}", "or wait until the run ends")
         raise UserError("an active run can't be removed", str(folder.path), hints) from None
@@ -126,7 +126,7 @@ def _disk_usage(path: Path) -> int:
     return 0
 
 
-def pack_request(root: Path, target: Path | None, size: int, quality: int) -> packing.PackRequest:
+def create_pack_request(root: Path, target: Path | None, size: int, quality: int) -> packing.PackRequest:
     if not root.is_dir():
         raise UserError(f"there is no folder {root}", str(root), ("use a folder with one folder per class",))
     if packed.is_pack(root):
@@ -144,7 +144,7 @@ def pack_request(root: Path, target: Path | None, size: int, quality: int) -> pa
 def pack(
     request: packing.PackRequest, *, processes: int = 0, replaced: bool = False, progress: Callable[[int, int], None]
 ) -> tuple[packed.PackedSet, tuple[str, ...] | None]:
-    """Packs a folder, or resumes packing. Returns (copy, unreadable pictures), or (copy, None) if already packed."""
+    """Packs a folder, or resumes packing. Returns (copy, unreadable pictures); (copy, None) if it was packed before."""
     contents = packing.read_contents(request.root)
     if not replaced and packing.is_up_to_date(contents, request):
         return packed.open_pack(request.target), None
@@ -154,7 +154,7 @@ def pack(
 
 
 def check_pack(folder: Path, target: Path | None) -> packed.PackedSet:
-    """Verifies a packed copy, named by its path or source folder. Raises UserError: the copy is missing or altered."""
+    """Verifies the packed copy `target`, or else that of `folder`. Raises UserError if it is missing or altered."""
     place = target or (folder if packed.is_pack(folder) else pack_path(folder))
     if not packed.is_pack(place):
         raise UserError(f"there is no packed copy at {place}", str(place), ("run manyhands pack FOLDER",))

@@ -9,11 +9,11 @@ from typing import Any
 from urllib.parse import urlparse
 
 from manyhands.cluster.agents import agent, connection, ssh, supervise
-from manyhands.cluster.agents.machines import Machines, assembled, prepare
+from manyhands.cluster.agents.machines import Machines, prepare_machines, started_agents
 from manyhands.cluster.agents.open_tunnels import StoreTunnel
 from manyhands.cluster.agents.protocol import Orders, orders_for
-from manyhands.cluster.doctor.facts import gather
-from manyhands.cluster.doctor.findings import DoctorFinding, FactsWanted, Needs, Survey, examine, fails, who
+from manyhands.cluster.doctor.facts import gather_facts
+from manyhands.cluster.doctor.findings import DoctorFinding, FactsWanted, Needs, Survey, any_failed, examine, join_hosts
 from manyhands.cluster.doctor.probe import OpenPort, Probe
 from manyhands.cluster.doctor.survey import local_candidates, take_survey
 from manyhands.cluster.failures import first_cause
@@ -39,7 +39,7 @@ class Diagnosis:
     @property
     def exit_code(self) -> int:
         """The exit code of the command doctor: 3 if training would fail, otherwise 0."""
-        return EXIT_DOCTOR if fails(self.findings) else EXIT_OK
+        return EXIT_DOCTOR if any_failed(self.findings) else EXIT_OK
 
     def as_json(self) -> dict[str, Any]:
         """Returns the diagnosis as JSON-compatible data, without the machines' lists of code files."""
@@ -47,15 +47,15 @@ class Diagnosis:
         for own in facts.values():
             own["code"] = {name: value for name, value in own.get("code", {}).items() if name != "files"}
         return {
-            "v": 1, "fails": fails(self.findings), "hosts": list(survey.hosts),
+            "v": 1, "fails": any_failed(self.findings), "hosts": list(survey.hosts),
             "findings": [asdict(finding) for finding in self.findings],
             "addresses": {host: {"interface": i, "address": a} for host, (i, a) in survey.chosen.items()},
-            "mbps": _nested(survey.mbps), "latency_ms": _nested(survey.latency_ms),
+            "mbps": _nest_pairs(survey.mbps), "latency_ms": _nest_pairs(survey.latency_ms),
             "clock_s": {host: offset for host, (offset, _) in survey.clock_s.items()}, "facts": facts,
         }  # fmt: skip
 
 
-def _nested(values: Mapping[tuple[str, str], float]) -> dict[str, dict[str, float]]:
+def _nest_pairs(values: Mapping[tuple[str, str], float]) -> dict[str, dict[str, float]]:
     found: dict[str, dict[str, float]] = {}
     for (one, two), value in values.items():
         found.setdefault(one, {})[two] = value
@@ -66,11 +66,11 @@ def diagnose(job: Job, say: Callable[[str], object]) -> Diagnosis:
     """Checks the job's machines, or this machine if the job names none; reports opened ports with `say`."""
     machines, wanted = machines_of(job.cluster), facts_wanted(job, torch=job.cluster.device != "cpu")
     if not machines:
-        survey = _survey_here(job, wanted)
+        survey = _survey_this_machine(job, wanted)
         return Diagnosis(survey, examine(survey))
     if len(machines) > 1:
         say(LISTENING)
-    with scratch("doctor") as logs, assembled(machines, job.cluster, logs, wanted) as agents:
+    with scratch("doctor") as logs, started_agents(machines, job.cluster, logs, wanted) as agents:
         survey = survey_agents(job, agents, machines)
         survey.collective = _test_all_reduce(job, agents, survey, say)
     return Diagnosis(survey, examine(survey))
@@ -78,7 +78,7 @@ def diagnose(job: Job, say: Callable[[str], object]) -> Diagnosis:
 
 @dataclass(frozen=True)
 class Exposure:
-    """The ports that manyhands has open now, and those that a job would open."""
+    """The ports that manyhands has open on each machine, and the ports that a job would open."""
 
     now: dict[str, tuple[OpenPort, ...]]  # ports that manyhands has open now, by machine
     why_not: dict[str, str]  # error message for each machine that couldn't be asked, by machine
@@ -91,17 +91,17 @@ class Exposure:
     def lines(self) -> list[str]:
         found = [f"{host}: {what}" for host, what in self.why_not.items()]
         for host, ports in self.now.items():
-            found += [f"{host}: {_describe(port)}" for port in ports] or [f"{host}: manyhands has no open port"]
+            found += [f"{host}: {_describe_port(port)}" for port in ports] or [f"{host}: manyhands has no open port"]
         return [*found, "a job would open:", *(f"  {line}" for line in self.then)]
 
 
 def exposure(job: Job, say: Callable[[str], object]) -> Exposure:
-    """Lists ports that are open on the job's machines (or on this one), and ports that the job would open."""
+    """Lists manyhands' open ports on the job's machines, by default this one, and the ports that the job would open."""
     machines = machines_of(job.cluster)
     if not machines:
         then = "train, fit and session open ports on loopback only, for users of this machine"
         return Exposure({"this machine": Probe().open_ports()}, {}, (then,))
-    with scratch("doctor") as logs, assembled(machines, job.cluster, logs, facts_wanted(job)) as agents:
+    with scratch("doctor") as logs, started_agents(machines, job.cluster, logs, facts_wanted(job)) as agents:
         ports = {machine.name: found for machine, found in agents.ask_each(call(agent.Agent.open_ports)).items()}
         if len(machines) > 1:
             say(LISTENING)
@@ -124,7 +124,7 @@ def _ports_of_job(job: Job, survey: Survey) -> Iterator[str]:
     yield "traffic between these addresses is not encrypted; use --interface ssh to encrypt all traffic"
 
 
-def _describe(port: OpenPort) -> str:
+def _describe_port(port: OpenPort) -> str:
     where = f"process {port.pid} listens on {port.address} port {port.port}"
     if not port.lets_in:
         return f"{where}, closed to new connections"
@@ -135,20 +135,20 @@ def _describe(port: OpenPort) -> str:
 
 
 def describe_public_addresses(chosen: Mapping[str, tuple[str, str]]) -> str:
-    """Returns a clause that names the machines with public addresses, or "" if all addresses are private."""
+    """Returns the clause "only the Internet connects the machines (…)"; "" if all addresses are private."""
     public = [f"{name} at {address}" for name, (_, address) in chosen.items() if ip_address(address).is_global]
     return f"only the Internet connects the machines ({', '.join(public)})" if public else ""
 
 
 def facts_wanted(job: Job, *, torch: bool = False) -> FactsWanted:
-    """Selects the facts to request from a machine; with `torch`, including the accelerators that torch detects."""
+    """Returns the request for the facts that the doctor's checks use. `torch` asks torch for accelerators too."""
     workdir = "" if job.cluster.workdir else str(Path.cwd())
     runs = str(Path(job.run.out).parent) if job.run.out else ""
     return FactsWanted(workdir, runs, job.data.name, job.data.dir, torch)
 
 
 def untested_survey(job: Job, machines: Sequence[Machine], facts: Mapping[str, Any]) -> Survey:
-    """Returns a survey of the job's requirements and the machines' facts, before any test of connections."""
+    """Returns a survey with the job's requirements and the machines' facts, without tests of connections."""
     asked = {machine.name: machine.slots or job.cluster.processes for machine in machines}
     counts = {host: asked.get(host, 0) or len(own.get("accelerators", ())) or 1 for host, own in facts.items()}
     words = (job.data.name, job.data.held_out, job.model.name, *job.train.custom_code)
@@ -162,8 +162,8 @@ def untested_survey(job: Job, machines: Sequence[Machine], facts: Mapping[str, A
     return Survey(tuple(machine.name for machine in machines), dict(facts), needs=needs)
 
 
-def _survey_here(job: Job, wanted: FactsWanted) -> Survey:
-    name, facts = socket.gethostname(), gather(wanted)
+def _survey_this_machine(job: Job, wanted: FactsWanted) -> Survey:
+    name, facts = socket.gethostname(), gather_facts(wanted)
     survey = untested_survey(job, [Machine(name, job.cluster.processes)], {name: facts})
     address, port = _rendezvous(job)
     if address in {LOOPBACK, "::1", *local_candidates(facts)}:
@@ -190,8 +190,8 @@ def survey_agents(job: Job, agents: Machines, machines: Sequence[Machine], *, me
 
 
 def _test_all_reduce(job: Job, agents: Machines, survey: Survey, say: Callable[[str], object]) -> DoctorFinding | None:
-    """Tests an all-reduce with one process per machine; returns None for one machine or a predicted failure."""
-    if len(survey.hosts) < 2 or survey.errors or set(survey.chosen) != set(survey.hosts) or fails(examine(survey)):
+    """Tests an all-reduce with one process per machine. Returns None for one machine, or if other checks failed."""
+    if len(survey.hosts) < 2 or survey.errors or {*survey.chosen} != {*survey.hosts} or any_failed(examine(survey)):
         return None
     with StoreTunnel(job.cluster) as tunnel:
         try:
@@ -202,7 +202,7 @@ def _test_all_reduce(job: Job, agents: Machines, survey: Survey, say: Callable[[
         store = "" if rendezvous.address == LOOPBACK else f"port {rendezvous.port} of {rendezvous.address} and "
         where = ", ".join(survey.chosen[host][1] for host in survey.hosts)
         say(f"the all-reduce test opens {store}a free port on each of {where}, all without a password")
-        ending = supervise.supervise_once(orders, supervise.Watch())
+        ending = supervise.supervise_once(orders, supervise.WatchHooks())
     if ending.ok:
         seconds = max(answer["seconds"] for answer in ending.returned.values())  # without torch's import
         what = f"an all-reduce over {len(survey.hosts)} machines took {seconds:.1f} s"
@@ -213,14 +213,15 @@ def _test_all_reduce(job: Job, agents: Machines, survey: Survey, say: Callable[[
 
 
 def all_reduce_finding(survey: Survey, why: str, lost: tuple[str, ...] = ()) -> DoctorFinding:
-    what = f"the machines reach each other, but an all-reduce failed: {why}{f'; missing: {who(lost)}' if lost else ''}"
+    missing = f"; missing: {join_hosts(lost)}" if lost else ""
+    what = f"the machines reach each other, but an all-reduce failed: {why}{missing}"
     hints = ("try gloo: --backend gloo", "with NCCL, set NCCL_DEBUG=INFO on the machines for details")
     return DoctorFinding("collective", "fail", lost or survey.hosts, what, hints, "collective")
 
 
 def _orders(job: Job, agents: Machines, survey: Survey, store: StoreTunnel) -> dict[connection.AgentConnection, Orders]:
     """Returns the orders for the all-reduce test, by agent. Each agent starts one process in a temporary folder."""
-    prepare(agents, job.cluster, processes=1)
+    prepare_machines(agents, job.cluster, processes=1)
     for machine in agents.running:
         machine.address = Address(*survey.chosen[machine.name])
     store.open(agents)

@@ -35,8 +35,8 @@ class ExplainedValue(NamedTuple):
         return self.words or str(self.value)
 
 
-def explained(loaded: LoadedJob, environment: Mapping[str, str] | None = None) -> list[ExplainedValue]:
-    """Returns the values that training would use, with their origins. Raises UserError: training couldn't start."""
+def explain_values(loaded: LoadedJob, environment: Mapping[str, str] | None = None) -> list[ExplainedValue]:
+    """Returns the values that training would use, with their origins. Raises UserError if training couldn't start."""
     variables = os.environ if environment is None else environment
     cluster, origins = loaded.job.cluster, loaded.origins
     found = decide_launch(cluster.model_copy(update={"join_timeout_s": SHORT_S}), variables)
@@ -57,7 +57,7 @@ def explained(loaded: LoadedJob, environment: Mapping[str, str] | None = None) -
     by_option = {flag: origins.get(f"cluster.{name}", "flag") for flag, name in OPTIONS.items()}
     given = {flag: origin for flag, origin in by_option.items() if origin != "flag"}
     rows = [row._replace(origin=given.get(row.origin, row.origin)) for row in rows]
-    rows += [_device(loaded, index, found.origins.get("device", "")), _backend(loaded, many=many)]
+    rows += [_device_row(loaded, index, found.origins.get("device", "")), _backend_row(loaded, many=many)]
     shares, origin = cluster.shares, origins.get("cluster.shares", "default")
     if shares == "auto":
         rows.append(ExplainedValue("shares", None, origin, "in proportion to measured speed"))
@@ -73,10 +73,10 @@ def explained(loaded: LoadedJob, environment: Mapping[str, str] | None = None) -
 
 
 def write_cluster(loaded: LoadedJob, file: Path, environment: Mapping[str, str] | None = None) -> list[str]:
-    """Writes the job's machines to a new file: a rank table if the file's name ends in .json, else a hostfile.
+    """Writes the job's machines to a new file: a rank table if its name ends in .json, otherwise a hostfile.
 
-    Returns a note for each value that the format can't represent. Raises UserError: neither the job nor the environment
-    (PET_*, Slurm) names machines, the format can't represent the machines, or the file exists.
+    Returns a note for each value that the format can't represent. Raises UserError if the format can't represent the
+    machines, the file exists, or neither the job nor the environment (PET_*, Slurm) names machines.
     """
     variables = os.environ if environment is None else environment
     at_once = loaded.job.cluster.model_copy(update={"join_timeout_s": SHORT_S})
@@ -139,7 +139,7 @@ def _machine_rows(rendezvous: Rendezvous, origins: Mapping[str, str]) -> list[Ex
     ]
 
 
-def _device(loaded: LoadedJob, index: int | None, index_origin: str) -> ExplainedValue:
+def _device_row(loaded: LoadedJob, index: int | None, index_origin: str) -> ExplainedValue:
     kind, origin = loaded.job.cluster.device, loaded.origins.get("cluster.device", "default")
     if kind != "auto":
         numbered = index is not None and kind not in {"cpu", "mps"} and ":" not in kind
@@ -152,7 +152,7 @@ def _device(loaded: LoadedJob, index: int | None, index_origin: str) -> Explaine
     return ExplainedValue("device", None, index_origin or "files in /dev", f"{which} if torch can use it, else cpu")
 
 
-def _backend(loaded: LoadedJob, *, many: bool) -> ExplainedValue:
+def _backend_row(loaded: LoadedJob, *, many: bool) -> ExplainedValue:
     chosen, kind = loaded.job.cluster.backend, loaded.job.cluster.device
     origin = loaded.origins.get("cluster.backend", "default").replace("flag", "--backend")
     if chosen != "auto":

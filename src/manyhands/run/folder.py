@@ -29,7 +29,7 @@ from manyhands.core.errors import EXIT_DOCTOR, EXIT_USAGE, ManyhandsError, UserE
 from manyhands.core.files import private_files, unused_path
 from manyhands.core.run_folder import RunFolder, parts_made_in_python, resume_command
 from manyhands.report.read import read_run
-from manyhands.run.registry import RUNS, find_reference, headed_here, registered, remembered_reach
+from manyhands.run.registry import RUNS, find_reference, has_local_launcher, registered, saved_ssh_options
 
 POLL_S = 1.0  # interval between checks of the folder
 _MAY_NAME_CODE = (  # options whose values may name the user's code, in this order
@@ -39,7 +39,7 @@ _MAY_NAME_CODE = (  # options whose values may name the user's code, in this ord
 
 @contextlib.contextmanager
 def run_folder(job: Job) -> Iterator[RunFolder]:
-    """Yields the job's run folder, locked. Deletes a new folder if a usage error ends the run before any update."""
+    """Context manager that opens and locks the run folder of a job. Deletes a new folder after a usage error."""
     base = Path(job.run.out).expanduser() if job.run.out else RUNS
     missing = [place for place in (base, *base.parents) if not place.exists()]
     with private_files():
@@ -62,7 +62,7 @@ def run_folder(job: Job) -> Iterator[RunFolder]:
 
 
 def new_run_path(job: Job) -> Path:
-    """Returns the path for a new run: run.out, or the first unused of runs/<date>-<data>-<model>, …-2 and so on."""
+    """Returns run.out if it is set, otherwise the first unused path of runs/<date>-<data>-<model>, …-2, …-3."""
     if job.run.out:
         return Path(job.run.out)
     names = (job.run.script[0], "script") if job.run.script else (job.data.name, job.model.name)
@@ -90,7 +90,7 @@ def _open_folder(job: Job) -> tuple[RunFolder, FileLock | None]:
     with folders.writing_into(folder.path):
         # `resume --no-detach` also takes over a detached run.
         detached = "detach" in job.cluster.flags and folder.exists() and load.read_toml(folder.job).get("cluster", {})
-        lock = _lock(folder, takes_over=job.cluster.detach or bool(detached and detached.get("detach")))
+        lock = _lock_folder(folder, takes_over=job.cluster.detach or bool(detached and detached.get("detach")))
         if not folder.exists() or job.run.script:
             # The job file of an earlier run is replaced later, after all checks (see worker/run_metadata.py).
             folders.replace_job(folder, tomli_w.dumps(job.model_dump(mode="json")))
@@ -102,13 +102,13 @@ def active_run_error(folder: RunFolder, *more: str) -> UserError:
     return UserError(f"a run is active in {folder.path}", "--out" if more else str(folder.path), hints)
 
 
-def _lock(folder: RunFolder, *, takes_over: bool) -> FileLock | None:
+def _lock_folder(folder: RunFolder, *, takes_over: bool) -> FileLock | None:
     folder.ranks.mkdir(exist_ok=True)
-    takes_over = takes_over and not headed_here(folder.path)
+    takes_over = takes_over and not has_local_launcher(folder.path)
     try:
         if takes_over:
-            folders.advance_term(folder.ranks, folders.Term(folders.term_in(folder.ranks).head + 1))
-        lock = folders.claim(folder, "", *((timeouts.MAKE_WAY_S, timeouts.MAKE_WAY_S) if takes_over else ()))
+            folders.advance_term(folder.ranks, folders.Term(folders.read_term(folder.ranks).head + 1))
+        lock = folders.claim_run_folder(folder, "", *((timeouts.MAKE_WAY_S, timeouts.MAKE_WAY_S) if takes_over else ()))
     except Timeout:
         raise active_run_error(folder, "or choose another --out") from None
     if not folders.run_id(folder):
@@ -134,21 +134,21 @@ class FolderWatch:
         self._open_folder()
 
     def check(self) -> None:
-        """Checks at most once a second that the path still leads to the opened folder; ignores file system errors."""
+        """Checks, at most once a second, that the path still leads to the opened folder. Ignores errors of the disk."""
         if time.monotonic() < self._next_check_at:
             return
         self._next_check_at = time.monotonic() + POLL_S
         with contextlib.suppress(OSError):
-            self._compare()
+            self._compare_path()
         if self._stop_is_due and stops.request_stop():
             self._stop_is_due = False
 
-    def _compare(self) -> None:
+    def _compare_path(self) -> None:
         folder = RunFolder(self._path)
-        missing = self._missing(folder)
+        missing = self._missing_files(folder)
         if missing == [folder.job]:
             time.sleep(0.05)  # the file is missing while it is replaced
-            missing = self._missing(folder)
+            missing = self._missing_files(folder)
         if not {folder.job, folder.ranks} <= set(missing):
             for path in missing:
                 if path == folder.ranks:
@@ -161,18 +161,18 @@ class FolderWatch:
                     self._warn(f"{self._name / path.name} was deleted and has been restored")
             files = (folder.job, folder.plan, folder.network, folder.environment)
             self._contents |= {file: file.read_bytes() for file in files if file.is_file()}
-        elif place := self._new_place():
-            self._link_to(place)
+        elif place := self._new_path():
+            self._link_old_path(place)
         else:
-            self._restore(folder)
+            self._restore_folder(folder)
 
-    def _missing(self, folder: RunFolder) -> list[Path]:
+    def _missing_files(self, folder: RunFolder) -> list[Path]:
         """Returns the watched files and folders that are missing: all of them if the path leads to another folder."""
         known = [*self._contents, *({folder.job, folder.ranks} - self._contents.keys())]
         here = self._path.exists() and os.path.samestat(self._path.stat(), os.fstat(self._descriptor))
         return [path for path in known if not (here and path.exists())]
 
-    def _link_to(self, place: Path) -> None:
+    def _link_old_path(self, place: Path) -> None:
         if self._path.is_symlink():
             self._path.unlink()
         elif self._path.exists():  # created by a process that was saving, or by another run
@@ -181,7 +181,7 @@ class FolderWatch:
         self._path.symlink_to(place)
         self._warn(f"{self._name} was moved to {place}; the run continues there, with a link at the old path")
 
-    def _restore(self, folder: RunFolder) -> None:
+    def _restore_folder(self, folder: RunFolder) -> None:
         folder.failures.mkdir(parents=True, exist_ok=True)
         for file, content in self._contents.items():
             file.write_bytes(content)
@@ -195,7 +195,7 @@ class FolderWatch:
         self._descriptor = os.open(self._path, os.O_RDONLY)
         self._close = weakref.finalize(self, os.close, self._descriptor)
 
-    def _new_place(self) -> Path | None:
+    def _new_path(self) -> Path | None:
         """Returns the path to which the opened folder was moved; None if the folder was deleted or emptied."""
         on_macos: int | None = getattr(fcntl, "F_GETPATH", None)
         if on_macos is not None:
@@ -206,15 +206,15 @@ class FolderWatch:
         return found if holds and os.path.samestat(found.stat(), os.fstat(self._descriptor)) else None
 
 
-def record_of(checkpoint: Path) -> trained.TrainedNetwork | None:
-    """Reads the description of the network in a checkpoint or run; None without one. Raises UserError: damaged file."""
+def read_network_record(checkpoint: Path) -> trained.TrainedNetwork | None:
+    """Reads the description of the network that a checkpoint or its run contains; None if they have none."""
     return trained.find_record(checkpoint, read_state(checkpoint) if checkpoint.is_dir() else {})
 
 
 def load_resumed(name: str, flags: Mapping[str, Any]) -> load.LoadedJob:
-    """Loads a run's job to resume it, changed by `flags`. Raises UserError: the run doesn't exist, or is active."""
+    """Loads the job of a run to resume, changed by `flags`. Raises UserError if the run is unknown or active."""
     folder = RunFolder(find_reference(name))
-    if headed_here(folder.path):
+    if has_local_launcher(folder.path):
         raise active_run_error(folder)
     read_run(folder.path)
     loaded = load.load_job({"run.out": str(folder.path), "checkpoint.resume": "auto", **flags}, file=folder.job)
@@ -225,7 +225,7 @@ def load_resumed(name: str, flags: Mapping[str, Any]) -> load.LoadedJob:
 def announce_resumed(folder: RunFolder, loaded: load.LoadedJob) -> None:
     """Prints the files of user code that a resumed run will execute because job.toml names them.
 
-    Raises UserError: the code belongs to another user, or only a Python program can resume the run.
+    Raises UserError if the code belongs to another user, or if only a Python program can resume the run.
     """
     keys = {"data": "data.name", "network": "model.name"}
     lost = [what for what in parts_made_in_python(folder.path) if loaded.origins.get(keys[what]) == str(folder.job)]
@@ -245,12 +245,12 @@ def announce_resumed(folder: RunFolder, loaded: load.LoadedJob) -> None:
             load.announce(words, folder.path, record, f"--set {key}={{}}")
 
 
-def announce_reach(loaded: load.LoadedJob) -> None:
-    """Prints the ssh command and Python program that job.toml names. Raises UserError: another user owns the file."""
+def announce_ssh_command(loaded: load.LoadedJob) -> None:
+    """Prints the ssh command and the Python that job.toml names. Raises UserError if another user owns job.toml."""
     standard = ClusterOptions()
     for name in ("ssh", "python"):
         wanted, file = getattr(loaded.job.cluster, name), Path(loaded.origins.get(f"cluster.{name}", ""))
-        known = {getattr(standard, name), (remembered_reach(file.parent) or {}).get(name)}
+        known = {getattr(standard, name), (saved_ssh_options(file.parent) or {}).get(name)}
         if wanted in known or not file.is_file() or not machines_of(loaded.job.cluster):
             continue
         load.refuse_other_users(shlex.quote(wanted), file, file, f"--set cluster.{name}={shlex.quote(wanted)}")

@@ -13,7 +13,7 @@ from pathlib import Path
 from manyhands.checkpoint.folders import saved_step
 from manyhands.cluster import code_files, messages
 from manyhands.cluster.agents import agent, folders, mirror, protocol, ssh, supervise, worker_start
-from manyhands.cluster.agents.machines import Machines, assembled, prepare
+from manyhands.cluster.agents.machines import Machines, prepare_machines, started_agents
 from manyhands.cluster.hosts.formats import hostfile
 from manyhands.cluster.hosts.inventory import Machine
 from manyhands.config.job import Job
@@ -24,8 +24,8 @@ from manyhands.report.screen import Screen
 from manyhands.run import doctor, logs, recovery, registry, start
 from manyhands.run.folder import run_folder
 from manyhands.run.machines import Membership
-from manyhands.run.outcome import Outcome, conclude, ends_noted, note, starts_and_stops
-from manyhands.run.train import check_names, watch_on
+from manyhands.run.outcome import Outcome, conclude, record_event, recording_errors, starts_and_stops
+from manyhands.run.train import check_names, watch_hooks
 
 SOCKET, LOG = "head.sock", "head.log"  # in the run folder
 # A request through the socket, and the start of the answer to a machine that has joined.
@@ -33,9 +33,9 @@ _REQUEST, _JOINED = re.compile(rb"join (.+)\n", re.DOTALL), "joined: "
 
 
 def launch(
-    job: Job, machines: Sequence[Machine], *, quiet: bool = False, begun: Callable[[Path], None] = lambda _run: None
+    job: Job, machines: Sequence[Machine], *, quiet: bool = False, on_train: Callable[[Path], None] = lambda _run: None
 ) -> Outcome:
-    """Trains on several machines, with rank 0 on the first. During training, often calls `begun(run folder)`."""
+    """Trains on several machines, with rank 0 on the first one. Calls `on_train(run folder)` during training."""
     if not job.run.script:
         check_names(job, data=False)
     if len(machines) not in job.cluster.machines_wanted:
@@ -45,8 +45,9 @@ def launch(
         what = "a run with --relay can't be detached, because this machine relays its traffic"
         raise UserError(what, "--detach", ("remove --detach or --relay",))
     with run_folder(job) as folder:
-        receiver, earlier = mirror.Receiver(folder.path), len(starts_and_stops(folder))
-        with ends_noted(job, folder), closing(Screen(folder.path, quiet=quiet, lines=job.cluster.detach)) as screen:
+        receiver, earlier = mirror.RecordReceiver(folder.path), len(starts_and_stops(folder))
+        shown = closing(Screen(folder.path, quiet=quiet, lines=job.cluster.detach))
+        with recording_errors(job, folder), shown as screen:
             names = ", ".join(machine.name for machine in machines)
             screen.say(f"connecting to {names} and starting agents; this takes some seconds")
             if job.cluster.debugging:
@@ -54,20 +55,21 @@ def launch(
             if len(machines) > 1 and not job.cluster.through_ssh:
                 screen.say(doctor.LISTENING)
             wanted, on_stop = doctor.facts_wanted(job), lambda: screen.say("stopping before training has begun")
-            with assembled(machines, job.cluster, folder.ranks, wanted, on_stop) as found, ExitStack() as stack:
+            with started_agents(machines, job.cluster, folder.ranks, wanted, on_stop) as found, ExitStack() as stack:
                 _require_enough(job, folder, found, screen)
-                registry.remember_reach(folder.path, {name: str(getattr(job.cluster, name)) for name in logs.EXECUTED})
+                executed = {name: str(getattr(job.cluster, name)) for name in logs.EXECUTED}
+                registry.save_ssh_options(folder.path, executed)
                 membership = stack.enter_context(closing(Membership(job, found, folder, screen.say)))
-                starts = stack.enter_context(start.Starts(job, membership, folder, receiver, screen.say))
+                starts = stack.enter_context(start.StartSetup(job, membership, folder, receiver, screen.say))
                 _prepare_run(job, membership, starts, folder, screen)
-                watch = watch_on(job, folder, screen, quiet=quiet)
+                watch = watch_hooks(job, folder, screen, quiet=quiet)
                 show_news = watch.on_tick
                 handle_requests = stack.enter_context(join_listener(folder.path, membership.add, screen.say))
 
                 def on_tick() -> None:
                     show_news()
                     if membership.trained or job.run.script:
-                        begun(folder.path)
+                        on_train(folder.path)
 
                 def regroups() -> bool:
                     handle_requests()
@@ -80,7 +82,7 @@ def launch(
                 ending = recovery.run_to_end(job, folder, membership, starts.orders, watch, screen.say)
                 starts.finish_copy()
                 if ending.replaced:  # further records are in the other launcher's folder
-                    note(folder, records.REPLACED, ending.replaced, step=saved_step(folder))
+                    record_event(folder, records.REPLACED, ending.replaced, step=saved_step(folder))
         return conclude(job, folder, ending, earlier)
 
 
@@ -95,12 +97,12 @@ def _require_enough(job: Job, folder: RunFolder, machines: Machines, screen: Scr
             machine.problem = None
 
 
-def _keep_records(watch: supervise.Watch, receiver: mirror.Receiver, screen: Screen, source: str) -> None:
-    """Writes records sent by machines to this run folder. After a write error, only machine `source` keeps records."""
+def _keep_records(watch: supervise.WatchHooks, receiver: mirror.RecordReceiver, screen: Screen, source: str) -> None:
+    """Makes `watch` write records to this run folder until a write fails. `source`: the machine that sends them."""
 
     def keep(piece: protocol.FilePiece) -> None:
         try:
-            receiver.take(piece)
+            receiver.write_piece(piece)
         except (OSError, ValueError) as error:
             watch.on_file = lambda _piece: None
             what = f"the records of the run can no longer be written on this machine: {error}"
@@ -109,10 +111,10 @@ def _keep_records(watch: supervise.Watch, receiver: mirror.Receiver, screen: Scr
     watch.on_file = keep
 
 
-def _prepare_run(job: Job, membership: Membership, starts: start.Starts, folder: RunFolder, screen: Screen) -> None:
+def _prepare_run(job: Job, membership: Membership, starts: start.StartSetup, folder: RunFolder, screen: Screen) -> None:
     machines = membership.machines
     addresses = start.check_machines(job, screen.say, machines)  # first, so that a mistake leaves no folders
-    prepare(machines, job.cluster)
+    prepare_machines(machines, job.cluster)
     if not addresses:
         _refuse_devices(job, machines)
     starts.set_addresses(addresses)
@@ -122,7 +124,7 @@ def _prepare_run(job: Job, membership: Membership, starts: start.Starts, folder:
         starts.resume_from_newest()
     _refuse_lost_checkpoints(job, folder, machines)
     if job.cluster.sync_code:
-        membership.code, left_out = code_files.copied_code(Path.cwd())
+        membership.code, left_out = code_files.read_code_files(Path.cwd())
         for line in left_out:
             screen.say(line)
         others = [machine for machine in machines.running if not machine.agent.here]
@@ -165,7 +167,7 @@ def _refuse_another_run(job: Job, folder: RunFolder, machines: Machines) -> None
 def _refuse_lost_checkpoints(job: Job, folder: RunFolder, machines: Machines) -> None:
     saved, first = saved_step(folder), machines.running[0]
     if saved is not None and job.checkpoint.resume == "auto" and not first.run_folder.checkpoints:
-        had = next((f" on {place.host}" for place in logs.read_places(folder)), "")
+        had = next((f" on {place.host}" for place in logs.read_log_locations(folder)), "")
         what = f"{first.name} has no checkpoint of {folder.path}; the last checkpoint was saved at step {saved}{had}"
         hints = ("list the machine with the checkpoint first", "or copy its run folder to rank 0", "or use a new --out")
         raise UserError(what, f"{first.name}:{first.run_folder.folder}/checkpoints", hints)
@@ -236,7 +238,7 @@ def _answer_client(client: socket.socket, clients: dict[socket.socket, bytes], o
 
 @contextmanager
 def _short_path(path: Path) -> Generator[str]:
-    """Yields a path of the socket that is shorter than the system's limit of about 100 bytes."""
+    """Yields a path of the socket `path` that is shorter than the system's limit of about 100 bytes."""
     if len(os.fsencode(path)) < 100 or not Path("/proc/self/fd").is_dir():
         yield str(path)
         return
@@ -247,11 +249,11 @@ def _short_path(path: Path) -> Generator[str]:
         os.close(folder)
 
 
-def join_here(run: str, host: str) -> str:
-    """Asks a run's launcher to add `host`; returns the answer. Raises ManyhandsError: the launcher refuses."""
+def request_join(run: str, host: str) -> str:
+    """Asks a run's launcher to add `host`; returns its message. Raises ManyhandsError if the request is refused."""
     found = registry.find_run(run, active=True)
     folder = found.path
-    if not (folder / SOCKET).exists() and not (head := registry.head_of_active(found)).is_local:
+    if not (folder / SOCKET).exists() and not (head := registry.require_launcher(found)).is_local:
         hints = (f"run this on {head.host}: manyhands join {shlex.quote(run)} --host {host}",)
         raise UserError(f"{head.name} was launched from {head.host}", head.run, hints)
     with socket.socket(socket.AF_UNIX) as head:

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from manyhands.cluster.agents import agent, connection
-from manyhands.cluster.agents.machines import assembled
+from manyhands.cluster.agents.machines import started_agents
 from manyhands.cluster.doctor.findings import FactsWanted
 from manyhands.cluster.hosts.inventory import Machine
 from manyhands.cluster.messages import call
@@ -23,13 +23,13 @@ from manyhands.core.errors import UserError
 from manyhands.core.run_folder import RunFolder
 from manyhands.core.scratch import scratch
 from manyhands.core.terminal import say, show
-from manyhands.run.registry import head_of, is_running, remembered_reach
+from manyhands.run.registry import find_launcher, is_running, saved_ssh_options
 
 POLL_S = 0.2
 MOST_RANKS, MOST_PER_MACHINE = 1_000_000, 4096  # limits against a damaged machines.json: each rank's file is read
 
 
-class LogPlace(BaseModel):
+class LogLocation(BaseModel):
     """The location of the log files of one machine's processes."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
@@ -44,7 +44,7 @@ class LogPlace(BaseModel):
     def machine(self) -> Machine:
         return Machine(self.host, port=self.port)
 
-    def has(self, rank: int) -> bool:
+    def has_rank(self, rank: int) -> bool:
         return self.ranks[0] <= rank < sum(self.ranks)
 
 
@@ -56,10 +56,11 @@ class Log:
     link: connection.AgentConnection | None = None  # to the agent of its machine; None for this machine
     offset: int = 0  # bytes read so far
 
-    def new_lines(self, *, rest: bool = False) -> Iterator[str]:
-        """Yields the complete lines written since the last call; with `rest`, also an incomplete last line."""
+    def new_lines(self, *, partial: bool = False) -> Iterator[str]:
+        """Yields the complete lines written since the last call. `partial` includes an incomplete last line."""
         while self.link:
-            text, offset = self.link.ask(call(agent.Agent.read_log, self.path, self.offset, rest), timeouts.READ_LOG_S)
+            request = call(agent.Agent.read_log, self.path, self.offset, partial)
+            text, offset = self.link.ask(request, timeouts.READ_LOG_S)
             yield from text.splitlines()
             if self.offset == offset:
                 return
@@ -68,7 +69,7 @@ class Log:
             with files.open_file(Path(self.path)) as file:
                 file.seek(self.offset)
                 for line in file:
-                    if rest or line.endswith(b"\n"):
+                    if partial or line.endswith(b"\n"):
                         self.offset += len(line)
                         yield from line.decode(errors="replace").splitlines()
         except FileNotFoundError:
@@ -82,14 +83,14 @@ def show_logs(folder: RunFolder, rank: int | None, *, last: int, follow: bool, s
     """Prints the output of one rank, or of all ranks (`rank` None) with a prefix such as "rank 1 | ".
 
     Reads other machines' logs over ssh. `last`: number of lines per log, 0 for all. `follow`: print new lines until the
-    run ends. `settings`: cluster options by dotted key. Raises UserError: no such rank. Raises RunError: ssh failed.
+    run ends. `settings`: cluster options by dotted key. Raises UserError for an unknown rank, RunError if ssh failed.
     """
-    places, known = read_places(folder), _local_logs(folder)
-    if rank is not None and known and rank not in known and not any(place.has(rank) for place in places):
+    places, known = read_log_locations(folder), _local_logs(folder)
+    if rank is not None and known and rank not in known and not any(place.has_rank(rank) for place in places):
         hints = (f"choose one of the ranks {', '.join(map(str, sorted(known)))}",)
         raise UserError(f"there is no log of rank {rank}", str(folder.ranks), hints)
-    prefix, head = "" if rank is not None else "rank {} | ", head_of(folder.path) if follow else None
-    remote = [place for place in places if not place.local and (rank is None or place.has(rank))]
+    prefix, head = "" if rank is not None else "rank {} | ", find_launcher(folder.path) if follow else None
+    remote = [place for place in places if not place.local and (rank is None or place.has_rank(rank))]
     with ExitStack() as stack:
         logs = dict[int, Log]()
         if remote:
@@ -101,7 +102,7 @@ def show_logs(folder: RunFolder, rank: int | None, *, last: int, follow: bool, s
                 if rank in (None, each):
                     logs.setdefault(each, log)
             for each, log in sorted(logs.items()):
-                lines = log.new_lines(rest=over)
+                lines = log.new_lines(partial=over)
                 for line in deque(lines, last) if last else lines:
                     show(prefix.format(each) + line)
             last = 0
@@ -112,10 +113,10 @@ def show_logs(folder: RunFolder, rank: int | None, *, last: int, follow: bool, s
 
 
 @contextmanager
-def _remote_logs(places: Sequence[LogPlace], rank: int | None, options: ClusterOptions) -> Iterator[dict[int, Log]]:
-    """Connects to machines over ssh; yields the readable logs by rank."""
+def _remote_logs(places: Sequence[LogLocation], rank: int | None, options: ClusterOptions) -> Iterator[dict[int, Log]]:
+    """Context manager that connects to machines over ssh, and yields {rank: log} for the machines that answer."""
     machines, wanted = [place.machine for place in places], FactsWanted(only=("name",))
-    with scratch("logs") as private, assembled(machines, options, private, wanted) as agents:
+    with scratch("logs") as private, started_agents(machines, options, private, wanted) as agents:
         if rank is not None:
             agents.require_all()
         found, links = dict[int, Log](), {machine.name: machine.agent for machine in agents.running}
@@ -133,10 +134,10 @@ EXECUTED = ("ssh", "python", "workdir")  # executed here or on the run's machine
 
 
 def _ssh_options(folder: RunFolder, settings: Mapping[str, Any]) -> ClusterOptions:
-    """Returns the ssh options in `settings`, else those of the launch. Prints which values of job.toml are ignored."""
+    """Returns the ssh options in `settings`, by default those of the launch. Prints which other ones are ignored."""
     own = load_job(settings).job.cluster
     given = {key.removeprefix("cluster.") for key in settings}
-    remembered = remembered_reach(folder.path) or {}
+    remembered = saved_ssh_options(folder.path) or {}
     own = own.model_copy(update={name: remembered[name] for name in EXECUTED if name in remembered.keys() - given})
     written = written_values(folder.job)
     for name in EXECUTED:
@@ -151,11 +152,11 @@ def _local_logs(folder: RunFolder) -> dict[int, Log]:
     return {int(path.stem): Log(str(path)) for path in folder.ranks.glob("*.log") if path.stem.isdecimal()}
 
 
-def read_places(folder: RunFolder) -> list[LogPlace]:
-    """Reads the location of each machine's logs from machines.json; [] without the file. Raises UserError: bad file."""
+def read_log_locations(folder: RunFolder) -> list[LogLocation]:
+    """Reads the location of each machine's logs from machines.json, which may be missing."""
     path = folder.machines
     try:
-        return TypeAdapter(list[LogPlace]).validate_python(files.parse_json(files.read_bytes(path)))
+        return TypeAdapter(list[LogLocation]).validate_python(files.parse_json(files.read_bytes(path)))
     except FileNotFoundError:
         return []
     except (OSError, ValueError) as error:

@@ -4,14 +4,14 @@ A RUNNING machine takes part in the current start (see recovery.py). `until` is 
 earliest time to contact a LOST machine or to use a READY one.
 
     from         to          reason                                                            method
-    RUNNING      LOST        its connection ended or was silent, and could not be replaced     note_ending, take_in
-    RUNNING      READY       it failed repeatedly and isn't needed: excluded for a while       note_ending
-    RUNNING      READY       another machine was lost while it joined                          Starts._add_joining
-    RUNNING      refused     it had just joined, and the start failed before its first update  note_ending
+    RUNNING      LOST        its connection ended or was silent, and could not be replaced     RunMachine.lose
+    RUNNING      READY       it failed repeatedly and isn't needed: excluded for a while       record_ending
+    RUNNING      READY       another machine was lost while it joined                          start.py, _add_joining
+    RUNNING      refused     it had just joined, and the start failed before its first update  record_ending
     LOST         CONTACTING  the pause before the next contact is over                         _open
     CONTACTING   READY       the agent has answered every request                              _receive
     CONTACTING   LOST        no answer, workers still exiting, or it obeys another launcher    _give_up
-    READY        RUNNING     a start includes it; the run restarts if enough updates remain    take_in
+    READY        RUNNING     a start includes it; the run restarts if enough updates remain    add_ready_machines
     READY        LOST        its connection ended or was silent                                _give_up
     not RUNNING  refused     it can't take part, and another attempt would not change that     tick
 """
@@ -34,7 +34,7 @@ from manyhands.core.files import file_size
 from manyhands.core.run_folder import RunFolder
 from manyhands.core.timeouts import CONTACT_S, RETRY_LEAST_S, RETRY_MOST_S, SILENT_S
 from manyhands.run.doctor import facts_wanted, untested_survey
-from manyhands.run.recovery import RestartHooks, Say, failed_rank, from_outside, what_failed, worth_restarting
+from manyhands.run.recovery import RestartHooks, Say, describe_failure, failed_rank, is_external_fault, worth_restarting
 
 BUSY = "is still ending its earlier processes"  # a disconnected machine may still run its workers
 REPLACED = "another launcher has taken over the run"
@@ -50,7 +50,7 @@ class Membership(RestartHooks):
     def __init__(self, job: Job, machines: Machines, folder: RunFolder, say: Say) -> None:
         self.machines, self._job, self._folder, self._say = machines, job, folder, say
         self.code = dict[str, str]()  # code for machines that join, base64 by path
-        self.term = folders.term_in(folder.ranks).head if job.cluster.detach else 0  # of this launcher
+        self.term = folders.read_term(folder.ranks).head if job.cluster.detach else 0  # of this launcher
         self.replaced_on = ""  # name of a machine that obeys another launcher
         self._measured = 0  # bytes of metrics before the current start
         self._refused = dict[str, RunMachine]()
@@ -60,7 +60,7 @@ class Membership(RestartHooks):
         return [machine for machine in self.machines.running if not machine.agent.closed]
 
     @property
-    def room(self) -> int:
+    def free_places(self) -> int:
         return max(0, self._job.cluster.machines_wanted.stop - 1 - len(self.connected))
 
     @property
@@ -77,7 +77,7 @@ class Membership(RestartHooks):
         return file_size(self._folder.metrics) > self._measured
 
     @property
-    def added(self) -> list[Machine]:
+    def added_machines(self) -> list[Machine]:
         return [machine.spec for machine in self.machines.all if machine.added]
 
     def shortage_reason(self) -> str:
@@ -94,10 +94,10 @@ class Membership(RestartHooks):
     def joining_next(self) -> list[str]:
         # No machine while another contact progresses, so that one restart serves both.
         soon = any(machine.state is MachineState.CONTACTING and machine.facts for machine in self.machines.all)
-        return [] if soon else [machine.name for machine in self.ready][: self.room]
+        return [] if soon else [machine.name for machine in self.ready][: self.free_places]
 
     def regroups(self) -> bool:
-        """Returns True if the run must restart now: a machine can join, or another launcher has taken over."""
+        """Returns True if the run must restart now, because a machine can join or another launcher has taken over."""
         joins = not self._job.run.script and self.joining_next() and self.trained and worth_restarting(self._folder)
         return bool(joins or self.replaced_on)
 
@@ -114,7 +114,7 @@ class Membership(RestartHooks):
                 machine.notify = lambda _text, _takes_part: None
 
     def add(self, spec: Machine, notify: Callable[[str, bool], object]) -> None:
-        """Adds a machine for `manyhands join`; `notify` gets the result. Raises UserError: the request is refused."""
+        """Adds a machine for `manyhands join`; `notify` gets the result. Raises UserError if the request is refused."""
         name, wanted = spec.name, f"--elastic {self._job.cluster.elastic}"
         if name in {machine.name for machine in self.machines.running}:
             raise UserError(f"{name} is already part of the run")
@@ -123,21 +123,21 @@ class Membership(RestartHooks):
         if self._job.run.script or not self._job.cluster.recovers:
             what = "a script of your own" if self._job.run.script else f"a run with {wanted}"
             raise UserError(f"machines can't be added to {what}")
-        if not self.room:
+        if not self.free_places:
             raise UserError(f"the run already has {len(self.connected)} machines, the maximum of {wanted}")
         machine = self._refused.pop(name, None) or RunMachine(spec)
         machine.spec, machine.state, machine.until, machine.since = spec, MachineState.LOST, 0.0, time.monotonic()
         machine.requested, machine.notify = True, notify
         self.machines.all.append(machine)
 
-    def note_ending(self, ending: Ending) -> None:
+    def record_ending(self, ending: Ending) -> None:
         """Refuses machines whose first start failed; otherwise counts a failure of each lost or failed machine.
 
-        After repeated failures, a lost machine isn't contacted for a while, and an unneeded failed one is excluded.
+        After repeated failures, a lost machine isn't contacted for a while; a failed one is excluded if not needed.
         """
-        if self.newly_joined() and not ending.regrouped and not from_outside(first_cause(ending)):
+        if self.newly_joined() and not ending.regrouped and not is_external_fault(first_cause(ending)):
             for machine in self.joined:
-                self.refuse(machine, RefusedError(f"starting with {machine.name} failed: {what_failed(ending)}"))
+                self.refuse(machine, RefusedError(f"starting with {machine.name} failed: {describe_failure(ending)}"))
             return
         step, rank = saved_step(self._folder) or 0, failed_rank(ending)
         lost = [machine for machine in self.machines.running if machine.name in ending.lost]
@@ -150,12 +150,12 @@ class Membership(RestartHooks):
                 self._say(f"{machine.name} failed {machine.failures} times: excluded for {pause_s:.0f} s", "INFO")
                 machine.exclude(pause_s)
 
-    def take_in(self) -> list[RunMachine]:
-        """Marks disconnected machines as lost; adds and returns ready machines, up to the maximum of --elastic."""
+    def add_ready_machines(self) -> list[RunMachine]:
+        """Marks disconnected machines as lost. Adds and returns ready machines, up to the maximum of --elastic."""
         for machine in self.machines.running:
             if machine.agent.closed:
                 machine.lose()
-        joining = self.ready[: self.room]
+        joining = self.ready[: self.free_places]
         self.machines.all = [machine for machine in self.machines.all if machine not in joining] + joining
         for machine in joining:
             machine.state, machine.joined = MachineState.RUNNING, True
@@ -198,7 +198,7 @@ class Membership(RestartHooks):
             return
         machine.link = open_agent(machine.spec, self._job.cluster, self._folder.ranks)
         machine.state, machine.until = MachineState.CONTACTING, now + CONTACT_S
-        machine.contact = self._contact(machine, machine.link)
+        machine.contact = self._requests(machine, machine.link)
         request = next(machine.contact)
         machine.asked = machine.link.post(request), request
 
@@ -206,7 +206,7 @@ class Membership(RestartHooks):
         """Handles the next answer of a contacted machine, and sends the next request."""
         assert machine.asked
         assert machine.contact
-        answers = connection.answer_to(machine.agent, *machine.asked)
+        answers = connection.poll_answer(machine.agent, *machine.asked)
         if not answers:
             if time.monotonic() > machine.until:
                 raise TimeoutError(f"{machine.name} did not answer within {CONTACT_S:.0f} s")
@@ -226,14 +226,14 @@ class Membership(RestartHooks):
         if link.closed or (not link.here and time.monotonic() - link.last_received > SILENT_S):
             raise TimeoutError(f"{machine.name} was lost again")
 
-    def _contact(self, machine: RunMachine, link: connection.AgentConnection) -> Generator[Request[Any], Any, None]:
-        """Yields the requests to a joining machine; the generator's `send` takes the answer to each request."""
+    def _requests(self, machine: RunMachine, link: connection.AgentConnection) -> Generator[Request[Any], Any, None]:
+        """Yields the requests to a joining machine. Its `send` method takes the answer to the last request."""
         asked, run = time.time(), folders.run_id(self._folder)
         facts = yield call(agent.Agent.hello, facts_wanted(self._job), not link.here)
         link.clock_offset_s = clock_offset(facts.get("time", 0.0), asked)
         self._check_facts(machine, facts)
         machine.facts = facts
-        folder = folder_on(machine, self._folder)
+        folder = remote_folder_path(machine, self._folder)
         seen = yield call(agent.Agent.inspect_run, folder, machine.position, machine.generation, run, self.term)
         if self.term and seen.run == run and seen.term > self.term:
             self.replaced_on = machine.name
@@ -245,10 +245,10 @@ class Membership(RestartHooks):
         if self.code and not link.here:
             yield call(agent.Agent.take_code, self.code)
         options, slots = self._job.cluster, machine.spec.slots
-        machine.set_device(slots, *(yield call(agent.Agent.prepare, slots, options.threads, options.device)))
+        machine.set_device(slots, *(yield call(agent.Agent.prepare_workers, slots, options.threads, options.device)))
 
     def _check_facts(self, machine: RunMachine, facts: Facts) -> None:
-        """Raises RefusedError if training with this machine would fail, according to the facts of all machines."""
+        """Raises RefusedError if a check of the doctor predicts that training with this machine would fail."""
         everyone = [*self.connected, machine]
         known = {one.name: one.facts for one in self.connected} | {machine.name: facts}
         found = examine(untested_survey(self._job, [one.spec for one in everyone], known))
@@ -256,7 +256,7 @@ class Membership(RestartHooks):
             raise RefusedError(failures[0].what, machine.name, failures[0].hints)
 
     def _give_up(self, machine: RunMachine) -> None:
-        """Schedules the next contact after an increasing pause; refuses an added machine that never answered."""
+        """Schedules the next contact after an increasing pause. Refuses a requested machine that never answered."""
         if machine.requested and machine.link and not machine.facts:
             code, link = machine.link.close(), machine.link
             problem = ssh.explain_contact(machine.spec, code, link.log_tail(), self._job.cluster)
@@ -269,7 +269,7 @@ class Membership(RestartHooks):
         machine.state, machine.until = MachineState.LOST, max(excluded_until, now + pause_s)
 
 
-def folder_on(machine: RunMachine, folder: RunFolder) -> str:
-    """Returns the run folder's path on a machine: as opened before, else the local path, relative if possible."""
+def remote_folder_path(machine: RunMachine, folder: RunFolder) -> str:
+    """Returns the path of the run folder on a machine, which is the same path as here if it was never opened there."""
     path = folder.path.absolute()
     return machine.folder or str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from manyhands.checkpoint.folders import available_step, saved_step, unsaved_error
-from manyhands.cluster.agents.folders import Term, agents_work, term_in
-from manyhands.cluster.failures import Ending, as_error, first_cause, users_place
+from manyhands.cluster.agents.folders import Term, has_working_agents, read_term
+from manyhands.cluster.failures import Ending, error_of_record, first_cause, user_code_location
 from manyhands.cluster.hosts.this_process import machines_of
 from manyhands.config.job import Job
 from manyhands.core.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_SAVED, ManyhandsError, RunError, shortened
@@ -45,18 +45,18 @@ class Outcome:
 
 
 def conclude(job: Job, folder: RunFolder, ending: Ending, earlier: int = 0) -> Outcome:
-    """Records a run's end, writes the report, raises the run's failure. `earlier`: number of old starts and stops."""
+    """Records a run's end, writes the report, raises the run's failure. `earlier`: number of older starts and stops."""
     if job.run.script and ending.interrupted:
-        note(folder, "stopped")
+        record_event(folder, "stopped")
         hints = (f"to see the output: manyhands logs {shlex.quote(str(folder.path))}",)
         error = ManyhandsError(f"{job.run.script[0]} was stopped", hints=hints)
         error.exit_code = EXIT_INTERRUPTED
         raise error
     if job.run.script and ending.ok:
-        note(folder, "finished")
+        record_event(folder, "finished")
         return Outcome(folder, "finished")
     if ending.refused and not ending.ok:
-        note_launcher_failure(job, folder, ending.refused)
+        record_launcher_failure(job, folder, ending.refused)
         raise ending.refused
     if ending.ok:
         statuses = {value["status"] for value in ending.returned.values()}
@@ -80,32 +80,32 @@ def _record_failure(job: Job, folder: RunFolder, ending: Ending) -> ManyhandsErr
     if ending.interrupted and (ending.hung or not (records or killed)):
         idle = first and not (ending.hung or ending.lost) and (unready or not codes)
         return record_interrupt(folder, ending.hung, idle=idle)
-    cause, error = first_cause(ending), failure_of(folder, ending)
+    cause, error = first_cause(ending), error_of_ending(folder, ending)
     if cause:
-        note_cause(folder, cause)
+        record_cause(folder, cause)
     else:
-        note_launcher_failure(job, folder, error)
+        record_launcher_failure(job, folder, error)
     return error
 
 
-def failure_of(folder: RunFolder, ending: Ending) -> ManyhandsError:
+def error_of_ending(folder: RunFolder, ending: Ending) -> ManyhandsError:
     if ending.refused:
         return ending.refused
     what, where = f"the agent that watches the processes failed: {ending.broken}", str(folder.ranks / "agent.log")
     cause = first_cause(ending)
-    return with_resume_hint(as_error(cause) if cause else RunError(what, where), folder)
+    return with_resume_hint(error_of_record(cause) if cause else RunError(what, where), folder)
 
 
-def failure_here(folder: RunFolder, record: Failure) -> ManyhandsError:
-    """Records a failure of training in this process; returns the error to raise."""
-    note_cause(folder, record)
+def record_local_failure(folder: RunFolder, record: Failure) -> ManyhandsError:
+    """Records that training in this process has failed; returns the error to raise."""
+    record_cause(folder, record)
     if record.exit_code == EXIT_INTERRUPTED:
         return record_interrupt(folder)
-    return with_resume_hint(as_error(record), folder)
+    return with_resume_hint(error_of_record(record), folder)
 
 
 def with_resume_hint(error: ManyhandsError, folder: RunFolder) -> ManyhandsError:
-    """Adds a hint with the resume command to a failure, if a checkpoint was saved and no hint has this command."""
+    """Adds the resume command to a failure's hints, if a checkpoint was saved and no hint has this command yet."""
     if error.exit_code != EXIT_FAILED or any(map(mentions_resume, error.hints)):
         return error
     if (step := available_step(folder)) is not None:
@@ -129,11 +129,11 @@ def report_on(job: Job, folder: RunFolder) -> None:
 
 
 def record_interrupt(folder: RunFolder, hung: str = "", *, idle: bool = False) -> ManyhandsError:
-    """Records a stop without a save; returns the error to raise. For `hung` and `idle` see `unsaved_error`."""
+    """Records a stop without a save; returns the error to raise. `unsaved_error` explains `hung` and `idle`."""
     step = saved_step(folder)
     error = unsaved_error(folder.path, step, hung, idle=idle)
     kind = "stopped" if error.exit_code == EXIT_SAVED else "interrupted"
-    note(folder, kind, error.message, step=step, data={"rankless": True})
+    record_event(folder, kind, error.message, step=step, data={"rankless": True})
     return error
 
 
@@ -143,56 +143,56 @@ def starts_and_stops(folder: RunFolder) -> list[dict[str, Any]]:
 
 
 def _saved_on_stop(folder: RunFolder, earlier: int) -> bool:
-    """Returns True, and records the stop, if the run saved after the stop request, even if it failed later."""
+    """Returns True if the run saved after the stop request, even if it failed later. Records this as a stop."""
     last = [{}, *starts_and_stops(folder)[earlier:]][-1]
     step, saved = last.get("step"), saved_step(folder)
     if last.get("kind") not in {"stopping", "stopped"} or step is None or saved is None or saved < step:
         return False
     if last.get("kind") == "stopping":
-        note(folder, "stopped", f"stopped and saved at step {step}", step=step)
+        record_event(folder, "stopped", f"stopped and saved at step {step}", step=step)
     return True
 
 
-def note_cause(folder: RunFolder, cause: Failure) -> None:
+def record_cause(folder: RunFolder, cause: Failure) -> None:
     about = {"time": cause.time, "rank": cause.rank, "step": cause.step, "data": {"host": cause.host}}
-    note(folder, "failed", cause.what, **about)
+    record_event(folder, "failed", cause.what, **about)
     with suppress(OSError):
         record = folder.failures / f"{cause.rank}.json"
         if not record.exists():
             write_json(record, cause)
 
 
-def note_launcher_failure(job: Job, folder: RunFolder, error: Exception) -> None:
-    """Records a failure of a machine or of the launcher, which belongs to no rank."""
+def record_launcher_failure(job: Job, folder: RunFolder, error: Exception) -> None:
+    """Records a failure that belongs to no rank, such as that of a machine or of the launcher."""
     known = isinstance(error, ManyhandsError)
     what = error.message if known else f"{type(error).__name__}: {error}"
     where, hints = (error.where, [*error.hints]) if known else ("", [])
     host = where if where in {machine.name for machine in machines_of(job.cluster)} else ""
-    note(folder, "failed", what, data={"rankless": True, "host": host, "where": where, "hints": hints})
+    record_event(folder, "failed", what, data={"rankless": True, "host": host, "where": where, "hints": hints})
 
 
 @contextmanager
-def ends_noted(job: Job, folder: RunFolder) -> Generator[None]:
-    """Context for launcher code while no process trains: records errors and Ctrl-C, which raises ManyhandsError."""
+def recording_errors(job: Job, folder: RunFolder) -> Generator[None]:
+    """Context manager that records errors and Ctrl-C while no process trains. Ctrl-C raises a ManyhandsError."""
     try:
         yield
     except KeyboardInterrupt as interrupt:
         # A second Ctrl-C, while the first is handled, has the first as its context.
         raise record_interrupt(folder, idle=not isinstance(interrupt.__context__, KeyboardInterrupt)) from None
     except Exception as error:
-        note_launcher_failure(job, folder, error)
+        record_launcher_failure(job, folder, error)
         raise
 
 
-def note(folder: RunFolder, kind: str, message: str = "", **fields: Any) -> None:
-    """Appends an event to events.jsonl; ignores a full disk, so that the user sees the original error."""
+def record_event(folder: RunFolder, kind: str, message: str = "", **fields: Any) -> None:
+    """Appends an event to events.jsonl. Ignores a full disk, so that the user sees the original error."""
     with suppress(OSError):
         append(folder.events, Event(**{"time": time.time(), "kind": kind, "message": message, **fields}))
 
 
 @dataclass(frozen=True)
-class Why:
-    """The state of a run and the first cause of its end; unknown fields are empty."""
+class RunExplanation:
+    """The state of a run and the first cause of its end, for `manyhands why`. Unknown fields are empty."""
 
     run: str  # the run folder
     state: str  # running, finished, stopped, interrupted (unsaved), failed or killed (without a record)
@@ -215,28 +215,28 @@ class Why:
         return [*rows, *(f"done: {text}" for text in self.done), *(f"do: {text}" for text in self.do)]
 
 
-def why(word: str) -> Why:
-    """Explains the run that `word` names. Raises UserError: there is no such run, or its records can't be read."""
-    run = read_run(registry.find_reference(word))
-    return explained(run, registry.head_of(run.folder.path))
+def explain_named_run(name: str) -> RunExplanation:
+    """Explains the run that `name` refers to. Raises UserError if the run is unknown or its records are damaged."""
+    run = read_run(registry.find_reference(name))
+    return explain_run(run, registry.find_launcher(run.folder.path))
 
 
-def explained(run: RunData, head: Running | None = None) -> Why:
+def explain_run(run: RunData, head: Running | None = None) -> RunExplanation:
     """Explains a run from its records; `head` is the registry's record of the launcher of an active run."""
-    state, folder, done = _state(run, head), str(run.folder.path), _notices(run)
-    after = f"after {summary.duration(summary.seconds(run))} of work, {_progress(run)}"
-    now, cause, on, do = f"{_progress(run)}{_last_record(run)}", "", "", list[str]()
+    state, folder, done = _run_state(run, head), str(run.folder.path), _describe_events(run)
+    after = f"after {summary.duration(summary.seconds(run))} of work, {_describe_progress(run)}"
+    now, cause, on, do = f"{_describe_progress(run)}{_last_record(run)}", "", "", list[str]()
     match state:
         case "running" if head:
             where = "" if head.is_local else f" on {head.host}, unless that machine is down"
             do = [f"to see the output of the processes: manyhands logs {folder} --follow"]
             headline = f"{folder} is active{where}, {now}"
-            ranks = [(place.host, place.ranks[0], sum(place.ranks) - 1) for place in logs.read_places(run.folder)]
+            ranks = [(log.host, log.ranks[0], sum(log.ranks) - 1) for log in logs.read_log_locations(run.folder)]
             on = ", ".join(f"{host} (rank{f's {one} to' if one < last else ''} {last})" for host, one, last in ranks)
         case "running":
             headline = f"{folder} is active, {now}; the launcher is on another machine, or lost"
             do = [f"to save and stop, run on the launching machine: manyhands stop {folder}"]
-            if term_in(run.folder.ranks) != Term():  # the run is detached
+            if read_term(run.folder.ranks) != Term():  # the run is detached
                 take_over = f"to take over from a lost launcher: {resume_command(run.folder.path)}"
                 do = [take_over, f"to save and stop: manyhands stop {folder}"]
         case "finished":
@@ -247,13 +247,13 @@ def explained(run: RunData, head: Running | None = None) -> Why:
             headline, do = f"{folder} ended without a record {after}{_last_record(run)}", [look, _resume_hint(run)]
             cause = f"no process recorded an error: {all_killed}"
         case "stopped" | "interrupted":
-            return _stopped(run, state, after, done)
+            return _explain_stop(run, state, after, done)
         case _:
-            return _failed(run, f"{folder} failed {after}", done, [_resume_hint(run)])
-    return Why(folder, state, headline, cause, done=done, do=do, machines=plain(on))
+            return _explain_failure(run, f"{folder} failed {after}", done, [_resume_hint(run)])
+    return RunExplanation(folder, state, headline, cause, done=done, do=do, machines=plain(on))
 
 
-def _stopped(run: RunData, state: str, after: str, done: list[str]) -> Why:
+def _explain_stop(run: RunData, state: str, after: str, done: list[str]) -> RunExplanation:
     folder, do = str(run.folder.path), [_resume_hint(run)]
     end = next(event for event in reversed(run.events) if event.kind == state)
     how, cause = "was stopped without saving" if state == "interrupted" else "stopped", plain(end.message)
@@ -264,10 +264,10 @@ def _stopped(run: RunData, state: str, after: str, done: list[str]) -> Why:
     if last and last.kind == REPLACED:
         cause = plain(last.message)
         do = [f"on the other launcher's machine, run manyhands why {folder}", *(f"or, here: {line}" for line in do)]
-    return Why(folder, state, f"{folder} {how} {after}", cause, done=done, do=do)
+    return RunExplanation(folder, state, f"{folder} {how} {after}", cause, done=done, do=do)
 
 
-def _failed(run: RunData, headline: str, done: list[str], do: list[str]) -> Why:
+def _explain_failure(run: RunData, headline: str, done: list[str], do: list[str]) -> RunExplanation:
     # Failures of earlier starts were recovered from; the last start may have ended without a record of its launcher.
     last = itertools.takewhile(lambda event: event.kind not in summary.STARTS, reversed(run.events))
     event = next((event for event in last if event.kind == "failed"), None)
@@ -277,7 +277,7 @@ def _failed(run: RunData, headline: str, done: list[str], do: list[str]) -> Why:
         if where and where not in cause:
             cause = f"machine {host}: {cause}" if host else f"{cause} ({where})"
         do = [*(line for line in map(plain, map(str, hints)) if not mentions_resume(line)), *do]
-        return Why(str(run.folder.path), "failed", headline, cause, host=host, done=done, do=do)
+        return RunExplanation(str(run.folder.path), "failed", headline, cause, host=host, done=done, do=do)
     first = _first_failure(run, event)
     if first.error == MACHINE_LOST:
         cause, rank = f"machine {plain(first.host)}: {plain(first.what)}", None
@@ -290,22 +290,22 @@ def _failed(run: RunData, headline: str, done: list[str], do: list[str]) -> Why:
     elif file and file not in cause:
         cause += f" ({file})"
     do = [*(line for line in first.hints if not mentions_resume(line)), *do]
-    return Why(
+    return RunExplanation(
         str(run.folder.path), "failed", headline, cause, rank, first.host, first.step, first.phase, file,
-        _others(run, first), done, do,
+        _describe_other_failures(run, first), done, do,
     )  # fmt: skip
 
 
-def _state(run: RunData, head: Running | None) -> str:
+def _run_state(run: RunData, head: Running | None) -> str:
     word = summary.status(run)
     last = next((e.kind for e in reversed(run.events) if e.kind in {"interrupted", *summary.ENDS, *summary.STARTS}), "")
-    if (head or agents_work(run.folder.ranks)) and word != "finished":
+    if (head or has_working_agents(run.folder.ranks)) and word != "finished":
         return "running"
     return last if last == "interrupted" else "killed" if word == "unfinished" else word
 
 
 def _first_failure(run: RunData, event: Event | None) -> Failure:
-    """Returns the first cause that the launcher recorded; without one, the first failure that isn't a consequence."""
+    """Returns the failure in `event`, which the launcher recorded; without `event`, the first original failure."""
     same = [one for one in run.failures if event and (one.what, one.rank) == (event.message, event.rank)]
     if same or not event:
         return (same or run.failures)[0]
@@ -317,7 +317,7 @@ def _first_failure(run: RunData, event: Event | None) -> Failure:
     )  # fmt: skip
 
 
-def _others(run: RunData, first: Failure) -> str:
+def _describe_other_failures(run: RunData, first: Failure) -> str:
     rest = [one for one in run.failures if one is not first and one.rank != first.rank]
     headline = "; ".join(
         f"{_rank_text(one)} "
@@ -331,7 +331,7 @@ def _others(run: RunData, first: Failure) -> str:
     return plain("; ".join(filter(None, (headline, more, silent))))
 
 
-def _notices(run: RunData) -> list[str]:
+def _describe_events(run: RunData) -> list[str]:
     found: list[str] = []
     starts = [event for event in run.events if event.kind in {"restarted", "regrouped"}]
     for event in starts[-_SHOWN:]:
@@ -357,7 +357,7 @@ def _notices(run: RunData) -> list[str]:
 
 
 def _shorten_middle(text: str) -> str:
-    """Cuts the middle out of a long text: the last line of a traceback is the most informative."""
+    """Removes the middle of a long text, because the last line of a traceback is the most informative."""
     text = plain(text)
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 3]} … {text[-_LONGEST * 2 // 3 :]}"
 
@@ -371,7 +371,7 @@ def _resume_hint(run: RunData) -> str:
     return f"resume from step {step}: {resume_command(run.folder.path)}"
 
 
-def _progress(run: RunData) -> str:
+def _describe_progress(run: RunData) -> str:
     return f"at step {run.steps[-1].step} of {run.steps[-1].total_steps}" if run.steps else "before its first update"
 
 
@@ -387,8 +387,8 @@ def _rank_text(failure: Failure) -> str:
 
 
 def _failing_line(failure: Failure) -> str:
-    """Returns the file and line of user code that raised a failure, else the file that the failure names, else ""."""
-    if line := users_place(failure):
+    """Returns the file and line of user code that raised a failure, or the file that it names; "" if unknown."""
+    if line := user_code_location(failure):
         return plain(line)
     where = failure.where.rpartition(", ")[0] or failure.where
     return plain(where) if "/" in where and Path(where).suffix else ""

@@ -20,7 +20,7 @@ from manyhands.core.errors import EXIT_SAVED, ManyhandsError, UserError
 from manyhands.core.run_folder import NOWHERE, OBJECTS
 from manyhands.core.world import ProcessInfo
 from manyhands.report import changes, page, read, summary, time_shares
-from manyhands.run.folder import record_of, run_folder
+from manyhands.run.folder import read_network_record, run_folder
 from manyhands.run.outcome import Outcome, report_on
 from manyhands.run.tasks import list_pictures, resolve_checkpoint
 from manyhands.run.train import launch_decision, train, train_in_process
@@ -78,7 +78,7 @@ class Run:
     @property
     def shares(self) -> list[int]:
         """The number of samples per update of each rank, at the end of the run."""
-        return time_shares.samples_of_each(read.read_run(self.path))
+        return time_shares.samples_by_rank(read.read_run(self.path))
 
     def report(self) -> Path:
         """Writes report.html and its pictures, and returns the path of report.html."""
@@ -244,7 +244,7 @@ def _train(job: Job, objects: Objects, processes: int | None, *, quiet: bool) ->
 
 
 def _options_of(model: Any) -> dict[str, Any]:
-    """Returns the options that the argument `model` sets, by dotted key. Raises UserError: `model` is not a network."""
+    """Returns the options that the argument `model` sets, by dotted key. Raises UserError if it is not a network."""
     if model is None or isinstance(model, str):
         return {"model.name": model}
     if isinstance(model, type) or not hasattr(model, "named_parameters"):
@@ -280,7 +280,7 @@ def _hints_for(name: str, value: Any) -> tuple[str, ...]:
 
 
 def _existing_group(job: Job) -> ProcessInfo | None:
-    """Returns this process's rank and size in the process group that the user's script created; None without one."""
+    """Returns this process's rank and size in the process group that the user's script created, or None."""
     if "torch.distributed" not in sys.modules:
         return None
     from manyhands.worker.own_process import existing_process_info
@@ -350,7 +350,7 @@ def load(
     """
     live = copy.deepcopy(run.model) if isinstance(run, Run) and model is None else model
     path = resolve_checkpoint(run.path if isinstance(run, Run) else Path(run).expanduser(), which)
-    record = record_of(path)
+    record = read_network_record(path)
     if live is None and record and not isinstance(run, Run):
         announce([record.name], path, record, "load(RUN, model={!r})")
     from manyhands.worker.own_process import open_trained

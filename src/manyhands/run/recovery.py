@@ -1,9 +1,9 @@
 """Restarts the processes of a run after a fault, from the newest checkpoint, unless a restart would not help.
 
 After a fault, `supervise_once` (cluster/agents/supervise.py) lets the workers save, stops the workers and returns an
-`Ending`. `RestartPolicy.next_restart` decides on a restart, `Membership.note_ending` (run/machines.py) updates the
-states of the machines, and `Starts` (run/start.py) prepares the next start on the remaining machines. During training,
-`Watch.regroups` contacts lost machines. core/timeouts.py has the time limits.
+`Ending`. `RestartPolicy.next_restart` decides on a restart, `Membership.record_ending` (run/machines.py) updates the
+states of the machines, and `StartSetup` (run/start.py) prepares the next start on the remaining machines. During
+training, `WatchHooks.regroups` contacts lost machines. core/timeouts.py has the time limits.
 
 A *start* is one launch of the processes on all machines of the run; a restart is another start of the same launcher.
 `number` counts the starts of a launcher from 0. `generation` is this number in an agent's orders; in a `RunMachine`, it
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from manyhands.checkpoint.folders import saved_step
 from manyhands.cluster.agents import connection, protocol
 from manyhands.cluster.agents.machines import SOON_UPDATES
-from manyhands.cluster.agents.supervise import Watch, supervise_once
+from manyhands.cluster.agents.supervise import WatchHooks, supervise_once
 from manyhands.cluster.failures import Ending, first_cause
 from manyhands.config.job import Job
 from manyhands.core.errors import EXIT_FAILED, RunError
@@ -26,7 +26,7 @@ from manyhands.core.records import MACHINE_LOST, PROCESS_ENDED, Failure, StepMet
 from manyhands.core.run_folder import RunFolder
 from manyhands.core.timeouts import ALIKE_S, RESTART_S
 from manyhands.report import follow, read
-from manyhands.run.outcome import note
+from manyhands.run.outcome import record_event
 
 MOST_ALIKE = 3  # the same error this often within ALIKE_S would occur again after every restart
 MOST_IN_VAIN = 3  # starts in a row that saved nothing new
@@ -50,16 +50,18 @@ class RestartHooks:
         """Returns the names of machines that will join with the next start of the processes."""
         return []
 
-    def note_ending(self, ending: Ending) -> None:
+    def record_ending(self, ending: Ending) -> None:
         """Records lost and failed machines before the next start."""
 
 
-def run_to_end(job: Job, folder: RunFolder, machines: RestartHooks, orders: Prepare, watch: Watch, say: Say) -> Ending:
+def run_to_end(
+    job: Job, folder: RunFolder, hooks: RestartHooks, orders: Prepare, watch: WatchHooks, say: Say
+) -> Ending:
     """Starts a run's processes, and restarts them after faults that a restart may fix; returns the last `Ending`."""
     policy, number, first_step = RestartPolicy(job, folder, say), 0, saved_step(folder)
     while True:
         ending = supervise_once(orders(job, number), watch)
-        restart = policy.next_restart(ending, machines)
+        restart = policy.next_restart(ending, hooks)
         if restart is None:
             return ending
         step = saved_step(folder)
@@ -67,8 +69,8 @@ def run_to_end(job: Job, folder: RunFolder, machines: RestartHooks, orders: Prep
         _record_restart(folder, restart, number, f"{restart.reason}: {where}", step)
         number += 1
         if step != first_step:  # from now on this run's own checkpoints count
-            job = resumed(job)
-        machines.note_ending(ending)
+            job = resuming_job(job)
+        hooks.record_ending(ending)
 
 
 @dataclass(frozen=True)
@@ -92,16 +94,16 @@ class RestartPolicy:
         self._times: dict[str, list[float]] = {}
 
     def next_restart(self, ending: Ending, machines: RestartHooks) -> Restart | None:
-        """Decides whether to restart after `ending`; None for no restart. Prints why a fault leads to no restart."""
+        """Returns the restart after `ending`; None if the run ends. Prints the reason if a fault ends the run."""
         self._starts += 1
         if ending.interrupted or not self._recovers:
             return None
         if ending.ok:
             return self._restart_to_regroup(ending, machines) if ending.regrouped else None
         cause = first_cause(ending)
-        trial = "" if from_outside(cause) else " and ".join(machines.newly_joined())
+        trial = "" if is_external_fault(cause) else " and ".join(machines.newly_joined())
         if trial:
-            return Restart("restarted", f"starting with {trial} failed ({what_failed(ending)})", cause)
+            return Restart("restarted", f"starting with {trial} failed ({describe_failure(ending)})", cause)
         if ending.refused:
             return None
         useless, too_few = self.count_fault(cause), machines.shortage_reason()
@@ -113,7 +115,7 @@ class RestartPolicy:
         return Restart("restarted", cause.what if cause else broken, cause)
 
     def _restart_to_regroup(self, ending: Ending, machines: RestartHooks) -> Restart | None:
-        """Returns the restart that adds the joining machines; None if the run is finished, or machines are too few."""
+        """Returns the restart that adds machines; None if the run is finished, or too few machines remain."""
         if all(value["status"] == "finished" for value in ending.returned.values()):
             return None
         if why := machines.shortage_reason():
@@ -123,9 +125,9 @@ class RestartPolicy:
         return Restart("regrouped", f"{' and '.join(machines.joining_next()) or 'a machine'} can join")
 
     def count_fault(self, cause: Failure | None) -> str:
-        """Counts a fault; returns the reason why a restart would not help, or an empty string."""
+        """Counts a fault. Returns the reason why a restart would not help; an empty string if it may help."""
         began, self._began = self._began, time.time()
-        own = cause is not None and not from_outside(cause)
+        own = cause is not None and not is_external_fault(cause)
         # Errors that manyhands explains itself, such as a loss that is not finite or a full disk, would occur again.
         if cause is not None and (cause.exit_code != EXIT_FAILED or cause.error == RunError.__name__):
             return "a restart would not fix this error"
@@ -150,7 +152,7 @@ class RestartPolicy:
         return ""
 
 
-def from_outside(cause: Failure | None) -> bool:
+def is_external_fault(cause: Failure | None) -> bool:
     """Returns True for a lost machine or a killed process; False for an error of the program, which may recur."""
     return cause is not None and cause.error in {MACHINE_LOST, PROCESS_ENDED}
 
@@ -161,13 +163,13 @@ def failed_rank(ending: Ending) -> int | None:
     return None if cause is None or cause.error == MACHINE_LOST else cause.rank
 
 
-def what_failed(ending: Ending) -> str:
+def describe_failure(ending: Ending) -> str:
     cause = first_cause(ending)
     return cause.what if cause else ending.refused.message if ending.refused else ending.broken
 
 
 def worth_restarting(folder: RunFolder) -> bool:
-    """Returns True if the remaining updates, without the current one, take longer than a restart."""
+    """Returns True if the updates after the current one will take longer than a restart."""
     found = [read.parse_metrics(line, folder) for line in follow.last_records(folder.metrics)]
     steps = [one for one in found if isinstance(one, StepMetrics)][-20:]
     if not steps:
@@ -178,13 +180,13 @@ def worth_restarting(folder: RunFolder) -> bool:
 
 
 def _raised_at(cause: Failure) -> str:
-    """Returns the exception type and the code line that raised it; leaves out the message, whose numbers may vary."""
+    """Returns the type of an error and the line of code that raised it, by which repeated errors are recognized."""
     lines = [line.strip() for line in cause.traceback.splitlines() if line.lstrip().startswith("File ")]
     return f"{cause.error} {lines[-1] if lines else cause.where}"
 
 
-def resumed(job: Job) -> Job:
-    """Returns the job for a restart, which resumes from this run's checkpoints, whatever the user's --resume."""
+def resuming_job(job: Job) -> Job:
+    """Returns the job for a restart: it resumes from this run's checkpoints, whatever the user's --resume was."""
     return job.model_copy(update={"checkpoint": job.checkpoint.model_copy(update={"resume": "auto"})})
 
 
@@ -192,7 +194,7 @@ def _record_restart(folder: RunFolder, restart: Restart, number: int, message: s
     """Records a restart as an event, and moves the failure records of processes to a subfolder."""
     cause = restart.cause
     rank, at, host = (cause.rank, cause.time, cause.host) if cause else (0, time.time(), "")
-    note(folder, restart.kind, message, time=at, rank=rank, step=step, data={"host": host})
+    record_event(folder, restart.kind, message, time=at, rank=rank, step=step, data={"host": host})
     with suppress(OSError):
         kept = folder.failures / f"start-{number}"
         for record in folder.failures.glob("*.json"):

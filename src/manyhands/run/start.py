@@ -11,7 +11,7 @@ from manyhands.cluster.agents import folders, open_tunnels, protocol, tunnel
 from manyhands.cluster.agents.agent import Agent
 from manyhands.cluster.agents.connection import AgentConnection, LinkClosed
 from manyhands.cluster.agents.machines import Machines, RunMachine
-from manyhands.cluster.agents.mirror import Receiver, Sender
+from manyhands.cluster.agents.mirror import RecordReceiver, RecordSender
 from manyhands.cluster.code_files import with_absolute_paths
 from manyhands.cluster.doctor.findings import examine
 from manyhands.cluster.hosts.inventory import LOOPBACK, Address, Rendezvous
@@ -24,42 +24,39 @@ from manyhands.core.run_folder import RunFolder
 from manyhands.core.timeouts import COPY_S, OPEN_FOLDER_S, TAKE_OVER_S
 from manyhands.parallel.group import ports, tunnel_ends
 from manyhands.run.doctor import describe_public_addresses, survey_agents
-from manyhands.run.machines import REPLACED, Membership, RefusedError, folder_on
-from manyhands.run.recovery import Say, resumed
+from manyhands.run.machines import REPLACED, Membership, RefusedError, remote_folder_path
+from manyhands.run.recovery import Say, resuming_job
 
 
-class Starts(contextlib.ExitStack):
+class StartSetup(contextlib.ExitStack):
     """Prepares each start of a run. As a context manager, closes the ssh tunnels at the end."""
 
-    def __init__(self, job: Job, membership: Membership, folder: RunFolder, receiver: Receiver, say: Say) -> None:
+    def __init__(self, job: Job, membership: Membership, folder: RunFolder, receiver: RecordReceiver, say: Say) -> None:
         super().__init__()
         self._job, self._membership, self._machines = job, membership, membership.machines
         self._folder, self._receiver, self._say = folder, receiver, say
         self._script, self._holder = bool(job.run.script), secrets.token_hex(16)
-        self._store, self.tunnels = self.enter_context(open_tunnels.StoreTunnel(job.cluster)), tunnel.Tunnels()
+        self._store, self.tunnels = self.enter_context(open_tunnels.StoreTunnel(job.cluster)), tunnel.MachineTunnels()
         self.callback(self.tunnels.close)
         self._ssh_only = False  # no network connects the machines
         self._routes: open_tunnels.TunnelRoutes | None = None  # of this start, if only ssh connects its machines
         self._first_saved: int | None = None  # newest step saved before the first start
-        self._copy: tuple[AgentConnection, str, Sender] | None = None  # to a machine that keeps a copy of the records
+        self._copy: tuple[AgentConnection, str, RecordSender] | None = None  # to the machine with a copy of the records
         self._copy_at = 0.0  # time of the next copy
 
     def orders(self, job: Job, number: int) -> dict[AgentConnection, protocol.Orders]:
-        """Prepares start number `number` on the machines that can train together. Returns the orders for each agent.
-
-        Raises ManyhandsError: too few machines remain, or none of them has a checkpoint of the run.
-        """
+        """Prepares start `number`; returns the orders for each agent. Raises ManyhandsError if machines are too few."""
         for machine in self._machines.running:
             machine.joined = False
         while (why_open := self._try_connect(again=number > 0)) is None:
             pass
         running, term = self._machines.running, self._membership.term
-        job = job.model_copy(update={"cluster": with_machines(job.cluster, self._membership.added)})
-        if self.saved != self._first_saved:  # even if the records here don't show it yet
-            job = resumed(job)
+        job = job.model_copy(update={"cluster": with_machines(job.cluster, self._membership.added_machines)})
+        if self.newest_step != self._first_saved:  # even if the records here don't show it yet
+            job = resuming_job(job)
         self._membership.record_start(number)
         self._choose_copy()
-        write_places(self._folder, self._machines)
+        write_log_locations(self._folder, self._machines)
         if term:
             folders.advance_term(self._folder.ranks, folders.Term(term, number))
         for line in describe(self._machines, why_open, self._routes):
@@ -78,7 +75,7 @@ class Starts(contextlib.ExitStack):
         return orders
 
     def _try_connect(self, *, again: bool) -> str | None:
-        """Connects the machines of a start. Returns the result of `_connect`, or None to retry after a lost machine."""
+        """Connects the machines of a start. Returns the result of `_connect`; None if a machine was lost, to retry."""
         try:
             if again:
                 self._add_joining()
@@ -103,7 +100,7 @@ class Starts(contextlib.ExitStack):
 
     def _add_joining(self) -> None:
         """Adds ready machines whose run folders can be opened, if all machines can reach each other."""
-        joining = [machine for machine in self._membership.take_in() if self._open_folder_on(machine)]
+        joining = [machine for machine in self._membership.add_ready_machines() if self._open_folder_on(machine)]
         if not joining:
             return
         alone = len(self._machines.running) == 1 + len(joining)
@@ -123,10 +120,10 @@ class Starts(contextlib.ExitStack):
             self.set_addresses(addresses)
 
     def _open_folder_on(self, machine: RunMachine) -> bool:
-        """Opens the run folder on a machine that joins; returns False if that failed."""
+        """Opens the run folder on a machine that joins. Returns False if the machine is lost or refused."""
         try:
-            with self._token() as token:
-                request = self._request(machine, token, records=False)
+            with self._shared_marker() as token:
+                request = self._request(machine, token, records=False, anew=False)
                 machine.opened_folder = machine.agent.ask(request, OPEN_FOLDER_S, self._machines.links)
             if machine.opened_folder.taken:
                 raise RefusedError(f"a run is active in {machine.opened_folder.folder} on that machine")
@@ -162,17 +159,17 @@ class Starts(contextlib.ExitStack):
         return ""
 
     @property
-    def saved(self) -> int:
+    def newest_step(self) -> int:
         return max(machine.run_folder.saved for machine in self._machines.running)
 
     def open_folders(self, *, records: bool = True, anew: bool = False) -> None:
-        """Opens the run folder on every machine. Raises RunError: another launcher has taken over the run.
+        """Opens the run folder on every machine. Raises RunError if another launcher has taken over the run.
 
-        `records`: the first machine sends its new records to the launcher. `anew`: it sends all records, and the
-        launcher renames its own, which may differ. If the run is a user's script, it also sends rank 0's output.
+        With `records`, the first machine sends its new records to the launcher, and rank 0's output if the run is a
+        user's script. With `anew`, the first machine sends all records, and the launcher renames its old files.
         """
         term = self._membership.term
-        with self._token() as token:
+        with self._shared_marker() as token:
             requests = {
                 machine: self._request(machine, token, records=records and not number, anew=anew)
                 for number, machine in enumerate(self._machines.running)
@@ -186,11 +183,11 @@ class Starts(contextlib.ExitStack):
             self._membership.term = highest + 1
             self.open_folders(records=records, anew=anew)
         elif self._first_saved is None:
-            self._first_saved = self.saved
+            self._first_saved = self.newest_step
 
     @contextlib.contextmanager
-    def _token(self) -> Iterator[str]:
-        """Creates a file by which machines recognize the launcher's run folder on a shared disk; yields its name."""
+    def _shared_marker(self) -> Iterator[str]:
+        """Yields the name of a temporary file, by which machines detect that they share the launcher's run folder."""
         token = f".shared-{secrets.token_hex(8)}"
         marker = self._folder.ranks / token
         marker.touch()
@@ -199,12 +196,10 @@ class Starts(contextlib.ExitStack):
         finally:
             marker.unlink()
 
-    def _request(
-        self, machine: RunMachine, token: str, *, records: bool, anew: bool = False
-    ) -> Request[protocol.RunOpened]:
+    def _request(self, machine: RunMachine, token: str, *, records: bool, anew: bool) -> Request[protocol.RunOpened]:
         here = str(self._folder.path.absolute())
-        place = here if machine.agent.here else folder_on(machine, self._folder)
-        held = None if not records else {} if anew else self._receiver.held()
+        place = here if machine.agent.here else remote_folder_path(machine, self._folder)
+        held = None if not records else {} if anew else self._receiver.file_sizes()
         run, term = folders.run_id(self._folder), self._membership.term
         return call(Agent.open_run, protocol.OpenRun(place, token, self._holder, run, held, self._script, term))
 
@@ -212,7 +207,7 @@ class Starts(contextlib.ExitStack):
         """Opens the run folders for a restart, and gives rank 0 to a machine with the newest checkpoint."""
         self.open_folders(records=False)
         last_step = saved_step(self._folder)
-        if self.saved < 0 and last_step is not None and not self._script:
+        if self.newest_step < 0 and last_step is not None and not self._script:
             raise RunError(f"no remaining machine has a checkpoint; the last one was saved at step {last_step}")
         self._send_records(self._newest_first())
         self.open_folders()
@@ -232,7 +227,7 @@ class Starts(contextlib.ExitStack):
 
     def _newest_first(self) -> RunMachine:
         """Moves the machines with the newest checkpoint to the front; returns the first machine."""
-        newest, running = self.saved, self._machines.running
+        newest, running = self.newest_step, self._machines.running
         self._machines.all.sort(key=lambda machine: machine not in running or machine.run_folder.saved < newest)
         return self._machines.running[0]
 
@@ -242,18 +237,18 @@ class Starts(contextlib.ExitStack):
             return
         # The last records of a lost machine may not have been received.
         held = {} if machine.records_may_differ else machine.run_folder.held
-        sender = Sender(self._folder.path, held, rest=True)
+        sender = RecordSender(self._folder.path, held, partial=True)
         while pieces := list(sender.new_pieces()):
             machine.agent.ask(call(Agent.keep_records, machine.run_folder.folder, pieces), COPY_S, self._machines.links)
         machine.records_may_differ = False
 
     def _choose_copy(self) -> None:
-        """Selects the machine that keeps a copy of the records: the first whose run folder isn't on a shared disk."""
+        """Selects the machine that keeps a copy of the records: the first one that has locked a folder of its own."""
         first, *others = self._machines.running
         machine, self._copy = next((machine for machine in others if machine.run_folder.own), None), None
         if machine and (first.run_folder.shared or first.run_folder.own):
             held = {} if machine.records_may_differ else machine.run_folder.held
-            self._copy = machine.agent, machine.run_folder.folder, Sender(self._folder.path, held)
+            self._copy = machine.agent, machine.run_folder.folder, RecordSender(self._folder.path, held)
 
     def copy_records(self) -> None:
         """Sends new records to the machine that keeps a copy, at most every 0.4 s, without waiting for an answer."""
@@ -272,10 +267,7 @@ class Starts(contextlib.ExitStack):
 
 
 def check_machines(job: Job, say: Say, machines: Machines) -> dict[RunMachine, Address]:
-    """Runs the doctor's checks without measurements; returns each machine's address, or {} if only ssh connects them.
-
-    Raises RunError: the machines can't train together.
-    """
+    """Runs the doctor's checks, without measurements. Returns {machine: address}; {} if only ssh connects them."""
     running = machines.running
     if len(running) == 1:
         return {running[0]: Address("", LOOPBACK)}
@@ -303,7 +295,7 @@ def check_machines(job: Job, say: Say, machines: Machines) -> dict[RunMachine, A
 
 
 def describe(machines: Machines, why_open: str, routes: open_tunnels.TunnelRoutes | None = None) -> list[str]:
-    """Describes the processes of a start, the addresses and the open ports, in lines for the user."""
+    """Returns lines for the user that describe the processes of a start, the addresses and the open ports."""
     running = machines.running
     who = [f"{one.name} ({one.processes})" if one.processes > 1 else one.name for one in running]
     total = sum(machine.processes for machine in running)
@@ -322,7 +314,7 @@ def describe(machines: Machines, why_open: str, routes: open_tunnels.TunnelRoute
     return [*lines, f"network: {', '.join(where)}; {store}{each}reaches the ports; gradients are sent unencrypted"]
 
 
-def write_places(folder: RunFolder, machines: Machines) -> None:
+def write_log_locations(folder: RunFolder, machines: Machines) -> None:
     """Writes machines.json: the ranks and the run folder of each machine."""
     first, places = 0, list[dict[str, object]]()
     for one in machines.running:

@@ -19,24 +19,25 @@ from manyhands.core.errors import RunError, UserError
 NOT_HANDED_ON = ("submit.", "cluster.on", "cluster.processes", "cluster.hosts", "cluster.hostfile", "cluster.ssh")
 
 
-def submit(job: Job, job_file: Path | None, on: str, *, dry_run: bool) -> str:
-    """Submits a job to Slurm or Kubernetes, and returns the scheduler's output.
+def submit(job: Job, job_file: Path | None, scheduler: str, *, dry_run: bool) -> str:
+    """Submits a job to `scheduler` ("slurm" or "kubernetes"), and returns the scheduler's output.
 
     With `dry_run`, only returns the script or manifest. Processes on Slurm also read the user's `job_file`. Raises
-    UserError: an option is wrong, or sbatch or kubectl is missing. Raises RunError: the scheduler refused the job.
+    UserError if an option is wrong or the program is missing, and RunError if the scheduler refuses the job.
     """
-    if on == "slurm":
-        text, program = slurm.script(_for_slurm(job, job_file)), ["sbatch"]
+    if scheduler == "slurm":
+        text, program = slurm.script(_slurm_submission(job, job_file)), ["sbatch"]
         hint = "run this command on the login machine of the cluster"
-    elif on == "kubernetes":
-        text, program = kubernetes.manifest(_for_kubernetes(job)), ["kubectl", "apply", "-f", "-"]
+    elif scheduler == "kubernetes":
+        text, program = kubernetes.manifest(_kubernetes_submission(job)), ["kubectl", "apply", "-f", "-"]
         hint = "install kubectl and select the cluster (kubectl config use-context …)"
     else:
-        raise UserError(f'no scheduler is called "{on}"', "--on", ("choose slurm or kubernetes",))
+        raise UserError(f'no scheduler is called "{scheduler}"', "--on", ("choose slurm or kubernetes",))
     if dry_run:
         return text
     if not shutil.which(program[0]):
-        raise UserError(f"{program[0]} is not on this machine", f"--on {on}", (hint, "or print the job: --dry-run"))
+        hints = (hint, "or print the job: --dry-run")
+        raise UserError(f"{program[0]} is not on this machine", f"--on {scheduler}", hints)
     done = subprocess.run(program, input=text, capture_output=True, text=True, check=False)
     if done.returncode:
         lines = (done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}").splitlines()
@@ -45,16 +46,16 @@ def submit(job: Job, job_file: Path | None, on: str, *, dry_run: bool) -> str:
     return done.stdout.strip()
 
 
-def _for_slurm(job: Job, job_file: Path | None) -> Submission:
-    """Returns the submission. A requeued job uses the same run folder, and therefore resumes."""
+def _slurm_submission(job: Job, job_file: Path | None) -> Submission:
+    """Returns the submission for Slurm. Its command names the run folder, so that a requeued job resumes."""
     out = job.run.out or f"runs/slurm-{JOB}"
     if job.submit.options and any("\n" in option or not option.startswith("-") for option in job.submit.options):
         hints = ('such as ["--partition=gpu"]',)
         raise UserError("an option of sbatch must start with a dash", "submit.options", hints)
-    return _submission(job, ("manyhands", "train", *_train_arguments(job, job_file), "--out", out))
+    return _create_submission(job, ("manyhands", "train", *_train_arguments(job, job_file), "--out", out))
 
 
-def _for_kubernetes(job: Job) -> Submission:
+def _kubernetes_submission(job: Job) -> Submission:
     if not job.submit.image:
         hints = ("add --submit.image registry/name:tag",)
         raise UserError("Kubernetes needs a container image that contains manyhands", "submit.image", hints)
@@ -64,10 +65,10 @@ def _for_kubernetes(job: Job) -> Submission:
     if not job.run.out:
         hints = ("add --out /data/runs/first, where /data is a volume that the runtime mounts",)
         raise UserError("Kubernetes deletes the files of a container, including the run folder", "--out", hints)
-    return _submission(job, ("manyhands", "train", *_train_arguments(job, None), "--out", job.run.out))
+    return _create_submission(job, ("manyhands", "train", *_train_arguments(job, None), "--out", job.run.out))
 
 
-def _submission(job: Job, command: tuple[str, ...]) -> Submission:
+def _create_submission(job: Job, command: tuple[str, ...]) -> Submission:
     wanted, cluster = job.submit, job.cluster
     accelerators = wanted.accelerators
     if cluster.device == "cpu" and accelerators:

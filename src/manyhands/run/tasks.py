@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from manyhands.checkpoint.describe import is_pickled, open_description
 from manyhands.checkpoint.folders import choose_checkpoint
 from manyhands.cluster.agents import machines, protocol, ssh, supervise
-from manyhands.cluster.failures import Failed, as_error
+from manyhands.cluster.failures import Failed, error_of_record
 from manyhands.cluster.hosts.inventory import Rendezvous
 from manyhands.cluster.hosts.this_process import decide_launch
 from manyhands.config.job import OBJECT, Job
@@ -25,7 +25,7 @@ from manyhands.core.scratch import scratch
 from manyhands.core.terminal import say
 from manyhands.parallel.options import MODE_OF_PLANS, USUAL_MODE, ParallelOptions
 from manyhands.run import logs, outcome, train
-from manyhands.run.folder import record_of
+from manyhands.run.folder import read_network_record
 
 if TYPE_CHECKING:
     from manyhands.worker.plan_growth import Growth
@@ -35,29 +35,29 @@ Guesses = list[tuple[str, float]]
 
 
 def evaluate_run(reference: Path, *, which: str, flags: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Evaluates a checkpoint on the run's evaluation split, on other data, or on a folder without train/ and val/.
+    """Evaluates a checkpoint on the run's evaluation split, or on the data that `flags` name.
 
-    `flags` are changes to the run's job, by dotted key. Returns a dict with checkpoint, data, count, loss, top1, top5,
-    per_class and confusion; None on ranks other than 0. Raises ManyhandsError: the evaluation failed.
+    `flags` are changes to the run's job, by dotted key. A folder without train/ and val/ is evaluated entirely. Returns
+    a dict with checkpoint, data, count, loss, top1, top5, per_class and confusion; None on ranks other than 0.
     """
     from manyhands.worker.launcher import is_unsplit_folder
 
-    job, path = job_of(reference, flags), resolve_checkpoint(reference, which)
+    job, path = load_run_job(reference, flags), resolve_checkpoint(reference, which)
     given = [key for key, value in flags.items() if value is not None]
     _announce_code(job, path, given)
     if job.data.name == OBJECTS:
         hints = ("name a folder of pictures: manyhands eval RUN FOLDER", "or call manyhands.evaluate(MODEL, TEST_SET)")
         raise UserError("the data of this run was a Python object in the training program", str(reference), hints)
     whole = "data.name" in given and is_unsplit_folder(job.data.name)
-    trained_on = load_job({}, file=run.job).job.data.name if whole and (run := run_of(reference)) else ""
+    trained_on = load_job({}, file=run.job).job.data.name if whole and (run := find_run_folder(reference)) else ""
     if trained_on and Path(trained_on).expanduser().resolve() == Path(job.data.name).expanduser().resolve():
         say(f"{job.data.name} contains training pictures of this run; to evaluate only the evaluation split, omit DATA")
     return evaluate_job(job, path, given=given, whole=whole)
 
 
 def _announce_code(job: Job, path: Path, given: Collection[str]) -> None:
-    """Prints the code files that will be executed because the run's records, not the user's flags, name these files."""
-    record = record_of(path)
+    """Prints the code files that are executed because the run's records name them, not the user's flags (`given`)."""
+    record = read_network_record(path)
     if "model.name" not in given:
         announce([record.name if record else job.model.name], path, record, "manyhands eval RUN DATA {}")
     if "data.name" not in given:
@@ -82,15 +82,15 @@ def evaluate_job(
     return {"checkpoint": str(path or ""), **found, "data": data} if found else None
 
 
-def job_of(reference: Path, flags: Mapping[str, Any]) -> Job:
-    """Returns the job of a checkpoint's run, changed by `flags`. Without a run folder, `flags` must name the data.
+def load_run_job(reference: Path, flags: Mapping[str, Any]) -> Job:
+    """Returns the job of a checkpoint's run, changed by `flags`, which must name the data if there is no run folder.
 
     Only `flags` set machines and processes, because the machines of the run may not be available.
     """
     if not reference.exists():
         hints = ("name a run folder, a checkpoint, or a .pth.tar file",)
         raise UserError(f"there is no file or folder {reference}", "", hints)
-    if not (run := run_of(reference)):
+    if not (run := find_run_folder(reference)):
         if not flags.get("data.name"):
             hints = ("name data and network: manyhands eval FILE DATA MODEL",)
             raise UserError(f"{reference} is not in a run folder", "", hints)
@@ -108,21 +108,21 @@ def job_of(reference: Path, flags: Mapping[str, Any]) -> Job:
     return job.model_copy(update=changes)
 
 
-def run_of(reference: Path) -> RunFolder | None:
-    """Returns `reference` if it is a run folder, else the run folder that contains the checkpoint; None without one."""
+def find_run_folder(reference: Path) -> RunFolder | None:
+    """Returns the run folder that is, or contains, `reference`; None if it is not in a run folder."""
     folders = map(RunFolder, (reference, *reference.absolute().parents[:2]))
     return next((folder for folder in folders if folder.exists()), None)
 
 
 def resolve_checkpoint(reference: Path, which: str) -> Path:
-    """Returns a checkpoint's path; prints which damaged checkpoints are skipped. Raises UserError: none is usable."""
+    """Returns a checkpoint's path, and prints which damaged ones are skipped. Raises UserError if none is usable."""
     folder = RunFolder(reference)
     if folder.exists() and not folder.has_checkpoints():
-        away = next((place for place in logs.read_places(folder) if place.has(0) and not place.local), None)
+        away = next((place for place in logs.read_log_locations(folder) if place.has_rank(0) and not place.local), None)
         if away:
-            what, there = f"the checkpoints of {reference} are on {away.machine.name}", f"{away.folder}/checkpoints"
-            hints = (ssh.scp_command(away.machine, there, f"{reference}/"),)
-            raise UserError(f"{what}, where rank 0 ran", f"{away.host}:{there}", hints)
+            what = f"the checkpoints of {reference} are on {away.machine.name}, the machine that ran rank 0"
+            there = f"{away.folder}/checkpoints"
+            raise UserError(what, f"{away.host}:{there}", (ssh.scp_command(away.machine, there, f"{reference}/"),))
     path, passed_over = choose_checkpoint(reference, which)  # pyright: ignore[reportArgumentType]
     for note in passed_over:
         say(note)
@@ -140,12 +140,12 @@ def predict_files(
 ) -> Iterator[tuple[Path, Guesses | str]]:
     """Yields (path, guesses) for each picture: its most likely (class, probability) pairs, or an error message.
 
-    `pictures` are files and folders. `model` is the name of the network, if the run doesn't record it. Without
-    `processes`, this process predicts, or the group that a launcher formed. Without `device`, one process uses the CPU,
-    and several select a device. Raises UserError: a picture or the network is missing.
+    `pictures` are files and folders. `model` is the name of the network, if the run doesn't record it. If `processes`
+    is None, this process predicts, or the group that a launcher formed. If `device` is None, one process uses the CPU,
+    and several processes use the accelerators. Raises UserError if a picture or the network is missing.
     """
     files, path = list_pictures(pictures), resolve_checkpoint(reference, which)
-    record = record_of(path)
+    record = read_network_record(path)
     if model is None and record:
         announce([record.name], path, record, "--model {}")
     job = load_job({"cluster.processes": processes, "cluster.device": device}).job
@@ -163,7 +163,7 @@ def predict_files(
 
 
 def list_pictures(named: Iterable[Path]) -> list[Path]:
-    """Returns the files in `named` and the pictures below its folders. Raises UserError: a path has no picture."""
+    """Returns the files in `named`, and the pictures below folders in `named`. Raises UserError for other paths."""
     from manyhands.data.decode import PICTURE_SUFFIXES
     from manyhands.data.layout import is_junk
 
@@ -196,7 +196,7 @@ def describe_checkpoint(reference: Path, *, which: str) -> dict[str, Any]:
 def rewrite_checkpoint(reference: Path, target: Path, *, which: str, plan: Path | None = None) -> tuple[str, ...]:
     """Writes a checkpoint unsharded (as a new folder or a file of weights), or as a folder sharded by a plan.
 
-    Returns a sentence about each omitted part. Raises ManyhandsError: the target exists, or the plan doesn't fit.
+    Returns a sentence about each omitted part. Raises ManyhandsError if the target exists or the plan doesn't fit.
     """
     from manyhands.worker.launcher import convert_checkpoint
 
@@ -214,7 +214,7 @@ def _run_task(job: Job, argument: dict[str, Any]) -> dict[str, Any]:
         try:
             found = run_task(job, process_info, folder, argument, say)
         except Failed as failed:
-            raise as_error(failed.record) from failed.__cause__
+            raise error_of_record(failed.record) from failed.__cause__
     return found if process_info.rank == 0 else {}
 
 
@@ -223,12 +223,12 @@ def run_by_agent(job: Job, argument: dict[str, Any]) -> dict[str, Any]:
     with _private_folder() as folder:
         here = Rendezvous((job.cluster.processes,))
         orders = protocol.orders_for(job, folder=str(folder.path), rendezvous=here, **argument)
-        with closing(machines.open_here(folder.ranks / "agent.log")) as link:
-            ending = supervise.supervise_once({link: orders}, supervise.Watch())
+        with closing(machines.open_local_agent(folder.ranks / "agent.log")) as link:
+            ending = supervise.supervise_once({link: orders}, supervise.WatchHooks())
         if ending.interrupted:
             raise KeyboardInterrupt  # nothing to save, and the end of a process by the signal is no failure
         if not ending.ok:
-            raise outcome.failure_of(folder, ending)
+            raise outcome.error_of_ending(folder, ending)
         return ending.returned[0]
 
 
@@ -263,11 +263,11 @@ def search_plan(job: Job, requested: Mapping[str, Any], out: Path, *, force: boo
 
 @_no_garbage_collection()
 def predict_growth(job: Job, first: int, requested: Mapping[str, Any], out: Path | None, *, force: bool) -> "Growth":
-    """Predicts a job's throughput, efficiency and cost on several numbers of machines; draws the values to `out`."""
-    from manyhands.report.growth import draw_growth, refuse_file
+    """Predicts a job's throughput, efficiency and cost on `first` and more processes; draws them to the file `out`."""
+    from manyhands.report.growth import check_picture_file, draw_growth
 
     if out is not None:
-        refuse_file(out, force=force)
+        check_picture_file(out, force=force)
     from manyhands.worker import plan_growth
 
     growth = plan_growth.predict_growth(job, first, requested)

@@ -11,7 +11,7 @@ from typing import Any
 
 from manyhands.checkpoint.folders import find_checkpoint
 from manyhands.cluster.agents import connection, early, machines, protocol, supervise, worker_start
-from manyhands.cluster.failures import Failed, as_error
+from manyhands.cluster.failures import Failed, error_of_record
 from manyhands.cluster.hosts import this_process
 from manyhands.cluster.hosts.inventory import Rendezvous
 from manyhands.config.job import Job
@@ -27,7 +27,7 @@ from manyhands.parallel.group.ports import describe_reachability, listen
 from manyhands.parallel.options import check_mode
 from manyhands.report.screen import Screen
 from manyhands.run.folder import FolderWatch, run_folder
-from manyhands.run.outcome import Outcome, conclude, ends_noted, failure_here, report_on, starts_and_stops
+from manyhands.run.outcome import Outcome, conclude, record_local_failure, recording_errors, report_on, starts_and_stops
 from manyhands.run.recovery import RestartHooks, run_to_end
 from manyhands.sync.choose import check_method
 
@@ -39,14 +39,14 @@ def train(job: Job, *, quiet: bool = False, objects: Any = None, rendezvous: Ren
     """Trains a job: starts processes on this machine, or joins the group that a launcher formed.
 
     `objects` are the `train.objects.Objects` of a Python user. `rendezvous` connects machines that each start their own
-    processes; None: taken from flags and environment. Raises ManyhandsError: the run failed.
+    processes; if it is None, flags and environment decide. Raises ManyhandsError if the run failed.
     """
     decision = this_process.LaunchDecision(None, rendezvous=rendezvous) if rendezvous else launch_decision(job)
     if job.cluster.detach:
         hints = ("use manyhands launch --detach --hosts localhost …", "or remove cluster.detach")
         raise UserError("only manyhands launch can detach a run", "cluster.detach", hints)
     if decision.process_info:
-        early.end_early()
+        early.kill_unused_agent()
         return train_in_process(job, decision.process_info, quiet=quiet, objects=objects)
     if job.cluster.debugging:
         terminal.say(worker_start.attach_notice(job.cluster))
@@ -64,14 +64,14 @@ def train(job: Job, *, quiet: bool = False, objects: Any = None, rendezvous: Ren
     private_folder = scratch("objects") if objects is not None else nullcontext(Path())
     with run_folder(job) as folder, private_folder as private:
         more, earlier = {"met": several, **_pickle_objects(objects, private)}, len(starts_and_stops(folder))
-        with ends_noted(job, folder), closing(Screen(folder.path, quiet=quiet)) as screen:
-            watch = watch_on(job, folder, screen, quiet=quiet)
+        with recording_errors(job, folder), closing(Screen(folder.path, quiet=quiet)) as screen:
+            watch = watch_hooks(job, folder, screen, quiet=quiet)
             watch.recovers &= not several  # no launcher watches all processes: none are restarted
             agents, there = list[connection.AgentConnection](), str(folder.path.resolve())
 
             def orders(job: Job, number: int) -> dict[connection.AgentConnection, protocol.Orders]:
                 if not agents or agents[-1].closed:
-                    agents.append(machines.open_here(folder.ranks / "agent.log"))
+                    agents.append(machines.open_local_agent(folder.ranks / "agent.log"))
                 return {agents[-1]: protocol.orders_for(job, "train", there, rendezvous, generation=number, **more)}
 
             try:
@@ -85,16 +85,13 @@ def train(job: Job, *, quiet: bool = False, objects: Any = None, rendezvous: Ren
         return replace(conclude(job, folder, ending, earlier), is_main=rendezvous.machine == 0)
 
 
-def trace(job: Job, steps: int, *, quiet: bool) -> Outcome:
+def trace_training(job: Job, steps: int, *, quiet: bool) -> Outcome:
     run = job.run.model_copy(update={"trace_steps": steps, "report": False})
     return train(job.model_copy(update={"run": run}), quiet=quiet)
 
 
 def check_names(job: Job, *, data: bool = True, model: bool = True) -> None:
-    """Checks a job's data set, network, parallel mode and sync method, without torch. Raises UserError: unknown name.
-
-    `data` is False for objects and for folders that only another machine may have; `model` is False for objects.
-    """
+    """Raises UserError if the mode, sync method, data set (with `data`) or network (with `model`) is unknown."""
     if data:
         find_choice(job.data.name)
     if model:
@@ -125,7 +122,7 @@ def _refuse_missing(job: Job, objects: Any) -> None:
 
 
 def launch_decision(job: Job) -> this_process.LaunchDecision:
-    """Decides whether this process is a rank or a launcher. Reports an invalid rank to peers. Raises UserError."""
+    """Determines whether this process is a rank or a launcher. If its rank is invalid, informs other ranks."""
     try:
         found = this_process.decide_launch(job.cluster)
     except this_process.RankOutsideError as outside:
@@ -133,7 +130,7 @@ def launch_decision(job: Job) -> this_process.LaunchDecision:
 
         publish_invalid_rank(job, outside.process_info, outside.message)
         raise
-    this_process.refuse_unfollowed(job.cluster, found)
+    this_process.refuse_contradicted_flags(job.cluster, found)
     for words, option, value in found.requests:
         section, _, name = option.partition(".")
         if not option:
@@ -144,13 +141,13 @@ def launch_decision(job: Job) -> this_process.LaunchDecision:
 
 
 def _job_of_machine(job: Job, rendezvous: Rendezvous, *, quiet: bool) -> Job:
-    """Returns this machine's job if the user starts each machine: only the machine of rank 0 uses the run folder."""
+    """Returns the job for this machine if the user runs the command on each one. Only rank 0's uses the run folder."""
     if rendezvous.machine:
         out = f"{job.run.out}.node{rendezvous.machine}" if job.run.out else ""
         return job.model_copy(update={"run": job.run.model_copy(update={"out": out, "report": False})})
     if not rendezvous.file:
         # The agent opens the port; here it is only checked before it is announced.
-        listen(rendezvous.address, rendezvous.port, "MASTER_ADDR and MASTER_PORT, or the cluster file").close()
+        listen(rendezvous.address, rendezvous.port, "MASTER_ADDR, MASTER_PORT or the cluster file").close()
         if not quiet:
             terminal.say(describe_reachability(rendezvous.address, rendezvous.port))
     return job
@@ -167,7 +164,7 @@ def _pickle_objects(objects: Any, private: Path) -> dict[str, Any]:
     return {"objects": str(path), "paths": [entry or str(Path.cwd()) for entry in sys.path]}
 
 
-def watch_on(job: Job, folder: RunFolder, screen: Screen, *, quiet: bool) -> supervise.Watch:
+def watch_hooks(job: Job, folder: RunFolder, screen: Screen, *, quiet: bool) -> supervise.WatchHooks:
     def warn(text: str) -> None:
         screen.say(text, "WARNING")
 
@@ -183,11 +180,11 @@ def watch_on(job: Job, folder: RunFolder, screen: Screen, *, quiet: bool) -> sup
     # A script may not save.
     stopping = f"stopping {script[0]}; press Ctrl-C again to kill the script" if script else STOPPING
     stalls, recovers = not job.cluster.debugging, job.cluster.recovers
-    return supervise.Watch(tick, lambda: screen.say(stopping), warn, stalls=stalls, recovers=recovers)
+    return supervise.WatchHooks(tick, lambda: screen.say(stopping), warn, stalls=stalls, recovers=recovers)
 
 
 class ScriptOutput:
-    """Copies new output of a script's rank 0 unchanged from its log file to standard output."""
+    """Copies the output of a user's script on rank 0, unchanged, from its log file to standard output."""
 
     def __init__(self, log: Path) -> None:
         self._log = log
@@ -202,7 +199,7 @@ class ScriptOutput:
 
 
 def check_script(loaded: LoadedJob) -> None:
-    """Raises UserError: the script is missing, an option does not apply to scripts, or a launcher set a rank."""
+    """Raises UserError if the script is missing, an option doesn't apply to scripts, or a launcher set a rank."""
     job, script = loaded.job, loaded.job.run.script[0]
     given = [key for key, origin in loaded.origins.items() if origin == "flag" and not key.startswith(_SCRIPT_SECTIONS)]
     if given:
@@ -228,7 +225,7 @@ def train_in_process(job: Job, process_info: ProcessInfo, *, quiet: bool, object
         return Outcome(RunFolder(Path(result["folder"])), result["status"], is_main=False)
     with run_folder(job) as folder:
         screen, over = Screen(folder.path, quiet=quiet), threading.Event()
-        on_tick = watch_on(job, folder, screen, quiet=quiet).on_tick
+        on_tick = watch_hooks(job, folder, screen, quiet=quiet).on_tick
 
         def draw() -> None:
             while not over.wait(0.25):
@@ -257,4 +254,5 @@ def _train_rank(
         return run_training(job, process_info, folder, {"live": objects}, notify)
     except Failed as failed:
         cause = None if failed.record.exit_code == EXIT_INTERRUPTED else failed.__cause__
-        raise (as_error(failed.record) if process_info.rank else failure_here(folder, failed.record)) from cause
+        record = failed.record
+        raise (error_of_record(record) if process_info.rank else record_local_failure(folder, record)) from cause

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from manyhands.checkpoint.options import CheckpointOptions
-from manyhands.cluster.agents.folders import agents_work
+from manyhands.cluster.agents.folders import has_working_agents
 from manyhands.cluster.agents.protocol import Orders
-from manyhands.cluster.agents.worker_start import take_orders, wait_for_editor, worker_process_info
+from manyhands.cluster.agents.worker_start import begin_worker, wait_for_debugger, worker_process_info
 from manyhands.cluster.failures import Failed
 from manyhands.config.job import Job
 from manyhands.core import terminal
@@ -36,7 +36,7 @@ NUMBERS = 10_000  # values in the doctor's all-reduce: more than fit into a pack
 
 def work(orders: Orders, scratch: str, agent: int) -> dict[str, Any]:
     """Runs the task in `orders`. `scratch`: the agent's folder for records. `agent`: process id of the agent."""
-    argument = {**take_orders(orders, scratch, agent), "generation": orders.generation}
+    argument = {**begin_worker(orders, scratch, agent), "generation": orders.generation}
     job = Job.model_validate(argument["job"])
     folder = RunFolder(Path(argument["folder"]))
     process_info = worker_process_info(job.cluster, orders.rendezvous.file)
@@ -71,7 +71,7 @@ def run_training(
             trainer.journal.event(status, f"stopped and saved at step {step}" if status == "stopped" else "", step)
             return {"status": status, "step": step, "folder": str(mine.folder.path)}
         except BaseException as error:
-            if agents_work(folder.ranks, argument.get("generation", sys.maxsize)):
+            if has_working_agents(folder.ranks, argument.get("generation", sys.maxsize)):
                 raise SystemExit(EXIT_FAILED) from error
             record = mine.record_failure(error)
             if record.exit_code == EXIT_FAILED and job.cluster.recovers:
@@ -105,7 +105,7 @@ def _join_and_build(member: GroupMember, job: Job, argument: dict[str, Any], say
     world = member.join(job, shared_options(job), say).world
     if member.process_info.started_by not in {OUR_HEAD, MET}:
         member.folder = share_folder(world, member.folder)
-    wait_for_editor(world.rank, world.size, job.cluster)
+    wait_for_debugger(world.rank, world.size, job.cluster)
     member.trainer = _build_trainer(_with_rank_0_resume(job, world, say), member.folder, world, argument)
     return member.trainer
 
@@ -135,9 +135,9 @@ def _build_trainer(job: Job, folder: RunFolder, world: Any, argument: dict[str, 
     if world.is_main:
         journal.event("started", processes=world.size, device=world.device, backend=world.backend, mode=mode)
         if world.device == "cpu" and job.cluster.device == "auto":
-            from manyhands.cluster.doctor.accelerators import unused_here
+            from manyhands.cluster.doctor.accelerators import explain_unused_here
 
-            if reason := unused_here():
+            if reason := explain_unused_here():
                 text = f"{reason[0]}: training on the CPU (do: {reason[1][0]}; or set --device cpu)"
                 journal.event("warning", text)
     objects = load_objects(argument)
@@ -278,9 +278,9 @@ def preload(orders: Orders | None = None) -> None:
             try:
                 importlib.import_module("torchvision")
             except Exception as error:
-                from manyhands.cluster.doctor.facts import torchvision_misfit
+                from manyhands.cluster.doctor.facts import torchvision_import_error
 
-                what = torchvision_misfit() or f"torchvision can't be imported: {type(error).__name__}: {error}"
+                what = torchvision_import_error() or f"torchvision can't be imported: {type(error).__name__}: {error}"
                 raise RunError(what, sys.executable, ("run manyhands doctor to see what to install",)) from error
 
 

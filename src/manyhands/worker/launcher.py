@@ -39,9 +39,9 @@ def describe_data(job: Job) -> tuple[str, str]:
 
 def default_processes(job: Job) -> int:
     """Returns the number of processes to start on this machine by default."""
-    from manyhands.cluster.agents.elastic import devices_here  # imports torch's elastic agent
+    from manyhands.cluster.agents.elastic import detect_devices  # imports torch's elastic agent
 
-    return devices_here(job.cluster.device, 1)[1]
+    return detect_devices(job.cluster.device, 1)[1]
 
 
 def describe_pickled(path: Path) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from manyhands import __version__
 from manyhands.checkpoint.folders import saved_step, unsaved_error
-from manyhands.cluster.failures import as_error
+from manyhands.cluster.failures import error_of_record
 from manyhands.config.job import ClusterOptions, Job
 from manyhands.core import terminal
 from manyhands.core.records import Failure
@@ -55,7 +55,7 @@ class GroupMember:
         from manyhands.worker.failure import describe_peer_failure, save_record
 
         record = save_record(describe_peer_failure(failure, **self._step_and_phase()), self.folder)
-        terminal.say(str(as_error(record)))
+        terminal.say(str(error_of_record(record)))
         if self.group:
             self.group.abort()
 

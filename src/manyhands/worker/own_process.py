@@ -10,7 +10,7 @@ from torch import nn
 from manyhands.checkpoint.folders import find_checkpoint
 from manyhands.checkpoint.read import load_checkpoint
 from manyhands.checkpoint.trained import find_record, record_trained_on
-from manyhands.cluster.failures import as_error
+from manyhands.cluster.failures import error_of_record
 from manyhands.config.job import Job
 from manyhands.core.errors import EXIT_SAVED
 from manyhands.core.run_folder import NOWHERE, RunFolder
@@ -62,7 +62,7 @@ def open_session(
             raise
         record = mine.record_failure(error)
         if record.consequence:
-            raise as_error(record) from None
+            raise error_of_record(record) from None
         raise
     finally:
         if here:

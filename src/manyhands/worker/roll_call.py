@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from manyhands.cluster.agents.heartbeats import process_state
 from manyhands.cluster.agents.protocol import WorkersSeen
-from manyhands.cluster.agents.stall import Stalls
+from manyhands.cluster.agents.stall import StallDetector
 from manyhands.core.machine import machine_id
 from manyhands.core.timeouts import HEARTBEAT_S
 from manyhands.core.world import ProcessInfo
@@ -139,7 +139,7 @@ class LivenessCheck:
         return ObservedHeartbeat(**{"stopped": False, **known, "rank": rank, "pid": who["pid"], "quiet_s": quiet_s})
 
     def _report_silent(self, seen: Mapping[int, Sequence[ObservedHeartbeat]], reporter: int) -> None:
-        stalls = Stalls()
+        stalls = StallDetector()
         for rank, (first, last) in seen.items():
             for at, each in ((time.monotonic() - _ANSWER_INTERVAL_S, first), (time.monotonic(), last)):
                 stalls.add_report(WorkersSeen(self._present[rank]["host"], [each]), at)

@@ -9,7 +9,7 @@ import sys
 import traceback
 from pathlib import Path
 
-from manyhands.cluster.agents.worker_start import begin, wait_for_editor
+from manyhands.cluster.agents.worker_start import begin_process, wait_for_debugger
 from manyhands.config.job import ClusterOptions
 from manyhands.core.errors import EXIT_FAILED, EXIT_USAGE, ManyhandsError, UserError
 from manyhands.core.records import FAILURE_FILE, write_json
@@ -20,10 +20,10 @@ from manyhands.parallel.group.tunnel_ends import tunnel_ends
 def main(words: list[str]) -> None:
     """Runs the user's script. `words`: the agent's folders and process id, debug rank and port, script, arguments."""
     scratch, logs, agent, debug_rank, debug_port, script, *own = words
-    rank = begin(scratch, logs, int(agent))
+    rank = begin_process(scratch, logs, int(agent))
     try:
         debugged = ClusterOptions(debug_rank=int(debug_rank), debug_port=int(debug_port))
-        wait_for_editor(rank, int(os.environ["WORLD_SIZE"]), debugged)
+        wait_for_debugger(rank, int(os.environ["WORLD_SIZE"]), debugged)
         _run_script(script, own)
     except SystemExit:
         raise

@@ -2,7 +2,7 @@
 
 The launcher runs `python -m manyhands.cluster.agents.agent`, on its machine or over ssh. The agent reads messages from
 standard input until the launcher closes it, and writes messages to standard output. The agent imports torch when it
-starts workers, or at once if the launcher started it before reading the job (see `agents.early`).
+starts workers, or as its first action if the launcher started it before reading the job (see `agents.early`).
 """
 
 import atexit
@@ -29,7 +29,7 @@ from manyhands.checkpoint.folders import saved_steps
 from manyhands.cluster.agents import folders, protocol
 from manyhands.cluster.agents.connection import Wire
 from manyhands.cluster.agents.early import EARLY
-from manyhands.cluster.agents.mirror import Receiver, Sender
+from manyhands.cluster.agents.mirror import RecordReceiver, RecordSender
 from manyhands.cluster.doctor.findings import FactsWanted
 from manyhands.cluster.doctor.probe import Probe
 from manyhands.cluster.messages import Call, Message, perform, remote, reply_to
@@ -44,7 +44,7 @@ from manyhands.parallel.group.ports import listen
 from manyhands.parallel.group.tunnel_ends import request_tunnel
 
 if TYPE_CHECKING:
-    from manyhands.cluster.agents.tunnel import Tunnels
+    from manyhands.cluster.agents.tunnel import MachineTunnels
 
 MIRROR_S, LOG_BYTES = 0.4, 1 << 20  # interval of checks for new records; bytes of a log in one answer at most
 
@@ -52,20 +52,20 @@ MIRROR_S, LOG_BYTES = 0.4, 1 << 20  # interval of checks for new records; bytes 
 class Agent(Probe):
     """The agent of a machine. The launcher calls the methods that are marked `remote`."""
 
-    def __init__(self, wire: Wire, until_gone: contextlib.ExitStack) -> None:
+    def __init__(self, wire: Wire, cleanup: contextlib.ExitStack) -> None:
         super().__init__()
-        self.wire, self._until_gone = wire, until_gone  # the stack is closed once the launcher is gone
+        self.wire, self._cleanup = wire, cleanup  # the stack is closed once the launcher is gone
         self._listener: socket.socket | None = None
-        self._sender: Sender | None = None
+        self._sender: RecordSender | None = None
         self._claimed: set[Path] = set()
-        self._receivers: dict[str, Receiver] = {}
+        self._receivers: dict[str, RecordReceiver] = {}
         self._mirror_at, self._started, self._alone = 0.0, False, False
-        self._tunnels: Tunnels | None = None  # of the last start
+        self._tunnels: MachineTunnels | None = None  # of the last start
         self._tunnel_reported, self._reachable = False, False
-        until_gone.callback(lambda: self._tunnels and self._tunnels.close())
+        cleanup.callback(lambda: self._tunnels and self._tunnels.close())
 
     def tick(self) -> list[Message]:
-        """Sends new records of the run to the launcher; returns its new commands. Called often while workers run."""
+        """Sends new records to the launcher; returns the launcher's new commands. Called often while workers run."""
         commands: list[Message] = []
         for message in self.wire.poll():
             if not isinstance(message, Call):
@@ -98,19 +98,19 @@ class Agent(Probe):
     @remote
     def hello(self, wanted: FactsWanted, remote_launcher: bool = False) -> dict[str, Any]:
         """Returns facts about this machine. With `remote_launcher`, a launcher silent for SILENT_S counts as lost."""
-        from manyhands.cluster.doctor.facts import gather
+        from manyhands.cluster.doctor.facts import gather_facts
 
         self.wire.remote = remote_launcher
         if remote_launcher and not self._reachable:
             with contextlib.suppress(OSError):  # without a socket, a lost connection can't be replaced
-                self.wire.send(protocol.Reachable(self.wire.listen(self._until_gone.enter_context(scratch("wire")))))
+                self.wire.send(protocol.Reachable(self.wire.listen(self._cleanup.enter_context(scratch("wire")))))
                 self._reachable = True
-        return gather(wanted)
+        return gather_facts(wanted)
 
     @remote
     @private_files()
     def take_code(self, files: dict[str, str]) -> str:
-        """Writes the job's code ({path: base64}) into a folder named by its hash; enters and returns the folder."""
+        """Writes the job's code ({path: base64}) to a folder, changes to that folder, and returns the folder's path."""
         digest = hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()[:16]
         folder = platformdirs.user_cache_path("manyhands") / "code" / digest
         from manyhands.cluster.code_files import write_code
@@ -122,7 +122,7 @@ class Agent(Probe):
     @remote
     @private_files()
     def open_run(self, wanted: protocol.OpenRun) -> protocol.RunOpened:
-        """Creates and locks the run folder on this machine, unless it is the launcher's own folder on a shared disk."""
+        """Creates the run folder on this machine, and locks it unless it is the launcher's folder on a shared disk."""
         path = Path(wanted.folder).expanduser().absolute()
         folder, shared = RunFolder(path), (path / "ranks" / wanted.token).is_file()
         term = self._advance_term(folder, wanted.run, folders.Term(wanted.term))
@@ -131,18 +131,16 @@ class Agent(Probe):
         self._sender, found = None, ""
         if not shared and not term > wanted.term > 0:
             with folders.writing_into(path):
-                found = self._claim(folder, wanted)
+                found = self._claim_folder(folder, wanted)
             if found is not None and wanted.held is not None:
-                self._sender = Sender(path, wanted.held, output=wanted.output)
+                self._sender = RecordSender(path, wanted.held, output=wanted.output)
         # After the claim, because earlier workers have saved by now. Records may name steps saved on another machine.
-        saved, held = max(saved_steps(folder), default=-1), Receiver(path).held()
+        saved, held = max(saved_steps(folder), default=-1), RecordReceiver(path).file_sizes()
         checkpoints, own = folder.has_checkpoints(), path in self._claimed
         return protocol.RunOpened(str(path), shared, checkpoints, found is None, found or "", saved, held, own, term)
 
     @remote
-    def inspect_run(
-        self, folder: str, machine: int, generation: int, run: str = "", term: int = 0
-    ) -> protocol.RunOpened:
+    def inspect_run(self, folder: str, machine: int, generation: int, run: str, term: int) -> protocol.RunOpened:
         """Returns the state of a run folder; `taken` is True while this machine runs workers of an earlier start.
 
         `machine` is the index of this machine in the earlier start, `generation` the index of that start. Agents with a
@@ -154,19 +152,20 @@ class Agent(Probe):
         return protocol.RunOpened(folder, False, found.has_checkpoints(), busy, folders.run_id(found), term=highest)
 
     def _advance_term(self, folder: RunFolder, run: str, wanted: folders.Term) -> int:
-        """Increases a detached run's term to the launcher's (see `agents.folders`); returns the highest known term."""
+        """Raises a detached run's stored term to the launcher's term; returns the higher of both terms."""
         ours = wanted.head and folders.run_id(folder) in ("", run)
-        return (folders.advance_term(folder.ranks, wanted) if ours else folders.term_in(folder.ranks)).head
+        return (folders.advance_term(folder.ranks, wanted) if ours else folders.read_term(folder.ranks)).head
 
-    def _claim(self, folder: RunFolder, wanted: protocol.OpenRun) -> str | None:
-        """Locks the run folder until this agent ends. Returns its run's id, or None if another run has the lock."""
+    def _claim_folder(self, folder: RunFolder, wanted: protocol.OpenRun) -> str | None:
+        """Locks the run folder until this agent ends. Returns its run's id; None if another run has the lock."""
         folder.failures.mkdir(parents=True, exist_ok=True)
         try:
-            lock = folders.claim(folder, wanted.holder, *((MAKE_WAY_S, MAKE_WAY_S) if wanted.term else (CLAIM_S,)))
+            patience = (MAKE_WAY_S, MAKE_WAY_S) if wanted.term else (CLAIM_S,)
+            lock = folders.claim_run_folder(folder, wanted.holder, *patience)
         except Timeout:
             return None
         if lock:
-            self._until_gone.callback(lock.release)
+            self._cleanup.callback(lock.release)
             self._claimed.add(folder.path)
         found = folders.run_id(folder)
         if found != wanted.run and not (found and folder.has_checkpoints()):
@@ -179,12 +178,12 @@ class Agent(Probe):
     @private_files()
     def keep_records(self, folder: str, pieces: list[protocol.FilePiece]) -> None:
         """Writes records received from the launcher into the run folder, where rank 0 will append to them."""
-        keeper = self._receivers.setdefault(folder, Receiver(Path(folder)))
+        keeper = self._receivers.setdefault(folder, RecordReceiver(Path(folder)))
         for piece in pieces:
-            keeper.take(piece)
+            keeper.write_piece(piece)
 
     def _keep_copy(self, call: Call) -> None:
-        """Calls `keep_records`, and prints errors instead of raising: the next start sends all records again."""
+        """Calls `keep_records`. Prints errors instead of raising them, because the next start sends all records."""
         try:
             perform(self, call)
         except (OSError, ValueError) as error:
@@ -194,51 +193,49 @@ class Agent(Probe):
     @remote
     def make_scratch(self) -> str:
         """Returns a new folder that is removed when the launcher is gone."""
-        return str(self._until_gone.enter_context(scratch("probe")))
+        return str(self._cleanup.enter_context(scratch("probe")))
 
     @remote
-    def read_log(self, path: str, offset: int, rest: bool) -> tuple[str, int]:
-        """Returns (lines of a file from byte `offset`, new offset); with `rest`, also an incomplete last line."""
-        text = read_new_lines(Path(path).expanduser(), offset, LOG_BYTES, unfinished=rest)
+    def read_log(self, path: str, offset: int, partial: bool) -> tuple[str, int]:
+        """Returns (text of a file from byte `offset`, new offset). `partial` includes an incomplete last line."""
+        text = read_new_lines(Path(path).expanduser(), offset, LOG_BYTES, unfinished=partial)
         return text.decode(errors="replace"), offset + len(text)
 
     @remote
     def bind(self, address: str, port: int = 0) -> int:
-        """Listens on an address for the store (TCPStore) of the next start; returns the port."""
+        """Opens a port for the next start's store (TCPStore) to listen on; returns the port. 0 selects a free one."""
         self._listener = listen(address, port)
         return self._listener.getsockname()[1]
 
     @remote
     def open_tunnel_ends(self, address: str) -> str:
-        """Creates and returns a folder for the sockets of ssh tunnels. Workers listen on the loopback `address`."""
-        from manyhands.cluster.agents.tunnel import Tunnels
+        """Creates a folder for the sockets of ssh tunnels; returns its path. Workers listen on loopback `address`."""
+        from manyhands.cluster.agents.tunnel import MachineTunnels
 
-        self._tunnel_reported, self._tunnels = False, self._tunnels or Tunnels()
+        self._tunnel_reported, self._tunnels = False, self._tunnels or MachineTunnels()
         return self._tunnels.open(address)
 
     @remote
     def open_tunnels(self, commands: dict[str, list[str]], seconds: float) -> dict[str, str]:
-        """Starts ssh commands (by target machine); returns the last error lines of those not ready within `seconds`."""
+        """Starts ssh `commands`, by target machine. Returns {machine: last error line} for those that failed."""
         assert self._tunnels
         return self._tunnels.start(commands, seconds)
 
     @remote
-    def prepare(self, size: int, threads: int, device: str) -> tuple[str, int]:
-        """Imports modules for `size` workers (0: unknown) with `threads` threads each (0: an equal share of cores).
-
-        Returns (device type that this machine uses, number of these devices; 1 for a CPU).
-        """
-        set_threads(threads, size)
-        with self.wire.watched(self._until_gone.close), importing():
-            return importlib.import_module(protocol.ELASTIC).prepare(device)
+    def prepare_workers(self, processes: int, threads: int, device: str) -> tuple[str, int]:
+        """Imports the workers' modules after `set_omp_threads`. Returns (device type, number of such devices)."""
+        set_omp_threads(threads, processes)
+        with self.wire.watch_launcher(self._cleanup.close), importing_torch():
+            return importlib.import_module(protocol.ELASTIC).import_cpu_modules(device)
 
     @remote
     def start_workers(self, orders: protocol.Orders) -> None:
-        """Runs workers until all have ended, then sends `WorkersEnded` and returns."""
+        """Runs this machine's workers until all have ended, then sends `WorkersEnded`."""
         self.unlisten()
-        set_threads(orders.threads, orders.rendezvous.sizes[orders.rendezvous.machine])
+        set_omp_threads(orders.threads, orders.rendezvous.sizes[orders.rendezvous.machine])
         gc.collect()  # frees objects and open files of an earlier start
-        with self.wire.watched(self._until_gone.close), contextlib.nullcontext() if self._started else importing():
+        imports = contextlib.nullcontext() if self._started else importing_torch()
+        with self.wire.watch_launcher(self._cleanup.close), imports:
             elastic = importlib.import_module(protocol.ELASTIC)
             elastic.preload(orders)
         rendezvous, listener = orders.rendezvous, self._listener
@@ -251,7 +248,7 @@ class Agent(Probe):
         if orders.term and folders.advance_term(Path(orders.logs), mine) > mine:
             raise UserError("another launcher has taken over the run")
         self.wire.patient = orders.term > 0
-        ended: protocol.WorkersEnded = elastic.run(orders, self.wire, self.tick, listener)
+        ended: protocol.WorkersEnded = elastic.run_workers(orders, self.wire, self.tick, listener)
         self.wire.patient = False
         self._report_tunnels()
         while self._send_records():
@@ -260,7 +257,7 @@ class Agent(Probe):
 
 
 @contextlib.contextmanager
-def importing() -> Iterator[None]:
+def importing_torch() -> Iterator[None]:
     """Disables garbage collection in a block that imports torch, and shortens the spins of OpenMP threads.
 
     A garbage collection would take 0.25 s and free nothing. Later ones skip the imported modules too, so that forked
@@ -279,8 +276,8 @@ def importing() -> Iterator[None]:
             os.environ.pop("GOMP_SPINCOUNT", None)
 
 
-def import_early() -> None:
-    """Imports the workers' modules, reads the log's path from standard input, and redirects stderr to the log."""
+def import_worker_modules() -> None:
+    """Imports the workers' modules. Then reads the path of the agent's log from stdin, and redirects stderr there."""
     with contextlib.suppress(Exception):  # a failed import fails again, and is reported, at its first use
         importlib.import_module(protocol.ELASTIC)
         importlib.import_module(protocol.WORKER).import_training()
@@ -298,21 +295,21 @@ def import_early() -> None:
     os.write(2, output)
 
 
-def set_threads(threads: int, size: int) -> None:
-    """Sets OMP_NUM_THREADS, which OpenMP reads when torch is loaded, to `threads` or, if unset, to cores / `size`."""
-    if threads or (size and "OMP_NUM_THREADS" not in os.environ):
-        os.environ["OMP_NUM_THREADS"] = str(threads or max(1, int(cores() / size)))
+def set_omp_threads(threads: int, processes: int) -> None:
+    """Sets OMP_NUM_THREADS to `threads`. If that is 0, keeps the user's value or divides the cores by `processes`."""
+    if threads or (processes and "OMP_NUM_THREADS" not in os.environ):
+        os.environ["OMP_NUM_THREADS"] = str(threads or max(1, int(cores() / processes)))
 
 
 def serve() -> None:
-    """Answers the launcher's requests on standard input and output until the launcher is gone."""
+    """Answers the launcher's requests on standard input and output until the launcher has exited or is lost."""
     for stop in (signal.SIGINT, signal.SIGUSR1):  # the launcher handles these and sends commands
         signal.signal(stop, signal.SIG_IGN)
     output = os.dup(1)  # output of libraries must not mix with messages, so it goes to standard error
     os.dup2(2, 1)
     wire = Wire(output)
-    with contextlib.ExitStack() as until_gone:
-        agent = Agent(wire, until_gone)
+    with contextlib.ExitStack() as cleanup:
+        agent = Agent(wire, cleanup)
         while received := wire.wait():
             number, message = received
             if isinstance(message, Call):  # other messages are commands for workers that have ended
@@ -324,6 +321,6 @@ def serve() -> None:
 
 if __name__ == "__main__":
     if EARLY in sys.argv:
-        with importing():
-            import_early()
+        with importing_torch():
+            import_worker_modules()
     serve()

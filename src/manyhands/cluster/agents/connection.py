@@ -63,9 +63,9 @@ class AgentConnection:
         self._lines, self._socket = MessageStream(), ""
         self._reconnect_at = 0.0  # time of the next attempt after a loss; 0 if connected
         self._asked, self._log_start, self._heartbeat_at = 0, log_start, 0.0
-        self._attach(process)
+        self._attach_process(process)
 
-    def _attach(self, process: subprocess.Popen[bytes]) -> None:
+    def _attach_process(self, process: subprocess.Popen[bytes]) -> None:
         assert process.stdin is not None
         assert process.stdout is not None
         self.process, self._input, self._output = process, process.stdin, process.stdout
@@ -75,15 +75,14 @@ class AgentConnection:
     def fileno(self) -> int:
         return self._output.fileno()
 
-    def send(self, message: Message, number: int = 0) -> None:
-        """Sends a message without waiting."""
-        line = self._lines.add(message, number)
+    def send(self, message: Message, request_id: int = 0) -> None:
+        line = self._lines.add(message, request_id)
         if self.connected:
             self.unsent += line
             self.flush()
 
     def heartbeat(self) -> None:
-        """Sends a heartbeat or reconnects, if either is due."""
+        """Sends a heartbeat if one is due; reconnects if the next attempt to replace a lost connection is due."""
         now = time.monotonic()
         if self._reconnect_at and not self.closed and now > self._reconnect_at:
             self._reconnect()
@@ -103,7 +102,7 @@ class AgentConnection:
             self.unsent.clear()
 
     def read(self) -> list[tuple[int, Message]]:
-        """Returns received messages with their ids, without waiting; sets `closed` if nothing more can arrive."""
+        """Returns received messages with their ids, without waiting. Sets `closed` once no more message can arrive."""
         found: list[tuple[int, Message]] = []
         with contextlib.suppress(BlockingIOError):
             while self.readable:
@@ -128,7 +127,7 @@ class AgentConnection:
         return not (self.closed or self._reconnect_at)
 
     def _disconnect(self) -> None:
-        """Schedules a reconnection, unless the agent itself has ended or the attempts have taken too long."""
+        """Schedules a reconnection, unless the agent has ended or earlier attempts have taken longer than SILENT_S."""
         ended = False
         with contextlib.suppress(subprocess.TimeoutExpired):
             ended = 0 <= self.process.wait(ENDED_S) != SSH_FAILED
@@ -147,14 +146,14 @@ class AgentConnection:
         assert self.connect_again
         self.close(0.0)
         try:
-            self._attach(self.connect_again((SAFE, "-m", RECONNECT, self._socket, str(self._lines.received))))
+            self._attach_process(self.connect_again((SAFE, "-m", RECONNECT, self._socket, str(self._lines.received))))
         except (UserError, OSError):  # such as no memory for a process
             self._disconnect()
             return
         self.closed, self._reconnect_at = False, 0.0
 
     def ask(self, request: Request[R], timeout_s: float, others: Collection["AgentConnection"] = ()) -> R:
-        """Sends a request and returns the answer. Raises RunError; see `ask_all`."""
+        """Sends a request and returns the answer. Raises RunError if the request failed or the machine is lost."""
         (answer,) = ask_all({self: request}, timeout_s, others).values()
         if isinstance(answer, RunError):
             raise answer
@@ -174,7 +173,7 @@ class AgentConnection:
         return ""
 
     def close(self, patience_s: float = 5.0) -> int:
-        """Closes the connection, which ends the process; kills it after `patience_s`. Returns the exit code."""
+        """Closes the connection, so that `process` exits; kills it after `patience_s`. Returns the exit code."""
         close_all([self], patience_s)
         return self.process.returncode
 
@@ -220,14 +219,14 @@ def ask_all(
             link.heartbeat()
         waiting = [link for link in asked if link not in answers]
         for link in [*wait_for_links(waiting, 0.2), *(link for link in waiting if link.closed)]:
-            for answer in answer_to(link, *asked[link]):
+            for answer in poll_answer(link, *asked[link]):
                 answers[link] = answer
     silent = f"did not answer within {timeout_s:.0f} s"
-    return {link: answers.get(link, _error(link, f"{link.machine.name} {silent}")) for link in asked}
+    return {link: answers.get(link, _request_error(link, f"{link.machine.name} {silent}")) for link in asked}
 
 
 def wait_for_links(links: Iterable[AgentConnection], patience_s: float) -> list[AgentConnection]:
-    """Waits up to `patience_s` until a connection is ready; sends unsent bytes and returns readable connections."""
+    """Waits up to `patience_s` for connections that can send or receive; returns those with received bytes."""
     with selectors.DefaultSelector() as selector:
         for link in links:
             if link.readable:
@@ -241,21 +240,21 @@ def wait_for_links(links: Iterable[AgentConnection], patience_s: float) -> list[
     return [key.data for key, event in events if event & selectors.EVENT_READ]
 
 
-def answer_to(link: AgentConnection, number: int, request: Request[R]) -> list[R | RunError]:
-    """Returns [answer] or [error] of the request with the id `number`, or [] if nothing has arrived. Doesn't wait."""
+def poll_answer(link: AgentConnection, request_id: int, request: Request[R]) -> list[R | RunError]:
+    """Returns a list of the answer or the error of a request; an empty list if it has not arrived. Doesn't wait."""
     for answered, message in link.read():
-        if answered == number and isinstance(message, messages.CallResult):
+        if answered == request_id and isinstance(message, messages.CallResult):
             try:
                 return [request.result(message)]
             except ValueError as error:
-                return [_error(link, Misunderstood(f"invalid message: {error}"))]
-        if isinstance(message, Misunderstood) or (answered == number and isinstance(message, RequestFailed)):
-            return [_error(link, message)]
+                return [_request_error(link, Misunderstood(f"invalid message: {error}"))]
+        if isinstance(message, Misunderstood) or (answered == request_id and isinstance(message, RequestFailed)):
+            return [_request_error(link, message)]
     tail = link.log_tail(1).strip() if link.closed else ""
-    return [_error(link, f"{link.machine.name} is lost{tail and f': {tail}'}")] if link.closed else []
+    return [_request_error(link, f"{link.machine.name} is lost{tail and f': {tail}'}")] if link.closed else []
 
 
-def _error(link: AgentConnection, failed: RequestFailed | str) -> RunError:
+def _request_error(link: AgentConnection, failed: RequestFailed | str) -> RunError:
     name = link.machine.name
     if isinstance(failed, str):
         return LinkClosed(failed, name, (f"check that {name} is running and reachable: manyhands doctor --hosts …",))
@@ -268,7 +267,7 @@ def _error(link: AgentConnection, failed: RequestFailed | str) -> RunError:
 
 
 class Wire:
-    """The agent's end of a connection: reads standard input, writes to `output`. Keeps no thread, to allow forks."""
+    """The agent's end of a connection: reads stdin, and writes to `output`. Keeps no thread, to allow forks."""
 
     def __init__(self, output: int) -> None:
         self._output, self._lines = output, MessageStream()
@@ -286,18 +285,18 @@ class Wire:
         """True if the launcher has sent nothing for SILENT_S; sshd may take hours to notice a dead client."""
         return self.remote and time.monotonic() - self.last_received > SILENT_S
 
-    def _replaceable(self) -> bool:
-        """True if only the connection ended, which closes both directions. An exit of the launcher closes one."""
+    def _can_reconnect(self) -> bool:
+        """True if the launcher may reconnect: a lost connection has closed input and output, an exit only the input."""
         poll = select.poll()
         poll.register(self._output, 0)
         return bool(self._listener and self.remote and poll.poll(ENDED_MS))
 
     @contextlib.contextmanager
-    def watched(self, clean_up: Callable[[], None]) -> Generator[None]:
-        """Calls `clean_up` and ends this process if the launcher exits, or does not replace a lost connection.
+    def watch_launcher(self, clean_up: Callable[[], None]) -> Generator[None]:
+        """Exits this process, after `clean_up`, if the launcher exits or is lost while the block runs.
 
-        For blocks that read no messages, such as an import of torch. The watching thread ends with the block, because
-        forking workers requires a process without threads.
+        For blocks that read no messages, such as an import of torch. The thread that watches the launcher ends with
+        the block, because forking workers requires a process without threads.
         """
         ours, over = socket.socketpair()
 
@@ -308,7 +307,7 @@ class Wire:
             if over.fileno() in dict(poll.poll()):
                 return
             listener = self._listener
-            if listener and self._replaceable() and select.select([listener, over], [], [], SILENT_S)[0]:
+            if listener and self._can_reconnect() and select.select([listener, over], [], [], SILENT_S)[0]:
                 return  # the new connection is accepted after the block
             clean_up()
             os._exit(1)
@@ -333,9 +332,9 @@ class Wire:
         os.register_at_fork(after_in_child=lambda: [each.close() for each in (listener, self._passed_by) if each])
         return path
 
-    def send(self, message: Message, number: int = 0) -> None:
-        """Sends a message; `number`: id of the request that it answers. Does nothing once the launcher is gone."""
-        line = self._lines.add(message, number)
+    def send(self, message: Message, request_id: int = 0) -> None:
+        """Sends a message, which answers the request `request_id`; 0 for events. Does nothing without a launcher."""
+        line = self._lines.add(message, request_id)
         if self.connected:
             self._write(line)
 
@@ -379,7 +378,7 @@ class Wire:
                 else:
                     self._received.append((number, message))
             if not received:
-                self.connected, self.open = False, self._replaceable()
+                self.connected, self.open = False, self._can_reconnect()
                 if self._passed_by:
                     self._passed_by.close()
             if self.open:  # reset here, because nothing is read during an import of torch
@@ -406,7 +405,7 @@ class Wire:
 
 
 def forward_streams(path: str, received: str) -> int:
-    """Passes this process's standard streams to the agent's socket `path`, and waits until the agent closes them."""
+    """Passes the standard streams and the count of `received` messages to the agent's socket, until it is closed."""
     with socket.socket(socket.AF_UNIX) as agent:
         try:
             agent.connect(path)

@@ -24,10 +24,10 @@ FILES, FILES_EACH = 48, 8  # open files of a command with its agent (18 are too 
 _unused_agents: list["subprocess.Popen[bytes]"] = []
 
 
-def start_early(words: Sequence[str]) -> None:
-    """Starts the agent if the arguments look like a run on this machine. An unused agent costs a second."""
-    trains = words[:1] == ["train"] and not any(name in os.environ for name in _RANK_VARIABLES)
-    if not trains or any(word.endswith(".py") or word.partition("=")[0] in _WITHOUT_AGENT for word in words):
+def start_early_agent(arguments: Sequence[str]) -> None:
+    """Starts an agent if the command's arguments look like training on this machine. Unused, it costs a second."""
+    trains = arguments[:1] == ["train"] and not any(name in os.environ for name in _RANK_VARIABLES)
+    if not trains or any(word.endswith(".py") or word.partition("=")[0] in _WITHOUT_AGENT for word in arguments):
         return
     if raise_file_limit(FILES + FILES_EACH) < FILES + FILES_EACH:
         return
@@ -65,14 +65,13 @@ def usr1_ignored() -> Generator[None]:
             signal.signal(signal.SIGUSR1, previous)
 
 
-def take_early() -> "subprocess.Popen[bytes] | None":
-    """Returns the agent that `start_early` started, or None. The agent reads its log's path from standard input."""
+def take_early_agent() -> "subprocess.Popen[bytes] | None":
+    """Returns the agent that `start_early_agent` started, or None. The agent waits for its log's path on stdin."""
     early = _unused_agents.pop() if _unused_agents else None
     return early if early and early.poll() is None else None
 
 
-def end_early() -> None:
-    """Kills the agent that `start_early` started, if it is unused."""
+def kill_unused_agent() -> None:
     while _unused_agents:
         with _unused_agents.pop() as early:
             early.kill()

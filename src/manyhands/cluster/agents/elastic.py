@@ -30,7 +30,7 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 
 from manyhands.cluster.agents import protocol
 from manyhands.cluster.agents.connection import Wire
-from manyhands.cluster.agents.folders import Term, agent_lock, term_in
+from manyhands.cluster.agents.folders import Term, agent_lock, read_term
 from manyhands.cluster.agents.heartbeats import ExitTimer, HeartbeatMonitor, OutOfMemoryKills
 from manyhands.cluster.agents.protocol import SCRIPT, WORKER, Orders
 from manyhands.cluster.hosts.inventory import Rendezvous
@@ -53,18 +53,18 @@ LAST_WORDS, LAST_BYTES = 8, 1 << 14  # limits of the excerpt from the log of a f
 
 
 class _Rendezvous(StaticTCPRendezvous):
-    """A rendezvous with ranks assigned by the launcher. Each poll of the elastic agent calls `obey`."""
+    """A rendezvous with ranks assigned by the launcher. Each poll of the elastic agent calls `on_poll`."""
 
-    def __init__(self, place: Rendezvous, obey: Callable[[], None]) -> None:
-        super().__init__(place.address, place.port, place.machine, len(place.sizes), "manyhands", timeout=0)
-        self._obey = obey
+    def __init__(self, info: Rendezvous, on_poll: Callable[[], None]) -> None:
+        super().__init__(info.address, info.port, info.machine, len(info.sizes), "manyhands", timeout=0)
+        self._on_poll = on_poll
 
     def next_rendezvous(self) -> RendezvousInfo:
         place = RendezvousStoreInfo(self.master_addr, self.master_port)
         return RendezvousInfo(HashStore(), self.rank, self.world_size, place)
 
     def num_nodes_waiting(self) -> Literal[0]:
-        self._obey()
+        self._on_poll()
         return 0
 
 
@@ -82,8 +82,8 @@ class ElasticAgent(cast(Any, LocalElasticAgent)):  # torch's decorators hide the
             role="worker",
             local_world_size=orders.rendezvous.sizes[orders.rendezvous.machine],
             entrypoint=sys.executable if orders.script else importlib.import_module(WORKER).work,
-            args=_script_words(orders, scratch) if orders.script else (orders, scratch, os.getpid()),
-            rdzv_handler=_Rendezvous(orders.rendezvous, self._obey),
+            args=_script_arguments(orders, scratch) if orders.script else (orders, scratch, os.getpid()),
+            rdzv_handler=_Rendezvous(orders.rendezvous, self._follow_commands),
             max_restarts=0,
             monitor_interval=POLL_S,
         )
@@ -116,11 +116,11 @@ class ElasticAgent(cast(Any, LocalElasticAgent)):  # torch's decorators hide the
         self._heartbeats = HeartbeatMonitor(self._scratch, self._pids())
         self._wire.send(protocol.WorkersStarted(self._orders.generation, list(self._pids().values())))
         if self._stopping_since:
-            self._signal(signal.SIGTERM)
+            self._signal_workers(signal.SIGTERM)
         return started
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        """Reports workers that have exited; after a failure, waits while other workers may save."""
+        """Reports workers that have exited. After a failure, waits while the other workers may save."""
         script, returned = bool(self._orders.script), self._results()
         if len(returned) == len(self._ranks()):
             return self._release(returned)
@@ -133,16 +133,16 @@ class ElasticAgent(cast(Any, LocalElasticAgent)):  # torch's decorators hide the
             return super()._monitor_workers(worker_group)
         if self.exits:
             self._leaving.begin()
-        waits = self._leaving.begun and self._give_time(returned)
+        waits = self._leaving.begun and self._workers_have_time(returned)
         return RunResult(WorkerState.FAILED if self.exits and not waits else WorkerState.HEALTHY)
 
     def _report_exit(self, rank: int, exit_code: int) -> None:
         self.exits[rank], record = exit_code, self._scratch / f"{rank}.json"
-        pid, heartbeat = self._pids()[rank], self._heartbeats.last(rank)
+        pid, heartbeat = self._pids()[rank], self._heartbeats.last_heartbeat(rank)
         unexplained = exit_code == -signal.SIGKILL and not record.is_file()
         if unexplained and (killed := self._memory.record(rank, pid, heartbeat)):
             write_json(record, killed)
-        failure = _failure_in(record) if record.is_file() else None
+        failure = _read_failure(record) if record.is_file() else None
         self._wire.send(protocol.WorkerExited(rank, exit_code, platform.node(), failure))
 
     def _results(self) -> dict[int, Any]:
@@ -156,7 +156,7 @@ class ElasticAgent(cast(Any, LocalElasticAgent)):  # torch's decorators hide the
         return {self._ranks()[number]: value for number, value in values.items()}
 
     def _release(self, returned: dict[int, Any]) -> RunResult:
-        """Lets the workers exit after all have returned. The elastic agent kills workers that don't exit."""
+        """Lets the workers exit, once all have `returned` results. The elastic agent kills workers that don't exit."""
         event: Any = self._pcontext._worker_finished_event  # `Event.set` waits for workers that may be dead
         event._flag.acquire(False)
         event._flag.release()
@@ -167,12 +167,12 @@ class ElasticAgent(cast(Any, LocalElasticAgent)):  # torch's decorators hide the
             process.join(max(0.0, until - time.monotonic()))
         return RunResult(WorkerState.SUCCEEDED, return_values=returned)
 
-    def _give_time(self, returned: Collection[int]) -> bool:
+    def _workers_have_time(self, returned: Collection[int]) -> bool:
         """Returns True while workers may save and exit; after the time limit, kills the workers and returns False."""
         codes = self._exit_codes()
-        left = {rank: pid for rank, pid in self._pids().items() if codes[rank] is None and rank not in returned}
-        if not (left and self._leaving.patient(left, self._heartbeats.usual_s)):
-            self._signal(signal.SIGKILL)  # also finished workers, for which torch would wait
+        remaining = {rank: pid for rank, pid in self._pids().items() if codes[rank] is None and rank not in returned}
+        if not (remaining and self._leaving.has_time(remaining, self._heartbeats.usual_s)):
+            self._signal_workers(signal.SIGKILL)  # also finished workers, for which torch would wait
             return False
         if time.monotonic() > self._reported_at + REPORT_S:
             self._reported_at = time.monotonic()
@@ -197,7 +197,7 @@ class ElasticAgent(cast(Any, LocalElasticAgent)):  # torch's decorators hide the
     def _ranks(self) -> list[int]:
         return [worker.global_rank for worker in self._worker_group.workers]
 
-    def _obey(self) -> None:
+    def _follow_commands(self) -> None:
         """Follows the launcher's commands; called on the main thread at every poll."""
         for command in self._tick():
             match command:
@@ -208,7 +208,7 @@ class ElasticAgent(cast(Any, LocalElasticAgent)):  # torch's decorators hide the
                 case protocol.WorkerCommand("free"):
                     stop_waiting_path(self._scratch).touch()
                 case protocol.WorkerCommand("kill", rank):
-                    self._signal(signal.SIGKILL, rank)
+                    self._signal_workers(signal.SIGKILL, rank)
                     if rank is None:
                         raise RendezvousGracefulExitError("killed")
                 case _:
@@ -218,39 +218,39 @@ class ElasticAgent(cast(Any, LocalElasticAgent)):  # torch's decorators hide the
         now, lost_at, alone_s = time.monotonic(), self._launcher_lost_at(), ALONE_S
         if lost_at:
             self.ask_to_stop()
-            if any(seen and seen.phase == "save" for seen in map(self._heartbeats.last, self._ranks())):
+            if any(seen and seen.phase == "save" for seen in map(self._heartbeats.last_heartbeat, self._ranks())):
                 alone_s = ALONE_SAVING_S
         if (self._stopping_since and now - self._stopping_since > STOP_S) or (lost_at and now - lost_at > alone_s):
-            self._signal(signal.SIGKILL)  # a process that waits for a lost machine reacts to no other signal
+            self._signal_workers(signal.SIGKILL)  # a process that waits for a lost machine reacts to no other signal
             raise RendezvousGracefulExitError("the workers did not stop in time")
 
     def _launcher_lost_at(self) -> float:
-        """Returns the time of a lost launcher's last message, or when a newer launcher was detected, otherwise 0."""
+        """Returns the time at which the launcher was lost or a newer launcher was detected; 0 if neither happened."""
         if not self._orders.term:
             return 0.0 if self._wire.open else self._wire.last_received
         now = time.monotonic()
         if not self._replaced_at and now > self._look_at:
             self._look_at = now + TERM_S
-            if term_in(Path(self._orders.logs)) > Term(self._orders.term, self._orders.generation):
+            if read_term(Path(self._orders.logs)) > Term(self._orders.term, self._orders.generation):
                 self._replaced_at = now
                 self._wire.send(protocol.HeadReplaced())
         return self._replaced_at
 
     def ask_to_stop(self, *_signal: Any) -> None:
-        """Makes the workers save and exit; does nothing if called again."""
+        """Makes the workers save and exit. Later calls do nothing."""
         if not self._stopping_since:
             self._stopping_since = time.monotonic()
-            self._signal(signal.SIGTERM)
+            self._signal_workers(signal.SIGTERM)
 
-    def _signal(self, number: signal.Signals, rank: int | None = None) -> None:
+    def _signal_workers(self, number: signal.Signals, rank: int | None = None) -> None:
         for each, pid in self._pids().items():
             if rank in (None, each):
                 with contextlib.suppress(ProcessLookupError):  # the worker has ended
                     os.kill(pid, number)
 
 
-def _script_words(orders: Orders, scratch: str) -> tuple[str, ...]:
-    """Returns Python's arguments for workers that run a user's script; see `worker.script`."""
+def _script_arguments(orders: Orders, scratch: str) -> tuple[str, ...]:
+    """Returns the arguments of the Python process that runs a user's script; see `worker.script`."""
     # -P as for the agent; `worker.script` adds the folder of the script to the path.
     cluster = orders.argument["job"]["cluster"]
     debugged = (str(cluster["debug_rank"]), str(cluster["debug_port"]))
@@ -259,31 +259,31 @@ def _script_words(orders: Orders, scratch: str) -> tuple[str, ...]:
     return tuple(word.replace("$", "$$").replace("$${local_rank}", "${local_rank}") for word in words)
 
 
-def prepare(device: str) -> tuple[str, int]:
-    """Imports the modules that CPU workers need. Returns (device type, number of devices)."""
-    kind, count = devices_here(device, 1)
+def import_cpu_modules(device: str) -> tuple[str, int]:
+    """Imports the workers' modules if `device` selects the CPU. Returns (device type, number of devices)."""
+    kind, count = detect_devices(device, 1)
     if kind == "cpu":
         importlib.import_module(WORKER).preload()
     return kind, count
 
 
-def devices_here(wanted: str, processes: int) -> tuple[str, int]:
-    """Returns (device type that cluster.device selects on this machine, number of these devices; 1 for a CPU)."""
-    device = resolve_device_type(wanted, processes)
+def detect_devices(requested: str, processes: int) -> tuple[str, int]:
+    """Returns (device type for cluster.device = `requested` and so many `processes`, number of such devices here)."""
+    device = resolve_device_type(requested, processes)
     single = device in {"cpu", "mps"} or ":" in device  # cuda:1 names one of several
     return device, 1 if single else max(1, torch.accelerator.device_count())
 
 
 def preload(orders: Orders) -> None:
-    """Imports the modules and opens the data that forked workers need."""
-    if not orders.script and devices_here(orders.device, sum(orders.rendezvous.sizes))[0] == "cpu":
+    """Imports the modules and opens the data that forked workers share with this process."""
+    if not orders.script and detect_devices(orders.device, sum(orders.rendezvous.sizes))[0] == "cpu":
         importlib.import_module(WORKER).preload(orders)
 
 
 def _resolve_devices(orders: Orders, listener: socket.socket | None) -> Orders:
-    """Resolves the device "auto" and sizes of 0 for this machine, and divides its cores among the processes."""
+    """Replaces the device "auto" and process counts of 0 by this machine's devices; sets the number of threads."""
     rendezvous = orders.rendezvous
-    device, devices = devices_here(orders.device, sum(rendezvous.sizes))
+    device, devices = detect_devices(orders.device, sum(rendezvous.sizes))
     sizes = tuple(size or devices for size in rendezvous.sizes)
     threads = orders.threads or max(1, int(cores() / sizes[rendezvous.machine]))
     if orders.threads or "OMP_NUM_THREADS" not in os.environ:
@@ -295,12 +295,12 @@ def _resolve_devices(orders: Orders, listener: socket.socket | None) -> Orders:
     return replace(orders, device=device, rendezvous=replace(rendezvous, sizes=sizes, port=port))
 
 
-def _failure_in(record: Path) -> Failure:
+def _read_failure(record: Path) -> Failure:
     return Failure.model_validate(parse_json(record.read_bytes(), infinite=True))
 
 
-def _result(agent: ElasticAgent, result: RunResult | None, scratch: str) -> protocol.WorkersEnded:
-    records = [_failure_in(path) for path in Path(scratch).glob("*.json")]
+def _workers_ended(agent: ElasticAgent, result: RunResult | None, scratch: str) -> protocol.WorkersEnded:
+    records = [_read_failure(path) for path in Path(scratch).glob("*.json")]
     if result is None:
         return protocol.WorkersEnded(records=records)
     failed = agent.exits or {rank: failure.exitcode for rank, failure in result.failures.items()}
@@ -318,7 +318,7 @@ def _log_tail(agent: ElasticAgent, rank: int) -> str:
     return ""
 
 
-def run(orders: Orders, wire: Wire, tick: Tick, listener: socket.socket | None) -> protocol.WorkersEnded:
+def run_workers(orders: Orders, wire: Wire, tick: Tick, listener: socket.socket | None) -> protocol.WorkersEnded:
     """Runs the workers of one start until all have ended.
 
     `tick` is called often and returns the launcher's commands since the last call. On the first machine, the store
@@ -327,13 +327,13 @@ def run(orders: Orders, wire: Wire, tick: Tick, listener: socket.socket | None) 
     logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # at the usual signals torch would kill the workers
     orders = _resolve_devices(orders, listener)
-    held = agent_lock(Path(orders.logs), orders.rendezvous.machine, orders.generation)
-    with scratch_folder("agent") as scratch, held:
+    lock = agent_lock(Path(orders.logs), orders.rendezvous.machine, orders.generation)
+    with scratch_folder("agent") as scratch, lock:
         try:
             agent = ElasticAgent(orders, listener, str(scratch), wire, tick)
             for number in ASKED:
                 signal.signal(number, agent.ask_to_stop)
-            return _result(agent, cast(RunResult | None, agent.run()), str(scratch))
+            return _workers_ended(agent, cast(RunResult | None, agent.run()), str(scratch))
         except SignalException as error:
             return protocol.WorkersEnded(ended_by=str(error.sigval))
         except Exception:  # noqa: BLE001 - reported to the launcher

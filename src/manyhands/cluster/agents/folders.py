@@ -27,7 +27,7 @@ _ID = re.compile("[0-9a-f]{8,64}")
 
 
 def use_run_folder(path: Path) -> RunFolder:
-    """Opens or creates the user's run folder. Raises UserError if it isn't writable, or has files but no run."""
+    """Opens or creates a run folder. Raises UserError if the folder isn't writable, or has files but no run."""
     with writing_into(path):
         path.mkdir(parents=True, exist_ok=True)
     folder = RunFolder(path)
@@ -56,7 +56,7 @@ def writing_into(path: Path) -> Generator[None]:
 
 
 def replace_job(folder: RunFolder, text: str) -> None:
-    """Writes the job file. If the options differ, keeps the file of an earlier training as job-1.toml, job-2.toml …."""
+    """Writes job.toml. Renames the job.toml of an earlier training with other options to job-1.toml, job-2.toml …."""
     with files.temporary_path(folder.job) as part:
         part.write_text(text, encoding="utf-8")
         if folder.has_trained() and folder.job.is_file():
@@ -69,12 +69,13 @@ def replace_job(folder: RunFolder, text: str) -> None:
         part.replace(folder.job)
 
 
-def claim(folder: RunFolder, holder: str = "", patience_s: float = 0, leaving_s: float = LEAVING_S) -> FileLock | None:
+def claim_run_folder(
+    folder: RunFolder, holder: str = "", patience_s: float = 0, leaving_s: float = LEAVING_S
+) -> FileLock | None:
     """Locks a run folder until this process ends; returns None if another machine of the same launch has the lock.
 
-    `holder` is the id of the launch, random by default. `patience_s` limits the wait for the lock, or for another
-    process to write the same id; `leaving_s` limits the wait for each agent of an earlier start. Raises Timeout if
-    another run is active in the folder.
+    `holder` is the id of the launch, random by default. `patience_s` limits the wait for the lock, `leaving_s` the wait
+    for the workers of each agent of an earlier start. Raises Timeout if another run is active in the folder.
     """
     lock, holder = FileLock(folder.ranks / "lock"), holder or secrets.token_hex(16)
     until = time.monotonic() + patience_s
@@ -109,19 +110,19 @@ def agent_lock(ranks: Path, machine: int, generation: int = 0) -> FileLock:
 
 
 def agent_has_left(ranks: Path, machine: int, generation: int) -> bool:
-    """Returns True if an agent's `agent_lock` is free, that is, its workers no longer train or save."""
+    """Returns True if the `agent_lock` is free: the workers of that machine and start no longer train or save."""
     path = ranks / f"agent-{machine}-{generation}.lock"
-    return not path.exists() or not _is_held(path)
+    return not path.exists() or not _is_locked(path)
 
 
-def agents_work(ranks: Path, after: int = -1) -> bool:
-    """Returns True while an agent runs workers in this run folder, from a start with an index above `after`."""
+def has_working_agents(ranks: Path, after: int = -1) -> bool:
+    """Returns True while an agent runs workers of a start with an index above `after`. `ranks` is the run's ranks/."""
     numbered = ((path.stem.rpartition("-")[2], path) for path in ranks.glob("agent-*-*.lock"))
-    return any(number.isdecimal() and int(number) > after and _is_held(path) for number, path in numbered)
+    return any(number.isdecimal() and int(number) > after and _is_locked(path) for number, path in numbered)
 
 
-def agents_here(ranks: Path) -> list[int]:
-    """Returns the process ids of this machine's agents that run workers of the run; [] without /proc/locks."""
+def find_local_agents(ranks: Path) -> list[int]:
+    """Returns the process ids of this machine's agents with workers of the run; [] on systems without /proc/locks."""
     files, rows = {path.stat().st_ino for path in ranks.glob("agent-*-*.lock")}, list[list[str]]()
     with contextlib.suppress(OSError):
         # 1: FLOCK  ADVISORY  WRITE 4711 fe:00:123456 0 EOF
@@ -129,7 +130,7 @@ def agents_here(ranks: Path) -> list[int]:
     return sorted({int(row[4]) for row in rows if len(row) > 5 and int(row[5].rpartition(":")[2]) in files} - {-1})
 
 
-def _is_held(path: Path) -> bool:
+def _is_locked(path: Path) -> bool:
     try:
         with FileLock(path, timeout=0, mode=0o600):
             return False
@@ -138,7 +139,7 @@ def _is_held(path: Path) -> bool:
 
 
 def run_id(folder: RunFolder) -> str:
-    """Returns the id of the run in a folder; an empty string if there is none."""
+    """Returns the id of the run in a folder; an empty string if the folder has no run."""
     return _read_id(folder.ranks / "id")
 
 
@@ -158,14 +159,14 @@ def _read_id(path: Path) -> str:
 
 
 class Term(NamedTuple):
-    """The launcher's number and the number of its start of workers. Agents obey only commands of the highest Term."""
+    """The number of a launcher and the number of its start of workers. Agents obey only the highest Term."""
 
     head: int = 0
     start: int = 0
 
 
-def term_in(ranks: Path) -> Term:
-    """Returns the highest term stored in `ranks`, the folder ranks/ of a run; (0, 0) if there is none."""
+def read_term(ranks: Path) -> Term:
+    """Returns the highest term stored in `ranks`, the folder ranks/ of a run; (0, 0) if no term is stored."""
     with contextlib.suppress(OSError, ValueError):
         head, start = map(int, (ranks / "term").read_text("ascii").split())
         return Term(head, start)
@@ -173,10 +174,10 @@ def term_in(ranks: Path) -> Term:
 
 
 def advance_term(ranks: Path, wanted: Term) -> Term:
-    """Writes `wanted` unless the folder has a higher term; returns the higher of the two terms."""
+    """Stores the term `wanted` in `ranks`, unless a higher term is stored there; returns the higher of both terms."""
     ranks.mkdir(parents=True, exist_ok=True)
     with files.private_files(), FileLock(ranks / "term.lock", mode=0o600):
-        found = term_in(ranks)
+        found = read_term(ranks)
         if wanted > found:
             files.write_atomic(ranks / "term", f"{wanted.head} {wanted.start}", durable=True)
         return max(wanted, found)

@@ -27,7 +27,7 @@ def heartbeat_path(scratch: Path, rank: int) -> Path:
 
 
 def process_state(pid: int) -> dict[str, Any]:
-    """Returns a local process's `ObservedHeartbeat` fields from the operating system; {} if the process has ended."""
+    """Returns {"cpu_s": CPU seconds, "stopped": is suspended} of a local process; {} if the process has ended."""
     with contextlib.suppress(psutil.Error):
         process = psutil.Process(pid)
         spent = process.cpu_times()
@@ -50,7 +50,7 @@ class HeartbeatMonitor:
         return max((heartbeat.usual_s for heartbeat, _ in self._last.values()), default=0.0)
 
     def states(self, *, always: bool) -> list[ObservedHeartbeat]:
-        """Returns all workers' states if one is stalled or `always` is set; [] otherwise, and within a second."""
+        """Returns all workers' states if one is stalled or `always` is set, at most once a second; otherwise []."""
         now = time.monotonic()
         if now < self._due:
             return []
@@ -58,7 +58,7 @@ class HeartbeatMonitor:
         seen = [found for rank in self._pids if (found := self._worker_state(rank, now))]
         return seen if always or any(each.stood_s > _WELL_S or each.stopped for each in seen) else []
 
-    def last(self, rank: int) -> Heartbeat | None:
+    def last_heartbeat(self, rank: int) -> Heartbeat | None:
         """Returns the last heartbeat of a rank; None before the rank begins to train."""
         return self._last[rank][0] if rank in self._last else None
 
@@ -87,19 +87,19 @@ class ExitTimer:
         self._progress: dict[int, tuple[object, float]] = {}
 
     def begin(self) -> None:
-        """Records that a process of the run has failed; does nothing if called again."""
+        """Starts the time limit, because a process of the run has failed. Later calls do nothing."""
         if not self.begun:
             self.begun, self._since = True, time.monotonic()
 
-    def patient(self, left: Mapping[int, int], usual_s: float) -> bool:
-        """Returns True while the workers `left` ({rank: process id}) have time. `usual_s`: duration of an update."""
+    def has_time(self, remaining: Mapping[int, int], usual_s: float) -> bool:
+        """Returns True while workers ({rank: process id}) have time to exit. `usual_s` is the duration of an update."""
         began_s = time.monotonic() - self._since
         if began_s < LEAVE_S + UPDATES * usual_s:
             return True
-        return began_s < SAVE_MOST_S and any(self._save_progresses(rank, pid) for rank, pid in left.items())
+        return began_s < SAVE_MOST_S and any(self._save_progresses(rank, pid) for rank, pid in remaining.items())
 
     def _save_progresses(self, rank: int, pid: int) -> bool:
-        """Returns True if a worker is saving and makes progress, measured by CPU time and written bytes."""
+        """Returns True if a worker is saving, and has used CPU time or written bytes within SAVE_QUIET_S."""
         if not emergency_save_path(self._scratch, rank).exists():
             return False
         done, now = None, time.monotonic()
@@ -113,7 +113,7 @@ class ExitTimer:
 
 
 class OutOfMemoryKills:
-    """Attributes SIGKILLs of workers to out-of-memory kills, using the kill counter of this cgroup (v2)."""
+    """Detects which killed workers ran out of memory, by the kill counter of this process's cgroup (v2)."""
 
     def __init__(self) -> None:
         self._group = CGROUPS  # the root group, as in a container
@@ -125,7 +125,7 @@ class OutOfMemoryKills:
         self._reported = self._read_counter()
 
     def record(self, rank: int, pid: int, heartbeat: Heartbeat | None) -> Failure | None:
-        """Returns a failure record for a killed worker if the kill counter has risen, otherwise None."""
+        """Returns a failure record for a worker killed by SIGKILL; None if the kernel's kill counter has not risen."""
         if self._read_counter() <= self._reported:
             return None
         self._reported += 1

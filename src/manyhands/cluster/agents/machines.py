@@ -14,10 +14,10 @@ from typing import Any
 from manyhands.cluster.agents import protocol, ssh
 from manyhands.cluster.agents.agent import Agent
 from manyhands.cluster.agents.connection import AgentConnection, LinkClosed, MisunderstoodError, ask_all, close_all
-from manyhands.cluster.agents.early import AGENT, raise_file_limit, take_early, usr1_ignored
+from manyhands.cluster.agents.early import AGENT, raise_file_limit, take_early_agent, usr1_ignored
 from manyhands.cluster.doctor.findings import Facts, FactsWanted
 from manyhands.cluster.hosts.inventory import LOOPBACK, Address, Machine
-from manyhands.cluster.hosts.this_process import is_here
+from manyhands.cluster.hosts.this_process import is_this_machine
 from manyhands.cluster.messages import R, Request, call
 from manyhands.config.job import ClusterOptions
 from manyhands.core import timeouts
@@ -84,37 +84,36 @@ class RunMachine:
         return self.opened_folder
 
     def count_failure(self, step: int) -> float:
-        """Counts a failure; `step` is the last saved step. Returns the seconds to exclude the machine (first: 0)."""
+        """Counts a failure; `step` is the last saved step. Returns seconds of exclusion: 0 after a first failure."""
         useful = self.since_step is not None and step - self.since_step >= SOON_UPDATES
         self.failures, self.since_step = 1 if useful else self.failures + 1, None
         again = self.failures > 1
         return min(timeouts.EXCLUDED_MOST_S, timeouts.EXCLUDED_S * 2 ** (self.failures - 2)) if again else 0.0
 
     def lose(self, pause_s: float = 0.0) -> None:
-        """Ends the connection. Waits `pause_s` (RETRY_LEAST_S or more unless `requested`) until the next contact."""
-        self._leave(MachineState.LOST)
+        """Ends the connection, and schedules the next contact in `pause_s` (or RETRY_LEAST_S unless `requested`)."""
+        self._change_state(MachineState.LOST)
         self.until = self.since + max(pause_s, 0.0 if self.requested else timeouts.RETRY_LEAST_S)
         self.disconnect()
 
     def exclude(self, pause_s: float) -> None:
-        """Removes the machine from the run for `pause_s` seconds."""
-        self._leave(MachineState.READY)
+        self._change_state(MachineState.READY)
         self.until = self.since + pause_s
 
-    def _leave(self, state: MachineState) -> None:
+    def _change_state(self, state: MachineState) -> None:
         self.state, self.since, self.since_step = state, time.monotonic(), None
         self.joined, self.records_may_differ = False, True
 
-    def set_device(self, size: int, device: str, count: int) -> None:
-        """Sets the device type and the number of processes: `size`, or the number of devices `count` if `size` is 0.
+    def set_device(self, requested: int, device: str, count: int) -> None:
+        """Sets the device type and the number of processes: `requested`, or `count` devices if `requested` is 0.
 
         Raises UserError if there are fewer accelerators than processes.
         """
-        if size > count and device not in {"cpu", "mps"}:
-            what = f"{self.name} has {count} {device} devices, but {size} processes are requested"
+        if requested > count and device not in {"cpu", "mps"}:
+            what = f"{self.name} has {count} {device} devices, but {requested} processes are requested"
             hints = (f'write "{self.spec.target} slots={count}"', "or train on the CPU: --device cpu")
             raise UserError(what, "cluster.hosts", hints)
-        self.device, self.processes = device, size or count
+        self.device, self.processes = device, requested or count
 
     def disconnect(self) -> None:
         link, self.link, self.facts = self.link, None, {}
@@ -189,17 +188,17 @@ STOPPED_S = 1.0  # agents are killed this long after a stop request while no wor
 
 
 @contextmanager
-def assembled(
+def started_agents(
     machines: Sequence[Machine],
     options: ClusterOptions,
     logs: Path,
     wanted: FactsWanted,
     on_stop: Callable[[], object] = lambda: None,
 ) -> Iterator[Machines]:
-    """Starts an agent on each machine, and yields the machines with their facts; ends the agents after the context.
+    """Context manager that starts an agent on each machine, yields the machines with their facts, and ends the agents.
 
-    Files in `logs` receive the agents' standard error. If the user interrupts the context, `on_stop` is called before
-    the agents are ended.
+    Files in `logs` receive the agents' standard error. If the user presses Ctrl-C in the context, `on_stop` is called
+    before the agents are ended.
     """
     allow_open_files(OWN_FILES + FILES_EACH * len(machines))
     found = Machines([])
@@ -224,11 +223,11 @@ def allow_open_files(count: int) -> None:
         raise UserError(what, "cluster.hosts", (f"raise the limit in a root shell: ulimit -Hn {count}",))
 
 
-def open_here(log: Path, machine: Machine | None = None) -> AgentConnection:
-    """Starts an agent on this machine, or connects to the agent that `start_early` started."""
-    log_start, agent = file_size(log), take_early()
+def open_local_agent(log: Path, machine: Machine | None = None) -> AgentConnection:
+    """Starts an agent on this machine, or connects to the agent that `start_early_agent` started."""
+    log_start, agent = file_size(log), take_early_agent()
     if agent is None:
-        agent = _start([sys.executable, *AGENT], log)
+        agent = _start_process([sys.executable, *AGENT], log)
     elif agent.stdin:
         log.touch(mode=0o600)  # fails here, with its reason, where the agent couldn't write
         with suppress(BrokenPipeError):  # the first request reports an agent that has ended
@@ -237,7 +236,7 @@ def open_here(log: Path, machine: Machine | None = None) -> AgentConnection:
     return AgentConnection(machine or Machine("localhost"), agent, log, here=True, log_start=log_start)
 
 
-def _start(command: list[str], log: Path) -> subprocess.Popen[bytes]:
+def _start_process(command: list[str], log: Path) -> subprocess.Popen[bytes]:
     pipe, mask = subprocess.PIPE, usual_umask()
     with log.open("ab") as output, usr1_ignored():
         try:
@@ -249,13 +248,13 @@ def _start(command: list[str], log: Path) -> subprocess.Popen[bytes]:
 
 
 def open_agent(machine: Machine, options: ClusterOptions, logs: Path) -> AgentConnection:
-    """Starts the agent of one machine. The first request reports a failed start."""
-    if is_here(machine):
-        return open_here(logs / "agent.log", machine)
+    """Starts the agent of one machine. If the start fails, the first request to the agent raises the error."""
+    if is_this_machine(machine):
+        return open_local_agent(logs / "agent.log", machine)
     log = logs / f"agent@{machine.name}.log"
     command, log_start = ssh.agent_command(machine, options, Path.cwd()), file_size(log)
-    link = AgentConnection(machine, _start(command, log), log, here=False, log_start=log_start)
-    link.connect_again = lambda words: _start(ssh.agent_command(machine, options, Path.cwd(), words), log)
+    link = AgentConnection(machine, _start_process(command, log), log, here=False, log_start=log_start)
+    link.connect_again = lambda words: _start_process(ssh.agent_command(machine, options, Path.cwd(), words), log)
     return link
 
 
@@ -280,18 +279,19 @@ def _request_facts(machines: Machines, options: ClusterOptions, wanted: FactsWan
         machine.lose()
 
 
-def clock_offset(there: float, asked: float) -> float:
-    """Returns the least offset (s) of another machine's clock that read `there` between our time `asked` and now."""
+def clock_offset(remote_time: float, request_time: float) -> float:
+    """Returns the smallest clock offset (s) that explains the `remote_time` in an answer to our request."""
     now = time.time()
-    return there - now if there > now else there - asked if there < asked else 0.0
+    return remote_time - now if remote_time > now else min(0.0, remote_time - request_time)
 
 
-def prepare(machines: Machines, options: ClusterOptions, processes: int | None = None) -> None:
+def prepare_machines(machines: Machines, options: ClusterOptions, processes: int | None = None) -> None:
     """Makes the machines import torch, and sets the device type and the number of processes of each machine.
 
     `processes` is the number per machine; None: its slots, or one per device. Raises UserError if devices are missing.
     """
     sizes = {machine: machine.spec.slots if processes is None else processes for machine in machines.running}
-    requests = {machine: call(Agent.prepare, size, options.threads, options.device) for machine, size in sizes.items()}
+    threads, device = options.threads, options.device
+    requests = {machine: call(Agent.prepare_workers, size, threads, device) for machine, size in sizes.items()}
     for machine, devices in machines.ask(requests, timeouts.PREPARE_S).items():
         machine.set_device(sizes[machine], *devices)

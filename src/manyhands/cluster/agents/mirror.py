@@ -20,18 +20,18 @@ WHOLE = (JOB, "plan.json", "env.json", "network.json", "evaluations/best.json", 
 PIECE_BYTES = 1 << 20  # larger pieces would delay other messages
 
 
-class Sender:
-    """Collects the new records of this machine's run folder, to be sent to a `Receiver`.
+class RecordSender:
+    """Collects the new records of this machine's run folder, to be sent to a `RecordReceiver`.
 
-    `held` is the size in bytes of each growing file at the receiver. `output` also sends the output of rank 0, `rest`
-    also sends incomplete last lines.
+    `sent` is the size in bytes of each growing file at the receiver. With `output`, the output of rank 0 is sent too.
+    With `partial`, incomplete last lines are sent too.
     """
 
-    def __init__(self, folder: Path, held: Mapping[str, int], *, output: bool = False, rest: bool = False) -> None:
-        self._folder, self._rest = folder, rest
+    def __init__(self, folder: Path, sent: Mapping[str, int], *, output: bool = False, partial: bool = False) -> None:
+        self._folder, self._partial = folder, partial
         # If the receiver's file is longer, it has other records (of an earlier failure): send the entire file.
         sizes = {name: file_size(folder / name) for name in ((*GROWING, OUTPUT) if output else GROWING)}
-        self._sent = {name: held.get(name, 0) if held.get(name, 0) <= size else 0 for name, size in sizes.items()}
+        self._sent = {name: sent.get(name, 0) if sent.get(name, 0) <= size else 0 for name, size in sizes.items()}
         self._seen: dict[str, tuple[int, int]] = {}
 
     def new_pieces(self) -> Iterator[FilePiece]:
@@ -40,7 +40,7 @@ class Sender:
             path = self._folder / name
             offset = sent if sent <= file_size(path) else 0  # truncated or replaced
             # Progress bars write incomplete lines.
-            text = read_new_lines(path, offset, PIECE_BYTES, unfinished=self._rest or name == OUTPUT)
+            text = read_new_lines(path, offset, PIECE_BYTES, unfinished=self._partial or name == OUTPUT)
             self._sent[name] = offset + len(text)
             if text:
                 yield FilePiece(name, text.decode(*_encoding(name)), offset)
@@ -54,30 +54,30 @@ class Sender:
                     yield FilePiece(name, path.read_text(encoding="utf-8", errors="replace"))
 
 
-class Receiver:
+class RecordReceiver:
     """Writes received records into a run folder; keeps records in memory while the disk is full."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._waiting: deque[FilePiece] = deque()
 
-    def held(self) -> dict[str, int]:
+    def file_sizes(self) -> dict[str, int]:
         """Returns the size in bytes of each growing file; 0 for a missing file."""
         return {name: file_size(self._folder / name) for name in (*GROWING, OUTPUT)}
 
-    def take(self, piece: FilePiece) -> None:
+    def write_piece(self, piece: FilePiece) -> None:
         """Writes a piece. A piece with offset 0 starts a new file; an existing growing file is renamed first."""
         self._waiting.append(piece)
         with contextlib.suppress(OSError):
             while self._waiting:
-                self._write(self._waiting[0])
+                self._write_to_disk(self._waiting[0])
                 self._waiting.popleft()
 
-    def _write(self, piece: FilePiece) -> None:
+    def _write_to_disk(self, piece: FilePiece) -> None:
         name = piece.name
         text, path = piece.text.encode(*_encoding(name)), self._folder / name
         if name in {*GROWING, OUTPUT}:
-            self._append(path, piece.offset, text)
+            self._append_to_file(path, piece.offset, text)
         elif name == JOB:
             replace_job(RunFolder(self._folder), piece.text)
         elif name in WHOLE:
@@ -85,7 +85,7 @@ class Receiver:
             with replaced_on_success(path) as part:
                 part.write_bytes(text)
 
-    def _append(self, path: Path, offset: int, text: bytes) -> None:
+    def _append_to_file(self, path: Path, offset: int, text: bytes) -> None:
         size = file_size(path)
         if size and offset == 0:
             path.rename(unused_path(path.parent, path.stem, path.suffix))

@@ -4,8 +4,8 @@ The store listens on loopback of the first machine, and ssh forwards ports to it
 store listens on the first machine's network address, as the collectives do.
 
 Two machines are connected directly if one can log in to the other, otherwise through a relay: a machine of the run that
-reaches both, else the launcher's machine if the user allows it (--relay). The machines of the run open the tunnels, so
-that the tunnels outlive the launcher. No key is copied, and no ssh agent is forwarded.
+reaches both or, if there is none and --relay is set, the launcher's machine. The machines of the run open the tunnels,
+so that the tunnels outlive the launcher. No key is copied, and no ssh agent is forwarded.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from manyhands.cluster.agents.agent import Agent
 from manyhands.cluster.agents.machines import Machines, RunMachine
 from manyhands.cluster.agents.ssh import ssh_command
 from manyhands.cluster.agents.switchboard import READY
-from manyhands.cluster.agents.tunnel import SshTunnels, TunnelError, Tunnels
+from manyhands.cluster.agents.tunnel import MachineTunnels, SshTunnels, TunnelError
 from manyhands.cluster.doctor.findings import Attempt
 from manyhands.cluster.doctor.probe import Listener
 from manyhands.cluster.hosts.inventory import LOOPBACK
@@ -60,13 +60,13 @@ class TunnelRoutes:
         return f"ssh tunnels between machines: {'; '.join(parts)}; all other ports listen on loopback only"
 
 
-def join_through_ssh(machines: Machines, options: ClusterOptions, head: Tunnels) -> TunnelRoutes:
+def join_through_ssh(machines: Machines, options: ClusterOptions, relay: MachineTunnels) -> TunnelRoutes:
     """Opens ssh tunnels between all pairs of machines; the agents keep the tunnels until the next call.
 
-    `head` opens tunnels from the launcher's machine, if needed and if cluster.relay is set. Raises NoTunnelError if two
-    machines can't be connected. Raises RunError if a machine is lost, or can't open tunnels.
+    `relay` opens tunnels from the launcher's machine if they are needed and cluster.relay is set. Raises NoTunnelError
+    if two machines can't be connected. Raises RunError if a machine is lost or can't open tunnels.
     """
-    head.close()
+    relay.close()
     if (count := len(machines.running)) > MOST_MACHINES:
         what = f"ssh tunnels support at most {MOST_MACHINES} machines, but the run has {count}"
         raise UserError(what, "cluster.interface", ("connect the machines to one network",))
@@ -79,7 +79,7 @@ def join_through_ssh(machines: Machines, options: ClusterOptions, head: Tunnels)
     if left and not options.relay:
         raise _no_tunnel_error(left, opening.errors)
     if left:
-        opening.connect_through_launcher(left, head)
+        opening.connect_through_launcher(left, relay)
     return routes
 
 
@@ -113,7 +113,7 @@ class _TunnelOpener:
         """Relays the traffic of each pair through a machine that has a tunnel to both."""
         relays, logins = dict[Pair, str](), dict[Pair, list[str]]()
         for one, two in pairs:
-            if found := [name for name in self.named if self._opener(one, name) and self._opener(two, name)]:
+            if found := [each for each in self.named if self._opener(one, each) and self._opener(two, each)]:
                 relays[one, two] = found[0]
         for (name, relay), sockets in self._assign_relays(relays, self.routes.ends).items():
             if self._opener(name, relay) == name:
@@ -124,14 +124,14 @@ class _TunnelOpener:
             if error:
                 raise RunError(f"{one} can no longer log in to {two} by ssh: {error}", two)
 
-    def connect_through_launcher(self, pairs: Sequence[Pair], head: Tunnels) -> None:
+    def connect_through_launcher(self, pairs: Sequence[Pair], relay: MachineTunnels) -> None:
         """Relays the traffic of each pair through the launcher's machine."""
-        head.open("")
+        relay.open("")
         relays, commands = dict.fromkeys(pairs, HEAD), dict[str, list[str]]()
-        for (name, _), sockets in self._assign_relays(relays, {HEAD: head.ends}).items():
+        for (name, _), sockets in self._assign_relays(relays, {HEAD: relay.ends}).items():
             ends = self.routes.ends[name]
-            commands[name] = self._login_command(name, {head.ends.socket_to(ends.address): ends.in_socket}, sockets)
-        for name, error in head.start(commands, OPEN_TUNNELS_S, self._machines.heartbeat).items():
+            commands[name] = self._login_command(name, {relay.ends.socket_to(ends.address): ends.in_socket}, sockets)
+        for name, error in relay.start(commands, OPEN_TUNNELS_S, self._machines.heartbeat).items():
             hints = (f"set AllowStreamLocalForwarding yes in sshd_config on {name}",)
             raise RunError(f"can't open an ssh tunnel to {name}: {error}", name, hints)
 
@@ -150,7 +150,7 @@ class _TunnelOpener:
         return self.routes.opened_by.get((one, two)) or self.routes.opened_by.get((two, one), "")
 
     def _login_command(self, to: str, ours: Mapping[str, str], theirs: Mapping[str, str]) -> list[str]:
-        """Returns the ssh command to a machine. `ours`: {local: remote socket} to forward; `theirs`: the reverse."""
+        """Returns the ssh command to a machine. `ours`: {local: remote socket} (ssh -L); `theirs`: {remote: local}."""
         settings = {"ExitOnForwardFailure": "yes", "ControlMaster": "no", "ControlPath": "none", "ForwardAgent": "no",
                     "ForwardX11": "no"}  # fmt: skip
         words = [word for name, value in settings.items() for word in ("-o", f"{name}={value}")]
@@ -161,7 +161,7 @@ class _TunnelOpener:
         return [*ssh_command(self.named[to].spec, self._options, *words), f"exec sh -c {shlex.quote(script)}"]
 
     def _run_logins(self, logins: Mapping[Pair, list[str]]) -> dict[Pair, str]:
-        """Makes the first machine of each pair log in to the second; returns error messages by pair, "" for success."""
+        """Makes the first machine of each pair log in to the second. Returns an error message or "" for each pair."""
         commands: dict[str, dict[str, list[str]]] = defaultdict(dict)
         for (one, two), login in logins.items():
             commands[one][two] = login
@@ -199,7 +199,7 @@ class StoreTunnel(contextlib.ExitStack):
     def open(self, machines: Machines) -> str:
         """Makes the first machine listen for the store, and sets `store` of each machine.
 
-        Returns why the store listens on the network, or "" if on loopback. Raises RunError if a machine is lost.
+        Returns the reason why the store listens on a network address, or "" for loopback. Raises RunError.
         """
         self.close()
         first, *others = machines.running
@@ -207,14 +207,14 @@ class StoreTunnel(contextlib.ExitStack):
             first.store = LOOPBACK, first.agent.ask(call(Agent.bind, LOOPBACK), STORE_S)
             return ""
         try:
-            self._through_ssh(machines)
+            self._open_through_ssh(machines)
         except TunnelError as error:
             self.close()
             open_store(machines)
             return str(error)
         return ""
 
-    def _through_ssh(self, machines: Machines) -> None:
+    def _open_through_ssh(self, machines: Machines) -> None:
         first, *others = machines.running
         folder = self.enter_context(scratch("ssh", swept=True))
         far = [machine.spec for machine in machines.running if not machine.agent.here]

@@ -37,7 +37,7 @@ class WorkerCommand(Message):
 
 @dataclass(frozen=True)
 class Reachable(Message):
-    """The path of the Unix socket through which a lost connection to this agent is replaced."""
+    """The path of the Unix socket over which the launcher can reconnect to this agent."""
 
     socket: str
 
@@ -87,7 +87,7 @@ class HeadReplaced(Message):
 
 @dataclass(frozen=True)
 class WorkersEnded(Message):
-    """The results of a machine's workers, by rank; the last event of a start."""
+    """The results of a machine's workers, by rank. The agent's last event of a start."""
 
     returned: dict[int, Any] = field(default_factory=dict[int, Any])  # results of the tasks
     failed: dict[int, int] = field(default_factory=dict[int, int])  # exit codes
@@ -155,10 +155,10 @@ def orders_for(
     device: str = "",
     environment: dict[str, str] | None = None,
     generation: int = 0,
-    **more: Any,
+    **arguments: Any,
 ) -> Orders:
-    """Returns orders for one machine. `folder`: absolute path on that machine; `more`: arguments of the task."""
-    argument = {"task": task, "job": job.model_dump(mode="json"), "folder": folder, **more}
+    """Returns the orders for one machine. `folder` is an absolute path there; `arguments` are those of the task."""
+    argument = {"task": task, "job": job.model_dump(mode="json"), "folder": folder, **arguments}
     script = job.run.script if task == "train" else ()
     device, threads = device or job.cluster.device, job.cluster.threads
     return Orders(argument, f"{folder}/ranks", rendezvous, device, threads, environment or {}, script, generation)

@@ -16,8 +16,8 @@ OWN = ".venv"  # the virtual environment in the work folder; used if this user o
 NO_PYTHON = "manyhands: no python here has manyhands"
 
 
-def ssh_words(options: ClusterOptions) -> list[str]:
-    """Returns the user's ssh command with options that prevent prompts and hangs. Raises UserError if invalid."""
+def ssh_arguments(options: ClusterOptions) -> list[str]:
+    """Returns the command cluster.ssh with options that prevent prompts and hangs. Raises UserError if invalid."""
     try:
         words = shlex.split(options.ssh)
     except ValueError as error:
@@ -32,7 +32,7 @@ def ssh_words(options: ClusterOptions) -> list[str]:
 
 
 def agent_command(machine: Machine, options: ClusterOptions, workdir: Path, words: Sequence[str] = AGENT) -> list[str]:
-    """Returns the command that starts the agent on another machine, in the same folder as here if it exists there."""
+    """Returns the ssh command that runs Python with the arguments `words` on a machine, as `agent_script` does."""
     if machine.host.startswith("-"):
         raise UserError(f'"{machine.host}" is not a host', "cluster.hosts", ("write a name or an address",))
     # On one line, because a login shell such as csh accepts no line break in quotes.
@@ -40,30 +40,30 @@ def agent_command(machine: Machine, options: ClusterOptions, workdir: Path, word
     return [*ssh_command(machine, options), f"exec sh -c {shlex.quote(script)}"]
 
 
-def ssh_command(machine: Machine, options: ClusterOptions, *words: str) -> list[str]:
-    """Returns the ssh command up to the host, with further ssh options `words`; callers append a remote command."""
-    return [*ssh_words(options), *words, *port_words(machine), "--", machine.host]
+def ssh_command(machine: Machine, options: ClusterOptions, *ssh_options: str) -> list[str]:
+    """Returns the ssh command up to the host, with further `ssh_options`; callers append the remote command."""
+    return [*ssh_arguments(options), *ssh_options, *ssh_port_option(machine), "--", machine.host]
 
 
-def port_words(machine: Machine) -> list[str]:
-    """Returns ssh's option for the port; an empty list if ssh's own settings apply."""
+def ssh_port_option(machine: Machine) -> list[str]:
+    """Returns ssh's option for the machine's port; an empty list if the user's ssh configuration sets the port."""
     return ["-p", str(machine.port)] if machine.port else []
 
 
 def ssh_prefix(machine: Machine, options: ClusterOptions) -> str:
-    """Returns the ssh command, for messages, that a user types before a command for the machine."""
-    return " ".join([options.ssh, *port_words(machine), machine.host])
+    """Returns the ssh command to show in a hint before a command that the user should run on the machine."""
+    return " ".join([options.ssh, *ssh_port_option(machine), machine.host])
 
 
 def scp_command(machine: Machine, folder: str, to: str) -> str:
-    """Returns the scp command, for messages, that copies a folder from a machine."""
+    """Returns the scp command, to show in a hint, that copies a folder from a machine to the local path `to`."""
     port = ["-P", str(machine.port)] if machine.port else []
     user = machine.host.removesuffix(machine.address)
     return shlex.join(["scp", "-r", *port, f"{user}{in_brackets(machine.address)}:{folder}", to])
 
 
 def agent_script(options: ClusterOptions, workdir: Path, words: Sequence[str] = AGENT) -> str:
-    """Returns a shell script that enters the work folder, finds a Python with manyhands, and runs it with `words`."""
+    """Returns a shell script that changes to the work folder and runs a Python that has manyhands, with `words`."""
     given = shlex.join(words)
     if options.workdir:
         enter = f"cd {_quoted(options.workdir)} || exit 126;"
@@ -111,7 +111,7 @@ def explain_contact(machine: Machine, exit_code: int | None, stderr: str, option
 
 
 def _known_problems(machine: Machine, options: ClusterOptions, reach: str) -> list[tuple[tuple[str, ...], str, str]]:
-    name, port = machine.name, " ".join(["", *port_words(machine)])
+    name, port = machine.name, " ".join(["", *ssh_port_option(machine)])
     known_as = shlex.quote(f"[{machine.address}]:{machine.port}") if machine.port else name
     return [
         (("Could not resolve hostname", "Name or service not known"),

@@ -37,7 +37,7 @@ class _Rank:
 
     @property
     def watched_s(self) -> float:
-        """Seconds between the first and last kept report; small just after this machine or the run was suspended."""
+        """The seconds covered by `past`. It is small just after this machine or the run was suspended."""
         return self.past[-1][0] - self.past[0][0]
 
     @property
@@ -46,15 +46,15 @@ class _Rank:
         return self.seen.stopped or (self.seen.quiet_s > _QUIET_S and self.rates()[1] < _BUSY)
 
 
-class Stalls:
-    """Finds stalled ranks among the processes of all machines."""
+class StallDetector:
+    """Detects stalls and hung ranks from the heartbeats that the agents of all machines report."""
 
     def __init__(self) -> None:
         self._ranks: dict[int, _Rank] = {}
         self._reported = False
 
     def add_report(self, report: WorkersSeen, at: float | None = None) -> None:
-        """Adds an agent's report; `at`: `time.monotonic` of the report, now by default."""
+        """Adds an agent's report of its workers. `at` is the time of the report (`time.monotonic`), by default now."""
         now = time.monotonic() if at is None else at
         for seen in report.ranks:
             rank = self._ranks.setdefault(seen.rank, _Rank(seen, report.host, now))
@@ -64,7 +64,7 @@ class Stalls:
                 rank.past.popleft()
 
     def new_warning(self) -> str:
-        """Returns a warning for the user once per stall; otherwise an empty string."""
+        """Returns a warning when a stall begins; an empty string if there is no stall, or it has been reported."""
         ranks, reported = self._current_ranks(), self._reported
         late = max(ranks, key=lambda rank: rank.seen.stood_s - rank.seen.limit_s, default=None)
         self._reported = late is not None and late.seen.stood_s > late.seen.limit_s
@@ -83,7 +83,7 @@ class Stalls:
         progressing = _traffic(ranks) or any(rank.rates()[1] > _BUSY for rank in _lagging(ranks) or ranks)
         return _cause(ranks) if any(rank.silent for rank in ranks) or (late and not progressing) else ""
 
-    def culprit(self) -> tuple[int, str] | None:
+    def find_blocking_rank(self) -> tuple[int, str] | None:
         """Returns (rank that blocks all other ranks permanently, message), or None if no such rank is known."""
         ranks = self._current_ranks()
         for rank in ranks:

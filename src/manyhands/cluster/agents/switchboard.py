@@ -46,7 +46,7 @@ class Switchboard:
         _forward(connection, tunnel)
 
     def _answer(self, asking: socket.socket) -> None:
-        """Handles a local process's request to make an address and port of another machine reachable."""
+        """Handles a worker's request to open a local port that leads to an address and port of another machine."""
         with asking, asking.makefile("rw") as lines:
             try:
                 self._listen_for(lines.readline(64))
@@ -66,7 +66,7 @@ class Switchboard:
 
 
 def listens_at(address: str, port: int) -> bool:
-    """Returns True if a socket listens on exactly this address. Sockets on 0.0.0.0 don't belong to the run."""
+    """Returns True if a socket listens on exactly this address, because sockets on 0.0.0.0 don't belong to the run."""
     table = Path("/proc/net/tcp")
     if not table.exists():  # not Linux
         return True

@@ -57,13 +57,13 @@ class _Child(subprocess.Popen[bytes]):
         self.ready = self.ready or switchboard.READY.encode() in self._written.splitlines()
         return not (self.ready or ended)
 
-    def last_words(self) -> str:
+    def last_error_line(self) -> str:
         lines = self._log.read_text(errors="replace").splitlines()
         return lines[-1].strip() if lines else ""
 
 
-class Children:
-    """Child processes that print READY, maybe after a login shell's output, and exit when standard input is closed."""
+class ChildProcesses:
+    """Child processes that print READY after their start, and exit when their standard input is closed."""
 
     def __init__(self, folder: Path = Path()) -> None:
         self.folder = folder  # files in it receive standard error
@@ -90,13 +90,13 @@ class Children:
         self._ready += [child for child in started if child.ready]
         failed = [child for child in started if not child.ready]
         end_processes(failed, TUNNEL_CLOSE_S, terminate=True)
-        return {child.name: child.last_words() for child in failed}
+        return {child.name: child.last_error_line() for child in failed}
 
     def ended(self) -> str:
         """Returns a message about the first child process that ended unexpectedly; an empty string while all run."""
         for child in self._ready:
             if (code := child.poll()) is not None:
-                return f"the ssh tunnel to {child.name} ended ({child.last_words() or f'exit code {code}'})"
+                return f"the ssh tunnel to {child.name} ended ({child.last_error_line() or f'exit code {code}'})"
         return ""
 
     def close(self) -> None:
@@ -104,8 +104,8 @@ class Children:
         self._ready.clear()
 
 
-class SshTunnels(Children):
-    """Ssh connections with port forwarding. Their control sockets are in `folder`, a short path. Raises TunnelError."""
+class SshTunnels(ChildProcesses):
+    """Ssh connections with port forwarding. Raises TunnelError. `folder`, a short path, has their control sockets."""
 
     def __init__(
         self, machines: Sequence[Machine], options: ClusterOptions, folder: Path, meanwhile: Callable[[], object]
@@ -125,21 +125,21 @@ class SshTunnels(Children):
         return ssh_command(machine, self._options, "-S", f"{self.folder}/{number}".replace("%", "%%"), *words)
 
     def forward_remote(self, name: str, to: str) -> int:
-        """Forwards a free loopback port of machine `name` to `to` here, and returns the port. Raises TunnelError."""
+        """Forwards a free loopback port of machine `name` to the local end `to`; returns the port."""
         port = self._forward(name, "-R", f"{LOOPBACK}:0:{to}").strip()
         if not port.isdecimal():
             raise TunnelError(f"ssh to {name} did not report the forwarded port: {port!r}")
         return int(port)
 
     def forward_local(self, name: str, listen: str, to: str) -> None:
-        """Forwards `listen` here to `to` on machine `name`, whose ssh server may still refuse connections."""
+        """Forwards the local end `listen` to the end `to` on machine `name`. Does not test the connection."""
         self._forward(name, "-L", f"{listen}:{to}")
 
-    def _forward(self, name: str, way: str, what: str) -> str:
-        command, nothing = self._command(name, "-O", "forward", way, what), subprocess.DEVNULL
+    def _forward(self, name: str, option: str, ends: str) -> str:
+        command, null = self._command(name, "-O", "forward", option, ends), subprocess.DEVNULL
         try:
             done = subprocess.run(
-                command, stdin=nothing, capture_output=True, text=True, timeout=TUNNEL_ASK_S, check=False
+                command, stdin=null, capture_output=True, text=True, timeout=TUNNEL_ASK_S, check=False
             )
         except subprocess.TimeoutExpired:
             raise TunnelError(f"{name} did not answer a port forwarding request within {TUNNEL_ASK_S:.0f} s") from None
@@ -149,7 +149,7 @@ class SshTunnels(Children):
         return done.stdout
 
 
-class Tunnels(Children):
+class MachineTunnels(ChildProcesses):
     """The ssh tunnels that this machine has opened for one start, and the switchboard between workers and tunnels."""
 
     ends = TunnelEnds("", "")  # ends of the tunnels on this machine
@@ -159,7 +159,7 @@ class Tunnels(Children):
         self._until_closed = contextlib.ExitStack()
 
     def open(self, address: str) -> str:
-        """Creates and returns a folder for the sockets of tunnels; starts a switchboard unless `address` is empty."""
+        """Returns a new folder for the tunnels' sockets. Starts a switchboard on loopback `address` if it isn't ""."""
         self.close()
         self.folder = folder = self._until_closed.enter_context(scratch("way"))
         if not has_short_socket_paths(folder):

@@ -21,12 +21,12 @@ from manyhands.core.world import ProcessInfo
 from manyhands.parallel.group.heartbeat import HEARTBEAT_FILE
 
 
-def take_orders(orders: Orders, scratch: str, agent: int) -> dict[str, Any]:
-    """Prepares this process, which the agent has forked or spawned, as a worker; returns the arguments of its task."""
+def begin_worker(orders: Orders, scratch: str, agent_pid: int) -> dict[str, Any]:
+    """Sets up this process, which the agent has forked or spawned, as a worker; returns the arguments of its task."""
     for number in (*STOPS, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # sent to all processes of a job; the agent forwards it as SIGTERM
-    rank = begin(scratch, orders.logs, agent)
+    rank = begin_process(scratch, orders.logs, agent_pid)
     os.environ[HEARTBEAT_FILE] = str(heartbeat_path(Path(scratch), rank))
     if orders.rendezvous.devices:
         os.environ[DEVICE_INDEX] = str(orders.rendezvous.devices[int(os.environ["LOCAL_RANK"])])
@@ -50,12 +50,12 @@ def worker_process_info(options: ClusterOptions, file: str) -> ProcessInfo:
     )  # fmt: skip
 
 
-def begin(scratch: str, logs: str, agent: int) -> int:
-    """Makes this process exit with its agent, write failures to `scratch` and output to `logs`; returns the rank."""
+def begin_process(scratch: str, logs: str, agent_pid: int) -> int:
+    """Makes this process exit with its agent, write failures to `scratch` and output to `logs`; returns its rank."""
     rank = int(os.environ["RANK"])
     if sys.platform == "linux":  # the kernel ends this process when its agent ends
         ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    if os.getppid() != agent:  # the agent has ended already
+    if os.getppid() != agent_pid:  # the agent has ended already
         os._exit(1)
     os.environ[FAILURE_FILE] = f"{scratch}/{rank}.json"
     Path(logs).mkdir(parents=True, exist_ok=True)  # output goes to one file; standard input is empty
@@ -73,7 +73,7 @@ def begin(scratch: str, logs: str, agent: int) -> int:
 
 
 def attach_notice(options: ClusterOptions) -> str:
-    """Returns the message on attaching a debugger: an entry for launch.json, and a warning about the open port."""
+    """Returns the instructions for attaching VS Code's debugger, with a warning about the open port."""
     rank, port = options.debug_rank, options.debug_port
     entry = {"name": f"manyhands rank {rank}", "type": "debugpy", "request": "attach",
              "connect": {"host": LOOPBACK, "port": port}, "justMyCode": False}  # fmt: skip
@@ -86,11 +86,8 @@ def attach_notice(options: ClusterOptions) -> str:
     )
 
 
-def wait_for_editor(rank: int, size: int, options: ClusterOptions) -> None:
-    """On the rank to debug, prints how to attach and waits for an editor; does nothing on other ranks.
-
-    Raises UserError if the run of `size` ranks has no such rank, debugpy is missing, or the port is in use.
-    """
+def wait_for_debugger(rank: int, size: int, options: ClusterOptions) -> None:
+    """On rank cluster.debug_rank, prints how to attach a debugger, and waits. Raises UserError if it can't listen."""
     if options.debug_rank >= size:
         message = f"there is no rank {options.debug_rank} to debug: the ranks are 0 … {size - 1}"
         raise UserError(message, "--debug-rank", (f"choose a rank from 0 to {size - 1}",))

@@ -60,7 +60,7 @@ def count_accelerators() -> int:
 
 
 def driver_versions() -> dict[str, str]:
-    """Returns the installed versions by name: nvidia (driver), ascend (driver) and cann."""
+    """Returns the installed versions of the drivers "nvidia" and "ascend" and of the library "cann", by name."""
     found = {name: re.search(pattern, _read_text(Path(file))) for name, (file, pattern) in DRIVER_FILES.items()}
     return {name: match[1] for name, match in found.items() if match}
 
@@ -70,7 +70,7 @@ def _read_text(path: Path) -> str:
 
 
 def cards(bus: Path = Path("/sys/bus/pci/devices")) -> list[dict[str, str]]:
-    """Returns vendor and PCI address of each accelerator, with or without a driver."""
+    """Returns vendor and PCI address of each accelerator card, even without a driver. `bus` is in sysfs."""
     found: list[dict[str, str]] = []
     for device in sorted(bus.iterdir()) if bus.is_dir() else []:
         vendor, classes = CARDS.get(_read_text(device / "vendor"), ("", ()))
@@ -84,11 +84,11 @@ def accelerators() -> list[dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     if shutil.which("nvidia-smi"):
         fields = "index,uuid,name,memory.total,memory.used,utilization.gpu"
-        for index, uuid, name, *numbers in _ask_nvidia("gpu", fields):
-            found[uuid] = _accelerator("cuda", int(index), name, *map(_number, numbers))
-        for uuid, pid, used, name in _ask_nvidia("compute-apps", "gpu_uuid,pid,used_memory,process_name"):
+        for index, uuid, name, *numbers in _query_nvidia_smi("gpu", fields):
+            found[uuid] = _accelerator("cuda", int(index), name, *map(_parse_int, numbers))
+        for uuid, pid, used, name in _query_nvidia_smi("compute-apps", "gpu_uuid,pid,used_memory,process_name"):
             if uuid in found:
-                found[uuid]["processes"].append({"pid": _number(pid), "used_mib": _number(used), "name": name})
+                found[uuid]["processes"].append({"pid": _parse_int(pid), "used_mib": _parse_int(used), "name": name})
     # The output of npu-smi isn't made for programs.
     indices = sorted(int(path.name[7:]) for path in Path("/dev").glob("davinci[0-9]*") if path.name[7:].isdecimal())
     return [*found.values(), *(_accelerator("npu", index, "Ascend") for index in indices)]
@@ -99,7 +99,7 @@ def _accelerator(kind: str, index: int, name: str, memory: int = 0, used: int = 
             "processes": []}  # fmt: skip
 
 
-def _ask_nvidia(what: str, fields: str) -> list[list[str]]:
+def _query_nvidia_smi(what: str, fields: str) -> list[list[str]]:
     command = ["nvidia-smi", f"--query-{what}={fields}", "--format=csv,noheader,nounits"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=PATIENCE_S)
     if done.returncode:
@@ -108,11 +108,11 @@ def _ask_nvidia(what: str, fields: str) -> list[list[str]]:
     return [row for row in rows if len(row) == fields.count(",") + 1]
 
 
-def _number(text: str) -> int:
+def _parse_int(text: str) -> int:
     return int(text) if text.strip().isdecimal() else 0  # "[N/A]" for an unknown value
 
 
-def explain_unused(facts: Mapping[str, Any], host: str) -> tuple[str, tuple[str, ...]] | None:
+def explain_unused_accelerators(facts: Mapping[str, Any], host: str) -> tuple[str, tuple[str, ...]] | None:
     """Returns (sentence, hints) that explain why torch sees no accelerator of a machine.
 
     Returns None if torch sees an accelerator, the machine has none, the user hid the devices, or facts are missing.
@@ -147,8 +147,8 @@ def explain_unused(facts: Mapping[str, Any], host: str) -> tuple[str, tuple[str,
     return what, hints
 
 
-def unused_here() -> tuple[str, tuple[str, ...]] | None:
-    """Returns the result of `explain_unused` for this machine; imports torch only if there is an accelerator."""
+def explain_unused_here() -> tuple[str, tuple[str, ...]] | None:
+    """Calls `explain_unused_accelerators` for this machine. Imports torch only if there is an accelerator."""
     try:
         working = accelerators()
     except (OSError, RuntimeError) as error:
@@ -156,4 +156,5 @@ def unused_here() -> tuple[str, tuple[str, ...]] | None:
         return f"the accelerators of this machine do not respond: {error}", hints
     installed = cards()
     facts = {"accelerators": working, "cards": installed, "environment": dict(os.environ)}
-    return explain_unused({**facts, "torch_devices": ask_torch() if working or installed else None}, "this machine")
+    facts["torch_devices"] = ask_torch() if working or installed else None
+    return explain_unused_accelerators(facts, "this machine")

@@ -51,8 +51,8 @@ MOST_FILES, MOST_FOLDERS = 2000, 5000  # a folder with more is not the code of a
 DATA_S = 3.0
 
 
-def gather(wanted: FactsWanted) -> dict[str, Any]:
-    """Returns {name: value} of the requested facts, with environment variables, and errors by name."""
+def gather_facts(wanted: FactsWanted) -> dict[str, Any]:
+    """Gathers the requested facts. Returns {name: value}; "errors" has an error message for each missing fact."""
     workdir = Path(wanted.workdir or ".").expanduser()
     runs = workdir / Path(wanted.runs or "runs").expanduser()
     errors: dict[str, str] = {}
@@ -61,7 +61,7 @@ def gather(wanted: FactsWanted) -> dict[str, Any]:
         "name": host_and_addresses, "interfaces": interfaces, "firewall": firewall_rules,
         "default_interface": lambda: route_interface("192.0.2.1") or route_interface("2001:db8::1"),
         "python": lambda: {"version": platform.python_version(), "path": sys.executable},
-        "versions": versions, "torchvision": torchvision_misfit,
+        "versions": versions, "torchvision": torchvision_import_error,
         "compiler": lambda: any(map(shutil.which, filter(None, (os.environ.get("CXX"), "c++", "g++", "clang++")))),
         "package": package_hash, "drivers": driver_versions, "accelerators": accelerators, "cards": cards,
         "torch_devices": lambda: ask_torch() if wanted.torch and (facts.get("accelerators") or facts.get("cards"))
@@ -69,10 +69,10 @@ def gather(wanted: FactsWanted) -> dict[str, Any]:
         "cores": cores,
         "load": lambda: psutil.getloadavg()[0],  # processes running or ready, averaged over the last minute
         "memory": lambda: dict(zip(("total", "free"), memory_bytes(), strict=True)),
-        "places": lambda: places({"work folder": workdir, "run folder": runs}),
+        "places": lambda: folder_facts({"work folder": workdir, "run folder": runs}),
         "jobs": other_jobs,
-        "code": lambda: code(workdir),
-        "data": lambda: dataset(wanted.data, wanted.data_dir, workdir),
+        "code": lambda: hash_code_files(workdir),
+        "data": lambda: find_data_files(wanted.data, wanted.data_dir, workdir),
         "machine": machine_id, "user": getpass.getuser,
         "open_files": lambda: resource.getrlimit(resource.RLIMIT_NOFILE)[0],
     }  # fmt: skip
@@ -124,10 +124,10 @@ def firewall_rules() -> list[str]:
     return rules[:200]
 
 
-def places(named: Mapping[str, Path]) -> dict[str, dict[str, Any]]:
-    """Returns path, existence, write permission, size and free bytes of /dev/shm and of each folder in `named`."""
+def folder_facts(folders: Mapping[str, Path]) -> dict[str, dict[str, Any]]:
+    """Returns path, existence, write permission, size and free bytes of each folder by name, and of /dev/shm."""
     found: dict[str, dict[str, Any]] = {}
-    for name, path in [*([("shm", SHM)] if SHM.is_dir() else []), *named.items()]:
+    for name, path in [*([("shm", SHM)] if SHM.is_dir() else []), *folders.items()]:
         nearest = path.absolute()
         while not nearest.exists():
             nearest = nearest.parent
@@ -165,8 +165,8 @@ def versions() -> dict[str, str]:
     return {name: version for name, version in found.items() if version}
 
 
-def torchvision_misfit() -> str:
-    """Returns the import error of a torchvision that is built for another torch; "" if torchvision works."""
+def torchvision_import_error() -> str:
+    """Returns the import error of a torchvision that is built for another torch; "" if its import succeeds."""
     torch, torchvision = _version("torch") or "none", _version("torchvision")
     pins = (metadata.requires("torchvision") or ()) if torchvision else ()
     made_for = next((pin[1] for line in pins if (pin := re.match(r"torch *\(?==([^;,)+ ]+)", line))), "")
@@ -183,7 +183,7 @@ def torchvision_misfit() -> str:
 
 
 def package_hash() -> str:
-    """Hashes manyhands' own source, because two checkouts may have the same version."""
+    """Returns a hash of manyhands' source files, because two checkouts may have the same version."""
     return _hash_lines(f"{path.relative_to(PACKAGE).as_posix()} {_hash_file(path)}" for path in PACKAGE.rglob("*.py"))
 
 
@@ -194,8 +194,8 @@ def _version(name: str) -> str:
         return ""
 
 
-def code(folder: Path) -> dict[str, Any]:
-    """Returns hashes of the code files and git's revision; "whole" is False if the folder has too many files."""
+def hash_code_files(folder: Path) -> dict[str, Any]:
+    """Returns hashes of the code files, and git's revision. "whole" is False if only some of the files are hashed."""
     if not folder.is_dir():
         return {"exists": False, "path": str(folder.absolute())}
     files, complete = dict[str, str](), False
@@ -208,10 +208,11 @@ def code(folder: Path) -> dict[str, Any]:
             "revision": git_revision(folder)}  # fmt: skip
 
 
-def dataset(name: str, folder: str, workdir: Path) -> dict[str, Any]:
-    """Finds a data set on this machine, and hashes the names and sizes of its files.
+def find_data_files(name: str, folder: str, workdir: Path) -> dict[str, Any]:
+    """Finds a data set on this machine, and returns its path, kind, and a hash of the names and sizes of its files.
 
-    "kind" is "folder", "named" (found by name) or "none" (no files). "whole" is False if listing took over DATA_S.
+    "kind" is "folder" for a path, "named" for a known data set, or "none" for data without files. "whole" is False if
+    listing the files took longer than DATA_S.
     """
     in_files = find_named_choice(name) in {"", "published", "torchvision"} and name != "digits"
     if not name or not in_files or ".py:" in name:

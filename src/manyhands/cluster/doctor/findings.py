@@ -10,7 +10,7 @@ from manyhands.core.errors import RunError
 
 CHECKS = "manyhands.cluster.doctor.checks"
 
-Facts = Mapping[str, Any]  # JSON data about a machine, from `facts.gather`; an undetermined fact is missing
+Facts = Mapping[str, Any]  # JSON data about a machine, from `facts.gather_facts`; an undetermined fact is missing
 Severity = Literal["fail", "warn", "ok"]
 Reached = Literal["ok", "refused", "timeout", "unreachable", "other"]
 Pair = tuple[str, str]
@@ -36,7 +36,7 @@ class FactsWanted:
 
 @dataclass(frozen=True)
 class Attempt:
-    """One attempt of a machine to connect to another at one of its addresses."""
+    """The result of a machine's attempt to connect to one of the addresses of another machine."""
 
     address: str  # of the other machine
     # timeout: no answer; refused: nothing listens, or a firewall rejects; other: another program or machine answers
@@ -76,7 +76,7 @@ class DoctorFinding:
 
 @dataclass
 class Survey:
-    """All data about the machines that the checks use."""
+    """The data about a job's machines, from which the checks derive findings."""
 
     hosts: tuple[str, ...]  # in rank order; a single host means this machine
     facts: dict[str, Facts] = field(default_factory=dict)  # of each machine that answers
@@ -107,10 +107,10 @@ class Survey:
 def examine(survey: Survey) -> list[DoctorFinding]:
     """Runs all checks on a survey; returns one finding for each cause, the worst first."""
     found = [finding for name in module_names(CHECKS) for finding in load_choice(CHECKS, name).run(survey)]
-    return sort_out(found + ([survey.collective] if survey.collective else []))
+    return merge_findings(found + ([survey.collective] if survey.collective else []))
 
 
-def sort_out(found: list[DoctorFinding]) -> list[DoctorFinding]:
+def merge_findings(found: list[DoctorFinding]) -> list[DoctorFinding]:
     """Returns one finding for each cause, the worst first, without findings that another finding explains."""
     explained = {cause for finding in found if finding.severity != "ok" for cause in finding.explains}
     by_cause: dict[str, DoctorFinding] = {}
@@ -122,17 +122,17 @@ def sort_out(found: list[DoctorFinding]) -> list[DoctorFinding]:
     return list(by_cause.values())
 
 
-def fails(found: list[DoctorFinding]) -> bool:
+def any_failed(found: list[DoctorFinding]) -> bool:
     return any(finding.severity == "fail" for finding in found)
 
 
-def odd_ones(values: Mapping[str, Value]) -> tuple[Value | None, dict[str, Value]]:
-    """Returns (most common value, {host: other value}). If values are equally common, the first host's is used."""
+def find_outliers(values: Mapping[str, Value]) -> tuple[Value | None, dict[str, Value]]:
+    """Returns (most common value, {host: value} of the other hosts). Of equally common values, the first one counts."""
     common = max(values.values(), key=Counter(values.values()).__getitem__, default=None)
     return common, {host: value for host, value in values.items() if value != common}
 
 
-def who(hosts: Iterable[str]) -> str:
+def join_hosts(hosts: Iterable[str]) -> str:
     """Joins host names for a message: "n1", "n1 and n2", "n1, n2 and n3"."""
     names = list(hosts)
     return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]])) if names else ""

@@ -56,7 +56,7 @@ class OpenPort:
     lets_in: bool  # True if a connection to it was accepted just now
 
 
-def _answer(connection: socket.socket, token: bytes) -> None:
+def _answer_peer(connection: socket.socket, token: bytes) -> None:
     connection.settimeout(PEER_PATIENCE_S)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if not hmac.compare_digest(_receive_exactly(connection, TOKEN_BYTES), token):
@@ -94,7 +94,7 @@ def _connect(target: Listener, timeout_s: float) -> Attempt:
     local, latency_ms, times = "", None, list[float]()
     result: Reached = "ok"
     try:
-        with _connected(target, timeout_s) as connection:
+        with _open_connection(target, timeout_s) as connection:
             local = connection.getsockname()[0]
             connection.sendall(ECHO)
             for _ in range(5):
@@ -116,7 +116,7 @@ class _WrongPeerError(Exception):
 
 
 @contextlib.contextmanager
-def _connected(target: Listener, timeout_s: float) -> Generator[socket.socket]:
+def _open_connection(target: Listener, timeout_s: float) -> Generator[socket.socket]:
     with socket.create_connection((target.address, target.port), timeout_s) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         try:
@@ -148,7 +148,7 @@ def _accepts_connections(address: str, port: int) -> bool:
 
 
 class Probe:
-    """Methods for the launcher that test a machine's connections. Listeners stay open between calls."""
+    """Base class of the agent: methods that test a machine's connections. Listeners stay open between calls."""
 
     def __init__(self) -> None:
         self._listening: list[socket.socket] = []
@@ -169,23 +169,23 @@ class Probe:
             return Listener(address, error=f"{reason}, by {holder}" if holder else reason)
         self._listening.append(listener)
         token = secrets.token_bytes(TOKEN_BYTES)
-        threading.Thread(target=self._accept, args=(listener, token, until), daemon=True).start()
+        threading.Thread(target=self._accept_peers, args=(listener, token, until), daemon=True).start()
         return Listener(address, listener.getsockname()[1], token.hex())
 
-    def _accept(self, listener: socket.socket, token: bytes, until: float) -> None:
+    def _accept_peers(self, listener: socket.socket, token: bytes, until: float) -> None:
         with listener, contextlib.suppress(OSError):  # closed, or its time is over
             while True:
                 listener.settimeout(max(until - time.monotonic(), 0.001))
                 connection, _ = listener.accept()
                 if self._busy.acquire(blocking=False):
-                    threading.Thread(target=self._serve, args=(connection, token), daemon=True).start()
+                    threading.Thread(target=self._serve_peer, args=(connection, token), daemon=True).start()
                 else:
                     connection.close()
 
-    def _serve(self, connection: socket.socket, token: bytes) -> None:
+    def _serve_peer(self, connection: socket.socket, token: bytes) -> None:
         try:
             with connection, contextlib.suppress(OSError):  # the peer reports the failure
-                _answer(connection, token)
+                _answer_peer(connection, token)
         finally:
             self._busy.release()
 
@@ -204,16 +204,16 @@ class Probe:
     def connect(
         self, targets: dict[str, tuple[Listener, ...]], timeout_s: float = CONNECT_S
     ) -> dict[str, tuple[Attempt, ...]]:
-        """Connects to other machines' listeners in parallel; returns one attempt for each listener, by machine."""
+        """Tries to connect to other machines' listeners, in parallel. Returns one attempt per listener, by machine."""
         with ThreadPoolExecutor(min(sum(map(len, targets.values())), OPEN_AT_ONCE) or 1) as pool:
             tries = {name: pool.map(lambda one: _connect(one, timeout_s), found) for name, found in targets.items()}
             return {name: tuple(attempts) for name, attempts in tries.items()}
 
     @remote
     def measure(self, target: Listener, seconds: float) -> float | None:
-        """Sends to a listener as fast as possible for about `seconds`; returns Mbit/s, or None if that failed."""
+        """Sends bytes to a listener for about `seconds`. Returns the bandwidth in Mbit/s; None if the test failed."""
         try:
-            with _connected(target, PEER_PATIENCE_S) as connection:
+            with _open_connection(target, PEER_PATIENCE_S) as connection:
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
                 connection.sendall(COUNT + struct.pack("!d", seconds))
                 block, deadline = memoryview(bytes(BLOCK_BYTES)), time.monotonic() + seconds + PEER_PATIENCE_S

@@ -25,7 +25,7 @@ AskMachines = Callable[[Mapping[str, Request[Any]], float], Mapping[str, Any]]
 
 
 def take_survey(ask: AskMachines, survey: Survey, *, measure: bool = True) -> None:
-    """Tests the connections between the machines of a survey; with `measure`, also measures clocks and link speeds."""
+    """Tests the connections between a survey's machines. With `measure`, also measures clocks and link speeds."""
     surveyor = _Surveyor(ask, survey)
     if measure:
         surveyor.compare_clocks()
@@ -34,7 +34,7 @@ def take_survey(ask: AskMachines, survey: Survey, *, measure: bool = True) -> No
         if measure:
             surveyor.measure_all()
         surveyor.ask(dict.fromkeys(surveyor.hosts, call(Probe.unlisten)))
-    surveyor.try_port()
+    surveyor.test_port()
 
 
 class _Surveyor:
@@ -59,7 +59,7 @@ class _Surveyor:
         return answers
 
     def compare_clocks(self) -> None:
-        """Measures clock offsets from the fastest of three requests; half its duration is the error bound."""
+        """Measures the offset of each machine's clock. Half the duration of the request is the error bound."""
         for host in list(self.hosts):
             tries: list[tuple[float, float]] = []
             for _ in range(3):
@@ -73,7 +73,7 @@ class _Surveyor:
                 self.survey.clock_s[host] = (offset, uncertain)
 
     def connect_all(self) -> None:
-        """Makes machines listen on their addresses (of the job's interface, if it exists) and connect to each other."""
+        """Makes each machine listen, on the job's interface if it has that, and connect to the other machines."""
         wanted, survey = self.survey.needs.interface, self.survey
         narrowed = dict(survey.facts)
         for host, facts in survey.facts.items():
@@ -94,12 +94,12 @@ class _Surveyor:
         """Measures bandwidth in rounds of disjoint pairs. Repeats slow pairs, because a machine may have been busy."""
         mbps, usual = self.survey.mbps, 0.0
         for again in (False, True):
-            for pairs in rounds(self.hosts, MOST_ROUNDS):
+            for pairs in pair_rounds(self.hosts, MOST_ROUNDS):
                 self._measure([p for p in pairs if not again or mbps.get(p, 0.0) <= usual / 2])
             usual = statistics.median(mbps.values()) if mbps else 0.0
 
     def _measure(self, pairs: list[Pair]) -> None:
-        """Measures each connected pair, at the chosen address of the second machine or else at any reached address."""
+        """Measures the bandwidth of each connected pair, preferably over the chosen address of the second machine."""
         survey, requests = self.survey, dict[str, Request[float | None]]()
         for pair in pairs:
             if reached := [attempt for attempt in survey.reach.get(pair, ()) if attempt.result == "ok"]:
@@ -114,7 +114,7 @@ class _Surveyor:
             if mbps := answers.get(pair[0]):
                 survey.mbps[pair] = max(mbps, survey.mbps.get(pair, 0.0))
 
-    def try_port(self) -> None:
+    def test_port(self) -> None:
         """Tests that the first machine can listen on the job's port, and that the other machines reach this port."""
         survey = self.survey
         host, port = survey.hosts[0], survey.needs.port
@@ -135,7 +135,8 @@ class _Surveyor:
 
 def connections_to_try(hosts: Sequence[str]) -> dict[str, list[str]]:
     """Returns {host: hosts to connect to}: all other hosts; if there are many, a subset that includes the first."""
-    pairs = {pair for pairs in rounds(hosts, MOST_TRIED) for pair in pairs} | {(host, hosts[0]) for host in hosts[1:]}
+    rounds = pair_rounds(hosts, MOST_TRIED)
+    pairs = {pair for pairs in rounds for pair in pairs} | {(host, hosts[0]) for host in hosts[1:]}
     found: dict[str, list[str]] = {host: [] for host in hosts}
     for host, other in sorted(pairs):
         found[host].append(other)
@@ -194,7 +195,7 @@ def _candidates(facts: Facts) -> Iterator[_Candidate]:
                 yield _Candidate(interface["name"], ip, network, interface.get("speed_mbps") or 0)
 
 
-def rounds(hosts: Sequence[str], most: int = 0) -> list[list[tuple[str, str]]]:
+def pair_rounds(hosts: Sequence[str], most: int = 0) -> list[list[tuple[str, str]]]:
     """Returns rounds of disjoint pairs (sender, receiver): at most `most` rounds, or all pairs if `most` is 0."""
     seats: list[str | None] = [*hosts, *([None] if len(hosts) % 2 else [])]
     played: list[list[Pair]] = []

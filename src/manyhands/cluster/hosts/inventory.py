@@ -112,7 +112,7 @@ def in_brackets(address: str) -> str:
 
 
 def at_line(where: str, line: int) -> str:
-    """Formats "FILE, line N"; omits the file if `where` is empty, and the line if `line` is 0."""
+    """Formats "FILE, line N" for an error message. Omits an empty `where`, and a `line` of 0."""
     return ", ".join(filter(None, (where, f"line {line}" if line else "")))
 
 
@@ -131,7 +131,7 @@ def is_host(text: str) -> bool:
 
 
 def number(variables: Mapping[str, str], name: str, default: int | None = None) -> int:
-    """Reads an integer >= 0 from a variable; `default` if unset or empty. Raises UserError if invalid or missing."""
+    """Reads an integer >= 0 from a variable. Raises UserError if it is invalid, or unset and `default` is None."""
     text = variables.get(name, "").strip()
     if not text and default is not None:
         return default
@@ -141,7 +141,7 @@ def number(variables: Mapping[str, str], name: str, default: int | None = None) 
     return found
 
 
-def bounded_number(name: str, text: str, least: int, most: int, where: str, hint: str) -> int:
+def parse_bounded_number(name: str, text: str, least: int, most: int, where: str, hint: str) -> int:
     """Parses an integer. Raises UserError if the text is not an integer from `least` to `most`."""
     found = parse_count(text)
     if found is None or not least <= found <= most:
@@ -159,18 +159,18 @@ def master_port(variables: Mapping[str, str], default: int = DEFAULT_PORT, origi
     text, hint = variables.get("MASTER_PORT", "").strip(), "set a valid port: export MASTER_PORT=29500"
     if not text:
         return default, origin
-    return bounded_number("MASTER_PORT", text, 1, 65535, "environment", hint), "MASTER_PORT"
+    return parse_bounded_number("MASTER_PORT", text, 1, 65535, "environment", hint), "MASTER_PORT"
 
 
 def master_address(variables: Mapping[str, str], *, alone: bool) -> tuple[str, str] | None:
-    """Returns (address, origin for messages): MASTER_ADDR, or loopback if `alone` (on a single machine), else None."""
+    """Returns (MASTER_ADDR, its origin). Without it, returns loopback if all processes share a machine (`alone`)."""
     if variables.get("MASTER_ADDR"):
         return variables["MASTER_ADDR"], "MASTER_ADDR"
     return (LOOPBACK, "all processes are on one machine") if alone else None
 
 
 def derived_port(job: int) -> int:
-    """Returns a port derived from a job's id: equal in all processes of a job, usually different between jobs."""
+    """Returns a port derived from a job's id, so that all processes of the job use it, and other jobs rarely do."""
     return 15000 + job % 10000  # above the well-known ports, below the ephemeral ones
 
 

@@ -37,7 +37,7 @@ class RankOutsideError(UserError):
 
 @dataclass(frozen=True)
 class LaunchDecision:
-    """The rank of this process in an existing group, or else the processes that this command starts."""
+    """The rank of this process, if a launcher has started it; otherwise the processes that this command starts."""
 
     process_info: ProcessInfo | None  # this process's rank in an existing group; None if manyhands starts the processes
     processes: int = 0  # number to start on this machine; 0 for one per accelerator
@@ -48,11 +48,11 @@ class LaunchDecision:
 
 
 def decide_launch(options: ClusterOptions, environment: Mapping[str, str] | None = None) -> LaunchDecision:
-    """Determines the role of this process from flags, variables or files. Raises UserError: invalid values."""
+    """Determines the role of this process from flags, variables or files. Raises UserError for invalid values."""
     variables = os.environ if environment is None else environment
     if options.init:
         place = _from_variables(variables) if options.init.startswith("env://") else _from_flags(options)
-        return _decision(options, place, variables)
+        return _decide(options, place, variables)
     if options.rank >= 0 or options.world_size:
         hints = ("add the address of rank 0: --init tcp://ADDRESS:23456", "or start N processes on this machine: -n N")
         raise UserError("--rank and --world-size require --init", "--init", hints)
@@ -68,7 +68,7 @@ def decide_launch(options: ClusterOptions, environment: Mapping[str, str] | None
     return LaunchDecision(None, options.processes, origins={"processes": "-n" if options.processes else "default"})
 
 
-def refuse_unfollowed(options: ClusterOptions, found: LaunchDecision) -> None:
+def refuse_contradicted_flags(options: ClusterOptions, found: LaunchDecision) -> None:
     """Raises UserError if a launcher's variables or a file contradict a flag about processes or machines."""
     member, origins = found.process_info, found.origins
     if member and member.started_by == "--init":
@@ -96,18 +96,18 @@ def refuse_unfollowed(options: ClusterOptions, found: LaunchDecision) -> None:
 
 
 def _from_launcher(options: ClusterOptions, variables: Mapping[str, str]) -> LaunchDecision | None:
-    """Returns the launch decision from a launcher's variables; None without such variables."""
+    """Returns the launch decision from a launcher's variables; None if no launcher has set variables."""
     # Kubeflow sets RANK to a machine's index, in addition to PET_…; torchrun's own workers have LOCAL_RANK.
     counts_machines = "LOCAL_RANK" not in variables and described_cluster(variables)
     if all(variables.get(name) for name in LAUNCHER_VARIABLES) and not counts_machines:
-        return _decision(options, _from_variables(variables), variables)
+        return _decide(options, _from_variables(variables), variables)
     if options.rank_table:
         variables = {**variables, "RANK_TABLE_FILE": options.rank_table}
     for module in modules_with("place"):
         if place := module.place(variables):
-            return _decision(options, place, variables)
+            return _decide(options, place, variables)
     if not counts_machines and (variables.get("RANK") or inventory.number(variables, "WORLD_SIZE", 1) > 1):
-        raise _incomplete("the launcher did not set", variables)
+        raise _missing_variables_error("the launcher did not set", variables)
     return None
 
 
@@ -166,7 +166,7 @@ def _from_flags(options: ClusterOptions) -> inventory.LauncherPlace:
 
 def _from_variables(variables: Mapping[str, str]) -> inventory.LauncherPlace:
     if not all(variables.get(name) for name in LAUNCHER_VARIABLES):
-        raise _incomplete("env:// requires", variables)
+        raise _missing_variables_error("env:// requires", variables)
     size, local_size = inventory.number(variables, "WORLD_SIZE"), inventory.number(variables, "LOCAL_WORLD_SIZE", 1)
     address, (port, _), init = variables["MASTER_ADDR"], inventory.master_port(variables), "env://"
     served = variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -184,7 +184,7 @@ def _from_variables(variables: Mapping[str, str]) -> inventory.LauncherPlace:
     )  # fmt: skip
 
 
-def _incomplete(problem: str, variables: Mapping[str, str]) -> UserError:
+def _missing_variables_error(problem: str, variables: Mapping[str, str]) -> UserError:
     there = [name for name in LAUNCHER_VARIABLES if variables.get(name)]
     missing = [name for name in LAUNCHER_VARIABLES if name not in there]
     hints = [f"export {' '.join(missing)}", "or start with torchrun, or give --init tcp://…"]
@@ -194,7 +194,7 @@ def _incomplete(problem: str, variables: Mapping[str, str]) -> UserError:
 
 
 def _process_info(options: ClusterOptions, place: inventory.LauncherPlace) -> ProcessInfo:
-    """Combines a rank with the job's options. On several machines, finds an address that all machines can reach."""
+    """Combines a rank with the job's options. For several machines, selects an address that all of them can reach."""
     init = place.init
     if not init:
         address = place.master_address if place.size == place.local_size else reachable_address(place.master_address)
@@ -210,8 +210,8 @@ def _process_info(options: ClusterOptions, place: inventory.LauncherPlace) -> Pr
     return process_info
 
 
-def _decision(options: ClusterOptions, place: inventory.LauncherPlace, variables: Mapping[str, str]) -> LaunchDecision:
-    """Returns the launch decision for a rank. `origins["overridden"]` names the variables and flags it ignores."""
+def _decide(options: ClusterOptions, place: inventory.LauncherPlace, variables: Mapping[str, str]) -> LaunchDecision:
+    """Returns the launch decision for a rank. `origins["overridden"]` names ignored variables and flags."""
     process_info = _process_info(options, place)
     origins, others = {key: value for key, value in place.origins.items() if value}, list[str]()
     for module in modules_with("place"):
@@ -235,7 +235,7 @@ def _decision(options: ClusterOptions, place: inventory.LauncherPlace, variables
 
 
 def find_machine(cluster: inventory.Cluster) -> int:
-    """Returns this machine's index in the cluster, as given, or by name or address. Raises UserError: none fits."""
+    """Returns this machine's index, as the file states it or by name or address. Raises UserError if not unique."""
     if cluster.machine is not None:
         return cluster.machine
     names, mine = [machine.address for machine in cluster.machines], set(local_addresses())
@@ -253,8 +253,8 @@ def find_machine(cluster: inventory.Cluster) -> int:
     raise UserError(f"this machine ({own}) {what}", cluster.source, (hint,))
 
 
-def is_here(machine: inventory.Machine) -> bool:
-    """Returns True if a host given by the user is, or resolves to, one of this machine's addresses."""
+def is_this_machine(machine: inventory.Machine) -> bool:
+    """Returns True if a machine's host is, or resolves to, one of this machine's addresses."""
     if "@" in machine.host or machine.port:
         return False  # another user's account, or a container or a tunnel, if it is here at all
     own = set(local_addresses())
@@ -309,7 +309,7 @@ def _resolve(name: str) -> list[str]:
 
 
 def with_machines(options: ClusterOptions, more: Sequence[inventory.Machine]) -> ClusterOptions:
-    """Returns options with `more` appended to the job's machines; the same options if either has no machines."""
+    """Appends `more` to the machines in the options. Returns `options` if they or `more` have no machines."""
     named, hosts = machines_of(options), list[str]()
     if not (named and more):
         return options
@@ -333,7 +333,7 @@ def machines_of(options: ClusterOptions) -> tuple[inventory.Machine, ...]:
 
 
 def given_cluster(options: ClusterOptions, variables: Mapping[str, str]) -> tuple[inventory.Cluster, str] | None:
-    """Reads the cluster file that a flag or RANK_TABLE_FILE names. Returns (cluster, origin for messages) or None."""
+    """Reads the cluster file that a flag or RANK_TABLE_FILE names, if any. Returns (cluster, origin for messages)."""
     variable = variables.get("RANK_TABLE_FILE", "")
     named = {"--rank-table": options.rank_table, "--cluster": options.file, "RANK_TABLE_FILE": variable}
     for origin, path in named.items():
@@ -384,6 +384,6 @@ def modules_with(function: str) -> list[ModuleType]:
 
 
 def described_cluster(variables: Mapping[str, str]) -> inventory.Cluster | None:
-    """Returns the cluster that a launcher's variables (such as Kubeflow's PET_*) describe; None without them."""
+    """Returns the cluster that a launcher's variables (such as Kubeflow's PET_*) describe; None if they are not set."""
     clusters = (module.from_environment(variables) for module in modules_with("from_environment"))
     return next(filter(None, clusters), None)

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from itertools import compress
 from typing import Any
 
-from manyhands.cluster.doctor.accelerators import explain_unused
-from manyhands.cluster.doctor.findings import DoctorFinding, Severity, Survey, odd_ones, who
+from manyhands.cluster.doctor.accelerators import explain_unused_accelerators
+from manyhands.cluster.doctor.findings import DoctorFinding, Severity, Survey, find_outliers, join_hosts
 from manyhands.cluster.doctor.survey import local_candidates
 
 MIB = 1 << 20
@@ -26,8 +26,8 @@ def run(survey: Survey) -> Iterator[DoctorFinding]:
     for host, error in survey.errors.items():
         cause = f"contact:{host}"
         yield DoctorFinding("contact", "fail", (host,), error.message, error.hints, cause, ("collective",))
-    for check in (_listed_twice, _host_names, _clocks, _busy_cpus, _low_memory, _low_disk, _accelerators):
-        yield from check(survey)
+    for each in (_check_repeats, _check_names, _check_clocks, _check_cpus, _check_memory, _check_disk, _check_devices):
+        yield from each(survey)
     for host, jobs in survey.fact("jobs").items():
         if jobs:
             shown = ", ".join(f"process {job['pid']} of {job['user']} ({job['command'][:60]})" for job in jobs[:2])
@@ -46,8 +46,8 @@ def run(survey: Survey) -> Iterator[DoctorFinding]:
         yield DoctorFinding("facts", "warn", tuple(errors), what, cause=f"facts:{name}")
 
 
-def _listed_twice(survey: Survey) -> Iterator[DoctorFinding]:
-    """Yields machines that are listed under several names; each name would start processes."""
+def _check_repeats(survey: Survey) -> Iterator[DoctorFinding]:
+    """Yields a finding for each machine that is listed under several names, because each would start processes."""
     names: dict[str, list[str]] = {}
     for host, machine in survey.fact("machine").items():
         names.setdefault(machine, []).append(host)
@@ -58,8 +58,8 @@ def _listed_twice(survey: Survey) -> Iterator[DoctorFinding]:
             yield DoctorFinding("twice", "fail", tuple(hosts), what, hints, cause, ("collective",))
 
 
-def _host_names(survey: Survey) -> Iterator[DoctorFinding]:
-    """Yields host names that resolve to loopback or to another machine's address, if there are several machines."""
+def _check_names(survey: Survey) -> Iterator[DoctorFinding]:
+
     loopback, hint = dict[str, str](), 'for other tools, add to /etc/hosts on {}: "{} {}"'
     hints: dict[str, tuple[str, ...]] = {}
     for host, name in survey.fact("name").items() if len(survey.hosts) > 1 else ():
@@ -72,13 +72,13 @@ def _host_names(survey: Survey) -> Iterator[DoctorFinding]:
             yield DoctorFinding("names", "warn", (host,), what, hints[host], f"name:{host}")
     if loopback:
         first = next(iter(loopback))
-        shown = f"the host name of {who(loopback)} resolves to {loopback[first]}"
+        shown = f"the host name of {join_hosts(loopback)} resolves to {loopback[first]}"
         what = f"{shown}; manyhands uses addresses instead, but other tools may fail"
         yield DoctorFinding("names", "warn", tuple(loopback), what, hints[first], "loopback-name")
 
 
-def _clocks(survey: Survey) -> Iterator[DoctorFinding]:
-    """Yields machines whose clock differs from the median by more than APART_S plus the measurement error."""
+def _check_clocks(survey: Survey) -> Iterator[DoctorFinding]:
+    """Yields a finding on clocks that differ from the median by more than APART_S plus the measurement error."""
     if len(survey.clock_s) < 2:
         return
     middle = statistics.median_low([offset for offset, _ in survey.clock_s.values()])
@@ -89,13 +89,13 @@ def _clocks(survey: Survey) -> Iterator[DoctorFinding]:
         yield DoctorFinding("clock", "ok", tuple(apart), what, cause="clock")
         return
     shown = ", ".join(f"{host} is {abs(by):.1f} s {'ahead' if by > 0 else 'behind'}" for host, by in far.items())
-    others = who(host for host in apart if host not in far)
+    others = join_hosts(host for host in apart if host not in far)
     what = f"clocks differ: {shown} of {others}; times in logs will not match, and certificates may be refused"
     hints = tuple(f"synchronize the clock: {survey.on_host(host, 'sudo timedatectl set-ntp true')}" for host in far)
     yield DoctorFinding("clock", "warn", tuple(far), what, hints, "clock")
 
 
-def _busy_cpus(survey: Survey) -> Iterator[DoctorFinding]:
+def _check_cpus(survey: Survey) -> Iterator[DoctorFinding]:
     cores, over = survey.fact("cores"), dict[str, str]()
     for host, count in cores.items():
         variable = str(survey.facts[host].get("environment", {}).get("OMP_NUM_THREADS", ""))
@@ -118,7 +118,7 @@ def _busy_cpus(survey: Survey) -> Iterator[DoctorFinding]:
         yield DoctorFinding("cpu", "warn", tuple(busy), what, hints, "load")
 
 
-def _low_memory(survey: Survey) -> Iterator[DoctorFinding]:
+def _check_memory(survey: Survey) -> Iterator[DoctorFinding]:
     small = {host: place for host, place in survey.fact("places", "shm").items() if place["free"] < SHM_LOW}
     if small:
         shown = ", ".join(f"{host} {p['free'] // MIB} MiB free of {p['size'] // MIB}" for host, p in small.items())
@@ -132,16 +132,16 @@ def _low_memory(survey: Survey) -> Iterator[DoctorFinding]:
     short = [host for host in free if free[host] < FREE_FOR_ONE * processes.get(host, 1)]
     if short:
         shown = ", ".join(f"{free[h] // MIB} MiB on {h} for {processes.get(h, 1)} process(es)" for h in short)
-        hints = (f"end other programs on {who(short)}, or use fewer processes",)
+        hints = (f"end other programs on {join_hosts(short)}, or use fewer processes",)
         yield DoctorFinding("memory", "warn", tuple(short), f"free memory is low: {shown}", hints, "memory")
 
 
-def _low_disk(survey: Survey) -> Iterator[DoctorFinding]:
+def _check_disk(survey: Survey) -> Iterator[DoctorFinding]:
     places = survey.fact("places", "run folder")
     locked = [host for host, place in places.items() if not place["writable"]]
     if locked:
         user = survey.facts[locked[0]].get("user", "this user")
-        what = f"{user} has no write permission for {places[locked[0]]['path']} on {who(locked)}"
+        what = f"{user} has no write permission for {places[locked[0]]['path']} on {join_hosts(locked)}"
         looks = (survey.on_host(host, f"ls -ld {places[host]['path']}") for host in locked[:_NAMED])
         hints = ("choose another folder: --out or --cluster.workdir", *map("check the permissions: {}".format, looks))
         yield DoctorFinding("disk", "fail", tuple(locked), what, hints, "disk:locked")
@@ -155,8 +155,8 @@ def _low_disk(survey: Survey) -> Iterator[DoctorFinding]:
         yield DoctorFinding("disk", severity, tuple(full), f"free disk space is low: {shown}", hints, "disk:full")
 
 
-def _accelerators(survey: Survey) -> Iterator[DoctorFinding]:
-    """Yields problems with accelerators. For a machine with a broken driver, yields only the broken driver."""
+def _check_devices(survey: Survey) -> Iterator[DoctorFinding]:
+    """Yields findings on accelerators. A machine whose driver is broken gets no other finding."""
     if survey.needs.device == "cpu":
         return
     broken = survey.fact("errors", "accelerators")
@@ -166,11 +166,11 @@ def _accelerators(survey: Survey) -> Iterator[DoctorFinding]:
         what, cause = f"the accelerators of {host} do not respond: {error}", f"accelerators:{host}"
         yield DoctorFinding("accelerators", "fail", (host,), what, hints, cause, ("collective",))
     found = survey.fact("accelerators")
-    yield from _too_few_devices(survey, found)
-    yield from _different_devices(survey, found)
+    yield from _check_device_counts(survey, found)
+    yield from _check_device_types(survey, found)
     severity: Severity = "warn" if survey.needs.device == "auto" else "fail"
     for host, facts in survey.facts.items():
-        if host not in broken and (explained := explain_unused(facts, host)):
+        if host not in broken and (explained := explain_unused_accelerators(facts, host)):
             what, cause = f"{explained[0]}; training on {host} would use the CPU", f"unused:{host}"
             explains = ("accelerators", "unlike")
             yield DoctorFinding("accelerators", severity, (host,), what, explained[1], cause, explains)
@@ -184,7 +184,7 @@ def _accelerators(survey: Survey) -> Iterator[DoctorFinding]:
             yield DoctorFinding("accelerators", "warn", (host,), what, hints, f"busy:{host}", (f"jobs:{host}",))
 
 
-def _too_few_devices(survey: Survey, found: dict[str, list[Any]]) -> Iterator[DoctorFinding]:
+def _check_device_counts(survey: Survey, found: dict[str, list[Any]]) -> Iterator[DoctorFinding]:
     kind, processes = survey.needs.device, {host: survey.needs.processes.get(host, 1) for host in found}
     counts = {host: sum(device["kind"] == kind for device in devices) for host, devices in found.items()}
     few = [host for host in found if kind in {"cuda", "npu"} and counts[host] < processes[host]]
@@ -195,18 +195,19 @@ def _too_few_devices(survey: Survey, found: dict[str, list[Any]]) -> Iterator[Do
         yield DoctorFinding("accelerators", "fail", tuple(few), what, hints, "accelerators", ("unlike",))
 
 
-def _different_devices(survey: Survey, found: dict[str, list[Any]]) -> Iterator[DoctorFinding]:
-    """Yields machines with another device type than most (by default they can't train together), or another model."""
+def _check_device_types(survey: Survey, found: dict[str, list[Any]]) -> Iterator[DoctorFinding]:
+    """Yields a finding on machines whose device type, or else device model, differs from most machines."""
     kinds = {host: ",".join(sorted({device["kind"] for device in devices})) or "cpu" for host, devices in found.items()}
-    common, odd = odd_ones(kinds)
+    common, odd = find_outliers(kinds)
     if odd and survey.needs.device == "auto":
-        what = f"the machines have different device types: {next(iter(odd.values()))} on {who(odd)}, {common} elsewhere"
-        hints = ("train on CPUs everywhere: --device cpu", f"or remove {who(odd)} from the run")
+        hosts = join_hosts(odd)
+        what = f"the machines have different device types: {next(iter(odd.values()))} on {hosts}, {common} elsewhere"
+        hints = ("train on CPUs everywhere: --device cpu", f"or remove {hosts} from the run")
         yield DoctorFinding("accelerators", "fail", tuple(odd), what, hints, "unlike", ("collective",))
         return
     counts = {host: Counter(device["name"] for device in devices) for host, devices in found.items()}
     names = {host: ", ".join(f"{n} × {name}" for name, n in sorted(own.items())) for host, own in counts.items()}
-    common, odd = odd_ones(names)
+    common, odd = find_outliers(names)
     if odd and common and not any("npu" in kind for kind in kinds.values()):
         shown = ", ".join(f"{host} has {name or 'none'}" for host, name in odd.items())
         what = f"accelerators differ: {shown}, other machines have {common}; the slowest device limits the speed"

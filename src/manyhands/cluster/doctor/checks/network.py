@@ -3,7 +3,7 @@
 import statistics
 from collections.abc import Iterator
 
-from manyhands.cluster.doctor.findings import DoctorFinding, Pair, Survey, who
+from manyhands.cluster.doctor.findings import DoctorFinding, Pair, Survey, join_hosts
 from manyhands.cluster.doctor.survey import link_penalty
 from manyhands.cluster.hosts.inventory import INTERFACE_VARIABLES
 
@@ -23,21 +23,21 @@ def run(survey: Survey) -> Iterator[DoctorFinding]:
     """Yields findings on failed connections (one per machine at fault), interfaces, the job's port and link speed."""
     failing = {pair for pair, tries in survey.reach.items() if not any(a.result == "ok" for a in tries)}
     if not failing:
-        yield from _common_address(survey)
+        yield from _check_common_address(survey)
     while failing:
-        host, way, pairs = _most_failing(survey, failing)
-        yield _unreachable(survey, host, way, sorted(pairs))
+        host, way, pairs = _find_faulty_machine(survey, failing)
+        yield _unreachable_finding(survey, host, way, sorted(pairs))
         failing -= pairs
         if way == "both":
             failing -= {pair for pair in failing if host in pair}
-    yield from _interfaces(survey)
+    yield from _check_interfaces(survey)
     port = survey.needs.port
     for host, error in survey.port_errors.items():
         hints = (f"choose another port, such as {port + 1}, or remove the port to use a free one",
                  "or end the process that uses the port")  # fmt: skip
         what = f"port {port} of {host} can't be used: {error}"
         yield DoctorFinding("port", "fail", (host,), what, hints, f"port:{host}", ("collective",))
-    links = [*_slow_links(survey), *_high_latency(survey)] if survey.mbps else []
+    links = [*_check_bandwidth(survey), *_check_latency(survey)] if survey.mbps else []
     yield from links
     if survey.mbps and not links:
         latency = max(survey.latency_ms.values(), default=0.0)
@@ -45,8 +45,8 @@ def run(survey: Survey) -> Iterator[DoctorFinding]:
         yield DoctorFinding("links", "ok", survey.hosts, what, cause="links")
 
 
-def _most_failing(survey: Survey, failing: set[Pair]) -> tuple[str, str, set[Pair]]:
-    """Returns (machine in the most failing pairs, failing direction "to", "from" or "both", these pairs)."""
+def _find_faulty_machine(survey: Survey, failing: set[Pair]) -> tuple[str, str, set[Pair]]:
+    """Returns (the machine in the most failing pairs, the direction "to", "from" or "both", its failing pairs)."""
     candidates: list[tuple[int, int, str, str, set[Pair]]] = []
     for host in survey.hosts:
         to, back = ({pair for pair in failing if pair[side] == host} for side in (1, 0))
@@ -60,39 +60,39 @@ def _most_failing(survey: Survey, failing: set[Pair]) -> tuple[str, str, set[Pai
     return host, way, pairs
 
 
-def _unreachable(survey: Survey, host: str, way: str, pairs: list[Pair]) -> DoctorFinding:
+def _unreachable_finding(survey: Survey, host: str, way: str, pairs: list[Pair]) -> DoctorFinding:
     others = [other for other in survey.hosts if other != host and any(other in pair for pair in pairs)]
     pairs.sort(key=lambda pair: pair[1] != host)  # attempts to reach the machine, which are more informative, first
     attempts = [attempt for pair in pairs for attempt in survey.reach[pair]]
     attempt = min(attempts, key=lambda attempt: [*MEANINGS].index(attempt.result), default=None)
     place = f"{attempt.address} port {attempt.port}" if attempt else "no address"
     meaning = MEANINGS[attempt.result] if attempt else "can be tested: the machine has only loopback addresses"
-    lost = {"to": f"{who(others)} can't reach {host}", "from": f"{host} can't reach {who(others)}",
-            "both": f"{host} and {who(others)} can't reach each other"}  # fmt: skip
+    lost = {"to": f"{join_hosts(others)} can't reach {host}", "from": f"{host} can't reach {join_hosts(others)}",
+            "both": f"{host} and {join_hosts(others)} can't reach each other"}  # fmt: skip
     what = f"{lost[way]}: {place} {meaning}"
     rules = [rule for name in (host, *others) for rule in survey.facts.get(name, {}).get("firewall", ())]
     hints = [f"check the firewall rule: {rule}" for rule in rules[:2]]
     if attempt and attempt.local:
         hints.append(f"check the route from {attempt.local}, the source address of the attempt")
-    closed = host if way != "from" else who(others)
+    closed = host if way != "from" else join_hosts(others)
     ssh = "or use ssh tunnels: `manyhands launch` opens tunnels if the machines can log in to each other (or --relay)"
     hints += [f"open all ports in the firewall of {closed} for the other machines' addresses", ssh]
     cause, explains = f"reach:{host}:{way}", ("collective", "chosen")
     return DoctorFinding("reach", "fail", (host, *others), what, tuple(hints), cause, explains)
 
 
-def _common_address(survey: Survey) -> Iterator[DoctorFinding]:
+def _check_common_address(survey: Survey) -> Iterator[DoctorFinding]:
     known = [host for host in survey.hosts if host in survey.facts]
     if len(known) < 2 or not survey.reach:
         return
     lost = [host for host in known if host not in survey.chosen]
     bridges = [host for host in known if link_penalty(survey.chosen.get(host, ("", ""))[0]) == 2]
     if lost:
-        what = f"{who(lost)} has no address that all other machines can reach"
+        what = f"{join_hosts(lost)} has no address that all other machines can reach"
         hints = ("connect all machines to one network", "or remove machines in other networks from the run")
         yield DoctorFinding("reach", "fail", tuple(lost), what, hints, "chosen", ("collective",))
     elif bridges:
-        what = f"{who(bridges)} can only be reached over a container bridge ({survey.chosen[bridges[0]][0]})"
+        what = f"{join_hosts(bridges)} can only be reached over a container bridge ({survey.chosen[bridges[0]][0]})"
         hints = ("check that the network interface of each machine is up",)
         yield DoctorFinding("reach", "warn", tuple(bridges), what, hints, "bridge")
     else:
@@ -100,14 +100,13 @@ def _common_address(survey: Survey) -> Iterator[DoctorFinding]:
         yield DoctorFinding("reach", "ok", tuple(known), f"all machines reach each other: {places}", cause="reach")
 
 
-def _interfaces(survey: Survey) -> Iterator[DoctorFinding]:
-    """Yields problems with the job's interface, with variables that name interfaces, and with default routes."""
+def _check_interfaces(survey: Survey) -> Iterator[DoctorFinding]:
     wanted = "" if survey.needs.through_ssh else survey.needs.interface
     interfaces = survey.fact("interfaces") if wanted else {}
     lost = [host for host, found in interfaces.items() if not any(i["name"] == wanted and i["up"] for i in found)]
     if lost:
         up = ", ".join(i["name"] for i in interfaces[lost[0]] if i["up"] and i["name"] != "lo")
-        what = f"the interface {wanted} is missing or down on {who(lost)}; {lost[0]} has {up or 'no interface'}"
+        what = f"the interface {wanted} is missing or down on {join_hosts(lost)}; {lost[0]} has {up or 'no interface'}"
         hints = ("remove cluster.interface; manyhands then tests all interfaces",
                  "or set an interface of every machine")  # fmt: skip
         yield DoctorFinding("interface", "fail", tuple(lost), what, hints, "interface", ("chosen", "collective"))
@@ -126,14 +125,14 @@ def _interfaces(survey: Survey) -> Iterator[DoctorFinding]:
         if len(survey.hosts) > 1 and default and default != chosen:
             alike.setdefault((default, chosen), []).append(host)
     for (default, chosen), hosts in alike.items():
-        route = f"the default route of {who(hosts)} uses {default}, but other machines are reachable on {chosen}"
+        route = f"the default route of {join_hosts(hosts)} uses {default}, but other machines are reachable on {chosen}"
         hints = (f"for other tools, export GLOO_SOCKET_IFNAME={chosen} NCCL_SOCKET_IFNAME={chosen}",)
         cause = f"default-route:{default}:{chosen}"
         yield DoctorFinding("interface", "warn", tuple(hosts), f"{route}; manyhands uses {chosen}", hints, cause)
 
 
-def _slow_links(survey: Survey) -> Iterator[DoctorFinding]:
-    """Yields a finding for all links if all are slow, else per machine whose links are slow and per other slow link."""
+def _check_bandwidth(survey: Survey) -> Iterator[DoctorFinding]:
+    """Yields one finding if all links are slow; otherwise one for each machine with slow links, or slow link."""
     limit = max(SLOW_MBPS, min(statistics.median(survey.mbps.values()) / ODD_FACTOR, ENOUGH_MBPS))
     slow = {pair for pair, mbps in survey.mbps.items() if mbps < limit}
     if len(slow) == len(survey.mbps):
@@ -147,7 +146,7 @@ def _slow_links(survey: Survey) -> Iterator[DoctorFinding]:
         ways = {way: {pair for pair in survey.mbps if pair[side] == host} for way, side in sides.items()}
         bad = {way: pairs for way, pairs in ways.items() if pairs and pairs <= slow}
         if bad and len(survey.hosts) > 2:
-            yield _slow_machine(survey, host, ways, [*bad])
+            yield _slow_machine_finding(survey, host, ways, [*bad])
             slow -= set.union(*bad.values())
     for one, two in sorted(slow, key=lambda pair: survey.mbps[pair]):
         there, back = survey.mbps[one, two], survey.mbps.get((two, one))
@@ -159,7 +158,7 @@ def _slow_links(survey: Survey) -> Iterator[DoctorFinding]:
         yield DoctorFinding("links", "warn", (one, two), what, _slow_link_hints(survey, there), cause)
 
 
-def _slow_machine(survey: Survey, host: str, ways: dict[str, set[Pair]], bad: list[str]) -> DoctorFinding:
+def _slow_machine_finding(survey: Survey, host: str, ways: dict[str, set[Pair]], bad: list[str]) -> DoctorFinding:
     mbps = {way: statistics.median(survey.mbps[pair] for pair in pairs) for way, pairs in ways.items() if pairs}
     asymmetric = len(mbps) == 2 and len(bad) == 1
     order = sorted(mbps, key=lambda way: way not in bad)
@@ -173,12 +172,13 @@ def _slow_machine(survey: Survey, host: str, ways: dict[str, set[Pair]], bad: li
     return DoctorFinding("links", "warn", (host,), what, hints, f"link:{host}")
 
 
-def _high_latency(survey: Survey) -> Iterator[DoctorFinding]:
+def _check_latency(survey: Survey) -> Iterator[DoctorFinding]:
     far = {pair: ms for pair, ms in survey.latency_ms.items() if ms > FAR_MS}
     if far:
         pair = max(far, key=lambda pair: far[pair])
         hosts = tuple(host for host in survey.hosts if any(host in pair for pair in far))
-        what = f"the latency between {who(hosts)} is high: {far[pair]:.0f} ms from {pair[0]} to {pair[1]} and back"
+        way = " to ".join(pair)
+        what = f"the latency between {join_hosts(hosts)} is high: {far[pair]:.0f} ms from {way} and back"
         hints = ("synchronize less often: --sync auto (each update waits for several messages)",)
         yield DoctorFinding("links", "warn", hosts, what, hints, "latency")
 

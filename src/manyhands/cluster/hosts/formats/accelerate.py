@@ -52,22 +52,22 @@ def read(text: str, where: str) -> Cluster:
         raise values.error(key, message, "add the first machine's address, such as main_process_ip: 10.0.0.1")
     if address and not is_host(address):
         hint = "write an address such as 10.0.0.1"
-        raise values.unexpected("main_process_ip", "the first machine's name or address", hint)
-    devices, own = _devices(values, slots), 0 if machines == 1 else rank
+        raise values.unexpected_value("main_process_ip", "the first machine's name or address", hint)
+    devices, own = _read_devices(values, slots), 0 if machines == 1 else rank
     hosts = [address or "localhost", *[""] * (machines - 1)]
     found = tuple(Machine(host, slots, devices if index == own else ()) for index, host in enumerate(hosts))
     port, source = values.number("main_process_port", 0, 65535) or 0, f"accelerate {where}".rstrip()
-    return Cluster(found, port, rank, source, tuple(_requests(values)))
+    return Cluster(found, port, rank, source, tuple(_job_settings(values)))
 
 
-def _devices(values: "_Values", slots: int) -> tuple[int, ...]:
-    """Returns this machine's device indices, by rank; empty for 0, 1, 2 and so on."""
+def _read_devices(values: "_Values", slots: int) -> tuple[int, ...]:
+    """Returns this machine's device indices, by local rank; empty if they are 0, 1, 2 and so on."""
     text = values.text("gpu_ids").strip()
     if text in {"", "all"}:
         return ()
     words = [word.strip() for word in text.strip("[]").split(",")]
     if not all(re.fullmatch(r"[0-9]{1,4}", word) for word in words) or len(set(words)) < len(words):
-        raise values.unexpected("gpu_ids", "all, or numbers such as 0,1")
+        raise values.unexpected_value("gpu_ids", "all, or numbers such as 0,1")
     if slots > len(words):
         message = f"gpu_ids has {len(words)} numbers for {slots} processes on this machine"
         raise values.error("gpu_ids", message, "list one device for each process, or write all")
@@ -75,8 +75,8 @@ def _devices(values: "_Values", slots: int) -> tuple[int, ...]:
     return () if devices == tuple(range(slots)) else devices
 
 
-def _requests(values: "_Values") -> Iterator[tuple[str, str, str]]:
-    """Yields (line of the file, matching option, value) for job settings; option and value are "" if none matches."""
+def _job_settings(values: "_Values") -> Iterator[tuple[str, str, str]]:
+    """Yields (setting in the file, key of our option, its value). Key and value are "" if no option matches."""
     if precision := values.text("mixed_precision") or ("fp16" if values.boolean("fp16") else ""):
         ours = PRECISIONS.get(precision, "")
         yield f"mixed_precision: {precision}", "train.precision" if ours else "", ours
@@ -88,7 +88,7 @@ def _requests(values: "_Values") -> Iterator[tuple[str, str, str]]:
 
 
 class _Values:
-    """The values of the file, and the line number of each key."""
+    """The keys and values of accelerate's file, and the line number of each key."""
 
     def __init__(self, text: str, where: str) -> None:
         self.where, self.lines = where, dict[str, int]()
@@ -121,7 +121,7 @@ class _Values:
     def error(self, key: str, message: str, hint: str) -> UserError:
         return UserError(message, at_line(self.where, self.lines.get(key, 1)), (hint,))
 
-    def unexpected(self, key: str, expected: str, hint: str = "correct this value") -> UserError:
+    def unexpected_value(self, key: str, expected: str, hint: str = "correct this value") -> UserError:
         return self.error(key, f'{key} is "{self.text(key)}"; expected {expected}', hint)
 
     def text(self, key: str) -> str:
@@ -133,12 +133,12 @@ class _Values:
     def boolean(self, key: str) -> bool:
         word = self.text(key).lower()
         if word not in {"", "true", "false", "yes", "no"}:
-            raise self.unexpected(key, "true or false")
+            raise self.unexpected_value(key, "true or false")
         return word in {"true", "yes"}
 
     def number(self, key: str, least: int, most: int) -> int | None:
         text = self.text(key)
         if text and (not re.fullmatch(r"-?[0-9]{1,9}", text) or not least <= int(text) <= most):
             hint = "number the machines from 0" if "rank" in key else "correct this value"
-            raise self.unexpected(key, f"a number from {least} to {most}", hint)
+            raise self.unexpected_value(key, f"a number from {least} to {most}", hint)
         return int(text) if text else None

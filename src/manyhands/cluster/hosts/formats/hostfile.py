@@ -9,7 +9,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-from manyhands.cluster.hosts.inventory import Cluster, Machine, at_line, bounded_number, in_brackets, is_host
+from manyhands.cluster.hosts.inventory import Cluster, Machine, at_line, in_brackets, is_host, parse_bounded_number
 from manyhands.core.choices import did_you_mean
 from manyhands.core.errors import UserError
 
@@ -24,8 +24,8 @@ _SSH_PORTS = {22, 222}
 
 
 def recognize(path: str, text: str) -> bool:
-    """True if the name has "hostfile", a line sets slots or a port, or all are hosts with ":" or a name with "host"."""
-    lines, name = [words for words in map(_words, text.splitlines()) if words], Path(path).name.lower()
+    """Returns True if the file's name, a slots= or port= setting, or a list of hosts with ":" shows a hostfile."""
+    lines, name = [words for words in map(_split_line, text.splitlines()) if words], Path(path).name.lower()
     if not lines or lines[0][0].startswith(("{", "[")):
         return False
     if "hostfile" in name or any(re.match(r"(max[_-]?)?slot|port=", word) for words in lines for word in words[1:]):
@@ -38,7 +38,7 @@ def read(text: str, where: str) -> Cluster:
     """Reads a hostfile. Raises UserError if a line is not a host with optional settings, or there are no hosts."""
     found: dict[str, Machine] = {}
     for number, line in enumerate(text.splitlines(), 1):
-        words, place = _words(line), at_line(where, number)
+        words, place = _split_line(line), at_line(where, number)
         if not words:
             continue
         machine = _parse_settings(words, place)
@@ -54,7 +54,7 @@ def read(text: str, where: str) -> Cluster:
 
 
 def read_list(text: str, where: str) -> Cluster:
-    """Reads "n1:4,user@n2" (:4: processes), "ssh://n3:2222" (port), "n4 slots=2". Raises UserError: invalid hosts."""
+    """Reads a list such as "n1:4,user@n2,ssh://n3:2222", with 4 processes on n1. Raises UserError if it is invalid."""
     found: dict[str, Machine] = {}
     for part in map(str.strip, text.split(",")):
         if not part:
@@ -82,7 +82,7 @@ def write(cluster: Cluster) -> tuple[str, list[str]]:
     return text, [note for note, applies in notes.items() if applies]
 
 
-def _words(line: str) -> list[str]:
+def _split_line(line: str) -> list[str]:
     return line.partition("#")[0].split()
 
 
@@ -93,7 +93,7 @@ def _looks_like_a_host(word: str) -> bool:
 
 
 def _parse_host(word: str, where: str) -> Machine:
-    """Reads NAME, NAME:SLOTS or ssh://NAME:PORT, each with or without a user."""
+    """Parses NAME, NAME:SLOTS or ssh://NAME:PORT. USER@ may precede NAME."""
     address = word.startswith("ssh://")
     matched = _SSH.fullmatch(word) if address else _BARE_SIX.fullmatch(word) or _HOST.fullmatch(word)
     if matched is None:
@@ -107,7 +107,7 @@ def _parse_host(word: str, where: str) -> Machine:
         raise UserError(f'"{six}" is not an IPv6 address', where, ("write an address such as [fd00::1]:4",))
     machine = Machine(f"{found['user'] or ''}{found['name'] if six is None else six}")
     if port:
-        return replace(machine, port=_number(port, "port", "the port", where))
+        return replace(machine, port=_parse_number(port, "port", "the port", where))
     if slots is None:
         return machine
     number = int(slots) if re.fullmatch(r"[0-9]{1,5}", slots) else 0
@@ -118,12 +118,12 @@ def _parse_host(word: str, where: str) -> Machine:
         hints = (f"for an ssh port, write {replace(machine, port=number).target}", hint)
         message = f"{machine.host}:{number} is ambiguous: {number} may be an ssh port or a number of processes"
         raise UserError(message, where, hints)
-    return replace(machine, slots=_number(slots, "slots", "the number of processes", where))
+    return replace(machine, slots=_parse_number(slots, "slots", "the number of processes", where))
 
 
-def _number(text: str, setting: str, name: str, where: str) -> int:
+def _parse_number(text: str, setting: str, name: str, where: str) -> int:
     form = "n1 slots=4 port=31234, or ssh://n1:31234" if setting == "port" else "n1 slots=4, or n1:4"
-    return bounded_number(name, text, 1, _MOST[setting], where, f"write {form}")
+    return parse_bounded_number(name, text, 1, _MOST[setting], where, f"write {form}")
 
 
 def _parse_settings(words: list[str], where: str) -> Machine:
@@ -139,7 +139,7 @@ def _parse_settings(words: list[str], where: str) -> Machine:
             raise UserError(f'"{word}" is not a hostfile setting', where, (hint or known,))
         if name in found:
             raise UserError(f"{name} is given twice on one line", where, (f"remove one of the {name} settings",))
-        found[name] = _number(value, name, name, where)
+        found[name] = _parse_number(value, name, name, where)
     slots = found.get("slots", 0)
     if found.get("max_slots", slots) < slots:
         message = f"max_slots ({found['max_slots']}) is less than slots ({slots})"

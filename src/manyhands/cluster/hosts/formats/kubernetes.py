@@ -7,11 +7,11 @@ from typing import Any
 
 import yaml
 
-from manyhands.cluster.hosts.inventory import JOB, Cluster, Machine, Submission, bounded_number
+from manyhands.cluster.hosts.inventory import JOB, Cluster, Machine, Submission, parse_bounded_number
 from manyhands.core.errors import UserError
 
 WHERE = "environment, PET_*"
-_number = partial(bounded_number, where=WHERE, hint="correct this value")
+_number = partial(parse_bounded_number, where=WHERE, hint="correct this value")
 
 
 def manifest(job: Submission) -> str:
@@ -45,7 +45,7 @@ def manifest(job: Submission) -> str:
 
 
 def from_environment(environment: Mapping[str, str]) -> Cluster | None:
-    """Returns the cluster that PET_* describe, with this machine's index; None without PET_NNODES.
+    """Returns the cluster that PET_* describe, with this machine's index; None if PET_NNODES is not set.
 
     Only the first machine's address is known; other machines' names are empty. Raises UserError for an invalid value.
     """

@@ -44,9 +44,9 @@ _UNIQUE = {  # fields that must be unique, with the hint for a repeated value
 _NO_PLACEHOLDER = "a value from your cluster, not a placeholder"
 
 
-def _rule(holds: Callable[[str], object], expected: str) -> AfterValidator:
+def _validator(is_valid: Callable[[str], object], expected: str) -> AfterValidator:
     def check(word: str) -> str:
-        if not holds(word):
+        if not is_valid(word):
             raise ValueError(f"expected {expected}")
         return word
 
@@ -54,16 +54,16 @@ def _rule(holds: Callable[[str], object], expected: str) -> AfterValidator:
 
 
 Number = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,8})$")]
-Port = Annotated[str, _rule(lambda word: 0 < (parse_count(word) or 0) < 65536, 'a port from "1" to "65535"')]
+Port = Annotated[str, _validator(lambda word: 0 < (parse_count(word) or 0) < 65536, 'a port from "1" to "65535"')]
 Address = Annotated[
     str,
-    _rule(lambda word: word in _UNKNOWN or not _PLACEHOLDER.search(word), _NO_PLACEHOLDER),
-    _rule(lambda word: word in _UNKNOWN or inventory.is_address(word), "an IP address"),
+    _validator(lambda word: word in _UNKNOWN or not _PLACEHOLDER.search(word), _NO_PLACEHOLDER),
+    _validator(lambda word: word in _UNKNOWN or inventory.is_address(word), "an IP address"),
 ]
 Identity = Annotated[
     str,
-    _rule(lambda word: not _PLACEHOLDER.search(word), _NO_PLACEHOLDER),
-    _rule(lambda word: len(word) <= 64 and word.isprintable(), "at most 64 printable characters"),
+    _validator(lambda word: not _PLACEHOLDER.search(word), _NO_PLACEHOLDER),
+    _validator(lambda word: len(word) <= 64 and word.isprintable(), "at most 64 printable characters"),
 ]
 
 
@@ -141,7 +141,7 @@ class RankTable(_Entry):
 
     @property
     def cards(self) -> dict[Keys, Device]:
-        """The NPUs by their paths in the file."""
+        """The NPUs, keyed by their paths in the JSON file, such as ("server_list", 0, "device", 1)."""
         servers = enumerate(self.server_list)
         return {("server_list", at, "device", n): card for at, each in servers for n, card in enumerate(each.device)}
 
@@ -341,7 +341,7 @@ def write(cluster: inventory.Cluster) -> tuple[str, list[str]]:
 
 
 def read_hccn() -> dict[int, str]:
-    """Returns the addresses by NPU, read from lines such as address_0=192.168.100.101. Raises UserError if invalid."""
+    """Returns {NPU: address} from the lines address_0=192.168.100.101 of HCCN. Raises UserError for a wrong address."""
     found: dict[int, str] = {}
     text = HCCN.read_text(encoding="utf-8", errors="replace") if HCCN.exists() else ""
     for at, line in enumerate(text.splitlines(), 1):
@@ -355,7 +355,7 @@ def read_hccn() -> dict[int, str]:
 
 
 def place(environment: Mapping[str, str]) -> inventory.LauncherPlace | None:
-    """Returns the rank by RANK_TABLE_FILE and RANK_ID, None if either is unset. Raises UserError if they disagree."""
+    """Returns the rank RANK_ID of RANK_TABLE_FILE; None if a variable is unset. Raises UserError for contradictions."""
     where = environment.get("RANK_TABLE_FILE", "")
     if not where or not environment.get("RANK_ID"):
         return None

@@ -25,7 +25,7 @@ _COUNT = re.compile(r"([0-9]{1,18})(?:\(x([0-9]{1,18})\))?")
 
 def place(environment: Mapping[str, str]) -> inventory.LauncherPlace | None:
     """Returns the rank of a task; None for a single task or a batch script. Raises UserError if variables disagree."""
-    if not _in_step(environment) or (size := number(environment, "SLURM_STEP_NUM_TASKS")) == 1:
+    if not _started_by_srun(environment) or (size := number(environment, "SLURM_STEP_NUM_TASKS")) == 1:
         return None
     rank, local_rank = number(environment, "SLURM_PROCID"), number(environment, "SLURM_LOCALID")
     name = first_set(environment, ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")) or "SLURM_STEP_TASKS_PER_NODE"
@@ -47,7 +47,7 @@ def place(environment: Mapping[str, str]) -> inventory.LauncherPlace | None:
 
 def missing_launcher_error(environment: Mapping[str, str]) -> UserError | None:
     """Returns an error if a job has several tasks and this process was started without srun."""
-    if not environment.get("SLURM_JOB_ID") or _in_step(environment):
+    if not environment.get("SLURM_JOB_ID") or _started_by_srun(environment):
         return None
     tasks, nodes = number(environment, "SLURM_NTASKS", 1), number(environment, "SLURM_NNODES", 1)
     if max(tasks, nodes) == 1:
@@ -57,8 +57,8 @@ def missing_launcher_error(environment: Mapping[str, str]) -> UserError | None:
     return UserError(message, "batch script or salloc shell", ("start all tasks: srun manyhands train …", one))
 
 
-def _in_step(environment: Mapping[str, str]) -> bool:
-    """Returns True for a process that srun started. SLURM_PROCID alone doesn't show that: batch scripts have it too."""
+def _started_by_srun(environment: Mapping[str, str]) -> bool:
+    """Returns True for a process that srun started. Batch scripts, too, have SLURM_PROCID, so this tests more."""
     # Steps that Slurm starts for its own purposes, such as an interactive shell, have ids from 0xFFFFFFF0 on.
     return number(environment, "SLURM_STEP_ID", 0xFFFFFFF0) < 0xFFFFFFF0 and "SLURM_PROCID" in environment
 
@@ -80,7 +80,7 @@ def _first_host(environment: Mapping[str, str]) -> tuple[str, str]:
 
 
 def _device(environment: Mapping[str, str], local_size: int) -> tuple[int | None, str]:
-    """Returns (device 0, origin for messages) if each task sees only its own (--gpus-per-task …), else (None, "")."""
+    """Returns (device 0, its origin) if Slurm gave each task its own devices (--gpus-per-task); else (None, "")."""
     name = first_set(environment, VISIBLE)
     if not name:
         return None, ""
@@ -128,9 +128,9 @@ def nodes(environment: Mapping[str, str]) -> inventory.Cluster | None:
 
 
 def expand_hosts(text: str, where: str) -> list[str]:
-    """Expands a list such as "a[01-03]b[1-2],c", with the last bracket varying fastest. Raises UserError if invalid."""
+    """Expands a list such as "a[01-03]b[1-2],c"; the last bracket varies fastest. Raises UserError if invalid."""
 
-    def broken(at: str) -> UserError:
+    def invalid_list_error(at: str) -> UserError:
         message = f'{where} is not a list of machines such as "node[01-03,7],other": "{text}"'
         return UserError(message, f"{where}, at {at}", (f"check the list with: scontrol show hostnames '{text}'",))
 
@@ -140,7 +140,7 @@ def expand_hosts(text: str, where: str) -> list[str]:
         for match in map(_RANGE.fullmatch, ranges.split(",")):
             low, high = (match[1], match[2] or match[1]) if match else ("1", "0")
             if not 0 <= int(high) - int(low) <= MOST:
-                raise broken(f"[{ranges}]")
+                raise invalid_list_error(f"[{ranges}]")
             found += [f"{number:0{len(low)}d}" for number in range(int(low), int(high) + 1)]
         return found
 
@@ -148,10 +148,10 @@ def expand_hosts(text: str, where: str) -> list[str]:
     for entry in re.split(r",(?![^\[]*\])", text.strip()):  # at commas outside brackets
         parts = [*_PART.finditer(entry)]
         if not entry or "".join(part[0] for part in parts) != entry:
-            raise broken(entry or "an empty name")
+            raise invalid_list_error(entry or "an empty name")
         choices = [[part["plain"]] if part["plain"] else numbers(part["ranges"]) for part in parts]
         if len(hosts) + math.prod(map(len, choices)) > MOST:
-            raise broken(entry)
+            raise invalid_list_error(entry)
         hosts += ("".join(words) for words in itertools.product(*choices))
     return hosts
 
