@@ -1,7 +1,7 @@
 """Ways that only an accelerator takes, beside the ways that they stand for; see `cases.py`."""
 
-import contextlib
 import time
+from unittest import mock
 
 import torch
 from torch import nn
@@ -16,22 +16,13 @@ ROUNDING = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 0.03, tor
 SHAPES = ((256, 64, 32, 32), (256, 128, 16, 16), (256, 512, 4, 4))
 
 
-@contextlib.contextmanager
-def _one_pass(allowed):
-    before, norm.is_tested = norm.is_tested, lambda device: allowed
-    try:
-        yield
-    finally:
-        norm.is_tested = before
-
-
 def _trained(layer, groups, group, images, slope, *, once):
     share = BatchSharing(1, 0, group).micro_batches(len(images))[0][0]
     groups.begin_micro_batch(share.spans, share.shared_groups, len(images), len(images))
     for one in (images, *layer.parameters()):
         one.grad = None
     groups.layers[0].seen = None
-    with _one_pass(once):
+    with mock.patch.object(norm, "is_tested", return_value=once):
         output = layer(images)
         output.backward(slope)
     return {
