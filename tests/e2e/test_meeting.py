@@ -1,11 +1,9 @@
 """Processes started by hand or by other launchers meet; who is missing, there twice or not ours is named."""
 
 import contextlib
-import importlib.util
 import json
 import os
 import socket
-import sys
 import threading
 from pathlib import Path
 
@@ -163,15 +161,12 @@ def test_a_rank_outside_ends_those_that_wait():
     assert "can't join: " in ended.err
 
 
-@pytest.mark.parametrize("differs", ["size", pytest.param("job", marks=pytest.mark.slow)])
-def test_world_sizes_or_jobs_that_differ(differs):
+def test_world_sizes_or_jobs_that_differ():
     address = local()
-    if differs == "size":
-        lines, says = [by_hand(address, 2 + rank, rank) for rank in (0, 1)], "differ in --world-size: "
-    else:
-        lines = [by_hand(address, 2, rank, f"--lr {0.5 + rank}") for rank in (0, 1)]
-        says = "differ in the job (flags or job.toml): train.lr ("
-    assert_refused(together(*lines), says)
+    assert_refused(together(*(by_hand(address, 2 + rank, rank) for rank in (0, 1))), "differ in --world-size: ")
+    address = local()
+    lines = [by_hand(address, 2, rank, f"--lr {0.5 + rank}") for rank in (0, 1)]
+    assert_refused(together(*lines), "differ in the job (flags or job.toml): train.lr (")
     assert not any(Path().iterdir())
 
 
@@ -224,58 +219,3 @@ def test_two_processes_of_torchs_launchers_are_one_run():
     assert ended.err.count("itself listens on every interface, port ") == 1
     (line,) = done("-m manyhands eval run --json", program=TORCHRUN, by=start).out.splitlines()
     assert json.loads(line)["count"] == 360
-
-
-# Inside Ray Train's TorchTrainer, with a real Ray: its process group is used and stays.
-TRAINER = """\
-import sys
-
-import ray
-from ray.train import RunConfig, ScalingConfig
-from ray.train.torch import TorchTrainer
-
-def train(config):
-    import torch
-    import torch.distributed as dist
-
-    import manyhands
-
-    group, store = dist.group.WORLD, dist.distributed_c10d._get_default_store()
-    run = manyhands.fit("mlp", "digits", epochs=1, out=config["out"], run__report=False)
-    net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
-    samples = torch.utils.data.TensorDataset(torch.randn(40, 64), torch.arange(40) % 10)
-    assert manyhands.evaluate(net, samples).count == 40
-    with manyhands.session() as here:
-        assert (here.rank, here.size) == (ray.train.get_context().get_world_rank(), 2)
-    assert dist.group.WORLD is group
-    assert dist.distributed_c10d._get_default_store() is store
-    total = torch.ones(1)
-    dist.all_reduce(total)
-    with open(f"{config['out']}-{dist.get_rank()}.txt", "w") as file:
-        file.write(f"{total.item()} {run.status}")
-
-ray.init(num_cpus=2, include_dashboard=False, _temp_dir=sys.argv[2])
-trainer = TorchTrainer(
-    train,
-    train_loop_config={"out": sys.argv[1]},
-    scaling_config=ScalingConfig(num_workers=2),
-    run_config=RunConfig(storage_path=sys.argv[1] + "-ray"),
-)
-trainer.fit()
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(
-    any(importlib.util.find_spec(name) is None for name in ("ray", "pandas", "pyarrow")),
-    reason='NOT SHOWN inside Ray Train: pip install "ray[train]"',
-)
-def test_torch_trainers_processes_train_together(tmp_path, tmp_path_factory):
-    Path("trainer.py").write_text(TRAINER)
-    # Ray's sockets lie there, and their paths are limited to 107 characters.
-    short = Path(tmp_path_factory.getbasetemp()).parent / "ray"
-    own = {"HOME": str(tmp_path), "RAY_AUTH_MODE": "disabled", "RAY_TRAIN_V2_ENABLED": "1"}
-    own["PYTHONPATH"] = os.pathsep.join(sys.path)  # Ray's workers are started elsewhere
-    done(tmp_path / "run", short, program=("trainer.py",), by=start, **own)
-    assert [Path(f"run-{rank}.txt").read_text() for rank in (0, 1)] == ["2.0 finished"] * 2
-    assert processes_of("run") == 2

@@ -41,20 +41,14 @@ def given_away(*paths):
         os.chown(path, 12345, 12345)
 
 
-SAFE = ("-P", "-m", "manyhands")
-
-
 @pytest.mark.slow
-def test_modules_of_the_current_folder_are_not_imported(planted):
-    done("train digits mlp -n 2 --epochs 1 --out r", program=SAFE, by=start)
+def test_modules_of_the_current_folder_are_not_imported(planted, here):
+    done("train digits mlp -n 2 --epochs 1 --out r", program=("-P", "-m", "manyhands"), by=start)
     assert not planted.exists(), planted.read_text()
-
-
-@pytest.mark.slow
-def test_python_dash_m_takes_the_package_alone_from_there(here):
-    for name in ("torch.py", "pydantic.py"):
-        (here / name).write_text("raise SystemExit(9)")
+    # Without -P this module alone is found there.
+    (here / "manyhands.py").unlink()
     done("train digits mlp --dry-run", by=start)
+    assert not planted.exists(), planted.read_text()
 
 
 def test_an_agent_that_ssh_starts_takes_nothing_from_its_work_folder(planted, here):
@@ -139,16 +133,12 @@ def logs(*settings):
     return ended.out + ended.err
 
 
-def test_logs_never_execute_what_a_run_folder_says(strange_run, here):
+def test_logs_never_execute_what_a_run_folder_says_but_what_this_users_launch_did(strange_run, here):
     said = logs("--set cluster.ssh=/bin/false")
     assert "ignoring cluster.python of the run folder; to use this value, add --set cluster.python=/x/evil" in said
     assert "cluster.ssh," not in said
     said = logs("--set cluster.python=python3 --set cluster.workdir=/")
     assert "ignoring cluster.ssh of" in said
-    assert not (here / "mark").exists()
-
-
-def test_logs_reach_machines_as_this_users_launch_did(strange_run, here):
     program = here / "ssh-of-mine"
     program.write_text(f"#!/bin/sh\ntouch {here}/mine\nexit 255\n")
     program.chmod(0o755)
