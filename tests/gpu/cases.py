@@ -31,7 +31,7 @@ from tests.gpu.case import Skip, Unproven
 from tests.gpu.paths import groups_in_one_pass_are_what_each_is_alone
 from tests.processes.families import compare_all
 from tests.processes.ranks import run_on_ranks
-from tests.processes.updates import network, train
+from tests.processes.updates import normed, train
 
 __all__ = ["groups_in_one_pass_are_what_each_is_alone"]  # from another file, run from here
 
@@ -95,8 +95,9 @@ def trains_and_evaluates(device):
 
 def _law(device, size, settings, limit, mode="data", backend="gloo", updates=10):
     first = device if device == "cpu" or ":" in device else f"{device}:0"
-    alone = run_on_ranks(train, 1, updates, "single", True, settings, device=first)
-    several = _ranks(train, size, updates, mode, True, settings, device=device, backend=backend)
+    alone = run_on_ranks(train, 1, updates, normed, settings, device=first)
+    settings = {**settings, "parallel.mode": mode}
+    several = _ranks(train, size, updates, normed, settings, device=device, backend=backend)
     # Rank 0 alone gathers a sharded network.
     told = several if mode != "fsdp" else several[:1]
     assert torch.equal(several[0][2][0], several[1][2][0]), "evaluations differ"
@@ -124,7 +125,7 @@ def the_card_computes_what_the_processor_does(device):
         ("fp32, one update", 5e-3, {"train.precision": "fp32", "train.norm_group": 4}),  # convolutions take tf32
     ):
         updates = 1 if "one" in name else 10
-        here, there = (train(World(device=one), updates, "single", True, settings) for one in (device, "cpu"))
+        here, there = (train(World(device=one), updates, normed, settings) for one in (device, "cpu"))
         found[name] = _within({name: _worst(here[1], there[1])}, limit)[name]
         if "fp64" in name:
             assert torch.equal(here[2][0], there[2][0]), f"{name}: evaluations differ"
@@ -147,7 +148,7 @@ class BadOnce(nn.Module):
 
     def __init__(self, call):
         super().__init__()
-        self.inner, self.call, self.calls = network(True), call, 0
+        self.inner, self.call, self.calls = normed(), call, 0
 
     def forward(self, images):
         self.calls += self.training
@@ -283,9 +284,7 @@ def out_of_memory_says_what_fits(device):
 
 
 def _part(world, folder, steps, **settings):
-    trainer = _trainer(
-        world, folder, lambda: network(True), **{"train.max_steps": steps, "checkpoint.every": "7steps", **settings}
-    )
+    trainer = _trainer(world, folder, normed, **{"train.max_steps": steps, "checkpoint.every": "7steps", **settings})
     fit(trainer)
     weights = _weights(trainer)
     trainer.resources.close()
@@ -304,7 +303,7 @@ def goes_on_to_the_same_bits(device):
 
 
 def _evaluated(world):
-    return train(world, 2, "single" if world.alone else "data", True, FP64)[2]
+    return train(world, 2, normed, FP64).evaluation
 
 
 def evaluation_is_the_same_everywhere(device):

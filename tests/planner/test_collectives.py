@@ -1,6 +1,5 @@
 """Judged point 4: what a split network sends in one update is what was predicted, in number, kind, group and size."""
 
-import random
 from collections import Counter
 
 import pytest
@@ -89,7 +88,7 @@ def _update(world, name, mesh, batch, norm_group, seed):
     model.eval()
     evaluate = describe_network(model, picture)
     model.train()
-    letters = random_letters(train, mesh, random.Random(seed))
+    letters = random_letters(train, mesh, seed)
     for one in evaluate.ops:
         letters.setdefault(one, tuple("r" for _ in mesh.axes))
     share = shares(batch, norm_group)

@@ -1,6 +1,5 @@
 """Costs: the problem that is solved and the prediction that is printed say the same of any letters."""
 
-import random
 from dataclasses import replace
 
 import pytest
@@ -35,7 +34,7 @@ def _setting(graph, sizes, **others):
 @given(st.sampled_from([(2,), (4,), (2, 2), (4, 2), (2, 2, 2)]), st.integers(0, 10**6))
 def test_a_chain_costs_the_same_in_the_problem_and_in_the_prediction(sizes, seed):
     setting = _setting(CHAIN, sizes, memory_limit_bytes=1e12)
-    letters = random_letters(CHAIN, setting.mesh, random.Random(seed))
+    letters = random_letters(CHAIN, setting.mesh, seed)
     one = sharding_problem(CHAIN, setting)
     told = evaluate(one.problem, choices_of(one, letters))
     assert one.letters(told.choices) == letters
@@ -109,7 +108,7 @@ def test_ops_are_measured_once_and_scaled(tmp_path, monkeypatch):
 @given(st.sampled_from([(2,), (4, 2), (2, 2, 2)]), st.integers(0, 10**6))
 def test_a_piece_is_a_part_of_what_is_whole(sizes, seed):
     mesh = mesh_of(sizes)
-    letters = random_letters(CHAIN, mesh, random.Random(seed))
+    letters = random_letters(CHAIN, mesh, seed)
     for op in CHAIN.ops.values():
         if op.extents:
             shape, dims = piece_shape(op, letters[op.name], mesh, BATCH), (BATCH, *op.extent.dims[1:])

@@ -1,7 +1,6 @@
 """Plans on real processes: what is found computes the same as one process, and a wrong network is caught by name."""
 
 import itertools
-import random
 from dataclasses import replace
 
 import pytest
@@ -55,7 +54,7 @@ def _case(name, make=None):
 def _random_plan(name, sizes, seed):
     make, channels = MAKERS[name]
     graph, mesh = graph_of(make(), channels=channels), mesh_of(sizes)
-    default, ops = shorten_strategies(random_letters(graph, mesh, random.Random(seed)), graph, mesh)
+    default, ops = shorten_strategies(random_letters(graph, mesh, seed), graph, mesh)
     return Plan(mesh, ops, default)
 
 

@@ -1,5 +1,6 @@
 """Laws of agreeing: nothing is lost, all come to the same bits, and an exchange can be begun again."""
 
+import functools
 import os
 import subprocess
 import sys
@@ -41,31 +42,46 @@ def _compressor(name, dtype=torch.float64):
     return compressor_named(name, SHAPES, rank=2, seed=3, device="cpu", dtype=dtype)
 
 
+def _kept(world, own, sums):
+    """What processes hold back of their own, and of the sums that each answers for."""
+    kept = _sum(own) / world.size
+    if sums is not None:
+        whole = torch.zeros(sums.numel() * world.size, dtype=torch.float64)
+        whole.view(world.size, -1)[world.rank] = sums
+        kept = kept + _sum(whole)[: len(kept)]
+    return kept
+
+
 def _mean(world, name, count):
     peers, values, codec = SyncGroup(world.rank, world.size), _own(world, count=count), codec_named(name, torch.float64)
     mean, residual = drive(mean_of(values, codec, peers))
-    kept = _sum(residual.own) / world.size
-    if residual.sums is not None:
-        whole = torch.zeros(residual.sums.numel() * world.size, dtype=torch.float64)
-        whole.view(world.size, -1)[world.rank] = residual.sums
-        kept = kept + _sum(whole)[:count]
+    kept = _kept(world, residual.own, residual.sums)
     return mean, (mean + kept - _sum(values) / world.size).abs().sum().item(), peers.sent_bytes
 
 
-def _for_each(world, function, cases):
-    """What a function returns for each case, on these processes."""
-    return [function(world, *case) for case in cases]
+def _of_all(world):
+    """What each law's function returns for each of its cases, on these processes."""
+    return [[function(world, *case) for case in cases] for function, cases in TRIED[world.size].items()]
 
 
-def _on_ranks(size, function, cases):
-    """Each case, with what all processes have returned for it."""
-    return list(zip(cases, zip(*run_on_ranks(_for_each, size, function, cases), strict=True), strict=True))
+@pytest.fixture(scope="module")
+def on_ranks():
+    """By number of processes and function: each case, with what all processes have returned for it."""
+
+    @functools.cache
+    def ran(size):
+        ranks = run_on_ranks(_of_all, size)
+        return {
+            function: [(case, [found[place][number] for found in ranks]) for number, case in enumerate(cases)]
+            for place, (function, cases) in enumerate(TRIED[size].items())
+        }
+
+    return lambda size, function: ran(size)[function]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_a_mean_and_what_was_kept_back_are_all_that_went_in(size):
-    cases = [(name, count) for name in NAMES[:4] for count in (0, 1, 255, 1000)]
-    for (name, count), answers in _on_ranks(size, _mean, cases):
+def test_a_mean_and_what_was_kept_back_are_all_that_went_in(size, on_ranks):
+    for (name, count), answers in on_ranks(size, _mean):
         for mean, lost, sent_bytes in answers:
             assert torch.equal(mean, answers[0][0])
             assert lost < 1e-10
@@ -81,17 +97,12 @@ def _rounds(world, name):
         went_in = went_in + _sum(values) / world.size
         mean, residual = drive(compressor.average(values + residual, peers))
         came_out = came_out + mean
-    kept = _sum(residual) / world.size
-    for key, sums in compressor.state().items():
-        if key == "sums":
-            whole = torch.zeros(sums.numel() * world.size, dtype=torch.float64)
-            whole.view(world.size, -1)[world.rank] = sums
-            kept = kept + _sum(whole)[:COUNT]
+    kept = _kept(world, residual, compressor.state().get("sums"))
     return mean, (came_out + kept - went_in).abs().max().item(), (came_out - went_in).norm().item()
 
 
-def test_nothing_is_lost_over_several_exchanges():
-    for (name,), answers in _on_ranks(3, _rounds, [(name,) for name in NAMES]):
+def test_nothing_is_lost_over_several_exchanges(on_ranks):
+    for (name,), answers in on_ranks(3, _rounds):
         for mean, lost, missing in answers:
             assert torch.equal(mean, answers[0][0])
             assert lost < 1e-10
@@ -107,9 +118,8 @@ def _broken(world, name, value):
     return bool(mean.isfinite().all())
 
 
-def test_what_is_no_number_stays_none_on_all_processes():
-    cases = [(name, value) for name in NAMES for value in (float("inf"), float("-inf"), float("nan"))]
-    assert [case for case, finite in _on_ranks(2, _broken, cases) if any(finite)] == []
+def test_what_is_no_number_stays_none_on_all_processes(on_ranks):
+    assert [case for case, finite in on_ranks(2, _broken) if any(finite)] == []
 
 
 def _late(world, alike):
@@ -131,8 +141,8 @@ def _late(world, alike):
     return nothing.abs().max().item(), missing
 
 
-def test_low_rank_forgets_no_direction_for_good():
-    for _, answers in _on_ranks(2, _late, [(False,), (True,)]):
+def test_low_rank_forgets_no_direction_for_good(on_ranks):
+    for _, answers in on_ranks(2, _late):
         for nothing, missing in answers:
             assert nothing == 0
             assert missing[-1] < missing[0] / 4, "what is held goes out in the end"
@@ -199,10 +209,8 @@ def _finished(world, name, pace):
     return between, own, _everything(trainer)
 
 
-def test_the_agreed_network_is_equal_everywhere_and_the_last_one_is_all_there_is():
-    paces = Pace(4), Pace(4, 2, momentum=0.5), Pace(3, 3, momentum=0.5)
-    cases = [*((name, paces[1]) for name in NAMES), ("int4", paces[0]), ("lowrank", paces[2])]
-    for (_, pace), answers in _on_ranks(3, _finished, cases):
+def test_the_agreed_network_is_equal_everywhere_and_the_last_one_is_all_there_is(on_ranks):
+    for (_, pace), answers in on_ranks(3, _finished):
         for between, own, last in answers:
             assert _same(between, answers[0][0])
             assert _same(last, answers[0][2])
@@ -234,10 +242,8 @@ def _again(world, name, pace, stop):
     return _same(_everything(whole), _everything(other)) and whole.sync.rounds == other.sync.rounds
 
 
-def test_resuming_at_any_step_gives_the_same_bits():
-    pace = Pace(4, 3, momentum=0.5)
-    cases = [*(("int4", pace, stop) for stop in (4, 5, 6, 7, 8)), *(("lowrank", pace, stop) for stop in (5, 7))]
-    assert [case for case, same in _on_ranks(2, _again, cases) if not all(same)] == []
+def test_resuming_at_any_step_gives_the_same_bits(on_ranks):
+    assert [case for case, same in on_ranks(2, _again) if not all(same)] == []
 
 
 def _two_machines(world):
@@ -246,19 +252,19 @@ def _two_machines(world):
     leaders = dist.new_group([0, 2])
     place = world.rank // 2
     machine = LocalGroup(groups[place], 2 * place, 2, world.rank % 2 == 0)
-    return _after_ten(type(world)(place, 2), machine=machine, peers=SyncGroup(place, 2, leaders))
+    return _after_ten(type(world)(place, 2), machine, SyncGroup(place, 2, leaders))
 
 
-def _after_ten(world, **groups):
-    trainer = _Trainer(world, "int8", Pace(4, 2, momentum=0.5), **groups)
+def _after_ten(world, machine=None, peers=None):
+    trainer = _Trainer(world, "int8", Pace(4, 2, momentum=0.5), machine=machine, peers=peers)
     trainer.train(0, 10)
     trainer.sync.finish(10)
     return _everything(trainer)
 
 
-def test_machines_of_two_processes_agree_as_two_processes_would():
-    two = run_on_ranks(_after_ten, 2)
-    assert all(_same(one, two[0]) for one in run_on_ranks(_two_machines, 4))
+def test_machines_of_two_processes_agree_as_two_processes_would(on_ranks):
+    ((_, (wanted, _)),) = on_ranks(2, _after_ten)
+    assert all(_same(one, wanted) for one in run_on_ranks(_two_machines, 4))
 
 
 class _Deep(nn.Module):
@@ -332,11 +338,9 @@ def _power(world, beside, passes, machines=False):
     return {name: one.clone() for name, one in came_out.items()}, len(batches), lost, missing
 
 
-@pytest.mark.parametrize(("size", "passes", "machines"), [
-    (1, 1, False), (2, 3, False), (3, 3, True),
-])  # fmt: skip
-def test_gradients_of_low_rank_are_equal_everywhere_and_nothing_is_lost(size, passes, machines):
-    (_, answers), (_, waited_for) = _on_ranks(size, _power, [(True, passes, machines), (False, passes, machines)])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_gradients_of_low_rank_are_equal_everywhere_and_nothing_is_lost(size, on_ranks):
+    (_, answers), (_, waited_for) = on_ranks(size, _power)
     for came_out, batches, lost, missing in answers:
         assert batches > 2
         assert not any(name.startswith("unused") for name in came_out)
@@ -385,8 +389,8 @@ def _replaced(world, replaces):
     return torch.stack(seen), next(residual for name, residual in state.items() if name.endswith("held"))
 
 
-def test_a_hook_may_put_another_tensor_in_the_place_of_a_gradient():
-    (_, replaced), (_, written) = _on_ranks(2, _replaced, [(True,), (False,)])
+def test_a_hook_may_put_another_tensor_in_the_place_of_a_gradient(on_ranks):
+    (_, replaced), (_, written) = on_ranks(2, _replaced)
     for (one, residual), (other, also) in zip(replaced, written, strict=True):
         assert torch.equal(one, other)
         assert torch.equal(residual, also)
@@ -415,53 +419,6 @@ def test_factors_and_their_products_are_equal_on_other_processors():
     assert said[0].split() == said[1].split()
 
 
-def _power_again(world, stop):
-    """What updates send from `stop` on, going on and beginning again from what was saved then."""
-
-    def send(power, network, steps):
-        sent = []
-        for step in steps:
-            for _, loss in _gradients(network, world, step):
-                power.before_last_micro_batch()
-                loss.backward()
-            power.on_gradients()
-            sent.append({name: one.grad.clone() for name, one in network.named_parameters() if one.grad is not None})
-        return sent
-
-    networks = [_Deep().double() for _ in range(2)]
-    first, other = (
-        PowerSgd(list(one.parameters()), SyncGroup(world.rank, world.size, dist.new_group()), 16, 7) for one in networks
-    )
-    send(first, networks[0], range(stop))
-    state = {name: tensor.clone() for name, tensor in first.state()[0].items()}
-    whole = send(first, networks[0], range(stop, stop + 3))
-    other.load(state, {})
-    again = send(other, networks[1], range(stop, stop + 3))
-    first.close()
-    other.close()
-    return all(_same(one, two) for one, two in zip(whole, again, strict=True))
-
-
-def test_residual_of_several_batches_resumes_to_the_same_bits():
-    assert all(all(same) for _, same in _on_ranks(2, _power_again, [(0,), (1,), (4,)]))
-
-
-def _averaged(world):
-    whole, running = torch.tensor(2**24 + 1 + world.rank), torch.full((3,), float(world.rank))
-    buffers = Buffers([whole, running], SyncGroup(world.rank, world.size))
-    buffers.average(1)
-    own = buffers.own()
-    buffers.write(buffers.averaged)
-    seen = running.tolist()
-    buffers.write(own)
-    return int(whole), seen, running.tolist()
-
-
-def test_mean_of_statistics_leaves_integers_alone():
-    answers = run_on_ranks(_averaged, 2)
-    assert answers == [(2**24 + 1 + rank, [0.5] * 3, [float(rank)] * 3) for rank in range(2)]
-
-
 def test_a_gradient_that_comes_twice_in_a_pass_is_refused():
     layer = nn.Linear(64, 64)
     power = PowerSgd(list(layer.parameters()), SyncGroup(), 1, 0)
@@ -472,3 +429,30 @@ def test_a_gradient_that_comes_twice_in_a_pass_is_refused():
     with pytest.raises(RunError, match="twice"):
         values.sum().backward()
     power.close()
+
+
+COUNTS = [(name, count) for name in NAMES[:4] for count in (0, 1, 255, 1000)]
+NO_NUMBERS = [(name, value) for name in NAMES for value in (float("inf"), float("-inf"), float("nan"))]
+PACES = Pace(4), Pace(4, 2, momentum=0.5), Pace(3, 3, momentum=0.5), Pace(4, 3, momentum=0.5)
+# By number of processes, what each law is tried with.
+TRIED = {
+    1: {_mean: COUNTS, _power: [(beside, 1, False) for beside in (True, False)]},
+    2: {
+        _mean: COUNTS,
+        _broken: NO_NUMBERS,
+        _late: [(False,), (True,)],
+        _again: [
+            *(("int4", PACES[3], stop) for stop in (4, 5, 6, 7, 8)),
+            *(("lowrank", PACES[3], stop) for stop in (5, 7)),
+        ],
+        _after_ten: [()],
+        _power: [(beside, 3, False) for beside in (True, False)],
+        _replaced: [(True,), (False,)],
+    },
+    3: {
+        _mean: COUNTS,
+        _rounds: [(name,) for name in NAMES],
+        _finished: [*((name, PACES[1]) for name in NAMES), ("int4", PACES[0]), ("lowrank", PACES[2])],
+        _power: [(beside, 3, True) for beside in (True, False)],
+    },
+}

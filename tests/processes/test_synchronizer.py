@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import nn
 
 from manyhands.config.job import ClusterOptions, Job
-from manyhands.core.errors import UserError
 from manyhands.core.run_folder import RunFolder
 from manyhands.core.world import World
 from manyhands.sync.compress import compressor_named
@@ -28,12 +27,11 @@ from manyhands.sync.synchronizer import Buffers
 from manyhands.train import status
 from manyhands.train.choose_sync import make_synchronizer, places_of
 from manyhands.train.journal import Journal
-from manyhands.train.loop import fit
 from manyhands.train.status import LONGEST_S, SpeedMonitor, StatusRound
 from manyhands.train.step import StepSums
 from manyhands.train.trial_step import TIMED
 from tests.processes.ranks import run_on_ranks
-from tests.processes.updates import SyncedNetwork, assert_alike, built, captured
+from tests.processes.updates import SyncedNetwork, assert_alike, trained
 
 # By rank: (name of its machine, processes there, its local rank there); and the ranks of each machine.
 DEALT = {
@@ -87,9 +85,9 @@ def _update(synchronizer):
     synchronizer.after_update(2)
 
 
-def _silent(world, costs):
+def _silent(world):
     """Rank 1 lives, and says nothing."""
-    for cost in costs:
+    for cost in (POWERSGD, *(Cost("local", 0.0, 0.0, every=1, delay=delay) for delay in (1, 0))):
         job = Job(cluster=ClusterOptions(collective_timeout_s=1.0), sync=SyncOptions(method=cost.method))
         synchronizer = make_synchronizer(cost, job, nn.Linear(4, 4), [], world, places_of(world, job))
         if world.rank == 0:
@@ -99,9 +97,8 @@ def _silent(world, costs):
     return True
 
 
-def test_a_silent_peer_is_given_up_when_the_job_says_so():
-    local = [Cost("local", 0.0, 0.0, every=1, delay=delay) for delay in (1, 0)]
-    assert all(run_on_ranks(_silent, 2, [POWERSGD, *local]))
+def test_a_silent_peer_is_given_up_when_the_job_says_so(of_two):
+    assert [silent for _, _, silent in of_two] == [True, True]
 
 
 def _where(world):
@@ -112,8 +109,8 @@ def _where(world):
     return [synchronizer.anchor.device.type, synchronizer.buffers.averaged.device.type]
 
 
-def test_what_is_agreed_on_lies_on_the_device_also_without_any_buffer():
-    assert run_on_ranks(_where, 2) == [["meta", "meta"]] * 2
+def test_what_is_agreed_on_lies_on_the_device_also_without_any_buffer(of_two):
+    assert [where for where, *_ in of_two] == [["meta", "meta"]] * 2
 
 
 def _measured(world):
@@ -170,52 +167,20 @@ class _Overflowing(SyncedNetwork):
         return output
 
 
-def _train(world, folder, make, *cases):
-    """The weights after updates under each case's settings."""
-    found = []
-    for number, settings in enumerate(cases):
-        flags = {"data.name": "synthetic:103x1x8x8x5", "train.batch": 29, "train.max_steps": 13, **settings}
-        with built(world, make(), flags, folder / str(number)) as trainer:
-            fit(trainer)
-            trainer.verify_replicas()
-            found.append(captured(trainer).model)
-    return found
-
-
 LOCAL = {"sync.method": "local", "sync.every": 3, "sync.delay": 2, "sync.codec": "int4"}
 
 
-def test_what_the_trial_did_not_use_is_agreed_on_when_it_is_used(tmp_path):
-    cases = LOCAL, {"sync.method": "powersgd", "sync.rank": 1}, {"sync.method": "bf16"}
-    for one, other in zip(*run_on_ranks(_train, 2, tmp_path, _Rare, *cases), strict=True):
-        assert not torch.equal(one["rare.weight"].float(), _Rare().state_dict()["rare.weight"])
-        assert_alike(other, one)
-
-
-def test_what_is_not_said_is_measured_and_the_network_is_left_as_it_was(tmp_path):
-    settings = {"sync.method": "local", "train.micro_batch": 5}
-    (one,), (other,) = run_on_ranks(_train, 2, tmp_path, _Overflowing, settings)
-    assert_alike(other, one)
-    assert all(tensor.isfinite().all() for tensor in one.values())
-    events = map(json.loads, (tmp_path / "0" / "events.jsonl").read_text().splitlines())
-    (event,) = [event for event in events if event["kind"] == "sync"]
+def test_what_the_trial_did_not_use_is_agreed_on_and_what_is_not_said_is_measured():
+    """A measurement leaves the network as it was."""
+    rare = [(13, _Rare, way) for way in (LOCAL, {"sync.method": "powersgd", "sync.rank": 1}, {"sync.method": "bf16"})]
+    measured = (13, _Overflowing, {"sync.method": "local", "train.micro_batch": 5})
+    for one, other in (found := trained(2, [*rare, measured])):
+        assert_alike(other.model, one.model)
+    assert not any(torch.equal(one.model["rare.weight"].float(), _Rare().rare.weight) for one, _ in found[:3])
+    assert all(tensor.isfinite().all() for tensor in found[3][0].model.values())
+    (event,) = [event for event in found[3][0].events if event["kind"] == "sync"]
     assert event["data"]["method"] == "local"
     assert event["data"]["step_s"] > 0
-
-
-def _refused(world, folder):
-    for settings in (
-        {"sync.method": "powersgd", "train.precision": "fp16"},
-        {"sync.method": "local", "train.norm_group": "global"},
-        {"sync.method": "local", "sync.every": 2, "sync.delay": 3},
-    ):
-        with pytest.raises(UserError):
-            _train(world, folder, SyncedNetwork, settings)
-    return True
-
-
-def test_what_does_not_go_together_is_refused(tmp_path):
-    assert run_on_ranks(_refused, 2, tmp_path) == [True, True]
 
 
 class _Paced:
@@ -308,5 +273,14 @@ def _reported(world):
     return found
 
 
-def test_all_hear_at_once_that_time_is_to_be_reported():
-    assert run_on_ranks(_reported, 2) == [[False, True, False]] * 2
+def _of_two(world):
+    return _where(world), _reported(world), _silent(world)
+
+
+@pytest.fixture(scope="module")
+def of_two():
+    return run_on_ranks(_of_two, 2)
+
+
+def test_all_hear_at_once_that_time_is_to_be_reported(of_two):
+    assert [reported for _, reported, _ in of_two] == [[False, True, False]] * 2

@@ -1,32 +1,54 @@
-"""Small networks, and trainers of them under a job, in a process of a group or alone."""
+"""Small networks, and what comes of training them under a job, in a process of a group or alone."""
 
 import contextlib
+import json
 import tempfile
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from manyhands.config.load import load_job
+from manyhands.core.errors import ManyhandsError
 from manyhands.core.run_folder import RunFolder
 from manyhands.parallel.apply import follows_plan
+from manyhands.parallel.mesh.placement import gather_full
 from manyhands.parallel.plan import plan_of
 from manyhands.train.build import build
+from manyhands.train.loop import fit
 from manyhands.train.objects import Objects
 from manyhands.train.parts import Parts
 from manyhands.train.state import capture
 from manyhands.worker.entry import _build
+from tests.processes.ranks import put_on_machines, run_on_ranks
 
 # Divides by nothing: 103 = 3 * 29 + 16.
 SAMPLES, BATCH = 103, 29
 EXACT = {"train.precision": "fp64", "train.channels_last": False}
+SMALL = {
+    "data.name": f"synthetic:{SAMPLES}x1x8x8x5", "train.batch": BATCH, "train.epochs": 50, "train.lr": 0.05,
+    "data.augment": "crop-flip", "model.num_classes": 5, "train.weight_decay": 1e-3,
+}  # fmt: skip
 
 
-def network(norm):
+def normed(norm=nn.BatchNorm2d):
+    """A small network with BatchNorm."""
+    torch.manual_seed(3)
+
     def block(inputs, outputs):
-        return [nn.Conv2d(inputs, outputs, 3, padding=1), *([nn.BatchNorm2d(outputs)] if norm else []), nn.ReLU()]
+        return [nn.Conv2d(inputs, outputs, 3, padding=1), norm(outputs), nn.ReLU()]
 
     return nn.Sequential(*block(1, 6), nn.MaxPool2d(2), *block(6, 8), nn.Flatten(), nn.Linear(8 * 16, 5))
+
+
+def plain():
+    return normed(nn.Identity)
+
+
+def linear():
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 5))
 
 
 class SyncedNetwork(nn.Module):
@@ -118,16 +140,88 @@ def assert_alike(found, wanted, tolerance=0.0, least=1e-12):
         assert (found[name] - one).abs().max().item() <= tolerance * max(scale, least), name
 
 
-def train(world, updates, mode, norm, settings):
-    """The losses of so many updates, the whole network's tensors after them, and an evaluation's counts and loss."""
+class Outcome(NamedTuple):
+    """What came of a training.
+
+    Attributes:
+        losses: of this process's samples, by update.
+        model: the whole network's tensors.
+        evaluation: counts and loss.
+        optimizer: its tensors, by the parameter's name and their own; of FSDP's rank 0 alone has them.
+        first: the step that it began at.
+        averages: how gradients are averaged.
+        ended: why it ended before its end, and where.
+        events: what was noted.
+        metrics: what was measured.
+    """
+
+    losses: list
+    model: dict
+    evaluation: tuple
+    optimizer: dict
+    first: int
+    averages: str
+    layouts: dict
+    ended: str
+    events: list
+    metrics: list
+
+    def said(self, kind="warning"):
+        return [event["message"] for event in self.events if event["kind"] == kind]
+
+
+def train(world, until, make, flags, folder="", machines=(), as_worker=False, *, ends=False, **objects):
+    """Updates up to a step, or a whole run (0), of the network that `make` makes (None: the job's own).
+
+    `machines`: ranks of those that processes are to believe in; `ends`: errors in the run are what is looked for.
+    """
+    if not world.alone:
+        put_on_machines(machines or [range(world.size)], world)
+    model = make() if make else None
     torch.manual_seed(3)
-    flags = {
-        "data.name": f"synthetic:{SAMPLES}x1x8x8x5", "train.batch": BATCH, "train.epochs": 50, "train.lr": 0.05,
-        "parallel.mode": mode, "data.augment": "crop-flip", "model.num_classes": 5, "train.weight_decay": 1e-3,
-        **settings,
-    }  # fmt: skip
-    with built(world, None if "model.name" in settings else network(norm), flags, mode=mode) as trainer:
-        losses = make_updates(trainer, updates)
-        weights = {name: one.cpu() for name, one in captured(trainer).model.items()}
-        evaluation = trainer.evaluate()
-    return losses, weights, (evaluation.confusion, evaluation.loss)
+    losses, evaluation, ended = [], (), ""
+    with built(world, model, {**SMALL, **flags}, folder, as_worker=as_worker, **objects) as trainer:
+        first, network = trainer.progress.step, trainer.network
+        try:
+            losses = make_updates(trainer, until) if until else fit(trainer)
+        except ManyhandsError as error:
+            if not ends:
+                raise
+            ended = f"{error.message} | {error.where}"
+        if not ended:
+            trainer.verify_replicas()
+        states = (captured(trainer).optimizer or {"state": {}})["state"]
+        optimizer = {
+            f"{name} {key}": _whole(name, value, network)
+            for name, values in states.items()
+            for key, value in values.items()
+            if isinstance(value, torch.Tensor)
+        }
+        model = {name: one for name, one in network.full_state_dict().items() if isinstance(one, torch.Tensor)}
+        if not ended:
+            counted = trainer.evaluate()
+            evaluation = counted.confusion, counted.loss
+        records = lines(trainer.folder.events), lines(trainer.folder.metrics)
+    how = network.traits.averages, dict(network.layouts), ended
+    return Outcome(losses, model, evaluation, optimizer, first, *how, *records)
+
+
+def _whole(name, tensor, network):
+    """A tensor of the optimizer from pieces as those of its parameter."""
+    split = network.layouts and tensor.ndim
+    return (gather_full(tensor, network.layouts[name], network.grid) if split else tensor).cpu()
+
+
+def lines(file):
+    """The records of a file, if there is one."""
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def train_all(world, cases):
+    """(until, make, flags, …) of each."""
+    return [train(world, *case) for case in cases]
+
+
+def trained(size, cases):
+    """By case, what came of it on each process; all in one start."""
+    return list(zip(*run_on_ranks(train_all, size, cases), strict=True))
