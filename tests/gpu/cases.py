@@ -29,8 +29,8 @@ from manyhands.worker.failure import explain_memory
 from tests.e2e import command
 from tests.gpu.case import Skip, Unproven
 from tests.gpu.paths import groups_in_one_pass_are_what_each_is_alone
-from tests.processes.families import compare_all
 from tests.processes.ranks import run_on_ranks
+from tests.processes.test_families import compare_all
 from tests.processes.updates import normed, train
 
 __all__ = ["groups_in_one_pass_are_what_each_is_alone"]  # from another file, run from here

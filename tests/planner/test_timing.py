@@ -76,17 +76,13 @@ def test_two_that_write_at_the_same_time_both_count(tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == [one.file.name]
 
 
-@pytest.mark.parametrize(
-    "broken",
-    ["", "{", "[]", '{"format": "op-times/0"}', '{"format": "op-times/2", "environment": {}, "times": {}}', "\0"],
-)
+@pytest.mark.parametrize("broken", ["", "[]", '{"format": "op-times/0"}', "\0"])
 def test_a_broken_file_is_noted_and_begun_anew(tmp_path, broken):
-    op = Op()
     file = OpTimes(folder=tmp_path).file
     file.write_text(broken)
     times = OpTimes(folder=tmp_path)
     assert str(file) in times.notes[0]
-    times.seconds("a", op.make, 1, 1)
+    times.seconds("a", Op().make, 1, 1)
     times.save()
     assert OpTimes(folder=tmp_path).notes == []
 
@@ -100,14 +96,11 @@ def _kept(folder, **changed):
     times.file.write_text(json.dumps(content))
 
 
-@pytest.mark.parametrize("value", ["fast", -1, None, True, float("nan")])
-def test_times_that_are_none_are_not_used(tmp_path, value):
-    _kept(tmp_path, seconds=value)
-    assert '"a" has no time' in OpTimes(folder=tmp_path).notes[0]
-
-
-def test_old_times_are_measured_anew(tmp_path):
+def test_old_times_and_what_is_none_are_measured_anew(tmp_path):
     op = Op()
+    for value in ("fast", -1, True, float("nan")):
+        _kept(tmp_path, seconds=value)
+        assert '"a" has no time' in OpTimes(folder=tmp_path).notes[0]
     _kept(tmp_path)
     assert OpTimes(folder=tmp_path).seconds("a", op.make, 1, 1) == 7.0
     _kept(tmp_path, at=time.time() - (MOST_DAYS + 1) * 86400)
@@ -179,9 +172,3 @@ def test_the_largest_share_is_timed_or_one_pass_of_it(batch, processes, micro_ba
     assert share_timing(_case(seen, batch, micro_batch), processes, before + 1).seconds > 0
     assert set(seen) == {(passed, before + 1)}
     assert torch.get_num_threads() == before
-
-
-def test_without_a_budget_it_is_timed_once():
-    seen = []
-    share_timing(_case(seen, 8), 2, budget_s=0.0)
-    assert len(seen) == 2

@@ -41,15 +41,6 @@ class Functional(nn.Module):
         return F.dropout(values, self.share, training=self.training and self.share > 0)
 
 
-class Attention(nn.Module):
-    def __init__(self, share):
-        super().__init__()
-        self.inner = nn.MultiheadAttention(8, 2, dropout=share, batch_first=True)
-
-    def forward(self, values):
-        return self.inner(values, values, values)[0]
-
-
 class Mixed(nn.Module):
     """Normalizes rows of which each has values of all samples."""
 
@@ -76,7 +67,6 @@ CASES = [
     (DropPath, ["Stochastic depth masks"]),
     (nn.Dropout, ["Dropout masks"]),
     (Functional, ["The network's random numbers"]),
-    (Attention, ["Attention dropout masks"]),
     (_encoder, ["Dropout masks", "Attention dropout masks"]),
     (Mixed, ["1 BatchNorm layer(s) normalize rows"]),
 ]

@@ -80,48 +80,6 @@ def test_gradients_of_an_unfinished_update_are_not_changed_unnoticed(body):
             _loop(here, net, body)
 
 
-def _counted(world):
-    """A plain loop that looks at what its optimizer and scheduler do within an update of several micro-batches."""
-    net, moved, seen = convolution().double(), [], [0.5]
-
-    def body(_model, optimizer, scheduler, backward):
-        before = weights_of(net)
-        backward()
-        optimizer.zero_grad()
-        optimizer.step()
-        scheduler.step()
-        change = [(before[name] - one.detach()).flatten() / seen[-1] for name, one in net.named_parameters()]
-        moved.append(float(torch.cat(change).norm()))
-        seen.append(optimizer.param_groups[0]["lr"])
-
-    with opened(world, **{"train.micro_batch": 4, "train.clip": 1e-3}) as here:
-        _loop(here, net, body, schedule=lambda sgd: torch.optim.lr_scheduler.StepLR(sgd, 2))
-    return seen, [one for one in moved if one > 0]
-
-
-def _precise(world):
-    """Each epoch's loss in half precision."""
-    found = []
-    for precision, kind in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
-        net, losses = convolution(), []
-        with opened(world, **{"train.precision": precision, "train.micro_batch": 5}) as here:
-
-            def body(model, optimizer, _scheduler, backward, net=net, kind=kind):
-                assert model(torch.ones(2, 1, 6, 6)).dtype == kind
-                backward()
-                assert all(one.grad is None or one.grad.dtype == torch.float32 for one in net.parameters())
-                optimizer.step()
-                assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == kind
-
-            def ends(_model, _scheduler, here=here, losses=losses):
-                losses.append(here.mean_loss())
-
-            _loop(here, net, body, epochs=3, ends=ends, data=pictures(double=False), lr=0.1)
-            assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.float32
-        found.append(losses)
-    return found
-
-
 def _frozen(world):
     net = convolution().double()
     net[1].eval()
@@ -198,7 +156,7 @@ def _other_networks(world):
 
 
 def _of_any(world):
-    return [tried(world) for tried in (_counted, _left_early, _frozen, _copied, _precise, _other_networks)]
+    return [tried(world) for tried in (_left_early, _frozen, _copied, _other_networks)]
 
 
 @pytest.fixture(scope="module")
@@ -207,42 +165,30 @@ def found():
     return {size: list(zip(*run_on_ranks(_of_any, size), strict=True)) for size in (1, 2)}
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_within_an_update_nothing_is_stepped_or_zeroed(size, found):
-    for rates, moved in found[size][0]:
-        assert len(rates) > 5
-        assert len(moved) == 4
-        assert rates[-1] == pytest.approx(0.5 * 0.1**2)
-        assert all(norm <= 1.01e-3 for norm in moved)
-
-
 def test_break_from_an_epoch_continues_with_the_next(found):
-    (first, _), *_ = found[1][1]
-    assert all(one == first for size in (1, 2) for answers in found[size][1] for one in answers)
-    assert first[0] == [0, 1, 2]
-    assert len(set(first[1])) == 3
+    for size in (1, 2):
+        (first, _), *_ = ranks = found[size][0]
+        assert all(one == first for answers in ranks for one in answers)
+        assert first[0] == [0, 1, 2]
+        assert len(set(first[1])) == 3
 
 
 def test_frozen_layers_stay_frozen(found):
-    ((frozen, others, start, end),) = found[1][2]
+    ((frozen, others, start, end),) = found[1][1]
     assert others
     assert not frozen
     assert torch.equal(start["1.running_mean"], end["1.running_mean"])
-    for *_, weights in found[2][2]:
+    for *_, weights in found[2][1]:
         assert_close(weights, end)
 
 
 def test_a_network_in_a_session_can_be_copied_and_keeps_nothing_of_it(found):
-    assert [*found[1][3], *found[2][3]] == [0, 0, 0]
-
-
-def test_the_users_forward_runs_in_the_jobs_precision(found):
-    assert all(losses[-1] < losses[0] for ranks in (found[1][4], found[2][4]) for one in ranks for losses in one)
+    assert [*found[1][2], *found[2][2]] == [0, 0, 0]
 
 
 def test_a_process_that_trains_another_network_is_named_in_place_of_mixing_gradients_up(found):
     wanted = [f"rank 1's network differs from rank 0's: {other}" for other in OTHERS.values()]
-    assert found[2][5] == (wanted, wanted)
+    assert found[2][3] == (wanted, wanted)
 
 
 def test_clipping_counts_what_the_optimizer_has():

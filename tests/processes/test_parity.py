@@ -48,7 +48,7 @@ TWO_AXES = ("0=n@dp o@tp", "[1-7]=n@dp c@tp", "8=n@dp i@tp")
 MACHINES = ((0, 1), (2, 3))
 CASES = {
     2: [
-        Case(),
+        Case(until=20),
         Case(IN_PARTS),
         Case(WHOLE_GROUPS),
         Case(ADAMW),
@@ -58,7 +58,7 @@ CASES = {
         Case(CLIPPED),
         Case(uneven(22, 7)),
         Case(uneven(22, 7) | {"parallel.shared_memory": False}),
-        Case(FSDP | uneven(22, 7)),
+        Case(FSDP | uneven(22, 7), until=20),
         Case(FSDP | {"train.channels_last": True}),
         # A network that looks at pictures first.
         Case({"model.name": "quicknet"}, until=3, make=None),
@@ -69,7 +69,7 @@ CASES = {
         split("*=n@dp", **ADAMW),
     ],
     3: [
-        Case(IN_PARTS),
+        Case(IN_PARTS, until=20),
         Case(WHOLE_GROUPS),
         Case({"parallel.shared_memory": False}),
         Case(uneven(20, 1, 8) | IN_PARTS),
@@ -78,7 +78,7 @@ CASES = {
         Case({"train.norm_group": "global"}),
         Case(IN_PARTS, make=plain),
         Case({"train.precision": "fp32"}, until=1, tolerance=1e-4),
-        Case(FSDP),
+        Case(FSDP, until=20),
         # Local steps that are averaged each time, with equal shares and with unequal ones.
         Case(BY_STEPS | {"train.batch": 27}, make=plain),
         Case(BY_STEPS, make=plain),
@@ -86,7 +86,7 @@ CASES = {
         split("4=i@dp", "8=i@dp", **ADAMW),
     ],
     4: [
-        Case(),
+        Case(until=20),
         Case(WHOLE_GROUPS),
         Case(uneven(3, 17, 5, 4) | IN_PARTS),
         Case(machines=MACHINES),
@@ -116,6 +116,14 @@ def test_several_processes_make_the_updates_of_one(size):
                     assert_alike(found.optimizer, alone.optimizer, case.tolerance, least=1e-6)
                 assert torch.equal(found.evaluation[0], alone.evaluation[0]), case
                 assert found.evaluation[1] == pytest.approx(alone.evaluation[1], rel=1e-9), case
+
+
+def test_machines_of_two_processes_take_local_steps_as_two_processes_would():
+    local = {"sync.method": "local", "sync.codec": "none", "sync.every": 3, "sync.delay": 2}
+    case = 0, plain, {**EXACT, **local, "train.batch": 28, "train.max_steps": 10}, ""
+    (two,), (four,) = trained(2, [case]), trained(4, [(*case, MACHINES)])
+    for found in four:
+        assert_alike(found.model, two[0].model, 1e-9)
 
 
 @pytest.mark.parametrize(("mode", "why"), [("single", "process shards no ops"), ("data", "mode data shards no ops")])

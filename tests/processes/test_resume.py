@@ -46,8 +46,14 @@ RUNS = {
     2: {
         "sgd": {}, "adamw": ADAMW, "fp16": FP16, "sharded": {"parallel.mode": "fsdp"}, "int4": INT4,
         "lowrank": LOWRANK, "powersgd": POWERSGD,
+        # An exchange is about to end, or has just begun.
+        "ends": {**INT4, "sync.every": 4, "sync.delay": 3}, "begins": {**LOWRANK, "sync.every": 7},
     },
-    3: {"two levels": {}, "powersgd": POWERSGD, "bf16": {"sync.method": "bf16"}, "int4": INT4},
+    3: {
+        "two levels": {}, "powersgd": POWERSGD, "bf16": {"sync.method": "bf16"}, "int4": INT4,
+        **{codec: {**LOCAL, "sync.codec": codec} for codec in ("none", "int8")},
+        "bf16 steps": {**LOCAL, "sync.codec": "bf16"},
+    },
     "rarely": {
         "lowrank, clipped": {**LOWRANK, "train.clip": 0.5, **ADAMW},
         "waiting, fp16": {**LOCAL, "sync.codec": "int8", "sync.delay": 0, **FP16},
@@ -103,6 +109,7 @@ def test_a_killed_run_resumes_to_the_same_bits_and_all_processes_end_with_one_ne
             assert_alike(other.model, one.model)
             assert_alike(other.optimizer, one.optimizer)
             assert_alike(other.model, before[0].model)
+            assert one.evaluation[1] == before[0].evaluation[1]
             assert not any("without the sync" in message for message in other.said())
         methods = "sync.method" in RUNS[of][name]
         initial, found = SyncedNetwork(idle=methods).state_dict(), before[0].model

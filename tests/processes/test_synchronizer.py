@@ -27,7 +27,7 @@ from manyhands.sync.synchronizer import Buffers
 from manyhands.train import status
 from manyhands.train.choose_sync import make_synchronizer, places_of
 from manyhands.train.journal import Journal
-from manyhands.train.status import LONGEST_S, SpeedMonitor, StatusRound
+from manyhands.train.status import SpeedMonitor, StatusRound
 from manyhands.train.step import StepSums
 from manyhands.train.trial_step import TIMED
 from tests.processes.ranks import run_on_ranks
@@ -250,17 +250,6 @@ def test_a_stall_is_reported_unless_it_is_usual(tmp_path):
         paced.watcher.observe(SimpleNamespace(extra=[0.1] * 4, waited_s=stood_s), 1, paced.journal)
     # Not the start; the broken link, and the first ones of a link that stays as slow.
     assert [message.split(" s,")[0].split()[-1] for message in paced.said("stall")] == ["8", "5", "5"]
-
-
-def test_a_slow_link_is_waited_for_but_not_for_minutes():
-    status_round = StatusRound(World(), 0.5, float("inf"), multiple=1000)
-    status_round.reset(0)
-    status_round.run(StepSums(), 100_001, stop=False)  # steps of next to no time
-    assert next(step for step in range(100_002, 103_000) if status_round.due(step, force=False)) % 1000 == 0
-    time.sleep(0.05)
-    status_round.run(StepSums(), 100_002, stop=False)
-    assert not status_round.due(100_002, force=False)
-    assert status_round.due(100_002 + round(LONGEST_S / 0.05), force=False)
 
 
 def _reported(world):

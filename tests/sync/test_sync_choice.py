@@ -1,4 +1,4 @@
-"""Which sync method suits a link: laws of what methods cost, and of the choice between them."""
+"""Which sync method suits a link and a mode: laws of what methods cost, and of the choice between them."""
 
 import json
 import math
@@ -10,13 +10,16 @@ from hypothesis import strategies as st
 from torchvision.models import resnet18
 
 from manyhands.config.job import Job, TrainOptions
-from manyhands.core.choices import load_choice
+from manyhands.config.load import load_job
+from manyhands.core.choices import load_choice, module_names
 from manyhands.core.errors import UserError
-from manyhands.sync.choose import choose, days_of, label_of
+from manyhands.parallel.options import MODES
+from manyhands.sync.choose import EXACT, choose, days_of, label_of
 from manyhands.sync.costs import FACTOR_VALUE_BYTES, Cost, LinkCase, batches, low_rank_layout, mean_bytes, value_bytes
 from manyhands.sync.link_speeds import LinkSpeed, named_link
 from manyhands.sync.options import METHODS, SyncOptions
-from manyhands.train.choose_sync import previous_cost
+from manyhands.train import choose_sync
+from manyhands.train.choose_sync import check_combination, leaves_a_choice, previous_cost
 from manyhands.worker.plan_advice import as_plain, with_sync
 
 _MODEL = resnet18()
@@ -87,16 +90,12 @@ def test_no_step_is_shorter_than_computing_it_and_what_is_sent_takes_its_time(ca
         assert cost.sent_bytes / case.link.bytes_per_s <= (cost.step_s + hidden) * (1 + 1e-9)
 
 
-@given(cases(fewest=1, most=1), options)
-def test_one_machine_keeps_allreduce_and_sends_nothing(case, wanted):
-    choice = choose(case, wanted)
-    assert choice.chosen.method == "allreduce"
-    assert {(cost.step_s, cost.sent_bytes) for cost in choice.costs} == {(case.step_s, 0.0)}
-
-
-@given(cases(), options)
-def test_a_link_without_limits_keeps_allreduce(case, wanted):
+@given(cases(fewest=1), options)
+def test_one_machine_and_a_link_without_limits_keep_allreduce(case, wanted):
     assert choose(replace(case, link=LinkSpeed(1e18, 0.0)), wanted).chosen.method == "allreduce"
+    alone = choose(replace(case, machines=1), wanted)
+    assert alone.chosen.method == "allreduce"
+    assert {(cost.step_s, cost.sent_bytes) for cost in alone.costs} == {(case.step_s, 0.0)}
 
 
 @given(cases(), st.integers(1, 16))
@@ -198,12 +197,41 @@ def test_a_decision_does_not_outlive_what_rules_it_out():
         assert previous_cost(wrong, Job(sync=SyncOptions(method="auto")), 3) is None
 
 
-def test_a_line_carries_less_than_its_name_says():
-    assert 0.9e9 / 8 < named_link("1gbit").bytes_per_s < 1e9 / 8
-    with pytest.raises(UserError, match="is not a link speed"):
-        named_link("fast")
+# The others average gradients by themselves.
+TAKE_ALL = {"single", "data"}
 
 
-@pytest.mark.parametrize("shape", [(0, 0), (0, 8), (8, 0)])
-def test_what_holds_no_values_is_sent_as_it_is(shape):
-    assert low_rank_layout([shape], 1).rest == (0,)
+@pytest.mark.parametrize("mode", module_names(MODES))
+def test_each_combination_is_taken_or_refused_by_name(mode):
+    check_combination("auto", mode)
+    assert leaves_a_choice(mode) == (mode in TAKE_ALL)
+    for method in module_names(METHODS):
+        if mode in TAKE_ALL or method == EXACT:
+            check_combination(method, mode)
+        else:
+            with pytest.raises(UserError, match=f"{mode} can't be combined with --sync {method}, which averages|needs"):
+                check_combination(method, mode)
+
+
+def test_a_refusal_names_a_mode_that_takes_the_method():
+    with pytest.raises(UserError, match="fsdp can't be combined with --sync local") as caught:
+        check_combination("local", "fsdp")
+    assert caught.value.hints == ("set --parallel data", "or set --sync allreduce")
+
+
+@pytest.mark.parametrize("method", module_names(METHODS))
+def test_each_method_says_what_it_does_and_what_it_costs(method):
+    choice = load_choice(METHODS, method)
+    assert choice.DESCRIPTION
+    assert bool(getattr(choice, "EXCEPTION", "")) != choice.EXACT
+    case = LinkCase(((64, 64), (64,)), 4, 10, 2, 1.0, 0.5, LinkSpeed(1e6, 1e-4), 1000)
+    for cost in choice.estimate(case, SyncOptions()):
+        assert cost.method == method
+        assert cost.sent_bytes > 0
+
+
+@pytest.mark.parametrize("method", ["auto", "local"])
+def test_delays_longer_than_the_pace_are_refused_before_anything_is_timed(method):
+    job = load_job({"sync.method": method, "sync.every": 5, "sync.delay": 20}, environment={}).job
+    with pytest.raises(UserError, match="the delay of 20 steps exceeds"):
+        choose_sync._requested(job, "data")
