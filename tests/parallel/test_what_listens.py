@@ -62,56 +62,40 @@ def test_each_machine_says_what_its_processes_have_open(started_by):
     assert not group.describe_open_ports(ProcessInfo(1, 2, local_rank=1, started_by=started_by), name)
 
 
-@pytest.mark.parametrize(("rank", "wanted"), [(0, (0, 2)), (1, (0, 1)), (2, (1, 2))])
-def test_processes_that_met_by_hand_count_their_neighbors(rank, wanted):
-    machines = enumerate(["here", "there", "here"])
-    present = {number: {"machine": machine} for number, machine in machines}
-    found = _with_local_rank(ProcessInfo(rank=rank, size=3), present)
-    assert (found.local_rank, found.local_size) == wanted
-
-
-NO_LOCKS = "import sys; sys.modules['fcntl'] = None\n"
+def test_processes_that_met_by_hand_count_their_neighbors():
+    present = {number: {"machine": machine} for number, machine in enumerate(["here", "there", "here"])}
+    found = [_with_local_rank(ProcessInfo(rank=rank, size=3), present) for rank in range(3)]
+    assert [(one.local_rank, one.local_size) for one in found] == [(0, 2), (0, 1), (1, 2)]
 
 
 @pytest.mark.parametrize(
     "code",
     [
         "from manyhands.cli.main import main\nmain(['train'])",
-        "from manyhands.cli.main import main\nmain(['--help'])",
         "import manyhands\ntry:\n    manyhands.fit\nexcept manyhands.UserError as error:\n"
         "    sys.exit('manyhands: ' + str(error))",
     ],
 )
 def test_a_system_without_locks_of_files_is_one_line(code):
     """As on Windows, where Python has no fcntl."""
-    done = subprocess.run([sys.executable, "-c", NO_LOCKS + code], capture_output=True, text=True, check=False)
+    code = "import sys; sys.modules['fcntl'] = None\n" + code
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode != 0
     assert done.stderr.startswith("manyhands: manyhands runs on Linux, macOS and WSL2 on Windows")
     assert len(done.stderr.splitlines()) <= 3
 
 
-def with_apples_gpu(monkeypatch):
+def test_apples_gpu_is_for_one_process_and_a_machine_without_it_says_so(monkeypatch):
+    """Read, not run: nobody here has such a computer; what is decided for one is."""
+    with pytest.raises(UserError, match="this machine has no mps device"):
+        group.join(ProcessInfo(device="mps:0"), "", 60, print)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: SimpleNamespace(type="mps"))
-
-
-@pytest.mark.parametrize("kind", ["mps", "mps:0", "mps:1"])
-def test_a_machine_without_apples_gpu_says_so(kind, monkeypatch):
-    if kind == "mps:1":
-        with_apples_gpu(monkeypatch)
-    with pytest.raises(UserError, match="there is no mps:1" if kind == "mps:1" else "this machine has no mps device"):
-        group.join(ProcessInfo(device=kind), "", 60, print)
-
-
-def test_apples_gpu_is_for_one_process(monkeypatch):
-    """Read, not run: nobody here has such a computer; what is decided for one is."""
-    with_apples_gpu(monkeypatch)
-    assert (
-        group._choose_device(ProcessInfo(device="mps:0")) == group._choose_device(ProcessInfo(device="auto")) == "mps"
-    )
-    pair = ProcessInfo(size=2, local_size=2, device="mps")
+    assert [group._choose_device(ProcessInfo(device=one)) for one in ("mps:0", "auto")] == ["mps", "mps"]
+    with pytest.raises(UserError, match="there is no mps:1"):
+        group.join(ProcessInfo(device="mps:1"), "", 60, print)
     with pytest.raises(UserError, match="2 processes can't communicate on mps"):
-        group._choose_device(pair)
+        group._choose_device(ProcessInfo(size=2, local_size=2, device="mps"))
     assert group._choose_device(ProcessInfo(size=2, local_size=2, device="auto")) == "cpu"
 
 

@@ -1,4 +1,4 @@
-"""The mode auto: data parallel is the very same objects, a split trains the same, and a run keeps its plan."""
+"""The mode auto: data parallel where that is kept, a split trains the same, and a run keeps its plan."""
 
 import json
 
@@ -8,7 +8,7 @@ from torch import nn
 
 from manyhands.core.world import World
 from tests.processes.ranks import run_on_ranks
-from tests.processes.updates import EXACT, SMALL, assert_alike, built, make_updates, train, trained
+from tests.processes.updates import EXACT, SMALL, assert_alike, built, train, trained
 
 AUTO = {"parallel.mode": "auto", "parallel.measure": False}
 # Less than the whole network takes, so that its layers must be split; without it they need not.
@@ -28,57 +28,23 @@ def _light():
     )
 
 
-def _structures(world, folder):
-    return [_structure(world, folder / mode, mode) for mode in ("auto", "data")]
-
-
-def _structure(world, folder, mode):
-    """All that could tell two modes apart, as plain data, and the weights after some updates."""
-    torch.manual_seed(3)
-    flags = {**SMALL, **EXACT, **AUTO, "parallel.mode": mode}
-    with built(world, _light(), flags, folder, as_worker=True) as trainer:
-        network, updater, feed = trainer.network, trainer.updater, trainer.feed
-        parameters = network.call.named_parameters()
-        found = {
-            "classes": [type(one).__qualname__ for one in (network, network.call, feed, updater, updater.optimizer)],
-            "postpone_steps": network.traits.no_sync.__qualname__,
-            "mode": trainer.run.mode,
-            "layouts": dict(network.layouts),
-            "modules": {name: _module(module) for name, module in network.call.named_modules()},
-            "hooks": {name: len(one._post_accumulate_grad_hooks or {}) for name, one in parameters},
-            "feed": (feed.order, feed.sharing),
-        }
-        make_updates(trainer, 5)
-        return found, {name: one.detach().clone() for name, one in network.model.state_dict().items()}
-
-
-def _module(module):
-    hooks = {
-        name: sorted(hook.__qualname__ for hook in hooks.values())
-        for name, hooks in vars(module).items()
-        if name.endswith("_hooks") and hooks
-    }
-    return f"{type(module).__module__}.{type(module).__qualname__}", hooks, "forward" in vars(module)
-
-
-def test_auto_that_keeps_data_parallel_runs_the_very_same_objects(tmp_path):
-    ranks, plan = run_on_ranks(_structures, 2, tmp_path), _record(tmp_path / "auto")
-    assert plan["mode"] == "data"
-    assert "data parallel is kept" in plan["reason"]
-    for (found, weights), (wanted, expected) in ranks:
-        assert not found["layouts"]
-        assert found["classes"][0] == "FlatNetwork"
-        for part, content in wanted.items():
-            assert found[part] == content, part
-        assert_alike(weights, expected)
-
-
 def _case(folder, until, flags):
     return until, _heavy, {**EXACT, "checkpoint.every": "4steps", **flags}, folder, (), True
 
 
 def _record(folder):
     return json.loads((folder / "plan.json").read_text())
+
+
+def test_auto_that_keeps_data_parallel_is_data_parallel(tmp_path):
+    ways = [(5, _light, {**EXACT, **AUTO, "parallel.mode": way}, tmp_path / way, (), True) for way in ("auto", "data")]
+    for auto, data in zip(*trained(2, ways), strict=True):
+        assert (auto.layouts, auto.averages) == ({}, data.averages)
+        assert_alike(auto.model, data.model)
+        assert_alike(auto.optimizer, data.optimizer)
+    record = _record(tmp_path / "auto")
+    assert record["mode"] == "data"
+    assert "data parallel is kept" in record["reason"]
 
 
 def test_auto_and_semi_with_a_search_train_to_the_weights_of_one_process(tmp_path):

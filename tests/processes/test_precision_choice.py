@@ -20,7 +20,7 @@ from manyhands.train.precision import resolve_precision
 from manyhands.train.saving import finish_save, save
 from manyhands.worker.plan_search import case_of
 from tests.processes.ranks import run_on_ranks
-from tests.processes.updates import built, linear, lines
+from tests.processes.updates import built, linear, lines, normed
 
 DECIDED = ("train.precision", "train.channels_last")
 AUTO = dict.fromkeys(DECIDED, "auto")
@@ -37,11 +37,6 @@ def own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(devices, "this_processor", devices.this_processor)  # is put back at the end
     return tmp_path / "cache" / "manyhands" / "planner"
-
-
-def _net():
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(512, 5))
 
 
 class Viewed(nn.Module):
@@ -61,7 +56,7 @@ class Exact(Viewed):
         return found
 
 
-def _decide(world, folder, network=_net, settings=None, *, saves=True, knows_bf16=True):
+def _decide(world, folder, network=normed, settings=None, *, saves=True, knows_bf16=True):
     """What was decided, precision and layout as they are then; after an update the run is saved."""
     _new_processor(knows_bf16)
     flags = {
@@ -147,11 +142,11 @@ def test_a_run_keeps_what_it_decided_whatever_is_measured_later_until_the_user_s
     run = tmp_path / "run"
     assert run_on_ranks(_decide, 2, run)[0][:2] == ("bf16", True)
     _plant(own_cache, **FP32)
-    assert _alone(run, _net, {"train.epochs": 20})[:2] == ("bf16", True)
+    assert _alone(run, normed, {"train.epochs": 20})[:2] == ("bf16", True)
     assert json.loads((run / "plan.json").read_text())["resolved"]["train.precision"] == "bf16"
     asked = load_job({"run.out": str(run), **AUTO}, environment={}).job
     assert not [one for one in changes_since(RunFolder(run), asked) if one.key in DECIDED]
-    assert _alone(run, _net, {"train.precision": "fp32"})[:2] == ("fp32", True)
+    assert _alone(run, normed, {"train.precision": "fp32"})[:2] == ("fp32", True)
     assert _alone(run)[:2] == ("fp32", True)
 
 
@@ -173,7 +168,7 @@ def _wide():
     return nn.Sequential(nn.Flatten(), nn.Linear(64, 20_000), nn.ReLU(), nn.Linear(20_000, 5))
 
 
-@pytest.mark.parametrize(("network", "timed"), [(linear, 0), (_wide, 2), (_net, 4)])
+@pytest.mark.parametrize(("network", "timed"), [(linear, 0), (_wide, 2), (normed, 4)])
 def test_what_cannot_pay_is_not_timed(tmp_path, own_cache, network, timed):
     found = _alone(tmp_path / "run", network)
     assert found[1] in {False, timed == 4}
@@ -214,7 +209,7 @@ def _generators():
 
 def test_a_measurement_leaves_random_numbers_as_they_were(tmp_path):
     job = load_job({"run.out": str(tmp_path), "train.batch": 12, **AUTO}, environment={}).job
-    objects = Objects(_net(), train_set=Drawing(), test_set=Drawing())
+    objects = Objects(normed(), train_set=Drawing(), test_set=Drawing())
     before = _generators()
     _new_processor()
     resolved = resolve_precision(job, RunFolder(tmp_path), World(), "single", objects)
@@ -224,7 +219,7 @@ def test_a_measurement_leaves_random_numbers_as_they_were(tmp_path):
 
 def test_what_the_user_names_is_taken_and_nothing_is_measured(tmp_path, own_cache):
     named = {"train.precision": "bf16", "train.channels_last": True}
-    assert _alone(tmp_path / "run", _net, named)[:2] == ("bf16", True)
+    assert _alone(tmp_path / "run", normed, named)[:2] == ("bf16", True)
     assert not own_cache.exists()
     assert not _said(tmp_path / "run")
 

@@ -19,18 +19,7 @@ from manyhands.train import saving
 from manyhands.train.loop import fit
 from tests.processes.ranks import run_on_ranks
 from tests.processes.test_parity import CROSSED, OUTPUTS, TWO_AXES, split
-from tests.processes.updates import (
-    EXACT,
-    SMALL,
-    SyncedNetwork,
-    assert_alike,
-    built,
-    captured,
-    linear,
-    normed,
-    train,
-    trained,
-)
+from tests.processes.updates import EXACT, SMALL, SyncedNetwork, assert_alike, built, linear, normed, train, trained
 
 # 103 samples in batches of 29 are 4 updates an epoch; 7 lies within the second epoch and within an exchange.
 SAVED, TOTAL = 7, 13
@@ -289,7 +278,7 @@ def test_a_run_is_not_turned_back_below_its_own_checkpoints_of_which_the_best_or
         train(World(), *_case({"train.batch": 103}, tmp_path / "run", 9))
     assert newest(tmp_path / "run" / "checkpoints")[0] == tmp_path / "run" / "checkpoints" / "step-00000008"
     with built(World(), linear(), SMALL) as trainer:
-        path = commit(tmp_path / "without" / "checkpoints", 3, captured(trainer))
+        path = commit(tmp_path / "without" / "checkpoints", 3, Snapshot(trainer.network.full_state_dict(), None, {}))
     assert resolve(tmp_path / "without", "best") == path
 
 

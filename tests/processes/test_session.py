@@ -20,6 +20,7 @@ from manyhands.core.run_folder import RunFolder
 from manyhands.core.world import World
 from manyhands.report.read import read_run
 from manyhands.train.session import Session
+from manyhands.worker.run_metadata import write_metadata
 from tests.processes.ranks import run_on_ranks
 
 # 53 samples in batches of 16 are 4 updates an epoch.
@@ -33,7 +34,8 @@ def opened(world, folder=None, **settings):
     kept = folder and RunFolder(Path(folder))
     if kept:
         kept.failures.mkdir(parents=True, exist_ok=True)
-    here = Session(world, load_job(flags, environment={}).job, kept, scheduled="train.schedule" in settings)
+    how = {"scheduled": "train.schedule" in settings, "write_metadata": write_metadata}
+    here = Session(world, load_job(flags, environment={}).job, kept, **how)
     with contextlib.closing(here):
         yield here
 

@@ -13,7 +13,6 @@ from torch.utils.data import TensorDataset
 
 from manyhands.config.load import load_job
 from manyhands.core.errors import UserError
-from manyhands.core.run_folder import RunFolder
 from manyhands.parallel.apply import resolve_mode
 from manyhands.parallel.mesh.grid import open_mesh
 from manyhands.sync.options import methods
@@ -21,6 +20,7 @@ from manyhands.train.loop import fit
 from manyhands.train.session import Session
 from manyhands.worker.run_metadata import write_metadata
 from tests.processes.ranks import run_on_ranks
+from tests.processes.test_session import opened
 from tests.processes.updates import EXACT, SyncedNetwork, assert_alike, built, linear, updates
 
 # 48 samples in batches of 16 are 3 updates an epoch; the mean loss of a share is exact parts of the batch's then.
@@ -83,13 +83,8 @@ def _flags(settings, world):
     }  # fmt: skip
 
 
-@contextlib.contextmanager
 def _opened(world, settings, folder):
-    place = RunFolder(Path(folder))
-    place.failures.mkdir(parents=True, exist_ok=True)
-    job = load_job({**_flags(settings, world), "run.out": str(folder)}, environment={}).job
-    with contextlib.closing(Session(world, job, place, write_metadata=write_metadata)) as here:
-        yield here
+    return opened(world, folder, **_flags(settings, world), **{"run.out": str(folder)})
 
 
 def _recorded(folder):

@@ -141,29 +141,17 @@ def assert_alike(found, wanted, tolerance=0.0, least=1e-12):
 
 
 class Outcome(NamedTuple):
-    """What came of a training.
+    """What came of a training."""
 
-    Attributes:
-        losses: of this process's samples, by update.
-        model: the whole network's tensors.
-        evaluation: counts and loss.
-        optimizer: its tensors, by the parameter's name and their own; of FSDP's rank 0 alone has them.
-        first: the step that it began at.
-        averages: how gradients are averaged.
-        ended: why it ended before its end, and where.
-        events: what was noted.
-        metrics: what was measured.
-    """
-
-    losses: list
-    model: dict
-    evaluation: tuple
-    optimizer: dict
-    first: int
-    averages: str
+    losses: list  # of this process's samples, by update
+    model: dict  # the whole network's tensors
+    evaluation: tuple  # counts and loss
+    optimizer: dict  # tensors, by the parameter's name and their own; of FSDP's rank 0 alone has them
+    first: int  # the step that it began at
+    averages: str  # how gradients are averaged
     layouts: dict
-    ended: str
-    events: list
+    ended: str  # why it ended before its end, and where
+    events: list  # what was noted
     metrics: list
 
     def said(self, kind="warning"):
