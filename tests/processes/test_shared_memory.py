@@ -23,7 +23,7 @@ from manyhands.core.world import World
 from manyhands.data.order import BatchSharing
 from manyhands.parallel.modes import data
 from manyhands.parallel.modes.data import FlatNetwork, TwoLevelNetwork
-from manyhands.parallel.network import ModeRequest, ParallelNetwork
+from manyhands.parallel.network import ModeRequest, ModeTraits, ParallelNetwork
 from manyhands.parallel.replicas.batch_norm import group_batch_norms
 from manyhands.parallel.replicas.shared_memory import (
     ON_SEVERAL,
@@ -182,10 +182,13 @@ def _two_updates(network, size, rank, count=12):
     return found, dict(network.model.named_buffers())
 
 
-def _updated(world, machines):
+def _updated(world, machines, slot_bytes=SLOT_BYTES):
     """What two updates give, and how many collectives they took: all of them, and those that memory can't do."""
     put_on_machines(machines, world)
-    network = data.apply(_normed(), world, ModeRequest())
+    if slot_bytes == SLOT_BYTES:
+        network = data.apply(_normed(), world, ModeRequest())
+    else:
+        network = FlatNetwork(_normed(), world, ModeTraits(), _opened(world, slot_bytes=slot_bytes))
     assert isinstance(network, FlatNetwork if len(machines) == 1 else TwoLevelNetwork)
     before, through_memory = collectives_begun(), SharedSums.begun
     found = _two_updates(network, world.size, world.rank)
@@ -226,11 +229,12 @@ def _of_all(world):
     put_on_machines([range(world.size)], world)
     _any_values(world)
     wrong = _several_at_once(world)
-    updated = [_updated(world, machines) for machines in MACHINES[world.size]]
+    updated = [_updated(world, *how) for how in MACHINES[world.size]]
     return wrong, updated, _how(world) if world.size == 3 else []
 
 
-MACHINES = {2: [ONE_OF_2], 3: [ONE_OF_3, TWO_AND_ONE]}
+# Through slots that are large and small.
+MACHINES = {2: [(ONE_OF_2,), (ONE_OF_2, 64)], 3: [(ONE_OF_3,), (ONE_OF_3, 64), (TWO_AND_ONE,)]}
 
 
 @pytest.fixture(scope="module")
@@ -267,7 +271,7 @@ def _assert_updated(machines, several):
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_gradients_are_those_of_one_process_beside_batch_norms_sums(size, found):
-    for number, machines in enumerate(MACHINES[size]):
+    for number, (machines, *_) in enumerate(MACHINES[size]):
         _assert_updated(machines, [answers[number] for answers in found[size][1]])
 
 
