@@ -22,7 +22,7 @@ from manyhands.parallel.split.strategy import resolve
 from manyhands.parallel.split.tracing import describe_network
 from manyhands.train.trainer import dependence_reasons
 from tests.processes.ranks import run_on_ranks
-from tests.processes.updates import built
+from tests.processes.updates import built, by_case
 
 SAMPLES, CHANNELS = 12, 10
 MESH = (("dp", 2), ("tp", 2))
@@ -69,18 +69,14 @@ STRATEGIES = ["n@dp,tp", "n@dp c@tp", "c@dp,tp", "n@dp r@tp", "r@dp c@tp"]
 CASES = [(kind, strategy) for kind in DROPS for strategy in STRATEGIES]
 
 
-def _all_masks(world):
-    return {case: _masks(world, *case) for case in CASES}
-
-
 @pytest.fixture(scope="module")
 def masks():
-    return run_on_ranks(_all_masks, Mesh(MESH).size)
+    return dict(zip(CASES, by_case(Mesh(MESH).size, _masks, CASES), strict=True))
 
 
 @pytest.mark.parametrize(("kind", "strategy"), CASES)
 def test_masks(kind, strategy, masks):
-    by_rank = [found[kind, strategy] for found in masks]
+    by_rank = masks[kind, strategy]
     first, second = by_rank[0]
     # What all of them put together is one tensor, so replicas drew alike.
     for masks in by_rank:

@@ -19,8 +19,7 @@ from manyhands.core.world import World
 from manyhands.data.order import BatchSharing
 from manyhands.parallel.replicas import batch_norm as norm
 from manyhands.parallel.replicas.batch_norm import group_batch_norms, set_rows_per_sample, watching
-from tests.processes.ranks import run_on_ranks
-from tests.processes.updates import assert_alike
+from tests.processes.updates import assert_alike, by_case
 
 KINDS = {0: nn.BatchNorm1d, 1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
 # What rounding leaves, relative to each tensor's largest value.
@@ -71,7 +70,12 @@ def _network():
     )
 
 
-def _pass(world, count, group, micro):
+def _pass(world, count, group, micro, once):
+    with in_one_pass(once):
+        return _gradients(world, count, group, micro)
+
+
+def _gradients(world, count, group, micro):
     model = _network().double().train()
     groups, _ = group_batch_norms(model)
     images = torch.randn(count, 2, 8, 8, dtype=torch.float64)
@@ -106,19 +110,11 @@ PASSES = {
 }
 
 
-def _passes(world, cases):
-    found = []
-    for *case, once in cases:
-        with in_one_pass(once):
-            found.append(_pass(world, *case))
-    return found
-
-
 @pytest.mark.parametrize("size", PASSES)
 def test_same_gradients_and_statistics_at_any_number_of_processes(size):
-    alone = _passes(World(), [(count, group, 0, False) for count, group, *_ in PASSES[size]])
-    for found in run_on_ranks(_passes, size, PASSES[size]):
-        torch.testing.assert_close(found, alone, rtol=1e-10, atol=1e-12)
+    for (count, group, *_), found in zip(PASSES[size], by_case(size, _pass, PASSES[size]), strict=True):
+        alone = _gradients(World(), count, group, 0)
+        torch.testing.assert_close(found, (alone,) * size, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("kind", [Activated, nn.BatchNorm2d])
@@ -217,14 +213,10 @@ def _single_precision(world, dtype, mean):
     return [float(one.abs().max()) for one in (apart.mean((0, 2, 3)), apart, gradient)], calls.doubles
 
 
-def _all_precisions(world):
-    cases = (torch.bfloat16, 3.0), (torch.float16, 3.0), (torch.float32, 1000.0)
-    return [_single_precision(world, dtype, mean) for dtype, mean in cases]
-
-
 def test_shared_groups_are_as_exact_as_what_they_are_given():
-    for answer in run_on_ranks(_all_precisions, 2):
-        for (found, doubles), bias, error in zip(answer, (0.002, 0.0003, 1e-6), (0.02, 0.002, 1e-5), strict=True):
+    answers = by_case(2, _single_precision, [(torch.bfloat16, 3.0), (torch.float16, 3.0), (torch.float32, 1000.0)])
+    for of_ranks, bias, error in zip(answers, (0.002, 0.0003, 1e-6), (0.02, 0.002, 1e-5), strict=True):
+        for found, doubles in of_ranks:
             assert all(one < most for one, most in zip(found, (bias, error, error), strict=True))
             assert doubles <= 16 * 8  # values per channel and per sample, nothing as large as the activation
 

@@ -8,14 +8,7 @@ import torch.distributed as dist
 
 from manyhands.core.mesh import Mesh
 from manyhands.parallel.mesh.grid import Grid
-from manyhands.parallel.mesh.placement import (
-    Extent,
-    convert,
-    convert_both,
-    gradient_of,
-    steps_between,
-    value_of,
-)
+from manyhands.parallel.mesh.placement import Extent, convert, convert_both, gradient_of, steps_between, value_of
 from tests.processes.ranks import run_on_ranks
 
 MESHES = [(("dp", 4),), (("dp", 3), ("tp", 2)), (("dp", 2), ("one", 1), ("tp", 2))]

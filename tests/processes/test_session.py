@@ -22,6 +22,7 @@ from manyhands.report.read import read_run
 from manyhands.train.session import Session
 from manyhands.worker.run_metadata import write_metadata
 from tests.processes.ranks import run_on_ranks
+from tests.processes.updates import by_case
 
 # 53 samples in batches of 16 are 4 updates an epoch.
 COUNT, BATCH = 53, 16
@@ -150,10 +151,6 @@ def _trained(world, name, settings, plan=None):
         return here.full_state_dict(), losses, evaluated, seen
 
 
-def _all(world, cases):
-    return [_trained(world, *case) for case in cases]
-
-
 @pytest.fixture(scope="module")
 def alone():
     return {name: _trained(World(), name, {}) for name in OBJECTS}
@@ -212,7 +209,7 @@ CASES = {
 @pytest.mark.parametrize("size", CASES)
 def test_several_processes_or_parts_make_the_same_updates(alone, size):
     assert {case[0] for cases in CASES.values() for case in cases} == OBJECTS.keys()
-    for case, *several in zip(CASES[size], *run_on_ranks(_all, size, CASES[size]), strict=True):
+    for case, several in zip(CASES[size], by_case(size, _trained, CASES[size]), strict=True):
         weights, losses, evaluated, _ = alone[case[0]]
         for found in several:
             assert_close(found[0], weights)

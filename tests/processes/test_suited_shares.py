@@ -10,7 +10,7 @@ from torch import nn
 from manyhands.train import shares
 from manyhands.train.saving import finish_save, save
 from tests.processes.ranks import run_on_ranks
-from tests.processes.updates import assert_alike, built, linear, normed, updates
+from tests.processes.updates import assert_alike, built, by_case, linear, normed, updates
 
 BATCH, UPDATES = 32, 20
 FLAGS = {
@@ -104,17 +104,10 @@ def test_by_default_machines_of_several_kinds_are_measured_and_the_updates_stay_
     assert again[0][0] == [BATCH // 2, BATCH // 2]
 
 
-def _all_on_machines(world, folder, cases):
-    return [_on_machines(world, folder / str(number), *case)[0] for number, case in enumerate(cases)]
-
-
 @several_cores
-def test_shares_stay_equal_without_a_word(tmp_path):
+def test_shares_stay_equal_without_a_word():
     """On machines of one kind, in ways of training that can't share unequally, and where that is wished for."""
-    ways = [
-        ((False, False), {}),
-        ((False, True), {"sync.method": "local"}),
-        ((False, True), {"cluster.shares": "equal"}),
-    ]
-    cases = [(kinds, 0, settings) for kinds, settings in ways]
-    assert run_on_ranks(_all_on_machines, 2, tmp_path, cases) == [[[BATCH // 2, BATCH // 2]] * 3] * 2
+    local, equal = {"sync.method": "local"}, {"cluster.shares": "equal"}
+    cases = [("", (False, False), 0, {}), ("", (False, True), 0, local), ("", (False, True), 0, equal)]
+    for answers in by_case(2, _on_machines, cases):
+        assert [taken for taken, _ in answers] == [[BATCH // 2, BATCH // 2]] * 2

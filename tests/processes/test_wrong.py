@@ -14,7 +14,7 @@ from manyhands.core.world import World
 from manyhands.train.loop import fit
 from manyhands.worker.run_metadata import write_metadata
 from tests.processes.ranks import run_on_ranks
-from tests.processes.updates import EXACT, SMALL, assert_alike, built, linear, train
+from tests.processes.updates import EXACT, SMALL, assert_alike, built, by_case, for_each, linear, train
 
 SAMPLES, BATCH, EPOCHS = 60, 12, 4
 PER_EPOCH = SAMPLES // BATCH
@@ -65,15 +65,13 @@ FLAGS = {
 }  # fmt: skip
 
 
-def _trained(world, cases):
-    """What comes of (settings, bad samples, their value, whether they spoil gradients)."""
-    return [
-        train(
-            *(world, 0, functools.partial(Normed, spoils=spoils), {**FLAGS, **settings}),
-            ends=True, train_set=_pictures(bad, value), test_set=_pictures(()),
-        )
-        for settings, bad, value, spoils in cases
-    ]  # fmt: skip
+def _trained(world, settings, bad, value, spoils):
+    """What comes of it where some samples have a value, and spoil gradients."""
+    make, data = (
+        functools.partial(Normed, spoils=spoils),
+        {"train_set": _pictures(bad, value), "test_set": _pictures(())},
+    )
+    return train(world, 0, make, {**FLAGS, **settings}, ends=True, **data)
 
 
 def _nan(settings, bad=(17,)):
@@ -108,13 +106,13 @@ ALL_BAD = _nan({}, range(SAMPLES))
 def on_two():
     """By case, what came of it on both processes."""
     cases = [*map(_nan, WAYS.values()), *SPOILT, *METHODS, ALL_BAD]
-    found = list(zip(*run_on_ranks(_trained, 2, cases), strict=True))
+    found = by_case(2, _trained, cases)
     return found[: len(WAYS)], found[len(WAYS) : len(WAYS) + 2], found[-4:-1], found[-1]
 
 
 def test_each_epochs_bad_update_is_left_out_alike_in_every_mode(on_two):
     alone = [{key: one for key, one in way.items() if not key.startswith("parallel.")} for way in WAYS.values()]
-    truths = _trained(World(), [*map(_nan, alone), SPOILT[0], SPOILT[0]])
+    truths = for_each(World(), _trained, [*map(_nan, alone), SPOILT[0], SPOILT[0]])
     for truth, found in zip(truths, [*on_two[0], *on_two[1]], strict=True):
         assert not truth.ended
         assert len(_left_out(truth)) == EPOCHS
@@ -140,14 +138,14 @@ def test_no_sync_method_carries_it_on(on_two):
 def test_an_update_left_out_changes_nothing_at_all():
     """The first one of a run that ends there: the weights are those that it began with."""
     cases = [_nan({"train.max_steps": 1, "train.lr": 1e-300}, ()), _nan({"train.max_steps": 1}, range(SAMPLES))]
-    before, after = _trained(World(), cases)
+    before, after = for_each(World(), _trained, cases)
     assert (_left_out(after), _counted(after)) == ([1], 0)
     assert torch.equal(before.model["head.weight"], after.model["head.weight"])
     assert not after.model["body.1.num_batches_tracked"]
 
 
 def test_an_epochs_mean_loss_is_that_of_its_own_updates_if_the_last_one_is_left_out():
-    (found,) = _trained(World(), [_nan({}, (42,))])
+    found = _trained(World(), *_nan({}, (42,)))
     records = [one for one in found.metrics if one["kind"] == "step"]
     assert _left_out(found) == [5, 10, 11, 20]
     means = 0
@@ -166,16 +164,12 @@ def test_the_third_in_a_row_ends_the_run_with_the_last_good_weights_or_the_first
         assert "the input pictures contain NaN" in found.ended
         assert "the last 3 updates were skipped | rank 0, step 2, samples " in found.ended
         assert all(one.isfinite().all() for one in found.model.values())
-    (found,) = _trained(World(), [_nan({"train.stop_after_bad": 1})])
+    found = _trained(World(), *_nan({"train.stop_after_bad": 1}))
     assert not _left_out(found)
     assert "in a row" not in found.ended
     # Samples that hold NaN are named.
     assert "input pictures" in found.ended
     assert found.ended.endswith("samples 17")
-
-
-def _broken_off(world):
-    return [_break_off(world, last) for last in ("buffers", "statistics")]
 
 
 def _break_off(world, last):
@@ -201,7 +195,7 @@ def _break_off(world, last):
 
 
 def test_update_changes_nothing_if_a_peer_ends_in_its_last_collective():
-    assert run_on_ranks(_broken_off, 2) == [[[], []]] * 2
+    assert by_case(2, _break_off, [("buffers",), ("statistics",)]) == [([], [])] * 2
 
 
 class Wrong(nn.Module):
@@ -245,10 +239,6 @@ def _fit(world, wrong, accelerator=False, mode="data", sync="allreduce"):
     return "", ""
 
 
-def _fit_all(world, cases):
-    return [_fit(world, *case) for case in cases]
-
-
 FAULTS = {
     3: [
         (("drift",), "drifted apart: inner.1.bias", "rank 1, inner.1.bias"),
@@ -267,8 +257,9 @@ FAULTS = {
 
 @pytest.mark.parametrize("size", FAULTS)
 def test_what_goes_wrong_on_one_process_is_named_by_all(size):
-    for answers in run_on_ranks(_fit_all, size, [how for how, *_ in FAULTS[size]]):
-        for (_, what, where), (message, place) in zip(FAULTS[size], answers, strict=True):
+    found = by_case(size, _fit, [how for how, *_ in FAULTS[size]])
+    for (_, what, where), answers in zip(FAULTS[size], found, strict=True):
+        for message, place in answers:
             assert what in message
             assert place.split(", samples")[0].startswith(where)
 
@@ -311,28 +302,24 @@ def _moving():
     return nn.Sequential(nn.Conv2d(1, 4, 3), norm, Centered(), nn.Flatten(), nn.Linear(144, 5))
 
 
-def _fit_moving(world, modes):
-    """By mode: the buffers, and what plan.json names."""
-    found = []
-    for mode in modes:
-        flags = {**SMALL, "train.batch": 20, "train.epochs": 2, "train.audit_every": 1, "parallel.mode": mode}
-        with built(world, net := _moving(), flags) as trainer:
-            write_metadata(trainer)
-            fit(trainer)
-            exceptions = json.loads(trainer.folder.plan.read_text())["exceptions"] if world.is_main else []
-        found.append(({name: one.tolist() for name, one in net.named_buffers()}, exceptions))
-    return found
+def _fit_moving(world, mode):
+    """The buffers, and what plan.json names."""
+    flags = {**SMALL, "train.batch": 20, "train.epochs": 2, "train.audit_every": 1, "parallel.mode": mode}
+    with built(world, net := _moving(), flags) as trainer:
+        write_metadata(trainer)
+        fit(trainer)
+        exceptions = json.loads(trainer.folder.plan.read_text())["exceptions"] if world.is_main else []
+    return {name: one.tolist() for name, one in net.named_buffers()}, exceptions
 
 
 def test_buffers_that_each_process_moves_by_its_own_samples_are_kept_equal_and_named():
-    for (first, exceptions), (second, _) in zip(*run_on_ranks(_fit_moving, 2, ["data", "fsdp"]), strict=True):
+    for (first, exceptions), (second, _) in by_case(2, _fit_moving, [("data",), ("fsdp",)]):
         assert first == second
         assert first["2.seen"] > 0
         assert first["2.replaced"] != [0]
         (exception,) = exceptions
         assert exception.startswith("1.running_mean, 1.running_var, 2.mean and 3 more buffers: each process updates")
-    ((_, exceptions),) = _fit_moving(World(), ["single"])
-    assert exceptions == []
+    assert _fit_moving(World(), "single")[1] == []
 
 
 class Spectral(nn.Module):

@@ -205,11 +205,15 @@ def lines(file):
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
-def train_all(world, cases):
-    """(until, make, flags, …) of each."""
-    return [train(world, *case) for case in cases]
+def for_each(world, function, cases):
+    return [function(world, *case) for case in cases]
+
+
+def by_case(size, function, cases):
+    """For each case what function(world, *case) returned on each process; all in one start."""
+    return list(zip(*run_on_ranks(for_each, size, function, cases), strict=True))
 
 
 def trained(size, cases):
-    """By case, what came of it on each process; all in one start."""
-    return list(zip(*run_on_ranks(train_all, size, cases), strict=True))
+    """By case, (until, make, flags, …), what came of it on each process."""
+    return by_case(size, train, cases)
