@@ -115,10 +115,10 @@ def _left_early(world):
     return found
 
 
-def _copied(world):
+def _copied(world, folder):
     """The network of a session that notes its outputs: copied, pickled, and as it is afterwards."""
     net = _plain()
-    with opened(world) as here:
+    with opened(world, folder) as here:
         average = torch.optim.swa_utils.AveragedModel(net)
 
         def body(model, optimizer, _scheduler, backward):
@@ -159,14 +159,15 @@ def _other_networks(world):
     return found
 
 
-def _of_any(world):
-    return [tried(world) for tried in (_left_early, _frozen, _copied, _other_networks)]
+def _of_any(world, folder):
+    return _left_early(world), _frozen(world), _copied(world, folder), _other_networks(world)
 
 
 @pytest.fixture(scope="module")
-def found():
+def found(tmp_path_factory):
     """By number of processes, and by what is tried: what each process found."""
-    return {size: list(zip(*run_on_ranks(_of_any, size), strict=True)) for size in (1, 2)}
+    folder = tmp_path_factory.mktemp("copied")
+    return {size: list(zip(*run_on_ranks(_of_any, size, folder / str(size)), strict=True)) for size in (1, 2)}
 
 
 def test_break_from_an_epoch_continues_with_the_next(found):
