@@ -117,17 +117,17 @@ def _left_early(world):
 
 def _copied(world, folder):
     """The network of a session that notes its outputs: copied, pickled, and as it is afterwards."""
-    net = _plain()
+    net, averages = _plain(), []
+
+    def body(_model, optimizer, _scheduler, backward):
+        torch.save(net, io.BytesIO())
+        averages.append(averages[0] if averages else torch.optim.swa_utils.AveragedModel(net))
+        backward()
+        averages[0](pictures()[:16][0])
+        optimizer.step()
+        averages[0].update_parameters(net)
+
     with opened(world, folder) as here:
-        average = torch.optim.swa_utils.AveragedModel(net)
-
-        def body(model, optimizer, _scheduler, backward):
-            torch.save(net, io.BytesIO())
-            backward()
-            average(torch.zeros(1, 36).double())
-            optimizer.step()
-            average.update_parameters(net)
-
         _loop(here, net, body, lr=0.1)
     return len(net._forward_hooks)
 
