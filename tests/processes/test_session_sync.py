@@ -84,7 +84,9 @@ def _flags(settings, world):
 
 
 def _opened(world, settings, folder):
-    return opened(world, folder, **_flags(settings, world), **{"run.out": str(folder)})
+    flags = {**_flags(settings, world), "run.out": str(folder)}
+    del flags["train.schedule"]  # the optimizer's learning rate stays
+    return opened(world, folder, **flags)
 
 
 def _recorded(folder):
