@@ -144,9 +144,10 @@ LOCAL = {"sync.method": "local", "sync.every": 3, "sync.delay": 2, "sync.codec":
 
 def test_what_the_trial_did_not_use_is_agreed_on_and_what_is_not_said_is_measured():
     """A measurement leaves the network as it was."""
-    rare = [(13, _Rare, way) for way in (LOCAL, {"sync.method": "powersgd", "sync.rank": 1}, {"sync.method": "bf16"})]
-    measured = (13, _Overflowing, {"sync.method": "local", "train.micro_batch": 5})
-    for one, other in (found := trained(2, [*rare, measured])):
+    rare = [(_Rare, way) for way in (LOCAL, {"sync.method": "powersgd", "sync.rank": 1}, {"sync.method": "bf16"})]
+    measured = (_Overflowing, {"sync.method": "local", "train.micro_batch": 5})
+    cases = [(0, make, {**way, "train.max_steps": 13}) for make, way in (*rare, measured)]
+    for one, other in (found := trained(2, cases)):
         assert_alike(other.model, one.model)
     assert not any(torch.equal(one.model["rare.weight"].float(), _Rare().rare.weight) for one, _ in found[:3])
     assert all(tensor.isfinite().all() for tensor in found[3][0].model.values())
