@@ -103,39 +103,25 @@ def run_with(head, tmp_path, monkeypatch, **more):
 
 
 @pytest.mark.timeout(60)
-def test_processes_that_have_returned_end_though_another_machine_has_failed(tmp_path, monkeypatch):
-    """They wait for their agent, which would never poll them again."""
-    ticks = iter(range(1000))
-
-    def tick():
-        if next(ticks) == 10:  # they hear of the failure first, and return then
-            (tmp_path / "until").touch()
-        return [WorkerCommand("leave")]
-
-    ended = run_with(Head(tick), tmp_path, monkeypatch)
-    assert ended.returned == RETURNED
-    assert not ended.failed
-    assert not ended.broken
-
-
-@pytest.mark.timeout(60)
-def test_a_process_that_is_killed_after_it_has_returned_has_done_its_work(tmp_path, monkeypatch):
-    """The other one, which saves yet, isn't disturbed; nothing waits for the killed one to wake up."""
+@pytest.mark.parametrize("kills", [False, True])
+def test_a_process_that_has_returned_has_done_its_work_whatever_fails_then(kills, tmp_path, monkeypatch):
+    """It is killed, which disturbs no other one that saves yet; or another machine fails, and none waits for a poll."""
     ticks = iter(range(1000))
 
     def tick():
         number = next(ticks)
-        if number == 10:  # by now it has returned, and waits for its agent
+        if number == 10 and kills:  # by now it has returned, and waits for its agent
             os.kill(head.pids()[1], signal.SIGKILL)
-        if number == 30:
+        if number == (30 if kills else 10):
             (tmp_path / "until").touch()
-        return []
+        return [] if kills else [WorkerCommand("leave")]
 
     head = Head(tick)
     began = time.monotonic()
     ended = run_with(head, tmp_path, monkeypatch)
     assert ended.returned == RETURNED
     assert not ended.failed
+    assert not ended.broken
     assert time.monotonic() - began < 30
 
 

@@ -39,22 +39,15 @@ def test_each_signal_is_heard_and_what_was_there_before_comes_back():
     assert heard == list(STOPS)
     assert {number.name for number in STOPS} >= {"SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1"}
     assert [signal.getsignal(number) for number in STOPS] == before
-
-
-def test_nohup_stays_what_it_is():
-    """Who starts a run so that it outlives the terminal doesn't want its end to stop it."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with pytest.raises(KeyboardInterrupt), ended_like_ctrl_c():  # where there is nothing to save
+        os.kill(os.getpid(), signal.SIGUSR1)
+    hangup = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # nohup: the run is to outlive its terminal
     try:
         with ended_like_ctrl_c() as taken:
             os.kill(os.getpid(), signal.SIGHUP)
         assert signal.SIGHUP not in taken
     finally:
-        signal.signal(signal.SIGHUP, before)
-
-
-def test_a_schedulers_word_ends_what_has_nothing_to_save_as_ctrl_c_does():
-    with pytest.raises(KeyboardInterrupt), ended_like_ctrl_c():
-        os.kill(os.getpid(), signal.SIGUSR1)
+        signal.signal(signal.SIGHUP, hangup)
 
 
 RECORD = Failure(time=1.0, rank=1, host="n2", pid=1, error="RunError", what="out of memory", where="rank 1")
