@@ -45,7 +45,7 @@ def failing(survey):
     return [found.hosts for found in examine(survey) if found.severity == "fail" and found.check != "twice"]
 
 
-def test_every_way_is_tried_and_measured(agents):
+def test_every_way_is_tried_and_measured_and_a_machine_that_goes_meanwhile_is_the_one_finding(agents):
     survey = Survey(("a", "b", "c"), facts_of(agents))
     take_survey(machines_of(agents).ask_named, survey)
     pairs = {(one, two) for one in "abc" for two in "abc" if one != two}
@@ -53,12 +53,8 @@ def test_every_way_is_tried_and_measured(agents):
     assert set(survey.chosen) == set("abc")
     assert all(abs(offset) <= uncertain + 0.01 for offset, uncertain in survey.clock_s.values())
     assert failing(survey) == []
-
-
-def test_a_machine_that_goes_while_it_is_asked_is_the_one_finding(agents):
-    facts = facts_of(agents)
     agents[1].process.kill()
-    survey = Survey(("a", "b", "c"), facts)
+    survey = Survey(("a", "b", "c"), survey.facts)
     take_survey(machines_of(agents).ask_named, survey)
     assert set(survey.errors) == {"b"}
     assert set(survey.mbps) == {("a", "c"), ("c", "a")}
@@ -91,16 +87,11 @@ def test_all_files_of_the_users_own_that_a_job_names_are_looked_for():
     assert set(needs.files) == {"own.py", "rates.py", "figures.py"}
 
 
-def test_missing_data_fails_and_is_shown_on_the_screen(tmp_path):
-    done = run("doctor", "./pets", "mlp", cwd=tmp_path)
-    assert done.code == 3
-    assert f"the data {tmp_path / 'pets'} is missing" in done.out
-    assert "would fail" in done.out.splitlines()[-1]
-
-
-def test_port_in_use_is_reported_with_its_process(tmp_path):
+def test_missing_data_and_a_port_in_use_fail_and_are_shown_on_the_screen(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as holder:
         port = holder.getsockname()[1]
-        done = run("doctor", "digits", "--set", f"cluster.init=tcp://127.0.0.1:{port}", cwd=tmp_path)
+        done = run("doctor", "./pets", "mlp", "--set", f"cluster.init=tcp://127.0.0.1:{port}", cwd=tmp_path)
     assert done.code == 3
-    assert all(words in done.out for words in (f"port {port}", str(os.getpid()), "already in use"))
+    said = (f"the data {tmp_path / 'pets'} is missing", f"port {port}", str(os.getpid()), "already in use")
+    assert all(words in done.out for words in said), done.out
+    assert "would fail" in done.out.splitlines()[-1]
