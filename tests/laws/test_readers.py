@@ -232,7 +232,8 @@ def read_messages(folder):
         decode(line)
 
 
-INSERTED = (b"[" * 3_000, b'{"a":' * 3_000, b"9" * 5_000, b"1e999", b"NaN", b"-1", b"null", b'"x"', b"{}", b"\x00")
+# Spaces: a reader of YAML looks for a key behind all brackets of 1,024 bytes.
+INSERTED = (b"[    " * 1_500, b'{"a":' * 1_500, b"9" * 5_000, b"1e999", b"NaN", b"-1", b"null", b'"x"', b"{}", b"\x00")
 INSERTED += (b"\xff" * 64, b"\n", b'"', b"\\ud800", b"\x1b[31m", b"\xe2\x80\xae", b"../../../etc/passwd", b"", b"\xef")
 TOKEN = re.compile(rb'"[^"]*"|-?\d+(\.\d+)?|\w+')
 
@@ -267,17 +268,13 @@ def no_name_server(monkeypatch):
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory):
-    """A folder of sound files for each reader, written once."""
+    """A folder of sound files for each reader, written and read once."""
     root = tmp_path_factory.mktemp("sound")
-    for name, (write, _) in READERS.items():
+    for name, (write, read) in READERS.items():
         (root / name).mkdir()
         write(root / name)
+        read(root / name)
     return root
-
-
-@pytest.mark.parametrize("name", READERS)
-def test_sound_files_are_read(name, sound):
-    READERS[name][1](sound / name)
 
 
 @pytest.mark.parametrize("name", READERS)
