@@ -1,6 +1,5 @@
 """Messages between a head and its machines: they arrive typed, and what isn't one of ours is one clear error."""
 
-import inspect
 import json
 import math
 import os
@@ -10,7 +9,6 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import get_type_hints
 
 import psutil
 import pytest
@@ -26,10 +24,9 @@ from manyhands.cluster.agents.connection import (
 )
 from manyhands.cluster.agents.early import AGENT
 from manyhands.cluster.agents.machines import _start, open_here
-from manyhands.cluster.agents.protocol import FilePiece, OpenRun, Orders, RunOpened, WorkerExited, WorkersEnded
-from manyhands.cluster.doctor.findings import Attempt, FactsWanted
-from manyhands.cluster.doctor.probe import Listener
-from manyhands.cluster.hosts.inventory import Machine, Rendezvous
+from manyhands.cluster.agents.protocol import FilePiece, OpenRun, WorkerExited, WorkersEnded
+from manyhands.cluster.doctor.findings import FactsWanted
+from manyhands.cluster.hosts.inventory import Machine
 from manyhands.cluster.messages import (
     VERSION,
     Alive,
@@ -45,7 +42,6 @@ from manyhands.cluster.messages import (
     decode,
     encode,
     perform,
-    remote,
 )
 from manyhands.core.records import Event, Failure, append
 from manyhands.core.run_folder import RunFolder
@@ -71,36 +67,6 @@ def test_what_is_sent_arrives_under_its_number_and_may_come_in_pieces(message):
     assert lines.take(line[:5]) == []
     assert lines.take(line[5:] + line[:9]) == [(7, message)]
     assert lines.take(line[9:]) == [(7, message)]
-
-
-ORDERS = Orders({"job": {"train": {"epochs": 2}}}, "ranks", Rendezvous((2, 1)), environment={"A": "b"})
-OPENED = RunOpened("/r", shared=False, checkpoints=True, held={"metrics.jsonl": 3})
-PIECE = FilePiece("metrics.jsonl", "{}\n", 4)
-REQUESTS = (
-    (HELLO, {"cores": 2, "load": [0.5, math.inf]}),
-    (call(Agent.open_run, OpenRun("runs/a", "token", "holder", "id", {"metrics.jsonl": 3})), OPENED),
-    (call(Agent.start_workers, ORDERS), None),
-    (call(Agent.connect, {"n2": (Listener("::1", 4711, "00"),)}), {"n2": (Attempt("::1", "timeout"),)}),
-    (call(Agent.keep_records, "/r", [PIECE]), None),
-    (call(Agent.read_log, "0.log", 0, rest=True), ("words", 5)),
-)
-
-
-@pytest.mark.parametrize(("asked", "result"), REQUESTS, ids=[asked.call.method for asked, _ in REQUESTS])
-def test_a_method_receives_and_returns_what_its_annotations_say(asked, result):
-    received = {}
-
-    def method(_agent, **arguments):
-        received.update(arguments)
-        return result
-
-    method.__signature__ = inspect.signature(asked.method)
-    method.__annotations__ = get_type_hints(asked.method)
-    double = type("Double", (), {asked.call.method: remote(method)})
-    (_, arrived) = decode(encode(asked.call))
-    (_, answer) = decode(encode(CallResult(perform(double(), arrived))))
-    assert asked.result(answer) == result
-    assert {**received, **asked.call.arguments} == received
 
 
 def test_a_greeting_of_the_other_shell_is_no_message():

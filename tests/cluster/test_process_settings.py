@@ -17,16 +17,6 @@ def _as_before():
     gc.unfreeze()
 
 
-def test_garbage_is_not_collected_during_imports_and_what_was_imported_is_left_to_be_shared():
-    before = gc.get_freeze_count()
-    with importing():
-        assert not gc.isenabled()
-    assert (gc.isenabled(), gc.get_freeze_count() > before) == (True, True)
-    with pytest.raises(ImportError), importing():
-        raise ImportError
-    assert gc.isenabled()
-
-
 SCRIPT = """
 import os
 from manyhands.cluster.agents.agent import importing

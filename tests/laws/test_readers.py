@@ -29,7 +29,7 @@ from manyhands.config.job import ClusterOptions
 from manyhands.config.load import load_job
 from manyhands.core.errors import ManyhandsError
 from manyhands.core.mesh import Mesh, TensorLayout
-from manyhands.core.records import EvaluationMetrics, Event, Failure, StepMetrics, append, write_json
+from manyhands.core.records import write_json
 from manyhands.core.run_folder import RunFolder
 from manyhands.data.decode import probe
 from manyhands.data.folder import list_pack, list_parts, place_of_pack
@@ -41,6 +41,7 @@ from manyhands.report.page import render
 from manyhands.report.read import read_run
 from manyhands.report.summary import result_lines
 from manyhands.run.logs import read_places
+from tests.report.fake_run import FakeRun
 
 READERS = {}
 SECONDS = 30  # for one file; a machine may be busy
@@ -70,7 +71,7 @@ def device(server, card):
     return {"device_id": str(card), "device_ip": f"192.100.{server}.{card}", "rank_id": str(2 * server + card)}
 
 
-SERVERS = [{"server_id": "127.0.0.1", "device": [device(server, card) for card in (0, 1)]} for server in (0,)]
+SERVERS = [{"server_id": "127.0.0.1", "device": [device(0, 0), device(0, 1)]}]
 TABLE = {"version": "1.0", "server_count": "1", "status": "completed", "server_list": SERVERS}
 
 
@@ -193,18 +194,7 @@ def read_packs(folder):
 
 def write_run(folder):
     """A run of two updates with a failure."""
-    (folder / "ranks" / "failures").mkdir(parents=True)
-    (folder / "job.toml").write_text('[data]\nname = "digits"\n[model]\nname = "mlp"\n')
-    for step in (1, 2):
-        counts = {"epoch": 0, "step": step, "step_in_epoch": step, "steps_per_epoch": 2, "total_steps": 2, "samples": 8}
-        rates = {"learning_rate": 0.1, "images_per_s": 10.0, "data_share": 0.1, "epoch_loss": None}
-        append(folder / "metrics.jsonl", StepMetrics(time=step, loss=1.0 / step, top1=0.5, **counts, **rates))
-    evaluated = EvaluationMetrics(time=5, epoch=1, step=2, count=8, loss=0.3, top1=0.5, top5=1.0, best=True)
-    append(folder / "metrics.jsonl", evaluated)
-    append(folder / "events.jsonl", Event(time=0, kind="started", step=0, message="words", data={"a": [1]}))
-    failure = Failure(time=5, rank=1, host="n2", pid=7, error="E", what="w", hints=["m"], traceback="t\nu")
-    write_json(folder / "ranks" / "failures" / "1.json", failure)
-    write_json(folder / "env.json", {"processes": 2, "hosts": ["n1"], "versions": {"torch": "2"}})
+    FakeRun(folder, epochs=1, steps_per_epoch=2, record_every=1, classes=["a", "b"]).begin().train().fail()
     write_json(folder / "machines.json", [{"host": "n1", "ranks": [0, 2], "folder": "/x", "local": True}])
 
 

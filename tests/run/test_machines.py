@@ -297,15 +297,11 @@ def test_another_launcher_takes_over(tmp_path, monkeypatch):
 
 
 def test_a_machine_that_the_user_adds(scene):
-    heard = []
-    for name, why in (("n2", "already part of the run"), ("n4", ""), ("n4", "rejoins the run as soon as it answers")):
-        request = lambda name=name: scene.run.add(Machine(name), lambda *told: heard.append(told))  # noqa: E731
-        if why:
-            with pytest.raises(UserError, match=why):
-                request()
-        else:
-            request()
-    scene.wait(0)
+    with pytest.raises(UserError, match="already part of the run"):
+        scene.run.add(Machine("n2"), pytest.fail)
+    heard = scene.adds_n4()
+    with pytest.raises(UserError, match="rejoins the run as soon as it answers"):
+        scene.run.add(Machine("n4"), pytest.fail)
     assert scene.opened == ["n4"]
     n4 = scene.machines.all[-1]
     n4.link.closed = True
@@ -314,6 +310,10 @@ def test_a_machine_that_the_user_adds(scene):
     [(text, takes_part)] = heard
     assert text.startswith("n4 can't join: ")
     assert not takes_part
+    waits = scene.adds_n4()
+    scene.run.close()
+    assert waits == [("the run ended before n4 joined", False)]
+    assert scene.machines.all[-1].link is None
 
 
 def test_an_added_machine_belongs_to_the_job_from_its_first_start_on_even_when_it_is_lost(scene):
@@ -334,13 +334,6 @@ def test_an_added_machine_belongs_to_the_job_from_its_first_start_on_even_when_i
     assert len(heard) == 1
 
 
-def test_who_waits_at_the_end_hears_that_the_run_has_ended(scene):
-    heard = scene.adds_n4()
-    scene.run.close()
-    assert heard == [("the run ended before n4 joined", False)]
-    assert scene.machines.all[-1].link is None
-
-
 def test_a_refused_machine_that_is_added_again_keeps_what_is_known_of_it(scene):
     scene.contacting()
     scene.fails_a_request()
@@ -352,8 +345,8 @@ def test_a_refused_machine_that_is_added_again_keeps_what_is_known_of_it(scene):
     assert scene.n3.state is MachineState.CONTACTING
 
 
-def test_a_rank_that_no_machine_has_excludes_nobody(scene):
+def test_a_rank_that_no_machine_has_and_a_tunnel_exclude_nobody(scene):
     scene.n3.failures = 1
-    for rank in (6, 99, -1):
-        scene.run.note_ending(Ending(failed={rank: -9}))
+    for ending in (*(Ending(failed={rank: -9}) for rank in (6, 99, -1)), Ending(lost_tunnel="the tunnel to n3 ended")):
+        scene.run.note_ending(ending)
     assert scene.machines.running == [scene.n1, scene.n2, scene.n3]

@@ -211,25 +211,10 @@ def test_the_cause_is_of_the_last_start_also_where_its_head_left_no_word(rankles
     assert "a mistake of mine" in found.cause
 
 
-def test_a_run_whose_checkpoints_are_gone_is_not_said_to_continue(folder):
-    put(folder, "started", "saved|40", "stopped|40")
-    left = f"no checkpoint is left in {folder.checkpoints}: restore one from a copy, or use another --out"
-    assert why(folder).do == [left]
-
-
-def test_earlier_start_is_shown_with_its_machine_or_none(folder):
-    folder.environment.write_text('{"ranks": [{"host": "n1"}]}')
-    for number, data in enumerate(({}, {"host": "n2"})):
-        append(folder.events, Event(time=1.0 + number, kind="restarted", message="m", data=data))
-    first, second = why(folder).done
-    assert "n1" not in first + second
-    assert "restarted (n2, " in second
-
-
 def test_machines_of_an_active_run_and_joined_machines_are_shown(folder):
     places = [{"host": "n1", "ranks": [0, 2]}, {"host": "n2", "ranks": [2, 1]}]
     folder.machines.write_text(json.dumps([{**place, "folder": "/r", "local": False} for place in places]))
-    put(folder, "regrouped||n2 can join: restarting from step 8")
+    put(folder, "saved|8", "stopped|8", "regrouped||n2 can join: restarting from step 8")
     head = Running(time=1.0, pid=1, created=1.0, host="n1", run=str(folder.path), hosts=["n1", "n2"], command=[])
     told = why(folder, head)
     assert "on: n1 (ranks 0 to 1), n2 (rank 2)" in told.lines()
