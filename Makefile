@@ -73,13 +73,11 @@ MINUTES ?= 30
 KILLS ?= 50
 LAUNCHES ?= 100
 SAVES ?= 200
-ALTERATIONS ?= 1000
 SOAKED ?= build/soak
 
 soak: $(READY)
 	mkdir -p $(SOAKED)
 	$(BIN)/python -m tests.faults.soak_saves kills --count $(SAVES) --json $(SOAKED)/saves.json
-	$(BIN)/python -m tests.faults.soak_saves alterations --count $(ALTERATIONS) --json $(SOAKED)/alterations.json
 	$(BIN)/python -m tests.faults.soak faults --minutes $(MINUTES) --json $(SOAKED)/faults.json
 	$(BIN)/python -m tests.faults.soak kills --count $(KILLS) --json $(SOAKED)/kills.json
 	$(BIN)/python -m tests.faults.soak launches --count $(LAUNCHES) --json $(SOAKED)/launches.json

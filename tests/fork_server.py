@@ -1,4 +1,4 @@
-"""Forks agents and commands for tests from one process that has imported torch.
+"""Forks agents, commands and ranks for tests from one process that has imported torch.
 
 Each fork runs the module as `python -m` does, in the namespaces, folder, variables and streams of the process that
 forks/sitecustomize.py has replaced. It differs in what it has inherited: imported modules, the seed of hashes, one
@@ -9,6 +9,7 @@ import atexit
 import contextlib
 import ctypes
 import functools
+import gc
 import importlib
 import os
 import platform
@@ -25,9 +26,16 @@ import traceback
 from pathlib import Path
 
 from manyhands.cluster.agents.early import AGENT
+from manyhands.core.choices import module_names
 
 FORKS, SOURCE = Path(__file__).with_name("forks"), Path(__file__).parents[1] / "src"
 NAMESPACES = {"mnt": 0x00020000, "uts": 0x04000000, "net": 0x40000000}  # with CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWNET
+# What torch's wrappers, optimizers and checkpoints import when they are first used, and what we do.
+IMPORTED_LATE = (
+    "torch._dynamo", "torch.distributed.checkpoint.state_dict", "torch.distributed.elastic.agent.server",
+    "torch.distributed.algorithms.ddp_comm_hooks.default_hooks", "manyhands.data.datasets.synthetic",
+    "manyhands.parallel.split.network", "manyhands.sync.local", "manyhands.sync.powersgd", "manyhands.sync.measure",
+)  # fmt: skip
 BYTES, READY, REQUEST_S = 1 << 20, b"ready\n", 5
 
 
@@ -50,6 +58,28 @@ def fork_variables():
     assert process.stdout.readline() == READY
     paths = os.pathsep.join([str(FORKS), str(SOURCE)])
     return {"PYTHONPATH": paths, "TEST_FORK_SERVER": str(folder / "socket")}
+
+
+@functools.cache
+def import_what_is_imported_late():
+    """Imports it once, so that not every forked process does so by itself, which takes seconds of each."""
+    modes = "manyhands.parallel.modes"
+    for name in (*IMPORTED_LATE, *(f"{modes}.{mode}" for mode in module_names(modes))):
+        importlib.import_module(name)
+
+
+def request_fork(module, arguments):
+    """Has a module run in a fork, which ends when the returned socket is closed; its exit code comes by the socket."""
+    variables = {**os.environ, **fork_variables()}
+    server = socket.socket(socket.AF_UNIX)
+    server.connect(variables.pop("TEST_FORK_SERVER"))
+    mask = os.umask(0)
+    os.umask(mask)
+    words = [str(Path.cwd()), str(mask), module, str(len(arguments)), *map(str, arguments)]
+    words += [f"{name}={value}" for name, value in variables.items()]
+    socket.send_fds(server, ["\0".join([*words, "", ""]).encode(errors="surrogateescape")], [0, 1, 2])
+    server.recv(8)
+    return server
 
 
 def _end_server(process, folder, starter):
@@ -167,10 +197,14 @@ def main():
     ours = "cli.main cli.train run.train train.precision cluster.doctor.facts models.build"
     for name in ("torchvision", *(f"manyhands.{each}" for each in ours.split())):
         importlib.import_module(name)
+    import_what_is_imported_late()
+    gc.collect()
+    gc.freeze()  # a collection in a fork would copy what it looks at
     del sys.path[0]  # the folder of the tests, which isn't there for what `python -P` starts
     _name_process("fork-server")
     os.write(1, READY)
     serve_forks(socket.socket(fileno=int(sys.argv[2])))
+    os._exit(0)  # without a word from the libraries that modules have loaded
 
 
 if __name__ == "__main__":

@@ -9,9 +9,9 @@ from safetensors.torch import save_file
 
 from manyhands.checkpoint import files, folders
 from manyhands.checkpoint.describe import NetworkLayout
-from manyhands.checkpoint.read import slices
+from manyhands.checkpoint.read import region_slices
 from manyhands.checkpoint.snapshot import Snapshot
-from manyhands.checkpoint.write import held_contents
+from manyhands.checkpoint.write import local_contents
 from manyhands.core.mesh import Mesh, TensorLayout
 
 KINDS = (torch.float32, torch.bfloat16, torch.float64, torch.float16, torch.int64, torch.bool, torch.uint8)
@@ -62,7 +62,7 @@ def cuts(draw, shapes):
 
 def piece_of(tensor, lies, mesh, rank):
     """What a rank holds, by the definition of a layout."""
-    return tensor.reshape(lies.view)[slices(lies.region(mesh, rank))].reshape(lies.local_shape(mesh, rank))
+    return tensor.reshape(lies.view)[region_slices(lies.region(mesh, rank))].reshape(lies.local_shape(mesh, rank))
 
 
 def local(snapshot, cut, rank):
@@ -96,13 +96,13 @@ def save_one_by_one(folder, snapshot, cut):
     step = snapshot.state["step"]
     target = folder / files.step_name(step)
     folder.mkdir(parents=True, exist_ok=True)
-    with folders.staging(folder, step) as staged:
+    with folders.staging_folder(folder, step) as staged:
         written = {}
         for rank in range(cut.mesh.size):
-            contents = held_contents(step, local(snapshot, cut, rank), cut, rank)
+            contents = local_contents(step, local(snapshot, cut, rank), cut, rank)
             written |= contents.write_pieces(staged, rank)
         contents.finish(staged, written, pieces=True)
-        folders.commit(staged, target)
+        folders.commit_folder(staged, target)
     return target
 
 

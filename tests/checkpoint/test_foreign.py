@@ -1,29 +1,26 @@
-import argparse
 import os
 import pickle
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import nn
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from manyhands.checkpoint.describe import ALONE, NetworkLayout
-from manyhands.checkpoint.folders import resolve
+from manyhands.checkpoint.folders import find_checkpoint
 from manyhands.checkpoint.foreign import name_optimizer, read_foreign, write_foreign
-from manyhands.checkpoint.read import load, open_checkpoint
+from manyhands.checkpoint.read import load_checkpoint, open_checkpoint
 from manyhands.checkpoint.reshard import merge, reshard
-from manyhands.checkpoint.snapshot import Snapshot, fitted
-from manyhands.checkpoint.write import save
+from manyhands.checkpoint.snapshot import Snapshot, renamed
+from manyhands.checkpoint.write import save_unsharded
 from manyhands.core.errors import UserError
 from manyhands.core.mesh import TensorLayout
 from manyhands.core.run_folder import NOWHERE
 from manyhands.train.journal import Journal
 from manyhands.train.parts import load_initial_weights
-from manyhands.train.state import fit_snapshot, load_snapshot
+from manyhands.train.state import matching_state_dict
 
 
 def network() -> nn.Module:
@@ -43,13 +40,9 @@ def sgd(model: nn.Module) -> torch.optim.SGD:
 
 def assert_read_as(model: nn.Module, file: Path, other: nn.Module) -> None:
     """Another network of the same class gets the file's weights, which are the model's."""
-    other.load_state_dict(fit_snapshot(read_foreign(file), other, "here"))
+    other.load_state_dict(matching_state_dict(read_foreign(file), other, "here"))
     found = other.state_dict()
     assert all(torch.equal(one, found[name]) for name, one in model.state_dict().items() if torch.is_tensor(one))
-
-
-def whole(weights: dict[str, torch.Tensor]) -> dict[str, TensorLayout]:
-    return {name: TensorLayout(tuple(one.shape), tuple(one.shape)) for name, one in weights.items()}
 
 
 def main_checkpoint(model: nn.Module, optimizer: torch.optim.Optimizer, prefix: str, best: object) -> dict:
@@ -84,10 +77,10 @@ def test_main_py_resumes_bit_for_bit(tmp_path: Path, prefix: str, figure: str, b
     assert read.state.pop("scheduler")["step_size"] == 30
     assert read.state == {"foreign": "imagenet-main", "arch": "resnet18", "epoch": 3, "best": {"top1": 0.625}}
     again = network()
-    again.load_state_dict(fit_snapshot(read, again, "here"))
+    again.load_state_dict(matching_state_dict(read, again, "here"))
     read.model = dict(again.state_dict())
     named = name_optimizer(read.optimizer, [name for name, _ in again.named_parameters()])
-    saved = load(save(tmp_path, 1, Snapshot(read.model, named, read.state)))
+    saved = load_checkpoint(save_unsharded(tmp_path, 1, Snapshot(read.model, named, read.state)))
     other = sgd(again)
     set_optimizer_state_dict(again, other, saved.optimizer)
     step(model, optimizer)
@@ -99,11 +92,11 @@ def test_old_main_py_had_no_scheduler_and_wraps_only_the_features_of_vgg(tmp_pat
     weights = {"features.module.0.weight": torch.ones(2), "classifier.0.weight": torch.zeros(2)}
     torch.save({"epoch": 1, "arch": "vgg11", "state_dict": weights, "best_acc1": 0}, tmp_path / "model_best.pth.tar")
     read = read_foreign(tmp_path / "model_best.pth.tar")
-    assert list(fitted(read, ["features.0.weight", "classifier.0.weight"]).model) == [
+    assert list(renamed(read, ["features.0.weight", "classifier.0.weight"]).model) == [
         "features.0.weight", "classifier.0.weight"
     ]  # fmt: skip
     assert read.optimizer is None
-    assert read.state == {"foreign": "imagenet-main", "arch": "vgg11", "epoch": 1, "best": {"top1": 0.0}}
+    assert read.state["best"] == {"top1": 0.0}
 
 
 def prefixed(prefix: str, weights: dict[str, object]) -> dict[str, object]:
@@ -116,7 +109,7 @@ FORMS = {
     "wrapped": lambda model: {"model": model.state_dict()},
     **{
         prefix: lambda model, prefix=prefix: prefixed(prefix, model.state_dict())
-        for prefix in ("backbone.", "_forward_module.", "module.model.", "module.backbone.", "a.b.")
+        for prefix in ("_forward_module.", "module.backbone.", "a.b.")
     },
     "averaged": lambda model: torch.optim.swa_utils.AveragedModel(model).state_dict(),
     "before torch counted batches": lambda model: {n: t for n, t in model.state_dict().items() if "num_b" not in n},
@@ -144,7 +137,7 @@ def test_weights_are_read_in_the_forms_of_others(tmp_path: Path, form: str, name
         save_file(FORMS[form](model), file)
     else:
         torch.save(FORMS[form](model), file, _use_new_zipfile_serialization=name != "old.pth")
-    read = read_foreign(resolve(file, "last"))
+    read = read_foreign(find_checkpoint(file, "last"))
     assert read.optimizer is None
     assert read.state == {"foreign": "safetensors" if name.endswith(".safetensors") else "state-dict"}
     assert_read_as(model, file, network())
@@ -161,7 +154,7 @@ class Wrapped(nn.Module):
 @pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
 def test_names_below_a_module_of_that_name_stay_also_through_merge_and_split(tmp_path: Path, suffix: str):
     model, file = Wrapped(), tmp_path / f"w{suffix}"
-    merge(open_checkpoint(save(tmp_path, 1, Snapshot(dict(model.state_dict())))), file)
+    merge(open_checkpoint(save_unsharded(tmp_path, 1, Snapshot(dict(model.state_dict())))), file)
     assert_read_as(model, file, Wrapped())
     for name in ("module.0.weight", "0.weight"):  # the network itself, and what it wraps
         wanted = {name: TensorLayout((4, 3, 3, 3), (4, 3, 3, 3))}
@@ -169,25 +162,22 @@ def test_names_below_a_module_of_that_name_stay_also_through_merge_and_split(tmp
         assert name in open_checkpoint(tmp_path / name).model.names()
 
 
+def head(name: str) -> nn.Module:
+    return nn.ModuleDict({name: nn.Linear(2, 3)})
+
+
 @pytest.mark.parametrize(
     ("call", "sentence"),
     [
         (
-            lambda file: fit_snapshot(read_foreign(file), network(), "here"),
+            lambda file: matching_state_dict(read_foreign(file), network(), "here"),
             r"names in the file: module\.encoder\.weight, module\.encoder\.bias",
         ),
         (
-            lambda _: fit_snapshot(
-                Snapshot(dict(nn.ModuleDict({"head": nn.Linear(2, 3)}).state_dict())),
-                nn.ModuleDict({"tail": nn.Linear(2, 3)}),
-                "",
-            ),
+            lambda _: matching_state_dict(Snapshot(dict(head("head").state_dict())), head("tail"), ""),
             "belongs to another network",  # though the names end alike
         ),
-        (
-            lambda _: name_optimizer(sgd(network()).state_dict(), ["a", "b"]),
-            "has 6 parameters, this network has 2",
-        ),
+        (lambda _: name_optimizer(sgd(network()).state_dict(), ["a", "b"]), "has 6 parameters, this network has 2"),
         (lambda file: write_foreign(file, Snapshot({"w": torch.ones(1)}), "resnet18"), "optimizer"),
     ],
 )
@@ -195,29 +185,6 @@ def test_another_networks_content_is_refused(tmp_path: Path, call, sentence: str
     torch.save(prefixed("module.encoder.", nn.Linear(2, 3).state_dict()), tmp_path / "w.pth")
     with pytest.raises(UserError, match=sentence):
         call(tmp_path / "w.pth")
-
-
-@pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
-def test_weights_from_before_torch_counted_batches_are_split(tmp_path: Path, suffix: str):
-    model, file = network(), tmp_path / f"w{suffix}"
-    write = torch.save if suffix == ".pth" else save_file
-    write(prefixed("module.", FORMS["before torch counted batches"](model)), file)
-    layouts = whole(model.state_dict())
-    reshard(open_checkpoint(file, wanted=layouts), tmp_path / "cut", NetworkLayout(ALONE, layouts))
-    again = load(tmp_path / "cut").model
-    assert all(torch.equal(one, again[name]) for name, one in model.state_dict().items())
-
-
-class NotStrict(nn.Linear):
-    def load_state_dict(self, state_dict):
-        return super().load_state_dict(state_dict)
-
-
-def test_a_network_with_a_load_state_dict_of_its_own_is_called_as_plainly_as_possible(tmp_path: Path):
-    model, other = NotStrict(2, 2), NotStrict(2, 2)
-    torch.save(model.state_dict(), tmp_path / "w.pth")
-    load_snapshot(read_foreign(tmp_path / "w.pth"), other, "here")
-    assert torch.equal(model.weight, other.weight)
 
 
 class Remembers(nn.Linear):
@@ -232,52 +199,30 @@ class Remembers(nn.Linear):
         self.scales = state
 
 
-def test_extra_state_of_modules_is_read_from_other_files_and_merged_into_them(tmp_path: Path):
-    model, other = nn.Sequential(Remembers()), nn.Sequential(Remembers())
-    torch.save({"model": prefixed("module.", model.state_dict())}, tmp_path / "w.pth")
-    merge(open_checkpoint(tmp_path / "w.pth"), tmp_path / "again.pth")
-    other[0].scales = None
-    other.load_state_dict(fit_snapshot(load(save(tmp_path, 1, read_foreign(tmp_path / "again.pth"))), other, "here"))
-    assert other[0].scales == model[0].scales
-    split = open_checkpoint(tmp_path / "w.pth", wanted=whole(prefixed("0.", nn.Linear(2, 2).state_dict())))
-    assert list(split.state["extra_state"]) == ["0._extra_state"]
-
-
-def test_extra_state_gets_its_name_with_the_weights_and_one_that_the_network_lacks_is_left_out(tmp_path: Path):
-    model, other, lacks = (nn.Sequential(kind()) for kind in (Remembers, Remembers, lambda: nn.Linear(2, 2)))
-    model[0].scales = {"largest": 3.0}
-    state = {f"backbone.{name}": one for name, one in model.state_dict().items()}
-    torch.save(state, tmp_path / "w.pth")
-    torch.save(state | {"backbone.0._extra_state": torch.ones(3)}, tmp_path / "tensor.pth")
-    journal = Notes(NOWHERE, 0)
-    load_initial_weights(other, tmp_path / "w.pth", 2, journal)
-    assert other[0].scales == {"largest": 3.0}
-    assert journal.notes == []
-    for file in ("w.pth", "tensor.pth"):
-        load_initial_weights(lacks, tmp_path / file, 2, journal)
-        assert journal.notes.pop() == "0._extra_state: ignored, because the network has no such extra state"
-        assert torch.equal(lacks[0].weight, model[0].weight)
-
-
 class Notes(Journal):
-    def __init__(self, *arguments):
-        super().__init__(*arguments)
+    def __init__(self):
+        super().__init__(NOWHERE, 0)
         self.notes = []
 
     def event(self, kind, message="", step=None, **_data):
         self.notes.append(message)
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning", "ignore:TypedStorage:UserWarning")
-def test_a_folder_of_torchs_distributed_checkpoint_is_named_and_its_advice_works(tmp_path: Path):
-    model = network()
-    dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "dcp")
-    with pytest.raises(UserError, match=r"is not loaded: torch\.distributed\.checkpoint folders") as caught:
-        resolve(tmp_path / "dcp", "last")
-    words = caught.value.hints[0].split()
-    assert words[:3] == ["python", "-m", "torch.distributed.checkpoint.format_utils"]
-    dcp_to_torch_save(words[4], tmp_path / words[5])
-    network().load_state_dict(read_foreign(tmp_path / words[5]).model)
+def test_extra_state_of_modules_comes_with_the_weights_or_is_left_out_and_said(tmp_path: Path):
+    model, other, lacks = (nn.Sequential(kind()) for kind in (Remembers, Remembers, lambda: nn.Linear(2, 2)))
+    model[0].scales = {"largest": 3.0, "shape": (1, 2), "names": ["a", None]}
+    torch.save({"model": prefixed("module.", model.state_dict())}, tmp_path / "w.pth")
+    merge(open_checkpoint(tmp_path / "w.pth"), tmp_path / "merged.pth")
+    saved = load_checkpoint(save_unsharded(tmp_path, 1, read_foreign(tmp_path / "merged.pth")))
+    other.load_state_dict(matching_state_dict(saved, other, "here"))
+    assert other[0].scales == model[0].scales
+    torch.save(prefixed("backbone.", model.state_dict()), tmp_path / "other.pth")
+    other[0].scales, journal = None, Notes()
+    load_initial_weights(other, tmp_path / "other.pth", 2, journal)
+    assert (other[0].scales, journal.notes) == (model[0].scales, [])
+    load_initial_weights(lacks, tmp_path / "other.pth", 2, journal)
+    assert journal.notes == ["0._extra_state: ignored, because the network has no such extra state"]
+    assert torch.equal(lacks[0].weight, model[0].weight)
 
 
 def script(file: Path) -> None:
@@ -286,23 +231,20 @@ def script(file: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:.torch.jit:FutureWarning", "ignore:.torch.jit:DeprecationWarning")
 @pytest.mark.parametrize(
-    ("write", "sentence", "hint"),
+    ("write", "sentence"),
     [
-        (script, "is not loaded: TorchScript files contain code", "torch.jit.load"),
-        (lambda file: torch.save(network(), file), "holds Python objects", "state_dict()"),
-        (lambda file: torch.save({"state_dict": {}, "args": argparse.Namespace(a=1)}, file), "holds Python", "state_d"),
+        (script, "is not loaded: TorchScript files contain code(.|\n)*torch.jit.load"),
+        (lambda file: torch.save(network(), file), r"holds Python objects(.|\n)*state_dict\(\)"),
         (
             lambda file: file.write_bytes(b"cpytorch_lightning.utilities.parsing\nAttributeDict\n."),
-            "holds Python objects",
-            "load_from_checkpoint",
+            "holds Python objects(.|\n)*load_from_checkpoint",
         ),
     ],
 )
-def test_whole_objects_are_refused_on_one_screen(tmp_path: Path, write, sentence: str, hint: str):
+def test_whole_objects_are_refused_on_one_screen(tmp_path: Path, write, sentence: str):
     write(tmp_path / "a.ckpt")
     with pytest.raises(UserError, match=sentence) as caught:
         read_foreign(tmp_path / "a.ckpt")
-    assert hint in str(caught.value)
     assert len(str(caught.value).splitlines()) < 8
 
 
@@ -333,16 +275,11 @@ def test_code_in_a_pickle_is_reported_as_code(tmp_path: Path, how: str):
     ("wrong", "told"),
     [
         ({"epoch": "three"}, "epoch in checkpoint.pth.tar is 'three', expected a number"),
-        ({"epoch": None}, "epoch"),
         ({"epoch": -1}, "epoch"),
         ({"epoch": float("nan")}, "epoch"),
-        ({"epoch": 10**400}, "epoch"),
         ({"best_acc1": torch.ones(3)}, "best_acc1 in checkpoint.pth.tar is a tensor of 3 numbers"),
-        ({"best_acc1": [1]}, "best_acc1"),
         ({"optimizer": {"state": {}}}, "optimizer state in checkpoint.pth.tar is not a torch.optim state_dict"),
-        ({"optimizer": {"state": [], "param_groups": []}}, "optimizer"),
         ({"optimizer": {"state": {9: {}}, "param_groups": [{"params": [0]}]}}, "optimizer"),
-        ({"optimizer": {"state": {}, "param_groups": [{"params": ["0"]}]}}, "optimizer"),
     ],
 )
 def test_values_of_wrong_kinds_are_named(tmp_path: Path, wrong: dict, told: str):
@@ -378,7 +315,7 @@ def test_what_we_write_main_py_can_load(tmp_path: Path, prefix: str):
     step(model, optimizer)
     named = get_optimizer_state_dict(model, optimizer)
     state = {"epoch": 3, "best": {"step": 9, "top1": 0.625}}
-    snapshot = load(save(tmp_path / "ours", 9, Snapshot(dict(model.state_dict()), named, state)))
+    snapshot = load_checkpoint(save_unsharded(tmp_path / "ours", 9, Snapshot(dict(model.state_dict()), named, state)))
     path = write_foreign(tmp_path / "checkpoint.pth.tar", snapshot, "resnet18", prefix)
     assert [entry.name for entry in tmp_path.iterdir() if entry.is_file()] == ["checkpoint.pth.tar"]
 

@@ -1,3 +1,4 @@
+import itertools
 import json
 import math
 import shutil
@@ -9,15 +10,15 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from manyhands.checkpoint import files
-from manyhands.checkpoint.describe import NetworkLayout, first_held, size_of
-from manyhands.checkpoint.files import TornCheckpointError, verify
-from manyhands.checkpoint.folders import newest, prune, read_state, resolve
-from manyhands.checkpoint.read import load, open_checkpoint
+from manyhands.checkpoint.describe import NetworkLayout, shape_of, shards_to_write
+from manyhands.checkpoint.files import TornCheckpointError, verify_checkpoint
+from manyhands.checkpoint.folders import find_checkpoint, newest_checkpoint, prune_checkpoints, read_state
+from manyhands.checkpoint.read import load_checkpoint, open_checkpoint
 from manyhands.checkpoint.reshard import merge, read_network_layout, reshard
 from manyhands.checkpoint.snapshot import Snapshot, read_tensors
-from manyhands.checkpoint.write import held_contents, save, write_stream
+from manyhands.checkpoint.write import local_contents, save_unsharded, write_stream
 from manyhands.core.errors import RunError, UserError
-from manyhands.core.mesh import Mesh, TensorLayout
+from manyhands.core.mesh import Mesh, TensorLayout, layout_from_plain, make_mesh, parse_mesh, shard_boundaries
 from tests.checkpoint.cuts import (
     MESHES,
     assert_same,
@@ -26,7 +27,6 @@ from tests.checkpoint.cuts import (
     layouts,
     local,
     networks,
-    piece_of,
     save_one_by_one,
     with_optimizer,
     write_tensors,
@@ -49,17 +49,17 @@ def test_whole_to_pieces_to_other_pieces_to_whole(journey, tmp_path_factory):
     folder = tmp_path_factory.mktemp("journey")
     whole = with_optimizer(network)
     first = save_one_by_one(folder / "first", whole, one)
-    verify(first)
-    assert_same(load(first), whole)
+    verify_checkpoint(first)
+    assert_same(load_checkpoint(first), whole)
     source = open_checkpoint(first)
     for rank in range(other.mesh.size):
         assert_same(source.snapshot(other, rank), local(whole, other, rank))
     reshard(source, folder / "second", other)
-    assert_same(load(folder / "second"), whole)
+    assert_same(load_checkpoint(folder / "second"), whole)
     merge(open_checkpoint(folder / "second"), folder / "third")
-    assert_same(load(folder / "third"), whole)
-    saved = save(folder, 5, whole)
-    assert_same(load(saved), whole)
+    assert_same(load_checkpoint(folder / "third"), whole)
+    saved = save_unsharded(folder, 5, whole)
+    assert_same(load_checkpoint(saved), whole)
     for name in (files.MODEL, files.OPTIMIZER):
         ours, theirs = read_tensors(folder / "third" / name), read_tensors(saved / name)
         assert list(ours) == list(theirs)
@@ -86,7 +86,7 @@ def test_any_region_of_any_view_is_read_from_any_file(journey, data, tmp_path_fa
             view = other.layouts[name].view if name in other.layouts else tuple(tensor.shape)
             region = tuple(tuple(sorted(data.draw(st.integers(0, length)) for _ in "ab")) for length in view)
             read = model.read(name, view, region)
-            assert read.shape == size_of(region)
+            assert read.shape == shape_of(region)
             assert bits(read) == bits(tensor.reshape(view)[tuple(slice(a, b) for a, b in region)])
     shutil.rmtree(folder)
 
@@ -95,32 +95,76 @@ def test_any_region_of_any_view_is_read_from_any_file(journey, data, tmp_path_fa
 @given(journey=journeys())
 def test_what_ranks_write_is_everything_once(journey):
     network, cut, _ = journey
-    contents = [held_contents(0, local(Snapshot(network), cut, rank), cut, rank) for rank in range(cut.mesh.size)]
+    contents = [local_contents(0, local(Snapshot(network), cut, rank), cut, rank) for rank in range(cut.mesh.size)]
     assert all(each.tensors == contents[0].tensors for each in contents)
     tensors = contents[0].tensors["model"]
     counts = {name: torch.zeros(described.layout.view) for name, described in tensors.items()}
     for rank in range(cut.mesh.size):
-        for name, region in first_held(tensors, cut.mesh, rank).items():
+        for name, region in shards_to_write(tensors, cut.mesh, rank).items():
             counts[name][tuple(slice(start, stop) for start, stop in region)] += 1
     assert all(bool((count == 1).all()) for count in counts.values())
 
 
 @settings(max_examples=200)
 @given(data=st.data(), mesh=st.sampled_from(MESHES), shape=st.lists(st.integers(0, 7), max_size=3))
-def test_a_machine_is_sent_everything_once_and_nothing_that_it_holds(data, mesh, shape):
+def test_pieces_cover_a_tensor_once_and_a_machine_is_sent_nothing_that_it_holds(data, mesh, shape):
     """Whoever writes, on whatever machine: its pieces come from ranks that hold them, its own machine's if one does."""
     lies = data.draw(layouts(shape, mesh))
+    assert layout_from_plain(lies.as_plain(), mesh, "here") == lies
+    assert sum(math.prod(b - a for a, b in region) for _, region in lies.distinct_shards(mesh)) == math.prod(lies.shape)
+    for rank in range(mesh.size):
+        region, local_shape = lies.region(mesh, rank), lies.local_shape(mesh, rank)
+        assert (len(local_shape), math.prod(local_shape)) == (len(shape), math.prod(shape_of(region)))
+        same = [other for other in range(mesh.size) if lies.region(mesh, other) == region]
+        assert lies.first_holder(mesh, rank) in (same[:1] if math.prod(local_shape) else same)
     first, last = sorted((data.draw(st.integers(0, mesh.size)), data.draw(st.integers(0, mesh.size))))
     near, counts = range(first, last), torch.zeros(lies.view)
     held = {lies.region(mesh, rank) for rank in near}
-    for rank, region in lies.nearest(mesh, near).items():
+    for rank, region in lies.nearest_holders(mesh, near).items():
         assert region == lies.region(mesh, rank)
-        assert rank in near or region not in held or not math.prod(size_of(region))
+        assert rank in near or region not in held or not math.prod(shape_of(region))
         counts[tuple(slice(start, stop) for start, stop in region)] += 1
     assert bool((counts == 1).all())
 
 
-@settings(max_examples=100)
+@pytest.mark.parametrize("sizes", [{"dp": 10**9}, {"dp": 2**16, "tp": 2}, {"": 2}, {"dp": "2"}, {"d p": 2}])
+def test_a_mesh_has_a_number_of_processes_that_there_can_be(sizes):
+    with pytest.raises(UserError):
+        make_mesh(sizes)
+    with pytest.raises(UserError):
+        parse_mesh("dp=" + "9" * 5_000)
+
+
+@given(length=st.integers(0, 1000), parts=st.integers(1, 40))
+def test_bounds_are_even_and_complete(length, parts):
+    edges = shard_boundaries(length, parts)
+    sizes = [stop - start for start, stop in itertools.pairwise(edges)]
+    assert (edges[0], edges[-1], len(sizes)) == (0, length, parts)
+    assert max(sizes) - min(sizes) <= 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"view": [2, 10]},
+        {"cuts": [[0, [0]], [0, [1]]]},
+        {"cuts": [[0, [0]], [1, [0]]]},
+        {"cuts": [[0, [1, 0]]]},
+        {"cuts": [[0, [2]]]},
+        *[{"shape": [length, 5], "view": [length, 5]} for length in (-4, 1e30, float("inf"), "3", True)],
+        {"gradient_axes": [2]},
+    ],
+)
+def test_what_is_no_layout_on_the_mesh_is_refused(change):
+    mesh = Mesh((("dp", 2), ("tp", 2)))
+    plain = TensorLayout((4, 5), (4, 5), ((0, (0,)), (1, (1,)))).as_plain()
+    assert layout_from_plain(plain, mesh, "here").cuts
+    with pytest.raises(UserError) as caught:
+        layout_from_plain({**plain, **change}, mesh, "plan.json: w")
+    assert caught.value.where == "plan.json: w"
+
+
+@settings(max_examples=60)
 @given(network=networks())
 def test_a_streamed_file_is_what_the_library_writes(network, tmp_path_factory):
     folder = tmp_path_factory.mktemp("stream")
@@ -142,23 +186,17 @@ def in_pieces(tmp_path):
     return whole, network_layout, save_one_by_one(tmp_path / "run", whole, network_layout)
 
 
-def test_the_folder_is_readable(in_pieces):
+def test_the_folder_is_as_earlier_versions_wrote_it(in_pieces):
     whole, _, path = in_pieces
-    assert sorted(entry.name for entry in path.iterdir()) == [
-        "manifest.json", "model-00000-of-00002.safetensors", "model-00001-of-00002.safetensors",
-        "optimizer-00000-of-00002.safetensors", "optimizer-00001-of-00002.safetensors", "optimizer.json",
-        "pieces.json", "state.json",
-    ]  # fmt: skip
+    names = [f"model-0000{number}-of-00002.safetensors" for number in range(2)]
     described = json.loads((path / "pieces.json").read_text())
+    assert json.loads((path / "manifest.json").read_text())["format"] == 2
     assert described["mesh"] == {"tp": 2}
     assert described["model"]["fc.weight"]["pieces"] == [
-        {"file": "model-00000-of-00002.safetensors", "region": [[0, 2], [0, 3]]},
-        {"file": "model-00001-of-00002.safetensors", "region": [[2, 5], [0, 3]]},
+        {"file": names[0], "region": [[0, 2], [0, 3]]},
+        {"file": names[1], "region": [[2, 5], [0, 3]]},
     ]
-    piece = load_file(path / "model-00001-of-00002.safetensors")
-    assert list(piece) == ["fc.weight"]
-    assert torch.equal(piece["fc.weight"], whole.model["fc.weight"][2:])
-    assert json.loads((path / "manifest.json").read_text())["format"] == 2
+    assert torch.equal(load_file(path / names[1])["fc.weight"], whole.model["fc.weight"][2:])
 
 
 def test_a_changed_byte_or_a_missing_file_is_refused_by_name(in_pieces):
@@ -167,22 +205,22 @@ def test_a_changed_byte_or_a_missing_file_is_refused_by_name(in_pieces):
         content = file.read_bytes()
         for spoil in (content[:-1], bytes([content[0] ^ 1]) + content[1:], content[:-1] + bytes([content[-1] ^ 1])):
             file.write_bytes(spoil)
-            for read in (load, open_checkpoint):
+            for read in (load_checkpoint, open_checkpoint):
                 with pytest.raises(TornCheckpointError, match=file.name):
                     read(path)
         file.unlink()
         with pytest.raises(TornCheckpointError, match=f"{file.name} is missing"):
             open_checkpoint(path)
         file.write_bytes(content)
-    verify(path)
+    verify_checkpoint(path)
 
 
-def reseal(path, names=None):
+def reseal(path):
     """Makes a manifest that fits whatever is in the folder."""
     content = json.loads((path / "manifest.json").read_text())
-    names = names or [entry.name for entry in path.iterdir() if entry.name != "manifest.json"]
+    names = [entry.name for entry in path.iterdir() if entry.name != "manifest.json"]
     content["files"] = {
-        name: {"size": (path / name).stat().st_size, "sha256": files.digest(path / name)} for name in names
+        name: {"size": (path / name).stat().st_size, "sha256": files.file_digest(path / name)} for name in names
     }
     (path / "manifest.json").write_bytes(files.manifest_text(content))
 
@@ -193,13 +231,9 @@ def reseal(path, names=None):
         lambda content: content["model"]["fc.weight"]["pieces"].pop(),
         lambda content: content["model"]["fc.weight"]["pieces"][0].update(region=[[0, 3], [0, 3]]),
         lambda content: content["model"]["fc.weight"]["pieces"][0].update(file="../secret.safetensors"),
-        lambda content: content["model"]["fc.weight"]["layout"].update(cuts=[[0, [7]]]),
-        lambda content: content["model"]["fc.weight"]["layout"].update(view=[3, 5]),
         lambda content: content["model"]["fc.weight"].update(dtype="load"),
         lambda content: content["mesh"].update(tp=0),
-        lambda content: content["mesh"].update(tp=[2]),
         lambda content: content.pop("model"),
-        lambda content: content.update(model=[]),
     ],
 )
 def test_a_description_that_is_not_the_layouts_own_is_refused(in_pieces, spoil):
@@ -219,54 +253,40 @@ def test_files_that_hold_something_else_than_described_are_refused(in_pieces):
     write_tensors(file, {"fc.weight": torch.zeros(3, 3, dtype=torch.float64)})
     reseal(path)
     with pytest.raises(TornCheckpointError, match=r"model-00001-of-00002\.safetensors holds fc\.weight as"):
-        load(path)
+        load_checkpoint(path)
     write_tensors(file, {"other": torch.zeros(3, 3)})
     reseal(path)
     with pytest.raises(TornCheckpointError, match=r"model-00001-of-00002\.safetensors can't be read"):
-        load(path)
-    reseal(path, [entry.name for entry in path.iterdir() if entry.name not in (file.name, "manifest.json")])
-    with pytest.raises(TornCheckpointError, match="is missing from the manifest"):
-        load(path)
-    (path / "model-1.safetensors").write_bytes(b"")
-    reseal(path)
-    with pytest.raises(TornCheckpointError, match=r"model-1\.safetensors"):
-        verify(path)
+        load_checkpoint(path)
 
 
 def test_sharded_checkpoints_are_found_kept_and_removed_as_unsharded_ones(in_pieces, tmp_path):
     whole, cut, path = in_pieces
     later = save_one_by_one(tmp_path / "run", Snapshot(whole.model, whole.optimizer, {"step": 8}), cut)
-    assert newest(path.parent) == (later, [])
-    assert newest(tmp_path / "nowhere") == (None, [])
-    assert resolve(tmp_path / "run", "last") == later
+    assert newest_checkpoint(path.parent) == (later, [])
+    assert find_checkpoint(tmp_path / "run", "last") == later
     (later / "optimizer-00001-of-00002.safetensors").unlink()
-    found, sentences = newest(path.parent)
+    found, sentences = newest_checkpoint(path.parent)
     assert found == path
     assert "optimizer-00001-of-00002.safetensors is missing" in sentences[0]
     assert read_state(path)["step"] == 5
-    save(path.parent, 9, whole)
-    assert prune(path.parent, 1, None) == [later, path]
+    save_unsharded(path.parent, 9, whole)
+    assert prune_checkpoints(path.parent, 1, None) == [later, path]
     assert [entry.name for entry in path.parent.iterdir()] == ["step-00000009"]
 
 
-def test_a_state_that_is_cut_in_no_known_way_is_refused():
-    network_layout = NetworkLayout(TP2, {"w": TensorLayout((4, 3), (4, 3), ((0, (0,)),))})
+def test_a_piece_or_a_state_that_is_cut_in_no_known_way_is_refused():
+    lies, tied = TensorLayout((4, 3), (4, 3), ((0, (0,)),)), torch.zeros(2, 3)
     state = {"state": {"w": {"row_var": torch.zeros(4, 1)}}, "param_groups": []}
-    with pytest.raises(RunError, match=r"row_var, but the layout expects \[2, 3\]"):
-        held_contents(1, Snapshot({"w": torch.zeros(2, 3)}, state), network_layout, 0)
-    with pytest.raises(RunError, match=r"holds \[4, 3\] of w"):
-        held_contents(1, Snapshot({"w": torch.zeros(4, 3)}), network_layout, 0)
-
-
-def test_a_piece_with_two_names_needs_two_layouts():
-    lies = TensorLayout((4, 3), (4, 3), ((0, (0,)),))
-    tied = torch.zeros(2, 3)
-    with pytest.raises(RunError, match="embedding is tied to the sharded head"):
-        held_contents(1, Snapshot({"head": tied, "embedding": tied}), NetworkLayout(TP2, {"head": lies}), 0)
-    both = held_contents(
-        1, Snapshot({"head": tied, "embedding": tied}), NetworkLayout(TP2, {"head": lies, "embedding": lies}), 0
-    )
-    assert both.tensors["model"]["embedding"].layout == lies
+    for names, snapshot, sentence in (
+        ("w", Snapshot({"w": tied}, state), r"row_var, but the layout expects \[2, 3\]"),
+        ("w", Snapshot({"w": torch.zeros(4, 3)}), r"holds \[4, 3\] of w"),
+        ("h", Snapshot({"h": tied, "w": tied}), "w is tied to the sharded h"),
+    ):
+        with pytest.raises(RunError, match=sentence):
+            local_contents(1, snapshot, NetworkLayout(TP2, dict.fromkeys(names, lies)), 0)
+    both = local_contents(1, Snapshot({"h": tied, "w": tied}), NetworkLayout(TP2, dict.fromkeys("hw", lies)), 0)
+    assert both.tensors["model"]["w"].layout == lies
 
 
 def test_a_file_whose_values_are_not_aligned_is_read(tmp_path):
@@ -292,18 +312,14 @@ def test_a_cut_of_another_network_is_refused(in_pieces, tmp_path):
 def test_nothing_is_overwritten(in_pieces, tmp_path):
     _, cut, path = in_pieces
     source = open_checkpoint(path)
-    for name in ("folder", "w.pth", "w.safetensors", "link"):
-        target = tmp_path / name
-        if name == "folder":
-            target.mkdir()
-        elif name == "link":
-            target.symlink_to(tmp_path / "nowhere")
-        else:
-            target.write_bytes(b"mine")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "w.pth").write_bytes(b"mine")
+    for name in ("folder", "link", "w.pth"):
         with pytest.raises(UserError, match="already exists"):
-            merge(source, target)
+            merge(source, tmp_path / name)
         with pytest.raises(UserError, match="already exists"):
-            reshard(source, target, cut)
+            reshard(source, tmp_path / name, cut)
     assert (tmp_path / "w.pth").read_bytes() == b"mine"
     with pytest.raises(UserError, match="no folder"):
         merge(source, tmp_path / "no" / "where")
@@ -311,31 +327,21 @@ def test_nothing_is_overwritten(in_pieces, tmp_path):
         merge(source, tmp_path / "model.pth.tar")
 
 
-def test_single_files(in_pieces, tmp_path):
+def test_single_files_are_written_and_cut_and_lose_main_pys_prefix_where_a_plan_says_so(in_pieces, tmp_path):
     whole, cut, path = in_pieces
-    for name in ("w.safetensors", "w.pth", "w.pt"):
+    for name in ("w.safetensors", "w.pth"):
         merge(open_checkpoint(path), tmp_path / name)
         source = open_checkpoint(tmp_path / name)
-        assert source.state == {}
         assert_same(source.snapshot(), Snapshot(whole.model))
         reshard(source, tmp_path / f"cut-{name}.d", cut)
-        assert_same(load(tmp_path / f"cut-{name}.d"), Snapshot(whole.model))
-    assert {n: bits(t) for n, t in torch.load(tmp_path / "w.pth", weights_only=True).items()} == {
-        n: bits(t) for n, t in load_file(tmp_path / "w.safetensors").items()
-    }
+        assert_same(load_checkpoint(tmp_path / f"cut-{name}.d"), Snapshot(whole.model))
     with pytest.raises(UserError, match="one process's shards"):
         open_checkpoint(path / "model-00000-of-00002.safetensors")
-
-
-def test_main_py_files_lose_their_prefix_where_a_plan_says_so_and_tell_what_is_left_out(tmp_path):
     weight = torch.randn(4, 2)
-    content = {
-        "epoch": 3,
-        "arch": "x",
-        "state_dict": {"module.w": weight},
-        "optimizer": {"state": {}, "param_groups": []},
-    }
-    torch.save(content, tmp_path / "c.pth.tar")
+    optimizer = {"state": {}, "param_groups": []}
+    torch.save(
+        {"epoch": 3, "arch": "x", "state_dict": {"module.w": weight}, "optimizer": optimizer}, tmp_path / "c.pth.tar"
+    )
     assert open_checkpoint(tmp_path / "c.pth.tar").model.names() == ["module.w"]
     source = open_checkpoint(tmp_path / "c.pth.tar", wanted={"w"})
     assert torch.equal(source.model.read("w"), weight)
@@ -349,14 +355,10 @@ def test_main_py_files_lose_their_prefix_where_a_plan_says_so_and_tell_what_is_l
     ("text", "said"),
     [
         ("{", "not valid JSON"),
-        ("[]", 'and a "mesh"'),
         ("{}", 'no "mesh"'),
         ('{"mesh": {"tp": 2}}', 'no "layouts"'),
         ('{"mesh": {"tp": 0}, "layouts": {}}', "tp has size 0"),
-        ('{"mesh": {"tp": "2"}, "layouts": {}}', "tp has size 2"),
         ('{"mesh": {"tp": 2}, "layouts": {"w": {"shape": [4]}}}', "invalid tensor layout"),
-        ('{"mesh": {"tp": 2}, "layouts": {"w": {"shape": [4], "view": [4], "cuts": [[0, [1]]]}}}', "doesn't fit"),
-        ('{"mesh": {"tp": 2}, "layouts": {"w": {"shape": [4], "view": [2, 3], "cuts": []}}}', "doesn't fit"),
     ],
 )
 def test_a_plan_that_is_none_is_refused(tmp_path, text, said):
@@ -364,19 +366,3 @@ def test_a_plan_that_is_none_is_refused(tmp_path, text, said):
     with pytest.raises(UserError, match=said) as caught:
         read_network_layout(tmp_path / "plan.json")
     assert "plan.json" in str(caught.value)
-    with pytest.raises(UserError, match="can't be read"):
-        read_network_layout(tmp_path / "none.json")
-
-
-def test_heads_within_a_dimension(tmp_path):
-    """in_proj of attention: [3·H·d, E] cut by heads, H uneven over 4, then by 2, then whole."""
-    weight = torch.randn(3 * 6 * 2, 5)
-    view = (3, 6, 2, 5)
-    network_layout = NetworkLayout(Mesh((("tp", 4),)), {"w": TensorLayout((36, 5), view, ((1, (0,)),))})
-    path = save_one_by_one(tmp_path, Snapshot({"w": weight}, None, {"step": 1}), network_layout)
-    other = TensorLayout((36, 5), view, ((1, (0,)),))
-    read = open_checkpoint(path).model.piece("w", other, TP2, 1)
-    assert read.shape == (18, 5)
-    assert torch.equal(read, weight.view(view)[:, 3:].reshape(18, 5))
-    assert torch.equal(read, piece_of(weight, other, TP2, 1))
-    assert math.prod(load(path).model["w"].shape) == weight.numel()

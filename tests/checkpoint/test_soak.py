@@ -1,4 +1,4 @@
-"""Kills while checkpoints are written, and altered ones, in short; `make soak` does as many as are wanted."""
+"""Kills while checkpoints are written, in short; `make soak` does as many as are wanted."""
 
 import json
 import random
@@ -12,10 +12,9 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("what", "count"), [("kills", 20), ("alterations", 100)])
-def test_what_is_torn_or_altered_is_never_loaded(what, count):
+def test_what_is_torn_is_never_loaded():
     seed = str(random.randrange(10**6))
-    command = [sys.executable, "-m", "tests.faults.soak_saves", what, "--count", str(count), "--seed", seed]
+    command = [sys.executable, "-m", "tests.faults.soak_saves", "kills", "--count", "20", "--seed", seed]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert json.loads(done.stdout)["holds"]

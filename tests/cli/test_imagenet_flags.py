@@ -17,51 +17,60 @@ from manyhands.data.options import DataOptions
 from manyhands.models.published import published_names
 
 URL = "tcp://10.0.0.1:8090"
-# Every flag of main.py in all its spellings, with a value, the field it belongs to and what is expected there.
+PLACES = [(URL, "10.0.0.1"), ("tcp://[fd00::1]:8090", "fd00::1"), ("tcp://n1:8090/", "n1")]
+# Every flag of main.py in all its spellings, with a value, the field it belongs to and what is expected there, and the
+# option of the job that it sets.
 KNOWN = [
-    ("-a resnet50 | --arch resnet50", "arch", "resnet50"),
-    ("-j 2 | -j2 | --workers 2", "workers", 2),
-    ("--epochs 30", "epochs", 30),
-    ("--start-epoch 3", "start_epoch", 3),
-    ("-b 64 | --batch-size 64", "batch_size", 64),
-    ("--lr 0.2 | --learning-rate 0.2", "lr", 0.2),
-    ("--momentum 0.8", "momentum", 0.8),
-    ("--wd 0.01 | --weight-decay 1e-2", "weight_decay", 0.01),
-    ("-p 20 | --print-freq 20", "print_freq", 20),
-    ("--resume checkpoint.pth.tar", "resume", "checkpoint.pth.tar"),
-    ("-e | --evaluate", "evaluate", True),
-    ("--pretrained", "pretrained", True),
-    ("--world-size 3", "world_size", 3),
-    ("--world-size -1", "world_size", -1),
-    ("--rank 0", "rank", 0),
-    ("--rank -1", "rank", -1),
-    ("--dist-url env://", "dist_url", "env://"),
-    ("--dist-backend gloo", "dist_backend", "gloo"),
-    ("--seed 7", "seed", 7),
-    ("--gpu 1", "gpu", 1),
-    ("--no-accel", "no_accel", True),
-    ("--multiprocessing-distributed", "multiprocessing_distributed", True),
-    ("--dummy", "dummy", True),
-    ("some/folder", "data", "some/folder"),
+    ("-a resnet50 | --arch resnet50", "arch", "resnet50", "model.name", "torchvision:resnet50"),
+    ("-j 2 | -j2 | --workers 2", "workers", 2, "data.machine_workers", 2),
+    ("-j 0", "workers", 0, "data.workers", 0),
+    ("--epochs 30", "epochs", 30, "train.epochs", 30),
+    ("--start-epoch 3", "start_epoch", 3, "train.start_epoch", 3),
+    ("-b 64 | --batch-size 64", "batch_size", 64, "train.batch", 64),
+    ("--lr 0.2 | --learning-rate 0.2", "lr", 0.2, "train.lr", 0.2),
+    ("--momentum 0.8", "momentum", 0.8, "train.momentum", 0.8),
+    ("--wd 0.01 | --weight-decay 1e-2", "weight_decay", 0.01, "train.weight_decay", 0.01),
+    ("-p 20 | --print-freq 20", "print_freq", 20, "run.log_steps", 20),
+    ("--resume checkpoint.pth.tar", "resume", "checkpoint.pth.tar", "checkpoint.resume", "checkpoint.pth.tar"),
+    ("-e | --evaluate", "evaluate", True, "", None),
+    ("--pretrained", "pretrained", True, "model.pretrained", True),
+    ("--world-size 3", "world_size", 3, "", None),
+    ("--world-size -1", "world_size", -1, "", None),
+    ("--rank 0", "rank", 0, "", None),
+    ("--rank -1", "rank", -1, "", None),
+    ("--dist-url env://", "dist_url", "env://", "", None),
+    ("--dist-backend gloo", "dist_backend", "gloo", "cluster.backend", "gloo"),
+    ("--seed 7", "seed", 7, "train.seed", 7),
+    ("--gpu 1", "gpu", 1, "cluster.device", "auto:1"),
+    ("--no-accel", "no_accel", True, "cluster.device", "cpu"),
+    ("--multiprocessing-distributed", "multiprocessing_distributed", True, "", None),
+    ("--dummy", "dummy", True, "data.name", "fake-imagenet"),
+    ("some/folder", "data", "some/folder", "data.name", "some/folder"),
+    ("mnist", "data", "mnist", "data.name", "./mnist"),  # a folder is never taken for a data set's name
+    ("/data/imagenet", "data", "/data/imagenet", "data.name", "/data/imagenet"),
 ]
+APP = make_app()
 
 
 def changed(flags):
     return {name: value for name, value in vars(flags).items() if value != getattr(Flags(), name)}
 
 
-@pytest.mark.parametrize(("spellings", "field", "value"), KNOWN, ids=[words for words, _, _ in KNOWN])
-def test_every_flag_is_known(spellings, field, value):
+@pytest.mark.parametrize(("spellings", "field", "value", "key", "option"), KNOWN, ids=[words for words, *_ in KNOWN])
+def test_every_flag_is_known_and_reaches_the_job(spellings, field, value, key, option):
     for words in spellings.split("|"):
-        command, bound, _ = make_app().parse_args(["imagenet", *words.split()], exit_on_error=False, print_error=False)
+        command, bound, _ = APP.parse_args(["imagenet", *words.split()], exit_on_error=False, print_error=False)
         assert command is imagenet
         found = dict(bound.arguments)
         flags = found.pop("flags", Flags())
         assert {**changed(flags), **found} == {field: value}
+    if key:
+        section, name = key.split(".")
+        assert getattr(getattr(job_of(Flags(**{field: value})), section), name) == option
 
 
 def test_every_field_has_a_flag():
-    assert {field for _, field, _ in KNOWN} == set(vars(Flags()))
+    assert {field for _, field, *_ in KNOWN} == set(vars(Flags()))
 
 
 def job_of(flags, environment=None):
@@ -82,6 +91,8 @@ def test_without_flags_it_is_main_py():
     assert (job.data.mean, job.data.std) == ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
     assert job.checkpoint.pth_tar == "."
     assert job.cluster.init == ""
+    assert job_of(Flags(arch="vit_b_16")).train == train
+    assert job_of(Flags(gpu=2)).cluster.processes == 1
 
 
 def test_the_help_names_all_networks_of_torchvision(capsys):
@@ -101,55 +112,24 @@ def test_made_pictures_fit_a_network_of_another_size():
     assert job_values(Flags(arch="resnet18", dummy=True), nodes_of(Flags()))["data.image_size"] is None
 
 
-@pytest.mark.parametrize("arch", ["vit_b_16", "convnext_tiny", "swin_t"])
-def test_the_recipe_is_the_same_for_every_network(arch):
-    assert job_of(Flags(arch=arch)).train == job_of(Flags()).train
-
-
-def test_a_folder_is_never_taken_for_a_data_sets_name():
-    assert job_of(Flags(data="mnist")).data.name == "./mnist"
-    assert job_of(Flags(data="/data/imagenet")).data.name == "/data/imagenet"
-
-
-def test_flags_reach_the_job():
-    flags = Flags(
-        arch="resnet50", workers=6, epochs=5, start_epoch=2, lr=0.3, momentum=0.5, weight_decay=0.0, print_freq=7,
-        seed=11, dist_backend="gloo", no_accel=True, pretrained=True,
-    )  # fmt: skip
-    job = job_of(flags)
-    assert (job.model.name, job.model.pretrained, job.data.machine_workers) == ("torchvision:resnet50", True, 6)
-    assert (job.train.epochs, job.train.start_epoch, job.train.lr, job.train.momentum) == (5, 2, 0.3, 0.5)
-    assert (job.train.weight_decay, job.train.seed, job.run.log_steps) == (0.0, 11, 7)
-    assert (job.cluster.backend, job.cluster.device) == ("gloo", "cpu")
-    assert job_of(Flags(workers=0)).data.workers == 0
-    assert job_of(Flags(gpu=2)).cluster.device == "auto:2"
-    assert job_of(Flags(gpu=2)).cluster.processes == 1
-    assert job_of(Flags(dummy=True)).data.name == "fake-imagenet"
-
-
 @given(
     count=st.integers(2, 64), batch=st.integers(1, 4096), share=st.floats(0, 1), own=st.integers(1, 16),
-    many=st.booleans(),
+    many=st.booleans(), place=st.sampled_from(PLACES),
 )  # fmt: skip
-def test_nodes_and_processes_are_counted_as_there(count, batch, share, own, many):
+def test_nodes_and_processes_are_counted_as_there(count, batch, share, own, many, place):
+    url, address = place
     rank = min(count - 1, int(share * count))
-    place = {"world_size": count, "rank": rank, "dist_url": URL}
-    flags = Flags(**place, batch_size=batch, multiprocessing_distributed=many, no_accel=True)
+    flags = Flags(
+        world_size=count, rank=rank, dist_url=url, batch_size=batch, multiprocessing_distributed=many, no_accel=True
+    )
     job = job_of(flags)
     assert job.train.batch == batch * count
-    assert (job.cluster.init, job.cluster.world_size, job.cluster.rank) == (URL, count, rank)
+    assert (job.cluster.init, job.cluster.world_size, job.cluster.rank) == (url, count, rank)
     rendezvous = rendezvous_of(nodes_of(flags, {}), own)
-    assert rendezvous == Rendezvous((own,) * count, rank, "10.0.0.1", 8090)
+    assert rendezvous == Rendezvous((own,) * count, rank, address, 8090)
     # main.py's own arithmetic: the first process of a node has the rank (node) x (processes on each).
     assert sum(rendezvous.sizes[: rendezvous.machine]) == rank * own
     assert sum(rendezvous.sizes) == count * own
-
-
-@pytest.mark.parametrize("url", ["tcp://[fd00::1]:8090", "tcp://n1:8090/", "tcp://10.0.0.1:8090"])
-def test_addresses_of_any_kind(url):
-    rendezvous = rendezvous_of(nodes_of(Flags(world_size=2, rank=1, dist_url=url), {}), 4)
-    assert rendezvous.port == 8090
-    assert rendezvous.address in {"fd00::1", "n1", "10.0.0.1"}
 
 
 def test_one_node_needs_no_address_and_says_so():

@@ -1,5 +1,6 @@
-"""What must stay light, and what every recipe must be."""
+"""What must stay light, what every recipe must be, and flags: each sets an option that exists."""
 
+import re
 import signal
 import subprocess
 import sys
@@ -8,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from manyhands.cli.main import COMMANDS, GROUPS, main
-from manyhands.config.load import load_job
+from manyhands.cli.flags import Key
+from manyhands.cli.main import COMMANDS, GROUPS, main, make_app
+from manyhands.config.load import known_keys, load_job
 
 COMMAND = "from manyhands.cli.main import main\ntry:\n    main({})\nexcept SystemExit:\n    pass"
 LIGHT = {
@@ -56,6 +58,7 @@ MISSING = {
     'no network is called "cifar:renset18"': ["digits", "cifar:renset18"],
     'no parallel mode is called "dta"': ["digits", "mlp", "--parallel", "dta"],
     'no sync method is called "alreduce"': ["digits", "mlp", "--sync", "alreduce"],
+    '"0"': ["digits", "-n", "0"],
     "mlp has no published weights": ["digits", "mlp", "--pretrained"],
     "the mesh tp=3 is for 3 processes, but the run has 2": ["digits", "mlp", "--mesh", "tp=3", "-n", "2"],
 }
@@ -122,14 +125,6 @@ def test_help_groups_all_commands_and_begins_with_those_of_the_first_day(capsys,
     assert titles == [*GROUPS.values(), "Options"]
 
 
-@pytest.mark.parametrize("words", [["train", "digits"], ["resume", "run"], ["eval", "run"]])
-def test_no_processes_are_none(words, capsys):
-    with pytest.raises(SystemExit) as ended:
-        main([*words, "-n", "0"])
-    assert ended.value.code == 2
-    assert '"0"' in capsys.readouterr().err
-
-
 def test_what_could_not_be_written_is_a_failure():
     with Path("/dev/full").open("w") as full:
         pipes = {"capture_output": False, "stdout": full, "stderr": subprocess.PIPE}
@@ -173,3 +168,40 @@ RECIPES = sorted(entry.name.removesuffix(".toml") for entry in files("manyhands.
 def test_every_recipe_is_a_valid_job(name, model):
     job = load_job({"data.name": name, "model.name": model}, environment={}).job
     assert job.model.name == model or model is None
+
+
+NEEDED = {"logs": ["run"], "eval": ["run"], "predict": ["run", "a.png"], "resume": ["run"], "pack": ["folder"]}
+APP = make_app()
+ARGUMENTS = [
+    (name, each) for name in COMMANDS if name != "checkpoint" for each in APP[name].assemble_argument_collection()
+]
+WHOLE = [(command, each.name) for command, each in ARGUMENTS if re.search(r"\bint\b", str(each.field_info.annotation))]
+
+
+@pytest.mark.parametrize("words", [("train", "digits"), ("launch", "digits", "--hosts", "n1,n2"), ("imagenet",)])
+def test_sync_is_a_flag(words, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main([*words, "--sync", "powersgd", "--show-config"])
+    assert not ended.value.code
+    shown = capsys.readouterr().out
+    section = shown[shown.index("[sync]") :]
+    assert section.splitlines()[1].startswith('method = "powersgd"'), section
+    assert "flag" in section.splitlines()[1]
+
+
+def test_fraction_is_refused_if_an_integer_is_expected(capsys):
+    assert {("train", "--epochs"), ("resume", "--epochs"), ("imagenet", "-b"), ("logs", "--last")} <= {*WHOLE}
+    for command, flag in WHOLE:
+        with pytest.raises(SystemExit) as ended:
+            main([command, *NEEDED.get(command, []), flag, "1.5"])
+        assert ended.value.code == 2
+        assert '"1.5" is not a whole number' in capsys.readouterr().err, (command, flag)
+
+
+def test_every_flag_that_sets_an_option_sets_one_that_exists():
+    metadata = [
+        each for _, argument in ARGUMENTS for each in getattr(argument.field_info.annotation, "__metadata__", ())
+    ]
+    keys = {each for each in metadata if isinstance(each, Key)}
+    assert len(keys) > 30
+    assert keys <= {*known_keys()}

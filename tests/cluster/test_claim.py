@@ -15,13 +15,13 @@ from manyhands.cluster.agents.folders import (
     Term,
     advance_term,
     agent_lock,
-    agents_work,
-    claim,
+    claim_run_folder,
+    has_working_agents,
+    read_term,
     run_id,
     set_run_id,
-    term_in,
 )
-from manyhands.cluster.agents.machines import open_here
+from manyhands.cluster.agents.machines import open_local_agent
 from manyhands.cluster.agents.protocol import OpenRun
 from manyhands.cluster.messages import call
 from manyhands.core.run_folder import RunFolder
@@ -36,16 +36,25 @@ def folder(tmp_path):
     return RunFolder(tmp_path)
 
 
-def test_one_start_at_a_time(folder):
-    lock = claim(folder, HOLDER)
+def test_one_start_at_a_time_as_long_as_its_process_lives(folder):
+    lock = claim_run_folder(folder, HOLDER)
     assert lock
-    assert claim(folder, HOLDER) is None  # another machine of the same run, on the same disk
+    assert claim_run_folder(folder, HOLDER) is None  # another machine of the same run, on the same disk
     with pytest.raises(Timeout):
-        claim(folder, OTHER)
+        claim_run_folder(folder, OTHER)
     lock.release()
-    again = claim(folder, OTHER)
-    assert again
-    again.release()
+    code = "import sys, pathlib; from manyhands.cluster.agents.folders import *; "
+    code += f"lock = claim_run_folder(RunFolder(pathlib.Path(sys.argv[1])), '{OTHER}'); "
+    code += "print('has it', flush=True); input()"
+    command = [sys.executable, "-c", code, str(folder.path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "has it\n"
+        with pytest.raises(Timeout):
+            claim_run_folder(folder, HOLDER)
+        process.kill()
+    lock = claim_run_folder(folder, HOLDER)
+    assert lock
+    lock.release()
 
 
 @pytest.mark.slow
@@ -53,33 +62,19 @@ def test_processes_whose_head_was_killed_keep_the_folder_until_they_have_left(fo
     monkeypatch.setattr("manyhands.cluster.agents.folders.LEAVING_S", 0.1)
     with agent_lock(folder.ranks, 0):
         with pytest.raises(Timeout):
-            claim(folder, HOLDER)
+            claim_run_folder(folder, HOLDER)
         assert not (folder.ranks / "holder").exists()
-    lock = claim(folder, HOLDER)
+    lock = claim_run_folder(folder, HOLDER)
     assert lock
     with agent_lock(folder.ranks, 0):  # its own agents begin later
         pass
     lock.release()
 
 
-def test_the_lock_goes_with_its_process(folder):
-    code = "import sys, pathlib; from manyhands.cluster.agents.folders import *; "
-    code += f"lock = claim(RunFolder(pathlib.Path(sys.argv[1])), '{OTHER}'); print('has it', flush=True); input()"
-    command = [sys.executable, "-c", code, str(folder.path)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout.readline() == "has it\n"
-        with pytest.raises(Timeout):
-            claim(folder, HOLDER)
-        process.kill()
-    lock = claim(folder, HOLDER)
-    assert lock
-    lock.release()
-
-
 @pytest.fixture
 def agents(tmp_path):
     """Of three machines, as far as a folder can tell: two of one run, and one of another."""
-    links = [open_here(tmp_path / f"agent{number}.log") for number in range(3)]
+    links = [open_local_agent(tmp_path / f"agent{number}.log") for number in range(3)]
     yield links
     close_all(links)
 
@@ -102,24 +97,28 @@ def test_agents_keep_other_runs_out_and_tell_whose_a_folder_is(agents, tmp_path)
     assert run_id(RunFolder(tmp_path / "run")) == "1" * 32
 
 
-def test_ids_are_ours_or_none(folder):
+def test_ids_and_terms_are_ours_or_none(folder):
     assert not run_id(folder)
     made = set_run_id(folder)
     assert run_id(folder) == made
     assert set_run_id(folder) != made
-    for junk in (b"", b"\xff\xfe", b"../../x", b"a" * 4096, os.urandom(64)):
+    for junk in (b"", b"1", b"1 2 3", b"x y", b"\xff\xfe", b"../../x", b"a" * 4096, os.urandom(64)):
         (folder.ranks / "id").write_bytes(junk)
         assert not run_id(folder)
+        (folder.ranks / "term").write_bytes(junk)
+        assert read_term(folder.ranks) == Term()
+    assert advance_term(folder.ranks, Term(1)) == Term(1)
+    assert (folder.ranks / "term").stat().st_mode & 0o777 == 0o600
 
 
 def test_who_was_cut_off_knows_that_a_later_start_is_at_work(folder):
-    assert not agents_work(folder.ranks, 0)
+    assert not has_working_agents(folder.ranks, 0)
     with agent_lock(folder.ranks, 1, 0):
-        assert not agents_work(folder.ranks, 0)
+        assert not has_working_agents(folder.ranks, 0)
         with agent_lock(folder.ranks, 0, 1):
-            assert agents_work(folder.ranks, 0)
-            assert not agents_work(folder.ranks, 1)
-    assert not agents_work(folder.ranks, 0)  # what an earlier run of the folder has left says nothing
+            assert has_working_agents(folder.ranks, 0)
+            assert not has_working_agents(folder.ranks, 1)
+    assert not has_working_agents(folder.ranks, 0)  # what an earlier run of the folder has left says nothing
 
 
 TERMS = st.builds(Term, st.integers(0, 9), st.integers(0, 9))
@@ -129,15 +128,7 @@ TERMS = st.builds(Term, st.integers(0, 9), st.integers(0, 9))
 @given(st.lists(TERMS, max_size=8))
 def test_the_highest_stands(wanted):
     with scratch("terms") as folder:
-        assert term_in(folder / "ranks") == Term()
+        assert read_term(folder / "ranks") == Term()
         for number, term in enumerate(wanted):
             assert advance_term(folder / "ranks", term) == max(wanted[: number + 1])
-        assert term_in(folder / "ranks") == max([Term(), *wanted])
-
-
-def test_what_is_no_term_is_as_none(tmp_path):
-    for text in ("", "1", "1 2 3", "x y", "\xff"):
-        (tmp_path / "term").write_text(text)
-        assert term_in(tmp_path) == Term()
-    assert advance_term(tmp_path, Term(1)) == Term(1)
-    assert (tmp_path / "term").stat().st_mode & 0o777 == 0o600
+        assert read_term(folder / "ranks") == max([Term(), *wanted])

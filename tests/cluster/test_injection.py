@@ -62,3 +62,5 @@ def test_a_path_is_a_path_to_the_other_machines_shell(setting, trick, tmp_path):
 def test_proposed_commands_do_what_they_say(trick, tmp_path):
     line = scp_command(Machine("n1"), trick, trick)
     assert not runs(["sh", "-c", line.replace("scp", "echo", 1)], tmp_path)
+    assert scp_command(Machine("ann@n1", port=31234), "/a/run", "runs/x") == "scp -r -P 31234 ann@n1:/a/run runs/x"
+    assert scp_command(Machine("ann@fd00::7"), "/a/run", "runs/x") == "scp -r 'ann@[fd00::7]:/a/run' runs/x"

@@ -14,10 +14,10 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from manyhands.cluster.agents import elastic, heartbeats
 from manyhands.cluster.agents.heartbeats import ExitTimer
 from manyhands.cluster.agents.protocol import Orders, WorkerCommand, WorkerExited, WorkersStarted
-from manyhands.cluster.agents.worker_start import take_orders
+from manyhands.cluster.agents.worker_start import begin_worker
 from manyhands.cluster.failures import Ending, first_cause
 from manyhands.cluster.hosts.inventory import Rendezvous
-from manyhands.parallel.group.heartbeat import rescue_path
+from manyhands.parallel.group.heartbeat import emergency_save_path
 
 WRITES = "import sys, time\nwhile True:\n    open(sys.argv[1], 'wb').write(bytes(100)); time.sleep(0.02)"
 SLEEPS = "import time; time.sleep(100)"
@@ -33,11 +33,11 @@ def test_who_saves_and_gets_on_with_it_is_waited_for(program, saves, stays, tmp_
     process = subprocess.Popen([sys.executable, "-c", program, tmp_path / "file"])
     try:
         if saves:
-            rescue_path(tmp_path, 3).touch()
+            emergency_save_path(tmp_path, 3).touch()
         those = ExitTimer(tmp_path)
         those.begin()
         until = time.monotonic() + 6
-        while (patient := those.patient({3: process.pid}, 0.0)) and time.monotonic() < until:
+        while (patient := those.has_time({3: process.pid}, 0.0)) and time.monotonic() < until:
             time.sleep(0.05)
         assert patient == stays
     finally:
@@ -50,11 +50,11 @@ def test_worker_gets_the_time_for_its_update_and_no_save_lasts_for_ever(saves, t
     monkeypatch.setattr(heartbeats, "LEAVE_S", 0.0)
     if saves:
         monkeypatch.setattr(heartbeats, "SAVE_MOST_S", 0.0)
-        rescue_path(tmp_path, 0).touch()
+        emergency_save_path(tmp_path, 0).touch()
     those = ExitTimer(tmp_path)
     those.begin()
-    assert those.patient({0: 1}, 60.0)
-    assert not those.patient({0: 1}, 0.0)
+    assert those.has_time({0: 1}, 60.0)
+    assert not those.has_time({0: 1}, 0.0)
 
 
 class Head:
@@ -76,7 +76,7 @@ def workers_of_the_test(orders, scratch, agent_pid):
     if rank and "exits" in orders.argument:
         os._exit(0)
     if "waits" in orders.argument:
-        take_orders(orders, scratch, agent_pid)
+        begin_worker(orders, scratch, agent_pid)
         time.sleep(100)
     while rank == 0 and not Path(orders.argument["until"]).exists():
         time.sleep(0.02)
@@ -96,46 +96,32 @@ def run_with(head, tmp_path, monkeypatch, **more):
         before = {number: signal.getsignal(number) for number in elastic.ASKED}
         orders = Orders(argument, str(tmp_path / "ranks"), rendezvous, "cpu", 1)
         try:
-            return elastic.run(orders, head, head.tick, listener)
+            return elastic.run_workers(orders, head, head.tick, listener)
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
 
 @pytest.mark.timeout(60)
-def test_processes_that_have_returned_end_though_another_machine_has_failed(tmp_path, monkeypatch):
-    """They wait for their agent, which would never poll them again."""
-    ticks = iter(range(1000))
-
-    def tick():
-        if next(ticks) == 10:  # they hear of the failure first, and return then
-            (tmp_path / "until").touch()
-        return [WorkerCommand("leave")]
-
-    ended = run_with(Head(tick), tmp_path, monkeypatch)
-    assert ended.returned == RETURNED
-    assert not ended.failed
-    assert not ended.broken
-
-
-@pytest.mark.timeout(60)
-def test_a_process_that_is_killed_after_it_has_returned_has_done_its_work(tmp_path, monkeypatch):
-    """The other one, which saves yet, isn't disturbed; nothing waits for the killed one to wake up."""
+@pytest.mark.parametrize("kills", [False, True])
+def test_a_process_that_has_returned_has_done_its_work_whatever_fails_then(kills, tmp_path, monkeypatch):
+    """It is killed, which disturbs no other one that saves yet; or another machine fails, and none waits for a poll."""
     ticks = iter(range(1000))
 
     def tick():
         number = next(ticks)
-        if number == 10:  # by now it has returned, and waits for its agent
+        if number == 10 and kills:  # by now it has returned, and waits for its agent
             os.kill(head.pids()[1], signal.SIGKILL)
-        if number == 30:
+        if number == (30 if kills else 10):
             (tmp_path / "until").touch()
-        return []
+        return [] if kills else [WorkerCommand("leave")]
 
     head = Head(tick)
     began = time.monotonic()
     ended = run_with(head, tmp_path, monkeypatch)
     assert ended.returned == RETURNED
     assert not ended.failed
+    assert not ended.broken
     assert time.monotonic() - began < 30
 
 

@@ -1,6 +1,5 @@
 """Messages between a head and its machines: they arrive typed, and what isn't one of ours is one clear error."""
 
-import inspect
 import json
 import math
 import os
@@ -10,7 +9,6 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import get_type_hints
 
 import psutil
 import pytest
@@ -25,18 +23,16 @@ from manyhands.cluster.agents.connection import (
     wait_for_links,
 )
 from manyhands.cluster.agents.early import AGENT
-from manyhands.cluster.agents.machines import _start, open_here
-from manyhands.cluster.agents.protocol import FilePiece, OpenRun, Orders, RunOpened, WorkerExited, WorkersEnded
-from manyhands.cluster.doctor.findings import Attempt, FactsWanted
-from manyhands.cluster.doctor.probe import Listener
-from manyhands.cluster.hosts.inventory import Machine, Rendezvous
+from manyhands.cluster.agents.machines import _start_process, open_local_agent
+from manyhands.cluster.agents.protocol import FilePiece, OpenRun, WorkerExited, WorkersEnded
+from manyhands.cluster.doctor.findings import FactsWanted
+from manyhands.cluster.hosts.inventory import Machine
 from manyhands.cluster.messages import (
     VERSION,
     Alive,
     Call,
     CallResult,
     InvalidCallError,
-    Message,
     MessageStream,
     Misunderstood,
     Reconnected,
@@ -46,8 +42,6 @@ from manyhands.cluster.messages import (
     decode,
     encode,
     perform,
-    remote,
-    reply_to,
 )
 from manyhands.core.records import Event, Failure, append
 from manyhands.core.run_folder import RunFolder
@@ -75,51 +69,15 @@ def test_what_is_sent_arrives_under_its_number_and_may_come_in_pieces(message):
     assert lines.take(line[9:]) == [(7, message)]
 
 
-ORDERS = Orders({"job": {"train": {"epochs": 2}}}, "ranks", Rendezvous((2, 1)), environment={"A": "b"})
-OPENED = RunOpened("/r", shared=False, checkpoints=True, held={"metrics.jsonl": 3})
-PIECE = FilePiece("metrics.jsonl", "{}\n", 4)
-REQUESTS = (
-    (HELLO, {"cores": 2, "load": [0.5, math.inf]}),
-    (call(Agent.open_run, OpenRun("runs/a", "token", "holder", "id", {"metrics.jsonl": 3})), OPENED),
-    (call(Agent.start_workers, ORDERS), None),
-    (call(Agent.connect, {"n2": (Listener("::1", 4711, "00"),)}), {"n2": (Attempt("::1", "timeout"),)}),
-    (call(Agent.keep_records, "/r", [PIECE]), None),
-    (call(Agent.read_log, "0.log", 0, rest=True), ("words", 5)),
-)
-
-
-@pytest.mark.parametrize(("asked", "result"), REQUESTS, ids=[asked.call.method for asked, _ in REQUESTS])
-def test_a_method_receives_and_returns_what_its_annotations_say(asked, result):
-    received = {}
-
-    def method(_agent, **arguments):
-        received.update(arguments)
-        return result
-
-    method.__signature__ = inspect.signature(asked.method)
-    method.__annotations__ = get_type_hints(asked.method)
-    double = type("Double", (), {asked.call.method: remote(method)})
-    (_, arrived) = decode(encode(asked.call))
-    (_, answer) = decode(encode(CallResult(perform(double(), arrived))))
-    assert asked.result(answer) == result
-    assert {**received, **asked.call.arguments} == received
-
-
-@pytest.mark.parametrize("line", [b"", b"Welcome to n2!", b"[1, 2]", b"\xff"])
-def test_a_greeting_of_the_other_shell_is_no_message(line):
-    assert decode(line) is None
-
-
-@pytest.mark.parametrize("line", [b'{"v": 1', b'{"v": 1, "id": ' + b"9" * 50 + b"}"])
-def test_a_message_that_cannot_be_read_is_answered(line):
-    number, message = decode(line)
-    assert (number, type(message)) == (0, Misunderstood)
-    assert "a message can't be read" in message.what
+def test_a_greeting_of_the_other_shell_is_no_message():
+    assert not any(map(decode, (b"", b"Welcome to n2!", b"[1, 2]", b"\xff")))
 
 
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
+        (b'{"v": 1', "a message can't be read"),
+        (b'{"v": 1, "id": ' + b"9" * 50 + b"}", "a message can't be read"),
         ({"v": VERSION + 1}, f"protocol version {VERSION + 1}, expected {VERSION}"),
         ({"v": None}, "version None"),
         ({"is": "Dance"}, "unknown message type 'Dance'"),
@@ -133,9 +91,9 @@ def test_a_message_that_cannot_be_read_is_answered(line):
     ],
 )
 def test_what_is_not_one_of_ours_is_one_clear_error(changed, said):
-    content = {**json.loads(encode(call(Agent.bind, "::1").call, 3)), **changed}
-    number, message = decode(json.dumps(content).encode())
-    assert (number, type(message)) == (3, Misunderstood)
+    sent = json.loads(encode(call(Agent.bind, "::1").call, 3))
+    number, message = decode(changed if isinstance(changed, bytes) else json.dumps({**sent, **changed}).encode())
+    assert (number, type(message)) == (0 if isinstance(changed, bytes) else 3, Misunderstood)
     assert said in message.what
     assert "install the same version of manyhands on all machines" in message.hints
 
@@ -159,34 +117,35 @@ def test_only_remote_methods_are_called_and_with_arguments_that_fit(method, argu
         perform(Agent.__new__(Agent), Call(method, arguments))
 
 
-def test_names_are_unique_though_only_they_travel():
-    def all_below(kind):
-        return [kind, *(below for each in kind.__subclasses__() for below in all_below(each))]
-
-    assert sorted(Message.kinds) == sorted(kind.__name__ for kind in all_below(Message)[1:])
-
-
 @pytest.fixture
 def agent_here(tmp_path):
-    connection = open_here(tmp_path / "agent.log")
+    connection = open_local_agent(tmp_path / "agent.log")
     yield connection
     close_all([connection])
 
 
-def test_agent_refuses_unknown_messages_and_continues(agent_here):
+def test_agent_refuses_unknown_messages_and_continues(agent_here, tmp_path):
     agent_here.unsent += encode(Alive()).replace(f'"v": {VERSION}'.encode(), b'"v": 0')
     with pytest.raises(MisunderstoodError, match="localhost: invalid message: protocol version 0"):
         agent_here.ask(HELLO, 30)
     with pytest.raises(MisunderstoodError, match="localhost: invalid message: unknown method 'tick'"):
         agent_here.ask(Request(Call("tick", {}), Agent.unlisten), 30)
-    assert agent_here.ask(call(Agent.hello, FactsWanted(only=("cores",))), 30)["cores"] >= 1
+    # A checkpoint that is only in the records isn't on the machine: they may be copies of another machine's.
+    folder = RunFolder(tmp_path / "run")
+    folder.path.mkdir()
+    folder.job.write_text("")
+    append(folder.events, Event(time=1.0, kind="saved", step=40))
+    opened = call(Agent.open_run, OpenRun(str(folder.path), "t", "h", "id"))
+    assert agent_here.ask(opened, 30).saved == -1
+    (folder.checkpoints / "step-00000030").mkdir(parents=True)
+    assert agent_here.ask(opened, 30).saved == 30
 
 
 def test_agent_of_another_version_is_distinguished_from_a_missing_one(tmp_path):
     said = '{"kind": "error", "id": 1, "what": "do"}'
     other = f"import sys; sys.stdin.readline(); print({said!r}, flush=True); input()"
     log = tmp_path / "log"
-    connection = AgentConnection(Machine("n2"), _start([sys.executable, "-c", other], log), log, here=False)
+    connection = AgentConnection(Machine("n2"), _start_process([sys.executable, "-c", other], log), log, here=False)
     try:
         with pytest.raises(MisunderstoodError, match=rf"n2: .* version unknown, expected {VERSION}"):
             connection.ask(HELLO, 30)
@@ -222,7 +181,7 @@ def line(tmp_path):
     log = tmp_path / "agent.log"
 
     def connect(words):
-        return _start([sys.executable, "-c", LINE, sys.executable, *words], log)
+        return _start_process([sys.executable, "-c", LINE, sys.executable, *words], log)
 
     connection = AgentConnection(Machine("n2"), connect(AGENT), log, here=False)
     connection.connect_again = connect
@@ -238,7 +197,7 @@ def agent_of(line):
 
 def test_link_resumes_over_a_new_connection_without_lost_or_repeated_messages(line):
     agent = agent_of(line)
-    for _ in range(3):
+    for _ in range(2):
         before, number = line.process, line.post(HELLO)
         before.kill()  # the request or its answer may be lost with it
         numbers = [number, line.post(HELLO)]  # so may this one
@@ -249,6 +208,10 @@ def test_link_resumes_over_a_new_connection_without_lost_or_repeated_messages(li
                 told += link.read()
         assert [(answered, type(message)) for answered, message in told] == [(each, CallResult) for each in numbers]
         assert line.process is not before
+    before = line.process
+    threading.Timer(0.5, before.kill).start()  # while the agent imports torch, and hears nobody
+    assert line.ask(call(Agent.prepare_workers, 1, 1, "cpu"), 60) == ("cpu", 1)
+    assert line.process is not before
     assert agent.is_running()
     close_all([line])
     agent.wait(10)  # its head has left, which is not a connection that was lost
@@ -269,14 +232,6 @@ def test_a_message_that_begins_behind_the_word_of_reconnection_is_complete(line)
     assert line._lines.received == before + 1
 
 
-def test_a_connection_that_is_lost_while_the_agent_imports_torch_is_replaced(line):
-    agent, before = agent_of(line), line.process
-    threading.Timer(0.5, before.kill).start()
-    assert line.ask(call(Agent.prepare, 1, 1, "cpu"), 60) == ("cpu", 1)
-    assert line.process is not before
-    assert agent.is_running()
-
-
 def test_a_forked_worker_holds_no_socket_of_its_agents_connection(tmp_path):
     wire = Wire(1)
     wire.listen(tmp_path)
@@ -287,18 +242,6 @@ def test_a_forked_worker_holds_no_socket_of_its_agents_connection(tmp_path):
     assert os.waitpid(child, 0)[1] == 0
     for each in (wire._listener, *sockets):
         each.close()
-
-
-def test_a_checkpoint_that_is_only_in_the_records_is_not_on_the_machine(agent_here, tmp_path):
-    """Its records may be copies of another machine's."""
-    folder = RunFolder(tmp_path / "run")
-    folder.path.mkdir()
-    folder.job.write_text("")
-    append(folder.events, Event(time=1.0, kind="saved", step=40))
-    opened = call(Agent.open_run, OpenRun(str(folder.path), "t", "h", "id"))
-    assert agent_here.ask(opened, 30).saved == -1
-    (folder.checkpoints / "step-00000030").mkdir(parents=True)
-    assert agent_here.ask(opened, 30).saved == 30
 
 
 def test_an_agent_that_has_ended_is_not_waited_for(line):
@@ -314,10 +257,3 @@ def test_an_agent_whose_connection_is_lost_for_good_ends(line):
     agent = agent_of(line)
     line.process.kill()
     agent.wait(SILENT_S + 10)
-
-
-def test_an_answer_that_can_not_be_sent_is_the_failure_of_its_call(monkeypatch):
-    monkeypatch.setattr("manyhands.cluster.messages.perform", lambda *_: object())
-    answer = reply_to(None, call(Agent.clock).call)
-    assert isinstance(answer, RequestFailed)
-    assert "JSON" in answer.what

@@ -20,12 +20,12 @@ from manyhands.cluster.agents.protocol import (
     WorkersEnded,
     WorkersStarted,
 )
-from manyhands.cluster.agents.supervise import Watch, _Head, supervise_once
+from manyhands.cluster.agents.supervise import WatchHooks, _LauncherState, supervise_once
 from manyhands.cluster.failures import first_cause
 from manyhands.cluster.hosts.inventory import Machine, Rendezvous
 from manyhands.cluster.messages import Alive, encode
 from manyhands.core.records import Failure
-from manyhands.core.stops import STOPS, ended_like_ctrl_c, handled
+from manyhands.core.stops import STOPS, on_stop, stop_signals_as_ctrl_c
 from manyhands.core.timeouts import AWAITED_S, KILL_S, SILENT_S
 from tests.e2e.command import finish, running, wait_until
 
@@ -33,28 +33,21 @@ from tests.e2e.command import finish, running, wait_until
 def test_each_signal_is_heard_and_what_was_there_before_comes_back():
     heard = []
     before = [signal.getsignal(number) for number in STOPS]
-    with handled(lambda number, _frame: heard.append(number)):
+    with on_stop(lambda number, _frame: heard.append(number)):
         for number in STOPS:
             os.kill(os.getpid(), number)
     assert heard == list(STOPS)
     assert {number.name for number in STOPS} >= {"SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1"}
     assert [signal.getsignal(number) for number in STOPS] == before
-
-
-def test_nohup_stays_what_it_is():
-    """Who starts a run so that it outlives the terminal doesn't want its end to stop it."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with pytest.raises(KeyboardInterrupt), stop_signals_as_ctrl_c():  # where there is nothing to save
+        os.kill(os.getpid(), signal.SIGUSR1)
+    hangup = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # nohup: the run is to outlive its terminal
     try:
-        with ended_like_ctrl_c() as taken:
+        with stop_signals_as_ctrl_c() as taken:
             os.kill(os.getpid(), signal.SIGHUP)
         assert signal.SIGHUP not in taken
     finally:
-        signal.signal(signal.SIGHUP, before)
-
-
-def test_a_schedulers_word_ends_what_has_nothing_to_save_as_ctrl_c_does():
-    with pytest.raises(KeyboardInterrupt), ended_like_ctrl_c():
-        os.kill(os.getpid(), signal.SIGUSR1)
+        signal.signal(signal.SIGHUP, hangup)
 
 
 RECORD = Failure(time=1.0, rank=1, host="n2", pid=1, error="RunError", what="out of memory", where="rank 1")
@@ -71,7 +64,7 @@ RECORD = Failure(time=1.0, rank=1, host="n2", pid=1, error="RunError", what="out
 )
 def test_a_failure_is_said_as_soon_as_its_agent_knows(said, told):
     heard = []
-    head = _Head([], Watch(on_warning=heard.append))
+    head = _LauncherState([], WatchHooks(on_warning=heard.append))
     for _ in range(2):
         head._report_exit(WorkerExited(rank=1, host="n2", **said))
     assert heard == ([told] if told else [])
@@ -93,14 +86,16 @@ class Line:
 def test_after_another_launcher_has_stopped_the_run_the_next_ctrl_c_ends_it(signals):
     """The user reads that one more Ctrl-C ends it at once; one pressed before the other stop doesn't count for that."""
     line, shown = Line(), []
-    head = _Head([line], Watch(on_stop=lambda: shown.append("press Ctrl-C again"), on_warning=shown.append))
+    head = _LauncherState(
+        [line], WatchHooks(on_stop=lambda: shown.append("press Ctrl-C again"), on_warning=shown.append)
+    )
     *before, last = signals
     for number, requests in enumerate(before):
         if number == len(before) - 1:
-            head._handle(line, HeadReplaced())
-        head.obey(requests)
+            head._handle_message(line, HeadReplaced())
+        head.forward_stops(requests)
     assert line.sent == [WorkerCommand("stop")]
-    head.obey(last)
+    head.forward_stops(last)
     assert line.sent == [WorkerCommand("stop"), WorkerCommand("kill")]
     assert head.ending.interrupted == 2
     assert "press Ctrl-C again" in shown
@@ -144,7 +139,7 @@ def test_dead_machine_is_named_on_a_stop_and_a_second_interrupt_ends_at_once(tmp
         os.kill(os.getpid(), signal.SIGINT)
 
     ticks = iter([lambda: os.kill(os.getpid(), signal.SIGINT)])
-    watch = Watch(lambda: next(ticks, lambda: None)(), on_warning=tell)
+    watch = WatchHooks(lambda: next(ticks, lambda: None)(), on_warning=tell)
     ending = supervise_once({link: Orders({}, str(tmp_path), Rendezvous((2,)))}, watch)
     assert ending.interrupted
     assert list(ending.lost) == ["n2"]
@@ -177,7 +172,7 @@ def test_a_machine_whose_processes_have_ended_is_assured_of_its_head_while_other
     ended = said(tmp_path, WorkersStarted(0, [1]), WorkersEnded(failed={0: -9}, host="n2"))
     links = [spoken_by(tmp_path, "n2", f"{ended}; exec tee {heard}"), spoken_by(tmp_path, "n1", "sleep 4")]
     told = []
-    watch = Watch(recovers=True, on_warning=told.append)
+    watch = WatchHooks(recovers=True, on_warning=told.append)
     ending = supervise_once(dict.fromkeys(links, Orders({}, str(tmp_path), Rendezvous((1, 1)))), watch)
     assert told == [f"n1 is lost: {ending.lost['n1']}; cleaning up"]
     assert ending.failed == {0: -9}
@@ -189,9 +184,9 @@ def test_a_machine_whose_processes_have_ended_is_assured_of_its_head_while_other
 
 def test_what_came_while_the_head_stood_still_keeps_a_machine_from_being_given_up(tmp_path):
     link = spoken_by(tmp_path, "n2", f"{said(tmp_path, WorkersStarted(0, [1]))}; exec cat")
-    head = _Head([link], Watch())
+    head = _LauncherState([link], WatchHooks())
     while not head._started:
-        head.receive(link)
+        head.receive_messages(link)
     link.last_received -= SILENT_S + 60  # and the pulse, which comes back, is read by nobody
     link.send(Alive())
     assert select.select([link], [], [], 60)[0]
@@ -222,10 +217,10 @@ def test_a_memory_kill_is_read_from_the_cgroups_counter(tmp_path, monkeypatch):
 def test_a_machine_that_gave_up_a_launcher_that_was_itself_stopped_is_not_asked_about(tmp_path):
     link = spoken_by(tmp_path, "n2", "exit 0")
     link.process.wait()
-    head = _Head([link], Watch())
+    head = _LauncherState([link], WatchHooks())
     head._looked_at -= 60
-    head.notice_pause()
-    head.receive(link)
+    head.extend_limits_after_pause()
+    head.receive_messages(link)
     cause = first_cause(head.ending)
     assert cause.what == "n2 is lost: the agent timed out while the launcher was suspended for 60 s"
     assert "keep the launcher's computer awake" in cause.hints[0]

@@ -9,16 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manyhands.cli.main import main
-from manyhands.cluster.agents.folders import replace_job
 from manyhands.cluster.hosts.inventory import DEVICE_INDEX
 from manyhands.config import recipes
 from manyhands.config.job import Job
-from manyhands.config.load import _ELSEWHERE, flatten, known_keys, load_job, meant_key, parse_value, read_toml
+from manyhands.config.load import _ELSEWHERE, known_keys, load_job, meant_key, parse_value, read_toml
 from manyhands.config.recipes import choose_recipe
 from manyhands.core.choices import did_you_mean
 from manyhands.core.errors import UserError
 from manyhands.core.records import FAILURE_FILE
-from manyhands.core.run_folder import RunFolder
 from manyhands.parallel.group.heartbeat import HEARTBEAT_FILE
 from manyhands.parallel.group.tunnel_ends import VARIABLE
 from manyhands.worker.run_metadata import job_text
@@ -46,54 +44,28 @@ def test_flags_win_over_environment_over_file_over_recipe(tmp_path, file, variab
 def test_all_mistakes_are_reported_at_once_with_their_locations(tmp_path):
     path = _job_file(tmp_path, '[train]\nepohcs = 3\nbatch = 0\noptimizer = "sdg"\n[nonsense]\na = 1\n')
     with pytest.raises(UserError) as caught:
-        load_job({"train.lr": "fast"}, file=path, environment={})
+        load_job({"train.lr": "fast", "train.channels_last": "maybe"}, file=path, environment={})
     text = str(caught.value)
-    for part in ("5 values", 'did you mean "train.epochs"?', "train.batch", 'did you mean "sgd"?', "nonsense.a",
-                 "train.lr"):  # fmt: skip
+    for part in ("6 values", 'did you mean "train.epochs"?', "train.batch", 'did you mean "sgd"?', "nonsense.a",
+                 "train.lr", 'train.channels_last: should be true, false or "auto", found "maybe"'):  # fmt: skip
         assert part in text
     assert text.count(str(path)) == 4
     assert caught.value.exit_code == 2
 
 
-@pytest.mark.parametrize(
-    ("key", "given", "may_be"),
-    [
-        ("train.channels_last", "maybe", 'true, false or "auto"'),
-        ("train.norm_group", "globel", 'a whole number, "global" or "local"'),
-    ],
-)
-def test_a_value_that_may_be_of_several_kinds_is_one_mistake(key, given, may_be):
-    with pytest.raises(UserError) as caught:
-        load_job({key: given}, environment={})
-    assert f'{key}: should be {may_be}, found "{given}"' in str(caught.value)
-
-
-def test_a_job_file_of_an_older_version_loads(tmp_path):
-    path = _job_file(tmp_path, '[train]\nepochs = 3\ncompile = "auto"\ncuda_graphs = "auto"\n')
-    train = load_job({}, file=path, environment={}).job.train
-    assert (train.epochs, train.compile) == (3, False)
-
-
 def test_complete_job_survives_its_file(tmp_path):
     job = load_job({"model.arguments": {"width": 8}, "data.mean": [0.5], "train.norm_group": "global"}).job
-    again = load_job({}, file=_job_file(tmp_path, tomli_w.dumps(job.model_dump(mode="json"))), environment={}).job
-    assert again == job
+    text = tomli_w.dumps(job.model_dump(mode="json"))
+    assert load_job({}, file=_job_file(tmp_path, text), environment={}).job == job
+    older = _job_file(tmp_path, '[train]\nepochs = 3\ncompile = "auto"\ncuda_graphs = "auto"\n')
+    assert load_job({}, file=older, environment={}).job.train.compile is False
+    with pytest.raises(UserError, match="no job file"):
+        read_toml(tmp_path / "nothing.toml")
 
 
 @given(st.one_of(st.integers(), st.floats(allow_nan=False, allow_infinity=False), st.booleans()))
 def test_values_of_flags_are_tomls(value):
     assert parse_value(str(value).lower() if isinstance(value, bool) else repr(value)) == value
-
-
-@given(st.text(max_size=20))
-def test_any_text_is_some_value(text):
-    parse_value(text)
-
-
-@given(st.dictionaries(st.sampled_from(["train", "data", "x"]), st.dictionaries(st.text(min_size=1), st.integers())))
-def test_flattening_loses_nothing(tree):
-    flat = flatten(tree)
-    assert len(flat) == sum(len(table) for table in tree.values())
 
 
 def test_every_option_says_what_it_is():
@@ -103,11 +75,6 @@ def test_every_option_says_what_it_is():
     obvious = {"train.epochs", "train.optimizer", "train.weight_decay", "train.schedule", "train.label_smoothing",
                "train.precision", "train.channels_last", "train.seed"}  # fmt: skip
     assert set(unexplained) <= obvious
-
-
-def test_a_missing_file_is_named(tmp_path):
-    with pytest.raises(UserError, match=r"no job file"):
-        read_toml(tmp_path / "nothing.toml")
 
 
 def test_an_error_of_a_flag_says_which():
@@ -120,19 +87,20 @@ def test_an_error_of_a_flag_says_which():
         assert flag in str(two.value)
 
 
-@pytest.mark.parametrize("name", ["LR", "TRAIN_LR", "CLUSTER_PROCESSES", "NAME"])
-def test_a_variable_without_its_section_is_a_mistake(name):
-    with pytest.raises(UserError, match=f"MANYHANDS_{name} sets no option") as caught:
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("TRAIN_LR", "MANYHANDS_TRAIN__LR=3"), ("NAME", "MANYHANDS_DATA__NAME=3 or MANYHANDS_MODEL__NAME=3")],
+)
+def test_a_variable_without_its_section_is_a_mistake(name, meant):
+    with pytest.raises(UserError, match=f"no option matches variable MANYHANDS_{name}(.|\n)*{meant}"):
         load_job({}, environment={f"MANYHANDS_{name}": "3"})
-    meant = {"NAME": "MANYHANDS_DATA__NAME=3 or MANYHANDS_MODEL__NAME=3", "CLUSTER_PROCESSES": "CLUSTER__PROCESSES=3"}
-    assert meant.get(name, "MANYHANDS_TRAIN__LR=3") in str(caught.value)
 
 
 def test_any_other_variable_with_our_prefix_is_a_warning_but_for_our_own(capsys):
     load_job({}, environment={"MANYHANDS_PORT": "tcp://10.0.0.1:29500", "MANYHANDS_DATA": "/d", "PATH": "/bin"})
     said = capsys.readouterr().err
     assert said.count("\n") == 1
-    assert "MANYHANDS_PORT sets no option of the job and is ignored" in said
+    assert "ignoring MANYHANDS_PORT, which matches no option" in said
     assert "MANYHANDS_TRAIN__LR" in said
     ours = (FAILURE_FILE, HEARTBEAT_FILE, VARIABLE, DEVICE_INDEX, "MANYHANDS_CACHE", "MANYHANDS_MIRROR")
     load_job({}, environment=dict.fromkeys(ours, "x"))
@@ -151,46 +119,32 @@ def test_every_recipe_trains_a_vision_transformer_by_adamw(recipe, network):
         assert chosen["train.lr"] <= 5e-4
         assert chosen.get("train.bias_rate", 1.0) == 1.0
     assert choose_recipe(recipe, "digits", "resnet18")[1].get("train.optimizer", "sgd") == "sgd"
-
-
-def test_a_folder_takes_adamw_for_the_same_networks_of_torchvision():
-    for network in ("swin_t", "convnext_tiny", "vit_b_16"):
-        assert choose_recipe("", "./pets", f"torchvision:{network}") == choose_recipe("", "./pets", network)
-        assert choose_recipe("", "./pets", network)[1]["train.optimizer"] == "adamw"
-
-
-def refused(capsys, *words):
-    with pytest.raises(SystemExit) as ended:
-        main(list(words))
-    assert ended.value.code == 2
-    return capsys.readouterr().err
+    for folder in ("swin_t", "convnext_tiny", "torchvision:swin_t", network):
+        assert choose_recipe("", "./pets", folder)[1]["train.optimizer"] == "adamw"
 
 
 @pytest.mark.parametrize(
     ("words", "meant"),
     [
         (["train", "digits", "--optimizer", "adam"], "did you mean --train.optimizer?"),
-        (["train", "digits", "--opt=adam"], "did you mean --train.optimizer?"),
-        (["train", "digits", "--weight-decay", "0.1"], "did you mean --train.weight_decay?"),
         (["train", "digits", "--weigth-decay", "0.1"], "did you mean --train.weight_decay?"),
         (["train", "digits", "--learning-rate", "0.1"], "did you mean --lr?"),
-        (["train", "digits", "--bs", "8"], "did you mean --batch?"),
         (["eval", "run", "--bs", "8"], "did you mean --train.batch?"),
-        (["train", "digits", "--epoch", "8"], "did you mean --epochs?"),
         (["train", "--model", "mlp"], "manyhands train digits mlp"),
         (["logs", "run", "--folow"], "did you mean --follow?"),
         (["train", "data=mnist", "model=mlp", "epochs=3", "imgsz=32"],
          "write --data.name mnist --model.name mlp --train.epochs 3 --data.image_size 32"),
         (["val", "run"], "manyhands eval RUN"),
-        (["test"], "manyhands eval RUN"),
         (["infer", "x"], "manyhands predict"),
-        (["models"], "manyhands train --help"),
         (["help"], "manyhands --help"),
         (["doctor", "--set", "train.epoch=3"], "train.epochs"),
     ],
 )  # fmt: skip
 def test_the_words_of_other_programs_are_answered_with_ours(capsys, words, meant):
-    assert meant in refused(capsys, *words)
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 2
+    assert meant in capsys.readouterr().err
 
 
 def test_every_name_from_elsewhere_stands_for_an_option_and_hides_none():
@@ -200,29 +154,21 @@ def test_every_name_from_elsewhere_stands_for_an_option_and_hides_none():
         assert meant_key(word) == meant_key(f"--{word}".lstrip("-").replace("_", "-")) == key
     for key in keys:
         assert meant_key(key.rpartition(".")[2]).rpartition(".")[2] == key.rpartition(".")[2]
+    for word, meant in (("MNIST", "mnist"), ("FashionMNIST", "fashion-mnist"), ("CIFAR-10", "cifar10")):
+        assert did_you_mean(word, ["mnist", "fashion-mnist", "cifar10", "digits"]) == f'did you mean "{meant}"?'
 
 
 @pytest.mark.parametrize(
     ("text", "hint"),
     [
         ("[optimizer]\nlr = 0.1\n", 'did you mean "train.lr"?'),
-        ("[training]\nbatch_size = 3\n", 'did you mean "train.batch"?'),
         ('[train]\nepochs = 1\ndata = "mnist"\n', "write data = … above the first [section], or [data] with name"),
-        ('[train]\nmodel = "mlp"\n', "write model = … above the first [section]"),
     ],
 )
 def test_keys_in_another_section_or_of_other_programs_are_answered_with_ours(tmp_path, text, hint):
     with pytest.raises(UserError) as caught:
         load_job({}, file=_job_file(tmp_path, text), environment={})
     assert any(hint in line for line in caught.value.hints)
-
-
-@pytest.mark.parametrize(
-    ("word", "meant"),
-    [("MNIST", "mnist"), ("FashionMNIST", "fashion-mnist"), ("CIFAR-10", "cifar10")],
-)
-def test_case_and_hyphens_hide_no_data_set(word, meant):
-    assert did_you_mean(word, ["mnist", "fashion-mnist", "cifar10", "digits"]) == f'did you mean "{meant}"?'
 
 
 def test_what_was_chosen_stands_behind_what_was_asked_for():
@@ -232,13 +178,3 @@ def test_what_was_chosen_stands_behind_what_was_asked_for():
     assert "mean = []  # here: [0.13]" in text
     assert "image_size = 0  # here: 28" in text
     assert Job.model_validate(tomllib.loads(text)) == job
-
-
-def test_a_job_that_differs_in_comments_alone_is_not_kept_twice(tmp_path: Path):
-    folder = RunFolder(tmp_path)
-    folder.metrics.write_text("{}\n")
-    for text in ("a = 1\n", "a = 1  # here: 2\n"):
-        replace_job(folder, text)
-    assert not (tmp_path / "job-1.toml").exists()
-    replace_job(folder, "a = 3\n")
-    assert (tmp_path / "job-1.toml").read_text() == "a = 1  # here: 2\n"

@@ -66,7 +66,7 @@ def test_nothing_is_left_of_a_killed_process_where_a_shell_waits_for_its_end(tem
 BUSY = """
 import time
 from manyhands.cluster.agents.connection import Wire
-with Wire(1).watched(lambda: print("cleaned up", flush=True)):
+with Wire(1).watch_launcher(lambda: print("cleaned up", flush=True)):
     print("ready", flush=True)
     if {busy}:
         time.sleep(60)
@@ -75,18 +75,11 @@ input()
 """
 
 
-def test_an_agent_ends_with_its_head_whatever_it_is_busy_with():
-    with child(BUSY.format(busy=True)) as process:
-        process.stdin.write("what nobody reads")
-        process.stdin.close()
-        process.wait(30)
-        assert process.stdout.read() == "cleaned up\n"
-        assert process.returncode == 1
-
-
-def test_what_is_sent_meanwhile_is_not_lost():
-    with child(BUSY.format(busy=False)) as process:
-        assert process.stdout.readline() == "left by itself\n"
+@pytest.mark.parametrize("busy", [True, False])
+def test_an_agent_ends_with_its_head_whatever_it_is_busy_with_and_loses_no_order(busy):
+    with child(BUSY.format(busy=busy)) as process:
+        assert busy or process.stdout.readline() == "left by itself\n"
         process.stdin.write("an order\n")
         process.stdin.close()
-        assert process.wait(30) == 0
+        assert process.wait(30) == busy
+        assert process.stdout.read() == "cleaned up\n" * busy

@@ -22,7 +22,7 @@ OBEYED = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e
 
 def test_what_a_terminal_obeys_is_left_out_and_the_words_stay():
     assert plain(EVIL) == "abc2Jdedfg | h | i | jklmn"
-    assert plain("  two blanks stay\tand a tab is one") == "  two blanks stay and a tab is one"
+
     assert plain("名字 العربية 👩\u200d🔬") == "名字 العربية 👩\u200d🔬"
     assert plain_lines("one\r\n\x1b[2Jtwo\n  three") == "one\ntwo\n  three"
 
@@ -64,28 +64,26 @@ def test_names_of_classes_and_pictures_are_on_one_line(capsys):
     assert len(told.splitlines()) == 3
 
 
-@pytest.mark.parametrize("as_json", [True, False])
 @pytest.mark.parametrize(
     ("arguments", "file", "text"),
     [
         (["explain", "--cluster", "FILE"], "hostfile", "n1\x1b[31m\x9b slots=2\n"),
         (["explain", "--cluster", "FILE"], "rank_table.json", '{"version": "1\u202e\\u001b[31m"}'),
-        (["train", "FILE", "--show-config"], "job.toml", '"lr\u202e\\u001b[31m" = 3\n'),
-        (["train", "FILE", "--show-config"], "job.toml", '[train]\noptimizer = "\\u009b2J\u2066"\n'),
+        (["train", "FILE", "--show-config"], "job.toml", '[train]\noptimizer = "\\u009b2J\u2066"\n"lr\u202e" = 3\n'),
         (["plan", "FILE"], "plan.json", '{"mesh": {"\u202e\\u001b[2J": 2}}'),
         (["eval", "FILE/nowhere\x1b[31m\u202e"], "f", ""),
     ],
 )
-def test_what_a_command_says_of_a_file_of_others_is_plain(arguments, file, text, as_json, tmp_path, capsys):
+def test_what_a_command_says_of_a_file_of_others_is_plain(arguments, file, text, tmp_path, capsys):
     path = tmp_path / file
     path.write_text(text, encoding="utf-8")
-    given_words = [word.replace("FILE", str(path)) for word in arguments] + ["--json"] * as_json
-    with pytest.raises(SystemExit) as ended:
-        main(given_words)
-    told = capsys.readouterr()
-    assert ended.value.code == 2, told
-    assert told.err
-    assert not OBEYED.search(told.out + told.err), told
+    for more in ([], ["--json"]):
+        with pytest.raises(SystemExit) as ended:
+            main([word.replace("FILE", str(path)) for word in arguments] + more)
+        told = capsys.readouterr()
+        assert ended.value.code == 2, told
+        assert told.err
+        assert not OBEYED.search(told.out + told.err), told
 
 
 def test_nothing_but_the_one_place_writes_on_the_screen():

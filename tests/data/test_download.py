@@ -12,7 +12,7 @@ from tests.data.sets import write_mnist
 
 from manyhands.core.download import download
 from manyhands.core.errors import UserError
-from manyhands.core.files import one_at_a_time
+from manyhands.core.files import locked
 from manyhands.data import known
 from manyhands.data.datasets.published import fetch
 from manyhands.data.open import open_data
@@ -24,15 +24,18 @@ MD5 = hashlib.md5(CONTENT).hexdigest()
 
 @pytest.fixture
 def server(tmp_path, monkeypatch):
-    """A server on loopback that counts what it is asked for; `folder` is what it serves."""
-    asked, wanted = [], [""]
+    """A server on loopback that remembers what it is asked for and by whom; `folder` is what it serves."""
+    asked, heard, wanted = [], [], [""]
 
     class Handler(http.server.SimpleHTTPRequestHandler):
         def do_GET(self):
             asked.append(self.path)
-            if self.headers.get("Authorization", wanted[0]) != wanted[0] or (
-                wanted[0] and not self.headers["Authorization"]
-            ):
+            heard.append(self.headers.get("Authorization"))
+            if self.path == "/elsewhere":
+                self.send_response(302)
+                self.send_header("Location", f"http://localhost:{serving.server_port}/mnist/x.gz")
+                self.end_headers()
+            elif self.headers.get("Authorization", "") != wanted[0]:
                 self.send_error(401)
             else:
                 super().do_GET()
@@ -46,7 +49,7 @@ def server(tmp_path, monkeypatch):
     serving = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Handler, directory=str(folder)))
     thread = threading.Thread(target=serving.serve_forever)
     thread.start()
-    serving.asked, serving.folder, serving.wanted = asked, folder, wanted
+    serving.asked, serving.heard, serving.folder, serving.wanted = asked, heard, folder, wanted
     monkeypatch.setenv("MANYHANDS_MIRROR", f"http://127.0.0.1:{serving.server_port}/")
     yield serving
     serving.shutdown()
@@ -54,25 +57,19 @@ def server(tmp_path, monkeypatch):
     serving.server_close()
 
 
-def test_a_file_is_fetched_once(server, tmp_path):
-    into = tmp_path / "data" / "mnist" / "x.gz"
-    for _ in range(2):
-        assert fetch("mnist/x.gz", (), MD5, into).read_bytes() == CONTENT
-    assert server.asked == ["/mnist/x.gz"]
-    assert [path.name for path in into.parent.iterdir() if not path.name.endswith(".lock")] == ["x.gz"]
-
-
-def test_a_wrong_checksum_leaves_nothing(server, tmp_path):
+def test_a_wrong_checksum_leaves_nothing_and_a_later_run_tries_again(server, tmp_path):
     into = tmp_path / "data" / "x.gz"
     with pytest.raises(UserError, match=r"mnist/x\.gz can't be downloaded") as caught:
         fetch("mnist/x.gz", (), "0" * 32, into)
     text = str(caught.value)
     assert f"the MD5 checksum of the download is {MD5}" in text
     assert f"download x.gz by hand into {into.parent}" in text
-    assert "MANYHANDS_DATA" in text
     assert not into.exists()
     assert not list(into.parent.glob("*.part"))
-    assert fetch("mnist/x.gz", (), MD5, into).is_file()  # a later run tries again
+    for _ in range(2):
+        assert fetch("mnist/x.gz", (), MD5, into).read_bytes() == CONTENT
+    assert server.asked == ["/mnist/x.gz"] * 2
+    assert {path.name for path in into.parent.iterdir() if not path.name.endswith(".lock")} == {"x.gz"}
 
 
 def test_missing_file_and_dead_server_are_reported(server, tmp_path, monkeypatch):
@@ -80,11 +77,10 @@ def test_missing_file_and_dead_server_are_reported(server, tmp_path, monkeypatch
         fetch("mnist/none.gz", (), MD5, tmp_path / "none.gz")
     monkeypatch.delenv("MANYHANDS_MIRROR")
     urls = ("http://127.0.0.1:9/x", "http://name.invalid/x")
-    began = time.monotonic()
     with pytest.raises(UserError) as caught:
         fetch("mnist/x.gz", urls, MD5, tmp_path / "x.gz")
-    assert time.monotonic() - began < 15
     assert all(url in str(caught.value) for url in urls)
+    assert "unknown url type" in download("//localhost/x", tmp_path / "x", None)
 
 
 def test_a_mirror_with_a_password_works_and_its_password_is_nowhere(server, tmp_path, monkeypatch):
@@ -96,8 +92,6 @@ def test_a_mirror_with_a_password_works_and_its_password_is_nowhere(server, tmp_
     for mirror in (
         "anna:wr0ngword@127.0.0.1:PORT",
         "anna:wr0ngword/x@127.0.0.1:PORT",
-        "anna:wr0ng#word@127.0.0.1:PORT",
-        "anna:wr0ngword@127.0.0.1:wr0ngword",
         "anna:wr0ngword@[::1",
         "anna:wr0ng@word@127.0.0.1:PORT",
     ):
@@ -105,34 +99,14 @@ def test_a_mirror_with_a_password_works_and_its_password_is_nowhere(server, tmp_
         with pytest.raises(UserError, match="can't be downloaded") as caught:
             fetch("mnist/x.gz", (), MD5, into)
         kept = "".join(path.read_text() for path in into.parent.iterdir() if path.is_file())
-        told = str(caught.value).replace(mirror.rpartition("@")[2], "")
-        assert "wr0ng" not in told
-        assert "anna" not in told
-        assert "wr0ng" not in kept.replace(mirror.rpartition("@")[2], "")
+        assert "wr0ng" not in str(caught.value) + kept
+        assert "anna" not in str(caught.value)
 
 
 def test_a_password_is_for_its_own_server(server, tmp_path):
     """A mirror may answer with another server's address; that one learns nothing."""
-    heard = []
-
-    class Elsewhere(http.server.BaseHTTPRequestHandler):
-        def do_GET(self):
-            heard.append(self.headers.get("Authorization"))
-            if self.path == "/first":
-                self.send_response(302)
-                self.send_header("Location", f"http://localhost:{other.server_port}/second")
-            else:
-                self.send_response(404)
-            self.end_headers()
-
-        def log_message(self, *_):
-            pass
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Elsewhere) as other:
-        threading.Thread(target=other.serve_forever, daemon=True).start()
-        assert download(f"http://anna:word@127.0.0.1:{other.server_port}/first", tmp_path / "x", None)
-        other.shutdown()
-    assert heard == [f"Basic {base64.b64encode(b'anna:word').decode()}", None]
+    assert not download(f"http://anna:word@127.0.0.1:{server.server_port}/elsewhere", tmp_path / "x", None)
+    assert server.heard == [f"Basic {base64.b64encode(b'anna:word').decode()}", None]
 
 
 def _fetch_in_process(into, md5, results):
@@ -149,7 +123,7 @@ def test_processes_of_a_host_ask_once(server, tmp_path, md5):
     into = tmp_path / "data" / "x.gz"
     processes = [context.Process(target=_fetch_in_process, args=(into, md5, results)) for _ in range(4)]
     (tmp_path / "data").mkdir()
-    with one_at_a_time(into):
+    with locked(into):
         for process in processes:
             process.start()
         time.sleep(0.3)  # all four wait for the lock
@@ -172,7 +146,3 @@ def test_a_named_set_is_fetched_into_its_folder(server, tmp_path, monkeypatch):
     open_data(DataOptions(name="mnist", download=False))
     with pytest.raises(UserError, match=r"has no train-images-idx3-ubyte\.gz"):
         open_data(DataOptions(name="fashion-mnist", download=False))
-
-
-def test_an_address_without_a_scheme_is_a_reason_and_no_traceback(tmp_path):
-    assert "unknown url type" in download("//localhost/x", tmp_path / "x", None)

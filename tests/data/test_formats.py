@@ -1,13 +1,12 @@
 """Published files: what was written is read; any other content is the user's error, never another one."""
 
+import contextlib
 import gzip
 import io
 import os
 import pickle
 import shutil
-import struct
 import tarfile
-import tracemalloc
 
 import numpy
 import pytest
@@ -25,7 +24,7 @@ from manyhands.data.datasets.published import (
     read_idx,
     read_mnist_split,
 )
-from manyhands.data.known import CifarForm, find_choice, recognize
+from manyhands.data.known import CifarForm, find_choice, recognize_data_set
 from manyhands.data.open import open_data
 from manyhands.data.options import DataOptions
 
@@ -48,45 +47,20 @@ def zipped(path, packed):
     return path.with_suffix(".gz") if packed else path
 
 
-@given(st.lists(st.integers(1, 6), min_size=3, max_size=3), st.booleans(), st.integers(0, 99))
-@settings(max_examples=40)
-def test_idx_round_trip(path, shape, packed, seed):
-    write_idx(zipped(path, packed), values(*shape, seed=seed))
-    assert torch.equal(read_idx(zipped(path, packed), 3), values(*shape, seed=seed))
-
-
 @pytest.mark.parametrize("packed", [True, False])
-def test_idx_cut_anywhere_is_the_users_error(path, packed):
+def test_idx_files_that_are_cut_anywhere_or_changed_are_refused_or_read_as_they_were(path, packed):
     file = zipped(path, packed)
     write_idx(file, values(3, 4, 4))
     whole = file.read_bytes()
+    assert torch.equal(read_idx(file, 3), values(3, 4, 4))
     for length in range(len(whole)):
         file.write_bytes(whole[:length])
         with pytest.raises(UserError, match="x"):
             read_idx(file, 3)
-
-
-@given(st.binary(max_size=80), st.booleans())
-@settings(max_examples=150)
-def test_any_bytes_are_read_or_are_the_users_error(path, content, packed):
-    zipped(path, packed).write_bytes(content)
-    with pytest.raises(UserError):
-        read_idx(zipped(path, packed), 3)
-
-
-@given(st.integers(0, 63), st.integers(0, 255))
-@settings(max_examples=100)
-def test_a_changed_byte_never_ends_in_another_error(path, place, byte):
-    file = zipped(path, packed=True)
-    write_idx(file, values(3, 4, 4))
-    content = bytearray(file.read_bytes())
-    content[place] = byte
-    file.write_bytes(content)
-    try:
-        read = read_idx(file, 3)
-    except UserError:
-        return
-    assert torch.equal(read, values(3, 4, 4))  # only the gzip header's date and the like may differ
+        if length < (len(whole) if packed else 16):  # no pixel of the plain one, which has no checksum
+            file.write_bytes(whole[:length] + bytes([whole[length] ^ 0x55]) + whole[length + 1 :])
+            with contextlib.suppress(UserError):
+                assert torch.equal(read_idx(file, 3), values(3, 4, 4))  # gzip's date and the like may differ
 
 
 def test_idx_says_what_it_expected_and_found(tmp_path):
@@ -100,7 +74,6 @@ def test_idx_says_what_it_expected_and_found(tmp_path):
         (lambda: read_idx(path, 1), r"expected an IDX file .first bytes 00 00 08 01., found 00 00 08 03"),
         (lambda: read_idx(tmp_path / "longer", 3), r"expected 48 values .3 x 4 x 4., found more"),
         (lambda: read_idx(tmp_path / "longer.gz", 3), "found more"),  # a second member
-        (lambda: read_idx(tmp_path / "none", 3), "can't be read: No such file"),
         (lambda: read_mnist_split(path, tmp_path / "two", 10), "3 pictures and two 2 labels"),
         (lambda: read_mnist_split(path, tmp_path / "wrong", 10), "sample 2 is 11, but there are 10 classes"),
     ):
@@ -108,47 +81,32 @@ def test_idx_says_what_it_expected_and_found(tmp_path):
             read()
 
 
-def records(labels, seed=0):
-    pictures = values(len(labels), 3072, seed=seed).numpy()
-    return b"".join(bytes(label) + picture.tobytes() for label, picture in zip(labels, pictures, strict=True))
-
-
-def read_cifar(content, form=BINARY, classes=10):
+def read_cifar(content, form=PYTHON, classes=10):
     """Reads one file, called a."""
     return read_cifar_split({"a": content}, ("a",), form, classes)
 
 
-def test_cifar_records_round_trip():
-    files = {"a.bin": records([(1,), (2,)]), "b.bin": records([(9,)], seed=1)}
+def records(*labels, seed=0):
+    pictures = values(len(labels), 3072, seed=seed).numpy()
+    return b"".join(bytes(label) + picture.tobytes() for label, picture in zip(labels, pictures, strict=True))
+
+
+def test_cifar_records_and_pickles_are_read():
+    files = {"a.bin": records((1,), (2,)), "b.bin": records((9,), seed=1)}
     split = read_cifar_split(files, ("a.bin", "b.bin"), BINARY, 10)
     assert split.labels.tolist() == [1, 2, 9]
     assert torch.equal(split.images.view(3, -1), torch.cat([values(2, 3072), values(1, 3072, seed=1)]))
-    assert read_cifar(records([(3, 77)]), FINE, 100).labels.tolist() == [77]
-
-
-@given(st.integers(0, 2 * 3073 + 5))
-@settings(max_examples=60)
-def test_cut_cifar_records_are_the_users_error(length):
-    content = (records([(1,), (2,)]) + b"12345")[:length]
-    if length and length % 3073 == 0:
-        assert len(read_cifar(content)) == length // 3073
-    else:
-        with pytest.raises(UserError, match=r"a: expected whole records of 3,073 bytes"):
-            read_cifar(content)
+    assert read_cifar(records((3, 77)), FINE, 100).labels.tolist() == [77]
+    for protocol in (2, 4):
+        split = read_cifar(batch(protocol))
+        assert split.labels.tolist() == [3, 4]
+        assert torch.equal(split.images.view(2, -1), values(2, 3072))
+        assert read_cifar_names(pickle.dumps({"label_names": ["cat", "dog"]}, protocol), PYTHON) == ("cat", "dog")
 
 
 def batch(protocol=2, **change):
     content = {"data": values(2, 3072).numpy(), "labels": [3, 4], "batch_label": "one", "filenames": ["a", "b"]}
     return pickle.dumps(content | change, protocol=protocol)
-
-
-@pytest.mark.parametrize("protocol", [2, 3, 4])
-def test_cifar_pickles_are_read(protocol):
-    split = read_cifar(batch(protocol), PYTHON)
-    assert split.labels.tolist() == [3, 4]
-    assert torch.equal(split.images.view(2, -1), values(2, 3072))
-    meta = pickle.dumps({"label_names": ["cat", "dog"]}, protocol=protocol)
-    assert read_cifar_names(meta, PYTHON) == ("cat", "dog")
 
 
 def test_a_pickle_of_python_2_is_read():
@@ -160,7 +118,7 @@ def test_a_pickle_of_python_2_is_read():
         b"(K\x03U\x01|NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tb\x89T\x00\x0c\x00\x00" + content + b"tb"
     )
     old = b"\x80\x02}(U\x04data" + array + b"U\x06labels](K\x05eu."
-    split = read_cifar(old, PYTHON)
+    split = read_cifar(old)
     assert split.labels.tolist() == [5]
     assert split.images.flatten().numpy().tobytes() == content
 
@@ -170,10 +128,10 @@ def test_a_pickle_of_python_2_is_read():
 def test_a_torn_or_changed_pickle_is_the_users_error(place, byte):
     changed = bytearray(batch())
     with pytest.raises(UserError):
-        read_cifar(bytes(changed[: place % len(changed)]), PYTHON)
+        read_cifar(bytes(changed[: place % len(changed)]))
     changed[place % len(changed)] = byte
     try:
-        split = read_cifar(bytes(changed), PYTHON)
+        split = read_cifar(bytes(changed))
     except UserError:
         return
     assert split.images.shape == (2, 3, 32, 32)
@@ -184,10 +142,10 @@ class _Evil:
         return (print, ("this must never be printed",))
 
 
-@pytest.mark.parametrize("evil", [_Evil(), {"data": _Evil()}, pytest.approx, numpy.float64(1), io.BytesIO(b"")])
+@pytest.mark.parametrize("evil", [_Evil(), {"data": _Evil()}, pytest.approx, io.BytesIO(b"")])
 def test_a_pickle_with_code_is_refused(evil, capsys):
     with pytest.raises(UserError, match=r"not allowed|not a pickle of plain data"):
-        read_cifar(pickle.dumps(evil, protocol=2), PYTHON)
+        read_cifar(pickle.dumps(evil, protocol=2))
     assert capsys.readouterr().out == ""
 
 
@@ -195,25 +153,25 @@ ARRAY = r"\[n, 3,072\]|not allowed|not a pickle of plain data"
 
 
 @pytest.mark.parametrize(
-    ("content", "sentence"),
+    ("content", "form", "sentence"),
     [
-        (batch(data=numpy.zeros((2, 3072))), ARRAY),
-        (batch(data=numpy.zeros((2, 3072), "i1")), ARRAY),
-        (batch(data=numpy.array([["a"] * 3072, [{}] * 3072], dtype=object)), ARRAY),
-        (batch(data=numpy.asfortranarray(numpy.zeros((2, 3072), "u1"))), ARRAY),
-        (batch(data=numpy.zeros((2, 3, 1024), "u1")), ARRAY),
-        (batch(data=numpy.zeros((2, 3071), "u1")), ARRAY),
-        (batch(data=numpy.zeros((0, 3072), "u1")), ARRAY),
-        (batch(labels=[1]), "2 pictures, but 1 labels"),
-        (batch(labels="ab"), "list of whole numbers"),
-        (batch(data=[1]), '"data"'),
-        (batch(labels=[3, 10]), "sample 1 is 10"),
-        (pickle.dumps([1]), 'has no "data"'),
+        (batch(data=numpy.zeros((2, 3072), "i1")), PYTHON, ARRAY),
+        (batch(data=numpy.array([["a"] * 3072, [{}] * 3072], dtype=object)), PYTHON, ARRAY),
+        (batch(data=numpy.asfortranarray(numpy.zeros((2, 3072), "u1"))), PYTHON, ARRAY),
+        (batch(data=numpy.zeros((2, 3, 1024), "u1")), PYTHON, ARRAY),
+        (batch(data=numpy.zeros((0, 3072), "u1")), PYTHON, ARRAY),
+        (batch(labels=[1]), PYTHON, "2 pictures, but 1 labels"),
+        (batch(labels="ab"), PYTHON, "list of whole numbers"),
+        (batch(data=[1]), PYTHON, '"data"'),
+        (batch(labels=[3, 10]), PYTHON, "sample 1 is 10"),
+        (pickle.dumps([1]), PYTHON, 'has no "data"'),
+        (b"", BINARY, "expected whole records of 3,073 bytes"),
+        (records((1,), (2,))[:-1], BINARY, "expected whole records of 3,073 bytes"),
     ],
 )
-def test_a_pickle_of_other_content_is_refused(content, sentence):
+def test_cifar_files_of_other_content_are_refused(content, form, sentence):
     with pytest.raises(UserError, match=sentence) as caught:
-        read_cifar(content, PYTHON)
+        read_cifar(content, form)
     assert caught.value.where == "a"
 
 
@@ -226,25 +184,13 @@ def test_the_digits_are_whole():
     assert splits.pixels.std == (round(float(pixels.std(correction=0)), 4),)
 
 
-@pytest.mark.parametrize("layout", ["mnist", "mnist/raw", "MNIST/raw", "mnist/MNIST/raw"])
+@pytest.mark.parametrize("layout", ["mnist", "mnist/MNIST/raw"])
 def test_mnist_is_found_in_its_usual_places(tmp_path, layout):
     for path in [*write_mnist(tmp_path / layout, (6, 2), suffix="").glob("*-labels-*")]:
         path.rename(path.with_name(path.name.replace("-idx1", ".idx1")))
     splits = open_data(DataOptions(name="mnist", dir=str(tmp_path), download=False))
     assert splits.train.labels.tolist() == [0, 1, 2, 3, 4, 5]
     assert splits.description.startswith("MNIST: 6 + 2 pictures")
-
-
-def test_a_packed_file_that_claims_far_more_than_it_can_hold_takes_no_memory(tmp_path):
-    header = struct.pack(">HBBIII", 0, 8, 3, 1 << 16, 1 << 8, 1 << 7)
-    (tmp_path / "x.gz").write_bytes(gzip.compress(header + bytes(4 << 20)))
-    tracemalloc.start()
-    try:
-        with pytest.raises(UserError, match="the header says 2,147,483,648 values"):
-            read_idx(tmp_path / "x.gz", 3)
-        assert tracemalloc.get_traced_memory()[1] < 1 << 20
-    finally:
-        tracemalloc.stop()
 
 
 def test_a_cifar_file_of_another_size_is_refused_before_it_is_read(tmp_path):
@@ -312,11 +258,9 @@ def idx(folder, first, suffix=".gz"):
 CASES = {
     "cifar10 binary": ("cifar10", lambda at: cifar10_bin(at / "cifar-10-batches-bin")),
     "cifar10 under another name": ("cifar10", lambda at: cifar10_bin(at / "pictures")),
-    "cifar10 python": ("cifar10", lambda at: cifar10_py(at / "cifar-10-batches-py")),
     "cifar10 in the folder of torchvision": ("cifar10", lambda at: cifar10_py(at / "cifar-10-batches-py").parent),
     "cifar100 binary": ("cifar100", lambda at: cifar100_bin(at / "cifar-100-binary")),
     "mnist packed": ("mnist", lambda at: idx(at / "files", MNIST)),
-    "mnist in the folder of torchvision": ("mnist", lambda at: idx(at / "MNIST" / "raw", MNIST, "").parent),
     "mnist above it": ("mnist", lambda at: idx(at / "MNIST" / "raw", MNIST, "").parents[1]),
     "fashion-mnist": ("fashion-mnist", lambda at: idx(at / "files", FASHION)),
 }
@@ -337,43 +281,24 @@ def test_a_folder_of_published_files_is_that_set(case, tmp_path):
     assert loaded.origins["train.epochs"] == f"recipe {name}"
 
 
-def test_a_part_of_the_files_is_named_and_nothing_fetched(tmp_path):
-    (cifar10_bin(tmp_path / "bin") / "data_batch_3.bin").unlink()
-    for options in (DataOptions(name=str(tmp_path / "bin")), DataOptions(name="cifar10", dir=str(tmp_path / "bin"))):
-        with pytest.raises(UserError, match=r"has no data_batch_3\.bin"):
-            open_data(options)
-
-
-def test_what_could_be_several_sets_is_asked_about(tmp_path):
-    cifar10_bin(tmp_path / "cifar-10-batches-bin")
-    idx(tmp_path / "MNIST" / "raw", MNIST)
-    with pytest.raises(UserError, match="several data sets: cifar10 and mnist") as caught:
-        recognize(tmp_path)
-    assert caught.value.hints == (
-        f"choose cifar10: cifar10 --data-dir {tmp_path}",
-        f"choose mnist: mnist --data-dir {tmp_path}",
-    )
-
-
-def test_another_set_with_mnists_names_is_not_taken_for_it(tmp_path):
+def test_folders_that_are_several_sets_a_part_of_one_or_none_are_not_taken_for_one(tmp_path):
+    (cifar10_bin(tmp_path / "part") / "data_batch_3.bin").unlink()
+    cifar10_bin(tmp_path / "both" / "cifar-10-batches-bin")
+    idx(tmp_path / "both" / "MNIST" / "raw", MNIST)
     idx(tmp_path / "kuzushiji", range(10))
-    with pytest.raises(UserError, match="neither MNIST nor Fashion-MNIST"):
-        recognize(tmp_path / "kuzushiji")
     idx(tmp_path / "fashion", FASHION)
-    with pytest.raises(UserError, match="mnist has no train-images"):
-        open_data(DataOptions(name="mnist", dir=str(tmp_path / "fashion"), download=False))
-
-
-def test_a_sets_own_name_is_no_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    idx(tmp_path / "cifar10", FASHION)
-    loaded = load_job({"data.name": "cifar10", "data.dir": "elsewhere"}, environment={})
-    assert (loaded.job.data.name, loaded.job.data.dir) == ("cifar10", "elsewhere")
-
-
-def test_folders_of_pictures_stay_that(tmp_path):
+    for name, place, sentence in (
+        (None, "part", r"has no data_batch_3\.bin"),
+        ("cifar10", "part", r"has no data_batch_3\.bin"),
+        (None, "both", f"several data sets: cifar10 and mnist(.|\n)*mnist --data-dir {tmp_path / 'both'}"),
+        (None, "kuzushiji", "neither MNIST nor Fashion-MNIST"),
+        ("mnist", "fashion", "mnist has no train-images"),
+    ):
+        folder = str(tmp_path / place)
+        with pytest.raises(UserError, match=sentence):
+            open_data(DataOptions(name=name, dir=folder, download=False) if name else DataOptions(name=folder))
     for name in ("mnist", "cifar10", "train"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "picture.png").write_bytes(io.BytesIO().getvalue())
-    assert recognize(tmp_path) == ""
-    assert find_choice(str(tmp_path)) == "user"
+        (tmp_path / "pictures" / name).mkdir(parents=True)
+        (tmp_path / "pictures" / name / "picture.png").touch()
+    assert recognize_data_set(tmp_path / "pictures") == ""
+    assert find_choice(str(tmp_path / "pictures")) == "user"

@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from manyhands.core.errors import UserError
-from manyhands.data.folder import list_parts
+from manyhands.data.folder import list_splits
 from manyhands.data.layout import read_layout
 from manyhands.data.open import open_data
 from manyhands.data.options import DataOptions
@@ -25,17 +25,7 @@ WORDS = {
     "val": ("val", "valid", "validation", "eval", "Dev"),
     "test": ("test", "Testing", "TEST", "tst", "holdout", "测试集"),
 }
-AFFIXES = (
-    ("", ""),
-    ("", "_set"),
-    ("seg_", ""),
-    ("", "2017"),
-    ("01-", ""),
-    ("", " data"),
-    ("images_", ""),
-    ("pets_", ""),
-)
-FEW = st.integers(0, 2)
+AFFIXES = (("", ""), ("", "_set"), ("seg_", ""), ("", "2017"), ("01-", ""), ("", " data"), ("pets_", ""))
 COUNTS = st.dictionaries(st.sampled_from(CLASSES), st.integers(0, 3), min_size=1, max_size=4)
 NUMBERS = itertools.count()
 
@@ -108,30 +98,16 @@ class Made:
             (place / f"link{number}.txt").symlink_to("nowhere")
             self.unused[self.path(place / f"link{number}.txt")] = ".txt"
 
-    def put_above(self, place: Path, kind: str) -> None:
-        """Adds a link to a file where class folders or splits lie: to a picture, to another file, or to nothing."""
-        number, suffix = next(NUMBERS), ".png" if kind == "picture" else ".csv"
-        if kind != "nothing":
-            (self.outside / f"{number}{suffix}").touch()
-        (place / f"link{number}{suffix}").symlink_to(self.outside / f"{number}{suffix}")
-        self.unused[self.path(place / f"link{number}{suffix}")] = suffix + " outside the class folders" * (
-            kind == "picture"
-        )
-
     def put_class(self, place: Path, split: str, target: str) -> None:
         """Adds a link beside the class folders: to a folder of pictures elsewhere, or to one that holds the link."""
         number = next(NUMBERS)
         link = place / f"linked{number}"
         if target == "elsewhere":
-            self.put_elsewhere(number)
+            link.symlink_to(self.put_elsewhere(number))
             self.used[split].add((link.name, str(link / "x.webp")))
         else:
+            link.symlink_to(place)
             self.unused[self.path(link)] = "links to folders that are already included"
-        link.symlink_to({"elsewhere": self.outside / str(number), "itself": place, "above": self.root.parent}[target])
-
-    def move_away(self, split: Path) -> None:
-        split.rename(self.outside / split.name)
-        split.symlink_to(self.outside / split.name)
 
 
 @st.composite
@@ -162,12 +138,11 @@ def plans(draw):
         draw(st.sets(st.tuples(level, links), max_size=4)),
         draw(st.sets(level, max_size=2)),
         draw(st.sets(st.sampled_from(("extras", "masks", "pred")), max_size=2)),
-        draw(st.sets(st.tuples(level, st.sampled_from(("picture", "other", "nothing"))), max_size=2)),
-        draw(st.sets(st.sampled_from(("elsewhere", "itself or above", "split", "empty")), max_size=4)),
+        draw(st.sets(st.sampled_from(("elsewhere", "itself", "split", "empty")), max_size=4)),
     )
 
 
-def put_there(made: Made, plan, strange, links, loose, extras, above_links, more) -> None:
+def put_there(made: Made, plan, strange, links, loose, extras, more) -> None:
     for split, (place, counts) in plan.items():
         made.classes(place, split, counts)
     outer = [made.root / place.removesuffix("/*") for place, _ in plan.values() if place.endswith("/*")]
@@ -186,24 +161,24 @@ def put_there(made: Made, plan, strange, links, loose, extras, above_links, more
     for level in loose:
         if not (above[level % len(above)] / "loose.jpg").exists():
             made.put_loose(above[level % len(above)])
-    for level, kind in above_links:
-        made.put_above(above[level % len(above)], kind)
-    put_around(made, next(iter(plan.items())), bool(outer), "above" if loose else "itself", more)
+
+    put_around(made, *next(iter(plan.items())), bool(outer), more)
 
 
-def put_around(made: Made, first, has_splits: bool, target: str, more) -> None:
-    split, (place, _) = first
-    if place.endswith("*") and "elsewhere" in more:
-        made.put_class(made.root / place.removesuffix("*"), split, "elsewhere")
-    if place.endswith("*") and "itself or above" in more:
-        made.put_class(made.root / place.removesuffix("*"), split, target)
+def put_around(made: Made, split, first, has_splits: bool, more) -> None:
+    place, _ = first
+    for target in sorted(more & {"elsewhere", "itself"}):
+        if place.endswith("*"):
+            made.put_class(made.root / place.removesuffix("*"), split, target)
     if "empty" in more:  # nothing is unused in the first
         (made.folders[0][0] / "empty" / "deep").mkdir(parents=True)
         if has_splits:
             (made.root / "empty").mkdir()
             made.unused["empty/"] = "empty/"
     if "split" in more and has_splits:
-        made.move_away(made.root / place.partition("/")[0])
+        moved = made.root / place.partition("/")[0]
+        moved.rename(made.outside / moved.name)
+        moved.symlink_to(made.outside / moved.name)
 
 
 def named_in(notes) -> Counter[str]:
@@ -222,15 +197,14 @@ EXAMPLE = {"train": ("Training/*", {"cat": 3, "猫": 2, "0": 0}), "test": ("Test
 INSIDE = {"train": ("*/Training", {"cat": 3, "猫": 2, "0": 0}), "test": ("*/Testing", {"cat": 1, "猫": 0, "0": 0})}
 PLAIN = {"": ("*", {"cat": 3, "猫": 2})}
 JUNK = {(0, "labels.csv"), (1, "@eaDir"), (3, "@eaDir")}
-MORE = {"elsewhere", "itself or above", "split", "empty"}
+MORE = {"elsewhere", "itself", "split", "empty"}
 
 
 @settings(max_examples=60)
 @given(plans())
-@example((EXAMPLE, JUNK, {(0, "loop")}, {0, 1}, {"extras"}, set(), set()))
-@example((EXAMPLE, set(), {(0, "loop")}, {0}, {"extras"}, {(0, "other"), (1, "picture"), (2, "nothing")}, MORE))
-@example((PLAIN, {(0, "labels.csv")}, set(), {0}, set(), {(0, "picture")}, {"itself or above", "elsewhere"}))
-@example((INSIDE, JUNK, {(0, "loop"), (1, "elsewhere")}, {0}, {"extras"}, {(0, "picture")}, {"empty"}))
+@example((EXAMPLE, JUNK, {(0, "loop")}, {0, 1}, {"extras"}, MORE))
+@example((PLAIN, {(0, "labels.csv")}, set(), {0}, set(), {"itself", "elsewhere"}))
+@example((INSIDE, JUNK, {(0, "loop"), (1, "elsewhere")}, {0}, {"extras"}, {"empty"}))
 def test_what_is_trained_on_is_what_is_there_and_everything_else_is_named(tmp_path, plan):
     made = Made(tmp_path, f"set{next(NUMBERS)}")
     put_there(made, *plan)
@@ -289,7 +263,7 @@ def test_folders_that_are_all_named_after_splits_are_never_classes(tmp_path, nam
         (root / name).mkdir(parents=True)
         (root / name / "0.png").touch()
     with pytest.raises(UserError, match="split"):
-        list_parts(root)
+        list_splits(root)
 
 
 @given(
@@ -302,7 +276,7 @@ def test_one_of_them_among_classes_is_a_class(tmp_path, word, affixes, others):
     for folder in (*others, name):
         (root / folder).mkdir(parents=True)
         (root / folder / "0.png").touch()
-    (found,) = list_parts(root)
+    (found,) = list_splits(root)
     assert found.classes == tuple(sorted((*others, name)))
     assert read_layout(root).notes == (f'the folder "{name}" is used as a class, not as a split',)
 
@@ -313,6 +287,3 @@ def test_class_folders_that_hold_the_same_folders_are_noted(tmp_path):
         (tmp_path / name / "0.png").touch()
     (note,) = read_layout(tmp_path).notes
     assert '"te", "tr" all hold the folders "cat", "dog"' in note
-    (tmp_path / "tr" / "dog" / "0.png").unlink()
-    (tmp_path / "tr" / "dog").rmdir()
-    assert not read_layout(tmp_path).notes

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manyhands.core.errors import UserError
-from manyhands.data.order import BatchSharing, Order, dealt_blocks, evaluation_blocks, group_edges
+from manyhands.data.order import BatchSharing, Order, assign_blocks, group_boundaries
+from manyhands.train.shares import balanced
 
 counts = st.integers(1, 300)
 processes = st.integers(1, 9)
@@ -31,7 +32,7 @@ def _micro_batches(count, cut):
     except UserError:
         # Only when a group can't fit into one pass.
         assert cut.group
-        assert cut.largest < max(b - a for a, b in itertools.pairwise(group_edges(count, cut.group)))
+        assert cut.largest_micro_batch < max(b - a for a, b in itertools.pairwise(group_boundaries(count, cut.group)))
         return None
 
 
@@ -60,15 +61,15 @@ def test_nobody_goes_without_who_would_have_some_of_single_samples(times, group,
 
 @given(counts, groups, processes, st.lists(processes, min_size=1, max_size=4))
 def test_no_process_takes_more_in_one_pass_than_when_the_run_began(count, group, first, later):
-    began = BatchSharing(first, 0, group).within(0, count)
-    most = began.most
-    widest = max(b - a for a, b in itertools.pairwise(group_edges(count, group)))
+    began = BatchSharing(first, 0, group).limited(0, count)
+    most = began.largest_since_start
+    widest = max(b - a for a, b in itertools.pairwise(group_boundaries(count, group)))
     for size in later:
-        cut = BatchSharing(size, 0, group).within(most, count)
-        assert cut.most == most
+        cut = BatchSharing(size, 0, group).limited(most, count)
+        assert cut.largest_since_start == most
         assert cut.largest_share(count) <= max(most, -(-widest // size))
         assert cut.micro_batch or size >= first or cut.largest_share(count) <= most
-        most = cut.most
+        most = cut.largest_since_start
 
 
 @given(counts, processes, micro_batches, groups, wanted_shares)
@@ -88,13 +89,13 @@ def test_normalization_groups_do_not_depend_on_who_computes_them(count, size, mi
         firsts = sum(span.first for share in shares for span in share.spans)
         assert firsts == len(sizes)
         seen += [sizes[number] for number in sorted(sizes)]
-    edges = group_edges(count, group)
+    edges = group_boundaries(count, group)
     assert seen == [stop - start for start, stop in itertools.pairwise(edges)]
 
 
 @given(counts, st.integers(1, 40))
 def test_groups_are_even(count, group):
-    sizes = [stop - start for start, stop in itertools.pairwise(group_edges(count, group))]
+    sizes = [stop - start for start, stop in itertools.pairwise(group_boundaries(count, group))]
     assert sum(sizes) == count
     assert max(sizes) <= group
     assert max(sizes) - min(sizes) <= 1
@@ -114,15 +115,8 @@ def test_an_epoch_holds_each_sample_once_and_can_be_entered_anywhere(length, bat
 
 
 def test_epochs_and_seeds_differ():
-    order = Order(100, 10, 0)
-    assert order.permutation(0).tolist() != order.permutation(1).tolist()
-    assert order.permutation(0).tolist() != Order(100, 10, 1).permutation(0).tolist()
-    assert order.permutation(3).tolist() == Order(100, 10, 0).permutation(3).tolist()
-
-
-@given(st.integers(1, 1000), st.integers(1, 99))
-def test_evaluation_blocks_hold_each_sample_once(length, block):
-    assert [sample for part in evaluation_blocks(length, block) for sample in part] == list(range(length))
+    orders = [Order(100, 10, seed).permutation(epoch).tolist() for seed, epoch in ((0, 3), (0, 1), (1, 3), (0, 3))]
+    assert [found == orders[0] for found in orders] == [True, False, False, True]
 
 
 @pytest.mark.parametrize(
@@ -153,21 +147,45 @@ def test_equal_shares_are_those_of_nobody_who_said_anything(count, size, micro, 
     assert said == _micro_batches(count, BatchSharing(size, micro, group))
 
 
-def test_a_group_larger_than_a_pass_is_refused():
-    with pytest.raises(UserError, match="BatchNorm needs 32 samples"):
-        BatchSharing(1, 16, 32).micro_batches(64)
-
-
-@given(counts, processes)
-def test_equal_shares_deal_blocks_in_turns(count, size):
-    for each in (1, 7):
-        assert dealt_blocks(count, (each,) * size) == [list(range(rank, count, size)) for rank in range(size)]
-
-
 @given(counts, wanted_shares.filter(bool))
 def test_each_block_is_dealt_once_and_none_would_be_done_sooner_elsewhere(count, shares):
-    dealt = dealt_blocks(count, shares)
+    dealt = assign_blocks(count, shares)
     assert sorted(itertools.chain(*dealt)) == list(range(count))
+    assert len({*shares}) > 1 or dealt[0] == list(range(0, count, len(shares)))  # equal ones have turns
     assert all(mine == sorted(mine) for mine in dealt)
     longest = max(Fraction(len(mine), share) for mine, share in zip(dealt, shares, strict=True))
     assert all(Fraction(len(mine) + 1, share) >= longest for mine, share in zip(dealt, shares, strict=True))
+
+
+# Shares that suit speeds.
+speeds = st.lists(st.floats(1e-6, 1.0), min_size=1, max_size=8)
+
+
+@given(speeds, st.integers(0, 200), st.integers(0, 40), st.data())
+def test_shares_are_complete_and_nobody_goes_without(speeds_s, more, group, data):
+    batch, equal = len(speeds_s) + more, -(-(len(speeds_s) + more) // len(speeds_s))
+    most = [data.draw(st.integers(equal, batch)) for _ in speeds_s]
+    found = balanced(speeds_s, batch, group, most)
+    assert sum(found) == batch
+    assert min(found) >= 1
+    assert all(one <= limit for one, limit in zip(found, most, strict=True))
+
+
+@given(speeds, st.integers(0, 200))
+def test_no_sample_would_be_done_sooner_elsewhere(speeds_s, more):
+    batch = len(speeds_s) + more
+    found = balanced(speeds_s, batch, 0, [batch] * len(speeds_s))
+    longest = max(one * count for one, count in zip(speeds_s, found, strict=True))
+    for one, count in zip(speeds_s, found, strict=True):
+        others = [each * had for each, had in zip(speeds_s, found, strict=True) if had > 1]
+        assert not others or one * (count + 1) >= max(others) * (1 - 1e-9)
+    assert longest <= max(speeds_s) * -(-batch // len(speeds_s)) * (1 + 1e-9)
+
+
+def test_three_times_the_speed_gives_three_times_the_share_in_full_groups_where_it_fits():
+    assert balanced([1.0, 3.0], 32, 0, [32, 32]) == [24, 8]
+    assert balanced([1.0, 2.9], 64, 8, [64, 64]) == [48, 16]
+    assert balanced([1.0, 3.0], 32, 32, [32, 32]) == [24, 8]
+    assert balanced([1.0, 3.0], 32, 0, [20, 32]) == [20, 12]
+    # 35 groups of 4 and 5: a process that may take 21 gets no group of 5 beside four of 4.
+    assert max(balanced([1.0] * 6 + [0.25], 141, 4, [21] * 6 + [23])[:6]) <= 21

@@ -22,12 +22,12 @@ from tests.e2e.command import environment, marked, wait_until
 
 from manyhands.core.errors import UserError
 from manyhands.data.decode import CorruptImageError
-from manyhands.data.folder import place_of_pack
+from manyhands.data.folder import pack_path
 from manyhands.data.loading import open_loader
-from manyhands.data.open import open_data, open_whole, resolve_pixels
+from manyhands.data.open import open_data, open_unsplit_folder, resolve_pixels
 from manyhands.data.options import DataOptions
-from manyhands.data.packed import PackedSet, columns_digest, digest_of, open_pack, read_columns, write_columns
-from manyhands.data.packing import PackRequest, PictureFile, make_pack, packed_picture, read_contents
+from manyhands.data.packed import columns_digest, digest_of, open_pack, read_columns, write_columns
+from manyhands.data.packing import PackRequest, make_pack, read_contents
 from manyhands.data.splits import ImagesInMemory
 
 NAMES = ["猫", "собака", "cat 2", "a.b", "train"]
@@ -72,7 +72,7 @@ SHAPES = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(SHAPES, st.sampled_from(["none", "crop", "crop-flip"]))
 def test_a_folder_its_pack_memory_and_files_give_the_same_batches(shape, augment):
     with tempfile.TemporaryDirectory() as place:
@@ -84,7 +84,7 @@ def test_a_folder_its_pack_memory_and_files_give_the_same_batches(shape, augment
                     path = root.joinpath(*place.split("/"), f"图 {number}.{shape['suffix']}")
                     picture(path, (shape["side"], shape["side"]), seed=label * 100 + number)
         pack = packed(root, shard_bytes=shape["shard_bytes"])
-        assert {name for group in pack.groups for name in pack.names.part(slice(group.start, group.stop))}
+        assert {name for group in pack.groups for name in pack.names.take(slice(group.start, group.stop))}
         plain, in_memory = open_data(DataOptions(name=str(root), packed=False)).pixels, shape["side"] == 8
         pixels = resolve_pixels(DataOptions(augment=augment), plain) if in_memory else plain
         opened = [
@@ -95,10 +95,12 @@ def test_a_folder_its_pack_memory_and_files_give_the_same_batches(shape, augment
         assert [splits.packed for splits, _ in opened[:2]] == ["", "宠物.pack"]
         assert [isinstance(splits.train, ImagesInMemory) for splits, _ in opened] == [in_memory] * 3 + [False] * 3
         assert [len({splits.pixels for splits, _ in some}) for some in (opened[:3], opened[3:])] == [1, 1]
-        few = [batches(name, pixels, packed=name is not root, train_samples=3) for name in (root, pack.folder)]
-        assert_same(*few)
+        assert_same(*(batches(name, pixels, packed=name is not root, train_samples=3) for name in (root, pack.folder)))
         if shape["parts"] == ("",):
-            whole = [open_whole(DataOptions(name=str(name), packed=name is not root)) for name in (root, pack.folder)]
+            whole = [
+                open_unsplit_folder(DataOptions(name=str(name), packed=name is not root))
+                for name in (root, pack.folder)
+            ]
             assert len(whole[0].test) == shape["count"] * len(shape["classes"])
             assert torch.equal(whole[0].test.labels, whole[1].test.labels)
             assert not in_memory or torch.equal(whole[0].test.images, whole[1].test.images)
@@ -141,7 +143,9 @@ def test_the_digest_is_of_what_is_in_it_not_of_when_or_by_whom(tmp_path):
 
 def test_a_smaller_copy_says_so(tmp_path):
     root = make(tmp_path / "set", count=4, size=(120, 90))
-    pack = packed(root, size=64, quality=90)
+    packed(root, size=90, quality=50)  # pictures that are small already stay as they are
+    assert_same(batches(root), batches(root, packed=False))
+    pack = packed(root, size=64, quality=90, replace=True)
     assert {Image.open(io.BytesIO(pack.content(row))).size for row in range(8)} == {(85, 64)}
     splits, _ = batches(root)
     assert any("resized pictures" in note for note in splits.notes)
@@ -150,62 +154,12 @@ def test_a_smaller_copy_says_so(tmp_path):
     assert any("are too small" in note for note in splits.notes)
 
 
-def test_a_smaller_copys_jpegs_are_those_that_pillow_makes(tmp_path):
-    place, plain = tmp_path / "large.png", io.BytesIO()
-    image = Image.effect_noise((900, 640), 80).convert("RGB")
-    image.save(place)
-    file = PictureFile(0, str(place), 0, place.stat().st_size, place.stat().st_mtime_ns)
-    _, content, _ = packed_picture(file, PackRequest(tmp_path, tmp_path, 256, 90))
-    image.resize((360, 256), Image.Resampling.BILINEAR).save(plain, "JPEG", quality=90)
-    assert content == plain.getvalue()
-
-
-@pytest.mark.parametrize("suffix", ["png", "WebP", "jpg"])
-def test_a_smaller_copy_of_before_pictures_were_drawn_by_their_alpha_channel_is_noticed(tmp_path, suffix):
-    """Such pictures were black; JPEGs have no alpha channel, so that copies of JPEGs alone are used as before."""
-    root = make(tmp_path / "set", count=4, size=(120, 90))
-    if suffix != "jpg":
-        alpha = Image.linear_gradient("L").resize((120, 90))
-        Image.merge("RGBA", [Image.new("L", alpha.size)] * 3 + [alpha]).save(root / "cat" / f"icon.{suffix}")
-    for path in root.rglob("*.png"):
-        if suffix != "png":
-            Image.open(path).save(path.with_suffix(".jpg"))
-            path.unlink()
-    pack = packed(root, size=64, quality=90)
-    assert batches(root)[0].packed
-    with_other_head(decoding=None)(pack.folder)
-    splits, _ = batches(root)
-    alone, _ = batches(pack.folder)
-    if suffix == "jpg":
-        assert splits.packed
-        assert not any("older version" in note for note in alone.notes)
-        assert packed(root, size=64, quality=90).digest
-        return
-    assert not splits.packed
-    assert any(
-        "only in the alpha channel" in note and "--size 64 --quality 90 --replace" in note for note in splits.notes
-    )
-    assert any("older version" in note for note in alone.notes)
-    with pytest.raises(UserError, match="by an older version"):
-        packed(root, size=64, quality=90)
-    pack = packed(root, size=64, quality=90, replace=True)
-    icon = pack.content(list(pack.names).index(f"cat/icon.{suffix}"))
-    assert Image.open(io.BytesIO(icon)).convert("L").getextrema()[1] > 200
-    assert batches(root)[0].packed
-
-
-def test_pictures_that_are_small_already_stay_as_they_are(tmp_path):
-    root = make(tmp_path / "set", count=4, size=(120, 90))
-    packed(root, size=90, quality=50)
-    assert_same(batches(root), batches(root, packed=False))
-
-
 @pytest.mark.parametrize("size", [0, 16])
 def test_pictures_that_cannot_be_read_are_so_in_the_pack(tmp_path, size):
     root = make(tmp_path / "set", count=4, size=(90, 70))
     (root / "cat/02.png").write_bytes((root / "cat/02.png").read_bytes()[:900])
     (root / "dog/01.png").write_bytes(b"")
-    request = PackRequest(root, place_of_pack(root), size, 90 if size else 0)
+    request = PackRequest(root, pack_path(root), size, 90 if size else 0)
     _, bad = make_pack(read_contents(root), request, processes=1, replace=False, progress=lambda *_: None)
     assert [Path(name).name for name in bad] == ["02.png", "01.png"]
     with pytest.raises(CorruptImageError, match=r"0[12]\.png"):
@@ -235,9 +189,7 @@ def with_other_columns(name, **values):
     return alter
 
 
-def as_one_array(folder):
-    with (folder / "folder.npz").open("wb") as file:
-        numpy.save(file, numpy.zeros(3))
+ZEROS = numpy.zeros(12, numpy.uint32)
 
 
 def alter_bytes(file, place):
@@ -246,16 +198,6 @@ def alter_bytes(file, place):
     file.write_bytes(content)
 
 
-def pipe_instead(pattern):
-    def alter(folder):
-        file = next(folder.glob(pattern))
-        file.unlink()
-        os.mkfifo(file)
-
-    return alter
-
-
-ZEROS = numpy.zeros(12, numpy.uint32)
 ALTERED = [
     lambda folder: alter_bytes(folder / "pack.json", lambda _: 200),
     lambda folder: alter_bytes(
@@ -263,32 +205,20 @@ ALTERED = [
     ),
     lambda folder: [os.truncate(shard, shard.stat().st_size - 1000) for shard in [*folder.glob("*.tar")][:1]],
     lambda folder: next(folder.glob("*.tar")).unlink(),
-    lambda folder: (folder / "samples.npz").write_bytes(b""),
     lambda folder: (folder / "folder.npz").unlink(),
-    with_other_head(shards=None),
     with_other_head(shards=[["../outside.tar", 12, 20_000, ""]]),
     with_other_head(shards=[["all-000000.tar", "many"]]),
-    with_other_head(shards=[]),
     with_other_head(groups=[["", 0, 13]]),
-    with_other_head(groups=[["", -3, 12]]),
     with_other_head(groups=[["../..", 0, 12]]),
-    with_other_head(groups=[]),
     with_other_head(classes=["cat"]),
-    with_other_head(classes=7),
     with_other_head(size="large"),
-    with_other_columns("samples.npz", names=None),
     with_other_columns("samples.npz", names=numpy.zeros(3, numpy.uint8)),
     with_other_columns("samples.npz", crc=None),
     with_other_columns("samples.npz", offset=numpy.zeros(12)),
-    with_other_columns("samples.npz", length=numpy.zeros(3, numpy.uint32)),
     with_other_columns("samples.npz", shard=ZEROS + 9),
-    with_other_columns("folder.npz", time=None),
     with_other_columns("folder.npz", bytes=numpy.zeros((12, 12), numpy.int64)),
-    as_one_array,
     # zipfile takes this flag for encryption.
     lambda folder: alter_bytes(folder / "folder.npz", lambda content: content.index(b"PK\x01\x02") + 8),
-    pipe_instead("samples.npz"),
-    pipe_instead("*.tar"),
 ]
 
 
@@ -304,13 +234,6 @@ def test_an_altered_pack_is_refused(tmp_path, alter):
         assert any("--replace" in line for line in caught.value.hints)
     batches(root, packed=False)
     batches(packed(root, replace=True).folder)
-
-
-def test_columns_beside_those_that_are_known_change_nothing(tmp_path):
-    root = make(tmp_path / "set", count=6, size=(90, 70))
-    pack = packed(root)
-    with_other_columns("folder.npz", label=ZEROS, offset=ZEROS)(pack.folder)
-    assert_same(batches(root, packed=False), batches(root, packed=True))
 
 
 @pytest.mark.parametrize(
@@ -336,7 +259,7 @@ def test_a_folder_that_has_changed_is_read_itself(tmp_path, word, change):
     assert_same(batches(root, packed=False), batches(root.with_name("set.pack")))
 
 
-def test_a_pack_is_never_overwritten_silently(tmp_path):
+def test_a_pack_is_never_overwritten_silently_and_files_of_others_stay_where_they_are(tmp_path):
     root = make(tmp_path / "set", count=5, size=(90, 70))
     first = packed(root)
     before = {path.name: path.stat().st_mtime_ns for path in first.folder.iterdir()}
@@ -344,21 +267,9 @@ def test_a_pack_is_never_overwritten_silently(tmp_path):
     with pytest.raises(UserError, match="a packed copy with other settings exists"):
         packed(root, size=20, quality=90)
     assert {path.name: path.stat().st_mtime_ns for path in first.folder.iterdir()} == before
+    (first.folder / "backup.tar").write_text("dear")
     assert packed(root, size=20, quality=90, replace=True).size == 20
-    other = tmp_path / "b" / "set.pack"
-    make(other.with_name("set"), count=2)
-    other.mkdir()
-    (other / "letters.txt").write_text("dear")
-    with pytest.raises(UserError, match=r"belong to a pack, such as letters\.txt"):
-        packed(other.with_name("set"))
-
-
-def test_files_of_others_stay_where_they_are(tmp_path):
-    root = make(tmp_path / "set", count=5, size=(90, 70))
-    pack = packed(root)
-    (pack.folder / "backup.tar").write_text("dear")
-    packed(root, replace=True)
-    assert (pack.folder / "backup.tar").read_text() == "dear"
+    assert (first.folder / "backup.tar").read_text() == "dear"
     project = tmp_path / "project"
     project.mkdir()
     (project / "pack.json").write_text('{"name": "mine"}')
@@ -369,28 +280,16 @@ def test_files_of_others_stay_where_they_are(tmp_path):
     assert (project / "pack.json").read_text() == '{"name": "mine"}'
 
 
-@pytest.mark.parametrize("size", [(8, 8), (60, 40)])
-def test_shards_of_small_pictures_are_no_larger_than_those_of_large_ones(tmp_path, size):
-    """What tar adds to each picture counts."""
-    root = make(tmp_path / "set", count=100, size=size)
-    pack = packed(root, shard_bytes=60_000)
-    assert all(30_000 <= shard.size_bytes <= 90_000 for shard in pack.shards)
-
-
 PACKING = """
 import sys
 from pathlib import Path
 from manyhands.data.packing import PackRequest, make_pack, read_contents
 
-def slowly(done, total):
-    print(done, total, flush=True)
-    if done < total and sys.argv[2] == "stop":
-        sys.stdin.read()
-
 if __name__ == "__main__":
-    root = Path(sys.argv[1])
+    root, wait = Path(sys.argv[1]), sys.argv[2:]
     request = PackRequest(root, root.with_name("set.pack"), shard_bytes=20_000)
-    make_pack(read_contents(root), request, processes=2, replace=False, progress=slowly)
+    progress = lambda *done: print(*done, flush=True) or (wait and sys.stdin.read())
+    make_pack(read_contents(root), request, processes=2, replace=False, progress=progress)
 """
 
 
@@ -400,7 +299,7 @@ def test_killed_pack_resumes(tmp_path):
     script = tmp_path / "packs.py"
     script.write_text(PACKING)
     pack = root.with_name("set.pack")
-    command, streams = [sys.executable, script, root, "stop"], {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    command, streams = [sys.executable, script, root, "wait"], {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen(command, env=environment(PACKS=str(root)), **streams) as one:
         assert one.stdout.readline()
         one.send_signal(signal.SIGKILL)
@@ -409,7 +308,7 @@ def test_killed_pack_resumes(tmp_path):
     assert not batches(root)[0].packed
     shards = {path: path.stat().st_mtime_ns for path in pack.glob("*.tar") if (pack / f".{path.name}.npz").exists()}
     assert shards
-    done = subprocess.run([sys.executable, script, root, "go on"], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, script, root], capture_output=True, text=True, check=True)
     assert int(done.stdout.split()[0]) > 1
     assert {path: path.stat().st_mtime_ns for path in shards} == shards
     assert {path.name for path in pack.iterdir() if path.suffix != ".tar"} == {
@@ -428,6 +327,23 @@ def test_an_unfinished_pack_of_a_folder_that_changed_begins_anew(tmp_path):
     stale = pack.folder / "all-000099.tar"
     stale.write_bytes(b"x")
     picture(root / "cat/03.png", (40, 30), seed=4242)
-    assert isinstance(packed(root), PackedSet)
+    packed(root)
     assert not stale.exists()
     assert_same(batches(root, packed=False), batches(pack.folder))
+
+
+def test_a_smaller_copy_of_before_pictures_were_drawn_by_their_alpha_channel_is_noticed(tmp_path):
+    """Such pictures were black."""
+    root = make(tmp_path / "set", count=4, size=(120, 90))
+    alpha = Image.linear_gradient("L").resize((120, 90))
+    Image.merge("RGBA", [Image.new("L", alpha.size)] * 3 + [alpha]).save(root / "cat" / "icon.png")
+    with_other_head(decoding=None)(packed(root, size=64, quality=90).folder)
+    splits, _ = batches(root)
+    assert not splits.packed
+    assert any("only in the alpha channel" in note and "--replace" in note for note in splits.notes)
+    with pytest.raises(UserError, match="by an older version"):
+        packed(root, size=64, quality=90)
+    pack = packed(root, size=64, quality=90, replace=True)
+    icon = pack.content(list(pack.names).index("cat/icon.png"))
+    assert Image.open(io.BytesIO(icon)).convert("L").getextrema()[1] > 200
+    assert batches(root)[0].packed

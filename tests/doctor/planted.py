@@ -7,7 +7,7 @@ GIB = 1 << 30
 
 
 def machine(number, **changes):
-    """What gather() would say on a healthy machine."""
+    """What gather_facts() would say on a healthy machine."""
     place = {"path": "/job", "exists": True, "size": 100 * GIB, "free": 50 * GIB, "writable": True}
     network = [{"address": f"10.0.0.{number}", "prefix": 24}, {"address": "fe80::1", "prefix": 64}]
     facts = {

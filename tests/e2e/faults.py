@@ -39,17 +39,6 @@ def act(place):
     os.kill(os.getpid(), getattr(signal, os.environ["FAULT_HOW"]))
 
 
-def take_time():
-    """The first save after the fault goes on for FAULT_SAVE_S seconds, little by little."""
-    marker, seconds = Path(os.environ.get("FAULT_MARKER", "none")), float(os.environ.get("FAULT_SAVE_S", "0"))
-    slow, until = marker.with_suffix(".slow"), time.monotonic() + seconds
-    if not seconds or not marker.exists() or slow.exists():
-        return
-    while time.monotonic() < until:
-        slow.write_bytes(bytes(1000))
-        time.sleep(0.2)
-
-
 def wrap(owner, name, *, before=None, after=None):
     """Has something called before or after each call of a function, with the same arguments."""
     whole = getattr(owner, name)
@@ -106,7 +95,7 @@ wrap(Updater, "finish", before=lambda *given: vars(AT).update(step=given[-1], pa
 wrap(Gradients, "step", after=lambda *_: act("stepped"))
 wrap(SharedSums, "_wait", before=wait_for_sums)
 wrap(NormGroups, "all_reduce", before=add_up)
-wrap(folders, "commit", before=lambda *_: act("saving"), after=lambda *_: take_time())
+wrap(folders, "commit_folder", before=lambda *_: act("saving"))
 wrap(SyncGroup, "exchange", after=exchanged)
 wrap(SyncGroup, "gather", after=exchanged)
 

@@ -14,53 +14,57 @@ def everything():
     return {path for path in Path().rglob("*") if "__pycache__" not in path.parts}
 
 
-def pictures(root, *classes, count=12):
-    make(Path(root), classes, count, size=(10, 10))
-
-
 def corrupt_picture():
-    pictures("pets", "cats", "dogs")
-    path = Path("pets/dogs/02.png")
+    path = make(Path("pets"), ("cats", "dogs"), 12, size=(10, 10)) / "dogs/02.png"
     path.write_bytes(path.read_bytes()[:50])
 
 
-def syntax_error():
-    Path("wrong.py").write_text("import torch\n\ndef make(:\n    pass\n")
+def file(name, text):
+    def write():
+        Path(name).parent.mkdir(exist_ok=True)
+        Path(name).write_text(text)
+
+    return write
 
 
-def data_that_fails():
-    Path("mine.py").write_text("def raises():\n    raise ConnectionError('the database is down')\n")
-
-
-def other_folder():
-    Path("letters").mkdir()
-    Path("letters/diary.txt").write_text("dear diary")
-
-
+WRONG = file("wrong.py", "import torch\n\ndef make(:\n    pass\n")
+FAILS = file("mine.py", "def raises():\n    raise ConnectionError('the database is down')\n")
+SCRIPT = file("train.py", "print('started')")
+DIGITS = "train digits mlp"
 CASES = [
-    (None, "digts", ['no data set is called "digts"', 'did you mean "digits"?']),
-    (None, "digits --train.lrr 3", ['did you mean "train.lr"?']),
-    (None, "digits --set train.batch=many", ["train.batch", "many"]),
-    (None, "digits --recipe cifar10-fats --dry-run", ["there is no recipe cifar10-fats", '"cifar10-fast"?']),
-    (corrupt_picture, "pets mlp", ["pets/dogs/02.png", "skip-corrupt"]),
-    (None, "digits mlp --set model.num_classes=4", ["10 classes"]),
-    (syntax_error, "digits wrong.py:make", ["wrong.py:3", "def make(:", "SyntaxError"]),
-    (None, f"digits {NETS}:broken", ["nets.py:", "the weights are elsewhere"]),
-    (data_that_fails, "mine.py:raises mlp", ["mine.py:2", "the database is down"]),
-    (None, "digits --out /proc/nowhere", ["/proc/nowhere", "can't be created"]),
-    (syntax_error, "digits --out wrong.py", ["wrong.py is a file"]),
-    (other_folder, "digits --out letters", ["letters is not empty and contains no run"]),
-    (None, "digits --resume old/run", ["old/run doesn't exist"]),
-    (None, "digits resnt18 --out a/b/c", ['did you mean "resnet18"?']),
+    (None, alone, "train digts", ['no data set is called "digts"', 'did you mean "digits"?']),
+    (None, alone, "train digits --train.lrr 3", 'did you mean "train.lr"?'),
+    (None, alone, "train digits --set train.batch=many", ["train.batch", "many"]),
+    (None, alone, "train digits --recipe cifar10-fats --dry-run", "there is no recipe cifar10-fats"),
+    (corrupt_picture, alone, "train pets mlp", ["pets/dogs/02.png", "skip-corrupt"]),
+    (None, alone, f"{DIGITS} --set model.num_classes=4", "10 classes"),
+    (WRONG, alone, "train digits wrong.py:make", ["wrong.py:3", "def make(:", "SyntaxError"]),
+    (None, alone, f"train digits {NETS}:broken", ["nets.py:", "the weights are elsewhere"]),
+    (FAILS, alone, "train mine.py:raises mlp", ["mine.py:2", "the database is down"]),
+    (None, alone, "train digits --out /proc/nowhere", ["/proc/nowhere", "can't be created"]),
+    (WRONG, alone, "train digits --out wrong.py", "wrong.py is a file"),
+    (file("letters/diary.txt", ""), alone, "train digits --out letters", "letters is not empty and contains no run"),
+    (None, alone, "train digits --resume old/run", "old/run doesn't exist"),
+    (None, alone, "train digits resnt18 --out a/b/c", 'did you mean "resnet18"?'),
+    (None, inside, "launch digits mlp --hosts localhost,127.0.0.1", "list the machine once, with 2 processes"),
+    (None, inside, f"{DIGITS} --mesh tp=4 -n 2 --dry-run", "is for 4 processes, but the run has 2"),
+    (None, inside, f"{DIGITS} --mesh tp=1000000000 -n 2 --dry-run", "is not a mesh"),
+    (None, inside, f"{DIGITS} --cluster.detach=true", "only manyhands launch can detach a run"),
+    (None, forked, "launch digits mlp --detach --hosts 127.0.0.1:2 --relay", "a run with --relay can't be detached"),
+    (None, inside, f"{DIGITS} --batch 1 -n 2", "set --batch 2 or higher"),
+    (None, inside, f"{DIGITS} more", 'unexpected argument "more"'),
+    (SCRIPT, inside, "launch train.py --on slurm", "a script of your own can't be submitted to slurm"),
+    (None, inside, "train none.py", "there is no script none.py"),
+    (SCRIPT, inside, "train train.py --epochs 3", "train.epochs has no effect on a script of your own"),
 ]
 
 
-@pytest.mark.parametrize(("prepare", "line", "says"), CASES, ids=[line.split("/")[-1] for _, line, _ in CASES])
-def test_a_mistake_gets_one_screen_and_leaves_everything_as_it_was(prepare, line, says):
+@pytest.mark.parametrize(("prepare", "by", "line", "says"), CASES, ids=[line.split("/")[-1] for *_, line, _ in CASES])
+def test_a_mistake_gets_one_screen_and_leaves_everything_as_it_was(prepare, by, line, says):
     if prepare:
         prepare()
     before = everything()
-    refused("train", line, by=alone, says=says)
+    refused(line, by=by, says=says, code=3 if "localhost," in line else 2)
     assert everything() == before
 
 
@@ -117,45 +121,13 @@ def test_a_run_with_torn_checkpoints_alone_is_not_begun_anew(trained):
     checkpoints = copied(trained, [0, 1])
     refused("train digits mlp --out copy --epochs 3 --resume auto", by=alone, says="can be read")
     assert all(path.is_dir() for path in checkpoints)
-
-
-TWICE = (
-    "localhost and 127.0.0.1 are the same machine",
-    'do:    list the machine once, with 2 processes: "localhost slots=2"',
-)
-DETACHED = "digits mlp --detach --hosts 127.0.0.1:2"
-
-
-@pytest.mark.parametrize(
-    ("line", "code", "says"),
-    [
-        ("launch digits mlp --hosts localhost,127.0.0.1 --out run", 3, TWICE),
-        ("train digits mlp --mesh tp=4 -n 2 --dry-run", 2, "is for 4 processes, but the run has 2"),
-        ("train digits mlp --mesh tp=1000000000 -n 2 --dry-run", 2, "is not a mesh"),
-        ("train digits mlp --cluster.detach=true", 2, "only manyhands launch can detach a run"),
-        (f"launch {DETACHED} --relay", 2, "a run with --relay can't be detached"),
-        ("train digits mlp --batch 1 -n 2", 2, "set --batch 2 or higher"),
-        ("train digits mlp more", 2, 'unexpected argument "more"'),
-        ("launch train.py --on slurm", 2, "a script of your own can't be submitted to slurm"),
-        ("train none.py", 2, "there is no script none.py"),
-        ("train train.py --epochs 3", 2, "train.epochs has no effect on a script of your own"),
-    ],
-)
-def test_impossible_requests_are_refused_before_anything_starts(line, code, says):
-    Path("train.py").write_text("print('started')")
-    refused(line, code=code, says=says, by=forked if "--detach" in line else inside)
-    assert everything() == {Path("train.py")}
-
-
-def test_what_trained_on_this_machine_alone_is_not_detached():
-    done("train digits mlp --epochs 1 --out run", QUICK)
-    refused("resume run --epochs 2 --detach", says="only manyhands launch", where=False)
+    refused("resume copy --epochs 2 --detach", says="only manyhands launch", where=False)
 
 
 @pytest.mark.slow
 def test_names_with_shell_commands_stay_names():
     trick = "$(touch executed)"
-    pictures(trick, trick, "`touch executed`", "; touch executed;", count=8)
+    make(Path(trick), (trick, "`touch executed`", "; touch executed;"), 8, size=(10, 10))
     job = [trick, "mlp", "--epochs", 1, "--batch", 4]
     done("train", job, ["--out", f"run {trick}"], "-n 2 --set train.channels_last=false")
     assert trick in Path(f"run {trick}/report.html").read_text(encoding="utf-8")

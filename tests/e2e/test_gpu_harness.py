@@ -17,7 +17,6 @@ from scripts.gpu_wheels import NAMES, pinned
 from tests.docs.pages import ROOT
 from tests.gpu import __main__ as harness
 from tests.gpu import cases
-from tests.gpu.limits import LIMITS
 from tests.gpu.result import ResultFile, nameless
 
 PLANTED = """
@@ -60,19 +59,10 @@ def test_a_result_names_nobody():
     assert nameless("1/2 of 3/4, torch 2.11.0") == "1/2 of 3/4, torch 2.11.0"
 
 
-def test_a_name_that_no_part_has_is_refused_before_anything_is_written(tmp_path):
-    command = [sys.executable, "-m", "tests.gpu", "--device", "cpu", "--out", str(tmp_path / "out.json"), "compield"]
-    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert ran.returncode == 2
-    assert "no part is named compield" in ran.stderr
-    assert "compiled" in ran.stderr
-    assert not (tmp_path / "out.json").exists()
-
-
 def test_every_part_has_a_limit():
     functions = {name: one for name, one in inspect.getmembers(cases, inspect.isfunction) if name[0] != "_"}
     takes = {name for name, one in functions.items() if [*inspect.signature(one).parameters][:1] == ["device"]}
-    assert takes == set(LIMITS)
+    assert takes == set(harness.LIMITS)
 
 
 def test_the_wheels_are_all_that_is_needed_beside_torch():

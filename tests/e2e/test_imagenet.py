@@ -44,15 +44,6 @@ def acc(ended):
 
 
 @pytest.mark.slow
-def test_the_quick_recipe_of_cifar10_on_two_processes(here):
-    few = "--epochs 1 --batch 100 --set model.arguments={widths=[8,8,8]} --out r --json -q"
-    ended = done("train synthetic:300x3x32x32x10 --recipe cifar10-fast -n 2", few)
-    assert json.loads(ended.out.splitlines()[-1])["status"] == "finished"
-    job = (here / "r" / "job.toml").read_text()
-    assert all(line in job for line in ('name = "quicknet"', "bias_rate = 64.0", 'mirror = "alternate"'))
-
-
-@pytest.mark.slow
 def test_one_node_writes_resumes_and_evaluates(images, here):
     (here / "checkpoint.pth.tar").write_text("the user's own")
     ended = done(JOB, "-b 8 --epochs 2 -p 2 --out run")
@@ -171,9 +162,9 @@ NO_GPU = pytest.mark.skipif(torch.accelerator.is_available(), reason="would have
         ("nowhere", "no folder nowhere/train and no folder nowhere/val"),
         ("images --resume missing.pth.tar", "no checkpoint at missing.pth.tar"),
         ("images -a resnet19", 'did you mean "torchvision:resnet18"?'),
-        ("images --gpu 99 -b 2", "no accelerator"),
+        pytest.param("images --gpu 99 -b 2", "no accelerator", marks=pytest.mark.slow),
         ("images --world-size 3 --rank 0", "--dist-url tcp://"),
-        pytest.param("images --gpu 0", ("where: --gpu", "--no-accel"), marks=NO_GPU),
+        pytest.param("images --gpu 0", ("where: --gpu", "--no-accel"), marks=[NO_GPU, pytest.mark.slow]),
     ],
 )
 def test_mistakes_are_one_screen_in_main_pys_flags_and_leave_nothing(line, says, images, here):

@@ -1,36 +1,29 @@
 """A run folder and another job: what is finished isn't relabelled, and what changes is named. All in this process."""
 
+import contextlib
 import functools
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
+import tempfile
 import tomllib
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 
 import manyhands
-from manyhands.checkpoint.snapshot import Snapshot
-from manyhands.checkpoint.write import save
-from manyhands.cluster.agents.mirror import Receiver
+from manyhands.cluster.agents.mirror import RecordReceiver
 from manyhands.cluster.agents.protocol import FilePiece
 from manyhands.config.load import announce
 from manyhands.core.errors import ManyhandsError, UserError
 from manyhands.core.user_code import code_digests
-from manyhands.run.folder import record_of
+from manyhands.run.folder import read_network_record
 from manyhands.train.objects import digest_objects as digest
-from tests.data.sets import make
-from tests.docs.pages import ROOT
-from tests.e2e.command import alone, done, events, forked, inside, messages, read, refused
-from tests.e2e.nets import in_words
+from tests.e2e.command import alone, done, events, inside, messages, read, refused
 
 RUN = Path("run")
 FIT = {"out": RUN, "epochs": 1, "batch": 20, "lr": 0.1, "quiet": True, "run__report": False}
@@ -58,8 +51,6 @@ def test_a_finished_run_is_not_relabelled(finished):
     before = contents()
     for changes, message in (
         ({"lr": 0.01}, "train.lr is 0.01, and was 0.1"),
-        ({"epochs": 2}, "train.epochs is 2, and was 1"),
-        ({"schedule": "constant"}, 'train.schedule is "constant", and was "cosine"'),
         ({"data__augment": "crop"}, 'data.augment is "crop", and was "auto"'),
     ):
         with pytest.raises(UserError) as raised:
@@ -69,6 +60,10 @@ def test_a_finished_run_is_not_relabelled(finished):
         assert "manyhands resume run --epochs 2" in longer
         assert 'out="run-2"' in another
         assert contents() == before
+    train = f"train {DATA} mlp --epochs 1 --batch 20 --out run --lr 0.01"
+    refused(train, by=alone, says="manyhands resume run --epochs 2 --set train.lr=0.01")
+    refused("resume run --set train.lr=0.01", says="train longer")
+    assert contents() == before
     assert fit().status == "finished"
 
 
@@ -79,14 +74,6 @@ class Small(nn.Module):
 
     def forward(self, x):
         return self.scale * self.layers(x)
-
-
-class Other(Small):
-    def forward(self, x):
-        return -self.layers(x)
-
-
-Other.__name__ = "Small"
 
 
 def seeded(seed=0, frozen=False):
@@ -122,11 +109,9 @@ def of_objects(model=seeded, train_set=None, test_set=None, **changes):
     ("first", "changes", "message"),
     [
         ({}, {"model": lambda: Small(2.0)}, "network changed"),
-        ({}, {"model": Other}, "network changed"),
         ({}, {"model": lambda: seeded(1)}, "initial weights changed"),
         ({}, {"model": lambda: seeded(frozen=True)}, "trainable parameters changed"),
         ({}, {"train_set": samples(flipped=1)}, "training data changed"),
-        ({}, {"train_set": samples(120)}, "training data changed"),
         ({}, {"train_set": samples(sign=-1)}, "training samples changed"),
         ({}, {"test_set": samples(20, flipped=1)}, "test data changed"),
         ({}, {"loss": weighted(2.0)}, "loss changed"),
@@ -193,7 +178,7 @@ def test_a_finished_run_of_changed_code_is_not_returned(capsys):
         Path("code", name).write_text(f"{text}# changed\n")
         changed = "code/c.py:net changed" if name == "c.py" else f"code/{name} changed"
         refused(train, by=alone, says=(changed, "manyhands resume run --epochs 2", "--out run-2"))
-        announce(["code/c.py:net"], RUN, record_of(RUN / "checkpoints/any"), "{}")
+        announce(["code/c.py:net"], RUN, read_network_record(RUN / "checkpoints/any"), "{}")
         assert "CHANGED since training" in capsys.readouterr().err
         Path("code", name).write_text(text)
 
@@ -237,18 +222,6 @@ def test_a_run_is_not_resumed_with_other_class_names(begin):
     assert of_objects(train_set=samples(40), epochs=2, checkpoint__resume="auto").status == "finished"
 
 
-def test_a_renamed_class_folder_refuses_the_resume():
-    make(Path("pets"), ("ant", "bee", "cow"), 6, size=(6, 6))
-    train = "train pets mlp --batch 5 --data.image-size 6 --out run --epochs"
-    done(train, 1, by=alone)
-    Path("pets/ant").rename("pets/zebra")
-    refused(train, 2, "--resume auto", by=alone, says=('"ant" removed, "zebra" added', "--out NEW"))
-    Path("pets/zebra").rename("pets/ant")
-    make(Path("pets"), ("ant",), 10, size=(6, 6))
-    ended = done(train, 2, "--resume auto -q", by=alone)
-    assert "the data changed since the checkpoint was saved: training data (20 samples, was 16)" in ended.err
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -261,7 +234,8 @@ def test_a_renamed_class_folder_refuses_the_resume():
 def test_unfinished_run_resumes_with_changed_objects_and_reports_changed_data(changes, message, capsys):
     interrupted(samples())
     assert not any("the data changed" in line for line in messages(RUN, "warning"))
-    assert of_objects(**changes, epochs=2).status == "finished"
+    assert of_objects(**changes, epochs=2, lr=0.01).status == "finished"
+    assert [event["data"]["option"] for event in events(RUN, "changed")] == ["train.lr"]
     (found,) = (line for line in messages(RUN, "warning") if line.startswith("the data changed since the checkpoint"))
     assert message in found
     assert found in capsys.readouterr().err
@@ -277,21 +251,19 @@ def in_a_session(model, train_set, epochs=1):
                 optimizer.zero_grad()
 
 
-def test_a_session_is_not_resumed_with_other_class_names(capsys):
+def test_a_session_of_another_network_or_of_other_class_names_is_not_resumed(capsys):
+    with contextlib.chdir(Path(tempfile.mkdtemp())):
+        for _ in range(2):
+            in_a_session(Small(), samples())
+        with pytest.raises(UserError, match="network changed"):
+            in_a_session(Small(2.0), samples())
+        in_a_session(Small(2.0), samples(), epochs=2)
     in_a_session(Small(), Named(HALVES, ["cat", "dog"]))
     with pytest.raises(UserError, match="the order of the classes changed"):
         in_a_session(Small(), Named(HALVES, ["dog", "cat"]), 2)
     in_a_session(Small(), Named(1 - HALVES, ["cat", "dog"]), 2)
     message = "the data changed since the checkpoint was saved: training data (labels), training samples\n"
     assert message in capsys.readouterr().err
-
-
-def test_a_finished_session_of_another_network_is_not_returned():
-    for _ in range(2):
-        in_a_session(Small(), samples())
-    with pytest.raises(UserError, match="network changed"):
-        in_a_session(Small(2.0), samples())
-    in_a_session(Small(2.0), samples(), epochs=2)
 
 
 def test_a_run_whose_checkpoints_are_gone_does_not_begin_anew(finished):
@@ -310,22 +282,16 @@ def test_every_command_that_takes_a_run_takes_a_part_of_its_name():
         ("why first", 0, "runs/first finished"),
         ("report irs", 0, "runs/first/report.html"),
         ("logs irs", 0, "step=1/9"),
+        ("checkpoint merge irs merged.safetensors", 0, "wrote merged.safetensors"),
         ("eval irs", 0, "runs/first/checkpoints/step-0000000"),
         ("checkpoint info irs", 0, "runs/first/checkpoints/step-0000000"),
         ("stop irs", 2, "where: runs/first"),
+        ("stop no-such-run", 2, 'no run is called "no-such-run"'),
         ("resume irs --set train.lr=0.01", 2, "where: runs/first"),
     ):
-        said = done(line, by=forked if "eval" in line else inside, code=code)
+        said = done(line, by=inside, code=code)
         assert shown in said.out + said.err
     refused("resume fir --epochs 1", says=("this run has made 9 updates", "where: runs/first"))
-
-
-def test_train_refuses_it_with_the_two_commands(finished):
-    train = f"train {DATA} mlp --epochs 1 --batch 20 --out run --lr 0.01"
-    refused(train, by=alone, says="manyhands resume run --epochs 2 --set train.lr=0.01")
-    refused("resume run --set train.lr=0.01", says="train longer")
-    assert job()["train"]["lr"] == 0.1
-    assert len(events(RUN, "started")) == 1
 
 
 @pytest.mark.slow
@@ -340,18 +306,6 @@ def test_run_with_python_objects_resumes_in_its_program():
     done("resume run --epochs 2 --set model.name=net.py:net")
 
 
-@pytest.mark.slow
-def test_changes_by_resume_are_reported_and_the_former_job_is_kept(finished):
-    ended = done("resume run --epochs 2 --set train.lr=0.01 --set checkpoint.keep=3")
-    changed = {event["data"]["option"]: event for event in events(RUN, "changed")}
-    for option, old, new in [("train.lr", 0.1, 0.01), ("train.epochs", 1, 2), ("checkpoint.keep", 2, 3)]:
-        data = changed[option]["data"]
-        assert (changed[option]["step"], data["old"], data["new"]) == (3, old, new)
-    assert "train.lr is 0.01, and was 0.1 (from step 3)" in ended.err
-    assert job("job-1.toml")["train"]["lr"] == 0.1
-    assert job()["train"]["lr"] == 0.01
-
-
 def test_the_job_changes_only_once_a_step_was_trained_under_it(finished):
     def failing(output, labels):
         if output.requires_grad and len(labels) == 20:
@@ -363,34 +317,20 @@ def test_the_job_changes_only_once_a_step_was_trained_under_it(finished):
         fit(epochs=2, lr=0.01, checkpoint__resume="auto", loss=failing)
     assert {name: (RUN / name).read_bytes() for name in before} == before
     assert not events(RUN, "changed")
-
-
-def test_unfinished_run_resumes_under_other_options(finished):
-    (RUN / "events.jsonl").write_text("")
-    lines = (RUN / "metrics.jsonl").read_text().replace('"total_steps":3', '"total_steps":6')
-    (RUN / "metrics.jsonl").write_text(lines)
-    assert fit(epochs=2, lr=0.01).status == "finished"
-    assert {event["data"]["option"] for event in events(RUN, "changed")} == {"train.lr", "train.epochs"}
+    fit(epochs=2, lr=0.01, checkpoint__resume="auto")
+    changes = [(event["step"], *event["data"].values()) for event in events(RUN, "changed")]
+    assert sorted(changes) == [(3, "train.epochs", 1, 2), (3, "train.lr", 0.1, 0.01)]
+    assert [job(name)["train"]["lr"] for name in ("job-1.toml", "job.toml")] == [0.1, 0.01]
 
 
 def test_the_heads_copy_keeps_the_former_job_too(tmp_path):
-    receiver = Receiver(tmp_path)
+    receiver = RecordReceiver(tmp_path)
     for lr in (0.1, 0.2):
-        receiver.take(FilePiece("job.toml", f"[train]\nlr = {lr}\n"))
+        receiver.write_piece(FilePiece("job.toml", f"[train]\nlr = {lr}\n"))
     assert not (tmp_path / "job-1.toml").exists()
-    receiver.take(FilePiece("metrics.jsonl", "{}\n"))
-    receiver.take(FilePiece("job.toml", "[train]\nlr = 0.3\n"))
+    receiver.write_piece(FilePiece("metrics.jsonl", "{}\n"))
+    receiver.write_piece(FilePiece("job.toml", "[train]\nlr = 0.3\n"))
     assert (tmp_path / "job-1.toml").read_text() == "[train]\nlr = 0.2\n"
-
-
-def test_merge_takes_the_best_of_a_run_by_its_short_name():
-    for step in (5, 8):
-        state = {"step": step, "best": {"step": 5, "top1": 0.9}}
-        save(Path("runs/pets/checkpoints"), step, Snapshot({"weight": torch.full((2,), float(step))}, None, state))
-    Path("runs/pets/job.toml").touch()
-    for which, step in ("", 5), ("--which last", 8):
-        done(f"checkpoint merge pe {step}.safetensors", which, by=inside)
-        assert load_file(f"{step}.safetensors")["weight"].tolist() == [step, step]
 
 
 class Focal:
@@ -408,7 +348,7 @@ def _weighed(output, labels, weight=1.0):
 def test_digests_of_objects_tell_changes_alone():
     assert digest(loss=Focal(1)) == digest(loss=Focal(1)) != digest(loss=Focal(5))
     assert digest(loss=functools.partial(_weighed, weight=2)) != digest(loss=functools.partial(_weighed, weight=3))
-    assert digest(loss=functools.partial(_weighed)) != digest(loss=functools.partial(in_words))
+    assert digest(loss=functools.partial(_weighed)) != digest(loss=functools.partial(right))
     first, second = lambda output, labels: output.sum(), lambda output, labels: output.mean()
     assert digest(loss=first) != digest(loss=second)
     # As in a notebook, whose classes have no source that Python finds.
@@ -418,8 +358,8 @@ def test_digests_of_objects_tell_changes_alone():
         exec(f"class Net(nn.Module):\n    def forward(self, x):\n        return {body}\n", names)
         nets.append(digest(network=names["Net"]()))
     assert nets[0] != nets[1]
-    # No process sorts a set's words alike.
-    imports = "from manyhands.train.objects import digest_objects as digest; from tests.e2e.nets import in_words"
-    program, seeded = f"{imports}; print(digest(loss=in_words))", {**os.environ, "PYTHONHASHSEED": "1"}
-    output = subprocess.check_output([sys.executable, "-c", program], cwd=ROOT, env=seeded, text=True)
-    assert output.strip() == str(digest(loss=in_words))
+    # No process sorts a set's words alike; these numbers are sorted as they come.
+    assert [*{0, 8}] != [*{8, 0}]
+    assert digest(loss=functools.partial(_weighed, weight={0, 8})) == digest(
+        loss=functools.partial(_weighed, weight={8, 0})
+    )

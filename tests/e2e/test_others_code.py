@@ -11,14 +11,14 @@ from PIL import Image
 
 import manyhands
 from manyhands.cluster.agents.ssh import agent_script
-from manyhands.cluster.code_files import listed_files
+from manyhands.cluster.code_files import files_of_git
 from manyhands.config.job import ClusterOptions
 from manyhands.config.load import load_job
 from manyhands.core.errors import UserError
 from manyhands.core.run_folder import RunFolder
-from manyhands.core.user_code import revision
-from manyhands.run.folder import announce_reach, announce_resumed
-from manyhands.run.registry import remember_reach
+from manyhands.core.user_code import git_revision
+from manyhands.run.folder import announce_resumed, announce_ssh_command
+from manyhands.run.registry import save_ssh_options
 from manyhands.run.tasks import evaluate_run, predict_files
 from tests.e2e.command import QUICK, done, environment, fit, inside, start
 
@@ -41,20 +41,14 @@ def given_away(*paths):
         os.chown(path, 12345, 12345)
 
 
-SAFE = ("-P", "-m", "manyhands")
-
-
 @pytest.mark.slow
-def test_modules_of_the_current_folder_are_not_imported(planted):
-    done("train digits mlp -n 2 --epochs 1 --out r", program=SAFE, by=start)
+def test_modules_of_the_current_folder_are_not_imported(planted, here):
+    done("train digits mlp -n 2 --epochs 1 --out r", program=("-P", "-m", "manyhands"), by=start)
     assert not planted.exists(), planted.read_text()
-
-
-@pytest.mark.slow
-def test_python_dash_m_takes_the_package_alone_from_there(here):
-    for name in ("torch.py", "pydantic.py"):
-        (here / name).write_text("raise SystemExit(9)")
+    # Without -P this module alone is found there.
+    (here / "manyhands.py").unlink()
     done("train digits mlp --dry-run", by=start)
+    assert not planted.exists(), planted.read_text()
 
 
 def test_an_agent_that_ssh_starts_takes_nothing_from_its_work_folder(planted, here):
@@ -116,12 +110,12 @@ def test_git_runs_no_program_that_the_folder_names(here):
     git("config", "filter.x.clean", str(program))
     (here / "a.py").touch()
     (here / "inner").mkdir()
-    assert re.fullmatch("[0-9a-f]{4,}", revision(here))
-    assert revision(here / "inner") == revision(here)
-    assert {path.name for path in listed_files(here) or ()} >= {"a.py", ".gitattributes", "program"}
+    assert re.fullmatch("[0-9a-f]{4,}", git_revision(here))
+    assert git_revision(here / "inner") == git_revision(here)
+    assert {path.name for path in files_of_git(here) or ()} >= {"a.py", ".gitattributes", "program"}
     assert not (here / "mark").exists()
-    assert revision(here.parent) == ""
-    assert listed_files(here.parent) is None
+    assert git_revision(here.parent) == ""
+    assert files_of_git(here.parent) is None
 
 
 @pytest.fixture
@@ -139,20 +133,16 @@ def logs(*settings):
     return ended.out + ended.err
 
 
-def test_logs_never_execute_what_a_run_folder_says(strange_run, here):
+def test_logs_never_execute_what_a_run_folder_says_but_what_this_users_launch_did(strange_run, here):
     said = logs("--set cluster.ssh=/bin/false")
     assert "ignoring cluster.python of the run folder; to use this value, add --set cluster.python=/x/evil" in said
     assert "cluster.ssh," not in said
     said = logs("--set cluster.python=python3 --set cluster.workdir=/")
     assert "ignoring cluster.ssh of" in said
-    assert not (here / "mark").exists()
-
-
-def test_logs_reach_machines_as_this_users_launch_did(strange_run, here):
     program = here / "ssh-of-mine"
     program.write_text(f"#!/bin/sh\ntouch {here}/mine\nexit 255\n")
     program.chmod(0o755)
-    remember_reach(strange_run.path, {"ssh": str(program), "python": "", "workdir": ""})
+    save_ssh_options(strange_run.path, {"ssh": str(program), "python": "", "workdir": ""})
     logs()
     assert (here / "mine").exists()
     assert not (here / "mark").exists()
@@ -170,10 +160,10 @@ def test_another_users_job_file_does_not_choose_how_machines_are_reached(strange
     assert "run/job.toml belongs to another user (uid 12345)" in " ".join(err.split())
     assert not (here / "mark").exists()
     os.chown(strange_run.job, 0, 0)
-    announce_reach(load_job({}, file=strange_run.job))
+    announce_ssh_command(load_job({}, file=strange_run.job))
     assert f"touch {here}/mark; :', as specified in {strange_run.job}" in capsys.readouterr().err
     given_away(strange_run.job)
-    announce_reach(load_job({"cluster.ssh": "ssh"}, file=strange_run.job))
+    announce_ssh_command(load_job({"cluster.ssh": "ssh"}, file=strange_run.job))
 
 
 NETWORK = """

@@ -16,8 +16,8 @@ from torch.optim import lr_scheduler
 from torch.utils.data import TensorDataset
 
 import manyhands
-from manyhands.checkpoint.read import load
-from manyhands.checkpoint.write import save
+from manyhands.checkpoint.read import load_checkpoint
+from manyhands.checkpoint.write import save_unsharded
 from manyhands.config.job import TrainOptions
 from manyhands.core.errors import UserError
 from manyhands.report.read import read_run
@@ -158,30 +158,10 @@ def test_a_first_update_that_is_skipped_leaves_no_uninitialized_momentum():
     assert all(torch.equal(one, scaled.state_dict()[name]) for name, one in given.state_dict().items())
 
 
-class Dropped(nn.Module):
-    """LayerDrop: the second layer takes part from the second training pass on."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second, self.passes = nn.Linear(64, 10), nn.Linear(64, 10), 0
-
-    def forward(self, x):
-        self.passes += self.training
-        return self.first(x.flatten(1)) + (self.second(x.flatten(1)) if self.passes > 3 else 0)
-
-
-def test_a_layer_that_takes_part_later_has_its_momentum():
-    assert fit(Dropped(), optimizer=fused, precision="fp32").final.loss < 100
-    with pytest.raises(UserError, match="fused SGD with dampening"):
-        fit(network(), "other", optimizer=functools.partial(fused, dampening=0.5), precision="fp32")
-
-
 def test_a_loss_may_be_named_as_a_job_names_it():
     Path("own.py").write_text("def loss(output, labels):\n    return output.exp().sum(1)\n")
     fit(network(), loss="own.py:loss", epochs=1)
     assert "own.py:loss" in read("run/network.json")["code"]
-    with pytest.raises(UserError, match='no loss is called "nil"'):
-        fit(network(), "nil", loss="nil")
 
 
 def test_an_evaluation_where_a_run_was_cut_within_an_epoch_moves_no_rate():
@@ -218,37 +198,26 @@ def test_another_schedule_may_take_over_and_another_optimizer_starts_anew_and_th
     assert "the state of RMSprop is reset" in Path("run/events.jsonl").read_text()
 
 
-def session(out):
-    here = network()
-    with manyhands.session(out=out) as s:
-        sgd = torch.optim.SGD(here.parameters(), 0.1)
-        model, optimizer, batches = s.prepare(here, sgd, DATA, batch=50, scheduler=lr_scheduler.StepLR(sgd, 1))
-        for _epoch in s.epochs(1):
-            for x, y in batches:
-                s.backward(nn.functional.cross_entropy(model(x), y))
-                optimizer.step()
-
-
-def fitted(out):
-    fit(network(), out, epochs=1, checkpoint__resume="auto", optimizer=own_sgd, schedule=plateau)
-
-
-@pytest.mark.parametrize("train", [fitted, pytest.param(session, marks=pytest.mark.slow)])
-def test_a_scheduler_s_state_that_nobody_saved_is_refused_with_its_checkpoint(train, tmp_path):
+def test_a_scheduler_s_state_that_nobody_saved_is_refused_with_its_checkpoint():
     """tests/train/test_scheduler_state.py tries other states."""
-    train(tmp_path)
-    (path,) = (tmp_path / "checkpoints").glob("step-*")
-    good, text = load(path), '{"last_epoch": "x"}'
-    change = {"schedule": text} if train is fitted else {"session": {"scheduler": text}}
+    options = {"epochs": 1, "checkpoint__resume": "auto", "optimizer": own_sgd, "schedule": plateau}
+    fit(network(), **options)
+    (path,) = Path("run/checkpoints").glob("step-*")
+    good = load_checkpoint(path)
     shutil.rmtree(path)
-    save(path.parent, 1, dataclasses.replace(good, state={**good.state, **change}))
+    save_unsharded(path.parent, 1, dataclasses.replace(good, state={**good.state, "schedule": '{"last_epoch": "x"}'}))
     with pytest.raises(UserError, match="the scheduler's state in the checkpoint can't be restored") as caught:
-        train(tmp_path)
+        fit(network(), **options)
     assert caught.value.where == str(path)
 
 
 def top3(outputs, labels):
     return (outputs.topk(3, 1).indices == labels[:, None]).any(1)
+
+
+class Metric:
+    def __init__(self, update, compute):
+        self.update, self.compute = update, compute
 
 
 class MacroRecall:
@@ -263,15 +232,20 @@ class MacroRecall:
 
 @pytest.mark.slow
 def test_metric_covers_the_full_set_in_fit_in_evaluate_and_on_the_page():
-    net, own = network(), {"third": top3, "recall": MacroRecall()}
+    # A share of the samples of class 9, of which there is none among eight that are made up.
+    ninths = Metric(
+        lambda outputs, labels: torch.stack([(outputs.argmax(1)[labels == 9] == 9).sum(), (labels == 9).sum()]),
+        lambda sums: sums[0].item() / sums[1].item(),
+    )
+    net, own = network(), {"third": top3, "精度": MacroRecall(), "of_class_9": ninths}
     result = fit(net, metrics=own, held_out_set=DATA, epochs=1, batch=25, evaluate_batch=7, precision="fp32")
     outputs = net(IMAGES)
     recalls = [(outputs.argmax(1) == LABELS)[number == LABELS].double().mean() for number in range(10)]
-    whole = {"third": top3(outputs, LABELS).double().mean(), "recall": sum(recalls) / 10}
+    whole = {"third": top3(outputs, LABELS).double().mean(), "精度": sum(recalls) / 10, "of_class_9": recalls[9]}
     wanted = {name: pytest.approx(float(value)) for name, value in whole.items()}
     assert result.final.metrics == result.test.metrics == manyhands.evaluate(net, DATA, metrics=own).metrics == wanted
     page = result.report().read_text()
-    assert all(figure in page for figure in ("best third", "best recall", "test recall, best weights"))
+    assert all(figure in page for figure in ("best third", "best 精度", "test 精度, best weights"))
 
 
 def size(outputs, _labels):
@@ -308,12 +282,8 @@ def test_best_epoch_is_selected_by_the_named_metric():
     for epochs in (2, 4):
         parted = fit(silent(), "parted", **{**options, "epochs": epochs})
     assert (parted.best.step, parted.best.metrics) == (result.best.step, result.best.metrics)
-
-
-def test_another_figure_may_decide_from_a_resume_on():
-    fit(silent(), **{**GROWING, "epochs": 2, "best": "lowest size"})
-    result = fit(silent(), **GROWING, best="highest size")
-    assert result.best.step == result.final.step == read_run(result.path).best.step
+    other = fit(silent(), "parted", **{**options, "best": "highest size", "epochs": 5})
+    assert other.best.step == other.final.step == read_run(other.path).best.step
 
 
 def test_it_is_the_best_in_a_loop_of_ones_own_too():
@@ -411,23 +381,7 @@ def test_run_of_python_objects_resumes_with_named_objects_only():
     assert manyhands.Run(result.path, "finished").final.metrics.keys() == {"top3"}
 
 
-class Metric:
-    def __init__(self, update, compute):
-        self.update, self.compute = update, compute
-
-
 RECALL = MacroRecall()
-# A share of the samples of class 9, of which there is none among eight that are made up.
-NINTHS = Metric(
-    lambda outputs, labels: torch.stack([(outputs.argmax(1)[labels == 9] == 9).sum(), (labels == 9).sum()]),
-    lambda sums: sums[0].item() / sums[1].item(),
-)
-
-
-def test_figures_of_any_word_s_name_are_kept_and_read():
-    own = {"paral·lel": top3, "精度": top3, "of_class_9": NINTHS}
-    result = fit(network(), metrics=own, epochs=1)
-    assert manyhands.Run(result.path, "finished").final.metrics.keys() == own.keys()
 
 
 def test_what_a_metric_writes_into_its_inputs_is_not_for_the_next():
@@ -449,43 +403,34 @@ class Keeps(lr_scheduler.ConstantLR):
         self.seen = collections.deque([1])
 
 
-def other():
-    return torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], 1.0)
-
-
 BASE = manyhands.Job(train=manyhands.TrainOptions(lr=0.3))
 NO_OPTIMIZER = [
     (lambda parameters: 3, "returned a int"),
-    (torch.optim.SGD(network().parameters(), 0.1), "the optimizer is a SGD, not a function"),
     ("own.py:RATE", "own.py:RATE is a float, not a function"),
     (torch.optim.LBFGS, "LBFGS needs a closure"),
-    (lambda _: other(), "isn't a trainable parameter"),
+    (lambda _: own_sgd(network().parameters()), "isn't a trainable parameter"),
+    (functools.partial(fused, dampening=0.5), "fused SGD with dampening"),
     (lambda own: torch.optim.SGD(own[-1:], 0.1), "doesn't have the trainable parameter .*"),
     (lambda own: torch.optim.SGD(own, lr=0.0), "no usable learning rate"),
     ("sdg", 'did you mean "sgd"'),
 ]
 NO_SCHEDULE = [
-    (0.5, "the schedule is a float, not a function"),
     (lr_scheduler.StepLR(own_sgd(network().parameters()), 3), "the schedule is a StepLR, not a"),
     ("cosin", 'did you mean "cosine"'),
     ("object", "this run's schedule was a Python object"),
     (lambda step, epochs: 1.0, "the schedule function has an unknown parameter: epochs"),
-    (lambda: 1.0, "the schedule takes no argument"),
     (lambda step: "high", "the schedule returned a str at step 0"),
-    (lambda step: -0.1, "the schedule returned -0.1 at step 0"),
     (lambda step: float("nan") if step == 2 else 1.0, "the schedule returned nan at step 2"),
     (lambda o: lr_scheduler.StepLR(o, 3), "the schedule failed at step 0: TypeError"),
     (functools.partial(lr_scheduler.ReduceLROnPlateau, mode="max"), "monitors the loss, but has mode="),
     (Keeps, "the attribute seen of the scheduler Keeps is a deque, which can't be saved"),
-    (lr_scheduler.StepLR, "the schedule function has an unknown parameter: step_size"),
     (lambda optimizer: lr_scheduler.StepLR(optimizer), "the schedule failed with this optimizer: T"),
-    (lambda optimizer: lr_scheduler.StepLR(other(), 3), "the schedule's StepLR belongs to another optimizer"),
+    (lambda optimizer: lr_scheduler.StepLR(own_sgd(network().parameters()), 3), "belongs to another optimizer"),
     (lambda optimizer: 3, "the schedule function returned a int"),
 ]
 NO_METRIC = [
     ({"mean": lambda outputs, labels: outputs.mean()}, r"the metric mean returned a tensor \[\] for 8 samples"),
     ({"number": lambda outputs, labels: 0.5}, "the metric number returned a float"),
-    ({"more": lambda outputs, labels: outputs}, r"the metric more returned a tensor \[8, 10\]"),
     ({"third": lambda outputs: outputs}, "the metric third failed on outputs .*: TypeError"),
     ({"nan": lambda outputs, labels: labels / 0}, "the metric nan is inf|the metric nan is nan"),
     ({"state": Metric(lambda outputs, labels: None, lambda: 0)}, "update of the metric state returned a NoneType"),
@@ -494,26 +439,23 @@ NO_METRIC = [
         "update of the metric widths returned 7 sums, but 8 in an earlier call",
     ),
     ({"kind": MacroRecall}, "the metric kind is a class"),
-    ({"three": 3}, "the metric three is a int, not a function"),
     ({"top5": top3}, "the name top5 is already in use"),
     ({"a b": top3}, "'a b' is not a valid name for a metric"),
-    ({3: top3}, "3 is not a valid name for a metric"),
     (["own.py:top3", "own.py:top3"], "the name top3 is already in use"),
     (["top3"], "should be a list of file.py:function"),
-    (top3, "metrics is a function, not a dict"),
     ({"last": Metric(RECALL.update, lambda sums: sums.no_such())}, "the metric last failed on outputs"),
     ({"last": Metric(RECALL.update, lambda sums: sums)}, "the metric last returned a Tensor"),
 ]
 BEST = "best should be one of: highest top1, .*, lowest size"
-NO_BEST = ["top1", "lowest top1", "highest loss", "highest third", "lowest", "", "highest  top1"]
+NO_BEST = ["top1", "lowest top1", "highest loss", "highest third", ""]
 REFUSED = [
     *(({"optimizer": given}, text) for given, text in NO_OPTIMIZER),
     *(({"schedule": given}, text) for given, text in NO_SCHEDULE),
     ({"optimizer": torch.optim.RMSprop, "job": BASE}, "train.lr applies to sgd and adamw"),
-    ({"optimizer": torch.optim.RMSprop, "lr": 0.1}, "train.lr applies to sgd and adamw"),
     ({"schedule": lr_scheduler.ReduceLROnPlateau, "evaluate_every": 0}, "the schedule needs evaluations"),
     ({"schedule": lambda step: 1.0, "warmup_epochs": 1.0}, "a schedule of your own includes its own warm-up"),
     ({"loss": "object"}, "this run's loss was a Python object"),
+    ({"loss": "nil"}, 'no loss is called "nil"'),
     ({"metrics": ["object:third"]}, "this run's metric third was a Python object"),
     *(({"metrics": given, "evaluate_batch": 7}, text) for given, text in NO_METRIC),
     *(({"best": best, "metrics": {"size": size}}, f'{BEST}; found "{best}"') for best in NO_BEST),

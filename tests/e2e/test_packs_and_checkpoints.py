@@ -14,20 +14,18 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from manyhands.checkpoint.read import load
+from manyhands.checkpoint.read import load_checkpoint
 from manyhands.core.mesh import TensorLayout
 from manyhands.core.records import Failure
 from tests.checkpoint.cuts import assert_same
 from tests.data.sets import make
-from tests.e2e.command import QUICKLY, assert_equal_weights, done, final_weights, inside, metrics, refused, start
+from tests.e2e.command import QUICKLY, assert_equal_weights, done, final_weights, fit, inside, metrics, refused, start
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """A run folder of one short training."""
-    folder = tmp_path_factory.mktemp("trained")
-    done("train synthetic:64x1x8x8x5 mlp --epochs 1 --out run", QUICKLY, cwd=folder)
-    return folder / "run"
+    return fit("mlp", "synthetic:64x1x8x8x5", out=tmp_path_factory.mktemp("trained") / "run", precision="fp32").path
 
 
 def checkpoint(*given):
@@ -45,7 +43,7 @@ def plan(path, shapes, mesh):
 def test_there_and_back(trained):
     """Run, pieces over 2x2, pieces over 3, whole folder, one file: the same bits all along."""
     newest = max((trained / "checkpoints").glob("step-*"))
-    wanted = load(newest)
+    wanted = load_checkpoint(newest)
     shapes = {name: list(tensor.shape) for name, tensor in wanted.model.items()}
     plan("plan.json", shapes, {"dp": 2, "tp": 2})
     plan("other.json", shapes, {"tp": 3})
@@ -56,10 +54,9 @@ def test_there_and_back(trained):
         "merge three w.safetensors",
     ):
         ended = checkpoint(line)
-        assert ended.out == ""
         assert f"wrote {line.split()[2]}" in ended.err
     for name in ("pieces", "three", "whole"):
-        assert_same(load(Path(name)), wanted)
+        assert_same(load_checkpoint(Path(name)), wanted)
     assert_equal_weights(load_file("w.safetensors"), wanted.model)
     found = json.loads(checkpoint("info pieces --json").out)
     assert (found["format"], found["mesh"], found["step"]) == ("pieces", {"dp": 2, "tp": 2}, wanted.state["step"])
@@ -75,10 +72,11 @@ def test_there_and_back(trained):
 
     # Pieces beside a run's checkpoints are evaluated as the whole one is.
     checkpoint("split", trained, trained / "pieces", "--plan other.json")
-    losses = [json.loads(done("eval", path, "--json").out)["loss"] for path in (newest, trained / "pieces")]
-    assert losses[0] == losses[1]
+    found = json.loads(done("eval", trained / "pieces", "--json", by=inside).out)
+    assert found["loss"] == pytest.approx(metrics(trained, "evaluation")[-1]["loss"], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_an_evaluation_that_the_agent_refuses_says_why(trained, here):
     (here / "torchvision.py").write_text("raise RuntimeError('of another build')")
     ended = done("eval", trained, by=start, PYTHONPATH=str(here), code=2, says="manyhands doctor")
@@ -173,22 +171,11 @@ def test_training_reads_the_packed_copy_and_gets_equal_weights_without_the_folde
 
 
 @pytest.mark.slow
-def test_an_altered_shard_ends_training_with_one_screen(folder):
-    assert "is up to date" not in pack(folder).out
-    assert "is up to date" in pack(folder).out
-    assert "is intact: 22 pictures in 2 shards" in pack(folder, "--check").out
-    shard = folder.with_name("宠物.pack") / "train-000000.tar"
-    content = shard.read_bytes()
-    shard.write_bytes(content[: len(content) // 2] + b"\0" * (len(content) - len(content) // 2))
-    pack_refused(folder, "--check", says="the packed copy was altered")
-    said = ("the packed copy was altered", "--replace", str(shard))
-    refused("train", folder, JOB, says=said)
-
-
-@pytest.mark.slow
 def test_a_packed_copy_is_not_overwritten_and_another_is_made_by_the_line_that_is_proposed(folder, tmp_path):
     place = folder.rename(tmp_path / "my pets")
     pack(place, "--size 20")
+    assert "is up to date" in pack(place, "--size 20").out
+    assert "is intact: 22 pictures in 2 shards" in pack(place, "--check").out
     pack_refused(place, says="a packed copy with other settings exists")
     done("train", place, JOB, cwd=tmp_path, says="holds resized pictures (shorter side 20, quality 90)")
     pack(place, "--size 20 --quality 80 --replace --processes 2")

@@ -1,12 +1,15 @@
 """The user's own training script, started by our agents as torchrun would start it, and in a group of its own."""
 
+import importlib.util
 import json
+import os
 import signal
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.command import done, forked, processes_of, refused, stop, training, wait_until
+from tests.e2e.command import done, forked, processes_of, refused, start, stop, training, wait_until
 
 SCRIPT = """\
 import argparse
@@ -142,3 +145,40 @@ def test_a_scripts_own_group_is_used_and_stays(processes, backend):
     for rank in range(processes):
         assert log(rank).endswith(f"{rank} finished 40\n")
     assert processes_of("first") == processes
+
+
+# Inside Ray Train's TorchTrainer, with a real Ray, whose process group is used and stays.
+TRAINER = """\
+import os
+import sys
+
+import ray
+from ray.train import RunConfig, ScalingConfig
+from ray.train.torch import TorchTrainer
+
+def train(config):
+    os.chdir(config["here"])
+    exec(config["body"], {})
+
+ray.init(num_cpus=2, include_dashboard=False, _temp_dir=sys.argv[2])
+body, given = open("group.py").read().split("dist.init_process_group(*sys.argv[1:])"), {"here": os.getcwd()}
+given["body"] = "".join(body).replace("dist.destroy_process_group()", "")
+run_config = RunConfig(storage_path=sys.argv[1])
+TorchTrainer(train, train_loop_config=given, scaling_config=ScalingConfig(num_workers=2), run_config=run_config).fit()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.skipif(
+    any(importlib.util.find_spec(name) is None for name in ("ray", "pandas", "pyarrow")),
+    reason='NOT SHOWN inside Ray Train: pip install "ray[train]"',
+)
+def test_torch_trainers_processes_train_together(here, tmp_path_factory):
+    Path("trainer.py").write_text(TRAINER)
+    # Ray's sockets lie there, and their paths are limited to 107 characters.
+    short = Path(tmp_path_factory.getbasetemp()).parent / "ray"
+    own = {"HOME": str(here), "RAY_AUTH_MODE": "disabled", "RAY_TRAIN_V2_ENABLED": "1"}
+    own["PYTHONPATH"] = os.pathsep.join(sys.path)  # Ray's workers are started elsewhere
+    done(here / "ray", short, program=("trainer.py",), by=start, **own)
+    assert [processes_of(name) for name in ("first", "second")] == [2, 2]

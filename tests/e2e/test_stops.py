@@ -2,7 +2,6 @@
 
 import contextlib
 import fcntl
-import functools
 import json
 import os
 import re
@@ -17,17 +16,15 @@ from pathlib import Path
 import psutil
 import pytest
 
-from manyhands.cli.main import main
-from manyhands.core.terminal import say, show
 from tests.e2e.command import (
     NETS,
     QUICKLY,
-    TORCHRUN,
     assert_one_screen,
     done,
     environment,
     events,
     finish,
+    forked,
     free_port,
     inside,
     marked,
@@ -45,7 +42,6 @@ pytestmark = [pytest.mark.timeout(600), pytest.mark.usefixtures("ends")]
 LONG = f"--epochs 100000 --batch 64 {QUICKLY} --out run"
 ENDLESS = f"train synthetic:4000x1x8x8x10 {NETS}:Net {LONG}"
 SLEEPY = f"train synthetic:4000x1x8x8x10 {NETS}:Sleepy {LONG}"
-slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 SAVING = "--set checkpoint.every=20steps --set train.evaluate_every=1000"
 
 
@@ -81,7 +77,7 @@ def test_stop_saves_and_is_reported(here):
     names = {"GLOO_SOCKET_IFNAME": outer_interface(), "NCCL_SOCKET_IFNAME": outer_interface()}
     with training(ENDLESS, "-n 2", **names) as process:
         wait_until(begun(), process)
-        sockets = [each for member in family(process) for each in member.net_connections("inet")]
+        sockets = [each for member in marked(str(here)) for each in member.net_connections("inet")]
         stop(process, signal.SIGUSR1, says="stopped and saved at step")
     (event,) = events("run", "stopped")
     step = event["step"]
@@ -146,31 +142,11 @@ def test_a_short_stall_is_an_event_and_a_hung_run_ends_soon_with_the_step_that_w
     assert not marked(str(here))
 
 
-def test_a_launch_that_is_stopped_while_it_prepares_says_so_and_ends(here):
-    with training(ENDLESS.replace("train", "launch", 1), "--hosts localhost:2", by=start) as process:
-        wait_until((here / "run" / "ranks" / "agent.log").exists, process)
-        ended = stop(process, code=130)
-    assert "stopping before training has begun" in ended.err
-    assert "stopped before anything was saved" in ended.err
-    assert "resume" not in ended.err
-    wait_until(lambda: not marked(str(here)))
-    output = done("why run", by=inside).out
-    assert "run was stopped without saving" in output.splitlines()[0], output
-    assert "why: stopped before anything was saved" in output
-
-
-# As torchrun sets them.
-PLACE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-
-
-@pytest.mark.parametrize(("number", "by_variables"), [(signal.SIGTERM, False), slow(signal.SIGINT, True)])
-def test_a_process_by_hand_that_is_stopped_while_it_imports_torch_says_so(number, by_variables, here):
+def test_a_process_by_hand_that_is_stopped_while_it_imports_torch_says_so(here):
     """An import of torch that is broken off can't be repeated in the same process."""
-    flags = "" if by_variables else f"--init file://{here}/meet --world-size 1 --rank 0"
-    place = {**PLACE, "MASTER_PORT": str(free_port())} if by_variables else {}
-    with training(ENDLESS, flags, by=start, **place) as process:
+    with training(ENDLESS, f"--init file://{here}/meet --world-size 1 --rank 0", by=start) as process:
         wait_until(lambda: any("libtorch" in one.path for one in psutil.Process(process.pid).memory_maps()), process)
-        ended = stop(process, number, code=130, says="stopped before anything was saved")
+        ended = stop(process, code=130, says="stopped before anything was saved")
     assert "Traceback" not in ended.err
     assert_one_screen(ended.err, where=False)
 
@@ -200,20 +176,6 @@ def told(pattern, path, process):
 
 
 @pytest.mark.slow
-def test_under_torchrun_the_first_of_the_others_names_a_stopped_process_on_the_screen_that_they_share(here):
-    with training(ENDLESS, by=start, program=[*TORCHRUN[:-1], "3", "-m", "manyhands"]) as process:
-        wait_until(begun(), process)
-        hung = process_of(0)
-        hung.suspend()
-        words = rf"waiting for rank 0 on \S+ \(process {hung.pid} is stopped\); .*: kill -CONT {hung.pid}"
-        told(rf"step \d+ has been stalled for \d+ s.*{words}", "run/ranks/1.log", process)
-        hung.resume()
-        process.send_signal(signal.SIGTERM)
-        ended = finish(process)
-    assert ended.err.count("waiting for rank") == 1, ended.err
-
-
-@pytest.mark.slow
 def test_waiting_ranks_started_by_hand_report_a_stopped_process(here):
     """Also where the store is the stopped one's own, as rank 0's is. The run is listed once, and stopped by rank 0."""
     job, place = ENDLESS.removesuffix("run"), f"--init tcp://127.0.0.1:{free_port()} --world-size 3 --rank"
@@ -238,14 +200,21 @@ def test_waiting_ranks_started_by_hand_report_a_stopped_process(here):
 
 
 @pytest.mark.slow
-def test_a_second_interrupt_kills(here):
+@pytest.mark.parametrize("how", ["interrupt", "stop --now"])
+def test_a_second_interrupt_or_stop_now_kills(how, here):
     """The network takes its time over the pass in which the first one comes."""
     with training(SLEEPY, "-n 2") as process:
         wait_until((here / "asleep").exists, process)
-        process.send_signal(signal.SIGINT)
-        # The agent passes the first one on before the second comes.
-        wait_until((here / "asked").exists, process)
-        ended = stop(process, signal.SIGINT, code=130)
+        if how == "interrupt":
+            process.send_signal(signal.SIGINT)
+            # The agent passes the first one on before the second comes.
+            wait_until((here / "asked").exists, process)
+            process.send_signal(signal.SIGINT)
+        else:
+            told = done("stop run --now", says="without saving").out
+            assert "nothing was saved" in told
+            assert "manyhands resume" not in told
+        ended = finish(process, code=130)
     assert_one_screen(ended.err, where=False)
     assert ended.err.count("stopping after the current update") == 1
     assert "stopped before anything was saved" in ended.err
@@ -258,7 +227,7 @@ def test_a_second_interrupt_kills(here):
 @pytest.mark.parametrize("who", ["launcher", "agent"])
 @pytest.mark.slow
 def test_nothing_outlives_the_launcher_or_the_agent(who, here):
-    with training(ENDLESS, "-n 2", "--elastic off" * (who == "agent")) as process:
+    with training(ENDLESS, "-n 2", "--elastic off" * (who == "agent"), by=start) as process:
         wait_until(begun(), process)
         members = family(process)
         (agent,) = members[0].children()
@@ -289,23 +258,6 @@ def test_killed_worker_is_reported_with_how_to_resume(here):
     assert events("run", "saved")[-1]["step"] == 7
     assert "resume from the last checkpoint, of step 7" in ended.err
     assert not marked(str(here))
-
-
-def test_what_is_shown_on_a_closed_terminal_is_no_error(monkeypatch):
-    """As a pipe that nobody reads; the exit code is for those who look at the command itself."""
-    master, slave = os.openpty()
-    os.close(master)
-    closed = os.fdopen(slave, "w")
-    monkeypatch.setattr("sys.stderr", closed)
-    with pytest.raises(BrokenPipeError):
-        show("a result", sys.stderr)
-    say("a line")
-    with pytest.raises(SystemExit) as ended:
-        main(["train", "digits", "nosuchnetwork", "--dry-run"])
-    assert ended.value.code == 2
-    monkeypatch.undo()
-    with contextlib.suppress(OSError):
-        closed.close()
 
 
 @pytest.mark.slow
@@ -383,26 +335,9 @@ def test_a_run_whose_agent_stands_still_and_whose_command_was_killed_is_listed_a
 
 
 def test_what_fails_before_it_trains_is_said_on_the_terminal(here):
-    refused("launch", here / "nothing", "mlp --detach", WHERE, QUICKLY, by=start)
+    refused("launch", here / "nothing", "mlp --detach", WHERE, QUICKLY, by=forked)
     with training("launch --detach", JOB, WHERE, by=start) as process:
         wait_until(lambda: (here / "run" / "job.toml").is_file(), process)
         process.send_signal(signal.SIGINT)
         assert finish(process).code in {75, 130}
     wait_until(lambda: not marked(str(here)))
-
-
-# Ctrl-C comes between the two, when the command has become two processes.
-AT_ONCE = """
-import os, signal, time
-from manyhands.run.launch import DetachedLauncher
-signal.signal(signal.SIGTERM, lambda *_: os._exit(75 if os.getsid(0) == os.getpid() else 1))
-background = DetachedLauncher()
-if background.child_pid:
-    os.kill(os.getpid(), signal.SIGTERM)
-    os._exit(background.wait(as_json=False))
-time.sleep(60)
-"""
-
-
-def test_stop_at_once_reaches_the_continuing_process():
-    done(program=("-c", AT_ONCE), by=start, code=75)

@@ -1,7 +1,6 @@
 """Faults for a long time on three hosts of this machine (namespaces; needs root), and what is left of them.
 
-    python -m tests.faults.soak kills --count 50 --epochs 400    random kills in one run: weights, useful share
-    python -m tests.faults.soak kills --count 50 --epochs 16 --every 60 --rate 50mbit    the same at one a minute
+    python -m tests.faults.soak kills --count 50 --epochs 400    random kills in one run: weights
     python -m tests.faults.soak faults --minutes 30              a fault a minute: memory, descriptors, ports, files
     python -m tests.faults.soak launches --count 100             launches that are ended at random moments: what is left
 
@@ -9,7 +8,6 @@ The last line is JSON; --json FILE keeps it. Ends with 1 where a promise doesn't
 """
 
 import functools
-import json
 import os
 import random
 import signal
@@ -24,11 +22,11 @@ from pathlib import Path
 import psutil
 
 from manyhands.core.errors import EXIT_INTERRUPTED, EXIT_SAVED
-from manyhands.core.records import read_lines
-from tests.e2e.command import QUICK, events, final_weights, running, start, wait_until
+from tests.e2e.command import QUICKLY, events, final_weights, metrics, running, start, wait_until
 from tests.faults.soak_saves import arguments, report
 from tests.network.lab import Lab
 from tests.network.runs import EXACT, begun, gone, hosts
+from tests.network.runs import steps as steps_of
 
 # By rounding in double precision, without momentum.
 ROUNDING = 1e-6
@@ -41,8 +39,8 @@ STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
 
 def job(data, epochs):
     """Of a run that is long enough for its faults."""
-    seldom = ["--set", f"train.evaluate_every={max(1, epochs // 20)}", "--set", "checkpoint.every=20s"]
-    return [data, "mlp", "--epochs", str(epochs), *QUICK, *EXACT, *seldom]
+    seldom = f"--set train.evaluate_every={max(1, epochs // 20)} --set checkpoint.every=20s"
+    return f"{data} mlp --epochs {epochs} {QUICKLY} {EXACT} {seldom}".split()
 
 
 def workers(lab):
@@ -58,11 +56,6 @@ def workers(lab):
     return found
 
 
-def seconds_of_training(folder):
-    """From the first update to the end."""
-    return events(folder, "finished")[-1]["time"] - events(folder, "first-step")[0]["time"]
-
-
 def difference(one, other):
     """The greatest between two runs' weights, relative to each tensor's greatest."""
     mine, others = final_weights(one), final_weights(other)
@@ -71,8 +64,7 @@ def difference(one, other):
 
 def evaluated_twice(folder):
     """Steps of evaluations that the records hold more than once."""
-    lines = [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
-    steps = [line["step"] for line in lines if line["kind"] == "evaluation"]
+    steps = [line["step"] for line in metrics(folder, "evaluation")]
     return sorted({step for step in steps if steps.count(step) > 1})
 
 
@@ -92,30 +84,16 @@ def disturb(lab, process, draw, kinds):
     return f"a process of n{host}: {kind}"
 
 
-def kills(lab, folder, *, count, words, seed, kinds=("kill",), share=False):
-    """One run, disturbed so often, at random steps: at the end the weights of one that isn't, by the same updates.
-
-    With `share` the other run is of the three hosts too, which says what share of the seconds was of use. Where it is a
-    number there is a fault in each of so many seconds, and their use is told by the pace of a run of some minutes.
-    """
-    every_s = 0 if share is True else share
+def kills(lab, folder, *, count, words, seed, kinds=("kill",)):
+    """One run, disturbed so often, at random steps: at the end the weights of one that isn't, by the same updates."""
     draw, done = random.Random(seed), []
-    launched = ["launch", *words, *hosts(lab), "--out"]
-    on_hosts = share and not every_s
-    with running(*(launched if on_hosts else ["train", *words, "--out"]), folder / "whole", by=quietly) as process:
+    with running("train", *words, "--out", folder / "whole", by=quietly) as process:
         assert process.wait() == 0
     steps = events(folder / "whole", "finished")[-1]["step"]
-    undisturbed = pace(launched, folder / "pace") if every_s else None
-    gone(lab)
-    moments = sorted(draw.uniform(0.05, 0.85) * steps for _ in range(count))
-    if every_s:
-        moments = [every_s * (number + draw.random()) for number in range(count)]
-    with running(*launched, folder / "run", by=quietly) as process:
+    with running("launch", *words, *hosts(lab), "--out", folder / "run", by=quietly) as process:
         wait_until(begun(folder / "run"), process, patience=120)
-        began = time.monotonic()
-        reached = (lambda: time.monotonic() - began) if every_s else (lambda: last_step(folder / "run"))
-        for moment in moments:
-            while process.poll() is None and reached() < moment:
+        for moment in sorted(draw.uniform(0.05, 0.85) * steps for _ in range(count)):
+            while process.poll() is None and max(steps_of(folder / "run"), default=0) < moment:
                 time.sleep(0.1)
             if process.poll() is None:
                 done.append(disturb(lab, process, draw, kinds))
@@ -124,32 +102,11 @@ def kills(lab, folder, *, count, words, seed, kinds=("kill",), share=False):
     found = {"faults": len(done), "code": code, "restarts": len(events(folder / "run", "restarted")), "steps": steps}
     if code:
         return {**found, "holds": False, "last": events(folder / "run")[-5:]}
-    seconds = seconds_of_training(folder / "whole"), seconds_of_training(folder / "run")
     found |= {
         "difference": difference(folder / "run", folder / "whole"),
         "evaluated_twice": evaluated_twice(folder / "run"),
-        "seconds": seconds[1],
-        "faults_a_minute": 60 * len(done) / seconds[1],
-        **({"useful": (steps / undisturbed if every_s else seconds[0]) / seconds[1]} if share else {}),
     }
     return {**found, "holds": found["difference"] <= ROUNDING and not found["evaluated_twice"] and len(done) == count}
-
-
-def pace(launched, folder, seconds=180):
-    """Updates a second of a run that nothing disturbs, which is ended then."""
-    with running(*launched, folder, by=quietly) as process:
-        wait_until(begun(folder), process, patience=120)
-        time.sleep(seconds)
-        process.send_signal(signal.SIGTERM)
-        process.wait(120)
-    steps = [line for line in read_lines(folder / "metrics.jsonl") if line["kind"] == "step"]
-    return (steps[-1]["step"] - steps[0]["step"]) / (steps[-1]["time"] - steps[0]["time"])
-
-
-def last_step(folder):
-    """That the records know of."""
-    steps = [line["step"] for line in read_lines(folder / "metrics.jsonl") if line["kind"] == "step"]
-    return max(steps, default=0)
 
 
 def quietly(*arguments, **others):
@@ -178,18 +135,13 @@ def faults(lab, folder, *, minutes, every_s, words, seed):
     }
     flat = all(after <= before * FLAT + SOME for before, after in grown.values())
     restarts = len(events(folder / "run", "restarted"))
-    return {
-        "faults": len(held),
-        "restarts": restarts,
-        "code": code,
-        "held": grown,
-        "holds": flat and code == EXIT_SAVED,
-    }
+    found = {"faults": len(held), "restarts": restarts, "code": code, "held": grown}
+    return {**found, "holds": flat and code == EXIT_SAVED}
 
 
 def settled(lab, folder):
     """Whether all train, and have for a moment since whatever happened last."""
-    steps = [line["time"] for line in read_lines(folder / "metrics.jsonl") if line["kind"] == "step"]
+    steps = [line["time"] for line in metrics(folder)]
     last = max(line["time"] for line in events(folder) if line["kind"] != "saved")
     return len(workers(lab)) == len(lab.hosts) and steps[-1] > max(last + 2, time.time() - 2)
 
@@ -285,25 +237,18 @@ def main():
     parser = arguments(__doc__, "kills", "faults", "launches", count=50)
     parser.add_argument("--within", type=float, default=12.0, help="of launches: seconds until the latest end")
     parser.add_argument("--training", type=float, default=0.5, help="of launches: the share that is let train first")
-    parser.add_argument("--every", type=float, help="of faults (60) and kills (by steps): seconds between two")
-    parser.add_argument("--rate", help="of every host's link, in tc's words, so that a run takes its time: 50mbit")
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--data", default="mnist")
     parser.add_argument("--epochs", type=int, default=100)
-    parser.add_argument("--mixed", action="store_true", help="stops and cuts among the kills")
     given = parser.parse_args()
     words = job(given.data, given.epochs if given.what == "kills" else 100_000)
+    do = {
+        "kills": functools.partial(kills, count=given.count),
+        "faults": functools.partial(faults, minutes=given.minutes, every_s=60),
+        "launches": functools.partial(launches, count=given.count, within_s=given.within, training=given.training),
+    }
     with place() as (lab, folder):
-        for host in lab.hosts if given.rate else ():
-            lab.rate(host, given.rate)
-        if given.what == "kills":
-            kinds = ("kill", "stop", "cut") if given.mixed else ("kill",)
-            do = functools.partial(kills, count=given.count, kinds=kinds, share=given.every or True)
-        elif given.what == "faults":
-            do = functools.partial(faults, minutes=given.minutes, every_s=given.every or 60)
-        else:
-            do = functools.partial(launches, count=given.count, within_s=given.within, training=given.training)
-        return report(given, do(lab, folder, words=words, seed=given.seed))
+        return report(given, do[given.what](lab, folder, words=words, seed=given.seed))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""What must hold on an accelerator. Each function takes a device, and gives figures or fails; see `limits.py`.
+"""What must hold on an accelerator. Each function takes a device, and gives figures or fails; see `__main__.py`.
 
 Nothing here needs pytest: the machines that have a card may lack it.
 """
 
+import contextlib
 import json
 import signal
 import tempfile
@@ -25,13 +26,13 @@ from manyhands.train.loop import fit
 from manyhands.train.objects import Objects
 from manyhands.train.parts import Parts
 from manyhands.train.state import capture
-from manyhands.worker.failure import explain_memory
+from manyhands.worker.failure import explain_out_of_memory
 from tests.e2e import command
 from tests.gpu.case import Skip, Unproven
 from tests.gpu.paths import groups_in_one_pass_are_what_each_is_alone
-from tests.processes.families import compare_all
 from tests.processes.ranks import run_on_ranks
-from tests.processes.updates import network, train
+from tests.processes.test_families import compare_all
+from tests.processes.updates import normed, train
 
 __all__ = ["groups_in_one_pass_are_what_each_is_alone"]  # from another file, run from here
 
@@ -71,36 +72,37 @@ def _command(*arguments, **others):
     return ended
 
 
-def _metrics(folder):
-    return [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
-
-
 def _accuracy(folder):
-    return max(row["top1"] for row in _metrics(folder) if row["kind"] == "evaluation")
+    return max(row["top1"] for row in command.metrics(folder, "evaluation"))
+
+
+def _train(device, *more, data=("digits", "cnn"), out="run", **others):
+    """The best accuracy of a run by the command."""
+    _command("train", *data, "--device", device, "--out", out, *QUIET, *more, **others)
+    return _accuracy(out)
 
 
 def trains_and_evaluates(device):
     began = time.monotonic()
-    job = ["train", "digits", "cnn", "--epochs", 3, "--device", device, *QUIET]
-    _command(*job, "--out", "run")
+    accuracy = _train(device, "--epochs", 3)
     first = command.events("run", "first-step")[0]["time"] - command.events("run", "started")[0]["time"]
     assert command.events("run", "started")[0]["data"]["device"] == device
     seconds = time.monotonic() - began
     # As on a device that hasn't been tested.
-    _command(*job, "--out", "defaults", MANYHANDS_TESTED_DEVICES="")
-    accuracy, untested = _accuracy("run"), _accuracy("defaults")
+    untested = _train(device, "--epochs", 3, out="defaults", MANYHANDS_TESTED_DEVICES="")
     assert min(accuracy, untested) > 0.8, (accuracy, untested)
     return {"top1": accuracy, "top1 by torch's defaults": untested, "seconds": seconds, "first_step_s": first}
 
 
 def _law(device, size, settings, limit, mode="data", backend="gloo", updates=10):
     first = device if device == "cpu" or ":" in device else f"{device}:0"
-    alone = run_on_ranks(train, 1, updates, "single", True, settings, device=first)
-    several = _ranks(train, size, updates, mode, True, settings, device=device, backend=backend)
+    alone = run_on_ranks(train, 1, updates, normed, settings, device=first)
+    settings = {**settings, "parallel.mode": mode}
+    several = _ranks(train, size, updates, normed, settings, device=device, backend=backend)
     # Rank 0 alone gathers a sharded network.
     told = several if mode != "fsdp" else several[:1]
-    assert torch.equal(several[0][2][0], several[1][2][0]), "evaluations differ"
-    return _within({"worst": max(_worst(one[1], alone[0][1]) for one in told)}, limit)["worst"]
+    assert all(torch.equal(alone[0].evaluation[0], one.evaluation[0]) for one in several), "evaluations differ"
+    return _within({"worst": max(_worst(one.model, alone[0].model) for one in told)}, limit)["worst"]
 
 
 def two_processes_make_the_updates_of_one(device):
@@ -124,10 +126,10 @@ def the_card_computes_what_the_processor_does(device):
         ("fp32, one update", 5e-3, {"train.precision": "fp32", "train.norm_group": 4}),  # convolutions take tf32
     ):
         updates = 1 if "one" in name else 10
-        here, there = (train(World(device=one), updates, "single", True, settings) for one in (device, "cpu"))
+        here, there = (train(World(device=one), updates, normed, settings) for one in (device, "cpu"))
         found[name] = _within({name: _worst(here[1], there[1])}, limit)[name]
         if "fp64" in name:
-            assert torch.equal(here[2][0], there[2][0]), f"{name}: evaluations differ"
+            assert torch.equal(here.evaluation[0], there.evaluation[0]), f"{name}: evaluations differ"
     return found
 
 
@@ -147,7 +149,7 @@ class BadOnce(nn.Module):
 
     def __init__(self, call):
         super().__init__()
-        self.inner, self.call, self.calls = network(True), call, 0
+        self.inner, self.call, self.calls = normed(), call, 0
 
     def forward(self, images):
         self.calls += self.training
@@ -155,19 +157,21 @@ class BadOnce(nn.Module):
         return _Times.apply(self.inner(images), float("inf") if mine and self.calls == self.call else 1.0)
 
 
-def _trainer(world, folder, make, **settings):
+@contextlib.contextmanager
+def _trainer(world, make, folder=None, **settings):
     """A trainer of a network that `make` makes, on synthetic pictures unless the settings say otherwise."""
     torch.manual_seed(3)
+    folder = folder or tempfile.mkdtemp()
     Path(folder, "ranks").mkdir(exist_ok=True)
     flags = {
         "data.name": "synthetic:120x1x8x8x5", "train.batch": 30, "train.epochs": 4, "train.lr": 0.05,
         "train.evaluate_every": 0.0, "model.num_classes": 5, "checkpoint.every": "never", "run.report": False,
         "run.log_every_s": 0.01, "train.norm_group": 15, **settings,
     }  # fmt: skip
-    mode = "single" if world.alone else "data"
-    return build(
-        Parts.from_job(load_job(flags, environment={}).job, RunFolder(Path(folder)), world, mode, Objects(make()))
-    )
+    job, mode = load_job(flags, environment={}).job, "single" if world.alone else "data"
+    trainer = build(Parts.from_job(job, RunFolder(Path(folder)), world, mode, Objects(make())))
+    yield trainer
+    trainer.resources.close()
 
 
 def _weights(trainer):
@@ -176,8 +180,7 @@ def _weights(trainer):
 
 
 def _overflow(world):
-    with tempfile.TemporaryDirectory() as folder:
-        trainer = _trainer(world, folder, lambda: BadOnce(call=4), **{"train.precision": "fp16"})
+    with _trainer(world, lambda: BadOnce(call=4), **{"train.precision": "fp16"}) as trainer:
         model = trainer.network.model
         before, scales = None, []
         for number, update in enumerate(trainer.feed.updates(0, 0)):
@@ -188,9 +191,7 @@ def _overflow(world):
                 after = _weights(trainer)
                 kept = all(torch.equal(after[name], one) for name, one in before.items() if "running" not in name
                            and "tracked" not in name)  # fmt: skip
-                trainer.resources.close()
                 return kept, scales, after
-        trainer.resources.close()
     raise AssertionError(f"the bad call never came: {model.calls}")
 
 
@@ -207,17 +208,13 @@ def fp16_skips_alike_and_goes_on(device):
 
 
 def _refused(world):
-    with tempfile.TemporaryDirectory() as folder:
-        trainer = _trainer(
-            world, folder, lambda: BadOnce(call=9), **{"train.precision": "fp32", "train.stop_after_bad": 1}
-        )
-        told = ""
+    settings, told = {"train.precision": "fp32", "train.stop_after_bad": 1}, ""
+    with _trainer(world, lambda: BadOnce(call=9), **settings) as trainer:
         try:
             fit(trainer)
         except RunError as error:
             told = str(error)
         weights = {name: one.detach().cpu() for name, one in trainer.network.model.named_parameters()}
-        trainer.resources.close()
         return told, weights
 
 
@@ -234,12 +231,10 @@ def a_bad_gradient_spoils_no_weight(device):
 def half_precisions_learn(device):
     found = {}
     for precision in ("fp32", "bf16", "fp16"):
-        with tempfile.TemporaryDirectory() as folder:
-            settings = {"train.precision": precision, "data.name": "digits", "train.epochs": 2, "model.num_classes": 10}
-            trainer = _trainer(World(device=device), folder, network_of_digits, **settings)
+        settings = {"train.precision": precision, "data.name": "digits", "train.epochs": 2, "model.num_classes": 10}
+        with _trainer(World(device=device), network_of_digits, **settings) as trainer:
             fit(trainer)
             found[precision] = trainer.evaluate().top1
-            trainer.resources.close()
     assert all(one > 0.75 for one in found.values()), found
     return found
 
@@ -269,51 +264,33 @@ def out_of_memory_says_what_fits(device):
     module = torch.get_device_module(device)
     total = module.get_device_properties(device).total_memory
     module.set_per_process_memory_fraction(min(1.0, (1 << 30) / total), device)
-    with tempfile.TemporaryDirectory() as folder:
-        trainer = _trainer(World(device=device), folder, Wasteful, **{"train.batch": 32, "train.norm_group": "local"})
+    settings = {"train.batch": 32, "train.norm_group": "local"}
+    with _trainer(World(device=device), Wasteful, **settings) as trainer:
         try:
             fit(trainer)
         except torch.OutOfMemoryError as error:
-            hints = explain_memory(error, trainer).hints
+            hints = explain_out_of_memory(error, trainer).hints
         else:
             raise AssertionError("it fitted")
         assert "train.micro_batch=8" in hints[0], hints
-        trainer.resources.close()
     return {"advice": hints[0]}
 
 
 def _part(world, folder, steps, **settings):
-    trainer = _trainer(
-        world, folder, lambda: network(True), **{"train.max_steps": steps, "checkpoint.every": "7steps", **settings}
-    )
-    fit(trainer)
-    weights = _weights(trainer)
-    trainer.resources.close()
-    return weights
+    settings = {"train.max_steps": steps, "checkpoint.every": "7steps", **settings}
+    with _trainer(world, normed, folder, **settings) as trainer:
+        fit(trainer)
+        return _weights(trainer)
 
 
 def goes_on_to_the_same_bits(device):
     for settings in ({}, {"train.optimizer": "adamw", "train.lr": 0.002}, {"train.precision": "fp16"}):
-        with tempfile.TemporaryDirectory() as whole, tempfile.TemporaryDirectory() as broken:
-            same = {"train.deterministic": True, **settings}
-            wanted = _part(World(device=device), whole, 11, **same)
-            _part(World(device=device), broken, 7, **same)
-            got = _part(World(device=device), broken, 11, **same)
+        same, broken = {"train.deterministic": True, **settings}, tempfile.mkdtemp()
+        wanted = _part(World(device=device), None, 11, **same)
+        _part(World(device=device), broken, 7, **same)
+        got = _part(World(device=device), broken, 11, **same)
         assert _worst(got, wanted) == 0, (settings, _worst(got, wanted))
     return {}
-
-
-def _evaluated(world):
-    return train(world, 2, "single" if world.alone else "data", True, FP64)[2]
-
-
-def evaluation_is_the_same_everywhere(device):
-    alone = _evaluated(World(device=device))
-    several = _ranks(_evaluated, 2, device=device)
-    processor = _evaluated(World())
-    assert all(torch.equal(alone[0], one[0]) for one in (*several, processor)), "counts differ"
-    assert abs(alone[1] - processor[1]) <= TIGHT * abs(processor[1])
-    return {"loss": alone[1]}
 
 
 def _own_backend(device):
@@ -323,52 +300,15 @@ def _own_backend(device):
 def nccl_with_one_process(device):
     _accelerator(device)
     met = f"tcp://127.0.0.1:{command.free_port()}"
-    _command("train", "digits", "cnn", "--epochs", 1, "--init", met, "--world-size", 1, "--rank", 0, "--out", "run",
-             "--backend", _own_backend(device), "--device", device, *QUIET)  # fmt: skip
-    assert command.events("run", "started")[0]["data"]["backend"] == _own_backend(device)
-    return {"top1": _accuracy("run")}
+    own = ["--backend", _own_backend(device)]
+    top1 = _train(device, "--epochs", 1, "--init", met, "--world-size", 1, "--rank", 0, *own)
+    assert command.events("run", "started")[0]["data"]["backend"] == own[1]
+    return {"top1": top1}
 
 
-def _summed(world):
-    value = torch.ones(1, device=world.device)
-    dist.all_reduce(value)
-    return value.item()
-
-
-def nccl_with_two_processes_on_one_card(device):
-    _accelerator(device)
-    try:
-        assert _ranks(_summed, 2, device=device, backend=_own_backend(device)) == [2, 2]
-    except AssertionError as error:
-        if "Duplicate GPU" in str(error) or "invalid usage" in str(error):
-            raise Skip("this NCCL refuses two processes on one card") from None
-        raise
-    return {"worst": _law(device, 2, FP64, TIGHT, backend=_own_backend(device), updates=5)}
-
-
-def _on_two(device, *more):
+def _on_two(device):
     """A command's words for two processes that share a device."""
-    return [
-        "-n",
-        2,
-        "--device",
-        device,
-        "--backend",
-        "gloo" if device == "cpu" or ":" in device else _own_backend(device),
-        "--out",
-        "run",
-        *QUIET,
-        *more,
-    ]
-
-
-def launched_processes_share_a_card(device):
-    words = ["train", "digits", "cnn", "--epochs", 2, "--set", "train.precision=fp32"]
-    _command(*words, *_on_two(device))
-    _command(*words, "--device", device, "--out", "alone", *QUIET)
-    together, alone = _accuracy("run"), _accuracy("alone")
-    assert abs(together - alone) < 0.05, (together, alone)
-    return {"top1 of two": together, "top1 of one": alone}
+    return ["-n", 2, "--backend", "gloo" if device == "cpu" or ":" in device else _own_backend(device)]
 
 
 def a_peers_death_is_heard(device):
@@ -382,8 +322,8 @@ def a_peers_death_is_heard(device):
 def _killed(device, *more):
     """Trains on two processes, of which one is killed in its ninth pass or so."""
     marker = str(Path("marker").absolute())
-    words = ["train", "digits", f"{command.NETS}:Killed", *_on_two(device), "--set", "train.precision=fp32", *more]
-    return command.run(*words, FAULT_MARKER=marker, FAULT_CALL="9")
+    words = ["train", "digits", f"{command.NETS}:Killed", "--device", device, *_on_two(device), "--out", "run", *QUIET]
+    return command.run(*words, "--set", "train.precision=fp32", *more, FAULT_MARKER=marker, FAULT_CALL="9")
 
 
 def a_killed_process_is_replaced(device):
@@ -409,12 +349,9 @@ def other_modes_make_the_same_updates(device):
 def _synced(world, method):
     settings = {"sync.method": method, "train.precision": "fp32", "train.epochs": 6, "train.norm_group": "local",
                 "data.name": "digits", "model.num_classes": 10}  # fmt: skip
-    with tempfile.TemporaryDirectory() as folder:
-        trainer = _trainer(world, folder, network_of_digits, **settings)
+    with _trainer(world, network_of_digits, **settings) as trainer:
         fit(trainer)
-        weights, top1 = _weights(trainer), trainer.evaluate().top1
-        trainer.resources.close()
-    return weights, top1
+        return _weights(trainer), trainer.evaluate().top1
 
 
 def sync_methods_agree(device, backend="gloo"):
@@ -437,12 +374,11 @@ def pictures_from_a_folder_and_packed(device):
             for number in range(count):
                 pixels = torch.randint(0, 256, (72, 80, 3), dtype=torch.uint8) // (2 if label == "dogs" else 1)
                 Image.fromarray(pixels.numpy()).save(folder / f"{number}.jpg")
-    job = ["train", "pictures", "cnn", "--epochs", 2, "--batch", 16, "--device", device, *QUIET, "--set",
-           "data.image_size=64", "--set", "train.precision=fp32", "--set", "data.workers=2"]  # fmt: skip
-    _command(*job, "--out", "folder")
+    job = ["--epochs", 2, "--batch", 16, "--set", "data.image_size=64", "--set", "train.precision=fp32", "--set",
+           "data.workers=2"]  # fmt: skip
+    top1 = _train(device, *job, data=("pictures", "cnn"), out="folder")
     _command("pack", "pictures")
-    _command(*job, "--out", "packed")
-    return {"top1 from the folder": _accuracy("folder"), "top1 packed": _accuracy("packed")}
+    return {"top1 from the folder": top1, "top1 packed": _train(device, *job, data=("pictures", "cnn"), out="packed")}
 
 
 def a_loop_of_ones_own(device):
@@ -466,8 +402,7 @@ def a_loop_of_ones_own(device):
 
 
 def auto_precision_is_settled(device):
-    _command("train", "digits", "cnn", "--epochs", 1, "--device", device, "--out", "run", "--set",
-             "train.precision=auto", "--set", "train.channels_last=auto", *QUIET)  # fmt: skip
+    _train(device, "--epochs", 1, "--set", "train.precision=auto", "--set", "train.channels_last=auto")
     plan = json.loads(Path("run", "plan.json").read_text())
     said = [event["message"] for event in command.events("run", "note")]
     return {"precision": str(plan.get("precision")), "said": "; ".join(said)}
@@ -475,8 +410,7 @@ def auto_precision_is_settled(device):
 
 def compiled(device):
     _accelerator(device)
-    _command("train", "digits", "cnn", "--epochs", 1, "--device", device, "--out", "run", "--compile", *QUIET)
-    return {"top1": _accuracy("run")}
+    return {"top1": _train(device, "--epochs", 1, "--compile")}
 
 
 def stops_when_asked_and_goes_on(device):

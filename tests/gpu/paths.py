@@ -1,12 +1,12 @@
 """Ways that only an accelerator takes, beside the ways that they stand for; see `cases.py`."""
 
-import contextlib
 import time
+from unittest import mock
 
 import torch
 from torch import nn
 
-from manyhands.core.devices import wait_for
+from manyhands.core.devices import wait_for_device
 from manyhands.data.order import BatchSharing
 from manyhands.parallel.replicas import batch_norm as norm
 from manyhands.parallel.replicas.batch_norm import group_batch_norms
@@ -16,22 +16,13 @@ ROUNDING = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 0.03, tor
 SHAPES = ((256, 64, 32, 32), (256, 128, 16, 16), (256, 512, 4, 4))
 
 
-@contextlib.contextmanager
-def _one_pass(allowed):
-    before, norm.is_tested = norm.is_tested, lambda device: allowed
-    try:
-        yield
-    finally:
-        norm.is_tested = before
-
-
 def _trained(layer, groups, group, images, slope, *, once):
     share = BatchSharing(1, 0, group).micro_batches(len(images))[0][0]
     groups.begin_micro_batch(share.spans, share.shared_groups, len(images), len(images))
     for one in (images, *layer.parameters()):
         one.grad = None
     groups.layers[0].seen = None
-    with _one_pass(once):
+    with mock.patch.object(norm, "is_tested_accelerator", return_value=once):
         output = layer(images)
         output.backward(slope)
     return {
@@ -54,11 +45,11 @@ def _given(device, dtype, shape, layout):
 def _seconds(work, device, repeats):
     best = float("inf")
     for _ in range(3):
-        wait_for(device)
+        wait_for_device(device)
         began = time.perf_counter()
         for _ in range(repeats):
             work()
-        wait_for(device)
+        wait_for_device(device)
         best = min(best, (time.perf_counter() - began) / repeats)
     return best
 

@@ -2,11 +2,9 @@
 
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -17,14 +15,12 @@ from manyhands.run.submit import submit
 from tests.data.sets import make
 from tests.e2e.command import (
     QUICK,
-    done,
     environment,
     events,
     finish,
-    free_port,
-    inside,
     processes_of,
     read,
+    typed,
     wait_until,
 )
 
@@ -47,29 +43,25 @@ def assert_one_run_of_two(ended, folder):
     assert len(events(folder / "run", "finished")) == 1
 
 
-@pytest.mark.slow
-def test_mpirun(here):
-    if not shutil.which("mpirun"):
-        pytest.skip("mpirun is not installed (Debian: openmpi-bin)")
-    as_root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
-    ended = run_to_end(["mpirun", *as_root, "-n", "2", "--oversubscribe", *MANYHANDS, *JOB])
-    assert_one_run_of_two(ended, here)
+# With --cpu alone accelerate starts one process, whatever it is told; --multi_gpu starts them on CPUs too.
+ACCELERATED = "--multi_gpu --num_processes 2 --num_machines 1 --main_process_port 0 --mixed_precision no"
+LAUNCHERS = {
+    "mpirun": ["mpirun", *["--allow-run-as-root"] * (os.geteuid() == 0), "-n", "2", "--oversubscribe", *MANYHANDS],
+    "accelerate": ["accelerate", "launch", *ACCELERATED.split(), "--dynamo_backend", "no", "-m", "manyhands"],
+}
 
 
 @pytest.mark.slow
-def test_accelerate_launch(here):
-    """With --cpu alone accelerate starts one process, whatever it is told; --multi_gpu starts them on CPUs too."""
-    accelerate = Path(sys.executable).with_name("accelerate")
-    if not accelerate.exists():
-        pytest.skip("accelerate is not installed (pip install accelerate)")
-    shape = "--multi_gpu --num_processes 2 --num_machines 1 --main_process_port 0 --mixed_precision no"
-    options = [*shape.split(), "--dynamo_backend", "no"]
-    ended = run_to_end([str(accelerate), "launch", *options, "-m", "manyhands", *JOB], HF_HOME=str(here))
-    assert_one_run_of_two(ended, here)
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_two_processes_of_a_launcher_are_one_run(launcher, here):
+    variables = typed(HF_HOME=str(here))
+    if not shutil.which(launcher, path=variables["PATH"]):
+        pytest.skip(f"{launcher} is not installed (Debian: openmpi-bin; pip install accelerate)")
+    assert_one_run_of_two(run_to_end([*LAUNCHERS[launcher], *JOB], **variables), here)
 
 
 @pytest.mark.slow
-def test_a_batch_script_needs_srun(slurm, here):
+def test_a_batch_script_and_the_shell_of_salloc_need_srun(slurm, here):
     command = " ".join([*MANYHANDS, *JOB])
     lines = [f"{command} 2>without.out; echo $? >>without.out", "[ ! -e run ] || exit 9", f"srun {command}"]
     (here / "job.sh").write_text("\n".join(["#!/bin/bash", "#SBATCH -n 2", "#SBATCH -o said.out", *lines]))
@@ -80,11 +72,7 @@ def test_a_batch_script_needs_srun(slurm, here):
     assert without.endswith("\n2\n")
     assert "has 2 tasks, but only one runs without srun" in without
     assert "srun manyhands train" in without
-
-
-@pytest.mark.slow
-def test_the_shell_of_salloc_needs_srun(slurm):
-    for more, code in ([], 2), (["-n", "1"], 0):
+    for more, code in ([], 2), (["-n", "1"], 0):  # in the shell of salloc too
         ended = slurm.run("salloc", "-n", "2", *MANYHANDS, "explain", *more, env=environment())
         assert ended.returncode == code, ended.stderr
         assert ("only one runs without srun" in ended.stderr) == (code == 2)
@@ -159,28 +147,3 @@ ACCELERATE = "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_CPU\nn
 def test_a_file_of_this_machine_starts_its_processes(here, name, content):
     (here / name).write_text(content)
     assert_one_run_of_two(run_to_end([*MANYHANDS, *JOB, "--cluster", name]), here)
-
-
-@pytest.mark.slow
-def test_two_pods_of_kubeflow_are_one_run(here):
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # connecting sends nothing; it chooses an interface
-        try:
-            probe.connect(("192.0.2.1", 9))
-        except OSError as error:
-            pytest.skip(f"this machine has no address but its loopback ({error})")
-        address, _ = probe.getsockname()
-    place = {"PET_NNODES": "2", "PET_MASTER_ADDR": address, "PET_MASTER_PORT": str(free_port())}
-    place["GLOO_SOCKET_IFNAME"] = ""
-    with ThreadPoolExecutor() as pool:
-        pods = [pool.submit(run_to_end, [*MANYHANDS, *JOB], **place, PET_NODE_RANK=str(rank)) for rank in range(2)]
-    worker = pods[1].result()
-    assert worker.returncode == 0, worker.stderr
-    assert_one_run_of_two(pods[0].result(), here)
-
-
-@pytest.mark.parametrize(("system", "sign"), [("slurm", "#SBATCH --nodes"), ("kubernetes", "kind: TrainJob")])
-def test_a_dry_run_prints_what_would_be_submitted(here, system, sign):
-    (here / "job.toml").write_text(
-        '[data]\nname = "digits"\n[model]\nname = "mlp"\n[submit]\nimage = "registry/image:1"\n'
-    )
-    assert sign in done("launch job.toml --on", system, "--out /data/runs/first --dry-run", by=inside).out

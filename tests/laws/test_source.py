@@ -3,7 +3,6 @@
 import ast
 import functools
 import re
-import sys
 import tomllib
 from collections import Counter
 from dataclasses import fields
@@ -14,7 +13,7 @@ import pytest
 from torch import nn
 
 from manyhands.core.choices import module_names
-from manyhands.parallel.network import ModeTraits, ParallelNetwork
+from manyhands.parallel.network import NetworkTraits, ParallelNetwork
 from manyhands.parallel.on_mesh import NetworkOnMesh
 
 ROOT = Path(__file__).parents[2]
@@ -87,9 +86,9 @@ def test_backward_is_called_in_one_file():
 
 def test_modes_are_asked_and_not_looked_into():
     """How a network is split and which process sums what: only `parallel` uses these attributes."""
-    of_traits = {"no_sync", "reach_all", "gradient_scale"}
+    of_traits = {"no_sync", "connect_loss", "gradient_scale"}
     of_modes = {"reducer", "loss_axes", "begin_micro_batch", *of_traits}
-    assert {field.name for field in fields(ModeTraits)} >= of_traits
+    assert {field.name for field in fields(NetworkTraits)} >= of_traits
     assert {*NetworkOnMesh.__init__.__code__.co_names, *vars(NetworkOnMesh)} >= of_modes - of_traits
     used = {
         f"{name}: {node.attr}"
@@ -137,35 +136,6 @@ def test_a_public_docstring_says_more_than_the_name():
         if (said := ast.get_docstring(node)) and not set(re.findall(r"\w+", said.lower())) - EMPTY - words(node.name)
     ]
     assert not silent
-
-
-@pytest.fixture
-def ratchet(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "scripts")
-    yield __import__("ratchet")
-    sys.modules.pop("ratchet")
-
-
-def test_the_ratchet_looks_at_identifiers_and_messages_and_not_at_docstrings(ratchet):
-    text = '"""Tells."""\ndef goesOn(a_wish):\n    "told"\n    return f"the run goes on, {a_wish.mended}"\n'
-    assert {"goes On", "a wish", "mended"} <= set(ratchet.identifiers(text))
-    assert ratchet.messages(text) == ["the run goes on, "]
-
-
-def test_the_ratchet_refuses_words_that_left(tmp_path, monkeypatch, ratchet):
-    monkeypatch.setattr(ratchet, "ROOT", tmp_path)
-    monkeypatch.setattr(ratchet, "PACKAGE", tmp_path)
-    (tmp_path / "kept.py").write_text('"""Tells."""\nfile.tell()\nold = {"mend": 1}\n')
-    assert not ratchet.discontinued()
-    (tmp_path / "new.py").write_text('def heeds_it():\n    return "to be told"\n')
-    assert ratchet.discontinued() == ["new.py has words that are no longer used: heeds, told"]
-
-
-def test_the_ratchet_refuses_growth_and_limits_that_are_too_high(ratchet):
-    for lines, wrong in (({"cli": 100}, 0), ({"cli": 75}, 0), ({"cli": 101}, 1), ({"cli": 74}, 1)):
-        assert len(ratchet.differences({"lines": {"cli": 100}}, {"lines": lines, "worker": {}})) == wrong
-    grown = {"lines": {"cli": 100, "new": 1}, "worker": {}}
-    assert len(ratchet.differences({"lines": {"cli": 100}}, grown)) == 1
 
 
 # No mode and no sync method is compared with, looked up or defaulted by its name outside its own file and `config`:

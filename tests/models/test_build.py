@@ -8,8 +8,7 @@ from torch import nn
 from torchvision.models import GoogLeNetOutputs, InceptionOutputs
 
 from manyhands.core.errors import UserError
-from manyhands.models.architectures.quicknet import QuickNet
-from manyhands.models.build import build_model, describe, resolve_model
+from manyhands.models.build import build_model, picture_needs, resolve_model
 from manyhands.models.interface import main_and_auxiliary
 from manyhands.models.options import ModelOptions
 
@@ -21,57 +20,45 @@ def build(name: str, *, size: int = 8, channels: int = 3, **options) -> nn.Modul
 @pytest.mark.parametrize(
     ("name", "size", "kernel", "words"),
     [
-        ("resnet18", 32, 3, ["resnet18 uses the CIFAR stem (3x3, no max-pool) because pictures are 32 px",
-                             "torchvision:resnet18 is the original"]),
-        ("resnet18", 64, 7, ["cifar:resnet18 keeps every pixel (3x3 stem, no max-pool) at about 16 times the cost"]),
-        ("cifar:resnet18", 64, 3, ["resnet18 uses the CIFAR stem (3x3, no max-pool) because pictures are 64 px"]),
-        ("resnet18", 65, 7, []),
-        ("torchvision:resnet18", 32, 7, []),
-        ("torchvision:resnet18", 64, 7, []),
+        ("resnet18", 32, 3, "uses the CIFAR stem (3x3, no max-pool) because pictures are 32 px"),
+        ("resnet18", 64, 7, "cifar:resnet18 keeps every pixel (3x3 stem, no max-pool) at about 16 times the cost"),
+        ("cifar:resnet18", 64, 3, "uses the CIFAR stem (3x3, no max-pool) because pictures are 64 px"),
+        ("resnet18", 65, 7, ""),
+        ("torchvision:resnet18", 32, 7, ""),
+        ("cnn", 64, 3, ""),
     ],
-)  # fmt: skip
-def test_the_stem_of_resnets_suits_the_pictures_and_another_choice_is_noted(name, size, kernel, words):
-    needs = describe(ModelOptions(name=name), size)
+)
+def test_the_stem_of_resnets_suits_the_pictures_and_a_settled_name_means_the_same_at_any_size(
+    meta, name, size, kernel, words
+):
+    needs = picture_needs(ModelOptions(name=name), size)
     assert (needs.channels, needs.size, len(needs.notes)) == (3 * (kernel == 7) or None, None, bool(words))
-    assert [word for word in words if word not in needs.notes[0]] == []
-    assert build(name, size=size, channels=3 if kernel == 7 else 1).conv1.kernel_size == (kernel, kernel)
-    pretrained = describe(ModelOptions(name="resnet18", pretrained=True), size)
-    assert (pretrained.channels, pretrained.notes) == (3, [])
-
-
-@pytest.mark.parametrize("size", [32, 64])
-@pytest.mark.parametrize("name", ["resnet18", "torchvision:resnet18", "cifar:resnet18", "cnn"])
-def test_a_settled_name_means_the_same_network_at_any_size(name: str, size: int):
-    settled = resolve_model(ModelOptions(name=name), size)
-    shapes = [
-        {
-            key: value.shape
-            for key, value in build_model(options, channels=3, size=size, num_classes=4).state_dict().items()
-        }
-        for options in (ModelOptions(name=name), settled)
-    ]
-    assert shapes[0] == shapes[1]
+    assert words in "".join(needs.notes)
+    settled, channels = resolve_model(ModelOptions(name=name), size), 3 if kernel == 7 else 1
+    asked, again = (build(each, size=size, channels=channels) for each in (name, settled.name))
+    assert next(one for one in asked.modules() if isinstance(one, nn.Conv2d)).kernel_size == (kernel, kernel)
+    assert {key: one.shape for key, one in asked.state_dict().items()} == {
+        key: one.shape for key, one in again.state_dict().items()
+    }
     assert resolve_model(settled, 224).name == settled.name
-    assert settled.name in {"cifar:resnet18", "torchvision:resnet18", "cnn"}
+    assert picture_needs(ModelOptions(name="resnet18", pretrained=True), size).notes == []
 
 
 @pytest.mark.parametrize(
     ("name", "arguments", "size", "expected"),
     [
         ("inception_v3", {}, 224, 299),
-        ("vit_b_16", {}, 32, 224),
         ("vit_b_16", {"image_size": 32}, 28, 32),
         ("maxvit_t", {"input_size": [112, 112]}, 224, 112),
         ("alexnet", {}, 32, 224),
         ("alexnet", {}, 64, None),
         ("swin_t", {}, 32, None),
-        ("mlp", {}, 3, None),
         ("vit_b_16", {}, 224, 224),
         ("cnn", {}, 5, 8),
     ],
 )
 def test_sizes_that_networks_ask_for(name: str, arguments: dict, size: int, expected: int | None):
-    needs = describe(ModelOptions(name=name, arguments=arguments), size)
+    needs = picture_needs(ModelOptions(name=name, arguments=arguments), size)
     assert needs.size == expected
     assert bool(needs.notes) == (expected not in (None, size))
 
@@ -80,9 +67,8 @@ def test_the_mlp_of_the_source_documents():
     model = build_model(ModelOptions(name="mlp"), channels=1, size=28, num_classes=10)
     assert [type(layer).__name__ for layer in model] == ["Flatten", "Linear", "ReLU", "Linear"]
     assert sum(p.numel() for p in model.parameters()) == 784 * 256 + 256 + 256 * 10 + 10
-    deep = build("mlp", arguments={"hidden": 5, "depth": 3, "dropout": 0.5})
-    assert [layer.out_features for layer in deep if isinstance(layer, nn.Linear)] == [5, 5, 5, 4]
-    assert build("mlp", num_classes=9)(torch.zeros(1, 3, 8, 8)).shape == (1, 9)
+    deep = build("mlp", arguments={"hidden": 5, "depth": 3, "dropout": 0.5}, num_classes=9)
+    assert [layer.out_features for layer in deep if isinstance(layer, nn.Linear)] == [5, 5, 5, 9]
 
 
 @pytest.mark.parametrize(
@@ -90,12 +76,9 @@ def test_the_mlp_of_the_source_documents():
     [
         ("mlp", {"hiden": 5}, "hiden"),
         ("mlp", {"hidden": "many"}, "hidden"),
-        ("mlp", {"depth": -1}, "depth"),
         ("mlp", {"dropout": 1}, "dropout"),
         ("cnn", {"width": 0}, "width"),
-        ("cnn", {"dropout": -0.1}, "dropout"),
         ("cnn", {"num_classes": 3}, "num_classes"),
-        ("resnet18", {"zero_init": True}, "zero_init"),
         ("torchvision:resnet18", {"weights": "DEFAULT"}, "weights"),
         ("squeezenet1_1", {"dropuot": 0.1}, "dropuot"),
     ],
@@ -116,8 +99,15 @@ class Net(nn.Module):
         self.hidden, self.head = hidden, nn.Linear(12, num_classes)
     def forward(self, pictures):
         return self.head(pictures.flatten(1))
-class Plain(nn.Module):
-    pass
+
+class Needs(nn.Linear):
+    def __init__(self, num_classes, mesh):
+        super().__init__(2, num_classes)
+        self.mesh = mesh
+class MayHave(nn.Linear):
+    def __init__(self, mesh="none"):
+        super().__init__(2, 2)
+        self.mesh = mesh
 def make(hidden):
     return Net(2, hidden)
 def broken(num_classes):
@@ -125,25 +115,18 @@ def broken(num_classes):
 def nothing():
     return 3
 made = Net(5)
-number = 7
 """
 
 
 @pytest.fixture
-def user_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Path:
-    monkeypatch.syspath_prepend(str(tmp_path))
-    path = tmp_path / f"net_{abs(hash(request.node.name))}.py"
-    path.write_text(USER_FILE)
-    return path
+def user_file(tmp_path: Path) -> Path:
+    (tmp_path / "net.py").write_text(USER_FILE)
+    return tmp_path / "net.py"
 
 
-def test_a_users_class_is_given_the_number_of_classes(user_file: Path):
+def test_a_users_class_function_and_network(user_file: Path):
     model = build(f"{user_file}:Net", arguments={"hidden": 8})
     assert (model.hidden, model.head.out_features) == (8, 4)
-    assert describe(ModelOptions(name=f"{user_file}:Net"), 8).channels is None
-
-
-def test_a_users_function_and_network(user_file: Path):
     assert build(f"{user_file}:make", arguments={"hidden": 8}).head.out_features == 2
     first, second = build(f"{user_file}:made"), build(f"{user_file}:made")
     assert first.head.out_features == 5
@@ -158,16 +141,12 @@ def test_a_users_function_and_network(user_file: Path):
         ("inception_v3", {"size": 64}, "299 px, not 64"),
         ("renset18", {}, 'did you mean "resnet18"?'),
         ("torchvision:renset18", {}, 'did you mean "torchvision:resnet18"?'),
-        ("torchvision:mlp", {}, "torchvision:mlp"),
         ("mlp", {"pretrained": True}, "no published weights"),
         ("FILE:Nt", {}, 'did you mean "Net"'),
         ("FILE:Net", {"arguments": {"hiden": 1}}, "hiden"),
-        ("FILE:Net", {"pretrained": True}, "no published weights"),
-        ("FILE:Plain", {"arguments": {"hiden": 1}}, "hiden"),
         ("FILE:make", {}, "hidden"),
         ("FILE:made", {"arguments": {"hidden": 1}}, "takes no arguments"),
         ("FILE:nothing", {}, "returned a int"),
-        ("FILE:number", {}, "is a int"),
         ("FILE:broken", {}, "failed: TypeError"),
     ],
 )
@@ -178,26 +157,9 @@ def test_what_is_no_network_is_refused(user_file, name, options, message):
     assert len(str(caught.value).splitlines()) < 8
 
 
-MESHED = """
-from torch import nn
-
-class Needs(nn.Linear):
-    def __init__(self, num_classes, mesh):
-        super().__init__(2, num_classes)
-        self.mesh = mesh
-
-class MayHave(nn.Linear):
-    def __init__(self, mesh="none"):
-        super().__init__(2, 2)
-        self.mesh = mesh
-"""
-
-
-def test_a_users_network_gets_the_mesh(tmp_path: Path):
-    (tmp_path / "meshed.py").write_text(MESHED)
-
+def test_a_users_network_gets_the_mesh(user_file: Path):
     def mesh_of(name: str, mesh: object, own: dict | None = None) -> object:
-        options = ModelOptions(name=f"{tmp_path}/meshed.py:{name}", arguments=own or {})
+        options = ModelOptions(name=f"{user_file}:{name}", arguments=own or {})
         return build_model(options, channels=1, size=1, num_classes=3, mesh=mesh).mesh
 
     mesh = object()
@@ -216,7 +178,6 @@ ONE, TWO, THREE = torch.zeros(2, 3), torch.ones(2, 3), torch.full((2, 3), 2.0)
     [
         (ONE, []),
         (GoogLeNetOutputs(ONE, TWO, THREE), [0.3, 0.3]),
-        (GoogLeNetOutputs(ONE, None, None), []),
         (InceptionOutputs(ONE, TWO), [0.4]),
         ((ONE, TWO), [0.4]),
         ([ONE], []),
@@ -233,11 +194,8 @@ def test_the_first_output_is_the_main_one(output: object, weights: list[float]):
     [
         (None, "nothing"),
         ({"logits": ONE}, r"a dict of logits: a tensor \[2, 3\]"),
-        ((), "a tuple"),
         ((None, ONE), r"a tuple of nothing, a tensor \[2, 3\]"),
         ((ONE, "x"), r"a tuple of a tensor \[2, 3\], a str"),
-        (3.0, "a float"),
-        ((ONE, torch.zeros(2, 64, 7, 7)), r"a tuple of a tensor \[2, 3\], a tensor \[2, 64, 7, 7\]"),
         ((ONE, torch.zeros(2)), r"a tuple of a tensor \[2, 3\], a tensor \[2\]"),
         (torch.zeros(2, 3, 7, 7), r"a tensor \[2, 3, 7, 7\]"),
     ],
@@ -248,29 +206,17 @@ def test_anything_else_is_refused_with_what_it_is(output: object, shown: str):
     assert "[N, classes]" in raised.value.hints[0]
 
 
-def quicknet(**arguments):
-    torch.manual_seed(1)
-    return build_model(ModelOptions(name="quicknet", arguments=arguments), channels=3, size=32, num_classes=10)
-
-
-def test_the_first_layer_whitens_patches_and_has_the_opposites():
-    net = quicknet()
-    assert isinstance(net, QuickNet)
-    smooth = torch.nn.functional.avg_pool2d(
-        torch.rand(200, 3, 34, 34, generator=torch.Generator().manual_seed(2)), 3, 1
-    )
+def test_the_first_layer_of_quicknet_whitens_patches_and_has_the_opposites():
+    net = build("quicknet", size=32, arguments={"widths": [8, 16, 24]})
+    assert net.head.weight.shape == (4, 24)
+    with pytest.raises(UserError, match="three whole numbers"):
+        build("quicknet", size=32, arguments={"widths": [8, 16]})
+    noise = torch.rand(200, 3, 34, 34, generator=torch.Generator().manual_seed(2))
+    smooth = nn.functional.avg_pool2d(noise, 3, 1)
     pictures = 20 * (smooth - smooth.mean())
     net.initialize(pictures)
     found = net.whiten(pictures).transpose(0, 1).flatten(1).double()
     covariance = found @ found.T / found.shape[1]
-    one = torch.eye(12, dtype=torch.float64)
-    torch.testing.assert_close(
-        covariance, torch.cat([torch.cat([one, -one]), torch.cat([-one, one])], 1), atol=0.01, rtol=0
-    )
+    wanted = torch.kron(torch.tensor([[1, -1], [-1, 1]]), torch.eye(12, dtype=torch.float64))
+    torch.testing.assert_close(covariance, wanted, atol=0.01, rtol=0)
     assert not net.whiten.weight.requires_grad
-
-
-def test_it_has_the_widths_that_are_asked_for():
-    assert quicknet(widths=[8, 16, 24]).head.weight.shape == (10, 24)
-    with pytest.raises(UserError, match="three whole numbers"):
-        quicknet(widths=[8, 16])

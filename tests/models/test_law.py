@@ -4,16 +4,16 @@ import pytest
 import torch
 from torch import nn
 
-from manyhands.models.build import build_model, describe
+from manyhands.models.build import build_model, picture_needs
 from manyhands.models.interface import main_and_auxiliary
 from manyhands.models.options import ModelOptions
 
 CLASSES = 7
 OWN = [
     *[("mlp", channels, size) for channels in (1, 3) for size in (8, 28)],
-    *[("cnn", channels, size) for channels in (1, 3) for size in (8, 9, 15, 16, 28, 32, 65, 224)],
+    *[("cnn", channels, size) for channels in (1, 3) for size in (8, 9, 15, 28, 65)],
     *[("quicknet", channels, size) for channels in (1, 3) for size in (9, 28, 32)],
-    *[(name, channels, 32) for name in ("resnet18", "resnet50") for channels in (1, 3)],
+    *[("resnet18", channels, 32) for channels in (1, 3)],
 ]
 SMALL_ZOO = [(name, 3, 64) for name in ("squeezenet1_1", "mobilenet_v3_small", "shufflenet_v2_x0_5", "googlenet")]
 
@@ -38,31 +38,12 @@ def check_law(model: nn.Module, channels: int, size: int, kind: torch.dtype = to
 @pytest.mark.parametrize(
     ("name", "channels", "size", "kind"),
     [
-        *[(*each, kind) for each in OWN for kind in (torch.float32, torch.float64)],
+        *[(*each, torch.float64 if each[1] == 3 else torch.float32) for each in OWN],
         *[(*each, torch.float32) for each in SMALL_ZOO],
     ],
 )
 def test_own_architectures_and_small_networks_of_the_zoo(name: str, channels: int, size: int, kind: torch.dtype):
     check_law(build(name, channels, size).to(kind), channels, size, kind)
-
-
-@pytest.mark.parametrize("name", ["mlp", "cnn", "resnet18", "squeezenet1_1"])
-def test_one_seed_gives_one_network(name: str):
-    first, second = build(name, 3, 32).state_dict(), build(name, 3, 32).state_dict()
-    assert all(torch.equal(first[key], second[key]) for key in first)
-
-
-@pytest.mark.parametrize("name", ["resnet34", "resnet101", "resnet152"])
-def test_the_deeper_cifar_resnets(name: str):
-    with torch.device("meta"):
-        check_law(build(name, 3, 32), 3, 32)
-
-
-@pytest.mark.slow
-def test_inception_with_its_auxiliary_head():
-    model = build("inception_v3", 3, 299)
-    assert [weight for _, weight in main_and_auxiliary(model(torch.rand(2, 3, 299, 299)))[1]] == [0.4]
-    check_law(model, 3, 299)
 
 
 # One of torchvision's networks for each smallest size or structure; the others differ from these in depth and width.
@@ -75,9 +56,16 @@ ZOO = [
 FEW = {"vit_b_16", "alexnet", "inception_v3", "swin_t", "regnet_y_400mf", "vgg11"}
 
 
+@pytest.mark.parametrize("name", ["resnet34", "resnet50", "resnet101", "resnet152"])
+def test_the_deeper_cifar_resnets(meta, name: str):
+    check_law(build(name, 3, 32), 3, 32)
+
+
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in FEW else pytest.mark.slow) for name in ZOO])
 def test_what_is_said_to_be_the_smallest_size_runs(meta, name: str):
     size = next(
-        size for size in (8, 16, 32, 48, 64, 224, 299) if describe(ModelOptions(name=name), size).size in (None, size)
+        size
+        for size in (8, 16, 32, 48, 64, 224, 299)
+        if picture_needs(ModelOptions(name=name), size).size in (None, size)
     )
     check_law(build(name, 3, size), 3, size)

@@ -1,9 +1,5 @@
-"""Several hosts on this machine: network namespaces on one bridge, each with its own name, address and real sshd.
+"""Several hosts on this machine: network namespaces on one bridge, each with its own name, address and real sshd."""
 
-By hand: `python -m tests.network.lab --hosts 3 --rate 10mbit` holds a lab open until Ctrl-C and says how to reach it.
-"""
-
-import argparse
 import contextlib
 import ipaddress
 import os
@@ -198,6 +194,11 @@ class Lab:
     def set_names(self, host, text):
         """Replaces a host's /etc/hosts, for processes that run already too."""
         (self._etc(host) / "hosts").write_text(text)
+
+    def set_names_as_in_debian(self, host):
+        """A host's own name stands for 127.0.1.1 there."""
+        others = "\n".join(f"{self.address(other)} n{other}" for other in self.hosts if other != host)
+        self.set_names(host, f"127.0.0.1 localhost\n127.0.1.1 n{host}\n{others}\n")
 
     def nft(self, host, rules):
         """Loads rules into a host's firewall."""
@@ -403,19 +404,3 @@ def _run(*command):
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{shlex.join(command)}: {done.stderr.strip()}")
-
-
-def main():
-    parser = argparse.ArgumentParser(description="Holds a lab open until Ctrl-C.")
-    parser.add_argument("--hosts", type=int, default=3)
-    parser.add_argument("--rate")
-    parser.add_argument("--ipv6-only", action="store_true")
-    given = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    with Lab(given.hosts, given.rate, ipv6_only=given.ipv6_only) as lab, contextlib.suppress(KeyboardInterrupt):
-        print(f"{lab.ssh} n1\nmanyhands … --hosts {','.join(lab.names)} --cluster.ssh '{lab.ssh}'", flush=True)
-        signal.pause()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,8 @@
 """What tests of runs on the hosts of a lab share: jobs, flags, who still runs, and what a run should have learnt."""
 
 import contextlib
-import functools
+import signal
+import subprocess
 import time
 from pathlib import Path
 
@@ -10,26 +11,18 @@ import torch
 
 from manyhands.cluster.agents.early import AGENT
 from tests.e2e import command
-from tests.e2e.command import QUICK, done, events, final_weights, finish, forked, metrics, read, wait_until
+from tests.e2e.command import QUICKLY, done, events, final_weights, metrics, read, stop, wait_until
 
-SHORT = ["digits", "mlp", "--epochs", "2", *QUICK]
-ENDLESS = ["digits", "mlp", "--epochs", "100000", "--set", "train.evaluate_every=1000", *QUICK]
+SHORT = f"digits mlp --epochs 2 {QUICKLY}"
+ENDLESS = f"digits mlp --epochs 100000 --set train.evaluate_every=1000 {QUICKLY}"
 # In double precision, and without momentum, which lets rounding grow.
-EXACT = ["--set", "train.precision=fp64", "--set", "train.momentum=0", "--set", "train.nesterov=false"]
+EXACT = "--set train.precision=fp64 --set train.momentum=0 --set train.nesterov=false"
 # Long enough for a machine to come back in; it is ended by a stop once the machine has trained.
-LONG = [*ENDLESS, *EXACT]
+LONG = f"{ENDLESS} {EXACT}"
 # After whatever happens nothing may be left on any machine for longer.
 GONE_S = 30
 # Where each host has a disk of its own, if a test gives it one.
 PLACE = Path("/srv/manyhands-apart")
-
-
-running = functools.partial(command.running, by=forked)
-
-
-def run(*arguments, **others):
-    """Runs a command to its end, in a fork of this process."""
-    return finish(forked(*arguments, **others))
 
 
 def hosts(lab, *slots, where=None):
@@ -109,10 +102,26 @@ def gone(lab):
 
 def undisturbed(*job, out="whole"):
     """The weights of a run here that nothing happens to."""
-    done("train", list(job), "--out", out)
+    done("train", *job, "--out", out)
     return final_weights(out)
 
 
 def assert_same_updates(folder, theirs):
     for name, tensor in final_weights(folder).items():
         torch.testing.assert_close(tensor, theirs[name], rtol=1e-9, atol=1e-12)
+
+
+def stopped_as_undisturbed(process, folder="run"):
+    """Stops an endless run, and compares it with one that nothing has happened to, up to the same update."""
+    ended = stop(process, signal.SIGINT)
+    last = events("run", "stopped")[-1]["step"]
+    assert_same_updates(folder, undisturbed(LONG, f"--set train.max_steps={last}"))
+    # Each update that counts was made once: a record's step is beyond the one before it.
+    assert steps() == sorted(set(steps())), steps()
+    return ended
+
+
+def typed_on(lab, host, *words, **others):
+    """A command of ours that is typed on a host, in a folder that it shares with the head unless another is named."""
+    options = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return lab.exec(host, [lab.python, "-m", "manyhands", *command.words(words)], **{**options, **others})

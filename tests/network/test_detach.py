@@ -13,10 +13,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from manyhands.checkpoint.folders import newest
-from manyhands.checkpoint.read import load
+from manyhands.checkpoint.folders import newest_checkpoint
+from manyhands.checkpoint.read import load_checkpoint
 from manyhands.core.timeouts import SILENT_S
-from tests.e2e.command import QUICK, events, finish, wait_until
+from tests.e2e.command import QUICKLY, done, events, finish, training, wait_until, words
 from tests.network.runs import (
     EXACT,
     LONG,
@@ -26,30 +26,32 @@ from tests.network.runs import (
     hosts,
     is_agent,
     machines,
-    run,
-    running,
     steps,
     trains_on,
     undisturbed,
 )
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.slow]
-JOB = ["digits", "mlp", "--epochs", "30", "--set", "train.evaluate_every=30", *QUICK, *EXACT]
+JOB = f"digits mlp --epochs 30 --set train.evaluate_every=30 {QUICKLY} {EXACT}"
+SAVING = "--set checkpoint.every=40steps --out run"
 
 
-def typed(lab, host, *words):
+def typed(lab, host, *given):
     """The command for what a user types on a host, in the work folder."""
-    line = shlex.join([sys.executable, "-m", "manyhands", *map(str, words)])
+    line = shlex.join([sys.executable, "-m", "manyhands", *words(given)])
     return [*shlex.split(lab.ssh), lab.name(host), f"cd {PLACE} && exec {line}"]
 
 
-def on(lab, host, *words):
-    return subprocess.run(typed(lab, host, *words), capture_output=True, text=True, timeout=300, check=False)
+def on(lab, host, *given):
+    """What such a command says, which ends well."""
+    ended = subprocess.run(typed(lab, host, *given), capture_output=True, text=True, timeout=300, check=False)
+    assert ended.returncode == 0, ended.stderr
+    return ended
 
 
 def shell(lab, host, line):
-    done = subprocess.run([*shlex.split(lab.ssh), lab.name(host), line], capture_output=True, text=True, timeout=60)
-    return done.stdout
+    ended = subprocess.run([*shlex.split(lab.ssh), lab.name(host), line], capture_output=True, text=True, timeout=60)
+    return ended.stdout
 
 
 def saved_on(lab, host):
@@ -75,29 +77,25 @@ def workers(lab, host):
     return found
 
 
-@pytest.mark.parametrize(
-    "mode", [["data"], ["fsdp"], ["semi", "--pin", "1=o@dp", "--pin", "3=i@dp"]], ids=lambda mode: mode[0]
-)
+@pytest.mark.parametrize("mode", ["data", "fsdp", "semi --pin 1=o@dp --pin 3=i@dp"])
 def test_run_whose_first_machine_dies_with_its_disk_resumes_from_the_copy(mode, apart):
-    job = [*JOB, "--parallel", *mode, "--set", "checkpoint.every=40steps"]
-    with running("launch", *job, *hosts(apart, where=PLACE), "--out", "run") as process:
+    with training("launch", JOB, SAVING, hosts(apart, where=PLACE), "--parallel", mode) as process:
         wait_until(lambda: len(events("run", "saved")) > 1 and saved_on(apart, 2), process)
         for pid in [*workers(apart, 2), *workers(apart, 3)]:  # so that nobody can save what it has in memory
             os.kill(pid, signal.SIGKILL)
         apart.kill(1)
-        ended = finish(process)
+        says = "each checkpoint is saved on both n1 and n2, because they don't share a disk"
+        finish(process, code=0, says=says)
         gone(apart)
-    assert ended.code == 0, ended.err
-    assert "each checkpoint is saved on both n1 and n2, because they don't share a disk" in ended.err
     resumed = events("run", "resumed")
     assert resumed
     assert all(event["step"] >= 40 for event in resumed)
-    assert_same_updates(fetch(apart, 2), undisturbed(*JOB))
+    assert_same_updates(fetch(apart, 2), undisturbed(JOB))
 
 
 def test_who_lost_the_head_and_the_first_machine_resumes_from_the_second(apart):
-    job = [*JOB, "--set", "checkpoint.every=40steps", *hosts(apart, where=PLACE), "--out", "run"]
-    head = subprocess.Popen(typed(apart, 1, "launch", *job), stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    launch = typed(apart, 1, "launch", JOB, SAVING, hosts(apart, where=PLACE))
+    head = subprocess.Popen(launch, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     try:
         wait_until(lambda: saved_on(apart, 2), head)
         apart.kill(1)
@@ -108,16 +106,15 @@ def test_who_lost_the_head_and_the_first_machine_resumes_from_the_second(apart):
     before = fetch(apart, 2)
     assert (before / "job.toml").is_file()
     assert (before / "plan.json").is_file()
-    step = json.loads((newest(before / "checkpoints")[0] / "state.json").read_text())["step"]
-    assert load(newest(before / "checkpoints")[0]).state["step"] == step
-    again = on(apart, 2, "resume", "run")
-    assert again.returncode == 0, again.stderr
+    step = json.loads((newest_checkpoint(before / "checkpoints")[0] / "state.json").read_text())["step"]
+    assert load_checkpoint(newest_checkpoint(before / "checkpoints")[0]).state["step"] == step
+    again = on(apart, 2, "resume run")
     assert "n1" in again.stderr
     assert "continuing without this machine" in again.stderr
     before.rename("before")
     after = fetch(apart, 2)
     assert events(after, "resumed")[-1]["step"] == step
-    assert_same_updates(after, undisturbed(*JOB))
+    assert_same_updates(after, undisturbed(JOB))
     gone(apart)
 
 
@@ -133,8 +130,7 @@ def first_trains_on(lab):
 
 def test_a_head_that_slept_finds_its_run_as_it_was(apart):
     """As on a laptop that was closed: what it hears of its machines after, it hears late."""
-    begun = run("launch", *LONG, *hosts(apart, where=PLACE), "--out", "run", "--detach", "--json")
-    assert begun.code == 0, begun.err
+    begun = done("launch", LONG, hosts(apart, where=PLACE), "--out run --detach --json")
     head = psutil.Process(json.loads(begun.out)["pid"])
     try:
         head.send_signal(signal.SIGSTOP)
@@ -144,8 +140,7 @@ def test_a_head_that_slept_finds_its_run_as_it_was(apart):
         first_trains_on(apart)
         assert head.status() != psutil.STATUS_ZOMBIE
         assert not events("run", "restarted")
-        stopped = run("stop", "run")
-        assert stopped.code == 0, stopped.err
+        done("stop run")
         gone(apart)
     finally:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -155,9 +150,7 @@ def test_a_head_that_slept_finds_its_run_as_it_was(apart):
 
 def test_a_new_head_takes_over_and_the_old_one_is_obeyed_no_more(apart):
     """The old one stands still, with all its connections, and wakes when the run has a new one."""
-    saving = ["--set", "checkpoint.every=100steps", "--out", "run", "--detach", "--json"]
-    begun = run("launch", *LONG, *hosts(apart, where=PLACE), *saving)
-    assert begun.code == 0, begun.err
+    begun = done("launch", LONG, hosts(apart, where=PLACE), SAVING, "--detach --json")
     head = psutil.Process(json.loads(begun.out)["pid"])
     theirs = [head, *head.children(recursive=True)]
     try:
@@ -165,10 +158,8 @@ def test_a_new_head_takes_over_and_the_old_one_is_obeyed_no_more(apart):
             process.send_signal(signal.SIGSTOP)
         first_trains_on(apart)
         wait_until(lambda: shell(apart, 2, f"ls {PLACE}/run/job.toml"))
-        assert "is active" in on(apart, 2, "why", "run").stdout
-        taken = on(apart, 2, "resume", "run", "--json")
-        assert taken.returncode == 0, taken.stderr
-        assert json.loads(taken.stdout)["status"] == "running"
+        assert "is active" in on(apart, 2, "why run").stdout
+        assert json.loads(on(apart, 2, "resume run --json").stdout)["status"] == "running"
         for process in theirs:
             with contextlib.suppress(psutil.NoSuchProcess):  # it goes with the head
                 process.send_signal(signal.SIGCONT)
@@ -179,15 +170,13 @@ def test_a_new_head_takes_over_and_the_old_one_is_obeyed_no_more(apart):
                 process.kill()
     first_trains_on(apart)
     # One that is well makes way too, saved.
-    again = on(apart, 1, "resume", "run", "--json")
-    assert again.returncode == 0, again.stderr
+    on(apart, 1, "resume run --json")
     first_trains_on(apart)
-    stopped = on(apart, 3, "stop", "run")
-    assert stopped.returncode == 0, stopped.stderr
+    on(apart, 3, "stop run")
     gone(apart)
     folder = fetch(apart, 1)
     made = steps(folder)
     assert made == sorted(set(made)), made
     assert {"n1", "n2", "n3"} == {*machines(fetch(apart, 2))}
     last = events(folder, "stopped")[-1]["step"]
-    assert_same_updates(folder, undisturbed(*LONG, "--set", f"train.max_steps={last}"))
+    assert_same_updates(folder, undisturbed(LONG, f"--set train.max_steps={last}"))

@@ -2,13 +2,11 @@
 
 import contextlib
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.command import wait_until
+from tests.e2e.command import done, start, wait_until
 from tests.network.lab import Lab
 
 
@@ -21,29 +19,26 @@ def here(tmp_path, monkeypatch):
     return folder
 
 
-def doctor(lab, *arguments, hosts="n1,n2,n3", code=None):
-    """What the command says as JSON; its findings beside `ok`, by check."""
-    done = subprocess.run(
-        [sys.executable, "-m", "manyhands", "doctor", *arguments, "--hosts", hosts, "--json",
-         "--set", f"cluster.ssh={lab.ssh}"],
-        capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
-    assert done.stdout, done.stderr
-    told = json.loads(done.stdout.splitlines()[-1])
-    assert "findings" in told, told
-    assert done.returncode == (3 if told["fails"] else 0), done.stderr
-    if code is not None:
-        assert done.returncode == code, told["findings"]
+def doctor(lab, *job, hosts="n1,n2,n3", fails=()):
+    """What the command says as JSON; the checks that fail, with their hosts, are these."""
+    words = (
+        "doctor",
+        *(job or ["digits", "mlp"]),
+        "--hosts",
+        hosts,
+        "--json --set",
+        f"cluster.ssh={lab.ssh}".split("!"),
+    )
+    told = json.loads(done(*words, by=start, code=3 if fails else 0).out.splitlines()[-1])
+    found = [(finding["check"], finding["hosts"]) for finding in told["findings"] if finding["severity"] == "fail"]
+    assert sorted(found) == sorted(fails)
+    assert bool(told["fails"]) == bool(fails)
     return told
 
 
 def of(told, check):
     """A check's findings that aren't `ok`."""
     return [f for f in told["findings"] if f["check"] == check and f["severity"] != "ok"]
-
-
-def failing(told):
-    return [(finding["check"], finding["hosts"]) for finding in told["findings"] if finding["severity"] == "fail"]
 
 
 def no_traces(lab):
@@ -64,7 +59,7 @@ def commands(lab):
 def test_a_healthy_lab_and_what_was_tried_in_it(lab, here):
     for host in lab.hosts:  # the same on each, and a trap: who connects to it reaches himself
         lab.add_dummy(host, "docker0", "172.17.0.1/16")
-    told = doctor(lab, "digits", "mlp", code=0)
+    told = doctor(lab)
     assert told["addresses"] == {
         n: {"interface": "eth0", "address": lab.address(h)} for h, n in enumerate(lab.names, 1)
     }
@@ -83,7 +78,7 @@ def test_faults_that_only_slow_down_or_mislead(lab, here, tmp_path):
     lab.rate(3, "10mbit", ways=("sent",))
     plant(tmp_path / "late", "import time\nreal = time.time\ntime.time = lambda: real() + 90.0\n")
     lab.start(2, environment=with_path(lab, tmp_path / "late"))
-    told = doctor(lab, "digits", "mlp", code=0)
+    told = doctor(lab)
     (interface,), (name,), (link,), (clock,) = (of(told, check) for check in ("interface", "names", "links", "clock"))
     assert interface["hosts"] == ["n1"]
     assert "wan0" in interface["what"]
@@ -100,8 +95,7 @@ def test_faults_that_only_slow_down_or_mislead(lab, here, tmp_path):
 def test_closed_ports_and_a_host_that_is_down(lab, here):
     lab.nft(2, firewall("tcp dport 1024-65535 drop"))
     lab.down(3)
-    told = doctor(lab, "digits", "mlp", code=3)
-    assert failing(told) == [("contact", ["n3"]), ("reach", ["n2", "n1"])]
+    told = doctor(lab, fails=[("contact", ["n3"]), ("reach", ["n2", "n1"])])
     (reach,) = of(told, "reach")
     assert "does not respond" in reach["what"]
     assert "tcp dport 1024-65535 drop" in reach["hints"][0]
@@ -109,20 +103,18 @@ def test_closed_ports_and_a_host_that_is_down(lab, here):
 
 
 @pytest.mark.slow
-def test_a_firewall_that_rejects(lab, here):
-    lab.nft(1, firewall("tcp dport 1024-65535 reject with tcp reset"))
-    told = doctor(lab, "digits", "mlp", code=3)
-    assert failing(told) == [("reach", ["n1", "n2", "n3"])]
-    assert "refuses the connection" in of(told, "reach")[0]["what"]
-
-
-@pytest.mark.slow
-def test_one_closed_port_that_the_job_names(lab, here):
-    lab.nft(1, firewall("tcp dport 29500 drop"))
-    told = doctor(lab, "digits", "mlp", "--set", f"cluster.init=tcp://{lab.address(1)}:29500", code=3)
-    assert failing(told) == [("port", ["n1"])]
-    assert "port 29500 of n1" in of(told, "port")[0]["what"]
-    assert "n3 can't connect (timeout)" in of(told, "port")[0]["what"]
+@pytest.mark.parametrize(
+    ("rule", "check", "names", "says"),
+    [
+        ("dport 1024-65535 reject with tcp reset", "reach", ["n1", "n2", "n3"], "refuses the connection"),
+        ("dport 29500 drop", "port", ["n1"], "n3 can't connect (timeout)"),  # one that the job names
+    ],
+)
+def test_a_firewall(rule, check, names, says, lab, here):
+    lab.nft(1, firewall(f"tcp {rule}"))
+    job = f"digits mlp --set cluster.init=tcp://{lab.address(1)}:29500" if check == "port" else "digits mlp"
+    told = doctor(lab, job, fails=[(check, names)])
+    assert says in of(told, check)[0]["what"]
 
 
 def test_ssh_that_refuses_that_does_not_know_the_user_and_a_changed_key(lab, here):
@@ -132,8 +124,7 @@ def test_ssh_that_refuses_that_does_not_know_the_user_and_a_changed_key(lab, her
     known = lab.folder / "known_hosts"
     lines = known.read_text().splitlines(keepends=True)
     known.write_text("".join("other " + line.partition(" ")[2] if line.startswith("n3,") else line for line in lines))
-    told = doctor(lab, "digits", "mlp", code=3)
-    assert failing(told) == [("contact", ["n1"]), ("contact", ["n2"]), ("contact", ["n3"])]
+    told = doctor(lab, fails=[("contact", [name]) for name in lab.names])
     said = " | ".join(" ".join([finding["what"], *finding["hints"]]) for finding in told["findings"])
     for words in ("n1 refuses ssh connections", "systemctl start ssh", "password", "ssh host key of n3 is unknown",
                   "ssh-keygen -R n3"):  # fmt: skip
@@ -156,10 +147,8 @@ def test_other_versions_data_code_and_small_places(lab, here, tmp_path):
     lab.start(1, environment=with_path(lab, older))
     lab.start(2, prepare=f"mount -t tmpfs tmpfs {tmp_path}/data && mount -t tmpfs -o size=8m tmpfs /dev/shm")
     lab.start(3, prepare=f"mount --bind {other} {here} && mount -t tmpfs -o size=50m tmpfs {here}/runs")
-    told = doctor(lab, str(tmp_path / "data/pets"), "net.py:net", code=3)
-    assert sorted(failing(told)) == [
-        ("code", ["n3"]), ("data", ["n2"]), ("disk", ["n3"]), ("memory", ["n2"]), ("versions", ["n1"]),
-    ]  # fmt: skip
+    fails = [("code", "n3"), ("data", "n2"), ("disk", "n3"), ("memory", "n2"), ("versions", "n1")]
+    told = doctor(lab, tmp_path / "data/pets", "net.py:net", fails=[(check, [host]) for check, host in fails])
     (version,) = of(told, "versions")
     assert version["hints"][0].startswith(f"ssh -F {lab.ssh_config} n1 {lab.python} -m pip install torch==")
     assert "net.py" in of(told, "code")[0]["what"]
@@ -175,38 +164,21 @@ class Broken:
             raise ImportError("libcudart.so.12: cannot open shared object file")
 sys.meta_path.insert(0, Broken())
 """
-BROKEN_NETWORK = """
-import os, sys
-def broken(*_, **__):
-    raise RuntimeError("unhandled system error")
-def in_child():
-    if "torch.distributed" in sys.modules:
-        sys.modules["torch.distributed"].all_reduce = broken
-os.register_at_fork(after_in_child=in_child)
-"""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("planted", "words"),
-    [
-        (BROKEN_INSTALLATION, "libcudart.so.12"),
-        pytest.param(BROKEN_NETWORK, "unhandled system error", marks=pytest.mark.slow),
-    ],
-)
-def test_only_the_collective_finds_a_torch_that_is_broken(lab, here, tmp_path, planted, words):
-    plant(tmp_path / "broken", planted)
+def test_only_the_collective_finds_a_torch_that_is_broken(lab, here, tmp_path):
+    plant(tmp_path / "broken", BROKEN_INSTALLATION)
     lab.start(2, environment=with_path(lab, tmp_path / "broken"))
-    told = doctor(lab, "digits", "mlp", hosts="n1,n2", code=3)
-    assert [check for check, _ in failing(told)] == ["collective"]
-    assert words in of(told, "collective")[0]["what"]
+    told = doctor(lab, hosts="n1,n2", fails=[("collective", ["n1", "n2"])])
+    assert "libcudart.so.12" in of(told, "collective")[0]["what"]
     no_traces(lab)
 
 
 @pytest.mark.slow
 def test_hosts_without_ipv4(here):
     with Lab(hosts=2, ipv6_only=True, forks=True) as lab:
-        told = doctor(lab, "digits", "mlp", hosts="n1,n2", code=0)
+        told = doctor(lab, hosts="n1,n2")
         assert told["addresses"]["n2"] == {"interface": "eth0", "address": lab.address(2)}
         assert [f["severity"] for f in told["findings"] if f["check"] == "collective"] == ["ok"]
 

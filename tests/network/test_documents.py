@@ -1,14 +1,15 @@
 """Documents 000, 002, 003 and 004 on the machines that they are about: each host runs what a reader types there."""
 
+import contextlib
+import functools
 import json
 import re
-import subprocess
-from pathlib import Path
 
 import pytest
 import torch
 
-from tests.e2e.command import assert_one_screen, end, events, finish, metrics, processes_of, typed
+from tests.e2e.command import PIPES, assert_one_screen, events, finish, metrics, processes_of, running, typed
+from tests.e2e.test_documents import table_of
 from tests.fork_server import fork_variables
 
 pytestmark = pytest.mark.timeout(400)
@@ -18,31 +19,23 @@ DIGITS = "digits mlp --epochs 1 --out run"
 @pytest.fixture
 def type_on(lab, here):
     """Starts a line in a host, in a folder of that host's own; what still runs at the end of the test is ended."""
-    started = []
+    with contextlib.ExitStack() as stack:
 
-    def start(host, line, **variables):
-        folder = here / lab.name(host)
-        folder.mkdir(exist_ok=True)
-        more = {name: str(value) for name, value in variables.items()}
-        process = lab.exec(
-            host, ["bash", "-c", line], cwd=folder, env=typed(**fork_variables(), **more), text=True,
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        )  # fmt: skip
-        started.append(process)
-        return process
+        def start(host, line, **variables):
+            (folder := here / lab.name(host)).mkdir(exist_ok=True)
+            options = {"cwd": folder, "env": typed(**fork_variables(), **variables)}
+            begin = functools.partial(lab.exec, host, ["bash", "-c", line], **PIPES, **options)
+            return stack.enter_context(running(by=begin))
 
-    yield start
-    for process in started:
-        if process.poll() is None:
-            end(process)
+        yield start
 
 
 @pytest.fixture
 def type_everywhere(type_on):
     """Types a line on several hosts at once; {k} in it is the host's own number from 0 on. All must end well."""
 
-    def together(count, line, **variables):
-        processes = [type_on(1 + k, line.replace("{k}", str(k)), **variables) for k in range(count)]
+    def together(count, line):
+        processes = [type_on(1 + k, line.replace("{k}", str(k))) for k in range(count)]
         ended = [finish(process) for process in processes]
         assert [each.code for each in ended] == [0] * count, "\n".join(each.err for each in ended)
         return ended
@@ -52,10 +45,8 @@ def type_everywhere(type_on):
 
 @pytest.fixture
 def names_as_in_debian(lab):
-    """On each host its own name stands for 127.0.1.1."""
     for host in lab.hosts:
-        others = "\n".join(f"{lab.address(other)} n{other}" for other in lab.hosts if other != host)
-        lab.set_names(host, f"127.0.0.1 localhost\n127.0.1.1 n{host}\n{others}\n")
+        lab.set_names_as_in_debian(host)
 
 
 def told(ended):
@@ -85,7 +76,7 @@ model = nn.Sequential(nn.Flatten(), nn.Linear(784, 256), nn.ReLU(), nn.Linear(25
 def test_000_two_machines_train_mnist_with_the_documents_network(
     listens, lab, names_as_in_debian, type_on, here, real_data
 ):
-    data = real_data("mnist").parent
+    data = str(real_data("mnist").parent)
     address = lab.address(1)
     first = "0.0.0.0" if listens == "0.0.0.0" else address
     for k in (1, 2):
@@ -129,57 +120,40 @@ def test_002_torch_distributed_launch_on_two_nodes(lab, type_everywhere, here):
     assert evaluation("n1/run")["count"] == 360
 
 
-@pytest.mark.slow
-def test_002_three_machines_rendezvous_by_tcp_and_resume(names_as_in_debian, type_everywhere, here):
-    """ "Three machines, the command three times"; then going on from the first machine's checkpoint."""
-    line = "manyhands train digits mlp --init tcp://n1:23456 --world-size 3 --rank {k}"
-    type_everywhere(3, f"{line} --epochs 1 --out run")
-    type_everywhere(3, f"{line} --epochs 2 --out more --resume ../n1/run")
-    (resumed,) = events("n1/more", "resumed")
-    assert resumed["step"] > 0
-    assert evaluation("n1/more")["epoch"] == 2
+EXPORTED = "export MASTER_ADDR={named} MASTER_PORT=29400 WORLD_SIZE=2 RANK={k}; "
+WAYS = {
+    "variables": (2, EXPORTED.replace("{named}", "{address}"), ""),
+    "env://": (2, EXPORTED.replace("{named}", "n1"), "--init env://"),
+    "tcp://": (3, "", "--init tcp://n1:23456 --world-size 3 --rank {k}"),
+    "file://": (2, "", "--init file://{here}/sharedfile --world-size 2 --rank {k}"),
+}
 
 
 @pytest.mark.slow
-def test_002_a_file_on_a_shared_disk(lab, names_as_in_debian, type_everywhere, here):
-    init = f"--init file://{here}/sharedfile --world-size 2 --rank {{k}}"
-    _, two = type_everywhere(2, f"manyhands explain {init} --json")
-    assert values(told(two)[0], "rank", "world_size", "meeting_file") == [1, 2, f"{here}/sharedfile"]
-    for host, ended in enumerate(type_everywhere(2, f"manyhands train {DIGITS} {init}"), 1):
-        assert f"collectives listen on free ports of eth0 ({lab.address(host)})" in ended.err
-    assert processes_of("n1/run") == 2
-    assert not Path("sharedfile").exists()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("flag", "by"), [("", "address"), ("--init env://", "name")])
-def test_002_the_environment_by_hand(flag, by, lab, names_as_in_debian, type_everywhere):
-    named = lab.address(1) if by == "address" else lab.name(1)
-    exported = f"export MASTER_ADDR={named} MASTER_PORT=29400 WORLD_SIZE=2 RANK={{k}}; "
-    for k, ended in enumerate(type_everywhere(2, f"{exported} manyhands explain {flag} --json")):
+@pytest.mark.parametrize("way", WAYS)
+def test_002_the_command_once_on_each_machine(way, lab, names_as_in_debian, type_everywhere, here):
+    """After which the documents go on from the first machine's checkpoint."""
+    count, exported, init = WAYS[way]
+    exported, init = exported.replace("{address}", lab.address(1)), init.replace("{here}", str(here))
+    for k, ended in enumerate(type_everywhere(count, f"{exported} manyhands explain {init} --json")):
         (found,) = told(ended)
-        seen = lab.address(1) if k == 0 else named
-        assert values(found, "rank", "world_size", "master_address", "master_port") == [k, 2, seen, 29400]
-        assert found["world_size"]["from"] == "WORLD_SIZE"
-    type_everywhere(2, f"{exported} manyhands train {DIGITS} {flag}")
-    assert processes_of("n1/run") == 2
+        assert values(found, "rank", "world_size") == [k, count]
+        if exported:
+            named = "n1" if k and way == "env://" else lab.address(1)
+            assert values(found, "master_address", "master_port") == [named, 29400]
+            assert found["world_size"]["from"] == "WORLD_SIZE"
+    for host, ended in enumerate(type_everywhere(count, f"{exported} manyhands train {DIGITS} {init}"), 1):
+        assert way != "file://" or f"collectives listen on free ports of eth0 ({lab.address(host)})" in ended.err
+    assert processes_of("n1/run") == count
+    assert not list(here.glob("n[23]/run")) + list(here.glob("sharedfile"))
+    if way == "tcp://":
+        type_everywhere(count, f"manyhands train digits mlp {init} --epochs 2 --out more --resume ../n1/run")
+        (resumed,) = events("n1/more", "resumed")
+        assert resumed["step"] > 0
+        assert evaluation("n1/more")["epoch"] == 2
 
 
 # MindSpore's tutorial: rank tables, on two servers.
-
-
-def table_of(addresses, cards, *, newer=False):
-    """A rank table as the document prints it, with these servers; cards of newer machines have a port of their own."""
-    servers, rank = [], 0
-    for at, address in enumerate(addresses):
-        devices = []
-        for card in range(cards):
-            device = {"device_id": str(card), "device_ip": f"192.{1 + card}.27.{6 + at}", "rank_id": str(rank)}
-            devices.append({**device, "device_port": "16667"} if newer else device)
-            rank += 1
-        servers.append({"server_id": address, "device": devices, "host_nic_ip": "reserve"})
-    table = {"version": "1.0", "server_count": str(len(addresses)), "server_list": servers, "status": "completed"}
-    return json.dumps(table, indent=2)
 
 
 @pytest.mark.slow
@@ -198,12 +172,11 @@ def test_003_the_same_command_on_two_servers_of_a_table(lab, type_everywhere, he
 
 @pytest.mark.slow
 def test_003_a_server_that_is_not_started_is_named(lab, type_on, here):
-    (here / "table.json").write_text(table_of([lab.address(1), lab.address(2)], 1, newer=True))
-    ended = finish(type_on(1, f"manyhands train {DIGITS} --rank-table ../table.json --cluster.join-timeout-s 2"))
-    assert ended.code == 1
+    (here / "table.json").write_text(table_of([lab.address(1), lab.address(2)], 1, device_port="16667"))
+    line = f"manyhands train {DIGITS} --rank-table ../table.json --cluster.join-timeout-s 2"
+    says = ("1 of 2 processes have joined; missing: rank 1", f"where: tcp://{lab.address(1)}:29500")
+    ended = finish(type_on(1, line), code=1, says=says)
     assert_one_screen(ended.err)
-    assert "1 of 2 processes have joined; missing: rank 1" in ended.err
-    assert f"where: tcp://{lab.address(1)}:29500" in ended.err
     assert "--init" not in ended.err
 
 
@@ -230,7 +203,7 @@ wait
 @pytest.mark.slow
 def test_003_run_cluster_sh_on_two_servers(lab, type_on, here):
     (here / "run_cluster.sh").write_text(RUN_CLUSTER)
-    (here / "rank_table.json").write_text(table_of([lab.address(1), lab.address(2)], 2, newer=True))
+    (here / "rank_table.json").write_text(table_of([lab.address(1), lab.address(2)], 2, device_port="16667"))
     started = [type_on(1 + k, f"bash {here}/run_cluster.sh {here}/rank_table.json 4 {2 * k}") for k in (0, 1)]
     assert [finish(process).code for process in started] == [0, 0]
     for rank in range(4):
@@ -252,13 +225,9 @@ def test_004_mistakes_are_reported_in_main_pys_words(lab, type_on, here):
     for split in ("train", "val"):
         (here / "ILSVRC2012" / split / "n01440764").mkdir(parents=True)
     line = f"manyhands imagenet ../ILSVRC2012 -a resnet18 --world-size 3 --dist-url tcp://{lab.address(1)}:22 --rank 0"
-    busy = finish(type_on(1, line))
-    wrong = finish(type_on(2, line))
-    for ended, wanted in ((busy, "port 22 is in use by process"), (wrong, "is not an address of this machine")):
-        assert ended.code == 2
+    for host, wanted in ((1, "port 22 is in use by process"), (2, "is not an address of this machine")):
+        ended = finish(type_on(host, line), code=2, says=(wanted, "where: --dist-url"))
         assert_one_screen(ended.err)
-        assert wanted in ended.err
-        assert "where: --dist-url" in ended.err
         assert "--init" not in ended.err
 
 

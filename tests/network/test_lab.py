@@ -2,11 +2,9 @@
 
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 import psutil
-import pytest
 
 from tests.e2e.command import wait_until
 from tests.network.lab import SOURCE, Lab
@@ -33,28 +31,6 @@ def test_two_labs_at_once_are_apart_and_leave_nothing():
     assert not {name for name in listed_namespaces() - namespaces if name.startswith(prefixes)}
     assert not [path for path in Path("/etc/netns").iterdir() if path.name.startswith(prefixes)]
     assert not [folder for folder in folders if folder.exists()]
-
-
-def test_a_lab_that_breaks_while_it_is_made_leaves_nothing(monkeypatch):
-    made = []
-    monkeypatch.setattr(Lab, "_wait_for_sshd", lambda self, _host: made.append(self.prefix) or 1 / 0)
-    with pytest.raises(ZeroDivisionError), Lab(hosts=1):
-        pass
-    assert made
-    assert not [name for name in [*listed_interfaces(), *listed_namespaces()] if name.startswith(made[0])]
-
-
-def test_the_next_lab_removes_that_of_a_process_that_was_killed():
-    program = [sys.executable, "-m", "tests.network.lab", "--hosts", "1"]
-    with subprocess.Popen(program, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]) as owner:
-        folder = Path(owner.stdout.readline().split()[2]).parent
-        owner.kill()
-    assert folder.exists()
-    before = listed_interfaces()
-    with Lab(hosts=1):
-        assert not folder.exists()
-    gone = before - listed_interfaces()
-    assert {name[6:] for name in gone} >= {"br", "v1"}
 
 
 def name_of(pid):

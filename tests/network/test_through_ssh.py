@@ -4,15 +4,14 @@ import contextlib
 import os
 import signal
 import tempfile
-import time
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.e2e.command import assert_equal_weights, events, final_weights, finish, wait_until
+from tests.e2e.command import assert_equal_weights, done, events, final_weights, finish, training, wait_until
 from tests.network.lab import Lab
-from tests.network.runs import ENDLESS, LONG, SHORT, begun, gone, run, running, undisturbed
+from tests.network.runs import ENDLESS, LONG, SHORT, begun, gone, undisturbed
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -20,7 +19,7 @@ PORT = 31234
 
 
 # What three processes here do that average by gloo, as those of several machines do.
-ALONE = ["-n", "3", "--set", "parallel.shared_memory=false"]
+ALONE = "-n 3 --set parallel.shared_memory=false"
 
 
 @pytest.fixture(scope="module")
@@ -46,30 +45,17 @@ def hosts(lab):
     return ["--hosts", ",".join(f"ssh://{name}:{PORT}" for name in lab.names), "--cluster.ssh", lab.ssh]
 
 
-@pytest.fixture(scope="module")
-def near(tmp_path_factory):
-    """An ordinary run's weights."""
-    return undisturbed(*SHORT, *ALONE, out=tmp_path_factory.mktemp("near") / "near")
-
-
 def nothing_left(lab):
     gone(lab)
-    until = time.monotonic() + 30
-    while left := list(Path(tempfile.gettempdir()).glob("manyhands-way-*")):
-        assert time.monotonic() < until, left
-        time.sleep(0.1)
+    wait_until(lambda: not list(Path(tempfile.gettempdir()).glob("manyhands-way-*")), patience=30)
 
 
-def test_launcher_relays_if_requested(rented, here, near):
+def test_launcher_relays_if_requested(rented, here):
     for host in rented.hosts:
         let_in(rented, host, [254])
-    refused = run("launch", *SHORT, *hosts(rented), "--out", "refused")
-    assert refused.code == 2, refused.err
-    assert "--relay" in refused.err
-    ended = run("launch", *SHORT, *hosts(rented), "--relay", "--out", "far")
-    assert ended.code == 0, ended.err
-    assert "through this machine" in ended.err
-    assert_equal_weights(final_weights("far"), near)
+    done("launch", SHORT, hosts(rented), "--out refused", code=2, says="--relay")
+    done("launch", SHORT, hosts(rented), "--relay --out far", says="through this machine")
+    assert_equal_weights(final_weights("far"), undisturbed(SHORT, ALONE))
     nothing_left(rented)
 
 
@@ -84,11 +70,9 @@ def test_machines_that_let_each_other_in_need_no_head_between(rented, here):
     for host in rented.hosts:
         let_in(rented, host, [254, *rented.hosts])
     before = laptop_bytes(rented), sum(map(rented.sent_bytes, rented.hosts))
-    large = ["--set", "model.arguments={hidden = 2048, depth = 2}", "--set", "train.max_steps=30"]
-    ended = run("launch", *SHORT, *large, *hosts(rented), "--out", "far")
-    assert ended.code == 0, ended.err
-    assert "trying ssh between the machines" in ended.err
-    assert "ssh tunnels between machines: n1:31234–n2:31234, n1:31234–n3:31234, n2:31234–n3:31234 directly" in ended.err
+    large = "--set model.arguments={hidden=2048,depth=2} --set train.max_steps=30"
+    tunnels = "ssh tunnels between machines: n1:31234–n2:31234, n1:31234–n3:31234, n2:31234–n3:31234 directly"
+    done("launch", SHORT, large, hosts(rented), "--out far", says=("trying ssh between the machines", tunnels))
     carried, sent = laptop_bytes(rented) - before[0], sum(map(rented.sent_bytes, rented.hosts)) - before[1]
     assert carried < 0.01 * sent, (carried, sent)
     nothing_left(rented)
@@ -110,23 +94,21 @@ def test_a_machine_of_the_run_passes_on_and_a_lost_tunnel_is_dug_anew(rented, he
     let_in(rented, 1, [254])
     let_in(rented, 2, [254, 1, 3])
     let_in(rented, 3, [254])
-    steps = ["--set", "train.max_steps=200", "--set", "checkpoint.every=50steps"]
-    with running("launch", *LONG, *steps, *hosts(rented), "--out", "far") as process:
+    steps = "--set train.max_steps=200 --set checkpoint.every=50steps"
+    with training("launch", LONG, steps, hosts(rented), "--out far") as process:
         wait_until(begun("far"), process)
         os.kill(tunnels(rented, 1)[0], signal.SIGKILL)
-        ended = finish(process)
-    assert ended.code == 0, ended.err
-    assert "n1:31234–n3:31234 through n2:31234" in ended.err
-    assert len(events("far", "restarted")) == 1, ended.err
-    assert "tunnel" in events("far", "restarted")[0]["message"]
+        finish(process, code=0, says="n1:31234–n3:31234 through n2:31234")
+    (again,) = events("far", "restarted")
+    assert "tunnel" in again["message"]
     nothing_left(rented)
-    assert_equal_weights(final_weights("far"), undisturbed(*LONG, *steps, *ALONE))
+    assert_equal_weights(final_weights("far"), undisturbed(LONG, steps, ALONE))
 
 
 def test_a_head_that_is_killed_leaves_no_tunnel(rented, here):
     for host in rented.hosts:
         let_in(rented, host, [254, *rented.hosts])
-    with running("launch", *ENDLESS, *hosts(rented), "--interface", "ssh", "--out", "far") as process:
+    with training("launch", ENDLESS, hosts(rented), "--interface ssh --out far") as process:
         wait_until(begun("far"), process)
         process.kill()
         finish(process)

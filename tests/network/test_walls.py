@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.command import events, finish, read, typed, wait_until
+from tests.e2e.command import done, events, read, stop, training, typed, wait_until
 from tests.network.lab import SOURCE
-from tests.network.runs import ENDLESS, SHORT, begun, gone, hosts, run, running, steps, trained_on
+from tests.network.runs import ENDLESS, SHORT, begun, gone, hosts, steps, trained_on, typed_on
 from tests.network.stranger import FORGED
 
 pytestmark = pytest.mark.timeout(300)
@@ -18,13 +18,10 @@ STRANGER = Path(__file__).with_name("stranger.py")
 
 
 @contextlib.contextmanager
-def typed_on(lab, host, *words):
+def typed_there(lab, host, *words):
     """A command of ours that is typed on a host, and its output in said<host>; ended with the block."""
     with Path(f"said{host}").open("w") as said:
-        process = lab.exec(
-            host, [lab.python, "-m", "manyhands", *words], env=typed(PYTHONPATH=str(SOURCE)),
-            stdin=subprocess.DEVNULL, stdout=said, stderr=said,
-        )  # fmt: skip
+        process = typed_on(lab, host, *words, env=typed(PYTHONPATH=str(SOURCE)), stdout=said, stderr=said)
         try:
             yield process
         finally:
@@ -44,15 +41,14 @@ def outside(lab, host):
 
 @pytest.mark.slow
 def test_the_store_is_on_loopback_and_only_collectives_listen_between_machines(lab, here):
-    with running("launch", *ENDLESS, *hosts(lab), "--out", "run") as process:
+    with training("launch", ENDLESS, hosts(lab), "--out run") as process:
         wait_until(begun("run"), process)
         for host in lab.hosts:
             places = outside(lab, host)
             # One for each process: the collectives of the job itself; none on another address.
             assert all(place.startswith(f"{lab.address(host)}:") for place in places), places
             assert listening(lab, host) - places, "the store, or the way to it"
-        process.send_signal(2)
-        assert finish(process).code == 75
+        stop(process)
     gone(lab)
     for host in lab.hosts:
         assert not listening(lab, host)
@@ -70,10 +66,8 @@ def test_where_ssh_forwards_nothing_safe_the_store_is_open_and_that_is_said(lab,
 
     lab._write_sshd_config = stricter
     lab.start(2)
-    ended = run("launch", *SHORT, *hosts(lab), "--out", "run")
-    assert ended.code == 0, ended.err
-    assert f"so the store listens on {lab.address(1)} port" in ended.err
-    assert rule.split()[0] in ended.err
+    says = (f"so the store listens on {lab.address(1)} port", rule.split()[0])
+    done("launch", SHORT, hosts(lab), "--out run", says=says)
     gone(lab)
 
 
@@ -81,7 +75,7 @@ def test_where_ssh_forwards_nothing_safe_the_store_is_open_and_that_is_said(lab,
 @pytest.mark.parametrize("names", ["n1,n2", "n2,n1"])
 def test_the_head_may_be_any_of_the_machines(lab, here, names):
     """Where it is another than the first, its own processes come to the store by a port of its own loopback."""
-    command = [lab.python, "-m", "manyhands", "launch", *SHORT, "--hosts", names, "--cluster.ssh", lab.ssh]
+    command = [lab.python, "-m", "manyhands", "launch", *SHORT.split(), "--hosts", names, "--cluster.ssh", lab.ssh]
     said = lab.run(1, [*command, "--out", here / "run", "--json"], cwd=here)
     assert json.loads(said)["status"] == "finished"
     assert [entry["here"] for entry in read("run", "machines.json")] == [name == "n1" for name in names.split(",")]
@@ -117,7 +111,7 @@ def stopped_well(*processes):
 @pytest.mark.slow
 def test_a_stranger_reaches_nothing_of_a_run_on_one_machine(lab, here):
     """Nor of `fit` and `session`, whose processes are started alike."""
-    with typed_on(lab, 1, "train", *ENDLESS, "-n", "2", "--out", here / "run") as process:
+    with typed_there(lab, 1, "train", ENDLESS, "-n 2 --out", here / "run") as process:
         wait_until(begun("run"), process)
         assert not outside(lab, 1)
         assert not attacked(lab, here, 1)
@@ -129,36 +123,33 @@ def test_a_stranger_reaches_nothing_of_a_run_on_one_machine(lab, here):
 def test_a_stranger_comes_in_nowhere_while_a_machine_joins_and_launched_processes_train(lab, here):
     """What listens changes while a machine joins, so it is looked for and tried again and again."""
     ssh = ["--set", f"cluster.ssh={lab.ssh}"]
-    with running("launch", *ENDLESS, "--hosts", "n1", *ssh, "--out", "run") as process:
+    with training("launch", ENDLESS, "--hosts n1 --out run", ssh) as process:
         wait_until(begun("run"), process)
-        with running("join", "run", "--host", "n2") as joins:
+        with training("join run --host n2") as joins:
             while joins.poll() is None:
                 assert not attacked(lab, here, 1, 2)
             assert joins.returncode == 0
         trained_on(2, process)
         assert not attacked(lab, here, 1, 2)
-        told = run("doctor", "--hosts", "n1,n2", *ssh, "--exposure", "--json")
-        assert told.code == 0, told.err
-        for host, ports in json.loads(told.out)["open"].items():
+        told = json.loads(done("doctor --hosts n1,n2 --exposure --json", ssh).out)
+        for host, ports in told["open"].items():
             named = {f"{port['address']}:{port['port']}" for port in ports}
             assert outside(lab, int(host[1:])) <= named
             assert not [port for port in ports if port["lets_in"] and not port["address"].startswith("127.")]
-        assert f"a free port of {lab.address(2)} (eth0)" in " ".join(json.loads(told.out)["then"])
+        assert f"a free port of {lab.address(2)} (eth0)" in " ".join(told["then"])
         still_trains(here, process)
-        process.send_signal(signal.SIGINT)
-        ended = finish(process)
-        assert ended.code == 75, ended.err
+        ended = stop(process, signal.SIGINT)
         assert FORGED not in ended.err + ended.out
 
 
 @pytest.mark.slow
 def test_a_stranger_at_the_meeting_by_hand_is_put_out_before_it_can_forge_a_failure(lab, here):
     init = f"{lab.address(1)}:29555"
-    words = ["train", *ENDLESS, "--init", f"tcp://{init}", "--world-size", "2", "--out", here / "run"]
+    words = ("train", ENDLESS, f"--init tcp://{init} --world-size 2 --out", here / "run", "--rank")
     early = lab.exec(3, [lab.python, STRANGER, here, "--wait", init], stdout=subprocess.PIPE, text=True)
-    with typed_on(lab, 1, *words, "--rank", "0") as first:
+    with typed_there(lab, 1, *words, 0) as first:
         wait_until((here / "inside").exists, first)
-        with typed_on(lab, 2, *words, "--rank", "1") as second:
+        with typed_there(lab, 2, *words, 1) as second:
             wait_until(begun("run"), first)
             inside = f"{lab.address(3)}:"
             wait_until(lambda: inside not in lab.run(1, ["ss", "-Htn", "state", "established"]), first)

@@ -6,7 +6,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manyhands.core.mesh import Mesh
-from manyhands.parallel.mesh.placement import Extent, gradient_of, messages, steps_between, value_of
+from manyhands.parallel.mesh.placement import (
+    Extent,
+    conversion_collectives,
+    conversion_steps,
+    gradient_layout,
+    value_layout,
+)
 
 COMMON = st.sampled_from([0, 1, 2, "R", "P"])
 SIDES = st.sampled_from([0, 1, 2, "R", "B", "P"])
@@ -44,24 +50,24 @@ def _followed(source, steps):
 @given(_pairs())
 def test_steps_end_in_the_target(pair):
     source, target = pair
-    assert _followed(source, steps_between(source, target)) == target
+    assert _followed(source, conversion_steps(source, target)) == target
 
 
 @given(_pairs())
 def test_nothing_is_sent_where_nothing_must_be(pair):
     source, _ = pair
-    assert steps_between(source, source) == []
+    assert conversion_steps(source, source) == []
     # From whole tensors every layout is had without a message, and what is cut is a sum of padded pieces for nothing.
-    assert not any(step.communicates for step in steps_between(("R",) * len(source), source))
+    assert not any(step.communicates for step in conversion_steps(("R",) * len(source), source))
     sums = tuple("P" if isinstance(one, int) else one for one in source)
-    assert not any(step.communicates for step in steps_between(source, sums))
+    assert not any(step.communicates for step in conversion_steps(source, sums))
 
 
 @given(_pairs())
 def test_what_stays_is_not_gathered(pair):
     """An axis is gathered only where it leaves its dimension or a more major cut of that dimension changes."""
     source, target = pair
-    for step in steps_between(source, target):
+    for step in conversion_steps(source, target):
         if step.kind != "all_gather":
             continue
         for axis in step.axes:
@@ -77,8 +83,8 @@ def test_messages_are_as_large_as_the_pieces(data, batch, rows):
     mesh = data.draw(_meshes(len(source)))
     extent = Extent((batch * rows or 5, 7, 4), rows)
     for rank in range(mesh.size):
-        sent = messages(source, target, extent, mesh, batch, rank)
-        steps = [one for one in steps_between(source, target) if one.communicates and mesh.parts(one.axes) > 1]
+        sent = conversion_collectives(source, target, extent, mesh, batch, rank)
+        steps = [one for one in conversion_steps(source, target) if one.communicates and mesh.shard_count(one.axes) > 1]
         assert [(one.kind, one.axes) for one in sent] == [(step.kind, step.axes) for step in steps]
         # Padding to the longest piece of a group adds less than one slice for each of its members.
         assert all(0 <= one.values <= extent.values(batch) + mesh.size * 7 * 9 * 4 for one in sent)
@@ -92,7 +98,7 @@ def test_ranks_of_a_group_send_alike(pair, size):
     source, target = pair
     mesh = Mesh(tuple((f"a{number}", size) for number in range(len(source))))
     extent = Extent((5, 7, 4), 1)
-    found = [messages(source, target, extent, mesh, 5, rank) for rank in range(mesh.size)]
+    found = [conversion_collectives(source, target, extent, mesh, 5, rank) for rank in range(mesh.size)]
     for rank in range(mesh.size):
         for place, one in enumerate(found[rank]):
             peers = mesh.peers(one.axes, rank)
@@ -102,7 +108,7 @@ def test_ranks_of_a_group_send_alike(pair, size):
 
 @given(st.lists(SIDES, min_size=1, max_size=3))
 def test_a_gradient_is_the_dual_of_its_value(sides):
-    values, gradients = value_of(sides), gradient_of(sides)
+    values, gradients = value_layout(sides), gradient_layout(sides)
     for side, value, gradient in zip(sides, values, gradients, strict=True):
         assert isinstance(side, int) == isinstance(value, int) == isinstance(gradient, int)
         if isinstance(side, int):

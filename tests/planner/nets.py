@@ -1,10 +1,13 @@
-"""Small networks and letters for the planner's tests."""
+"""Small networks, and letters and plans drawn at random."""
+
+import random
 
 import torch
 from torch import nn
 
 from manyhands.core.mesh import Mesh
-from manyhands.parallel.split.strategy import refusal
+from manyhands.parallel.plan import Plan
+from manyhands.parallel.split.strategy import refusal, shorten_strategies
 from manyhands.parallel.split.tracing import describe_network
 
 
@@ -43,12 +46,17 @@ def choices_of(one, letters):
     return [choices.index(letters[ops[0].name]) for ops, choices in zip(one.groups, one.choices, strict=True)]
 
 
-def random_letters(graph, mesh, rng):
+def random_letters(graph, mesh, seed):
     """Letters that each op and those that it is tied to can take."""
-    letters = {}
-    for ops in graph.ties().values():
-        known = sorted(set.intersection(*[set(op.allowed()) for op in ops]))
+    letters, rng = {}, random.Random(seed)
+    for ops in graph.ops_by_tie().values():
+        known = sorted(set.intersection(*[set(op.allowed_letters()) for op in ops]))
         while any(refusal(op, chosen := tuple(rng.choice(known) for _ in mesh.axes), mesh) for op in ops):
             pass
         letters |= dict.fromkeys([op.name for op in ops], chosen)
     return letters
+
+
+def random_plan(graph, mesh, seed):
+    default, ops = shorten_strategies(random_letters(graph, mesh, seed), graph, mesh)
+    return Plan(mesh, ops, default)

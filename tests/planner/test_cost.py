@@ -1,17 +1,16 @@
 """Costs: the problem that is solved and the prediction that is printed say the same of any letters."""
 
-import random
 from dataclasses import replace
 
 import pytest
-import torchvision.models as zoo
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from manyhands.parallel.replicas.batch_norm import group_batch_norms
-from manyhands.planner.collectives import BACKWARD, FORWARD, shares
-from manyhands.planner.cost import Setting, ShardedOpTimes, piece_shape, predict, sharding_problem
-from manyhands.planner.links import links_of
+from manyhands.planner.collectives import BACKWARD, FORWARD, equal_shares
+from manyhands.planner.cost import CostInputs, ShardedOpTimes, largest_shard_shape, predict, sharding_problem
+from manyhands.planner.links import mesh_links
 from manyhands.planner.solve import evaluate
 from manyhands.planner.timing import OpTimes, OtherLoad
 from manyhands.sync.link_speeds import LinkSpeed
@@ -26,16 +25,16 @@ TIMES = OpTimes(budget_s=0.0)
 
 def _setting(graph, sizes, **others):
     mesh = mesh_of(sizes)
-    links = links_of(mesh, per_machine=1, between=LinkSpeed(1e8, 1e-4))
+    links = mesh_links(mesh, per_machine=1, between=LinkSpeed(1e8, 1e-4))
     work = ShardedOpTimes(graph, BATCH, mesh.size, TIMES)
-    return Setting(work, links, shares(BATCH, 0), **others)
+    return CostInputs(work, links, equal_shares(BATCH, 0), **others)
 
 
-@settings(max_examples=60)
-@given(st.sampled_from([(2,), (4,), (2, 2), (4, 2), (2, 2, 2)]), st.integers(0, 10**6))
+@settings(max_examples=20)
+@given(st.sampled_from([(2,), (4,), (4, 2), (2, 2, 2)]), st.integers(0, 10**6))
 def test_a_chain_costs_the_same_in_the_problem_and_in_the_prediction(sizes, seed):
     setting = _setting(CHAIN, sizes, memory_limit_bytes=1e12)
-    letters = random_letters(CHAIN, setting.mesh, random.Random(seed))
+    letters = random_letters(CHAIN, setting.mesh, seed)
     one = sharding_problem(CHAIN, setting)
     told = evaluate(one.problem, choices_of(one, letters))
     assert one.letters(told.choices) == letters
@@ -50,7 +49,7 @@ def test_a_chain_costs_the_same_in_the_problem_and_in_the_prediction(sizes, seed
     assert told.memory_bytes >= predicted.memory_bytes * (1 - 1e-9)
 
 
-@given(st.sampled_from([2, 4, 8]))
+@pytest.mark.parametrize("processes", [2, 8])
 def test_cut_weights_take_a_part_of_the_memory_and_send_no_gradients(processes):
     setting = _setting(HEAVY, (processes,))
     whole = dict.fromkeys(HEAVY.ops, ("n",))
@@ -79,15 +78,15 @@ def test_where_kernels_may_differ_nobody_computes_parameters_twice():
 
 
 def test_groups_that_span_processes_cost_sums_in_both_directions():
-    model = zoo.resnet18(num_classes=8)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8), nn.Flatten())
     group_batch_norms(model)
-    graph = graph_of(model)
-    mesh = mesh_of((4,))
+    graph = graph_of(model, size=8)
+    mesh, letters = mesh_of((4,)), dict.fromkeys(graph.ops, ("n",))
     work = ShardedOpTimes(graph, BATCH, 4, TIMES)
-    letters = dict.fromkeys(graph.ops, ("n",))
-    apart = predict(graph, letters, Setting(work, links_of(mesh), shares(BATCH, 4)))
-    spanning = predict(graph, letters, Setting(work, links_of(mesh), shares(BATCH, 8)))
-    assert len(spanning.collectives) - len(apart.collectives) == 2 * 20
+    apart, spanning = (
+        predict(graph, letters, CostInputs(work, mesh_links(mesh), equal_shares(BATCH, group))) for group in (4, 8)
+    )
+    assert len(spanning.collectives) - len(apart.collectives) == 2 * 2
     assert spanning.communication_seconds > apart.communication_seconds
 
 
@@ -109,8 +108,8 @@ def test_ops_are_measured_once_and_scaled(tmp_path, monkeypatch):
 @given(st.sampled_from([(2,), (4, 2), (2, 2, 2)]), st.integers(0, 10**6))
 def test_a_piece_is_a_part_of_what_is_whole(sizes, seed):
     mesh = mesh_of(sizes)
-    letters = random_letters(CHAIN, mesh, random.Random(seed))
+    letters = random_letters(CHAIN, mesh, seed)
     for op in CHAIN.ops.values():
         if op.extents:
-            shape, dims = piece_shape(op, letters[op.name], mesh, BATCH), (BATCH, *op.extent.dims[1:])
+            shape, dims = largest_shard_shape(op, letters[op.name], mesh, BATCH), (BATCH, *op.extent.dims[1:])
             assert all(0 < part <= length <= part * mesh.size for part, length in zip(shape, dims, strict=True))

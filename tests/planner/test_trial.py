@@ -1,30 +1,22 @@
 """Plans on real processes: what is found computes the same as one process, and a wrong network is caught by name."""
 
 import itertools
-import random
 from dataclasses import replace
 
 import pytest
 import torch
-import torchvision.models as zoo
 from torch import nn
 
 from manyhands.config.load import load_job
 from manyhands.core.world import World
 from manyhands.parallel.plan import Plan
-from manyhands.parallel.split.strategy import shorten_strategies
 from manyhands.planner.choose import DATA_PARALLEL
-from manyhands.planner.trial import PlanCase, PlanRunner, measure, verify
-from manyhands.worker.plan_search import case_of
-from tests.planner.nets import chain, graph_of, loss_fn_of_sums, mesh_of, random_letters
+from manyhands.planner.trial import PlanCase, PlanRunner, time_plans, verify_plan
+from manyhands.worker.plan_search import make_plan_case
+from tests.planner.nets import chain, graph_of, loss_fn_of_sums, mesh_of, random_plan
 from tests.processes.ranks import run_on_ranks
 
 BATCH = 9
-
-
-def _resnet():
-    torch.manual_seed(0)
-    return zoo.resnet18(num_classes=16)
 
 
 class Tokens(nn.Module):
@@ -44,7 +36,7 @@ def _tokens():
     return Tokens()
 
 
-MAKERS = {"tokens": (_tokens, 3), "chain": (chain, 4), "resnet18": (_resnet, 3)}
+MAKERS = {"tokens": (_tokens, 3), "chain": (chain, 4)}
 
 
 def _case(name, make=None):
@@ -52,33 +44,18 @@ def _case(name, make=None):
     return PlanCase(make or made, torch.zeros(channels, 32, 32), 16, BATCH, lambda: loss_fn_of_sums, norm_group=5)
 
 
-def _random_plan(name, sizes, seed):
+def _plan(name, sizes, seed):
     make, channels = MAKERS[name]
-    graph, mesh = graph_of(make(), channels=channels), mesh_of(sizes)
-    default, ops = shorten_strategies(random_letters(graph, mesh, random.Random(seed)), graph, mesh)
-    return Plan(mesh, ops, default)
+    return random_plan(graph_of(make(), channels=channels), mesh_of(sizes), seed)
 
 
-def _verify(world, name, plans):
-    return [verify(_case(name), plan, world) for plan in plans]
-
-
-@pytest.mark.parametrize(
-    ("name", "sizes"),
-    [("chain", (2,)), ("tokens", (2,)), ("chain", (2, 2)), pytest.param("resnet18", (2,), marks=pytest.mark.slow)],
-)
-def test_any_plan_computes_what_one_process_does(name, sizes):
-    mesh = mesh_of(sizes)
-    plans = [Plan(mesh), *(_random_plan(name, sizes, seed) for seed in range(3))]
-    first, *others = run_on_ranks(_verify, mesh.size, name, plans)
-    assert all(other == first for other in others)
-    for proof in first:
-        assert proof.holds, proof
-        assert proof.compared > 4
-        assert proof.worst > 0
-
-
-def _verify_changed_and_measure(world):
+def _proofs(world, sizes):
+    """Of data parallel and of three random plans for each network; of a network that each process makes otherwise."""
+    found = [
+        verify_plan(_case(name), plan, world)
+        for name in MAKERS
+        for plan in (Plan(mesh_of(sizes)), *(_plan(name, sizes, seed) for seed in range(3)))
+    ]
     made = iter(range(100))
 
     def make():
@@ -88,19 +65,43 @@ def _verify_changed_and_measure(world):
                 model[7].bias += 1e-3
         return model
 
-    plans = {DATA_PARALLEL: None, "cut": _random_plan("chain", (2,), 1)}
-    return verify(_case("chain", make), Plan(mesh_of((2,))), world), measure(_case("chain"), plans, world, rounds=3)
+    plans = {DATA_PARALLEL: None, "cut": _plan("chain", sizes, 1)}
+    wrong = verify_plan(_case("chain", make), Plan(mesh_of(sizes)), world)
+    return found, wrong, time_plans(_case("chain"), plans, world, rounds=3), _micro_batches(world, sizes)
 
 
-def test_what_is_not_the_same_is_named_and_all_processes_get_the_same_seconds():
-    proofs, (one, other) = zip(*run_on_ranks(_verify_changed_and_measure, 2), strict=True)
-    for proof in proofs:
-        assert not proof.holds
-        assert proof.where != ""
-        assert proof.worst > 1e-9
-    assert one == other
-    assert set(one) == {DATA_PARALLEL, "cut"}
-    assert all(len(values) == 3 and min(values) > 0 for values in one.values())
+def _micro_batches(world, sizes):
+    """The gradients under either plan, with and without micro-batches; each process's own pieces."""
+    found = []
+    for plan, size in itertools.product([None, Plan(mesh_of(sizes))], (0, 2)):
+        case = replace(_case("chain", lambda: chain().double()), norm_group=2, micro_batch=size)
+        runner = PlanRunner(replace(case, picture=case.picture.double(), precision="fp64"), plan, world)
+        loss = runner.gradients()
+        found.append([loss, *(one.grad.clone() for one in runner.model.parameters() if one.grad is not None)])
+        runner.network.close()
+    return found
+
+
+@pytest.mark.parametrize("sizes", [(2,), pytest.param((2, 2), marks=pytest.mark.slow)])
+def test_any_plan_computes_what_one_process_does_and_what_is_not_the_same_is_named(sizes):
+    first, *others = run_on_ranks(_proofs, mesh_of(sizes).size, sizes)
+    for proofs, wrong, seconds, _ in (first, *others):
+        assert proofs == first[0]
+        for proof in proofs:
+            assert proof.holds, proof
+            assert proof.compared > 4
+            assert proof.worst > 0
+        assert not wrong.holds
+        assert wrong.where != ""
+        assert wrong.worst > 1e-9
+        # All processes get the same seconds.
+        assert seconds == first[2]
+        assert set(seconds) == {DATA_PARALLEL, "cut"}
+        assert all(len(values) == 3 and min(values) > 0 for values in seconds.values())
+    # Micro-batches of a trial sum to the gradients of the update.
+    for *_, (data, data_parts, split, split_parts) in (first, *others):
+        for whole, parts in ((data, data_parts), (split, split_parts)):
+            torch.testing.assert_close(parts[1:], whole[1:], rtol=1e-9, atol=1e-12)
 
 
 class _Watched(nn.Module):
@@ -129,28 +130,10 @@ def test_a_trial_computes_in_the_jobs_precision_and_micro_batches(precision, kin
     }
     job = load_job(flags | {"train.precision": precision}, environment={}).job
     network, seen = {"channels": 3, "size": 2, "classes": 16, "batch": 8}, []
-    case = case_of(job, network, "cpu")
+    case = make_plan_case(job, network, "cpu")
     case = replace(case, make=lambda: _Watched(seen).to(case.picture.dtype))
     runner = PlanRunner(case, None, World())
     seen.clear()
     runner.update()
     assert seen == [(3, kind), (3, kind), (2, kind)]
     assert all(torch.isfinite(parameter).all() for parameter in runner.model.parameters())
-
-
-def _micro_batches(world):
-    """The gradients under either plan, with and without micro-batches; each process's own pieces."""
-    found = []
-    for plan, size in itertools.product([None, Plan(mesh_of((2,)))], (0, 2)):
-        case = replace(_case("chain", lambda: chain().double()), norm_group=2, micro_batch=size)
-        runner = PlanRunner(replace(case, picture=case.picture.double(), precision="fp64"), plan, world)
-        loss = runner.gradients()
-        found.append([loss, *(one.grad.clone() for one in runner.model.parameters() if one.grad is not None)])
-        runner.network.close()
-    return found
-
-
-def test_micro_batches_of_a_trial_sum_to_the_gradients_of_the_update():
-    for data, data_parts, split, split_parts in run_on_ranks(_micro_batches, 2):
-        for whole, parts in ((data, data_parts), (split, split_parts)):
-            torch.testing.assert_close(parts[1:], whole[1:], rtol=1e-9, atol=1e-12)

@@ -1,7 +1,5 @@
-"""Random plans for small relatives of well-known networks: how far what comes out is from one process's."""
+"""One process's updates of a network, and how far those of several processes under a plan are from them."""
 
-import copy
-import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -11,20 +9,19 @@ from torch import nn
 from torchvision import models
 from torchvision.models.convnext import CNBlockConfig
 from torchvision.models.efficientnet import _efficientnet_conf
-from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
+from torchvision.models.resnet import BasicBlock, ResNet
 
 from manyhands.config.job import TrainOptions
-from manyhands.core.mesh import Mesh, bounds
-from manyhands.data.order import shares_of_micro_batch
+from manyhands.core.mesh import Mesh, shard_boundaries
+from manyhands.data.order import equal_shares
 from manyhands.parallel.gradients import Gradients
 from manyhands.parallel.network import MicroBatch, MicroBatchShape, ModeRequest
-from manyhands.parallel.plan import Plan
 from manyhands.parallel.replicas.batch_norm import group_batch_norms
 from manyhands.parallel.split.execute import shard_tensor
-from manyhands.parallel.split.network import split
-from manyhands.parallel.split.strategy import refusal, shorten_strategies
+from manyhands.parallel.split.network import shard_by_plan
 from manyhands.parallel.split.tracing import describe_network
 from manyhands.train.loss import make_loss_fn, verify_loss
+from tests.planner.nets import random_plan
 from tests.processes.ranks import run_on_ranks
 
 CLASSES = 7
@@ -34,11 +31,11 @@ NOTHING = {torch.float64: 1e-10, torch.float32: 1e-5}
 
 
 class NarrowResNet(ResNet):
-    """A ResNet with an eighth of the channels."""
+    """A ResNet with an eighth of the channels and a block of each kind."""
 
-    def __init__(self, block, layers):
-        super().__init__(block, layers)
-        self.fc = nn.Linear(512 // 8 * block.expansion, CLASSES)
+    def __init__(self):
+        super().__init__(BasicBlock, [1, 1, 1, 1])
+        self.fc = nn.Linear(512 // 8, CLASSES)
 
     def _make_layer(self, block, planes, blocks, stride=1, dilate=False):
         return super()._make_layer(block, planes // 8, blocks, stride, dilate)
@@ -46,12 +43,11 @@ class NarrowResNet(ResNet):
 
 def _vgg():
     def block(before, after):
-        return [nn.Conv2d(before, after, 3, padding=1), nn.BatchNorm2d(after), nn.ReLU(inplace=True)]
+        return [nn.Conv2d(before, after, 3, padding=1), nn.BatchNorm2d(after), nn.ReLU(inplace=True), nn.MaxPool2d(2)]
 
     return nn.Sequential(
-        *block(3, 6), nn.MaxPool2d(2), *block(6, 10), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(10 * 64, 20),
-        nn.ReLU(), nn.Linear(20, CLASSES),
-    )  # fmt: skip
+        *block(3, 6), *block(6, 10), nn.Flatten(), nn.Linear(10 * 64, 20), nn.ReLU(), nn.Linear(20, CLASSES)
+    )
 
 
 def _efficientnet():
@@ -78,9 +74,7 @@ def _vit():
 # How each is built, and the size of its pictures.
 NETWORKS = {
     "vgg": (_vgg, 32),
-    "resnet18": (lambda: NarrowResNet(BasicBlock, [2, 2, 2, 2]), 64),
-    "resnet50": (lambda: NarrowResNet(Bottleneck, [2, 2, 2, 2]), 64),
-    "mobilenet_v3": (lambda: models.mobilenet_v3_small(width_mult=0.5, num_classes=CLASSES, dropout=0.0), 64),
+    "resnet": (NarrowResNet, 64),
     "efficientnet_b0": (_efficientnet, 64),
     "convnext": (_convnext, 64),
     "densenet": (_densenet, 64),
@@ -93,10 +87,11 @@ BATCH = 8
 class Truth:
     """What one process computes: loss, gradients and state of each update, and evaluation's output after the last.
 
-    `loss` is the user's own, of (output, labels): a value for each sample or their mean; None is cross-entropy.
+    `make` builds the network, on each process anew; `loss` is the user's own, of (output, labels): a value for each
+    sample or their mean; None is cross-entropy.
     """
 
-    model: nn.Module
+    make: Callable[[], nn.Module]
     pictures: torch.Tensor
     labels: torch.Tensor
     group: int
@@ -106,50 +101,34 @@ class Truth:
     states: list[dict[str, torch.Tensor]] = field(default_factory=list)
     output: torch.Tensor = field(default_factory=lambda: torch.zeros(0))
 
+    def network(self):
+        torch.manual_seed(0)
+        return self.make().to(self.pictures.dtype if self.pictures.is_floating_point() else torch.float64).train()
 
-@dataclass
-class Found:
-    """How far one plan's results are from the truth, relative to each tensor's largest value.
+    def graph(self):
+        network = self.network()
+        group_batch_norms(network)
+        return describe_network(network, self.pictures[0])
 
-    Attributes:
-        label: the plan's seed (-1 for data parallel), or what it is of.
-        first: after one update: (error, what it is of).
-        last: after the last one.
-    """
-
-    label: object
-    first: tuple[float, str]
-    last: tuple[float, str]
+    def share(self, parts, index):
+        return equal_shares(len(self.pictures), self.group, (0, len(self.pictures)), parts)[index]
 
 
 def _optimizer(model):
     return torch.optim.SGD(model.parameters(), lr=0.002, momentum=0.9)
 
 
-def truth(name, updates=1, dtype=torch.float64, group=BATCH, disturbance=0.0):
-    """One process's updates; with a relative disturbance of the pictures, to see what rounding alone may do.
-
-    BatchNorm's groups are the whole batch unless said otherwise: over few values its gradients are mostly rounding.
-    """
-    build, size = NETWORKS[name]
-    torch.manual_seed(0)
-    model = build()
-    pictures = torch.randn(BATCH, 3, size, size, dtype=torch.float64)
-    noise = torch.randn(pictures.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(9))
-    return truth_of(model, (pictures * (1 + disturbance * noise)).to(dtype), updates, group, dtype)
-
-
-def truth_of(model, pictures, updates=1, group=BATCH, dtype=torch.float64, *, loss=None, classes=CLASSES):
-    """The same for any network, pictures [n, …] (or whole numbers) and loss."""
+def truth_of(make, pictures, updates=1, group=BATCH, *, loss=None, classes=CLASSES):
+    """One process's updates of a network on pictures [n, …] (or whole numbers)."""
     count = len(pictures)
-    model = model.to(dtype).train()
     labels = torch.randint(0, classes, (count,), generator=torch.Generator().manual_seed(4))
-    found = Truth(copy.deepcopy(model), pictures, labels, group, loss)
+    found = Truth(make, pictures, labels, group, loss)
+    model = found.network()
     groups, _ = group_batch_norms(model)
     optimizer = _optimizer(model)
     for _ in range(updates):
         optimizer.zero_grad()
-        (share,) = shares_of_micro_batch(count, group, (0, count), 1)
+        share = found.share(1, 0)
         groups.begin_micro_batch(share.spans, share.shared_groups, count, count)
         mean = (loss or F.cross_entropy)(model(pictures), found.labels).mean()
         mean.backward()
@@ -171,66 +150,33 @@ def _note(found, loss, model, optimizer, finish):
     found.states.append({key: one.detach().clone() for key, one in model.state_dict().items()})
 
 
-def random_letters(graph, mesh, seed):
-    """Letters for each op, any that it may take; seed -1 is data parallel."""
-    chance = random.Random(seed)
-    letters = {}
-    for ops in graph.ties().values():
-        common = set.intersection(*[set(op.allowed()) for op in ops if op.letters] or [{"n"}])
-        while True:
-            chosen = tuple("n" if seed < 0 else chance.choice(sorted(common)) for _ in mesh.axes)
-            if not any(refusal(op, chosen, mesh) for op in ops if op.letters):
-                break
-        letters |= {op.name: chosen for op in ops}
-    return letters
-
-
-def random_plan(model, picture, mesh, seed):
-    """A plan in the words of a plan.json."""
-    model = copy.deepcopy(model).train()
-    group_batch_norms(model)
-    graph = describe_network(model, picture)
-    default, ops = shorten_strategies(random_letters(graph, mesh, seed), graph, mesh)
-    return Plan(mesh, ops, default)
-
-
 def _errors(world, cases):
+    """By case: the largest relative error after the first update or the last one, and where it is."""
     found = []
-    for label, truth, plan in cases:
+    for _, truth, plan in cases:
         own = {"cross_entropy": truth.loss is None, "loss": truth.loss}
-        request = ModeRequest(plan=plan, picture=truth.pictures[0], **own)
-        network = split(copy.deepcopy(truth.model), world, request)
+        network = shard_by_plan(truth.network(), world, ModeRequest(plan=plan, picture=truth.pictures[0], **own))
         mine = _follow(network, truth)
-        found.append(Found(label, *_compare_ends(mine, truth, network)))
+        off = (mine.output.double() - truth.output.double()).abs().max().item() / truth.output.abs().max().item()
+        ends = (_compare(mine, truth, number, network.layouts) for number in (0, -1))
+        found.append(max(*ends, (off, "output in evaluation")))
         network.close()
     return found
-
-
-def _compare_ends(mine, truth, network):
-    layouts = network.layouts
-
-    def piece(name, tensor):
-        return shard_tensor(tensor, layouts[name], layouts.mesh, layouts.rank)
-
-    first, last = (_compare(mine, truth, number, piece) for number in (0, len(truth.losses) - 1))
-    off = (mine.output.double() - truth.output.double()).abs().max().item() / truth.output.abs().max().item()
-    return first, max(last, (off, "output in evaluation"))
 
 
 def _follow(network, truth):
     optimizer, count = _optimizer(network.model), len(truth.pictures)
     loss_fn, world = make_loss_fn(TrainOptions(label_smoothing=0.0), truth.loss), network.grid.world
-    if network.loss_axes and network.traits.outputs:
-        outputs = network.traits.outputs
+    if network.loss_axes and network.traits.class_count:
+        outputs = network.traits.class_count
         loss_fn = verify_loss(loss_fn, outputs, outputs, world, truth.pictures.dtype)
-        assert not loss_fn.dependent
+        assert not loss_fn.dependence_reason
     gradients = Gradients(network, world, loss_fn)
     network.grid.batch = count
-    edges, place = bounds(count, network.share.parts), network.share.index
+    edges, place = shard_boundaries(count, network.share.parts), network.share.index
     mine = slice(edges[place], edges[place + 1])
-    found = Truth(network.model, truth.pictures[mine], truth.labels[mine], truth.group)
-    share = _share(truth, network.share.parts, network.share.index)
-    shape = MicroBatchShape(count, count, lambda parts, index: _share(truth, parts, index))
+    found = Truth(truth.make, truth.pictures[mine], truth.labels[mine], truth.group)
+    share, shape = truth.share(network.share.parts, place), MicroBatchShape(count, count, truth.share)
     for _ in truth.losses:
         optimizer.zero_grad()
         result = gradients.forward_backward(MicroBatch(found.pictures, found.labels, share, shape), count)
@@ -242,12 +188,7 @@ def _follow(network, truth):
     return found
 
 
-def _share(truth, parts, index):
-    count = len(truth.pictures)
-    return shares_of_micro_batch(count, truth.group, (0, count), parts)[index]
-
-
-def _compare(mine, truth, number, cut):
+def _compare(mine, truth, number, layouts):
     """The largest relative error of loss, gradients, buffers and parameters, and where it is."""
     worst = (abs(mine.losses[number] - truth.losses[number]) / abs(truth.losses[number]), "loss")
     nothing = NOTHING[truth.output.dtype]
@@ -258,7 +199,8 @@ def _compare(mine, truth, number, cut):
         assert set(got) == set(wanted)
         largest = max(one.abs().max().item() for one in wanted.values())
         for name, tensor in wanted.items():
-            here, own = cut(name, tensor), tensor.abs().max().item()
+            here = shard_tensor(tensor, layouts[name], layouts.mesh, layouts.rank)
+            own = tensor.abs().max().item()
             assert here.shape == got[name].shape, name
             difference = (here.double() - got[name].double()).abs()
             if difference.numel():
@@ -267,24 +209,20 @@ def _compare(mine, truth, number, cut):
     return worst
 
 
-def errors(name, axes, seeds, updates=1, dtype=torch.float64, group=BATCH):
-    """The worst of all processes for random plans of one of the networks."""
-    wanted = truth(name, updates, dtype, group)
-    mesh = Mesh(axes)
-    return errors_of([(seed, wanted, random_plan(wanted.model, wanted.pictures[0], mesh, seed)) for seed in seeds])
+def assert_as_one_process(cases, tolerance):
+    """Each case, (label, truth, plan), on as many processes as its mesh has; all have one mesh."""
+    for rank, errors in enumerate(run_on_ranks(_errors, cases[0][2].mesh.size, cases)):
+        for (label, *_), (error, where) in zip(cases, errors, strict=True):
+            assert error <= tolerance, f"{label} on rank {rank}: {where} is off by {error:.1e}"
 
 
-def errors_of(cases):
-    """The worst of all processes for (label, truth, plan), all on one mesh."""
-    by_rank = run_on_ranks(_errors, cases[0][2].mesh.size, cases)
-    return [
-        Found(ranks[0].label, max(one.first for one in ranks), max(one.last for one in ranks))
-        for ranks in zip(*by_rank, strict=True)
-    ]
+def assert_random_plans(name, axes, seeds, tolerance=1e-9, updates=2, dtype=torch.float64, group=BATCH):
+    """Random plans of one of the networks.
 
-
-def rounding(name, updates=1, group=BATCH):
-    """How far one process is from itself when its pictures are disturbed in their last digit: no plan can do better."""
-    wanted, other = truth(name, updates, group=group), truth(name, updates, group=group, disturbance=2e-16)
-    compared = [_compare(other, wanted, number, lambda _, tensor: tensor) for number in (0, updates - 1)]
-    return Found(0, *compared)
+    BatchNorm's groups are the whole batch unless said otherwise: over few values its gradients are mostly rounding.
+    """
+    make, size = NETWORKS[name]
+    pictures = torch.randn(BATCH, 3, size, size, generator=torch.Generator().manual_seed(9), dtype=dtype)
+    truth = truth_of(make, pictures, updates, group)
+    graph, mesh = truth.graph(), Mesh(axes)
+    assert_as_one_process([(f"{name} {seed}", truth, random_plan(graph, mesh, seed)) for seed in seeds], tolerance)

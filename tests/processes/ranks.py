@@ -1,54 +1,21 @@
 """Runs a function on several real processes, with gloo unless told otherwise, and brings back what each returned."""
 
-import functools
-import importlib
-import os
+import contextlib
+import math
 import pickle
 import platform
+import select
 import tempfile
-import traceback
+import time
 from pathlib import Path
 
-import torch
-import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from manyhands.core.choices import module_names
 from manyhands.core.world import World
+from tests.fork_server import import_what_is_imported_late, request_fork
+from tests.processes.rank import run_rank
 
-# What torch's wrappers, optimizers and checkpoints import when they are first used, and what we do.
-IMPORTED_LATE = (
-    "torch._dynamo", "torch.distributed.checkpoint.state_dict", "torch.distributed.elastic.agent.server",
-    "torch.distributed.algorithms.ddp_comm_hooks.default_hooks", "manyhands.data.datasets.synthetic",
-    "manyhands.parallel.split.network", "manyhands.sync.local", "manyhands.sync.powersgd", "manyhands.sync.measure",
-)  # fmt: skip
-
-
-@functools.cache
-def _import_late():
-    """Imports it once, so that not every forked process does so by itself, which takes seconds of each."""
-    modes = "manyhands.parallel.modes"
-    for name in (*IMPORTED_LATE, *(f"{modes}.{mode}" for mode in module_names(modes))):
-        importlib.import_module(name)
-
-
-def _child(rank, size, function, arguments, folder, device, backend):
-    if device != "cpu":
-        device = device if ":" in device else f"{device}:{rank}"
-        torch.accelerator.set_device_index(device)
-    store = dist.FileStore(str(Path(folder) / "store"), size)
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size))
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size)
-    # Nobody leaves before all are connected, however little it has to do.
-    dist.barrier()
-    try:
-        result = function(World(rank, size, rank, size, device, backend), *arguments)
-        (Path(folder) / f"{rank}.out").write_bytes(pickle.dumps(result))
-    except BaseException:
-        (Path(folder) / f"{rank}.err").write_text(traceback.format_exc())
-        raise
-    finally:
-        dist.destroy_process_group()
+RANK_MODULE, GRACE_S = "tests.processes.rank", 5  # in which the other ranks write their own errors
 
 
 def put_on_machines(machines, world):
@@ -57,23 +24,46 @@ def put_on_machines(machines, world):
     platform.node = lambda: f"machine {place}"
 
 
-def run_on_ranks(function, size, *arguments, start="fork", device="cpu", backend="gloo"):
+def run_on_ranks(function, size, *arguments, start="server", device="cpu", backend="gloo"):
     """function(world, *arguments) on `size` processes; a list of what they returned, by rank.
 
-    Forked ones start at once but inherit this process's memory; "spawn" starts with a memory of their own. All use one
-    device; a type without a number, such as npu, gives each its own.
+    They are forks of the fork server, which import the module of `function`. With "fork", they are forks of this
+    process, which inherit what a test has replaced in it; with "spawn", new processes. All use one device; a type
+    without a number, such as npu, gives each its own.
     """
     if size == 1:
         return [function(World(device=device), *arguments)]
-    if start == "fork":
-        _import_late()
     with tempfile.TemporaryDirectory() as folder:
+        call = (size, function, arguments, folder, device, backend)
         try:
-            given = (size, function, arguments, folder, device, backend)
-            started = mp.start_processes(_child, given, nprocs=size, start_method=start, join=False)
-            while not started.join(grace_period=5):  # the others write their own errors
-                pass
+            if start == "server":
+                _run_in_forks_of_server(size, Path(folder), call)
+            else:
+                _run_in_children(size, call, start)
         except Exception as error:
             texts = [path.read_text() for path in sorted(Path(folder).glob("*.err"))]
             raise AssertionError("\n".join(texts) or str(error)) from error
         return [pickle.loads((Path(folder) / f"{rank}.out").read_bytes()) for rank in range(size)]
+
+
+def _run_in_children(size, call, start):
+    if start == "fork":
+        import_what_is_imported_late()
+    started = mp.start_processes(run_rank, call, nprocs=size, start_method=start, join=False)
+    while not started.join(grace_period=GRACE_S):
+        pass
+
+
+def _run_in_forks_of_server(size, folder, call):
+    (folder / "call").write_bytes(pickle.dumps(call))
+    with contextlib.ExitStack() as stack:  # a closed socket ends its fork
+        forks = [stack.enter_context(request_fork(RANK_MODULE, [folder, rank])) for rank in range(size)]
+        end_s, failed = math.inf, []
+        while forks and time.monotonic() < end_s:
+            for fork in select.select(forks, [], [], min(end_s - time.monotonic(), 1))[0]:
+                forks.remove(fork)
+                if (code := fork.recv(8)) != b"0":
+                    failed.append(code.decode())
+                    end_s = min(end_s, time.monotonic() + GRACE_S)
+    if failed:
+        raise ChildProcessError(f"ranks ended with exit codes {failed}")

@@ -1,18 +1,15 @@
 """Networks of which some updates use a part only, and optimizers that start, skip and change."""
 
-import json
-
 import pytest
 import torch
 from torch import nn
 
 from manyhands.config.job import TrainOptions
-from manyhands.core.errors import RunError
 from manyhands.core.world import World
 from manyhands.train.loop import fit
 from manyhands.train.optimize import make_optimizer
 from tests.processes.ranks import run_on_ranks
-from tests.processes.updates import EXACT, assert_alike, built, captured
+from tests.processes.updates import EXACT, assert_alike, built, captured, train, trained
 
 
 class Branches(nn.Module):
@@ -36,7 +33,7 @@ class Branches(nn.Module):
         return self.head(values)
 
 
-FEW = {"data.name": "synthetic:48x1x8x8x5", "train.batch": 6}
+FEW = {"data.name": "synthetic:48x1x8x8x5", "data.augment": "none", "train.batch": 6}
 
 
 def _train(world, mode, optimizer):
@@ -77,31 +74,26 @@ def test_an_update_that_the_loss_scaler_skips_leaves_no_trace():
     assert torch.equal(optimizer.state[network.bias]["momentum_buffer"], torch.full((300,), 2.0))
 
 
-def _resume(folder, steps, optimizer, *, frozen=False):
+def _frozen():
     model = Branches()
-    model.body.requires_grad_(not frozen)
-    flags = {**FEW, "train.max_steps": steps, "train.optimizer": optimizer, "train.lr": 0.001}
-    with built(World(), model, flags, folder) as trainer:
-        fit(trainer)
-    return trainer.updater.optimizer.state, model
+    model.body.requires_grad_(False)
+    return model
 
 
-def test_another_optimizer_starts_anew_with_a_message(tmp_path):
-    _resume(tmp_path, 2, "sgd")
-    state, model = _resume(tmp_path, 4, "adamw")
-    assert state[model.head.weight].keys() == {"step", "exp_avg", "exp_avg_sq"}
-    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
-    [said] = [event["message"] for event in events if "is reset" in event["message"]]
+def test_what_was_frozen_trains_once_it_is_no_longer_and_another_optimizer_starts_anew_with_a_message(tmp_path):
+    makes = ((_frozen, "sgd"), (Branches, "sgd"), (Branches, "adamw"))
+    frozen, thawed, other = (
+        train(World(), 0, make, {**FEW, "train.max_steps": 2 * turn, "train.optimizer": name}, tmp_path)
+        for turn, (make, name) in enumerate(makes, 1)
+    )
+    assert thawed.optimizer["body.weight momentum_buffer"].any()
+    assert not torch.equal(frozen.model["body.weight"], thawed.model["body.weight"])
+    assert not any("is reset" in message for message in thawed.said("note") + thawed.said())
+    assert {f"head.weight {name}" for name in ("step", "exp_avg", "exp_avg_sq")} < other.optimizer.keys()
+    assert "head.weight momentum_buffer" not in other.optimizer
+    [said] = [event["message"] for event in other.events if "is reset" in event.get("message", "")]
     assert said.startswith("the state of adamw is reset")
     assert "momentum_buffer" in said
-
-
-def test_what_was_frozen_trains_once_it_is_no_longer(tmp_path):
-    _, before = _resume(tmp_path, 2, "sgd", frozen=True)
-    state, after = _resume(tmp_path, 4, "sgd")
-    assert state[after.body.weight]["momentum_buffer"].any()
-    assert not torch.equal(before.body.weight, after.body.weight)
-    assert "is reset" not in (tmp_path / "events.jsonl").read_text()
 
 
 class Masked(nn.Module):
@@ -121,24 +113,18 @@ class Masked(nn.Module):
         return self.head((rows @ rows.transpose(1, 2) + self.mask).softmax(2).mean(1))
 
 
-def _masked(world, folder, steps, *, lose=False):
-    """`steps` of local steps, which on one process are plain ones."""
-    flags = {**FEW, "train.max_steps": steps, "sync.every": 2, "sync.codec": "int8"}
-    with built(
-        world, model := Masked(), {**flags, "sync.method": "allreduce" if world.alone else "local"}, folder
-    ) as t:
-        model.lose = lose
-        fit(t)
-    return t.progress.step
+class Losing(Masked):
+    def __init__(self):
+        super().__init__()
+        self.lose = True
 
 
-def test_a_mask_of_infinities_is_saved_and_what_was_lost_on_the_way_is_not(tmp_path):
-    assert _masked(World(), tmp_path / "run", 2) == 2
-    assert _masked(World(), tmp_path / "run", 4) == 4
-    with pytest.raises(RunError, match="buffer seen is not finite, although every loss was finite"):
-        _masked(World(), tmp_path / "lost", 2, lose=True)
-
-
-def test_processes_that_train_apart_save_their_masks_too(tmp_path):
-    assert run_on_ranks(_masked, 2, tmp_path, 4) == [4, 4]
-    assert "could not save" not in (tmp_path / "events.jsonl").read_text()
+def test_masks_of_infinities_are_saved_and_what_was_lost_on_the_way_is_not(tmp_path):
+    """Also by processes that train apart."""
+    assert train(World(), 0, Masked, {**FEW, "train.max_steps": 2}, tmp_path / "run").first == 0
+    assert train(World(), 0, Masked, {**FEW, "train.max_steps": 4}, tmp_path / "run").first == 2
+    lost = train(World(), 0, Losing, {**FEW, "train.max_steps": 2}, tmp_path / "lost", ends=True)
+    assert "buffer seen is not finite, although every loss was finite" in lost.ended
+    local = {"sync.method": "local", "sync.every": 2, "sync.codec": "int8"}
+    for found, _ in trained(2, [(0, Masked, {**FEW, **local, "train.max_steps": 4}, tmp_path / "apart")]):
+        assert not any("could not save" in event["message"] for event in found.events if "message" in event)

@@ -1,22 +1,28 @@
-"""What ops draw: alike where processes have the same values, apart where they have others."""
+"""What ops draw: alike where processes have the same values, apart where they have others; and plan.json names it.
+
+It names everything that makes a run depend on the number of processes, and nothing else.
+"""
 
 import pytest
 import torch
+import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import nn
 from torchvision.ops import StochasticDepth
 
 from manyhands.core.mesh import Mesh
 from manyhands.core.world import World
-from manyhands.data.order import shares_of_micro_batch
+from manyhands.data.order import equal_shares
 from manyhands.parallel.mesh.grid import Grid
-from manyhands.parallel.mesh.placement import Extent, convert, value_of
+from manyhands.parallel.mesh.placement import Extent, convert, value_layout
 from manyhands.parallel.network import MicroBatchShape
 from manyhands.parallel.plan import Plan
 from manyhands.parallel.split.execute import SplitNetwork, batch_axes
 from manyhands.parallel.split.graph import INPUT
-from manyhands.parallel.split.strategy import resolve
+from manyhands.parallel.split.strategy import resolve_letters
 from manyhands.parallel.split.tracing import describe_network
+from manyhands.train.trainer import process_count_dependence_reasons
 from tests.processes.ranks import run_on_ranks
+from tests.processes.updates import built, by_case
 
 SAMPLES, CHANNELS = 12, 10
 MESH = (("dp", 2), ("tp", 2))
@@ -45,15 +51,15 @@ def _masks(world, kind, strategy, axes=MESH, seed=3):
     grid, network = Grid(mesh, world), Dropping(DROPS[kind]()).train()
     graph = describe_network(network, torch.zeros(CHANNELS, 1, 1))
     op = next(one for one in graph.ops.values() if one.name.startswith("drop"))
-    letters = resolve(Plan(mesh, {op.name: strategy, "mean": strategy}), graph)
+    letters = resolve_letters(Plan(mesh, {op.name: strategy, "mean": strategy}), graph)
     split = SplitNetwork(network, graph, graph, letters, grid).train()
     found = []
     for number in (seed, seed + 1):
         count = grid.parts(batch_axes(split.letters[INPUT]))
-        share = lambda parts, index: shares_of_micro_batch(SAMPLES, 0, (0, SAMPLES), parts)[index]  # noqa: E731
+        share = lambda parts, index: equal_shares(SAMPLES, 0, (0, SAMPLES), parts)[index]  # noqa: E731
         split.begin_micro_batch(MicroBatchShape(SAMPLES, SAMPLES, share, number))
         given = split(torch.ones(SAMPLES // count, CHANNELS, 1, 1)).detach()
-        side = value_of([0 if letter == "n" else "R" for letter in letters["loss"]])
+        side = value_layout([0 if letter == "n" else "R" for letter in letters["loss"]])
         found.append(convert(given, side, ("R",) * len(axes), Extent((SAMPLES, CHANNELS), 1), grid))
     grid.release()
     return found
@@ -63,18 +69,14 @@ STRATEGIES = ["n@dp,tp", "n@dp c@tp", "c@dp,tp", "n@dp r@tp", "r@dp c@tp"]
 CASES = [(kind, strategy) for kind in DROPS for strategy in STRATEGIES]
 
 
-def _all_masks(world):
-    return {case: _masks(world, *case) for case in CASES}
-
-
 @pytest.fixture(scope="module")
 def masks():
-    return run_on_ranks(_all_masks, Mesh(MESH).size)
+    return dict(zip(CASES, by_case(Mesh(MESH).size, _masks, CASES), strict=True))
 
 
 @pytest.mark.parametrize(("kind", "strategy"), CASES)
 def test_masks(kind, strategy, masks):
-    by_rank = [found[kind, strategy] for found in masks]
+    by_rank = masks[kind, strategy]
     first, second = by_rank[0]
     # What all of them put together is one tensor, so replicas drew alike.
     for masks in by_rank:
@@ -90,6 +92,79 @@ def test_masks(kind, strategy, masks):
         assert not torch.equal(first[:, : CHANNELS // 2], first[:, CHANNELS // 2 :])
 
 
-def test_one_process_draws_the_same_again():
-    once, again = (_masks(World(), "dropout", "n@dp", (("dp", 1),)) for _ in range(2))
-    assert all(torch.equal(one, other) for one, other in zip(once, again, strict=True))
+class Between(nn.Module):
+    """Has something done with a picture's rows, adds them up, and tells classes apart."""
+
+    def __init__(self, between):
+        super().__init__()
+        self.between, self.head = between, nn.Linear(8, 5)
+
+    def forward(self, images):
+        return self.head(self.between(images[:, 0]).mean(1))
+
+
+class DropPath(nn.Module):
+    def __init__(self, drop_prob):
+        super().__init__()
+        self.drop_prob = drop_prob
+
+    def forward(self, values):
+        return values * (torch.rand(len(values), 1, 1) >= self.drop_prob)
+
+
+class Functional(nn.Module):
+    def __init__(self, share):
+        super().__init__()
+        self.share = share
+
+    def forward(self, values):
+        return F.dropout(values, self.share, training=self.training and self.share > 0)
+
+
+class Mixed(nn.Module):
+    """Normalizes rows of which each has values of all samples."""
+
+    def __init__(self, share):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8) if share else nn.Identity()
+
+    def forward(self, values):
+        return self.norm(values.transpose(0, 1).flatten(0, 1)).view(8, -1, 8).transpose(0, 1)
+
+
+def _encoder(share):
+    return nn.TransformerEncoderLayer(8, 2, 8, dropout=share, batch_first=True)
+
+
+def _found(world, between=None, **settings):
+    flags = {"data.name": "synthetic:20x1x8x8x5", "train.batch": 8, **settings}
+    with built(world, Between(between or nn.Identity()), flags) as trainer:
+        return process_count_dependence_reasons(trainer)
+
+
+NAMED = [
+    (lambda share: StochasticDepth(share, "row"), ["Stochastic depth masks"]),
+    (DropPath, ["Stochastic depth masks"]),
+    (nn.Dropout, ["Dropout masks"]),
+    (Functional, ["The network's random numbers"]),
+    (_encoder, ["Dropout masks", "Attention dropout masks"]),
+    (Mixed, ["1 BatchNorm layer(s) normalize rows"]),
+]
+
+
+@pytest.mark.parametrize(("make", "wanted"), NAMED)
+def test_what_draws_or_mixes_is_named_where_it_does(make, wanted):
+    found = _found(World(), make(0.3))
+    assert [line[: len(words)] for line, words in zip(found, wanted, strict=True)] == wanted
+    if make is not DropPath:  # which draws for nothing at a share of 0
+        assert _found(World(), make(0.0)) == []
+
+
+def _of_agreeing(world):
+    return _found(world, **{"sync.method": "bf16", "parallel.gradients_mean": "false"})
+
+
+def test_rounded_and_added_gradients_are_named():
+    for found in run_on_ranks(_of_agreeing, 2):
+        assert "rounded to bf16" in found[0]
+        assert "gradients_mean = false" in found[1]

@@ -1,17 +1,13 @@
-"""Each sample counts once on any number of processes, to the last bit; a stop comes to all at the same block."""
+"""Each sample counts once on any number of processes, to the last bit."""
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from manyhands.core.world import World
-from manyhands.train import evaluate
-from manyhands.train.evaluate import Interrupted, StopRequest
-from manyhands.train.objects import metric_words
-from manyhands.train.status import collectives_begun, moved_bytes
+from manyhands.train.objects import metric_names
 from tests.processes.ranks import run_on_ranks
-from tests.processes.updates import built
+from tests.processes.updates import built, normed
 
 COUNT = 10_007
 
@@ -42,10 +38,9 @@ def _evaluate(world, *cases):
     """For each case: count, loss, shares of right guesses, metrics; the confusion; calls of the network."""
     found = []
     for settings in cases:
-        torch.manual_seed(5)
-        network = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 7))
-        flags = {"data.name": f"synthetic:{5 * COUNT}x1x6x6x7", "model.num_classes": 7}
-        with built(world, network, {**flags, "train.metrics": metric_words(METRICS), **settings}, metrics=METRICS) as t:
+        network = normed()
+        flags = {"data.name": f"synthetic:{5 * COUNT}x1x8x8x5", "model.num_classes": 5}
+        with built(world, network, {**flags, "train.metrics": metric_names(METRICS), **settings}, metrics=METRICS) as t:
             one, calls = t.evaluate(), []
             # Once more, where a stop may be asked for: what is asked when, and how often, decides nothing.
             network.register_forward_hook(lambda *_, calls=calls: calls.append(0))
@@ -91,42 +86,3 @@ def test_several_processes_count_as_one_does(size):
     assert count == int(wanted[0][1].sum()) == COUNT
     assert metrics["custom_loss"] == pytest.approx(loss, rel=1e-6)
     assert top1 < metrics["third"] < top5
-
-
-def _stopped(world):
-    evaluate.ASK_S = 1e-9
-    calls, network = [], nn.Sequential(nn.Flatten(), nn.Linear(36, 7))
-    network.register_forward_hook(lambda *_: calls.append(0))
-    flags = {"data.name": f"synthetic:{5 * COUNT}x1x6x6x7", "model.num_classes": 7, **_shares(48, 16)}
-    with built(world, network, flags) as trainer:
-        calls.clear()
-        with pytest.raises(Interrupted):
-            trainer.evaluate(lambda: world.rank == 1 and len(calls) == 4)
-    return len(calls)
-
-
-def test_a_stop_comes_to_all_at_the_same_part_of_their_blocks():
-    assert run_on_ranks(_stopped, 2) == [12, 4]
-
-
-def test_blocks_that_seem_to_take_no_time_are_not_handed_over_all_at_once(monkeypatch):
-    monkeypatch.setattr(evaluate, "ASK_S", 1e9)
-    asked = []
-    request = StopRequest(World(), lambda: asked.append(done))
-    for done in range(40):
-        request.check_stop(done)
-    assert asked == [0, 1, 3, 7, 15, 31]
-
-
-def _seen_by(world):
-    before = collectives_begun(), moved_bytes()
-    for _ in range(3):
-        dist.all_reduce(torch.ones(100_000))
-    return collectives_begun() - before[0], moved_bytes() - before[1]
-
-
-def test_who_came_to_how_many_collectives_and_what_moved_is_known():
-    for calls, moved in run_on_ranks(_seen_by, 2):
-        assert calls == 3
-        # Where the system tells: what was received at least.
-        assert moved == 0 or moved > 3 * 100_000

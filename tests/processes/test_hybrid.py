@@ -2,21 +2,22 @@
 
 import copy
 import functools
+import random
 
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
-from hypothesis import Phase, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
 from manyhands.core.errors import UserError
-from manyhands.core.mesh import bounds, parse_mesh
+from manyhands.core.mesh import parse_mesh, shard_boundaries
 from manyhands.core.world import World
-from manyhands.data.order import shares_of_micro_batch
+from manyhands.data.order import equal_shares
 from manyhands.parallel.gradients import Gradients
 from manyhands.parallel.mesh.grid import open_mesh
-from manyhands.parallel.mesh.marks import Parameter, layouts_of
+from manyhands.parallel.mesh.marks import Parameter, state_dict_layouts
 from manyhands.parallel.modes.hybrid import apply, hybrid_network
 from manyhands.parallel.network import MicroBatchShape, ModeRequest
 from manyhands.parallel.replicas.batch_norm import group_batch_norms
@@ -41,17 +42,12 @@ def _random(shape, equal, grid, axes, seed):
     return torch.randn(shape, generator=torch.Generator().manual_seed(1000 * seed + rank), dtype=torch.float64)
 
 
-def _pairings(world, mesh, names, cases):
-    """For each case <f(x), y> and <x, transposed f(y)> over all processes, along each of some axes."""
-    grid = open_mesh(mesh, world)
-    return torch.cat([_along(grid, one, cases) for one in names])
-
-
-def _along(grid, names, cases):
-    axis = grid.axis(*names.split(","))
+def _pairings(grid, names):
+    """For each case <f(x), y> and <x, transposed f(y)> over all processes, along some axes."""
+    axis = grid.axis(*names)
     numbers = [grid.mesh.names.index(name) for name in axis.names]
     found = []
-    for method, shape, dim, seed in cases:
+    for method, shape, dim, seed in _cases(random.Random(len(names))):
         takes, gives = EQUAL[method]
         local = list(shape)
         dims = [dim]
@@ -59,7 +55,10 @@ def _along(grid, names, cases):
             # Two dimensions at least: the one before is cut where this one was.
             local, shape, dims = [*local, 4], [*shape, 4], [len(shape), dim]
         if method in {"gather", "all_to_all"}:
-            local[dim] = bounds(shape[dim], axis.size)[axis.rank + 1] - bounds(shape[dim], axis.size)[axis.rank]
+            local[dim] = (
+                shard_boundaries(shape[dim], axis.size)[axis.rank + 1]
+                - shard_boundaries(shape[dim], axis.size)[axis.rank]
+            )
         x = _random(local, takes, grid, numbers, seed).requires_grad_()
         y = getattr(axis, method)(x, *([] if method in {"enter", "all_reduce"} else dims))
         back = _random(y.shape, gives, grid, numbers, seed + 500)
@@ -70,37 +69,22 @@ def _along(grid, names, cases):
     return torch.tensor(found, dtype=torch.float64)
 
 
-CASES = st.lists(
-    st.lists(st.integers(1, 5), min_size=1, max_size=3).flatmap(
-        lambda shape: st.tuples(
-            st.sampled_from(sorted(EQUAL)), st.just(shape), st.integers(0, len(shape) - 1), st.integers(0, 400)
-        )
-    ),
-    min_size=40,
-    max_size=80,
-)
+def _cases(chance):
+    """Each method on some random shapes."""
+    for method in sorted(EQUAL) * 8:
+        shape = [chance.randint(1, 5) for _ in range(chance.randint(1, 3))]
+        yield method, shape, chance.randrange(len(shape)), chance.randint(0, 400)
 
 
-@pytest.mark.parametrize(
-    ("mesh", "names"), [("tp=1", ["tp"]), ("tp=2", ["tp"]), ("tp=3", ["tp"]), ("dp=2,tp=2", ["dp", "tp", "dp,tp"])]
-)
-# Shrinking would start processes hundreds of times, and the first example is the least one.
-@settings(max_examples=2, phases=[Phase.explicit, Phase.generate])
-@given(cases=CASES)
-def test_each_collectives_backward_is_its_adjoint(mesh, names, cases):
-    sums = sum(run_on_ranks(_pairings, parse_mesh(mesh).size, mesh, names, cases))
-    torch.testing.assert_close(sums[:, 0], sums[:, 1], rtol=1e-12, atol=1e-12)
-
-
-def _forwards(world):
-    grid = open_mesh(f"tp={world.size}", world)
+def _forwards(grid):
+    """Whether collectives along tp give what they say."""
     tp = grid.axis("tp")
     whole = torch.arange(35.0).reshape(5, 7)
     term = whole * (tp.rank + 1)
     count = sum(range(1, tp.size + 1))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         small = tp.all_reduce(tp.enter(torch.ones(2, 3)) @ torch.ones(3, 2))
-    equal = [
+    return [
         torch.equal(tp.enter(whole), whole),
         torch.equal(tp.all_reduce(term), count * whole),
         torch.equal(tp.gather(tp.scatter(whole, -1), -1), whole),
@@ -110,14 +94,6 @@ def _forwards(world):
         torch.equal(tp.gather(tp.shard(whole, 1).detach(), 1), whole),
         small.dtype == torch.bfloat16 and float(small.detach()[0, 0]) == 3 * tp.size,
     ]
-    grid.release()
-    return equal
-
-
-@pytest.mark.parametrize("size", [1, 3])
-def test_what_they_give(size):
-    for equal in run_on_ranks(_forwards, size):
-        assert all(equal), equal
 
 
 class Marked003(nn.Module):
@@ -126,7 +102,7 @@ class Marked003(nn.Module):
     def __init__(self, mesh):
         super().__init__()
         self.tp = mesh.axis("tp")
-        edges = bounds(128, self.tp.size)
+        edges = shard_boundaries(128, self.tp.size)
         mine = torch.rand(512, 128)[:, edges[self.tp.rank] : edges[self.tp.rank + 1]]
         self.weight = Parameter(mine, layerwise_parallel=True, shape=(512, 128))
 
@@ -193,14 +169,14 @@ def _trained(world, make, mesh, samples, updates):
         optimizer.zero_grad()
         # Two passes, so that gradients are held back in the first one.
         for first in (0, 6):
-            shares = functools.partial(shares_of_micro_batch, 12, 6, (first, first + 6))
+            shares = functools.partial(equal_shares, 12, 6, (first, first + 6))
             network.begin_micro_batch(
                 MicroBatchShape(6, 12, lambda parts, place, shares=shares: shares(parts)[place], step)
             )
             share = shares(parts)[place]
             part = slice(share.start, share.stop)
             loss = F.mse_loss(network.call(x[part]) / 100, y[part], reduction="sum") / 12
-            gradients.backward_of(loss, last=first > 0)
+            gradients.backward_custom_loss(loss, last=first > 0)
             losses.append(float(loss.detach()) / (world.size / parts))
         gradients.finish()
         norms.append(float(network.gradient_norm()))
@@ -235,19 +211,34 @@ def _put_together(mesh, results, place):
 MAKES = [Of003, Marked003, Pair, Pieces]
 
 
-def _all_trained(world, makes, mesh, samples):
-    return [_trained(world, make, mesh, samples, 4) for make in makes]
+def _all_of(world, mesh, makes, samples):
+    """On a mesh: inner products along axes and all of them, what collectives give, and trained networks."""
+    grid = open_mesh(mesh, world)
+    axes = [(name,) for name in grid.mesh.names] + [grid.mesh.names] * (len(grid.mesh.names) > 1)
+    if world.size == 4:
+        with pytest.raises(UserError, match=r"shards have lengths \[1, 4\]"):  # on all processes
+            grid.axis("tp").gather(torch.zeros(4 if grid.axis("tp").rank else 1), 0)
+    pairings, forwards = torch.cat([_pairings(grid, names) for names in axes]), _forwards(grid)
+    network = hybrid_network(nn.Linear(3, 2), grid)  # without marks
+    unmarked = network.grid.parts(network.samples), {one.gradient_axes for one in network.layouts.values()}
+    return pairings, forwards, unmarked, [_trained(world, make, mesh, samples, 4) for make in makes]
 
 
-# Where `True` stands for an axis, it is not the first one of two.
+# In tp=2,dp=2 the axis of the samples is not the first one.
 @pytest.mark.parametrize(
     ("mesh", "makes", "samples"),
-    [*((mesh, MAKES, None) for mesh in ("tp=2", "tp=3", "dp=2,tp=2")), ("tp=2,dp=2", [Pair], ["dp"])],
+    [*((mesh, MAKES, None) for mesh in ("tp=1", "tp=2", "tp=3", "dp=2,tp=2")), ("tp=2,dp=2", [Pair], ["dp"])],
 )
-def test_as_many_processes_as_you_like_train_as_one(mesh, makes, samples):
+def test_each_collectives_backward_is_its_adjoint_and_as_many_processes_as_you_like_train_as_one(mesh, makes, samples):
     parsed = parse_mesh(mesh)
-    ones = _all_trained(World(), makes, ",".join(f"{name}=1" for name in parsed.names), None)
-    for alone, *several in zip(ones, *run_on_ranks(_all_trained, parsed.size, makes, mesh, samples), strict=True):
+    pairings, forwards, unmarked, trained = zip(*run_on_ranks(_all_of, parsed.size, mesh, makes, samples), strict=True)
+    torch.testing.assert_close(sum(pairings)[:, 0], sum(pairings)[:, 1], rtol=1e-12, atol=1e-12)
+    assert all(all(equal) for equal in forwards), forwards
+    # A network without marks is data parallel over all.
+    assert parsed.size < 4 or unmarked == ((4, {(0, 1)}),) * 4
+    single = ",".join(f"{name}=1" for name in parsed.names)
+    for make, *several in zip(makes, *trained, strict=True):
+        alone = _trained(World(), make, single, None, 4)
         losses = [sum(one) for one in zip(*(result[0] for result in several), strict=True)]
         assert losses == pytest.approx(alone[0], rel=1e-12)
         for result in several:
@@ -273,17 +264,23 @@ def test_pieces_lie_where_their_layout_says(shape, rank, both):
     module = nn.Module()
     module.weight = dp.shard(tp.shard(whole, 0), -1) if both else tp.shard(whole, 0)
     module = copy.deepcopy(module).double()
-    layout = layouts_of(module, grid.mesh, rank)["weight"]
+    layout = state_dict_layouts(module, grid.mesh, rank)["weight"]
     assert layout.shape == shape
     assert layout.sharded_axes == ({0, 1} if both else {1})
     assert torch.equal(module.weight, whole[tuple(slice(*edges) for edges in layout.region(grid.mesh, rank))].double())
+
+
+def _of_another_length(_):
+    module = nn.Module()
+    module.weight = Parameter(torch.zeros(5), layerwise_parallel="tp", shape=(7,))
+    state_dict_layouts(module, parse_mesh("tp=2"), 0)
 
 
 def test_what_the_marks_mean():
     def layout(mesh, rank=0, **mark):
         module = nn.Module()
         module.weight = Parameter(torch.zeros(4, 6), **mark)
-        return layouts_of(module, parse_mesh(mesh), rank)["weight"]
+        return state_dict_layouts(module, parse_mesh(mesh), rank)["weight"]
 
     assert layout("dp=2,tp=2") == layout("dp=2", shape=(4, 6)) == layout("tp=1", layerwise_parallel=False)
     assert layout("dp=2,tp=2", layerwise_parallel=True).shape == (8, 6)
@@ -311,27 +308,9 @@ def test_what_the_marks_mean():
         (lambda grid: Parameter(torch.zeros(2), shape=(4,)), "but the unsharded tensor has shape"),
         (lambda grid: open_mesh("dp=2,tp=3"), "for 6 processes, but 1 are running"),
         (lambda grid: open_mesh("dp"), "is not a mesh"),
+        (_of_another_length, r"weight on rank 0 has shape \(5,\), expected \(3,\)"),
     ],
 )
 def test_mistakes_are_named(mistake, words):
     with pytest.raises(UserError, match=words):
         mistake(_grid("dp=2,tp=3"))
-
-
-def test_a_piece_of_another_length_is_refused():
-    module = nn.Module()
-    module.weight = Parameter(torch.zeros(5), layerwise_parallel="tp", shape=(7,))
-    with pytest.raises(UserError, match=r"weight on rank 0 has shape \(5,\), expected \(3,\)"):
-        layouts_of(module, parse_mesh("tp=2"), 0)
-
-
-def _without_marks(world):
-    grid = open_mesh("dp=2,tp=2", world)
-    with pytest.raises(UserError, match=r"shards have lengths \[1, 4\]"):  # on all processes
-        grid.axis("tp").gather(torch.zeros(4 if grid.axis("tp").rank else 1), 0)
-    network = hybrid_network(nn.Linear(3, 2), grid)
-    return network.samples, network.grid.parts(network.samples), {one.gradient_axes for one in network.layouts.values()}
-
-
-def test_a_network_without_marks_is_data_parallel_over_all_and_pieces_that_are_no_shards_are_refused():
-    assert run_on_ranks(_without_marks, 4) == [((0, 1), 4, {(0, 1)})] * 4

@@ -1,11 +1,9 @@
 """A picture that goes bad during a run: replaced alike at any number of processes, counted, and refused if many do."""
 
-import json
 from pathlib import Path
 
 import numpy
 import pytest
-import torch
 from PIL import Image
 
 from manyhands.core.errors import ManyhandsError
@@ -13,7 +11,7 @@ from manyhands.core.world import World
 from manyhands.data.decode import CorruptImageError
 from manyhands.train.loop import fit
 from tests.processes.ranks import run_on_ranks
-from tests.processes.updates import EXACT, built, network
+from tests.processes.updates import EXACT, built, lines, normed
 
 EACH = 24
 
@@ -43,8 +41,7 @@ def trained(world, place, how="truncated", count=1, skips=True, workers=0, where
         "data.image_size": 8, "data.channels": 1, "model.num_classes": 5, "data.skip_corrupt": skips,
         "data.workers": workers, "train.norm_group": 6, "data.memory_limit_mib": 0,
     }  # fmt: skip
-    torch.manual_seed(3)
-    with built(world, network(True), flags) as trainer:
+    with built(world, normed(), flags) as trainer:
         if world.is_main and where == "train":
             _spoil(place, how, count)
         elif world.is_main:
@@ -56,9 +53,7 @@ def trained(world, place, how="truncated", count=1, skips=True, workers=0, where
         except ManyhandsError as error:
             said = f"{error.message} | {error.where}"
         weights = {name: one.clone() for name, one in trainer.network.full_state_dict().items()}
-        events = trainer.folder.events
-        lines = events.read_text().splitlines() if events.exists() else []
-    events = [event for event in map(json.loads, lines) if event["kind"] == "replaced"]
+        events = [event for event in lines(trainer.folder.events) if event["kind"] == "replaced"]
     return weights, [[Path(one).name for one in event["data"]["pictures"]] for event in events], said
 
 

@@ -3,7 +3,6 @@
 In front of the op stands a product with a parameter of the pictures' shape, whose gradient is the op's input gradient.
 """
 
-import copy
 import functools
 import itertools
 import operator
@@ -15,26 +14,26 @@ from torch import nn
 
 from manyhands.core.mesh import Mesh
 from manyhands.parallel.plan import Plan
-from manyhands.parallel.replicas.batch_norm import group_batch_norms
 from manyhands.parallel.split.graph import LOSS
 from manyhands.parallel.split.rules import OPAQUE
 from manyhands.parallel.split.rules import RULES as KNOWN
 from manyhands.parallel.split.strategy import refusal, write_strategy
-from manyhands.parallel.split.tracing import describe_network
-from tests.processes.parity import CLASSES, errors_of, truth_of
-from tests.processes.test_plans import check
+from tests.processes.parity import CLASSES, assert_as_one_process, truth_of
 
 SAMPLES = 7
 TWO, THREE, SQUARE = Mesh((("dp", 2),)), Mesh((("dp", 3),)), Mesh((("dp", 2), ("tp", 2)))
 
 
 class Scaled(nn.Module):
-    """A parameter times the pictures, the op, and a layer that makes classes of whatever the op gives."""
+    """A parameter times the pictures, an op of RULES, and a layer that makes classes of whatever the op gives."""
 
-    def __init__(self, op, shape, features):
+    def __init__(self, kind, place):
         super().__init__()
+        _, make, shape = RULES[kind][place]
         self.scale = nn.Parameter(torch.rand(shape) + 0.5)
-        self.op = op
+        self.op = make()
+        with torch.no_grad():
+            features = self.op(torch.rand(SAMPLES, *shape)).flatten(1).shape[1]
         self.last = nn.Linear(features, CLASSES)
 
     def forward(self, x):
@@ -214,79 +213,54 @@ RULES = {
 }
 
 
-def _truth(make, shape, group=SAMPLES):
-    torch.manual_seed(1)
-    op = make()
-    with torch.no_grad():
-        features = op.double()(torch.rand(SAMPLES, *shape, dtype=torch.float64)).flatten(1).shape[1]
-    model = Scaled(op, shape, features)
-    generator = torch.Generator().manual_seed(2)
-    return truth_of(model, torch.randn(SAMPLES, *shape, dtype=torch.float64, generator=generator), 1, group)
+def _truth(kind, place, group=SAMPLES):
+    shape = RULES[kind][place][2]
+    pictures = torch.randn(SAMPLES, *shape, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    return truth_of(functools.partial(Scaled, kind, place), pictures, 1, group)
 
 
-def _graph(truth):
-    model = copy.deepcopy(truth.model)
-    group_batch_norms(model)
-    return describe_network(model, truth.pictures[0])
-
-
-def _plans(graph, mesh, kind):
+def _plans(truth, mesh, kind):
     """A plan for each op of the kind and each pair of letters, where the rest of the network shares out samples."""
-    for op in graph.ops.values():
+    for op in truth.graph().ops.values():
         if op.kind == kind and op.name.startswith(("op", LOSS)):
-            for letters in itertools.combinations_with_replacement(op.allowed(), len(mesh.axes)):
+            for letters in itertools.combinations_with_replacement(op.allowed_letters(), len(mesh.axes)):
                 if not refusal(op, letters, mesh):
                     yield Plan(mesh, {op.name: write_strategy(letters, mesh)})
 
 
-def _cases(kind, mesh, rules, group=SAMPLES, *, once=False):
+def _cases(kind, mesh, group=SAMPLES, *, most=99, once=False):
     """A case for each plan of each variant; `once`: only with letters that no variant before has, or one."""
     cases, seen = [], set()
-    for word, make, shape in rules:
-        truth = _truth(make, shape, group)
-        found = list(_plans(_graph(truth), mesh, kind))
+    for place, (word, *_) in enumerate(RULES[kind][:most]):
+        truth = _truth(kind, place, group)
+        found = list(_plans(truth, mesh, kind))
         assert found, word
         if once:
             found = [plan for plan in found if not seen.issuperset(plan.ops.values())] or found[-1:]
             seen |= {letters for plan in found for letters in plan.ops.values()}
-        cases += [((word, dict(plan.ops)), truth, plan) for plan in found]
+        cases += [(f"{kind}, {word} {plan.ops}", truth, plan) for plan in found]
     return cases
 
 
-def _check(cases):
-    check(errors_of(cases), 1e-9)
+SLOW = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
-def test_each_placement_of_a_rule_equals_one_process():
-    _check([case for kind, rules in RULES.items() for case in _cases(kind, TWO, rules, once=True)])
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_each_placement_of_each_variant():
-    _check([case for kind, rules in RULES.items() for case in _cases(kind, THREE, rules)])
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_each_pair_of_placements_of_a_rule():
-    _check([case for kind, rules in RULES.items() for case in _cases(kind, SQUARE, rules, once=True)])
+@pytest.mark.parametrize(
+    ("mesh", "once"),
+    [(TWO, True), pytest.param(THREE, False, marks=SLOW), pytest.param(SQUARE, True, marks=SLOW)],
+    ids=["2", "each variant at 3", "2x2"],
+)
+def test_each_placement_of_a_rule_equals_one_process(mesh, once):
+    assert {rule.kind for rule in [*KNOWN, OPAQUE]} == {*RULES, "embedding"}
+    assert_as_one_process([case for kind in RULES for case in _cases(kind, mesh, once=once)], 1e-9)
 
 
 @pytest.mark.parametrize(("mesh", "group"), [(THREE, 4), (SQUARE, 3)], ids=["3", "2x2"])
 def test_batch_norm_over_parts_of_the_batch_embedding_and_loss(mesh, group):
-    cases = _cases("batch_norm", mesh, RULES["batch_norm"][:2], group)
-    torch.manual_seed(1)
     numbers = torch.randint(0, 11, (SAMPLES, 5), generator=torch.Generator().manual_seed(3))
-    words = truth_of(Words(), numbers, 1, SAMPLES)
-    plans = list(_plans(_graph(words), mesh, "embedding"))
+    words, classes = truth_of(Words, numbers, 1, SAMPLES), _truth("conv", 0)
+    plans, losses = list(_plans(words, mesh, "embedding")), list(_plans(classes, mesh, LOSS))
     assert {letter for plan in plans for letter in "novr" if f"{letter}@" in plan.ops["op"]} == set("novr")
-    cases += [(dict(plan.ops), words, plan) for plan in plans]
-    truth = _truth(lambda: nn.Conv2d(4, 6, 3), PICTURE)
-    plans = list(_plans(_graph(truth), mesh, LOSS))
-    assert any("o@" in plan.ops[LOSS] for plan in plans), "samples and classes are cut"
-    _check([*cases, *((plan.ops[LOSS], truth, plan) for plan in plans)])
-
-
-def test_every_rule_is_tried():
-    assert {rule.kind for rule in [*KNOWN, OPAQUE]} == {*RULES, "embedding"}
+    assert any("o@" in plan.ops[LOSS] for plan in losses), "samples and classes are cut"
+    cases = [(plan.ops, truth, plan) for truth, found in ((words, plans), (classes, losses)) for plan in found]
+    assert_as_one_process([*_cases("batch_norm", mesh, group, most=2), *cases], 1e-9)

@@ -35,7 +35,7 @@ def _said_all(world, *cases):
 
 def said_of(*cases):
     """What both processes say of each case."""
-    first, second = run_on_ranks(_said_all, 2, *cases)
+    first, second = run_on_ranks(_said_all, 2, *cases, start="fork")
     assert first == second
     return first
 

@@ -20,7 +20,9 @@ from manyhands.core.run_folder import RunFolder
 from manyhands.core.world import World
 from manyhands.report.read import read_run
 from manyhands.train.session import Session
+from manyhands.worker.run_metadata import write_metadata
 from tests.processes.ranks import run_on_ranks
+from tests.processes.updates import by_case
 
 # 53 samples in batches of 16 are 4 updates an epoch.
 COUNT, BATCH = 53, 16
@@ -33,7 +35,8 @@ def opened(world, folder=None, **settings):
     kept = folder and RunFolder(Path(folder))
     if kept:
         kept.failures.mkdir(parents=True, exist_ok=True)
-    here = Session(world, load_job(flags, environment={}).job, kept, scheduled="train.schedule" in settings)
+    how = {"scheduled": "train.schedule" in settings, "write_metadata": write_metadata}
+    here = Session(world, load_job(flags, environment={}).job, kept, **how)
     with contextlib.closing(here):
         yield here
 
@@ -113,6 +116,8 @@ OBJECTS = {
         lambda: TensorDataset(pictures()[:][0].flatten(1), pictures()[:][1]), lambda: layers(36, 3),
         nn.CrossEntropyLoss(weight=CLASS_WEIGHTS), lambda y: CLASS_WEIGHTS[y].sum(),
     ),
+    # The loop flattens what the network itself couldn't take.
+    "shaped": Objects(pictures, lambda: layers(36, 3), F.cross_entropy),
     "BatchNorm": Objects(pictures, lambda: convolution().double(), F.cross_entropy),
 }  # fmt: skip
 HAS_CLASSES = {"classes", "weighted", "BatchNorm"}
@@ -129,6 +134,7 @@ def _trained(world, name, settings, plan=None):
             model.train()
             for x, y in batches:
                 optimizer.zero_grad()
+                x = x.flatten(1) if name == "shaped" else x
                 here.backward(objects.loss(model(x), y), *([objects.weigh(y)] if objects.weigh else []))
                 optimizer.step()
                 seen.append((x, y))
@@ -139,14 +145,10 @@ def _trained(world, name, settings, plan=None):
             evaluated = found.loss, found.count, found.top1
             with pytest.raises(UserError, match="label") if world.alone else contextlib.nullcontext():
                 here.evaluate(model, data, classes=1 if world.alone else 0)
-        elif world.alone:
+        elif world.alone and name != "shaped":
             with pytest.raises(UserError, match="y is not a whole number"):
                 here.evaluate(model, data)
         return here.full_state_dict(), losses, evaluated, seen
-
-
-def _all(world, cases):
-    return [_trained(world, *case) for case in cases]
 
 
 @pytest.fixture(scope="module")
@@ -177,7 +179,7 @@ def test_one_process_makes_the_plain_loops_updates_of_the_ys_of_its_xs(alone, na
     epochs = [list(zip(*sums[first : first + 4], strict=True)) for first in (0, 4, 8)]
     assert losses == pytest.approx([sum(each) / sum(counts) for each, counts in epochs], rel=1e-6)
     data = objects.data()
-    known = {tuple(x.tolist()): default_collate([y])[0] for x, y in (data[index] for index in range(COUNT))}
+    known = {tuple(x.flatten().tolist()): default_collate([y])[0] for x, y in (data[index] for index in range(COUNT))}
     assert len(seen) == 12
     for x, y in seen:
         assert all(torch.equal(known[tuple(row.tolist())], own) for row, own in zip(x, y, strict=True))
@@ -197,6 +199,7 @@ CASES = {
     3: [
         *((name, {"train.micro_batch": 5}) for name in ("one column", "arrays", "weighted")),
         ("BatchNorm", {}),
+        ("shaped", {}),
         ("weighted", {}),
         *(("classes", parts, {"mesh": "dp=3", "0": "o@dp", "2": "i@dp", "loss": "r@dp"}) for parts in ({}, IN_PARTS)),
     ],
@@ -206,7 +209,7 @@ CASES = {
 @pytest.mark.parametrize("size", CASES)
 def test_several_processes_or_parts_make_the_same_updates(alone, size):
     assert {case[0] for cases in CASES.values() for case in cases} == OBJECTS.keys()
-    for case, *several in zip(CASES[size], *run_on_ranks(_all, size, CASES[size]), strict=True):
+    for case, several in zip(CASES[size], by_case(size, _trained, CASES[size]), strict=True):
         weights, losses, evaluated, _ = alone[case[0]]
         for found in several:
             assert_close(found[0], weights)
@@ -222,14 +225,10 @@ def _refused(world):
     return caught.value.message
 
 
-def test_classes_of_a_loss_that_the_user_computes_are_not_split():
+def test_split_classes_of_a_loss_that_the_user_computes_and_measured_shares_are_refused():
     assert len(set(run_on_ranks(_refused, 2))) == 1
-
-
-def test_a_session_refuses_measured_shares(alone):
     with pytest.raises(UserError, match="not available in a session"):
         _trained(World(0, 2, 0, 2), "BatchNorm", {"cluster.shares": "auto"})
-    assert_close(_trained(World(), "BatchNorm", {"cluster.shares": "auto"})[0], alone["BatchNorm"][0])
 
 
 def test_no_share_of_right_guesses_is_said_of_targets(tmp_path):
@@ -242,29 +241,6 @@ def test_no_share_of_right_guesses_is_said_of_targets(tmp_path):
             here.backward(F.mse_loss(model(x), y))
             optimizer.step()
     assert all(step.top1 != step.top1 for step in read_run(tmp_path / "run").steps)
-
-
-@pytest.mark.parametrize("y", [lambda _: "far", lambda value: torch.zeros(1 + (value > 0)), lambda _: {"a": 1.0}])
-def test_what_makes_no_tensor_is_refused(y):
-    net, refused = nn.Linear(5, 1).double(), r"^the targets y can't be collated|^the target y is a (str|dict)"
-    with manyhands.session() as here, pytest.raises(UserError, match=refused):
-        next(iter(here.prepare(net, torch.optim.SGD(net.parameters(), 0.2), Curve(y), batch=BATCH)[2]))
-
-
-def _shaped_by_the_loop(world):
-    """The loop flattens what the network itself couldn't take."""
-    net, data = layers(36, 3), pictures()
-    with opened(world, **{"train.precision": "fp64"}) as here:
-        model, optimizer, samples = here.prepare(net, torch.optim.SGD(net.parameters(), 0.1), data, batch=16)
-        for x, y in samples:
-            here.backward(F.cross_entropy(model(x.flatten(1)), y))
-            optimizer.step()
-        return here.mean_loss()
-
-
-def test_a_loop_may_shape_its_samples_on_three_processes():
-    (alone,), several = run_on_ranks(_shaped_by_the_loop, 1), run_on_ranks(_shaped_by_the_loop, 3)
-    assert several == pytest.approx([alone] * 3, rel=1e-9)
 
 
 class Ended(Exception):  # noqa: N818 - not an error
@@ -292,7 +268,7 @@ def _kept_loop(world, folder, end, settings):
             for x, y in batches:
                 here.backward(F.cross_entropy(model(x), y))
                 optimizer.step()
-                if updates.step == 6 and end == "within" and not here._unfinished():
+                if updates.step == 6 and end == "within" and not here._has_unfinished_update():
                     here.save()
                     raise Ended
             if (epoch, end) == (1, "at its end"):
@@ -310,8 +286,8 @@ def _kept_loops(world, folder, ends, settings):
 
 @pytest.mark.parametrize(
     ("size", "settings"),
-    [(1, {"train.micro_batch": 5}), (3, {"train.precision": "fp16"}), (2, {"parallel.mode": "fsdp"})],
-    ids=["1 in parts", "3 fp16", "fsdp"],
+    [(3, {"train.precision": "fp16", "train.micro_batch": 5}), (2, {"parallel.mode": "fsdp"})],
+    ids=["3 fp16 in parts", "fsdp"],
 )
 def test_a_loop_resumes_to_the_same_bits(size, settings, tmp_path):
     undisturbed = run_on_ranks(_kept_loops, size, tmp_path, {"whole": "", **{end: end for end in ENDS}}, settings)

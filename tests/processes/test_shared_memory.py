@@ -22,20 +22,18 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from manyhands.core.world import World
 from manyhands.data.order import BatchSharing
 from manyhands.parallel.modes import data
-from manyhands.parallel.modes.data import FlatNetwork, TwoLevelNetwork
-from manyhands.parallel.network import ModeRequest, ModeTraits, ParallelNetwork
+from manyhands.parallel.modes.data import SharedMemoryNetwork, TwoLevelNetwork
+from manyhands.parallel.network import ModeRequest, NetworkTraits, ParallelNetwork
 from manyhands.parallel.replicas.batch_norm import group_batch_norms
 from manyhands.parallel.replicas.shared_memory import (
-    MOST_TRIES,
     ON_SEVERAL,
     SLOT_BYTES,
     SharedSums,
-    machines_of_group,
-    share_within,
-    tries_after,
+    ranks_by_machine,
+    share_memory,
 )
-from manyhands.train.status import collectives_begun
-from manyhands.worker.failure import is_consequence
+from manyhands.train.status import count_collectives
+from manyhands.worker.failure import is_peer_loss
 from tests.processes.ranks import put_on_machines, run_on_ranks
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="this system has no memory without a name")
@@ -49,19 +47,11 @@ def _size(machines):
     return sum(map(len, machines))
 
 
-def test_who_was_far_once_and_comes_near_again_is_tried_for_again():
-    tries = MOST_TRIES
-    for waited_s, reached in ((0.1, 1), (1e-4, MOST_TRIES)):
-        for _ in range(20):
-            tries = tries_after(tries, waited_s)
-        assert tries == reached
-
-
 def _sums_or_why(world, group=None, slot_bytes=SLOT_BYTES):
-    machines = machines_of_group(world, group)
+    machines = ranks_by_machine(world, group)
     if isinstance(machines, str):
         return machines
-    return ON_SEVERAL if len(machines) > 1 else share_within(machines, world, group, slot_bytes)
+    return ON_SEVERAL if len(machines) > 1 else share_memory(machines, world, group, slot_bytes)
 
 
 def _opened(world, group=None, slot_bytes=SLOT_BYTES):
@@ -126,16 +116,6 @@ def _several_at_once(world):
     return wrong
 
 
-def _add_up(world):
-    _any_values(world)
-    return _several_at_once(world)
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_any_values_are_added_up_in_the_order_of_ranks_to_the_last_bit_also_several_at_once(size):
-    assert run_on_ranks(_add_up, size) == [[]] * size
-
-
 def _crowded(world):
     """Four processes on two cores; while one is away for 2 s, the others compute nothing."""
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])
@@ -152,10 +132,6 @@ def _crowded(world):
     return time.process_time() - before
 
 
-def test_those_who_wait_leave_the_processors_to_others():
-    assert max(run_on_ranks(_crowded, 4)) < 1
-
-
 def _some_elsewhere(world):
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     if world.rank == 3:
@@ -170,69 +146,14 @@ def _some_elsewhere(world):
     return found[0], found[1] if isinstance(found[1], str) else ""
 
 
-def test_processes_of_several_machines_do_without():
-    why = "the processes are on several machines"
-    for rank, found in enumerate(run_on_ranks(_some_elsewhere, 4)):
-        assert found == (why, why if rank > 1 else "")
-
-
-def _of_two_types():
-    """Parameters in two types and in channels-last, a frozen one, and one that a process alone uses."""
-    torch.manual_seed(1)
-    network = nn.Sequential(nn.Conv2d(3, 5, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(5 * 16, 7))
-    network[0].to(memory_format=torch.channels_last)
-    network[3].bias.data = network[3].bias.data.double()
-    network.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
-    network.spare = nn.Parameter(torch.ones(4))
-    return network
-
-
-def _backward(network, rank, seed):
-    pictures = _values(seed, rank, 2 * 3 * 16).view(2, 3, 4, 4)
-    hidden = network[2](network[1](network[0](pictures)))
-    loss = (hidden @ network[3].weight.T + network[3].bias.float()).square().sum()
-    (loss + network.spare.sum() if rank == 1 else loss).backward()
-
-
-def _gradients(world):
-    """Of two micro-batches in a row, for two updates, through slots that are small and large."""
-    found = []
-    for slot_bytes in (64, SLOT_BYTES):
-        model = _of_two_types()
-        network = FlatNetwork(model, world, ModeTraits(), _opened(world, slot_bytes=slot_bytes))
-        for update in range(2):
-            model.zero_grad()
-            for part in range(2):
-                _backward(model, world.rank, 10 * update + part)
-            flat = network.finish_gradients()
-            direct = world.size == 2  # of the small tensors at least
-            assert [one.dtype for one in flat] == ([] if direct else [torch.float32, torch.float64])
-            assert model[0].weight.grad.stride() == model[0].weight.stride()
-            found.append({name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None})
-        network.close()
-    return found
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_flat_gradients_are_those_of_one_process(size):
-    several, model, wanted = run_on_ranks(_gradients, size), _of_two_types(), []
-    for update in range(2):
-        model.zero_grad()
-        for seed in (10 * update, 10 * update + 1):
-            for rank in range(size):
-                _backward(model, rank, seed)
-        wanted.append({name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None})
-    for found in several:
-        for number, gradients in enumerate(found):
-            torch.testing.assert_close(gradients, wanted[number % 2], rtol=1e-5, atol=1e-3)
-            torch.testing.assert_close(gradients, several[0][number], rtol=0, atol=0)
-
-
 def _normed():
+    """Parameters in two types and in channels-last, a frozen one, and one that a process alone uses."""
     torch.manual_seed(1)
     layers = [nn.Conv2d(3, 5, 3), nn.BatchNorm2d(5), nn.ReLU(), nn.Flatten(), nn.Linear(20, 7)]
     network = nn.Sequential(*layers).double()
-    network.spare = nn.Parameter(torch.ones(4, dtype=torch.float64))
+    network[0].to(memory_format=torch.channels_last)
+    network.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+    network.spare = nn.Parameter(torch.ones(4))
     group_batch_norms(network)
     return network
 
@@ -250,43 +171,31 @@ def _two_updates(network, size, rank, count=12):
                 # One process alone uses `spare`.
                 spare = network.model.spare.sum() if rank == size - 1 else 0
                 loss = network.call(pictures[mine.start : mine.stop]).square().sum() + spare
-                if part and network.traits.reach_all:
-                    loss = network.traits.reach_all(loss)
+                if part and network.traits.connect_loss:
+                    loss = network.traits.connect_loss(loss)
                 (loss * network.traits.gradient_scale).backward()
         network.finish_gradients()
         network.finish_update()
-        found.append({name: one.grad.clone() for name, one in network.model.named_parameters()})
+        assert network.model[0].weight.grad.stride() == network.model[0].weight.stride()
+        trained = {name: one for name, one in network.model.named_parameters() if one.requires_grad}
+        found.append({name: one.grad.clone() for name, one in trained.items()})
     return found, dict(network.model.named_buffers())
 
 
-def _updated(world, machines):
+def _updated(world, machines, slot_bytes=SLOT_BYTES):
     """What two updates give, and how many collectives they took: all of them, and those that memory can't do."""
     put_on_machines(machines, world)
-    network = data.apply(_normed(), world, ModeRequest())
-    assert isinstance(network, FlatNetwork if len(machines) == 1 else TwoLevelNetwork)
-    before, through_memory = collectives_begun(), SharedSums.begun
+    if slot_bytes == SLOT_BYTES:
+        network = data.apply(_normed(), world, ModeRequest())
+    else:
+        network = SharedMemoryNetwork(_normed(), world, NetworkTraits(), _opened(world, slot_bytes=slot_bytes))
+    assert isinstance(network, SharedMemoryNetwork if len(machines) == 1 else TwoLevelNetwork)
+    before, through_memory = count_collectives(), SharedSums.begun
     found = _two_updates(network, world.size, world.rank)
-    begun, through_memory = collectives_begun() - before, SharedSums.begun - through_memory
+    begun, through_memory = count_collectives() - before, SharedSums.begun - through_memory
     assert copy.deepcopy(network.model)[1].groups.layers
     network.close()
     return found, begun, begun - through_memory
-
-
-@pytest.mark.parametrize(
-    "machines",
-    [ONE_OF_2, ONE_OF_3, TWO_AND_ONE, pytest.param(DEALT_IN_TURNS, marks=SLOW)],
-)
-def test_gradients_are_those_of_one_process_beside_batch_norms_sums(machines):
-    """Micro-batches are added up, a parameter is used by one process alone, and BatchNorm's sums go on meanwhile."""
-    several = run_on_ranks(_updated, _size(machines), machines)
-    gradients, buffers = _two_updates(ParallelNetwork(_normed()), 1, 0)
-    for (found, own_buffers), begun, by_gloo in several:
-        torch.testing.assert_close(found, gradients, rtol=1e-9, atol=1e-9)
-        torch.testing.assert_close(own_buffers, buffers, rtol=1e-9, atol=1e-9)
-        torch.testing.assert_close((found, own_buffers), several[0][0], rtol=0, atol=0)
-        # Who hangs is told from how many collectives each process has come to.
-        assert begun == several[0][1] > 0
-        assert len(machines) > 1 or by_gloo == 0, "BatchNorm's sums go through memory too"
 
 
 REASONS = [
@@ -297,21 +206,83 @@ REASONS = [
 ]
 
 
-def _how(world, cases):
+WAYS = [
+    *((machines, *reason) for machines in (ONE_OF_3, TWO_AND_ONE) for reason in REASONS),
+    (ALL_APART, ModeRequest(), False, "the processes are on several"),
+]
+
+
+def _how(world):
+    """By what gradients are averaged, and what is said of it."""
     found = []
-    for machines, request, sparse, _ in cases:
+    for machines, request, sparse, _ in WAYS:
         put_on_machines(machines, world)
         network = data.apply(nn.Embedding(4, 2, sparse=True) if sparse else nn.Linear(3, 2), world, request)
         network.close()
-        found.append((type(network), network.traits.averages))
+        found.append((type(network), network.traits.averaging))
     return found
 
 
-def test_other_gradients_are_averaged_by_the_backend_which_says_why():
-    cases = [(machines, *reason) for machines in (ONE_OF_3, TWO_AND_ONE) for reason in REASONS]
-    cases.append((ALL_APART, ModeRequest(), False, "the processes are on several"))
-    for found in run_on_ranks(_how, 3, cases):
-        for (*_, why), (kind, said) in zip(cases, found, strict=True):
+def _of_all(world):
+    if world.size == 4:
+        return _crowded(world), _some_elsewhere(world)
+    put_on_machines([range(world.size)], world)
+    _any_values(world)
+    wrong = _several_at_once(world)
+    updated = [_updated(world, *how) for how in MACHINES[world.size]]
+    return wrong, updated, _how(world) if world.size == 3 else []
+
+
+# Through slots that are large and small.
+MACHINES = {2: [(ONE_OF_2,), (ONE_OF_2, 64)], 3: [(ONE_OF_3,), (ONE_OF_3, 64), (TWO_AND_ONE,)]}
+
+
+@pytest.fixture(scope="module")
+def found():
+    """By number of processes, and by what is tried: what each process found."""
+    return {size: list(zip(*run_on_ranks(_of_all, size), strict=True)) for size in (2, 3, 4)}
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_any_values_are_added_up_in_the_order_of_ranks_to_the_last_bit_also_several_at_once(size, found):
+    assert found[size][0] == ([],) * size
+
+
+def test_those_who_wait_leave_the_processors_to_others(found):
+    assert max(found[4][0]) < 1
+
+
+def test_processes_of_several_machines_do_without(found):
+    why = "the processes are on several machines"
+    assert found[4][1] == ((why, ""), (why, ""), (why, why), (why, why))
+
+
+def _assert_updated(machines, several):
+    """Micro-batches are added up, a parameter is used by one process alone, and BatchNorm's sums go on meanwhile."""
+    gradients, buffers = _two_updates(ParallelNetwork(_normed()), 1, 0)
+    for (own, own_buffers), begun, by_gloo in several:
+        torch.testing.assert_close(own, gradients, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(own_buffers, buffers, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close((own, own_buffers), several[0][0], rtol=0, atol=0)
+        # Who hangs is told from how many collectives each process has come to.
+        assert begun == several[0][1] > 0
+        assert len(machines) > 1 or by_gloo == 0, "BatchNorm's sums go through memory too"
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_gradients_are_those_of_one_process_beside_batch_norms_sums(size, found):
+    for number, (machines, *_) in enumerate(MACHINES[size]):
+        _assert_updated(machines, [answers[number] for answers in found[size][1]])
+
+
+@pytest.mark.slow
+def test_gradients_of_processes_that_are_dealt_in_turns_are_those_of_one():
+    _assert_updated(DEALT_IN_TURNS, run_on_ranks(_updated, 4, DEALT_IN_TURNS))
+
+
+def test_other_gradients_are_averaged_by_the_backend_which_says_why(found):
+    for answers in found[3][2]:
+        for (*_, why), (kind, said) in zip(WAYS, answers, strict=True):
             assert kind is ParallelNetwork
             assert f"averaged by gloo: {why}" in said
 
@@ -348,7 +319,7 @@ def _until_one_ends(folder, rank, machines, victim, how):
 
     with pytest.raises(RuntimeError) as raised:
         act_for_ever()
-    assert is_consequence(raised.value), raised.value
+    assert is_peer_loss(raised.value), raised.value
     with place.open("a") as file:
         file.write(f" {time.monotonic()} {raised.value}")
     if len(machines) == 1:
@@ -361,7 +332,7 @@ def _until_one_ends(folder, rank, machines, victim, how):
     ("machines", "victim", "how", "wanted"),
     [
         (ONE_OF_3, 1, "is killed", "remote process exited: rank 1"),
-        (ONE_OF_3, 1, "raises", "remote process exited: rank 1"),
+        pytest.param(ONE_OF_3, 1, "raises", "remote process exited: rank 1", marks=SLOW),
         (ONE_OF_3, 1, "stops", "Timed out waiting for rank 1"),
         (TWO_AND_ONE, 1, "is killed", ""),
         # Who speaks for the second machine, who speaks for the first, and another one.

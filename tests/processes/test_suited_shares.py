@@ -5,15 +5,18 @@ import os
 import time
 
 import pytest
-import torch
 from torch import nn
 
 from manyhands.train import shares
 from manyhands.train.saving import finish_save, save
 from tests.processes.ranks import run_on_ranks
-from tests.processes.updates import built, updates
+from tests.processes.updates import assert_alike, built, by_case, linear, normed, updates
 
-SAMPLES, BATCH, UPDATES = 90, 32, 20
+BATCH, UPDATES = 32, 20
+FLAGS = {
+    "data.name": "synthetic:90x1x8x8x5", "train.batch": BATCH, "train.epochs": 50, "model.num_classes": 5,
+    "train.precision": "fp64", "train.norm_group": 4, "cluster.shares": "auto",
+}  # fmt: skip
 
 
 class SlowForItsSamples(nn.Module):
@@ -31,15 +34,10 @@ class SlowForItsSamples(nn.Module):
 
 def _train(world, folder, slow_s, until=UPDATES, **settings):
     """From the folder's checkpoint, if it has one, to a step: what was taken at the start, and the weights."""
-    torch.manual_seed(3)
     lazy = SlowForItsSamples(slow_s[world.rank] if not world.alone else 0.0)
-    network = nn.Sequential(lazy, nn.Conv2d(1, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Flatten(), nn.Linear(6 * 36, 5))
-    flags = {
-        "data.name": f"synthetic:{SAMPLES}x1x8x8x5", "train.batch": BATCH, "train.epochs": 50, "model.num_classes": 5,
-        "train.precision": "fp64", "train.norm_group": 4, "cluster.shares": "auto", **settings,
-    }  # fmt: skip
-    with built(world, network, flags, folder) as trainer:
-        first, per_epoch = trainer.feed.samples_of_each(), trainer.feed.order.steps_per_epoch
+    network = nn.Sequential(lazy, normed())
+    with built(world, network, {**FLAGS, **settings}, folder) as trainer:
+        first, per_epoch = trainer.feed.samples_by_rank(), trainer.feed.order.steps_per_epoch
         while trainer.progress.step < until:
             if trainer.hooks.balance_shares:
                 trainer.hooks.balance_shares()
@@ -65,26 +63,20 @@ def test_measured_shares_are_reused_on_resume(tmp_path):
 
 
 @pytest.mark.slow
-def test_shares_follow_a_machine_that_slows_down_for_good(tmp_path):
-    folder = str(tmp_path / "run")
-    found = run_on_ranks(_slowing, 2, folder)
-    assert found[0] == found[1]
-    before, after = found[0]
-    assert before[0] > before[1]
-    assert after[0] < after[1]
+def test_shares_follow_a_machine_that_slows_down_for_good():
+    for before, after in run_on_ranks(_slowing, 2):
+        assert before[0] > before[1]
+        assert after[0] < after[1]
 
 
-def _slowing(world, folder):
+def _slowing(world):
     shares._SELDOM = 0  # else a minute and more passes before it looks again
     lazy = SlowForItsSamples((0.002, 0.02)[world.rank])
-    network = nn.Sequential(lazy, nn.Flatten(), nn.Linear(64, 5))
-    flags = {"data.name": f"synthetic:{SAMPLES}x1x8x8x5", "train.batch": BATCH, "cluster.shares": "auto",
-             "model.num_classes": 5}  # fmt: skip
-    with built(world, network, flags, folder) as trainer:
-        before = trainer.feed.samples_of_each()
+    with built(world, nn.Sequential(lazy, linear()), FLAGS) as trainer:
+        before = trainer.feed.samples_by_rank()
         lazy.seconds = (0.02, 0.002)[world.rank]
         trainer.hooks.balance_shares()
-        return before, trainer.feed.samples_of_each()
+        return before, trainer.feed.samples_by_rank()
 
 
 def _on_machines(world, folder, kinds, until, settings):
@@ -106,19 +98,16 @@ def test_by_default_machines_of_several_kinds_are_measured_and_the_updates_stay_
     assert taken == other
     assert taken[0] >= 2 * taken[1]
     for _, weights in found:
-        for name, wanted in alone[1].items():
-            torch.testing.assert_close(weights[name], wanted, rtol=1e-9, atol=1e-12)
+        assert_alike(weights, alone[1], 1e-9)
     # On machines of one kind the same run goes on with equal shares, whatever is kept.
     again = run_on_ranks(_on_machines, 2, str(tmp_path / "two"), (False, False), UPDATES + 2, {})
     assert again[0][0] == [BATCH // 2, BATCH // 2]
 
 
 @several_cores
-@pytest.mark.parametrize(
-    ("kinds", "settings"),
-    [((False, False), {}), ((False, True), {"sync.method": "local"}), ((False, True), {"cluster.shares": "equal"})],
-)
-def test_shares_stay_equal_without_a_word(kinds, settings, tmp_path):
+def test_shares_stay_equal_without_a_word():
     """On machines of one kind, in ways of training that can't share unequally, and where that is wished for."""
-    found = run_on_ranks(_on_machines, 2, str(tmp_path / "run"), kinds, 0, settings)
-    assert [taken for taken, _ in found] == [[BATCH // 2, BATCH // 2]] * 2
+    local, equal = {"sync.method": "local"}, {"cluster.shares": "equal"}
+    cases = [("", (False, False), 0, {}), ("", (False, True), 0, local), ("", (False, True), 0, equal)]
+    for answers in by_case(2, _on_machines, cases):
+        assert [taken for taken, _ in answers] == [[BATCH // 2, BATCH // 2]] * 2

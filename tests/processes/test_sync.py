@@ -1,5 +1,6 @@
-"""Laws of agreeing: nothing is lost, all come to the same bits, and an exchange can be begun again."""
+"""Laws of agreeing: nothing is lost, and all come to the same bits; test_resume has that they go on after a fault."""
 
+import functools
 import os
 import subprocess
 import sys
@@ -11,12 +12,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from manyhands.core.errors import RunError
-from manyhands.sync.compress import LIBRARY, PORTABLE, compressor_named, select_arithmetic
+from manyhands.sync.compress import LIBRARY, PORTABLE, create_compressor, select_arithmetic
 from manyhands.sync.costs import low_rank_layout, mean_bytes, value_bytes
-from manyhands.sync.exchange import SyncGroup, codec_named, drive, mean_of
-from manyhands.sync.local import LocalSteps, Pace
+from manyhands.sync.exchange import SyncGroup, average_vector, create_codec, run_exchange
 from manyhands.sync.powersgd import PowerSgd
-from manyhands.sync.synchronizer import Buffers, LocalGroup
+from manyhands.sync.synchronizer import LocalGroup
 from tests.processes.ranks import run_on_ranks
 
 NAMES = ("none", "bf16", "int8", "int4", "lowrank")
@@ -38,34 +38,53 @@ def _sum(tensor):
 
 
 def _compressor(name, dtype=torch.float64):
-    return compressor_named(name, SHAPES, rank=2, seed=3, device="cpu", dtype=dtype)
+    return create_compressor(name, SHAPES, rank=2, seed=3, device="cpu", dtype=dtype)
+
+
+def _kept(world, own, sums):
+    """What processes hold back of their own, and of the sums that each answers for."""
+    kept = _sum(own) / world.size
+    if sums is not None:
+        whole = torch.zeros(sums.numel() * world.size, dtype=torch.float64)
+        whole.view(world.size, -1)[world.rank] = sums
+        kept = kept + _sum(whole)[: len(kept)]
+    return kept
 
 
 def _mean(world, name, count):
-    peers, values, codec = SyncGroup(world.rank, world.size), _own(world, count=count), codec_named(name, torch.float64)
-    mean, residual = drive(mean_of(values, codec, peers))
-    kept = _sum(residual.own) / world.size
-    if residual.sums is not None:
-        whole = torch.zeros(residual.sums.numel() * world.size, dtype=torch.float64)
-        whole.view(world.size, -1)[world.rank] = residual.sums
-        kept = kept + _sum(whole)[:count]
+    peers, values, codec = (
+        SyncGroup(world.rank, world.size),
+        _own(world, count=count),
+        create_codec(name, torch.float64),
+    )
+    mean, residual = run_exchange(average_vector(values, codec, peers))
+    kept = _kept(world, residual.own, residual.sums)
     return mean, (mean + kept - _sum(values) / world.size).abs().sum().item(), peers.sent_bytes
 
 
-def _for_each(world, function, cases):
-    """What a function returns for each case, on these processes."""
-    return [function(world, *case) for case in cases]
+def _of_all(world):
+    """What each law's function returns for each of its cases, on these processes."""
+    return [[function(world, *case) for case in cases] for function, cases in TRIED[world.size].items()]
 
 
-def _on_ranks(size, function, cases):
-    """Each case, with what all processes have returned for it."""
-    return list(zip(cases, zip(*run_on_ranks(_for_each, size, function, cases), strict=True), strict=True))
+@pytest.fixture(scope="module")
+def on_ranks():
+    """By number of processes and function: each case, with what all processes have returned for it."""
+
+    @functools.cache
+    def ran(size):
+        ranks = run_on_ranks(_of_all, size)
+        return {
+            function: [(case, [found[place][number] for found in ranks]) for number, case in enumerate(cases)]
+            for place, (function, cases) in enumerate(TRIED[size].items())
+        }
+
+    return lambda size, function: ran(size)[function]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_a_mean_and_what_was_kept_back_are_all_that_went_in(size):
-    cases = [(name, count) for name in NAMES[:4] for count in (0, 1, 255, 1000)]
-    for (name, count), answers in _on_ranks(size, _mean, cases):
+def test_a_mean_and_what_was_kept_back_are_all_that_went_in(size, on_ranks):
+    for (name, count), answers in on_ranks(size, _mean):
         for mean, lost, sent_bytes in answers:
             assert torch.equal(mean, answers[0][0])
             assert lost < 1e-10
@@ -79,19 +98,14 @@ def _rounds(world, name):
     for number in range(5):
         values = _own(world, seed=number)
         went_in = went_in + _sum(values) / world.size
-        mean, residual = drive(compressor.average(values + residual, peers))
+        mean, residual = run_exchange(compressor.average(values + residual, peers))
         came_out = came_out + mean
-    kept = _sum(residual) / world.size
-    for key, sums in compressor.state().items():
-        if key == "sums":
-            whole = torch.zeros(sums.numel() * world.size, dtype=torch.float64)
-            whole.view(world.size, -1)[world.rank] = sums
-            kept = kept + _sum(whole)[:COUNT]
+    kept = _kept(world, residual, compressor.state().get("sums"))
     return mean, (came_out + kept - went_in).abs().max().item(), (came_out - went_in).norm().item()
 
 
-def test_nothing_is_lost_over_several_exchanges():
-    for (name,), answers in _on_ranks(3, _rounds, [(name,) for name in NAMES]):
+def test_nothing_is_lost_over_several_exchanges(on_ranks):
+    for (name,), answers in on_ranks(3, _rounds):
         for mean, lost, missing in answers:
             assert torch.equal(mean, answers[0][0])
             assert lost < 1e-10
@@ -103,162 +117,42 @@ def _broken(world, name, value):
     values = _own(world)
     if world.rank == 1:
         values[COUNT // 3] = value
-    mean, _ = drive(_compressor(name).average(values, SyncGroup(world.rank, world.size)))
+    mean, _ = run_exchange(_compressor(name).average(values, SyncGroup(world.rank, world.size)))
     return bool(mean.isfinite().all())
 
 
-def test_what_is_no_number_stays_none_on_all_processes():
-    cases = [(name, value) for name in NAMES for value in (float("inf"), float("-inf"), float("nan"))]
-    assert [case for case, finite in _on_ranks(2, _broken, cases) if any(finite)] == []
+def test_what_is_no_number_stays_none_on_all_processes(on_ranks):
+    assert [case for case, finite in on_ranks(2, _broken) if any(finite)] == []
 
 
 def _late(world, alike):
     """Nothing moves before the first exchange, as where warming up begins at a rate of zero; some never moves."""
     shapes = [(64, 64), (40,)]
-    compressor = compressor_named("lowrank", shapes, rank=2, seed=3, device="cpu", dtype=torch.float64)
+    compressor = create_compressor("lowrank", shapes, rank=2, seed=3, device="cpu", dtype=torch.float64)
     peers = SyncGroup(world.rank, world.size)
     if alike:
         select_arithmetic([compressor], peers, torch.zeros(0, dtype=torch.float64))
     count = 64 * 64 + 40
-    nothing, residual = drive(compressor.average(torch.zeros(count, dtype=torch.float64), peers))
+    nothing, residual = run_exchange(compressor.average(torch.zeros(count, dtype=torch.float64), peers))
     values, missing = _own(world, count=count), []
     values[: 64 * 64].view(64, 64)[:16] = 0
     values[: 64 * 64].view(64, 64)[:, :16] = 0
     for _ in range(30):
-        _, residual = drive(compressor.average(values + residual, peers))
+        _, residual = run_exchange(compressor.average(values + residual, peers))
         values = torch.zeros_like(values)
         missing.append(_sum(residual).norm().item())
     return nothing.abs().max().item(), missing
 
 
-def test_low_rank_forgets_no_direction_for_good():
-    for _, answers in _on_ranks(2, _late, [(False,), (True,)]):
+def test_low_rank_forgets_no_direction_for_good(on_ranks):
+    for _, answers in on_ranks(2, _late):
         for nothing, missing in answers:
             assert nothing == 0
             assert missing[-1] < missing[0] / 4, "what is held goes out in the end"
 
 
-class _Network(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(5)
-        self.first = nn.Conv2d(2, 6, 3).to(memory_format=torch.channels_last)
-        self.norm = nn.BatchNorm2d(6)
-        self.last = nn.Linear(6 * 16, 48)  # large enough to go as factors
-        self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
-
-    def forward(self, pictures):
-        return self.last(self.norm(self.first(pictures)).relu().flatten(1))
-
-
-class _Trainer:
-    """A network that takes local steps on its own samples."""
-
-    def __init__(self, world, name, pace, momentum=0.9, machine=None, peers=None):
-        self.world, self.network = world, _Network().double()
-        self.trained = [p for p in self.network.parameters() if p.requires_grad]
-        self.optimizer = torch.optim.SGD(self.trained, lr=0.05, momentum=momentum, weight_decay=1e-3)
-        shapes = [tuple(p.shape) for p in self.trained]
-        compressor = compressor_named(name, shapes, rank=1, seed=1, device="cpu", dtype=torch.float64)
-        # A group of its own: exchanges of two networks may be under way at a time.
-        peers = peers or SyncGroup(world.rank, world.size, dist.new_group())
-        buffers = Buffers(list(self.network.buffers()), peers, machine)
-        self.sync = LocalSteps(self.trained, buffers, peers, compressor, pace, machine=machine)
-
-    def gradient(self, step):
-        self.optimizer.zero_grad()
-        pictures = _own(self.world, seed=step, count=4 * 2 * 36).view(4, 2, 6, 6)
-        self.network(pictures).square().mean().backward()
-
-    def train(self, first, last):
-        for step in range(first, last):
-            self.sync.before_update(step)
-            self.gradient(step)
-            self.optimizer.step()
-            self.sync.after_update(step + 1)
-
-
-def _everything(trainer):
-    state = trainer.network.state_dict()
-    return {**{name: tensor.clone() for name, tensor in state.items()}, "anchor": trainer.sync.anchor.clone()}
-
-
-def _same(one, other, worst=0.0):
-    return all((one[name].double() - other[name].double()).abs().max() <= worst for name in one)
-
-
-def _finished(world, name, pace):
-    trainer = _Trainer(world, name, pace)
-    trainer.train(0, 11)
-    trainer.sync.average_buffers(11)
-    with trainer.sync.averaged():
-        between = {name: tensor.clone() for name, tensor in trainer.network.state_dict().items()}
-    own = _everything(trainer)
-    trainer.sync.finish(11)
-    assert trainer.network.first.weight.is_contiguous(memory_format=torch.channels_last)
-    return between, own, _everything(trainer)
-
-
-def test_the_agreed_network_is_equal_everywhere_and_the_last_one_is_all_there_is():
-    paces = Pace(4), Pace(4, 2, momentum=0.5), Pace(3, 3, momentum=0.5)
-    cases = [*((name, paces[1]) for name in NAMES), ("int4", paces[0]), ("lowrank", paces[2])]
-    for (_, pace), answers in _on_ranks(3, _finished, cases):
-        for between, own, last in answers:
-            assert _same(between, answers[0][0])
-            assert _same(last, answers[0][2])
-            assert not _same(between, last)
-            assert not pace.delay or not _same({"x": own["last.weight"]}, {"x": between["last.weight"]})
-        if pace.delay:
-            assert not _same(answers[0][1], answers[1][1]), "processes move by themselves in between"
-
-
-def _again(world, name, pace, stop):
-    whole = _Trainer(world, name, pace)
-    whole.train(0, 14)
-    first = _Trainer(world, name, pace)
-    first.train(0, stop)
-    first.sync.average_buffers(stop)
-    with first.sync.averaged():
-        network = {key: tensor.clone() for key, tensor in first.network.state_dict().items()}
-    tensors, numbers = first.sync.state()
-    tensors = {key: tensor.clone() for key, tensor in tensors.items()}
-    momentum = first.optimizer.state_dict()
-    other = _Trainer(world, name, pace)
-    other.network.load_state_dict(network)
-    other.optimizer.load_state_dict(momentum)
-    first.sync.finish(stop)  # its exchange ends before the other one's begins
-    other.sync.load(tensors, numbers)
-    other.train(stop, 14)
-    for trainer in (whole, other):
-        trainer.sync.close()
-    return _same(_everything(whole), _everything(other)) and whole.sync.rounds == other.sync.rounds
-
-
-def test_resuming_at_any_step_gives_the_same_bits():
-    pace = Pace(4, 3, momentum=0.5)
-    cases = [*(("int4", pace, stop) for stop in (4, 5, 6, 7, 8)), *(("lowrank", pace, stop) for stop in (5, 7))]
-    assert [case for case, same in _on_ranks(2, _again, cases) if not all(same)] == []
-
-
-def _two_machines(world):
-    """Ranks 0 and 1 are one machine, 2 and 3 the other; within a machine all do the same."""
-    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    leaders = dist.new_group([0, 2])
-    place = world.rank // 2
-    machine = LocalGroup(groups[place], 2 * place, 2, world.rank % 2 == 0)
-    return _after_ten(type(world)(place, 2), machine=machine, peers=SyncGroup(place, 2, leaders))
-
-
-def _after_ten(world, **groups):
-    trainer = _Trainer(world, "int8", Pace(4, 2, momentum=0.5), **groups)
-    trainer.train(0, 10)
-    trainer.sync.finish(10)
-    return _everything(trainer)
-
-
-def test_machines_of_two_processes_agree_as_two_processes_would():
-    two = run_on_ranks(_after_ten, 2)
-    assert all(_same(one, two[0]) for one in run_on_ranks(_two_machines, 4))
+def _same(one, other):
+    return all(torch.equal(one[name], other[name]) for name in one)
 
 
 class _Deep(nn.Module):
@@ -332,11 +226,9 @@ def _power(world, beside, passes, machines=False):
     return {name: one.clone() for name, one in came_out.items()}, len(batches), lost, missing
 
 
-@pytest.mark.parametrize(("size", "passes", "machines"), [
-    (1, 1, False), (2, 3, False), (3, 3, True),
-])  # fmt: skip
-def test_gradients_of_low_rank_are_equal_everywhere_and_nothing_is_lost(size, passes, machines):
-    (_, answers), (_, waited_for) = _on_ranks(size, _power, [(True, passes, machines), (False, passes, machines)])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_gradients_of_low_rank_are_equal_everywhere_and_nothing_is_lost(size, on_ranks):
+    (_, answers), (_, waited_for) = on_ranks(size, _power)
     for came_out, batches, lost, missing in answers:
         assert batches > 2
         assert not any(name.startswith("unused") for name in came_out)
@@ -385,8 +277,8 @@ def _replaced(world, replaces):
     return torch.stack(seen), next(residual for name, residual in state.items() if name.endswith("held"))
 
 
-def test_a_hook_may_put_another_tensor_in_the_place_of_a_gradient():
-    (_, replaced), (_, written) = _on_ranks(2, _replaced, [(True,), (False,)])
+def test_a_hook_may_put_another_tensor_in_the_place_of_a_gradient(on_ranks):
+    (_, replaced), (_, written) = on_ranks(2, _replaced)
     for (one, residual), (other, also) in zip(replaced, written, strict=True):
         assert torch.equal(one, other)
         assert torch.equal(residual, also)
@@ -415,53 +307,6 @@ def test_factors_and_their_products_are_equal_on_other_processors():
     assert said[0].split() == said[1].split()
 
 
-def _power_again(world, stop):
-    """What updates send from `stop` on, going on and beginning again from what was saved then."""
-
-    def send(power, network, steps):
-        sent = []
-        for step in steps:
-            for _, loss in _gradients(network, world, step):
-                power.before_last_micro_batch()
-                loss.backward()
-            power.on_gradients()
-            sent.append({name: one.grad.clone() for name, one in network.named_parameters() if one.grad is not None})
-        return sent
-
-    networks = [_Deep().double() for _ in range(2)]
-    first, other = (
-        PowerSgd(list(one.parameters()), SyncGroup(world.rank, world.size, dist.new_group()), 16, 7) for one in networks
-    )
-    send(first, networks[0], range(stop))
-    state = {name: tensor.clone() for name, tensor in first.state()[0].items()}
-    whole = send(first, networks[0], range(stop, stop + 3))
-    other.load(state, {})
-    again = send(other, networks[1], range(stop, stop + 3))
-    first.close()
-    other.close()
-    return all(_same(one, two) for one, two in zip(whole, again, strict=True))
-
-
-def test_residual_of_several_batches_resumes_to_the_same_bits():
-    assert all(all(same) for _, same in _on_ranks(2, _power_again, [(0,), (1,), (4,)]))
-
-
-def _averaged(world):
-    whole, running = torch.tensor(2**24 + 1 + world.rank), torch.full((3,), float(world.rank))
-    buffers = Buffers([whole, running], SyncGroup(world.rank, world.size))
-    buffers.average(1)
-    own = buffers.own()
-    buffers.write(buffers.averaged)
-    seen = running.tolist()
-    buffers.write(own)
-    return int(whole), seen, running.tolist()
-
-
-def test_mean_of_statistics_leaves_integers_alone():
-    answers = run_on_ranks(_averaged, 2)
-    assert answers == [(2**24 + 1 + rank, [0.5] * 3, [float(rank)] * 3) for rank in range(2)]
-
-
 def test_a_gradient_that_comes_twice_in_a_pass_is_refused():
     layer = nn.Linear(64, 64)
     power = PowerSgd(list(layer.parameters()), SyncGroup(), 1, 0)
@@ -472,3 +317,23 @@ def test_a_gradient_that_comes_twice_in_a_pass_is_refused():
     with pytest.raises(RunError, match="twice"):
         values.sum().backward()
     power.close()
+
+
+COUNTS = [(name, count) for name in NAMES[:4] for count in (0, 1, 255, 1000)]
+NO_NUMBERS = [(name, value) for name in NAMES for value in (float("inf"), float("-inf"), float("nan"))]
+# By number of processes, what each law is tried with.
+TRIED = {
+    1: {_mean: COUNTS, _power: [(beside, 1, False) for beside in (True, False)]},
+    2: {
+        _mean: COUNTS,
+        _broken: NO_NUMBERS,
+        _late: [(False,), (True,)],
+        _power: [(beside, 3, False) for beside in (True, False)],
+        _replaced: [(True,), (False,)],
+    },
+    3: {
+        _mean: COUNTS,
+        _rounds: [(name,) for name in NAMES],
+        _power: [(beside, 3, True) for beside in (True, False)],
+    },
+}

@@ -99,9 +99,7 @@ def _check_all(world, mesh, faults):
         ("tp=1", []),
         ("tp=2", list(FAULTS)),
         ("tp=3", []),
-        ("dp=2,tp=1", []),
         ("dp=2,tp=2", [*WRONG_AXIS, "no enter", "reduce twice", "bias inside"]),
-        ("tp=2,dp=2", []),
     ],
 )
 def test_what_is_right_is_found_right_and_a_fault_is_named(mesh, faults):
@@ -161,6 +159,9 @@ def _others(world):
     found["apart"] = [
         (one.name, one.cause) for one in verify_gradients(apart, torch.rand(4, 6), mesh=grid, samples=()).findings
     ]
+    for samples in (1, 0):
+        with pytest.raises(UserError, match=r"can.t be divided among"):
+            verify_gradients(nn.Linear(3, 2), torch.rand(samples, 3), mesh=open_mesh("dp=2", world))
     return found
 
 
@@ -173,16 +174,6 @@ def test_003_and_others():
         assert found["curved without a sum"][0] == ("output", "wrong")
         assert found["apart"] == [("weight", "replicas"), ("bias", "replicas")]
         assert found["left"]
-
-
-def _too_few(world):
-    for samples in (1, 0):
-        with pytest.raises(UserError, match=r"can.t be divided among"):
-            verify_gradients(nn.Linear(3, 2), torch.rand(samples, 3), mesh=open_mesh("dp=2", world))
-
-
-def test_too_few_samples_are_refused():
-    run_on_ranks(_too_few, 2)
 
 
 def test_a_network_without_a_mesh_is_refused():

@@ -1,8 +1,6 @@
 """A loss that is a weighted mean gives one gradient however the batch is shared; one that can't be shared is named."""
 
-import copy
 import functools
-import json
 import threading
 from dataclasses import dataclass
 
@@ -17,9 +15,9 @@ from manyhands.core.errors import UserError
 from manyhands.core.world import World
 from manyhands.parallel.mesh.placement import gather_full
 from manyhands.train.loss import make_loss_fn, verify_loss
-from manyhands.train.trainer import dependence_reasons
+from manyhands.train.trainer import process_count_dependence_reasons
 from tests.processes.ranks import run_on_ranks
-from tests.processes.updates import built
+from tests.processes.updates import built, lines
 
 WEIGHTS = torch.tensor([5.0, 0.1, 1.0, 2.0, 0.5])
 LOSSES = {
@@ -41,20 +39,22 @@ def _network():
     return nn.Sequential(nn.Flatten(), nn.Linear(16, 5), nn.LogSoftmax(1))
 
 
-def _train(world, loss, network=None, **settings):
-    """The gradient after one update of 13 samples, what was shown as their loss, and what is said of it."""
+def _bare():
+    return _network()[:2]
+
+
+def _train(world, loss, make=_network, **settings):
+    """The gradient after an update of 13 samples, what was shown as their loss, what is said of it, and the samples."""
     flags = {
         "data.name": "synthetic:13x1x4x4x5", "train.batch": 13, "train.precision": "fp32", "train.channels_last": False,
         "model.num_classes": 5, **settings,
     }  # fmt: skip
-    with built(world, network or _network(), flags, loss=loss) as trainer:
+    with built(world, make(), flags, loss=loss) as trainer:
         update = next(trainer.feed.updates(0, 0))
         trainer.updater.add_gradients(update, 0)
         gradients = [_whole(name, one, trainer.network) for name, one in trainer.network.model.named_parameters()]
-        shown, named = trainer.updater.measured.take()[0], dependence_reasons(trainer)
-        events = trainer.folder.events
-        said = [json.loads(line) for line in events.read_text().splitlines()] if events.exists() else []
-        warned = [event["message"] for event in said if event["kind"] == "warning"]
+        shown, named = trainer.updater.measured.take_sums()[0], process_count_dependence_reasons(trainer)
+        warned = [event["message"] for event in lines(trainer.folder.events) if event["kind"] == "warning"]
         named += [message for message in warned if "have no test sample" not in message]
     return gradients, shown, named, [(each.inputs, each.labels) for each in update]
 
@@ -74,74 +74,68 @@ def _torchs_own(loss, micro_batches):
     return [parameter.grad for parameter in network.parameters()]
 
 
-def _all(world, names, settings):
-    return [_train(world, LOSSES[name], **settings) for name in names]
-
-
-@pytest.fixture(scope="module")
-def whole():
-    return {name: _train(World(), loss) for name, loss in LOSSES.items()}
-
-
-@pytest.mark.parametrize("name", LOSSES)
-def test_one_process_has_torchs_own_gradient(whole, name):
-    gradients, _, named, micro_batches = whole[name]
-    assert named == []
-    torch.testing.assert_close(gradients, _torchs_own(LOSSES[name], micro_batches))
-
-
-@pytest.mark.parametrize(
-    ("size", "settings"),
-    [
-        (3, {}),
-        (3, {"train.micro_batch": 2}),
-        (2, {"parallel.mode": "fsdp"}),
-        (2, {"parallel.mode": "semi", "parallel.pin": ["1=o@dp"]}),
-    ],
-    ids=["processes", "both", "fsdp", "semi"],
-)
-def test_however_a_batch_is_shared_the_gradient_is_the_same(whole, size, settings):
-    ranks = run_on_ranks(_all, size, list(LOSSES), settings)
-    for name, *results in zip(LOSSES, *ranks, strict=True):
-        gradients, shown, _, _ = whole[name]
-        for result in results:
-            torch.testing.assert_close(result[0], gradients, msg=lambda text, name=name: f"{name}: {text}")
-        assert sum(result[1] for result in results) == pytest.approx(shown, rel=1e-4), name
-
-
-def test_what_labels_count_for_adds_up_alike_however_they_are_shared():
-    loss_fn = make_loss_fn(TrainOptions(), nn.CrossEntropyLoss(weight=torch.rand(5)))
-    labels = torch.randint(5, (4096,))
-    assert float(sum(map(loss_fn.weigh, labels.split(7)))) == pytest.approx(float(loss_fn.weigh(labels)), rel=1e-12)
-
-
 def _small(output, labels):
     """Cross-entropy [n] in small operators, of which each can do its part of the classes."""
     powers = (output - output.max(1, keepdim=True).values).exp()
     return -((powers / powers.sum(1, keepdim=True)).log() * F.one_hot(labels, 5)).sum(1)
 
 
-def _cut_classes(world):
-    torch.manual_seed(1)
-    network = nn.Sequential(nn.Flatten(), nn.Linear(16, 5))
-    mode = {} if world.alone else {"parallel.mode": "semi", "parallel.pin": ["1=o@dp", "loss=o@dp"]}
-    losses = (lambda o, t: _small(o, t).sum(), lambda o, t: _small(o, t).mean(), _small)
-    return [_train(world, loss, **mode, network=copy.deepcopy(network))[:2] for loss in losses]
+SMALL = [
+    _small,
+    lambda output, labels: _small(output, labels).sum(),
+    lambda output, labels: _small(output, labels).mean(),
+]
+SEMI, LOCAL = {"parallel.mode": "semi", "parallel.pin": ["1=o@dp"]}, {"sync.method": "local"}
+# By number of processes, the ways in which all losses are tried.
+WAYS = {2: [{"parallel.mode": "fsdp"}, SEMI], 3: [{}, {"train.micro_batch": 2}]}
 
 
-def test_a_sum_or_mean_of_ones_own_whose_classes_are_cut_has_the_same_gradient():
-    (alone,), ranks = run_on_ranks(_cut_classes, 1), run_on_ranks(_cut_classes, 2)
-    for (gradients, shown), *cut in zip(alone, *ranks, strict=True):
-        assert sum(each[1] for each in cut) == pytest.approx(shown, rel=1e-4)
-        for each in cut:
-            torch.testing.assert_close(each[0], gradients)
+def _all(world):
+    """Under each way each loss; losses in small operators whose classes are cut; and local steps."""
+    found = [[_train(world, loss, **way) for loss in LOSSES.values()] for way in WAYS[world.size]]
+    cut = {**SEMI, "parallel.pin": ["1=o@dp", "loss=o@dp"]}
+    if world.size == 2:
+        found += [[_train(world, loss, _bare, **cut) for loss in SMALL], [_train(world, LOSSES["weight"], **LOCAL)]]
+    return found
 
 
-def test_under_local_steps_a_process_weighs_its_own_samples():
-    settings = {"sync.method": "local"}
-    for ((gradients, _, named, micro_batches),) in run_on_ranks(_all, 2, ["weight"], settings):
+@pytest.fixture(scope="module")
+def whole():
+    return [_train(World(), loss) for loss in LOSSES.values()]
+
+
+def test_one_process_has_torchs_own_gradient(whole):
+    for loss, (gradients, _, named, micro_batches) in zip(LOSSES.values(), whole, strict=True):
+        assert named == []
+        torch.testing.assert_close(gradients, _torchs_own(loss, micro_batches))
+
+
+def _assert_same(ways, wanted):
+    """Of each rank the ways' answers for each loss."""
+    for found in zip(*ways, strict=True):
+        for (gradients, shown, *_), *results in zip(wanted, *found, strict=True):
+            for result in results:
+                torch.testing.assert_close(result[0], gradients)
+            assert sum(result[1] for result in results) == pytest.approx(shown, rel=1e-4)
+
+
+def test_however_a_batch_is_shared_the_gradient_is_the_same(whole):
+    """Also of a sum or mean of one's own whose classes are cut; under local steps a process weighs its own samples."""
+    _assert_same(run_on_ranks(_all, 3), whole)
+    ranks = run_on_ranks(_all, 2)
+    _assert_same([rank[:2] for rank in ranks], whole)
+    _assert_same([rank[2:3] for rank in ranks], [_train(World(), loss, _bare) for loss in SMALL])
+    for *_, ((gradients, _, named, micro_batches),) in ranks:
         assert "Local steps" in named[0]
         torch.testing.assert_close(gradients, _torchs_own(LOSSES["weight"], micro_batches))
+
+
+def test_what_labels_count_for_adds_up_alike_however_they_are_shared():
+    loss_fn = make_loss_fn(TrainOptions(), nn.CrossEntropyLoss(weight=torch.rand(5)))
+    labels = torch.randint(5, (4096,))
+    assert float(sum(map(loss_fn.sum_weights, labels.split(7)))) == pytest.approx(
+        float(loss_fn.sum_weights(labels)), rel=1e-12
+    )
 
 
 NOT_SUMS = {
@@ -177,16 +171,16 @@ class Stateful(nn.Module):
         return F.cross_entropy(output, labels)
 
 
-@pytest.mark.parametrize("classes", [2, 5, 1000])
+@pytest.mark.parametrize("classes", [2, 1000])
 def test_losses_of_probabilities_and_of_many_classes_are_tried(classes):
     def of_probabilities(output, labels):
         return F.binary_cross_entropy(output, F.one_hot(labels, classes).float())
 
-    assert _settled(of_probabilities, classes).dependent == ""
+    assert _settled(of_probabilities, classes).dependence_reason == ""
     weights = torch.ones(classes)
     weights[classes // 2] = 0.5
     weighted = _settled(lambda output, labels: F.cross_entropy(output, labels, weight=weights), classes)
-    assert "not the mean of its samples' losses" in weighted.dependent
+    assert "not the mean of its samples' losses" in weighted.dependence_reason
 
 
 @dataclass
@@ -199,27 +193,25 @@ class Scaled:
         return self.factor * F.cross_entropy(output, labels)
 
 
-def test_a_loss_without_a_hash_is_one_too():
-    assert _settled(Scaled()).dependent == ""
-    assert _settled(functools.partial(Scaled())).dependent == ""
-
-
-def test_trying_leaves_a_loss_and_the_generators_as_they_were():
+def test_a_loss_without_a_hash_is_one_too_and_trying_leaves_a_loss_and_the_generators_as_they_were():
     loss, before = Stateful(), torch.get_rng_state()
-    assert _settled(loss).dependent == ""
+    assert _settled(loss).dependence_reason == ""
     assert loss.seen == 0
     assert torch.equal(torch.get_rng_state(), before)
+    assert _settled(functools.partial(Scaled())).dependence_reason == ""
 
 
 def test_what_cannot_be_tried_is_named_with_its_words():
     def strict(output, labels):
         raise RuntimeError("wants the network's own outputs")
 
-    assert "wants the network's own outputs" in _settled(strict).dependent
+    assert "wants the network's own outputs" in _settled(strict).dependence_reason
     locked = Stateful()
     locked.lock = threading.Lock()
-    assert "cannot pickle '_thread.lock'" in _settled(locked).dependent
-    told = _settled(lambda output, labels: F.cross_entropy(output * torch.rand(len(output), 1), labels)).dependent
+    assert "cannot pickle '_thread.lock'" in _settled(locked).dependence_reason
+    told = _settled(
+        lambda output, labels: F.cross_entropy(output * torch.rand(len(output), 1), labels)
+    ).dependence_reason
     assert "different values for the same outputs" in told
 
 

@@ -1,32 +1,54 @@
-"""Small networks, and trainers of them under a job, in a process of a group or alone."""
+"""Small networks, and what comes of training them under a job, in a process of a group or alone."""
 
 import contextlib
+import json
 import tempfile
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from manyhands.config.load import load_job
+from manyhands.core.errors import ManyhandsError
 from manyhands.core.run_folder import RunFolder
 from manyhands.parallel.apply import follows_plan
-from manyhands.parallel.plan import plan_of
+from manyhands.parallel.mesh.placement import gather_full
+from manyhands.parallel.plan import plan_from_options
 from manyhands.train.build import build
+from manyhands.train.loop import fit
 from manyhands.train.objects import Objects
 from manyhands.train.parts import Parts
 from manyhands.train.state import capture
-from manyhands.worker.entry import _build
+from manyhands.worker.entry import _build_trainer
+from tests.processes.ranks import put_on_machines, run_on_ranks
 
 # Divides by nothing: 103 = 3 * 29 + 16.
 SAMPLES, BATCH = 103, 29
 EXACT = {"train.precision": "fp64", "train.channels_last": False}
+SMALL = {
+    "data.name": f"synthetic:{SAMPLES}x1x8x8x5", "train.batch": BATCH, "train.epochs": 50, "train.lr": 0.05,
+    "data.augment": "crop-flip", "model.num_classes": 5, "train.weight_decay": 1e-3,
+}  # fmt: skip
 
 
-def network(norm):
+def normed(norm=nn.BatchNorm2d):
+    """A small network with BatchNorm."""
+    torch.manual_seed(3)
+
     def block(inputs, outputs):
-        return [nn.Conv2d(inputs, outputs, 3, padding=1), *([nn.BatchNorm2d(outputs)] if norm else []), nn.ReLU()]
+        return [nn.Conv2d(inputs, outputs, 3, padding=1), norm(outputs), nn.ReLU()]
 
     return nn.Sequential(*block(1, 6), nn.MaxPool2d(2), *block(6, 8), nn.Flatten(), nn.Linear(8 * 16, 5))
+
+
+def plain():
+    return normed(nn.Identity)
+
+
+def linear():
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 5))
 
 
 class SyncedNetwork(nn.Module):
@@ -76,9 +98,9 @@ def built(world, model, flags, folder="", mode="", *, as_worker=False, **objects
         place = RunFolder(Path(folder or temporary))
         place.failures.mkdir(parents=True, exist_ok=True)
         if as_worker:
-            trainer = _build(job, place, world, {"live": Objects(model, **objects)})
+            trainer = _build_trainer(job, place, world, {"live": Objects(model, **objects)})
         else:
-            plan = plan_of(job.parallel, world.size) if follows_plan(mode) else None
+            plan = plan_from_options(job.parallel, world.size) if follows_plan(mode) else None
             trainer = build(Parts.from_job(job, place, world, mode, Objects(model, **objects), plan))
         try:
             yield trainer
@@ -100,7 +122,7 @@ def updates(trainer, until):
 
 def make_updates(trainer, until):
     """The losses of this process in updates up to a step."""
-    return [trainer.updater.measured.take()[0] for _ in updates(trainer, until)]
+    return [trainer.updater.measured.take_sums()[0] for _ in updates(trainer, until)]
 
 
 def captured(trainer):
@@ -118,16 +140,80 @@ def assert_alike(found, wanted, tolerance=0.0, least=1e-12):
         assert (found[name] - one).abs().max().item() <= tolerance * max(scale, least), name
 
 
-def train(world, updates, mode, norm, settings):
-    """The losses of so many updates, the whole network's tensors after them, and an evaluation's counts and loss."""
+class Outcome(NamedTuple):
+    """What came of a training."""
+
+    losses: list  # of this process's samples, by update
+    model: dict  # the whole network's tensors
+    evaluation: tuple  # counts and loss
+    optimizer: dict  # tensors, by the parameter's name and their own; of FSDP's rank 0 alone has them
+    first: int  # the step that it began at
+    averages: str  # how gradients are averaged
+    layouts: dict
+    ended: str  # why it ended before its end, and where
+    events: list  # what was noted
+    metrics: list
+
+    def said(self, kind="warning"):
+        return [event["message"] for event in self.events if event["kind"] == kind]
+
+
+def train(world, until, make, flags, folder="", machines=(), as_worker=False, *, ends=False, **objects):
+    """Updates up to a step, or a whole run (0), of the network that `make` makes (None: the job's own).
+
+    `machines`: ranks of those that processes are to believe in; `ends`: errors in the run are what is looked for.
+    """
+    if not world.alone:
+        put_on_machines(machines or [range(world.size)], world)
+    model = make() if make else None
     torch.manual_seed(3)
-    flags = {
-        "data.name": f"synthetic:{SAMPLES}x1x8x8x5", "train.batch": BATCH, "train.epochs": 50, "train.lr": 0.05,
-        "parallel.mode": mode, "data.augment": "crop-flip", "model.num_classes": 5, "train.weight_decay": 1e-3,
-        **settings,
-    }  # fmt: skip
-    with built(world, None if "model.name" in settings else network(norm), flags, mode=mode) as trainer:
-        losses = make_updates(trainer, updates)
-        weights = {name: one.cpu() for name, one in captured(trainer).model.items()}
-        evaluation = trainer.evaluate()
-    return losses, weights, (evaluation.confusion, evaluation.loss)
+    losses, evaluation, ended = [], (), ""
+    with built(world, model, {**SMALL, **flags}, folder, as_worker=as_worker, **objects) as trainer:
+        first, network = trainer.progress.step, trainer.network
+        try:
+            losses = make_updates(trainer, until) if until else fit(trainer)
+        except ManyhandsError as error:
+            if not ends:
+                raise
+            ended = f"{error.message} | {error.where}"
+        if not ended:
+            trainer.verify_replicas()
+        states = (captured(trainer).optimizer or {"state": {}})["state"]
+        optimizer = {
+            f"{name} {key}": _whole(name, value, network)
+            for name, values in states.items()
+            for key, value in values.items()
+            if isinstance(value, torch.Tensor)
+        }
+        model = {name: one for name, one in network.full_state_dict().items() if isinstance(one, torch.Tensor)}
+        if not ended:
+            counted = trainer.evaluate()
+            evaluation = counted.confusion, counted.loss
+        records = lines(trainer.folder.events), lines(trainer.folder.metrics)
+    how = network.traits.averaging, dict(network.layouts), ended
+    return Outcome(losses, model, evaluation, optimizer, first, *how, *records)
+
+
+def _whole(name, tensor, network):
+    """A tensor of the optimizer from pieces as those of its parameter."""
+    split = network.layouts and tensor.ndim
+    return (gather_full(tensor, network.layouts[name], network.grid) if split else tensor).cpu()
+
+
+def lines(file):
+    """The records of a file, if there is one."""
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def for_each(world, function, cases):
+    return [function(world, *case) for case in cases]
+
+
+def by_case(size, function, cases):
+    """For each case what function(world, *case) returned on each process; all in one start."""
+    return list(zip(*run_on_ranks(for_each, size, function, cases), strict=True))
+
+
+def trained(size, cases):
+    """By case, (until, make, flags, …), what came of it on each process."""
+    return by_case(size, train, cases)

@@ -2,6 +2,7 @@
 
 import math
 import random
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -111,18 +112,14 @@ class FakeRun:
             write_json(self.folder.evaluations / "best.json", detail)
 
     def detail(self, step, right, each=40):
-        counts = {}
-        number = len(self.classes)
-        hits = 0
+        counts, number = Counter(), len(self.classes)
         for true in range(number):
             ease = right - 0.25 * ((true * 7) % 10 == 3) + 0.02 * ((true * 3) % 5)
             for _ in range(each):
-                hit = number == 1 or self.random.random() < ease
                 near = (true + self.random.choice([1, 1, 1, -1, 5])) % number
-                guess = true if hit else near
-                hits += guess == true
-                counts[true, guess] = counts.get((true, guess), 0) + 1
+                counts[true, true if self.random.random() < ease else near] += 1
         total = number * each
+        hits = sum(counts[true, true] for true in range(number))
         return EvaluationDetail(
             time=self.time,
             epoch=step // self.steps_per_epoch,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from manyhands.core.phases import PHASES
 from manyhands.core.records import PhaseMetrics, append
 from manyhands.report.read import read_run
-from manyhands.report.time_shares import best_change, samples_of_each, seconds_by_rank, shares_of, unequal_line
+from manyhands.report.time_shares import best_change, samples_by_rank, seconds_by_rank, time_fractions, unequal_line
 
 # A run that only computes.
 SOUND = {"compute": 90.0, "update": 4.0, "records": 1.0}
@@ -28,16 +28,10 @@ def change(path, *ranks, **train):
     return best_change(read_run(path))
 
 
-def test_nothing_recorded(tmp_path):
-    FakeRun(tmp_path).begin()
-    assert best_change(read_run(tmp_path)) is None
-
-
 @pytest.mark.parametrize(
     ("ranks", "words", "gain"),
     [
         ([SOUND], "computation takes", 0),
-        ([SOUND, SOUND], "computation takes", 0),
         ([{"compute": 60, "communication": 40}] * 2, "use --batch 128 to halve the number of updates", 0.2),
         # A third and less isn't worth it.
         ([{"compute": 70, "communication": 30}] * 2, "computation takes", 0),
@@ -59,13 +53,6 @@ def test_the_change_that_saves_most_is_named(tmp_path, ranks, words, gain):
     assert found.gain == pytest.approx(gain)
 
 
-def on_two_machines(path):
-    run = FakeRun(path).begin()
-    told = json.loads(run.folder.environment.read_text())
-    run.folder.environment.write_text(json.dumps({**told, "ranks": [{"host": "n1"}, {"host": "n2"}]}))
-    return run
-
-
 def with_option(run, before, after):
     """Another value in the run's job."""
     text = run.folder.job.read_text()
@@ -74,24 +61,25 @@ def with_option(run, before, after):
     return run
 
 
-def test_other_ways_of_agreeing_are_for_several_machines(tmp_path):
-    tell(on_two_machines(tmp_path), *[{"compute": 60, "communication": 40}] * 2)
+@pytest.mark.parametrize(
+    ("ranks", "queued_s", "words", "gain"),
+    [
+        # Other ways of agreeing are for several machines.
+        ([{"compute": 60, "communication": 40}] * 2, None, "--sync auto", 0.4),
+        # The load of other programs is no communication.
+        ([{"compute": 47, "communication": 53}] * 2, [40, 36], "wait for a free CPU core 38% of the time", 0.38),
+        ([{"compute": 50, "communication": 50}, {"compute": 100}], None, "rank 1 on n2", 0.5),
+    ],
+)
+def test_the_change_on_two_machines(tmp_path, ranks, queued_s, words, gain):
+    run = FakeRun(tmp_path).begin()
+    assert best_change(read_run(tmp_path)) is None
+    told = json.loads(run.folder.environment.read_text())
+    run.folder.environment.write_text(json.dumps({**told, "ranks": [{"host": "n1"}, {"host": "n2"}]}))
+    tell(run, *ranks, **({"queued_s": queued_s} if queued_s else {}))
     found = best_change(read_run(tmp_path))
-    assert "--sync auto" in found.what
-    assert found.gain == pytest.approx(0.4)
-
-
-def test_the_load_of_other_programs_is_no_communication(tmp_path):
-    tell(on_two_machines(tmp_path), *[{"compute": 47, "communication": 53}] * 2, queued_s=[40, 36])
-    found = best_change(read_run(tmp_path))
-    assert "wait for a free CPU core 38% of the time" in found.what
-    assert found.gain == pytest.approx(0.38)
-
-
-def test_a_slow_rank_is_named_with_its_machine(tmp_path):
-    run = on_two_machines(tmp_path)
-    tell(run, {"compute": 50, "communication": 50}, {"compute": 100})
-    assert "rank 1 on n2" in best_change(read_run(tmp_path)).what
+    assert words in found.what
+    assert found.gain == pytest.approx(gain)
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -137,7 +125,7 @@ def test_whatever_was_measured_the_gain_is_a_share(tmp_path_factory, ranks):
     else:
         assert 0 <= found.gain <= 1
         assert found.what
-    assert all(sum(shares_of(one).values()) == pytest.approx(1) for one in named if sum(one.values()))
+    assert all(sum(time_fractions(one).values()) == pytest.approx(1) for one in named if sum(one.values()))
 
 
 @given(st.lists(st.floats(0.1, 1e4), min_size=2, max_size=8), st.integers(8, 4096))
@@ -164,12 +152,12 @@ def test_what_each_takes_of_an_update_is_said_where_it_is_not_the_same(tmp_path)
         ([[12, 4], [1112, 4]], [1124, 8], "shares of the batch of 1,132 samples, by process: 1,124, 8"),
     ):
         run.folder.plan.write_text(json.dumps({**plan, "shares": passes}))
-        assert samples_of_each(read_run(tmp_path)) == taken
+        assert samples_by_rank(read_run(tmp_path)) == taken
         assert unequal_line(read_run(tmp_path)) == line
     run.event("shares", shares=[20, 12], step=100)
-    assert samples_of_each(read_run(tmp_path)) == [20, 12]
+    assert samples_by_rank(read_run(tmp_path)) == [20, 12]
     run.event("shares", shares="spoilt", step=100)
-    assert samples_of_each(read_run(tmp_path)) == [20, 12]
+    assert samples_by_rank(read_run(tmp_path)) == [20, 12]
     # What a later start began with is in plan.json.
     run.resume(100)
-    assert samples_of_each(read_run(tmp_path)) == [1124, 8]
+    assert samples_by_rank(read_run(tmp_path)) == [1124, 8]

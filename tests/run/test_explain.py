@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from manyhands.cli.main import main
 from manyhands.cluster.hosts.this_process import decide_launch
 from manyhands.config.load import load_job
-from manyhands.run.explain import explained
+from manyhands.run.explain import explain_values
 from manyhands.run.train import launch_decision
 
 WORKER = {"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29400"}
@@ -17,18 +17,25 @@ WORKER = {"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PO
 
 def told(environment=None, file=None, **flags):
     flags = {key.replace("__", "."): value for key, value in flags.items()}
-    rows = explained(load_job(flags, file=file, environment={}), environment or {})
+    rows = explain_values(load_job(flags, file=file, environment={}), environment or {})
     return {row.key: row for row in rows}
 
 
 @given(st.integers(1, 50).flatmap(lambda size: st.tuples(st.just(size), st.integers(0, size - 1))))
-def test_it_says_the_place_that_train_takes(shape):
+def test_it_says_the_place_that_train_takes_and_what_is_ignored(shape):
     size, rank = shape
     variables = {**WORKER, "RANK": str(rank), "WORLD_SIZE": str(size)}
-    rows = told(variables)
+    rows = told(variables, cluster__processes=4)
     process_info = decide_launch(load_job({}, environment={}).job.cluster, variables).process_info
     assert (rows["rank"].value, rows["world_size"].value) == (process_info.rank, process_info.size) == (rank, size)
     assert (rows["rank"].origin, rows["master_port"].value) == ("RANK", 29400)
+    assert "-n 4" in rows["not_followed"].value
+
+
+def test_a_place_has_its_own_device():
+    rows = told({**WORKER, "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "3"}, cluster__device="cuda")
+    assert rows["device"].value == "cuda:1"
+    assert "auto" not in str(rows["backend"].value)
 
 
 def test_flags_files_and_defaults_are_distinguished(tmp_path):
@@ -40,22 +47,11 @@ def test_flags_files_and_defaults_are_distinguished(tmp_path):
     assert told(cluster__device="cpu")["device"].origin == "--device"
 
 
-def test_a_place_has_its_own_device():
-    rows = told({**WORKER, "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "3"}, cluster__device="cuda")
-    assert rows["device"].value == "cuda:1"
-    assert "auto" not in str(rows["backend"].value)
-
-
 def test_unequal_shares_are_shown():
     by_hand = told(cluster__processes=2, cluster__shares=[24, 8])["shares"]
     assert (by_hand.value, by_hand.text, by_hand.origin) == ([24, 8], "24, 8 samples per update", "flag")
     assert "measured" in told(cluster__shares="auto")["shares"].text
-    assert "shares" not in told()
     assert "shares" not in told(cluster__shares="equal")
-
-
-def test_ignored_values_are_reported():
-    assert "-n 4" in told(WORKER, cluster__processes=4)["not_followed"].value
 
 
 def _explain(arguments, capsys):
@@ -65,13 +61,11 @@ def _explain(arguments, capsys):
     return ended.value.code, printed.out, printed.err
 
 
-@pytest.mark.parametrize("init", ["tcp://10.0.0.1:5", "file:///tmp/x"])
-def test_the_command_prints_a_table_or_json(init, capsys):
-    arguments = ["--init", init, "--world-size", "2", "--rank", "0"]
+def test_the_command_prints_a_table_or_json(capsys):
+    arguments = ["--init", "file:///tmp/x", "--world-size", "2", "--rank", "0"]
     code, table, _ = _explain(arguments, capsys)
     assert code == 0
     assert "world size" in table
-    assert "--world-size" in table
     assert json.loads(_explain([*arguments, "--json"], capsys)[1])["rank"] == {"value": 0, "from": "--rank"}
 
 

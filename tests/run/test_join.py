@@ -14,7 +14,7 @@ from manyhands.cluster.hosts.this_process import machines_of, with_machines
 from manyhands.cluster.messages import encode
 from manyhands.config.job import ClusterOptions
 from manyhands.core.errors import RunError, UserError
-from manyhands.run.launch import SOCKET, join_here, join_listener
+from manyhands.run.launch import SOCKET, _short_path, join_listener, request_join
 
 
 @pytest.fixture(params=["short", "long"])
@@ -54,18 +54,18 @@ def test_join_request_is_answered_once_the_machine_takes_part(folder):
         asked.append(machine.target)
         notify(f"{machine.name} takes part", True)
 
-    assert served(folder, admit, lambda: join_here(str(folder), "ssh://me@n4:31234")) == "n4:31234 takes part"
+    assert served(folder, admit, lambda: request_join(str(folder), "ssh://me@n4:31234")) == "n4:31234 takes part"
     assert asked == ["ssh://me@n4:31234"]
 
 
-@pytest.mark.parametrize("host", ["n4,n5", "n4\nn5", "-oProxyCommand=x", "n4;reboot", "", "no more"])
-def test_who_can_not_come_is_refused_in_words(host, folder):
+def test_who_can_not_come_is_refused_in_words(folder):
     def admit(machine, notify):
         raise UserError("enough take part")
 
-    error = served(folder, admit, lambda: join_here(str(folder), host or "n4"))
-    assert isinstance(error, RunError)
-    assert "\n" not in error.message
+    for host in ("n4,n5", "n4\nn5", "-oProxyCommand=x", "n4;reboot", "no more", "n4"):
+        error = served(folder, admit, lambda host=host: request_join(str(folder), host))
+        assert isinstance(error, RunError)
+        assert "\n" not in error.message
 
 
 def test_noise_at_the_socket_harms_nobody(folder):
@@ -75,20 +75,19 @@ def test_noise_at_the_socket_harms_nobody(folder):
         notify("here", True)
 
     def ask():
-        for noise in (
-            os.urandom(4096),
-            b"GET / HTTP/1.0\r\n\r\n",
-            encode(WorkerCommand("stop")),
-        ):
+        for noise in (os.urandom(4096), b"GET / HTTP/1.0\r\n\r\n", encode(WorkerCommand("stop"))):
             with socket.socket(socket.AF_UNIX) as head, short(folder) as path:
                 head.connect(path)
                 head.sendall(noise)
-        return join_here(str(folder), "n4")
+        return request_join(str(folder), "n4")
 
     assert served(folder, admit, ask) == "here"
 
 
-def test_launcher_that_can_open_no_more_files_continues(folder):
+def test_a_run_without_a_head_says_so_and_one_that_can_open_no_more_files_continues(folder):
+    (folder / SOCKET).touch()
+    with pytest.raises(UserError, match="the launcher of the run does not answer"):
+        request_join(str(folder), "n4")
     with join_listener(folder, pytest.fail, pytest.fail) as tick, contextlib.ExitStack() as stack:
         path = stack.enter_context(short(folder))
         asking = stack.enter_context(socket.socket(socket.AF_UNIX))
@@ -102,29 +101,21 @@ def test_launcher_that_can_open_no_more_files_continues(folder):
 
 
 def short(folder):
-    from manyhands.run.launch import _short_path
-
     return _short_path(folder / SOCKET)
 
 
-def test_a_run_without_a_head_says_so(folder):
-    (folder / SOCKET).touch()
-    with pytest.raises(UserError, match="the launcher of the run does not answer"):
-        join_here(str(folder), "n4")
-
-
-@pytest.mark.parametrize("joined", ["n3", "me@n3", "n3:2", "me@[fd00::3]", "[fd00::3]:2", "ssh://me@[fd00::3]:2222"])
 @pytest.mark.parametrize("named", ["hosts", "hostfile", "file"])
-def test_a_machine_that_has_joined_is_among_those_that_the_job_names(joined, named, tmp_path):
+def test_a_machine_that_has_joined_is_among_those_that_the_job_names(named, tmp_path):
     (tmp_path / "hosts").write_text("n1 slots=2\nn2 port=2222\n")
     before = ClusterOptions(
         hosts=("n1:2", "ssh://n2:2222") if named == "hosts" else (),
         hostfile=str(tmp_path / "hosts") if named == "hostfile" else "",
     )
-    machines = hostfile.read_list(joined, "--host").machines
     assert with_machines(before, ()) == before
-    found = machines_of(with_machines(before, machines))
-    assert found == ((*machines_of(before), *machines) if named != "file" else ())
+    for joined in ("n3", "me@n3", "n3:2", "me@[fd00::3]", "[fd00::3]:2", "ssh://me@[fd00::3]:2222"):
+        machines = hostfile.read_list(joined, "--host").machines
+        found = machines_of(with_machines(before, machines))
+        assert found == ((*machines_of(before), *machines) if named != "file" else ())
 
 
 def test_a_socket_that_can_not_be_made_is_a_warning(tmp_path):

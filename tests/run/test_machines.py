@@ -91,7 +91,7 @@ class Scene:
 
     def lost(self):
         self.n3.link.closed = True
-        self.run.note_ending(Ending(lost={"n3": "no message for 16 s"}))
+        self.run.record_ending(Ending(lost={"n3": "no message for 16 s"}))
 
     def contacting(self):
         self.lost()
@@ -107,7 +107,7 @@ class Scene:
     def running_on_trial(self):
         self.ready()
         self.clock.now += 0.1
-        assert self.run.take_in() == [self.n3]
+        assert self.run.add_ready_machines() == [self.n3]
         self.n3.opened_folder = RunOpened("/runs/n3", shared=False, checkpoints=True)
 
     def running(self):
@@ -148,7 +148,7 @@ class Scene:
         self.answers(RequestFailed("no torch here"))
 
     def fails(self):
-        self.run.note_ending(Ending(failed={4: -9}))
+        self.run.record_ending(Ending(failed={4: -9}))
 
     def fails_again(self):
         self.n3.failures = 1
@@ -159,10 +159,10 @@ class Scene:
         self.lost()
 
     def raises_on_trial(self):
-        self.run.note_ending(Ending(refused=UserError("that is too much for n3")))
+        self.run.record_ending(Ending(refused=UserError("that is too much for n3")))
 
     def next_start(self):
-        self.run.take_in()
+        self.run.add_ready_machines()
 
 
 @pytest.fixture
@@ -226,7 +226,7 @@ def test_a_machine_that_returns_has_the_last_ranks_and_records_may_differ(scene)
     scene.wait(RETRY_LEAST_S)
     scene.answers_all()
     scene.n1.link.closed = True
-    assert scene.run.take_in() == [scene.n3]
+    assert scene.run.add_ready_machines() == [scene.n3]
     assert [machine.name for machine in scene.machines.running] == ["n2", "n3"]
     assert scene.n1.state is MachineState.LOST
     assert (scene.n3.processes, scene.n3.device, scene.n3.generation) == (4, "cpu", 0)
@@ -254,7 +254,7 @@ def test_a_machine_that_cannot_be_spared_is_not_excluded(tmp_path, monkeypatch):
 def test_two_machines_lost_at_once_are_both_contacted(scene):
     for machine in (scene.n2, scene.n3):
         machine.link.closed = True
-    scene.run.note_ending(Ending(lost={"n2": "", "n3": ""}))
+    scene.run.record_ending(Ending(lost={"n2": "", "n3": ""}))
     assert scene.machines.running == [scene.n1]
     assert scene.run.shortage_reason() == ""
     scene.wait(RETRY_LEAST_S)
@@ -266,7 +266,7 @@ def test_a_restart_waits_for_a_machine_that_is_about_to_be_ready(scene):
     scene.trains()
     assert scene.run.joining_next() == ["n3"]
     scene.n2.link.closed = True
-    scene.run.take_in()
+    scene.run.add_ready_machines()
     scene.n3.exclude(0.0)
     scene.wait(RETRY_LEAST_S)
     assert scene.run.joining_next() == ["n3"]
@@ -297,15 +297,11 @@ def test_another_launcher_takes_over(tmp_path, monkeypatch):
 
 
 def test_a_machine_that_the_user_adds(scene):
-    heard = []
-    for name, why in (("n2", "already part of the run"), ("n4", ""), ("n4", "rejoins the run as soon as it answers")):
-        request = lambda name=name: scene.run.add(Machine(name), lambda *told: heard.append(told))  # noqa: E731
-        if why:
-            with pytest.raises(UserError, match=why):
-                request()
-        else:
-            request()
-    scene.wait(0)
+    with pytest.raises(UserError, match="already part of the run"):
+        scene.run.add(Machine("n2"), pytest.fail)
+    heard = scene.adds_n4()
+    with pytest.raises(UserError, match="rejoins the run as soon as it answers"):
+        scene.run.add(Machine("n4"), pytest.fail)
     assert scene.opened == ["n4"]
     n4 = scene.machines.all[-1]
     n4.link.closed = True
@@ -314,31 +310,28 @@ def test_a_machine_that_the_user_adds(scene):
     [(text, takes_part)] = heard
     assert text.startswith("n4 can't join: ")
     assert not takes_part
+    waits = scene.adds_n4()
+    scene.run.close()
+    assert waits == [("the run ended before n4 joined", False)]
+    assert scene.machines.all[-1].link is None
 
 
 def test_an_added_machine_belongs_to_the_job_from_its_first_start_on_even_when_it_is_lost(scene):
     heard = scene.adds_n4()
     n4 = scene.machines.all[-1]
     for value in (FACTS, RunOpened("/runs/n3", False, False, False, ""), ("cpu", 4)):
-        assert scene.run.added == []
+        assert scene.run.added_machines == []
         n4.link.answer(CallResult(value))
         scene.run.tick()
-    scene.run.take_in()
+    scene.run.add_ready_machines()
     n4.opened_folder = scene.n1.opened_folder
     scene.run.record_start(1)
     assert heard == [(f"n4 has joined {scene.folder.path}", True)]
     n4.link.closed = True
-    scene.run.note_ending(Ending(lost={"n4": ""}))
-    assert scene.run.added == [Machine("n4")]
+    scene.run.record_ending(Ending(lost={"n4": ""}))
+    assert scene.run.added_machines == [Machine("n4")]
     scene.run.close()
     assert len(heard) == 1
-
-
-def test_who_waits_at_the_end_hears_that_the_run_has_ended(scene):
-    heard = scene.adds_n4()
-    scene.run.close()
-    assert heard == [("the run ended before n4 joined", False)]
-    assert scene.machines.all[-1].link is None
 
 
 def test_a_refused_machine_that_is_added_again_keeps_what_is_known_of_it(scene):
@@ -352,8 +345,8 @@ def test_a_refused_machine_that_is_added_again_keeps_what_is_known_of_it(scene):
     assert scene.n3.state is MachineState.CONTACTING
 
 
-def test_a_rank_that_no_machine_has_excludes_nobody(scene):
+def test_a_rank_that_no_machine_has_and_a_tunnel_exclude_nobody(scene):
     scene.n3.failures = 1
-    for rank in (6, 99, -1):
-        scene.run.note_ending(Ending(failed={rank: -9}))
+    for ending in (*(Ending(failed={rank: -9}) for rank in (6, 99, -1)), Ending(lost_tunnel="the tunnel to n3 ended")):
+        scene.run.record_ending(ending)
     assert scene.machines.running == [scene.n1, scene.n2, scene.n3]

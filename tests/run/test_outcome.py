@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from manyhands.checkpoint.folders import kept_step, saved_step
+from manyhands.checkpoint.folders import available_step, saved_step
 from manyhands.cluster.failures import Ending, first_cause
 from manyhands.config.load import load_job
 from manyhands.core.errors import ManyhandsError, RunError
@@ -16,11 +16,11 @@ from manyhands.report import page
 from manyhands.report.read import read_run
 from manyhands.run.outcome import (
     conclude,
-    ends_noted,
-    explained,
-    failure_of,
-    note,
+    error_of_ending,
+    explain_run,
+    record_event,
     record_interrupt,
+    recording_errors,
     report_on,
     starts_and_stops,
 )
@@ -46,7 +46,7 @@ def put(folder, *turns, saved=None):
 
 
 def why(folder, head=None):
-    return explained(read_run(folder.path), head)
+    return explain_run(read_run(folder.path), head)
 
 
 def record(**more):
@@ -109,7 +109,7 @@ def test_ctrl_c_before_the_first_start_is_the_stop_of_a_run(saved, again, code, 
             if again:
                 raise KeyboardInterrupt
 
-    with pytest.raises(ManyhandsError) as raised, ends_noted(JOB, folder):
+    with pytest.raises(ManyhandsError) as raised, recording_errors(JOB, folder):
         halted()
     assert_noted(raised.value, code, saved, folder)
     assert ("without a save" in raised.value.message) == again
@@ -133,7 +133,7 @@ def test_an_earlier_commands_stop_is_not_taken_for_that_of_processes_that_failed
 @pytest.mark.parametrize("fault", [RunError("n2 has no Python", "n2"), ValueError("a mistake of ours")])
 def test_what_ends_a_run_before_its_first_start_is_noted_and_not_hidden_by_a_disk_that_is_gone(fault, folder):
     for place in (folder, RunFolder(folder.path / "gone")):
-        with pytest.raises(type(fault)) as raised, ends_noted(JOB, place):
+        with pytest.raises(type(fault)) as raised, recording_errors(JOB, place):
             raise fault
         assert raised.value is fault
     (event,) = read_lines(folder.events)
@@ -143,11 +143,11 @@ def test_what_ends_a_run_before_its_first_start_is_noted_and_not_hidden_by_a_dis
 
 def test_every_failure_of_a_run_that_has_saved_says_how_to_resume(folder):
     ending = Ending(failed={1: 1}, records={1: record()})
-    assert "resume" not in str(failure_of(folder, ending))
+    assert "resume" not in str(error_of_ending(folder, ending))
     put(folder, saved=50)
-    assert "resume from the last checkpoint, of step 50" in str(failure_of(folder, ending))
+    assert "resume from the last checkpoint, of step 50" in str(error_of_ending(folder, ending))
     ending.records[1] = record(hints=["make room, then manyhands resume x"])
-    assert str(failure_of(folder, ending)).count("manyhands resume") == 1
+    assert str(error_of_ending(folder, ending)).count("manyhands resume") == 1
 
 
 def test_an_error_that_all_processes_raise_is_of_the_rank_that_it_names():
@@ -173,10 +173,10 @@ def test_the_last_saved_step_is_known_here_and_where_the_checkpoints_are_elsewhe
     assert saved_step(folder) is None
     assert NOTHING in str(record_interrupt(folder))
     put(folder, "saved|7", "saved|40")
-    assert (saved_step(folder), kept_step(folder)) == (40, None)  # the checkpoints were deleted
+    assert (saved_step(folder), available_step(folder)) == (40, None)  # the checkpoints were deleted
     for local in (True, False):
         folder.machines.write_text(json.dumps([{"host": "n1", "local": local, "ranks": [0, 1], "folder": "/run"}]))
-        assert kept_step(folder) == (None if local else 40)
+        assert available_step(folder) == (None if local else 40)
     put(folder, saved=50)
     (folder.checkpoints / ".step-00000060.part").mkdir()
     text = str(record_interrupt(folder))
@@ -211,25 +211,10 @@ def test_the_cause_is_of_the_last_start_also_where_its_head_left_no_word(rankles
     assert "a mistake of mine" in found.cause
 
 
-def test_a_run_whose_checkpoints_are_gone_is_not_said_to_continue(folder):
-    put(folder, "started", "saved|40", "stopped|40")
-    left = f"no checkpoint is left in {folder.checkpoints}: restore one from a copy, or use another --out"
-    assert why(folder).do == [left]
-
-
-def test_earlier_start_is_shown_with_its_machine_or_none(folder):
-    folder.environment.write_text('{"ranks": [{"host": "n1"}]}')
-    for number, data in enumerate(({}, {"host": "n2"})):
-        append(folder.events, Event(time=1.0 + number, kind="restarted", message="m", data=data))
-    first, second = why(folder).done
-    assert "n1" not in first + second
-    assert "restarted (n2, " in second
-
-
 def test_machines_of_an_active_run_and_joined_machines_are_shown(folder):
     places = [{"host": "n1", "ranks": [0, 2]}, {"host": "n2", "ranks": [2, 1]}]
     folder.machines.write_text(json.dumps([{**place, "folder": "/r", "local": False} for place in places]))
-    put(folder, "regrouped||n2 can join: restarting from step 8")
+    put(folder, "saved|8", "stopped|8", "regrouped||n2 can join: restarting from step 8")
     head = Running(time=1.0, pid=1, created=1.0, host="n1", run=str(folder.path), hosts=["n1", "n2"], command=[])
     told = why(folder, head)
     assert "on: n1 (ranks 0 to 1), n2 (rank 2)" in told.lines()
@@ -240,7 +225,7 @@ def test_machines_of_an_active_run_and_joined_machines_are_shown(folder):
 def test_a_run_whose_head_was_replaced_says_so_and_where_to_ask(folder):
     put(folder, "saved|8|s", "stopped|8|saved")
     replaced = "the run was stopped from n2 or taken over by another launcher"
-    note(folder, REPLACED, replaced)
+    record_event(folder, REPLACED, replaced)
     found = why(folder)
     assert found.cause == replaced
     assert "on the other launcher's machine, run manyhands why" in found.do[0]

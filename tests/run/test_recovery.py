@@ -1,11 +1,12 @@
 """Where the later starts of a run go on from."""
 
 import time
+from dataclasses import replace
 
 import pytest
 
 from manyhands.cluster.agents.machines import SOON_UPDATES, RunMachine
-from manyhands.cluster.agents.supervise import Watch
+from manyhands.cluster.agents.supervise import WatchHooks
 from manyhands.cluster.failures import Ending
 from manyhands.cluster.hosts.inventory import Machine
 from manyhands.config.load import load_job
@@ -19,7 +20,6 @@ from manyhands.run.recovery import (
     Restart,
     RestartHooks,
     RestartPolicy,
-    failed_rank,
     run_to_end,
     worth_restarting,
 )
@@ -50,26 +50,19 @@ def test_what_the_user_names_holds_until_this_run_has_saved(folder, named, monke
         return {}
 
     job = load_job({"checkpoint.resume": named}, environment={}).job
-    run_to_end(job, folder, RestartHooks(), orders, Watch(), lambda *_: None)
+    run_to_end(job, folder, RestartHooks(), orders, WatchHooks(), lambda *_: None)
     assert starts == [(0, named), (1, named), *((number, "auto") for number in range(2, 2 + MOST_IN_VAIN))]
 
 
-def test_a_run_that_does_not_recover_has_one_start(folder):
-    assert policy(folder, {"cluster.elastic": "off"}).next_restart(Ending(failed={0: -9}), RestartHooks()) is None
-
-
-@pytest.mark.parametrize("word", ["sometimes", "4:2", "0", "2:", ":3", "1:2:3", "99999"])
-def test_what_elastic_may_be_is_said_in_one_sentence(word):
-    with pytest.raises(UserError, match="should be on, off, a minimum number of machines"):
-        load_job({"cluster.elastic": word}, environment={})
-
-
-@pytest.mark.parametrize(("word", "hosts"), [("3:4", 2), ("1:2", 3)])
-def test_fewer_or_more_machines_than_are_wanted_begin_nothing(word, hosts, tmp_path, monkeypatch):
+def test_fewer_or_more_machines_than_are_wanted_begin_nothing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    job = load_job({"cluster.elastic": word}, environment={}).job
-    with pytest.raises(UserError, match=f"--elastic {word} does not allow {hosts} machines"):
-        launch(job, [Machine(f"n{number}") for number in range(hosts)], quiet=True)
+    for word in ("sometimes", "4:2", "0", "2:", ":3", "1:2:3", "99999"):
+        with pytest.raises(UserError, match="should be on, off, a minimum number of machines"):
+            load_job({"cluster.elastic": word}, environment={})
+    for word, hosts in (("3:4", 2), ("1:2", 3)):
+        job = load_job({"cluster.elastic": word}, environment={}).job
+        with pytest.raises(UserError, match=f"--elastic {word} does not allow {hosts} machines"):
+            launch(job, [Machine(f"n{number}") for number in range(hosts)], quiet=True)
     assert not list(tmp_path.iterdir())
 
 
@@ -83,13 +76,6 @@ def test_a_machine_that_fails_again_soon_is_set_aside_for_longer_and_longer_unti
     assert pauses == [0, 5, 10, 20, 40, 60, 0, 5]
     assert machine.since_step is None
     assert other.count_failure(step) == 0
-
-
-def test_no_machine_is_set_aside_for_a_tunnel_that_has_ended():
-    assert failed_rank(Ending(lost_tunnel="the ssh tunnel to n2 ended")) is None
-    assert failed_rank(Ending(lost={"n2": "no message for 30 s"})) is None
-    assert failed_rank(Ending(failed={3: -9})) == 3
-    assert failed_rank(Ending()) is None
 
 
 class Joining(RestartHooks):
@@ -107,11 +93,10 @@ def test_a_start_for_a_machine_that_comes_is_no_fault(folder):
     decides, stopped = policy(folder), Ending(returned={0: {"status": "stopped"}}, regrouped=True)
     restarts = [decides.next_restart(stopped, Joining()) for _ in range(2 * MOST_IN_VAIN)]
     assert set(restarts) == {Restart("regrouped", "n4 can join")}
-    assert not decides.next_restart(Ending(returned={0: {"status": "finished"}}, regrouped=True), Joining())
-    assert not decides.next_restart(
-        Ending(returned={0: {"status": "stopped"}}, regrouped=True, interrupted=1), Joining()
-    )
-    assert not decides.next_restart(Ending(returned={0: {"status": "stopped"}}), Joining())
+    for changed in ({"returned": {0: {"status": "finished"}}}, {"interrupted": 1}, {"regrouped": False}):
+        assert not decides.next_restart(replace(stopped, **changed), Joining())
+    decides = policy(folder, {"cluster.elastic": "off"})
+    assert not decides.next_restart(Ending(failed={0: -9}), RestartHooks())
 
 
 @pytest.mark.parametrize(
@@ -130,7 +115,7 @@ def test_what_fails_with_a_machine_that_has_just_come_does_not_end_the_run(folde
     endings = iter([refused, Ending(returned={0: {"status": "finished"}})])
     monkeypatch.setattr(recovery, "supervise_once", lambda *_: next(endings))
     job = load_job({}, environment={}).job
-    assert run_to_end(job, folder, Joining(["n4"]), lambda *_: {}, Watch(), lambda *_: None).ok
+    assert run_to_end(job, folder, Joining(["n4"]), lambda *_: {}, WatchHooks(), lambda *_: None).ok
     (line,) = read_lines(folder.events)
     assert line["message"] == "starting with n4 failed (that is too much for n4): restarting from step 10"
     assert not policy(folder).next_restart(refused, Joining())

@@ -17,31 +17,31 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manyhands.cli.runs import ps
-from manyhands.cluster.agents.folders import agent_lock, agents_here
+from manyhands.cluster.agents.folders import agent_lock, find_local_agents
 from manyhands.core.errors import UserError
 from manyhands.core.records import Event, Running, append, write_json
 from manyhands.core.run_folder import RunFolder
-from manyhands.core.stops import ended_like_ctrl_c, handled, request_stop
-from manyhands.report.follow import as_object, read_progress
+from manyhands.core.stops import on_stop, request_stop, stop_signals_as_ctrl_c
+from manyhands.report.follow import progress_object, read_progress
 from manyhands.run.folder import FolderWatch
 from manyhands.run.registry import (
     find_reference,
     find_run,
-    head_of_active,
-    headless,
     is_running,
-    named_by,
-    read_named,
+    list_active_runs,
+    list_headless_runs,
+    matching_names,
+    read_run_named,
     registered,
     registry_folder,
+    require_launcher,
     resolve_resume,
-    running,
-    signal_head,
+    signal_launcher,
 )
 
 
 def find_running(word):
-    return head_of_active(find_run(word, active=True))
+    return require_launcher(find_run(word, active=True))
 
 
 def record(run, *, pid=None, created=None, host=None, command=("x",)):
@@ -56,13 +56,21 @@ def put(entry):
     write_json(registry_folder() / f"{entry.host}-{entry.pid}.json", entry)
 
 
-def test_active_run_is_listed_for_its_user_only(tmp_path):
-    with registered(tmp_path / "runs" / "a", ["n1", "n2"]):
-        (found,) = running()
+def test_active_run_is_listed_with_the_machines_of_its_last_start_for_its_user_only(tmp_path, capsys):
+    folder = RunFolder(tmp_path / "runs" / "a")
+    folder.path.mkdir(parents=True)
+    with registered(folder.path, ["n1", "n2"]):
+        (found,) = list_active_runs()
         assert (found.pid, found.name, found.hosts) == (os.getpid(), "a", ["n1", "n2"])
         assert stat.S_IMODE(registry_folder().stat().st_mode) == 0o700
         assert is_running(found)
-    assert running() == []
+        assert ps() == 0
+        assert "n1,n2" in capsys.readouterr().out
+        about = {"ranks": [0, 1], "folder": "run", "local": False}
+        folder.machines.write_text(json.dumps([{"host": host, **about} for host in ("n1", "n3")]))
+        assert ps() == 0
+        assert "n1,n3" in capsys.readouterr().out
+    assert list_active_runs() == []
     assert not is_running(found)
     with pytest.raises(KeyError), registered(tmp_path / "b"):
         raise KeyError
@@ -76,9 +84,9 @@ def test_a_run_whose_head_is_gone_is_listed_while_its_processes_work(tmp_path, c
     process.wait()
     put(gone)
     with agent_lock(ranks, 0):
-        assert agents_here(ranks) == [os.getpid()]
-        assert running() == []
-        assert [entry.run for entry in headless()] == [gone.run]
+        assert find_local_agents(ranks) == [os.getpid()]
+        assert list_active_runs() == []
+        assert [entry.run for entry in list_headless_runs()] == [gone.run]
         assert ps() == 0
         out, err = capsys.readouterr()
         assert "no launcher" in out
@@ -86,54 +94,37 @@ def test_a_run_whose_head_is_gone_is_listed_while_its_processes_work(tmp_path, c
         with pytest.raises(UserError, match="launcher of the run is gone, but its processes still train"):
             find_running("a")
         with registered(tmp_path / "runs" / "a"):
-            assert headless() == []
-        assert [entry.run for entry in headless()] == [gone.run]
-    assert headless() == []
+            assert list_headless_runs() == []
+        assert [entry.run for entry in list_headless_runs()] == [gone.run]
+    assert list_headless_runs() == []
     assert list(registry_folder().iterdir()) == []
-
-
-def test_machines_that_are_listed_are_those_of_the_last_start(tmp_path, capsys):
-    run = tmp_path / "run"
-    run.mkdir()
-    with registered(run, ["n1", "n2"]):
-        assert ps() == 0
-        assert "n1,n2" in capsys.readouterr().out
-        about = {"ranks": [0, 1], "folder": "run", "local": False}
-        RunFolder(run).machines.write_text(json.dumps([{"host": host, **about} for host in ("n1", "n3")]))
-        assert ps() == 0
-        assert "n1,n3" in capsys.readouterr().out
 
 
 def test_records_of_the_dead_are_removed():
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     alive = psutil.Process(process.pid)
     put(record("/a", pid=process.pid, created=alive.create_time()))
-    assert [entry.run for entry in running()] == ["/a"]
+    assert [entry.run for entry in list_active_runs()] == ["/a"]
     process.kill()
     # Not waited for yet: it is a zombie, which trains nothing.
     while alive.status() != psutil.STATUS_ZOMBIE:
         time.sleep(0.01)
-    assert running() == []
+    assert list_active_runs() == []
     process.communicate()
     # The number was given to another process meanwhile.
     put(record("/b", created=1.0))
-    assert running() == []
+    assert list_active_runs() == []
     assert list(registry_folder().iterdir()) == []
-
-
-def test_a_clock_that_was_set_hides_no_run():
+    # Its clock was set meanwhile.
     put(record("/a", created=psutil.Process().create_time() - 3600, command=psutil.Process().cmdline()))
-    assert [entry.run for entry in running()] == ["/a"]
+    assert [entry.run for entry in list_active_runs()] == ["/a"]
 
 
-def test_another_machines_record_is_taken_at_its_word():
+def test_another_machines_record_is_taken_at_its_word_and_silence_is_shown(tmp_path, capsys):
     put(record("/shared/a", pid=2**22 + 1, host="n7"))
-    (found,) = running()
+    (found,) = list_active_runs()
     assert read_progress(found).state == "unknown"
-    signal_head(found, 0)
-
-
-def test_another_machines_run_that_writes_nothing_any_more_is_shown_as_silent(tmp_path, capsys):
+    signal_launcher(found, 0)
     for name, silent_s in (("new", 0), ("old", 7500)):
         folder = tmp_path / name
         folder.mkdir()
@@ -141,9 +132,9 @@ def test_another_machines_run_that_writes_nothing_any_more_is_shown_as_silent(tm
         put(entry.model_copy(update={"time": time.time() - 9000}))
         append(RunFolder(folder).events, Event(time=time.time() - silent_s, kind="started", message="m"))
     ps()
-    _, old, new = sorted(capsys.readouterr().out.splitlines(), reverse=True)
-    assert "on n7, silent for 2h05m" in old
-    assert "silent" not in new
+    (silent,) = [line for line in capsys.readouterr().out.splitlines() if "silent" in line]
+    assert "on n7, silent for 2h05m" in silent
+    assert "/old " in silent
 
 
 def test_what_is_no_record_is_let_be(tmp_path):
@@ -152,8 +143,11 @@ def test_what_is_no_record_is_let_be(tmp_path):
         (registry_folder() / "torn.json").write_text('{"v": 1')
         newer = {**record("/c").model_dump(), "v": 99}
         write_json(registry_folder() / "newer.json", newer)
-        assert [entry.name for entry in running()] == ["a"]
+        assert [entry.name for entry in list_active_runs()] == ["a"]
     assert {path.name for path in registry_folder().iterdir()} == {"other.json", "torn.json", "newer.json"}
+    put(record("a\0b", host="n7"))
+    put(record("/nowhere/run"))
+    assert [each.run for each in list_active_runs()] == ["/nowhere/run"]
 
 
 def test_a_state_folder_that_cannot_be_written_costs_the_listing_alone(tmp_path, monkeypatch, capsys):
@@ -168,28 +162,18 @@ NAMES = st.lists(st.text("ab-1", min_size=1, max_size=5), min_size=1, max_size=8
 
 
 @given(names=NAMES, data=st.data())
-def test_the_strictest_reading_wins(names, data):
-    chosen = data.draw(st.sampled_from(names))
-    assert named_by(chosen, names) == [chosen]
-    begun = chosen[: data.draw(st.integers(1, len(chosen)))]
-    found = named_by(begun, names)
-    assert found
-    assert all(name.startswith(begun) for name in found)
-    assert begun not in names or found == [begun]
-    assert named_by("", names) == []
-
-
-@given(names=NAMES, data=st.data())
-def test_any_part_of_a_name_is_enough_where_one_run_has_it(names, data):
+def test_any_part_of_a_name_is_enough_where_one_run_has_it_and_the_strictest_reading_wins(names, data):
+    assert matching_names(names[0], names) == [names[0]]
+    assert matching_names("", names) == []
     first = data.draw(st.integers(0, len(names[0]) - 1))
     part = names[0][first : data.draw(st.integers(first + 1, len(names[0])))]
-    found = named_by(part, names)
+    found, begins = matching_names(part, names), sorted(name for name in names if name.startswith(part))
     assert found
-    assert all(part in name for name in found)
+    assert all(name in begins if begins else part in name for name in found)
+    assert part not in names or found == [part]
     if sum(part in name for name in names) == 1:
         assert found == [names[0]]
-    begins = sorted(name for name in names if name.startswith(part))
-    assert named_by(part, names, parts=False) == ([part] if part in names else begins)
+    assert matching_names(part, names, parts=False) == ([part] if part in names else begins)
 
 
 def ended(run, started):
@@ -215,7 +199,7 @@ def test_ended_runs_are_found_by_a_part_of_their_names_or_as_the_last(tmp_path, 
     assert [resolve_resume(word) for word in ("auto", "mnist", "x.pth.tar", None)] == [
         "auto", "runs/2026-11-25-mnist-cnn", "x.pth.tar", None,
     ]  # fmt: skip
-    assert read_named("mnist") is None, "a data set's name stays one"
+    assert read_run_named("mnist") is None, "a data set's name stays one"
     running_run = ended(tmp_path / "far" / "away", 4000)
     put(record(running_run))
     assert find_run("last").path == running_run
@@ -227,57 +211,38 @@ def test_ended_runs_are_found_by_a_part_of_their_names_or_as_the_last(tmp_path, 
     assert find_run("last").path.resolve() == tmp_path / "last"
 
 
-def test_words_that_mean_no_run_or_several_are_refused(tmp_path):
-    put(record(tmp_path / "digits-cnn"))
-    with pytest.raises(UserError, match='no run is called "digits-cn1"') as caught:
-        find_running("digits-cn1")
-    assert caught.value.hints[0] == 'did you mean "digits-cnn"?'
+def test_words_that_mean_no_run_or_several_are_refused_and_the_head_here_is_the_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    ended(tmp_path / "runs" / "digits-old", 1000)
+    put(record(tmp_path / "digits-new", host="gone-1"))
+    put(record(tmp_path / "digits-new", host="gone-2"))
+    assert find_running("digits").name == "digits-new"  # a run that works comes before ended ones
+    put(record(tmp_path / "digits-new"))
+    assert find_running("digits").is_local
+    with pytest.raises(UserError, match="matches 2 runs"):
+        find_run("digits")
+    for find in (find_run, find_running):
+        with pytest.raises(UserError, match='no run is called "nosuch"') as caught:
+            find("nosuch")
+        assert caught.value.hints == ("runs: digits-new, digits-old",)
+    with pytest.raises(UserError, match="the run is not active"):
+        find_running("old")
+    with pytest.raises(UserError, match='no run is called "digits-nw"') as caught:
+        find_running("digits-nw")
+    assert caught.value.hints[0] == 'did you mean "digits-new"?'
     put(record(tmp_path / "digits-mlp", pid=os.getppid(), created=psutil.Process(os.getppid()).create_time()))
     with pytest.raises(UserError, match="matches 2 runs"):
         find_running("digits")
     assert find_running("digits-m").name == "digits-mlp"
 
 
-def test_the_head_of_a_run_is_the_one_here_and_a_run_that_works_comes_before_ended_ones(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    ended(tmp_path / "runs" / "digits-old", 1000)
-    put(record(tmp_path / "digits-new", host="gone-1"))
-    put(record(tmp_path / "digits-new", host="gone-2"))
-    assert find_running("digits").name == "digits-new"
-    put(record(tmp_path / "digits-new"))
-    assert find_running("digits").here
-    with pytest.raises(UserError, match="matches 2 runs"):
-        find_run("digits")
-
-
-def test_commands_for_any_run_and_for_active_runs_find_the_same_runs(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    ended(tmp_path / "runs" / "ended", 1000)
-    put(record(tmp_path / "digits-cnn"))
-    told = []
-    for find in (find_run, find_running):
-        with pytest.raises(UserError, match='no run is called "nosuch"') as caught:
-            find("nosuch")
-        told.append(caught.value.hints)
-    assert told[0] == told[1] == ("runs: digits-cnn, ended",)
-    with pytest.raises(UserError, match="the run is not active"):
-        find_running("end")
-
-
-def test_a_run_without_records_yet_is_starting(tmp_path):
-    with registered(tmp_path):
-        (found,) = running()
-        now = read_progress(found)
-        assert now.state == "starting"
-        about = as_object(found, now)
-        assert (about["step"], about["top1"], about["processes"]) == (None, None, None)
-
-
-def test_a_run_that_has_taken_up_a_machine_is_not_stopping(tmp_path):
+def test_a_run_without_records_yet_is_starting_and_one_that_has_taken_up_a_machine_is_not_stopping(tmp_path):
     with registered(tmp_path / "run"):
-        (found,) = running()
+        (found,) = list_active_runs()
         folder = RunFolder(tmp_path / "run")
         folder.path.mkdir(exist_ok=True)
+        about = progress_object(found, now := read_progress(found))
+        assert (now.state, about["step"], about["top1"], about["processes"]) == ("starting", None, None, None)
         for kind, state in [("started", "starting"), ("stopping", "stopping"), ("regrouped", "starting")]:
             append(folder.events, Event(time=time.time(), kind=kind, message=kind))
             assert read_progress(found).state == state
@@ -315,7 +280,7 @@ def test_a_run_folder_that_is_moved_is_written_on_in_its_new_place(watched, tmp_
         assert (moved.path / "new" / "events.jsonl").is_file()
         assert (moved.path / "new" / "written-while-moved-1" / "checkpoints").is_dir()
         assert look() == []
-        assert {entry.run for entry in running()} == {str(moved.path / "new")}
+        assert {entry.run for entry in list_active_runs()} == {str(moved.path / "new")}
         assert find_running(str(moved.path / "new")).pid == find_running(str(folder.path)).pid == os.getpid()
 
 
@@ -323,7 +288,7 @@ def test_small_files_that_are_deleted_are_made_again_and_nothing_stops(watched):
     folder, look = watched
     folder.job.unlink()
     folder.plan.unlink()
-    with handled(lambda number, _frame: pytest.fail(f"stopped by {number}")):
+    with on_stop(lambda number, _frame: pytest.fail(f"stopped by {number}")):
         told = list(look())
         assert {f"{path} was deleted and has been restored" for path in (folder.job, folder.plan)} == set(told)
         assert (folder.job.read_text(), folder.plan.read_text()) == ("[data]\n", "{}")
@@ -344,7 +309,7 @@ def test_a_run_folder_that_is_deleted_is_made_again_and_the_run_is_asked_once_to
     if left.startswith("a job"):
         folder.job.write_text("[model]\n")
     asked = []
-    with handled(lambda number, _frame: asked.append(number)):
+    with on_stop(lambda number, _frame: asked.append(number)):
         (said,) = look()
         assert "was deleted" in said
         assert folder.job.read_text() == "[model]\n"
@@ -360,18 +325,12 @@ def test_a_run_folder_that_is_deleted_is_made_again_and_the_run_is_asked_once_to
 def test_a_stop_is_requested_of_the_innermost_block_from_any_thread_and_of_none_that_could_not_save():
     asked = []
     assert not request_stop()
-    with ended_like_ctrl_c():
+    with stop_signals_as_ctrl_c():
         assert not request_stop()
-        with handled(lambda number, _frame: asked.append(number)):
-            with ended_like_ctrl_c():
+        with on_stop(lambda number, _frame: asked.append(number)):
+            with stop_signals_as_ctrl_c():
                 assert not request_stop()
             thread = threading.Thread(target=request_stop)
             thread.start()
             thread.join()
     assert asked == [signal.SIGTERM]
-
-
-def test_a_record_with_an_impossible_path_hides_no_other():
-    put(record("a\0b", host="n7"))
-    put(record("/nowhere/run"))
-    assert [each.run for each in running()] == ["/nowhere/run"]

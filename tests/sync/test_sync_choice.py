@@ -1,4 +1,4 @@
-"""Which sync method suits a link: laws of what methods cost, and of the choice between them."""
+"""Which sync method suits a link and a mode: laws of what methods cost, and of the choice between them."""
 
 import json
 import math
@@ -10,14 +10,25 @@ from hypothesis import strategies as st
 from torchvision.models import resnet18
 
 from manyhands.config.job import Job, TrainOptions
-from manyhands.core.choices import load_choice
+from manyhands.config.load import load_job
+from manyhands.core.choices import load_choice, module_names
 from manyhands.core.errors import UserError
-from manyhands.sync.choose import choose, days_of, label_of
-from manyhands.sync.costs import FACTOR_VALUE_BYTES, Cost, LinkCase, batches, low_rank_layout, mean_bytes, value_bytes
-from manyhands.sync.link_speeds import LinkSpeed, named_link
+from manyhands.parallel.options import MODES
+from manyhands.sync.choose import EXACT, choose_method, cost_label, run_days
+from manyhands.sync.costs import (
+    FACTOR_VALUE_BYTES,
+    Cost,
+    LinkCase,
+    divide_into_batches,
+    low_rank_layout,
+    mean_bytes,
+    value_bytes,
+)
+from manyhands.sync.link_speeds import LinkSpeed, parse_link
 from manyhands.sync.options import METHODS, SyncOptions
-from manyhands.train.choose_sync import previous_cost
-from manyhands.worker.plan_advice import as_plain, with_sync
+from manyhands.train import choose_sync
+from manyhands.train.choose_sync import check_sync_and_mode, has_sync_choice, previous_cost
+from manyhands.worker.plan_advice import append_sync_choice, choice_as_plain
 
 _MODEL = resnet18()
 RESNET18 = tuple(tuple(one.shape) for one in _MODEL.parameters())
@@ -55,7 +66,7 @@ options = st.builds(
 
 @given(cases(), options)
 def test_exactness_may_cost_a_tenth_and_accuracy_half_or_two_minutes(case, wanted):
-    choice = choose(case, wanted)
+    choice = choose_method(case, wanted)
     assert choice.chosen in choice.costs
     for cost in choice.costs:
         share = 0.5 if cost.method == LOCAL != choice.chosen.method else 0.1
@@ -63,14 +74,14 @@ def test_exactness_may_cost_a_tenth_and_accuracy_half_or_two_minutes(case, wante
         if choice.chosen.method == LOCAL != cost.method:
             assert lost_s <= 0, "local steps are for those who gain by them"
         assert lost_s <= max(0.002, (share + 1e-7) * cost.step_s) or lost_s * case.steps < 120
-    assert label_of(choice.chosen) in choice.reason
+    assert cost_label(choice.chosen) in choice.reason
     assert f"{case.link.bytes_per_s * 8e-6:.4g} Mbit/s" in choice.reason
 
 
 @given(cases(), st.floats(1, 1e4), options)
 def test_more_bandwidth_makes_no_method_slower(case, factor, wanted):
     faster = replace(case, link=LinkSpeed(case.link.bytes_per_s * factor, case.link.latency_s))
-    for slow, fast in zip(choose(case, wanted).costs, choose(faster, wanted).costs, strict=True):
+    for slow, fast in zip(choose_method(case, wanted).costs, choose_method(faster, wanted).costs, strict=True):
         assert (slow.method, slow.codec) == (fast.method, fast.codec)
         # Local steps use a faster link to agree more often, whose compressing may cost so much.
         more = 0.04 if fast.method == LOCAL and fast.every < slow.every else 1e-9
@@ -79,7 +90,7 @@ def test_more_bandwidth_makes_no_method_slower(case, factor, wanted):
 
 @given(cases(), options)
 def test_no_step_is_shorter_than_computing_it_and_what_is_sent_takes_its_time(case, wanted):
-    for cost in choose(case, wanted).costs:
+    for cost in choose_method(case, wanted).costs:
         assert cost.step_s >= case.step_s
         assert 0 <= cost.delay <= cost.every
         # However well it is hidden, a link that always sends is the limit.
@@ -87,16 +98,12 @@ def test_no_step_is_shorter_than_computing_it_and_what_is_sent_takes_its_time(ca
         assert cost.sent_bytes / case.link.bytes_per_s <= (cost.step_s + hidden) * (1 + 1e-9)
 
 
-@given(cases(fewest=1, most=1), options)
-def test_one_machine_keeps_allreduce_and_sends_nothing(case, wanted):
-    choice = choose(case, wanted)
-    assert choice.chosen.method == "allreduce"
-    assert {(cost.step_s, cost.sent_bytes) for cost in choice.costs} == {(case.step_s, 0.0)}
-
-
-@given(cases(), options)
-def test_a_link_without_limits_keeps_allreduce(case, wanted):
-    assert choose(replace(case, link=LinkSpeed(1e18, 0.0)), wanted).chosen.method == "allreduce"
+@given(cases(fewest=1), options)
+def test_one_machine_and_a_link_without_limits_keep_allreduce(case, wanted):
+    assert choose_method(replace(case, link=LinkSpeed(1e18, 0.0)), wanted).chosen.method == "allreduce"
+    alone = choose_method(replace(case, machines=1), wanted)
+    assert alone.chosen.method == "allreduce"
+    assert {(cost.step_s, cost.sent_bytes) for cost in alone.costs} == {(case.step_s, 0.0)}
 
 
 @given(cases(), st.integers(1, 16))
@@ -119,7 +126,7 @@ def test_bytes_are_those_of_the_messages(machines, rank):
     ranks = low_rank_layout(RESNET18, rank)
     control = 2 * (machines - 1) * 220
     thin = sum(mean_bytes(ranks.values(turn), machines, FACTOR_VALUE_BYTES) for turn in (0, 1)) / 2 + control
-    costs = {(cost.method, cost.codec): cost for cost in choose(case, SyncOptions(rank=rank, every=10)).costs}
+    costs = {(cost.method, cost.codec): cost for cost in choose_method(case, SyncOptions(rank=rank, every=10)).costs}
     int4 = mean_bytes(values, machines, value_bytes("int4", 4)) + control
     expected = {
         ("allreduce", "none"): 2 * (machines - 1) / machines * 4 * values + statistics,
@@ -129,13 +136,13 @@ def test_bytes_are_those_of_the_messages(machines, rank):
     }
     assert {key: costs[key].sent_bytes for key in expected} == pytest.approx(expected)
     # In batches, of which each is filled up and has its own messages.
-    number = len(batches(RESNET18, rank))
+    number = len(divide_into_batches(RESNET18, rank))
     assert thin <= costs["powersgd", "none"].sent_bytes <= thin + number * (control + 2 * (machines - 1) * 2 * 258)
 
 
 @given(shapes, st.integers(1, 16))
 def test_batches_have_every_tensor_once_and_turns_send_about_equally_much(shapes, rank):
-    places = batches(shapes, rank)
+    places = divide_into_batches(shapes, rank)
     assert [place for batch in places for place in batch] == list(reversed(range(len(shapes))))
     ranks = low_rank_layout(shapes, rank)
     for matrix in ranks.matrices:
@@ -147,43 +154,43 @@ def test_batches_have_every_tensor_once_and_turns_send_about_equally_much(shapes
 
 
 def test_resnet18_on_three_machines():
-    slow = choose(case_of(named_link("10mbit"), 0.15), SyncOptions())
+    slow = choose_method(case_of(parse_link("10mbit"), 0.15), SyncOptions())
     assert slow.chosen.method == "powersgd"
-    slower = choose(case_of(named_link("1mbit"), 0.15), SyncOptions()).chosen
+    slower = choose_method(case_of(parse_link("1mbit"), 0.15), SyncOptions()).chosen
     assert (slower.method, slower.codec) == ("local", "lowrank")
     assert slow.costs[0].step_s == pytest.approx(55, rel=0.1)
-    assert days_of(slow.costs[0], case_of(named_link("10mbit"), 0.15)) == pytest.approx(61, rel=0.1)
-    assert choose(case_of(named_link("1gbit"), 1.0), SyncOptions()).chosen.method == "allreduce"
-    short = choose(case_of(named_link("100mbit"), 1.0, steps=20), SyncOptions())
+    assert run_days(slow.costs[0], case_of(parse_link("10mbit"), 0.15)) == pytest.approx(61, rel=0.1)
+    assert choose_method(case_of(parse_link("1gbit"), 1.0), SyncOptions()).chosen.method == "allreduce"
+    short = choose_method(case_of(parse_link("100mbit"), 1.0, steps=20), SyncOptions())
     assert short.chosen.method == "allreduce"
 
 
 def test_what_the_table_and_the_plan_say_is_what_was_estimated():
-    case = case_of(named_link("10mbit"), 0.15)
-    choice = choose(case, SyncOptions())
-    plain = as_plain(choice, case, "allreduce")
+    case = case_of(parse_link("10mbit"), 0.15)
+    choice = choose_method(case, SyncOptions())
+    plain = choice_as_plain(choice, case, "allreduce")
     assert json.loads(json.dumps(plain)) == plain
     for row, cost in zip(plain["methods"], choice.costs, strict=True):
         assert (row["method"], row["step_s"]) == (cost.method, cost.step_s)
         assert row["sent_mb"] * 1e6 == pytest.approx(cost.sent_bytes)
         assert row["chosen"] == (cost is choice.chosen)
     assert plain["reason"] == choice.reason
-    assert with_sync("kept", plain) == f"kept\n--sync auto would choose another method: {choice.reason}"
-    assert with_sync("kept", {**plain, "asked": choice.chosen.method}) == "kept"
+    assert append_sync_choice("kept", plain) == f"kept\n--sync auto would choose another method: {choice.reason}"
+    assert append_sync_choice("kept", {**plain, "asked": choice.chosen.method}) == "kept"
 
 
 def test_what_the_job_rules_out_is_shown_with_its_reason_and_never_chosen():
-    case, out = case_of(named_link("10mbit"), 0.15), {"local": "not with a global norm_group"}
-    choice = choose(case, SyncOptions(), without=out)
+    case, out = case_of(parse_link("10mbit"), 0.15), {"local": "not with a global norm_group"}
+    choice = choose_method(case, SyncOptions(), without=out)
     assert choice.chosen.method == "powersgd"
     assert {cost.method for cost in choice.costs if cost.refused} == {"local"}
-    rows = as_plain(choice, case, "auto")["methods"]
+    rows = choice_as_plain(choice, case, "auto")["methods"]
     assert [row["refused"] for row in rows if row["method"] == "local"] == [out["local"]] * 3
 
 
 @given(cases(), options)
 def test_a_decision_is_found_again_in_a_checkpoint(case, wanted):
-    chosen = choose(case, wanted).chosen
+    chosen = choose_method(case, wanted).chosen
     job = Job(sync=wanted.model_copy(update={"method": "auto"}))
     kept = json.loads(json.dumps({**asdict(chosen), "processes": case.machines}))
     assert previous_cost(kept, job, case.machines) == chosen
@@ -198,12 +205,41 @@ def test_a_decision_does_not_outlive_what_rules_it_out():
         assert previous_cost(wrong, Job(sync=SyncOptions(method="auto")), 3) is None
 
 
-def test_a_line_carries_less_than_its_name_says():
-    assert 0.9e9 / 8 < named_link("1gbit").bytes_per_s < 1e9 / 8
-    with pytest.raises(UserError, match="is not a link speed"):
-        named_link("fast")
+# The others average gradients by themselves.
+TAKE_ALL = {"single", "data"}
 
 
-@pytest.mark.parametrize("shape", [(0, 0), (0, 8), (8, 0)])
-def test_what_holds_no_values_is_sent_as_it_is(shape):
-    assert low_rank_layout([shape], 1).rest == (0,)
+@pytest.mark.parametrize("mode", module_names(MODES))
+def test_each_combination_is_taken_or_refused_by_name(mode):
+    check_sync_and_mode("auto", mode)
+    assert has_sync_choice(mode) == (mode in TAKE_ALL)
+    for method in module_names(METHODS):
+        if mode in TAKE_ALL or method == EXACT:
+            check_sync_and_mode(method, mode)
+        else:
+            with pytest.raises(UserError, match=f"{mode} can't be combined with --sync {method}, which averages|needs"):
+                check_sync_and_mode(method, mode)
+
+
+def test_a_refusal_names_a_mode_that_takes_the_method():
+    with pytest.raises(UserError, match="fsdp can't be combined with --sync local") as caught:
+        check_sync_and_mode("local", "fsdp")
+    assert caught.value.hints == ("set --parallel data", "or set --sync allreduce")
+
+
+@pytest.mark.parametrize("method", module_names(METHODS))
+def test_each_method_says_what_it_does_and_what_it_costs(method):
+    choice = load_choice(METHODS, method)
+    assert choice.DESCRIPTION
+    assert bool(getattr(choice, "EXCEPTION", "")) != choice.EXACT
+    case = LinkCase(((64, 64), (64,)), 4, 10, 2, 1.0, 0.5, LinkSpeed(1e6, 1e-4), 1000)
+    for cost in choice.estimate(case, SyncOptions()):
+        assert cost.method == method
+        assert cost.sent_bytes > 0
+
+
+@pytest.mark.parametrize("method", ["auto", "local"])
+def test_delays_longer_than_the_pace_are_refused_before_anything_is_timed(method):
+    job = load_job({"sync.method": method, "sync.every": 5, "sync.delay": 20}, environment={}).job
+    with pytest.raises(UserError, match="the delay of 20 steps exceeds"):
+        choose_sync._requested_sync(job, "data")

@@ -1,6 +1,7 @@
 """What main.py reads from a file that was written here is what it would have written itself."""
 
 import signal
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 
 from manyhands.checkpoint.foreign import read_foreign, write_foreign
 from manyhands.checkpoint.snapshot import Snapshot
+from manyhands.config.job import CheckpointOptions
 from manyhands.config.load import load_job
 from manyhands.core.errors import UserError
 from manyhands.core.run_folder import RunFolder
@@ -16,7 +18,7 @@ from manyhands.core.world import World
 from manyhands.train.build import build
 from manyhands.train.loop import fit
 from manyhands.train.parts import Parts
-from manyhands.train.saving import as_pth_tar, check_same_training
+from manyhands.train.saving import _write_pth_tar, as_pth_tar, check_same_training
 from manyhands.train.state import Progress
 
 RECIPE = "imagenet-main"
@@ -54,6 +56,14 @@ def test_scheduler_resumes_as_torchs_own(epoch, steps, lr, every, factor, best):
     assert {key: theirs[key] for key in written} == {**written, "_last_lr": pytest.approx(written["_last_lr"])}
     assert found.state["epoch"] == epoch
     assert found.state["best"]["top1"] == max(0, best)
+
+
+@pytest.mark.parametrize(("device", "prefix"), [("cuda:0", "module."), ("npu:0", ""), ("cpu", "")])
+def test_the_names_are_those_of_main_py_which_wraps_a_network_on_cuda_alone(tmp_path, device, prefix):
+    job = job_of(lr=0.4).model_copy(update={"checkpoint": CheckpointOptions(pth_tar=str(tmp_path))})
+    run = SimpleNamespace(job=job, world=World(device=device), folder=RunFolder(tmp_path))
+    _write_pth_tar(run, as_pth_tar(snapshot(), job.train, Progress(step=10, epoch=2), 5), best=False)
+    assert list(torch.load(tmp_path / "checkpoint.pth.tar")["state_dict"]) == [f"{prefix}w"]
 
 
 def test_other_rates_than_the_files_are_refused_by_flag(tmp_path):

@@ -1,11 +1,13 @@
-"""Which of several failures is the cause, who hears of it, and that a record is there before anything may wait."""
+"""Which of several failures is the cause, who hears of it and when, and what is said where memory ran out."""
 
 import json
 import threading
 from contextlib import closing
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch import nn
 
 from manyhands.cluster.failures import Failed
 from manyhands.config.load import load_job
@@ -13,11 +15,14 @@ from manyhands.core.records import FAILURE_FILE
 from manyhands.core.run_folder import RunFolder
 from manyhands.core.world import ProcessInfo, World
 from manyhands.parallel.group import join as group
-from manyhands.parallel.group.join import Cause, Group
+from manyhands.parallel.group.join import FailureBroadcast, JoinedGroup
 from manyhands.parallel.group.rendezvous import PeerFailure
+from manyhands.train.build import build
+from manyhands.train.objects import Objects
+from manyhands.train.parts import Parts
 from manyhands.worker import entry
-from manyhands.worker.entry import train_here
-from manyhands.worker.failure import describe_failure, is_consequence, with_first_cause
+from manyhands.worker.entry import run_training
+from manyhands.worker.failure import describe_failure, explain_out_of_memory, is_peer_loss, publish_or_adopt_first_cause
 from manyhands.worker.member import MET, GroupMember
 
 # What torch 2.x and NCCL 2.2x print; gathered from their sources and users' reports.
@@ -52,7 +57,7 @@ WATCHDOG = (
     ],
 )
 def test_a_backends_own_error_is_a_cause_and_a_peers_end_is_not(error, consequence):
-    assert is_consequence(error) == consequence
+    assert is_peer_loss(error) == consequence
 
 
 def failure(error, rank=0):
@@ -70,38 +75,17 @@ def soon(monkeypatch):
         monkeypatch.setattr(group, name, 0.05)
 
 
-def test_where_nothing_better_is_learnt_the_librarys_words_stay(soon):
-    with closing(Cause(dist.HashStore(), 0)) as listening:
-        record = with_first_cause(_Group(listening), failure(dist.DistBackendError(GONE)))
-    assert "ncclRemoteError" in record.what
-    assert record.what.startswith("another process ended")
-
-
-def test_a_causes_words_reach_the_others(soon, monkeypatch):
-    monkeypatch.setattr(group, "LEARN_S", 10)
+def test_a_causes_words_reach_the_others_and_till_then_the_librarys_words_stay(soon, monkeypatch):
     store = dist.HashStore()
-    with closing(Cause(store, 0)) as one, closing(Cause(store, 0)) as other:
-        with_first_cause(_Group(one), failure(dist.DistBackendError(DUPLICATE), rank=1))
-        record = with_first_cause(_Group(other), failure(dist.DistBackendError(GONE)))
+    with closing(FailureBroadcast(store, 0)) as one, closing(FailureBroadcast(store, 0)) as other:
+        alone = publish_or_adopt_first_cause(_Group(other), failure(dist.DistBackendError(GONE)))
+        monkeypatch.setattr(group, "LEARN_S", 10)
+        publish_or_adopt_first_cause(_Group(one), failure(dist.DistBackendError(DUPLICATE), rank=1))
+        record = publish_or_adopt_first_cause(_Group(other), failure(dist.DistBackendError(GONE)))
+    assert alone.what.startswith("another process ended")
+    assert "ncclRemoteError" in alone.what
     assert "rank 1 on" in record.what
     assert "Duplicate GPU detected" in record.what
-
-
-def test_an_accelerators_process_that_waits_for_ever_is_ended_by_its_listener(soon):
-    """No machine with NCCL was there: this is the decision, on a store of one process."""
-    store, heard, left = dist.HashStore(), [], threading.Event()
-
-    def leave(told):
-        heard.append(told)
-        left.set()
-
-    with closing(Cause(store, 0, leave)), closing(Cause(store, 0)) as failing:
-        failing.publish(PeerFailure.of(1, "n2", "KeyError: mine"))
-        assert left.wait(10)
-        assert heard[0].rank == 1
-        # One that ends by itself in time is left alone.
-        Cause(dist.HashStore(), 0, leave).close()
-        assert len(heard) == 1
 
 
 def test_the_record_is_written_before_the_group_is_left(monkeypatch, tmp_path):
@@ -112,9 +96,9 @@ def test_the_record_is_written_before_the_group_is_left(monkeypatch, tmp_path):
     job = load_job({"data.name": str(tmp_path / "nothing"), "model.name": "mlp"}, environment={}).job
     process_info = ProcessInfo(device="cpu")
     written = []
-    monkeypatch.setattr(Group, "leave", lambda _self, **_: written.append((tmp_path / "0.json").read_text()))
+    monkeypatch.setattr(JoinedGroup, "leave", lambda _self, **_: written.append((tmp_path / "0.json").read_text()))
     with pytest.raises(Failed):
-        train_here(job, process_info, folder, {}, print)
+        run_training(job, process_info, folder, {}, print)
     assert json.loads(written[0])["rank"] == 0
     assert json.loads((folder.failures / "0.json").read_text())["phase"] == "build"
 
@@ -123,10 +107,10 @@ class _OnAnAccelerator:
     """A group whose collectives wait for ever where a peer has gone."""
 
     def __init__(self, store, ended):
-        self.world, self.groups_before, self._store, self._ended = World(1, 2, device="cuda:1"), None, store, ended
+        self.world, self.earlier_groups, self._store, self._ended = World(1, 2, device="cuda:1"), None, store, ended
 
     def listen(self, attempt, leave):
-        self.cause = Cause(self._store, attempt, leave)
+        self.cause = FailureBroadcast(self._store, attempt, leave)
 
     def abort(self):
         self._ended.set()
@@ -142,13 +126,47 @@ def test_on_an_accelerator_the_listener_writes_the_record_and_aborts(started_by,
     monkeypatch.setattr("manyhands.parallel.group.join.join", lambda *_: waiting)
     monkeypatch.setattr(entry, "share_folder", lambda _world, given: given)
     monkeypatch.setattr(entry, "_with_rank_0_resume", lambda job, *_: job)
-    monkeypatch.setattr(entry, "_build", lambda *_: None)
+    monkeypatch.setattr(entry, "_build_trainer", lambda *_: None)
     mine = GroupMember(ProcessInfo(rank=1, size=2, device="cuda", started_by=started_by), folder, "build")
     entry._join_and_build(mine, load_job({"model.name": "mlp"}, environment={}).job, {}, print)
-    with closing(waiting.cause), closing(Cause(store, 0)) as failing:
-        failing.publish(PeerFailure.of(0, "n1", "KeyError: mine"))
+    with closing(waiting.cause), closing(FailureBroadcast(store, 0)) as failing:
+        failing.publish(PeerFailure.create(0, "n1", "KeyError: mine"))
         assert ended.wait(20)
     record = json.loads((folder.failures / "1.json").read_text())
     assert record["consequence"]
     assert "rank 0 on n1 failed first: KeyError: mine" in record["what"]
     assert "KeyError: mine" in capsys.readouterr().err
+
+
+class Hungry(nn.Module):
+    """Runs out of memory above so many samples: half as many in single precision."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.fits, self.kinds = nn.Linear(64, 5), 1000, set()
+
+    def forward(self, images):
+        output = self.inner(images.flatten(1))
+        self.kinds.add(output.dtype)
+        if len(images) > self.fits // (1 if output.dtype == torch.bfloat16 else 2):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return output
+
+
+@pytest.mark.parametrize(("precision", "fits"), [("bf16", 4), ("fp32", 2)])
+@pytest.mark.parametrize("phase", ["train", "evaluate"])
+def test_the_advice_is_tried_in_the_jobs_precision(tmp_path, precision, fits, phase):
+    flags = {
+        "data.name": "synthetic:40x1x8x8x5", "train.batch": 16, "train.evaluate_batch": 16,
+        "train.precision": precision,
+    }  # fmt: skip
+    network = Hungry()
+    job = load_job(flags, environment={}).job
+    trainer = build(Parts.from_job(job, RunFolder(tmp_path), World(), "single", Objects(network)))
+    network.fits, trainer.heartbeats.phase = 4, phase
+    network.kinds.clear()
+    hints = explain_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"), trainer).hints
+    trainer.resources.close()
+    assert network.kinds == {torch.bfloat16 if precision == "bf16" else torch.float32}
+    assert f"_batch={fits}" in hints[0]
+    assert ("precision=bf16" in hints[-1]) == (precision == "fp32")

@@ -68,7 +68,7 @@ def _cpu_quota(folder: Path) -> float:
 
 
 class CpuModel(NamedTuple):
-    """The model of a CPU."""
+    """The name of a CPU model, and its support for bfloat16."""
 
     name: str
     bf16: bool  # has instructions for bfloat16; False if that is unknown
