@@ -37,7 +37,7 @@ def device_name(device: str | torch.device) -> str:
 
 
 def resolve_device_type(requested: str, processes: int) -> str:
-    """Replaces "auto" by this machine's accelerator type or, without one and for several processes on a Mac, "cpu"."""
+    """Resolves "auto" to a type such as "cuda" ("cpu" if none is usable), "auto:1" to "cuda:1"; keeps other values."""
     if requested.partition(":")[0] != "auto":
         return requested
     found = accelerator()

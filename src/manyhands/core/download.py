@@ -64,7 +64,7 @@ def without_password(url: str) -> str:
 
 
 def _can_resolve_host(address: urllib.parse.SplitResult) -> bool:
-    """Returns True if DNS resolves the host within PATIENCE_S seconds. The system's own timeout can be a minute."""
+    """Returns True if the host's name is resolved within PATIENCE_S (the system may take a minute) or by a proxy."""
     if urllib.request.getproxies().get(address.scheme):
         return True
     found: list[bool] = []

@@ -50,7 +50,7 @@ def read_bytes(path: Path, most_bytes: int = MOST_BYTES, *, pipes: bool = False)
 
 
 def read_new_lines(path: Path, offset: int, most_bytes: int, *, unfinished: bool = False) -> bytes:
-    """Reads up to `most_bytes` of complete lines from `offset` and, with `unfinished`, also of an unfinished line."""
+    """Reads complete lines from byte `offset`, or part of one over `most_bytes`. `unfinished`: also the rest."""
     if not path.is_file():
         return b""
     with path.open("rb") as file:
@@ -209,7 +209,7 @@ def usual_umask() -> int:
 
 @contextlib.contextmanager
 def locked(path: Path, hints: tuple[str, ...] = ()) -> Generator[None]:
-    """Holds a lock on `path` within the context. The lock is a file in the folder of `path`, which may not exist yet.
+    """Holds a lock on `path` within the context, by a lock file in the same folder. Creates a missing folder.
 
     The system releases the lock of a killed process. Files created within the context have the user's umask, because
     users may share data sets and caches. Raises UserError with `hints` if the folder can't be written.
@@ -253,7 +253,7 @@ def replaced_on_success(path: Path) -> Generator[Path]:
 
 
 def write_atomic(path: Path, text: str, *, durable: bool = False) -> None:
-    """Writes a text and a newline atomically, and creates the folder. With `durable`, waits for the disk (fsync)."""
+    """Writes a text and a newline atomically; creates the folder. With `durable`, syncs to disk. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with replaced_on_success(path) as part:
         part.write_text(text + "\n", encoding="utf-8")
@@ -264,7 +264,7 @@ def write_atomic(path: Path, text: str, *, durable: bool = False) -> None:
 
 
 def append_line(path: Path, text: str) -> None:
-    """Appends a line with one write, because other processes may append too. Ends an unfinished last line first."""
+    """Appends a line, in one write if possible, because other processes may append. First ends an unfinished line."""
     line = (text + "\n").encode()
     descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
     try:

@@ -76,7 +76,7 @@ def parts_made_in_python(path: Path) -> tuple[str, ...]:
 
 
 def resume_command(path: Path, flags: str = "", settings: str = "") -> str:
-    """Returns the command that resumes a run with `flags` or, for a run of `fit`, the call of `fit` with `settings`."""
+    """Returns the command that resumes a run, with `flags`, or for a run of `fit` its arguments, with `settings`."""
     if parts_made_in_python(path):
         return f"{_PROGRAM}{str(path)!r}{settings and ', '}{settings}"
     return f"{_COMMAND} {shlex.quote(str(path))}{flags and ' '}{flags}"

@@ -1,4 +1,4 @@
-"""Temporary folders that processes lock. `scratch_folder` also removes the unlocked folders of killed processes."""
+"""Temporary folders that processes lock. `scratch` also removes the unlocked folders of killed processes."""
 
 import os
 import shutil

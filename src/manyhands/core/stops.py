@@ -51,7 +51,7 @@ def on_stop(handler: Handler) -> Generator[dict[signal.Signals, Any]]:
 
 
 def request_stop() -> bool:
-    """Calls the innermost handler as SIGTERM would, from any thread. Returns False if there is no handler."""
+    """Calls the innermost handler as SIGTERM would, from any thread. Returns False if no handler can save the run."""
     if not _HANDLERS or _HANDLERS[-1] is signal.default_int_handler:
         return False
     _HANDLERS[-1](signal.SIGTERM, None)

@@ -35,7 +35,7 @@ def code_file(word: str) -> Path | None:
 
 
 def code_digests(words: Iterable[str]) -> dict[str, str]:
-    """Returns the SHA-256 of each file in `words`, such as "net.py:Net", and of the local modules that it imports."""
+    """Returns {word: SHA-256 of its file} for words such as "net.py:Net", and {path: SHA-256} of local modules."""
     found: dict[str, Path] = {}
     for word in words:
         if file := code_file(word):
