@@ -183,7 +183,7 @@ def open_description(path: Path, *, verified: bool = False, wanted: Collection[s
     """Reads the description of a checkpoint folder or a .safetensors file.
 
     With `verified`, skips the check that files match the manifest. `wanted`: the names in the network's state dict, to
-    which `fit_names` maps a file's names. Raises UserError if the checkpoint is missing or damaged.
+    which `fit_names` maps a file's names. Raises UserError (folders: TornCheckpointError) if it is missing or damaged.
     """
     if files.is_piece(path):
         what = f"{path.name} contains only one process's shards of a checkpoint"

@@ -61,7 +61,7 @@ def sweep_interrupted_save(path: Path) -> bool:
 
 
 def remove_checkpoint(path: Path) -> bool:
-    """Removes a checkpoint, except files that aren't its own. Returns True if the folder no longer exists."""
+    """Removes a checkpoint with a manifest, except files that aren't its own. Returns True if the folder is gone."""
     _known_good.pop(path, None)
     if not (path / files.MANIFEST).is_file():
         return False
@@ -165,7 +165,7 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 def prune_checkpoints(folder: Path, keep: int, best: Path | None) -> list[Path]:
-    """Deletes interrupted saves, and all checkpoints except `best` and the newest `keep`. Returns the deleted paths."""
+    """Deletes interrupted saves, and checkpoints before the newest `keep` valid ones except `best`. Returns paths."""
     removed: list[Path] = []
     kept = 0
     for path in files.step_folders(folder):
@@ -183,7 +183,7 @@ def remove_saved_step(folder: Path, step: int) -> None:
 
 
 def is_intact(path: Path) -> bool:
-    """Returns True for a valid checkpoint. Hashes the files only once per process unless a file's status changes."""
+    """Returns True for a valid checkpoint. Hashes files once per process; again if an inode, size or time changes."""
     try:
         stamp = _file_stamp(path)
         if _known_good.get(path) != stamp:

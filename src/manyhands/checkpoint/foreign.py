@@ -58,7 +58,7 @@ def read_foreign(path: Path) -> Snapshot:
 
 
 def name_optimizer(optimizer_state: dict[str, Any], parameter_names: list[str]) -> dict[str, Any]:
-    """Replaces the parameter numbers in an optimizer's state dict by these names, as in `Snapshot.optimizer`."""
+    """Replaces the parameter numbers in an optimizer's state dict by names, in order, as in `Snapshot.optimizer`."""
     groups = optimizer_state["param_groups"]
     numbers = [number for group in groups for number in group["params"]]
     if len(numbers) != len(parameter_names):
@@ -196,7 +196,7 @@ def _step_schedule(saved: Any, epoch: int, group: dict[str, Any]) -> dict[str, A
 
 
 def object_names(path: Path) -> list[str]:
-    """Returns the names of the classes and functions, except torch's, in a pickle, or [] if the file is no pickle."""
+    """Returns the classes and functions, except torch's, that a pickle names ("?": computed); [] if not a pickle."""
     with contextlib.suppress(ValueError, OSError, KeyError, zipfile.BadZipFile, NotImplementedError, RuntimeError):
         with contextlib.ExitStack() as stack:
             if zipfile.is_zipfile(path):

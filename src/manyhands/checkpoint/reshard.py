@@ -36,7 +36,7 @@ def refuse_existing(target: Path) -> None:
 
 
 def reshard(source: read.Source, target: Path, network_layout: describe.NetworkLayout) -> None:
-    """Writes a checkpoint folder with another sharding. Raises SaveError if the disk is full or fails."""
+    """Writes a checkpoint folder with another sharding. Raises UserError, or SaveError if the disk is full or fails."""
     contents = _resharded_contents(source, network_layout)
 
     def write(staged: Path) -> None:
@@ -45,7 +45,7 @@ def reshard(source: read.Source, target: Path, network_layout: describe.NetworkL
             written |= contents.write_pieces(staged, rank)
         contents.finish(staged, written, pieces=True)
 
-    _commit_folder(target, contents, write)
+    _write_and_commit(target, contents, write)
 
 
 def merge(source: read.Source, target: Path) -> None:
@@ -64,7 +64,7 @@ def merge(source: read.Source, target: Path) -> None:
         else:
             contents.write_unsharded(part)
 
-    _commit_folder(target, contents, write)
+    _write_and_commit(target, contents, write)
 
 
 def is_single_file(target: Path) -> bool:
@@ -87,7 +87,7 @@ def _resharded_contents(source: read.Source, network_layout: describe.NetworkLay
     return Contents(int(source.state.get("step", 0)), network_layout.mesh, tensors, texts, fetch)
 
 
-def _commit_folder(target: Path, contents: Contents, write: Callable[[Path], None]) -> None:
+def _write_and_commit(target: Path, contents: Contents, write: Callable[[Path], None]) -> None:
     single, above = is_single_file(target), target.absolute().parent
     refuse_existing(target)
     try:

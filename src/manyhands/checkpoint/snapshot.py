@@ -108,5 +108,5 @@ def renamed(snapshot: Snapshot, wanted: Collection[str]) -> Snapshot:
     model = {names[key]: one for key, one in snapshot.model.items() if key in names}
     counters = [name for name in wanted if name.endswith(_COUNTER) and name.removesuffix(_COUNTER) + _MEAN in model]
     model = {**{name: torch.zeros((), dtype=torch.int64) for name in counters}, **model}
-    renamed = {EXTRA_STATE: {names[key]: one for key, one in extra.items()}} if extra else {}
-    return replace(snapshot, model=model, state={**snapshot.state, **renamed})
+    state = {EXTRA_STATE: {names[key]: one for key, one in extra.items()}} if extra else {}
+    return replace(snapshot, model=model, state={**snapshot.state, **state})

@@ -356,7 +356,7 @@ class CheckpointWriter:
             raise save_error(self.folder, failed[0]) from failed[0]
 
     def _assemble_tensors(self, contents: Contents) -> Iterator[Tensor]:
-        """Yields each unsharded tensor in file order on writers, and nothing on other ranks. A collective.
+        """Yields each unsharded tensor, shaped as its view, in file order on writers, nothing elsewhere. A collective.
 
         The writers take turns to receive shards, from ranks on their machine where possible. No reference to a tensor
         is kept while the next one is assembled.
