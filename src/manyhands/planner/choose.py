@@ -45,7 +45,7 @@ def pick_measured(seconds: dict[str, list[float]]) -> Pick:
 
     A plan's gain in a round is the time of data parallel divided by the time of the plan. A plan beats data parallel if
     the median gain is at least 1.03 and exceeds 1 by at least two standard errors. Returns the plan with the largest
-    median gain, or data parallel if no plan beats it, or the fastest median if data parallel can't run.
+    median gain, or data parallel if no plan beats it, or the plan of the smallest median if data parallel can't run.
     Raises UserError if there are fewer than 3 rounds, or plans have different numbers of rounds.
     """
     counts = {len(values) for values in seconds.values()}
@@ -83,7 +83,7 @@ def _is_significant_gain(gain: float, error: float) -> bool:
 def pick_predicted(predicted_seconds: dict[str, float], doubtful_seconds: Mapping[str, float] | None = None) -> Pick:
     """Selects the plan with the shortest predicted step if it is at least 1.1 times as fast as data parallel.
 
-    `doubtful_seconds` has the possible error of each prediction. The plan must be fastest even with its error added.
+    `doubtful_seconds`: possible error of the prediction, by plan. The selected plan must win even if this is added.
     """
     best = min(predicted_seconds, key=lambda name: (predicted_seconds[name], name))
     if DATA_PARALLEL not in predicted_seconds:

@@ -63,7 +63,7 @@ class PlannedUpdate:
 
 
 def equal_shares(batch: int, norm_group: int) -> ShareOf:
-    """Returns a function (process count, index) -> equal share of a batch. `norm_group`: samples per group."""
+    """Returns a function (process count, index) -> equal share of a micro-batch. `norm_group` 0: no groups."""
     return equal_share_function(batch, norm_group, (0, batch))
 
 

@@ -50,6 +50,7 @@ def parameter_share(op: Op, name: str, letters: tuple[str, ...], mesh: Mesh) -> 
 
 
 def parameter_bytes(op: Op, letters: tuple[str, ...], mesh: Mesh) -> float:
+    """Returns the bytes of an op's parameters and buffers on one process."""
     return sum(
         parameter_share(op, name, letters, mesh) * tensor.numel() * tensor.element_size()
         for name, tensor in op.parameters().items()

@@ -1,4 +1,4 @@
-"""Memory and peak speeds of devices that this machine lacks, and the fraction of them that training reaches."""
+"""Memory and peak speeds of devices that this machine lacks, and the fraction of the speeds that training reaches."""
 
 from importlib import resources
 from typing import Annotated, Any

@@ -38,7 +38,7 @@ class SearchRequest:
     world_size: int  # processes
     batch: int  # samples in an update
     mesh: Mesh | None = None  # the only mesh to consider; None: all meshes
-    pins: Mapping[str, str] | None = None  # the user's explicit_letters, by op name or glob
+    pins: Mapping[str, str] | None = None  # the user's strategies, by op name or glob
     memory_limit_bytes: int | None = None  # of each process; None: no limit
     norm_group: int = 0  # samples in a BatchNorm group; 0: no groups
     slots: int = 1  # values that the optimizer keeps for each parameter

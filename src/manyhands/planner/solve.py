@@ -316,7 +316,7 @@ class _Incumbent:
 
 
 def _nodes(problem: Problem) -> list[Matrix]:
-    """Returns a matrix [3, choices] for each node: seconds, bytes, and gradient seconds minus hideable ones."""
+    """Returns a matrix [3, choices] for each node: seconds, bytes, and gradient seconds minus hidden seconds."""
     nodes: list[Matrix] = []
     for number, node in enumerate(problem.nodes):
         columns = [(one.seconds, one.memory_bytes, one.gradient_seconds, one.hideable_seconds) for one in node]
@@ -346,6 +346,7 @@ def _check_costs(name: str, seconds: Matrix, others: Matrix) -> None:
 
 
 def _least_memory_bytes(problem: Problem, deadline: float) -> float:
+    """Returns the smallest memory of any assignment in bytes, or infinity if no assignment is allowed."""
     nodes = [[OpCost(one.memory_bytes if one.seconds < _INF else _INF) for one in node] for node in problem.nodes]
     edges = [
         Edge(one.a, one.b, np.where(one.seconds < _INF, 0.0 if one.memory_bytes is None else one.memory_bytes, _INF))

@@ -39,7 +39,7 @@ class Timing:
 
 
 def time_calls(run: Callable[[], object], device: str, most: int, budget_s: float, *, busy: bool = False) -> Timing:
-    """Times up to `most` calls of `run`, already warmed up. Returns the fastest, or on a busy CPU the median."""
+    """Times 1 to `most` calls of `run`, after a warm-up. Returns the fastest; on a busy or limited CPU, the median."""
     threads, clock, factor = torch.get_num_threads(), time.perf_counter, 1.0
     if torch.device(device).type == "cpu":
         if (allowed := cores()) < threads:
@@ -194,12 +194,8 @@ class OpTimes:
 
     def _is_stale(self, key: str) -> bool:
         """Returns True if the time was measured on a busy machine that is no longer busy."""
-        return (
-            key not in self._fresh
-            and self._seconds[key].busy > BUSY
-            and self._left_s > 0
-            and self._other_load() <= BUSY
-        )
+        was_busy = key not in self._fresh and self._seconds[key].busy > BUSY
+        return was_busy and self._left_s > 0 and self._other_load() <= BUSY
 
     def _other_load(self) -> float:
         self._others = self._others or OtherLoad()
@@ -212,6 +208,7 @@ class OpTimes:
         return max(operations / self._rates[0], moved_bytes / self._rates[1])
 
     def save(self) -> None:
+        """Adds new measurements to the cache file, atomically."""
         if not self._fresh:
             return
         content = _TimesFile(format="op-times/2", environment=self._environment, times=self._read_file() | self._fresh)
