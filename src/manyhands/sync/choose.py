@@ -21,6 +21,7 @@ _DAY_S, _HOUR_S, _MINUTE_S = 86400.0, 3600.0, 60.0
 
 
 def check_method(method: str) -> None:
+    """Raises UserError if `method` is neither "auto" nor the name of a sync method."""
     if method not in {AUTO, *methods()}:
         raise unknown_choice_error("sync method", method, [AUTO, *methods()], "sync.method")
 

@@ -46,7 +46,7 @@ class Pace:
 
 @dataclass
 class LocalSteps(Synchronizer):
-    """Averages the parameter changes since the last average (the anchor) of machines that train separately."""
+    """Averages the changes, since the last average (the anchor), of machines or processes that train separately."""
 
     alone = local_statistics = times_waits = True
 
@@ -143,7 +143,7 @@ class LocalSteps(Synchronizer):
         return tensors, {"rounds": self.rounds, "since": flight.since if flight else -1}
 
     def load(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, int]) -> None:
-        """Restores the result of `state` and restarts an exchange. The network must have the anchor's parameters."""
+        """Restores the result of `state`. Restarts an exchange in progress. The network must be at the anchor."""
         self.begin()
         moved = {name: tensor.to(self.anchor.device) for name, tensor in tensors.items()}
         self._write_network(moved["parameters"], moved["buffers"])

@@ -53,6 +53,7 @@ def pass_seconds(count: int, device: str) -> float:
 
 
 def _all_reduce_seconds(count: int, group: dist.ProcessGroup | None, device: str) -> float:
+    """Returns the seconds of one all-reduce on the slowest process. A collective."""
     values = torch.zeros(count, device=device)
     # All processes start together; otherwise the first would measure the delay of the others.
     _max_over_ranks(0.0, group, device)

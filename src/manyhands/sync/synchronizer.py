@@ -27,7 +27,7 @@ def dtype_of(tensors: Sequence[Tensor]) -> torch.dtype:
 
 
 def as_vector(tensors: Sequence[Tensor], dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-    """Copies the values of all tensors, in the order of their indices, into `out` [n] or a new vector."""
+    """Copies all values to a vector [n] (`out` if given), in the order of indices, whatever the memory format."""
     if not tensors:
         return torch.zeros(0, dtype=dtype)
     return torch.cat([tensor.detach().reshape(-1).to(dtype) for tensor in tensors], out=out)
@@ -210,7 +210,7 @@ class Synchronizer:
         return {name: one for name, one in model.state_dict().items() if isinstance(one, Tensor)}
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, int]] | None:
-        """Returns the state on which later updates depend, (tensors, numbers), or None if there is none."""
+        """Returns this process's own state on which later updates depend, (tensors, numbers); None if it has none."""
         return None
 
     def load(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, int]) -> None: ...

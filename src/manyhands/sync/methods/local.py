@@ -57,10 +57,7 @@ class Options(RankOptions):
 
 
 def requested_cost(options: Options) -> Cost | None:
-    """Returns a Cost with the codec, interval and delay that the options set.
-
-    Returns None if the link decides on codec or interval. Raises UserError if the delay exceeds the interval.
-    """
+    """Returns the Cost that the options set, or None if the link decides. Raises UserError if `delay` > `every`."""
     if options.delay > options.every > 0:
         hints = (f"use --set sync.delay={options.every} or less",)
         what = f"the delay of {options.delay} steps exceeds the interval of {options.every} steps between exchanges"
