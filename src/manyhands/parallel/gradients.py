@@ -160,7 +160,7 @@ class Gradients:
         return self.on_card and fused and not self.scaler
 
     def update_running_statistics(self) -> None:
-        """Updates BatchNorm's running statistics. A collective, called before `step` in case it fails."""
+        """Updates BatchNorm's running statistics. A collective, called before `step` to prevent partial updates."""
         self.network.finish_update()
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:

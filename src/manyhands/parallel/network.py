@@ -120,7 +120,7 @@ class ParallelNetwork:
         self.norms = find_norm_groups(model)
 
     def loss_fn(self, loss_fn: LossFn, smoothing: float) -> LossFnWithLabels:  # noqa: ARG002 - for split classes
-        """Returns a loss of `call`'s output, made from the job's loss. `smoothing`: label smoothing."""
+        """Returns the loss function for `call`'s output, made from the job's loss. `smoothing`: label smoothing."""
         return lambda output, labels: (*loss_fn(output, labels), labels)
 
     def begin(self, part: MicroBatch) -> tuple[Tensor, Tensor, int]:

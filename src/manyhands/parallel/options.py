@@ -12,6 +12,7 @@ SEARCH = "search"
 
 
 def check_mode(mode: str) -> None:
+    """Raises UserError if no parallel mode has this name."""
     if mode not in module_names(MODES):
         raise unknown_choice_error("parallel mode", mode, module_names(MODES), "parallel.mode")
 

@@ -272,9 +272,8 @@ class _Check:
             raise UserError(what, "verify_gradients", (give, "verify_gradients(Net, sample, mesh=mesh)")) from error
         output = pytree.tree_map_only(Tensor, lambda one: one[self.rows], output)
         named = {name: one for name, one in self.alone.named_parameters() if one.requires_grad}
-        due = torch.autograd.grad(
-            self._loss_share(output), list(named.values()), materialize_grads=True, allow_unused=True
-        )
+        loss = self._loss_share(output)
+        due = torch.autograd.grad(loss, list(named.values()), materialize_grads=True, allow_unused=True)
         return [one.detach() for one in _tensors(output)], dict(zip(named, due, strict=True))
 
     def _run_on_mesh(self) -> tuple[list[Tensor], dict[str, Tensor]]:

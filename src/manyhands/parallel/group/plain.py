@@ -26,7 +26,7 @@ def broadcast_plain(value: Any, world: World) -> Any:
 
 
 def broadcast_result(make: Callable[[], Any], world: World) -> Any:
-    """Calls `make` on rank 0, and returns its result (JSON data) or raises its error on all ranks. A collective."""
+    """Calls `make` on rank 0. All ranks return its result (JSON data) or raise its ManyhandsError. A collective."""
     found: dict[str, Any] = {}
     if world.is_main:
         try:

@@ -205,7 +205,7 @@ class _GridLike(Protocol):
 
 
 def convert(tensor: Tensor, source: Layout, target: Layout, extent: Extent, grid: _GridLike) -> Tensor:
-    """Converts this process's shard from layout `source` to `target`, without autograd. A collective."""
+    """Converts a process's shard from layout `source` to `target`, maybe as a view. A collective without autograd."""
     for step in conversion_steps(source, target):
         tensor = _run_step(step, tensor, extent, grid)
     return tensor

@@ -97,7 +97,7 @@ def _wrap_in_ddp(model: nn.Module, world: World, request: ModeRequest, reason: s
     traits = NetworkTraits(float(world.size), wrapped.no_sync, orders_sums=True, averaging=averages)
     if not request.unused:  # else DDP itself finds parameters without gradients
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        traits.connect_loss = functools.partial(_connect_loss, trained)
+        traits.connect_loss = functools.partial(_connect_loss, trained)  # costs less than find_unused_parameters
     return ParallelNetwork(model, wrapped, world, traits)
 
 
@@ -139,14 +139,14 @@ class FlatGradients:
     def __init__(self, parameters: Sequence[nn.Parameter], sums: SharedSums) -> None:
         self._parameters, self._sums = parameters, sums
         self.values = torch.zeros(sum(one.numel() for one in parameters), dtype=parameters[0].dtype)
-        self._views_like = _views_like(parameters, self.values)
+        self._views = _views_like(parameters, self.values)
         self._fits = self.values.nbytes <= sums.slot_bytes  # gradients that fit into a slot are copied there at once
         slots = sums.process_slots(sums.place, self.values) if self._fits else [self.values] * 2
         self._into = [_views_like(parameters, slot) for slot in slots]
         self._other: list[list[Tensor]] = []
         if self._fits and sums.size == 2 and len(parameters) <= _FEW:
             self._other = [_views_like(parameters, slot) for slot in sums.process_slots(1 - sums.place, self.values)]
-            self.values, self._views_like = self.values[:0], []
+            self.values, self._views = self.values[:0], []
 
     def all_reduce(self) -> None:
         """Replaces each parameter's gradient (None counts as zeros) by its sum over all processes. A collective."""
@@ -167,7 +167,7 @@ class FlatGradients:
         ]
         torch._foreach_copy_(into, given)
         (self._sums.sum_slots if self._fits else self._sums.all_reduce)(self.values)
-        for one, view in zip(self._parameters, self._views_like, strict=True):
+        for one, view in zip(self._parameters, self._views, strict=True):
             one.grad = view
 
 
@@ -187,7 +187,7 @@ def _views_like(parameters: Sequence[nn.Parameter], flat: Tensor) -> list[Tensor
 
 
 class SharedMemoryNetwork(ParallelNetwork):
-    """A replica on a single machine. Gradients are summed in shared memory after an update's last backward pass."""
+    """A replica whose gradients are summed in one machine's shared memory after an update's last backward pass."""
 
     def __init__(self, model: nn.Module, world: World, traits: NetworkTraits, sums: SharedSums) -> None:
         super().__init__(model, world=world, traits=traits)

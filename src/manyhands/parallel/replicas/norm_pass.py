@@ -70,7 +70,7 @@ def _sum_per_channel(values: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _scale_and_shift(values: Tensor, scale: Tensor, shift: Tensor, like: Tensor, *, in_place: bool) -> Tensor:
-    """Returns values [groups, n, C, ...] * scale + shift, shaped like `like`. If `in_place`, overwrites `values`."""
+    """Returns values [groups, n, C, ...] * scale + shift, in shape and dtype of `like`. `in_place` changes `values`."""
     # Not a view, because later ops such as activations may change it in place.
     if torch.compiler.is_compiling():  # torch.compile refuses `out`, and fuses this anyway
         return torch.addcmul(shift, values, scale).flatten(0, 1).to(like.dtype).clone()

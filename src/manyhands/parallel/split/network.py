@@ -41,7 +41,7 @@ class PlannedNetwork(NetworkOnMesh):
 
 
 def shard_by_plan(model: nn.Module, world: World, request: ModeRequest) -> PlannedNetwork:
-    """Shards a network (in training mode, equal on all ranks) by a plan. Raises UserError if the plan is invalid."""
+    """Shards a network (training mode, equal on all ranks) by a plan. A collective. Raises UserError: invalid plan."""
     plan = request.plan
     if plan is None:
         raise UserError("the plan is missing", "parallel", ('set --pin "fc=n@dp o@tp" or --parallel.plan plan.json',))

@@ -392,7 +392,7 @@ def _placement_for_readers(op: Op, letter: str, reading: list[tuple[Op, int]]) -
 
 
 def refuse_conflicting_letters(ops: dict[str, Op]) -> None:
-    """Disallows letters under which two ops would shard a parameter that both read differently."""
+    """Disallows letters under which two ops would shard a shared parameter differently."""
     users: dict[int, list[tuple[Op, str]]] = {}
     for op in ops.values():
         for name, tensor in op.parameters().items():

@@ -83,7 +83,7 @@ def _num_classes(op: Op) -> int:
 
 
 class ShardedOneHot(nn.Module):
-    """Computes consecutive columns of a one-hot encoding, this process's shard."""
+    """Computes consecutive columns of a one-hot encoding, this process's shard: int64 [n, …] to int64 [n, …, count]."""
 
     def __init__(self, first: int, count: int) -> None:
         super().__init__()
@@ -282,7 +282,7 @@ _REDUCTIONS = SUMS | MEANS | MAXIMA | {torch.amax, torch.amin, "amax", "amin"}
 
 @rule("reduce", lambda op: _target(op) in _REDUCTIONS, _local_reduction)
 def reduction(op: Op, inputs: list[Op]) -> None:
-    """Lets a reduction be sharded by samples (n), by channels (c), and by a reduced dimension (i)."""
+    """Lets a reduction be sharded by samples (n), by unreduced channels (c), and by the reduced dimension (i)."""
     op.letters = whole_or_batch(op, inputs)
     if len(inputs) != 1 or op.node is None:
         return

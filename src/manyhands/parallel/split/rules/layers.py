@@ -139,7 +139,7 @@ def convolution(op: Op, inputs: list[Op]) -> None:
 
 
 class ShardedEmbedding(nn.Module):
-    """Looks up rows in this process's shard of a table. Rows that other processes hold become zeros."""
+    """Looks up rows [N, …, E] of indices [N, …] in this process's shard of a table, zeros for rows of others."""
 
     def __init__(self, layer: nn.Embedding, first: int, count: int) -> None:
         super().__init__()
