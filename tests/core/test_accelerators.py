@@ -157,7 +157,7 @@ def _figures(kind):
         "known by its name": timing_environment(device)["device"] == f"{kind} card of {kind}",
         "scaler": gradients.scaler._device == kind,
         "autocast": torch.device(unscaled.autocast().device).type == kind,
-        "skips": unscaled.skips_on_device(SimpleNamespace(_step_supports_amp_scaling=True)),
+        "skips": unscaled.optimizer_skips_nonfinite(SimpleNamespace(_step_supports_amp_scaling=True)),
         "one process for all": type(dataparallel.apply(model, alone, ModeRequest()).call) is nn.DataParallel,
     }
 

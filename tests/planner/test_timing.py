@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from manyhands.planner import timing
-from manyhands.planner.timing import MOST_DAYS, OpTimes, OtherLoad, time_calls
+from manyhands.planner.timing import MOST_DAYS, OpTimes, OtherLoad, time_function
 from manyhands.planner.trial import PlanCase, time_share
 
 
@@ -134,7 +134,7 @@ def test_on_a_busy_machine_processor_time_counts_on_one_thread(busy):
         seen.append(torch.get_num_threads())
         time.sleep(0.01)
 
-    found = time_calls(run, "cpu", most=3, budget_s=1.0, busy=busy)
+    found = time_function(run, "cpu", most=3, budget_s=1.0, busy=busy)
     assert (found.seconds < 0.01) == busy
     assert set(seen) == {1 if busy else before}
     assert torch.get_num_threads() == before

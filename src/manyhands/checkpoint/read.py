@@ -96,14 +96,14 @@ def region_slices(region: Region, within: Region | None = None) -> tuple[slice, 
     return tuple(slice(start - origin, stop - origin) for (start, stop), origin in zip(region, origins, strict=True))
 
 
-def entry_of(tensor: Tensor, layout: TensorLayout | None = None) -> TensorEntry:
+def describe_tensor(tensor: Tensor, layout: TensorLayout | None = None) -> TensorEntry:
     """Describes a tensor, by default as unsharded. Accepts types that checkpoint files don't support."""
     kind = describe.ElementType(str(tensor.dtype).removeprefix("torch."), tensor.dtype.itemsize)
     return TensorEntry(kind, layout or unsharded_layout(tuple(tensor.shape)))
 
 
 def in_memory(tensors: Mapping[str, Tensor]) -> StoredTensors:
-    entries = {name: entry_of(tensor) for name, tensor in tensors.items()}
+    entries = {name: describe_tensor(tensor) for name, tensor in tensors.items()}
     dense = torch.contiguous_format
     return StoredTensors(entries, lambda name, of: tensors[name][region_slices(of)].clone(memory_format=dense))
 

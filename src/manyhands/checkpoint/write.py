@@ -442,10 +442,10 @@ def _entry_for(name: str, tensor: Tensor, owner: str, network_layout: NetworkLay
     layout = network_layout.layouts.get(owner) or unsharded_layout(shape)
     expected = layout.local_shape(network_layout.mesh, rank)
     if shape == expected:
-        return read.entry_of(tensor, layout)
+        return read.describe_tensor(tensor, layout)
     # A step count is equal on all ranks. Other state of a sharded parameter could be sharded in any way.
     if name != owner and (tensor.ndim == 0 or not layout.cuts):
-        return read.entry_of(tensor)
+        return read.describe_tensor(tensor)
     what = f"rank {rank} holds {list(shape)} of {name}, but the layout expects {list(expected)}"
     hints = ("use sgd or adamw, or don't shard: this optimizer's state can't be sharded like the parameters",)
     raise RunError(what, name, hints)

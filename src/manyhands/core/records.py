@@ -20,7 +20,7 @@ FAILURE_FILE = "MANYHANDS_FAILURE_FILE"  # variable with the path of a worker's 
 
 def _check_identifier(name: str) -> str:
     if not name.isidentifier():
-        raise ValueError("should be a Python identifier")
+        raise ValueError("the name of a metric should be a Python identifier")
     return name
 
 

@@ -299,7 +299,7 @@ def list_once_per_machine(root: Path, options: DataOptions, *, whole: bool = Fal
             except OSError as error:
                 note = f"{shared.parent} has no room for a shared list of pictures; each process keeps a copy: {error}"
                 return made[0], (*made[1], note)
-    return _read_listings(folder, root)
+    return _map_saved_listings(folder, root)
 
 
 def _write_listings(folder: Path, root: Path, made: Listed) -> None:
@@ -314,7 +314,7 @@ def _write_listings(folder: Path, root: Path, made: Listed) -> None:
     write_atomic(folder / _INDEX, json.dumps({"listings": listings, "notes": made[1]}))
 
 
-def _read_listings(folder: Path, root: Path) -> Listed:
+def _map_saved_listings(folder: Path, root: Path) -> Listed:
     """Memory-maps saved listings. The maps are copy-on-write, because torch doesn't accept read-only arrays."""
     index = parse_json((folder / _INDEX).read_bytes())
     pack = open_pack(pack_path(root)) if any(each["columns"] > 2 for each in index["listings"]) else None

@@ -139,7 +139,7 @@ def is_published(name: str) -> bool:
 
 
 def find_named_choice(name: str) -> str:
-    """Returns the module of data/datasets whose NAMES has `name` or its prefix (such as "torchvision:"), or ""."""
+    """Returns the name of the module in data/datasets whose NAMES contains `name` or its prefix, or ""."""
     words = {name, name.partition(":")[0] + ":"}
     return next((module for module, names in _choice_names().items() if words & {*names}), "")
 

@@ -67,7 +67,7 @@ def read_layout(root: Path) -> FolderLayout:
         _refuse_splits_as_classes(root, kinds, others)
         notes += [f'the folder "{name}" is used as a class, not as a split' for name in kinds if len(folders) > 1]
         splits = _splits_inside(root, folders)
-        notes += [f"within each class folder {_describe_uses(splits)}"] if splits else []
+        notes += [f"within each class folder {_describe_folder_uses(splits)}"] if splits else []
         same = folders_in(root / folders[0]) if len(folders) > 1 and not splits else ()
         if len(same) > 1 and all(folders_in(root / name) == same for name in folders):
             what = f"the classes {_quoted(folders[:3])} all hold the folders {_quoted(same[:3])}"
@@ -88,7 +88,7 @@ def read_layout(root: Path) -> FolderLayout:
             notes.append(f"{name}/ is not evaluated: the folder has no class folders")
     used = tuple(filter(None, (train, val, test)))
     if any(name not in _EXACT for name in used) or any(holds_pictures(root / name) for name in others):
-        notes.insert(0, _describe_uses(used))
+        notes.insert(0, _describe_folder_uses(used))
     unused = tuple(name for name in folders if name not in used)
     return FolderLayout(tuple(_skip_nested_folder(root, name) for name in used), unused=unused, notes=tuple(notes))
 
@@ -181,7 +181,7 @@ def _refuse_layout(root: Path, what: str, *hints: str) -> NoReturn:
     raise UserError(what, str(root), hints)
 
 
-def _describe_uses(names: Iterable[str]) -> str:
+def _describe_folder_uses(names: Iterable[str]) -> str:
     return ", ".join(f"{name}/ is used for {use}" for name, use in zip(names, _USES, strict=False))
 
 

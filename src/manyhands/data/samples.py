@@ -242,7 +242,7 @@ def splits_of_objects(train: Any, test: Any | None, options: DataOptions, title:
 
 
 def splits_to_evaluate(dataset: Any, known: tuple[str, ...], place: str = "the data set") -> Splits:
-    """Wraps a data set to evaluate a network with the classes `known`. Both splits have all samples."""
+    """Wraps a data set to evaluate a network trained on the classes `known`. Returns all samples as both splits."""
     _check_dataset(dataset, place.removeprefix("the ").removesuffix(" set"))
     source = source_to_evaluate(dataset, stored_labels(dataset), known, place)
     return Splits(source, source, known, describe(f"your {type(dataset).__name__}", source, source), _pixels(source))

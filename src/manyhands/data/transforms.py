@@ -126,7 +126,7 @@ def pad(images: Tensor, margin: int, *, reflects: bool) -> Tensor:
 
 @functools.cache
 def _luma(device: torch.device) -> Tensor:
-    """Returns the weights of red, green and blue, [1, 3, 1, 1]. Cached, because copies to an accelerator block."""
+    """Returns the luma weights of red, green and blue, [1, 3, 1, 1]. Cached, because a copy to an accelerator waits."""
     return torch.tensor(_LUMA, device=device).view(1, 3, 1, 1)
 
 

@@ -142,7 +142,7 @@ class Gradients:
         if self.scaler:
             self.scaler.unscale_(optimizer)
             found = [*self.scaler._found_inf_per_device(optimizer).values()]
-        elif self.skips_on_device(optimizer):
+        elif self.optimizer_skips_nonfinite(optimizer):
             gradients = [
                 one.grad for group in optimizer.param_groups for one in group["params"] if one.grad is not None
             ]
@@ -154,7 +154,7 @@ class Gradients:
             for one in found or [torch.zeros((), device=self.world.device)]:
                 dist.all_reduce(one, dist.ReduceOp.MAX)
 
-    def skips_on_device(self, optimizer: torch.optim.Optimizer) -> bool:
+    def optimizer_skips_nonfinite(self, optimizer: torch.optim.Optimizer) -> bool:
         """Returns True if the optimizer itself skips non-finite updates on the accelerator, as fused optimizers can."""
         fused: bool = getattr(optimizer, "_step_supports_amp_scaling", False)
         return self.on_card and fused and not self.scaler

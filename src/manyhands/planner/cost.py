@@ -397,7 +397,7 @@ def _choice_cost(ops: list[Op], letters: tuple[str, ...], setting: CostInputs) -
 
 
 class _Conversions:
-    """Computes matrices of the costs of layout conversions between the choices of two ops, and caches them."""
+    """Computes and caches the cost of converting layouts, for each pair of sharding choices of two connected ops."""
 
     def __init__(self, setting: CostInputs) -> None:
         self._setting, mesh = setting, setting.mesh

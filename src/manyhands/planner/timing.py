@@ -38,7 +38,7 @@ class Timing:
     spread: float = 0.0
 
 
-def time_calls(run: Callable[[], object], device: str, most: int, budget_s: float, *, busy: bool = False) -> Timing:
+def time_function(run: Callable[[], object], device: str, most: int, budget_s: float, *, busy: bool = False) -> Timing:
     """Times 1 to `most` calls of `run`, after a warm-up. Returns the fastest; on a busy or limited CPU, the median."""
     threads, clock, factor = torch.get_num_threads(), time.perf_counter, 1.0
     if torch.device(device).type == "cpu":
@@ -238,7 +238,7 @@ class OpTimes:
         run = make()
         run()
         wait_for_device(self._device)
-        found = time_calls(run, str(self._device), _REPEATS, _LONG_S, busy=busy > BUSY)
+        found = time_function(run, str(self._device), _REPEATS, _LONG_S, busy=busy > BUSY)
         self._left_s -= time.perf_counter() - began
         return OpTime(seconds=found.seconds, spread=found.spread, busy=self._other_load())
 

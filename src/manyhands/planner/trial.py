@@ -23,7 +23,7 @@ from manyhands.parallel.replicas.batch_norm import group_batch_norms, measure_ro
 from manyhands.parallel.split.execute import shard_tensor
 from manyhands.parallel.split.network import shard_by_plan
 from manyhands.planner.choose import time_in_rounds
-from manyhands.planner.timing import BUSY, OtherLoad, Timing, time_calls
+from manyhands.planner.timing import BUSY, OtherLoad, Timing, time_function
 
 # Smaller differences, relative to the network's largest gradient, are noise of values that should be zero, such as the
 # gradient of a bias before a BatchNorm.
@@ -219,7 +219,7 @@ def time_share(case: PlanCase, processes: int, threads: int = 0, budget_s: float
     try:
         runner, others = PlanRunner(replace(case, batch=timed, micro_batch=0), None, World(device=device)), OtherLoad()
         runner.update()
-        found = time_calls(runner.update, device, _MOST_REPEATS, budget_s, busy=others.share() > BUSY)
+        found = time_function(runner.update, device, _MOST_REPEATS, budget_s, busy=others.share() > BUSY)
         return Timing(found.seconds * (share / timed), found.spread)
     finally:
         torch.set_num_threads(before)

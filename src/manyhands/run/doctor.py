@@ -96,7 +96,7 @@ class Exposure:
 
 
 def exposure(job: Job, say: Callable[[str], object]) -> Exposure:
-    """Lists manyhands' open ports on the job's machines, by default this one, and the ports that the job would open."""
+    """Lists open ports of manyhands and the ports that the job would open, on its machines or this one."""
     machines = machines_of(job.cluster)
     if not machines:
         then = "train, fit and session open ports on loopback only, for users of this machine"
@@ -201,7 +201,7 @@ def _test_all_reduce(job: Job, agents: Machines, survey: Survey, say: Callable[[
         rendezvous = next(iter(orders.values())).rendezvous
         store = "" if rendezvous.address == LOOPBACK else f"port {rendezvous.port} of {rendezvous.address} and "
         where = ", ".join(survey.chosen[host][1] for host in survey.hosts)
-        say(f"the all-reduce test opens {store}a free port on each of {where}, all without a password")
+        say(f"the all-reduce test opens {store}a free port on each of {where}; none of these ports needs a password")
         ending = supervise.supervise_once(orders, supervise.WatchHooks())
     if ending.ok:
         seconds = max(answer["seconds"] for answer in ending.returned.values())  # without torch's import

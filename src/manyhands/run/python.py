@@ -186,7 +186,7 @@ def fit(  # noqa: PLR0913 - all but three are named
         named["data.name"] = str(train_set) if isinstance(train_set, str | Path) else OBJECTS
     functions = {"optimizer": optimizer, "loss": loss, "schedule": schedule}
     named |= {f"train.{key}": one if one is None or isinstance(one, str) else OBJECT for key, one in functions.items()}
-    loaded = load_job_argument(job, {**_dotted_options(settings, "fit"), **named})
+    loaded = load_job_argument(job, {**_options_by_key(settings, "fit"), **named})
     if at_epoch_end is not None and not callable(at_epoch_end):
         raise UserError("at_epoch_end is not a function", "fit", ("such as at_epoch_end=lambda end: print(end.epoch)",))
     if not (optimizer is None or isinstance(optimizer, str) or callable(optimizer)):
@@ -256,7 +256,7 @@ def _options_of(model: Any) -> dict[str, Any]:
     return {"model.name": type(model).__name__, **({"train.precision": "fp64"} if double else {})}
 
 
-def _dotted_options(settings: dict[str, Any], function: str) -> dict[str, Any]:
+def _options_by_key(settings: dict[str, Any], function: str) -> dict[str, Any]:
     """Converts keyword arguments to options by dotted key: epochs to train.epochs, data__workers to data.workers."""
     flags: dict[str, Any] = {}
     for name, value in settings.items():
@@ -429,7 +429,7 @@ class _SessionBlock(contextlib.AbstractContextManager["Session"]):
 @contextlib.contextmanager
 def _session(job: JobLike, metrics: Any, out: str | Path | None, settings: dict[str, Any]) -> "Iterator[Session]":
     with _hints_as_arguments():
-        flags = _dotted_options(settings, "session")
+        flags = _options_by_key(settings, "session")
         of_prepare = {"train.batch", "train.lr", "train.optimizer", "train.weight_decay", "train.momentum"}
         if unused := sorted(of_prepare & set(flags)):
             what = f"session has no argument {unused[0].partition('.')[2]}"

@@ -115,7 +115,7 @@ class RestartPolicy:
         return Restart("restarted", cause.what if cause else broken, cause)
 
     def _restart_to_regroup(self, ending: Ending, machines: RestartHooks) -> Restart | None:
-        """Returns the restart that adds machines; None if the run is finished, or too few machines remain."""
+        """Returns a restart with the new machines, or None if the run is finished or has too few machines."""
         if all(value["status"] == "finished" for value in ending.returned.values()):
             return None
         if why := machines.shortage_reason():

@@ -75,7 +75,7 @@ def make_loss_fn(options: TrainOptions, custom: Function | None = None) -> LossF
         name = function.__name__
         raise UserError(f"the loss {name} is a class", "train.loss", (f"pass an instance: {name}()",))
     known = _torch_settings(function)
-    return _split_loss(*known) if known else LossFn(functools.partial(_custom_sum, function), custom=function)
+    return _split_loss(*known) if known else LossFn(functools.partial(_sum_custom_loss, function), custom=function)
 
 
 def _torch_settings(function: Any) -> tuple[Callable[..., Tensor], dict[str, Any]] | None:
@@ -116,7 +116,7 @@ def _split_loss(function: Callable[..., Tensor], settings: dict[str, Any]) -> Lo
     return LossFn(summed, weigh if mean else None, is_sum=reduction == "sum")
 
 
-def _custom_sum(function: Function, output: Tensor, labels: Tensor) -> Tensor:
+def _sum_custom_loss(function: Function, output: Tensor, labels: Tensor) -> Tensor:
     """Returns the sum [] of losses of a custom loss function, which returns one loss per sample or their mean."""
     loss: Any = function(output, labels)
     if isinstance(loss, Tensor) and (loss.ndim == 0 or len(loss) == len(labels)):
@@ -138,7 +138,7 @@ def verify_loss(loss_fn: LossFn, outputs: int, classes: int, world: World, dtype
         return loss_fn
     kind, dependent = broadcast_plain(list(_test_loss(loss_fn.custom, outputs, classes, world.device, dtype)), world)
     if kind == SUM:
-        own = loss_fn.custom  # `_custom_sum` multiplies by n, as for a mean
+        own = loss_fn.custom  # `_sum_custom_loss` multiplies by n, as for a mean
         return replace(loss_fn, summed=lambda output, labels: own(output, labels).sum(), is_sum=True)
     return replace(loss_fn, dependence_reason=dependent)
 

@@ -124,7 +124,7 @@ def _source_or_bytecode(thing: Any) -> Iterator[str]:
 
 
 def load_user_object(key: str, word: str, given: Any) -> Any:
-    """Returns `given`, else the object that `word` names, else None. Raises UserError if the run needs an object."""
+    """Returns `given`, else the object that `word` names, else None. Raises UserError if a needed one is missing."""
     if given is not None:
         return given
     if word == OBJECT:

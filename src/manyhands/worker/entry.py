@@ -285,7 +285,7 @@ def preload(orders: Orders | None = None) -> None:
 
 
 def _needs_no_torchvision(orders: Orders, job: Job) -> bool:
-    """Returns True if network, data and optimizer are built in, and gradients are averaged in shared memory."""
+    """Returns True for a built-in network, data set and optimizer, with gradients averaged in shared memory."""
     from manyhands.models.build import is_built_in
 
     own = is_built_in(job.model.name) and is_published(job.data.name) and job.train.built_in and not job.train.compile

@@ -92,7 +92,7 @@ def _job_and_network(plan: Plan, flags: Mapping[str, Any], where: str) -> tuple[
         hints = ("name data and network: manyhands plan plan.json cifar10 resnet50", "or create a new plan")
         raise UserError('the plan has no valid field "network"', where, hints) from error
     if min(network.values()) < 1:
-        raise UserError('a value in the plan\'s "network" is below 1', f"{where}, network", ("create a new plan",))
+        raise UserError("a size in the plan is below 1", f"{where}, network", ("create a new plan",))
     job = load_job({**model, "train.batch": network["batch"], **given}).job
     # The digest of the graph detects changes of the code.
     announce([job.model.name], Path(where), None, "manyhands plan PLAN DATA {}", compared=False)

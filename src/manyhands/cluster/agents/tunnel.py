@@ -128,7 +128,7 @@ class SshTunnels(ChildProcesses):
         """Forwards a free loopback port of machine `name` to the local end `to`; returns the port."""
         port = self._forward(name, "-R", f"{LOOPBACK}:0:{to}").strip()
         if not port.isdecimal():
-            raise TunnelError(f"ssh to {name} did not report the forwarded port: {port!r}")
+            raise TunnelError(f"ssh to {name} did not report the number of the forwarded port, but {port!r}")
         return int(port)
 
     def forward_local(self, name: str, listen: str, to: str) -> None:

@@ -42,7 +42,7 @@ print("manyhands-accelerators", json.dumps(found))
 """
 
 
-def ask_torch() -> dict[str, Any]:
+def query_torch() -> dict[str, Any]:
     """Imports torch in a new process, and returns a dict of what torch reports. Raises RunError if the import fails.
 
     The keys are "version", "count" (of accelerators), "built_for" (such as CUDA 13.0; empty for CPU builds), and "said"
@@ -56,7 +56,7 @@ def ask_torch() -> dict[str, Any]:
 
 
 def count_accelerators() -> int:
-    return int(ask_torch()["count"])
+    return int(query_torch()["count"])
 
 
 def driver_versions() -> dict[str, str]:
@@ -156,5 +156,5 @@ def explain_unused_here() -> tuple[str, tuple[str, ...]] | None:
         return f"the accelerators of this machine do not respond: {error}", hints
     installed = cards()
     facts = {"accelerators": working, "cards": installed, "environment": dict(os.environ)}
-    facts["torch_devices"] = ask_torch() if working or installed else None
+    facts["torch_devices"] = query_torch() if working or installed else None
     return explain_unused_accelerators(facts, "this machine")

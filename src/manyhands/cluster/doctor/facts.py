@@ -25,7 +25,7 @@ from typing import Any
 import psutil
 
 from manyhands.cluster.code_files import code_files
-from manyhands.cluster.doctor.accelerators import HIDING, accelerators, ask_torch, cards, driver_versions
+from manyhands.cluster.doctor.accelerators import HIDING, accelerators, cards, driver_versions, query_torch
 from manyhands.cluster.doctor.findings import FactsWanted
 from manyhands.cluster.hosts.inventory import INTERFACE_VARIABLES
 from manyhands.core.errors import UserError
@@ -64,7 +64,7 @@ def gather_facts(wanted: FactsWanted) -> dict[str, Any]:
         "versions": versions, "torchvision": torchvision_import_error,
         "compiler": lambda: any(map(shutil.which, filter(None, (os.environ.get("CXX"), "c++", "g++", "clang++")))),
         "package": package_hash, "drivers": driver_versions, "accelerators": accelerators, "cards": cards,
-        "torch_devices": lambda: ask_torch() if wanted.torch and (facts.get("accelerators") or facts.get("cards"))
+        "torch_devices": lambda: query_torch() if wanted.torch and (facts.get("accelerators") or facts.get("cards"))
         else None,
         "cores": cores,
         "load": lambda: psutil.getloadavg()[0],  # processes running or ready, averaged over the last minute

@@ -314,7 +314,7 @@ def _get_field(content: Any, key: str, file: str) -> Any:
 
 
 class _Inert:
-    """Stores the pickled content of a NumPy array or dtype, because NumPy crashes on some damaged pickles."""
+    """Stands in for NumPy arrays and dtypes while unpickling, because NumPy crashes on some damaged pickles."""
 
     def __init__(self, *arguments: object) -> None:
         self.arguments, self.state = arguments, ()

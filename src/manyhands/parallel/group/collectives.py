@@ -131,7 +131,7 @@ class Subgroup:
             dist.barrier(group=self._handle)
 
     def _contiguous_copy(self, tensor: Tensor) -> Tensor:
-        """Returns a contiguous copy, because some backends ignore strides. Raises UserError if this is no member."""
+        """Returns a contiguous copy, because some backends ignore strides. Raises UserError outside the group."""
         self._require_member()
         return tensor.detach().clone(memory_format=torch.contiguous_format)
 

@@ -185,7 +185,7 @@ def _shard_length(extent: Extent, mesh: Mesh, batch: int, rank: int, dim: int, a
 def group_lengths(
     extent: Extent, mesh: Mesh, batch: int, rank: int, dim: int, outer: Sequence[int], axes: Sequence[int]
 ) -> list[int]:
-    """Returns the length of `dim` on each process of `rank`'s group along `axes`, within a shard along `outer`."""
+    """Returns the lengths of `dim` on the processes of `rank`'s group along `axes`, if sharded along `outer` too."""
     parts = mesh.shard_count(axes)
     edges = extent.edges(dim, mesh.shard_count(outer) * parts, batch)
     first = mesh.shard_of(outer, rank) * parts

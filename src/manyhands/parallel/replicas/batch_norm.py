@@ -153,7 +153,7 @@ class GroupedNorm(_BatchNorm):
         weight = run[0].size / self.groups.batch
         if len(run) == 1:
             return self._normalize_local_group(part, weight)
-        mean, variance = norm_pass.group_statistics(part, len(run))
+        mean, variance = norm_pass.batch_norm_statistics(part, len(run))
         count = part.shape[0] // len(run) * _values_per_row(part)
         self._accumulate(torch.stack([mean, variance * (count / (count - 1))], 1), weight)
         held = norm_pass.PassGroups(((0, len(run)),), eps=self.eps)

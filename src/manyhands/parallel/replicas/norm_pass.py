@@ -45,7 +45,7 @@ def sum_moments(parts: Sequence[tuple[Tensor, int]], groups: int, channels: int,
     return moments
 
 
-def group_statistics(part: Tensor, groups: int) -> tuple[Tensor, Tensor]:
+def batch_norm_statistics(part: Tensor, groups: int) -> tuple[Tensor, Tensor]:
     """Returns mean and biased variance [groups, C] of each of the equal groups in `part` [groups * n, C, ...]."""
     values = split_into_groups(part.detach().to(computed_dtype(part)), groups)
     variance, mean = torch.var_mean(values, dim=[1, *range(3, values.dim())], correction=0)

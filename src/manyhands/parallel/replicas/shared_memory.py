@@ -184,7 +184,7 @@ def next_poll_count(tries: int, waited_s: float) -> int:
 
 
 def ranks_by_machine(world: World, group: Any = None) -> list[list[int]] | str:
-    """Returns the ranks of each machine that can share memory, or the reason (a text) why none can. A collective."""
+    """Returns the ranks by machine, or a text with the reason if no machine's ranks can share memory. A collective."""
     answers = gather_plain(_machine_key(), world, group)
     if not any(answers):
         return "this system supports no anonymous shared memory with semaphores"

@@ -96,7 +96,7 @@ class Graph:
         self.ops[LOSS].letters["o"] = reason
 
     def edges(self) -> Iterator[tuple[Op, Op, int]]:
-        """Yields (source op, reader op, index of the source in the reader's `sources`) for each read output."""
+        """Yields each edge of the graph: (source op, op that reads its output, index in the reader's `sources`)."""
         for op in self.ops.values():
             for place, name in enumerate(op.sources):
                 yield self.ops[name], op, place

@@ -44,7 +44,9 @@ def parse_strategy(text: str, mesh: Mesh, where: str) -> dict[int, str]:
         match = _PART.fullmatch(f"{word}@{','.join(mesh.names)}" if len(word) == 1 else word)
         if not match or match[1] not in MEANINGS:
             letters = ", ".join(f"{letter} ({meaning})" for letter, meaning in MEANINGS.items())
-            raise UserError(f'"{word}" is not a part of a strategy', where, (_FORM, f"with the letters {letters}"))
+            raise UserError(
+                f'"{word}" is not a valid part of a strategy', where, (_FORM, f"with the letters {letters}")
+            )
         for name in match[2].split(","):
             if name not in mesh.names:
                 hints = (f"name axes of the mesh {mesh}, {EXAMPLE}",)
