@@ -1,6 +1,9 @@
 """The real command as a subprocess, what it left, and small data to try it on."""
 
 import contextlib
+import functools
+import gc
+import importlib
 import io
 import json
 import os
@@ -10,7 +13,10 @@ import socket
 import subprocess
 import sys
 import time
+import traceback
+import warnings
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from pathlib import Path
 from unittest import mock
 
@@ -20,7 +26,10 @@ from safetensors.torch import load_file
 
 import manyhands
 from manyhands.cli.main import main
-from tests.fork_server import fork_variables
+from manyhands.cluster.agents.agent import serve
+from manyhands.cluster.agents.early import AGENT
+from manyhands.cluster.agents.protocol import ELASTIC
+from manyhands.worker.entry import import_training
 
 NETS = Path(__file__).with_name("nets.py")
 # Nothing here waits so long unless it hangs.
@@ -56,9 +65,70 @@ def start(*arguments, program=("-m", "manyhands"), cwd=None, to=subprocess.PIPE,
     return subprocess.Popen(line, cwd=cwd, env=environment(**variables), **streams)
 
 
-def forked(*arguments, **others):
-    """Starts `manyhands …` as a fork of the fork server, which has imported torch: a tenth of what a start takes."""
-    return start(*arguments, **{**fork_variables(), **others})
+def forked(*arguments, cwd=None, **variables):
+    """Starts `manyhands …` in a fork of this process, which has imported torch already: a tenth of what a start takes.
+
+    Its folder, environment, streams, signals and exit code are real, and its agents are forks too; that the command and
+    its agents can start is for others to show.
+    """
+    _import_all()
+    call = functools.partial(_end_with, functools.partial(main, [*map(str, arguments)]), environment(**variables))
+    return subprocess.Popen(["never executed"], executable=sys.executable, preexec_fn=call, cwd=cwd, **PIPES)
+
+
+@functools.cache
+def _import_all():
+    """Imports once what each fork, its agent and its workers would import."""
+    ours = "cli.train run.train worker.entry models.build models.architectures.mlp data.datasets.published"
+    for name in (ELASTIC, "torchvision", *(f"manyhands.{each}" for each in f"{ours} train.precision".split())):
+        importlib.import_module(name)
+    import_training()
+
+
+class _ForkedAgents(subprocess.Popen):
+    """Forks agents of this machine in place of starting them."""
+
+    def __init__(self, args, *others, **options):
+        if [*args] == [sys.executable, *AGENT]:
+            _import_all()
+            options["preexec_fn"] = functools.partial(_end_with, serve, dict(os.environ))
+        super().__init__(args, *others, **options)
+
+
+def _end_with(call, variables):
+    """Runs a function in a fork, which ends with it.
+
+    What the tests' own process has open leads nowhere in the fork, subprocess's pipe among it, and that of
+    multiprocessing's tracker, which a test in this process may have had started. Closed, the numbers would be those of
+    the fork's own files, and an object of the tests that ends there would close them once more. What earlier tests left
+    is not collected in the fork: a process group's threads are not there, nor the file of a mapped tensor.
+    """
+    gc.freeze()
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for number in {int(path.name) for path in Path("/proc/self/fd").iterdir()} - {0, 1, 2, nowhere}:
+        os.dup2(nowhere, number, inheritable=False)
+    vars(resource_tracker._resource_tracker).update(_fd=None, _pid=None)
+    os.environ.clear()
+    os.environ.update(variables)
+    warnings.resetwarnings()
+    for category in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
+        warnings.simplefilter("ignore", category)
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # as any Python does, and subprocess undoes
+    subprocess.Popen = _ForkedAgents
+    streams = (open(number, mode, 1, closefd=False) for number, mode in enumerate("rww"))  # noqa: SIM115
+    sys.stdin, sys.stdout, sys.stderr = streams
+    code = 1
+    try:
+        call()
+    except SystemExit as ended:
+        code = ended.code or 0
+    except BaseException:
+        traceback.print_exc()
+        raise
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
 def typed(**more):
@@ -109,7 +179,7 @@ def inside(*arguments):
     """Runs a command to its end within this process; agents are forks of it."""
     out, err = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True) for _ in range(2))
     code = 0
-    forks = mock.patch.dict(os.environ, fork_variables())
+    forks = mock.patch("subprocess.Popen", _ForkedAgents)
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), forks:
         try:
             main([*map(str, arguments)])
@@ -120,7 +190,7 @@ def inside(*arguments):
 
 def fit(*given, **options):
     """Trains in this process as a Python program does, for an epoch; agents are forks of it."""
-    with mock.patch.dict(os.environ, fork_variables()):
+    with mock.patch("subprocess.Popen", _ForkedAgents):
         return manyhands.fit(*given, **{"quiet": True, "run__report": False, "out": "run", "epochs": 1, **options})
 
 

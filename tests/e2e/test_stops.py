@@ -227,7 +227,7 @@ def test_a_second_interrupt_or_stop_now_kills(how, here):
 @pytest.mark.parametrize("who", ["launcher", "agent"])
 @pytest.mark.slow
 def test_nothing_outlives_the_launcher_or_the_agent(who, here):
-    with training(ENDLESS, "-n 2", "--elastic off" * (who == "agent"), by=start) as process:
+    with training(ENDLESS, "-n 2", "--elastic off" * (who == "agent")) as process:
         wait_until(begun(), process)
         members = family(process)
         (agent,) = members[0].children()
