@@ -17,7 +17,7 @@ import torch
 
 from manyhands.checkpoint import files
 from manyhands.checkpoint.describe import NetworkLayout
-from manyhands.checkpoint.files import verify_checkpoint
+from manyhands.checkpoint.files import TornCheckpointError, verify_checkpoint
 from manyhands.checkpoint.folders import newest_checkpoint, prune_checkpoints
 from manyhands.checkpoint.read import load_checkpoint, open_checkpoint
 from manyhands.checkpoint.reshard import merge, reshard
@@ -178,11 +178,33 @@ def _journeys(world, folder):
     place = folder / "mesh"
     failed = _try(save_pieces, world, place, layout=layout_of((4,), 0))
     found["mesh"] = failed, "a=4", _try(save_pieces, world, place)
-    return found
+    return found, _torn(world, Path(found["mesh"][2]))
+
+
+def _torn(world, path):
+    """By file that is changed or missing, what each process says of the checkpoint when it is to resume from it."""
+    said, gather = [], peers_of(world).gather
+    for file, content in [(file, file.read_bytes()) for file in sorted(path.iterdir())]:
+        for spoilt in (content[:-1] + bytes([content[-1] ^ 1]), None):
+            gather("read")
+            if world.is_main:
+                file.unlink() if spoilt is None else file.write_bytes(spoilt)
+            gather("torn")
+            with pytest.raises(TornCheckpointError) as caught:
+                open_checkpoint(path)
+            said.append((file.name, caught.value.message))
+            gather("opened")
+            if world.is_main:
+                file.write_bytes(content)
+    gather("restored")
+    return said
 
 
 def test_what_is_wrong_on_one_process_is_said_on_all_and_what_is_saved_next_is_sound(tmp_path):
-    for found in run_on_ranks(_journeys, 3, tmp_path):
+    for found, torn in run_on_ranks(_journeys, 3, tmp_path):
+        # A torn piece is named on every process, whichever process it falls to.
+        assert len(torn) > 2 * 3
+        assert all(name in message for name, message in torn), torn
         for name, ((kind, text), said, path) in found.items():
             assert said in text, name
             assert kind == SaveError.__name__ or not name.startswith("full"), name

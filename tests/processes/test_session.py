@@ -231,6 +231,13 @@ def test_split_classes_of_a_loss_that_the_user_computes_and_measured_shares_are_
         _trained(World(0, 2, 0, 2), "BatchNorm", {"cluster.shares": "auto"})
 
 
+@pytest.mark.parametrize("y", [lambda _: "far", lambda value: torch.zeros(1 + (value > 0)), lambda _: {"a": 1.0}])
+def test_targets_that_make_no_tensor_are_refused(y):
+    net, refused = nn.Linear(5, 1).double(), r"^the targets y can't be collated|^the target y is a (str|dict)"
+    with opened(World()) as here, pytest.raises(UserError, match=refused):
+        next(iter(here.prepare(net, torch.optim.SGD(net.parameters(), 0.2), Curve(y), batch=BATCH)[2]))
+
+
 def test_no_share_of_right_guesses_is_said_of_targets(tmp_path):
     net = layers(5, 3)
     with manyhands.session(out=tmp_path / "run", run__report=False) as here:

@@ -16,7 +16,7 @@ from manyhands.sync.compress import LIBRARY, PORTABLE, create_compressor, select
 from manyhands.sync.costs import low_rank_layout, mean_bytes, value_bytes
 from manyhands.sync.exchange import SyncGroup, average_vector, create_codec, run_exchange
 from manyhands.sync.powersgd import PowerSgd
-from manyhands.sync.synchronizer import LocalGroup
+from manyhands.sync.synchronizer import Buffers, LocalGroup
 from tests.processes.ranks import run_on_ranks
 
 NAMES = ("none", "bf16", "int8", "int4", "lowrank")
@@ -307,6 +307,20 @@ def test_factors_and_their_products_are_equal_on_other_processors():
     assert said[0].split() == said[1].split()
 
 
+def _averaged(world):
+    counted = torch.tensor(2**24 + 1 + world.rank)
+    running = torch.full((3,), world.rank + 2.0**-40, dtype=torch.float64)
+    buffers = Buffers([counted, running], SyncGroup(world.rank, world.size))
+    buffers.average(1)
+    buffers.write(buffers.averaged)
+    return int(counted), running.tolist()
+
+
+def test_mean_of_statistics_leaves_integers_alone_and_is_of_64_bits(on_ranks):
+    ((_, answers),) = on_ranks(2, _averaged)
+    assert answers == [(2**24 + 1 + rank, [0.5 + 2.0**-40] * 3) for rank in range(2)]
+
+
 def test_a_gradient_that_comes_twice_in_a_pass_is_refused():
     layer = nn.Linear(64, 64)
     power = PowerSgd(list(layer.parameters()), SyncGroup(), 1, 0)
@@ -330,6 +344,7 @@ TRIED = {
         _late: [(False,), (True,)],
         _power: [(beside, 3, False) for beside in (True, False)],
         _replaced: [(True,), (False,)],
+        _averaged: [()],
     },
     3: {
         _mean: COUNTS,

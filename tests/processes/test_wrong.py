@@ -363,6 +363,21 @@ def _largest(output, labels):
     return F.cross_entropy(output, labels, reduction="none").topk(9).values.mean()
 
 
-def test_custom_loss_is_tried_on_a_full_share_where_few_samples_are_not_enough():
+class Full(nn.Module):
+    """Has no memory for any sample, and notes how many it was given."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.tried = linear(), []
+
+    def forward(self, images):
+        self.tried.append(len(images))
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+
+def test_custom_loss_is_tried_on_a_full_share_where_few_samples_are_not_enough_but_never_where_memory_is_not():
     with built(World(), linear(), {**SMALL, "train.batch": 36}, loss=_largest):
         pass
+    with pytest.raises(torch.OutOfMemoryError), built(World(), full := Full(), SMALL, loss=_largest):
+        pass
+    assert full.tried == [8]

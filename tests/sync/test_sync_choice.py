@@ -13,6 +13,8 @@ from manyhands.config.job import Job, TrainOptions
 from manyhands.config.load import load_job
 from manyhands.core.choices import load_choice, module_names
 from manyhands.core.errors import UserError
+from manyhands.core.world import World
+from manyhands.parallel.apply import resolve_mode
 from manyhands.parallel.options import MODES
 from manyhands.sync.choose import EXACT, choose_method, cost_label, run_days
 from manyhands.sync.costs import (
@@ -225,6 +227,8 @@ def test_a_refusal_names_a_mode_that_takes_the_method():
     with pytest.raises(UserError, match="fsdp can't be combined with --sync local") as caught:
         check_sync_and_mode("local", "fsdp")
     assert caught.value.hints == ("set --parallel data", "or set --sync allreduce")
+    with pytest.raises(UserError, match="single runs as one process, but 2 processes"):
+        resolve_mode("single", World(0, 2))
 
 
 @pytest.mark.parametrize("method", module_names(METHODS))
