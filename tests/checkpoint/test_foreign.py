@@ -20,7 +20,7 @@ from manyhands.core.mesh import TensorLayout
 from manyhands.core.run_folder import NOWHERE
 from manyhands.train.journal import Journal
 from manyhands.train.parts import load_initial_weights
-from manyhands.train.state import matching_state_dict
+from manyhands.train.state import load_snapshot, matching_state_dict
 
 
 def network() -> nn.Module:
@@ -185,6 +185,17 @@ def test_another_networks_content_is_refused(tmp_path: Path, call, sentence: str
     torch.save(prefixed("module.encoder.", nn.Linear(2, 3).state_dict()), tmp_path / "w.pth")
     with pytest.raises(UserError, match=sentence):
         call(tmp_path / "w.pth")
+
+
+class NotStrict(nn.Linear):
+    def load_state_dict(self, state_dict):
+        return super().load_state_dict(state_dict)
+
+
+def test_a_network_with_a_load_state_dict_of_its_own_is_called_as_plainly_as_possible():
+    model, other = NotStrict(2, 2), NotStrict(2, 2)
+    load_snapshot(Snapshot(dict(model.state_dict())), other, "here")
+    assert torch.equal(model.weight, other.weight)
 
 
 class Remembers(nn.Linear):

@@ -26,7 +26,7 @@ from manyhands.train.optimize import (
     state_values_per_parameter,
     total_steps,
 )
-from manyhands.train.step import StepSums, Updater
+from manyhands.train.step import PartialUpdate, StepSums, Updater
 
 # Those of the network and the loss, some 30, are among them.
 MOST_CALLS = 122
@@ -168,6 +168,30 @@ def test_an_update_that_a_scaler_refuses_is_left_out():
     optimizer.found_inf, optimizer.grad_scale = torch.ones(()), torch.ones(())
     optimizer.step()
     assert all(torch.equal(one, old) for one, old in zip(model.parameters(), before, strict=True))
+
+
+class _Grows(nn.Module):
+    """Puts a longer buffer in the place of one; `removes`: or none."""
+
+    def __init__(self, *, removes):
+        super().__init__()
+        self.removes = removes
+        self.register_buffer("seen", torch.zeros(0, 2), persistent=False)
+
+    def forward(self, values):
+        self.seen = None if self.removes else torch.cat([self.seen, values])
+
+
+@pytest.mark.parametrize("removes", [False, True])
+def test_buffers_that_a_module_resizes_or_removes_are_put_back_with_an_update_that_is_undone(removes):
+    layer = _Grows(removes=removes)
+    under_way = PartialUpdate(ParallelNetwork(layer))
+    under_way.begin()
+    layer(torch.ones(1, 2))
+    under_way.undo()
+    assert layer.seen.shape == (0, 2)
+    layer(torch.ones(1, 2))
+    under_way.begin()  # the next update, of what has another size now
 
 
 # How long a job trains, and what its optimizer keeps: figures that plans, sync methods and training share.
